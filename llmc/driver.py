@@ -291,7 +291,7 @@ def source_of(traced: Any, origin: Located) -> Source:
 
 
 def random_seed(weights: str) -> int | None:
-    """The seed of "random:SEED", or None for "packed" and "none". Raises Diagnostic E127 for other texts."""
+    """Return the seed of "random:SEED", or None for "packed" and "none". Raises Diagnostic E127 for other texts."""
     kind, colon, seed = weights.partition(":")
     if kind == "random" and seed.isdigit():
         return int(seed)
@@ -338,7 +338,7 @@ def weight_bytes(m: Manifest) -> int:
 
 
 def states_of(m: Module) -> tuple[State, ...]:
-    """The states of the module's entry points: tensors that the runtime keeps between steps."""
+    """Return the states of the module's entry points: tensors that the runtime keeps between steps."""
     states: dict[str, State] = {}
     for g in m.graphs.values():
         for v in g.inputs:
@@ -350,14 +350,14 @@ def states_of(m: Module) -> tuple[State, ...]:
 
 
 def next_command(model: Path, output: Path, o: Options, target: Target) -> str:
-    """The suggested command after a compile: pack the weights, or run the artifact ("" if no runtime supports it)."""
+    """Return the suggested next command: pack the weights, or run the artifact ("" if no runtime supports it)."""
     if o.weights == "none":
         return f"next: llmc pack {output} {model}"
     return run_command(output, target.name, target.arch)
 
 
 def run_command(artifact: Path, target: str, arch: str) -> str:
-    """The command that runs an artifact with weights, or "" if no runtime supports its target."""
+    """Return the command that runs an artifact with weights, or "" if no runtime supports its target."""
     family = target.partition(":")[0]
     if family == "hip":
         return ""

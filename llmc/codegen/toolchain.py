@@ -74,7 +74,7 @@ class Toolchain(Protocol):
         """File suffixes and calling convention of sources and binaries."""
 
     def key(self, source: Source) -> str:
-        """A hash, 32 hexadecimal digits, of all that the binary depends on."""
+        """Return a hash, 32 hexadecimal digits, of all that the binary depends on."""
 
     def cached(self, key: str, cache: Path) -> bool:
         """Whether the folder `cache` has the binary of this key."""

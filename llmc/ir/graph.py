@@ -201,6 +201,10 @@ class Module:
         """Return the symbols' inclusive bounds within graph `g`."""
         return self.symbols | g.ranges
 
+    def find(self, *ops: str) -> list[tuple[Graph, Node]]:
+        """Return (graph, node) for all nodes of these ops, in order. The list stays valid when nodes are erased."""
+        return [(g, n) for g in self.graphs.values() for n in g.nodes if n.op.name in ops]
+
     def clone(self) -> Module:
         """Return a deep copy."""
         return Module({k: g.copy() for k, g in self.graphs.items()}, dict(self.symbols), dict(self.formats))

@@ -86,11 +86,11 @@ class OpDef:
 
     @staticmethod
     def leading(slot: Slot) -> str | None:
-        """The name of the leading axes of an operand or result such as `x: f[*b, k]`; None if it has none."""
+        """Return the name of the leading axes of an operand or result such as `x: f[*b, k]`; None if it has none."""
         return slot.dims[0] if len(slot.dims) > 1 and slot.dims[0].startswith("*") else None
 
     def axes(self, attrs: Mapping[str, Any]) -> tuple[int, ...]:
-        """The axes of the first operand along which elements are combined, selected or numbered.
+        """Return the axes of the first operand along which elements are combined, selected or numbered.
 
         These are the attribute `axis`, or the last axes of a row-wise op: those that no result has, if there are any.
         """

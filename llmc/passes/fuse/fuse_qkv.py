@@ -50,7 +50,7 @@ class FuseQkv(Pass):
 
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every graph; return the number of changes."""
-        return sum(self.append(g, n, ctx) for g in m.graphs.values() for n in list(g.nodes) if n.op.name == "kv_append")
+        return sum(self.append(g, n, ctx) for g, n in m.find("kv_append"))
 
     def append(self, g: Graph, n: Node, ctx: Ctx) -> bool:
         """Rewrite one kv_append, or record why the pattern does not match."""

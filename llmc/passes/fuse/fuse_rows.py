@@ -18,7 +18,7 @@ class FuseRows(Pass):
 
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every graph; return the number of changes."""
-        return sum(_fuse(g, n, ctx) for g in m.graphs.values() for n in list(g.nodes) if n.op.name == "row_spans")
+        return sum(_fuse(g, n, ctx) for g, n in m.find("row_spans"))
 
 
 def _fuse(g: Graph, spans: Node, ctx: Ctx) -> int:

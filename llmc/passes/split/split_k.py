@@ -36,13 +36,8 @@ class SplitK(Pass):
 
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every graph; return the number of changes."""
-        done = 0
-        for g in m.graphs.values():
-            products = [
-                n for n in list(g.nodes) if n.op.name in ("linear", "linear_map") and n.attrs.get("parts", 1) == 1
-            ]
-            done += sum(self.split(g, n, max_tokens(m, g, n), ctx) for n in products)
-        return done
+        products = [(g, n) for g, n in m.find("linear", "linear_map") if n.attrs.get("parts", 1) == 1]
+        return sum(self.split(g, n, max_tokens(m, g, n), ctx) for g, n in products)
 
     def split(self, g: Graph, n: Node, tokens: int, ctx: Ctx) -> bool:
         """Rewrite one node if more parts are needed to occupy the GPU; return whether it was rewritten."""

@@ -28,8 +28,7 @@ class SplitKv(Pass):
 
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every graph; return the number of changes."""
-        nodes = [(g, n) for g in m.graphs.values() for n in list(g.nodes) if n.op.name == "paged_attention"]
-        return sum(self.split(g, n, m.bounds(g), ctx) for g, n in nodes)
+        return sum(self.split(g, n, m.bounds(g), ctx) for g, n in m.find("paged_attention"))
 
     def split(self, g: Graph, n: Node, bounds: Bounds, ctx: Ctx) -> bool:
         """Rewrite one node if more parts are needed to occupy the GPU; return whether it was rewritten."""

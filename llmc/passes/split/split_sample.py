@@ -42,8 +42,7 @@ class SplitSample(Pass):
         """Apply the pass to every graph; return the number of changes."""
         rule = Rewrite("split-sample", _DRAWN, self._build, _fixed, near=2)
         done = sum(apply(g, (rule,), ctx) for g in m.graphs.values())
-        drawn = [(g, n) for g in m.graphs.values() for n in list(g.nodes) if n.op.name == "row_sample_blocks"]
-        return done + sum(_finish(g, n, ctx) for g, n in drawn)
+        return done + sum(_finish(g, n, ctx) for g, n in m.find("row_sample_blocks"))
 
     def _build(self, b: Any, m: Match) -> Value:
         operands = [m[name] for name in _OPERANDS]

@@ -21,8 +21,7 @@ class SplitSingle(Pass):
 
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every graph; return the number of changes."""
-        nodes = [(g, n) for g in m.graphs.values() for n in list(g.nodes) if n.op.name == "paged_attention"]
-        return sum(self.split(g, n, ctx) for g, n in nodes if _several(m, g, n))
+        return sum(self.split(g, n, ctx) for g, n in m.find("paged_attention") if _several(m, g, n))
 
     def split(self, g: Graph, n: Node, ctx: Ctx) -> bool:
         """Rewrite one node, unless it is split already or every row has one token; return whether it was rewritten."""

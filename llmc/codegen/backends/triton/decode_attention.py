@@ -68,7 +68,7 @@ class Problem:
         return 2 * self.g * self.d * self.item
 
     def constants(self) -> dict[str, Argument]:
-        """The template parameters that describe the problem."""
+        """Return the template parameters that describe the problem."""
         return {
             "HEADS": self.h, "KV_HEADS": self.g, "HEAD_DIM": self.d, "HEAD_DIM_PADDED": self.width, "PAGE": self.page,
             "SCALE": self.scale, "WINDOW": self.window, "SOFTCAP": self.softcap, "DOT_DTYPE": self.dot,
@@ -104,7 +104,7 @@ class DecodeAttention(TritonKernel):
         )
 
     def early(self, node: Node) -> tuple[int, ...]:
-        """The tables: the addresses of the keys are then known before the previous kernel has written the queries."""
+        """Return the tables, so that key addresses are known before the previous kernel has written the queries."""
         return (2, 3, 4) if node.op.name == "paged_attention_split" else (2, 3, 4, 5)
 
     def rows(self, p: Problem) -> int:

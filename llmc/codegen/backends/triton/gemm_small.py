@@ -116,7 +116,7 @@ class Gemm(TritonKernel):
 
 
 def common(u: Unit, p: Product) -> dict[str, Argument]:
-    """The arguments that the templates of tiled products share."""
+    """Return the arguments that the templates of tiled products share."""
     s, m = u.schedule, u.sizes(p.m)
     return {
         "M": m,
@@ -208,7 +208,7 @@ def reading_us(p: Product, s: Schedule, target: Target, env: Mapping[str, int], 
 
 
 def penalty(p: Product, s: Schedule) -> float:
-    """The measured factor (H200) by which some schedules are slower than `product_us` predicts.
+    """Return the measured factor (H200) by which some schedules are slower than `product_us` predicts.
 
     Warps that split the columns need many steps and few tokens; tiles of few weight rows and many tokens are slow.
     """

@@ -37,7 +37,7 @@ def has_maps(target: Target) -> bool:
 
 
 def gain(node: Node, env: Mapping[str, int]) -> float:
-    """The speed-up over the same tiles with pointers; 1 for few tokens, for which it was not measured."""
+    """Return the speed-up over the same tiles with pointers; 1 for few tokens, for which it was not measured."""
     return _GAIN if Product.of(node).tokens(env) > WARPGROUP else 1.0
 
 

@@ -119,7 +119,7 @@ def extra_offset(u: Unit, p: Product, e: Type) -> tuple[str, bool, bool]:
 
 
 def extra_operands(u: Unit, p: Product) -> tuple[str, ...]:
-    """The operands of the generated `load_extras`: the pointers, then the run-time sizes that it needs."""
+    """Return the operands of the generated `load_extras`: the pointers, then the run-time sizes that it needs."""
     return (*(f"x{i + p.first}" for i in range(len(p.extras))), *_extra_sizes(u, p)[1])
 
 

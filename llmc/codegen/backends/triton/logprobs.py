@@ -16,7 +16,7 @@ from llmc.targets.target import Target
 
 
 def likeliest_arguments(v: int, k: int, tile: int) -> dict[str, int]:
-    """The template arguments of the k likeliest of v ids, `tile` at a time."""
+    """Return the template arguments of the k likeliest of v ids, `tile` at a time."""
     return {"COUNT": k, "COUNT_PADDED": power(k), "TILE": tile, "TILES_PADDED": power(-(-v // tile))}
 
 

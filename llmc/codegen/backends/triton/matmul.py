@@ -69,7 +69,7 @@ def sizes_of(node: Node) -> tuple[Dim, Dim, Dim, Dim]:
 
 
 def factor(node: Node) -> str:
-    """The dtype of the factors of tl.dot: the operands' own if equal, else float32."""
+    """Return the dtype of the factors of tl.dot: the operands' own if equal, else float32."""
     a, c = (v.type.dtype for v in node.operands)
     return a if a == c else "f32"
 

@@ -98,7 +98,7 @@ class Experts:
         return self.left.dtype if self.left.dtype == self.w.dtype else "f32"
 
     def blocks(self, bm: int) -> Dim:
-        """The number of row blocks that suffices for any routing: every expert may have one block that is not full."""
+        """Return the number of row blocks for the worst routing: every expert may have a block that is not full."""
         limit = self.pairs.ceildiv(bm) + self.count
         return limit if self.pairs.const is None else D(min(self.pairs.const, int(limit)))
 
@@ -184,7 +184,7 @@ class Grouped(TritonKernel):
 
 
 def bias(p: Experts, operand: int) -> str | None:
-    """The pointer of the bias, if the node has that operand."""
+    """Return the pointer of the bias, if the node has that operand."""
     return f"x{operand}" if len(p.node.operands) > operand else None
 
 

@@ -40,7 +40,7 @@ def split(node: Node) -> tuple[Dim, Dim, Dim]:
 
 
 def computed(dtype: str) -> str:
-    """The Triton dtype in which values are computed.
+    """Return the Triton dtype in which values are computed.
 
     Sums of narrow integers wrap modulo 2^32, which is correct modulo their own width; comparing u32 needs 64 bits.
     """
@@ -99,13 +99,13 @@ class Walk:
         return f"for at in range(0, {factored(self.n, self.u.sizes)}, {self.block}):\n{indent(body, 4)}"
 
     def value(self, other: str) -> str:
-        """The operand's tile in the dtype of the computation, with `other` for elements that do not exist."""
+        """Return the operand's tile in the dtype of the computation, with `other` for elements that do not exist."""
         dtype = self.u.node.operands[0].type.dtype
         text = loaded("tl.load(x0 + place, mask=inside)", dtype)
         return f"tl.where(inside, {text}.to({computed(dtype)}), {other})"
 
     def result(self, to: int, value: str, dtype: str) -> str:
-        """The store of one value per line."""
+        """Return the statement that stores one value per line."""
         offset = "line"
         if not self.last:
             offset = f"{times('outer', self.inner, self.outer * self.inner, self.u.sizes)} + line"
@@ -144,7 +144,7 @@ class Lines(TritonKernel):
 
 
 def smallest_value(dtype: str) -> str:
-    """The smallest value of the dtype in which `dtype` is computed."""
+    """Return the smallest value of the dtype in which `dtype` is computed."""
     return 'float("-inf")' if dtype in FLOATS else str(-(2**63) if computed(dtype) == "tl.int64" else -(2**31))
 
 

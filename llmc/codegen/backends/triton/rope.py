@@ -30,7 +30,7 @@ class Head:
     interleaved: bool = False
 
     def constants(self) -> dict[str, Argument]:
-        """The template parameters that describe the head."""
+        """Return the template parameters that describe the head."""
         rest = self.d - 2 * self.r
         return {
             "HEAD_DIM": self.d, "PAIRS": self.r, "PAIRS_PADDED": power(self.r), "REST_PADDED": power(rest),

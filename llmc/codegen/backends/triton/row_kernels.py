@@ -181,7 +181,7 @@ class Writer:
     # -- statements -----------------------------------------------------------------------------------------------
 
     def load(self, i: int) -> str:
-        """The statement that reads argument node `i`."""
+        """Return the statement that reads argument node `i`."""
         k = int(self.p.dag.nodes[i][1][0])
         offset, mask = self.place(k)
         where = f"x{k}{offset}"
@@ -193,7 +193,7 @@ class Writer:
         return f"a{k} = {loaded(f'tl.load({where}{mask})', self.dtypes[k])}"
 
     def compute(self, i: int) -> list[str]:
-        """The statement of a node other than an argument; a constant has none and is printed in its users."""
+        """Return the statement of a node other than an argument; a constant has none and is printed in its users."""
         fn, args = self.p.dag.nodes[i]
         if fn == "const":
             self.names[i] = number(args[0])
@@ -207,13 +207,13 @@ class Writer:
         return [line]
 
     def inner(self, i: int) -> str:
-        """The operand of reduction `i`, with the neutral element outside the row."""
+        """Return the operand of reduction `i`, with the neutral element outside the row."""
         (of,) = self.p.dag.operands(i)
         value = convert(self.names[of], self.kinds[of], "f32")
         return f"tl.where(inside, {value}, {START[self.p.dag.nodes[i][0]]})" if self.col_mask else value
 
     def folded(self, i: int, text: str) -> str:
-        """The statement that reduces a tile along the row."""
+        """Return the statement that reduces a tile along the row."""
         fn, axis = self.p.dag.nodes[i][0], int(self.tall)
         self.names[i] = f"t{i}"
         if fn == "row_max":
@@ -222,7 +222,7 @@ class Writer:
         return f"t{i} = tl.sum({text}, {axis}{keep}){f' / {self.width()}' if fn == 'row_mean' else ''}"
 
     def store(self, k: int) -> str:
-        """The statement that stores result `k`."""
+        """Return the statement that stores result `k`."""
         v, root = self.p.count + k, self.p.roots[k]
         offset, mask = self.place(v)
         fn, args = self.p.dag.nodes[root]

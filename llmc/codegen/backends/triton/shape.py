@@ -18,12 +18,12 @@ Axes = list[tuple[Dim, Dim]]  # (size, stride of the operand in elements)
 
 
 def moved(node: Node) -> Dim:
-    """The bytes read and written by a copy of the results."""
+    """Return the bytes read and written by a copy of the results."""
     return sum((r.type.nbytes * 2 for r in node.results), D(0))
 
 
 def elements_of_16_bytes(node: Node) -> int:
-    """The number of elements in 16 bytes of a result."""
+    """Return the number of elements in 16 bytes of a result."""
     return 128 // DTYPES[node.results[0].type.dtype].bits
 
 
@@ -84,7 +84,7 @@ def copied(node: Node) -> tuple[Axes, Dim]:
 
 
 def crossed(axes: Axes) -> int | None:
-    """The axis along which the operand is contiguous if that is not the last axis of the result, else None."""
+    """Return the axis along which the operand is contiguous if that is not the last axis of the result, else None."""
     if axes[-1][1].const == 1:
         return None
     return next((a for a, (_, s) in enumerate(axes) if s.const == 1), None)
