@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from math import gcd
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -257,6 +258,44 @@ def _pack_panel(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
     return node.op.ref(np.concatenate(pieces) if parts > 1 else pieces[0], **a)
 
 
+def _apply(v: Value, *operands: np.ndarray, **changed: Any) -> np.ndarray:
+    """The op's reference on rows of its operands in storage form, with some attributes changed."""
+    assert v.node is not None
+    wide = [widen(x, o.type.dtype) for x, o in zip(operands, v.node.operands, strict=True)]
+    return narrow(v.node.op.ref(*wide, **{**v.node.attrs, **changed}), v.type.dtype)
+
+
+def _bitcast(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
+    return blocks.rows(_operands(v)[0], lo, hi)
+
+
+def _unpack_bits(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
+    """Rows that are packed into words along axis 0 are read from the first value that begins a word."""
+    (x,), a = _operands(v), _attrs(v)
+    if a["axis"] % v.type.rank:
+        return _apply(v, blocks.rows(x, lo, hi))
+    width, bits = DTYPES[x.type.dtype].bits, a["bits"]
+    begin = lo - lo % (width // gcd(width, bits))
+    words = blocks.rows(x, begin * bits // width, -(-hi * bits // width))
+    return _apply(v, words, size=hi - begin)[lo - begin :]
+
+
+def _take_columns(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
+    x, idx = _operands(v)
+    return _apply(v, blocks.rows(x, lo, hi), blocks.whole(idx))
+
+
+def _dequantize(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
+    """Rows from the first of the block that holds row `lo`; leading axes are axes of whole matrices."""
+    code, *rest = _operands(v)
+    if v.type.rank > 2:
+        return _apply(v, *(blocks.rows(x, lo, hi) for x in (code, *rest)))
+    size = _attrs(v)["block"][0]
+    begin = lo - lo % size if size else lo
+    scales = (lo // size, -(-hi // size)) if size else (0, 1)
+    return _apply(v, blocks.rows(code, begin, hi), *(blocks.rows(x, *scales) for x in rest))[lo - begin :]
+
+
 def _none(v: Value) -> np.ndarray:
     return np.zeros((0, *shape_of(v)[1:]), words(v.type.dtype))
 
@@ -281,5 +320,9 @@ _RULES: Mapping[str, Rule] = MappingProxyType(
         "broadcast": _broadcast,
         "cast": _cast,
         "pack_panel": _pack_panel,
+        "bitcast": _bitcast,
+        "unpack_bits": _unpack_bits,
+        "take_columns": _take_columns,
+        "dequantize": _dequantize,
     }
 )

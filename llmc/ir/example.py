@@ -58,7 +58,7 @@ def example_graph(op: OpDef, arrays: list[Any], attrs: dict[str, Any], dtype: st
         slots.append(slots[-1])
     for i, (slot, x) in enumerate(zip(slots, arrays, strict=False)):
         x = np.asarray(x)
-        of_kind = {"f": dtype, "b": "bool"}.get(x.dtype.kind) or {8: "i64", 4: "i32"}[x.dtype.itemsize]
+        of_kind = {"f": dtype, "b": "bool"}.get(x.dtype.kind) or f"{x.dtype.kind}{8 * x.dtype.itemsize}"
         t = Type(slot.dtype if slot.dtype in DTYPES else of_kind, tuple(map(Dim.of, x.shape)), slot.state)
         g.input(f"x{i}", t)
     g.outputs = list(g.add(op, g.inputs, attrs).results)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import ml_dtypes
@@ -41,6 +42,12 @@ def build() -> tuple[Graph, Checkpoint]:
         source[name] = drawn(*shape, dtype=kind, seed=len(source))
         return g.input(name, tensor(dtype, *shape), weight=True)
 
+    def words(name: str, dtype: str, *shape: int, below: int = 0) -> Value:
+        limits = np.iinfo(DTYPES[dtype].np)
+        low, high = (0, below) if below else (limits.min, limits.max)
+        source[name] = np.random.default_rng(len(source)).integers(low, high, shape, DTYPES[dtype].np)
+        return g.input(name, tensor(dtype, *shape), weight=True)
+
     def output(name: str, v: Value) -> None:
         v.name = name
         g.outputs.append(v)
@@ -60,9 +67,32 @@ def build() -> tuple[Graph, Checkpoint]:
     output("sum", b.sum(embed, axis=0, keepdim=False))
     output("fused", b.fused(embed, gain, body=["mul(a0, rsqrt(row_mean(mul(a0, a0))))"], dtypes=["f16"]))
     output("total", b.fused(b.mul(scale, scale), scale, body=["add(exp(a0), a1)"], dtypes=["f32"]))
+    quantised(b, words, output)
     g.outputs.append(gain)
     g.outputs.append(scale)
     return g, Checkpoint(**source)
+
+
+def quantised(b: Builder, words: Callable[..., Value], output: Callable[[str, Value], None]) -> None:
+    """Codes packed along either axis, groups by index, and blocks that do not divide the weight."""
+    packed, turned, octets = words("packed", "i32", 21, 9), words("turned", "i32", 12, 37), words("octets", "u8", 37, 8)
+    output("three", b.unpack_bits(packed, bits=3, axis=1, size=93, add=1))
+    output("three_down", b.unpack_bits(packed, bits=3, axis=0, size=223))
+    order = (0, 4, 1, 5, 2, 6, 3, 7)
+    code = b.unpack_bits(turned, bits=4, axis=0, size=91, order=order, word_add=0x11111111)
+    output("four_down", code)
+    output("floats", b.cast(b.bitcast(octets, dtype="f8e8m0"), dtype="f32"))
+    narrow = b.unpack_bits(octets, bits=4, axis=1, size=15)
+    zero = b.slice(octets, axis=1, start=3, stop=8)
+    scale = b.cast(b.slice(octets, axis=1, start=0, stop=5), dtype="f32")
+    output("group", b.dequantize(narrow, scale, zero, block=(1, 3), dtype="bf16"))
+    by_index = b.take_columns(scale, words("g_idx", "i32", 15, below=5))
+    output("by_index", b.dequantize(narrow, by_index, block=(1, 1), zero_point=8, dtype="f32"))
+    tiles = b.cast(b.slice(b.slice(octets, axis=0, start=0, stop=7), axis=1, start=0, stop=3), dtype="f16")
+    output("tiles", b.dequantize(code, tiles, block=(14, 14), values="e2m1", dtype="f32"))
+    expert = b.reshape(narrow, shape=(1, 37, 15))
+    scales = b.reshape(b.slice(scale, axis=0, start=0, stop=2), shape=(2, 1, 5))
+    output("experts", b.dequantize(b.concat(expert, expert, axis=0), scales, block=(0, 3), dtype="f32"))
 
 
 @pytest.mark.parametrize("target", [1, 150, 1 << 20])
@@ -70,7 +100,8 @@ def test_blocks_equal_the_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path:
     library = pytest.importorskip("safetensors.numpy")
     monkeypatch.setattr(weights_module, "TARGET", target)
     g, source = build()
-    want = run(g, [source.tensors[v.name].astype(np.float32) for v in g.inputs])
+    held = [source.tensors[v.name] for v in g.inputs]
+    want = run(g, [x if x.dtype.kind in "iu" else x.astype(np.float32) for x in held])
     (file,) = write_weights(g, source, Files(tmp_path))
     data = (tmp_path / file.file).read_bytes()
     assert len(data) == file.bytes and len(file.blocks) == 1

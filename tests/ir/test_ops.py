@@ -69,7 +69,7 @@ def test_every_float_op_has_an_oracle_or_a_reason() -> None:
     ours = {"constant", "cast", "iota", "fused", "broadcast", "reshape", "slice", "concat", "matmul", "linear_map"}
     ours |= {"rope", "rope_tables", "attention", "paged_attention", "moe", "kv_append", "gelu_tanh"}
     ours |= {"rope_append", "norm_linear", "paged_attention_split", "attention_combine"}
-    ours |= {"paged_attention_single"}
+    ours |= {"paged_attention_single", "unpack_bits", "take_columns", "bitcast", "dequantize"}
     ours |= {"moe_route", "moe_up", "moe_down", "linear_split", "linear_combine"}
     without = {n for n, o in OPS.items() if not o.oracle and not n.startswith("row_")}
     assert without - ours == {n for n in without if n.startswith(("pack", "packed"))}
@@ -161,5 +161,6 @@ def test_traits_follow_from_declarations() -> None:
     assert not flip.row_wise and not flip.elementwise and flip.axes({}) == ()
     assert joined.elementwise and not joined.row_wise
     assert OPS["matmul"].axes({}) == OPS["rms_norm"].axes({}) == (-1,) and OPS["sum"].axes({"axis": 1}) == (1,)
-    assert {name for name, one in OPS.items() if one.row_wise} == {"topk", "linear", "matmul", "rms_norm", "layer_norm"}
+    by_rows = {"topk", "linear", "matmul", "rms_norm", "layer_norm", "take_columns", "dequantize"}
+    assert {name for name, one in OPS.items() if one.row_wise} == by_rows
     assert {name for name, one in OPS.items() if one.elementwise} == {"cast"}

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from llmc.ir.opdef import OpDef
-from llmc.ir.ops import attention, linear, moe, norm, packed, pointwise, reduce, rope, sample, shape, state
+from llmc.ir.ops import attention, linear, moe, norm, packed, pointwise, quantize, reduce, rope, sample, shape, state
 
 
 def op_set(*groups: Iterable[OpDef]) -> Mapping[str, OpDef]:
@@ -18,4 +18,5 @@ def op_set(*groups: Iterable[OpDef]) -> Mapping[str, OpDef]:
     return MappingProxyType(out)
 
 
-OPS = op_set(*(m.OPS for m in (pointwise, reduce, shape, linear, packed, norm, rope, attention, moe, state, sample)))
+_GROUPS = (pointwise, reduce, shape, linear, packed, quantize, norm, rope, attention, moe, state, sample)
+OPS = op_set(*(m.OPS for m in _GROUPS))
