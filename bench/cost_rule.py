@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from llmc.codegen.kernel import schedule_text
-from llmc.codegen.select import offers
+from llmc.codegen.select import candidates
 from llmc.codegen.tuning_records import Record, Tuning, machine, read
 from llmc.extension import load
 from llmc.ir.graph import Graph, Node
@@ -55,7 +55,7 @@ def rows(points: Mapping[str, Mapping[int, Ways]]) -> Iterator[tuple[float, str]
     for text, sizes in sorted(points.items()):
         node = product(text)
         for tokens, ways in sorted(sizes.items()) if node else ():
-            first = offers(node, kernels, sm_90(), {"T": tokens, "R": tokens, "P": 1}, Tuning())[0]
+            first = candidates(node, kernels, sm_90(), {"T": tokens, "R": tokens, "P": 1}, Tuning())[0]
             us, best = ways.get((first.kernel.name, schedule_text(first.schedule))), min(ways.values())
             if us is not None:
                 line = f"{us / best:5.2f}  {us:8.2f} {best:8.2f}  {tokens:6d}  {first.kernel.name}  {text[:90]}"

@@ -1,7 +1,7 @@
 """The compiler: translates a Hugging Face model into an artifact, a folder of kernels, programs and packed weights.
 
 The names below are the public interface for extension authors. Each is imported on first access, so that `import llmc`
-stays cheap. To run an artifact, see `llmc_runtime`.
+stays fast. To run an artifact, see `llmc_runtime`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_FACE = MappingProxyType(
+_EXPORTS = MappingProxyType(
     {
         "compile": "llmc.driver:compile_model",
         "Options": "llmc.options:Options",
@@ -26,13 +26,13 @@ _FACE = MappingProxyType(
     }
 )
 
-__all__ = ["__version__", *_FACE]
+__all__ = ["__version__", *_EXPORTS]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _FACE:
+    if name not in _EXPORTS:
         raise AttributeError(f"module 'llmc' has no attribute {name!r}")
-    module, _, attribute = _FACE[name].partition(":")
+    module, _, attribute = _EXPORTS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 

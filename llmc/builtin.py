@@ -1,4 +1,4 @@
-"""The built-in extension: llmc's own passes, kernels, targets and pipelines, registered as a package's would be."""
+"""The built-in extension: llmc's own passes, kernels, targets and pipelines, declared like those of a package."""
 
 from __future__ import annotations
 

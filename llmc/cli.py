@@ -22,12 +22,12 @@ from llmc.options import Options, add_hub_options, add_options, read_hub, read_o
 
 Command = Callable[[argparse.Namespace, IO[str]], int]
 # These commands are implemented by `llmc_runtime`, which also declares their options.
-OF_RUNTIME: Mapping[str, str] = MappingProxyType(
+RUNTIME_COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "run": "generate text from an artifact or a Hugging Face folder",
-        "serve": "serve a model over HTTP, for OpenAI's clients",
-        "bench": "measure a server, LLM.generate, a batch, a start",
-        "collect-env": "print facts about this machine and installation",
+        "serve": "serve a model over HTTP with an OpenAI-compatible API",
+        "bench": "benchmark a server, LLM.generate, a batch of requests or the start-up",
+        "collect-env": "print the versions and hardware of this machine",
     }
 )
 
@@ -38,8 +38,8 @@ def main(argv: Sequence[str] | None = None, out: IO[str] | None = None) -> int:
     The codes are 0 (success), 1 (error), 2 (usage), 3 (environment), 4 (verification failed) and 130 (interrupted).
     """
     args_list = list(sys.argv[1:] if argv is None else argv)
-    if args_list and args_list[0] in OF_RUNTIME:
-        return _of_runtime(args_list[0], args_list[1:])
+    if args_list and args_list[0] in RUNTIME_COMMANDS:
+        return _run_in_runtime(args_list[0], args_list[1:])
     args = _parser().parse_args(args_list)
     args.argv = args_list
     try:
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     ap.add_argument("--version", action="version", version=f"llmc {__version__}")
     sub = ap.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _compile_arguments(sub)
-    for name, summary in OF_RUNTIME.items():
+    for name, summary in RUNTIME_COMMANDS.items():
         sub.add_parser(name, help=summary, add_help=False)
     p = _command(sub, "completion", _completion, "print the shell completion of llmc, llmc-run and llmc-serve")
     p.add_argument("shell", choices=("bash", "zsh", "fish"))
@@ -84,10 +84,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _command(sub: Any, name: str, run: Command | str, summary: str, as_json: bool = False) -> argparse.ArgumentParser:
-    """Add a command that calls `run`, a function or "module:function" to import; `as_json` adds --json."""
+    """Add a command that calls `run`, a function or a "module:function" text to import; `as_json` adds --json."""
     p: argparse.ArgumentParser = sub.add_parser(name, help=summary, description=summary)
-    p.set_defaults(command=_imported(run) if isinstance(run, str) else run, refuse=p.error)
-    p.add_argument("-v", "--verbose", action="store_true", help="more detail, and a traceback with an error")
+    p.set_defaults(command=_imported(run) if isinstance(run, str) else run, usage_error=p.error)
+    p.add_argument("-v", "--verbose", action="store_true", help="print more detail, and the traceback of an error")
     if as_json:
         p.add_argument("--json", action="store_true", help="print JSON on stdout instead of text")
     return p
@@ -141,7 +141,9 @@ def _model_arguments(sub: Any) -> None:
     p.add_argument("--target", default="cpu:native", help="target whose peak rates are used (cpu:native)")
     p.add_argument("--peak", type=float, metavar="FLOPS", help="peak rate in flop/s (the target's)")
     p.add_argument("--bandwidth", type=float, metavar="BYTES", help="memory bandwidth in byte/s (the target's)")
-    p.add_argument("--by", choices=("op", "node", "module"), default="op", help="what a line sums up (op)")
+    p.add_argument(
+        "--by", choices=("op", "node", "module"), default="op", help="what each line of the table sums up (op)"
+    )
     p = _command(sub, "tune", _tune, "measure a model's candidate kernels on this machine", as_json=True)
     p.add_argument("source", nargs="?", help="artifact, or Hugging Face folder")
     p.add_argument("-o", "--output", default="tuning.jsonl", metavar="FILE", help="file of measurements (tuning.jsonl)")
@@ -150,7 +152,7 @@ def _model_arguments(sub: Any) -> None:
     p.add_argument("--context", type=positive, default=1024, metavar="N", help="tokens in the KV cache per row (1024)")
     p.add_argument("--kernels", default="", metavar="A,B", help="kernels to measure (all)")
     p.add_argument("--all", action="store_true", help="also measure nodes that have a single candidate")
-    p.add_argument("--show", metavar="FILE", help="file of measurements whose choices to print, measuring nothing")
+    p.add_argument("--show", metavar="FILE", help="file of measurements to print the choices of, without measuring")
     add_options(p, "tune")
     p.set_defaults(target="")
 
@@ -202,9 +204,9 @@ def _compile(args: argparse.Namespace, out: IO[str]) -> int:
     if args.dry_run:
         return _dry_run(args, out)
     if not args.output:
-        args.refuse("give the artifact's folder with -o, or --dry-run")
+        args.usage_error("give the artifact's folder with -o, or --dry-run")
     if args.memory is not None:
-        args.refuse("--memory needs --dry-run")
+        args.usage_error("--memory needs --dry-run")
     summary = compile_model(args.model, Path(args.output), _options(args), args.force, Console(sys.stderr))
     if args.report is not None:
         from llmc.report.html_report import write_report
@@ -234,7 +236,7 @@ def _pack(args: argparse.Namespace, out: IO[str]) -> int:
     return 0
 
 
-def _of_runtime(name: str, argv: Sequence[str]) -> int:
+def _run_in_runtime(name: str, argv: Sequence[str]) -> int:
     from llmc_runtime import cli
 
     if name == "run":
@@ -284,7 +286,7 @@ def _tune(args: argparse.Namespace, out: IO[str]) -> int:
     from llmc.measure.tune import Settings, render, show, tune
 
     if not args.show and not args.source:
-        args.refuse("give an artifact or a model to measure, or a file to --show")
+        args.usage_error("give an artifact or a model to measure, or a file to --show")
     if not args.show:
         target, args.target = args.target, args.target or "cpu:native"
         options = _options(args)

@@ -6,7 +6,7 @@ import argparse
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 SHELLS = ("bash", "zsh", "fish")
@@ -15,26 +15,27 @@ _FILES, _FOLDERS = "files", "folders"
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a command. `follows` describes its value.
+    """An option of a command.
 
-    It is None (the option takes no value), a tuple of choices, "files", "folders", or "" (any text).
+    `value` is the kind of its value: None (it takes no value), a tuple of choices, "files", "folders", or "" (any
+    text).
     """
 
     flags: tuple[str, ...]
     help: str
-    follows: tuple[str, ...] | str | None
+    value: tuple[str, ...] | str | None
 
 
 @dataclass(frozen=True)
 class Node:
-    """A command with its options, its subcommands (`below`) and the kind of its positional arguments."""
+    """A command with its options, its subcommands (`subcommands`) and the kind of its positional arguments."""
 
     name: str
     help: str = ""
     options: tuple[Option, ...] = ()
-    below: tuple[Node, ...] = ()
+    subcommands: tuple[Node, ...] = ()
     arguments: tuple[str, ...] | str = ""
-    path: tuple[str, ...] = field(default=())
+    path: tuple[str, ...] = ()
 
 
 def script(shell: str, parsers: Mapping[str, argparse.ArgumentParser]) -> str:
@@ -51,28 +52,24 @@ def _node(
 ) -> Node:
     """Convert a parser and its subparsers to a Node."""
     options: dict[str, Option] = {}
-    below: list[Node] = []
+    subcommands: list[Node] = []
     arguments: tuple[str, ...] | str = ""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
             for key, inner in action.choices.items():
                 node = _node(key, others.get(" ".join((*path, key)), inner), others, (*path, key))
-                below.append(Node(key, _first(helps.get(key, "")), *_rest(node)))
+                subcommands.append(replace(node, name=key, help=_summary(helps.get(key, ""))))
         elif action.option_strings and action.help != argparse.SUPPRESS:
-            one = Option(tuple(action.option_strings), _first(action.help or ""), _follows(action))
-            options[one.flags[0]] = one
+            option = Option(tuple(action.option_strings), _summary(action.help or ""), _value_kind(action))
+            options[option.flags[0]] = option
         elif not action.option_strings:
-            arguments = arguments or _follows(action) or _FILES
-    return Node(name, _first(parser.description or ""), tuple(options.values()), tuple(below), arguments, path)
+            arguments = arguments or _value_kind(action) or _FILES
+    return Node(name, _summary(parser.description or ""), tuple(options.values()), tuple(subcommands), arguments, path)
 
 
-def _rest(node: Node) -> tuple[tuple[Option, ...], tuple[Node, ...], tuple[str, ...] | str, tuple[str, ...]]:
-    return node.options, node.below, node.arguments, node.path
-
-
-def _follows(action: argparse.Action) -> tuple[str, ...] | str | None:
-    """The kind of value that follows an option, in the form of `Option.follows`."""
+def _value_kind(action: argparse.Action) -> tuple[str, ...] | str | None:
+    """The kind of value that follows an option, in the form of `Option.value`."""
     metavar = str(action.metavar or "")
     if action.choices is not None:
         return tuple(map(str, action.choices))
@@ -85,34 +82,34 @@ def _follows(action: argparse.Action) -> tuple[str, ...] | str | None:
     return ""
 
 
-def _first(words: str) -> str:
+def _summary(text: str) -> str:
     """The first 70 characters of a help text, without characters that would need quoting in a script."""
-    return re.sub(r"[^\w ./,<>+-]", "", words.replace("%%", "%").replace(": ", ", "))[:70].strip()
+    return re.sub(r"[^\w ./,<>+-]", "", text.replace("%%", "%").replace(": ", ", "))[:70].strip()
 
 
 def _all(nodes: list[Node]) -> Iterator[Node]:
     for node in nodes:
         yield node
-        yield from _all(list(node.below))
+        yield from _all(list(node.subcommands))
 
 
 def _bash(roots: list[Node]) -> str:
     """Two case statements, candidates by command and values by option, and one function that reads them."""
-    words, follows = [], []
+    words, values = [], []
     for node in _all(roots):
         path = " ".join(node.path)
         flags = [flag for option in node.options for flag in option.flags]
-        first = [n.name for n in node.below] or ([] if node.arguments == _FILES else list(node.arguments))
-        kind = _FILES if node.arguments == _FILES and not node.below else ""
+        first = [n.name for n in node.subcommands] or ([] if node.arguments == _FILES else list(node.arguments))
+        kind = _FILES if node.arguments == _FILES and not node.subcommands else ""
         words.append(f"        {shlex.quote(path)}) words={shlex.quote(' '.join([*first, *flags]))} kind={kind} ;;")
         for option in node.options:
-            if option.follows is None:
+            if option.value is None:
                 continue
             keys = " | ".join(shlex.quote(f"{path} {flag}") for flag in option.flags)
-            value = f"kind= words={shlex.quote(' '.join(option.follows))}"
-            if isinstance(option.follows, str):
-                value = f"kind={option.follows or 'nothing'} words="
-            follows.append(f"        {keys}) {value} ;;")
+            value = f"kind= words={shlex.quote(' '.join(option.value))}"
+            if isinstance(option.value, str):
+                value = f"kind={option.value or 'nothing'} words="
+            values.append(f"        {keys}) {value} ;;")
     names = " ".join(node.name for node in roots)
     nested = " | ".join(shlex.quote(" ".join(node.path)) for node in _all(roots) if len(node.path) > 1)
     return f"""# bash completion of {names}
@@ -131,7 +128,7 @@ _llmc_complete() {{
 {chr(10).join(words)}
     esac
     case "$path $prev" in
-{chr(10).join(follows)}
+{chr(10).join(values)}
     esac
     COMPREPLY=()
     case $kind in
@@ -153,9 +150,9 @@ def _zsh(roots: list[Node]) -> str:
     parts = [f"#compdef {' '.join(node.name for node in roots)}"]
     for node in _all(roots):
         specs = [_zsh_option(option) for option in node.options]
-        if node.below:
-            names = " ".join(shlex.quote(f"{n.name}:{n.help}") for n in node.below)
-            cases = "\n".join(f"            {n.name}) {_zsh_name(n)} ;;" for n in node.below)
+        if node.subcommands:
+            names = " ".join(shlex.quote(f"{n.name}:{n.help}") for n in node.subcommands)
+            cases = "\n".join(f"            {n.name}) {_zsh_name(n)} ;;" for n in node.subcommands)
             body = f"""    local state line
     _arguments -C {" ".join([*specs, "'1:command:->command'", "'*::argument:->rest'"])}
     case $state in
@@ -180,11 +177,9 @@ def _zsh_name(node: Node) -> str:
 def _zsh_option(option: Option) -> str:
     """One `_arguments` spec per flag; the leading `*` allows a flag to be repeated."""
     after = ""
-    if option.follows is not None:
+    if option.value is not None:
         how = {_FILES: "_files", _FOLDERS: "_files -/", "": " "}
-        after = ":value:" + (
-            how[option.follows] if isinstance(option.follows, str) else f"({' '.join(option.follows)})"
-        )
+        after = ":value:" + (how[option.value] if isinstance(option.value, str) else f"({' '.join(option.value)})")
     return " ".join(shlex.quote(f"*{flag}[{option.help}]{after}") for flag in option.flags)
 
 
@@ -195,11 +190,13 @@ def _fish(roots: list[Node]) -> str:
         root, condition = node.path[0], ""
         if len(node.path) > 1:
             condition = "; and ".join(f"__fish_seen_subcommand_from {name}" for name in node.path[1:])
-        none = f"not __fish_seen_subcommand_from {' '.join(n.name for n in node.below)}" if node.below else ""
+        none = (
+            f"not __fish_seen_subcommand_from {' '.join(n.name for n in node.subcommands)}" if node.subcommands else ""
+        )
         when = "; and ".join(filter(None, (condition, none)))
         head = f"complete -c {root}" + (f" -n {shlex.quote(when)}" if when else "")
-        lines += [f"{head} -f -a {n.name} -d {shlex.quote(n.help)}" for n in node.below]
-        if not node.below and isinstance(node.arguments, tuple) and node.arguments:
+        lines += [f"{head} -f -a {n.name} -d {shlex.quote(n.help)}" for n in node.subcommands]
+        if not node.subcommands and isinstance(node.arguments, tuple) and node.arguments:
             lines.append(f"{head} -f -a {shlex.quote(' '.join(node.arguments))}")
         lines += [f"{head}{_fish_option(option)}" for option in node.options]
     return "\n".join(lines) + "\n"
@@ -211,8 +208,8 @@ def _fish_option(option: Option) -> str:
         for flag in option.flags
     )
     after = ""
-    if isinstance(option.follows, tuple):
-        after = f" -x -a {shlex.quote(' '.join(option.follows))}"
-    elif option.follows is not None:
-        after = {_FILES: " -r -F", _FOLDERS: " -x -a '(__fish_complete_directories)'", "": " -x"}[option.follows]
+    if isinstance(option.value, tuple):
+        after = f" -x -a {shlex.quote(' '.join(option.value))}"
+    elif option.value is not None:
+        after = {_FILES: " -r -F", _FOLDERS: " -x -a '(__fish_complete_directories)'", "": " -x"}[option.value]
     return f"{flags}{after} -d {shlex.quote(option.help)}"

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-SETTLED = 2.0  # seconds a stage must have run before its remaining time is shown
+MIN_SECONDS = 2.0  # time a stage must have run before its remaining time is estimated
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Console:
         self.out = out or sys.stderr
         self.live = self.out.isatty()
         self.shown = 0.0
-        self.begun: dict[str, tuple[float, int]] = {}
+        self.started: dict[str, tuple[float, int]] = {}
 
     def note(self, text: str) -> None:
         """Print one line."""
@@ -56,7 +56,7 @@ class Console:
 
     def stage(self, name: str, detail: str, seconds: float) -> None:
         """Print the line of a finished stage."""
-        self.begun.pop(name, None)
+        self.started.pop(name, None)
         self.note(f"[{seconds:6.1f} s] {name}: {detail}")
 
     def part(self, name: str, done: int, of: int, unit: str = "") -> None:
@@ -65,12 +65,12 @@ class Console:
         Printed only on a terminal and at most five times a second. `unit` "B" prints megabytes.
         """
         now = time.monotonic()
-        begun, before = self.begun.setdefault(name, (now, done))
+        started, before = self.started.setdefault(name, (now, done))
         if not self.live or now - self.shown < 0.2:
             return
         self.shown = now
-        left = (now - begun) * (of - done) / (done - before) if done > before else 0.0
-        rest = f", {left:.0f} s left" if now - begun > SETTLED and left >= 1 else ""
+        left = (now - started) * (of - done) / (done - before) if done > before else 0.0
+        rest = f", {left:.0f} s left" if now - started > MIN_SECONDS and left >= 1 else ""
         self._write(f"  {name}: {_amount(done, unit)} of {_amount(of, unit)}{rest}")
 
     def _write(self, text: str) -> None:

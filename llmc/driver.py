@@ -28,8 +28,8 @@ from llmc.targets.target import Target
 
 DTYPES = (("float32", "f32"), ("bfloat16", "bf16"))
 MAX_LEN = 32768
-# Per target family: the dtype compiled for a checkpoint's dtype; CPU kernels multiply bfloat16, not float16.
-INSTEAD: Mapping[str, Mapping[str, str]] = MappingProxyType({"cpu": {"f16": "bf16"}})
+# Target family -> checkpoint dtype -> dtype that is compiled instead. CPU kernels multiply bfloat16, but not float16.
+SUBSTITUTE_DTYPES: Mapping[str, Mapping[str, str]] = MappingProxyType({"cpu": {"f16": "bf16"}})
 
 
 def compile_model(
@@ -50,14 +50,13 @@ def compile_model(
     job = start(model, Path(output), options or Options(), force, console or Quiet())
     key = _key_options(job.options, job.target, job.origin, job.registry.toolchains)
     reuse = Reuse(job.options.cache if job.options.reuse else None, job.model, key)
-    entry = reuse.find()
-    if entry is not None:
-        reuse.place(entry, job.output, force)
-        job.done("reuse", f"an equal artifact from {entry}")
+    if (entry := reuse.find()) is not None:
+        reuse.restore(job.output, force)
+        job.done("reuse", f"linked an identical artifact from {entry}")
         job.summary.facts |= facts_of(Manifest.load((job.output / "manifest.json").read_bytes()))
         return job.summary
     manifest = job.run()
-    reuse.keep(job.output)
+    reuse.store(job.output)
     job.summary.facts |= facts_of(manifest)
     return job.summary
 
@@ -91,10 +90,10 @@ def locate_model(model: str | Path, o: Options, registry: Registry, console: Con
     def progress(done: int, of: int) -> None:
         console.part("fetch", done, of, "B")
 
-    at = locate(model, o.hub, o.weights == "packed", progress, lambda config: decoder_of(config, registry.schemes))
-    if at.commit:
-        console.note(f"{at.name} at commit {at.commit}: {at.folder}")
-    return at
+    located = locate(model, o.hub, o.weights == "packed", progress, lambda config: decoder_of(config, registry.schemes))
+    if located.commit:
+        console.note(f"{located.name} at commit {located.commit}: {located.folder}")
+    return located
 
 
 def _key_options(o: Options, target: Target, origin: Located, toolchains: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -172,7 +171,13 @@ class Compilation:
         dtype = dict(DTYPES).get(self.options.dtype)
         o = self.options
         traced = trace(
-            self.model, dtype, o.max_model_len, self.tokens, self.rows, o.layers, INSTEAD.get(self.target.family, {})
+            self.model,
+            dtype,
+            o.max_model_len,
+            self.tokens,
+            self.rows,
+            o.layers,
+            SUBSTITUTE_DTYPES.get(self.target.family, {}),
         )
         if not dtype and traced.facts.dtype != traced.facts.stored_dtype:
             self.note("the checkpoint is float16, compiled as bfloat16; --dtype float32 keeps every bit")
@@ -188,7 +193,9 @@ class Compilation:
             defaults = ", ".join(f"{k} {v}" for k, v in f.generation.items())
             self.note(f"sampling defaults from generation_config.json: {defaults}; requests may override them")
         if f.layers:
-            self.note(f"--layers: {Source('', '', '', {}, *f.layers).part} only; its output is not the model's")
+            self.note(
+                f"--layers: {Source('', '', '', {}, *f.layers).part} only; the output differs from the full model's"
+            )
         self.done("trace", f"{f.architecture}, {len(traced.module.graphs['main'].nodes)} nodes, {f.dtype}")
         return traced
 
@@ -214,8 +221,8 @@ class Compilation:
         passes = self.passes(max_len)
         run_pipeline(module, passes, ctx, observe)
         self.reports |= {"passes.json": record.data, "choices.json": ctx.choices}
-        self.done("passes", record.words())
-        for line in ctx.told:
+        self.done("passes", record.summary())
+        for line in ctx.notes:
             self.note(line)
 
     def build(self, module: Module) -> Any:
@@ -275,14 +282,16 @@ class Compilation:
         return manifest
 
     def compile_report(self, toolchains: Mapping[str, str]) -> dict[str, Any]:
-        """The options and decisions of the compile, for the artifact's report. It holds no time and no path, so that
-        equal compiles give equal reports. toolchains: compiler name -> version."""
+        """Return the options and decisions of the compile, for the artifact's report.
+
+        It contains no times and no paths, so that equal compiles give equal reports. toolchains: compiler -> version.
+        """
         options, notes = self.options.recorded(), self.summary.notes
         return {"options": options, "notes": notes, "versions": versions(toolchains)}
 
 
 def versions(toolchains: Mapping[str, str]) -> dict[str, str]:
-    """The versions that an artifact depends on: ours, the tracer's, and those of the compilers."""
+    """Return the versions that an artifact depends on: llmc, torch, transformers and the compilers."""
     from importlib.metadata import version
 
     return {"llmc": __version__, **{n: version(n) for n in ("torch", "transformers")}, **toolchains}
@@ -299,12 +308,12 @@ def source_of(traced: Any, origin: Located) -> Source:
 
 
 def random_seed(weights: str) -> int | None:
-    """The seed of "random:SEED", or None for "packed" and "none". Raises Diagnostic E127 for other texts."""
+    """Return the seed of "random:SEED", or None for "packed" and "none". Raises Diagnostic E127 for other texts."""
     kind, colon, seed = weights.partition(":")
     if kind == "random" and seed.isdigit():
         return int(seed)
     if colon or kind not in ("packed", "none"):
-        raise Diagnostic("E127", f"--weights {weights!r} is not known", "use packed, none or random:SEED")
+        raise Diagnostic("E127", f"unknown value --weights {weights!r}", "use packed, none or random:SEED")
     return None
 
 
@@ -332,7 +341,7 @@ def pack_model(artifact: Path, model: str | Path, console: Console | None = None
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
             cause = f"{name} is {ours.get(name, 'absent')} in the artifact, {theirs.get(name, 'absent')} in {model}"
-            raise Diagnostic("E328", cause, "give the checkpoint of the model that the artifact was compiled from")
+            raise Diagnostic("E328", cause, "use the checkpoint of the model that the artifact was compiled from")
     with Checkpoint(traced, decoder=decoder_of(traced.source.config, registry.schemes)) as checkpoint:
         done = pack_weights(artifact, graph, checkpoint, lambda n, of: console.part("weights", n, of, "B"))
     console.note(f"{artifact}: {weight_bytes(done) / 1e6:.1f} MB packed and hashed")
@@ -347,7 +356,7 @@ def weight_bytes(m: Manifest) -> int:
 
 
 def states_of(m: Module) -> tuple[State, ...]:
-    """The states of the module's entry points: tensors that the runtime keeps between steps."""
+    """Return the states of the module's entry points: tensors that the runtime keeps between steps."""
     states: dict[str, State] = {}
     for g in m.graphs.values():
         for v in g.inputs:
@@ -359,16 +368,16 @@ def states_of(m: Module) -> tuple[State, ...]:
 
 
 def next_command(model: Path, output: Path, o: Options, target: Target) -> str:
-    """The suggested command after a compile: pack the weights, or run the artifact ("" if no runtime supports it)."""
+    """Return the suggested next command: pack the weights, or run the artifact ("" if no runtime supports it)."""
     if o.weights == "none":
         return f"next: llmc pack {output} {model}"
     return run_command(output, target.name, target.arch)
 
 
 def run_command(artifact: Path, target: str, arch: str) -> str:
-    """The command that runs an artifact with weights, or "" if no runtime supports its target."""
+    """Return the command that runs an artifact with weights, or "" if no runtime supports its target."""
     family = target.partition(":")[0]
     if family == "hip":
         return ""
-    where = f", where the GPU is {arch}" if family == "cuda" else ""
-    return f"next{where}: llmc-run {artifact} --prompt 'Hello'"
+    machine = f", on a machine with an {arch} GPU" if family == "cuda" else ""
+    return f"next{machine}: llmc-run {artifact} --prompt 'Hello'"

@@ -12,7 +12,7 @@ from typing import Any
 
 from llmc.artifact.cost_report import memory, roofline, weight_bytes
 from llmc.artifact.write import kv_of
-from llmc.codegen.dry_build import Sketch, sketch
+from llmc.codegen.dry_build import DryBuild, dry_build
 from llmc.console import Console
 from llmc.driver import Compilation, start, states_of
 from llmc.options import Options
@@ -37,16 +37,16 @@ def dry_run(model: str | Path, options: Options, memory_bytes: int | None, conso
     traced = job.trace()
     job.optimise(traced.module, traced.facts.max_positions)
     cache = job.options.cache / "kernels" if job.options.cache else None
-    made = sketch(traced.module, job.target, cache, job.registry.kernels, job.registry.toolchains)
-    job.done("plan", f"{len(made.keys)} kernels, of which {len(made.missing)} are not in the cache")
-    weights = weight_bytes(made.programs)
+    built = dry_build(traced.module, job.target, cache, job.registry.kernels, job.registry.toolchains)
+    job.done("plan", f"{len(built.keys)} kernels, of which {len(built.missing)} are not in the cache")
+    weights = weight_bytes(built.programs)
     plan = {
         "model": _model(job, traced),
-        "programs": [program_facts(p) for p in made.programs],
-        "time": _times(made, job),
-        "compile": _compile(made, job, weights, options.weights),
+        "programs": [program_facts(p) for p in built.programs],
+        "time": _times(built, job),
+        "compile": _compile(built, job, weights, options.weights),
     }
-    return plan | _memory(made, job, traced, weights, memory_bytes)
+    return plan | _memory(built, job, traced, weights, memory_bytes)
 
 
 def _model(job: Compilation, traced: Any) -> dict[str, Any]:
@@ -65,11 +65,11 @@ def _model(job: Compilation, traced: Any) -> dict[str, Any]:
     }
 
 
-def _times(made: Sketch, job: Compilation) -> list[dict[str, Any]]:
+def _times(built: DryBuild, job: Compilation) -> list[dict[str, Any]]:
     """Predicted microseconds per step of every program at typical sizes, with and without launch overhead."""
-    predicted = roofline(made.programs, job.target)["programs"]
+    predicted = roofline(built.programs, job.target)["programs"]
     rows = []
-    for p in made.programs:
+    for p in built.programs:
         us, sizes = predicted[p.name]["us"], predicted[p.name]["sizes"]
         floor = us - len(p.launches) * job.target.launch_us
         tokens = sizes.get("T", 1)
@@ -83,26 +83,26 @@ def _times(made: Sketch, job: Compilation) -> list[dict[str, Any]]:
     return rows
 
 
-def _compile(made: Sketch, job: Compilation, weights: int, kind: str) -> dict[str, Any]:
+def _compile(built: DryBuild, job: Compilation, weights: int, kind: str) -> dict[str, Any]:
     """Seconds per stage on this machine: measured for the stages that ran, estimated from benchmarks for the others."""
     spent = job.summary.seconds
-    each = next(s for language, s in KERNEL_S if language in job.target.languages)
+    kernel_seconds = next(s for language, s in KERNEL_S if language in job.target.languages)
     jobs = max(1, min(os.cpu_count() or 1, 16))
     seconds = {
         "trace": spent["trace"],
         "passes": spent["passes"],
-        "kernels": spent["plan"] + len(made.missing) * each / jobs,
+        "kernels": spent["plan"] + len(built.missing) * kernel_seconds / jobs,
         "weights": weights / WRITE_RATE if kind == "packed" else 0.0,
     }
     rounded = {k: round(v, 1) for k, v in seconds.items()}
-    kernels = {"kernels": len(made.keys), "cached": len(made.keys) - len(made.missing)}
+    kernels = {"kernels": len(built.keys), "cached": len(built.keys) - len(built.missing)}
     return {**kernels, "seconds": rounded, "total": round(sum(seconds.values()), 1)}
 
 
-def _memory(made: Sketch, job: Compilation, traced: Any, weights: int, requested: int | None) -> dict[str, Any]:
+def _memory(built: DryBuild, job: Compilation, traced: Any, weights: int, requested: int | None) -> dict[str, Any]:
     """Memory needed on the device and what remains for the KV cache, in bytes."""
     states = states_of(traced.module)
-    needed = memory(made.programs, states, weights)
+    needed = memory(built.programs, states, weights)
     kv = kv_of(states, job.target.page_size)
     arena, rows = max(needed["arena_bytes"].values(), default=0), sum(needed["state_bytes"].values())
     fixed = weights + arena + rows
@@ -135,13 +135,13 @@ def render(plan: Mapping[str, Any], argv: Sequence[str]) -> str:
         f"{m['name']} for {m['target']}: a plan; nothing was compiled",
         f"  model     {m['architecture']}, {m['layers']} layers, {count_text(m['parameters'])} parameters, "
         f"{m['dtype']}",
-        f"  limits    {m['max_model_len']} tokens a sequence, {m['max_num_seqs']} sequences, "
-        f"{m['max_num_batched_tokens']} tokens a step",
+        f"  limits    {m['max_model_len']} tokens per sequence, {m['max_num_seqs']} sequences, "
+        f"{m['max_num_batched_tokens']} tokens per step",
         f"  programs  {len(plan['programs'])}, {launches} launches, {compiled['kernels']} kernels",
         f"  memory    weights {size_text(mem['weights'])}, rows {size_text(mem['rows'])}, "
         f"intermediate results {size_text(mem['arena'])}",
-        f"  KV cache  {size_text(kv['bytes_per_token'])} a token ({kv['dtype']}, {kv['layers']} layers), "
-        f"{size_text(mem['one_sequence'])} a sequence",
+        f"  KV cache  {size_text(kv['bytes_per_token'])} per token ({kv['dtype']}, {kv['layers']} layers), "
+        f"{size_text(mem['one_sequence'])} per sequence",
         *_fits(plan),
         *_time_lines(plan["time"]),
         f"  compile   about {compiled['total']:.0f} s here ({stages}); {compiled['cached']} of {compiled['kernels']} "
@@ -164,20 +164,20 @@ def _fits(plan: Mapping[str, Any]) -> list[str]:
     """The lines about fitting, with a remedy if the model does not fit."""
     mem, kv = plan["memory"], plan["kv"]
     if plan["fits"] is None:
-        return ["  fits      unknown: the target has no memory size; give --memory 24GiB"]
-    whose = "given" if mem["given"] else f"of the smallest common {plan['model']['target']}"
+        return ["  fits      unknown: the target has no memory size; pass --memory, for example --memory 24GiB"]
+    source = "--memory" if mem["given"] else f"the smallest common {plan['model']['target']}"
     if plan["model"]["target"] == "cpu:native" and not mem["given"]:
-        whose = "of this machine"
-    head = f"{size_text(mem['device'])} {whose}"
+        source = "this machine"
+    memory = f"{size_text(mem['device'])} ({source})"
     if plan["fits"]:
         room = f"{kv['tokens']} tokens, {kv['sequences']:g} full sequences"
-        return [f"  fits      yes, in {head}; {size_text(mem['left_for_kv'])} remain for KV: {room}"]
+        return [f"  fits      yes, in {memory}; {size_text(mem['left_for_kv'])} remain for KV: {room}"]
     tokens = mem["left_for_kv"] // max(1, kv["bytes_per_token"])
     if tokens >= 2 * kv["page_size"]:
         remedy = f"--max-model-len {tokens // kv['page_size'] * kv['page_size']} fits"
     else:
         remedy = "use a device with more memory, or a smaller model"
-    return [f"  fits      NO: one sequence needs {size_text(mem['needed'])}, there are {head}", f"    Try: {remedy}"]
+    return [f"  fits      NO: one sequence needs {size_text(mem['needed'])} of {memory}", f"    Try: {remedy}"]
 
 
 def _time_lines(rows: Any) -> list[str]:
@@ -186,8 +186,8 @@ def _time_lines(rows: Any) -> list[str]:
     prefill = [r for r in rows if r["kind"] == "prefill"]
     some = [r for r in prefill if r["tokens"] <= 512][-1:] or prefill[:1]
     return [
-        f"  {r['kind']:8}  predicted {us_text(r['us'])} a step of {r['tokens']} token{'s' if r['tokens'] > 1 else ''}, "
-        f"{r['rows']} row{'s' if r['rows'] > 1 else ''} ({r['tokens_per_second']:,.0f} tokens/s; "
+        f"  {r['kind']:8}  predicted {us_text(r['us'])} per step of {r['tokens']} token{'s' if r['tokens'] > 1 else ''}"
+        f", {r['rows']} row{'s' if r['rows'] > 1 else ''} ({r['tokens_per_second']:,.0f} tokens/s; "
         f"roofline {us_text(r['roofline_us'])})"
         for r in [*decode, *some]
     ]

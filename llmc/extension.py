@@ -1,8 +1,8 @@
 """How packages extend the compiler.
 
 A package names its `Extension` under the entry-point group `llmc.extensions`. Every value is a "module:object" text
-that is imported when the name is first looked up; importing a package registers nothing. If two packages offer the same
-name, loading raises an error, so the order of installation never matters.
+that is imported when the name is first looked up; importing a package registers nothing. If two packages provide the
+same name, loading raises an error, so the order of installation never matters.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from llmc.targets.cpu_targets import with_features
 from llmc.targets.target import Target
 
 GROUP = "llmc.extensions"
-OURS = "llmc.builtin:EXTENSION"
-NOTHING: Mapping[str, str] = MappingProxyType({})
+BUILTIN = "llmc.builtin:EXTENSION"
+EMPTY: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Extension:
-    """What one package offers: for each kind, a mapping from names to "module:object" texts.
+    """The contributions of one package: for each kind, a mapping from names to "module:object" texts.
 
     ops: `OpDef` objects. passes: `Pass` classes. kernels: `Kernel` objects. toolchains: for each kernel language, a
     function of a `Target` that returns its `Toolchain`. targets: functions without parameters that return a `Target`.
@@ -32,19 +32,19 @@ class Extension:
     """
 
     name: str
-    ops: Mapping[str, str] = field(default_factory=lambda: NOTHING)
-    passes: Mapping[str, str] = field(default_factory=lambda: NOTHING)
-    kernels: Mapping[str, str] = field(default_factory=lambda: NOTHING)
-    toolchains: Mapping[str, str] = field(default_factory=lambda: NOTHING)
-    targets: Mapping[str, str] = field(default_factory=lambda: NOTHING)
-    schemes: Mapping[str, str] = field(default_factory=lambda: NOTHING)
-    pipelines: Mapping[str, str] = field(default_factory=lambda: NOTHING)
+    ops: Mapping[str, str] = field(default_factory=lambda: EMPTY)
+    passes: Mapping[str, str] = field(default_factory=lambda: EMPTY)
+    kernels: Mapping[str, str] = field(default_factory=lambda: EMPTY)
+    toolchains: Mapping[str, str] = field(default_factory=lambda: EMPTY)
+    targets: Mapping[str, str] = field(default_factory=lambda: EMPTY)
+    schemes: Mapping[str, str] = field(default_factory=lambda: EMPTY)
+    pipelines: Mapping[str, str] = field(default_factory=lambda: EMPTY)
 
 
 KINDS = tuple(f.name for f in fields(Extension) if f.name != "name")
 
 
-def _one(kind: str) -> str:
+def _singular(kind: str) -> str:
     """The singular of a kind."""
     return "pass" if kind == "passes" else kind.removesuffix("s")
 
@@ -59,10 +59,14 @@ def resolve(text: str, what: str = "") -> Any:
         return value
     except (ImportError, AttributeError, ValueError) as e:
         head = f"{what}: " if what else ""
-        raise Diagnostic("E423", f"{head}{text!r} cannot be loaded: {e}", "name it as module:object, importable") from e
+        raise Diagnostic(
+            "E423",
+            f"{head}{text!r} cannot be loaded: {e}",
+            "use the form module:object, and check that the module can be imported",
+        ) from e
 
 
-class Offers(Mapping[str, Any]):
+class Contributions(Mapping[str, Any]):
     """All names of one kind; looking one up imports its object. llmc's own come first, then packages by name."""
 
     def __init__(self, kind: str, texts: Mapping[str, str], literal: bool = False) -> None:
@@ -86,15 +90,15 @@ class Offers(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class Registry:
-    """The offers of all extensions, by kind. Immutable."""
+    """The contributions of all extensions, by kind. Immutable."""
 
-    ops: Offers
-    passes: Offers
-    kernels: Offers
-    toolchains: Offers
-    targets: Offers
-    schemes: Offers
-    pipelines: Offers
+    ops: Contributions
+    passes: Contributions
+    kernels: Contributions
+    toolchains: Contributions
+    targets: Contributions
+    schemes: Contributions
+    pipelines: Contributions
     extensions: tuple[Extension, ...]
 
     def opset(self) -> Mapping[str, Any]:
@@ -119,24 +123,24 @@ class Registry:
 
 
 def _clash(kind: str, name: str, first: str, second: str) -> Diagnostic:
-    cause = f"{kind} {name!r} is offered by both {first} and {second}"
+    cause = f"{kind} {name!r} is provided by both {first} and {second}"
     return Diagnostic("E422", cause, f"uninstall one of them, or rename it in {second}")
 
 
 def combine(extensions: Iterable[Extension]) -> Registry:
-    """Merge extensions into one registry; raises Diagnostic E422 if two offer the same name of a kind."""
-    many = tuple(extensions)
-    offers = {}
+    """Merge extensions into one registry; raises Diagnostic E422 if two provide the same name of a kind."""
+    members = tuple(extensions)
+    contributions = {}
     for kind in KINDS:
         texts: dict[str, str] = {}
         owner: dict[str, str] = {}
-        for e in many:
+        for e in members:
             for name, text in getattr(e, kind).items():
                 if name in texts:
-                    raise _clash(_one(kind), name, owner[name], e.name)
+                    raise _clash(_singular(kind), name, owner[name], e.name)
                 texts[name], owner[name] = text, e.name
-        offers[kind] = Offers(_one(kind), MappingProxyType(texts), literal=kind == "pipelines")
-    return Registry(**offers, extensions=many)
+        contributions[kind] = Contributions(_singular(kind), MappingProxyType(texts), literal=kind == "pipelines")
+    return Registry(**contributions, extensions=members)
 
 
 def load(more: Iterable[Extension] = ()) -> Registry:
@@ -144,12 +148,14 @@ def load(more: Iterable[Extension] = ()) -> Registry:
     from importlib.metadata import entry_points
 
     points = {p.value: p for p in entry_points(group=GROUP)}
-    points.pop(OURS, None)
-    values = [OURS, *(v for v, p in sorted(points.items(), key=lambda item: item[1].name))]
+    points.pop(BUILTIN, None)
+    values = [BUILTIN, *(v for v, p in sorted(points.items(), key=lambda item: item[1].name))]
     extensions = []
     for value in values:
         extension = resolve(value, "extension")
         if not isinstance(extension, Extension):
-            raise Diagnostic("E423", f"extension {value!r} is not an Extension", "make it an llmc.extension.Extension")
+            raise Diagnostic(
+                "E423", f"extension {value!r} is not an Extension", "make it an instance of llmc.extension.Extension"
+            )
         extensions.append(extension)
     return combine([*extensions, *more])

@@ -15,7 +15,7 @@ from llmc.ir.text import show_attr
 
 
 def describe_op(op: OpDef) -> dict[str, Any]:
-    """Return everything that an op's declaration says as plain data."""
+    """Return an op's declaration as plain data."""
     attrs = {
         k: {
             "type": getattr(a.type, "__name__", str(a.type)) if isinstance(a.type, type) else "list",
@@ -63,7 +63,7 @@ def _full(d: dict[str, Any]) -> str:
         lines.append(f"  {k}: {a['type']}" + (" (required)" if a["required"] else f" = {a['default']}"))
     lines.append(f"  flops {d['flops']}; bytes {d['bytes']}")
     lines += [f"  writes {', '.join(d['writes'])}"] if d["writes"] else []
-    lines += [f"  agrees with {d['oracle']}"] if d["oracle"] else []
+    lines += [f"  tested against {d['oracle']}"] if d["oracle"] else []
     return "\n".join(lines)
 
 

@@ -47,7 +47,7 @@ class Options:
     weights: str = _artifact(
         "packed", "weights of the artifact: packed (default), random:SEED, or none", str, "KIND", commands=("compile",)
     )
-    layers: int | None = _artifact(None, "number of layers of a quick build: the model's first N only (all)")
+    layers: int | None = _artifact(None, "number of layers to compile for a quick build, from the first (all)")
     tuning: Path | None = _path("file of measurements that choose kernels (those shipped with llmc)", "FILE")
     cache: Path | None = _path("cache of kernels and artifacts (~/.cache/llmc)", "DIR")
     reuse: bool = option(
@@ -70,16 +70,18 @@ def add_options(p: argparse.ArgumentParser, command: str) -> None:
         if declared.name == "target":
             declared = replace(declared, text=f"{declared.text}: {', '.join(EXTENSION.targets)}, or an extension's")
         declared.add_to(group)
-    groups[FILES].add_argument("--no-cache", action="store_true", help="build everything anew, and keep nothing")
+    groups[FILES].add_argument("--no-cache", action="store_true", help="neither read nor write the cache")
     add_hub_options(p)
 
 
 def add_hub_options(p: argparse.ArgumentParser) -> None:
-    """Add the flags that say where a model id is looked up and downloaded to."""
+    """Add the flags for looking up and downloading a model by its hub id."""
     group = p.add_argument_group("models by hub id (owner/name@revision)")
     for declared in options_of(Hub).values():
         declared.add_to(group)
-    group.add_argument("--trust-remote-code", action="store_true", help="refused: code of a model is never run")
+    group.add_argument(
+        "--trust-remote-code", action="store_true", help="rejected: code from a model repository is never executed"
+    )
 
 
 def read_hub(args: argparse.Namespace) -> Hub:
@@ -96,5 +98,5 @@ def read_options(args: argparse.Namespace, default_cache: Path) -> Options:
 
 
 def _values(owner: type, args: argparse.Namespace) -> dict[str, Any]:
-    """The values of the declared options; those that the command has no flag for keep their defaults."""
+    """The parsed values of `owner`'s options; options without a flag of this command keep their defaults."""
     return {name: o.value(args) for name, o in options_of(owner).items() if o.dest in args}

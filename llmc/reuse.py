@@ -35,15 +35,16 @@ class Reuse:
         """Return the entry's path if it exists and all of its hashes are correct, else None."""
         return self.entry if self.entry is not None and intact(self.entry) else None
 
-    def place(self, found: Path, out: Path, force: bool) -> None:
-        """Link the entry's files to `out` atomically, under the same lock that a compile takes."""
+    def restore(self, out: Path, force: bool) -> None:
+        """Link the files of the entry that `find` returned to `out`, atomically and under the lock of a compile."""
+        assert self.entry is not None
         path = Path(os.path.abspath(out))
         with locked(path):
             check_free(path, force)
             sweep(path)
-            link_folder(found, path)
+            link_folder(self.entry, path)
 
-    def keep(self, artifact: Path) -> None:
+    def store(self, artifact: Path) -> None:
         """Store a finished artifact. Failures to write the cache are ignored."""
         if self.entry is None:
             return

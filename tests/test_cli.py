@@ -186,7 +186,7 @@ def test_a_compile_tells_what_comes_next() -> None:
     model, out = Path("m"), Path("m.llmc")
     for target, weights, words in (
         ("cpu:portable", "packed", "next: llmc-run m.llmc --prompt 'Hello'"),
-        ("cuda:sm_90", "random:1", "next, where the GPU is sm_90: llmc-run m.llmc --prompt 'Hello'"),
+        ("cuda:sm_90", "random:1", "next, on a machine with an sm_90 GPU: llmc-run m.llmc --prompt 'Hello'"),
         ("cuda:sm_90", "none", "next: llmc pack m.llmc m"),
         ("hip:gfx942", "packed", ""),
     ):

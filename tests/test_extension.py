@@ -98,7 +98,7 @@ def test_two_packages_with_one_name_are_an_error(tmp_path: Path) -> None:
     install(tmp_path, tmp_path / "pyproject.toml")
     done = llmc(tmp_path, "passes")
     assert done.returncode == 1
-    assert re.search(r"E422: pass 'norm-last' is offered by both (other|norm-last) and", done.stderr)
+    assert re.search(r"E422: pass 'norm-last' is provided by both (other|norm-last) and", done.stderr)
 
 
 def test_the_cache_sees_what_an_extension_changes(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""Compiled kernels as code generation returns them, and where in the model each is used."""
+"""Compiled kernels as code generation returns them, with the places of the model that use them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llmc.codegen.kernel import Box, Source
@@ -13,8 +13,8 @@ from llmc.codegen.launch_plan import Placed
 class Binary:
     """A compiled unit: key, source text, binary, entry point, and launch parameters.
 
-    `locs` are the module paths that use it, `abi` the calling convention, `boxes` those of its tensor maps. `suffix`
-    and `language` are the extensions of its two files.
+    `locs` are the module paths that use it, `abi` the calling convention, `boxes` the boxes of its tensor maps.
+    `suffix` and `language` are the extensions of its two files.
     """
 
     hash: str
@@ -39,8 +39,4 @@ def locations(placed: Sequence[Placed], key: Callable[[Source], str]) -> dict[st
             k = key(s)
             sources[k] = s
             locs.setdefault(k, {})[n.loc] = None
-    return {k: (s, _named(locs[k])) for k, s in sources.items()}
-
-
-def _named(locs: Iterable[str]) -> tuple[str, ...]:
-    return tuple(x for x in locs if x)
+    return {k: (s, tuple(filter(None, locs[k]))) for k, s in sources.items()}

@@ -1,4 +1,4 @@
-"""The whole of code generation: from a module whose passes have run to programs and binaries; it writes no file."""
+"""Code generation as a whole: from a module whose passes have run to programs and binaries."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ def build(
     """
     tools = Toolset(target, toolchains)
     placed = place_graphs(m, target, kernels)
-    found = locations(placed, tools.key)
-    sources = [(s, locs[0] if locs else "") for s, locs in found.values()]
+    located = locations(placed, tools.key)
+    sources = [(s, locs[0] if locs else "") for s, locs in located.values()]
     unit, entries = tools.step_unit(placed, m)
     compiled = tools.compile(
         [*([(unit, "")] if unit else []), *sources], cache, jobs or min(os.cpu_count() or 1, 16), progress
     )
-    binaries = {k: _binary(k, s, compiled[k], tools.of(s.language).output, locs) for k, (s, locs) in found.items()}
+    binaries = {k: _binary(k, s, compiled[k], tools.of(s.language).output, locs) for k, (s, locs) in located.items()}
     steps: list[tuple[str, str] | None] = [None] * len(placed)
     if unit:
         key = tools.key(unit)
         binaries[key] = _binary(key, unit, compiled[key], tools.of(unit.language).output)
         steps = [(key, entry) for entry in entries]
     programs = tuple(
-        launch_plan.program(p, m, [_called(binaries[tools.key(s)]) for s in p.emitted.sources], step)
+        launch_plan.program(p, m, [_launch_info(binaries[tools.key(s)]) for s in p.emitted.sources], step)
         for p, step in zip(placed, steps, strict=True)
     )
     return Built(programs, binaries, memory.report(m), tools.versions())
@@ -75,19 +75,19 @@ def _binary(key: str, s: Source, c: Compiled, output: Output, locs: tuple[str, .
     return Binary(key, s.text, c.binary, s.entry, c.threads, c.shared, locs, *names, c.boxes)
 
 
-def _called(b: Binary) -> launch_plan.Called:
-    return launch_plan.Called(b.hash, b.threads, b.shared, b.boxes)
+def _launch_info(b: Binary) -> launch_plan.LaunchInfo:
+    return launch_plan.LaunchInfo(b.hash, b.threads, b.shared, b.boxes)
 
 
-def place_graphs(m: Module, target: Target, known: Mapping[str, Kernel]) -> list[launch_plan.Placed]:
-    """Every launched graph with its sources and buffers, narrowest first."""
+def place_graphs(m: Module, target: Target, kernels: Mapping[str, Kernel]) -> list[launch_plan.Placed]:
+    """Emit every launched graph and lay out its buffers; narrowest graphs first."""
     done: dict[Any, Source] = {}
     graphs = [g for name, g in m.graphs.items() if name != memory.WEIGHTS]
-    emitted = [launch_plan.emit_graph(g, m.bounds(g), known, target, done) for g in graphs]
+    emitted = [launch_plan.emit_graph(g, m.bounds(g), kernels, target, done) for g in graphs]
     return sorted((launch_plan.place(e, m) for e in emitted), key=lambda p: _width(p, m))
 
 
 def _width(p: launch_plan.Placed, m: Module) -> tuple[bool, int]:
-    """Programs for one token a row come first, then those for fewer tokens."""
+    """Sort key: programs of one token per row first, then by the maximum number of tokens."""
     serves = launch_plan.serves_of(p.emitted.graph, m)
     return "uniform" not in serves, serves.get("T", [0, 0])[1]

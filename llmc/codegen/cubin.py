@@ -1,4 +1,4 @@
-"""The parameter table of a CUDA binary, read from its ELF file, and its comparison with what a launch passes."""
+"""Reads the parameter table of a CUDA binary from its ELF file, and compares it with the launches of the kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmc.codegen.kernel import Source
 from llmc.diagnostics import Diagnostic
 from llmc.ir.dim import D
 
-_SIZED = 4  # the format of an attribute whose value follows it
+_SIZED = 4  # attribute format: a value of `size` bytes follows
 _KPARAM_INFO, _MAX_THREADS, _CLUSTER = 0x17, 0x05, 0x3D
 _POINTER, _SIZE, _MAP, _STEP = 8, 4, 128, 8  # bytes of a pointer, a size, a tensor map, a stride of its tensor
 _SCALARS = MappingProxyType({"i32": 4, "i64": 8, "f32": 4, "fp32": 4})
@@ -22,8 +22,11 @@ _SCALARS = MappingProxyType({"i32": 4, "i64": 8, "f32": 4, "fp32": 4})
 
 @dataclass(frozen=True)
 class Entry:
-    """What a cubin states about one kernel: the (offset, bytes) of its parameters in order, the maximum threads of a
-    block (0: not stated), and the blocks of a cluster along x, y and z (empty: not stated)."""
+    """The properties of one kernel in a cubin.
+
+    params: (offset, bytes) of each parameter, in order. max_threads: maximum threads per block (0: not stated).
+    cluster: blocks of a cluster along x, y and z (empty: not stated).
+    """
 
     params: tuple[tuple[int, int], ...]
     max_threads: int = 0
@@ -36,7 +39,7 @@ class Entry:
 
 
 def read_entry(binary: bytes, entry: str) -> Entry:
-    """The table of a kernel. Raises ValueError if the bytes are no cubin or have no such kernel."""
+    """Read the properties of a kernel; raises ValueError if the bytes are not a cubin or lack the kernel."""
     try:
         info = next(data for name, data in _sections(binary) if name == f".nv.info.{entry}")
         params, threads, cluster = {}, 0, ()
@@ -57,43 +60,43 @@ def read_entry(binary: bytes, entry: str) -> Entry:
 
 
 def check_launch(source: Source, binary: bytes, loc: str = "", scratch: int = 0) -> None:
-    """Compare what launches of a source pass with what its binary takes.
+    """Compare the parameters that launches of a source pass with those of its binary.
 
-    scratch: pointers that the binary may take behind the rest, which launches pass as null. Raises Diagnostic E505
-    if the parameters differ in number or size, if a block has more threads than the binary allows, or if the cluster is
-    not the binary's, has no or too many blocks, or does not divide the grid.
+    scratch: number of additional trailing pointers that the binary may take, which launches pass as null. Raises
+    Diagnostic E505 if the parameters differ in number or size, if a block has more threads than the binary allows, or
+    if the cluster differs from the binary's, has an invalid number of blocks, or does not divide the grid.
     """
-    want = passed(source)
+    expected = passed(source)
     try:
-        found = read_entry(binary, source.entry)
+        compiled = read_entry(binary, source.entry)
     except ValueError as e:
         raise _differs(source, str(e), loc) from None
-    if found.sizes not in (want, want + (_POINTER,) * scratch):
-        text = f"launches pass parameters of {_list(want)} bytes, the binary takes {_list(found.sizes)}"
+    if compiled.sizes not in (expected, expected + (_POINTER,) * scratch):
+        text = f"launches pass parameters of {_list(expected)} bytes, the binary takes {_list(compiled.sizes)}"
         raise _differs(source, text, loc)
-    if found.max_threads and source.threads > found.max_threads:
-        text = f"launches have blocks of {source.threads} threads, the binary allows {found.max_threads}"
+    if compiled.max_threads and source.threads > compiled.max_threads:
+        text = f"launches have blocks of {source.threads} threads, the binary allows {compiled.max_threads}"
         raise _differs(source, text, loc)
-    if why := _cluster_error(source, found.cluster):
+    if why := _cluster_error(source, compiled.cluster):
         raise _differs(source, why, loc)
 
 
 def _cluster_error(source: Source, compiled: tuple[int, ...]) -> str:
-    """Why launches cannot have the cluster of the source, or ""; `compiled` is the cluster stated in the binary."""
+    """The reason why launches cannot use the cluster of the source, or ""; `compiled` is the cluster of the binary."""
     cluster = source.cluster
     if compiled and cluster != compiled:
         return f"launches have the cluster {list(cluster)}, the binary was compiled for {list(compiled)}"
     if not cluster:
         return ""
     if len(cluster) != 3 or min(cluster) < 1 or math.prod(cluster) > MAX_CLUSTER:
-        return f"the cluster {list(cluster)} has not three sizes with a product of 1 to {MAX_CLUSTER}"
+        return f"the cluster {list(cluster)} must have three sizes with a product of 1 to {MAX_CLUSTER}"
     if not all(d.divisible(c) for d, c in zip(source.grid or (D(1),) * 3, cluster, strict=True)):
         return f"the grid ({', '.join(map(str, source.grid))}) is not a multiple of the cluster {list(cluster)}"
     return ""
 
 
 def passed(source: Source) -> tuple[int, ...]:
-    """Bytes of each parameter that a launch passes: those of `Source.passes`, else those of `Source.params`.
+    """Return the bytes of each parameter that a launch passes, from `Source.passes` or else from `Source.params`.
 
     In `Source.params` a tensor map stands for its 128 bytes, the sizes of its tensor (i32) and its strides (i64).
     """
@@ -110,7 +113,7 @@ def passed(source: Source) -> tuple[int, ...]:
 
 
 def _differs(source: Source, why: str, loc: str) -> Diagnostic:
-    cause = f"kernel {source.entry} cannot be launched as its source says: {why}"
+    cause = f"kernel {source.entry} does not match its launches: {why}"
     return Diagnostic("E505", cause, "correct the kernel's parameters, maps, sizes, threads or cluster", loc=loc)
 
 
@@ -119,9 +122,9 @@ def _list(sizes: tuple[int, ...]) -> str:
 
 
 def _sections(binary: bytes) -> Iterator[tuple[str, bytes]]:
-    """(name, contents) of the sections of a 64-bit little-endian ELF file."""
+    """Yield (name, contents) of the sections of a 64-bit little-endian ELF file."""
     if binary[:6] != b"\x7fELF\x02\x01":
-        raise ValueError("it is no 64-bit ELF file")
+        raise ValueError("it is not a 64-bit ELF file")
     (table,) = struct.unpack_from("<Q", binary, 40)
     nbytes, count, names_at = struct.unpack_from("<HHH", binary, 58)
     heads = [struct.unpack_from("<IIQQQQ", binary, table + i * nbytes) for i in range(count)]
@@ -132,7 +135,7 @@ def _sections(binary: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def _attributes(info: bytes) -> Iterator[tuple[int, bytes]]:
-    """(attribute, value) of a `.nv.info` section; a value of two bytes is part of the head."""
+    """Yield (attribute, value) of a `.nv.info` section; a value of two bytes is stored in the attribute's header."""
     at = 0
     while at < len(info):
         form, attribute, size = struct.unpack_from("<BBH", info, at)

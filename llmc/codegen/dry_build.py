@@ -15,11 +15,11 @@ from llmc.codegen.toolchain import Finders, Toolset
 from llmc.ir.graph import Module
 from llmc.targets.target import Target
 
-_NOWHERE = "0" * 32  # placeholder for the key of a binary that does not exist
+_NO_KEY = "0" * 32  # placeholder for the key of a binary that does not exist
 
 
 @dataclass(frozen=True)
-class Sketch:
+class DryBuild:
     """The result of a dry build.
 
     programs: as `build` returns them, except for keys, threads and shared memory of kernels. keys: of all binaries.
@@ -31,8 +31,10 @@ class Sketch:
     missing: frozenset[str]
 
 
-def sketch(m: Module, target: Target, cache: Path | None, kernels: Mapping[str, Kernel], toolchains: Finders) -> Sketch:
-    """Emit every launched graph of a module that went through `select`, `pack` and `memory`, and compile nothing.
+def dry_build(
+    m: Module, target: Target, cache: Path | None, kernels: Mapping[str, Kernel], toolchains: Finders
+) -> DryBuild:
+    """Emit every launched graph of a module that went through `select`, `pack` and `memory`, without compiling kernels.
 
     Raises Diagnostic E501, E504 and E433 as `build` does.
     """
@@ -42,10 +44,10 @@ def sketch(m: Module, target: Target, cache: Path | None, kernels: Mapping[str, 
     unit, _ = tools.step_unit(placed, m)
     keyed = {tools.key(s): s for s in [*sources, *([unit] if unit else [])]}
     missing = frozenset(k for k, s in keyed.items() if cache is None or not tools.cached(s, cache))
-    programs = tuple(launch_plan.program(p, m, [_nowhere(s) for s in p.emitted.sources], None) for p in placed)
-    return Sketch(programs, frozenset(keyed), missing)
+    programs = tuple(launch_plan.program(p, m, [_launch_info(s) for s in p.emitted.sources], None) for p in placed)
+    return DryBuild(programs, frozenset(keyed), missing)
 
 
-def _nowhere(s: Source) -> launch_plan.Called:
+def _launch_info(s: Source) -> launch_plan.LaunchInfo:
     """The launch parameters that are known without a compiled kernel."""
-    return launch_plan.Called(_NOWHERE, boxes=tuple((m.box, 0) for m in s.maps))
+    return launch_plan.LaunchInfo(_NO_KEY, boxes=tuple((m.box, 0) for m in s.maps))

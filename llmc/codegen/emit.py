@@ -1,4 +1,4 @@
-"""Helpers shared by the emitters of all languages: sizes by position, the header line of a kernel, strides."""
+"""Helpers of the emitters of all languages: sizes by position, the header line of a kernel, strides."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from llmc.codegen.kernel import Schedule
-from llmc.ir.dim import D, Dim
+from llmc.ir.dim import D, Dim, product
 from llmc.ir.graph import Node
 from llmc.ir.types import Type
 
@@ -56,7 +56,7 @@ def indent(text: str, by: int = 2) -> str:
     return "\n".join(" " * by + s if s and not s.startswith("#") else s for s in text.split("\n"))
 
 
-def refused(node: Node, dtypes: Sequence[str]) -> str | None:
+def unsupported_dtype(node: Node, dtypes: Sequence[str]) -> str | None:
     """Return why a kernel of these dtypes does not support the node's values, or None."""
     for v in [*node.operands, *node.results]:
         if v.type.format is not None:
@@ -64,6 +64,18 @@ def refused(node: Node, dtypes: Sequence[str]) -> str | None:
         if v.type.dtype not in dtypes:
             return f"dtype {v.type.dtype} is not among {', '.join(dtypes)}"
     return None
+
+
+def strided_view(node: Node) -> tuple[list[Dim], Dim]:
+    """Return (strides of the result's axes, first offset) in operand 0 of a transpose or slice, in elements."""
+    shape = node.operands[0].type.shape
+    strides = [product(shape[i + 1 :]) for i in range(len(shape))]
+    if node.op.name == "transpose":
+        return [strides[axis] for axis in node.attrs["perm"]], D(0)
+    axis = node.attrs["axis"] % len(shape)
+    start = node.attrs["start"] * strides[axis]
+    strides[axis] = strides[axis] * node.attrs["step"]
+    return strides, start
 
 
 def merged(sizes: Sequence[Dim], steps: Sequence[Dim]) -> list[tuple[Dim, Dim]]:

@@ -1,4 +1,4 @@
-"""The interface between nodes and the code that runs them; it neither chooses among kernels nor compiles anything."""
+"""The interface of kernels: which nodes they support, their schedules, and the source text that they emit."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from llmc.ir.opdef import OpDef
 from llmc.targets.target import Target
 
 Schedule = dict[str, Any]  # attribute names -> JSON values; written on the node by `select`
-Box = tuple[tuple[int, ...], int]  # of a tensor map in a binary: its sizes, and the swizzle of CUtensorMapSwizzle
+Box = tuple[tuple[int, ...], int]  # of a tensor map: box sizes, and the swizzle as a CUtensorMapSwizzle
 
 
 @dataclass(frozen=True)
 class Map:
-    """A parameter that is a tensor map in place of a pointer: its buffer as a tensor of `shape`, of which the bulk copy
-    engine brings a `box` at a time; what lies outside of the tensor comes as zeros.
+    """A kernel parameter that is a tensor map (CUtensorMap) instead of a pointer.
 
-    `strides` are in elements, one for every axis except the last; empty means row-major. `offset` is where the tensor
-    begins, in bytes from the start of the buffer. Both are evaluated at the symbols' upper bounds, as `shape` is.
-    `swizzle` is the layout of a box in shared memory as in CUtensorMapSwizzle, 0 to 3. Triton chooses it itself.
+    param: the number of the parameter. shape: the buffer's shape in elements. box: elements per bulk copy and axis;
+    elements outside of the tensor are zeros. swizzle: the layout of a box in shared memory as a CUtensorMapSwizzle, 0
+    to 3; Triton chooses its own. strides: in elements, one for every axis except the last; empty means row-major.
+    offset: bytes from the start of the buffer to the tensor. Shape, strides and offset are evaluated at the symbols'
+    upper bounds.
     """
 
     param: int
@@ -37,16 +38,19 @@ class Map:
     offset: Dim = field(default_factory=lambda: D(0))
 
     def json(self, box: Sequence[int], swizzle: int) -> dict[str, Any]:
-        """As it stands in a program (`llmc_runtime.format.launch_param.TensorMap`), with this box and swizzle."""
+        """Return the map as written in a program (`llmc_runtime.format.launch_param.TensorMap`)."""
         out = {"arg": self.param, "shape": [str(d) for d in self.shape], "box": list(box), "swizzle": swizzle}
         return {**out, "strides": [str(s) for s in self.strides], "offset": str(self.offset)}
 
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter that a launch passes: `kind` is "arg" (the address of operand or result number `index`, plus
-    `offset` bytes at the symbols' upper bounds), "map" (the tensor map number `index` of `Source.maps`), "size"
-    (`size`, as `type` i32 or i64) or "value" (`value`, as `type` i32, i64 or f32)."""
+    """One parameter that a launch passes.
+
+    kind: "arg" (the address of operand or result `index`, plus `offset` bytes, evaluated at the symbols' upper bounds),
+    "map" (tensor map `index` of `Source.maps`), "size" (`size`, as `type` i32 or i64) or "value" (`value`, as `type`
+    i32, i64 or f32).
+    """
 
     kind: str
     index: int = 0
@@ -61,7 +65,7 @@ class Param:
         return {"arg": 8, "map": 128}.get(self.kind) or struct.calcsize(TYPES[self.type])
 
     def json(self) -> dict[str, Any]:
-        """As it stands in a program (`llmc_runtime.format.launch_param`)."""
+        """Return the parameter as written in a program (`llmc_runtime.format.launch_param`)."""
         if self.kind == "arg":
             return {self.kind: self.index, "offset": str(self.offset)}
         if self.kind == "map":
@@ -71,16 +75,17 @@ class Param:
 
 @dataclass(frozen=True)
 class Source:
-    """One kernel as text, self-contained: no file beside it is needed to compile it.
+    """The source of one kernel; the text is self-contained, without includes or imports of local files.
 
-    `entry` is its function's name, `sizes` the values handed to it as int64, in order, `scratch` the bytes a thread
-    needs. Dynamic sizes reach the text by position only (`sizes[0]`), never by symbol name: nodes of different entry
-    points whose texts are equal share one binary.
-    On GPUs `grid` counts the programs along x, y and z, `params` are the types of all parameters in order ("*bf16",
-    "i32"), `options` the compiler's options (num_warps, num_stages), and `pdl` says that the text itself waits for
-    the launch before it; threads and shared memory then come from the compiled binary. `maps`: see Map. `passes` lists
-    the parameters that a launch passes; if it is empty, those are the operands and results, then `sizes` as i32.
-    `cluster` is the number of blocks of a cluster along x, y and z (at most 8 in all), empty without clusters.
+    Invariant: the text refers to run-time sizes by position (`sizes[0]`), never by symbol name, so that nodes of
+    different graphs with equal texts share one binary.
+
+    entry: the name of the kernel function. sizes: run-time sizes passed as int64, in order. scratch: bytes per CPU
+    thread. threads, shared: threads and bytes of dynamic shared memory per block; 0 if the compiler determines them.
+    grid: programs along x, y and z. params: types of all parameters of a Triton kernel in order ("*bf16", "i32").
+    options: of the compiler (num_warps, num_stages). pdl: whether the text waits for the previous kernel itself. maps:
+    see Map. passes: the parameters that a launch passes; empty means operands and results, then `sizes` as i32.
+    cluster: blocks of a cluster along x, y and z (at most 8 in total); empty without clusters.
     """
 
     entry: str
@@ -99,62 +104,69 @@ class Source:
     cluster: tuple[int, ...] = ()
 
 
-# What code generation adds to a schedule before `emit`, from the launches around the node's own:
-SETTLED = "settled"  # the one in front writes none of the operands that `Kernel.early` names
-LATE = "late"  # the next one has programs that crowd: let it begin when this one's are nearly done
+# Keys that code generation adds to a schedule before `emit`, depending on the neighbouring launches:
+SETTLED = "settled"  # the previous launch writes none of the operands that `Kernel.early` returns
+LATE = "late"  # the next kernel has `crowds` set: allow it to begin only when this kernel has issued its last loads
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One way to run some ops on one kind of machine. Instances are immutable and hold no results."""
+    """Base class of kernels: one way to run some ops on one kind of machine. Instances are immutable.
+
+    name: such as "triton/gemv". ops: names of the ops that it implements. language: of the emitted source. crowds: its
+    programs need whole multiprocessors, so it should not start while programs of the previous kernel still run. yields:
+    it supports LATE. opt_in: `select` uses it only if it was measured, or if the option `prefer` of `select` names it.
+    """
 
     name: str = ""
     ops: tuple[str, ...] = ()
     language: str = "cpp"
-    crowds: bool = False  # its programs take so much of a multiprocessor that they should find all of them free
-    yields: bool = False  # it heeds LATE
-    opt_in: bool = False  # `select` takes it only by measurement, or if its option `prefer` names it
+    crowds: bool = False
+    yields: bool = False
+    opt_in: bool = False
 
     def claims(self, node: Node) -> bool:
-        """True where the node's op is one that this kernel is about at all; `reject` then looks at the node."""
+        """Whether this kernel implements the node's op; `reject` then checks the node itself."""
         return node.op.name in self.ops
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
-        """(operand, result) pairs that may share memory when the operand is not read afterwards."""
+        """Return (operand, result) pairs that may share memory if the operand is not read afterwards."""
         return ()
 
     def reject(self, node: Node, target: Target) -> str | None:
-        """None where the kernel can run the node on the target; else the reason in words."""
+        """Return why the kernel cannot run the node on the target, or None if it can."""
         return None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        """The candidate schedules of a node: dicts of JSON values, at least one, best guess first."""
+        """Return the candidate schedules of a node, at least one, best guess first."""
         return [{}]
 
     def layouts(self, node: Node, schedule: Schedule, target: Target) -> dict[int, str]:
-        """Operand index -> packed layout of a weight operand; operands left out are plain row-major."""
+        """Return operand index -> packed layout of weight operands; other operands are row-major."""
         return {}
 
     def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:
-        """Put the node's weights into the layouts that `layouts` names: replace it by one that reads layout ops."""
+        """Replace the node by one that reads its weights in the packed layouts that `layouts` returns."""
         raise NotImplementedError
 
     def early(self, node: Node) -> tuple[int, ...]:
-        """Operands that the kernel would read before it waits for the launch in front of it. Where that launch writes
-        none of them, the schedule given to `emit` has the key SETTLED."""
+        """Return the operands that the kernel can read before it waits for the previous launch.
+
+        If that launch writes none of them, the schedule passed to `emit` has the key SETTLED.
+        """
         return ()
 
     def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
-        """The source of the node under a schedule: pure and deterministic."""
+        """Return the source of the node under a schedule. Must be pure and deterministic."""
         raise NotImplementedError
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        """Predicted microseconds with the symbols bound by `env`: the larger of arithmetic and traffic."""
+        """Predict microseconds at the sizes `env`; by default the roofline plus the launch."""
         return roofline_us(node, target, env)
 
 
 def roofline_us(node: Node, target: Target, env: Mapping[str, int]) -> float:
-    """max(flops / peak, bytes / bandwidth) plus the target's cost of a launch, in microseconds."""
+    """Return max(flops / peak, bytes / bandwidth) plus the target's launch overhead, in microseconds."""
     from llmc.ir.cost import node_cost
 
     flops, nbytes = (d.subs(env).const or 0 for d in node_cost(node))
@@ -163,5 +175,5 @@ def roofline_us(node: Node, target: Target, env: Mapping[str, int]) -> float:
 
 
 def schedule_text(schedule: Schedule) -> str:
-    """The canonical text of a schedule: the key under which a measurement of it is recorded."""
+    """Return the canonical text of a schedule, under which its measurements are recorded."""
     return json.dumps(schedule, sort_keys=True)

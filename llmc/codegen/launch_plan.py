@@ -1,4 +1,4 @@
-"""Builds a Program, i.e. buffers, launches and size texts, from a graph with kernel choices and arena offsets."""
+"""Builds a Program (buffers, launches, size texts) from a graph with kernel choices and arena offsets."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def emit_graph(
     storage = Storage(g)
     nodes = [n for n in g.nodes if launched(n, storage)]
     if missing := next((n for n in nodes if not n.choice.get("kernel")), None):
-        raise Diagnostic("E433", "no kernel was chosen", "run the pass `select` before this", node=missing)
+        raise Diagnostic("E433", "no kernel was selected for the node", "run the pass `select` first", node=missing)
     chosen = [kernels[n.choice["kernel"]] for n in nodes]
     sources: list[Source] = []
     for i, (n, kernel) in enumerate(zip(nodes, chosen, strict=True)):
@@ -129,7 +129,7 @@ class Hazards:
             return row["name"], 0, 1
         return "", row["offset"], row["offset"] + top_bytes(root, self.buffers.symbols)
 
-    def meets(self, n: Node) -> bool:
+    def needs_barrier(self, n: Node) -> bool:
         """Whether a barrier must precede the node. The node is recorded either way."""
         read, write = [self.region(v) for v in n.operands], [self.region(v) for v in n.results]
         clash = _touch(read, self.writes) or _touch(write, self.writes) or _touch(write, self.reads)
@@ -140,8 +140,8 @@ class Hazards:
         return clash
 
 
-def _touch(some: Sequence[tuple[Any, int, int]], others: Sequence[tuple[Any, int, int]]) -> bool:
-    return any(a[0] == b[0] and a[1] < b[2] and b[1] < a[2] for a in some for b in others)
+def _touch(regions: Sequence[tuple[Any, int, int]], others: Sequence[tuple[Any, int, int]]) -> bool:
+    return any(a[0] == b[0] and a[1] < b[2] and b[1] < a[2] for a in regions for b in others)
 
 
 @dataclass(frozen=True)
@@ -160,19 +160,20 @@ class Placed:
 
 
 def place(e: Emitted, m: Module) -> Placed:
-    """Lay out the buffers of a graph, and find what each launch touches."""
+    """Lay out the buffers of a graph, and determine buffers and barriers of each launch."""
     buffers = Buffers(e.graph, Storage(e.graph), m.bounds(e.graph))
     arena = buffers.add_all()
     hazards = Hazards(buffers)
-    waits = [hazards.meets(n) for n in e.nodes]
+    waits = [hazards.needs_barrier(n) for n in e.nodes]
     args = tuple(tuple(buffers.of(v) for v in [*n.operands, *n.results]) for n in e.nodes)
     return Placed(e, buffers, arena, args, (*waits[1:], True))
 
 
-class Called(NamedTuple):
-    """What a launch needs to know about its kernel's binary.
+class LaunchInfo(NamedTuple):
+    """The properties of a kernel's binary that a launch records.
 
-    key: of the binary. threads, shared: per block. boxes: box and swizzle of each tensor map.
+    key: hash of the binary. threads, shared: threads and bytes of shared memory per block. boxes: box and swizzle of
+    each tensor map.
     """
 
     key: str
@@ -181,7 +182,7 @@ class Called(NamedTuple):
     boxes: tuple[Box, ...] = ()
 
 
-def program(p: Placed, m: Module, kernels: Sequence[Called], step: tuple[str, str] | None) -> Program:
+def program(p: Placed, m: Module, kernels: Sequence[LaunchInfo], step: tuple[str, str] | None) -> Program:
     """Return the Program. `kernels` is in launch order; `step` is the (key, entry) of the step unit, if any."""
     g = p.emitted.graph
     serves = serves_of(g, m)
@@ -201,7 +202,7 @@ def program(p: Placed, m: Module, kernels: Sequence[Called], step: tuple[str, st
     return Program.read(data, f"program {g.name}")
 
 
-def _launch(n: Node, s: Source, args: Sequence[int], kernel: Called) -> dict[str, Any]:
+def _launch(n: Node, s: Source, args: Sequence[int], kernel: LaunchInfo) -> dict[str, Any]:
     flops, moved = node_cost(n)
     maps = [x.json(box, swizzle) for x, (box, swizzle) in zip(s.maps, kernel.boxes, strict=True)]
     return {

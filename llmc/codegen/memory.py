@@ -58,7 +58,7 @@ class Storage:
             for r in n.results:
                 if r.type.state:
                     self.root[r] = self.root[n.operands[slots.index(next(states))]]
-                elif n.op.name == "reshape" and self._gives(n, r, outputs, claimed):
+                elif n.op.name == "reshape" and self._can_alias(n, r, outputs, claimed):
                     self.root[r] = self.root[n.operands[0]]
                 else:
                     self.root[r] = r
@@ -73,7 +73,7 @@ class Storage:
                 cause = f"@{g.name} returns its input %{v.name} unchanged"
                 raise Diagnostic("E440", cause, "return a value that the graph computes")
 
-    def _gives(self, n: Node, r: Value, outputs: set[Value], claimed: set[Value]) -> bool:
+    def _can_alias(self, n: Node, r: Value, outputs: set[Value], claimed: set[Value]) -> bool:
         """Whether a reshape can alias its operand."""
         root = self.root[n.operands[0]]
         return r not in outputs or (self.kind[root] == "arena" and root not in outputs and root not in claimed)
@@ -91,7 +91,7 @@ class Arena:
         self.free: list[tuple[int, int]] = []
         self.top = 0
 
-    def take(self, nbytes: int) -> int:
+    def allocate(self, nbytes: int) -> int:
         """Allocate `nbytes` and return the offset."""
         fits = [(size, at) for at, size in self.free if size >= nbytes]
         if fits:
@@ -108,7 +108,7 @@ class Arena:
         self.top = at + nbytes
         return at
 
-    def give(self, at: int, nbytes: int) -> None:
+    def release(self, at: int, nbytes: int) -> None:
         """Free a range, merging it with adjacent free ranges."""
         for other in [f for f in self.free if f[0] + f[1] == at or at + nbytes == f[0]]:
             self.free.remove(other)
@@ -129,16 +129,16 @@ def plan_graph(g: Graph, symbols: Mapping[str, tuple[int, int]], inplace: InPlac
     arena, at = Arena(), dict[Value, int]()
     slots: list[Slot] = []
     for i, n in enumerate(nodes):
-        taken = _take_over(n, i, storage, last, at, symbols, inplace(n) if n.choice else ())
+        reused = _reused(n, i, storage, last, at, symbols, inplace(n) if n.choice else ())
         own = [r for r in n.results if storage.root[r] is r and storage.kind[r] == "arena"]
         for r in own:
             size = top_bytes(r, symbols)
-            at[r] = at[taken[r]] if r in taken else arena.take(size)
+            at[r] = at[reused[r]] if r in reused else arena.allocate(size)
             slots.append(Slot(r.name, str(r.type), at[r], size, i, last.get(r, i), n.loc))
         dying = {storage.root[v] for v in [*n.operands, *n.results]}
         for v in sorted((v for v in dying if v in at and last.get(v, i) <= i), key=lambda v: at[v]):
-            if v not in taken.values():
-                arena.give(at[v], top_bytes(v, symbols))
+            if v not in reused.values():
+                arena.release(at[v], top_bytes(v, symbols))
     return slots
 
 
@@ -150,7 +150,7 @@ def _last_uses(nodes: list[Node], storage: Storage) -> dict[Value, int]:
     return last
 
 
-def _take_over(
+def _reused(
     n: Node,
     i: int,
     storage: Storage,
@@ -164,9 +164,9 @@ def _take_over(
     out: dict[Value, Value] = {}
     for operand, result in pairs:
         v, r = roots[operand], n.results[result]
-        mine = storage.root[r] is r and storage.kind[r] == "arena" and r not in out
+        owns = storage.root[r] is r and storage.kind[r] == "arena" and r not in out
         free = v in at and last[v] == i and roots.count(v) == 1 and v not in out.values()
-        if mine and free and top_bytes(v, symbols) == top_bytes(r, symbols):
+        if owns and free and top_bytes(v, symbols) == top_bytes(r, symbols):
             out[r] = v
     return out
 
@@ -212,7 +212,7 @@ def read_slots(g: Graph, symbols: Mapping[str, tuple[int, int]]) -> list[Slot]:
         for k, r in enumerate(n.results):
             if storage.root[r] is r and storage.kind[r] == "arena":
                 if k >= len(places) or places[k] < 0:
-                    raise Diagnostic("E441", f"%{r.name} has no place in memory", "run the pass `memory` last", node=n)
+                    raise Diagnostic("E441", f"%{r.name} has no memory offset", "run the pass `memory` last", node=n)
                 out.append(Slot(r.name, str(r.type), places[k], top_bytes(r, symbols), i, last.get(r, i), n.loc))
     return out
 
@@ -239,13 +239,13 @@ class Memory(Pass):
         slots = iter(plan_graph(g, symbols, inplace))
         changes = 0
         for n in g.nodes:
-            mine = [storage.root[r] is r and storage.kind[r] == "arena" for r in n.results]
-            if any(mine) and "kernel" not in n.choice:
+            owned = [storage.root[r] is r and storage.kind[r] == "arena" for r in n.results]
+            if any(owned) and "kernel" not in n.choice:
                 remedy = "run the passes `select` and `lift-weights` before `memory`"
-                raise Diagnostic("E433", "it has no kernel, and so no place in a program", remedy, node=n)
-            places = tuple(next(slots).offset if own else -1 for own in mine)
+                raise Diagnostic("E433", "the node has no kernel and cannot be part of a program", remedy, node=n)
+            places = tuple(next(slots).offset if own else -1 for own in owned)
             before = n.choice.pop("arena", None)
-            if any(mine):
+            if any(owned):
                 n.choice["arena"] = places
             changes += before != n.choice.get("arena")
         return changes

@@ -9,8 +9,8 @@ from types import MappingProxyType
 
 from llmc.ir.scalar import E, expr
 
-# Kinds of a value: f is a float (vector), m a mask (of a vector), s a single element of any C++ type. Each primitive
-# has its spelling, the kinds of its operands, and the kind of its value.
+# Kinds of values: f is a vector of floats, m a vector mask, s a single element of any C++ type. A primitive maps to its
+# format string, the kinds of its operands, and the kind of its value.
 VECTOR: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     {
         **{k: (f"({{0}} {c} {{1}})", "ff", "f") for k, c in (("add", "+"), ("sub", "-"), ("mul", "*"), ("div", "/"))},
@@ -105,11 +105,11 @@ def number(x: float, kind: str = "f") -> str:
     return f"splat({text})" if kind == "f" else text
 
 
-def convert(text: str, have: str, want: str) -> str:
+def convert(text: str, of: str, to: str) -> str:
     """Convert a value's text from one kind to another."""
-    if have == want:
+    if of == to:
         return text
-    return f"as_mask({text})" if want == "m" else f"as_float({text})"
+    return f"as_mask({text})" if to == "m" else f"as_float({text})"
 
 
 def statements(
@@ -125,10 +125,10 @@ def statements(
         if fn == "const":
             names[i] = (number(args[0], "s" if scalar else "f"), "s" if scalar else "f")
             continue
-        template, wants, kind = table[fn]
-        given = [convert(*names[a], want) for a, want in zip(dag.operands(i), wants, strict=True)]
+        template, operand_kinds, kind = table[fn]
+        operands = [convert(*names[a], k) for a, k in zip(dag.operands(i), operand_kinds, strict=True)]
         ctype = {"f": "const vf", "m": "const vi", "s": "const auto"}[kind]
-        out.append(f"{ctype} t{i} = {template.format(*given)};")
+        out.append(f"{ctype} t{i} = {template.format(*operands)};")
         names[i] = (f"t{i}", kind)
     return out
 
@@ -142,7 +142,8 @@ def inline(e: E, args: Sequence[str], table: Mapping[str, tuple[str, str, str]] 
             return args[x.args[0]], kind
         if x.fn == "const":
             return number(x.args[0], kind), kind
-        template, wants, made = table[x.fn]
-        return template.format(*(convert(*visit(a), w) for a, w in zip(x.args, wants, strict=True))), made
+        template, operand_kinds, result_kind = table[x.fn]
+        operands = [convert(*visit(a), k) for a, k in zip(x.args, operand_kinds, strict=True)]
+        return template.format(*operands), result_kind
 
     return convert(*visit(e), kind)

@@ -1,6 +1,7 @@
-"""Row programs: language-independent form of pointwise and last-axis reduction groups.
+"""Row programs: the language-independent form of pointwise and last-axis reduction groups.
 
-A row is the last axis, after merging axes that all values treat alike. Reductions split a row program into passes.
+A row is the last axis, after merging axes along which every value either varies or is constant. Reductions split a row
+program into passes.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def result_shapes(node: Node) -> list[tuple[Dim, ...]]:
 class Space:
     """The iteration space: outer axes and the row.
 
-    `has` says for every value, operands before results, along which axes it varies.
+    `has[value][axis]` is true if the value varies along the axis; operands precede results.
     """
 
     outer: tuple[Dim, ...]
@@ -71,7 +72,10 @@ class Space:
 
 
 def space(shapes: Sequence[tuple[Dim, ...]], reduces: bool) -> Space:
-    """Return the iteration space, merging axes that all values treat alike; reductions keep the last axis separate."""
+    """Return the iteration space. Adjacent axes along which the same values vary are merged.
+
+    `reduces` keeps the last axis separate.
+    """
     rank = max((len(s) for s in shapes), default=0)
     rank = max(rank, 1)
     padded = [(D(1),) * (rank - len(s)) + tuple(s) for s in shapes]
@@ -125,7 +129,7 @@ class RowProgram:
         return self.dag.nodes[i][0].startswith("row_") and self.varies[self.dag.operands(i)[0]]
 
     def _passes(self) -> list[list[int]]:
-        """For each pass, the nodes it finally computes: the reductions of its level, or at the end the results."""
+        """The target nodes of each pass: the reductions of its level, in the last pass the results that vary."""
         needed = self.dag.below(self.roots)
         reductions = [i for i in needed if self.reduction(i)]
         last = max((self.level[i] + self.reduction(i) for i in self.roots), default=0)

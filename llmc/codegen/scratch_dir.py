@@ -40,7 +40,7 @@ def keep(folder: Path) -> None:
 
 
 def sweep(root: Path) -> None:
-    """Remove our temporary folders whose owner no longer lives."""
+    """Remove this user's temporary folders of processes that have ended."""
     for path in root.glob(f"{PREFIX}*/{OWNER}"):
         try:
             if path.parent.is_symlink() or path.parent.stat().st_uid != os.getuid():
@@ -62,5 +62,5 @@ def check_cache(folder: Path) -> None:
         raise Diagnostic(
             "E100",
             f"the cache {folder} cannot be written: {e.strerror or e}",
-            "name another folder with --cache DIR, or keep nothing with --no-cache",
+            "choose another folder with --cache DIR, or use --no-cache",
         ) from None

@@ -21,9 +21,8 @@ from llmc.passes.analysis import weight_only
 from llmc.passes.base import Ctx, Pass
 from llmc.targets.target import Target
 
-TYPICAL = (("T", 256), ("R", 8), ("P", 256))  # sizes at which nodes are priced, clamped to their bounds
-
-BESIDE = 96  # rows assumed in a step with prompts: 64 decoding rows beside a prompt need more than one tile of 64
+TYPICAL = (("T", 256), ("R", 8), ("P", 256))  # sizes at which candidates are compared, clamped to the symbols' bounds
+MIXED_ROWS = 96  # rows assumed in a step with prompts: a prompt and 64 decoding rows need more than one tile of 64
 
 
 def typical(m: Module, g: Graph, n: Node | None = None) -> dict[str, int]:
@@ -33,18 +32,18 @@ def typical(m: Module, g: Graph, n: Node | None = None) -> dict[str, int]:
     For a node of a graph with a token range, the number of rows is that of prompts mixed with decoding rows, because a
     tile that is too wide costs little.
     """
-    want = dict(TYPICAL)
-    out = {s: max(lo, min(hi, want.get(s, hi))) for s, (lo, hi) in m.symbols.items()}
+    sizes = dict(TYPICAL)
+    out = {s: max(lo, min(hi, sizes.get(s, hi))) for s, (lo, hi) in m.symbols.items()}
     for s, (lo, hi) in g.ranges.items():
         out[s] = hi if hi < m.symbols[s][1] else max(lo, min(hi, 2 * lo))
     if n is not None and "T" in g.ranges:
         lo, hi = m.bounds(g).get("R", (1, 1))
-        out["R"] = max(lo, min(hi, BESIDE))
+        out["R"] = max(lo, min(hi, MIXED_ROWS))
     return out
 
 
 @dataclass(frozen=True)
-class Offer:
+class Candidate:
     """A kernel and schedule that can run a node, with its measured or estimated time."""
 
     kernel: Kernel
@@ -57,16 +56,17 @@ class Offer:
         return self.kernel.layouts(node, self.schedule, target)
 
 
-def offers(
+def candidates(
     node: Node, kernels: Mapping[str, Kernel], target: Target, env: Mapping[str, int], tuning: Tuning,
     prefer: Collection[str] = (),
-) -> list[Offer]:  # fmt: skip
-    """Every kernel x schedule that fits: kernels of `prefer` first, then measured ones, then by predicted time.
+) -> list[Candidate]:  # fmt: skip
+    """Return all pairs of kernel and schedule that can run the node, best first.
 
-    Kernels with `opt_in` are offered only if they are in `prefer` or measured. Raises Diagnostic E430 with every
-    kernel's reason if none fits.
+    Kernels of `prefer` come first, then measured pairs, then the others by predicted time. Kernels with `opt_in` are
+    included only if they are in `prefer` or measured. Raises Diagnostic E430 with every kernel's reason if there is
+    none.
     """
-    out: list[Offer] = []
+    out: list[Candidate] = []
     reasons: list[str] = []
     for name in kernels:
         kernel = kernels[name]
@@ -79,12 +79,12 @@ def offers(
             us = tuning.lookup(node, kernel.name, schedule, target, env)
             if us is None and kernel.opt_in and kernel.name not in prefer:
                 continue
-            guess = kernel.cost_us(node, schedule, target, env) if us is None else us
-            out.append(Offer(kernel, schedule, guess, us is not None))
+            predicted = kernel.cost_us(node, schedule, target, env) if us is None else us
+            out.append(Candidate(kernel, schedule, predicted, us is not None))
     if not out:
-        found = "; ".join(reasons) or f"no kernel of target {target.name} is for the op {node.op.name!r}"
+        why = "; ".join(reasons) or f"target {target.name} has no kernel for the op {node.op.name!r}"
         remedy = "write a Kernel for it (DEVELOPING.md), or choose another target"
-        raise Diagnostic("E430", f"no kernel fits: {found}", remedy, node=node)
+        raise Diagnostic("E430", f"no kernel can run the node: {why}", remedy, node=node)
     return sorted(out, key=lambda o: (o.kernel.name not in prefer, not o.measured, o.us))
 
 
@@ -105,19 +105,19 @@ class Choices:
     def __init__(self) -> None:
         self.rows: dict[tuple[str, str, int], dict[str, Any]] = {}
 
-    def add(self, g: Graph, n: Node, best: Offer, offered: list[Offer], env: Mapping[str, int]) -> None:
+    def add(self, g: Graph, n: Node, best: Candidate, alternatives: list[Candidate], env: Mapping[str, int]) -> None:
         """Count a node under its row."""
         key = (g.name, node_text(n), id(best))
         if key not in self.rows:
-            rest = [_choice(o) for o in offered if o is not best]
+            rest = [_choice(o) for o in alternatives if o is not best]
             self.rows[key] = {
-                "graph": g.name, "node": node_text(n), "loc": n.loc, "count": 0, **_choice(best), "ways": len(offered),
-                "sizes": dict(env), "others": rest[: self.OTHERS],
+                "graph": g.name, "node": node_text(n), "loc": n.loc, "count": 0, **_choice(best),
+                "ways": len(alternatives), "sizes": dict(env), "others": rest[: self.OTHERS],
             }  # fmt: skip
         self.rows[key]["count"] += 1
 
 
-def _choice(o: Offer) -> dict[str, Any]:
+def _choice(o: Candidate) -> dict[str, Any]:
     return {"kernel": o.kernel.name, "schedule": dict(o.schedule), "us": round(o.us, 3), "measured": o.measured}
 
 
@@ -125,8 +125,8 @@ def _choice(o: Offer) -> dict[str, Any]:
 class Select(Pass):
     """Choose kernel and schedule of every launched node.
 
-    tuning: a file of measurements to use instead of those shipped for the target. prefer: names of kernels to take
-    wherever they fit.
+    tuning: a file of measurements to use instead of those shipped for the target. prefer: names of kernels to use for
+    every node that they support.
     """
 
     tuning: str = ""
@@ -143,20 +143,20 @@ class Select(Pass):
         choices = Choices()
         count = measured = open_ = 0
         for g in launched_graphs(m):
-            cache: dict[str, list[Offer]] = {}
+            cache: dict[str, list[Candidate]] = {}
             weights = weight_only(g)
             for n in g.nodes:
                 if n.choice or all(r in weights for r in n.results):
                     continue
                 key, env = _key(n, g), typical(m, g, n)
                 if key not in cache:
-                    cache[key] = offers(n, ctx.kernels, target, env, tuning, self.prefer)
+                    cache[key] = candidates(n, ctx.kernels, target, env, tuning, self.prefer)
                 best = _agreeing(n, cache[key], agreed, target)
                 choices.add(g, n, best, cache[key], env)
                 n.choice = {"kernel": best.kernel.name, **best.schedule}
                 count, measured, open_ = count + 1, measured + best.measured, open_ + (len(cache[key]) > 1)
         if open_:
-            ctx.told[tuning.decided(measured, count, target)] = None
+            ctx.notes[tuning.summary(measured, count, target)] = None
         ctx.choices += choices.rows.values()
         return count
 
@@ -164,30 +164,33 @@ class Select(Pass):
 def _near(name: str, known: Iterable[str]) -> str:
     """A remedy for an unknown kernel's name."""
     near = get_close_matches(name, list(known), 1)
-    return f"did you mean {near[0]!r}?" if near else "name one that an installed extension offers"
+    return f"did you mean {near[0]!r}?" if near else "use the name of an installed kernel"
 
 
 def _target(ctx: Ctx) -> Target:
     if ctx.target is None:
-        raise Diagnostic("E431", "this pass needs a target", "name one: --target cpu:native")
+        raise Diagnostic("E431", "this pass needs a target", "pass --target, for example --target cpu:native")
     return ctx.target
 
 
 def _key(n: Node, g: Graph) -> str:
-    """Nodes with equal keys have equal offers. Covers op, types, attributes, and which operands are weights."""
+    """Nodes with equal keys have equal candidates. Covers op, types, attributes, and which operands are weights."""
     from llmc.ir.digest import node_digest
 
     known = "".join("w" if v.weight or (v.node is not None and not v.node.choice) else "x" for v in n.operands)
     return node_digest(n) + known
 
 
-def _agreeing(n: Node, found: list[Offer], agreed: dict[str, str], target: Target) -> Offer:
-    """The best offer whose layouts match those of earlier users of the same weights; sets them for later users."""
-    for o in found:
-        wants = {_origin(n.operands[i]): text for i, text in o.layouts(n, target).items()}
-        if all(agreed.setdefault(w, text) == text for w, text in wants.items()):
+def _agreeing(n: Node, ranked: list[Candidate], agreed: dict[str, str], target: Target) -> Candidate:
+    """Return the best candidate whose layouts match those of earlier users of the same weights, and record its layouts.
+
+    `agreed` maps weights to their layouts.
+    """
+    for o in ranked:
+        layouts = {_origin(n.operands[i]): text for i, text in o.layouts(n, target).items()}
+        if all(agreed.setdefault(w, text) == text for w, text in layouts.items()):
             return o
-    return found[0]
+    return ranked[0]
 
 
 def _origin(v: Value) -> str:

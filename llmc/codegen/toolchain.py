@@ -1,7 +1,7 @@
 """The interface of a toolchain, which compiles the kernels of one language, and the choice of one by language.
 
 A language is a name on `Kernel` and `Source`. An `llmc.Extension` maps the name to a function `find(target)`, which
-returns the toolchain or raises Diagnostic E501. Nothing here knows a particular language.
+returns the toolchain or raises Diagnostic E501.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ StepWriter = Callable[[Sequence[Placed], Module], tuple[Source, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Output:
-    """The file suffixes of a toolchain's sources and binaries, without dots, and the calling convention of the
-    binaries, which the runtime's device has to know.
+    """The output of a toolchain.
 
-    step: writes the step unit, the compiled function that runs all launches of a program; None if the runtime runs
-    them. That of the target's first language counts.
+    source, binary: file suffixes without dots. abi: the calling convention of the binaries, which the runtime's device
+    must support. step: writes the step unit, the compiled function that runs all launches of a program; None if the
+    runtime launches kernels itself. Only the step writer of the target's first language is used.
     """
 
     source: str
@@ -71,10 +71,10 @@ class Toolchain(Protocol):
 
     @property
     def output(self) -> Output:
-        """How the sources and binaries are named, and how the binaries are called."""
+        """File suffixes and calling convention of sources and binaries."""
 
     def key(self, source: Source) -> str:
-        """A hash, 32 hexadecimal digits, of all that the binary depends on."""
+        """Return a hash, 32 hexadecimal digits, of all that the binary depends on."""
 
     def cached(self, key: str, cache: Path) -> bool:
         """Whether the folder `cache` has the binary of this key."""
@@ -97,26 +97,28 @@ class Toolset:
 
     def __init__(self, target: Target, finders: Finders) -> None:
         self.target, self.finders = target, finders
-        self._found: dict[str, Toolchain] = {}
+        self._toolchains: dict[str, Toolchain] = {}
 
     def of(self, language: str) -> Toolchain:
-        """The toolchain of a language. Raises Diagnostic E504 if no extension offers one, E501 if its compiler is not
-        installed."""
-        if language not in self._found:
+        """Return the toolchain of a language.
+
+        Raises Diagnostic E504 if no extension provides one, E501 if its compiler is not installed.
+        """
+        if language not in self._toolchains:
             if language not in self.finders:
                 known = ", ".join(self.finders) or "none"
-                cause = f"no toolchain compiles kernels in the language {language!r} (known: {known})"
-                raise Diagnostic("E504", cause, "install the package that offers it (llmc.Extension, toolchains=...)")
-            self._found[language] = self.finders[language](self.target)
-        return self._found[language]
+                cause = f"there is no toolchain for the language {language!r} (known: {known})"
+                raise Diagnostic("E504", cause, "install the package that provides it (llmc.Extension, toolchains=...)")
+            self._toolchains[language] = self.finders[language](self.target)
+        return self._toolchains[language]
 
     def step_unit(self, placed: Sequence[Placed], m: Module) -> tuple[Source | None, tuple[str, ...]]:
-        """The step unit of a module's launched graphs and each graph's function in it; (None, ()) if there is none."""
+        """Return the step unit of the launched graphs and each graph's function in it; (None, ()) if there is none."""
         write = self.of(self.target.languages[0]).output.step
         return write(placed, m) if write else (None, ())
 
     def key(self, source: Source) -> str:
-        """The key of a source under its language's toolchain."""
+        """Return the key of a source under its language's toolchain."""
         return self.of(source.language).key(source)
 
     def cached(self, source: Source, cache: Path) -> bool:
@@ -139,45 +141,45 @@ class Toolset:
         return out
 
     def versions(self) -> dict[str, str]:
-        """Compiler name -> version of the toolchains that were used."""
-        return {t.name: t.version for t in self._found.values()}
+        """Return compiler name -> version of the toolchains that were used."""
+        return {t.name: t.version for t in self._toolchains.values()}
 
 
 def installed(target: Target, finders: Finders) -> dict[str, str]:
-    """Language -> version of each toolchain that may compile kernels of a GPU target, for the keys of cached artifacts.
+    """Return language -> version of the toolchains for a GPU target, for the keys of cached artifacts.
 
     Empty for CPUs, whose artifacts do not depend on it. The target's first language is required; others are left out
     if their compiler is not installed. Raises Diagnostic E501 if the first one's is missing.
     """
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for language in target.languages if target.family != "cpu" else ():
         try:
-            found[language] = finders[language](target).version
+            versions[language] = finders[language](target).version
         except Diagnostic as error:
-            if error.code != "E501" or not found:
+            if error.code != "E501" or not versions:
                 raise
-    return found
+    return versions
 
 
 def _shifted(progress: Progress, before: int, total: int) -> Progress:
-    """Progress of one group as progress of all: `before` sources were done earlier."""
+    """Report the progress of one group as progress of all; `before` sources were compiled earlier."""
     return lambda done, of, what: progress(before + done, total, what)
 
 
 def compile_in_threads(
-    sources: Sequence[tuple[Source, str]], key: Callable[[Source], str], one: Callable[[str, Source, str], Compiled],
-    cache: Path, jobs: int, progress: Progress | None,
+    sources: Sequence[tuple[Source, str]], key: Callable[[Source], str],
+    compile_one: Callable[[str, Source, str], Compiled], cache: Path, jobs: int, progress: Progress | None,
 ) -> dict[str, Compiled]:  # fmt: skip
-    """Compile each (source, location) of another key by one(key, source, location), `jobs` at a time.
+    """Call compile_one(key, source, location) once per distinct key in up to `jobs` threads; return key -> result.
 
-    The first error cancels what has not started, and is raised.
+    The first error cancels the compilations that have not started, and is raised.
     """
     todo = {key(s): (s, loc) for s, loc in sources}
     out: dict[str, Compiled] = {}
     cache.mkdir(parents=True, exist_ok=True)
     sweep(cache)
     with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
-        futures = {k: pool.submit(one, k, s, loc) for k, (s, loc) in todo.items()}
+        futures = {k: pool.submit(compile_one, k, s, loc) for k, (s, loc) in todo.items()}
         try:
             for k, future in futures.items():
                 out[k] = future.result()
@@ -190,15 +192,15 @@ def compile_in_threads(
 
 
 def title(source: Source) -> str:
-    """The comment in the first line of a source, else its entry."""
+    """Return the comment in the first line of a source, or else its entry."""
     comment = re.match(r"(?://|#)\s*(.*)", source.text.partition("\n")[0])
     return comment[1].strip() if comment else source.entry
 
 
-def compile_error(compiler: str, source: Source, why: str, kept: Path, loc: str) -> Diagnostic:
-    """Diagnostic E502 for a source that does not compile; its text is written to `kept`."""
-    kept.write_text(source.text)
-    remedy = f"the source is kept at {kept}; report it, or choose another target"
+def compile_error(compiler: str, source: Source, why: str, path: Path, loc: str) -> Diagnostic:
+    """Diagnostic E502 for a source that does not compile; its text is written to `path`."""
+    path.write_text(source.text)
+    remedy = f"the source was saved as {path}; report it, or choose another target"
     return Diagnostic("E502", f"{compiler} could not compile {title(source)}: {why}", remedy, loc=loc)
 
 
@@ -208,5 +210,5 @@ def sweep(cache: Path) -> None:
         try:
             if time.time() - path.stat().st_mtime > _STALE:
                 shutil.rmtree(path, ignore_errors=True)
-        except FileNotFoundError:  # its owner has just finished
+        except FileNotFoundError:  # its owner has just removed it
             continue

@@ -29,10 +29,10 @@ from llmc.targets.target import Target
 SIZES = ("T", "R")  # symbols of a step; the number of KV pages does not affect a launch
 RECORDS = "llmc.targets.records"  # the package with the *.jsonl files that are shipped
 CLOSE = 0.5  # maximum distance of sizes, as a power of two
-NOTHING: Mapping[str, int] = MappingProxyType({})
+NO_SIZES: Mapping[str, int] = MappingProxyType({})
 
 Sizes = tuple[tuple[str, int], ...]
-Way = tuple[str, str]  # kernel, schedule as text
+Candidate = tuple[str, str]  # kernel, schedule as text
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Record:
 
     @property
     def key(self) -> tuple[str, str, Sizes, str, str]:
-        """What identifies the measurement: everything except the time."""
+        """The identity of the measurement: all fields except the time."""
         return self.target, self.node, self.sizes, self.kernel, self.schedule
 
     def line(self) -> str:
@@ -64,11 +64,11 @@ class Record:
 class Tuning:
     """Measurements: (target, node) -> sizes -> (kernel, schedule) -> microseconds. `name` is shown to the user."""
 
-    records: Mapping[tuple[str, str], Mapping[Sizes, Mapping[Way, float]]] = field(default_factory=dict)
+    records: Mapping[tuple[str, str], Mapping[Sizes, Mapping[Candidate, float]]] = field(default_factory=dict)
     name: str = ""
 
     def lookup(
-        self, node: Node, kernel: str, schedule: Schedule, target: Target, env: Mapping[str, int] = NOTHING
+        self, node: Node, kernel: str, schedule: Schedule, target: Target, env: Mapping[str, int] = NO_SIZES
     ) -> float | None:
         """Return the measured microseconds of a kernel and schedule for a node, at sizes `env`, or None.
 
@@ -82,13 +82,13 @@ class Tuning:
         sizes = min(points, key=lambda p: (_distance(p, env), p))
         return points[sizes].get((kernel, schedule_text(schedule))) if _distance(sizes, env) <= CLOSE else None
 
-    def decided(self, measured: int, nodes: int, target: Target) -> str:
+    def summary(self, measured: int, nodes: int, target: Target) -> str:
         """Describe in one line how the kernels of `nodes` nodes were chosen, `measured` of them by measurements."""
         if not measured:
-            what = f"the measurements of {self.name} hold none of this model's nodes" if self.records else ""
-            return f"kernels are chosen by the cost rule: {what or 'nothing is measured'} for {machine(target)}"
-        rest = ", the others' by the cost rule" if measured < nodes else ""
-        return f"kernels of {measured} of {nodes} nodes are chosen by the measurements of {self.name}{rest}"
+            what = f"the measurements of {self.name} contain none of this model's nodes" if self.records else ""
+            return f"kernels are chosen by the cost rule: {what or 'there are no measurements'} for {machine(target)}"
+        rest = ", the others by the cost rule" if measured < nodes else ""
+        return f"kernels of {measured} of {nodes} nodes are chosen by measurements of {self.name}{rest}"
 
     @staticmethod
     def load(path: Path) -> Tuning:
@@ -98,14 +98,14 @@ class Tuning:
     @staticmethod
     def shipped(target: Target) -> Tuning:
         """Load the measurements that are shipped for this target; empty if there are none."""
-        found: list[Record] = []
+        records: list[Record] = []
         names = []
         for file in sorted(resources.files(RECORDS).iterdir(), key=lambda f: f.name):
             if file.name.endswith(".jsonl"):
                 mine = [r for r in parse(file.read_text(), file.name) if r.target == machine(target)]
-                found += mine
+                records += mine
                 names += [file.name.removesuffix(".jsonl")] * bool(mine)
-        return Tuning(_indexed(found), ", ".join(names))
+        return Tuning(_indexed(records), ", ".join(names))
 
 
 def machine(target: Target) -> str:
@@ -132,7 +132,7 @@ def sizes_of(n: Node, env: Mapping[str, int]) -> Sizes:
 
 
 def record(
-    node: Node, kernel: str, schedule: Schedule, target: Target, us: float, env: Mapping[str, int] = NOTHING
+    node: Node, kernel: str, schedule: Schedule, target: Target, us: float, env: Mapping[str, int] = NO_SIZES
 ) -> Record:
     """Return a measurement of a node without a choice as a Record."""
     sizes = sizes_of(node, env)
@@ -144,7 +144,9 @@ def read(path: Path) -> list[Record]:
     try:
         text = path.read_text()
     except OSError as e:
-        raise Diagnostic("E432", f"the tuning file {path} cannot be read: {e.strerror}", "name another") from None
+        raise Diagnostic(
+            "E432", f"the tuning file {path} cannot be read: {e.strerror}", "choose another file"
+        ) from None
     return parse(text, f"the tuning file {path}")
 
 
@@ -164,27 +166,27 @@ def parse(text: str, what: str) -> list[Record]:
 
 def save(path: Path, new: Iterable[Record]) -> list[Record]:
     """Merge records into a file, replacing equal keys, and keep it sorted; returns all records of the file."""
-    kept = {r.key: r for r in (read(path) if path.exists() else [])}
-    kept |= {r.key: r for r in new}
-    found = sorted(kept.values(), key=lambda r: r.key)
+    by_key = {r.key: r for r in (read(path) if path.exists() else [])}
+    by_key |= {r.key: r for r in new}
+    records = sorted(by_key.values(), key=lambda r: r.key)
     part = path.with_name(f"{path.name}.part")
-    part.write_text("".join(f"{r.line()}\n" for r in found))
+    part.write_text("".join(f"{r.line()}\n" for r in records))
     part.replace(path)
-    return found
+    return records
 
 
 def _record(r: Mapping[str, Any]) -> Record:
     sizes = tuple((s, int(r["sizes"][s])) for s in SIZES if s in r["sizes"])
     if set(r["sizes"]) - set(SIZES) or not isinstance(r["schedule"], dict) or not math.isfinite(float(r["us"])):
-        raise ValueError("its sizes, schedule or time are none")
+        raise ValueError("its sizes, schedule or time are invalid")
     return Record(
         str(r["target"]), str(r["node"]), sizes, str(r["kernel"]), schedule_text(r["schedule"]), float(r["us"])
     )
 
 
-def _indexed(found: Iterable[Record]) -> dict[tuple[str, str], dict[Sizes, dict[Way, float]]]:
-    out: dict[tuple[str, str], dict[Sizes, dict[Way, float]]] = {}
-    for r in found:
+def _indexed(records: Iterable[Record]) -> dict[tuple[str, str], dict[Sizes, dict[Candidate, float]]]:
+    out: dict[tuple[str, str], dict[Sizes, dict[Candidate, float]]] = {}
+    for r in records:
         out.setdefault((r.target, r.node), {}).setdefault(r.sizes, {})[r.kernel, r.schedule] = r.us
     return out
 

@@ -1,8 +1,8 @@
 """Symbolic sizes: integer polynomials over named symbols in a normal form, extended by ceiling division.
 
 A `Dim` is immutable and hashable; two sizes are equal exactly if their normal forms are. `D(str(d))` gives `d` back,
-and the runtime evaluates the same text form, whose parser is `llmc_runtime.format.expr`. This module simplifies; it
-does not solve inequalities.
+and the runtime evaluates the same text form, whose parser is `llmc_runtime.format.expr`. Inequalities are not solved;
+`bounds` gives intervals.
 """
 
 from __future__ import annotations
@@ -134,11 +134,11 @@ class Dim:
     @property
     def symbols(self) -> frozenset[str]:
         """The names of all symbols that occur, also inside ceiling divisions."""
-        found: set[str] = set()
+        names: set[str] = set()
         for atoms, _ in self.terms:
             for a in atoms:
-                found |= {a} if isinstance(a, str) else a.num.symbols
-        return frozenset(found)
+                names |= {a} if isinstance(a, str) else a.num.symbols
+        return frozenset(names)
 
     def __int__(self) -> int:
         """Return the value; raises TypeError if a symbol occurs."""
@@ -209,9 +209,9 @@ def _atom_bounds(a: Atom, symbols: Bounds) -> tuple[int, int]:
     return symbols[a]
 
 
-def _merge(*many: tuple[Term, ...]) -> dict[tuple[Atom, ...], int]:
+def _merge(*term_lists: tuple[Term, ...]) -> dict[tuple[Atom, ...], int]:
     out: dict[tuple[Atom, ...], int] = {}
-    for terms in many:
+    for terms in term_lists:
         for key, c in terms:
             out[key] = out.get(key, 0) + c
     return out

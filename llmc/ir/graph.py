@@ -157,12 +157,6 @@ class Graph:
         old.uses = []
         self.outputs = [new if v is old else v for v in self.outputs]
 
-    def set_operand(self, node: Node, index: int, value: Value) -> None:
-        """Replace one operand of `node`, updating use lists."""
-        node.operands[index].uses.remove(node)
-        node.operands[index] = value
-        value.uses.append(node)
-
     def erase(self, node: Node) -> None:
         """Remove a node whose results have no uses; raises AssertionError otherwise."""
         assert not any(r.uses for r in node.results), f"{node.op.name}: erasing a node in use"
@@ -207,6 +201,10 @@ class Module:
         """Return the symbols' inclusive bounds within graph `g`."""
         return self.symbols | g.ranges
 
+    def find(self, *ops: str) -> list[tuple[Graph, Node]]:
+        """Return (graph, node) for all nodes of these ops, in order. The list stays valid when nodes are erased."""
+        return [(g, n) for g in self.graphs.values() for n in g.nodes if n.op.name in ops]
+
     def clone(self) -> Module:
         """Return a deep copy."""
         return Module({k: g.copy() for k, g in self.graphs.items()}, dict(self.symbols), dict(self.formats))
@@ -222,7 +220,7 @@ class Builder:
     def __getattr__(self, name: str) -> Any:
         """Return a function that adds a node of the op with this name; a trailing underscore is dropped."""
         if name.startswith("__") or name.rstrip("_") not in self.ops:
-            raise AttributeError(f"no op {name!r}")
+            raise AttributeError(f"there is no op {name!r}")
         op = self.ops[name.rstrip("_")]
 
         def build(*operands: Value, **attrs: Any) -> Any:

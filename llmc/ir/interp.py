@@ -32,7 +32,7 @@ def run(
     compute in float64 without rounding. observe: called with every node and its results. Raises ValueError if the shape
     of an input does not match its type.
     """
-    env = {v: hold(x, v.type, exact) for v, x in zip(g.inputs, inputs, strict=True)}
+    env = {v: round_to_type(x, v.type, exact) for v, x in zip(g.inputs, inputs, strict=True)}
     sizes = bind_symbols(g, [env[v] for v in g.inputs], symbols or {})
     last = last_uses(g)
     for i, n in enumerate(g.nodes):
@@ -46,16 +46,18 @@ def run(
 
 
 def run_node(n: Node, operands: list[np.ndarray], sizes: Mapping[str, int], exact: bool = False) -> list[np.ndarray]:
-    """Evaluate one node on arrays in interpreter form (see `hold`)."""
+    """Evaluate one node on arrays in interpreter form (see `round_to_type`)."""
     attrs = {k: concrete(v, sizes) for k, v in n.attrs.items()}
     out = n.op.ref(*operands, **attrs)
     parts = out if isinstance(out, tuple) else (out,)
-    held = [hold(x, r.type, exact) for x, r in zip(parts, n.results, strict=True)]
-    for x, r in zip(held, n.results, strict=True):
-        want = tuple(concrete(d, sizes) for d in r.type.shape)
-        if x.shape != want:
-            raise ValueError(f"{n.op.name} ({n.loc or 'no loc'}): its reference gave shape {x.shape}, its rule {want}")
-    return held
+    results = [round_to_type(x, r.type, exact) for x, r in zip(parts, n.results, strict=True)]
+    for x, r in zip(results, n.results, strict=True):
+        expected = tuple(concrete(d, sizes) for d in r.type.shape)
+        if x.shape != expected:
+            raise ValueError(
+                f"{n.op.name} ({n.loc or 'no loc'}): the reference returned shape {x.shape}, the type rule {expected}"
+            )
+    return results
 
 
 def last_uses(g: Graph) -> dict[int, list[Value]]:
@@ -64,10 +66,10 @@ def last_uses(g: Graph) -> dict[int, list[Value]]:
     for i, n in enumerate(g.nodes):
         for v in [*n.operands, *n.results]:
             at[v] = i
-    keep = set(g.outputs)
+    outputs = set(g.outputs)
     out: dict[int, list[Value]] = {}
     for v, i in at.items():
-        if v not in keep:
+        if v not in outputs:
             out.setdefault(i, []).append(v)
     return out
 
@@ -80,11 +82,11 @@ def concrete(v: Any, sizes: Mapping[str, int]) -> Any:
         return v
     n = v.subs(sizes).const
     if n is None:
-        raise ValueError(f"the size {v} has symbols that no input binds")
+        raise ValueError(f"the size {v} contains a symbol that no input binds")
     return n
 
 
-def hold(x: Any, t: Type, exact: bool = False) -> np.ndarray:
+def round_to_type(x: Any, t: Type, exact: bool = False) -> np.ndarray:
     """Convert an array to interpreter form: floats rounded to the type's dtype but stored wide."""
     dt = DTYPES[t.dtype]
     x = np.asarray(x)
@@ -99,9 +101,9 @@ def hold(x: Any, t: Type, exact: bool = False) -> np.ndarray:
     return x.astype(dt.np).astype(np.float32)
 
 
-def bind_symbols(g: Graph, inputs: Sequence[np.ndarray], given: Mapping[str, int]) -> dict[str, int]:
+def bind_symbols(g: Graph, inputs: Sequence[np.ndarray], symbols: Mapping[str, int]) -> dict[str, int]:
     """Derive the symbols' sizes from the inputs' shapes; raises ValueError if they contradict each other."""
-    sizes = dict(given)
+    sizes = dict(symbols)
     for v, x in zip(g.inputs, inputs, strict=True):
         if x.ndim != v.type.rank:
             raise ValueError(f"input %{v.name} has rank {x.ndim}, its type is {v.type}")
@@ -109,7 +111,7 @@ def bind_symbols(g: Graph, inputs: Sequence[np.ndarray], given: Mapping[str, int
             if len(d.symbols) == 1 and str(d) in d.symbols:
                 sizes.setdefault(str(d), n)
     for v, x in zip(g.inputs, inputs, strict=True):
-        want = tuple(d.subs(sizes).const for d in v.type.shape)
-        if want != x.shape:
-            raise ValueError(f"input %{v.name} has shape {x.shape}, its type {v.type} wants {want}")
+        expected = tuple(d.subs(sizes).const for d in v.type.shape)
+        if expected != x.shape:
+            raise ValueError(f"input %{v.name} has shape {x.shape}, expected {expected} for its type {v.type}")
     return sizes

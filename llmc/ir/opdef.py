@@ -43,15 +43,15 @@ def _normal(ty: Any, value: Any) -> Any:
         return Dim.of(value)
     if ty in (Shape, Ints, Strs):
         if isinstance(value, str) or not isinstance(value, Sequence):
-            raise TypeError("a list is wanted")
-        each = {Shape: Dim, Ints: int, Strs: str}[ty]
-        return tuple(_normal(each, v) for v in value)
+            raise TypeError("expected a list")
+        element = {Shape: Dim, Ints: int, Strs: str}[ty]
+        return tuple(_normal(element, v) for v in value)
     if isinstance(value, Dim) and ty is int and value.const is not None:
         return value.const
     if ty is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, ty) or (ty is int and isinstance(value, bool)):
-        raise TypeError(f"{ty.__name__} is wanted")
+        raise TypeError(f"expected {ty.__name__}")
     return value
 
 
@@ -79,20 +79,20 @@ class OpDef:
 
     @property
     def row_wise(self) -> bool:
-        """Whether the op works on the last axes of its first operand, for each index of the leading axes `*b` alone.
+        """Whether the op computes on the last axes of its first operand, separately for each index of the axes `*b`.
 
-        `*b` in a signature says so: `(x: f[*b, k], w: f[n, k]) -> x[*b, n]`.
+        The signature declares this with `*b`: `(x: f[*b, k], w: f[n, k]) -> x[*b, n]`.
         """
         leading = self.leading(self.operands[0]) if self.operands else None
         return leading is not None and all(self.leading(r) == leading for r in self.results)
 
     @staticmethod
     def leading(slot: Slot) -> str | None:
-        """The name of the leading axes of an operand or result such as `x: f[*b, k]`; None if it has none."""
+        """Return the name of the leading axes of an operand or result such as `x: f[*b, k]`; None if it has none."""
         return slot.dims[0] if len(slot.dims) > 1 and slot.dims[0].startswith("*") else None
 
     def axes(self, attrs: Mapping[str, Any]) -> tuple[int, ...]:
-        """The axes of the first operand along which elements are combined, selected or numbered.
+        """Return the axes of the first operand along which elements are combined, selected or numbered.
 
         These are the attribute `axis`, or the last axes of a row-wise op: those that no result has, if there are any.
         """
@@ -101,17 +101,17 @@ class OpDef:
         if not self.row_wise:
             return ()
         last = self.operands[0].dims[1:]
-        gone = [d for d in last if not any(d in r.dims for r in self.results)]
-        return tuple(i - len(last) for i, d in enumerate(last) if d in (gone or last))
+        combined = [d for d in last if not any(d in r.dims for r in self.results)]
+        return tuple(i - len(last) for i, d in enumerate(last) if d in (combined or last))
 
-    def normal_attrs(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def normal_attrs(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return all attributes in declaration order with defaults; raises Mismatch for an unknown or missing one."""
-        if unknown := [k for k in given if k not in self.attrs]:
+        if unknown := [k for k in values if k not in self.attrs]:
             known = ", ".join(self.attrs) or "none"
-            raise Mismatch(f"{self.name} has no attribute {unknown[0]!r} (it has: {known})")
+            raise Mismatch(f"{self.name} has no attribute {unknown[0]!r} (its attributes: {known})")
         out = {}
         for name, a in self.attrs.items():
-            value = given.get(name, a.default)
+            value = values.get(name, a.default)
             if value is REQUIRED:
                 raise Mismatch(f"{self.name} needs the attribute {name!r}")
             out[name] = a.normal(self.name, name, value)
@@ -167,7 +167,7 @@ def op(signature: str, **fields: Any) -> Callable[[Callable[..., Any]], OpDef]:
     flops, bytes: size text over the signature's names ("*b" is named b, "out" is the element count of the first result,
     "bytes_x" the element size of operand x); bytes=None counts every operand and result once, except states. commutes:
     the first two operands may be swapped. elementwise: operands and results have one shape, and elements at different
-    places do not mix (ops with `scalar` need not say so). writes: the state operands that the op updates, in the order
+    indices do not interact (implied by `scalar`). writes: the state operands that the op updates, in the order
     of the results that are their next versions. scalar: attributes -> the expression per element (or row). oracle: a
     torch function to test against. infer: the type rule, if a signature cannot express it. holds: operand name -> its
     content (see `llmc.ir.contents`), needed for integers that are not arbitrary; names that the op lacks are ignored,

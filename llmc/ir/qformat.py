@@ -32,7 +32,7 @@ class QFormat:
             if dt not in DTYPES:
                 raise ValueError(f"format {self.name}: {dt!r} is not a dtype")
         if self.name in DTYPES or not re.fullmatch(r"[A-Za-z_]\w*", self.name):
-            raise ValueError(f"{self.name!r} cannot name a format: it is a dtype, or not a word")
+            raise ValueError(f"{self.name!r} is not a valid format name: use an identifier that is not a dtype")
 
     def scale_shape(self, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
         """Return the shape of the scales of a tensor [*batch, n, k]."""

@@ -1,7 +1,8 @@
 """Scalar expressions over about thirty primitives, written in Python and printed in any target language.
 
-A pointwise op declares its expression, and a target only needs to spell the primitives. Reductions over the last axis
-(`row_sum`, `row_mean`, `row_max`) extend this to row programs such as norms and softmax.
+A pointwise op declares its expression, and a target only defines how each primitive is written
+(`llmc.codegen.print_expr`). Reductions over the last axis (`row_sum`, `row_mean`, `row_max`) extend this to row
+programs such as norms and softmax.
 """
 
 from __future__ import annotations
@@ -116,18 +117,6 @@ def substitute(e: E, args: Sequence[E]) -> E:
         else:
             done[id(x)] = E(x.fn, tuple(done[id(a)] for a in x.args))
     return done[id(e)]
-
-
-def spell(e: E, table: Mapping[str, str], args: Sequence[str]) -> str:
-    """Print the expression in a target language.
-
-    `table` maps each primitive, and "const", to a format string with {0}, {1}, {2}; `args` are the operands' spellings.
-    """
-    if e.fn == "arg":
-        return args[e.args[0]]
-    if e.fn == "const":
-        return table.get("const", "{0}").format(repr(float(e.args[0])))
-    return table[e.fn].format(*(spell(a, table, args) for a in e.args))
 
 
 def evaluate(e: E, table: Mapping[str, Callable[..., Any]], args: Sequence[Any]) -> Any:

@@ -44,9 +44,9 @@ def parse_signature(text: str) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
     ins, outs = text.split("->")
 
     def slots(part: str) -> tuple[Slot, ...]:
-        found = _SLOT.finditer(part)
         return tuple(
-            Slot(m[1] or "", m[4], tuple(split_commas(m[5])), bool(m[3]), m[2] == "*", m[2] == "?") for m in found
+            Slot(m[1] or "", m[4], tuple(split_commas(m[5])), bool(m[3]), m[2] == "*", m[2] == "?")
+            for m in _SLOT.finditer(part)
         )
 
     return slots(ins), slots(outs)
@@ -58,10 +58,10 @@ def bind(op: str, slots: Sequence[Slot], types: Sequence[Type]) -> dict[str, Any
     The result maps size names to Dims, "*names" to tuples of Dims, and operand names to their Type (a list for `xs*`).
     """
     env: dict[str, Any] = {}
-    least = sum(1 for s in slots if not s.optional and not s.many)
+    minimum = sum(1 for s in slots if not s.optional and not s.many)
     many = any(s.many for s in slots)
-    if len(types) < least or (not many and len(types) > len(slots)):
-        raise Mismatch(f"{op} takes {least}{' or more' if many else ''} operands, not {len(types)}")
+    if len(types) < minimum or (not many and len(types) > len(slots)):
+        raise Mismatch(f"{op} takes {minimum}{' or more' if many else ''} operands, not {len(types)}")
     rest = list(types)
     for slot in slots:
         if slot.many:
@@ -80,21 +80,21 @@ def _fail(op: str, slot: Slot, ty: Type, why: str) -> Mismatch:
 def _check_dtype(op: str, slot: Slot, ty: Type, env: dict[str, Any]) -> None:
     """Raise Mismatch unless dtype, state and quantisation of an operand fit its slot."""
     if slot.state != ty.state:
-        raise _fail(op, slot, ty, "it is a state" if ty.state else "a state is wanted")
+        raise _fail(op, slot, ty, "it is a state" if ty.state else "it is not a state")
     if ty.format is not None and slot.dtype not in ("fq", "tq"):
         raise _fail(op, slot, ty, f"{ty.format.name} is quantised")
     kind = DTYPES[ty.dtype].kind
     classes = {"f": "f", "fq": "f", "i": "i", "b": "b"}
     if slot.dtype in classes:
-        good = kind == classes[slot.dtype]
+        fits = kind == classes[slot.dtype]
     elif slot.dtype in ("t", "tq"):
-        good = True
+        fits = True
     elif isinstance(ref := env.get(slot.dtype), Type):
-        good = ref.dtype == ty.dtype
+        fits = ref.dtype == ty.dtype
     else:
-        good = slot.dtype == ty.dtype
-    if not good:
-        raise _fail(op, slot, ty, "dtype")
+        fits = slot.dtype == ty.dtype
+    if not fits:
+        raise _fail(op, slot, ty, "wrong dtype")
 
 
 def _unify(op: str, slot: Slot, ty: Type, env: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ def _unify(op: str, slot: Slot, ty: Type, env: dict[str, Any]) -> None:
     pre = len(slot.dims) if star is None else star
     post = 0 if star is None else len(slot.dims) - pre - 1
     if len(ty.shape) < pre + post or (star is None and len(ty.shape) != pre):
-        raise _fail(op, slot, ty, "rank")
+        raise _fail(op, slot, ty, "wrong rank")
     fixed = [*zip(slot.dims[:pre], ty.shape[:pre], strict=True)]
     if post:
         fixed += [*zip(slot.dims[-post:], ty.shape[-post:], strict=True)]
@@ -123,10 +123,10 @@ def _unify_size(op: str, slot: Slot, ty: Type, env: dict[str, Any], text: str, s
         if env.setdefault(text, size) != size:
             raise _fail(op, slot, ty, f"{text} is {env[text]}")
         return
-    want = Dim.of(text)
-    if not want.symbols <= env.keys():
+    expected = Dim.of(text)
+    if not expected.symbols <= env.keys():
         raise _fail(op, slot, ty, f"{text} uses a size that no earlier operand binds")
-    if want.subs(sizes_of(env)) != size:
+    if expected.subs(sizes_of(env)) != size:
         raise _fail(op, slot, ty, f"{size} is not {text}")
 
 

@@ -144,14 +144,14 @@ class _Reader:
         header = ""
         while not header.endswith("{"):
             if self.pos >= len(self.lines):
-                raise self.fail(number, "the graph's header never ends with '{'")
+                raise self.fail(number, "the graph's header does not end with '{'")
             header += " " + self.lines[self.pos][1]
             self.pos += 1
         m = re.fullmatch(r"\s*graph @([\w.-]+)\((.*)\)\s*(?:where ([^(){}]*))?\{", header, re.S)
         if not m:
             raise self.fail(number, "not a graph header: graph @name(%input: type, ...) {")
         if m[1] in self.m.graphs:
-            raise self.fail(number, f"a second graph @{m[1]}")
+            raise self.fail(number, f"duplicate graph @{m[1]}")
         g = Graph(m[1], ranges=self.ranges(number, m[3] or ""))
         env: dict[str, Value] = {}
         for part in split_commas(m[2]):
@@ -164,7 +164,7 @@ class _Reader:
         if not p:
             raise self.fail(number, f"not an input: {part!r}")
         if p[1] in env:
-            raise self.fail(number, f"two inputs are called %{p[1]}")
+            raise self.fail(number, f"duplicate input %{p[1]}")
         env[p[1]] = g.input(p[1], self.type(number, p[3]), bool(p[2]))
 
     def type(self, number: int, text: str) -> Type:
@@ -188,7 +188,7 @@ class _Reader:
     def value(self, number: int, env: dict[str, Value], text: str) -> Value:
         name = text.removeprefix("%")
         if name not in env:
-            raise self.fail(number, f"%{name} is not defined above")
+            raise self.fail(number, f"%{name} is not defined before its use")
         return env[name]
 
     def node(self, number: int, line: str, g: Graph, env: dict[str, Value]) -> None:
@@ -202,13 +202,13 @@ class _Reader:
         op = self.ops[p["op"]]
         attrs_text, types_text = _split_attrs(line[p.end() :])
         if attrs_text is None or types_text is None:
-            raise self.fail(number, f"cannot read {line!r}: want {{attributes}} : types")
-        given = dict(self.attr(number, a) for a in split_attr_list(attrs_text))
-        choice = _take_choice(op, given)
+            raise self.fail(number, f"cannot read {line!r}: expected {{attributes}} : types")
+        attrs = dict(self.attr(number, a) for a in split_attr_list(attrs_text))
+        choice = _take_choice(op, attrs)
         operands = [self.value(number, env, a) for a in split_commas(p["args"])]
         names = [r.strip().removeprefix("%") for r in p["res"].split(",")]
         try:
-            node = g.add(op, operands, given, loc=loc.strip(), names=["" if n.isdigit() else n for n in names])
+            node = g.add(op, operands, attrs, loc=loc.strip(), names=["" if n.isdigit() else n for n in names])
         except TypeError as e:
             raise self.fail(number, f"@{g.name}: {e}") from None
         node.choice = choice
@@ -216,13 +216,15 @@ class _Reader:
         env |= dict(zip(names, node.results, strict=True))
 
     def check_results(self, number: int, g: Graph, node: Node, names: list[str], types: str) -> None:
-        want = [self.type(number, t) for t in split_commas(types)]
-        got = [r.type for r in node.results]
-        if want != got:
-            rule = ", ".join(map(str, got))
-            raise self.fail(number, f"@{g.name}: {node.op.name}: the rule gives {rule}, the text says {types}")
-        if len(names) != len(got):
-            raise self.fail(number, f"@{g.name}: {node.op.name} has {len(got)} results, {len(names)} are named")
+        printed = [self.type(number, t) for t in split_commas(types)]
+        inferred = [r.type for r in node.results]
+        if printed != inferred:
+            rule = ", ".join(map(str, inferred))
+            raise self.fail(number, f"@{g.name}: {node.op.name}: the type rule gives {rule}, the text declares {types}")
+        if len(names) != len(inferred):
+            raise self.fail(
+                number, f"@{g.name}: {node.op.name} has {len(inferred)} results, the text names {len(names)}"
+            )
 
     def attr(self, number: int, text: str) -> tuple[str, Any]:
         key, eq, value = text.partition("=")
@@ -288,12 +290,12 @@ def _split_attrs(text: str) -> tuple[str | None, str | None]:
     return None, None
 
 
-def _take_choice(op: OpDef, given: dict[str, Any]) -> dict[str, Any]:
+def _take_choice(op: OpDef, attrs: dict[str, Any]) -> dict[str, Any]:
     """Remove and return the attributes that belong to the kernel choice.
 
     If a kernel is named, these are all attributes that the op does not declare. Otherwise none are taken, and
     `Graph.add` rejects the undeclared ones.
     """
-    if "kernel" not in given or "kernel" in op.attrs:
+    if "kernel" not in attrs or "kernel" in op.attrs:
         return {}
-    return {k: given.pop(k) for k in list(given) if k not in op.attrs}
+    return {k: attrs.pop(k) for k in list(attrs) if k not in op.attrs}

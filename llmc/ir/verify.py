@@ -6,7 +6,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Module, Node, Value
 from llmc.ir.signature import Mismatch
 
-MEND = "mend the text, or the pass that made it: llmc opt FILE -p PASSES --print-after all shows each"
+REMEDY = "correct the text or the pass that produced it (llmc opt FILE -p PASSES --print-after all)"
 
 
 def verify(m: Module) -> None:
@@ -19,27 +19,29 @@ def verify_graph(g: Graph, m: Module) -> None:
     """Verify one graph of module `m`; raises Diagnostic E402."""
     _check_symbols(g, m)
     seen = set(g.inputs)
-    spent: dict[Value, Node] = {}
+    overwritten_by: dict[Value, Node] = {}
     if len(seen) != len(g.inputs) or len({v.name for v in g.inputs}) != len(g.inputs):
-        raise Diagnostic("E402", f"@{g.name}: two inputs share a name", "name every input once")
+        raise Diagnostic("E402", f"@{g.name}: two inputs share a name", "give every input a different name")
     for n in g.nodes:
         for v in n.operands:
-            _check_operand(g, n, v, seen, spent)
+            _check_operand(g, n, v, seen, overwritten_by)
         _check_types(g, n)
         for slot, v in zip(n.op.operands, n.operands, strict=False):
             if slot.name in n.op.writes:
-                spent[v] = n
+                overwritten_by[v] = n
         seen |= set(n.results)
     for v in g.outputs:
         if v not in seen:
-            raise Diagnostic("E402", f"@{g.name}: output %{v.name} is never made", MEND)
-        if v in spent:
-            raise Diagnostic("E402", f"@{g.name}: output %{v.name} was overwritten by {spent[v].op.name}", MEND)
+            raise Diagnostic("E402", f"@{g.name}: output %{v.name} is never computed", REMEDY)
+        if v in overwritten_by:
+            raise Diagnostic(
+                "E402", f"@{g.name}: output %{v.name} was overwritten by {overwritten_by[v].op.name}", REMEDY
+            )
     _check_uses(g)
 
 
 def _broken(g: Graph, n: Node, why: str) -> Diagnostic:
-    return Diagnostic("E402", f"@{g.name}: {n.op.name} ({n.loc or 'no loc'}): {why}", MEND)
+    return Diagnostic("E402", f"@{g.name}: {n.op.name} ({n.loc or 'no loc'}): {why}", REMEDY)
 
 
 def _check_symbols(g: Graph, m: Module) -> None:
@@ -57,11 +59,11 @@ def _check_symbols(g: Graph, m: Module) -> None:
                 )
 
 
-def _check_operand(g: Graph, n: Node, v: Value, seen: set[Value], spent: dict[Value, Node]) -> None:
+def _check_operand(g: Graph, n: Node, v: Value, seen: set[Value], overwritten_by: dict[Value, Node]) -> None:
     if v not in seen:
-        raise _broken(g, n, f"%{v.name} is used before it is made")
-    if v in spent:
-        raise _broken(g, n, f"%{v.name} was overwritten by {spent[v].op.name}; read its new version")
+        raise _broken(g, n, f"%{v.name} is used before it is computed")
+    if v in overwritten_by:
+        raise _broken(g, n, f"%{v.name} was overwritten by {overwritten_by[v].op.name}; read its new version")
 
 
 def _check_types(g: Graph, n: Node) -> None:
@@ -71,17 +73,17 @@ def _check_types(g: Graph, n: Node) -> None:
         raise _broken(g, n, str(e)) from None
     if got != [r.type for r in n.results]:
         rule = ", ".join(map(str, got))
-        raise _broken(g, n, f"the rule gives {rule}, the results are {', '.join(str(r.type) for r in n.results)}")
+        raise _broken(g, n, f"the type rule gives {rule}, the results are {', '.join(str(r.type) for r in n.results)}")
 
 
 def _check_uses(g: Graph) -> None:
     """Check that every use list has exactly one entry per operand position that reads the value."""
-    want: dict[Value, list[Node]] = {}
+    readers: dict[Value, list[Node]] = {}
     for n in g.nodes:
         for v in n.operands:
-            want.setdefault(v, []).append(n)
+            readers.setdefault(v, []).append(n)
     for v in [*g.inputs, *(r for n in g.nodes for r in n.results)]:
-        if sorted(map(id, v.uses)) != sorted(map(id, want.get(v, []))):
-            raise Diagnostic("E402", f"@{g.name}: the use list of %{v.name} does not match its readers", MEND)
+        if sorted(map(id, v.uses)) != sorted(map(id, readers.get(v, []))):
+            raise Diagnostic("E402", f"@{g.name}: the use list of %{v.name} does not match its readers", REMEDY)
         if v.node is not None and not any(v is r for r in v.node.results):
-            raise Diagnostic("E402", f"@{g.name}: %{v.name} does not belong to its node", MEND)
+            raise Diagnostic("E402", f"@{g.name}: %{v.name} does not belong to its node", REMEDY)

@@ -17,7 +17,9 @@ from llmc_runtime.format.folder import Folder
 
 from llmc.codegen.kernel import roofline_us
 from llmc.codegen.scratch_dir import scratch
-from llmc.codegen.select import Offer, launched_graphs, offers, typical
+from llmc.codegen.select import Candidate as KernelCandidate
+from llmc.codegen.select import candidates as kernel_candidates
+from llmc.codegen.select import launched_graphs, typical
 from llmc.codegen.tuning_records import Record, Sizes, Tuning, machine, node_text, read, record, save, sizes_of
 from llmc.diagnostics import Diagnostic
 from llmc.extension import Registry, load
@@ -42,7 +44,7 @@ class Work:
     env: Mapping[str, int]
     launches: int
     floor_us: float
-    candidates: tuple[Offer, ...]
+    candidates: tuple[KernelCandidate, ...]
 
 
 @dataclass
@@ -152,7 +154,7 @@ def works(
             if key in distinct:
                 distinct[key] = replace(distinct[key], launches=distinct[key].launches + 1)
                 continue
-            offered = offers(n, registry.kernels, target, env, Tuning(), kernels)
+            offered = kernel_candidates(n, registry.kernels, target, env, Tuning(), kernels)
             candidates = offered if every or len(offered) > 1 else []
             if kernels:
                 points = (measured or Tuning()).records.get((machine(target), key[0]), {})
@@ -166,7 +168,7 @@ def works(
     return sorted(some, key=lambda w: -w.launches * w.floor_us)
 
 
-def _named(offered: Sequence[Offer], kernels: Sequence[str], measured: set[str]) -> list[Offer]:
+def _named(offered: Sequence[KernelCandidate], kernels: Sequence[str], measured: set[str]) -> list[KernelCandidate]:
     """The schedules of the named kernels, with a few of other kernels if none of those is measured yet.
 
     Without a measured alternative, a named kernel would be selected however slow it is.

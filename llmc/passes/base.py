@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 from llmc.ir.graph import Module, Node
 from llmc.ir.opdef import OpDef
 
-NOBODY: Mapping[str, Any] = MappingProxyType({})
+NO_KERNELS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Place(NamedTuple):
@@ -32,18 +32,18 @@ class Ctx:
 
     opset: op name -> OpDef. target: the Target to compile for, or None. kernels: kernel name -> Kernel. fuel: the
     number of changes that may still be made (negative: unlimited). only: a module path; rewrites elsewhere are skipped.
-    misses: near misses in order, without repetition. hits: number of rewrites per place. told: notes for the user.
-    choices: the kernel choices and their alternatives, as data for the report.
+    misses: near misses in order, without repetition. hits: number of rewrites per place. notes: messages for the user,
+    without repetition. choices: the kernel choices and their alternatives, as data for the report.
     """
 
     opset: Mapping[str, OpDef]
     target: Any = None
-    kernels: Mapping[str, Any] = field(default_factory=lambda: NOBODY)
+    kernels: Mapping[str, Any] = field(default_factory=lambda: NO_KERNELS)
     fuel: int = -1
     only: str = ""
     misses: dict[Place, None] = field(default_factory=dict)
     hits: Counter[Place] = field(default_factory=Counter)
-    told: dict[str, None] = field(default_factory=dict)
+    notes: dict[str, None] = field(default_factory=dict)
     choices: list[dict[str, Any]] = field(default_factory=list)
 
     def allows(self, node: Node) -> bool:

@@ -1,4 +1,4 @@
-"""Records what every pass of a compile did and nearly did, as data for report/passes.json."""
+"""Records the changes and near misses of every pass of a compile, as data for report/passes.json."""
 
 from __future__ import annotations
 
@@ -57,23 +57,23 @@ class Record:
         )
         self.before, self.hits, self.misses = after, Counter(self.ctx.hits), len(self.ctx.misses)
 
-    def words(self) -> str:
+    def summary(self) -> str:
         """Summarize in one line: the passes with changes, and the number of near misses."""
         made = [f"{r['pass'].partition('{')[0]} {r['changes']}" for r in self.data if r["changes"]]
         missed = sum(x["count"] for r in self.data for x in r["missed"])
-        near = f"; {missed} near misses (llmc report tells why)" if missed else ""
+        near = f"; {missed} near misses (reasons: llmc report)" if missed else ""
         return f"{len(self.data)} run: {', '.join(made)}{near}"
 
 
-def _rows(found: Census) -> list[dict[str, Any]]:
-    ranked = sorted(found.items(), key=lambda kv: (-kv[1], kv[0]))
+def _rows(counts: Census) -> list[dict[str, Any]]:
+    ranked = sorted(counts.items(), key=lambda kv: (-kv[1], kv[0]))
     return [{"op": op, "loc": loc, "count": count} for (op, loc), count in ranked]
 
 
-def _merged(found: Counter[Place]) -> list[dict[str, Any]]:
+def _merged(counts: Counter[Place]) -> list[dict[str, Any]]:
     """One row per rule, op, path pattern and reason, most frequent first."""
     rows: dict[Place, dict[str, Any]] = {}
-    for place, count in found.items():
+    for place, count in counts.items():
         key = place._replace(loc=pattern(place.loc))
         row = rows.setdefault(key, {**key._asdict(), "count": 0, "first": place.loc})
         row["count"] += count

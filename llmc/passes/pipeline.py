@@ -53,7 +53,7 @@ def make(name: str, options: Mapping[str, Any], passes: Mapping[str, type[Pass]]
     """Create a pass with options, whose names may contain dashes; raises Diagnostic E420 or E421."""
     if name not in passes:
         near = get_close_matches(name, list(passes), 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(sorted(passes))}"
+        hint = f"did you mean {near[0]!r}?" if near else f"known passes: {', '.join(sorted(passes))}"
         raise Diagnostic("E420", f"there is no pass {name!r}", hint)
     kind = passes[name]
     types = {f.name: f for f in dataclasses.fields(kind)}
@@ -66,8 +66,8 @@ def make(name: str, options: Mapping[str, Any], passes: Mapping[str, type[Pass]]
         if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
             values[key] = float(value)
         elif default is not None and type(value) is not type(default):
-            want = type(default).__name__
-            raise Diagnostic("E421", f"pass {name}: {key}={value!r} is not of type {want}", f"default: {default!r}")
+            expected = type(default).__name__
+            raise Diagnostic("E421", f"pass {name}: {key}={value!r} is not of type {expected}", f"default: {default!r}")
     return kind(**values)
 
 
@@ -78,9 +78,9 @@ def override(passes: Sequence[Pass], name: str, **options: Any) -> list[Pass]:
 
 def spell_pass(p: Pass) -> str:
     """Return the text that `parse_pipeline` parses to this pass."""
-    given = {f.name: getattr(p, f.name) for f in dataclasses.fields(p)}
-    given = {k: v for k, v in given.items() if v != getattr(type(p), k, None)}
-    return p.name + ("{" + ", ".join(f"{k}={_spell(v)}" for k, v in given.items()) + "}" if given else "")
+    options = {f.name: getattr(p, f.name) for f in dataclasses.fields(p)}
+    options = {k: v for k, v in options.items() if v != getattr(type(p), k, None)}
+    return p.name + ("{" + ", ".join(f"{k}={_spell(v)}" for k, v in options.items()) + "}" if options else "")
 
 
 Observer = Callable[[int, Pass, int, float, Module], None]
@@ -99,7 +99,7 @@ def run_pipeline(m: Module, passes: Sequence[Pass], ctx: Ctx, observe: Observer 
         try:
             verify(m)
         except Diagnostic as e:
-            raise Diagnostic(e.code, f"after {p.name}: {e.cause}", e.remedy or "this is a mistake of the pass") from e
+            raise Diagnostic(e.code, f"after {p.name}: {e.cause}", e.remedy or "this is a bug in the pass") from e
         total += changes
         if observe:
             observe(i, p, changes, seconds, m)
@@ -119,8 +119,8 @@ def _split(text: str) -> list[str]:
 def _position(out: Sequence[Pass], name: str, item: str) -> int:
     at = [i for i, p in enumerate(out) if p.name == name]
     if not at:
-        have = ", ".join(p.name for p in out) or "nothing"
-        raise Diagnostic("E420", f"{item!r}: the pipeline so far has no {name!r}", f"it has: {have}")
+        names = ", ".join(p.name for p in out) or "nothing"
+        raise Diagnostic("E420", f"{item!r}: the pipeline so far has no {name!r}", f"its passes: {names}")
     return at[-1] if item.startswith("after") else at[0]
 
 

@@ -9,7 +9,7 @@ Patterns use the ops' names. They are matched from the root upwards, in both ord
         when=lambda m: None if m["w"].type.rank == 1 else f"the weight has rank {m['w'].type.rank}")
 
 `p.x` binds a value; if the name occurs again, it must be the same value, up to widening casts. `p.op(..., attr=...)`
-requires an attribute value, or binds it (`eps=p.eps`). Inner nodes of a match must have no readers outside of it.
+requires an attribute value, or binds it (`eps=p.eps`). Inner nodes of a match must not have readers outside of it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Const:
-    """Matches a scalar constant: a given value, or any value, bound as a float."""
+    """Matches a scalar constant: one equal to `value`, or any, bound to `name` as a float."""
 
     name: str = ""
     value: float | None = None
@@ -81,9 +81,9 @@ class Pat:
         return Var(name)
 
 
-def const(what: str | float) -> Const:
-    """Match a scalar constant of this value, or any constant, bound to this name."""
-    return Const(name=what) if isinstance(what, str) else Const(value=float(what))
+def const(value: str | float) -> Const:
+    """Match a scalar constant equal to the number `value`; a text matches any constant and binds it to that name."""
+    return Const(name=value) if isinstance(value, str) else Const(value=float(value))
 
 
 def through(inner: Pattern) -> Through:
@@ -148,7 +148,7 @@ def _match(p: Pattern, v: Value, s: State, t: Tracker) -> Iterator[State]:
         elif bound[p.name] is v or core(bound[p.name]) is core(v):
             yield s
         else:
-            t.fail(len(inner), f"%{p.name} would be two values")
+            t.fail(len(inner), f"%{p.name} would stand for two different values")
     elif isinstance(p, Const):
         yield from _match_const(p, v, s, t)
     elif isinstance(p, Either):
@@ -168,9 +168,9 @@ def _match(p: Pattern, v: Value, s: State, t: Tracker) -> Iterator[State]:
 def _match_const(p: Const, v: Value, s: State, t: Tracker) -> Iterator[State]:
     got = const_value(v)
     if got is None:
-        t.fail(len(s[1]), f"want a constant, found {v.node.op.name if v.node else 'an input'}")
+        t.fail(len(s[1]), f"expected a constant, got {v.node.op.name if v.node else 'an input'}")
     elif p.value is not None and got != p.value:
-        t.fail(len(s[1]), f"want the constant {p.value:g}, found {got:g}")
+        t.fail(len(s[1]), f"expected the constant {p.value:g}, got {got:g}")
     elif p.name:
         yield {**s[0], p.name: got}, s[1]
     else:
@@ -182,17 +182,17 @@ def _match_op(p: Op, v: Value, s: State, t: Tracker) -> Iterator[State]:
     bound, inner = s
     n = v.node
     if n is None or n.op.name != p.op:
-        t.fail(len(inner), f"want {p.op}, found {n.op.name if n else 'an input'}")
+        t.fail(len(inner), f"expected {p.op}, got {n.op.name if n else 'an input'}")
         return
     bound = dict(bound)
-    for key, want in p.attrs:
+    for key, expected in p.attrs:
         got = n.attrs.get(key)
-        if isinstance(want, Var):
-            if bound.setdefault(want.name, got) != got:
-                t.fail(len(inner), f"{p.op} has {key}={got}, not {bound[want.name]}")
+        if isinstance(expected, Var):
+            if bound.setdefault(expected.name, got) != got:
+                t.fail(len(inner), f"{p.op} has {key}={got}, not {bound[expected.name]}")
                 return
-        elif got != want:
-            t.fail(len(inner), f"{p.op} has {key}={got}, not {want}")
+        elif got != expected:
+            t.fail(len(inner), f"{p.op} has {key}={got}, not {expected}")
             return
     if p.bind:
         bound[p.bind] = v
@@ -215,7 +215,7 @@ def _match_all(ps: Sequence[Pattern], vs: Sequence[Value], s: State, t: Tracker)
 
 
 def _outside(inner: Sequence[tuple[Node, bool]], g: Graph, root: Node) -> str | None:
-    """Why an inner node cannot be removed; None if all can."""
+    """The reason why an inner node cannot be removed, or None if all can be."""
     nodes = {id(n) for n, _ in inner}
     for n, is_shared in inner:
         if n is root or is_shared:
@@ -223,7 +223,7 @@ def _outside(inner: Sequence[tuple[Node, bool]], g: Graph, root: Node) -> str | 
         outside = [u for r in n.results for u in r.uses if id(u) not in nodes]
         if outside:
             users = len({id(u) for r in n.results for u in r.uses})
-            return f"{n.op.name} has {users} users"
+            return f"{n.op.name} has {users} readers"
         if any(r is o for r in n.results for o in g.outputs):
             return f"{n.op.name} is an output of the graph"
     return None
@@ -260,7 +260,7 @@ def ops_of(p: Pattern) -> tuple[str, ...]:
 class Misses(dict[tuple[Node, str], str]):
     """(node, rule) -> why the rule did not apply there at the last attempt."""
 
-    def tell(self, g: Graph, ctx: Ctx) -> None:
+    def report(self, g: Graph, ctx: Ctx) -> None:
         """Record the misses of nodes that still exist in `ctx`."""
         for (n, rule), why in self.items():
             if alive(g, n):
@@ -299,11 +299,11 @@ class Rewrite:
             misses[node, self.name] = why
             return None
         misses.pop((node, self.name), None)
-        found = m
+        matched = m
 
         def made(b: Any) -> Sequence[Value]:
-            b.loc = b.loc or next((n.loc for n in found.inner if n.loc), "")
-            return [self.build(b, found)]
+            b.loc = b.loc or next((n.loc for n in matched.inner if n.loc), "")
+            return [self.build(b, matched)]
 
         return made
 
@@ -338,14 +338,14 @@ def apply(g: Graph, rules: Sequence[Rule], ctx: Ctx, misses: Misses | None = Non
                 raise Diagnostic("E424", f"rewrite {r.name}: unknown op {name}", "`llmc ops` lists all ops")
         for root in r.roots:
             by_root.setdefault(root, []).append(r)
-    total, found = 0, Misses() if misses is None else misses
+    total, recorded = 0, Misses() if misses is None else misses
     for _ in range(rounds):
-        done = sum(_once(g, n, by_root[n.op.name], ctx, found) for n in list(g.nodes) if n.op.name in by_root)
+        done = sum(_once(g, n, by_root[n.op.name], ctx, recorded) for n in list(g.nodes) if n.op.name in by_root)
         total += done
         if not done:
             break
     if misses is None:
-        found.tell(g, ctx)
+        recorded.report(g, ctx)
     return total
 
 
@@ -381,12 +381,12 @@ def substitute(g: Graph, n: Node, new: Sequence[Value], rule: str = "") -> None:
 
 
 def sweep(g: Graph, n: Node) -> int:
-    """Erase the node if it is unused, then its operands' nodes likewise; return the number of erased nodes."""
-    gone, work = 0, [n]
+    """Erase the node if it is unused, then its operands' nodes in the same way; return the number of erased nodes."""
+    erased, work = 0, [n]
     while work:
         n = work.pop()
         if alive(g, n) and not g.is_used(n):
             work += [v.node for v in n.operands if v.node is not None]
             g.erase(n)
-            gone += 1
-    return gone
+            erased += 1
+    return erased

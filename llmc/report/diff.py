@@ -24,21 +24,21 @@ Rows = list[dict[str, Any]]
 def diff(a: str, b: str) -> dict[str, Any]:
     """Compare two artifacts, or two stages (`ARTIFACT:STAGE` or an .llir file).
 
-    The result's "same" says whether there is no difference. Artifacts give "about", "memory" and "time" ({"what", "a",
-    "b"}), "kernels" ({"entry", "a", "b"}: keys that only one side has), "weights", and, for their last stages, "graphs"
-    and "choices" (see `compare_graphs`). Stages give only "about", "graphs" and "choices". Raises LlmcError E101 to
-    E108, and E129 if the two cannot be compared.
+    The result's "same" is true if there is no difference. Artifacts give "about", "memory" and "time" ({"what", "a",
+    "b"}), "kernels" ({"entry", "a", "b"}: keys that exist on one side only), "weights", and, for their last stages,
+    "graphs" and "choices" (see `compare_graphs`). Stages give only "about", "graphs" and "choices". Raises LlmcError
+    E101 to E108, and E129 if the two cannot be compared.
     """
     left, right = _open(a), _open(b)
     if isinstance(left, Opened) and isinstance(right, Opened):
-        found = _artifacts(left, right)
+        compared = _artifacts(left, right)
     elif isinstance(left, Opened) or isinstance(right, Opened):
         text, artifact = (b, a) if isinstance(left, Opened) else (a, b)
         cause = f"{artifact} is an artifact, {text} is a stage"
-        raise LlmcError("E129", cause, f"name a stage of both: {artifact}:memory, for example")
+        raise LlmcError("E129", cause, f"compare two stages, for example {artifact}:memory")
     else:
-        found = {"about": _rows(left.head, right.head), **compare_graphs(left.graphs, right.graphs)}
-    return {"a": a, "b": b, "same": not any(found.values()), **found}
+        compared = {"about": _rows(left.head, right.head), **compare_graphs(left.graphs, right.graphs)}
+    return {"a": a, "b": b, "same": not any(compared.values()), **compared}
 
 
 def _open(name: str) -> Opened | Stage:
@@ -54,7 +54,7 @@ def _open(name: str) -> Opened | Stage:
     numbered = {file.removeprefix("ir/").removesuffix(".llir"): file for file in stages.values()}
     file = stages.get(stage_name) or numbered.get(stage_name)
     if file is None:
-        remedy = f"it has: {', '.join(stages)}" if stages else "compile the model again"
+        remedy = f"its stages: {', '.join(stages)}" if stages else "compile the model again"
         raise LlmcError("E129", f"{folder} has no stage {stage_name!r}", remedy)
     return stage(opened.text(file), f"{folder}/{file}")
 
@@ -73,7 +73,7 @@ def _artifacts(a: Opened, b: Opened) -> dict[str, Any]:
 
 
 def _about(a: Opened) -> dict[str, Any]:
-    """The facts about an artifact that are compared by name."""
+    """The facts about an artifact that are compared, by name."""
     m = a.manifest
     compiled = a.reports.get("compile", {})
     source = {f"source.{k}": v for k, v in vars(m.source).items() if k != "files"}
@@ -90,10 +90,10 @@ def _about(a: Opened) -> dict[str, Any]:
 
 
 def _memory(a: Opened) -> dict[str, int]:
-    found = memory(a.programs, a.manifest.states, sum(w.bytes for w in a.manifest.weights.files))
-    arenas = {f"arena of {n}": v for n, v in found["arena_bytes"].items()}
-    states = {f"state {n}": v for n, v in found["state_bytes"].items()}
-    return {"weights": found["weights_bytes"], "a KV page": found["kv_bytes_per_page"], **states, **arenas}
+    plan = memory(a.programs, a.manifest.states, sum(w.bytes for w in a.manifest.weights.files))
+    arenas = {f"arena of {n}": v for n, v in plan["arena_bytes"].items()}
+    states = {f"state {n}": v for n, v in plan["state_bytes"].items()}
+    return {"weights": plan["weights_bytes"], "KV page": plan["kv_bytes_per_page"], **states, **arenas}
 
 
 def _time(a: Opened) -> dict[str, float]:
@@ -117,22 +117,22 @@ def _kernels(a: Opened, b: Opened) -> Rows:
     ]
 
 
-def render(found: Mapping[str, Any], max_lines: int = 60) -> str:
+def render(data: Mapping[str, Any], max_lines: int = 60) -> str:
     """Format the data of `diff`, at most `max_lines` lines per section. Lines start with "-" for A and "+" for B."""
-    if found["same"]:
-        return f"{found['a']} and {found['b']} are the same"
-    out = [f"--- {found['a']}", f"+++ {found['b']}"]
+    if data["same"]:
+        return f"{data['a']} and {data['b']} are identical"
+    out = [f"--- {data['a']}", f"+++ {data['b']}"]
     for name, lines in (
-        ("about", _pairs(found.get("about", ()), str)),
-        ("graphs", _graph_lines(found["graphs"])),
-        ("choices", _choice_lines(found["choices"])),
-        ("kernels", [f"  {r['entry']}: {_count(r['a'], '-')} {_count(r['b'], '+')}" for r in found.get("kernels", ())]),
-        ("memory", _pairs(found.get("memory", ()), lambda n: "none" if n is None else size_text(n))),
-        ("predicted time", _pairs(found.get("time", ()), lambda us: "none" if us is None else us_text(us))),
-        ("weights", _weight_lines(found.get("weights", ()))),
+        ("about", _pairs(data.get("about", ()), str)),
+        ("graphs", _graph_lines(data["graphs"])),
+        ("choices", _choice_lines(data["choices"])),
+        ("kernels", [f"  {r['entry']}: {_count(r['a'], '-')} {_count(r['b'], '+')}" for r in data.get("kernels", ())]),
+        ("memory", _pairs(data.get("memory", ()), lambda n: "none" if n is None else size_text(n))),
+        ("predicted time", _pairs(data.get("time", ()), lambda us: "none" if us is None else us_text(us))),
+        ("weights", _weight_lines(data.get("weights", ()))),
     ):
         out += [f"{name}:", *lines[:max_lines]] if lines else []
-        out += [f"  ... and {len(lines) - max_lines} lines more (--all, --json)"] if len(lines) > max_lines else []
+        out += [f"  ... and {len(lines) - max_lines} more lines (--all, --json)"] if len(lines) > max_lines else []
     return "\n".join(out)
 
 
@@ -141,14 +141,14 @@ def _pairs(rows: Sequence[Mapping[str, Any]], show: Any) -> list[str]:
 
 
 def _graph_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Graphs with equal changes are printed once."""
-    alike: dict[str, list[str]] = {}
+    """Format the changes of graphs; graphs with equal changes share one entry."""
+    names_of: dict[str, list[str]] = {}
     texts: dict[str, list[str]] = {}
     for r in rows:
         key = json.dumps({k: v for k, v in r.items() if k != "graph"})
-        alike.setdefault(key, []).append(r["graph"])
+        names_of.setdefault(key, []).append(r["graph"])
         texts[key] = _graph(r)
-    return [line for key, names in alike.items() for line in (f"  @{', @'.join(names)}", *texts[key])]
+    return [line for key, names in names_of.items() for line in (f"  @{', @'.join(names)}", *texts[key])]
 
 
 def _graph(r: Mapping[str, Any]) -> list[str]:

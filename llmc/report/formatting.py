@@ -8,12 +8,12 @@ from itertools import pairwise
 
 def runs(numbers: Sequence[int]) -> str:
     """Format [0, 1, 2, 5] as "0-2, 5", and sequences with equal steps above one as "0, 2, ..., 30"."""
-    found = sorted(set(numbers))
-    steps = {b - a for a, b in pairwise(found)}
-    if len(found) > 3 and len(steps) == 1 and steps != {1}:
-        return f"{found[0]}, {found[1]}, ..., {found[-1]}"
+    ordered = sorted(set(numbers))
+    steps = {b - a for a, b in pairwise(ordered)}
+    if len(ordered) > 3 and len(steps) == 1 and steps != {1}:
+        return f"{ordered[0]}, {ordered[1]}, ..., {ordered[-1]}"
     out: list[tuple[int, int]] = []
-    for n in found:
+    for n in ordered:
         if out and out[-1][1] == n - 1:
             out[-1] = (out[-1][0], n)
         else:
@@ -21,9 +21,9 @@ def runs(numbers: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in out)
 
 
-def many(n: int, one: str, more: str = "") -> str:
-    """Format a count with its noun: 1 launch, 3 launches; the plural `more` defaults to `one` plus s."""
-    return f"{n:,} {one if n == 1 else more or one + 's'}"
+def count_noun(n: int, singular: str, plural: str = "") -> str:
+    """Format a count with its noun: 1 launch, 3 launches; `plural` defaults to `singular` plus s."""
+    return f"{n:,} {singular if n == 1 else plural or singular + 's'}"
 
 
 def count_text(n: float) -> str:

@@ -15,7 +15,7 @@ _ARENA = re.compile(r",? ?arena=\[[^\]]*\]")
 
 
 def compare_graphs(a: Mapping[str, GraphText], b: Mapping[str, GraphText]) -> dict[str, Any]:
-    """Return {"graphs", "choices"}: lists of rows, empty if the graphs differ at most in value names and arena places.
+    """Return {"graphs", "choices"}: lists of rows, empty if the graphs are equal up to value names and arena offsets.
 
     A row of "graphs" is {"graph", "only": "a" or "b"} or {"graph", "changes": [{"side", "count", "node", "loc"}],
     "wiring": text}; a row of "choices" is {"graph", "node", "loc", "count", "a", "b"}.
@@ -35,11 +35,11 @@ def compare_graphs(a: Mapping[str, GraphText], b: Mapping[str, GraphText]) -> di
 
 
 def _align(a: GraphText, b: GraphText) -> tuple[list[dict[str, Any]], list[tuple[Line, Line]]]:
-    """Rows for what only one side has, and the pairs of corresponding nodes."""
+    """Return the rows of inputs and nodes that only one side has, and the pairs of corresponding nodes."""
     counts: Counter[tuple[str, str, str]] = Counter()
     only_a, only_b = Counter(a.inputs), Counter(b.inputs)
-    for side, found in (("a", only_a - only_b), ("b", only_b - only_a)):
-        counts.update((side, f"input {pattern_name(x)}", "") for x in found.elements())
+    for side, inputs in (("a", only_a - only_b), ("b", only_b - only_a)):
+        counts.update((side, f"input {pattern_name(x)}", "") for x in inputs.elements())
     left, right = [(n.what, n.loc) for n in a.nodes], [(n.what, n.loc) for n in b.nodes]
     pairs: list[tuple[Line, Line]] = []
     for kind, i0, i1, j0, j1 in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
@@ -48,13 +48,13 @@ def _align(a: GraphText, b: GraphText) -> tuple[list[dict[str, Any]], list[tuple
             continue
         counts.update(("a", what, pattern(loc)) for what, loc in left[i0:i1])
         counts.update(("b", what, pattern(loc)) for what, loc in right[j0:j1])
-    rows = [{"side": s, "count": n, "node": what, "loc": loc} for (s, what, loc), n in _settled(counts).items()]
+    rows = [{"side": s, "count": n, "node": what, "loc": loc} for (s, what, loc), n in _excess(counts).items()]
     order = {loc: i for i, loc in enumerate(dict.fromkeys(r["loc"] for r in rows))}
     return sorted(rows, key=lambda r: (order[r["loc"]], r["side"])), pairs
 
 
-def _settled(counts: Counter[tuple[str, str, str]]) -> dict[tuple[str, str, str], int]:
-    """Remove what both sides have: nodes that only moved in the order."""
+def _excess(counts: Counter[tuple[str, str, str]]) -> dict[tuple[str, str, str], int]:
+    """Subtract what both sides have: nodes that are only in a different order."""
     out = {}
     for (side, what, loc), n in counts.items():
         other = counts[("b" if side == "a" else "a"), what, loc]
@@ -72,20 +72,19 @@ def pattern_name(text: str) -> str:
 def _wiring(a: GraphText, b: GraphText) -> str:
     """Describe the first node or output that reads different values, for graphs with the same nodes."""
     if [(n.what, n.loc) for n in a.nodes] != [(n.what, n.loc) for n in b.nodes]:
-        return "the same nodes in another order"
+        return "the same nodes in a different order"
     ours, theirs = _numbered(a), _numbered(b)
     for x, y in zip(a.nodes, b.nodes, strict=True):
         left, right = [ours.get(v, v) for v in x.operands], [theirs.get(v, v) for v in y.operands]
         if left != right:
             return f"{x.op} at {x.loc or '?'} reads {', '.join(left)} and {', '.join(right)}"
     left, right = [ours.get(v, v) for v in a.outputs], [theirs.get(v, v) for v in b.outputs]
-    return "" if left == right else "the outputs are other values"
+    return "" if left == right else "the outputs are different values"
 
 
 def _numbered(g: GraphText) -> dict[str, str]:
-    """Results numbered in order; inputs keep their names."""
-    found = (r for n in g.nodes for r in n.results)
-    return {r: f"#{i}" for i, r in enumerate(found)}
+    """Map results to numbers in order of definition; inputs keep their names."""
+    return {r: f"#{i}" for i, r in enumerate(r for n in g.nodes for r in n.results)}
 
 
 def _choices(pairs: Sequence[tuple[Line, Line]]) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """`llmc report`: the build report as one HTML file that needs no network and no scripts.
 
-The page is made of the templates in templates/, which escape every text; the modules beside this one make their data.
+The templates in templates/ make the page and escape every text; the other modules of this package prepare their data.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from llmc_runtime.format.errors import LlmcError
 
 from llmc.artifact.cost_report import weight_bytes
-from llmc.report.formatting import many, schedule_text, size_text, us_text
+from llmc.report.formatting import count_noun, schedule_text, size_text, us_text
 from llmc.report.kernel_choices import choices, kernels
 from llmc.report.launch_costs import program_costs, step_sizes
 from llmc.report.memory_chart import chart, memory_report
-from llmc.report.module_tree import alike, group_name, module_facts, tree
+from llmc.report.module_tree import group_modules, group_name, module_facts, tree
 from llmc.report.open_artifact import Opened, open_artifact
 
 
 def write_report(artifact: Path, out: Path) -> str:
     """Write the report of `artifact` to `out`; return the file name and size as text.
 
-    If `out` is empty, model.llmc gives model.html beside it. Raises LlmcError E101 to E108, E128.
+    If `out` is empty, the file for model.llmc is model.html in the same folder. Raises LlmcError E101 to E108, E128.
     """
     page = report(open_artifact(artifact)).encode()
     out = out if out.name else artifact.parent / f"{artifact.resolve().name.removesuffix('.llmc')}.html"
     try:
         out.write_bytes(page)
     except OSError as e:
-        raise LlmcError("E128", f"{out} cannot be written: {e.strerror}", "name another file with -o") from None
+        raise LlmcError("E128", f"{out} cannot be written: {e.strerror}", "choose another file with -o") from None
     return f"{out} ({size_text(len(page))})"
 
 
@@ -39,7 +39,7 @@ def report(a: Opened) -> str:
     """Return the page."""
     predictions = a.predictions()
     part = a.manifest.source.part
-    sections: dict[str, Mapping[str, Any] | None] = {  # None: the artifact has no record of it
+    sections: dict[str, Mapping[str, Any] | None] = {  # None: the artifact does not contain the data
         "modules": _modules(a, predictions) if a.stages else None,
         "time": {"machine": predictions["machine"], "costs": program_costs(a.programs, predictions)}
         if predictions
@@ -63,13 +63,14 @@ def report(a: Opened) -> str:
 
 
 def render(template: str, **variables: Any) -> str:
-    """Render a file of templates/ with the given variables."""
+    """Render a file of templates/ with these variables."""
     environment = Environment(
         loader=PackageLoader("llmc.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
     environment.filters |= {
-        "alike": alike, "chart": chart, "counts": _counts, "group_name": group_name, "many": many,
+        "group_modules": group_modules, "chart": chart, "counts": _counts, "group_name": group_name,
+        "count_noun": count_noun,
         "module_facts": module_facts, "number": lambda x, form=",": format(x, form), "schedule": schedule_text,
         "size": size_text, "us": us_text,
     }  # fmt: skip
@@ -114,7 +115,7 @@ def _decode(a: Opened) -> str:
 
 
 def _prefill(a: Opened, predicted: Mapping[str, Any]) -> str:
-    """The program that runs a prompt of 512 tokens, or else the one for the most tokens."""
+    """The first program that can run a prompt of 512 tokens, or else the one with the largest token limit."""
     steps = [p for p in a.programs if not p.uniform and p.name in predicted]
     fits = (p.name for p in steps if p.serves.get("T", (1, 1))[1] >= 512)
     return next(fits, steps[-1].name if steps else "")

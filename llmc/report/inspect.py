@@ -50,7 +50,7 @@ def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) 
 
 
 def kv_capacity(m: Manifest, kv_bytes: int | None) -> dict[str, Any]:
-    """Return the KV pool that fits in `kv_bytes`, at most what all rows at full length use (which None means)."""
+    """Return the KV pool of `kv_bytes` bytes, capped at (None: equal to) the size that all rows at full length use."""
     per_sequence = -(-m.limits.max_model_len // m.kv.page_size)
     useful = per_sequence * m.limits.max_num_seqs
     size = m.kv.bytes_per_page
@@ -79,9 +79,9 @@ def facts_of(m: Manifest) -> dict[str, Any]:
         "target": f"{m.target.name} ({m.target.arch}, {len(m.target.features)} features)",
         "size": f"{size / 1e6:.1f} MB, weights {sum(w.bytes for w in m.weights.files) / 1e6:.1f} MB",
         "kernels": len(m.kernels),
-        "limits": f"{m.limits.max_model_len} tokens a sequence, {m.limits.max_num_seqs} sequences, "
-        f"{m.limits.max_num_batched_tokens} tokens a step",
-        "kv_cache": f"{size_text(per_token)} a token, {size_text(per_token * m.limits.max_model_len)} a sequence",
+        "limits": f"{m.limits.max_model_len} tokens per sequence, {m.limits.max_num_seqs} sequences, "
+        f"{m.limits.max_num_batched_tokens} tokens per step",
+        "kv_cache": f"{size_text(per_token)} per token, {size_text(per_token * m.limits.max_model_len)} per sequence",
     }
 
 
@@ -102,51 +102,50 @@ def program_facts(p: Program) -> dict[str, Any]:
 
 
 def _largest(m: Manifest, predicted: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """Every program's `count` largest kernels, by predicted microseconds summed over their launches."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    """Every program's `count` slowest kernels, by predicted microseconds summed over their launches."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
     for program, prediction in predicted.items():
         for x in prediction["launches"]:
-            row = found.setdefault(
+            row = rows.setdefault(
                 (program, x["kernel"]),
                 {"program": program, "op": x["op"], "kernel": x["kernel"], "loc": x["loc"], "launches": 0, "us": 0.0},
             )
             row["launches"] += 1
             row["us"] = round(row["us"] + x["us"], 3)
     sources = {k.hash: k.source for k in m.kernels}
-    ranked = sorted(found.values(), key=lambda r: (-r["us"], r["program"], r["kernel"]))
+    ranked = sorted(rows.values(), key=lambda r: (-r["us"], r["program"], r["kernel"]))
     first = (r for name in predicted for r in [x for x in ranked if x["program"] == name][:count])
     return [{**r, "source": sources.get(r["kernel"], "")} for r in first]
 
 
-def render(found: Mapping[str, Any]) -> str:
+def render(data: Mapping[str, Any]) -> str:
     """Format the data of `inspect_artifact` as text."""
-    source, target, limits, kv, mem = (found[k] for k in ("source", "target", "limits", "kv", "memory"))
+    source, target, limits, kv, mem = (data[k] for k in ("source", "target", "limits", "kv", "memory"))
     revision = f" @ {source['revision'][:12]}" if source["revision"] else ""
     features = f" ({len(target['features'])} features)" if target["features"] else ""
     arena = max(mem["arena_bytes"].values(), default=0)
-    part = f", {source['part']} ALONE" if source["part"] else ""
+    part = f", ONLY {source['part']}" if source["part"] else ""
     lines = [
-        f"{found['artifact']}: {source['name']}{revision}{part}, {size_text(found['bytes'])}, "
-        f"digest {found['digest'][:16]}",
-        f"  compiled by {found['compiler']}, format {found['format']}, for {target['name']}{features}",
-        f"  limits    {limits['max_model_len']} tokens a sequence, {limits['max_num_seqs']} sequences, "
-        f"{limits['max_num_batched_tokens']} tokens a step; vocabulary {found['vocab_size']}",
-        f"  weights   {found['weights']['mode']}, {size_text(mem['weights_bytes'])} "
-        f"in {found['weights']['files']} files",
+        f"{data['artifact']}: {source['name']}{revision}{part}, {size_text(data['bytes'])}, "
+        f"digest {data['digest'][:16]}",
+        f"  compiled by {data['compiler']}, format {data['format']}, for {target['name']}{features}",
+        f"  limits    {limits['max_model_len']} tokens per sequence, {limits['max_num_seqs']} sequences, "
+        f"{limits['max_num_batched_tokens']} tokens per step; vocabulary {data['vocab_size']}",
+        f"  weights   {data['weights']['mode']}, {size_text(mem['weights_bytes'])} in {data['weights']['files']} files",
         f"  memory    arena {size_text(arena)}, states {size_text(sum(mem['state_bytes'].values()))}, plus the KV pool",
         f"  KV pool   {size_text(kv['bytes'])}: {kv['tokens']} tokens in {kv['pages']} pages of {kv['page_size']} "
-        f"({kv['dtype']}, {kv['layers']} layers, {size_text(kv['bytes_per_token'])} a token), "
+        f"({kv['dtype']}, {kv['layers']} layers, {size_text(kv['bytes_per_token'])} per token), "
         f"{kv['full_sequences']:g} full sequences",
-        f"  canary    {'recorded' if found['canary'] else 'not recorded (llmc verify --record)'}",
+        f"  canary    {'recorded' if data['canary'] else 'not recorded (llmc verify --record)'}",
     ]
-    versions = found["compile"].get("versions", {})
-    lines += ["  made with " + ", ".join(f"{k} {v}" for k, v in versions.items())] if versions else []
-    lines += [f"  note      {n}" for n in found["compile"].get("notes", ())]
-    largest = found["kernels"]["largest"]
-    order = ", of every program the largest by predicted time" if largest else ""
-    lines.append(f"  kernels   {found['kernels']['count']}{order}")
-    for p in found["programs"]:
-        lines.append(_program_line(p, found["predicted_us"].get(p["name"])))
+    versions = data["compile"].get("versions", {})
+    lines += ["  versions  " + ", ".join(f"{k} {v}" for k, v in versions.items())] if versions else []
+    lines += [f"  note      {n}" for n in data["compile"].get("notes", ())]
+    largest = data["kernels"]["largest"]
+    order = "; below, the slowest of every program by predicted time" if largest else ""
+    lines.append(f"  kernels   {data['kernels']['count']}{order}")
+    for p in data["programs"]:
+        lines.append(_program_line(p, data["predicted_us"].get(p["name"])))
         lines += [
             f"    {r['us']:>10.1f} us  {r['launches']:>4} x {r['op']:<22} {r['source']}"
             for r in largest

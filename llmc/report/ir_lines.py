@@ -52,7 +52,7 @@ class GraphText:
 def stage(text: str, where: str) -> Stage:
     """Parse a module's text; raises LlmcError E103 for a malformed line."""
     lines = (line.split(maxsplit=2) for line in text.partition("graph @")[0].splitlines())
-    head = {" ".join(words[:2]): words[2] for words in lines if len(words) == 3 and words[0] in ("sym", "format")}
+    head = {" ".join(fields[:2]): fields[2] for fields in lines if len(fields) == 3 and fields[0] in ("sym", "format")}
     return Stage(head, {g.name: g for g in _graphs(text, where)})
 
 
@@ -65,8 +65,8 @@ def _graphs(text: str, where: str) -> Iterator[GraphText]:
         if at is None:
             raise damaged(where, f"graph @{head[1]} has no end")
         inputs = [f"{n}: {t.strip()}" for line in lines[: at + 1] for n, t in _INPUT.findall(line)]
-        _, found, ranges = lines[at].removesuffix("{").partition(") where ")
-        inputs += [f"where: {ranges.strip()}"] if found else []
+        ranges = lines[at].removesuffix("{").partition(") where ")[2].strip()
+        inputs += [f"where: {ranges}"] if ranges else []
         nodes: list[Line] = []
         outputs: tuple[str, ...] = ()
         for line in lines[at + 1 :]:
@@ -88,7 +88,7 @@ def _line(line: str, where: str) -> Line:
 
 
 def _choice(braces: str) -> tuple[str, str]:
-    """Split (attributes, choice): what `select` and `memory` wrote comes last, from the kernel or arena on."""
+    """Split into (attributes, choice): `select` and `memory` append theirs, beginning with kernel= or arena=."""
     at = re.search(r'(?:^|, )(?=kernel="|arena=\[)', braces)
     return (braces, "") if at is None else (braces[: at.start()], braces[at.end() :])
 

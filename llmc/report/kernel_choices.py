@@ -11,7 +11,7 @@ from llmc_runtime.format.program import Program
 
 from llmc.artifact.cost_report import predict
 from llmc.passes.pass_report import pattern
-from llmc.report.formatting import many, sizes_text
+from llmc.report.formatting import count_noun, sizes_text
 from llmc.report.open_artifact import Opened
 
 
@@ -40,9 +40,13 @@ def _kernel(a: Opened, k: KernelFile, times: Mapping[tuple[str, str], float]) ->
         if count
     ]
     launches = sum(count.total() for count in counts.values())
-    where = f"{many(launches, 'launch', 'launches')} in {many(len(uses), 'program')}" if uses else "runs the launches"
+    summary = (
+        f"{count_noun(launches, 'launch', 'launches')} in {count_noun(len(uses), 'program')}"
+        if uses
+        else "runs the launches"
+    )
     source = a.kernel_source(k.hash)
-    return {**vars(k), "size": a.manifest.files[k.file].bytes, "where": where, "uses": uses, "source": source}
+    return {**vars(k), "size": a.manifest.files[k.file].bytes, "where": summary, "uses": uses, "source": source}
 
 
 def choices(a: Opened, predictions: Mapping[str, Any]) -> list[dict[str, Any]]:

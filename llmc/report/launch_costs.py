@@ -51,7 +51,7 @@ def step_sizes(sizes: Mapping[str, int]) -> str:
 
 
 def _bounded(launches: Launches, machine: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Add each launch's roofline in microseconds, and what bounds it: memory, compute or the launch itself."""
+    """Add each launch's roofline time ("floor", in microseconds) and its bound: memory, compute or launch overhead."""
     out = []
     for x in launches:
         floor = max(0.0, x["us"] - machine["launch_us"])

@@ -36,7 +36,7 @@ def memory_report(a: Opened) -> dict[str, Any]:
 
 
 def _capacities(a: Opened, fixed: int) -> list[tuple[int, dict[str, Any]]]:
-    """The KV pool beside `fixed` bytes on devices of several memory sizes in GiB, up to one that fits all rows."""
+    """(GiB of device memory, KV pool that fits next to `fixed` bytes), up to a device that fits all rows."""
     out = []
     for gib in MEMORIES:
         left = (gib << 30) - fixed

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from llmc.report.formatting import count_text, many, runs
+from llmc.report.formatting import count_noun, count_text, runs
 
 _WEIGHT = re.compile(r"%([^\s:%]+): weight ([\w.]+)\[([\d, ]*)\]")
 _NODE = re.compile(r"^  %[^=]*= (\w+)\(.*?(?:  // (\S+))?$", re.M)
@@ -17,7 +17,7 @@ _NODE = re.compile(r"^  %[^=]*= (\w+)\(.*?(?:  // (\S+))?$", re.M)
 
 @dataclass
 class Part:
-    """A module. `weights`: (name, dtype, shape). `ops`: traced in it. `time`: column -> (launches, microseconds)."""
+    """A module. `weights`: (name, dtype, shape). `ops`: traced ops. `time`: column -> (launches, microseconds)."""
 
     name: str
     weights: list[tuple[str, str, tuple[int, ...]]] = field(default_factory=list)
@@ -27,10 +27,10 @@ class Part:
 
     def at(self, path: str) -> Part:
         """Return the module at a path below this one, creating it if necessary."""
-        here = self
+        part = self
         for name in filter(None, path.split(".")):
-            here = here.parts.setdefault(name, Part(name))
-        return here
+            part = part.parts.setdefault(name, Part(name))
+        return part
 
     def params(self) -> int:
         """Return the number of parameters in the module and below."""
@@ -44,7 +44,7 @@ class Part:
         return n, us
 
     def form(self) -> Any:
-        """Return a key that is equal for modules that differ at most in their own names."""
+        """Return a key that two modules share exactly if they are equal up to their own names."""
         time = {k: (n, round(us, 2)) for k, (n, us) in self.time.items()}
         parts = [(name, p.form()) for name, p in self.parts.items()]
         return repr((sorted(self.weights), sorted(self.ops.items()), sorted(time.items()), parts))
@@ -59,15 +59,15 @@ def tree(traced: str, launches: Mapping[str, Sequence[Mapping[str, Any]]]) -> Pa
         root.at(path).weights.append((last, dtype, size))
     for op, loc in _NODE.findall(traced):
         root.at(loc).ops[op] += 1
-    for column, found in launches.items():
-        for x in found:
+    for column, column_launches in launches.items():
+        for x in column_launches:
             part = root.at(x["loc"])
             n, us = part.time.get(column, (0, 0.0))
             part.time[column] = n + 1, us + x["us"]
     return root
 
 
-def alike(parts: Iterable[Part]) -> list[list[Part]]:
+def group_modules(parts: Iterable[Part]) -> list[list[Part]]:
     """Group equal modules with numeric names, such as layers; others form groups of their own."""
     groups: dict[Any, list[Part]] = {}
     for p in parts:
@@ -77,9 +77,9 @@ def alike(parts: Iterable[Part]) -> list[list[Part]]:
 
 
 def group_name(group: Sequence[Part]) -> str:
-    """Return the name of a group of equal modules, such as "0-31 (32 alike)"."""
+    """Return the name of a group of equal modules, such as "0-31 (32 equal modules)"."""
     first = group[0].name
-    return first if len(group) == 1 else f"{runs([int(p.name) for p in group])} ({len(group)} alike)"
+    return first if len(group) == 1 else f"{runs([int(p.name) for p in group])} ({len(group)} equal modules)"
 
 
 def module_facts(group: Sequence[Part], columns: Sequence[str], own: bool = False) -> str:
@@ -89,5 +89,5 @@ def module_facts(group: Sequence[Part], columns: Sequence[str], own: bool = Fals
     for c in columns:
         totals = [p.time.get(c, (0, 0.0)) if own else p.total(c) for p in group]
         n, us = sum(n for n, _ in totals), sum(us for _, us in totals)
-        facts += [f"{c}: {many(n, 'launch', 'launches')}, {us:,.1f} us"] if n else []
+        facts += [f"{c}: {count_noun(n, 'launch', 'launches')}, {us:,.1f} us"] if n else []
     return " · ".join(facts)

@@ -40,7 +40,7 @@ def compare_weights(a: Opened, b: Opened) -> list[dict[str, Any]]:
     for name in dict.fromkeys([*ours, *theirs]):
         how = _types_differ(ours.get(name), theirs.get(name))
         if not how and name in left and name in right and not _equal(left[name], right[name]):
-            how = "other bytes"
+            how = "different bytes"
         if how:
             rows[pattern(name), how] += 1
     return [{"name": name, "how": how, "count": n} for (name, how), n in rows.items()]
@@ -54,8 +54,8 @@ def _types_differ(a: str | None, b: str | None) -> str:
 
 def _types(x: Opened) -> dict[str, str]:
     """Name -> type of every weight that a program reads."""
-    found = (b for p in x.programs for b in p.buffers if b.kind == "weight" and b.alias is None)
-    return {b.name: f"{b.dtype}[{', '.join(map(str, b.shape))}]" for b in found}
+    weights = (b for p in x.programs for b in p.buffers if b.kind == "weight" and b.alias is None)
+    return {b.name: f"{b.dtype}[{', '.join(map(str, b.shape))}]" for b in weights}
 
 
 def _stored(x: Opened) -> dict[str, Stored]:

@@ -126,7 +126,7 @@ def test_clusters_are_checked_against_the_binary_and_the_grid(tool: NvrtcToolcha
         r"grid \(T, 1, 1\) is not a multiple of the cluster": replace(
             GOOD, cluster=(2, 1, 1), grid=(D("T"), *grid[1:])
         ),
-        r"\[16, 1, 1\] has not three sizes": replace(GOOD, cluster=(16, 1, 1), grid=grid),
+        r"\[16, 1, 1\] must have three sizes": replace(GOOD, cluster=(16, 1, 1), grid=grid),
     }
     for why, source in wrong.items():
         with pytest.raises(Diagnostic, match=why) as e:

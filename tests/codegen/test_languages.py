@@ -113,5 +113,5 @@ def test_a_toolchain_is_looked_up_when_its_language_is_used() -> None:
 def test_toolchains_come_from_extensions() -> None:
     assert list(REGISTRY.toolchains) == [*load().toolchains, "c"]
     assert REGISTRY.toolchains["cpp"](portable()) == CppToolchain.find(portable())
-    with pytest.raises(Diagnostic, match=r"E422: toolchain 'c' is offered by both"):
+    with pytest.raises(Diagnostic, match=r"E422: toolchain 'c' is provided by both"):
         load([EXTENSION, replace(EXTENSION, name="another", kernels={})])

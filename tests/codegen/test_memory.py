@@ -96,14 +96,14 @@ def test_the_arena_gives_each_byte_once_and_takes_all_back(steps: list[tuple[int
     arena, held = Arena(), list[tuple[int, int]]()
     for size, drop in steps:
         nbytes = size * ALIGN
-        at = arena.take(nbytes)
+        at = arena.allocate(nbytes)
         assert at + nbytes <= arena.top
         assert all(at + nbytes <= o or o + n <= at for o, n in held)
         held.append((at, nbytes))
         if drop < len(held):
-            arena.give(*held.pop(drop))
+            arena.release(*held.pop(drop))
     for h in held:
-        arena.give(*h)
+        arena.release(*h)
     assert arena.free == [(0, arena.top)]
 
 

@@ -114,11 +114,11 @@ def test_what_decided_is_told() -> None:
     linear, _ = nodes()
     one = record(linear, "k", A, sm_90(), 3.0, {"R": 1})
     tuning = Tuning({(one.target, one.node): {one.sizes: {(one.kernel, one.schedule): one.us}}}, "h200")
-    assert tuning.decided(4, 9, sm_90()).endswith(
-        "of 9 nodes are chosen by the measurements of h200, the others' by the cost rule"
+    assert tuning.summary(4, 9, sm_90()).endswith(
+        "of 9 nodes are chosen by measurements of h200, the others by the cost rule"
     )
-    assert "cost rule: nothing is measured for cuda+sm_80" in Tuning().decided(0, 9, sm_80())
-    assert "of h200 hold none of this model's nodes" in tuning.decided(0, 9, sm_80())
+    assert "cost rule: there are no measurements for cuda+sm_80" in Tuning().summary(0, 9, sm_80())
+    assert "of h200 contain none of this model's nodes" in tuning.summary(0, 9, sm_80())
 
 
 def test_the_cost_rule_chooses_products_nearly_as_well_as_measurements() -> None:

@@ -22,7 +22,7 @@ from kernels.triton_harness import compare
 from llmc.codegen.backends.triton.triton_toolchain import Compiled
 from llmc.codegen.kernel import Source
 from llmc.ir.dtype import DTYPES
-from llmc.ir.interp import bind_symbols, hold, run
+from llmc.ir.interp import bind_symbols, round_to_type, run
 from llmc.ir.ops import OPS
 from llmc.targets.gpu_targets import sm_90
 
@@ -64,7 +64,7 @@ class Prepared:
 def prepare(job: Job) -> Prepared:
     """Fresh poisoned buffers; a state's result is its operand's buffer."""
     node, g = job.case.node, job.case.graph
-    held = [hold(x, v.type) for x, v in zip(job.case.inputs, g.inputs, strict=True)]
+    held = [round_to_type(x, v.type) for x, v in zip(job.case.inputs, g.inputs, strict=True)]
     sizes = dict(bind_symbols(g, held, job.case.sizes))
     want = run(g, held, sizes)
     at = {v: Buffer.holding(x, v.type) for v, x in zip(g.inputs, held, strict=True)}
@@ -161,7 +161,7 @@ def verify(job: Job, p: Prepared, how: str) -> None:
             x = p.held[g.inputs.index(v)]
             np.testing.assert_array_equal(b.body, Buffer.holding(x, v.type).body, f"{case.name}: an operand changed")
     for r, w, b in zip(case.node.results, p.want, p.results, strict=True):
-        compare(case, r.type.dtype, hold(b.get(r.type, w.shape), r.type), w)
+        compare(case, r.type.dtype, round_to_type(b.get(r.type, w.shape), r.type), w)
 
 
 def failures(card: Card, jobs: Sequence[Job], binaries: Mapping[str, Compiled | str]) -> list[str]:

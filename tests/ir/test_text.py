@@ -144,12 +144,12 @@ def test_quantised_type_is_data() -> None:
     ("body", "why"),
     [
         ("%y = nope(%x) : f32[4]", "unknown op 'nope'"),
-        ("%y = neg(%z) : f32[4]", "%z is not defined above"),
-        ("%y = neg(%x) : f32[5]", "the rule gives f32[4], the text says f32[5]"),
+        ("%y = neg(%z) : f32[4]", "%z is not defined before its use"),
+        ("%y = neg(%x) : f32[5]", "the type rule gives f32[4], the text declares f32[5]"),
         ("%y = neg(%x) {a=1} : f32[4]", "neg has no attribute 'a'"),
         ("%y = mean(%x) : f32[]", "mean needs the attribute 'axis'"),
         ("%y = add(%x) : f32[4]", "add takes 2 operands, not 1"),
-        ("%y = linear(%x, %x) : f32[4]", "linear: operand w: f32[4] does not fit fq[n, k]: rank"),
+        ("%y = linear(%x, %x) : f32[4]", "linear: operand w: f32[4] does not fit fq[n, k]: wrong rank"),
         ("%y = neg(%x) : w9[4]", "'w9' is neither a dtype nor a format"),
         ("what", "cannot read"),
     ],
@@ -180,7 +180,7 @@ def test_broken_graphs_are_refused() -> None:
     last = g.nodes.tail
     assert last is not None
     g.move_before(last, g.nodes.head)
-    with pytest.raises(Diagnostic, match="used before it is made"):
+    with pytest.raises(Diagnostic, match="used before it is computed"):
         verify(m)
     g.move_before(last, None)
     g.inputs[0].uses.clear()

@@ -17,7 +17,7 @@ from llmc.codegen.backends.cpp.cpp_toolchain import CppToolchain
 from llmc.codegen.kernel import Kernel, Source
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Node
-from llmc.ir.interp import bind_symbols, hold, run
+from llmc.ir.interp import bind_symbols, round_to_type, run
 from llmc.ir.types import Type
 from llmc.targets.target import Target
 
@@ -111,7 +111,7 @@ def compile_cases(cases: Sequence[Case], target: Target, cache: Path, parts: int
 def run_case(case: Case, source: Source, function: Any, threads: int = 3) -> None:
     """Run the kernel as `threads` threads would, one after the other, and hold it against the interpreter."""
     node, g = case.node, case.graph
-    held = [hold(x, v.type) for x, v in zip(case.inputs, g.inputs, strict=True)]
+    held = [round_to_type(x, v.type) for x, v in zip(case.inputs, g.inputs, strict=True)]
     sizes = bind_symbols(g, held, case.sizes)
     want = run(g, held, sizes)
     at = {v: Buffer.holding(x, v.type) for v, x in zip(g.inputs, held, strict=True)}
@@ -137,7 +137,7 @@ def run_case(case: Case, source: Source, function: Any, threads: int = 3) -> Non
         if at[v] not in outputs:
             np.testing.assert_array_equal(at[v].body, Buffer.holding(x, v.type).body, "an operand changed")
     for r, w, b in zip(node.results, want, outputs, strict=True):
-        got = hold(b.get(r.type, w.shape), r.type)
+        got = round_to_type(b.get(r.type, w.shape), r.type)
         if DTYPES[r.type.dtype].kind == "f":
             unit = {"bf16": 2.0**-7, "f16": 2.0**-10}.get(r.type.dtype, 0.0)  # one unit in the last place
             np.testing.assert_allclose(got, w, rtol=case.rtol + unit, atol=case.atol, err_msg=case.name)

@@ -17,7 +17,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.extension import load
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Module
-from llmc.ir.interp import hold, run
+from llmc.ir.interp import round_to_type, run
 from llmc.ir.ops import OPS
 from llmc.ir.text import parse, show
 from llmc.ir.verify import verify
@@ -114,7 +114,7 @@ def operands(written: Graph, m: Module, sizes: dict[str, int], seed: int) -> tup
     """(values of the program's buffers, what the outputs must be)."""
     rng = np.random.default_rng(seed)
     shapes = [[d.subs(sizes).const or 0 for d in v.type.shape] for v in written.inputs]
-    drawn = [hold(rng.standard_normal(s), v.type) for s, v in zip(shapes, written.inputs)]
+    drawn = [round_to_type(rng.standard_normal(s), v.type) for s, v in zip(shapes, written.inputs)]
     values = dict(zip([v.name for v in written.inputs], drawn))
     lifted = m.graphs["weights"]
     packed = run(lifted, [values[v.name] for v in lifted.inputs], sizes)

@@ -68,7 +68,7 @@ def test_parts_that_tensor_maps_cannot_hold() -> None:
     g = Graph("test")
     x, w = g.input("x", tensor("bf16", "T", 128)), g.input("w", tensor("bf16", 64, 128), weight=True)
     odd = g.add(OPS["linear_split"], [x, w], {"splits": 4})
-    assert "no multiple of 64" in str(GEMM_TMA_SPLITK.reject(odd, sm_90()))
+    assert "not a multiple of 64" in str(GEMM_TMA_SPLITK.reject(odd, sm_90()))
 
 
 @pytest.mark.parametrize("which", range(len(SUMS)))

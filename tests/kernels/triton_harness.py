@@ -18,7 +18,7 @@ from kernels.harness import Buffer, Case
 from llmc.codegen.backends.triton.triton_toolchain import Compiled, TritonToolchain, load_entry
 from llmc.codegen.kernel import Source
 from llmc.ir.dtype import DTYPES
-from llmc.ir.interp import bind_symbols, hold, run
+from llmc.ir.interp import bind_symbols, round_to_type, run
 from llmc.targets.gpu_targets import gfx942, sm_80, sm_90, sm_100
 from llmc.targets.target import Target
 
@@ -144,7 +144,7 @@ def run_case(case: Case) -> None:
     why = case.kernel.reject(node, INTERPRETED)
     assert why is None, why
     source = case.kernel.emit(node, case.schedule, INTERPRETED)
-    held = [hold(x, v.type) for x, v in zip(case.inputs, g.inputs, strict=True)]
+    held = [round_to_type(x, v.type) for x, v in zip(case.inputs, g.inputs, strict=True)]
     sizes = bind_symbols(g, held, case.sizes)
     want = run(g, held, sizes)
     at = {v: Buffer.holding(x, v.type) for v, x in zip(g.inputs, held, strict=True)}
@@ -170,7 +170,7 @@ def run_case(case: Case) -> None:
         if at[v] not in results:
             np.testing.assert_array_equal(at[v].body, Buffer.holding(x, v.type).body, "an operand changed")
     for r, w, b in zip(node.results, want, results, strict=True):
-        compare(case, r.type.dtype, hold(b.get(r.type, w.shape), r.type), w)
+        compare(case, r.type.dtype, round_to_type(b.get(r.type, w.shape), r.type), w)
 
 
 def compare(case: Case, dtype: str, got: np.ndarray, want: np.ndarray) -> None:

@@ -122,10 +122,10 @@ def test_an_outside_pass_is_one_name_away() -> None:
 
 def test_two_packages_with_one_name_are_an_error() -> None:
     theirs = Extension("theirs", passes=MappingProxyType({"cse": "elsewhere:Cse"}))
-    with pytest.raises(Diagnostic, match="pass 'cse' is offered by both llmc and theirs"):
+    with pytest.raises(Diagnostic, match="pass 'cse' is provided by both llmc and theirs"):
         combine([*load().extensions, theirs])
     silu = Extension("theirs", ops=MappingProxyType({"silu": "elsewhere:SILU"}))
-    with pytest.raises(Diagnostic, match="op 'silu' is offered by both llmc and theirs"):
+    with pytest.raises(Diagnostic, match="op 'silu' is provided by both llmc and theirs"):
         combine([*load().extensions, silu]).opset()
 
 

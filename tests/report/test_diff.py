@@ -58,7 +58,7 @@ def test_wiring_and_ranges_are_told() -> None:
     (row,) = told(BODY, BODY.replace("sub(%0, %1)", "sub(%1, %0)"))["graphs"]
     assert row["changes"] == [] and row["wiring"] == "sub at ? reads #0, #1 and #1, #0"
     (row,) = told(BODY, BODY.replace("return %2", "return %1"))["graphs"]
-    assert row["wiring"] == "the outputs are other values"
+    assert row["wiring"] == "the outputs are different values"
     (row,) = told(BODY, BODY.replace(") {\n  %0", ") where T in [1, 4] {\n  %0"))["graphs"]
     assert row["changes"] == [{"side": "b", "count": 1, "node": "input where: T in [1, 4]", "loc": ""}]
     assert told(BODY, BODY.replace("@main", "@other"))["graphs"] == [
@@ -102,7 +102,7 @@ def test_stages_of_one_artifact(made: Made, tmp_path: Path) -> None:
     assert "+ 2 x rms_norm" in text and "// model.layers.*.input_layernorm" in text
     out = io.StringIO()
     assert main(["diff", f"{a}:00-traced", str(made.artifact / "ir/00-traced.llir")], out) == 0
-    assert "are the same" in out.getvalue()
+    assert "are identical" in out.getvalue()
     lines = (made.artifact / "ir/00-traced.llir").read_text()
     (tmp_path / "x.llir").write_text(lines.replace("sym T in [1, 512]", "sym T in [1, 9]"))
     found = diff(f"{a}:traced", str(tmp_path / "x.llir"))
@@ -126,7 +126,7 @@ def test_two_compiles(made: Made, tmp_path: Path) -> None:
     assert main(["diff", str(made.artifact), str(other), "--json"], out) == 1
     assert json.loads(out.getvalue()) == json.loads(json.dumps(found))
     text = render(found, max_lines=3)
-    assert "max_num_seqs: 4 -> 6" in text and "lines more (--all, --json)" in text
+    assert "max_num_seqs: 4 -> 6" in text and "more lines (--all, --json)" in text
     copy = tmp_path / "copy.llmc"
     shutil.copytree(made.artifact, copy)
     assert diff(str(made.artifact), str(copy))["same"]
@@ -141,9 +141,9 @@ def test_weights_of_other_bytes_or_types_are_named(tmp_path: Path) -> None:
     changed = PackedWeights(parts.weights.graph, tiny.Checkpoint(table=table))
     write_artifact(tmp_path / "b.llmc", replace(parts, weights=changed))
     found = diff(str(tmp_path / "a.llmc"), str(tmp_path / "b.llmc"))
-    assert found["weights"] == [{"name": "table", "how": "other bytes", "count": 1}]
+    assert found["weights"] == [{"name": "table", "how": "different bytes", "count": 1}]
     assert {k for k, v in found.items() if v} == {"a", "b", "weights"}
-    assert "1 x table: other bytes" in render(found)
+    assert "1 x table: different bytes" in render(found)
     write_artifact(tmp_path / "c.llmc", replace(parts, weights=7))
     (row,) = diff(str(tmp_path / "b.llmc"), str(tmp_path / "c.llmc"))["weights"]  # no bytes to compare with
     assert row["how"] == "packed and random"

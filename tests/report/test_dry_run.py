@@ -58,7 +58,7 @@ def test_whether_it_fits_and_what_would(made: Made) -> None:
     assert fitting["fits"] and fitting["kv"]["tokens"] >= int(tokens) == plan["model"]["max_model_len"] - 16
     hopeless = {**short, "memory": {**short["memory"], "left_for_kv": 0}}
     assert "use a device with more memory" in render(hopeless, [])
-    assert "give --memory" in render({**short, "fits": None}, [])
+    assert "pass --memory" in render({**short, "fits": None}, [])
 
 
 def test_a_plan_for_a_gpu_compiles_nothing(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:

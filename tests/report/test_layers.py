@@ -58,7 +58,7 @@ def test_a_quick_build_says_what_it_is(made: Made, tmp_path: Path, capsys: pytes
     assert (source["layers"], source["of_layers"]) == (1, 2)
     assert "A quick build: the first 1 of 2 layers" in (tmp_path / "quick.html").read_text()
     text = io.StringIO()
-    assert main(["inspect", str(out)], text) == 0 and "the first 1 of 2 layers ALONE" in text.getvalue().splitlines()[0]
+    assert main(["inspect", str(out)], text) == 0 and "ONLY the first 1 of 2 layers" in text.getvalue().splitlines()[0]
     text = io.StringIO()
     assert main(["diff", str(made.artifact), str(out), "--json"], text) == 1
     about = {r["what"]: (r["a"], r["b"]) for r in json.loads(text.getvalue())["about"]}

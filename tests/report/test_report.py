@@ -18,10 +18,10 @@ from report.conftest import Made
 from llmc.artifact.write import write_artifact
 from llmc.cli import main
 from llmc.passes.pass_report import pattern
-from llmc.report.formatting import count_text, many, runs, us_text
+from llmc.report.formatting import count_noun, count_text, runs, us_text
 from llmc.report.html_report import render, write_report
 from llmc.report.memory_chart import chart
-from llmc.report.module_tree import alike, tree
+from llmc.report.module_tree import group_modules, tree
 from llmc.targets.cpu_targets import portable
 
 VOID = {"meta", "br"}
@@ -81,7 +81,7 @@ def test_a_compile_writes_its_report(made: Made) -> None:
     words = page.words
     for said in ("rms-norm", "model.layers.*.input_layernorm", "self_attn", "cost rule", "torch=", "KV cache"):
         assert said in words, said
-    assert "alike" in words and "more nodes than before" in words
+    assert "equal modules" in words and "more nodes than before" in words
 
 
 def test_the_reports_of_a_compile_say_what_passes_did(made: Made) -> None:
@@ -161,7 +161,7 @@ def test_an_artifact_without_records_has_a_page_too(tmp_path: Path, capsys: pyte
     assert "KiB" in write_report(tmp_path / "toy.llmc", tmp_path / "x.html")
     page = Page((tmp_path / "x.html").read_text())
     alone(page)
-    assert "before this was recorded" in page.words
+    assert "does not contain this data" in page.words
     assert main(["report", str(tmp_path / "toy.llmc"), "-o", str(tmp_path / "no/x.html")]) == 1
     assert "LLMC-E128" in capsys.readouterr().err
     (tmp_path / "toy.llmc/programs/step.json").write_text("{}")
@@ -173,7 +173,7 @@ def test_layers_that_are_alike_are_one() -> None:
     nodes = [f"  %{i} = linear(%x, %m.layers.{i}.w) : f32[T, 4]  // m.layers.{i}" for i in range(6)]
     launches = [{"loc": f"m.layers.{i}", "us": 2.0} for i in range(6)]
     root = tree("\n".join(["graph @main(", *lines, *nodes]), {"step": launches})
-    groups = alike(root.at("m.layers").parts.values())
+    groups = group_modules(root.at("m.layers").parts.values())
     assert [[p.name for p in g] for g in groups] == [["0", "1", "2", "4", "5"], ["3"]]
     assert root.params() == 5 * 8 + 16 and root.total("step") == (6, 12.0)
     assert root.at("m.layers.0").ops == {"linear": 1}
@@ -207,7 +207,7 @@ def test_numbers_are_told_in_few_words(numbers: list[int], words: str) -> None:
 
 
 def test_amounts() -> None:
-    assert many(1, "launch", "launches") == "1 launch" and many(2000, "change") == "2,000 changes"
+    assert count_noun(1, "launch", "launches") == "1 launch" and count_noun(2000, "change") == "2,000 changes"
     assert count_text(999) == "999" and count_text(8_030_000_000) == "8.03 G" and us_text(1500) == "1.50 ms"
     assert (
         pattern("model.layers.31.mlp") == "model.layers.*.mlp" and pattern("h.0") == "h.*" and pattern("a1.b") == "a1.b"

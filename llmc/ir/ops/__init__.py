@@ -14,7 +14,7 @@ def op_set(*groups: Iterable[OpDef]) -> Mapping[str, OpDef]:
     out: dict[str, OpDef] = {}
     for o in (o for group in groups for o in group):
         if out.setdefault(o.name, o) is not o:
-            raise ValueError(f"two ops are called {o.name!r}")
+            raise ValueError(f"two ops have the name {o.name!r}")
     return MappingProxyType(out)
 
 

@@ -100,24 +100,24 @@ def paged_attention(
     fewer than `least` tokens. Scale, softcap and sinks are those of `attention`. The cost assumes that every page of
     the pool is in use.
     """
-    some = np.diff(starts) >= least
-    return _over_pages(np.zeros_like(q), some, q, kv, pages, rows, starts, positions, sinks, scale, window, softcap)
+    selected = np.diff(starts) >= least
+    return _over_pages(np.zeros_like(q), selected, q, kv, pages, rows, starts, positions, sinks, scale, window, softcap)
 
 
 def _over_pages(
-    out: Any, some: Any, q: Any, kv: Any, pages: Any, rows: Any, starts: Any, positions: Any, sinks: Any,
+    out: Any, selected: Any, q: Any, kv: Any, pages: Any, rows: Any, starts: Any, positions: Any, sinks: Any,
     scale: float, window: int, softcap: float,
 ) -> Any:  # fmt: skip
-    """Write the attention of the rows selected by `some` into `out`, and return it."""
+    """Write the attention of the rows selected by `selected` into `out`, and return it."""
     page = kv.shape[3]
     for i, row in enumerate(rows):
         span = np.s_[starts[i] : starts[i + 1]]
         pos = positions[span]
-        if row < 0 or not some[i] or not len(pos):
+        if row < 0 or not selected[i] or not len(pos):
             continue
         n = int(pos.max()) + 1
-        held = kv[pages[row, : -(-n // page)]]  # [pages, 2, g, page, d]
-        k, v = (held[:, j].transpose(0, 2, 1, 3).reshape(-1, kv.shape[2], kv.shape[4])[:n] for j in (0, 1))
+        cached = kv[pages[row, : -(-n // page)]]  # [pages, 2, g, page, d]
+        k, v = (cached[:, j].transpose(0, 2, 1, 3).reshape(-1, kv.shape[2], kv.shape[4])[:n] for j in (0, 1))
         out[span] = attend(q[span], k, v, visible(pos, np.arange(n), True, window), scale, softcap, sinks)
         out[span][pos < 0] = 0
     return out

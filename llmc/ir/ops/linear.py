@@ -22,7 +22,7 @@ from llmc.ir.types import Type
     example={"*b": (3,), "k": 5, "n": 7},
 )
 def linear(x: Any, w: Any) -> Any:
-    """x @ w.T. A quantised w is dequantised first, as its format says."""
+    """x @ w.T. A quantised w is dequantised first, according to its format."""
     return x @ w.T
 
 
@@ -37,11 +37,11 @@ def _linear_map_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type
     n = env["m"].divide(parts) if parts > 0 else None
     if n is None:
         raise Mismatch(f"{env['m']} rows do not split into {parts} parts")
-    return _epilogue_type(parts, extras, attrs["body"], Type(attrs["dtype"] or x.dtype, (*env["*b"], n)))
+    return epilogue_type(parts, extras, attrs["body"], Type(attrs["dtype"] or x.dtype, (*env["*b"], n)))
 
 
-def _epilogue_type(accumulators: int, extras: Sequence[Type], body: str, result: Type) -> list[Type]:
-    """Check an epilogue over that many accumulators and the extras, and return its result types; raises Mismatch."""
+def epilogue_type(accumulators: int, extras: Sequence[Type], body: str, result: Type) -> list[Type]:
+    """Check an epilogue over `accumulators` values and the extras; return its result types. Raises Mismatch."""
     check_epilogue(parse_expr(body), accumulators + len(extras))
     for e in extras:
         if broadcast_shapes([result.shape, e.shape]) != result.shape:
@@ -50,10 +50,10 @@ def _epilogue_type(accumulators: int, extras: Sequence[Type], body: str, result:
 
 
 def check_epilogue(body: Any, arity: int) -> None:
-    """Raise Mismatch unless the body is pointwise over `arity` operands: an epilogue sees one tile, not a whole row."""
+    """Raise Mismatch unless the body is pointwise over `arity` operands: an epilogue computes on one tile."""
     for e in walk(body):
         if e.fn.startswith("row_"):
-            raise Mismatch(f"{e.fn} in an epilogue: it sees one tile, not the row")
+            raise Mismatch(f"{e.fn} in an epilogue, which computes on one tile, not on whole rows")
         if e.fn == "arg" and e.args[0] >= arity:
             raise Mismatch(f"the body reads a{e.args[0]}, but there are {arity} values")
 
@@ -115,7 +115,7 @@ def linear_split(x: Any, w: Any, *, splits: int) -> Any:
 
 
 def _linear_combine_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
-    return _epilogue_type(1, env["extras"], attrs["body"], Type(attrs["dtype"], (*env["*b"], env["n"])))
+    return epilogue_type(1, env["extras"], attrs["body"], Type(attrs["dtype"], (*env["*b"], env["n"])))
 
 
 @op(
@@ -125,11 +125,6 @@ def _linear_combine_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[
 def linear_combine(partial: Any, *extras: Any, dtype: str, body: str = "a0") -> Any:
     """Sum the parts of linear_split in order, and apply the epilogue of linear_map to the sum a0 and the extras."""
     return evaluate(parse_expr(body), NUMPY, [partial.sum(0), *extras])
-
-
-def rows_of(w: Type, parts: int) -> Dim | None:
-    """The number of rows of each part, or None if the rows of `w` are not divisible."""
-    return w.shape[0].divide(parts)
 
 
 OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

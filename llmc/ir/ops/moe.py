@@ -30,16 +30,16 @@ def gate(text: str) -> E:
     except ValueError as error:
         raise Mismatch(str(error)) from None
     if odd := [x for x in walk(e) if x.fn.startswith("row_") or (x.fn == "arg" and x.args[0] > 1)]:
-        raise Mismatch(f"body {text!r} uses {odd[0]}; it may use the gate a0 and up a1, element by element")
+        raise Mismatch(f"body {text!r} uses {odd[0]}; only pointwise expressions of a0 (gate) and a1 (up) are allowed")
     return e
 
 
 def _moe_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     gate(attrs["body"])
     if ("gate_bias" in env) != ("down_bias" in env):
-        raise Mismatch("a bias of one product alone; biases are of both or of none")
+        raise Mismatch("only one of gate_bias and down_bias is present; pass both or neither")
     if env["m"] != env["i"] * 2:
-        raise Mismatch(f"gate_up has {env['m']} rows an expert, down {env['i']} columns: it must be twice as many")
+        raise Mismatch(f"gate_up has {env['m']} rows per expert, expected twice the {env['i']} columns of down")
     return [env["x"]]
 
 
@@ -75,7 +75,7 @@ def _gated(x: Any, gate_up: Any, bias: Any, expert: int, body: str) -> Any:
 
 def _route_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     if attrs["experts"] < 1:
-        raise Mismatch("there must be an expert")
+        raise Mismatch("experts must be at least 1")
     return [tensor("i32", env["t"] * env["k"]), tensor("i32", attrs["experts"] + 1)]
 
 
@@ -96,7 +96,7 @@ def _up_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     if inner is None or env["p"] != env["t"] * attrs["k"] or env["s"] != env["e"] + 1:
         raise Mismatch(
             f"{env['m']} rows of {env['e']} experts, {env['p']} pairs of {env['t']} tokens, {env['s']} starts: "
-            f"rows must be even, pairs {attrs['k']} a token, starts one more than experts"
+            f"rows must be even, pairs {attrs['k']} per token, starts one more than experts"
         )
     return [env["x"].with_shape(env["p"], inner)]
 

@@ -17,8 +17,8 @@ from llmc.ir import contents
 from llmc.ir.contents import Drawing, Shape
 from llmc.ir.dim import Dim
 from llmc.ir.opdef import OpDef, op
-from llmc.ir.ops.common import NUMPY, broadcast_shapes
-from llmc.ir.ops.linear import check_epilogue
+from llmc.ir.ops.common import NUMPY
+from llmc.ir.ops.linear import epilogue_type
 from llmc.ir.scalar import evaluate, parse_expr
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
@@ -57,8 +57,8 @@ def pack_panel(w: Any, *, rows: int, pair: int = 1, parts: int = 1) -> Any:
     for p in range(0, panels, step):
         q = min(p + step, panels)
         block = np.zeros((parts, (q - p) * s, depth * pair), w.dtype)
-        held = split[:, p * s : q * s]
-        block[:, : held.shape[1], :k] = held
+        rows_read = split[:, p * s : q * s]
+        block[:, : rows_read.shape[1], :k] = rows_read
         to = out[p:q]
         if pair > 1 and pair * w.itemsize in (4, 8):  # move each pair as one word
             block, to = (a.view(f"u{pair * w.itemsize}") for a in (block, to))
@@ -89,15 +89,12 @@ def unpack_panel(wp: Any, n: Any, k: int, parts: int) -> Any:
 def _packed_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     x, wp, extras, n, parts = env["x"], env["wp"], env["extras"], attrs["n"], attrs["parts"]
     rows, pair = env["rows"].const, env["pair"].const
-    want = panel_shape(n * parts, env["k"], rows or 0, pair or 0, parts)
-    if want != wp.shape:
-        raise Mismatch(f"{wp} does not hold {parts} x {n} rows of {env['k']}: that is [{', '.join(map(str, want))}]")
-    shape = (*env["*b"], n)
-    check_epilogue(parse_expr(attrs["body"]), parts + len(extras))
-    for e in extras:
-        if broadcast_shapes([shape, e.shape]) != shape:
-            raise Mismatch(f"extra {e} does not broadcast to [{', '.join(map(str, shape))}]")
-    return [Type(attrs["dtype"] or x.dtype, shape)]
+    expected = panel_shape(n * parts, env["k"], rows or 0, pair or 0, parts)
+    if expected != wp.shape:
+        raise Mismatch(
+            f"{wp} does not contain {parts} x {n} rows of {env['k']}: expected [{', '.join(map(str, expected))}]"
+        )
+    return epilogue_type(parts, extras, attrs["body"], Type(attrs["dtype"] or x.dtype, (*env["*b"], n)))
 
 
 @op(
@@ -118,7 +115,7 @@ def packed_linear(x: Any, wp: Any, *extras: Any, n: Dim, parts: int = 1, body: s
 
 def _take_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     if Dim.of(attrs["k"]).ceildiv(env["pair"].const or 1) != env["depth"]:
-        raise Mismatch(f"{env['wp']} does not hold rows of {attrs['k']}")
+        raise Mismatch(f"{env['wp']} does not contain rows of size {attrs['k']}")
     return [Type(env["wp"].dtype, (*env["*b"], Dim.of(attrs["k"])))]
 
 
@@ -133,8 +130,8 @@ def packed_take(wp: Any, idx: Any, *, k: int) -> Any:
     """
     rows = wp.shape[2]
     i = np.maximum(idx, 0)
-    found = wp[i // rows, :, i % rows].reshape(*idx.shape, -1)[..., :k]
-    return np.where((idx >= 0)[..., None], found, 0)
+    values = wp[i // rows, :, i % rows].reshape(*idx.shape, -1)[..., :k]
+    return np.where((idx >= 0)[..., None], values, 0)
 
 
 OPS = (pack_panel, packed_linear, packed_take)

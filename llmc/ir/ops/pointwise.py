@@ -17,7 +17,7 @@ from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.opdef import OpDef, Shape, Strs, op
 from llmc.ir.ops.common import NUMPY, broadcast_shapes, expr_shape, promoted
-from llmc.ir.scalar import E, call, evaluate, expr, flops, parse_expr, trace
+from llmc.ir.scalar import call, evaluate, flops, parse_expr, trace
 from llmc.ir.signature import Mismatch, parse_signature
 from llmc.ir.types import Type
 
@@ -47,8 +47,8 @@ def pointwise(
 
     def infer(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
         types = [env[n] for n in names]
-        of_value = types[1:] if name == "where" else types
-        return [Type(out or promoted(of_value), broadcast_shapes([t.shape for t in types]))]
+        branches = types[1:] if name == "where" else types
+        return [Type(out or promoted(branches), broadcast_shapes([t.shape for t in types]))]
 
     def ref(*xs: Any) -> Any:
         with np.errstate(all="ignore"):
@@ -113,7 +113,7 @@ logical_and = pointwise(
 logical_or = pointwise("logical_or", lambda a, b: call("or", a, b), "a or b", "bb", "bool", True, "torch.logical_or")
 logical_not = pointwise("logical_not", lambda a: call("not", a), "not a", "b", "bool", oracle="torch.logical_not")
 where = pointwise(
-    "where", lambda a, b, c: call("select", a, b, c), "b where a, else c", "btt", oracle="torch.where",
+    "where", lambda a, b, c: call("select", a, b, c), "b if a, else c, element by element", "btt", oracle="torch.where",
     example={"*a": (3, 1), "*b": (3, 5), "*c": (3, 5)},
 )  # fmt: skip
 
@@ -183,11 +183,6 @@ def fused(*xs: Any, body: Strs, dtypes: Strs) -> Any:
         return tuple(np.asarray(evaluate(parse_expr(b), NUMPY, xs)) for b in body)
 
 
-def scalar_of(node_op: OpDef, attrs: Mapping[str, Any]) -> E | None:
-    """Return the scalar expression of a pointwise or row op, or None for any other op."""
-    return node_op.scalar(attrs) if node_op.scalar else None
-
-
 def _broadcast_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     if broadcast_shapes([env["x"].shape, attrs["shape"]]) != attrs["shape"]:
         raise Mismatch(f"{env['x']} does not broadcast to [{', '.join(map(str, attrs['shape']))}]")
@@ -202,4 +197,4 @@ def broadcast(x: Any, *, shape: Shape) -> Any:
 
 OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))
 
-__all__ = ["OPS", "expr", "pointwise", "scalar_of"]
+__all__ = ["OPS", "pointwise"]

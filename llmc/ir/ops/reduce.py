@@ -89,7 +89,7 @@ def _topk_types(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     x, k = env["x"], attrs["k"]
     size = x.shape[-1].const
     if k < 1 or (size is not None and k > size):
-        raise Mismatch(f"k = {k} of {x.shape[-1]}")
+        raise Mismatch(f"k = {k} must be between 1 and the size of the last axis, {x.shape[-1]}")
     shape = (*x.shape[:-1], Dim.of(k))
     return [Type(x.dtype, shape), Type("i64", shape)]
 

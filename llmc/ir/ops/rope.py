@@ -32,7 +32,7 @@ def rope_tables(inv_freq: Any, pos: Any, *, scaling: float, dtype: str) -> Any:
 def _rope_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     d, h = env["d"].const, env["h"].const
     if d is None or h is None or 2 * h > d:
-        raise Mismatch(f"{env['h']} frequencies rotate {env['h'] * 2} of {env['d']} elements")
+        raise Mismatch(f"{env['h']} frequencies rotate {env['h'] * 2} elements, but a head has {env['d']}")
     return [env["x"]]
 
 
@@ -63,11 +63,13 @@ def rope(x: Any, cos: Any, sin: Any, *, interleaved: bool = False) -> Any:
 
 def _append_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     x, kv, heads = env["x"], env["kv"], attrs["heads"]
-    want = env["d"] * (env["g"] * 2 + heads)
-    if want != env["n"]:
-        raise Mismatch(f"{heads} query heads and {env['g']} of keys and of values, {env['d']} each, are not {env['n']}")
+    expected = env["d"] * (env["g"] * 2 + heads)
+    if expected != env["n"]:
+        raise Mismatch(
+            f"{heads} query and {env['g']} KV heads of {env['d']} elements need {expected} columns, not {env['n']}"
+        )
     if ("cos" in env) != ("sin" in env) or ("qw" in env) != ("kw" in env):
-        raise Mismatch("it takes cos and sin together, and the gains of queries and keys together")
+        raise Mismatch("pass both or neither of cos and sin, and of qw and kw")
     if "cos" in env:
         _rope_type(env | {"h": env["r"]}, {})
     return [x.with_shape(x.shape[0], heads, env["d"]), kv]

@@ -79,8 +79,8 @@ def row_penalize(
     for i, row in enumerate(rows):
         if row < 0:
             continue
-        some = iparams[row, 6]
-        out[i, bias_ids[row, :some]] += biases[row, :some]
+        count = iparams[row, 6]
+        out[i, bias_ids[row, :count]] += biases[row, :count]
         rep, presence, frequency = fparams[row, 3:6]
         bits, n = _bits(seen[row], v), counts[row]
         x = out[i]
@@ -168,7 +168,7 @@ def row_sample(logits: Any, rows: Any, starts: Any, positions: Any, tokens: Any,
 
 def _blocks_types(env: dict[str, Any], attrs: Any) -> list[Type]:
     if attrs["block"] < 1:
-        raise Mismatch(f"blocks of {attrs['block']} ids")
+        raise Mismatch(f"block={attrs['block']} must be at least 1")
     shape = (env["r"], env["v"].ceildiv(attrs["block"]))
     return [Type("f32", shape), Type("i32", shape), Type("f32", shape)]
 
@@ -243,8 +243,8 @@ def row_logprobs(logits: Any, ids: Any, rows: Any = None, iparams: Any = None, *
     out = own[:, 0], (lp > own).sum(-1) + 1, top, np.take_along_axis(lp, top, -1)
     if rows is None or iparams is None:
         return out
-    wants = (rows >= 0) & (iparams[np.maximum(rows, 0), 5] != 0)
-    return tuple(np.where(wants if a.ndim == 1 else wants[:, None], a, 0) for a in out)
+    requested = (rows >= 0) & (iparams[np.maximum(rows, 0), 5] != 0)
+    return tuple(np.where(requested if a.ndim == 1 else requested[:, None], a, 0) for a in out)
 
 
 @op(
@@ -262,7 +262,7 @@ def row_finish(
     counts: Any, bias_ids: Any, biases: Any, allowed: Any, tokens: Any, best: Any, ids: Any, sums: Any, length: Any,
     emit: Any, *, block: int, k: int = 20,
 ) -> Any:  # fmt: skip
-    """row_sample_blocks, then row_logprobs of the raw logits, then row_commit: all that follows row_block_max."""
+    """row_sample_blocks, then row_logprobs of the raw logits, then row_commit: everything after row_block_max."""
     states = (fparams, iparams, stops, seen, counts, bias_ids, biases, allowed, tokens)
     drawn = row_sample_blocks.ref(logits, rows, starts, positions, *states, best, ids, sums, block=block)
     logprobs = row_logprobs.ref(logits, drawn, rows, iparams, k=k)

@@ -18,7 +18,7 @@ from llmc.ir.types import Type
 def _reshape_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     x = env["x"]
     if product(attrs["shape"]) != x.numel:
-        raise Mismatch(f"{x} has {x.numel} elements, [{', '.join(map(str, attrs['shape']))}] another number")
+        raise Mismatch(f"{x} has {x.numel} elements, [{', '.join(map(str, attrs['shape']))}] a different number")
     return [Type(x.dtype, attrs["shape"])]
 
 
@@ -52,13 +52,13 @@ def _slice_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     a = axis_of(x.rank, attrs["axis"])
     start, stop, step = attrs["start"], attrs["stop"], attrs["step"]
     if step < 1:
-        raise Mismatch(f"step {step}: it must be positive")
+        raise Mismatch(f"step {step} must be positive")
     size = x.shape[a].const
     for name, d in (("start", start), ("stop", stop)):
         if d.const is not None and (d.const < 0 or (size is not None and d.const > size)):
             raise Mismatch(f"{name} {d} is outside axis {a} of {x}")
     if start.const is not None and stop.const is not None and start.const > stop.const:
-        raise Mismatch(f"start {start} is behind stop {stop}")
+        raise Mismatch(f"start {start} is after stop {stop}")
     return [Type(x.dtype, (*x.shape[:a], (stop - start).ceildiv(step), *x.shape[a + 1 :]))]
 
 
@@ -81,9 +81,9 @@ def _concat_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     total = Dim.of(0)
     for t in xs:
         if t.dtype != xs[0].dtype or t.rank != xs[0].rank:
-            raise Mismatch(f"{t} beside {xs[0]}")
+            raise Mismatch(f"{t} and {xs[0]} differ in dtype or rank")
         if t.shape[:a] + t.shape[a + 1 :] != xs[0].shape[:a] + xs[0].shape[a + 1 :]:
-            raise Mismatch(f"{t} beside {xs[0]} differs outside axis {a}")
+            raise Mismatch(f"{t} and {xs[0]} differ in an axis other than {a}")
         total = total + t.shape[a]
     return [Type(xs[0].dtype, (*xs[0].shape[:a], total, *xs[0].shape[a + 1 :]))]
 

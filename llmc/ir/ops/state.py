@@ -77,7 +77,7 @@ def row_slots(pages: Any, token_row: Any, positions: Any, *, page: int) -> Any:
     holds=HOLDS, example={"r": 4, "m": 4, "l": 9, "p": 5, "tokens": 7, "page": 2},
 )  # fmt: skip
 def row_begin(rows: Any, qlens: Any, length: Any, history: Any, pages: Any, *, tokens: Dim, page: int) -> Any:
-    """row_spans, and row_ids and row_slots of its tokens: all that the first layer needs."""
+    """row_spans, and row_ids and row_slots of its tokens: everything that the first layer needs."""
     starts, token_row, positions = row_spans.ref(rows, qlens, length, tokens=tokens)
     ids = row_ids.ref(history, token_row, positions)
     return starts, token_row, positions, ids, row_slots.ref(pages, token_row, positions, page=page)

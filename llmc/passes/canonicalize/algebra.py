@@ -18,7 +18,7 @@ from llmc.passes.rewrite import Build, Match, Pat, Rewrite, Simplify, const, eit
 p = Pat()
 
 
-def _keeps(n: Node, v: Value) -> Build | None:
+def _replace_by(n: Node, v: Value) -> Build | None:
     """Replace the node by `v` if both have the same type."""
     return (lambda b: v) if same_type(v.type, n.result.type) else None
 
@@ -26,11 +26,11 @@ def _keeps(n: Node, v: Value) -> Build | None:
 def _neutral(n: Node) -> Build | None:
     """x*1, x/1, x+0, x-0 -> x."""
     a, c = n.operands
-    want = 1.0 if n.op.name in ("mul", "div") else 0.0
-    if const_value(c) == want:
-        return _keeps(n, a)
-    if n.op.commutes and const_value(a) == want:
-        return _keeps(n, c)
+    neutral = 1.0 if n.op.name in ("mul", "div") else 0.0
+    if const_value(c) == neutral:
+        return _replace_by(n, a)
+    if n.op.commutes and const_value(a) == neutral:
+        return _replace_by(n, c)
     return None
 
 
@@ -45,7 +45,7 @@ def _power(n: Node) -> Build | None:
     x, exponent = n.operands[0], const_value(n.operands[1])
     name = {2.0: "square", 0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal"}.get(exponent or 0.0)
     if exponent == 1.0:
-        return _keeps(n, x)
+        return _replace_by(n, x)
     if name is None or not same_type(x.type, n.result.type):
         return None
     return lambda b: getattr(b, name)(x)
@@ -69,7 +69,7 @@ def _reciprocal(n: Node) -> Build | None:
 
 def _negated(n: Node) -> Build | None:
     inner = made_by(n.operands[0], "neg")
-    return _keeps(n, inner.operands[0]) if inner else None
+    return _replace_by(n, inner.operands[0]) if inner else None
 
 
 def _floor_at_zero(n: Node) -> Build | None:

@@ -44,5 +44,5 @@ class Canonicalize(Pass):
             done += dropped + apply(g, rules, ctx, misses)
             if not dropped:
                 break
-        misses.tell(g, ctx)
+        misses.report(g, ctx)
         return done

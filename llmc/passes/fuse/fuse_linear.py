@@ -83,10 +83,10 @@ def _absorb(g: Graph, n: Node, limit: int, ctx: Ctx) -> bool:
         return False
     if n.op.name == "cast" and not rounds_little(n):
         return False
-    found = [v for v in dict.fromkeys(n.operands) if _only_reader(g, v, n)]
-    products = [v for v in found if v.type.shape == y.type.shape]
+    candidates = [v for v in dict.fromkeys(n.operands) if _only_reader(g, v, n)]
+    products = [v for v in candidates if v.type.shape == y.type.shape]
     if not products:
-        for v in found:
+        for v in candidates:
             ctx.miss("epilogue", n, f"the product has shape {v.type}, the result {y.type}")
         return False
     group = _together(products, limit)

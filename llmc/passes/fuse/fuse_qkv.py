@@ -14,7 +14,7 @@ from llmc.passes.rewrite import alive, sweep
 RULE = "rope-append"
 
 
-class Unfit(Exception):
+class NoMatch(Exception):
     """The pattern does not match; the message says why."""
 
 
@@ -50,7 +50,7 @@ class FuseQkv(Pass):
 
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every graph; return the number of changes."""
-        return sum(self.append(g, n, ctx) for g in m.graphs.values() for n in list(g.nodes) if n.op.name == "kv_append")
+        return sum(self.append(g, n, ctx) for g, n in m.find("kv_append"))
 
     def append(self, g: Graph, n: Node, ctx: Ctx) -> bool:
         """Rewrite one kv_append, or record why the pattern does not match."""
@@ -60,7 +60,7 @@ class FuseQkv(Pass):
             q, k, v = _parts(g, n)
             operands, attrs = _operands(n, q, k)
             before = _place(g, n, q, operands)
-        except Unfit as why:
+        except NoMatch as why:
             ctx.miss(RULE, n, str(why))
             return False
         if not ctx.spend():
@@ -75,7 +75,7 @@ class FuseQkv(Pass):
         return True
 
 
-def _back(v: Value, what: str) -> Part:
+def _trace_back(v: Value, what: str) -> Part:
     """Follow keys or values from the append back to the slice they come from."""
     last = v
     rope = made_by(v, "rope")
@@ -85,22 +85,24 @@ def _back(v: Value, what: str) -> Part:
     shaped = made_by(v, "reshape")
     cut = made_by(shaped.operands[0], "slice") if shaped else None
     if shaped is None or cut is None:
-        found = (shaped.operands[0] if shaped else v).node
-        raise Unfit(f"{what} are made by {found.op.name if found else 'the caller'}, not cut out of a product")
+        producer = (shaped.operands[0] if shaped else v).node
+        raise NoMatch(
+            f"{what} are computed by {producer.op.name if producer else 'the caller'}, not sliced from a product"
+        )
     if cut.attrs["axis"] % 2 != 1 or cut.result.type.rank != 2 or cut.attrs["step"] != 1:
-        raise Unfit(f"{what} are not consecutive columns")
+        raise NoMatch(f"{what} are not consecutive columns")
     return Part(cut, norm, rope, last)
 
 
-def _forth(g: Graph, cut: Node) -> Part:
+def _trace_forward(g: Graph, cut: Node) -> Part:
     """Follow the slice of the queries through reshape, norm and rotation."""
     v, norm, rope = _reader(g, cut.result, "reshape"), None, None
     if v is None or v.type.rank != 3:
-        raise Unfit("queries are not seen as heads")
-    if (found := _reader(g, v, "rms_norm")) is not None:
-        v, norm = found, found.node
-    if (found := _reader(g, v, "rope")) is not None:
-        v, rope = found, found.node
+        raise NoMatch("queries are not reshaped into heads")
+    if (result := _reader(g, v, "rms_norm")) is not None:
+        v, norm = result, result.node
+    if (result := _reader(g, v, "rope")) is not None:
+        v, rope = result, result.node
     return Part(cut, norm, rope, v)
 
 
@@ -112,60 +114,62 @@ def _reader(g: Graph, v: Value, op: str) -> Value | None:
 
 
 def _parts(g: Graph, n: Node) -> tuple[Part, Part, Part]:
-    """Queries, keys and values of a kv_append; raises Unfit if they do not match rope_append."""
+    """Queries, keys and values of a kv_append; raises NoMatch if they do not match rope_append."""
     kv, keys, values, _ = n.operands
-    k, v = _back(keys, "keys"), _back(values, "values")
+    k, v = _trace_back(keys, "keys"), _trace_back(values, "values")
     if v.norm or v.rope:
-        raise Unfit(f"values go through {(v.rope or v.norm or n).op.name}")
+        raise NoMatch(f"values pass through {(v.rope or v.norm or n).op.name}")
     y = k.product
     if v.product is not y:
-        raise Unfit("keys and values are cut out of two products")
+        raise NoMatch("keys and values are slices of two different products")
     first = [u for u in y.uses if u.op.name == "slice" and u.attrs["start"] == 0 and u.attrs["axis"] % 2 == 1]
     if len(first) != 1 or first[0] in (k.cut, v.cut):
-        raise Unfit("no queries are cut out of the product in front of keys and values")
-    q = _forth(g, first[0])
+        raise NoMatch("the product has no slice of queries before those of keys and values")
+    q = _trace_forward(g, first[0])
     spans = [(p.cut.attrs["start"], p.cut.attrs["stop"]) for p in (q, k, v)]
     if [a for a, _ in spans] != [0, spans[0][1], spans[1][1]] or spans[2][1] != y.type.shape[1]:
-        raise Unfit(f"{', '.join(f'{a}..{b}' for a, b in spans)} of {y.type.shape[1]} are not queries, keys, values")
+        raise NoMatch(
+            f"the slices {', '.join(f'{a}..{b}' for a, b in spans)} do not cover all {y.type.shape[1]} columns"
+        )
     if q.last.type.shape[2] != kv.type.shape[4]:
-        raise Unfit(f"heads of queries have {q.last.type.shape[2]} elements, those of the pool {kv.type.shape[4]}")
+        raise NoMatch(f"heads of queries have {q.last.type.shape[2]} elements, those of the pool {kv.type.shape[4]}")
     _same(q, k)
     _only_here(g, n, [*k.nodes, *v.nodes])
     return q, k, v
 
 
 def _same(q: Part, k: Part) -> None:
-    """Raise Unfit unless queries and keys are normalized and rotated in the same way."""
-    for what, a, b in (("normed", q.norm, k.norm), ("rotated", q.rope, k.rope)):
+    """Raise NoMatch unless queries and keys are normalized and rotated in the same way."""
+    for what, a, b in (("normalized", q.norm, k.norm), ("rotated", q.rope, k.rope)):
         if (a is None) != (b is None):
-            raise Unfit(f"{'keys' if a is None else 'queries'} alone are {what}")
+            raise NoMatch(f"only {'keys' if a is None else 'queries'} are {what}")
         if a is not None and b is not None and a.attrs != b.attrs:
-            raise Unfit(f"queries and keys are {what} by different attributes")
+            raise NoMatch(f"queries and keys are {what} with different attributes")
     if q.rope and k.rope and q.rope.operands[1:] != k.rope.operands[1:]:
-        raise Unfit("queries and keys are rotated by different tables")
+        raise NoMatch("queries and keys are rotated by different tables")
     if q.norm and not q.rope:
-        raise Unfit("heads are normed and not rotated")
+        raise NoMatch("heads are normalized but not rotated")
 
 
 def _only_here(g: Graph, n: Node, nodes: list[Node]) -> None:
-    """Raise Unfit if a node to be replaced has readers elsewhere."""
+    """Raise NoMatch if a node to be replaced has other readers than the replaced nodes."""
     for part in nodes:
         v = part.result
         while v.uses and v.uses[0].op.name == "reshape" and len(v.uses) == 1:
             v = v.uses[0].result
         if len(v.uses) != 1 or (v.uses[0] is not n and v.uses[0] not in nodes) or any(v is o for o in g.outputs):
-            raise Unfit(f"the result of {part.op.name} is read elsewhere, too")
+            raise NoMatch(f"the result of {part.op.name} has other readers, too")
 
 
 def _place(g: Graph, n: Node, q: Part, operands: Sequence[Value]) -> Node:
-    """The first of the append and the queries' readers; raises Unfit if an operand is computed only later."""
+    """The first of the append and the queries' readers; raises NoMatch if an operand is computed only later."""
     ends, made = {n, *q.last.uses}, {o.node for o in operands if o.node is not None}
     for other in g.nodes:
         if other in ends:
             break
         made.discard(other)
     if made:
-        raise Unfit(f"queries are read before {made.pop().op.name} is there")
+        raise NoMatch(f"queries are read before {made.pop().op.name} is computed")
     return other
 
 

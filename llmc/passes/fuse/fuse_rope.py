@@ -67,22 +67,22 @@ def _narrow(m: Match, spread: str) -> str | None:
         if got.spread != spread:
             return f"the table {m[key]} is not spread as {spread}"
         if len(drop_ones(got.value.type.shape)) != 2:
-            return f"the table {got.value.type} has more than a row a token"
+            return f"the table {got.value.type} is not of shape [tokens, columns]"
     return None
 
 
 def _last(m: Match, *keys: str, rank: int = 0) -> str | None:
     for key in keys:
-        want = (rank or m["x"].type.rank) - 1
-        if m[key] % (want + 1) != want:
-            return f"it works along axis {m[key]}, not the last"
+        last = (rank or m["x"].type.rank) - 1
+        if m[key] % (last + 1) != last:
+            return f"it applies to axis {m[key]}, not to the last"
     return None
 
 
 def _layout(m: Match, x: Value) -> str | None:
     """None if the axes of x are tokens and heads in an order that the tables determine, else the reason."""
     if _tokens_axis(m["c"], x) is None or _tokens_axis(m["s"], x) is None:
-        return f"a table {m['c'].type} over {x.type} does not say which axis is the tokens'"
+        return f"a table {m['c'].type} over {x.type} does not determine which axis is the tokens'"
     return None
 
 
@@ -113,7 +113,7 @@ def _is_half(m: Match) -> str | None:
     """None if the match rotates the two halves of x, else the reason."""
     size, at = m["x"].type.shape[-1], _offset(m)
     if at is None:
-        return "what it swaps is not what it scales"
+        return "the swapped value is not the scaled value"
     begin, mid, end = (m[k] - at for k in ("begin", "mid", "end"))
     if begin != 0 or end != size or mid * 2 != size:
         return f"it swaps {begin}..{mid} and {mid}..{end} of {size}, not halves"
@@ -125,7 +125,7 @@ def _is_pairs(m: Match) -> str | None:
     """None if the match rotates adjacent pairs of x, else the reason."""
     size, at = m["x"].type.shape[-1], _offset(m)
     if at is None:
-        return "what it swaps is not what it scales"
+        return "the swapped value is not the scaled value"
     odd, even = (m["end1"] - m["odd"]).ceildiv(2), (m["end2"] - m["begin"]).ceildiv(2)
     if m["begin"] != at or m["odd"] != at + 1 or odd * 2 != size or even * 2 != size:
         return f"it does not swap every pair of {size}"
@@ -177,7 +177,7 @@ _TURNED = p.transpose(p.rope(p.transpose(_HEAD, perm=(1, 0, 2)), p.c, p.s, inter
 
 def _is_partial(m: Match) -> str | None:
     if m["c"].type.shape[-1] * 2 != m["mid"] - m["begin"]:
-        return f"{m['begin']}..{m['mid']} is sliced and {m['c'].type.shape[-1] * 2} of it rotated"
+        return f"{m['begin']}..{m['mid']} is sliced, but {m['c'].type.shape[-1] * 2} columns are rotated"
     return _last(m, "axis1", "axis2", "axis3")
 
 
@@ -206,7 +206,7 @@ RULES = (
         "rope-cast",
         p.cast(p.rope(p.cast(p.x), p.c, p.s, interleaved=p.pairs), dtype=p.dtype),
         lambda b, m: b.rope(m["x"], m["c"], m["s"], interleaved=m["pairs"]),
-        lambda m: None if m["x"].type.dtype == m["dtype"] else f"it turns {m['x'].type.dtype} into {m['dtype']}",
+        lambda m: None if m["x"].type.dtype == m["dtype"] else f"it converts {m['x'].type.dtype} to {m['dtype']}",
     ),
 )  # fmt: skip
 
@@ -229,5 +229,5 @@ class FuseRope(Pass):
         misses = Misses()
         done = apply(g, (*TABLES, *RULES, *MOVES), ctx, misses)
         done += apply(g, (*RULES, *MOVES, *SINKS), ctx, misses)
-        misses.tell(g, ctx)
+        misses.report(g, ctx)
         return done

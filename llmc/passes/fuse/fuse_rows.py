@@ -1,4 +1,4 @@
-"""Fuses what a step reads of its rows before the first layer into one launch."""
+"""Fuses the ops that read the device rows at the beginning of a step into one launch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from llmc.ir.graph import Builder, Graph, Module, Node
 from llmc.passes.base import Ctx, Pass
-from llmc.passes.rewrite import substitute
+from llmc.passes.rewrite import alive, substitute
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,17 @@ class FuseRows(Pass):
 
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every graph; return the number of changes."""
-        return sum(_fuse(g, n, ctx) for g in m.graphs.values() for n in list(g.nodes) if n.op.name == "row_spans")
+        return sum(_fuse(g, n, ctx) for g, n in m.find("row_spans"))
 
 
 def _fuse(g: Graph, spans: Node, ctx: Ctx) -> int:
     ids, slots = (_reader(spans, op) for op in ("row_ids", "row_slots"))
     if ids is None or slots is None:
-        ctx.miss("fuse-rows", spans, f"no {'row_ids' if ids is None else 'row_slots'} of an input reads it")
+        ctx.miss(
+            "fuse-rows",
+            spans,
+            f"its results are not read by a {'row_ids' if ids is None else 'row_slots'} of a graph input",
+        )
         return 0
     if not ctx.allows(spans) or not ctx.spend():
         return 0
@@ -33,7 +37,7 @@ def _fuse(g: Graph, spans: Node, ctx: Ctx) -> int:
     new = b.row_begin(*spans.operands, *states, tokens=spans.attrs["tokens"], page=slots.attrs["page"])
     substitute(g, ids, new[3:4], "fuse-rows")
     substitute(g, slots, new[4:], "fuse-rows")
-    if spans.prev is not None or g.nodes.head is spans:
+    if alive(g, spans):
         substitute(g, spans, new[:3], "fuse-rows")
     return 1
 

@@ -1,4 +1,4 @@
-"""Recognizes cos and sin tables of rotary embeddings. Models traced by our front end usually have the op already."""
+"""Recognizes cos and sin tables of rotary embeddings. The front end usually emits the op rope_tables itself."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def _table(n: Node) -> Build | None:
     spread = made_by(x, "concat")
     if spread and (len(spread.operands) != 2 or core(spread.operands[0]) is not core(spread.operands[1])):
         return None
-    found = _angles(spread.operands[0] if spread else x)
-    if found is None or x.type.dtype != "f32":
+    parts = _angles(spread.operands[0] if spread else x)
+    if parts is None or x.type.dtype != "f32":
         return None
-    frequencies, positions = found
+    frequencies, positions = parts
 
     def build(b: Any) -> Value:
         flat = [_vector(b, v) for v in (frequencies, positions)]

@@ -16,8 +16,8 @@ from llmc.ir.types import Type, state, tensor
 from llmc.passes.base import Ctx, Pass
 
 PAGES_MAX = 1 << 30
-_CAUSAL = "take a causal model: its tokens see themselves and earlier ones"
-ANSWERS = ("ids", "logprob", "rank", "top_ids", "top_logprobs")
+_CAUSAL = "use a causal model, in which a token attends only to itself and to earlier tokens"
+RESULTS = ("ids", "logprob", "rank", "top_ids", "top_logprobs")
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,15 @@ def _check(g: Graph) -> None:
         if n.op.name != "attention":
             continue
         if not n.attrs["causal"]:
-            raise Diagnostic("E435", "attention that looks ahead cannot be served token by token", _CAUSAL, node=n)
+            raise Diagnostic("E435", "attention to later tokens cannot be served token by token", _CAUSAL, node=n)
         if n.attrs["layer"] in layers:
             raise Diagnostic(
-                "E435", f"two attention nodes say they are layer {n.attrs['layer']}", "number them from 0", node=n
+                "E435", f"two attention nodes have the attribute layer={n.attrs['layer']}", "number them from 0", node=n
             )
         layers.add(n.attrs["layer"])
     if len(g.outputs) != 1:
         raise Diagnostic(
-            "E435", f"@{g.name} has {len(g.outputs)} outputs; logits alone are wanted", "return the logits alone"
+            "E435", f"@{g.name} has {len(g.outputs)} outputs, expected only the logits", "return only the logits"
         )
 
 
@@ -83,7 +83,7 @@ class _Rows:
     def __init__(self, g: Graph, options: PageAttention, ops: Mapping[str, OpDef]):
         self.g, self.options, self.ops = g, options, ops
         vocab = g.outputs[0].type.shape[-1]
-        kept = list(g.inputs)
+        others = list(g.inputs)
         g.inputs.clear()
         self.rows, self.qlens, self.emit = (g.input(n, tensor("i32", "R")) for n in ("rows", "qlens", "emit"))
         n, length = options.rows, options.max_len
@@ -98,7 +98,7 @@ class _Rows:
         self.bias_ids = g.input("row.bias_ids", state("i32", n, BIASES))
         self.biases = g.input("row.biases", state("f32", n, BIASES))
         self.allowed = g.input("row.allowed", state("i32", n, vocab.ceildiv(32)))
-        g.inputs += kept
+        g.inputs += others
         b = Builder(g, ops, before=g.nodes.head)
         self.starts, token_row, self.positions = b.row_spans(self.rows, self.qlens, self.length, tokens=D("T"))
         self.slots = b.row_slots(self.pages, token_row, self.positions, page=options.page)
@@ -137,16 +137,16 @@ class _Rows:
         vocab = logits.type.shape[-1]
         if logits.type.rank != 2:
             logits = b.reshape(logits, shape=[D("R"), vocab])
-        params, where = (self.fparams, self.iparams), (self.rows, self.starts, self.positions)
+        params, step = (self.fparams, self.iparams), (self.rows, self.starts, self.positions)
         x = b.row_penalize(logits, self.rows, *params, self.seen, self.counts, self.bias_ids, self.biases)
-        x = b.row_mask(x, *where, self.iparams, self.stops, self.allowed)
-        ids = b.row_sample(x, *where, self.tokens, *params)
+        x = b.row_mask(x, *step, self.iparams, self.stops, self.allowed)
+        ids = b.row_sample(x, *step, self.tokens, *params)
         top = min(TOP_LOGPROBS, int(vocab))
-        answers = [ids, *b.row_logprobs(logits, ids, self.rows, self.iparams, k=top)]
-        for v, name in zip(answers, ANSWERS, strict=True):
+        results = [ids, *b.row_logprobs(logits, ids, self.rows, self.iparams, k=top)]
+        for v, name in zip(results, RESULTS, strict=True):
             v.name = name
-        operands = (self.tokens, self.length, self.counts, *where, self.emit, ids)
-        self.g.outputs = [*answers, *b.row_commit(*operands), *pools]
+        operands = (self.tokens, self.length, self.counts, *step, self.emit, ids)
+        self.g.outputs = [*results, *b.row_commit(*operands), *pools]
 
 
 def _pad(b: Builder, v: Value, width: int) -> Value:

@@ -40,7 +40,7 @@ class Specialize(Pass):
             rows = Dim.of(bounds[0] if bounds[0] == bounds[1] else "R")
             m.graphs[name] = clone = substituted(g, name, {"T": rows, "R": rows})
             clone.ranges = {} if bounds == m.symbols["R"] else {"R": bounds}
-            count += 1 + _one_token_a_row(clone)
+            count += 1 + _drop_row_last(clone)
         return count
 
 
@@ -53,8 +53,8 @@ def ranges(name: str, bounds: tuple[int, int], ends: tuple[int, ...]) -> Iterato
     yield name, (low, high)
 
 
-def _one_token_a_row(g: Graph) -> int:
-    """Remove selections of each row's last token where every row has only one."""
+def _drop_row_last(g: Graph) -> int:
+    """Remove the selection of each row's last token from a graph in which every row has exactly one."""
     done = 0
     for n in g.nodes:
         if n.op.name != "take" or not made_by(n.operands[1], "row_last"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,9 +11,14 @@ from llmc.passes.base import Ctx, Pass
 from llmc.passes.rewrite import substitute
 
 TILE = 128  # tokens, and weight rows, of a large tile
-LEAST = 1024  # minimum columns of a part
-CROWD = 1.1  # maximum waves of tiles; slightly more than one does no harm
-WIDE = ("bf16", "f16")
+MIN_DEPTH = 1024  # minimum columns of a part
+MAX_WAVES = 1.1  # maximum waves of tiles; slightly more than one wave costs little
+DTYPES = ("bf16", "f16")
+
+
+def max_tokens(m: Module, g: Graph, n: Node) -> int:
+    """Return the maximum number of tokens (rows of x) of a product."""
+    return math.prod(d.bounds(m.bounds(g))[1] for d in n.operands[0].type.shape[:-1])
 
 
 @dataclass(frozen=True)
@@ -30,27 +36,17 @@ class SplitK(Pass):
 
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every graph; return the number of changes."""
-        done = 0
-        for g in m.graphs.values():
-            found = [n for n in list(g.nodes) if n.op.name in ("linear", "linear_map") and n.attrs.get("parts", 1) == 1]
-            done += sum(self.split(g, n, self.most(m, g, n), ctx) for n in found)
-        return done
-
-    def most(self, m: Module, g: Graph, n: Node) -> int:
-        """Return the maximum number of tokens of a product."""
-        tokens = 1
-        for d in n.operands[0].type.shape[:-1]:
-            tokens *= d.bounds(m.bounds(g))[1]
-        return tokens
+        products = [(g, n) for g, n in m.find("linear", "linear_map") if n.attrs.get("parts", 1) == 1]
+        return sum(self.split(g, n, max_tokens(m, g, n), ctx) for g, n in products)
 
     def split(self, g: Graph, n: Node, tokens: int, ctx: Ctx) -> bool:
-        """Rewrite one node if it pays; return whether it did."""
+        """Rewrite one node if more parts are needed to occupy the GPU; return whether it was rewritten."""
         x, w, *extras = n.operands
         rows, depth = (d.const for d in w.type.shape)
         if tokens <= self.above or not rows or not depth or w.type.format or not ctx.allows(n):
             return False
         parts = self.splits or self.choose(n, tokens, rows, depth, ctx)
-        if parts < 2 or depth % parts or not x.type.dtype == w.type.dtype in WIDE or not ctx.spend():
+        if parts < 2 or depth % parts or not x.type.dtype == w.type.dtype in DTYPES or not ctx.spend():
             return False
         b = Builder(g, ctx.opset, before=n, loc=n.loc)
         body, dtype = n.attrs.get("body", "a0"), n.result.type.dtype
@@ -59,12 +55,14 @@ class SplitK(Pass):
         return True
 
     def choose(self, n: Node, tokens: int, rows: int, depth: int, ctx: Ctx) -> int:
-        """Return the largest power of two whose tiles run in about one wave, with parts of at least LEAST columns."""
+        """Return the largest power of two whose tiles run in about one wave; parts have at least MIN_DEPTH columns."""
         units = ctx.target.limits.units if ctx.target else 0
         if not units:
-            ctx.miss(self.name, n, "the target does not say how many multiprocessors it has")
+            ctx.miss(self.name, n, "the target does not declare its number of multiprocessors")
             return 1
         blocks, parts = -(-tokens // TILE) * -(-rows // TILE), 1
-        while 2 * parts * blocks <= CROWD * units and depth % (2 * parts) == 0 and depth // (2 * parts) >= LEAST:
+        while (
+            2 * parts * blocks <= MAX_WAVES * units and depth % (2 * parts) == 0 and depth // (2 * parts) >= MIN_DEPTH
+        ):
             parts *= 2
         return parts

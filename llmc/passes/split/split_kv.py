@@ -11,7 +11,7 @@ from llmc.ir.graph import Builder, Graph, Module, Node
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.rewrite import substitute
 
-MOST = 64  # maximum number of parts, all read at once by the combining program
+MAX_PARTS = 64  # maximum number of parts, all read at once by the combining program
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,10 @@ class SplitKv(Pass):
 
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every graph; return the number of changes."""
-        found = [(g, n) for g in m.graphs.values() for n in list(g.nodes) if n.op.name == "paged_attention"]
-        return sum(self.split(g, n, m.bounds(g), ctx) for g, n in found)
+        return sum(self.split(g, n, m.bounds(g), ctx) for g, n in m.find("paged_attention"))
 
     def split(self, g: Graph, n: Node, bounds: Bounds, ctx: Ctx) -> bool:
-        """Rewrite one node if it pays; return whether it did."""
+        """Rewrite one node if more parts are needed to occupy the GPU; return whether it was rewritten."""
         q, kv, pages, rows, _, positions, *sinks = n.operands
         if not g.name.startswith("decode") or q.type.shape[0] != rows.type.shape[0] or not ctx.allows(n):
             return False
@@ -52,12 +51,12 @@ class SplitKv(Pass):
         """
         units = ctx.target.limits.units if ctx.target else 0
         if not units:
-            ctx.miss(self.name, n, "the target does not say how many multiprocessors it has")
+            ctx.miss(self.name, n, "the target does not declare its number of multiprocessors")
             return 1
         low, high = n.operands[3].type.shape[0].bounds(bounds)
         programs = math.sqrt(max(1, low) * max(1, high)) * int(n.operands[1].type.shape[2])
-        table = n.operands[2].type.shape[1].const or MOST
-        parts = min(self.fill * units / programs, MOST, table)
+        table = n.operands[2].type.shape[1].const or MAX_PARTS
+        parts = min(self.fill * units / programs, MAX_PARTS, table)
         if parts >= 2:
             return 1 << int(math.log2(parts))
         return min(2, table) if programs < 2 * units else 1  # unsplit rows are slow if too few hide latency

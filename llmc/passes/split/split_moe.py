@@ -18,7 +18,7 @@ class SplitMoe(Pass):
 
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every graph; return the number of changes."""
-        return sum(self.split(g, n, ctx) for g in m.graphs.values() for n in list(g.nodes) if n.op.name == "moe")
+        return sum(self.split(g, n, ctx) for g, n in m.find("moe"))
 
     def split(self, g: Graph, n: Node, ctx: Ctx) -> bool:
         """Rewrite one node, or record why it cannot be split; return whether it was."""

@@ -23,7 +23,7 @@ _OPERANDS = (
 
 def _fixed(m: Match) -> str | None:
     v = m["logits"].type.shape[1]
-    return None if v.const is not None else f"the vocabulary {v} has no fixed size"
+    return None if v.const is not None else f"the size {v} of the vocabulary is not constant"
 
 
 @dataclass(frozen=True)
@@ -42,34 +42,33 @@ class SplitSample(Pass):
         """Apply the pass to every graph; return the number of changes."""
         rule = Rewrite("split-sample", _DRAWN, self._build, _fixed, near=2)
         done = sum(apply(g, (rule,), ctx) for g in m.graphs.values())
-        drawn = [(g, n) for g in m.graphs.values() for n in list(g.nodes) if n.op.name == "row_sample_blocks"]
-        return done + sum(_finish(g, n, ctx) for g, n in drawn)
+        return done + sum(_finish(g, n, ctx) for g, n in m.find("row_sample_blocks"))
 
     def _build(self, b: Any, m: Match) -> Value:
         operands = [m[name] for name in _OPERANDS]
-        found = b.row_block_max(*operands, block=self.block)
-        out: Value = b.row_sample_blocks(*operands, m["tokens"], *found, block=self.block)
+        maxima = b.row_block_max(*operands, block=self.block)
+        out: Value = b.row_sample_blocks(*operands, m["tokens"], *maxima, block=self.block)
         return out
 
 
 def _finish(g: Graph, n: Node, ctx: Ctx) -> int:
-    """Merge a row_sample_blocks with row_logprobs and row_commit, if these alone read it, with the same operands."""
+    """Merge a row_sample_blocks with row_logprobs and row_commit, if only these read it and their operands match."""
     readers = {r.op.name: r for r in n.result.uses}
     if set(readers) != {"row_logprobs", "row_commit"} or len(n.result.uses) != 2:
-        ctx.miss("row-finish", n, "its ids are not read by row_logprobs and row_commit alone")
+        ctx.miss("row-finish", n, "its ids have other readers than one row_logprobs and one row_commit")
         return 0
-    told, commit = readers["row_logprobs"], readers["row_commit"]
+    logprobs, commit = readers["row_logprobs"], readers["row_commit"]
     logits, rows, starts, positions, _, iparams, _, _, counts, _, _, _, tokens = n.operands[:13]
     length, emit = commit.operands[1], commit.operands[6]
-    same = told.operands == [logits, n.result, rows, iparams]
+    same = logprobs.operands == [logits, n.result, rows, iparams]
     if not same or commit.operands != [tokens, length, counts, rows, starts, positions, emit, n.result]:
-        ctx.miss("row-finish", n, "row_logprobs and row_commit are not of the rows that it draws")
+        ctx.miss("row-finish", n, "the operands of row_logprobs or row_commit do not match")
         return 0
     if not ctx.allows(n) or not ctx.spend():
         return 0
     b = Builder(g, ctx.opset, before=commit, loc=n.loc)
-    new = b.row_finish(*n.operands, length, emit, block=n.attrs["block"], k=told.attrs["k"])
+    new = b.row_finish(*n.operands, length, emit, block=n.attrs["block"], k=logprobs.attrs["k"])
     substitute(g, commit, new[5:], "row-finish")
-    substitute(g, told, new[1:5], "row-finish")
+    substitute(g, logprobs, new[1:5], "row-finish")
     substitute(g, n, new[:1], "row-finish")
     return 1

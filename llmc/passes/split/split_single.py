@@ -1,4 +1,4 @@
-"""Gives decoding rows in batches with prompts a separate attention, because theirs is bound by memory."""
+"""Moves decoding rows of mixed batches to an attention op of their own, because theirs is bound by memory."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ class SplitSingle(Pass):
 
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every graph; return the number of changes."""
-        found = [(g, n) for g in m.graphs.values() for n in list(g.nodes) if n.op.name == "paged_attention"]
-        return sum(self.split(g, n, ctx) for g, n in found if _several(m, g, n))
+        return sum(self.split(g, n, ctx) for g, n in m.find("paged_attention") if _several(m, g, n))
 
     def split(self, g: Graph, n: Node, ctx: Ctx) -> bool:
         """Rewrite one node, unless it is split already or every row has one token; return whether it was rewritten."""

@@ -1,4 +1,4 @@
-"""Paged attention on the CPU: instantiates the C++ template in llmc_attention.h with the constants of a node."""
+"""Paged attention on the CPU: instantiates the C++ template in llmc_attention.h with a node's constants."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class PagedAttention(CppKernel):
         if bad := next((t for t in floats if t.dtype not in FLOATS), None):
             return f"{bad} is not one of {', '.join(FLOATS)}"
         if node.attrs["least"] > 1:
-            return "it leaves no rows out"
+            return "it does not support skipping rows (least > 1)"
         sizes = heads(node)
         if None in sizes:
             return "heads, page and head size must be constant"
         h, g, _, d = (n or 0 for n in sizes)
         if h % g:
-            return f"{h} query heads do not share {g} key heads evenly"
+            return f"{h} query heads are not a multiple of {g} key heads"
         return f"head size {d} is above {MAX_HEAD}" if d > MAX_HEAD else None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:

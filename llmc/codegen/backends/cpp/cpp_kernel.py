@@ -1,4 +1,4 @@
-"""The base class of C++ kernels, and what their emitters share: dtypes and inlining of headers."""
+"""The base class of C++ kernels, and helpers of their emitters: dtypes and inlining of headers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib import resources
 from types import MappingProxyType
 from typing import ClassVar
 
-from llmc.codegen.emit import Sizes, describe, indent, refused
+from llmc.codegen.emit import Sizes, describe, indent, unsupported_dtype
 from llmc.codegen.kernel import Kernel, Schedule, Source
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
@@ -28,7 +28,7 @@ INTS = ("i64", "i32", "i16", "i8", "u32", "u16", "u8")
 _INCLUDE = re.compile(r'^#include "([\w.]+)"[^\n]*\n', re.M)
 
 
-OURS = "llmc.codegen.backends.cpp.kernels"
+HEADERS = "llmc.codegen.backends.cpp.kernels"  # the package of llmc's own headers
 
 
 @lru_cache(maxsize=64)
@@ -39,7 +39,7 @@ def _header(packages: tuple[str, ...], name: str) -> str:
     raise FileNotFoundError(f"no header {name} in {', '.join(packages)}")
 
 
-def inline_headers(text: str, packages: tuple[str, ...] = (OURS,)) -> str:
+def inline_headers(text: str, packages: tuple[str, ...] = (HEADERS,)) -> str:
     """Replace every `#include "x.h"` by the header's text between marker lines, each header once.
 
     A header is searched for in `packages`, in order. Raises FileNotFoundError.
@@ -63,20 +63,20 @@ def without_headers(text: str) -> str:
 
 
 def ctype(t: Type) -> str:
-    """Return the C++ type of the elements."""
+    """Return the C++ type of a tensor's elements."""
     return CTYPES[t.dtype]
 
 
 def unsupported(node: Node, dtypes: Sequence[str] = tuple(CTYPES)) -> str | None:
     """Return why a CPU kernel does not support the node's values, or None."""
-    return refused(node, dtypes)
+    return unsupported_dtype(node, dtypes)
 
 
 class CppKernel(Kernel):
     """Base class of C++ kernels: `body` returns the statements of the kernel function; the rest is common."""
 
     headers: ClassVar[tuple[str, ...]] = ("llmc_abi.h",)
-    packages: ClassVar[tuple[str, ...]] = (OURS,)  # packages to search for headers; an extension puts its own first
+    packages: ClassVar[tuple[str, ...]] = (HEADERS,)  # packages to search for headers; an extension puts its own first
 
     def reject(self, node: Node, target: Target) -> str | None:
         """Return why this kernel cannot run the node, or None."""

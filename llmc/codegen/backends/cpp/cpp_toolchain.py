@@ -42,14 +42,14 @@ class CppToolchain:
 
     @staticmethod
     def find(target: Target, names: Sequence[str] = COMPILERS, path: str | None = None) -> CppToolchain:
-        """The first compiler of `names` found on `path` (default: PATH). Raises Diagnostic E501 if there is none."""
+        """Return the first compiler of `names` on `path` (default: PATH); raises Diagnostic E501 if none exists."""
         for name in names:
             if exe := shutil.which(name, path=path):
                 return CppToolchain(exe, _version(exe), (*FLAGS, *target.flags))
         raise Diagnostic(
             "E501",
-            f"no C++ compiler was found (looked for {', '.join(names)}); target {target.name} needs one to compile",
-            "install one, for example: apt-get install g++   (running an artifact needs none)",
+            f"no C++ compiler on PATH ({', '.join(names)}); compiling for {target.name} needs one",
+            "install one, for example: apt-get install g++ (not needed to run an artifact)",
         )
 
     @property
@@ -58,7 +58,7 @@ class CppToolchain:
         return Path(self.compiler).name
 
     def key(self, source: Source) -> str:
-        """A hash of text, flags and compiler: 32 hexadecimal digits."""
+        """Return a hash of text, flags and compiler: 32 hexadecimal digits."""
         parts = [source.text, *self.flags, *_extra(source), self.name, self.version]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:_DIGEST]
 
@@ -69,15 +69,17 @@ class CppToolchain:
     def compile(
         self, sources: Sequence[tuple[Source, str]], cache: Path, jobs: int = 2, progress: Progress | None = None
     ) -> dict[str, Compiled]:
-        """key -> shared object of every (source, location), `jobs` compilers at a time. Raises Diagnostic E502 with the
-        first error."""
+        """Compile pairs (source, location) with up to `jobs` compilers at a time; return key -> shared object.
 
-        def one(key: str, source: Source, loc: str) -> Compiled:
-            return Compiled(self._one(key, source, loc, cache), source.threads, source.shared)
+        Raises Diagnostic E502 with the first error of the first source that does not compile.
+        """
 
-        return compile_in_threads(sources, self.key, one, cache, jobs, progress)
+        def compile_one(key: str, source: Source, loc: str) -> Compiled:
+            return Compiled(self._binary(key, source, loc, cache), source.threads, source.shared)
 
-    def _one(self, key: str, source: Source, loc: str, cache: Path) -> bytes:
+        return compile_in_threads(sources, self.key, compile_one, cache, jobs, progress)
+
+    def _binary(self, key: str, source: Source, loc: str, cache: Path) -> bytes:
         entry = cache / f"{key}.so"
         if (binary := _read_entry(entry)) is not None:
             return binary
@@ -92,10 +94,10 @@ class CppToolchain:
             _write_entry(entry, binary, Path(tmp, "entry"))
         return binary
 
-    def _failed(self, stderr: str, code: int, source: Source, loc: str, kept: Path) -> Diagnostic:
+    def _failed(self, stderr: str, code: int, source: Source, loc: str, saved: Path) -> Diagnostic:
         first = next((s for s in stderr.splitlines() if re.search(r"\b(fatal )?error\b", s)), "")
-        why = first or (stderr.strip().splitlines() or [f"exit status {code}"])[0]
-        return compile_error(f"{self.name} {self.version}", source, why, kept, loc)
+        message = first or (stderr.strip().splitlines() or [f"exit status {code}"])[0]
+        return compile_error(f"{self.name} {self.version}", source, message, saved, loc)
 
 
 def _extra(source: Source) -> list[str]:
@@ -104,7 +106,7 @@ def _extra(source: Source) -> list[str]:
 
 
 def _read_entry(path: Path) -> bytes | None:
-    """A cache entry is the binary and its sha256; anything else (cut short, changed) counts as absent."""
+    """Return the binary of a cache entry (the binary, then its sha256); None if absent, truncated or modified."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:

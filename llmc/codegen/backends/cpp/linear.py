@@ -20,9 +20,9 @@ from llmc.passes.analysis import Origin, origin
 from llmc.targets.target import Target
 
 MAX_PARTS = 4
-PACK = "run the pass `pack` behind `select`"
-_PANEL_BYTES = 256 << 10  # bytes of a panel that stay in L2 while rows pass over it
-_COPY_BYTES = 512 << 10  # bytes of converted rows
+REMEDY = "run the pass `pack` after `select`"
+_PANEL_BYTES = 256 << 10  # bytes of a panel that stay in the L2 cache while it is applied to rows of x
+_COPY_BYTES = 512 << 10  # maximum bytes of converted rows of x
 
 
 @dataclass(frozen=True)
@@ -96,19 +96,16 @@ class Linear(CppKernel):
         if p.n.const is None or p.k.const is None:
             return f"the weight's sizes {p.n} x {p.k} are not constant"
         if not 1 <= p.parts <= MAX_PARTS:
-            return f"{p.parts} parts; it takes at most {MAX_PARTS}"
+            return f"{p.parts} parts; the maximum is {MAX_PARTS}"
         if any(extra_strides(e, p.out) is None for e in p.extras):
-            return "an extra is broadcast over some of the leading axes only"
+            return "an epilogue operand broadcasts over only some of the leading axes"
         if node.op.name != "packed_linear":
-            return (
-                None
-                if origin(node.operands[1]) is not Origin.INPUTS
-                else "its second operand is not known at compile time"
-            )
+            constant = origin(node.operands[1]) is not Origin.INPUTS
+            return None if constant else "the weight is not known at compile time"
         rows, pair = (d.const or 0 for d in p.w.shape[2:])
         lanes = target.vector // 4 * p.parts
         if rows % lanes or rows > 4 * lanes or pair != p.pair:
-            return f"panels of {rows} rows and pairs of {pair} are not for this target"
+            return f"the weight is packed for another target (panels of {rows} rows, pairs of {pair})"
         return None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
@@ -153,7 +150,7 @@ class Linear(CppKernel):
     def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
         if node.op.name != "packed_linear":
             raise Diagnostic(
-                "E430", f"{node.op.name} reached code generation with its weight not packed", PACK, loc=node.loc
+                "E430", f"{node.op.name} reached code generation with an unpacked weight", REMEDY, loc=node.loc
             )
         return super().emit(node, schedule, target)
 

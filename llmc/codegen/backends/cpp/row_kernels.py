@@ -52,7 +52,7 @@ class Elements(CppKernel):
 
     def reject(self, node: Node, target: Target) -> str | None:
         if any(x.fn.startswith("row_") for e in expressions(node) or [] for x in walk(e)):
-            return "it reduces rows, which this kernel computes for no dtype"
+            return "row reductions are not supported"
         return unsupported(node, (*FLOATS, *INTS, "bool"))
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
@@ -161,7 +161,7 @@ def _pass(p: RowProgram, targets: list[int], names: dict[int, tuple[str, str]], 
         if p.cached.get(i, k) < k:
             inner.append(f"const vf t{i} = get(c{i} + j, m);")
             local[i] = (f"t{i}", "f")
-        elif not _hidden(p, i, targets, k):
+        elif not _only_for_cached(p, i, targets, k):
             if fn == "arg":
                 inner.append(f"const vf t{i} = get(q{int(args[0])} + j, m);")
                 local[i] = (f"t{i}", "f")
@@ -193,7 +193,7 @@ def _fold(fn: str) -> tuple[str, str, str]:
     return dict(FOLD)["row_max" if fn == "row_max" else "row_sum"]
 
 
-def _hidden(p: RowProgram, i: int, targets: list[int], k: int) -> bool:
+def _only_for_cached(p: RowProgram, i: int, targets: list[int], k: int) -> bool:
     """Whether a node is needed only by values that this pass reads back from scratch."""
     roots = [p.dag.operands(t)[0] if p.reduction(t) else t for t in targets]
     stop = lambda x: not p.varies[x] or p.cached.get(x, k) < k  # noqa: E731

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from llmc.codegen.backends.cpp.cpp_kernel import INTS, CppKernel, ctype, pointers, unsupported
-from llmc.codegen.emit import Sizes, merged
+from llmc.codegen.emit import Sizes, merged, strided_view
 from llmc.codegen.kernel import Schedule
-from llmc.ir.dim import D, Dim, product
+from llmc.ir.dim import D, product
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
@@ -31,47 +31,23 @@ class Copy(CppKernel):
         return f"copy_rows(ctx, (char*)args[1], 0, (const char*)args[0], 0, 1, {n});"
 
 
-def strided(node: Node, step: list[Dim], start: Dim, sizes: Sizes) -> str:
-    """Return a strided copy from operand 0 to the dense result, merging contiguous axes."""
-    axes = merged(node.result.type.shape, step)
-    t = raw(node)
-    return "\n".join(
-        [
-            f"const int64_t size[] = {{{', '.join(sizes(a) for a, _ in axes)}}};",
-            f"const int64_t step[] = {{{', '.join(sizes(s) for _, s in axes)}}};",
-            f"const {t}* x = (const {t}*)args[0] + {sizes(start)};",
-            f"copy_strided<{t}, {len(axes)}>(ctx, ({t}*)args[1], x, size, step);",
-        ]
-    )
-
-
-def steps(node: Node) -> list[Dim]:
-    """Return the strides of operand 0 in elements."""
-    shape = node.operands[0].type.shape
-    return [product(shape[i + 1 :]) for i in range(len(shape))]
-
-
-class Transpose(CppKernel):
-    """Any permutation of axes."""
+class Strided(CppKernel):
+    """A transpose, or a slice along one axis: a strided copy to the dense result, with contiguous axes merged."""
 
     headers = ("llmc_abi.h", "llmc_shape.h")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        step = steps(node)
-        return strided(node, [step[p] for p in node.attrs["perm"]], D(0), sizes)
-
-
-class Slice(CppKernel):
-    """A range, possibly with a step, along one axis."""
-
-    headers = ("llmc_abi.h", "llmc_shape.h")
-
-    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        step = steps(node)
-        axis = node.attrs["axis"] % len(step)
-        start = node.attrs["start"] * step[axis]
-        step[axis] = step[axis] * node.attrs["step"]
-        return strided(node, step, start, sizes)
+        strides, start = strided_view(node)
+        axes = merged(node.result.type.shape, strides)
+        t = raw(node)
+        return "\n".join(
+            [
+                f"const int64_t size[] = {{{', '.join(sizes(a) for a, _ in axes)}}};",
+                f"const int64_t step[] = {{{', '.join(sizes(s) for _, s in axes)}}};",
+                f"const {t}* x = (const {t}*)args[0] + {sizes(start)};",
+                f"copy_strided<{t}, {len(axes)}>(ctx, ({t}*)args[1], x, size, step);",
+            ]
+        )
 
 
 class Concat(CppKernel):
@@ -147,8 +123,8 @@ class Iota(CppKernel):
 
 
 COPY = Copy("cpu/copy", ("reshape",))
-TRANSPOSE = Transpose("cpu/transpose", ("transpose",))
-SLICE = Slice("cpu/slice", ("slice",))
+TRANSPOSE = Strided("cpu/transpose", ("transpose",))
+SLICE = Strided("cpu/slice", ("slice",))
 CONCAT = Concat("cpu/concat", ("concat",))
 TAKE = Take("cpu/take", ("take",))
 PACKED_TAKE = PackedTake("cpu/packed_take", ("packed_take",))

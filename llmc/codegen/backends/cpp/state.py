@@ -61,7 +61,7 @@ class KvAppend(CppKernel):
 
 
 class States(CppKernel):
-    """The small row_* ops, which a single thread computes."""
+    """The small row_* ops, computed by a single thread."""
 
     headers = ("llmc_abi.h", "llmc_state.h")
 
@@ -80,12 +80,12 @@ class States(CppKernel):
         if name == "row_ids":
             return f"row_ids(ctx, {y[0]}, {p[0]}, {p[1]}, {p[2]}, {shape[1][0]}, {shape[0][1]});"
         if name == "row_slots":
-            where = f"{shape[1][0]}, {shape[0][1]}, {node.attrs['page']}"
-            return f"row_slots(ctx, {y[0]}, {p[0]}, {p[1]}, {p[2]}, {where});"
+            sizes_text = f"{shape[1][0]}, {shape[0][1]}, {node.attrs['page']}"
+            return f"row_slots(ctx, {y[0]}, {p[0]}, {p[1]}, {p[2]}, {sizes_text});"
         if name == "row_last":
             return f"row_last(ctx, {y[0]}, {p[0]}, {sizes(node.result.type.shape[0])});"
-        where = f"{shape[3][0]}, {shape[0][1]}, {shape[2][1]}"
-        return f"row_commit(ctx, {', '.join(p)}, {where});"
+        sizes_text = f"{shape[3][0]}, {shape[0][1]}, {shape[2][1]}"
+        return f"row_commit(ctx, {', '.join(p)}, {sizes_text});"
 
 
 class Sampling(CppKernel):
@@ -95,7 +95,7 @@ class Sampling(CppKernel):
 
     def reject(self, node: Node, target: Target) -> str | None:
         if node.op.name == "row_logprobs" and len(node.operands) == 3:
-            return "rows without iparams"
+            return "the operand iparams is missing"
         return unsupported(node, (*FLOATS, "i32"))
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
@@ -112,7 +112,7 @@ class Sampling(CppKernel):
             return "".join(f", {sizes(node.operands[i].type.shape[1])}" for i in operands)
 
         r, v = (sizes(s) for s in node.operands[0].type.shape)
-        more = {
+        arguments = {
             "row_penalize": lambda: widths(4, 6),
             "row_mask": lambda: widths(5, 6),
             "row_logprobs": lambda: f", {node.attrs['k']}",
@@ -122,7 +122,7 @@ class Sampling(CppKernel):
         if node.op.name == "row_logprobs" and len(node.operands) == 2:
             ins += ", nullptr, nullptr"
         outs = ", ".join(f"y{i}" for i in range(len(node.results)))
-        return f"{pointers(node)}\n{node.op.name}(ctx, {outs}, {ins}, {r}, {v}{more});"
+        return f"{pointers(node)}\n{node.op.name}(ctx, {outs}, {ins}, {r}, {v}{arguments});"
 
 
 ROPE = Rope("cpu/rope", ("rope",))

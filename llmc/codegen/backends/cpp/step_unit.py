@@ -1,7 +1,4 @@
-"""The step unit: one C++ text with the launch tables of all programs and the thread pool that runs them.
-
-Only CPUs have one.
-"""
+"""The step unit of CPU artifacts: one C++ source with the launch tables of all programs and their thread pool."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from llmc.ir.graph import Module
 
 @dataclass(frozen=True)
 class LaunchTable:
-    """How to call one launch: buffer indices, sizes, and whether all threads wait after it."""
+    """The arguments of one launch: buffer indices, sizes, and whether all threads wait after it."""
 
     args: tuple[int, ...]
     sizes: tuple[Dim, ...]
@@ -115,14 +112,14 @@ def _wrap(text: str) -> str:
 
 
 def step_source(placed: Sequence[Placed], m: Module) -> tuple[Source, tuple[str, ...]]:
-    """The step unit of all programs, and each program's entry in it."""
+    """Return the step unit of all programs, and the name of each program's step function."""
     tables = [step_table(p, m) for p in placed]
     entries = tuple(t.entry for t in tables)
     return Source(entries[0] if entries else "", "cpp", step_unit(tables), options=(("O", 2),)), entries
 
 
 def step_table(p: Placed, m: Module) -> StepTable:
-    """The launch tables of a graph."""
+    """Return the launch table of a graph."""
     bounds = m.bounds(p.emitted.graph)
     sources = p.emitted.sources
     launches = [LaunchTable(args, s.sizes, sync) for args, s, sync in zip(p.args, sources, p.sync, strict=True)]

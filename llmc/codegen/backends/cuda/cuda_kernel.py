@@ -1,11 +1,11 @@
-"""What CUDA C++ kernels share: from a `.cu` file and a binding to a Source; no kernel, no compiler.
+"""The base class of CUDA C++ kernels: makes a Source from a `.cu` file and the constants of a node.
 
 A kernel is a file of CUDA C++ with one `extern "C" __global__` function, and a class whose `bind` supplies the file's
 constants and the launch. The function's parameters are, in this order:
 
 - a pointer for each operand, then for each result; in place of a pointer that `Binding.maps` names, a
   `const __grid_constant__ TensorMap`;
-- an `int` for each of `Binding.sizes`, the sizes that are known only when a step runs;
+- an `int` for each of `Binding.sizes`, the sizes that are known only at run time;
 - a `float` or an `int` for each of `Binding.values`.
 """
 
@@ -17,7 +17,7 @@ from functools import lru_cache
 from importlib import resources
 from types import MappingProxyType
 
-from llmc.codegen.emit import Sizes, describe, refused
+from llmc.codegen.emit import Sizes, describe, unsupported_dtype
 from llmc.codegen.kernel import Kernel, Map, Param, Schedule, Source
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
@@ -31,7 +31,7 @@ CTYPES: Mapping[str, str] = MappingProxyType(
     }
 )  # fmt: skip
 FLOATS = ("f32", "bf16", "f16")
-PDL = "pdl"  # the target's launches may begin before the launch before them has ended
+PDL = "pdl"  # target feature: programmatic dependent launch
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Binding:
     """The constants that a `.cu` file expects and the launch of its function.
 
     grid: blocks along x, y and z; threads: threads of a block; shared: bytes of dynamic shared memory. constants: name
-    -> an integer (`constexpr int`), a float (`constexpr float`) or a type (`using`). sizes, values: see the module.
-    maps: operands that are tensor maps, with their strides, offsets and swizzles. cluster: blocks of a cluster along x,
-    y and z.
+    -> an integer (`constexpr int`), a float (`constexpr float`) or a type (`using`). sizes, values: see the module
+    docstring. maps: operands passed as tensor maps, with their strides, offsets and swizzles. cluster: blocks of a
+    cluster along x, y and z.
     """
 
     grid: tuple[Dim | int, ...]
@@ -54,7 +54,7 @@ class Binding:
     cluster: tuple[int, ...] = ()
 
     def passes(self, values: int) -> tuple[Param, ...]:
-        """The parameters of a launch with so many operands and results."""
+        """Return the parameters of a launch; `values` is the number of operands and results."""
         maps = {m.param: Param("map", i) for i, m in enumerate(self.maps)}
         return (
             *(maps.get(i, Param("arg", i)) for i in range(values)),
@@ -65,18 +65,20 @@ class Binding:
 
 @dataclass(frozen=True)
 class CudaKernel(Kernel):
-    """A kernel in CUDA C++: `file` is "package:name.cu", a resource of an importable package, and `entry` the function
-    in it."""
+    """A kernel in CUDA C++.
+
+    file: "package:name.cu", a resource of an importable package. entry: the name of its kernel function.
+    """
 
     language: str = "cuda"
     file: str = ""
     entry: str = ""
 
     def reject(self, node: Node, target: Target) -> str | None:
-        return refused(node, tuple(CTYPES))
+        return unsupported_dtype(node, tuple(CTYPES))
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
-        """The constants and the launch of a node."""
+        """Return the constants and the launch for a node."""
         raise NotImplementedError
 
     def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
@@ -98,7 +100,7 @@ class CudaKernel(Kernel):
 
 
 def _constant(name: str, value: int | float | str) -> str:
-    """One definition in C++."""
+    """Print the C++ definition of a constant or type."""
     if isinstance(value, str):
         return f"using {name} = {value};"
     if isinstance(value, int):
@@ -108,6 +110,6 @@ def _constant(name: str, value: int | float | str) -> str:
 
 @lru_cache(maxsize=64)
 def _text(file: str) -> str:
-    """A resource of a package, named "package:file"."""
+    """Read a package resource, named "package:file"."""
     package, _, name = file.partition(":")
     return resources.files(package).joinpath(name).read_text()

@@ -14,20 +14,20 @@ from llmc.targets.target import Target
 
 TILE_M, TILE_K = 128, 64
 TILES = ((256, 4), (128, 6), (128, 4))  # columns of a tile, stages
-GROUPS = (16, 8)
-THREADS = 384
+GROUPS = (16, 8)  # row tiles that are processed together, to share tiles of the weight in the L2 cache
+THREADS = 384  # one producer warpgroup and two consumer warpgroups
 SWIZZLE = 3  # 128 bytes
-ALIGN = 1024  # bytes; of the buffers in shared memory
-_SHARE = 0.75  # of the peak, guessed
+ALIGN = 1024  # alignment of the buffers in shared memory, in bytes
+_SHARE = 0.75  # share of peak arithmetic that the kernel reaches; an estimate, not measured
 
 
 @dataclass(frozen=True)
 class GemmWgmma(CudaKernel):
-    """linear of bf16 by a constant weight whose sizes are multiples of 8, on sm_90."""
+    """linear in bf16 with a weight whose sizes are constant multiples of 8, on sm_90."""
 
     def reject(self, node: Node, target: Target) -> str | None:
         if target.family != "cuda" or target.arch != "sm_90" or target.has("interpret"):
-            return f"{target.name} is not Hopper, whose matrix instructions it uses"
+            return f"{target.name} does not have wgmma, the matrix instructions of sm_90"
         for v in [*node.operands, *node.results]:
             if v.type.format is not None or v.type.dtype != "bf16":
                 return f"operand type {v.type} is not bf16"
@@ -40,11 +40,11 @@ class GemmWgmma(CudaKernel):
         return self.all_schedules()
 
     def all_schedules(self) -> list[Schedule]:
-        """All schedules; they fit every node."""
+        """Return all schedules; each is valid for every node."""
         return [{"bn": bn, "stages": stages, "group": g} for g in GROUPS for bn, stages in TILES]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        """Arithmetic of whole tiles in rounds over the multiprocessors, or traffic."""
+        """Predict the larger of arithmetic time, in whole waves of tiles, and memory time, in microseconds."""
         x, w = (v.type for v in node.operands)
         m, n, k = int(product(x.shape[:-1]).subs(env)), int(w.shape[0]), int(w.shape[1])
         tiles = -(-m // TILE_M) * -(-n // schedule["bn"])

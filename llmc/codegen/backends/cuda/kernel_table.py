@@ -1,4 +1,4 @@
-"""The names of the CUDA C++ kernels and where they live; nothing is imported until a name is read."""
+"""The CUDA C++ kernels by name. A kernel's module is imported when its name is first looked up."""
 
 from __future__ import annotations
 

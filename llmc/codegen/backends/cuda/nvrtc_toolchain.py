@@ -17,7 +17,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.targets.target import Target
 
 _DIGEST = 32
-_FEATURES = 90  # compute capability, in tenths, from which kernels may use the features of one architecture alone
+_FEATURES = 90  # compute capability x 10 from which the suffix "a" enables architecture-specific instructions
 _REMEDY = "pip install 'llmc-aot[nvidia]' (no GPU is needed to compile)"
 
 
@@ -25,7 +25,8 @@ _REMEDY = "pip install 'llmc-aot[nvidia]' (no GPU is needed to compile)"
 class NvrtcToolchain:
     """NVRTC for one target. Equal text, launch and version give the same key, and one compilation.
 
-    A text is all there is: NVRTC gets no include path, so a key needs no hashes of headers. Sources have no options.
+    NVRTC gets no include path, so a source is self-contained and a key needs no hashes of headers. Sources have no
+    options.
     """
 
     target: Target
@@ -35,27 +36,27 @@ class NvrtcToolchain:
 
     @staticmethod
     def find(target: Target) -> NvrtcToolchain:
-        """Raises Diagnostic E501 if NVRTC or its Python bindings are not installed."""
+        """Return the toolchain of `target`; raises Diagnostic E501 if NVRTC or its bindings are not installed."""
         try:
             from cuda.bindings import nvrtc
 
             status, major, minor = nvrtc.nvrtcVersion()
         except (ImportError, RuntimeError, OSError):
-            cause = f"a kernel for {target.name} is in CUDA C++, and NVRTC is not installed"
+            cause = f"a kernel for {target.name} is written in CUDA C++, but NVRTC is not installed"
             raise Diagnostic("E501", cause, _REMEDY) from None
         if status:
-            raise Diagnostic("E501", f"NVRTC does not start: {status.name}", _REMEDY)
+            raise Diagnostic("E501", f"NVRTC cannot be started: {status.name}", _REMEDY)
         return NvrtcToolchain(target, f"{major}.{minor}")
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The compiler's arguments; `sm_90a` has the instructions of Hopper that no later architecture has."""
+        """The compiler's arguments; the suffix in `sm_90a` enables instructions that only this architecture has."""
         arch = self.target.arch
         exact = arch[-1] in "af" or int(arch.removeprefix("sm_")) < _FEATURES
         return f"-arch={arch}{'' if exact else 'a'}", "-std=c++17"
 
     def key(self, source: Source) -> str:
-        """A hash of text, launch, options and version: 32 hexadecimal digits."""
+        """Return a hash of text, launch, options and version: 32 hexadecimal digits."""
         maps = [(m.param, len(m.shape), m.box, m.swizzle) for m in source.maps]
         passes = [(p.kind, p.index, p.nbytes) for p in source.passes]
         launch = [source.entry, passes, source.threads, source.shared, maps]
@@ -72,33 +73,33 @@ class NvrtcToolchain:
     def compile(
         self, sources: Sequence[tuple[Source, str]], cache: Path, jobs: int = 2, progress: Progress | None = None
     ) -> dict[str, Compiled]:
-        """key -> cubin of every (source, location), `jobs` threads at a time.
+        """Compile pairs (source, location) in up to `jobs` threads; return key -> cubin.
 
-        Raises Diagnostic E502 with the first error of the first text that does not compile, and E505 if a binary takes
-        other parameters than its launches pass.
+        Raises Diagnostic E502 with the first error of the first source that does not compile, and E505 if a binary's
+        parameters differ from those that its launches pass.
         """
 
-        def one(key: str, source: Source, loc: str) -> Compiled:
-            return self._one(key, source, loc, cache)
+        def compile_one(key: str, source: Source, loc: str) -> Compiled:
+            return self._compiled(key, source, loc, cache)
 
-        return compile_in_threads(sources, self.key, one, cache, jobs, progress)
+        return compile_in_threads(sources, self.key, compile_one, cache, jobs, progress)
 
-    def _one(self, key: str, source: Source, loc: str, cache: Path) -> Compiled:
+    def _compiled(self, key: str, source: Source, loc: str, cache: Path) -> Compiled:
         path = entry_path(cache, key)
-        if (found := read_entry(path)) is not None:
-            return found
-        binary, why = compile_text(source.text, self.options)
-        if why:
-            raise compile_error(f"NVRTC {self.version}", source, why, cache / f"{key}.failed.cu", loc)
+        if (entry := read_entry(path)) is not None:
+            return entry
+        binary, message = compile_text(source.text, self.options)
+        if message:
+            raise compile_error(f"NVRTC {self.version}", source, message, cache / f"{key}.failed.cu", loc)
         check_launch(source, binary, loc)
         boxes = tuple((m.box, m.swizzle) for m in source.maps)
-        made = Compiled(binary, source.threads, source.shared, boxes)
-        write_entry(path, made)
-        return made
+        compiled = Compiled(binary, source.threads, source.shared, boxes)
+        write_entry(path, compiled)
+        return compiled
 
 
 def compile_text(text: str, options: Sequence[str]) -> tuple[bytes, str]:
-    """(cubin, ""), or (b"", the first error) if the text does not compile."""
+    """Return (cubin, ""), or (b"", the first error message) if the text does not compile."""
     from cuda.bindings import nvrtc
 
     program = _ok(nvrtc.nvrtcCreateProgram(text.encode(), b"kernel.cu", 0, [], []))
@@ -116,9 +117,9 @@ def compile_text(text: str, options: Sequence[str]) -> tuple[bytes, str]:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def _ok(answer: tuple[Any, ...]) -> Any:
-    """The value of a call. Raises RuntimeError with the status if it failed: texts alone fail to compile."""
-    status, *values = answer
+def _ok(result: tuple[Any, ...]) -> Any:
+    """Return the value of an NVRTC call; raises RuntimeError with the status if it failed."""
+    status, *values = result
     if status:
         raise RuntimeError(f"NVRTC failed: {status.name}")
     return values[0] if values else None

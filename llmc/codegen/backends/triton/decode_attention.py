@@ -18,7 +18,7 @@ from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
 MAX_HEAD = 512
-CONTEXT = 1024  # tokens that a row is taken to have when schedules are compared
+CONTEXT = 1024  # tokens per row that the cost rule assumes
 # keys, warps, stages
 TILES = (
     (32, 2, 4), (64, 4, 3), (32, 4, 4), (64, 4, 4), (128, 4, 3), (16, 1, 3), (32, 2, 3), (32, 4, 3), (32, 1, 3),
@@ -28,7 +28,10 @@ TILES = (
 
 @dataclass(frozen=True)
 class Problem:
-    """What attention over pages has in numbers. item: bytes of an element of the pool."""
+    """The sizes and constants of paged attention.
+
+    h: query heads. g: key heads. page: tokens per page. d: head size. item: bytes of an element of the pool.
+    """
 
     h: int
     g: int
@@ -38,10 +41,11 @@ class Problem:
     scale: float
     window: int
     softcap: float
-    dot: str  # the dtype that products are taken in
+    dot: str  # Triton dtype of the factors of tl.dot
 
     @staticmethod
     def of(node: Node) -> Problem:
+        """Read the problem from a paged attention node."""
         q, kv, a = node.operands[0].type, node.operands[1].type, node.attrs
         g, page, d = (int(s) for s in kv.shape[2:])
         dot = element(kv) if q.dtype == kv.dtype else "tl.float32"
@@ -55,24 +59,24 @@ class Problem:
 
     @property
     def width(self) -> int:
-        """Columns of a head in a product."""
+        """Columns of a head, padded for tl.dot."""
         return max(16, power(self.d))
 
     @property
     def token(self) -> int:
-        """Bytes of a token's keys and values."""
+        """Bytes of one token's keys and values, over all key heads."""
         return 2 * self.g * self.d * self.item
 
     def constants(self) -> dict[str, Argument]:
-        """The template parameters that describe the problem."""
+        """Return the template parameters that describe the problem."""
         return {
             "HEADS": self.h, "KV_HEADS": self.g, "HEAD_DIM": self.d, "HEAD_DIM_PADDED": self.width, "PAGE": self.page,
             "SCALE": self.scale, "WINDOW": self.window, "SOFTCAP": self.softcap, "DOT_DTYPE": self.dot,
         }  # fmt: skip
 
 
-def unfit(node: Node, floats: tuple[int, ...]) -> str | None:
-    """Why none of these kernels can run the node: dtypes, or sizes that are not constant, or too large."""
+def reject_attention(node: Node, floats: tuple[int, ...]) -> str | None:
+    """Return why no attention kernel supports the node, or None; `floats` are the operands that must be floats."""
     if why := unsupported(node):
         return why
     types = [node.operands[i].type for i in floats if i < len(node.operands)]
@@ -84,38 +88,42 @@ def unfit(node: Node, floats: tuple[int, ...]) -> str | None:
         return "heads, page and head size must be constant"
     h, g = int(q.shape[1]), int(k.shape[2] if k.rank == 5 else k.shape[1])
     if h % g:
-        return f"{h} query heads do not share {g} key heads evenly"
+        return f"{h} query heads are not a multiple of {g} key heads"
     widest = max(int(t.shape[-1]) for t in types[: len(floats) - 1])
     return f"head size {widest} is above {MAX_HEAD}" if widest > MAX_HEAD else None
 
 
 class DecodeAttention(TritonKernel):
-    """Tokens one by one, each over the pages of its row, or over its part of them; right for any mixture of rows."""
+    """One token and key head per program, over all pages of its row or one split; valid for any mixture of rows."""
 
     def reject(self, node: Node, target: Target) -> str | None:
-        return "it leaves no rows out" if node.attrs.get("least", 1) > 1 else unfit(node, (0, 1, 6))
+        return (
+            "it does not support skipping rows (least > 1)"
+            if node.attrs.get("least", 1) > 1
+            else reject_attention(node, (0, 1, 6))
+        )
 
     def early(self, node: Node) -> tuple[int, ...]:
-        """The tables: where the row's keys are is then known before the queries are."""
+        """Return the tables, so that key addresses are known before the previous kernel has written the queries."""
         return (2, 3, 4) if node.op.name == "paged_attention_split" else (2, 3, 4, 5)
 
     def rows(self, p: Problem) -> int:
-        """Rows of the product: query heads of a key head."""
+        """Rows of the products: query heads per key head, padded for tl.dot."""
         return max(16, power(p.group))
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        p, least = Problem.of(node), {"keys": 16, "warps": 4, "stages": 1}
+        p, smallest = Problem.of(node), {"keys": 16, "warps": 4, "stages": 1}
         if p.dot == "tl.float32":
-            return [least]  # its products take a thread's registers
-        found: list[Schedule] = []
+            return [smallest]  # float32 products use many registers per thread
+        schedules: list[Schedule] = []
         for keys, warps, stages in TILES:
             shared = (2 * keys * (stages - 1) + self.rows(p)) * p.width * p.item
             if shared <= target.limits.shared * 7 // 8 and keys * p.width <= 1 << 14:
-                found.append({"keys": keys, "warps": warps, "stages": stages})
-        return [*found, least]
+                schedules.append({"keys": keys, "warps": warps, "stages": stages})
+        return [*schedules, smallest]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        """Blocks run in rounds; a block's tiles cost a latency and their bytes at a multiprocessor's bandwidth."""
+        """Predict microseconds: waves of blocks, whose tiles cost a latency and their bytes at one SM's bandwidth."""
         p, splits = Problem.of(node), node.attrs.get("splits", 1)
         tokens = node.operands[0].type.shape[0].subs(env).const or 1
         seen = min(CONTEXT, p.window or CONTEXT)
@@ -125,9 +133,9 @@ class DecodeAttention(TritonKernel):
         rounds = math.ceil(tokens * p.g * splits / (target.limits.units * resident))
         tiles = math.ceil(seen / splits / schedule["keys"])
         hidden = max(1.0, min(schedule["stages"] - 1, tiles))
-        one = 1.5 + tiles * (0.04 * schedule["warps"] + 0.6 / hidden + tile / 1e5)
+        block_us = 1.5 + tiles * (0.04 * schedule["warps"] + 0.6 / hidden + tile / 1e5)
         read = tokens * seen * p.token / target.bandwidth * 1e6
-        return max(read, rounds * one) + target.launch_us
+        return max(read, rounds * block_us) + target.launch_us
 
     def code(self, u: Unit) -> Code:
         n, p, splits = u.node, Problem.of(u.node), u.node.attrs.get("splits", 0)
@@ -151,7 +159,7 @@ class DecodeAttention(TritonKernel):
 
 
 class AttentionCombine(TritonKernel):
-    """The parts of one head of one token, weighed by their sums."""
+    """The weighted mean of the splits, one head of one token per program."""
 
     def reject(self, node: Node, target: Target) -> str | None:
         if why := unsupported(node, FLOATS):
@@ -166,7 +174,7 @@ class AttentionCombine(TritonKernel):
         return [{"warps": best}, *({"warps": w} for w in (1, 2, 4) if w != best)]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        """The traffic, and what a block waits for: its threads' loads in turn, its warps for one another."""
+        """Predict microseconds: memory traffic, the serial loads of a thread, and the synchronization of the warps."""
         parts, d = (power(int(s)) for s in node.operands[0].type.shape[2:])
         loads = parts * d / (128 * schedule["warps"])
         return roofline_us(node, target, env) + 0.02 * loads + 0.05 * schedule["warps"]

@@ -1,7 +1,7 @@
 """Products on tensor cores: weight tiles times a few tokens (GEMM_SMALL), and large square tiles for prompts (GEMM).
 
-GEMM_SMALL has the weight rows as the rows of its tiles and the tokens as their columns, so that few tokens fill an
-instruction; GEMM has them the other way round, and walks its tiles in groups that stay in the L2 cache.
+GEMM_SMALL uses weight rows as the rows of its tiles and tokens as their columns, because tensor-core instructions have
+many rows but may have few columns. GEMM uses tokens as rows, and orders its tiles in groups that stay in the L2 cache.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from llmc.codegen.backends.triton.linear_problem import Product, epilogue, extra_operands, peak, refuse
+from llmc.codegen.backends.triton.linear_problem import Product, epilogue, extra_operands, peak, reject_product
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.tiling import power
 from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit
@@ -21,9 +21,9 @@ from llmc.targets.target import Target
 
 Shape = tuple[int, int, int, int, int, int]  # bm, bn, bk, warps, stages, split
 KEYS = ("bm", "bn", "bk", "warps", "stages", "split")
-LINE = 128  # bytes that one prefetch brings to the L2 cache
-GROUP = 8  # rows of tiles that are walked together
-EARLY = 32  # tokens up to which a program keeps its extras in registers while it multiplies
+LINE = 128  # bytes of one prefetch into the L2 cache
+GROUP = 8  # rows of tiles per group
+EARLY = 32  # maximum tokens per tile for which the epilogue operands are loaded before the product
 TOKENS = (8, 16, 32, 64, 128, 256)
 # bn, bk, warps, stages, split of 16-bit tiles.
 NARROW = (
@@ -55,36 +55,36 @@ NARROW = (
 )
 # float32 factors are multiplied without tensor cores: bm, bn, bk, warps, stages.
 FLOAT = ((16, 32, 32, 4, 2), (16, 64, 16, 4, 2), (32, 32, 32, 4, 2), (32, 64, 16, 4, 2))
-# bm, bn, bk, warps, stages of large products; bn is of all parts.
+# bm, bn, bk, warps, stages of large products; bn counts the columns of all parts.
 LARGE = (
     (128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 3), (64, 128, 64, 4, 4), (64, 256, 64, 8, 4),
     (128, 256, 64, 8, 4), (128, 128, 64, 8, 6), (128, 128, 128, 8, 3), (64, 128, 128, 4, 4),
 )  # fmt: skip
 LARGE_FLOAT = ((64, 64, 16, 4, 2), (32, 64, 16, 4, 2))
-SMALL = (16, 16, 32, 4, 2, 1)  # fits everywhere
-_SUMS = 128  # float32 sums that a thread holds at most
-WARPGROUP = 64  # rows of the widest instruction
-MATRIX = 16  # rows and columns of AMD's least one
-_L2 = 2.2  # times the memory's bandwidth: what the L2 cache gives
+SMALL = (16, 16, 32, 4, 2, 1)  # fits every target
+_SUMS = 128  # maximum float32 sums per thread
+WARPGROUP = 64  # rows of a warpgroup's instruction
+MATRIX = 16  # rows and columns of AMD's smallest instruction
+_L2 = 2.2  # bandwidth of the L2 cache relative to memory
 
 
 @dataclass(frozen=True)
 class Gemm(TritonKernel):
-    """linear and linear_map by tl.dot, any number of tokens. `swap`: the weight is the left factor."""
+    """linear and linear_map by tl.dot, for any number of tokens. swap: the weight is the left factor of tl.dot."""
 
     swap: bool = False
     crowds: bool = True
     yields: bool = True
 
     def reject(self, node: Node, target: Target) -> str | None:
-        return refuse(node)
+        return reject_product(node)
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = Product.of(node)
-        offered = self._narrow(p) if self.swap else self._large(p)
-        if target.family == "hip":  # one tile ahead, in registers; the least instruction has 16 rows and columns
-            offered = ((max(MATRIX, s[0]), max(MATRIX, s[1]), *s[2:4], 2, 1) for s in offered)
-        shapes = [s for s in dict.fromkeys(offered) if fits(p, s, target)]
+        shapes_to_try = self._narrow(p) if self.swap else self._large(p)
+        if target.family == "hip":  # prefetches one tile in registers; the smallest instruction has 16 rows and columns
+            shapes_to_try = ((max(MATRIX, s[0]), max(MATRIX, s[1]), *s[2:4], 2, 1) for s in shapes_to_try)
+        shapes = [s for s in dict.fromkeys(shapes_to_try) if fits(p, s, target)]
         return [dict(zip(KEYS, s, strict=True)) for s in shapes or [SMALL]]
 
     def _narrow(self, p: Product) -> Iterator[Shape]:
@@ -101,7 +101,7 @@ class Gemm(TritonKernel):
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         p, s = Product.of(node), schedule
-        return product_us(p, s, target, env, self.swap) * (slower(p, s) if self.swap else 1.0) + target.launch_us
+        return product_us(p, s, target, env, self.swap) * (penalty(p, s) if self.swap else 1.0) + target.launch_us
 
     def code(self, u: Unit) -> Code:
         p, s = Product.of(u.node), u.schedule
@@ -111,12 +111,12 @@ class Gemm(TritonKernel):
         return u.launch(template, grid, s["warps"], s["stages"], (epilogue(u, p),), **arguments)
 
     def bind(self, u: Unit, p: Product) -> tuple[Template, dict[str, Argument]]:
-        """The template and its arguments."""
+        """Return the template and its arguments."""
         return gemm_small_template(u, p) if self.swap else gemm_template(u, p, 0)
 
 
 def common(u: Unit, p: Product) -> dict[str, Argument]:
-    """The arguments that the templates of tiled products share."""
+    """Return the arguments that the templates of tiled products share."""
     s, m = u.schedule, u.sizes(p.m)
     return {
         "M": m,
@@ -138,7 +138,7 @@ def common(u: Unit, p: Product) -> dict[str, Argument]:
 
 
 def gemm_template(u: Unit, p: Product, splits: int) -> tuple[Template, dict[str, Argument]]:
-    """The template of large tiles and its arguments; `splits` parts of the depth, or 0."""
+    """Return the template of large tiles and its arguments; `splits` is the number of parts of the depth, or 0."""
     return Template("gemm", "gemm"), {
         **common(u, p),
         "x_ptr": "x0",
@@ -150,13 +150,13 @@ def gemm_template(u: Unit, p: Product, splits: int) -> tuple[Template, dict[str,
 
 
 def gemm_small_template(u: Unit, p: Product) -> tuple[Template, dict[str, Argument]]:
-    """The template of few tokens and its arguments.
+    """Return the template for few tokens and its arguments.
 
-    With dependent launches it asks for the weights of its first step before the wait. Asking for more than that slowed
-    down the kernels in front by what it gained here.
+    With dependent launches, the kernel prefetches the weights of its first step before the wait. Prefetching more
+    slowed down the previous kernels by as much as this one gained.
     """
     s, line = u.schedule, LINE * 8 // DTYPES[p.w.dtype].bits
-    lines = 1 << (-(-min(p.k, s["bk"]) // line)).bit_length() - 1  # a power of two, not above what the step has
+    lines = 1 << (-(-min(p.k, s["bk"]) // line)).bit_length() - 1  # the largest power of two in a step
     return Template("gemm_small", "gemm_small"), {
         **common(u, p),
         "x_ptr": "x0",
@@ -170,28 +170,31 @@ def gemm_small_template(u: Unit, p: Product) -> tuple[Template, dict[str, Argume
 
 
 def fits(p: Product, s: Shape, target: Target) -> bool:
-    """True where a block's tiles fit its shared memory, and its sums the registers."""
+    """Whether a block's tiles fit shared memory and its sums fit registers."""
     bm, bn, _, warps, _, split = s
     shared = tiles_bytes(p, dict(zip(KEYS, s, strict=True)), target)
     return shared <= target.limits.shared and bm * bn * p.parts * split <= _SUMS * warps * target.limits.warp
 
 
 def tiles_bytes(p: Product, s: Schedule, target: Target) -> int:
-    """Shared memory: instructions that read it themselves hold one tile more than those that read registers."""
+    """Bytes of shared memory. Instructions that read their operands from shared memory need one more stage."""
     rows = s["bn"] * (2 if joins(p, s["bn"], s["split"]) else 1)
     direct = target.family == "cuda" and rows >= WARPGROUP and s["bm"] >= 16
-    kept = s["stages"] - (not direct)
-    return int(kept * (s["bn"] * p.parts + s["bm"]) * s["bk"] * DTYPES[p.dot].bits // 8)
+    buffers = s["stages"] - (not direct)
+    return int(buffers * (s["bn"] * p.parts + s["bm"]) * s["bk"] * DTYPES[p.dot].bits // 8)
 
 
 def joins(p: Product, bn: int, split: int) -> bool:
-    """Whether both parts are one tile: half as many rows of each still fill an instruction."""
+    """Whether the rows of both parts form one tile, so that fewer rows of each part fill an instruction."""
     return split == 1 and p.parts == 2 and bn < WARPGROUP
 
 
 def reading_us(p: Product, s: Schedule, target: Target, env: Mapping[str, int], swap: bool) -> float:
-    """What is in flight bounds the rate: a multiprocessor takes about 1.6 shares of the bandwidth, and memory answers
-    after 1 us. Programs that share weights and are not walked in groups read them again, mostly from the L2 cache."""
+    """Predict the microseconds of reading the operands.
+
+    The bytes in flight bound the rate: one multiprocessor can use about 1.6 times its share of the bandwidth, and the
+    latency of memory is 1 us. Programs that share weights but are not grouped read them again, mostly from L2.
+    """
     passes, columns, units = -(-p.tokens(env) // s["bm"]), -(-p.n // s["bn"]), target.limits.units
     row = s["bk"] * DTYPES[p.w.dtype].bits // 8
     ahead = (s["stages"] - 1) * s["bn"] * p.parts * row
@@ -204,17 +207,22 @@ def reading_us(p: Product, s: Schedule, target: Target, env: Mapping[str, int], 
     return max(moved / (0.86 * busy), near / _L2) / target.bandwidth * 1e6
 
 
-def slower(p: Product, s: Schedule) -> float:
-    """What the rule cannot see, as measured on an H200: warps that split the columns need many steps and few tokens,
-    flat tiles of many tokens starve."""
+def penalty(p: Product, s: Schedule) -> float:
+    """Return the measured factor (H200) by which some schedules are slower than `product_us` predicts.
+
+    Warps that split the columns need many steps and few tokens; tiles of few weight rows and many tokens are slow.
+    """
     if s["split"] > 1:
         return 1.4 if s["bm"] > 32 else 1.25 if p.k < 8 * s["bk"] else 1.0
     return 1.5 if s["bn"] < 64 and s["bm"] >= 64 else 1.0
 
 
 def product_us(p: Product, s: Schedule, target: Target, env: Mapping[str, int], swap: bool) -> float:
-    """Reading and half of the arithmetic beside it, as tiles of few tokens were measured; or the arithmetic, at the
-    share of the peak that a tile of the size reaches, in whole rounds of blocks over the multiprocessors."""
+    """Predict the microseconds of a product without launch overhead.
+
+    The larger of two times: reading plus half of the arithmetic (as measured for tiles of few tokens), and the
+    arithmetic in whole waves of blocks at the share of the peak that tiles of this size reach.
+    """
     rows, columns = -(-p.tokens(env) // s["bm"]), -(-p.n // s["bn"])
     blocks, units, area = rows * columns, target.limits.units, s["bm"] * s["bn"] * p.parts
     flops = 2.0 * rows * s["bm"] * columns * s["bn"] * p.parts * p.k

@@ -1,4 +1,4 @@
-"""Products of few tiles whose depth is dealt out: partial products on tensor cores, and their sum with the epilogue."""
+"""Split-k products: partial products over parts of the depth on tensor cores, and their sum with the epilogue."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from llmc.ir.dim import D, product
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
-BLOCK = 1024  # columns of a sum that a program has at most
+BLOCK = 1024  # preferred maximum of columns per program
 _WARPS = 4
 
 
 class GemmSplitK(Gemm):
-    """linear_split, by the large tiles."""
+    """linear_split with the large tiles of GEMM."""
 
     def code(self, u: Unit) -> Code:
         code = super().code(u)
@@ -33,33 +33,35 @@ class GemmSplitK(Gemm):
 
 
 def splitk_us(node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-    """Microseconds of a product in parts: of one, as if the others' blocks were more columns."""
+    """Predict microseconds: those of one part with the blocks of the others counted as additional columns."""
     p, splits = Product.of(node), int(node.attrs["splits"])
     return product_us(replace(p, n=p.n * splits, k=p.k // splits), schedule, target, env, False)
 
 
 @dataclass(frozen=True)
 class PartialSums(Product):
-    """The epilogue of a product whose accumulator is the sum of parts."""
+    """The epilogue of linear_combine, whose accumulator is the sum of the partial products."""
 
     @staticmethod
     def of(node: Node) -> PartialSums:
+        """Read the problem from a linear_combine node."""
         shape = node.operands[0].type.shape
         return PartialSums(node, 1, int(shape[-1]), 0, node.attrs.get("body", "a0"))
 
     @property
     def first(self) -> int:
+        """The index of the first epilogue operand."""
         return 1
 
 
 class SplitKCombine(TritonKernel):
-    """splitk_combine: a program has a token's next `BLOCK` columns at most."""
+    """linear_combine: a program computes one block of columns of one token."""
 
     def reject(self, node: Node, target: Target) -> str | None:
         if why := unsupported(node, FLOATS):
             return why
         splits, columns = (node.operands[0].type.shape[i].const for i in (0, -1))
-        return "its parts or columns are not constant" if splits is None or columns is None else None
+        return "the number of parts or columns is not constant" if splits is None or columns is None else None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         return [{"block": b, "warps": w} for b, w in self._shapes(node)]

@@ -1,7 +1,7 @@
-"""Large products whose tiles the bulk copy engine brings: tensor maps in place of pointers, on Hopper and later.
+"""Large products that load tiles by TMA (tensor maps in place of pointers), on Hopper and later.
 
-No thread computes an address or holds a mask: what lies behind a matrix comes as zeros. The parts of a gated product
-are one tile of twice the rows, so that one instruction multiplies both.
+Threads compute no addresses and no masks, because TMA fills elements outside of a matrix with zeros. The two parts of a
+gated product form one tile of twice the rows, so that one instruction multiplies both.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from llmc.ir.dim import D
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
-FIRST = 90  # compute capability, in tenths
-ROW = 16  # bytes of which a row has to be a multiple
-STEP = 64  # columns of a tile: 128 bytes, the widest swizzle
-# bm, bn, warps, stages; bn is of all parts.
+FIRST = 90  # minimum compute capability x 10
+ROW = 16  # bytes; the size of a row must be a multiple
+STEP = 64  # columns of a tile: 128 bytes, the width of the largest swizzle
+# bm, bn, warps, stages; bn counts the columns of all parts.
 TILES = (
     (128, 256, 8, 4), (128, 128, 8, 4), (128, 256, 8, 3), (128, 128, 4, 3), (64, 128, 4, 4), (256, 128, 8, 4),
     (64, 256, 4, 4), (128, 128, 8, 6), (64, 128, 4, 6), (256, 128, 8, 3),
 )  # fmt: skip
-GROUPS, GROUPED = (16, 32), 3
-_GAIN = 1.1  # over pointers, as measured on an H200
+GROUPS, GROUPED = (16, 32), 3  # larger groups of row tiles, tried with the first GROUPED schedules
+_GAIN = 1.1  # speed-up over pointers, measured on an H200
 
 
 def has_maps(target: Target) -> bool:
-    """Whether its GPUs have the bulk copy engine."""
+    """Whether the target's GPUs have TMA."""
     return target.family == "cuda" and int(target.arch.removeprefix("sm_").rstrip("af")) >= FIRST
 
 
 def gain(node: Node, env: Mapping[str, int]) -> float:
-    """How much faster it is than the same tiles by pointers; nothing is known where tokens are few."""
+    """Return the speed-up over the same tiles with pointers; 1 for few tokens, for which it was not measured."""
     return _GAIN if Product.of(node).tokens(env) > WARPGROUP else 1.0
 
 
@@ -50,17 +50,17 @@ class GemmTma(Gemm):
             return why
         p = Product.of(node)
         if not has_maps(target):
-            return f"{target.name} has no bulk copies of tensors"
+            return f"{target.name} does not support TMA"
         if p.x.dtype != p.w.dtype or p.dot == "f32":
-            return f"factors of {p.x.dtype} and {p.w.dtype}; it takes two of 16 bits that are alike"
+            return f"factors of {p.x.dtype} and {p.w.dtype}; both must have the same 16-bit dtype"
         if p.parts > 2:
-            return f"{p.parts} parts; it takes two at most"
-        return f"rows of {2 * p.k} bytes are no multiple of {ROW}" if 2 * p.k % ROW else None
+            return f"{p.parts} parts; the maximum is 2"
+        return f"rows of {2 * p.k} bytes are not a multiple of {ROW}" if 2 * p.k % ROW else None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        """Each tile, and the best ones in larger groups: weights pass once where all tokens are one group."""
-        found = super().schedules(node, target)
-        return found + [{**s, "group": g} for g in GROUPS for s in found[:GROUPED]]
+        """Return all tiles, and the best ones with larger groups: in a single group, weights are read only once."""
+        schedules = super().schedules(node, target)
+        return schedules + [{**s, "group": g} for g in GROUPS for s in schedules[:GROUPED]]
 
     def _large(self, p: Product) -> Iterator[Shape]:
         for bm, bn, warps, stages in TILES:
@@ -81,7 +81,7 @@ class GemmTma(Gemm):
 
 
 def gemm_tma_template(u: Unit, p: Product, splits: int) -> tuple[Template, dict[str, Argument]]:
-    """The template and its arguments; `splits` parts of the depth, or 0."""
+    """Return the template and its arguments; `splits` is the number of parts of the depth, or 0."""
     return Template("gemm_tma", "gemm_tma"), {
         "x_map": "x0",
         "weight_map": "x1",
@@ -93,12 +93,12 @@ def gemm_tma_template(u: Unit, p: Product, splits: int) -> tuple[Template, dict[
 
 
 class GemmTmaSplitK(GemmTma):
-    """linear_split. A part is whole steps: what lies behind it is no zeros, but the next one's."""
+    """linear_split. Parts must be whole steps, because the elements after a part are those of the next, not zeros."""
 
     def reject(self, node: Node, target: Target) -> str | None:
         depth = Product.of(node).k // int(node.attrs["splits"])
         return super().reject(node, target) or (
-            f"parts of {depth} columns are no multiple of {STEP}" if depth % STEP else None
+            f"parts of {depth} columns are not a multiple of {STEP}" if depth % STEP else None
         )
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:

@@ -1,7 +1,7 @@
-"""Products of few tokens as streams of weight rows, multiplied in float32 registers; no tensor cores here.
+"""Products of few tokens that stream weight rows through float32 registers, without tensor cores.
 
-A program owns `bn` rows of every part and all the tokens of its block. It loads its first weight tiles before it waits
-for the launches in front of it, and reduces once, at the end.
+A program computes `bn` rows of every part for `rows` tokens. It loads its first weight tiles before it waits for the
+previous kernels, and reduces its sums once, at the end.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from llmc.codegen.backends.triton.linear_problem import Product, epilogue, extra_operands, refuse
+from llmc.codegen.backends.triton.linear_problem import Product, epilogue, extra_operands, reject_product
 from llmc.codegen.backends.triton.template import Template, function
 from llmc.codegen.backends.triton.tiling import power
 from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit
@@ -22,8 +22,8 @@ from llmc.targets.target import Target
 
 Shape = tuple[int, int, int, int]  # bn, bk, warps, stages
 Measured = tuple[int, int, Shape]
-MAX_ROWS = 8  # tokens of one program
-MOST = 16  # tokens beyond which the weights would be read again and again
+MAX_ROWS = 8  # maximum tokens per program
+MAX_TOKENS = 16  # with more, every weight would be read too often
 # Rows of all parts x columns -> the fastest (bn of all parts, bk, warps, stages) of bf16 streams measured on an H200.
 MEASURED: tuple[Measured, ...] = (
     (6144, 4096, (2, 2048, 8, 2)),
@@ -47,19 +47,19 @@ NORM_MEASURED: tuple[Measured, ...] = (
     (6144, 1024, (8, 1024, 2, 1)),
 )
 _KEYS = ("bn", "bk", "warps", "stages")
-_READ = 0.96  # of the bandwidth that the best of these schedules reach
+_READ = 0.96  # share of the bandwidth that the best of these schedules reach
 
 
 class Gemv(TritonKernel):
-    """linear and linear_map of 1 to about 4 tokens; any number is right."""
+    """linear and linear_map; fast for 1 to about 4 tokens, correct for any number."""
 
     measured: ClassVar[tuple[Measured, ...]] = MEASURED
 
     def reject(self, node: Node, target: Target) -> str | None:
-        if why := refuse(node):
+        if why := reject_product(node):
             return why
         m = Product.of(node).m.const
-        return f"{m} tokens; gemv takes at most {MOST}" if m is not None and m > MOST else None
+        return f"{m} tokens; the maximum is {MAX_TOKENS}" if m is not None and m > MAX_TOKENS else None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = Product.of(node)
@@ -68,15 +68,17 @@ class Gemv(TritonKernel):
         shapes = list(dict.fromkeys(_fit(p, s) for s in near))
         m = p.m.const
         counts = (2, 4, MAX_ROWS) if m is None else (min(m, MAX_ROWS), 4, 2, 1)
-        found = [[dict(zip(_KEYS, s, strict=True)) | {"rows": r} for s in shapes if _holds(p, s, r)] for r in counts]
-        return [x for some in found for x in some] if m is None else next(filter(None, found))
+        by_count = [
+            [dict(zip(_KEYS, s, strict=True)) | {"rows": r} for s in shapes if _fits_registers(p, s, r)] for r in counts
+        ]
+        return [x for schedules in by_count for x in schedules] if m is None else next(filter(None, by_count))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         p, s = Product.of(node), schedule
         m = p.tokens(env)
         passes = -(-m // s["rows"])
         moved = (p.bytes(env) + (passes - 1) * p.weight_bytes) / target.bandwidth / _READ
-        # A weight is converted once; a token's element, too, and then multiplied with the weights of all rows.
+        # Operations per weight: one conversion, and per token one product plus its share of converting and scaling x.
         steps = 1 + s["rows"] * (1 + 1.2 / (s["bn"] * p.parts))
         arithmetic = passes * p.parts * p.n * p.k * steps * 2 / target.peaks["f32"] / 0.85
         far = _distance(tuple(s[k] for k in _KEYS), _fit(p, nearest(p, self.measured)))
@@ -87,7 +89,7 @@ class Gemv(TritonKernel):
         rows, m = s["rows"], p.m.const
         sums = rows * p.parts
         tokens = u.sizes(p.m)
-        joint = sums > 1 and not u.interpret  # which would add such sums element by element
+        joint = sums > 1 and not u.interpret  # the interpreter would reduce them element by element
         return u.launch(
             Template("gemv", "gemv"),
             (D(-(-p.n // s["bn"])), p.m.ceildiv(rows)),
@@ -116,28 +118,30 @@ class Gemv(TritonKernel):
 
 
 def joint_sum(count: int) -> str:
-    """The generated function that sums `count` tiles over their second axis at once."""
+    """Generate the function that sums `count` tiles over their second axis in one reduction."""
     a, b = ([f"{x}{i}" for i in range(count)] for x in "ab")
     sums = ", ".join(f"{x} + {y}" for x, y in zip(a, b, strict=True))
-    plus = function(f"add_pairs({', '.join([*a, *b])})", "The sum of each pair.", [f"return {sums}"])
+    plus = function(f"add_pairs({', '.join([*a, *b])})", "Return the sum of each pair.", [f"return {sums}"])
     total = function(
         "joint_sum(tiles)",
-        "The sums of the tiles over their second axis, in one trip through shared memory.",
+        "Sum the tiles over their second axis, in one pass through shared memory.",
         ["return tl.reduce(tiles, 1, add_pairs)"],
     )
     return f"{plus}\n\n\n{total}"
 
 
 def nearest(p: Product, measured: Sequence[Measured]) -> Shape:
-    """The measured schedule of the shape that is nearest in size and form."""
+    """Return the measured schedule of the shape that is nearest in both sizes, on a logarithmic scale."""
     n, k = math.log2(p.n * p.parts), math.log2(p.k)
     return min(measured, key=lambda r: (abs(math.log2(r[0]) - n) + abs(math.log2(r[1]) - k), r[0]))[2]
 
 
 def _fit(p: Product, s: Shape) -> Shape:
-    """A measured schedule with its rows dealt to the parts, for this width of an element and this depth.
+    """Adapt a measured schedule to the number of parts, the element size and the depth.
 
-    A thread reads 16 bytes of each row at once and no two warps read the same columns, so x is read once a program."""
+    A thread reads 16 bytes of each row at once, and no two warps read the same columns, so that x is read once per
+    program.
+    """
     bn, bk, warps, stages = s
     lanes = 32 * 128 // DTYPES[p.w.dtype].bits
     while warps > 1 and lanes * warps > power(p.k):
@@ -147,20 +151,22 @@ def _fit(p: Product, s: Shape) -> Shape:
 
 
 def _distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:
-    """How many factors of two lie between two schedules."""
+    """The distance of two schedules: the sum of the factors of two between their values."""
     return sum(abs(math.log2(x / y)) for x, y in zip(a, b, strict=True))
 
 
-def _holds(p: Product, s: Shape, rows: int) -> bool:
-    """True where the float32 sums of a thread, and the weights on their way to it, fit its registers."""
+def _fits_registers(p: Product, s: Shape, rows: int) -> bool:
+    """Whether a thread's float32 sums and the weights that it has loaded ahead fit its registers."""
     bn, bk, warps, stages = s
     each = bn * bk * p.parts // (warps * 32)
     return each * rows <= 128 and each * rows + stages * each * DTYPES[p.w.dtype].bits // 32 <= 256
 
 
 class NormGemv(Gemv):
-    """norm_linear of 1 to about 4 tokens; any number is right. The norm takes no launch of its own: every program sums
-    the squares of its tokens while it reads weights, and divides its sums by the root at the end."""
+    """norm_linear; fast for 1 to about 4 tokens, correct for any number.
+
+    Every program sums the squares of its tokens while it reads weights, and divides its sums by the root at the end.
+    """
 
     measured: ClassVar[tuple[Measured, ...]] = NORM_MEASURED
 

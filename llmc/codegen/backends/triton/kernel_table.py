@@ -1,4 +1,4 @@
-"""The names of the Triton kernels and where they live; nothing is imported until a name is read."""
+"""The Triton kernels by name. A kernel's module is imported when its name is first looked up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Triton products share: the problem, its epilogue, extents and the price of a launch; it emits no kernel."""
+"""The problem of a Triton product, and the generated functions of its epilogue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_PARTS = 4
 
 @dataclass(frozen=True)
 class Product:
-    """y[m, n] = body(x @ w_0.T, .., x @ w_{parts-1}.T, extras): what a linear or linear_map computes."""
+    """The computation of a product node: y[m, n] = body(x @ w_0.T, .., x @ w_{parts-1}.T, extras)."""
 
     node: Node
     parts: int
@@ -31,46 +31,53 @@ class Product:
 
     @staticmethod
     def of(node: Node) -> Product:
+        """Read the problem from a product node."""
         x, w = node.operands[0].type, node.operands[1].type
         parts, body = node.attrs.get("parts", 1), node.attrs.get("body", "a0")
         return Product(node, parts, int(w.shape[0]) // parts, int(x.shape[-1]), body)
 
     @property
     def x(self) -> Type:
+        """The type of the left operand."""
         return self.node.operands[0].type
 
     @property
     def w(self) -> Type:
+        """The type of the weight."""
         return self.node.operands[1].type
 
     @property
     def out(self) -> Type:
+        """The type of the result."""
         return self.node.results[0].type
 
     @property
     def first(self) -> int:
-        """The operand that is the first extra: a norm_linear has the norm's gain before them."""
+        """The index of the first epilogue operand; in norm_linear the norm's gain precedes them."""
         return 3 if self.node.op.name == "norm_linear" else 2
 
     @property
     def extras(self) -> list[Type]:
+        """The types of the epilogue operands."""
         return [v.type for v in self.node.operands[self.first :]]
 
     @property
     def m(self) -> Dim:
-        """Tokens: all leading axes as one."""
+        """The number of tokens: the product of the leading axes of x."""
         return product(self.x.shape[:-1])
 
     @property
     def early(self) -> bool:
-        """True where the weight may be read before the launches in front of this one have ended."""
+        """Whether the weight may be read before the previous kernels have completed."""
         return origin(self.node.operands[1]) is not Origin.INPUTS
 
     def tokens(self, env: Mapping[str, int]) -> int:
+        """Return the number of tokens at the sizes `env`."""
         return int(self.m.subs(env))
 
     @property
     def weight_bytes(self) -> int:
+        """The bytes of the weight."""
         return self.parts * self.n * self.k * DTYPES[self.w.dtype].bits // 8
 
     def bytes(self, env: Mapping[str, int]) -> int:
@@ -79,23 +86,23 @@ class Product:
 
     @property
     def dot(self) -> str:
-        """The dtype that both factors are multiplied in: theirs where they agree, else float32."""
+        """The dtype of both factors in tl.dot: their own if equal, else float32."""
         return self.x.dtype if self.x.dtype == self.w.dtype else "f32"
 
 
-def refuse(node: Node) -> str | None:
-    """Why no product kernel here runs the node, or None."""
+def reject_product(node: Node) -> str | None:
+    """Return why no Triton product kernel supports the node, or None."""
     if why := unsupported(node, FLOATS):
         return why
     w = node.operands[1].type
     if w.shape[0].const is None or w.shape[1].const is None:
         return f"the weight's sizes {w.shape[0]} x {w.shape[1]} are not constant"
     parts = node.attrs.get("parts", 1)
-    return None if 1 <= parts <= MAX_PARTS else f"{parts} parts; it takes at most {MAX_PARTS}"
+    return None if 1 <= parts <= MAX_PARTS else f"{parts} parts; the maximum is {MAX_PARTS}"
 
 
 def extra_offset(u: Unit, p: Product, e: Type) -> tuple[str, bool, bool]:
-    """(offset of extra `e` at `token` (int64) and `column`, whether it has tokens, whether it has columns)."""
+    """Return (offset of extra `e` at `token` (int64) and `column`, whether it varies by token, whether by column)."""
     lead = [D(1)] * (p.out.rank - max(1, e.rank)) + list(e.shape[:-1])
     column = e.rank > 0 and e.shape[-1] == p.out.shape[-1] and e.shape[-1].const != 1
     width = D(p.n if column else 1)
@@ -112,25 +119,25 @@ def extra_offset(u: Unit, p: Product, e: Type) -> tuple[str, bool, bool]:
 
 
 def extra_operands(u: Unit, p: Product) -> tuple[str, ...]:
-    """What the generated `load_extras` takes as its operands: the pointers, then the dynamic sizes that it needs."""
+    """Return the operands of the generated `load_extras`: the pointers, then the run-time sizes that it needs."""
     return (*(f"x{i + p.first}" for i in range(len(p.extras))), *_extra_sizes(u, p)[1])
 
 
 def epilogue(u: Unit, p: Product) -> str:
-    """The generated functions of a product's epilogue, `load_extras` and `epilogue`, and those that they call."""
+    """Generate the functions of a product's epilogue, `load_extras` and `epilogue`, and those that they call."""
     called = helpers(e.fn for e in walk(parse_expr(p.body))).strip()
     return "\n\n\n".join(filter(None, (called, _load_extras(u, p), _epilogue(p))))
 
 
 def _extra_sizes(u: Unit, p: Product) -> tuple[list[tuple[str, bool, bool]], tuple[str, ...]]:
-    """The offsets of the extras (see `extra_offset`), and the names of the dynamic sizes in them."""
+    """The offsets of the extras (see `extra_offset`), and the names of the run-time sizes in them."""
     offsets = [extra_offset(u, p, e) for e in p.extras]
-    words = {w for text, _, _ in offsets for w in text.split()}
-    return offsets, tuple(f"s{i}" for i in range(len(u.sizes.dims)) if f"s{i}" in words)
+    names = {w for text, _, _ in offsets for w in text.split()}
+    return offsets, tuple(f"s{i}" for i in range(len(u.sizes.dims)) if f"s{i}" in names)
 
 
 def _load_extras(u: Unit, p: Product) -> str:
-    """The function that loads the other operands of the epilogue for a tile, each in its own dtype."""
+    """Generate the function that loads the other operands of the epilogue for a tile, each in its own dtype."""
     offsets, sizes = _extra_sizes(u, p)
     names = [*(f"x{i + p.first}" for i in range(len(p.extras))), *sizes]
     lines = [f"{literal(tuple(names))} = operands"] if names else []
@@ -140,13 +147,13 @@ def _load_extras(u: Unit, p: Product) -> str:
     lines.append(f"return {literal(tuple(f'q{i}' for i in range(len(p.extras))))}")
     return function(
         "load_extras(operands, token, column, token_mask, column_mask)",
-        "The other operands of the epilogue at `token` and `column`; zeros outside the masks.",
+        "Load the other operands of the epilogue at `token` and `column`; zeros outside of the masks.",
         lines,
     )
 
 
 def _epilogue(p: Product) -> str:
-    """The function from sums to the result, in float32."""
+    """Generate the function that computes the result from the sums, in float32."""
     accs, extras = (tuple(f"{x}{i}" for i in range(n)) for x, n in (("a", p.parts), ("q", len(p.extras))))
     statements, value = inline(parse_expr(p.body), [*accs, *(f"{q}.to(tl.float32)" for q in extras)])
     meaning = f"{p.body}; a{p.parts} and on are the extras q0 and on" if extras else p.body
@@ -155,5 +162,5 @@ def _epilogue(p: Product) -> str:
 
 
 def peak(p: Product, target: Target) -> float:
-    """flop/s of tl.dot on this product: float32 factors are multiplied without tensor cores."""
+    """Peak flop/s of tl.dot for this product; float32 factors are multiplied without tensor cores."""
     return target.peaks[p.dot]

@@ -1,4 +1,4 @@
-"""Log-probabilities of drawn ids and of the likeliest ones; rows that want none end at once.
+"""Log-probabilities of the drawn id and of the likeliest ids; rows that did not request them return at once.
 
 The kernel is in `kernels/logprobs.py`.
 """
@@ -16,29 +16,29 @@ from llmc.targets.target import Target
 
 
 def likeliest_arguments(v: int, k: int, tile: int) -> dict[str, int]:
-    """The template arguments of the k likeliest of v ids, `tile` at a time."""
+    """Return the template arguments of the k likeliest of v ids, `tile` at a time."""
     return {"COUNT": k, "COUNT_PADDED": power(k), "TILE": tile, "TILES_PADDED": power(-(-v // tile))}
 
 
 def too_few(node: Node) -> str | None:
-    """Why the row is too short to have k likeliest ids, or None."""
+    """Return why the row is too short for k likeliest ids, or None."""
     v, k = node.operands[0].type.shape[1], node.attrs["k"]
-    return f"{k} of {v} ids" if v.const is None or v.const < k else None
+    return f"the {k} likeliest of {v} ids" if v.const is None or v.const < k else None
 
 
 class Logprobs(TritonKernel):
-    """row_logprobs by rows; without `rows` every row wants them."""
+    """row_logprobs, one program per entry; without the operand `rows`, all entries are computed."""
 
     def reject(self, node: Node, target: Target) -> str | None:
         if len(node.operands) == 3:
-            return "rows without iparams"
+            return "the operand iparams is missing"
         return too_few(node) or unsupported(node, (*FLOATS, "i32"))
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         return [{"tile": 8192, "warps": 16}, {"tile": 4096, "warps": 8}]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        """Of rows that want none; wider tiles first, for the others."""
+        """Predict the time of rows without log-probabilities; wider tiles, faster for the others, rank first."""
         return target.launch_us + 1.0 + 0.1 * 8192 / schedule["tile"]
 
     def code(self, u: Unit) -> Code:

@@ -1,4 +1,4 @@
-"""Batched products of activations on tensor cores, any sizes, all of them maybe dynamic; no weights, no epilogue."""
+"""Batched products of activations on tensor cores. Every size may be known only at run time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmc.targets.target import Target
 TILES = ((64, 64, 64, 4, 3), (128, 128, 32, 8, 3), (16, 64, 64, 4, 3), (32, 32, 32, 4, 2))
 # float32 factors are multiplied without tensor cores.
 FLOAT_TILES = ((32, 32, 16, 4, 2), (64, 64, 16, 4, 2))
-_SHARE = 0.6  # of the peak that a tile of 128 x 128 reaches
+_SHARE = 0.6  # share of the peak that a tile of 128 x 128 reaches
 
 
 class Matmul(TritonKernel):
@@ -30,7 +30,7 @@ class Matmul(TritonKernel):
         return [dict(zip(keys, t, strict=True)) for t in tiles]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        """Arithmetic of whole tiles, in rounds over the multiprocessors, or traffic."""
+        """Predict the larger of arithmetic time, in whole waves of tiles, and memory time, in microseconds."""
         b, m, k, n = (int(d.subs(env)) for d in sizes_of(node))
         bm, bn = schedule["bm"], schedule["bn"]
         rows, columns = -(-m // bm), -(-n // bn)
@@ -63,13 +63,13 @@ class Matmul(TritonKernel):
 
 
 def sizes_of(node: Node) -> tuple[Dim, Dim, Dim, Dim]:
-    """Batches, rows, depth, columns."""
+    """Return (batches, rows, depth, columns)."""
     a, c = (v.type.shape for v in node.operands)
     return product(a[:-2]), a[-2], a[-1], c[-1]
 
 
 def factor(node: Node) -> str:
-    """The dtype of the factors of tl.dot: the operands' where they agree, else float32."""
+    """Return the dtype of the factors of tl.dot: the operands' own if equal, else float32."""
     a, c = (v.type.dtype for v in node.operands)
     return a if a == c else "f32"
 

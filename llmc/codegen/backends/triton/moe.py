@@ -1,7 +1,6 @@
-"""Experts in Triton: pairs put in the order of the experts, and products of each expert's rows by tl.dot.
+"""Mixtures of experts in Triton: routing, and the grouped products of the experts.
 
-Programs of the products find their expert and rows from where each expert's pairs begin; there are enough programs for
-any routing, and those without rows end at once. An expert that no token chose is not read.
+The kernels are in `kernels/moe.py`.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from llmc.ir.scalar import walk
 from llmc.ir.types import Type
 from llmc.targets.target import Target
 
-CHUNK = 1024  # pairs that a program of the routing looks at together
-MAX_EXPERTS = 4096  # whose pairs a program counts at once
+CHUNK = 1024  # pairs that a routing program reads at once
+MAX_EXPERTS = 4096  # experts whose pairs a program can count at once
 KEYS = ("bm", "bn", "bk", "warps", "stages")
 NARROW = ((32, 128, 4, 4), (64, 128, 4, 4), (64, 64, 4, 3), (32, 64, 4, 2), (16, 32, 4, 2))
 ROWS = (16, 32, 64, 128)
-FLOAT = ((16, 32, 32, 4, 2), (32, 32, 16, 4, 2))  # multiplied without tensor cores
+FLOAT = ((16, 32, 32, 4, 2), (32, 32, 16, 4, 2))  # float32 is multiplied without tensor cores
 
 
 class Route(TritonKernel):
-    """moe_route: a program an expert counts the pairs in front of its own, then puts its own there."""
+    """moe_route, one program per expert: counts the pairs of earlier experts, then stores its own behind them."""
 
     def reject(self, node: Node, target: Target) -> str | None:
         return unsupported(node, INTS)
@@ -58,49 +57,57 @@ class Route(TritonKernel):
 
 @dataclass(frozen=True)
 class Experts:
-    """One grouped product: rows of `left` times an expert's rows of weights, parts of them side by side."""
+    """One grouped product: rows of `left` times the weights of their expert, which have `parts` row blocks."""
 
     node: Node
     parts: int
 
     @property
     def w(self) -> Type:
+        """The type of the weights [experts, rows, columns]."""
         return self.node.operands[3].type
 
     @property
     def left(self) -> Type:
+        """The type of the left operand."""
         return self.node.operands[0].type
 
     @property
     def count(self) -> int:
+        """The number of experts."""
         return int(self.w.shape[0])
 
     @property
     def n(self) -> int:
+        """The number of weight rows per part."""
         return int(self.w.shape[1]) // self.parts
 
     @property
     def k(self) -> int:
+        """The number of weight columns."""
         return int(self.w.shape[2])
 
     @property
     def pairs(self) -> Dim:
+        """The number of (token, expert) pairs."""
         return self.node.operands[1].type.shape[0]
 
     @property
     def dot(self) -> str:
+        """The dtype of both factors in tl.dot: their own if equal, else float32."""
         return self.left.dtype if self.left.dtype == self.w.dtype else "f32"
 
     def blocks(self, bm: int) -> Dim:
-        """Blocks of rows that any routing fits: every expert may have one that is not full."""
-        most = self.pairs.ceildiv(bm) + self.count
-        return most if self.pairs.const is None else D(min(self.pairs.const, int(most)))
+        """Return the number of row blocks for the worst routing: every expert may have a block that is not full."""
+        limit = self.pairs.ceildiv(bm) + self.count
+        return limit if self.pairs.const is None else D(min(self.pairs.const, int(limit)))
 
 
 class Grouped(TritonKernel):
-    """What moe_up and moe_down share: the search for a program's expert, and the product."""
+    """The base class of moe_up and moe_down."""
 
     def experts(self, node: Node) -> Experts:
+        """Return the problem of a node."""
         raise NotImplementedError
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -114,13 +121,13 @@ class Grouped(TritonKernel):
         if any(d.const is None for d in w.shape):
             return f"the experts' sizes {w} are not constant"
         count = int(w.shape[0])
-        return f"{count} experts; it takes at most {MAX_EXPERTS}" if count > MAX_EXPERTS else None
+        return f"{count} experts; the maximum is {MAX_EXPERTS}" if count > MAX_EXPERTS else None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = self.experts(node)
-        return [dict(zip(KEYS, s, strict=True)) for s in self._offers(p) if _fits(p, s, target)]
+        return [dict(zip(KEYS, s, strict=True)) for s in self._shapes(p) if _fits(p, s, target)]
 
-    def _offers(self, p: Experts) -> Iterator[tuple[int, int, int, int, int]]:
+    def _shapes(self, p: Experts) -> Iterator[tuple[int, int, int, int, int]]:
         if p.dot == "f32":
             yield from FLOAT
             return
@@ -129,8 +136,11 @@ class Grouped(TritonKernel):
                 yield bm, bn, bk, warps, stages
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        """Experts that some token chose (all, once there are pairs enough) are read once a block of rows; half of the
-        arithmetic comes beside it."""
+        """Predict microseconds: the larger of two times.
+
+        Reading the chosen experts (assumed as many as there are pairs) once per block of rows plus half of the
+        arithmetic; and the arithmetic at a share of the peak.
+        """
         p, s = self.experts(node), schedule
         pairs = int(p.pairs.subs(env))
         chosen = min(pairs, p.count)
@@ -146,7 +156,7 @@ class Grouped(TritonKernel):
         return max(moved + 0.5 * best, best / share) * 1e6 + steps + target.launch_us
 
     def common(self, u: Unit, p: Experts) -> dict[str, Argument]:
-        """The arguments that both templates have."""
+        """Return the arguments that both templates have."""
         s = u.schedule
         return {
             "x_ptr": "x0",
@@ -168,25 +178,25 @@ class Grouped(TritonKernel):
     def grouped(
         self, u: Unit, p: Experts, template: Template, generated: Sequence[str] = (), /, **arguments: Argument
     ) -> Code:
-        """The code of a call of a template; see `Unit.launch`."""
+        """Return the code of a call of a template; see `Unit.launch`."""
         grid = (D(-(-p.n // u.schedule["bn"])), p.blocks(u.schedule["bm"]))
         return u.launch(template, grid, 0, 0, generated, **self.common(u, p), **arguments)
 
 
 def bias(p: Experts, operand: int) -> str | None:
-    """The pointer of the bias, if the node has that operand."""
+    """Return the pointer of the bias, if the node has that operand."""
     return f"x{operand}" if len(p.node.operands) > operand else None
 
 
 def _fits(p: Experts, s: tuple[int, int, int, int, int], target: Target) -> bool:
     bm, bn, bk, warps, stages = s
-    kept = stages if target.family == "cuda" else stages - 1
-    shared = kept * (bn * p.parts + bm) * bk * DTYPES[p.dot].bits // 8
+    buffers = stages if target.family == "cuda" else stages - 1
+    shared = buffers * (bn * p.parts + bm) * bk * DTYPES[p.dot].bits // 8
     return shared <= target.limits.shared and bm * bn * p.parts <= 128 * 32 * warps
 
 
 class Up(Grouped):
-    """moe_up: gate and up of every pair's token."""
+    """moe_up: the gated first products of every pair."""
 
     def experts(self, node: Node) -> Experts:
         return Experts(node, 2)
@@ -203,7 +213,7 @@ class Up(Grouped):
 
 
 class Down(Grouped):
-    """moe_down: the experts' answers, weighted, where their tokens look for them."""
+    """moe_down: the weighted results of the experts, scattered to (token, choice)."""
 
     def experts(self, node: Node) -> Experts:
         return Experts(node, 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from llmc.codegen.backends.triton.decode_attention import CONTEXT, Problem, unfit
+from llmc.codegen.backends.triton.decode_attention import CONTEXT, Problem, reject_attention
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import power
 from llmc.codegen.backends.triton.triton_kernel import PDL, Code, TritonKernel, Unit, element
@@ -18,7 +18,7 @@ from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
 FAR = 1 << 30
-# (rows, keys, warps, stages): what is tried where it fits; the last one always does.
+# (rows, keys, warps, stages), used if they fit; the last one always fits.
 TILES = (
     (128, 128, 8, 3), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (64, 64, 8, 3), (64, 32, 4, 3), (32, 32, 4, 2),
     (16, 16, 4, 1),
@@ -26,36 +26,37 @@ TILES = (
 
 
 def shared(rows: int, keys: int, stages: int, width: int, item: int, target: Target) -> int:
-    """Bytes of shared memory: queries, and keys and values in flight; later tensor cores read theirs from there."""
+    """Bytes of shared memory: queries, and keys and values in flight (wgmma reads from there: one more stage)."""
     tiles = stages if target.has(PDL) else stages - 1
     return (rows + 2 * keys * max(1, tiles)) * width * item + 2048
 
 
 def tiles(width: int, item: int, wide: bool, least: int, target: Target) -> Iterator[Schedule]:
-    """Schedules that fit: `rows` of queries (at least `least`), `keys` a step; the least where float32 is multiplied.
+    """Yield the schedules that fit: `rows` queries per tile (at least `least`) and `keys` per step.
 
-    width, item: elements of a head as padded, and bytes of one.
+    width: padded elements of a head. item: bytes of an element. wide: products are float32, for which only the smallest
+    tile fits.
     """
-    room = 128 if target.has(PDL) else 80  # later tensor cores read the second operand from shared memory
+    room = 128 if target.has(PDL) else 80  # registers per thread; wgmma reads its second operand from shared memory
     for rows, keys, warps, stages in TILES:
-        registers = rows * (width + keys) // (warps * target.limits.warp)  # of a thread, for logits and sums alone
+        registers = rows * (width + keys) // (warps * target.limits.warp)  # per thread, for logits and sums
         fits = shared(rows, keys, stages, width, item, target) <= target.limits.shared and registers <= room
         if rows == 16 or (fits and not wide):
             yield {"rows": max(rows, least), "keys": keys, "warps": warps, "stages": stages}
 
 
 class PrefillAttention(TritonKernel):
-    """Any mixture of rows and tokens; a tile belongs to one row."""
+    """Paged attention of any mixture of rows and tokens; a tile belongs to one row."""
 
     def reject(self, node: Node, target: Target) -> str | None:
-        return unfit(node, (0, 1, 6))
+        return reject_attention(node, (0, 1, 6))
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = Problem.of(node)
         return list(tiles(p.width, p.item, p.dot == "tl.float32", power(p.group), target))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        """Blocks run in rounds; a block's steps cost their products at half the peak, and at least a latency."""
+        """Predict microseconds: waves of blocks, whose steps cost their products at half of the peak plus a latency."""
         p, rows, keys = Problem.of(node), schedule["rows"], schedule["keys"]
         tokens, count = (node.operands[i].type.shape[0].subs(env).const or 1 for i in (0, 3))
         blocks = (tokens // (rows // p.group) + count) * p.g
@@ -63,10 +64,10 @@ class PrefillAttention(TritonKernel):
         resident = max(1, min(target.limits.shared // block_bytes, 16 // schedule["warps"]))
         peak = target.peaks.get(node.operands[1].type.dtype, target.peaks["f32"]) / target.limits.units / 2e6
         seen = min(max(CONTEXT, tokens // count // 2), p.window or FAR)
-        share = min(resident, blocks / target.limits.units + 1)  # blocks on a multiprocessor take turns
+        share = min(resident, blocks / target.limits.units + 1)  # blocks that share a multiprocessor
         wait = 0.3 if schedule["stages"] > 2 else 1.0
-        one = math.ceil(seen / keys) * (wait + 4 * rows * keys * p.width / peak * share)
-        return math.ceil(blocks / (target.limits.units * resident)) * (2 + one) + target.launch_us
+        block_us = math.ceil(seen / keys) * (wait + 4 * rows * keys * p.width / peak * share)
+        return math.ceil(blocks / (target.limits.units * resident)) * (2 + block_us) + target.launch_us
 
     def code(self, u: Unit) -> Code:
         n, p, s = u.node, Problem.of(u.node), u.schedule
@@ -91,14 +92,15 @@ class PackedAttention(TritonKernel):
     """Packed prompts without pages. The kernel finds the boundaries of the sequences from the positions."""
 
     def reject(self, node: Node, target: Target) -> str | None:
-        return unfit(node, (0, 1, 2, 4))
+        return reject_attention(node, (0, 1, 2, 4))
 
     def widths(self, node: Node) -> tuple[int, int]:
-        """Columns of keys and of values in a product."""
+        """Padded columns of keys and of values."""
         d, e = (max(16, power(int(v.type.shape[2]))) for v in node.operands[1:3])
         return d, e
 
     def dot(self, node: Node) -> str:
+        """Return the Triton dtype of the factors of tl.dot: their own if equal, else float32."""
         q, k, v = (v.type for v in node.operands[:3])
         return element(k) if q.dtype == k.dtype == v.dtype else "tl.float32"
 

@@ -1,7 +1,7 @@
-"""Reductions, softmax, scans and selections along any axis in Triton; float folds of the last axis have row programs.
+"""Reductions, softmax, cumulative sums and top-k along any axis in Triton (generated).
 
-The operand is [outer, n, inner]. Where inner is 1 a tile is rows x a block of the axis, else a block of the axis x
-inner columns; a loop walks the axis.
+`row_kernels.py` handles float reductions of the last axis. The operand is [outer, n, inner]. If inner is 1, a tile is
+[outer rows, block of the axis], else [block of the axis, inner columns]; a loop runs along the axis.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llmc.codegen.backends.triton.tiling import WIDEST, cost_us, factored, masked, most_warps, power, times
+from llmc.codegen.backends.triton.tiling import WIDEST, cost_us, factored, masked, max_block_warps, power, times
 from llmc.codegen.backends.triton.triton_expr import helpers, loaded
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, INTS, Code, TritonKernel, Unit, element, unsupported
 from llmc.codegen.emit import indent
@@ -21,34 +21,38 @@ from llmc.targets.target import Target
 ORDERED = '''
 @triton.jit
 def ordered(x):
-    """Integers in the order of finite and infinite floats, both zeros alike."""
+    """Integers in the order of finite and infinite floats; both zeros are equal."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 '''
 
 
 def key_function(nan: str) -> str:
-    """The generated functions from floats to integers in their order; NaN becomes `nan`."""
+    """Generate the functions that map floats to integers of the same order; NaN becomes `nan`."""
     return f"{ORDERED}\n\n@triton.jit\ndef key(x):\n    return tl.where(x == x, ordered(x), {nan})\n"
 
 
 def split(node: Node) -> tuple[Dim, Dim, Dim]:
-    """(outer, n, inner) around the node's axis."""
+    """Return (outer, n, inner): the sizes before, of and after the node's axis."""
     shape = node.operands[0].type.shape
     a = node.attrs.get("axis", -1) % len(shape)
     return product(shape[:a]), shape[a], product(shape[a + 1 :])
 
 
 def computed(dtype: str) -> str:
-    """The Triton dtype of sums: wrapping sums of narrow integers are right modulo their width; u32 needs 64 bits to
-    compare."""
+    """Return the Triton dtype in which values are computed.
+
+    Sums of narrow integers wrap modulo 2^32, which is correct modulo their own width; comparing u32 needs 64 bits.
+    """
     return "tl.float32" if dtype in FLOATS else "tl.int64" if dtype in ("i64", "u32") else "tl.int32"
 
 
 @dataclass
 class Walk:
-    """Text of the tiles over [outer, n, inner] of one program: schedule `rows` (outer rows, or inner columns), `cols`
-    along the axis."""
+    """Generates the code of one program's tiles over [outer, n, inner].
+
+    The schedule's `rows` are outer rows or inner columns ("lines"), its `cols` the tile's elements along the axis.
+    """
 
     u: Unit
 
@@ -61,12 +65,13 @@ class Walk:
 
     @property
     def programs(self) -> Dim:
+        """The number of programs."""
         if self.last:
             return self.outer.ceildiv(self.across)
         return self.outer * self.inner.ceildiv(self.across)
 
     def head(self) -> list[str]:
-        """`base`: where the program's lines of the axis begin in the operand; `there`: which of them exist."""
+        """Code that defines `base` (offsets of the program's lines in the operand) and `there` (lines that exist)."""
         sizes, total = self.u.sizes, self.u.node.operands[0].type.numel
         if self.last:
             lines = [f"line = tl.program_id(0) * {self.across} + tl.arange(0, {self.across})[:, None]"]
@@ -80,33 +85,35 @@ class Walk:
         ]
 
     def along(self, start: str = "at + ") -> list[str]:
-        """`k`: indices along the axis, `inside`: the part of the tile that exists, `place`: offsets in the operand."""
+        """Code that defines `k` (indices along the axis), `inside` (elements that exist) and `place` (offsets)."""
         k = f"k = {start}tl.arange(0, {self.block})[{'None, :' if self.last else ':, None'}]"
         return [k, f"inside = there & (k < {self.u.sizes(self.n)})", f"place = base + {self.step('k')}"]
 
     def step(self, k: str) -> str:
+        """Print the offset of index `k` along the axis."""
         return times(k, self.inner, self.u.node.operands[0].type.numel, self.u.sizes)
 
     def loop(self, inner: list[str]) -> str:
+        """Print a loop along the axis around the statements `inner`."""
         body = "\n".join([*self.along(), *inner])
         return f"for at in range(0, {factored(self.n, self.u.sizes)}, {self.block}):\n{indent(body, 4)}"
 
     def value(self, other: str) -> str:
-        """The operand's tile as it is computed with, `other` outside."""
+        """Return the operand's tile in the dtype of the computation, with `other` for elements that do not exist."""
         dtype = self.u.node.operands[0].type.dtype
         text = loaded("tl.load(x0 + place, mask=inside)", dtype)
         return f"tl.where(inside, {text}.to({computed(dtype)}), {other})"
 
     def result(self, to: int, value: str, dtype: str) -> str:
-        """The store of one value a line."""
-        where = "line"
+        """Return the statement that stores one value per line."""
+        offset = "line"
         if not self.last:
-            where = f"{times('outer', self.inner, self.outer * self.inner, self.u.sizes)} + line"
-        return f"tl.store(y{to} + {where}, {value}.to({dtype}), mask=there)"
+            offset = f"{times('outer', self.inner, self.outer * self.inner, self.u.sizes)} + line"
+        return f"tl.store(y{to} + {offset}, {value}.to({dtype}), mask=there)"
 
 
 class Lines(TritonKernel):
-    """What the kernels here share: schedules and cost by lines of the axis."""
+    """Base class: schedules and costs by lines of the axis."""
 
     def reject(self, node: Node, target: Target) -> str | None:
         return unsupported(node, (*FLOATS, *INTS))
@@ -117,13 +124,14 @@ class Lines(TritonKernel):
         if inner.const == 1:
             block = 1024 if n.const is None else min(4096, power(n.const))
             rows = max(1, min(256 // block, power(outer.const or 256)))
-            warps = max(1, min(most_warps(target), rows * block // (warp * 8)))
+            warps = max(1, min(max_block_warps(target), rows * block // (warp * 8)))
             return [{"rows": rows, "cols": block, "warps": warps}]
         lines = 32 if inner.const is None else min(64, power(inner.const))
         block = max(1, 1024 // lines) if n.const is None else min(power(n.const), max(1, 1024 // lines))
         return [{"rows": lines, "cols": block, "warps": 4}, {"rows": lines, "cols": max(1, block // 4), "warps": 1}]
 
     def programs(self, node: Node, schedule: Schedule) -> Dim:
+        """Return the number of programs of a schedule."""
         outer, _, inner = split(node)
         return outer.ceildiv(schedule["rows"]) if inner.const == 1 else outer * inner.ceildiv(schedule["rows"])
 
@@ -131,23 +139,24 @@ class Lines(TritonKernel):
         return cost_us(node, target, env, self.programs(node, schedule), schedule["warps"])
 
     def finish(self, u: Unit, lines: list[str], helper: str = "") -> Code:
+        """Return the code made of these statements."""
         return Code("\n".join(x for x in lines if x), (self.programs(u.node, u.schedule),), helper, u.schedule["warps"])
 
 
-def least(dtype: str) -> str:
-    """A value that is not above any other of the dtype, while it is computed."""
+def smallest_value(dtype: str) -> str:
+    """Return the smallest value of the dtype in which `dtype` is computed."""
     return 'float("-inf")' if dtype in FLOATS else str(-(2**63) if computed(dtype) == "tl.int64" else -(2**31))
 
 
 class Reduce(Lines):
-    """sum, mean, amax, amin. The least is minus the largest of the negated (of integers: of the complement)."""
+    """sum, mean, amax, amin. The minimum is the negated maximum of negated values (integers: complements)."""
 
     def code(self, u: Unit) -> Code:
         w, name = Walk(u), u.node.op.name
         t = u.node.operands[0].type.dtype
         real = t in FLOATS
         largest = name in ("amax", "amin")
-        start = least(t) if largest else "0.0" if real else "0"
+        start = smallest_value(t) if largest else "0.0" if real else "0"
         flip = ("-" if real else "~") if name == "amin" else ""
         value = w.value(f"{flip}({start})" if flip else start)
         value = f"({flip}{value})" if flip else value
@@ -166,7 +175,7 @@ class Reduce(Lines):
 
 
 class Argmax(Lines):
-    """The lowest index of the largest; a NaN is larger than all, as in numpy."""
+    """The lowest index of the maximum; NaN is larger than all numbers, as in numpy."""
 
     def code(self, u: Unit) -> Code:
         w = Walk(u)
@@ -195,7 +204,7 @@ class Argmax(Lines):
 
 
 class Cumsum(Lines):
-    """Running sums: a scan of each tile on top of the sum of those before it."""
+    """Cumulative sums: a scan of each tile plus the sum of the previous tiles."""
 
     def code(self, u: Unit) -> Code:
         w = Walk(u)
@@ -212,7 +221,7 @@ class Cumsum(Lines):
 
 
 class Softmax(Lines):
-    """Over an axis that is not the last: the largest, the sum, the quotients, a loop each."""
+    """Softmax over an axis other than the last, in three loops: maximum, sum, quotients."""
 
     def reject(self, node: Node, target: Target) -> str | None:
         return unsupported(node, FLOATS)
@@ -236,13 +245,16 @@ class Softmax(Lines):
 
 
 class Topk(Lines):
-    """The k largest, one after the other: the largest key below the last one found. A key orders values, then lower
-    indices, so all differ; NaN is below all, as numpy sorts it to the end. Rows that do not fit are read k times."""
+    """The k largest elements, one after the other: each is the largest key below the previous one.
+
+    A key orders by value, then by lower index, so that all keys differ. NaN is below all numbers, because numpy sorts
+    -NaN to the end. Rows that do not fit in one tile are read k times.
+    """
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         n, warp = node.operands[0].type.shape[-1].const, target.limits.warp
         block = WIDEST if n is None else min(WIDEST, power(n))
-        return [{"rows": 1, "cols": block, "warps": max(1, min(most_warps(target), block // (warp * 8)))}]
+        return [{"rows": 1, "cols": block, "warps": max(1, min(max_block_warps(target), block // (warp * 8)))}]
 
     def programs(self, node: Node, schedule: Schedule) -> Dim:
         return split(node)[0]
@@ -253,14 +265,14 @@ class Topk(Lines):
     def code(self, u: Unit) -> Code:
         x, n = u.node.operands[0].type, split(u.node)[1]
         block, k = u.schedule["cols"], u.node.attrs["k"]
-        one = n.const is not None and n.const <= block
+        single_tile = n.const is not None and n.const <= block
         inside = "" if n.divisible(block) else "inside"
         load = loaded(f"tl.load(x0 + base + col{masked(inside)})", x.dtype)
         keys = f"(key({load}).to(tl.int64) << 32) | (0x7FFFFFFF - col).to(tl.int64)"
         tile = [f"keys = {keys}"] + ([f"keys = tl.where(inside, keys, {-(2**63)})"] if inside else [])
         head = [f"inside = col < {u.sizes(n)}"] * bool(inside)
         below = f"tl.where(keys < last, keys, {-(2**63)})"
-        if one:
+        if single_tile:
             first = [f"col = tl.arange(0, {block})", *head, u.wait, *tile]
             find = [f"last = tl.max({below}, 0)"]
         else:
@@ -271,7 +283,7 @@ class Topk(Lines):
                 f"for at in range(0, {factored(n, u.sizes)}, {block}):\n{indent(chr(10).join(inner), 4)}",
                 "last = tl.max(best, 0)",
             ]
-        found = [
+        body = [
             *find,
             "which = 0x7FFFFFFF - (last & 0x7FFFFFFF)",
             f"tl.store(y0 + row * {k} + j, tl.load(x0 + base + which))",
@@ -282,7 +294,7 @@ class Topk(Lines):
             f"base = row * {factored(n, u.sizes)}",
             *first,
             f"last = tl.full((), {2**63 - 1}, tl.int64)",
-            f"for j in range({k}):\n{indent(chr(10).join(found), 4)}",
+            f"for j in range({k}):\n{indent(chr(10).join(body), 4)}",
         ]
         return self.finish(u, lines, key_function("-0x7FFFFFFF"))
 

@@ -17,8 +17,8 @@ from llmc.ir.graph import Node
 from llmc.ir.types import Type
 from llmc.targets.target import Target
 
-TILE = 256  # elements of the tables that a program makes
-WARP = 256  # elements that a warp holds of each block: 16 bytes a thread of 16-bit floats
+TILE = 256  # table elements per program
+WARP = 256  # elements of each block per warp: 16 bytes per thread of 16-bit floats
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Head:
     interleaved: bool = False
 
     def constants(self) -> dict[str, Argument]:
-        """The template parameters that describe the head."""
+        """Return the template parameters that describe the head."""
         rest = self.d - 2 * self.r
         return {
             "HEAD_DIM": self.d, "PAIRS": self.r, "PAIRS_PADDED": power(self.r), "REST_PADDED": power(rest),
@@ -39,27 +39,27 @@ class Head:
 
 
 class HeadKernel(TritonKernel):
-    """A kernel whose programs have `rows` heads each."""
+    """Base class of kernels whose programs compute `rows` heads each."""
 
     def heads(self, node: Node) -> tuple[Dim, int]:
-        """Tokens, and heads of each."""
+        """Return (tokens, heads per token)."""
         raise NotImplementedError
 
     def dtypes(self, node: Node) -> list[Type]:
-        """Types that must be floats of ours."""
+        """Return the types that must be floats."""
         return [v.type for v in [*node.operands, *node.results] if v.type.dtype not in ("i32", "i64")]
 
     def reject(self, node: Node, target: Target) -> str | None:
         if why := unsupported(node):
             return why
         if node.op.name == "rope_append" and len({v.type.dtype for v in node.operands[5:]}) > 1:
-            return "the gains of queries and keys have two dtypes"
+            return "the gains of queries and keys have different dtypes"
         if bad := next((t for t in self.dtypes(node) if t.dtype not in FLOATS), None):
             return f"{bad} is not one of {', '.join(FLOATS)}"
         return None
 
     def head(self, node: Node) -> Head:
-        """How a head of the node is cut into blocks."""
+        """Return how a head of the node is divided into blocks."""
         raise NotImplementedError
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
@@ -68,12 +68,13 @@ class HeadKernel(TritonKernel):
         return [{"rows": rows * warps, "warps": warps} for warps in (1, 4)]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        """The traffic, the starts of blocks (about 2 ns each over the whole GPU), and the time that one block takes."""
+        """Predict microseconds: traffic, block starts (about 2 ns each on the whole GPU), and the time of a block."""
         tokens, heads = self.heads(node)
         blocks = (tokens.subs(env).const or 1) * heads / schedule["rows"]
         return roofline_us(node, target, env) + blocks * 2e-3 + schedule["rows"] * 2e-3
 
     def grid(self, u: Unit) -> tuple[Dim, ...]:
+        """Return the number of programs."""
         tokens, heads = self.heads(u.node)
         return ((tokens * heads).ceildiv(u.schedule["rows"]),)
 
@@ -108,7 +109,7 @@ class RopeAppend(HeadKernel):
 
 
 class Rope(HeadKernel):
-    """The rotation alone."""
+    """The rotation without norm and append."""
 
     def heads(self, node: Node) -> tuple[Dim, int]:
         return node.operands[0].type.shape[0], int(node.operands[0].type.shape[1])
@@ -129,12 +130,12 @@ class Rope(HeadKernel):
         )
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
-        """A program has read its heads before it writes them."""
+        """In place: a program reads its heads before it writes them."""
         return ((0, 0),)
 
 
 class KvAppend(HeadKernel):
-    """Keys and values to their slots of the pool."""
+    """Stores keys and values in their slots of the pool."""
 
     def heads(self, node: Node) -> tuple[Dim, int]:
         return node.operands[1].type.shape[0], int(node.operands[1].type.shape[1])
@@ -159,7 +160,7 @@ class KvAppend(HeadKernel):
 
 
 class RopeTables(TritonKernel):
-    """cos and sin of positions times frequencies, with the full reduction of the angle."""
+    """cos and sin of positions times frequencies, with exact reduction of large angles."""
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         return [{"warps": 4}]

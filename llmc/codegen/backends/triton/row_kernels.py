@@ -1,7 +1,7 @@
-"""Pointwise and last-axis reduction groups in Triton: norms, softmax, casts, `fused`; one generator for all of them.
+"""Generates Triton kernels of row programs: pointwise groups, norms, softmax, casts and `fused`.
 
-A program takes some rows. Rows that are reduced are kept in registers while they fit, else read again by every pass;
-without reductions a program takes a block of columns, too.
+A program computes some rows. Rows with reductions are kept in registers if they fit, and are read again by every pass
+otherwise. Without reductions, a program computes a block of columns of its rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from llmc.codegen.backends.triton.tiling import (
     cost_us,
     decompose,
     factored,
-    most_warps,
+    max_block_warps,
     power,
     tiles,
     times,
@@ -44,15 +44,17 @@ START = MappingProxyType({"row_sum": "0.0", "row_mean": "0.0", "row_max": 'float
 
 
 def program(node: Node) -> RowProgram:
+    """Return the row program of a node, with constants folded."""
     return RowProgram(node, [fold(e) for e in expressions(node) or []])
 
 
 def reduces(p: RowProgram) -> bool:
+    """Whether a program contains reductions of the row."""
     return any(p.reduction(i) for i in p.dag.below(p.roots))
 
 
 class Rows(TritonKernel):
-    """Any floats, integers and bools. Schedule: `rows` and `cols` of a program's tile, `warps`."""
+    """Row programs of any dtypes. Schedule: `rows` and `cols` of a program's tile, `warps`."""
 
     def claims(self, node: Node) -> bool:
         return expressions(node) is not None
@@ -65,8 +67,8 @@ class Rows(TritonKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = program(node)
-        found = _reducing(p, target) if reduces(p) else tiles(product(p.space.outer), p.space.row, target)
-        return [{"rows": r, "cols": c, "warps": w} for r, c, w in dict.fromkeys(found)]
+        shapes = _reducing(p, target) if reduces(p) else tiles(product(p.space.outer), p.space.row, target)
+        return [{"rows": r, "cols": c, "warps": w} for r, c, w in dict.fromkeys(shapes)]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         count = programs(program(node), schedule)
@@ -81,34 +83,37 @@ class Rows(TritonKernel):
 
 
 def rowless(p: RowProgram) -> bool:
-    """Whether a result belongs to no row: every program then writes the same to it."""
+    """Whether a result has no row axis: every program then writes the same value to it."""
     return any(not any(has[:-1]) for has in p.space.has[p.count :])
 
 
 def programs(p: RowProgram, schedule: Schedule) -> tuple[Dim, Dim]:
-    """Programs along the rows, and along the columns."""
+    """Return the number of programs along the rows and along the columns."""
     cols = Dim.of(1) if reduces(p) else p.space.row.ceildiv(schedule["cols"])
     return product(p.space.outer).ceildiv(schedule["rows"]), cols
 
 
 def _reducing(p: RowProgram, target: Target) -> list[tuple[int, int, int]]:
-    """Tiles (rows, cols, warps) that hold whole rows: eight elements a thread at first, at most 32, at least one (see
-    `tiles`)."""
-    n, warp, most = p.space.row.const, target.limits.warp, most_warps(target)
+    """Return tiles (rows, cols, warps) of whole rows, with 8 elements per thread first, and 1 to 32 in the others."""
+    n, warp, max_warps = p.space.row.const, target.limits.warp, max_block_warps(target)
     if n is None or n > WIDEST:
-        return [(1, 1024, 4), (1, 4096, min(16, most))] if n is None else [(1, WIDEST, most), (1, 4096, min(16, most))]
+        return (
+            [(1, 1024, 4), (1, 4096, min(16, max_warps))]
+            if n is None
+            else [(1, WIDEST, max_warps), (1, 4096, min(16, max_warps))]
+        )
     cols = power(n)
-    warps = max(1, min(most, cols // (warp * 8)))
-    counts = [w for w in (warps, warps // 2, warps * 2, warps // 4) if 0 < w <= most and cols <= 32 * warp * w]
-    one = [(1, cols, w) for w in counts if w == 1 or cols >= warp * w]
+    warps = max(1, min(max_warps, cols // (warp * 8)))
+    counts = [w for w in (warps, warps // 2, warps * 2, warps // 4) if 0 < w <= max_warps and cols <= 32 * warp * w]
+    single_row = [(1, cols, w) for w in counts if w == 1 or cols >= warp * w]
     if cols > 512 or product(p.space.outer).const == 1 or rowless(p):
-        return one
-    return [*one[:1], (1024 // cols, cols, 4), (max(1, 256 // cols), cols, 1)]
+        return single_row
+    return [*single_row[:1], (1024 // cols, cols, 4), (max(1, 256 // cols), cols, 1)]
 
 
 @dataclass
 class Writer:
-    """Prints one node's program. A value is a scalar, a column [rows, 1], a row or a tile: whatever axes it has."""
+    """Prints one node's program. Depending on its axes, a value is a scalar, a column [rows, 1], a row or a tile."""
 
     u: Unit
     p: RowProgram
@@ -131,10 +136,11 @@ class Writer:
     # -- places ---------------------------------------------------------------------------------------------------
 
     def width(self) -> str:
+        """Print the size of a row."""
         return factored(self.p.space.row, self.u.sizes, self.far)
 
     def coordinates(self) -> list[str]:
-        """The program's rows `row`, the coordinates i0, i1 ... of each, and its columns where no loop walks them."""
+        """Code that defines the rows `row`, their coordinates i0, i1, ..., and, without a loop, the columns `col`."""
         sp, (rows, cols) = self.p.space, programs(self.p, self.u.schedule)
         lines, at = [], "tl.program_id(0)"
         if cols.const != 1 and rows.const != 1:
@@ -163,7 +169,7 @@ class Writer:
         return self.rows > 1 and bool(self.p.space.outer)
 
     def place(self, v: int) -> tuple[str, str]:
-        """(offset terms, mask argument) of a value (operands first, then results)."""
+        """Return (offset terms, mask argument) of value `v` (operands first, then results)."""
         has, sp = self.p.space.has[v], self.p.space
         terms = [times(f"i{a}", sp.stride(v, a), self.totals[v], self.u.sizes) for a in range(len(sp.outer)) if has[a]]
         masks = ["valid"] if self.row_mask and any(has[:-1]) else []
@@ -175,19 +181,19 @@ class Writer:
     # -- statements -----------------------------------------------------------------------------------------------
 
     def load(self, i: int) -> str:
-        """The statement that reads argument node `i`."""
+        """Return the statement that reads argument node `i`."""
         k = int(self.p.dag.nodes[i][1][0])
         offset, mask = self.place(k)
         where = f"x{k}{offset}"
         if (
             self.tall and offset == " + col" and not rowless(self.p)
-        ):  # one vector a thread; as a row it would be spread by way of shared memory
+        ):  # one vector per thread; a row would be distributed through shared memory
             where = f"tl.broadcast_to({where}, ({self.rows}, {self.cols}))"
         self.names[i] = f"a{k}"
         return f"a{k} = {loaded(f'tl.load({where}{mask})', self.dtypes[k])}"
 
     def compute(self, i: int) -> list[str]:
-        """The statement of a node that is no argument; a constant is written where it is used."""
+        """Return the statement of a node other than an argument; a constant has none and is printed in its users."""
         fn, args = self.p.dag.nodes[i]
         if fn == "const":
             self.names[i] = number(args[0])
@@ -201,13 +207,13 @@ class Writer:
         return [line]
 
     def inner(self, i: int) -> str:
-        """What reduction `i` folds: its operand, neutral outside the row."""
+        """Return the operand of reduction `i`, with the neutral element outside the row."""
         (of,) = self.p.dag.operands(i)
         value = convert(self.names[of], self.kinds[of], "f32")
         return f"tl.where(inside, {value}, {START[self.p.dag.nodes[i][0]]})" if self.col_mask else value
 
     def folded(self, i: int, text: str) -> str:
-        """The statement that folds a tile along the row."""
+        """Return the statement that reduces a tile along the row."""
         fn, axis = self.p.dag.nodes[i][0], int(self.tall)
         self.names[i] = f"t{i}"
         if fn == "row_max":
@@ -216,6 +222,7 @@ class Writer:
         return f"t{i} = tl.sum({text}, {axis}{keep}){f' / {self.width()}' if fn == 'row_mean' else ''}"
 
     def store(self, k: int) -> str:
+        """Return the statement that stores result `k`."""
         v, root = self.p.count + k, self.p.roots[k]
         offset, mask = self.place(v)
         fn, args = self.p.dag.nodes[root]
@@ -225,12 +232,13 @@ class Writer:
         return f"tl.store(y{k}{offset}, {stored(value, kind, self.dtypes[v])}{mask})"
 
     def weight(self, i: int) -> bool:
+        """Whether argument node `i` is a weight, which may be loaded before the wait."""
         return self.u.node.operands[int(self.p.dag.nodes[i][1][0])].weight
 
     # -- bodies ---------------------------------------------------------------------------------------------------
 
     def straight(self) -> str:
-        """Everything once: weights are loaded before the wait, all else right after it."""
+        """Code without loops: weights are loaded before the wait, all other operands right after it."""
         needed = self.p.dag.below(self.p.roots)
         args = [i for i in needed if self.p.dag.nodes[i][0] == "arg"]
         lines = self.coordinates()
@@ -246,7 +254,7 @@ class Writer:
         return "\n".join(x for x in lines if x)
 
     def looped(self) -> str:
-        """A loop over the row for every level of reductions, and one that stores what varies along the row."""
+        """Code with one loop over the row per level of reductions, and one that stores results."""
         lines = [*self.coordinates(), self.u.wait]
         for level, targets in enumerate(self.p.passes):
             lines += self._uniform(level)
@@ -259,7 +267,7 @@ class Writer:
         return "\n".join(x for x in lines if x)
 
     def _uniform(self, level: int) -> list[str]:
-        """Statements for everything that is one number a row and known before pass `level`."""
+        """Statements for the values that are constant along the row and known before pass `level`."""
         lines: list[str] = []
         for i in self.p.dag.below(self.p.roots):
             if self.p.varies[i] or i in self.names or self.p.reduction(i) or self.p.level[i] > level:

@@ -15,15 +15,15 @@ from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
 LANES = 128
-TOKENS = 32  # flat tokens of one program of row_spans and row_begin
-ENTRIES = 256  # entries that it reads at once
-LATENCY_US = 0.6  # of a load whose address another load gives
+TOKENS = 32  # tokens per program of row_spans and row_begin
+ENTRIES = 256  # entries that such a program reads at once
+LATENCY_US = 0.6  # microseconds of a load whose address depends on another load
 
 
 class Integers(TritonKernel):
-    """What the kernels of this file share: 32-bit integers, and a time that no size of a step changes much."""
+    """Base class: kernels over 32-bit integers, whose time hardly depends on the sizes of a step."""
 
-    chain = 2  # loads that wait for one another
+    chain = 2  # number of loads that depend on each other
 
     def reject(self, node: Node, target: Target) -> str | None:
         return unsupported(node, ("i32",))
@@ -33,7 +33,7 @@ class Integers(TritonKernel):
 
 
 class Spans(Integers):
-    """`row_spans`: the flat token axis. Every program sums all rows' counts, so that one launch is enough."""
+    """row_spans: the flat token axis. Every program sums the counts of all entries, so that one launch suffices."""
 
     function = "row_spans"
 
@@ -52,12 +52,12 @@ class Spans(Integers):
         )
 
     def lookups(self, u: Unit) -> dict[str, Argument]:
-        """Arguments that look up more than the axis."""
+        """Return the arguments of further lookups (see `Begin`)."""
         return {}
 
 
 class Begin(Spans):
-    """`row_begin`: the flat token axis, and each token's id and slot."""
+    """row_begin: the flat token axis, and each token's id and slot."""
 
     chain = 3
     function = "row_begin"
@@ -71,7 +71,7 @@ class Begin(Spans):
 
 
 class OfToken(Integers):
-    """`row_ids` and `row_slots`: a lane a token."""
+    """row_ids and row_slots, one thread per token."""
 
     def code(self, u: Unit) -> Code:
         tokens, width = u.node.result.type.shape[0], u.sizes(u.node.operands[0].type.shape[1])
@@ -89,7 +89,7 @@ class OfToken(Integers):
 
 
 class Last(Integers):
-    """`row_last`: a lane an entry."""
+    """row_last, one thread per entry."""
 
     chain = 1
 
@@ -105,7 +105,7 @@ class Last(Integers):
 
 
 class Commit(Integers):
-    """`row_commit`: a lane an entry; only the last entry of a row writes."""
+    """row_commit, one thread per entry; only the last entry of a row writes."""
 
     def code(self, u: Unit) -> Code:
         history, _, counts, rows = (v.type.shape for v in u.node.operands[:4])

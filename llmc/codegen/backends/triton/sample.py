@@ -1,4 +1,4 @@
-"""Sampling kernels: biases, penalties, masks and the draw; a program draws a row, many find its largest logits.
+"""Sampling kernels: biases, penalties, masks and the random draw.
 
 The kernels are in `kernels/sample.py` and `kernels/row_logits.py`.
 """
@@ -16,7 +16,7 @@ from llmc.codegen.kernel import Schedule
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
-BLOCK_US = 1.5  # a program of few loads, from start to end
+BLOCK_US = 1.5  # microseconds of a program with few loads
 
 OPERANDS = (
     "logits_ptr", "rows_ptr", "starts_ptr", "positions_ptr", "floats_ptr", "ints_ptr", "stops_ptr", "seen_ptr",
@@ -25,17 +25,17 @@ OPERANDS = (
 
 
 def vocabulary(node: Node) -> int:
-    """The columns of the logits."""
+    """Return the number of columns of the logits."""
     return int(node.operands[0].type.shape[1])
 
 
 def width(node: Node, operand: int) -> int:
-    """The columns of an operand."""
+    """Return the number of columns of an operand."""
     return int(node.operands[operand].type.shape[1])
 
 
 def row_arguments(node: Node) -> dict[str, Argument]:
-    """The template arguments of a node whose operands begin as row_block_max's do."""
+    """Return the template arguments of a node whose first operands are those of row_block_max."""
     return {
         **{name: f"x{i}" for i, name in enumerate(OPERANDS)}, "VOCAB": vocabulary(node), "WORDS": width(node, 7),
         "STOPS": width(node, 6), "BIASES": width(node, 9), "BLOCK": node.attrs["block"],
@@ -43,26 +43,29 @@ def row_arguments(node: Node) -> dict[str, Argument]:
 
 
 class Sampling(TritonKernel):
-    """What the kernels of this file share: columns that are numbers, floats and 32-bit integers."""
+    """Base class: a vocabulary of constant size, floats and 32-bit integers."""
 
     def reject(self, node: Node, target: Target) -> str | None:
         if node.operands[0].type.shape[1].const is None:
-            return "the vocabulary has no fixed size"
+            return "the size of the vocabulary is not constant"
         return unsupported(node, (*FLOATS, "i32"))
 
 
 def _programs_us(node: Node, ids: int, per: int, target: Target, env: Mapping[str, int]) -> float:
-    """Microseconds of reading the logits with programs of `per` blocks of `ids` ids: traffic, or waves of programs (8
-    at a time on a multiprocessor) that wait for memory a few times, less often for the blocks behind the first."""
+    """Predict the microseconds of reading the logits with programs of `per` blocks of `ids` ids.
+
+    The larger of the traffic and of waves of programs (8 at a time on a multiprocessor), each of which waits for memory
+    a few times, less often for the blocks after its first.
+    """
     rows, v = node.operands[0].type.shape[0].subs(env).const or 1, vocabulary(node)
     nbytes = rows * v * (2 if node.operands[0].type.dtype != "f32" else 4)
     waves = -(-rows * -(-v // (per * ids)) // (8 * max(1, target.limits.units)))
-    one = BLOCK_US + 0.4 * (per - 1) + ids / 8192
-    return max(nbytes / target.bandwidth * 1e6, waves * one) + target.launch_us
+    program_us = BLOCK_US + 0.4 * (per - 1) + ids / 8192
+    return max(nbytes / target.bandwidth * 1e6, waves * program_us) + target.launch_us
 
 
 class Penalize(Sampling):
-    """row_penalize: a program a block of a row. In place, rows without penalties end at once."""
+    """row_penalize, one program per block of a row. In place, rows without penalties return at once."""
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
         return ((0, 0),) if node.operands[0].type.dtype == "f32" else ()
@@ -91,7 +94,7 @@ class Penalize(Sampling):
 
 
 class Mask(Sampling):
-    """row_mask: one program a row, which writes the masked ids alone where it works in place."""
+    """row_mask, one program per row; in place, it writes only the masked ids."""
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
         return ((0, 0),)
@@ -115,14 +118,14 @@ class Mask(Sampling):
 
 
 class BlockMax(Sampling):
-    """row_block_max: a program takes `per` blocks of a row."""
+    """row_block_max: a program summarizes `per` blocks of a row."""
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         return [{"per": per, "warps": 4} for per in (1, 2, 4, 8)]
 
     def reject(self, node: Node, target: Target) -> str | None:
         block = node.attrs["block"]
-        return f"blocks of {block} ids" if block != power(block) else super().reject(node, target)
+        return f"block={block} is not a power of two" if block != power(block) else super().reject(node, target)
 
     def code(self, u: Unit) -> Code:
         n, per = u.node, u.schedule.get("per", 1)
@@ -141,28 +144,28 @@ class BlockMax(Sampling):
 
 
 class Draws(Sampling):
-    """One program draws a row; `tile` ids at a time where it reads the row."""
+    """Base class: one program draws from a row, and reads `tile` ids at a time if it has to read the row."""
 
-    ends_us = 2.0  # of a greedy row
+    ends_us = 2.0  # microseconds of a greedy row
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         return [{"tile": 4096, "warps": 16}, {"tile": 4096, "warps": 8}]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        """Of greedy rows; more warps first, for the others."""
+        """Predict the time of greedy rows; schedules with more warps, faster for other rows, rank first."""
         rows = node.operands[0].type.shape[0].subs(env).const or 1
         waves = -(-rows // max(1, target.limits.units))
         return target.launch_us + waves * (self.ends_us + 0.5 * 16 / schedule["warps"])
 
     def tiles(self, u: Unit) -> dict[str, Argument]:
-        """The template arguments of a draw."""
+        """Return the template arguments of a draw."""
         v = vocabulary(u.node)
         tile = min(int(u.schedule.get("tile", 4096)), max(16, power(v)))
         return {"LOG_VOCAB": math.log(v), "TILE": tile, "TILES_PADDED": max(2, power(-(-v // tile)))}
 
 
 class SampleBlocks(Draws):
-    """row_sample_blocks: greedy rows look at the blocks' largest, plain temperatures at one block of logits."""
+    """row_sample_blocks: greedy rows read only the maxima of the blocks, rows without filters one block of logits."""
 
     def code(self, u: Unit) -> Code:
         return u.launch(
@@ -171,7 +174,7 @@ class SampleBlocks(Draws):
         )  # fmt: skip
 
     def arguments(self, u: Unit) -> dict[str, Argument]:
-        """The template arguments that both kernels have."""
+        """Return the template arguments of row_sample_blocks, which are also arguments of row_finish."""
         blocks, length = width(u.node, 13), u.node.operands[12].type.shape[1]
         return {
             **row_arguments(u.node), "best_ptr": "x13", "best_ids_ptr": "x14", "masses_ptr": "x15", "out_ptr": "y0",
@@ -180,7 +183,7 @@ class SampleBlocks(Draws):
 
 
 class Finish(SampleBlocks):
-    """row_finish: the draw, log-probabilities and the commit of a row by one program."""
+    """row_finish: draw, log-probabilities and commit, one program per row."""
 
     ends_us = 2.5
 
@@ -204,7 +207,7 @@ class Finish(SampleBlocks):
 
 
 class Sample(Draws):
-    """row_sample: the whole row by one program."""
+    """row_sample, one program per row."""
 
     ends_us = 12.0
 

@@ -1,4 +1,4 @@
-"""Kernels that move elements: transpose, slice, reshape, concat, take, gather, iota; they compute no values."""
+"""Generated kernels that move elements: transpose, slice, reshape, concat, take, gather, iota."""
 
 from __future__ import annotations
 
@@ -7,38 +7,39 @@ from math import prod
 
 from llmc.codegen.backends.triton.tiling import cost_us, decompose, factored, masked, tiles, times, wide
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, INTS, Code, TritonKernel, Unit, element, unsupported
-from llmc.codegen.emit import merged
+from llmc.codegen.emit import merged, strided_view
 from llmc.codegen.kernel import Schedule
 from llmc.ir.dim import D, Dim, product
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
-Axes = list[tuple[Dim, Dim]]  # (size, elements of the operand between neighbours)
+Axes = list[tuple[Dim, Dim]]  # (size, stride of the operand in elements)
 
 
 def moved(node: Node) -> Dim:
-    """Bytes that a copy of the result reads and writes."""
+    """Return the bytes read and written by a copy of the results."""
     return sum((r.type.nbytes * 2 for r in node.results), D(0))
 
 
-def each(node: Node) -> int:
-    """Elements of a result in 16 bytes."""
+def elements_of_16_bytes(node: Node) -> int:
+    """Return the number of elements in 16 bytes of a result."""
     return 128 // DTYPES[node.results[0].type.dtype].bits
 
 
 class Moving(TritonKernel):
-    """What the kernels here share: a program moves a tile of rows x columns of a space that `space` names."""
+    """Base class: a program moves a tile of the two-dimensional space (rows, columns) that `space` returns."""
 
     def space(self, node: Node) -> tuple[Dim, Dim]:
-        """Rows and columns."""
+        """Return (rows, columns)."""
         return D(1), node.results[0].type.numel
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        found = tiles(*self.space(node), target, each(node))
-        return [{"rows": r, "cols": c, "warps": w} for r, c, w in found]
+        shapes = tiles(*self.space(node), target, elements_of_16_bytes(node))
+        return [{"rows": r, "cols": c, "warps": w} for r, c, w in shapes]
 
     def programs(self, node: Node, schedule: Schedule) -> Dim:
+        """Return the number of programs of a schedule."""
         rows, cols = self.space(node)
         return rows.ceildiv(schedule["rows"]) * cols.ceildiv(schedule["cols"])
 
@@ -46,8 +47,10 @@ class Moving(TritonKernel):
         return cost_us(node, target, env, self.programs(node, schedule), schedule["warps"], moved(node))
 
     def tile(self, u: Unit, rows: Dim, cols: Dim) -> tuple[list[str], str]:
-        """`row` and `col` of this program, [rows, 1] and [1, cols] or a number and [cols], and the name of the tile's
-        part that is there, if any."""
+        """Return (code that defines `row` and `col` of this program's tile, the name of its mask or "").
+
+        Their shapes are [rows, 1] and [1, cols], or () and [cols] for tiles of one row.
+        """
         r, c = u.schedule["rows"], u.schedule["cols"]
         blocks, flat = cols.ceildiv(c), rows.const == 1
         far = flat and wide(cols)
@@ -62,45 +65,37 @@ class Moving(TritonKernel):
         return bounded(lines, u, (rows, r), (cols, c), far)
 
     def finish(self, u: Unit, lines: list[str]) -> Code:
+        """Return the code made of these statements."""
         return Code("\n".join(x for x in lines if x), (self.programs(u.node, u.schedule),), "", u.schedule["warps"])
 
 
 def bounded(lines: list[str], u: Unit, row: tuple[Dim, int], col: tuple[Dim, int], far: bool) -> tuple[list[str], str]:
-    """The lines with `inside` where (size, tile) do not divide, and its name or nothing."""
+    """Append the mask `inside` if a tile does not divide its size; return the lines and the name of the mask or ""."""
     tests = [f"({x} < {factored(n, u.sizes, far)})" for x, (n, t) in (("row", row), ("col", col)) if not n.divisible(t)]
     return ([*lines, f"inside = {' & '.join(tests)}"], "inside") if tests else (lines, "")
 
 
-def steps(node: Node) -> list[Dim]:
-    """Elements between neighbours along each axis of operand 0."""
-    shape = node.operands[0].type.shape
-    return [product(shape[i + 1 :]) for i in range(len(shape))]
-
-
 def copied(node: Node) -> tuple[Axes, Dim]:
-    """Where the result's elements lie in the operand: merged axes, and the first element."""
-    step, start = steps(node), D(0)
+    """Return the result's axes with the operand's strides (merged if contiguous) and the first element's offset."""
     if node.op.name == "reshape":
-        return [(node.operands[0].type.numel, D(1))], start
-    if node.op.name == "transpose":
-        step = [step[p] for p in node.attrs["perm"]]
-    else:
-        axis = node.attrs["axis"] % len(step)
-        start = node.attrs["start"] * step[axis]
-        step[axis] = step[axis] * node.attrs["step"]
-    return merged(node.result.type.shape, step), start
+        return [(node.operands[0].type.numel, D(1))], D(0)
+    strides, start = strided_view(node)
+    return merged(node.result.type.shape, strides), start
 
 
 def crossed(axes: Axes) -> int | None:
-    """The axis along which the operand is contiguous, where that is not the result's last."""
+    """Return the axis along which the operand is contiguous if that is not the last axis of the result, else None."""
     if axes[-1][1].const == 1:
         return None
     return next((a for a, (_, s) in enumerate(axes) if s.const == 1), None)
 
 
 class Copy(Moving):
-    """Any affine copy. Where operand and result are contiguous along different axes, a tile has one of each, so that
-    both sides are read and written in whole lines."""
+    """Any affine copy.
+
+    If operand and result are contiguous along different axes, a tile spans both axes, so that reads and writes are
+    coalesced.
+    """
 
     def space(self, node: Node) -> tuple[Dim, Dim]:
         axes, _ = copied(node)
@@ -139,7 +134,7 @@ class Copy(Moving):
         return self.finish(u, [*lines, f"tl.store(y0 + {target}, v{masked(inside)})"])
 
     def _crossed(self, u: Unit, axes: Axes, a: int) -> tuple[list[str], str, list[str], str]:
-        """A program's tile has rows along axis `a` and columns along the last; the other axes have programs."""
+        """Code of a tile with rows along axis `a` and columns along the last; programs enumerate the other axes."""
         r, c = u.schedule["rows"], u.schedule["cols"]
         others = [i for i in range(len(axes) - 1) if i != a]
         sizes = [*(axes[i][0] for i in others), axes[a][0].ceildiv(r), axes[-1][0].ceildiv(c)]
@@ -159,10 +154,10 @@ class Copy(Moving):
 
 
 class Concat(Moving):
-    """The operands' segments side by side; every operand has programs of its own."""
+    """Concatenation; every operand has its own programs."""
 
     def segments(self, node: Node) -> tuple[Dim, list[Dim]]:
-        """Rows, and each operand's elements in one of them."""
+        """Return (rows, the number of elements per row of each operand)."""
         shape = node.result.type.shape
         axis = node.attrs["axis"] % len(shape)
         return product(shape[:axis]), [product(v.type.shape[axis:]) for v in node.operands]
@@ -197,7 +192,7 @@ class Concat(Moving):
 
 
 def branch(first: bool, test: str, call: str) -> str:
-    """One arm of an if: the last has no test, and where it is the only one there is nothing to decide."""
+    """Print one arm of an if statement; the last arm has no test, and a single arm needs no statement."""
     if not test:
         return call if first else f"else:\n    {call}"
     return f"{'if' if first else 'elif'} {test}:\n    {call}"
@@ -215,7 +210,7 @@ def segment(x, y, at, blocks, rows, n, total, R: tl.constexpr, C: tl.constexpr):
 
 
 class Indexed(Moving):
-    """What kernels with an index operand share."""
+    """Base class of kernels with an index operand."""
 
     def reject(self, node: Node, target: Target) -> str | None:
         if node.operands[1].type.dtype not in INTS:
@@ -224,7 +219,7 @@ class Indexed(Moving):
 
 
 class Take(Indexed):
-    """Rows by index: embeddings and last tokens. The index needs the wait, so nothing is loaded before it."""
+    """Rows by index: embeddings and last tokens. Previous kernels write the index, so all loads follow the wait."""
 
     def space(self, node: Node) -> tuple[Dim, Dim]:
         rows = node.operands[1].type.numel
@@ -247,6 +242,7 @@ class Take(Indexed):
         return self.finish(u, lines)
 
     def source(self, u: Unit, cols: Dim) -> str:
+        """Print the offset of column `col` of row `index` in the operand."""
         return f"index * {factored(cols, u.sizes)} + col"
 
 

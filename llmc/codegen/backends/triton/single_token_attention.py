@@ -1,4 +1,4 @@
-"""Attention of the rows that have one token, in a batch whose longer rows another kernel handles.
+"""Attention of rows with one token in a batch whose longer rows are computed by another kernel.
 
 The kernel is in `kernels/single_token_attention.py`.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llmc.codegen.backends.triton.decode_attention import DecodeAttention, Problem, unfit
+from llmc.codegen.backends.triton.decode_attention import DecodeAttention, Problem, reject_attention
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.triton_kernel import Code, Unit
 from llmc.codegen.kernel import Schedule
@@ -16,11 +16,13 @@ from llmc.targets.target import Target
 
 
 class SingleTokenAttention(DecodeAttention):
-    """Writes the outputs of rows of one token into y, which holds those of the other rows; copies these if the result
-    has its own memory."""
+    """Writes the outputs of rows of one token to y, which contains the outputs of the other rows.
+
+    If the result does not share memory with y, those are copied.
+    """
 
     def reject(self, node: Node, target: Target) -> str | None:
-        return unfit(node, (0, 1, 6, 7))
+        return reject_attention(node, (0, 1, 6, 7))
 
     def early(self, node: Node) -> tuple[int, ...]:
         return (0, 1, 2, 3, 4, 5)
@@ -29,7 +31,7 @@ class SingleTokenAttention(DecodeAttention):
         return ((6, 0),)
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        """That of as many tokens as there are rows."""
+        """Predict the time of decode attention with one token per row."""
         rows = node.operands[3].type.shape[0].subs(env).const or 1
         tokens = node.operands[0].type.shape[0]
         return super().cost_us(node, schedule, target, {**env, **({str(tokens): rows} if tokens.const is None else {})})

@@ -60,7 +60,7 @@ class Template:
     function: str
 
     def text(self) -> str:
-        """The function and all definitions that it needs, each module under a comment that holds its docstring.
+        """Return the function and all definitions that it needs, each module under a comment with its docstring.
 
         Raises ValueError if two modules define the same name.
         """
@@ -70,13 +70,13 @@ class Template:
             raise ValueError(f"template {self.module}: two modules define {twice[0]}")
         parts = []
         for module in _ordered(self.module):
-            found = [d.text for name, d in module.definitions.items() if (module.name, name) in wanted]
-            if found:
-                parts.append("\n\n\n".join([_heading(module), *found]))
+            texts = [d.text for name, d in module.definitions.items() if (module.name, name) in wanted]
+            if texts:
+                parts.append("\n\n\n".join([_heading(module), *texts]))
         return "\n\n\n".join(parts)
 
     def call(self, **arguments: Argument) -> str:
-        """A call of the function with named arguments, one to a line.
+        """Return a call of the function with named arguments, one per line.
 
         Raises ValueError if a parameter without a default is missing, or if the function has no such parameter.
         """
@@ -90,7 +90,7 @@ class Template:
 
 
 def literal(value: Argument) -> str:
-    """An argument as Python text: text as it is, numbers and None as literals, tuples element by element."""
+    """Print an argument: text unchanged, numbers and None as literals, tuples element by element."""
     if isinstance(value, str):
         return value
     if isinstance(value, tuple):
@@ -101,14 +101,14 @@ def literal(value: Argument) -> str:
 
 
 def function(signature: str, doc: str, lines: Sequence[str]) -> str:
-    """The text of a generated Triton function, such as an epilogue that a call of a template hands in."""
+    """Print a generated Triton function, such as an epilogue that is passed to a template."""
     body = "\n".join(f"    {x}" for x in lines)
     return f'@triton.jit\ndef {signature}:\n    """{doc}"""\n{body}'
 
 
 @cache
 def load(name: str) -> Module:
-    """The template module `name`, parsed but not imported.
+    """Parse the template module `name` without importing it.
 
     Raises ValueError if there is no such module, or at a statement that a template module may not contain.
     """
@@ -179,18 +179,18 @@ def _closure(module: str, name: str) -> Iterator[tuple[str, str]]:
 
 def _ordered(name: str) -> list[Module]:
     """The modules that a module imports, directly or not, before those that import them."""
-    found: dict[str, Module] = {}
+    modules: dict[str, Module] = {}
 
     def visit(at: str) -> None:
-        if at in found:
+        if at in modules:
             return
         module = load(at)
         for m in module.imports:
             visit(m)
-        found[at] = module
+        modules[at] = module
 
     visit(name)
-    return list(found.values())
+    return list(modules.values())
 
 
 def _heading(module: Module) -> str:

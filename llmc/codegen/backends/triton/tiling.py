@@ -1,4 +1,4 @@
-"""Arithmetic that memory-bound Triton kernels share: sizes as text, programs by rows and columns, what they cost."""
+"""Helpers of generated, memory-bound Triton kernels: sizes as text, tile shapes, and the cost model."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
-BLOCK_THREADS = 1024  # of a block, on every GPU
-WIDEST = 16384  # elements that one program keeps in registers
-_START_US = 0.9  # of a program, from its first load to its last store
-_WARP_US = 0.01  # of a program's barriers, a warp
-_RESIDENT_WARPS = 48  # of the programs that one multiprocessor holds at once
-_UNIT_BYTES_US = 60e3  # that one multiprocessor moves in a microsecond
-_THREAD_BYTES_US = 90.0  # that one thread keeps moving
+BLOCK_THREADS = 1024  # maximum threads per block, on every GPU
+WIDEST = 16384  # maximum elements that one program keeps in registers
+_START_US = 0.9  # latency of a program, from its first load to its last store
+_WARP_US = 0.01  # barriers of a program, per warp
+_RESIDENT_WARPS = 48  # warps that one multiprocessor runs at once
+_UNIT_BYTES_US = 60e3  # bytes per microsecond of one multiprocessor
+_THREAD_BYTES_US = 90.0  # bytes per microsecond of one thread
 
 
 def power(n: int) -> int:
-    """The least power of two that is not below n."""
+    """Return the smallest power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
 
 
-def most_warps(target: Target) -> int:
+def max_block_warps(target: Target) -> int:
+    """Return the maximum number of warps per block."""
     return BLOCK_THREADS // target.limits.warp
 
 
 def wide(d: Dim) -> bool:
-    """Whether a number of elements may pass 2^31."""
+    """Whether a number of elements may reach 2^31, so that offsets need 64 bits."""
     return d.const is None or d.const >= 2**31
 
 
 def factored(d: Dim | int, sizes: Sizes, big: bool = False) -> str:
-    """A size as text whose constant factor is visible: Triton proves alignment by it. big: in 64 bits."""
+    """Print a size with its constant factor separate, from which Triton proves alignment. big: compute in 64 bits."""
     d = D(d)
     if d.const is not None:
         return str(d.const)
@@ -48,7 +49,7 @@ def factored(d: Dim | int, sizes: Sizes, big: bool = False) -> str:
 
 
 def times(index: str, stride: Dim, total: Dim, sizes: Sizes) -> str:
-    """index * stride as an offset into `total` elements."""
+    """Print index * stride as an offset into `total` elements."""
     if stride.const == 1:
         return index
     return (
@@ -59,7 +60,11 @@ def times(index: str, stride: Dim, total: Dim, sizes: Sizes) -> str:
 def cost_us(
     node: Node, target: Target, env: Mapping[str, int], programs: Dim, warps: int, moved: Dim | None = None
 ) -> float:
-    """Microseconds of a memory-bound launch: its traffic at full bandwidth, or what its programs can move while few."""
+    """Predict the microseconds of a memory-bound launch.
+
+    The largest of three times: the traffic at full bandwidth, waves of programs limited by their threads, and, for few
+    programs, the traffic at the bandwidth of the multiprocessors that run them.
+    """
     nbytes = float((node_cost(node)[1] if moved is None else moved).subs(env).const or 0)
     count = max(1, programs.subs(env).const or 1)
     rate = min(_UNIT_BYTES_US, warps * target.limits.warp * _THREAD_BYTES_US)
@@ -70,17 +75,20 @@ def cost_us(
     return target.launch_us + max(nbytes / target.bandwidth * 1e6, busy, few)
 
 
-def tiles(rows: Dim, cols: Dim, target: Target, each: int = 8) -> list[tuple[int, int, int]]:
-    """(rows, cols, warps) of tiles over a space that nothing ties together, `each` elements a thread at most, one at
-    least: of threads that held the same element, one could read it after another has written over it."""
+def tiles(rows: Dim, cols: Dim, target: Target, per_thread: int = 8) -> list[tuple[int, int, int]]:
+    """Return (rows, cols, warps) of tiles over independent elements, with 1 to `per_thread` elements per thread.
+
+    Invariant: no two threads have the same element. Otherwise, in place, one thread could read an element after another
+    has overwritten it.
+    """
     n, outer, warp = cols.const, rows.const, target.limits.warp
-    found = []
+    shapes = []
     for warps in (4, 1, 8):
-        tile = warps * warp * each
+        tile = warps * warp * per_thread
         wide_ = tile if n is None else min(tile, power(n))
         tall = tile // wide_ if outer is None else min(tile // wide_, power(outer))
-        found.append((tall, wide_, max(1, min(warps, tall * wide_ // warp))))
-    return list(dict.fromkeys(found))
+        shapes.append((tall, wide_, max(1, min(warps, tall * wide_ // warp))))
+    return list(dict.fromkeys(shapes))
 
 
 def decompose(index: str, axes: Sequence[Dim], sizes: Sizes, name: str = "i") -> list[str]:
@@ -94,6 +102,6 @@ def decompose(index: str, axes: Sequence[Dim], sizes: Sizes, name: str = "i") ->
 
 
 def masked(*conditions: str, other: str = "") -> str:
-    """The mask argument of a load or store; nothing where no condition is left."""
-    found = [c for c in conditions if c]
-    return (f", mask={' & '.join(found)}" + (f", other={other}" if other else "")) if found else ""
+    """Print the mask argument of a load or store from its non-empty conditions; "" if there are none."""
+    present = [c for c in conditions if c]
+    return (f", mask={' & '.join(present)}" + (f", other={other}" if other else "")) if present else ""

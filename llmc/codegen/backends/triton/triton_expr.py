@@ -1,6 +1,6 @@
-"""Scalar expressions as Triton text, one statement a node; every value has a dtype. It knows no shapes and no memory.
+"""Prints scalar expressions in Triton, one statement per node; every value has a dtype.
 
-Floats compute in float32, integers in their own width, bools as int1. NaN and infinities are kept as numpy keeps them.
+Floats are computed in float32, integers in their own width, bools as int1. NaN and infinities behave as in numpy.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from llmc.ir.dtype import DTYPES
 from llmc.ir.ops.common import NUMPY
 from llmc.ir.scalar import E
 
-# What a value is while it is computed: "f32", "bool" (int1), or the name of an integer dtype.
+# The dtype of a computed value is "f32", "bool" (int1), or the name of an integer dtype.
 COMPARE = MappingProxyType({"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="})
 ARITHMETIC = MappingProxyType({"add": "({0} + {1})", "sub": "({0} - {1})", "mul": "({0} * {1})"})
 LOGIC = MappingProxyType({"and": "({0} & {1})", "or": "({0} | {1})", "not": "({0} == 0)"})
-# Spellings whose operands and value are float32. Division and square root round correctly.
+# Primitives over float32. Division and square root are correctly rounded.
 FLOAT = MappingProxyType(
     {
         "div": "tl.div_rn({0}, {1})", "pow": "scalar_pow({0}, {1})", "exp": "tl.exp({0})", "exp2": "tl.exp2({0})",
@@ -44,7 +44,7 @@ def scalar_tanh(x):
         "pow": '''
 @triton.jit
 def scalar_pow(x, y):
-    """Through float64, so that the error of the logarithm does not grow with the exponent; C's special cases."""
+    """pow with C's special cases, in float64 so that the exponent does not amplify the logarithm's error."""
     a = tl.abs(x)
     size = tl.exp2(y.to(tl.float64) * tl.log2(a.to(tl.float64))).to(tl.float32)
     whole = tl.floor(y) == y
@@ -66,7 +66,7 @@ def largest(x, axis: tl.constexpr, keep: tl.constexpr):
 """,
     }
 )
-# The interpreter folds with functions of one's own element by element: far too slow.
+# In the interpreter, tl.reduce with a custom function runs element by element, which is too slow.
 INTERPRETED = MappingProxyType(
     {
         "row_max": """
@@ -85,37 +85,37 @@ def largest(x, axis: tl.constexpr, keep: tl.constexpr):
 
 
 def loaded(text: str, dtype: str) -> str:
-    """A stored element as it is computed with."""
+    """Convert a loaded element to its computed dtype."""
     if dtype == "bool":
         return f"({text} != 0)"
     return f"{text}.to(tl.float32)" if dtype in FLOATS and dtype != "f32" else text
 
 
 def compute_dtype(dtype: str) -> str:
-    """The dtype that an element of `dtype` has while it is computed with."""
+    """Return the computed dtype of elements stored as `dtype`."""
     return "f32" if dtype in FLOATS else dtype
 
 
-def convert(text: str, have: str, want: str) -> str:
-    """A value of one dtype as another; float to integer truncates, anything to bool asks whether it is not zero."""
-    if have == want:
+def convert(text: str, of: str, to: str) -> str:
+    """Convert a value between computed dtypes: float to integer truncates, bool means "not zero"."""
+    if of == to:
         return text
-    if want == "bool":
+    if to == "bool":
         return f"({text} != 0)"
-    if have != "f32" and want in ("bf16", "f16"):
+    if of != "f32" and to in ("bf16", "f16"):
         text = f"{text}.to(tl.float32)"
-    return f"{text}.to({ELEMENTS[want][0]})"
+    return f"{text}.to({ELEMENTS[to][0]})"
 
 
-def stored(text: str, have: str, dtype: str) -> str:
-    """A computed value as the element that is stored: rounded once to nearest even; a bool is one byte."""
+def stored(text: str, of: str, dtype: str) -> str:
+    """Convert a computed value to its stored dtype: rounded once, to nearest even; a bool is one byte."""
     if dtype == "bool":
-        return f"{convert(text, have, 'bool')}.to(tl.int8)"
-    return convert(text, have, dtype)
+        return f"{convert(text, of, 'bool')}.to(tl.int8)"
+    return convert(text, of, dtype)
 
 
 def number(x: float) -> str:
-    """A float32 constant; Triton would take what is too small or too large for float32 as float64."""
+    """Print a float32 constant. Triton would type literals outside of the normal range of float32 as float64."""
     with np.errstate(over="ignore"):
         value = np.float32(x)
     if not np.isfinite(value):
@@ -124,24 +124,24 @@ def number(x: float) -> str:
 
 
 def constant(x: float, dtype: str) -> str:
-    """A scalar of a dtype, as it is computed with."""
+    """Print a scalar constant in the computed dtype of `dtype`."""
     kind = DTYPES[dtype].kind
     if kind == "f":
         return f"tl.full((), {number(x)}, tl.float32)"
     return f"tl.full((), {int(x != 0 if kind == 'b' else x)}, {'tl.int1' if kind == 'b' else ELEMENTS[dtype][0]})"
 
 
-def together(dtypes: Iterable[str]) -> str:
-    """The dtype in which values of these meet: float32 beside any float, else numpy's rule; bools count as i32."""
-    found = {"i32" if d == "bool" else d for d in dtypes}
-    if "f32" in found:
+def common_dtype(dtypes: Iterable[str]) -> str:
+    """Return the common dtype of operands: f32 if any is a float, else by numpy's rule; bools count as i32."""
+    distinct = {"i32" if d == "bool" else d for d in dtypes}
+    if "f32" in distinct:
         return "f32"
-    name = np.result_type(*(DTYPES[d].np for d in sorted(found))).name
+    name = np.result_type(*(DTYPES[d].np for d in sorted(distinct))).name
     return next((d.name for d in DTYPES.values() if d.numpy == name), "f32")
 
 
 def fold(e: E) -> E:
-    """The expression with operations on constants done, in float32."""
+    """Evaluate operations on constants, in float32."""
     if e.fn in ("arg", "const"):
         return e
     args = tuple(fold(a) for a in e.args)
@@ -152,45 +152,45 @@ def fold(e: E) -> E:
 
 
 def dtypes(dag: Dag, args: Sequence[str]) -> list[str]:
-    """The dtype of every node, given the stored dtypes of the arguments."""
+    """Return the computed dtype of every node; `args` are the stored dtypes of the arguments."""
     out: list[str] = []
-    for i, (fn, given) in enumerate(dag.nodes):
+    for i, (fn, operands) in enumerate(dag.nodes):
         below = [out[o] for o in dag.operands(i)]
         if fn == "arg":
-            out.append(compute_dtype(args[int(given[0])]))
+            out.append(compute_dtype(args[int(operands[0])]))
         elif fn in COMPARE or fn in LOGIC:
             out.append("bool")
         elif fn == "const" or fn in FLOAT or fn.startswith("row_"):
             out.append("f32")
         elif fn == "select":
-            out.append(below[1] if below[1] == below[2] else together(below[1:]))
+            out.append(below[1] if below[1] == below[2] else common_dtype(below[1:]))
         else:
-            out.append(together(below))
+            out.append(common_dtype(below))
     return out
 
 
 def statement(dag: Dag, i: int, names: Mapping[int, str], kinds: Sequence[str]) -> str:
-    """The right-hand side of node `i`, which is neither an argument nor a reduction."""
+    """Print the right-hand side of node `i`, which is neither an argument nor a reduction."""
     fn, args = dag.nodes[i]
     if fn == "const":
         return number(args[0])
     below = dag.operands(i)
     if fn in LOGIC:
-        want = ["bool"] * len(below)
+        expected = ["bool"] * len(below)
     elif fn in COMPARE:
-        want = [together(kinds[b] for b in below)] * 2
+        expected = [common_dtype(kinds[b] for b in below)] * 2
     elif fn == "select":
-        want = ["bool", kinds[i], kinds[i]]
+        expected = ["bool", kinds[i], kinds[i]]
     else:
-        want = [kinds[i]] * len(below)
+        expected = [kinds[i]] * len(below)
     if fn == "pow":  # the function takes values, not literals
         names = {b: f"tl.full((), {names[b]}, tl.float32)" if dag.nodes[b][0] == "const" else names[b] for b in below}
     literal = [dag.nodes[b][0] == "const" for b in below]
-    given = [
+    operands = [
         names[b] if c and w == "f32" else convert(names[b], kinds[b], w)
-        for b, w, c in zip(below, want, literal, strict=True)
+        for b, w, c in zip(below, expected, literal, strict=True)
     ]
-    return _template(fn, kinds[i]).format(*given)
+    return _template(fn, kinds[i]).format(*operands)
 
 
 def _template(fn: str, kind: str) -> str:
@@ -206,23 +206,25 @@ def _template(fn: str, kind: str) -> str:
 
 
 def helpers(fns: Iterable[str], interpret: bool = False) -> str:
-    """The jitted functions that these primitives call."""
+    """Return the text of the jitted functions that these primitives call."""
     table = {**HELPERS, **INTERPRETED} if interpret else HELPERS
     return "\n\n".join(table[fn].strip("\n") + "\n" for fn in sorted(set(fns)) if fn in table)
 
 
 def inline(e: E, args: Sequence[str]) -> tuple[list[str], str]:
-    """(statements, value) of an expression over float32 values called `args`, for epilogues. `helpers` of the
-    expression's primitives go before the entry."""
+    """Return (statements, value) of an expression over float32 values named `args`, for epilogues.
+
+    The entry must be preceded by the `helpers` of the expression's primitives.
+    """
     dag = Dag()
     root = dag.add(fold(e))
     kinds = dtypes(dag, ["f32"] * len(args))
     names: dict[int, str] = {}
     lines = []
     for i in dag.below([root]):
-        fn, given = dag.nodes[i]
+        fn, operands = dag.nodes[i]
         if fn == "arg":
-            names[i] = args[int(given[0])]
+            names[i] = args[int(operands[0])]
         elif fn == "const":
             names[i] = statement(dag, i, names, kinds)
         else:

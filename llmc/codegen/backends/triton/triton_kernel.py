@@ -1,7 +1,8 @@
-"""What the Triton emitters share: dtypes, parameters, the entry function, dependent launches; no kernel, no compiler.
+"""The base class of Triton kernels: dtypes, parameters, the entry function and dependent launches.
 
-A kernel's text is one Python module with one jitted entry. Parameters are `x0, x1, ...` (operands), `y0, ...` (results;
-a state's next version is its operand's memory) and `s0, ...` (dynamic sizes, i32); shapes are literals.
+A kernel's text is one Python module with one jitted entry. Its parameters are `x0, x1, ...` (operands), `y0, ...`
+(results; the next version of a state is in the memory of its operand) and `s0, ...` (run-time sizes, i32). Constant
+sizes are literals.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from llmc.codegen.backends.triton.template import Argument, Template
-from llmc.codegen.emit import Sizes, describe, indent, refused
+from llmc.codegen.emit import Sizes, describe, indent, unsupported_dtype
 from llmc.codegen.kernel import LATE, SETTLED, Kernel, Map, Schedule, Source
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
 from llmc.ir.types import Type
 from llmc.targets.target import Target
 
-# How Triton names a stored element, and what pointers to it are called; a bool is one byte, 0 or 1.
+# dtype -> Triton's dtype of a stored element, and its name in pointer types; a bool is one byte, 0 or 1.
 ELEMENTS = MappingProxyType(
     {
         "f32": ("tl.float32", "fp32"), "bf16": ("tl.bfloat16", "bf16"), "f16": ("tl.float16", "fp16"),
@@ -29,18 +30,19 @@ ELEMENTS = MappingProxyType(
 )  # fmt: skip
 FLOATS = ("f32", "bf16", "f16")
 INTS = ("i64", "i32", "i16", "i8", "u32", "u16", "u8")
-PDL = "pdl"  # the target's launches may begin before the launch before them has ended
-INTERPRET = "interpret"  # not a GPU: Triton's interpreter on the CPU, which has no bfloat16 arithmetic
+PDL = "pdl"  # target feature: programmatic dependent launch
+INTERPRET = "interpret"  # target feature: Triton's interpreter on the CPU, which has no bfloat16 arithmetic
 WAIT = "tl.extra.cuda.gdc_wait()"
 GO = "tl.extra.cuda.gdc_launch_dependents()"
 
 
 @dataclass(frozen=True)
 class Code:
-    """What a kernel's `code` gives: the entry's statements, programs along x, y, z, and how to compile them.
+    """The result of `TritonKernel.code`.
 
-    `helpers` is module-level text before the entry (jitted functions, `NAME = tl.constexpr(...)`). The parameters that
-    `maps` names are tensor descriptors in the text.
+    body: statements of the entry function. grid: programs along x, y, z. helpers: module-level text before the entry
+    (jitted functions, `NAME = tl.constexpr(...)`). warps, stages: num_warps and num_stages. maps: parameters that are
+    tensor descriptors in the text.
     """
 
     body: str
@@ -53,7 +55,7 @@ class Code:
 
 @dataclass
 class Unit:
-    """What an emitter knows while it writes one kernel."""
+    """The kernel that is being emitted: node, schedule, target, and the run-time sizes used so far."""
 
     node: Node
     schedule: Schedule
@@ -62,30 +64,34 @@ class Unit:
 
     @property
     def pdl(self) -> bool:
+        """Whether the target has programmatic dependent launch."""
         return self.target.has(PDL)
 
     @property
     def interpret(self) -> bool:
+        """Whether the target is Triton's interpreter."""
         return self.target.has(INTERPRET)
 
     @property
     def wait(self) -> str:
-        """Wait for the launches before this one, and let the next one begin; every program does so exactly once,
-        before it touches memory that is not a weight and before it can return. Nothing on targets without it."""
+        """The statements that wait for the previous kernels and allow the next one to begin; "" without this feature.
+
+        Every program executes them exactly once, before it accesses memory other than weights and before it returns.
+        """
         return f"{WAIT}\n{GO}" if self.pdl else ""
 
     @property
     def settled(self) -> bool:
-        """The operands of `Kernel.early` may be read before the wait."""
+        """Whether the operands of `Kernel.early` may be read before the wait."""
         return bool(self.schedule.get(SETTLED))
 
     @property
     def late(self) -> bool:
-        """The next launch begins behind this kernel's last load, not at its wait."""
+        """Whether to allow the next kernel to begin only after this kernel's last load, instead of at the wait."""
         return bool(self.schedule.get(LATE))
 
     def pointers(self, operands: str, results: str) -> dict[str, Argument]:
-        """Template parameters -> pointers of the node's operands and results, from the parameters' names in order.
+        """Map template parameters to the pointers of the node's operands and results, both in order.
 
         A parameter is None if the node lacks its operand; "-" stands for an operand that has no parameter.
         """
@@ -97,34 +103,30 @@ class Unit:
         self, template: Template, grid: tuple[Dim | int, ...], warps: int = 0, stages: int = 0,
         generated: Sequence[str] = (), /, **arguments: Argument,
     ) -> Code:  # fmt: skip
-        """One call of a template, with DEPENDENT_LAUNCH added to its arguments.
+        """Return the code of one call of a template, with DEPENDENT_LAUNCH added to its arguments.
 
-        warps, stages: default to the schedule's, else 4 and 2. generated: texts of functions that `arguments` name;
-        empty texts are left out.
+        warps, stages: 0 means the schedule's, or 4 and 2. generated: texts of functions that `arguments` refer to;
+        empty texts are skipped.
         """
         warps = warps or self.schedule.get("warps", 4)
         stages = stages or self.schedule.get("stages", 2)
         call = template.call(**arguments, DEPENDENT_LAUNCH=self.pdl)
         return Code(call, grid, "\n\n\n".join([template.text(), *filter(None, generated)]), warps, stages)
 
-    def dot_operand(self, text: str) -> str:
-        """An operand of tl.dot: float32 where the interpreter runs the text (it cannot multiply bfloat16)."""
-        return f"{text}.to(tl.float32)" if self.interpret else text
-
 
 def element(t: Type) -> str:
-    """The Triton dtype of a stored element, such as tl.bfloat16."""
+    """Return the Triton dtype of stored elements, such as tl.bfloat16."""
     return ELEMENTS[t.dtype][0]
 
 
 def unsupported(node: Node, dtypes: Sequence[str] = tuple(ELEMENTS)) -> str | None:
-    """Why a Triton kernel cannot hold the node's values, or None."""
-    return refused(node, dtypes)
+    """Return why a Triton kernel of these dtypes does not support the node's values, or None."""
+    return unsupported_dtype(node, dtypes)
 
 
 @dataclass(frozen=True)
 class TritonKernel(Kernel):
-    """A kernel in Triton: `code` gives the entry's statements, the rest of the unit is the same for all."""
+    """Base class of Triton kernels: `code` returns the entry's statements; the rest of the text is common."""
 
     language: str = "triton"
 
@@ -132,7 +134,7 @@ class TritonKernel(Kernel):
         return unsupported(node)
 
     def code(self, u: Unit) -> Code:
-        """The text of the node `u.node` under `u.schedule`; it contains `u.wait` once."""
+        """Return the code of `u.node` under `u.schedule`. It must execute `u.wait` exactly once."""
         raise NotImplementedError
 
     def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:

@@ -1,4 +1,4 @@
-"""From Triton text to GPU binaries, without a GPU, through a content-addressed cache; it knows nothing of graphs."""
+"""The toolchain of the language "triton": Triton text to GPU binaries (no GPU needed), through a cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from llmc.codegen.toolchain import Compiled, Output, Progress, compile_error, sw
 from llmc.diagnostics import Diagnostic
 from llmc.targets.target import Target
 
-OPTIONS = ("num_warps", "num_stages")  # Triton ignores names it does not know: so we do not
+OPTIONS = ("num_warps", "num_stages")  # Triton ignores unknown names, so they are rejected here
 BINARY: Mapping[str, str] = MappingProxyType({"cuda": "cubin", "hip": "hsaco"})
 _DIGEST = 32
 _REMEDY = "pip install 'llmc-aot[nvidia]' (no GPU is needed to compile)"
@@ -42,23 +42,23 @@ class TritonToolchain:
 
     @staticmethod
     def find(target: Target) -> TritonToolchain:
-        """Diagnostic E501 where Triton is not installed."""
+        """Return the toolchain of `target`; raises Diagnostic E501 if Triton is not installed."""
         from importlib.metadata import PackageNotFoundError, version
 
         try:
             return TritonToolchain(target, version("triton"))
         except PackageNotFoundError:
-            cause = f"target {target.name} needs Triton to compile, and it is not installed"
+            cause = f"compiling for {target.name} needs Triton, which is not installed"
             raise Diagnostic("E501", cause, _REMEDY) from None
 
     def key(self, source: Source) -> str:
-        """What the binary is a function of, as 32 hexadecimal digits."""
+        """Return a hash of all that the binary depends on: 32 hexadecimal digits."""
         what = [source.text, source.entry, source.params, source.options, source.pdl, self.target.arch, self.version]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:_DIGEST]
 
     @property
     def output(self) -> Output:
-        """Python text, a cubin or an hsaco, called as the target's family calls kernels."""
+        """File suffixes of sources and binaries (cubin or hsaco), and the calling convention of the target's family."""
         return Output("py", BINARY[self.target.family], f"{self.target.family}-1")
 
     def cached(self, key: str, cache: Path) -> bool:
@@ -72,10 +72,10 @@ class TritonToolchain:
         jobs: int = 2,
         progress: Progress | None = None,
     ) -> dict[str, Compiled]:
-        """key -> binary for every (source, place in the model), `jobs` processes at a time.
+        """Compile pairs (source, location) in up to `jobs` processes; return key -> binary.
 
-        Raises Diagnostic E502 with the first text that does not compile, E503 if a process is killed, E505 if a CUDA
-        binary takes other parameters than its launches pass.
+        Raises Diagnostic E502 for the first source that does not compile, E503 if a process is killed, E505 if a CUDA
+        binary's parameters differ from those that its launches pass.
         """
         cache.mkdir(parents=True, exist_ok=True)
         sweep(cache)
@@ -84,21 +84,21 @@ class TritonToolchain:
         out = {k: c for k, c in read.items() if len(c.boxes) == len(todo[k][0].maps)}
         missing = {k: v for k, v in todo.items() if k not in out}
         done = len(out)
-        for key, found in self._compile_all(missing, max(1, jobs)):
+        for key, result in self._compile_all(missing, max(1, jobs)):
             source, loc = todo[key]
-            if isinstance(found, str):
-                raise compile_error(f"Triton {self.version}", source, found, cache / f"{key}.failed.py", loc)
+            if isinstance(result, str):
+                raise compile_error(f"Triton {self.version}", source, result, cache / f"{key}.failed.py", loc)
             if self.target.family == "cuda":
-                check_launch(source, found.binary, loc, scratch=2)
-            out[key] = found
-            write_entry(entry_path(cache, key), found)
+                check_launch(source, result.binary, loc, scratch=2)
+            out[key] = result
+            write_entry(entry_path(cache, key), result)
             done += 1
             if progress:
                 progress(done, len(todo), source.entry)
         return out
 
     def _compile_all(self, missing: Mapping[str, tuple[Source, str]], jobs: int) -> Any:
-        """(key, Compiled or the reason why not) of each, as they end."""
+        """Yield (key, Compiled or an error message) of each source, in order."""
         if not missing:
             return
         family, arch, warp = self.target.family, self.target.arch, self.target.limits.warp
@@ -111,7 +111,7 @@ class TritonToolchain:
             try:
                 yield from pool.map(compile_one, work)
             except BrokenProcessPool:
-                cause = "a process that compiles kernels ended too soon: it was killed, or a script has no main guard"
+                cause = "a compiler process ended too soon: it was killed, or the main script has no main guard"
                 remedy = "free memory and try again; in a script, compile under: if __name__ == '__main__':"
                 raise Diagnostic("E503", cause, remedy) from None
             except BaseException:
@@ -120,7 +120,7 @@ class TritonToolchain:
 
 
 def end_with_parent() -> None:
-    """End this process as soon as the one that started it has, however that ended; it would wait for work for ever."""
+    """End this worker process when its parent ends, even if killed. Otherwise it would wait for work forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -132,7 +132,7 @@ def end_with_parent() -> None:
 
 
 def compile_one(work: tuple[str, Source, str, str, int]) -> tuple[str, Compiled | str]:
-    """Compile one text in this process; the reason in words where Triton refuses it."""
+    """Compile one source in this process; return (key, Compiled or an error message)."""
     key, source, family, arch, warp = work
     import triton
     from triton import knobs
@@ -155,19 +155,19 @@ def compile_one(work: tuple[str, Source, str, str, int]) -> tuple[str, Compiled 
             if source.pdl:
                 options["launch_pdl"] = True
             built = triton.compile(ast, target=gpu, options=options)
-        except Exception as e:  # Triton raises whatever its parts raise; the text is ours, and so is the fault
+        except Exception as e:  # Triton raises exceptions of many types; any means that the emitted text is wrong
             return key, f"{type(e).__name__}: {' '.join(str(e).split())[:400]}"
         meta = built.metadata
         if getattr(meta, "global_scratch_size", 0):
-            return key, "it needs global scratch memory, which launches do not provide"
+            return key, "the kernel needs global scratch memory, which launches do not provide"
         boxes = tuple((tuple(x["block_size"]), int(x["swizzle"])) for x in getattr(meta, "tensordesc_meta", None) or ())
         if len(boxes) != len(source.maps):
-            return key, "the target has no tensor maps"
+            return key, "the target does not support tensor maps"
         return key, Compiled(built.asm[BINARY[family]], meta.num_warps * warp, meta.shared, boxes)
 
 
 class _Text(importlib.abc.InspectLoader):
-    """Imports a module from its text; Triton reads the text again, through `linecache`."""
+    """A loader that imports a module from its text. Triton reads the text again through `linecache`."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -180,7 +180,7 @@ class _Text(importlib.abc.InspectLoader):
 
 
 def load_entry(text: str, entry: str) -> Any:
-    """The jitted function of a kernel's text, which is ours: it was emitted, not read from an artifact."""
+    """Execute an emitted kernel text (never one from an artifact) and return its jitted function."""
     name = f"llmc_text_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     spec = importlib.util.spec_from_loader(name, _Text(text))
     assert spec is not None and spec.loader is not None

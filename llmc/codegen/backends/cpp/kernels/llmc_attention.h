@@ -101,7 +101,8 @@ template <class C> struct attend {
     memset((void*)zero, 0, D * sizeof(KV));
   }
 
-  // ---- a tile of keys and values into panels ----
+  // ---- copy a tile of keys and values into panels ----
+  // Sets row[0 .. n - 1] to the keys of tokens k0 .. k0 + n - 1, and the entries up to `padded` to a row of zeros.
   LLMC_METHOD void find_rows(const int32_t* table, int64_t g, int64_t k0, int64_t n, int64_t padded) const {
     const KV* base = (const KV*)a->kv + g * C::PAGE * D;
     for (int64_t i = 0; i < n;) {
@@ -198,7 +199,8 @@ template <class C> struct attend {
     return x * (C::SCALE * LOG2E);
   }
 
-  // Softmax of row r of the block, line i of the tile: turns logits in s into weights in p, and rescales earlier sums.
+  // The online softmax step of row r of the block (line i of the tile): converts logits in s to weights in p, and
+  // rescales the earlier sums. Milakov and Gimelshein 2018, arXiv 1805.02867; Dao et al. 2022, arXiv 2205.14135.
   template <bool MASK> LLMC_METHOD void soften(int64_t r, int64_t i, int64_t k0, int64_t cols) const {
     vf best = splat(-1e30f), total = {};
     int32_t last = pos[r] - (int32_t)k0, first = C::WINDOW ? last - (int32_t)C::WINDOW + 1 : -2147483647;
@@ -252,6 +254,7 @@ template <class C> struct attend {
                                     ahead{(const char*)p, 0});
   }
 
+  // Writes the rows of the block: the accumulated values divided by the sum of weights.
   LLMC_METHOD void store(int64_t i, int64_t g, int64_t f0, int64_t rows) const {
     for (int64_t r = 0; r < rows; r++) {
       int64_t t = a->starts[i] + (f0 + r) / HG, h = g * HG + (f0 + r) % HG;
@@ -265,6 +268,7 @@ template <class C> struct attend {
     }
   }
 
+  // Computes flat rows f0 .. f0 + rows - 1 of span i and group g, tile by tile over all visible keys.
   __attribute__((noinline)) void block(int64_t i, int64_t g, int64_t f0, int64_t rows) const {
     load_queries(i, g, f0, rows);
     int32_t least = 2147483647, most = -1;
@@ -304,6 +308,8 @@ template <class C> struct attend {
   LLMC_METHOD void clear(int64_t from, int64_t to) const {  // zero padding tokens
     if (from < to) memset((char*)a->out + from * C::H * D * sizeof(Q), 0, (size_t)((to - from) * C::H * D * sizeof(Q)));
   }
+  // Runs this thread's units: those whose midpoint in the total cost falls into its share of it. If there are fewer
+  // units than threads, blocks are made smaller. Thread 0 also zeroes the padding tokens.
   LLMC_METHOD void run(int64_t tid, int64_t threads) const {
     int64_t count = 0, total = 0, done = 0, size = BR, widest = 1;
     units(size, [&](int64_t, int64_t, int64_t, int64_t rows, int64_t) { count++, widest = rows > widest ? rows : widest; });

@@ -143,8 +143,8 @@ template <class C, class E> struct product {
       }
   }
 
-  // What tile t of n prefetches: a single tile runs LEAD bytes ahead of itself; otherwise each fetches its share of
-  // what follows this stretch of the panel.
+  // The prefetch of tile t of n: a single tile prefetches LEAD bytes ahead of its own reads; several tiles divide the
+  // next stretch of the panel among themselves.
   static LLMC_METHOD ahead next(const W* from, int64_t steps, int64_t t, int64_t n) {
     constexpr int64_t STEP = R * C::PAIR * sizeof(W), LEAD = 8192;
     if (n == 1) return ahead{(const char*)from + LEAD, STEP};

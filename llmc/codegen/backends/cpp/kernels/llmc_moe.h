@@ -33,7 +33,7 @@ static inline void moe(const llmc_ctx* ctx, T* y, const T* x, const I* idx, cons
     int64_t count = hi - first < GROUP ? hi - first : GROUP;
     memset(sum, 0, count * pd * sizeof(float));
     for (int64_t e = 0; e < experts; e++) {
-      int64_t who[GROUP], m = 0;
+      int64_t who[GROUP], m = 0;  // the m tokens of the group that chose expert e, and their weights
       float scale[GROUP];
       for (int64_t j = 0; j < count; j++)
         for (int64_t c = 0; c < k; c++)

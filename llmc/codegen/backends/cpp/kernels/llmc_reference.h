@@ -1,4 +1,5 @@
-// Simple products and prompt attention. The fast versions use packed weights and pages.
+// Simple products and prompt attention; llmc_linear.h and llmc_attention.h have the fast versions for packed weights and
+// paged KV.
 #ifndef LLMC_REFERENCE_H
 #define LLMC_REFERENCE_H
 #include "llmc_abi.h"

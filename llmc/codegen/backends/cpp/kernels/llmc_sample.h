@@ -1,5 +1,7 @@
-// Penalties, masks, sampling and log-probabilities of rows of logits. Sampling sorts only the ids in the histogram
-// bucket of the threshold, and its result depends only on (logits, parameters, seed, position).
+// Penalties, masks, sampling and log-probabilities of rows of logits (the ops of llmc/ir/ops/sample.py). Sampling sorts
+// only the ids in the histogram bucket of the threshold, and its result depends only on (logits, parameters, seed,
+// position). In all functions: r entries of v logits; rows[i] is the device row of entry i, -1 for padding; fparams and
+// iparams have 8 columns, which the two enums name.
 #ifndef LLMC_SAMPLE_H
 #define LLMC_SAMPLE_H
 #include <math.h>
@@ -14,6 +16,7 @@ static inline int64_t end_of(const int32_t* starts, const int32_t* positions, in
   return starts[i + 1] > 0 ? (int64_t)positions[starts[i + 1] - 1] + 1 : 0;
 }
 
+// Threads divide the ids. `words` is the width of a row of the bitmap `seen`, `width` that of bias_ids and biases.
 template <class T>
 static inline void row_penalize(const llmc_ctx* ctx, float* y, const T* x, const int32_t* rows, const float* fparams,
                                 const int32_t* iparams, const int32_t* seen, const int32_t* counts,
@@ -42,6 +45,7 @@ static inline void row_penalize(const llmc_ctx* ctx, float* y, const T* x, const
     }
   }
 }
+// Threads divide the ids. `width` is the number of stop ids per row, `words` the width of a row of `allowed`.
 static inline void row_mask(const llmc_ctx* ctx, float* y, const float* x, const int32_t* rows, const int32_t* starts,
                             const int32_t* positions, const int32_t* iparams, const int32_t* stops,
                             const int32_t* allowed, int64_t r, int64_t v, int64_t width, int64_t words) {
@@ -121,6 +125,7 @@ struct Draw {
         m.count++;
       }
   }
+  // Sorts the kept ids of bucket b into `picks`, in descending order; returns their number.
   int64_t sorted(int b) {
     int64_t n = 0;
     for (int64_t j = 0; j < v; j++)
@@ -128,6 +133,7 @@ struct Draw {
     sort_picks(picks, n);
     return n;
   }
+  // Moves the threshold to the k-th largest kept id.
   void top_k(int64_t k) {
     measure();
     int64_t have = 0;
@@ -141,6 +147,7 @@ struct Draw {
       return;
     }
   }
+  // Moves the threshold to the id at which the cumulative mass, in descending order, reaches p of the total.
   void top_p(double p) {
     measure();
     double total = 0, have = 0;
@@ -157,6 +164,7 @@ struct Draw {
       return;
     }
   }
+  // Returns the kept id at which the cumulative mass, in the order of ids, exceeds u of the total.
   int64_t draw(double u) {
     double total = 0, at = 0;
     int64_t last = 0;
@@ -171,6 +179,7 @@ struct Draw {
     return last;
   }
 };
+// scratch: BUCKETS masses, v floats rounded up to whole vectors, v picks. `position` is that of the new token.
 static inline int64_t sample_row(const float* x, int64_t v, const float* f, const int32_t* ip, int64_t position,
                                  char* scratch) {
   int64_t best = argmax_row(x, v);
@@ -189,6 +198,7 @@ static inline int64_t sample_row(const float* x, int64_t v, const float* f, cons
   uint64_t seed = (uint32_t)ip[SEED_LO] | (uint64_t)(uint32_t)ip[SEED_HI] << 32;
   return d.draw(uniform(seed, (uint64_t)position));
 }
+// Threads divide the entries. `width` is the length of a row of `tokens`.
 static inline void row_sample(const llmc_ctx* ctx, int32_t* ids, const float* x, const int32_t* rows,
                               const int32_t* starts, const int32_t* positions, const int32_t* tokens,
                               const float* fparams, const int32_t* iparams, int64_t r, int64_t v, int64_t width) {
@@ -204,6 +214,7 @@ static inline void row_sample(const llmc_ctx* ctx, int32_t* ids, const float* x,
       ids[i] = (int32_t)sample_row(x + i * v, v, fparams + row * 8, iparams + row * 8, end, ctx->scratch);
   }
 }
+// Threads divide the entries. rows and iparams may be null: then all entries are computed.
 template <class T>
 static inline void row_logprobs(const llmc_ctx* ctx, float* logprob, int32_t* rank, int32_t* top_ids, float* top,
                                 const T* x, const int32_t* ids, const int32_t* rows, const int32_t* iparams,

@@ -1,5 +1,6 @@
-// Device rows: laying out a step, reading histories, committing tokens. A row of -1 is padding and is neither read nor
-// written.
+// Device rows: laying out a step, reading histories, committing tokens (the ops of llmc/ir/ops/state.py). A row of -1 is
+// padding and is neither read nor written. Thread 0 does all of the work, which is tiny. `t` is the number of tokens, `r`
+// the number of entries, `width` the number of columns of the row state that is read or written.
 #ifndef LLMC_STATE_H
 #define LLMC_STATE_H
 #include "llmc_abi.h"

@@ -32,7 +32,7 @@ LLMC_INLINE void set(b8* p, vf v, Part m) {
   for (int i = 0; i < m.n; i++) p[i].u = v[i] != 0.0f;
 }
 LLMC_INLINE void set(b8* p, vf v, Full) { set(p, v, Part{VN}); }
-// Returns v with the missing lanes replaced.
+// Returns v with the lanes from m.n on replaced by `other`.
 LLMC_INLINE vf keep(vf v, float other, Full) { return v; }
 LLMC_INLINE vf keep(vf v, float other, Part m) { return lanes() < splat_i(m.n) ? v : splat(other); }
 LLMC_INLINE vf as_float(vi mask) { return mask ? splat(1.0f) : splat(0.0f); }

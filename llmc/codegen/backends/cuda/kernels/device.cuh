@@ -1,10 +1,10 @@
-// What every CUDA C++ kernel may use: element types, dependent launches. It is put in front of a kernel's own text.
-// NVRTC has no include path here, so nothing of the CUDA headers is used.
+// Element types and dependent launch for CUDA C++ kernels. This text precedes that of every kernel. NVRTC is called
+// without an include path, so CUDA's headers are not available.
 
 struct bf16 { unsigned short bits; };
 struct f16 { unsigned short bits; };
 
-// The 128 bytes of a CUtensorMap, as a kernel takes it: `const __grid_constant__ TensorMap x`.
+// The 128 bytes of a CUtensorMap. A kernel declares it as the parameter `const __grid_constant__ TensorMap x`.
 struct alignas(64) TensorMap { unsigned char bytes[128]; };
 
 __device__ inline float to_float(float x) { return x; }
@@ -29,8 +29,9 @@ template <> __device__ inline f16 from_float<f16>(float x) {
   return y;
 }
 
-// Every thread calls this once, before it touches memory that is not a weight and before it returns. On targets with
-// dependent launches it waits for the launch in front to end, and allows the next one to begin.
+// Every thread calls this exactly once, before it accesses memory other than weights and before it returns. On targets
+// with programmatic dependent launch, it waits until the previous kernel has completed and its writes are visible, and
+// allows the next kernel to begin.
 __device__ inline void begin_launch() {
 #if LLMC_PDL
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -1,12 +1,12 @@
 // y[M, N] = x[M, K] @ w[N, K].T in bf16 with f32 sums, for Hopper (sm_90a).
 //
-// A block computes a tile of y of TILE_M x TILE_N. One thread of its first warpgroup (the producer) has the bulk copy
-// engine bring tiles of x and w into a ring of STAGES buffers in shared memory; the other two warpgroups (consumers)
-// multiply them, 64 rows of the tile each. Two barriers guard each buffer: `full` completes when its bytes have
-// arrived, `empty` when every consumer warp has read them.
+// A block computes a tile of TILE_M x TILE_N elements of y. One thread of its first warpgroup (the producer) issues bulk
+// copies of tiles of x and w into a ring of STAGES buffers in shared memory; the other two warpgroups (consumers)
+// multiply them, each for 64 rows of the tile. Two barriers guard each buffer: `full` completes when its bytes have
+// arrived, `empty` when every consumer warp has finished reading it.
 //
-// Constants: N and K (multiples of 8), TILE_N (128 or 256), STAGES, GROUP (row tiles that are walked together, so that
-// they share the tiles of w in the L2 cache).
+// Constants: N and K (multiples of 8), TILE_N (128 or 256), STAGES, GROUP (row tiles that are processed together, so that
+// they share tiles of w in the L2 cache).
 
 constexpr int TILE_M = 128, TILE_K = 64;        // TILE_K bf16 are 128 bytes, the width of the swizzle
 constexpr int CONSUMERS = 2, WARPGROUP = 128;   // consumer warpgroups; threads of a warpgroup
@@ -24,12 +24,12 @@ __device__ inline void barrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and has the phase wait for so many bytes of bulk copies too.
+// Arrives, and adds `bytes` of bulk copies to what the current phase waits for.
 __device__ inline void barrier_expect(unsigned barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Returns when the phase of this parity has completed. The phase before the first counts as one of parity 1.
+// Returns when the phase of this parity has completed. A new barrier behaves as if a phase of parity 1 had completed.
 __device__ inline void barrier_wait(unsigned barrier, int parity) {
   asm volatile(
       "{\n"
@@ -40,7 +40,7 @@ __device__ inline void barrier_wait(unsigned barrier, int parity) {
       "}\n" ::"r"(barrier), "r"(parity) : "memory");
 }
 
-// Copies the box at (row, column) of a tensor into shared memory; what lies outside of the tensor comes as zeros.
+// Starts to copy the box at (row, column) of a tensor to shared memory; elements outside of the tensor are zeros.
 __device__ inline void copy_box(unsigned to, const TensorMap& map, int row, int column, unsigned barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -53,7 +53,7 @@ __device__ inline unsigned long long matrix(unsigned address) {
   return (unsigned long long)((address & 0x3FFFF) >> 4) | 1ull << 16 | (1024ull >> 4) << 32 | 1ull << 62;
 }
 
-// d[64, 128] += a[64, 16] @ b[128, 16].T by one warpgroup; it runs on until `wait_products`.
+// d[64, 128] += a[64, 16] @ b[128, 16].T by one warpgroup, asynchronously: `d` is valid after `wait_products`.
 __device__ inline void multiply(float (&d)[64], unsigned long long a, unsigned long long b) {
 #define R4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define R16(i) R4(i), R4(i + 4), R4(i + 8), R4(i + 12)
@@ -70,16 +70,16 @@ __device__ inline void multiply(float (&d)[64], unsigned long long a, unsigned l
 #undef R4
 }
 
-// Begins a group of products: sums that were written before are seen by them.
+// Begins a group of products: orders earlier writes of the sums before them.
 __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Returns when at most `left` of the groups that were ended are still running.
+// Returns when at most `left` of the committed groups are still running.
 template <int left> __device__ inline void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(left) : "memory");
 }
 
-// The place of this block's tile: GROUP row tiles at a time, column by column.
+// The first row and column of this block's tile. Blocks cover GROUP row tiles at a time, column by column.
 __device__ inline void find_tile(int m, int& row, int& column) {
   const int rows = (m + TILE_M - 1) / TILE_M, columns = (N + TILE_N - 1) / TILE_N;
   const int group = blockIdx.x / (GROUP * columns), inside = blockIdx.x % (GROUP * columns);
@@ -88,7 +88,7 @@ __device__ inline void find_tile(int m, int& row, int& column) {
   column = inside / height * TILE_N;
 }
 
-// The producer: one thread brings all tiles, each when its buffer is free.
+// The producer: one thread issues the copies of all tiles, each when its buffer is free.
 __device__ inline void produce(const TensorMap& x, const TensorMap& w, int row, int column, unsigned buffers,
                                unsigned full, unsigned empty) {
   for (int i = 0; i < K_TILES; i++) {
@@ -101,8 +101,8 @@ __device__ inline void produce(const TensorMap& x, const TensorMap& w, int row, 
   }
 }
 
-// A consumer warpgroup: `sums[h]` is 64 rows times columns 128 h to 128 h + 127 of the tile. A buffer is given back one
-// step late, when the products that read it are known to be complete while the next ones run.
+// A consumer warpgroup: `sums[h]` is 64 rows times columns 128 h to 128 h + 127 of the tile. A buffer is released one
+// step late, when the products that read it have completed; the products of the next step already run.
 __device__ inline void consume(float (&sums)[HALVES][64], int consumer, unsigned buffers, unsigned full,
                                unsigned empty) {
   const bool speaks = threadIdx.x % 32 == 0;
@@ -123,7 +123,7 @@ __device__ inline void consume(float (&sums)[HALVES][64], int consumer, unsigned
   wait_products<0>();
 }
 
-// A thread of the warpgroup holds two rows, 8 apart, and in each of them two neighbours of every 8 columns.
+// The accumulator layout of wgmma: a thread has two rows, 8 apart, and in each two adjacent columns of every 8.
 __device__ inline void store(bf16* y, const float (&sums)[HALVES][64], int m, int row, int column) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int first = row + warp * 16 + lane / 4;

@@ -1,8 +1,8 @@
 """Decode attention: every query token attends to the paged keys of its sequence.
 
-A program has one token and one key head. The query heads that share the key head are the rows of its tensor-core
-products. With SPLITS, a program has one of SPLITS shares of the keys, and `combine_splits` adds the shares up, as in
-flash decoding (Dao et al. 2023).
+A program computes one token and one key head. The query heads that share the key head are the rows of its tensor-core
+products. With SPLITS, a program processes one of SPLITS parts of the keys, and `combine_splits` combines the parts, as
+in flash decoding (Dao et al. 2023).
 """
 
 import triton
@@ -26,16 +26,16 @@ ROWS_PER_STEP = tl.constexpr(128)  # rows that `find_row` compares at once
 
 @triton.jit
 def find_row(token, rows_ptr, starts_ptr, positions_ptr, row_count):
-    """(row of the page table, number of keys) of `token`; padding has row -1 and no keys.
+    """Return (row of the page table, number of keys) of `token`; padding has row -1 and no keys.
 
-    rows_ptr has the row of each token if starts_ptr is None. Otherwise row i of the batch has the tokens from starts[i]
-    to starts[i + 1]: the rows that end at or before the token come before its own.
+    If starts_ptr is None, rows_ptr contains the row of each token. Otherwise row i of the batch has the tokens from
+    starts[i] to starts[i + 1], so the index of the token's row is the number of rows that end at or before the token.
     """
     if starts_ptr is None:
         row = tl.load(rows_ptr + token)
         position = tl.load(positions_ptr + token)
     else:
-        position = tl.load(positions_ptr + token)  # in front of the search, which hides its latency
+        position = tl.load(positions_ptr + token)  # loaded before the search, which hides the latency
         index = token * 0
         for first in range(0, row_count, ROWS_PER_STEP):
             candidate = first + tl.arange(0, ROWS_PER_STEP)
@@ -47,9 +47,9 @@ def find_row(token, rows_ptr, starts_ptr, positions_ptr, row_count):
 
 @triton.jit
 def key_range(length, WINDOW: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr):
-    """(begin, end) of the keys of this program, whose sequence has `length` tokens; `begin` is the start of a page.
+    """Return (begin, end) of this program's keys in a sequence of `length` tokens; `begin` is the start of a page.
 
-    A split sequence is shared out in whole pages; the last shares may be empty.
+    A sequence is split into parts of whole pages; the last parts may be empty.
     """
     first_page = 0
     if WINDOW:
@@ -82,10 +82,10 @@ def attend(
     DOT_DTYPE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """The softmax state of the last token of a sequence of `length` tokens after the keys from `begin` to `end`.
+    """Return the softmax state of the last token of a sequence of `length` tokens after the keys from `begin` to `end`.
 
-    `query` has one row for each query head, `kv_ptr` is the key head in page 0, `page_table_ptr` the sequence's row,
-    and `pages` holds the pages of the first tile.
+    `query` has one row per query head, `kv_ptr` points to the key head in page 0, `page_table_ptr` to the sequence's
+    row, and `pages` are the pages of the first tile.
     """
     running_max, running_sum, acc = softmax_start(query.shape[0], HEAD_DIM_PADDED)
     for tile in range(begin, end, KEYS_PER_TILE):
@@ -112,7 +112,7 @@ def paged_decode(
     positions_ptr,  # [tokens]: the position of each token in its sequence
     sinks_ptr,  # [HEADS], or None
     out_ptr,  # [tokens, HEADS, HEAD_DIM]; with SPLITS [tokens, HEADS, SPLITS, HEAD_DIM] in float32
-    lse_ptr,  # [tokens, HEADS, SPLITS]: log of the sum of exp(logit), -inf for an empty share; None without SPLITS
+    lse_ptr,  # [tokens, HEADS, SPLITS]: log of the sum of exp(logit), -inf for an empty part; None without SPLITS
     row_count,
     table_width,
     HEADS: tl.constexpr,
@@ -121,7 +121,7 @@ def paged_decode(
     HEAD_DIM_PADDED: tl.constexpr,
     PAGE: tl.constexpr,
     SCALE: tl.constexpr,
-    WINDOW: tl.constexpr,  # keys that a query attends to, its own included; 0: all
+    WINDOW: tl.constexpr,  # keys that a query attends to, including its own; 0: all
     SOFTCAP: tl.constexpr,
     SPLITS: tl.constexpr,
     QUERY_ROWS: tl.constexpr,  # HEADS // KV_HEADS, padded for tl.dot
@@ -131,7 +131,7 @@ def paged_decode(
     DEPENDENT_LAUNCH: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Attention of one token and one key head, over all keys or one share of them."""
+    """Attention of one token and one key head, over all keys or one part of them."""
     if not TABLES_SETTLED:
         wait_for_previous(DEPENDENT_LAUNCH)
     token, kv_head = tl.program_id(0), tl.program_id(1)
@@ -177,7 +177,7 @@ def combine_splits(
     SPLITS_PADDED: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    """The attention of one head of one token: the mean of its shares, weighted by the sums of their softmaxes."""
+    """The attention of one head of one token: the mean of its parts, weighted by the sums of their softmaxes."""
     wait_for_previous(DEPENDENT_LAUNCH)
     head = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
     split, column = tl.arange(0, SPLITS_PADDED), tl.arange(0, HEAD_DIM_PADDED)

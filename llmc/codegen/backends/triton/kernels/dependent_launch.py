@@ -9,7 +9,7 @@ def wait_for_previous(DEPENDENT_LAUNCH: tl.constexpr):
     """Wait until the writes of the previous kernels are visible, and allow the next kernel to begin.
 
     Every program calls this exactly once, before it returns and before it touches memory that a previous kernel may
-    read or write. It does nothing on targets that launch kernels strictly one after another.
+    read or write. It does nothing on targets without programmatic dependent launch.
     """
     if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_wait()
@@ -18,7 +18,7 @@ def wait_for_previous(DEPENDENT_LAUNCH: tl.constexpr):
 
 @triton.jit
 def wait_before_loads(DEPENDENT_LAUNCH: tl.constexpr, LATE_LAUNCH: tl.constexpr):
-    """As `wait_for_previous`, but with LATE_LAUNCH the next kernel waits for `launch_after_loads`."""
+    """Like `wait_for_previous`, but with LATE_LAUNCH the next kernel may begin only at `launch_after_loads`."""
     if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_wait()
         if not LATE_LAUNCH:
@@ -27,6 +27,6 @@ def wait_before_loads(DEPENDENT_LAUNCH: tl.constexpr, LATE_LAUNCH: tl.constexpr)
 
 @triton.jit
 def launch_after_loads(DEPENDENT_LAUNCH: tl.constexpr, LATE_LAUNCH: tl.constexpr):
-    """Behind the last load of a program: allow the next kernel to begin, if `wait_before_loads` has not."""
+    """Allow the next kernel to begin, unless `wait_before_loads` did. Call this after the last load of a program."""
     if DEPENDENT_LAUNCH and LATE_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()

@@ -1,7 +1,7 @@
 """Linear layers on tensor cores for many tokens: out = epilogue(x @ weight[0].T, .., x @ weight[PARTS - 1].T, extras).
 
-Each program has a tile of BLOCK_M tokens times BLOCK_N columns of every part. With SPLITS, a program multiplies one of
-SPLITS shares of the depth and stores its sums; `splitk_combine` adds the shares up and applies the epilogue.
+Each program computes a tile of BLOCK_M tokens and BLOCK_N columns of every part. With SPLITS, a program multiplies one
+of SPLITS parts of the depth and stores its sums; `splitk_combine` adds the parts and applies the epilogue.
 """
 
 import triton
@@ -13,9 +13,9 @@ from llmc.codegen.backends.triton.kernels.tile_masks import bound, clamp
 
 @triton.jit
 def grouped_tile(ROW_TILES, COLUMN_TILES: tl.constexpr, GROUP: tl.constexpr):
-    """(row, column) of this program's tile. GROUP rows of tiles are walked together, column by column.
+    """Return (row, column) of this program's tile. Programs cover GROUP rows of tiles at a time, column by column.
 
-    The programs that run at the same time then share rows of both factors, and find them in the L2 cache.
+    Programs that run at the same time then share rows of both factors in the L2 cache.
     """
     program = tl.program_id(0)
     first = program // (GROUP * COLUMN_TILES) * GROUP
@@ -38,7 +38,7 @@ def store_tile(
     LOAD_EXTRAS: tl.constexpr,
     EPILOGUE: tl.constexpr,
 ):
-    """Store the epilogue of the sums [tokens, columns]; with SPLITS the sums of this program's share of the depth."""
+    """Store the epilogue of the sums [tokens, columns]; with SPLITS, store the sums of this program's part."""
     token, column = token[:, None], column[None, :]
     token_mask, column_mask = bound(token, M, WHOLE_M), bound(column, N, WHOLE_N)
     if SPLITS:
@@ -77,7 +77,7 @@ def gemm(
 ):
     COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     WHOLE_N: tl.constexpr = N % BLOCK_N == 0
-    DEPTH: tl.constexpr = K // SPLITS if SPLITS else K  # of this program
+    DEPTH: tl.constexpr = K // SPLITS if SPLITS else K  # columns of K that this program multiplies
     WHOLE_K: tl.constexpr = DEPTH % BLOCK_K == 0
     row_tile, column_tile = grouped_tile(ROW_TILES, COLUMN_TILES, GROUP)
     column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,8 +1,8 @@
 """Linear layers on tensor cores for few tokens: out = epilogue(x @ weight[0].T, .., x @ weight[PARTS - 1].T, extras).
 
-Each program has BLOCK_N rows of every part and BLOCK_M tokens. Its tile is [BLOCK_N, BLOCK_M], the transpose of what it
-stores, because tensor-core instructions have many rows and may have few columns. With SLICES, every step is a batch
-of SLICES products, each of its own columns, so that each warp multiplies alone; their sums are added at the end.
+Each program computes BLOCK_N rows of every part for BLOCK_M tokens. Its tile is [BLOCK_N, BLOCK_M], the transpose of
+what it stores, because tensor-core instructions have many rows but may have few columns. With SLICES, every step is a
+batch of SLICES products over different columns, so that warps multiply independently; their sums are added at the end.
 """
 
 import triton
@@ -14,7 +14,7 @@ from llmc.codegen.backends.triton.kernels.tile_masks import bound, clamp
 
 @triton.jit
 def step_columns(BLOCK_K: tl.constexpr, SLICES: tl.constexpr, LEFT: tl.constexpr):
-    """The columns of a step, shaped for the LEFT factor [.., rows, columns] or the right one [.., columns, rows]."""
+    """Return the columns of a step, shaped for the LEFT factor [.., rows, columns] or the right [.., columns, rows]."""
     column = tl.arange(0, BLOCK_K // SLICES)
     if SLICES == 1:
         return column[None, :] if LEFT else column[:, None]
@@ -25,7 +25,7 @@ def step_columns(BLOCK_K: tl.constexpr, SLICES: tl.constexpr, LEFT: tl.constexpr
 
 @triton.jit
 def tile_pointers(ptr, row, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, LEFT: tl.constexpr):
-    """Pointers to the first step of a factor; `row` holds the offsets of its rows."""
+    """Return pointers to the first step of a factor; `row` are the offsets of its rows."""
     if SLICES == 1:
         first = ptr + (row[:, None] if LEFT else row[None, :])
     else:
@@ -35,7 +35,7 @@ def tile_pointers(ptr, row, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, LEFT: t
 
 @triton.jit
 def load_step(tile, k, K: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, LEFT: tl.constexpr):
-    """The columns of a factor from k on. Weights, on the left, are read once: they leave the caches first."""
+    """Load the columns of a factor from k on. Weights (LEFT) are read only once, so they are evicted first."""
     POLICY: tl.constexpr = "evict_first" if LEFT else ""
     mask = bound(step_columns(BLOCK_K, SLICES, LEFT), K - k, K % BLOCK_K == 0)
     return tl.load(tile + k, mask=mask, other=0.0, eviction_policy=POLICY)
@@ -43,7 +43,7 @@ def load_step(tile, k, K: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.conste
 
 @triton.jit
 def weight_rows(column_tile, column, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, JOINED: tl.constexpr):
-    """Offsets of a tile's weight rows: BLOCK_N rows of one part or, if JOINED, of the first part and of the second."""
+    """Return offsets of a tile's weight rows: BLOCK_N rows of one part or, if JOINED, of both parts."""
     WHOLE_N: tl.constexpr = N % BLOCK_N == 0
     if JOINED:
         row = tl.arange(0, 2 * BLOCK_N)
@@ -55,7 +55,7 @@ def weight_rows(column_tile, column, N: tl.constexpr, K: tl.constexpr, BLOCK_N: 
 
 @triton.jit
 def prefetch(weight_ptr, row, K: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr):
-    """Bring the first LINES cache lines of LINE elements of each row to the L2 cache. Nothing waits for them."""
+    """Prefetch the first LINES cache lines of LINE elements of each row into the L2 cache, without waiting."""
     at = row[:, None] + tl.minimum(tl.arange(0, LINES) * LINE, K - 1)[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(weight_ptr + at).to(tl.int64)], tl.int32, False, 1
@@ -76,7 +76,7 @@ def multiply(
     STAGES: tl.constexpr,
     FLOAT32_FACTORS: tl.constexpr,
 ):
-    """The products [BLOCK_N, BLOCK_M] of each part, from pointers to the first step of the factors."""
+    """Return the products [BLOCK_N, BLOCK_M] of each part, from pointers to the first step of the factors."""
     TILES: tl.constexpr = 1 if JOINED else PARTS
     HEIGHT: tl.constexpr = 2 * BLOCK_N if JOINED else BLOCK_N
     sums = ()
@@ -108,7 +108,7 @@ def multiply(
 
 @triton.jit
 def place(token, column, M, N: tl.constexpr, WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr):
-    """Tokens [1, BLOCK_M] and columns [BLOCK_N, 1] of a tile, and the masks of those that exist."""
+    """Return tokens [1, BLOCK_M] and columns [BLOCK_N, 1] of a tile, and masks of those that exist."""
     token, column = token[None, :], column[:, None]
     return token, column, bound(token, M, WHOLE_M), bound(column, N, WHOLE_N)
 
@@ -123,7 +123,7 @@ def gemm_small(
     N: tl.constexpr,
     K: tl.constexpr,
     PARTS: tl.constexpr,
-    JOINED: tl.constexpr,  # the rows of both parts are one tile: half as many of each then fill an instruction
+    JOINED: tl.constexpr,  # the rows of both parts form one tile, so that fewer rows of each fill an instruction
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -131,8 +131,8 @@ def gemm_small(
     STAGES: tl.constexpr,
     WHOLE_M: tl.constexpr,  # BLOCK_M divides M
     PREFETCH_LINE: tl.constexpr,  # elements of a cache line
-    PREFETCH_LINES: tl.constexpr,  # lines of each weight row to ask for before the wait; 0: none
-    EARLY_EXTRAS: tl.constexpr,  # load the extras before the product: few registers hold them
+    PREFETCH_LINES: tl.constexpr,  # lines of each weight row to prefetch before the wait
+    EARLY_EXTRAS: tl.constexpr,  # load the extras before the product; they need few registers
     FLOAT32_FACTORS: tl.constexpr,  # convert both factors to float32 before the product
     LOAD_EXTRAS: tl.constexpr,  # (extra_ptrs, tokens, columns, token mask, column mask) -> tuple
     EPILOGUE: tl.constexpr,  # (sums of each part, extras) -> float32
@@ -141,7 +141,7 @@ def gemm_small(
 ):
     WHOLE_N: tl.constexpr = N % BLOCK_N == 0
     TILES: tl.constexpr = 1 if JOINED else PARTS
-    row_tile, column_tile = tl.program_id(0), tl.program_id(1)  # the programs that share weights are neighbours
+    row_tile, column_tile = tl.program_id(0), tl.program_id(1)  # programs that share weights are adjacent
     column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     token = (row_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     weight_row = weight_rows(column_tile, column, N, K, BLOCK_N, JOINED)

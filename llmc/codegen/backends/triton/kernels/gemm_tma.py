@@ -1,7 +1,7 @@
-"""Linear layers on tensor cores for many tokens, whose tiles the bulk copy engine brings, on Hopper and later.
+"""Linear layers on tensor cores for many tokens, with tiles loaded by TMA, on Hopper and later.
 
-As `gemm`, with tensor maps in place of pointers: no thread computes an address of a factor or holds a mask for
-it, because what lies outside of a matrix comes as zeros. The rows of two parts are one tile, so that one instruction
+Like `gemm`, with tensor maps in place of pointers. Threads compute no addresses and no masks of the factors, because
+TMA fills elements outside of a matrix with zeros. The rows of two parts form one tile, so that one instruction
 multiplies both.
 """
 
@@ -45,7 +45,7 @@ def gemm_tma(
     wait_before_loads(DEPENDENT_LAUNCH, LATE_LAUNCH)
     tile = tl.zeros([BLOCK_M, PARTS * BLOCK_N], tl.float32)
     begin, end = 0, K
-    if SPLITS:  # which divide the depth into whole steps
+    if SPLITS:  # every part is a whole number of steps
         begin = tl.program_id(1) * (K // SPLITS)
         end = (tl.program_id(1) + 1) * (K // SPLITS)
     for k in tl.range(begin, end, BLOCK_K, num_stages=STAGES):

@@ -1,12 +1,12 @@
 """Linear layers of few tokens as streams of weight rows, multiplied in float32 registers without tensor cores.
 
-out = epilogue(x @ weight[0].T, .., x @ weight[PARTS - 1].T, extras). Each program has BLOCK_N rows of every part and
-ROWS tokens. It holds one tile of sums [BLOCK_N, BLOCK_K] for every token and part, and reduces them once, at the end.
-The first AHEAD steps of weights are loaded before the wait for the previous kernel, and every step loads the weights
-of the step AHEAD of it. With EPS, x is normed on the way: a program sums the squares of its tokens while it streams
-and divides its sums by the root at the end.
+out = epilogue(x @ weight[0].T, .., x @ weight[PARTS - 1].T, extras). Each program computes BLOCK_N rows of every part
+for ROWS tokens. It accumulates one tile [BLOCK_N, BLOCK_K] per token and part, and reduces the tiles once, at the end.
+The weights of the first AHEAD steps are loaded before the wait for the previous kernel, and every step loads the
+weights of the step that is AHEAD steps later. With EPS, the kernel also computes the RMS norm of x: a program sums the
+squares of its tokens while it streams weights, and divides its sums by the root at the end.
 
-Tuples hold one element for each part, or for each token and part: element `row * PARTS + part`.
+Tuples have one element per part, or one per token and part at index `row * PARTS + part`.
 """
 
 import triton
@@ -18,7 +18,7 @@ from llmc.codegen.backends.triton.kernels.tile_masks import bound, clamp
 
 @triton.jit
 def load_weights(weights, k, column, K: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr):
-    """The weights of every part for the step at k. They are read once: they leave the caches first."""
+    """Load the weights of every part for the step at k. They are read only once, so they are evicted first."""
     mask = bound(column[None, :], K - k, K % BLOCK_K == 0)
     loaded = ()
     for part in tl.static_range(PARTS):
@@ -42,7 +42,7 @@ def add_step(
     ROWS: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """The sums and the sums of squares with the step at k, whose weights are loaded."""
+    """Return the sums and the sums of squares after the step at k, whose weights are `weights`."""
     mask = bound(column, K - k, K % BLOCK_K == 0)
     if EPS is not None:
         gain = tl.load(gain_row + k, mask=mask, other=0.0).to(tl.float32)
@@ -62,7 +62,7 @@ def add_step(
 
 @triton.jit
 def reduce_columns(sums, JOINT_SUM: tl.constexpr):
-    """The sums over the columns of a step: all in one trip through shared memory if JOINT_SUM can do so."""
+    """Sum the tiles over their columns, in one pass through shared memory if JOINT_SUM is given."""
     if JOINT_SUM is not None:
         return JOINT_SUM(sums)
     else:
@@ -74,7 +74,7 @@ def reduce_columns(sums, JOINT_SUM: tl.constexpr):
 
 @triton.jit
 def token_rows(x_ptr, column, M, K: tl.constexpr, ROWS: tl.constexpr, ONE_BLOCK: tl.constexpr, WHOLE_M: tl.constexpr):
-    """(the tokens of this program, pointers to the first step of their rows)."""
+    """Return (the tokens of this program, pointers to the first step of their rows)."""
     tokens, x_rows = (), ()
     for row in tl.static_range(ROWS):
         if ONE_BLOCK:
@@ -102,12 +102,12 @@ def stream(
     AHEAD: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """The sums and the sums of squares after all steps, of which `ahead` holds the weights of the first ones."""
+    """Return the sums and the sums of squares after all steps; `ahead` are the weights of the first AHEAD steps."""
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     sums = ()
     for _ in tl.static_range(ROWS * PARTS):
         sums = sums + (tl.zeros([BLOCK_N, BLOCK_K], tl.float32),)
-    LAST: tl.constexpr = (STEPS - AHEAD) * BLOCK_K  # from here on nothing is left to load ahead
+    LAST: tl.constexpr = (STEPS - AHEAD) * BLOCK_K  # from this step on, all weights are loaded
     for k in range(0, LAST, BLOCK_K):
         sums, squares = add_step(
             sums, squares, ahead[:PARTS], x_rows, gain_row, k, column, K, BLOCK_K, PARTS, ROWS, EPS
@@ -123,7 +123,7 @@ def stream(
 
 @triton.jit
 def scale_rows(sums, squares, K: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, EPS: tl.constexpr):
-    """The sums of each token divided by the root of its mean square."""
+    """Divide the sums of each token by the root of its mean square."""
     scaled, scales = (), ()
     for row in tl.static_range(ROWS):
         scales = scales + (tl.rsqrt(tl.sum(squares[row], axis=0) / K + EPS),)
@@ -148,8 +148,8 @@ def gemv(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr,  # steps whose weights are loaded ahead
-    EPS: tl.constexpr,  # of the norm; None: x is not normed
-    ONE_BLOCK: tl.constexpr,  # ROWS tokens are all that there are
+    EPS: tl.constexpr,  # epsilon of the norm; None: no norm
+    ONE_BLOCK: tl.constexpr,  # there are at most ROWS tokens
     WHOLE_M: tl.constexpr,  # ROWS divides M
     EARLY_WEIGHTS: tl.constexpr,  # no previous kernel writes the weights
     JOINT_SUM: tl.constexpr,  # (tuple of tiles) -> tuple of their sums over the second axis; or None

@@ -1,4 +1,4 @@
-"""Log-probabilities of the drawn id and of the likeliest ids: one program a row."""
+"""Log-probabilities of the drawn id and of the likeliest ids, one program per row."""
 
 import triton
 import triton.language as tl
@@ -21,11 +21,11 @@ def likeliest(
     TILE: tl.constexpr,
     TILES_PADDED: tl.constexpr,
 ):
-    """(log-probability and rank of `drawn`, the COUNT likeliest ids [COUNT_PADDED] and their log-probabilities).
+    """Return (log-probability and rank of `drawn`, the COUNT likeliest ids [COUNT_PADDED], their log-probabilities).
 
-    All are zeros if not `wanted`. `best_of_lane` holds, for each of TILE lanes, the best id not yet returned among the
-    ids of that lane (id % TILE). The next id returned is that of the best lane, which then searches its ids for the
-    next lower one.
+    All are zeros if not `wanted`. Invariant: `best_of_lane` has, for each of TILE lanes, the best id not yet returned
+    among the ids of that lane (id % TILE). The next id returned is that of the best lane, which is then replaced by the
+    next lower id of the same lane.
     """
     place = tl.arange(0, COUNT_PADDED)
     ids = tl.zeros([COUNT_PADDED], tl.int32)
@@ -87,12 +87,12 @@ def store_likeliest(
 def row_logprobs(
     logits_ptr,  # [entries, VOCAB]
     drawn_ptr,  # [entries]: ids
-    rows_ptr,  # [entries]: rows of the state, -1 for padding; or None: all entries want log-probabilities
+    rows_ptr,  # [entries]: rows of the state, -1 for padding; None: all entries request log-probabilities
     ints_ptr,  # [rows, PARAMS], or None
     logprob_ptr,  # [entries]: result, of the drawn id
     rank_ptr,  # [entries]: result, 1 for the likeliest id
     ids_ptr,  # [entries, COUNT]: result, the likeliest ids in descending order
-    logprobs_ptr,  # [entries, COUNT]: result, theirs
+    logprobs_ptr,  # [entries, COUNT]: result, their log-probabilities
     VOCAB: tl.constexpr,
     COUNT: tl.constexpr,
     COUNT_PADDED: tl.constexpr,
@@ -100,7 +100,7 @@ def row_logprobs(
     TILES_PADDED: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    """Rows that want no log-probabilities get zeros."""
+    """Log-probabilities of one row. The results of rows that did not request them are zeros."""
     entry = tl.program_id(0)
     wait_for_previous(DEPENDENT_LAUNCH)
     if rows_ptr is not None:

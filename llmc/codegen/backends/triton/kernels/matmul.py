@@ -23,7 +23,7 @@ def matmul(
     FLOAT32_FACTORS: tl.constexpr,  # convert both factors to float32 before the product
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    """One tile of [BLOCK_M, BLOCK_N] of one batch; the programs of a batch go through its tiles row by row."""
+    """One tile [BLOCK_M, BLOCK_N] of one batch; the programs of a batch cover its tiles row by row."""
     wait_for_previous(DEPENDENT_LAUNCH)
     program = tl.program_id(0)
     batch = (program // (ROW_TILES * COLUMN_TILES)).to(tl.int64)
@@ -32,7 +32,7 @@ def matmul(
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
-    # Rows and columns past the end read the last ones again: only the store and the depth need masks.
+    # Rows and columns past the end read the last one again, so that only the store and the depth need masks.
     left = left_ptr + batch * M * K + tl.minimum(row, M - 1).to(tl.int64)[:, None] * K + depth[None, :]
     right = right_ptr + batch * K * N + depth.to(tl.int64)[:, None] * N + tl.minimum(column, N - 1)[None, :]
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)

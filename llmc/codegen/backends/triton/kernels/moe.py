@@ -1,8 +1,8 @@
-"""Mixtures of experts: pairs (token, chosen expert) in the order of the experts, and the products of each expert.
+"""Mixtures of experts: (token, expert) pairs sorted by expert, and the grouped products of the experts.
 
 Pair p is choice p % CHOICES of token p // CHOICES. `moe_route` sorts the pairs by expert. A program of the products
-finds its expert and its block of rows from where the pairs of each expert begin. There are enough programs for any
-routing; those without rows end at once, and the weights of an expert that no token chose are not read.
+finds its expert and its block of rows from the starts of the experts' pairs. The grid has enough programs for any
+routing; programs without rows return at once, and the weights of experts that no token chose are not read.
 """
 
 import triton
@@ -16,13 +16,13 @@ from llmc.codegen.backends.triton.kernels.tile_masks import bound, clamp
 def moe_route(
     experts_ptr,  # [pairs]: the expert of each pair
     order_ptr,  # [pairs]: the pairs in the order of their experts
-    starts_ptr,  # [EXPERTS + 1]: where the pairs of each expert begin in `order`
+    starts_ptr,  # [EXPERTS + 1]: the start of each expert's pairs in `order`
     pairs,
     EXPERTS: tl.constexpr,
-    CHUNK: tl.constexpr,  # pairs that a program looks at together
+    CHUNK: tl.constexpr,  # pairs that a program reads at once
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    """A program has one expert: it counts the pairs of the experts before its own, then puts its own behind them."""
+    """One expert per program: count the pairs of earlier experts, then store the expert's own pairs behind them."""
     wait_for_previous(DEPENDENT_LAUNCH)
     expert = tl.program_id(0)
     place = tl.arange(0, CHUNK)
@@ -43,7 +43,7 @@ def moe_route(
 
 @triton.jit
 def find_block(starts_ptr, EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(expert, first row of this program's block, end of the expert's rows); EXPERTS if there is no such block."""
+    """Return (expert, first row of this program's block, end of the expert's rows); EXPERTS if there is no block."""
     candidate = tl.arange(0, EXPERTS_PADDED)
     first = tl.load(starts_ptr + candidate, mask=candidate < EXPERTS, other=0)
     rows = tl.load(starts_ptr + candidate + 1, mask=candidate < EXPERTS, other=0) - first
@@ -68,7 +68,7 @@ def expert_weights(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Pointers to the first step of each part of the expert's rows `column`, [BLOCK_N, BLOCK_K]."""
+    """Return pointers [BLOCK_N, BLOCK_K] to the first step of the expert's rows `column` of each part."""
     depth = tl.arange(0, BLOCK_K)
     weight_ptr += expert.to(tl.int64) * (PARTS * N * K)
     first = weight_ptr + clamp(column, N, N % BLOCK_N == 0)[:, None] * K + depth[None, :]
@@ -91,7 +91,7 @@ def multiply(
     STAGES: tl.constexpr,
     FLOAT32_FACTORS: tl.constexpr,
 ):
-    """The products [BLOCK_N, BLOCK_M] of the rows `left_row` of the left operand with each of `weights`."""
+    """Return the products [BLOCK_N, BLOCK_M] of the rows `left_row` of the left operand with each part."""
     WHOLE_K: tl.constexpr = K % BLOCK_K == 0
     depth = tl.arange(0, BLOCK_K)
     left = left_ptr + left_row[None, :] * K + depth[:, None]
@@ -114,7 +114,7 @@ def multiply(
 
 @triton.jit
 def add_bias(sums, bias_ptr, expert, column, N: tl.constexpr, PARTS: tl.constexpr):
-    """The sums of each part with the expert's bias, [EXPERTS, PARTS, N]; None has no bias."""
+    """Add the expert's row of the bias [EXPERTS, PARTS, N] (or None) to the sums of each part."""
     if bias_ptr is None:
         return sums
     else:
@@ -134,7 +134,7 @@ def moe_up(
     weight_ptr,  # [EXPERTS, 2, N, K]: gate, up
     bias_ptr,  # [EXPERTS, 2, N], or None
     out_ptr,  # [pairs, N], in the order of the experts
-    CHOICES: tl.constexpr,  # experts of a token
+    CHOICES: tl.constexpr,  # experts per token
     EXPERTS: tl.constexpr,
     EXPERTS_PADDED: tl.constexpr,
     N: tl.constexpr,
@@ -147,7 +147,7 @@ def moe_up(
     GATE: tl.constexpr,  # (gate, up) -> float32
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    """GATE of the two products of every pair's token: BLOCK_N columns of BLOCK_M pairs of one expert."""
+    """GATE of the first two products of BLOCK_M pairs of one expert, BLOCK_N columns."""
     wait_for_previous(DEPENDENT_LAUNCH)
     expert, first_row, stop = find_block(starts_ptr, EXPERTS, EXPERTS_PADDED, BLOCK_M)
     if expert < EXPERTS:
@@ -170,7 +170,7 @@ def moe_down(
     order_ptr,  # [pairs], as moe_route writes it
     starts_ptr,  # [EXPERTS + 1]
     weight_ptr,  # [EXPERTS, N, K]
-    scale_ptr,  # [pairs]: the weight of each pair's answer
+    scale_ptr,  # [pairs]: the routing weight of each pair
     bias_ptr,  # [EXPERTS, N], or None
     out_ptr,  # [pairs, N], in the order of the tokens
     EXPERTS: tl.constexpr,
@@ -184,7 +184,7 @@ def moe_down(
     FLOAT32_FACTORS: tl.constexpr,  # convert both factors to float32 before the product
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    """The weighted answers of the experts: BLOCK_N columns of BLOCK_M pairs of one expert."""
+    """The weighted results of BLOCK_M pairs of one expert, BLOCK_N columns."""
     wait_for_previous(DEPENDENT_LAUNCH)
     expert, first_row, stop = find_block(starts_ptr, EXPERTS, EXPERTS_PADDED, BLOCK_M)
     if expert < EXPERTS:

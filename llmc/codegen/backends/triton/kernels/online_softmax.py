@@ -1,6 +1,6 @@
 """The online softmax that the attention kernels share.
 
-The keys of a query arrive one tile at a time. Three values summarize the tiles seen so far, for each query row:
+Keys are processed tile by tile. Three values summarize the tiles so far, for each query row:
 `running_max` [ROWS], the largest logit; `running_sum` [ROWS], the sum of exp2(logit - running_max); and `acc`
 [ROWS, WIDTH], the sum of the values, each weighted by the same term (Milakov and Gimelshein 2018, arXiv 1805.02867;
 Dao et al. 2022, arXiv 2205.14135). All three are float32. Logits are multiplied by log2(e), so that exp2 replaces exp.
@@ -16,7 +16,7 @@ LOWEST = tl.constexpr(-1e30)  # below every logit, but finite: the difference of
 
 @triton.jit
 def softmax_start(ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """The state before the first tile."""
+    """Return the state before the first tile."""
     running_max = tl.full([ROWS], LOWEST, tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -37,13 +37,13 @@ def softmax_tile(
     DOT_DTYPE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """The state after one more tile: query [ROWS, D], key [KEYS, D], value [KEYS, WIDTH].
+    """Return the state after one more tile: query [ROWS, D], key [KEYS, D], value [KEYS, WIDTH].
 
     `visible` [ROWS, KEYS] or [1, KEYS] selects the keys that each query attends to; None selects all of them.
     The products take operands of DOT_DTYPE. SOFTCAP is 0, or the bound c of logits c * tanh(logit / c).
     """
     key, value = key.to(DOT_DTYPE), value.to(DOT_DTYPE)
-    if INTERPRET:  # numpy, which the interpreter computes with, has no bfloat16
+    if INTERPRET:  # the interpreter computes with numpy, which has no bfloat16
         query, key, value = query.to(tl.float32), key.to(tl.float32), value.to(tl.float32)
     logits = tl.dot(query, tl.trans(key), input_precision="ieee")
     if SOFTCAP != 0:  # tanh(x) = 2 * sigmoid(2 * x) - 1
@@ -66,7 +66,7 @@ def softmax_tile(
 
 @triton.jit
 def softmax_add_sink(running_max, running_sum, acc, sink):
-    """The state after a sink [ROWS]: a logit that takes part in the sum and has no value."""
+    """Return the state after a sink [ROWS], a logit that is added to the sum but has no value."""
     sink = sink.to(tl.float32) * LOG2_E
     new_max = tl.maximum(running_max, sink)
     rescale = tl.exp2(running_max - new_max)
@@ -76,12 +76,12 @@ def softmax_add_sink(running_max, running_sum, acc, sink):
 
 @triton.jit
 def softmax_mean(running_sum, acc):
-    """The weighted mean of the values [ROWS, WIDTH]; zeros for queries that attend to no key."""
+    """Return the weighted mean of the values [ROWS, WIDTH]; zeros for queries that attend to no key."""
     return acc / tl.maximum(running_sum, 1e-30)[:, None]
 
 
 @triton.jit
 def softmax_lse(running_max, running_sum):
-    """log(sum(exp(logit))) [ROWS], in natural units; -inf for queries that attend to no key."""
+    """Return log(sum(exp(logit))) [ROWS] (natural logarithm); -inf for queries that attend to no key."""
     lse = (running_max + tl.log2(tl.maximum(running_sum, 1e-30))) * LN_2
     return tl.where(running_sum > 0, lse, float("-inf"))

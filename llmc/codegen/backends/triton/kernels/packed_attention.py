@@ -1,7 +1,7 @@
-"""Attention of prompts that are packed one behind the other, without pages or a cache.
+"""Attention of packed (concatenated) prompts, without pages or a cache.
 
-A program has one head and a tile of QUERY_ROWS tokens, which may belong to several sequences. A token whose position
-does not follow that of the token before it starts a sequence.
+A program computes one head of a tile of QUERY_ROWS tokens, which may belong to several sequences. A sequence starts at
+every token whose position is not that of the previous token plus one.
 """
 
 import triton
@@ -15,13 +15,13 @@ from llmc.codegen.backends.triton.kernels.online_softmax import (
     softmax_tile,
 )
 
-FAR = tl.constexpr(1 << 30)  # behind every token
+FAR = tl.constexpr(1 << 30)  # larger than every token index
 TOKENS_PER_STEP = tl.constexpr(128)  # tokens that `find_sequences` reads at once
 
 
 @triton.jit
 def find_sequences(queries, positions_ptr, token_count, CAUSAL: tl.constexpr):
-    """(first token, end) of the sequence of each query [ROWS]; the end is `token_count` for all if CAUSAL."""
+    """Return (first token, end) of the sequence of each query [ROWS]; if CAUSAL, the end is always `token_count`."""
     first = queries * 0
     end = queries * 0 + token_count
     for step in range(0, token_count, TOKENS_PER_STEP):
@@ -39,7 +39,7 @@ def find_sequences(queries, positions_ptr, token_count, CAUSAL: tl.constexpr):
 
 @triton.jit
 def visible_keys(key, query, first, end, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Whether a query attends to a key of its sequence, which has the tokens from `first` to `end`."""
+    """Return whether a query attends to a key; its sequence has the tokens from `first` to `end`."""
     if CAUSAL:
         visible = key <= query
     else:
@@ -52,7 +52,7 @@ def visible_keys(key, query, first, end, CAUSAL: tl.constexpr, WINDOW: tl.conste
 
 @triton.jit
 def load_head(x_ptr, tokens, exists, head, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr):
-    """One head [TOKENS, DIM_PADDED] of x [tokens, HEADS, DIM]; zeros in padding and for tokens that do not exist."""
+    """Load one head [TOKENS, DIM_PADDED] of x [tokens, HEADS, DIM]; zeros for padding and missing tokens."""
     column = tl.arange(0, DIM_PADDED)
     mask = exists[:, None] & (column < DIM)[None, :]
     offsets = ((tokens * HEADS + head) * DIM).to(tl.int64)

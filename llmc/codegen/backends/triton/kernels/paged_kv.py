@@ -1,6 +1,6 @@
-"""Reads of the paged KV pool [pages, 2, KV_HEADS, PAGE, HEAD_DIM]: index 0 of its second axis has keys, index 1 values.
+"""Reads of the paged KV pool [pages, 2, KV_HEADS, PAGE, HEAD_DIM]; on its second axis, 0 is keys and 1 is values.
 
-A row of the page table lists the pages of one sequence: token n is in page `table[n // PAGE]`, at place `n % PAGE`.
+A row of the page table lists the pages of one sequence: token n is at index `n % PAGE` of page `table[n // PAGE]`.
 """
 
 import triton
@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def head_mask(HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr):
-    """Which columns of a padded head exist: [1, HEAD_DIM_PADDED], or [1, 1] if all of them do."""
+    """Return the mask of the columns of a padded head: [1, HEAD_DIM_PADDED], or [1, 1] if there is no padding."""
     if HEAD_DIM == HEAD_DIM_PADDED:
         return tl.full([1, 1], 1, tl.int1)
     else:
@@ -18,9 +18,9 @@ def head_mask(HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr):
 
 @triton.jit
 def load_pages(page_table_ptr, tokens, end, PAGE: tl.constexpr):
-    """The pages of the tokens [KEYS] of one sequence; page 0 for tokens at or behind `end`.
+    """Load the pages of the tokens [KEYS] of one sequence; page 0 for tokens from `end` on.
 
-    Loops over tiles load the pages of the next tile in front of the keys of this one. The loads of keys and values
+    Loops over tiles load the pages of the next tile before the keys of the current one. The loads of keys and values
     then depend on no other load of their iteration, and the compiler can keep several tiles in flight.
     """
     return tl.load(page_table_ptr + tokens // PAGE, mask=tokens < end, other=0)
@@ -28,7 +28,7 @@ def load_pages(page_table_ptr, tokens, end, PAGE: tl.constexpr):
 
 @triton.jit
 def key_offsets(pages, tokens, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Where the keys of the tokens [KEYS] in `pages` [KEYS] begin, in elements from the first key of the head."""
+    """Return the offsets of the keys of tokens [KEYS] in `pages` [KEYS], in elements from the head's first key."""
     return pages.to(tl.int64) * (2 * KV_HEADS * PAGE * HEAD_DIM) + tokens % PAGE * HEAD_DIM
 
 
@@ -42,10 +42,10 @@ def load_keys_values(
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
 ):
-    """Keys and values [KEYS, HEAD_DIM_PADDED] at `offsets` [KEYS] from `kv_ptr`, the first key of the head.
+    """Load keys and values [KEYS, HEAD_DIM_PADDED] at `offsets` [KEYS] from `kv_ptr`, the first key of the head.
 
-    Zeros replace padding columns and the tokens where `wanted` [KEYS] is false: places that hold no token may hold NaN.
-    None wants all tokens.
+    Padding columns, and tokens for which the mask `wanted` [KEYS] is false, are zeros; None selects all tokens. Unused
+    slots of the pool must be masked, because they may contain NaN.
     """
     column = tl.arange(0, HEAD_DIM_PADDED)
     mask = head_mask(HEAD_DIM, HEAD_DIM_PADDED)

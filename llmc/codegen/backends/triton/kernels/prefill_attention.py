@@ -1,7 +1,7 @@
 """Attention of many tokens over paged keys: chunks of prompts and single tokens, in any mixture.
 
-A program has a tile of queries of one row and one key head: TILE_TOKENS tokens, each with the query heads that share
-the key head, packed as the rows of its tensor-core products. Keys pass by with an online softmax (Dao et al. 2022,
+A program computes a tile of queries of one row and one key head: the rows of its tensor-core products are TILE_TOKENS
+tokens times the query heads that share the key head. It iterates over the keys with an online softmax (Dao et al. 2022,
 arXiv 2205.14135).
 """
 
@@ -17,18 +17,18 @@ from llmc.codegen.backends.triton.kernels.online_softmax import (
 )
 from llmc.codegen.backends.triton.kernels.paged_kv import head_mask, key_offsets, load_keys_values, load_pages
 
-FAR = tl.constexpr(1 << 30)  # behind every token
+FAR = tl.constexpr(1 << 30)  # larger than every token index
 ROWS_PER_STEP = tl.constexpr(128)  # rows that `find_tile` compares at once
 
 
 @triton.jit
 def find_tile(rows_ptr, starts_ptr, row_count, token_count, TILE_TOKENS: tl.constexpr, MIN_TOKENS: tl.constexpr):
-    """(row of the page table, first token, end of the row's tokens) of this program's tile.
+    """Return (row of the page table, first token, end of the row's tokens) of this program's tile.
 
-    The tiles of row i begin at tile number starts[i] // TILE_TOKENS + i, which leaves room for all rows whatever their
-    starts are; a program whose tile lies behind its row's tokens has nothing to do. The padding behind the last row
-    counts as one more row, -1; so do rows of fewer than MIN_TOKENS tokens. The last tiles, whose queries attend to most
-    keys, run first.
+    The first tile of row i has the number starts[i] // TILE_TOKENS + i, so that the tiles of different rows never
+    overlap; a program whose tile is behind its row's tokens returns at once. The padding after the last row counts as
+    one more row, with the value -1, which is also the value for rows of fewer than MIN_TOKENS tokens. The last tiles,
+    whose queries attend to the most keys, run first.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     index = tile * 0 - 1
@@ -73,7 +73,7 @@ def attend_range(
     DOT_DTYPE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """The softmax state after the keys from `begin` to `end`, and the pages of the tile at `end`.
+    """Return the softmax state after the keys from `begin` to `end`, and the pages of the tile at `end`.
 
     All queries attend to all of these keys if not MASKED. Otherwise a query attends to the keys up to its position,
     within its window, and keys are loaded from `lowest` to `keys_end`.
@@ -117,10 +117,10 @@ def attend_causal(
     DOT_DTYPE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """The softmax state of query rows at `positions` [ROWS] of one sequence, -1 for queries that attend to no key.
+    """Return the softmax state of query rows at `positions` [ROWS] of one sequence (-1: attends to no key).
 
-    `exists` [ROWS] tells the queries from the padding of their tile.
-    Without a window, the first tiles are those that all queries attend to: they need no masks.
+    `exists` [ROWS] is false for the padding of the tile. Without a window, all queries attend to the first tiles, which
+    therefore need no masks.
     """
     running_max, running_sum, acc = softmax_start(query.shape[0], HEAD_DIM_PADDED)
     end = tl.max(positions, 0) + 1
@@ -165,10 +165,10 @@ def paged_prefill(
     HEAD_DIM_PADDED: tl.constexpr,
     PAGE: tl.constexpr,
     SCALE: tl.constexpr,
-    WINDOW: tl.constexpr,  # keys that a query attends to, its own included; 0: all
+    WINDOW: tl.constexpr,  # keys that a query attends to, including its own; 0: all
     SOFTCAP: tl.constexpr,
-    MIN_TOKENS: tl.constexpr,  # rows of fewer tokens get zeros
-    QUERY_ROWS: tl.constexpr,  # of a tile: tokens times HEADS // KV_HEADS, and padding
+    MIN_TOKENS: tl.constexpr,  # the result of rows with fewer tokens is zero
+    QUERY_ROWS: tl.constexpr,  # rows of a tile: tokens times HEADS // KV_HEADS, and padding
     KEYS_PER_TILE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,

@@ -1,9 +1,9 @@
 """Rotary embeddings (Su et al. 2021, arXiv 2104.09864), and the append of keys and values to the paged KV pool.
 
-A program has ROWS heads, whichever tokens they belong to, and each warp has whole heads, so that the norm of a head
-needs no barrier. A head is held as three blocks of columns in float32: `first` and `second` of each rotated pair
-[ROWS, PAIRS_PADDED], and `rest` [ROWS, REST_PADDED], the columns behind 2 * PAIRS, which are not rotated. Blocks
-without columns are never stored. Every load is issued before the first result is needed.
+A program computes ROWS consecutive heads of one or more tokens, and each warp has whole heads, so that the norm of a
+head needs no barrier. A head consists of three blocks of columns in float32: `first` and `second` of each rotated pair
+[ROWS, PAIRS_PADDED], and `rest` [ROWS, REST_PADDED], the columns from 2 * PAIRS on, which are not rotated. Blocks
+without columns are never stored. All loads are issued before the first result is used.
 """
 
 import triton
@@ -14,7 +14,7 @@ from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previ
 
 @triton.jit
 def pair_columns(PAIRS: tl.constexpr, PAIRS_PADDED: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """(columns of the first of each pair, of the second, mask of the pairs), each [1, PAIRS_PADDED]."""
+    """Return (columns of the first of each pair, of the second, mask of the pairs), each [1, PAIRS_PADDED]."""
     pair = tl.arange(0, PAIRS_PADDED)[None, :]
     mask = pair < PAIRS
     if INTERLEAVED:
@@ -33,7 +33,7 @@ def load_head(
     REST_PADDED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """The blocks of the heads at the pointers `heads` [ROWS], where `rows` [ROWS] is true."""
+    """Load the blocks of the heads at the pointers `heads` [ROWS] for which the mask `rows` [ROWS] is true."""
     REST: tl.constexpr = HEAD_DIM - 2 * PAIRS
     first = tl.zeros([1, 1], tl.float32)
     second = tl.zeros([1, 1], tl.float32)
@@ -63,7 +63,7 @@ def store_head(
     REST_PADDED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Store the blocks of the heads at the pointers `heads` [ROWS], where `rows` [ROWS] is true."""
+    """Store the blocks of the heads at the pointers `heads` [ROWS] for which the mask `rows` [ROWS] is true."""
     REST: tl.constexpr = HEAD_DIM - 2 * PAIRS
     if PAIRS:
         first_column, second_column, mask = pair_columns(PAIRS, PAIRS_PADDED, INTERLEAVED)
@@ -78,7 +78,7 @@ def store_head(
 
 @triton.jit
 def load_table(table_ptr, token, rows, PAIRS: tl.constexpr, PAIRS_PADDED: tl.constexpr):
-    """The rows of a table [tokens, PAIRS] that belong to `token` [ROWS], in float32, where `rows` [ROWS] is true."""
+    """Load the rows `token` [ROWS] of a table [tokens, PAIRS] in float32; zeros if the mask `rows` [ROWS] is false."""
     pair = tl.arange(0, PAIRS_PADDED)[None, :]
     mask = rows[:, None] & (pair < PAIRS)
     return tl.load(table_ptr + (token * PAIRS)[:, None] + pair, mask=mask, other=0.0).to(tl.float32)
@@ -86,7 +86,7 @@ def load_table(table_ptr, token, rows, PAIRS: tl.constexpr, PAIRS_PADDED: tl.con
 
 @triton.jit
 def rounded(block, ROUND_DTYPE: tl.constexpr):
-    """Float32 values rounded to ROUND_DTYPE, in float32."""
+    """Round float32 values to ROUND_DTYPE; the result is float32."""
     return block.to(ROUND_DTYPE).to(tl.float32)
 
 
@@ -104,7 +104,7 @@ def normalize(
     EPS: tl.constexpr,
     ROUND_DTYPE: tl.constexpr,
 ):
-    """The RMS norm of the heads where `rows` [ROWS] is true, rounded to ROUND_DTYPE."""
+    """Apply the RMS norm, rounded to ROUND_DTYPE, to the heads for which the mask `rows` [ROWS] is true."""
     if PAIRS:
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         if HEAD_DIM > 2 * PAIRS:
@@ -120,7 +120,7 @@ def normalize(
 
 @triton.jit
 def rotate(first, second, cos, sin, rows):
-    """The pairs, turned by their angles in the heads where `rows` [ROWS] is true."""
+    """Rotate the pairs of the heads for which the mask `rows` [ROWS] is true."""
     turned_first, turned_second = first * cos - second * sin, second * cos + first * sin
     return tl.where(rows[:, None], turned_first, first), tl.where(rows[:, None], turned_second, second)
 
@@ -128,7 +128,7 @@ def rotate(first, second, cos, sin, rows):
 @triton.jit
 def rope_append(
     qkv_ptr,  # [token_count, HEADS + 2 * KV_HEADS, HEAD_DIM]: query heads, key heads, value heads
-    slots_ptr,  # [token_count]: where keys and values go, page * PAGE + place in the page; nowhere if negative
+    slots_ptr,  # [token_count]: pool slots, page * PAGE + index in the page; negative: not stored
     cos_ptr,  # [token_count, PAIRS], or None
     sin_ptr,  # [token_count, PAIRS], or None
     query_gain_ptr,  # [HEAD_DIM], or None: no norms
@@ -143,7 +143,7 @@ def rope_append(
     PAIRS: tl.constexpr,
     PAIRS_PADDED: tl.constexpr,
     REST_PADDED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,  # the two of a pair are neighbours; otherwise they are PAIRS columns apart
+    INTERLEAVED: tl.constexpr,  # pairs are adjacent columns; otherwise they are PAIRS columns apart
     EPS: tl.constexpr,
     ROUND_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -221,7 +221,7 @@ def rope(
 def kv_append(
     key_ptr,  # [token_count, KV_HEADS, HEAD_DIM]
     value_ptr,  # [token_count, KV_HEADS, HEAD_DIM]
-    slots_ptr,  # [token_count]: page * PAGE + place in the page; nothing is stored if negative
+    slots_ptr,  # [token_count]: pool slots, page * PAGE + index in the page; negative: not stored
     kv_ptr,  # [pages, 2, KV_HEADS, PAGE, HEAD_DIM]
     token_count,
     KV_HEADS: tl.constexpr,
@@ -261,7 +261,7 @@ def rope_tables(
     TILE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    """cos and sin of positions times frequencies, times SCALING. tl.cos reduces large angles exactly."""
+    """cos and sin of positions times frequencies, multiplied by SCALING. tl.cos reduces large angles exactly."""
     wait_for_previous(DEPENDENT_LAUNCH)
     element = tl.program_id(0) * TILE + tl.arange(0, TILE)
     mask = element < elements

@@ -1,6 +1,6 @@
-"""The logits of a row as sampling sees them: biased, penalized and masked as the row's parameters say.
+"""The logits that a row samples from: biased, penalized and masked according to the row's parameters.
 
-Sets of token ids are bits of int32 words.
+Sets of token ids are bitmaps: id i is bit i % 32 of the int32 word i // 32.
 """
 
 import triton
@@ -21,7 +21,7 @@ from llmc.codegen.backends.triton.kernels.row_params import (
 
 @triton.jit
 def contains(word, ids):
-    """Whether the bit of each id is set, where `word` is the id's word of a set."""
+    """Return whether the bit of each id is set; `word` is the word of the bitmap that contains the id."""
     return ((word >> (ids & 31)) & 1) != 0
 
 
@@ -29,7 +29,7 @@ def contains(word, ids):
 def bias(logits, bias_ids_ptr, biases_ptr, num_biases, ids):
     """Add the biases of the ids of one tile.
 
-    The list of biased ids ascends: those that lie in the tile are next to one another, and a binary search finds them.
+    The list of biased ids is ascending, so those within the tile are adjacent; a binary search finds the first.
     """
     least = tl.min(ids, 0)
     n = tl.full([], 0, tl.int32)
@@ -50,7 +50,7 @@ def bias(logits, bias_ids_ptr, biases_ptr, num_biases, ids):
 
 @triton.jit
 def penalize(logits, seen_ptr, counts_ptr, repetition, presence, frequency, ids, exists):
-    """The repetition penalty for ids of the prompt and the output; the other penalties for ids of the output."""
+    """Apply the repetition penalty to ids of prompt and output, and the other penalties to ids of the output."""
     count = tl.load(counts_ptr + ids, mask=exists, other=0)
     word = tl.load(seen_ptr + (ids >> 5), mask=exists, other=0)
     repeated = contains(word, ids) | (count > 0)
@@ -60,7 +60,7 @@ def penalize(logits, seen_ptr, counts_ptr, repetition, presence, frequency, ids,
 
 @triton.jit
 def change_logits(logits, row, ids, exists):
-    """Raw logits of one tile with all that the row's parameters change; `row` is the state that `load_row` returned."""
+    """Apply all of the row's parameters to the raw logits of one tile; `row` is the state returned by `load_row`."""
     (
         _, seen_ptr, counts_ptr, stops_ptr, stop_count, bias_ids_ptr, biases_ptr, allowed_ptr, penalizes,
         masks_stops, num_biases, masked, repetition, presence, frequency,
@@ -80,19 +80,19 @@ def change_logits(logits, row, ids, exists):
 
 @triton.jit
 def changed_logits(row, ids, exists):
-    """The changed logits of the ids of one tile."""
+    """Load the logits of one tile and apply the row's parameters."""
     return change_logits(tl.load(row[0] + ids, mask=exists, other=0.0).to(tl.float32), row, ids, exists)
 
 
 @triton.jit
 def plain_logits(logits_ptr, ids, exists):
-    """Logits of one tile of a row that is ready to be drawn from."""
+    """Load the logits of one tile of a row to which all parameters have been applied."""
     return tl.load(logits_ptr + ids, mask=exists, other=0.0)
 
 
 @triton.jit
 def next_position(entry, starts_ptr, positions_ptr):
-    """The position of the token that the entry is about to draw."""
+    """Return the position of the token that the entry samples."""
     return tl.load(positions_ptr + tl.maximum(tl.load(starts_ptr + entry + 1) - 1, 0)) + 1
 
 
@@ -116,7 +116,7 @@ def load_row(
     STOPS: tl.constexpr,
     BIASES: tl.constexpr,
 ):
-    """(what `changed_logits` needs to know of a row, the row's temperature, the position of the token to draw).
+    """Return (the state of a row for `changed_logits`, its temperature, the position of the token to sample).
 
     `raw_ptr` points to the entry's logits. Padding (row -1) reads row 0 and changes nothing.
     """
@@ -147,7 +147,7 @@ def row_penalize(
     floats_ptr,  # [rows, PARAMS]
     ints_ptr,  # [rows, PARAMS]
     seen_ptr,  # [rows, WORDS]: the set of the prompt's ids
-    counts_ptr,  # [rows, VOCAB]: how often the row has emitted each id
+    counts_ptr,  # [rows, VOCAB]: number of times that the row has emitted each id
     bias_ids_ptr,  # [rows, BIASES]
     biases_ptr,  # [rows, BIASES]
     out_ptr,  # [entries, VOCAB] in float32; may be logits_ptr
@@ -158,7 +158,7 @@ def row_penalize(
     MAY_BE_IN_PLACE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    """Biases and penalties of one block of a row. In place, rows without any are left as they are."""
+    """Apply biases and penalties to one block of a row. In place, rows without any are not touched."""
     entry = tl.program_id(1)
     ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     wait_for_previous(DEPENDENT_LAUNCH)
@@ -200,7 +200,7 @@ def row_mask(
     TILE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    """Set the logits of ids that the row may not draw to -inf; in place, only these are written."""
+    """Set the logits of ids that the row must not sample to -inf; in place, only these are written."""
     entry = tl.program_id(0)
     wait_for_previous(DEPENDENT_LAUNCH)
     row = tl.load(rows_ptr + entry).to(tl.int64)
@@ -216,7 +216,7 @@ def row_mask(
         for at in range(0, VOCAB, TILE):
             ids = at + tl.arange(0, TILE)
             tl.store(out + ids, tl.load(logits + ids, mask=ids < VOCAB, other=0.0), mask=ids < VOCAB)
-        tl.debug_barrier()  # other threads overwrite what was copied
+        tl.debug_barrier()  # below, other threads overwrite copied elements
     if masked:
         for at in range(0, VOCAB, TILE):
             ids = at + tl.arange(0, TILE)

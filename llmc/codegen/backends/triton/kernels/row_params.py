@@ -1,4 +1,4 @@
-"""The columns of a row's sampling parameters: PARAMS floats and PARAMS integers of the engine's state."""
+"""The columns of a row's sampling parameters: PARAMS floats and PARAMS integers of the device row."""
 
 import triton.language as tl
 
@@ -13,7 +13,7 @@ TOP_K = tl.constexpr(0)
 SEED_LO = tl.constexpr(1)
 SEED_HI = tl.constexpr(2)
 PROMPT_LEN = tl.constexpr(3)
-MIN_LEN = tl.constexpr(4)  # stop ids are masked until the row has as many tokens
+MIN_LEN = tl.constexpr(4)  # stop ids are masked until the row has this many tokens
 WANT_LOGPROBS = tl.constexpr(5)
 NUM_BIASES = tl.constexpr(6)
-MASKED = tl.constexpr(7)  # only the ids of the row's set `allowed` may be drawn
+MASKED = tl.constexpr(7)  # nonzero: only ids in the row's bitmap `allowed` may be sampled

@@ -1,7 +1,7 @@
-"""Kernels that keep the state of sequences: a step's flat token axis, token ids and pool slots, and the commit.
+"""Kernels over device rows: a step's flat token axis, token ids and pool slots, and the commit.
 
-A row is one sequence of the engine's state. An entry of a step names a row, or -1 for padding, and the number of new
-tokens that it runs; entries of the same row follow one another. All values are int32.
+A row is the state of one sequence. An entry of a step has a row, or -1 for padding, and a number of new tokens; entries
+of the same row are adjacent. All values are int32.
 """
 
 import triton
@@ -27,10 +27,10 @@ def lay_out_tokens(
     TOKENS_PER_PROGRAM: tl.constexpr,
     ENTRIES_PER_STEP: tl.constexpr,
 ):
-    """(row, position) of the flat tokens [TOKENS_PER_PROGRAM], -1 behind the last; the first program stores starts.
+    """Return (row, position) of the flat tokens [TOKENS_PER_PROGRAM], -1 for padding; the first program stores starts.
 
-    Every program sums the counts of all entries, so that one launch is enough. `before` is the number of tokens of the
-    entries of earlier steps, and `row_start` the first token of the row that the last of these entries belongs to.
+    Every program sums the counts of all entries, so that one launch suffices. Invariant of the loop: `before` is the
+    number of tokens of the entries processed so far, and `row_start` the first token of the last entry's row.
     """
     token_row = tl.full([TOKENS_PER_PROGRAM], -1, tl.int32)
     position = tl.full([TOKENS_PER_PROGRAM], -1, tl.int32)
@@ -79,7 +79,7 @@ def store_slots(page_table_ptr, out_ptr, tokens, token_row, position, token_coun
 def row_spans(
     rows_ptr,  # [entry_count]
     counts_ptr,  # [entry_count]: new tokens
-    length_ptr,  # [rows]: tokens that the rows have before the step
+    length_ptr,  # [rows]: number of computed tokens before the step
     starts_ptr,  # [entry_count + 1]: result, the first flat token of each entry
     token_row_ptr,  # [token_count]: result, the row of each token, -1 for padding
     positions_ptr,  # [token_count]: result, the position of each token in its row, -1 for padding
@@ -191,11 +191,11 @@ def row_last(
 def row_commit(
     token_ids_ptr,  # [rows, max_length]: updated
     length_ptr,  # [rows]: updated
-    counts_ptr,  # [rows, vocab]: updated, how often each row has emitted each id
+    counts_ptr,  # [rows, vocab]: updated, number of times that each row has emitted each id
     rows_ptr,  # [entry_count]
     starts_ptr,  # [entry_count + 1]
     positions_ptr,  # [tokens]
-    emit_ptr,  # [entry_count]: not 0 if the sampled id counts
+    emit_ptr,  # [entry_count]: nonzero if the sampled id is output
     sampled_ptr,  # [entry_count]: ids
     entry_count,
     max_length,

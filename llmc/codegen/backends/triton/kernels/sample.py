@@ -1,8 +1,8 @@
 """Sampling: one token id for each entry of a step.
 
-`row_sample` reads a row of finished logits with one program. The other kernels work on raw logits in two launches:
-`row_block_max` summarizes blocks of ids with many programs, and `row_sample_blocks` draws from the summaries. Greedy
-rows then read no logits, and rows with a plain temperature read those of one block.
+`row_sample` samples a row of masked logits with one program. The other kernels sample raw logits in two launches:
+`row_block_max` summarizes blocks of ids with many programs, and `row_sample_blocks` samples from the summaries. In the
+second launch, greedy rows read no logits, and rows without top_k, top_p and min_p read those of one block.
 """
 
 import triton
@@ -34,7 +34,7 @@ from llmc.codegen.backends.triton.kernels.sampling_math import draw_filtered, fi
 
 @triton.jit
 def load_draw(floats_ptr, ints_ptr, row, position):
-    """(top_p, min_p, top_k, the uniform random number of the position) of a row."""
+    """Return (top_p, min_p, top_k, the uniform random number of the position) of a row."""
     floats_ptr += row * PARAMS
     ints_ptr += row * PARAMS
     top_p = tl.load(floats_ptr + TOP_P)
@@ -61,7 +61,7 @@ def row_sample(
     TILES_PADDED: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    """Draw an id; rows that are still inside their prompt get the prompt's next id."""
+    """Sample an id; rows that are still within their prompt get the prompt's next id."""
     entry = tl.program_id(0)
     logits_ptr += entry.to(tl.int64) * VOCAB
     wait_for_previous(DEPENDENT_LAUNCH)
@@ -128,12 +128,12 @@ def row_block_max(
     WORDS: tl.constexpr,
     STOPS: tl.constexpr,
     BIASES: tl.constexpr,
-    BLOCK: tl.constexpr,  # ids of a block
+    BLOCK: tl.constexpr,  # ids per block
     BLOCKS: tl.constexpr,
     BLOCKS_PER_PROGRAM: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    """Summarize blocks of a row; the logits of the next block are under way while one is looked at."""
+    """Summarize blocks of a row; the logits of the next block are loaded while one is processed."""
     entry = tl.program_id(1)
     first = tl.program_id(0) * BLOCKS_PER_PROGRAM
     lanes = tl.arange(0, BLOCK)
@@ -170,7 +170,7 @@ def draw_plain(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """The id that the row draws at u in [0, 1) from all ids, given the summaries of its blocks."""
+    """Return the id that the row samples at u in [0, 1) from all ids, using the summaries of its blocks."""
     weights = tl.where(block < BLOCKS, mass * tl.exp((best - top) / t), 0.0).to(tl.float64)
     target = u * tl.sum(weights, 0)
     chosen, before = find_lane(weights, block, target)
@@ -212,7 +212,7 @@ def draw_from_blocks(
     TILE: tl.constexpr,
     TILES_PADDED: tl.constexpr,
 ):
-    """(id, row, position) that an entry draws; `logits_ptr` points to the entry's logits."""
+    """Return (sampled id, row, position) of an entry; `logits_ptr` points to the entry's logits."""
     block = tl.arange(0, BLOCKS_PADDED)
     at = entry.to(tl.int64) * BLOCKS + block
     row = tl.load(rows_ptr + entry).to(tl.int64)
@@ -272,7 +272,7 @@ def row_sample_blocks(
     TILES_PADDED: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    """Draw an id from the summaries of the blocks and, if they are needed, the logits."""
+    """Sample an id from the summaries of the blocks and, if necessary, the logits."""
     entry = tl.program_id(0)
     logits_ptr += entry.to(tl.int64) * VOCAB
     wait_for_previous(DEPENDENT_LAUNCH)
@@ -329,7 +329,7 @@ def row_finish(
     best_ptr,  # [entries, BLOCKS]: results of row_block_max
     best_ids_ptr,
     masses_ptr,
-    emit_ptr,  # [entries]: not 0 if the id counts
+    emit_ptr,  # [entries]: nonzero if the id is output
     out_ptr,  # [entries]: result
     logprob_ptr,  # [entries]: result, as are the next three; see row_logprobs
     rank_ptr,
@@ -348,7 +348,7 @@ def row_finish(
     BLOCKS_PADDED: tl.constexpr,
     TILE: tl.constexpr,
     TILES_PADDED: tl.constexpr,
-    COUNT: tl.constexpr,  # of the likeliest ids
+    COUNT: tl.constexpr,  # number of likeliest ids
     COUNT_PADDED: tl.constexpr,
     LOGPROBS_TILE: tl.constexpr,
     LOGPROBS_TILES_PADDED: tl.constexpr,

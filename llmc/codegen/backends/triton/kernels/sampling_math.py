@@ -1,8 +1,8 @@
-"""The draw of one token id: the cut by top_k, min_p and top_p, and the inverse of the cumulative distribution.
+"""Sampling one token id: the cut by top_k, min_p and top_p, and the inverse of the cumulative distribution.
 
-A program owns a row of VOCAB logits. `LOGITS(row, ids, mask)` reads logits of the row, `top` is its largest logit and
-`t` its temperature; the mass of an id is exp((logit - top) / t). Ids are kept whose key is above `cut`, and those whose
-key equals it and whose id is at most `until`.
+A program samples a row of VOCAB logits. `LOGITS(row, ids, mask)` loads logits of the row, `top` is its largest logit
+and `t` its temperature; the mass of an id is exp((logit - top) / t). An id is kept if its key is above `cut`, or if its
+key equals `cut` and the id is at most `until`.
 """
 
 import triton
@@ -22,7 +22,7 @@ def splitmix64(z):
 
 @triton.jit
 def uniform(seed_low, seed_high, position):
-    """A float64 in [0, 1) for a seed and a position: `uniform` of llmc/ir/ops/sample.py, bit for bit."""
+    """Return a float64 in [0, 1) for a seed and a position, bit for bit as `uniform` of llmc/ir/ops/sample.py."""
     low = seed_low.to(tl.int64).to(tl.uint64) & 0xFFFFFFFF
     high = seed_high.to(tl.int64).to(tl.uint64) & 0xFFFFFFFF
     z = splitmix64(splitmix64(low | (high << 32)) ^ position.to(tl.int64).to(tl.uint64))
@@ -31,9 +31,9 @@ def uniform(seed_low, seed_high, position):
 
 @triton.jit
 def find_lane(weights, lanes, target):
-    """(the first lane whose cumulative weight exceeds the target, else the last with a weight; the weight before it).
+    """Return (the first lane whose cumulative weight exceeds the target, the sum of the weights before it).
 
-    Weights are not negative.
+    If no lane exceeds the target, the lane is the last one with a weight. Weights are not negative.
     """
     sums = tl.cumsum(weights, 0)
     first = tl.min(tl.where((sums > target) & (weights > 0), lanes, HIGHEST_KEY), 0)
@@ -44,7 +44,7 @@ def find_lane(weights, lanes, target):
 
 @triton.jit
 def measure(row, top, t, mid, LOGITS: tl.constexpr, VOCAB: tl.constexpr, TILE: tl.constexpr):
-    """(count, mass and lowest key of the keys from `mid` on; the highest key below `mid`)."""
+    """Return (count, mass and lowest key of the keys from `mid` on; the highest key below `mid`)."""
     count = tl.zeros([TILE], tl.int32)
     mass = tl.zeros([TILE], tl.float64)
     above = tl.full([TILE], HIGHEST_KEY, tl.int32)
@@ -73,10 +73,10 @@ def search(
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The highest present key whose count (or mass) from it on reaches the limit; and the count and mass above it.
+    """Return (the highest existing key such that the keys from it on reach the limit, their count and mass above it).
 
-    The count (or mass) from `low` on reaches the limit. The search halves the range of values and the range of keys in
-    turn: each of them is short where the other is long.
+    The limit is a count if BY_COUNT, else a mass. Invariant: the keys from `low` on reach the limit. Steps
+    bisect the range of values and the range of keys in turn, because each converges fast if the other is slow.
     """
     high = key_of(top)
     count = tl.full([], 0, tl.int32)
@@ -113,7 +113,7 @@ def tile_weights(
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The masses of the kept ids of one tile; with TIES, 1 for each id whose key equals the cut."""
+    """Return the masses of the kept ids of one tile; with TIES, 1 for each id whose key equals the cut."""
     ids = at + tl.arange(0, TILE)
     logit = LOGITS(row, ids, ids < VOCAB)
     key = tl.where(ids < VOCAB, key_of(logit), LOWEST_KEY)
@@ -139,9 +139,9 @@ def walk(
     TILE: tl.constexpr,
     TILES_PADDED: tl.constexpr,
 ):
-    """The id where the weights, added up in the order of ids, exceed the target.
+    """Return the id at which the cumulative weight, in the order of ids, exceeds the target.
 
-    The target counts ids with TIES; otherwise it is a share of the mass of all kept ids.
+    With TIES, the target is a number of ids; otherwise it is a fraction of the mass of all kept ids.
     """
     lanes = tl.arange(0, TILES_PADDED)
     sums = tl.zeros([TILES_PADDED], tl.float64)
@@ -169,9 +169,10 @@ def find_cut(
     LOG_VOCAB: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """(cut, how many of the ids whose key equals it are kept).
+    """Return (cut, the number of ids to keep whose key equals it).
 
-    min_p, top_k and top_p each keep a prefix of the ids in descending order, top_p of what the others leave.
+    min_p, top_k and top_p each keep a prefix of the ids in descending order, top_p among the ids that the other two
+    keep.
     """
     least = top.to(tl.float64) + t.to(tl.float64) * tl.log(tl.minimum(tl.maximum(min_p, 1e-30), 1.0).to(tl.float64))
     cut = key_of(least.to(tl.float32))
@@ -190,7 +191,7 @@ def find_cut(
         if whole < 0:
             _, whole, _, _ = measure(row, top, t, cut, LOGITS, VOCAB, TILE)
         limit = whole * top_p.to(tl.float64)
-        # Ids below `reach` have a mass of at most 1 - top_p together, and the largest alone has 1.
+        # The total mass of ids below `reach` is at most 1 - top_p, and the mass of the largest id is 1.
         reach = tl.maximum(top - t * (LOG_VOCAB - tl.log(tl.maximum(1.0 - top_p, 1e-7))), -3.0e38)
         low = tl.minimum(tl.maximum(cut, key_of(reach)), key_of(top))
         key, _, before = search(row, top, t, low, limit, False, LOGITS, VOCAB, TILE)
@@ -216,7 +217,7 @@ def draw_filtered(
     TILE: tl.constexpr,
     TILES_PADDED: tl.constexpr,
 ):
-    """The id that the row draws at u in [0, 1)."""
+    """Return the id that the row samples at u in [0, 1)."""
     cut, ties = find_cut(row, top, t, top_p, min_p, top_k, LOGITS, VOCAB, LOG_VOCAB, TILE)
     until = tl.full([], VOCAB, tl.int32)
     if ties < VOCAB:

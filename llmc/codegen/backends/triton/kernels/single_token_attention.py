@@ -1,7 +1,7 @@
-"""Attention of the rows that have one token, in a batch whose longer rows another kernel handles.
+"""Attention of rows with one token in a batch whose longer rows are computed by another kernel.
 
-A program has one row and one key head. It loads and multiplies while the previous kernel, which wrote the outputs of
-the longer rows, may still run, and waits only before it stores.
+A program computes one row and one key head. It runs while the previous kernel, which writes the outputs of the longer
+rows, may still be running, and waits for it only before it stores.
 """
 
 import triton
@@ -29,7 +29,7 @@ def single_token_attention(
     rows_ptr,  # [row_count]: rows of the page table, -1 for padding
     starts_ptr,  # [row_count + 1]: the first token of each row
     positions_ptr,  # [token_count]: the position of each token in its sequence
-    longer_ptr,  # [token_count, HEADS, HEAD_DIM]: holds the outputs of the longer rows
+    longer_ptr,  # [token_count, HEADS, HEAD_DIM]: the outputs of the longer rows
     sinks_ptr,  # [HEADS], or None
     out_ptr,  # [token_count, HEADS, HEAD_DIM]; may be longer_ptr
     row_count,
@@ -41,16 +41,16 @@ def single_token_attention(
     HEAD_DIM_PADDED: tl.constexpr,
     PAGE: tl.constexpr,
     SCALE: tl.constexpr,
-    WINDOW: tl.constexpr,  # keys that a query attends to, its own included; 0: all
+    WINDOW: tl.constexpr,  # keys that a query attends to, including its own; 0: all
     SOFTCAP: tl.constexpr,
     QUERY_ROWS: tl.constexpr,  # HEADS // KV_HEADS, padded for tl.dot
     KEYS_PER_TILE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
-    INPUTS_SETTLED: tl.constexpr,  # the previous kernel writes none of the inputs but longer_ptr
+    INPUTS_SETTLED: tl.constexpr,  # the previous kernel writes no input except longer_ptr
     DEPENDENT_LAUNCH: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Attention of one row and one key head if the row has one token; otherwise only the copy to a separate output."""
+    """Attention of one row and one key head if the row has one token; longer rows are copied if necessary."""
     if not INPUTS_SETTLED:
         wait_for_previous(DEPENDENT_LAUNCH)
     GROUP: tl.constexpr = HEADS // KV_HEADS

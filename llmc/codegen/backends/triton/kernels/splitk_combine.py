@@ -1,4 +1,4 @@
-"""The sum of the shares of a product whose depth was split, and its epilogue."""
+"""The sum of the parts of a split-k product, and its epilogue."""
 
 import triton
 import triton.language as tl
@@ -15,7 +15,7 @@ def splitk_combine(
     M,
     N: tl.constexpr,
     SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,  # columns of a program
+    BLOCK: tl.constexpr,  # columns per program
     LOAD_EXTRAS: tl.constexpr,  # (extra_ptrs, token, columns, token mask, column mask) -> tuple
     EPILOGUE: tl.constexpr,  # (sums of each part, extras) -> float32
     DEPENDENT_LAUNCH: tl.constexpr,

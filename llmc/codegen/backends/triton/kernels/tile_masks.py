@@ -1,6 +1,6 @@
-"""Bounds of tiles. WHOLE says that tiles divide a size exactly: then nothing reaches past its end.
+"""Bounds of tiles. WHOLE means that the tile divides the size exactly, so that no element is out of bounds.
 
-A mask that is true everywhere costs nothing: Triton removes it from loads and stores.
+A mask that is always true costs nothing, because Triton removes it from loads and stores.
 """
 
 import triton
@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def bound(index, size, WHOLE: tl.constexpr):
-    """The mask of the elements of `index` that are below `size`."""
+    """Return the mask of the elements of `index` that are below `size`."""
     if WHOLE:
         return tl.full(index.shape, True, tl.int1)
     else:
@@ -18,7 +18,7 @@ def bound(index, size, WHOLE: tl.constexpr):
 
 @triton.jit
 def clamp(index, size, WHOLE: tl.constexpr):
-    """`index`, with the last index in place of those past the end."""
+    """Return `index`, with indices past the end replaced by the last index."""
     if WHOLE:
         return index
     else:
