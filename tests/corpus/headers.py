@@ -36,7 +36,7 @@ def read_all(folder: Path) -> None:
     """Open a checkpoint's files and read every tensor."""
     files = TensorFiles(folder)
     for tensor in files.tensors.values():
-        files.read(tensor, 0, 1 << 62)
+        files.read(tensor.name, slice(None))
     files.close()
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from gpu.kernel_cases import Job, all_jobs, compile_jobs, triton_kernels
 from gpu.launcher import Card
+from kernels.cases import DECODING
 from kernels.harness import POISON, Buffer
 from kernels.triton_harness import compare
 
@@ -27,8 +28,9 @@ from llmc.ir.ops import OPS
 from llmc.targets.gpu_targets import sm_90
 
 pytestmark = pytest.mark.gpu
-# Never launched on a GPU: weights in panels are a CPU's, and `split-moe` makes moe_route, moe_up and moe_down of moe.
-NOT_LAUNCHED = ("pack_panel", "packed_linear", "moe")
+# Never launched on a GPU: weights in panels are a CPU's, `split-moe` makes moe_route, moe_up and
+# moe_down of moe, and the compiler evaluates what decodes stored tensors.
+NOT_LAUNCHED = ("pack_panel", "packed_linear", "moe", *DECODING)
 
 
 @lru_cache(maxsize=1)

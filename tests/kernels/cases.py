@@ -13,7 +13,7 @@ from llmc.codegen.kernel import Kernel
 from llmc.ir.dtype import DTYPES
 from llmc.ir.example import example_graph, named_operands, node_drawing, op_example
 from llmc.ir.graph import Graph
-from llmc.ir.ops import OPS
+from llmc.ir.ops import OPS, quantize
 from llmc.ir.text import parse
 from llmc.targets.target import Target
 
@@ -21,6 +21,8 @@ from llmc.targets.target import Target
 SIZES = {"T": 11, "R": 3}
 # Never launched (`pack` replaces them, `lift-weights` takes them), or laid out for one level (test_cpu_linear.py).
 PACKED_FIRST = ("linear", "linear_map", "pack_panel", "packed_linear")
+# Only in the graph of the stored tensors, which the compiler evaluates (llmc/ir/weight_eval.py).
+DECODING = tuple(op.name for op in quantize.OPS)
 # Made by passes of the GPU pipelines alone: no CPU kernel runs them (test_triton_*.py).
 # The matrix units multiply bf16 pairs and keep probabilities as bf16; a normed head is rounded before it is rotated.
 ROUGH = (
