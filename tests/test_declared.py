@@ -23,6 +23,9 @@ from llmc_runtime.sched.sampling_params import PARAMETERS
 from llmc_runtime.server.ignored_flags import IGNORED, REFUSED
 from llmc_runtime.server.server_options import serve_options
 
+from llmc.codegen.backends.cpp.cpp_kernel import inline_headers
+from llmc.codegen.backends.triton.template import load as load_template
+
 ROOT = Path(__file__).resolve().parent.parent
 RUNTIME = ROOT / "runtime" / "llmc_runtime"
 MARKS = "<!-- written by tests/test_declared.py: {} -->", "<!-- end of {} -->"
@@ -120,18 +123,15 @@ def test_the_docs_have_what_is_declared(page: str, name: str) -> None:
     assert split(text, name)[1] == written(name, TABLES[page, name]()), "run: python tests/test_declared.py"
 
 
-def test_columns_of_the_row_are_those_of_the_kernels() -> None:
+def test_kernels_take_the_columns_of_the_row_from_its_declaration() -> None:
     assert set(FLOAT_COLUMNS) <= PARAMETERS.keys() and max(len(FLOAT_COLUMNS), len(INT_COLUMNS)) <= WIDTH
-    header = (ROOT / "llmc/codegen/backends/cpp/kernels/llmc_sample.h").read_text(encoding="utf-8")
-    floats, ints = (line[6:-3].split(", ") for line in header.splitlines() if line.startswith("enum { T"))
-    why = "the columns in llmc_sample.h or row_params.py differ from those of row_abi.py"
-    assert tuple(name.removesuffix("_penalty").upper() for name in FLOAT_COLUMNS) == tuple(map(str.strip, floats)), why
-    assert tuple(name.upper() for name in INT_COLUMNS) == tuple(map(str.strip, ints)), why
-    text = (ROOT / "llmc/codegen/backends/triton/kernels/row_params.py").read_text(encoding="utf-8")
-    columns = {name: int(value) for name, value in re.findall(r"^(\w+) = tl\.constexpr\((\d+)\)", text, re.M)}
-    assert columns.pop("PARAMS") == WIDTH
+    texts = "".join(d.text + "\n" for d in load_template("row_params").definitions.values())
+    columns = {name: int(value) for name, value in re.findall(r"^(\w+) = tl\.constexpr\((\d+)\)", texts, re.M)}
     expected = {name.upper(): i for names in (FLOAT_COLUMNS, INT_COLUMNS) for i, name in enumerate(names)}
-    assert columns == expected, why
+    assert columns == {"PARAMS": WIDTH, **expected}, "row_params.py lacks a column of row_abi.py"
+    text = inline_headers('#include "llmc_sample.h"\n')
+    for names in (FLOAT_COLUMNS, INT_COLUMNS):
+        assert f"enum {{ {', '.join(names).upper()} }};" in text
 
 
 def changed(folder: Path, edits: dict[str, tuple[str, str]]) -> Path:

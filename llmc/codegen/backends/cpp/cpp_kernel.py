@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib import resources
 from types import MappingProxyType
 from typing import ClassVar
+
+from llmc_runtime.format.row_abi import FLOAT_COLUMNS, INT_COLUMNS
 
 from llmc.codegen.emit import Sizes, describe, indent, unsupported_dtype
 from llmc.codegen.kernel import Kernel, Schedule, Source
@@ -31,8 +33,20 @@ _INCLUDE = re.compile(r'^#include "([\w.]+)"[^\n]*\n', re.M)
 HEADERS = "llmc.codegen.backends.cpp.kernels"  # the package of llmc's own headers
 
 
+def row_columns() -> str:
+    """The columns of a device row's sampling parameters as C++ enums, from `llmc_runtime.format.row_abi`."""
+    enums = [f"enum {{ {', '.join(names).upper()} }};" for names in (FLOAT_COLUMNS, INT_COLUMNS)]
+    return "\n".join(["namespace llmc {", *enums, "}", ""])
+
+
+# Headers that are generated instead of read from a package.
+GENERATED: Mapping[str, Callable[[], str]] = MappingProxyType({"llmc_row_columns.h": row_columns})
+
+
 @lru_cache(maxsize=64)
 def _header(packages: tuple[str, ...], name: str) -> str:
+    if name in GENERATED:
+        return GENERATED[name]()
     for package in packages:
         if (path := resources.files(package).joinpath(name)).is_file():
             return path.read_text()

@@ -1,9 +1,9 @@
 """Renders template kernels: modules under `kernels/`, read as text, become part of self-contained kernel texts.
 
 A template module holds `@triton.jit` functions and constants. It may import names from other template modules, one by
-one and without `as`. A package outside llmc may have template modules of its own. Rendering a function yields the
-definitions that it needs, its own and imported, in an order in which Python can execute them. Comments and docstrings
-are kept.
+one and without `as`, and constants of the artifact's format, which are printed as their values. A package outside llmc
+may have template modules of its own. Rendering a function yields the definitions that it needs, its own and imported,
+in an order in which Python can execute them. Comments and docstrings are kept.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 FOLDER = Path(__file__).parent / "kernels"
 PACKAGE = "llmc.codegen.backends.triton.kernels"
+FORMAT = "llmc_runtime.format."
 # Text is an expression of the entry function; the others are literals.
 Argument: TypeAlias = "str | int | float | tuple[Argument, ...] | None"
 
@@ -116,12 +118,16 @@ def load(name: str) -> Module:
     source = path.read_text(encoding="utf-8")
     tree = ast.parse(source, str(path))
     imported: dict[str, tuple[str, str]] = {}
+    declared: dict[str, Any] = {}
     nodes: dict[str, ast.stmt] = {}
     for statement in tree.body:
         if isinstance(statement, ast.ImportFrom) and (module := _template_name(statement.module or "", name)):
             if any(a.asname for a in statement.names):
                 raise ValueError(f"{path.name}:{statement.lineno}: templates import each other without `as`")
             imported |= {a.name: (module, a.name) for a in statement.names}
+        elif isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith(FORMAT):
+            module_object = import_module(statement.module or "")
+            declared |= {a.name: getattr(module_object, a.name) for a in statement.names}
         elif isinstance(statement, ast.FunctionDef):
             nodes[statement.name] = statement
         elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
@@ -130,7 +136,7 @@ def load(name: str) -> Module:
             raise ValueError(f"{path.name}:{statement.lineno}: a template holds functions, constants and imports")
     known = {**imported, **{n: (name, n) for n in nodes}}
     lines = source.splitlines()
-    definitions = {n: _definition(n, node, lines, known) for n, node in nodes.items()}
+    definitions = {n: _definition(n, node, lines, known, declared) for n, node in nodes.items()}
     modules = tuple(dict.fromkeys(m for m, _ in imported.values()))
     return Module(name, ast.get_docstring(tree) or "", MappingProxyType(definitions), modules)
 
@@ -152,7 +158,9 @@ def _template_name(imported: str, by: str) -> str:
     return imported if "." in by and imported.startswith(by.partition(".")[0] + ".") else ""
 
 
-def _definition(name: str, node: ast.stmt, lines: list[str], known: Mapping[str, tuple[str, str]]) -> Definition:
+def _definition(
+    name: str, node: ast.stmt, lines: list[str], known: Mapping[str, tuple[str, str]], declared: Mapping[str, Any]
+) -> Definition:
     """One definition, with its decorators and the comment lines directly above it."""
     first = min(d.lineno for d in (node, *getattr(node, "decorator_list", ())))
     while first > 1 and lines[first - 2].startswith("#"):
@@ -161,9 +169,24 @@ def _definition(name: str, node: ast.stmt, lines: list[str], known: Mapping[str,
     needs = tuple(known[n] for n in sorted(used & known.keys()))
     text = "\n".join(lines[first - 1 : node.end_lineno])
     if not isinstance(node, ast.FunctionDef):
-        return Definition(text, needs)
+        return Definition(_with_values(text, node, declared), needs)
     params = tuple(a.arg for a in node.args.args)
     return Definition(text, needs, params, frozenset(params[len(params) - len(node.args.defaults) :]))
+
+
+def _with_values(text: str, node: ast.stmt, declared: Mapping[str, Any]) -> str:
+    """The text of a constant, with declared numbers and places in declared tuples (`NAMES.index("x")`) as numbers."""
+    for part in ast.walk(node):
+        match part:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="index"), args=[ast.Constant(value=entry)]):
+                value = declared[name].index(entry) if name in declared else None
+            case ast.Name(id=name) if isinstance(declared.get(name), int):
+                value = declared[name]
+            case _:
+                continue
+        if value is not None:
+            text = text.replace(ast.unparse(part).replace("'", '"'), str(value), 1)
+    return text
 
 
 def _closure(module: str, name: str) -> Iterator[tuple[str, str]]:

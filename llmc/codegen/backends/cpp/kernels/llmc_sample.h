@@ -1,17 +1,16 @@
 // Penalties, masks, sampling and log-probabilities of rows of logits (the ops of llmc/ir/ops/sample.py). Sampling sorts
 // only the ids in the histogram bucket of the threshold, and its result depends only on (logits, parameters, seed,
 // position). In all functions: r entries of v logits; rows[i] is the device row of entry i, -1 for padding; fparams and
-// iparams have 8 columns, which the two enums name.
+// iparams have 8 columns each, named by llmc_row_columns.h, which cpp_kernel.py makes from the runtime's row_abi.py.
 #ifndef LLMC_SAMPLE_H
 #define LLMC_SAMPLE_H
 #include <math.h>
 #include "llmc_abi.h"
 #include "llmc_math.h"
 #include "llmc_reduce.h"
+#include "llmc_row_columns.h"
 #include "llmc_store.h"
 namespace llmc {
-enum { TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY };
-enum { TOP_K, SEED_LO, SEED_HI, PROMPT_LEN, MIN_LEN, WANT_LOGPROBS, NUM_BIASES, MASKED };
 static inline int64_t end_of(const int32_t* starts, const int32_t* positions, int64_t i) {  // after the last token
   return starts[i + 1] > 0 ? (int64_t)positions[starts[i + 1] - 1] + 1 : 0;
 }
@@ -35,13 +34,14 @@ static inline void row_penalize(const llmc_ctx* ctx, float* y, const T* x, const
       if (id >= lo && id < hi) to[id] += biases[rows[i] * width + s];
     }
     const float* f = fparams + rows[i] * 8;
-    if (f[REPETITION] == 1.0f && f[PRESENCE] == 0.0f && f[FREQUENCY] == 0.0f) continue;
+    if (f[REPETITION_PENALTY] == 1.0f && f[PRESENCE_PENALTY] == 0.0f && f[FREQUENCY_PENALTY] == 0.0f) continue;
     const int32_t *bits = seen + rows[i] * words, *count = counts + rows[i] * v;
     for (int64_t j = lo; j < hi; j++) {
       float a = to[j];
       int32_t n = count[j];
-      if (((uint32_t)bits[j / 32] >> (j % 32) & 1u) || n > 0) a = a > 0 ? a / f[REPETITION] : a * f[REPETITION];
-      to[j] = a - f[FREQUENCY] * (float)n - (n > 0 ? f[PRESENCE] : 0.0f);
+      if (((uint32_t)bits[j / 32] >> (j % 32) & 1u) || n > 0)
+        a = a > 0 ? a / f[REPETITION_PENALTY] : a * f[REPETITION_PENALTY];
+      to[j] = a - f[FREQUENCY_PENALTY] * (float)n - (n > 0 ? f[PRESENCE_PENALTY] : 0.0f);
     }
   }
 }

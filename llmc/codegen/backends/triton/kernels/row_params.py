@@ -1,19 +1,20 @@
 """The columns of a row's sampling parameters: PARAMS floats and PARAMS integers of the device row."""
 
 import triton.language as tl
+from llmc_runtime.format.row_abi import FLOAT_COLUMNS, INT_COLUMNS, WIDTH
 
-PARAMS = tl.constexpr(8)  # columns of the float and of the integer parameters
-TEMPERATURE = tl.constexpr(0)
-TOP_P = tl.constexpr(1)
-MIN_P = tl.constexpr(2)
-REPETITION_PENALTY = tl.constexpr(3)
-PRESENCE_PENALTY = tl.constexpr(4)
-FREQUENCY_PENALTY = tl.constexpr(5)
-TOP_K = tl.constexpr(0)
-SEED_LO = tl.constexpr(1)
-SEED_HI = tl.constexpr(2)
-PROMPT_LEN = tl.constexpr(3)
-MIN_LEN = tl.constexpr(4)  # stop ids are masked until the row has this many tokens
-WANT_LOGPROBS = tl.constexpr(5)
-NUM_BIASES = tl.constexpr(6)
-MASKED = tl.constexpr(7)  # nonzero: only ids in the row's bitmap `allowed` may be sampled
+PARAMS = tl.constexpr(WIDTH)  # columns of the float and of the integer parameters
+TEMPERATURE = tl.constexpr(FLOAT_COLUMNS.index("temperature"))
+TOP_P = tl.constexpr(FLOAT_COLUMNS.index("top_p"))
+MIN_P = tl.constexpr(FLOAT_COLUMNS.index("min_p"))
+REPETITION_PENALTY = tl.constexpr(FLOAT_COLUMNS.index("repetition_penalty"))
+PRESENCE_PENALTY = tl.constexpr(FLOAT_COLUMNS.index("presence_penalty"))
+FREQUENCY_PENALTY = tl.constexpr(FLOAT_COLUMNS.index("frequency_penalty"))
+TOP_K = tl.constexpr(INT_COLUMNS.index("top_k"))
+SEED_LO = tl.constexpr(INT_COLUMNS.index("seed_lo"))
+SEED_HI = tl.constexpr(INT_COLUMNS.index("seed_hi"))
+PROMPT_LEN = tl.constexpr(INT_COLUMNS.index("prompt_len"))
+MIN_LEN = tl.constexpr(INT_COLUMNS.index("min_len"))  # stop ids are masked until the row has this many tokens
+WANT_LOGPROBS = tl.constexpr(INT_COLUMNS.index("want_logprobs"))
+NUM_BIASES = tl.constexpr(INT_COLUMNS.index("num_biases"))
+MASKED = tl.constexpr(INT_COLUMNS.index("masked"))  # nonzero: only ids in the row's bitmap `allowed` may be sampled
