@@ -68,6 +68,7 @@ EXTENSION = Extension(
             "compressed-tensors": "llmc.quant.compressed_tensors:compressed_tensors",
             "fp8": "llmc.quant.fp8:fp8",
             "mxfp4": "llmc.quant.mxfp4:mxfp4",
+            "bitsandbytes": "llmc.quant.bitsandbytes:bitsandbytes",
         }
     ),
     pipelines=MappingProxyType({"serve": PIPELINE}),

@@ -285,6 +285,11 @@ def _take_columns(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
     return _apply(v, blocks.rows(x, lo, hi), blocks.whole(idx))
 
 
+def _take(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
+    x, idx = _operands(v)
+    return _apply(v, blocks.whole(x), blocks.rows(idx, lo, hi))
+
+
 def _dequantize(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
     """Rows from the first of the block that holds row `lo`; leading axes are axes of whole matrices."""
     code, *rest = _operands(v)
@@ -322,6 +327,7 @@ _RULES: Mapping[str, Rule] = MappingProxyType(
         "pack_panel": _pack_panel,
         "bitcast": _bitcast,
         "unpack_bits": _unpack_bits,
+        "take": _take,
         "take_columns": _take_columns,
         "dequantize": _dequantize,
     }
