@@ -96,10 +96,8 @@ def test_architecture(tmp_path: Path) -> None:
     fails("E303", "'qwen2_vl'", "sees images", do=lambda: trace(config(tmp_path, model_type="qwen2_vl")))
     fails("E303", "an encoder", do=lambda: trace(config(tmp_path, architectures=["BertForMaskedLM"])))
     fails("E303", "a classifier", do=lambda: trace(config(tmp_path, architectures=["LlamaForSequenceClassification"])))
-    fails("E307", "gptq", do=lambda: trace(config(tmp_path, quantization_config={"quant_method": "gptq"})))
-    fails(
-        "E307", "mxfp4", "dequantize", do=lambda: trace(config(tmp_path, quantization_config={"quant_method": "mxfp4"}))
-    )
+    quantised = config(tmp_path / "quantised", quantization_config={"quant_method": "gptq"})
+    fails("E307", "quantised", "decoder", do=lambda: Checkpoint(trace(quantised)))
     fails("E307", "MLX", do=lambda: trace(config(tmp_path, quantization={"bits": 4, "group_size": 64})))
     fails("E305", "'snarf'", "correct config.json", do=lambda: trace(config(tmp_path, hidden_act="snarf")))
     fails("E302", "num_hidden_layers", do=lambda: trace(config(tmp_path, num_hidden_layers="two")))
