@@ -73,6 +73,7 @@ def experts(model: Any, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
     return out
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", READ)
 def test_weights_equal_what_the_producer_dequantises(name: str) -> None:
     record = json.loads((FIXTURES / name / "oracle.json").read_text())["weights"]
@@ -91,6 +92,7 @@ def test_weights_equal_what_the_producer_dequantises(name: str) -> None:
     assert len(stacked) < len(record) or not record
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", READ)
 def test_logits_are_those_of_the_dequantised_weights(name: str) -> None:
     tokens, positions = prompts((9,), 64)
@@ -130,6 +132,7 @@ def put(name: str, value: Any) -> Callable[[Tensors], None]:
     return change
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("source", "change", "code", "words"),
     [
@@ -160,6 +163,7 @@ def test_damaged_tensors(
     fails(code, *words, do=changed(source, tmp_path, change))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("source", "config", "code", "words"),
     [

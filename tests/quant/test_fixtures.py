@@ -19,6 +19,7 @@ def digest(w: torch.Tensor) -> str:
     return hashlib.sha256((w + 0.0).contiguous().numpy().tobytes()).hexdigest()
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("folder", FIXTURES, ids=lambda p: p.name)
 def test_reference_decoder_equals_the_producer(folder: Path) -> None:
     record = json.loads((folder / "oracle.json").read_text())
