@@ -41,11 +41,11 @@ class Flood:
                 "temperature": 0, "ignore_eos": True}  # fmt: skip
         began, status = time.monotonic(), 0
         try:
-            link = await self.pool.take()
+            link = await self.pool.acquire()
             asked = request(self.settings["host"], self.settings["key"], "/v1/completions", body)
-            reply = await link.ask(asked, lambda _, data: None)
+            reply = await link.send(asked, lambda _, data: None)
             status = reply.status
-            self.pool.give(link, reply)
+            self.pool.release(link, reply)
         except (OSError, WireError):
             pass
         ended = time.monotonic()

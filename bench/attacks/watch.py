@@ -90,7 +90,7 @@ class Streams:
                 "ignore_eos": True, "stream": True}  # fmt: skip
         _, connection = await asyncio.get_running_loop().create_connection(Connection, host, port)
         try:
-            reply = await connection.ask(request(host, self.settings["key"], "/v1/completions", body), hear)
+            reply = await connection.send(request(host, self.settings["key"], "/v1/completions", body), hear)
         finally:
             connection.transport.abort()
         return BROKEN if failed else reply.status
@@ -130,7 +130,7 @@ class Asker:
                     loop, where = asyncio.get_running_loop(), (self.settings["host"], self.settings["port"])
                     _, link = await loop.create_connection(Connection, *where)
                 asked = request(self.settings["host"], self.settings["key"], path, body)
-                reply = await link.ask(asked, lambda _, data, heard=heard: heard.append(data))
+                reply = await link.send(asked, lambda _, data, heard=heard: heard.append(data))
                 status, link = reply.status, link if reply.reusable else None
             except (OSError, WireError):
                 link = None

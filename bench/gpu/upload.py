@@ -136,7 +136,7 @@ class Bench:
         given = (self.device._cuda, self.device._enter, Folder(self.folder), [self.file], {"a": self.target})
         found = [weight_upload.upload(*given, check=check, threads=threads, method=way) for _ in range(self.rounds)]
         name = f"{found[-1].method}, {'hashed' if check else 'not hashed'}"
-        return row(name, found[-1].threads, span, [f.rate / 1e9 for f in found], found[-1].why)
+        return row(name, found[-1].threads, span, [f.rate / 1e9 for f in found], found[-1].fallback_reason)
 
 
 def row(what: str, threads: int, span: int | None, rates: list[float], why: str = "") -> Row:
