@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmc.codegen.scratch_dir import scratch
-from llmc.codegen.select import candidates
+from llmc.codegen import select
 from llmc.codegen.tuning_records import Tuning, schedule_text
 from llmc.extension import Registry, load
 from llmc.ir.graph import Graph, Node
@@ -45,7 +45,7 @@ def candidates(n: int, k: int, tokens: int, ways: int, registry: Registry, targe
     """The best `ways` ways of Triton's, and every way of the CUDA kernel, to multiply at a size."""
     graph, node = product(n, k, registry)
     env = {"T": tokens}
-    found = candidates(node, registry.kernels, target, env, Tuning.shipped(target), prefer=(OURS,))
+    found = select.candidates(node, registry.kernels, target, env, Tuning.shipped(target), prefer=(OURS,))
     ours = [o for o in found if o.kernel.name == OURS]
     theirs = [o for o in found if o.kernel.name != OURS][:ways]
     return [Candidate(node, graph, env, o.kernel, o.schedule) for o in (*theirs, *ours)]
