@@ -13,8 +13,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmc.codegen.scratch_dir import scratch
 from llmc.codegen import select
+from llmc.codegen.scratch_dir import scratch
 from llmc.codegen.tuning_records import Tuning, schedule_text
 from llmc.extension import Registry, load
 from llmc.ir.graph import Graph, Node
