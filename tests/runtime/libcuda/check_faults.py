@@ -76,7 +76,7 @@ def test_a_driver_that_does_not_start(artifact: Artifact, driver: Driver) -> Non
 
 def test_an_old_driver(artifact: Artifact, driver: Driver) -> None:
     driver.gpu(version=11040)
-    opened(artifact, "E116", r"knows CUDA 11.4; kernels for sm_90 need 12.3")
+    opened(artifact, "E116", r"supports CUDA 11.4; kernels for sm_90 need 12.3")
 
 
 def test_another_architecture(artifact: Artifact, driver: Driver) -> None:
