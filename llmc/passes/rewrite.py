@@ -223,7 +223,7 @@ def _outside(inner: Sequence[tuple[Node, bool]], g: Graph, root: Node) -> str | 
         outside = [u for r in n.results for u in r.uses if id(u) not in nodes]
         if outside:
             users = len({id(u) for r in n.results for u in r.uses})
-            return f"{n.op.name} has {users} readers"
+            return f"{n.op.name} has {users} users"
         if any(r is o for r in n.results for o in g.outputs):
             return f"{n.op.name} is an output of the graph"
     return None
