@@ -59,11 +59,12 @@ ANY: dict[str, Any] = {"type": "object"}
 GOOD: tuple[tuple[str, dict[str, Any]], ...] = (
     ("f", {"city": "Köln </x> [1]"}), ("f", {"city": "", "days": 3, "on": True, "kind": "red", "maybe": None}),
     ("f", {"city": "a", "kind": 1, "maybe": "né", "more": {"a": [1, 2]}, "code": "AB-1 é"}), ("now", {}),
-    ("any", {"x": "y", "size": 1}), ("any", {}),
+    ("f", {"city": "a", "kind": None}), ("any", {"x": "y", "size": 1}), ("any", {}),
 )  # fmt: skip
 BAD: tuple[tuple[str, dict[str, Any]], ...] = (
     ("f", {}), ("f", {"days": 3}), ("f", {"city": "a", "days": 10}), ("f", {"city": "a", "days": "3 "}),
-    ("f", {"city": "a", "kind": "green"}), ("f", {"city": "a", "maybe": "long"}), ("f", {"city": "a", "code": "ab-1"}),
+    ("f", {"city": "a", "kind": "green"}), ("f", {"city": "a", "kind": True}),
+    ("f", {"city": "a", "maybe": "long"}), ("f", {"city": "a", "code": "ab-1"}),
     ("f", {"city": "a", "more": {"a": ["b"]}}), ("f", {"city": "a", "other": 1}), ("f", {"city": "a", "on": "maybe"}),
     ("now", {"x": 1}), ("unknown", {}),
 )  # fmt: skip
@@ -224,7 +225,7 @@ def test_random_calls_that_the_grammar_admits_are_read_back(grammars: Grammars, 
     for _ in range(8):
         arguments = {
             "city": "".join(draw.choices("aé 1[]{}(),'=<>", k=draw.randrange(9))), "days": draw.randrange(10),
-            "on": draw.random() < 0.5, "kind": draw.choice(["red", "blue", 1]),
+            "on": draw.random() < 0.5, "kind": draw.choice(["red", "blue", 1, None]),
             "more": {"a": draw.choices(range(-5, 5), k=draw.randrange(4))}, "code": f"AB-{draw.randrange(99)}",
         }  # fmt: skip
         arguments = {key: value for key, value in arguments.items() if key == "city" or draw.random() < 0.7}
@@ -232,6 +233,41 @@ def test_random_calls_that_the_grammar_admits_are_read_back(grammars: Grammars, 
         assert allows(made(), text), text
         content, found = parsed(form, list(text), {"f": SCHEMA, "now": NOW, "any": ANY})
         assert not content.strip() and [(n, json.loads(a)) for n, a in found] == [("f", arguments)], text
+
+
+PYTHONIC = (pythonic_formats.Pythonic, pythonic_formats.Llama4Pythonic, pythonic_formats.Lfm2)
+
+
+@pytest.mark.parametrize("form", PYTHONIC, ids=lambda form: form.__name__)
+@pytest.mark.parametrize(
+    ("schema", "admitted"),
+    [
+        ({"enum": ["a", None, True]}, ("None", "null", "True", "true", '"a"')),
+        ({"enum": [1, 0]}, ("1", "0")),
+        ({"const": False}, ("False", "false")),
+        ({"const": None}, ("None", "null")),
+        ({"type": "string", "enum": ["a", None]}, ('"a"',)),
+        ({"type": ["string", "null"], "enum": ["a", None]}, ('"a"', "None", "null")),
+        ({"anyOf": [{"const": True}, {"type": "integer"}]}, ("True", "true", "1", "0")),
+        ({"enum": [True, False, None], "allOf": [{"type": "boolean"}]}, ("true", "false")),
+        ({"type": "boolean"}, ("True", "False")),
+        ({}, ("None", "null", "True", "true", "False", "false", '"a"', "1", "0")),
+    ],
+)
+def test_pythonic_grammars_admit_the_constants_of_python_that_a_schema_lists(
+    grammars: Grammars, form: type[CallFormat], schema: dict[str, Any], admitted: tuple[str, ...]
+) -> None:
+    parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"]}
+    tools = tools_of([{"type": "function", "function": {"name": "f", "parameters": parameters}}], "required", None)
+    assert tools is not None
+    text = answer([calls_of(tools, form, Dialect(form, None, (), TOK).marker, False)], "calls", None, "tools")
+    for value in ("None", "null", "True", "true", "False", "false", '"a"', "1", "0"):
+        call = f"[f(x={value})]"
+        call = form.markers[0] + call + form.markers[1] if form is pythonic_formats.Lfm2 else call
+        assert allows(Followed.of(grammars, text), call) == (value in admitted), value
+        content, [(name, arguments)] = parsed(form, [call], {"f": parameters})
+        spelled = {"None": "null", "True": "true", "False": "false"}.get(value, value)
+        assert (content, name, arguments) == ("", "f", f'{{"x": {spelled}}}')
 
 
 def test_what_a_form_cannot_enforce_is_told_by_name() -> None:

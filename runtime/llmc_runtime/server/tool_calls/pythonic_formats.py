@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from llmc_runtime.server.tool_calls.call_format import Malformed, Steps
 from llmc_runtime.server.tool_calls.definitions import NAME
 from llmc_runtime.server.tool_calls.lark_text import Marker, json_rule, lark, led, regex, repeated
 from llmc_runtime.server.tool_calls.python_literals import PythonText
-from llmc_runtime.server.tool_calls.tagged_args import ArguedFormat, Field
+from llmc_runtime.server.tool_calls.tagged_args import APART, ArguedFormat, Field
 from llmc_runtime.server.tool_calls.text_values import types_of
 
 _MOST_FIELDS = 64  # maximum number of arguments without a schema
-_WORDS = MappingProxyType({"boolean": '"True" | "False"', "null": '"None"'})
+_CONSTANTS = ((None, "null"), (True, "boolean"), (False, "boolean"))  # values that JSON spells differently
+_CONSTANT_TYPES = (frozenset({"null"}), frozenset({"boolean"}))
 
 
 class Pythonic(ArguedFormat):
@@ -107,7 +107,8 @@ class Pythonic(ArguedFormat):
 
     @classmethod
     def _any(cls, rule: str, marker: Marker) -> str:
-        one = f'{rule}_one: /[A-Za-z_][A-Za-z0-9_]{{0,63}}/ "=" ({" | ".join(_WORDS.values())} | {rule}_json)'
+        values = " | ".join([*_constants({}, {}), f"{rule}_json"])
+        one = f'{rule}_one: /[A-Za-z_][A-Za-z0-9_]{{0,63}}/ "=" ({values})'
         return f"{rule}: ({repeated(f'{rule}_one', lark(', '), _MOST_FIELDS)})?\n{one}\n{rule}_json: {json_rule({})}"
 
     @classmethod
@@ -129,14 +130,35 @@ class Pythonic(ArguedFormat):
             raise cls._unsaid(f"the property {field.key[:60]!r}")
         lines, values = [], []
         for i, one in enumerate(cls._alternatives(field)):
-            rule, types = f"{field.rule}_{i}", types_of(one, field.root)
-            word = (
-                _WORDS.get(next(iter(types))) if len(types) == 1 and "enum" not in one and "const" not in one else None
-            )
-            found, more = (word, []) if word else cls._json(rule, one, field.root)
-            values.append(found)
-            lines += more
+            literals, rules = cls._literals(f"{field.rule}_{i}", one, field.root)
+            values += literals
+            lines += rules
         return [f"{field.rule}: {lark(field.key + '=')} ({' | '.join(values)})", *lines]
+
+    @classmethod
+    def _literals(cls, rule: str, schema: dict[str, Any], root: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+        """Return expressions for the values of a schema, and the rules that they require.
+
+        null and booleans are written as in Python, and as JSON too if the schema has other types, `enum` or `const`.
+        If it has parts that apply together, such as allOf, only JSON can express it.
+        """
+        constants = _constants(schema, root)
+        if types_of(schema, root) in _CONSTANT_TYPES and "enum" not in schema and "const" not in schema:
+            return constants, []
+        as_json, rules = cls._json(rule, schema, root)
+        return [as_json] if any(key in schema for key in APART) else [*constants, as_json], rules
+
+
+def _constants(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[str]:
+    """Return Lark literals of the Python constants that the type, `enum` and `const` of a schema admit."""
+    listed = [schema["enum"]] if isinstance(schema.get("enum"), list) else []
+    listed += [[schema["const"]]] if "const" in schema else []
+    types = types_of({key: part for key, part in schema.items() if key not in ("enum", "const", "nullable")}, root)
+    return [
+        lark(repr(constant))
+        for constant, kind in _CONSTANTS  # compared by identity, as True == 1
+        if (not types or kind in types) and all(any(value is constant for value in values) for values in listed)
+    ]
 
 
 class Llama4Pythonic(Pythonic):

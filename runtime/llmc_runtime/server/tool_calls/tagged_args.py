@@ -17,7 +17,7 @@ from llmc_runtime.server.tool_calls.definitions import enforced
 from llmc_runtime.server.tool_calls.lark_text import ANY, Marker, json_rule, slashed
 from llmc_runtime.server.tool_calls.text_values import MOST_PARTS, resolved
 
-_APART = ("allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames", "dependentSchemas", "$ref")
+APART = ("allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames", "dependentSchemas", "$ref")
 KINDS = ("string", "integer", "number", "boolean", "null", "array", "object")
 _COUNTS = ("minProperties", "maxProperties", "dependentRequired")
 
@@ -68,10 +68,10 @@ class ArguedFormat(CallFormat):
     def arguments(cls, rule: str, schema: dict[str, Any], marker: Marker, exact: bool) -> str:
         """See CallFormat."""
         free = not exact or ("properties" not in schema and schema.get("additionalProperties") is not False and schema)
-        if free and not any(key in schema for key in (*_APART, *_COUNTS) if exact):
+        if free and not any(key in schema for key in (*APART, *_COUNTS) if exact):
             return cls._any(rule, marker)
         schema = enforced(schema)
-        bad = next((key for key in (*_APART, *_COUNTS) if key in schema), None)
+        bad = next((key for key in (*APART, *_COUNTS) if key in schema), None)
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if bad is not None or not isinstance(properties, dict) or not isinstance(required, list):
             raise cls._unsaid(bad or "properties")
@@ -109,7 +109,7 @@ class ArguedFormat(CallFormat):
         """Return regular expressions that a string of this schema has to match. Raises ApiError 400 if they do not
         cover the schema.
         """
-        bad = next((key for key in _APART if key in schema), None)
+        bad = next((key for key in APART if key in schema), None)
         try:
             if bad is None:
                 return patterns_of(schema)
