@@ -220,7 +220,7 @@ def test_a_size_that_does_not_fit(driver: Driver, tmp_path: Path) -> None:
     write_artifact(tmp_path / "toy.llmc", replace(parts, programs=(*parts.programs[:2], big)))
     artifact = open_artifact(tmp_path / "toy.llmc")
     executor = Executor(artifact, open_device(artifact, 2))
-    with pytest.raises(LlmcError, match=r"E113.*T\*2147483647 is no size"):
+    with pytest.raises(LlmcError, match=r"E113.*T\*2147483647 is negative or too large"):
         executor.run(STEP)
     executor.close()
 

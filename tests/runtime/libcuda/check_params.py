@@ -203,7 +203,7 @@ def test_params_are_read_as_they_were_written() -> None:
         (Param("value", value=1 << 31, type="i32"), "does not fit i32"),
         (Param("value", value=0.5, type="i64"), "does not fit i64"),
         (Param("value", value=1e39, type="f32"), "does not fit f32"),
-        (Param("value", value=True, type="i32"), "no number"),
+        (Param("value", value=True, type="i32"), "not a number"),
     ],
 )
 def test_what_is_refused(param: Param, words: str) -> None:

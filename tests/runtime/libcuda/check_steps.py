@@ -100,7 +100,7 @@ def test_no_more_than_depth_steps_are_under_way(executor: Executor) -> None:
     step = Step([init(0, [1, 2, 3], [0])], [], [Work(0, 3, True)])
     executor.launch(step)
     executor.launch(Step([], [], [Work(0, 1, True)]))
-    with pytest.raises(RuntimeError, match="2 steps are under way"):
+    with pytest.raises(RuntimeError, match="2 steps are in flight"):
         executor.launch(step)
     executor.settle()
     assert executor.run(step).tokens == [tiny.expected([1, 2, 3])]
