@@ -66,6 +66,7 @@ SAME: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": HELLO, "chat_template_kwargs": {"messages": 1}}),
     ("/tokenize", {}),
     ("/tokenize", {"prompt": "x", "model": "another"}),
+    ("/tokenize", {"prompt": "x", "tools": [{"type": "function", "function": {"name": "not a name"}}]}),
     ("/detokenize", {"tokens": [-1]}),
 ]  # fmt: skip
 

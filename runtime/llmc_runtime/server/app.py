@@ -47,7 +47,6 @@ from llmc_runtime.server.serving import Call, Serving
 from llmc_runtime.server.text_pool.jobs import check_tokenize, token_list
 from llmc_runtime.server.text_pool.pool import OffloadedJob
 from llmc_runtime.server.text_pool.text_messages import CHAT, COMPLETION, DETOKENIZE, TOKENIZE
-from llmc_runtime.server.tool_calls.definitions import tools_of
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -130,16 +129,15 @@ class Endpoints:
         """POST /tokenize: tokenize a text or a conversation."""
 
         async def run(fields: TokenizeRequest) -> Response:
-            check_tokenize(fields)
+            tools = check_tokenize(fields)
             serving, prompting = self.serving, self.serving.prompting
             async with serving.lanes.slot(request.scope["llmc.key"]):
                 if fields.prompt is not None:
                     special = fields.add_special_tokens is not False
                     ids = await prompting.in_thread(prompting.encode, fields.prompt, special)
                 else:
-                    tools, short = tools_of(fields.tools, None, None), serving.dialect.short_ids
-                    definitions = None if tools is None else tools.given
-                    ids = (await prompting.in_thread(prompting.chat, fields, definitions, short)).ids
+                    short = serving.dialect.short_ids
+                    ids = (await prompting.in_thread(prompting.chat, fields, tools, short)).ids
             return as_json(token_list(prompting, ids, fields, serving.llm.config.max_model_len))
 
         return await self._text(request, TokenizeRequest, TOKENIZE, run)

@@ -98,12 +98,11 @@ class Texts:
         """Return the JSON response of /tokenize. Raises ApiError."""
         request = self._parse(body, TokenizeRequest)
         check_model(request.model, self._spec.names)
-        check_tokenize(request)
+        tools = check_tokenize(request)
         if request.prompt is not None:
             ids = self._prompting.encode(request.prompt, request.add_special_tokens is not False)
         else:
-            tools = tools_of(request.tools, None, None)
-            ids = self._prompting.chat(request, None if tools is None else tools.given, self._dialect.short_ids).ids
+            ids = self._prompting.chat(request, tools, self._dialect.short_ids).ids
         return msgspec.json.encode(token_list(self._prompting, ids, request, self._spec.max_model_len))
 
     def detokenize(self, body: bytearray) -> bytes:
@@ -141,10 +140,16 @@ def check_size(body: bytearray) -> None:
         raise ApiError(f"{cause}; send less in one request", code="body_too_complex")
 
 
-def check_tokenize(request: TokenizeRequest) -> None:
-    """Raise ApiError 400 unless a request to /tokenize has exactly one of prompt and messages."""
+def check_tokenize(request: TokenizeRequest) -> list[dict[str, Any]] | None:
+    """Check a request to /tokenize and return the tools that its chat template shows.
+
+    Tools beside a prompt are checked as well, although no template shows them. Raises ApiError 400 unless there is
+    exactly one of prompt and messages.
+    """
     if (request.prompt is None) == (request.messages is None):
         raise ApiError("send either prompt or messages", param="prompt")
+    tools = tools_of(request.tools, None, None)
+    return None if tools is None else tools.given
 
 
 def token_list(prompting: Prompting, ids: list[int], request: TokenizeRequest, length: int) -> dict[str, Any]:
