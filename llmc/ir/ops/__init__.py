@@ -6,7 +6,21 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from llmc.ir.opdef import OpDef
-from llmc.ir.ops import attention, linear, moe, norm, packed, pointwise, quantize, reduce, rope, sample, shape, state
+from llmc.ir.ops import (
+    attention,
+    linear,
+    moe,
+    norm,
+    packed,
+    pointwise,
+    quantize,
+    quantized_linear,
+    reduce,
+    rope,
+    sample,
+    shape,
+    state,
+)
 
 
 def op_set(*groups: Iterable[OpDef]) -> Mapping[str, OpDef]:
@@ -18,5 +32,7 @@ def op_set(*groups: Iterable[OpDef]) -> Mapping[str, OpDef]:
     return MappingProxyType(out)
 
 
-_GROUPS = (pointwise, reduce, shape, linear, packed, quantize, norm, rope, attention, moe, state, sample)
+_GROUPS = (
+    pointwise, reduce, shape, linear, packed, quantize, quantized_linear, norm, rope, attention, moe, state, sample,
+)  # fmt: skip
 OPS = op_set(*(m.OPS for m in _GROUPS))

@@ -1,0 +1,106 @@
+"""Products with quantised weights whose parts are separate operands, as the pass `lower-quantized` leaves them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from llmc.ir.contents import Drawing, Shape, integers, positive
+from llmc.ir.dim import Dim
+from llmc.ir.dtype import DTYPES
+from llmc.ir.opdef import Ints, op
+from llmc.ir.ops.common import NUMPY
+from llmc.ir.ops.linear import epilogue_type, split_parts
+from llmc.ir.ops.quantize import dequantize
+from llmc.ir.scalar import evaluate, parse_expr
+from llmc.ir.signature import Mismatch
+from llmc.ir.types import Type
+
+# Dtypes to which activations may be rounded, and the largest value of each.
+ACTIVATIONS: Mapping[str, float] = MappingProxyType({"i8": 127.0, "f8e4m3": 448.0})
+
+
+def round_rows(x: Any, dtype: str, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Quantise the rows of x [*b, k]: return (codes as float32 [*b, k], scales float32 [*b, blocks]).
+
+    Each `block` columns of a row (0: all of them) share the scale max|x| / L, where L is the largest value of dtype.
+    Codes are x * (L / max|x|) in float32, rounded to nearest even; a block of zeros has the scale 0 and codes 0.
+    """
+    limit = np.float32(ACTIVATIONS[dtype])
+    x = np.asarray(x, np.float32)
+    k = x.shape[-1]
+    size = block or k
+    blocks = -(-k // size)
+    padded = np.zeros((*x.shape[:-1], blocks * size), np.float32)
+    padded[..., :k] = x
+    padded = padded.reshape(*x.shape[:-1], blocks, size)
+    largest = np.abs(padded).max(-1, initial=0)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(largest > 0, limit / largest, np.float32(0))
+    codes = padded * inverse[..., None]
+    codes = np.rint(codes) if DTYPES[dtype].kind == "i" else codes.astype(DTYPES[dtype].np).astype(np.float32)
+    return codes.reshape(*x.shape[:-1], -1)[..., :k], largest / limit
+
+
+def rounded(x: Any, dtype: str, block: int) -> Any:
+    """The values of x [*b, k] after `round_rows`, in x's precision."""
+    codes, scales = round_rows(x, dtype, block)
+    spread = np.repeat(scales, block or codes.shape[-1], -1)[..., : codes.shape[-1]]
+    return codes.astype(np.asarray(x).dtype) * spread
+
+
+def _type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    x, code, scale, extras = env["x"], env["code"], env["scale"], list(env["extras"])
+    parts, act = attrs["parts"], attrs["act"]
+    n = env["m"].divide(parts) if parts > 0 else None
+    if n is None:
+        raise Mismatch(f"{env['m']} rows do not split into {parts} parts")
+    if act and act not in ACTIVATIONS:
+        raise Mismatch(f"act={act!r} is not one of {', '.join(ACTIVATIONS)}")
+    if len(attrs["block"]) != 2:
+        raise Mismatch(f"block={list(attrs['block'])}: rows and columns that share a scale are wanted, 0 for all")
+    for axis, size in enumerate(attrs["block"]):
+        if scale.shape[axis] != (code.shape[axis].ceildiv(size) if size else Dim.of(1)):
+            raise Mismatch(f"{scale} does not scale blocks of {list(attrs['block'])} of {code}")
+    if attrs["zeros"]:
+        if not extras or extras[0].shape != scale.shape:
+            raise Mismatch(f"zeros: the zero points are the first of the extras, of the shape of {scale}")
+        extras = extras[1:]
+    return epilogue_type(parts, extras, attrs["body"], Type(attrs["dtype"] or x.dtype, (*env["*b"], n)))
+
+
+def _extras(d: Drawing, shape: Shape) -> Any:
+    """Zero points, or any operands of the epilogue."""
+    return d.rng.integers(0, 16, shape) if len(shape) == 2 else d.rng.standard_normal(shape)
+
+
+@op(
+    "(x: f[*b, k], code: t[m, k], scale: f[r, c], extras*: t[...]) -> x[...]", infer=_type, flops="2*b*m*k",
+    holds={"code": integers(0, 16), "scale": positive, "extras": _extras},
+    example={
+        "*b": (3,), "k": 10, "m": 14, "r": 14, "c": 3, "code": "u8", "extras": [(14, 3), (7,)], "block": [1, 4],
+        "zeros": True, "parts": 2, "body": "add(mul(mul(a0, sigmoid(a0)), a1), a2)",
+    },
+)  # fmt: skip
+def quantized_linear(
+    x: Any, code: Any, scale: Any, *extras: Any, block: Ints, zero_point: int = 0, zeros: bool = False, act: str = "",
+    act_block: int = 0, parts: int = 1, body: str = "a0", dtype: str = "",
+) -> Any:  # fmt: skip
+    """linear_map over the weight dequantize(code, scale, zero): (code - zero) * scale, a scale for each block.
+
+    zero_point: the zero point of all blocks; zeros: zero points are the first of the extras, one for each scale. Codes
+    are u8 (0 to 15, or fewer), i8, or f8e4m3. act: the dtype to which the rows of x are rounded first, each
+    `act_block` columns by a scale of their own (see `round_rows`); "" leaves x as it is. parts, body and dtype are as
+    in linear_map.
+    """
+    zero, extras = (extras[0], extras[1:]) if zeros else (None, extras)
+    w = dequantize.ref(code, scale, zero, block=block, dtype="f32", zero_point=zero_point)
+    if act:
+        x = rounded(x, act, act_block)
+    return evaluate(parse_expr(body), NUMPY, [*split_parts(x @ w.T, parts), *extras])
+
+
+OPS = (quantized_linear,)
