@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from llmc.frontend.weight_mapping import resolve
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Builder, Graph, Value
 from llmc.ir.ops import OPS
+from llmc.ir.qformat import QFormat
 from llmc.ir.types import Type, tensor
 from llmc.ir.weight_eval import Blocks
 
@@ -26,6 +27,7 @@ from llmc.ir.weight_eval import Blocks
 HARMLESS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
 MASK = re.compile(r"(^|\.)(attn|attention)\.((masked_)?bias|causal_mask)$")
 FLOATS = ("f64", "f32", "bf16", "f16")
+PARTS = ("codes", "scales", "zeros")  # of a quantised weight, in the order of the operands of `assemble`
 
 
 class WeightDecoder(Protocol):
@@ -37,6 +39,12 @@ class WeightDecoder(Protocol):
         """Return the float weights by the names that an unquantised checkpoint gives them.
 
         `tensors` are the stored tensors, `build` adds nodes to their graph, `read` returns a stored tensor.
+        """
+
+    def parts(self, weight: Value, build: Builder) -> tuple[QFormat, Sequence[Value]] | None:
+        """Return the format of a weight that `decode` returned, its codes, scales and, if it has any, zero points.
+
+        None if the weight is not quantised, or if no format describes its codes.
         """
 
 
@@ -77,6 +85,11 @@ class Checkpoint:
             self._check_dtype(name, value)
         self._check_tied(known)
         self._values = {name: _cast(build, v, traced.weights[name].type.dtype) for name, v in located.items()}
+        self.formats: dict[str, QFormat] = {}  # of weights that can be read as parts
+        for name, value in located.items():
+            if decoder and (found := decoder.parts(value, build)):
+                self.formats[name] = found[0]
+                self._values |= dict(zip((f"{name}.{p}" for p in PARTS), found[1], strict=False))
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -105,9 +118,17 @@ class Checkpoint:
         stored = [self._tensors.tensors[v.name] for v in _inputs(self._values[name])]
         return f"{stored[0].file.name}:{stored[0].name}" + (f" and {len(stored) - 1} more" if len(stored) > 1 else "")
 
+    def part_types(self, name: str) -> Mapping[str, Type]:
+        """Return the types of the parts of a weight of `formats`, by the names under which `read` returns them."""
+        names = (f"{name}.{p}" for p in PARTS)
+        return {part: self._values[part].type for part in names if part in self._values}
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a weight in the graph."""
-        return tuple(int(d.const or 0) for d in self.traced.weights[name].type.shape)
+        return tuple(int(d.const or 0) for d in self._type(name).shape)
+
+    def _type(self, name: str) -> Type:
+        return self._values[name].type if name in self._values else self.traced.weights[name].type
 
     def read(self, name: str, rows: slice | None = None) -> np.ndarray:
         """Return rows of the first axis (all by default) as a new array in the weight's dtype in the graph.
@@ -115,7 +136,7 @@ class Checkpoint:
         Only these rows are read from disk, unless the weight is stored transposed. Raises KeyError for an unknown name
         and ValueError for a slice with a step.
         """
-        want = DTYPES[self.traced.weights[name].type.dtype].np
+        want = DTYPES[self._type(name).dtype].np
         shape = self.shape(name)
         start, stop, step = (rows or slice(None)).indices(shape[0] if shape else 1)
         if step != 1:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Builder, Value
+from llmc.ir.qformat import QFormat
 from llmc.quant.scheme import AGAIN, Codes, Scheme, SchemeOf, Stored
 
 # Scales of the KV cache, which is not quantised, by the last part of their names.
@@ -23,6 +24,7 @@ class Decoder:
         """Decode by `scheme`."""
         self.scheme = scheme
         self.labels: Counter[str] = Counter()  # weights by their format
+        self._codes: dict[Value, Codes] = {}  # of each decoded weight
 
     def decode(
         self, tensors: Mapping[str, Value], build: Builder, read: Callable[[str], np.ndarray]
@@ -53,7 +55,43 @@ class Decoder:
             raise Diagnostic("E340", f"{stored.module} is stored quantised and as it was: {have}", AGAIN)
         codes = self.scheme.decode(stored)
         self.labels[codes.label] += 1
-        return dequantized(codes, stored.build)
+        weight = dequantized(codes, stored.build)
+        self._codes[weight] = codes
+        return weight
+
+    def parts(self, weight: Value, build: Builder) -> tuple[QFormat, Sequence[Value]] | None:
+        """See `WeightDecoder.parts`."""
+        codes = self._codes.get(weight)
+        return parts_of(codes, build) if codes else None
+
+
+def parts_of(codes: Codes, b: Builder) -> tuple[QFormat, Sequence[Value]] | None:
+    """The format of codes, with the codes, scales and zero points as the format holds them; None if none fits.
+
+    Codes of e2m1, columns in the order of a group index, transposed weights and stacks of experts have no format yet.
+    """
+    if codes.values or codes.groups is not None or codes.turned or codes.code.type.rank != 2:
+        return None
+    name = code_dtype(codes)
+    if name is None:
+        return None
+    scale, zero, block = codes.scale, codes.zero, codes.block
+    if block == (0, 0):  # a scale of the whole tensor: one for each row, so that weights can be joined
+        shape, block = (codes.code.type.shape[0], 1), (1, 0)
+        scale = b.broadcast(scale, shape=shape)
+        zero = b.broadcast(zero, shape=shape) if isinstance(zero, Value) else zero
+    if not isinstance(zero, Value):
+        return QFormat.of(name, block, scale.type.dtype, str(zero) if zero else ""), (codes.code, scale)
+    return QFormat.of(name, block, scale.type.dtype, zero.type.dtype), (codes.code, scale, zero)
+
+
+def code_dtype(codes: Codes) -> str | None:
+    """The dtype of the codes as a format names it: u4 for unsigned codes of at most 4 bits; None if no dtype fits."""
+    dtype = codes.code.type.dtype
+    node = codes.code.node
+    if dtype == "u8" and node is not None and node.op.name == "unpack_bits" and node.attrs["bits"] <= 4:
+        return "u4"
+    return dtype if dtype in ("u8", "i8", "f8e4m3", "f8e5m2") else None
 
 
 def dequantized(codes: Codes, b: Builder) -> Value:
