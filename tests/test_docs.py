@@ -18,7 +18,9 @@ from llmc.ir.scalar import BINARY, REDUCTIONS, UNARY
 from llmc.ir.text import show_attr
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-ROOMS = "pointwise reduce shape quantize linear packed norm rope attention moe state sample".split()
+ROOMS = (
+    "pointwise reduce shape quantize linear packed quantized_linear packed_quantized norm rope attention moe state sample"
+).split()
 HEAD = f"""\
 # Ops
 
