@@ -11,6 +11,7 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "cpu/rows": f"{_HERE}.row_kernels:ROWS",
         "cpu/elements": f"{_HERE}.row_kernels:ELEMENTS",
         "cpu/linear": f"{_HERE}.linear:LINEAR",
+        "cpu/quantized_linear": f"{_HERE}.quantized_linear:QUANTIZED_LINEAR",
         "cpu/attention": f"{_HERE}.attention:ATTENTION",
         "cpu/copy": f"{_HERE}.shape:COPY",
         "cpu/transpose": f"{_HERE}.shape:TRANSPOSE",
