@@ -149,11 +149,12 @@ def rounded(tmp_path_factory: pytest.TempPathFactory) -> float:
     return distance(made(out, "int4", calibrate=None, group_size=64))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("scheme", ["gptq", "awq", "autoround"])
 def test_a_calibrated_checkpoint_is_whole_and_better(
     scheme: str, rounded: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sign_rounding, "STEPS", 60)
+    monkeypatch.setattr(sign_rounding, "STEPS", 30)
     out = made(tmp_path / "out", scheme, group_size=64, samples=64, length=128)
     before, after = load_file(MODEL / "model.safetensors"), load_file(out / "model.safetensors")
     plain = reference(out)
