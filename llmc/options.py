@@ -52,9 +52,7 @@ class Options:
         NONE, "format to which weights of matrix products are rounded (none: as the checkpoint has them)", str, None,
         choices=(NONE, *RTN),
     )  # fmt: skip
-    quant_head: str = _artifact(
-        NONE, "the same for the output projection (none)", str, None, choices=(NONE, *RTN)
-    )
+    quant_head: str = _artifact(NONE, "the same for the output projection (none)", str, None, choices=(NONE, *RTN))
     group_size: int | None = _artifact(None, "columns of a weight that share a scale (the format's: int4 128)")
     layers: int | None = _artifact(None, "number of layers to compile for a quick build, from the first (all)")
     tuning: Path | None = _path("file of measurements that choose kernels (those shipped with llmc)", "FILE")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -28,6 +29,19 @@ HARMLESS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
 MASK = re.compile(r"(^|\.)(attn|attention)\.((masked_)?bias|causal_mask)$")
 FLOATS = ("f64", "f32", "bf16", "f16")
 PARTS = ("codes", "scales", "zeros")  # of a quantised weight, in the order of the operands of `assemble`
+ORDER = "order"  # of its columns
+
+
+@dataclass(frozen=True)
+class QuantisedWeight:
+    """A weight [n, k] in a format: its codes, scales and, if the format has them, zero points.
+
+    order: i32[k], the column of the weight that each column of the codes is; None if they are the same.
+    """
+
+    format: QFormat
+    parts: tuple[Value, ...]
+    order: Value | None = None
 
 
 class WeightDecoder(Protocol):
@@ -41,11 +55,8 @@ class WeightDecoder(Protocol):
         `tensors` are the stored tensors, `build` adds nodes to their graph, `read` returns a stored tensor.
         """
 
-    def parts(self, weight: Value, build: Builder) -> tuple[QFormat, Sequence[Value]] | None:
-        """Return the format of a weight that `decode` returned, its codes, scales and, if it has any, zero points.
-
-        None if the weight is not quantised, or if no format describes its codes.
-        """
+    def parts(self, weight: Value, build: Builder) -> QuantisedWeight | None:
+        """Return the parts of a weight that `decode` returned; None if it is not quantised, or if no format fits."""
 
 
 class Checkpoint:
@@ -88,8 +99,10 @@ class Checkpoint:
         self.formats: dict[str, QFormat] = {}  # of weights that can be read as parts
         for name, value in located.items():
             if decoder and (found := decoder.parts(value, build)):
-                self.formats[name] = found[0]
-                self._values |= dict(zip((f"{name}.{p}" for p in PARTS), found[1], strict=False))
+                self.formats[name] = found.format
+                self._values |= {f"{name}.{part}": v for part, v in zip(PARTS, found.parts, strict=False)}
+                if found.order:
+                    self._values[f"{name}.{ORDER}"] = found.order
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -119,9 +132,12 @@ class Checkpoint:
         return f"{stored[0].file.name}:{stored[0].name}" + (f" and {len(stored) - 1} more" if len(stored) > 1 else "")
 
     def part_types(self, name: str) -> Mapping[str, Type]:
-        """Return the types of the parts of a weight of `formats`, by the names under which `read` returns them."""
-        names = (f"{name}.{p}" for p in PARTS)
-        return {part: self._values[part].type for part in names if part in self._values}
+        """Return the types of the parts of a weight of `formats`: codes, scales, zeros and order, where it has them.
+
+        `read` returns the part p of a weight as NAME.p.
+        """
+        found = {part: self._values.get(f"{name}.{part}") for part in (*PARTS, ORDER)}
+        return {part: value.type for part, value in found.items() if value is not None}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a weight in the graph."""

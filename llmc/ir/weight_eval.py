@@ -265,6 +265,11 @@ def _apply(v: Value, *operands: np.ndarray, **changed: Any) -> np.ndarray:
     return narrow(v.node.op.ref(*wide, **{**v.node.attrs, **changed}), v.type.dtype)
 
 
+def _rowwise(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
+    """Rows of the result depend only on the same rows of the operand."""
+    return _apply(v, blocks.rows(_operands(v)[0], lo, hi))
+
+
 def _bitcast(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
     return blocks.rows(_operands(v)[0], lo, hi)
 
@@ -331,6 +336,7 @@ _RULES: Mapping[str, Rule] = MappingProxyType(
         "broadcast": _broadcast,
         "cast": _cast,
         "pack_panel": _pack_panel,
+        "pack_codes": _rowwise,
         "bitcast": _bitcast,
         "unpack_bits": _unpack_bits,
         "take": _take,

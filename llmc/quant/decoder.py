@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from llmc.diagnostics import Diagnostic
+from llmc.frontend.checkpoint import QuantisedWeight
 from llmc.ir.graph import Builder, Value
 from llmc.ir.qformat import QFormat
 from llmc.quant.scheme import AGAIN, Codes, Scheme, SchemeOf, Stored
@@ -59,30 +60,35 @@ class Decoder:
         self._codes[weight] = codes
         return weight
 
-    def parts(self, weight: Value, build: Builder) -> tuple[QFormat, Sequence[Value]] | None:
+    def parts(self, weight: Value, build: Builder) -> QuantisedWeight | None:
         """See `WeightDecoder.parts`."""
         codes = self._codes.get(weight)
         return parts_of(codes, build) if codes else None
 
 
-def parts_of(codes: Codes, b: Builder) -> tuple[QFormat, Sequence[Value]] | None:
-    """The format of codes, with the codes, scales and zero points as the format holds them; None if none fits.
+def parts_of(codes: Codes, b: Builder) -> QuantisedWeight | None:
+    """The format of codes, and the codes, scales and zero points as the format holds them; None if none fits.
 
-    Codes of e2m1, columns in the order of a group index, transposed weights and stacks of experts have no format yet.
+    Codes of e2m1, transposed weights and stacks of experts have no format yet. Columns with a group index are sorted by
+    their groups, if these are equally large.
     """
-    if codes.values or codes.groups is not None or codes.turned or codes.code.type.rank != 2:
+    if codes.values or codes.turned or codes.code.type.rank != 2 or (codes.groups and not codes.groups.even):
         return None
     name = code_dtype(codes)
     if name is None:
         return None
-    scale, zero, block = codes.scale, codes.zero, codes.block
+    code, scale, zero, block = codes.code, codes.scale, codes.zero, codes.block
+    order = b.argsort(codes.groups.index) if codes.groups else None
+    if order is not None:
+        code = b.take_columns(code, order)
     if block == (0, 0):  # a scale of the whole tensor: one for each row, so that weights can be joined
         shape, block = (codes.code.type.shape[0], 1), (1, 0)
         scale = b.broadcast(scale, shape=shape)
         zero = b.broadcast(zero, shape=shape) if isinstance(zero, Value) else zero
     if not isinstance(zero, Value):
-        return QFormat.of(name, block, scale.type.dtype, str(zero) if zero else ""), (codes.code, scale)
-    return QFormat.of(name, block, scale.type.dtype, zero.type.dtype), (codes.code, scale, zero)
+        f = QFormat.of(name, block, scale.type.dtype, str(zero) if zero else "")
+        return QuantisedWeight(f, (code, scale), order)
+    return QuantisedWeight(QFormat.of(name, block, scale.type.dtype, zero.type.dtype), (code, scale, zero), order)
 
 
 def code_dtype(codes: Codes) -> str | None:
@@ -98,8 +104,8 @@ def dequantized(codes: Codes, b: Builder) -> Value:
     """The weight in float32, as the model holds it."""
     scale, zero, block = codes.scale, codes.zero, codes.block
     if codes.groups is not None:
-        scale = b.take_columns(scale, codes.groups)
-        zero = b.take_columns(zero, codes.groups) if isinstance(zero, Value) else zero
+        scale = b.take_columns(scale, codes.groups.index)
+        zero = b.take_columns(zero, codes.groups.index) if isinstance(zero, Value) else zero
         block = (codes.block[0], 1)
     operands = (codes.code, scale, zero) if isinstance(zero, Value) else (codes.code, scale)
     point = 0 if isinstance(zero, Value) else zero

@@ -13,6 +13,7 @@ from llmc.ir.example import example_graph, op_example
 from llmc.ir.interp import run
 from llmc.ir.opdef import op
 from llmc.ir.ops import OPS
+from llmc.ir.ops.packed_quantized import unpack_codes
 from llmc.ir.scalar import evaluate, parse_expr
 from llmc.ir.text import parse, show
 from llmc.ir.verify import verify
@@ -72,7 +73,7 @@ def test_every_float_op_has_an_oracle_or_a_reason() -> None:
     ours |= {"rope_append", "norm_linear", "paged_attention_split", "attention_combine"}
     ours |= {"paged_attention_single", "unpack_bits", "take_columns", "bitcast", "dequantize"}
     ours |= {"moe_route", "moe_up", "moe_down", "linear_split", "linear_combine", "quantized_linear"}
-    ours |= {"quantize", "quantize_scale", "quantize_code", "assemble"}
+    ours |= {"quantize", "quantize_scale", "quantize_code", "assemble", "argsort"}
     without = {n for n, o in OPS.items() if not o.oracle and not n.startswith("row_")}
     assert without - ours == {n for n in without if n.startswith(("pack", "packed"))}
 
@@ -132,6 +133,17 @@ def test_rows_of_one_token_are_what_the_others_attention_leaves_out() -> None:
     np.testing.assert_array_equal(got, OPS["paged_attention"].ref(*given, **attrs))
     kept = OPS["paged_attention_single"].ref(*given, np.full_like(q, 3.0), **attrs)
     assert (kept[[1, 2, 3, 4, 5, 6, 7, 9, 10]] == 3.0).all() and (kept[[0, 8]] != 3.0).all()
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("u8", 4), ("u8", 8), ("i8", 8)])
+def test_packed_codes_are_the_codes(dtype: str, bits: int) -> None:
+    low, high = (-128, 128) if dtype == "i8" else (0, 1 << bits)
+    code = np.random.default_rng().integers(low, high, (5, 41)).astype(np.int8 if dtype == "i8" else np.uint8)
+    packed = OPS["pack_codes"].ref(code, bits=bits)
+    assert packed.shape == (5, 64 * bits // 8) and packed.dtype == (np.uint8 if bits == 4 else np.int8)
+    want = code.astype(int) - (128 if (dtype, bits) == ("u8", 8) else 0)
+    np.testing.assert_array_equal(unpack_codes(packed, bits, 41).astype(int), want)
+    assert not unpack_codes(packed, bits, 64)[:, 41:].any()
 
 
 def test_interpreter_rounds_at_op_boundaries() -> None:

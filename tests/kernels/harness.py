@@ -46,6 +46,7 @@ class Case:
     rtol: float = 1e-5
     atol: float = 1e-5
     sizes: dict[str, int] = field(default_factory=dict)  # of symbols that no input's shape binds
+    exact: bool = False  # compare with the reference in float64, whose result is not rounded
 
     @property
     def node(self) -> Node:
@@ -113,7 +114,7 @@ def run_case(case: Case, source: Source, function: Any, threads: int = 3) -> Non
     node, g = case.node, case.graph
     held = [round_to_type(x, v.type) for x, v in zip(case.inputs, g.inputs, strict=True)]
     sizes = bind_symbols(g, held, case.sizes)
-    want = run(g, held, sizes)
+    want = run(g, held, sizes, exact=case.exact)
     at = {v: Buffer.holding(x, v.type) for v, x in zip(g.inputs, held, strict=True)}
     buffers = [at[v] for v in node.operands]
     written = iter(node.op.writes)

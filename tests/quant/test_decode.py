@@ -33,7 +33,7 @@ FILE = "model.safetensors"
 # Fixtures without a weight that a QFormat describes.
 UNTYPED = {
     "ar-mxfp4", "ar-nvfp4", "ar-to-ct-nvfp4", "bnb-fp4", "bnb-int8", "bnb-nf4", "bnb-nf4-double", "ct-kv-only",
-    "ct-mxfp4", "ct-nvfp4", "ct-nvfp4a16", "gpt-oss-mxfp4", "gptq-4bit-desc-act", "gptq-4bit-desc-act-asym",
+    "ct-mxfp4", "ct-nvfp4", "ct-nvfp4a16", "gpt-oss-mxfp4",
 }  # fmt: skip
 
 

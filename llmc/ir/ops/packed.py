@@ -39,7 +39,7 @@ def _pack_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
 
 
 @op(
-    "(w: f[m, k]) -> w[...]", infer=_pack_type,
+    "(w: t[m, k]) -> w[...]", infer=_pack_type,
     example={"m": 14, "k": 5, "rows": 8, "pair": 2, "parts": 2},
 )  # fmt: skip
 def pack_panel(w: Any, *, rows: int, pair: int = 1, parts: int = 1) -> Any:

@@ -87,6 +87,15 @@ def take_columns(x: Any, idx: Any) -> Any:
     return x[..., idx]
 
 
+@op(
+    "(x: i[n]) -> i32[n]",
+    holds={"x": integers(0, 4)}, example={"n": 9},
+)  # fmt: skip
+def argsort(x: Any) -> Any:
+    """The indices that sort x in ascending order; equal elements keep theirs."""
+    return np.argsort(x, kind="stable").astype(np.int32)
+
+
 def _bitcast_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     x, dtype = env["x"], attrs["dtype"]
     if dtype not in DTYPES or DTYPES[dtype].bits != DTYPES[x.dtype].bits:
@@ -273,4 +282,4 @@ def quantize_code(w: Any, scale: Any, *, code: str, block: Ints, zero_point: int
     return np.rint(limited) + zero_point
 
 
-OPS = (unpack_bits, take_columns, bitcast, dequantize, quantize, assemble, quantize_scale, quantize_code)
+OPS = (unpack_bits, take_columns, argsort, bitcast, dequantize, quantize, assemble, quantize_scale, quantize_code)

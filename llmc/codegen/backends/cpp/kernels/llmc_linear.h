@@ -110,6 +110,32 @@ template <class X> LLMC_INLINE void copy_row(float* to, const X* from, int64_t k
 template <bool DP> struct tile_input { typedef float type; };
 template <> struct tile_input<true> { typedef bf16 type; };
 
+// Writes the outputs of `count` rows from row m on in panel p, whose accumulators at acc are R floats per row.
+template <int64_t R, int64_t S, int64_t N, class E>
+LLMC_INLINE void finish(const E& e, int64_t m, int64_t count, int64_t p, const float* acc) {
+  for (int64_t i = 0; i < count; i++)
+    for (int64_t v = 0; v < S; v += VN) {
+      int64_t n = p * S + v, left = N - n;
+      if (left > 0) e.put(m + i, n, left < VN ? (int)left : VN, acc + i * R + v);
+    }
+}
+
+// Calls q.block(b, blocks, p0, p1), which computes panels p0 .. p1 - 1 of row block b, for this thread's part.
+template <class P> LLMC_INLINE void each_block(const llmc_ctx* ctx, P& q, int64_t blocks) {
+  int64_t lo, hi;
+  if (blocks == 1 || P::PANELS >= 16 * (int64_t)ctx->nthreads) {  // split by panels: each thread reads its own weights
+    llmc_split(ctx, P::PANELS, 1, &lo, &hi);
+    for (int64_t b = 0; b < blocks && lo < hi; b++) q.block(b, blocks, lo, hi);
+  } else {  // few panels: split by (row block, panel)
+    llmc_split(ctx, blocks * P::PANELS, 1, &lo, &hi);
+    while (lo < hi) {
+      int64_t b = lo / P::PANELS, end = (b + 1) * P::PANELS < hi ? (b + 1) * P::PANELS : hi;
+      q.block(b, blocks, lo - b * P::PANELS, end - b * P::PANELS);
+      lo = end;
+    }
+  }
+}
+
 // Members of C: X, W (storage types), K, N (outputs), NV, PAIR, PARTS, MR, MB (row tiles per block), KC (depth per
 // block). E has put(m, n, count, c), which writes the outputs (m, n .. n + count - 1) from accumulators at c, c + R /
 // PARTS, ...
@@ -135,14 +161,6 @@ template <class C, class E> struct product {
 
   LLMC_METHOD int64_t row(int64_t t) const { return rows * t / tiles; }  // first row of tile t: tiles differ by one row
 
-  LLMC_METHOD void finish(int64_t m, int64_t count, int64_t p, const float* acc) const {
-    for (int64_t i = 0; i < count; i++)
-      for (int64_t v = 0; v < S; v += VN) {
-        int64_t n = p * S + v, left = C::N - n;
-        if (left > 0) e->put(m + i, n, left < VN ? (int)left : VN, acc + i * R + v);
-      }
-  }
-
   // The prefetch of tile t of n: a single tile prefetches LEAD bytes ahead of its own reads; several tiles divide the
   // next stretch of the panel among themselves.
   static LLMC_METHOD ahead next(const W* from, int64_t steps, int64_t t, int64_t n) {
@@ -162,7 +180,7 @@ template <class C, class E> struct product {
         const W* from = w + (p * KP + s0 * C::PAIR) * R;
         run_tile<C::MR, C::NV, C::PAIR>(count, from, a + off * KP + s0 * C::PAIR, KP, s1 - s0, acc, d > 0,
                                         next(from, s1 - s0, t - t0, t1 - t0));
-        if (d + 1 == DEPTHS) finish(m, count, p, acc);
+        if (d + 1 == DEPTHS) finish<R, S, C::N>(*e, m, count, p, acc);
       }
     }
   }
@@ -189,18 +207,7 @@ static void linear(const llmc_ctx* ctx, const typename C::X* x, int64_t rows, co
   q.copy = (typename P::A*)(ctx->scratch + P::CROWS * P::R * 4);
   q.tiles = (rows + C::MR - 1) / C::MR;
   if (rows == 0) return;
-  int64_t blocks = (q.tiles + C::MB - 1) / C::MB, lo, hi;
-  if (blocks == 1 || P::PANELS >= 16 * (int64_t)ctx->nthreads) {  // split by panels: each thread reads its own weights
-    llmc_split(ctx, P::PANELS, 1, &lo, &hi);
-    for (int64_t b = 0; b < blocks && lo < hi; b++) q.block(b, blocks, lo, hi);
-  } else {  // few panels: split by (row block, panel)
-    llmc_split(ctx, blocks * P::PANELS, 1, &lo, &hi);
-    while (lo < hi) {
-      int64_t b = lo / P::PANELS, end = (b + 1) * P::PANELS < hi ? (b + 1) * P::PANELS : hi;
-      q.block(b, blocks, lo - b * P::PANELS, end - b * P::PANELS);
-      lo = end;
-    }
-  }
+  each_block(ctx, q, (q.tiles + C::MB - 1) / C::MB);
 }
 
 }  // namespace llmc

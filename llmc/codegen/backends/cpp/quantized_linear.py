@@ -1,0 +1,244 @@
+"""Matrix products over quantised weights, with generated epilogues. The loops are in llmc_quantized.h."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import gcd
+
+from llmc.codegen.backends.cpp.cpp_kernel import CTYPES, FLOATS, CppKernel, pointers, product_text, unsupported
+from llmc.codegen.backends.cpp.linear import MAX_PARTS, REMEDY, Problem, epilogue, extra_strides
+from llmc.codegen.emit import Sizes
+from llmc.codegen.kernel import Schedule, Source
+from llmc.diagnostics import Diagnostic
+from llmc.ir.dim import D, Dim
+from llmc.ir.graph import Graph, Node, Value
+from llmc.ir.opdef import OpDef
+from llmc.ir.ops.packed_quantized import QUAD, RUN
+from llmc.ir.types import Type
+from llmc.passes.analysis import Origin, origin
+from llmc.targets.target import Target
+
+SCALES = FLOATS
+ZEROS = (*FLOATS, "u8")
+MAX_DEPTH = 1 << 16  # columns whose products have a sum below 2^31
+_PANEL_BYTES = 256 << 10  # bytes of a panel that stay in the L2 cache while it is applied to rows of x
+_COPY_BYTES = 512 << 10  # maximum bytes of rounded rows of x
+
+
+@dataclass(frozen=True)
+class QuantizedProblem(Problem):
+    """The computation of a quantised product, whether or not its weight is packed yet.
+
+    bits: of a stored code, 4 or 8. group, act_block: columns that share a scale of the weight and of x, 0 for all.
+    zero: the zero point of all codes as packed.
+    """
+
+    bits: int
+    group: int
+    zero: int
+    zeros: bool
+    act: str
+    act_block: int
+
+    @staticmethod
+    def of(node: Node) -> QuantizedProblem:
+        """Read the problem from a node."""
+        x, code, a = node.operands[0].type, node.operands[1].type, node.attrs
+        if node.op.name == "packed_quantized_linear":
+            n, bits, group, zero = a["n"], a["bits"], a["block"], a["zero_point"]
+        else:
+            n = code.shape[0].divide(a["parts"]) or code.shape[0]
+            wide = code.dtype == "i8" or (a["zero_point"] == 128 and not a["zeros"])
+            bits, group, zero = 8 if wide else 4, a["block"][1], 0 if wide else a["zero_point"]
+        rest = (bits, group, zero, a["zeros"], a["act"], a["act_block"])
+        return QuantizedProblem(node, a["parts"], n, x.shape[-1], a["body"], *rest)
+
+    @property
+    def scale(self) -> Type:
+        """The type of the scales, packed or not."""
+        return self.node.operands[2].type
+
+    @property
+    def zero_points(self) -> Type | None:
+        """The type of the zero points, packed or not; None if all codes have the same."""
+        return self.node.operands[3].type if self.zeros else None
+
+    @property
+    def first_extra(self) -> int:
+        """The index of the first operand of the epilogue."""
+        return 3 + self.zeros
+
+    @property
+    def extras(self) -> list[Type]:
+        """The types of the epilogue's further operands."""
+        return [v.type for v in self.node.operands[self.first_extra :]]
+
+    @property
+    def width(self) -> int:
+        """Columns of a row, padded to whole runs."""
+        return -(-(self.k.const or 1) // RUN) * RUN
+
+    @property
+    def unit(self) -> int:
+        """Columns that share their scales in the weight and in x."""
+        group, block = (min(s or self.width, self.width) for s in (self.group, self.act_block if self.act else 0))
+        return block if group == self.width else group if block == self.width else gcd(group, block)
+
+    def code_size(self, target: Target) -> int:
+        """Bytes of an element of x as the tile reads it."""
+        if not self.act:
+            return 4
+        vnni = target.has("avx512_vnni") if target.vector == 64 else target.has("avx_vnni")
+        return 2 if self.bits == 8 and target.vector >= 32 and not vnni else 1
+
+
+class QuantizedLinear(CppKernel):
+    """quantized_linear and packed_quantized_linear for any number of rows, with codes of 8 bits, or of 4 or fewer."""
+
+    headers = ("llmc_quantized.h", "llmc_math.h", "llmc_store.h")
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        p = QuantizedProblem.of(node)
+        if why := unsupported(node, (*FLOATS, "i8", "u8")) or self._reject_codes(p) or self._reject_blocks(p):
+            return why
+        if p.n.const is None or p.k.const is None:
+            return f"the weight's sizes {p.n} x {p.k} are not constant"
+        if p.k.const > MAX_DEPTH:
+            return f"{p.k} columns; the maximum is {MAX_DEPTH}"
+        if not 1 <= p.parts <= MAX_PARTS:
+            return f"{p.parts} parts; the maximum is {MAX_PARTS}"
+        if any(e.dtype not in FLOATS for e in [p.x, p.out, *p.extras]):
+            return "an operand of the epilogue is not of a float dtype"
+        if any(extra_strides(e, p.out) is None for e in p.extras):
+            return "an epilogue operand broadcasts over only some of the leading axes"
+        if node.op.name != "packed_quantized_linear":
+            constant = all(origin(v) is not Origin.INPUTS for v in node.operands[1 : p.first_extra])
+            return None if constant else "the weight is not known at compile time"
+        rows, lanes = p.w.shape[2].const or 0, target.vector // 4 * p.parts
+        if rows % lanes or rows > 4 * lanes:
+            return f"the weight is packed for another target (panels of {rows} rows)"
+        return None
+
+    @staticmethod
+    def _reject_codes(p: QuantizedProblem) -> str | None:
+        """Why the codes, scales or zero points are not supported."""
+        if p.w.dtype not in ("i8", "u8"):
+            return f"codes of dtype {p.w.dtype}"
+        if p.bits == 8 and (p.zero or p.zeros):
+            return "codes of 8 bits with zero points other than 0 (i8) or 128 (u8)"
+        if not 0 <= p.zero < 16:
+            return f"zero point {p.zero}; codes of 4 bits have 0 to 15"
+        if p.scale.dtype not in SCALES:
+            return f"scales of dtype {p.scale.dtype}"
+        if p.zero_points is not None and p.zero_points.dtype not in ZEROS:
+            return f"zero points of dtype {p.zero_points.dtype}"
+        return None
+
+    @staticmethod
+    def _reject_blocks(p: QuantizedProblem) -> str | None:
+        """Why the blocks that share a scale are not supported."""
+        block = p.node.attrs["block"]
+        if isinstance(block, tuple) and block[0] != 1:
+            return f"scales of blocks of {list(block)}; rows share no scale here"
+        if p.group % RUN:
+            return f"scales of {p.group} columns, which is not a multiple of {RUN}"
+        if p.act not in ("", "i8"):
+            return f"activations of dtype {p.act}"
+        if p.act_block % RUN:
+            return f"activation scales of {p.act_block} columns, which is not a multiple of {RUN}"
+        return None
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        """Return the tile sizes to use, derived from the target's registers and caches."""
+        p, lanes = QuantizedProblem.of(node), target.vector // 4
+        if node.op.name == "packed_quantized_linear":
+            rows = p.w.shape[2].const or 0
+        else:
+            rows = lanes * p.parts * (1 if p.parts > 1 else 2)
+        registers = 24 if target.vector == 64 else 12 if target.vector == 32 else 8
+        mr = max(1, registers // (rows // lanes))
+        kc = max(512, _PANEL_BYTES * 8 // (rows * p.bits))
+        mb = max(4, min(16, _COPY_BYTES // (p.width * p.code_size(target) * mr)))
+        return [{"rows": rows, "mr": mr, "mb": mb, "kc": kc}]
+
+    def layouts(self, node: Node, schedule: Schedule, target: Target) -> dict[int, str]:
+        """Return the packed layouts of codes, scales and zero points, unless they are packed already."""
+        if node.op.name == "packed_quantized_linear":
+            return {}
+        p = QuantizedProblem.of(node)
+        panel = f"rows={schedule['rows']}, parts={p.parts}"
+        entries = dict.fromkeys(range(2, p.first_extra), f"pack_panel{{{panel}, pair=1}}")
+        return {1: f"pack_codes{{bits={p.bits}}} pack_panel{{{panel}, pair={QUAD}}}", **entries}
+
+    def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:
+        """Replace the node by one that reads a packed weight."""
+        pack_quantized(g, node, schedule, ops)
+
+    def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
+        p = QuantizedProblem.of(node)
+        same = [e.dtype == p.out.dtype and e.shape == p.out.shape for e in p.extras]
+        return tuple((i + p.first_extra, 0) for i, fits in enumerate(same) if fits)
+
+    def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
+        p, s = QuantizedProblem.of(node), schedule
+        rows = s["mb"] * s["mr"]
+        sums = (rows if (p.k.const or 1) > s["kc"] else s["mr"]) * s["rows"] * 4
+        units = -(-p.width // p.unit) * 8 if p.act else 0
+        return D(sums + rows * (p.width * p.code_size(target) + units))
+
+    def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
+        if node.op.name != "packed_quantized_linear":
+            cause = f"{node.op.name} reached code generation with an unpacked weight"
+            raise Diagnostic("E430", cause, REMEDY, loc=node.loc)
+        return super().emit(node, schedule, target)
+
+    def helpers(self, node: Node, schedule: Schedule, target: Target) -> str:
+        p, s = QuantizedProblem.of(node), schedule
+        zero = CTYPES[p.zero_points.dtype] if p.zero_points else "uint8_t"
+        config = (
+            f"struct Shape {{\n  typedef {CTYPES[p.x.dtype]} X;\n  typedef {CTYPES[p.scale.dtype]} S;\n"
+            f"  typedef {zero} Z;\n"
+            f"  static constexpr int64_t K = {p.k}, N = {p.n}, MB = {s['mb']}, KC = {s['kc']};\n"
+            f"  static constexpr int NV = {s['rows']} / VN, PARTS = {p.parts}, MR = {s['mr']};\n"
+            f"  static constexpr int BITS = {p.bits}, GROUP = {p.group}, ZERO = {p.zero}, ACT_BLOCK = {p.act_block};\n"
+            f"  static constexpr bool ZEROS = {str(p.zeros).lower()}, ACT = {str(bool(p.act)).lower()};\n"
+            f'  static_assert({s["rows"]} % (VN * PARTS) == 0, "panels fit the vectors");\n}};\n'
+        )
+        size = self.scratch(node, schedule, target)
+        check = f'static_assert(quantized_product<Shape, Epilogue>::SCRATCH <= {size}, "scratch");\n'
+        return config + epilogue(p, s["rows"] // p.parts) + check
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        p = QuantizedProblem.of(node)
+        members = ", ".join(["y0", *(f"x{i + p.first_extra}" for i in range(len(p.extras)))])
+        rows, zero = product_text(p.x.shape[:-1], sizes), "x3" if p.zeros else "nullptr"
+        call = f"quantized_linear<Shape>(ctx, x0, {rows}, x1, x2, {zero}, e);"
+        return f"{pointers(node)}\nconst Epilogue e = {{{members}}};\n{call}"
+
+
+def pack_quantized(g: Graph, node: Node, schedule: Schedule, ops: Mapping[str, OpDef]) -> Node:
+    """Replace a quantized_linear by packed_quantized_linear over packed operands, keeping the kernel choice."""
+    p = QuantizedProblem.of(node)
+
+    def panel(v: Value, pair: int) -> Value:
+        layout = {"rows": schedule["rows"], "pair": pair, "parts": p.parts}
+        return g.add(ops["pack_panel"], [v], layout, before=node, loc=node.loc).result
+
+    code = node.operands[1]
+    codes = g.add(ops["pack_codes"], [code], {"bits": p.bits}, before=node, loc=node.loc).result
+    packed = [panel(codes, QUAD), *(panel(v, 1) for v in node.operands[2 : p.first_extra])]
+    attrs = {
+        "n": p.n, "bits": p.bits, "block": p.group, "zero_point": p.zero, "zeros": p.zeros, "act": p.act,
+        "act_block": p.act_block, "parts": p.parts, "body": p.body, "dtype": node.attrs["dtype"],
+    }  # fmt: skip
+    operands = [node.operands[0], *packed, *node.operands[p.first_extra :]]
+    op = ops["packed_quantized_linear"]
+    new = g.add(op, operands, attrs, before=node, loc=node.loc, names=(node.result.name,))
+    new.choice = dict(node.choice)
+    g.replace(node.result, new.result)
+    g.erase(node)
+    return new
+
+
+QUANTIZED_LINEAR = QuantizedLinear("cpu/quantized_linear", ("quantized_linear", "packed_quantized_linear"))
