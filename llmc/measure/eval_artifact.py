@@ -32,7 +32,7 @@ from llmc.artifact.integrity import open_undamaged
 from llmc.artifact.publish import EVALUATION
 from llmc.console import Console
 from llmc.measure.eval_statistics import Distribution, Mean, kl_divergence
-from llmc.measure.eval_text import Encode, Survey, read_pieces, survey, too_short, windows
+from llmc.measure.eval_text import Encode, Survey, changed, read_pieces, survey, too_short, windows
 from llmc.report.accuracy import accuracy_rows, scored_text
 
 CONTEXT = 512  # tokens in a window, by default
@@ -250,8 +250,10 @@ def _score(
                 if theirs is not None:
                     other.add(scores[1])
                     differences.add(*scores)
-                console.part("eval", own.losses.count, work.tokens, " tokens")
+                console.part("tokens scored", own.losses.count, work.tokens)
         device = dict(executors[0].device.describe())
+    if own.losses.count != work.tokens:
+        raise changed(work.path)
     measures = own.result(work.text)
     if theirs is None:
         return {**measures, "against": None}, device

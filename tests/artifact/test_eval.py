@@ -205,6 +205,17 @@ def test_texts_that_cannot_be_scored(kit: Kit, tmp_path: Path, data: bytes | Non
         eval_artifact(kit.artifact, tmp_path / "text.txt", kit.settings(), Quiet())
 
 
+def test_a_text_that_changes_while_it_is_scored(kit: Kit, tmp_path: Path) -> None:
+    path = Path(shutil.copy(kit.text, tmp_path / "text.txt"))
+
+    class Cutting(Quiet):
+        def begin(self, name: str, detail: str = "") -> None:
+            path.write_text("short")
+
+    with pytest.raises(LlmcError, match=r"E130.*text.txt changed"):
+        eval_artifact(kit.artifact, path, kit.settings(), Cutting())
+
+
 def test_settings_out_of_range(kit: Kit, tmp_path: Path) -> None:
     for changes in ({"context": 1}, {"context": 1025}, {"limit": CONTEXT - 1}):
         with pytest.raises(LlmcError, match="E201"):
