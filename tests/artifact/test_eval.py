@@ -17,6 +17,7 @@ import pytest
 import textkit
 import torch
 from artifact import tiny
+from kernel_cache import CACHE
 from llmc_runtime.api.llm import resolve
 from llmc_runtime.exec.load_executor import load_executor
 from llmc_runtime.exec.score_tokens import score_tokens
@@ -58,6 +59,9 @@ class Kit(NamedTuple):
 def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
     folder = tmp_path_factory.mktemp("eval")
     cache = folder / "cache"
+    cache.mkdir()
+    (CACHE / "kernels").mkdir(parents=True, exist_ok=True)
+    (cache / "kernels").symlink_to(CACHE / "kernels")
     model, changed = (_saved(folder / name, noise) for name, noise in (("model", 0.0), ("changed", 0.02)))
     compiled = resolve(model, {"target": "cpu:native"}, cache, lambda line: None)
     artifact, other = (Path(shutil.copytree(compiled, folder / f"{name}.llmc")) for name in ("model", "other"))
