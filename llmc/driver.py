@@ -24,7 +24,7 @@ from llmc.options import Options
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.pass_report import Record
 from llmc.passes.pipeline import override, parse_pipeline, run_pipeline
-from llmc.quant.rtn import NONE
+from llmc.quant.make.recipes import NONE
 from llmc.targets.target import Target
 
 DTYPES = (("float32", "f32"), ("bfloat16", "bf16"))
