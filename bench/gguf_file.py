@@ -1,8 +1,9 @@
-"""A bf16 Qwen2 checkpoint as a GGUF file of float16, for llama.cpp beside us; run where the package gguf is installed.
+"""A bf16 Qwen2 checkpoint as a GGUF file, for llama.cpp beside us; run where the package gguf is installed.
 
-    python -m bench.gguf_file CHECKPOINT OUT.gguf
+    python -m bench.gguf_file CHECKPOINT OUT.gguf [f16 | q8_0 | q4_0]      matrices' format, f16 by default
 
-Not a converter of real models: it writes no tokenizer (llama.cpp is fed token ids).
+All matrices, the embedding and head among them, have one format; gguf's own quantiser rounds them. Not a converter of
+real models: it writes no tokenizer (llama.cpp is fed token ids).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import struct
 import sys
 from pathlib import Path
+from types import MappingProxyType
 
 import gguf
 import numpy as np
@@ -33,8 +35,11 @@ def name_of(name: str) -> str:
     return f"blk.{layer}.{dict(LAYER)[stem]}.{leaf}"
 
 
-def write(checkpoint: Path, out: Path) -> None:
-    """Write OUT; matrices as float16, vectors as float32."""
+FILE_TYPES = MappingProxyType({"f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"})
+
+
+def write(checkpoint: Path, out: Path, form: str = "f16") -> None:
+    """Write OUT; matrices in the format `form`, vectors as float32."""
     c = json.loads((checkpoint / "config.json").read_text())
     if c["model_type"] != "qwen2":
         raise SystemExit(f"{checkpoint}: a {c['model_type']}; this writes qwen2 alone")
@@ -47,7 +52,7 @@ def write(checkpoint: Path, out: Path) -> None:
     w.add_head_count_kv(c["num_key_value_heads"])
     w.add_rope_freq_base(c["rope_theta"])
     w.add_layer_norm_rms_eps(c["rms_norm_eps"])
-    w.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    w.add_file_type(gguf.LlamaFileType[FILE_TYPES[form]])
     w.add_tokenizer_model("no_vocab")
     w.add_vocab_size(c["vocab_size"])
     for path in sorted(checkpoint.glob("*.safetensors")):
@@ -57,7 +62,11 @@ def write(checkpoint: Path, out: Path) -> None:
             begin, end = t["data_offsets"]
             bits = data[8 + n + begin : 8 + n + end].view(np.uint16)
             x = (bits.astype(np.uint32) << 16).view(np.float32).reshape(t["shape"])
-            w.add_tensor(name_of(name), x.astype(np.float16) if x.ndim > 1 else x)
+            kind = gguf.GGMLQuantizationType[form.upper()]
+            if x.ndim > 1:
+                w.add_tensor(name_of(name), gguf.quantize(x, kind), raw_dtype=kind)
+            else:
+                w.add_tensor(name_of(name), x)
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()
@@ -65,4 +74,4 @@ def write(checkpoint: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]), Path(sys.argv[2]))
+    write(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

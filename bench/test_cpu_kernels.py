@@ -1,7 +1,8 @@
 """CPU kernels against this machine's own ceilings, measured in between on the same threads.
 
-The products and the attention of the Qwen2.5-0.5B shape in bf16 and f32: decode as a share of the read bandwidth,
-a 512-token prompt as a share of the multiply-add rate. Shares are medians of interleaved pairs."""
+The products and the attention of the Qwen2.5-0.5B shape in bf16 and f32, and products over codes of 8 and 4 bits:
+decode as a share of the read bandwidth, a 512-token prompt as a share of the multiply-add rate of floats. Shares are
+medians of interleaved pairs."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from llmc.codegen.backends.cpp.attention import ATTENTION
 from llmc.codegen.backends.cpp.cpp_kernel import inline_headers
 from llmc.codegen.backends.cpp.cpp_toolchain import CppToolchain
 from llmc.codegen.backends.cpp.linear import LINEAR
+from llmc.codegen.backends.cpp.quantized_linear import QUANTIZED_LINEAR
 from llmc.codegen.kernel import Kernel, Source
 from llmc.ir.graph import Graph, Node
 from llmc.ir.ops import OPS
@@ -49,6 +51,25 @@ def product(name: str, dtype: str) -> Node:
     operands = [g.input("x", tensor(dtype, "T", k)), g.input("wp", wp, weight=True)]
     operands += [g.input("r", tensor(dtype, "T", n))] if residual else []
     return g.add(OPS["packed_linear"], operands, {"n": n, "parts": parts, "body": body})
+
+
+def quantized(name: str, bits: int, group: int) -> Node:
+    """A product over codes with a bf16 scale per `group` columns (0: per row); rows of x are rounded by 128 columns."""
+    _, n, k, parts, body, residual = next(p for p in PRODUCTS if p[0] == name)
+    g = Graph("bench")
+    rows = 2 * cpu_targets.native().vector // 4
+    panels = -(-n // (rows // parts))
+    operands = [
+        g.input("x", tensor("bf16", "T", k)),
+        g.input("wp", tensor("i8" if bits == 8 else "u8", panels, k * bits // 32, rows, 4), weight=True),
+        g.input("sp", tensor("bf16", panels, -(-k // group) if group else 1, rows, 1), weight=True),
+    ]
+    operands += [g.input("r", tensor("bf16", "T", n))] if residual else []
+    attrs = {
+        "n": n, "bits": bits, "block": group, "zero_point": 0 if bits == 8 else 8, "act": "i8", "act_block": 128,
+        "parts": parts, "body": body,
+    }  # fmt: skip
+    return g.add(OPS["packed_quantized_linear"], operands, attrs)
 
 
 def attention(context: int) -> Node:
@@ -162,6 +183,27 @@ def test_prefill(benchmark: Any, bench: Bench, name: str, dtype: str, rows: int)
     node = product(name, dtype)
     flops = 2.0 * rows * next(n * k * parts for what, n, k, parts, _, _ in PRODUCTS if what == name)
     report(benchmark, bench.kernel(LINEAR, node, {"T": rows}, {}), lambda: bench.peak(dtype), flops, "GFLOP/s")
+
+
+@pytest.mark.parametrize(("bits", "group"), [(8, 0), (4, 128), (4, 32)])
+@pytest.mark.parametrize("name", [p[0] for p in PRODUCTS])
+@pytest.mark.parametrize("rows", (1, 8))
+def test_quantized_decode(benchmark: Any, bench: Bench, name: str, rows: int, bits: int, group: int) -> None:
+    """Few rows: bytes of codes and scales a second, against the read bandwidth."""
+    node = quantized(name, bits, group)
+    weights = sum(_bytes(v.type, {}) for v in node.operands[1:3])
+    report(benchmark, bench.kernel(QUANTIZED_LINEAR, node, {"T": rows}, {}), bench.bandwidth, weights, "GB/s")
+
+
+@pytest.mark.parametrize(("bits", "group"), [(8, 0), (4, 128), (4, 32)])
+@pytest.mark.parametrize("name", [p[0] for p in PRODUCTS[:4]])
+@pytest.mark.parametrize("rows", (64, 512))
+def test_quantized_prefill(benchmark: Any, bench: Bench, name: str, rows: int, bits: int, group: int) -> None:
+    """Many rows: integer operations a second, against the rate of the float product out of the first-level cache."""
+    node = quantized(name, bits, group)
+    flops = 2.0 * rows * next(n * k * parts for what, n, k, parts, _, _ in PRODUCTS if what == name)
+    call = bench.kernel(QUANTIZED_LINEAR, node, {"T": rows}, {})
+    report(benchmark, call, lambda: bench.peak("f32"), flops, "GFLOP/s")
 
 
 @pytest.mark.parametrize(("tokens", "context"), [(1, 1024), (512, 512), (512, 4096)])

@@ -201,6 +201,16 @@ def _artifact_arguments(sub: Any) -> None:
     p.add_argument("artifact")
     p.add_argument("--record", action="store_true", help="run fixed prompts, and record the results as the canary")
     p.add_argument("--canary", action="store_true", help="compare with the recorded canary, too")
+    summary = "measure perplexity on a text, and agreement with the unquantised model"
+    p = _command(sub, "eval", _eval, summary, as_json=True)
+    p.add_argument("artifact")
+    p.add_argument("text", type=Path, help="UTF-8 text file")
+    reference = "artifact of the unquantised model, or its Hugging Face folder or hub id, which is compiled first"
+    p.add_argument("--against", default="", metavar="PATH", help=reference)
+    context = "tokens in a window (512, or the artifact's max_model_len if that is smaller)"
+    p.add_argument("--context", type=positive, metavar="N", help=context)
+    p.add_argument("--limit", type=positive, metavar="TOKENS", help="maximum number of tokens to score (whole text)")
+    p.add_argument("--record", action="store_true", help="write the result into the artifact")
 
 
 def _print(result: Any, as_json: bool, render: Callable[[Any], str], out: IO[str]) -> None:
@@ -343,6 +353,18 @@ def _verify(args: argparse.Namespace, out: IO[str]) -> int:
     result = verify_artifact(Path(args.artifact), record=args.record, canary=args.canary)
     _print(result, args.json, render, out)
     return 0 if result["ok"] else 4
+
+
+def _eval(args: argparse.Namespace, out: IO[str]) -> int:
+    from llmc_runtime.compile_cache import default_root
+
+    from llmc.console import Console
+    from llmc.measure.eval_artifact import Settings, eval_artifact, render
+
+    settings = Settings(default_root(os.environ), args.against, args.context, args.limit, args.record)
+    result = eval_artifact(Path(args.artifact), args.text, settings, Console(sys.stderr))
+    _print(result, args.json, render, out)
+    return 0
 
 
 if __name__ == "__main__":

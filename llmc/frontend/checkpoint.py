@@ -29,7 +29,6 @@ HARMLESS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
 MASK = re.compile(r"(^|\.)(attn|attention)\.((masked_)?bias|causal_mask)$")
 FLOATS = ("f64", "f32", "bf16", "f16")
 PARTS = ("codes", "scales", "zeros")  # of a quantised weight, in the order of the operands of `assemble`
-ORDER = "order"  # of its columns
 
 
 @dataclass(frozen=True)
@@ -97,12 +96,15 @@ class Checkpoint:
         self._check_tied(known)
         self._values = {name: _cast(build, v, traced.weights[name].type.dtype) for name, v in located.items()}
         self.formats: dict[str, QFormat] = {}  # of weights that can be read as parts
+        self.orders: dict[str, str] = {}  # the name under which the order of a weight's columns is read, if it has one
+        shared: dict[Value, str] = {}
         for name, value in located.items():
             if decoder and (found := decoder.parts(value, build)):
                 self.formats[name] = found.format
                 self._values |= {f"{name}.{part}": v for part, v in zip(PARTS, found.parts, strict=False)}
                 if found.order:
-                    self._values[f"{name}.{ORDER}"] = found.order
+                    self.orders[name] = shared.setdefault(found.order, f"{name}.order")
+                    self._values[self.orders[name]] = found.order
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -132,11 +134,11 @@ class Checkpoint:
         return f"{stored[0].file.name}:{stored[0].name}" + (f" and {len(stored) - 1} more" if len(stored) > 1 else "")
 
     def part_types(self, name: str) -> Mapping[str, Type]:
-        """Return the types of the parts of a weight of `formats`: codes, scales, zeros and order, where it has them.
+        """Return the types of the codes, scales and, if it has them, zeros of a weight of `formats`.
 
-        `read` returns the part p of a weight as NAME.p.
+        Keys are the names under which `read` returns the parts.
         """
-        found = {part: self._values.get(f"{name}.{part}") for part in (*PARTS, ORDER)}
+        found = {part: self._values.get(part) for part in (f"{name}.{p}" for p in PARTS)}
         return {part: value.type for part, value in found.items() if value is not None}
 
     def shape(self, name: str) -> tuple[int, ...]:

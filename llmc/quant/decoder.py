@@ -26,6 +26,7 @@ class Decoder:
         self.scheme = scheme
         self.labels: Counter[str] = Counter()  # weights by their format
         self._codes: dict[Value, Codes] = {}  # of each decoded weight
+        self._orders: dict[bytes, Value] = {}  # of columns, by the content of their group index
 
     def decode(
         self, tensors: Mapping[str, Value], build: Builder, read: Callable[[str], np.ndarray]
@@ -63,11 +64,17 @@ class Decoder:
     def parts(self, weight: Value, build: Builder) -> QuantisedWeight | None:
         """See `WeightDecoder.parts`."""
         codes = self._codes.get(weight)
-        return parts_of(codes, build) if codes else None
+        if codes is None:
+            return None
+        if (groups := codes.groups) and groups.content not in self._orders:
+            self._orders[groups.content] = build.argsort(groups.index)
+        return parts_of(codes, self._orders[groups.content] if groups else None, build)
 
 
-def parts_of(codes: Codes, b: Builder) -> QuantisedWeight | None:
+def parts_of(codes: Codes, order: Value | None, b: Builder) -> QuantisedWeight | None:
     """The format of codes, and the codes, scales and zero points as the format holds them; None if none fits.
+
+    `order` sorts the columns by their groups, if they have a group index.
 
     Codes of e2m1, transposed weights and stacks of experts have no format yet. Columns with a group index are sorted by
     their groups, if these are equally large.
@@ -78,7 +85,6 @@ def parts_of(codes: Codes, b: Builder) -> QuantisedWeight | None:
     if name is None:
         return None
     code, scale, zero, block = codes.code, codes.scale, codes.zero, codes.block
-    order = b.argsort(codes.groups.index) if codes.groups else None
     if order is not None:
         code = b.take_columns(code, order)
     if block == (0, 0):  # a scale of the whole tensor: one for each row, so that weights can be joined

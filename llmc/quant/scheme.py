@@ -22,9 +22,10 @@ AGAIN = "download the checkpoint again; config.json and weights must be of one r
 
 @dataclass(frozen=True)
 class Groups:
-    """The group of each column, i32[k]. even: sorted by group, columns are runs of equal size."""
+    """The group of each column, i32[k], and its bytes. even: sorted by group, columns are runs of equal size."""
 
     index: Value
+    content: bytes
     even: bool
 
 
@@ -109,7 +110,9 @@ class Stored:
             worst = index[(index < 0) | (index >= count)][0]
             raise Diagnostic("E342", f"{value.name} names group {worst}; there are {count} groups of scales", AGAIN)
         runs = np.arange(columns) // size
-        return None if np.array_equal(index, runs) else Groups(value, np.array_equal(np.sort(index), runs))
+        if np.array_equal(index, runs):
+            return None
+        return Groups(value, index.tobytes(), np.array_equal(np.sort(index), runs))
 
 
 class Scheme(Protocol):

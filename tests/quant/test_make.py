@@ -19,11 +19,12 @@ from safetensors.torch import load_file, save_file
 from llmc.cli import main
 from llmc.console import Quiet
 from llmc.frontend.safetensors_reader import TensorFiles
+from llmc.ir.ops import OPS
 from llmc.quant.make.folder_writer import ShardWriter
 from llmc.quant.make.packing import pack
 from llmc.quant.make.plan import Settings
 from llmc.quant.make.quantize_model import quantize_model
-from llmc.quant.make.recipes import RECIPES
+from llmc.quant.make.recipes import RECIPES, ROUNDED
 from llmc.quant.make.rounding import round_to_nearest
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -135,6 +136,17 @@ def test_the_configuration_says_what_llmcompressors_says(
     got, want = ours["quantization_config"], theirs["quantization_config"]
     assert all(got[k] == want[k] for k in ("format", "quant_method", "quantization_status", "kv_cache_scheme"))
     assert set(got["ignore"]) == set(want["ignore"]) | {"lm_head"}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_a_compile_rounds_as_the_command_does(name: str) -> None:
+    """`llmc compile --quant` and `llmc quantize` give the same numbers, also of a block of zeros."""
+    recipe = RECIPES[name] if name != "int4" else RECIPES[name].grouped(32)
+    w = torch.randn(13, 160, generator=torch.Generator().manual_seed(5)).bfloat16().float()
+    w[2, 32:64] = 0
+    f = recipe.weight_format("f32")
+    got = OPS["quantize"].ref(w.numpy(), code=f.code, block=f.block, scale=f.scale, zero=f.zero)
+    np.testing.assert_array_equal(got, round_to_nearest(w, recipe, torch.bfloat16).values().numpy())
 
 
 @pytest.mark.parametrize("bits", [4, 8])

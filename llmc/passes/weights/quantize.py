@@ -11,7 +11,7 @@ from llmc.ir.qformat import QFormat
 from llmc.passes.analysis import weight_only
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.fuse.fuse_linear import PRODUCTS
-from llmc.quant.rtn import NONE, RTN
+from llmc.quant.make.recipes import NONE, RECIPES, ROUNDED, Recipe
 
 ROUTING = ("topk", "softmax", "experts", "moe_route")  # a product that these read chooses experts
 
@@ -20,8 +20,9 @@ ROUTING = ("topk", "softmax", "experts", "moe_route")  # a product that these re
 class Quantize(Pass):
     """Quantise the weights of matrix products, rounding to nearest.
 
-    weights: the name of the weights' format (int8, int4), or none. group: columns that share a scale,
-    instead of the format's own number. head: the format of the output projection, which is the last product of a graph.
+    weights: the recipe of the weights' format (int8, int4, fp8, ...: `llmc quantize --help` lists them), or none.
+    group: columns that share a scale, instead of the recipe's own number; 0 for those. head: the recipe of the output
+    projection, which is the last product of a graph.
     Products that choose experts, and weights that are quantised already, stay as they are.
     """
 
@@ -34,17 +35,18 @@ class Quantize(Pass):
         """Apply the pass to every graph; return the number of changes."""
         if self.weights == self.head == NONE:
             return 0
-        body, head = _format(self.weights, self.group), _format(self.head, 0)
+        body, head = _recipe(self.weights, self.group), _recipe(self.head, 0)
         return sum(self._graph(g, body, head, ctx) for name, g in m.graphs.items() if name != "weights")
 
-    def _graph(self, g: Graph, body: QFormat | None, head: QFormat | None, ctx: Ctx) -> int:
+    def _graph(self, g: Graph, body: Recipe | None, head: Recipe | None, ctx: Ctx) -> int:
         known = weight_only(g)
         products = [n for n in g.nodes if n.op.name in PRODUCTS and n.operands[1] in known]
         done: dict[tuple[Value, QFormat], Value] = {}
         for n in products:
-            format = head if n is products[-1] else body
-            if format is None or not ctx.allows(n):
+            recipe = head if n is products[-1] else body
+            if recipe is None or not ctx.allows(n):
                 continue
+            format = recipe.weight_format(n.operands[1].type.dtype)
             if why := _refuse(n, format):
                 ctx.miss("quantize", n, why)
                 continue
@@ -71,16 +73,15 @@ def _refuse(n: Node, f: QFormat) -> str | None:
     if any(u.op.name in ROUTING for u in n.result.uses):
         return "it chooses experts"
     columns = w.type.shape[1]
-    if f.block[1] and not columns.divisible(f.block[1]):
+    if f.block[0] == 1 and f.block[1] and not columns.divisible(f.block[1]):
         return f"{columns} columns are not groups of {f.block[1]}"
     return None
 
 
-def _format(name: str, group: int) -> QFormat | None:
-    """The format of that name, with another group size unless it is 0; raises Diagnostic E421 for an unknown name."""
+def _recipe(name: str, group: int) -> Recipe | None:
+    """The recipe of that name, with another group size unless it is 0; raises Diagnostic E421 for an unknown name."""
     if name == NONE:
         return None
-    if name not in RTN:
-        raise Diagnostic("E421", f"pass quantize: there is no format {name!r}", f"use one of {', '.join(RTN)}")
-    code, (rows, columns), scale, zero = RTN[name]
-    return QFormat.of(code, (rows, group if group and columns else columns), scale, zero)
+    if name not in ROUNDED:
+        raise Diagnostic("E421", f"pass quantize: there is no recipe {name!r}", f"use one of {', '.join(ROUNDED)}")
+    return RECIPES[name].grouped(group) if group else RECIPES[name]

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llmc.ir.qformat import QFormat
 
 GROUP, TILE = 128, 128
 
@@ -52,6 +55,14 @@ class Recipe:
         """Return this recipe with groups of `size` columns."""
         return replace(self, block=(1, size))
 
+    def weight_format(self, logical: str) -> QFormat:
+        """The format of the weights, whose dequantised numbers have the dtype `logical`."""
+        from llmc.ir.qformat import QFormat
+
+        code = "f8e4m3" if self.code == "float" else "i8" if self.bits == 8 else f"u{self.bits}"
+        zero = str(1 << (self.bits - 1)) if code[0] == "u" else ""
+        return QFormat.of(code, self.block, "bf16", zero, logical)
+
     def describe(self) -> str:
         """Describe the format in a line of the plan."""
         rows, columns = self.block
@@ -85,6 +96,8 @@ _ALL = (
     _int4("autoround", "4-bit weights by AutoRound", "autoround"),
 )  # fmt: skip
 RECIPES: Mapping[str, Recipe] = MappingProxyType({r.name: r for r in _ALL})
+ROUNDED = tuple(r.name for r in _ALL if not r.calibrated)  # recipes that need no texts
+NONE = "none"  # in place of a recipe's name: weights stay as they are
 
 
 def config_group(recipe: Recipe, version: str = "0.19.0") -> dict[str, Any]:

@@ -156,7 +156,7 @@ class QuantizedLinear(CppKernel):
             rows = p.w.shape[2].const or 0
         else:
             rows = lanes * p.parts * (1 if p.parts > 1 else 2)
-        registers = 24 if target.vector == 64 else 12 if target.vector == 32 else 8
+        registers = 24 if target.vector == 64 else 8  # half of them: the others hold codes, products and entries
         mr = max(1, registers // (rows // lanes))
         kc = max(512, _PANEL_BYTES * 8 // (rows * p.bits))
         mb = max(4, min(16, _COPY_BYTES // (p.width * p.code_size(target) * mr)))

@@ -52,8 +52,9 @@ template <class C> struct integer_run {
         }
     }
 #elif defined(LLMC_MADD)
+    // Loops are not unrolled: the compiler would reorder long chains of additions, which takes registers.
     if constexpr (C::BITS == 8) {
-#pragma GCC unroll 8
+#pragma GCC unroll 1
       for (int q = 0; q < 8; q++) {
         vs even[NV], odd[NV];
 #pragma GCC unroll 32
@@ -65,27 +66,24 @@ template <class C> struct integer_run {
         for (int i = 0; i < MR; i++) {
           vs a = (vs)broadcast4(x + i * ldx + 4 * q), b = (vs)broadcast4(x + i * ldx + 4 * q + 2);
 #pragma GCC unroll 32
-          for (int v = 0; v < NV; v++) acc[i][v] += madd(even[v], a), acc[i][v] += madd(odd[v], b);
+          for (int v = 0; v < NV; v++) acc[i][v] += madd(even[v], a) + madd(odd[v], b);
         }
       }
     } else {  // a sum of 8 maddubs is at most 8 * 2 * 15 * 127 < 2^15
       vs part[MR][NV] = {};
-#pragma GCC unroll 4
+#pragma GCC unroll 1
       for (int q = 0; q < 4; q++) {
-#pragma GCC unroll 2
-        for (int h = 0; h < 2; h++) {
-          vi b[NV];
+        vi low[NV], high[NV];
 #pragma GCC unroll 32
-          for (int v = 0; v < NV; v++) {
-            vs t = (vs)load_i(w + (q * NV + v) * LLMC_VB);
-            b[v] = (vi)(h ? t >> 4 : t) & splat_i(0x0f0f0f0f);
-          }
+        for (int v = 0; v < NV; v++) {
+          vi t = load_i(w + (q * NV + v) * LLMC_VB);
+          low[v] = t & splat_i(0x0f0f0f0f), high[v] = (vi)((vs)t >> 4) & splat_i(0x0f0f0f0f);
+        }
 #pragma GCC unroll 32
-          for (int i = 0; i < MR; i++) {
-            vi a = broadcast4(x + i * ldx + (2 * q + h) * 4);
+        for (int i = 0; i < MR; i++) {
+          vi a = broadcast4(x + i * ldx + 8 * q), b = broadcast4(x + i * ldx + 8 * q + 4);
 #pragma GCC unroll 32
-            for (int v = 0; v < NV; v++) part[i][v] += maddubs(b[v], a);
-          }
+          for (int v = 0; v < NV; v++) part[i][v] += maddubs(low[v], a) + maddubs(high[v], b);
         }
       }
 #pragma GCC unroll 32
