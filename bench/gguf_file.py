@@ -2,7 +2,8 @@
 
     python -m bench.gguf_file CHECKPOINT OUT.gguf [f16 | q8_0 | q4_0]      matrices' format, f16 by default
 
-All matrices, the embedding and head among them, have one format; gguf's own quantiser rounds them. Not a converter of real models: it writes no tokenizer (llama.cpp is fed token ids).
+All matrices, the embedding and head among them, have one format; gguf's own quantiser rounds them. Not a converter of
+real models: it writes no tokenizer (llama.cpp is fed token ids).
 """
 
 from __future__ import annotations
@@ -62,7 +63,10 @@ def write(checkpoint: Path, out: Path, form: str = "f16") -> None:
             bits = data[8 + n + begin : 8 + n + end].view(np.uint16)
             x = (bits.astype(np.uint32) << 16).view(np.float32).reshape(t["shape"])
             kind = gguf.GGMLQuantizationType[form.upper()]
-            w.add_tensor(name_of(name), gguf.quantize(x, kind) if x.ndim > 1 else x, raw_dtype=kind if x.ndim > 1 else None)
+            if x.ndim > 1:
+                w.add_tensor(name_of(name), gguf.quantize(x, kind), raw_dtype=kind)
+            else:
+                w.add_tensor(name_of(name), x)
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()

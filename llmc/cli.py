@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     ap.add_argument("--version", action="version", version=f"llmc {__version__}")
     sub = ap.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _compile_arguments(sub)
+    _quantize_arguments(sub)
     for name, summary in RUNTIME_COMMANDS.items():
         sub.add_parser(name, help=summary, add_help=False)
     p = _command(sub, "completion", _completion, "print the shell completion of llmc, llmc-run and llmc-serve")
@@ -114,6 +115,27 @@ def _compile_arguments(sub: Any) -> None:
     p.add_argument("--force", action="store_true", help="replace an existing artifact")
     page = "HTML file of the build report (model.html)"
     p.add_argument("--report", nargs="?", const=Path(), type=Path, metavar="FILE", help=page)
+
+
+def _quantize_arguments(sub: Any) -> None:
+    from llmc.quant.make.recipes import RECIPES
+
+    p = _command(sub, "quantize", _quantize, "quantise a checkpoint into one of compressed-tensors", as_json=True)
+    p.add_argument("model", help="Hugging Face folder, or owner/name@revision")
+    p.add_argument("output", type=Path, help="new folder of the quantised checkpoint")
+    schemes = "; ".join(f"{r.name}: {r.summary}" for r in RECIPES.values())
+    p.add_argument("--scheme", required=True, choices=tuple(RECIPES), help=schemes)
+    p.add_argument(
+        "--group-size", type=positive, metavar="N", help="columns that share a scale (int8: all; 4 bits: 128)"
+    )
+    texts = "texts of calibration: JSON lines with a field text, or plain text"
+    p.add_argument("--calibrate", type=Path, metavar="FILE", help=texts)
+    p.add_argument("--samples", type=positive, default=128, metavar="N", help="windows of the texts to use (128)")
+    p.add_argument("--length", type=positive, default=2048, metavar="N", help="tokens in a window (2048)")
+    p.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the choice of windows (0)")
+    ignore = "module to leave as it is: its name, or re: and a regular expression; may be repeated"
+    p.add_argument("--ignore", action="append", default=[], metavar="PATTERN", help=ignore)
+    add_hub_options(p)
 
 
 def _ir_arguments(sub: Any) -> None:
@@ -179,6 +201,16 @@ def _artifact_arguments(sub: Any) -> None:
     p.add_argument("artifact")
     p.add_argument("--record", action="store_true", help="run fixed prompts, and record the results as the canary")
     p.add_argument("--canary", action="store_true", help="compare with the recorded canary, too")
+    summary = "measure perplexity on a text, and agreement with the unquantised model"
+    p = _command(sub, "eval", _eval, summary, as_json=True)
+    p.add_argument("artifact")
+    p.add_argument("text", type=Path, help="UTF-8 text file")
+    reference = "artifact of the unquantised model, or its Hugging Face folder or hub id, which is compiled first"
+    p.add_argument("--against", default="", metavar="PATH", help=reference)
+    context = "tokens in a window (512, or the artifact's max_model_len if that is smaller)"
+    p.add_argument("--context", type=positive, metavar="N", help=context)
+    p.add_argument("--limit", type=positive, metavar="TOKENS", help="maximum number of tokens to score (whole text)")
+    p.add_argument("--record", action="store_true", help="write the result into the artifact")
 
 
 def _print(result: Any, as_json: bool, render: Callable[[Any], str], out: IO[str]) -> None:
@@ -233,6 +265,17 @@ def _pack(args: argparse.Namespace, out: IO[str]) -> int:
     from llmc.driver import pack_model
 
     pack_model(Path(args.artifact), args.checkpoint, Console(sys.stderr), read_hub(args))
+    return 0
+
+
+def _quantize(args: argparse.Namespace, out: IO[str]) -> int:
+    from llmc.console import Console
+    from llmc.quant.make.plan import Settings
+    from llmc.quant.make.quantize_model import quantize_model
+
+    given = {name: getattr(args, name) for name in Settings.__dataclass_fields__} | {"ignore": tuple(args.ignore)}
+    made = quantize_model(args.model, args.output, Settings(**given), Console(sys.stderr), read_hub(args))
+    print(json.dumps(made.as_json(), indent=2) if args.json else made.text(), file=out)
     return 0
 
 
@@ -310,6 +353,18 @@ def _verify(args: argparse.Namespace, out: IO[str]) -> int:
     result = verify_artifact(Path(args.artifact), record=args.record, canary=args.canary)
     _print(result, args.json, render, out)
     return 0 if result["ok"] else 4
+
+
+def _eval(args: argparse.Namespace, out: IO[str]) -> int:
+    from llmc_runtime.compile_cache import default_root
+
+    from llmc.console import Console
+    from llmc.measure.eval_artifact import Settings, eval_artifact, render
+
+    settings = Settings(default_root(os.environ), args.against, args.context, args.limit, args.record)
+    result = eval_artifact(Path(args.artifact), args.text, settings, Console(sys.stderr))
+    _print(result, args.json, render, out)
+    return 0
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from llmc.options import Options
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.pass_report import Record
 from llmc.passes.pipeline import override, parse_pipeline, run_pipeline
+from llmc.quant.make.recipes import NONE
 from llmc.targets.target import Target
 
 DTYPES = (("float32", "f32"), ("bfloat16", "bf16"))
@@ -152,15 +153,20 @@ class Compilation:
             return self.write(traced, weights, built)
 
     def checkpoint(self, traced: Any) -> Any:
-        """Open the model's weights; if they are quantised, say how."""
+        """Open the model's weights; if they are quantised, give them quantised types in the graph, and say how."""
         from llmc.frontend.checkpoint import Checkpoint
         from llmc.quant.decoder import decoder_of
+        from llmc.quant.typed_weights import use_codes
 
         decoder = decoder_of(traced.source.config, self.registry.schemes)
         found = Checkpoint(traced, decoder=decoder)
         if decoder and decoder.labels:
+            kept = use_codes(traced.module, found, self.registry.opset())
+            self.ir.append(("quantised-weights", show(traced.module)))
             formats = ", ".join(f"{count} in {label}" for label, count in decoder.labels.most_common())
-            self.note(f"quantised weights ({formats}) are converted to {traced.facts.dtype} in the artifact")
+            total = sum(decoder.labels.values())
+            rest = f"; {total - kept} of them are converted to {traced.facts.dtype}" if kept < total else ""
+            self.note(f"the checkpoint has quantised weights: {formats}{rest}")
         return found
 
     def trace(self) -> Any:
@@ -204,6 +210,11 @@ class Compilation:
         registry, target = self.registry, self.target
         text = self.options.pipeline or target.pipeline
         passes = parse_pipeline(text, registry.passes, registry.pipelines_for(target))
+        if {(o := self.options).quant, o.quant_head} != {NONE}:
+            if not any(p.name == "quantize" for p in passes):
+                remedy = "add it to --pipeline, for example after fold"
+                raise Diagnostic("E421", "--quant needs the pass quantize, which the pipeline lacks", remedy)
+            passes = override(passes, "quantize", weights=o.quant, group=o.group_size or 0, head=o.quant_head)
         sizes = {"rows": self.rows, "max_len": max_len, "page": target.page_size, "tokens": self.tokens}
         passes = override(passes, "page-attention", **sizes)
         return override(passes, "select", tuning=str(self.options.tuning)) if self.options.tuning else passes

@@ -12,6 +12,7 @@ from llmc_runtime.option_type import of_command, option, options_of, positive
 from llmc.builtin import EXTENSION
 from llmc.frontend.hub import PUBLIC, Hub
 from llmc.frontend.unsupported import refuse_code
+from llmc.quant.make.recipes import NONE, ROUNDED
 
 BOTH = ("compile", "tune")
 FILES = "files and caches"  # heading of the options that do not change what an artifact contains
@@ -47,6 +48,12 @@ class Options:
     weights: str = _artifact(
         "packed", "weights of the artifact: packed (default), random:SEED, or none", str, "KIND", commands=("compile",)
     )
+    quant: str = _artifact(
+        NONE, "format to which weights of matrix products are rounded (none: as the checkpoint has them)", str, None,
+        choices=(NONE, *ROUNDED),
+    )  # fmt: skip
+    quant_head: str = _artifact(NONE, "the same for the output projection (none)", str, None, choices=(NONE, *ROUNDED))
+    group_size: int | None = _artifact(None, "columns of a weight that share a scale (the recipe's: int4 128)")
     layers: int | None = _artifact(None, "number of layers to compile for a quick build, from the first (all)")
     tuning: Path | None = _path("file of measurements that choose kernels (those shipped with llmc)", "FILE")
     cache: Path | None = _path("cache of kernels and artifacts (~/.cache/llmc)", "DIR")

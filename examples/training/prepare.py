@@ -45,6 +45,7 @@ def fetch(source: Source, work: Path) -> Path:
     debs.mkdir(parents=True, exist_ok=True)
     if not list(debs.glob(f"{source.package}_*.deb")):
         subprocess.run(["apt-get", "download", source.package], cwd=debs, check=True)
+    root.mkdir(parents=True, exist_ok=True)
     subprocess.run(["dpkg", "-x", next(debs.glob(f"{source.package}_*.deb")), root], check=True)
     return root
 

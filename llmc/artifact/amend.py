@@ -1,4 +1,4 @@
-"""Adds one small file (the canary) to a finished artifact, which stays readable at every moment."""
+"""Adds a small file (canary, result of `llmc eval`) to a finished artifact, which stays readable at every moment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmc.artifact.publish import PART, locked
 
 
 def put_file(out: str | Path, name: str, data: bytes, hook: Hook = no_hook) -> Manifest:
-    """Write or replace `name` at the artifact's top level and return the new manifest.
+    """Write or replace the file `name` of the artifact and return the new manifest.
 
     The manifest first drops the file, then the file is written, then the manifest lists it. Raises Diagnostic E121 or
     E123, and LlmcError if the artifact cannot be opened.

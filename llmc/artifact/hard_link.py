@@ -14,7 +14,7 @@ from llmc_runtime.format.manifest import NAME, Manifest, Weights
 
 from llmc.artifact.files import Files
 from llmc.artifact.integrity import open_undamaged
-from llmc.artifact.publish import CANARY, PART, locked, publish, sweep, temporary
+from llmc.artifact.publish import OF_WEIGHTS, PART, locked, publish, sweep, temporary
 from llmc.artifact.weights import Progress, write_weights
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph
@@ -52,9 +52,9 @@ def pack_weights(artifact: Path, graph: Graph, source: WeightSource, progress: P
     with locked(path):
         sweep(path)
         manifest = Folder(path).manifest()
-        with _linked(path, path, skip=("weights", CANARY)) as files:  # the canary is for the old weights
+        with _linked(path, path, skip=("weights", *OF_WEIGHTS)) as files:
             written = write_weights(graph, source, files, progress=progress)
-            others = {n: i for n, i in manifest.files.items() if n != CANARY}
+            others = {n: i for n, i in manifest.files.items() if n not in OF_WEIGHTS}
             manifest = replace(manifest, weights=Weights("packed", written), files=others)
             files.put(PART, manifest.dump())
             files.sync()
@@ -64,11 +64,13 @@ def pack_weights(artifact: Path, graph: Graph, source: WeightSource, progress: P
 
 @contextmanager
 def _linked(source: Path, out: Path, skip: tuple[str, ...] = ()) -> Iterator[Files]:
-    """A temporary folder beside `out` with links to the files of `source`, except its manifest and those in `skip`."""
+    """A temporary folder beside `out` with links to the files of `source`, except its manifest and those that `skip`
+    names, or whose top folder it names.
+    """
     with temporary(out) as files:
         for path in sorted(p for p in source.rglob("*") if p.is_file() and not p.is_symlink()):
             name = path.relative_to(source)
-            if name.as_posix() in (NAME, PART) or name.parts[0] in skip:
+            if name.as_posix() in (NAME, PART, *skip) or name.parts[0] in skip:
                 continue
             (files.root / name).parent.mkdir(parents=True, exist_ok=True)
             _link(path, files.root / name)

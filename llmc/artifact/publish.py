@@ -19,6 +19,8 @@ from llmc.diagnostics import Diagnostic
 
 PART = "manifest.json.part"
 CANARY = "canary.json"
+EVALUATION = "report/eval.json"  # of llmc eval
+OF_WEIGHTS = (CANARY, EVALUATION)  # files that describe what the weights compute
 _AT_FDCWD, _EXCHANGE = -100, 2
 
 

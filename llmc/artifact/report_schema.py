@@ -13,6 +13,7 @@ from llmc_runtime.format.manifest import Manifest
 
 # A form is a type, [form] for a list, or a mapping from required keys to forms; "*" is the form of all other keys.
 _TEXT, _COUNT, _NUMBER = str, int, float
+_SIGNED = "signed"  # a number that may be negative
 _PLACE = MappingProxyType({"op": _TEXT, "loc": _TEXT, "count": _COUNT})
 _RULE = MappingProxyType({**_PLACE, "rule": _TEXT})
 _LAUNCH = MappingProxyType(
@@ -32,6 +33,10 @@ _FORMS: Mapping[str, Any] = MappingProxyType(
             "programs": {"*": {"sizes": _SIZES, "us": _NUMBER, "launches": [_LAUNCH]}},
         },
         "memory": {"*": object},
+        "eval": {
+            "text": {"name": _TEXT}, "context": _COUNT, "windows": _COUNT, "tokens": _COUNT, "perplexity": _NUMBER,
+            "perplexity_stderr": _NUMBER, "bits_per_byte": _NUMBER, "against": object,
+        },
         "compile": {"options": {}, "notes": [_TEXT], "versions": {"*": _TEXT}},
         "passes": [
             {
@@ -48,6 +53,11 @@ _FORMS: Mapping[str, Any] = MappingProxyType(
     }
 )  # fmt: skip
 _PEAKS = ("report/roofline.json.machine.flops", "report/roofline.json.machine.bandwidth")  # divisors: must be positive
+_AGAINST = MappingProxyType({
+    "name": _TEXT, "target": _TEXT, "digest": _TEXT, "perplexity": _NUMBER, "perplexity_stderr": _NUMBER,
+    "perplexity_change_percent": _SIGNED, "top1_agreement_percent": _NUMBER, "kl_mean": _NUMBER, "kl_stderr": _NUMBER,
+    "kl_p99": _NUMBER, "kl_max": _NUMBER,
+})  # fmt: skip
 _PLAN = MappingProxyType({"arena_bytes": _COUNT, "values": _COUNT, "slots": [_SLOT]})
 
 
@@ -68,6 +78,8 @@ def _read(folder: Folder, manifest: Manifest, name: str) -> Any:
         for key, plan in found.items():
             if isinstance(plan, dict) and "slots" in plan:
                 _check(plan, _PLAN, f"{name}.{key[:40]}")
+    if kind == "eval" and found["against"] is not None:
+        _check(found["against"], _AGAINST, f"{name}.against")
     return found
 
 
@@ -84,6 +96,9 @@ def _check(value: Any, form: Any, where: str) -> None:
             raise damaged(where, "expected a list")
         for i, inner in enumerate(value):
             _check(inner, form[0], f"{where}[{i}]")
+    elif form is _SIGNED:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < 1 << 62:
+            raise damaged(where, "expected a number")
     elif form is _NUMBER or form is _COUNT:
         numbers = (int, float) if form is _NUMBER else int
         if not isinstance(value, numbers) or isinstance(value, bool) or not 0 <= value < 1 << 62:

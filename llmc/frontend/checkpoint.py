@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from llmc.frontend.weight_mapping import resolve
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Builder, Graph, Value
 from llmc.ir.ops import OPS
+from llmc.ir.qformat import QFormat
 from llmc.ir.types import Type, tensor
 from llmc.ir.weight_eval import Blocks
 
@@ -26,6 +28,19 @@ from llmc.ir.weight_eval import Blocks
 HARMLESS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
 MASK = re.compile(r"(^|\.)(attn|attention)\.((masked_)?bias|causal_mask)$")
 FLOATS = ("f64", "f32", "bf16", "f16")
+PARTS = ("codes", "scales", "zeros")  # of a quantised weight, in the order of the operands of `assemble`
+
+
+@dataclass(frozen=True)
+class QuantisedWeight:
+    """A weight [n, k] in a format: its codes, scales and, if the format has them, zero points.
+
+    order: i32[k], the column of the weight that each column of the codes is; None if they are the same.
+    """
+
+    format: QFormat
+    parts: tuple[Value, ...]
+    order: Value | None = None
 
 
 class WeightDecoder(Protocol):
@@ -38,6 +53,9 @@ class WeightDecoder(Protocol):
 
         `tensors` are the stored tensors, `build` adds nodes to their graph, `read` returns a stored tensor.
         """
+
+    def parts(self, weight: Value, build: Builder) -> QuantisedWeight | None:
+        """Return the parts of a weight that `decode` returned; None if it is not quantised, or if no format fits."""
 
 
 class Checkpoint:
@@ -77,6 +95,16 @@ class Checkpoint:
             self._check_dtype(name, value)
         self._check_tied(known)
         self._values = {name: _cast(build, v, traced.weights[name].type.dtype) for name, v in located.items()}
+        self.formats: dict[str, QFormat] = {}  # of weights that can be read as parts
+        self.orders: dict[str, str] = {}  # the name under which the order of a weight's columns is read, if it has one
+        shared: dict[Value, str] = {}
+        for name, value in located.items():
+            if decoder and (found := decoder.parts(value, build)):
+                self.formats[name] = found.format
+                self._values |= {f"{name}.{part}": v for part, v in zip(PARTS, found.parts, strict=False)}
+                if found.order:
+                    self.orders[name] = shared.setdefault(found.order, f"{name}.order")
+                    self._values[self.orders[name]] = found.order
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -105,9 +133,20 @@ class Checkpoint:
         stored = [self._tensors.tensors[v.name] for v in _inputs(self._values[name])]
         return f"{stored[0].file.name}:{stored[0].name}" + (f" and {len(stored) - 1} more" if len(stored) > 1 else "")
 
+    def part_types(self, name: str) -> Mapping[str, Type]:
+        """Return the types of the codes, scales and, if it has them, zeros of a weight of `formats`.
+
+        Keys are the names under which `read` returns the parts.
+        """
+        found = {part: self._values.get(part) for part in (f"{name}.{p}" for p in PARTS)}
+        return {part: value.type for part, value in found.items() if value is not None}
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a weight in the graph."""
-        return tuple(int(d.const or 0) for d in self.traced.weights[name].type.shape)
+        return tuple(int(d.const or 0) for d in self._type(name).shape)
+
+    def _type(self, name: str) -> Type:
+        return self._values[name].type if name in self._values else self.traced.weights[name].type
 
     def read(self, name: str, rows: slice | None = None) -> np.ndarray:
         """Return rows of the first axis (all by default) as a new array in the weight's dtype in the graph.
@@ -115,7 +154,7 @@ class Checkpoint:
         Only these rows are read from disk, unless the weight is stored transposed. Raises KeyError for an unknown name
         and ValueError for a slice with a step.
         """
-        want = DTYPES[self.traced.weights[name].type.dtype].np
+        want = DTYPES[self._type(name).dtype].np
         shape = self.shape(name)
         start, stop, step = (rows or slice(None)).indices(shape[0] if shape else 1)
         if step != 1:

@@ -157,6 +157,15 @@ class Graph:
         old.uses = []
         self.outputs = [new if v is old else v for v in self.outputs]
 
+    @staticmethod
+    def set_operands(node: Node, operands: Sequence[Value]) -> None:
+        """Make `node` read other values, of types that leave its result types as they are."""
+        for v in node.operands:
+            v.uses.remove(node)
+        node.operands = list(operands)
+        for v in operands:
+            v.uses.append(node)
+
     def erase(self, node: Node) -> None:
         """Remove a node whose results have no uses; raises AssertionError otherwise."""
         assert not any(r.uses for r in node.results), f"{node.op.name}: erasing a node in use"
@@ -191,11 +200,16 @@ class Graph:
 
 @dataclass(eq=False)
 class Module:
-    """Graphs that share symbols (name to inclusive bounds) and quantised formats."""
+    """Graphs that share symbols (name to inclusive bounds)."""
 
     graphs: dict[str, Graph] = field(default_factory=dict)
     symbols: dict[str, tuple[int, int]] = field(default_factory=dict)
-    formats: dict[str, QFormat] = field(default_factory=dict)
+
+    @property
+    def formats(self) -> Mapping[str, QFormat]:
+        """The quantised formats of the graphs' values by name, in order of appearance."""
+        values = (v for g in self.graphs.values() for v in [*g.inputs, *(r for n in g.nodes for r in n.results)])
+        return {v.type.format.name: v.type.format for v in values if v.type.format}
 
     def bounds(self, g: Graph) -> dict[str, tuple[int, int]]:
         """Return the symbols' inclusive bounds within graph `g`."""
@@ -207,7 +221,7 @@ class Module:
 
     def clone(self) -> Module:
         """Return a deep copy."""
-        return Module({k: g.copy() for k, g in self.graphs.items()}, dict(self.symbols), dict(self.formats))
+        return Module({k: g.copy() for k, g in self.graphs.items()}, dict(self.symbols))
 
 
 class Builder:

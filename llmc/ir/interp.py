@@ -87,7 +87,10 @@ def concrete(v: Any, sizes: Mapping[str, int]) -> Any:
 
 
 def round_to_type(x: Any, t: Type, exact: bool = False) -> np.ndarray:
-    """Convert an array to interpreter form: floats rounded to the type's dtype but stored wide."""
+    """Convert an array to interpreter form: floats rounded to the type's dtype but stored wide.
+
+    A quantised tensor is its dequantised numbers, which are not rounded again.
+    """
     dt = DTYPES[t.dtype]
     x = np.asarray(x)
     if dt.kind != "f":
@@ -96,7 +99,7 @@ def round_to_type(x: Any, t: Type, exact: bool = False) -> np.ndarray:
         return x.astype(np.float64)
     if t.dtype == "f64":
         return x.astype(np.float64)
-    if t.dtype == "f32":
+    if t.dtype == "f32" or t.format is not None:
         return x.astype(np.float32)
     return x.astype(dt.np).astype(np.float32)
 

@@ -34,6 +34,28 @@ class QFormat:
         if self.name in DTYPES or not re.fullmatch(r"[A-Za-z_]\w*", self.name):
             raise ValueError(f"{self.name!r} is not a valid format name: use an identifier that is not a dtype")
 
+    @staticmethod
+    def of(code: str, block: tuple[int, int], scale: str, zero: str = "", logical: str = "bf16") -> QFormat:
+        """Return the format with these fields, named after them: u4_1x128_bf16_z8."""
+        zeros = f"_z{zero}" if zero else ""
+        name = f"{code}_{block[0]}x{block[1]}_{scale}{zeros}" + ("" if logical == "bf16" else f"_{logical}")
+        return QFormat(name, code, block, scale, zero, (), logical)
+
+    @property
+    def storage(self) -> str:
+        """The dtype in which codes are held before they are packed: codes of less than 8 bits take a byte each."""
+        return self.code if DTYPES[self.code].bits >= 8 else "u8"
+
+    @property
+    def zero_point(self) -> int:
+        """The zero point of all codes; 0 if there is none, or if there is one for each scale."""
+        return int(self.zero) if self.zero and self.zero not in DTYPES else 0
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether there is a zero point for each scale."""
+        return self.zero in DTYPES
+
     def scale_shape(self, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
         """Return the shape of the scales of a tensor [*batch, n, k]."""
         *batch, n, k = shape

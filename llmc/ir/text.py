@@ -12,7 +12,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.ir.dim import Dim
 from llmc.ir.graph import Graph, Module, Node, Value
 from llmc.ir.opdef import OpDef
-from llmc.ir.qformat import parse_qformat
+from llmc.ir.qformat import QFormat, parse_qformat
 from llmc.ir.types import Type, parse_type, split_commas
 
 
@@ -105,6 +105,7 @@ class _Reader:
         self.lines = _clean(text.splitlines())
         self.pos = 0
         self.m = Module()
+        self.formats: dict[str, QFormat] = {}
 
     def fail(self, line: int, why: str, remedy: str = "") -> Diagnostic:
         return Diagnostic("E401", f"line {line}: {why}", remedy or "see docs/ir.md for the text form")
@@ -129,7 +130,7 @@ class _Reader:
             f = parse_qformat(line)
         except (ValueError, KeyError) as e:
             raise self.fail(number, f"{e}") from None
-        self.m.formats[f.name] = f
+        self.formats[f.name] = f
         self.pos += 1
 
     def ranges(self, number: int, text: str) -> dict[str, tuple[int, int]]:
@@ -169,7 +170,7 @@ class _Reader:
 
     def type(self, number: int, text: str) -> Type:
         try:
-            return parse_type(text, self.m.formats)
+            return parse_type(text, self.formats)
         except ValueError as e:
             raise self.fail(number, str(e)) from None
 

@@ -46,6 +46,16 @@ class Type:
             total = total + (product(shape) * DTYPES[dt].bits).ceildiv(8)
         return total
 
+    def whole_blocks(self, axis: int, length: DimLike) -> bool:
+        """Whether `length` elements along an axis are whole blocks of a quantised tensor; true for other tensors.
+
+        Parts can be cut there, and other tensors of the format appended.
+        """
+        if self.format is None or axis < self.rank - 2:
+            return True
+        size = self.format.block[axis - self.rank + 2]
+        return size > 0 and Dim.of(length).divisible(size)
+
     def with_shape(self, *shape: DimLike) -> Type:
         """Return this type with another shape."""
         return Type(self.dtype, tuple(Dim.of(d) for d in shape), self.state, self.format)

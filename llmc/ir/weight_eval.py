@@ -295,7 +295,13 @@ def _take(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
     return _apply(v, blocks.whole(x), blocks.rows(idx, lo, hi))
 
 
-def _dequantize(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
+def _quantize_scale(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
+    """Row r of the scales is that of the block of rows [r * size, (r + 1) * size)."""
+    (w,), size, n = _operands(v), _attrs(v)["block"][0], shape_of(_operands(v)[0])[0]
+    return _apply(v, blocks.rows(w, lo * size, min(hi * size, n)) if size else blocks.rows(w, 0, n))
+
+
+def _in_blocks(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
     """Rows from the first of the block that holds row `lo`; leading axes are axes of whole matrices."""
     code, *rest = _operands(v)
     if v.type.rank > 2:
@@ -335,6 +341,8 @@ _RULES: Mapping[str, Rule] = MappingProxyType(
         "unpack_bits": _unpack_bits,
         "take": _take,
         "take_columns": _take_columns,
-        "dequantize": _dequantize,
+        "dequantize": _in_blocks,
+        "quantize_code": _in_blocks,
+        "quantize_scale": _quantize_scale,
     }
 )

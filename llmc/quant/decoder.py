@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from llmc.diagnostics import Diagnostic
+from llmc.frontend.checkpoint import QuantisedWeight
 from llmc.ir.graph import Builder, Value
+from llmc.ir.qformat import QFormat
 from llmc.quant.scheme import AGAIN, Codes, Scheme, SchemeOf, Stored
 
 # Scales of the KV cache, which is not quantised, by the last part of their names.
@@ -23,6 +25,8 @@ class Decoder:
         """Decode by `scheme`."""
         self.scheme = scheme
         self.labels: Counter[str] = Counter()  # weights by their format
+        self._codes: dict[Value, Codes] = {}  # of each decoded weight
+        self._orders: dict[bytes, Value] = {}  # of columns, by the content of their group index
 
     def decode(
         self, tensors: Mapping[str, Value], build: Builder, read: Callable[[str], np.ndarray]
@@ -53,15 +57,61 @@ class Decoder:
             raise Diagnostic("E340", f"{stored.module} is stored quantised and as it was: {have}", AGAIN)
         codes = self.scheme.decode(stored)
         self.labels[codes.label] += 1
-        return dequantized(codes, stored.build)
+        weight = dequantized(codes, stored.build)
+        self._codes[weight] = codes
+        return weight
+
+    def parts(self, weight: Value, build: Builder) -> QuantisedWeight | None:
+        """See `WeightDecoder.parts`."""
+        codes = self._codes.get(weight)
+        if codes is None:
+            return None
+        if (groups := codes.groups) and groups.content not in self._orders:
+            self._orders[groups.content] = build.argsort(groups.index)
+        return parts_of(codes, self._orders[groups.content] if groups else None, build)
+
+
+def parts_of(codes: Codes, order: Value | None, b: Builder) -> QuantisedWeight | None:
+    """The format of codes, and the codes, scales and zero points as the format holds them; None if none fits.
+
+    `order` sorts the columns by their groups, if they have a group index.
+
+    Codes of e2m1, transposed weights and stacks of experts have no format yet. Columns with a group index are sorted by
+    their groups, if these are equally large.
+    """
+    if codes.values or codes.turned or codes.code.type.rank != 2 or (codes.groups and not codes.groups.even):
+        return None
+    name = code_dtype(codes)
+    if name is None:
+        return None
+    code, scale, zero, block = codes.code, codes.scale, codes.zero, codes.block
+    if order is not None:
+        code = b.take_columns(code, order)
+    if block == (0, 0):  # a scale of the whole tensor: one for each row, so that weights can be joined
+        shape, block = (codes.code.type.shape[0], 1), (1, 0)
+        scale = b.broadcast(scale, shape=shape)
+        zero = b.broadcast(zero, shape=shape) if isinstance(zero, Value) else zero
+    if not isinstance(zero, Value):
+        f = QFormat.of(name, block, scale.type.dtype, str(zero) if zero else "")
+        return QuantisedWeight(f, (code, scale), order)
+    return QuantisedWeight(QFormat.of(name, block, scale.type.dtype, zero.type.dtype), (code, scale, zero), order)
+
+
+def code_dtype(codes: Codes) -> str | None:
+    """The dtype of the codes as a format names it: u4 for unsigned codes of at most 4 bits; None if no dtype fits."""
+    dtype = codes.code.type.dtype
+    node = codes.code.node
+    if dtype == "u8" and node is not None and node.op.name == "unpack_bits" and node.attrs["bits"] <= 4:
+        return "u4"
+    return dtype if dtype in ("u8", "i8", "f8e4m3", "f8e5m2") else None
 
 
 def dequantized(codes: Codes, b: Builder) -> Value:
     """The weight in float32, as the model holds it."""
     scale, zero, block = codes.scale, codes.zero, codes.block
     if codes.groups is not None:
-        scale = b.take_columns(scale, codes.groups)
-        zero = b.take_columns(zero, codes.groups) if isinstance(zero, Value) else zero
+        scale = b.take_columns(scale, codes.groups.index)
+        zero = b.take_columns(zero, codes.groups.index) if isinstance(zero, Value) else zero
         block = (codes.block[0], 1)
     operands = (codes.code, scale, zero) if isinstance(zero, Value) else (codes.code, scale)
     point = 0 if isinstance(zero, Value) else zero

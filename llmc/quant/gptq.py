@@ -15,6 +15,8 @@ from types import MappingProxyType
 from typing import Any
 
 from llmc.diagnostics import Diagnostic
+from llmc.ir.graph import Value
+from llmc.ir.ops.quantize import unpack_bits
 from llmc.quant.scheme import AGAIN, Codes, Stored, integer, last_part, refuse, shape_of
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx", "weight")
@@ -88,9 +90,14 @@ def unpack(stored: Stored, bits: int, group_size: int, less_one: bool) -> Codes:
     stored.expect(zeros, count, -(-n * bits // 32))
     stored.check_scales(scales)
     by_index = stored.groups("g_idx", k, count, size)
+    zero: Value | int
     code = b.unpack_bits(b.transpose(words, perm=(1, 0)), bits=bits, axis=1, size=k)
-    added = {"word_add": ONES[bits]} if bits in ONES else {"add": 1}
-    zero = b.unpack_bits(b.transpose(zeros, perm=(1, 0)), bits=bits, axis=0, size=n, **(added if less_one else {}))
+    added: Mapping[str, int] = {"word_add": ONES[bits]} if bits in ONES else {"add": 1}
+    layout = {"bits": bits, "axis": 0, "size": n, **(added if less_one else {})}
+    points = unpack_bits.ref(stored.load(zeros.name).T, **layout)
+    zero = (
+        b.unpack_bits(b.transpose(zeros, perm=(1, 0)), **layout) if points.min() < points.max() else int(points[0, 0])
+    )
     scale = b.transpose(scales, perm=(1, 0))
     block = (1, 0 if size >= k else size)
     return Codes(code, scale, block, f"gptq {bits} bit", zero, groups=by_index)

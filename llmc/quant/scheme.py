@@ -21,14 +21,23 @@ AGAIN = "download the checkpoint again; config.json and weights must be of one r
 
 
 @dataclass(frozen=True)
+class Groups:
+    """The group of each column, i32[k], and its bytes. even: sorted by group, columns are runs of equal size."""
+
+    index: Value
+    content: bytes
+    even: bool
+
+
+@dataclass(frozen=True)
 class Codes:
     """A quantised weight: `(code - zero) * scale`, as `dequantize` computes it.
 
     code: [*experts, n, k], in the order of the unpacked weight. scale, and zero if it is a value:
     [*experts, blocks of n, blocks of k]. block: rows and columns that share a scale; 0 is the whole axis. zero: zero
     points, one for all codes, or none (0). values: the encoding of codes that are not numbers, such as "e2m1". groups:
-    [k], the group of each column, if groups are not runs of neighbours; block is then (1, 1) over the groups' columns.
-    label: the format's name in reports. turned: the model holds the transpose, [*experts, k, n].
+    the groups of the columns, if they are not runs of neighbours. label: the format's name in reports. turned: the
+    model holds the transpose, [*experts, k, n].
     """
 
     code: Value
@@ -37,7 +46,7 @@ class Codes:
     label: str
     zero: Value | int = 0
     values: str = ""
-    groups: Value | None = None
+    groups: Groups | None = None
     turned: bool = False
 
 
@@ -87,8 +96,8 @@ class Stored:
             cause = f"{value.name} has the scale {wide[where]} at {list(where)} ({int(bad.sum())} such scales)"
             raise Diagnostic("E342", cause, AGAIN)
 
-    def groups(self, part: str, columns: int, count: int, size: int) -> Value | None:
-        """Return the group of each column, or None if the part is missing or groups are runs of `size` columns.
+    def groups(self, part: str, columns: int, count: int, size: int) -> Groups | None:
+        """Return the groups of the columns, or None if the part is missing or groups are runs of `size` columns.
 
         Raises Diagnostic E341 if the part does not have `columns` entries, E342 if one is not below `count`.
         """
@@ -100,7 +109,10 @@ class Stored:
         if index.min(initial=0) < 0 or index.max(initial=0) >= count:
             worst = index[(index < 0) | (index >= count)][0]
             raise Diagnostic("E342", f"{value.name} names group {worst}; there are {count} groups of scales", AGAIN)
-        return None if np.array_equal(index, np.arange(columns) // size) else value
+        runs = np.arange(columns) // size
+        if np.array_equal(index, runs):
+            return None
+        return Groups(value, index.tobytes(), np.array_equal(np.sort(index), runs))
 
 
 class Scheme(Protocol):

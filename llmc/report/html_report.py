@@ -13,6 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from llmc_runtime.format.errors import LlmcError
 
 from llmc.artifact.cost_report import weight_bytes
+from llmc.report.accuracy import accuracy_rows, scored_text
 from llmc.report.formatting import count_noun, schedule_text, size_text, us_text
 from llmc.report.kernel_choices import choices, kernels
 from llmc.report.launch_costs import program_costs, step_sizes
@@ -45,6 +46,7 @@ def report(a: Opened) -> str:
         if predictions
         else None,
         "memory": memory_report(a),
+        "accuracy": _accuracy(a.reports.get("eval")),
         "passes": {"passes": a.reports["passes"]} if "passes" in a.reports else None,
         "choices": {"choices": choices(a, predictions)} if "choices" in a.reports else None,
         "kernels": {"kernels": kernels(a, predictions)},
@@ -99,6 +101,11 @@ def _facts(a: Opened) -> list[tuple[str, str]]:
         ("digest", m.digest),
     )
     return [(k, v) for k, v in facts if v]
+
+
+def _accuracy(recorded: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The measures that `llmc eval` recorded; the rows are empty if it did not."""
+    return {"scored": scored_text(recorded), "measures": accuracy_rows(recorded)} if recorded else {"measures": ()}
 
 
 def _modules(a: Opened, predictions: Mapping[str, Any]) -> dict[str, Any]:

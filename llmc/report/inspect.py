@@ -11,6 +11,7 @@ from llmc_runtime.format.manifest import Manifest
 from llmc_runtime.format.program import Program
 
 from llmc.artifact.cost_report import memory
+from llmc.report.accuracy import accuracy_line
 from llmc.report.formatting import size_text
 from llmc.report.launch_costs import step_sizes
 from llmc.report.open_artifact import open_artifact
@@ -37,6 +38,7 @@ def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) 
         "vocab_size": m.vocab_size,
         "generation": dict(m.generation),
         "canary": "canary.json" in m.files,
+        "eval": a.reports.get("eval"),
         "compile": a.reports.get("compile", {}),
         "weights": {"mode": m.weights.mode, "bytes": weights, "files": len(m.weights.files)},
         "bytes": a.nbytes,
@@ -137,6 +139,7 @@ def render(data: Mapping[str, Any]) -> str:
         f"({kv['dtype']}, {kv['layers']} layers, {size_text(kv['bytes_per_token'])} per token), "
         f"{kv['full_sequences']:g} full sequences",
         f"  canary    {'recorded' if data['canary'] else 'not recorded (llmc verify --record)'}",
+        f"  accuracy  {accuracy_line(data['eval']) if data['eval'] else 'not recorded (llmc eval --record)'}",
     ]
     versions = data["compile"].get("versions", {})
     lines += ["  versions  " + ", ".join(f"{k} {v}" for k, v in versions.items())] if versions else []

@@ -11,10 +11,10 @@ from types import MappingProxyType
 from llmc.targets.target import Limits, Target
 
 _FRONT = (
-    "canonicalize, fuse-norm, fuse-rope, page-attention, fuse-linear, fold, fuse-pointwise, fuse-qkv, "
+    "canonicalize, fuse-norm, fuse-rope, page-attention, fuse-linear, fold, quantize, fuse-pointwise, fuse-qkv, "
     "specialize{decode=[1, 4, 8, 16, 32, 64, 128], step=[128, 512, 2048]}, fuse-norm-linear{rows=1}"
 )
-_BACK = "split-kv, split-moe, fuse-rows, split-sample, select, pack, lift-weights, cse, dce, memory"
+_BACK = "split-kv, split-moe, fuse-rows, split-sample, lower-quantized, select, pack, lift-weights, cse, dce, memory"
 _TERA = 1e12
 
 

@@ -23,8 +23,8 @@ SIZES = {"T": 11, "R": 3}
 PACKED_FIRST = (
     "linear", "linear_map", "pack_panel", "packed_linear", "quantized_linear", "pack_codes", "packed_quantized_linear",
 )  # fmt: skip
-# Only in the graph of the stored tensors, which the compiler evaluates (llmc/ir/weight_eval.py).
-DECODING = tuple(op.name for op in quantize.OPS)
+# Only in the graph of the stored tensors, which the compiler evaluates (llmc/ir/weight_eval.py), or lowered before.
+DECODING = tuple(op.name for op in quantize.OPS if op.name != "take_columns")
 # Made by passes of the GPU pipelines alone: no CPU kernel runs them (test_triton_*.py).
 # The matrix units multiply bf16 pairs and keep probabilities as bf16; a normed head is rounded before it is rotated.
 ROUGH = (
@@ -134,6 +134,9 @@ TEXTS = (
     Text("bf16[T, 3]; bf16[R, 3]", "concat {axis=0}", "bf16[T+R, 3]"),
     Text("bf16[9, 33]; i32[T]", "take", "bf16[T, 33]"),
     Text("i32[9]; i64[2, R]", "take", "i32[2, R]"),
+    Text("bf16[T, 33]; i32[57]", "take_columns", "bf16[T, 57]"),
+    Text("f32[2, R, 9]; i64[4]", "take_columns", "f32[2, R, 4]"),
+    Text("bf16[5]; i32[300]", "take_columns", "bf16[300]"),
     Text("f32[4, 9, 5]; i32[4, T, 5]", "gather {axis=1}", "f32[4, T, 5]"),
     Text("f32[T, 9]", "reshape {shape=[3, T, 3]}", "f32[3, T, 3]"),
     Text("", 'iota {size=T, dtype="i32"}', "i32[T]"),

@@ -14,11 +14,13 @@ import torch
 from kernels.triton_harness import INTERPRETED
 from llmc_runtime import LLM, SamplingParams
 from llmc_runtime.artifact import open_artifact
+from llmc_runtime.exec.executor import Executor
+from llmc_runtime.exec.score_tokens import score_tokens
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.token_guide import mask_of
 from models import test_artifacts as artifacts
 from models.cases import LISTED, SEED, Case, sample
-from models.kit import save
+from models.kit import eager_logits, relative_error, save
 
 from llmc import driver
 from llmc.codegen.backends.triton.triton_toolchain import Compiled, TritonToolchain
@@ -159,3 +161,19 @@ def test_scored_prompts_and_masks(tmp_path: Path, device: InterpretDevice, monke
         found.append(tokens)
         assert cut == (depth == 2)
     assert found[0] == found[1] and all(a < b < a + 4 for a, b in pairwise([11, *found[0][:4]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_read_after_a_step(tmp_path: Path, device: InterpretDevice, dtype: torch.dtype) -> None:
+    """Of a scored sequence, also from steps of fewer entries than their program's rows."""
+    model = save(SHALLOW, tmp_path / "model", SEED, dtype).float()
+    options = Options(target=INTERPRETED.name, max_model_len=64, max_num_batched_tokens=16, max_num_seqs=3)
+    compile_model(tmp_path / "model", tmp_path / "model.llmc", options)
+    ids = np.random.default_rng(SEED).integers(3, 320, 6).astype(np.int32)
+    executor = Executor(open_artifact(tmp_path / "model.llmc"), device)
+    parts = list(score_tokens(executor, ids.tolist(), 3, logits=True))
+    executor.close()
+    found = np.concatenate([part.logits for part in parts if part.logits is not None])
+    want = eager_logits(model, ids, (6,))[:-1]
+    assert found.shape == want.shape
+    assert relative_error(found, want) <= (1e-4 if dtype is torch.float32 else 3e-2)

@@ -22,11 +22,19 @@ from llmc.extension import load
 from llmc.frontend.checkpoint import Checkpoint
 from llmc.frontend.export import quiet
 from llmc.frontend.trace_model import trace
+from llmc.passes.base import Ctx
+from llmc.passes.pipeline import parse_pipeline, run_pipeline
 from llmc.quant.decoder import Decoder, decoder_of
+from llmc.quant.typed_weights import use_codes
 
 FIXTURES = Path(__file__).parent / "fixtures"
 READ = sorted(p.parent.name for p in FIXTURES.glob("*/oracle.json"))
 FILE = "model.safetensors"
+# Fixtures without a weight that a QFormat describes.
+UNTYPED = {
+    "ar-mxfp4", "ar-nvfp4", "ar-to-ct-nvfp4", "bnb-fp4", "bnb-int8", "bnb-nf4", "bnb-nf4-double", "ct-kv-only",
+    "ct-mxfp4", "ct-nvfp4", "ct-nvfp4a16", "gpt-oss-mxfp4",
+}  # fmt: skip
 
 
 def decoder(folder: Path) -> Decoder | None:
@@ -100,6 +108,25 @@ def test_logits_are_those_of_the_dequantised_weights(name: str) -> None:
         traced = checkpoint.traced
         got = ir_logits(traced.module, traced, checkpoint, tokens, positions, np.arange(9))
     assert relative_error(got, eager_logits(float_model(FIXTURES / name), tokens, (9,))) <= 1e-4
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("name", READ)
+def test_quantised_types_compute_the_same_logits(name: str) -> None:
+    """Weights of a quantised type, joined by fusion and lowered to their parts, are the numbers that `read` returns."""
+    tokens, positions = prompts((9,), 64)
+    ops = load().opset()
+    with opened(FIXTURES / name) as checkpoint:
+        traced = checkpoint.traced
+        want = ir_logits(traced.module, traced, checkpoint, tokens, positions, np.arange(9))
+        kept = use_codes(traced.module, checkpoint, ops)
+        assert kept == len(checkpoint.formats) and bool(kept) == (name not in UNTYPED)
+        passes = parse_pipeline("canonicalize, fuse-linear, lower-quantized{fallback=false}", load().passes)
+        run_pipeline(traced.module, passes, Ctx(ops))
+        products = [n for n in traced.module.graphs["main"].nodes if n.op.name == "quantized_linear"]
+        assert len(products) > kept // 3 or not kept
+        got = ir_logits(traced.module, traced, checkpoint, tokens, positions, np.arange(9))
+    assert relative_error(got, want) <= 1e-5
 
 
 Tensors = dict[str, torch.Tensor]

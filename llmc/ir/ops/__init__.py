@@ -33,8 +33,8 @@ def op_set(*groups: Iterable[OpDef]) -> Mapping[str, OpDef]:
     return MappingProxyType(out)
 
 
-_GROUPS = (
+GROUPS = (
     pointwise, reduce, shape, linear, packed, quantize, quantized_linear, packed_quantized, norm, rope, attention,
     moe, state, sample,
 )  # fmt: skip
-OPS = op_set(*(m.OPS for m in _GROUPS))
+OPS = op_set(*(m.OPS for m in GROUPS))

@@ -1,4 +1,8 @@
-"""Ops that decode quantised weights: unpack integers from words, and turn codes, scales and zero points into floats."""
+"""Ops of quantised weights: unpacking integers from words, and converting between floats and codes with scales.
+
+A value of a quantised type (`Type.format`) stands for its dequantised numbers: an op that takes one computes with
+those. `quantize` and `assemble` make such values; the pass `lower-quantized` replaces them by their parts.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from llmc.ir.contents import index, integers, probability
+from llmc.ir.contents import index, integers, positive, probability
 from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.opdef import Ints, op
 from llmc.ir.ops.common import axis_of
+from llmc.ir.qformat import QFormat
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
 
@@ -80,6 +85,15 @@ def _stream(words: np.ndarray, bits: int, size: int) -> np.ndarray:
 def take_columns(x: Any, idx: Any) -> Any:
     """Columns of x by index, such as the scales of the groups that `g_idx` names."""
     return x[..., idx]
+
+
+@op(
+    "(x: i[n]) -> i32[n]",
+    holds={"x": integers(0, 4)}, example={"n": 9},
+)  # fmt: skip
+def argsort(x: Any) -> Any:
+    """The indices that sort x in ascending order; equal elements keep theirs."""
+    return np.argsort(x, kind="stable").astype(np.int32)
 
 
 def _bitcast_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
@@ -151,4 +165,121 @@ def _spread(x: np.ndarray, block: tuple[int, ...], shape: tuple[int, ...]) -> np
     return x
 
 
-OPS = (unpack_bits, take_columns, bitcast, dequantize)
+def _format(attrs: Mapping[str, Any], logical: str) -> QFormat:
+    try:
+        if len(attrs["block"]) != 2 or min(attrs["block"]) < 0:
+            raise ValueError(f"block={list(attrs['block'])}: rows and columns that share a scale are wanted, 0 for all")
+        return QFormat.of(attrs["code"], attrs["block"], attrs["scale"], attrs["zero"], logical)
+    except (KeyError, ValueError) as e:
+        raise Mismatch(str(e)) from None
+
+
+def _quantize_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    w = env["w"]
+    if attrs["zero"] in DTYPES:
+        raise Mismatch(f"zero={attrs['zero']!r}: rounding to nearest takes one zero point for all codes")
+    return [Type(w.dtype, w.shape, format=_format(attrs, w.dtype))]
+
+
+@op(
+    "(w: f[n, k]) -> w[n, k]", infer=_quantize_type, flops="4*n*k",
+    example={"n": 6, "k": 10, "code": "u4", "block": [1, 4], "scale": "f32", "zero": "8"},
+)  # fmt: skip
+def quantize(w: Any, *, code: str, block: Ints, scale: str, zero: str = "") -> Any:
+    """Round w to the nearest codes, with one scale for each block; the attributes are those of a QFormat.
+
+    See `quantize_scale` and `quantize_code` for the arithmetic.
+    """
+    scales = quantize_scale.ref(w, code=code, block=block, dtype=scale)
+    codes = quantize_code.ref(w, scales, code=code, block=block, zero_point=int(zero or 0))
+    return dequantize.ref(codes, scales, None, block=block, dtype="f32", zero_point=int(zero or 0))
+
+
+def _assemble_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    codes, scales, zeros = env["codes"], env["scales"], env.get("zeros")
+    format = _format({**attrs, "scale": scales.dtype}, attrs["dtype"])
+    if codes.dtype != format.storage:
+        raise Mismatch(f"{codes} are not codes of {format.name}, which are stored as {format.storage}")
+    if scales.shape != format.scale_shape(codes.shape):
+        raise Mismatch(f"{scales} does not scale blocks of {list(attrs['block'])} of {codes}")
+    if format.has_zeros != (zeros is not None) or (zeros is not None and zeros.shape != scales.shape):
+        raise Mismatch(f"zero={attrs['zero']!r} does not agree with the zero points {zeros}")
+    return [Type(attrs["dtype"], codes.shape, format=format)]
+
+
+@op(
+    "(codes: t[n, k], scales: f[r, c], zeros?: t[r, c]) -> dtype[n, k]", infer=_assemble_type, bytes="0",
+    holds={"codes": integers(0, 16), "scales": probability, "zeros": integers(0, 16)},
+    example={
+        "codes": "u8", "zeros": "u8", "n": 6, "k": 10, "r": 6, "c": 3, "code": "u4", "block": [1, 4], "zero": "u8",
+        "dtype": "f32",
+    },
+)  # fmt: skip
+def assemble(codes: Any, scales: Any, zeros: Any = None, *, code: str, block: Ints, zero: str = "", dtype: str) -> Any:
+    """The quantised tensor with these parts; `dequantize` defines its numbers.
+
+    code, block and zero are those of the QFormat; codes of less than 8 bits are stored as u8. dtype is the logical one.
+    """
+    point = 0 if zeros is not None else int(zero or 0)
+    return dequantize.ref(codes, scales, zeros, block=block, dtype="f32", zero_point=point)
+
+
+def _code_range(code: str) -> tuple[float, float]:
+    """The smallest and largest value of a code, less its zero point in the middle of the range."""
+    if DTYPES[code].kind == "f":
+        limit = float(np.finfo(DTYPES[code].np).max) if DTYPES[code].bits > 8 else FLOAT_CODES[code]
+        return -limit, limit
+    half = 1 << (DTYPES[code].bits - 1)
+    return -half, half - 1
+
+
+# The largest value of a float code.
+FLOAT_CODES: Mapping[str, float] = MappingProxyType({"f8e4m3": 448.0, "f8e5m2": 57344.0})
+
+
+def _scale_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    shape = _format({**attrs, "scale": attrs["dtype"], "zero": ""}, "f32").scale_shape(env["w"].shape)
+    return [Type(attrs["dtype"], shape)]
+
+
+@op(
+    "(w: f[n, k]) -> dtype[...]", infer=_scale_type, flops="n*k",
+    example={"n": 6, "k": 10, "code": "u4", "block": [1, 4], "dtype": "f32"},
+)  # fmt: skip
+def quantize_scale(w: Any, *, code: str, block: Ints, dtype: str) -> Any:
+    """The scale of each block of w: max|w| over the middle of the code's range, as compressed-tensors computes it.
+
+    For integers of b bits that is max|w| / ((2^b - 1) / 2), for floats max|w| / the largest code. It is rounded to
+    dtype, and codes are computed with the rounded scale.
+    """
+    low, high = _code_range(code)
+    w = np.abs(np.asarray(w, np.float32))
+    for axis, size in enumerate(block):
+        length = w.shape[axis]
+        starts = np.arange(0, length, size or max(1, length))
+        w = np.maximum.reduceat(w, starts, axis) if length else w
+    return (w / np.float32((high - low) / 2)).astype(DTYPES[dtype].np).astype(np.float32)
+
+
+@op(
+    "(w: f[n, k], scale: f[r, c]) -> t[n, k]", infer=lambda env, attrs: [Type(
+        QFormat.of(attrs["code"], (1, 0), "f32").storage, env["w"].shape)],
+    flops="3*n*k", holds={"scale": positive},
+    example={"n": 6, "k": 10, "r": 6, "c": 3, "code": "u4", "block": [1, 4], "zero_point": 8},
+)  # fmt: skip
+def quantize_code(w: Any, scale: Any, *, code: str, block: Ints, zero_point: int = 0) -> Any:
+    """The codes of w: w / scale rounded to nearest even, limited to the code's range, plus the zero point.
+
+    A block whose scale is 0 has the codes of 0.
+    """
+    low, high = _code_range(code)
+    spread = _spread(np.asarray(scale, np.float32), block, w.shape)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        exact = np.where(spread == 0, np.float32(0), np.asarray(w, np.float32) / spread)
+    limited = np.clip(exact, low, high)
+    if DTYPES[code].kind == "f":
+        return limited.astype(DTYPES[code].np).astype(np.float32)
+    return np.rint(limited) + zero_point
+
+
+OPS = (unpack_bits, take_columns, argsort, bitcast, dequantize, quantize, assemble, quantize_scale, quantize_code)

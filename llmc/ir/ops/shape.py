@@ -59,11 +59,14 @@ def _slice_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
             raise Mismatch(f"{name} {d} is outside axis {a} of {x}")
     if start.const is not None and stop.const is not None and start.const > stop.const:
         raise Mismatch(f"start {start} is after stop {stop}")
-    return [Type(x.dtype, (*x.shape[:a], (stop - start).ceildiv(step), *x.shape[a + 1 :]))]
+    ends = [d for d in (start, stop) if d != 0 and d != x.shape[a]]
+    if x.format and not (step == 1 and all(x.whole_blocks(a, d) for d in ends)):
+        raise Mismatch(f"{x} cannot be cut inside of a block")
+    return [x.with_shape(*x.shape[:a], (stop - start).ceildiv(step), *x.shape[a + 1 :])]
 
 
 @op(
-    "(x: t[*s]) -> x[...]", infer=_slice_type, bytes="2*out*bytes_x",
+    "(x: tq[*s]) -> x[...]", infer=_slice_type, bytes="2*out*bytes_x",
     example={"*s": (3, 9), "axis": 1, "start": 1, "stop": 8, "step": 2},
 )  # fmt: skip
 def slice_(x: Any, *, axis: int, start: Dim, stop: Dim, step: int = 1) -> Any:
@@ -80,16 +83,18 @@ def _concat_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     a = axis_of(xs[0].rank, attrs["axis"])
     total = Dim.of(0)
     for t in xs:
-        if t.dtype != xs[0].dtype or t.rank != xs[0].rank:
+        if t.dtype != xs[0].dtype or t.rank != xs[0].rank or t.format != xs[0].format:
             raise Mismatch(f"{t} and {xs[0]} differ in dtype or rank")
+        if not t.whole_blocks(a, t.shape[a]):
+            raise Mismatch(f"{t} does not end with a whole block along axis {a}")
         if t.shape[:a] + t.shape[a + 1 :] != xs[0].shape[:a] + xs[0].shape[a + 1 :]:
             raise Mismatch(f"{t} and {xs[0]} differ in an axis other than {a}")
         total = total + t.shape[a]
-    return [Type(xs[0].dtype, (*xs[0].shape[:a], total, *xs[0].shape[a + 1 :]))]
+    return [xs[0].with_shape(*xs[0].shape[:a], total, *xs[0].shape[a + 1 :])]
 
 
 @op(
-    "(xs*: t[...]) -> t[...]", infer=_concat_type,
+    "(xs*: tq[...]) -> t[...]", infer=_concat_type,
     example={"xs": [(3, 2), (3, 5)], "axis": 1},
 )  # fmt: skip
 def concat(*xs: Any, axis: int) -> Any:

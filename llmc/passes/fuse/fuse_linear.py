@@ -68,8 +68,7 @@ def _split(g: Graph, n: Node, known: set[Value], ctx: Ctx) -> bool:
 
 
 def _cuts_block(u: Node, w: Value) -> bool:
-    rows = w.type.format.block[0] if w.type.format else 1
-    return rows == 0 or not (u.attrs["start"].divisible(rows) and u.attrs["stop"].divisible(rows))
+    return not (w.type.whole_blocks(0, u.attrs["start"]) and w.type.whole_blocks(0, u.attrs["stop"]))
 
 
 def _is_float(v: Value) -> bool:
@@ -117,7 +116,10 @@ def _together(products: Sequence[Value], limit: int) -> list[Value]:
 
 
 def _alike(a: Value, b: Value) -> bool:
-    return a.type.dtype == b.type.dtype and a.type.format == b.type.format and a.type.shape[1:] == b.type.shape[1:]
+    """Whether two weights can be concatenated."""
+    s, t = a.type, b.type
+    whole = s.whole_blocks(0, s.shape[0]) and t.whole_blocks(0, t.shape[0])
+    return s.dtype == t.dtype and s.format == t.format and s.shape[1:] == t.shape[1:] and whole
 
 
 def _parts(n: Node) -> int:
@@ -187,6 +189,7 @@ def _joinable(n: Node, known: set[Value]) -> bool:
         _parts(n) == 1
         and all(e in known for e in n.operands[1:])
         and all(e.type.shape == columns for e in n.operands[2:])
+        and n.operands[1].type.whole_blocks(0, n.operands[1].type.shape[0])
     )
 
 

@@ -68,6 +68,10 @@ class Layout:
             raise LlmcError("E113", f"the artifact's programs have no buffer {name!r}", REMEDY)
         return self.outputs[name]
 
+    def arena_part(self, b: Buffer, nbytes: int) -> Memory:
+        """Return the first `nbytes` bytes of a buffer in the arena."""
+        return self._arena.part(b.offset, b.offset + nbytes)
+
     def _address(self, b: Buffer, by_name: Mapping[str, Buffer]) -> int:
         for _ in by_name:  # bounded, in case aliases form a cycle
             if b.alias is None:

@@ -15,6 +15,7 @@ from llmc_runtime.exec.buckets import ROWS, TOKENS, bucket, buckets, top_rows
 from llmc_runtime.exec.buffer_layout import INPUTS, Layout, need_of
 from llmc_runtime.exec.capacity import NOTHING, KvCapacity, plan_kv
 from llmc_runtime.exec.device_rows import Rows
+from llmc_runtime.exec.logits import as_f32, find_logits, row_bytes
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.json_fields import REMEDY
 from llmc_runtime.format.program import Program
@@ -95,6 +96,7 @@ class Executor:
         self._sent: object = None  # the inputs now on the device; None: unknown
         self._decodes: dict[int, tuple[_Bound, int]] = {}
         self._open: deque[Ticket] = deque()
+        self._last: tuple[Program, int] | None = None  # the program of the last step, and its entries
 
     def run(self, step: Step) -> StepOutput:
         """Launch a step and wait for it. Returns one id (or None) per work item, and log-probabilities where requested.
@@ -148,6 +150,20 @@ class Executor:
         logprobs: list[TokenLogprobs | None] = _logprobs(ticket) if ticket.needs_logprobs else [None] * len(tokens)
         return StepOutput(tokens, logprobs) if ticket.entries is ticket.work else _merge(ticket.work, tokens, logprobs)
 
+    def logits(self) -> np.ndarray:
+        """Return the logits of the last step, f32[entries, vocabulary], after it was waited for.
+
+        Raises LlmcError E113 if its program does not keep them until the end.
+        """
+        if self._last is None or self._open:
+            raise RuntimeError("logits are read after a step was waited for, before the next one is launched")
+        program, count = self._last
+        vocab = self.artifact.manifest.vocab_size
+        index = find_logits(program, vocab)
+        buffer = program.buffers[index]
+        data = self.device.read(self._layout.arena_part(buffer, count * row_bytes(buffer, vocab)))
+        return as_f32(data, buffer.dtype).reshape(count, vocab)
+
     def done(self, ticket: Ticket) -> bool:
         """Return whether the step has ended, so that `wait` returns at once."""
         return ticket.rest is None and self.device.done(ticket.event)
@@ -183,6 +199,7 @@ class Executor:
         lengths = [w.num_tokens for w in entries]
         tokens = sum(lengths)
         bound, size = self._pick(tokens, count)
+        self._last = bound.program, count
         self._feed(size, ([w.row for w in entries], lengths, [int(w.emit) for w in entries]))
         bound.size(size if bound.program.uniform else tokens, size)
         enabled = self.rows.wants_logprobs

@@ -19,6 +19,7 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "cpu/concat": f"{_HERE}.shape:CONCAT",
         "cpu/take": f"{_HERE}.shape:TAKE",
         "cpu/packed_take": f"{_HERE}.shape:PACKED_TAKE",
+        "cpu/take_columns": f"{_HERE}.shape:TAKE_COLUMNS",
         "cpu/gather": f"{_HERE}.shape:GATHER",
         "cpu/iota": f"{_HERE}.shape:IOTA",
         "cpu/reduce": f"{_HERE}.reduce:REDUCE",

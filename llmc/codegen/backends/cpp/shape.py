@@ -111,6 +111,16 @@ class Gather(CppKernel):
         return f"gather(ctx, {ptrs}, {sizes(outer)}, {sizes(n)}, {sizes(k)}, {sizes(inner)});"
 
 
+class TakeColumns(Take):
+    """Columns by index, the same for all rows."""
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        x, idx = (v.type for v in node.operands)
+        t, i = raw(node), ctype(idx)
+        ptrs = f"({t}*)args[2], (const {t}*)args[0], (const {i}*)args[1]"
+        return f"take_columns(ctx, {ptrs}, {sizes(product(x.shape[:-1]))}, {sizes(x.shape[-1])}, {sizes(idx.numel)});"
+
+
 class Iota(CppKernel):
     """The integers 0, 1, 2, ..."""
 
@@ -129,4 +139,5 @@ CONCAT = Concat("cpu/concat", ("concat",))
 TAKE = Take("cpu/take", ("take",))
 PACKED_TAKE = PackedTake("cpu/packed_take", ("packed_take",))
 GATHER = Gather("cpu/gather", ("gather",))
+TAKE_COLUMNS = TakeColumns("cpu/take_columns", ("take_columns",))
 IOTA = Iota("cpu/iota", ("iota",))

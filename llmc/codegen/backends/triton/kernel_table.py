@@ -40,6 +40,7 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "triton/concat": f"{_HERE}.shape:CONCAT",
         "triton/take": f"{_HERE}.shape:TAKE",
         "triton/packed_take": f"{_HERE}.shape:PACKED_TAKE",
+        "triton/take_columns": f"{_HERE}.shape:TAKE_COLUMNS",
         "triton/gather": f"{_HERE}.shape:GATHER",
         "triton/iota": f"{_HERE}.shape:IOTA",
         "triton/row_spans": f"{_HERE}.row_state:SPANS",

@@ -277,6 +277,30 @@ class Gather(Indexed):
         return self.finish(u, lines)
 
 
+class TakeColumns(Indexed):
+    """Columns by index, the same for all rows."""
+
+    def space(self, node: Node) -> tuple[Dim, Dim]:
+        return product(node.result.type.shape[:-1]), node.result.type.shape[-1]
+
+    def code(self, u: Unit) -> Code:
+        rows, cols = self.space(u.node)
+        x, y = u.node.operands[0].type, u.node.result.type
+        head, inside = self.tile(u, rows, cols)
+        known = "" if cols.divisible(u.schedule["cols"]) else f"col < {u.sizes(cols)}"
+        one = rows.const == 1
+        source = "" if one else f"{times('row', x.shape[-1], x.numel, u.sizes)} + "
+        target = "" if one else f"{times('row', cols, y.numel, u.sizes)} + "
+        lines = [
+            *head,
+            u.wait,
+            f"index = tl.load(x1 + col{masked(known, other='0')})",
+            f"v = tl.load(x0 + {source}index{masked(inside)})",
+            f"tl.store(y0 + {target}col, v{masked(inside)})",
+        ]
+        return self.finish(u, lines)
+
+
 class Iota(Moving):
     """0, 1, 2, ..."""
 
@@ -295,4 +319,5 @@ CONCAT = Concat("triton/concat", ("concat",))
 TAKE = Take("triton/take", ("take",))
 PACKED_TAKE = PackedTake("triton/packed_take", ("packed_take",))
 GATHER = Gather("triton/gather", ("gather",))
+TAKE_COLUMNS = TakeColumns("triton/take_columns", ("take_columns",))
 IOTA = Iota("triton/iota", ("iota",))

@@ -56,6 +56,17 @@ static inline void take_packed(const llmc_ctx* ctx, T* y, const T* x, const I* i
     else memcpy((void*)to, x + ((idx[r] / ROWS * DEPTH + j) * ROWS + idx[r] % ROWS) * PAIR, n * sizeof(T));
   }
 }
+// y[r, j] = x[r, idx[j]] for rows of n elements of x and k of y
+template <class T, class I>
+static inline void take_columns(const llmc_ctx* ctx, T* y, const T* x, const I* idx, int64_t rows, int64_t n,
+                                int64_t k) {
+  int64_t lo, hi;
+  llmc_split(ctx, rows * k, 64, &lo, &hi);
+  for (int64_t p = lo, r = lo / k, j = lo % k; p < hi; p++) {
+    y[p] = x[r * n + (int64_t)idx[j]];
+    if (++j == k) j = 0, r++;
+  }
+}
 // y[o, j, i] = x[o, idx[o, j, i], i]
 template <class T, class I>
 static inline void gather(const llmc_ctx* ctx, T* y, const T* x, const I* idx, int64_t outer, int64_t n, int64_t k,

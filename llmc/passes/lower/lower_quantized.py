@@ -1,0 +1,149 @@
+"""Replaces quantised tensors by their parts: codes, scales and zero points."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from llmc.diagnostics import Diagnostic
+from llmc.ir.graph import Builder, Graph, Module, Node, Value
+from llmc.ir.qformat import QFormat
+from llmc.passes.base import Ctx, Pass
+from llmc.passes.fuse.fuse_linear import PRODUCTS
+
+MOVES = ("slice", "concat")  # ops that move the parts of a quantised tensor as they move the tensor
+
+
+@dataclass(frozen=True)
+class LowerQuantized(Pass):
+    """Replace quantised tensors by their parts, and products that read them by quantized_linear.
+
+    A product that no kernel of the target supports, and any other reader, gets the dequantised weight. act: the dtype
+    to which products round their activations, empty for none; act_block: columns of an activation that share a scale
+    where the weight has one scale a row (else those that share a scale of the weight). fallback: if false, products
+    become quantized_linear whether or not the target has a kernel.
+    """
+
+    name: ClassVar[str] = "lower-quantized"
+    act: str = ""
+    act_block: int = 0
+    fallback: bool = True
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
+        refused: Counter[tuple[str, str]] = Counter()
+        done = sum(self._graph(g, ctx, refused) for name, g in m.graphs.items() if name != "weights")
+        for (name, why), count in refused.items():
+            ctx.notes[f"{count} products with weights in {name} use dequantised weights: {why}"] = None
+        return done
+
+    def _graph(self, g: Graph, ctx: Ctx, refused: Counter[tuple[str, str]]) -> int:
+        parts = _Parts(g, ctx)
+        done = 0
+        for n in list(g.nodes):
+            if n.op.name in MOVES or not any(v.type.format for v in n.operands):
+                continue
+            if n.op.name in PRODUCTS and n.operands[1].type.format and ctx.allows(n) and ctx.spend():
+                why = self._product(g, n, parts, ctx)
+                if why:
+                    refused[n.operands[1].type.format.name, why] += 1
+                else:
+                    done += 1
+                    continue
+            g.set_operands(n, [parts.dequantized(v, n) if v.type.format else v for v in n.operands])
+            done += 1
+        for n in reversed(list(g.nodes)):
+            if n.results[0].type.format and not g.is_used(n):
+                g.erase(n)
+        return done
+
+    def _product(self, g: Graph, n: Node, parts: _Parts, ctx: Ctx) -> str | None:
+        """Replace a product by quantized_linear; return the reason if no kernel of the target supports that."""
+        x, w, *extras = n.operands
+        f = w.type.format
+        assert f is not None
+        code, scale, *zeros = parts.of(w, n)
+        b = Builder(g, ctx.opset, before=n, loc=n.loc)
+        new = b.quantized_linear(
+            x, code, scale, *zeros, *extras, block=f.block, zero_point=f.zero_point, zeros=f.has_zeros, act=self.act,
+            act_block=f.block[1] or self.act_block if self.act else 0, parts=n.attrs.get("parts", 1),
+            body=n.attrs.get("body", "a0"), dtype=n.attrs.get("dtype", ""),
+        )  # fmt: skip
+        if self.fallback and (why := _rejected(new.node, ctx)):
+            g.erase(new.node)
+            return why
+        new.name = n.result.name
+        g.replace(n.result, new)
+        g.erase(n)
+        return None
+
+
+def _rejected(n: Node, ctx: Ctx) -> str | None:
+    """Why no kernel of the target supports the node; None if one does, or if there is no target."""
+    if ctx.target is None:
+        return None
+    reasons = []
+    for name in ctx.kernels:
+        kernel = ctx.kernels[name]
+        if kernel.language in ctx.target.languages and kernel.claims(n):
+            why = kernel.reject(n, ctx.target)
+            if why is None:
+                return None
+            reasons.append(f"{name}: {why}")
+    return "; ".join(reasons) or f"target {ctx.target.name} has no kernel for them"
+
+
+class _Parts:
+    """The parts of a graph's quantised values, each made once."""
+
+    def __init__(self, g: Graph, ctx: Ctx) -> None:
+        self.g, self.ctx = g, ctx
+        self.known: dict[Value, tuple[Value, ...]] = {}
+        self.floats: dict[Value, Value] = {}
+
+    def of(self, v: Value, before: Node) -> tuple[Value, ...]:
+        """Return codes, scales and, if there are any, zero points."""
+        if v not in self.known:
+            self.known[v] = self._make(v, before)
+        return self.known[v]
+
+    def dequantized(self, v: Value, before: Node) -> Value:
+        """Return the numbers in the logical dtype."""
+        if v not in self.floats:
+            f = v.type.format
+            assert f is not None
+            parts, b = self.of(v, before), Builder(self.g, self.ctx.opset, before=before, loc=before.loc)
+            wide = b.dequantize(*parts, block=f.block, dtype="f32", zero_point=f.zero_point)
+            self.floats[v] = wide if v.type.dtype == "f32" else b.cast(wide, dtype=v.type.dtype)
+        return self.floats[v]
+
+    def _make(self, v: Value, before: Node) -> tuple[Value, ...]:
+        n, f = v.node, v.type.format
+        assert f is not None
+        if n is None:
+            cause = f"the input %{v.name} is {v.type}, whose parts are not known"
+            raise Diagnostic("E436", cause, "make inputs of its parts, and the tensor by the op assemble")
+        b = Builder(self.g, self.ctx.opset, before=before, loc=n.loc)
+        if n.op.name == "assemble":
+            return tuple(n.operands)
+        if n.op.name == "quantize":
+            scale = b.quantize_scale(n.operands[0], code=f.code, block=f.block, dtype=f.scale)
+            code = b.quantize_code(n.operands[0], scale, code=f.code, block=f.block, zero_point=f.zero_point)
+            return code, scale
+        inner = [self.of(o, before) for o in n.operands]
+        if n.op.name == "concat":
+            return tuple(b.concat(*column, axis=n.attrs["axis"]) for column in zip(*inner, strict=True))
+        return tuple(self._sliced(b, p, v, n, f, i) for i, p in enumerate(inner[0]))
+
+    @staticmethod
+    def _sliced(b: Any, part: Value, v: Value, n: Node, f: QFormat, index: int) -> Value:
+        """The part of a slice: codes are cut as the tensor is, scales and zero points at blocks."""
+        axis = n.attrs["axis"] % v.type.rank
+        size = f.block[axis] if index else 1
+        ends = [n.attrs["start"], n.attrs["stop"]]
+        if size == 0:
+            return part
+        start, stop = ends if size == 1 else [d.ceildiv(size) for d in ends]
+        value: Value = b.slice(part, axis=axis, start=start, stop=stop)
+        return value

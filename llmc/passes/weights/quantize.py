@@ -1,0 +1,87 @@
+"""Quantises the weights of matrix products by rounding to nearest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from llmc.diagnostics import Diagnostic
+from llmc.ir.graph import Builder, Graph, Module, Node, Value
+from llmc.ir.qformat import QFormat
+from llmc.passes.analysis import weight_only
+from llmc.passes.base import Ctx, Pass
+from llmc.passes.fuse.fuse_linear import PRODUCTS
+from llmc.quant.make.recipes import NONE, RECIPES, ROUNDED, Recipe
+
+ROUTING = ("topk", "softmax", "experts", "moe_route")  # a product that these read chooses experts
+
+
+@dataclass(frozen=True)
+class Quantize(Pass):
+    """Quantise the weights of matrix products, rounding to nearest.
+
+    weights: the recipe of the weights' format (int8, int4, fp8, ...: `llmc quantize --help` lists them), or none.
+    group: columns that share a scale, instead of the recipe's own number; 0 for those. head: the recipe of the output
+    projection, which is the last product of a graph.
+    Products that choose experts, and weights that are quantised already, stay as they are.
+    """
+
+    name: ClassVar[str] = "quantize"
+    weights: str = NONE
+    group: int = 0
+    head: str = NONE
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
+        if self.weights == self.head == NONE:
+            return 0
+        body, head = _recipe(self.weights, self.group), _recipe(self.head, 0)
+        return sum(self._graph(g, body, head, ctx) for name, g in m.graphs.items() if name != "weights")
+
+    def _graph(self, g: Graph, body: Recipe | None, head: Recipe | None, ctx: Ctx) -> int:
+        known = weight_only(g)
+        products = [n for n in g.nodes if n.op.name in PRODUCTS and n.operands[1] in known]
+        done: dict[tuple[Value, QFormat], Value] = {}
+        for n in products:
+            recipe = head if n is products[-1] else body
+            if recipe is None or not ctx.allows(n):
+                continue
+            format = recipe.weight_format(n.operands[1].type.dtype)
+            if why := _refuse(n, format):
+                ctx.miss("quantize", n, why)
+                continue
+            if not ctx.spend():
+                break
+            w = n.operands[1]
+            if (w, format) not in done:
+                done[w, format] = _quantized(g, n, w, format, ctx)
+            g.set_operands(n, [n.operands[0], done[w, format], *n.operands[2:]])
+        return len(done)
+
+
+def _quantized(g: Graph, n: Node, w: Value, f: QFormat, ctx: Ctx) -> Value:
+    b: Any = Builder(g, ctx.opset, before=n, loc=n.loc)
+    value: Value = b.quantize(w, code=f.code, block=f.block, scale=f.scale, zero=f.zero)
+    return value
+
+
+def _refuse(n: Node, f: QFormat) -> str | None:
+    """Why the weight of a product stays as it is, or None."""
+    w = n.operands[1]
+    if w.type.format is not None:
+        return f"its weight is quantised already ({w.type.format.name})"
+    if any(u.op.name in ROUTING for u in n.result.uses):
+        return "it chooses experts"
+    columns = w.type.shape[1]
+    if f.block[0] == 1 and f.block[1] and not columns.divisible(f.block[1]):
+        return f"{columns} columns are not groups of {f.block[1]}"
+    return None
+
+
+def _recipe(name: str, group: int) -> Recipe | None:
+    """The recipe of that name, with another group size unless it is 0; raises Diagnostic E421 for an unknown name."""
+    if name == NONE:
+        return None
+    if name not in ROUNDED:
+        raise Diagnostic("E421", f"pass quantize: there is no recipe {name!r}", f"use one of {', '.join(ROUNDED)}")
+    return RECIPES[name].grouped(group) if group else RECIPES[name]

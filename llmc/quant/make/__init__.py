@@ -1,0 +1,1 @@
+"""Quantises checkpoints: `llmc quantize` reads a Hugging Face folder and writes one of compressed-tensors."""

@@ -1,0 +1,119 @@
+"""Writes a model folder: tensors in shards, their index, config.json, and the files of the tokenizer.
+
+Everything is written to a hidden folder beside the output, which takes the output's name when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from llmc.diagnostics import Diagnostic
+
+SHARD = 2 << 30  # bytes of tensors in a file, and in memory
+
+
+def check_free(out: Path) -> None:
+    """Raise Diagnostic E120 if the output exists."""
+    if os.path.lexists(out):
+        raise Diagnostic("E120", f"{out} exists", "choose another folder, or remove it")
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield a new hidden folder beside `out`, and rename it to `out` at the end; an error removes it.
+
+    Raises Diagnostic E120 if `out` exists, E123 if it cannot be written.
+    """
+    check_free(out)
+    at: Path | None = None
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        at = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+        yield at
+        for path in (*at.rglob("*"), at):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+            _sync(path)
+        check_free(out)
+        at.rename(out)
+        _sync(out.parent)
+    except OSError as e:
+        raise Diagnostic("E123", f"{out} cannot be written: {e}", "free space, or write elsewhere") from e
+    finally:
+        if at is not None:
+            shutil.rmtree(at, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class ShardWriter:
+    """Collects tensors, and saves a shard of them whenever it is full."""
+
+    def __init__(self, folder: Path, limit: int = SHARD) -> None:
+        """Write to `folder`, shards of at most `limit` bytes unless one tensor is larger."""
+        self.folder = folder
+        self.limit = limit
+        self.total = 0
+        self._pending: dict[str, Tensor] = {}
+        self._size = 0
+        self._shards: list[list[str]] = []  # names of tensors
+
+    def add(self, name: str, x: Tensor) -> None:
+        """Add a tensor."""
+        if self._pending and self._size + x.nbytes > self.limit:
+            self._flush()
+        self._pending[name] = x.contiguous()
+        self._size += x.nbytes
+        self.total += x.nbytes
+
+    def finish(self) -> int:
+        """Save the rest, name the shards and write their index; return their number."""
+        self._flush()
+        count = len(self._shards)
+        if count == 1:
+            self._at(0).rename(self.folder / "model.safetensors")
+            return count
+        names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+        for i, name in enumerate(names):
+            self._at(i).rename(self.folder / name)
+        where = {tensor: name for name, tensors in zip(names, self._shards, strict=True) for tensor in tensors}
+        index = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(where.items()))}
+        write_json(self.folder / "model.safetensors.index.json", index)
+        return count
+
+    def _at(self, i: int) -> Path:
+        return self.folder / f"shard-{i}.part"
+
+    def _flush(self) -> None:
+        save_file(self._pending, self._at(len(self._shards)), {"format": "pt"})
+        self._shards.append(list(self._pending))
+        self._pending, self._size = {}, 0
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file as transformers does."""
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+def copy_files(files: tuple[Path, ...], source: Path, folder: Path) -> None:
+    """Copy the small files of a model, except config.json, under their names in `source`."""
+    for path in files:
+        name = path.relative_to(source)
+        if str(name) != "config.json":
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, folder / name)

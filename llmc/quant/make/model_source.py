@@ -1,0 +1,120 @@
+"""The model to quantise: its structure without weights, and its stored tensors by the names of its weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+from llmc.diagnostics import Diagnostic
+from llmc.frontend.export import load_config, quiet
+from llmc.frontend.model_folder import Source
+from llmc.frontend.safetensors_reader import TensorFiles
+from llmc.frontend.weight_mapping import resolve
+from llmc.ir.graph import Builder, Graph, Value
+from llmc.ir.ops import OPS
+from llmc.ir.types import tensor
+from llmc.ir.weight_eval import Blocks, widen
+
+FLOATS: Mapping[str, torch.dtype] = MappingProxyType(
+    {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+)
+EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+class ModelSource:
+    """A model folder, opened. Use it as a context manager."""
+
+    def __init__(self, source: Source) -> None:
+        """Open the folder; raises Diagnostic E350 if it is quantised already, and those of unreadable checkpoints."""
+        if source.config.get("quantization_config") or source.config.get("compression_config"):
+            cause = f"{source.folder} is quantised already: its config.json has a quantization_config"
+            raise Diagnostic("E350", cause, "quantise the original checkpoint")
+        self.source = source
+        self.config = load_config(source)
+        with quiet(), torch.device("meta"):
+            self.model: Any = transformers.AutoModelForCausalLM.from_config(
+                self.config, attn_implementation="sdpa", dtype=torch.float32
+            )
+        self.model.eval()
+        self.files = TensorFiles(source.folder)
+        graph = Graph("checkpoint")
+        build = Builder(graph, OPS)
+        stored = {n: graph.input(n, tensor(t.dtype, *t.shape), weight=True) for n, t in self.files.tensors.items()}
+        self.values: Mapping[str, Value] = resolve(self.model, stored, build)
+        self._blocks = Blocks(graph, self.files)
+
+    def __enter__(self) -> ModelSource:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.files.close()
+
+    def shape(self, stored: str) -> tuple[int, ...]:
+        """Return the shape of a stored tensor."""
+        return self.files.tensors[stored].shape
+
+    def dtype(self, stored: str) -> torch.dtype:
+        """Return the dtype of a stored float tensor; raises Diagnostic E326 if it is none of bf16, f16 and f32."""
+        found = self.files.tensors[stored]
+        if found.dtype not in FLOATS:
+            cause = f"{stored} is stored as {found.dtype} in {found.file.name}; {', '.join(FLOATS)} can be quantised"
+            raise Diagnostic("E326", cause, "use the original checkpoint")
+        return FLOATS[found.dtype]
+
+    def read(self, stored: str) -> Tensor:
+        """Read a stored tensor in its dtype."""
+        return to_torch(self.files.read(stored, slice(None)))
+
+    def weight(self, name: str) -> Tensor | None:
+        """Return a weight or buffer of the model in float32 by its name in the model; None if it is not stored."""
+        if name not in self.values:
+            return None
+        value = self.values[name]
+        wide = widen(self._blocks.whole(value), value.type.dtype)
+        return torch.from_numpy(np.ascontiguousarray(wide, dtype=np.float32))
+
+    def linears(self) -> dict[str, str]:
+        """Map the linear modules, except the output projection, to the stored tensor of each one's weight."""
+        head = self.model.get_output_embeddings()
+        found = {}
+        for path, module in self.model.named_modules():
+            value = self.values.get(f"{path}.weight")
+            if isinstance(module, torch.nn.Linear) and module is not head and value is not None and value.node is None:
+                found[path] = value.name
+        return found
+
+    def experts(self) -> Iterator[str]:
+        """Yield the stored weights of experts that the checkpoint holds one by one, and the model in stacks."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.ndim == 3 and name in self.values:
+                for value in inputs(self.values[name]):
+                    if EXPERT.search(value.name) and value.type.rank == 2:
+                        yield value.name
+
+    def plain_names(self) -> dict[str, str]:
+        """Map names of the model's weights to stored tensors that hold them as they are."""
+        return {name: v.name for name, v in self.values.items() if v.node is None}
+
+
+def inputs(value: Value) -> Iterator[Value]:
+    """Yield the stored tensors that a value is made of."""
+    if value.node is None:
+        yield value
+    else:
+        for operand in value.node.operands:
+            yield from inputs(operand)
+
+
+def to_torch(x: np.ndarray) -> Tensor:
+    """Return an array as a torch tensor of the same dtype, sharing its memory."""
+    if x.dtype == np.dtype(ml_dtypes.bfloat16):
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)

@@ -1,0 +1,146 @@
+"""Decides which weights of a model are quantised, before anything is read, and describes it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from llmc.diagnostics import Diagnostic
+from llmc.ir.dtype import DTYPES
+from llmc.quant.make.model_source import ModelSource
+from llmc.quant.make.recipes import RECIPES, Recipe
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to make of a model: the options of `llmc quantize`.
+
+    group_size: columns that share a scale, instead of the scheme's. calibrate: file of texts. ignore: modules that stay
+    as they are, by name or "re:" and a regular expression that matches the beginning of the name.
+    """
+
+    scheme: str
+    group_size: int | None = None
+    calibrate: Path | None = None
+    samples: int = 128
+    length: int = 2048
+    seed: int = 0
+    ignore: tuple[str, ...] = ()
+
+    def recipe(self) -> Recipe:
+        """Return the recipe; raises Diagnostic E351 for unknown schemes and options that do not fit together."""
+        if self.scheme not in RECIPES:
+            raise Diagnostic("E351", f"there is no scheme {self.scheme!r}", f"use one of {', '.join(RECIPES)}")
+        recipe = RECIPES[self.scheme]
+        if self.group_size is not None:
+            if recipe.layout != "pack-quantized":
+                whole = ", ".join(r.name for r in RECIPES.values() if r.layout == "pack-quantized")
+                raise Diagnostic("E351", f"{self.scheme} has no groups of columns", f"omit --group-size; {whole} do")
+            if self.group_size < 1:
+                raise Diagnostic("E351", f"a group of {self.group_size} columns", "use 32, 64 or 128")
+            recipe = recipe.grouped(self.group_size)
+        if recipe.calibrated and self.calibrate is None:
+            raise Diagnostic("E351", f"{self.scheme} needs texts", "add --calibrate FILE; int4 needs none")
+        if self.calibrate is not None and not recipe.calibrated and self.scheme != "w8a8":
+            raise Diagnostic("E351", f"{self.scheme} uses no texts", "omit --calibrate")
+        return recipe
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is quantised. weights: stored name -> module, as the checkpoint names it. ignored: linear modules that stay
+    as they are. experts: names among `weights` that are experts of a mixture."""
+
+    recipe: Recipe
+    weights: dict[str, str]
+    ignored: tuple[str, ...]
+    experts: frozenset[str]
+    bytes_before: int
+    bytes_after: int
+
+    def lines(self, source: ModelSource) -> list[str]:
+        """Describe the plan."""
+        count = sum(prod(source.shape(name)) for name in self.weights)
+        tensors = source.files.tensors
+        kept = len(tensors) - len(self.weights)
+        linears = f" (of these, linear: {some(self.ignored)})" if self.ignored else ""
+        before, after = self.bytes_before / 1e6, self.bytes_after / 1e6
+        return [
+            f"{source.source.model_type}: {len(self.weights)} weights ({count / 1e6:.1f} million parameters) "
+            f"to {self.recipe.describe()}",
+            f"unchanged: {kept} tensors{linears}",
+            f"tensors take {before:.1f} MB before and {after:.1f} MB after",
+        ]
+
+
+def make_plan(source: ModelSource, recipe: Recipe, ignore: Sequence[str]) -> Plan:
+    """Choose the weights; raises Diagnostic E350-E352 and E326."""
+    linears = {stored: path_of(stored) for stored in source.linears().values()}
+    experts = frozenset(source.experts())
+    candidates = linears | {stored: path_of(stored) for stored in sorted(experts)}
+    dropped = _dropped(candidates, ignore)
+    chosen = {stored: module for stored, module in candidates.items() if module not in dropped}
+    if not chosen:
+        cause = f"{source.source.folder} has no linear modules to quantise{' besides those ignored' if dropped else ''}"
+        raise Diagnostic("E350", cause, "see docs/quantization.md for what is quantised")
+    before = after = 0
+    for name, t in source.files.tensors.items():
+        size = prod(t.shape) * DTYPES[t.dtype].bits // 8
+        before += size
+        after += _size(name, t.shape, recipe, source.dtype(name).itemsize) if name in chosen else size
+    head = {path for path, m in source.model.named_modules() if m is source.model.get_output_embeddings()}
+    return Plan(recipe, chosen, tuple(sorted({*dropped, *head, *_routers(source, candidates)})), experts, before, after)
+
+
+def path_of(stored: str) -> str:
+    """Return the module of a stored weight."""
+    return stored.removesuffix(".weight")
+
+
+def _dropped(candidates: dict[str, str], ignore: Sequence[str]) -> set[str]:
+    """The modules that patterns name; raises Diagnostic E351 for a pattern that is wrong or matches nothing."""
+    dropped = set()
+    for pattern in ignore:
+        try:
+            wanted = re.compile(pattern[3:] if pattern.startswith("re:") else f"{re.escape(pattern)}$")
+        except re.error as e:
+            raise Diagnostic("E351", f"--ignore {pattern!r}: {e}", "correct the regular expression") from None
+        found = {m for m in candidates.values() if wanted.match(m)}
+        if not found and pattern != "lm_head":
+            example = next(iter(candidates.values()), "none")
+            remedy = f"use a module's name, such as {example}, or re: and a regular expression"
+            raise Diagnostic("E351", f"--ignore {pattern!r} matches no linear module", remedy)
+        dropped |= found
+    return dropped
+
+
+def _routers(source: ModelSource, candidates: dict[str, str]) -> set[str]:
+    """Matrices beside the experts of a mixture, which other loaders hold in linear modules: routers and gates."""
+    parents = {stored.partition(".experts.")[0] for stored in source.experts()}
+    return {
+        path_of(name)
+        for name, t in source.files.tensors.items()
+        if len(t.shape) == 2 and name not in candidates and name.endswith(".weight")
+        if any(name.startswith(f"{p}.") for p in parents)
+    }
+
+
+def _size(name: str, shape: tuple[int, ...], recipe: Recipe, scale: int) -> int:
+    """The bytes of a quantised weight; raises Diagnostic E352 if its columns are not whole groups."""
+    n, k = shape
+    group = recipe.block[1]
+    if recipe.strategy == "group" and k % group:
+        sizes = [g for g in (128, 64, 32, 16) if k % g == 0]
+        remedy = f"use --group-size {sizes[0]}, or " if sizes else "use "
+        cause = f"{name} is [{n}, {k}]: its {k} columns are not groups of {group}"
+        raise Diagnostic("E352", cause, f"{remedy}--ignore {path_of(name)}")
+    blocks = -(-n // (recipe.block[0] or n)) * -(-k // (group or k))
+    return n * k * recipe.bits // 8 + blocks * scale + (0 if recipe.symmetric else blocks * recipe.bits // 8)
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first four names, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

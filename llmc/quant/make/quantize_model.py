@@ -1,0 +1,105 @@
+"""`llmc quantize`: reads a model folder and writes a quantised one, a tensor or a layer at a time."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from llmc.diagnostics import Diagnostic
+from llmc.frontend.hub import PUBLIC, Hub, locate
+from llmc.frontend.model_folder import open_source
+from llmc.quant.make.folder_writer import ShardWriter, check_free, copy_files, new_folder, write_json
+from llmc.quant.make.model_source import ModelSource
+from llmc.quant.make.packing import stored_parts
+from llmc.quant.make.plan import Plan, Settings, make_plan
+from llmc.quant.make.recipes import config_group
+from llmc.quant.make.rounding import Quantised, round_to_nearest
+
+
+class Progress(Protocol):
+    """Where the plan and progress are shown."""
+
+    def note(self, text: str) -> None:
+        """Print one line."""
+
+    def part(self, name: str, done: int, of: int, unit: str = "") -> None:
+        """Show progress `done` of `of`."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """The outcome: the folder, its files of weights, bytes of tensors before and after, and seconds."""
+
+    output: Path
+    shards: int
+    weights: int
+    bytes_before: int
+    bytes_after: int
+    seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the outcome as JSON-compatible data."""
+        return {**vars(self), "output": str(self.output)}
+
+    def text(self) -> str:
+        """Return the outcome as a line."""
+        before, after = self.bytes_before / 1e6, self.bytes_after / 1e6
+        return f"{self.output} in {self.seconds:.1f} s: {self.weights} weights, {before:.1f} MB to {after:.1f} MB"
+
+
+def quantize_model(model: str | Path, out: Path, settings: Settings, progress: Progress, hub: Hub = PUBLIC) -> Made:
+    """Quantise a model folder or hub id into the new folder `out`.
+
+    Raises Diagnostic E350-E352 (see docs/errors.md), E120 if `out` exists, E123 if it cannot be written, and the errors
+    of checkpoints that cannot be read.
+    """
+    started = time.monotonic()
+    recipe = settings.recipe()
+    check_free(out)
+    at = locate(model, hub, progress=lambda done, of: progress.part("fetch", done, of, "B"))
+    with ModelSource(open_source(at.folder)) as source:
+        plan = make_plan(source, recipe, settings.ignore)
+        for line in plan.lines(source):
+            progress.note(line)
+        with new_folder(out) as folder:
+            writer = ShardWriter(folder)
+            _round(source, plan, writer, progress)
+            shards = writer.finish()
+            copy_files(source.source.tokenizer_files, source.source.folder, folder)
+            write_json(folder / "config.json", new_config(source, plan))
+        seconds = time.monotonic() - started
+        return Made(out, shards, len(plan.weights), plan.bytes_before, writer.total, seconds)
+
+
+def new_config(source: ModelSource, plan: Plan) -> dict[str, Any]:
+    """Return config.json of the quantised model."""
+    return {**source.source.config, "quantization_config": config_group(plan.recipe) | {"ignore": list(plan.ignored)}}
+
+
+def _round(source: ModelSource, plan: Plan, writer: ShardWriter, progress: Progress) -> None:
+    """Round every planned weight to nearest, and write all tensors in the order of the files."""
+    names = list(source.files.tensors)
+    for i, name in enumerate(names):
+        progress.part("quantise", i, len(names), " tensors")
+        x = source.read(name)
+        if name not in plan.weights:
+            writer.add(name, x)
+            continue
+        write_weight(writer, plan.weights[name], round_to_nearest(finite(name, x.float()), plan.recipe, x.dtype))
+
+
+def write_weight(writer: ShardWriter, module: str, q: Quantised) -> None:
+    """Write the tensors of a quantised weight."""
+    for part, x in stored_parts(q).items():
+        writer.add(f"{module}.{part}", x)
+
+
+def finite(name: str, w: Tensor) -> Tensor:
+    """Return a weight; raises Diagnostic E350 if it has values that are not finite."""
+    if not w.isfinite().all():
+        raise Diagnostic("E350", f"{name} has values that are NaN or infinite", "download the checkpoint again")
+    return w

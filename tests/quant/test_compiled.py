@@ -1,0 +1,88 @@
+"""Quantised weights in compiled artifacts for the CPU: log-probabilities beside the reference interpreter's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kernel_cache import CACHE
+from llmc_runtime import LLM, SamplingParams
+from models.kit import fails, ir_logits, prompts
+from quant.test_decode import FIXTURES, opened
+
+from llmc.driver import compile_model
+from llmc.extension import load
+from llmc.options import Options
+from llmc.passes.base import Ctx
+from llmc.passes.pipeline import parse_pipeline, run_pipeline
+from llmc.quant.typed_weights import use_codes
+
+# Fixture -> whether its products run on codes.
+COMPILED = {
+    "gptq-4bit-desc-act-asym": True, "gptq-8bit": True, "awq-autoawq": True, "ar-mixed": True, "ct-w8a8": True,
+    "hf-fp8-block": False,
+}  # fmt: skip
+LOWERED = "canonicalize, fuse-linear{siblings=false}, %slower-quantized{act=i8, act_block=128, fallback=false}"
+
+
+def scored(artifact: Path, tokens: np.ndarray) -> np.ndarray:
+    """The log-probability of each token after the first."""
+    with LLM(artifact, say=lambda line: None) as llm:
+        prompt = {"prompt_token_ids": tokens.tolist()}
+        (output,) = llm.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    assert output.prompt_logprobs is not None
+    return np.array([row[t].logprob for row, t in zip(output.prompt_logprobs[1:], tokens[1:].tolist(), strict=True)])
+
+
+def expected(folder: Path, tokens: np.ndarray, positions: np.ndarray, made: str = "", codes: bool = True) -> np.ndarray:
+    """The same by the reference interpreter, with activations rounded as the kernels round them."""
+    ops = load().opset()
+    with opened(folder) as checkpoint:
+        traced = checkpoint.traced
+        if codes:
+            use_codes(traced.module, checkpoint, ops)
+            run_pipeline(traced.module, parse_pipeline(LOWERED % made, load().passes), Ctx(ops))
+        logits = ir_logits(traced.module, traced, checkpoint, tokens, positions, np.arange(len(tokens)))
+    logits = logits - logits.max(-1, keepdims=True)
+    chosen = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return np.take_along_axis(chosen[:-1], tokens[1:, None].astype(np.int64), 1)[:, 0]
+
+
+def compiled(folder: Path, out: Path, **options: object) -> Path:
+    compile_model(folder, out, Options(dtype="float32", cache=CACHE, reuse=False, **options))  # type: ignore[arg-type]
+    return out
+
+
+def kernels(artifact: Path) -> set[str]:
+    """The names of the kernels that its nodes run on."""
+    return {row["kernel"] for row in json.loads((artifact / "report" / "choices.json").read_text())}
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("name", COMPILED)
+def test_an_artifact_computes_with_the_codes_of_its_checkpoint(name: str, tmp_path: Path) -> None:
+    tokens, positions = prompts((37,), 64)
+    artifact = compiled(FIXTURES / name, tmp_path / "model.llmc")
+    codes = COMPILED[name]
+    assert ("cpu/quantized_linear" in kernels(artifact)) == codes
+    got, want = scored(artifact, tokens), expected(FIXTURES / name, tokens, positions, codes=codes)
+    np.testing.assert_allclose(got, want, atol=0.02 if codes else 1e-4)
+    plain = expected(FIXTURES / name, tokens, positions, codes=False)
+    assert np.abs(want - plain).mean() < 0.15  # what rounding the activations costs
+
+
+def test_a_compile_quantises(tmp_path: Path) -> None:
+    source = FIXTURES / "ct-kv-only"  # its weights are not quantised
+    tokens, positions = prompts((37,), 64)
+    artifact = compiled(source, tmp_path / "model.llmc", quant="int4", group_size=32, quant_head="int8")
+    assert "cpu/quantized_linear" in kernels(artifact) and "cpu/linear" not in kernels(artifact)
+    made = "quantize{weights=int4, group=32, head=int8}, "
+    np.testing.assert_allclose(scored(artifact, tokens), expected(source, tokens, positions, made), atol=0.02)
+
+
+def test_a_pipeline_without_the_pass_cannot_quantise(tmp_path: Path) -> None:
+    options = Options(quant="int8", pipeline="serve, without quantize", cache=None)
+    source = FIXTURES / "ct-kv-only"
+    fails("E421", "quantize", do=lambda: compile_model(source, tmp_path / "model.llmc", options))
