@@ -24,30 +24,20 @@ SHAPE = shapes.QWEN25_05B
 NEW, CONTEXT, PROMPT, ROUNDS = 32, 64, 512, 8
 
 
-def artifact(checkpoint: Path) -> Path:
-    """Our artifact of the checkpoint; the compiler's own cache decides whether anything is to be done."""
-    out = BUILD / f"{checkpoint.name}.llmc"
-    command = [
-        sys.executable,
-        "-m",
-        "llmc.cli",
-        "compile",
-        checkpoint,
-        "-o",
-        out,
-        "--force",
-        "--cache",
-        BUILD / "cache",
-    ]
-    run([str(x) for x in command])
+def artifact(checkpoint: Path, quant: str = "none") -> Path:
+    """Our artifact of the checkpoint, `quant` for all products; the compiler's cache decides whether to do anything."""
+    out = BUILD / f"{checkpoint.name}{'' if quant == 'none' else '-' + quant}.llmc"
+    options = ["--force", "--cache", BUILD / "cache", "--quant", quant, "--quant-head", quant]
+    run([str(x) for x in [sys.executable, "-m", "llmc.cli", "compile", checkpoint, "-o", out, *options]])
     return out
 
 
-def gguf(checkpoint: Path) -> Path:
-    out = BUILD / f"{checkpoint.name}-f16.gguf"
+def gguf(checkpoint: Path, form: str = "f16") -> Path:
+    """llama.cpp's file of the checkpoint, with matrices in the format `form`."""
+    out = BUILD / f"{checkpoint.name}-{form}.gguf"
     if not out.exists():
         part = out.with_suffix(".part")
-        subprocess.run([LLAMACPP, "-m", "bench.gguf_file", checkpoint, part], cwd=ROOT, check=True)
+        subprocess.run([LLAMACPP, "-m", "bench.gguf_file", checkpoint, part, form], cwd=ROOT, check=True)
         part.rename(out)
     return out
 
