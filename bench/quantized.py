@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 from bench import shapes
 from bench.kit import BUILD, LLAMACPP, Contender, interleave, median
-from bench.test_generate import artifact, gguf, prompt
+from bench.test_generate import FORMATS, artifact, gguf, prompt
 
-PAIRS = (("int8", "q8_0"), ("int4", "q4_0"))
+PAIRS = tuple((name, FORMATS[name].gguf) for name in ("int8", "int4"))
 CONTEXT, STEPS, PROMPT = 64, 16, 512
 
 

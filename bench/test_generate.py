@@ -1,5 +1,7 @@
-"""Decode and prefill of the Qwen2.5-0.5B shape, batch 1, bf16, greedy, random weights: ours through LLM.generate beside
-transformers (eager; static cache and torch.compile) and llama.cpp f16, interleaved in one run.
+"""Decode and prefill of the Qwen2.5-0.5B shape, batch 1, greedy, random weights, interleaved in one run a format.
+
+Ours through LLM.generate in bf16 runs beside transformers (eager; static cache and torch.compile) and llama.cpp f16;
+ours in int8 and int4, the head included, beside llama.cpp's q8_0 and q4_0.
 
 decode = (seconds of a prompt and N + 1 tokens - seconds of the prompt and 1) / N; prefill = seconds of a prompt and 1.
 llama.cpp takes part where build/bench/llamacpp holds llama-cpp-python and gguf (make bench-peers).
@@ -24,37 +26,71 @@ SHAPE = shapes.QWEN25_05B
 NEW, CONTEXT, PROMPT, ROUNDS = 32, 64, 512, 8
 
 
-def artifact(checkpoint: Path, quant: str = "none") -> Path:
-    """Our artifact of the checkpoint, `quant` for all products; the compiler's cache decides whether to do anything."""
-    out = BUILD / f"{checkpoint.name}{'' if quant == 'none' else '-' + quant}.llmc"
-    options = ["--force", "--cache", BUILD / "cache", "--quant", quant, "--quant-head", quant]
-    run([str(x) for x in [sys.executable, "-m", "llmc.cli", "compile", checkpoint, "-o", out, *options]])
+@dataclass(frozen=True)
+class Format:
+    """A format of the matrices: flags of our compile, bytes of a weight (codes and scales), llama.cpp's name for it."""
+
+    flags: tuple[str, ...]
+    bytes: float
+    gguf: str
+
+
+FORMATS = {
+    "bf16": Format((), 2, "f16"),
+    "int8": Format(("--quant", "int8", "--quant-head", "int8"), 1, "q8_0"),
+    "int4": Format(("--quant", "int4", "--quant-head", "int4"), 0.5 + 2 / 128, "q4_0"),
+}
+
+
+def artifact(checkpoint: Path, name: str) -> Path:
+    """Our artifact of the checkpoint; the compiler's own cache decides whether anything is to be done."""
+    out = BUILD / f"{checkpoint.name}-{name}.llmc"
+    command = [
+        sys.executable,
+        "-m",
+        "llmc.cli",
+        "compile",
+        checkpoint,
+        "-o",
+        out,
+        "--force",
+        "--cache",
+        BUILD / "cache",
+    ]
+    run([str(x) for x in (*command, *FORMATS[name].flags)])
     return out
 
 
-def gguf(checkpoint: Path, form: str = "f16") -> Path:
-    """llama.cpp's file of the checkpoint, with matrices in the format `form`."""
-    out = BUILD / f"{checkpoint.name}-{form}.gguf"
+def gguf(checkpoint: Path, kind: str) -> Path:
+    out = BUILD / f"{checkpoint.name}-{kind}.gguf"
     if not out.exists():
         part = out.with_suffix(".part")
-        subprocess.run([LLAMACPP, "-m", "bench.gguf_file", checkpoint, part, form], cwd=ROOT, check=True)
+        subprocess.run([LLAMACPP, "-m", "bench.gguf_file", checkpoint, part, kind], cwd=ROOT, check=True)
         part.rename(out)
     return out
 
 
+@pytest.fixture(scope="module", params=FORMATS)
+def name(request: pytest.FixtureRequest) -> str:
+    """The format's name."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def contenders() -> Iterator[dict[str, Contender | str]]:
+def contenders(name: str) -> Iterator[dict[str, Contender | str]]:
     """Each contender by name, or why it is absent."""
     checkpoint = shapes.checkpoint(SHAPE, BUILD)
     found: dict[str, Contender | str] = {}
+    peer = f"llama.cpp {FORMATS[name].gguf}"
     try:
-        found["llmc"] = Contender("ours", artifact(checkpoint))
-        found["transformers eager"] = Contender("eager", checkpoint)
-        found["transformers static cache, torch.compile"] = Contender("compiled", checkpoint)
+        found["llmc"] = Contender("ours", artifact(checkpoint, name))
+        if name == "bf16":
+            found["transformers eager"] = Contender("eager", checkpoint)
+            found["transformers static cache, torch.compile"] = Contender("compiled", checkpoint)
         if LLAMACPP.exists():
-            found["llama.cpp f16"] = Contender("llamacpp", gguf(checkpoint), LLAMACPP)
+            found[peer] = Contender("llamacpp", gguf(checkpoint, FORMATS[name].gguf), LLAMACPP)
         else:
-            found["llama.cpp f16"] = f"absent: no {LLAMACPP.relative_to(ROOT)}"
+            found[peer] = f"absent: no {LLAMACPP.relative_to(ROOT)}"
         yield found
     finally:
         for c in found.values():
@@ -105,25 +141,28 @@ class Work:
 
 
 @pytest.mark.benchmark(timer=clock, group="generate")
-def test_decode(benchmark: Any, contenders: dict[str, Contender | str], ceilings: Ceilings) -> None:
+def test_decode(benchmark: Any, name: str, contenders: dict[str, Contender | str], ceilings: Ceilings) -> None:
     """Seconds a token behind a short prompt; the limit is the weights' bytes over the read bandwidth."""
     here = present(contenders)
     for c in here.values():
         c.warm(lambda c=c: decode_seconds(c))
-    check_same(here)
-    title = f"Decode, {SHAPE.name} bf16, batch 1, {CONTEXT} tokens of prompt, {NEW} steps, medians of {ROUNDS}"
+    if name != "int4":  # roundings to 4 bits differ too much between two formats
+        check_same(here)
+    title = f"Decode, {SHAPE.name} {name}, batch 1, {CONTEXT} tokens of prompt, {NEW} steps, medians of {ROUNDS}"
     limit = "bytes of weights / read bandwidth"
-    work = Work(title, 1, SHAPE.read_per_token, "GB/s", limit, lambda: ceilings.bandwidth(16))
+    work = Work(
+        title, 1, int(SHAPE.read_per_token * FORMATS[name].bytes / 2), "GB/s", limit, lambda: ceilings.bandwidth(16)
+    )
     compare(benchmark, work, contenders, decode_seconds)
 
 
 @pytest.mark.benchmark(timer=clock, group="generate")
-def test_prefill(benchmark: Any, contenders: dict[str, Contender | str], ceilings: Ceilings) -> None:
+def test_prefill(benchmark: Any, name: str, contenders: dict[str, Contender | str], ceilings: Ceilings) -> None:
     """Seconds of a 512-token prompt and its first token; the limit is the products' flops over the rate of fma."""
     for c in present(contenders).values():
         for _ in range(2):
             c.warm(lambda c=c: c.seconds(prompt(PROMPT), 1))
-    title = f"Prefill, {SHAPE.name} bf16, {PROMPT} tokens and the first new one, medians of {ROUNDS}"
+    title = f"Prefill, {SHAPE.name} {name}, {PROMPT} tokens and the first new one, medians of {ROUNDS}"
     flops = SHAPE.prefill_flops_per_token * PROMPT
     work = Work(title, PROMPT, flops, "GFLOP/s", "flops of products / fma rate", ceilings.flops)
     compare(benchmark, work, contenders, lambda c: c.seconds(prompt(PROMPT), 1))

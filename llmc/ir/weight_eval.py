@@ -22,6 +22,8 @@ from llmc.ir.scalar import parse_expr, walk
 
 # Values up to this size in bytes may be held whole.
 SMALL = 64 << 20
+# Elements of a weight that are reduced to scales at a time.
+CHUNK = 4 << 20
 # Bytes of whole values kept for later rows. The oldest are dropped first; the newest is always kept.
 KEEP = 64 << 20
 _WORDS: Mapping[int, np.dtype] = MappingProxyType({b: np.dtype(f"u{b}") for b in (1, 2, 4, 8)})
@@ -296,9 +298,15 @@ def _take(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
 
 
 def _quantize_scale(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
-    """Row r of the scales is that of the block of rows [r * size, (r + 1) * size)."""
-    (w,), size, n = _operands(v), _attrs(v)["block"][0], shape_of(_operands(v)[0])[0]
-    return _apply(v, blocks.rows(w, lo * size, min(hi * size, n)) if size else blocks.rows(w, 0, n))
+    """Row r of the scales is that of the block of rows [r * size, (r + 1) * size), computed a few blocks at a time."""
+    (w,), size = _operands(v), _attrs(v)["block"][0]
+    n, k = shape_of(w)
+    if not size:
+        return _apply(v, blocks.rows(w, 0, n))
+    step = max(1, CHUNK // (size * k))
+    starts = range(lo, hi, step)
+    parts = [_apply(v, blocks.rows(w, a * size, min(min(a + step, hi) * size, n))) for a in starts]
+    return np.concatenate(parts) if parts else _none(v)
 
 
 def _in_blocks(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:

@@ -24,7 +24,7 @@ COMPILED = {
     "gptq-4bit-desc-act-asym": True, "gptq-8bit": True, "awq-autoawq": True, "ar-mixed": True, "ct-w8a8": True,
     "hf-fp8-block": False,
 }  # fmt: skip
-LOWERED = "canonicalize, fuse-linear{siblings=false}, %slower-quantized{act=i8, act_block=128, fallback=false}"
+LOWERED = "canonicalize, fuse-linear{siblings=false}, %slower-quantized{act=i8, act_block=64, fallback=false}"
 
 
 def scored(artifact: Path, tokens: np.ndarray) -> np.ndarray:
