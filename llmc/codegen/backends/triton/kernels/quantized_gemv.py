@@ -97,6 +97,18 @@ def add_tile(
 
 
 @triton.jit
+def sum_rows(sums, scale_ptr, row, first: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, NIBBLES: tl.constexpr):
+    """Return the totals of each part from the tiles `first` and on; without NIBBLES, scaled. row: rows of a part."""
+    totals = ()
+    for part in tl.static_range(PARTS):
+        total = tl.sum(tl.sum(sums[first + part], axis=2), axis=1)
+        if not NIBBLES:
+            total *= tl.load(scale_ptr + row + part * N).to(tl.float32)
+        totals = totals + (total,)
+    return totals
+
+
+@triton.jit
 def quantized_gemv(
     x_ptr,  # [M, K]
     code_ptr,  # [PARTS, N, K], or bytes [PARTS, N, K // 2] with NIBBLES
@@ -154,11 +166,5 @@ def quantized_gemv(
         token = tl.cast(tl.program_id(1) * ROWS + row, tl.int64)
         token_mask, column_mask = bound(token, M, WHOLE_M), bound(n, N, WHOLE_N)
         extras = LOAD_EXTRAS(extra_ptrs, token, n, token_mask, column_mask)
-        totals = ()
-        for part in tl.static_range(PARTS):
-            total = tl.sum(tl.sum(sums[row * PARTS + part], axis=2), axis=1)
-            if not NIBBLES:
-                total *= tl.load(scale_ptr + near + part * N).to(tl.float32)
-            totals = totals + (total,)
-        out = EPILOGUE(totals, extras)
+        out = EPILOGUE(sum_rows(sums, scale_ptr, near, row * PARTS, N, PARTS, NIBBLES), extras)
         tl.store(out_ptr + (token * N + n), out.to(out_ptr.dtype.element_ty), mask=token_mask & column_mask)
