@@ -1,9 +1,10 @@
 """One contender of the generation bench, in a process of its own: it generates on request and answers with seconds.
 
-    python bench/contender.py KIND MODEL      KIND: ours, eager, compiled, llamacpp
+    python bench/contender.py KIND MODEL [CORE]      KIND: ours, eager, compiled, llamacpp
 
 One JSON object a line: {"prompt": [ids], "new": n} on stdin; {"seconds": s, "tokens": [ids]} on stdout. Every kind is
-greedy, batch 1, two threads; none stops early. Not a peer's own tool: each drives the peer's ordinary Python interface.
+greedy, batch 1, two threads; none stops early. With CORE, it runs on that core alone with one thread, and seconds are
+of processor time. Not a peer's own tool: each drives the peer's ordinary Python interface.
 """
 
 from __future__ import annotations
@@ -92,8 +93,11 @@ def llamacpp(model: str) -> tuple[Generate, str]:
     return generate, f"llama-cpp-python {lc.__version__}"
 
 
-def main(kind: str, model: str) -> None:
+def main(kind: str, model: str, core: str = "") -> None:
     """Load, print the contender's name, then answer requests until stdin ends."""
+    clock = time.process_time if core else time.perf_counter
+    if core:
+        os.sched_setaffinity(0, {int(core)})
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints goes to stderr
     begin = time.perf_counter()
@@ -106,9 +110,9 @@ def main(kind: str, model: str) -> None:
     print(json.dumps({"version": version, "seconds": time.perf_counter() - begin}), file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        begin = time.perf_counter()
+        begin = clock()
         tokens = generate(request["prompt"], request["new"])
-        print(json.dumps({"seconds": time.perf_counter() - begin, "tokens": tokens}), file=answers, flush=True)
+        print(json.dumps({"seconds": clock() - begin, "tokens": tokens}), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -62,10 +62,10 @@ class Ceilings:
 class Contender:
     """A process that generates on request (bench/contender.py); idle while others run."""
 
-    def __init__(self, kind: str, model: Path, python: Path | str = sys.executable) -> None:
+    def __init__(self, kind: str, model: Path, python: Path | str = sys.executable, core: int | None = None) -> None:
         self.kind = kind
         env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'runtime'}", "TOKENIZERS_PARALLELISM": "false"}
-        command = [str(python), "-m", "bench.contender", kind, str(model)]
+        command = [str(python), "-m", "bench.contender", kind, str(model), *([] if core is None else [str(core)])]
         self.log = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True

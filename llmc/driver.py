@@ -24,7 +24,6 @@ from llmc.options import Options
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.pass_report import Record
 from llmc.passes.pipeline import override, parse_pipeline, run_pipeline
-from llmc.quant.make.recipes import NONE
 from llmc.targets.target import Target
 
 DTYPES = (("float32", "f32"), ("bfloat16", "bf16"))
@@ -45,10 +44,18 @@ def compile_model(
     If the cache has an artifact of an identical compile, its files are linked instead. Raises Diagnostic (E3xx model
     and checkpoint, E4xx passes, E5xx toolchain, E12x output folder); a failed compile leaves no files behind.
     """
+    from llmc.quantized_compile import quantised_first
+
+    options, console = options or Options(), console or Quiet()
+    with quantised_first(model, Path(output), options, console) as source:
+        return _compile(source, Path(output), options, force, console)
+
+
+def _compile(model: str | Path, output: Path, options: Options, force: bool, console: Console) -> Summary:
     from llmc.report.inspect import facts_of
     from llmc.reuse import Reuse
 
-    job = start(model, Path(output), options or Options(), force, console or Quiet())
+    job = start(model, output, options, force, console)
     key = _key_options(job.options, job.target, job.origin, job.registry.toolchains)
     reuse = Reuse(job.options.cache if job.options.reuse else None, job.model, key)
     if (entry := reuse.find()) is not None:
@@ -207,14 +214,12 @@ class Compilation:
 
     def passes(self, max_len: int) -> list[Pass]:
         """Parse the pipeline and set its size options."""
+        from llmc.quantized_compile import with_quantize
+
         registry, target = self.registry, self.target
         text = self.options.pipeline or target.pipeline
         passes = parse_pipeline(text, registry.passes, registry.pipelines_for(target))
-        if {(o := self.options).quant, o.quant_head} != {NONE}:
-            if not any(p.name == "quantize" for p in passes):
-                remedy = "add it to --pipeline, for example after fold"
-                raise Diagnostic("E421", "--quant needs the pass quantize, which the pipeline lacks", remedy)
-            passes = override(passes, "quantize", weights=o.quant, group=o.group_size or 0, head=o.quant_head)
+        passes = with_quantize(passes, self.options)
         sizes = {"rows": self.rows, "max_len": max_len, "page": target.page_size, "tokens": self.tokens}
         passes = override(passes, "page-attention", **sizes)
         return override(passes, "select", tuning=str(self.options.tuning)) if self.options.tuning else passes

@@ -12,7 +12,7 @@ from llmc_runtime.option_type import of_command, option, options_of, positive
 from llmc.builtin import EXTENSION
 from llmc.frontend.hub import PUBLIC, Hub
 from llmc.frontend.unsupported import refuse_code
-from llmc.quant.make.recipes import NONE, ROUNDED
+from llmc.quant.make.recipes import NONE, RECIPES, ROUNDED
 
 BOTH = ("compile", "tune")
 FILES = "files and caches"  # heading of the options that do not change what an artifact contains
@@ -49,10 +49,16 @@ class Options:
         "packed", "weights of the artifact: packed (default), random:SEED, or none", str, "KIND", commands=("compile",)
     )
     quant: str = _artifact(
-        NONE, "format to which weights of matrix products are rounded (none: as the checkpoint has them)", str, None,
-        choices=(NONE, *ROUNDED),
+        NONE, "recipe that quantises the weights of matrix products (none: as the checkpoint has them)", str, None,
+        choices=(NONE, *RECIPES),
     )  # fmt: skip
-    quant_head: str = _artifact(NONE, "the same for the output projection (none)", str, None, choices=(NONE, *ROUNDED))
+    quant_head: str = _artifact(
+        NONE, "recipe that rounds the weights of the output projection (none)", str, None, choices=(NONE, *ROUNDED)
+    )
+    calibrate: Path | None = _artifact(
+        None, "texts to calibrate gptq, awq, autoround or w8a8: JSON lines with a field text, or plain text", Path,
+        "FILE", commands=("compile",),
+    )  # fmt: skip
     group_size: int | None = _artifact(None, "columns of a weight that share a scale (the recipe's: int4 128)")
     layers: int | None = _artifact(None, "number of layers to compile for a quick build, from the first (all)")
     tuning: Path | None = _path("file of measurements that choose kernels (those shipped with llmc)", "FILE")
@@ -64,8 +70,9 @@ class Options:
     hub: Hub = field(default=PUBLIC)
 
     def recorded(self) -> dict[str, Any]:
-        """Return the options that determine the contents of the artifact, as its report records them."""
-        return {name: getattr(self, name) for name, o in options_of(Options).items() if o.group != FILES}
+        """Return the options that determine the contents of the artifact, as its report records them: files by name."""
+        values = {name: getattr(self, name) for name, o in options_of(Options).items() if o.group != FILES}
+        return {name: value.name if isinstance(value, Path) else value for name, value in values.items()}
 
 
 def add_options(p: argparse.ArgumentParser, command: str) -> None:

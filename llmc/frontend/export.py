@@ -122,7 +122,7 @@ def export_model(config: Any, dtype: str, max_positions: int, max_tokens: int, m
         program = _export(model, max_tokens, max_rows)
         names = _computed_names(model, program)
         made = {n: t for n, t in program.constants.items() if t.device.type != "meta"} | computed
-        buffers = {n: made[n] if n in made else _recompute(model, n) for n in names}
+        buffers = {n: made[n] if n in made else recompute(model, n) for n in names}
     arrays = {n: t.detach().float().numpy() for n, t in buffers.items()}
     return Exported(model, program, types.MappingProxyType(arrays), max_tokens, max_rows)
 
@@ -246,7 +246,7 @@ def _computed_names(model: Any, program: torch.export.ExportedProgram) -> list[s
     return out
 
 
-def _recompute(model: Any, name: str) -> torch.Tensor:
+def recompute(model: Any, name: str) -> torch.Tensor:
     """Compute a non-persistent buffer with the model's own initialization, on the CPU; parameters stay on meta."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)

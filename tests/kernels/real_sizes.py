@@ -131,6 +131,7 @@ _PRODUCTS = {
             "bf16[T, 6144]",
         ),
     ),
+    "take_columns": (Text("bf16[T, 4096]; i32[4096]", "take_columns", "bf16[T, 4096]"),),
     "matmul": (Text("bf16[8, T, 128]; bf16[8, 128, T]", "matmul", "bf16[8, T, T]"),),
     "moe_route": (Text("i32[T, 8]", "moe_route {experts=128}", "i32[8*T], i32[129]"),),
     "moe_up": (Text(f"bf16[T, 2048]; i32[8*T]; i32[129]; {EXPERTS}", "moe_up {k=8}", "bf16[8*T, 768]"),),

@@ -12,12 +12,14 @@ from torch import Tensor
 from llmc.diagnostics import Diagnostic
 from llmc.frontend.hub import PUBLIC, Hub, locate
 from llmc.frontend.model_folder import open_source
+from llmc.quant.make.calibrated import check_plan, quantise_layers
 from llmc.quant.make.folder_writer import ShardWriter, check_free, copy_files, new_folder, write_json
 from llmc.quant.make.model_source import ModelSource
 from llmc.quant.make.packing import stored_parts
 from llmc.quant.make.plan import Plan, Settings, make_plan
 from llmc.quant.make.recipes import config_group
 from llmc.quant.make.rounding import Quantised, round_to_nearest
+from llmc.quant.make.texts import read_texts, windows
 
 
 class Progress(Protocol):
@@ -63,11 +65,17 @@ def quantize_model(model: str | Path, out: Path, settings: Settings, progress: P
     at = locate(model, hub, progress=lambda done, of: progress.part("fetch", done, of, "B"))
     with ModelSource(open_source(at.folder)) as source:
         plan = make_plan(source, recipe, settings.ignore)
+        if settings.calibrate:
+            check_plan(source, plan)
         for line in plan.lines(source):
             progress.note(line)
+        tokens = _samples(source, settings, progress) if settings.calibrate else None
         with new_folder(out) as folder:
-            writer = ShardWriter(folder)
-            _round(source, plan, writer, progress)
+            writer = Weights(folder)
+            if tokens is None:
+                _round(source, plan, writer, progress)
+            else:
+                quantise_layers(source, plan, tokens, settings.seed, folder, writer, progress)
             shards = writer.finish()
             copy_files(source.source.tokenizer_files, source.source.folder, folder)
             write_json(folder / "config.json", new_config(source, plan))
@@ -75,12 +83,36 @@ def quantize_model(model: str | Path, out: Path, settings: Settings, progress: P
         return Made(out, shards, len(plan.weights), plan.bytes_before, writer.total, seconds)
 
 
+class Weights(ShardWriter):
+    """A writer of shards that knows how quantised weights are stored."""
+
+    def add_weight(self, module: str, q: Quantised) -> None:
+        """Add the tensors of a quantised weight."""
+        for part, x in stored_parts(q).items():
+            self.add(f"{module}.{part}", x)
+
+
+def _samples(source: ModelSource, settings: Settings, progress: Progress) -> Tensor:
+    """The windows of tokens, which are noted in the plan."""
+    assert settings.calibrate is not None
+    texts = read_texts(settings.calibrate)
+    limit = getattr(source.config.get_text_config(), "max_position_embeddings", None) or settings.length
+    length = min(settings.length, limit)
+    tokens = windows(texts, source.source.folder, settings.samples, length, settings.seed)
+    size = tokens.numel() * source.config.get_text_config().hidden_size * 4 / 1e6
+    progress.note(
+        f"calibration: {settings.calibrate}, {len(tokens)} windows of {length} tokens, seed {settings.seed}; "
+        f"their hidden states take {size:.1f} MB of disk beside the output"
+    )
+    return tokens
+
+
 def new_config(source: ModelSource, plan: Plan) -> dict[str, Any]:
     """Return config.json of the quantised model."""
     return {**source.source.config, "quantization_config": config_group(plan.recipe) | {"ignore": list(plan.ignored)}}
 
 
-def _round(source: ModelSource, plan: Plan, writer: ShardWriter, progress: Progress) -> None:
+def _round(source: ModelSource, plan: Plan, writer: Weights, progress: Progress) -> None:
     """Round every planned weight to nearest, and write all tensors in the order of the files."""
     names = list(source.files.tensors)
     for i, name in enumerate(names):
@@ -89,13 +121,7 @@ def _round(source: ModelSource, plan: Plan, writer: ShardWriter, progress: Progr
         if name not in plan.weights:
             writer.add(name, x)
             continue
-        write_weight(writer, plan.weights[name], round_to_nearest(finite(name, x.float()), plan.recipe, x.dtype))
-
-
-def write_weight(writer: ShardWriter, module: str, q: Quantised) -> None:
-    """Write the tensors of a quantised weight."""
-    for part, x in stored_parts(q).items():
-        writer.add(f"{module}.{part}", x)
+        writer.add_weight(plan.weights[name], round_to_nearest(finite(name, x.float()), plan.recipe, x.dtype))
 
 
 def finite(name: str, w: Tensor) -> Tensor:

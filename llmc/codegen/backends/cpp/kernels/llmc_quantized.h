@@ -191,10 +191,8 @@ template <class C> struct quantized {
       for (int64_t r = 0; r < runs; r++) {
         if constexpr (C::ACT) Run::add(acc, w, x, KP);
         else Run::add(acc, w, x, KP, z);
-        if (MR > 1) {
-          for (int64_t o = 0; o < soon.step; o += 64) __builtin_prefetch(soon.at + o, 0, 3);
-          soon.at += soon.step;
-        }
+        for (int64_t o = 0; o < soon.step; o += 64) __builtin_prefetch(soon.at + o, 0, 3);
+        soon.at += soon.step;
         w += Run::STEP;
         x += RUN;
       }
@@ -259,9 +257,10 @@ template <class C, class E> struct quantized_product : quantized<C> {
 
   LLMC_METHOD int64_t row(int64_t t) const { return rows * t / tiles; }  // first row of tile t: tiles differ by one row
 
-  // The tiles of a block divide the prefetch of the next stretch of the panel among themselves.
+  // The prefetch of tile t of n: a single tile prefetches LEAD bytes ahead of its own reads (a fifth faster for one row
+  // than the hardware's prefetcher alone); several tiles divide the next stretch of the panel among themselves.
   static LLMC_METHOD ahead next(const uint8_t* from, int64_t runs, int64_t t, int64_t n) {
-    constexpr int64_t STEP = Q::Run::STEP, LEAD = 8192;
+    constexpr int64_t STEP = Q::Run::STEP, LEAD = 2048;
     if (n == 1) return ahead{(const char*)from + LEAD, STEP};
     int64_t step = (STEP + n - 1) / n;
     return ahead{(const char*)from + runs * STEP + t * runs * step, step};

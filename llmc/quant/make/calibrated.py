@@ -1,0 +1,104 @@
+"""Quantises a model layer by layer with the help of texts."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Linear
+
+from llmc.diagnostics import Diagnostic
+from llmc.quant.make.layer_runs import Layer, LayerRuns
+from llmc.quant.make.methods import METHODS, REFERENCE
+from llmc.quant.make.model_source import ModelSource
+from llmc.quant.make.plan import Plan, some
+from llmc.quant.make.rounding import Quantised
+
+SPILL = "activations"  # folder of the hidden states, removed at the end
+
+
+class Output(Protocol):
+    """Where tensors of the new checkpoint go."""
+
+    def add(self, name: str, x: Tensor) -> None:
+        """Write a tensor as it is."""
+
+    def add_weight(self, module: str, q: Quantised) -> None:
+        """Write a quantised weight."""
+
+
+class Steps(Protocol):
+    """Where progress is shown."""
+
+    def part(self, name: str, done: int, of: int, unit: str = "") -> None:
+        """Show progress `done` of `of`."""
+
+
+def check_plan(source: ModelSource, plan: Plan) -> None:
+    """Raise Diagnostic E354 if the plan has experts of a mixture, which are not calibrated."""
+    if plan.experts:
+        cause = f"{plan.recipe.name} cannot calibrate experts: {some(sorted(plan.experts))}"
+        raise Diagnostic("E354", cause, "use int8, fp8 or int4; or --ignore 're:.*experts'")
+
+
+def quantise_layers(
+    source: ModelSource, plan: Plan, tokens: Tensor, seed: int, folder: Path, out: Output, progress: Steps
+) -> None:
+    """Quantise the planned weights with samples [samples, T], and write all tensors; raises Diagnostic E350-E355."""
+    runs = LayerRuns(source, tokens, folder / SPILL, plan.recipe.method in REFERENCE, seed)
+    done: set[str] = set()
+    for i in range(len(runs.layers)):
+        progress.part("calibrate", i, len(runs.layers), " layers")
+        layer = runs.load(i)
+        done |= _layer(source, plan, layer, out)
+        runs.drop(i)
+    progress.part("calibrate", len(runs.layers), len(runs.layers), " layers")
+    for name in source.files.tensors:
+        if name not in done:
+            if name in plan.weights:
+                raise Diagnostic("E354", f"{name} is in none of the layers", f"--ignore {plan.weights[name]}")
+            out.add(name, source.read(name))
+    shutil.rmtree(folder / SPILL)
+
+
+def _layer(source: ModelSource, plan: Plan, layer: Layer, out: Output) -> set[str]:
+    """Quantise a layer and write its tensors; return their names."""
+    prefix = f"{layer.path}."
+    stored = {n.removeprefix(prefix): s for n, s in source.plain_names().items() if n.startswith(prefix)}
+    linears, dtypes = _targets(source, plan, layer, stored)
+    found = METHODS[plan.recipe.method](layer, linears, plan.recipe, dtypes) if linears else {}
+    if unused := sorted(linears.keys() - found.keys()):
+        cause = f"{some(unused)} in {layer.path} read nothing while the layer runs"
+        raise Diagnostic("E354", cause, f"--ignore {plan.weights[stored[f'{unused[0]}.weight']]}")
+    for name, q in found.items():
+        linears[name].weight.data = q.values()
+        out.add_weight(plan.weights[stored[f"{name}.weight"]], q)
+    layer.advance()
+    written = {stored[f"{name}.weight"] for name in found}
+    for name, parameter in layer.module.named_parameters():
+        if (at := stored.get(name)) is not None and at not in written:
+            before = source.weight(prefix + name)
+            same = before is not None and torch.equal(before, parameter.data)
+            out.add(at, source.read(at) if same else parameter.data.to(source.dtype(at)))
+            written.add(at)
+    return written
+
+
+def _targets(
+    source: ModelSource, plan: Plan, layer: Layer, stored: Mapping[str, str]
+) -> tuple[dict[str, Linear], dict[str, torch.dtype]]:
+    """The linear modules of a layer that are quantised, and the dtypes of their stored weights."""
+    linears = {
+        name: module
+        for name, module in layer.module.named_modules()
+        if isinstance(module, Linear) and stored.get(f"{name}.weight") in plan.weights
+    }
+    for name, module in linears.items():
+        if not module.weight.isfinite().all():
+            cause = f"{stored[f'{name}.weight']} has values that are NaN or infinite"
+            raise Diagnostic("E350", cause, "download the checkpoint again")
+    return linears, {name: source.dtype(stored[f"{name}.weight"]) for name in linears}

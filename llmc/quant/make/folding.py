@@ -1,0 +1,87 @@
+"""Scales the input channels of linear modules, and divides the module before them by the same.
+
+The module before is the norm whose output the linear modules read, or else a linear module with as many rows as they
+have columns. A fold is kept only if the output of the layer does not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Linear, Module
+
+from llmc.quant.make.layer_runs import Inputs, Layer
+
+TOLERANCE = 2e-3  # relative change of the layer's output that rounding may cause
+Scales = Callable[[Inputs, Sequence[Tensor]], Tensor]
+
+
+@torch.no_grad()
+def fold_all(layer: Layer, linears: Mapping[str, Linear], dtypes: Mapping[str, torch.dtype], scales: Scales) -> None:
+    """Scale the inputs of each group of linear modules by `scales(group, their weights)`, where this can be folded.
+
+    Weights of the layer change in place. dtypes: of the stored weights.
+    """
+    dtype = next(iter(dtypes.values()))
+    for group in layer.inputs:
+        wanted = scales(group, [linears[n].weight.data for n in group.linears])
+        for name in before(layer, group, linears):
+            if _fold(layer, group, linears, name, wanted, dtype):
+                break
+
+
+def before(layer: Layer, group: Inputs, linears: Mapping[str, Linear]) -> list[str]:
+    """Names of the modules into which the inverse of a group's scales may be folded, the likeliest first."""
+    if group.producer:
+        return [group.producer]
+    size = len(group.largest)
+    order = [n for g in layer.inputs for n in g.linears]
+    earlier = order[: order.index(group.linears[0])]
+    return [n for n in reversed(earlier) if linears[n].out_features == size]
+
+
+def _fold(
+    layer: Layer, group: Inputs, linears: Mapping[str, Linear], name: str, wanted: Tensor, dtype: torch.dtype
+) -> bool:
+    """Fold scales into the module `name`; restore everything and return False if the layer's output changes."""
+    producer = layer.module.get_submodule(name)
+    weight = getattr(producer, "weight", None)
+    if weight is None or len(weight) != len(wanted):
+        return False
+    want = layer.call(layer.state(0))
+    changed: list[Module] = [producer, *(linears[n] for n in group.linears)]
+    saved = [{k: p.data.clone() for k, p in m.named_parameters(recurse=False)} for m in changed]
+    scale = _divide(producer, wanted, dtype)
+    for n in group.linears:
+        linears[n].weight.data *= scale
+    got = layer.call(layer.state(0))
+    if float((got - want).norm()) <= TOLERANCE * float(want.norm()):
+        group.gram /= scale[:, None] * scale
+        group.largest /= scale
+        group.total /= scale
+        return True
+    for module, values in zip(changed, saved, strict=True):
+        for k, value in values.items():
+            module._parameters[k].data.copy_(value)
+    return False
+
+
+def _divide(producer: Module, wanted: Tensor, dtype: torch.dtype) -> Tensor:
+    """Divide the outputs of a module by `wanted`; return the scales that this is after rounding of what is stored.
+
+    The weight of a norm is stored in `dtype`, so the scale that undoes the division exactly is that of rounded weights.
+    """
+    weight = producer.weight.data
+    scale = wanted
+    if weight.ndim == 1:
+        divided = (weight / wanted).to(dtype).float()
+        scale = torch.where((divided != 0) & (weight != 0), weight / divided, torch.ones_like(weight))
+        producer.weight.data = torch.where(scale == 1, weight, divided)
+    else:
+        producer.weight.data = weight / wanted[:, None]
+    bias = getattr(producer, "bias", None)
+    if bias is not None:
+        bias.data = (bias.data / scale).to(dtype).float()
+    return scale

@@ -1,0 +1,57 @@
+"""The methods that choose codes with the help of texts, each for the linear modules of one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch.nn import Linear
+
+from llmc.quant.make.awq_scales import awq_scales
+from llmc.quant.make.folding import fold_all
+from llmc.quant.make.gptq_codes import gptq
+from llmc.quant.make.layer_runs import Layer
+from llmc.quant.make.recipes import Recipe
+from llmc.quant.make.rounding import Quantised, round_to_nearest
+from llmc.quant.make.sign_rounding import sign_rounding
+from llmc.quant.make.smooth_scales import smooth_scales
+
+Dtypes = Mapping[str, torch.dtype]  # of the stored weights, in which scales are stored
+# (layer, its linear modules by name, recipe, dtypes) -> their quantised weights; may scale other weights of the layer.
+Method = Callable[[Layer, Mapping[str, Linear], Recipe, Dtypes], dict[str, Quantised]]
+
+
+def by_gptq(layer: Layer, linears: Mapping[str, Linear], recipe: Recipe, dtypes: Dtypes) -> dict[str, Quantised]:
+    """Quantise by GPTQ."""
+    found = {}
+    for group in layer.observe(linears):
+        for name in group.linears:
+            w = linears[name].weight.data
+            found[name] = gptq(w, group.gram, recipe, dtypes[name], f"{layer.path}.{name}")
+    return found
+
+
+def by_awq(layer: Layer, linears: Mapping[str, Linear], recipe: Recipe, dtypes: Dtypes) -> dict[str, Quantised]:
+    """Scale input channels by AWQ, and round to nearest."""
+    layer.observe(linears)
+    fold_all(layer, linears, dtypes, lambda group, weights: awq_scales(group, weights, recipe))
+    return _rounded(linears, recipe, dtypes)
+
+
+def by_smoothing(layer: Layer, linears: Mapping[str, Linear], recipe: Recipe, dtypes: Dtypes) -> dict[str, Quantised]:
+    """Move outliers of activations into weights by SmoothQuant, and round to nearest."""
+    layer.observe(linears)
+    fold_all(layer, linears, dtypes, smooth_scales)
+    return _rounded(linears, recipe, dtypes)
+
+
+def _rounded(linears: Mapping[str, Linear], recipe: Recipe, dtypes: Dtypes) -> dict[str, Quantised]:
+    return {name: round_to_nearest(m.weight.data, recipe, dtypes[name]) for name, m in linears.items()}
+
+
+# By `Recipe.method`; "rtn" is here the method of w8a8 with texts.
+METHODS: Mapping[str, Method] = MappingProxyType(
+    {"gptq": by_gptq, "awq": by_awq, "autoround": sign_rounding, "rtn": by_smoothing}
+)
+REFERENCE = ("autoround",)  # methods that compare with the outputs of the unquantised model

@@ -1,0 +1,86 @@
+"""AutoRound (arXiv 2309.05516): learns how to round each weight of a layer, and the range of each group.
+
+A weight is rounded at w / scale + v, with v in [-1/2, 1/2], and ranges shrink by factors in [1/2, 1]. Both follow the
+sign of the gradient of the squared error of the layer's output, against that of the unquantised model, with steps that
+decay to zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Linear
+
+from llmc.quant.make.layer_runs import Layer
+from llmc.quant.make.recipes import Recipe
+from llmc.quant.make.rounding import Grid, Quantised, extremes, grid_from
+
+STEPS, BATCH = 200, 8
+
+
+@dataclass
+class _Learned:
+    """What is learned of one weight: rounding offsets, and the factors of the lower and upper end of each group."""
+
+    w: Tensor
+    recipe: Recipe
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        self.low, self.high = extremes(self.w, self.recipe)
+        self.offset = torch.zeros_like(self.w, requires_grad=True)
+        self.shrink = torch.ones(2, *self.low.shape, requires_grad=True)
+
+    def grid(self) -> Grid:
+        """The grid of the shrunk ranges."""
+        low, high = self.low * self.shrink[0], self.high * self.shrink[1]
+        return grid_from(low, high, self.recipe, (self.w.shape[0], self.w.shape[1]), self.dtype)
+
+    def values(self) -> Tensor:
+        """The dequantised weight; gradients pass through the roundings as if there were none."""
+        span = torch.maximum(-self.low * self.shrink[0], self.high * self.shrink[1])
+        lo, hi = self.recipe.range
+        exact = span / ((hi - lo) / 2)
+        grid = self.grid()
+        scale = grid.spread(exact + (grid.scale.float() - exact).detach())
+        at = self.w / scale + self.offset
+        return (at + (at.round() - at).detach()).clamp(lo, hi) * scale
+
+    def step(self, rate: float) -> None:
+        """Move against the sign of the gradients."""
+        with torch.no_grad():
+            for x, lo, hi in ((self.offset, -0.5, 0.5), (self.shrink, 0.5, 1.0)):
+                if x.grad is not None:
+                    x -= rate * x.grad.sign()
+                    x.clamp_(lo, hi)
+                    x.grad = None
+
+    @torch.no_grad()
+    def quantised(self) -> Quantised:
+        """The weight at the end."""
+        grid = self.grid()
+        lo, hi = self.recipe.range
+        codes = (self.w / grid.spread(grid.scale) + self.offset).round().clamp(lo, hi)
+        return Quantised(grid, codes.to(torch.int8))
+
+
+def sign_rounding(
+    layer: Layer, linears: Mapping[str, Linear], recipe: Recipe, dtypes: Mapping[str, torch.dtype]
+) -> dict[str, Quantised]:
+    """Quantise the linear modules of a layer; see `methods.Method`."""
+    layer.advance_reference()
+    assert layer.reference is not None
+    learned = {name: _Learned(m.weight.data, recipe, dtypes[name]) for name, m in linears.items()}
+    draw = torch.Generator().manual_seed(layer.seed)
+    for step in range(STEPS):
+        chosen = torch.randint(len(layer.hidden), (BATCH,), generator=draw).tolist()
+        values = {f"{name}.weight": x.values() for name, x in learned.items()}
+        got = layer.call(torch.from_numpy(layer.hidden[chosen]), values)
+        loss: Tensor = ((got - torch.from_numpy(layer.reference[chosen])) ** 2).mean()
+        loss.backward()
+        for x in learned.values():
+            x.step((1 - step / STEPS) / STEPS)
+    return {name: x.quantised() for name, x in learned.items()}

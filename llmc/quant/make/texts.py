@@ -1,0 +1,79 @@
+"""Texts of calibration: reads a file, tokenises it, and draws windows of tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from llmc.diagnostics import Diagnostic
+from llmc.frontend.model_folder import is_regular
+from llmc.frontend.tokenizer_files import TOKENIZER, check_tokenizer, without_tokenizer
+
+MAX_BYTES = 1 << 30
+FORM = "give UTF-8 text, or JSON lines with a field text"
+
+
+def read_texts(path: Path) -> list[str]:
+    """Read the documents of a file: the lines of NAME.jsonl, or one document.
+
+    Raises Diagnostic E353 if the file is missing, empty, too large or not text.
+    """
+    try:
+        if not is_regular(path):
+            raise ValueError("it is not a file")
+        if (size := path.stat().st_size) > MAX_BYTES:
+            raise ValueError(f"it has {size} bytes, over the limit of {MAX_BYTES}")
+        data = path.read_bytes()
+        if b"\0" in data:
+            raise ValueError("it has zero bytes")
+        text = data.decode("utf-8")
+        texts = _documents(text) if path.suffix == ".jsonl" else [text]
+    except (OSError, ValueError) as e:
+        raise Diagnostic("E353", f"{path} cannot be read as text: {e}", FORM) from None
+    if not any(t.strip() for t in texts):
+        raise Diagnostic("E353", f"{path} contains no text", FORM)
+    return texts
+
+
+def _documents(text: str) -> list[str]:
+    found = []
+    for i, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            value = json.loads(line)
+            if not isinstance(value, dict) or not isinstance(value.get("text"), str):
+                raise ValueError(f"line {i} has no field text")
+            found.append(value["text"])
+    return found
+
+
+def windows(texts: list[str], folder: Path, samples: int, length: int, seed: int) -> Tensor:
+    """Return tokens [at most `samples`, `length`]: documents in an order drawn by `seed`, joined and cut into windows.
+
+    Raises Diagnostic E353 if the texts do not fill one window, E309 if the folder has no usable tokenizer.json.
+    """
+    tokenizer = _tokenizer(folder)
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
+    ids: list[int] = []
+    for i in order:
+        if len(ids) >= samples * length:
+            break
+        ids += tokenizer.encode(texts[i]).ids
+    count = min(samples, len(ids) // length)
+    if not count:
+        cause = f"the texts have {len(ids)} tokens, less than one window of {length}"
+        raise Diagnostic("E353", cause, "use more text, or a smaller --length")
+    return torch.tensor(ids[: count * length]).reshape(count, length)
+
+
+def _tokenizer(folder: Path) -> Tokenizer:
+    check_tokenizer(folder)
+    if note := without_tokenizer(folder):
+        raise Diagnostic("E309", note, "calibration needs tokenizer.json")
+    found: Tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
+    found.no_truncation()
+    found.no_padding()
+    return found

@@ -1,0 +1,55 @@
+"""`llmc compile --quant`: recipes that only round are a pass; those that use texts quantise the checkpoint first."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from llmc.console import Console
+from llmc.diagnostics import Diagnostic
+from llmc.options import Options
+from llmc.passes.base import Pass
+from llmc.passes.pipeline import override
+from llmc.quant.make.recipes import NONE, RECIPES
+
+
+def with_quantize(passes: Sequence[Pass], o: Options) -> list[Pass]:
+    """Set the options of the pass `quantize`; raises Diagnostic E421 if it is needed and missing."""
+    weights = o.quant if o.quant != NONE and _rounds(o) else NONE
+    if weights == o.quant_head == NONE:
+        return list(passes)
+    if not any(p.name == "quantize" for p in passes):
+        remedy = "add it to --pipeline, for example after fold"
+        raise Diagnostic("E421", "--quant needs the pass quantize, which the pipeline lacks", remedy)
+    return override(passes, "quantize", weights=weights, group=o.group_size or 0, head=o.quant_head)
+
+
+def _rounds(o: Options) -> bool:
+    return not (RECIPES[o.quant].calibrated or o.calibrate)
+
+
+@contextmanager
+def quantised_first(model: str | Path, output: Path, o: Options, console: Console) -> Iterator[str | Path]:
+    """Yield the folder to compile: `model`, or a quantised copy of it beside `output` while the context lasts.
+
+    Only recipes that use texts make a copy; the pass `quantize` applies the others. Raises Diagnostic E351 if recipe
+    and texts do not fit together, and the errors of `quantize_model`.
+    """
+    if o.quant == NONE and o.calibrate:
+        raise Diagnostic("E351", "--calibrate without --quant", "add --quant gptq, awq, autoround or w8a8")
+    if o.quant == NONE or _rounds(o):
+        yield model
+        return
+    from llmc.quant.make.plan import Settings
+    from llmc.quant.make.quantize_model import quantize_model
+
+    settings = Settings(o.quant, o.group_size, o.calibrate)
+    settings.recipe()  # report options that do not fit together before anything is written
+    parent = output.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".quantised-", dir=parent) as scratch:
+        folder = Path(scratch) / (Path(model).resolve().name or "model")
+        console.note(quantize_model(model, folder, settings, console, o.hub).text())
+        yield folder
