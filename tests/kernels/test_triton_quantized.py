@@ -144,9 +144,8 @@ def test_every_schedule(kernel: Kernel) -> None:
             check(kernel, replace(s, name="odd", n=schedule["bn"] + 1, k=k), 3, schedule)
 
 
-@pytest.mark.parametrize("zero", ("8", "u8"))
-def test_packing_keeps_the_product(zero: str) -> None:
-    s = Shape("", "f32", "u8", "f32", 6, 192, 64, zero, 2, SILU)
+def test_packing_keeps_the_product() -> None:
+    s = Shape("", "f32", "u8", "f32", 6, 192, 64, "8", 2, SILU)
     g = s.graph(packed=False)
     (node,) = g.nodes
     inputs = [x % 16 if v.name == "code" else x for v, x in zip(g.inputs, draw(g, 5), strict=True)]
@@ -170,6 +169,7 @@ def test_what_is_refused() -> None:
         (Shape("", "bf16", "i8", "bf16", 8, 128, 0, "3"), "with zero points"),
         (Shape("", "bf16", "i8", "bf16", 8, 128, parts=5), "5 parts"),
         (Shape("", "bf16", "u8", "bf16", 8, 128, 0, "8", weight=False), "at compile time"),
+        (Shape("", "bf16", "u8", "bf16", 8, 128, 64, "u8"), "more than 4 bits"),
         (Shape("", "bf16", "f8e4m3", "bf16", 8, 128), "f8e4m3"),
     )
     for s, words in bad:
@@ -177,6 +177,17 @@ def test_what_is_refused() -> None:
         for kernel in KERNELS:
             assert words in str(kernel.reject(node, sm_90())), s
     assert "99 tokens" in str(QUANTIZED_GEMV.reject(replace(SHAPES[0], rows=99).node, sm_90()))
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+def test_codes_with_zero_points_are_packed_if_they_were_unpacked_from_4_bits(bits: int) -> None:
+    g = Shape("", "bf16", "u8", "bf16", 8, 128, 64, "u8").graph(packed=False)
+    (node,) = g.nodes
+    words = g.input("words", tensor("i32", 8, 4 * bits), weight=True)
+    code = g.add(OPS["unpack_bits"], [words], {"bits": bits, "axis": 1, "size": 128}, before=node).result
+    g.set_operands(node, [node.operands[0], code, *node.operands[2:]])
+    for kernel in KERNELS:
+        assert (kernel.reject(node, sm_90()) is None) == (bits == 4)
 
 
 def ranked(node: Node, rows: int) -> list[tuple[float, str]]:

@@ -11,7 +11,7 @@ from llmc.codegen.backends.triton.triton_kernel import FLOATS, TritonKernel, Uni
 from llmc.codegen.kernel import Schedule, Source
 from llmc.diagnostics import Diagnostic
 from llmc.ir.dtype import DTYPES
-from llmc.ir.graph import Graph, Node
+from llmc.ir.graph import Graph, Node, Value
 from llmc.ir.opdef import OpDef
 from llmc.ir.types import Type
 from llmc.passes.analysis import Origin, origin
@@ -131,8 +131,21 @@ def _reject_nibbles(p: QuantizedProduct) -> str | None:
         return f"zero points of dtype {operands[3].type.dtype}; u8 is supported"
     if not p.half:
         return f"{p.k} columns in blocks of {p.group}; both must be multiples of 32"
-    constant = p.node.op.name == PACKED or origin(operands[1]) is not Origin.INPUTS
-    return None if constant else "the codes are not known at compile time"
+    if p.node.op.name == PACKED:
+        return None
+    if origin(operands[1]) is Origin.INPUTS:
+        return "the codes are not known at compile time"
+    return None if a["zero_point"] or _four_bits(operands[1]) else "codes of dtype u8 that may have more than 4 bits"
+
+
+def _four_bits(code: Value) -> bool:
+    """Whether codes have at most 4 bits because they were unpacked from that many."""
+    n = code.node
+    if n is None:
+        return False
+    if n.op.name in ("slice", "concat", "take_columns"):
+        return all(_four_bits(v) for v in (n.operands if n.op.name == "concat" else n.operands[:1]))
+    return n.op.name == "unpack_bits" and bool(n.attrs["bits"] <= 4)
 
 
 def shared_arguments(u: Unit, p: QuantizedProduct) -> dict[str, Argument]:
