@@ -345,6 +345,7 @@ _RULES: Mapping[str, Rule] = MappingProxyType(
         "cast": _cast,
         "pack_panel": _pack_panel,
         "pack_codes": _rowwise,
+        "pack_nibbles": _rowwise,
         "bitcast": _bitcast,
         "unpack_bits": _unpack_bits,
         "take": _take,

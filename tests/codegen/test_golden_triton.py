@@ -16,6 +16,8 @@ from llmc.codegen.backends.triton.gemm_tma import GEMM_TMA
 from llmc.codegen.backends.triton.gemv import GEMV, NORM_GEMV
 from llmc.codegen.backends.triton.matmul import MATMUL
 from llmc.codegen.backends.triton.moe import DOWN, ROUTE, UP
+from llmc.codegen.backends.triton.quantized_gemm import QUANTIZED_GEMM
+from llmc.codegen.backends.triton.quantized_gemv import QUANTIZED_GEMV
 from llmc.codegen.backends.triton.reduce import TOPK
 from llmc.codegen.backends.triton.row_kernels import ROWS
 from llmc.codegen.backends.triton.shape import COPY, TAKE
@@ -51,6 +53,15 @@ NODES: dict[str, tuple[Kernel, str, str]] = {
     "gemv": (
         GEMV, f"%x: bf16[1, 4096], {WEIGHT}, %b: weight f32[2048]",
         f'linear_map(%x, %w, %b) {{parts=2, body="add({SILU}, a2)"}} : bf16[1, 2048]',
+    ),
+    "quantized_gemv": (
+        QUANTIZED_GEMV, "%x: bf16[1, 4096], %w: weight u8[4096, 2048], %s: weight bf16[4096, 32]",
+        f'packed_nibbles_linear(%x, %w, %s) {{half=64, block=[1, 128], zero_point=8, parts=2, body="{SILU}"}} '
+        ": bf16[1, 2048]",
+    ),
+    "quantized_gemm": (
+        QUANTIZED_GEMM, "%x: bf16[T, 4096], %w: weight i8[4096, 4096], %s: weight f32[4096, 1], %r: bf16[T, 4096]",
+        'quantized_linear(%x, %w, %s, %r) {block=[1, 0], body="add(a1, a0)"} : bf16[T, 4096]',
     ),
     "norm_gemv": (
         NORM_GEMV, f"%x: bf16[T, 4096], {WEIGHT}, %g: weight bf16[4096]",

@@ -105,6 +105,33 @@ _PRODUCTS = {
             "bf16[T, 4096]",
         ),
     ),
+    "quantized_gemv": (
+        Text(
+            "bf16[1, 4096]; weight u8[28672, 2048]; weight bf16[28672, 32]",
+            f'packed_nibbles_linear {{half=64, block=[1, 128], zero_point=8, parts=2, body="{SILU}"}}',
+            "bf16[1, 14336]",
+        ),
+        Text(
+            "bf16[R, 4096]; weight i8[6144, 4096]; weight f32[6144, 1]", "quantized_linear {block=[1, 0]}",
+            "bf16[R, 6144]",
+        ),
+    ),
+    "quantized_gemm": (
+        Text(
+            "bf16[R, 4096]; weight u8[28672, 2048]; weight bf16[28672, 32]",
+            f'packed_nibbles_linear {{half=64, block=[1, 128], zero_point=8, parts=2, body="{SILU}"}}',
+            "bf16[R, 14336]",
+        ),
+        Text(
+            "bf16[T, 4096]; weight u8[6144, 2048]; weight f16[6144, 64]; weight u8[6144, 64]",
+            "packed_nibbles_linear {half=64, block=[1, 64], zeros=true}", "bf16[T, 6144]",
+        ),
+        Text(
+            "bf16[T, 4096]; weight i8[6144, 4096]; weight f32[6144, 1]", "quantized_linear {block=[1, 0]}",
+            "bf16[T, 6144]",
+        ),
+    ),
+    "take_columns": (Text("bf16[T, 4096]; i32[4096]", "take_columns", "bf16[T, 4096]"),),
     "matmul": (Text("bf16[8, T, 128]; bf16[8, 128, T]", "matmul", "bf16[8, T, T]"),),
     "moe_route": (Text("i32[T, 8]", "moe_route {experts=128}", "i32[8*T], i32[129]"),),
     "moe_up": (Text(f"bf16[T, 2048]; i32[8*T]; i32[129]; {EXPERTS}", "moe_up {k=8}", "bf16[8*T, 768]"),),

@@ -12,6 +12,7 @@ from llmc.ir.ops import (
     moe,
     norm,
     packed,
+    packed_codes,
     packed_quantized,
     pointwise,
     quantize,
@@ -34,7 +35,7 @@ def op_set(*groups: Iterable[OpDef]) -> Mapping[str, OpDef]:
 
 
 GROUPS = (
-    pointwise, reduce, shape, linear, packed, quantize, quantized_linear, packed_quantized, norm, rope, attention,
-    moe, state, sample,
+    pointwise, reduce, shape, linear, packed, quantize, quantized_linear, packed_quantized, packed_codes, norm, rope,
+    attention, moe, state, sample,
 )  # fmt: skip
 OPS = op_set(*(m.OPS for m in GROUPS))

@@ -52,6 +52,8 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "triton/gemm_splitk": f"{_HERE}.gemm_splitk:GEMM_SPLITK",
         "triton/splitk_combine": f"{_HERE}.gemm_splitk:SPLITK_COMBINE",
         "triton/gemv": f"{_HERE}.gemv:GEMV",
+        "triton/quantized_gemv": f"{_HERE}.quantized_gemv:QUANTIZED_GEMV",
+        "triton/quantized_gemm": f"{_HERE}.quantized_gemm:QUANTIZED_GEMM",
         "triton/gemm_small": f"{_HERE}.gemm_small:GEMM_SMALL",
         "triton/gemm": f"{_HERE}.gemm_small:GEMM",
     }

@@ -1,0 +1,84 @@
+"""Products of few tokens that stream quantised weight rows through float32 registers, without tensor cores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from llmc.codegen.backends.triton.gemv import MAX_ROWS, MAX_TOKENS
+from llmc.codegen.backends.triton.linear_problem import epilogue
+from llmc.codegen.backends.triton.quantized_problem import QuantizedKernel, QuantizedProduct, shared_arguments
+from llmc.codegen.backends.triton.template import Template
+from llmc.codegen.backends.triton.tiling import power
+from llmc.codegen.backends.triton.triton_kernel import Code, Unit
+from llmc.codegen.kernel import Schedule
+from llmc.ir.dim import D
+from llmc.ir.graph import Node
+from llmc.targets.target import Target
+
+_TILES = ((4, 1024, 4), (2, 2048, 4), (8, 512, 4), (2, 1024, 2), (4, 2048, 8), (1, 2048, 4))  # rows of all parts, bytes
+_KEYS = ("bn", "bytes", "warps")
+_TILE = 128  # maximum float32 sums per thread
+_READ = 0.85  # share of the bandwidth that these streams reach
+_CONVERSION = 5.0  # operations per code: mask or shift, subtraction, conversion, scale
+
+
+class QuantizedGemv(QuantizedKernel):
+    """quantized_linear; fast for 1 to about 4 tokens, correct for any number."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        if why := super().reject(node, target):
+            return why
+        m = QuantizedProduct.of(node).m.const
+        return f"{m} tokens; the maximum is {MAX_TOKENS}" if m is not None and m > MAX_TOKENS else None
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        p = QuantizedProduct.of(node)
+        length, width = power(p.k // (2 if p.half else 1)), p.half or 1
+        shapes = dict.fromkeys(
+            (min(max(1, n // power(p.parts)), power(p.n)), max(width, min(b, length)), w) for n, b, w in _TILES
+        )
+        m = p.m.const
+        counts = (2, 4, MAX_ROWS) if m is None else (min(m, MAX_ROWS), 4, 2, 1)
+        found: list[list[Schedule]] = [
+            [dict(zip(_KEYS, s, strict=True)) | {"rows": r} for s in shapes if self._fits(p, s, r, target)]
+            for r in counts
+        ]
+        return [s for some in found for s in some] if m is None else next(filter(None, found))
+
+    @staticmethod
+    def _fits(p: QuantizedProduct, shape: tuple[int, int, int], rows: int, target: Target) -> bool:
+        """Whether a thread's sums fit its registers; tiles of one token always do."""
+        bn, nbytes, warps = shape
+        return rows == 1 or bn * nbytes * p.parts * rows <= _TILE * warps * target.limits.warp
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        p, s = QuantizedProduct.of(node), schedule
+        passes = -(-p.tokens(env) // s["rows"])
+        moved = (p.bytes(env) + (passes - 1) * p.weight_bytes) / target.bandwidth / _READ
+        steps = _CONVERSION + s["rows"] * (1 + 1.2 / (s["bn"] * p.parts))
+        arithmetic = passes * p.parts * p.n * p.k * steps * 2 / target.peaks["f32"]
+        return math.hypot(moved, arithmetic) * 1e6 + target.launch_us
+
+    def code(self, u: Unit) -> Code:
+        p, s = QuantizedProduct.of(u.node), u.schedule
+        width = p.half or s["bytes"]
+        m = p.m.const
+        return u.launch(
+            Template("quantized_gemv", "quantized_gemv"),
+            (D(-(-p.n // s["bn"])), p.m.ceildiv(s["rows"])),
+            s["warps"],
+            1,
+            (epilogue(u, p),),
+            **shared_arguments(u, p),
+            ROWS=s["rows"],
+            NIBBLES=bool(p.half),
+            BLOCK_N=s["bn"],
+            SPANS=s["bytes"] // width,
+            WIDTH=width,
+            WHOLE_M=m is not None and m % s["rows"] == 0,
+            EARLY_WEIGHTS=p.early,
+        )
+
+
+QUANTIZED_GEMV = QuantizedGemv("triton/quantized_gemv", ("quantized_linear", "packed_nibbles_linear"))

@@ -1,0 +1,174 @@
+"""The problem of a product with a quantised weight, and what its Triton kernels share: reasons, packing, arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llmc.codegen.backends.triton.linear_problem import MAX_PARTS, Product, extra_operands
+from llmc.codegen.backends.triton.template import Argument
+from llmc.codegen.backends.triton.triton_kernel import FLOATS, TritonKernel, Unit, unsupported
+from llmc.codegen.kernel import Schedule, Source
+from llmc.diagnostics import Diagnostic
+from llmc.ir.dtype import DTYPES
+from llmc.ir.graph import Graph, Node, Value
+from llmc.ir.opdef import OpDef
+from llmc.ir.types import Type
+from llmc.passes.analysis import Origin, origin
+from llmc.targets.target import Target
+
+PACKED = "packed_nibbles_linear"
+REMEDY = "run the pass `pack` after `select`"
+HALVES = (64, 32, 16)  # columns between the two codes of a byte; tl.dot needs 16
+
+
+@dataclass(frozen=True)
+class QuantizedProduct(Product):
+    """The computation of quantized_linear or packed_nibbles_linear.
+
+    group: columns that share a scale. half: columns between the two codes of a byte; 0 if a byte is one code, or if the
+    columns cannot be packed.
+    """
+
+    group: int
+    half: int
+
+    @staticmethod
+    def of(node: Node) -> QuantizedProduct:
+        """Read the problem from a node with constant sizes."""
+        x, code, parts = node.operands[0].type, node.operands[1].type, node.attrs["parts"]
+        k = int(x.shape[-1])
+        group = min(node.attrs["block"][1] or k, k)
+        half = node.attrs["half"] if node.op.name == PACKED else halves(k, group) if code.dtype == "u8" else 0
+        return QuantizedProduct(node, parts, int(code.shape[0]) // parts, k, node.attrs["body"], group, half)
+
+    @property
+    def first(self) -> int:
+        """The index of the first operand of the epilogue."""
+        return 3 + self.node.attrs["zeros"]
+
+    @property
+    def scale(self) -> Type:
+        """The type of the scales."""
+        return self.node.operands[2].type
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of codes, as packed, scales and zero points."""
+        codes = self.parts * self.n * self.k // (2 if self.half else 1)
+        return codes + sum(int(v.type.nbytes) for v in self.node.operands[2 : self.first])
+
+    def bytes(self, env: Mapping[str, int]) -> int:
+        """Operands and results, each once; codes as packed."""
+        rest = [self.node.operands[0], *self.node.operands[self.first :], *self.node.results]
+        return self.weight_bytes + sum(int(v.type.nbytes.subs(env)) for v in rest)
+
+    @property
+    def dot(self) -> str:
+        """The dtype of both factors in tl.dot: codes are converted to x's."""
+        return self.x.dtype
+
+
+def halves(k: int, group: int) -> int:
+    """Return the largest distance of two codes in a byte that fits k columns in blocks of `group`; 0 if none does."""
+    return next((h for h in HALVES if k % (2 * h) == 0 and (group % h == 0)), 0)
+
+
+class QuantizedKernel(TritonKernel):
+    """Base class of the kernels of quantized_linear; codes of 4 bits are packed at compile time."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        if node.attrs.get("act"):
+            return f"activations rounded to {node.attrs['act']}"
+        if why := unsupported(node, (*FLOATS, "i8", "u8")) or _reject_sizes(node):
+            return why
+        p = QuantizedProduct.of(node)
+        if any(t.dtype not in FLOATS for t in [p.x, p.scale, p.out, *p.extras]):
+            return "the scales or an operand of the epilogue are not of a float dtype"
+        return _reject_bytes(p) if p.w.dtype == "i8" else _reject_nibbles(p)
+
+    def layouts(self, node: Node, schedule: Schedule, target: Target) -> dict[int, str]:
+        half = QuantizedProduct.of(node).half
+        return {1: f"pack_nibbles{{half={half}}}"} if half and node.op.name != PACKED else {}
+
+    def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:
+        x, code, *rest = node.operands
+        half = QuantizedProduct.of(node).half
+        packed = g.add(ops["pack_nibbles"], [code], {"half": half}, before=node, loc=node.loc).result
+        attrs = {k: v for k, v in node.attrs.items() if k not in ("act", "act_block")} | {"half": half}
+        new = g.add(ops[PACKED], [x, packed, *rest], attrs, before=node, loc=node.loc, names=(node.result.name,))
+        new.choice = dict(node.choice)
+        g.replace(node.result, new.result)
+        g.erase(node)
+
+    def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
+        if self.layouts(node, schedule, target):
+            cause = f"{node.op.name} reached code generation with codes that are not packed"
+            raise Diagnostic("E430", cause, REMEDY, loc=node.loc)
+        return super().emit(node, schedule, target)
+
+
+def _reject_sizes(node: Node) -> str | None:
+    x, code, parts = node.operands[0].type, node.operands[1].type, node.attrs["parts"]
+    if code.shape[0].const is None or x.shape[-1].const is None:
+        return f"the weight's sizes {code.shape[0]} x {x.shape[-1]} are not constant"
+    if node.attrs["block"][0] != 1:
+        return f"blocks of {list(node.attrs['block'])}; a block has columns of one row"
+    return None if 1 <= parts <= MAX_PARTS else f"{parts} parts; the maximum is {MAX_PARTS}"
+
+
+def _reject_bytes(p: QuantizedProduct) -> str | None:
+    if p.node.attrs["zeros"] or p.node.attrs["zero_point"]:
+        return "codes of dtype i8 with zero points"
+    return None if p.group == p.k else f"{p.k // p.group} scales per row of codes of dtype i8; one is supported"
+
+
+def _reject_nibbles(p: QuantizedProduct) -> str | None:
+    a, operands = p.node.attrs, p.node.operands
+    if p.w.dtype != "u8" or not 0 <= a["zero_point"] < 16:
+        return f"codes of dtype {p.w.dtype} with the zero point {a['zero_point']}; codes of 4 bits are supported"
+    if a["zeros"] and operands[3].type.dtype != "u8":
+        return f"zero points of dtype {operands[3].type.dtype}; u8 is supported"
+    if not p.half:
+        return f"{p.k} columns in blocks of {p.group}; both must be multiples of 32"
+    if p.node.op.name == PACKED:
+        return None
+    if origin(operands[1]) is Origin.INPUTS:
+        return "the codes are not known at compile time"
+    return None if a["zero_point"] or _four_bits(operands[1]) else "codes of dtype u8 that may have more than 4 bits"
+
+
+def _four_bits(code: Value) -> bool:
+    """Whether codes have at most 4 bits because they were unpacked from that many."""
+    n = code.node
+    if n is None:
+        return False
+    if n.op.name in ("slice", "concat", "take_columns"):
+        return all(_four_bits(v) for v in (n.operands if n.op.name == "concat" else n.operands[:1]))
+    return n.op.name == "unpack_bits" and bool(n.attrs["bits"] <= 4)
+
+
+def shared_arguments(u: Unit, p: QuantizedProduct) -> dict[str, Argument]:
+    """Return the arguments that the templates of quantised products share."""
+    return {
+        "x_ptr": "x0",
+        "code_ptr": "x1",
+        "scale_ptr": "x2",
+        "zero_ptr": "x3" if p.first == 4 else None,
+        "out_ptr": "y0",
+        "M": u.sizes(p.m),
+        "extra_ptrs": extra_operands(u, p),
+        "N": p.n,
+        "K": p.k,
+        "PARTS": p.parts,
+        "GROUP": p.group,
+        "BLOCKS": -(-p.k // p.group),
+        "ZERO_POINT": u.node.attrs["zero_point"],
+        "LOAD_EXTRAS": "load_extras",
+        "EPILOGUE": "epilogue",
+    }
+
+
+def element_bytes(p: QuantizedProduct) -> int:
+    """Bytes of an element of x."""
+    return DTYPES[p.x.dtype].bits // 8

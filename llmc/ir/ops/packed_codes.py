@@ -1,0 +1,99 @@
+"""Codes of 4 bits in the layout that GPU products read, and the product over it.
+
+A byte holds two codes of one row, `half` columns apart. Neighbouring bytes then hold neighbouring columns, and a tile
+of bytes yields one tile of codes from its low halves and one from its high halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from llmc.ir.contents import Drawing, Shape, integers, positive
+from llmc.ir.dim import Dim
+from llmc.ir.opdef import Ints, op
+from llmc.ir.ops.linear import epilogue_type
+from llmc.ir.ops.quantized_linear import quantized_linear
+from llmc.ir.signature import Mismatch
+from llmc.ir.types import Type
+
+
+def nibble_bytes(k: Dim, half: int) -> Dim:
+    """Return the bytes of a row of k codes; raises Mismatch unless k is a multiple of 2 * half."""
+    spans = k.divide(2 * half) if half > 0 else None
+    if spans is None:
+        raise Mismatch(f"{k} columns are not a multiple of 2 * half = {2 * half}")
+    return spans * half
+
+
+def _pack_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    return [Type("u8", (env["m"], nibble_bytes(env["k"], attrs["half"])))]
+
+
+@op(
+    "(code: u8[m, k]) -> u8[...]", infer=_pack_type,
+    holds={"code": integers(0, 16)}, example={"m": 5, "k": 24, "half": 4},
+)  # fmt: skip
+def pack_nibbles(code: Any, *, half: int) -> Any:
+    """Pack codes [m, k] below 16 into bytes [m, k / 2].
+
+    Byte i * half + j of a row has the code of column 2 * i * half + j in its low four bits and that of column
+    (2 * i + 1) * half + j in its high ones, for j < half.
+    """
+    m, k = code.shape
+    spans = np.asarray(code).astype(np.uint8).reshape(m, k // (2 * half), 2, half)
+    return (spans[:, :, 0] | spans[:, :, 1] << np.uint8(4)).reshape(m, k // 2)
+
+
+def unpack_nibbles(packed: np.ndarray, half: int) -> np.ndarray:
+    """Invert pack_nibbles."""
+    spans = np.asarray(packed).astype(np.uint8).reshape(len(packed), -1, 1, half)
+    return np.concatenate([spans & 15, spans >> 4], 2).reshape(len(packed), -1)
+
+
+def _type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    x, k, scale, extras = env["x"], env["k"], env["scale"], list(env["extras"])
+    parts, block = attrs["parts"], attrs["block"]
+    n = env["m"].divide(parts) if parts > 0 else None
+    if n is None:
+        raise Mismatch(f"{env['m']} rows do not split into {parts} parts")
+    if env["packed"].shape[1] != nibble_bytes(k, attrs["half"]):
+        raise Mismatch(f"{env['packed']} does not contain rows of {k} codes")
+    if len(block) != 2 or block[0] != 1:
+        raise Mismatch(f"block={list(block)}: scales for columns of one row are wanted")
+    if scale.shape != (env["m"], k.ceildiv(block[1]) if block[1] else Dim.of(1)):
+        raise Mismatch(f"{scale} does not scale blocks of {list(block)} of {env['m']} rows of {k} codes")
+    if attrs["zeros"]:
+        if not extras or extras[0].shape != scale.shape:
+            raise Mismatch(f"zeros: the zero points are the first of the extras, of the shape of {scale}")
+        extras = extras[1:]
+    return epilogue_type(parts, extras, attrs["body"], Type(attrs["dtype"] or x.dtype, (*env["*b"], n)))
+
+
+def _extras(d: Drawing, shape: Shape) -> Any:
+    """Zero points, or any operands of the epilogue."""
+    return d.rng.integers(0, 16, shape) if len(shape) == 2 else d.rng.standard_normal(shape)
+
+
+@op(
+    "(x: f[*b, k], packed: u8[m, h], scale: f[r, c], extras*: t[...]) -> x[...]", infer=_type, flops="2*b*m*k",
+    holds={"packed": integers(0, 256), "scale": positive, "extras": _extras},
+    example={
+        "*b": (3,), "k": 64, "m": 14, "h": 32, "r": 14, "c": 2, "extras": [(14, 2), (7,)], "half": 16,
+        "block": [1, 32], "zeros": True, "parts": 2, "body": "add(mul(mul(a0, sigmoid(a0)), a1), a2)",
+    },
+)  # fmt: skip
+def packed_nibbles_linear(
+    x: Any, packed: Any, scale: Any, *extras: Any, half: int, block: Ints, zero_point: int = 0, zeros: bool = False,
+    parts: int = 1, body: str = "a0", dtype: str = "",
+) -> Any:  # fmt: skip
+    """quantized_linear over codes that pack_nibbles has packed with the same `half`."""
+    return quantized_linear.ref(
+        x, unpack_nibbles(packed, half), scale, *extras, block=block, zero_point=zero_point, zeros=zeros, parts=parts,
+        body=body, dtype=dtype,
+    )  # fmt: skip
+
+
+OPS = (pack_nibbles, packed_nibbles_linear)
