@@ -93,6 +93,7 @@ def product(s: Shape) -> Graph:
     attrs = {
         "block": [1, s.block], "zero_point": 0 if zeros else s.zero, "zeros": zeros, "act": s.act,
         "act_block": s.act_block, "parts": s.parts, "body": s.body, "dtype": s.dtype,
+        "bits": 4 if s.code == "u8" and s.zero != 128 else 8,
     }  # fmt: skip
     g.outputs = [g.add(OPS["quantized_linear"], [x, *weight, *extras], attrs).result]
     return g

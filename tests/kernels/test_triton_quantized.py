@@ -49,6 +49,11 @@ class Shape:
     dtype: str = ""
     rows: Any = "T"
     weight: bool = True
+    wide: bool = False  # codes of dtype u8 have 8 bits
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.code == "u8" and not self.wide else 8
 
     @property
     def blocks(self) -> int:
@@ -56,7 +61,7 @@ class Shape:
 
     def graph(self, packed: bool = True) -> Graph:
         """The graph of the product; packed: of codes of 4 bits as the kernels read them."""
-        half = halves(self.k, self.block or self.k) if self.code == "u8" and packed else 0
+        half = halves(self.k, self.block or self.k) if self.bits <= 4 and packed else 0
         g, m = Graph("test"), self.parts * self.n
         x = g.input("x", tensor(self.x, self.rows, self.k))
         code = g.input("code", tensor(self.code, m, self.k // 2 if half else self.k), weight=self.weight)
@@ -65,7 +70,7 @@ class Shape:
         extras = [g.input(f"e{i}", tensor(dt, *dims)) for i, (dt, dims) in enumerate(self.extras)]
         attrs: dict[str, Any] = {"block": [1, self.block], "parts": self.parts, "body": self.body, "dtype": self.dtype}
         attrs |= {"zeros": True} if zeros else {"zero_point": int(self.zero or 0)}
-        attrs |= {"half": half} if half else {}
+        attrs |= {"half": half} if half else {"bits": self.bits}
         op = OPS["packed_nibbles_linear" if half else "quantized_linear"]
         g.outputs = [g.add(op, [x, code, scale, *zeros, *extras], attrs).result]
         return g
@@ -169,7 +174,7 @@ def test_what_is_refused() -> None:
         (Shape("", "bf16", "i8", "bf16", 8, 128, 0, "3"), "with zero points"),
         (Shape("", "bf16", "i8", "bf16", 8, 128, parts=5), "5 parts"),
         (Shape("", "bf16", "u8", "bf16", 8, 128, 0, "8", weight=False), "at compile time"),
-        (Shape("", "bf16", "u8", "bf16", 8, 128, 64, "u8"), "more than 4 bits"),
+        (Shape("", "bf16", "u8", "bf16", 8, 128, 64, "u8", wide=True), "8 bits in dtype u8"),
         (Shape("", "bf16", "f8e4m3", "bf16", 8, 128), "f8e4m3"),
     )
     for s, words in bad:
@@ -177,17 +182,6 @@ def test_what_is_refused() -> None:
         for kernel in KERNELS:
             assert words in str(kernel.reject(node, sm_90())), s
     assert "99 tokens" in str(QUANTIZED_GEMV.reject(replace(SHAPES[0], rows=99).node, sm_90()))
-
-
-@pytest.mark.parametrize("bits", (4, 8))
-def test_codes_with_zero_points_are_packed_if_they_were_unpacked_from_4_bits(bits: int) -> None:
-    g = Shape("", "bf16", "u8", "bf16", 8, 128, 64, "u8").graph(packed=False)
-    (node,) = g.nodes
-    words = g.input("words", tensor("i32", 8, 4 * bits), weight=True)
-    code = g.add(OPS["unpack_bits"], [words], {"bits": bits, "axis": 1, "size": 128}, before=node).result
-    g.set_operands(node, [node.operands[0], code, *node.operands[2:]])
-    for kernel in KERNELS:
-        assert (kernel.reject(node, sm_90()) is None) == (bits == 4)
 
 
 def ranked(node: Node, rows: int) -> list[tuple[float, str]]:

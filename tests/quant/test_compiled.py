@@ -21,8 +21,8 @@ from llmc.quant.typed_weights import use_codes
 
 # Fixture -> whether its products run on codes.
 COMPILED = {
-    "gptq-4bit-desc-act-asym": True, "gptq-8bit": True, "awq-autoawq": True, "ar-mixed": True, "ct-w8a8": True,
-    "hf-fp8-block": False,
+    "gptq-4bit-desc-act-asym": True, "gptq-8bit": True, "gptq-8bit-asym": False, "awq-autoawq": True, "ar-mixed": True,
+    "ct-w8a8": True, "hf-fp8-block": False,
 }  # fmt: skip
 LOWERED = "canonicalize, fuse-linear{siblings=false}, %slower-quantized{act=i8, act_block=64, fallback=false}"
 

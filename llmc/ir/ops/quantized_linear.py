@@ -58,6 +58,8 @@ def _type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     n = env["m"].divide(parts) if parts > 0 else None
     if n is None:
         raise Mismatch(f"{env['m']} rows do not split into {parts} parts")
+    if not 1 <= attrs["bits"] <= 8 or (attrs["bits"] < 8 and code.dtype != "u8"):
+        raise Mismatch(f"bits={attrs['bits']}: {code} has 8, or if it is u8, from 1 to 8")
     if act and act not in ACTIVATIONS:
         raise Mismatch(f"act={act!r} is not one of {', '.join(ACTIVATIONS)}")
     if len(attrs["block"]) != 2:
@@ -87,14 +89,14 @@ def _extras(d: Drawing, shape: Shape) -> Any:
 )  # fmt: skip
 def quantized_linear(
     x: Any, code: Any, scale: Any, *extras: Any, block: Ints, zero_point: int = 0, zeros: bool = False, act: str = "",
-    act_block: int = 0, parts: int = 1, body: str = "a0", dtype: str = "",
+    act_block: int = 0, parts: int = 1, body: str = "a0", dtype: str = "", bits: int = 8,
 ) -> Any:  # fmt: skip
     """linear_map over the weight dequantize(code, scale, zero): (code - zero) * scale, a scale for each block.
 
     zero_point: the zero point of all blocks; zeros: zero points are the first of the extras, one for each scale. Codes
-    are u8 (0 to 15, or fewer), i8, or f8e4m3. act: the dtype to which the rows of x are rounded first, each
-    `act_block` columns by a scale of their own (see `round_rows`); "" leaves x as it is. parts, body and dtype are as
-    in linear_map.
+    are u8, i8, or f8e4m3; bits: of a code, below 8 for u8 codes (and zero points) below 2 ** bits. act: the dtype to
+    which the rows of x are rounded first, each `act_block` columns by a scale of their own (see `round_rows`); ""
+    leaves x as it is. parts, body and dtype are as in linear_map.
     """
     zero, extras = (extras[0], extras[1:]) if zeros else (None, extras)
     w = dequantize.ref(code, scale, zero, block=block, dtype="f32", zero_point=zero_point)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from llmc.diagnostics import Diagnostic
+from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Builder, Graph, Module, Node, Value
 from llmc.ir.qformat import QFormat
 from llmc.passes.base import Ctx, Pass
@@ -68,7 +69,7 @@ class LowerQuantized(Pass):
         new = b.quantized_linear(
             x, code, scale, *zeros, *extras, block=f.block, zero_point=f.zero_point, zeros=f.has_zeros, act=self.act,
             act_block=f.block[1] or self.act_block if self.act else 0, parts=n.attrs.get("parts", 1),
-            body=n.attrs.get("body", "a0"), dtype=n.attrs.get("dtype", ""),
+            body=n.attrs.get("body", "a0"), dtype=n.attrs.get("dtype", ""), bits=DTYPES[f.code].bits,
         )  # fmt: skip
         if self.fallback and (why := _rejected(new.node, ctx)):
             g.erase(new.node)

@@ -49,8 +49,9 @@ class QuantizedProblem(Problem):
             n, bits, group, zero = a["n"], a["bits"], a["block"], a["zero_point"]
         else:
             n = code.shape[0].divide(a["parts"]) or code.shape[0]
-            wide = code.dtype == "i8" or (a["zero_point"] == 128 and not a["zeros"])
-            bits, group, zero = 8 if wide else 4, a["block"][1], 0 if wide else a["zero_point"]
+            bits, group, zero = 8 if a["bits"] > 4 else 4, a["block"][1], a["zero_point"]
+            if code.dtype == "u8" and bits == 8:
+                zero -= 128  # `pack_codes` moves them to i8
         rest = (bits, group, zero, a["zeros"], a["act"], a["act_block"])
         return QuantizedProblem(node, a["parts"], n, x.shape[-1], a["body"], *rest)
 

@@ -11,7 +11,7 @@ from llmc.codegen.backends.triton.triton_kernel import FLOATS, TritonKernel, Uni
 from llmc.codegen.kernel import Schedule, Source
 from llmc.diagnostics import Diagnostic
 from llmc.ir.dtype import DTYPES
-from llmc.ir.graph import Graph, Node, Value
+from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
 from llmc.ir.types import Type
 from llmc.passes.analysis import Origin, origin
@@ -39,7 +39,7 @@ class QuantizedProduct(Product):
         x, code, parts = node.operands[0].type, node.operands[1].type, node.attrs["parts"]
         k = int(x.shape[-1])
         group = min(node.attrs["block"][1] or k, k)
-        half = node.attrs["half"] if node.op.name == PACKED else halves(k, group) if code.dtype == "u8" else 0
+        half = node.attrs["half"] if node.op.name == PACKED else halves(k, group) if node.attrs["bits"] <= 4 else 0
         return QuantizedProduct(node, parts, int(code.shape[0]) // parts, k, node.attrs["body"], group, half)
 
     @property
@@ -95,7 +95,7 @@ class QuantizedKernel(TritonKernel):
         x, code, *rest = node.operands
         half = QuantizedProduct.of(node).half
         packed = g.add(ops["pack_nibbles"], [code], {"half": half}, before=node, loc=node.loc).result
-        attrs = {k: v for k, v in node.attrs.items() if k not in ("act", "act_block")} | {"half": half}
+        attrs = {k: v for k, v in node.attrs.items() if k not in ("act", "act_block", "bits")} | {"half": half}
         new = g.add(ops[PACKED], [x, packed, *rest], attrs, before=node, loc=node.loc, names=(node.result.name,))
         new.choice = dict(node.choice)
         g.replace(node.result, new.result)
@@ -125,27 +125,17 @@ def _reject_bytes(p: QuantizedProduct) -> str | None:
 
 def _reject_nibbles(p: QuantizedProduct) -> str | None:
     a, operands = p.node.attrs, p.node.operands
+    if p.node.op.name != PACKED and p.w.dtype == "u8" and a["bits"] > 4:
+        return f"codes of {a['bits']} bits in dtype u8; 4 are supported"
     if p.w.dtype != "u8" or not 0 <= a["zero_point"] < 16:
         return f"codes of dtype {p.w.dtype} with the zero point {a['zero_point']}; codes of 4 bits are supported"
     if a["zeros"] and operands[3].type.dtype != "u8":
         return f"zero points of dtype {operands[3].type.dtype}; u8 is supported"
     if not p.half:
         return f"{p.k} columns in blocks of {p.group}; both must be multiples of 32"
-    if p.node.op.name == PACKED:
-        return None
-    if origin(operands[1]) is Origin.INPUTS:
+    if p.node.op.name != PACKED and origin(operands[1]) is Origin.INPUTS:
         return "the codes are not known at compile time"
-    return None if a["zero_point"] or _four_bits(operands[1]) else "codes of dtype u8 that may have more than 4 bits"
-
-
-def _four_bits(code: Value) -> bool:
-    """Whether codes have at most 4 bits because they were unpacked from that many."""
-    n = code.node
-    if n is None:
-        return False
-    if n.op.name in ("slice", "concat", "take_columns"):
-        return all(_four_bits(v) for v in (n.operands if n.op.name == "concat" else n.operands[:1]))
-    return n.op.name == "unpack_bits" and bool(n.attrs["bits"] <= 4)
+    return None
 
 
 def shared_arguments(u: Unit, p: QuantizedProduct) -> dict[str, Argument]:
