@@ -37,6 +37,7 @@ from llmc.measure.eval_text import read_pieces, survey, windows
 from llmc.measure.verify_artifact import verify_artifact
 from llmc.report.inspect import inspect_artifact, render
 
+pytestmark = pytest.mark.drawn
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo-model-small"
 CONTEXT = 45  # no multiple of the tokens of a step
 

@@ -28,6 +28,7 @@ from llmc.quant.make.rounding import round_to_nearest
 from llmc.quant.make.smooth_scales import smooth_scales
 from llmc.quant.make.texts import windows
 
+pytestmark = pytest.mark.drawn
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo-model-small"
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TEXT, HELD = DOCS / "running.md", DOCS / "serving.md"
@@ -149,7 +150,6 @@ def rounded(tmp_path_factory: pytest.TempPathFactory) -> float:
     return distance(made(out, "int4", calibrate=None, group_size=64))
 
 
-@pytest.mark.drawn
 @pytest.mark.parametrize("scheme", ["gptq", "awq", "autoround"])
 def test_a_calibrated_checkpoint_is_whole_and_better(
     scheme: str, rounded: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,8 @@ from llmc.passes.base import Ctx
 from llmc.passes.pipeline import parse_pipeline, run_pipeline
 from llmc.quant.typed_weights import use_codes
 
+pytestmark = pytest.mark.drawn
+
 # Fixture -> whether its products run on codes.
 COMPILED = {
     "gptq-4bit-desc-act-asym": True, "gptq-8bit": True, "gptq-8bit-asym": False, "awq-autoawq": True, "ar-mixed": True,
@@ -60,7 +62,6 @@ def kernels(artifact: Path) -> set[str]:
     return {row["kernel"] for row in json.loads((artifact / "report" / "choices.json").read_text())}
 
 
-@pytest.mark.drawn
 @pytest.mark.parametrize("name", COMPILED)
 def test_an_artifact_computes_with_the_codes_of_its_checkpoint(name: str, tmp_path: Path) -> None:
     tokens, positions = prompts((37,), 64)

@@ -27,6 +27,7 @@ from llmc.quant.make.quantize_model import quantize_model
 from llmc.quant.make.recipes import RECIPES, ROUNDED
 from llmc.quant.make.rounding import round_to_nearest
 
+pytestmark = pytest.mark.drawn
 Q = "model.layers.0.self_attn.q_proj"
 
 
@@ -66,7 +67,6 @@ CASES = [
 ]
 
 
-@pytest.mark.drawn
 @pytest.mark.parametrize(("scheme", "model", "more"), CASES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_written_checkpoint_is_read_as_it_was_rounded(
