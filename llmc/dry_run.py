@@ -16,6 +16,7 @@ from llmc.codegen.dry_build import DryBuild, dry_build
 from llmc.console import Console
 from llmc.driver import Compilation, start, states_of
 from llmc.options import Options
+from llmc.quantized_compile import planned
 from llmc.report.formatting import count_text, size_text, us_text
 from llmc.report.inspect import program_facts
 
@@ -33,7 +34,7 @@ def dry_run(model: str | Path, options: Options, memory_bytes: int | None, conso
     arena and one sequence of max_model_len tokens fit; it is None if the memory size is unknown. Raises the same errors
     as the stages of a compile before its kernels.
     """
-    job = start(model, Path(os.devnull), replace(options, weights="none"), False, console)
+    job = start(model, Path(os.devnull), replace(planned(options), weights="none"), False, console)
     traced = job.trace()
     job.optimise(traced.module, traced.facts.max_positions)
     cache = job.options.cache / "kernels" if job.options.cache else None

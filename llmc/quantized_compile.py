@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from llmc.console import Console
@@ -12,7 +13,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.options import Options
 from llmc.passes.base import Pass
 from llmc.passes.pipeline import override
-from llmc.quant.make.recipes import NONE, RECIPES
+from llmc.quant.make.recipes import NONE, RECIPES, ROUNDED
 
 
 def with_quantize(passes: Sequence[Pass], o: Options) -> list[Pass]:
@@ -24,6 +25,14 @@ def with_quantize(passes: Sequence[Pass], o: Options) -> list[Pass]:
         remedy = "add it to --pipeline, for example after fold"
         raise Diagnostic("E421", "--quant needs the pass quantize, which the pipeline lacks", remedy)
     return override(passes, "quantize", weights=weights, group=o.group_size or 0, head=o.quant_head)
+
+
+def planned(o: Options) -> Options:
+    """Return the options with which a dry run plans: rounding to codes of the same size, which needs no texts."""
+    if o.quant == NONE or not RECIPES[o.quant].calibrated:
+        return replace(o, calibrate=None)
+    size = RECIPES[o.quant].bits
+    return replace(o, calibrate=None, quant=next(name for name in ROUNDED if RECIPES[name].bits == size))
 
 
 def _rounds(o: Options) -> bool:
