@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -17,7 +16,7 @@ from llmc.frontend.trace_model import Traced, WeightInfo
 from llmc.frontend.truncate import beyond
 from llmc.frontend.weight_mapping import resolve
 from llmc.ir.dtype import DTYPES
-from llmc.ir.graph import Builder, Graph, Value
+from llmc.ir.graph import Builder, Graph, QuantisedWeight, Value
 from llmc.ir.ops import OPS
 from llmc.ir.qformat import QFormat
 from llmc.ir.types import Type, tensor
@@ -29,18 +28,6 @@ HARMLESS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
 MASK = re.compile(r"(^|\.)(attn|attention)\.((masked_)?bias|causal_mask)$")
 FLOATS = ("f64", "f32", "bf16", "f16")
 PARTS = ("codes", "scales", "zeros")  # of a quantised weight, in the order of the operands of `assemble`
-
-
-@dataclass(frozen=True)
-class QuantisedWeight:
-    """A weight [n, k] in a format: its codes, scales and, if the format has them, zero points.
-
-    order: i32[k], the column of the weight that each column of the codes is; None if they are the same.
-    """
-
-    format: QFormat
-    parts: tuple[Value, ...]
-    order: Value | None = None
 
 
 class WeightDecoder(Protocol):

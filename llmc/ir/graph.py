@@ -224,6 +224,18 @@ class Module:
         return Module({k: g.copy() for k, g in self.graphs.items()}, dict(self.symbols))
 
 
+@dataclass(frozen=True)
+class QuantisedWeight:
+    """A weight [n, k] in a format: its codes, scales and, if the format has them, zero points.
+
+    order: i32[k], the column of the weight that each column of the codes is; None if they are the same.
+    """
+
+    format: QFormat
+    parts: tuple[Value, ...]
+    order: Value | None = None
+
+
 class Builder:
     """Adds nodes by op name: `b.rms_norm(x, w, eps=1e-6)` returns the result, or a tuple if there are several."""
 

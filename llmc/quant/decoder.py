@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from llmc.diagnostics import Diagnostic
-from llmc.frontend.checkpoint import QuantisedWeight
-from llmc.ir.graph import Builder, Value
+from llmc.ir.graph import Builder, QuantisedWeight, Value
 from llmc.ir.qformat import QFormat
 from llmc.quant.scheme import AGAIN, Codes, Scheme, SchemeOf, Stored
 
