@@ -220,7 +220,8 @@ def assemble(
 ) -> Any:  # fmt: skip
     """The quantised tensor with these parts; `dequantize` defines its numbers.
 
-    code, block, zero and act are those of the QFormat; codes of less than 8 bits are stored as u8. dtype is the logical one.
+    code, block, zero and act are those of the QFormat; codes of less than 8 bits are stored as u8. dtype is the logical
+    one.
     """
     point = 0 if zeros is not None else int(zero or 0)
     return dequantize.ref(codes, scales, zeros, block=block, dtype="f32", zero_point=point)
