@@ -140,8 +140,8 @@ class Card:
         made = Map()
         status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
             ctypes.c_void_p(made.getPtr()), kind, rank, ctypes.c_void_p(address),
-            u64(*shape[::-1]), u64(*(size * n for n in steps[:-1][::-1])), u32(*box[::-1]), u32(*[1] * rank), 0, swizzle,
-            0, 0,
+            u64(*shape[::-1]), u64(*(size * n for n in steps[:-1][::-1])), u32(*box[::-1]), u32(*[1] * rank), 0,
+            swizzle, 0, 0,
         )  # fmt: skip
         if status:
             raise RuntimeError(f"the driver refuses a tensor map of {list(shape)} in boxes of {list(box)}: {status}")
