@@ -65,8 +65,9 @@ class Shape:
         g, m = Graph("test"), self.parts * self.n
         x = g.input("x", tensor(self.x, self.rows, self.k))
         code = g.input("code", tensor(self.code, m, self.k // 2 if half else self.k), weight=self.weight)
-        scale = g.input("scale", tensor(self.scale, m, self.blocks), weight=True)
-        zeros = [g.input("zero", tensor("u8", m, self.blocks), weight=True)] if self.zero == "u8" else []
+        table = (self.blocks, m) if half else (m, self.blocks)
+        scale = g.input("scale", tensor(self.scale, *table), weight=True)
+        zeros = [g.input("zero", tensor("u8", *table), weight=True)] if self.zero == "u8" else []
         extras = [g.input(f"e{i}", tensor(dt, *dims)) for i, (dt, dims) in enumerate(self.extras)]
         attrs: dict[str, Any] = {"block": [1, self.block], "parts": self.parts, "body": self.body, "dtype": self.dtype}
         attrs |= {"zeros": True} if zeros else {"zero_point": int(self.zero or 0)}
