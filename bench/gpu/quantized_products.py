@@ -25,7 +25,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests")]
 
 from gpu.launcher import Card  # noqa: E402
-
 from llmc.codegen import select  # noqa: E402
 from llmc.codegen.backends.triton.quantized_gemm import QUANTIZED_GEMM  # noqa: E402
 from llmc.codegen.backends.triton.quantized_gemv import QUANTIZED_GEMV  # noqa: E402
@@ -281,9 +280,14 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         )
     totals: dict[int, float] = {}
     for m in dict.fromkeys(r["m"] for r in good):
-        each = [min((r["us"] for r in good if (r["shape"], r["form"], r["m"]) == (s, "g128", m)), default=0) for s in SHAPES]
+        keys = [(shape, "g128", m) for shape in SHAPES]
+        each = [min((r["us"] for r in good if (r["shape"], r["form"], r["m"]) == key), default=0) for key in keys]
         totals[m] = round(32 * sum(each) / 1000, 3)
-    failed = [f"FAILED {r['shape']} {r['form']} {r['m']} {r['kernel']} {r['schedule']}: {r['failed']}" for r in rows if "failed" in r]
+    failed = [
+        f"FAILED {r['shape']} {r['form']} {r['m']} {r['kernel']} {r['schedule']}: {r['failed']}"
+        for r in rows
+        if "failed" in r
+    ]
     return "\n".join([*lines, "", f"ms of 32 layers of g128 by tokens: {totals}", *failed])
 
 

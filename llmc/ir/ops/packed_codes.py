@@ -95,8 +95,8 @@ def packed_nibbles_linear(
     """
     entries = [np.transpose(e) for e in (scale, *extras[: int(zeros)])]
     return quantized_linear.ref(
-        x, unpack_nibbles(packed, half), *entries, *extras[int(zeros) :], block=block, zero_point=zero_point, zeros=zeros, parts=parts,
-        body=body, dtype=dtype,
+        x, unpack_nibbles(packed, half), *entries, *extras[int(zeros) :], block=block, zero_point=zero_point,
+        zeros=zeros, parts=parts, body=body, dtype=dtype,
     )  # fmt: skip
 
 

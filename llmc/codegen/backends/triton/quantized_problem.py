@@ -91,7 +91,7 @@ class QuantizedKernel(TritonKernel):
         half = QuantizedProduct.of(node).half
         if not half or node.op.name == PACKED:
             return {}
-        turned = {i: "transpose{perm=[1, 0]}" for i in range(2, QuantizedProduct.of(node).first)}
+        turned = dict.fromkeys(range(2, QuantizedProduct.of(node).first), "transpose{perm=[1, 0]}")
         return {1: f"pack_nibbles{{half={half}}}", **turned}
 
     def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:

@@ -1,7 +1,7 @@
 """Codes of quantised weights as factors: bytes with one signed code, or with two codes of 4 bits (see pack_nibbles).
 
 With ASSEMBLY, four bytes are converted at once: a permutation puts each code under the high byte of 128 (bf16) or of
-1024 (f16), where one step of the last bit is 1; a fused operation on pairs then subtracts 128 (1024) and the zero point.
+1024 (f16), where the last bit is worth 1. An operation on pairs then subtracts 128 (1024) and the zero point.
 """
 
 import triton
@@ -97,9 +97,7 @@ PRODUCT_BF16 = tl.constexpr("{.reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.b
 
 
 @triton.jit
-def nibble_factors(
-    packed, low_zero, high_zero, ZERO_POINT: tl.constexpr, FACTOR: tl.constexpr, ASSEMBLY: tl.constexpr
-):
+def nibble_factors(packed, low_zero, high_zero, ZERO_POINT: tl.constexpr, FACTOR: tl.constexpr, ASSEMBLY: tl.constexpr):
     """Return the low and the high codes less their zero points in the dtype FACTOR, exactly.
 
     The zero points are tiles of integers that broadcast to `packed`; None for ZERO_POINT.

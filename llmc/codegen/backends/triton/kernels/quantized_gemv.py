@@ -1,10 +1,11 @@
 """Linear layers of few tokens as streams of quantised weight rows, multiplied in float32 without tensor cores.
 
 out = epilogue(x @ w[0].T, .., x @ w[PARTS - 1].T, extras) with w = (code - zero) * scale. A tile of bytes is [CHUNKS,
-BLOCK_N, CHUNK]; a thread multiplies whole chunks, and the chunks of neighbouring threads are neighbours in a row. The sums of a chunk are scaled with the zero points subtracted:
-sum((code - zero) * x) = sum((code + BASE) * x) - (zero + BASE) * sum(x), where BASE is what the conversion of codes to
-float32 adds. The codes of the first step are loaded before the wait for the previous kernel, and every step loads the
-codes of the next one. Sums over chunks are reduced once, at the end.
+BLOCK_N, CHUNK]: a thread multiplies whole chunks, and neighbouring threads have neighbouring chunks of a row. The sums
+of a chunk are scaled with the zero points subtracted: sum((code - zero) * x) = sum((code + BASE) * x) - (zero + BASE) *
+sum(x), where BASE is what the conversion of codes to float32 adds. The codes of the first step are loaded before the
+wait for the previous kernel, and every step loads the codes of the next one. Sums over chunks are reduced once, at the
+end.
 
 Tuples have one element per part, or one per token and part at index `token * PARTS + part`.
 """
@@ -139,7 +140,9 @@ def add_bytes(
 
 
 @triton.jit
-def sum_rows(sums, scale_ptr, row, N: tl.constexpr, PARTS: tl.constexpr, NIBBLES: tl.constexpr, JOINT_SUM: tl.constexpr):
+def sum_rows(
+    sums, scale_ptr, row, N: tl.constexpr, PARTS: tl.constexpr, NIBBLES: tl.constexpr, JOINT_SUM: tl.constexpr
+):
     """Return the totals of all sums over their chunks; without NIBBLES, scaled. row: rows of a part."""
     if JOINT_SUM is not None:
         totals = JOINT_SUM(sums)
