@@ -144,6 +144,33 @@ def finish_sums(
 
 
 @triton.jit
+def tiles_of_codes(
+    code_ptr,
+    row,
+    N: tl.constexpr,
+    LENGTH: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
+    PREFETCH_LINES: tl.constexpr,
+):
+    """Return (pointers to the first step of the codes, rows, sums of 0) of each tile; `row` are those of the first."""
+    code_tiles, rows, sums = (), (), ()
+    for part in tl.static_range(TILES):
+        first = spread((row + part * N) * LENGTH, SLICES, True)
+        code_tiles = code_tiles + (code_ptr + first + step_places(BLOCK_K, BLOCK_K, SLICES, True),)
+        rows = rows + ((row + part * N).to(tl.int32),)
+        if SLICES == 1:
+            sums = sums + (tl.zeros([row.shape[0], BLOCK_M], tl.float32),)
+        else:
+            sums = sums + (tl.zeros([SLICES, row.shape[0], BLOCK_M], tl.float32),)
+        if PREFETCH_LINES:
+            prefetch(code_ptr, (row + part * N) * LENGTH, LENGTH, 128, PREFETCH_LINES)
+    return code_tiles, rows, sums
+
+
+@triton.jit
 def quantized_gemm(
     x_ptr,  # [M, K]
     code_ptr,  # [PARTS, N, K], or bytes [PARTS, N, K // 2] with HALF
@@ -178,23 +205,13 @@ def quantized_gemm(
 ):
     WHOLE_N: tl.constexpr = N % BLOCK_N == 0
     LENGTH: tl.constexpr = K // 2 if HALF else K  # bytes of a row
-    TILES: tl.constexpr = 1 if JOINED else PARTS
-    HEIGHT: tl.constexpr = 2 * BLOCK_N if JOINED else BLOCK_N
     row_tile, column_tile = grouped_tile(ROW_TILES, (N + BLOCK_N - 1) // BLOCK_N, TILE_GROUP)
     column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     token = (row_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     row = weight_rows(column_tile, column, N, 1, BLOCK_N, JOINED)
-    code_tiles, rows, sums = (), (), ()
-    for part in tl.static_range(TILES):
-        first = spread((row + part * N) * LENGTH, SLICES, True)
-        code_tiles = code_tiles + (code_ptr + first + step_places(BLOCK_K, BLOCK_K, SLICES, True),)
-        rows = rows + ((row + part * N).to(tl.int32),)
-        if SLICES == 1:
-            sums = sums + (tl.zeros([HEIGHT, BLOCK_M], tl.float32),)
-        else:
-            sums = sums + (tl.zeros([SLICES, HEIGHT, BLOCK_M], tl.float32),)
-        if PREFETCH_LINES:
-            prefetch(code_ptr, (row + part * N) * LENGTH, LENGTH, 128, PREFETCH_LINES)
+    code_tiles, rows, sums = tiles_of_codes(
+        code_ptr, row, N, LENGTH, 1 if JOINED else PARTS, BLOCK_M, BLOCK_K, SLICES, PREFETCH_LINES
+    )  # fmt: skip
     SPAN: tl.constexpr = 2 * HALF if HALF else BLOCK_K  # columns of a slice
     x_row = clamp(token, M, WHOLE_M) * K
     x_tile = x_ptr + spread(x_row, SLICES, False) + step_places(BLOCK_K, SPAN, SLICES, False)

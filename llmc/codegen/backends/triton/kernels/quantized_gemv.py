@@ -160,6 +160,30 @@ def sum_rows(
 
 
 @triton.jit
+def store_rows(
+    out_ptr,
+    extra_ptrs,
+    totals,
+    n,
+    M,
+    N: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WHOLE_M: tl.constexpr,
+    WHOLE_N: tl.constexpr,
+    LOAD_EXTRAS: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+):
+    """Store the epilogue of the totals at the rows `n` of the weight, for every token of the program."""
+    for row in tl.static_range(ROWS):
+        token = tl.cast(tl.program_id(1) * ROWS + row, tl.int64)
+        token_mask, column_mask = bound(token, M, WHOLE_M), bound(n, N, WHOLE_N)
+        extras = LOAD_EXTRAS(extra_ptrs, token, n, token_mask, column_mask)
+        out = EPILOGUE(totals[row * PARTS : (row + 1) * PARTS], extras)
+        tl.store(out_ptr + (token * N + n), out.to(out_ptr.dtype.element_ty), mask=token_mask & column_mask)
+
+
+@triton.jit
 def quantized_gemv(
     x_ptr,  # [M, K]
     code_ptr,  # [PARTS, N, K], or bytes [PARTS, N, K // 2] with HALF
@@ -222,9 +246,4 @@ def quantized_gemv(
             sums = add_bytes(sums, packed, x_rows, at, byte, K, PARTS, ROWS, STEP, ASSEMBLY)
         packed = ahead
     totals = sum_rows(sums, scale_ptr, near, N, PARTS, HALF > 0, JOINT_SUM)
-    for row in tl.static_range(ROWS):
-        token = tl.cast(tl.program_id(1) * ROWS + row, tl.int64)
-        token_mask, column_mask = bound(token, M, WHOLE_M), bound(n, N, WHOLE_N)
-        extras = LOAD_EXTRAS(extra_ptrs, token, n, token_mask, column_mask)
-        out = EPILOGUE(totals[row * PARTS : (row + 1) * PARTS], extras)
-        tl.store(out_ptr + (token * N + n), out.to(out_ptr.dtype.element_ty), mask=token_mask & column_mask)
+    store_rows(out_ptr, extra_ptrs, totals, n, M, N, PARTS, ROWS, WHOLE_M, WHOLE_N, LOAD_EXTRAS, EPILOGUE)
