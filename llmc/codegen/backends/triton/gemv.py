@@ -117,15 +117,15 @@ class Gemv(TritonKernel):
         )
 
 
-def joint_sum(count: int) -> str:
-    """Generate the function that sums `count` tiles over their second axis in one reduction."""
+def joint_sum(count: int, axis: int = 1) -> str:
+    """Generate the function that sums `count` tiles over an axis in one reduction."""
     a, b = ([f"{x}{i}" for i in range(count)] for x in "ab")
     sums = ", ".join(f"{x} + {y}" for x, y in zip(a, b, strict=True))
     plus = function(f"add_pairs({', '.join([*a, *b])})", "Return the sum of each pair.", [f"return {sums}"])
     total = function(
         "joint_sum(tiles)",
-        "Sum the tiles over their second axis, in one pass through shared memory.",
-        ["return tl.reduce(tiles, 1, add_pairs)"],
+        f"Sum the tiles over their {'second' if axis else 'first'} axis, in one pass through shared memory.",
+        [f"return tl.reduce(tiles, {axis}, add_pairs)"],
     )
     return f"{plus}\n\n\n{total}"
 
