@@ -29,7 +29,7 @@ T = TypeVar("T")
 _TORCH = {
     "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64, "i64": torch.int64,
     "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "u16": torch.uint16,
-    "u32": torch.uint32, "bool": torch.int8,
+    "u32": torch.uint32, "bool": torch.int8, "f8e4m3": torch.float8_e4m3fn,
 }  # fmt: skip
 
 
