@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from llmc.extension import load
 from llmc.frontend.checkpoint import Checkpoint
 from llmc.frontend.export import quiet
+from llmc.frontend.model_folder import open_source
 from llmc.frontend.trace_model import trace
 from llmc.passes.base import Ctx
 from llmc.passes.pipeline import parse_pipeline, run_pipeline
@@ -38,7 +39,7 @@ UNTYPED = {
 
 
 def decoder(folder: Path) -> Decoder | None:
-    return decoder_of(json.loads((folder / "config.json").read_text()), load().schemes)
+    return decoder_of(open_source(folder).config, load().schemes)
 
 
 @contextmanager
