@@ -84,8 +84,6 @@ SHAPES = (
     Shape("i8 silu", "i8", "i8", 21, 64, 2, SILU_SCALED, (("bf16", (21,)), *SCALES[1:]), dtype="bf16"),
     Shape("f8", "f8e4m3", "f8e4m3", 37, 133, 1, SCALED, SCALES, dtype="bf16"),
     Shape("f8 silu", "f8e4m3", "f8e4m3", 21, 64, 2, SILU_SCALED, (("bf16", (21,)), *SCALES[1:]), dtype="f32"),
-    Shape("codes of weights", "bf16", "f8e4m3", 33, 72, 1, "mul(a0, a1)", (("f32", (33,)),)),
-    Shape("bytes of weights", "bf16", "i8", 33, 72, 1, "mul(a0, a1)", (("bf16", (33,)),)),
     Shape("gelu", "f16", "f16", 35, 29, 1, GELU),
     Shape("f32", "f32", "f32", 50, 45, 1, "add(a0, a1)", (("f32", ("T", 50)),)),
     Shape("head", "bf16", "bf16", 70, 56, dtype="f32"),
@@ -255,6 +253,12 @@ def test_what_is_refused() -> None:
     x, w = g.input("x", tensor("bf16", 99, 8)), g.input("w", tensor("bf16", 10, 8), weight=True)
     node = g.add(OPS["linear_map"], [x, w], {"parts": 5, "body": "a0"})
     assert all("5 parts" in str(k.reject(node, sm_90())) for k in KERNELS)
+    codes = g.add(
+        OPS["linear_map"], [g.input("c", tensor("i8", 99, 8)), w], {"parts": 1, "body": "a0", "dtype": "bf16"}
+    )
+    assert all("factors of i8 and bf16" in str(k.reject(codes, sm_90())) for k in (GEMM_SMALL, GEMM))
+    floats = g.add(OPS["linear"], [g.input("f", tensor("f8e4m3", 9, 8)), g.input("v", tensor("f8e4m3", 10, 8))])
+    assert "no instructions for f8e4m3" in str(GEMM.reject(floats, sm_80()))
     assert "99 tokens" in str(GEMV.reject(g.add(OPS["linear"], [x, w]), sm_90()))
     v = g.input("v", tensor("bf16", "T", 8))
     assert "not constant" in str(GEMM_SMALL.reject(g.add(OPS["linear"], [x, v]), sm_90()))

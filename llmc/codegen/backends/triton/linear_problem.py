@@ -103,16 +103,18 @@ def reject_product(node: Node, target: Target) -> str | None:
     """Return why no Triton product kernel supports the node on the target, or None."""
     if why := unsupported(node, (*FLOATS, *CODES)) or unsupported_codes(node, target):
         return why
-    p = Product.of(node)
-    if p.x.dtype in CODES and p.w.dtype != p.x.dtype:
-        return f"codes of {p.x.dtype} times {p.w.dtype}"
-    if any(t.dtype not in FLOATS for t in [p.out, *p.extras]):
-        return "the result or an operand of the epilogue is not of a float dtype"
     w = node.operands[1].type
     if w.shape[0].const is None or w.shape[1].const is None:
         return f"the weight's sizes {w.shape[0]} x {w.shape[1]} are not constant"
     parts = node.attrs.get("parts", 1)
-    return None if 1 <= parts <= MAX_PARTS else f"{parts} parts; the maximum is {MAX_PARTS}"
+    if not 1 <= parts <= MAX_PARTS:
+        return f"{parts} parts; the maximum is {MAX_PARTS}"
+    p = Product.of(node)
+    if {p.x.dtype, p.w.dtype} & {*CODES} and p.w.dtype != p.x.dtype:
+        return f"factors of {p.x.dtype} and {p.w.dtype}"
+    if any(t.dtype not in FLOATS for t in [p.out, *p.extras]):
+        return "the result or an operand of the epilogue is not of a float dtype"
+    return None
 
 
 def extra_offset(u: Unit, p: Product, e: Type) -> tuple[str, bool, bool]:
