@@ -17,6 +17,8 @@ from llmc.passes.base import Ctx, Pass
 
 PAGES_MAX = 1 << 30
 _CAUSAL = "use a causal model, in which a token attends only to itself and to earlier tokens"
+F8 = "f8e4m3"
+KV_SCALES = "kv_scales."  # and the layer: the name of the scales of its pool
 RESULTS = ("ids", "logprob", "rank", "top_ids", "top_logprobs")
 
 
@@ -26,7 +28,8 @@ class PageAttention(Pass):
 
     Ids and positions come from row states, attention appends to a paged KV pool and reads it, and the step returns a
     sampled id per row. rows: number of device rows. max_len: maximum tokens per sequence. page: tokens per page.
-    tokens: maximum tokens per step (0: the bound of T).
+    tokens: maximum tokens per step (0: the bound of T). kv: dtype of the pools (empty: that of the keys); pools of
+    f8e4m3 have a weight kv_scales.LAYER, the scales of the heads of keys, then of values.
     """
 
     name: ClassVar[str] = "page-attention"
@@ -34,6 +37,7 @@ class PageAttention(Pass):
     max_len: int = 2048
     page: int = 16
     tokens: int = 0
+    kv: str = ""
 
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every graph; return the number of changes."""
@@ -119,11 +123,16 @@ class _Rows:
         b = Builder(self.g, self.ops, before=n, loc=n.loc)
         if narrow < wide:
             v = _pad(b, v, wide)
-        pool = Type(k.type.dtype, (D("P"), D(2), k.type.shape[1], D(self.options.page), D(wide)), True)
-        kv = self.g.input(f"kv.{n.attrs['layer']}", pool)
-        newest: Value = b.kv_append(kv, k, v, self.slots)
+        layer, heads = n.attrs["layer"], k.type.shape[1]
+        pool = Type(self.options.kv or k.type.dtype, (D("P"), D(2), heads, D(self.options.page), D(wide)), True)
+        kv = self.g.input(f"kv.{layer}", pool)
+        scales = []
+        if pool.dtype == F8:
+            scales = [self.g.input(f"{KV_SCALES}{layer}", tensor("f32", heads * 2), weight=True)]
+        newest: Value = b.kv_append(kv, k, v, self.slots, *scales)
         attrs = {key: n.attrs[key] for key in ("scale", "window", "softcap")}
-        out = b.paged_attention(q, newest, self.pages, self.rows, self.starts, self.positions, *sinks, **attrs)
+        step = (self.pages, self.rows, self.starts, self.positions)
+        out = b.paged_attention(q, newest, *step, *scales, *sinks, **attrs)
         if narrow < wide:
             out = b.slice(out, axis=2, start=0, stop=narrow)
         self.g.replace(n.result, out)
