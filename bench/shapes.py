@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +23,10 @@ ARCHITECTURES = MappingProxyType(
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's sizes as its config.json has them. `rope`: its rope_parameters."""
+    """A model's sizes as its config.json has them. `rope`: its rope_parameters.
+
+    `quant`: the recipe by which the layers' products are quantised when the model is compiled; "" for none.
+    """
 
     name: str
     model_type: str
@@ -40,6 +43,12 @@ class Shape:
     eps: float = 1e-6
     bias: bool = False
     qk_norm: bool = False
+    quant: str = ""
+
+    @staticmethod
+    def quantised(shape: Shape, recipe: str) -> Shape:
+        """The same model with quantised weights, under a name of its own."""
+        return replace(shape, name=f"{shape.name}-{recipe}", quant=recipe)
 
     def config(self) -> dict[str, Any]:
         """config.json."""
@@ -97,6 +106,16 @@ class Shape:
         """Bytes of bf16 weights that one decode step reads: all but the embedding's rows, the tied head included."""
         embedding = 0 if self.tied else self.vocab * self.hidden
         return 2 * (self.parameters - embedding)
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of one weight of the layers' products; scales of groups of 128 are included."""
+        return {"": 2.0, "int4": 0.5 + 2 / 128}.get(self.quant, 1.0)
+
+    @property
+    def product_rate(self) -> float:
+        """The rate of the layers' products relative to bf16."""
+        return 2.0 if self.quant in ("fp8", "fp8-block", "w8a8") else 1.0
 
     @property
     def layer_parameters(self) -> int:

@@ -41,7 +41,7 @@ def offline_tokens_per_second(
     shape: Shape, prompt: int = 512, new: int = 256, rows: int = 256, roof: Roof = H200
 ) -> float:
     """Output tokens a second of many requests, `rows` at once: a prompt's arithmetic and a row's share of each step."""
-    prefill = 2 * shape.layer_parameters * prompt / roof.product
+    prefill = 2 * shape.layer_parameters * prompt / roof.product / shape.product_rate
     prefill += 2 * shape.layers * shape.heads * shape.head_dim * prompt**2 / roof.product
     return 1 / (prefill / new + decode_seconds(shape, rows, prompt + new // 2, roof) / rows)
 
@@ -53,7 +53,7 @@ def launch_seconds(flops: float, nbytes: float, roof: Roof = H200) -> float:
 
 def _products(shape: Shape, tokens: int, roof: Roof) -> float:
     n = shape.layer_parameters
-    return max(BYTES * n / roof.read, 2 * n * tokens / roof.product)
+    return max(shape.weight_bytes * n / roof.read, 2 * n * tokens / roof.product / shape.product_rate)
 
 
 def _head(shape: Shape, rows: int, roof: Roof) -> float:

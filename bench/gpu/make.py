@@ -21,7 +21,7 @@ def artifact(plan: Plan, shape: Shape) -> Path:
     """The model's artifact whose weights the runtime fills: a few MB, so that it can be made anywhere and carried."""
     path = plan.artifact(shape)
     if not (path / "manifest.json").is_file():
-        with_weights(plan, shapes.folder(shape, plan.artifacts), path, f"random:{SEED}")
+        with_weights(plan, shapes.folder(shape, plan.artifacts), path, f"random:{SEED}", shape.quant)
     return path
 
 
@@ -42,21 +42,24 @@ def packed(plan: Plan, shape: Shape) -> Path:
     path = plan.packed(shape)
     if not (path / "manifest.json").is_file():
         checkpoint = shapes.checkpoint(shape, plan.artifacts)
-        with_weights(plan, checkpoint, path, "packed")
+        with_weights(plan, checkpoint, path, "packed", shape.quant)
         shutil.rmtree(checkpoint)
     return path
 
 
-def with_weights(plan: Plan, model: Path, path: Path, weights: str, tuning: Path | None = None) -> None:
+def with_weights(
+    plan: Plan, model: Path, path: Path, weights: str, quant: str = "", tuning: Path | None = None
+) -> None:
     """Compile as `llmc compile` does, kernels cached beside the artifacts."""
     from llmc.console import Console
     from llmc.driver import compile_model
     from llmc.options import Options
+    from llmc.quant.make.recipes import NONE
 
     options = Options(
         target=plan.target, dtype="bfloat16", max_model_len=MAX_LEN, max_num_seqs=MAX_SEQS,
         max_num_batched_tokens=MAX_TOKENS, cache=plan.artifacts / "cache", reuse=False, weights=weights,
-        tuning=tuning, pipeline=plan.pipeline,
+        tuning=tuning, pipeline=plan.pipeline, quant=quant or NONE,
     )  # fmt: skip
     longest = _longest(model)
     if longest < MAX_LEN:

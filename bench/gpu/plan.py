@@ -11,7 +11,10 @@ from bench.gpu.engine import BATCHES, OFFLINE, PROMPTS
 from bench.gpu.kernels import Load
 from bench.shapes import Shape
 
-MODELS = {s.name: s for s in (shapes.LLAMA31_8B, shapes.LLAMA32_1B, shapes.QWEN3_06B, shapes.SMALL)}
+_SHAPES = (shapes.LLAMA31_8B, shapes.LLAMA32_1B, shapes.QWEN3_06B, shapes.SMALL)
+RECIPES = ("fp8", "w8a8", "int8", "int4")  # of `llmc compile --quant`; MODEL-RECIPE is a model, too
+_QUANTISED = [Shape.quantised(s, r) for s in _SHAPES for r in RECIPES]
+MODELS = {s.name: s for s in [*_SHAPES, *_QUANTISED]}
 DEFAULT_MODELS = "qwen3-0.6b,llama-3.2-1b,llama-3.1-8b"
 SUITES = ("decode", "prefill", "offline", "host", "kernels", "mixed", "start")
 MIXED = Load(64, 1000, 512)  # streams in the middle of their answers, and the next part of a prompt
@@ -54,7 +57,12 @@ def parser() -> argparse.ArgumentParser:
     )
     ap.add_argument("--artifacts", type=Path, default=Path("build/bench/gpu/artifacts"), metavar="DIR",
                     help="NAME.llmc of each model; what is missing is compiled here")  # fmt: skip
-    ap.add_argument("--models", default=DEFAULT_MODELS, metavar="A,B", help=f"of {', '.join(MODELS)}")
+    ap.add_argument(
+        "--models",
+        default=DEFAULT_MODELS,
+        metavar="A,B",
+        help=f"of {', '.join(s.name for s in _SHAPES)}, each with -{' or -'.join(RECIPES)} if wanted",
+    )
     ap.add_argument("--suites", default=",".join(SUITES), metavar="A,B", help=f"of {', '.join(SUITES)}")
     ap.add_argument("--batches", type=_ints, default=BATCHES, metavar="N,N", help="batch sizes of the decode suite")
     ap.add_argument(

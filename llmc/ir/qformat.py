@@ -16,7 +16,8 @@ class QFormat:
     code: dtype of the codes (u4, i8, f8e4m3, ...). block: (rows, columns) that share one scale; 0 means the whole axis.
     scale: dtype of the scales. zero: "" (none), an integer used for all codes, or the dtype of an array of zero points
     with the shape of the scales. table: the values of a codebook; if empty, codes are numbers. logical: dtype of the
-    dequantised values, which are (code - zero) * scale, or table[code] * scale.
+    dequantised values, which are (code - zero) * scale, or table[code] * scale. act: dtype to which a product with this
+    weight may round the rows of its other operand, where that is faster; "" for none.
     """
 
     name: str
@@ -26,20 +27,23 @@ class QFormat:
     zero: str = ""
     table: tuple[float, ...] = ()
     logical: str = "bf16"
+    act: str = ""
 
     def __post_init__(self) -> None:
-        for dt in (self.code, self.scale, self.logical):
+        for dt in (self.code, self.scale, self.logical, *filter(None, [self.act])):
             if dt not in DTYPES:
                 raise ValueError(f"format {self.name}: {dt!r} is not a dtype")
         if self.name in DTYPES or not re.fullmatch(r"[A-Za-z_]\w*", self.name):
             raise ValueError(f"{self.name!r} is not a valid format name: use an identifier that is not a dtype")
 
     @staticmethod
-    def of(code: str, block: tuple[int, int], scale: str, zero: str = "", logical: str = "bf16") -> QFormat:
+    def of(
+        code: str, block: tuple[int, int], scale: str, zero: str = "", logical: str = "bf16", act: str = ""
+    ) -> QFormat:
         """Return the format with these fields, named after them: u4_1x128_bf16_z8."""
         zeros = f"_z{zero}" if zero else ""
-        name = f"{code}_{block[0]}x{block[1]}_{scale}{zeros}" + ("" if logical == "bf16" else f"_{logical}")
-        return QFormat(name, code, block, scale, zero, (), logical)
+        rest = ("" if logical == "bf16" else f"_{logical}") + (f"_a{act}" if act else "")
+        return QFormat(f"{code}_{block[0]}x{block[1]}_{scale}{zeros}{rest}", code, block, scale, zero, (), logical, act)
 
     @property
     def storage(self) -> str:
@@ -73,7 +77,8 @@ class QFormat:
         fields = [f"code={self.code}", f"block=[{self.block[0]}, {self.block[1]}]", f"scale={self.scale}"]
         fields += [f"zero={self.zero}"] if self.zero else []
         fields += ["table=[" + ", ".join(map(repr, self.table)) + "]"] if self.table else []
-        return f"format {self.name} = {{{', '.join(fields)}, logical={self.logical}}}"
+        fields += [f"logical={self.logical}"] + ([f"act={self.act}"] if self.act else [])
+        return f"format {self.name} = {{{', '.join(fields)}}}"
 
 
 _FIELD = re.compile(r"(\w+)=(\[[^\]]*\]|[^,{}]+)")
@@ -85,7 +90,7 @@ def parse_qformat(line: str) -> QFormat:
     if not m:
         raise ValueError(f"not a format: {line!r}")
     f = {k: v.strip() for k, v in _FIELD.findall(m[2])}
-    if unknown := set(f) - {"code", "block", "scale", "zero", "table", "logical"}:
+    if unknown := set(f) - {"code", "block", "scale", "zero", "table", "logical", "act"}:
         raise ValueError(f"format {m[1]}: unknown field {sorted(unknown)[0]!r}")
     numbers = lambda text: tuple(x for x in text.strip("[]").split(",") if x.strip())  # noqa: E731
     block = numbers(f.get("block", "[1, 0]"))
@@ -97,4 +102,5 @@ def parse_qformat(line: str) -> QFormat:
         f.get("zero", ""),
         tuple(float(x) for x in numbers(f.get("table", "[]"))),
         f.get("logical", "bf16"),
+        f.get("act", ""),
     )

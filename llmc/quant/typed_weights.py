@@ -36,7 +36,7 @@ def use_codes(m: Module, source: QuantisedSource, ops: Mapping[str, OpDef]) -> i
         f = source.formats[v.name]
         parts = [g.input(name, t, weight=True) for name, t in source.part_types(v.name).items()]
         b: Any = Builder(g, ops, before=g.nodes.head, loc=v.uses[0].loc)
-        whole = b.assemble(*parts, code=f.code, block=f.block, zero=f.zero, dtype=v.type.dtype)
+        whole = b.assemble(*parts, code=f.code, block=f.block, zero=f.zero, act=f.act, dtype=v.type.dtype)
         if name := source.orders.get(v.name):
             if name not in orders:
                 orders[name] = g.input(name, tensor("i32", v.type.shape[1]), weight=True)

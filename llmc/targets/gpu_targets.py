@@ -24,7 +24,12 @@ def _record(
 ) -> Target:  # fmt: skip
     """A GPU target; peaks are in TFLOP/s, bandwidth in TB/s, memory in GiB."""
     dependent = "pdl" in features  # dependent launches make a separate attention launch for decoding rows worthwhile
-    peaks = {"f32": f32 * _TERA, "bf16": bf16 * _TERA, "f16": bf16 * _TERA, "i8": 2 * bf16 * _TERA}
+    peaks = {
+        "f32": f32 * _TERA,
+        "bf16": bf16 * _TERA,
+        "f16": bf16 * _TERA,
+        **dict.fromkeys(("i8", "f8e4m3"), 2 * bf16 * _TERA),
+    }
     return Target(
         name=name,
         family=family,

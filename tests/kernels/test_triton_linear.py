@@ -19,6 +19,7 @@ from llmc.codegen.backends.triton.gemm_small import GEMM, GEMM_SMALL
 from llmc.codegen.backends.triton.gemm_tma import GEMM_TMA, has_maps
 from llmc.codegen.backends.triton.gemv import GEMV, MEASURED
 from llmc.codegen.backends.triton.linear_problem import Product
+from llmc.codegen.backends.triton.triton_kernel import CODES
 from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain
 from llmc.codegen.kernel import LATE, Kernel, Schedule, Source
 from llmc.ir.graph import Graph, Node
@@ -34,6 +35,9 @@ ALL = (*KERNELS, GEMM_TMA)
 ROWS = (1, 2, 3, 5, 16, 17, 33, 130)
 SILU = "mul(mul(a0, sigmoid(a0)), a1)"
 GELU = "mul(mul(a0, 0.5), add(erf(mul(a0, 0.7071067811865476)), 1.0))"
+# Scales of weight rows and of tokens.
+SCALED, SCALES = "mul(mul(a0, a1), a2)", (("f32", (37,)), ("f32", ("T", 1)))
+SILU_SCALED = "mul(mul(mul(mul(a0, a2), a3), sigmoid(mul(mul(a0, a2), a3))), mul(mul(a1, a2), a3))"
 # (n, k, parts) of the products of one layer and the head.
 MODELS = {
     "llama-3.1-8b": ((6144, 4096, 1), (4096, 4096, 1), (14336, 4096, 2), (4096, 14336, 1), (128256, 4096, 1)),
@@ -76,6 +80,12 @@ SHAPES = (
     Shape("column", "bf16", "bf16", 1, 40, 1, "add(a0, a1)", (("bf16", ("T", 1)),)),
     Shape("residual", "bf16", "bf16", 33, 72, 1, "add(add(a0, a1), a2)", (("f32", (33,)), ("bf16", ("T", 33)))),
     Shape("silu", "bf16", "bf16", 21, 64, 2, SILU),
+    Shape("i8", "i8", "i8", 37, 133, 1, SCALED, SCALES, dtype="bf16"),
+    Shape("i8 silu", "i8", "i8", 21, 64, 2, SILU_SCALED, (("bf16", (21,)), *SCALES[1:]), dtype="bf16"),
+    Shape("f8", "f8e4m3", "f8e4m3", 37, 133, 1, SCALED, SCALES, dtype="bf16"),
+    Shape("f8 silu", "f8e4m3", "f8e4m3", 21, 64, 2, SILU_SCALED, (("bf16", (21,)), *SCALES[1:]), dtype="f32"),
+    Shape("codes of weights", "bf16", "f8e4m3", 33, 72, 1, "mul(a0, a1)", (("f32", (33,)),)),
+    Shape("bytes of weights", "bf16", "i8", 33, 72, 1, "mul(a0, a1)", (("bf16", (33,)),)),
     Shape("gelu", "f16", "f16", 35, 29, 1, GELU),
     Shape("f32", "f32", "f32", 50, 45, 1, "add(a0, a1)", (("f32", ("T", 50)),)),
     Shape("head", "bf16", "bf16", 70, 56, dtype="f32"),
@@ -96,15 +106,31 @@ def draw(g: Graph, rows: int) -> list[np.ndarray]:
     shapes = [[int(d.subs({"T": rows})) for d in v.type.shape] for v in g.inputs]
     arrays = [rng.standard_normal(s).astype(np.float32) for s in shapes]
     arrays[1] /= np.sqrt(shapes[1][1])
+    codes = [v.type.dtype in CODES for v in g.inputs[:2]]
+    for i in range(2):  # the scales that follow keep the products of sums near 1
+        if codes[i]:
+            arrays[i] = rng.integers(-127, 128, shapes[i]) if g.inputs[i].type.dtype == "i8" else arrays[i] * 8
+    if any(codes):
+        scale = arrays[0].std() * arrays[1].std() * np.sqrt(shapes[1][1]) + 1e-6
+        arrays[2] = (arrays[2] / scale).astype(np.float32)
     return arrays
 
 
 def mappable(s: Shape) -> Shape:
     """The nearest product that tensor maps can hold."""
-    x = "f16" if s.x == "f16" else "bf16"
+    x = s.x if s.x in ("f16", *CODES) else "bf16"
     parts, body = (s.parts, s.body) if s.parts < 3 else (2, SILU)
     extras = () if parts != s.parts else s.extras
-    return replace(s, x=x, w=x, k=-(-s.k // 8) * 8, parts=parts, body=body, extras=extras, dtype=s.dtype or s.x)
+    return replace(
+        s,
+        x=x,
+        w=x,
+        k=-(-s.k // 16) * 16,
+        parts=parts,
+        body=body,
+        extras=extras,
+        dtype=s.dtype or (s.x if s.x not in CODES else "bf16"),
+    )
 
 
 def check(kernel: Kernel, s: Shape, rows: int, schedule: Schedule | None = None) -> None:

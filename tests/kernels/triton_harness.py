@@ -28,7 +28,7 @@ ONE_TARGET = Random(SEED).sample(TARGETS, 1)  # another one in every run; test_t
 T = TypeVar("T")
 _TORCH = {
     "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64, "i64": torch.int64,
-    "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "u16": torch.uint16,
+    "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "f8e4m3": torch.float8_e4m3fn, "u16": torch.uint16,
     "u32": torch.uint32, "bool": torch.int8,
 }  # fmt: skip
 

@@ -1,4 +1,7 @@
-"""Matrix products. Quantised weights are a matter of the operand's type; there is no separate op for them."""
+"""Matrix products. A factor may be a quantised type, or hold the codes of one (i8, f8e4m3).
+
+The scales of codes are applied by the epilogue.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from llmc.ir.dim import Dim
+from llmc.ir.dtype import DTYPES
 from llmc.ir.opdef import OpDef, op
 from llmc.ir.ops.common import NUMPY, broadcast_shapes
 from llmc.ir.scalar import evaluate, parse_expr, walk
@@ -32,8 +36,17 @@ def matmul(a: Any, c: Any) -> Any:
     return a @ c
 
 
+def product(x: Any, w: Any) -> Any:
+    """x @ w.T; sums of integers are exact."""
+    if x.dtype.kind == w.dtype.kind == "i":
+        x, w = x.astype(np.float64), w.astype(np.float64)
+    return x @ w.T
+
+
 def _linear_map_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     x, parts, extras = env["x"], attrs["parts"], env["extras"]
+    if not attrs["dtype"] and (DTYPES[x.dtype].kind != "f" or DTYPES[x.dtype].bits < 16):
+        raise Mismatch(f"x is {x}: the dtype of the result has to be given")
     n = env["m"].divide(parts) if parts > 0 else None
     if n is None:
         raise Mismatch(f"{env['m']} rows do not split into {parts} parts")
@@ -64,7 +77,7 @@ def split_parts(acc: Any, parts: int) -> list[Any]:
 
 
 @op(
-    "(x: f[*b, k], w: fq[m, k], extras*: f[...]) -> x[...]", infer=_linear_map_type, flops="2*b*m*k",
+    "(x: t[*b, k], w: tq[m, k], extras*: f[...]) -> x[...]", infer=_linear_map_type, flops="2*b*m*k",
     example={
         "*b": (3,), "k": 5, "m": 14, "extras": [(3, 7)], "parts": 2, "body": "add(mul(mul(a0, sigmoid(a0)), a1), a2)",
     },
@@ -76,11 +89,11 @@ def linear_map(x: Any, w: Any, *extras: Any, parts: int, body: str, dtype: str =
     shape, follow as a{parts} and so on. The result is the body, rounded once to dtype (x's if empty). Gate and up
     projection with SiLU: parts=2, body "mul(mul(a0, sigmoid(a0)), a1)". Residual: parts=1, body "add(a0, a1)".
     """
-    return evaluate(parse_expr(body), NUMPY, [*split_parts(x @ w.T, parts), *extras])
+    return evaluate(parse_expr(body), NUMPY, [*split_parts(product(x, w), parts), *extras])
 
 
 @op(
-    "(x: f[*b, k], w: fq[m, k], gain: f[k], extras*: f[...]) -> x[...]", infer=_linear_map_type,
+    "(x: f[*b, k], w: tq[m, k], gain: f[k], extras*: f[...]) -> x[...]", infer=_linear_map_type,
     flops="2*b*m*k + 4*b*k", example={
         "*b": (3,), "k": 5, "m": 14, "extras": [(3, 7)], "eps": 1e-5, "parts": 2,
         "body": "add(mul(mul(a0, sigmoid(a0)), a1), a2)",
@@ -106,12 +119,12 @@ def _linear_split_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Ty
 
 
 @op(
-    "(x: f[*b, k], w: f[n, k]) -> f32[splits, *b, n]", infer=_linear_split_type, flops="2*b*n*k",
+    "(x: t[*b, k], w: t[n, k]) -> f32[splits, *b, n]", infer=_linear_split_type, flops="2*b*n*k",
     example={"*b": (3,), "k": 12, "n": 7, "splits": 3},
 )  # fmt: skip
 def linear_split(x: Any, w: Any, *, splits: int) -> Any:
     """linear with k divided into `splits` equal parts, one partial product each; their sum is the product."""
-    return np.stack([a @ b.T for a, b in zip(np.split(x, splits, -1), np.split(w, splits, -1), strict=True)])
+    return np.stack([product(a, b) for a, b in zip(np.split(x, splits, -1), np.split(w, splits, -1), strict=True)])
 
 
 def _linear_combine_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:

@@ -169,7 +169,7 @@ def _format(attrs: Mapping[str, Any], logical: str) -> QFormat:
     try:
         if len(attrs["block"]) != 2 or min(attrs["block"]) < 0:
             raise ValueError(f"block={list(attrs['block'])}: rows and columns that share a scale are wanted, 0 for all")
-        return QFormat.of(attrs["code"], attrs["block"], attrs["scale"], attrs["zero"], logical)
+        return QFormat.of(attrs["code"], attrs["block"], attrs["scale"], attrs["zero"], logical, attrs.get("act", ""))
     except (KeyError, ValueError) as e:
         raise Mismatch(str(e)) from None
 
@@ -185,7 +185,7 @@ def _quantize_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     "(w: f[n, k]) -> w[n, k]", infer=_quantize_type, flops="4*n*k",
     example={"n": 6, "k": 10, "code": "u4", "block": [1, 4], "scale": "f32", "zero": "8"},
 )  # fmt: skip
-def quantize(w: Any, *, code: str, block: Ints, scale: str, zero: str = "") -> Any:
+def quantize(w: Any, *, code: str, block: Ints, scale: str, zero: str = "", act: str = "") -> Any:
     """Round w to the nearest codes, with one scale for each block; the attributes are those of a QFormat.
 
     See `quantize_scale` and `quantize_code` for the arithmetic.
@@ -215,10 +215,13 @@ def _assemble_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
         "dtype": "f32",
     },
 )  # fmt: skip
-def assemble(codes: Any, scales: Any, zeros: Any = None, *, code: str, block: Ints, zero: str = "", dtype: str) -> Any:
+def assemble(
+    codes: Any, scales: Any, zeros: Any = None, *, code: str, block: Ints, zero: str = "", act: str = "", dtype: str
+) -> Any:  # fmt: skip
     """The quantised tensor with these parts; `dequantize` defines its numbers.
 
-    code, block and zero are those of the QFormat; codes of less than 8 bits are stored as u8. dtype is the logical one.
+    code, block, zero and act are those of the QFormat; codes of less than 8 bits are stored as u8. dtype is the logical
+    one.
     """
     point = 0 if zeros is not None else int(zero or 0)
     return dequantize.ref(codes, scales, zeros, block=block, dtype="f32", zero_point=point)

@@ -15,12 +15,18 @@ from llmc.ir.opdef import Ints, op
 from llmc.ir.ops.common import NUMPY
 from llmc.ir.ops.linear import epilogue_type, split_parts
 from llmc.ir.ops.quantize import dequantize
+from llmc.ir.qformat import QFormat
 from llmc.ir.scalar import evaluate, parse_expr
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
 
 # Dtypes to which activations may be rounded, and the largest value of each.
 ACTIVATIONS: Mapping[str, float] = MappingProxyType({"i8": 127.0, "f8e4m3": 448.0})
+
+
+def multiplies_codes(f: QFormat) -> bool:
+    """Whether codes of this format can be a factor of a product as they are: one scale a row, and no zero points."""
+    return f.block == (1, 0) and f.code in ACTIVATIONS and not f.zero and not f.table
 
 
 def round_rows(x: Any, dtype: str, block: int) -> tuple[np.ndarray, np.ndarray]:

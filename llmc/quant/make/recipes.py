@@ -61,7 +61,8 @@ class Recipe:
 
         code = "f8e4m3" if self.code == "float" else "i8" if self.bits == 8 else f"u{self.bits}"
         zero = str(1 << (self.bits - 1)) if code[0] == "u" else ""
-        return QFormat.of(code, self.block, "bf16", zero, logical)
+        act = {"int": "i8", "float": "f8e4m3", "": ""}[self.activations]
+        return QFormat.of(code, self.block, "bf16", zero, logical, act)
 
     def describe(self) -> str:
         """Describe the format in a line of the plan."""

@@ -41,10 +41,21 @@ class RandomWeights:
 
 
 def _encode(values: np.ndarray, dtype: str) -> np.ndarray | None:
-    """Encode f32 values as bytes of a float dtype; None if neither NumPy nor a shift can produce the dtype."""
+    """Encode f32 values as bytes of a float dtype; None for other dtypes."""
+    if dtype == "f8e4m3":
+        return _encode_f8e4m3(values)
     if dtype == "bf16":
         bits = values.view(np.uint32)
         # Round to nearest, ties to even.
         return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).view(np.uint8)
     numpy_dtype = {"f32": np.float32, "f64": np.float64, "f16": np.float16}.get(dtype)
     return None if numpy_dtype is None else np.ascontiguousarray(values.astype(numpy_dtype)).view(np.uint8)
+
+
+def _encode_f8e4m3(values: np.ndarray) -> np.ndarray:
+    """Encode f32 values as float8 e4m3 (OCP 8-bit Floating Point Specification 1.0), rounded to nearest."""
+    code = np.arange(127)  # 127 is NaN
+    exponent, fraction = code >> 3, code & 7
+    size = np.where(exponent, (8 + fraction) * 2.0 ** (exponent - 10), fraction * 2.0**-9).astype(np.float32)
+    nearest = np.searchsorted((size[1:] + size[:-1]) / 2, np.abs(values))
+    return (nearest | np.signbit(values) * 128).astype(np.uint8)

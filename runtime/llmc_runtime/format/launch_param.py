@@ -15,8 +15,8 @@ from llmc_runtime.format.json_fields import Fields, an_integer, damaged
 
 ZERO = expr.of(0)
 TYPES: Mapping[str, str] = MappingProxyType({"i32": "<i", "i64": "<q", "f32": "<f"})  # as `struct` names them
-MAPPED = ("bf16", "f16")  # dtypes supported in tensor maps
-_ELEMENT = 2  # their size in bytes
+# Dtypes supported in tensor maps, and the size of an element in bytes.
+MAPPED: Mapping[str, int] = MappingProxyType({"bf16": 2, "f16": 2, "f8e4m3": 1, "i8": 1})
 MAX_BOX = 256  # maximum elements along an axis of a box
 MAX_AXIS = (1 << 31) - 1  # maximum elements along an axis of a mapped tensor: kernels receive its sizes as i32
 _MAX_STRIDE = 1 << 40  # bytes, exclusive
@@ -132,11 +132,6 @@ class TensorMap:
             raise damaged(where, f"a box needs one size per axis of its tensor, at least two, each 1 to {MAX_BOX}")
         if len(m.strides) not in (0, len(m.shape) - 1):
             raise damaged(where, "a tensor map needs one stride per axis except the last, or none at all")
-        row = m.box[-1] * _ELEMENT
-        if row % _ROW or (m.swizzle and row > _ROW << m.swizzle):
-            raise damaged(
-                where, f"a box has rows of {row} bytes: not a multiple of {_ROW}, or too wide for its swizzle"
-            )
         return m
 
     def json(self) -> dict[str, Any]:
@@ -156,12 +151,18 @@ class TensorMap:
         `top`, both in bytes. Raises LlmcError E103.
         """
         (shape, strides), offset = self.layout(top), self.offset(top)
+        size = MAPPED.get(dtype)
+        if size is None:
+            raise damaged(path, f"a tensor map of {dtype}; the dtypes {', '.join(MAPPED)} are supported")
+        row = self.box[-1] * size
+        if row % _ROW or (self.swizzle and row > _ROW << self.swizzle):
+            raise damaged(path, f"a box has rows of {row} bytes: not a multiple of {_ROW}, or too wide for its swizzle")
         if not all(0 < d <= MAX_AXIS for d in shape):
             raise damaged(path, f"an axis of a tensor map's tensor is empty or larger than {MAX_AXIS}")
-        if not all(0 < s * _ELEMENT < _MAX_STRIDE for s in strides) or offset < 0:
+        if not all(0 < s * size < _MAX_STRIDE for s in strides) or offset < 0:
             raise damaged(path, "a tensor map has a stride or an offset out of range")
-        end = offset + _ELEMENT * (1 + sum((d - 1) * s for d, s in zip(shape, strides)))
-        if dtype not in MAPPED or end > nbytes:
-            raise damaged(path, f"a tensor map needs a {' or '.join(MAPPED)} tensor inside its buffer")
-        if any(s * _ELEMENT % _ROW for s in strides[:-1]) or (begin + offset) % _ROW:
+        end = offset + size * (1 + sum((d - 1) * s for d, s in zip(shape, strides)))
+        if end > nbytes:
+            raise damaged(path, "the tensor of a tensor map is not inside its buffer")
+        if any(s * size % _ROW for s in strides[:-1]) or (begin + offset) % _ROW:
             raise damaged(path, f"the rows or the start of a tensor map are not multiples of {_ROW} bytes")

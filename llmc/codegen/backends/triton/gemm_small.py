@@ -25,7 +25,7 @@ LINE = 128  # bytes of one prefetch into the L2 cache
 GROUP = 8  # rows of tiles per group
 EARLY = 32  # maximum tokens per tile for which the epilogue operands are loaded before the product
 TOKENS = (8, 16, 32, 64, 128, 256)
-# bn, bk, warps, stages, split of 16-bit tiles.
+# bn, bk, warps, stages, split of 16-bit tiles; tiles of 8 bits have twice the bk.
 NARROW = (
     (64, 128, 4, 4, 1),
     (32, 256, 4, 4, 4),
@@ -55,7 +55,7 @@ NARROW = (
 )
 # float32 factors are multiplied without tensor cores: bm, bn, bk, warps, stages.
 FLOAT = ((16, 32, 32, 4, 2), (16, 64, 16, 4, 2), (32, 32, 32, 4, 2), (32, 64, 16, 4, 2))
-# bm, bn, bk, warps, stages of large products; bn counts the columns of all parts.
+# bm, bn, bk, warps, stages of large products of 16 bits; bn counts the columns of all parts.
 LARGE = (
     (128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 3), (64, 128, 64, 4, 4), (64, 256, 64, 8, 4),
     (128, 256, 64, 8, 4), (128, 128, 64, 8, 6), (128, 128, 128, 8, 3), (64, 128, 128, 4, 4),
@@ -77,7 +77,7 @@ class Gemm(TritonKernel):
     yields: bool = True
 
     def reject(self, node: Node, target: Target) -> str | None:
-        return reject_product(node)
+        return reject_product(node, target)
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = Product.of(node)
@@ -93,11 +93,11 @@ class Gemm(TritonKernel):
             yield from ((*s, 1) for s in FLOAT)
             return
         for bm in TOKENS if m is None else (next((t for t in TOKENS if t >= m), TOKENS[-1]),):
-            yield from ((bm, *s) for s in NARROW)
+            yield from ((bm, bn, bk * 2 // p.factor_bytes, w, s, split) for bn, bk, w, s, split in NARROW)
 
     def _large(self, p: Product) -> Iterator[Shape]:
         for bm, bn, bk, warps, stages in LARGE_FLOAT if p.dot == "f32" else LARGE:
-            yield bm, bn // power(p.parts), bk, warps, stages, 1
+            yield bm, bn // power(p.parts), bk if p.dot == "f32" else bk * 2 // p.factor_bytes, warps, stages, 1
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         p, s = Product.of(node), schedule
@@ -118,6 +118,7 @@ class Gemm(TritonKernel):
 def common(u: Unit, p: Product) -> dict[str, Argument]:
     """Return the arguments that the templates of tiled products share."""
     s, m = u.schedule, u.sizes(p.m)
+    converted = u.interpret or (p.dot == "f32" and p.x.dtype != p.w.dtype)
     return {
         "M": m,
         "out_ptr": "y0",
@@ -130,7 +131,8 @@ def common(u: Unit, p: Product) -> dict[str, Argument]:
         "BLOCK_K": s["bk"],
         "STAGES": s["stages"],
         "WHOLE_M": p.m.const is not None and p.m.const % s["bm"] == 0,
-        "FLOAT32_FACTORS": u.interpret or (p.dot == "f32" and p.x.dtype != p.w.dtype),
+        "FLOAT32_FACTORS": converted,
+        "SUM": p.sums(converted),
         "LOAD_EXTRAS": "load_extras",
         "EPILOGUE": "epilogue",
         "LATE_LAUNCH": u.late,

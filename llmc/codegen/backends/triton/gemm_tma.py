@@ -13,7 +13,7 @@ from llmc.codegen.backends.triton.gemm_small import GROUP, WARPGROUP, Gemm, Shap
 from llmc.codegen.backends.triton.gemm_splitk import splitk_us
 from llmc.codegen.backends.triton.linear_problem import Product
 from llmc.codegen.backends.triton.template import Argument, Template
-from llmc.codegen.backends.triton.triton_kernel import Code, Unit
+from llmc.codegen.backends.triton.triton_kernel import Code, Unit, capability
 from llmc.codegen.kernel import Map, Schedule
 from llmc.ir.dim import D
 from llmc.ir.graph import Node
@@ -21,7 +21,7 @@ from llmc.targets.target import Target
 
 FIRST = 90  # minimum compute capability x 10
 ROW = 16  # bytes; the size of a row must be a multiple
-STEP = 64  # columns of a tile: 128 bytes, the width of the largest swizzle
+STEP = 128  # bytes of a row of a tile: the width of the largest swizzle
 # bm, bn, warps, stages; bn counts the columns of all parts.
 TILES = (
     (128, 256, 8, 4), (128, 128, 8, 4), (128, 256, 8, 3), (128, 128, 4, 3), (64, 128, 4, 4), (256, 128, 8, 4),
@@ -33,7 +33,7 @@ _GAIN = 1.1  # speed-up over pointers, measured on an H200
 
 def has_maps(target: Target) -> bool:
     """Whether the target's GPUs have TMA."""
-    return target.family == "cuda" and int(target.arch.removeprefix("sm_").rstrip("af")) >= FIRST
+    return target.family == "cuda" and capability(target) >= FIRST
 
 
 def gain(node: Node, env: Mapping[str, int]) -> float:
@@ -43,7 +43,7 @@ def gain(node: Node, env: Mapping[str, int]) -> float:
 
 @dataclass(frozen=True)
 class GemmTma(Gemm):
-    """linear and linear_map of 16-bit factors, one part or two."""
+    """linear and linear_map of factors of 8 or 16 bits, one part or two."""
 
     def reject(self, node: Node, target: Target) -> str | None:
         if why := super().reject(node, target):
@@ -52,10 +52,11 @@ class GemmTma(Gemm):
         if not has_maps(target):
             return f"{target.name} does not support TMA"
         if p.x.dtype != p.w.dtype or p.dot == "f32":
-            return f"factors of {p.x.dtype} and {p.w.dtype}; both must have the same 16-bit dtype"
+            return f"factors of {p.x.dtype} and {p.w.dtype}; both must have the same dtype of 8 or 16 bits"
         if p.parts > 2:
             return f"{p.parts} parts; the maximum is 2"
-        return f"rows of {2 * p.k} bytes are not a multiple of {ROW}" if 2 * p.k % ROW else None
+        row = p.k * p.factor_bytes
+        return f"rows of {row} bytes are not a multiple of {ROW}" if row % ROW else None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         """Return all tiles, and the best ones with larger groups: in a single group, weights are read only once."""
@@ -64,7 +65,7 @@ class GemmTma(Gemm):
 
     def _large(self, p: Product) -> Iterator[Shape]:
         for bm, bn, warps, stages in TILES:
-            yield bm, bn // p.parts, STEP, warps, stages, 1
+            yield bm, bn // p.parts, STEP // p.factor_bytes, warps, stages, 1
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         us = product_us(Product.of(node), schedule, target, env, False)
@@ -96,9 +97,10 @@ class GemmTmaSplitK(GemmTma):
     """linear_split. Parts must be whole steps, because the elements after a part are those of the next, not zeros."""
 
     def reject(self, node: Node, target: Target) -> str | None:
-        depth = Product.of(node).k // int(node.attrs["splits"])
+        p = Product.of(node)
+        depth, step = p.k // int(node.attrs["splits"]), STEP // p.factor_bytes
         return super().reject(node, target) or (
-            f"parts of {depth} columns are not a multiple of {STEP}" if depth % STEP else None
+            f"parts of {depth} columns are not a multiple of {step}" if depth % step else None
         )
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:

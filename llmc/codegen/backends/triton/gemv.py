@@ -56,7 +56,7 @@ class Gemv(TritonKernel):
     measured: ClassVar[tuple[Measured, ...]] = MEASURED
 
     def reject(self, node: Node, target: Target) -> str | None:
-        if why := reject_product(node):
+        if why := reject_product(node, target):
             return why
         m = Product.of(node).m.const
         return f"{m} tokens; the maximum is {MAX_TOKENS}" if m is not None and m > MAX_TOKENS else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from llmc.codegen.backends.triton.template import function, literal
 from llmc.codegen.backends.triton.triton_expr import helpers, inline
-from llmc.codegen.backends.triton.triton_kernel import FLOATS, Unit, unsupported
+from llmc.codegen.backends.triton.triton_kernel import CODES, FLOATS, Unit, unsupported, unsupported_codes
 from llmc.ir.dim import D, Dim, product
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
@@ -89,11 +89,25 @@ class Product:
         """The dtype of both factors in tl.dot: their own if equal, else float32."""
         return self.x.dtype if self.x.dtype == self.w.dtype else "f32"
 
+    @property
+    def factor_bytes(self) -> int:
+        """The bytes of an element of a factor in tl.dot."""
+        return DTYPES[self.dot].bits // 8
 
-def reject_product(node: Node) -> str | None:
-    """Return why no Triton product kernel supports the node, or None."""
-    if why := unsupported(node, FLOATS):
+    def sums(self, float32_factors: bool) -> str:
+        """The Triton dtype of tl.dot's sums."""
+        return "tl.int32" if self.dot == "i8" and not float32_factors else "tl.float32"
+
+
+def reject_product(node: Node, target: Target) -> str | None:
+    """Return why no Triton product kernel supports the node on the target, or None."""
+    if why := unsupported(node, (*FLOATS, *CODES)) or unsupported_codes(node, target):
         return why
+    p = Product.of(node)
+    if p.x.dtype in CODES and p.w.dtype != p.x.dtype:
+        return f"codes of {p.x.dtype} times {p.w.dtype}"
+    if any(t.dtype not in FLOATS for t in [p.out, *p.extras]):
+        return "the result or an operand of the epilogue is not of a float dtype"
     w = node.operands[1].type
     if w.shape[0].const is None or w.shape[1].const is None:
         return f"the weight's sizes {w.shape[0]} x {w.shape[1]} are not constant"
@@ -155,7 +169,8 @@ def _load_extras(u: Unit, p: Product) -> str:
 def _epilogue(p: Product) -> str:
     """Generate the function that computes the result from the sums, in float32."""
     accs, extras = (tuple(f"{x}{i}" for i in range(n)) for x, n in (("a", p.parts), ("q", len(p.extras))))
-    statements, value = inline(parse_expr(p.body), [*accs, *(f"{q}.to(tl.float32)" for q in extras)])
+    sums = [f"{a}.to(tl.float32)" if p.dot == "i8" else a for a in accs]
+    statements, value = inline(parse_expr(p.body), [*sums, *(f"{q}.to(tl.float32)" for q in extras)])
     meaning = f"{p.body}; a{p.parts} and on are the extras q0 and on" if extras else p.body
     lines = [f"{literal(accs)} = sums", *([f"{literal(extras)} = extras"] if extras else []), *statements]
     return function("epilogue(sums, extras)", f"{meaning}.", [*lines, f"return {value}"])

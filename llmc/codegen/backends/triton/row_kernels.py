@@ -32,7 +32,15 @@ from llmc.codegen.backends.triton.triton_expr import (
     statement,
     stored,
 )
-from llmc.codegen.backends.triton.triton_kernel import FLOATS, INTS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.backends.triton.triton_kernel import (
+    FLOATS,
+    INTS,
+    Code,
+    TritonKernel,
+    Unit,
+    unsupported,
+    unsupported_codes,
+)
 from llmc.codegen.emit import indent
 from llmc.codegen.kernel import Schedule
 from llmc.codegen.row_program import RowProgram, expressions, same_layout
@@ -60,7 +68,9 @@ class Rows(TritonKernel):
         return expressions(node) is not None
 
     def reject(self, node: Node, target: Target) -> str | None:
-        return unsupported(node, (*FLOATS, *INTS, "bool"))
+        if any(v.type.dtype == "f8e4m3" for v in node.operands):
+            return "an operand of dtype f8e4m3"
+        return unsupported(node, (*FLOATS, *INTS, "bool", "f8e4m3")) or unsupported_codes(node, target)
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
         return same_layout(node)

@@ -26,9 +26,11 @@ ELEMENTS = MappingProxyType(
         "f64": ("tl.float64", "fp64"), "i64": ("tl.int64", "i64"), "i32": ("tl.int32", "i32"),
         "i16": ("tl.int16", "i16"), "i8": ("tl.int8", "i8"), "u32": ("tl.uint32", "u32"),
         "u16": ("tl.uint16", "u16"), "u8": ("tl.uint8", "u8"), "bool": ("tl.int8", "i8"),
+        "f8e4m3": ("tl.float8e4nv", "fp8e4nv"),
     }
 )  # fmt: skip
 FLOATS = ("f32", "bf16", "f16")
+CODES = ("i8", "f8e4m3")  # of quantised tensors; both can be factors of tl.dot
 INTS = ("i64", "i32", "i16", "i8", "u32", "u16", "u8")
 PDL = "pdl"  # target feature: programmatic dependent launch
 INTERPRET = "interpret"  # target feature: Triton's interpreter on the CPU, which has no bfloat16 arithmetic
@@ -112,6 +114,19 @@ class Unit:
         stages = stages or self.schedule.get("stages", 2)
         call = template.call(**arguments, DEPENDENT_LAUNCH=self.pdl)
         return Code(call, grid, "\n\n\n".join([template.text(), *filter(None, generated)]), warps, stages)
+
+
+def unsupported_codes(node: Node, target: Target) -> str | None:
+    """Return why the target does not support the node's values of dtype f8e4m3, or None."""
+    if all(v.type.dtype != "f8e4m3" for v in [*node.operands, *node.results]):
+        return None
+    hopper = target.family == "cuda" and capability(target) >= 89
+    return None if hopper or target.has(INTERPRET) else f"{target.name} has no instructions for f8e4m3"
+
+
+def capability(target: Target) -> int:
+    """Return ten times the compute capability of an NVIDIA target."""
+    return int(target.arch.removeprefix("sm_").rstrip("af"))
 
 
 def element(t: Type) -> str:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.launch_param import MAPPED
 
 # The minimum CUDA version of the driver (1000 * major + 10 * minor) for loading an architecture's binaries and for
 # programmatic dependent launch inside graphs.
@@ -23,7 +24,9 @@ _CPU = "or compile for the CPU: llmc compile MODEL --target cpu:native"
 _UPGRADE = "upgrade the NVIDIA driver"
 MAP_BYTES = 128
 _MAPS_SINCE = 12000  # the driver API version that introduced tensor maps
-_TENSOR_MAP_TYPES: Mapping[str, str] = MappingProxyType({"bf16": "BFLOAT16", "f16": "FLOAT16"})
+_TENSOR_MAP_TYPES: Mapping[str, str] = MappingProxyType(
+    {"bf16": "BFLOAT16", "f16": "FLOAT16", "i8": "UINT8", "f8e4m3": "UINT8"}
+)
 _NON_BLOCKING, _NO_TIMING, _READ_ONLY = 1, 2, 8
 # Statuses of a refusal to register host memory. They do not indicate a failure of the GPU.
 _REFUSALS = frozenset(
@@ -148,7 +151,7 @@ class Cuda:
     def tensor_map(
         self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int
     ) -> bytes:
-        """Encode a CUtensorMap (128 bytes) for a tensor of 16-bit floats.
+        """Encode a CUtensorMap (128 bytes) for a tensor of one of the dtypes of `MAPPED`.
 
         `strides` are in elements, one per axis, the last of them 1. `address` and the strides of the other axes have to
         be multiples of 16 bytes; `box` is the shape of one copy. Raises LlmcError E114 if the driver rejects the
@@ -156,7 +159,7 @@ class Cuda:
         """
         cu, rank = self.cu, len(shape)
         kind = getattr(cu.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_TENSOR_MAP_TYPES[dtype]}")
-        steps = [2 * s for s in reversed(strides[:-1])]
+        steps = [MAPPED[dtype] * s for s in reversed(strides[:-1])]
         # The bindings' own function is not used: it keeps the map at an address that is not a multiple of 64 bytes,
         # which the driver requires.
         storage = ctypes.create_string_buffer(2 * MAP_BYTES)

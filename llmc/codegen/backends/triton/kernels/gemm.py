@@ -70,6 +70,7 @@ def gemm(
     GROUP: tl.constexpr,
     WHOLE_M: tl.constexpr,  # BLOCK_M divides M
     FLOAT32_FACTORS: tl.constexpr,  # convert both factors to float32 before the product
+    SUM: tl.constexpr,  # dtype of the sums
     LOAD_EXTRAS: tl.constexpr,  # (extra_ptrs, tokens, columns, token mask, column mask) -> tuple
     EPILOGUE: tl.constexpr,  # (sums of each part, extras) -> float32
     DEPENDENT_LAUNCH: tl.constexpr,
@@ -95,7 +96,7 @@ def gemm(
     wait_before_loads(DEPENDENT_LAUNCH, LATE_LAUNCH)
     sums = ()
     for _ in tl.static_range(PARTS):
-        sums = sums + (tl.zeros([BLOCK_M, BLOCK_N], tl.float32),)
+        sums = sums + (tl.zeros([BLOCK_M, BLOCK_N], SUM),)
     for k in tl.range(0, DEPTH, BLOCK_K, num_stages=STAGES):
         x = tl.load(x_tile + k, mask=bound(depth[None, :], DEPTH - k, WHOLE_K), other=0.0)
         if FLOAT32_FACTORS:

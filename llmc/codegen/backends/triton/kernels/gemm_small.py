@@ -75,6 +75,7 @@ def multiply(
     SLICES: tl.constexpr,
     STAGES: tl.constexpr,
     FLOAT32_FACTORS: tl.constexpr,
+    SUM: tl.constexpr,
 ):
     """Return the products [BLOCK_N, BLOCK_M] of each part, from pointers to the first step of the factors."""
     TILES: tl.constexpr = 1 if JOINED else PARTS
@@ -82,9 +83,9 @@ def multiply(
     sums = ()
     for _ in tl.static_range(TILES):
         if SLICES == 1:
-            sums = sums + (tl.zeros([HEIGHT, BLOCK_M], tl.float32),)
+            sums = sums + (tl.zeros([HEIGHT, BLOCK_M], SUM),)
         else:
-            sums = sums + (tl.zeros([SLICES, HEIGHT, BLOCK_M], tl.float32),)
+            sums = sums + (tl.zeros([SLICES, HEIGHT, BLOCK_M], SUM),)
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         x = load_step(x_tile, k, K, BLOCK_K, SLICES, False)
         if FLOAT32_FACTORS:
@@ -134,6 +135,7 @@ def gemm_small(
     PREFETCH_LINES: tl.constexpr,  # lines of each weight row to prefetch before the wait
     EARLY_EXTRAS: tl.constexpr,  # load the extras before the product; they need few registers
     FLOAT32_FACTORS: tl.constexpr,  # convert both factors to float32 before the product
+    SUM: tl.constexpr,  # dtype of the sums
     LOAD_EXTRAS: tl.constexpr,  # (extra_ptrs, tokens, columns, token mask, column mask) -> tuple
     EPILOGUE: tl.constexpr,  # (sums of each part, extras) -> float32
     DEPENDENT_LAUNCH: tl.constexpr,
@@ -159,7 +161,7 @@ def gemm_small(
         tokens, columns, token_mask, column_mask = place(token, column, M, N, WHOLE_M, WHOLE_N)
         extras = LOAD_EXTRAS(extra_ptrs, tokens, columns, token_mask, column_mask)
     sums = multiply(
-        x_tile, weight_tiles, K, JOINED, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, SLICES, STAGES, FLOAT32_FACTORS
+        x_tile, weight_tiles, K, JOINED, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, SLICES, STAGES, FLOAT32_FACTORS, SUM
     )  # fmt: skip
     launch_after_loads(DEPENDENT_LAUNCH, LATE_LAUNCH)
     tokens, columns, token_mask, column_mask = place(token, column, M, N, WHOLE_M, WHOLE_N)

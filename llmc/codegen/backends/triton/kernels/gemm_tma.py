@@ -31,6 +31,7 @@ def gemm_tma(
     GROUP: tl.constexpr,
     WHOLE_M: tl.constexpr,  # BLOCK_M divides M
     FLOAT32_FACTORS: tl.constexpr,  # convert both factors to float32 before the product
+    SUM: tl.constexpr,  # dtype of the sums
     LOAD_EXTRAS: tl.constexpr,  # (extra_ptrs, tokens, columns, token mask, column mask) -> tuple
     EPILOGUE: tl.constexpr,  # (sums of each part, extras) -> float32
     DEPENDENT_LAUNCH: tl.constexpr,
@@ -43,7 +44,7 @@ def gemm_tma(
     column = first_column + tl.arange(0, BLOCK_N)
     token = (first_row + tl.arange(0, BLOCK_M)).to(tl.int64)
     wait_before_loads(DEPENDENT_LAUNCH, LATE_LAUNCH)
-    tile = tl.zeros([BLOCK_M, PARTS * BLOCK_N], tl.float32)
+    tile = tl.zeros([BLOCK_M, PARTS * BLOCK_N], SUM)
     begin, end = 0, K
     if SPLITS:  # every part is a whole number of steps
         begin = tl.program_id(1) * (K // SPLITS)

@@ -1,0 +1,90 @@
+"""Products that multiply codes by codes: the activations are rounded to the dtype of the weight's codes first.
+
+Each row of the activations has one scale, computed from its largest element when the row is rounded (dynamic
+quantisation per token). A norm before the product rounds its own result. The scales of both factors are applied by the
+product's epilogue.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmc.ir.dim import Dim
+from llmc.ir.dtype import DTYPES
+from llmc.ir.graph import Builder, Graph, Node, Value
+from llmc.ir.ops.quantized_linear import ACTIVATIONS
+from llmc.ir.scalar import E, arg, call, parse_expr, substitute
+from llmc.passes.base import Ctx
+from llmc.passes.fuse.fuse_linear import PRODUCTS
+from llmc.passes.fuse.fuse_pointwise import expression
+
+TINY = 1e-30  # a row whose largest element is smaller has codes of 0
+
+
+def rounding(dtype: str, x: E) -> tuple[E, E]:
+    """Return the codes and the scale of the row x, as expressions; the codes are integers if dtype is i8."""
+    largest = call("row_max", call("abs", x))
+    codes = x * (ACTIVATIONS[dtype] / call("max", largest, TINY))
+    if DTYPES[dtype].kind == "i":
+        codes = call("floor", codes + 0.5)
+    return codes, largest * (1.0 / ACTIVATIONS[dtype])
+
+
+class Rounded:
+    """The rounded activations of a graph, each made once."""
+
+    def __init__(self, g: Graph, ctx: Ctx) -> None:
+        self.g, self.ctx = g, ctx
+        self.known: dict[tuple[Value, str], tuple[Value, Value]] = {}
+
+    def of(self, x: Value, dtype: str, before: Node) -> tuple[Value, Value]:
+        """Return the codes of x [*b, k] and the scales of its rows, f32 [*b, 1]."""
+        if (x, dtype) not in self.known:
+            expr, operands = self._source(x)
+            bodies = [str(e) for e in rounding(dtype, expr)]
+            b: Any = Builder(self.g, self.ctx.opset, before=before, loc=before.loc)
+            codes, scale = b.fused(*operands, body=bodies, dtypes=[dtype, "f32"])
+            codes.name, scale.name = f"{x.name}.codes", f"{x.name}.scale"
+            self.known[x, dtype] = codes, scale
+        return self.known[x, dtype]
+
+    def _source(self, x: Value) -> tuple[E, list[Value]]:
+        """Return x as an expression over values: that of its norm, if only products read it, else x itself."""
+        n, shape = x.node, x.type.shape
+        e = expression(n) if n is not None and all(u.op.name in PRODUCTS for u in x.uses) else None
+        if n is None or e is None or any(x is o for o in self.g.outputs):
+            return arg(0), [x]
+        wide = any(v.type.shape == shape for v in n.operands)
+        fits = all(DTYPES[v.type.dtype].kind == "f" and v.type.rank <= len(shape) for v in n.operands)
+        return (e, list(n.operands)) if wide and fits else (arg(0), [x])
+
+
+def product_of_codes(
+    b: Any, n: Node, factors: tuple[Value, Value], weight_scale: Value, row_scale: Value | None
+) -> Value:
+    """Emit the product `n` over the factors (x or its codes, the weight's codes), with scales in the epilogue.
+
+    weight_scale: [parts * n, 1]. row_scale: [*b, 1], or None if x is not rounded.
+    """
+    parts = n.attrs.get("parts", 1)
+    first = 3 if n.op.name == "norm_linear" else 2
+    gain, extras = n.operands[2:first], n.operands[first:]
+    rows = weight_scale.type.shape[0].divide(parts)
+    assert rows is not None
+    scales = [_part(b, weight_scale, rows, i, parts) for i in range(parts)] + ([] if row_scale is None else [row_scale])
+    sums = [arg(i) * arg(parts + i) for i in range(parts)]
+    if row_scale is not None:
+        sums = [s * arg(2 * parts) for s in sums]
+    others = [arg(parts + len(scales) + i) for i in range(len(extras))]
+    body = substitute(parse_expr(n.attrs.get("body", "a0")), [*sums, *others])
+    attrs = {"parts": parts, "body": str(body), "dtype": n.attrs.get("dtype", "") or n.result.type.dtype}
+    if n.op.name == "norm_linear":
+        return b.norm_linear(*factors, *gain, *scales, *extras, eps=n.attrs["eps"], **attrs)
+    return b.linear_map(*factors, *scales, *extras, **attrs)
+
+
+def _part(b: Any, scale: Value, rows: Dim, part: int, parts: int) -> Value:
+    """The scales of one part, [rows]."""
+    if parts > 1:
+        scale = b.slice(scale, axis=0, start=rows * part, stop=rows * (part + 1))
+    return b.reshape(scale, shape=(rows,))
