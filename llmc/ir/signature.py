@@ -47,7 +47,9 @@ def parse_signature(text: str) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
 
     def slot(m: re.Match[str]) -> Slot:
         name, mark, scales, state, dtype, dims = m.groups(default="")
-        return Slot(name, dtype, tuple(split_commas(dims)), bool(state), mark == "*", mark == "?" and not scales, scales)
+        return Slot(
+            name, dtype, tuple(split_commas(dims)), bool(state), mark == "*", mark == "?" and not scales, scales
+        )
 
     return tuple(map(slot, _SLOT.finditer(ins))), tuple(map(slot, _SLOT.finditer(outs)))
 

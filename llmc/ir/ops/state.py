@@ -95,12 +95,14 @@ def row_begin(rows: Any, qlens: Any, length: Any, history: Any, pages: Any, *, t
 def kv_append(kv: Any, k: Any, v: Any, slots: Any, scales: Any = None) -> Any:
     """Write keys and values to flat slots of the KV pool; slots of -1 are skipped.
 
-    A pool of 8-bit floats holds them divided by `scales`, those of the heads of keys and then of values; what is
-    larger than the largest float saturates.
+    A pool of 8-bit floats holds them times the reciprocals of `scales`, those of the heads of keys and then of values;
+    what is larger than the largest float saturates.
     """
     kv = kv.copy()
     if scales is not None:
-        k, v = (np.clip(x / s[:, None], -LARGEST, LARGEST) for x, s in zip((k, v), np.split(scales, 2), strict=True))
+        k, v = (
+            np.clip(x * (1 / s)[:, None], -LARGEST, LARGEST) for x, s in zip((k, v), np.split(scales, 2), strict=True)
+        )
     page = kv.shape[3]
     for i, s in enumerate(slots):
         if s >= 0:
