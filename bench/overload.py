@@ -5,6 +5,7 @@ The bench starts a server, measures its peak in closed loops, then offers fixed 
 request. For each load it reports: goodput (requests a second that completed within the objective), its share of the
 peak, latencies of completed and of refused requests, and CPU time of the front, the engine and this client. The client
 shares the machine with the server: its CPU share is part of the report because what it takes the server cannot have.
+`--apart` keeps it off the server's physical cores, and with `all` the front and the engine off each other's.
 
 The objective: three times the latency at the peak, plus the time in which a full queue is served at that rate. The
 peak is measured again beside each load, before and after it, since the speed of a machine drifts; a load's share is
@@ -14,32 +15,27 @@ its goodput over the mean of the two. Lengths of answers vary, so that requests 
 from __future__ import annotations
 
 import argparse
-import errno
-import itertools
 import json
 import os
 import random
 import re
 import resource
-import select
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from bench.overload_client import Client, Log
 
 ROOT = Path(__file__).resolve().parent.parent
 TICK = os.sysconf("SC_CLK_TCK")
 LOADS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
-TIMEOUT = 60.0  # seconds after which a request without an answer counts as lost
-LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)")
 WARM = 2.0  # seconds of a load before it is measured
-MOST_OPEN = 3000  # connections of the client
 
 
 @dataclass
@@ -61,148 +57,10 @@ class Row:
     refused_p99: float
     front: float
     engine: float
+    engine_waits: float  # seconds a second that the engine's threads were ready to run and had no CPU
     client: float
     late_p99: float
     refusal_cpu: float  # milliseconds of the front's CPU a refusal, over what completed requests cost it at the peak
-
-
-@dataclass
-class Log:
-    """What happened to requests: (when it ended, seconds it took) by kind; of `late`, seconds behind schedule."""
-
-    done: list[tuple[float, float]] = field(default_factory=list)
-    refused: list[tuple[float, float]] = field(default_factory=list)
-    late: list[tuple[float, float]] = field(default_factory=list)
-    failed: int = 0
-
-    def within(self, begin: float, end: float) -> Log:
-        """What happened between two moments; failures count whenever they happened."""
-        parts = ([one for one in some if begin <= one[0] < end] for some in (self.done, self.refused, self.late))
-        return Log(*parts, self.failed)
-
-
-class Link:
-    """One connection with one request on its way."""
-
-    def __init__(self, port: int) -> None:
-        self.socket = socket.socket()
-        self.socket.setblocking(False)
-        self.socket.connect_ex(("127.0.0.1", port))
-        self.began = 0.0
-        self.unsent = b""
-        self.got = b""
-
-    def start(self, request: bytes, now: float) -> None:
-        """Begin to send a request."""
-        self.began, self.unsent, self.got = now, request, b""
-
-    def send(self) -> bool:
-        """Send what the system takes; whether all of it has left."""
-        try:
-            self.unsent = self.unsent[self.socket.send(self.unsent) :]
-        except BlockingIOError:
-            pass
-        except OSError as e:
-            if e.errno not in (errno.ENOTCONN, errno.EAGAIN):
-                raise
-        return not self.unsent
-
-    def receive(self) -> int | None:
-        """The status of the answer once it is whole. OSError where the connection ends before."""
-        data = self.socket.recv(1 << 16)
-        if not data:
-            raise ConnectionResetError
-        self.got += data
-        head, found, body = self.got.partition(b"\r\n\r\n")
-        length = LENGTH.search(head)
-        if not found or len(body) < (int(length[1]) if length else 0):
-            return None
-        return int(head[9:12])
-
-
-class Client:
-    """Sends requests to one server over kept connections, or a new one each; one thread, sockets and epoll alone, so
-    that it takes little of a machine that the server shares."""
-
-    def __init__(self, port: int, keep: bool, requests: Sequence[bytes]) -> None:
-        self._port, self._keep, self._requests = port, keep, itertools.cycle(requests)
-        self._poll = select.epoll()
-        self._idle: list[Link] = []
-        self._busy: dict[int, Link] = {}
-
-    def start(self, due: float, log: Log) -> None:
-        """Send a request; `due` is when it should have been sent."""
-        now = time.perf_counter()
-        log.late.append((now, max(0.0, now - due)))
-        if len(self._busy) >= MOST_OPEN:
-            log.failed += 1
-            return
-        link, events = self._idle.pop() if self._idle else None, select.EPOLLIN
-        fresh = link is None
-        link = link or Link(self._port)
-        link.start(next(self._requests), now)
-        try:
-            events |= 0 if link.send() else select.EPOLLOUT
-        except OSError:
-            log.failed += 1
-            link.socket.close()
-            return
-        fd = link.socket.fileno()
-        self._busy[fd] = link
-        if fresh:
-            self._poll.register(fd, events)
-        elif events != select.EPOLLIN:
-            self._poll.modify(fd, events)
-
-    def wait(self, seconds: float, log: Log) -> int:
-        """Take what comes within `seconds`; how many requests have ended."""
-        ended = 0
-        for fd, events in self._poll.poll(max(0.0, seconds)):
-            link = self._busy.get(fd)
-            if link is None:  # the server closed an idle connection
-                self._drop(next(one for one in self._idle if one.socket.fileno() == fd))
-                continue
-            try:
-                if link.unsent and events & select.EPOLLOUT and link.send():
-                    self._poll.modify(fd, select.EPOLLIN)
-                status = link.receive() if events & ~select.EPOLLOUT else None
-            except OSError:
-                self._busy.pop(fd).socket.close()
-                log.failed += 1
-                ended += 1
-                continue
-            if status is not None:
-                ended += 1
-                self._end(fd, link, status, log)
-        return ended
-
-    def _end(self, fd: int, link: Link, status: int, log: Log) -> None:
-        now = time.perf_counter()
-        where = log.done if status == 200 else log.refused if status in (429, 503) else None
-        if where is None:
-            log.failed += 1
-        else:
-            where.append((now, now - link.began))
-        del self._busy[fd]
-        if self._keep and b"onnection: close" not in link.got:
-            self._idle.append(link)
-        else:
-            link.socket.close()
-
-    def _drop(self, link: Link) -> None:
-        self._idle.remove(link)
-        link.socket.close()
-
-    def rest(self, log: Log) -> None:
-        """Wait for what is open; what does not end within TIMEOUT has failed."""
-        end = time.perf_counter() + TIMEOUT
-        while self._busy and time.perf_counter() < end:
-            self.wait(0.1, log)
-        log.failed += len(self._busy)
-        for link in (*self._busy.values(), *self._idle):
-            link.socket.close()
-        self._busy.clear()
-        self._idle.clear()
 
 
 class Server:
@@ -233,10 +91,23 @@ class Server:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         self.engine = int(children[0])
 
-    def cpu(self) -> tuple[float, float, float]:
-        """CPU seconds so far of the front, the engine and this process."""
+    def cpu(self) -> tuple[float, float, float, float]:
+        """Seconds so far: CPU of the front, of the engine; waits of the engine for a CPU; CPU of this process."""
         mine = resource.getrusage(resource.RUSAGE_SELF)
-        return _cpu(self.process.pid), _cpu(self.engine), mine.ru_utime + mine.ru_stime
+        return _cpu(self.process.pid), _cpu(self.engine), _waits(self.engine), mine.ru_utime + mine.ru_stime
+
+    def keep_apart(self, how: str) -> None:
+        """Keep this process (and with "all" the front and the engine) on physical cores that the others do not use."""
+        cores = physical_cores()
+        if len(cores) < 4:
+            raise SystemExit(f"--apart needs 4 physical cores, and there are {len(cores)}")
+        client, front, rest = cores[0], cores[1], sorted(set().union(*cores[2:]))
+        places = [(os.getpid(), client), (self.process.pid, front if how == "all" else [*front, *rest])]
+        places.append((self.engine, rest if how == "all" else [*front, *rest]))
+        for pid, cpus in places:
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                os.sched_setaffinity(int(task.name), cpus)
+        print("CPUs: client, front, engine:", *(cpus for _, cpus in places), file=sys.stderr)
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)
@@ -249,6 +120,20 @@ class Server:
 def _cpu(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICK
+
+
+def _waits(pid: int) -> float:
+    files = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(file.read_text().split()[1]) for file in files) / 1e9
+
+
+def physical_cores() -> list[list[int]]:
+    """The CPUs that this process may use, by physical core."""
+    cores: dict[str, list[int]] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+        cores.setdefault(siblings, []).append(cpu)
+    return list(cores.values())
 
 
 def requests_of(args: argparse.Namespace, keep: bool) -> list[bytes]:
@@ -353,7 +238,7 @@ def quantile(values: list[float], q: float) -> float:
 
 HEAD = (
     "mode   load offered/s  sent/s  good/s  share  done p50/p99 ms   refused/s  p50/p99 ms  failed   "
-    "CPU front engine client late ms  ms/refusal"
+    "CPU front engine (waits) client late ms  ms/refusal"
 )
 
 
@@ -362,8 +247,8 @@ def line(one: Row) -> str:
     return (
         f"{one.mode:5} {one.load:5g} {one.rate:8.1f} {one.sent:7.1f} {one.goodput:7.1f} {one.share:6.0%} "
         f"{one.done_p50:7.0f} {one.done_p99:7.0f} {one.refused:9.1f} {one.refused_p50:7.1f} {one.refused_p99:7.1f} "
-        f"{one.failed:7d} {one.front:11.2f} {one.engine:6.2f} {one.client:6.2f} {one.late_p99:7.1f} "
-        f"{one.refusal_cpu:11.2f}"
+        f"{one.failed:7d} {one.front:11.2f} {one.engine:6.2f} {one.engine_waits:7.3f} {one.client:6.2f} "
+        f"{one.late_p99:7.1f} {one.refusal_cpu:11.2f}"
     )
 
 
@@ -380,11 +265,14 @@ def main() -> None:
     ap.add_argument("--output-len", type=int, default=64, help="tokens of an answer (64)")
     ap.add_argument("--padding", type=int, default=0, help="bytes of white space behind each body (0)")
     ap.add_argument("--queue", type=int, default=64, help="--max-num-queued-reqs of the server (64)")
+    ap.add_argument("--apart", choices=("client", "all"), help="keep these on physical cores of their own")
     ap.add_argument("--server-options", default="", help="further options of the server, in one argument")
     args = ap.parse_args()
     options = ["--max-num-queued-reqs", str(args.queue), *args.server_options.split()]
     server = Server(args.artifact, options)
     try:
+        if args.apart:
+            server.keep_apart(args.apart)
         rows = [one for mode in args.modes for one in measured(server, mode == "kept", args)]
     finally:
         server.stop()

@@ -17,6 +17,7 @@ ALIGN = 256
 ODD = 16  # buffers begin this far behind a multiple of ALIGN: no kernel may count on more than 16 bytes
 DELAY_NS = 30_000
 _MOST_STATIC = 48 << 10
+_MAPPED = {"bf16": (9, 2), "f16": (6, 2), "i8": (0, 1), "f8e4m3": (0, 1)}  # CUtensorMapDataType, bytes of an element
 _PRODUCER = r"""
 extern "C" __global__ void produce(const unsigned char* from, unsigned char* to, long long n, long long delay) {
   asm volatile("griddepcontrol.launch_dependents;");
@@ -134,12 +135,13 @@ class Card:
         rank, steps = len(shape), [1]
         for n in reversed(shape[1:]):
             steps.insert(0, steps[0] * n)
+        kind, size = _MAPPED[dtype]
         u64, u32 = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
         made = Map()
         status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
-            ctypes.c_void_p(made.getPtr()), {"bf16": 9, "f16": 6}[dtype], rank, ctypes.c_void_p(address),
-            u64(*shape[::-1]), u64(*(2 * n for n in steps[:-1][::-1])), u32(*box[::-1]), u32(*[1] * rank), 0, swizzle,
-            0, 0,
+            ctypes.c_void_p(made.getPtr()), kind, rank, ctypes.c_void_p(address),
+            u64(*shape[::-1]), u64(*(size * n for n in steps[:-1][::-1])), u32(*box[::-1]), u32(*[1] * rank), 0,
+            swizzle, 0, 0,
         )  # fmt: skip
         if status:
             raise RuntimeError(f"the driver refuses a tensor map of {list(shape)} in boxes of {list(box)}: {status}")

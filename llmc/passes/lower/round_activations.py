@@ -84,7 +84,8 @@ def product_of_codes(
 
 
 def _part(b: Any, scale: Value, rows: Dim, part: int, parts: int) -> Value:
-    """The scales of one part, [rows]."""
+    """The scales of one part, f32 [rows]."""
     if parts > 1:
         scale = b.slice(scale, axis=0, start=rows * part, stop=rows * (part + 1))
-    return b.reshape(scale, shape=(rows,))
+    scale = b.reshape(scale, shape=(rows,))
+    return scale if scale.type.dtype == "f32" else b.cast(scale, dtype="f32")

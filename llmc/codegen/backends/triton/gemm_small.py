@@ -64,7 +64,7 @@ LARGE_FLOAT = ((64, 64, 16, 4, 2), (32, 64, 16, 4, 2))
 SMALL = (16, 16, 32, 4, 2, 1)  # fits every target
 _SUMS = 128  # maximum float32 sums per thread
 WARPGROUP = 64  # rows of a warpgroup's instruction
-MATRIX = 16  # rows and columns of AMD's smallest instruction
+MATRIX = 16  # rows and columns of AMD's smallest instruction, and columns of NVIDIA's of 8-bit floats
 _L2 = 2.2  # bandwidth of the L2 cache relative to memory
 
 
@@ -92,7 +92,9 @@ class Gemm(TritonKernel):
         if p.dot == "f32":
             yield from ((*s, 1) for s in FLOAT)
             return
-        for bm in TOKENS if m is None else (next((t for t in TOKENS if t >= m), TOKENS[-1]),):
+        # Instructions of 8-bit floats have at least 16 columns.
+        counts = [t for t in TOKENS if t >= MATRIX or p.dot != "f8e4m3"]
+        for bm in counts if m is None else (next((t for t in counts if t >= m), counts[-1]),):
             yield from ((bm, bn, bk * 2 // p.factor_bytes, w, s, split) for bn, bk, w, s, split in NARROW)
 
     def _large(self, p: Product) -> Iterator[Shape]:

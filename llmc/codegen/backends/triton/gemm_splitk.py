@@ -53,6 +53,11 @@ class PartialSums(Product):
         """The index of the first epilogue operand."""
         return 1
 
+    @property
+    def dot(self) -> str:
+        """The dtype of the partial products."""
+        return "f32"
+
 
 class SplitKCombine(TritonKernel):
     """linear_combine: a program computes one block of columns of one token."""

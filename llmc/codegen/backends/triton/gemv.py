@@ -46,6 +46,15 @@ NORM_MEASURED: tuple[Measured, ...] = (
     (16384, 2048, (2, 1024, 4, 2)),
     (6144, 1024, (8, 1024, 2, 1)),
 )
+# The same of weights of 8 bits, not measured.
+BYTES = tuple(
+    (28672, 4096, shape)
+    for shape in (
+        (8, 2048, 4, 1), (4, 2048, 4, 1), (4, 2048, 4, 2), (8, 2048, 4, 2), (4, 1024, 2, 2), (8, 1024, 2, 2),
+        (16, 1024, 2, 1), (8, 1024, 2, 1), (4, 4096, 8, 1), (8, 4096, 8, 1), (8, 512, 1, 2), (16, 512, 1, 1),
+        (4, 512, 1, 2), (16, 2048, 4, 1),
+    )
+)  # fmt: skip
 _KEYS = ("bn", "bk", "warps", "stages")
 _READ = 0.96  # share of the bandwidth that the best of these schedules reach
 
@@ -55,6 +64,10 @@ class Gemv(TritonKernel):
 
     measured: ClassVar[tuple[Measured, ...]] = MEASURED
 
+    def known(self, p: Product) -> tuple[Measured, ...]:
+        """The measured schedules of products with weights of this width."""
+        return BYTES if DTYPES[p.w.dtype].bits == 8 else self.measured
+
     def reject(self, node: Node, target: Target) -> str | None:
         if why := reject_product(node, target):
             return why
@@ -63,8 +76,9 @@ class Gemv(TritonKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = Product.of(node)
-        best = nearest(p, self.measured)
-        near = sorted((r[2] for r in self.measured), key=lambda s: _distance(s, best))
+        measured = self.known(p)
+        best = nearest(p, measured)
+        near = sorted((r[2] for r in measured), key=lambda s: _distance(s, best))
         shapes = list(dict.fromkeys(_fit(p, s) for s in near))
         m = p.m.const
         counts = (2, 4, MAX_ROWS) if m is None else (min(m, MAX_ROWS), 4, 2, 1)
@@ -81,7 +95,7 @@ class Gemv(TritonKernel):
         # Operations per weight: one conversion, and per token one product plus its share of converting and scaling x.
         steps = 1 + s["rows"] * (1 + 1.2 / (s["bn"] * p.parts))
         arithmetic = passes * p.parts * p.n * p.k * steps * 2 / target.peaks["f32"] / 0.85
-        far = _distance(tuple(s[k] for k in _KEYS), _fit(p, nearest(p, self.measured)))
+        far = _distance(tuple(s[k] for k in _KEYS), _fit(p, nearest(p, self.known(p))))
         return math.hypot(moved, arithmetic) * 1e6 * (1 + 0.02 * far) + target.launch_us
 
     def code(self, u: Unit) -> Code:
@@ -108,6 +122,7 @@ class Gemv(TritonKernel):
             BLOCK_K=s["bk"],
             AHEAD=min(s["stages"], -(-p.k // s["bk"])),
             EPS=u.node.attrs.get("eps"),
+            PACKED_BYTES=p.w.dtype == "i8" and u.target.family == "cuda" and not u.interpret,
             ONE_BLOCK=m is not None and m <= rows,
             WHOLE_M=m is not None and m % rows == 0,
             EARLY_WEIGHTS=p.early,

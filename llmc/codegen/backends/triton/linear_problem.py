@@ -169,7 +169,7 @@ def _load_extras(u: Unit, p: Product) -> str:
 def _epilogue(p: Product) -> str:
     """Generate the function that computes the result from the sums, in float32."""
     accs, extras = (tuple(f"{x}{i}" for i in range(n)) for x, n in (("a", p.parts), ("q", len(p.extras))))
-    sums = [f"{a}.to(tl.float32)" if p.dot == "i8" else a for a in accs]
+    sums = [f"{a}.to(tl.float32)" if p.sums(False) == "tl.int32" else a for a in accs]
     statements, value = inline(parse_expr(p.body), [*sums, *(f"{q}.to(tl.float32)" for q in extras)])
     meaning = f"{p.body}; a{p.parts} and on are the extras q0 and on" if extras else p.body
     lines = [f"{literal(accs)} = sums", *([f"{literal(extras)} = extras"] if extras else []), *statements]

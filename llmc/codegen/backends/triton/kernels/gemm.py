@@ -107,7 +107,7 @@ def gemm(
             w = tl.load(weight_tiles[part] + k, mask=mask, other=0.0)
             if FLOAT32_FACTORS:
                 w = w.to(tl.float32)
-            added = added + (tl.dot(x, w, sums[part], input_precision="ieee"),)
+            added = added + (tl.dot(x, w, sums[part], input_precision="ieee", out_dtype=SUM),)
         sums = added
     launch_after_loads(DEPENDENT_LAUNCH, LATE_LAUNCH)
     store_tile(

@@ -95,7 +95,7 @@ def multiply(
             w = load_step(weight_tiles[part], k, K, BLOCK_K, SLICES, True)
             if FLOAT32_FACTORS:
                 w = w.to(tl.float32)
-            added = added + (tl.dot(w, x, sums[part], input_precision="ieee"),)
+            added = added + (tl.dot(w, x, sums[part], input_precision="ieee", out_dtype=SUM),)
         sums = added
     if SLICES > 1:
         added = ()

@@ -57,7 +57,7 @@ def gemm_tma(
             w = weight_map.load([first_column, k])
         if FLOAT32_FACTORS:
             x, w = x.to(tl.float32), w.to(tl.float32)
-        tile = tl.dot(x, w.T, tile, input_precision="ieee")
+        tile = tl.dot(x, w.T, tile, input_precision="ieee", out_dtype=SUM)
     if PARTS == 2:
         sums = tl.split(tl.permute(tl.reshape(tile, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
     else:
