@@ -125,8 +125,8 @@ class Paged:
         return Case(name, g, kernel, plan, arrays, rtol=2e-5, atol=atol)
 
 
-def drawn(rng: np.random.Generator, one: bool) -> Paged:
-    """A step of a random shape. one: a token of each row."""
+def drawn(rng: np.random.Generator, one: bool, codes: bool = True) -> Paged:
+    """A step of a random shape. one: a token of each row. codes: some pools are of 8-bit floats."""
     spans: list[tuple[int, int] | None] = []
     for _ in range(rng.integers(1, 5)):
         total = int(rng.choice([1, 15, 16, 17, rng.integers(1, 80)]))
@@ -138,7 +138,7 @@ def drawn(rng: np.random.Generator, one: bool) -> Paged:
     if rng.random() < 0.4:
         attrs["softcap"] = float(rng.uniform(0.5, 5))
     dtype = str(rng.choice(["f32", "bf16", "f16"]))
-    pool = str(rng.choice(["f32", "bf16", "f16"])) if rng.random() < 0.2 else F8 if rng.random() < 0.3 else ""
+    pool = str(rng.choice(["f32", "bf16", "f16"])) if rng.random() < 0.2 else F8 if rng.random() < 0.3 and codes else ""
     shape = SHAPES[rng.integers(len(SHAPES))]
     page = int(rng.choice([16, 16, 4, 32, 64]))
     behind = 0 if one and rng.random() < 0.7 else int(rng.integers(0, 4))
@@ -347,15 +347,21 @@ def gpu_cases(target: Target) -> Iterator[Case]:
 def test_compiles(target: Target, tmp_path: Path) -> None:
     """A few cases of other dtypes and attributes: a text that the interpreter takes may still not compile."""
     rng = fresh()
+    codes = target.name in ("cuda:sm_90", "cuda:sm_100")
     cases = [
         PINNED[0].case(DECODE_ATTENTION, rng, int(rng.integers(6)), 4, target),
         MIXED[1].case(PREFILL_ATTENTION, rng, int(rng.integers(6)), on=target),
-        drawn(rng, False).case(PREFILL_ATTENTION, rng, int(rng.integers(6)), on=target),
-        drawn(rng, True).case(DECODE_ATTENTION, rng, int(rng.integers(6)), on=target),
-        drawn(rng, False).case(SINGLE_TOKEN_ATTENTION, rng, int(rng.integers(6)), on=target),
+        drawn(rng, False, codes).case(PREFILL_ATTENTION, rng, int(rng.integers(6)), on=target),
+        drawn(rng, True, codes).case(DECODE_ATTENTION, rng, int(rng.integers(6)), on=target),
+        drawn(rng, False, codes).case(SINGLE_TOKEN_ATTENTION, rng, int(rng.integers(6)), on=target),
         list(prompts(rng, target))[int(rng.integers(5))],
         list(combines(rng, target))[int(rng.integers(4))],
     ]
+    of_codes = PINNED[-2].case(DECODE_ATTENTION, rng, int(rng.integers(6)), on=target)
+    if codes:
+        cases.append(of_codes)
+    else:
+        assert "f8e4m3" in (DECODE_ATTENTION.reject(of_codes.node, target) or "")
     for case in cases:
         built = compile_for(case, target, tmp_path)
         assert built.shared <= target.limits.shared, case.name

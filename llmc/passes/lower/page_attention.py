@@ -18,6 +18,7 @@ from llmc.passes.base import Ctx, Pass
 PAGES_MAX = 1 << 30
 _CAUSAL = "use a causal model, in which a token attends only to itself and to earlier tokens"
 F8 = "f8e4m3"
+POOLS = ("f32", "bf16", "f16", F8)
 KV_SCALES = "kv_scales."  # and the layer: the name of the scales of its pool
 RESULTS = ("ids", "logprob", "rank", "top_ids", "top_logprobs")
 
@@ -45,6 +46,9 @@ class PageAttention(Pass):
 
     def _graph(self, m: Module, g: Graph, ctx: Ctx) -> int:
         inputs = {v.name: v for v in g.inputs}
+        if self.kv and self.kv not in POOLS:
+            cause = f"pass page-attention: kv={self.kv} is not a dtype of KV pools"
+            raise Diagnostic("E421", cause, f"use one of {', '.join(POOLS)}")
         if not {"tokens", "positions", "last"} <= inputs.keys():
             return 0
         if not ctx.spend():
