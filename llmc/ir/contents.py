@@ -214,6 +214,17 @@ def integers(low: int, high: int) -> Content:
     return lambda d, shape: d.rng.integers(low, high, shape)
 
 
+def factor(name: str) -> Content:
+    """Declare the factor `name` of a product: codes if it is of an integer dtype, else arbitrary numbers."""
+
+    def draw(d: Drawing, shape: Shape) -> Array:
+        if DTYPES[d.dtypes[name]].kind == "i":
+            return np.clip(np.rint(32 * d.rng.standard_normal(shape)), -127, 127)
+        return arbitrary(d.rng, shape, "f", d.scale)
+
+    return draw
+
+
 def rows(d: Drawing, shape: Shape) -> Array:
     """The device row of each entry."""
     return np.resize(d.step.rows, shape)

@@ -30,7 +30,9 @@ from llmc.targets.gpu_targets import sm_90
 pytestmark = pytest.mark.gpu
 # Never launched on a GPU: weights in panels are a CPU's, `split-moe` makes moe_route, moe_up and
 # moe_down of moe, and the compiler evaluates what decodes stored tensors.
-NOT_LAUNCHED = ("pack_panel", "packed_linear", "pack_codes", "packed_quantized_linear", "moe", *DECODING)
+NOT_LAUNCHED = (
+    "pack_panel", "packed_linear", "pack_codes", "packed_quantized_linear", "pack_nibbles", "moe", *DECODING
+)  # fmt: skip
 
 
 @lru_cache(maxsize=1)

@@ -6,10 +6,12 @@ The scales of codes are applied by the epilogue.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from llmc.ir.contents import Content, factor
 from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.opdef import OpDef, op
@@ -17,6 +19,8 @@ from llmc.ir.ops.common import NUMPY, broadcast_shapes
 from llmc.ir.scalar import evaluate, parse_expr, walk
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
+
+FACTORS: Mapping[str, Content] = MappingProxyType({"x": factor("x"), "w": factor("w")})
 
 
 @op(
@@ -78,7 +82,7 @@ def split_parts(acc: Any, parts: int) -> list[Any]:
 
 @op(
     "(x: t[*b, k], w: tq[m, k], extras*: f[...]) -> x[...]", infer=_linear_map_type, flops="2*b*m*k",
-    example={
+    holds=FACTORS, example={
         "*b": (3,), "k": 5, "m": 14, "extras": [(3, 7)], "parts": 2, "body": "add(mul(mul(a0, sigmoid(a0)), a1), a2)",
     },
 )  # fmt: skip
@@ -94,7 +98,7 @@ def linear_map(x: Any, w: Any, *extras: Any, parts: int, body: str, dtype: str =
 
 @op(
     "(x: f[*b, k], w: tq[m, k], gain: f[k], extras*: f[...]) -> x[...]", infer=_linear_map_type,
-    flops="2*b*m*k + 4*b*k", example={
+    flops="2*b*m*k + 4*b*k", holds=FACTORS, example={
         "*b": (3,), "k": 5, "m": 14, "extras": [(3, 7)], "eps": 1e-5, "parts": 2,
         "body": "add(mul(mul(a0, sigmoid(a0)), a1), a2)",
     },
@@ -120,7 +124,7 @@ def _linear_split_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Ty
 
 @op(
     "(x: t[*b, k], w: t[n, k]) -> f32[splits, *b, n]", infer=_linear_split_type, flops="2*b*n*k",
-    example={"*b": (3,), "k": 12, "n": 7, "splits": 3},
+    holds=FACTORS, example={"*b": (3,), "k": 12, "n": 7, "splits": 3},
 )  # fmt: skip
 def linear_split(x: Any, w: Any, *, splits: int) -> Any:
     """linear with k divided into `splits` equal parts, one partial product each; their sum is the product."""

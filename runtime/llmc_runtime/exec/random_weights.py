@@ -13,7 +13,10 @@ STD = 0.02
 
 
 class RandomWeights:
-    """Generates tensors from a seed: vectors (norms) are ones, matrices follow N(0, 0.02), integers are random bits."""
+    """Generates tensors from a seed: vectors (norms) are ones, matrices follow N(0, 0.02).
+
+    Integers of type i8 are codes of such matrices whose scale is 1/1600; other integers are random bits.
+    """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -41,9 +44,11 @@ class RandomWeights:
 
 
 def _encode(values: np.ndarray, dtype: str) -> np.ndarray | None:
-    """Encode f32 values as bytes of a float dtype; None for other dtypes."""
+    """Encode f32 values as bytes of a float dtype or of codes i8; None for other dtypes."""
     if dtype == "f8e4m3":
         return _encode_f8e4m3(values)
+    if dtype == "i8":
+        return np.rint(values * 1600).astype(np.int8).view(np.uint8)
     if dtype == "bf16":
         bits = values.view(np.uint32)
         # Round to nearest, ties to even.

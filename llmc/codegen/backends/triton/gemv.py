@@ -13,7 +13,7 @@ from typing import ClassVar
 from llmc.codegen.backends.triton.linear_problem import Product, epilogue, extra_operands, reject_product
 from llmc.codegen.backends.triton.template import Template, function
 from llmc.codegen.backends.triton.tiling import power
-from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit
+from llmc.codegen.backends.triton.triton_kernel import CODES, Code, TritonKernel, Unit
 from llmc.codegen.kernel import Schedule
 from llmc.ir.dim import D
 from llmc.ir.dtype import DTYPES
@@ -122,7 +122,7 @@ class Gemv(TritonKernel):
             BLOCK_K=s["bk"],
             AHEAD=min(s["stages"], -(-p.k // s["bk"])),
             EPS=u.node.attrs.get("eps"),
-            PACKED_BYTES=p.w.dtype == "i8" and u.target.family == "cuda" and not u.interpret,
+            PACKED=repr(p.w.dtype) if p.w.dtype in CODES and packs(u) else None,
             ONE_BLOCK=m is not None and m <= rows,
             WHOLE_M=m is not None and m % rows == 0,
             EARLY_WEIGHTS=p.early,
@@ -130,6 +130,11 @@ class Gemv(TritonKernel):
             LOAD_EXTRAS="load_extras",
             EPILOGUE="epilogue",
         )
+
+
+def packs(u: Unit) -> bool:
+    """Whether weights of 8 bits are converted by inline PTX."""
+    return u.target.family == "cuda" and not u.interpret
 
 
 def joint_sum(count: int) -> str:
