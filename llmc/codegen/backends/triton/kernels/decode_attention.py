@@ -20,6 +20,7 @@ from llmc.codegen.backends.triton.kernels.online_softmax import (
 )
 from llmc.codegen.backends.triton.kernels.paged_kv import (
     head_mask,
+    head_scales,
     key_offsets,
     load_keys_values,
     load_pages,
@@ -148,11 +149,7 @@ def paged_decode(
     first_pages = load_pages(page_table_ptr, begin + tl.arange(0, KEYS_PER_TILE), end, PAGE)
     if TABLES_SETTLED:
         wait_for_previous(DEPENDENT_LAUNCH)
-
-    scale = SCALE
-    if scales_ptr is not None:
-        scale = SCALE * tl.load(scales_ptr + kv_head)
-        value_scale = tl.load(scales_ptr + KV_HEADS + kv_head)
+    key_scale, value_scale = head_scales(scales_ptr, kv_head, KV_HEADS)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kv_ptr += kv_head * (PAGE * HEAD_DIM)
     member = tl.arange(0, QUERY_ROWS)
@@ -161,7 +158,7 @@ def paged_decode(
     mask = (member < GROUP)[:, None] & head_mask(HEAD_DIM, HEAD_DIM_PADDED)
     query = tl.load(query_ptr + (head * HEAD_DIM)[:, None] + column, mask=mask, other=0.0)
     running_max, running_sum, acc = attend(
-        to_factor(query, DOT_DTYPE), kv_ptr, page_table_ptr, first_pages, begin, end, length, scale,
+        to_factor(query, DOT_DTYPE), kv_ptr, page_table_ptr, first_pages, begin, end, length, SCALE * key_scale,
         KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
     )  # fmt: skip
     if sinks_ptr is not None:
@@ -169,9 +166,7 @@ def paged_decode(
         running_max, running_sum, acc = softmax_add_sink(running_max, running_sum, acc, sink)
     if SPLITS:
         head = head * SPLITS + tl.program_id(2)
-    out = softmax_mean(running_sum, acc)
-    if scales_ptr is not None:
-        out = out * value_scale
+    out = softmax_mean(running_sum, acc) * value_scale
     tl.store(out_ptr + (head * HEAD_DIM)[:, None] + column, out.to(out_ptr.dtype.element_ty), mask=mask)
     if SPLITS:
         tl.store(lse_ptr + head, softmax_lse(running_max, running_sum), mask=member < GROUP)

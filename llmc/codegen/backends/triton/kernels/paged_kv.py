@@ -12,6 +12,18 @@ LARGEST_HALF = tl.constexpr(65504.0)
 
 
 @triton.jit
+def head_scales(scales_ptr, kv_head, KV_HEADS: tl.constexpr):
+    """Return the scales (of keys, of values) of a KV head; 1 if the pool has none (scales_ptr is None)."""
+    if scales_ptr is None:
+        key_scale = tl.full([], 1.0, tl.float32)
+        value_scale = tl.full([], 1.0, tl.float32)
+    else:
+        key_scale = tl.load(scales_ptr + kv_head)
+        value_scale = tl.load(scales_ptr + KV_HEADS + kv_head)
+    return key_scale, value_scale
+
+
+@triton.jit
 def to_pool(x, inverse_scale):
     """Return keys or values as a pool of 8-bit floats holds them, in float32: what is too large saturates."""
     return tl.clamp(x * inverse_scale, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)

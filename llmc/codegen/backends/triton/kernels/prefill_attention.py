@@ -17,6 +17,7 @@ from llmc.codegen.backends.triton.kernels.online_softmax import (
 )
 from llmc.codegen.backends.triton.kernels.paged_kv import (
     head_mask,
+    head_scales,
     key_offsets,
     load_keys_values,
     load_pages,
@@ -189,10 +190,7 @@ def paged_prefill(
     row, begin, stop = find_tile(rows_ptr, starts_ptr, row_count, token_count, TILE_TOKENS, MIN_TOKENS)
     if begin >= stop:
         return
-    scale = SCALE
-    if scales_ptr is not None:
-        scale = SCALE * tl.load(scales_ptr + kv_head)
-        value_scale = tl.load(scales_ptr + KV_HEADS + kv_head)
+    key_scale, value_scale = head_scales(scales_ptr, kv_head, KV_HEADS)
     page_table_ptr += tl.maximum(row, 0).to(tl.int64) * table_width
     kv_ptr += kv_head * (PAGE * HEAD_DIM)
     member = tl.arange(0, QUERY_ROWS)
@@ -204,13 +202,11 @@ def paged_prefill(
     mask = exists[:, None] & head_mask(HEAD_DIM, HEAD_DIM_PADDED)
     query = tl.load(query_ptr + (head * HEAD_DIM)[:, None] + column, mask=mask, other=0.0)
     running_max, running_sum, acc = attend_causal(
-        to_factor(query, DOT_DTYPE), kv_ptr, page_table_ptr, position, exists, scale,
+        to_factor(query, DOT_DTYPE), kv_ptr, page_table_ptr, position, exists, SCALE * key_scale,
         KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
     )  # fmt: skip
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + query_head)
         running_max, running_sum, acc = softmax_add_sink(running_max, running_sum, acc, sink)
-    out = softmax_mean(running_sum, acc)
-    if scales_ptr is not None:
-        out = out * value_scale
+    out = softmax_mean(running_sum, acc) * value_scale
     tl.store(out_ptr + (head * HEAD_DIM)[:, None] + column, out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -127,6 +127,35 @@ def rotate(first, second, cos, sin, rows):
 
 
 @triton.jit
+def store_in_pool(
+    kv_ptr,
+    scales_ptr,
+    head,
+    slot,
+    first,
+    second,
+    rest,
+    rows,
+    KV_HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PAIRS_PADDED: tl.constexpr,
+    REST_PADDED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Store the blocks of heads in their slots; `head` counts the heads of keys, then those of values."""
+    if scales_ptr is not None:
+        inverse = tl.div_rn(1.0, tl.load(scales_ptr + head, mask=rows, other=1.0))[:, None]
+        first, second, rest = to_pool(first, inverse), to_pool(second, inverse), to_pool(rest, inverse)
+    pool_row = ((slot // PAGE).to(tl.int64) * (2 * KV_HEADS) + head) * PAGE + slot % PAGE
+    store_head(
+        kv_ptr + pool_row * HEAD_DIM, first, second, rest, rows,
+        HEAD_DIM, PAIRS, PAIRS_PADDED, REST_PADDED, INTERLEAVED,
+    )  # fmt: skip
+
+
+@triton.jit
 def rope_append(
     qkv_ptr,  # [token_count, HEADS + 2 * KV_HEADS, HEAD_DIM]: query heads, key heads, value heads
     slots_ptr,  # [token_count]: pool slots, page * PAGE + index in the page; negative: not stored
@@ -183,14 +212,9 @@ def rope_append(
         query_out_ptr + (token.to(tl.int64) * HEADS + head) * HEAD_DIM, first, second, rest, exists & (head < HEADS),
         HEAD_DIM, PAIRS, PAIRS_PADDED, REST_PADDED, INTERLEAVED,
     )  # fmt: skip
-    stored = exists & (head >= HEADS) & (slot >= 0)
-    if scales_ptr is not None:
-        inverse = tl.div_rn(1.0, tl.load(scales_ptr + (head - HEADS), mask=stored, other=1.0))[:, None]
-        first, second, rest = to_pool(first, inverse), to_pool(second, inverse), to_pool(rest, inverse)
-    pool_row = ((slot // PAGE).to(tl.int64) * (2 * KV_HEADS) + (head - HEADS)) * PAGE + slot % PAGE
-    store_head(
-        kv_ptr + pool_row * HEAD_DIM, first, second, rest, stored,
-        HEAD_DIM, PAIRS, PAIRS_PADDED, REST_PADDED, INTERLEAVED,
+    store_in_pool(
+        kv_ptr, scales_ptr, head - HEADS, slot, first, second, rest, exists & (head >= HEADS) & (slot >= 0),
+        KV_HEADS, PAGE, HEAD_DIM, PAIRS, PAIRS_PADDED, REST_PADDED, INTERLEAVED,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from llmc.codegen.backends.triton.kernels.decode_attention import attend, key_range
 from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
 from llmc.codegen.backends.triton.kernels.online_softmax import softmax_add_sink, softmax_mean
-from llmc.codegen.backends.triton.kernels.paged_kv import head_mask, load_pages, to_factor
+from llmc.codegen.backends.triton.kernels.paged_kv import head_mask, head_scales, load_pages, to_factor
 
 
 @triton.jit
@@ -62,10 +62,7 @@ def single_token_attention(
     begin, end = key_range(length, WINDOW, PAGE, 0)
     page_table_ptr += tl.maximum(row, 0).to(tl.int64) * table_width
     first_pages = load_pages(page_table_ptr, begin + tl.arange(0, KEYS_PER_TILE), end, PAGE)
-    scale = SCALE
-    if scales_ptr is not None:
-        scale = SCALE * tl.load(scales_ptr + kv_head)
-        value_scale = tl.load(scales_ptr + KV_HEADS + kv_head)
+    key_scale, value_scale = head_scales(scales_ptr, kv_head, KV_HEADS)
     kv_ptr += kv_head * (PAGE * HEAD_DIM)
     member = tl.arange(0, QUERY_ROWS)
     mask = (member < GROUP)[:, None] & head_mask(HEAD_DIM, HEAD_DIM_PADDED)
@@ -73,7 +70,7 @@ def single_token_attention(
     first_head = start.to(tl.int64) * (HEADS * HEAD_DIM)
     query = tl.load(query_ptr + first_head + offsets, mask=mask & is_single, other=0.0)
     running_max, running_sum, acc = attend(
-        to_factor(query, DOT_DTYPE), kv_ptr, page_table_ptr, first_pages, begin, end, length, scale,
+        to_factor(query, DOT_DTYPE), kv_ptr, page_table_ptr, first_pages, begin, end, length, SCALE * key_scale,
         KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
     )  # fmt: skip
     if INPUTS_SETTLED:
@@ -81,9 +78,7 @@ def single_token_attention(
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + kv_head * GROUP + tl.minimum(member, GROUP - 1))
         running_max, running_sum, acc = softmax_add_sink(running_max, running_sum, acc, sink)
-    out = softmax_mean(running_sum, acc)
-    if scales_ptr is not None:
-        out = out * value_scale
+    out = softmax_mean(running_sum, acc) * value_scale
     tl.store(out_ptr + first_head + offsets, out.to(out_ptr.dtype.element_ty), mask=mask & is_single)
     if longer_ptr.to(tl.int64) != out_ptr.to(tl.int64):
         begin = tl.where(is_single, stop, start)
