@@ -63,14 +63,13 @@ def single_token_attention(
     page_table_ptr += tl.maximum(row, 0).to(tl.int64) * table_width
     first_pages = load_pages(page_table_ptr, begin + tl.arange(0, KEYS_PER_TILE), end, PAGE)
     key_scale, value_scale = head_scales(scales_ptr, kv_head, KV_HEADS)
-    kv_ptr += kv_head * (PAGE * HEAD_DIM)
     member = tl.arange(0, QUERY_ROWS)
     mask = (member < GROUP)[:, None] & head_mask(HEAD_DIM, HEAD_DIM_PADDED)
     offsets = kv_head * (GROUP * HEAD_DIM) + member[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM_PADDED)[None, :]
     first_head = start.to(tl.int64) * (HEADS * HEAD_DIM)
-    query = tl.load(query_ptr + first_head + offsets, mask=mask & is_single, other=0.0)
+    query = to_factor(tl.load(query_ptr + first_head + offsets, mask=mask & is_single, other=0.0), DOT_DTYPE)
     running_max, running_sum, acc = attend(
-        to_factor(query, DOT_DTYPE), kv_ptr, page_table_ptr, first_pages, begin, end, length, SCALE * key_scale,
+        query, kv_ptr + kv_head * (PAGE * HEAD_DIM), page_table_ptr, first_pages, begin, end, length, SCALE * key_scale,
         KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
     )  # fmt: skip
     if INPUTS_SETTLED:
@@ -81,6 +80,5 @@ def single_token_attention(
     out = softmax_mean(running_sum, acc) * value_scale
     tl.store(out_ptr + first_head + offsets, out.to(out_ptr.dtype.element_ty), mask=mask & is_single)
     if longer_ptr.to(tl.int64) != out_ptr.to(tl.int64):
-        begin = tl.where(is_single, stop, start)
         end = tl.where(index == row_count - 1, token_count, stop)  # the last row's programs also copy the padding
-        copy_longer(longer_ptr, out_ptr, begin, end, offsets, mask, HEADS * HEAD_DIM)
+        copy_longer(longer_ptr, out_ptr, tl.where(is_single, stop, start), end, offsets, mask, HEADS * HEAD_DIM)
