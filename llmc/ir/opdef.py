@@ -126,13 +126,12 @@ class OpDef:
         return {slot.name: i for i, slot in enumerate(self.slots(types)[: len(types)])}
 
     def evaluate(self, types: Sequence[Type], operands: Sequence[Any], attrs: Mapping[str, Any]) -> Any:
-        """Call the reference with operands of these types; scales that they lack are None."""
-        rest = list(operands)
-        have = {slot.name for slot in self.slots(types)}
-        missing = [i for i, slot in enumerate(self.operands) if slot.name not in have]
-        for i in missing:
-            rest.insert(i, None)
-        return self.ref(*rest, **attrs)
+        """Call the reference with operands of these types; scales of 8-bit floats are keyword arguments."""
+        scales = {s.name: x for s, x in zip(self.slots(types), operands, strict=False) if s.scales}
+        if not scales:
+            return self.ref(*operands, **attrs)
+        rest = [x for s, x in zip(self.slots(types), operands, strict=False) if not s.scales]
+        return self.ref(*rest, **scales, **attrs)
 
     def bind(self, types: Sequence[Type]) -> dict[str, Any]:
         """Match operand types against the signature; see `signature.bind`."""

@@ -121,7 +121,7 @@ def test_scales_of_a_checkpoint(tmp_path: Path, device: InterpretDevice) -> None
     want = Rounded(model, (scales[0], scales[1])).logits(ids)[:-1]
     assert relative_error(found, want) < 1e-3
     plain = eager_logits(model, ids, (len(ids),))[:-1]
-    assert 2 * relative_error(found, want) < relative_error(found, plain) < 5e-2
+    assert 2 * relative_error(found, want) < relative_error(found, plain) < 0.25
 
 
 def test_a_checkpoint_asks_where_nothing_can_hold_it(tmp_path: Path) -> None:

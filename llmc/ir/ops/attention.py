@@ -90,7 +90,7 @@ _SIZES: Mapping[str, Any] = MappingProxyType(
     example={**_SIZES, "scale": 0.35, "window": 6, "softcap": 3.0},
 )  # fmt: skip
 def paged_attention(
-    q: Any, kv: Any, pages: Any, rows: Any, starts: Any, positions: Any, scales: Any = None, sinks: Any = None, *,
+    q: Any, kv: Any, pages: Any, rows: Any, starts: Any, positions: Any, sinks: Any = None, scales: Any = None, *,
     scale: float, window: int = 0, softcap: float = 0.0, least: int = 1,
 ) -> Any:  # fmt: skip
     """Causal attention of each row's tokens starts[i] .. starts[i+1] over the KV pages of its device row.
@@ -135,7 +135,7 @@ def _over_pages(
     example={**_SIZES, "scale": 0.35, "window": 6, "softcap": 3.0},
 )  # fmt: skip
 def paged_attention_single(
-    q: Any, kv: Any, pages: Any, rows: Any, starts: Any, positions: Any, y: Any, scales: Any = None, sinks: Any = None,
+    q: Any, kv: Any, pages: Any, rows: Any, starts: Any, positions: Any, y: Any, sinks: Any = None, scales: Any = None,
     *, scale: float, window: int = 0, softcap: float = 0.0,
 ) -> Any:  # fmt: skip
     """Copy y, and overwrite the tokens of rows that have exactly one token with their attention.

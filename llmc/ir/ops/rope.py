@@ -90,7 +90,7 @@ def _append_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     bytes="t*n*bytes_x + t*heads*d*bytes_x + 2*t*g*d*bytes_kv + 4*t",
 )  # fmt: skip
 def rope_append(
-    x: Any, kv: Any, slots: Any, scales: Any = None, cos: Any = None, sin: Any = None, qw: Any = None, kw: Any = None,
+    x: Any, kv: Any, slots: Any, cos: Any = None, sin: Any = None, qw: Any = None, kw: Any = None, scales: Any = None,
     *, heads: int, dtype: str, eps: float = 0.0, interleaved: bool = False,
 ) -> Any:  # fmt: skip
     """Normalize and rotate the queries and keys of a QKV product, and append keys and values to the KV pool.
