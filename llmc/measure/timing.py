@@ -43,6 +43,7 @@ MAX_COPIES, MAX_BYTES = 48, 4 << 30
 ALIGN = 4096
 ROUNDS = 5
 ROUND_SECONDS = MappingProxyType({"cpu": 0.02, "cuda": 0.003, "hip": 0.003})
+CODES = ("u8", "i8")
 _TILE = 1 << 24
 
 
@@ -116,12 +117,16 @@ def module_of(candidates: Sequence[Candidate], symbols: Mapping[str, tuple[int, 
 
 
 def _copy(g: Graph, c: Candidate, weights: set[Value], shared: dict[Value, Value], k: int) -> None:
-    """Add the k-th copy of the node. Copies share integer tables; a new version of one goes to the next copy."""
+    """Add the k-th copy of the node.
+
+    Copies share integer tables; a new version of one goes to the next copy. Weights of bytes are codes, not tables:
+    each copy has its own, of any values.
+    """
     own: dict[Value, Value] = {}
     for name, v in named_operands(c.node):
         if v in own or v in shared:
             continue
-        table = DTYPES[v.type.dtype].kind != "f"
+        table = DTYPES[v.type.dtype].kind != "f" and not (v in weights and v.type.dtype in CODES)
         made = g.input(f"{g.name}.{name}.{len(g.inputs)}", v.type, weight=v in weights and not table)
         (shared if table else own)[v] = made
     inputs = [own.get(v) or shared[v] for v in c.node.operands]

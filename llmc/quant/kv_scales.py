@@ -10,8 +10,9 @@ import numpy as np
 
 from llmc.diagnostics import Diagnostic
 
-# The layer's number and which scale it is, in names such as model.layers.3.self_attn.k_scale.
-NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?([kv])_scale$")
+# The layer's number and which scale it is, in names such as model.layers.3.self_attn.k_scale. Older checkpoints have
+# k_proj.output_scale and v_proj.output_scale, or one kv_scale for both.
+NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?(?:(k|v|kv)_scale|([kv])_proj\.output_scale)$")
 Scales = tuple[np.ndarray, np.ndarray]  # of keys and of values, float32, of shape () or [KV heads]
 ONE = np.ones((), np.float32)
 
@@ -42,7 +43,7 @@ def kv_scales_of(names: Iterable[str], read: Callable[[str], np.ndarray]) -> dic
         if m := NAME.search(name):
             scale = _checked(name, read(name))
             if scale is not None:
-                found.setdefault(int(m[1]), {})[m[2]] = scale
+                found.setdefault(int(m[1]), {}).update(dict.fromkeys(m[2] or m[3], scale))
     return {layer: (pair.get("k", ONE), pair.get("v", ONE)) for layer, pair in found.items()}
 
 

@@ -55,7 +55,7 @@ NODES: dict[str, tuple[Kernel, str, str]] = {
         f'linear_map(%x, %w, %b) {{parts=2, body="add({SILU}, a2)"}} : bf16[1, 2048]',
     ),
     "quantized_gemv": (
-        QUANTIZED_GEMV, "%x: bf16[1, 4096], %w: weight u8[4096, 2048], %s: weight bf16[4096, 32]",
+        QUANTIZED_GEMV, "%x: bf16[1, 4096], %w: weight u8[4096, 2048], %s: weight bf16[32, 4096]",
         f'packed_nibbles_linear(%x, %w, %s) {{half=64, block=[1, 128], zero_point=8, parts=2, body="{SILU}"}} '
         ": bf16[1, 2048]",
     ),

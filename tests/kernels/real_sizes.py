@@ -107,7 +107,7 @@ _PRODUCTS = {
     ),
     "quantized_gemv": (
         Text(
-            "bf16[1, 4096]; weight u8[28672, 2048]; weight bf16[28672, 32]",
+            "bf16[1, 4096]; weight u8[28672, 2048]; weight bf16[32, 28672]",
             f'packed_nibbles_linear {{half=64, block=[1, 128], zero_point=8, parts=2, body="{SILU}"}}',
             "bf16[1, 14336]",
         ),
@@ -118,12 +118,12 @@ _PRODUCTS = {
     ),
     "quantized_gemm": (
         Text(
-            "bf16[R, 4096]; weight u8[28672, 2048]; weight bf16[28672, 32]",
+            "bf16[R, 4096]; weight u8[28672, 2048]; weight bf16[32, 28672]",
             f'packed_nibbles_linear {{half=64, block=[1, 128], zero_point=8, parts=2, body="{SILU}"}}',
             "bf16[R, 14336]",
         ),
         Text(
-            "bf16[T, 4096]; weight u8[6144, 2048]; weight f16[6144, 64]; weight u8[6144, 64]",
+            "bf16[T, 4096]; weight u8[6144, 2048]; weight f16[64, 6144]; weight u8[64, 6144]",
             "packed_nibbles_linear {half=64, block=[1, 64], zeros=true}", "bf16[T, 6144]",
         ),
         Text(

@@ -65,8 +65,9 @@ class Shape:
         g, m = Graph("test"), self.parts * self.n
         x = g.input("x", tensor(self.x, self.rows, self.k))
         code = g.input("code", tensor(self.code, m, self.k // 2 if half else self.k), weight=self.weight)
-        scale = g.input("scale", tensor(self.scale, m, self.blocks), weight=True)
-        zeros = [g.input("zero", tensor("u8", m, self.blocks), weight=True)] if self.zero == "u8" else []
+        table = (self.blocks, m) if half else (m, self.blocks)
+        scale = g.input("scale", tensor(self.scale, *table), weight=True)
+        zeros = [g.input("zero", tensor("u8", *table), weight=True)] if self.zero == "u8" else []
         extras = [g.input(f"e{i}", tensor(dt, *dims)) for i, (dt, dims) in enumerate(self.extras)]
         attrs: dict[str, Any] = {"block": [1, self.block], "parts": self.parts, "body": self.body, "dtype": self.dtype}
         attrs |= {"zeros": True} if zeros else {"zero_point": int(self.zero or 0)}
@@ -145,7 +146,7 @@ def test_every_schedule(kernel: Kernel) -> None:
             Shape("", "f32", "u8", "f32", 4096, 14336, 32, "u8"))  # fmt: skip
     for s in real:
         for schedule in some(kernel.schedules(s.node, sm_90()), 0.2):
-            k = 2 * schedule["bk"] + 37 if s.code == "i8" and "bk" in schedule else 2 * 128 + 128
+            k = 2 * schedule["bk"] + 37 if s.code == "i8" and "bk" in schedule else 3 * 128 * schedule.get("split", 1)
             check(kernel, replace(s, name="odd", n=schedule["bn"] + 1, k=k), 3, schedule)
 
 
@@ -156,11 +157,11 @@ def test_packing_keeps_the_product() -> None:
     inputs = [x % 16 if v.name == "code" else x for v, x in zip(g.inputs, draw(g, 5), strict=True)]
     (want,) = run(g, inputs, {"T": 5})
     layouts = [k.layouts(node, k.schedules(node, sm_90())[0], sm_90()) for k in KERNELS]
-    assert layouts[0] == layouts[1] == {1: "pack_nibbles{half=32}"}
+    assert layouts[0] == layouts[1] == {1: "pack_nibbles{half=32}", 2: "transpose{perm=[1, 0]}"}
     with pytest.raises(Diagnostic, match="not packed"):
         QUANTIZED_GEMM.emit(node, QUANTIZED_GEMM.schedules(node, sm_90())[0], sm_90())
     QUANTIZED_GEMM.pack(g, node, {}, sm_90(), OPS)
-    assert [n.op.name for n in g.nodes] == ["pack_nibbles", "packed_nibbles_linear"]
+    assert [n.op.name for n in g.nodes] == ["pack_nibbles", "transpose", "packed_nibbles_linear"]
     verify(Module(symbols={"T": (1, 64)}, graphs={"test": g}))
     np.testing.assert_array_equal(run(g, inputs, {"T": 5})[0], want)
 

@@ -38,9 +38,14 @@ def test_names() -> None:
         "model.layers.2.self_attn.v_scale": -1.0,
         "model.layers.3.mlp.up_proj.weight_scale": [3.0],
         "model.layers.3.self_attn.q_scale": [3.0],
+        "model.layers.4.self_attn.kv_scale": [4.0],
+        "model.layers.5.self_attn.k_proj.output_scale": [5.0],
+        "model.layers.5.self_attn.v_proj.output_scale": [6.0],
+        "model.layers.5.self_attn.o_proj.output_scale": [7.0],
     }
     found = kv_scales_of(stored, lambda name: np.asarray(stored[name], np.float32))
-    assert found.keys() == {0, 11}
+    assert found.keys() == {0, 4, 5, 11}
+    assert [float(x) for x in (*found[4], *found[5])] == [4, 4, 5, 6]
     assert [float(x) for x in found[0]] == [0.5, 0.25]
     assert found[11][0].tolist() == [1.0, 2.0] and found[11][1] == 1
 

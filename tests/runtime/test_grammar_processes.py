@@ -173,6 +173,17 @@ def test_a_worker_that_is_killed_takes_its_own_outputs_alone(grammars: Grammars)
     assert Followed.of(grammars, regex("b+")).mask(), "it is compiled again"
 
 
+def test_an_output_without_a_processor_is_not_blamed(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = Followed.of(grammars, regex("b+"))
+    (process,) = workers_of(grammars)
+    process.suspend()
+    monkeypatch.setattr(worker_pool, "OPERATION_SECONDS", 0.2)
+    with pytest.raises(LlmcError) as caught:
+        mine.accept(TOK.encode("b", add_special_tokens=False)[0])
+    assert caught.value.code == "E653" and "too little CPU time" in caught.value.cause
+    assert not workers_of(grammars)
+
+
 def test_a_host_that_is_killed_is_replaced(grammars: Grammars) -> None:
     mine = Followed.of(grammars, regex("a+"))
     host = host_of(grammars)

@@ -97,7 +97,7 @@ def linear_map(x: Any, w: Any, *extras: Any, parts: int, body: str, dtype: str =
 
 
 @op(
-    "(x: f[*b, k], w: tq[m, k], gain: f[k], extras*: f[...]) -> x[...]", infer=_linear_map_type,
+    "(x: f[*b, k], w: fq[m, k], gain: f[k], extras*: f[...]) -> x[...]", infer=_linear_map_type,
     flops="2*b*m*k + 4*b*k", holds=FACTORS, example={
         "*b": (3,), "k": 5, "m": 14, "extras": [(3, 7)], "eps": 1e-5, "parts": 2,
         "body": "add(mul(mul(a0, sigmoid(a0)), a1), a2)",

@@ -63,7 +63,7 @@ def _type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
         raise Mismatch(f"{env['packed']} does not contain rows of {k} codes")
     if len(block) != 2 or block[0] != 1:
         raise Mismatch(f"block={list(block)}: scales for columns of one row are wanted")
-    if scale.shape != (env["m"], k.ceildiv(block[1]) if block[1] else Dim.of(1)):
+    if scale.shape != (k.ceildiv(block[1]) if block[1] else Dim.of(1), env["m"]):
         raise Mismatch(f"{scale} does not scale blocks of {list(block)} of {env['m']} rows of {k} codes")
     if attrs["zeros"]:
         if not extras or extras[0].shape != scale.shape:
@@ -78,10 +78,10 @@ def _extras(d: Drawing, shape: Shape) -> Any:
 
 
 @op(
-    "(x: f[*b, k], packed: u8[m, h], scale: f[r, c], extras*: t[...]) -> x[...]", infer=_type, flops="2*b*m*k",
+    "(x: f[*b, k], packed: u8[m, h], scale: f[c, r], extras*: t[...]) -> x[...]", infer=_type, flops="2*b*m*k",
     holds={"packed": integers(0, 256), "scale": positive, "extras": _extras},
     example={
-        "*b": (3,), "k": 64, "m": 14, "h": 32, "r": 14, "c": 2, "extras": [(14, 2), (7,)], "half": 16,
+        "*b": (3,), "k": 64, "m": 14, "h": 32, "r": 14, "c": 2, "extras": [(2, 14), (7,)], "half": 16,
         "block": [1, 32], "zeros": True, "parts": 2, "body": "add(mul(mul(a0, sigmoid(a0)), a1), a2)",
     },
 )  # fmt: skip
@@ -89,10 +89,14 @@ def packed_nibbles_linear(
     x: Any, packed: Any, scale: Any, *extras: Any, half: int, block: Ints, zero_point: int = 0, zeros: bool = False,
     parts: int = 1, body: str = "a0", dtype: str = "",
 ) -> Any:  # fmt: skip
-    """quantized_linear over codes that pack_nibbles has packed with the same `half`."""
+    """quantized_linear over codes that pack_nibbles has packed with the same `half`.
+
+    The scales and the zero points are transposed, so that those of neighbouring rows are neighbours.
+    """
+    entries = [np.transpose(e) for e in (scale, *extras[: int(zeros)])]
     return quantized_linear.ref(
-        x, unpack_nibbles(packed, half), scale, *extras, block=block, zero_point=zero_point, zeros=zeros, parts=parts,
-        body=body, dtype=dtype,
+        x, unpack_nibbles(packed, half), *entries, *extras[int(zeros) :], block=block, zero_point=zero_point,
+        zeros=zeros, parts=parts, body=body, dtype=dtype,
     )  # fmt: skip
 
 

@@ -25,8 +25,8 @@ ACTIVATIONS: Mapping[str, float] = MappingProxyType({"i8": 127.0, "f8e4m3": 448.
 
 
 def multiplies_codes(f: QFormat) -> bool:
-    """Whether codes of this format can be a factor of a product as they are: one scale a row, and no zero points."""
-    return f.block == (1, 0) and f.code in ACTIVATIONS and not f.zero and not f.table
+    """Whether products may multiply codes of this format by codes: one scale a row, and no zero points."""
+    return f.act == f.code in ACTIVATIONS and f.block == (1, 0) and not f.zero and not f.table
 
 
 def round_rows(x: Any, dtype: str, block: int) -> tuple[np.ndarray, np.ndarray]:

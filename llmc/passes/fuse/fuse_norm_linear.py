@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from llmc.ir.dim import product
 from llmc.ir.graph import Builder, Graph, Module, Node
-from llmc.ir.ops.quantized_linear import multiplies_codes
 from llmc.passes.base import Ctx, Pass
 
 NAME = "fuse-norm-linear"
@@ -45,8 +44,7 @@ class FuseNormLinear(Pass):
             return f"its result has {len(readers)} users"
         if readers[0].op.name not in ("linear", "linear_map") or readers[0].operands[0] is not n.result:
             return f"its reader is {readers[0].op.name}"
-        f = readers[0].operands[1].type.format
-        if f and not multiplies_codes(f):
+        if f := readers[0].operands[1].type.format:
             return f"the weight has codes ({f.name}), and no kernel norms before such a product"
         tokens = product(n.result.type.shape[:-1]).bounds(m.bounds(g))[1]
         return f"up to {tokens} tokens run, more than {self.rows}" if tokens > self.rows else None

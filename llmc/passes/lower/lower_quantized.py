@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from llmc.diagnostics import Diagnostic
-from llmc.ir.dim import product
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Builder, Graph, Module, Node, Value
 from llmc.ir.ops.quantized_linear import multiplies_codes
@@ -16,7 +15,6 @@ from llmc.passes.base import Ctx, Pass
 from llmc.passes.fuse.fuse_linear import PRODUCTS
 from llmc.passes.lower.round_activations import Rounded, product_of_codes
 
-READERS = (*PRODUCTS, "norm_linear")
 MOVES = ("slice", "concat")  # ops that move the parts of a quantised tensor as they move the tensor
 
 
@@ -25,9 +23,8 @@ class LowerQuantized(Pass):
     """Replace quantised tensors by their parts, and products that read them by products over the parts.
 
     Where a format allows activations to be rounded to the dtype of its codes, the product is a linear_map of codes by
-    codes (see `round_activations`); in graphs of at most `unrounded` tokens activations are not rounded. Other products
-    become quantized_linear. A product that no kernel of the target supports, and any other reader, gets the dequantised
-    weight.
+    codes (see `round_activations`). Other products become quantized_linear. A product that no kernel of the target
+    supports, and any other reader, gets the dequantised weight.
     act: the dtype to which quantized_linear rounds activations, whatever the format allows; empty for none. act_block:
     columns of an activation that share a scale where the weight has one scale a row (else those that share a scale of
     the weight). fallback: if false, products become quantized_linear whether or not the target has a kernel.
@@ -37,26 +34,23 @@ class LowerQuantized(Pass):
     act: str = ""
     act_block: int = 0
     fallback: bool = True
-    unrounded: int = 1
 
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every graph; return the number of changes."""
         refused: Counter[tuple[str, str]] = Counter()
-        done = sum(self._graph(m, g, ctx, refused) for name, g in m.graphs.items() if name != "weights")
+        done = sum(self._graph(g, ctx, refused) for name, g in m.graphs.items() if name != "weights")
         for (name, why), count in refused.items():
             ctx.notes[f"{count} products with weights in {name} use dequantised weights: {why}"] = None
         return done
 
-    def _graph(self, m: Module, g: Graph, ctx: Ctx, refused: Counter[tuple[str, str]]) -> int:
+    def _graph(self, g: Graph, ctx: Ctx, refused: Counter[tuple[str, str]]) -> int:
         parts, rounded = _Parts(g, ctx), Rounded(g, ctx)
         done = 0
         for n in list(g.nodes):
             if n.op.name in MOVES or not any(v.type.format for v in n.operands):
                 continue
-            if n.op.name in READERS and n.operands[1].type.format and ctx.allows(n) and ctx.spend():
-                tokens = product(n.operands[0].type.shape[:-1]).bounds(m.bounds(g))[1]
-                few = tokens <= self.unrounded or n.op.name == "norm_linear"
-                if not self.act and self._codes(g, n, parts, None if few else rounded, ctx):
+            if n.op.name in PRODUCTS and n.operands[1].type.format and ctx.allows(n) and ctx.spend():
+                if not self.act and self._codes(g, n, parts, rounded, ctx):
                     done += 1
                     continue
                 why = self._product(g, n, parts, ctx)
@@ -73,18 +67,18 @@ class LowerQuantized(Pass):
         return done
 
     @staticmethod
-    def _codes(g: Graph, n: Node, parts: _Parts, rounded: Rounded | None, ctx: Ctx) -> bool:
-        """Replace a product by one over the weight's codes, and of rounded activations unless `rounded` is None."""
+    def _codes(g: Graph, n: Node, parts: _Parts, rounded: Rounded, ctx: Ctx) -> bool:
+        """Replace a product by one of codes by codes, if its format and the target's kernels allow that."""
         x, w = n.operands[:2]
         f = w.type.format
         assert f is not None
-        if not multiplies_codes(f) or (rounded and f.act != f.code) or ctx.target is None:
+        if not multiplies_codes(f) or ctx.target is None:
             return False
         code, scale = parts.of(w, n)
-        x, row_scale = rounded.of(x, f.act, n) if rounded else (x, None)
+        x, row_scale = rounded.of(x, f.act, n)
         b = Builder(g, ctx.opset, before=n, loc=n.loc)
         new = product_of_codes(b, n, (x, code), scale, row_scale)
-        made = [v.node for v in (new, row_scale) if v is not None and v.node is not None]
+        made = [v.node for v in (new, row_scale) if v.node is not None]
         if any(_rejected(node, ctx) for node in made):
             g.erase(made[0])
             return False
@@ -95,8 +89,6 @@ class LowerQuantized(Pass):
 
     def _product(self, g: Graph, n: Node, parts: _Parts, ctx: Ctx) -> str | None:
         """Replace a product by quantized_linear; return the reason if no kernel of the target supports that."""
-        if n.op.name not in PRODUCTS:
-            return "no kernel norms before such a product"
         x, w, *extras = n.operands
         f = w.type.format
         assert f is not None

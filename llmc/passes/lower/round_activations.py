@@ -59,28 +59,21 @@ class Rounded:
         return (e, list(n.operands)) if wide and fits else (arg(0), [x])
 
 
-def product_of_codes(
-    b: Any, n: Node, factors: tuple[Value, Value], weight_scale: Value, row_scale: Value | None
-) -> Value:
-    """Emit the product `n` over the factors (x or its codes, the weight's codes), with scales in the epilogue.
+def product_of_codes(b: Any, n: Node, factors: tuple[Value, Value], weight_scale: Value, row_scale: Value) -> Value:
+    """Emit the product `n` over the codes of x and of the weight, with their scales in the epilogue.
 
-    weight_scale: [parts * n, 1]. row_scale: [*b, 1], or None if x is not rounded.
+    weight_scale: [parts * n, 1]. row_scale: [*b, 1].
     """
-    parts = n.attrs.get("parts", 1)
-    first = 3 if n.op.name == "norm_linear" else 2
-    gain, extras = n.operands[2:first], n.operands[first:]
+    parts, extras = n.attrs.get("parts", 1), n.operands[2:]
     rows = weight_scale.type.shape[0].divide(parts)
     assert rows is not None
-    scales = [_part(b, weight_scale, rows, i, parts) for i in range(parts)] + ([] if row_scale is None else [row_scale])
-    sums = [arg(i) * arg(parts + i) for i in range(parts)]
-    if row_scale is not None:
-        sums = [s * arg(2 * parts) for s in sums]
-    others = [arg(parts + len(scales) + i) for i in range(len(extras))]
+    scales = [_part(b, weight_scale, rows, i, parts) for i in range(parts)]
+    sums = [arg(i) * arg(parts + i) * arg(2 * parts) for i in range(parts)]
+    others = [arg(2 * parts + 1 + i) for i in range(len(extras))]
     body = substitute(parse_expr(n.attrs.get("body", "a0")), [*sums, *others])
-    attrs = {"parts": parts, "body": str(body), "dtype": n.attrs.get("dtype", "") or n.result.type.dtype}
-    if n.op.name == "norm_linear":
-        return b.norm_linear(*factors, *gain, *scales, *extras, eps=n.attrs["eps"], **attrs)
-    return b.linear_map(*factors, *scales, *extras, **attrs)
+    dtype = n.attrs.get("dtype", "") or n.result.type.dtype
+    value: Value = b.linear_map(*factors, *scales, row_scale, *extras, parts=parts, body=str(body), dtype=dtype)
+    return value
 
 
 def _part(b: Any, scale: Value, rows: Dim, part: int, parts: int) -> Value:

@@ -322,12 +322,8 @@ class WorkerPool:
         if not worker.compiled:
             self._refuse(worker, _compile_error(worker, status))
             return
-        limit = exceeded_limit(status, compiled=True)
-        cause = "the grammar process has ended" if limit is None else f"the grammar needs more than {limit}"
-        if worker.killed:
-            cause = f"a token took longer than {OPERATION_SECONDS:g} s"
         self.guides -= len(worker.guides)
-        worker.fail(_failed(cause))
+        worker.fail(_output_error(worker, status))
         worker.grammar.workers.remove(worker)
         self._changed(worker.grammar, None)
 
@@ -352,6 +348,14 @@ def _compile_error(worker: Worker, status: int) -> LlmcError:
         return _unavailable(cause, "send the request again when the server has less to do")
     limit = exceeded_limit(status, compiled=False)
     return _GONE if limit is None else worker.grammar.refusal(f"it needs more than {limit}")
+
+
+def _output_error(worker: Worker, status: int) -> LlmcError:
+    if worker.killed:  # below its limit of CPU time, so others kept the processors
+        cause = f"the grammar process got too little CPU time for a token within {OPERATION_SECONDS:g} s"
+        return _unavailable(cause, "send the request again when the server has less to do")
+    limit = exceeded_limit(status, compiled=True)
+    return _failed("the grammar process has ended" if limit is None else f"the grammar needs more than {limit}")
 
 
 def _oldest(worker: Worker) -> float:

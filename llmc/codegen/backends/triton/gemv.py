@@ -13,7 +13,7 @@ from typing import ClassVar
 from llmc.codegen.backends.triton.linear_problem import Product, epilogue, extra_operands, reject_product
 from llmc.codegen.backends.triton.template import Template, function
 from llmc.codegen.backends.triton.tiling import power
-from llmc.codegen.backends.triton.triton_kernel import CODES, Code, TritonKernel, Unit
+from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit
 from llmc.codegen.kernel import Schedule
 from llmc.ir.dim import D
 from llmc.ir.dtype import DTYPES
@@ -46,15 +46,6 @@ NORM_MEASURED: tuple[Measured, ...] = (
     (16384, 2048, (2, 1024, 4, 2)),
     (6144, 1024, (8, 1024, 2, 1)),
 )
-# The same of weights of 8 bits, not measured.
-BYTES = tuple(
-    (28672, 4096, shape)
-    for shape in (
-        (8, 2048, 4, 1), (4, 2048, 4, 1), (4, 2048, 4, 2), (8, 2048, 4, 2), (4, 1024, 2, 2), (8, 1024, 2, 2),
-        (16, 1024, 2, 1), (8, 1024, 2, 1), (4, 4096, 8, 1), (8, 4096, 8, 1), (8, 512, 1, 2), (16, 512, 1, 1),
-        (4, 512, 1, 2), (16, 2048, 4, 1),
-    )
-)  # fmt: skip
 _KEYS = ("bn", "bk", "warps", "stages")
 _READ = 0.96  # share of the bandwidth that the best of these schedules reach
 
@@ -64,10 +55,6 @@ class Gemv(TritonKernel):
 
     measured: ClassVar[tuple[Measured, ...]] = MEASURED
 
-    def known(self, p: Product) -> tuple[Measured, ...]:
-        """The measured schedules of products with weights of this width."""
-        return BYTES if DTYPES[p.w.dtype].bits == 8 else self.measured
-
     def reject(self, node: Node, target: Target) -> str | None:
         if why := reject_product(node, target):
             return why
@@ -76,9 +63,8 @@ class Gemv(TritonKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = Product.of(node)
-        measured = self.known(p)
-        best = nearest(p, measured)
-        near = sorted((r[2] for r in measured), key=lambda s: _distance(s, best))
+        best = nearest(p, self.measured)
+        near = sorted((r[2] for r in self.measured), key=lambda s: _distance(s, best))
         shapes = list(dict.fromkeys(_fit(p, s) for s in near))
         m = p.m.const
         counts = (2, 4, MAX_ROWS) if m is None else (min(m, MAX_ROWS), 4, 2, 1)
@@ -95,7 +81,7 @@ class Gemv(TritonKernel):
         # Operations per weight: one conversion, and per token one product plus its share of converting and scaling x.
         steps = 1 + s["rows"] * (1 + 1.2 / (s["bn"] * p.parts))
         arithmetic = passes * p.parts * p.n * p.k * steps * 2 / target.peaks["f32"] / 0.85
-        far = _distance(tuple(s[k] for k in _KEYS), _fit(p, nearest(p, self.known(p))))
+        far = _distance(tuple(s[k] for k in _KEYS), _fit(p, nearest(p, self.measured)))
         return math.hypot(moved, arithmetic) * 1e6 * (1 + 0.02 * far) + target.launch_us
 
     def code(self, u: Unit) -> Code:
@@ -122,7 +108,6 @@ class Gemv(TritonKernel):
             BLOCK_K=s["bk"],
             AHEAD=min(s["stages"], -(-p.k // s["bk"])),
             EPS=u.node.attrs.get("eps"),
-            PACKED=repr(p.w.dtype) if p.w.dtype in CODES and packs(u) else None,
             ONE_BLOCK=m is not None and m <= rows,
             WHOLE_M=m is not None and m % rows == 0,
             EARLY_WEIGHTS=p.early,
@@ -132,20 +117,15 @@ class Gemv(TritonKernel):
         )
 
 
-def packs(u: Unit) -> bool:
-    """Whether weights of 8 bits are converted by inline PTX."""
-    return u.target.family == "cuda" and not u.interpret
-
-
-def joint_sum(count: int) -> str:
-    """Generate the function that sums `count` tiles over their second axis in one reduction."""
+def joint_sum(count: int, axis: int = 1) -> str:
+    """Generate the function that sums `count` tiles over an axis in one reduction."""
     a, b = ([f"{x}{i}" for i in range(count)] for x in "ab")
     sums = ", ".join(f"{x} + {y}" for x, y in zip(a, b, strict=True))
     plus = function(f"add_pairs({', '.join([*a, *b])})", "Return the sum of each pair.", [f"return {sums}"])
     total = function(
         "joint_sum(tiles)",
-        "Sum the tiles over their second axis, in one pass through shared memory.",
-        ["return tl.reduce(tiles, 1, add_pairs)"],
+        f"Sum the tiles over their {'second' if axis else 'first'} axis, in one pass through shared memory.",
+        [f"return tl.reduce(tiles, {axis}, add_pairs)"],
     )
     return f"{plus}\n\n\n{total}"
 

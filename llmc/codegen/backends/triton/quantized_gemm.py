@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from llmc.codegen.backends.triton.gemm_small import GROUP
+from llmc.codegen.backends.triton.gemm_small import GROUP, MATRIX, TOKENS
 from llmc.codegen.backends.triton.linear_problem import epilogue, peak
 from llmc.codegen.backends.triton.quantized_problem import (
     QuantizedKernel,
     QuantizedProduct,
     element_bytes,
+    has_assembly,
     shared_arguments,
 )
 from llmc.codegen.backends.triton.template import Template
@@ -19,27 +20,45 @@ from llmc.codegen.kernel import Schedule
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
-Tile = tuple[int, int, int, int, int]  # bm, bn of all parts, bk, warps, stages
-_KEYS = ("bm", "bn", "bk", "warps", "stages")
-# bk is the bytes of a step where a byte is one code.
-TILES: tuple[Tile, ...] = (
-    (16, 64, 128, 4, 4),
-    (16, 128, 128, 4, 4),
-    (16, 32, 256, 4, 4),
-    (32, 64, 128, 4, 4),
-    (32, 128, 128, 4, 3),
-    (64, 64, 128, 4, 4),
-    (64, 128, 64, 4, 4),
-    (128, 64, 64, 4, 4),
-    (128, 128, 64, 8, 3),
-    (256, 128, 64, 8, 3),
+Tile = tuple[int, int, int, int, int]  # bn of all parts, bytes of a row in a step, warps, stages, slices
+Shape = tuple[int, int, int, int, int, int]
+KEYS = ("bm", "bn", "bk", "warps", "stages", "split")
+# Tiles of up to 32 tokens. A step of several slices has one for each warp.
+FEW: tuple[Tile, ...] = (
+    (16, 256, 4, 4, 4),
+    (32, 256, 4, 4, 4),
+    (32, 256, 4, 6, 4),
+    (16, 256, 4, 6, 4),
+    (32, 128, 2, 6, 2),
+    (64, 64, 4, 6, 1),
+    (64, 64, 4, 10, 1),
+    (64, 128, 4, 4, 2),
+    (64, 256, 4, 3, 4),
+    (16, 512, 8, 4, 8),
+    (32, 512, 8, 4, 8),
+    (128, 64, 4, 4, 1),
+    (128, 64, 4, 8, 1),
 )
-# float32 factors are multiplied without tensor cores.
-FLOAT_TILES: tuple[Tile, ...] = ((16, 32, 32, 4, 2), (32, 32, 32, 4, 2), (32, 64, 32, 4, 2))
-SMALLEST = (16, 16, 32, 4, 2)  # fits every target
-_MATRIX = 16  # rows of a tensor core's smallest instruction
-_SUMS = 128  # maximum float32 sums per thread, those of one step included
-_CONVERSION = 5.0  # operations per code: mask or shift, subtraction, conversion, move
+# Tiles of 64 tokens and more.
+MANY: tuple[Tile, ...] = (
+    (64, 64, 4, 4, 1),
+    (64, 64, 4, 6, 1),
+    (128, 64, 8, 4, 1),
+    (128, 64, 8, 3, 1),
+    (128, 64, 8, 2, 1),
+    (64, 64, 4, 3, 1),
+    (64, 64, 4, 2, 1),
+    (256, 64, 16, 3, 1),
+    (64, 128, 4, 3, 2),
+    (32, 256, 4, 3, 4),
+)
+# float32 factors are multiplied without tensor cores: bm, bn, bk, warps, stages, slices.
+FLOAT: tuple[Shape, ...] = ((16, 32, 32, 4, 2, 1), (32, 32, 32, 4, 2, 1), (32, 64, 32, 4, 2, 1))
+SMALLEST = (16, 16, 32, 4, 2, 1)  # fits every target
+LINE = 128  # bytes of a prefetch
+_FEW = 32
+_SUMS = 128  # maximum float32 sums per thread
+_CONVERSION = 1.5  # operations per code
 _READ = 0.8  # share of the bandwidth that these tiles reach
 
 
@@ -48,17 +67,9 @@ class QuantizedGemm(QuantizedKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = QuantizedProduct.of(node)
-        tiles = FLOAT_TILES if p.dot == "f32" else TILES
-        shapes = dict.fromkeys(self._fit(p, t, target) for t in tiles)
+        shapes = dict.fromkeys(_fit(p, s, target) for s in _shapes(p))
         fitting = [s for s in shapes if _fits(p, s, target)]
-        return [dict(zip(_KEYS, s, strict=True)) for s in fitting or [self._fit(p, SMALLEST, target)]]
-
-    @staticmethod
-    def _fit(p: QuantizedProduct, tile: Tile, target: Target) -> Tile:
-        """Adapt a tile to the parts and the layout of the codes."""
-        bm, bn, bk, warps, stages = tile
-        bk = p.half or max(_MATRIX, min(bk, power(p.k)))
-        return bm, max(_MATRIX, bn // power(p.parts)), bk, warps, 2 if target.family == "hip" else stages
+        return [dict(zip(KEYS, s, strict=True)) for s in fitting or [_fit(p, SMALLEST, target)]]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict the larger of reading and computing, in whole waves of tiles, plus half of the smaller."""
@@ -79,6 +90,7 @@ class QuantizedGemm(QuantizedKernel):
     def code(self, u: Unit) -> Code:
         p, s = QuantizedProduct.of(u.node), u.schedule
         rows = p.m.ceildiv(s["bm"])
+        lines = 1 << (s["bk"] // LINE).bit_length() >> 1
         return u.launch(
             Template("quantized_gemm", "quantized_gemm"),
             (rows * -(-p.n // s["bn"]),),
@@ -87,29 +99,58 @@ class QuantizedGemm(QuantizedKernel):
             (epilogue(u, p),),
             **shared_arguments(u, p),
             ROW_TILES=u.sizes(rows),
+            JOINED=p.parts == 2,
             HALF=p.half,
             BLOCK_M=s["bm"],
             BLOCK_N=s["bn"],
-            BLOCK_K=s["bk"],
+            BLOCK_K=s["bk"] // s["split"],
+            SLICES=s["split"],
             STAGES=s["stages"],
             TILE_GROUP=GROUP,
             WHOLE_M=p.m.const is not None and p.m.const % s["bm"] == 0,
+            SCALED=p.half > 0 and s["bm"] > _FEW and p.scale.dtype == p.x.dtype,
+            PREFETCH_LINES=max(1, lines) if u.pdl and p.early else 0,
             FACTOR="tl.float32" if u.interpret else element(p.x),
+            ASSEMBLY=has_assembly(u, p),
             LATE_LAUNCH=u.late,
         )
 
 
+def _shapes(p: QuantizedProduct) -> Iterator[Shape]:
+    """The shapes to try for a product, before they are fitted to it."""
+    if p.dot == "f32":
+        yield from FLOAT
+        return
+    m, most = p.m.const, TOKENS[-1]
+    nearest = next((t for t in TOKENS if t >= (m or most)), most)
+    for bm in TOKENS if m is None else sorted({nearest, min(nearest, most // 2)}):
+        yield from ((bm, *t) for t in (FEW if bm <= _FEW else MANY))
+
+
+def _fit(p: QuantizedProduct, shape: Shape, target: Target) -> Shape:
+    """Adapt a shape to the parts and the layout of the codes: with nibbles, a slice has `half` bytes of a row."""
+    bm, bn, bk, warps, stages, split = shape
+    if p.half:
+        spans = p.k // (2 * p.half)
+        while spans % split:
+            split //= 2
+        bk = p.half * split
+    else:
+        bk = max(MATRIX * split, min(bk, power(p.k)))
+    bm = max(bm, MATRIX) if target.family == "hip" else bm
+    return bm, max(MATRIX, bn // power(p.parts)), bk, warps, 2 if target.family == "hip" else stages, split
+
+
 def _shared(p: QuantizedProduct, s: Schedule) -> int:
-    """Bytes of shared memory: the tiles of every stage, and the codes of one step as factors."""
-    size, columns = element_bytes(p), s["bk"] * (2 if p.half else 1)
-    stage = s["bn"] * p.parts * s["bk"] + s["bm"] * columns * size
-    return int(s["stages"] * stage + s["bn"] * columns * size)
+    """Bytes of shared memory: the tiles of every stage. Codes become factors in registers."""
+    columns = s["bk"] * (2 if p.half else 1)
+    return int(s["stages"] * (s["bn"] * p.parts * s["bk"] + s["bm"] * columns * element_bytes(p)))
 
 
-def _fits(p: QuantizedProduct, tile: Tile, target: Target) -> bool:
+def _fits(p: QuantizedProduct, shape: Shape, target: Target) -> bool:
     """Whether a tile fits shared memory and its sums fit registers."""
-    s = dict(zip(_KEYS, tile, strict=True))
-    sums = s["bm"] * s["bn"] * (p.parts + bool(p.half))
+    s = dict(zip(KEYS, shape, strict=True))
+    sums = s["bm"] * s["bn"] * p.parts * s["split"]
     return _shared(p, s) <= target.limits.shared and sums <= _SUMS * s["warps"] * target.limits.warp
 
 

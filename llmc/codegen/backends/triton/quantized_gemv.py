@@ -5,9 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from llmc.codegen.backends.triton.gemv import MAX_ROWS, MAX_TOKENS
+from llmc.codegen.backends.triton.gemv import MAX_ROWS, MAX_TOKENS, joint_sum
 from llmc.codegen.backends.triton.linear_problem import epilogue
-from llmc.codegen.backends.triton.quantized_problem import QuantizedKernel, QuantizedProduct, shared_arguments
+from llmc.codegen.backends.triton.quantized_problem import (
+    QuantizedKernel,
+    QuantizedProduct,
+    has_assembly,
+    shared_arguments,
+)
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import power
 from llmc.codegen.backends.triton.triton_kernel import Code, Unit
@@ -16,11 +21,17 @@ from llmc.ir.dim import D
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
-_TILES = ((4, 1024, 4), (2, 2048, 4), (8, 512, 4), (2, 1024, 2), (4, 2048, 8), (1, 2048, 4))  # rows of all parts, bytes
+# Rows of all parts, bytes of a row in a step, warps.
+_TILES = (
+    (4, 2048, 4), (2, 2048, 4), (4, 1024, 4), (4, 1024, 2), (8, 512, 4), (2, 1024, 2), (4, 2048, 8), (8, 1024, 4),
+    (8, 2048, 8), (1, 2048, 4), (2, 4096, 8), (4, 8192, 16),
+)  # fmt: skip
+_CHUNK = 8  # bytes that a thread loads at once; x's elements of as many columns have 16
 _KEYS = ("bn", "bytes", "warps")
-_TILE = 128  # maximum float32 sums per thread
+_TILE = 128  # maximum float32 factors per thread
+_STEP = 512  # maximum products per thread in a step
 _READ = 0.85  # share of the bandwidth that these streams reach
-_CONVERSION = 5.0  # operations per code: mask or shift, subtraction, conversion, scale
+_CONVERSION = 1.9  # operations per code: conversion, addition
 
 
 class QuantizedGemv(QuantizedKernel):
@@ -34,9 +45,9 @@ class QuantizedGemv(QuantizedKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = QuantizedProduct.of(node)
-        length, width = power(p.k // (2 if p.half else 1)), p.half or 1
+        length = power(p.k // (2 if p.half else 1))
         shapes = dict.fromkeys(
-            (min(max(1, n // power(p.parts)), power(p.n)), max(width, min(b, length)), w) for n, b, w in _TILES
+            (min(max(1, n // power(p.parts)), power(p.n)), max(_CHUNK, min(b, length)), w) for n, b, w in _TILES
         )
         m = p.m.const
         counts = (2, 4, MAX_ROWS) if m is None else (min(m, MAX_ROWS), 4, 2, 1)
@@ -48,9 +59,10 @@ class QuantizedGemv(QuantizedKernel):
 
     @staticmethod
     def _fits(p: QuantizedProduct, shape: tuple[int, int, int], rows: int, target: Target) -> bool:
-        """Whether a thread's sums fit its registers; tiles of one token always do."""
+        """Whether a thread's factors fit its registers; tiles of one token always do."""
         bn, nbytes, warps = shape
-        return rows == 1 or bn * nbytes * p.parts * rows <= _TILE * warps * target.limits.warp
+        each = bn * nbytes * p.parts * (2 if p.half else 1) // (warps * target.limits.warp)
+        return rows == 1 or (each <= _TILE and rows * each <= _STEP)
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         p, s = QuantizedProduct.of(node), schedule
@@ -62,22 +74,25 @@ class QuantizedGemv(QuantizedKernel):
 
     def code(self, u: Unit) -> Code:
         p, s = QuantizedProduct.of(u.node), u.schedule
-        width = p.half or s["bytes"]
         m = p.m.const
+        sums = s["rows"] * p.parts
+        joint = sums > 1 and not u.interpret  # the interpreter would reduce them element by element
         return u.launch(
             Template("quantized_gemv", "quantized_gemv"),
             (D(-(-p.n // s["bn"])), p.m.ceildiv(s["rows"])),
             s["warps"],
             1,
-            (epilogue(u, p),),
+            (joint_sum(sums, 0) if joint else "", epilogue(u, p)),
             **shared_arguments(u, p),
             ROWS=s["rows"],
-            NIBBLES=bool(p.half),
+            HALF=p.half,
             BLOCK_N=s["bn"],
-            SPANS=s["bytes"] // width,
-            WIDTH=width,
+            STEP=s["bytes"],
+            CHUNK=_CHUNK,
             WHOLE_M=m is not None and m % s["rows"] == 0,
             EARLY_WEIGHTS=p.early,
+            ASSEMBLY=has_assembly(u, p),
+            JOINT_SUM="joint_sum" if joint else None,
         )
 
 

@@ -89,12 +89,19 @@ class QuantizedKernel(TritonKernel):
 
     def layouts(self, node: Node, schedule: Schedule, target: Target) -> dict[int, str]:
         half = QuantizedProduct.of(node).half
-        return {1: f"pack_nibbles{{half={half}}}"} if half and node.op.name != PACKED else {}
+        if not half or node.op.name == PACKED:
+            return {}
+        turned = dict.fromkeys(range(2, QuantizedProduct.of(node).first), "transpose{perm=[1, 0]}")
+        return {1: f"pack_nibbles{{half={half}}}", **turned}
 
     def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:
         x, code, *rest = node.operands
-        half = QuantizedProduct.of(node).half
+        p = QuantizedProduct.of(node)
+        half = p.half
         packed = g.add(ops["pack_nibbles"], [code], {"half": half}, before=node, loc=node.loc).result
+        turn = {"perm": (1, 0)}
+        for i in range(p.first - 2):
+            rest[i] = g.add(ops["transpose"], [rest[i]], turn, before=node, loc=node.loc).result
         attrs = {k: v for k, v in node.attrs.items() if k not in ("act", "act_block", "bits")} | {"half": half}
         new = g.add(ops[PACKED], [x, packed, *rest], attrs, before=node, loc=node.loc, names=(node.result.name,))
         new.choice = dict(node.choice)
@@ -152,7 +159,6 @@ def shared_arguments(u: Unit, p: QuantizedProduct) -> dict[str, Argument]:
         "K": p.k,
         "PARTS": p.parts,
         "GROUP": p.group,
-        "BLOCKS": -(-p.k // p.group),
         "ZERO_POINT": u.node.attrs["zero_point"],
         "LOAD_EXTRAS": "load_extras",
         "EPILOGUE": "epilogue",
@@ -162,3 +168,8 @@ def shared_arguments(u: Unit, p: QuantizedProduct) -> dict[str, Argument]:
 def element_bytes(p: QuantizedProduct) -> int:
     """Bytes of an element of x."""
     return DTYPES[p.x.dtype].bits // 8
+
+
+def has_assembly(u: Unit, p: QuantizedProduct) -> bool:
+    """Whether codes are converted by PTX instructions on pairs of 16 bits."""
+    return u.target.family == "cuda" and not u.interpret and p.x.dtype in ("bf16", "f16")

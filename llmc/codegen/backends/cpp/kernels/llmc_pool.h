@@ -3,7 +3,7 @@
 // Every launch is cut into as many parts as there are threads, and a thread takes the next free part. A thread that is
 // preempted therefore delays only the part it works on. If a launch depends on earlier ones, threads wait for all parts
 // so far: they spin briefly, then yield (waking a sleeping thread takes longer than most launches), and sleep after
-// about a millisecond.
+// about a millisecond. On a core that other tasks keep busy they sleep instead of yielding.
 //
 // Only one step runs at a time. The caller of llmc_run is one of the threads and can complete the step alone.
 #ifndef LLMC_POOL_H
@@ -38,8 +38,10 @@ struct llmc_thread {
   llmc_ctx ctx;
   llmc_pool* pool;
   pthread_t id;
-  int spin;        // iterations that a wait spins before it yields
-  long preempted;  // involuntary context switches so far
+  int spin;         // iterations that a wait spins before it yields
+  long preempted;   // involuntary context switches so far
+  int64_t crowded;  // nanoseconds of the clock until which waits do not yield
+  int64_t crowd;    // how long the last such period was
 };
 struct llmc_pool {
   llmc_word done, sleepers;  // finished parts of this step; threads that sleep until it changes
@@ -74,15 +76,34 @@ inline void llmc_signal(llmc_word& w, llmc_word& count) {
   llmc_add(w, 1);
   if (llmc_get(count)) syscall(SYS_futex, &w.v, FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
 }
+inline int64_t llmc_now() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * INT64_C(1000000000) + t.tv_nsec;
+}
 constexpr int LLMC_YIELDS = 4000;
-inline void llmc_wait(llmc_word& w, llmc_word& count, uint32_t old, int spin) {
-  for (int i = 0; i < spin; i++) {
+constexpr int64_t LLMC_LONG_YIELD = 1000000;
+constexpr int64_t LLMC_CROWD_MIN = 50000000, LLMC_CROWD_MAX = 1600000000;
+// Notes that a yield took long. It gave the core to another task, even one of lower priority, until the scheduler's next
+// tick, while a thread that sleeps would have preempted that task as soon as it was woken. So waits do not yield for
+// some time, which doubles if the core is still busy afterwards.
+inline void llmc_avoid_yields(llmc_thread* t, int64_t now) {
+  bool again = t->crowd && now < t->crowded + 2 * t->crowd;
+  t->crowd = !again ? LLMC_CROWD_MIN : t->crowd < LLMC_CROWD_MAX ? 2 * t->crowd : t->crowd;
+  t->crowded = now + t->crowd;
+}
+inline void llmc_wait(llmc_word& w, llmc_word& count, uint32_t old, llmc_thread* t) {
+  for (int i = 0; i < t->spin; i++) {
     if (llmc_get(w) != old) return;
     llmc_relax();
   }
-  for (int i = 0; i < LLMC_YIELDS; i++) {
+  int64_t last = llmc_now();
+  for (int i = 0; i < LLMC_YIELDS && last >= t->crowded; i++) {
     if (llmc_get(w) != old) return;
     sched_yield();
+    int64_t now = llmc_now();
+    if (now - last >= LLMC_LONG_YIELD) llmc_avoid_yields(t, now);
+    last = now;
   }
   if (llmc_get(w) == old) llmc_sleep(w, count, old);
 }
@@ -114,13 +135,8 @@ inline void llmc_until(llmc_pool* p, llmc_thread* t, uint32_t parts, uint64_t se
   for (;;) {
     uint32_t d = llmc_get(p->done);
     if (d >= parts || llmc_serial(p) != serial) return;
-    llmc_wait(p->done, p->sleepers, d, t->spin);
+    llmc_wait(p->done, p->sleepers, d, t);
   }
-}
-inline int64_t llmc_now() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return t.tv_sec * INT64_C(1000000000) + t.tv_nsec;
 }
 void llmc_work(llmc_pool* p, llmc_thread* t, uint64_t serial) {
   const llmc_step* s = __atomic_load_n(&p->step, __ATOMIC_SEQ_CST);
@@ -150,7 +166,7 @@ void* llmc_loop(void* arg) {
   llmc_thread* t = (llmc_thread*)arg;
   llmc_pool* p = t->pool;
   for (uint32_t seen = 0;;) {
-    llmc_wait(p->job, p->waiters, seen, t->spin);
+    llmc_wait(p->job, p->waiters, seen, t);
     seen = llmc_get(p->job);
     if (__atomic_load_n(&p->quit, __ATOMIC_SEQ_CST)) return nullptr;
     llmc_work(p, t, llmc_serial(p));

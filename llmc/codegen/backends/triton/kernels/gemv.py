@@ -28,81 +28,6 @@ def load_weights(weights, k, column, K: tl.constexpr, BLOCK_K: tl.constexpr, PAR
 
 
 @triton.jit
-def bytes_to_float32(w):
-    """Convert integers of type i8, four at once.
-
-    A byte plus 128 becomes the mantissa of a number from 2^23 on, from which 2^23 + 128 is subtracted: two instructions
-    at full rate, in place of a conversion at a quarter of it.
-    """
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 b, m0, m1, m2, m3;
-        xor.b32 b, $4, 0x80808080;
-        prmt.b32 m0, b, 0x4B000000, 0x7540;
-        prmt.b32 m1, b, 0x4B000000, 0x7541;
-        prmt.b32 m2, b, 0x4B000000, 0x7542;
-        prmt.b32 m3, b, 0x4B000000, 0x7543;
-        mov.b32 $0, m0; mov.b32 $1, m1; mov.b32 $2, m2; mov.b32 $3, m3;
-        add.f32 $0, $0, 0fCB000080;
-        add.f32 $1, $1, 0fCB000080;
-        add.f32 $2, $2, 0fCB000080;
-        add.f32 $3, $3, 0fCB000080;
-        }
-        """,
-        "=f,=f,=f,=f,r",
-        [w],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
-def float8_to_float32(w):
-    """Convert finite e4m3 numbers, four at once, to float32 divided by 2^8.
-
-    Exponent and fraction, one bit further right, are those of a float16 whose bias is larger by 8.
-    """
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 odd, even, t;
-        .reg .f16 h0, h1, h2, h3;
-        shr.u32 t, $4, 1;
-        and.b32 t, t, 0x3F803F80;
-        and.b32 odd, $4, 0x80008000;
-        or.b32 odd, odd, t;
-        shl.b32 even, $4, 8;
-        shl.b32 t, $4, 7;
-        and.b32 t, t, 0x3F803F80;
-        and.b32 even, even, 0x80008000;
-        or.b32 even, even, t;
-        mov.b32 {h0, h2}, even;
-        mov.b32 {h1, h3}, odd;
-        cvt.f32.f16 $0, h0; cvt.f32.f16 $1, h1; cvt.f32.f16 $2, h2; cvt.f32.f16 $3, h3;
-        }
-        """,
-        "=f,=f,=f,=f,r",
-        [w],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
-def to_float32(w, PACKED: tl.constexpr):
-    """Convert weights to float32; with PACKED, weights of type e4m3 are divided by 2^8."""
-    if PACKED == "i8":
-        return bytes_to_float32(w)
-    elif PACKED == "f8e4m3":
-        return float8_to_float32(w)
-    else:
-        return w.to(tl.float32)
-
-
-@triton.jit
 def add_step(
     sums,
     squares,
@@ -116,7 +41,6 @@ def add_step(
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     EPS: tl.constexpr,
-    PACKED: tl.constexpr,
 ):
     """Return the sums and the sums of squares after the step at k, whose weights are `weights`."""
     mask = bound(column, K - k, K % BLOCK_K == 0)
@@ -124,7 +48,7 @@ def add_step(
         gain = tl.load(gain_row + k, mask=mask, other=0.0).to(tl.float32)
     factors = ()
     for part in tl.static_range(PARTS):
-        factors = factors + (to_float32(weights[part], PACKED),)
+        factors = factors + (weights[part].to(tl.float32),)
     added, squared = (), ()
     for row in tl.static_range(ROWS):
         x = tl.load(x_rows[row] + k, mask=mask, other=0.0).to(tl.float32)
@@ -177,7 +101,6 @@ def stream(
     BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr,
     EPS: tl.constexpr,
-    PACKED: tl.constexpr,
 ):
     """Return the sums and the sums of squares after all steps; `ahead` are the weights of the first AHEAD steps."""
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -187,13 +110,13 @@ def stream(
     LAST: tl.constexpr = (STEPS - AHEAD) * BLOCK_K  # from this step on, all weights are loaded
     for k in range(0, LAST, BLOCK_K):
         sums, squares = add_step(
-            sums, squares, ahead[:PARTS], x_rows, gain_row, k, column, K, BLOCK_K, PARTS, ROWS, EPS, PACKED
+            sums, squares, ahead[:PARTS], x_rows, gain_row, k, column, K, BLOCK_K, PARTS, ROWS, EPS
         )  # fmt: skip
         ahead = ahead[PARTS:] + load_weights(weights, k + AHEAD * BLOCK_K, column, K, BLOCK_K, PARTS)
     for step in tl.static_range(AHEAD):
         sums, squares = add_step(
             sums, squares, ahead[step * PARTS :], x_rows, gain_row, LAST + step * BLOCK_K, column, K, BLOCK_K, PARTS,
-            ROWS, EPS, PACKED,
+            ROWS, EPS,
         )  # fmt: skip
     return sums, squares
 
@@ -226,7 +149,6 @@ def gemv(
     BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr,  # steps whose weights are loaded ahead
     EPS: tl.constexpr,  # epsilon of the norm; None: no norm
-    PACKED: tl.constexpr,  # dtype of weights that are converted four at once, or None
     ONE_BLOCK: tl.constexpr,  # there are at most ROWS tokens
     WHOLE_M: tl.constexpr,  # ROWS divides M
     EARLY_WEIGHTS: tl.constexpr,  # no previous kernel writes the weights
@@ -263,14 +185,9 @@ def gemv(
         token_mask, column_mask = bound(tokens[row], M, WHOLE_M), bound(n, N, WHOLE_N)
         extras = extras + (LOAD_EXTRAS(extra_ptrs, tokens[row], n, token_mask, column_mask),)
     sums, squares = stream(
-        weights, ahead, x_rows, gain_row, squares, column, K, PARTS, ROWS, BLOCK_N, BLOCK_K, AHEAD, EPS, PACKED
+        weights, ahead, x_rows, gain_row, squares, column, K, PARTS, ROWS, BLOCK_N, BLOCK_K, AHEAD, EPS
     )  # fmt: skip
     sums = reduce_columns(sums, JOINT_SUM)
-    if PACKED == "f8e4m3":
-        restored = ()
-        for i in tl.static_range(len(sums)):
-            restored = restored + (sums[i] * 256.0,)
-        sums = restored
     if EPS is not None:
         sums = scale_rows(sums, squares, K, PARTS, ROWS, EPS)
     for row in tl.static_range(ROWS):

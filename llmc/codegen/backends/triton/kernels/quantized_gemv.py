@@ -1,8 +1,11 @@
 """Linear layers of few tokens as streams of quantised weight rows, multiplied in float32 without tensor cores.
 
-out = epilogue(x @ w[0].T, .., x @ w[PARTS - 1].T, extras) with w = (code - zero) * scale. A tile of bytes is [BLOCK_N
-rows, SPANS, WIDTH]: the bytes of a span share their scales. The codes of the first step are loaded before the wait for
-the previous kernel, and every step loads the codes of the next one. Sums are reduced once, at the end.
+out = epilogue(x @ w[0].T, .., x @ w[PARTS - 1].T, extras) with w = (code - zero) * scale. A tile of bytes is [CHUNKS,
+BLOCK_N, CHUNK]: a thread multiplies whole chunks, and neighbouring threads have neighbouring chunks of a row. The sums
+of a chunk are scaled with the zero points subtracted: sum((code - zero) * x) = sum((code + BASE) * x) - (zero + BASE) *
+sum(x), where BASE is what the conversion of codes to float32 adds. The codes of the first step are loaded before the
+wait for the previous kernel, and every step loads the codes of the next one. Sums over chunks are reduced once, at the
+end.
 
 Tuples have one element per part, or one per token and part at index `token * PARTS + part`.
 """
@@ -11,47 +14,43 @@ import triton
 import triton.language as tl
 
 from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
-from llmc.codegen.backends.triton.kernels.quantized_codes import high_codes, low_codes
+from llmc.codegen.backends.triton.kernels.quantized_codes import byte_floats, nibble_floats
 from llmc.codegen.backends.triton.kernels.tile_masks import bound, clamp
 
 
 @triton.jit
-def load_codes(code_tiles, byte, at, LENGTH: tl.constexpr, PARTS: tl.constexpr):
+def load_codes(code_tiles, byte, at, LENGTH: tl.constexpr, STEP: tl.constexpr):
     """Load the bytes of every part from `at` on; zeros past the end. They are read only once: evict them first."""
     loaded = ()
-    for part in tl.static_range(PARTS):
-        tile = tl.load(code_tiles[part] + at, mask=byte < LENGTH - at, other=0, eviction_policy="evict_first")
-        loaded = loaded + (tile,)
+    for part in tl.static_range(len(code_tiles)):
+        mask = bound(byte, LENGTH - at, LENGTH % STEP == 0)
+        loaded = loaded + (tl.load(code_tiles[part] + at, mask=mask, other=0, eviction_policy="evict_first"),)
     return loaded
 
 
 @triton.jit
-def scaled_codes(
-    packed,
+def block_values(
     scale_ptr,
     zero_ptr,
     row,
-    first,
-    K: tl.constexpr,
-    WIDTH: tl.constexpr,
+    column,
+    inside,
+    ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO_POINT: tl.constexpr,
+    BASE: tl.constexpr,
 ):
-    """Return the weights of a tile's low and high codes in float32. first: the first column of each span."""
-    inside = first < K
-    at = row + first // GROUP
+    """Return the scales of the blocks of `column`, and their zero points plus BASE, in float32."""
+    at = column // GROUP * ROWS + row
     scale = tl.load(scale_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    zero = None if zero_ptr is None else tl.load(zero_ptr + at, mask=inside, other=0).to(tl.int8)
-    low = low_codes(packed, zero, ZERO_POINT).to(tl.float32) * scale
-    if GROUP % (2 * WIDTH) != 0:  # the high codes are in another block
-        at = row + (first + WIDTH) // GROUP
-        scale = tl.load(scale_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        zero = None if zero_ptr is None else tl.load(zero_ptr + at, mask=inside, other=0).to(tl.int8)
-    return low, high_codes(packed, zero, ZERO_POINT).to(tl.float32) * scale
+    if zero_ptr is None:
+        return scale, ZERO_POINT + BASE
+    else:
+        return scale, tl.load(zero_ptr + at, mask=inside, other=0).to(tl.float32) + BASE
 
 
 @triton.jit
-def add_tile(
+def add_nibbles(
     sums,
     packed,
     x_rows,
@@ -59,61 +58,137 @@ def add_tile(
     zero_ptr,
     rows,
     at,
-    span,
     byte,
+    chunk,
     K: tl.constexpr,
     PARTS: tl.constexpr,
+    N: tl.constexpr,
     ROWS: tl.constexpr,
-    SPANS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    NIBBLES: tl.constexpr,
+    STEP: tl.constexpr,
+    HALF: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO_POINT: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
 ):
-    """Return the sums after the bytes from `at` on."""
-    first = 2 * (at + span * WIDTH)
-    inside = byte < (K // 2 if NIBBLES else K) - at
-    low, high = (), ()
-    for part in tl.static_range(PARTS):
-        if NIBBLES:
-            a, b = scaled_codes(packed[part], scale_ptr, zero_ptr, rows[part], first, K, WIDTH, GROUP, ZERO_POINT)
-            low, high = low + (a,), high + (b,)
+    """Return the sums [CHUNKS, BLOCK_N] after the bytes from `at` on, each with two codes."""
+    BASE: tl.constexpr = 128 if ASSEMBLY else 0
+    WHOLE: tl.constexpr = (K // 2) % STEP == 0
+    JOINT: tl.constexpr = GROUP % (2 * HALF) == 0  # both codes of a byte are in one block
+    inside = bound(byte, K // 2 - at, WHOLE)
+    column = (at + byte) + (at + byte) // HALF * HALF  # the bytes of earlier spans hold two columns each
+    x_low, x_high, low_totals, high_totals = (), (), (), ()
+    for row in tl.static_range(ROWS):
+        low = tl.load(x_rows[row] + column, mask=inside, other=0.0).to(tl.float32)
+        high = tl.load(x_rows[row] + (column + HALF), mask=inside, other=0.0).to(tl.float32)
+        x_low, x_high = x_low + (low,), x_high + (high,)
+        if JOINT:
+            low_totals = low_totals + (tl.sum(low + high, axis=2),)
         else:
-            low = low + (packed[part].to(tl.float32),)
+            low_totals, high_totals = low_totals + (tl.sum(low, axis=2),), high_totals + (tl.sum(high, axis=2),)
+    first = (at + chunk) + (at + chunk) // HALF * HALF
+    exists = bound(chunk, K // 2 - at, WHOLE)
+    factors = ()
+    for part in tl.static_range(PARTS):
+        values = block_values(
+            scale_ptr, zero_ptr, rows[part], first, exists, PARTS * N, GROUP, ZERO_POINT, BASE
+        )  # fmt: skip
+        if not JOINT:
+            values = values + block_values(
+                scale_ptr, zero_ptr, rows[part], first + HALF, exists, PARTS * N, GROUP, ZERO_POINT, BASE
+            )  # fmt: skip
+        factors = factors + (nibble_floats(packed[part], ASSEMBLY) + values,)
     added = ()
     for row in tl.static_range(ROWS):
-        if NIBBLES:
-            column = byte + span * WIDTH + 2 * at  # the bytes of earlier spans hold two columns each
-            x = tl.load(x_rows[row] + column, mask=inside, other=0.0).to(tl.float32)
-            x_high = tl.load(x_rows[row] + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-        else:
-            x = tl.load(x_rows[row] + byte + at, mask=inside, other=0.0).to(tl.float32)
         for part in tl.static_range(PARTS):
-            total = sums[row * PARTS + part] + low[part] * x
-            if NIBBLES:
-                total += high[part] * x_high
-            added = added + (total,)
+            w = factors[part]
+            if JOINT:
+                products = tl.sum(w[0] * x_low[row] + w[1] * x_high[row], axis=2)
+                added = added + (sums[row * PARTS + part] + (products - w[3] * low_totals[row]) * w[2],)
+            else:
+                low = (tl.sum(w[0] * x_low[row], axis=2) - w[3] * low_totals[row]) * w[2]
+                high = (tl.sum(w[1] * x_high[row], axis=2) - w[5] * high_totals[row]) * w[4]
+                added = added + (sums[row * PARTS + part] + low + high,)
     return added
 
 
 @triton.jit
-def sum_rows(sums, scale_ptr, row, first: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, NIBBLES: tl.constexpr):
-    """Return the totals of each part from the tiles `first` and on; without NIBBLES, scaled. row: rows of a part."""
-    totals = ()
+def add_bytes(
+    sums,
+    code,
+    x_rows,
+    at,
+    byte,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):
+    """Return the sums [CHUNKS, BLOCK_N] after the bytes from `at` on, each a signed code; without scales."""
+    BASE: tl.constexpr = 32896.0 if ASSEMBLY else 0.0
+    factors = ()
     for part in tl.static_range(PARTS):
-        total = tl.sum(tl.sum(sums[first + part], axis=2), axis=1)
-        if not NIBBLES:
-            total *= tl.load(scale_ptr + row + part * N).to(tl.float32)
-        totals = totals + (total,)
-    return totals
+        factors = factors + (byte_floats(code[part], ASSEMBLY),)
+    added = ()
+    for row in tl.static_range(ROWS):
+        mask = bound(byte, K - at, K % STEP == 0)
+        x = tl.load(x_rows[row] + (at + byte), mask=mask, other=0.0).to(tl.float32)
+        total = tl.sum(x, axis=2) * BASE
+        for part in tl.static_range(PARTS):
+            added = added + (sums[row * PARTS + part] + (tl.sum(factors[part] * x, axis=2) - total),)
+    return added
+
+
+@triton.jit
+def sum_rows(
+    sums, scale_ptr, row, N: tl.constexpr, PARTS: tl.constexpr, NIBBLES: tl.constexpr, JOINT_SUM: tl.constexpr
+):
+    """Return the totals of all sums over their chunks; without NIBBLES, scaled. row: rows of a part."""
+    if JOINT_SUM is not None:
+        totals = JOINT_SUM(sums)
+    else:
+        totals = ()
+        for i in tl.static_range(len(sums)):
+            totals = totals + (tl.sum(sums[i], axis=0),)
+    if NIBBLES:
+        return totals
+    else:
+        scaled = ()
+        for i in tl.static_range(len(sums)):
+            scaled = scaled + (totals[i] * tl.load(scale_ptr + row + i % PARTS * N).to(tl.float32),)
+        return scaled
+
+
+@triton.jit
+def store_rows(
+    out_ptr,
+    extra_ptrs,
+    totals,
+    n,
+    M,
+    N: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WHOLE_M: tl.constexpr,
+    WHOLE_N: tl.constexpr,
+    LOAD_EXTRAS: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+):
+    """Store the epilogue of the totals at the rows `n` of the weight, for every token of the program."""
+    for row in tl.static_range(ROWS):
+        token = tl.cast(tl.program_id(1) * ROWS + row, tl.int64)
+        token_mask, column_mask = bound(token, M, WHOLE_M), bound(n, N, WHOLE_N)
+        extras = LOAD_EXTRAS(extra_ptrs, token, n, token_mask, column_mask)
+        out = EPILOGUE(totals[row * PARTS : (row + 1) * PARTS], extras)
+        tl.store(out_ptr + (token * N + n), out.to(out_ptr.dtype.element_ty), mask=token_mask & column_mask)
 
 
 @triton.jit
 def quantized_gemv(
     x_ptr,  # [M, K]
-    code_ptr,  # [PARTS, N, K], or bytes [PARTS, N, K // 2] with NIBBLES
-    scale_ptr,  # [PARTS, N, BLOCKS]
-    zero_ptr,  # [PARTS, N, BLOCKS]: the zero points; None: ZERO_POINT
+    code_ptr,  # [PARTS, N, K], or bytes [PARTS, N, K // 2] with HALF
+    scale_ptr,  # [BLOCKS, PARTS, N]
+    zero_ptr,  # [BLOCKS, PARTS, N]: the zero points; None: ZERO_POINT
     out_ptr,  # [M, N]
     extra_ptrs,  # the other operands of the epilogue, as LOAD_EXTRAS takes them
     M,
@@ -121,50 +196,54 @@ def quantized_gemv(
     K: tl.constexpr,
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,  # tokens of a program
-    NIBBLES: tl.constexpr,  # a byte holds the codes of two columns, WIDTH apart; else one, and a row has one scale
+    HALF: tl.constexpr,  # columns between the two codes of a byte; 0: a byte is one code, and a row has one scale
     GROUP: tl.constexpr,  # columns that share a scale
-    BLOCKS: tl.constexpr,  # scales of a row
     ZERO_POINT: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPANS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    STEP: tl.constexpr,  # bytes of a row in a step
+    CHUNK: tl.constexpr,  # bytes of a chunk
     WHOLE_M: tl.constexpr,  # ROWS divides M
     EARLY_WEIGHTS: tl.constexpr,  # no previous kernel writes the codes
+    ASSEMBLY: tl.constexpr,  # convert codes by PTX instructions
+    JOINT_SUM: tl.constexpr,  # (tuple of tiles) -> tuple of their sums over the first axis; or None
     LOAD_EXTRAS: tl.constexpr,  # (extra_ptrs, token, columns, token mask, column mask) -> tuple
     EPILOGUE: tl.constexpr,  # (sums of each part, extras) -> float32
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     WHOLE_N: tl.constexpr = N % BLOCK_N == 0
-    LENGTH: tl.constexpr = K // 2 if NIBBLES else K  # bytes of a row
+    LENGTH: tl.constexpr = K // 2 if HALF else K  # bytes of a row
+    CHUNKS: tl.constexpr = STEP // CHUNK
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    near = clamp(n, N, WHOLE_N).to(tl.int64)[:, None, None]
-    span = tl.arange(0, SPANS)[None, :, None]
-    byte = span * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+    near = clamp(n, N, WHOLE_N)
+    byte = tl.arange(0, CHUNKS)[:, None, None] * CHUNK + tl.arange(0, CHUNK)[None, None, :]
+    chunk = tl.arange(0, CHUNKS)[:, None] * CHUNK
     code_tiles, rows, sums, x_rows = (), (), (), ()
     for part in tl.static_range(PARTS):
-        code_tiles = code_tiles + (code_ptr + (near + part * N) * LENGTH + byte,)
-        rows = rows + ((near + part * N) * BLOCKS,)
+        code_tiles = code_tiles + (code_ptr + (near.to(tl.int64) + part * N)[None, :, None] * LENGTH + byte,)
+        rows = rows + ((near + part * N)[None, :],)
     for row in tl.static_range(ROWS):
         token = tl.cast(tl.program_id(1) * ROWS + row, tl.int64)
         x_rows = x_rows + (x_ptr + clamp(token, M, WHOLE_M) * K,)
         for _ in tl.static_range(PARTS):
-            sums = sums + (tl.zeros([BLOCK_N, SPANS, WIDTH], tl.float32),)
+            sums = sums + (tl.zeros([CHUNKS, BLOCK_N], tl.float32),)
     if not EARLY_WEIGHTS:
         wait_for_previous(DEPENDENT_LAUNCH)
-    packed = load_codes(code_tiles, byte, 0, LENGTH, PARTS)
+    packed = load_codes(code_tiles, byte, 0, LENGTH, STEP)
     if EARLY_WEIGHTS:
         wait_for_previous(DEPENDENT_LAUNCH)
-    for at in range(0, LENGTH, SPANS * WIDTH):
-        ahead = load_codes(code_tiles, byte, at + SPANS * WIDTH, LENGTH, PARTS)
-        sums = add_tile(
-            sums, packed, x_rows, scale_ptr, zero_ptr, rows, at, span, byte, K, PARTS, ROWS, SPANS, WIDTH, NIBBLES,
-            GROUP, ZERO_POINT,
-        )  # fmt: skip
+    STEPS: tl.constexpr = (LENGTH + STEP - 1) // STEP
+    for step in tl.static_range(STEPS):
+        at = step * STEP
+        ahead = packed
+        if step + 1 < STEPS:
+            ahead = load_codes(code_tiles, byte, at + STEP, LENGTH, STEP)
+        if HALF:
+            sums = add_nibbles(
+                sums, packed, x_rows, scale_ptr, zero_ptr, rows, at, byte, chunk, K, PARTS, N, ROWS, STEP, HALF, GROUP,
+                ZERO_POINT, ASSEMBLY,
+            )  # fmt: skip
+        else:
+            sums = add_bytes(sums, packed, x_rows, at, byte, K, PARTS, ROWS, STEP, ASSEMBLY)
         packed = ahead
-    near = clamp(n, N, WHOLE_N).to(tl.int64)
-    for row in tl.static_range(ROWS):
-        token = tl.cast(tl.program_id(1) * ROWS + row, tl.int64)
-        token_mask, column_mask = bound(token, M, WHOLE_M), bound(n, N, WHOLE_N)
-        extras = LOAD_EXTRAS(extra_ptrs, token, n, token_mask, column_mask)
-        out = EPILOGUE(sum_rows(sums, scale_ptr, near, row * PARTS, N, PARTS, NIBBLES), extras)
-        tl.store(out_ptr + (token * N + n), out.to(out_ptr.dtype.element_ty), mask=token_mask & column_mask)
+    totals = sum_rows(sums, scale_ptr, near, N, PARTS, HALF > 0, JOINT_SUM)
+    store_rows(out_ptr, extra_ptrs, totals, n, M, N, PARTS, ROWS, WHOLE_M, WHOLE_N, LOAD_EXTRAS, EPILOGUE)
