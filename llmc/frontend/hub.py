@@ -1,6 +1,6 @@
 """Downloads a model from the Hugging Face hub into a local folder, pinned to one commit.
 
-Only files on an allow-list are fetched, never code: config and generation config, tokenizer, chat templates,
+Only files on an allow-list are fetched, never code: configurations, tokenizer, chat templates,
 safetensors and their index, from the top level of the repository. Requests and the cache layout are huggingface_hub's.
 """
 
@@ -17,7 +17,8 @@ from llmc_runtime.option_type import option
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend import unsupported
-from llmc.frontend.model_folder import TEMPLATES, TOKENIZER_FILES, check_weights, open_source, read_json
+from llmc.frontend.model_folder import TEMPLATES, TOKENIZER_FILES, check_weights, open_source, read_config, read_json
+from llmc.frontend.quantization_files import FILES
 
 ID = re.compile(r"(?!.*\.\.)(?P<name>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(@(?P<revision>[\w./-]+))?", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -80,7 +81,7 @@ def locate(
 def files_to_download(names: Collection[str], shards: Collection[str] | None) -> list[str]:
     """Return the names of the files to download. `shards`: the weight files, or None to skip weights."""
     weights = {*shards, unsupported.INDEX} if shards is not None else set()
-    return [n for n in sorted(names) if n in TOKENIZER_FILES or n in weights or _is_template(n)]
+    return [n for n in sorted(names) if n in TOKENIZER_FILES or n in FILES or n in weights or _is_template(n)]
 
 
 def _concerns(name: str) -> bool:
@@ -111,7 +112,9 @@ class _Fetch:
         if "config.json" not in sizes:
             raise unsupported.refuse_without_config(sizes, self.where)
         folder = self.file("config.json", commit).parent
-        config = read_json(folder / "config.json")
+        for name in sorted(sizes.keys() & FILES.keys()):
+            self.file(name, commit)
+        config = read_config(folder)
         unsupported.check_config(config, self.where)
         self.check(config)
         files = files_to_download(sizes, self.shards(sizes, commit) if weights else None)

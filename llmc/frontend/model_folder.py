@@ -15,6 +15,7 @@ from llmc_runtime.format.json_fields import too_much
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend import unsupported
+from llmc.frontend.quantization_files import FILES, with_quantization
 
 MAX_BYTES, MAX_VALUES = 32 << 20, 300_000  # limits of one JSON file; parsed, it takes about 100 MB
 MAX_SMALL = 256 << 20  # limit of a file that is copied into the artifact
@@ -55,7 +56,10 @@ KNOWN_TO_WORK = f"tested architectures: {', '.join(TESTED[:8])} and {len(TESTED)
 
 @dataclass(frozen=True)
 class Source:
-    """A model folder with its parsed config.json and generation_config.json (empty if there is none)."""
+    """A model folder with its parsed config.json and generation_config.json (empty if there is none).
+
+    The config has the `quantization_config` of another file of the folder if config.json has none.
+    """
 
     folder: Path
     config: Mapping[str, Any]
@@ -73,7 +77,7 @@ class Source:
 
 
 def open_source(path: str | Path) -> Source:
-    """Read a local model folder; raises Diagnostic E301-E304 or E307 if it is missing, unreadable or unsupported."""
+    """Read a local model folder; raises Diagnostic E301-E304, E307 or E340 if it is missing or not supported."""
     folder = Path(path)
     if not folder.is_dir():
         if folder.exists():
@@ -87,7 +91,7 @@ def open_source(path: str | Path) -> Source:
     if "config.json" not in names:
         raise unsupported.refuse_without_config(names, str(folder))
     check_files(folder)
-    config = read_json(folder / "config.json")
+    config = read_config(folder)
     if "adapter_config.json" in names and not any(n in names for n in (unsupported.SINGLE, unsupported.INDEX)):
         base = read_json(folder / "adapter_config.json").get("base_model_name_or_path", "not named")
         raise unsupported.refuse_adapter(str(folder), base)
@@ -97,6 +101,12 @@ def open_source(path: str | Path) -> Source:
     )
     _check(source)
     return source
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """Read config.json and the files beside it that say how the weights are quantised."""
+    beside = {name: read_json(folder / name) for name in FILES if (folder / name).is_file()}
+    return with_quantization(read_json(folder / "config.json"), beside)
 
 
 def small_files(folder: Path) -> tuple[str, ...]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from llmc.diagnostics import Diagnostic
 from llmc.quant import awq, compressed_tensors, fp8, gptq
-from llmc.quant.scheme import AGAIN, Codes, Stored, integer, last_part, refuse
+from llmc.quant.scheme import AGAIN, Codes, Stored, activations, integer, last_part, refuse
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,14 @@ PACKINGS: Mapping[str, Packing] = MappingProxyType(
 )
 
 
+# Names of `act_data_type` and the kind of number that they stand for. e5m2 is none of them.
+INTEGERS = ("int", "int_sym", "int_asym")
+FLOATS = (
+    "fp", "float", "fp8", "fp8_sym", "fp8_e4m3", "fp8_dynamic", "fp8_static", "block_fp8", "block_fp8_sym",
+    "block_fp8_e4m3", "mx_fp", "mx_fp_rceil", "mx_fp4", "mx_fp8", "nv_fp", "nv_fp4", "nv_fp4_with_static_gs",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class AutoRound:
     """The scheme of one checkpoint. keys: the configuration of every module; extra: what some override."""
@@ -78,7 +86,7 @@ class AutoRound:
         if integer(keys, "bits", "auto-round") >= 16:
             cause = f"{stored.module} is quantised, and quantization_config gives it {keys['bits']} bits"
             raise Diagnostic("E340", cause, AGAIN)
-        return self.packing.decode(stored, keys)
+        return replace(self.packing.decode(stored, keys), act=_act(stored.module, keys))
 
     def _changes(self, module: str) -> Mapping[str, Any]:
         """The keys that a module overrides: by its name, by the end of its name, by a regular expression."""
@@ -94,6 +102,17 @@ class AutoRound:
             except re.error:
                 continue  # a name that happens to be no regular expression
         return {}
+
+
+def _act(module: str, keys: Mapping[str, Any]) -> str:
+    """The dtype of a module's activations by its keys; raises Diagnostic E307 for an unknown one."""
+    bits = keys.get("act_bits")
+    if bits is None or (type(bits) is int and bits >= 16):
+        return ""
+    kind = keys.get("act_data_type") or keys.get("data_type") or "int"
+    if kind not in (*INTEGERS, *FLOATS):
+        raise refuse("auto-round", f"act_data_type of {module}", kind, (*INTEGERS, *FLOATS))
+    return activations("auto-round", f"act_bits of {module}", "int" if kind in INTEGERS else "float", bits)
 
 
 def auto_round(config: Mapping[str, Any]) -> AutoRound:

@@ -14,22 +14,22 @@ nvfp4-pack-quantized  weight_packed uint8 [n, k / 2], the low four bits first; w
 mxfp4-pack-quantized  weight_packed uint8 [n, k / 2]; weight_scale uint8 [n, k / 32], exponents of powers of two
 mxfp8-quantized       weight float8_e4m3 [n, k]; weight_scale uint8 [n, k / 32]
 
-The others have a weight_scale of the tensor, rows, groups or tiles. Values that belong to
-activations or to the KV cache are not used.
+The others have a weight_scale of the tensor, rows, groups or tiles. `input_activations` of a group give the dtype to
+which products may round their other operand; stored scales of activations are not used.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Value
 from llmc.quant.fp8 import tile
-from llmc.quant.scheme import AGAIN, Codes, Stored, block_of, integer, last_part, refuse, shape_of
+from llmc.quant.scheme import AGAIN, Codes, Stored, activations, block_of, integer, last_part, refuse, shape_of
 
 METHOD = "compressed-tensors"
 PARTS = (
@@ -153,11 +153,12 @@ AUTO_ROUND: Mapping[tuple[str, int], str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Group:
-    """One of `config_groups`."""
+    """One of `config_groups`. args: its `weights`. act: see `Codes`."""
 
     targets: tuple[str, ...]
     kind: str
     args: Mapping[str, Any]
+    act: str
 
     def match(self, module: str) -> int:
         """How closely the targets name a module: 2 by its name, 1 by its class, 0 not at all."""
@@ -182,7 +183,7 @@ class CompressedTensors:
         if group is None or not group.match(stored.module):
             cause = f"{stored.module} is quantised, and no target in quantization_config names it"
             raise Diagnostic("E340", cause, AGAIN)
-        return KINDS[group.kind].decode(stored, group.args)
+        return replace(KINDS[group.kind].decode(stored, group.args), act=group.act)
 
 
 def compressed_tensors(config: Mapping[str, Any]) -> CompressedTensors:
@@ -210,4 +211,14 @@ def _group(name: str, group: Any, default: Any) -> Group:
         except re.error as e:
             cause = f"quantization_config ({METHOD}): group {name[:80]!r} has the target {text[:80]!r}: {e}"
             raise Diagnostic("E340", cause, AGAIN) from None
-    return Group(tuple(targets), kind, weights if isinstance(weights, dict) else {})
+    return Group(tuple(targets), kind, weights if isinstance(weights, dict) else {}, _act(name, group))
+
+
+def _act(name: str, group: Mapping[str, Any]) -> str:
+    """The dtype of the `input_activations` of a group."""
+    found, key = group.get("input_activations"), f"input_activations of group {name[:80]!r}"
+    if found is None:
+        return ""
+    if not isinstance(found, dict):
+        raise Diagnostic("E340", f"quantization_config ({METHOD}): {key} is not a table", AGAIN)
+    return activations(METHOD, key, str(found.get("type", "int")), found.get("num_bits", 8))

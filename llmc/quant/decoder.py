@@ -96,9 +96,10 @@ def parts_of(codes: Codes, order: Value | None, b: Builder) -> QuantisedWeight |
         scale = b.broadcast(scale, shape=shape)
         zero = b.broadcast(zero, shape=shape) if isinstance(zero, Value) else zero
     if not isinstance(zero, Value):
-        f = QFormat.of(name, block, scale.type.dtype, str(zero) if zero else "")
+        f = QFormat.of(name, block, scale.type.dtype, str(zero) if zero else "", act=codes.act)
         return QuantisedWeight(f, (code, scale), order)
-    return QuantisedWeight(QFormat.of(name, block, scale.type.dtype, zero.type.dtype), (code, scale, zero), order)
+    f = QFormat.of(name, block, scale.type.dtype, zero.type.dtype, act=codes.act)
+    return QuantisedWeight(f, (code, scale, zero), order)
 
 
 def code_dtype(codes: Codes) -> str | None:

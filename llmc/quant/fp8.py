@@ -2,20 +2,22 @@
 
 Tensors of a weight [n, k]: weight float8_e4m3 [n, k] and its scale, named weight_scale_inv or weight_scale. Both are
 multipliers, despite the former's name; a scale is of the tensor, of rows [n] or [n, 1], or of tiles
-(`weight_block_size`; the last ones may be cut). Scales of activations (input_scale, activation_scale) are not used:
-activations are not quantised.
+(`weight_block_size`; the last ones may be cut). Products may round activations to float8 (`Codes.act`), whatever
+`activation_scheme` says of their scales; stored ones (input_scale, activation_scale) are not used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llmc.diagnostics import Diagnostic
 from llmc.quant.scheme import AGAIN, Codes, Stored, block_of, last_part, refuse, shape_of
 
 SCALES = ("weight_scale_inv", "weight_scale")
+ACT = "f8e4m3"
+ACTIVATIONS = ("dynamic", "static")  # values of activation_scheme
 PARTS = ("weight", *SCALES, "input_scale", "activation_scale", "input_scale_ub")
 
 
@@ -31,7 +33,7 @@ class Fp8:
 
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
-        return scaled(stored, self.block)
+        return replace(scaled(stored, self.block), act=ACT)
 
 
 def fp8(config: Mapping[str, Any]) -> Fp8:
@@ -39,6 +41,8 @@ def fp8(config: Mapping[str, Any]) -> Fp8:
     kind = config.get("fmt") or "e4m3"
     if kind not in ("e4m3", "float8_e4m3fn"):
         raise refuse("fp8", "fmt", kind, ("e4m3",))
+    if (scheme := config.get("activation_scheme") or "dynamic") not in ACTIVATIONS:
+        raise refuse("fp8", "activation_scheme", scheme, ACTIVATIONS)
     if config.get("expert_dtype") not in (None, "fp8"):
         raise refuse("fp8", "expert_dtype", config["expert_dtype"], ("fp8",))
     return Fp8(tile(config.get("weight_block_size"), "fp8"))

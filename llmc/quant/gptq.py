@@ -58,6 +58,8 @@ def gptq(config: Mapping[str, Any]) -> Gptq:
     kind = config.get("checkpoint_format") or config.get("format") or "gptq"
     if kind not in FORMATS:
         raise refuse("gptq", "checkpoint_format", kind, FORMATS)
+    if config.get("is_marlin_format"):
+        raise refuse("gptq", "is_marlin_format", True, (False,))
     if config.get("pack_dtype", "int32") not in ("int32", "torch.int32"):
         raise refuse("gptq", "pack_dtype", config["pack_dtype"], ("int32",))
     return Gptq(

@@ -37,7 +37,8 @@ class Codes:
     [*experts, blocks of n, blocks of k]. block: rows and columns that share a scale; 0 is the whole axis. zero: zero
     points, one for all codes, or none (0). values: the encoding of codes that are not numbers, such as "e2m1". groups:
     the groups of the columns, if they are not runs of neighbours. label: the format's name in reports. turned: the
-    model holds the transpose, [*experts, k, n].
+    model holds the transpose, [*experts, k, n]. act: the dtype of the activations that the checkpoint names, to which
+    a product with this weight may round its other operand; "" if it names none, or one that is not supported.
     """
 
     code: Value
@@ -48,6 +49,7 @@ class Codes:
     values: str = ""
     groups: Groups | None = None
     turned: bool = False
+    act: str = ""
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,18 @@ def refuse(method: str, key: str, value: Any, known: Sequence[Any]) -> Diagnosti
         "E307", f"quantization_config ({method}) has {key} = {str(value)[:80]!r}; supported: {choices}",
         "use a checkpoint of a supported variant, or the original one",
     )  # fmt: skip
+
+
+def activations(method: str, key: str, kind: str, bits: Any) -> str:
+    """The dtype of activations of `kind` ("int" or "float") as `Codes.act` names it.
+
+    Activations of 4 bits have none: they are not rounded. How a checkpoint scales activations is not asked, because
+    products compute a scale for each row when they run. Raises Diagnostic E307 for other kinds.
+    """
+    known = {("int", 8): "i8", ("float", 8): "f8e4m3", ("int", 4): "", ("float", 4): ""}
+    if type(bits) is not int or (kind, bits) not in known:
+        raise refuse(method, key, f"{kind} of {bits} bits", [f"{name} of {width} bits" for name, width in known])
+    return known[kind, bits]
 
 
 def integer(config: Mapping[str, Any], key: str, method: str, default: int | None = None) -> int:

@@ -28,7 +28,21 @@ static void shift(const llmc_ctx* c, void* const* a, const int64_t*) {
   for (int64_t i = lo; i < hi; i++) ((int64_t*)a[1])[i] = ((int64_t*)a[0])[(i + 101) % N] + 1;
 }
 static void none(const int64_t*, int64_t*) {}
-int main(int, char** argv) {
+static int periods() {
+  const int64_t ms = 1000000, s = 1000 * ms;
+  llmc_thread t = {};
+  int64_t now = 7 * s;
+  const int64_t lengths[] = {50, 100, 200, 400, 800, 1600, 1600};
+  for (int64_t want : lengths) {
+    llmc_avoid_yields(&t, now);
+    if (t.crowd != want * ms || t.crowded != now + want * ms) return printf("%ld\n", (long)t.crowd), 1;
+    now = t.crowded + ms;
+  }
+  llmc_avoid_yields(&t, now + 4 * s);
+  return t.crowd != 50 * ms;
+}
+int main(int argc, char** argv) {
+  if (argc == 1) return periods();
   static int64_t x[N], y[N], zero;
   static llmc_launch launches[6];
   static int32_t args[12];
@@ -40,6 +54,9 @@ int main(int, char** argv) {
   }
   llmc_step programs[2] = {{launches, 2, args, 4, none}, {launches, 6, args, 12, none}};
   void* pool = llmc_open(atoi(argv[1]));
+  bool sleep = argc > 4;
+  for (int i = 0; sleep && i < atoi(argv[1]); i++)
+    __atomic_store_n(&((llmc_pool*)pool)->threads[i].crowded, INT64_MAX, __ATOMIC_RELAXED);
   int64_t want = 0;
   unsigned r = atoi(argv[3]);
   for (int k = 0; k < atoi(argv[2]); k++) {
@@ -79,6 +96,12 @@ def test_every_part_runs_once_and_in_time(tmp_path: Path) -> None:
     program = build(tmp_path, "-O2")
     for threads in (1, 2, 3, 7):
         subprocess.run([program, str(threads), "8000", str(threads)], check=True, timeout=120)
+        subprocess.run([program, str(threads), "4000", str(threads), "sleep"], check=True, timeout=120)
+
+
+def test_long_yields_are_avoided_for_growing_periods(tmp_path: Path) -> None:
+    """Beside a task that keeps its core a thread yields again after 50 ms, then after twice as long, up to 1.6 s."""
+    subprocess.run([build(tmp_path, "-O1")], check=True, timeout=30)
 
 
 def test_there_is_no_data_race(tmp_path: Path) -> None:

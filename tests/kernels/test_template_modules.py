@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from kernels.triton_harness import interpreting
 
 from llmc.codegen.backends.triton.template import FOLDER, PACKAGE
@@ -72,7 +73,7 @@ def test_gemm(interpreter: None) -> None:
     x, w, out, want = product(m, n, k)
     module("gemm").gemm[(3 * 2,)](
         x, w, out, (), m, ROW_TILES=3, N=n, K=k, PARTS=1, SPLITS=0, BLOCK_M=16, BLOCK_N=32, BLOCK_K=32, STAGES=2,
-        GROUP=8, WHOLE_M=False, FLOAT32_FACTORS=False, LATE_LAUNCH=False, **epilogue(),
+        GROUP=8, WHOLE_M=False, FLOAT32_FACTORS=False, SUM=tl.float32, LATE_LAUNCH=False, **epilogue(),
     )  # fmt: skip
     np.testing.assert_allclose(out.numpy(), want, rtol=1e-4, atol=1e-4)
 
@@ -82,8 +83,8 @@ def test_tile(interpreter: None) -> None:
     x, w, out, want = product(m, n, k)
     module("gemm_small").gemm_small[(1, 2)](
         x, w, out, (), m, N=n, K=k, PARTS=1, JOINED=False, BLOCK_M=16, BLOCK_N=32, BLOCK_K=64, SLICES=2, STAGES=2,
-        WHOLE_M=False, PREFETCH_LINE=32, PREFETCH_LINES=0, EARLY_EXTRAS=True, FLOAT32_FACTORS=False, LATE_LAUNCH=False,
-        **epilogue(),
+        WHOLE_M=False, PREFETCH_LINE=32, PREFETCH_LINES=0, EARLY_EXTRAS=True, FLOAT32_FACTORS=False, SUM=tl.float32,
+        LATE_LAUNCH=False, **epilogue(),
     )  # fmt: skip
     np.testing.assert_allclose(out.numpy(), want, rtol=1e-4, atol=1e-4)
 
@@ -96,7 +97,7 @@ def test_mapped(interpreter: None) -> None:
     maps = TensorDescriptor.from_tensor(x, [16, 32]), TensorDescriptor.from_tensor(w, [32, 32])
     module("gemm_tma").gemm_tma[(3 * 2,)](
         *maps, out, (), m, ROW_TILES=3, N=n, K=k, PARTS=1, SPLITS=0, BLOCK_M=16, BLOCK_N=32, BLOCK_K=32, STAGES=2,
-        GROUP=8, WHOLE_M=False, FLOAT32_FACTORS=False, LATE_LAUNCH=False, **epilogue(),
+        GROUP=8, WHOLE_M=False, FLOAT32_FACTORS=False, SUM=tl.float32, LATE_LAUNCH=False, **epilogue(),
     )  # fmt: skip
     np.testing.assert_allclose(out.numpy(), want, rtol=1e-4, atol=1e-4)
 

@@ -30,7 +30,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("tokenizer.json", "{}"), ("chat_template.jinja", "{{ 1 }}"), ("README.md", "# tiny"), ("modeling_x.py", CODE),
         ("pytorch_model.bin", "pickle"), ("other.safetensors", "no shard"), ("training_args.bin", "pickle"),
         ("onnx/model.onnx", "onnx"), ("original/config.json", "{}"), ("onnx/model.safetensors", "another"),
-        (TEMPLATE, "{{ 2 }}"), ("additional_chat_templates/x.py", CODE), ("onnx/chat.jinja", "{{ 3 }}"),
+        (TEMPLATE, "{{ 2 }}"), ("quantize_config.json", '{"bits": 4}'),
+        ("additional_chat_templates/x.py", CODE), ("onnx/chat.jinja", "{{ 3 }}"),
     ):  # fmt: skip
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
@@ -54,6 +55,7 @@ def test_a_revision_is_pinned_and_listed_files_alone_come(
     at = locate(id, Hub(hub.url, tmp_path))
     assert (at.name, at.commit) == (id.partition("@")[0], COMMIT)
     wanted = {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"}
+    wanted |= {"quantize_config.json"}
     wanted |= {"model.safetensors.index.json"} | shards(model)
     assert {p.name for p in at.folder.iterdir() if p.is_file()} == wanted
     carried = open_source(at.folder).tokenizer_files

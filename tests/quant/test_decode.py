@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from llmc.extension import load
 from llmc.frontend.checkpoint import Checkpoint
 from llmc.frontend.export import quiet
+from llmc.frontend.model_folder import open_source
 from llmc.frontend.trace_model import trace
 from llmc.passes.base import Ctx
 from llmc.passes.pipeline import parse_pipeline, run_pipeline
@@ -38,7 +39,7 @@ UNTYPED = {
 
 
 def decoder(folder: Path) -> Decoder | None:
-    return decoder_of(json.loads((folder / "config.json").read_text()), load().schemes)
+    return decoder_of(open_source(folder).config, load().schemes)
 
 
 @contextmanager
@@ -129,6 +130,49 @@ def test_quantised_types_compute_the_same_logits(name: str) -> None:
     assert relative_error(got, want) <= 1e-5
 
 
+# Fixtures whose checkpoints name 8-bit activations, and the dtype of these. Others leave activations as they are.
+ACTIVATIONS = {
+    **dict.fromkeys(("ct-w8a8", "ct-w8a8-static", "ct-w8a8-static-asym"), "i8"),
+    **dict.fromkeys(
+        (
+            "ar-fp8-block", "ar-fp8-static", "ct-fp8", "ct-fp8-block", "ct-fp8-block-ragged", "ct-fp8-dynamic",
+            "ct-fp8-kv", "ct-mixed", "ct-moe-fp8", "ct-w4afp8", "hf-fp8-block", "hf-fp8-block-ragged",
+            "hf-fp8-block-ue8m0", "hf-fp8-channel", "hf-fp8-channel-flat", "hf-fp8-moe", "hf-fp8-tensor",
+            "hf-fp8-tensor-names",
+        ),
+        "f8e4m3",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("name", sorted(set(READ) - UNTYPED))
+def test_formats_name_the_activations_of_the_checkpoint(name: str) -> None:
+    with opened(FIXTURES / name) as checkpoint:
+        found = {weight: f.act for weight, f in checkpoint.formats.items()}
+    want = ACTIVATIONS.get(name, "")
+    mixed = name == "ct-mixed"  # only its attention has 8-bit activations
+    assert found == {weight: "" if mixed and ".mlp." in weight else want for weight in found}
+
+
+@pytest.mark.drawn
+def test_joined_weights_keep_the_activations_of_their_format() -> None:
+    with opened(FIXTURES / "ct-w8a8") as checkpoint:
+        module = checkpoint.traced.module
+        use_codes(module, checkpoint, load().opset())
+        run_pipeline(module, parse_pipeline("canonicalize, fuse-linear", load().passes), Ctx(load().opset()))
+        weights = [n.operands[1] for n in module.graphs["main"].nodes if n.op.name in ("linear", "linear_map")]
+        joined = [w.type.format for w in weights if w.node is not None and w.node.op.name == "concat"]
+    assert joined and all(f is not None and f.act == "i8" for f in joined)
+
+
+def acts(**changes: Any) -> dict[str, Any]:
+    """The `config_groups` of a compressed-tensors fixture with other activations."""
+    config = json.loads((FIXTURES / "ct-w8a8" / "config.json").read_text())["quantization_config"]["config_groups"]
+    (name,) = config
+    return {"config_groups": {name: {**config[name], "input_activations": {"type": "int", "num_bits": 8} | changes}}}
+
+
 Tensors = dict[str, torch.Tensor]
 Q = "model.layers.0.self_attn.q_proj"
 
@@ -208,6 +252,11 @@ def test_damaged_tensors(
         ("ct-w4a16-asym", {"config_groups": {}}, "E340", ("no target",)),
         ("hf-fp8-block", {"weight_block_size": [0, 128]}, "E340", ("block size",)),
         ("hf-fp8-block", {"fmt": "e5m2"}, "E307", ("e5m2", "e4m3")),
+        ("hf-fp8-block", {"activation_scheme": "block"}, "E307", ("activation_scheme", "block", "static")),
+        ("ct-w8a8", acts(num_bits=6), "E307", ("input_activations", "int of 6 bits", "int of 8 bits")),
+        ("ct-w8a8", acts(type="posit"), "E307", ("input_activations", "posit")),
+        ("ar-fp8-static", {"act_data_type": "fp8_e5m2"}, "E307", ("act_data_type", "fp8_e5m2", "fp8_e4m3")),
+        ("ar-fp8-static", {"act_bits": 7}, "E307", ("act_bits", "7")),
     ],
 )  # fmt: skip
 def test_contradictory_and_unknown_configurations(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from llmc.codegen.backends.triton.gemm_small import GROUP, MATRIX, TOKENS
+from llmc.codegen.backends.triton.gemm_small import GROUP, MATRIX, TOKENS, WARPGROUP
 from llmc.codegen.backends.triton.linear_problem import epilogue, peak
 from llmc.codegen.backends.triton.quantized_problem import (
     QuantizedKernel,
@@ -58,7 +58,9 @@ SMALLEST = (16, 16, 32, 4, 2, 1)  # fits every target
 LINE = 128  # bytes of a prefetch
 _FEW = 32
 _SUMS = 128  # maximum float32 sums per thread
-_CONVERSION = 1.5  # operations per code
+# Operations per code, counted in machine code: of warps that multiply by themselves, and of warpgroups, whose codes are
+# read from shared memory two bytes at a time.
+_CONVERSION, _CONVERSION_OF_GROUPS = 2.5, 4.7
 _READ = 0.8  # share of the bandwidth that these tiles reach
 
 
@@ -84,7 +86,9 @@ class QuantizedGemm(QuantizedKernel):
         codes = rows * columns * s["bn"] * p.parts * p.k
         share = 0.3 if area < 8192 else 0.45 if area < 16384 else 0.55
         products = 2.0 * codes * s["bm"] / peak(p, target) / share
-        computing = (products + 2 * _CONVERSION * codes / target.peaks["f32"]) * (-(-blocks // units) * units / blocks)
+        computing = (products + 2 * _conversion(p, s) * codes / target.peaks["f32"]) * (
+            -(-blocks // units) * units / blocks
+        )
         return (max(reading, computing) + 0.5 * min(reading, computing)) * 1e6 + target.launch_us
 
     def code(self, u: Unit) -> Code:
@@ -139,6 +143,12 @@ def _fit(p: QuantizedProduct, shape: Shape, target: Target) -> Shape:
         bk = max(MATRIX * split, min(bk, power(p.k)))
     bm = max(bm, MATRIX) if target.family == "hip" else bm
     return bm, max(MATRIX, bn // power(p.parts)), bk, warps, 2 if target.family == "hip" else stages, split
+
+
+def _conversion(p: QuantizedProduct, s: Schedule) -> float:
+    """Operations per code to make it a factor."""
+    groups = s["split"] == 1 and s["bn"] * min(p.parts, 2) >= WARPGROUP and s["bm"] >= MATRIX
+    return _CONVERSION_OF_GROUPS if groups else _CONVERSION
 
 
 def _shared(p: QuantizedProduct, s: Schedule) -> int:

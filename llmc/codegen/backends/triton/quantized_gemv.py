@@ -31,7 +31,7 @@ _KEYS = ("bn", "bytes", "warps")
 _TILE = 128  # maximum float32 factors per thread
 _STEP = 512  # maximum products per thread in a step
 _READ = 0.85  # share of the bandwidth that these streams reach
-_CONVERSION = 1.9  # operations per code: conversion, addition
+_CONVERSION = 2.4  # operations per code, counted in machine code
 
 
 class QuantizedGemv(QuantizedKernel):
@@ -68,7 +68,7 @@ class QuantizedGemv(QuantizedKernel):
         p, s = QuantizedProduct.of(node), schedule
         passes = -(-p.tokens(env) // s["rows"])
         moved = (p.bytes(env) + (passes - 1) * p.weight_bytes) / target.bandwidth / _READ
-        steps = _CONVERSION + s["rows"] * (1 + 1.2 / (s["bn"] * p.parts))
+        steps = _CONVERSION + s["rows"] * (1.5 + 1.6 / (s["bn"] * p.parts))
         arithmetic = passes * p.parts * p.n * p.k * steps * 2 / target.peaks["f32"]
         return math.hypot(moved, arithmetic) * 1e6 + target.launch_us
 

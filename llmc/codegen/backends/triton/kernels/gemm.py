@@ -103,8 +103,7 @@ def gemm(
             x = x.to(tl.float32)
         added = ()
         for part in tl.static_range(PARTS):
-            mask = bound(depth[:, None], DEPTH - k, WHOLE_K)
-            w = tl.load(weight_tiles[part] + k, mask=mask, other=0.0)
+            w = tl.load(weight_tiles[part] + k, mask=bound(depth[:, None], DEPTH - k, WHOLE_K), other=0.0)
             if FLOAT32_FACTORS:
                 w = w.to(tl.float32)
             added = added + (tl.dot(x, w, sums[part], input_precision="ieee", out_dtype=SUM),)

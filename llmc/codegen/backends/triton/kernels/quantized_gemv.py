@@ -160,6 +160,16 @@ def sum_rows(
 
 
 @triton.jit
+def rows_of_tokens(x_ptr, M, K: tl.constexpr, ROWS: tl.constexpr, WHOLE_M: tl.constexpr):
+    """Return pointers to the tokens of this program; those past the end are the last."""
+    x_rows = ()
+    for row in tl.static_range(ROWS):
+        token = tl.cast(tl.program_id(1) * ROWS + row, tl.int64)
+        x_rows = x_rows + (x_ptr + clamp(token, M, WHOLE_M) * K,)
+    return x_rows
+
+
+@triton.jit
 def store_rows(
     out_ptr,
     extra_ptrs,
@@ -217,25 +227,21 @@ def quantized_gemv(
     near = clamp(n, N, WHOLE_N)
     byte = tl.arange(0, CHUNKS)[:, None, None] * CHUNK + tl.arange(0, CHUNK)[None, None, :]
     chunk = tl.arange(0, CHUNKS)[:, None] * CHUNK
-    code_tiles, rows, sums, x_rows = (), (), (), ()
+    code_tiles, rows, sums = (), (), ()
     for part in tl.static_range(PARTS):
         code_tiles = code_tiles + (code_ptr + (near.to(tl.int64) + part * N)[None, :, None] * LENGTH + byte,)
         rows = rows + ((near + part * N)[None, :],)
-    for row in tl.static_range(ROWS):
-        token = tl.cast(tl.program_id(1) * ROWS + row, tl.int64)
-        x_rows = x_rows + (x_ptr + clamp(token, M, WHOLE_M) * K,)
-        for _ in tl.static_range(PARTS):
-            sums = sums + (tl.zeros([CHUNKS, BLOCK_N], tl.float32),)
+    for _ in tl.static_range(ROWS * PARTS):
+        sums = sums + (tl.zeros([CHUNKS, BLOCK_N], tl.float32),)
+    x_rows = rows_of_tokens(x_ptr, M, K, ROWS, WHOLE_M)
     if not EARLY_WEIGHTS:
         wait_for_previous(DEPENDENT_LAUNCH)
     packed = load_codes(code_tiles, byte, 0, LENGTH, STEP)
     if EARLY_WEIGHTS:
         wait_for_previous(DEPENDENT_LAUNCH)
-    STEPS: tl.constexpr = (LENGTH + STEP - 1) // STEP
-    for step in tl.static_range(STEPS):
-        at = step * STEP
+    for at in tl.static_range(0, LENGTH, STEP):
         ahead = packed
-        if step + 1 < STEPS:
+        if at + STEP < LENGTH:
             ahead = load_codes(code_tiles, byte, at + STEP, LENGTH, STEP)
         if HALF:
             sums = add_nibbles(
