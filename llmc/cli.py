@@ -262,7 +262,7 @@ def _dry_run(args: argparse.Namespace, out: IO[str]) -> int:
 
 def _pack(args: argparse.Namespace, out: IO[str]) -> int:
     from llmc.console import Console
-    from llmc.driver import pack_model
+    from llmc.pack import pack_model
 
     pack_model(Path(args.artifact), args.checkpoint, Console(sys.stderr), read_hub(args))
     return 0

@@ -17,9 +17,9 @@ from llmc import __version__
 from llmc.console import Console, Quiet, Summary
 from llmc.diagnostics import Diagnostic
 from llmc.extension import Registry, load
-from llmc.frontend.hub import PUBLIC, Hub, Located, locate
-from llmc.ir.graph import Module
-from llmc.ir.text import parse, show
+from llmc.frontend.hub import Located, locate
+from llmc.ir.graph import Graph, Module
+from llmc.ir.text import show
 from llmc.options import Options
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.pass_report import Record
@@ -127,6 +127,7 @@ class Compilation:
         self.clock = time.perf_counter()
         self.ir: list[tuple[str, str]] = []
         self.reports: dict[str, Any] = {}
+        self.kv_dtype = ""  # of the KV cache; empty: that of the activations
 
     def done(self, stage: str, detail: str) -> None:
         """Record the seconds since the previous stage ended, and print the stage's line."""
@@ -143,7 +144,6 @@ class Compilation:
     def run(self) -> Manifest:
         """Run all stages and return the manifest of the written artifact."""
         from llmc.artifact.publish import check_free
-        from llmc.artifact.write import PackedWeights
         from llmc.frontend.tokenizer_files import check_tokenizer, without_tokenizer
 
         check_free(self.output.absolute(), self.force)
@@ -156,8 +156,18 @@ class Compilation:
             checkpoint = stack.enter_context(self.checkpoint(traced)) if self.options.weights == "packed" else None
             self.optimise(traced.module, traced.facts.max_positions)
             built = self.build(traced.module)
-            weights = PackedWeights(traced.module.graphs["weights"], checkpoint) if checkpoint else seed
+            weights = self.weights(traced.module.graphs["weights"], checkpoint) if checkpoint else seed
             return self.write(traced, weights, built)
+
+    def weights(self, graph: Graph, checkpoint: Any) -> Any:
+        """Return the weights to evaluate: the checkpoint's, and the scales of the KV cache."""
+        from llmc.artifact.write import PackedWeights
+        from llmc.kv_cache import WithKvScales
+
+        source = WithKvScales(checkpoint, graph)
+        if source.note:
+            self.note(source.note)
+        return PackedWeights(graph, source)
 
     def checkpoint(self, traced: Any) -> Any:
         """Open the model's weights; if they are quantised, give them quantised types in the graph, and say how."""
@@ -179,6 +189,8 @@ class Compilation:
     def trace(self) -> Any:
         """Trace the model into IR, with limits and dtype applied."""
         from llmc.frontend.trace_model import trace
+        from llmc.kv_cache import kv_dtype
+        from llmc.quant.kv_scales import kv_dtype_of
 
         self.console.begin("trace", self.model.name)
         dtype = dict(DTYPES).get(self.options.dtype)
@@ -202,6 +214,10 @@ class Compilation:
             traced = replace(traced, facts=replace(traced.facts, max_positions=MAX_LEN))
         self.ir.append(("traced", show(traced.module)))
         f = traced.facts
+        asked = kv_dtype_of(traced.source.config) if o.kv_cache_dtype == "auto" else ""
+        self.kv_dtype, note = kv_dtype(o.kv_cache_dtype, asked, self.target, self.registry)
+        if note:
+            self.note(note)
         if f.generation:
             defaults = ", ".join(f"{k} {v}" for k, v in f.generation.items())
             self.note(f"sampling defaults from generation_config.json: {defaults}; requests may override them")
@@ -214,12 +230,13 @@ class Compilation:
 
     def passes(self, max_len: int) -> list[Pass]:
         """Parse the pipeline and set its size options."""
+        from llmc.kv_cache import with_kv_dtype
         from llmc.quantized_compile import with_quantize
 
         registry, target = self.registry, self.target
         text = self.options.pipeline or target.pipeline
         passes = parse_pipeline(text, registry.passes, registry.pipelines_for(target))
-        passes = with_quantize(passes, self.options)
+        passes = with_kv_dtype(with_quantize(passes, self.options), self.kv_dtype)
         sizes = {"rows": self.rows, "max_len": max_len, "page": target.page_size, "tokens": self.tokens}
         passes = override(passes, "page-attention", **sizes)
         return override(passes, "select", tuning=str(self.options.tuning)) if self.options.tuning else passes
@@ -331,39 +348,6 @@ def random_seed(weights: str) -> int | None:
     if colon or kind not in ("packed", "none"):
         raise Diagnostic("E127", f"unknown value --weights {weights!r}", "use packed, none or random:SEED")
     return None
-
-
-def pack_model(artifact: Path, model: str | Path, console: Console | None = None, hub: Hub = PUBLIC) -> Manifest:
-    """Pack the weights of `model` (a folder or hub id) into an artifact that was compiled without weights.
-
-    Raises LlmcError E1xx if the artifact cannot be opened, and Diagnostic E3xx if the checkpoint does not match it.
-    """
-    from llmc.artifact.hard_link import last_stage, pack_weights
-    from llmc.frontend.checkpoint import Checkpoint
-    from llmc.frontend.trace_model import trace
-    from llmc.quant.decoder import decoder_of
-
-    console, registry = console or Quiet(), load()
-    manifest, text = last_stage(artifact)
-    limits = manifest.limits
-    graph = parse(text, registry.opset()).graphs["weights"]
-    dtypes = [v.type.dtype for v in graph.inputs if v.type.rank > 1]
-    at = locate_model(model, Options(hub=hub), registry, console)
-    traced = trace(
-        at.folder, max(set(dtypes), key=dtypes.count), limits.max_model_len, layers=manifest.source.layers or None
-    )
-    ours = {v.name: v.type for v in graph.inputs}
-    theirs = {v.name: v.type for v in traced.module.graphs["main"].inputs if v.weight and v.uses}
-    for name in sorted(ours.keys() | theirs.keys()):
-        if ours.get(name) != theirs.get(name):
-            cause = f"{name} is {ours.get(name, 'absent')} in the artifact, {theirs.get(name, 'absent')} in {model}"
-            raise Diagnostic("E328", cause, "use the checkpoint of the model that the artifact was compiled from")
-    with Checkpoint(traced, decoder=decoder_of(traced.source.config, registry.schemes)) as checkpoint:
-        done = pack_weights(artifact, graph, checkpoint, lambda n, of: console.part("weights", n, of, "B"))
-    console.note(f"{artifact}: {weight_bytes(done) / 1e6:.1f} MB packed and hashed")
-    if line := run_command(artifact, done.target.name, done.target.arch):
-        console.note(line)
-    return done
 
 
 def weight_bytes(m: Manifest) -> int:

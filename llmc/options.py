@@ -41,6 +41,10 @@ class Options:
         "auto", "dtype of weights and activations (auto: the checkpoint's)", str, None,
         choices=("auto", "float32", "bfloat16"),
     )  # fmt: skip
+    kv_cache_dtype: str = _artifact(
+        "auto", "dtype of the KV cache, fp8 for float8_e4m3 (auto: as the checkpoint asks, else the activations')", str,
+        None, choices=("auto", "bf16", "bfloat16", "fp8", "fp8_e4m3"),
+    )  # fmt: skip
     max_model_len: int | None = _artifact(None, "maximum length of a sequence in tokens (the model's, at most 32768)")
     max_num_seqs: int | None = _artifact(None, "maximum number of sequences in one step (CPU: 16, GPU: 256)")
     max_num_batched_tokens: int | None = _artifact(None, "maximum number of tokens in one step (CPU: 512, GPU: 8192)")

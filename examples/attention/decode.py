@@ -27,7 +27,8 @@ with interpreting():  # modules of kernels that are imported here run in the int
     from llmc.codegen.backends.triton.kernels.decode_attention import paged_decode
 
     paged_decode[(tokens, kv_heads, 1)](
-        query, kv, page_table, rows, starts, positions, sinks, out, None, len(rows), page_table.shape[1],
+        query, kv, page_table, rows, starts, positions, None, sinks, out, None, len(rows),
+        page_table.shape[1],
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, HEAD_DIM_PADDED=16, PAGE=page,
         SCALE=attrs["scale"], WINDOW=attrs["window"], SOFTCAP=attrs["softcap"], SPLITS=0,
         QUERY_ROWS=16, KEYS_PER_TILE=16, DOT_DTYPE=tl.float32,

@@ -124,5 +124,5 @@ def _reader(v: Value) -> tuple[str, Node | None]:
 
 def _slots(n: Node) -> list[str]:
     """The dtype class of each operand in the op's signature."""
-    slots = n.op.operands
+    slots = n.op.slots([v.type for v in n.operands])
     return [slots[min(i, len(slots) - 1)].dtype for i in range(len(n.operands))]

@@ -41,6 +41,14 @@ class WeightDecoder(Protocol):
         `tensors` are the stored tensors, `build` adds nodes to their graph, `read` returns a stored tensor.
         """
 
+    def kv_scales(
+        self, names: Iterable[str], read: Callable[[str], np.ndarray]
+    ) -> Mapping[int, tuple[np.ndarray, np.ndarray]]:
+        """Return the scales of the KV cache, layer -> (of keys, of values), from the stored tensors of these names.
+
+        They are float32, of shape () or [KV heads]; a code times its scale is the number.
+        """
+
     def parts(self, weight: Value, build: Builder) -> QuantisedWeight | None:
         """Return the parts of a weight that `decode` returned; None if it is not quantised, or if no format fits."""
 
@@ -70,10 +78,15 @@ class Checkpoint:
             stored = MappingProxyType({name: t for name, t in stored.items() if not other(name)})
         graph = Graph("checkpoint")
         build = Builder(graph, OPS)
+
+        def read(name: str) -> np.ndarray:
+            return self._tensors.read(name, slice(None))
+
         values: Mapping[str, Value] = {name: graph.input(name, _type(t), weight=True) for name, t in stored.items()}
         if decoder:
-            values = decoder.decode(values, build, lambda name: self._tensors.read(name, slice(None)))
+            values = decoder.decode(values, build, read)
         known = resolve(traced.model, values, build)
+        self.kv_scales = decoder.kv_scales(stored, read) if decoder else {}
         self._blocks = Blocks(graph, self._tensors)
         located = self._located(known)
         self._check_extra(known)

@@ -20,7 +20,7 @@ SIZES = (3, 5, 4, 6, 2, 7)
 
 def named_operands(n: Node) -> list[tuple[str, Value]]:
     """Return (name in the op's declaration, value) per operand; the last name repeats for variadic ops."""
-    names = [s.name for s in n.op.operands]
+    names = [s.name for s in n.op.slots([v.type for v in n.operands])]
     return [(names[min(i, len(names) - 1)], v) for i, v in enumerate(n.operands)]
 
 
@@ -57,6 +57,8 @@ def _operands(op: OpDef) -> list[tuple[str, Shape, str]]:
     sizes = {k: v for k, v in op.example.items() if isinstance(v, int) and (k not in op.attrs)}
     out: list[tuple[str, Shape, str]] = []
     for slot in op.operands:
+        if slot.scales and op.example.get(slot.scales) != "f8e4m3":
+            continue
         own = op.example.get(slot.name)
         dtype = own if isinstance(own, str) else {"i": "i64", "b": "bool"}.get(slot.dtype, slot.dtype)
         dtype = dtype if dtype in DTYPES else "f32"
@@ -107,7 +109,7 @@ def example_graph(op: OpDef, arrays: list[Any], attrs: dict[str, Any], dtype: st
     """
     m = Module({"main": Graph("main")})
     g = m.graphs["main"]
-    slots = list(op.operands)
+    slots = [s for s in op.operands if not s.scales or op.example.get(s.scales) == "f8e4m3"]
     while slots and len(slots) < len(arrays):
         slots.append(slots[-1])
     for i, (slot, x) in enumerate(zip(slots, arrays, strict=False)):

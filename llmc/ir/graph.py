@@ -52,6 +52,11 @@ class Node:
         (r,) = self.results
         return r
 
+    def operand(self, name: str) -> Value | None:
+        """Return the operand of that name in the op's signature, or None if the node lacks it."""
+        at = self.op.places([v.type for v in self.operands]).get(name)
+        return None if at is None else self.operands[at]
+
     def __repr__(self) -> str:
         return f"<{self.op.name} at {self.loc or '?'}>"
 

@@ -12,7 +12,7 @@ from llmc.ir.contents import Content
 from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.scalar import E
-from llmc.ir.signature import Mismatch, Slot, bind, expand, numbers_of, parse_signature
+from llmc.ir.signature import Mismatch, Slot, bind, expand, numbers_of, parse_signature, present
 from llmc.ir.types import Type
 
 Shape = tuple[Dim, ...]
@@ -116,6 +116,22 @@ class OpDef:
                 raise Mismatch(f"{self.name} needs the attribute {name!r}")
             out[name] = a.normal(self.name, name, value)
         return out
+
+    def slots(self, types: Sequence[Type]) -> tuple[Slot, ...]:
+        """Return the slots of operands of these types; see `signature.present`."""
+        return present(self.operands, types)
+
+    def places(self, types: Sequence[Type]) -> dict[str, int]:
+        """Map the names of the operands that a node with these types has to their positions."""
+        return {slot.name: i for i, slot in enumerate(self.slots(types)[: len(types)])}
+
+    def evaluate(self, types: Sequence[Type], operands: Sequence[Any], attrs: Mapping[str, Any]) -> Any:
+        """Call the reference with operands of these types; scales of 8-bit floats are keyword arguments."""
+        scales = {s.name: x for s, x in zip(self.slots(types), operands, strict=False) if s.scales}
+        if not scales:
+            return self.ref(*operands, **attrs)
+        rest = [x for s, x in zip(self.slots(types), operands, strict=False) if not s.scales]
+        return self.ref(*rest, **scales, **attrs)
 
     def bind(self, types: Sequence[Type]) -> dict[str, Any]:
         """Match operand types against the signature; see `signature.bind`."""

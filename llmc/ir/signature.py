@@ -4,7 +4,8 @@
 
 A name is bound to the size of its first match and must match it afterwards; `*b` binds any number of axes; an
 expression (`r+1`) must equal the size. `xs*: t[*s]` takes any number of operands, `s?: f[h]` is an optional last
-operand, `kv: state t[p, d]` is a state. Dtype classes are f (float), fq (float or quantised), i (integer), b (bool) and
+operand, `s?kv: f[h]` exists if and only if the earlier operand kv has 8-bit floats, `kv: state t[p, d]` is a state.
+Dtype classes are f (float), fq (float or quantised), i (integer), b (bool) and
 t (any). A result's dtype is a dtype, an operand's name (the same dtype), or a str attribute that holds a dtype.
 """
 
@@ -30,26 +31,38 @@ class Slot:
     state: bool = False
     many: bool = False
     optional: bool = False
+    scales: str = ""  # the operand whose 8-bit floats this one scales: it exists only with them
 
 
 class Mismatch(TypeError):
     """Operand types or attributes that do not fit an op. The message names the operand and the reason."""
 
 
-_SLOT = re.compile(r"(?:(\w+)([*?]?)\s*:\s*)?(state\s+)?(\w+)\[([^\]]*)\]")
+_SLOT = re.compile(r"(?:(\w+)([*?]?)(\w*)\s*:\s*)?(state\s+)?(\w+)\[([^\]]*)\]")
 
 
 def parse_signature(text: str) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
     """Parse a signature into operand slots and result slots."""
     ins, outs = text.split("->")
 
-    def slots(part: str) -> tuple[Slot, ...]:
-        return tuple(
-            Slot(m[1] or "", m[4], tuple(split_commas(m[5])), bool(m[3]), m[2] == "*", m[2] == "?")
-            for m in _SLOT.finditer(part)
+    def slot(m: re.Match[str]) -> Slot:
+        name, mark, scales, state, dtype, dims = m.groups(default="")
+        return Slot(
+            name, dtype, tuple(split_commas(dims)), bool(state), mark == "*", mark == "?" and not scales, scales
         )
 
-    return slots(ins), slots(outs)
+    return tuple(map(slot, _SLOT.finditer(ins))), tuple(map(slot, _SLOT.finditer(outs)))
+
+
+def present(slots: Sequence[Slot], types: Sequence[Type]) -> tuple[Slot, ...]:
+    """Return the slots of operands of these types, without scales of operands that are not 8-bit floats."""
+    names = [s.name for s in slots]  # what is scaled stands before the first scales
+    dtypes = {name: DTYPES[t.dtype] for name, t in zip(names, types, strict=False)}
+
+    def scaled(name: str) -> bool:
+        return name in dtypes and dtypes[name].kind == "f" and dtypes[name].bits == 8
+
+    return tuple(s for s in slots if not s.scales or scaled(s.scales))
 
 
 def bind(op: str, slots: Sequence[Slot], types: Sequence[Type]) -> dict[str, Any]:
@@ -58,6 +71,7 @@ def bind(op: str, slots: Sequence[Slot], types: Sequence[Type]) -> dict[str, Any
     The result maps size names to Dims, "*names" to tuples of Dims, and operand names to their Type (a list for `xs*`).
     """
     env: dict[str, Any] = {}
+    slots = present(slots, types)
     minimum = sum(1 for s in slots if not s.optional and not s.many)
     many = any(s.many for s in slots)
     if len(types) < minimum or (not many and len(types) > len(slots)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,10 @@ import numpy as np
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Builder, QuantisedWeight, Value
 from llmc.ir.qformat import QFormat
+from llmc.quant.kv_scales import Scales, kv_scales_of
 from llmc.quant.scheme import AGAIN, Codes, Scheme, SchemeOf, Stored
 
-# Scales of the KV cache, which is not quantised, by the last part of their names.
+# Scales of the KV cache by the last part of their names: they are no weights of the model (see `kv_scales`).
 KV_SCALES = ("k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "output_scale", "k_zero_point", "v_zero_point")
 
 
@@ -49,6 +50,10 @@ class Decoder:
             else:
                 out[name] = self._weight(Stored(name, parts, build, read))
         return out
+
+    def kv_scales(self, names: Iterable[str], read: Callable[[str], np.ndarray]) -> Mapping[int, Scales]:
+        """See `WeightDecoder.kv_scales`. Raises Diagnostic E341 or E342."""
+        return kv_scales_of(names, read)
 
     def _weight(self, stored: Stored) -> Value:
         if len({"weight", "qweight", "weight_packed"} & stored.parts.keys()) > 1:

@@ -10,12 +10,15 @@ import pytest
 
 from llmc.ir.cost import node_cost
 from llmc.ir.example import example_graph, op_example
+from llmc.ir.graph import Graph
 from llmc.ir.interp import run
 from llmc.ir.opdef import op
 from llmc.ir.ops import OPS
 from llmc.ir.ops.packed_quantized import unpack_codes
 from llmc.ir.scalar import evaluate, parse_expr
+from llmc.ir.signature import Mismatch
 from llmc.ir.text import parse, show
+from llmc.ir.types import state, tensor
 from llmc.ir.verify import verify
 
 torch = pytest.importorskip("torch")
@@ -117,6 +120,32 @@ def test_paged_attention_is_attention_over_pages() -> None:
     got = OPS["paged_attention"].ref(q, kv, pages, rows, starts, np.arange(7), scale=0.3, window=4, softcap=5.0)
     want = OPS["attention"].ref(q, k, v, np.arange(7), layer=0, scale=0.3, window=4, softcap=5.0)
     np.testing.assert_allclose(got, want, rtol=1e-9)
+
+
+def pooled(dtype: str, scaled: bool) -> Graph:
+    """An append to a pool of the dtype."""
+    g = Graph("main")
+    kv, k = g.input("kv", state(dtype, 2, 2, 2, 2, 4)), g.input("k", tensor("f32", 3, 2, 4))
+    scales = [g.input("scales", tensor("f32", 4))] if scaled else []
+    g.outputs = list(g.add(OPS["kv_append"], [kv, k, k, g.input("slots", tensor("i32", 3)), *scales]).results)
+    return g
+
+
+def test_scales_exist_only_with_pools_of_8_bit_floats() -> None:
+    assert pooled("bf16", False).outputs and pooled("f8e4m3", True).outputs
+    with pytest.raises(Mismatch, match="takes 4 operands, not 5"):
+        pooled("bf16", True)
+    with pytest.raises(Mismatch, match="takes 5 operands, not 4"):
+        pooled("f8e4m3", False)
+
+
+def test_pools_of_8_bit_floats_saturate() -> None:
+    k = np.array([[[1.0, -500, 1e6, 0.3]] * 2] * 3, np.float32)
+    (kv,) = run(pooled("f8e4m3", True), [np.zeros((2, 2, 2, 2, 4)), k, np.array([1, 0.5, 2, 1000]), np.arange(3)])
+    assert kv[0, 0, 0, 0].tolist() == [1, -448, 448, 0.3125]  # a key of the first head
+    assert kv[0, 0, 1, 0].tolist() == [2, -448, 448, 0.625]
+    assert kv[0, 1, 1, 0].tolist() == [2**-9 * round(0.001 * 2**9), -0.5, 448, 0.0]  # a value of the second
+    assert np.isfinite(kv).all() and not kv[1, :, :, 1].any()
 
 
 def test_rows_of_one_token_are_what_the_others_attention_leaves_out() -> None:

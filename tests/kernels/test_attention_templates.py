@@ -69,7 +69,7 @@ def test_decode(interpreter: Any, splits: int) -> None:
     query, out = torch.randn(3, HEADS, HEAD_DIM), torch.zeros(3, HEADS, HEAD_DIM)
     partial, lse = torch.zeros(3, HEADS, max(1, splits), HEAD_DIM), torch.zeros(3, HEADS, max(1, splits))
     decode.paged_decode[(3, KV_HEADS, max(1, splits))](
-        query, kv, table, i32(0, 1, 2), None if splits else i32(0, 1, 2, 3), i32(*(n - 1 for n in lengths)), None,
+        query, kv, table, i32(0, 1, 2), None if splits else i32(0, 1, 2, 3), i32(*(n - 1 for n in lengths)), None, None,
         partial if splits else out, lse, 3, table.shape[1], **CONSTANTS, SPLITS=splits, DOT_DTYPE=tl.float32,
         TABLES_SETTLED=False,
     )  # fmt: skip
@@ -98,11 +98,11 @@ def test_prefill_and_single(interpreter: Any) -> None:
     rows, starts = i32(0, 1), i32(0, 1, 21)
     sizes = {"row_count": 2, "token_count": 21, "table_width": table.shape[1], "DOT_DTYPE": tl.float32}
     prefill.paged_prefill[(21 // 8 + 3, KV_HEADS)](
-        query, kv, table, rows, starts, positions, None, out, **sizes, **CONSTANTS, MIN_TOKENS=2
+        query, kv, table, rows, starts, positions, None, None, out, **sizes, **CONSTANTS, MIN_TOKENS=2
     )
     assert (out[0] == 0).all()
     single.single_token_attention[(2, KV_HEADS)](
-        query, kv, table, rows, starts, positions, out, None, out, **sizes, **CONSTANTS, INPUTS_SETTLED=False
+        query, kv, table, rows, starts, positions, out, None, None, out, **sizes, **CONSTANTS, INPUTS_SETTLED=False
     )
     for i, position in enumerate(positions.tolist()):
         want = attention(query[i], kv, table[min(i, 1)].long(), position + 1)

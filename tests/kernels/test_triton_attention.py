@@ -36,7 +36,13 @@ SHAPES = (
     (3, 1, 40),
     (12, 2, 72),
 )  # h, g, d
-ATOL = {"f32": 2e-5, "f16": 4e-3, "bf16": 3e-2}  # a bfloat16 softmax; Triton's interpreter cuts where others round
+F8 = "f8e4m3"
+ATOL = {
+    "f32": 2e-5,
+    "f16": 4e-3,
+    "bf16": 3e-2,
+    F8: 0.0,
+}  # a bfloat16 softmax; Triton's interpreter cuts where others round
 
 
 @dataclass
@@ -74,8 +80,9 @@ class Paged:
                 positions[starts[i] : starts[i + 1]] = np.arange(total - new, total)
         rows[[s is None for s in self.spans]] = -1
         q = rng.standard_normal((len(positions), h, d)).astype(np.float32)
+        scales = [rng.uniform(0.5, 2, 2 * g).astype(np.float32)] if self.pool == F8 else []
         extra = [2 * rng.standard_normal(h).astype(np.float32)] if self.sinks else []
-        return [q, kv, table, rows, starts, positions, *extra]
+        return [q, kv, table, rows, starts, positions, *scales, *extra]
 
     def case(
         self,
@@ -91,7 +98,8 @@ class Paged:
         attrs = {"scale": self.shape[2] ** -0.5, **self.attrs}
         if splits:
             rows = np.concatenate([arrays[3], np.full(self.behind, -1, np.int32)])
-            arrays, attrs = [*arrays[:3], rows, arrays[5]], attrs | {"splits": splits}
+            scales = arrays[6:7] if self.pool == F8 else []
+            arrays, attrs = [*arrays[:3], rows, arrays[5], *scales], attrs | {"splits": splits}
         if kernel is SINGLE_TOKEN_ATTENTION:
             arrays.insert(6, rng.standard_normal(arrays[0].shape).astype(np.float32))
         elif least > 1:
@@ -101,19 +109,24 @@ class Paged:
         g = Graph("main")
         t, r = (D("T"), D("R")) if self.dynamic else (D(len(arrays[0])), D(len(self.spans)))
         first = {"q": t, "y": t, "rows": t if splits else r, "starts": r + 1, "positions": t}
-        for slot, x in zip(op.operands, arrays, strict=False):
-            dtype = "i32" if x.dtype.kind == "i" else self.pool or self.dtype if slot.name == "kv" else self.dtype
+        slots = [s for s in op.operands if not s.scales or self.pool == F8]
+        for slot, x in zip(slots, arrays, strict=False):
+            dtype = "i32" if x.dtype.kind == "i" else slot.dtype if slot.dtype == "f32" else self.dtype
+            dtype = self.pool or self.dtype if slot.name == "kv" else dtype
             shape = (first.get(slot.name, D(len(x))), *map(D, x.shape[1:]))
             g.input(slot.name, Type(dtype, shape, slot.state))
         g.outputs = list(g.add(op, g.inputs, attrs).results)
         plan = kernel.schedules(g.nodes.head, on)  # type: ignore[arg-type]
         plan = plan[schedule % len(plan)]
         name = f"{op.name}-{self}-{plan}-{least}"
-        return Case(name, g, kernel, plan, arrays, rtol=2e-5, atol=max(ATOL[self.dtype], ATOL[self.pool or self.dtype]))
+        atol = max(ATOL[self.dtype], ATOL[self.pool or self.dtype])
+        if self.pool == F8:  # the products' factors are float16, or float32
+            atol = ATOL["f32" if self.dtype == "f32" else "f16"]
+        return Case(name, g, kernel, plan, arrays, rtol=2e-5, atol=atol)
 
 
-def drawn(rng: np.random.Generator, one: bool) -> Paged:
-    """A step of a random shape. one: a token of each row."""
+def drawn(rng: np.random.Generator, one: bool, codes: bool = True) -> Paged:
+    """A step of a random shape. one: a token of each row. codes: some pools are of 8-bit floats."""
     spans: list[tuple[int, int] | None] = []
     for _ in range(rng.integers(1, 5)):
         total = int(rng.choice([1, 15, 16, 17, rng.integers(1, 80)]))
@@ -125,7 +138,7 @@ def drawn(rng: np.random.Generator, one: bool) -> Paged:
     if rng.random() < 0.4:
         attrs["softcap"] = float(rng.uniform(0.5, 5))
     dtype = str(rng.choice(["f32", "bf16", "f16"]))
-    pool = str(rng.choice(["f32", "bf16", "f16"])) if rng.random() < 0.2 else ""
+    pool = str(rng.choice(["f32", "bf16", "f16"])) if rng.random() < 0.2 else F8 if rng.random() < 0.3 and codes else ""
     shape = SHAPES[rng.integers(len(SHAPES))]
     page = int(rng.choice([16, 16, 4, 32, 64]))
     behind = 0 if one and rng.random() < 0.7 else int(rng.integers(0, 4))
@@ -143,12 +156,16 @@ PINNED = (
     Paged((4, 4, 80), [(1, 65), None], sinks=True, attrs={"softcap": 2.0, "window": 64}),
     Paged((2, 1, 256), [None, None], sinks=True),
     Paged((20, 1, 16), [(1, 70)], dtype="bf16", dynamic=False),
+    Paged((8, 2, 128), [(1, 1), (1, 33), None, (1, 170)], dtype="bf16", pool=F8),
+    Paged((5, 1, 80), [(1, 90), (1, 16)], dtype="f32", pool=F8, sinks=True, attrs={"softcap": 3.0}),
 )
 MIXED = (
     Paged((8, 2, 128), [(1, 40), (35, 35), (1, 1), (20, 70), None, (1, 129)], dtype="bf16", behind=3),
     Paged((14, 2, 64), [(40, 41), (5, 77)], dtype="bf16", sinks=True, attrs={"window": 9, "softcap": 3.0}),
     Paged((4, 2, 40), [None, (33, 33), (17, 80)], attrs={"window": 70}),
     Paged((71, 1, 64), [(3, 20), (1, 5)], dtype="f16"),
+    Paged((8, 2, 128), [(1, 40), (35, 35), (1, 1), (20, 70), None], dtype="bf16", pool=F8, behind=2),
+    Paged((6, 2, 40), [(33, 50), (1, 20)], dtype="f16", pool=F8, sinks=True, attrs={"window": 9}),
 )
 
 
@@ -330,15 +347,21 @@ def gpu_cases(target: Target) -> Iterator[Case]:
 def test_compiles(target: Target, tmp_path: Path) -> None:
     """A few cases of other dtypes and attributes: a text that the interpreter takes may still not compile."""
     rng = fresh()
+    codes = target.name in ("cuda:sm_90", "cuda:sm_100")
     cases = [
         PINNED[0].case(DECODE_ATTENTION, rng, int(rng.integers(6)), 4, target),
         MIXED[1].case(PREFILL_ATTENTION, rng, int(rng.integers(6)), on=target),
-        drawn(rng, False).case(PREFILL_ATTENTION, rng, int(rng.integers(6)), on=target),
-        drawn(rng, True).case(DECODE_ATTENTION, rng, int(rng.integers(6)), on=target),
-        drawn(rng, False).case(SINGLE_TOKEN_ATTENTION, rng, int(rng.integers(6)), on=target),
+        drawn(rng, False, codes).case(PREFILL_ATTENTION, rng, int(rng.integers(6)), on=target),
+        drawn(rng, True, codes).case(DECODE_ATTENTION, rng, int(rng.integers(6)), on=target),
+        drawn(rng, False, codes).case(SINGLE_TOKEN_ATTENTION, rng, int(rng.integers(6)), on=target),
         list(prompts(rng, target))[int(rng.integers(5))],
         list(combines(rng, target))[int(rng.integers(4))],
     ]
+    of_codes = PINNED[-2].case(DECODE_ATTENTION, rng, int(rng.integers(6)), on=target)
+    if codes:
+        cases.append(of_codes)
+    else:
+        assert "f8e4m3" in (DECODE_ATTENTION.reject(of_codes.node, target) or "")
     for case in cases:
         built = compile_for(case, target, tmp_path)
         assert built.shared <= target.limits.shared, case.name

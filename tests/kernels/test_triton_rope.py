@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ APPENDS = (
     (2, 2, 2, 8, 256, 128, True, False),
 )
 DTYPES = ("f32", "f16", "bf16")
+F8 = "f8e4m3"
 
 
 def fresh() -> np.random.Generator:
@@ -84,6 +86,7 @@ def append(rng: np.random.Generator, i: int, dtype: str, pool: str, at: int, on:
         (rng.standard_normal((tokens, (h + 2 * g) * d)).astype(np.float32), dtype),
         (rng.standard_normal((pages, 2, g, page, d)).astype(np.float32), f"state {pool}"),
         (slots_of(rng, tokens, pages, page), "i32"),
+        *([(rng.uniform(0.5, 2, 2 * g).astype(np.float32), "f32")] if pool == F8 else []),
         *(tables(rng, tokens, pairs, dtype) if pairs else []),
     ]
     if normed:
@@ -120,7 +123,25 @@ def others(rng: np.random.Generator, on: Target = INTERPRETED) -> Iterator[Case]
 def test_append(i: int, dtype: str) -> None:
     rng = fresh()
     for at in range(2):
-        run_case(append(rng, i, dtype, str(rng.choice(DTYPES)), at))
+        run_case(append(rng, i, dtype, str(rng.choice((*DTYPES, F8))), at))
+
+
+def coded(rng: np.random.Generator, dtype: str, at: int, on: Target = INTERPRETED) -> Case:
+    """An append to a pool of 8-bit floats that is rounded exactly: ties, subnormals, numbers that saturate, NaN."""
+    k, v = (300 * rng.standard_normal((2, 9, 3, 20)) ** 3).astype(np.float32)
+    k[0, 0, :8] = [0.0, 448, 464, 465, 6e4, np.inf, -np.inf, np.nan]
+    k[0, 1, :8] = [17, 19, 2.0**-9, 2.0**-10, 2.0**-10 * 1.5, -(2.0**-6), 240, 248]
+    v[:2] *= 1e-5
+    kv = rng.standard_normal((4, 2, 3, 4, 20)).astype(np.float32)
+    scales = np.concatenate([[1, 0.25], rng.uniform(1e-3, 9, 4)]).astype(np.float32)
+    values = [(kv, f"state {F8}"), (k, dtype), (v, dtype), (np.arange(9)[::-1] - 1, "i32"), (scales, "weight f32")]
+    c = case("kv_append", KV_APPEND, values, {}, at, on, axis=1)
+    return replace(c, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codes_are_rounded_exactly(dtype: str) -> None:
+    run_case(coded(fresh(), dtype, 0))
 
 
 def test_others() -> None:

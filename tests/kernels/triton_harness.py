@@ -15,6 +15,7 @@ import torch
 from draw import SEED
 from kernels.harness import Buffer, Case
 
+from llmc.codegen.backends.triton.triton_kernel import ELEMENTS
 from llmc.codegen.backends.triton.triton_toolchain import Compiled, TritonToolchain, load_entry
 from llmc.codegen.kernel import Source
 from llmc.ir.dtype import DTYPES
@@ -41,7 +42,7 @@ def some(items: Sequence[T], share: float = 0.5) -> Sequence[T]:
 @contextmanager
 def interpreting() -> Any:
     """Kernels loaded inside run on the CPU. Mended meanwhile: Triton 3.6 cannot use its scalars as Python integers with
-    numpy >= 2.4, and a scalar comparison becomes a tensor of the numbers compared."""
+    numpy >= 2.4, a scalar comparison becomes a tensor of the numbers compared, and 8-bit floats are rounded wrongly."""
     import triton
     from triton import knobs
     from triton.runtime import interpreter
@@ -49,6 +50,12 @@ def interpreting() -> Any:
     original = interpreter._patch_lang_tensor
     builder = interpreter.InterpreterBuilder
     splat = builder.create_splat
+    convert = interpreter._convert_float
+
+    def converted(x: Any, source: Any, wanted: Any, mode: Any) -> Any:
+        if "fp8e4nv" in (source.name, wanted.name):
+            return _converted(x, source.name, wanted.name)
+        return convert(x, source, wanted, mode)
 
     def patched(tensor: Any, scope: Any) -> None:
         original(tensor, scope)
@@ -60,6 +67,7 @@ def interpreting() -> Any:
     with knobs.runtime.scope(), _language_restored(), _standard_interpreted(), _patched_once():
         knobs.runtime.interpret = True
         builder.create_splat = splat_as_is
+        interpreter._convert_float = converted
         if triton.__version__.startswith("3.6"):
             interpreter._patch_lang_tensor = patched
         try:
@@ -67,6 +75,16 @@ def interpreting() -> Any:
         finally:
             interpreter._patch_lang_tensor = original
             builder.create_splat = splat
+            interpreter._convert_float = convert
+
+
+def _converted(x: np.ndarray, source: str, wanted: str) -> np.ndarray:
+    """Convert the bits of floats from or to fp8e4nv as a GPU does: to the nearest, infinities to the largest."""
+    types = {dtype: DTYPES[name].np for name, (_, dtype) in ELEMENTS.items() if DTYPES[name].kind == "f"}
+    wide = x.view(types[source]).astype(np.float32)
+    if wanted == "fp8e4nv":
+        wide = np.clip(wide, -448, 448)
+    return wide.astype(types[wanted]).view(f"u{types[wanted].itemsize}")
 
 
 @contextmanager
@@ -174,9 +192,9 @@ def run_case(case: Case) -> None:
 
 
 def compare(case: Case, dtype: str, got: np.ndarray, want: np.ndarray) -> None:
-    """Floats within the case's tolerance and one unit in the last place of the dtype; the rest exactly."""
+    """Floats within the case's tolerance, if any, and a unit in the last place of the dtype; the rest exactly."""
     if DTYPES[dtype].kind == "f":
-        unit = {"bf16": 2.0**-7, "f16": 2.0**-10}.get(dtype, 0.0)
+        unit = {"bf16": 2.0**-7, "f16": 2.0**-10, "f8e4m3": 2.0**-3}.get(dtype, 0.0) if case.rtol else 0.0
         np.testing.assert_allclose(got, want, rtol=case.rtol + unit, atol=case.atol, err_msg=case.name)
     else:
         np.testing.assert_array_equal(got, want, err_msg=case.name)

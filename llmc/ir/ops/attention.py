@@ -75,7 +75,7 @@ def attention(
 _HOLDS: Mapping[str, Content] = MappingProxyType(
     {
         "kv": contents.kv_pool, "pages": contents.page_table, "rows": contents.rows, "starts": contents.starts,
-        "positions": contents.positions,
+        "positions": contents.positions, "scales": contents.positive,
     }
 )  # fmt: skip
 _SIZES: Mapping[str, Any] = MappingProxyType(
@@ -85,23 +85,28 @@ _SIZES: Mapping[str, Any] = MappingProxyType(
 
 @op(
     "(q: f[t, h, d], kv: state f[p, 2, g, page, d], pages: state i32[rows_max, m], rows: i32[r], starts: i32[r+1],"
-    " positions: i32[t], sinks?: f[h]) -> q[t, h, d]",
+    " positions: i32[t], scales?kv: f32[2*g], sinks?: f[h]) -> q[t, h, d]",
     flops="4*t*h*d*p*page", bytes="2*p*page*g*d*bytes_kv + 2*t*h*d*bytes_q", holds=_HOLDS,
     example={**_SIZES, "scale": 0.35, "window": 6, "softcap": 3.0},
 )  # fmt: skip
 def paged_attention(
-    q: Any, kv: Any, pages: Any, rows: Any, starts: Any, positions: Any, sinks: Any = None, *, scale: float,
-    window: int = 0, softcap: float = 0.0, least: int = 1,
+    q: Any, kv: Any, pages: Any, rows: Any, starts: Any, positions: Any, sinks: Any = None, scales: Any = None, *,
+    scale: float, window: int = 0, softcap: float = 0.0, least: int = 1,
 ) -> Any:  # fmt: skip
     """Causal attention of each row's tokens starts[i] .. starts[i+1] over the KV pages of its device row.
 
     A token at position p attends to positions 0 .. p, or p - window + 1 .. p with a window. Its own key and value must
     have been appended already. The result is zero for padding (rows of -1, tokens at position -1) and for rows with
-    fewer than `least` tokens. Scale, softcap and sinks are those of `attention`. The cost assumes that every page of
-    the pool is in use.
+    fewer than `least` tokens. Scale, softcap and sinks are those of `attention`. A pool of 8-bit floats is multiplied
+    by `scales` (see `kv_append`). The cost assumes that every page of the pool is in use.
     """
-    selected = np.diff(starts) >= least
+    selected, kv = np.diff(starts) >= least, _unscaled(kv, scales)
     return _over_pages(np.zeros_like(q), selected, q, kv, pages, rows, starts, positions, sinks, scale, window, softcap)
+
+
+def _unscaled(kv: Any, scales: Any) -> Any:
+    """The keys and values of a pool: its numbers times the scale of their head, if it has scales."""
+    return kv if scales is None else kv * scales.reshape(2, -1, 1, 1)
 
 
 def _over_pages(
@@ -125,32 +130,31 @@ def _over_pages(
 
 @op(
     "(q: f[t, h, d], kv: state f[p, 2, g, page, d], pages: state i32[rows_max, m], rows: i32[r], starts: i32[r+1],"
-    " positions: i32[t], y: q[t, h, d], sinks?: f[h]) -> q[t, h, d]",
+    " positions: i32[t], y: q[t, h, d], scales?kv: f32[2*g], sinks?: f[h]) -> q[t, h, d]",
     flops="4*r*h*d*p*page", bytes="2*p*page*g*d*bytes_kv + 2*r*h*d*bytes_q", holds=_HOLDS,
     example={**_SIZES, "scale": 0.35, "window": 6, "softcap": 3.0},
 )  # fmt: skip
 def paged_attention_single(
-    q: Any, kv: Any, pages: Any, rows: Any, starts: Any, positions: Any, y: Any, sinks: Any = None, *, scale: float,
-    window: int = 0, softcap: float = 0.0,
+    q: Any, kv: Any, pages: Any, rows: Any, starts: Any, positions: Any, y: Any, sinks: Any = None, scales: Any = None,
+    *, scale: float, window: int = 0, softcap: float = 0.0,
 ) -> Any:  # fmt: skip
     """Copy y, and overwrite the tokens of rows that have exactly one token with their attention.
 
     This completes paged_attention with least=2: decoding rows in a batch with prompts need no tiles of many queries.
     """
-    return _over_pages(
-        y.copy(), np.diff(starts) == 1, q, kv, pages, rows, starts, positions, sinks, scale, window, softcap
-    )
+    selected, kv = np.diff(starts) == 1, _unscaled(kv, scales)
+    return _over_pages(y.copy(), selected, q, kv, pages, rows, starts, positions, sinks, scale, window, softcap)
 
 
 @op(
-    "(q: f[t, h, d], kv: state f[p, 2, g, page, d], pages: state i32[rows_max, m], rows: i32[t], positions: i32[t])"
-    " -> (partial: f32[t, h, splits, d], lse: f32[t, h, splits])",
+    "(q: f[t, h, d], kv: state f[p, 2, g, page, d], pages: state i32[rows_max, m], rows: i32[t], positions: i32[t],"
+    " scales?kv: f32[2*g]) -> (partial: f32[t, h, splits, d], lse: f32[t, h, splits])",
     flops="4*t*h*d*p*page", bytes="2*p*page*g*d*bytes_kv + t*h*d*bytes_q + 4*t*h*splits*d + 4*t*h*splits",
     holds=_HOLDS, example={**_SIZES, "t": 3, "scale": 0.35, "splits": 2, "window": 7, "softcap": 3.0},
 )  # fmt: skip
 def paged_attention_split(
-    q: Any, kv: Any, pages: Any, rows: Any, positions: Any, *, scale: float, splits: int, window: int = 0,
-    softcap: float = 0.0,
+    q: Any, kv: Any, pages: Any, rows: Any, positions: Any, scales: Any = None, *, scale: float, splits: int,
+    window: int = 0, softcap: float = 0.0,
 ) -> Any:  # fmt: skip
     """paged_attention of one token per row, with each row's visible pages divided among `splits` parts.
 
@@ -158,7 +162,7 @@ def paged_attention_split(
     logarithm of its sum of exponentials. Parts without pages, and all parts of padding rows, are zero with an lse of
     -inf.
     """
-    (t, h, d), page = q.shape, kv.shape[3]
+    (t, h, d), page, kv = q.shape, kv.shape[3], _unscaled(kv, scales)
     partial, lse = np.zeros((t, h, splits, d), q.dtype), np.full((t, h, splits), -np.inf, q.dtype)
     for i, (row, pos) in enumerate(zip(rows, positions, strict=True)):
         if row < 0 or pos < 0:

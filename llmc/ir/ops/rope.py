@@ -76,18 +76,22 @@ def _append_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
 
 
 @op(
-    "(x: f[t, n], kv: state f[p, 2, g, page, d], slots: i32[t], cos?: f[t, r], sin?: f[t, r], qw?: f[d], kw?: f[d])"
+    "(x: f[t, n], kv: state f[p, 2, g, page, d], slots: i32[t], scales?kv: f32[2*g], cos?: f[t, r], sin?: f[t, r],"
+    " qw?: f[d], kw?: f[d])"
     " -> (q: x[t, heads, d], appended: state kv[p, 2, g, page, d])",
     writes=("kv",), infer=_append_type, flops="6*t*n",
-    holds={"kv": contents.kv_pool, "slots": contents.slots, "cos": contents.cosine, "sin": contents.sine},
+    holds={
+        "kv": contents.kv_pool, "slots": contents.slots, "scales": contents.positive, "cos": contents.cosine,
+        "sin": contents.sine,
+    },
     example={
         "t": 5, "n": 64, "p": 4, "g": 2, "page": 3, "d": 8, "r": 3, "heads": 4, "dtype": "f32", "eps": 1e-5,
     },
     bytes="t*n*bytes_x + t*heads*d*bytes_x + 2*t*g*d*bytes_kv + 4*t",
 )  # fmt: skip
 def rope_append(
-    x: Any, kv: Any, slots: Any, cos: Any = None, sin: Any = None, qw: Any = None, kw: Any = None, *, heads: int,
-    dtype: str, eps: float = 0.0, interleaved: bool = False,
+    x: Any, kv: Any, slots: Any, cos: Any = None, sin: Any = None, qw: Any = None, kw: Any = None, scales: Any = None,
+    *, heads: int, dtype: str, eps: float = 0.0, interleaved: bool = False,
 ) -> Any:  # fmt: skip
     """Normalize and rotate the queries and keys of a QKV product, and append keys and values to the KV pool.
 
@@ -102,7 +106,7 @@ def rope_append(
         q, k = (_round(norm.rms_norm.ref(part, w, eps=eps), dtype) for part, w in ((q, qw), (k, kw)))
     if cos is not None:
         q, k = (_round(rope.ref(part, cos, sin, interleaved=interleaved), dtype) for part in (q, k))
-    return q, state.kv_append.ref(kv, k, v, slots)
+    return q, state.kv_append.ref(kv, k, v, slots, scales)
 
 
 def _round(x: Any, dtype: str) -> Any:

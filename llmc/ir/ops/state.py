@@ -24,9 +24,12 @@ HOLDS: Mapping[str, Content] = MappingProxyType(
         "rows": contents.rows, "qlens": contents.qlens, "starts": contents.starts, "token_row": contents.token_row,
         "positions": contents.positions, "length": contents.length, "pages": contents.page_table,
         "kv": contents.kv_pool, "slots": contents.slots, "tokens": contents.history, "counts": contents.counts,
-        "emit": contents.emit, "ids": contents.token_ids,
+        "emit": contents.emit, "ids": contents.token_ids, "scales": contents.positive,
     }
 )  # fmt: skip
+
+
+LARGEST = 448.0  # f8e4m3
 
 
 @op(
@@ -84,13 +87,22 @@ def row_begin(rows: Any, qlens: Any, length: Any, history: Any, pages: Any, *, t
 
 
 @op(
-    "(kv: state f[p, 2, g, page, d], k: f[t, g, d], v: f[t, g, d], slots: i32[t]) -> state kv[p, 2, g, page, d]",
+    "(kv: state f[p, 2, g, page, d], k: f[t, g, d], v: f[t, g, d], slots: i32[t], scales?kv: f32[2*g])"
+    " -> state kv[p, 2, g, page, d]",
     writes=("kv",), bytes="2*t*g*d*bytes_k + 2*t*g*d*bytes_kv + 4*t", holds=HOLDS,
     example={"p": 4, "g": 2, "page": 3, "d": 5, "t": 4},
 )  # fmt: skip
-def kv_append(kv: Any, k: Any, v: Any, slots: Any) -> Any:
-    """Write keys and values to flat slots of the KV pool; slots of -1 are skipped."""
+def kv_append(kv: Any, k: Any, v: Any, slots: Any, scales: Any = None) -> Any:
+    """Write keys and values to flat slots of the KV pool; slots of -1 are skipped.
+
+    A pool of 8-bit floats holds them times the reciprocals of `scales`, those of the heads of keys and then of values;
+    what is larger than the largest float saturates.
+    """
     kv = kv.copy()
+    if scales is not None:
+        k, v = (
+            np.clip(x * (1 / s)[:, None], -LARGEST, LARGEST) for x, s in zip((k, v), np.split(scales, 2), strict=True)
+        )
     page = kv.shape[3]
     for i, s in enumerate(slots):
         if s >= 0:
@@ -137,4 +149,4 @@ def row_commit(
 
 
 OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))
-__all__ = ["HOLDS", "OPS", "ends"]
+__all__ = ["HOLDS", "LARGEST", "OPS", "ends"]

@@ -115,7 +115,7 @@ def _reader(g: Graph, v: Value, op: str) -> Value | None:
 
 def _parts(g: Graph, n: Node) -> tuple[Part, Part, Part]:
     """Queries, keys and values of a kv_append; raises NoMatch if they do not match rope_append."""
-    kv, keys, values, _ = n.operands
+    kv, keys, values, *_ = n.operands
     k, v = _trace_back(keys, "keys"), _trace_back(values, "values")
     if v.norm or v.rope:
         raise NoMatch(f"values pass through {(v.rope or v.norm or n).op.name}")
@@ -175,8 +175,8 @@ def _place(g: Graph, n: Node, q: Part, operands: Sequence[Value]) -> Node:
 
 def _operands(n: Node, q: Part, k: Part) -> tuple[list[Value], dict[str, Any]]:
     """Operands and attributes of the rope_append."""
-    kv, _, _, slots = n.operands
-    operands, attrs = [k.product, kv, slots], {"heads": int(q.last.type.shape[1]), "dtype": k.product.type.dtype}
+    kv, _, _, *rest = n.operands  # slots and, of 8-bit pools, scales
+    operands, attrs = [k.product, kv, *rest], {"heads": int(q.last.type.shape[1]), "dtype": k.product.type.dtype}
     if q.rope and k.rope:
         operands += q.rope.operands[1:]
         attrs["interleaved"] = q.rope.attrs["interleaved"]

@@ -17,6 +17,9 @@ from llmc.passes.base import Ctx, Pass
 
 PAGES_MAX = 1 << 30
 _CAUSAL = "use a causal model, in which a token attends only to itself and to earlier tokens"
+F8 = "f8e4m3"
+POOLS = ("f32", "bf16", "f16", F8)
+KV_SCALES = "kv_scales."  # and the layer: the name of the scales of its pool
 RESULTS = ("ids", "logprob", "rank", "top_ids", "top_logprobs")
 
 
@@ -26,7 +29,8 @@ class PageAttention(Pass):
 
     Ids and positions come from row states, attention appends to a paged KV pool and reads it, and the step returns a
     sampled id per row. rows: number of device rows. max_len: maximum tokens per sequence. page: tokens per page.
-    tokens: maximum tokens per step (0: the bound of T).
+    tokens: maximum tokens per step (0: the bound of T). kv: dtype of the pools (empty: that of the keys); pools of
+    f8e4m3 have a weight kv_scales.LAYER, the scales of the heads of keys, then of values.
     """
 
     name: ClassVar[str] = "page-attention"
@@ -34,6 +38,7 @@ class PageAttention(Pass):
     max_len: int = 2048
     page: int = 16
     tokens: int = 0
+    kv: str = ""
 
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every graph; return the number of changes."""
@@ -41,6 +46,9 @@ class PageAttention(Pass):
 
     def _graph(self, m: Module, g: Graph, ctx: Ctx) -> int:
         inputs = {v.name: v for v in g.inputs}
+        if self.kv and self.kv not in POOLS:
+            cause = f"pass page-attention: kv={self.kv} is not a dtype of KV pools"
+            raise Diagnostic("E421", cause, f"use one of {', '.join(POOLS)}")
         if not {"tokens", "positions", "last"} <= inputs.keys():
             return 0
         if not ctx.spend():
@@ -119,11 +127,16 @@ class _Rows:
         b = Builder(self.g, self.ops, before=n, loc=n.loc)
         if narrow < wide:
             v = _pad(b, v, wide)
-        pool = Type(k.type.dtype, (D("P"), D(2), k.type.shape[1], D(self.options.page), D(wide)), True)
-        kv = self.g.input(f"kv.{n.attrs['layer']}", pool)
-        newest: Value = b.kv_append(kv, k, v, self.slots)
+        layer, heads = n.attrs["layer"], k.type.shape[1]
+        pool = Type(self.options.kv or k.type.dtype, (D("P"), D(2), heads, D(self.options.page), D(wide)), True)
+        kv = self.g.input(f"kv.{layer}", pool)
+        scales = []
+        if pool.dtype == F8:
+            scales = [self.g.input(f"{KV_SCALES}{layer}", tensor("f32", heads * 2), weight=True)]
+        newest: Value = b.kv_append(kv, k, v, self.slots, *scales)
         attrs = {key: n.attrs[key] for key in ("scale", "window", "softcap")}
-        out = b.paged_attention(q, newest, self.pages, self.rows, self.starts, self.positions, *sinks, **attrs)
+        step = (self.pages, self.rows, self.starts, self.positions)
+        out = b.paged_attention(q, newest, *step, *scales, *sinks, **attrs)
         if narrow < wide:
             out = b.slice(out, axis=2, start=0, stop=narrow)
         self.g.replace(n.result, out)

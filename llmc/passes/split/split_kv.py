@@ -32,7 +32,7 @@ class SplitKv(Pass):
 
     def split(self, g: Graph, n: Node, bounds: Bounds, ctx: Ctx) -> bool:
         """Rewrite one node if more parts are needed to occupy the GPU; return whether it was rewritten."""
-        q, kv, pages, rows, _, positions, *sinks = n.operands
+        q, kv, pages, rows, _, positions, *_ = n.operands
         if not g.name.startswith("decode") or q.type.shape[0] != rows.type.shape[0] or not ctx.allows(n):
             return False
         parts = self.splits or self.choose(n, bounds, ctx)
@@ -40,7 +40,8 @@ class SplitKv(Pass):
             return False
         b = Builder(g, ctx.opset, before=n, loc=n.loc)
         attrs = {key: n.attrs[key] for key in ("scale", "window", "softcap")}
-        partial, lse = b.paged_attention_split(q, kv, pages, rows, positions, splits=parts, **attrs)
+        scales, sinks = ([v] if (v := n.operand(name)) else [] for name in ("scales", "sinks"))
+        partial, lse = b.paged_attention_split(q, kv, pages, rows, positions, *scales, splits=parts, **attrs)
         substitute(g, n, [b.attention_combine(partial, lse, *sinks, dtype=q.type.dtype)], self.name)
         return True
 

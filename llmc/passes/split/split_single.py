@@ -25,13 +25,13 @@ class SplitSingle(Pass):
 
     def split(self, g: Graph, n: Node, ctx: Ctx) -> bool:
         """Rewrite one node, unless it is split already or every row has one token; return whether it was rewritten."""
-        q, kv, pages, rows, starts, positions, *sinks = n.operands
+        q, kv, pages, rows, starts, positions, *rest = n.operands
         if q.type.shape[0] == rows.type.shape[0] or n.attrs["least"] > 1 or not ctx.allows(n) or not ctx.spend():
             return False
         b = Builder(g, ctx.opset, before=n, loc=n.loc)
-        many = b.paged_attention(q, kv, pages, rows, starts, positions, *sinks, **{**n.attrs, "least": 2})
+        many = b.paged_attention(q, kv, pages, rows, starts, positions, *rest, **{**n.attrs, "least": 2})
         attrs = {key: n.attrs[key] for key in ("scale", "window", "softcap")}
-        one = b.paged_attention_single(q, kv, pages, rows, starts, positions, many, *sinks, **attrs)
+        one = b.paged_attention_single(q, kv, pages, rows, starts, positions, many, *rest, **attrs)
         substitute(g, n, [one], self.name)
         return True
 

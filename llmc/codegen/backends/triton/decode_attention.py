@@ -11,14 +11,26 @@ from dataclasses import dataclass
 
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.tiling import power
-from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, element, unsupported
+from llmc.codegen.backends.triton.triton_kernel import (
+    FLOATS,
+    Code,
+    TritonKernel,
+    Unit,
+    element,
+    unsupported,
+    unsupported_codes,
+)
 from llmc.codegen.kernel import Schedule, roofline_us
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
 MAX_HEAD = 512
+F8 = "f8e4m3"
 CONTEXT = 1024  # tokens per row that the cost rule assumes
+# The template's parameters for the operands of paged_attention and of paged_attention_split.
+OPERANDS = "query_ptr kv_ptr page_table_ptr rows_ptr starts_ptr positions_ptr scales_ptr sinks_ptr"
+SPLIT_OPERANDS = "query_ptr kv_ptr page_table_ptr rows_ptr positions_ptr scales_ptr"
 # keys, warps, stages
 TILES = (
     (32, 2, 4), (64, 4, 3), (32, 4, 4), (64, 4, 4), (128, 4, 3), (16, 1, 3), (32, 2, 3), (32, 4, 3), (32, 1, 3),
@@ -49,6 +61,8 @@ class Problem:
         q, kv, a = node.operands[0].type, node.operands[1].type, node.attrs
         g, page, d = (int(s) for s in kv.shape[2:])
         dot = element(kv) if q.dtype == kv.dtype else "tl.float32"
+        if kv.dtype == F8 and q.dtype != "f32":
+            dot = "tl.float16"  # an instruction converts two 8-bit floats to float16; bfloat16 would take five
         item = DTYPES[kv.dtype].bits // 8
         return Problem(int(q.shape[1]), g, page, d, item, a["scale"], a["window"], a["softcap"], dot)
 
@@ -75,21 +89,22 @@ class Problem:
         }  # fmt: skip
 
 
-def reject_attention(node: Node, floats: tuple[int, ...]) -> str | None:
-    """Return why no attention kernel supports the node, or None; `floats` are the operands that must be floats."""
-    if why := unsupported(node):
+def reject_attention(node: Node, target: Target) -> str | None:
+    """Return why no attention kernel supports the node, or None."""
+    if why := unsupported(node) or unsupported_codes(node, target):
         return why
-    types = [node.operands[i].type for i in floats if i < len(node.operands)]
-    if bad := next((t for t in types if t.dtype not in FLOATS), None):
+    named = {name: v.type for name in ("q", "kv", "k", "v", "y", "sinks") if (v := node.operand(name))}
+    pool = (*FLOATS, F8)
+    if bad := next((t for name, t in named.items() if t.dtype not in (pool if name == "kv" else FLOATS)), None):
         return f"{bad} is not one of {', '.join(FLOATS)}"
-    q, k = types[0], types[1]
+    q, k = named["q"], named.get("kv") or named["k"]
     sizes = [q.shape[1].const, q.shape[2].const, *(s.const for s in k.shape[1:])]
     if None in sizes:
         return "heads, page and head size must be constant"
     h, g = int(q.shape[1]), int(k.shape[2] if k.rank == 5 else k.shape[1])
     if h % g:
         return f"{h} query heads are not a multiple of {g} key heads"
-    widest = max(int(t.shape[-1]) for t in types[: len(floats) - 1])
+    widest = max(int(t.shape[-1]) for name, t in named.items() if name != "sinks")
     return f"head size {widest} is above {MAX_HEAD}" if widest > MAX_HEAD else None
 
 
@@ -100,7 +115,7 @@ class DecodeAttention(TritonKernel):
         return (
             "it does not support skipping rows (least > 1)"
             if node.attrs.get("least", 1) > 1
-            else reject_attention(node, (0, 1, 6))
+            else reject_attention(node, target)
         )
 
     def early(self, node: Node) -> tuple[int, ...]:
@@ -117,7 +132,7 @@ class DecodeAttention(TritonKernel):
             return [smallest]  # float32 products use many registers per thread
         schedules: list[Schedule] = []
         for keys, warps, stages in TILES:
-            shared = (2 * keys * (stages - 1) + self.rows(p)) * p.width * p.item
+            shared = (2 * keys * (stages - 1) * p.item + self.rows(p) * 2) * p.width
             if shared <= target.limits.shared * 7 // 8 and keys * p.width <= 1 << 14:
                 schedules.append({"keys": keys, "warps": warps, "stages": stages})
         return [*schedules, smallest]
@@ -143,9 +158,8 @@ class DecodeAttention(TritonKernel):
         return u.launch(
             Template("decode_attention", "paged_decode"),
             (tokens, p.g, max(1, splits)),
-            **u.pointers("query_ptr kv_ptr page_table_ptr rows_ptr - - sinks_ptr", "out_ptr"),
-            starts_ptr=None if splits else "x4",
-            positions_ptr="x4" if splits else "x5",
+            **u.pointers(SPLIT_OPERANDS if splits else OPERANDS, "out_ptr"),
+            **({"starts_ptr": None, "sinks_ptr": None} if splits else {}),
             lse_ptr="y1" if splits else None,
             row_count=None if splits else u.sizes(count),
             table_width=u.sizes(n.operands[2].type.shape[1]),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from llmc.codegen.backends.triton.decode_attention import CONTEXT, Problem, reject_attention
+from llmc.codegen.backends.triton.decode_attention import CONTEXT, OPERANDS, Problem, reject_attention
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import power
 from llmc.codegen.backends.triton.triton_kernel import PDL, Code, TritonKernel, Unit, element
@@ -49,20 +49,20 @@ class PrefillAttention(TritonKernel):
     """Paged attention of any mixture of rows and tokens; a tile belongs to one row."""
 
     def reject(self, node: Node, target: Target) -> str | None:
-        return reject_attention(node, (0, 1, 6))
+        return reject_attention(node, target)
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = Problem.of(node)
-        return list(tiles(p.width, p.item, p.dot == "tl.float32", power(p.group), target))
+        return list(tiles(p.width, max(2, p.item), p.dot == "tl.float32", power(p.group), target))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: waves of blocks, whose steps cost their products at half of the peak plus a latency."""
         p, rows, keys = Problem.of(node), schedule["rows"], schedule["keys"]
         tokens, count = (node.operands[i].type.shape[0].subs(env).const or 1 for i in (0, 3))
         blocks = (tokens // (rows // p.group) + count) * p.g
-        block_bytes = shared(rows, keys, schedule["stages"], p.width, p.item, target)
+        block_bytes = shared(rows, keys, schedule["stages"], p.width, max(2, p.item), target)
         resident = max(1, min(target.limits.shared // block_bytes, 16 // schedule["warps"]))
-        peak = target.peaks.get(node.operands[1].type.dtype, target.peaks["f32"]) / target.limits.units / 2e6
+        peak = target.peaks.get(node.operands[0].type.dtype, target.peaks["f32"]) / target.limits.units / 2e6
         seen = min(max(CONTEXT, tokens // count // 2), p.window or FAR)
         share = min(resident, blocks / target.limits.units + 1)  # blocks that share a multiprocessor
         wait = 0.3 if schedule["stages"] > 2 else 1.0
@@ -76,7 +76,7 @@ class PrefillAttention(TritonKernel):
         return u.launch(
             Template("prefill_attention", "paged_prefill"),
             grid,
-            **u.pointers("query_ptr kv_ptr page_table_ptr rows_ptr starts_ptr positions_ptr sinks_ptr", "out_ptr"),
+            **u.pointers(OPERANDS, "out_ptr"),
             row_count=u.sizes(count),
             token_count=u.sizes(tokens),
             table_width=u.sizes(n.operands[2].type.shape[1]),
@@ -92,7 +92,7 @@ class PackedAttention(TritonKernel):
     """Packed prompts without pages. The kernel finds the boundaries of the sequences from the positions."""
 
     def reject(self, node: Node, target: Target) -> str | None:
-        return reject_attention(node, (0, 1, 2, 4))
+        return reject_attention(node, target)
 
     def widths(self, node: Node) -> tuple[int, int]:
         """Padded columns of keys and of values."""

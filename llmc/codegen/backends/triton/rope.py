@@ -10,7 +10,15 @@ from dataclasses import dataclass
 
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.tiling import power
-from llmc.codegen.backends.triton.triton_kernel import ELEMENTS, FLOATS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.backends.triton.triton_kernel import (
+    ELEMENTS,
+    FLOATS,
+    Code,
+    TritonKernel,
+    Unit,
+    unsupported,
+    unsupported_codes,
+)
 from llmc.codegen.kernel import Schedule, roofline_us
 from llmc.ir.dim import Dim
 from llmc.ir.graph import Node
@@ -46,13 +54,16 @@ class HeadKernel(TritonKernel):
         raise NotImplementedError
 
     def dtypes(self, node: Node) -> list[Type]:
-        """Return the types that must be floats."""
-        return [v.type for v in [*node.operands, *node.results] if v.type.dtype not in ("i32", "i64")]
+        """Return the types that must be floats of at least 16 bits: all floats except pools."""
+        values = [*node.operands, *node.results]
+        return [
+            t for v in values if (t := v.type).dtype not in ("i32", "i64") and not (t.state and t.dtype == "f8e4m3")
+        ]
 
     def reject(self, node: Node, target: Target) -> str | None:
-        if why := unsupported(node):
+        if why := unsupported(node) or unsupported_codes(node, target):
             return why
-        if node.op.name == "rope_append" and len({v.type.dtype for v in node.operands[5:]}) > 1:
+        if len({v.type.dtype for v in (node.operand("qw"), node.operand("kw")) if v}) > 1:
             return "the gains of queries and keys have different dtypes"
         if bad := next((t for t in self.dtypes(node) if t.dtype not in FLOATS), None):
             return f"{bad} is not one of {', '.join(FLOATS)}"
@@ -86,16 +97,20 @@ class RopeAppend(HeadKernel):
         return node.operands[0].type.shape[0], int(node.attrs["heads"]) + 2 * int(node.operands[1].type.shape[2])
 
     def head(self, node: Node) -> Head:
-        r = int(node.operands[3].type.shape[1]) if len(node.operands) > 3 else 0
-        return Head(int(node.operands[1].type.shape[4]), r, node.attrs["interleaved"])
+        cos = node.operand("cos")
+        return Head(
+            int(node.operands[1].type.shape[4]), int(cos.type.shape[1]) if cos else 0, node.attrs["interleaved"]
+        )
 
     def code(self, u: Unit) -> Code:
         n, kv = u.node, u.node.operands[1].type
-        norm = len(n.operands) > 5
+        gains = [v for v in (n.operand("qw"), n.operand("kw")) if v]
         return u.launch(
             Template("rope", "rope_append"),
             self.grid(u),
-            **u.pointers("qkv_ptr - slots_ptr cos_ptr sin_ptr query_gain_ptr key_gain_ptr", "query_out_ptr kv_ptr"),
+            **u.pointers(
+                "qkv_ptr - slots_ptr scales_ptr cos_ptr sin_ptr query_gain_ptr key_gain_ptr", "query_out_ptr kv_ptr"
+            ),
             token_count=u.sizes(n.operands[0].type.shape[0]),
             HEADS=n.attrs["heads"],
             KV_HEADS=int(kv.shape[2]),
@@ -104,7 +119,7 @@ class RopeAppend(HeadKernel):
             EPS=n.attrs["eps"],
             ROUND_DTYPE=ELEMENTS[n.attrs["dtype"]][0],
             ROWS=u.schedule["rows"],
-            GAINS_SETTLED=norm and n.operands[5].weight and n.operands[6].weight,
+            GAINS_SETTLED=bool(gains) and all(v.weight for v in gains),
         )
 
 
@@ -149,7 +164,7 @@ class KvAppend(HeadKernel):
         return u.launch(
             Template("rope", "kv_append"),
             self.grid(u),
-            **u.pointers("- key_ptr value_ptr slots_ptr", "kv_ptr"),
+            **u.pointers("- key_ptr value_ptr slots_ptr scales_ptr", "kv_ptr"),
             token_count=u.sizes(tokens),
             KV_HEADS=heads,
             PAGE=page,

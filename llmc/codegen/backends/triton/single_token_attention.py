@@ -22,7 +22,7 @@ class SingleTokenAttention(DecodeAttention):
     """
 
     def reject(self, node: Node, target: Target) -> str | None:
-        return reject_attention(node, (0, 1, 6, 7))
+        return reject_attention(node, target)
 
     def early(self, node: Node) -> tuple[int, ...]:
         return (0, 1, 2, 3, 4, 5)
@@ -43,7 +43,8 @@ class SingleTokenAttention(DecodeAttention):
             Template("single_token_attention", "single_token_attention"),
             (count, p.g),
             **u.pointers(
-                "query_ptr kv_ptr page_table_ptr rows_ptr starts_ptr positions_ptr longer_ptr sinks_ptr", "out_ptr"
+                "query_ptr kv_ptr page_table_ptr rows_ptr starts_ptr positions_ptr longer_ptr scales_ptr sinks_ptr",
+                "out_ptr",
             ),
             row_count=u.sizes(count),
             token_count=u.sizes(n.operands[0].type.shape[0]),

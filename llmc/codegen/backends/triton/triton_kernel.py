@@ -93,12 +93,17 @@ class Unit:
         return bool(self.schedule.get(LATE))
 
     def pointers(self, operands: str, results: str) -> dict[str, Argument]:
-        """Map template parameters to the pointers of the node's operands and results, both in order.
+        """Map template parameters to the pointers of the op's operands and the node's results, both in order.
 
         A parameter is None if the node lacks its operand; "-" stands for an operand that has no parameter.
         """
-        count = len(self.node.operands)
-        inputs = {name: f"x{i}" if i < count else None for i, name in enumerate(operands.split()) if name != "-"}
+        op, types = self.node.op, [v.type for v in self.node.operands]
+        have = op.slots(types)
+        lacking = {i for i, slot in enumerate(op.operands) if slot not in have}
+        names = operands.split()
+        places = iter(range(len(types)))
+        at = {name: None if i in lacking else next(places, None) for i, name in enumerate(names)}
+        inputs = {name: None if i is None else f"x{i}" for name, i in at.items() if name != "-"}
         return {**inputs, **{name: f"y{i}" for i, name in enumerate(results.split()) if name != "-"}}
 
     def launch(

@@ -18,7 +18,14 @@ from llmc.codegen.backends.triton.kernels.online_softmax import (
     softmax_start,
     softmax_tile,
 )
-from llmc.codegen.backends.triton.kernels.paged_kv import head_mask, key_offsets, load_keys_values, load_pages
+from llmc.codegen.backends.triton.kernels.paged_kv import (
+    head_mask,
+    head_scales,
+    key_offsets,
+    load_keys_values,
+    load_pages,
+    to_factor,
+)
 
 NEVER = tl.constexpr(2**31 - 1)
 ROWS_PER_STEP = tl.constexpr(128)  # rows that `find_row` compares at once
@@ -71,11 +78,11 @@ def attend(
     begin,
     end,
     length,
+    scale,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     PAGE: tl.constexpr,
-    SCALE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     KEYS_PER_TILE: tl.constexpr,
@@ -97,7 +104,7 @@ def attend(
             visible = visible & (keys >= length - WINDOW)
         key, value = load_keys_values(kv_ptr, offsets, visible, KV_HEADS, PAGE, HEAD_DIM, HEAD_DIM_PADDED)
         running_max, running_sum, acc = softmax_tile(
-            query, key, value, visible[None, :], running_max, running_sum, acc, SCALE, SOFTCAP, DOT_DTYPE, INTERPRET
+            query, key, value, visible[None, :], running_max, running_sum, acc, scale, SOFTCAP, DOT_DTYPE, INTERPRET
         )
     return running_max, running_sum, acc
 
@@ -110,6 +117,7 @@ def paged_decode(
     rows_ptr,  # [row_count]: rows of the page table, -1 for padding; with SPLITS [tokens]
     starts_ptr,  # [row_count + 1]: the first token of each row; None with SPLITS
     positions_ptr,  # [tokens]: the position of each token in its sequence
+    scales_ptr,  # [2 * KV_HEADS]: of the keys and values of a pool of 8-bit floats; None for other pools
     sinks_ptr,  # [HEADS], or None
     out_ptr,  # [tokens, HEADS, HEAD_DIM]; with SPLITS [tokens, HEADS, SPLITS, HEAD_DIM] in float32
     lse_ptr,  # [tokens, HEADS, SPLITS]: log of the sum of exp(logit), -inf for an empty part; None without SPLITS
@@ -141,25 +149,25 @@ def paged_decode(
     first_pages = load_pages(page_table_ptr, begin + tl.arange(0, KEYS_PER_TILE), end, PAGE)
     if TABLES_SETTLED:
         wait_for_previous(DEPENDENT_LAUNCH)
-
+    key_scale, value_scale = head_scales(scales_ptr, kv_head, KV_HEADS)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kv_ptr += kv_head * (PAGE * HEAD_DIM)
     member = tl.arange(0, QUERY_ROWS)
     head = token.to(tl.int64) * HEADS + kv_head * GROUP + member
     column = tl.arange(0, HEAD_DIM_PADDED)[None, :]
     mask = (member < GROUP)[:, None] & head_mask(HEAD_DIM, HEAD_DIM_PADDED)
-    query = tl.load(query_ptr + (head * HEAD_DIM)[:, None] + column, mask=mask, other=0.0).to(DOT_DTYPE)
+    query = tl.load(query_ptr + (head * HEAD_DIM)[:, None] + column, mask=mask, other=0.0)
     running_max, running_sum, acc = attend(
-        query, kv_ptr, page_table_ptr, first_pages, begin, end, length,
-        KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, SCALE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
+        to_factor(query, DOT_DTYPE), kv_ptr, page_table_ptr, first_pages, begin, end, length, SCALE * key_scale,
+        KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
     )  # fmt: skip
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + kv_head * GROUP + tl.minimum(member, GROUP - 1))
         running_max, running_sum, acc = softmax_add_sink(running_max, running_sum, acc, sink)
     if SPLITS:
         head = head * SPLITS + tl.program_id(2)
-    out = softmax_mean(running_sum, acc).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + (head * HEAD_DIM)[:, None] + column, out, mask=mask)
+    out = softmax_mean(running_sum, acc) * value_scale
+    tl.store(out_ptr + (head * HEAD_DIM)[:, None] + column, out.to(out_ptr.dtype.element_ty), mask=mask)
     if SPLITS:
         tl.store(lse_ptr + head, softmax_lse(running_max, running_sum), mask=member < GROUP)
 

@@ -15,6 +15,21 @@ LOWEST = tl.constexpr(-1e30)  # below every logit, but finite: the difference of
 
 
 @triton.jit
+def widened(value, DTYPE: tl.constexpr):
+    """Convert values to DTYPE.
+
+    8-bit floats are converted before they take the layout of a factor, in which a thread has no two adjacent columns
+    and would load them one by one: the compiler moves no conversion of layouts across the pairs.
+    """
+    if value.dtype.primitive_bitwidth == 8:
+        pairs: tl.constexpr = value.shape[1] // 2
+        first, second = tl.split(tl.reshape(value.to(DTYPE), [value.shape[0], pairs, 2]))
+        return tl.reshape(tl.join(first, second), [value.shape[0], 2 * pairs])
+    else:
+        return value.to(DTYPE)
+
+
+@triton.jit
 def softmax_start(ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Return the state before the first tile."""
     running_max = tl.full([ROWS], LOWEST, tl.float32)
@@ -32,7 +47,7 @@ def softmax_tile(
     running_max,
     running_sum,
     acc,
-    SCALE: tl.constexpr,
+    scale,
     SOFTCAP: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -40,17 +55,19 @@ def softmax_tile(
     """Return the state after one more tile: query [ROWS, D], key [KEYS, D], value [KEYS, WIDTH].
 
     `visible` [ROWS, KEYS] or [1, KEYS] selects the keys that each query attends to; None selects all of them.
-    The products take operands of DOT_DTYPE. SOFTCAP is 0, or the bound c of logits c * tanh(logit / c).
+    The products take operands of DOT_DTYPE; logits are multiplied by `scale`. SOFTCAP is 0, or the bound c of logits
+    c * tanh(logit / c).
     """
-    key, value = key.to(DOT_DTYPE), value.to(DOT_DTYPE)
+    value = widened(value, DOT_DTYPE)
+    key = key.to(DOT_DTYPE)
     if INTERPRET:  # the interpreter computes with numpy, which has no bfloat16
         query, key, value = query.to(tl.float32), key.to(tl.float32), value.to(tl.float32)
     logits = tl.dot(query, tl.trans(key), input_precision="ieee")
     if SOFTCAP != 0:  # tanh(x) = 2 * sigmoid(2 * x) - 1
-        logits = tl.sigmoid(logits * (2 * SCALE / SOFTCAP))
+        logits = tl.sigmoid(logits * (2 * scale / SOFTCAP))
         logits = (2 * logits - 1) * (SOFTCAP * LOG2_E)
     else:
-        logits = logits * (SCALE * LOG2_E)
+        logits = logits * (scale * LOG2_E)
     if visible is not None:
         logits = tl.where(visible, logits, float("-inf"))
     new_max = tl.maximum(running_max, tl.max(logits, 1))

@@ -1,10 +1,42 @@
-"""Reads of the paged KV pool [pages, 2, KV_HEADS, PAGE, HEAD_DIM]; on its second axis, 0 is keys and 1 is values.
+"""The paged KV pool [pages, 2, KV_HEADS, PAGE, HEAD_DIM]; on its second axis, 0 is keys and 1 is values.
 
 A row of the page table lists the pages of one sequence: token n is at index `n % PAGE` of page `table[n // PAGE]`.
+A pool of 8-bit floats has scales [2 * KV_HEADS] by which its keys, then its values, are multiplied.
 """
 
 import triton
 import triton.language as tl
+
+LARGEST = tl.constexpr(448.0)  # of 8-bit floats with three bits of mantissa
+LARGEST_HALF = tl.constexpr(65504.0)
+
+
+@triton.jit
+def head_scales(scales_ptr, kv_head, KV_HEADS: tl.constexpr):
+    """Return the scales (of keys, of values) of a KV head; 1 if the pool has none (scales_ptr is None)."""
+    if scales_ptr is None:
+        key_scale = tl.full([], 1.0, tl.float32)
+        value_scale = tl.full([], 1.0, tl.float32)
+    else:
+        key_scale = tl.load(scales_ptr + kv_head)
+        value_scale = tl.load(scales_ptr + KV_HEADS + kv_head)
+    return key_scale, value_scale
+
+
+@triton.jit
+def to_pool(x, inverse_scale):
+    """Return keys or values as a pool of 8-bit floats holds them, in float32: what is too large saturates."""
+    return tl.clamp(x * inverse_scale, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def to_factor(query, DOT_DTYPE: tl.constexpr):
+    """Return queries as factors of a product; what is too large for float16 saturates."""
+    if query.dtype != DOT_DTYPE:
+        query = query.to(tl.float32)
+        if DOT_DTYPE == tl.float16:
+            query = tl.clamp(query, -LARGEST_HALF, LARGEST_HALF, propagate_nan=tl.PropagateNan.ALL)
+    return query.to(DOT_DTYPE)
 
 
 @triton.jit

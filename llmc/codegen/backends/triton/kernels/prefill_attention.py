@@ -15,7 +15,14 @@ from llmc.codegen.backends.triton.kernels.online_softmax import (
     softmax_start,
     softmax_tile,
 )
-from llmc.codegen.backends.triton.kernels.paged_kv import head_mask, key_offsets, load_keys_values, load_pages
+from llmc.codegen.backends.triton.kernels.paged_kv import (
+    head_mask,
+    head_scales,
+    key_offsets,
+    load_keys_values,
+    load_pages,
+    to_factor,
+)
 
 FAR = tl.constexpr(1 << 30)  # larger than every token index
 ROWS_PER_STEP = tl.constexpr(128)  # rows that `find_tile` compares at once
@@ -61,12 +68,12 @@ def attend_range(
     running_sum,
     acc,
     pages,
+    scale,
     MASKED: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     PAGE: tl.constexpr,
-    SCALE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     KEYS_PER_TILE: tl.constexpr,
@@ -94,7 +101,7 @@ def attend_range(
             if WINDOW:
                 visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
         running_max, running_sum, acc = softmax_tile(
-            query, key, value, visible, running_max, running_sum, acc, SCALE, SOFTCAP, DOT_DTYPE, INTERPRET
+            query, key, value, visible, running_max, running_sum, acc, scale, SOFTCAP, DOT_DTYPE, INTERPRET
         )
     return running_max, running_sum, acc, pages
 
@@ -106,11 +113,11 @@ def attend_causal(
     page_table_ptr,
     positions,
     exists,
+    scale,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     PAGE: tl.constexpr,
-    SCALE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     KEYS_PER_TILE: tl.constexpr,
@@ -135,12 +142,12 @@ def attend_causal(
     if not WINDOW:
         running_max, running_sum, acc, pages = attend_range(
             query, kv_ptr, page_table_ptr, begin, whole, end, lowest, positions, running_max, running_sum, acc, pages,
-            False, KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, SCALE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE,
+            scale, False, KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE,
             INTERPRET,
         )  # fmt: skip
     running_max, running_sum, acc, pages = attend_range(
         query, kv_ptr, page_table_ptr, whole, end, end, lowest, positions, running_max, running_sum, acc, pages,
-        True, KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, SCALE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE,
+        scale, True, KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE,
         INTERPRET,
     )  # fmt: skip
     return running_max, running_sum, acc
@@ -154,6 +161,7 @@ def paged_prefill(
     rows_ptr,  # [row_count]: rows of the page table, -1 for padding
     starts_ptr,  # [row_count + 1]: the first token of each row
     positions_ptr,  # [token_count]: the position of each token in its sequence
+    scales_ptr,  # [2 * KV_HEADS]: of the keys and values of a pool of 8-bit floats; None for other pools
     sinks_ptr,  # [HEADS], or None
     out_ptr,  # [token_count, HEADS, HEAD_DIM]
     row_count,
@@ -182,6 +190,7 @@ def paged_prefill(
     row, begin, stop = find_tile(rows_ptr, starts_ptr, row_count, token_count, TILE_TOKENS, MIN_TOKENS)
     if begin >= stop:
         return
+    key_scale, value_scale = head_scales(scales_ptr, kv_head, KV_HEADS)
     page_table_ptr += tl.maximum(row, 0).to(tl.int64) * table_width
     kv_ptr += kv_head * (PAGE * HEAD_DIM)
     member = tl.arange(0, QUERY_ROWS)
@@ -191,13 +200,13 @@ def paged_prefill(
     head = token.to(tl.int64) * HEADS + query_head
     column = tl.arange(0, HEAD_DIM_PADDED)[None, :]
     mask = exists[:, None] & head_mask(HEAD_DIM, HEAD_DIM_PADDED)
-    query = tl.load(query_ptr + (head * HEAD_DIM)[:, None] + column, mask=mask, other=0.0).to(DOT_DTYPE)
+    query = tl.load(query_ptr + (head * HEAD_DIM)[:, None] + column, mask=mask, other=0.0)
     running_max, running_sum, acc = attend_causal(
-        query, kv_ptr, page_table_ptr, position, exists,
-        KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, SCALE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
+        to_factor(query, DOT_DTYPE), kv_ptr, page_table_ptr, position, exists, SCALE * key_scale,
+        KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
     )  # fmt: skip
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + query_head)
         running_max, running_sum, acc = softmax_add_sink(running_max, running_sum, acc, sink)
-    out = softmax_mean(running_sum, acc).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + (head * HEAD_DIM)[:, None] + column, out, mask=mask)
+    out = softmax_mean(running_sum, acc) * value_scale
+    tl.store(out_ptr + (head * HEAD_DIM)[:, None] + column, out.to(out_ptr.dtype.element_ty), mask=mask)

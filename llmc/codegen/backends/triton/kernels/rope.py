@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
+from llmc.codegen.backends.triton.kernels.paged_kv import to_pool
 
 
 @triton.jit
@@ -126,9 +127,39 @@ def rotate(first, second, cos, sin, rows):
 
 
 @triton.jit
+def store_in_pool(
+    kv_ptr,
+    scales_ptr,
+    head,
+    slot,
+    first,
+    second,
+    rest,
+    rows,
+    KV_HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PAIRS_PADDED: tl.constexpr,
+    REST_PADDED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Store the blocks of heads in their slots; `head` counts the heads of keys, then those of values."""
+    if scales_ptr is not None:
+        inverse = tl.div_rn(1.0, tl.load(scales_ptr + head, mask=rows, other=1.0))[:, None]
+        first, second, rest = to_pool(first, inverse), to_pool(second, inverse), to_pool(rest, inverse)
+    pool_row = ((slot // PAGE).to(tl.int64) * (2 * KV_HEADS) + head) * PAGE + slot % PAGE
+    store_head(
+        kv_ptr + pool_row * HEAD_DIM, first, second, rest, rows,
+        HEAD_DIM, PAIRS, PAIRS_PADDED, REST_PADDED, INTERLEAVED,
+    )  # fmt: skip
+
+
+@triton.jit
 def rope_append(
     qkv_ptr,  # [token_count, HEADS + 2 * KV_HEADS, HEAD_DIM]: query heads, key heads, value heads
     slots_ptr,  # [token_count]: pool slots, page * PAGE + index in the page; negative: not stored
+    scales_ptr,  # [2 * KV_HEADS]: of the keys and values of a pool of 8-bit floats; None for other pools
     cos_ptr,  # [token_count, PAIRS], or None
     sin_ptr,  # [token_count, PAIRS], or None
     query_gain_ptr,  # [HEAD_DIM], or None: no norms
@@ -181,10 +212,9 @@ def rope_append(
         query_out_ptr + (token.to(tl.int64) * HEADS + head) * HEAD_DIM, first, second, rest, exists & (head < HEADS),
         HEAD_DIM, PAIRS, PAIRS_PADDED, REST_PADDED, INTERLEAVED,
     )  # fmt: skip
-    pool_row = ((slot // PAGE).to(tl.int64) * (2 * KV_HEADS) + (head - HEADS)) * PAGE + slot % PAGE
-    store_head(
-        kv_ptr + pool_row * HEAD_DIM, first, second, rest, exists & (head >= HEADS) & (slot >= 0),
-        HEAD_DIM, PAIRS, PAIRS_PADDED, REST_PADDED, INTERLEAVED,
+    store_in_pool(
+        kv_ptr, scales_ptr, head - HEADS, slot, first, second, rest, exists & (head >= HEADS) & (slot >= 0),
+        KV_HEADS, PAGE, HEAD_DIM, PAIRS, PAIRS_PADDED, REST_PADDED, INTERLEAVED,
     )  # fmt: skip
 
 
@@ -222,6 +252,7 @@ def kv_append(
     key_ptr,  # [token_count, KV_HEADS, HEAD_DIM]
     value_ptr,  # [token_count, KV_HEADS, HEAD_DIM]
     slots_ptr,  # [token_count]: pool slots, page * PAGE + index in the page; negative: not stored
+    scales_ptr,  # [2 * KV_HEADS]: of the keys and values of a pool of 8-bit floats; None for other pools
     kv_ptr,  # [pages, 2, KV_HEADS, PAGE, HEAD_DIM]
     token_count,
     KV_HEADS: tl.constexpr,
@@ -242,9 +273,14 @@ def kv_append(
     mask = exists[:, None] & (column < HEAD_DIM)
     stored = (exists & (slot >= 0))[:, None] & (column < HEAD_DIM)
     key = tl.load((key_ptr + row.to(tl.int64) * HEAD_DIM)[:, None] + column, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load((value_ptr + row.to(tl.int64) * HEAD_DIM)[:, None] + column, mask=mask, other=0.0).to(tl.float32)
+    if scales_ptr is not None:
+        key_scale = tl.load(scales_ptr + head, mask=exists, other=1.0)
+        value_scale = tl.load(scales_ptr + KV_HEADS + head, mask=exists, other=1.0)
+        key = to_pool(key, tl.div_rn(1.0, key_scale)[:, None])
+        value = to_pool(value, tl.div_rn(1.0, value_scale)[:, None])
     keys_ptr = kv_ptr + pool_row * HEAD_DIM
     tl.store(keys_ptr[:, None] + column, key.to(kv_ptr.dtype.element_ty), mask=stored)
-    value = tl.load((value_ptr + row.to(tl.int64) * HEAD_DIM)[:, None] + column, mask=mask, other=0.0).to(tl.float32)
     values_ptr = kv_ptr + (pool_row + KV_HEADS * PAGE) * HEAD_DIM
     tl.store(values_ptr[:, None] + column, value.to(kv_ptr.dtype.element_ty), mask=stored)
 

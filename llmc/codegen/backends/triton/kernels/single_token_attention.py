@@ -10,7 +10,7 @@ import triton.language as tl
 from llmc.codegen.backends.triton.kernels.decode_attention import attend, key_range
 from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
 from llmc.codegen.backends.triton.kernels.online_softmax import softmax_add_sink, softmax_mean
-from llmc.codegen.backends.triton.kernels.paged_kv import head_mask, load_pages
+from llmc.codegen.backends.triton.kernels.paged_kv import head_mask, head_scales, load_pages, to_factor
 
 
 @triton.jit
@@ -30,6 +30,7 @@ def single_token_attention(
     starts_ptr,  # [row_count + 1]: the first token of each row
     positions_ptr,  # [token_count]: the position of each token in its sequence
     longer_ptr,  # [token_count, HEADS, HEAD_DIM]: the outputs of the longer rows
+    scales_ptr,  # [2 * KV_HEADS]: of the keys and values of a pool of 8-bit floats; None for other pools
     sinks_ptr,  # [HEADS], or None
     out_ptr,  # [token_count, HEADS, HEAD_DIM]; may be longer_ptr
     row_count,
@@ -61,24 +62,23 @@ def single_token_attention(
     begin, end = key_range(length, WINDOW, PAGE, 0)
     page_table_ptr += tl.maximum(row, 0).to(tl.int64) * table_width
     first_pages = load_pages(page_table_ptr, begin + tl.arange(0, KEYS_PER_TILE), end, PAGE)
-    kv_ptr += kv_head * (PAGE * HEAD_DIM)
+    key_scale, value_scale = head_scales(scales_ptr, kv_head, KV_HEADS)
     member = tl.arange(0, QUERY_ROWS)
     mask = (member < GROUP)[:, None] & head_mask(HEAD_DIM, HEAD_DIM_PADDED)
     offsets = kv_head * (GROUP * HEAD_DIM) + member[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM_PADDED)[None, :]
     first_head = start.to(tl.int64) * (HEADS * HEAD_DIM)
-    query = tl.load(query_ptr + first_head + offsets, mask=mask & is_single, other=0.0).to(DOT_DTYPE)
+    query = to_factor(tl.load(query_ptr + first_head + offsets, mask=mask & is_single, other=0.0), DOT_DTYPE)
     running_max, running_sum, acc = attend(
-        query, kv_ptr, page_table_ptr, first_pages, begin, end, length,
-        KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, SCALE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
+        query, kv_ptr + kv_head * (PAGE * HEAD_DIM), page_table_ptr, first_pages, begin, end, length, SCALE * key_scale,
+        KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
     )  # fmt: skip
     if INPUTS_SETTLED:
         wait_for_previous(DEPENDENT_LAUNCH)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + kv_head * GROUP + tl.minimum(member, GROUP - 1))
         running_max, running_sum, acc = softmax_add_sink(running_max, running_sum, acc, sink)
-    acc = softmax_mean(running_sum, acc).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + first_head + offsets, acc, mask=mask & is_single)
+    out = softmax_mean(running_sum, acc) * value_scale
+    tl.store(out_ptr + first_head + offsets, out.to(out_ptr.dtype.element_ty), mask=mask & is_single)
     if longer_ptr.to(tl.int64) != out_ptr.to(tl.int64):
-        begin = tl.where(is_single, stop, start)
         end = tl.where(index == row_count - 1, token_count, stop)  # the last row's programs also copy the padding
-        copy_longer(longer_ptr, out_ptr, begin, end, offsets, mask, HEADS * HEAD_DIM)
+        copy_longer(longer_ptr, out_ptr, tl.where(is_single, stop, start), end, offsets, mask, HEADS * HEAD_DIM)

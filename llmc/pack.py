@@ -1,0 +1,52 @@
+"""`llmc pack`: packs a checkpoint's weights into an artifact that was compiled without weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llmc_runtime.format.manifest import Manifest
+
+from llmc.artifact.hard_link import last_stage, pack_weights
+from llmc.console import Console, Quiet
+from llmc.diagnostics import Diagnostic
+from llmc.driver import locate_model, run_command, weight_bytes
+from llmc.extension import load
+from llmc.frontend.hub import PUBLIC, Hub
+from llmc.ir.text import parse
+from llmc.kv_cache import WithKvScales
+from llmc.options import Options
+from llmc.passes.lower.page_attention import KV_SCALES
+
+
+def pack_model(artifact: Path, model: str | Path, console: Console | None = None, hub: Hub = PUBLIC) -> Manifest:
+    """Pack the weights of `model` (a folder or hub id) into an artifact that was compiled without weights.
+
+    Raises LlmcError E1xx if the artifact cannot be opened, and Diagnostic E3xx if the checkpoint does not match it.
+    """
+    from llmc.frontend.checkpoint import Checkpoint
+    from llmc.frontend.trace_model import trace
+    from llmc.quant.decoder import decoder_of
+
+    console, registry = console or Quiet(), load()
+    manifest, text = last_stage(artifact)
+    limits = manifest.limits
+    graph = parse(text, registry.opset()).graphs["weights"]
+    dtypes = [v.type.dtype for v in graph.inputs if v.type.rank > 1]
+    at = locate_model(model, Options(hub=hub), registry, console)
+    traced = trace(
+        at.folder, max(set(dtypes), key=dtypes.count), limits.max_model_len, layers=manifest.source.layers or None
+    )
+    ours = {v.name: v.type for v in graph.inputs if not v.name.startswith(KV_SCALES)}
+    theirs = {v.name: v.type for v in traced.module.graphs["main"].inputs if v.weight and v.uses}
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            cause = f"{name} is {ours.get(name, 'absent')} in the artifact, {theirs.get(name, 'absent')} in {model}"
+            raise Diagnostic("E328", cause, "use the checkpoint of the model that the artifact was compiled from")
+    with Checkpoint(traced, decoder=decoder_of(traced.source.config, registry.schemes)) as checkpoint:
+        done = pack_weights(
+            artifact, graph, WithKvScales(checkpoint, graph), lambda n, of: console.part("weights", n, of, "B")
+        )
+    console.note(f"{artifact}: {weight_bytes(done) / 1e6:.1f} MB packed and hashed")
+    if line := run_command(artifact, done.target.name, done.target.arch):
+        console.note(line)
+    return done

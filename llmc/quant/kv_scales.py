@@ -1,0 +1,60 @@
+"""What a checkpoint says about its KV cache: whether it is made for 8-bit floats, and the scales of keys and values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from llmc.diagnostics import Diagnostic
+
+# The layer's number and which scale it is, in names such as model.layers.3.self_attn.k_scale. Older checkpoints have
+# k_proj.output_scale and v_proj.output_scale, or one kv_scale for both.
+NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?(?:(k|v|kv)_scale|([kv])_proj\.output_scale)$")
+Scales = tuple[np.ndarray, np.ndarray]  # of keys and of values, float32, of shape () or [KV heads]
+ONE = np.ones((), np.float32)
+
+
+def kv_dtype_of(config: Mapping[str, Any]) -> str:
+    """Return "f8e4m3" if a config.json asks for a KV cache of 8-bit floats, else "".
+
+    compressed-tensors has the key kv_cache_scheme for it. Raises Diagnostic E340 for a scheme that is not supported.
+    """
+    quantisation = config.get("quantization_config") or config.get("compression_config")
+    scheme = quantisation.get("kv_cache_scheme") if isinstance(quantisation, Mapping) else None
+    if scheme is None:
+        return ""
+    asked = scheme if isinstance(scheme, Mapping) else {}
+    if (asked.get("num_bits"), asked.get("type")) != (8, "float") or asked.get("dynamic"):
+        cause = f"kv_cache_scheme is {str(scheme)[:200]}; supported are 8-bit floats with stored scales"
+        raise Diagnostic("E340", cause, "use --kv-cache-dtype bf16, which needs no scales")
+    return "f8e4m3"
+
+
+def kv_scales_of(names: Iterable[str], read: Callable[[str], np.ndarray]) -> dict[int, Scales]:
+    """Read the scales of the KV cache by layer. A scale of -1 stands for none; a missing one of a pair is 1.
+
+    Raises Diagnostic E341 for scales of a wrong shape, E342 for scales that are not positive and finite.
+    """
+    found: dict[int, dict[str, np.ndarray]] = {}
+    for name in names:
+        if m := NAME.search(name):
+            scale = _checked(name, read(name))
+            if scale is not None:
+                found.setdefault(int(m[1]), {}).update(dict.fromkeys(m[2] or m[3], scale))
+    return {layer: (pair.get("k", ONE), pair.get("v", ONE)) for layer, pair in found.items()}
+
+
+def _checked(name: str, stored: np.ndarray) -> np.ndarray | None:
+    scale = stored.astype(np.float32)
+    if scale.size == 1:
+        scale = scale.reshape(())
+    if scale.ndim > 1:
+        raise Diagnostic("E341", f"{name} has shape {list(stored.shape)}", "download the checkpoint again")
+    if (scale == -1).all():
+        return None
+    if not (np.isfinite(scale) & (scale > 0)).all():
+        raise Diagnostic("E342", f"{name} is zero, negative or not finite", "download the checkpoint again")
+    return scale

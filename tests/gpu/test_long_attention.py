@@ -1,0 +1,62 @@
+"""Attention kernels on the GPU over long contexts, in pools of 8-bit floats and of 16-bit floats beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu.kernel_cases import Job, compile_jobs, tellings
+from gpu.launcher import Card
+from gpu.test_kernels import failures
+from kernels.harness import Case
+from kernels.test_triton_attention import F8, Paged
+
+from llmc.codegen.backends.triton.decode_attention import DECODE_ATTENTION
+from llmc.codegen.backends.triton.prefill_attention import PREFILL_ATTENTION
+from llmc.codegen.backends.triton.single_token_attention import SINGLE_TOKEN_ATTENTION
+from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain
+from llmc.codegen.kernel import SETTLED
+from llmc.targets.gpu_targets import sm_90
+
+pytestmark = pytest.mark.gpu
+LONGEST = 5000
+
+
+def steps(rng: np.random.Generator, one: bool) -> Iterator[Paged]:
+    """Rows of 1 to LONGEST tokens. one: each computes a token; else up to 300."""
+    for i, pool in enumerate((F8, F8, F8, "bf16")):
+        totals = [1, LONGEST, *rng.integers(1, LONGEST, 2).tolist()]
+        spans = [(1 if one else int(rng.integers(1, min(300, n) + 1)), n) for n in totals]
+        attrs = {"window": int(rng.integers(1, 4000))} if i == 1 else {"softcap": 5.0} if i == 2 else {}
+        yield Paged((8, 2, 128), [*spans, None], dtype="bf16", pool=pool, sinks=i == 2, attrs=attrs)
+
+
+def cases(rng: np.random.Generator) -> Iterator[Case]:
+    target = sm_90()
+    for p in steps(rng, True):
+        for schedule in range(0, 12, 3):
+            yield p.case(DECODE_ATTENTION, rng, schedule, on=target)
+            yield p.case(SINGLE_TOKEN_ATTENTION, rng, schedule + 1, on=target)
+            if not p.sinks:
+                yield p.case(DECODE_ATTENTION, rng, schedule + 2, 1 << schedule // 3, target)
+    for p in steps(rng, False):
+        for schedule in range(5):
+            yield p.case(PREFILL_ATTENTION, rng, schedule, on=target)
+        yield p.case(SINGLE_TOKEN_ATTENTION, rng, 0, on=target)
+
+
+def test_long_contexts(card: Card) -> None:
+    """Poisoned results, guarded buffers, NaN in the slots that no row has filled, as in test_kernels."""
+    toolchain = TritonToolchain.find(sm_90())
+    jobs: list[Job] = []
+    for case in cases(np.random.default_rng()):
+        for told in tellings(case, 1):
+            schedule: dict[str, Any] = {**case.schedule, **told}
+            source = case.kernel.emit(case.node, schedule, sm_90())
+            jobs.append(
+                Job(case, source, toolchain.key(source), case.kernel.early(case.node) if SETTLED in told else ())
+            )
+    found = failures(card, jobs, compile_jobs(jobs, sm_90()))
+    assert not found, f"{len(found)} of {len(jobs)} cases:\n" + "\n".join(found[:20])
