@@ -22,6 +22,7 @@ from llmc.extension import load
 from llmc.frontend.checkpoint import Checkpoint
 from llmc.frontend.export import quiet
 from llmc.frontend.model_folder import open_source
+from llmc.frontend.quantization_files import FILES as SIDE_FILES
 from llmc.frontend.trace_model import trace
 from llmc.passes.base import Ctx
 from llmc.passes.pipeline import parse_pipeline, run_pipeline
@@ -178,8 +179,8 @@ Q = "model.layers.0.self_attn.q_proj"
 
 
 def changed(source: str, folder: Path, tensors: Callable[[Tensors], Any], **config: Any) -> Callable[[], None]:
-    """Open a copy of a fixture whose tensors and quantization_config are changed."""
-    shutil.copytree(FIXTURES / source, folder, dirs_exist_ok=True)
+    """Open a copy of a fixture whose tensors and quantization_config are changed, without its side files."""
+    shutil.copytree(FIXTURES / source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*SIDE_FILES))
     found = load_file(folder / FILE)
     tensors(found)
     save_file({k: v.contiguous() for k, v in found.items()}, folder / FILE)

@@ -113,7 +113,7 @@ def test_what_a_kernel_gets(driver: Driver, tmp_path: Path) -> None:
         ({"swizzle": 2}, "too wide for its swizzle"),
         ({"box": (16, 512)}, "1 to 256"),
         ({"box": (0, 64)}, "1 to 256"),
-        ({"arg": 3}, "inside its buffer"),
+        ({"arg": 3}, "a tensor map of i32"),
         ({"arg": 4}, "out of range"),
         ({"arg": 1}, "used twice"),
         ({"swizzle": 4}, "swizzle"),
@@ -132,7 +132,8 @@ def test_what_is_refused(change: dict[str, Any], words: str) -> None:
         ({"kind": "arena", "offset": 8}, "not multiples of 16 bytes"),
         ({"kind": "arena", "alias": "tiny"}, "inside its buffer"),
         ({"kind": "arena", "alias": "x"}, ""),  # an alias of itself: its own size is the limit
-        ({"dtype": "f32"}, "inside its buffer"),
+        ({"dtype": "f32"}, "a tensor map of f32"),
+        ({"dtype": "f8e4m3"}, "not multiples of 16 bytes"),
     ],
 )
 def test_memory_that_no_map_is_of(change: dict[str, Any], words: str) -> None:
