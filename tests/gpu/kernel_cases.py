@@ -77,15 +77,20 @@ def all_jobs(target: Target) -> list[Job]:
             case.name = f"{case.name}.{seen[case.name]}"
         if not has_maps(target) and case.kernel.name.startswith("triton/gemm_tma"):
             continue
-        for told in tellings(case, len(jobs)):
-            source = case.kernel.emit(case.node, {**case.schedule, **told}, target)
-            settled = case.kernel.early(case.node) if SETTLED in told else ()
-            jobs.append(Job(case, source, toolchain.key(source), settled))
+        jobs += jobs_of(case, len(jobs), toolchain, target)
     return jobs
 
 
-def tellings(case: Case, number: int) -> Iterator[Schedule]:
-    """What code generation may tell a kernel of the launches around it; of a next one that crowds every fourth time."""
+def jobs_of(case: Case, number: int, toolchain: TritonToolchain, target: Target) -> Iterator[Job]:
+    """A case with its source, alone and with the options that depend on the launches around it."""
+    for options in launch_options(case, number):
+        source = case.kernel.emit(case.node, {**case.schedule, **options}, target)
+        settled = case.kernel.early(case.node) if SETTLED in options else ()
+        yield Job(case, source, toolchain.key(source), settled)
+
+
+def launch_options(case: Case, number: int) -> Iterator[Schedule]:
+    """The options that code generation sets because of the launches around a kernel; LATE for every fourth case."""
     yield {}
     if case.kernel.early(case.node):
         yield {SETTLED: 1}

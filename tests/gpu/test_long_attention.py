@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
-from gpu.kernel_cases import Job, compile_jobs, tellings
+from gpu.kernel_cases import compile_jobs, jobs_of
 from gpu.launcher import Card
 from gpu.test_kernels import failures
 from kernels.harness import Case
@@ -17,7 +16,6 @@ from llmc.codegen.backends.triton.decode_attention import DECODE_ATTENTION
 from llmc.codegen.backends.triton.prefill_attention import PREFILL_ATTENTION
 from llmc.codegen.backends.triton.single_token_attention import SINGLE_TOKEN_ATTENTION
 from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain
-from llmc.codegen.kernel import SETTLED
 from llmc.targets.gpu_targets import sm_90
 
 pytestmark = pytest.mark.gpu
@@ -50,13 +48,6 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
 def test_long_contexts(card: Card) -> None:
     """Poisoned results, guarded buffers, NaN in the slots that no row has filled, as in test_kernels."""
     toolchain = TritonToolchain.find(sm_90())
-    jobs: list[Job] = []
-    for case in cases(np.random.default_rng()):
-        for told in tellings(case, 1):
-            schedule: dict[str, Any] = {**case.schedule, **told}
-            source = case.kernel.emit(case.node, schedule, sm_90())
-            jobs.append(
-                Job(case, source, toolchain.key(source), case.kernel.early(case.node) if SETTLED in told else ())
-            )
+    jobs = [job for case in cases(np.random.default_rng()) for job in jobs_of(case, 1, toolchain, sm_90())]
     found = failures(card, jobs, compile_jobs(jobs, sm_90()))
     assert not found, f"{len(found)} of {len(jobs)} cases:\n" + "\n".join(found[:20])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 from llmc_runtime.exec.random_weights import RandomWeights
@@ -14,3 +15,12 @@ def test_no_two_rows_of_a_vocabulary_are_equal(width: int) -> None:
     values = np.resize(np.roll(tile.view(np.uint16), -at // 2), rows * width).reshape(rows, width)
     first = np.ascontiguousarray(values[:, :32]).view("V64").ravel()
     assert len(np.unique(first)) == rows
+
+
+def test_codes_are_near_the_numbers_that_they_stand_for() -> None:
+    """Of 8 bits, float or integer, from the tile of the same seed in float32; no NaN."""
+    exact = RandomWeights(1).tile("w", "f32", 2, 1)[0].view(np.float32)
+    floats = RandomWeights(1).tile("w", "f8e4m3", 2, 1)[0].view(ml_dtypes.float8_e4m3fn)
+    np.testing.assert_array_equal(floats.astype(np.float32), exact.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
+    integers = RandomWeights(1).tile("w", "i8", 2, 1)[0].view(np.int8)
+    np.testing.assert_allclose(integers / 1600, exact, atol=0.5 / 1600 + 1e-7)

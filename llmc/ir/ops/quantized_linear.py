@@ -14,14 +14,14 @@ from llmc.ir.dtype import DTYPES
 from llmc.ir.opdef import Ints, op
 from llmc.ir.ops.common import NUMPY
 from llmc.ir.ops.linear import epilogue_type, split_parts
-from llmc.ir.ops.quantize import dequantize
+from llmc.ir.ops.quantize import FLOAT_CODES, dequantize
 from llmc.ir.qformat import QFormat
 from llmc.ir.scalar import evaluate, parse_expr
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
 
 # Dtypes to which activations may be rounded, and the largest value of each.
-ACTIVATIONS: Mapping[str, float] = MappingProxyType({"i8": 127.0, "f8e4m3": 448.0})
+ACTIVATIONS: Mapping[str, float] = MappingProxyType({"i8": 127.0, "f8e4m3": FLOAT_CODES["f8e4m3"]})
 
 
 def multiplies_codes(f: QFormat) -> bool:

@@ -17,6 +17,7 @@ from llmc.ir import contents
 from llmc.ir.contents import Content
 from llmc.ir.dim import Dim
 from llmc.ir.opdef import OpDef, op
+from llmc.ir.ops.quantize import FLOAT_CODES
 
 # What the operands of ops on device rows hold, by operand name.
 HOLDS: Mapping[str, Content] = MappingProxyType(
@@ -27,9 +28,6 @@ HOLDS: Mapping[str, Content] = MappingProxyType(
         "emit": contents.emit, "ids": contents.token_ids, "scales": contents.positive,
     }
 )  # fmt: skip
-
-
-LARGEST = 448.0  # f8e4m3
 
 
 @op(
@@ -100,9 +98,8 @@ def kv_append(kv: Any, k: Any, v: Any, slots: Any, scales: Any = None) -> Any:
     """
     kv = kv.copy()
     if scales is not None:
-        k, v = (
-            np.clip(x * (1 / s)[:, None], -LARGEST, LARGEST) for x, s in zip((k, v), np.split(scales, 2), strict=True)
-        )
+        limit = FLOAT_CODES["f8e4m3"]
+        k, v = (np.clip(x * (1 / s)[:, None], -limit, limit) for x, s in zip((k, v), np.split(scales, 2), strict=True))
     page = kv.shape[3]
     for i, s in enumerate(slots):
         if s >= 0:
@@ -149,4 +146,4 @@ def row_commit(
 
 
 OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))
-__all__ = ["HOLDS", "LARGEST", "OPS", "ends"]
+__all__ = ["HOLDS", "OPS", "ends"]

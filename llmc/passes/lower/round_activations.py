@@ -22,7 +22,10 @@ TINY = 1e-30  # a row whose largest element is smaller has codes of 0
 
 
 def rounding(dtype: str, x: E) -> tuple[E, E]:
-    """Return the codes and the scale of the row x, as expressions; the codes are integers if dtype is i8."""
+    """Return the codes and the scale of the row x, as expressions.
+
+    Codes of i8 are rounded to nearest, halves up; those of floats are rounded when they are stored.
+    """
     largest = call("row_max", call("abs", x))
     codes = x * (ACTIVATIONS[dtype] / call("max", largest, TINY))
     if DTYPES[dtype].kind == "i":
