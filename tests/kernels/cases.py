@@ -195,7 +195,12 @@ TEXTS = (
         for op, k, m, stack, rest in EXPERTS
     ),
     *(
-        Text(f"f32[2*T, {k}]; i32[2*T]; i32[6]; {_with_weights(stack)}", f"{op}_down {{{rest}}}", f"f32[T, 2, {m}]", scale=0.1)
+        Text(
+            f"f32[2*T, {k}]; i32[2*T]; i32[6]; {_with_weights(stack)}",
+            f"{op}_down {{{rest}}}",
+            f"f32[T, 2, {m}]",
+            scale=0.1,
+        )
         for op, k, m, stack, rest in EXPERTS
     ),
     Text("f32[T, 20]; i32[T, 2]; f32[T, 2]; f32[5, 14, 20]; f32[5, 20, 7]", "moe", "f32[T, 20]"),

@@ -210,7 +210,8 @@ def _assemble_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
 
 
 @op(
-    "(codes: t[*b, n, k], scales: f[*b, r, c], zeros?: t[*b, r, c]) -> dtype[*b, n, k]", infer=_assemble_type, bytes="0",
+    "(codes: t[*b, n, k], scales: f[*b, r, c], zeros?: t[*b, r, c]) -> dtype[*b, n, k]",
+    infer=_assemble_type, bytes="0",
     holds={"codes": integers(0, 16), "scales": probability, "zeros": integers(0, 16)},
     example={
         "codes": "u8", "zeros": "u8", "*b": (2,), "n": 6, "k": 10, "r": 6, "c": 3, "code": "u4", "block": [1, 4],
