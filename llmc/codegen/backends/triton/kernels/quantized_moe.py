@@ -42,15 +42,6 @@ def expert_codes(
 
 
 @triton.jit
-def zero_entries(zero_ptr, place):
-    """Load the zero points [BLOCK_N, 1], if there are any."""
-    if zero_ptr is None:
-        return None
-    else:
-        return tl.load(zero_ptr + place)[:, None]
-
-
-@triton.jit
 def pair_factors(
     packed, low_zero, high_zero, ZERO_POINT: tl.constexpr, E2M1: tl.constexpr, FACTOR: tl.constexpr,
     ASSEMBLY: tl.constexpr,
@@ -87,8 +78,10 @@ def add_pairs(
     high_at = place + (column + HALF) // GROUP * GROUP_STRIDE
     low_scale = tl.load(scale_ptr + low_at)[:, None]
     high_scale = low_scale if JOINT else tl.load(scale_ptr + high_at)[:, None]
-    low_zero = zero_entries(zero_ptr, low_at)
-    high_zero = low_zero if JOINT else zero_entries(zero_ptr, high_at)
+    low_zero, high_zero = None, None
+    if zero_ptr is not None:
+        low_zero = tl.load(zero_ptr + low_at)[:, None]
+        high_zero = low_zero if JOINT else tl.load(zero_ptr + high_at)[:, None]
     low, high = pair_factors(packed, low_zero, high_zero, ZERO_POINT, E2M1, FACTOR, ASSEMBLY)
     if SCALED:
         total = tl.dot(scaled_factors(low, low_scale, ASSEMBLY), low_x, total, input_precision="ieee")
