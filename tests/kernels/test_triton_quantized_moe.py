@@ -189,9 +189,9 @@ def test_what_is_offered_first() -> None:
 
 
 def test_what_is_refused() -> None:
-    def why(s: Stack, target: Target = sm_90(), columns: int = 128, **options: Any) -> str:
+    def why(s: Stack, target: Target | None = None, columns: int = 128, **options: Any) -> str:
         (node,) = s.graph(True, "T", 2, 3, 6, columns, **options).nodes
-        return str(QUANTIZED_UP.reject(node, target))
+        return str(QUANTIZED_UP.reject(node, target or sm_90()))
 
     nibbles = Stack("bf16", "u8", "bf16", (1, 64), "8")
     assert why(nibbles) == "None"
@@ -209,6 +209,6 @@ def test_what_is_refused() -> None:
 
 def test_the_problem_of_packed_and_of_unpacked_codes_is_one() -> None:
     s = STACKS["group128"][0]
-    packed, plain = ([*x.graph(True, "T", 2, 3, 6, 256).nodes][0] for x in (s, replace(s, half=0)))
+    packed, plain = (next(iter(x.graph(True, "T", 2, 3, 6, 256).nodes)) for x in (s, replace(s, half=0)))
     a, b = map(QuantizedExperts.of, (packed, plain))
     assert (a.half, a.group, a.k, a.n, a.expert_bytes) == (b.half, b.group, b.k, b.n, b.expert_bytes)

@@ -15,6 +15,7 @@ from kernel_cache import CACHE
 from llmc_runtime import LLM, SamplingParams
 from llmc_runtime.format.safetensors import header_length, parse_header
 from models.kit import fails, ir_logits, prompts
+from quant.make.common import base
 from quant.test_decode import FIXTURES, opened
 
 from llmc.driver import compile_model
@@ -127,6 +128,17 @@ def test_a_compile_quantises(tmp_path: Path) -> None:
     assert "cpu/quantized_linear" in kernels(artifact) and "cpu/linear" not in kernels(artifact)
     made = "quantize{weights=int4, group=32, head=int8}, "
     np.testing.assert_allclose(scored(artifact, tokens), expected(source, tokens, positions, made), atol=0.02)
+
+
+def test_a_compile_quantises_the_experts_of_a_mixture(tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    base("qwen3_moe").save_pretrained(source)
+    tokens, positions = prompts((37,), 64)
+    artifact = compiled(source, tmp_path / "model.llmc", quant="int4", group_size=32)
+    assert {"cpu/experts", "cpu/quantized_linear"} <= kernels(artifact) and "cpu/moe" not in kernels(artifact)
+    made = "quantize{weights=int4, group=32}, "
+    want = expected(source, tokens, positions, made, target="cpu:native")
+    np.testing.assert_allclose(scored(artifact, tokens), want, atol=0.02)
 
 
 def test_a_pipeline_without_the_pass_cannot_quantise(tmp_path: Path) -> None:

@@ -224,15 +224,14 @@ def quantized_moe(
         pair = tl.load(order_ptr + row, mask=row < stop, other=0).to(tl.int64)
         column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         LENGTH: tl.constexpr = K // 2 if HALF else K
-        codes, places = expert_codes(
-            code_ptr, expert, column, N, LENGTH, PARTS, BLOCK_N, BLOCK_K, BLOCK_ROWS, ROW_STRIDE
-        )  # fmt: skip
+        tiles = expert_codes(code_ptr, expert, column, N, LENGTH, PARTS, BLOCK_N, BLOCK_K, BLOCK_ROWS, ROW_STRIDE)
+        codes, places = tiles
         entries = expert.to(tl.int64) * ENTRIES
         left_row = pair // CHOICES if CHOICES else tl.minimum(row, stop - 1).to(tl.int64)
-        zeros = None if zero_ptr is None else zero_ptr + entries
         sums = multiply_codes(
-            x_ptr, left_row, codes, scale_ptr + entries, zeros, places, K, PARTS, HALF, GROUP, GROUP_STRIDE, ZERO_POINT,
-            E2M1, E4M3, SCALED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FACTOR, ASSEMBLY,
+            x_ptr, left_row, codes, scale_ptr + entries, None if zero_ptr is None else zero_ptr + entries, places, K, PARTS,
+            HALF, GROUP, GROUP_STRIDE, ZERO_POINT, E2M1, E4M3, SCALED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FACTOR,
+            ASSEMBLY,
         )  # fmt: skip
         sums = add_bias(sums, bias_ptr, expert, column, N, PARTS)
         out = EPILOGUE(sums)
