@@ -229,8 +229,8 @@ def quantized_moe(
         entries = expert.to(tl.int64) * ENTRIES
         left_row = pair // CHOICES if CHOICES else tl.minimum(row, stop - 1).to(tl.int64)
         sums = multiply_codes(
-            x_ptr, left_row, codes, scale_ptr + entries, None if zero_ptr is None else zero_ptr + entries, places, K, PARTS,
-            HALF, GROUP, GROUP_STRIDE, ZERO_POINT, E2M1, E4M3, SCALED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FACTOR,
+            x_ptr, left_row, codes, scale_ptr + entries, None if zero_ptr is None else zero_ptr + entries, places, K,
+            PARTS, HALF, GROUP, GROUP_STRIDE, ZERO_POINT, E2M1, E4M3, SCALED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FACTOR,
             ASSEMBLY,
         )  # fmt: skip
         sums = add_bias(sums, bias_ptr, expert, column, N, PARTS)
