@@ -117,5 +117,5 @@ def test_what_the_kernel_refuses() -> None:
     )
     assert "other than 128" in why("u8[5, 6, 128]; f32[5, 6, 1]", 'block=[1, 0], zero_point=3, act="i8", act_block=64')
     assert "with zero points" in why(rows, 'block=[1, 0], zero_point=3, act="i8", act_block=64')
-    assert "scales of dtype f8e8m0" in why("i8[5, 6, 128]; f8e8m0[5, 6, 1]", "block=[1, 0]")
+    assert "scales of dtype f8e4m3" in why("i8[5, 6, 128]; f8e4m3[5, 6, 1]", "block=[1, 0]")
     assert "dtype i64" in why("i64[5, 6, 128]; f32[5, 6, 1]", "block=[1, 0]")

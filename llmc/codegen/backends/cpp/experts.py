@@ -51,7 +51,7 @@ class Experts(CppKernel):
 
     def reject(self, node: Node, target: Target) -> str | None:
         p = Stack(node)
-        if why := unsupported(node, (*FLOATS, *INTS, *CODES)):
+        if why := unsupported(node, (*FLOATS, *INTS, "f8e4m3", "f8e5m2")):
             return why
         for name, known in (("code", tuple(CODES)), ("scale", FLOATS), ("zero", (*FLOATS, "u8", "i8"))):
             t = p.type(name)
