@@ -18,6 +18,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Node, Value
 from llmc.ir.interp import run_node
+from llmc.ir.ops.packed_fragments import BLOCK
 from llmc.ir.scalar import parse_expr, walk
 
 # Values up to this size in bytes may be held whole.
@@ -272,6 +273,13 @@ def _rowwise(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
     return _apply(v, blocks.rows(_operands(v)[0], lo, hi))
 
 
+def _pack_fragments(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
+    """Rows of bytes depend on the codes of their blocks of rows."""
+    (code,) = _operands(v)
+    begin, end = lo - lo % BLOCK, min(-(-hi // BLOCK) * BLOCK, shape_of(code)[0])
+    return _apply(v, blocks.rows(code, begin, end))[lo - begin : hi - begin]
+
+
 def _bitcast(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
     return blocks.rows(_operands(v)[0], lo, hi)
 
@@ -298,8 +306,14 @@ def _take(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
 
 
 def _quantize_scale(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
-    """Row r of the scales is that of the block of rows [r * size, (r + 1) * size), computed a few blocks at a time."""
+    """Row r of the scales is that of the block of rows [r * size, (r + 1) * size), computed a few blocks at a time.
+
+    Leading axes are axes of whole matrices, which are computed one by one.
+    """
     (w,), size = _operands(v), _attrs(v)["block"][0]
+    if v.type.rank > 2:
+        matrices = [_apply(v, blocks.rows(w, i, i + 1)) for i in range(lo, hi)]
+        return np.concatenate(matrices) if matrices else _none(v)
     n, k = shape_of(w)
     if not size:
         return _apply(v, blocks.rows(w, 0, n))
@@ -346,6 +360,7 @@ _RULES: Mapping[str, Rule] = MappingProxyType(
         "pack_panel": _pack_panel,
         "pack_codes": _rowwise,
         "pack_nibbles": _rowwise,
+        "pack_fragments": _pack_fragments,
         "bitcast": _bitcast,
         "unpack_bits": _unpack_bits,
         "take": _take,

@@ -13,10 +13,12 @@ from llmc.ir.ops import (
     norm,
     packed,
     packed_codes,
+    packed_fragments,
     packed_quantized,
     pointwise,
     quantize,
     quantized_linear,
+    quantized_moe,
     reduce,
     rope,
     sample,
@@ -35,7 +37,7 @@ def op_set(*groups: Iterable[OpDef]) -> Mapping[str, OpDef]:
 
 
 GROUPS = (
-    pointwise, reduce, shape, linear, packed, quantize, quantized_linear, packed_quantized, packed_codes, norm, rope,
-    attention, moe, state, sample,
+    pointwise, reduce, shape, linear, packed, quantize, quantized_linear, packed_quantized, packed_codes,
+    packed_fragments, norm, rope, attention, moe, quantized_moe, state, sample,
 )  # fmt: skip
 OPS = op_set(*(m.OPS for m in GROUPS))
