@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
-from mmap import ACCESS_READ, mmap
+from mmap import ACCESS_READ, MADV_DONTNEED, PAGESIZE, mmap
 from pathlib import Path
 from types import MappingProxyType
 
@@ -78,7 +78,12 @@ class TensorFiles:
         begin = stored.begin + start * width * dtype.itemsize
         if not count * width:
             return np.empty((count, *stored.shape[1:]), dtype)
-        return np.frombuffer(self._data[stored.file], dtype, count * width, begin).reshape(-1, *stored.shape[1:]).copy()
+        data = self._data[stored.file]
+        found = np.frombuffer(data, dtype, count * width, begin).reshape(-1, *stored.shape[1:]).copy()
+        # Pages that were read would count as memory of this process until the file is closed.
+        page = begin // PAGESIZE * PAGESIZE
+        data.madvise(MADV_DONTNEED, page, begin + found.nbytes - page)
+        return found
 
     def close(self) -> None:
         """Close all files."""
