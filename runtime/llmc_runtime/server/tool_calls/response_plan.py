@@ -9,14 +9,13 @@ from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.server.http.errors import ApiError, to_api_error
 from llmc_runtime.server.requests.request_fields import ChatRequest
-from llmc_runtime.server.tool_calls import json_formats
 from llmc_runtime.server.tool_calls.call_format import CallFormat
 from llmc_runtime.server.tool_calls.definitions import Tools, tools_of
 from llmc_runtime.server.tool_calls.grammar import answer, calls_of, form_of
 from llmc_runtime.server.tool_calls.history import calls_in
 from llmc_runtime.server.tool_calls.parser_select import Dialect
 from llmc_runtime.server.tool_calls.reasoning import ReasoningFormat, lark_of
-from llmc_runtime.server.tool_calls.registry import FORMATS
+from llmc_runtime.server.tool_calls.registry import FORMATS, Llama3Json
 
 
 @dataclass(frozen=True)
@@ -104,4 +103,4 @@ def plan_of(asked: ChatRequest, dialect: Dialect) -> Plan:
         cause = "tool_choice asks for calls alone, which leaves no text for structured_outputs"
         raise ApiError(f"{cause}: give one of them", param="structured_outputs")
     earlier = calls_in(asked.messages)
-    return Plan(dialect, tools, form or json_formats.Llama3Json, dialect.thoughts, earlier=earlier)
+    return Plan(dialect, tools, form or Llama3Json, dialect.thoughts, earlier=earlier)

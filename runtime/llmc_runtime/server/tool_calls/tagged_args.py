@@ -19,6 +19,7 @@ from llmc_runtime.server.tool_calls.text_values import MOST_PARTS, resolved
 
 APART = ("allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames", "dependentSchemas", "$ref")
 KINDS = ("string", "integer", "number", "boolean", "null", "array", "object")
+MOST_FIELDS = 64  # maximum number of arguments without a schema
 _COUNTS = ("minProperties", "maxProperties", "dependentRequired")
 
 
