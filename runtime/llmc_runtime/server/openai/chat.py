@@ -54,7 +54,7 @@ class Chat(GenerationResponse[ChatRequest]):
             (prompt,) = await job.prompts(self._call.logged_characters)
             thoughts = plan.thoughts if job.done.reasons else None
             return prompt, replace(plan, thoughts=thoughts, opened=job.done.opened, earlier=job.parsed.earlier)
-        tools, prompting = None if plan.tools is None else plan.tools.given, serving.prompting
+        tools, prompting = None if plan.tools is None else plan.tools.shown, serving.prompting
         async with serving.lanes.slot(self._call.key):
             prompt = await prompting.in_thread(prompting.chat, request, tools, serving.dialect.short_ids)
         return prompt, plan.behind(prompt, request)

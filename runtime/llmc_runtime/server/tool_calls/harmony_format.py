@@ -54,9 +54,9 @@ class OpenAI(CallFormat):
     def free_rules(cls, tools: Mapping[str, str], marker: Marker, most: int, known: Collection[str]) -> str:
         """See CallFormat: messages to the user, then the answer or a call."""
         head, content = cls._head(marker), f"{marker(cls._MESSAGE)} FREE?"
-        preamble = f"told: {head} {lark(cls._CALLS)} {content} {marker(cls._END)}\nFREE: /{ANY}/"
+        preamble = f"preamble: {head} {lark(cls._CALLS)} {content} {marker(cls._END)}\nFREE: /{ANY}/"
         last = f"last: {head} ({lark(cls._ANSWERS)} {content} | behind)"
-        return f"calls: told{{0,8}} last\n{preamble}\n{last}\n{cls.behind(tools, marker, most)}"
+        return f"calls: preamble{{0,8}} last\n{preamble}\n{last}\n{cls.behind(tools, marker, most)}"
 
     @classmethod
     def before_answer(cls, marker: Marker) -> str:

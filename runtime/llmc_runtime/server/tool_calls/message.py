@@ -21,10 +21,10 @@ class Bit:
 
     def delta(self) -> dict[str, Any]:
         """Return the fields of a stream's delta; {} if there is nothing new."""
-        told: dict[str, Any] = {"content": self.content} if self.content else {}
+        fields: dict[str, Any] = {"content": self.content} if self.content else {}
         if self.reasoning:
-            told |= {"reasoning": self.reasoning, "reasoning_content": self.reasoning}
-        return told | ({"tool_calls": self.calls} if self.calls else {})
+            fields |= {"reasoning": self.reasoning, "reasoning_content": self.reasoning}
+        return fields | ({"tool_calls": self.calls} if self.calls else {})
 
 
 def is_cut(finish_reason: str | None, stop_reason: int | str | None) -> bool:
@@ -77,10 +77,10 @@ class Turn:
             else:
                 calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
         content = None if not bit.content and (calls or self.reasoning_tokens or self._forced) else bit.content
-        told: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        fields: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if bit.reasoning:
-            told |= {"reasoning": bit.reasoning, "reasoning_content": bit.reasoning}
-        return told | ({"tool_calls": calls} if calls else {})
+            fields |= {"reasoning": bit.reasoning, "reasoning_content": bit.reasoning}
+        return fields | ({"tool_calls": calls} if calls else {})
 
     def _split(self, splitter: Splitter, text: str, ids: Sequence[int], final: bool) -> tuple[str, str]:
         plan, inside = self._plan, splitter.inside

@@ -80,7 +80,7 @@ def dialect_of(tokenizer: Tokenizer | None, template: str | None, calls: str = A
     thought = _named("reasoning_parser", thoughts, reasoning.FORMATS, next(iter(marked), None))
     lines = list(_lines(named, thought, calls, thoughts))
     if named is None and calls == AUTO and "tools" in text:
-        lines.append("tool calls: in which form is not known; --tool-call-parser NAME says it")
+        lines.append("tool calls: unknown format; set it with --tool-call-parser NAME")
     return Dialect(named, thought, tuple(lines), tokenizer)
 
 
@@ -107,10 +107,12 @@ def _has(tokenizer: Tokenizer | None, text: str) -> bool:
     return tokenizer is not None and tokenizer.token_id(text) is not None
 
 
-def _lines(calls: type[CallFormat] | None, thought: ReasoningFormat | None, wanted: str, asked: str) -> Iterable[str]:
+def _lines(
+    calls: type[CallFormat] | None, thought: ReasoningFormat | None, calls_option: str, thoughts_option: str
+) -> Iterable[str]:
     seen = "seen in the chat template or vocabulary"
     if calls is not None:
-        yield f"tool calls: {calls.name} ({seen if wanted == AUTO else '--tool-call-parser'})"
+        yield f"tool calls: {calls.name} ({seen if calls_option == AUTO else '--tool-call-parser'})"
     if thought is not None:
-        how = seen if asked == AUTO else "--reasoning-parser"
+        how = seen if thoughts_option == AUTO else "--reasoning-parser"
         yield f"reasoning: from {thought.begin} to {thought.end} ({how})"

@@ -118,7 +118,7 @@ class PythonShape(Unmarked, ArguedFormat):
     @classmethod
     def _field(cls, field: Field, marker: Marker) -> Sequence[str]:
         if not NAME.fullmatch(field.key):
-            raise cls._unsaid(f"the property {field.key[:60]!r}")
+            raise cls._inexpressible(f"the property {field.key[:60]!r}")
         lines, values = [], []
         for i, one in enumerate(cls._alternatives(field)):
             literals, rules = cls._literals(f"{field.rule}_{i}", one, field.root)

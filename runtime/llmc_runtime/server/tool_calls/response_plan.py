@@ -97,10 +97,10 @@ def plan_of(asked: ChatRequest, dialect: Dialect) -> Plan:
     form = dialect.calls
     if form is None and not tools.forced:
         names = ", ".join(dict.fromkeys(one.name for one in FORMATS))
-        cause = "tools: in which form this model writes calls is not known"
+        cause = "tools: the format of this model's calls is unknown"
         raise ApiError(f"{cause}. Try: serve it with --tool-call-parser (one of {names})", param="tools")
     if tools.forced and asked.structured_outputs is not None:
-        cause = "tool_choice asks for calls alone, which leaves no text for structured_outputs"
-        raise ApiError(f"{cause}: give one of them", param="structured_outputs")
+        cause = "tool_choice requires calls, which excludes structured_outputs"
+        raise ApiError(f"{cause}: use one of them", param="structured_outputs")
     earlier = calls_in(asked.messages)
     return Plan(dialect, tools, form or Llama3Json, dialect.thoughts, earlier=earlier)

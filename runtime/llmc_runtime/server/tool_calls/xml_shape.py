@@ -225,18 +225,18 @@ class XmlShape(ArguedFormat):
     @classmethod
     def _field(cls, field: Field, marker: Marker) -> Sequence[str]:
         head, tail = cls._around_value(field.key, marker)
-        if not _sayable(field.key):
-            raise cls._unsaid(f"the property {field.key[:60]!r}")
+        if not _is_plain(field.key):
+            raise cls._inexpressible(f"the property {field.key[:60]!r}")
         frame, ends = "\n" if cls._framed() else "", cls._ends()
         close = f"{lark(frame)} {marker(ends[0])}" if frame else marker(ends[0])
         lines, values = [], []
         for i, one in enumerate(cls._alternatives(field)):
             rule, types = f"{field.rule}_{i}", types_of(one, field.root)
             if "enum" in one or "const" in one:
-                given = [one["const"]] if "const" in one else one["enum"]
-                if not isinstance(given, list):
-                    raise cls._unsaid(f"an enum that is no list for the property {field.key[:60]!r}")
-                values += [f"{lark(text)} {close}" for text in cls._texts(field, given)]
+                listed = [one["const"]] if "const" in one else one["enum"]
+                if not isinstance(listed, list):
+                    raise cls._inexpressible(f"an enum that is not a list for the property {field.key[:60]!r}")
+                values += [f"{lark(text)} {close}" for text in cls._texts(field, listed)]
             elif (not types or "string" in types) and (patterns := cls._patterns(field, one)) == [ANY]:
                 values.append("any_text")
             elif not types or "string" in types:
@@ -249,14 +249,14 @@ class XmlShape(ArguedFormat):
         return [f"{field.rule}: {head} ({' | '.join(values)}) {tail}", *lines]
 
     @classmethod
-    def _texts(cls, field: Field, given: Sequence[object]) -> list[str]:
+    def _texts(cls, field: Field, values: Sequence[object]) -> list[str]:
         """Return the texts of an enum's values, except those that would be parsed as different values."""
         types = types_of(field.schema, field.root)
-        said = [(one, one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)) for one in given]
-        told = [(one, text) for one, text in said if _first(text, cls._ends(), 0) is None]
-        texts = [text for one, text in told if _read(text, types) == (type(one), one)]
+        written = [(one, one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)) for one in values]
+        whole = [(one, text) for one, text in written if _first(text, cls._ends(), 0) is None]
+        texts = [text for one, text in whole if _read(text, types) == (type(one), one)]
         if not texts:
-            raise cls._unsaid(f"values of {field.key[:60]!r} that cannot be told from others")
+            raise cls._inexpressible(f"values of {field.key[:60]!r} that cannot be distinguished from others")
         return texts
 
 
@@ -276,6 +276,6 @@ def _read(text: str, types: frozenset[str]) -> tuple[type, object]:
     return type(value), value
 
 
-def _sayable(key: str) -> bool:
+def _is_plain(key: str) -> bool:
     """Return whether an argument's name survives parsing unchanged."""
     return 0 < len(key) <= _LONGEST_KEY and not set(key) & set('<>"\n') and key == key.strip()
