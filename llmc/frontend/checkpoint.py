@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from llmc.diagnostics import Diagnostic
-from llmc.frontend.safetensors_reader import Stored, TensorFiles, some
+from llmc.frontend.safetensors_reader import Stored, TensorFiles, shortened
 from llmc.frontend.trace_model import Traced, WeightInfo
 from llmc.frontend.truncate import beyond
 from llmc.frontend.weight_mapping import resolve
@@ -96,7 +96,9 @@ class Checkpoint:
         self._check_tied(known)
         self._values = {name: _cast(build, v, traced.weights[name].type.dtype) for name, v in located.items()}
         self.formats: dict[str, QFormat] = {}  # of weights that can be read as parts
-        self.orders: dict[str, str] = {}  # the name under which the order of a weight's columns is read, if it has one
+        self.orders: dict[
+            str, str
+        ] = {}  # the name under which the order of a weight's columns is read, if it is stored
         shared: dict[Value, str] = {}
         for name, value in located.items():
             if decoder and (found := decoder.parts(value, build)):
@@ -188,8 +190,8 @@ class Checkpoint:
                 remedy += "; where the head is the embedding: set tie_word_embeddings to true"
             raise Diagnostic(
                 "E323",
-                f"{self._tensors.folder} lacks tensors that {self.traced.facts.architecture} needs: {some(missing)} "
-                f"(the files hold {have} tensors)",
+                f"{self._tensors.folder} lacks tensors that {self.traced.facts.architecture} needs: "
+                f"{shortened(missing)} (the files hold {have} tensors)",
                 remedy,
             )
         return MappingProxyType(found)
@@ -206,7 +208,7 @@ class Checkpoint:
             raise Diagnostic(
                 "E324",
                 f"{self._tensors.folder} holds tensors that {self.traced.facts.architecture} does not use: "
-                f"{some(extra)}",
+                f"{shortened(extra)}",
                 "config.json and weights must be of one model; check its sizes and options",
             )
 
