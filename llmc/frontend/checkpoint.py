@@ -217,7 +217,7 @@ class Checkpoint:
             stored = self._tensors.tensors[_inputs(value)[0].name]
             raise Diagnostic(
                 "E326",
-                f"{name} is stored as {stored.dtype} in {stored.file.name}; float weights are wanted "
+                f"{name} is stored as {stored.dtype} in {stored.file.name}; float weights are required "
                 f"({', '.join(FLOATS)})",
                 "compile the original checkpoint, or one whose quantization_config says how it is quantised",
             )

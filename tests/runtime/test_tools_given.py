@@ -143,7 +143,7 @@ def test_allowed_tools_are_some_of_them() -> None:
     for allowed in bad:
         with pytest.raises(ApiError, match="tool_choice"):
             tools_of(tools, {"type": "allowed_tools", "allowed_tools": allowed}, None)
-    with pytest.raises(ApiError, match="'d' is none of the tools"):
+    with pytest.raises(ApiError, match="'d' is not one of the tools"):
         tools_of(tools, {"type": "function", "function": {"name": "d"}}, None)
 
 

@@ -75,7 +75,7 @@ def _definition(definition: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ApiError(f"{where}.name: {_NAMES}", param=f"{where}.name")
     if not isinstance(function.get("description"), str | None):
-        raise ApiError(f"{where}.description: a text", param=f"{where}.description")
+        raise ApiError(f"{where}.description: a string", param=f"{where}.description")
     if not isinstance(function.get("strict"), bool | None):
         raise ApiError(f"{where}.strict: true or false", param=f"{where}.strict")
     schema = function.get("parameters")
@@ -116,7 +116,7 @@ def _named(choice: Any, names: list[str]) -> str:
         cause = 'none, auto, required, or {"type": "function", "function": {"name": NAME}}'
         raise ApiError(f"tool_choice: {cause}", param="tool_choice")
     if name not in names:
-        raise ApiError(f"tool_choice: {name[:64]!r} is none of the tools", param="tool_choice")
+        raise ApiError(f"tool_choice: {name[:64]!r} is not one of the tools", param="tool_choice")
     return name
 
 

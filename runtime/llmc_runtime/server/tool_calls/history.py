@@ -40,7 +40,7 @@ def calls_in(messages: list[dict[str, Any]]) -> int:
 def _message(message: dict[str, Any], where: str, reads: Reads, short_ids: bool) -> dict[str, Any]:
     calls, call_id = message.get("tool_calls"), message.get("tool_call_id")
     if not isinstance(call_id, str | None):
-        raise ApiError(f"{where}.tool_call_id: a text", param=f"{where}.tool_call_id")
+        raise ApiError(f"{where}.tool_call_id: a string", param=f"{where}.tool_call_id")
     if not reads.calls and (calls or message.get("role") == "tool"):
         cause = f"{where}: the chat template does not render calls and their results. Try: {_TEMPLATE}"
         raise ApiError(cause, param=where)

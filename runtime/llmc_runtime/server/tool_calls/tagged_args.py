@@ -155,7 +155,7 @@ def alternatives(schema: Any, root: Mapping[str, Any], left: list[int] | None = 
     left[0] -= 1
     found = {} if schema is True else resolved(schema, root)
     if found is None or left[0] < 0 or (found is not schema and isinstance(schema, dict) and len(schema) > 1):
-        raise Inexpressible("$ref that leads nowhere, in a circle, or beside others")
+        raise Inexpressible("a $ref that cannot be resolved or has other keywords beside it")
     if list(found) == ["allOf"] and isinstance(found["allOf"], list) and len(found["allOf"]) == 1:
         return alternatives(found["allOf"][0], root, left)
     for key in ("anyOf", "oneOf"):
@@ -178,7 +178,7 @@ def patterns_of(schema: Mapping[str, Any]) -> list[str]:
     """
     least, most, pattern = schema.get("minLength", 0), schema.get("maxLength"), schema.get("pattern", "")
     if type(least) is not int or type(most) not in (int, type(None)) or not isinstance(pattern, str):
-        raise Inexpressible("minLength, maxLength or pattern of another type")
+        raise Inexpressible("minLength, maxLength or pattern of the wrong type")
     found = [f"(?s:.{{{least},{'' if most is None else most}}})"] if least or most is not None else []
     if pattern:
         body = pattern.removeprefix("^")
