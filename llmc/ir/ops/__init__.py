@@ -13,6 +13,7 @@ from llmc.ir.ops import (
     norm,
     packed,
     packed_codes,
+    packed_fragments,
     packed_quantized,
     pointwise,
     quantize,
@@ -35,7 +36,7 @@ def op_set(*groups: Iterable[OpDef]) -> Mapping[str, OpDef]:
 
 
 GROUPS = (
-    pointwise, reduce, shape, linear, packed, quantize, quantized_linear, packed_quantized, packed_codes, norm, rope,
-    attention, moe, state, sample,
+    pointwise, reduce, shape, linear, packed, quantize, quantized_linear, packed_quantized, packed_codes,
+    packed_fragments, norm, rope, attention, moe, state, sample,
 )  # fmt: skip
 OPS = op_set(*(m.OPS for m in GROUPS))
