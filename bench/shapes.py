@@ -17,7 +17,10 @@ _POOL = 1 << 24  # random values that all tensors are cut from
 
 
 ARCHITECTURES = MappingProxyType(
-    {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+    {
+        "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+        "llama": "LlamaForCausalLM",
+    }
 )
 
 
@@ -25,6 +28,7 @@ ARCHITECTURES = MappingProxyType(
 class Shape:
     """A model's sizes as its config.json has them. `rope`: its rope_parameters.
 
+    experts, chosen: of a mixture's layer, and of them for each token; `intermediate` is that of an expert.
     `quant`: the recipe by which the layers' products are quantised when the model is compiled; "" for none.
     """
 
@@ -43,6 +47,8 @@ class Shape:
     eps: float = 1e-6
     bias: bool = False
     qk_norm: bool = False
+    experts: int = 0
+    chosen: int = 0
     quant: str = ""
 
     @staticmethod
@@ -65,7 +71,12 @@ class Shape:
             out["rope_scaling"] = scaling
         if self.model_type == "llama":
             out |= {"head_dim": self.head_dim, "attention_bias": self.bias, "mlp_bias": False}
-        if self.model_type == "qwen3":
+        if self.experts:
+            out |= {
+                "num_experts": self.experts, "num_experts_per_tok": self.chosen, "norm_topk_prob": True,
+                "moe_intermediate_size": self.intermediate, "decoder_sparse_step": 1, "mlp_only_layers": [],
+            }  # fmt: skip
+        if self.model_type in ("qwen3", "qwen3_moe"):
             out |= {"head_dim": self.head_dim, "attention_bias": self.bias}
         return out
 
@@ -83,9 +94,12 @@ class Shape:
             if self.qk_norm:
                 yield f"{p}self_attn.q_norm.weight", (self.head_dim,)
                 yield f"{p}self_attn.k_norm.weight", (self.head_dim,)
-            yield f"{p}mlp.gate_proj.weight", (f, d)
-            yield f"{p}mlp.up_proj.weight", (f, d)
-            yield f"{p}mlp.down_proj.weight", (d, f)
+            if self.experts:
+                yield f"{p}mlp.gate.weight", (self.experts, d)
+            for mlp in [f"mlp.experts.{e}" for e in range(self.experts)] or ["mlp"]:
+                yield f"{p}{mlp}.gate_proj.weight", (f, d)
+                yield f"{p}{mlp}.up_proj.weight", (f, d)
+                yield f"{p}{mlp}.down_proj.weight", (d, f)
             yield f"{p}input_layernorm.weight", (d,)
             yield f"{p}post_attention_layernorm.weight", (d,)
         yield "model.norm.weight", (d,)
@@ -119,8 +133,24 @@ class Shape:
 
     @property
     def layer_parameters(self) -> int:
-        """Number of weights in the layers' products."""
-        return sum(int(np.prod(s)) for n, s in self.tensors() if ".layers." in n and len(s) == 2)
+        """Number of weights in the layers' products that a token passes through."""
+        return self.dense_parameters + self.chosen * self.expert_parameters
+
+    @property
+    def dense_parameters(self) -> int:
+        """Number of weights in the layers' products other than experts."""
+        found = ((n, s) for n, s in self.tensors() if ".layers." in n and len(s) == 2)
+        return sum(int(np.prod(s)) for n, s in found if ".experts." not in n)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Number of weights of one expert in every layer."""
+        return 3 * self.layers * self.hidden * self.intermediate if self.experts else 0
+
+    def parameters_read(self, tokens: int) -> float:
+        """Return the number of weights that the layers' products read in one step, if experts are chosen evenly."""
+        read = self.experts * (1 - (1 - self.chosen / self.experts) ** tokens) if self.experts else 0
+        return self.dense_parameters + read * self.expert_parameters
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -150,11 +180,15 @@ QWEN3_06B = Shape(
     "qwen3-0.6b", "qwen3", 1024, 3072, 28, 16, 8, 128, 151936, 40960, True,
     MappingProxyType({"rope_theta": 1e6}), qk_norm=True,
 )  # fmt: skip
+QWEN3_30B_A3B = Shape(
+    "qwen3-30b-a3b", "qwen3_moe", 2048, 768, 48, 32, 4, 128, 151936, 40960, False,
+    MappingProxyType({"rope_theta": 1e6}), qk_norm=True, experts=128, chosen=8,
+)  # fmt: skip
 # A model that compiles in seconds, for trying the benches.
 SMALL = Shape(
     "small", "llama", 256, 512, 2, 4, 2, 64, 1024, 2048, False, MappingProxyType({"rope_theta": 1e4}), eps=1e-5
 )
-SHAPES = (QWEN25_05B, LLAMA31_8B, LLAMA32_1B, QWEN3_06B, SMALL)
+SHAPES = (QWEN25_05B, LLAMA31_8B, LLAMA32_1B, QWEN3_06B, QWEN3_30B_A3B, SMALL)
 
 
 def folder(shape: Shape, root: Path) -> Path:

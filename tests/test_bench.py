@@ -14,7 +14,7 @@ from llmc.frontend.model_folder import open_source
 
 PUBLISHED = (
     (shapes.QWEN25_05B, 494_032_768), (shapes.LLAMA31_8B, 8_030_261_248), (shapes.LLAMA32_1B, 1_235_814_400),
-    (shapes.QWEN3_06B, 596_049_920),
+    (shapes.QWEN3_06B, 596_049_920), (shapes.QWEN3_30B_A3B, 30_532_122_624),
 )  # fmt: skip
 
 

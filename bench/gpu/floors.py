@@ -54,8 +54,8 @@ def launch_seconds(flops: float, nbytes: float, roof: Roof = H200) -> float:
 
 
 def _products(shape: Shape, tokens: int, roof: Roof) -> float:
-    n = shape.layer_parameters
-    return max(shape.weight_bytes * n / roof.read, 2 * n * tokens / roof.product / shape.product_rate)
+    arithmetic = 2 * shape.layer_parameters * tokens / roof.product / shape.product_rate
+    return max(shape.weight_bytes * shape.parameters_read(tokens) / roof.read, arithmetic)
 
 
 def _head(shape: Shape, rows: int, roof: Roof) -> float:

@@ -11,7 +11,7 @@ from bench.gpu.engine import BATCHES, OFFLINE, PROMPTS
 from bench.gpu.kernels import Load
 from bench.shapes import Shape
 
-_SHAPES = (shapes.LLAMA31_8B, shapes.LLAMA32_1B, shapes.QWEN3_06B, shapes.SMALL)
+_SHAPES = (shapes.LLAMA31_8B, shapes.LLAMA32_1B, shapes.QWEN3_06B, shapes.QWEN3_30B_A3B, shapes.SMALL)
 RECIPES = ("fp8", "w8a8", "int8", "int4")  # of `llmc compile --quant`; MODEL-RECIPE is a model, too
 _QUANTISED = [Shape.quantised(s, r) for s in _SHAPES for r in RECIPES]
 MODELS = {s.name: s for s in [*_SHAPES, *_QUANTISED]}

@@ -46,6 +46,7 @@ DTYPES = MappingProxyType(
             DType("f8e4m3", 8, "f", "float8_e4m3fn", 2),
             DType("f8e5m2", 8, "f", "float8_e5m2", 2),
             DType("f8e8m0", 8, "f", "float8_e8m0fnu", 1),
+            DType("f4e2m1", 4, "f", "float4_e2m1fn", 0),
             DType("i64", 64, "i", "int64", 8),
             DType("i32", 32, "i", "int32", 6),
             DType("u32", 32, "i", "uint32", 7),

@@ -231,14 +231,18 @@ class Module:
 
 @dataclass(frozen=True)
 class QuantisedWeight:
-    """A weight [n, k] in a format: its codes, scales and, if the format has them, zero points.
+    """A weight [*stack, n, k] in a format: its codes, scales and, if the format has them, zero points.
 
-    order: i32[k], the column of the weight that each column of the codes is; None if they are the same.
+    order: i32[k], the column of the weight that each column of the codes is; None if they are the same. turned: the
+    weight is [*stack, k, n], the transpose of what the parts stand for. count: of the stored weights that it consists
+    of.
     """
 
     format: QFormat
     parts: tuple[Value, ...]
     order: Value | None = None
+    turned: bool = False
+    count: int = 1
 
 
 class Builder:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
 
+# Dtypes of codes of less than 8 bits that are not integers, and what `dequantize` calls their encoding.
+ENCODINGS: Mapping[str, str] = MappingProxyType({"f4e2m1": "e2m1"})
+
 
 @dataclass(frozen=True)
 class QFormat:
-    """How a logical float tensor [n, k] is stored.
+    """How a logical float tensor [*stack, n, k] is stored.
 
-    code: dtype of the codes (u4, i8, f8e4m3, ...). block: (rows, columns) that share one scale; 0 means the whole axis.
-    scale: dtype of the scales. zero: "" (none), an integer used for all codes, or the dtype of an array of zero points
-    with the shape of the scales. table: the values of a codebook; if empty, codes are numbers. logical: dtype of the
-    dequantised values, which are (code - zero) * scale, or table[code] * scale. act: dtype to which a product with this
-    weight may round the rows of its other operand, where that is faster; "" for none.
+    code: dtype of the codes (u4, i8, f8e4m3, f4e2m1, ...). block: (rows, columns) that share one scale; 0 means the
+    whole axis. scale: dtype of the scales. zero: "" (none), an integer used for all codes, or the dtype of an array of
+    zero points with the shape of the scales. table: the values of a codebook; if empty, codes are numbers. logical:
+    dtype of the dequantised values, which are (code - zero) * scale, or table[code] * scale. act: dtype to which a
+    product with this weight may round the rows of its other operand, where that is faster; "" for none.
     """
 
     name: str
@@ -49,6 +54,11 @@ class QFormat:
     def storage(self) -> str:
         """The dtype in which codes are held before they are packed: codes of less than 8 bits take a byte each."""
         return self.code if DTYPES[self.code].bits >= 8 else "u8"
+
+    @property
+    def values(self) -> str:
+        """The encoding of codes that are stored as u8 and stand for other numbers, as `dequantize` names it, or ""."""
+        return ENCODINGS.get(self.code, "")
 
     @property
     def zero_point(self) -> int:

@@ -306,8 +306,14 @@ def _take(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
 
 
 def _quantize_scale(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
-    """Row r of the scales is that of the block of rows [r * size, (r + 1) * size), computed a few blocks at a time."""
+    """Row r of the scales is that of the block of rows [r * size, (r + 1) * size), computed a few blocks at a time.
+
+    Leading axes are axes of whole matrices, which are computed one by one.
+    """
     (w,), size = _operands(v), _attrs(v)["block"][0]
+    if v.type.rank > 2:
+        matrices = [_apply(v, blocks.rows(w, i, i + 1)) for i in range(lo, hi)]
+        return np.concatenate(matrices) if matrices else _none(v)
     n, k = shape_of(w)
     if not size:
         return _apply(v, blocks.rows(w, 0, n))

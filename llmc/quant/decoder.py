@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from llmc.diagnostics import Diagnostic
-from llmc.ir.graph import Builder, QuantisedWeight, Value
-from llmc.ir.qformat import QFormat
+from llmc.ir.dim import Dim
+from llmc.ir.graph import Builder, Node, QuantisedWeight, Value
+from llmc.ir.qformat import ENCODINGS, QFormat
 from llmc.quant.kv_scales import Scales, kv_scales_of
 from llmc.quant.scheme import AGAIN, Codes, Scheme, SchemeOf, Stored
 
@@ -69,21 +71,46 @@ class Decoder:
         """See `WeightDecoder.parts`."""
         codes = self._codes.get(weight)
         if codes is None:
-            return None
+            return self._joined(weight, build)
         if (groups := codes.groups) and groups.content not in self._orders:
             self._orders[groups.content] = build.argsort(groups.index)
         return parts_of(codes, self._orders[groups.content] if groups else None, build)
+
+    def _joined(self, weight: Value, b: Builder) -> QuantisedWeight | None:
+        """The parts of a concatenation of weights in one format, or of a weight with an axis of size 1 in front."""
+        n = weight.node
+        if n is None or n.op.name not in ("concat", "reshape"):
+            return None
+        if n.op.name == "reshape" and weight.type.shape != (Dim.of(1), *n.operands[0].type.shape):
+            return None
+        found = [self.parts(v, b) for v in n.operands]
+        first = found[0]
+        if first is None or first.turned or not all(_joins(x, first, v, n) for x, v in zip(found, n.operands)):
+            return None
+        columns = zip(*(x.parts for x in found if x), strict=True)
+        if n.op.name == "concat":
+            parts = tuple(b.concat(*column, axis=n.attrs["axis"]) for column in columns)
+        else:
+            parts = tuple(b.reshape(p, shape=(1, *p.type.shape)) for (p,) in columns)
+        return QuantisedWeight(first.format, parts, count=sum(x.count for x in found if x))
+
+
+def _joins(x: QuantisedWeight | None, first: QuantisedWeight, v: Value, n: Node) -> bool:
+    """Whether the parts of an operand of a concatenation (or reshape) can be moved as the operand is."""
+    if x is None or x.order is not None or x.turned or x.format != first.format:
+        return False
+    typed = replace(v.type, dtype=x.format.logical, format=x.format)
+    axis = n.attrs.get("axis", 0) % v.type.rank
+    return n.op.name == "reshape" or typed.whole_blocks(axis, v.type.shape[axis])
 
 
 def parts_of(codes: Codes, order: Value | None, b: Builder) -> QuantisedWeight | None:
     """The format of codes, and the codes, scales and zero points as the format holds them; None if none fits.
 
-    `order` sorts the columns by their groups, if they have a group index.
-
-    Codes of e2m1, transposed weights and stacks of experts have no format yet. Columns with a group index are sorted by
-    their groups, if these are equally large.
+    `order` sorts the columns by their groups, if they have a group index. Only groups that are equally large have a
+    format.
     """
-    if codes.values or codes.turned or codes.code.type.rank != 2 or (codes.groups and not codes.groups.even):
+    if codes.groups and not codes.groups.even:
         return None
     name = code_dtype(codes)
     if name is None:
@@ -92,19 +119,21 @@ def parts_of(codes: Codes, order: Value | None, b: Builder) -> QuantisedWeight |
     if order is not None:
         code = b.take_columns(code, order)
     if block == (0, 0):  # a scale of the whole tensor: one for each row, so that weights can be joined
-        shape, block = (codes.code.type.shape[0], 1), (1, 0)
+        shape, block = (*codes.code.type.shape[:-1], 1), (1, 0)
         scale = b.broadcast(scale, shape=shape)
         zero = b.broadcast(zero, shape=shape) if isinstance(zero, Value) else zero
     if not isinstance(zero, Value):
         f = QFormat.of(name, block, scale.type.dtype, str(zero) if zero else "", act=codes.act)
-        return QuantisedWeight(f, (code, scale), order)
+        return QuantisedWeight(f, (code, scale), order, codes.turned)
     f = QFormat.of(name, block, scale.type.dtype, zero.type.dtype, act=codes.act)
-    return QuantisedWeight(f, (code, scale, zero), order)
+    return QuantisedWeight(f, (code, scale, zero), order, codes.turned)
 
 
 def code_dtype(codes: Codes) -> str | None:
     """The dtype of the codes as a format names it: u4 for unsigned codes of at most 4 bits; None if no dtype fits."""
     dtype = codes.code.type.dtype
+    if codes.values:
+        return next((code for code, values in ENCODINGS.items() if values == codes.values), None)
     node = codes.code.node
     if dtype == "u8" and node is not None and node.op.name == "unpack_bits" and node.attrs["bits"] <= 4:
         return "u4"

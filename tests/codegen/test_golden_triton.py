@@ -18,6 +18,7 @@ from llmc.codegen.backends.triton.matmul import MATMUL
 from llmc.codegen.backends.triton.moe import DOWN, ROUTE, UP
 from llmc.codegen.backends.triton.quantized_gemm import QUANTIZED_GEMM
 from llmc.codegen.backends.triton.quantized_gemv import QUANTIZED_GEMV
+from llmc.codegen.backends.triton.quantized_moe import QUANTIZED_DOWN, QUANTIZED_UP
 from llmc.codegen.backends.triton.reduce import TOPK
 from llmc.codegen.backends.triton.row_kernels import ROWS
 from llmc.codegen.backends.triton.shape import COPY, TAKE
@@ -81,6 +82,18 @@ NODES: dict[str, tuple[Kernel, str, str]] = {
     "moe_down": (
         DOWN, f"%x: bf16[8*T, 768], {PAIRS}, %w: weight bf16[128, 2048, 768], %a: f32[T, 8]",
         "moe_down(%x, %p, %s, %w, %a) : f32[T, 8, 2048]",
+    ),
+    "quantized_moe_up": (
+        QUANTIZED_UP,
+        "%x: bf16[T, 2880], %p: i32[4*T], %s: i32[33], %w: weight u8[32, 5760, 1440], %c: weight bf16[32, 90, 5760],"
+        " %b: weight bf16[32, 5760]",
+        'quantized_moe_up(%x, %p, %s, %w, %c, %b) {k=4, block=[1, 32], values="e2m1", bits=4, half=32} '
+        ": bf16[4*T, 2880]",
+    ),
+    "quantized_moe_down": (
+        QUANTIZED_DOWN,
+        f"%x: bf16[8*T, 768], {PAIRS}, %w: weight f8e4m3[128, 2048, 768], %c: weight f32[128, 16, 6], %a: f32[T, 8]",
+        "quantized_moe_down(%x, %p, %s, %w, %c, %a) {block=[128, 128]} : f32[T, 8, 2048]",
     ),
     "router": (TOPK, "%x: f32[T, 60]", "topk(%x) {k=8} : f32[T, 8], i64[T, 8]"),
 }  # fmt: skip

@@ -76,6 +76,7 @@ def test_every_float_op_has_an_oracle_or_a_reason() -> None:
     ours |= {"rope_append", "norm_linear", "paged_attention_split", "attention_combine"}
     ours |= {"paged_attention_single", "unpack_bits", "take_columns", "bitcast", "dequantize"}
     ours |= {"moe_route", "moe_up", "moe_down", "linear_split", "linear_combine", "quantized_linear"}
+    ours |= {"quantized_moe_up", "quantized_moe_down"}
     ours |= {"quantize", "quantize_scale", "quantize_code", "assemble", "argsort"}
     without = {n for n, o in OPS.items() if not o.oracle and not n.startswith("row_")}
     assert without - ours == {n for n in without if n.startswith(("pack", "packed"))}
@@ -205,5 +206,6 @@ def test_traits_follow_from_declarations() -> None:
     assert joined.elementwise and not joined.row_wise
     assert OPS["matmul"].axes({}) == OPS["rms_norm"].axes({}) == (-1,) and OPS["sum"].axes({"axis": 1}) == (1,)
     by_rows = {"topk", "linear", "matmul", "rms_norm", "layer_norm", "take_columns", "dequantize"}
+    by_rows |= {"quantize", "quantize_code", "assemble"}
     assert {name for name, one in OPS.items() if one.row_wise} == by_rows
     assert {name for name, one in OPS.items() if one.elementwise} == {"cast"}

@@ -39,7 +39,7 @@ ROUGH = (
 GPU_ONLY = (
     "rope_append", "paged_attention_split", "paged_attention_single", "attention_combine", "norm_linear", "row_begin",
     "row_block_max",
-    "row_sample_blocks", "row_finish", "moe_route", "moe_up", "moe_down", "linear_split", "linear_combine",
+    "row_sample_blocks", "row_finish", "linear_split", "linear_combine",
 )  # fmt: skip
 
 
@@ -81,6 +81,35 @@ class Text:
 CLAMPED = "mul(add(max(min(a1, 0.7), -0.7), 1.0), mul(min(a0, 0.7), sigmoid(mul(min(a0, 0.7), 1.702))))"
 SOFTMAX = "div(exp(sub(a0, row_max(a0))), row_sum(exp(sub(a0, row_max(a0)))))"
 NORM = "mul(mul(a0, rsqrt(add(row_mean(mul(a0, a0)), 1e-06))), add(a1, 1.0))"
+# Products of experts: op, columns, rows, stack (with scales, zero points and bias), attributes.
+EXPERTS = (
+    ("moe", 37, 14, "f32[5, 14, 37]", ""),
+    ("moe", 64, 6, "bf16[5, 6, 64]; f32[5, 6]", ""),
+    ("quantized_moe", 133, 14, "i8[5, 14, 133]; f32[5, 14, 1]", "block=[1, 0]"),
+    ("quantized_moe", 133, 14, "i8[5, 14, 133]; f16[5, 14, 1]; bf16[5, 14]", 'block=[1, 0], act="i8", act_block=64'),
+    ("quantized_moe", 200, 6, "i8[5, 6, 200]; f32[5, 6, 2]", 'block=[1, 128], act="i8", act_block=128'),
+    ("quantized_moe", 96, 6, "u8[5, 6, 96]; f32[5, 6, 1]", 'block=[1, 0], zero_point=128, act="i8", act_block=32'),
+    ("quantized_moe", 192, 6, "u8[5, 6, 96]; bf16[5, 3, 6]",
+     'block=[1, 64], zero_point=8, bits=4, half=32, act="i8", act_block=64'),
+    ("quantized_moe", 192, 6, "u8[5, 6, 96]; f32[5, 6, 6]; u8[5, 6, 6]; f32[5, 6]",
+     'block=[1, 32], zeros=true, bits=4, half=32, act="i8", act_block=32'),
+    ("quantized_moe", 128, 6, "u8[5, 6, 64]; bf16[5, 4, 6]; bf16[5, 6]",
+     'block=[1, 32], values="e2m1", bits=4, half=32, act="i8", act_block=32'),
+    ("quantized_moe", 70, 6, "u8[5, 6, 70]; bf16[5, 6, 5]", 'block=[1, 16], values="e2m1", bits=4'),
+    ("quantized_moe", 128, 6, "u8[5, 6, 64]; f32[5, 2, 6]; f32[5, 2, 6]", "block=[1, 64], zeros=true, bits=4, half=32"),
+    ("quantized_moe", 75, 14, "f8e4m3[5, 14, 75]; f32[5, 2, 3]", "block=[8, 32]"),
+    ("quantized_moe", 75, 14, "f8e5m2[5, 14, 75]; f32[5, 1, 1]; f32[5, 14]", "block=[0, 0]"),
+    ("quantized_moe", 41, 6, "u8[5, 6, 41]; bf16[5, 6, 5]; u8[5, 6, 5]", "block=[1, 9], zeros=true, bits=3"),
+)  # fmt: skip
+
+
+def _with_weights(stack: str) -> str:
+    """The operands of moe_down: the weights of the choices follow codes and scales."""
+    parts = stack.split("; ")
+    scaled = 2 if len(parts) > 1 and parts[1].count(",") == 2 else 1
+    return "; ".join([*parts[:scaled], "bf16[T, 2]", *parts[scaled:]])
+
+
 TEXTS = (
     Text("bf16[T, 67]; bf16[67]", "rms_norm {eps=1e-06}", "bf16[T, 67]"),
     Text("f32[T, 5, 33]; bf16[33]", "rms_norm {eps=1e-05}", "f32[T, 5, 33]"),
@@ -161,6 +190,19 @@ TEXTS = (
     Text("bf16[R, 640]; i32[R]", "row_logprobs", "f32[R], i32[R], i32[R, 20], f32[R, 20]"),
     Text("f32[2, 7, 21]; f32[2, 21, 41]", "matmul", "f32[2, 7, 41]"),
     Text("bf16[T, 33]; bf16[33, 5]", "matmul", "bf16[T, 5]"),
+    *(
+        Text(f"bf16[T, {k}]; i32[2*T]; i32[6]; {stack}", f"{op}_up {{k=2, {rest}}}", f"bf16[2*T, {m // 2}]", scale=0.1)
+        for op, k, m, stack, rest in EXPERTS
+    ),
+    *(
+        Text(
+            f"f32[2*T, {k}]; i32[2*T]; i32[6]; {_with_weights(stack)}",
+            f"{op}_down {{{rest}}}",
+            f"f32[T, 2, {m}]",
+            scale=0.1,
+        )
+        for op, k, m, stack, rest in EXPERTS
+    ),
     Text("f32[T, 20]; i32[T, 2]; f32[T, 2]; f32[5, 14, 20]; f32[5, 20, 7]", "moe", "f32[T, 20]"),
     Text(
         "bf16[T, 33]; i64[T, 3]; f32[T, 3]; bf16[4, 10, 33]; bf16[4, 33, 5]",

@@ -133,6 +133,28 @@ _PRODUCTS = {
     ),
     "take_columns": (Text("bf16[T, 4096]; i32[4096]", "take_columns", "bf16[T, 4096]"),),
     "matmul": (Text("bf16[8, T, 128]; bf16[8, 128, T]", "matmul", "bf16[8, T, T]"),),
+    "quantized_moe_up": (
+        Text(
+            "bf16[T, 2048]; i32[8*T]; i32[129]; weight u8[128, 1536, 1024]; weight bf16[128, 16, 1536]",
+            "quantized_moe_up {k=8, block=[1, 128], zero_point=8, bits=4, half=64}", "bf16[8*T, 768]",
+        ),
+        Text(
+            "bf16[T, 2880]; i32[4*T]; i32[33]; weight u8[32, 5760, 1440]; weight bf16[32, 90, 5760];"
+            " weight bf16[32, 5760]",
+            'quantized_moe_up {k=4, block=[1, 32], values="e2m1", bits=4, half=32}', "bf16[4*T, 2880]",
+        ),
+    ),
+    "quantized_moe_down": (
+        Text(
+            "bf16[8*T, 768]; i32[8*T]; i32[129]; weight i8[128, 2048, 768]; weight f32[128, 2048, 1]; f32[T, 8]",
+            "quantized_moe_down {block=[1, 0]}", "f32[T, 8, 2048]",
+        ),
+        Text(
+            "f16[8*T, 768]; i32[8*T]; i32[129]; weight u8[128, 2048, 384]; weight f16[128, 6, 2048];"
+            " f32[T, 8]; weight u8[128, 6, 2048]",
+            "quantized_moe_down {block=[1, 128], zeros=true, bits=4, half=64}", "f32[T, 8, 2048]",
+        ),
+    ),
     "moe_route": (Text("i32[T, 8]", "moe_route {experts=128}", "i32[8*T], i32[129]"),),
     "moe_up": (Text(f"bf16[T, 2048]; i32[8*T]; i32[129]; {EXPERTS}", "moe_up {k=8}", "bf16[8*T, 768]"),),
     "moe_down": (

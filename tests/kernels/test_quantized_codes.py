@@ -9,15 +9,18 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
+from llmc.codegen.backends.triton.kernels import float_codes as floats
 from llmc.codegen.backends.triton.kernels import quantized_codes as codes
 from llmc.ir.dtype import DTYPES
+from llmc.ir.ops.quantize import VALUES
 
 BF16 = DTYPES["bf16"].np
 
 
 def permuted(a: int, b: int, selector: int) -> int:
-    """prmt: four bytes of the eight of a and b."""
+    """prmt: four bytes of the eight of a and b; no digit of the selector copies a sign."""
     both = a | b << 32
+    assert not selector & 0x8888
     return sum((both >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i for i in range(4))
 
 
@@ -37,8 +40,10 @@ INSTRUCTIONS: Mapping[str, Callable[..., int]] = MappingProxyType(
         "and.b32": lambda a, b: a & b,
         "xor.b32": lambda a, b: a ^ b,
         "shr.u32": lambda a, b: a >> b,
+        "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
         "prmt.b32": permuted,
         "fma.rn.bf16x2": pairs(BF16, lambda a, b, c: a * b + c),
+        "fma.rn.f16x2": pairs(np.float16, lambda a, b, c: a * b + c),
         "add.rn.f16x2": pairs(np.float16, lambda a, b: a + b),
     }
 )
@@ -82,6 +87,24 @@ def test_signed_bytes(ptx: object, dtype: type) -> None:
     for word in drawn_bytes():
         found = evaluate(ptx.value, 2, words_of(word))  # type: ignore[attr-defined]
         assert np.array(found, np.uint32).view(dtype).astype(int).tolist() == word.view(np.int8).tolist()
+
+
+@pytest.mark.parametrize(("ptx", "dtype"), ((floats.E2M1_BF16, BF16), (floats.E2M1_F16, np.float16)))
+def test_pairs_of_floats_of_four_bits(ptx: object, dtype: type) -> None:
+    table = np.array(VALUES["e2m1"])
+    for word in drawn_bytes():
+        found = np.array(evaluate(ptx.value, 4, words_of(word)), np.uint32).view(dtype)  # type: ignore[attr-defined]
+        want = table[np.concatenate([word & 15, word >> 4])]
+        np.testing.assert_array_equal(found.view(np.uint16), want.astype(dtype).view(np.uint16))
+
+
+@pytest.mark.parametrize(("ptx", "dtype"), ((floats.E4M3_BF16, BF16), (floats.E4M3_F16, np.float16)))
+def test_floats_of_eight_bits(ptx: object, dtype: type) -> None:
+    for word in drawn_bytes():
+        word = np.where(word & 127 == 127, 0, word).astype(np.uint8)  # NaN
+        found = np.array(evaluate(ptx.value, 2, words_of(word)), np.uint32).view(dtype)  # type: ignore[attr-defined]
+        want = word.view(DTYPES["f8e4m3"].np).astype(np.float32).astype(dtype)
+        np.testing.assert_array_equal(found.view(np.uint16), want.view(np.uint16))
 
 
 def test_codes_in_float32() -> None:

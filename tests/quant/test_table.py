@@ -35,8 +35,9 @@ def ways(module: Module, dequantised: bool) -> str:
     """How the products with quantised weights of @main compute."""
     found = []
     for n in module.graphs["main"].nodes:
-        if n.op.name == "quantized_linear":
-            found.append(f"{n.attrs['bits']}-bit codes")
+        if n.op.name in ("quantized_linear", "quantized_moe_up", "quantized_moe_down"):
+            floats = n.attrs.get("values") or (n.operands[3].type.dtype if "moe" in n.op.name else "")
+            found.append(f"{floats} codes" if floats[:1] in ("e", "f") else f"{n.attrs['bits']}-bit codes")
         elif n.op.name in ("linear_map", "linear") and n.operands[1].type.dtype in ("i8", "f8e4m3"):
             x = n.operands[0].type.dtype
             found.append(f"{n.operands[1].type.dtype} codes" + (f" x {x}" if x in ("i8", "f8e4m3") else ""))
@@ -51,7 +52,8 @@ def cell(name: str, target: str, want: np.ndarray, tokens: np.ndarray, positions
         module = checkpoint.traced.module
         kept = use_codes(module, checkpoint, registry.opset())
         ctx = Ctx(registry.opset(), registry.target(target), registry.kernels)
-        passes = parse_pipeline(f"canonicalize, fuse-linear, lower-quantized{options}", registry.passes)
+        text = f"canonicalize, fuse-linear, split-moe{{quantized=true}}, lower-quantized{options}"
+        passes = parse_pipeline(text, registry.passes)
         run_pipeline(module, passes, ctx)
         got = ir_logits(module, checkpoint.traced, checkpoint, tokens, positions, np.arange(len(tokens)))
     labels = found.labels if found else {}

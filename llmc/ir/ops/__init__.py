@@ -18,6 +18,7 @@ from llmc.ir.ops import (
     pointwise,
     quantize,
     quantized_linear,
+    quantized_moe,
     reduce,
     rope,
     sample,
@@ -37,6 +38,6 @@ def op_set(*groups: Iterable[OpDef]) -> Mapping[str, OpDef]:
 
 GROUPS = (
     pointwise, reduce, shape, linear, packed, quantize, quantized_linear, packed_quantized, packed_codes,
-    packed_fragments, norm, rope, attention, moe, state, sample,
+    packed_fragments, norm, rope, attention, moe, quantized_moe, state, sample,
 )  # fmt: skip
 OPS = op_set(*(m.OPS for m in GROUPS))

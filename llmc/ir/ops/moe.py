@@ -107,19 +107,19 @@ def _routed(d: Drawing) -> tuple[Any, Any]:
     return tuple(d.once("routed", lambda: moe_route.ref(d.rng.integers(0, experts, pairs), experts=experts)))
 
 
-def _order(d: Drawing, shape: Shape) -> Any:
+def drawn_order(d: Drawing, shape: Shape) -> Any:
     """The pairs, sorted by expert."""
     return _routed(d)[0]
 
 
-def _starts(d: Drawing, shape: Shape) -> Any:
+def drawn_starts(d: Drawing, shape: Shape) -> Any:
     """The first pair of each expert, and the number of pairs."""
     return _routed(d)[1]
 
 
 @op(
     "(x: f[t, d], order: i[p], starts: i[s], gate_up: fq[e, m, d], bias?: f[e, m]) -> x[...]", infer=_up_type,
-    flops="2*p*m*d", holds={"order": _order, "starts": _starts},
+    flops="2*p*m*d", holds={"order": drawn_order, "starts": drawn_starts},
     example={"t": 7, "d": 8, "p": 14, "s": 7, "e": 6, "m": 10, "k": 2},
 )  # fmt: skip
 def moe_up(
@@ -142,7 +142,7 @@ def _down_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
 @op(
     "(h: f[p, i], order: i[p], starts: i[s], down: fq[e, d, i], weights: f[t, k], bias?: f[e, d]) -> h[...]",
     infer=_down_type, flops="2*p*d*i",
-    holds={"order": _order, "starts": _starts, "weights": contents.probability},
+    holds={"order": drawn_order, "starts": drawn_starts, "weights": contents.probability},
     example={"p": 14, "i": 5, "s": 7, "e": 6, "d": 8, "t": 7, "k": 2},
 )  # fmt: skip
 def moe_down(h: Any, order: Any, starts: Any, down: Any, weights: Any, bias: Any = None) -> Any:

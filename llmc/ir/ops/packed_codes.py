@@ -29,28 +29,29 @@ def nibble_bytes(k: Dim, half: int) -> Dim:
 
 
 def _pack_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
-    return [Type("u8", (env["m"], nibble_bytes(env["k"], attrs["half"])))]
+    return [Type("u8", (*env["*b"], env["m"], nibble_bytes(env["k"], attrs["half"])))]
 
 
 @op(
-    "(code: u8[m, k]) -> u8[...]", infer=_pack_type,
-    holds={"code": integers(0, 16)}, example={"m": 5, "k": 24, "half": 4},
+    "(code: u8[*b, m, k]) -> u8[...]", infer=_pack_type,
+    holds={"code": integers(0, 16)}, example={"*b": (2,), "m": 5, "k": 24, "half": 4},
 )  # fmt: skip
 def pack_nibbles(code: Any, *, half: int) -> Any:
-    """Pack codes [m, k] below 16 into bytes [m, k / 2].
+    """Pack codes [*b, m, k] below 16 into bytes [*b, m, k / 2].
 
     Byte i * half + j of a row has the code of column 2 * i * half + j in its low four bits and that of column
     (2 * i + 1) * half + j in its high ones, for j < half.
     """
-    m, k = code.shape
-    spans = np.asarray(code).astype(np.uint8).reshape(m, k // (2 * half), 2, half)
-    return (spans[:, :, 0] | spans[:, :, 1] << np.uint8(4)).reshape(m, k // 2)
+    *rows, k = code.shape
+    spans = np.asarray(code).astype(np.uint8).reshape(*rows, k // (2 * half), 2, half)
+    return (spans[..., 0, :] | spans[..., 1, :] << np.uint8(4)).reshape(*rows, k // 2)
 
 
 def unpack_nibbles(packed: np.ndarray, half: int) -> np.ndarray:
     """Invert pack_nibbles."""
-    spans = np.asarray(packed).astype(np.uint8).reshape(len(packed), -1, 1, half)
-    return np.concatenate([spans & 15, spans >> 4], 2).reshape(len(packed), -1)
+    *rows, width = packed.shape
+    spans = np.asarray(packed).astype(np.uint8).reshape(*rows, -1, 1, half)
+    return np.concatenate([spans & 15, spans >> 4], -2).reshape(*rows, 2 * width)
 
 
 def packed_type(env: dict[str, Any], attrs: Mapping[str, Any], row_bytes: Dim) -> list[Type]:

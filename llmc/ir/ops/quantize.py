@@ -17,7 +17,7 @@ from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.opdef import Ints, op
 from llmc.ir.ops.common import axis_of
-from llmc.ir.qformat import QFormat
+from llmc.ir.qformat import ENCODINGS, QFormat
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
 
@@ -178,12 +178,14 @@ def _quantize_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     w = env["w"]
     if attrs["zero"] in DTYPES:
         raise Mismatch(f"zero={attrs['zero']!r}: rounding to nearest takes one zero point for all codes")
+    if attrs["code"] in ENCODINGS:
+        raise Mismatch(f"code={attrs['code']!r}: rounding makes integers and floats of 8 bits")
     return [Type(w.dtype, w.shape, format=_format(attrs, w.dtype))]
 
 
 @op(
-    "(w: f[n, k]) -> w[n, k]", infer=_quantize_type, flops="4*n*k",
-    example={"n": 6, "k": 10, "code": "u4", "block": [1, 4], "scale": "f32", "zero": "8"},
+    "(w: f[*b, n, k]) -> w[*b, n, k]", infer=_quantize_type, flops="4*b*n*k",
+    example={"*b": (2,), "n": 6, "k": 10, "code": "u4", "block": [1, 4], "scale": "f32", "zero": "8"},
 )  # fmt: skip
 def quantize(w: Any, *, code: str, block: Ints, scale: str, zero: str = "", act: str = "") -> Any:
     """Round w to the nearest codes, with one scale for each block; the attributes are those of a QFormat.
@@ -208,11 +210,12 @@ def _assemble_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
 
 
 @op(
-    "(codes: t[n, k], scales: f[r, c], zeros?: t[r, c]) -> dtype[n, k]", infer=_assemble_type, bytes="0",
+    "(codes: t[*b, n, k], scales: f[*b, r, c], zeros?: t[*b, r, c]) -> dtype[*b, n, k]",
+    infer=_assemble_type, bytes="0",
     holds={"codes": integers(0, 16), "scales": probability, "zeros": integers(0, 16)},
     example={
-        "codes": "u8", "zeros": "u8", "n": 6, "k": 10, "r": 6, "c": 3, "code": "u4", "block": [1, 4], "zero": "u8",
-        "dtype": "f32",
+        "codes": "u8", "zeros": "u8", "*b": (2,), "n": 6, "k": 10, "r": 6, "c": 3, "code": "u4", "block": [1, 4],
+        "zero": "u8", "dtype": "f32",
     },
 )  # fmt: skip
 def assemble(
@@ -224,7 +227,8 @@ def assemble(
     one.
     """
     point = 0 if zeros is not None else int(zero or 0)
-    return dequantize.ref(codes, scales, zeros, block=block, dtype="f32", zero_point=point)
+    values = ENCODINGS.get(code, "")
+    return dequantize.ref(codes, scales, zeros, block=block, dtype="f32", zero_point=point, values=values)
 
 
 def _code_range(code: str) -> tuple[float, float]:
@@ -246,8 +250,8 @@ def _scale_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
 
 
 @op(
-    "(w: f[n, k]) -> dtype[...]", infer=_scale_type, flops="n*k",
-    example={"n": 6, "k": 10, "code": "u4", "block": [1, 4], "dtype": "f32"},
+    "(w: f[*b, n, k]) -> dtype[...]", infer=_scale_type, flops="b*n*k",
+    example={"*b": (2,), "n": 6, "k": 10, "code": "u4", "block": [1, 4], "dtype": "f32"},
 )  # fmt: skip
 def quantize_scale(w: Any, *, code: str, block: Ints, dtype: str) -> Any:
     """The scale of each block of w: max|w| over the middle of the code's range, as compressed-tensors computes it.
@@ -257,7 +261,7 @@ def quantize_scale(w: Any, *, code: str, block: Ints, dtype: str) -> Any:
     """
     low, high = _code_range(code)
     w = np.abs(np.asarray(w, np.float32))
-    for axis, size in enumerate(block):
+    for axis, size in zip((-2, -1), block, strict=True):
         length = w.shape[axis]
         starts = np.arange(0, length, size or max(1, length))
         w = np.maximum.reduceat(w, starts, axis) if length else w
@@ -265,10 +269,10 @@ def quantize_scale(w: Any, *, code: str, block: Ints, dtype: str) -> Any:
 
 
 @op(
-    "(w: f[n, k], scale: f[r, c]) -> t[n, k]", infer=lambda env, attrs: [Type(
+    "(w: f[*b, n, k], scale: f[*b, r, c]) -> t[*b, n, k]", infer=lambda env, attrs: [Type(
         QFormat.of(attrs["code"], (1, 0), "f32").storage, env["w"].shape)],
-    flops="3*n*k", holds={"scale": positive},
-    example={"n": 6, "k": 10, "r": 6, "c": 3, "code": "u4", "block": [1, 4], "zero_point": 8},
+    flops="3*b*n*k", holds={"scale": positive},
+    example={"*b": (2,), "n": 6, "k": 10, "r": 6, "c": 3, "code": "u4", "block": [1, 4], "zero_point": 8},
 )  # fmt: skip
 def quantize_code(w: Any, scale: Any, *, code: str, block: Ints, zero_point: int = 0) -> Any:
     """The codes of w: w / scale rounded to nearest even, limited to the code's range, plus the zero point.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from llmc.diagnostics import Diagnostic
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Builder, Graph, Module, Node, Value
+from llmc.ir.ops.quantize import FLOAT_CODES
 from llmc.ir.ops.quantized_linear import multiplies_codes
 from llmc.ir.qformat import QFormat
 from llmc.passes.base import Ctx, Pass
@@ -16,6 +19,9 @@ from llmc.passes.fuse.fuse_linear import PRODUCTS
 from llmc.passes.lower.round_activations import Rounded, product_of_codes
 
 MOVES = ("slice", "concat")  # ops that move the parts of a quantised tensor as they move the tensor
+EXPERTS = ("moe_up", "moe_down")
+WEIGHT: Mapping[str, int] = MappingProxyType({**dict.fromkeys(PRODUCTS, 1), **dict.fromkeys(EXPERTS, 3)})  # its place
+EXACT = "bf16"  # the dtype of scales of dtype f8e8m0 in products: it holds every power of two that they have
 
 
 @dataclass(frozen=True)
@@ -23,11 +29,13 @@ class LowerQuantized(Pass):
     """Replace quantised tensors by their parts, and products that read them by products over the parts.
 
     Where a format allows activations to be rounded to the dtype of its codes, the product is a linear_map of codes by
-    codes (see `round_activations`). Other products become quantized_linear. A product that no kernel of the target
-    supports, and any other reader, gets the dequantised weight.
-    act: the dtype to which quantized_linear rounds activations, whatever the format allows; empty for none. act_block:
-    columns of an activation that share a scale where the weight has one scale a row (else those that share a scale of
-    the weight). fallback: if false, products become quantized_linear whether or not the target has a kernel.
+    codes (see `round_activations`). Other products become quantized_linear, and those of experts quantized_moe_up and
+    quantized_moe_down. A product that no kernel of the target supports, and any other reader, gets the dequantised
+    weight.
+    act: the dtype to which these round activations, whatever the format allows; empty for none. Products of experts
+    whose codes are floats of 8 bits do not. act_block: columns of an activation that share a scale where
+    the weight has one scale a row (else those that share a scale of the weight). fallback: if false, products become
+    quantized_linear whether or not the target has a kernel.
     """
 
     name: ClassVar[str] = "lower-quantized"
@@ -49,22 +57,27 @@ class LowerQuantized(Pass):
         for n in list(g.nodes):
             if n.op.name in MOVES or not any(v.type.format for v in n.operands):
                 continue
-            if n.op.name in PRODUCTS and n.operands[1].type.format and ctx.allows(n) and ctx.spend():
-                if not self.act and self._codes(g, n, parts, rounded, ctx):
+            place = WEIGHT.get(n.op.name)
+            f = None if place is None else n.operands[place].type.format
+            if f and ctx.allows(n) and ctx.spend():
+                if (why := self._lower(g, n, parts, rounded, ctx)) is None:
                     done += 1
                     continue
-                why = self._product(g, n, parts, ctx)
-                if why:
-                    refused[n.operands[1].type.format.name, why] += 1
-                else:
-                    done += 1
-                    continue
+                refused[f.name, why] += 1
             g.set_operands(n, [parts.dequantized(v, n) if v.type.format else v for v in n.operands])
             done += 1
         for n in reversed(list(g.nodes)):
             if n.results[0].type.format and not g.is_used(n):
                 g.erase(n)
         return done
+
+    def _lower(self, g: Graph, n: Node, parts: _Parts, rounded: Rounded, ctx: Ctx) -> str | None:
+        """Replace a product by one over codes; return the reason if no kernel of the target supports it."""
+        if n.op.name in EXPERTS:
+            return self._experts(g, n, parts, ctx)
+        if not self.act and self._codes(g, n, parts, rounded, ctx):
+            return None
+        return self._product(g, n, parts, ctx)
 
     @staticmethod
     def _codes(g: Graph, n: Node, parts: _Parts, rounded: Rounded, ctx: Ctx) -> bool:
@@ -92,6 +105,8 @@ class LowerQuantized(Pass):
         x, w, *extras = n.operands
         f = w.type.format
         assert f is not None
+        if f.values:
+            return f"codes of {f.code}; only products of experts read them"
         code, scale, *zeros = parts.of(w, n)
         b = Builder(g, ctx.opset, before=n, loc=n.loc)
         new = b.quantized_linear(
@@ -104,6 +119,31 @@ class LowerQuantized(Pass):
             return why
         new.name = n.result.name
         g.replace(n.result, new)
+        g.erase(n)
+        return None
+
+    def _experts(self, g: Graph, n: Node, parts: _Parts, ctx: Ctx) -> str | None:
+        """Replace a product of experts by one over codes; return the reason if no kernel of the target supports it."""
+        x, order, starts, w, *rest = n.operands
+        f = w.type.format
+        assert f is not None
+        weights, bias = ([], rest) if n.op.name == "moe_up" else (rest[:1], rest[1:])
+        code, scale, *zeros = parts.of(w, n)
+        b = Builder(g, ctx.opset, before=n, loc=n.loc)
+        if scale.type.dtype == "f8e8m0":
+            scale = b.cast(scale, dtype=EXACT)
+        act = "" if f.code in FLOAT_CODES else self.act
+        attrs = {
+            "block": f.block, "zero_point": f.zero_point, "zeros": f.has_zeros, "values": f.values,
+            "bits": DTYPES[f.code].bits, "act": act, "act_block": f.block[1] or self.act_block if act else 0,
+        }  # fmt: skip
+        operands = (x, order, starts, code, scale, *weights, *zeros, *bias)
+        new = g.add(ctx.opset[f"quantized_{n.op.name}"], operands, {**n.attrs, **attrs}, before=n, loc=n.loc)
+        if self.fallback and (why := _rejected(new, ctx)):
+            g.erase(new)
+            return why
+        new.result.name = n.result.name
+        g.replace(n.result, new.result)
         g.erase(n)
         return None
 
@@ -143,7 +183,7 @@ class _Parts:
             f = v.type.format
             assert f is not None
             parts, b = self.of(v, before), Builder(self.g, self.ctx.opset, before=before, loc=before.loc)
-            wide = b.dequantize(*parts, block=f.block, dtype="f32", zero_point=f.zero_point)
+            wide = b.dequantize(*parts, block=f.block, dtype="f32", zero_point=f.zero_point, values=f.values)
             self.floats[v] = wide if v.type.dtype == "f32" else b.cast(wide, dtype=v.type.dtype)
         return self.floats[v]
 
@@ -169,10 +209,11 @@ class _Parts:
     def _sliced(b: Any, part: Value, v: Value, n: Node, f: QFormat, index: int) -> Value:
         """The part of a slice: codes are cut as the tensor is, scales and zero points at blocks."""
         axis = n.attrs["axis"] % v.type.rank
-        size = f.block[axis] if index else 1
+        blocks = (1,) * (v.type.rank - 2) + f.block
+        size = blocks[axis] if index else 1
         ends = [n.attrs["start"], n.attrs["stop"]]
         if size == 0:
             return part
         start, stop = ends if size == 1 else [d.ceildiv(size) for d in ends]
-        value: Value = b.slice(part, axis=axis, start=start, stop=stop)
+        value: Value = b.slice(part, axis=axis, start=start, stop=stop, step=n.attrs["step"])
         return value

@@ -12,9 +12,13 @@ from llmc.passes.rewrite import substitute
 
 @dataclass(frozen=True)
 class SplitMoe(Pass):
-    """Replace moe by moe_route, moe_up, moe_down and the sum over a token's experts."""
+    """Replace moe by moe_route, moe_up, moe_down and the sum over a token's experts.
+
+    quantized: only those whose experts are quantised.
+    """
 
     name: ClassVar[str] = "split-moe"
+    quantized: bool = False
 
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every graph; return the number of changes."""
@@ -24,7 +28,7 @@ class SplitMoe(Pass):
         """Rewrite one node, or record why it cannot be split; return whether it was."""
         x, idx, weights, gate_up, down, *biases = n.operands
         k, experts = idx.type.shape[1].const, down.type.shape[0].const
-        if not ctx.allows(n):
+        if not ctx.allows(n) or (self.quantized and not (gate_up.type.format or down.type.format)):
             return False
         if k is None or experts is None:
             ctx.miss(self.name, n, "the number of experts is not constant")

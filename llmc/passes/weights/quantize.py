@@ -1,7 +1,8 @@
-"""Quantises the weights of matrix products by rounding to nearest."""
+"""Quantises the weights of matrix products, and the experts of mixtures, by rounding to nearest."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,12 +14,13 @@ from llmc.passes.base import Ctx, Pass
 from llmc.passes.fuse.fuse_linear import PRODUCTS
 from llmc.quant.make.recipes import NONE, RECIPES, ROUNDED, Recipe
 
+STACKS = (3, 4)  # the operands of moe that are stacks of experts
 ROUTING = ("topk", "softmax", "experts", "moe_route")  # a product that these read chooses experts
 
 
 @dataclass(frozen=True)
 class Quantize(Pass):
-    """Quantise the weights of matrix products, rounding to nearest.
+    """Quantise the weights of matrix products and the experts of mixtures, rounding to nearest.
 
     weights: the recipe of the weights' format (int8, int4, fp8, ...: `llmc quantize --help` lists them), or none.
     group: columns that share a scale, instead of the recipe's own number; 0 for those. head: the recipe of the output
@@ -56,7 +58,26 @@ class Quantize(Pass):
             if (w, format) not in done:
                 done[w, format] = _quantized(g, n, w, format, ctx)
             g.set_operands(n, [n.operands[0], done[w, format], *n.operands[2:]])
-        return len(done)
+        return len(done) + (self._experts(g, known, body, ctx) if body else 0)
+
+    def _experts(self, g: Graph, known: set[Value], recipe: Recipe, ctx: Ctx) -> int:
+        """Quantise the stacks of the mixtures of a graph, each product's on its own; return how many there were."""
+        done, refused = 0, Counter[str]()
+        for n in [n for n in g.nodes if n.op.name == "moe" and ctx.allows(n)]:
+            operands = list(n.operands)
+            for i in STACKS:
+                w = operands[i]
+                format = recipe.weight_format(w.type.dtype)
+                if why := "its weight is not constant" if w not in known else _refuse_weight(w, format):
+                    ctx.miss(self.name, n, why)
+                    refused[why] += w.type.format is None
+                elif ctx.spend():
+                    operands[i] = _quantized(g, n, w, format, ctx)
+                    done += 1
+            g.set_operands(n, operands)
+        for why, count in (+refused).items():
+            ctx.notes[f"{count} stacks of experts are not quantised: {why}"] = None
+        return done
 
 
 def _quantized(g: Graph, n: Node, w: Value, f: QFormat, ctx: Ctx) -> Value:
@@ -67,12 +88,16 @@ def _quantized(g: Graph, n: Node, w: Value, f: QFormat, ctx: Ctx) -> Value:
 
 def _refuse(n: Node, f: QFormat) -> str | None:
     """Why the weight of a product stays as it is, or None."""
-    w = n.operands[1]
-    if w.type.format is not None:
-        return f"its weight is quantised already ({w.type.format.name})"
     if any(u.op.name in ROUTING for u in n.result.uses):
         return "it chooses experts"
-    columns = w.type.shape[1]
+    return _refuse_weight(n.operands[1], f)
+
+
+def _refuse_weight(w: Value, f: QFormat) -> str | None:
+    """Why a weight [*stack, n, k] stays as it is, or None."""
+    if w.type.format is not None:
+        return f"its weight is quantised already ({w.type.format.name})"
+    columns = w.type.shape[-1]
     if f.block[0] == 1 and f.block[1] and not columns.divisible(f.block[1]):
         return f"{columns} columns are not groups of {f.block[1]}"
     return None

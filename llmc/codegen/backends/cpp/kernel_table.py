@@ -31,5 +31,7 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "cpu/matmul": f"{_HERE}.reference:MATMUL",
         "cpu/packed_attention": f"{_HERE}.reference:ATTENTION",
         "cpu/moe": f"{_HERE}.reference:MOE",
+        "cpu/moe_route": f"{_HERE}.experts:ROUTE",
+        "cpu/experts": f"{_HERE}.experts:EXPERTS",
     }
 )

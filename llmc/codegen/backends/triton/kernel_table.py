@@ -17,6 +17,8 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "triton/moe_route": f"{_HERE}.moe:ROUTE",
         "triton/moe_up": f"{_HERE}.moe:UP",
         "triton/moe_down": f"{_HERE}.moe:DOWN",
+        "triton/quantized_moe_up": f"{_HERE}.quantized_moe:QUANTIZED_UP",
+        "triton/quantized_moe_down": f"{_HERE}.quantized_moe:QUANTIZED_DOWN",
         "triton/norm_gemv": f"{_HERE}.gemv:NORM_GEMV",
         "triton/prefill_attention": f"{_HERE}.prefill_attention:PREFILL_ATTENTION",
         "triton/packed_attention": f"{_HERE}.prefill_attention:PACKED_ATTENTION",

@@ -93,6 +93,16 @@ class Experts:
         return self.node.operands[1].type.shape[0]
 
     @property
+    def expert_bytes(self) -> float:
+        """The bytes of an expert's weights."""
+        return self.n * self.parts * self.k * DTYPES[self.w.dtype].bits / 8
+
+    @property
+    def conversion(self) -> float:
+        """Operations per weight to make it a factor."""
+        return 0.0
+
+    @property
     def dot(self) -> str:
         """The dtype of both factors in tl.dot: their own if equal, else float32."""
         return self.left.dtype if self.left.dtype == self.w.dtype else "f32"
@@ -117,6 +127,11 @@ class Grouped(TritonKernel):
                 return f"operand type {v.type} is quantised"
             if v.type.dtype not in FLOATS:
                 return f"dtype {v.type.dtype} is not among {', '.join(FLOATS)}"
+        return self.reject_sizes(node)
+
+    @staticmethod
+    def reject_sizes(node: Node) -> str | None:
+        """Why the sizes of the stack are not supported, or None."""
         w = node.operands[3].type
         if any(d.const is None for d in w.shape):
             return f"the experts' sizes {w} are not constant"
@@ -125,15 +140,23 @@ class Grouped(TritonKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = self.experts(node)
-        return [dict(zip(KEYS, s, strict=True)) for s in self._shapes(p) if _fits(p, s, target)]
+        return [dict(zip(KEYS, s, strict=True)) for s in self.shapes(p) if self.fits(p, s, target)]
 
-    def _shapes(self, p: Experts) -> Iterator[tuple[int, int, int, int, int]]:
+    def shapes(self, p: Experts) -> Iterator[tuple[int, int, int, int, int]]:
+        """The shapes to try, as the values of KEYS."""
         if p.dot == "f32":
             yield from FLOAT
             return
         for bm in ROWS:
             for bn, bk, warps, stages in NARROW:
                 yield bm, bn, bk, warps, stages
+
+    def fits(self, p: Experts, s: tuple[int, int, int, int, int], target: Target) -> bool:
+        """Whether a shape fits shared memory and registers."""
+        bm, bn, bk, warps, stages = s
+        buffers = stages if target.family == "cuda" else stages - 1
+        shared = buffers * (bn * p.parts + bm) * bk * DTYPES[p.dot].bits // 8
+        return shared <= target.limits.shared and bm * bn * p.parts <= 128 * 32 * warps
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: the larger of two times.
@@ -145,15 +168,16 @@ class Grouped(TritonKernel):
         pairs = int(p.pairs.subs(env))
         chosen = min(pairs, p.count)
         passes = -(-pairs // (chosen * s["bm"]))
-        weights = chosen * p.n * p.parts * p.k * DTYPES[p.w.dtype].bits // 8
+        weights = chosen * p.expert_bytes
         columns = -(-p.n // s["bn"])
         busy = min(1.0, 1.6 * chosen * columns / target.limits.units)
         moved = weights * (1 + 0.3 * (passes - 1)) / target.bandwidth / (0.8 * busy)
         flops = 2.0 * chosen * passes * s["bm"] * columns * s["bn"] * p.parts * p.k
         best = flops / target.peaks[p.dot]
+        converting = 2.0 * p.conversion * chosen * passes * columns * s["bn"] * p.parts * p.k / target.peaks["f32"]
         share = 0.3 if s["bn"] < 64 else 0.5
         steps = chosen * passes * columns / target.limits.units * -(-p.k // s["bk"]) * 0.02  # us of loop overhead
-        return max(moved + 0.5 * best, best / share) * 1e6 + steps + target.launch_us
+        return max(moved + 0.5 * best, best / share + converting) * 1e6 + steps + target.launch_us
 
     def common(self, u: Unit, p: Experts) -> dict[str, Argument]:
         """Return the arguments that both templates have."""
@@ -180,19 +204,12 @@ class Grouped(TritonKernel):
     ) -> Code:
         """Return the code of a call of a template; see `Unit.launch`."""
         grid = (D(-(-p.n // u.schedule["bn"])), p.blocks(u.schedule["bm"]))
-        return u.launch(template, grid, 0, 0, generated, **self.common(u, p), **arguments)
+        return u.launch(template, grid, 0, 0, generated, **arguments)
 
 
 def bias(p: Experts, operand: int) -> str | None:
     """Return the pointer of the bias, if the node has that operand."""
     return f"x{operand}" if len(p.node.operands) > operand else None
-
-
-def _fits(p: Experts, s: tuple[int, int, int, int, int], target: Target) -> bool:
-    bm, bn, bk, warps, stages = s
-    buffers = stages if target.family == "cuda" else stages - 1
-    shared = buffers * (bn * p.parts + bm) * bk * DTYPES[p.dot].bits // 8
-    return shared <= target.limits.shared and bm * bn * p.parts <= 128 * 32 * warps
 
 
 class Up(Grouped):
@@ -207,7 +224,7 @@ class Up(Grouped):
         gated = function("gate_up(gate, up)", f"{body}; a0 is gate, a1 is up.", [*lines, f"return {value}"])
         called = helpers(e.fn for e in walk(body)).strip()
         return self.grouped(
-            u, p, Template("moe", "moe_up"), (called, gated),
+            u, p, Template("moe", "moe_up"), (called, gated), **self.common(u, p),
             bias_ptr=bias(p, 4), CHOICES=u.node.attrs["k"], GATE="gate_up",
         )  # fmt: skip
 
@@ -220,7 +237,8 @@ class Down(Grouped):
 
     def code(self, u: Unit) -> Code:
         p = self.experts(u.node)
-        return self.grouped(u, p, Template("moe", "moe_down"), scale_ptr="x4", bias_ptr=bias(p, 5))
+        template = Template("moe", "moe_down")
+        return self.grouped(u, p, template, **self.common(u, p), scale_ptr="x4", bias_ptr=bias(p, 5))
 
 
 ROUTE = Route("triton/moe_route", ("moe_route",))

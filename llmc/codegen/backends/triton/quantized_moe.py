@@ -1,0 +1,193 @@
+"""The grouped products of experts over quantised weights in Triton. The kernel is in `kernels/quantized_moe.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from llmc.codegen.backends.triton.moe import NARROW, ROWS, Experts, Grouped
+from llmc.codegen.backends.triton.quantized_problem import REMEDY, halves
+from llmc.codegen.backends.triton.template import Template, function
+from llmc.codegen.backends.triton.triton_expr import helpers, inline
+from llmc.codegen.backends.triton.triton_kernel import FLOATS, INTS, Code, Unit, element, unsupported, unsupported_codes
+from llmc.codegen.expert_stack import Stack, pack_stack
+from llmc.codegen.kernel import Schedule, Source
+from llmc.diagnostics import Diagnostic
+from llmc.ir.dtype import DTYPES
+from llmc.ir.graph import Graph, Node
+from llmc.ir.opdef import OpDef
+from llmc.ir.ops.moe import gate
+from llmc.ir.scalar import walk
+from llmc.targets.target import Target
+
+STEPS = (128, 64, 32)  # columns of a step of codes of 8 bits
+FEW = 32  # rows up to which sums, and not factors, are multiplied by the scales
+CONVERSION = 2.5  # operations per code to make it a factor
+
+
+@dataclass(frozen=True)
+class QuantizedExperts(Experts):
+    """One grouped product over codes.
+
+    half: columns between the two codes of a byte, packed or to be packed; 0 if a byte is one code.
+    """
+
+    half: int
+
+    @staticmethod
+    def of(node: Node) -> QuantizedExperts:
+        """Read the problem from a node with constant sizes."""
+        stack, a = Stack(node), node.attrs
+        group = min(a["block"][1] or stack.k, stack.k)
+        half = a["half"] or (halves(stack.k, group) if stack.narrow else 0)
+        return QuantizedExperts(node, stack.parts, half)
+
+    @property
+    def k(self) -> int:
+        """The number of weight columns."""
+        return int(self.left.shape[1])
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale."""
+        return min(self.node.attrs["block"][1] or self.k, self.k)
+
+    @property
+    def block_rows(self) -> int:
+        """Rows that share a scale."""
+        rows = self.parts * self.n
+        return min(self.node.attrs["block"][0] or rows, rows)
+
+    @property
+    def dot(self) -> str:
+        """The dtype of both factors in tl.dot: codes are converted to that of the left operand."""
+        return self.left.dtype
+
+    @property
+    def late(self) -> bool:
+        """Whether the sums are multiplied by the scales when they are complete."""
+        return not self.half and self.group == self.k
+
+    @property
+    def expert_bytes(self) -> float:
+        """The bytes of an expert's codes, as packed, and scales."""
+        scale = self.node.operands[4].type
+        codes = self.parts * self.n * self.k / (2 if self.half else 1)
+        return codes + int(scale.nbytes) / self.count
+
+    @property
+    def conversion(self) -> float:
+        """Operations per code to make it a factor."""
+        return CONVERSION
+
+
+class QuantizedGrouped(Grouped):
+    """quantized_moe_up and quantized_moe_down; codes of 4 bits are packed at compile time."""
+
+    def experts(self, node: Node) -> QuantizedExperts:
+        return QuantizedExperts.of(node)
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        if node.attrs["act"]:
+            return f"activations rounded to {node.attrs['act']}"
+        if why := unsupported(node, (*FLOATS, *INTS, "f8e4m3")) or unsupported_codes(node, target):
+            return why
+        return self.reject_sizes(node) or _reject_codes(self.experts(node)) or _reject_others(Stack(node))
+
+    def layouts(self, node: Node, schedule: Schedule, target: Target) -> dict[int, str]:
+        p = self.experts(node)
+        return Stack(node).layouts(p.half) if p.half and not node.attrs["half"] else {}
+
+    def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:
+        pack_stack(g, node, self.experts(node).half, list(self.layouts(node, schedule, target)), ops)
+
+    def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
+        if self.layouts(node, schedule, target):
+            cause = f"{node.op.name} reached code generation with codes that are not packed"
+            raise Diagnostic("E430", cause, REMEDY, loc=node.loc)
+        return super().emit(node, schedule, target)
+
+    def shapes(self, p: Experts) -> Iterator[tuple[int, int, int, int, int]]:
+        assert isinstance(p, QuantizedExperts)
+        floats = p.dot == "f32"
+        steps = (p.half,) if p.half else tuple(s for s in STEPS if p.late or p.group % s == 0)
+        for bm in ROWS[:2] if floats else ROWS:
+            for bn, _, warps, stages in (NARROW[-1],) if floats else NARROW:
+                yield from ((bm, bn, bk, warps, stages) for bk in steps[-1:] if floats or bk)
+
+    def fits(self, p: Experts, s: tuple[int, int, int, int, int], target: Target) -> bool:
+        assert isinstance(p, QuantizedExperts)
+        bm, bn, bk, warps, stages = s
+        buffers = stages if target.family == "cuda" else stages - 1
+        columns = 2 * bk if p.half else bk
+        shared = buffers * (bn * p.parts * bk + bm * columns * DTYPES[p.dot].bits // 8)
+        return shared <= target.limits.shared and bm * bn * p.parts <= 128 * 32 * warps
+
+    def code(self, u: Unit) -> Code:
+        p, stack, a, s = self.experts(u.node), Stack(u.node), u.node.attrs, u.schedule
+        rows, groups = -(-p.parts * p.n // p.block_rows), -(-p.k // p.group)
+        at = {name: stack.operand(name) for name in ("scale", "zero", "weights", "bias")}
+        x = {name: None if i is None else f"x{i}" for name, i in at.items()}
+        scale = stack.type("scale")
+        assert scale is not None
+        arguments = self.common(u, p)
+        del arguments["FLOAT32_FACTORS"]
+        arguments["code_ptr"] = arguments.pop("weight_ptr")
+        return self.grouped(
+            u, p, Template("quantized_moe", "quantized_moe"), _epilogue(u.node), **arguments,
+            scale_ptr=x["scale"], zero_ptr=x["zero"], weight_ptr=x["weights"], bias_ptr=x["bias"],
+            CHOICES=a["k"] if stack.up else 0, PARTS=p.parts, HALF=p.half, BLOCK_ROWS=p.block_rows, GROUP=p.group,
+            ENTRIES=rows * groups, ROW_STRIDE=1 if p.half else groups, GROUP_STRIDE=rows if p.half else 1,
+            ZERO_POINT=a["zero_point"], E2M1=a["values"] == "e2m1", E4M3=p.w.dtype == "f8e4m3",
+            SCALED=p.half > 0 and s["bm"] > FEW and scale.dtype == p.left.dtype,
+            FACTOR="tl.float32" if u.interpret else element(p.left),
+            ASSEMBLY=u.target.family == "cuda" and not u.interpret and p.left.dtype in ("bf16", "f16"),
+            EPILOGUE="epilogue",
+        )  # fmt: skip
+
+
+def _epilogue(node: Node) -> tuple[str, ...]:
+    """The generated function of the sums of each part, and those that it calls."""
+    if not Stack(node).up:
+        return (function("epilogue(sums)", "The sum of the only part.", ["return sums[0]"]),)
+    body = gate(node.attrs["body"])
+    lines, value = inline(body, ["gate", "up"])
+    doc = f"{body}; a0 is gate, a1 is up."
+    return helpers(e.fn for e in walk(body)).strip(), function(
+        "epilogue(sums)", doc, ["gate, up = sums", *lines, f"return {value}"]
+    )
+
+
+def _reject_codes(p: QuantizedExperts) -> str | None:
+    """Why the codes or their blocks are not supported, or None."""
+    a = p.node.attrs
+    if p.w.dtype == "u8":
+        if a["bits"] > 4 or not 0 <= a["zero_point"] < 16:
+            return f"codes of {a['bits']} bits in dtype u8 with the zero point {a['zero_point']}; 4 bits are supported"
+        if p.block_rows != 1:
+            return f"blocks of {list(a['block'])} of codes of 4 bits; a block has columns of one row"
+        if not p.half:
+            return f"{p.k} columns in blocks of {p.group}; both must be multiples of 32, and codes known when compiled"
+        return None
+    if p.w.dtype not in ("i8", "f8e4m3"):
+        return f"codes of dtype {p.w.dtype}"
+    if a["zeros"] or a["zero_point"]:
+        return f"codes of dtype {p.w.dtype} with zero points"
+    return None if p.late or p.group % STEPS[-1] == 0 else f"blocks of {p.group} columns; multiples of 32 are supported"
+
+
+def _reject_others(stack: Stack) -> str | None:
+    """Why another operand is not supported, or None."""
+    zero = stack.type("zero")
+    if zero is not None and zero.dtype != "u8":
+        return f"zero points of dtype {zero.dtype}; u8 is supported"
+    for name in ("scale", "weights", "bias"):
+        t = stack.type(name)
+        if t is not None and t.dtype not in FLOATS:
+            return f"{name} of dtype {t.dtype}"
+    x = stack.node.operands[0].type
+    return None if x.dtype in FLOATS else f"rows of dtype {x.dtype}"
+
+
+QUANTIZED_UP = QuantizedGrouped("triton/quantized_moe_up", ("quantized_moe_up",))
+QUANTIZED_DOWN = QuantizedGrouped("triton/quantized_moe_down", ("quantized_moe_down",))

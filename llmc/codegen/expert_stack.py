@@ -1,0 +1,87 @@
+"""The stack of weights that a product of experts reads, and its packing; shared by the kernels of all languages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from llmc.ir.graph import Graph, Node
+from llmc.ir.opdef import OpDef
+from llmc.ir.types import Type
+from llmc.passes.analysis import Origin, origin
+
+CODE = 3  # the operand that is the stack, or the codes of a quantised one
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The stack of moe_up, moe_down, quantized_moe_up or quantized_moe_down."""
+
+    node: Node
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the stack is quantised."""
+        return self.node.op.name.startswith("quantized")
+
+    @property
+    def up(self) -> bool:
+        """Whether it is that of the first product, which has a gate and reads the rows of tokens."""
+        return self.node.op.name.endswith("up")
+
+    @property
+    def parts(self) -> int:
+        """Row blocks of an expert: gate and up, or one."""
+        return 2 if self.up else 1
+
+    def operand(self, name: str) -> int | None:
+        """The index of an operand: code, scale, zero, weights or bias; None if the node lacks it."""
+        names = ["x", "order", "starts", "code", *["scale"] * self.quantized, *["weights"] * (not self.up)]
+        names += ["zero"] * bool(self.quantized and self.node.attrs["zeros"])
+        names += ["bias"] * (len(self.node.operands) > len(names))
+        return names.index(name) if name in names else None
+
+    def type(self, name: str) -> Type | None:
+        """The type of an operand, None if the node lacks it."""
+        i = self.operand(name)
+        return None if i is None else self.node.operands[i].type
+
+    @property
+    def code(self) -> Type:
+        """The type of the codes, or of the weights if they are not quantised."""
+        return self.node.operands[CODE].type
+
+    @property
+    def rows(self) -> int:
+        """The number of weight rows of an expert."""
+        return int(self.code.shape[1])
+
+    @property
+    def k(self) -> int:
+        """The number of weight columns."""
+        return int(self.node.operands[0].type.shape[1])
+
+    @property
+    def narrow(self) -> bool:
+        """Whether codes have at most 4 bits, are not packed, and are known at compile time."""
+        a = self.node.attrs
+        known = origin(self.node.operands[CODE]) is not Origin.INPUTS
+        return bool(self.quantized and not a["half"] and a["bits"] <= 4 and known)
+
+    def layouts(self, half: int) -> dict[int, str]:
+        """Return operand -> layout of a stack that is packed with this `half` (see `Kernel.layouts`)."""
+        turned = [i for i in (self.operand("scale"), self.operand("zero")) if i is not None]
+        return {CODE: f"pack_nibbles{{half={half}}}", **dict.fromkeys(turned, "transpose{perm=[0, 2, 1]}")}
+
+
+def pack_stack(g: Graph, node: Node, half: int, operands: Sequence[int], ops: Mapping[str, OpDef]) -> None:
+    """Replace a product by one over packed codes; of `operands`, those after the codes are transposed."""
+    new = list(node.operands)
+    for i in operands:
+        op, attrs = ("pack_nibbles", {"half": half}) if i == CODE else ("transpose", {"perm": (0, 2, 1)})
+        new[i] = g.add(ops[op], [new[i]], attrs, before=node, loc=node.loc).result
+    attrs = {**node.attrs, "half": half, "bits": 4}
+    packed = g.add(node.op, new, attrs, before=node, loc=node.loc, names=(node.result.name,))
+    packed.choice = dict(node.choice)
+    g.replace(node.result, packed.result)
+    g.erase(node)

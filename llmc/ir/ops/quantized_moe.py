@@ -1,0 +1,146 @@
+"""The products of a mixture's experts over quantised stacks, whose parts are separate operands (see `lower-quantized`).
+
+A stack has one operand for the codes and one for the scales of all experts, and one for zero points if there is one for
+each scale. Kernels may want codes of 4 bits packed in pairs: with `half` other than 0, codes are those that
+`pack_nibbles` has packed with the same `half`, and the last two axes of scales and zero points are transposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from llmc.ir.contents import Drawing, Shape, integers, positive, probability
+from llmc.ir.dim import Dim
+from llmc.ir.dtype import DTYPES
+from llmc.ir.opdef import Ints, OpDef, op
+from llmc.ir.ops.moe import SWIGLU, drawn_order, drawn_starts, gate, moe_down, moe_up
+from llmc.ir.ops.packed_codes import nibble_bytes, unpack_nibbles
+from llmc.ir.ops.quantize import VALUES, dequantize
+from llmc.ir.ops.quantized_linear import ACTIVATIONS, rounded
+from llmc.ir.signature import Mismatch
+from llmc.ir.types import Type
+
+
+def _check_stack(env: dict[str, Any], attrs: Mapping[str, Any], columns: Dim) -> None:
+    """Raise Mismatch unless codes, scales, zero points and bias agree with each other and with the attributes."""
+    code, scale, extras, half = env["code"], env["scale"], list(env["extras"]), attrs["half"]
+    if code.shape[2] != (nibble_bytes(columns, half) if half else columns):
+        raise Mismatch(f"{code} does not contain rows of {columns} codes")
+    bits = attrs["bits"]
+    if half and (bits != 4 or code.dtype != "u8"):
+        raise Mismatch(f"half={half}: codes of 4 bits are packed into u8, not codes of {bits} bits into {code.dtype}")
+    if not 1 <= bits <= 8 or (bits < 8 and code.dtype != "u8"):
+        raise Mismatch(f"bits={bits}: {code} has 8, or if it is u8, from 1 to 8")
+    if attrs["values"] and attrs["values"] not in VALUES:
+        raise Mismatch(f"values={attrs['values']!r} is not one of {', '.join(VALUES)}")
+    if attrs["act"] and attrs["act"] not in ACTIVATIONS:
+        raise Mismatch(f"act={attrs['act']!r} is not one of {', '.join(ACTIVATIONS)}")
+    if len(attrs["block"]) != 2 or min(attrs["block"]) < 0:
+        raise Mismatch(f"block={list(attrs['block'])}: rows and columns that share a scale are wanted, 0 for all")
+    pairs = zip((code.shape[1], columns), attrs["block"], strict=True)
+    blocks = [length.ceildiv(size) if size else Dim.of(1) for length, size in pairs]
+    if list(scale.shape[1:]) != (blocks[::-1] if half else blocks):
+        raise Mismatch(f"{scale} does not scale blocks of {list(attrs['block'])} of {code}")
+    if attrs["zeros"] and (not extras or extras[0].shape != scale.shape):
+        raise Mismatch(f"zeros: the zero points are the first of the extras, of the shape of {scale}")
+    bias = extras[int(attrs["zeros"]) :]
+    if len(bias) > 1 or (bias and (DTYPES[bias[0].dtype].kind != "f" or bias[0].shape != code.shape[:2])):
+        raise Mismatch(f"{', '.join(map(str, bias))}: a bias has a float for each row of {code}")
+
+
+def _up_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    gate(attrs["body"])
+    inner = env["m"].divide(2)
+    if inner is None or env["p"] != env["t"] * attrs["k"] or env["s"] != env["e"] + 1:
+        raise Mismatch(
+            f"{env['m']} rows of {env['e']} experts, {env['p']} pairs of {env['t']} tokens, {env['s']} starts: "
+            f"rows must be even, pairs {attrs['k']} per token, starts one more than experts"
+        )
+    _check_stack(env, attrs, env["d"])
+    return [env["x"].with_shape(env["p"], inner)]
+
+
+def _down_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    if env["p"] != env["t"] * env["k"] or env["s"] != env["e"] + 1:
+        raise Mismatch(f"{env['p']} pairs for {env['t']} x {env['k']} weights, {env['s']} starts of {env['e']} experts")
+    _check_stack(env, attrs, env["i"])
+    return [Type("f32", (env["t"], env["k"], env["d"]))]
+
+
+def _codes(d: Drawing, shape: Shape) -> Any:
+    """Codes of `bits` bits, bytes with two codes, or small floats."""
+    if DTYPES[d.dtypes["code"]].kind == "f":
+        return d.rng.standard_normal(shape)
+    low, high = (-127, 128) if d.dtypes["code"] == "i8" else (0, 256 if d.attrs["half"] else 1 << d.attrs["bits"])
+    return d.rng.integers(low, high, shape)
+
+
+def _extras(d: Drawing, shape: Shape) -> Any:
+    """Zero points, which have the rank of a stack, or a bias."""
+    return integers(0, 16)(d, shape) if len(shape) == 3 else d.rng.standard_normal(shape)
+
+
+def _stack(code: Any, scale: Any, extras: tuple[Any, ...], attrs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The dequantised weights [experts, rows, columns], and the bias or None."""
+    entries = [scale, *extras[: int(attrs["zeros"])]]
+    if attrs["half"]:
+        code, entries = unpack_nibbles(code, attrs["half"]), [np.swapaxes(e, 1, 2) for e in entries]
+    options = {name: attrs[name] for name in ("block", "zero_point", "values")}
+    return dequantize.ref(code, *entries, dtype="f32", **options), next(iter(extras[int(attrs["zeros"]) :]), None)
+
+
+@op(
+    "(x: f[t, d], order: i[p], starts: i[s], code: t[e, m, c], scale: f[e, r, g], extras*: t[...]) -> x[...]",
+    infer=_up_type, flops="2*p*m*d",
+    holds={"order": drawn_order, "starts": drawn_starts, "code": _codes, "scale": positive, "extras": _extras},
+    example={
+        "t": 7, "d": 12, "p": 14, "s": 7, "e": 6, "m": 10, "c": 12, "r": 10, "g": 3, "k": 2, "code": "u8", "bits": 4,
+        "block": [1, 4], "zeros": True, "extras": [(6, 10, 3), (6, 10)],
+    },
+)  # fmt: skip
+def quantized_moe_up(
+    x: Any, order: Any, starts: Any, code: Any, scale: Any, *extras: Any, k: int, block: Ints, body: str = SWIGLU,
+    zero_point: int = 0, zeros: bool = False, values: str = "", bits: int = 8, half: int = 0, act: str = "",
+    act_block: int = 0,
+) -> Any:  # fmt: skip
+    """moe_up over the stack dequantize(code, scale, zero).
+
+    extras: the zero points if `zeros` is set, then the bias, if there is one. block, zero_point, zeros, bits, act and
+    act_block are as in quantized_linear, values as in dequantize. half: 0, or codes are packed (see `pack_nibbles`),
+    and scales and zero points are [experts, blocks, rows]. These operands are no optional ones of moe_up because only
+    few kernels read codes: an op of their own keeps the others unaware of formats, and `lower-quantized` chooses
+    between the two.
+    """
+    w, bias = _stack(code, scale, extras, {"block": block, "zero_point": zero_point, "zeros": zeros, "values": values,
+                                           "half": half})  # fmt: skip
+    return moe_up.ref(rounded(x, act, act_block) if act else x, order, starts, w, bias, k=k, body=body)
+
+
+@op(
+    "(h: f[p, i], order: i[p], starts: i[s], code: t[e, d, c], scale: f[e, r, g], weights: f[t, k], extras*: t[...])"
+    " -> h[...]",
+    infer=_down_type, flops="2*p*d*i",
+    holds={
+        "order": drawn_order, "starts": drawn_starts, "code": _codes, "scale": positive, "weights": probability,
+        "extras": _extras,
+    },
+    example={
+        "p": 14, "i": 11, "s": 7, "e": 6, "d": 8, "c": 11, "r": 8, "g": 1, "t": 7, "k": 2, "code": "i8",
+        "block": [1, 0], "extras": [(6, 8)],
+    },
+)  # fmt: skip
+def quantized_moe_down(
+    h: Any, order: Any, starts: Any, code: Any, scale: Any, weights: Any, *extras: Any, block: Ints,
+    zero_point: int = 0, zeros: bool = False, values: str = "", bits: int = 8, half: int = 0, act: str = "",
+    act_block: int = 0,
+) -> Any:  # fmt: skip
+    """moe_down over the stack dequantize(code, scale, zero); operands and attributes are as in quantized_moe_up."""
+    w, bias = _stack(code, scale, extras, {"block": block, "zero_point": zero_point, "zeros": zeros, "values": values,
+                                           "half": half})  # fmt: skip
+    return moe_down.ref(rounded(h, act, act_block) if act else h, order, starts, w, weights, bias)
+
+
+OPS = tuple(v for v in globals().values() if isinstance(v, OpDef) and v.name.startswith("quantized_moe"))
