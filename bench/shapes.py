@@ -18,7 +18,9 @@ _POOL = 1 << 24  # random values that all tensors are cut from
 
 ARCHITECTURES = MappingProxyType(
     {
-        "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+        "qwen3_moe": "Qwen3MoeForCausalLM",
         "llama": "LlamaForCausalLM",
     }
 )
