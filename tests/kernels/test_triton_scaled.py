@@ -138,7 +138,9 @@ def test_what_is_refused() -> None:
 def test_few_tokens_have_the_weight_as_the_left_factor(block: tuple[int, int]) -> None:
     for rows, best in ((16, "triton/scaled_gemm_small"), (2048, "triton/scaled_gemm")):
         node = Shape("", 6144, 4096, block).node
-        found = [(k.cost_us(node, s, sm_90(), {"T": rows}), k.name) for k in KERNELS for s in k.schedules(node, sm_90())]
+        found = [
+            (k.cost_us(node, s, sm_90(), {"T": rows}), k.name) for k in KERNELS for s in k.schedules(node, sm_90())
+        ]
         assert min(found)[1] == best
 
 

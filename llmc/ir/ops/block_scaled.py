@@ -21,7 +21,11 @@ from llmc.ir.types import Type
 
 
 def _round_groups_types(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
-    shape, dtype, group = expr_shape(parse_expr(attrs["body"]), [t.shape for t in env["xs"]]), attrs["dtype"], attrs["group"]
+    shape, dtype, group = (
+        expr_shape(parse_expr(attrs["body"]), [t.shape for t in env["xs"]]),
+        attrs["dtype"],
+        attrs["group"],
+    )
     if dtype not in ACTIVATIONS:
         raise Mismatch(f"dtype={dtype!r} is not one of {', '.join(ACTIVATIONS)}")
     groups = shape[-1].divide(group) if shape and group > 0 else None

@@ -84,8 +84,9 @@ class LowerQuantized(Pass):
             new = product_of_tiles(b, n, (codes, code), (x_scale, scale), f.block)
         else:
             new = product_of_codes(b, n, (codes, code), scale, x_scale)
-        for value in (new, codes):
-            if value.node is not None and (why := _reasons(value.node, ctx)) is not None:
+        assert new.node is not None and codes.node is not None
+        for node in (new.node, codes.node):
+            if (why := _reasons(node, ctx)) is not None:
                 g.erase(new.node)
                 rounded.drop(codes)
                 return why
