@@ -78,6 +78,17 @@ _ATTENTION = {
     "kv_append": (Text(f"{KV}; bf16[T, 8, 128]; bf16[T, 8, 128]; i32[T]", "kv_append", KV),),
 }  # fmt: skip
 
+_SCALED = (
+    Text(
+        "f8e4m3[T, 4096]; weight f8e4m3[28672, 4096]; f32[T, 32]; weight f32[224, 32]",
+        f'block_scaled_linear {{block=[128, 128], parts=2, body="{SILU}", dtype="bf16"}}', "bf16[T, 14336]",
+    ),
+    Text(
+        "f8e4m3[T, 14336]; weight f8e4m3[4096, 14336]; f32[T, 112]; weight f32[32, 112]; bf16[T, 4096]",
+        'block_scaled_linear {block=[128, 128], body="add(a1, a0)", dtype="bf16"}', "bf16[T, 4096]",
+    ),
+)  # fmt: skip
+
 _PRODUCTS = {
     "gemm_tma": (
         Text("bf16[T, 4096]; weight bf16[28672, 4096]", f'linear_map {{parts=2, body="{SILU}"}}', "bf16[T, 14336]"),
@@ -142,16 +153,8 @@ _PRODUCTS = {
             'block_scaled_linear {block=[1, 128], dtype="bf16"}', "bf16[R, 6144]",
         ),
     ),
-    "scaled_gemm": (
-        Text(
-            "f8e4m3[T, 4096]; weight f8e4m3[28672, 4096]; f32[T, 32]; weight f32[224, 32]",
-            f'block_scaled_linear {{block=[128, 128], parts=2, body="{SILU}", dtype="bf16"}}', "bf16[T, 14336]",
-        ),
-        Text(
-            "f8e4m3[T, 14336]; weight f8e4m3[4096, 14336]; f32[T, 112]; weight f32[32, 112]; bf16[T, 4096]",
-            'block_scaled_linear {block=[128, 128], body="add(a1, a0)", dtype="bf16"}', "bf16[T, 4096]",
-        ),
-    ),
+    "scaled_gemm": _SCALED,
+    "scaled_gemm_tma": _SCALED,
     "take_columns": (Text("bf16[T, 4096]; i32[4096]", "take_columns", "bf16[T, 4096]"),),
     "matmul": (Text("bf16[8, T, 128]; bf16[8, 128, T]", "matmul", "bf16[8, T, T]"),),
     "moe_route": (Text("i32[T, 8]", "moe_route {experts=128}", "i32[8*T], i32[129]"),),

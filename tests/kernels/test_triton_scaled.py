@@ -12,7 +12,7 @@ from kernels.harness import Case
 from kernels.triton_harness import run_case, some
 
 from llmc.codegen.backends.triton.round_groups import ROUND_GROUPS
-from llmc.codegen.backends.triton.scaled_gemm import SCALED_GEMM, SCALED_GEMM_SMALL
+from llmc.codegen.backends.triton.scaled_gemm import SCALED_GEMM, SCALED_GEMM_SMALL, SCALED_GEMM_TMA
 from llmc.codegen.kernel import Kernel, Schedule
 from llmc.ir.graph import Graph, Node
 from llmc.ir.interp import run
@@ -21,7 +21,7 @@ from llmc.ir.types import tensor
 from llmc.targets.gpu_targets import gfx942, sm_80, sm_90
 
 pytestmark = pytest.mark.drawn
-KERNELS = (SCALED_GEMM_SMALL, SCALED_GEMM)
+KERNELS = (SCALED_GEMM_SMALL, SCALED_GEMM, SCALED_GEMM_TMA)
 ROWS = (1, 2, 16, 33, 64, 130)
 SILU = "mul(mul(a0, sigmoid(a0)), a1)"
 NORM = "mul(mul(a0, rsqrt(add(row_mean(mul(a0, a0)), 1e-06))), a1)"
@@ -136,7 +136,7 @@ def test_what_is_refused() -> None:
 
 @pytest.mark.parametrize("block", ((128, 128), (1, 128)))
 def test_few_tokens_have_the_weight_as_the_left_factor(block: tuple[int, int]) -> None:
-    for rows, best in ((16, "triton/scaled_gemm_small"), (2048, "triton/scaled_gemm")):
+    for rows, best in ((16, "triton/scaled_gemm_small"), (2048, "triton/scaled_gemm_tma")):
         node = Shape("", 6144, 4096, block).node
         found = [
             (k.cost_us(node, s, sm_90(), {"T": rows}), k.name) for k in KERNELS for s in k.schedules(node, sm_90())

@@ -56,6 +56,7 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "triton/quantized_gemv": f"{_HERE}.quantized_gemv:QUANTIZED_GEMV",
         "triton/quantized_gemm": f"{_HERE}.quantized_gemm:QUANTIZED_GEMM",
         "triton/scaled_gemm": f"{_HERE}.scaled_gemm:SCALED_GEMM",
+        "triton/scaled_gemm_tma": f"{_HERE}.scaled_gemm:SCALED_GEMM_TMA",
         "triton/scaled_gemm_small": f"{_HERE}.scaled_gemm:SCALED_GEMM_SMALL",
         "triton/gemm_small": f"{_HERE}.gemm_small:GEMM_SMALL",
         "triton/gemm": f"{_HERE}.gemm_small:GEMM",

@@ -1,17 +1,19 @@
 """Products of 8-bit floats with a scale for each group of activations and each tile of the weight.
 
-One template serves both kernels: SCALED_GEMM_SMALL has weight rows as the rows of its tiles, for few tokens, and
-SCALED_GEMM has tokens there, for many. Threads hold two accumulators: the total, and that of the current group.
+One template serves all kernels: SCALED_GEMM_SMALL has weight rows as the rows of its tiles, for few tokens;
+SCALED_GEMM has tokens there, for many, and SCALED_GEMM_TMA loads those tiles by TMA. Threads hold two accumulators: the
+total, and that of the current group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmc.codegen.backends.triton.gemm_small import GROUP, KEYS, Shape, joins, penalty, product_us, tiles_bytes
+from llmc.codegen.backends.triton.gemm_tma import gain, has_maps
 from llmc.codegen.backends.triton.linear_problem import MAX_PARTS, Product, epilogue, extra_operands
-from llmc.codegen.backends.triton.template import Template
+from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.tiling import power
 from llmc.codegen.backends.triton.triton_kernel import (
     CODES,
@@ -22,7 +24,8 @@ from llmc.codegen.backends.triton.triton_kernel import (
     unsupported,
     unsupported_codes,
 )
-from llmc.codegen.kernel import Schedule
+from llmc.codegen.kernel import Map, Schedule
+from llmc.ir.dim import D
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
@@ -30,6 +33,7 @@ Tile = tuple[int, int, int, int]
 STEP = 128  # maximum columns of a slice: the width of the largest swizzle in bytes
 DEPTH = 32  # columns of an instruction; groups are multiples of it
 LINE = 128  # bytes of a prefetch
+GROUPS = (16, 32)  # larger groups of row tiles, tried with the first schedule
 TOKENS = (16, 32, 64)
 # bn of all parts, warps, stages, slices of a step.
 FEW: tuple[Tile, ...] = (
@@ -71,15 +75,18 @@ class ScaledProduct(Product):
 
 @dataclass(frozen=True)
 class ScaledGemm(TritonKernel):
-    """block_scaled_linear by tl.dot. swap: the weight is the left factor."""
+    """block_scaled_linear by tl.dot. swap: the weight is the left factor. mapped: factors are loaded by TMA."""
 
     swap: bool = False
+    mapped: bool = False
     crowds: bool = True
     yields: bool = True
 
     def reject(self, node: Node, target: Target) -> str | None:
         if why := unsupported(node, (*FLOATS, *CODES)) or unsupported_codes(node, target):
             return why
+        if self.mapped and not has_maps(target):
+            return f"{target.name} does not support TMA"
         x, code = node.operands[0].type, node.operands[1].type
         if code.shape[0].const is None or code.shape[1].const is None:
             return f"the weight's sizes {code.shape[0]} x {code.shape[1]} are not constant"
@@ -95,54 +102,61 @@ class ScaledGemm(TritonKernel):
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = ScaledProduct.of(node)
         shapes = [s for s in dict.fromkeys(_narrow(p) if self.swap else _large(p)) if _fits(p, s, target)]
-        return [dict(zip(KEYS, s, strict=True)) for s in shapes or [(16, 16, p.step, 4, 2, 1)]]
+        schedules: list[Schedule] = [dict(zip(KEYS, s, strict=True)) for s in shapes or [(16, 16, p.step, 4, 2, 1)]]
+        return schedules + [{**s, "group": g} for g in GROUPS for s in schedules[:1] if self.mapped]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         p, s = ScaledProduct.of(node), schedule
         sums = -(-p.tokens(env) // s["bm"]) * s["bm"] * p.parts * p.n
         scaling = sums * (p.k / p.step) * _RESCALE / target.peaks["f32"] * 1e6
         us = product_us(p, s, target, env, self.swap) * (penalty(p, s) if self.swap else 1.0)
+        us /= gain(node, env) if self.mapped else 1.0
         return us + scaling / 2 + target.launch_us
 
     def code(self, u: Unit) -> Code:
         p, s = ScaledProduct.of(u.node), u.schedule
-        rows, joined = p.m.ceildiv(s["bm"]), self.swap and joins(p, s["bn"], s["split"])
+        template, grid = Template("scaled_gemm", "scaled_gemm"), (p.m.ceildiv(s["bm"]) * -(-p.n // s["bn"]),)
+        code = u.launch(template, grid, s["warps"], s["stages"], (epilogue(u, p),), **self.arguments(u, p))
+        if not self.mapped:
+            return code
+        x = Map(0, (p.m, D(p.k)), (s["bm"], s["bk"]))
+        return replace(code, maps=(x, Map(1, (D(p.parts * p.n), D(p.k)), (s["bn"], s["bk"]))))
+
+    def arguments(self, u: Unit, p: ScaledProduct) -> dict[str, Argument]:
+        """Return the arguments of the template."""
+        s, joined = u.schedule, self.swap and joins(p, u.schedule["bn"], u.schedule["split"])
         lines = 1 << (min(p.k, s["bk"]) // LINE).bit_length() >> 1
-        return u.launch(
-            Template("scaled_gemm", "scaled_gemm"),
-            (rows * -(-p.n // s["bn"]),),
-            s["warps"],
-            s["stages"],
-            (epilogue(u, p),),
-            x_ptr="x0",
-            code_ptr="x1",
-            x_scale_ptr="x2",
-            scale_ptr="x3",
-            out_ptr="y0",
-            extra_ptrs=extra_operands(u, p),
-            M=u.sizes(p.m),
-            ROW_TILES=u.sizes(rows),
-            N=p.n,
-            K=p.k,
-            PARTS=p.parts,
-            JOINED=joined,
-            GROUP=p.group,
-            SCALE_ROWS=p.rows,
-            BLOCK_M=s["bm"],
-            BLOCK_N=s["bn"],
-            BLOCK_K=s["bk"],
-            SLICES=s["split"],
-            STAGES=s["stages"],
-            TILE_GROUP=GROUP,
-            WEIGHT_LEFT=self.swap,
-            ONE_SCALE=not joined and p.rows % s["bn"] == 0 and (p.parts == 1 or p.n % s["bn"] == 0),
-            WHOLE_M=p.m.const is not None and p.m.const % s["bm"] == 0,
-            PREFETCH_LINES=max(1, lines) if self.swap and u.pdl and p.early else 0,
-            FLOAT32_FACTORS=u.interpret,
-            LOAD_EXTRAS="load_extras",
-            EPILOGUE="epilogue",
-            LATE_LAUNCH=u.late,
-        )
+        return {
+            "x_ptr": "x0",
+            "code_ptr": "x1",
+            "x_scale_ptr": "x2",
+            "scale_ptr": "x3",
+            "out_ptr": "y0",
+            "extra_ptrs": extra_operands(u, p),
+            "M": u.sizes(p.m),
+            "ROW_TILES": u.sizes(p.m.ceildiv(s["bm"])),
+            "N": p.n,
+            "K": p.k,
+            "PARTS": p.parts,
+            "JOINED": joined,
+            "GROUP": p.group,
+            "SCALE_ROWS": p.rows,
+            "BLOCK_M": s["bm"],
+            "BLOCK_N": s["bn"],
+            "BLOCK_K": s["bk"],
+            "SLICES": s["split"],
+            "STAGES": s["stages"],
+            "TILE_GROUP": s.get("group", GROUP),
+            "WEIGHT_LEFT": self.swap,
+            "MAPPED": self.mapped,
+            "ONE_SCALE": not joined and p.rows % s["bn"] == 0 and (p.parts == 1 or p.n % s["bn"] == 0),
+            "WHOLE_M": p.m.const is not None and p.m.const % s["bm"] == 0,
+            "PREFETCH_LINES": max(1, lines) if self.swap and u.pdl and p.early else 0,
+            "FLOAT32_FACTORS": u.interpret,
+            "LOAD_EXTRAS": "load_extras",
+            "EPILOGUE": "epilogue",
+            "LATE_LAUNCH": u.late,
+        }
 
 
 def _narrow(p: ScaledProduct) -> Iterator[Shape]:
@@ -169,3 +183,4 @@ def _fits(p: ScaledProduct, s: Shape, target: Target) -> bool:
 
 SCALED_GEMM_SMALL = ScaledGemm("triton/scaled_gemm_small", ("block_scaled_linear",), swap=True)
 SCALED_GEMM = ScaledGemm("triton/scaled_gemm", ("block_scaled_linear",))
+SCALED_GEMM_TMA = ScaledGemm("triton/scaled_gemm_tma", ("block_scaled_linear",), mapped=True)
