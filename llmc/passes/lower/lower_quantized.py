@@ -50,18 +50,25 @@ class LowerQuantized(Pass):
         for n in list(g.nodes):
             if n.op.name in MOVES or not any(v.type.format for v in n.operands):
                 continue
-            if n.op.name in PRODUCTS and n.operands[1].type.format and ctx.allows(n) and ctx.spend():
-                reasons = [] if self.act else self._codes(g, n, parts, rounded, ctx)
-                if reasons is None or (why := self._product(g, n, parts, ctx)) is None:
+            f = n.operands[1].type.format if n.op.name in PRODUCTS else None
+            if f and ctx.allows(n) and ctx.spend():
+                if (why := self._lower(g, n, parts, rounded, ctx)) is None:
                     done += 1
                     continue
-                refused[n.operands[1].type.format.name, "; ".join([*reasons, why])] += 1
+                refused[f.name, why] += 1
             g.set_operands(n, [parts.dequantized(v, n) if v.type.format else v for v in n.operands])
             done += 1
         for n in reversed(list(g.nodes)):
             if n.results[0].type.format and not g.is_used(n):
                 g.erase(n)
         return done
+
+    def _lower(self, g: Graph, n: Node, parts: _Parts, rounded: Rounded, ctx: Ctx) -> str | None:
+        """Replace a product by one over codes; return the reason if no kernel of the target supports it."""
+        reasons = [] if self.act else self._codes(g, n, parts, rounded, ctx)
+        if reasons is None or (why := self._product(g, n, parts, ctx)) is None:
+            return None
+        return "; ".join([*reasons, why])
 
     @staticmethod
     def _codes(g: Graph, n: Node, parts: _Parts, rounded: Rounded, ctx: Ctx) -> list[str] | None:
