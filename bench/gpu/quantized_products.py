@@ -10,6 +10,7 @@ with dependent launches. Every schedule is first compared with a float32 product
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import multiprocessing
 import os
@@ -26,21 +27,29 @@ sys.path[:0] = [str(ROOT / "tests")]
 
 from gpu.launcher import Card  # noqa: E402
 from llmc.codegen import select  # noqa: E402
+from llmc.codegen.backends.cuda.nvrtc_toolchain import NvrtcToolchain  # noqa: E402
+from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA  # noqa: E402
 from llmc.codegen.backends.triton.quantized_gemm import QUANTIZED_GEMM  # noqa: E402
 from llmc.codegen.backends.triton.quantized_gemv import QUANTIZED_GEMV  # noqa: E402
 from llmc.codegen.backends.triton.quantized_problem import halves  # noqa: E402
 from llmc.codegen.backends.triton.triton_toolchain import Compiled, compile_one  # noqa: E402
 from llmc.codegen.kernel import Schedule, Source  # noqa: E402
+from llmc.codegen.scratch_dir import scratch  # noqa: E402
 from llmc.codegen.tuning_records import Tuning  # noqa: E402
 from llmc.extension import Registry, load  # noqa: E402
 from llmc.ir.graph import Node  # noqa: E402
+from llmc.ir.ops.packed_fragments import unpack_fragments  # noqa: E402
 from llmc.ir.text import parse  # noqa: E402
 from llmc.targets.target import Target  # noqa: E402
 
 SILU = "mul(mul(a0, sigmoid(a0)), a1)"
 SHAPES = {"qkv": (6144, 4096, 1), "o": (4096, 4096, 1), "up": (14336, 4096, 2), "down": (4096, 14336, 1)}
 TOKENS = "1,2,4,8,16,32,64,128,256,2048"
-FORMATS = {"g128": ("u8", 128, ""), "g32": ("u8", 32, ""), "zeros": ("u8", 128, "u8"), "int8": ("i8", 0, "")}
+# dtype of the codes, columns that share a scale (0: all), dtype of zero points. wgmma: as pack_fragments packs them.
+FORMATS = {
+    "g128": ("u8", 128, ""), "wgmma": ("u8", 128, ""), "g32": ("u8", 32, ""), "zeros": ("u8", 128, "u8"),
+    "int8": ("i8", 0, ""),
+}  # fmt: skip
 BANDWIDTH = 4.6e12
 SPREAD = 320 << 20  # bytes through which weights are cycled
 ROUNDS, SECONDS = 5, 0.002
@@ -93,6 +102,9 @@ def node_of(shape: str, form: str, m: int, registry: Registry) -> Node:
         if code == "i8":
             weights = {"w": f"i8[{rows}, {k}]", "s": f"f32[{rows}, 1]"}
             call = f"quantized_linear(%x, %w, %s) {{{attrs}}}"
+        elif form == "wgmma":
+            weights = {"w": f"u8[{rows}, {k // 2}]", "s": f"bf16[{blocks}, {rows}]"}
+            call = f"packed_fragments_linear(%x, %w, %s) {{{attrs}, zero_point=8}}"
         else:
             weights = {"w": f"u8[{rows}, {k // 2}]", "s": f"bf16[{blocks}, {rows}]"}
             weights |= {"z": f"u8[{blocks}, {rows}]"} if zero else {}
@@ -105,7 +117,9 @@ def node_of(shape: str, form: str, m: int, registry: Registry) -> Node:
     return node
 
 
-def ways(shapes: Sequence[str], tokens: Sequence[int], most: int, registry: Registry, target: Target) -> Iterator[Way]:
+def ways(
+    shapes: Sequence[str], tokens: Sequence[int], forms: Sequence[str], most: int, registry: Registry, target: Target
+) -> Iterator[Way]:
     """Every way that is compared; of formats other than groups of 128 a few."""
     for shape in shapes:
         for m in tokens:
@@ -113,13 +127,19 @@ def ways(shapes: Sequence[str], tokens: Sequence[int], most: int, registry: Regi
             found = select.candidates(node, registry.kernels, target, {}, Tuning.shipped(target))
             for o in [o for o in found if o.kernel.language == "triton"][:2]:
                 yield Way(shape, "bf16", m, o.kernel.name, o.schedule, o.kernel.emit(node, o.schedule, target))
-            for form in FORMATS:
-                if form == "g128" or (shape in ("qkv", "up") and m in (1, 16, 64)):
+            for form in forms:
+                if form in ("g128", "wgmma") or (shape in ("qkv", "up") and m in (1, 16, 64)):
                     node = node_of(shape, form, m, registry)
-                    yield from _ours(shape, form, m, node, most if form == "g128" else 3, target)
+                    yield from _ours(shape, form, m, node, most if form in ("g128", "wgmma") else 3, target)
 
 
 def _ours(shape: str, form: str, m: int, node: Node, most: int, target: Target) -> Iterator[Way]:
+    if form == "wgmma":
+        kernel = QUANTIZED_WGMMA
+        found = sorted(kernel.schedules(node, target), key=lambda s: kernel.cost_us(node, s, target, {}))
+        for schedule in found[: 2 * most]:
+            yield Way(shape, form, m, kernel.name, schedule, kernel.emit(node, schedule, target))
+        return
     for kernel, share in ((QUANTIZED_GEMV, most // 2 + 1 if m <= 4 else 2), (QUANTIZED_GEMM, most)):
         if (why := kernel.reject(node, target)) is None:
             for schedule in kernel.schedules(node, target)[:share]:
@@ -131,9 +151,16 @@ def _ours(shape: str, form: str, m: int, node: Node, most: int, target: Target) 
 def compiled(found: Sequence[Way], target: Target, jobs: int) -> list[Compiled | str]:
     """The binary of every way, or why there is none."""
     limits = target.limits
-    work = [(str(i), w.source, target.family, target.arch, limits.warp) for i, w in enumerate(found)]
+    triton = [w for w in found if w.source.language == "triton"]
+    work = [(str(i), w.source, target.family, target.arch, limits.warp) for i, w in enumerate(triton)]
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        out = [c for _, c in pool.map(compile_one, work, chunksize=2)]
+        done = (c for _, c in pool.map(compile_one, work, chunksize=2))
+        made: dict[int, Compiled | str] = {id(w): c for w, c in zip(triton, done, strict=True)}
+    nvrtc = NvrtcToolchain.find(target)
+    sources = [w.source for w in found if w.source.language == "cuda"]
+    with scratch() as folder:
+        binaries = nvrtc.compile([(s, "") for s in sources], folder, jobs)
+    out = [made[id(w)] if id(w) in made else binaries[nvrtc.key(w.source)] for w in found]
     return [
         f"{c.shared} bytes of shared memory" if isinstance(c, Compiled) and c.shared > limits.shared else c for c in out
     ]
@@ -175,6 +202,9 @@ class Bench:
         return [x, codes, *tables, out]
 
     def launch(self, way: Way, binary: Compiled, i: int) -> None:
+        if way.source.passes:
+            self.launch_cuda(way, binary, i)
+            return
         pointers: list[Any] = list(self.arguments(way, i))
         for m, (box, swizzle) in zip(way.source.maps, binary.boxes, strict=True):
             shape = [int(d.const or 0) for d in m.shape]
@@ -183,6 +213,16 @@ class Bench:
         fn = self.card.function(binary, way.source.entry)
         assert not way.source.sizes
         self.card.launch(fn, binary, grid, pointers, [], way.source.pdl)
+
+    def launch_cuda(self, way: Way, binary: Compiled, i: int) -> None:
+        """The first operand is a tensor map, and the last parameter the number of tokens."""
+        x, *rest = self.arguments(way, i)
+        (box, swizzle), shape = binary.boxes[0], (way.m, way.sizes[1])
+        params = [self.card.mapped(x, "bf16", shape, box, swizzle)[0], *((p, ctypes.c_void_p) for p in rest)]
+        fn = self.card.function(binary, way.source.entry)
+        grid = [int(d.const or 0) for d in way.source.grid]
+        params.append((way.m, ctypes.c_int))
+        self.card.launch_params(fn, binary, grid, params, way.source.pdl, way.source.cluster)
 
     def weights(self, way: Way) -> Any:
         """The dequantised weight of copy 0 in float32: [parts * n, k]."""
@@ -194,10 +234,13 @@ class Bench:
         if code == "i8":
             return self.codes[: rows * k].view(t.int8).view(rows, k).float() * self.scales[:rows, None]
         half, blocks = halves(k, block), k // block
+        scales = self.scales16[: rows * blocks].view(blocks, rows).T[:, :, None].float()
+        if way.form == "wgmma":
+            codes = unpack_fragments(self.codes[: rows * k // 2].view(rows, k // 2).cpu().numpy())
+            return ((t.from_numpy(codes).cuda().view(rows, blocks, block).float() - 8.0) * scales).view(rows, k)
         packed = self.codes[: rows * k // 2].view(rows, k // (2 * half), 1, half)
         codes = t.cat([packed & 15, packed >> 4], 2).reshape(rows, blocks, block).float()
         zeros = self.zeros[: rows * blocks].view(blocks, rows).T[:, :, None].float() if zero else 8.0
-        scales = self.scales16[: rows * blocks].view(blocks, rows).T[:, :, None].float()
         return ((codes - zeros) * scales).view(rows, k)
 
     def reference(self, way: Way) -> Any:
@@ -278,17 +321,17 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             f"| {key[0]} | {key[1]} | {key[2]} | {best['us']} | {best['floor'] / best['us']:.2f} | "
             f"{min(plain, default=0)} | {best['kernel'][17:]} | {best['schedule']} | {nearby} |"
         )
-    totals: dict[int, float] = {}
-    for m in dict.fromkeys(r["m"] for r in good):
-        keys = [(shape, "g128", m) for shape in SHAPES]
+    totals: dict[str, float] = {}
+    for form, m in dict.fromkeys((r["form"], r["m"]) for r in good):
+        keys = [(shape, form, m) for shape in SHAPES]
         each = [min((r["us"] for r in good if (r["shape"], r["form"], r["m"]) == key), default=0) for key in keys]
-        totals[m] = round(32 * sum(each) / 1000, 3)
+        totals[f"{form} {m}"] = round(32 * sum(each) / 1000, 3)
     failed = [
         f"FAILED {r['shape']} {r['form']} {r['m']} {r['kernel']} {r['schedule']}: {r['failed']}"
         for r in rows
         if "failed" in r
     ]
-    return "\n".join([*lines, "", f"ms of 32 layers of g128 by tokens: {totals}", *failed])
+    return "\n".join([*lines, "", f"ms of 32 layers by format and tokens: {totals}", *failed])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -296,13 +339,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     ap.add_argument("-o", "--output", type=Path, required=True)
     ap.add_argument("--tokens", default=TOKENS)
     ap.add_argument("--shapes", default=",".join(SHAPES))
+    ap.add_argument("--forms", default=",".join(FORMATS))
     ap.add_argument("--ways", type=int, default=13, help="schedules of each kernel")
     ap.add_argument("--compile-only", action="store_true")
     args = ap.parse_args(argv)
     registry = load()
     target = registry.target("cuda:sm_90")
     tokens = [int(m) for m in args.tokens.split(",")]
-    found = list(ways(args.shapes.split(","), tokens, args.ways, registry, target))
+    found = list(ways(args.shapes.split(","), tokens, args.forms.split(","), args.ways, registry, target))
     print(f"{len(found)} binaries", flush=True)
     binaries = compiled(found, target, os.cpu_count() or 1)
     args.output.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ points use the same layout of a weight.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -139,9 +139,24 @@ class Select(Pass):
         if unknown := next((k for k in self.prefer if k not in ctx.kernels), None):
             raise Diagnostic("E421", f"pass select: there is no kernel {unknown!r}", _near(unknown, ctx.kernels))
         tuning = Tuning.load(Path(self.tuning)) if self.tuning else Tuning.shipped(target)
-        agreed: dict[str, str] = {}
         choices = Choices()
-        count = measured = open_ = 0
+        measured = open_ = 0
+        ranked = list(self._ranked(m, ctx, target, tuning))
+        agreed = common_layouts([(n, found) for _, n, found, _ in ranked], self.prefer, target)
+        for g, n, found, env in ranked:
+            best = _agreeing(n, found, agreed, target)
+            choices.add(g, n, best, found, env)
+            n.choice = {"kernel": best.kernel.name, **best.schedule}
+            measured, open_ = measured + best.measured, open_ + (len(found) > 1)
+        if open_:
+            ctx.notes[tuning.summary(measured, len(ranked), target)] = None
+        ctx.choices += choices.rows.values()
+        return len(ranked)
+
+    def _ranked(
+        self, m: Module, ctx: Ctx, target: Target, tuning: Tuning
+    ) -> Iterator[tuple[Graph, Node, list[Candidate], dict[str, int]]]:
+        """Yield each node to choose for, its candidates best first, and the sizes at which they were compared."""
         for g in launched_graphs(m):
             cache: dict[str, list[Candidate]] = {}
             weights = weight_only(g)
@@ -151,14 +166,7 @@ class Select(Pass):
                 key, env = _key(n, g), typical(m, g, n)
                 if key not in cache:
                     cache[key] = candidates(n, ctx.kernels, target, env, tuning, self.prefer)
-                best = _agreeing(n, cache[key], agreed, target)
-                choices.add(g, n, best, cache[key], env)
-                n.choice = {"kernel": best.kernel.name, **best.schedule}
-                count, measured, open_ = count + 1, measured + best.measured, open_ + (len(cache[key]) > 1)
-        if open_:
-            ctx.notes[tuning.summary(measured, count, target)] = None
-        ctx.choices += choices.rows.values()
-        return count
+                yield g, n, cache[key], env
 
 
 def _near(name: str, known: Iterable[str]) -> str:
@@ -179,6 +187,34 @@ def _key(n: Node, g: Graph) -> str:
 
     known = "".join("w" if v.weight or (v.node is not None and not v.node.choice) else "x" for v in n.operands)
     return node_digest(n) + known
+
+
+Layouts = tuple[tuple[str, str], ...]  # (weight, its packed layout), sorted
+
+
+def common_layouts(
+    ranked: Sequence[tuple[Node, list[Candidate]]], prefer: Collection[str], target: Target
+) -> dict[str, str]:
+    """Return the layout of each weight that kernels would pack differently.
+
+    Of the layouts that every user of a weight supports, it is the one with the smallest mean time of its users, each
+    relative to the user's best candidate.
+    """
+    found: dict[frozenset[str], list[dict[Layouts, float]]] = {}
+    for n, all_of in ranked:
+        options: dict[Layouts, float] = {}
+        for o in [o for o in all_of if o.kernel.name in prefer] or all_of:
+            layouts = tuple(sorted((_origin(n.operands[i]), text) for i, text in o.layouts(n, target).items()))
+            options.setdefault(layouts, o.us / max(all_of[0].us, 1e-9))
+        if any(options):
+            found.setdefault(frozenset(w for layouts in options for w, _ in layouts), []).append(options)
+    agreed: dict[str, str] = {}
+    for users in found.values():
+        total: dict[Layouts, float] = {x: sum(o[x] for o in users) for x in users[0] if all(x in o for o in users)}
+        if total:
+            best: Layouts = min(total, key=lambda x: total[x])
+            agreed.update(best)
+    return agreed
 
 
 def _agreeing(n: Node, ranked: list[Candidate], agreed: dict[str, str], target: Target) -> Candidate:

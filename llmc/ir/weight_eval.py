@@ -18,6 +18,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Node, Value
 from llmc.ir.interp import run_node
+from llmc.ir.ops.packed_fragments import BLOCK
 from llmc.ir.scalar import parse_expr, walk
 
 # Values up to this size in bytes may be held whole.
@@ -272,6 +273,13 @@ def _rowwise(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
     return _apply(v, blocks.rows(_operands(v)[0], lo, hi))
 
 
+def _pack_fragments(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
+    """Rows of bytes depend on the codes of their blocks of rows."""
+    (code,) = _operands(v)
+    begin, end = lo - lo % BLOCK, min(-(-hi // BLOCK) * BLOCK, shape_of(code)[0])
+    return _apply(v, blocks.rows(code, begin, end))[lo - begin : hi - begin]
+
+
 def _bitcast(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
     return blocks.rows(_operands(v)[0], lo, hi)
 
@@ -346,6 +354,7 @@ _RULES: Mapping[str, Rule] = MappingProxyType(
         "pack_panel": _pack_panel,
         "pack_codes": _rowwise,
         "pack_nibbles": _rowwise,
+        "pack_fragments": _pack_fragments,
         "bitcast": _bitcast,
         "unpack_bits": _unpack_bits,
         "take": _take,

@@ -85,6 +85,7 @@ def quantised(b: Builder, words: Callable[..., Value], output: Callable[[str, Va
     narrow = b.unpack_bits(octets, bits=4, axis=1, size=15)
     output("codes", b.pack_panel(b.pack_codes(code, bits=4), rows=8, pair=4))
     output("octets8", b.pack_codes(octets, bits=8))
+    output("fragments", b.pack_fragments(words("sixteen", "u8", 192, 128, below=16)))
     zero = b.slice(octets, axis=1, start=3, stop=8)
     scale = b.cast(b.slice(octets, axis=1, start=0, stop=5), dtype="f32")
     output("group", b.dequantize(narrow, scale, zero, block=(1, 3), dtype="bf16"))

@@ -123,10 +123,11 @@ class Card:
         self._launch(fn, grid, compiled.threads, compiled.shared, (args, types), pdl)
 
     def launch_params(
-        self, fn: Any, compiled: Compiled, grid: Sequence[int], params: Sequence[tuple[Any, Any]], pdl: bool
-    ) -> None:
-        """One launch with these parameters, as (value, C type)."""
-        self._launch(fn, grid, compiled.threads, compiled.shared, tuple(zip(*params, strict=True)), pdl)
+        self, fn: Any, compiled: Compiled, grid: Sequence[int], params: Sequence[tuple[Any, Any]], pdl: bool,
+        cluster: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """One launch with these parameters, as (value, C type), of clusters of so many blocks along x, y and z."""
+        self._launch(fn, grid, compiled.threads, compiled.shared, tuple(zip(*params, strict=True)), pdl, cluster)
 
     def mapped(
         self, address: int, dtype: str, shape: Sequence[int], box: Sequence[int], swizzle: int
@@ -155,17 +156,27 @@ class Card:
         args = (self.staged + low - self.live, low, high - low, DELAY_NS)
         self._launch(self.producer, (1, 1, 1), 256, 0, (args, types), False)
 
-    def _launch(self, fn: Any, grid: Sequence[int], threads: int, shared: int, args: Any, pdl: bool) -> None:
+    def _launch(
+        self, fn: Any, grid: Sequence[int], threads: int, shared: int, args: Any, pdl: bool, cluster: Sequence[int] = ()
+    ) -> None:
         cu = self.cu
         c = cu.CUlaunchConfig()
         c.gridDimX, c.gridDimY, c.gridDimZ = grid
         c.blockDimX, c.blockDimY, c.blockDimZ = threads, 1, 1
         c.sharedMemBytes, c.hStream = shared, self.stream
+        attributes = []
         if pdl:
             a = cu.CUlaunchAttribute()
             a.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             a.value.programmaticStreamSerializationAllowed = 1
-            c.attrs, c.numAttrs = [a], 1
+            attributes.append(a)
+        if cluster:
+            a = cu.CUlaunchAttribute()
+            a.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            a.value.clusterDim.x, a.value.clusterDim.y, a.value.clusterDim.z = cluster
+            attributes.append(a)
+        if attributes:
+            c.attrs, c.numAttrs = attributes, len(attributes)
         self.ok(cu.cuLaunchKernelEx(c, fn, args, 0))
 
     def wait(self) -> None:

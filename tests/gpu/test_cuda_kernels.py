@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from kernels.harness import Case
 
 from llmc.codegen.backends.cuda.gemm_wgmma import GEMM_WGMMA
 from llmc.codegen.backends.cuda.nvrtc_toolchain import NvrtcToolchain
+from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA
 from llmc.codegen.kernel import Kernel, Schedule
 from llmc.extension import resolve
 from llmc.ir.example import example_graph
@@ -24,6 +26,7 @@ from llmc.ir.text import parse
 from llmc.targets.gpu_targets import sm_90
 
 pytestmark = pytest.mark.gpu
+SILU = "mul(mul(a0, sigmoid(a0)), a1)"
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cuda-kernel"
 # Tokens, columns and depth: one of each, tiles that are cut in every direction, depths below and above the ring's.
 SIZES = ((1, 8, 8), (3, 264, 72), (128, 256, 64), (130, 520, 1032), (300, 1536, 1024), (2100, 640, 320))
@@ -42,6 +45,43 @@ graph @main(%x: bf16[T, {k}], %w: weight bf16[{n}, {k}]) {{
     inputs = [rng.standard_normal(s).astype(np.float32) for s in ((m, k), (n, k))]
     name = f"{m}x{n}x{k}-{schedule}"
     return Case(name, parse(text, OPS).graphs["main"], GEMM_WGMMA, schedule, inputs, atol=1e-2)
+
+
+# Tokens, columns of a part, depth, parts, columns that share a scale, whether groups have zero points, the epilogue.
+CODES = (
+    (1, 64, 512, 1, 128, False, "a0"),
+    (7, 192, 1024, 1, 64, True, "add(a1, a0)"),
+    (16, 128, 512, 2, 128, False, SILU),
+    (33, 128, 576, 1, 32, True, "add(a0, a1)"),
+    (65, 64, 1152, 2, 64, True, SILU),
+    (130, 256, 1024, 1, 1024, False, "add(a1, a0)"),
+    (300, 128, 2048, 1, 128, False, "add(add(a0, a1), a2)"),
+    (520, 192, 256, 2, 16, True, SILU),
+)
+
+
+def fragments(m: int, n: int, k: int, parts: int, group: int, zeros: bool, body: str) -> Case:
+    """A product over codes of 4 bits, the tokens a size that is known when it runs; sums are near 1."""
+    rows, others = n * parts, max(0, body.count("a1") + body.count("a2") - (parts == 2))
+    names = [(f"bf16[T, {n}]", (m, n)), (f"f32[{n}]", (n,))][:others]
+    more = "".join(f", %e{i}: {t}" for i, (t, _) in enumerate(names))
+    table = f", %z: weight u8[{k // group}, {rows}]" if zeros else ""
+    passed = ", %z" * zeros + "".join(f", %e{i}" for i in range(len(names)))
+    attrs = f'block=[1, {group}], parts={parts}, body="{body}", {"zeros=true" if zeros else "zero_point=8"}'
+    text = f"""
+sym T in [1, 4096]
+graph @main(%x: bf16[T, {k}], %w: weight u8[{rows}, {k // 2}], %s: weight bf16[{k // group}, {rows}]{table}{more}) {{
+  %y = packed_fragments_linear(%x, %w, %s{passed}) {{{attrs}}} : bf16[T, {n}]
+  return %y
+}}
+"""
+    rng = np.random.default_rng()
+    scales = rng.uniform(0.5, 2.0, (k // group, rows)) / 5 / np.sqrt(k)
+    inputs = [rng.standard_normal((m, k)), rng.integers(0, 256, (rows, k // 2)), scales]
+    inputs += [rng.integers(0, 16, (k // group, rows))] * zeros + [rng.standard_normal(s) for _, s in names]
+    held = [x if x.dtype.kind == "i" else x.astype(np.float32) for x in inputs]
+    name = f"{m}x{n}x{k} parts={parts} group={group} zeros={zeros}"
+    return Case(name, parse(text, OPS).graphs["main"], QUANTIZED_WGMMA, {}, held)
 
 
 def norm(rows: int, width: int, dtype: str, kernel: Kernel, schedule: Schedule) -> Case:
@@ -66,6 +106,22 @@ def check(cases: Sequence[Case], card: Card, cache: Path) -> None:
 @pytest.mark.parametrize("schedule", GEMM_WGMMA.all_schedules(), ids=str)
 def test_linear(schedule: Schedule, card: Card, tmp_path: Path) -> None:
     check([product(*size, schedule) for size in SIZES], card, tmp_path)
+
+
+@pytest.mark.parametrize("problem", CODES, ids=str)
+def test_codes_of_4_bits(problem: tuple[Any, ...], card: Card, tmp_path: Path) -> None:
+    case = fragments(*problem)
+    assert QUANTIZED_WGMMA.reject(case.node, sm_90()) is None
+    found = QUANTIZED_WGMMA.schedules(case.node, sm_90())
+    # With many tokens a code times its scale is rounded to bf16: an error of up to 2 ** -9 of each term.
+    rough = 6e-2 if case.node.attrs["parts"] == 2 else 2e-2
+    found = [{**s, **({"late": 1} if i % 4 == 0 else {})} for i, s in enumerate(found)]
+    exact = [s["tokens"] <= 32 and case.node.attrs["block"][1] >= 128 for s in found]
+    cases = [
+        replace(case, schedule=s, name=f"{case.name} {s}", atol=2e-3 if fine else rough)
+        for s, fine in zip(found, exact, strict=True)
+    ]
+    check(cases, card, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])

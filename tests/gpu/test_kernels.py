@@ -28,10 +28,11 @@ from llmc.ir.ops import OPS
 from llmc.targets.gpu_targets import sm_90
 
 pytestmark = pytest.mark.gpu
-# Never launched on a GPU: weights in panels are a CPU's, `split-moe` makes moe_route, moe_up and
-# moe_down of moe, and the compiler evaluates what decodes stored tensors.
+# Never launched on a GPU, or in CUDA C++ (test_cuda_kernels.py): weights in panels are a CPU's, `split-moe` makes
+# moe_route, moe_up and moe_down of moe, and the compiler evaluates what decodes stored tensors.
 NOT_LAUNCHED = (
-    "pack_panel", "packed_linear", "pack_codes", "packed_quantized_linear", "pack_nibbles", "moe", *DECODING
+    "pack_panel", "packed_linear", "pack_codes", "packed_quantized_linear", "pack_nibbles", "pack_fragments",
+    "packed_fragments_linear", "moe", *DECODING
 )  # fmt: skip
 
 
@@ -104,13 +105,13 @@ def launch(card: Card, job: Job, compiled: Compiled, p: Prepared, late: bool) ->
         card.produce_later([(where[id(b)], b.raw.nbytes) for b in buffers if id(b) not in on_time])
     if 0 not in grid:
         pointers: list[Any] = [where[id(b)] + (0 if card.exact else b.start) for b in [*p.operands, *p.results]]
-        plain = not source.cluster and not any(m.strides or m.offset != 0 for m in source.maps)
-        assert plain, "tests/gpu/launcher.py makes row-major maps and no clusters"
+        plain = not any(m.strides or m.offset != 0 for m in source.maps)
+        assert plain, "tests/gpu/launcher.py makes row-major maps"
         for m, (box, swizzle) in zip(source.maps, compiled.boxes, strict=True):
             shape = [int(d.subs(p.sizes).const) for d in m.shape]  # type: ignore[arg-type]
             pointers[m.param] = card.mapped(pointers[m.param], node.operands[m.param].type.dtype, shape, box, swizzle)
         if source.passes:
-            card.launch_params(fn, compiled, grid, passed(source, pointers, p.sizes), pdl=source.pdl)
+            card.launch_params(fn, compiled, grid, passed(source, pointers, p.sizes), source.pdl, source.cluster)
         else:
             card.launch(fn, compiled, grid, pointers, sizes, pdl=source.pdl)
     card.wait()
@@ -186,7 +187,7 @@ def failures(card: Card, jobs: Sequence[Job], binaries: Mapping[str, Compiled | 
             try:
                 verify(job, p, how)
             except AssertionError as e:
-                found.append(f"{job.case.name}, {how}: {' '.join(str(e).split())[:300]}")
+                found.append(f"{job.case.name}, {how}: {' '.join(str(e).split())[:500]}")
     return found
 
 

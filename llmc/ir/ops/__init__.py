@@ -14,6 +14,7 @@ from llmc.ir.ops import (
     norm,
     packed,
     packed_codes,
+    packed_fragments,
     packed_quantized,
     pointwise,
     quantize,
@@ -37,6 +38,6 @@ def op_set(*groups: Iterable[OpDef]) -> Mapping[str, OpDef]:
 
 GROUPS = (
     pointwise, reduce, shape, linear, packed, quantize, quantized_linear, block_scaled, packed_quantized,
-    packed_codes, norm, rope, attention, moe, state, sample,
+    packed_codes, packed_fragments, norm, rope, attention, moe, state, sample,
 )  # fmt: skip
 OPS = op_set(*(m.OPS for m in GROUPS))

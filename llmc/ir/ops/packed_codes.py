@@ -53,13 +53,14 @@ def unpack_nibbles(packed: np.ndarray, half: int) -> np.ndarray:
     return np.concatenate([spans & 15, spans >> 4], 2).reshape(len(packed), -1)
 
 
-def _type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+def packed_type(env: dict[str, Any], attrs: Mapping[str, Any], row_bytes: Dim) -> list[Type]:
+    """Infer the result of a product over packed codes of 4 bits whose rows have `row_bytes` bytes."""
     x, k, scale, extras = env["x"], env["k"], env["scale"], list(env["extras"])
     parts, block = attrs["parts"], attrs["block"]
     n = env["m"].divide(parts) if parts > 0 else None
     if n is None:
         raise Mismatch(f"{env['m']} rows do not split into {parts} parts")
-    if env["packed"].shape[1] != nibble_bytes(k, attrs["half"]):
+    if env["packed"].shape[1] != row_bytes:
         raise Mismatch(f"{env['packed']} does not contain rows of {k} codes")
     if len(block) != 2 or block[0] != 1:
         raise Mismatch(f"block={list(block)}: scales for columns of one row are wanted")
@@ -72,14 +73,18 @@ def _type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     return epilogue_type(parts, extras, attrs["body"], Type(attrs["dtype"] or x.dtype, (*env["*b"], n)))
 
 
-def _extras(d: Drawing, shape: Shape) -> Any:
-    """Zero points, or any operands of the epilogue."""
+def _type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    return packed_type(env, attrs, nibble_bytes(env["k"], attrs["half"]))
+
+
+def packed_extras(d: Drawing, shape: Shape) -> Any:
+    """Draw zero points, or any operands of the epilogue."""
     return d.rng.integers(0, 16, shape) if len(shape) == 2 else d.rng.standard_normal(shape)
 
 
 @op(
     "(x: f[*b, k], packed: u8[m, h], scale: f[c, r], extras*: t[...]) -> x[...]", infer=_type, flops="2*b*m*k",
-    holds={"packed": integers(0, 256), "scale": positive, "extras": _extras},
+    holds={"packed": integers(0, 256), "scale": positive, "extras": packed_extras},
     example={
         "*b": (3,), "k": 64, "m": 14, "h": 32, "r": 14, "c": 2, "extras": [(2, 14), (7,)], "half": 16,
         "block": [1, 32], "zeros": True, "parts": 2, "body": "add(mul(mul(a0, sigmoid(a0)), a1), a2)",

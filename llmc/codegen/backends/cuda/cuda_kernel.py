@@ -31,6 +31,10 @@ CTYPES: Mapping[str, str] = MappingProxyType(
     }
 )  # fmt: skip
 FLOATS = ("f32", "bf16", "f16")
+DEVICE = "llmc.codegen.backends.cuda.kernels:device.cuh"
+HOPPER = "llmc.codegen.backends.cuda.kernels:hopper.cuh"
+WGMMA_REGISTERS = "llmc.codegen.backends.cuda.kernels:wgmma_registers.cuh"
+SCALAR_MATH = "llmc.codegen.backends.cuda.kernels:scalar_math.cuh"
 PDL = "pdl"  # target feature: programmatic dependent launch
 
 
@@ -41,7 +45,7 @@ class Binding:
     grid: blocks along x, y and z; threads: threads of a block; shared: bytes of dynamic shared memory. constants: name
     -> an integer (`constexpr int`), a float (`constexpr float`) or a type (`using`). sizes, values: see the module
     docstring. maps: operands passed as tensor maps, with their strides, offsets and swizzles. cluster: blocks of a
-    cluster along x, y and z.
+    cluster along x, y and z. text: generated functions that the file calls.
     """
 
     grid: tuple[Dim | int, ...]
@@ -52,6 +56,7 @@ class Binding:
     values: tuple[int | float, ...] = ()
     maps: tuple[Map, ...] = ()
     cluster: tuple[int, ...] = ()
+    text: str = ""
 
     def passes(self, values: int) -> tuple[Param, ...]:
         """Return the parameters of a launch; `values` is the number of operands and results."""
@@ -67,11 +72,13 @@ class Binding:
 class CudaKernel(Kernel):
     """A kernel in CUDA C++.
 
-    file: "package:name.cu", a resource of an importable package. entry: the name of its kernel function.
+    file: "package:name.cu", a resource of an importable package. entry: the name of its kernel function. headers:
+    resources whose text precedes the constants.
     """
 
     language: str = "cuda"
     file: str = ""
+    headers: tuple[str, ...] = ()
     entry: str = ""
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -88,8 +95,9 @@ class CudaKernel(Kernel):
         constants = "\n".join(_constant(name, x) for name, x in b.constants.items())
         parts = [
             f"// {head}\n{defines}",
-            _text("llmc.codegen.backends.cuda.kernels:device.cuh"),
+            *(_text(header) for header in (DEVICE, *self.headers)),
             constants,
+            *([b.text] if b.text else []),
             _text(self.file),
         ]
         return Source(

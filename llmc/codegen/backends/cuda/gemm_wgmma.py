@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llmc.codegen.backends.cuda.cuda_kernel import Binding, CudaKernel
+from llmc.codegen.backends.cuda.cuda_kernel import HOPPER, Binding, CudaKernel
 from llmc.codegen.kernel import Map, Schedule
 from llmc.ir.cost import node_cost
 from llmc.ir.dim import D, product
@@ -75,4 +75,5 @@ GEMM_WGMMA = GemmWgmma(
     opt_in=True,
     file="llmc.codegen.backends.cuda.kernels:gemm_wgmma.cu",
     entry="llmc_linear",
+    headers=(HOPPER,),
 )

@@ -5,4 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-KERNELS: Mapping[str, str] = MappingProxyType({"cuda/gemm_wgmma": "llmc.codegen.backends.cuda.gemm_wgmma:GEMM_WGMMA"})
+KERNELS: Mapping[str, str] = MappingProxyType(
+    {
+        "cuda/gemm_wgmma": "llmc.codegen.backends.cuda.gemm_wgmma:GEMM_WGMMA",
+        "cuda/quantized_wgmma": "llmc.codegen.backends.cuda.quantized_wgmma:QUANTIZED_WGMMA",
+    }
+)

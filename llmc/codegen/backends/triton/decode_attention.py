@@ -77,6 +77,14 @@ class Problem:
         return max(16, power(self.d))
 
     @property
+    def least_keys(self) -> int:
+        """The smallest number of keys of a tile: tl.dot needs 16.
+
+        On an H200, Triton 3.6 counts the 16 rows of a factor twice that was converted from 8-bit floats.
+        """
+        return 32 if self.item == 1 else 16
+
+    @property
     def token(self) -> int:
         """Bytes of one token's keys and values, over all key heads."""
         return 2 * self.g * self.d * self.item
@@ -127,11 +135,14 @@ class DecodeAttention(TritonKernel):
         return max(16, power(p.group))
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        p, smallest = Problem.of(node), {"keys": 16, "warps": 4, "stages": 1}
+        p = Problem.of(node)
+        smallest = {"keys": p.least_keys, "warps": 4, "stages": 1}
         if p.dot == "tl.float32":
             return [smallest]  # float32 products use many registers per thread
         schedules: list[Schedule] = []
         for keys, warps, stages in TILES:
+            if keys < p.least_keys:
+                continue
             shared = (2 * keys * (stages - 1) * p.item + self.rows(p) * 2) * p.width
             if shared <= target.limits.shared * 7 // 8 and keys * p.width <= 1 << 14:
                 schedules.append({"keys": keys, "warps": warps, "stages": stages})

@@ -53,7 +53,8 @@ class PrefillAttention(TritonKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = Problem.of(node)
-        return list(tiles(p.width, max(2, p.item), p.dot == "tl.float32", power(p.group), target))
+        found = tiles(p.width, max(2, p.item), p.dot == "tl.float32", power(p.group), target)
+        return [{**s, "keys": max(s["keys"], p.least_keys)} for s in found]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: waves of blocks, whose steps cost their products at half of the peak plus a latency."""

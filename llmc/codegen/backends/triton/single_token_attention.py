@@ -25,7 +25,9 @@ class SingleTokenAttention(DecodeAttention):
         return reject_attention(node, target)
 
     def early(self, node: Node) -> tuple[int, ...]:
-        return (0, 1, 2, 3, 4, 5)
+        """Return all inputs but the outputs of the longer rows and the sinks."""
+        scales = node.operand("scales")
+        return (0, 1, 2, 3, 4, 5, *(i for i, v in enumerate(node.operands) if v is scales))
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
         return ((6, 0),)

@@ -29,12 +29,20 @@ template <> __device__ inline f16 from_float<f16>(float x) {
   return y;
 }
 
-// Every thread calls this exactly once, before it accesses memory other than weights and before it returns. On targets
-// with programmatic dependent launch, it waits until the previous kernel has completed and its writes are visible, and
-// allows the next kernel to begin.
-__device__ inline void begin_launch() {
+// Programmatic dependent launch, on targets that have it. Every thread calls `wait_for_previous` before it accesses
+// memory other than weights and before it returns: it waits until the previous kernel has completed and its writes are
+// visible. `launch_dependents` allows the next kernel to begin, once every block has called it or exited.
+__device__ inline void wait_for_previous() {
 #if LLMC_PDL
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ inline void launch_dependents() {
+#if LLMC_PDL
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
+}
+__device__ inline void begin_launch() {
+  wait_for_previous();
+  launch_dependents();
 }

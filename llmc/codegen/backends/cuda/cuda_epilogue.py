@@ -1,0 +1,69 @@
+"""The epilogue of a product in CUDA C++: a generated function of its sums and of other operands.
+
+A kernel's parameters include OTHER_PARAMETERS, and it calls `epilogue(sums, token, column OTHERS)` for every element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS
+from llmc.codegen.print_expr import VECTOR, inline
+from llmc.ir.scalar import parse_expr
+from llmc.ir.types import Type
+
+# Scalar expressions over single floats; kernels/scalar_math.cuh has the functions.
+FLOAT: Mapping[str, tuple[str, str, str]] = MappingProxyType(
+    {
+        **VECTOR,
+        "and": ("({0} && {1})", "mm", "m"),
+        "or": ("({0} || {1})", "mm", "m"),
+        "not": ("(!{0})", "m", "m"),
+    }
+)
+
+
+def offset_of(operand: Type, result: Type) -> str | None:
+    """Return the index of an operand's element at `token` and `column` of the result [*b, n]; None if unsupported.
+
+    An operand varies by all leading axes of the result or by none of them.
+    """
+    shape, leading = list(operand.shape), list(result.shape[:-1])
+    columns = bool(shape) and shape[-1] == result.shape[-1]
+    if shape and not columns and shape[-1].const != 1:
+        return None
+    rows = shape[:-1]
+    if all(d.const == 1 for d in rows):
+        return "column" if columns else "0"
+    if rows != leading:
+        return None
+    return "(long long)token * N + column" if columns else "token"
+
+
+def reject_operands(operands: Sequence[Type], result: Type) -> str | None:
+    """Return why an epilogue with these other operands is not supported, or None."""
+    for t in operands:
+        if t.dtype not in FLOATS:
+            return f"an operand of the epilogue has the dtype {t.dtype}"
+        if offset_of(t, result) is None:
+            return f"an operand of the epilogue has the type {t} beside the result {result}"
+    return None
+
+
+def epilogue(body: str, parts: int, operands: Sequence[Type], result: Type, before: Sequence[str] = ()) -> str:
+    """Generate OTHER_PARAMETERS, OTHERS and the function `epilogue`.
+
+    body: of a0 .. a{parts-1} and then the operands. before: parameters that the file uses itself, such as "int* x".
+    """
+    names = [f"e{i}" for i in range(len(operands))]
+    parameters = [f"const {CTYPES[t.dtype]}* {name}" for t, name in zip(operands, names, strict=True)]
+    values = [f"to_float({name}[{offset_of(t, result)}])" for t, name in zip(operands, names, strict=True)]
+    value = inline(parse_expr(body), [*(f"a[{i}]" for i in range(parts)), *values], FLOAT)
+    passed = "".join(f", {p}" for p in parameters)
+    return (
+        f"#define OTHER_PARAMETERS {''.join(f'{p}, ' for p in (*before, *parameters))}\n"
+        f"#define OTHERS {''.join(f', {name}' for name in names)}\n"
+        f"__device__ inline float epilogue(const float (&a)[{parts}], int token, int column{passed}) {{\n"
+        f"  return {value};\n}}"
+    )

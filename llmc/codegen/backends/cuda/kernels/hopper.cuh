@@ -1,0 +1,57 @@
+// Hopper's instructions for asynchronous work: barriers in shared memory, bulk copies, and products of warpgroups
+// (PTX ISA, "mbarrier", "cp.async.bulk" and "wgmma"). Addresses in shared memory are 32-bit.
+
+__device__ inline unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+
+__device__ inline void barrier_init(unsigned barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ inline void barrier_arrive(unsigned barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and adds `bytes` of bulk copies to what the current phase waits for.
+__device__ inline void barrier_expect(unsigned barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Returns when the phase of this parity has completed. A new barrier behaves as if a phase of parity 1 had completed.
+__device__ inline void barrier_wait(unsigned barrier, int parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+// Starts to copy the box at (row, column) of a tensor to shared memory; elements outside of the tensor are zeros.
+__device__ inline void copy_box(unsigned to, const TensorMap& map, int row, int column, unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory");
+}
+
+// Starts to copy `bytes` contiguous bytes to shared memory; the addresses and the number are multiples of 16.
+__device__ inline void copy_bytes(unsigned to, const void* from, int bytes, unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+      "r"(bytes), "r"(barrier) : "memory");
+}
+
+// The descriptor of a matrix in shared memory: rows of 128 bytes in the 128-byte swizzle, 1024 bytes for 8 rows.
+__device__ inline unsigned long long matrix(unsigned address) {
+  return (unsigned long long)((address & 0x3FFFF) >> 4) | 1ull << 16 | (1024ull >> 4) << 32 | 1ull << 62;
+}
+
+// Begins a group of products: orders earlier writes of the sums before them.
+__device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Returns when at most `left` of the committed groups are still running.
+template <int left> __device__ inline void wait_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(left) : "memory");
+}

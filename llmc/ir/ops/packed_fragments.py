@@ -1,0 +1,97 @@
+"""Codes of 4 bits in the order in which Hopper's warpgroups multiply them, and the product over them.
+
+The left factor of the instruction wgmma is a block of 64 rows and 16 columns in registers of 128 threads: warp w has
+rows 16 w to 16 w + 15, and thread 4 g + q of it has the columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 of the rows g and
+g + 8 (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"). The eight codes that a thread needs are one word of
+32 bits, and the words of four steps of 16 columns are next to each other, so that a thread loads 16 bytes at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from llmc.ir.contents import integers, positive
+from llmc.ir.dim import Dim
+from llmc.ir.opdef import Ints, op
+from llmc.ir.ops.packed_codes import packed_extras, packed_type
+from llmc.ir.ops.quantized_linear import quantized_linear
+from llmc.ir.signature import Mismatch
+from llmc.ir.types import Type
+
+BLOCK = 64  # rows of a block of codes, and columns
+# The axes of a matrix of codes: rows are (block, warp, half, g), columns are (block, step, half, q, pair).
+_AXES = (4, 2, 8), (4, 2, 4, 2)
+_ORDER = (0, 4, 1, 3, 7, 5, 8, 6, 2)
+
+
+def _blocks(size: Dim, what: str) -> Dim:
+    found = size.divide(BLOCK)
+    if found is None:
+        raise Mismatch(f"{size} {what} are not a multiple of {BLOCK}")
+    return found
+
+
+def _pack_type(env: dict[str, Any], attrs: Any) -> list[Type]:
+    _blocks(env["m"], "rows")
+    return [Type("u8", (env["m"], _blocks(env["k"], "columns") * (BLOCK // 2)))]
+
+
+@op(
+    "(code: u8[m, k]) -> u8[...]", infer=_pack_type,
+    holds={"code": integers(0, 16)}, example={"m": 128, "k": 64},
+)  # fmt: skip
+def pack_fragments(code: Any) -> Any:
+    """Pack codes [m, k] below 16 into bytes [m, k / 2]; m and k are multiples of 64.
+
+    The bytes are those of blocks of 64 rows and 64 columns, in row-major order of the blocks. Within a block they are
+    ordered by warp, thread and step (see the module). In the word of a thread, bits 4 p to 4 p + 3 are the code of the
+    first column of register p, and the bits 16 above them that of the second.
+    """
+    m, k = code.shape
+    rows, columns = _AXES
+    parts = np.asarray(code).astype(np.uint8).reshape(m // BLOCK, *rows, k // BLOCK, *columns)
+    pairs = np.ascontiguousarray(parts.transpose(_ORDER)).reshape(-1, 2)
+    return (pairs[:, 0] | pairs[:, 1] << np.uint8(4)).reshape(m, k // 2)
+
+
+def unpack_fragments(packed: np.ndarray) -> np.ndarray:
+    """Invert pack_fragments."""
+    m, k = packed.shape[0], 2 * packed.shape[1]
+    raw = np.asarray(packed).astype(np.uint8).reshape(-1, 1)
+    rows, columns = _AXES
+    sizes = (m // BLOCK, *rows, k // BLOCK, *columns)
+    parts = np.concatenate([raw & 15, raw >> 4], 1).reshape([sizes[i] for i in _ORDER])
+    return parts.transpose(np.argsort(_ORDER)).reshape(m, k)
+
+
+def _type(env: dict[str, Any], attrs: Any) -> list[Type]:
+    _blocks(env["m"], "rows")
+    return packed_type(env, attrs, _blocks(env["k"], "columns") * (BLOCK // 2))
+
+
+@op(
+    "(x: f[*b, k], packed: u8[m, h], scale: f[c, r], extras*: t[...]) -> x[...]", infer=_type, flops="2*b*m*k",
+    holds={"packed": integers(0, 256), "scale": positive, "extras": packed_extras},
+    example={
+        "*b": (3,), "k": 64, "m": 128, "h": 32, "r": 128, "c": 2, "extras": [(2, 128), (64,)], "block": [1, 32],
+        "zeros": True, "parts": 2, "body": "add(mul(mul(a0, sigmoid(a0)), a1), a2)",
+    },
+)  # fmt: skip
+def packed_fragments_linear(
+    x: Any, packed: Any, scale: Any, *extras: Any, block: Ints, zero_point: int = 0, zeros: bool = False,
+    parts: int = 1, body: str = "a0", dtype: str = "",
+) -> Any:  # fmt: skip
+    """quantized_linear over codes that pack_fragments has packed.
+
+    The scales and the zero points are transposed, so that those of neighbouring rows are neighbours.
+    """
+    entries = [np.transpose(e) for e in (scale, *extras[: int(zeros)])]
+    return quantized_linear.ref(
+        x, unpack_fragments(packed), *entries, *extras[int(zeros) :], block=block, zero_point=zero_point, zeros=zeros,
+        parts=parts, body=body, dtype=dtype,
+    )  # fmt: skip
+
+
+OPS = (pack_fragments, packed_fragments_linear)

@@ -1,0 +1,180 @@
+"""The CUDA C++ product over codes of 4 bits: the order of its codes, its binaries, what it refuses, where it is chosen.
+
+tests/gpu/test_cuda_kernels.py runs it.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmc.codegen.backends.cuda.cuda_epilogue import epilogue
+from llmc.codegen.backends.cuda.cuda_kernel import SCALAR_MATH, _text
+from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA
+from llmc.codegen.cubin import read_entry
+from llmc.codegen.select import Pack, Select
+from llmc.diagnostics import Diagnostic
+from llmc.extension import load
+from llmc.ir.graph import Graph, Module, Node
+from llmc.ir.interp import run
+from llmc.ir.ops import OPS
+from llmc.ir.ops.common import NUMPY
+from llmc.ir.ops.packed_fragments import pack_fragments, unpack_fragments
+from llmc.ir.scalar import evaluate, parse_expr
+from llmc.ir.text import parse
+from llmc.ir.types import tensor
+from llmc.passes.base import Ctx
+from llmc.targets.gpu_targets import sm_80, sm_90
+
+SILU = "mul(mul(a0, sigmoid(a0)), a1)"
+TEXT = """
+sym T in [1, 4096]
+graph @main(%x: bf16[T, 512], %w: weight u8[256, 512], %s: weight bf16[256, 4], %z: weight u8[256, 4]) {
+  %y = quantized_linear(%x, %w, %s, %z) {block=[1, 128], zeros=true, bits=4, parts=2, body="BODY"} : bf16[T, 128]
+  return %y
+}
+graph @one(%x: bf16[1, 512], %w: weight u8[256, 512], %s: weight bf16[256, 4], %z: weight u8[256, 4]) {
+  %y = quantized_linear(%x, %w, %s, %z) {block=[1, 128], zeros=true, bits=4, parts=2, body="BODY"} : bf16[1, 128]
+  return %y
+}
+""".replace("BODY", SILU)
+
+
+def module(*changes: tuple[str, str]) -> Module:
+    text = TEXT
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    return parse(text, OPS)
+
+
+def the_product(g: Graph) -> Node:
+    return next(n for n in g.nodes if n.op.name.endswith("_linear"))
+
+
+def packed(select: Select = Select(prefer=("cuda/quantized_wgmma",)), *changes: tuple[str, str]) -> Module:  # noqa: B008
+    m = module(*changes)
+    ctx = Ctx(OPS, sm_90(), load().kernels)
+    for p in (select, Pack()):
+        p.run(m, ctx)
+    return m
+
+
+def test_a_thread_finds_its_codes_in_one_word() -> None:
+    """The definition of the left factor in the instruction set's manual, for random places."""
+    codes = np.random.default_rng().integers(0, 16, (128, 192)).astype(np.uint8)
+    raw = pack_fragments.ref(codes)
+    np.testing.assert_array_equal(unpack_fragments(raw), codes)
+    words = np.frombuffer(raw.tobytes(), "<u4").reshape(2, 3, 4, 32, 4)
+    for _ in range(300):  # blocks of rows and of columns
+        rows, columns, warp, thread, step = place = [random.randrange(n) for n in words.shape]
+        register, pair = random.randrange(4), random.randrange(2)
+        row = 64 * rows + 16 * warp + thread // 4 + 8 * (register % 2)
+        column = 64 * columns + 16 * step + 2 * (thread % 4) + pair + 8 * (register // 2)
+        assert int(words[tuple(place)]) >> (4 * register + 16 * pair) & 15 == codes[row, column]
+
+
+def test_entry_points_share_the_layout_that_suits_them_together() -> None:
+    """A stream would be faster for one token, but not by as much as it is slower for many."""
+    large = [
+        ("[256, 512]", "[28672, 4096]"),
+        ("512]", "4096]"),
+        ("[256, 4]", "[28672, 32]"),
+        (" : bf16[T, 128]", " : bf16[T, 14336]"),
+    ]
+    m = packed(Select(), *large, (" : bf16[1, 128]", " : bf16[1, 14336]"))
+    for g in m.graphs.values():
+        assert the_product(g).choice["kernel"] == "cuda/quantized_wgmma"
+        assert [n.op.name for n in g.nodes] == ["pack_fragments", "transpose", "transpose", "packed_fragments_linear"]
+    small = packed(Select())
+    assert {the_product(g).op.name for g in small.graphs.values()} == {"packed_nibbles_linear"}
+
+
+def test_packing_changes_no_result() -> None:
+    rng = np.random.default_rng()
+    inputs = [
+        rng.standard_normal((3, 512)), rng.integers(0, 16, (256, 512)), rng.uniform(0.01, 0.02, (256, 4)),
+        rng.integers(0, 16, (256, 4)),
+    ]  # fmt: skip
+    held = [x if x.dtype.kind == "i" else x.astype(np.float32) for x in inputs]
+    for plain, after in zip(module().graphs.values(), packed().graphs.values(), strict=True):
+        mine = [held[0][:1], *held[1:]] if plain.name == "one" else held
+        np.testing.assert_array_equal(run(plain, mine, {"T": 3})[0], run(after, mine, {"T": 3})[0])
+
+
+def test_ways_become_binaries_of_sm_90(tmp_path: Path) -> None:
+    target = sm_90()
+    node = the_product(packed().graphs["main"])
+    ways = QUANTIZED_WGMMA.schedules(node, target)
+    assert {w["tokens"] for w in ways} == {8, 16, 32, 64, 128, 256}
+    tool = load().toolchains["cuda"](target)
+    for way in random.sample(ways, 6):
+        source = QUANTIZED_WGMMA.emit(node, {**way, "late": random.randrange(2)}, target)
+        made = tool.compile([(source, "")], tmp_path)[tool.key(source)]
+        assert made.shared <= target.limits.shared and made.boxes == (((way["tokens"], 64), 3),)
+        assert made.threads == 2 * 128 + (128 if way["tokens"] == 256 else 32)
+        assert read_entry(made.binary, source.entry).sizes == (128, 8, 8, 8, 8, 4)
+        assert source.cluster == ((way["split"], 1, 1) if way["split"] > 1 else ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ([("bf16[T", "f16[T"), ("bf16[1", "f16[1")], "activations of f16"),
+        ([("weight bf16[", "weight f16[")], "scales of f16"),
+        ([("bits=4", "bits=8")], "codes of 4 bits"),
+        (
+            [("[256", "[192"), (" : bf16[T, 128]", " : bf16[T, 96]"), (" : bf16[1, 128]", " : bf16[1, 96]")],
+            "multiples of 64",
+        ),
+        ([("block=[1, 128]", "block=[1, 171]"), ("[256, 4]", "[256, 3]")], "blocks of [1, 171]"),
+        ([("%w: weight", "%w:")], "not known at compile time"),
+    ],
+)
+def test_what_it_refuses(changes: list[tuple[str, str]], why: str) -> None:
+    node = the_product(module(*changes).graphs["main"])
+    assert why in str(QUANTIZED_WGMMA.reject(node, sm_90()))
+
+
+def test_it_is_for_hopper_and_for_packed_codes() -> None:
+    node = the_product(module().graphs["main"])
+    assert QUANTIZED_WGMMA.reject(node, sm_90()) is None
+    assert "does not have wgmma" in str(QUANTIZED_WGMMA.reject(node, sm_80()))
+    with pytest.raises(Diagnostic, match="E430"):
+        QUANTIZED_WGMMA.emit(node, QUANTIZED_WGMMA.schedules(node, sm_90())[0], sm_90())
+
+
+BODIES = (
+    SILU,
+    "add(mul(a0, a2), a1)",
+    "select(and(gt(a0, a1), not(lt(a2, 0.5))), max(a0, a1), min(a1, neg(a2)))",
+    "add(add(tanh(a0), erf(a1)), exp(floor(a2)))",
+    "add(sqrt(abs(a0)), add(rsqrt(add(abs(a1), 1.0)), pow(abs(a2), 1.5)))",
+    "add(add(sin(a0), cos(a1)), log(add(abs(a2), 1.0)))",
+)
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_generated_epilogues_compute_their_expression(body: str, tmp_path: Path) -> None:
+    """As C++ of this machine: one sum, a bias of one element a column, and a residual."""
+    text = epilogue(body, 1, [tensor("f32", 4), tensor("f32", "T", 4)], tensor("f32", "T", 4))
+    a, bias, residual = (np.random.default_rng().standard_normal(s).astype(np.float32) for s in ((3, 4), (4,), (3, 4)))
+    values = "".join(
+        f"static const float {name}[] = {{{', '.join(f'{v!r}f' for v in x.ravel().tolist())}}};\n"
+        for name, x in (("sums", a), ("bias", bias), ("residual", residual))
+    )
+    program = (
+        "#include <cmath>\n#include <cstdio>\n#define __device__\nconstexpr int N = 4;\n"
+        "inline float to_float(float x) { return x; }\n" + _text(SCALAR_MATH) + text + "\n" + values + "int main() {\n"
+        "  for (int i = 0; i < 12; i++) {\n    const float a[1] = {sums[i]};\n"
+        '    std::printf("%.9g\\n", (double)epilogue(a, i / 4, i % 4, bias, residual));\n  }\n}\n'
+    )
+    (tmp_path / "t.cpp").write_text(program)
+    subprocess.run(["g++", "-std=c++17", "-o", str(tmp_path / "t"), str(tmp_path / "t.cpp")], check=True)
+    lines = subprocess.run([str(tmp_path / "t")], check=True, capture_output=True, text=True).stdout.split()
+    want = evaluate(parse_expr(body), NUMPY, [a, bias, residual])
+    np.testing.assert_allclose(np.array(lines, np.float32).reshape(3, 4), want, rtol=2e-5, atol=2e-6)
