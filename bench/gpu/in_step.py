@@ -33,7 +33,10 @@ from llmc.extension import load
 from llmc.ir.graph import Graph, Module, Node
 from llmc.measure.tune import before_select
 
-OPS = ("linear", "linear_map", "norm_linear", "paged_attention", "paged_attention_single", "paged_attention_split")
+OPS = (
+    "linear", "linear_map", "norm_linear", "block_scaled_linear", "paged_attention", "paged_attention_single",
+    "paged_attention_split",
+)  # fmt: skip
 SWEEPS, ROUNDS, RUNS = 2, 7, 8
 Key = tuple[str, Sizes]
 

@@ -12,7 +12,7 @@ from bench.gpu.kernels import Load
 from bench.shapes import Shape
 
 _SHAPES = (shapes.LLAMA31_8B, shapes.LLAMA32_1B, shapes.QWEN3_06B, shapes.QWEN3_30B_A3B, shapes.SMALL)
-RECIPES = ("fp8", "w8a8", "int8", "int4")  # of `llmc compile --quant`; MODEL-RECIPE is a model, too
+RECIPES = ("fp8", "fp8-block", "w8a8", "int8", "int4")  # of `llmc compile --quant`; MODEL-RECIPE is a model, too
 _QUANTISED = [Shape.quantised(s, r) for s in _SHAPES for r in RECIPES]
 MODELS = {s.name: s for s in [*_SHAPES, *_QUANTISED]}
 DEFAULT_MODELS = "qwen3-0.6b,llama-3.2-1b,llama-3.1-8b"
