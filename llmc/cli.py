@@ -118,13 +118,14 @@ def _compile_arguments(sub: Any) -> None:
 
 
 def _quantize_arguments(sub: Any) -> None:
-    from llmc.quant.make.recipes import RECIPES
+    from llmc.quant.make.recipes import BY_HEAD, BY_LAYER, KV_FP8, NONE, RECIPES
 
     p = _command(sub, "quantize", _quantize, "quantise a checkpoint into one of compressed-tensors", as_json=True)
     p.add_argument("model", help="Hugging Face folder, or owner/name@revision")
     p.add_argument("output", type=Path, help="new folder of the quantised checkpoint")
     schemes = "; ".join(f"{r.name}: {r.summary}" for r in RECIPES.values())
-    p.add_argument("--scheme", required=True, choices=tuple(RECIPES), help=schemes)
+    unchanged = f"{schemes}; none: weights stay as they are (with --kv-cache-dtype fp8)"
+    p.add_argument("--scheme", required=True, choices=(*RECIPES, NONE), help=unchanged)
     p.add_argument(
         "--group-size", type=positive, metavar="N", help="columns that share a scale (int8: all; 4 bits: 128)"
     )
@@ -135,6 +136,10 @@ def _quantize_arguments(sub: Any) -> None:
     p.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the choice of windows (0)")
     ignore = "module to leave as it is: its name, or re: and a regular expression; may be repeated"
     p.add_argument("--ignore", action="append", default=[], metavar="PATTERN", help=ignore)
+    cache = "fp8: store scales of a KV cache of float8_e4m3, which --calibrate decides (auto: none)"
+    p.add_argument("--kv-cache-dtype", default="auto", choices=("auto", *KV_FP8), help=cache)
+    shared = "what shares a scale of the KV cache: a layer, which every engine reads, or a KV head (layer)"
+    p.add_argument("--kv-scales", default=BY_LAYER, choices=(BY_LAYER, BY_HEAD), help=shared)
     add_hub_options(p)
 
 

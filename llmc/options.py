@@ -60,8 +60,8 @@ class Options:
         NONE, "recipe that rounds the weights of the output projection (none)", str, None, choices=(NONE, *ROUNDED)
     )
     calibrate: Path | None = _artifact(
-        None, "texts to calibrate gptq, awq, autoround or w8a8: JSON lines with a field text, or plain text", Path,
-        "FILE", commands=("compile",),
+        None, "texts to calibrate gptq, awq, autoround, w8a8 or KV scales: JSON lines with a field text, or plain text",
+        Path, "FILE", commands=("compile",),
     )  # fmt: skip
     group_size: int | None = _artifact(None, "columns of a weight that share a scale (the recipe's: int4 128)")
     layers: int | None = _artifact(None, "number of layers to compile for a quick build, from the first (all)")

@@ -13,7 +13,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.options import Options
 from llmc.passes.base import Pass
 from llmc.passes.pipeline import override
-from llmc.quant.make.recipes import NONE, RECIPES, ROUNDED
+from llmc.quant.make.recipes import BY_HEAD, KV_FP8, NONE, RECIPES, ROUNDED
 
 
 def with_quantize(passes: Sequence[Pass], o: Options) -> list[Pass]:
@@ -46,15 +46,18 @@ def quantised_first(model: str | Path, output: Path, o: Options, console: Consol
     Only recipes that use texts make a copy; the pass `quantize` applies the others. Raises Diagnostic E351 if recipe
     and texts do not fit together, and the errors of `quantize_model`.
     """
-    if o.quant == NONE and o.calibrate:
-        raise Diagnostic("E351", "--calibrate without --quant", "add --quant gptq, awq, autoround or w8a8")
-    if o.quant == NONE or _rounds(o):
+    kv = o.kv_cache_dtype in KV_FP8 and o.calibrate is not None
+    if o.quant == NONE and o.calibrate and not kv:
+        remedy = "add --quant gptq, awq, autoround or w8a8, or --kv-cache-dtype fp8"
+        raise Diagnostic("E351", "--calibrate without --quant", remedy)
+    if not kv and (o.quant == NONE or _rounds(o)):
         yield model
         return
     from llmc.quant.make.plan import Settings
     from llmc.quant.make.quantize_model import quantize_model
 
-    settings = Settings(o.quant, o.group_size, o.calibrate)
+    cache = o.kv_cache_dtype if kv else "auto"
+    settings = Settings(o.quant, o.group_size, o.calibrate, kv_cache_dtype=cache, kv_scales=BY_HEAD)
     settings.recipe()  # report options that do not fit together before anything is written
     parent = output.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)

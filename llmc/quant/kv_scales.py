@@ -51,6 +51,8 @@ def _checked(name: str, stored: np.ndarray) -> np.ndarray | None:
     scale = stored.astype(np.float32)
     if scale.size == 1:
         scale = scale.reshape(())
+    elif scale.ndim > 1 and len(scale) == scale.size:  # [KV heads, 1, 1], with the strategy attn_head
+        scale = scale.reshape(-1)
     if scale.ndim > 1:
         raise Diagnostic("E341", f"{name} has shape {list(stored.shape)}", "download the checkpoint again")
     if (scale == -1).all():

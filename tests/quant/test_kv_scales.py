@@ -34,6 +34,7 @@ def test_names() -> None:
         "model.layers.0.self_attn.k_scale": [0.5],
         "model.layers.0.self_attn.v_scale": 0.25,
         "model.layers.11.attn.k_scale": [1.0, 2.0],
+        "model.layers.12.self_attn.v_scale": [[[3.0]], [[4.0]]],
         "model.layers.2.self_attn.k_scale": -1.0,
         "model.layers.2.self_attn.v_scale": -1.0,
         "model.layers.3.mlp.up_proj.weight_scale": [3.0],
@@ -44,9 +45,10 @@ def test_names() -> None:
         "model.layers.5.self_attn.o_proj.output_scale": [7.0],
     }
     found = kv_scales_of(stored, lambda name: np.asarray(stored[name], np.float32))
-    assert found.keys() == {0, 4, 5, 11}
+    assert found.keys() == {0, 4, 5, 11, 12}
     assert [float(x) for x in (*found[4], *found[5])] == [4, 4, 5, 6]
     assert [float(x) for x in found[0]] == [0.5, 0.25]
+    assert found[12][1].tolist() == [3.0, 4.0]
     assert found[11][0].tolist() == [1.0, 2.0] and found[11][1] == 1
 
 

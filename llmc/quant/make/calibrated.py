@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.nn import Linear
 
 from llmc.diagnostics import Diagnostic
+from llmc.quant.make.kv_ranges import KvRanges
 from llmc.quant.make.layer_runs import Layer, LayerRuns
 from llmc.quant.make.methods import METHODS, REFERENCE
 from llmc.quant.make.model_source import ModelSource
 from llmc.quant.make.plan import Plan, some
-from llmc.quant.make.rounding import Quantised
+from llmc.quant.make.rounding import Quantised, finite, round_to_nearest
 
 SPILL = "activations"  # folder of the hidden states, removed at the end
 
@@ -38,31 +39,52 @@ class Steps(Protocol):
         """Show progress `done` of `of`."""
 
 
-def check_plan(source: ModelSource, plan: Plan) -> None:
-    """Raise Diagnostic E354 if the plan has experts of a mixture, which are not calibrated."""
-    if plan.experts:
-        cause = f"{plan.recipe.name} cannot calibrate experts: {some(sorted(plan.experts))}"
-        raise Diagnostic("E354", cause, "use int8, fp8 or int4; or --ignore 're:.*experts'")
-
-
 def quantise_layers(
     source: ModelSource, plan: Plan, tokens: Tensor, seed: int, folder: Path, out: Output, progress: Steps
 ) -> None:
-    """Quantise the planned weights with samples [samples, T], and write all tensors; raises Diagnostic E350-E355."""
+    """Quantise the planned weights with samples [samples, T], and write all tensors; raises Diagnostic E350-E355.
+
+    Experts are rounded to nearest: the model holds them in stacks, whose inputs are not observed one by one.
+    """
     runs = LayerRuns(source, tokens, folder / SPILL, plan.recipe.method in REFERENCE, seed)
     done: set[str] = set()
+    scaled = False
     for i in range(len(runs.layers)):
         progress.part("calibrate", i, len(runs.layers), " layers")
         layer = runs.load(i)
         done |= _layer(source, plan, layer, out)
+        scaled |= _kv_scales(source, plan, layer, out)
         runs.drop(i)
     progress.part("calibrate", len(runs.layers), len(runs.layers), " layers")
+    if plan.kv and not scaled:
+        raise Diagnostic("E354", "no layer stores keys and values", "omit --kv-cache-dtype fp8")
     for name in source.files.tensors:
         if name not in done:
-            if name in plan.weights:
-                raise Diagnostic("E354", f"{name} is in none of the layers", f"--ignore {plan.weights[name]}")
-            out.add(name, source.read(name))
+            _outside(source, plan, name, out)
     shutil.rmtree(folder / SPILL)
+
+
+def _outside(source: ModelSource, plan: Plan, name: str, out: Output) -> None:
+    """Write a tensor that no layer holds as it is stored."""
+    x = source.read(name)
+    if name in plan.experts:
+        out.add_weight(plan.weights[name], round_to_nearest(finite(name, x.float()), plan.recipe, x.dtype))
+    elif name in plan.weights:
+        raise Diagnostic("E354", f"{name} is in none of the layers", f"--ignore {plan.weights[name]}")
+    else:
+        out.add(name, x)
+
+
+def _kv_scales(source: ModelSource, plan: Plan, layer: Layer, out: Output) -> bool:
+    """Write the scales of a layer's keys and values; return whether it has any."""
+    if layer.kv is None or not (found := layer.kv.scales(layer.path, plan.kv)):
+        return False
+    within = f"{layer.path}.{layer.kv.path}".removesuffix(".") + "."
+    leaves = ((n.removeprefix(within), s) for n, s in source.plain_names().items() if n.startswith(within))
+    at = next((s.removesuffix(leaf) for leaf, s in leaves if s.endswith(f".{leaf}")), within)
+    for name, x in found.items():
+        out.add(f"{at}{name}", x)
+    return True
 
 
 def _layer(source: ModelSource, plan: Plan, layer: Layer, out: Output) -> set[str]:
@@ -77,6 +99,7 @@ def _layer(source: ModelSource, plan: Plan, layer: Layer, out: Output) -> set[st
     for name, q in found.items():
         linears[name].weight.data = q.values()
         out.add_weight(plan.weights[stored[f"{name}.weight"]], q)
+    layer.kv = KvRanges() if plan.kv else None
     layer.advance()
     written = {stored[f"{name}.weight"] for name in found}
     for name, parameter in layer.module.named_parameters():

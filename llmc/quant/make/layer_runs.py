@@ -19,6 +19,7 @@ from torch.nn import Linear, Module, ModuleList, Parameter
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend.export import quiet, recompute
+from llmc.quant.make.kv_ranges import KvRanges
 from llmc.quant.make.model_source import ModelSource
 
 NO_WEIGHTS: Mapping[str, Tensor] = MappingProxyType({})
@@ -52,7 +53,8 @@ class Inputs:
 class Layer:
     """A decoder layer with its weights in float32.
 
-    `call` runs it on hidden states [samples, T, H], with other weights for those that a mapping names.
+    `call` runs it on hidden states [samples, T, H], with other weights for those that a mapping names, and with `cache`
+    as its KV cache. kv: what `advance` observes of keys and values, or None.
     """
 
     path: str
@@ -62,6 +64,7 @@ class Layer:
     reference: np.ndarray | None
     seed: int = 0
     inputs: list[Inputs] = field(default_factory=list)
+    kv: KvRanges | None = None
 
     def state(self, i: int) -> Tensor:
         """Return the input of sample `i`, [1, T, H]."""
@@ -78,9 +81,12 @@ class Layer:
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Replace the hidden states by the outputs of the layer."""
+        """Replace the hidden states by the outputs of the layer; `kv` gets the keys and values."""
+        hooks = self.kv.watch(self.module) if self.kv is not None else []
         for i in range(len(self.hidden)):
-            self.hidden[i : i + 1] = self.call(self.state(i)).numpy()
+            self.hidden[i : i + 1] = self.call(self.state(i), cache=self.kv).numpy()
+        for hook in hooks:
+            hook.remove()
 
     @torch.no_grad()
     def advance_reference(self) -> None:
@@ -169,8 +175,9 @@ class LayerRuns:
             self._fill(".".join(filter(None, (path, name))), part)
         args, kwargs = self.arguments[i]
 
-        def call(hidden: Tensor, weights: Mapping[str, Tensor] = NO_WEIGHTS) -> Tensor:
-            out = functional_call(module, dict(weights), (hidden, *args), kwargs)
+        def call(hidden: Tensor, weights: Mapping[str, Tensor] = NO_WEIGHTS, cache: KvRanges | None = None) -> Tensor:
+            given = kwargs if cache is None else {**kwargs, "past_key_values": cache}
+            out = functional_call(module, dict(weights), (hidden, *args), given)
             return out[0] if isinstance(out, tuple) else out
 
         return Layer(path, module, call, self.hidden, self.reference, self.seed)

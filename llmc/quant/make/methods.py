@@ -12,7 +12,7 @@ from llmc.quant.make.awq_scales import awq_scales
 from llmc.quant.make.folding import fold_all
 from llmc.quant.make.gptq_codes import gptq
 from llmc.quant.make.layer_runs import Layer
-from llmc.quant.make.recipes import Recipe
+from llmc.quant.make.recipes import SMOOTH, Recipe
 from llmc.quant.make.rounding import Quantised, round_to_nearest
 from llmc.quant.make.sign_rounding import sign_rounding
 from llmc.quant.make.smooth_scales import smooth_scales
@@ -46,12 +46,17 @@ def by_smoothing(layer: Layer, linears: Mapping[str, Linear], recipe: Recipe, dt
     return _rounded(linears, recipe, dtypes)
 
 
+def by_rounding(layer: Layer, linears: Mapping[str, Linear], recipe: Recipe, dtypes: Dtypes) -> dict[str, Quantised]:
+    """Round to nearest."""
+    return _rounded(linears, recipe, dtypes)
+
+
 def _rounded(linears: Mapping[str, Linear], recipe: Recipe, dtypes: Dtypes) -> dict[str, Quantised]:
     return {name: round_to_nearest(m.weight.data, recipe, dtypes[name]) for name, m in linears.items()}
 
 
-# By `Recipe.method`; "rtn" is here the method of w8a8 with texts.
+# By `Recipe.method`
 METHODS: Mapping[str, Method] = MappingProxyType(
-    {"gptq": by_gptq, "awq": by_awq, "autoround": sign_rounding, "rtn": by_smoothing}
+    {"gptq": by_gptq, "awq": by_awq, "autoround": sign_rounding, SMOOTH: by_smoothing, "rtn": by_rounding}
 )
 REFERENCE = ("autoround",)  # methods that compare with the outputs of the unquantised model

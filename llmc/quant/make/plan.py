@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
 from llmc.diagnostics import Diagnostic
 from llmc.ir.dtype import DTYPES
 from llmc.quant.make.model_source import ModelSource
-from llmc.quant.make.recipes import RECIPES, Recipe
+from llmc.quant.make.recipes import BY_LAYER, KV_FP8, NONE, RECIPES, SMOOTH, UNCHANGED, Recipe
 
 
 @dataclass(frozen=True)
 class Settings:
     """What to make of a model: the options of `llmc quantize`.
 
-    group_size: columns that share a scale, instead of the scheme's. calibrate: file of texts. ignore: modules that stay
-    as they are, by name or "re:" and a regular expression that matches the beginning of the name.
+    scheme: a recipe, or "none" to write scales of the KV cache only. group_size: columns that share a scale, instead of
+    the scheme's. calibrate: file of texts. ignore: modules that stay as they are, by name or "re:" and a regular
+    expression that matches the beginning of the name. kv_cache_dtype: "fp8" for scales of the KV cache, which texts
+    decide. kv_scales: what shares one, "layer" or "head".
     """
 
     scheme: str
@@ -29,9 +31,23 @@ class Settings:
     length: int = 2048
     seed: int = 0
     ignore: tuple[str, ...] = ()
+    kv_cache_dtype: str = "auto"
+    kv_scales: str = BY_LAYER
+
+    @property
+    def kv(self) -> str:
+        """What shares a scale of the KV cache: "layer" or "head"; "" if the checkpoint gets no such scales."""
+        return self.kv_scales if self.kv_cache_dtype in KV_FP8 else ""
 
     def recipe(self) -> Recipe:
         """Return the recipe; raises Diagnostic E351 for unknown schemes and options that do not fit together."""
+        if self.kv and self.calibrate is None:
+            raise Diagnostic("E351", "scales of the KV cache need texts", "add --calibrate FILE")
+        if self.scheme == NONE:
+            if not self.kv or self.group_size is not None or self.ignore:
+                cause = "none leaves the weights as they are, and takes no --group-size and no --ignore"
+                raise Diagnostic("E351", cause, "use it with --kv-cache-dtype fp8 --calibrate FILE only")
+            return UNCHANGED
         if self.scheme not in RECIPES:
             raise Diagnostic("E351", f"there is no scheme {self.scheme!r}", f"use one of {', '.join(RECIPES)}")
         recipe = RECIPES[self.scheme]
@@ -44,15 +60,15 @@ class Settings:
             recipe = recipe.grouped(self.group_size)
         if recipe.calibrated and self.calibrate is None:
             raise Diagnostic("E351", f"{self.scheme} needs texts", "add --calibrate FILE; int4 needs none")
-        if self.calibrate is not None and not recipe.calibrated and self.scheme != "w8a8":
+        if self.calibrate is not None and not recipe.calibrated and self.scheme != "w8a8" and not self.kv:
             raise Diagnostic("E351", f"{self.scheme} uses no texts", "omit --calibrate")
-        return recipe
+        return replace(recipe, method=SMOOTH) if self.calibrate is not None and self.scheme == "w8a8" else recipe
 
 
 @dataclass(frozen=True)
 class Plan:
     """What is quantised. weights: stored name -> module, as the checkpoint names it. ignored: linear modules that stay
-    as they are. experts: names among `weights` that are experts of a mixture."""
+    as they are. experts: names among `weights` that are experts of a mixture. kv: see `Settings.kv`."""
 
     recipe: Recipe
     weights: dict[str, str]
@@ -60,6 +76,7 @@ class Plan:
     experts: frozenset[str]
     bytes_before: int
     bytes_after: int
+    kv: str = ""
 
     def lines(self, source: ModelSource) -> list[str]:
         """Describe the plan."""
@@ -68,22 +85,28 @@ class Plan:
         kept = len(tensors) - len(self.weights)
         linears = f" (of these, linear: {some(self.ignored)})" if self.ignored else ""
         before, after = self.bytes_before / 1e6, self.bytes_after / 1e6
-        return [
+        lines = [
             f"{source.source.model_type}: {len(self.weights)} weights ({count / 1e6:.1f} million parameters) "
             f"to {self.recipe.describe()}",
             f"unchanged: {kept} tensors{linears}",
             f"tensors take {before:.1f} MB before and {after:.1f} MB after",
         ]
+        if self.experts and self.recipe.method != "rtn":
+            lines.append(f"rounded to nearest, because texts do not calibrate experts: {len(self.experts)} weights")
+        if self.kv:
+            lines.append(f"KV cache: scales of 8-bit floats for keys and values of each {self.kv}")
+        return lines
 
 
-def make_plan(source: ModelSource, recipe: Recipe, ignore: Sequence[str]) -> Plan:
+def make_plan(source: ModelSource, recipe: Recipe, ignore: Sequence[str], kv: str = "") -> Plan:
     """Choose the weights; raises Diagnostic E350-E352 and E326."""
     linears = {stored: path_of(stored) for stored in source.linears().values()}
     experts = frozenset(source.experts())
     candidates = linears | {stored: path_of(stored) for stored in sorted(experts)}
     dropped = _dropped(candidates, ignore)
-    chosen = {stored: module for stored, module in candidates.items() if module not in dropped}
-    if not chosen:
+    unchanged = recipe.name == NONE
+    chosen = {stored: m for stored, m in candidates.items() if m not in dropped and not unchanged}
+    if not chosen and not unchanged:
         cause = f"{source.source.folder} has no linear modules to quantise{' besides those ignored' if dropped else ''}"
         raise Diagnostic("E350", cause, "see docs/quantization.md for what is quantised")
     before = after = 0
@@ -92,7 +115,8 @@ def make_plan(source: ModelSource, recipe: Recipe, ignore: Sequence[str]) -> Pla
         before += size
         after += _size(name, t.shape, recipe, source.dtype(name).itemsize) if name in chosen else size
     head = {path for path, m in source.model.named_modules() if m is source.model.get_output_embeddings()}
-    return Plan(recipe, chosen, tuple(sorted({*dropped, *head, *_routers(source, candidates)})), experts, before, after)
+    ignored = () if unchanged else tuple(sorted({*dropped, *head, *_routers(source, candidates)}))
+    return Plan(recipe, chosen, ignored, experts & chosen.keys(), before, after, kv)
 
 
 def path_of(stored: str) -> str:

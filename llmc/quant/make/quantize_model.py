@@ -9,16 +9,15 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from llmc.diagnostics import Diagnostic
 from llmc.frontend.hub import PUBLIC, Hub, locate
 from llmc.frontend.model_folder import open_source
-from llmc.quant.make.calibrated import check_plan, quantise_layers
+from llmc.quant.make.calibrated import quantise_layers
 from llmc.quant.make.folder_writer import ShardWriter, check_free, copy_files, new_folder, write_json
 from llmc.quant.make.model_source import ModelSource
 from llmc.quant.make.packing import stored_parts
 from llmc.quant.make.plan import Plan, Settings, make_plan
 from llmc.quant.make.recipes import config_group
-from llmc.quant.make.rounding import Quantised, round_to_nearest
+from llmc.quant.make.rounding import Quantised, finite, round_to_nearest
 from llmc.quant.make.texts import read_texts, windows
 
 
@@ -64,9 +63,7 @@ def quantize_model(model: str | Path, out: Path, settings: Settings, progress: P
     check_free(out)
     at = locate(model, hub, progress=lambda done, of: progress.part("fetch", done, of, "B"))
     with ModelSource(open_source(at.folder)) as source:
-        plan = make_plan(source, recipe, settings.ignore)
-        if settings.calibrate:
-            check_plan(source, plan)
+        plan = make_plan(source, recipe, settings.ignore, settings.kv)
         for line in plan.lines(source):
             progress.note(line)
         tokens = _samples(source, settings, progress) if settings.calibrate else None
@@ -109,7 +106,8 @@ def _samples(source: ModelSource, settings: Settings, progress: Progress) -> Ten
 
 def new_config(source: ModelSource, plan: Plan) -> dict[str, Any]:
     """Return config.json of the quantised model."""
-    return {**source.source.config, "quantization_config": config_group(plan.recipe) | {"ignore": list(plan.ignored)}}
+    quantisation = config_group(plan.recipe, plan.kv) | {"ignore": list(plan.ignored)}
+    return {**source.source.config, "quantization_config": quantisation}
 
 
 def _round(source: ModelSource, plan: Plan, writer: Weights, progress: Progress) -> None:
@@ -122,10 +120,3 @@ def _round(source: ModelSource, plan: Plan, writer: Weights, progress: Progress)
             writer.add(name, x)
             continue
         writer.add_weight(plan.weights[name], round_to_nearest(finite(name, x.float()), plan.recipe, x.dtype))
-
-
-def finite(name: str, w: Tensor) -> Tensor:
-    """Return a weight; raises Diagnostic E350 if it has values that are not finite."""
-    if not w.isfinite().all():
-        raise Diagnostic("E350", f"{name} has values that are NaN or infinite", "download the checkpoint again")
-    return w

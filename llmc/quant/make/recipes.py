@@ -99,13 +99,32 @@ _ALL = (
 RECIPES: Mapping[str, Recipe] = MappingProxyType({r.name: r for r in _ALL})
 ROUNDED = tuple(r.name for r in _ALL if not r.calibrated)  # recipes that need no texts
 NONE = "none"  # in place of a recipe's name: weights stay as they are
+UNCHANGED = Recipe(NONE, "weights stay as they are", "rtn", "dense", "float", 16, (1, 0))
+SMOOTH = "smoothquant"  # the method of w8a8 with texts
+KV_FP8 = ("fp8", "fp8_e4m3")  # values of --kv-cache-dtype
+BY_LAYER, BY_HEAD = "layer", "head"  # values of --kv-scales
+F8_LARGEST = 448.0
 
 
-def config_group(recipe: Recipe, version: str = "0.19.0") -> dict[str, Any]:
+def config_group(recipe: Recipe, kv: str = "", version: str = "0.19.0") -> dict[str, Any]:
     """Return the quantization_config of a recipe, without its list of modules to ignore.
 
-    `version` is that of compressed-tensors whose fields these are.
+    kv: which scales a KV cache of 8-bit floats has ("layer" or "head"), "" for none. `version` is that of
+    compressed-tensors whose fields these are.
     """
+    strategy = {BY_LAYER: "tensor", BY_HEAD: "attn_head", "": ""}[kv]
+    return {
+        "config_groups": {} if recipe.name == NONE else {"group_0": _group(recipe)},
+        "format": recipe.layout,
+        "global_compression_ratio": None,
+        "kv_cache_scheme": _args("float", 8, strategy) if strategy else None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "version": version,
+    }
+
+
+def _group(recipe: Recipe) -> dict[str, Any]:
     weights = _args(recipe.code, recipe.bits, recipe.strategy, symmetric=recipe.symmetric)
     if recipe.strategy == "group":
         weights["group_size"] = recipe.block[1]
@@ -117,21 +136,12 @@ def config_group(recipe: Recipe, version: str = "0.19.0") -> dict[str, Any]:
     if recipe.activations:
         acts = _args(recipe.activations, 8, "group" if recipe.act_group else "token", dynamic=True)
         acts["group_size"] = recipe.act_group or None
-    group = {
+    return {
         "format": recipe.layout,
         "input_activations": acts,
         "output_activations": None,
         "targets": ["Linear"],
         "weights": weights,
-    }
-    return {
-        "config_groups": {"group_0": group},
-        "format": recipe.layout,
-        "global_compression_ratio": None,
-        "kv_cache_scheme": None,
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-        "version": version,
     }
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from llmc.diagnostics import Diagnostic
 from llmc.quant.make.recipes import Recipe
 
 
@@ -99,3 +100,10 @@ def round_to_nearest(w: Tensor, recipe: Recipe, dtype: torch.dtype) -> Quantised
     """Quantise a float32 weight [n, k]; scales are stored as `dtype`."""
     grid = grid_of(w, recipe, dtype)
     return Quantised(grid, grid.codes(w))
+
+
+def finite(name: str, w: Tensor) -> Tensor:
+    """Return a weight; raises Diagnostic E350 if it has values that are not finite."""
+    if not w.isfinite().all():
+        raise Diagnostic("E350", f"{name} has values that are NaN or infinite", "download the checkpoint again")
+    return w
