@@ -76,9 +76,17 @@ def default_threads() -> int:
     """Return the number of physical cores this process may use, limited by its CPU affinity and its cgroup's CPU
     quota.
     """
-    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    cores = {_read(f"/sys/devices/system/cpu/cpu{c}/topology/thread_siblings_list") or str(c) for c in cpus}
+    cores = {_read(f"/sys/devices/system/cpu/cpu{c}/topology/thread_siblings_list") or str(c) for c in _affinity()}
     return max(1, min(len(cores), _quota()))
+
+
+def usable_cpus() -> int:
+    """Return the number of logical CPUs this process may use, limited as `default_threads` is."""
+    return max(1, min(len(_affinity()), _quota()))
+
+
+def _affinity() -> list[int]:
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def _quota() -> int:

@@ -19,7 +19,7 @@ import pytest
 from llmc_runtime import AsyncLLM, LlmcError, SamplingParams
 from llmc_runtime.api.llm import to_stderr
 from llmc_runtime.engine.client import _socket_folder, is_runnable
-from llmc_runtime.engine.engine_process import StepAge, open_session
+from llmc_runtime.engine.engine_process import NICE, StepAge, open_session
 from llmc_runtime.engine.messages import Open
 from llmc_runtime.engine_options import quoted
 
@@ -184,3 +184,20 @@ def test_a_step_is_as_old_as_the_time_in_which_it_could_run(monkeypatch: pytest.
     assert age.of(0.0) == 0.0
     now += 0.2
     assert age.of(now - 0.1) == pytest.approx(0.1)
+
+
+PRIORITIES = """
+import os, sys
+from llmc_runtime.engine.engine_process import leave_time_for_front
+from llmc_runtime.host_info import usable_cpus
+leave_time_for_front(usable_cpus() + int(sys.argv[1]))
+print(*{os.getpriority(os.PRIO_PROCESS, int(t)) for t in os.listdir("/proc/self/task")})
+"""
+
+
+@pytest.mark.parametrize(("spare", "lower"), [("0", True), ("1", True), ("-1", False)])
+def test_threads_that_fill_the_machine_leave_time_for_the_front_end(spare: str, lower: bool) -> None:
+    """Of threads beyond the processors; the priorities of a process's threads."""
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    out = subprocess.run([sys.executable, "-c", PRIORITIES, spare], capture_output=True, text=True, check=True).stdout
+    assert out.split() == [str(max(before, NICE) if lower else before)]

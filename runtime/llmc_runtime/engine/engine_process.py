@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,11 @@ from llmc_runtime.engine.messages import (
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.format.errors import as_llmc_error, brief
 from llmc_runtime.grammar import Grammars
+from llmc_runtime.host_info import default_threads, usable_cpus
 from llmc_runtime.metrics import Stat
 
 ADDS, CONTROL, REPORTS = "adds", "control", "reports"  # the sockets in the folder
+NICE = 5  # of CPU engines whose threads fill the machine
 _MIN_ADD_TIME = 0.002  # seconds for new requests between two steps
 _ADD_SHARE = 0.15  # of the last step's duration, if that is more
 _COMPILE_POLL_MS = 50  # between two checks of grammars that are being compiled
@@ -59,6 +62,7 @@ class Session:
     """An open engine.
 
     summary:   one log line about it
+    threads:   compute threads on the CPU; 0 on other devices
     grammars:  opens the grammars of its vocabulary; None without a tokenizer
     close:     frees everything
     stages:    duration of each part of opening, in seconds
@@ -69,6 +73,7 @@ class Session:
     grammars: Callable[[], Grammars | None]
     close: Callable[[], None]
     stages: Mapping[str, float] = field(default_factory=dict)
+    threads: int = 0
 
 
 Opener = Callable[[Open, Callable[[str], None]], Session]
@@ -97,7 +102,20 @@ def open_session(opening: Open, say: Callable[[str], None]) -> Session:
         if opened.trace is not None:
             opened.trace.finish()
 
-    return Session(opened.engine, opened.summary, grammars, close, {**stages, **opened.stages})
+    threads = options.threads or default_threads() if artifact.manifest.target.name.startswith("cpu:") else 0
+    return Session(opened.engine, opened.summary, grammars, close, {**stages, **opened.stages}, threads)
+
+
+def leave_time_for_front(compute_threads: int) -> None:
+    """Lower the priority of this process's threads if `compute_threads` threads fill the machine.
+
+    The front end then answers within milliseconds beside a busy engine: threads of equal priority that wake from a wait
+    for each other would run before it.
+    """
+    if compute_threads >= usable_cpus():
+        for thread in map(int, os.listdir("/proc/self/task")):
+            with suppress(ProcessLookupError):  # it has ended
+                os.setpriority(os.PRIO_PROCESS, thread, max(NICE, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 class StepAge:
@@ -196,6 +214,7 @@ class EngineProcess:
             return 0
         try:
             session = self._opener(opening, lambda line: self._send(Progress(brief(line, 4))))
+            leave_time_for_front(session.threads)
         except Exception as e:
             error = as_llmc_error(e)
             if error.code == "E000":
