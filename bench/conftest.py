@@ -1,4 +1,4 @@
-"""Prints the benches' tables at the end of a session and writes them to build/bench/latest.md; no fixtures."""
+"""Prints the benches' tables at the end of a session and writes them to build/bench/latest.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One contender of the generation bench, in a process of its own: it generates on request and answers with seconds.
+"""A contender of the generation bench in its own process: generates on request and reports seconds.
 
     python bench/contender.py KIND MODEL [CORE]      KIND: ours, eager, compiled, llamacpp
 
@@ -21,7 +21,7 @@ CONTEXT = 640  # a static cache and a KV pool hold this many tokens
 
 
 def ours(model: str) -> tuple[Generate, str]:
-    """Our own runtime over an artifact."""
+    """Our runtime over an artifact."""
     from llmc_runtime import LLM, SamplingParams, __version__
 
     llm = LLM(model, enable_prefix_caching=False, kv_cache_memory_bytes=256 << 20, say=lambda line: None)
@@ -34,7 +34,7 @@ def ours(model: str) -> tuple[Generate, str]:
 
 
 def transformers(model: str, compiled: bool) -> tuple[Generate, str]:
-    """transformers in bf16: generate with its growing cache, or with the static cache and a compiled forward."""
+    """transformers in bf16: `generate` with its dynamic cache, or with a static cache and a compiled forward."""
     import torch
     import transformers as hf
 
@@ -61,7 +61,7 @@ def transformers(model: str, compiled: bool) -> tuple[Generate, str]:
 
 
 def llamacpp(model: str) -> tuple[Generate, str]:
-    """llama.cpp through its C interface: one batch for the prompt, then a token at a time, argmax over the logits."""
+    """llama.cpp through its C interface: one batch for the prompt, then one token at a time, chosen by argmax."""
     import llama_cpp as lc
     import numpy as np
 
@@ -94,12 +94,12 @@ def llamacpp(model: str) -> tuple[Generate, str]:
 
 
 def main(kind: str, model: str, core: str = "") -> None:
-    """Load, print the contender's name, then answer requests until stdin ends."""
+    """Load the model, print the contender's name, then answer requests until stdin ends."""
     clock = time.process_time if core else time.perf_counter
     if core:
         os.sched_setaffinity(0, {int(core)})
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints goes to stderr
+    os.dup2(2, 1)  # output of libraries goes to stderr
     begin = time.perf_counter()
     if kind == "ours":
         generate, version = ours(model)

@@ -1,4 +1,4 @@
-"""How well the cost rule chooses products where measurements can tell: its first choice beside the best measured one.
+"""Compare the cost rule's choices of products with measurements: its first choice beside the best measured one.
 
     python -m bench.cost_rule [FILE]          a tuning file; default: the H200's that comes with the project. No GPU.
 
@@ -28,7 +28,7 @@ Ways = dict[tuple[str, str], float]
 
 
 def product(text: str) -> Node | None:
-    """The product that a record's node text spells; None for other ops."""
+    """Return the product in a record's node text; None for other ops."""
     m = _NODE.match(text)
     if not m:
         return None
@@ -40,7 +40,7 @@ def product(text: str) -> Node | None:
 
 
 def measured(records: list[Record]) -> dict[str, dict[int, Ways]]:
-    """Node -> tokens -> way -> microseconds."""
+    """Return node -> tokens -> schedule -> microseconds."""
     found: dict[str, dict[int, Ways]] = {}
     for r in records:
         if r.target == machine(sm_90()) and len(r.sizes) <= 1:
@@ -50,7 +50,7 @@ def measured(records: list[Record]) -> dict[str, dict[int, Ways]]:
 
 
 def rows(points: Mapping[str, Mapping[int, Ways]]) -> Iterator[tuple[float, str]]:
-    """(first choice / best, a line) of every product and size whose first choice was measured."""
+    """Yield (first choice / best, a line) for every product and size whose first choice was measured."""
     kernels = load().kernels
     for text, sizes in sorted(points.items()):
         node = product(text)
@@ -63,7 +63,7 @@ def rows(points: Mapping[str, Mapping[int, Ways]]) -> Iterator[tuple[float, str]
 
 
 def moved(points: Mapping[str, Mapping[int, Ways]]) -> list[float]:
-    """What the best way of one size costs at half or twice the size, over the best one there."""
+    """Return the cost of one size's best schedule at half or twice the size, relative to the best one there."""
     out = []
     for text, sizes in points.items():
         for a, b in ((a, b) for a in sizes for b in sizes if _NODE.match(text) and (a == 2 * b or b == 2 * a)):

@@ -1,4 +1,4 @@
-"""What the worst legal value of each request field costs: `python -m bench.fields [--model MODEL.llmc]`.
+"""Cost of the most expensive valid value of each request field: `python -m bench.fields [--model MODEL.llmc]`.
 
 For each case two times in milliseconds, each the fastest of several runs: on the front's event loop (from the decoded
 JSON to the message for the engine, without tokenizing prompts) and on the engine's thread (from that message to
@@ -40,14 +40,14 @@ CONFIG = SchedulerConfig(65_536, 16, 32_768, 256, 8192, VOCAB, eos_token_ids=(2,
 
 
 class Defaults(AsyncLLM):
-    """An AsyncLLM that only knows its sampling defaults."""
+    """An AsyncLLM that has only sampling defaults."""
 
     def __init__(self) -> None:
         self.generation = {}
 
     @property
     def config(self) -> Any:
-        """The limits of an engine."""
+        """The engine's limits."""
         return Ready(32_768, 256, 8192, 65_536, 16, VOCAB, "")
 
     def get_default_sampling_params(self, *, max_tokens: int | None = 16) -> Any:
@@ -55,22 +55,22 @@ class Defaults(AsyncLLM):
 
 
 def wide(count: int) -> dict[str, Any]:
-    """A schema of so many properties."""
+    """Return a schema with that many properties."""
     return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(count)}}
 
 
 def schema_format(schema: Any) -> dict[str, Any]:
-    """response_format for a schema."""
+    """Return the response_format for a schema."""
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema, "strict": True}}}
 
 
 def tool(name: str, schema: Any) -> dict[str, Any]:
-    """One tool."""
+    """Return a tool definition."""
     return {"type": "function", "function": {"name": name, "parameters": schema}}
 
 
 def cases() -> dict[str, dict[str, Any]]:
-    """Fields by the name of the case, each at its limit, some beyond it."""
+    """Return requests by the name of the case, each with a field at its limit, some beyond it."""
     texts = ["x" * (MAX_STOP_BYTES - 4) + f"{i:04}" for i in range(MAX_BAD_WORDS)]
     ids = list(range(MAX_ALLOWED))
     tools = [tool(f"f{i}", wide(30)) for i in range(128)]
@@ -111,7 +111,7 @@ def cases() -> dict[str, dict[str, Any]]:
 
 
 def fastest(work: Callable[[], Any], times: int = 5) -> tuple[float, Any]:
-    """(milliseconds of the fastest of several runs, what the last one returned)."""
+    """Return the milliseconds of the fastest of several runs, and the result of the last one."""
     best, out = float("inf"), None
     for _ in range(times):
         began = time.thread_time()
@@ -121,18 +121,18 @@ def fastest(work: Callable[[], Any], times: int = 5) -> tuple[float, Any]:
 
 
 class Front:
-    """The work of the front for one request."""
+    """The front end's work for one request."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer, self.llm, self.dialect = tokenizer, Defaults(), dialect_of(tokenizer, None, "hermes", "none")
 
     @functools.lru_cache  # noqa: B019  (longer ones are tokenized in a thread, and so left out of the time)
     def words(self, words: tuple[str, ...]) -> list[list[int]]:
-        """The bad words as token ids."""
+        """Return the bad words as token ids."""
         return bad_word_ids(self.tokenizer, words)
 
     def message(self, body: bytes, chat: bool) -> bytes | str:
-        """The message for the engine; the error's text where the request is refused."""
+        """Return the message for the engine, or the error's text if the request is refused."""
         try:
             if chat:
                 request = parse(body, ChatRequest, lambda n: None)
@@ -151,7 +151,7 @@ class Front:
 
 
 def engine(message: bytes) -> list[Request]:
-    """The work of the engine for it."""
+    """The engine's work for it."""
     add = msgspec.msgpack.decode(message, type=Add)
     params = params_of(add.params)
     made: list[Request] = []
@@ -166,7 +166,7 @@ def engine(message: bytes) -> list[Request]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
-    parser.add_argument("--model", default="build/demo.llmc", help="whose tokenizer is used (build/demo.llmc)")
+    parser.add_argument("--model", default="build/demo.llmc", help="artifact whose tokenizer is used (build/demo.llmc)")
     front = Front(Tokenizer.open(f"{parser.parse_args().model}/tokenizer"))
     print(f"{'case':50} {'decode':>8} {'front':>8} {'engine':>8}  ms")
     for name, fields in cases().items():

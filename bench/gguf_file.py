@@ -1,4 +1,4 @@
-"""A bf16 Qwen2 checkpoint as a GGUF file, for llama.cpp beside us; run where the package gguf is installed.
+"""Write a bf16 Qwen2 checkpoint as a GGUF file for llama.cpp; needs the package gguf.
 
     python -m bench.gguf_file CHECKPOINT OUT.gguf [f16 | q8_0 | q4_0]      matrices' format, f16 by default
 
@@ -25,7 +25,7 @@ LAYER = (
 
 
 def name_of(name: str) -> str:
-    """The GGUF name of a checkpoint tensor."""
+    """Return the GGUF name of a checkpoint tensor."""
     if not name.startswith("model.layers."):
         plain = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
         stem, leaf = name.rsplit(".", 1)
@@ -39,7 +39,7 @@ FILE_TYPES = MappingProxyType({"f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0
 
 
 def write(checkpoint: Path, out: Path, form: str = "f16") -> None:
-    """Write OUT; matrices in the format `form`, vectors as float32."""
+    """Write the file OUT: matrices in the format `form`, vectors in float32."""
     c = json.loads((checkpoint / "config.json").read_text())
     if c["model_type"] != "qwen2":
         raise SystemExit(f"{checkpoint}: a {c['model_type']}; this writes qwen2 alone")

@@ -1,5 +1,5 @@
-"""What the benches share: this machine's ceilings, contenders in processes of their own, memory of a process tree, and
-tables; it measures no model itself.
+"""Shared parts of the benches: this machine's ceilings, contenders in their own processes, memory of a process tree,
+and tables.
 
 Every figure is taken between figures of its peers and its limit (B A A B), and medians are compared.
 """
@@ -51,7 +51,7 @@ class Ceilings:
         self.memory = np.ones(256 << 20, np.uint8)
 
     def bandwidth(self, times: int = 1) -> float:
-        """Of `times` sweeps on end: one says what is possible, many what lasts."""
+        """Measure the read bandwidth of `times` consecutive sweeps: one shows the peak, many the sustained rate."""
         at, size = ctypes.c_void_p(self.memory.ctypes.data), ctypes.c_int64(self.memory.nbytes)
         return times / sum(1 / float(self.lib.bench_read(at, size, THREADS)) for _ in range(times))
 
@@ -75,7 +75,7 @@ class Contender:
         self.warm_seconds = 0.0
 
     def generate(self, prompt: Sequence[int], new: int) -> tuple[list[int], float]:
-        """`new` greedy tokens behind the prompt, and the seconds they took."""
+        """Generate `new` greedy tokens after the prompt; return them and the seconds."""
         assert self.process.stdin is not None
         print(json.dumps({"prompt": list(prompt), "new": new}), file=self.process.stdin, flush=True)
         answer = self._answer()
@@ -113,7 +113,7 @@ class Contender:
 
 
 def interleave(measures: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Every measure `rounds` times: forwards, then backwards, and so on (B A A B)."""
+    """Run every measurement `rounds` times, alternating between forward and backward order (B A A B)."""
     found: dict[str, list[float]] = {name: [] for name in measures}
     for i in range(rounds):
         for name in list(measures) if i % 2 == 0 else list(measures)[::-1]:
@@ -190,7 +190,7 @@ class Table:
         self.rows.append(tuple(str(c) for c in cells))
 
     def text(self) -> str:
-        """Markdown."""
+        """Return the table in Markdown."""
         rule = tuple("-" * 3 for _ in self.columns)
         lines = [f"| {' | '.join(r)} |" for r in (self.columns, rule, *self.rows)]
         return "\n".join([f"### {self.title}", "", *lines, *(f"\n{n}" for n in self.notes)])
@@ -200,14 +200,14 @@ TABLES: list[Table] = []
 
 
 def table(title: str, *columns: str) -> Table:
-    """A new table of this session."""
+    """Create a table of this session."""
     made = Table(title, columns)
     TABLES.append(made)
     return made
 
 
 def machine() -> str:
-    """One line about this machine, its load included."""
+    """Describe this machine, including its load, in one line."""
     text = Path("/proc/cpuinfo").read_text()
     model = next((x.partition(":")[2].strip() for x in text.splitlines() if x.startswith("model name")), "")
     memory = psutil.virtual_memory().total / 2**30
@@ -219,12 +219,12 @@ _measured = [0.0]
 
 
 def clock() -> float:
-    """The timer of benches whose seconds were measured in another process (see `record`)."""
+    """The timer of benches whose seconds are measured in another process (see `record`)."""
     return _measured[0]
 
 
 def record(benchmark: Any, seconds: Sequence[float], **extra: object) -> None:
-    """Put seconds measured elsewhere into pytest-benchmark's statistics; the test is marked benchmark(timer=clock)."""
+    """Add seconds measured elsewhere to pytest-benchmark's statistics; the test is marked benchmark(timer=clock)."""
     values = iter(seconds)
 
     def advance() -> None:

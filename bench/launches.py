@@ -1,4 +1,4 @@
-"""A step of an artifact, launch by launch: where its microseconds go and what bytes and flops it moves. Not a bench.
+"""Profile the steps of an artifact launch by launch: microseconds, bytes and flops.
 
     python -m bench.launches ARTIFACT [--tokens 1] [--context 64] [--rows 1] [--repeat 20] [--top 30] [--each]
 
@@ -53,7 +53,7 @@ class ProfilingDevice(CpuDevice):
 
 
 def engine(path: Path, device: CpuDevice) -> tuple[Engine, Executor]:
-    """An engine over a device of ours; prefix caching off, so that every prompt is computed."""
+    """Return an engine over a profiling device, without prefix caching, so that every prompt is computed."""
     artifact = open_artifact(path, verify=False)
     executor = Executor(artifact, device, 1 << 28)
     m = artifact.manifest
@@ -68,7 +68,9 @@ def engine(path: Path, device: CpuDevice) -> tuple[Engine, Executor]:
 def collect(
     path: Path, tokens: int, context: int, repeat: int, rows: int
 ) -> tuple[Program, dict[str, int], np.ndarray]:
-    """(program, its symbols, ns[repeat, launches]): a prompt of `tokens`; 1: `rows` decode behind `context`."""
+    """Return (program, its symbols, ns[repeat, launches]) of a prompt of `tokens`; if `tokens` is 1, of `rows` decoding
+    after `context` tokens.
+    """
     device = ProfilingDevice()
     eng, executor = engine(path, device)
     vocab = executor.artifact.manifest.vocab_size

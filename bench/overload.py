@@ -1,4 +1,4 @@
-"""Goodput and refusals of `llmc-serve` under more load than it can serve: `python -m bench.overload ARTIFACT [--json]`.
+"""Measure goodput and refusals of `llmc-serve` under overload: `python -m bench.overload ARTIFACT [--json]`.
 
 The bench starts a server, measures its peak in closed loops, then offers fixed multiples of that peak in an open loop
 (Poisson arrivals, whether or not earlier requests have ended), over kept connections or with a new one for each
@@ -40,7 +40,7 @@ WARM = 2.0  # seconds of a load before it is measured
 
 @dataclass
 class Row:
-    """One measurement. Rates are requests a second, latencies milliseconds, CPU seconds a second."""
+    """One measurement. Rates are per second, latencies in milliseconds, CPU seconds per second."""
 
     mode: str
     load: float
@@ -92,12 +92,16 @@ class Server:
         self.engine = int(children[0])
 
     def cpu(self) -> tuple[float, float, float, float]:
-        """Seconds so far: CPU of the front, of the engine; waits of the engine for a CPU; CPU of this process."""
+        """CPU seconds so far of the front end and the engine, seconds in which the engine waited for a CPU, and CPU
+        seconds of this process.
+        """
         mine = resource.getrusage(resource.RUSAGE_SELF)
         return _cpu(self.process.pid), _cpu(self.engine), _waits(self.engine), mine.ru_utime + mine.ru_stime
 
     def keep_apart(self, how: str) -> None:
-        """Keep this process (and with "all" the front and the engine) on physical cores that the others do not use."""
+        """Pin this process (with "all", also the front end and the engine) to physical cores that the others do not
+        use.
+        """
         cores = physical_cores()
         if len(cores) < 4:
             raise SystemExit(f"--apart needs 4 physical cores, and there are {len(cores)}")
@@ -128,7 +132,7 @@ def _waits(pid: int) -> float:
 
 
 def physical_cores() -> list[list[int]]:
-    """The CPUs that this process may use, by physical core."""
+    """Return the CPUs that this process may use, grouped by physical core."""
     cores: dict[str, list[int]] = {}
     for cpu in sorted(os.sched_getaffinity(0)):
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
@@ -137,13 +141,15 @@ def physical_cores() -> list[list[int]]:
 
 
 def requests_of(args: argparse.Namespace, keep: bool) -> list[bytes]:
-    """Completions of token ids, as bytes, whose answers are half to one and a half of `output_len` tokens long."""
+    """Return completions of token ids, as bytes, whose outputs have between half of and one and a half times
+    `output_len` tokens.
+    """
     lengths = range(args.output_len // 2, args.output_len * 3 // 2 + 1)
     return [_request(args, keep, length) for length in random.Random(5).sample(lengths, len(lengths))]
 
 
 def _request(args: argparse.Namespace, keep: bool, length: int) -> bytes:
-    """One completion of `length` tokens; without a kept connection it says so."""
+    """Return a completion of `length` tokens; without keep-alive it sends `Connection: close`."""
     ids = [random.Random(7).randrange(10, 400) for _ in range(args.input_len)]
     body = {"prompt": ids, "max_tokens": length, "ignore_eos": True, "temperature": 0}
     data = json.dumps(body).encode() + b" " * args.padding
@@ -153,7 +159,7 @@ def _request(args: argparse.Namespace, keep: bool, length: int) -> bytes:
 
 
 def closed(client: Client, width: int, seconds: float) -> tuple[Log, int]:
-    """`width` requests open at any time; what ended in the `seconds` after warming up, and how many ended at all."""
+    """Keep `width` requests open; return what ended within `seconds` after warming up, and how many ended in all."""
     log, end = Log(), time.perf_counter() + WARM + seconds
     for _ in range(width):
         client.start(time.perf_counter(), log)
@@ -165,7 +171,9 @@ def closed(client: Client, width: int, seconds: float) -> tuple[Log, int]:
 
 
 def offered(client: Client, server: Server, rate: float, seconds: float) -> tuple[Log, list[float]]:
-    """Requests at `rate`, at random times; what ended in the `seconds` after warming up, and CPU seconds then."""
+    """Send requests at `rate` at random times; return what ended within `seconds` after warming up, and the CPU
+    seconds.
+    """
     draw, log, before = random.Random(11), Log(), None
     due = time.perf_counter()
     begin = due + WARM
@@ -183,7 +191,7 @@ def offered(client: Client, server: Server, rate: float, seconds: float) -> tupl
 
 
 def measured(server: Server, keep: bool, args: argparse.Namespace) -> list[Row]:
-    """Every load over one kind of connections."""
+    """Measure every load over one kind of connections."""
     client = Client(server.port, keep, requests_of(args, keep))
     logs, costs = [], []
 
@@ -220,7 +228,7 @@ def row(
     objective: float,
     cost: float,
 ) -> Row:
-    """One load's figures; `cost`: CPU seconds of the front for a completed request."""
+    """Return the figures of one load; `cost`: CPU seconds of the front end per completed request."""
     good = sum(took <= objective for _, took in log.done) / seconds
     extra = max(0.0, cpu[0] - cost * len(log.done)) / len(log.refused) if log.refused else 0.0
     done, refused = ([took for _, took in some] for some in (log.done, log.refused))
@@ -232,7 +240,7 @@ def row(
 
 
 def quantile(values: list[float], q: float) -> float:
-    """The value below which a share `q` lies; 0 of none."""
+    """Return the value below which a fraction `q` of the values lies; 0 if there are none."""
     return sorted(values)[min(len(values) - 1, int(q * len(values)))] if values else 0.0
 
 
@@ -243,7 +251,7 @@ HEAD = (
 
 
 def line(one: Row) -> str:
-    """A row of the table."""
+    """Return a row of the table as text."""
     return (
         f"{one.mode:5} {one.load:5g} {one.rate:8.1f} {one.sent:7.1f} {one.goodput:7.1f} {one.share:6.0%} "
         f"{one.done_p50:7.0f} {one.done_p99:7.0f} {one.refused:9.1f} {one.refused_p50:7.1f} {one.refused_p99:7.1f} "
@@ -253,19 +261,23 @@ def line(one: Row) -> str:
 
 
 def main() -> None:
-    """Measure and print a table, or JSON."""
+    """Measure, and print a table or JSON."""
     ap = argparse.ArgumentParser(prog="python -m bench.overload", description=__doc__.split("\n\n")[0])
     ap.add_argument("artifact")
     ap.add_argument("--json", action="store_true", help="print the rows as JSON")
-    ap.add_argument("--loads", type=float, nargs="+", default=LOADS, help="multiples of the peak")
-    ap.add_argument("--modes", nargs="+", choices=("kept", "new"), default=("kept", "new"), help="connections")
-    ap.add_argument("--widths", type=int, nargs="+", default=(16, 32), help="closed loops that find the peak")
+    ap.add_argument("--loads", type=float, nargs="+", default=LOADS, help="offered rates as multiples of the peak")
+    ap.add_argument(
+        "--modes", nargs="+", choices=("kept", "new"), default=("kept", "new"), help="kinds of connections to measure"
+    )
+    ap.add_argument(
+        "--widths", type=int, nargs="+", default=(16, 32), help="numbers of open requests tried to find the peak"
+    )
     ap.add_argument("--seconds", type=float, default=10.0, help="seconds of each measurement (10)")
     ap.add_argument("--input-len", type=int, default=64, help="tokens of a prompt (64)")
     ap.add_argument("--output-len", type=int, default=64, help="tokens of an answer (64)")
-    ap.add_argument("--padding", type=int, default=0, help="bytes of white space behind each body (0)")
+    ap.add_argument("--padding", type=int, default=0, help="bytes of white space after each body (0)")
     ap.add_argument("--queue", type=int, default=64, help="--max-num-queued-reqs of the server (64)")
-    ap.add_argument("--apart", choices=("client", "all"), help="keep these on physical cores of their own")
+    ap.add_argument("--apart", choices=("client", "all"), help="processes to pin to physical cores of their own")
     ap.add_argument("--server-options", default="", help="further options of the server, in one argument")
     args = ap.parse_args()
     options = ["--max-num-queued-reqs", str(args.queue), *args.server_options.split()]

@@ -1,4 +1,4 @@
-"""The load of `bench.overload`: requests over many connections of one thread, and when each was answered."""
+"""The load generator of `bench.overload`: sends requests over many connections of one thread, and times each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_OPEN = 3000  # connections of the client
 
 @dataclass
 class Log:
-    """What happened to requests: (when it ended, seconds it took) by kind; of `late`, seconds behind schedule."""
+    """Outcomes of requests: (time of the end, seconds it took) by kind; `late`: seconds behind schedule."""
 
     done: list[tuple[float, float]] = field(default_factory=list)
     refused: list[tuple[float, float]] = field(default_factory=list)
@@ -26,13 +26,13 @@ class Log:
     failed: int = 0
 
     def within(self, begin: float, end: float) -> Log:
-        """What happened between two moments; failures count whenever they happened."""
+        """Return the outcomes between two times; failures are counted at any time."""
         parts = ([one for one in some if begin <= one[0] < end] for some in (self.done, self.refused, self.late))
         return Log(*parts, self.failed)
 
 
 class Link:
-    """One connection with one request on its way."""
+    """A connection with at most one request in flight."""
 
     def __init__(self, port: int) -> None:
         self.socket = socket.socket()
@@ -43,11 +43,11 @@ class Link:
         self.got = b""
 
     def start(self, request: bytes, now: float) -> None:
-        """Begin to send a request."""
+        """Start to send a request."""
         self.began, self.unsent, self.got = now, request, b""
 
     def send(self) -> bool:
-        """Send what the system takes; whether all of it has left."""
+        """Send as much as the socket accepts; return whether all bytes were sent."""
         try:
             self.unsent = self.unsent[self.socket.send(self.unsent) :]
         except BlockingIOError:
@@ -58,7 +58,7 @@ class Link:
         return not self.unsent
 
     def receive(self) -> int | None:
-        """The status of the answer once it is whole. OSError where the connection ends before."""
+        """Return the status of the response once it is complete. Raises OSError if the connection ends before."""
         data = self.socket.recv(1 << 16)
         if not data:
             raise ConnectionResetError
@@ -81,7 +81,7 @@ class Client:
         self._busy: dict[int, Link] = {}
 
     def start(self, due: float, log: Log) -> None:
-        """Send a request; `due` is when it should have been sent."""
+        """Send a request; `due` is the scheduled time."""
         now = time.perf_counter()
         log.late.append((now, max(0.0, now - due)))
         if len(self._busy) >= MOST_OPEN:
@@ -105,7 +105,7 @@ class Client:
             self._poll.modify(fd, events)
 
     def wait(self, seconds: float, log: Log) -> int:
-        """Take what comes within `seconds`; how many requests have ended."""
+        """Process responses for `seconds`; return how many requests have ended."""
         ended = 0
         for fd, events in self._poll.poll(max(0.0, seconds)):
             link = self._busy.get(fd)
@@ -144,7 +144,7 @@ class Client:
         link.socket.close()
 
     def rest(self, log: Log) -> None:
-        """Wait for what is open; what does not end within TIMEOUT has failed."""
+        """Wait for open requests; those that do not end within TIMEOUT count as failed."""
         end = time.perf_counter() + TIMEOUT
         while self._busy and time.perf_counter() < end:
             self.wait(0.1, log)

@@ -1,4 +1,4 @@
-"""Quantised weights on one core beside llama.cpp: int8 beside its q8_0, int4 beside its q4_0, the head included.
+"""Compare quantised weights on one core with llama.cpp: int8 with q8_0, int4 with q4_0, including the head.
 
     python -m bench.quantized [--rounds N] [--core N]
 
@@ -23,13 +23,13 @@ CONTEXT, STEPS, PROMPT = 64, 16, 512
 
 
 def decode_seconds(c: Contender) -> float:
-    """Seconds of one token behind a short prompt."""
+    """Return the seconds of one token after a short prompt."""
     ids = prompt(CONTEXT)
     return (c.seconds(ids, STEPS + 1) - c.seconds(ids, 1)) / STEPS
 
 
 def prefill_seconds(c: Contender) -> float:
-    """Seconds of a prompt and its first token."""
+    """Return the seconds of a prompt and its first token."""
     return c.seconds(prompt(PROMPT), 1)
 
 

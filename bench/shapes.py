@@ -1,4 +1,4 @@
-"""Real model configurations as data, and random checkpoints of their shapes; no real weights, no tokenizer."""
+"""Real model configurations as data, and random checkpoints of their shapes, without tokenizers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _POOL = 1 << 24  # random values that all tensors are cut from
 
 ARCHITECTURES = MappingProxyType(
     {
-        "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+        "qwen3_moe": "Qwen3MoeForCausalLM",
         "llama": "LlamaForCausalLM",
     }
 )
@@ -53,11 +55,11 @@ class Shape:
 
     @staticmethod
     def quantised(shape: Shape, recipe: str) -> Shape:
-        """The same model with quantised weights, under a name of its own."""
+        """Return the same model with quantised weights, under a different name."""
         return replace(shape, name=f"{shape.name}-{recipe}", quant=recipe)
 
     def config(self) -> dict[str, Any]:
-        """config.json."""
+        """Return the contents of config.json."""
         out = {
             "architectures": [ARCHITECTURES[self.model_type]],
             "model_type": self.model_type, "dtype": "bfloat16", "hidden_act": "silu",
@@ -81,7 +83,7 @@ class Shape:
         return out
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Every tensor of the checkpoint: name and shape."""
+        """Return the name and shape of every tensor of the checkpoint."""
         d, f, q, kv = self.hidden, self.intermediate, self.heads * self.head_dim, self.kv_heads * self.head_dim
         yield "model.embed_tokens.weight", (self.vocab, d)
         for i in range(self.layers):
@@ -133,33 +135,33 @@ class Shape:
 
     @property
     def layer_parameters(self) -> int:
-        """Of the layers' products that a token passes through."""
+        """Number of weights in the layers' products that a token passes through."""
         return self.dense_parameters + self.chosen * self.expert_parameters
 
     @property
     def dense_parameters(self) -> int:
-        """Of the layers' products other than experts."""
+        """Number of weights in the layers' products other than experts."""
         found = ((n, s) for n, s in self.tensors() if ".layers." in n and len(s) == 2)
         return sum(int(np.prod(s)) for n, s in found if ".experts." not in n)
 
     @property
     def expert_parameters(self) -> int:
-        """Of one expert in every layer."""
+        """Number of weights of one expert in every layer."""
         return 3 * self.layers * self.hidden * self.intermediate if self.experts else 0
 
     def parameters_read(self, tokens: int) -> float:
-        """Of the layers' products in one step, if experts are chosen independently and evenly."""
+        """Return the number of weights that the layers' products read in one step, if experts are chosen evenly."""
         read = self.experts * (1 - (1 - self.chosen / self.experts) ** tokens) if self.experts else 0
         return self.dense_parameters + read * self.expert_parameters
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of all layers in bf16."""
+        """Bytes of keys and values of all layers in bf16."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
     @property
     def prefill_flops_per_token(self) -> int:
-        """2 x the weights of the layers' products; attention and the head (one row a prompt) are not in it."""
+        """Twice the number of weights in the layers' products, without attention and the head (one row per prompt)."""
         return 2 * self.layer_parameters
 
 
@@ -184,7 +186,7 @@ QWEN3_30B_A3B = Shape(
     "qwen3-30b-a3b", "qwen3_moe", 2048, 768, 48, 32, 4, 128, 151936, 40960, False,
     MappingProxyType({"rope_theta": 1e6}), qk_norm=True, experts=128, chosen=8,
 )  # fmt: skip
-# A model that compiles in seconds: to try the benches themselves.
+# A model that compiles in seconds, for trying the benches.
 SMALL = Shape(
     "small", "llama", 256, 512, 2, 4, 2, 64, 1024, 2048, False, MappingProxyType({"rope_theta": 1e4}), eps=1e-5
 )
@@ -192,7 +194,7 @@ SHAPES = (QWEN25_05B, LLAMA31_8B, LLAMA32_1B, QWEN3_06B, QWEN3_30B_A3B, SMALL)
 
 
 def folder(shape: Shape, root: Path) -> Path:
-    """A model folder with config.json alone: enough to trace and to run the passes."""
+    """Write a model folder that contains only config.json, enough to trace and to run the passes."""
     path = root / f"{shape.name}-config"
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(shape.config(), indent=1))

@@ -1,4 +1,4 @@
-"""Trace a configuration and run the CPU target's whole pipeline over it, in this process; no weights, no kernels.
+"""Trace a configuration and run the CPU target's pass pipeline over it in this process, without weights and kernels.
 
 python -m bench.stages FOLDER       prints {"import": s, "trace": s, "passes": s, "nodes": n} as JSON
 """
@@ -14,7 +14,7 @@ BEGIN = time.perf_counter()
 
 
 def main(folder: Path) -> dict[str, float]:
-    """Seconds of each stage and the number of nodes of all graphs."""
+    """Print the seconds of each stage and the number of nodes of all graphs."""
     from llmc.driver import DTYPES  # noqa: F401  the compiler's own import cost belongs to the first stage
     from llmc.extension import load
     from llmc.frontend.trace_model import trace

@@ -1,4 +1,4 @@
-"""How long compiling takes and how much memory: each compile is a fresh process, its caches as the test says.
+"""Time and memory of compiling. Every compile is a fresh process; each test states what its caches contain.
 
 Memory is anonymous memory (RssAnon) of the whole process tree, sampled 20 times a second: mapped files do not count.
 """
@@ -32,7 +32,7 @@ def scratch() -> Iterator[Path]:
 
 
 def compiled(model: Path, out: Path, cache: Path) -> tuple[Ran, dict[str, float]]:
-    """Compile in a fresh process; what it took and the stages' seconds."""
+    """Compile in a fresh process; return its time and memory, and the seconds of the stages."""
     ran = run([*LLMC, "compile", str(model), "-o", str(out), "--force", "--cache", str(cache)])
     stages = [line[1:].split("s]") for line in ran.output.splitlines() if line.startswith("[")]
     return ran, {rest.split(":")[0].strip(): float(seconds) for seconds, rest in stages}
@@ -44,7 +44,7 @@ def stage_text(stages: dict[str, float]) -> str:
 
 @pytest.mark.benchmark(timer=clock, group="compile")
 def test_trace_and_pipeline_of_an_8b(benchmark: Any) -> None:
-    """Llama-3.1-8B's real configuration, traced and through every pass, without weights; process start included."""
+    """Trace Llama-3.1-8B's configuration and run all passes without weights, including the start of the process."""
     model = shapes.folder(shapes.LLAMA31_8B, BUILD)
     ran = [run([sys.executable, "-m", "bench.stages", str(model)]) for _ in range(ROUNDS)]
     seconds = [r.seconds for r in ran]
@@ -61,7 +61,7 @@ def test_trace_and_pipeline_of_an_8b(benchmark: Any) -> None:
 @pytest.mark.benchmark(timer=clock, group="compile")
 @pytest.mark.parametrize("cached", (False, True), ids=("from-nothing", "from-the-cache"))
 def test_compile_half_a_billion(benchmark: Any, scratch: Path, cached: bool) -> None:
-    """Qwen2.5-0.5B's shape to an artifact: with an empty cache; with an equal artifact in the cache."""
+    """Compile Qwen2.5-0.5B's shape to an artifact, with an empty cache and with the cache of an equal artifact."""
     model, cache, out = shapes.checkpoint(shapes.QWEN25_05B, BUILD), scratch / "cache", scratch / "q.llmc"
     found = []
     if cached:
@@ -83,7 +83,7 @@ def test_compile_half_a_billion(benchmark: Any, scratch: Path, cached: bool) -> 
 
 @pytest.mark.benchmark(timer=clock, group="compile")
 def test_memory_of_a_big_checkpoint(benchmark: Any, scratch: Path) -> None:
-    """Peak anonymous memory of compiling a checkpoint of several times 2 GiB + its largest tensor."""
+    """Peak anonymous memory of compiling a checkpoint several times as large as 2 GiB and its largest tensor."""
     shape = shapes.LLAMA31_8B
     if shutil.disk_usage(scratch).free < 5 * shape.parameters:
         pytest.skip(f"needs {5 * shape.parameters / GIB:.0f} GiB of disk for a while")

@@ -1,8 +1,9 @@
-"""CPU kernels against this machine's own ceilings, measured in between on the same threads.
+"""CPU kernels beside this machine's ceilings, which are measured in between on the same threads.
 
 The products and the attention of the Qwen2.5-0.5B shape in bf16 and f32, and products over codes of 8 and 4 bits:
 decode as a share of the read bandwidth, a 512-token prompt as a share of the multiply-add rate of floats. Shares are
-medians of interleaved pairs."""
+medians of interleaved pairs.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +100,7 @@ class Bench:
         unit = Source("bench", "cpp", text)
         key = self.toolchain.key(unit)
         path = self.folder / f"{key}.bench.so"
-        if not path.exists():  # never write to a library that is mapped
+        if not path.exists():  # do not overwrite a mapped library
             path.write_bytes(self.toolchain.compile([(unit, "")], self.folder)[key].binary)
         return ctypes.CDLL(str(path))
 
@@ -111,7 +112,9 @@ class Bench:
         return getattr(self.lib, f"bench_peak_{dtype}")(THREADS)
 
     def kernel(self, k: Kernel, node: Node, sizes: dict[str, int], fill: dict[int, np.ndarray]) -> Callable[[], float]:
-        """A function that answers seconds a call; weights are many copies, so that they come from memory."""
+        """Return a function that returns seconds per call; it cycles through copies of the weights, so that they come
+        from memory.
+        """
         source = k.emit(node, k.schedules(node, self.target)[0], self.target)
         entry = getattr(self.load(source.text), source.entry)
         weight = max((_bytes(v.type, sizes) for v in node.operands if v.weight), default=64 << 20)
@@ -138,7 +141,7 @@ def _bytes(t: Type, sizes: dict[str, int]) -> int:
 
 
 def _random(nbytes: int) -> np.ndarray:
-    """Finite numbers of either sign between 0.5 and 2 (zeros would flatter the clock), at a multiple of 64 bytes."""
+    """Return finite numbers between 0.5 and 2 of either sign (zeros would be too fast), aligned to 64 bytes."""
     raw = np.empty(nbytes + 64, np.uint8)
     start = -raw.ctypes.data % 64
     bits = raw[start : start + nbytes].view(np.uint16)
@@ -147,7 +150,7 @@ def _random(nbytes: int) -> np.ndarray:
 
 
 def report(benchmark: Any, call: Callable[[], float], ceiling: Callable[[], float], work: float, unit: str) -> None:
-    """Time `call` (work a call: bytes or flop) between measurements of its ceiling."""
+    """Time `call` (`work` bytes or flops per call) between measurements of its ceiling."""
     call()
     pairs = [(call(), ceiling()) for _ in range(ROUNDS)]
     seconds = [s for s, _ in pairs]
@@ -169,7 +172,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 @pytest.mark.parametrize("name", [p[0] for p in PRODUCTS])
 @pytest.mark.parametrize("rows", (1, 8))
 def test_decode(benchmark: Any, bench: Bench, name: str, dtype: str, rows: int) -> None:
-    """Few rows: bytes of weights a second, against the read bandwidth."""
+    """Few rows: weight bytes per second, beside the read bandwidth."""
     node = product(name, dtype)
     call = bench.kernel(LINEAR, node, {"T": rows}, {})
     report(benchmark, call, bench.bandwidth, _bytes(node.operands[1].type, {}), "GB/s")
@@ -179,7 +182,7 @@ def test_decode(benchmark: Any, bench: Bench, name: str, dtype: str, rows: int) 
 @pytest.mark.parametrize("name", [p[0] for p in PRODUCTS[:4]])
 @pytest.mark.parametrize("rows", (64, 512))
 def test_prefill(benchmark: Any, bench: Bench, name: str, dtype: str, rows: int) -> None:
-    """Many rows: flop a second, against the rate of the same loop out of the first-level cache."""
+    """Many rows: flops per second, beside the rate of the same loop in the first-level cache."""
     node = product(name, dtype)
     flops = 2.0 * rows * next(n * k * parts for what, n, k, parts, _, _ in PRODUCTS if what == name)
     report(benchmark, bench.kernel(LINEAR, node, {"T": rows}, {}), lambda: bench.peak(dtype), flops, "GFLOP/s")
@@ -189,7 +192,7 @@ def test_prefill(benchmark: Any, bench: Bench, name: str, dtype: str, rows: int)
 @pytest.mark.parametrize("name", [p[0] for p in PRODUCTS])
 @pytest.mark.parametrize("rows", (1, 8))
 def test_quantized_decode(benchmark: Any, bench: Bench, name: str, rows: int, bits: int, group: int) -> None:
-    """Few rows: bytes of codes and scales a second, against the read bandwidth."""
+    """Few rows: bytes of codes and scales per second, beside the read bandwidth."""
     node = quantized(name, bits, group)
     weights = sum(_bytes(v.type, {}) for v in node.operands[1:3])
     report(benchmark, bench.kernel(QUANTIZED_LINEAR, node, {"T": rows}, {}), bench.bandwidth, weights, "GB/s")
@@ -199,7 +202,7 @@ def test_quantized_decode(benchmark: Any, bench: Bench, name: str, rows: int, bi
 @pytest.mark.parametrize("name", [p[0] for p in PRODUCTS[:4]])
 @pytest.mark.parametrize("rows", (64, 512))
 def test_quantized_prefill(benchmark: Any, bench: Bench, name: str, rows: int, bits: int, group: int) -> None:
-    """Many rows: integer operations a second, against the rate of the float product out of the first-level cache."""
+    """Many rows: integer operations per second, beside the rate of the float product in the first-level cache."""
     node = quantized(name, bits, group)
     flops = 2.0 * rows * next(n * k * parts for what, n, k, parts, _, _ in PRODUCTS if what == name)
     call = bench.kernel(QUANTIZED_LINEAR, node, {"T": rows}, {})
@@ -208,7 +211,7 @@ def test_quantized_prefill(benchmark: Any, bench: Bench, name: str, rows: int, b
 
 @pytest.mark.parametrize(("tokens", "context"), [(1, 1024), (512, 512), (512, 4096)])
 def test_attention(benchmark: Any, bench: Bench, tokens: int, context: int) -> None:
-    """One row's tokens at the end of its context: flop a second of the visible half."""
+    """One row's tokens at the end of its context: flops per second of the visible half."""
     node = attention(context)
     i32: Sequence[Any] = (np.int32,)
     pages = np.arange(context // 16 + 1, dtype=i32[0])

@@ -1,4 +1,4 @@
-"""Decode and prefill of the Qwen2.5-0.5B shape, batch 1, greedy, random weights, interleaved in one run a format.
+"""Decode and prefill of the Qwen2.5-0.5B shape: batch 1, greedy, random weights, contenders interleaved in one run.
 
 Ours through LLM.generate in bf16 runs beside transformers (eager; static cache and torch.compile) and llama.cpp f16;
 ours in int8 and int4, the head included, beside llama.cpp's q8_0 and q4_0.
@@ -28,7 +28,7 @@ NEW, CONTEXT, PROMPT, ROUNDS = 32, 64, 512, 8
 
 @dataclass(frozen=True)
 class Format:
-    """A format of the matrices: flags of our compile, bytes of a weight (codes and scales), llama.cpp's name for it."""
+    """A format of the matrices: flags of our compile, bytes per weight (codes and scales), llama.cpp's name for it."""
 
     flags: tuple[str, ...]
     bytes: float
@@ -43,7 +43,7 @@ FORMATS = {
 
 
 def artifact(checkpoint: Path, name: str) -> Path:
-    """Our artifact of the checkpoint; the compiler's own cache decides whether anything is to be done."""
+    """Return our artifact of the checkpoint; the compile cache skips work that is already done."""
     out = BUILD / f"{checkpoint.name}-{name}.llmc"
     command = [
         sys.executable,
@@ -104,7 +104,7 @@ def ceilings() -> Ceilings:
 
 
 def prompt(length: int) -> list[int]:
-    """Token ids nobody has seen before."""
+    """Return random token ids that were not used before."""
     return [random.randrange(3, SHAPE.vocab) for _ in range(length)]
 
 
@@ -130,7 +130,7 @@ def check_same(here: dict[str, Contender]) -> None:
 
 @dataclass(frozen=True)
 class Work:
-    """What one measurement does: its title, tokens, bytes or flops, and their limit: a rate of this machine."""
+    """One measurement: its title, tokens, bytes or flops, and their limit, a rate of this machine."""
 
     title: str
     tokens: int
@@ -142,11 +142,11 @@ class Work:
 
 @pytest.mark.benchmark(timer=clock, group="generate")
 def test_decode(benchmark: Any, name: str, contenders: dict[str, Contender | str], ceilings: Ceilings) -> None:
-    """Seconds a token behind a short prompt; the limit is the weights' bytes over the read bandwidth."""
+    """Seconds per token after a short prompt; the limit is the weights' bytes over the read bandwidth."""
     here = present(contenders)
     for c in here.values():
         c.warm(lambda c=c: decode_seconds(c))
-    if name != "int4":  # roundings to 4 bits differ too much between two formats
+    if name != "int4":  # rounding to 4 bits differs too much between the two formats
         check_same(here)
     title = f"Decode, {SHAPE.name} {name}, batch 1, {CONTEXT} tokens of prompt, {NEW} steps, medians of {ROUNDS}"
     limit = "bytes of weights / read bandwidth"
@@ -158,7 +158,7 @@ def test_decode(benchmark: Any, name: str, contenders: dict[str, Contender | str
 
 @pytest.mark.benchmark(timer=clock, group="generate")
 def test_prefill(benchmark: Any, name: str, contenders: dict[str, Contender | str], ceilings: Ceilings) -> None:
-    """Seconds of a 512-token prompt and its first token; the limit is the products' flops over the rate of fma."""
+    """Seconds of a 512-token prompt and its first token; the limit is the products' flops over the FMA rate."""
     for c in present(contenders).values():
         for _ in range(2):
             c.warm(lambda c=c: c.seconds(prompt(PROMPT), 1))
@@ -171,7 +171,7 @@ def test_prefill(benchmark: Any, name: str, contenders: dict[str, Contender | st
 def compare(
     benchmark: Any, work: Work, contenders: dict[str, Contender | str], seconds_of: Callable[[Contender], float]
 ) -> None:
-    """Measure everybody in turn, the limit's rate right before each; shares are medians of those pairs."""
+    """Measure all contenders in turn, each after the limit's rate; shares are medians of those pairs."""
     rates: dict[str, list[float]] = {}
 
     def measure(name: str, c: Contender) -> float:

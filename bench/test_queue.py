@@ -1,4 +1,6 @@
-"""What a long queue costs a step: the scheduler over a device that costs nothing, nobody or 10,000 waiting."""
+"""The cost of a long queue per step: the scheduler over a device that takes no time, with 0 and 10,000 waiting
+requests.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ QUEUED = 10_000
 
 
 class Free:
-    """A device whose every token is 7, at once."""
+    """A device that returns token 7 at once."""
 
     depth = 1
 
@@ -41,7 +43,7 @@ class Free:
 
 
 class Load:
-    """An engine whose rows are always full: for each request that ends, one comes, so that `queued` always wait."""
+    """An engine whose rows are always full: each request that ends is replaced, so that `queued` always wait."""
 
     def __init__(self, queued: int, tenants: int) -> None:
         config = SchedulerConfig(4096, 16, 1024, ROWS, 2048, 1000)
@@ -58,7 +60,7 @@ class Load:
         self.engine.add(Request(str(i), prompt, params, tenant=str(i % self.tenants)))
 
     def seconds(self, steps: int) -> float:
-        """Of one step, the median; requests come between two steps."""
+        """Return the median seconds of a step; requests arrive between two steps."""
         took = []
         for _ in range(steps):
             begin = time.perf_counter()
@@ -72,7 +74,7 @@ class Load:
 
 @pytest.mark.benchmark(timer=clock, group="queue")
 def test_a_long_queue_does_not_slow_a_step(benchmark: Any) -> None:
-    """Steps of 32 rows, two requests of which come and go in each; nine rounds of 200, interleaved."""
+    """Steps of 32 rows, in each of which two requests end and two arrive; nine rounds of 200 steps, interleaved."""
     loads = {"nobody": Load(0, 1), "10,000, one tenant": Load(QUEUED, 1), "10,000, 500 tenants": Load(QUEUED, 500)}
     gc.collect()
     gc.freeze()

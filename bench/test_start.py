@@ -1,4 +1,4 @@
-"""How long a user waits: process start to the first token of the demonstration artifact, and `llmc --help`."""
+"""Time from process start to the first token of the demonstration artifact, and of `llmc --help`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROGRAM = "import sys; from llmc_runtime.cli import main_run; sys.exit(main_run(
 
 
 def first_byte(command: list[str]) -> float:
-    """Seconds from starting a command to the first byte on its stdout."""
+    """Return the seconds from starting a command to the first byte on its stdout."""
     begin = time.perf_counter()
     process = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert process.stdout is not None
@@ -32,7 +32,7 @@ def first_byte(command: list[str]) -> float:
 
 
 def python_alone() -> float:
-    """Seconds of an interpreter that does nothing: what no program in Python can beat."""
+    """Return the seconds of an interpreter that does nothing, the lower limit of a program in Python."""
     begin = time.perf_counter()
     subprocess.run([sys.executable, "-c", "print(1)"], check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - begin
@@ -40,8 +40,9 @@ def python_alone() -> float:
 
 @pytest.mark.benchmark(timer=clock, group="start")
 def test_first_token(benchmark: Any) -> None:
-    """llmc-run ARTIFACT --prompt: process start to the first piece of text, every hash checked; then the same with the
-    artifact's files dropped from the page cache (the interpreter's and numpy's stay)."""
+    """Run llmc-run ARTIFACT --prompt from process start to the first text, with every hash checked; then again with the
+    artifact's files dropped from the page cache (the interpreter's and numpy's remain).
+    """
     if not MODEL.is_dir():
         pytest.skip(f"{MODEL.relative_to(ROOT)} is not there")
     out = BUILD / "demo.llmc"
@@ -59,7 +60,7 @@ def test_first_token(benchmark: Any) -> None:
 
 @pytest.mark.benchmark(timer=clock, group="start")
 def test_help(benchmark: Any) -> None:
-    """llmc --help, from process start to its end."""
+    """Run llmc --help, from process start to its end."""
     command = [sys.executable, "-m", "llmc.cli", "--help"]
     found = interleave({"llmc --help": lambda: run(command).seconds, "python": python_alone}, ROUNDS)
     _report(benchmark, "llmc --help", found, "llmc --help", 0.3)

@@ -20,11 +20,14 @@ from filecheck.parser import Parser
 RUN = re.compile(r"^// RUN: (.*)$", re.M)
 
 
-SHARE = 1 / 8  # of the tests marked `drawn` that a run takes, unless it takes --every one
+SHARE = 1 / 8
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every", action="store_true", help="all tests marked `drawn`, not only those that SEED draws")
+    parser.addoption(
+        "--share", type=float, default=SHARE, metavar="X", help=f"share of the tests marked `drawn` to run ({SHARE})"
+    )
 
 
 def pytest_configure() -> None:
@@ -42,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     full = config.getoption("--attacks", "sample") == "full"
     if full or config.getoption("--every") or any("::" in arg for arg in config.args):
         return
-    out = left_out([item.nodeid for item in items if item.get_closest_marker("drawn")], SHARE)
+    out = left_out([item.nodeid for item in items if item.get_closest_marker("drawn")], config.getoption("--share"))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in out])
     items[:] = [item for item in items if item.nodeid not in out]
 

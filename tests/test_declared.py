@@ -134,14 +134,16 @@ def test_kernels_take_the_columns_of_the_row_from_its_declaration() -> None:
         assert f"enum {{ {', '.join(names).upper()} }};" in text
 
 
-def changed(folder: Path, edits: dict[str, tuple[str, str]]) -> Path:
-    """A copy of the runtime with a text put in front of another in some files."""
+def changed(folder: Path, edits: dict[str, list[tuple[str, str]]]) -> Path:
+    """A copy of the runtime with texts put in front of others in some files."""
     copy = folder / "llmc_runtime"
     shutil.copytree(RUNTIME, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    for name, (before, text) in edits.items():
+    for name, texts in edits.items():
         source = (copy / name).read_text(encoding="utf-8")
-        assert source.count(before) == 1, (name, before)
-        (copy / name).write_text(source.replace(before, text + before), encoding="utf-8")
+        for before, text in texts:
+            assert source.count(before) == 1, (name, before)
+            source = source.replace(before, text + before)
+        (copy / name).write_text(source, encoding="utf-8")
     return folder
 
 
@@ -197,8 +199,8 @@ print(json.dumps({
 def test_a_new_sampling_parameter_is_one_line_and_a_column(tmp_path: Path) -> None:
     pytest.importorskip("starlette")
     edits = {
-        "sched/sampling_params.py": ("    repetition_penalty: float", NEW_PARAMETER),
-        "format/row_abi.py": (")\n# i32[8]", ', "top_a"'),
+        "sched/sampling_params.py": [("    repetition_penalty: float", NEW_PARAMETER)],
+        "format/row_abi.py": [(")\n# i32[8]", ', "top_a"')],
     }
     found = answers(changed(tmp_path, edits), PARAMETER_PROGRAM)
     field = {"anyOf": [{"type": "number", "minimum": 0, "maximum": 1}, {"type": "null"}], "default": None}
@@ -255,8 +257,8 @@ def test_a_new_option_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     pytest.importorskip("yaml")
     monkeypatch.chdir(tmp_path)
     edits = {
-        "engine_options.py": ("    prepare: bool", NEW_ENGINE_OPTION),
-        "server/server_options.py": ("    chat_template: str | None", NEW_SERVER_OPTION),
+        "engine_options.py": [("    prepare: bool", NEW_ENGINE_OPTION)],
+        "server/server_options.py": [("    chat_template: str | None", NEW_SERVER_OPTION)],
     }
     found = answers(changed(tmp_path, edits), OPTION_PROGRAM)
     assert found == {
@@ -267,6 +269,75 @@ def test_a_new_option_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             "| `most_cats` | `--most-cats` | `--most-cats` | none | a new one |",
             "| `--greeting` | hello, bye | hello | another one |",
         ],
+    }  # fmt: skip
+
+
+NEW_FORMATS = """class Arrow(JsonShape):
+    name = "arrow"
+    aliases = ("dart",)
+    markers = ("<calls>", "</calls>")
+    between = None
+    shown = ("<calls>", "=>")
+    call = ("call ", Json.NAME, " => ", Json.ARGUMENTS, ";")
+    end = "</calls>"
+
+
+class Angles(XmlShape):
+    name = "angles"
+    markers = ("<do>", "</do>")
+    call = (Xml.NAME, LINE, Xml.FIELDS, "</do>")
+    field = ("<set ", Xml.KEY, ">", Xml.VALUE, "</set>")
+
+
+class Slashes(PythonShape):
+    name = "slashes"
+    markers = ("<py>", "</py>")
+    marks_enforced = True
+
+
+"""
+FORMAT_PROGRAM = """
+import json
+from llmc_runtime.server.server_options import serve_parser
+from llmc_runtime.server.tool_calls.call_format import CallPiece
+from llmc_runtime.server.tool_calls.definitions import tools_of
+from llmc_runtime.server.tool_calls.grammar import calls_of
+from llmc_runtime.server.tool_calls.parser_select import dialect_of
+from llmc_runtime.server.tool_calls.registry import FORMATS
+from llmc.completion import script
+def read(name, text):
+    reader = dialect_of(None, None, name).calls({"f": {}})
+    pieces = reader.push(text) + reader.finish()
+    return [[piece.name, piece.arguments] if isinstance(piece, CallPiece) else piece for piece in pieces]
+tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}}}
+grammars = {form.name: calls_of(tools_of([tool], "required", None), form, json.dumps) for form in FORMATS}
+words = script("bash", {"llmc-serve": serve_parser()})
+print(json.dumps({
+    "flag": serve_parser().parse_args(["m", "--tool-call-parser", "dart"]).tool_call_parser,
+    "help": " ".join(serve_parser().format_help().split()).count("arrow"),
+    "completed": [name in words for name in ("arrow", "dart", "angles", "slashes")],
+    "template": [form.name for form in FORMATS if form.fits("tools: <calls>call NAME => ARGUMENTS;</calls>")],
+    "arrow": read("dart", '<calls>call f => {"n": 1};</calls>'),
+    "angles": read("angles", "<do>f<set n>1</set></do>"), "slashes": read("slashes", "<py>[f(n=None)]</py>"),
+    "grammars": ["call " in grammars["arrow"], "</do>" in grammars["angles"], "<py>" in grammars["slashes"]],
+}))
+"""
+
+
+def test_a_new_call_format_is_one_class_in_one_file(tmp_path: Path) -> None:
+    pytest.importorskip("starlette")
+    edits = {
+        "server/tool_calls/registry.py": [
+            ("# Of those that fit", NEW_FORMATS), ("Granite20b, Phi4Mini,", "Arrow, Angles, Slashes, ")
+        ]
+    }  # fmt: skip
+    found = answers(changed(tmp_path, edits), FORMAT_PROGRAM)
+    assert found == {
+        "flag": "dart", "help": 2, "completed": [True] * 4, "template": ["arrow"],
+        "arrow": [["f", ""], [None, '{"n": 1}']],
+        "angles": [["f", ""], [None, '{"n": '], [None, "1"], [None, "}"]],
+        "slashes": [["f", ""], [None, '{"n": '], [None, "null"], [None, "}"]],
+        "grammars": [True] * 3,
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The table of resource attacks: what each does to a neighbour, and what it costs the server.
+"""The table of resource attacks: the effect of each on a neighbour, and its cost for the server.
 
     python -m bench.attacks ARTIFACT [--rows 1,2,3] [--only TEXT] [--neighbours N] [--limit S] [--json FILE] ...
 
@@ -23,21 +23,27 @@ from bench.attacks.run import Bench, chosen, run_all  # noqa: E402
 
 
 def main() -> int:
-    """The command."""
+    """Run the command."""
     ap = argparse.ArgumentParser(prog="python -m bench.attacks", description="Measure resource attacks on a server.")
     ap.add_argument("artifact", type=Path)
-    ap.add_argument("--rows", default="", metavar="N,N", help="some rows of the table (all)")
-    ap.add_argument("--only", default="", metavar="TEXT", help="attacks with this in their names")
-    ap.add_argument("--neighbours", type=int, default=1, metavar="N", help="greedy streams beside (1)")
-    ap.add_argument("--neighbour-tokens", type=int, default=900, metavar="N", help="of each stream (900)")
-    ap.add_argument("--seconds", type=float, default=4.0, metavar="S", help="of quiet before each attack (4)")
-    ap.add_argument("--limit", type=float, default=30.0, metavar="S", help="that an attack may take (30)")
-    ap.add_argument("--rest", type=float, default=3.0, metavar="S", help="before memory is read again (3)")
-    ap.add_argument("--connections", type=int, default=400, metavar="N", help="of unfinished bodies (400)")
-    ap.add_argument("--options", default="", metavar="TEXT", help="more options of llmc-serve")
+    ap.add_argument("--rows", default="", metavar="N,N", help="rows of the table (default: all)")
+    ap.add_argument("--only", default="", metavar="TEXT", help="only attacks whose names contain this")
+    ap.add_argument(
+        "--neighbours", type=int, default=1, metavar="N", help="number of greedy streams of the neighbour (1)"
+    )
+    ap.add_argument("--neighbour-tokens", type=int, default=900, metavar="N", help="tokens of each stream (900)")
+    ap.add_argument(
+        "--seconds", type=float, default=4.0, metavar="S", help="seconds without an attack before each one (4)"
+    )
+    ap.add_argument("--limit", type=float, default=30.0, metavar="S", help="maximum seconds of an attack (30)")
+    ap.add_argument("--rest", type=float, default=3.0, metavar="S", help="seconds before memory is read again (3)")
+    ap.add_argument(
+        "--connections", type=int, default=400, metavar="N", help="connections with unfinished bodies (400)"
+    )
+    ap.add_argument("--options", default="", metavar="TEXT", help="further options of llmc-serve")
     ap.add_argument("--keep", action="store_true", help="one server for all attacks")
-    ap.add_argument("--list", action="store_true", help="print the attacks and end")
-    ap.add_argument("--json", type=Path, metavar="FILE", help="where the figures go, too")
+    ap.add_argument("--list", action="store_true", help="print the attacks and exit")
+    ap.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     args = ap.parse_args()
     attacks = chosen(args.rows, args.only)
     if args.list:

@@ -1,4 +1,4 @@
-"""Arithmetic and text of the attack table: percentiles, windows of memory, rows; it measures nothing."""
+"""Arithmetic and text of the attack table: percentiles, windows of memory, rows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ NONE = "none"
 
 
 def milliseconds(seconds: float) -> float:
-    """Rounded to a hundredth."""
+    """Convert seconds to milliseconds, rounded to a hundredth."""
     return round(1e3 * seconds, 2)
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """The smallest of the values, in rising order, that at least this share of them do not exceed; 0 of none."""
+    """Return the smallest of the sorted values that at least this share of them do not exceed; 0 if there are none."""
     if not ordered:
         return 0.0
     rank = -(-share * len(ordered) // 1)  # rounded up
@@ -23,7 +23,7 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def gaps_of(gaps: list[float], open_now: Sequence[float] = ()) -> dict[str, Any]:
-    """Inter-token latency in milliseconds; a gap that is still open counts once it is longer than all that ended."""
+    """Return inter-token latencies in milliseconds; an open gap counts once it is longer than all completed ones."""
     most = max(gaps, default=0.0)
     ordered = sorted([*gaps, *(gap for gap in open_now if gap > most)])
     shares = {"p50_ms": 0.5, "p99_ms": 0.99, "max_ms": 1.0}
@@ -46,12 +46,12 @@ def memory_window(samples: Sequence[tuple[float, Mapping[str, int]]], begin: flo
 
 
 def itl_text(itl: Mapping[str, Any]) -> str:
-    """p50 / p99 / max."""
+    """Format p50 / p99 / max."""
     return f"{itl['p50_ms']:.1f} / {itl['p99_ms']:.1f} / {itl['max_ms']:.0f}"
 
 
 def answers_text(answers: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each status and message of a label, whatever numbers are in it: how many, and the slowest."""
+    """Return a line per status and message of a label, ignoring numbers in it: the count, and the slowest."""
     groups: dict[tuple[str, str, str], list[float]] = {}
     errors: dict[tuple[str, str, str], str] = {}
     for one in answers:
@@ -68,7 +68,7 @@ def answers_text(answers: Sequence[Mapping[str, Any]]) -> str:
 
 
 def story(found: Mapping[str, Any]) -> str:
-    """One attack in lines."""
+    """Describe one attack in lines."""
     beside, quiet = found["beside"], found["quiet"]
     lines = [f"\n[{found['row']}] {found['name']}  ({found['seconds']:.1f} s)"]
     lines += [f"  attacker   {line}" for line in answers_text(found["answers"]).splitlines()]
@@ -103,7 +103,7 @@ HEAD = (
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """All attacks as a table in Markdown, times in milliseconds."""
+    """Return all attacks as a Markdown table, with times in milliseconds."""
     lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
     for one in rows:
         beside = one["beside"]

@@ -1,4 +1,4 @@
-"""Offer a server more requests than it can serve: the peak of a closed loop first, then a Poisson stream.
+"""Offer a server more requests than it can serve: first the peak of a closed loop, then a Poisson stream.
 
     python -m bench.attacks.flood '{"host": ..., "port": ..., "key": ..., "seconds": S, "times": N, "drain": S}'
 
@@ -28,7 +28,7 @@ WARM = 1.0  # seconds at the beginning of each phase that do not count
 
 
 class Flood:
-    """Requests of one key; outcomes with their times."""
+    """Requests of one API key; outcomes with their times."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings, self.draw = settings, random.Random(3)
@@ -36,7 +36,7 @@ class Flood:
         self.done: list[tuple[float, float, int]] = []  # (ended, seconds, status)
 
     async def one(self) -> None:
-        """Ask once."""
+        """Send one request."""
         body = {"prompt": [self.draw.randrange(3, 250) for _ in range(12)], "max_tokens": TOKENS,
                 "temperature": 0, "ignore_eos": True}  # fmt: skip
         began, status = time.monotonic(), 0
@@ -52,7 +52,7 @@ class Flood:
         self.done.append((ended, ended - began, status))
 
     async def peak(self, seconds: float) -> float:
-        """Answers a second where a few clients ask one after the other."""
+        """Return the responses per second of a few clients that send requests in sequence."""
         end = time.monotonic() + WARM + seconds
 
         async def client() -> None:
@@ -63,7 +63,7 @@ class Flood:
         return sum(end - seconds < t <= end for t, _, status in self.done if status == 200) / seconds
 
     async def offer(self, rate: float, seconds: float) -> tuple[float, int]:
-        """Ask at a rate, whatever is answered: answers a second, and how many were asked for."""
+        """Send requests at a rate regardless of responses; return responses per second, and the number of requests."""
         due = time.monotonic()
         end, tasks, asked = due + WARM + seconds, set[asyncio.Task[None]](), 0
         while (now := time.monotonic()) < end:

@@ -1,4 +1,4 @@
-"""An attacker's requests over blocking sockets, each on a connection of its own and with a deadline."""
+"""An attacker's requests over blocking sockets, each on a connection of its own, with a deadline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LATE = "no answer before the deadline"
 
 @dataclass
 class Answer:
-    """Status 0: there was none before the deadline, or the connection broke, as `error` says."""
+    """A response. Status 0: none arrived before the deadline, or the connection broke, as `error` says."""
 
     label: str
     status: int = STATUS_NONE
@@ -32,12 +32,12 @@ class Answer:
     retry_after: str = ""
 
     def json(self) -> dict[str, Any]:
-        """For the report."""
+        """Return the fields for the report."""
         return asdict(self)
 
 
 def error_of(body: bytes) -> str:
-    """Code and message of an error object, cut short; of another answer, its beginning."""
+    """Return the code and message of an error object, shortened; of another response, its beginning."""
     try:
         error = json.loads(body)["error"]
         return f"{error['code']}: {error['message']}"[:200]
@@ -47,7 +47,7 @@ def error_of(body: bytes) -> str:
 
 @dataclass(frozen=True)
 class Door:
-    """Where and as whom an attacker asks; `until`: time.monotonic() at which it gives up."""
+    """The server's address and the attacker's API key; `until`: the time.monotonic() at which requests end."""
 
     host: str
     port: int
@@ -55,25 +55,26 @@ class Door:
     until: float
 
     def connect(self) -> socket.socket:
-        """A connection."""
+        """Open a connection."""
         return socket.create_connection((self.host, self.port), self.left)
 
     @property
     def left(self) -> float:
-        """Seconds to the deadline, at least a few milliseconds."""
+        """Return the seconds to the deadline, at least a few milliseconds."""
         return max(0.005, self.until - time.monotonic())
 
     def ask(self, label: str, path: str, body: Any = None) -> Answer:
-        """One request to its end. The body goes as it is if it is bytes."""
+        """Send one request and read its response. A body of bytes is sent unchanged."""
         return self.exchange(label, request(self.host, self.key, path, body))
 
     def exchange(self, label: str, data: bytes) -> Answer:
-        """Send some bytes, hear one answer."""
+        """Send bytes, and read one response."""
         began, got = time.monotonic(), Answer(label)
         try:
             with self.connect() as link:
                 link.settimeout(self.left)
-                with contextlib.suppress(ConnectionError):  # refused before all was sent: the answer may be there
+                # A refusal before everything was sent breaks the connection; its response may have arrived.
+                with contextlib.suppress(ConnectionError):
                     link.sendall(data)
                 self._hear(link, got)
         except TimeoutError:
@@ -103,7 +104,7 @@ class Door:
 
 
 def together(calls: Sequence[Callable[[], Answer]]) -> list[Answer]:
-    """Call all at once, each in a thread of its own; their answers in order."""
+    """Call all functions at once, each in its own thread; return their responses in order."""
     found: list[Answer | None] = [None] * len(calls)
 
     def one(number: int) -> None:

@@ -1,4 +1,4 @@
-"""The attacks of the table, by row: legal requests that cost a server much. Each returns the answers it got."""
+"""The attacks of the table, by row: valid requests that are expensive for the server. Each returns its responses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IDS, PROMPTS = 1000, 128  # of the row about prompt log-probabilities
 
 @dataclass
 class Field:
-    """What an attack acts on. `notes` are for the report; `connections` scales the row about unfinished bodies."""
+    """The target of an attack. `notes` are for the report; `connections` scales the row about unfinished bodies."""
 
     server: Server
     until: float
@@ -42,7 +42,7 @@ class Field:
 
     @property
     def door(self) -> Door:
-        """The attacker's."""
+        """The attacker's access to the server."""
         return Door(self.server.host, self.server.port, KEYS["attacker"], self.until)
 
 
@@ -51,7 +51,7 @@ Run = Callable[[Field], list[Answer]]
 
 @dataclass(frozen=True)
 class Attack:
-    """`name` is unique within the table. `ends`: the server is not to be used afterwards."""
+    """An attack with a unique `name`. `ends`: the server cannot be used afterwards."""
 
     row: int
     name: str
@@ -60,18 +60,18 @@ class Attack:
 
 
 def completion(**more: Any) -> dict[str, Any]:
-    """A body of /v1/completions."""
+    """Return a body of /v1/completions."""
     return {"prompt": "x", "max_tokens": 8, **more}
 
 
 def schema(form: Any) -> dict[str, Any]:
-    """A completion with a JSON schema."""
+    """Return a completion with a JSON schema."""
     own = {"type": "json_schema", "json_schema": {"name": "x", "schema": form}}
     return completion(response_format=own)
 
 
 def forms(bodies: Sequence[dict[str, Any]], again: bool = True) -> Run:
-    """Structured outputs, all at once; then the first of them once more."""
+    """Request structured outputs, all at once; then repeat the first of them."""
 
     def run(ground: Field) -> list[Answer]:
         ask = ground.door.ask
@@ -82,13 +82,13 @@ def forms(bodies: Sequence[dict[str, Any]], again: bool = True) -> Run:
 
 
 def patterns(letters: Callable[[int], tuple[str, str]]) -> dict[str, Any]:
-    """An intersection of 32 patterns."""
+    """Return an intersection of 32 patterns."""
     every = [{"pattern": ".*{}.*{}.*".format(*letters(i))} for i in range(32)]
     return schema({"type": "string", "allOf": every})
 
 
 def grammar(text: str | None, n: int) -> Run:
-    """n sequences that follow a grammar, or none: what so many sequences cost by themselves."""
+    """Request n sequences with a grammar, or without one, to find the cost of the sequences alone."""
     form = {} if text is None else {"structured_outputs": {"grammar": text}}
 
     def run(ground: Field) -> list[Answer]:
@@ -99,18 +99,18 @@ def grammar(text: str | None, n: int) -> Run:
 
 
 def filled(before: str, piece: str, after: str, size: int = BODY) -> bytes:
-    """A body of about `size` bytes: pieces with commas between."""
+    """Return a body of about `size` bytes: pieces separated by commas."""
     count = (size - len(before) - len(after)) // (len(piece) + 1)
     return (before + ",".join([piece] * count) + after).encode()
 
 
 def unknown(piece: str) -> bytes:
-    """A valid completion with a large unknown field."""
+    """Return a valid completion with a large unknown field."""
     return filled('{"prompt": "x", "max_tokens": 1, "unknown": [', piece, "]}")
 
 
 def nested(depth: int) -> bytes:
-    """One value nested as deep as the body is long, or `depth` deep and repeated."""
+    """Return a body with one value nested as deep as the body is long, or one of values nested `depth` deep."""
     if depth:
         return unknown("[" * depth + "]" * depth)
     half = BODY // 2 - 40
@@ -118,7 +118,7 @@ def nested(depth: int) -> bytes:
 
 
 def text(size: int, seed: int = 1) -> str:
-    """Words of random letters."""
+    """Return words of random letters."""
     draw = random.Random(seed)
     words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 9))) for _ in range(5000)]
     return " ".join(draw.choices(words, k=size // 6))[:size]
@@ -139,7 +139,7 @@ BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
 
 
 def sent(name: str, times: int = 1) -> Run:
-    """One of BODIES, so many times at once."""
+    """Send one of BODIES that many times at once."""
 
     def run(ground: Field) -> list[Answer]:
         path, make = BODIES[name]
@@ -150,7 +150,7 @@ def sent(name: str, times: int = 1) -> Run:
 
 
 def prompts(count: int, size: int) -> Run:
-    """Prompts of text that do not fit."""
+    """Send prompts of text that exceed the context."""
 
     def run(ground: Field) -> list[Answer]:
         made = [json.dumps(completion(prompt=text(size, seed))).encode() for seed in range(count)]
@@ -160,7 +160,7 @@ def prompts(count: int, size: int) -> Run:
 
 
 def unfinished(ground: Field) -> list[Answer]:
-    """Connections that send all of a large body but its last byte, and wait."""
+    """Open connections that send a large body except for its last byte, and wait."""
     data = memoryview(request(ground.server.host, KEYS["attacker"], "/v1/completions", b" " * BODY)[:-1])
     links: dict[socket.socket, int] = {}
     ready = selectors.DefaultSelector()
@@ -203,7 +203,7 @@ def unfinished(ground: Field) -> list[Answer]:
 
 
 def kills(ground: Field) -> list[Answer]:
-    """End the engine's process four times; after the last, wait for what becomes of the server."""
+    """Kill the engine process four times; after the last, wait until the server has reacted."""
     found, server = [], ground.server
     for number in range(1, KILLS + 1):
         pid = server.engine
@@ -231,7 +231,7 @@ def kills(ground: Field) -> list[Answer]:
 
 
 def scored(ground: Field) -> list[Answer]:
-    """Log-probabilities of many long prompts."""
+    """Request log-probabilities of many long prompts."""
     draw = random.Random(7)
     made = [[draw.randrange(3, 250) for _ in range(IDS)] for _ in range(PROMPTS)]
     got = ground.door.ask(f"{PROMPTS} x {IDS} ids", "/v1/completions",
@@ -241,11 +241,11 @@ def scored(ground: Field) -> list[Answer]:
 
 
 def flooded(ground: Field) -> list[Answer]:
-    """More requests than can be served; the load comes from a process of its own."""
+    """Send more requests than can be served, from a separate process."""
     server = ground.server
     seconds = max(2.0, min(8.0, ground.door.left / 4))
     asked = {"host": server.host, "port": server.port, "key": KEYS["attacker"], "seconds": seconds, "times": 10}
-    asked["drain"] = max(1.0, ground.door.left - 1.5 * seconds - 4.0)  # of the deadline, what the load leaves
+    asked["drain"] = max(1.0, ground.door.left - 1.5 * seconds - 4.0)  # what remains of the time limit after the load
     command = [sys.executable, "-m", "bench.attacks.flood", json.dumps(asked)]
     try:
         env = {**os.environ, "PYTHONPATH": python_path()}

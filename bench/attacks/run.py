@@ -1,4 +1,4 @@
-"""How the attacks of the table are run: a server, its neighbours, quiet, the attack, rest; the figures of each."""
+"""Run the attacks of the table: a server with neighbours, a quiet window, the attack, and a pause."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.attacks.watch import Watch
 
 SETTLE = 1.5  # seconds of streams before anything is measured
 PAUSE = 0.5  # seconds after a window: its sums keep the watching process from watching
-PATIENCE = 3.0  # seconds that a small request may take after an attack, where its server is to be kept
+PATIENCE = 3.0  # maximum seconds of a small request after an attack if the server is reused
 LEAST = 3.0  # seconds of a window beside an attack
 
 
@@ -25,7 +25,7 @@ Save = Callable[[list[dict[str, Any]]], None]
 
 @dataclass
 class Bench:
-    """How attacks are run; see the options of the command."""
+    """Settings of a run; see the options of the command."""
 
     artifact: Path
     folder: Path
@@ -42,7 +42,7 @@ class Bench:
     watch: Watch | None = None
 
     def open(self) -> Server:
-        """A server with its neighbours, warm."""
+        """Start a server with its neighbours, and warm it up."""
         if self.server is None:
             self.server = Server(self.artifact, self.folder / "server.log", self.options, self.start)
             door = Door(self.server.host, self.server.port, KEYS["neighbour"], time.monotonic() + self.start)
@@ -60,7 +60,7 @@ class Bench:
         self.server = self.watch = None
 
     def run(self, attack: Attack, keep: bool) -> dict[str, Any]:
-        """Everything about one attack."""
+        """Run one attack and return its figures."""
         server = self.open()
         assert self.watch is not None
         sampler = Sampler(server)
@@ -87,7 +87,7 @@ class Bench:
         return found
 
     def _quiet(self) -> dict[str, Any]:
-        """A window in which nobody attacks."""
+        """Measure a window without an attack."""
         assert self.watch is not None
         start = time.monotonic()
         time.sleep(self.seconds)
@@ -96,14 +96,16 @@ class Bench:
         return found
 
     def serves(self, server: Server) -> bool:
-        """Whether a new schema of the neighbour's key is served within a few seconds: no attack is still at work."""
+        """Return whether a new schema of the neighbour's key is served within a few seconds, so that no attack is still
+        running.
+        """
         form = schema({"type": "object", "properties": {f"after{time.monotonic_ns()}": {"type": "null"}}})
         door = Door(server.host, server.port, KEYS["neighbour"], time.monotonic() + PATIENCE)
         return door.ask("after", "/v1/completions", form).status == 200
 
 
 def chosen(rows: str, only: str) -> list[Attack]:
-    """The attacks of some rows whose names have some text. ValueError where there are none."""
+    """Return the attacks of some rows whose names contain some text. Raises ValueError if there are none."""
     wanted = {int(row) for row in rows.split(",") if row}
     found = [one for one in ATTACKS if (not wanted or one.row in wanted) and only in one.name]
     if not found:
@@ -114,7 +116,7 @@ def chosen(rows: str, only: str) -> list[Attack]:
 def run_all(
     bench: Bench, attacks: list[Attack], keep: bool, end: float = float("inf"), save: Save = lambda rows: None
 ) -> list[dict[str, Any]]:
-    """Run them, print and save each as it comes; those for which there is no time before `end` are named."""
+    """Run attacks, print and save each result; attacks that do not fit before `end` are listed."""
     found: list[dict[str, Any]] = []
     limit = bench.limit
     try:

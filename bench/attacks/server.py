@@ -1,4 +1,4 @@
-"""`llmc-serve` on an artifact as a process: started, watched from outside (resident memory, processor time), ended."""
+"""`llmc-serve` on an artifact as a process: starting, observing its memory and CPU time, ending."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ FRONT, ENGINE = "front", "engine"
 
 
 def python_path() -> str:
-    """Where children find this checkout; what was there before stays."""
+    """Return the module search path of children: this checkout first, then the present one."""
     before = os.environ.get("PYTHONPATH", "")
     return os.pathsep.join([str(ROOT), str(ROOT / "runtime"), *([before] if before else [])])
 
 
 class Server:
-    """A ready server with two API keys. SystemExit with its last words where it does not start."""
+    """A ready server with two API keys. Raises SystemExit with the last log lines if it does not start."""
 
     def __init__(self, artifact: Path | str, log: Path, options: Sequence[str] = (), seconds: float = 120.0,
                  program: Sequence[str] = SERVE) -> None:  # fmt: skip
@@ -52,7 +52,7 @@ class Server:
         self.began = self.family()
 
     def family(self) -> dict[int, tuple[float, str]]:
-        """By process id: when it began, and its role: front, engine, or the name of a helper's module."""
+        """Return, by process id, its start time and role: front end, engine, or the module of a helper."""
         found: dict[int, tuple[float, str]] = {}
         with contextlib.suppress(psutil.Error):
             top = psutil.Process(self.process.pid)
@@ -64,11 +64,11 @@ class Server:
 
     @property
     def engine(self) -> int | None:
-        """The engine's process id, while there is one."""
+        """The engine's process id, or None."""
         return next((pid for pid, (_, role) in self.family().items() if role == ENGINE), None)
 
     def changes(self) -> str:
-        """What became of the processes that it began with; helpers may come and go."""
+        """Describe what became of the initial processes, except helpers."""
         now = self.family()
         changes = []
         for role in (FRONT, ENGINE):
@@ -81,7 +81,7 @@ class Server:
         return ", ".join(changes) or "same"
 
     def end(self) -> int:
-        """End it and its children; its exit code."""
+        """End the server and its children; return its exit code."""
         children = self.family()
         if self.process.poll() is None:
             self.process.terminate()
@@ -98,7 +98,7 @@ class Server:
 
 
 def _role(process: psutil.Process, top: int) -> str:
-    """By the module that its command line names; what the engine itself starts is a helper."""
+    """Return the role by the module in the command line; children of the engine are helpers."""
     text = " ".join(process.cmdline())
     if "engine.engine_process" in text or "fake_engine" in text:
         return ENGINE if process.ppid() == top else "helper"
@@ -107,7 +107,7 @@ def _role(process: psutil.Process, top: int) -> str:
 
 
 def _memory(process: psutil.Process) -> int:
-    """Resident bytes; of pages that processes share, each has its part."""
+    """Return resident bytes; pages that processes share are divided among them."""
     found = process.memory_full_info()
     return int(getattr(found, "pss", 0) or found.rss)
 
@@ -133,7 +133,7 @@ class Sampler:
             self._over.wait(SAMPLE)
 
     def take(self) -> dict[str, int]:
-        """A sample now."""
+        """Take a sample."""
         held: Counter[str] = Counter()
         for pid, (_, role) in self.server.family().items():
             with contextlib.suppress(psutil.Error):
@@ -145,23 +145,23 @@ class Sampler:
         return dict(held)
 
     def cpu(self) -> Counter[str]:
-        """Processor seconds so far, those of processes that ended included."""
+        """Return CPU seconds so far, including those of processes that ended."""
         found: Counter[str] = Counter()
         for role, seconds in list(self._cpu.values()):
             found[role] += seconds  # type: ignore[assignment]
         return found
 
     def window(self, begin: float, end: float) -> dict[str, list[int]]:
-        """Memory [before, peak, after] in MiB by role."""
+        """Return the memory [before, peak, after] in MiB by role."""
         return memory_window(list(self.samples), begin, end)
 
     def stop(self) -> None:
-        """Take no more."""
+        """Stop sampling."""
         self._over.set()
         self._thread.join(5)
 
 
 def last_log_lines(server: Server, most: int = 5) -> list[str]:
-    """The last lines of the log besides those of requests."""
+    """Return the last lines of the log except those of requests."""
     lines: list[Any] = server.log.read_text(errors="replace").splitlines()
     return [line for line in lines if "llmc.request" not in line][-most:]

@@ -1,4 +1,4 @@
-"""Measure a server from a process of its own: a neighbour's streams, /health, and small innocent requests.
+"""Measure a server from a separate process: a neighbour's streams, /health, and small ordinary requests.
 
     python -m bench.attacks.watch '{"host": ..., "port": ..., "key": ..., "streams": N, "tokens": N}'
 
@@ -27,13 +27,13 @@ from bench.attacks.figures import gaps_of, milliseconds
 from bench.attacks.server import python_path
 
 HEALTH_EVERY = 0.02  # seconds
-BROKEN = -1  # in the place of a status: the stream ended with an error
-RETRY = 0.25  # seconds until a stream that was refused is asked for again
+BROKEN = -1  # in place of a status: the stream ended with an error
+RETRY = 0.25  # seconds until a refused stream is requested again
 SENTENCE = "When the morning came, the river was quiet and the old mill stood in the light of the early sun. "
 
 
 def request(host: str, key: str, path: str, body: Any = None) -> bytes:
-    """A whole HTTP request; a body that is not bytes is sent as JSON."""
+    """Return a whole HTTP request; a body that is not bytes is sent as JSON."""
     data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [f"{'GET' if body is None else 'POST'} {path} HTTP/1.1", f"Host: {host}"]
     lines += [f"Authorization: Bearer {key}"] if key else []
@@ -42,18 +42,18 @@ def request(host: str, key: str, path: str, body: Any = None) -> bytes:
 
 
 class Streams:
-    """Greedy streams of one key, each renewed when it ends; arrival times of their events."""
+    """Greedy streams of one API key, each restarted when it ends; arrival times of their events."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
         self.gaps: list[tuple[float, float]] = []  # (time, seconds since the event before)
         self.firsts: list[tuple[float, float]] = []  # (time, seconds since the request)
         self.statuses: list[tuple[float, int]] = []
-        self.latest: dict[int, float] = {}  # the last event of each stream that is writing
-        self.asked: dict[int, float] = {}  # when each stream that has no event yet was asked for
+        self.latest: dict[int, float] = {}  # time of the last event of each open stream
+        self.asked: dict[int, float] = {}  # time of the request of each stream without an event
 
     async def run(self, number: int) -> None:
-        """One stream after another."""
+        """Run one stream after another."""
         while True:
             status = 0
             with contextlib.suppress(OSError, WireError):
@@ -71,7 +71,7 @@ class Streams:
         def hear(reply: Reply, body: bytes) -> None:
             nonlocal lines, events, failed
             failed = failed or b'data: {"error"' in body
-            lines += body.count(b"\n")  # two end an event; JSON has none inside
+            lines += body.count(b"\n")  # two end an event; JSON contains none
             came, events = lines // 2 - events, lines // 2
             came -= b"data: [DONE]" in body
             if reply.status != 200 or came < 1:
@@ -96,7 +96,7 @@ class Streams:
         return BROKEN if failed else reply.status
 
     def window(self, begin: float, end: float) -> dict[str, Any]:
-        """The figures of a window."""
+        """Return the figures of a window."""
         self.gaps = [one for one in self.gaps if one[0] > begin]
         self.firsts = [one for one in self.firsts if one[0] > begin]
         self.statuses = [one for one in self.statuses if one[0] > begin]
@@ -110,7 +110,7 @@ class Streams:
 
 
 class Asker:
-    """One request again and again over a connection of its own: when each began, what it took, what it was told."""
+    """Repeats one request over its own connection; records when each began, its duration and its response."""
 
     def __init__(self, settings: dict[str, Any], every: float, make: Callable[[int], tuple[str, Any]]) -> None:
         self.settings, self.every, self.make = settings, every, make
@@ -118,7 +118,7 @@ class Asker:
         self.began: float | None = None
 
     async def run(self) -> None:
-        """Ask every so many seconds, or as soon as the one before has been answered."""
+        """Send the request at an interval, or as soon as the previous one has been answered."""
         link: Connection | None = None
         for number in range(1 << 60):
             path, body = self.make(number)
@@ -139,7 +139,7 @@ class Asker:
             await asyncio.sleep(max(0.005, began + self.every - time.monotonic()))
 
     def window(self, begin: float, end: float) -> dict[str, Any]:
-        """The figures of a window; a request counts where it was open in it."""
+        """Return the figures of a window; a request counts if it was open in it."""
         self.done = [one for one in self.done if one[0] + one[1] > begin]
         rows = [one for one in self.done if one[0] <= end]
         taken = [min(seconds, end - began) for began, seconds, _, _ in rows]
@@ -152,7 +152,7 @@ class Asker:
 
 
 def code_of(status: int, body: bytes) -> str:
-    """The code of an error object."""
+    """Return the code of an error object."""
     if status == 200 or not body:
         return ""
     try:
@@ -162,7 +162,7 @@ def code_of(status: int, body: bytes) -> str:
 
 
 def innocents() -> dict[str, tuple[float, Callable[[int], tuple[str, Any]]]]:
-    """By name: how often, and the request; every schema is a new one, so that none comes from a cache."""
+    """Return, by name, the interval and the request; every schema is a new one, so that none is cached."""
 
     def completion(number: int) -> tuple[str, Any]:
         return "/v1/completions", {"prompt": f"Question {number}:", "max_tokens": 4, "temperature": 0}
@@ -206,7 +206,7 @@ class Watch:
         self._process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": python_path()}, **pipes)
 
     def window(self, begin: float, end: float) -> dict[str, Any]:
-        """The figures between two times of time.monotonic()."""
+        """Return the figures between two times of time.monotonic()."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps({"begin": begin, "end": end}) + "\n")
         self._process.stdin.flush()
@@ -225,5 +225,5 @@ class Watch:
 
 
 if __name__ == "__main__":
-    gc.disable()  # it has no cycles, and a collection would be measured as the server's
+    gc.disable()  # there are no cycles, and a collection would count as the server's time
     asyncio.run(watch(json.loads(sys.argv[1])))

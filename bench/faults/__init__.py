@@ -1,1 +1,1 @@
-"""The fault run: a served engine is killed, stopped, left, overloaded and fed nonsense; every answer is checked."""
+"""The fault run: kills, stops, disconnects, overload and damaged bodies; every response is checked."""

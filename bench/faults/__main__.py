@@ -31,29 +31,29 @@ from bench.faults.strikes import outcomes, strikes  # noqa: E402
 from tests.attacks.target import TOOLS, target  # noqa: E402
 
 MINUTES = 12.0  # that the numbers below take, about
-PATIENT = {"restart_delay": 0.0, "max_restarts": 10**6}  # many blows within an hour
+PATIENT = {"restart_delay": 0.0, "max_restarts": 10**6}  # many restarts within an hour
 
 
 async def killed(draw: Random, share: float) -> dict[str, Any]:
-    """SIGKILL of the engine process."""
+    """Kill the engine process (SIGKILL)."""
     with target(engine={"pace": 0.004}, front=PATIENT) as server:
         return await strikes(server, draw, signal.SIGKILL, max(2, int(50 * share)))
 
 
 async def stopped(draw: Random, share: float) -> dict[str, Any]:
-    """SIGSTOP of the engine process."""
+    """Stop the engine process (SIGSTOP)."""
     with target(engine={"pace": 0.004}, front=PATIENT) as server:
         return await strikes(server, draw, signal.SIGSTOP, max(2, int(30 * share)))
 
 
 async def usual(draw: Random, share: float) -> dict[str, Any]:
-    """SIGKILL under the command's own limits: three replacements an hour, each later than the one before."""
+    """Kill the engine process under the default limits: three restarts an hour, with growing delays."""
     with target(engine={"pace": 0.004}) as server:
         return await strikes(server, draw, signal.SIGKILL, 3)
 
 
 async def left(draw: Random, share: float) -> dict[str, Any]:
-    """Clients that go away."""
+    """Disconnecting clients."""
     with tempfile.TemporaryDirectory(prefix="llmc-faults-") as folder:
         log = Path(folder) / "steps"
         with target("--max-num-seqs", "16", engine={"pace": 0.01, "log": str(log)}) as server:
@@ -61,7 +61,7 @@ async def left(draw: Random, share: float) -> dict[str, Any]:
 
 
 async def flooded(draw: Random, share: float) -> dict[str, Any]:
-    """Ten times the peak."""
+    """Ten times the peak load."""
     bounds = ("--max-num-seqs", "32", "--max-num-batched-tokens", "256", "--max-num-queued-reqs", "64")
     with target(*bounds, "--kv-cache-memory-bytes", "8M", engine={"pace": 0.02}) as server:
         return await overload(server, draw, max(5.0, 60 * share), 10, 64)
@@ -74,7 +74,7 @@ async def fed(draw: Random, share: float) -> dict[str, Any]:
 
 
 async def varied(draw: Random, share: float) -> dict[str, Any]:
-    """Caching, chunks, preemption."""
+    """Random settings of caching, chunks and preemption."""
     return await settings(target, draw, max(2, int(40 * share)), 80)
 
 
@@ -94,12 +94,12 @@ SCENARIOS: dict[str, Callable[[Random, float], Any]] = {
 
 
 def main() -> int:
-    """The command."""
+    """Run the command."""
     ap = argparse.ArgumentParser(prog="python -m bench.faults", description=__doc__)
-    ap.add_argument("--minutes", type=float, default=MINUTES, help=f"how long it may take, about ({MINUTES:g})")
-    ap.add_argument("--only", default="", help=f"some of {', '.join(SCENARIOS)}, comma-separated")
+    ap.add_argument("--minutes", type=float, default=MINUTES, help=f"approximate duration in minutes ({MINUTES:g})")
+    ap.add_argument("--only", default="", help=f"scenarios, comma-separated: {', '.join(SCENARIOS)}")
     ap.add_argument("--seed", type=int, default=secrets.randbelow(1 << 30))
-    ap.add_argument("--json", type=Path, metavar="FILE", help="where the figures go, too")
+    ap.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     args = ap.parse_args()
     print(f"seed {args.seed}", flush=True)
     wanted = [name for name in args.only.split(",") if name] or list(SCENARIOS)
@@ -123,7 +123,7 @@ MUST_BE_ZERO = ("wrong answers", "pages held at the end", "unannounced failures"
 
 
 def totals(found: dict[str, Any]) -> dict[str, Any]:
-    """Over all scenarios. Every scenario waits at its end until no page is held, and fails where one stays."""
+    """Return the totals of all scenarios. Each scenario ends when no KV page is in use, and fails if one remains."""
     rows = list(found.values())
     return {
         "answers checked": sum(row["right"] + row["wrong"] for row in rows),

@@ -1,4 +1,4 @@
-"""A client on asyncio alone, and how it judges an answer: right, wrong, told, or neither; it injects no faults."""
+"""An asyncio client that classifies every response: right, wrong, announced failure, or unannounced failure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 from tests.attacks.fake_engine import VOCAB
 from tests.attacks.oracle import answer
 
-# What became of a request. The last three must not be: a wrong text, a failure that nobody announced, an end in the
-# midst of an answer.
+# Outcomes of a request. The last three must not occur: a wrong text, an unannounced failure, and an end within a
+# response.
 RIGHT, REFUSED, TOLD, INVALID = "right", "refused", "told", "invalid"
 WRONG, FAILED, CUT = "wrong", "failed", "cut"
 NEVER = (WRONG, FAILED, CUT)
@@ -24,7 +24,9 @@ _DEADLINE = 120.0  # seconds of silence
 
 @dataclass
 class Answer:
-    """Status 0: the link ended before one. `error`: the code of the error object, in the body or as the last event."""
+    """A response. Status 0: the connection ended before one. `error`: the code of the error object, in the body or as
+    the last event.
+    """
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -36,7 +38,7 @@ class Answer:
 
     @property
     def announced(self) -> bool:
-        """A refusal as the documentation has it."""
+        """Whether the response is a refusal in the documented form."""
         return self.status in (429, 503) and "retry-after" in self.headers and "retry-after-ms" in self.headers
 
 
@@ -54,7 +56,7 @@ class Request:
 
     @property
     def body(self) -> bytes:
-        """As it is sent."""
+        """The JSON body."""
         fields = {
             "prompt": self.prompt, "max_tokens": self.most, "stream": self.stream, "seed": self.seed, "n": self.n,
             "temperature": self.temperature, "ignore_eos": True, **self.extra,
@@ -62,7 +64,7 @@ class Request:
         return json.dumps(fields).encode()
 
     def judge(self, got: Answer) -> str:
-        """What became of it."""
+        """Classify the response."""
         if got.status == 200 and got.done:
             want = {i: answer(self.prompt, self.most, self.seed + i, self.temperature) for i in range(self.n)}
             return RIGHT if got.texts == want else WRONG
@@ -74,7 +76,7 @@ class Request:
 
 
 def drawn(draw: Random, most: int = 40, shared: list[list[int]] | None = None, longest: int = 60) -> Request:
-    """A request; where there are `shared` beginnings, half of the prompts have one."""
+    """Draw a request; if there are `shared` prefixes, half of the prompts start with one."""
     own = [draw.randrange(3, VOCAB - 1) for _ in range(draw.randrange(1, longest))]
     first = draw.choice(shared) if shared and draw.random() < 0.5 else []
     cut = draw.randrange(len(first) + 1) if draw.random() < 0.3 else len(first)
@@ -82,7 +84,7 @@ def drawn(draw: Random, most: int = 40, shared: list[list[int]] | None = None, l
 
 
 class Client:
-    """Links to one server, kept and used again."""
+    """Connections to one server, which are reused."""
 
     def __init__(self, host: str, port: int, key: str = "") -> None:
         self.host, self.port = host, port
@@ -90,13 +92,13 @@ class Client:
         self._free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     def head(self, path: str, length: int) -> bytes:
-        """The head of a POST."""
+        """Return the head of a POST request."""
         kind = "Content-Type: application/json\r\n"
         words = f"POST {path} HTTP/1.1\r\nHost: {self.host}\r\n{kind}{self._key}Content-Length: {length}\r\n\r\n"
         return words.encode()
 
     async def ask(self, body: bytes, path: str = "/v1/completions") -> Answer:
-        """One request; a link that was closed meanwhile is replaced once, before anything was heard."""
+        """Send one request. A connection that was closed while idle is replaced once."""
         async with asyncio.timeout(_DEADLINE):
             for old in (True, False):
                 link = self._free.pop() if self._free and old else await self.link()
@@ -117,11 +119,11 @@ class Client:
         return Answer()
 
     async def link(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A link of its own."""
+        """Open a connection."""
         return await asyncio.open_connection(self.host, self.port)
 
     def close(self) -> None:
-        """Let all links go."""
+        """Close all connections."""
         for _, writer in self._free:
             writer.close()
         self._free.clear()
@@ -148,7 +150,7 @@ async def _hear(reader: asyncio.StreamReader, got: Answer) -> None:
 
 
 async def _events(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """The events of a stream, whatever the pieces they come in."""
+    """Yield the events of a stream, independent of how its bytes are split."""
     left = b""
     while size := int(await reader.readuntil(b"\r\n"), 16):
         *events, left = (left + (await reader.readexactly(size + 2))[:-2]).split(b"\n\n")
@@ -179,7 +181,7 @@ def _whole(got: Answer) -> None:
 
 
 class Judged:
-    """Outcomes of a scenario, with how long each took."""
+    """Outcomes of a scenario, with their durations."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -187,7 +189,7 @@ class Judged:
         self.odd: list[str] = []  # what should not have been, in words
 
     async def one(self, client: Client, request: Request) -> str:
-        """Ask, judge, count."""
+        """Send a request, classify its response, and count it."""
         began = time.monotonic()
         got = await client.ask(request.body)
         outcome = request.judge(got)

@@ -1,4 +1,4 @@
-"""Clients leave at random points, streaming or not: how many more steps are spent on them, and what stays."""
+"""Clients disconnect at random points, streaming or not: count the steps still spent on them, and check for leaks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from bench.faults.strikes import outcomes
 from tests.attacks.fake_engine import VOCAB
 from tests.attacks.target import Target
 
-AT_ONCE = 12  # clients that come and go
-STAYING = 2  # clients that stay to the end of their answers
+AT_ONCE = 12  # clients that disconnect
+STAYING = 2  # clients that wait for their responses
 
 
 async def leave(client: Client, draw: Random, gone: dict[str, float], stream: bool, most: int = 200) -> None:
-    """Send a request, or most of it, read or not, and go: with a reset or without."""
+    """Send a request or most of it, possibly read some of the response, and disconnect, with or without a reset."""
     tag = tuple(draw.randrange(3, VOCAB - 1) for _ in range(3))
     ids = [*tag, *(draw.randrange(3, VOCAB - 1) for _ in range(draw.randrange(40)))]
     body = Request(ids, most, stream, 1).body
@@ -37,12 +37,12 @@ async def leave(client: Client, draw: Random, gone: dict[str, float], stream: bo
     if draw.random() < 0.5:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
-    await asyncio.sleep(0)  # it is closed in the loop's next turn
+    await asyncio.sleep(0)  # the loop closes it in its next iteration
     gone[".".join(map(str, tag))] = time.monotonic()
 
 
 async def leaving(server: Target, draw: Random, times: int, log: Path) -> dict[str, Any]:
-    """`times` of them, half streaming; a few others stay and are answered."""
+    """Run `times` such clients, half of them streaming, beside a few that wait for their answers."""
     judged, client, over = Judged(), Client(server.host, server.port), asyncio.Event()
     gone: dict[str, float] = {}
     left = list(range(times))
@@ -78,7 +78,7 @@ async def leaving(server: Target, draw: Random, times: int, log: Path) -> dict[s
 
 
 def steps_after(log: Path, gone: dict[str, float]) -> Counter[int]:
-    """By the engine's record: how many steps that began after a client had left still computed for it."""
+    """Return, from the engine's record, how many steps that began after a client had left still computed for it."""
     later: Counter[str] = Counter()
     met = set()
     for line in log.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""The demonstration model under the same faults: what it writes has to be what it wrote before them."""
+"""Run the demonstration model under the same faults; its outputs must equal those from before the faults."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ TOKENS, LOAD = 24, 6
 
 
 class Story(Request):
-    """A prompt of the model, and what it wrote when nothing was wrong."""
+    """A prompt of the model, and its output without faults."""
 
     def __init__(self, text: str, stream: bool, known: dict[str, str]) -> None:
         super().__init__([], TOKENS, stream, 7, extra={"prompt": text})
         self.text, self.known = text, known
 
     def judge(self, got: Answer) -> str:
-        """As for any request, against what was written first."""
+        """Judge an answer as for any request, against the first output."""
         if got.status == 200 and got.done:
             return RIGHT if got.texts[0] == self.known.setdefault(self.text, got.texts[0]) else WRONG
         return super().judge(got) if got.status != 200 or got.error else CUT
 
 
 async def story(path: Path, start: Any, draw: Random, share: float) -> dict[str, Any]:
-    """Kills, stops, clients that leave and damaged bodies, one after the other, under a load."""
+    """Apply kills, stops, disconnecting clients and damaged bodies, one after the other, under load."""
     options = ("--port", "0", "--max-num-seqs", "8", "--max-model-len", "256")
     with start(*options, program=("-c", SERVE, str(path))) as server:
         client, known, judged, over = Client(server.host, server.port), dict[str, str](), Judged(), asyncio.Event()

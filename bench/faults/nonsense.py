@@ -1,4 +1,4 @@
-"""Damaged bodies of every endpoint by the hundred thousand, beside clients whose answers are checked."""
+"""Send damaged bodies to every endpoint, beside clients whose responses are checked."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.attacks.bodies import damaged
 from tests.attacks.target import Target, leaks
 
 LINKS = 6
-BESIDE = 2  # clients that ask what is right
-EVERY = 500  # bodies between two looks at the server
+BESIDE = 2  # clients that send valid requests
+EVERY = 500  # bodies between two checks of the server
 
 
 async def nonsense(server: Target, draw: Random, times: int) -> dict[str, Any]:
-    """`times` bodies; statuses, and what never may be."""
+    """Send `times` bodies; return counts of statuses and of outcomes that must not occur."""
     judged, client, over = Judged(), Client(server.host, server.port), asyncio.Event()
     statuses: Counter[int] = Counter()
     leaking: list[str] = []

@@ -1,4 +1,4 @@
-"""Ten times what the server can do, for a minute: what is still answered, how the rest is told, what it costs."""
+"""Offer ten times the peak load for a minute: measure what is answered, refused, and the cost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _request(draw: Random) -> Request:
 
 
 async def _peak(client: Client, draw: Random, clients: int, seconds: float) -> tuple[float, Judged]:
-    """Right answers a second where `clients` ask one after the other."""
+    """Return the correct answers per second of `clients` clients that send requests in sequence."""
     judged, began = Judged(), time.monotonic()
     counted = 0
 
@@ -38,7 +38,7 @@ async def _peak(client: Client, draw: Random, clients: int, seconds: float) -> t
 
 
 async def _flood(client: Client, draw: Random, rate: float, seconds: float) -> tuple[float, float, Judged]:
-    """Requests come `rate` a second whatever happens: right answers a second, requests a second that were sent."""
+    """Send `rate` requests per second regardless of responses; return the rates of correct answers and of requests."""
     judged, tasks, sent, counted = Judged(), set[asyncio.Task[None]](), 0, 0
     began = due = time.monotonic()
     end = began + WARM + seconds
@@ -61,7 +61,7 @@ async def _flood(client: Client, draw: Random, rate: float, seconds: float) -> t
 
 
 async def overload(server: Target, draw: Random, seconds: float, times: float, clients: int) -> dict[str, Any]:
-    """A peak from `clients` clients, then `times` as much as that for `seconds`."""
+    """Measure the peak of `clients` clients, then offer `times` that load for `seconds`."""
     client = Client(server.host, server.port)
     peak, before = await _peak(client, draw, clients, max(5.0, seconds / 6))
     memory = await asyncio.to_thread(server.memory)

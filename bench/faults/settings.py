@@ -1,4 +1,4 @@
-"""Prefix caching, chunks of prompts and preemption, drawn at random: through the server, no token ever changes."""
+"""Draw settings of prefix caching, prefill chunks and preemption at random; served tokens must not depend on them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FIGURES = ("num_preemptions_total", "prompt_tokens_cached_total", "num_steps_tot
 
 
 def options(draw: Random) -> list[str]:
-    """Of llmc-serve: a pool that is small for its rows, chunks from a few tokens, caching or not."""
+    """Draw options of llmc-serve: a KV pool that is small for its rows, small chunks, caching on or off."""
     rows, length = draw.choice((2, 5, 8, 16)), 160
     pool = draw.randrange(length, max(length + 8, rows * 50))
     chunk = draw.choice((rows, rows + 3, 32, 64))
@@ -29,7 +29,7 @@ def options(draw: Random) -> list[str]:
 
 
 async def _together(server: Target, draw: Random, count: int, priorities: bool) -> Judged:
-    """`count` requests, at once and in pairs of outputs, many with one beginning."""
+    """Send `count` requests at once, some with two outputs, many with a common prefix."""
     judged, client = Judged(), Client(server.host, server.port)
     shared = [[draw.randrange(3, VOCAB - 1) for _ in range(draw.randrange(4, 60))] for _ in range(3)]
 
@@ -50,7 +50,7 @@ async def _together(server: Target, draw: Random, count: int, priorities: bool) 
 
 
 async def settings(start: Callable[..., Any], draw: Random, times: int, count: int) -> dict[str, Any]:
-    """`times` servers of other settings, `count` requests each; `start` gives one with options and engine settings."""
+    """Run `count` requests on each of `times` servers with different settings; `start` starts one."""
     all_of, sums, caching = Judged(), dict.fromkeys(FIGURES, 0.0), 0
     for _ in range(times):
         given, depth = options(draw), draw.choice((1, 2))

@@ -1,4 +1,4 @@
-"""The engine process is killed, or stopped, under load: when it is noticed, who is told, when it serves again."""
+"""Kill or stop the engine process under load; measure when it is noticed and when requests are served again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOAD = 40  # clients, half of them streaming
 
 
 async def _load(client: Client, judged: Judged, draw: Random, over: asyncio.Event, open_now: dict[int, float]) -> None:
-    """One client that asks again and again, and waits a moment where it was refused."""
+    """A client that sends requests in sequence, and waits briefly after a refusal."""
     while not over.is_set():
         number = draw.getrandbits(60)
         open_now[number] = time.monotonic()
@@ -28,7 +28,9 @@ async def _load(client: Client, judged: Judged, draw: Random, over: asyncio.Even
 
 
 async def _strike(server: Target, client: Client, judged: Judged, draw: Random, number: int, open_now: Any) -> Any:
-    """One blow: seconds until the first request was told, until all were, until one is served again."""
+    """Strike once; return the number of requests that were open, and the seconds until the first of them failed, until
+    all had ended, and until a request was served again.
+    """
     await asyncio.sleep(draw.uniform(0.2, 0.6))
     pid, before = server.engine, judged.counts["told"]
     os.kill(pid, number)
@@ -45,7 +47,7 @@ async def _strike(server: Target, client: Client, judged: Judged, draw: Random, 
 
 
 async def strikes(server: Target, draw: Random, number: int, times: int) -> dict[str, Any]:
-    """`times` blows under the load; the figures."""
+    """Strike `times` times under load; return the figures."""
     judged, client, over = Judged(), Client(server.host, server.port), asyncio.Event()
     open_now: dict[int, float] = {}
     load = [asyncio.create_task(_load(client, judged, Random(draw.random()), over, open_now)) for _ in range(LOAD)]
@@ -68,7 +70,7 @@ async def strikes(server: Target, draw: Random, number: int, times: int) -> dict
 
 
 def outcomes(judged: Judged) -> dict[str, Any]:
-    """What became of the requests; what never may is named even where it is zero."""
+    """Count the outcomes of the requests; outcomes that must not occur are listed even with count 0."""
     counts = judged.counts
     return {
         "requests": counts.total(), "right": counts[RIGHT], "told": counts["told"], "refused": counts["refused"],

@@ -1,1 +1,1 @@
-"""GPU benches: whole engine and single kernels against their floors; importable without a GPU, run only with one."""
+"""GPU benches: the engine and single kernels beside their floors. They can be imported without a GPU."""

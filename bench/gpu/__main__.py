@@ -1,4 +1,4 @@
-"""All GPU benches in one command: progress lines, rows saved as they are measured, tables at the end.
+"""Run all GPU benches: progress lines, rows saved as they are measured, and tables at the end.
 
     python -m bench.gpu --out DIR [--artifacts DIR] [--models A,B] [--suites A,B] [--limit SECONDS] ...
 

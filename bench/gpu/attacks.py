@@ -1,4 +1,4 @@
-"""The table of bench.attacks on a GPU: a large model of random weights, many streams as neighbours; JSON and a verdict.
+"""The table of bench.attacks on a GPU, with a large model of random weights and many neighbouring streams.
 
     python -m bench.gpu.attacks [--model NAME] [--artifact DIR | --artifacts DIR] [--out DIR] [--limit SECONDS] ...
 

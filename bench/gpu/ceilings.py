@@ -1,4 +1,4 @@
-"""This card's ceilings, measured by torch and one Triton kernel: read and copy bandwidth, the bf16 product, a launch.
+"""This card's ceilings, measured with torch and a Triton kernel: read and copy bandwidth, bf16 product, launch.
 
     python -m bench.gpu.ceilings        prints {"read": byte/s, "copy": byte/s, "product": flop/s, "node_us": us, ...}
 

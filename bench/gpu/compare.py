@@ -1,4 +1,4 @@
-"""Two checkouts of this repository measured in turns on one GPU: did a change make anything slower?
+"""Compare two checkouts of this repository in alternating runs on one GPU.
 
     python -m bench.gpu.compare OLD_CHECKOUT --artifacts DIR --old-artifacts DIR --out DIR [--rounds N] [--limit S]
 
@@ -78,12 +78,16 @@ def main() -> None:
     ap = argparse.ArgumentParser(prog="python -m bench.gpu.compare", description="Compare two checkouts on this GPU.")
     ap.add_argument("old", type=Path, metavar="OLD_CHECKOUT")
     ap.add_argument("--artifacts", type=Path, required=True, metavar="DIR", help="NAME.llmc compiled by this checkout")
-    ap.add_argument("--old-artifacts", type=Path, required=True, metavar="DIR", help="compiled by OLD_CHECKOUT")
-    ap.add_argument("--out", type=Path, required=True, metavar="DIR", help="rows of every run and compare.md")
+    ap.add_argument(
+        "--old-artifacts", type=Path, required=True, metavar="DIR", help="NAME.llmc compiled by OLD_CHECKOUT"
+    )
+    ap.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder for the rows of every run and compare.md"
+    )
     ap.add_argument("--models", default=DEFAULT_MODELS, metavar="A,B")
-    ap.add_argument("--parts", default="engine", metavar="A,B", help="engine (decode, prefill, offline), start")
-    ap.add_argument("--rounds", type=int, default=3, metavar="N", help="runs of each checkout; default 3")
-    ap.add_argument("--limit", type=float, default=570, metavar="SECONDS", help="of everything; default 570")
+    ap.add_argument("--parts", default="engine", metavar="A,B", help="suites: engine (decode, prefill, offline), start")
+    ap.add_argument("--rounds", type=int, default=3, metavar="N", help="runs of each checkout (3)")
+    ap.add_argument("--limit", type=float, default=570, metavar="SECONDS", help="seconds of the whole comparison (570)")
     a, options = ap.parse_known_args()
     sides = (Side("old", a.old.resolve(), a.old_artifacts.resolve()), Side("new", ROOT, a.artifacts.resolve()))
     begin, samples = time.monotonic(), {s.name: defaultdict(list) for s in sides}

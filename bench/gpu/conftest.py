@@ -1,4 +1,4 @@
-"""The marker `gpu`, a skip with its reason where there is none, rows, and one open model at a time for the suites."""
+"""The marker `gpu`, which is skipped with a reason without a GPU; rows; and one open model at a time for the suites."""
 
 from __future__ import annotations
 

@@ -27,8 +27,7 @@ OFFLINE = (512, 512, 256)  # requests, tokens in, tokens out
 
 
 class Session:
-    """An open artifact of a shape. `roof`: the card's ceilings that floors are computed from; `trace`: a file for the
-    engine's loop."""
+    """An open artifact of a shape. `roof`: the card's ceilings, for floors; `trace`: a file for the engine's trace."""
 
     def __init__(self, artifact: Path, shape: Shape, roof: Roof, trace: Path | None = None) -> None:
         self.shape, self.roof = shape, roof

@@ -1,4 +1,4 @@
-"""Opens an artifact, generates one token, prints a line and exits; bench.gpu.start measures it from outside.
+"""Open an artifact, generate one token, print a line and exit; bench.gpu.start measures this process.
 
 python -m bench.gpu.first ARTIFACT      prints {"token": id, "seconds": {"imports": s, "open": s, "first": s}}
 """

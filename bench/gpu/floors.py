@@ -25,14 +25,14 @@ H200 = Roof(4.65e12, 795e12)  # what a simple kernel and a library's 8192^3 prod
 
 
 def decode_seconds(shape: Shape, batch: int, context: int, roof: Roof = H200) -> float:
-    """One decode step of `batch` rows, each behind `context` tokens."""
+    """Return the seconds of a decode step of `batch` rows, each after `context` tokens."""
     kv = batch * context * shape.kv_bytes_per_token / roof.read
     attention = 4 * shape.layers * shape.heads * shape.head_dim * context * batch / roof.product
     return _products(shape, batch, roof) + _head(shape, batch, roof) + max(kv, attention)
 
 
 def prefill_seconds(shape: Shape, tokens: int, roof: Roof = H200) -> float:
-    """One prompt, causal, logits for its last token alone."""
+    """Return the seconds of one prompt, causal, with logits of its last token."""
     attention = 2 * shape.layers * shape.heads * shape.head_dim * tokens**2 / roof.product
     return _products(shape, tokens, roof) + _head(shape, 1, roof) + attention
 
@@ -40,14 +40,16 @@ def prefill_seconds(shape: Shape, tokens: int, roof: Roof = H200) -> float:
 def offline_tokens_per_second(
     shape: Shape, prompt: int = 512, new: int = 256, rows: int = 256, roof: Roof = H200
 ) -> float:
-    """Output tokens a second of many requests, `rows` at once: a prompt's arithmetic and a row's share of each step."""
+    """Return the output tokens per second of many requests, `rows` at once: a prompt's arithmetic, and a row's share of
+    each step.
+    """
     prefill = 2 * shape.layer_parameters * prompt / roof.product / shape.product_rate
     prefill += 2 * shape.layers * shape.heads * shape.head_dim * prompt**2 / roof.product
     return 1 / (prefill / new + decode_seconds(shape, rows, prompt + new // 2, roof) / rows)
 
 
 def launch_seconds(flops: float, nbytes: float, roof: Roof = H200) -> float:
-    """One launch: the larger of its arithmetic and its traffic."""
+    """Return the seconds of one launch: the larger of its compute and memory time."""
     return max(flops / roof.product, nbytes / roof.read)
 
 

@@ -1,4 +1,4 @@
-"""The best few measured ways of each product and of attention, compared inside the whole decode step around them.
+"""Compare the best measured schedules of each product and of attention within a whole decode step.
 
     python -m bench.gpu.in_step RECORD -o FILE [--models A,B] [--batches 1,8,32] [--ways 4] [--compile-only]
 
@@ -33,13 +33,16 @@ from llmc.extension import load
 from llmc.ir.graph import Graph, Module, Node
 from llmc.measure.tune import before_select
 
-OPS = ("linear", "linear_map", "norm_linear", "paged_attention", "paged_attention_single", "paged_attention_split")
+OPS = (
+    "linear", "linear_map", "norm_linear", "block_scaled_linear", "paged_attention", "paged_attention_single",
+    "paged_attention_split",
+)  # fmt: skip
 SWEEPS, ROUNDS, RUNS = 2, 7, 8
 Key = tuple[str, Sizes]
 
 
 def ranked(records: Sequence[Record]) -> dict[Key, list[Record]]:
-    """The ways of every node that is compared, fastest first."""
+    """Return the schedules of every compared node, fastest first."""
     found: dict[Key, list[Record]] = {}
     for r in records:
         if r.node.partition("(")[0] in OPS:
@@ -48,13 +51,13 @@ def ranked(records: Sequence[Record]) -> dict[Key, list[Record]]:
 
 
 def promoted(records: Sequence[Record], k: int) -> list[Record]:
-    """The records with the k-th best way of every node made its best."""
+    """Return the records with the k-th best schedule of every node made its best."""
     first = {some[k].key: some[0].us / 2 for some in ranked(records).values() if k < len(some)}
     return [replace(r, us=first.get(r.key, r.us)) for r in records]
 
 
 def artifacts(plan: Plan, shape: Shape, record: Path, ways: int) -> list[Path]:
-    """One artifact a way, compiled where it is missing."""
+    """Return one artifact per schedule, compiling it if it is missing."""
     found = []
     for k in range(ways):
         path = plan.artifacts / f"way-{k}" / f"{shape.name}.llmc"
@@ -70,14 +73,14 @@ def artifacts(plan: Plan, shape: Shape, record: Path, ways: int) -> list[Path]:
 
 @dataclass(frozen=True)
 class Group:
-    """Launches of one node text in a step: their places in the program."""
+    """Launches of one node text in a step: their positions in the program."""
 
     key: Key
     places: tuple[int, ...]
 
 
 def groups(m: Module, g: Graph, program: Program) -> list[Group]:
-    """The groups of a program; nodes and launches of one op at one place of the model come in the same order."""
+    """Return the groups of a program; nodes and launches of one op at one place of the model are in the same order."""
     nodes: dict[tuple[str, str], list[Node]] = {}
     for n in g.nodes:
         nodes.setdefault((n.op.name, n.loc), []).append(n)
@@ -91,7 +94,7 @@ def groups(m: Module, g: Graph, program: Program) -> list[Group]:
 
 
 class Steps:
-    """The decode step of `batch` rows in all its ways, on one device with requests under way."""
+    """The decode step of `batch` rows with every schedule, on one device with requests in progress."""
 
     def __init__(self, paths: Sequence[Path], batch: int) -> None:
         self.bench = Bench(paths[0], Load(batch))
@@ -105,7 +108,7 @@ class Steps:
             self.programs.append(other)
 
     def us(self, launches: Sequence[Launch]) -> float:
-        """Of one run without its last launch, so that the requests stay where they are: the median."""
+        """Return the median microseconds of a run without its last launch, so that the requests do not advance."""
         program = replace(self.bench.step.program, launches=tuple(x for x in launches if x.op != "row_finish"))
         run = self.bench.bind(program, self.bench.step.addresses, self.bench.step.symbols)
         self.bench.device.prepare(run)
@@ -120,7 +123,7 @@ class Steps:
         return statistics.median(times[1:])
 
     def compare(self, found: Sequence[Group]) -> Iterator[tuple[Group, dict[int, float]]]:
-        """Of each group, by way: the whole step's microseconds with every other group at its best."""
+        """Return, for each group and schedule, the whole step's microseconds with every other group at its best."""
         now = list(self.programs[0].launches)
         for sweep in range(SWEEPS):
             for group in found:
@@ -139,7 +142,7 @@ def _exchanged(now: Sequence[Launch], by: Program, group: Group) -> list[Launch]
 
 
 def adjusted(group: Group, times: Mapping[int, float], ways: Mapping[Key, Sequence[Record]]) -> list[Record]:
-    """The records of the ways that were compared."""
+    """Return the records of the schedules that were compared."""
     some = ways.get(group.key, ())
     least = min(times.values())
     return [
@@ -150,7 +153,7 @@ def adjusted(group: Group, times: Mapping[int, float], ways: Mapping[Key, Sequen
 
 
 def run(plan: Plan, record: Path, out: Path, ways: int) -> None:
-    """Every model and batch; the output is written after each."""
+    """Measure every model and batch; the output is written after each."""
     records = read(record)
     rank = ranked(records)
     save(out, records)
@@ -170,7 +173,7 @@ def run(plan: Plan, record: Path, out: Path, ways: int) -> None:
 
 def main(argv: list[str]) -> None:
     ap = argparse.ArgumentParser(prog="python -m bench.gpu.in_step", description=__doc__.split("\n")[0])
-    ap.add_argument("record", type=Path, help="a tuning file whose ways are compared")
+    ap.add_argument("record", type=Path, help="tuning file whose schedules are compared")
     ap.add_argument("-o", "--output", type=Path, required=True)
     ap.add_argument("--ways", type=int, default=4)
     a, rest = ap.parse_known_args(argv)

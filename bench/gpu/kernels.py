@@ -1,4 +1,4 @@
-"""Every launch of a step timed alone on the device, against its floor; launches of one kernel are one group.
+"""Time every launch of a step alone on the device, beside its floor; launches of one kernel form a group.
 
 A step decodes `batch` rows, or has the next tokens of a prompt beside them.
 
@@ -41,7 +41,7 @@ STEPS = 64
 
 @dataclass(frozen=True)
 class Bound:
-    """What a device was given to run a program: its buffers' addresses, and the sizes of each call."""
+    """What `bind` received for a program: the addresses of its buffers, and the array of its sizes."""
 
     program: Program
     addresses: tuple[int, ...]
@@ -50,8 +50,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Load:
-    """A step of `batch` rows behind `prompt` tokens and some more; with tokens of a prompt, too, where it has `tokens`
-    in all."""
+    """A step of `batch` rows after prompts of `prompt` tokens; with `tokens`, of that many with part of a prompt."""
 
     batch: int
     prompt: int = 128
@@ -67,7 +66,7 @@ class Load:
 
     def attended(self, op: str, apart: bool) -> tuple[float, int]:
         """(pairs of a query and a key that it sees, tokens of KV in use) of a step's attention; `apart`: single tokens
-        have an op of their own. The prompt has two steps behind it."""
+        have an op of their own. Two chunks of the prompt precede the step."""
         streams, chunk = self.batch * (self.prompt + STEPS), max(0, self.tokens - self.batch)
         parts = ((streams, streams), (chunk * 2.5 * chunk, 3 * chunk))
         kept = parts[:1] if op.endswith("_single") else parts[1:] if apart else parts
@@ -75,7 +74,7 @@ class Load:
 
 
 class Bench:
-    """An artifact on its device with a load's requests under way, and what the executor bound."""
+    """An artifact on its device with the requests of a load in progress, and the executor's bound arguments."""
 
     def __init__(self, path: Path, load: Load) -> None:
         artifact = open_artifact(path, verify=False)
@@ -116,7 +115,9 @@ class Bench:
             self.engine.step()
 
     def _bound_for(self, sizes: dict[str, int]) -> Bound:
-        """The program that has just run a step of these sizes, or of the next ones that graphs are made for."""
+        """Return the first program that ran a step of these sizes, or of larger ones, as graphs exist for some sizes
+        only.
+        """
         for b in self.bound:
             ran = dict(zip(b.program.symbols, b.symbols.tolist()))
             if b.program.fits(sizes) and all(ran.get(s, n) >= n for s, n in sizes.items()):
@@ -127,12 +128,12 @@ class Bench:
         return dict(zip(self.step.program.symbols, self.step.symbols.tolist()))
 
     def seconds(self, launches: Sequence[Launch]) -> float:
-        """Of one of these launches, run in turn: median over rounds of one program of many."""
+        """Return the seconds of one of these launches: the median over rounds of a program that cycles through them."""
         many = [launches[i % len(launches)] for i in range(max(len(launches), LAUNCHES))]
         return self._median(many) / len(many)
 
     def step_seconds(self) -> float:
-        """Of the whole step, replayed."""
+        """Return the seconds of the whole step, replayed as a graph."""
         return self._median(self.step.program.launches)
 
     def _median(self, launches: Sequence[Launch]) -> float:
@@ -152,7 +153,7 @@ class Bench:
 
 
 def groups(program: Program) -> dict[tuple[str, str], list[Launch]]:
-    """(kernel, place without layer numbers) -> its launches, in order."""
+    """Return (kernel, place without layer numbers) -> its launches, in order."""
     found: dict[tuple[str, str], list[Launch]] = {}
     for x in program.launches:
         place = ".".join(p for p in x.loc.split(".") if not p.isdigit())
@@ -177,7 +178,7 @@ def kernel_rows(path: Path, shape: Shape, load: Load, roof: Roof) -> Iterator[Ro
             x = launches[0]
             case = f"{load.name} {x.op} {place} x{len(launches)}"
             seen[case] += 1
-            case += f", {seen[case]}" if seen[case] > 1 else ""  # two products of one place are two rows
+            case += f", {seen[case]}" if seen[case] > 1 else ""  # two products at one place are two rows
             extra = {"each_us": each / len(launches) * 1e6, "kernel": kernel, "grid": [d(env) for d in x.grid]}
             yield Row(suite, shape.name, case, "us", each * 1e6, least * 1e6, extra=extra)
         extra = {"launches": len(bench.step.program.launches)}
@@ -188,7 +189,7 @@ def kernel_rows(path: Path, shape: Shape, load: Load, roof: Roof) -> Iterator[Ro
 
 
 def _floor(x: Launch, env: dict[str, int], attended: tuple[float, int], page: int, roof: Roof) -> float:
-    """Seconds. Attention is priced by the keys that its queries see and the tokens in use, not by all of the pool."""
+    """Return the floor in seconds. Attention is priced by the keys that its queries read, not by the whole pool."""
     flops = x.flops(env) if x.flops is not None else 0
     moved = x.bytes(env) if x.bytes is not None else 0
     if x.op.startswith("paged_attention") and x.flops is not None and x.bytes is not None:

@@ -1,4 +1,4 @@
-"""Decode attention over KV caches of bf16 and of 8-bit floats, and the append: microseconds beside the floor.
+"""Time decode attention and the append with KV caches in bf16 and in 8-bit floats, beside the floor.
 
     python -m bench.gpu.kv_cache [--every] [--cache DIR]      on a GPU; --every prints all schedules
 
@@ -25,7 +25,7 @@ SYMBOLS = {"R": (1, 256), "P": (1, 1 << 20)}
 
 
 def graph(pool: str, op: str, splits: int, registry: Registry) -> Graph:
-    """One node over a layer's pool."""
+    """Return a graph of one node over a layer's pool."""
     scales, scale = (f", %s: f32[{2 * KV_HEADS}]", ", %s") if pool == "f8e4m3" else ("", "")
     kv = f"state {pool}[P, 2, {KV_HEADS}, 16, {HEAD}]"
     if op == "rope_append":
@@ -49,7 +49,7 @@ def graph(pool: str, op: str, splits: int, registry: Registry) -> Graph:
 
 
 def times(g: Graph, rows: int, kernel: Kernel, timer: Timer) -> list[tuple[float, str]]:
-    """Microseconds of each schedule, the fastest first."""
+    """Return the microseconds of each schedule, fastest first."""
     (node,) = g.nodes
     found = kernel.schedules(node, timer.target)
     candidates = [Candidate(node, g, {"R": rows}, kernel, schedule) for schedule in found]

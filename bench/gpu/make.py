@@ -1,4 +1,4 @@
-"""The artifacts that the GPU benches run, compiled where they are missing; needs no GPU."""
+"""Compile the artifacts that the GPU benches run, if they are missing. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SEED = 1
 
 
 def artifact(plan: Plan, shape: Shape) -> Path:
-    """The model's artifact whose weights the runtime fills: a few MB, so that it can be made anywhere and carried."""
+    """Return a model's artifact without weight files, which the runtime fills with random values: a few MB."""
     path = plan.artifact(shape)
     if not (path / "manifest.json").is_file():
         with_weights(plan, shapes.folder(shape, plan.artifacts), path, f"random:{SEED}", shape.quant)
@@ -26,7 +26,7 @@ def artifact(plan: Plan, shape: Shape) -> Path:
 
 
 def artifacts(plan: Plan) -> None:
-    """The artifacts of all models of a plan, some at once where there are cores enough."""
+    """Return the artifacts of all models of a plan, compiling several at once if there are enough cores."""
     some = max(1, min(len(plan.models), (os.cpu_count() or 1) // 4))
     with ProcessPoolExecutor(some, mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(_one, [(replace(plan, models=()), s.name) for s in plan.models]))
@@ -38,7 +38,7 @@ def _one(work: tuple[Plan, str]) -> Path:
 
 
 def packed(plan: Plan, shape: Shape) -> Path:
-    """The model's artifact with weight files, of a random checkpoint that is removed afterwards."""
+    """Return a model's artifact with weight files, made from a random checkpoint that is then removed."""
     path = plan.packed(shape)
     if not (path / "manifest.json").is_file():
         checkpoint = shapes.checkpoint(shape, plan.artifacts)
@@ -50,7 +50,7 @@ def packed(plan: Plan, shape: Shape) -> Path:
 def with_weights(
     plan: Plan, model: Path, path: Path, weights: str, quant: str = "", tuning: Path | None = None
 ) -> None:
-    """Compile as `llmc compile` does, kernels cached beside the artifacts."""
+    """Compile as `llmc compile` does, with a kernel cache beside the artifacts."""
     from llmc.console import Console
     from llmc.driver import compile_model
     from llmc.options import Options

@@ -1,4 +1,4 @@
-"""What a run of the GPU benches measures: models, suites, sizes; the options of its command line, and nothing run."""
+"""The plan of a run of the GPU benches: models, suites, sizes, and its command-line options."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from bench.gpu.kernels import Load
 from bench.shapes import Shape
 
 _SHAPES = (shapes.LLAMA31_8B, shapes.LLAMA32_1B, shapes.QWEN3_06B, shapes.QWEN3_30B_A3B, shapes.SMALL)
-RECIPES = ("fp8", "w8a8", "int8", "int4")  # of `llmc compile --quant`; MODEL-RECIPE is a model, too
+RECIPES = ("fp8", "fp8-block", "w8a8", "int8", "int4")  # of `llmc compile --quant`; MODEL-RECIPE is a model, too
 _QUANTISED = [Shape.quantised(s, r) for s in _SHAPES for r in RECIPES]
 MODELS = {s.name: s for s in [*_SHAPES, *_QUANTISED]}
 DEFAULT_MODELS = "qwen3-0.6b,llama-3.2-1b,llama-3.1-8b"
 SUITES = ("decode", "prefill", "offline", "host", "kernels", "mixed", "start")
-MIXED = Load(64, 1000, 512)  # streams in the middle of their answers, and the next part of a prompt
-# Of the artifacts that a run compiles: what the peers' figures were taken with.
+MIXED = Load(64, 1000, 512)  # decoding streams, and the next part of a prompt
+# Limits of the artifacts that a run compiles, equal to those of the peers' figures.
 MAX_LEN, MAX_SEQS, MAX_TOKENS = 16384, 256, 8192
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`artifacts`: a folder with NAME.llmc, compiled into where one is missing; `limit`: seconds of the whole run."""
+    """`artifacts`: a folder of NAME.llmc, where missing ones are compiled; `limit`: seconds of the whole run."""
 
     out: Path
     artifacts: Path
@@ -56,20 +56,20 @@ def parser() -> argparse.ArgumentParser:
         "--out", type=Path, default=Path("build/bench/gpu"), metavar="DIR", help="folder of rows, tables and logs"
     )
     ap.add_argument("--artifacts", type=Path, default=Path("build/bench/gpu/artifacts"), metavar="DIR",
-                    help="NAME.llmc of each model; what is missing is compiled here")  # fmt: skip
+                    help="folder of NAME.llmc of each model; missing ones are compiled")  # fmt: skip
     ap.add_argument(
         "--models",
         default=DEFAULT_MODELS,
         metavar="A,B",
         help=f"of {', '.join(s.name for s in _SHAPES)}, each with -{' or -'.join(RECIPES)} if wanted",
     )
-    ap.add_argument("--suites", default=",".join(SUITES), metavar="A,B", help=f"of {', '.join(SUITES)}")
+    ap.add_argument("--suites", default=",".join(SUITES), metavar="A,B", help=f"suites: {', '.join(SUITES)}")
     ap.add_argument("--batches", type=_ints, default=BATCHES, metavar="N,N", help="batch sizes of the decode suite")
     ap.add_argument(
         "--kernel-batches", type=_ints, default=(1, 32), metavar="N,N", help="batch sizes of the kernels suite"
     )
     ap.add_argument("--mixed", type=_ints, default=(MIXED.batch, MIXED.prompt, MIXED.tokens), metavar="ROWS,N,TOKENS",
-                    help="of the mixed suite: rows, each behind N tokens, and tokens of the step")  # fmt: skip
+                    help="mixed suite: rows, tokens of context of each, and tokens of the step")  # fmt: skip
     ap.add_argument(
         "--prompts", type=_ints, default=PROMPTS, metavar="N,N", help="prompt lengths of the prefill suite in tokens"
     )
@@ -81,7 +81,9 @@ def parser() -> argparse.ArgumentParser:
         help="requests of the offline suite; peers ran 512",
     )
     ap.add_argument("--target", default="cuda:sm_90", help="target of artifacts that are compiled")
-    ap.add_argument("--pipeline", default="", metavar="TEXT", help="of what is compiled here, as llmc compile takes it")
+    ap.add_argument(
+        "--pipeline", default="", metavar="TEXT", help="option of the artifacts that are compiled, as for llmc compile"
+    )
     ap.add_argument(
         "--limit", type=float, default=570, metavar="SECONDS", help="seconds after which no new part starts"
     )

@@ -1,4 +1,4 @@
-"""The share of the floor by batch size, ours and vLLM's, as an SVG written by hand from measured rows.
+"""Plot the share of the floor by batch size, ours and vLLM's, as an SVG.
 
 python -m bench.gpu.plot RESULTS.json|ROWS.jsonl ... [-o docs/share-of-floor.svg]
 
@@ -24,7 +24,7 @@ Point = tuple[int, float]
 
 
 def load(path: Path) -> list[Row]:
-    """The rows of a run's results.json or rows.jsonl."""
+    """Return the rows of a run's results.json or rows.jsonl."""
     if path.suffix == ".jsonl":
         return read(path)
     rows = json.loads(path.read_text())["rows"]
@@ -32,7 +32,7 @@ def load(path: Path) -> list[Row]:
 
 
 def lines(rows: Iterable[Row]) -> dict[str, tuple[list[Point], list[Point]]]:
-    """Model -> our points and vLLM's: (batch, share of the floor)."""
+    """Return model -> our points and vLLM's: (batch, share of the floor)."""
     out: dict[str, tuple[list[Point], list[Point]]] = {}
     for row in sorted((r for r in rows if r.suite == "decode"), key=lambda r: int(r.case)):
         ours, peer = out.setdefault(row.model, ([], []))
@@ -67,7 +67,7 @@ def _y(share: float, high: float) -> float:
 
 
 def _frame(batches: Sequence[int], x: dict[int, float], high: float) -> list[str]:
-    """Background, grid, axes and their names."""
+    """Return the background, the grid, and the axes with their labels."""
     right = WIDTH - RIGHT
     out = [f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>']
     for step in range(math.ceil(high * 5) + 1):

@@ -1,4 +1,4 @@
-"""The CUDA C++ product beside Triton's best ways, timed on this GPU for a few sizes.
+"""Time the CUDA C++ product beside Triton's best schedules on this GPU.
 
     python -m bench.gpu.products [--tokens 512,2048,8192] [--weights 6144x4096,...] [--ways 4] [--json FILE]
 
@@ -29,7 +29,7 @@ WEIGHTS = "6144x4096,4096x4096,4096x14336,2048x2048"  # rows x columns: of an 8B
 
 
 def product(n: int, k: int, registry: Registry) -> tuple[Graph, Node]:
-    """A graph of one linear: bf16[T, k] by a weight of n x k."""
+    """Return a graph of one linear: bf16[T, k] times a weight [n, k]."""
     text = f"""
 sym T in [1, {MOST_TOKENS}]
 graph @main(%x: bf16[T, {k}], %w: weight bf16[{n}, {k}]) {{
@@ -42,7 +42,7 @@ graph @main(%x: bf16[T, {k}], %w: weight bf16[{n}, {k}]) {{
 
 
 def candidates(n: int, k: int, tokens: int, ways: int, registry: Registry, target: Target) -> list[Candidate]:
-    """The best `ways` ways of Triton's, and every way of the CUDA kernel, to multiply at a size."""
+    """Return the best `ways` Triton schedules and every schedule of the CUDA kernel for a size."""
     graph, node = product(n, k, registry)
     env = {"T": tokens}
     found = select.candidates(node, registry.kernels, target, env, Tuning.shipped(target), prefer=(OURS,))
@@ -52,7 +52,7 @@ def candidates(n: int, k: int, tokens: int, ways: int, registry: Registry, targe
 
 
 def measure(n: int, k: int, tokens: int, ways: int, timer: Timer) -> list[dict[str, object]]:
-    """A row for every way: microseconds of one launch and TFLOP/s, fastest first."""
+    """Return a row per schedule, fastest first: microseconds of one launch, and TFLOP/s."""
     found = candidates(n, k, tokens, ways, timer.registry, timer.target)
     times = timer.microseconds(found, {"T": (1, MOST_TOKENS)})
     rows = [
@@ -70,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     ap.add_argument("--target", default="cuda:sm_90")
     ap.add_argument("--tokens", default=TOKENS)
     ap.add_argument("--weights", default=WEIGHTS, help="rows x columns, separated by commas")
-    ap.add_argument("--ways", type=int, default=4, help="ways of Triton's")
-    ap.add_argument("--json", type=Path, help="write all rows there, one JSON object a line")
+    ap.add_argument("--ways", type=int, default=4, help="number of Triton schedules")
+    ap.add_argument("--json", type=Path, help="file for all rows, one JSON object per line")
     args = ap.parse_args(argv)
     registry = load()
     target = registry.target(args.target)
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def report(found: Sequence[dict[str, object]]) -> None:
-    """Print the best way of each side for one size, and every way below."""
+    """Print the best schedule of each side for one size, then all schedules."""
     best = {mine: next(r for r in found if (r["kernel"] == OURS) is mine) for mine in (True, False)}
     ratio = float(str(best[False]["us"])) / float(str(best[True]["us"]))
     print(f"{found[0]['tokens']} tokens x {found[0]['weight']}: CUDA C++ has {ratio:.2f} of the speed of Triton's best")

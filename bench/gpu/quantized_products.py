@@ -1,4 +1,4 @@
-"""The products with quantised weights on this GPU: every schedule checked and timed, beside the best bf16 product.
+"""Check and time every schedule of products with quantised weights on this GPU, beside the best bf16 product.
 
     python -m bench.gpu.quantized_products -o FOLDER [--tokens 1,16,256] [--shapes qkv,o] [--ways 14] [--compile-only]
 
@@ -89,7 +89,7 @@ class Way:
 
 
 def node_of(shape: str, form: str, m: int, registry: Registry) -> Node:
-    """The product's node; codes of 4 bits as the kernels read them."""
+    """Return the product's node, with 4-bit codes in the layout of the kernels."""
     n, k, parts = SHAPES[shape]
     body = SILU if parts == 2 else "a0"
     rows, values = n * parts, ""
@@ -120,7 +120,7 @@ def node_of(shape: str, form: str, m: int, registry: Registry) -> Node:
 def ways(
     shapes: Sequence[str], tokens: Sequence[int], forms: Sequence[str], most: int, registry: Registry, target: Target
 ) -> Iterator[Way]:
-    """Every way that is compared; of formats other than groups of 128 a few."""
+    """Yield every schedule that is compared; of formats with other groups than 128, only a few."""
     for shape in shapes:
         for m in tokens:
             node = node_of(shape, "bf16", m, registry)
@@ -149,7 +149,7 @@ def _ours(shape: str, form: str, m: int, node: Node, most: int, target: Target) 
 
 
 def compiled(found: Sequence[Way], target: Target, jobs: int) -> list[Compiled | str]:
-    """The binary of every way, or why there is none."""
+    """Return the binary of every schedule, or why it has none."""
     limits = target.limits
     triton = [w for w in found if w.source.language == "triton"]
     work = [(str(i), w.source, target.family, target.arch, limits.warp) for i, w in enumerate(triton)]
@@ -167,7 +167,7 @@ def compiled(found: Sequence[Way], target: Target, jobs: int) -> list[Compiled |
 
 
 class Bench:
-    """Buffers of random contents on the device, and the launches over them."""
+    """Buffers of random contents on the device, and the launches that use them."""
 
     def __init__(self) -> None:
         import torch
@@ -187,7 +187,7 @@ class Bench:
         torch.cuda.synchronize()
 
     def arguments(self, way: Way, i: int) -> list[int]:
-        """The addresses of the i-th copy: x, weight, the result."""
+        """Return the addresses of the i-th copy: x, weight, result."""
         n, k, parts = way.sizes
         rows, x, out = n * parts, self.x.data_ptr(), self.out.data_ptr()
         if way.form == "bf16":
@@ -215,7 +215,7 @@ class Bench:
         self.card.launch(fn, binary, grid, pointers, [], way.source.pdl)
 
     def launch_cuda(self, way: Way, binary: Compiled, i: int) -> None:
-        """The first operand is a tensor map, and the last parameter the number of tokens."""
+        """Launch a CUDA C++ kernel: x is passed as a tensor map, and the number of tokens as the last parameter."""
         x, *rest = self.arguments(way, i)
         (box, swizzle), shape = binary.boxes[0], (way.m, way.sizes[1])
         params = [self.card.mapped(x, "bf16", shape, box, swizzle)[0], *((p, ctypes.c_void_p) for p in rest)]
@@ -225,7 +225,7 @@ class Bench:
         self.card.launch_params(fn, binary, grid, params, way.source.pdl, way.source.cluster)
 
     def weights(self, way: Way) -> Any:
-        """The dequantised weight of copy 0 in float32: [parts * n, k]."""
+        """Return the dequantised weight of copy 0 in float32: [parts * n, k]."""
         t, (n, k, parts) = self.torch, way.sizes
         rows = n * parts
         if way.form == "bf16":
@@ -251,7 +251,7 @@ class Bench:
         return self.torch.nn.functional.silu(sums[:, :n]) * sums[:, n:]
 
     def error(self, way: Way, binary: Compiled, want: Any) -> float:
-        """‖result - reference‖ / ‖reference‖ of one launch over a poisoned result."""
+        """Return ‖result - reference‖ / ‖reference‖ of one launch, whose result buffer is poisoned before."""
         n = way.sizes[0]
         self.out.fill_(float("nan"))
         self.torch.cuda.synchronize()
@@ -264,7 +264,7 @@ class Bench:
         return float((got - want).norm() / want.norm())
 
     def microseconds(self, way: Way, binary: Compiled) -> float:
-        """The median time of a launch, of a graph that cycles through the copies."""
+        """Return the median microseconds of a launch, from a graph that cycles through the copies."""
         cu, card = self.card.cu, self.card
         copies = max(2, SPREAD // max(1, way.weight_bytes))
         card.ok(cu.cuStreamBeginCapture(card.stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
@@ -291,7 +291,7 @@ class Bench:
 
 
 def measure(found: Sequence[Way], binaries: Sequence[Compiled | str], target: Target) -> Iterator[dict[str, Any]]:
-    """A row for every way, with its error and time, or why it has none."""
+    """Return a row per schedule, with its error and time, or the reason why it has none."""
     bench = Bench()
     known: dict[tuple[str, str, int], Any] = {}
     for way, binary in zip(found, binaries, strict=True):
@@ -310,7 +310,7 @@ def measure(found: Sequence[Way], binaries: Sequence[Compiled | str], target: Ta
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The best ways of every format, beside the floor and bf16's best."""
+    """Return the best schedules of every format, beside the floor and the best bf16 product."""
     lines = ["| shape | format | m | us | share of floor | bf16 us | kernel | schedule | next |", "|" + "---|" * 9]
     good = [r for r in rows if "failed" not in r]
     for key in dict.fromkeys((r["shape"], r["form"], r["m"]) for r in good if r["form"] != "bf16"):

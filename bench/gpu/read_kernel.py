@@ -1,4 +1,4 @@
-"""The simplest kernel that reads memory once, in Triton; for bench.gpu.ceilings alone, imported where Triton is."""
+"""A minimal Triton kernel that reads memory once, for bench.gpu.ceilings. Importing it requires Triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measurements as rows: measured, floor, peer, gate and aim of each, written the moment they are known, and as tables.
+"""Measurements as rows (measured, floor, peer, gate, aim), saved as soon as they are known, and as tables.
 
 A file of rows is JSON lines, so that what a killed run has measured is kept.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent.parent
-OFFLINE = "512 of 512 in, 256 out"  # the load of the peer's figure
+OFFLINE = "512 of 512 in, 256 out"  # the load of the peer's measurement
 TITLES = {
     "ceilings": "Ceilings of this card, measured beside the rest",
     "decode": "Decode, ms a step: 128-token prompts, 128 steps, whole LLM.generate, bf16, greedy",
@@ -28,7 +28,7 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. `floor` and `peer` (vLLM) are in `unit` as well; None where there is none.
+    """One measurement. `floor` and `peer` (vLLM) are in `unit` as well; None if there is none.
 
     A unit that ends in "/s" is better when larger. `model` and `case` identify what was measured; `extra` has samples.
     """
@@ -50,7 +50,7 @@ class Row:
 
     @property
     def share(self) -> float | None:
-        """The share of what is possible; 1 is the floor."""
+        """The floor divided by the measurement (for rates, the reverse); 1 is the floor."""
         return self._share(self.measured)
 
     @property
@@ -64,7 +64,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """The goal that is met: aim, gate, missed by a percentage, or empty without a goal."""
+        """The goal that is met: aim, gate, "missed by" a percentage, or empty without a goal."""
         if self.gate is None:
             return ""
         if self.aim is not None and self.measured <= self.aim:
@@ -92,7 +92,7 @@ class Rows:
         print(f"  {line(row)}", flush=True)
 
     def text(self) -> str:
-        """Markdown tables of this run's rows."""
+        """Return Markdown tables of this run's rows."""
         return tables(self.found)
 
 
@@ -138,7 +138,7 @@ def engine_row(suite: str, model: str, case: str, unit: str, measured: float, fl
 
 
 def number(x: float | None) -> str:
-    """Three to four significant digits."""
+    """Format a number with three to four significant digits."""
     if x is None or not math.isfinite(x):
         return ""
     return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}" if abs(x) < 0.1 else f"{x:.3f}" if abs(x) < 10 else f"{x:.1f}"
@@ -149,7 +149,7 @@ def percent(x: float | None) -> str:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """model, case, measured, floor, share, vLLM, its share, gate, aim, verdict."""
+    """Return model, case, measured, floor, share, vLLM, its share, gate, aim and verdict as text."""
     return (
         row.model, row.case, number(row.measured), number(row.floor), percent(row.share), number(row.peer),
         percent(row.peer_share), number(row.gate), number(row.aim), row.verdict,
@@ -157,7 +157,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def line(row: Row) -> str:
-    """A row in one line, as a run prints it."""
+    """Return a row as one line of a run's progress."""
     model, case, measured, floor, share, peer, _, gate, aim, verdict = cells(row)
     words = [f"{row.suite} {model} {case}: {measured} {row.unit}"]
     words += [f"floor {floor} ({share})"] if floor else []

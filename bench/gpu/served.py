@@ -1,4 +1,4 @@
-"""A model served over HTTP beside LLM.generate on the same work, and prompts that come beside streams; one table, JSON.
+"""Compare a model served over HTTP with LLM.generate on the same work, and measure prompts beside streams.
 
     python -m bench.gpu.served [--model NAME] [--artifacts DIR] [--out DIR] [--requests N] [--concurrency N]
                                [--seconds S] [--batched N] [--parts throughput,mix]
@@ -36,7 +36,7 @@ START_SECONDS = 300
 
 
 def words(shape: Shape, path: Path) -> None:
-    """A byte-level tokenizer.json of the shape's vocabulary: all bytes, then random words."""
+    """Return a byte-level tokenizer.json of the shape's vocabulary size: all bytes, then random words."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     rng = random.Random(shape.vocab)
@@ -51,7 +51,7 @@ def words(shape: Shape, path: Path) -> None:
 
 
 def artifact(plan: Plan, shape: Shape) -> Path:
-    """The shape with a tokenizer, its weights filled by the runtime; made where it is missing."""
+    """Return the artifact of the shape with a tokenizer and random weights, compiling it if it is missing."""
     path = plan.artifacts / "served" / f"{shape.name}.llmc"
     if not (path / "manifest.json").is_file():
         model = path.with_suffix(".hf")
@@ -96,7 +96,7 @@ def ready(port: int) -> bool:
 
 
 def measured(*arguments: str) -> dict[str, Any]:
-    """The JSON report of `llmc bench`."""
+    """Run `llmc bench` and return its JSON report."""
     done = subprocess.run([*BENCH, *arguments, "--json", "--disable-tqdm"], stdout=subprocess.PIPE, text=True)
     report: dict[str, Any] = json.loads(done.stdout or "{}")
     if done.returncode:
@@ -105,7 +105,9 @@ def measured(*arguments: str) -> dict[str, Any]:
 
 
 def throughput(path: Path, args: argparse.Namespace, sizes: tuple[int, int]) -> dict[str, Any]:
-    """Output tokens a second: LLM.generate, then the server, on the same requests; the better of two rounds each."""
+    """Return the output tokens per second of LLM.generate and of the server on the same requests, each the better of
+    two rounds.
+    """
     read, write = map(str, sizes)
     alone = measured("offline", str(path), "--num-prompts", str(args.requests), "--input-len", read, "--output-len",
                      write, "--max-num-seqs", str(args.concurrency), "--rounds", "2", "--warmups", "0")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Uploads of weights: both ways, hashed and not, beside what hashing, copying and mapping reach alone; one table, JSON.
+"""Upload weights in two ways, with and without hashing, beside the rates of hashing, copying and mapping alone.
 
     python -m bench.gpu.upload GiB [--threads 4,8,16] [--spans 16,64,256] [--rounds 3] [--dir DIR] [--json FILE]
 
@@ -42,7 +42,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 class Bench:
-    """A GPU with room for one file, and that file."""
+    """A device with memory for one file, and that file."""
 
     def __init__(self, folder: Path, nbytes: int, rounds: int) -> None:
         self.folder, self.nbytes, self.rounds = folder, nbytes, rounds
@@ -55,17 +55,17 @@ class Bench:
         self.file = WeightFile("a", nbytes, tuple(self.hashes(self.device.threads)), BLOCK)
 
     def hashes(self, threads: int) -> list[str]:
-        """Of all blocks, from plain memory."""
+        """Hash all blocks from ordinary memory."""
         pieces = [self.data[at : at + BLOCK].data for at in range(0, self.nbytes, BLOCK)]
         with ThreadPoolExecutor(threads) as pool:
             return list(pool.map(lambda x: hashlib.sha256(x).hexdigest(), pieces))
 
     def rate(self, run: Callable[[], object], nbytes: int) -> float:
-        """GB/s, the median of the rounds."""
+        """Return the GB/s of the median round."""
         return nbytes / 1e9 / statistics.median(seconds(run) for _ in range(self.rounds))
 
     def floors(self, threads: list[int], spans: list[int]) -> Iterator[Row]:
-        """What one step of an upload reaches when nothing else is done."""
+        """Return the rates of the single steps of an upload."""
         for n in dict.fromkeys((1, *threads)):
             yield row("floor: sha256, plain memory", n, None, [self.rate(lambda n=n: self.hashes(n), self.nbytes)])  # type: ignore[misc]
         yield row("floor: copy, pinned memory", 1, None, [self.copy()])
@@ -88,7 +88,7 @@ class Bench:
         cuda.ok(cuda.cu.cuStreamSynchronize(stream))
 
     def map(self, threads: int) -> None:
-        """Bring all pages into a new mapping, and take them out again."""
+        """Read all pages into a new mapping, and unmap them."""
         work = Work(Folder(self.folder), [self.file], mapped=True)
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(lambda block: len(work.load(block)), work.blocks))
@@ -96,7 +96,9 @@ class Bench:
         work.close()
 
     def registering(self, nbytes: int) -> dict[str, list[float]]:
-        """GB/s of registering one mapped span, copying from it, and unregistering; nothing where it is refused."""
+        """Return the GB/s of registering a mapped span, copying from it, and unregistering it; nothing if it is
+        refused.
+        """
         upload_work.SPAN = nbytes
         work = Work(Folder(self.folder), [self.file], mapped=True)
         try:
@@ -123,7 +125,7 @@ class Bench:
         return nbytes / 1e9 / registering, nbytes / 1e9 / copying, nbytes / 1e9 / ending
 
     def uploads(self, threads: list[int], spans: list[int]) -> Iterator[Row]:
-        """Every way whole, as opening an artifact does it."""
+        """Measure every way of uploading, as when an artifact is opened."""
         for check in (True, False):
             for way in (weight_upload.MAPPED, weight_upload.PINNED):
                 for span in spans if way == weight_upload.MAPPED else (None,):
@@ -168,12 +170,12 @@ def numbers(text: str) -> list[int]:
 
 def main(argv: list[str]) -> int:
     ap = argparse.ArgumentParser(prog="python -m bench.gpu.upload", description=__doc__.partition("\n")[0])
-    ap.add_argument("gib", type=float, metavar="GiB", help="size of the file")
+    ap.add_argument("gib", type=float, metavar="GiB", help="size of the file in GiB")
     ap.add_argument("--threads", type=numbers, default=[4, 8, 16])
-    ap.add_argument("--spans", type=numbers, default=[16, 64, 256], help="MiB that are registered in one call")
+    ap.add_argument("--spans", type=numbers, default=[16, 64, 256], help="sizes registered in one call, in MiB")
     ap.add_argument("--rounds", type=int, default=3)
-    ap.add_argument("--dir", type=Path, help="where the file is written (default: a new folder for temporary files)")
-    ap.add_argument("--json", type=Path, help="where the rows are written as JSON (default: printed)")
+    ap.add_argument("--dir", type=Path, help="folder of the file (default: a new temporary folder)")
+    ap.add_argument("--json", type=Path, help="file of the rows as JSON (default: print them)")
     args = ap.parse_args(argv)
     if why := why_no_gpu():
         print(f"no GPU: {why}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Runs one model's suites in a process of its own, so that a CUDA error ends no other suite; see __main__."""
+"""Run one model's suites in a separate process, so that a CUDA error ends no other suite; see __main__."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rows_of(plan: Plan, shape: Shape, what: str, roof: Roof) -> Iterator[Row]:
 
 
 def main(argv: list[str]) -> None:
-    """WHAT MODEL ROOF and then the options of the run."""
+    """Run the command: WHAT MODEL ROOF, followed by the options of the run."""
     what, model, roof, *rest = argv
     plan = plan_of(parser().parse_args(rest))
     rows = Rows(plan.out)

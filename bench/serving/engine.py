@@ -1,4 +1,4 @@
-"""An engine process over a device that has no model: a step takes a fixed time, every token is the text of a word.
+"""An engine process over a simulated device: every step takes a fixed time, and every token's text is a word.
 
 python engine.py SECONDS_A_STEP DEPTH PARENT FOLDER HEARTBEAT, as AsyncLLM starts it.
 """
@@ -26,7 +26,7 @@ ROWS, LENGTH, TOKENS, PAGE = 256, 4096, 8192, 16
 
 
 class Paced:
-    """A device that works on one step at a time, each `pace` seconds; launching costs the host nothing."""
+    """A device that runs one step at a time, each in `pace` seconds; launching takes no host time."""
 
     def __init__(self, pace: float, depth: int, words: Sequence[int]) -> None:
         self.depth, self._pace = depth, pace
@@ -35,16 +35,16 @@ class Paced:
         self._free = 0.0  # when the device is
 
     def launch(self, step: Step) -> None:
-        """It ends `pace` after the step before, or after now."""
+        """Launch a step that ends `pace` seconds after the previous one, or after now."""
         self._free = max(self._free, time.monotonic()) + self._pace
         self._under_way.append((step, self._free))
 
     def guide(self, ticket: None, masks: Sequence[RowMask]) -> None:
-        """Nobody is guided here."""
+        """Not supported: requests of this bench have no grammar."""
         raise AssertionError("the bench asks for no grammar")
 
     def wait(self, ticket: None) -> StepOutput:
-        """The words of the oldest step, once it has ended."""
+        """Return the tokens of the oldest step once it has ended."""
         step, ready = self._under_way.popleft()
         if (left := ready - time.monotonic()) > 0:
             time.sleep(left)
@@ -52,12 +52,12 @@ class Paced:
         return step.reply([next(words) if work.emit else None for work in step.work])
 
     def settle(self) -> None:
-        """Forget what is under way."""
+        """Forget the steps in flight."""
         self._under_way.clear()
 
 
 def opener(pace: float, depth: int) -> Callable[[Open, Callable[[str], None]], Session]:
-    """What the engine process is given."""
+    """Return the function that opens the engine in the engine process."""
 
     def opened(wanted: Open, say: Callable[[str], None]) -> Session:
         tokenizer = Tokenizer.open(MODEL)

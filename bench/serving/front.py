@@ -1,4 +1,4 @@
-"""Our server over the simulated device, as a process: `python -m bench.serving.front SECONDS_A_STEP DEPTH`."""
+"""Our server over the simulated device, as a process: `python -m bench.serving.front SECONDS_PER_STEP DEPTH`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BOOT = (
 
 
 def simulated(pace: float, depth: int, rows: int | None = None, **options: Any) -> AsyncLLM:
-    """An AsyncLLM whose engine is `bench.serving.engine`; not started."""
+    """Return an AsyncLLM whose engine is `bench.serving.engine`; it is not started."""
     command = [sys.executable, "-P", "-c", _BOOT, ":".join(filter(None, sys.path)), str(pace), str(depth)]
     opening = Open("simulated", {} if rows is None else {"max_num_seqs": rows})
     calm = {"heartbeat_timeout": 20.0, "say": lambda line: None}

@@ -1,4 +1,4 @@
-"""Servers as processes, loads on them, and the processor time that each process takes; it compares nothing."""
+"""Server processes, loads on them, and the CPU time of each process."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Server:
-    """A running server: its port, and the processor seconds of its processes so far."""
+    """A running server: its port, and the CPU seconds of its processes so far."""
 
     def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
         self.port, self._process = port, psutil.Process(process.pid)
 
     def cpu(self) -> dict[str, float]:
-        """Of the front, and of the engine where there is one."""
+        """CPU seconds of the front end, and of the engine if there is one."""
         found = dict(zip(("front", "engine"), (self._process, *self._process.children())))
         return {name: sum(one.cpu_times()[:2]) for name, one in found.items()}
 
 
 @contextmanager
 def server(module: str, *arguments: object) -> Iterator[Server]:
-    """`python -m module arguments`, which prints its address to standard error."""
+    """Run `python -m module arguments`, which prints its address to standard error."""
     command = [sys.executable, "-m", module, *map(str, arguments)]
     path = os.pathsep.join([str(ROOT), str(ROOT / "runtime")])
     with TemporaryFile("w+") as stderr_file:
@@ -55,7 +55,7 @@ def _read(stderr_file: IO[str]) -> str:
 
 
 def load(target: Server, *options: object) -> dict[str, Any]:
-    """The report of `llmc bench serve`, with microseconds of processor time a token of each process."""
+    """Return the report of `llmc bench serve`, with microseconds of CPU time per token of each process."""
     words = ["serve", "--port", str(target.port), "--json", "--disable-tqdm", "--ignore-eos", *map(str, options)]
     before, out = target.cpu(), io.StringIO()
     code = run(parser().parse_args(words), {}, out, sys.stderr)

@@ -1,4 +1,4 @@
-"""A bare Starlette handler on uvicorn (h11) that streams ready-made events: what a server in Python can do at most.
+"""A minimal Starlette handler on uvicorn (h11) that streams prepared events: the upper limit of a server in Python.
 
 python -m bench.serving.peer BYTES_AN_EVENT
 """
@@ -21,7 +21,7 @@ _USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": %d, "completion_toke
 
 
 def application(size: int) -> Starlette:
-    """POST /v1/completions with as many events of `size` bytes as the request has max_tokens."""
+    """Return an application whose POST /v1/completions streams `max_tokens` events of `size` bytes."""
     event = json.dumps({"choices": [{"index": 0, "text": " word", "finish_reason": None}], "pad": ""})
     event = f"data: {event[:-2]}{'x' * (size - len(event) - 8)}" + '"}\n\n'
     assert len(event) == size
@@ -32,7 +32,7 @@ def application(size: int) -> Starlette:
         async def events() -> AsyncIterator[str]:
             for _ in range(request_body["max_tokens"]):
                 yield event
-                await asyncio.sleep(0)  # tokens come one by one: a handler waits for each
+                await asyncio.sleep(0)  # tokens arrive one by one; the handler waits for each
             yield (_USAGE % (len(request_body["prompt"]), request_body["max_tokens"])).decode()
             yield "data: [DONE]\n\n"
 

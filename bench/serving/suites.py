@@ -1,4 +1,4 @@
-"""The measurements: throughput beside a bare handler, added latency of one stream, steps beside a long queue."""
+"""The measurements: throughput beside a minimal handler, added latency of one stream, steps beside a long queue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ Row = dict[str, Any]
 
 
 def throughput(rounds: int) -> list[Row]:
-    """Tokens a second at 256 streams: ours at full speed beside the bare handler, interleaved; and at a GPU's pace."""
+    """Tokens per second of 256 streams: our server at full speed beside the minimal handler, interleaved; and at a
+    GPU's pace.
+    """
     with server("bench.serving.front", 0.0, 2) as ours, server("bench.serving.peer", EVENT) as bare:
         found: dict[str, list[Row]] = {"ours": [], "bare": []}
         for name in ("ours", "bare", "bare", "ours") * ((rounds + 1) // 2):
@@ -44,7 +46,7 @@ def _streams(target: Any, tokens: int = TOKENS, requests: int = REQUESTS) -> Row
 
 
 def latency(rounds: int) -> list[Row]:
-    """What a stream waits for a token beyond the step: at depth 1, where nothing hides the host's time, and at 2."""
+    """Latency of a stream's token beyond the step, at depth 1, which hides none of the host's time, and at depth 2."""
     rows = []
     for depth, pace in ((1, 0.01), (2, 0.01)):
         with server("bench.serving.front", pace, depth) as ours:
@@ -61,8 +63,9 @@ def latency(rounds: int) -> list[Row]:
 
 
 def queue(rounds: int) -> list[Row]:
-    """Milliseconds of a step of 64 running requests, nothing waiting, and 10,000 waiting: 4 of the device, the host's
-    time behind them (depth 1)."""
+    """Milliseconds per step of 64 running requests with an empty queue and with 10,000 waiting requests: 4 ms on the
+    device, plus the host's time (depth 1).
+    """
     alone, beside = asyncio.run(_queue(rounds))
     few, many = statistics.median(alone), statistics.median(beside)
     return [
@@ -75,7 +78,7 @@ def queue(rounds: int) -> list[Row]:
 
 
 async def _queue(rounds: int) -> tuple[list[float], list[float]]:
-    """The waiting ones are put in place, and taken away, by turns."""
+    """Alternate between adding and removing the waiting requests."""
     alone, beside = [], []
     async with simulated(0.004, 1, RUNNING) as llm:
         running = [asyncio.create_task(_again(llm)) for _ in range(RUNNING)]
@@ -108,7 +111,7 @@ async def _once(llm: Any) -> None:
 
 
 async def _step_ms(llm: Any, seconds: float = 3.0) -> float:
-    """By the engine's own counters, which come with its signs of life."""
+    """Return the milliseconds per step, from the counters in the engine's heartbeats."""
     before, begin = llm.stats()["num_steps"], time.monotonic()
     await asyncio.sleep(seconds)
     return 1e3 * (time.monotonic() - begin) / max(llm.stats()["num_steps"] - before, 1)

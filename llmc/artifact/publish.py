@@ -82,7 +82,7 @@ def foreign_files(out: Path) -> list[str]:
 
 
 def _is_remains(path: Path) -> bool:
-    """Whether a folder is empty or was left behind by a killed writer, so that it cannot be opened as an artifact."""
+    """Whether a folder is empty or an incomplete artifact that a killed writer left behind."""
     if path.is_symlink() or not path.is_dir() or (path / NAME).exists():
         return False
     return (path / PART).is_file() or not any(path.iterdir())

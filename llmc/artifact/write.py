@@ -29,7 +29,9 @@ TEMPLATES = "additional_chat_templates"
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """Weights to evaluate: the graph's outputs have the names that programs use, the source those of the checkpoint."""
+    """Weights to evaluate. The graph's outputs have the names that programs use; the source's tensors, those of the
+    checkpoint.
+    """
 
     graph: Graph
     source: WeightSource
@@ -152,7 +154,7 @@ def kv_of(states: Sequence[State], page_size: int) -> Kv:
 
 
 def _checked(program: Program) -> bytes:
-    """The program's file, after parsing it as the runtime will."""
+    """Return the program's file after parsing it as the runtime does."""
     data = program.dump()
     Program.load(data, f"programs/{program.name}.json")
     return data

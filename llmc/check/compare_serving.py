@@ -60,7 +60,7 @@ class _Rows:
 
 
 def _written(g: Graph) -> list[str]:
-    """The states whose next versions are the outputs after the answers, in that order."""
+    """Return the states whose next versions are the outputs after the ids and log-probabilities, in that order."""
     found = []
     for v in g.outputs[ANSWERS:]:
         n = v.node

@@ -45,7 +45,7 @@ def draw(m: Module, g: Graph, rng: np.random.Generator) -> Inputs:
 
 
 def elements(m: Module) -> int:
-    """Number of input elements of the largest graph, with small values for all symbols."""
+    """Return the number of input elements of the largest graph, with small values for all symbols."""
     small = dict.fromkeys(m.symbols, 4)
     totals = [sum(v.type.numel.subs(small).const or 0 for v in g.inputs) for g in m.graphs.values()]
     return max(totals, default=0)
@@ -56,12 +56,12 @@ def _shape(v: Value, sizes: dict[str, int]) -> tuple[int, ...]:
 
 
 def _holding(g: Graph, content: Content) -> list[tuple[Node, Value]]:
-    """The nodes with an operand of that content, and the operand."""
+    """Return the nodes that have an operand of that content, and the operand."""
     return [(n, v) for n in g.nodes for name, v in named_operands(n) if n.op.holds.get(name) is content]
 
 
 def _sizes(m: Module, g: Graph) -> dict[str, int]:
-    """Sizes of all symbols: small, within their bounds, and consistent with the step's rows and tokens."""
+    """Choose the sizes of all symbols: small, within their bounds, and consistent with the step's rows and tokens."""
     sizes = {s: int(np.clip(5 + i, lo, hi)) for i, (s, (lo, hi)) in enumerate(m.symbols.items())}
     for n, v in _holding(g, contents.qlens)[:1]:
         (rows,), states = v.type.shape, [v for v in g.inputs if v.type.state]
@@ -76,7 +76,7 @@ def _sizes(m: Module, g: Graph) -> dict[str, int]:
 
 
 def _pages(g: Graph) -> int:
-    """Number of pages of the KV pool: as many as the device rows' page tables have entries."""
+    """Return the number of pages of the KV pool: as many as the page tables of the device rows have entries."""
     tables = [v for _, v in _holding(g, contents.page_table) if v in g.inputs]
     return (tables[0].type.numel.const or PAGES) if tables else PAGES
 
@@ -123,6 +123,6 @@ def _reader(v: Value) -> tuple[str, Node | None]:
 
 
 def _slots(n: Node) -> list[str]:
-    """The dtype class of each operand in the op's signature."""
+    """Return the dtype class of each operand in the op's signature."""
     slots = n.op.slots([v.type for v in n.operands])
     return [slots[min(i, len(slots) - 1)].dtype for i in range(len(n.operands))]

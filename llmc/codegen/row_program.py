@@ -102,13 +102,14 @@ class RowProgram:
     """A node as a row program: its iteration space, its expressions as a DAG, and its passes."""
 
     def __init__(self, node: Node, roots: Sequence[E]):
-        """Build the program of a node whose results are the expressions `roots`."""
+        """Build the program of a node whose first results are the expressions `roots`."""
         self.node = node
         self.dag = Dag()
         self.roots = [self.dag.add(e) for e in roots]
         self.count = len(node.operands)
         reduces = any(fn.startswith("row_") for fn, _ in self.dag.nodes)
-        self.space = space([*(v.type.shape for v in node.operands), *result_shapes(node)], reduces)
+        shapes = [*(v.type.shape for v in node.operands), *result_shapes(node)[: len(self.roots)]]
+        self.space = space(shapes, reduces)
         self.varies: list[bool] = []
         self.level: list[int] = []
         for i, (fn, args) in enumerate(self.dag.nodes):

@@ -27,7 +27,7 @@ def check_tokens(g: Graph, architecture: str) -> None:
 
 
 def _mixes(n: Node) -> str:
-    """How a node combines tokens, in words; "" if it does not."""
+    """Describe how a node combines tokens; "" if it does not."""
     name = n.op.name
     for v in (*n.operands, *n.results):
         if len(_axes(v.type)) > 1:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from llmc.diagnostics import Diagnostic
-from llmc.frontend.safetensors_reader import Stored, TensorFiles, some
+from llmc.frontend.safetensors_reader import Stored, TensorFiles, shortened
 from llmc.frontend.trace_model import Traced, WeightInfo
 from llmc.frontend.truncate import beyond
 from llmc.frontend.weight_mapping import resolve
@@ -195,8 +195,8 @@ class Checkpoint:
                 remedy += "; where the head is the embedding: set tie_word_embeddings to true"
             raise Diagnostic(
                 "E323",
-                f"{self._tensors.folder} lacks tensors that {self.traced.facts.architecture} needs: {some(missing)} "
-                f"(the files hold {have} tensors)",
+                f"{self._tensors.folder} lacks tensors that {self.traced.facts.architecture} needs: "
+                f"{shortened(missing)} (the files hold {have} tensors)",
                 remedy,
             )
         return MappingProxyType(found)
@@ -213,7 +213,7 @@ class Checkpoint:
             raise Diagnostic(
                 "E324",
                 f"{self._tensors.folder} holds tensors that {self.traced.facts.architecture} does not use: "
-                f"{some(extra)}",
+                f"{shortened(extra)}",
                 "config.json and weights must be of one model; check its sizes and options",
             )
 
@@ -222,7 +222,7 @@ class Checkpoint:
             stored = self._tensors.tensors[_inputs(value)[0].name]
             raise Diagnostic(
                 "E326",
-                f"{name} is stored as {stored.dtype} in {stored.file.name}; float weights are wanted "
+                f"{name} is stored as {stored.dtype} in {stored.file.name}; float weights are required "
                 f"({', '.join(FLOATS)})",
                 "compile the original checkpoint, or one whose quantization_config says how it is quantised",
             )

@@ -1,4 +1,4 @@
-"""Rejects absurd sizes in a config before building such a model exhausts time or memory."""
+"""Rejects excessive sizes in a config before building such a model exhausts time or memory."""
 
 from __future__ import annotations
 

@@ -102,9 +102,9 @@ def load_config(source: Source) -> Any:
 
 
 def _what(name: str) -> str:
-    """Explain why transformers has no causal language model for a type, as far as its tables tell."""
+    """Explain why transformers has no causal language model for a type, as far as its tables show."""
     if name not in CONFIG_MAPPING_NAMES:
-        return "is not in this transformers"
+        return "is not part of the installed transformers"
     reason = next((what for table, what in OTHERS if name in table), "")
     return f"has no causal language model: {reason}" if reason else "has no causal language model"
 

@@ -220,7 +220,7 @@ class _Fetch:
             )
         return Diagnostic(
             "E332",
-            f"{self.at} does not answer for {self.where}: {_line(e)}",
+            f"{self.at} does not respond for {self.where}: {_line(e)}",
             "check the network, try --offline if it was downloaded before, or give a local folder",
         )
 

@@ -58,7 +58,7 @@ def llmc_attention(model_type: str) -> Iterator[None]:
 
 @contextmanager
 def _method(module: Any, classes: dict[str, Any], method: Method) -> Iterator[None]:
-    """Within this context, our attention replaces the class's `_attn`."""
+    """Within this context, our attention replaces the method `_attn` of the class."""
 
     def attn(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> tuple[Tensor, None]:
         """q, k, v [1,H,T,D] -> [1,H,T,D]."""

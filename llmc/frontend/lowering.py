@@ -99,7 +99,7 @@ class Call:
 
     @property
     def type(self) -> Type:
-        """The type of the first result."""
+        """The IR type of the first result."""
         return self.types[0]
 
     @property

@@ -1,4 +1,4 @@
-"""Reads how a model is quantised from the files that older tools write beside config.json."""
+"""Reads how a model is quantised from the files that some tools write beside config.json."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from llmc.diagnostics import Diagnostic
 
-# File -> the method of those that do not name one: AutoGPTQ's, AutoAWQ's, AutoRound's.
+# File -> the method of configurations that do not name one: AutoGPTQ's, AutoAWQ's, AutoRound's.
 FILES: Mapping[str, str] = MappingProxyType(
     {"quantize_config.json": "gptq", "quant_config.json": "awq", "quantization_config.json": ""}
 )
 KEY = "quantization_config"
-# The keys that change how weights are read, by all names that they have.
+# The keys that change how weights are read, with their synonyms.
 DECISIVE = (
     ("quant_method",),
     ("bits", "w_bit"),
@@ -52,5 +52,5 @@ def _compare(name: str, found: Mapping[str, Any], source: str, known: Mapping[st
 
 
 def _plain(value: Any) -> Any:
-    """The value as it is compared: "GEMM" and "gemm" are the same."""
+    """Normalise a value for comparison: "GEMM" and "gemm" are equal."""
     return value.lower() if isinstance(value, str) else value

@@ -57,7 +57,7 @@ class TensorFiles:
             raise Diagnostic(
                 "E322",
                 f"{INDEX} places {absent[0][:200]!r} in {listed[absent[0]].name}, which does not contain it "
-                f"({some(absent)})",
+                f"({shortened(absent)})",
                 f"download the index and the files again, from one revision; or {unsupported.SAVE_AGAIN.format('')}",
             )
 
@@ -140,12 +140,12 @@ def _listed(folder: Path) -> dict[str, Path]:
     if missing:
         raise Diagnostic(
             "E322",
-            f"{INDEX} names files that {folder} lacks: {some(missing)}",
+            f"{INDEX} names files that {folder} lacks: {shortened(missing)}",
             "download the missing files into the folder",
         )
     return {name: named[f] for name, f in entries.items()}
 
 
-def some(names: list[str]) -> str:
+def shortened(names: list[str]) -> str:
     """Return the first three names and the number of names, for a message."""
     return f"{', '.join(n[:120] for n in names[:3])}{', ...' if len(names) > 3 else ''}; {len(names)} in all"

@@ -159,7 +159,7 @@ def _longest(source: Source, text: Any, requested: int | None) -> int:
         raise Diagnostic("E305", cause, f"use at most {limit}")
     longest = requested or limit
     if longest < 2:
-        raise Diagnostic("E305", f"a sequence of {longest} token has no room for an answer", "use at least 2")
+        raise Diagnostic("E305", f"a sequence of {longest} token leaves no room for an answer", "use at least 2")
     return longest
 
 

@@ -15,7 +15,7 @@ from transformers import conversion_mapping, core_model_loading
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from llmc.diagnostics import Diagnostic
-from llmc.frontend.safetensors_reader import some
+from llmc.frontend.safetensors_reader import shortened
 from llmc.ir.dtype import promote
 from llmc.ir.graph import Builder, Value
 
@@ -75,7 +75,7 @@ def _convert(build: Builder, converter: Any, target: str, group: Group, known: A
     missing = [p for p in converter.source_patterns if p not in group]
     if missing:
         raise Diagnostic(
-            "E323", f"{target} is put together from {some(converter.source_patterns)}; {missing[0]} is missing",
+            "E323", f"{target} is assembled from {shortened(converter.source_patterns)}; {missing[0]} is missing",
             "fetch the checkpoint again",
         )  # fmt: skip
     for operation in converter.operations:
@@ -142,7 +142,7 @@ def _one_dtype(b: Builder, values: list[Value]) -> list[Value]:
 
 def _unequal(target: str, values: list[Value]) -> Diagnostic:
     shapes = sorted({f"[{', '.join(map(str, v.type.shape))}]" for v in values})
-    cause = f"{target} is put together from parts of shapes {some(shapes)}"
+    cause = f"{target} is assembled from parts of shapes {shortened(shapes)}"
     return Diagnostic("E325", cause, "fetch the checkpoint again")
 
 

@@ -36,7 +36,7 @@ class Mean:
 
 
 class Distribution(Mean):
-    """Also the maximum, and percentiles of numbers that are not negative, within 1 % of their value."""
+    """The mean and maximum of non-negative numbers, and their percentiles within 1 % of the value."""
 
     def __init__(self) -> None:
         super().__init__()

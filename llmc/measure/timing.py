@@ -152,7 +152,7 @@ class Timer:
         self.tile = noise(_TILE, self.rng)
 
     def reach(self) -> None:
-        """Raise LlmcError if this machine lacks the target's device, without compiling anything."""
+        """Check that this machine has the target's device, without compiling anything. Raises LlmcError."""
         with scratch() as folder:
             open_device(self._artifact(Built((), {}), folder / "tune.llmc"), None).close()
 

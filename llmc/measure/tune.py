@@ -246,7 +246,7 @@ def _compiled(model: Path, scratch: Path, options: Any, registry: Registry) -> P
 
 
 def choices(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """Return the fastest candidate of every node at every size, with the time of the second best."""
+    """Return the fastest candidate of every node at every size, and the time of the second fastest."""
     groups: dict[tuple[str, str, Sizes], list[Record]] = {}
     for r in records:
         groups.setdefault((r.target, r.node, r.sizes), []).append(r)

@@ -7,7 +7,7 @@ derived from the declarations. The functions at the end read values of flags.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from types import MappingProxyType
@@ -41,7 +41,7 @@ class Option:
     flags: tuple[str, ...] = ()
     read: Callable[[str], Any] | None = str
     metavar: str | None = None
-    choices: tuple[Any, ...] | None = None
+    choices: Sequence[Any] | None = None
     negated: bool = False
     many: str = ""
     group: str = "engine"

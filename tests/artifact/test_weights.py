@@ -96,6 +96,11 @@ def quantised(b: Builder, words: Callable[..., Value], output: Callable[[str, Va
     expert = b.reshape(narrow, shape=(1, 37, 15))
     scales = b.reshape(b.slice(scale, axis=0, start=0, stop=2), shape=(2, 1, 5))
     output("experts", b.dequantize(b.concat(expert, expert, axis=0), scales, block=(0, 3), dtype="f32"))
+    stack = b.reshape(b.cast(b.concat(octets, octets, octets, axis=0), dtype="f32"), shape=(3, 37, 8))
+    rounded = b.quantize_scale(stack, code="u4", block=(4, 3), dtype="f32")
+    output("stack_scales", rounded)
+    codes = b.quantize_code(stack, rounded, code="u4", block=(4, 3), zero_point=8)
+    output("stack_codes", b.pack_nibbles(codes, half=2))
 
 
 @pytest.mark.parametrize("target", [1, 150, 1 << 20])

@@ -1,5 +1,5 @@
-"""Texts of the attention, rotary, row and sampling kernels at the sizes of real models, kept as files: a change of a
-template or of the arguments that it is given shows up as a diff.
+"""Texts of template kernels at the sizes of real models, kept as files: attention, rotary embedding, rows, sampling,
+products with scales of tiles. A change of a template or of the arguments that it is given shows up as a diff.
 
 After an intended change: LLMC_GOLDEN=write python -m pytest tests/codegen/test_golden_templates.py
 """
@@ -21,7 +21,8 @@ NAMES = (
     "decode_attention", "attention_combine", "single_token_attention", "prefill_attention", "packed_attention",
     "rope_append", "rope", "kv_append", "rope_tables", "row_spans",
     "row_begin", "row_tokens", "row_last", "row_commit", "row_penalize", "row_mask", "row_block_max",
-    "row_sample_blocks", "row_sample", "row_finish", "row_logprobs",
+    "row_sample_blocks", "row_sample", "row_finish", "row_logprobs", "round_groups", "scaled_gemm", "scaled_gemm_small",
+    "scaled_gemm_tma",
 )  # fmt: skip
 
 

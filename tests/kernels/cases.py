@@ -39,7 +39,7 @@ ROUGH = (
 GPU_ONLY = (
     "rope_append", "paged_attention_split", "paged_attention_single", "attention_combine", "norm_linear", "row_begin",
     "row_block_max",
-    "row_sample_blocks", "row_finish", "linear_split", "linear_combine",
+    "row_sample_blocks", "row_finish", "linear_split", "linear_combine", "block_scaled_linear", "round_groups",
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ STATES = f"{PARAMS}; state i32[256, 32]; {SEEN}; {BIASES}; state i32[256, {V // 
 KV, PAGES, TOKENS = "state bf16[4096, 2, 8, 16, 128]", "state i32[256, 2560]", "state i32[256, 40960]"
 BLOCKS = f"f32[R, {B}]; i32[R, {B}]; f32[R, {B}]"
 SILU = "mul(mul(a0, sigmoid(a0)), a1)"
+NORM = "mul(mul(a0, rsqrt(add(row_mean(mul(a0, a0)), 1e-06))), a1)"
 ADDED_NORM = "mul(mul(add(a0, a1), rsqrt(add(row_mean(mul(add(a0, a1), add(a0, a1))), 1e-06))), a2)"
 HEADS = 'rope_append {heads=32, dtype="bf16", eps=1e-06}'
 EXPERTS = "weight bf16[128, 1536, 2048]"
@@ -77,6 +78,17 @@ _ATTENTION = {
     "kv_append": (Text(f"{KV}; bf16[T, 8, 128]; bf16[T, 8, 128]; i32[T]", "kv_append", KV),),
 }  # fmt: skip
 
+_SCALED = (
+    Text(
+        "f8e4m3[T, 4096]; weight f8e4m3[28672, 4096]; f32[T, 32]; weight f32[224, 32]",
+        f'block_scaled_linear {{block=[128, 128], parts=2, body="{SILU}", dtype="bf16"}}', "bf16[T, 14336]",
+    ),
+    Text(
+        "f8e4m3[T, 14336]; weight f8e4m3[4096, 14336]; f32[T, 112]; weight f32[32, 112]; bf16[T, 4096]",
+        'block_scaled_linear {block=[128, 128], body="add(a1, a0)", dtype="bf16"}', "bf16[T, 4096]",
+    ),
+)  # fmt: skip
+
 _PRODUCTS = {
     "gemm_tma": (
         Text("bf16[T, 4096]; weight bf16[28672, 4096]", f'linear_map {{parts=2, body="{SILU}"}}', "bf16[T, 14336]"),
@@ -131,6 +143,18 @@ _PRODUCTS = {
             "bf16[T, 6144]",
         ),
     ),
+    "scaled_gemm_small": (
+        Text(
+            "f8e4m3[R, 4096]; weight f8e4m3[28672, 4096]; f32[R, 32]; weight f32[224, 32]",
+            f'block_scaled_linear {{block=[128, 128], parts=2, body="{SILU}", dtype="bf16"}}', "bf16[R, 14336]",
+        ),
+        Text(
+            "f8e4m3[R, 4096]; weight f8e4m3[6144, 4096]; f32[R, 32]; weight f32[6144, 32]",
+            'block_scaled_linear {block=[1, 128], dtype="bf16"}', "bf16[R, 6144]",
+        ),
+    ),
+    "scaled_gemm": _SCALED,
+    "scaled_gemm_tma": _SCALED,
     "take_columns": (Text("bf16[T, 4096]; i32[4096]", "take_columns", "bf16[T, 4096]"),),
     "matmul": (Text("bf16[8, T, 128]; bf16[8, 128, T]", "matmul", "bf16[8, T, T]"),),
     "quantized_moe_up": (
@@ -172,6 +196,13 @@ _ROWS = {
             f'fused {{body=["add(a0, a1)", "{ADDED_NORM}"], dtypes=["bf16", "bf16"]}}',
             "bf16[T, 4096], bf16[T, 4096]",
         ),
+    ),
+    "round_groups": (
+        Text(
+            "bf16[T, 4096]; weight bf16[4096]",
+            f'round_groups {{body="{NORM}", dtype="f8e4m3", group=128}}', "f8e4m3[T, 4096], f32[T, 32]",
+        ),
+        Text("bf16[T, 14336]", 'round_groups {body="a0", dtype="f8e4m3", group=128}', "f8e4m3[T, 14336], f32[T, 112]"),
     ),
     "reduce": (Text("f32[T, 8, 2048]", "sum {axis=1}", "f32[T, 2048]"),),
     "argmax": (Text(f"f32[R, {V}]", "argmax {axis=-1}", "i64[R]"),),

@@ -24,7 +24,7 @@ pytest.importorskip("msgspec")
 from llmc_runtime.prompts import Prompt  # noqa: E402
 from llmc_runtime.server.requests.request_fields import ChatRequest  # noqa: E402
 from llmc_runtime.server.tool_calls.call_format import CallFormat  # noqa: E402
-from llmc_runtime.server.tool_calls.message import Turn  # noqa: E402
+from llmc_runtime.server.tool_calls.message import MessageParser  # noqa: E402
 from llmc_runtime.server.tool_calls.parser_select import dialect_of  # noqa: E402
 from llmc_runtime.server.tool_calls.reasoning import THINK  # noqa: E402
 from llmc_runtime.server.tool_calls.registry import FORMATS  # noqa: E402
@@ -211,15 +211,15 @@ def test_enforced_calls_have_their_schemas(llm: LLM, form: type[CallFormat]) -> 
         params = plan.constrained(drawn, "tools")
         (output,) = llm.generate(prompt, params, use_tqdm=False)
         for one in output.outputs:
-            turn = Turn(plan)
-            message = turn.message(one.text, one.token_ids)
+            parser = MessageParser(plan)
+            message = parser.message(one.text, one.token_ids)
             if one.finish_reason == "length":  # it thinks for as long as it likes
                 continue
             ended += 1
             calls = [
                 (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message["tool_calls"]
             ]
-            assert calls and not message["content"] and turn.finish_reason("stop") == "tool_calls"
+            assert calls and not message["content"] and parser.finish_reason("stop") == "tool_calls"
             for name, arguments in calls:
                 assert is_schema(json.dumps(arguments)) if name == "describe" else (name, arguments) == ("stop", {})
     assert ended

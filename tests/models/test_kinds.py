@@ -90,7 +90,7 @@ def test_the_command_line_refuses_code_and_asks_the_hub_it_is_told(
     assert "LLMC-E304: --trust-remote-code" in capsys.readouterr().err
     nowhere = ["--hub-endpoint", "http://127.0.0.1:9", "--download-dir", str(tmp_path / "hub")]
     assert main(["compile", "someone/tiny@v1", *out, *nowhere]) == 3
-    assert "http://127.0.0.1:9 does not answer for someone/tiny@v1" in capsys.readouterr().err
+    assert "http://127.0.0.1:9 does not respond for someone/tiny@v1" in capsys.readouterr().err
     assert main(["pack", str(tmp_path), "someone/tiny", "--offline", *nowhere]) in (1, 3)
 
 

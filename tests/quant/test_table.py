@@ -27,6 +27,7 @@ START, END = "<!-- table of formats -->\n", "<!-- end of the table -->\n"
 # Target -> dtype of the model, and the options of lower-quantized in the target's pipeline.
 TARGETS = {"cpu:x86-64-v4": ("f32", "{act=i8, act_block=64}"), "cuda:sm_90": ("bf16", "")}
 HEAD = "| checkpoint | written by | formats | CPU | GPU (`cuda:sm_90`) |\n|---|---|---|---|---|\n"
+PRODUCTS = ("linear_map", "linear", "block_scaled_linear")
 EXACT = 1e-4
 ROW = re.compile(r"([\d.]+) %")
 
@@ -38,7 +39,7 @@ def ways(module: Module, dequantised: bool) -> str:
         if n.op.name in ("quantized_linear", "quantized_moe_up", "quantized_moe_down"):
             floats = n.attrs.get("values") or (n.operands[3].type.dtype if "moe" in n.op.name else "")
             found.append(f"{floats} codes" if floats[:1] in ("e", "f") else f"{n.attrs['bits']}-bit codes")
-        elif n.op.name in ("linear_map", "linear") and n.operands[1].type.dtype in ("i8", "f8e4m3"):
+        elif n.op.name in PRODUCTS and n.operands[1].type.dtype in ("i8", "f8e4m3"):
             x = n.operands[0].type.dtype
             found.append(f"{n.operands[1].type.dtype} codes" + (f" x {x}" if x in ("i8", "f8e4m3") else ""))
     return ", ".join(dict.fromkeys([*sorted(found), *(["dequantised"] if dequantised else [])])) or "not quantised"

@@ -14,12 +14,12 @@ pytest.importorskip("starlette")
 pytest.importorskip("llguidance")
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.grammar import Grammars
-from llmc_runtime.server.call_format_names import GROUP, OURS, FormatNames
+from llmc_runtime.server.call_format_names import FormatNames
 from llmc_runtime.server.tool_calls.definitions import tools_of
 from llmc_runtime.server.tool_calls.grammar import answer, calls_of
 from llmc_runtime.server.tool_calls.json_shape import Json, JsonShape, Optional, Word
 from llmc_runtime.server.tool_calls.parser_select import Dialect, dialect_of
-from llmc_runtime.server.tool_calls.registry import FORMATS
+from llmc_runtime.server.tool_calls.registry import FORMATS, GROUP
 
 from tests.runtime.followed import Followed
 from tests.runtime.parrots import TOK
@@ -97,7 +97,7 @@ def test_a_package_brings_a_format_by_name(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(LlmcError, match=f"tool_call_parser = '{name}': .*(CallFormat|loaded)"):
             dialect_of(None, None, name)
     parser = argparse.ArgumentParser(exit_on_error=False)
-    parser.add_argument("--tool-call-parser", choices=FormatNames(OURS))
+    parser.add_argument("--tool-call-parser", choices=FormatNames())
     assert parser.parse_args(["--tool-call-parser", "arrow"]).tool_call_parser == "arrow"
     with pytest.raises(argparse.ArgumentError):
         parser.parse_args(["--tool-call-parser", "bow"])
@@ -107,8 +107,8 @@ def test_our_names_do_not_read_the_installed_packages(monkeypatch: pytest.Monkey
     def never(**_: str) -> None:
         raise AssertionError("the entry points were read")
 
-    monkeypatch.setattr("llmc_runtime.server.call_format_names.entry_points", never)
-    assert all(name in FormatNames(OURS) and dialect_of(None, None, name) for name in OURS)
+    monkeypatch.setattr("llmc_runtime.server.tool_calls.registry.entry_points", never)
+    assert all(name in FormatNames() and dialect_of(None, None, name) for name in FormatNames())
 
 
 @pytest.mark.parametrize("form", [form for form in FORMATS if issubclass(form, JsonShape)], ids=lambda form: form.name)

@@ -16,13 +16,15 @@ pytest.importorskip("starlette")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmc_runtime.server.server_options import serve_options
-from llmc_runtime.server.tool_calls import json_formats, pythonic_formats, registry, xml_formats
+from llmc_runtime.server.tool_calls import registry
 from llmc_runtime.server.tool_calls.call_format import CallFormat
+from llmc_runtime.server.tool_calls.harmony_format import OpenAI
 from llmc_runtime.server.tool_calls.json_shape import JsonShape
 from llmc_runtime.server.tool_calls.parser_select import dialect_of
 from llmc_runtime.server.tool_calls.python_literals import python_json
+from llmc_runtime.server.tool_calls.python_shape import PythonShape
 from llmc_runtime.server.tool_calls.reasoning import FORMATS as REASONING
-from llmc_runtime.server.tool_calls.registry import ALIASES, FORMATS
+from llmc_runtime.server.tool_calls.registry import FORMATS
 from llmc_runtime.server.tool_calls.text_values import json_of, types_of
 
 from tests.runtime.test_tools_text import Parsed, check_pieces, cut, parsed
@@ -89,9 +91,7 @@ def named(kind: str, key: str, *, line: str) -> Callable[[str, Any, random.Rando
     """One call between tags that have the name of what they mark."""
 
     def one(name: str, arguments: Any, draw: random.Random) -> str:
-        fields = [
-            f"{key.format(k)}{line}{plain(v, draw)}{line}</parameter>\n" for k, v in arguments.items()
-        ]  # fmt: skip
+        fields = [f"{key.format(k)}{line}{plain(v, draw)}{line}</parameter>\n" for k, v in arguments.items()]
         return f"{kind.format(name)}\n{''.join(fields)}</{re.split('[ =]', kind[1:])[0]}>"
 
     return one
@@ -141,7 +141,7 @@ def written(form: type[CallFormat], calls: list[tuple[str, Any]], draw: random.R
     }
     if form in sections:
         return sections[form](calls, draw)
-    if issubclass(form, xml_formats.Glm45):
+    if issubclass(form, registry.Glm45):
         return "\n".join(glm(*call, draw) for call in calls)
     tags = {
         registry.Qwen3Coder: named("<function={}>", "<parameter={}>", line="\n"),
@@ -153,7 +153,7 @@ def written(form: type[CallFormat], calls: list[tuple[str, Any]], draw: random.R
         if draw.random() < 0.3:
             return f"{begin}\n" + "\n".join(tags[form](*call, draw) for call in calls) + f"\n{end}"
         return "\n".join(f"{begin}\n{tags[form](*call, draw)}\n{end}" for call in calls)
-    if issubclass(form, pythonic_formats.Pythonic):
+    if issubclass(form, PythonShape):
         begin, end = draw.choice([("", ""), form.markers])
         return f"{begin}[{', '.join(python(*call, draw) for call in calls)}]{end}"
     if form is registry.Granite20b:
@@ -162,8 +162,8 @@ def written(form: type[CallFormat], calls: list[tuple[str, Any]], draw: random.R
     return f"{mark}[{', '.join(dumped(*call, draw) for call in calls)}]"
 
 
-XMLS = (registry.Qwen3Coder, registry.SeedOss, registry.MiniMaxM2, xml_formats.Glm45)
-PYTHONS = (pythonic_formats.Pythonic, pythonic_formats.Llama4Pythonic, pythonic_formats.Lfm2)
+XMLS = (registry.Qwen3Coder, registry.SeedOss, registry.MiniMaxM2, registry.Glm45)
+PYTHONS = (registry.Pythonic, registry.Llama4Pythonic, registry.Lfm2)
 FORMS = (
     *XMLS, *PYTHONS, registry.DeepSeekV3, registry.DeepSeekV31, registry.KimiK2,
     registry.Granite, registry.Granite20b, registry.Phi4Mini,
@@ -219,22 +219,20 @@ def test_pieces_joined_are_the_whole_whatever_comes(form: type[CallFormat]) -> N
     check()
 
 
-@pytest.mark.parametrize(
-    "form", [*FORMS, registry.Hermes, json_formats.Llama3Json, registry.Mistral, json_formats.OpenAI]
-)
+@pytest.mark.parametrize("form", [*FORMS, registry.Hermes, registry.Llama3Json, registry.Mistral, OpenAI])
 def test_a_call_that_is_cut_off_leaves_no_markup_in_the_content(form: type[CallFormat]) -> None:
     draw = random.Random(form.name)
     calls = [("f", {"text": "one <two>", "size": 3, "list": [1, "a"]}), ("get_weather", {"city": "Bonn"})]
     calls = calls if form.several else calls[:1]
     said = "Let me see.\n"
-    if form is json_formats.OpenAI:
+    if form is OpenAI:
         end = f"<|constrain|>json<|message|>{json.dumps(calls[0][1])}"
         text = f"{said}<|start|>assistant<|channel|>commentary to=functions.f {end}"
-    elif form in (registry.Hermes, json_formats.Llama3Json, registry.Mistral):
+    elif form in (registry.Hermes, registry.Llama3Json, registry.Mistral):
         text = said + text_written(form, calls, draw)
     else:
         text = said + written(form, calls, draw)
-    marks = ("<|start|>assistant", "<|channel|>") if form is json_formats.OpenAI else form.openers()
+    marks = ("<|start|>assistant", "<|channel|>") if form is OpenAI else form.openers()
     bare = [one for one in (*marks, "{", "[") if len(one) == 1]
     for end in range(len(said), len(text)):
         content, found = parsed(form, cut(text[:end], draw), TOOLS, cut_off=True)
@@ -248,13 +246,13 @@ def test_a_call_that_is_cut_off_leaves_no_markup_in_the_content(form: type[CallF
 
 def test_what_a_cut_output_says_besides_calls_stays() -> None:
     for form, text in (
-        (CODER, "a < b <tool_cal"), (PY, "see [1, 2"), (PY, "[1, 2"), (json_formats.Llama3Json, '{"city": "Bo'),
+        (CODER, "a < b <tool_cal"), (PY, "see [1, 2"), (PY, "[1, 2"), (registry.Llama3Json, '{"city": "Bo'),
         (registry.Hermes, "no <b>call</b>"), (registry.Phi4Mini, "functools are [fine"),
     ):  # fmt: skip
         assert parsed(form, [text], TOOLS, cut_off=True) == (text, []), text
 
 
-CODER, GLM, PY, V31 = registry.Qwen3Coder, xml_formats.Glm45, pythonic_formats.Pythonic, registry.DeepSeekV31
+CODER, GLM, PY, V31 = registry.Qwen3Coder, registry.Glm45, registry.Pythonic, registry.DeepSeekV31
 ALL = "<tool_call>\n<function=f>\n<parameter={}>\n{}\n</parameter>\n</function>\n</tool_call>"
 
 
@@ -382,11 +380,13 @@ def test_python_is_read_as_python_reads_it(value: Any, damage: str, at: int) -> 
 def test_the_names_of_the_flags_are_those_of_the_formats() -> None:
     flags = {one.spellings[0]: one.choices for one in serve_options().values()}
     assert set(flags["--reasoning-parser"] or ()) == {"auto", "none", *REASONING}
-    names = {"auto", "none", *ALIASES, *(form.name for form in FORMATS)}
+    aliases = dict(zip(("qwen3_xml", "mimo", "glm47", "granite4"), ("qwen3_coder", "qwen3_coder", "glm45", "hermes")))
+    aliases["llama4_json"] = "llama3_json"
+    names = {"auto", "none", *aliases, *(form.name for form in FORMATS)}
     assert set(flags["--tool-call-parser"] or ()) == names
     for name in names - {"none"}:
         found = dialect_of(None, None, name).calls
-        assert (found is None) == (name == "auto") and (found is None or found.name == ALIASES.get(name, name))
+        assert (found is None) == (name == "auto") and (found is None or found.name == aliases.get(name, name))
 
 
 def test_long_and_deep_texts_take_no_time() -> None:

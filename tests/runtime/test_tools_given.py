@@ -88,7 +88,7 @@ def test_any_tools_are_taken_or_refused_by_name(tools: list[Any], choice: Any) -
         assert e.status == 400 and e.param and e.param.startswith("tool")
     else:
         if found is not None:
-            assert {one["function"]["name"] for one in found.given} == set(found.known) >= set(found.schemas)
+            assert {one["function"]["name"] for one in found.shown} == set(found.known) >= set(found.schemas)
             assert all(enforced(schema)["type"] == "object" for schema in found.schemas.values())
 
 
@@ -137,13 +137,13 @@ def test_allowed_tools_are_some_of_them() -> None:
         choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools[1:]}}
         found = tools_of(tools, choice, None)
         assert found is not None and set(found.schemas) == {"b", "c"} and found.several
-        assert found.forced == (mode == "required") and found.given == (tools if found.forced else tools[1:])
+        assert found.forced == (mode == "required") and found.shown == (tools if found.forced else tools[1:])
     auto: dict[str, Any] = {"mode": "auto", "tools": tools}
     bad: tuple[Any, ...] = (None, {}, auto | {"tools": []}, auto | {"mode": "none"}, auto | {"tools": [1]})
     for allowed in bad:
         with pytest.raises(ApiError, match="tool_choice"):
             tools_of(tools, {"type": "allowed_tools", "allowed_tools": allowed}, None)
-    with pytest.raises(ApiError, match="'d' is none of the tools"):
+    with pytest.raises(ApiError, match="'d' is not one of the tools"):
         tools_of(tools, {"type": "function", "function": {"name": "d"}}, None)
 
 

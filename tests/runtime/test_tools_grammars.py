@@ -17,12 +17,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from llmc_runtime.grammar import Grammars
 from llmc_runtime.server.http.errors import ApiError
-from llmc_runtime.server.tool_calls import json_formats, pythonic_formats, registry, tagged_args, xml_formats
+from llmc_runtime.server.tool_calls import registry, tagged_args
 from llmc_runtime.server.tool_calls.call_format import CallFormat
 from llmc_runtime.server.tool_calls.definitions import tools_of
 from llmc_runtime.server.tool_calls.grammar import answer, calls_of
+from llmc_runtime.server.tool_calls.harmony_format import OpenAI
 from llmc_runtime.server.tool_calls.parser_select import Dialect
+from llmc_runtime.server.tool_calls.python_shape import PythonShape
 from llmc_runtime.server.tool_calls.registry import FORMATS
+from llmc_runtime.server.tool_calls.xml_shape import XmlShape
 
 from tests.runtime.followed import Followed
 from tests.runtime.parrots import TOK
@@ -123,17 +126,22 @@ def literal(value: Any) -> str:
 def template(form: type[CallFormat], name: str, arguments: Mapping[str, Any]) -> str:
     """A call as the family's chat template writes it."""
     marks, items = form.markers, arguments.items()
-    if issubclass(form, xml_formats.Glm45):
+    if issubclass(form, registry.Glm45):
         line = "\n" if len(arguments) % 2 else ""
         pairs = (f"<arg_key>{k}</arg_key>{line}<arg_value>{bare(v)}</arg_value>{line}" for k, v in items)
         return f"<tool_call>{name}{line}{''.join(pairs)}</tool_call>"
-    if issubclass(form, xml_formats.Xml):
-        (head, tail, end), (first, middle, last), line = form.call, form.field, "\n" if form.framed else ""
+    if issubclass(form, XmlShape):
+        head, tail, end = ("<function=", ">", "</function>")
+        first, middle, last, line = "<parameter=", ">", "</parameter>", ""
+        if form is registry.MiniMaxM2:
+            head, tail, end, first, middle = '<invoke name="', '">', "</invoke>", '<parameter name="', '">'
+        if form is registry.Qwen3Coder:
+            line = "\n"
         fields = (f"{first}{k}{middle}{line}{bare(v)}{line}{last}\n" for k, v in items)
         return f"{marks[0]}\n{head}{name}{tail}\n{''.join(fields)}{end}\n{marks[1]}"
-    if issubclass(form, pythonic_formats.Pythonic):
+    if issubclass(form, PythonShape):
         whole = f"[{name}({', '.join(f'{k}={literal(v)}' for k, v in items)})]"
-        return whole if form is not pythonic_formats.Lfm2 else marks[0] + whole + marks[1]
+        return whole if form is not registry.Lfm2 else marks[0] + whole + marks[1]
     said = dumped({"name": name, "arguments": arguments})
     arguments = dumped(arguments)  # type: ignore[assignment]
     if form.name in ("deepseek_v3", "deepseek_v31", "kimi_k2"):
@@ -143,9 +151,9 @@ def template(form: type[CallFormat], name: str, arguments: Mapping[str, Any]) ->
     return {
         registry.Hermes: f"<tool_call>\n{said}\n</tool_call>", registry.Mistral: f"[TOOL_CALLS] [{said}]",
         registry.MistralArgs: f"[TOOL_CALLS]{name}[ARGS]{arguments}",
-        json_formats.Llama3Json: said.replace('"arguments"', '"parameters"', 1),
+        registry.Llama3Json: said.replace('"arguments"', '"parameters"', 1),
         registry.Granite: f"<|tool_call|>[{said}]",
-        json_formats.OpenAI: f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}",
+        OpenAI: f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}",
         registry.Phi4Mini: f"functools[{said}]", registry.Granite20b: f"<function_call> {said}",
     }[form]  # fmt: skip
 
@@ -167,7 +175,7 @@ def test_enforced_calls_are_what_templates_write_and_schemas_allow(grammars: Gra
 def test_strict_calls_follow_their_schemas_and_text_is_free(grammars: Grammars, form: type[CallFormat]) -> None:
     made = guide(grammars, form, free=True)
     said, more = "Let me [see] <x {}:\n", ""
-    if form is json_formats.OpenAI:
+    if form is OpenAI:
         said, more = "<|channel|>commentary<|message|>So<|end|><|start|>assistant", "<|channel|>final<|message|>"
     for text in ("Hello, func [1] <tool \n{} (f)", "", "a\n\n[1, 2]\n{'a'}"):
         assert allows(made(), more + text)
@@ -175,16 +183,16 @@ def test_strict_calls_follow_their_schemas_and_text_is_free(grammars: Grammars, 
         text = template(form, name, arguments)
         assert allows(made(), said + text) and allows(made(), text), text
     for name, arguments in BAD:
-        if name == "unknown" and isinstance(form, json_formats.Llama3Json | pythonic_formats.Pythonic):
+        if name == "unknown" and isinstance(form, registry.Llama3Json | PythonShape):
             continue  # no mark says that it is a call
         told = template(form, name, arguments)
         if name in ("f", "now"):
             assert not allows(made(), said + told), told
     assert allows(made(), said + template(form, "any", {"whatever": "x", "n": 1}))
     second = template(form, "now", {}) + "\n" + template(form, "f", {"days": 3})
-    assert form is json_formats.OpenAI or not allows(made(), second)  # whose first call ends the answer
-    if issubclass(form, pythonic_formats.Pythonic | json_formats.Llama3Json):
-        other = '{"parameters": {"city": 1}, "name": "f"}' if form is json_formats.Llama3Json else "[ \nf(days=1)]"
+    assert form is OpenAI or not allows(made(), second)  # whose first call ends the answer
+    if issubclass(form, PythonShape | registry.Llama3Json):
+        other = '{"parameters": {"city": 1}, "name": "f"}' if form is registry.Llama3Json else "[ \nf(days=1)]"
         some = tools_of(
             given(True), {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": given(True)[1:]}}, None
         )
@@ -235,7 +243,7 @@ def test_random_calls_that_the_grammar_admits_are_read_back(grammars: Grammars, 
         assert not content.strip() and [(n, json.loads(a)) for n, a in found] == [("f", arguments)], text
 
 
-PYTHONIC = (pythonic_formats.Pythonic, pythonic_formats.Llama4Pythonic, pythonic_formats.Lfm2)
+PYTHONIC = (registry.Pythonic, registry.Llama4Pythonic, registry.Lfm2)
 
 
 @pytest.mark.parametrize("form", PYTHONIC, ids=lambda form: form.__name__)
@@ -263,7 +271,7 @@ def test_pythonic_grammars_admit_the_constants_of_python_that_a_schema_lists(
     text = answer([calls_of(tools, form, Dialect(form, None, (), TOK).marker, False)], "calls", None, "tools")
     for value in ("None", "null", "True", "true", "False", "false", '"a"', "1", "0"):
         call = f"[f(x={value})]"
-        call = form.markers[0] + call + form.markers[1] if form is pythonic_formats.Lfm2 else call
+        call = form.markers[0] + call + form.markers[1] if form is registry.Lfm2 else call
         assert allows(Followed.of(grammars, text), call) == (value in admitted), value
         content, [(name, arguments)] = parsed(form, [call], {"f": parameters})
         spelled = {"None": "null", "True": "true", "False": "false"}.get(value, value)
@@ -284,7 +292,7 @@ def test_what_a_form_cannot_enforce_is_told_by_name() -> None:
     one = {"allOf": [{"$ref": "#/$defs/one"}]}
     assert tagged_args.alternatives(one, {"$defs": {"one": {"enum": ["a"]}}}) == [{"enum": ["a"]}]
     with pytest.raises(ApiError, match="'a b'"):
-        pythonic_formats.Pythonic.arguments("r", {"properties": {"a b": {}}}, json.dumps, True)
+        registry.Pythonic.arguments("r", {"properties": {"a b": {}}}, json.dumps, True)
     assert tagged_args.patterns_of({"pattern": "a|b/", "minLength": 2}) == ["(?s:.{2,})", "(?s:.*)(a|b\\/)(?s:.*)"]
 
 
@@ -300,7 +308,7 @@ PART = st.recursive(
 def test_any_schema_has_a_grammar_or_is_refused_and_types_its_values(schema: Any, one: Any, other: Any) -> None:
     circle = {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}, other]}
     schema = {**schema, "$defs": {"a": circle}, "properties": {"a": one, "b": {"$ref": "#/$defs/a"}}}
-    for form in (registry.Qwen3Coder, pythonic_formats.Pythonic):
+    for form in (registry.Qwen3Coder, registry.Pythonic):
         try:
             assert form.arguments("r", schema, json.dumps, True)
         except ApiError as e:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from llmc.ir.opdef import OpDef
 from llmc.ir.ops import (
     attention,
+    block_scaled,
     linear,
     moe,
     norm,
@@ -37,7 +38,7 @@ def op_set(*groups: Iterable[OpDef]) -> Mapping[str, OpDef]:
 
 
 GROUPS = (
-    pointwise, reduce, shape, linear, packed, quantize, quantized_linear, packed_quantized, packed_codes,
-    packed_fragments, norm, rope, attention, moe, quantized_moe, state, sample,
+    pointwise, reduce, shape, linear, packed, quantize, quantized_linear, block_scaled, packed_quantized,
+    packed_codes, packed_fragments, norm, rope, attention, moe, quantized_moe, state, sample,
 )  # fmt: skip
 OPS = op_set(*(m.OPS for m in GROUPS))

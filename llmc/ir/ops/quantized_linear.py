@@ -29,6 +29,11 @@ def multiplies_codes(f: QFormat) -> bool:
     return f.act == f.code in ACTIVATIONS and f.block == (1, 0) and not f.zero and not f.table
 
 
+def multiplies_tiles(f: QFormat) -> bool:
+    """Whether products may multiply codes of this format by codes: a scale for blocks of columns, no zero points."""
+    return f.act == f.code in ACTIVATIONS and f.block[1] > 0 and not f.zero and not f.table
+
+
 def round_rows(x: Any, dtype: str, block: int) -> tuple[np.ndarray, np.ndarray]:
     """Quantise the rows of x [*b, k]: return (codes as float32 [*b, k], scales float32 [*b, blocks]).
 

@@ -12,11 +12,11 @@ from llmc.diagnostics import Diagnostic
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Builder, Graph, Module, Node, Value
 from llmc.ir.ops.quantize import FLOAT_CODES
-from llmc.ir.ops.quantized_linear import multiplies_codes
+from llmc.ir.ops.quantized_linear import multiplies_codes, multiplies_tiles
 from llmc.ir.qformat import QFormat
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.fuse.fuse_linear import PRODUCTS
-from llmc.passes.lower.round_activations import Rounded, product_of_codes
+from llmc.passes.lower.round_activations import Rounded, product_of_codes, product_of_tiles
 
 MOVES = ("slice", "concat")  # ops that move the parts of a quantised tensor as they move the tensor
 EXPERTS = ("moe_up", "moe_down")
@@ -28,13 +28,13 @@ EXACT = "bf16"  # the dtype of scales of dtype f8e8m0 in products: it holds ever
 class LowerQuantized(Pass):
     """Replace quantised tensors by their parts, and products that read them by products over the parts.
 
-    Where a format allows activations to be rounded to the dtype of its codes, the product is a linear_map of codes by
-    codes (see `round_activations`). Other products become quantized_linear, and those of experts quantized_moe_up and
-    quantized_moe_down. A product that no kernel of the target supports, and any other reader, gets the dequantised
-    weight.
-    act: the dtype to which these round activations, whatever the format allows; empty for none. Products of experts
-    whose codes are floats of 8 bits do not. act_block: columns of an activation that share a scale where
-    the weight has one scale a row (else those that share a scale of the weight). fallback: if false, products become
+    Where a format allows activations to be rounded to the dtype of its codes, the product is one of codes by codes (see
+    `round_activations`): a linear_map if each row of the weight has one scale, block_scaled_linear if blocks of columns
+    have. Other products become quantized_linear, and those of experts quantized_moe_up and quantized_moe_down. A
+    product that no kernel of the target supports, and any other reader, gets the dequantised weight.
+    act: the dtype to which the latter round activations, whatever the format allows; empty for none. Products of
+    experts whose codes are floats of 8 bits do not. act_block: columns of an activation that share a scale where the
+    weight has one scale a row (else those that share a scale of the weight). fallback: if false, products become
     quantized_linear whether or not the target has a kernel.
     """
 
@@ -75,30 +75,42 @@ class LowerQuantized(Pass):
         """Replace a product by one over codes; return the reason if no kernel of the target supports it."""
         if n.op.name in EXPERTS:
             return self._experts(g, n, parts, ctx)
-        if not self.act and self._codes(g, n, parts, rounded, ctx):
+        reasons = [] if self.act else self._codes(g, n, parts, rounded, ctx)
+        if reasons is None or (why := self._product(g, n, parts, ctx)) is None:
             return None
-        return self._product(g, n, parts, ctx)
+        return "; ".join([*reasons, why])
 
     @staticmethod
-    def _codes(g: Graph, n: Node, parts: _Parts, rounded: Rounded, ctx: Ctx) -> bool:
-        """Replace a product by one of codes by codes, if its format and the target's kernels allow that."""
+    def _codes(g: Graph, n: Node, parts: _Parts, rounded: Rounded, ctx: Ctx) -> list[str] | None:
+        """Replace a product by one of codes by codes; return None, or why that is not possible.
+
+        There are no reasons if the format does not allow it, or if no kernel of the target is made for such products.
+        """
         x, w = n.operands[:2]
         f = w.type.format
         assert f is not None
-        if not multiplies_codes(f) or ctx.target is None:
-            return False
+        tiled, group = multiplies_tiles(f), f.block[1]
+        if not (tiled or multiplies_codes(f)) or ctx.target is None:
+            return []
+        if tiled and not w.type.shape[-1].divisible(group):
+            return [f"{w.type.shape[-1]} columns are not a multiple of {group}"]
         code, scale = parts.of(w, n)
-        x, row_scale = rounded.of(x, f.act, n)
+        codes, x_scale = rounded.of(x, f.act, group if tiled else 0, n)
         b = Builder(g, ctx.opset, before=n, loc=n.loc)
-        new = product_of_codes(b, n, (x, code), scale, row_scale)
-        made = [v.node for v in (new, row_scale) if v.node is not None]
-        if any(_rejected(node, ctx) for node in made):
-            g.erase(made[0])
-            return False
+        if tiled:
+            new = product_of_tiles(b, n, (codes, code), (x_scale, scale), f.block)
+        else:
+            new = product_of_codes(b, n, (codes, code), scale, x_scale)
+        assert new.node is not None and codes.node is not None
+        for node in (new.node, codes.node):
+            if (why := _reasons(node, ctx)) is not None:
+                g.erase(new.node)
+                rounded.drop(codes)
+                return why
         new.name = n.result.name
         g.replace(n.result, new)
         g.erase(n)
-        return True
+        return None
 
     def _product(self, g: Graph, n: Node, parts: _Parts, ctx: Ctx) -> str | None:
         """Replace a product by quantized_linear; return the reason if no kernel of the target supports that."""
@@ -148,8 +160,8 @@ class LowerQuantized(Pass):
         return None
 
 
-def _rejected(n: Node, ctx: Ctx) -> str | None:
-    """Why no kernel of the target supports the node; None if one does, or if there is no target."""
+def _reasons(n: Node, ctx: Ctx) -> list[str] | None:
+    """Why each of the target's kernels does not support the node; None if one does, or if there is no target."""
     if ctx.target is None:
         return None
     reasons = []
@@ -160,7 +172,13 @@ def _rejected(n: Node, ctx: Ctx) -> str | None:
             if why is None:
                 return None
             reasons.append(f"{name}: {why}")
-    return "; ".join(reasons) or f"target {ctx.target.name} has no kernel for them"
+    return reasons
+
+
+def _rejected(n: Node, ctx: Ctx) -> str | None:
+    """Why no kernel of the target supports the node; None if one does, or if there is no target."""
+    reasons = _reasons(n, ctx)
+    return None if reasons is None else "; ".join(reasons) or f"target {ctx.target.name} has no kernel for them"
 
 
 class _Parts:

@@ -1,8 +1,8 @@
 """Products that multiply codes by codes: the activations are rounded to the dtype of the weight's codes first.
 
-Each row of the activations has one scale, computed from its largest element when the row is rounded (dynamic
-quantisation per token). A norm before the product rounds its own result. The scales of both factors are applied by the
-product's epilogue.
+Scales are computed from the largest element when a row is rounded (dynamic quantisation): one for each row, which the
+product's epilogue applies together with those of the weight's rows, or one for each group of columns, if blocks of the
+weight have as many columns (block_scaled_linear). A norm before the product rounds its own result.
 """
 
 from __future__ import annotations
@@ -38,18 +38,28 @@ class Rounded:
 
     def __init__(self, g: Graph, ctx: Ctx) -> None:
         self.g, self.ctx = g, ctx
-        self.known: dict[tuple[Value, str], tuple[Value, Value]] = {}
+        self.known: dict[tuple[Value, str, int], tuple[Value, Value]] = {}
 
-    def of(self, x: Value, dtype: str, before: Node) -> tuple[Value, Value]:
-        """Return the codes of x [*b, k] and the scales of its rows, f32 [*b, 1]."""
-        if (x, dtype) not in self.known:
+    def of(self, x: Value, dtype: str, group: int, before: Node) -> tuple[Value, Value]:
+        """Return the codes of x [*b, k] and the scales of groups of columns, f32 [*b, k / group]; 0: of whole rows."""
+        key = x, dtype, group
+        if key not in self.known:
             expr, operands = self._source(x)
-            bodies = [str(e) for e in rounding(dtype, expr)]
             b: Any = Builder(self.g, self.ctx.opset, before=before, loc=before.loc)
-            codes, scale = b.fused(*operands, body=bodies, dtypes=[dtype, "f32"])
+            if group:
+                codes, scale = b.round_groups(*operands, body=str(expr), dtype=dtype, group=group)
+            else:
+                bodies = [str(e) for e in rounding(dtype, expr)]
+                codes, scale = b.fused(*operands, body=bodies, dtypes=[dtype, "f32"])
             codes.name, scale.name = f"{x.name}.codes", f"{x.name}.scale"
-            self.known[x, dtype] = codes, scale
-        return self.known[x, dtype]
+            self.known[key] = codes, scale
+        return self.known[key]
+
+    def drop(self, codes: Value) -> None:
+        """Remove codes and their scales if no product reads them."""
+        if codes.node is not None and not self.g.is_used(codes.node):
+            self.known = {key: made for key, made in self.known.items() if made[0] is not codes}
+            self.g.erase(codes.node)
 
     def _source(self, x: Value) -> tuple[E, list[Value]]:
         """Return x as an expression over values: that of its norm, if only products read it, else x itself."""
@@ -76,6 +86,22 @@ def product_of_codes(b: Any, n: Node, factors: tuple[Value, Value], weight_scale
     body = substitute(parse_expr(n.attrs.get("body", "a0")), [*sums, *others])
     dtype = n.attrs.get("dtype", "") or n.result.type.dtype
     value: Value = b.linear_map(*factors, *scales, row_scale, *extras, parts=parts, body=str(body), dtype=dtype)
+    return value
+
+
+def product_of_tiles(
+    b: Any, n: Node, factors: tuple[Value, Value], scales: tuple[Value, Value], block: tuple[int, int]
+) -> Value:
+    """Emit the product `n` over the codes of x and of the weight, which has a scale for each block.
+
+    scales: f32 [*b, groups] of x, and those of the weight, [blocks of rows, groups].
+    """
+    x_scale, scale = scales
+    scale = scale if scale.type.dtype == "f32" else b.cast(scale, dtype="f32")
+    value: Value = b.block_scaled_linear(
+        *factors, x_scale, scale, *n.operands[2:], block=block, parts=n.attrs.get("parts", 1),
+        body=n.attrs.get("body", "a0"), dtype=n.attrs.get("dtype", "") or n.result.type.dtype,
+    )  # fmt: skip
     return value
 
 

@@ -16,7 +16,7 @@ from llmc_runtime import __version__
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.option_type import Option, of_command, options_of, parse_bytes, positive, serve_option
-from llmc_runtime.server.call_format_names import OURS, FormatNames
+from llmc_runtime.server.call_format_names import FormatNames
 from llmc_runtime.server.http.tls import Tls
 from llmc_runtime.server.ignored_flags import add_ignored
 
@@ -159,7 +159,7 @@ class Options:
         None, "chat template to use, or the name of one of the model's (default: the model's)", metavar="FILE|NAME"
     )
     tool_call_parser: str = _chats(
-        "auto", "format of the model's tool calls (auto: from its template)", choices=FormatNames(OURS)
+        "auto", "format of the model's tool calls (auto: from its template)", choices=FormatNames()
     )
     reasoning_parser: str = _chats(
         "auto", "format of the model's reasoning (auto: from its template)", choices=_REASONING_PARSERS

@@ -20,7 +20,6 @@ from llmc.passes.analysis import Origin, origin
 from llmc.targets.target import Target
 
 MAX_PARTS = 4
-REMEDY = "run the pass `pack` after `select`"
 _PANEL_BYTES = 256 << 10  # bytes of a panel that stay in the L2 cache while it is applied to rows of x
 _COPY_BYTES = 512 << 10  # maximum bytes of converted rows of x
 
@@ -59,9 +58,14 @@ class Problem:
         return self.node.results[0].type
 
     @property
+    def first_extra(self) -> int:
+        """The index of the first operand of the epilogue."""
+        return 2
+
+    @property
     def extras(self) -> list[Type]:
         """The types of the epilogue's further operands."""
-        return [v.type for v in self.node.operands[2:]]
+        return [v.type for v in self.node.operands[self.first_extra :]]
 
     @property
     def pair(self) -> int:
@@ -84,7 +88,39 @@ def extra_strides(extra: Type, out: Type) -> tuple[int, int] | None:
     return (1, columns) if lead == list(out.shape[:-1]) else None
 
 
-class Linear(CppKernel):
+class PackedProduct(CppKernel):
+    """What the products over packed weights share. `ops[-1]` is the op whose weight is packed already."""
+
+    def problem(self, node: Node) -> Problem:
+        """Read the problem from a node."""
+        return Problem.of(node)
+
+    def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
+        p = self.problem(node)
+        same = [e.dtype == p.out.dtype and e.shape == p.out.shape for e in p.extras]
+        return tuple((i + p.first_extra, 0) for i, fits in enumerate(same) if fits)
+
+    def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
+        if node.op.name != self.ops[-1]:
+            cause = f"{node.op.name} reached code generation with an unpacked weight"
+            raise Diagnostic("E430", cause, "run the pass `pack` after `select`", loc=node.loc)
+        return super().emit(node, schedule, target)
+
+    def call(self, node: Node, sizes: Sizes, function: str, weight: str) -> str:
+        """Return the call of `function` with x, its number of rows, the operands `weight` and the epilogue."""
+        p = self.problem(node)
+        members = ", ".join(["y0", *(f"x{i + p.first_extra}" for i in range(len(p.extras)))])
+        call = f"{function}<Shape>(ctx, x0, {product_text(p.x.shape[:-1], sizes)}, {weight}, e);"
+        return f"{pointers(node)}\nconst Epilogue e = {{{members}}};\n{call}"
+
+    def checked_epilogue(self, node: Node, schedule: Schedule, target: Target, function: str) -> str:
+        """Return the epilogue, and the check that the scratch memory is large enough for `function`."""
+        p, size = self.problem(node), self.scratch(node, schedule, target)
+        check = f'static_assert({function}<Shape, Epilogue>::SCRATCH <= {size}, "scratch");\n'
+        return epilogue(p, schedule["rows"] // p.parts) + check
+
+
+class Linear(PackedProduct):
     """linear, linear_map and packed_linear for any number of rows, from one (memory-bound) to a prompt."""
 
     headers = ("llmc_linear.h", "llmc_math.h", "llmc_store.h")
@@ -134,10 +170,6 @@ class Linear(CppKernel):
         """Replace the node by one that reads a packed weight."""
         pack_node(g, node, schedule, target, ops)
 
-    def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
-        p = Problem.of(node)
-        return tuple((i + 2, 0) for i, e in enumerate(p.extras) if e.dtype == p.out.dtype and e.shape == p.out.shape)
-
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
         p, s = Problem.of(node), schedule
         k = p.k.const or 1
@@ -147,13 +179,6 @@ class Linear(CppKernel):
         direct = k == padded and item == DTYPES[p.x.dtype].bits // 8
         return D(sums + (0 if direct else s["mb"] * s["mr"] * padded * item))
 
-    def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
-        if node.op.name != "packed_linear":
-            raise Diagnostic(
-                "E430", f"{node.op.name} reached code generation with an unpacked weight", REMEDY, loc=node.loc
-            )
-        return super().emit(node, schedule, target)
-
     def helpers(self, node: Node, schedule: Schedule, target: Target) -> str:
         p, s = Problem.of(node), schedule
         config = (
@@ -162,15 +187,10 @@ class Linear(CppKernel):
             f"  static constexpr int NV = {s['rows']} / VN, PAIR = {p.pair}, PARTS = {p.parts}, MR = {s['mr']};\n"
             f'  static_assert({s["rows"]} % (VN * PARTS) == 0, "panels fit the vectors");\n}};\n'
         )
-        size = self.scratch(node, schedule, target)
-        check = f'static_assert(product<Shape, Epilogue>::SCRATCH <= {size}, "scratch");\n'
-        return config + epilogue(p, s["rows"] // p.parts) + check
+        return config + self.checked_epilogue(node, s, target, "product")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        p = Problem.of(node)
-        members = ", ".join(["y0", *(f"x{i + 2}" for i in range(len(p.extras)))])
-        rows = product_text(p.x.shape[:-1], sizes)
-        return f"{pointers(node)}\nconst Epilogue e = {{{members}}};\nlinear<Shape>(ctx, x0, {rows}, x1, e);"
+        return self.call(node, sizes, "linear", "x1")
 
 
 def epilogue(p: Problem, stride: int) -> str:

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 
-from llmc.codegen.backends.cpp.cpp_kernel import CTYPES, FLOATS, CppKernel, pointers, product_text, unsupported
-from llmc.codegen.backends.cpp.linear import MAX_PARTS, REMEDY, Problem, epilogue, extra_strides
+from llmc.codegen.backends.cpp.cpp_kernel import CTYPES, FLOATS, unsupported
+from llmc.codegen.backends.cpp.linear import MAX_PARTS, PackedProduct, Problem, extra_strides
 from llmc.codegen.emit import Sizes
-from llmc.codegen.kernel import Schedule, Source
-from llmc.diagnostics import Diagnostic
+from llmc.codegen.kernel import Schedule
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Graph, Node, Value
 from llmc.ir.opdef import OpDef
@@ -71,11 +70,6 @@ class QuantizedProblem(Problem):
         return 3 + self.zeros
 
     @property
-    def extras(self) -> list[Type]:
-        """The types of the epilogue's further operands."""
-        return [v.type for v in self.node.operands[self.first_extra :]]
-
-    @property
     def width(self) -> int:
         """Columns of a row, padded to whole runs."""
         return -(-(self.k.const or 1) // RUN) * RUN
@@ -94,10 +88,13 @@ class QuantizedProblem(Problem):
         return 2 if self.bits == 8 and target.vector >= 32 and not vnni else 1
 
 
-class QuantizedLinear(CppKernel):
+class QuantizedLinear(PackedProduct):
     """quantized_linear and packed_quantized_linear for any number of rows, with codes of 8 bits, or of 4 or fewer."""
 
     headers = ("llmc_quantized.h", "llmc_math.h", "llmc_store.h")
+
+    def problem(self, node: Node) -> QuantizedProblem:
+        return QuantizedProblem.of(node)
 
     def reject(self, node: Node, target: Target) -> str | None:
         p = QuantizedProblem.of(node)
@@ -176,23 +173,12 @@ class QuantizedLinear(CppKernel):
         """Replace the node by one that reads a packed weight."""
         pack_quantized(g, node, schedule, ops)
 
-    def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
-        p = QuantizedProblem.of(node)
-        same = [e.dtype == p.out.dtype and e.shape == p.out.shape for e in p.extras]
-        return tuple((i + p.first_extra, 0) for i, fits in enumerate(same) if fits)
-
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
         p, s = QuantizedProblem.of(node), schedule
         rows = s["mb"] * s["mr"]
         sums = (rows if (p.k.const or 1) > s["kc"] else s["mr"]) * s["rows"] * 4
         units = -(-p.width // p.unit) * 8 if p.act else 0
         return D(sums + rows * (p.width * p.code_size(target) + units))
-
-    def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
-        if node.op.name != "packed_quantized_linear":
-            cause = f"{node.op.name} reached code generation with an unpacked weight"
-            raise Diagnostic("E430", cause, REMEDY, loc=node.loc)
-        return super().emit(node, schedule, target)
 
     def helpers(self, node: Node, schedule: Schedule, target: Target) -> str:
         p, s = QuantizedProblem.of(node), schedule
@@ -206,16 +192,11 @@ class QuantizedLinear(CppKernel):
             f"  static constexpr bool ZEROS = {str(p.zeros).lower()}, ACT = {str(bool(p.act)).lower()};\n"
             f'  static_assert({s["rows"]} % (VN * PARTS) == 0, "panels fit the vectors");\n}};\n'
         )
-        size = self.scratch(node, schedule, target)
-        check = f'static_assert(quantized_product<Shape, Epilogue>::SCRATCH <= {size}, "scratch");\n'
-        return config + epilogue(p, s["rows"] // p.parts) + check
+        return config + self.checked_epilogue(node, s, target, "quantized_product")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        p = QuantizedProblem.of(node)
-        members = ", ".join(["y0", *(f"x{i + p.first_extra}" for i in range(len(p.extras)))])
-        rows, zero = product_text(p.x.shape[:-1], sizes), "x3" if p.zeros else "nullptr"
-        call = f"quantized_linear<Shape>(ctx, x0, {rows}, x1, x2, {zero}, e);"
-        return f"{pointers(node)}\nconst Epilogue e = {{{members}}};\n{call}"
+        zeros = "x3" if self.problem(node).zeros else "nullptr"
+        return self.call(node, sizes, "quantized_linear", f"x1, x2, {zeros}")
 
 
 def pack_quantized(g: Graph, node: Node, schedule: Schedule, ops: Mapping[str, OpDef]) -> Node:

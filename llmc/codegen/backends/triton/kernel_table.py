@@ -32,6 +32,7 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "triton/rope_tables": f"{_HERE}.rope:ROPE_TABLES",
         "triton/kv_append": f"{_HERE}.rope:KV_APPEND",
         "triton/rows": f"{_HERE}.row_kernels:ROWS",
+        "triton/round_groups": f"{_HERE}.round_groups:ROUND_GROUPS",
         "triton/row_penalize": f"{_HERE}.sample:PENALIZE",
         "triton/row_mask": f"{_HERE}.sample:MASK",
         "triton/row_block_max": f"{_HERE}.sample:BLOCK_MAX",
@@ -56,6 +57,9 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "triton/gemv": f"{_HERE}.gemv:GEMV",
         "triton/quantized_gemv": f"{_HERE}.quantized_gemv:QUANTIZED_GEMV",
         "triton/quantized_gemm": f"{_HERE}.quantized_gemm:QUANTIZED_GEMM",
+        "triton/scaled_gemm": f"{_HERE}.scaled_gemm:SCALED_GEMM",
+        "triton/scaled_gemm_tma": f"{_HERE}.scaled_gemm:SCALED_GEMM_TMA",
+        "triton/scaled_gemm_small": f"{_HERE}.scaled_gemm:SCALED_GEMM_SMALL",
         "triton/gemm_small": f"{_HERE}.gemm_small:GEMM_SMALL",
         "triton/gemm": f"{_HERE}.gemm_small:GEMM",
     }

@@ -77,7 +77,7 @@ class Rows(TritonKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = program(node)
-        shapes = _reducing(p, target) if reduces(p) else tiles(product(p.space.outer), p.space.row, target)
+        shapes = reducing_tiles(p, target) if reduces(p) else tiles(product(p.space.outer), p.space.row, target)
         return [{"rows": r, "cols": c, "warps": w} for r, c, w in dict.fromkeys(shapes)]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
@@ -103,7 +103,7 @@ def programs(p: RowProgram, schedule: Schedule) -> tuple[Dim, Dim]:
     return product(p.space.outer).ceildiv(schedule["rows"]), cols
 
 
-def _reducing(p: RowProgram, target: Target) -> list[tuple[int, int, int]]:
+def reducing_tiles(p: RowProgram, target: Target) -> list[tuple[int, int, int]]:
     """Return tiles (rows, cols, warps) of whole rows, with 8 elements per thread first, and 1 to 32 in the others."""
     n, warp, max_warps = p.space.row.const, target.limits.warp, max_block_warps(target)
     if n is None or n > WIDEST:

@@ -25,7 +25,7 @@ from llmc_runtime.server.openai.response import (
 from llmc_runtime.server.requests.request_fields import ChatRequest
 from llmc_runtime.server.requests.sampling_fields import of_chat
 from llmc_runtime.server.serving import Updates
-from llmc_runtime.server.tool_calls.message import Turn, is_cut
+from llmc_runtime.server.tool_calls.message import MessageParser, is_cut
 from llmc_runtime.server.tool_calls.response_plan import Plan, plan_of
 
 
@@ -33,7 +33,7 @@ class Chat(GenerationResponse[ChatRequest]):
     """One request to the endpoint. Its only prompt is the conversation."""
 
     _plan: Plan
-    _turns: list[Turn]  # of the outputs of a stream
+    _parsers: list[MessageParser]  # of the outputs of a stream
 
     async def _prepare(self) -> None:
         request, serving = self._request, self._serving
@@ -54,7 +54,7 @@ class Chat(GenerationResponse[ChatRequest]):
             (prompt,) = await job.prompts(self._call.logged_characters)
             thoughts = plan.thoughts if job.done.reasons else None
             return prompt, replace(plan, thoughts=thoughts, opened=job.done.opened, earlier=job.parsed.earlier)
-        tools, prompting = None if plan.tools is None else plan.tools.given, serving.prompting
+        tools, prompting = None if plan.tools is None else plan.tools.shown, serving.prompting
         async with serving.lanes.slot(self._call.key):
             prompt = await prompting.in_thread(prompting.chat, request, tools, serving.dialect.short_ids)
         return prompt, plan.behind(prompt, request)
@@ -86,26 +86,26 @@ class Chat(GenerationResponse[ChatRequest]):
             body["prompt_token_ids"] = self._prompts[0].ids
         return body
 
-    def _turn(self) -> Turn:
-        return Turn(self._plan, self._request.include_reasoning is False)
+    def _parser(self) -> MessageParser:
+        return MessageParser(self._plan, self._request.include_reasoning is False)
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         """Return the JSON of a finished output, and count its reasoning tokens."""
-        turn, text = self._turn(), "".join(choice.text)
-        message = turn.message(text, choice.token_ids, is_cut(choice.finish_reason, choice.stop_reason))
+        parser, text = self._parser(), "".join(choice.text)
+        message = parser.message(text, choice.token_ids, is_cut(choice.finish_reason, choice.stop_reason))
         if self._plan.thoughts is not None:
-            self._usage.reasoning = (self._usage.reasoning or 0) + turn.reasoning_tokens
+            self._usage.reasoning = (self._usage.reasoning or 0) + parser.reasoning_tokens
         return {
             "index": index,
             "message": message,
             "logprobs": self._logprobs(choice.token_ids, choice.logprobs or []),
-            "finish_reason": turn.finish_reason(choice.finish_reason),
+            "finish_reason": parser.finish_reason(choice.finish_reason),
             "stop_reason": choice.stop_reason,
             **({"token_ids": choice.token_ids} if self._request.return_token_ids else {}),
         }
 
     def _first_chunks(self) -> Iterator[dict[str, Any]]:
-        self._turns = [] if self._plan.plain else [self._turn() for _ in range(self._params.n)]
+        self._parsers = [] if self._plan.plain else [self._parser() for _ in range(self._params.n)]
         for i in range(self._params.n):
             chunk = self._chunk(_choice(i, {"role": "assistant", "content": ""}))
             if i == 0 and self._request.return_token_ids:
@@ -123,14 +123,14 @@ class Chat(GenerationResponse[ChatRequest]):
         Tool calls and the finish reason are sent in separate chunks, as some clients check the finish reason first.
         """
         logprobs, finish = self._logprobs(output.token_ids, output.logprobs or []), output.finish_reason
-        if not self._turns:
+        if not self._parsers:
             delta: dict[str, Any] = {"content": output.text} if output.text else {}
         else:
-            turn, cut = self._turns[index], is_cut(finish, output.stop_reason)
-            delta = turn.take(output.text, output.token_ids, finish is not None, cut).delta()
-            finish = turn.finish_reason(finish)
+            parser, cut = self._parsers[index], is_cut(finish, output.stop_reason)
+            delta = parser.take(output.text, output.token_ids, finish is not None, cut).fields()
+            finish = parser.finish_reason(finish)
             if self._plan.thoughts is not None:
-                self._usage.reasoning = sum(turn.reasoning_tokens for turn in self._turns)
+                self._usage.reasoning = sum(parser.reasoning_tokens for parser in self._parsers)
         ids = self._request.return_token_ids and output.token_ids
         if not delta and finish is None and logprobs is None and not ids:
             return []

@@ -72,7 +72,7 @@ class Texts:
         rest = msgspec.structs.replace(
             request, messages=[], documents=None, chat_template_kwargs=None, reasoning_effort=None
         )
-        tools = None if plan.tools is None else plan.tools.given
+        tools = None if plan.tools is None else plan.tools.shown
         parsed = m.Parsed(_fields(rest), earlier=plan.earlier)
         done = m.Done()
 
@@ -149,7 +149,7 @@ def check_tokenize(request: TokenizeRequest) -> list[dict[str, Any]] | None:
     if (request.prompt is None) == (request.messages is None):
         raise ApiError("send either prompt or messages", param="prompt")
     tools = tools_of(request.tools, None, None)
-    return None if tools is None else tools.given
+    return None if tools is None else tools.shown
 
 
 def token_list(prompting: Prompting, ids: list[int], request: TokenizeRequest, length: int) -> dict[str, Any]:

@@ -61,10 +61,13 @@ class Malformed(Exception):
 class CallFormat(ABC):
     """A format of tool calls. An instance is the parser of one output; `tools` maps names to schemas of arguments.
 
+    - `aliases`: other names that select the format.
     - `markers`: texts that may be special tokens and have to be visible; the first one starts calls.
     - `short_ids`: ids of calls consist of nine letters and digits.
     - `several`: a response may have more than one call.
     - `between`: the text between the marks of several calls; None if all calls follow one mark.
+    - `bracket`: the text with which a call starts that has no mark, at the start of a line; "" if a mark is required
+      (see unmarked.Unmarked).
     - `channels`: there are marks around answers as well.
     - `shown`, `hidden`, `pattern`: a chat template shows calls in this format if it contains all of `shown`, none of
       `hidden`, and a match of `pattern`.
@@ -73,10 +76,12 @@ class CallFormat(ABC):
     """
 
     name: ClassVar[str]
+    aliases: ClassVar[Sequence[str]] = ()
     markers: ClassVar[Sequence[str]]
     short_ids: ClassVar[bool] = False
     several: ClassVar[bool] = True
     between: ClassVar[str | None] = "\n"
+    bracket: ClassVar[str] = ""
     channels: ClassVar[bool] = False
     shown: ClassVar[Sequence[str]] = ()
     hidden: ClassVar[Sequence[str]] = ()
@@ -98,9 +103,10 @@ class CallFormat(ABC):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Return whether a chat template shows calls in this format; an empty one never does."""
-        shown = all(text in template for text in cls.shown) and not any(text in template for text in cls.hidden)
-        return bool(template) and shown and (cls.pattern is None or cls.pattern.search(template) is not None)
+        """Return whether a chat template shows calls in this format; False if it has neither `shown` nor `pattern`."""
+        if not (cls.shown or cls.pattern) or any(text in template for text in cls.hidden):
+            return False
+        return all(text in template for text in cls.shown) and (not cls.pattern or bool(cls.pattern.search(template)))
 
     @classmethod
     def openers(cls) -> Sequence[str]:
@@ -179,9 +185,24 @@ class CallFormat(ABC):
             self._out.append(self._space)
         return self._taken()
 
-    @abstractmethod
     def _reading(self) -> Steps[None]:
         """Parse the whole text."""
+        while (opener := (yield from self._until(*self.openers()))) is not None:
+            if opener == self.bracket and not self._fresh_line:
+                self._mark = None
+                self._say(opener)
+                continue
+            self._at -= opener == self.bracket or opener.endswith("[")  # the bracket is part of the call
+            if (yield from self._attempt(self._calls(opener))):
+                yield from self._after(opener)
+
+    @abstractmethod
+    def _calls(self, opener: str) -> Steps[None]:
+        """Parse the calls behind `opener`. Raises Malformed."""
+
+    def _after(self, opener: str) -> Steps[None]:
+        """Consume the marks that may follow the calls behind `opener`."""
+        yield from ()
 
     def _read(self) -> Steps[None]:
         yield
@@ -340,35 +361,6 @@ class CallFormat(ABC):
 
     def _is_name(self, name: str) -> bool:
         return NAME.fullmatch(name) is not None
-
-    def _object(self) -> Steps[None]:
-        """Parse a call as {"name": ..., "arguments": {...}}, with keys in any order."""
-        name: str | None = None
-        arguments: str | None = None  # arguments that precede the name
-        begun = False
-        end = yield from self._symbol("{")
-        while end != "}":
-            key = yield from self._string()
-            yield from self._symbol(":")
-            if key == "name" and name is None:
-                name = yield from self._string()
-                if not self._is_name(name):
-                    raise Malformed
-                self._is_call = name in self._tools
-            elif key in ("arguments", "parameters") and not begun and arguments is None:
-                begun = name is not None
-                arguments = yield from self._arguments(name)
-                self._mark = self._at if begun else self._mark
-            elif key in ("type", "id"):
-                yield from self._value()
-            else:
-                raise Malformed
-            end = yield from self._symbol(",}")
-        if name is None:
-            raise Malformed
-        if not begun:
-            self._begin(name)
-            self._argue(arguments or "{}")
 
     def _arguments(self, name: str | None) -> Steps[str]:
         """Consume the arguments, and emit the call with them if its name is known; else return them. null counts

@@ -27,13 +27,13 @@ _CLOSED = ("items", "additionalProperties", "anyOf", "properties", "$defs", "def
 class Tools:
     """The tools of a request.
 
-    - `given`: the definitions that the template shows.
+    - `shown`: the definitions that the template shows.
     - `known`: the schemas of all tools' arguments, by name; `schemas`: of those that may be called.
     - `forced`: the response has to consist of calls; `several`: there may be more than one.
     - `strict`: the tools whose calls follow their schema even if calls are not forced.
     """
 
-    given: list[dict[str, Any]]
+    shown: list[dict[str, Any]]
     known: Mapping[str, dict[str, Any]]
     schemas: Mapping[str, dict[str, Any]]
     forced: bool
@@ -41,82 +41,82 @@ class Tools:
     strict: frozenset[str]
 
 
-def tools_of(given: list[dict[str, Any]] | None, choice: Any, parallel: bool | None) -> Tools | None:
+def tools_of(tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | None) -> Tools | None:
     """Parse `tools`, `tool_choice` and `parallel_tool_calls`. Returns None if nothing may be called. Raises ApiError
     400.
     """
-    if len(given or ()) > MAX_TOOLS:
-        raise ApiError(f"tools: up to {MAX_TOOLS}, not {len(given or ())}", param="tools")
-    definitions = [_definition(one, f"tools[{i}]") for i, one in enumerate(given or ())]
+    if len(tools or ()) > MAX_TOOLS:
+        raise ApiError(f"tools: up to {MAX_TOOLS}, not {len(tools or ())}", param="tools")
+    definitions = [_definition(one, f"tools[{i}]") for i, one in enumerate(tools or ())]
     if is_over(definitions, MAX_BYTES) or len(msgspec.json.encode(definitions)) > MAX_BYTES:
         raise ApiError(f"tools: their definitions have more than {MAX_BYTES} bytes", param="tools")
     functions = [one["function"] for one in definitions]
     names = [one["name"] for one in functions]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ApiError(f"tools: {twice!r} is there twice", param="tools")
+        raise ApiError(f"tools: {twice!r} is defined twice", param="tools")
     wanted, forced = _choice(choice, names)
     if not wanted:
         return None
     known = {one["name"]: one.get("parameters") or {} for one in functions}
     schemas = {name: schema for name, schema in known.items() if name in wanted}
-    strict = frozenset(one["function"]["name"] for one in given or () if one["function"].get("strict"))
+    strict = frozenset(one["function"]["name"] for one in tools or () if one["function"].get("strict"))
     shown = definitions if forced else [one for one in definitions if one["function"]["name"] in schemas]
     named = isinstance(choice, dict) and choice.get("type") == "function"  # it is called once
     return Tools(shown, known, schemas, forced, parallel is not False and not named, strict & schemas.keys())
 
 
-def _definition(given: dict[str, Any], where: str) -> dict[str, Any]:
+def _definition(definition: dict[str, Any], where: str) -> dict[str, Any]:
     """Check a definition and return a copy without `strict`, which is not meant for the model."""
-    function = given.get("function")
-    if given.get("type") != "function" or not isinstance(function, dict):
+    function = definition.get("function")
+    if definition.get("type") != "function" or not isinstance(function, dict):
         raise ApiError(f'{where}: of the form {{"type": "function", "function": {{"name": NAME, ...}}}}', param=where)
     name, where = function.get("name"), f"{where}.function"
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ApiError(f"{where}.name: {_NAMES}", param=f"{where}.name")
     if not isinstance(function.get("description"), str | None):
-        raise ApiError(f"{where}.description: a text", param=f"{where}.description")
+        raise ApiError(f"{where}.description: a string", param=f"{where}.description")
     if not isinstance(function.get("strict"), bool | None):
         raise ApiError(f"{where}.strict: true or false", param=f"{where}.strict")
     schema = function.get("parameters")
     if not isinstance(schema, dict | None) or (schema or {}).get("type", "object") != "object":
         raise ApiError(f'{where}.parameters: a JSON schema with "type": "object"', param=f"{where}.parameters")
     return {
-        **given,
+        **definition,
         "function": {key: value for key, value in function.items() if key != "strict" and value is not None},
     }
 
 
-def _choice(given: Any, names: list[str]) -> tuple[list[str], bool]:
+def _choice(choice: Any, names: list[str]) -> tuple[list[str], bool]:
     """Return (the names of the tools that may be called, whether one must be called)."""
-    if given is None or given == "auto":
+    if choice is None or choice == "auto":
         return names, False
-    if given == "none":
+    if choice == "none":
         return [], False
-    if given == "required":
+    if choice == "required":
         if not names:
             raise ApiError("tool_choice: required needs tools", param="tool_choice")
         return names, True
-    if isinstance(given, dict) and given.get("type") == "allowed_tools":
-        allowed = given.get("allowed_tools")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools")
         allowed = allowed if isinstance(allowed, dict) else {}
         listed, mode = allowed.get("tools"), allowed.get("mode")
         if not isinstance(listed, list) or not listed or mode not in ("auto", "required"):
             cause = 'allowed_tools: {"mode": "auto" or "required", "tools": [{"type": "function", ...}, ...]}'
             raise ApiError(f"tool_choice.{cause}", param="tool_choice.allowed_tools")
         return [_named(one, names) for one in listed], mode == "required"
-    return [_named(given, names)], True
+    return [_named(choice, names)], True
 
 
-def _named(given: Any, names: list[str]) -> str:
+def _named(choice: Any, names: list[str]) -> str:
     """Return the name in {"type": "function", "function": {"name": NAME}}, which has to be one of `names`."""
-    function = given.get("function") if isinstance(given, dict) and given.get("type") == "function" else None
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         cause = 'none, auto, required, or {"type": "function", "function": {"name": NAME}}'
         raise ApiError(f"tool_choice: {cause}", param="tool_choice")
     if name not in names:
-        raise ApiError(f"tool_choice: {name[:64]!r} is none of the tools", param="tool_choice")
+        raise ApiError(f"tool_choice: {name[:64]!r} is not one of the tools", param="tool_choice")
     return name
 
 

@@ -42,7 +42,7 @@ def form_of(wanted: StructuredOutputsParams, param: str) -> str:
     if wanted.kind == "regex":
         return f"form: /{slashed(wanted.text)}/"
     if "::=" in wanted.text:
-        cause = "a grammar in GBNF cannot stand behind reasoning or beside tools: write it in Lark's syntax"
+        cause = "a grammar in GBNF cannot be combined with reasoning or tools: write it in Lark's syntax"
         raise ApiError(f"{param}: {cause}", param=param)
     return f"form: %lark {{\n{wanted.text}\n}}"
 

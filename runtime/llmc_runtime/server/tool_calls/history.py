@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MAX_CALLS = 128  # in one message
 _SHORT = re.compile(r"[A-Za-z0-9]{9}")
 _CALLS = 'a list of {"id": ID, "type": "function", "function": {"name": NAME, "arguments": JSON}}'
-_TEMPLATE = "serve with --chat-template FILE, one that has a place for them, or leave them out"
+_TEMPLATE = "serve with a --chat-template FILE that renders them, or leave them out"
 
 
 def for_template(messages: list[dict[str, Any]], reads: Reads, short_ids: bool) -> list[dict[str, Any]]:
@@ -40,9 +40,9 @@ def calls_in(messages: list[dict[str, Any]]) -> int:
 def _message(message: dict[str, Any], where: str, reads: Reads, short_ids: bool) -> dict[str, Any]:
     calls, call_id = message.get("tool_calls"), message.get("tool_call_id")
     if not isinstance(call_id, str | None):
-        raise ApiError(f"{where}.tool_call_id: a text", param=f"{where}.tool_call_id")
+        raise ApiError(f"{where}.tool_call_id: a string", param=f"{where}.tool_call_id")
     if not reads.calls and (calls or message.get("role") == "tool"):
-        cause = f"{where}: the chat template has no place for calls and their results. Try: {_TEMPLATE}"
+        cause = f"{where}: the chat template does not render calls and their results. Try: {_TEMPLATE}"
         raise ApiError(cause, param=where)
     out = dict(message)
     if call_id is not None and short_ids:
@@ -58,11 +58,11 @@ def _message(message: dict[str, Any], where: str, reads: Reads, short_ids: bool)
     return out
 
 
-def _calls(given: Any, where: str, reads: Reads, short_ids: bool) -> list[dict[str, Any]]:
-    if not isinstance(given, list) or len(given) > MAX_CALLS:
+def _calls(value: Any, where: str, reads: Reads, short_ids: bool) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or len(value) > MAX_CALLS:
         raise ApiError(f"{where}: {_CALLS}, up to {MAX_CALLS}", param=where)
     out = []
-    for i, call in enumerate(given):
+    for i, call in enumerate(value):
         function = call.get("function") if isinstance(call, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         if (
@@ -79,21 +79,21 @@ def _calls(given: Any, where: str, reads: Reads, short_ids: bool) -> list[dict[s
     return out
 
 
-def _arguments(given: Any, where: str, as_text: bool) -> Any:
+def _arguments(value: Any, where: str, as_text: bool) -> Any:
     """Convert arguments to an object, or to JSON if `as_text`. Text that is not an object, as models may write, is
     kept.
     """
-    if not isinstance(given, str | dict | None):
+    if not isinstance(value, str | dict | None):
         where = f"{where}.function.arguments"
         raise ApiError(f"{where}: the JSON of an object", param=where)
     if as_text:
-        return given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
-    if not isinstance(given, str):
-        return given or {}
+        return value if isinstance(value, str) else json.dumps(value or {}, ensure_ascii=False)
+    if not isinstance(value, str):
+        return value or {}
     try:
-        return document((given or "{}").encode(errors="replace"))
+        return document((value or "{}").encode(errors="replace"))
     except ApiError:
-        return given
+        return value
 
 
 def _short(call_id: str) -> str:

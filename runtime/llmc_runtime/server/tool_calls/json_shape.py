@@ -6,13 +6,14 @@ a special token). A reader allows white space before every text, and skips texts
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
 from llmc_runtime.server.tool_calls.call_format import CallFormat, Malformed, Steps
 from llmc_runtime.server.tool_calls.lark_text import Marker, lark, repeated
+from llmc_runtime.server.tool_calls.unmarked import Unmarked
 
 
 class Json(Enum):
@@ -51,6 +52,7 @@ class JsonShape(CallFormat):
       is a LIST, one an OBJECT.
     - `others`: other texts that may stand in place of the first mark.
     - `line`: the text between calls, if all follow one mark (`between` is None).
+    - `arguments_key`: the key of the arguments in objects. The reader accepts `arguments` and `parameters`.
     """
 
     call: ClassVar[Sequence[Part]]
@@ -58,6 +60,7 @@ class JsonShape(CallFormat):
     end: ClassVar[str] = ""
     others: ClassVar[Sequence[str]] = ()
     line: ClassVar[str] = ""
+    arguments_key: ClassVar[str] = "arguments"
 
     @classmethod
     def openers(cls) -> Sequence[str]:
@@ -97,41 +100,21 @@ class JsonShape(CallFormat):
             elif part is Json.NAME:
                 yield name
             elif isinstance(part, Json):
-                yield from (f'{{"name": "{name}", "arguments": ', (rule,), "}")
+                yield from (f'{{"name": "{name}", "{cls.arguments_key}": ', (rule,), "}")
             else:
                 yield part
 
     @classmethod
     def _lark(cls, parts: Iterable[Part | tuple[str]], marker: Marker) -> str:
-        """Return the Lark expression of parts in sequence."""
-        out, text = list[str](), ""
-        for part in (*_enforced(parts), ""):
-            if isinstance(part, str) and part not in (*cls.markers, ""):
-                text += part
-                continue
-            if text:
-                out.append(lark(text))
-                text = ""
-            if isinstance(part, Optional):
-                out.append(f"({cls._lark(part.parts, marker)})?")
-            elif isinstance(part, Word):
-                out.append(f"/{part.value}/")
-            elif isinstance(part, tuple):
-                out.append(part[0])
-            elif isinstance(part, str) and part:
-                out.append(marker(part))
-        return " ".join(out)
+        return expression(parts, marker, cls.markers)
 
     # --- reader
 
-    def _reading(self) -> Steps[None]:
-        while (opener := (yield from self._until(*self.openers()))) is not None:
-            self._at -= opener.endswith("[")
-            if (yield from self._attempt(self._calls(opener))) and self.end:
-                yield from self._optional(self.end)
+    def _after(self, opener: str) -> Steps[None]:
+        if self.end:
+            yield from self._optional(self.end)
 
     def _calls(self, opener: str) -> Steps[None]:
-        """Parse the calls behind `opener`."""
         mark = self._call_mark()
         if not mark:
             yield from self._parts((yield from self._notation()))
@@ -185,6 +168,35 @@ class JsonShape(CallFormat):
             self._mark = self._at  # the text after this is valid, or becomes content
             end = yield from self._symbol(",]")
 
+    def _object(self) -> Steps[None]:
+        """Parse a call as {"name": ..., "arguments": {...}}, with keys in any order."""
+        name: str | None = None
+        arguments: str | None = None  # arguments that precede the name
+        begun = False
+        end = yield from self._symbol("{")
+        while end != "}":
+            key = yield from self._string()
+            yield from self._symbol(":")
+            if key == "name" and name is None:
+                name = yield from self._string()
+                if not self._is_name(name):
+                    raise Malformed
+                self._is_call = name in self._tools
+            elif key in ("arguments", "parameters") and not begun and arguments is None:
+                begun = name is not None
+                arguments = yield from self._arguments(name)
+                self._mark = self._at if begun else self._mark
+            elif key in ("type", "id"):
+                yield from self._value()
+            else:
+                raise Malformed
+            end = yield from self._symbol(",}")
+        if name is None:
+            raise Malformed
+        if not begun:
+            self._begin(name)
+            self._argue(arguments or "{}")
+
     def _optional_parts(self, parts: Sequence[str | Word]) -> Steps[None]:
         """Consume the parts if the first one follows; then the words have to be valid."""
         for i, part in enumerate(parts):
@@ -198,7 +210,51 @@ class JsonShape(CallFormat):
                 return
 
 
-def _enforced(parts: Iterable[Part | tuple[str]]) -> Iterator[Part | tuple[str]]:
+def expression(parts: Iterable[object], marker: Marker, marks: Collection[str]) -> str:
+    """Return the Lark expression of parts in sequence: texts, words, optional parts, and (expression,).
+
+    `marks` are the texts that may be special tokens.
+    """
+    out, text = list[str](), ""
+    for part in (*_enforced(parts), ""):
+        if isinstance(part, str) and part not in (*marks, ""):
+            text += part
+            continue
+        if text:
+            out.append(lark(text))
+            text = ""
+        if isinstance(part, Optional):
+            out.append(f"({expression(part.parts, marker, marks)})?")
+        elif isinstance(part, Word):
+            out.append(f"/{part.value}/")
+        elif isinstance(part, tuple):
+            out.append(part[0])
+        elif isinstance(part, str) and part:
+            out.append(marker(part))
+    return " ".join(out)
+
+
+def _enforced(parts: Iterable[object]) -> Iterator[object]:
     """Replace the optional parts that a grammar requires by what they contain."""
     for part in parts:
         yield from part.parts if isinstance(part, Optional) and part.enforced else (part,)
+
+
+class UnmarkedJson(Unmarked, JsonShape):
+    """Calls as JSON objects that need no mark. See Unmarked."""
+
+    bracket = "{"
+    between = None
+    call = (Json.OBJECT,)
+
+    @classmethod
+    def _opening(cls, name: str) -> str:
+        return rf'\{{[ \n]*("type" ?: ?"function", ?)?"name" ?: ?"{name}" ?,[ \n]*"{cls.arguments_key}" ?:'
+
+    @classmethod
+    def _closing(cls, rule: str, most: int) -> str:
+        return f'" "? {rule} "}}"'
+
+    @classmethod
+    def _openings(cls, names: str) -> str:
+        return rf'\{{(?s:.*)"name"[ \n\t\r]*:[ \n\t\r]*"({names})"'

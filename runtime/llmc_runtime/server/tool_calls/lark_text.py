@@ -43,13 +43,6 @@ def json_rule(schema: Mapping[str, Any], options: Mapping[str, Any] = AS_TEMPLAT
     return f"%json {text.replace('::=', ':' + chr(92) + 'u003a=')}"
 
 
-def choice_of(tools: Mapping[str, str], before: str, between: str, after: str) -> str:
-    """Return alternatives of one call per tool: `before` NAME `between` arguments `after`."""
-    return " | ".join(
-        f"{lark(before + name + between)} {rule}{after and ' ' + lark(after)}" for name, rule in tools.items()
-    )
-
-
 def repeated(one: str, between: str, most: int) -> str:
     """Return an expression for 1 to `most` repetitions of the rule `one`, separated by `between`."""
     joined = f"{between} {one}" if between != '""' else one
@@ -86,22 +79,15 @@ def after_text(begin: str, marker: Marker, never: Sequence[str]) -> tuple[str, l
     return "lead", [text_until("lead", begin, marker, never=never)]
 
 
-def led(
-    tools: Mapping[str, str],
-    opening: Callable[[str], str],
-    closing: str,
-    never: str,
-    begin: str,
-    marker: Marker,
-    end: str,
-) -> str:
+def led(calls: Sequence[tuple[str, str]], never: str, begin: str, marker: Marker, end: str) -> str:
     """Return rules in which `calls` matches a text with calls of a format without required marks.
 
-    A call starts a line with the expression `opening` of its name, followed by the arguments and `closing`; or it
-    consists of the mark `begin`, the rule `behind` and `end`. `never` matches other ways in which a call could start.
+    A call starts a line with one of `calls`: a regular expression of what precedes the arguments, and a Lark expression
+    of the rest. Or it consists of the mark `begin`, the rule `behind` and `end`. `never` matches other ways in which a
+    call could start.
     """
-    leads = [f"lead_{i}[lazy]: /{_LINE}{opening(regex(name))}/" for i, name in enumerate(tools)]
-    ones = [f"lead_{i} {rule} {closing}" for i, rule in enumerate(tools.values())]
+    leads = [f"lead_{i}[lazy]: /{_LINE}{opening}/" for i, (opening, _) in enumerate(calls)]
+    ones = [f"lead_{i} {rest}" for i, (_, rest) in enumerate(calls)]
     free = f"FREE: {without([begin])} & ~/{_LINE}{never}{ANY}/"
     tagged, rules = after_text(begin, marker, [])
     return "\n".join([f"calls: ({' | '.join([*ones, f'{tagged} behind {end}'])})? FREE?", free, *leads, *rules])

@@ -12,19 +12,19 @@ from llmc_runtime.server.tool_calls.response_plan import Plan
 
 
 @dataclass
-class Bit:
+class Delta:
     """New output: reasoning, content, and pieces of calls, with ids for those that start."""
 
     reasoning: str = ""
     content: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
 
-    def delta(self) -> dict[str, Any]:
-        """Return the fields of a stream's delta; {} if there is nothing new."""
-        told: dict[str, Any] = {"content": self.content} if self.content else {}
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a stream's `delta` object; {} if there is nothing new."""
+        fields: dict[str, Any] = {"content": self.content} if self.content else {}
         if self.reasoning:
-            told |= {"reasoning": self.reasoning, "reasoning_content": self.reasoning}
-        return told | ({"tool_calls": self.calls} if self.calls else {})
+            fields |= {"reasoning": self.reasoning, "reasoning_content": self.reasoning}
+        return fields | ({"tool_calls": self.calls} if self.calls else {})
 
 
 def is_cut(finish_reason: str | None, stop_reason: int | str | None) -> bool:
@@ -32,7 +32,7 @@ def is_cut(finish_reason: str | None, stop_reason: int | str | None) -> bool:
     return finish_reason != "stop" or isinstance(stop_reason, str)
 
 
-class Turn:
+class MessageParser:
     """The state of one output of a plan. With `quiet`, its reasoning is separated but not returned."""
 
     def __init__(self, plan: Plan, quiet: bool = False) -> None:
@@ -45,23 +45,23 @@ class Turn:
         self._ids: list[int] = []  # token ids as long as there may be reasoning
         self.reasoning_tokens = self.num_calls = 0
 
-    def take(self, text: str, ids: Sequence[int], final: bool, cut: bool = False) -> Bit:
+    def take(self, text: str, ids: Sequence[int], final: bool, cut: bool = False) -> Delta:
         """Append text, generated from `ids`, and return the output that is now certain.
 
         `final` marks the end of the text, and `cut` that the output was cut off. If a tool call is forced, nothing is
         content: everything else is markup of calls.
         """
-        bit = Bit(content=text)
+        delta = Delta(content=text)
         if self._splitter is not None:
-            bit.reasoning, bit.content = self._split(self._splitter, text, ids, final)
+            delta.reasoning, delta.content = self._split(self._splitter, text, ids, final)
         if self._calls is None:
-            return bit
-        pieces = self._calls.push(bit.content) + (self._calls.finish(cut=cut) if final else [])
-        bit.content = "" if self._forced else "".join(piece for piece in pieces if isinstance(piece, str))
+            return delta
+        pieces = self._calls.push(delta.content) + (self._calls.finish(cut=cut) if final else [])
+        delta.content = "" if self._forced else "".join(piece for piece in pieces if isinstance(piece, str))
         for piece in pieces:
             if isinstance(piece, CallPiece) and (self._several or piece.index == 0):
-                self._add(bit.calls, piece)
-        return bit
+                self._add(delta.calls, piece)
+        return delta
 
     def finish_reason(self, reason: str | None) -> str | None:
         """Return the message's finish reason: "tool_calls" if it stopped after calls."""
@@ -69,18 +69,18 @@ class Turn:
 
     def message(self, text: str, ids: Sequence[int], cut: bool = False) -> dict[str, Any]:
         """Return the message of a finished output; `cut` is as in `take`."""
-        bit = self.take(text, ids, True, cut)
+        delta = self.take(text, ids, True, cut)
         calls: list[dict[str, Any]] = []
-        for piece in bit.calls:
+        for piece in delta.calls:
             if "id" in piece:
                 calls.append({"id": piece["id"], "type": "function", "function": dict(piece["function"])})
             else:
                 calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
-        content = None if not bit.content and (calls or self.reasoning_tokens or self._forced) else bit.content
-        told: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if bit.reasoning:
-            told |= {"reasoning": bit.reasoning, "reasoning_content": bit.reasoning}
-        return told | ({"tool_calls": calls} if calls else {})
+        content = None if not delta.content and (calls or self.reasoning_tokens or self._forced) else delta.content
+        fields: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if delta.reasoning:
+            fields |= {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
+        return fields | ({"tool_calls": calls} if calls else {})
 
     def _split(self, splitter: Splitter, text: str, ids: Sequence[int], final: bool) -> tuple[str, str]:
         plan, inside = self._plan, splitter.inside

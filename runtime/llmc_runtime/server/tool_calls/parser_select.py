@@ -12,7 +12,7 @@ from llmc_runtime.server.tool_calls import reasoning
 from llmc_runtime.server.tool_calls.call_format import CallFormat
 from llmc_runtime.server.tool_calls.lark_text import lark
 from llmc_runtime.server.tool_calls.reasoning import ReasoningFormat
-from llmc_runtime.server.tool_calls.registry import ALIASES, FORMATS, installed
+from llmc_runtime.server.tool_calls.registry import FORMATS, call_format
 from llmc_runtime.text.chat_template import choose_template
 from llmc_runtime.text.tokenizer import Tokenizer
 
@@ -68,18 +68,19 @@ def dialect_of(tokenizer: Tokenizer | None, template: str | None, calls: str = A
     `template` is a chat template's text or name, to use instead of the default. `calls` and `thoughts` are names of
     formats, "auto" or "none". Raises LlmcError E601 for unknown names.
     """
-    text, calls = _text(tokenizer, template), ALIASES.get(calls, calls)
-    fitting = next((one for one in FORMATS if one.fits(text) and calls in (AUTO, one.name)), None)
+    text = _text(tokenizer, template)
+    fitting = next((one for one in FORMATS if one.fits(text) and calls in (AUTO, one.name, *one.aliases)), None)
     if fitting is None and calls == AUTO and "tools" in text and "tool_calls" not in text:  # the template shows none
         fitting = next((one for one in FORMATS if one.token and _has(tokenizer, one.token)), None)
-    known = {one.name: one for one in FORMATS}
-    named = fitting or installed(calls) or _named("tool_call_parser", calls, known, None)
+    if fitting is None and calls not in (AUTO, NONE):
+        fitting = call_format(calls)
+    named = fitting or _named("tool_call_parser", calls, {one.name: one for one in FORMATS}, None)
     marked = [form for form, words in _SHOWN if all(word in text for word in words)]
     marked += [one for one in _MARKS if _has(tokenizer, one.end)]
     thought = _named("reasoning_parser", thoughts, reasoning.FORMATS, next(iter(marked), None))
     lines = list(_lines(named, thought, calls, thoughts))
     if named is None and calls == AUTO and "tools" in text:
-        lines.append("tool calls: in which form is not known; --tool-call-parser NAME says it")
+        lines.append("tool calls: unknown format; set it with --tool-call-parser NAME")
     return Dialect(named, thought, tuple(lines), tokenizer)
 
 
@@ -106,10 +107,12 @@ def _has(tokenizer: Tokenizer | None, text: str) -> bool:
     return tokenizer is not None and tokenizer.token_id(text) is not None
 
 
-def _lines(calls: type[CallFormat] | None, thought: ReasoningFormat | None, wanted: str, asked: str) -> Iterable[str]:
+def _lines(
+    calls: type[CallFormat] | None, thought: ReasoningFormat | None, calls_option: str, thoughts_option: str
+) -> Iterable[str]:
     seen = "seen in the chat template or vocabulary"
     if calls is not None:
-        yield f"tool calls: {calls.name} ({seen if wanted == AUTO else '--tool-call-parser'})"
+        yield f"tool calls: {calls.name} ({seen if calls_option == AUTO else '--tool-call-parser'})"
     if thought is not None:
-        how = seen if asked == AUTO else "--reasoning-parser"
+        how = seen if thoughts_option == AUTO else "--reasoning-parser"
         yield f"reasoning: from {thought.begin} to {thought.end} ({how})"

@@ -1,4 +1,4 @@
-"""All call formats, by the names of vLLM's parsers. A new one is one class here: a declaration.
+"""All call formats, by the names of vLLM's parsers. A new one is a class here, named in FORMATS.
 
 Installed packages add formats by name under the entry-point group `llmc_runtime.call_formats`; each value names a
 subclass of CallFormat. The group is read only when a name is not one of ours.
@@ -6,20 +6,26 @@ subclass of CallFormat. The group is read only when a name is not one of ours.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+import re
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.server.call_format_names import entry_points_of
-from llmc_runtime.server.tool_calls import json_formats, pythonic_formats, xml_formats
 from llmc_runtime.server.tool_calls.call_format import CallFormat
-from llmc_runtime.server.tool_calls.json_shape import Json, JsonShape, Optional, Word
+from llmc_runtime.server.tool_calls.harmony_format import OpenAI
+from llmc_runtime.server.tool_calls.json_shape import Json, JsonShape, Optional, UnmarkedJson, Word
+from llmc_runtime.server.tool_calls.python_shape import PythonShape
+from llmc_runtime.server.tool_calls.xml_shape import LINE, Xml, XmlShape
+
+GROUP = "llmc_runtime.call_formats"  # of entry points
+_PYTHON_CALL = re.compile(r"\[func_name1\(|name\s*[+~]\s*['\"]\(")
 
 
 class Hermes(JsonShape):
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, used by Hermes and Qwen."""
 
     name = "hermes"
+    aliases = ("granite4",)
     markers = ("<tool_call>", "</tool_call>")
     shown = ("<tool_call>", "arguments")
     hidden = ("<function=", "<arg_key>", "<parameter=")  # other families write XML behind the same mark
@@ -148,65 +154,123 @@ class KimiK2(JsonShape):
     end = "<|tool_calls_section_end|>"
 
 
-class Qwen3Coder(xml_formats.Xml):
+class Qwen3Coder(XmlShape):
     """<tool_call><function=NAME><parameter=KEY> VALUE </parameter></function></tool_call>, used by Qwen3-Coder."""
 
     name = "qwen3_coder"
+    aliases = ("qwen3_xml", "mimo")
     markers = ("<tool_call>", "</tool_call>")
     shown = ("<tool_call>", "<function=", "<parameter=")
-    call = ("<function=", ">", "</function>")
-    field = ("<parameter=", ">", "</parameter>")
-    framed = True
+    call = ("<function=", Xml.NAME, ">", "\n", Xml.FIELDS, "</function>")
+    field = ("<parameter=", Xml.KEY, ">", "\n", Xml.VALUE, "\n", "</parameter>", "\n")
 
 
-class SeedOss(xml_formats.Xml):
+class SeedOss(XmlShape):
     """<seed:tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></seed:tool_call>, used by Seed-OSS."""
 
     name = "seed_oss"
     markers = ("<seed:tool_call>", "</seed:tool_call>")
     shown = ("seed:tool_call",)
-    call = ("<function=", ">", "</function>")
-    field = ("<parameter=", ">", "</parameter>")
+    call = ("<function=", Xml.NAME, ">", "\n", Xml.FIELDS, "</function>")
+    field = ("<parameter=", Xml.KEY, ">", Xml.VALUE, "</parameter>", "\n")
 
 
-class MiniMaxM2(xml_formats.Xml):
+class MiniMaxM2(XmlShape):
     """<minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke></minimax:tool_call>, used
     by MiniMax-M2.
     """
 
     name = "minimax_m2"
     markers = ("<minimax:tool_call>", "</minimax:tool_call>")
-    shown = ("minimax:tool_call", "<invoke name=")
-    call = ('<invoke name="', '">', "</invoke>")
-    field = ('<parameter name="', '">', "</parameter>")
     between = None
+    shown = ("minimax:tool_call", "<invoke name=")
+    call = ('<invoke name="', Xml.NAME, '">', "\n", Xml.FIELDS, "</invoke>")
+    field = ('<parameter name="', Xml.KEY, '">', Xml.VALUE, "</parameter>", "\n")
 
 
-# The first that matches is used, by name, by template, or by token.
+class Glm45(XmlShape):
+    """<tool_call>NAME, then <arg_key>KEY</arg_key><arg_value>VALUE</arg_value> for each argument, and </tool_call>.
+
+    GLM-4.5 writes each on a line of its own, GLM-4.7 does not.
+    """
+
+    name = "glm45"
+    aliases = ("glm47",)
+    markers = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    between = ""
+    shown = ("<tool_call>", "<arg_key>")
+    call = (Xml.NAME, LINE, Xml.FIELDS, "</tool_call>", LINE)
+    field = ("<arg_key>", Xml.KEY, "</arg_key>", LINE, "<arg_value>", Xml.VALUE, "</arg_value>", LINE)
+
+
+class Llama3Json(UnmarkedJson):
+    """{"name": ..., "parameters": {...}} at the start of a line or after <|python_tag|>, used by Llama 3."""
+
+    name = "llama3_json"
+    aliases = ("llama4_json",)
+    markers = ("<|python_tag|>",)
+    several = False
+    shown = ("parameters",)
+    pattern = re.compile(r"<\|python_tag\|>|ipython")
+    token = "<|python_tag|>"
+    arguments_key = "parameters"
+    separator = ";"
+
+
+class Pythonic(PythonShape):
+    """[NAME(KEY=VALUE, ...), ...] at the start of a line, or between <|python_start|> and <|python_end|>."""
+
+    name = "pythonic"
+    markers = ("<|python_start|>", "<|python_end|>")
+    hidden = ("<|python_start|>",)
+    pattern = _PYTHON_CALL
+
+
+class Llama4Pythonic(PythonShape):
+    """The same, used by Llama 4."""
+
+    name = "llama4_pythonic"
+    markers = ("<|python_start|>", "<|python_end|>")
+    shown = ("<|header_start|>",)
+    pattern = _PYTHON_CALL
+
+
+class Lfm2(PythonShape):
+    """The same between <|tool_call_start|> and <|tool_call_end|>, used by LFM2."""
+
+    name = "lfm2"
+    markers = ("<|tool_call_start|>", "<|tool_call_end|>")
+    marks_enforced = True
+    shown = ("<|tool_call_start|>",)
+    token = "<|tool_call_start|>"
+
+
+# Of those that fit a template or a token, the first is used; of those with the same name, the last.
 FORMATS: Sequence[type[CallFormat]] = (
-    MistralArgs, Mistral, json_formats.OpenAI, Qwen3Coder, SeedOss, MiniMaxM2, xml_formats.Glm45,
-    DeepSeekV3, DeepSeekV31, KimiK2, Granite, Granite20b, Phi4Mini,
-    pythonic_formats.Lfm2, pythonic_formats.Llama4Pythonic, pythonic_formats.Pythonic,
-    Hermes, json_formats.Llama3Json,
+    MistralArgs, Mistral, OpenAI, Qwen3Coder, SeedOss, MiniMaxM2, Glm45, DeepSeekV3, DeepSeekV31, KimiK2, Granite,
+    Granite20b, Phi4Mini, Lfm2, Llama4Pythonic, Pythonic, Hermes, Llama3Json,
 )  # fmt: skip
-# Aliases.
-ALIASES: Mapping[str, str] = MappingProxyType(
-    {
-        "qwen3_xml": "qwen3_coder",
-        "mimo": "qwen3_coder",
-        "llama4_json": "llama3_json",
-        "granite4": "hermes",
-        "glm47": "glm45",
-    }
-)
 
 
-def installed(name: str) -> type[CallFormat] | None:
-    """Return the call format that an installed package offers under this name, or None.
+def names() -> tuple[str, ...]:
+    """Return the names and aliases of our formats."""
+    return tuple(dict.fromkeys(name for form in FORMATS for name in (form.name, *form.aliases)))
+
+
+def offered(name: str) -> tuple[EntryPoint, ...]:
+    """Return the entry points of call formats that installed packages offer under this name."""
+    return tuple(entry_points(group=GROUP, name=name))
+
+
+def call_format(name: str) -> type[CallFormat] | None:
+    """Return the call format that has this name or alias, ours or that of an installed package; None if there is none.
 
     Raises LlmcError E601 if two packages offer it, or if it cannot be loaded.
     """
-    entries = entry_points_of(name)
+    ours = [form for form in FORMATS if name in (form.name, *form.aliases)]
+    if ours:
+        return ours[-1]
+    entries = offered(name)
     if not entries:
         return None
     form: object = None

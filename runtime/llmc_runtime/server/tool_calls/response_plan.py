@@ -9,14 +9,13 @@ from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.server.http.errors import ApiError, to_api_error
 from llmc_runtime.server.requests.request_fields import ChatRequest
-from llmc_runtime.server.tool_calls import json_formats
 from llmc_runtime.server.tool_calls.call_format import CallFormat
 from llmc_runtime.server.tool_calls.definitions import Tools, tools_of
 from llmc_runtime.server.tool_calls.grammar import answer, calls_of, form_of
 from llmc_runtime.server.tool_calls.history import calls_in
 from llmc_runtime.server.tool_calls.parser_select import Dialect
 from llmc_runtime.server.tool_calls.reasoning import ReasoningFormat, lark_of
-from llmc_runtime.server.tool_calls.registry import FORMATS
+from llmc_runtime.server.tool_calls.registry import FORMATS, Llama3Json
 
 
 @dataclass(frozen=True)
@@ -98,10 +97,10 @@ def plan_of(asked: ChatRequest, dialect: Dialect) -> Plan:
     form = dialect.calls
     if form is None and not tools.forced:
         names = ", ".join(dict.fromkeys(one.name for one in FORMATS))
-        cause = "tools: in which form this model writes calls is not known"
+        cause = "tools: the format of this model's calls is unknown"
         raise ApiError(f"{cause}. Try: serve it with --tool-call-parser (one of {names})", param="tools")
     if tools.forced and asked.structured_outputs is not None:
-        cause = "tool_choice asks for calls alone, which leaves no text for structured_outputs"
-        raise ApiError(f"{cause}: give one of them", param="structured_outputs")
+        cause = "tool_choice requires calls, which excludes structured_outputs"
+        raise ApiError(f"{cause}: use one of them", param="structured_outputs")
     earlier = calls_in(asked.messages)
-    return Plan(dialect, tools, form or json_formats.Llama3Json, dialect.thoughts, earlier=earlier)
+    return Plan(dialect, tools, form or Llama3Json, dialect.thoughts, earlier=earlier)

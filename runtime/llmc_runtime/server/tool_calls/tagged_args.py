@@ -19,6 +19,7 @@ from llmc_runtime.server.tool_calls.text_values import MOST_PARTS, resolved
 
 APART = ("allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames", "dependentSchemas", "$ref")
 KINDS = ("string", "integer", "number", "boolean", "null", "array", "object")
+MOST_FIELDS = 64  # maximum number of arguments without a schema
 _COUNTS = ("minProperties", "maxProperties", "dependentRequired")
 
 
@@ -74,9 +75,9 @@ class ArguedFormat(CallFormat):
         bad = next((key for key in (*APART, *_COUNTS) if key in schema), None)
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if bad is not None or not isinstance(properties, dict) or not isinstance(required, list):
-            raise cls._unsaid(bad or "properties")
+            raise cls._inexpressible(bad or "properties")
         if lost := [name for name in required if name not in list(properties)]:
-            raise cls._unsaid(f"required: {str(lost[0])[:60]!r}, which is none of its properties")
+            raise cls._inexpressible(f"required: {str(lost[0])[:60]!r}, which is not one of its properties")
         fields = [
             Field(f"{rule}_{i}", key, one, schema, key in required) for i, (key, one) in enumerate(properties.items())
         ]
@@ -84,9 +85,9 @@ class ArguedFormat(CallFormat):
         return "\n".join([*cls._joined(rule, fields), *lines])
 
     @classmethod
-    def _unsaid(cls, what: str) -> ApiError:
+    def _inexpressible(cls, what: str) -> ApiError:
         """Return the ApiError for a part of a schema that a grammar of this format cannot express."""
-        cause = f"tools: a schema of arguments has {what}, which no grammar of the form {cls.name} can say"
+        cause = f"tools: a schema of arguments has {what}, which a grammar of the format {cls.name} cannot express"
         remedy = "leave it out, or use tool_choice auto, without strict"
         return ApiError(f"{cause}. Try: {remedy}", param="tools")
 
@@ -113,17 +114,17 @@ class ArguedFormat(CallFormat):
         try:
             if bad is None:
                 return patterns_of(schema)
-        except Unsayable as e:
+        except Inexpressible as e:
             bad = str(e)
-        raise cls._unsaid(f"{bad} for the property {field.key[:60]!r}")
+        raise cls._inexpressible(f"{bad} for the property {field.key[:60]!r}")
 
     @classmethod
     def _alternatives(cls, field: Field) -> list[dict[str, Any]]:
         """Return schemas of which an argument's value matches one. Raises ApiError 400 if they cannot be determined."""
         try:
             return alternatives(field.schema, field.root)
-        except Unsayable as e:
-            raise cls._unsaid(f"{e} for the property {field.key[:60]!r}") from None
+        except Inexpressible as e:
+            raise cls._inexpressible(f"{e} for the property {field.key[:60]!r}") from None
 
     @classmethod
     @abstractmethod
@@ -141,20 +142,20 @@ class ArguedFormat(CallFormat):
         """Return rules in which `rule` matches all required `fields` and any of the others."""
 
 
-class Unsayable(Exception):
+class Inexpressible(Exception):
     """A part of a schema that a grammar of plain values cannot express; the message names it."""
 
 
 def alternatives(schema: Any, root: Mapping[str, Any], left: list[int] | None = None) -> list[dict[str, Any]]:
     """Resolve a schema into alternatives of which a value matches one, without references and with a single type each.
 
-    Raises Unsayable if there are more than `left` of them, or if references cannot be resolved.
+    Raises Inexpressible if there are more than `left` of them, or if references cannot be resolved.
     """
     left = [MOST_PARTS] if left is None else left
     left[0] -= 1
     found = {} if schema is True else resolved(schema, root)
     if found is None or left[0] < 0 or (found is not schema and isinstance(schema, dict) and len(schema) > 1):
-        raise Unsayable("$ref that leads nowhere, in a circle, or beside others")
+        raise Inexpressible("a $ref that cannot be resolved or has other keywords beside it")
     if list(found) == ["allOf"] and isinstance(found["allOf"], list) and len(found["allOf"]) == 1:
         return alternatives(found["allOf"][0], root, left)
     for key in ("anyOf", "oneOf"):
@@ -173,11 +174,11 @@ def whole(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
 def patterns_of(schema: Mapping[str, Any]) -> list[str]:
     """Return regular expressions that a string of this schema has to match, for its length and its pattern.
 
-    Raises Unsayable if the schema is invalid.
+    Raises Inexpressible if the schema is invalid.
     """
     least, most, pattern = schema.get("minLength", 0), schema.get("maxLength"), schema.get("pattern", "")
     if type(least) is not int or type(most) not in (int, type(None)) or not isinstance(pattern, str):
-        raise Unsayable("minLength, maxLength or pattern of another type")
+        raise Inexpressible("minLength, maxLength or pattern of the wrong type")
     found = [f"(?s:.{{{least},{'' if most is None else most}}})"] if least or most is not None else []
     if pattern:
         body = pattern.removeprefix("^")

@@ -44,8 +44,8 @@ def types_of(schema: Any, root: Mapping[str, Any], left: list[int] | None = None
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
         return frozenset(_type_of(json.dumps(value)) for value in values)
-    given = schema.get("type")
-    names = given if isinstance(given, list) else [given]
+    kinds = schema.get("type")
+    names = kinds if isinstance(kinds, list) else [kinds]
     found = {_TYPES[one] for one in names if isinstance(one, str) and one in _TYPES}
     for key in ("anyOf", "oneOf"):
         if not found and isinstance(schema.get(key), list):

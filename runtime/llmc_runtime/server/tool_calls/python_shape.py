@@ -1,72 +1,61 @@
-"""Calls as a list of Python calls with keyword arguments and literals as values; nothing is evaluated.
-
-See tagged_args.ArguedFormat. As the format has no required mark, the name has to be that of a tool.
-"""
+"""Calls as a list of Python calls with keyword arguments and literals as values. They are parsed, not evaluated."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from llmc_runtime.server.tool_calls.call_format import Malformed, Steps
 from llmc_runtime.server.tool_calls.definitions import NAME
-from llmc_runtime.server.tool_calls.lark_text import Marker, json_rule, lark, led, regex, repeated
+from llmc_runtime.server.tool_calls.lark_text import Marker, json_rule, lark, regex, repeated
 from llmc_runtime.server.tool_calls.python_literals import PythonText
-from llmc_runtime.server.tool_calls.tagged_args import APART, ArguedFormat, Field
+from llmc_runtime.server.tool_calls.tagged_args import APART, MOST_FIELDS, ArguedFormat, Field
 from llmc_runtime.server.tool_calls.text_values import types_of
+from llmc_runtime.server.tool_calls.unmarked import Unmarked
 
-_MOST_FIELDS = 64  # maximum number of arguments without a schema
 _CONSTANTS = ((None, "null"), (True, "boolean"), (False, "boolean"))  # values that JSON spells differently
 _CONSTANT_TYPES = (frozenset({"null"}), frozenset({"boolean"}))
 
 
-class Pythonic(ArguedFormat):
-    """[NAME(KEY=VALUE, ...), ...] at the start of a line, or between `markers[0]` and `markers[1]`."""
+class PythonShape(Unmarked, ArguedFormat):
+    """[NAME(KEY=VALUE, ...), ...]. A subclass is a declaration.
 
-    name = "pythonic"
-    markers = ("<|python_start|>", "<|python_end|>")
+    The notation is declared once, by the texts below; a reader allows white space around them.
+    """
+
     between = None
-    hidden: ClassVar[Sequence[str]] = ("<|python_start|>",)
-    pattern: ClassVar[re.Pattern[str] | None] = re.compile(r"\[func_name1\(|name\s*[+~]\s*['\"]\(")
+    bracket = "["
+    _BETWEEN, _END = ", ", "]"  # of calls
+    _ARGUMENTS, _IS, _NEXT, _CALL_END = "(", "=", ", ", ")"
 
-    def _reading(self) -> Steps[None]:
-        while (opener := (yield from self._until(self.markers[0], "["))) is not None:
-            if opener == "[":
-                self._at -= 1
-                if not self._fresh_line:
-                    self._mark = None
-                    self._at += 1
-                    self._say("[")
-                    continue
-            if (yield from self._attempt(self._python_calls())) and opener != "[":
-                yield from self._optional(self.markers[1])
+    # --- reader
 
-    def _python_calls(self) -> Steps[None]:
-        yield from self._symbol("[")
-        end = ","
-        while end == ",":
+    def _calls(self, opener: str) -> Steps[None]:
+        yield from self._symbol(self.bracket)
+        more = end = self._BETWEEN.strip()
+        while end == more:
             yield from self._next()
             name = yield from self._word()
-            if name not in self._tools:
+            if not self._is_name(name):
                 raise Malformed
             self._open(name)
             yield from self._keywords()
-            end = yield from self._symbol(",]")
+            end = yield from self._symbol(more + self._END)
 
     def _keywords(self) -> Steps[None]:
-        yield from self._symbol("(")
-        end = ","
-        while end == ",":
-            if (yield from self._next()) == ")":
-                end = yield from self._symbol(")")
+        """Parse the arguments of a call, with an optional comma after the last one."""
+        yield from self._symbol(self._ARGUMENTS)
+        more = end = self._NEXT.strip()
+        while end == more:
+            if (yield from self._next()) == self._CALL_END:
+                yield from self._symbol(self._CALL_END)
                 break
             key = yield from self._word()
             if not NAME.fullmatch(key):
                 raise Malformed
-            yield from self._symbol("=")
+            yield from self._symbol(self._IS)
             yield from self._keyword(key)
-            end = yield from self._symbol(",)")
+            end = yield from self._symbol(more + self._CALL_END)
         self._close()
 
     def _keyword(self, key: str) -> Steps[None]:
@@ -83,33 +72,35 @@ class Pythonic(ArguedFormat):
 
         yield from self._value(take, scan)
 
-    # --- grammars
+    # --- grammar
 
     @classmethod
     def behind(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
         """See CallFormat."""
-        calls = " | ".join(f'{lark(name + "(")} {rule} ")"' for name, rule in tools.items())
-        whole = f'behind: "[" {repeated("call", lark(", "), most)} "]"'
+        end = lark(cls._CALL_END)
+        calls = " | ".join(f"{lark(name + cls._ARGUMENTS)} {rule} {end}" for name, rule in tools.items())
+        whole = f"behind: {lark(cls.bracket)} {repeated('call', lark(cls._BETWEEN), most)} {lark(cls._END)}"
         return "\n".join([whole, f"call: {calls}", *cls._shared(marker)])
 
     @classmethod
-    def rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
-        """See CallFormat; there is no mark before the calls."""
-        return f"calls: behind\n{cls.behind(tools, marker, most)}"
+    def _opening(cls, name: str) -> str:
+        return f"{regex(cls.bracket)} ?{name}{regex(cls._ARGUMENTS)}"
 
     @classmethod
-    def free_rules(cls, tools: Mapping[str, str], marker: Marker, most: int, known: Collection[str]) -> str:
-        """See CallFormat."""
-        (begin, end), never = cls.markers, rf"\[[ \t\r\n]*({'|'.join(map(regex, known))})\("
-        closing = '")" "]"' if most == 1 else f'")" (", " call){{0,{most - 1}}} "]"'
-        whole = led(tools, lambda name: rf"\[ ?{name}\(", closing, never, begin, marker, f"{marker(end)}?")
-        return f"{whole}\n{cls.behind(tools, marker, most)}"
+    def _closing(cls, rule: str, most: int) -> str:
+        more = "" if most == 1 else f"({lark(cls._BETWEEN)} call){{0,{most - 1}}}"
+        return f"{rule} {lark(cls._CALL_END)} {more} {lark(cls._END)}"
+
+    @classmethod
+    def _openings(cls, names: str) -> str:
+        return rf"{regex(cls.bracket)}[ \t\r\n]*({names}){regex(cls._ARGUMENTS)}"
 
     @classmethod
     def _any(cls, rule: str, marker: Marker) -> str:
         values = " | ".join([*_constants({}, {}), f"{rule}_json"])
-        one = f'{rule}_one: /[A-Za-z_][A-Za-z0-9_]{{0,63}}/ "=" ({values})'
-        return f"{rule}: ({repeated(f'{rule}_one', lark(', '), _MOST_FIELDS)})?\n{one}\n{rule}_json: {json_rule({})}"
+        one = f"{rule}_one: /[A-Za-z_][A-Za-z0-9_]{{0,63}}/ {lark(cls._IS)} ({values})"
+        ones = repeated(f"{rule}_one", lark(cls._NEXT), MOST_FIELDS)
+        return f"{rule}: ({ones})?\n{one}\n{rule}_json: {json_rule({})}"
 
     @classmethod
     def _joined(cls, rule: str, fields: Sequence[Field]) -> Sequence[str]:
@@ -121,19 +112,19 @@ class Pythonic(ArguedFormat):
         for i, field in enumerate(fields):
             rest, mark = f"{rule}_t{i + 1}", "" if field.required else "?"
             lines.append(f"{rule}_h{i}: {field.rule} {rest}{'' if field.required else f' | {rule}_h{i + 1}'}")
-            lines.append(f'{rule}_t{i}: (", " {field.rule}){mark} {rest}')
+            lines.append(f"{rule}_t{i}: ({lark(cls._NEXT)} {field.rule}){mark} {rest}")
         return [f"{rule}: {rule}_h0", *lines, f'{rule}_h{last}: ""', f'{rule}_t{last}: ""']
 
     @classmethod
     def _field(cls, field: Field, marker: Marker) -> Sequence[str]:
         if not NAME.fullmatch(field.key):
-            raise cls._unsaid(f"the property {field.key[:60]!r}")
+            raise cls._inexpressible(f"the property {field.key[:60]!r}")
         lines, values = [], []
         for i, one in enumerate(cls._alternatives(field)):
             literals, rules = cls._literals(f"{field.rule}_{i}", one, field.root)
             values += literals
             lines += rules
-        return [f"{field.rule}: {lark(field.key + '=')} ({' | '.join(values)})", *lines]
+        return [f"{field.rule}: {lark(field.key + cls._IS)} ({' | '.join(values)})", *lines]
 
     @classmethod
     def _literals(cls, rule: str, schema: dict[str, Any], root: Mapping[str, Any]) -> tuple[list[str], list[str]]:
@@ -159,28 +150,3 @@ def _constants(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[str]:
         for constant, kind in _CONSTANTS  # compared by identity, as True == 1
         if (not types or kind in types) and all(any(value is constant for value in values) for values in listed)
     ]
-
-
-class Llama4Pythonic(Pythonic):
-    """The same between <|python_start|> and <|python_end|>, or without them, used by Llama 4."""
-
-    name = "llama4_pythonic"
-    shown = ("<|header_start|>",)
-    hidden = ()
-
-
-class Lfm2(Pythonic):
-    """The same between <|tool_call_start|> and <|tool_call_end|>, used by LFM2."""
-
-    name = "lfm2"
-    markers = ("<|tool_call_start|>", "<|tool_call_end|>")
-    shown = ("<|tool_call_start|>",)
-    hidden = ()
-    pattern = None
-    token = "<|tool_call_start|>"
-
-    @classmethod
-    def rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
-        """See CallFormat."""
-        begin, end = map(marker, cls.markers)
-        return f"calls: {begin} behind {end}\n{cls.behind(tools, marker, most)}"

@@ -1,0 +1,186 @@
+"""Products of 8-bit floats with a scale for each group of activations and each tile of the weight.
+
+One template serves all kernels: SCALED_GEMM_SMALL has weight rows as the rows of its tiles, for few tokens;
+SCALED_GEMM has tokens there, for many, and SCALED_GEMM_TMA loads those tiles by TMA. Threads hold two accumulators: the
+total, and that of the current group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from llmc.codegen.backends.triton.gemm_small import GROUP, KEYS, Shape, joins, penalty, product_us, tiles_bytes
+from llmc.codegen.backends.triton.gemm_tma import gain, has_maps
+from llmc.codegen.backends.triton.linear_problem import MAX_PARTS, Product, epilogue, extra_operands
+from llmc.codegen.backends.triton.template import Argument, Template
+from llmc.codegen.backends.triton.tiling import power
+from llmc.codegen.backends.triton.triton_kernel import (
+    CODES,
+    FLOATS,
+    Code,
+    TritonKernel,
+    Unit,
+    unsupported,
+    unsupported_codes,
+)
+from llmc.codegen.kernel import Map, Schedule
+from llmc.ir.dim import D
+from llmc.ir.graph import Node
+from llmc.targets.target import Target
+
+Tile = tuple[int, int, int, int]
+STEP = 128  # maximum columns of a slice: the width of the largest swizzle in bytes
+DEPTH = 32  # columns of an instruction; groups are multiples of it
+LINE = 128  # bytes of a prefetch
+GROUPS = (16, 32)  # larger groups of row tiles, tried with the first schedule
+TOKENS = (16, 32, 64)
+# bn of all parts, warps, stages, slices of a step.
+FEW: tuple[Tile, ...] = (
+    (64, 4, 6, 1), (32, 4, 4, 4), (16, 4, 4, 4), (64, 4, 4, 1), (64, 4, 10, 1), (128, 4, 4, 1), (128, 8, 4, 1),
+    (32, 4, 6, 1), (32, 4, 6, 4), (16, 4, 6, 4), (128, 4, 6, 1),
+)  # fmt: skip
+# bm, bn of all parts, warps, stages.
+MANY: tuple[Tile, ...] = (
+    (128, 128, 8, 4), (64, 128, 4, 4), (128, 64, 4, 4), (64, 64, 4, 6), (64, 256, 8, 4), (128, 128, 8, 3),
+    (64, 128, 4, 6), (64, 64, 4, 4), (128, 128, 8, 6),
+)  # fmt: skip
+_SUMS = 64  # maximum float32 sums per thread in each of the two accumulators
+_RESCALE = 4  # operations per sum and group
+
+
+@dataclass(frozen=True)
+class ScaledProduct(Product):
+    """The computation of block_scaled_linear. group, rows: columns and rows of the weight that share a scale."""
+
+    group: int
+    rows: int
+
+    @staticmethod
+    def of(node: Node) -> ScaledProduct:
+        """Read the problem from a node with constant sizes."""
+        p, (rows, group) = Product.of(node), node.attrs["block"]
+        return ScaledProduct(node, p.parts, p.n, p.k, p.body, group, rows or p.parts * p.n)
+
+    @property
+    def first(self) -> int:
+        """The index of the first operand of the epilogue."""
+        return 4
+
+    @property
+    def step(self) -> int:
+        """The columns that are multiplied into one accumulator."""
+        return min(STEP, self.group & -self.group)
+
+
+@dataclass(frozen=True)
+class ScaledGemm(TritonKernel):
+    """block_scaled_linear by tl.dot. swap: the weight is the left factor. mapped: factors are loaded by TMA."""
+
+    swap: bool = False
+    mapped: bool = False
+    crowds: bool = True
+    yields: bool = True
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        if why := unsupported(node, (*FLOATS, *CODES)) or unsupported_codes(node, target):
+            return why
+        if self.mapped and not has_maps(target):
+            return f"{target.name} does not support TMA"
+        x, code = node.operands[0].type, node.operands[1].type
+        if code.shape[0].const is None or code.shape[1].const is None:
+            return f"the weight's sizes {code.shape[0]} x {code.shape[1]} are not constant"
+        if not x.dtype == code.dtype == "f8e4m3":
+            return f"codes of {x.dtype} and {code.dtype} in blocks; f8e4m3 is supported"
+        p = ScaledProduct.of(node)
+        if not 1 <= p.parts <= MAX_PARTS:
+            return f"{p.parts} parts; the maximum is {MAX_PARTS}"
+        if any(t.dtype not in FLOATS for t in p.extras):
+            return "an operand of the epilogue is not of a float dtype"
+        return f"groups of {p.group} columns are not a multiple of {DEPTH}" if p.group % DEPTH else None
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        p = ScaledProduct.of(node)
+        shapes = [s for s in dict.fromkeys(_narrow(p) if self.swap else _large(p)) if _fits(p, s, target)]
+        schedules: list[Schedule] = [dict(zip(KEYS, s, strict=True)) for s in shapes or [(16, 16, p.step, 4, 2, 1)]]
+        return schedules + [{**s, "group": g} for g in GROUPS for s in schedules[:1] if self.mapped]
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        p, s = ScaledProduct.of(node), schedule
+        sums = -(-p.tokens(env) // s["bm"]) * s["bm"] * p.parts * p.n
+        scaling = sums * (p.k / p.step) * _RESCALE / target.peaks["f32"] * 1e6
+        us = product_us(p, s, target, env, self.swap) * (penalty(p, s) if self.swap else 1.0)
+        us /= gain(node, env) if self.mapped else 1.0
+        return us + scaling / 2 + target.launch_us
+
+    def code(self, u: Unit) -> Code:
+        p, s = ScaledProduct.of(u.node), u.schedule
+        template, grid = Template("scaled_gemm", "scaled_gemm"), (p.m.ceildiv(s["bm"]) * -(-p.n // s["bn"]),)
+        code = u.launch(template, grid, s["warps"], s["stages"], (epilogue(u, p),), **self.arguments(u, p))
+        if not self.mapped:
+            return code
+        x = Map(0, (p.m, D(p.k)), (s["bm"], s["bk"]))
+        return replace(code, maps=(x, Map(1, (D(p.parts * p.n), D(p.k)), (s["bn"], s["bk"]))))
+
+    def arguments(self, u: Unit, p: ScaledProduct) -> dict[str, Argument]:
+        """Return the arguments of the template."""
+        s, joined = u.schedule, self.swap and joins(p, u.schedule["bn"], u.schedule["split"])
+        lines = 1 << (min(p.k, s["bk"]) // LINE).bit_length() >> 1
+        return {
+            "x_ptr": "x0",
+            "code_ptr": "x1",
+            "x_scale_ptr": "x2",
+            "scale_ptr": "x3",
+            "out_ptr": "y0",
+            "extra_ptrs": extra_operands(u, p),
+            "M": u.sizes(p.m),
+            "ROW_TILES": u.sizes(p.m.ceildiv(s["bm"])),
+            "N": p.n,
+            "K": p.k,
+            "PARTS": p.parts,
+            "JOINED": joined,
+            "GROUP": p.group,
+            "SCALE_ROWS": p.rows,
+            "BLOCK_M": s["bm"],
+            "BLOCK_N": s["bn"],
+            "BLOCK_K": s["bk"],
+            "SLICES": s["split"],
+            "STAGES": s["stages"],
+            "TILE_GROUP": s.get("group", GROUP),
+            "WEIGHT_LEFT": self.swap,
+            "MAPPED": self.mapped,
+            "ONE_SCALE": not joined and p.rows % s["bn"] == 0 and (p.parts == 1 or p.n % s["bn"] == 0),
+            "WHOLE_M": p.m.const is not None and p.m.const % s["bm"] == 0,
+            "PREFETCH_LINES": max(1, lines) if self.swap and u.pdl and p.early else 0,
+            "FLOAT32_FACTORS": u.interpret,
+            "LOAD_EXTRAS": "load_extras",
+            "EPILOGUE": "epilogue",
+            "LATE_LAUNCH": u.late,
+        }
+
+
+def _narrow(p: ScaledProduct) -> Iterator[Shape]:
+    """Shapes for few tokens."""
+    m, steps = p.m.const, p.k // p.step
+    for bm in TOKENS if m is None else (next((t for t in TOKENS if t >= m), TOKENS[-1]),):
+        for bn, warps, stages, slices in FEW:
+            if steps % slices == 0:
+                yield bm, max(16, bn // power(p.parts)), p.step * slices, warps, stages, slices
+
+
+def _large(p: ScaledProduct) -> Iterator[Shape]:
+    """Shapes for many tokens."""
+    for bm, bn, warps, stages in MANY:
+        yield bm, max(16, bn // power(p.parts)), p.step, warps, stages, 1
+
+
+def _fits(p: ScaledProduct, s: Shape, target: Target) -> bool:
+    """Whether a block's tiles fit shared memory and its sums fit registers."""
+    bm, bn, _, warps, _, slices = s
+    shared = tiles_bytes(p, dict(zip(KEYS, s, strict=True)), target)
+    return shared <= target.limits.shared and bm * bn * p.parts * slices <= _SUMS * warps * target.limits.warp
+
+
+SCALED_GEMM_SMALL = ScaledGemm("triton/scaled_gemm_small", ("block_scaled_linear",), swap=True)
+SCALED_GEMM = ScaledGemm("triton/scaled_gemm", ("block_scaled_linear",))
+SCALED_GEMM_TMA = ScaledGemm("triton/scaled_gemm_tma", ("block_scaled_linear",), mapped=True)

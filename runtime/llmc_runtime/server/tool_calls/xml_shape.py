@@ -1,0 +1,281 @@
+"""Call formats with one element per argument and values as plain text, declared as sequences of parts.
+
+The reader and the grammar derive from the declaration. As nothing is escaped, a value ends where its element's end tag
+first occurs. Strings are emitted as they arrive; values of other types (by the tool's schema) are emitted once they are
+complete.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from typing import ClassVar
+
+from llmc_runtime.server.tool_calls.call_format import Malformed, Steps
+from llmc_runtime.server.tool_calls.definitions import NAME
+from llmc_runtime.server.tool_calls.json_shape import Optional, expression
+from llmc_runtime.server.tool_calls.lark_text import ANY, Marker, lark, repeated, text_until
+from llmc_runtime.server.tool_calls.tagged_args import MOST_FIELDS, ArguedFormat, Field
+from llmc_runtime.server.tool_calls.text_values import STRING, json_of, property_of, types_of
+
+_LONGEST_KEY = 256
+
+
+LINE = Optional(("\n",), enforced=False)  # a newline that a grammar permits
+
+
+class Xml(Enum):
+    """Parts of a call, beside texts and LINE."""
+
+    NAME = "the name of the tool"
+    FIELDS = "its arguments, as `field` describes them"
+    KEY = "the name of an argument"
+    VALUE = "its value"
+
+
+Part = str | Optional | Xml
+
+
+class XmlShape(ArguedFormat):
+    """Calls between the marks `markers[0]` and `markers[1]`. A subclass is a declaration.
+
+    - `call`: the parts of a call: NAME, FIELDS, and then its end tag. If they start with a text, several calls may
+      stand between the marks, and a reader accepts a call of a known tool without the marks. If the end tag is
+      `markers[1]`, one call stands between the marks.
+    - `field`: the parts of an argument: a tag, KEY, VALUE, and then the end tag. A newline next to VALUE is not part of
+      it. The end tag of the call does not start with the first tag.
+
+    A reader allows white space before every tag except the one after KEY, and skips parts that are white space.
+    """
+
+    call: ClassVar[Sequence[Part]]
+    field: ClassVar[Sequence[Part]]
+
+    # --- what the declaration says
+
+    @classmethod
+    def openers(cls) -> Sequence[str]:
+        """See CallFormat."""
+        return *cls.markers[:1], *cls._start_tag()
+
+    @classmethod
+    def _start_tag(cls) -> Sequence[str]:
+        """Return the text before a call's name, if there is one."""
+        return [part for part in cls.call[:1] if isinstance(part, str)]
+
+    @classmethod
+    def _call_end(cls) -> str:
+        """Return the end tag of a call."""
+        return _tags(cls.call, Xml.FIELDS)[0]
+
+    @classmethod
+    def _framed(cls) -> bool:
+        """Return whether newlines enclose a value."""
+        return cls.field[cls.field.index(Xml.VALUE) - 1] == "\n"
+
+    @classmethod
+    def _ends(cls) -> Sequence[str]:
+        """Return the ends of a value: its end tag, or the ends of the call and the section if that was left out."""
+        tag, end, section = _tags(cls.field, Xml.VALUE)[0], cls._call_end(), cls.markers[1]
+        return (tag,) if end == section else (tag, f"{end}\n{section}", end + section)
+
+    # --- reader
+
+    def _after(self, opener: str) -> Steps[None]:
+        if opener == self.markers[0]:
+            yield from self._optional(self.markers[1])
+
+    def _calls(self, opener: str) -> Steps[None]:
+        start = self._start_tag()
+        if not start or opener in start:
+            yield from self._one(known=opener in start)
+            return
+        yield from self._expect(start[0])
+        yield from self._one()
+        while (yield from self._optional(start[0])):
+            yield from self._one()
+
+    def _one(self, known: bool = False) -> Steps[None]:
+        """Parse a call after its start tag. With `known`, it has to be of a known tool; also if it has neither a tag
+        after its name nor arguments.
+        """
+        stop, first, end = _tags(self.call, Xml.NAME, Xml.FIELDS), self.field[0], self._call_end()
+        assert isinstance(first, str)
+        if stop:
+            name = (yield from self._raw(stop[0])).strip()
+        else:
+            yield from self._next()
+            name = yield from self._word()
+        if not self._is_name(name) or (known and name not in self._tools):
+            raise Malformed
+        self._open(name)
+        while (tag := (yield from self._either(first, end))) == first:
+            yield from self._argument(name)
+        if tag is None or not (stop or self._fields or name in self._tools):
+            raise Malformed
+        self._close()
+
+    def _argument(self, name: str) -> Steps[None]:
+        """Parse an argument after its first tag. White space around a key counts unless an element encloses the key."""
+        stop, *more = _tags(self.field, Xml.KEY, Xml.VALUE)
+        key = yield from self._raw(stop)
+        for tag in more:
+            yield from self._expect(tag)
+        yield from self._field_value(name, key.strip() if more else key, self._ends())
+
+    def _field_value(self, name: str, key: str, ends: Sequence[str]) -> Steps[None]:
+        """Parse the argument `key`, whose value ends with one of `ends`."""
+        schema = self._tools.get(name, {})
+        types = types_of(property_of(schema, key), schema)
+        if self._framed() and (yield from self._next(solid=False)) == "\n":
+            self._at += 1
+        if types == STRING:
+            yield from self._text_value(key, ends)
+            return
+        text = yield from self._raw(*ends, most=None)
+        value = json_of(text.removesuffix("\n") if self._framed() else text, types)
+        self._key(key)
+        self._argue(value)
+        self._mark = self._at
+
+    def _text_value(self, key: str, ends: Sequence[str]) -> Steps[None]:
+        """Parse a string, and emit it as it arrives."""
+        begun, held = False, ""
+        while True:
+            rest = self._text[self._at :]
+            found = _first(rest, ends, 0)
+            text = held + rest[: len(rest) - self._partial(rest, ends) if found is None else found[0]]
+            self._at += len(text) - len(held)
+            held = "\n" if self._framed() and text.endswith("\n") else ""
+            if not begun:
+                self._key(key)
+                self._argue('"')
+                begun = True
+            self._argue(json.dumps(text[: len(text) - len(held)], ensure_ascii=False)[1:-1])
+            self._mark = self._at - len(held)
+            if found is not None:
+                self._at += len(ends[0]) if found[1] == ends[0] else 0
+                self._argue('"')
+                self._mark = self._at
+                return
+            if self._ended:
+                raise Malformed
+            yield
+
+    def _raw(self, *ends: str, most: int | None = _LONGEST_KEY) -> Steps[str]:
+        """Return the text before the first of `ends`. `ends[0]` is consumed, the others are not."""
+        looked, longest = self._at, max(map(len, ends))
+        while True:
+            found = _first(self._text, ends, looked)
+            if found is not None:
+                at, end = found
+                text, self._at = self._text[self._at : at], at + (len(end) if end == ends[0] else 0)
+                return text
+            if self._ended or (most is not None and len(self._text) - self._at > most):
+                self._at = len(self._text) if self._ended else self._at
+                raise Malformed
+            before = max(len(self._text) - longest + 1, self._at) - self._at
+            yield
+            looked = self._at + before
+
+    # --- grammar
+
+    @classmethod
+    def behind(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+        """See CallFormat."""
+        at = cls.call.index(Xml.FIELDS)
+        heads = {name: [name if part is Xml.NAME else part for part in cls.call[:at]] for name in tools}
+        calls = " | ".join(f"{cls._lark(heads[name], marker)} {rule}" for name, rule in tools.items())
+        one = f"(call) {cls._lark(cls.call[at + 1 :], marker)}"
+        lines = [f"behind: {one}"]
+        if cls._call_end() != cls.markers[1]:
+            ones = repeated("one_call", lark("\n"), 1 if cls.between is not None else most)
+            lines = [f'behind: "\\n" {ones} "\\n" {marker(cls.markers[1])}', f"one_call: {one}"]
+        return "\n".join([*lines, f"call: {calls}", *cls._shared(marker)])
+
+    @classmethod
+    def _lark(cls, parts: Iterable[Part | tuple[str]], marker: Marker) -> str:
+        """Return the Lark expression of texts, lines, and (expression,)."""
+        return expression(parts, marker, (*cls.markers, cls._call_end(), cls._ends()[0]))
+
+    @classmethod
+    def _around_value(cls, key: str | tuple[str], marker: Marker) -> tuple[str, str]:
+        """Return the Lark expressions of what precedes an argument's value, and of what follows its end tag."""
+        at, end = cls.field.index(Xml.VALUE), cls.field.index(cls._ends()[0])
+        head = [key if part is Xml.KEY else part for part in cls.field[:at]]
+        return cls._lark(head, marker), cls._lark(cls.field[end + 1 :], marker)
+
+    @classmethod
+    def _any(cls, rule: str, marker: Marker) -> str:
+        head, tail = cls._around_value((f"/{NAME.pattern}/",), marker)
+        return f"{rule}: ({head} any_text {tail}){{0,{MOST_FIELDS}}}"
+
+    @classmethod
+    def _shared(cls, marker: Marker) -> Sequence[str]:
+        ends = cls._ends()
+        text = text_until("any_text", ends[0], marker, before="\n" if cls._framed() else "", never=ends)
+        return [*super()._shared(marker), text]
+
+    @classmethod
+    def _joined(cls, rule: str, fields: Sequence[Field]) -> Sequence[str]:
+        parts = (field.rule if field.required else f"{field.rule}?" for field in fields)
+        return [f"{rule}: {' '.join(parts) or lark('')}"]
+
+    @classmethod
+    def _field(cls, field: Field, marker: Marker) -> Sequence[str]:
+        head, tail = cls._around_value(field.key, marker)
+        if not _is_plain(field.key):
+            raise cls._inexpressible(f"the property {field.key[:60]!r}")
+        frame, ends = "\n" if cls._framed() else "", cls._ends()
+        close = f"{lark(frame)} {marker(ends[0])}" if frame else marker(ends[0])
+        lines, values = [], []
+        for i, one in enumerate(cls._alternatives(field)):
+            rule, types = f"{field.rule}_{i}", types_of(one, field.root)
+            if "enum" in one or "const" in one:
+                listed = [one["const"]] if "const" in one else one["enum"]
+                if not isinstance(listed, list):
+                    raise cls._inexpressible(f"an enum that is not a list for the property {field.key[:60]!r}")
+                values += [f"{lark(text)} {close}" for text in cls._texts(field, listed)]
+            elif (not types or "string" in types) and (patterns := cls._patterns(field, one)) == [ANY]:
+                values.append("any_text")
+            elif not types or "string" in types:
+                lines.append(text_until(rule, ends[0], marker, patterns, frame, ends))
+                values.append(rule)
+            else:
+                found, more = cls._json(rule, one, field.root)
+                values.append(f"{found} {close}")
+                lines += more
+        return [f"{field.rule}: {head} ({' | '.join(values)}) {tail}", *lines]
+
+    @classmethod
+    def _texts(cls, field: Field, values: Sequence[object]) -> list[str]:
+        """Return the texts of an enum's values, except those that would be parsed as different values."""
+        types = types_of(field.schema, field.root)
+        written = [(one, one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)) for one in values]
+        whole = [(one, text) for one, text in written if _first(text, cls._ends(), 0) is None]
+        texts = [text for one, text in whole if _read(text, types) == (type(one), one)]
+        if not texts:
+            raise cls._inexpressible(f"values of {field.key[:60]!r} that cannot be distinguished from others")
+        return texts
+
+
+def _tags(parts: Sequence[Part], after: Xml, until: Xml | None = None) -> list[str]:
+    """Return the texts after one part, up to another one, that are not white space."""
+    between = parts[parts.index(after) + 1 : None if until is None else parts.index(until)]
+    return [part for part in between if isinstance(part, str) and part.strip()]
+
+
+def _first(text: str, marks: Sequence[str], start: int) -> tuple[int, str] | None:
+    """Return the position and text of the first of the marks from `start` on, or None."""
+    return min(((at, mark) for mark in marks if (at := text.find(mark, start)) >= 0), default=None)
+
+
+def _read(text: str, types: frozenset[str]) -> tuple[type, object]:
+    value = json.loads(json_of(text, types))
+    return type(value), value
+
+
+def _is_plain(key: str) -> bool:
+    """Return whether an argument's name survives parsing unchanged."""
+    return 0 < len(key) <= _LONGEST_KEY and not set(key) & set('<>"\n') and key == key.strip()
