@@ -32,6 +32,7 @@ class Shape:
 
     experts, chosen: of a mixture's layer, and of them for each token; `intermediate` is that of an expert.
     `quant`: the recipe by which the layers' products are quantised when the model is compiled; "" for none.
+    `kv_cache`: the dtype of the KV cache when the model is compiled, as for `llmc compile --kv-cache-dtype`.
     """
 
     name: str
@@ -52,11 +53,13 @@ class Shape:
     experts: int = 0
     chosen: int = 0
     quant: str = ""
+    kv_cache: str = "auto"
 
     @staticmethod
-    def quantised(shape: Shape, recipe: str) -> Shape:
+    def quantised(shape: Shape, recipe: str, kv_cache: str = "auto") -> Shape:
         """Return the same model with quantised weights, under a different name."""
-        return replace(shape, name=f"{shape.name}-{recipe}", quant=recipe)
+        name = f"{shape.name}-{recipe}{'' if kv_cache == 'auto' else f'-{kv_cache}kv'}"
+        return replace(shape, name=name, quant=recipe, kv_cache=kv_cache)
 
     def config(self) -> dict[str, Any]:
         """Return the contents of config.json."""
@@ -156,8 +159,8 @@ class Shape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values of all layers in bf16."""
-        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+        """Bytes of keys and values of all layers."""
+        return 2 * (1 if self.kv_cache == "fp8" else 2) * self.layers * self.kv_heads * self.head_dim
 
     @property
     def prefill_flops_per_token(self) -> int:

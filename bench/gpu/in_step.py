@@ -66,7 +66,7 @@ def artifacts(plan: Plan, shape: Shape, record: Path, ways: int) -> list[Path]:
             tuning.parent.mkdir(parents=True, exist_ok=True)
             tuning.unlink(missing_ok=True)
             save(tuning, promoted(read(record), k))
-            with_weights(plan, shapes.folder(shape, plan.artifacts), path, "random:1", shape.quant, tuning)
+            with_weights(plan, shapes.folder(shape, plan.artifacts), path, "random:1", shape, tuning)
         found.append(path)
     return found
 

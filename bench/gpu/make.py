@@ -21,7 +21,7 @@ def artifact(plan: Plan, shape: Shape) -> Path:
     """Return a model's artifact without weight files, which the runtime fills with random values: a few MB."""
     path = plan.artifact(shape)
     if not (path / "manifest.json").is_file():
-        with_weights(plan, shapes.folder(shape, plan.artifacts), path, f"random:{SEED}", shape.quant)
+        with_weights(plan, shapes.folder(shape, plan.artifacts), path, f"random:{SEED}", shape)
     return path
 
 
@@ -42,14 +42,12 @@ def packed(plan: Plan, shape: Shape) -> Path:
     path = plan.packed(shape)
     if not (path / "manifest.json").is_file():
         checkpoint = shapes.checkpoint(shape, plan.artifacts)
-        with_weights(plan, checkpoint, path, "packed", shape.quant)
+        with_weights(plan, checkpoint, path, "packed", shape)
         shutil.rmtree(checkpoint)
     return path
 
 
-def with_weights(
-    plan: Plan, model: Path, path: Path, weights: str, quant: str = "", tuning: Path | None = None
-) -> None:
+def with_weights(plan: Plan, model: Path, path: Path, weights: str, shape: Shape, tuning: Path | None = None) -> None:
     """Compile as `llmc compile` does, with a kernel cache beside the artifacts."""
     from llmc.console import Console
     from llmc.driver import compile_model
@@ -59,7 +57,8 @@ def with_weights(
     options = Options(
         target=plan.target, dtype="bfloat16", max_model_len=MAX_LEN, max_num_seqs=MAX_SEQS,
         max_num_batched_tokens=MAX_TOKENS, cache=plan.artifacts / "cache", reuse=False, weights=weights,
-        tuning=tuning, pipeline=plan.pipeline, quant=quant or NONE,
+        tuning=tuning, pipeline=plan.pipeline, quant=shape.quant or NONE,
+        kv_cache_dtype=shape.kv_cache,
     )  # fmt: skip
     longest = _longest(model)
     if longest < MAX_LEN:

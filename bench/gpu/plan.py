@@ -12,8 +12,9 @@ from bench.gpu.kernels import Load
 from bench.shapes import Shape
 
 _SHAPES = (shapes.LLAMA31_8B, shapes.LLAMA32_1B, shapes.QWEN3_06B, shapes.QWEN3_30B_A3B, shapes.SMALL)
-RECIPES = ("fp8", "fp8-block", "w8a8", "int8", "int4")  # of `llmc compile --quant`; MODEL-RECIPE is a model, too
-_QUANTISED = [Shape.quantised(s, r) for s in _SHAPES for r in RECIPES]
+RECIPES = ("fp8", "fp8-block", "w8a8", "int8", "int4")  # of `llmc compile --quant`
+KV_CACHES = ("auto", "fp8")  # of `llmc compile --kv-cache-dtype`; MODEL-RECIPE and MODEL-RECIPE-fp8kv are models, too
+_QUANTISED = [Shape.quantised(s, r, kv) for s in _SHAPES for r in RECIPES for kv in KV_CACHES]
 MODELS = {s.name: s for s in [*_SHAPES, *_QUANTISED]}
 DEFAULT_MODELS = "qwen3-0.6b,llama-3.2-1b,llama-3.1-8b"
 SUITES = ("decode", "prefill", "offline", "host", "kernels", "mixed", "start")
@@ -61,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
         "--models",
         default=DEFAULT_MODELS,
         metavar="A,B",
-        help=f"of {', '.join(s.name for s in _SHAPES)}, each with -{' or -'.join(RECIPES)} if wanted",
+        help=f"of {', '.join(s.name for s in _SHAPES)}, each with -{' or -'.join(RECIPES)} if wanted, then -fp8kv",
     )
     ap.add_argument("--suites", default=",".join(SUITES), metavar="A,B", help=f"suites: {', '.join(SUITES)}")
     ap.add_argument("--batches", type=_ints, default=BATCHES, metavar="N,N", help="batch sizes of the decode suite")

@@ -57,7 +57,7 @@ def artifact(plan: Plan, shape: Shape) -> Path:
         model = path.with_suffix(".hf")
         shutil.copytree(shapes.folder(shape, plan.artifacts), model, dirs_exist_ok=True)
         words(shape, model / "tokenizer.json")
-        with_weights(plan, model, path, "random:1")
+        with_weights(plan, model, path, "random:1", shape)
     return path
 
 
