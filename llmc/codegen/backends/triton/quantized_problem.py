@@ -19,6 +19,7 @@ from llmc.targets.target import Target
 
 PACKED = "packed_nibbles_linear"
 REMEDY = "run the pass `pack` after `select`"
+FEW_TOKENS = 32  # tokens of a tile up to which sums are scaled, if codes have 4 bits
 HALVES = (64, 32, 16)  # columns between the two codes of a byte; tl.dot needs 16
 
 
@@ -72,6 +73,14 @@ class QuantizedProduct(Product):
 def halves(k: int, group: int) -> int:
     """Return the largest distance of two codes in a byte that fits k columns in blocks of `group`; 0 if none does."""
     return next((h for h in HALVES if k % (2 * h) == 0 and (group % h == 0)), 0)
+
+
+def scales_factors(half: int, tokens: int, scale: str, x: str) -> bool:
+    """Whether a tile of so many tokens rounds codes times scales to the dtype `x`, instead of scaling sums in float32.
+
+    half: of the product, 0 unless codes have 4 bits. scale: dtype of the scales.
+    """
+    return half > 0 and tokens > FEW_TOKENS and scale == x
 
 
 class QuantizedKernel(TritonKernel):
