@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from llmc.codegen.backends.triton.moe import NARROW, ROWS, Experts, Grouped
-from llmc.codegen.backends.triton.quantized_problem import REMEDY, halves, scales_factors
+from llmc.codegen.backends.triton.quantized_problem import halves, scales_factors
 from llmc.codegen.backends.triton.template import Template, function
 from llmc.codegen.backends.triton.triton_expr import helpers, inline
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, INTS, Code, Unit, element, unsupported, unsupported_codes
 from llmc.codegen.expert_stack import Stack, pack_stack
 from llmc.codegen.kernel import Schedule, Source
-from llmc.diagnostics import Diagnostic
+from llmc.codegen.packed_product import not_packed
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
@@ -102,8 +102,7 @@ class QuantizedGrouped(Grouped):
 
     def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
         if self.layouts(node, schedule, target):
-            cause = f"{node.op.name} reached code generation with codes that are not packed"
-            raise Diagnostic("E430", cause, REMEDY, loc=node.loc)
+            raise not_packed(node)
         return super().emit(node, schedule, target)
 
     def shapes(self, p: Experts) -> Iterator[tuple[int, int, int, int, int]]:
