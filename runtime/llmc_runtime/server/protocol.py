@@ -93,18 +93,25 @@ def allowed(soft: int) -> tuple[int, int]:
 def light_connections(protocol: type[HttpConnection], state: ServerState, keep_alive: float) -> LightConnections:
     """Return the light connections of a server whose others are instances of `protocol` and share `state`."""
     limit, shed = protocol.limit, protocol.shed
+    fair = getattr(asyncio.get_running_loop(), "fair", None)
     assert shed is not None
 
     def refusal(head: bytes) -> Answer | None:
         answer = shed.answer(head, state.default_headers)
-        state.total_requests += answer is not None
+        if answer is not None:
+            state.total_requests += 1
+            if fair is not None:
+                fair.refused()
         return answer
 
     def opened(change: int) -> None:
         limit.open += change
 
+    def room() -> int:
+        return max(0, limit.maximum - limit.open) if shed.active else 0
+
     return LightConnections(
-        active=lambda: shed.active and limit.open < limit.maximum,
+        room=room,
         refusal=refusal,
         opened=opened,
         late=_late(protocol.head_seconds),
@@ -243,6 +250,8 @@ class HttpConnection(H11Protocol):
                 return data
             self._cancel_head_timer()
             self.server_state.total_requests += 1
+            if self._fair is not None:
+                self._fair.refused()
             self._skip, data = answer.length, data[end:]
             if self._skip <= len(data):
                 self._skip, data = 0, data[self._skip :]
