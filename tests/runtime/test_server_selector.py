@@ -13,6 +13,7 @@ from llmc_runtime.server.http.fair_selector import (
     MAX_BULK,
     MAX_CLIENTS,
     PACED_SECONDS,
+    SOON_SECONDS,
     TURN_SECONDS,
     FairSelector,
 )
@@ -112,6 +113,9 @@ def test_clients_are_looked_at_in_turns_while_requests_are_refused(
     assert found() == {own, *clients}
     clock.now += TURN_SECONDS / 2
     assert found() == {own}
+    fair.expect()
+    clock.now += SOON_SECONDS
+    assert found() == {own, *clients}, "a new connection has sent nothing yet"
     clock.now += PACED_SECONDS
     assert found() == found() == {own, *clients}, "there were no further refusals"
 

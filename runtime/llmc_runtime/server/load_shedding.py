@@ -15,6 +15,7 @@ import http
 import random
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -39,6 +40,7 @@ _MAX_CACHED, _MAX_CACHED_HEAD = 256, 2 << 10  # number of cached heads, and byte
 _STATUS: Mapping[int, str] = MappingProxyType({s.value: f"HTTP/1.1 {s.value} {s.phrase}" for s in http.HTTPStatus})
 _CLOSE = b"\r\nconnection: close"
 _FRESH_SECONDS = 0.05  # in which a refusal is sent again: its message and Retry-After are at most that old
+_PASS_SECONDS = 0.005  # from passing a request on to its reservation, about
 _LENGTH = re.compile(rb"[0-9]{1,10}")
 _PARSER_ONLY = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # heads with these fields go to the parser
 _SINGLE = frozenset({b"content-length", b"host", b"authorization", b"connection", b"x-request-id"})
@@ -97,10 +99,13 @@ class _Request:
 class LoadShedder:
     """Refuses requests for generation. `root_path` is as in `application`.
 
-    `check` is the method of Guard; without it, `answer` leaves every request to the parser.
+    `check` is the method of Guard; without it, `answer` leaves every request to the parser. `overloaded` returns whether
+    requests are being refused at a high rate. Connections are then handled many at a time, and those that see the same
+    free place must not all take the expensive path to be refused there.
     """
 
     check: Callable[[Any, dict[bytes, bytes]], None] | None = None
+    overloaded: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(self, serving: Serving, root_path: str = "", refusals: RefusalLog | None = None) -> None:
         self._serving, self.refusals = serving, refusals or RefusalLog(False)
@@ -111,6 +116,7 @@ class LoadShedder:
         ]
         self._lines = dict(lines)
         self._parsed_heads: dict[bytes, _Request] = {}  # parsed requests by head
+        self._passed: deque[tuple[float, str]] = deque()  # times and keys of requests that were passed on lately
         self._prepared: dict[tuple[str, str], _Prepared] = {}  # by key and reason
 
     @property
@@ -145,7 +151,7 @@ class LoadShedder:
         except ApiError as e:
             return self._answer(_Prepared.of(e, common), request, now)
         key = request.key or ""
-        reason = self._serving.least_reason(key)
+        reason = self._serving.least_reason(key) or self._crowded(key, now)
         if reason is None:
             return None
         prepared = self._prepared.get((key, reason))
@@ -155,6 +161,19 @@ class LoadShedder:
             prepared = _Prepared.of(self._serving.least_error(reason, key), common, now + _FRESH_SECONDS)
             self._prepared[key, reason] = prepared
         return self._answer(prepared, request, now)
+
+    def _crowded(self, key: str, now: float) -> str | None:
+        """Record that a request is passed on, or return why it is refused after all: under overload, requests that
+        were passed on just before will use up what is free.
+        """
+        if not self.overloaded():
+            return None
+        while self._passed and self._passed[0][0] <= now - _PASS_SECONDS:
+            self._passed.popleft()
+        reason = self._serving.admission.crowded_reason(key, [passed for _, passed in self._passed])
+        if reason is None:
+            self._passed.append((now, key))
+        return reason
 
     def _parsed(self, head: bytes) -> _Request | None:
         """Parse a plain head; return None for any other."""

@@ -93,8 +93,11 @@ def allowed(soft: int) -> tuple[int, int]:
 def light_connections(protocol: type[HttpConnection], state: ServerState, keep_alive: float) -> LightConnections:
     """Return the light connections of a server whose others are instances of `protocol` and share `state`."""
     limit, shed = protocol.limit, protocol.shed
-    fair = getattr(asyncio.get_running_loop(), "fair", None)
+    loop = asyncio.get_running_loop()
+    fair = loop.fair if isinstance(loop, ServerLoop) else None
     assert shed is not None
+    if fair is not None:
+        shed.overloaded = lambda: fair.in_turns
 
     def refusal(head: bytes) -> Answer | None:
         answer = shed.answer(head, state.default_headers)

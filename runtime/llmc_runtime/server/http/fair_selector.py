@@ -21,7 +21,8 @@ from typing import Any
 
 MAX_CLIENTS = 16  # connections reported at a time
 MAX_BULK = 4  # of connections in the middle of a body
-TURN_SECONDS, LONGEST_TURN = 0.003, 0.006
+TURN_SECONDS, LONGEST_TURN = 0.004, 0.010
+SOON_SECONDS = 0.001  # until the next turn if a request is about to arrive
 PACED_SECONDS = 0.02  # after the last refusal, in which clients are looked at in turns
 
 Events = list[tuple[selectors.SelectorKey, int]]
@@ -56,12 +57,22 @@ class FairSelector(selectors.BaseSelector):
         if fd in self._of_clients:
             self._move(fd, None)
 
+    @property
+    def in_turns(self) -> bool:
+        """Whether clients are looked at in turns."""
+        return self._paced
+
     def refused(self) -> None:
         """Record that a request was refused. Soon after another one, clients are looked at in turns for a while."""
         now = time.monotonic()
         if now - self._refused < LONGEST_TURN:
             self._paced_until = now + PACED_SECONDS
         self._refused = now
+
+    def expect(self) -> None:
+        """Record that a client's request is about to arrive, as of a new connection: the next turn is soon."""
+        soon = time.monotonic() + SOON_SECONDS
+        self._next, self._latest = min(self._next, soon), min(self._latest, soon)
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         """See selectors.BaseSelector."""

@@ -121,6 +121,8 @@ class LightConnections:
         self._opened(1)
         if isinstance(fair := getattr(loop, "fair", None), FairSelector):
             fair.add_client(light.fd)
+            if not light.used:
+                fair.expect()
         loop.add_reader(light.fd, self._readable, loop, light)
         if self._sweeping is None:
             self._sweeping = loop.call_later(_SWEEP_SECONDS, self._sweep, loop)

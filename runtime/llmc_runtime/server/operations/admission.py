@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from llmc_runtime.server.http.errors import ApiError, retry_after, unavailable
@@ -142,6 +142,13 @@ class Admission:
         if math.isinf(self.max_wait) or (wait := self.wait(key)) is None or wait <= self.max_wait:
             return None
         return "queue_wait"
+
+    def crowded_reason(self, key: str, passed: Sequence[str]) -> str | None:
+        """Return the result of `least_reason` if a sequence of each key in `passed` were open as well."""
+        if self.open_sequences + len(passed) >= self.sequences:
+            return "queue_full"
+        same = passed.count(key)
+        return self._key_reason(1 + same, 2 * (1 + same), key) if same else None
 
     def least_error(self, reason: str, key: str = "") -> ApiError:
         """Count a refusal and return its error; `reason` is a result of `least_reason` for this key."""
