@@ -135,6 +135,7 @@ class HttpConnection(H11Protocol):
     _fair: FairSelector | None = None  # set if the loop limits the connections served per iteration
     _fd = -1
     _extra = False  # whether the connection is over the limit
+    passed = False  # whether `shed` has seen the head of the next request, and passed it on
     _skip = 0  # bytes of a refused body still to be discarded
     _lines = 0  # lines of the arriving head so far
 
@@ -184,7 +185,9 @@ class HttpConnection(H11Protocol):
         if self._extra:  # answered once it has sent something, as the client might miss the response otherwise
             self._refuse(unavailable("the server has too many connections", "too_many_connections"))
             return
-        if self._skip or (self.shed is not None and self.shed.active and self._between):
+        if self.passed:
+            self.passed = False
+        elif self._skip or (self.shed is not None and self.shed.active and self._between):
             data = self._shed(data)
             if not data:
                 return

@@ -54,10 +54,18 @@ class ServerLoop(asyncio.SelectorEventLoop):
         self.fair.remove_client(fd)
 
     def _promote(self, factory: Any, server: Any, conn: socket.socket, address: Any) -> None:
-        """Make an accepted socket an ordinary connection."""
+        """Make an accepted socket an ordinary connection. Its protocol's attribute `passed` is set: the first request
+        was not refused.
+        """
+
+        def passed() -> Any:
+            protocol = factory()
+            protocol.passed = True
+            return protocol
+
         conn.setblocking(False)
         extra = {"peername": address}
-        self.create_task(self._accept_connection2(factory, conn, extra, None, server))  # type: ignore[attr-defined]
+        self.create_task(self._accept_connection2(passed, conn, extra, None, server))  # type: ignore[attr-defined]
 
     def _make_ssl_transport(self, *args: Any, **options: Any) -> Any:
         """Create the transport with a smaller buffer than asyncio's 256 KiB per connection, to save memory and time."""
