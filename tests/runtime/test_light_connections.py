@@ -31,7 +31,7 @@ class Echo(asyncio.Protocol):
 
 @dataclass
 class Server:
-    """A listening server whose refusals are switched by `busy`; `open` counts light connections, `opened` all so far."""
+    """A listening server whose refusals are switched by `busy`; `open` counts light ones, `opened` all so far."""
 
     port: int = 0
     busy: bool = True

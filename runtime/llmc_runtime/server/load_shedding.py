@@ -99,9 +99,9 @@ class _Request:
 class LoadShedder:
     """Refuses requests for generation. `root_path` is as in `application`.
 
-    `check` is the method of Guard; without it, `answer` leaves every request to the parser. `overloaded` returns whether
-    requests are being refused at a high rate. Connections are then handled many at a time, and those that see the same
-    free place must not all take the expensive path to be refused there.
+    `check` is the method of Guard; without it, `answer` leaves every request to the parser. `overloaded` returns
+    whether requests are being refused at a high rate. Connections are then handled many at a time, and those that see
+    the same free place must not all take the expensive path to be refused there.
     """
 
     check: Callable[[Any, dict[bytes, bytes]], None] | None = None
