@@ -13,10 +13,10 @@ to wake the process for a single one takes several times as much, and interrupts
 from __future__ import annotations
 
 import contextlib
-import select
 import selectors
 import time
 from collections.abc import Iterator, Mapping
+from select import EPOLLIN, EPOLLOUT, epoll
 from typing import Any
 
 MAX_CLIENTS = 16  # connections reported at a time
@@ -33,11 +33,11 @@ class FairSelector(selectors.BaseSelector):
 
     def __init__(self) -> None:
         self._keys = _Keys()
-        self._main, self._clients, self._bulk = (select.epoll() for _ in range(3))
-        self._of_clients: dict[int, select.epoll] = {}  # descriptor -> the object that watches it once registered
+        self._main, self._clients, self._bulk = (epoll() for _ in range(3))
+        self._of_clients: dict[int, epoll] = {}  # descriptor -> the object that watches it once registered
         self._inner = frozenset((self._clients.fileno(), self._bulk.fileno()))
         for fd in self._inner:
-            self._main.register(fd, select.EPOLLIN)
+            self._main.register(fd, EPOLLIN)
         self._refused, self._paced_until = -PACED_SECONDS, 0.0
         self._paced = False
         self._next = self._latest = 0.0  # when clients are looked at again
@@ -120,7 +120,7 @@ class FairSelector(selectors.BaseSelector):
         if paced is not self._paced:
             self._paced = paced
             for fd in self._inner:
-                self._main.modify(fd, 0 if paced else select.EPOLLIN)
+                self._main.modify(fd, 0 if paced else EPOLLIN)
         if paced:
             wait = max(0.0, self._latest - now)
             ready = self._main.poll(wait if timeout is None else min(timeout, wait))
@@ -142,12 +142,12 @@ class FairSelector(selectors.BaseSelector):
         found = []
         for fd, event in ready:
             if (key := self._keys.by_fd.get(fd)) is not None:
-                read = selectors.EVENT_READ if event & ~select.EPOLLOUT else 0
-                write = selectors.EVENT_WRITE if event & ~select.EPOLLIN else 0
+                read = selectors.EVENT_READ if event & ~EPOLLOUT else 0
+                write = selectors.EVENT_WRITE if event & ~EPOLLIN else 0
                 found.append((key, (read | write) & key.events))
         return found
 
-    def _move(self, fd: int, place: select.epoll | None) -> None:
+    def _move(self, fd: int, place: epoll | None) -> None:
         """Have a descriptor watched by another epoll object; None: the one for all that are no clients."""
         before = self._of_clients.get(fd, self._main)
         if place is None:
@@ -184,5 +184,5 @@ def _fd_of(fileobj: Any) -> int:
 
 
 def _mask(events: int) -> int:
-    read = select.EPOLLIN if events & selectors.EVENT_READ else 0
-    return read | (select.EPOLLOUT if events & selectors.EVENT_WRITE else 0)
+    read = EPOLLIN if events & selectors.EVENT_READ else 0
+    return read | (EPOLLOUT if events & selectors.EVENT_WRITE else 0)
