@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, INT4_TO_BF16, SCALAR_MATH, STREAMING, Binding
 from llmc.codegen.backends.cuda.fragment_product import PACKED, FragmentKernel, FragmentProduct
@@ -12,58 +14,58 @@ from llmc.ir.graph import Node
 from llmc.ir.ops.packed_fragments import BLOCK
 from llmc.targets.target import Target
 
-TOKENS = (8, 16)  # of a product
+TOKENS = (8, 16)  # of a tile
 STRIP = 16  # rows of a product
 WARPS = (16, 8, 14, 12, 10)  # of a block
-CHUNKS = (2, 1, 4)  # blocks of columns of a warp
-DEPTHS = (4, 2)  # strips that are loaded ahead
-SPLITS = (1, 2, 4, 8)  # blocks of a cluster
-CLUSTER_UNITS = 16  # the blocks of a cluster run on one group of so many multiprocessors, or a few more
-AHEAD_BYTES = 16 << 20  # of weights, copied to the L2 cache before the previous kernel has completed
-MOST_CODES = 16  # four registers each: codes on their way, and tokens
+CHUNKS = (4, 2, 1)  # blocks of columns of a warp
+DEPTHS = MappingProxyType({8: (2, 1), 16: (1, 2)})  # rounds that are copied ahead, by tokens
+ROUND = 2  # strips of a round
+# Blocks of a cluster. Not every multiprocessor has a place in a cluster of four: with one block on each of 128, an H200
+# ran clusters of four in two rounds.
+SPLITS = (1, 2)
 RESERVED = 1024  # bytes of shared memory that the system takes for each block
 WASTE = 1.15  # at most this many times the columns that there are
-_SHARE, _START, _STRIP, _CLUSTER = 0.8, 3.0, 0.12, 0.8  # of the bandwidth; microseconds
+# Fitted to measurements on an H200 (bench.gpu.quantized_products): microseconds that do not depend on the weights, and
+# the share of the bandwidth that is reached, by tokens; what a second block on a multiprocessor adds.
+_START, _SHARE = MappingProxyType({8: 2.6, 16: 3.9}), MappingProxyType({8: 0.76, 16: 0.58})
+_SECOND = 0.7
 
 
 @dataclass(frozen=True)
 class SkinnyGemm(FragmentKernel):
-    """quantized_linear over codes of 4 bits for at most 16 tokens, on sm_90."""
+    """Few tokens: quantized_linear over codes of 4 bits, on sm_90. More tokens than a tile read the weights again."""
 
     def reject(self, node: Node, target: Target) -> str | None:
         if why := super().reject(node, target):
             return why
         p = FragmentProduct.of(node)
-        if p.m.const is None or p.m.const > TOKENS[-1]:
-            return f"{p.m} tokens; a constant number of at most {TOKENS[-1]} is supported"
+        if p.m.const is not None and p.m.const > TOKENS[-1]:
+            return f"{p.m} tokens; at most {TOKENS[-1]} are supported"
         return None if list(_schedules(p, target)) else f"{p.k} columns with {p.group} for each scale"
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         return list(_schedules(FragmentProduct.of(node), target))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        """Predict microseconds: the bytes of the weights, in whole strips of the clusters, and what surrounds them."""
+        """Predict microseconds: what every block copies in whole rounds, and what surrounds it."""
         p, s = FragmentProduct.of(node), schedule
-        strips, clusters = p.n // STRIP, _clusters(s, target)
-        uneven = (
-            -(-strips // clusters) * clusters / strips * target.limits.units * _resident(s) / (clusters * s["split"])
-        )
-        columns = s["warps"] * s["chunks"] * s["split"] * BLOCK / p.k
-        us = p.weight_bytes / (target.bandwidth * _SHARE) * 1e6 * uneven * columns
-        return us + _START + _STRIP * -(-strips // clusters) + (s["split"] > 1) * _CLUSTER
+        tokens, columns = s["tokens"], s["warps"] * s["chunks"] * s["split"] * BLOCK
+        copied = _rounds(p, s, target) * ROUND * _clusters(s, target) * STRIP * columns
+        nbytes = p.weight_bytes / (p.parts * p.n * p.k) * copied
+        tiles = -(-int(p.m.subs(env)) // tokens)
+        us = tiles * nbytes / (target.bandwidth * _SHARE[tokens]) * 1e6 + _START[tokens]
+        return us + _SECOND * (_resident(s) - 1)
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
         p, s = FragmentProduct.of(node), schedule
-        clusters, tokens = _clusters(s, target), _tokens(p)
-        ahead = AHEAD_BYTES // (clusters * s["split"] * s["warps"] * s["chunks"] * STRIP * BLOCK // 2)
-        units = -(-p.n // STRIP // clusters) * p.parts
+        clusters, tokens = _clusters(s, target), s["tokens"]
         return Binding(
             grid=(p.m.ceildiv(tokens) * (clusters * s["split"]),),
             threads=s["warps"] * 32,
             constants={
                 "N": p.n, "PARTS": p.parts, "K": p.k, "GROUP": p.group, "ZERO_POINT": p.zero_point, "TOKENS": tokens,
                 "WARPS": s["warps"], "CHUNKS": s["chunks"], "SPLIT": s["split"], "CLUSTERS": clusters,
-                "DEPTH": s["depth"], "AHEAD": max(0, min(ahead, units - s["depth"])), "SCALE": p.scale,
+                "DEPTH": s["depth"], "RESIDENT": _registers(s), "SCALE": p.scale,
                 "OUT": CTYPES[node.result.type.dtype],
             },
             shared=_shared(p, s, target),
@@ -73,14 +75,15 @@ class SkinnyGemm(FragmentKernel):
         )  # fmt: skip
 
 
-def _tokens(p: FragmentProduct) -> int:
-    return next((t for t in TOKENS if t >= (p.m.const or 0)), TOKENS[-1])
-
-
 def _clusters(s: Schedule, target: Target) -> int:
     """Clusters that run at once."""
-    units, split = target.limits.units, int(s["split"])
-    return (units if split <= 2 else units // CLUSTER_UNITS * CLUSTER_UNITS) * _resident(s) // split
+    return target.limits.units * _resident(s) // int(s["split"])
+
+
+def _rounds(p: FragmentProduct, s: Schedule, target: Target) -> int:
+    """Rounds of a block."""
+    strips = -(-(p.n // STRIP) // _clusters(s, target))
+    return -(-strips * p.parts // ROUND)
 
 
 def _resident(s: Schedule) -> int:
@@ -88,29 +91,31 @@ def _resident(s: Schedule) -> int:
     return max(1, WARPS[0] // int(s["warps"]))
 
 
+def _registers(s: Schedule) -> int:
+    """Blocks of a multiprocessor that registers are left for: the next kernel may begin before this one has ended."""
+    return _resident(s) * (2 if s["chunks"] * s["tokens"] <= 16 else 1)
+
+
 def _shared(p: FragmentProduct, s: Schedule, target: Target) -> int:
-    """Bytes of shared memory: two rounds of every warp's sums, and the sums of all strips of the block."""
-    sums, depth = STRIP * _tokens(p) * 4, int(s["depth"])
-    units = -(-(p.n // STRIP) // _clusters(s, target)) * p.parts
-    return (2 * depth * s["warps"] + -(-units // depth) * depth) * sums
+    """Bytes of shared memory: every warp's sums of two rounds, the sums of all strips of the block, and the slots."""
+    sums, columns = STRIP * s["tokens"] * 4, s["chunks"] * BLOCK
+    entries = max(1, columns // p.group)
+    slot = STRIP * (columns // 2 + entries * (3 if p.node.attrs["zeros"] else 2))
+    return int((2 * ROUND * s["warps"] + _rounds(p, s, target) * ROUND) * sums + s["warps"] * s["depth"] * ROUND * slot)
 
 
 def _schedules(p: FragmentProduct, target: Target) -> Iterator[Schedule]:
-    """The ways to give all columns to warps and blocks, with few left over."""
-    for chunks in CHUNKS:
-        for split in SPLITS:
-            for warps in WARPS:
-                columns = chunks * BLOCK
-                share = warps * columns * split / p.k
-                fits = not (columns % p.group and p.group % columns) and 1 <= share <= WASTE
-                if fits:
-                    for depth in DEPTHS:
-                        s = {"warps": warps, "chunks": chunks, "split": split, "depth": depth}
-                        if (
-                            chunks * (depth + _tokens(p) // 4) <= MOST_CODES
-                            and (_shared(p, s, target) + RESERVED) * _resident(s) <= target.limits.shared
-                        ):
-                            yield s
+    """The ways to give all columns to warps and blocks with few left over, and the depths that fit."""
+    fitting = [t for t in TOKENS if p.m.const is None or t >= p.m.const]
+    for tokens in fitting if p.m.const is None else fitting[:1]:
+        for chunks, split, warps in itertools.product(CHUNKS, SPLITS, WARPS):
+            columns = chunks * BLOCK
+            even = columns % p.group == 0 or p.group % columns == 0
+            if even and 1 <= warps * columns * split / p.k <= WASTE:
+                for depth in DEPTHS[tokens]:
+                    s = {"tokens": tokens, "warps": warps, "chunks": chunks, "split": split, "depth": depth}
+                    if (_shared(p, s, target) + RESERVED) * _resident(s) <= target.limits.shared:
+                        yield s
 
 
 SKINNY_GEMM = SkinnyGemm(

@@ -1,16 +1,22 @@
-// Loads of weights that are read once, and sums that the blocks of a cluster share (PTX ISA, "ld", "prefetch",
-// "barrier.cluster").
+// Copies of weights that are read once, matrices in shared memory, and sums that the blocks of a cluster share (PTX ISA,
+// "cp.async", "ldmatrix", "barrier.cluster").
 
-// Loads 16 bytes that are not written while the kernel runs and that no other thread of the block needs.
-__device__ inline uint4 load_once(const void* from) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
-  return v;
+// Starts to copy 16 bytes to shared memory, or zeros; the copy belongs to the next group that `commit_copies` closes.
+__device__ inline void copy_async(unsigned to, const void* from, bool copy) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(copy ? 16 : 0)
+               : "memory");
 }
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Starts to copy the 128 bytes at an address to the L2 cache.
-__device__ inline void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+// Returns when at most `left` of the thread's groups of copies have not completed.
+template <int left> __device__ inline void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory"); }
+
+// Loads four matrices of 8 rows and 16 bytes; the thread 8 i + r has the address of row r of matrix i. The thread 4 g + q
+// gets the bytes 4 q to 4 q + 3 of row g of each.
+__device__ inline void load_matrices(unsigned* to, unsigned from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
+}
 
 // Loads a float at this block's address in shared memory from another block of the cluster.
 __device__ inline float load_from_block(unsigned address, int rank) {
