@@ -7,7 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -20,10 +20,14 @@ REFUSED, LATE = b"HTTP/1.1 503 X\r\ncontent-length: 2\r\n\r\nno", b"late"
 
 
 class Echo(asyncio.Protocol):
-    """An ordinary connection: answers with what it receives, in brackets."""
+    """An ordinary connection: answers with what it receives, in brackets. `first` has `passed` of each connection."""
+
+    passed = False
+    first: ClassVar[list[bool]] = []
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
+        self.first.append(self.passed)
 
     def data_received(self, data: bytes) -> None:
         self.transport.write(b"[" + data + b"]")
@@ -151,6 +155,22 @@ def test_a_request_that_has_arrived_is_refused_while_its_connection_is_accepted(
             gone.close()  # nothing is sent to it
             await asyncio.sleep(0.05)
             assert state.open == 0
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("data", "passed"), [(b"yes\r\n\r\n", True), (b"half", False), (b"no close +9\r\n\r\nabc", False)]
+)
+def test_an_ordinary_connection_knows_whether_its_request_was_looked_at(data: bytes, passed: bool) -> None:
+    async def main() -> None:
+        async with serving() as state:
+            Echo.first.clear()
+            reader, writer = await asyncio.open_connection("127.0.0.1", state.port)
+            writer.write(data)
+            assert await read(reader, len(data) + 2) == b"[" + data + b"]"
+            assert Echo.first == [passed]
+            writer.close()
 
     run(main)
 

@@ -53,19 +53,18 @@ class ServerLoop(asyncio.SelectorEventLoop):
         super()._stop_serving(sock)  # type: ignore[misc]
         self.fair.remove_client(fd)
 
-    def _promote(self, factory: Any, server: Any, conn: socket.socket, address: Any) -> None:
-        """Make an accepted socket an ordinary connection. Its protocol's attribute `passed` is set: the first request
-        was not refused.
-        """
+    def _promote(self, factory: Any, server: Any, conn: socket.socket, address: Any, passed: bool) -> None:
+        """Make an accepted socket an ordinary connection, whose protocol gets the attribute `passed` if it is true."""
 
-        def passed() -> Any:
+        def created() -> Any:
             protocol = factory()
-            protocol.passed = True
+            if passed:
+                protocol.passed = True
             return protocol
 
         conn.setblocking(False)
         extra = {"peername": address}
-        self.create_task(self._accept_connection2(passed, conn, extra, None, server))  # type: ignore[attr-defined]
+        self.create_task(self._accept_connection2(created, conn, extra, None, server))  # type: ignore[attr-defined]
 
     def _make_ssl_transport(self, *args: Any, **options: Any) -> Any:
         """Create the transport with a smaller buffer than asyncio's 256 KiB per connection, to save memory and time."""

@@ -25,6 +25,9 @@ _AT_ONCE = 4  # requests, or parts of refused bodies, handled per event, so that
 _SWEEP_SECONDS = 1.0  # between two checks of deadlines
 
 
+Promote = Callable[[socket.socket, object, bool], object]
+
+
 class Refusal(Protocol):
     """A complete response, the length of the request's body in bytes, and whether the connection is closed."""
 
@@ -38,15 +41,17 @@ class Refusal(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Light:
-    """A socket, which may be in blocking mode, and the function that makes it an ordinary connection.
+    """A socket, which may be in blocking mode, and the function that makes it an ordinary connection; its argument is
+    whether the head of the first request was looked at, and the request may be served.
 
     `skip` bytes of a refused body are still to arrive. The connection is closed at `deadline` (loop time).
     """
 
     sock: socket.socket
-    promote: Callable[[], object]
+    promote: Callable[[bool], object]
     deadline: float
     skip: int = 0
+    passed: bool = False  # the argument of `promote`
     used: bool = False  # whether a request was refused
     fd: int = -1  # while the event loop watches it; asyncio is given numbers, as it formats the objects it looks up
 
@@ -82,11 +87,11 @@ class LightConnections:
         self._all: set[_Light] = set()
         self._sweeping: asyncio.TimerHandle | None = None
 
-    def accept(self, listener: socket.socket, promote: Callable[[socket.socket, object], object], count: int) -> bool:
+    def accept(self, listener: socket.socket, promote: Promote, count: int) -> bool:
         """Accept up to `count` connections that wait at `listener`, as far as there is room.
 
-        `promote` makes a socket with the address of its peer an ordinary connection. Returns False if others may wait
-        that are for asyncio's method.
+        `promote` takes a socket, the address of its peer, and the argument of _Light.promote. Returns False if others
+        may wait that are for asyncio's method.
         """
         loop, room = asyncio.get_running_loop(), min(count, self._room())
         for _ in range(room):
@@ -101,7 +106,7 @@ class LightConnections:
             if state is _State.LIGHT:
                 self._add(loop, light)
             elif state is _State.ORDINARY:
-                light.promote()
+                light.promote(light.passed)
         return room == count
 
     def close(self) -> None:
@@ -140,7 +145,7 @@ class LightConnections:
         if state is not _State.LIGHT:
             self._release(loop, light)
         if state is _State.ORDINARY:
-            light.promote()
+            light.promote(light.passed)
         elif state is _State.CLOSED:
             light.sock.close()
 
@@ -165,6 +170,7 @@ class LightConnections:
         refusal = self._refusal(data[:end]) if end >= 4 else None
         if not data:
             return _State.CLOSED
+        light.passed = refusal is None and end >= 4
         if refusal is None or (refusal.closes and refusal.length > len(data) - end):
             return _State.ORDINARY
         light.sock.recv(end + refusal.length if refusal.closes else end)
