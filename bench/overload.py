@@ -6,6 +6,9 @@ request. For each load it reports: goodput (requests a second that completed wit
 peak, latencies of completed and of refused requests, and CPU time of the front, the engine and this client. The client
 shares the machine with the server: its CPU share is part of the report because what it takes the server cannot have.
 `--apart` keeps it off the server's physical cores, and with `all` the front and the engine off each other's.
+`--server-cpus 0,1` gives the server these CPUs alone, from its start, and the client the CPUs of other cores: what two
+cores serve to a client on another machine. A load that is named several times is measured as often, and its median
+follows the table.
 
 The objective: three times the latency at the peak, plus the time in which a full queue is served at that rate. The
 peak is measured again beside each load, before and after it, since the speed of a machine drifts; a load's share is
@@ -26,7 +29,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -66,13 +69,17 @@ class Row:
 class Server:
     """A running `llmc-serve`: its port and its processes."""
 
-    def __init__(self, artifact: str, options: Sequence[str]) -> None:
+    def __init__(self, artifact: str, options: Sequence[str], cpus: Collection[int] = ()) -> None:
+        """Start it on `cpus` (empty: on those of this process) and wait until it is ready."""
         code = "import sys; from llmc_runtime.cli import main_serve; sys.exit(main_serve())"
         paths = [str(ROOT), str(ROOT / "runtime"), os.environ.get("PYTHONPATH", "")]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        mine = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, cpus or mine)  # children inherit it
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, artifact, "--port", "0", *options], stderr=subprocess.PIPE, text=True, env=env
         )
+        os.sched_setaffinity(0, mine)
         self.lines, self.port, self.last, there = 0, 0, "", threading.Event()
 
         def read() -> None:
@@ -138,6 +145,32 @@ def physical_cores() -> list[list[int]]:
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
         cores.setdefault(siblings, []).append(cpu)
     return list(cores.values())
+
+
+def leave(cpus: Collection[int]) -> None:
+    """Keep this process off the physical cores of `cpus`. Raises SystemExit if that leaves no CPU."""
+    rest = [cpu for core in physical_cores() if not set(cpus) & set(core) for cpu in core]
+    if not rest or not set(cpus) <= os.sched_getaffinity(0):
+        raise SystemExit(f"--server-cpus {sorted(cpus)}: not available here, or no core is left for the client")
+    os.sched_setaffinity(0, rest)
+    print("CPUs: server, client:", sorted(cpus), rest, file=sys.stderr)
+
+
+def medians(rows: list[Row]) -> list[str]:
+    """Describe the medians of the loads that were measured several times."""
+    lines = []
+    for mode, load in dict.fromkeys((one.mode, one.load) for one in rows):
+        some = [one for one in rows if (one.mode, one.load) == (mode, load)]
+        if len(some) > 1:
+            share, p50, p99, cpu = (
+                statistics.median(getattr(one, name) for one in some)
+                for name in ("share", "refused_p50", "refused_p99", "refusal_cpu")
+            )
+            lines.append(
+                f"median of {len(some)}, {mode}, {load:g} times the peak: goodput {share:.0%}, "
+                f"refusals p50 / p99 {p50:.1f} / {p99:.1f} ms, {cpu:.2f} ms of the front end each"
+            )
+    return lines
 
 
 def requests_of(args: argparse.Namespace, keep: bool) -> list[bytes]:
@@ -278,11 +311,17 @@ def main() -> None:
     ap.add_argument("--padding", type=int, default=0, help="bytes of white space after each body (0)")
     ap.add_argument("--queue", type=int, default=64, help="--max-num-queued-reqs of the server (64)")
     ap.add_argument("--apart", choices=("client", "all"), help="processes to pin to physical cores of their own")
+    ap.add_argument(
+        "--server-cpus", type=lambda text: [int(cpu) for cpu in text.split(",")], default=[], metavar="N,N",
+        help="CPUs of the server; the client uses other cores",
+    )  # fmt: skip
     ap.add_argument("--server-options", default="", help="further options of the server, in one argument")
     args = ap.parse_args()
     options = ["--max-num-queued-reqs", str(args.queue), *args.server_options.split()]
-    server = Server(args.artifact, options)
+    server = Server(args.artifact, options, args.server_cpus)
     try:
+        if args.server_cpus:
+            leave(args.server_cpus)
         if args.apart:
             server.keep_apart(args.apart)
         rows = [one for mode in args.modes for one in measured(server, mode == "kept", args)]
@@ -291,7 +330,7 @@ def main() -> None:
     if args.json:
         print(json.dumps([asdict(one) for one in rows], indent=1))
     else:
-        print("\n".join([HEAD, *map(line, rows)]))
+        print("\n".join([HEAD, *map(line, rows), *medians(rows)]))
     print(f"lines of the server's log: {server.lines}", file=sys.stderr)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 from llmc_runtime.format.safetensors import header_length, parse_header
 
-from bench import shapes
+from bench import overload, shapes
 from llmc.frontend.model_folder import open_source
 
 PUBLISHED = (
@@ -71,3 +73,17 @@ def test_measurements_take_turns_forwards_then_backwards() -> None:
     found = kit.interleave({n: lambda n=n: measure(n) for n in "AB"}, 2)
     assert "".join(order) == "ABBA"
     assert found == {"A": [1.0, 4.0], "B": [2.0, 3.0]}
+
+
+def test_overload_medians_are_of_loads_measured_several_times() -> None:
+    def row(load: float, share: float) -> overload.Row:
+        values = dict.fromkeys((field.name for field in dataclasses.fields(overload.Row)), 0.0)
+        return overload.Row(**{**values, "mode": "new", "load": load, "share": share})  # type: ignore[arg-type]
+
+    (text,) = overload.medians([row(10, 0.9), row(10, 0.5), row(5, 0.1), row(10, 1.0)])
+    assert text.startswith("median of 3, new, 10 times the peak: goodput 90%")
+
+
+def test_a_server_on_every_core_leaves_none_for_the_client() -> None:
+    with pytest.raises(SystemExit, match="no core is left"):
+        overload.leave(os.sched_getaffinity(0))

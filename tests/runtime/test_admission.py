@@ -200,3 +200,40 @@ def test_whatever_happens_nothing_is_left(seed: int) -> None:
     for place in places:
         place.close()
     assert not where.open_sequences and not where.work and not where.waiting_sequences and not where.tokens_by_key
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"draining": True}, "draining"), ({"sequences": 2}, "queue_full"), ({"tokens": 20}, "queue_full"),
+        ({"per_key": 2}, "key_limit"), ({"sequences": 3, "keys": 2}, "key_share"), ({}, None),
+    ],
+)  # fmt: skip
+def test_the_reason_of_the_least_request_is_that_of_its_error_and_counts_nothing(
+    options: dict[str, Any], reason: str | None
+) -> None:
+    counted: list[str] = []
+    where = admission(Clock(), **options, refused=counted.append)
+    where.draining = False
+    for _ in range(2):
+        where.reserve(1, 5, 5, "a")
+    where.draining = bool(options.get("draining"))
+    assert where.least_reason("a") == reason and not counted
+    if reason is None:
+        where.check_least("a")
+        return
+    with pytest.raises(ApiError) as refusal:
+        where.check_least("a")
+    assert refusal.value.reason == reason and counted == [reason] and "Retry-After" in refusal.value.headers
+
+
+def test_requests_that_were_passed_on_count_as_open() -> None:
+    where = admission(Clock(), sequences=10, keys=2)
+    for _ in range(7):
+        where.reserve(1, 1, 1, "a")
+    assert where.crowded_reason("a", []) is None and where.least_reason("a") is None
+    assert where.crowded_reason("a", ["b", "b"]) is None
+    assert where.crowded_reason("b", ["a", "b", "a"]) == "queue_full"
+    assert where.crowded_reason("a", ["a"]) == "key_share"
+    assert where.crowded_reason("b", ["b"]) is None
+    assert where.least_reason("b") is None

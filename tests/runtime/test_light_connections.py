@@ -7,7 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -20,10 +20,14 @@ REFUSED, LATE = b"HTTP/1.1 503 X\r\ncontent-length: 2\r\n\r\nno", b"late"
 
 
 class Echo(asyncio.Protocol):
-    """An ordinary connection: answers with what it receives, in brackets."""
+    """An ordinary connection: answers with what it receives, in brackets. `first` has `passed` of each connection."""
+
+    passed = False
+    first: ClassVar[list[bool]] = []
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
+        self.first.append(self.passed)
 
     def data_received(self, data: bytes) -> None:
         self.transport.write(b"[" + data + b"]")
@@ -31,16 +35,17 @@ class Echo(asyncio.Protocol):
 
 @dataclass
 class Server:
-    """A listening server whose refusals are switched by `busy`; `open` counts light connections."""
+    """A listening server whose refusals are switched by `busy`; `open` counts light ones, `opened` all so far."""
 
     port: int = 0
     busy: bool = True
     open: int = 0
+    opened: int = 0
     refused: list[bytes] = field(default_factory=list)
 
     def refusal(self, head: bytes) -> Answer | None:
         """Heads with "no" are refused; "close" among them closes, and "+N" is the length of their body."""
-        if b"no" not in head:
+        if not self.busy or b"no" not in head:
             return None
         self.refused.append(head)
         length = int(head.partition(b"+")[2].split()[0]) if b"+" in head else 0
@@ -48,13 +53,14 @@ class Server:
 
     def count(self, change: int) -> None:
         self.open += change
+        self.opened += max(0, change)
 
 
 @asynccontextmanager
 async def serving(head_seconds: float = 20.0, keep_alive: float = 20.0) -> AsyncIterator[Server]:
     state, loop = Server(), asyncio.get_running_loop()
     assert isinstance(loop, ServerLoop)
-    light = LightConnections(lambda: state.busy, state.refusal, state.count, LATE, head_seconds, keep_alive)
+    light = LightConnections(lambda: 100 * state.busy, state.refusal, state.count, LATE, head_seconds, keep_alive)
     loop.light = light
     server = await loop.create_server(Echo, sock=socket.create_server(("127.0.0.1", 0)))
     state.port = server.sockets[0].getsockname()[1]
@@ -126,6 +132,66 @@ def test_a_refusal_that_closes_reaches_the_client_whole() -> None:
             writer.write(b"no close +9\r\n\r\nabc")  # its body is still to come: closing would reset the connection
             assert await read(reader, 20) == b"[no close +9\r\n\r\nabc]"
             writer.close()
+
+    run(main)
+
+
+def test_a_request_that_has_arrived_is_refused_while_its_connection_is_accepted() -> None:
+    async def main() -> None:
+        async with serving() as state:
+            clients = [socket.create_connection(("127.0.0.1", state.port), timeout=10) for _ in range(3)]
+            for client in clients:  # sent before the event loop can accept
+                client.sendall(b"no close +3\r\n\r\nabc")
+            for client in clients:
+                got = await asyncio.to_thread(lambda one: one.makefile("rb").read(), client)
+                assert got == REFUSED, "and the connection is closed, not reset"
+                client.close()
+            assert len(state.refused) == 3 and state.opened == 0
+            kept = socket.create_connection(("127.0.0.1", state.port), timeout=10)
+            kept.sendall(b"yes 1\r\n\r\n")  # it is served by an ordinary connection, which receives all of it
+            assert await asyncio.to_thread(kept.recv, 100) == b"[yes 1\r\n\r\n]" and state.opened == 0
+            kept.close()
+            gone = socket.create_connection(("127.0.0.1", state.port), timeout=10)
+            gone.close()  # nothing is sent to it
+            await asyncio.sleep(0.05)
+            assert state.open == 0
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("data", "passed"), [(b"yes\r\n\r\n", True), (b"half", False), (b"no close +9\r\n\r\nabc", False)]
+)
+def test_an_ordinary_connection_knows_whether_its_request_was_looked_at(data: bytes, passed: bool) -> None:
+    async def main() -> None:
+        async with serving() as state:
+            Echo.first.clear()
+            reader, writer = await asyncio.open_connection("127.0.0.1", state.port)
+            writer.write(data)
+            assert await read(reader, len(data) + 2) == b"[" + data + b"]"
+            assert Echo.first == [passed]
+            writer.close()
+
+    run(main)
+
+
+def test_no_more_connections_become_light_than_there_is_room_for() -> None:
+    async def main() -> None:
+        async with serving() as state:
+            state.busy = True
+            light = asyncio.get_running_loop().light  # type: ignore[attr-defined]
+            light._room = lambda: max(0, 2 - state.open)
+            clients = [socket.create_connection(("127.0.0.1", state.port), timeout=10) for _ in range(5)]
+            await asyncio.sleep(0.1)
+            assert state.open == 2
+            for client in clients:
+                client.sendall(b"x no\r\n\r\n")
+            answers = [await asyncio.to_thread(client.recv, 100) for client in clients]
+            assert answers.count(REFUSED) == 2 and answers.count(b"[x no\r\n\r\n]") == 3
+            for client in clients:
+                client.close()
+            while state.open:
+                await asyncio.sleep(0.01)
 
     run(main)
 

@@ -7,7 +7,16 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from llmc_runtime.server.http.fair_selector import MAX_BULK, MAX_CLIENTS, FairSelector
+from llmc_runtime.server.http import fair_selector
+from llmc_runtime.server.http.fair_selector import (
+    LONGEST_TURN,
+    MAX_BULK,
+    MAX_CLIENTS,
+    PACED_SECONDS,
+    SOON_SECONDS,
+    TURN_SECONDS,
+    FairSelector,
+)
 
 Pairs = list[tuple[socket.socket, socket.socket]]
 
@@ -61,3 +70,101 @@ def test_few_are_reported_at_once(ready: tuple[FairSelector, Pairs]) -> None:
     for left, _ in pairs[1:]:
         left.recv(1)
     assert [key.fd for key, _ in fair.select(0)] == [pairs[0][0].fileno()]
+
+
+class Clock:
+    """The time of a selector, which passes as far as it waits."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(fair_selector, "time", found)
+    return found
+
+
+def test_clients_are_looked_at_in_turns_while_requests_are_refused(
+    ready: tuple[FairSelector, Pairs], clock: Clock
+) -> None:
+    fair, pairs = ready
+    for left, _ in pairs[5:]:
+        left.recv(1)
+    own, *clients = (left.fileno() for left, _ in pairs[:5])
+
+    def found() -> set[int]:
+        return {key.fd for key, _ in fair.select(0)}
+
+    for fd in clients:
+        fair.add_client(fd)
+    fair.refused()
+    assert found() == {own, *clients}, "one refusal alone changes nothing"
+    clock.now += LONGEST_TURN / 2
+    fair.refused()
+    assert found() == {own, *clients}, "the first turn"
+    clock.now += TURN_SECONDS / 2
+    assert found() == {own}
+    clock.now += TURN_SECONDS
+    assert found() == {own, *clients}
+    clock.now += TURN_SECONDS / 2
+    assert found() == {own}
+    fair.expect()
+    clock.now += SOON_SECONDS
+    assert found() == {own, *clients}, "a new connection has sent nothing yet"
+    clock.now += PACED_SECONDS
+    assert found() == found() == {own, *clients}, "there were no further refusals"
+
+
+def test_a_turn_comes_without_other_events_and_the_next_at_once_while_many_wait(
+    ready: tuple[FairSelector, Pairs],
+) -> None:
+    fair, pairs = ready
+    for left, _ in pairs:
+        fair.add_client(left.fileno())
+    for _ in range(2):
+        fair.refused()
+    turns = [fair.select(0) for _ in range(3)]
+    assert len({key.fd for turn in turns for key, _ in turn}) == len(pairs), "each has had its turn"
+    for left, _ in pairs[1:]:
+        left.recv(1)
+    fair.select(0)
+    for _ in range(2):
+        fair.refused()
+    while not (events := fair.select(None)):
+        pass
+    assert [key.fd for key, _ in events] == [pairs[0][0].fileno()]
+
+
+def test_registrations_follow_a_descriptor_that_becomes_a_client_and_back(
+    ready: tuple[FairSelector, Pairs],
+) -> None:
+    fair, pairs = ready
+    for left, _ in pairs[1:]:
+        fair.unregister(left)
+    left, fd = pairs[0][0], pairs[0][0].fileno()
+    for change in (
+        lambda: fair.add_client(fd), lambda: fair.set_bulk(fd, True), lambda: fair.set_bulk(fd, False),
+        lambda: fair.remove_client(fd), lambda: fair.set_bulk(fd, True), lambda: fair.remove_client(fd),
+    ):  # fmt: skip
+        change()
+        assert [(key.fd, events) for key, events in fair.select(0)] == [(fd, selectors.EVENT_READ)]
+        fair.modify(left, selectors.EVENT_READ | selectors.EVENT_WRITE, "data")
+        assert [(key.data, events) for key, events in fair.select(0)] == [("data", 3)]
+        fair.modify(left, selectors.EVENT_READ)
+        assert fair.get_key(fd) is fair.get_map()[left] and len(fair.get_map()) == 1
+    with pytest.raises(KeyError):
+        fair.register(fd, selectors.EVENT_READ)
+    fair.add_client(fd)
+    left.close()
+    fair.unregister(fd)
+    fair.remove_client(fd)
+    assert fair.get_map().get(fd) is None and fair.select(0) == []
+    with pytest.raises(KeyError):
+        fair.get_key(fd)
+    with pytest.raises(ValueError):
+        fair.register(left, selectors.EVENT_READ)

@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("starlette")
 import httpx
+from llmc_runtime.server import load_shedding
 from llmc_runtime.server.http.auth import Guard, Keys, Limits
 from llmc_runtime.server.http.request_log import RefusalLog
 from llmc_runtime.server.load_shedding import MAX_SKIPPED, LoadShedder
@@ -23,7 +24,7 @@ from llmc_runtime.server.requests import parse
 from starlette.applications import Starlette
 
 from tests.runtime.fake_core import ROWS
-from tests.runtime.served import Served, served
+from tests.runtime.served import Quick, Served, served
 from tests.runtime.test_server_load import LONG, until
 
 KEYS = ("first-secret-key", "second-secret-key")
@@ -277,3 +278,75 @@ def test_the_answer_has_no_field_of_the_request_but_its_id() -> None:
         link.send(head(len(BODY), "X-Request-Id: bad id\t!", "X-Other: secret"), BODY)
         _, headers, body = link.answer()
         assert re.fullmatch("[0-9a-f]{32}", headers["x-request-id"]) and "secret" not in json.dumps([headers, body])
+
+
+class Clock:
+    """A time that the test turns."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def shedder(server: Served, monkeypatch: pytest.MonkeyPatch) -> tuple[LoadShedder, Clock]:
+    shed, clock = LoadShedder(server.serving), Clock()
+    shed.check = Guard(Starlette(), Keys(KEYS), Limits(), None).check
+    monkeypatch.setattr(load_shedding, "time", clock)
+    return shed, clock
+
+
+def test_a_prepared_refusal_is_sent_again_for_a_moment_and_only_for_its_key_and_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with full() as server:
+        admission, common = server.serving.admission, [(b"date", b"today")]
+        shed, clock = shedder(server, monkeypatch)
+        waits, counts = iter((2.0, 30.0, 40.0, 50.0)), server.serving.meters._refused
+
+        def answered(key: str = KEYS[0]) -> tuple[bytes, str]:
+            answer = shed.answer(head(2, key=key), common)
+            assert answer is not None
+            start, _, name = answer.data.partition(b"x-request-id: ")
+            return start, name[:32].decode()
+
+        monkeypatch.setattr(type(admission), "retry", property(lambda self: next(waits)))
+        before = counts["queue_full"]
+        (first, one), (second, other) = answered(), answered()
+        assert first == second and b"retry-after: 2\r\n" in first and b"date: today" in first and one != other
+        assert counts["queue_full"] == before + 2, "each is counted"
+        assert b"retry-after: 30\r\n" in answered(KEYS[1])[0]
+        clock.now += 0.06
+        assert b"retry-after: 40\r\n" in answered()[0]
+        common = [(b"date", b"tomorrow")]
+        assert re.search(rb"date: tomorrow\r\nretry-after: 50\r\n", answered()[0])
+        assert shed.answer(head(2, key="wrong-secret-key"), common).data.startswith(b"HTTP/1.1 401")  # type: ignore[union-attr]
+        monkeypatch.setattr(type(admission), "full", False)
+        assert shed.answer(head(2), common) is None, "there is room, whatever was answered before"
+
+
+def test_what_is_free_is_given_to_one_request_at_a_time_under_overload(monkeypatch: pytest.MonkeyPatch) -> None:
+    with full() as server:
+        shed, clock = shedder(server, monkeypatch)
+        server.serving.admission.sequences += 2
+        assert [shed.answer(head(2), []) for _ in range(5)] == [None] * 5, "without overload, all may try"
+        shed.overloaded = lambda: True
+        answers = [shed.answer(head(2), []) for _ in range(5)]
+        assert answers[:2] == [None, None] and all(one is not None and b" 503 " in one.data for one in answers[2:])
+        clock.now += 0.006
+        assert shed.answer(head(2), []) is None, "those have had their turn"
+        server.serving.admission.sequences -= 2
+
+
+def test_a_connection_that_was_passed_on_meets_no_second_check(parsed: list[str]) -> None:
+    with full() as server:
+        parsed.clear()
+        Quick.passed = True
+        try:
+            link = Link(server)
+            for _ in range(2):
+                link.send(head(len(BODY)), BODY)
+                assert link.answer()[0] == 503, "the first by the middleware, if all is taken meanwhile"
+        finally:
+            Quick.passed = False
+        assert parsed == [PATH]

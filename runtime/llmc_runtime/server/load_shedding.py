@@ -1,5 +1,8 @@
 """Load shedding: refuses requests by their heads, before the body is read, if their key would not be admitted.
 
+Whether a request is refused is decided for each one, by counters alone; the response is prepared once for a key and a
+reason, and sent again for a short while.
+
 There are two paths. `answer` takes the bytes of a plain head and returns the complete response, bypassing the HTTP
 parser and all middleware; it handles most refusals under overload. `refuse` performs the same check in the middleware,
 for heads that `answer` leaves to the parser (chunked bodies, `Expect`, HTTP/1.0, heads in several pieces). Both follow
@@ -12,6 +15,7 @@ import http
 import random
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -34,6 +38,9 @@ _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _FIELDS = re.compile(rb"(?:%b:[ \t]*[\x21-\x7e](?:[\x20-\x7e\t]*[\x21-\x7e])?[ \t]*\r\n)+" % _TOKEN)
 _MAX_CACHED, _MAX_CACHED_HEAD = 256, 2 << 10  # number of cached heads, and bytes of one
 _STATUS: Mapping[int, str] = MappingProxyType({s.value: f"HTTP/1.1 {s.value} {s.phrase}" for s in http.HTTPStatus})
+_CLOSE = b"\r\nconnection: close"
+_FRESH_SECONDS = 0.05  # in which a refusal is sent again: its message and Retry-After are at most that old
+_PASS_SECONDS = 0.005  # from passing a request on to its reservation, about
 _LENGTH = re.compile(rb"[0-9]{1,10}")
 _PARSER_ONLY = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # heads with these fields go to the parser
 _SINGLE = frozenset({b"content-length", b"host", b"authorization", b"connection", b"x-request-id"})
@@ -46,6 +53,31 @@ class Answer:
     data: bytes
     length: int
     closes: bool
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A refusal as bytes, but for the id of the request, which follows `head`.
+
+    It is sent again until `until` (time.monotonic) or until the headers of every response, `common`, change.
+    """
+
+    error: ApiError
+    common: Sequence[tuple[bytes, bytes]]
+    until: float
+    head: bytes
+    body: bytes
+    closes: bool
+
+    @classmethod
+    def of(cls, error: ApiError, common: Sequence[tuple[bytes, bytes]], until: float = 0.0) -> _Prepared:
+        """Return the response for an error."""
+        body = msgspec.json.encode(error.body())
+        lines = [_STATUS[error.status], *(f"{k.decode('latin-1')}: {v.decode('latin-1')}" for k, v in common)]
+        lines += [f"{k.lower()}: {v}" for k, v in error.headers.items() if k != "Connection"]
+        lines.append(f"content-length: {len(body)}\r\ncontent-type: application/json\r\nx-request-id: ")
+        head = "\r\n".join(lines).encode("latin-1")
+        return cls(error, common, until, head, b"\r\n\r\n" + body, "Connection" in error.headers)
 
 
 @dataclass
@@ -67,10 +99,13 @@ class _Request:
 class LoadShedder:
     """Refuses requests for generation. `root_path` is as in `application`.
 
-    `check` is the method of Guard; without it, `answer` leaves every request to the parser.
+    `check` is the method of Guard; without it, `answer` leaves every request to the parser. `overloaded` returns
+    whether requests are being refused at a high rate. Connections are then handled many at a time, and those that see
+    the same free place must not all take the expensive path to be refused there.
     """
 
     check: Callable[[Any, dict[bytes, bytes]], None] | None = None
+    overloaded: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(self, serving: Serving, root_path: str = "", refusals: RefusalLog | None = None) -> None:
         self._serving, self.refusals = serving, refusals or RefusalLog(False)
@@ -81,7 +116,8 @@ class LoadShedder:
         ]
         self._lines = dict(lines)
         self._parsed_heads: dict[bytes, _Request] = {}  # parsed requests by head
-        self._common: tuple[Sequence[tuple[bytes, bytes]], str] = ((), "")
+        self._passed: deque[tuple[float, str]] = deque()  # times and keys of requests that were passed on lately
+        self._prepared: dict[tuple[str, str], _Prepared] = {}  # by key and reason
 
     @property
     def active(self) -> bool:
@@ -108,15 +144,36 @@ class LoadShedder:
         request = self._parsed_heads.get(head) or self._parsed(head)
         if request is None or self.check is None:
             return None
-        began = time.monotonic()
+        now = time.monotonic()
         try:
             if request.key is None:
                 self._accept(head, request)
-            self._serving.check_least(request.key or "")
-            return None
         except ApiError as e:
-            error = e
-        return self._answer(error, request, common, began)
+            return self._answer(_Prepared.of(e, common), request, now)
+        key = request.key or ""
+        reason = self._serving.least_reason(key) or self._crowded(key, now)
+        if reason is None:
+            return None
+        prepared = self._prepared.get((key, reason))
+        if prepared is not None and prepared.common is common and now < prepared.until:
+            self._serving.admission.refused(reason)
+        else:
+            prepared = _Prepared.of(self._serving.least_error(reason, key), common, now + _FRESH_SECONDS)
+            self._prepared[key, reason] = prepared
+        return self._answer(prepared, request, now)
+
+    def _crowded(self, key: str, now: float) -> str | None:
+        """Record that a request is passed on, or return why it is refused after all: under overload, requests that
+        were passed on just before will use up what is free.
+        """
+        if not self.overloaded():
+            return None
+        while self._passed and self._passed[0][0] <= now - _PASS_SECONDS:
+            self._passed.popleft()
+        reason = self._serving.admission.crowded_reason(key, [passed for _, passed in self._passed])
+        if reason is None:
+            self._passed.append((now, key))
+        return reason
 
     def _parsed(self, head: bytes) -> _Request | None:
         """Parse a plain head; return None for any other."""
@@ -148,25 +205,12 @@ class LoadShedder:
                 self._parsed_heads.clear()
             self._parsed_heads[head] = request
 
-    def _answer(
-        self, error: ApiError, request: _Request, common: Sequence[tuple[bytes, bytes]], began: float
-    ) -> Answer:  # fmt: skip
-        closes = request.closes or request.length > MAX_SKIPPED or "Connection" in error.headers
+    def _answer(self, prepared: _Prepared, request: _Request, began: float) -> Answer:
+        closes = request.closes or request.length > MAX_SKIPPED or prepared.closes
         name = request.id or f"{random.getrandbits(128):032x}"
-        body = msgspec.json.encode(error.body())
-        lines = [_STATUS[error.status], self._joined(common)]
-        lines += [f"{k.lower()}: {v}" for k, v in error.headers.items() if k != "Connection"]
-        lines.append(f"content-length: {len(body)}\r\ncontent-type: application/json\r\nx-request-id: {name}")
-        if closes:
-            lines.append("connection: close")
-        self._record(error, request.path, name, began)
-        return Answer("\r\n".join(filter(None, lines)).encode("latin-1") + b"\r\n\r\n" + body, request.length, closes)
-
-    def _joined(self, common: Sequence[tuple[bytes, bytes]]) -> str:
-        """Return the common headers as text; they change once a second."""
-        if common is not self._common[0]:
-            self._common = common, b"\r\n".join(b"%b: %b" % header for header in common).decode("latin-1")
-        return self._common[1]
+        self._record(prepared.error, request.path, name, began)
+        data = b"%b%b%b%b" % (prepared.head, name.encode(), _CLOSE if closes else b"", prepared.body)
+        return Answer(data, request.length, closes)
 
     def _record(self, error: ApiError, path: str, name: str, began: float) -> None:
         """Write the log line that the middleware would write."""

@@ -93,18 +93,28 @@ def allowed(soft: int) -> tuple[int, int]:
 def light_connections(protocol: type[HttpConnection], state: ServerState, keep_alive: float) -> LightConnections:
     """Return the light connections of a server whose others are instances of `protocol` and share `state`."""
     limit, shed = protocol.limit, protocol.shed
+    loop = asyncio.get_running_loop()
+    fair = loop.fair if isinstance(loop, ServerLoop) else None
     assert shed is not None
+    if fair is not None:
+        shed.overloaded = lambda: fair.in_turns
 
     def refusal(head: bytes) -> Answer | None:
         answer = shed.answer(head, state.default_headers)
-        state.total_requests += answer is not None
+        if answer is not None:
+            state.total_requests += 1
+            if fair is not None:
+                fair.refused()
         return answer
 
     def opened(change: int) -> None:
         limit.open += change
 
+    def room() -> int:
+        return max(0, limit.maximum - limit.open) if shed.active else 0
+
     return LightConnections(
-        active=lambda: shed.active and limit.open < limit.maximum,
+        room=room,
         refusal=refusal,
         opened=opened,
         late=_late(protocol.head_seconds),
@@ -125,6 +135,7 @@ class HttpConnection(H11Protocol):
     _fair: FairSelector | None = None  # set if the loop limits the connections served per iteration
     _fd = -1
     _extra = False  # whether the connection is over the limit
+    passed = False  # whether `shed` has seen the head of the next request, and passed it on
     _skip = 0  # bytes of a refused body still to be discarded
     _lines = 0  # lines of the arriving head so far
 
@@ -174,7 +185,9 @@ class HttpConnection(H11Protocol):
         if self._extra:  # answered once it has sent something, as the client might miss the response otherwise
             self._refuse(unavailable("the server has too many connections", "too_many_connections"))
             return
-        if self._skip or (self.shed is not None and self.shed.active and self._between):
+        if self.passed:
+            self.passed = False
+        elif self._skip or (self.shed is not None and self.shed.active and self._between):
             data = self._shed(data)
             if not data:
                 return
@@ -243,6 +256,8 @@ class HttpConnection(H11Protocol):
                 return data
             self._cancel_head_timer()
             self.server_state.total_requests += 1
+            if self._fair is not None:
+                self._fair.refused()
             self._skip, data = answer.length, data[end:]
             if self._skip <= len(data):
                 self._skip, data = 0, data[self._skip :]

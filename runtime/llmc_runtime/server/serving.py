@@ -155,23 +155,31 @@ class Serving:
 
     def check_ready(self) -> None:
         """Raise ApiError 503 if nothing can be generated now."""
-        self._check_engine()
+        if not self.admission.draining and not self.llm.is_running:
+            raise self.least_error("engine", "")
         self.admission.check_open()
 
     def check_least(self, key: str) -> None:
         """Raise ApiError if even the smallest request of this key would be refused now."""
-        self._check_engine()
-        self.admission.check_least(key)
+        if (reason := self.least_reason(key)) is not None:
+            raise self.least_error(reason, key)
+
+    def least_reason(self, key: str) -> str | None:
+        """Return why even the smallest request of this key would be refused now (one of REASONS), or None."""
+        absent = not self.admission.draining and not self.llm.is_running
+        return "engine" if absent else self.admission.least_reason(key)
+
+    def least_error(self, reason: str, key: str) -> ApiError:
+        """Count a refusal and return its error; `reason` is a result of `least_reason` for this key."""
+        if reason != "engine":
+            return self.admission.least_error(reason, key)
+        cause, seconds = self._absence()
+        return self.admission.refuse(reason, cause, "engine_unavailable", seconds)
 
     @property
     def busy(self) -> bool:
         """Whether `check_least` might refuse a request."""
         return self.admission.busy or not self.llm.is_running
-
-    def _check_engine(self) -> None:
-        if not self.admission.draining and not self.llm.is_running:
-            cause, seconds = self._absence()
-            raise self.admission.refuse("engine", cause, "engine_unavailable", seconds)
 
     def _absence(self) -> tuple[str, float]:
         """Return why the engine is not running, and the seconds after which to retry.

@@ -21,7 +21,7 @@ class ServerLoop(asyncio.SelectorEventLoop):
 
     handshake_seconds = 10.0
     tls_buffer = 16 << 10  # bytes decrypted at a time
-    at_once = 32  # connections accepted per turn; their heads are parsed in turns (see read_turns)
+    at_once = 32  # connections accepted per iteration; their heads are parsed in turns (see read_turns)
     light: LightConnections | None = None  # takes new connections without TLS while requests are refused
 
     def __init__(self) -> None:
@@ -34,6 +34,7 @@ class ServerLoop(asyncio.SelectorEventLoop):
             options["ssl_handshake_timeout"] = self.handshake_seconds
         waiting, (soft, _) = options.pop("backlog", 100), resource.getrlimit(resource.RLIMIT_NOFILE)
         few = self.at_once if soft == resource.RLIM_INFINITY else max(1, min(self.at_once, soft // 16))
+        self.fair.add_client(options["sock"].fileno())
         server = await super().create_server(*args, **options, backlog=few)
         options["sock"].listen(waiting)  # asyncio uses one number for both
         return server
@@ -42,25 +43,28 @@ class ServerLoop(asyncio.SelectorEventLoop):
         self, factory: Any, sock: socket.socket, sslcontext: Any = None, server: Any = None, *args: Any, **options: Any
     ) -> None:
         """Extend asyncio's method, which accepts what waits at a listening socket, by light connections."""
-        if self.light is not None and sslcontext is None:
-            for _ in range(self.at_once):
-                if not self.light.active():
-                    break
-                try:
-                    conn, address = sock.accept()
-                except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                    return
-                except OSError:  # asyncio's method reports it, and tries again later
-                    break
-                conn.setblocking(False)
-                self.light.add(conn, partial(self._promote, factory, conn, {"peername": address}, server))
-            else:
-                return
-        super()._accept_connection(factory, sock, sslcontext, server, *args, **options)  # type: ignore[misc]
+        promote = partial(self._promote, factory, server)
+        if self.light is None or sslcontext is not None or not self.light.accept(sock, promote, self.at_once):
+            super()._accept_connection(factory, sock, sslcontext, server, *args, **options)  # type: ignore[misc]
 
-    def _promote(self, factory: Any, conn: socket.socket, extra: Any, server: Any) -> None:
-        """Make an accepted socket an ordinary connection."""
-        self.create_task(self._accept_connection2(factory, conn, extra, None, server))  # type: ignore[attr-defined]
+    def _stop_serving(self, sock: socket.socket) -> None:
+        """Extend asyncio's method."""
+        fd = sock.fileno()
+        super()._stop_serving(sock)  # type: ignore[misc]
+        self.fair.remove_client(fd)
+
+    def _promote(self, factory: Any, server: Any, conn: socket.socket, address: Any, passed: bool) -> None:
+        """Make an accepted socket an ordinary connection, whose protocol gets the attribute `passed` if it is true."""
+
+        def created() -> Any:
+            protocol = factory()
+            if passed:
+                protocol.passed = True
+            return protocol
+
+        conn.setblocking(False)
+        extra = {"peername": address}
+        self.create_task(self._accept_connection2(created, conn, extra, None, server))  # type: ignore[attr-defined]
 
     def _make_ssl_transport(self, *args: Any, **options: Any) -> Any:
         """Create the transport with a smaller buffer than asyncio's 256 KiB per connection, to save memory and time."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from llmc_runtime.server.http.errors import ApiError, retry_after, unavailable
@@ -85,9 +85,9 @@ class Admission:
     def check_open(self) -> None:
         """Raise ApiError 503 if the server is draining or full."""
         if self.draining:
-            raise self.refuse("draining", "the server is shutting down", "shutting_down")
+            raise self.least_error("draining")
         if self.full:
-            raise self.refuse("queue_full", "the server's queue is full")
+            raise self.least_error("queue_full")
 
     def check_wait(self, key: str | None = None, within: float = math.inf) -> None:
         """Raise ApiError 503 if a new sequence would wait longer than the server allows, or than `within` seconds."""
@@ -125,9 +125,43 @@ class Admission:
 
     def check_least(self, key: str) -> None:
         """Raise the ApiError of `reserve` for the smallest possible request: an early check before the body is read."""
-        self.check_open()
-        self._check_key(1, 2, key)
-        self.check_wait(key)
+        if (reason := self.least_reason(key)) is not None:
+            raise self.least_error(reason, key)
+
+    def least_reason(self, key: str) -> str | None:
+        """Return why the smallest possible request of this key would be refused now (one of REASONS), or None.
+
+        Counts nothing: whoever refuses the request calls `least_error`, or `refused` if that error is sent again.
+        """
+        if self.draining:
+            return "draining"
+        if self.full:
+            return "queue_full"
+        if (reason := self._key_reason(1, 2, key)) is not None:
+            return reason
+        if math.isinf(self.max_wait) or (wait := self.wait(key)) is None or wait <= self.max_wait:
+            return None
+        return "queue_wait"
+
+    def crowded_reason(self, key: str, passed: Sequence[str]) -> str | None:
+        """Return the result of `least_reason` if a sequence of each key in `passed` were open as well."""
+        if self.open_sequences + len(passed) >= self.sequences:
+            return "queue_full"
+        same = passed.count(key)
+        return self._key_reason(1 + same, 2 * (1 + same), key) if same else None
+
+    def least_error(self, reason: str, key: str = "") -> ApiError:
+        """Count a refusal and return its error; `reason` is a result of `least_reason` for this key."""
+        if reason == "draining":
+            return self.refuse(reason, "the server is shutting down", "shutting_down")
+        if reason == "queue_full":
+            return self.refuse(reason, "the server's queue is full")
+        if reason == "queue_wait":
+            return self.refuse(reason, f"the request would wait about {self.wait(key) or 0.0:.0f} s")
+        used = self.by_key[key] if key in self.by_key else 0
+        if reason == "key_limit":
+            return self._too_many(reason, f"this API key has {used} open sequences, of {self.per_key} allowed")
+        return self._too_many(reason, f"this API key has {used} open sequences; the rest is for others")
 
     def reserve(self, sequences: int, prompts: int, outputs: int, key: str, within: float = math.inf) -> AdmissionSlot:
         """Reserve capacity for sequences and for the tokens of prompts and maximum outputs; the caller closes the slot.
@@ -137,9 +171,10 @@ class Admission:
         """
         tokens = prompts + outputs
         self.check_size(sequences, tokens)
-        self._check_key(sequences, tokens, key)
+        if (reason := self._key_reason(sequences, tokens, key)) is not None:
+            raise self.least_error(reason, key)
         if self.open_sequences + sequences > self.sequences or self.open_tokens + tokens > self.tokens:
-            raise self.refuse("queue_full", "the server's queue is full")
+            raise self.least_error("queue_full")
         self.check_wait(key, within)
         return AdmissionSlot(self, key, sequences, prompts, outputs)
 
@@ -164,15 +199,16 @@ class Admission:
             cause = f"the request needs {sequences} sequences and {tokens} tokens, with its prompts"
             raise ApiError(f"{cause}; the server takes {self.sequences} and {self.tokens} at a time", param="n")
 
-    def _check_key(self, sequences: int, tokens: int, key: str) -> None:
+    def _key_reason(self, sequences: int, tokens: int, key: str) -> str | None:
+        """Return why this key may not have so many more sequences and tokens open, or None."""
         used = self.by_key[key] if key in self.by_key else 0
         if self.per_key is not None and used + sequences > self.per_key:
-            cause = f"this API key has {used} open sequences, of {self.per_key} allowed"
-            raise self._too_many("key_limit", cause)
+            return "key_limit"
         if self.keys > 1 and used:
             free = self.sequences - self.open_sequences - sequences, self.tokens - self.open_tokens - tokens
             if used + sequences > _SHARE * free[0] or self.tokens_by_key[key] + tokens > _SHARE * free[1]:
-                raise self._too_many("key_share", f"this API key has {used} open sequences; the rest is for others")
+                return "key_share"
+        return None
 
     def _too_many(self, reason: str, cause: str) -> ApiError:
         kind, code = "rate_limit_error", "rate_limit_exceeded"
@@ -224,7 +260,7 @@ class AdmissionSlot:
         admission, tokens = self._admission, prompts + outputs
         admission.check_size(self.sequences, tokens)
         if admission.open_tokens - self.tokens + tokens > admission.tokens:
-            raise admission.refuse("queue_full", "the server's queue is full")
+            raise admission.least_error("queue_full")
         admission.count(self, -1)
         self.tokens = tokens
         admission.count(self, 1)
