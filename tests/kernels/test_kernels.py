@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kernel_cache import CACHE
 from kernels.cases import DECODING, GPU_ONLY, PACKED_FIRST, TEXTS, of_ops, of_random, of_texts
 from kernels.harness import Case, compile_cases, run_case
 
@@ -38,7 +40,11 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
         if level not in done:
             folder = tmp_path_factory.mktemp("kernels")
             some = [c for c in cases(level).values() if _text(c) not in SLOW]
-            done[level] = compile_cases(some, load().target(level), folder)
+            cache = CACHE / "cases"
+            cache.mkdir(parents=True, exist_ok=True)
+            with open(cache / f"{level}.lock", "w") as lock:  # a worker that comes later finds what another compiled
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                done[level] = compile_cases(some, load().target(level), folder, cache=cache)
         return done[level]
 
     return get
