@@ -20,7 +20,7 @@ from filecheck.parser import Parser
 RUN = re.compile(r"^// RUN: (.*)$", re.M)
 
 
-SHARE = 1 / 8
+SHARE = 1 / 10
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -25,11 +25,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kernel_cache import with_kernels
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = tuple(sorted([*DOCS.glob("tutorial-*.md"), *DOCS.glob("howto-*.md")]))
 PACKAGES = ("pass", "fused-op", "target", "cuda-kernel", "call-format", "attention", "quant-scheme")
-KERNELS = ROOT / "build" / "pages" / "kernels"  # compiled once for all runs; whole artifacts are made anew in each
 FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.S | re.M)
 LIMIT = 600.0
 
@@ -126,14 +127,6 @@ class Checkout:
         assert absent is None, f"this line was not printed, or not in its place: {absent}\n{told}"
 
 
-def cache_in(folder: Path) -> Path:
-    """A cache for one run, whose compiled kernels are kept for the next."""
-    KERNELS.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(parents=True)
-    (folder / "kernels").symlink_to(KERNELS)
-    return folder
-
-
 def run_page(page: Path, folder: Path, cache: Path, slow: bool) -> int:
     """Run a page's blocks in order, in a new scratch folder; answer how many ran."""
     checkout = Checkout(folder, cache)
@@ -146,7 +139,7 @@ def run_page(page: Path, folder: Path, cache: Path, slow: bool) -> int:
 def main(names: list[str]) -> int:
     pages = [p for p in PAGES if not names or p.stem in names or p.name in names]
     with tempfile.TemporaryDirectory(prefix="pages-") as scratch:
-        cache = cache_in(Path(scratch, "cache"))
+        cache = with_kernels(Path(scratch, "cache"))
         for page in pages:
             begin = time.perf_counter()
             n = run_page(page, Path(scratch, page.stem), cache, slow=True)

@@ -15,6 +15,7 @@ from random import Random
 import pages
 import pytest
 from draw import SEED
+from kernel_cache import with_kernels
 from pages import DOCS, FENCE, PAGES, ROOT, Block
 
 TEXTS = sorted([*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "DEVELOPING.md"])
@@ -31,7 +32,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     with open(shared / "pages.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
-            pages.cache_in(folder)
+            with_kernels(folder)
             first = Block(DOCS / "README.md", 0, "console", (), "$ llmc compile examples/demo-model -o demo.llmc\n")
             pages.Checkout(shared / "pages-first", folder).run(first)
     return folder

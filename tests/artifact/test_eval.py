@@ -17,7 +17,7 @@ import pytest
 import textkit
 import torch
 from artifact import tiny
-from kernel_cache import CACHE
+from kernel_cache import with_kernels
 from llmc_runtime.api.llm import resolve
 from llmc_runtime.exec.load_executor import load_executor
 from llmc_runtime.exec.score_tokens import score_tokens
@@ -59,12 +59,10 @@ class Kit(NamedTuple):
 @pytest.fixture(scope="module")
 def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
     folder = tmp_path_factory.mktemp("eval")
-    cache = folder / "cache"
-    cache.mkdir()
-    (CACHE / "kernels").mkdir(parents=True, exist_ok=True)
-    (cache / "kernels").symlink_to(CACHE / "kernels")
+    cache = with_kernels(folder / "cache")
     model, changed = (_saved(folder / name, noise) for name, noise in (("model", 0.0), ("changed", 0.02)))
-    compiled = resolve(model, {"target": "cpu:native"}, cache, lambda line: None)
+    options = {"target": "cpu:native", "max-num-seqs": "16", "max-num-batched-tokens": "32"}
+    compiled = resolve(model, options, cache, lambda line: None)
     artifact, other = (Path(shutil.copytree(compiled, folder / f"{name}.llmc")) for name in ("model", "other"))
     assert main(["pack", str(other), str(changed)]) == 0
     text = folder / "readme.txt"

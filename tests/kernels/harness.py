@@ -92,16 +92,18 @@ def batch(sources: Sequence[Source]) -> str:
     return inline_headers("\n".join([*headers, *bodies, ""]))
 
 
-def compile_cases(cases: Sequence[Case], target: Target, cache: Path, parts: int = 4) -> dict[str, Any]:
-    """Case name -> (its Source, its loaded function)."""
+def compile_cases(
+    cases: Sequence[Case], target: Target, folder: Path, parts: int = 4, cache: Path | None = None
+) -> dict[str, Any]:
+    """Case name -> (its Source, its loaded function). Binaries are loaded from `folder`, which no other process has."""
     toolchain = CppToolchain.find(target)
     sources = [c.kernel.emit(c.node, c.schedule, target) for c in cases]
     groups = [list(range(i, len(cases), parts)) for i in range(min(parts, len(cases)))]
     units = [Source("tests", "cpp", batch([sources[i] for i in g])) for g in groups]
-    binaries = toolchain.compile([(u, "") for u in units], cache)
+    binaries = toolchain.compile([(u, "") for u in units], cache or folder)
     out: dict[str, Any] = {}
     for g, u in zip(groups, units, strict=True):
-        path = cache / f"{hashlib.sha256(u.text.encode()).hexdigest()[:16]}-{target.arch}.test.so"
+        path = folder / f"{hashlib.sha256(u.text.encode()).hexdigest()[:16]}-{target.arch}.test.so"
         path.write_bytes(binaries[toolchain.key(u)].binary)
         lib = ctypes.CDLL(str(path))
         for at, i in enumerate(g):

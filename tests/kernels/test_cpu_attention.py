@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import pytest
 from kernels.harness import Case, compile_cases, run_case
+from kernels.test_cpu_linear import LEVELS, target_here
 
 from llmc.codegen.backends.cpp.attention import ATTENTION
 from llmc.extension import load
 from llmc.ir.graph import Graph
 from llmc.ir.ops import OPS
 from llmc.ir.types import state, tensor
-from llmc.targets import cpu_targets
 
 pytestmark = pytest.mark.drawn
-LEVELS = ("cpu:native", "cpu:x86-64-v4", "cpu:x86-64-v3", "cpu:portable")
 PAGES, TABLE, ROWS = 40, 11, 6  # pages of the pool and of a row, device rows
 
 
@@ -98,35 +97,24 @@ def draw(s: Shape, step: Sequence[tuple[int, int, int]], pad: int, rng: np.rando
     return out + ([rng.standard_normal(s.h).astype(np.float32) * 2] if s.sinks else [])
 
 
-@pytest.fixture(scope="module", params=LEVELS)
-def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Shape, Case, Any]]:
-    target = load().target(request.param)
-    if not cpu_targets.native().features >= target.features:
-        pytest.skip(f"this machine cannot run {target.name}")
-    cases = []
-    for s in SHAPES:
-        g = build(s)
-        (node,) = g.nodes
-        assert ATTENTION.reject(node, target) is None
-        schedule = ATTENTION.schedules(node, target)[0] | dict(s.change)
-        low = "bf16" in (s.q, s.kv)  # weights of the sum are rounded to bf16 as well
-        cases.append(Case(s.name, g, ATTENTION, schedule, [], atol=2e-2 if low else 2e-5))
-    functions = compile_cases(cases, target, tmp_path_factory.mktemp("attention"), parts=2)
-    return [(s, c, functions[c.name]) for s, c in zip(SHAPES, cases, strict=True)]
-
-
-@pytest.mark.parametrize("threads", (1, 3))
-@pytest.mark.parametrize("step", range(len(STEPS)))
-def test_attention_agrees_with_the_reference(
-    compiled: Sequence[tuple[Shape, Case, Any]], step: int, threads: int
-) -> None:
-    rng = np.random.default_rng(step)
-    for s, case, (source, function) in compiled:
-        fits = [(r, min(held, s.page * 9 - n), n) for r, held, n in STEPS[step] if n <= s.page * 9]
+@pytest.mark.parametrize("s", SHAPES, ids=lambda s: s.name)
+@pytest.mark.parametrize("level", LEVELS)
+def test_attention_agrees_with_the_reference(level: str, s: Shape, tmp_path: Path) -> None:
+    target = target_here(level)
+    g = build(s)
+    (node,) = g.nodes
+    assert ATTENTION.reject(node, target) is None
+    schedule = ATTENTION.schedules(node, target)[0] | dict(s.change)
+    low = "bf16" in (s.q, s.kv)  # weights of the sum are rounded to bf16 as well
+    case = Case(s.name, g, ATTENTION, schedule, [], atol=2e-2 if low else 2e-5)
+    compiled = compile_cases([case], target, tmp_path)[s.name]
+    for i, step in enumerate(STEPS):
+        fits = [(r, min(held, s.page * 9 - n), n) for r, held, n in step if n <= s.page * 9]
         while sum(-(-(held + n) // s.page) for _, held, n in fits) > PAGES:
             fits = fits[1:]
-        inputs = draw(s, fits, step, rng)
-        run_case(replace(case, inputs=inputs), source, function, threads)
+        inputs = draw(s, fits, i, np.random.default_rng(i))
+        for threads in (1, 3):
+            run_case(replace(case, inputs=inputs), *compiled, threads)
 
 
 def test_what_the_kernel_refuses() -> None:

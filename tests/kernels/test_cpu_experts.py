@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from draw import of_test
 from kernels.cases import TEXTS, Text
 from kernels.harness import Case, batch, compile_cases, run_case
-from kernels.test_cpu_linear import runs_here
+from kernels.test_cpu_linear import target_here
 from kernels.test_cpu_quantized import LEVELS, VNNI
 
 from llmc.codegen.backends.cpp.cpp_toolchain import CppToolchain
@@ -49,24 +47,16 @@ def inputs(t: Text, g: Graph, tokens: int, rng: np.random.Generator) -> list[np.
     return drawn
 
 
-@pytest.fixture(scope="module", params=LEVELS)
-def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """Name of a text -> (text, case, function)."""
-    target = load().target(request.param)
-    if not runs_here(target):
-        pytest.skip(f"this machine cannot run {target.name}")
-    cases = [Case(f"{i}", t.graph(), EXPERTS, {}, [], exact=True) for i, t in enumerate(ROUTED)]
-    functions = compile_cases(cases, target, tmp_path_factory.mktemp("experts"), parts=2)
-    return {c.name: (t, c, functions[c.name]) for t, c in zip(ROUTED, cases, strict=True)}
-
-
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_products_agree_with_the_reference(compiled: Mapping[str, Any], tokens: int) -> None:
-    rng = np.random.default_rng(of_test())
-    for t, case, (source, function) in compiled.values():
+@pytest.mark.parametrize("i", range(len(ROUTED)))
+@pytest.mark.parametrize("level", LEVELS)
+def test_products_agree_with_the_reference(level: str, i: int, tmp_path: Path) -> None:
+    target, t, rng = target_here(level), ROUTED[i], np.random.default_rng(of_test())
+    case = Case(f"{i}", t.graph(), EXPERTS, {}, [], exact=True)
+    compiled = compile_cases([case], target, tmp_path)[case.name]
+    for tokens in TOKENS:
         drawn = inputs(t, case.graph, tokens, rng)
         for threads in (1, 5):
-            run_case(replace(case, inputs=drawn, sizes={"T": tokens}), source, function, threads)
+            run_case(replace(case, inputs=drawn, sizes={"T": tokens}), *compiled, threads)
 
 
 @pytest.mark.parametrize("level", VNNI)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -89,36 +89,27 @@ def draw(s: Shape, g: Graph, rows: int, rng: np.random.Generator) -> list[np.nda
     return [normal(rows, s.k), packed, *(normal(*dims) for _, dims in s.extras)]
 
 
-@pytest.fixture(scope="module", params=LEVELS)
-def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Shape, Case, Any]]:
-    target = load().target(request.param)
-    if not runs_here(target):
+def target_here(level: str) -> Target:
+    """The target; skips the test if this machine cannot run it."""
+    target = load().target(level)
+    if not cpu_targets.native().features >= target.features:
         pytest.skip(f"this machine cannot run {target.name}")
-    cases = []
-    for s in SHAPES:
-        g = build(s, target)
-        (node,) = g.nodes
-        schedule = LINEAR.schedules(node, target)[0] | dict(s.change)
-        cases.append(Case(s.name, g, LINEAR, schedule, [], atol=2e-4))
-    functions = compile_cases(cases, target, tmp_path_factory.mktemp("linear"), parts=2)
-    return [(s, c, functions[c.name]) for s, c in zip(SHAPES, cases, strict=True)]
+    return target
 
 
-def runs_here(target: Target) -> bool:
-    return cpu_targets.native().features >= target.features
-
-
-@pytest.mark.parametrize("rows", ROWS)
-def test_products_agree_with_the_reference(compiled: Sequence[tuple[Shape, Case, Any]], rows: int) -> None:
-    rng = np.random.default_rng(rows)
-    for s, case, (source, function) in compiled:
-        run_case(replace(case, inputs=draw(s, case.graph, rows, rng)), source, function)
-
-
-def test_a_product_on_more_threads_than_panels(compiled: Sequence[tuple[Shape, Case, Any]]) -> None:
-    rng = np.random.default_rng(5)
-    for s, case, (source, function) in compiled[:3]:
-        run_case(replace(case, inputs=draw(s, case.graph, 40, rng)), source, function, threads=7)
+@pytest.mark.parametrize("s", SHAPES, ids=lambda s: s.name)
+@pytest.mark.parametrize("level", LEVELS)
+def test_products_agree_with_the_reference(level: str, s: Shape, tmp_path: Path) -> None:
+    """Every number of rows, and more threads than panels."""
+    target = target_here(level)
+    g = build(s, target)
+    (node,) = g.nodes
+    schedule = LINEAR.schedules(node, target)[0] | dict(s.change)
+    case = Case(s.name, g, LINEAR, schedule, [], atol=2e-4)
+    compiled = compile_cases([case], target, tmp_path)[s.name]
+    for rows in ROWS:
+        run_case(replace(case, inputs=draw(s, g, rows, np.random.default_rng(rows))), *compiled)
+    run_case(replace(case, inputs=draw(s, g, 40, np.random.default_rng(5))), *compiled, threads=7)
 
 
 def test_packing_is_the_same_product() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from draw import of_test
 from kernels.harness import Buffer, Case, Ctx, batch, compile_cases, run_case
-from kernels.test_cpu_linear import SILU, runs_here
+from kernels.test_cpu_linear import SILU, target_here
 
 from llmc.codegen.backends.cpp.cpp_toolchain import CppToolchain
 from llmc.codegen.backends.cpp.quantized_linear import QUANTIZED_LINEAR, pack_quantized
@@ -145,69 +145,48 @@ def packed_operands(g: Graph, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [held[v] for v in node.operands]
 
 
-Compiled = Sequence[tuple[Shape, Graph, Case, Any]]
+@pytest.mark.parametrize("s", SHAPES, ids=lambda s: s.name)
+@pytest.mark.parametrize("level", LEVELS)
+def test_products_agree_with_the_reference(level: str, s: Shape, tmp_path: Path) -> None:
+    """Every number of rows, more threads than panels, values that are ties when rounded, and values not finite."""
+    target, g, rng = target_here(level), product(s), np.random.default_rng(of_test())
+    node = pack(g, target)
+    schedule = QUANTIZED_LINEAR.schedules(node, target)[0] | dict(s.change)
+    case = Case(s.name, alone(node), QUANTIZED_LINEAR, schedule, [], rtol=1e-5, atol=1e-5, exact=True)
+    compiled = compile_cases([case], target, tmp_path)[s.name]
+    for rows in ROWS:
+        run_case(replace(case, inputs=packed_operands(g, draw(s, product(s), rows, rng))), *compiled)
+    run_case(replace(case, inputs=packed_operands(g, draw(s, product(s), 40, rng))), *compiled, threads=7)
+    run_case(replace(case, inputs=packed_operands(g, ties(s, rng))), *compiled)
+    if s.name in ("rows8", "rows4", "odd8"):
+        check_not_finite(s, g, case, compiled[1])
 
 
-@pytest.fixture(scope="module", params=LEVELS)
-def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
-    target = load().target(request.param)
-    if not runs_here(target):
-        pytest.skip(f"this machine cannot run {target.name}")
-    graphs, cases = [], []
-    for s in SHAPES:
-        g = product(s)
-        node = pack(g, target)
-        schedule = QUANTIZED_LINEAR.schedules(node, target)[0] | dict(s.change)
-        cases.append(Case(s.name, alone(node), QUANTIZED_LINEAR, schedule, [], rtol=1e-5, atol=1e-5, exact=True))
-        graphs.append(g)
-    functions = compile_cases(cases, target, tmp_path_factory.mktemp("quantized"), parts=2)
-    return [(s, g, c, functions[c.name]) for s, g, c in zip(SHAPES, graphs, cases, strict=True)]
+def ties(s: Shape, rng: np.random.Generator) -> list[np.ndarray]:
+    """Inputs whose x is ties and values beside them: one code off is far beyond the tolerance."""
+    inputs = draw(s, product(s), 9, rng)
+    if s.act:
+        inputs[0] = rng.integers(-254, 255, inputs[0].shape) / 2.0 + rng.choice([0, 1e-5, -1e-5], inputs[0].shape)
+        inputs[0][:, ::32] = 127
+        inputs[0] *= 2.0**-7
+    return inputs
 
 
-@pytest.mark.parametrize("rows", ROWS)
-def test_products_agree_with_the_reference(compiled: Compiled, rows: int) -> None:
-    rng = np.random.default_rng(of_test())
-    for s, g, case, (source, function) in compiled:
-        inputs = packed_operands(g, draw(s, product(s), rows, rng))
-        run_case(replace(case, inputs=inputs), source, function)
-
-
-def test_a_product_on_more_threads_than_panels(compiled: Compiled) -> None:
-    rng = np.random.default_rng(of_test())
-    for s, g, case, (source, function) in compiled[:4]:
-        inputs = packed_operands(g, draw(s, product(s), 40, rng))
-        run_case(replace(case, inputs=inputs), source, function, threads=7)
-
-
-def test_codes_of_x_are_exact(compiled: Compiled) -> None:
-    """Ties and values beside them are rounded as in the reference: one code off is far beyond the tolerance."""
-    rng = np.random.default_rng(of_test())
-    for s, g, case, (source, function) in compiled:
-        inputs = draw(s, product(s), 9, rng)
-        if s.act:
-            inputs[0] = rng.integers(-254, 255, inputs[0].shape) / 2.0 + rng.choice([0, 1e-5, -1e-5], inputs[0].shape)
-            inputs[0][:, ::32] = 127
-            inputs[0] *= 2.0**-7
-        run_case(replace(case, inputs=packed_operands(g, inputs)), source, function)
-
-
-def test_values_that_are_not_finite_reach_the_output(compiled: Compiled) -> None:
-    for s, g, case, (_, function) in compiled:
-        if s.name not in ("rows8", "rows4", "odd8"):
-            continue
-        inputs = packed_operands(g, draw(s, product(s), 3, np.random.default_rng(1)))
-        for value in (np.nan, np.inf):
-            inputs[0][1, 5] = value
-            (node,) = case.graph.nodes
-            buffers = [Buffer.holding(x, v.type) for x, v in zip(inputs, node.operands, strict=True)]
-            out = Buffer(3 * s.n * DTYPES[node.result.type.dtype].bits // 8)
-            nscratch = int(QUANTIZED_LINEAR.scratch(node, case.schedule, load().target("cpu:portable")).const or 0)
-            scratch = Buffer(2 * nscratch)
-            ctx = Ctx(0, 1, scratch.body.ctypes.data, 2 * nscratch)
-            args = (ctypes.c_void_p * (len(buffers) + 1))(*(b.body.ctypes.data for b in [*buffers, out]))
-            function(ctypes.byref(ctx), args, (ctypes.c_int64 * 1)(3))
-            got = out.get(node.result.type, (3, s.n)).astype(np.float32)
-            assert np.isnan(got[1]).all() and np.isfinite(got[[0, 2]]).all(), s.name
+def check_not_finite(s: Shape, g: Graph, case: Case, function: Any) -> None:
+    """A NaN or an infinity in a row of x makes the row of the output NaN, and no other row."""
+    inputs = packed_operands(g, draw(s, product(s), 3, np.random.default_rng(1)))
+    for value in (np.nan, np.inf):
+        inputs[0][1, 5] = value
+        (node,) = case.graph.nodes
+        buffers = [Buffer.holding(x, v.type) for x, v in zip(inputs, node.operands, strict=True)]
+        out = Buffer(3 * s.n * DTYPES[node.result.type.dtype].bits // 8)
+        nscratch = int(QUANTIZED_LINEAR.scratch(node, case.schedule, load().target("cpu:portable")).const or 0)
+        scratch = Buffer(2 * nscratch)
+        ctx = Ctx(0, 1, scratch.body.ctypes.data, 2 * nscratch)
+        args = (ctypes.c_void_p * (len(buffers) + 1))(*(b.body.ctypes.data for b in [*buffers, out]))
+        function(ctypes.byref(ctx), args, (ctypes.c_int64 * 1)(3))
+        got = out.get(node.result.type, (3, s.n)).astype(np.float32)
+        assert np.isnan(got[1]).all() and np.isfinite(got[[0, 2]]).all(), value
 
 
 @pytest.mark.parametrize("s", SHAPES, ids=lambda s: s.name)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_cache import CACHE
+from kernel_cache import CACHE, with_kernels
 from llmc_runtime import LLM, SamplingParams
 from models.cases import LISTED, SEED, Case, sample
 from models.hub_stand_in import COMMIT, HubStandIn, serving
@@ -121,7 +121,7 @@ def test_a_model_by_id(tmp_path: Path) -> None:
     limits = {"max_model_len": 96, "max_num_batched_tokens": 32, "max_num_seqs": 4}
     out = tmp_path / "out.llmc"
     with serving(HubStandIn({"someone/tiny": tmp_path / "model"})) as hub:
-        options = Options(cache=tmp_path / "cache", hub=Hub(hub.url, tmp_path / "hub"), **limits)
+        options = Options(cache=with_kernels(tmp_path / "cache"), hub=Hub(hub.url, tmp_path / "hub"), **limits)
         for _ in range(2):
             summary = compile_model("someone/tiny@v1", out, options, force=True)
             source = json.loads((out / "manifest.json").read_text())["source"]

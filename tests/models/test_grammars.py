@@ -49,11 +49,10 @@ GBNF = 'root ::= sum "."\nsum ::= num (" + " num){1,3}\nnum ::= [0-9]{1,3}'
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """The small demonstration model."""
+    """The small demonstration model, with the kernels of tests/artifact/test_eval.py."""
     folder = tmp_path_factory.mktemp("grammars")
-    compile_model(
-        DEMO, folder / "model.llmc", Options(cache=CACHE, reuse=False, max_num_seqs=8, max_num_batched_tokens=32)
-    )
+    options = Options(cache=CACHE, reuse=False, dtype="float32", max_num_seqs=16, max_num_batched_tokens=32)
+    compile_model(DEMO, folder / "model.llmc", options)
     with LLM(folder / "model.llmc", say=lambda line: None) as opened:
         yield opened
 
@@ -207,7 +206,7 @@ def test_enforced_calls_have_their_schemas(llm: LLM, form: type[CallFormat]) -> 
     ended = 0
     for prompt in (text, text + "<think></think>"):
         plan = plan_of(asked, dialect).behind(Prompt([], prompt), asked)
-        drawn = SamplingParams(temperature=0.8, seed=SEED, n=4, max_tokens=600)
+        drawn = SamplingParams(temperature=0.8, seed=SEED, n=4, max_tokens=300)
         params = plan.constrained(drawn, "tools")
         (output,) = llm.generate(prompt, params, use_tqdm=False)
         for one in output.outputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from models.kit import eager_logits, fails, relative_error, save
 from models.test_gpu_programs import SHALLOW, device  # noqa: F401
 from safetensors.numpy import load_file, save_file
 
+from llmc.console import Console
 from llmc.driver import compile_model
+from llmc.dry_run import dry_run
 from llmc.options import Options
 from tests.runtime.interpret_device import InterpretDevice
 
@@ -124,11 +127,11 @@ def test_scales_of_a_checkpoint(tmp_path: Path, device: InterpretDevice) -> None
     assert 2 * relative_error(found, want) < relative_error(found, plain) < 0.25
 
 
-def test_a_checkpoint_asks_where_nothing_can_hold_it(tmp_path: Path) -> None:
+def test_a_checkpoint_asks_where_nothing_can_hold_it() -> None:
     """The CPU has no such kernels: refused if the option asks, and said if the checkpoint does."""
     o = {"target": "cpu:native", "cache": None, "max_model_len": 64}
-    summary = compile_model(MODEL_OF_KV_SCALES, tmp_path / "model.llmc", Options(**o))
-    assert any("cpu:native cannot hold" in note for note in summary.notes)
-    assert json.loads((tmp_path / "model.llmc" / "manifest.json").read_text())["kv"]["dtype"] == "bf16"
+    told = io.StringIO()
+    plan = dry_run(MODEL_OF_KV_SCALES, Options(**o), None, Console(told))
+    assert "which cpu:native cannot hold" in told.getvalue() and plan["kv"]["dtype"] == "bf16"
     option = Options(**o, kv_cache_dtype="fp8")
-    fails("E511", "fp8", "f8e4m3", do=lambda: compile_model(MODEL_OF_KV_SCALES, tmp_path / "other.llmc", option))
+    fails("E511", "fp8", "f8e4m3", do=lambda: dry_run(MODEL_OF_KV_SCALES, option, None, Console(told)))

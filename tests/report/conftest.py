@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from kernel_cache import with_kernels
 from models.cases import LISTED
 from models.kit import save
 
@@ -24,7 +25,7 @@ class Made(NamedTuple):
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("look")
-    found = Made(folder / "tiny", folder / "tiny.llmc", folder / "tiny.html", folder / "cache")
+    found = Made(folder / "tiny", folder / "tiny.llmc", folder / "tiny.html", with_kernels(folder / "cache"))
     save(LISTED[0], found.model)
     args = ["compile", str(found.model), "-o", str(found.artifact), "--cache", str(found.cache), "--max-num-seqs", "4"]
     assert main([*args, "--report"]) == 0
