@@ -14,7 +14,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.frontend.safetensors_reader import Stored, TensorFiles, shortened
 from llmc.frontend.trace_model import Traced, WeightInfo
 from llmc.frontend.truncate import beyond
-from llmc.frontend.weight_mapping import resolve
+from llmc.frontend.weight_mapping import classes_of, resolve
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Builder, Graph, QuantisedWeight, Value
 from llmc.ir.ops import OPS
@@ -34,11 +34,16 @@ class WeightDecoder(Protocol):
     """Decodes the tensors of a quantised checkpoint."""
 
     def decode(
-        self, tensors: Mapping[str, Value], build: Builder, read: Callable[[str], np.ndarray]
+        self,
+        tensors: Mapping[str, Value],
+        build: Builder,
+        read: Callable[[str], np.ndarray],
+        classes: Callable[[str], tuple[str, ...]],
     ) -> Mapping[str, Value]:
         """Return the float weights by the names that an unquantised checkpoint gives them.
 
-        `tensors` are the stored tensors, `build` adds nodes to their graph, `read` returns a stored tensor.
+        `tensors` are the stored tensors, `build` adds nodes to their graph, `read` returns a stored tensor. `classes`
+        returns the names of the classes of the module that has a weight, by the weight's name in the checkpoint.
         """
 
     def kv_scales(
@@ -87,7 +92,7 @@ class Checkpoint:
 
         values: Mapping[str, Value] = {name: graph.input(name, _type(t), weight=True) for name, t in stored.items()}
         if decoder:
-            values = decoder.decode(values, build, read)
+            values = decoder.decode(values, build, read, classes_of(traced.model))
         known = resolve(traced.model, values, build)
         self.kv_scales = decoder.kv_scales(stored, read) if decoder else {}
         self._blocks = Blocks(graph, self._tensors)
