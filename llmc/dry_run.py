@@ -18,6 +18,7 @@ from llmc.console import Console
 from llmc.diagnostics import Diagnostic
 from llmc.driver import Compilation, start, states_of
 from llmc.frontend.safetensors_reader import TensorFiles
+from llmc.frontend.unsupported import INDEX, SINGLE
 from llmc.options import Options
 from llmc.quant.make.planned import PlannedWeights
 from llmc.quant.make.recipes import NONE, RECIPES
@@ -69,9 +70,9 @@ def _quantised_types(job: Compilation, traced: Any, packed: bool, stack: ExitSta
     first, o = quantises_first(job.options), job.options
     if not packed or not (first or traced.source.config.get("quantization_config")):
         return None
-    if job.origin.commit and not _downloaded(job.model):
+    if not _has_weights(job):
         plan = "as if rounded to nearest" if first else "as if they were not quantised"
-        job.note(f"the weights are not downloaded; they are planned {plan}")
+        job.note(f"the folder {job.model} lacks weights; they are planned {plan}")
         job.options = replace(o, quant=rounding_like(o.quant), calibrate=None) if first else o
         return None
     if not first:
@@ -80,10 +81,15 @@ def _quantised_types(job: Compilation, traced: Any, packed: bool, stack: ExitSta
     return None
 
 
-def _downloaded(folder: Path) -> bool:
+def _has_weights(job: Compilation) -> bool:
+    """Whether the weights are here. A dry run downloads none, so that files of a hub's model may be missing."""
+    if not any((job.model / name).exists() for name in (SINGLE, INDEX)):
+        return False
     try:
-        TensorFiles(folder).close()
+        TensorFiles(job.model).close()
     except Diagnostic:
+        if not job.origin.commit:
+            raise
         return False
     return True
 

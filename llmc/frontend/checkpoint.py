@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from llmc.diagnostics import Diagnostic
+from llmc.frontend.quantization_files import FILES, MARKS
 from llmc.frontend.safetensors_reader import Stored, TensorFiles, shortened
 from llmc.frontend.trace_model import Traced, WeightInfo
 from llmc.frontend.truncate import beyond
@@ -81,6 +82,8 @@ class Checkpoint:
         self.traced = traced
         self._tensors = TensorFiles(folder or traced.source.folder)
         stored = self._tensors.tensors
+        if decoder is None:
+            _check_not_quantised(stored)
         if traced.facts.layers:
             other = beyond(traced.model, traced.facts.layers[0])
             stored = MappingProxyType({name: t for name, t in stored.items() if not other(name)})
@@ -247,6 +250,13 @@ class Checkpoint:
                     f"config.json ties {other} to {owner}, but the checkpoint stores two different tensors",
                     "set tie_word_embeddings to false in config.json",
                 )
+
+
+def _check_not_quantised(stored: Mapping[str, Stored]) -> None:
+    """Raise Diagnostic E340 for parts of quantised weights in a checkpoint that does not say how to read them."""
+    if found := [name for name in stored if name.rpartition(".")[2] in MARKS]:
+        cause = f"{shortened(found)} are parts of quantised weights, and config.json has no quantization_config"
+        raise Diagnostic("E340", cause, f"download config.json again, and {', '.join(FILES)} if the model has one")
 
 
 def _type(stored: Stored) -> Type:

@@ -8,13 +8,22 @@ from typing import Any
 
 from llmc.diagnostics import Diagnostic
 
-# File -> the method of configurations that do not name one: AutoGPTQ's, AutoAWQ's, AutoRound's.
+# File -> the method of configurations that do not name one: AutoGPTQ's, AutoAWQ's, AutoRound's, ModelOpt's.
 FILES: Mapping[str, str] = MappingProxyType(
-    {"quantize_config.json": "gptq", "quant_config.json": "awq", "quantization_config.json": ""}
+    {
+        "quantize_config.json": "gptq",
+        "quant_config.json": "awq",
+        "quantization_config.json": "",
+        "hf_quant_config.json": "modelopt",
+    }
 )
 KEY = "quantization_config"
 # Older name of KEY in config.json, and the method of configurations there that do not name one.
 OLD_KEY, OLD_METHOD = "compression_config", "compressed-tensors"
+# The last parts of names that only tensors of quantised weights have.
+MARKS = frozenset(
+    ("qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "SCB", "absmax")
+)
 # The keys that change how weights are read, with their synonyms.
 DECISIVE = (
     ("quant_method",),

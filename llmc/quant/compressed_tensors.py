@@ -242,6 +242,8 @@ def _targets(found: Any, where: str) -> tuple[str, ...]:
 
 
 def _group(name: str, group: Any, default: Any) -> Group:
+    if isinstance(group, list):  # targets of a preset, which compressed-tensors replaces by its numbers when it saves
+        raise refuse(METHOD, "group as a preset", name, ("groups with targets and weights",))
     weights = group.get("weights") if isinstance(group, dict) else None
     targets = _targets(group.get("targets") if isinstance(group, dict) else None, f"group {name[:80]!r}")
     kind = group.get("format") or default

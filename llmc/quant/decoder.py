@@ -17,7 +17,8 @@ from llmc.quant.kv_scales import KV_SCALES, Scales, kv_scales_of
 from llmc.quant.scheme import AGAIN, LINEAR, Codes, Scheme, SchemeOf, Stored
 
 # Dtypes of codes that are stored one an element or packed, as `weight`.
-CODES = ("i8", "u8", "i32", "f8e4m3", "f8e5m2")
+FLOAT_CODES = ("f8e4m3", "f8e5m2")
+CODES = ("i8", "u8", "i32", *FLOAT_CODES)
 TRANSPOSED = "Conv1D"  # transformers' class of modules that hold the transpose, [k, n]
 
 
@@ -113,8 +114,8 @@ def _joins(x: QuantisedWeight | None, first: QuantisedWeight, v: Value, n: Node)
 
 
 def _bare_codes(weight: Value) -> bool:
-    """Whether a stored weight of a module has codes, which mean nothing without their scales."""
-    return weight.name.endswith(".weight") and weight.type.dtype in CODES
+    """Whether a stored weight has codes, which mean nothing without their scales."""
+    return weight.type.dtype in (CODES if weight.name.endswith(".weight") else FLOAT_CODES)
 
 
 def parts_of(codes: Codes, order: Value | None, b: Builder) -> QuantisedWeight | None:

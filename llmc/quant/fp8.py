@@ -47,7 +47,8 @@ class Fp8:
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
         check_not_left_out(stored, self.plain, "fp8")
-        how = stack if "scale_inv" in stored.parts else scaled
+        weight = stored.parts.get("weight")
+        how = stack if weight is not None and weight.type.rank == 3 else scaled
         return replace(how(stored, self.block), act=ACT)
 
 

@@ -136,6 +136,26 @@ def fp8(block: tuple[int, int] | str = "tensor", name: str = "weight_scale_inv",
     return encode
 
 
+def transposed(how: Encode) -> Encode:
+    """The encoding of the transpose [n, k] of weights that the model holds as [k, n]."""
+
+    def encode(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        parts, value = how(w.T.contiguous())
+        return parts, value.T.contiguous()
+
+    return encode
+
+
+def with_parts(how: Encode, **more: torch.Tensor) -> Encode:
+    """An encoding with other tensors beside those of the weight."""
+
+    def encode(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        parts, value = how(w)
+        return parts | more, value
+
+    return encode
+
+
 @dataclass(frozen=True)
 class Handmade:
     """A checkpoint that was written: its folder, and transformers' float32 model with the dequantised weights."""
@@ -151,13 +171,13 @@ def write(
     source: str = "llama",
     shards: int = 1,
     key: str = "quantization_config",
-    **other: Any,
+    beside: Mapping[str, Any] | None = None,
 ) -> Handmade:
     """Quantise a base model into `folder`.
 
     encode: the encoding of a module's weight, or None to store it in bfloat16; experts of a mixture are stored one by
     one unless `...mlp.experts.gate_up_proj` (or down_proj) has one. config: stored in config.json as `key`. shards:
-    files. other: keys of config.json.
+    files of weights. beside: other JSON files.
     """
     model = base(source, torch.float32)
     out: Tensors = {}
@@ -168,8 +188,10 @@ def write(
         else:
             _tensor(out, name, p, encode)
     folder.mkdir(parents=True, exist_ok=True)
-    facts = json.loads(model.config.to_json_string()) | {"dtype": "bfloat16", **other}
+    facts = json.loads(model.config.to_json_string()) | {"dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(facts | ({key: config} if config else {})))
+    for file, content in (beside or {}).items():
+        (folder / file).write_text(json.dumps(content))
     _save(folder, {k: v.contiguous() for k, v in out.items()}, shards)
     return Handmade(folder, model.eval())
 
