@@ -29,6 +29,7 @@ from gpu.launcher import Card  # noqa: E402
 from llmc.codegen import select  # noqa: E402
 from llmc.codegen.backends.cuda.nvrtc_toolchain import NvrtcToolchain  # noqa: E402
 from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA  # noqa: E402
+from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_GEMM  # noqa: E402
 from llmc.codegen.backends.triton.quantized_gemm import QUANTIZED_GEMM  # noqa: E402
 from llmc.codegen.backends.triton.quantized_gemv import QUANTIZED_GEMV  # noqa: E402
 from llmc.codegen.backends.triton.quantized_problem import halves  # noqa: E402
@@ -135,10 +136,11 @@ def ways(
 
 def _ours(shape: str, form: str, m: int, node: Node, most: int, target: Target) -> Iterator[Way]:
     if form == "wgmma":
-        kernel = QUANTIZED_WGMMA
-        found = sorted(kernel.schedules(node, target), key=lambda s: kernel.cost_us(node, s, target, {}))
-        for schedule in found[: 2 * most]:
-            yield Way(shape, form, m, kernel.name, schedule, kernel.emit(node, schedule, target))
+        for kernel in (QUANTIZED_WGMMA, SKINNY_GEMM):
+            if kernel.reject(node, target) is None:
+                found = sorted(kernel.schedules(node, target), key=lambda s: kernel.cost_us(node, s, target, {}))
+                for schedule in found[: 2 * most]:
+                    yield Way(shape, form, m, kernel.name, schedule, kernel.emit(node, schedule, target))
         return
     for kernel, share in ((QUANTIZED_GEMV, most // 2 + 1 if m <= 4 else 2), (QUANTIZED_GEMM, most)):
         if (why := kernel.reject(node, target)) is None:
@@ -215,10 +217,11 @@ class Bench:
         self.card.launch(fn, binary, grid, pointers, [], way.source.pdl)
 
     def launch_cuda(self, way: Way, binary: Compiled, i: int) -> None:
-        """Launch a CUDA C++ kernel: x is passed as a tensor map, and the number of tokens as the last parameter."""
+        """Launch a CUDA C++ kernel: x as a tensor map if it takes one; the number of tokens is the last parameter."""
         x, *rest = self.arguments(way, i)
-        (box, swizzle), shape = binary.boxes[0], (way.m, way.sizes[1])
-        params = [self.card.mapped(x, "bf16", shape, box, swizzle)[0], *((p, ctypes.c_void_p) for p in rest)]
+        params: list[Any] = [(p, ctypes.c_void_p) for p in (x, *rest)]
+        for box, swizzle in binary.boxes:
+            params[0] = self.card.mapped(x, "bf16", (way.m, way.sizes[1]), box, swizzle)[0]
         fn = self.card.function(binary, way.source.entry)
         grid = [int(d.const or 0) for d in way.source.grid]
         params.append((way.m, ctypes.c_int))

@@ -67,9 +67,12 @@ class Row:
         """The goal that is met: aim, gate, "missed by" a percentage, or empty without a goal."""
         if self.gate is None:
             return ""
-        if self.aim is not None and self.measured <= self.aim:
+        if self.aim is not None and self._reaches(self.aim):
             return "aim"
-        return "gate" if self.measured <= self.gate else f"missed by {self.measured / self.gate - 1:.0%}"
+        return "gate" if self._reaches(self.gate) else f"missed by {abs(self.measured / self.gate - 1):.0%}"
+
+    def _reaches(self, goal: float) -> bool:
+        return self.measured >= goal if self.rate else self.measured <= goal
 
     def json(self) -> dict[str, Any]:
         return {**asdict(self), "share": self.share, "verdict": self.verdict}

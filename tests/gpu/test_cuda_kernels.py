@@ -18,6 +18,7 @@ from kernels.harness import Case
 from llmc.codegen.backends.cuda.gemm_wgmma import GEMM_WGMMA
 from llmc.codegen.backends.cuda.nvrtc_toolchain import NvrtcToolchain
 from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA
+from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_GEMM
 from llmc.codegen.kernel import Kernel, Schedule
 from llmc.extension import resolve
 from llmc.ir.example import example_graph
@@ -54,24 +55,39 @@ CODES = (
     (16, 128, 512, 2, 128, False, SILU),
     (33, 128, 576, 1, 32, True, "add(a0, a1)"),
     (65, 64, 1152, 2, 64, True, SILU),
-    (130, 256, 1024, 1, 1024, False, "add(a1, a0)"),
+    (130, 256, 1024, 1, 1024, False, "add(a1, a0)", "f16"),
     (300, 128, 2048, 1, 128, False, "add(add(a0, a1), a2)"),
     (520, 192, 256, 2, 16, True, SILU),
 )
+# The same for few tokens, and the dtype of the scales; 576 and 1,216 columns are no multiple of what warps have, and 19
+# tokens are more than a tile.
+FEW = (
+    (1, 64, 512, 1, 128, False, "a0", "bf16"),
+    (3, 192, 576, 1, 32, True, "add(a1, a0)", "f16"),
+    (8, 2176, 4096, 2, 128, False, SILU, "bf16"),
+    (11, 320, 1024, 1, 1024, True, "add(add(a0, a1), a2)", "bf16"),
+    (16, 128, 1216, 2, 64, True, SILU, "f16"),
+    (16, 448, 8192, 1, 128, False, "add(a1, a0)", "bf16"),
+    (19, 192, 1024, 1, 128, False, "a0", "bf16"),
+)
 
 
-def fragments(m: int, n: int, k: int, parts: int, group: int, zeros: bool, body: str) -> Case:
-    """A product over codes of 4 bits, the tokens a size that is known when it runs; sums are near 1."""
+def fragments(
+    m: int, n: int, k: int, parts: int, group: int, zeros: bool, body: str, scale: str = "bf16", tokens: str = "T"
+) -> Case:
+    """A product over codes of 4 bits, by default the tokens a size that is known when it runs; sums are near 1."""
     rows, others = n * parts, max(0, body.count("a1") + body.count("a2") - (parts == 2))
-    names = [(f"bf16[T, {n}]", (m, n)), (f"f32[{n}]", (n,))][:others]
+    names = [(f"bf16[{tokens}, {n}]", (m, n)), (f"f32[{n}]", (n,))][:others]
     more = "".join(f", %e{i}: {t}" for i, (t, _) in enumerate(names))
     table = f", %z: weight u8[{k // group}, {rows}]" if zeros else ""
     passed = ", %z" * zeros + "".join(f", %e{i}" for i in range(len(names)))
     attrs = f'block=[1, {group}], parts={parts}, body="{body}", {"zeros=true" if zeros else "zero_point=8"}'
     text = f"""
 sym T in [1, 4096]
-graph @main(%x: bf16[T, {k}], %w: weight u8[{rows}, {k // 2}], %s: weight bf16[{k // group}, {rows}]{table}{more}) {{
-  %y = packed_fragments_linear(%x, %w, %s{passed}) {{{attrs}}} : bf16[T, {n}]
+graph @main(
+  %x: bf16[{tokens}, {k}], %w: weight u8[{rows}, {k // 2}], %s: weight {scale}[{k // group}, {rows}]{table}{more}
+) {{
+  %y = packed_fragments_linear(%x, %w, %s{passed}) {{{attrs}}} : bf16[{tokens}, {n}]
   return %y
 }}
 """
@@ -80,7 +96,7 @@ graph @main(%x: bf16[T, {k}], %w: weight u8[{rows}, {k // 2}], %s: weight bf16[{
     inputs = [rng.standard_normal((m, k)), rng.integers(0, 256, (rows, k // 2)), scales]
     inputs += [rng.integers(0, 16, (k // group, rows))] * zeros + [rng.standard_normal(s) for _, s in names]
     held = [x if x.dtype.kind == "i" else x.astype(np.float32) for x in inputs]
-    name = f"{m}x{n}x{k} parts={parts} group={group} zeros={zeros}"
+    name = f"{m}x{n}x{k} parts={parts} group={group} zeros={zeros} {scale}"
     return Case(name, parse(text, OPS).graphs["main"], QUANTIZED_WGMMA, {}, held)
 
 
@@ -122,6 +138,17 @@ def test_codes_of_4_bits(problem: tuple[Any, ...], card: Card, tmp_path: Path) -
         for s, fine in zip(found, exact, strict=True)
     ]
     check(cases, card, tmp_path)
+
+
+@pytest.mark.parametrize("problem", FEW, ids=str)
+def test_codes_of_4_bits_and_few_tokens(problem: tuple[Any, ...], card: Card, tmp_path: Path) -> None:
+    case = fragments(*problem, tokens=str(problem[0]) if problem[0] <= 16 else "T")
+    found = SKINNY_GEMM.schedules(case.node, sm_90())
+    assert found and SKINNY_GEMM.reject(case.node, sm_90()) is None
+    check(
+        [replace(case, kernel=SKINNY_GEMM, schedule=s, name=f"{case.name} {s}", atol=2e-3) for s in found],
+        card, tmp_path,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])

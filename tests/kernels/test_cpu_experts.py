@@ -28,7 +28,8 @@ from llmc.ir.verify import verify
 pytestmark = pytest.mark.drawn
 EVERY = [t for t in TEXTS if t.call.partition(" ")[0].removeprefix("quantized_") in ("moe_up", "moe_down")]
 HALF = len(EVERY) // 2  # first products, then second ones of the same stacks: some of both
-ROUTED = (*EVERY[3:HALF:3], *EVERY[HALF + 4 :: 3])
+FLOAT_CODES = next(t for t in EVERY if "e2m1" in t.call and "act" in t.call)
+ROUTED = (*EVERY[3:HALF:3], *EVERY[HALF + 4 :: 3], FLOAT_CODES)
 TOKENS = (1, 7, 64)
 
 

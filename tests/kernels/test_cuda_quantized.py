@@ -15,6 +15,7 @@ import pytest
 from llmc.codegen.backends.cuda.cuda_epilogue import epilogue
 from llmc.codegen.backends.cuda.cuda_kernel import SCALAR_MATH, _text
 from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA
+from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_GEMM
 from llmc.codegen.cubin import read_entry
 from llmc.codegen.select import Pack, Select
 from llmc.diagnostics import Diagnostic
@@ -79,7 +80,7 @@ def test_a_thread_finds_its_codes_in_one_word() -> None:
 
 
 def test_entry_points_share_the_layout_that_suits_them_together() -> None:
-    """A stream would be faster for one token, but not by as much as it is slower for many."""
+    """Triton's layout would suit one token as well, but many tokens much less."""
     large = [
         ("[256, 512]", "[28672, 4096]"),
         ("512]", "4096]"),
@@ -87,8 +88,9 @@ def test_entry_points_share_the_layout_that_suits_them_together() -> None:
         (" : bf16[T, 128]", " : bf16[T, 14336]"),
     ]
     m = packed(Select(), *large, (" : bf16[1, 128]", " : bf16[1, 14336]"))
+    chosen = {name: the_product(g).choice["kernel"] for name, g in m.graphs.items()}
+    assert chosen == {"main": "cuda/quantized_wgmma", "one": "cuda/skinny_gemm"}
     for g in m.graphs.values():
-        assert the_product(g).choice["kernel"] == "cuda/quantized_wgmma"
         assert [n.op.name for n in g.nodes] == ["pack_fragments", "transpose", "transpose", "packed_fragments_linear"]
     small = packed(Select())
     assert {the_product(g).op.name for g in small.graphs.values()} == {"packed_nibbles_linear"}
@@ -121,11 +123,36 @@ def test_ways_become_binaries_of_sm_90(tmp_path: Path) -> None:
         assert source.cluster == ((way["split"], 1, 1) if way["split"] > 1 else ())
 
 
+def test_ways_for_few_tokens_become_binaries_of_sm_90(tmp_path: Path) -> None:
+    """Every way of few tokens: all columns have a warp, and what the blocks copy and share fits."""
+    target = sm_90()
+    tool = load().toolchains["cuda"](target)
+    node = the_product(packed(Select(prefer=("cuda/skinny_gemm",))).graphs["one"])
+    ways = SKINNY_GEMM.schedules(node, target)
+    assert {w["tokens"] for w in ways} == {8} and node.choice["kernel"] == "cuda/skinny_gemm"
+    for way in ways:
+        assert 64 * way["chunks"] * way["warps"] * way["split"] >= 512
+        source = SKINNY_GEMM.emit(node, way, target)
+        made = tool.compile([(source, "")], tmp_path)[tool.key(source)]
+        assert made.shared <= target.limits.shared and made.threads == 32 * way["warps"] and not made.boxes
+        assert read_entry(made.binary, source.entry).sizes == (8, 8, 8, 8, 8, 4)
+
+
+def test_what_few_tokens_refuse() -> None:
+    node = the_product(module().graphs["main"])
+    assert SKINNY_GEMM.reject(node, sm_90()) is None
+    assert {s["tokens"] for s in SKINNY_GEMM.schedules(node, sm_90())} == {8, 16}
+    many = the_product(module(("bf16[T", "bf16[17"), ("sym T in [1, 4096]\n", "")).graphs["main"])
+    assert "17 tokens; at most 16" in str(SKINNY_GEMM.reject(many, sm_90()))
+    odd = the_product(module(("512]", "832]"), ("block=[1, 128]", "block=[1, 208]")).graphs["main"])
+    assert "208 for each scale" in str(SKINNY_GEMM.reject(odd, sm_90()))
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
         ([("bf16[T", "f16[T"), ("bf16[1", "f16[1")], "activations of f16"),
-        ([("weight bf16[", "weight f16[")], "scales of f16"),
+        ([("weight bf16[", "weight f32[")], "scales of f32"),
         ([("bits=4", "bits=8")], "codes of 4 bits"),
         (
             [("[256", "[192"), (" : bf16[T, 128]", " : bf16[T, 96]"), (" : bf16[1, 128]", " : bf16[1, 96]")],

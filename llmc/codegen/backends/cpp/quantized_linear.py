@@ -154,10 +154,12 @@ class QuantizedLinear(PackedProduct):
             rows = p.w.shape[2].const or 0
         else:
             rows = lanes * p.parts * (1 if p.parts > 1 else 2)
-        registers = 24 if target.vector == 64 else 8  # half of them: the others hold codes, products and entries
+        # Accumulators of a tile, and tiles of a block. With AVX-512 and integers, as many float sums stay in registers
+        # beside them. Otherwise accumulators take half of the registers; codes, products and entries take the others.
+        registers, tiles = (8, 16) if target.vector < 64 else (12, 32) if p.act else (24, 16)
         mr = max(1, registers // (rows // lanes))
         kc = max(512, _PANEL_BYTES * 8 // (rows * p.bits))
-        mb = max(4, min(16, _COPY_BYTES // (p.width * p.code_size(target) * mr)))
+        mb = max(4, min(tiles, _COPY_BYTES // (p.width * p.code_size(target) * mr)))
         return [{"rows": rows, "mr": mr, "mb": mb, "kc": kc}]
 
     def layouts(self, node: Node, schedule: Schedule, target: Target) -> dict[int, str]:

@@ -18,16 +18,18 @@ template <int BITS> LLMC_INLINE vi code_of(vi t, int s) {
 }
 
 // ---- one run of 32 columns: acc[MR][NV] += codes of x * codes of w ----
-// OFFSET: what the products of integers must have subtracted, times the sum of x's codes, because codes are unsigned.
+// Sums start from START times the sum of x's codes, because codes are unsigned. FACTOR: of the sums in `unit_row`.
 template <class C> struct integer_run {
   typedef typename row_code<true, C::BITS>::A A;
   typedef vi V;
   static constexpr int64_t STEP = RUN * C::NV * VN * C::BITS / 8;  // bytes of a run of a panel
 #if defined(LLMC_DOT8)
-  static constexpr int OFFSET = C::BITS == 8 ? 128 : C::ZERO;
+  static constexpr int START = C::BITS == 8 ? -128 : -C::ZERO;
 #else
-  static constexpr int OFFSET = C::BITS == 8 ? 0 : C::ZERO;
+  static constexpr int START = C::BITS == 8 ? 0 : -C::ZERO;
 #endif
+  static constexpr int FACTOR = START ? START : 1;
+  static_assert(!(C::ZEROS && START), "zero points per scale need the plain sum");
 
   template <int MR> static LLMC_METHOD void add(vi (&acc)[MR][C::NV], const uint8_t* w, const A* x, int64_t ldx) {
     constexpr int NV = C::NV;
@@ -185,7 +187,7 @@ template <class C> struct quantized {
       for (int i = 0; i < MR; i++)
 #pragma GCC unroll 32
         for (int v = 0; v < NV; v++) {
-          if constexpr (C::ACT) acc[i][v] = Run::OFFSET ? splat_i(-Run::OFFSET * units[i * UNITS + u].sum) : vi{};
+          if constexpr (C::ACT) acc[i][v] = Run::START ? splat_i(units[i * UNITS + u].sum) : vi{};
           else acc[i][v] = vf{};
         }
       for (int64_t r = 0; r < runs; r++) {
@@ -288,7 +290,8 @@ template <class C, class E> struct quantized_product : quantized<C> {
     for (int64_t m = m0; m < row(t1); m++) {
       const typename C::X* from = x + m * C::K;
       A* to = codes + (m - m0) * Q::KP;
-      if constexpr (C::ACT) round_row<Q::BLOCK, Q::UNIT>(to, units + (m - m0) * Q::UNITS, from, C::K, Q::KP);
+      unit_row* u = units + (m - m0) * Q::UNITS;
+      if constexpr (C::ACT) round_row<Q::BLOCK, Q::UNIT, Q::Run::FACTOR>(to, u, from, C::K, Q::KP);
       else copy_row(to, from, C::K, Q::KP);
     }
     for (int64_t p = p0; p < p1; p++) panel(p, t0, t1);

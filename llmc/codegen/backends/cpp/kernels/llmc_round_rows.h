@@ -44,6 +44,23 @@ LLMC_INLINE vi nearest(vf v) {
 #endif
 }
 
+// The largest lane, and the sum of the lanes.
+#if defined(LLMC_AVX512)
+LLMC_INLINE int32_t max_i(vi v) { return _mm512_reduce_max_epi32((__m512i)v); }
+LLMC_INLINE int32_t sum_i(vi v) { return _mm512_reduce_add_epi32((__m512i)v); }
+#else
+LLMC_INLINE int32_t max_i(vi v) {
+  int32_t most = v[0];
+  for (int i = 1; i < VN; i++) most = v[i] > most ? v[i] : most;
+  return most;
+}
+LLMC_INLINE int32_t sum_i(vi v) {
+  int32_t total = 0;
+  for (int i = 0; i < VN; i++) total += v[i];
+  return total;
+}
+#endif
+
 // ---- codes of x ----
 // A is the element type of the rows that a tile reads. int16_t (AVX without VNNI, codes of 8 bits): the 4 codes of a
 // quad in the order 0, 2, 1, 3, because shifts by 8 separate the even and the odd bytes of w.
@@ -72,15 +89,15 @@ LLMC_INLINE void store_codes(int16_t* p, vi v) {
 }
 #endif
 
-struct unit_row { float scale; int32_t sum; };  // of one unit of a row of x: its scale, and the sum of its codes
+struct unit_row { float scale; int32_t sum; };  // of one unit of a row of x: its scale, a multiple of its codes' sum
 
 template <class X> LLMC_INLINE vf load_part(const X* x, int64_t i, int64_t end) {
   return i + VN <= end ? vload(x + i) : i < end ? vload(x + i, (int)(end - i)) : vf{};
 }
 
-// Rounds a row of k elements, padded with zeros to `padded`, in blocks of BLOCK columns of UNIT columns each. A block
-// with a value that is not finite has the scale NaN.
-template <int64_t BLOCK, int64_t UNIT, class X, class A>
+// Rounds a row of k elements, padded with zeros to `padded`, in blocks of BLOCK columns of UNIT columns each. Sums of
+// codes are stored times FACTOR. A block with a value that is not finite has the scale NaN.
+template <int64_t BLOCK, int64_t UNIT, int FACTOR = 1, class X, class A>
 static void round_row(A* to, unit_row* units, const X* x, int64_t k, int64_t padded) {
   for (int64_t b = 0; b < padded; b += BLOCK) {
     int64_t end = b + BLOCK < padded ? b + BLOCK : padded;
@@ -89,8 +106,7 @@ static void round_row(A* to, unit_row* units, const X* x, int64_t k, int64_t pad
       vi v = as_i(load_part(x, i, k)) & splat_i(0x7fffffff);
       bits = v > bits ? v : bits;
     }
-    int32_t most = 0;
-    for (int i = 0; i < VN; i++) most = bits[i] > most ? bits[i] : most;
+    const int32_t most = max_i(bits);
     float largest = bits_f((uint32_t)most);
     vf inverse = splat(most ? 127.0f / largest : 0.0f);
     float scale = most < 0x7f800000 ? largest / 127.0f : bits_f(0x7fc00000);
@@ -102,9 +118,7 @@ static void round_row(A* to, unit_row* units, const X* x, int64_t k, int64_t pad
         store_codes(to + i, c);
         sum += c;
       }
-      int32_t total = 0;
-      for (int i = 0; i < VN; i++) total += sum[i];
-      *units++ = unit_row{scale, total};
+      *units++ = unit_row{scale, FACTOR * sum_i(sum)};
     }
   }
 }

@@ -29,6 +29,13 @@ template <> __device__ inline f16 from_float<f16>(float x) {
   return y;
 }
 
+// Rounds f16 to bf16.
+__device__ inline bf16 to_bf16(bf16 x) { return x; }
+__device__ inline bf16 to_bf16(f16 x) { return from_float<bf16>(to_float(x)); }
+
+// The 32-bit address in shared memory that instructions take.
+__device__ inline unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+
 // Programmatic dependent launch, on targets that have it. Every thread calls `wait_for_previous` before it accesses
 // memory other than weights and before it returns: it waits until the previous kernel has completed and its writes are
 // visible. `launch_dependents` allows the next kernel to begin, once every block has called it or exited.

@@ -100,14 +100,7 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
   __shared__ unsigned long long barriers[2 * STAGES];
   const unsigned buffers = (shared_address(memory) + 1023) & ~1023u;  // a swizzled box begins at a multiple of 1024
   const unsigned full = shared_address(barriers), empty = full + 8 * STAGES;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) {
-      barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, CONSUMERS * WARPGROUP / 32);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  __syncthreads();
+  init_ring(full, empty, STAGES, CONSUMERS * WARPGROUP / 32);
   begin_launch();
 
   int row, column;

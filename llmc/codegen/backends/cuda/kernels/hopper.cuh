@@ -1,8 +1,6 @@
 // Hopper's instructions for asynchronous work: barriers in shared memory, bulk copies, and products of warpgroups
 // (PTX ISA, "mbarrier", "cp.async.bulk" and "wgmma"). Addresses in shared memory are 32-bit.
 
-__device__ inline unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
-
 __device__ inline void barrier_init(unsigned barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -14,6 +12,19 @@ __device__ inline void barrier_arrive(unsigned barrier) {
 // Arrives, and adds `bytes` of bulk copies to what the current phase waits for.
 __device__ inline void barrier_expect(unsigned barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Initializes the barriers of a ring of `stages` buffers, at `full` and, behind those, at `empty`, for all threads of
+// the block: one thread arrives at a barrier of `full`, and `readers` at one of `empty`.
+__device__ inline void init_ring(unsigned full, unsigned empty, int stages, int readers) {
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < stages; i++) {
+      barrier_init(full + 8 * i, 1);
+      barrier_init(empty + 8 * i, readers);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
 }
 
 // Returns when the phase of this parity has completed. A new barrier behaves as if a phase of parity 1 had completed.
@@ -42,9 +53,11 @@ __device__ inline void copy_bytes(unsigned to, const void* from, int bytes, unsi
       "r"(bytes), "r"(barrier) : "memory");
 }
 
-// The descriptor of a matrix in shared memory: rows of 128 bytes in the 128-byte swizzle, 1024 bytes for 8 rows.
+// The descriptor of a matrix in shared memory: rows of 128 bytes in the 128-byte swizzle, 1024 bytes for 8 rows. Its high
+// word does not depend on the address: the layout in bits 30 and 31, the bytes of 8 rows / 16 from bit 0 on.
+#define MATRIX_HIGH "0x40000040"
 __device__ inline unsigned long long matrix(unsigned address) {
-  return (unsigned long long)((address & 0x3FFFF) >> 4) | 1ull << 16 | (1024ull >> 4) << 32 | 1ull << 62;
+  return (unsigned long long)((address & 0x3FFFF) >> 4) | 1ull << 16 | 0x40000040ull << 32;
 }
 
 // Begins a group of products: orders earlier writes of the sums before them.

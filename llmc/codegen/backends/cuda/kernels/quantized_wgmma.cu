@@ -1,6 +1,6 @@
 // y[M, N] = epilogue(x[M, K] @ w[0].T, .., x @ w[PARTS - 1].T, others) in bf16 with f32 sums, for Hopper (sm_90a).
 // w = (code - zero) * scale has codes of 4 bits in the order of the op pack_fragments, and a scale for each GROUP columns
-// of a row. For up to 32 tokens the sums of a group are multiplied by it, otherwise the factors, rounded to bf16.
+// of a row. For up to 32 tokens the sums of a group are multiplied by it, otherwise the codes by the scale in bf16.
 //
 // A block of threads computes ROWS columns of y for TOKENS tokens. Its last warp (the producer) issues bulk copies of x,
 // codes, scales and zero points into a ring of STAGES buffers in shared memory. Every other warpgroup (a consumer)
@@ -13,8 +13,8 @@
 //
 // Constants: N, PARTS, K (multiples of 64), GROUP, ZERO_POINT (of all groups, or -1: the pointer ZEROS has one for each),
 // TOKENS (8, 16, 32, 64, 128 or 256), ROWS (64 or 128), STAGES, SPLIT (1, 2, 4 or 8; a divisor of the steps), LATE (allow
-// the next kernel to begin when the last products are done, not at once), and the type OUT. The generated text before
-// this file defines OTHER_PARAMETERS, ZEROS, OTHERS and the function `epilogue`.
+// the next kernel to begin when the last products are done, not at once), and the types SCALE (bf16 or f16) and OUT. The
+// generated text before this file defines OTHER_PARAMETERS, ZEROS, OTHERS and the function `epilogue`.
 
 constexpr int WARPGROUP = 128, BLOCK = 64;          // threads of a warpgroup; rows and columns of a block of codes
 constexpr int CONSUMERS = PARTS * ROWS / BLOCK;     // consumer warpgroups
@@ -38,31 +38,11 @@ constexpr int USED_BYTES = ZEROS_AT + (HAS_ZEROS ? CONSUMERS * SCALES * BLOCK : 
 constexpr int STAGE_BYTES = (USED_BYTES + 1023) / 1024 * 1024;
 constexpr int SUMS_STRIDE = PARTS * ROWS + 4;  // floats of a token's sums in shared memory; no bank conflicts
 
-// (word & 0x000F000F) | 0x43004300 as one instruction: 128 + code in bf16, of two codes.
-__device__ inline unsigned code_pair(unsigned word, unsigned mask, unsigned base) {
-  unsigned pair;
-  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(pair) : "r"(word), "r"(mask), "r"(base));
-  return pair;
-}
-
-// Pairs of bf16 in a register.
-__device__ inline unsigned twice(unsigned x) { return x | x << 16; }
-__device__ inline unsigned subtract(unsigned x, unsigned y) {
-  unsigned z;
-  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
-  return z;
-}
-__device__ inline unsigned multiply(unsigned x, unsigned y) {
-  unsigned z;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
-  return z;
-}
-
 // What a tile of y is computed from.
 struct Problem {
   const TensorMap& x;
   const unsigned char* codes;   // [PARTS * N / 64][K / 64][2048]
-  const bf16* scales;           // [K / GROUP][PARTS * N]
+  const SCALE* scales;          // [K / GROUP][PARTS * N]
   const unsigned char* zeros;   // [K / GROUP][PARTS * N], or null
   int token, column;            // the first of the tile
   int begin;                    // the first step of this block
@@ -116,7 +96,7 @@ __device__ inline void produce(const Problem& p) {
 // What a consumer reads of a buffer: the codes of this thread, and the scales and zero points of its two rows.
 struct Weights {
   const uint4* codes;             // [CHUNKS][128]
-  const unsigned short* scales;   // [SCALES][BLOCK]
+  const SCALE* scales;            // [SCALES][BLOCK]
   const unsigned char* zeros;     // [SCALES][BLOCK]
 };
 
@@ -131,7 +111,7 @@ __device__ inline void convert(unsigned (&a)[4][4], const Weights& from, int chu
     if (s == 0 || column % GROUP == 0) {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        if (!SCALE_SUMS) scale[half] = twice(from.scales[entry * BLOCK + 8 * half]);
+        if (!SCALE_SUMS) scale[half] = twice(to_bf16(from.scales[entry * BLOCK + 8 * half]).bits);
         offset[half] = twice(0x4300 + (HAS_ZEROS ? from.zeros[entry * BLOCK + 8 * half] : ZERO_POINT));
       }
     }
@@ -141,13 +121,6 @@ __device__ inline void convert(unsigned (&a)[4][4], const Weights& from, int chu
       a[s][r] = SCALE_SUMS ? less : multiply(less, scale[r % 2]);
     }
   }
-}
-
-// A constant of which the compiler does not know the value, so that it stays in a register.
-__device__ inline unsigned opaque(unsigned x) {
-  unsigned y;
-  asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
 }
 
 // Keeps the compiler from moving the sums to other registers, for which it would have to wait for all products.
@@ -189,7 +162,7 @@ struct Consumer {
     const unsigned char* buffer = memory + ring.stage * STAGE_BYTES;
     barrier_wait(p.full + 8 * ring.stage, ring.parity);
     return {(const uint4*)(buffer + CODES_AT + consumer * CODE_BYTES) + thread,
-            (const unsigned short*)(buffer + SCALES_AT + consumer * SCALES * SCALE_BYTES) + row,
+            (const SCALE*)(buffer + SCALES_AT + consumer * SCALES * SCALE_BYTES) + row,
             buffer + ZEROS_AT + consumer * SCALES * BLOCK + row};
   }
 
@@ -248,7 +221,7 @@ struct Consumer {
     release_previous();
     add(fresh, scale);
 #pragma unroll
-    for (int half = 0; half < 2; half++) scale[half] = to_float(bf16{from.scales[8 * half]});
+    for (int half = 0; half < 2; half++) scale[half] = to_float(from.scales[8 * half]);
     begin_products();
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) multiply_chunk(fresh, a[c], tokens(c), c > 0);
@@ -304,21 +277,14 @@ __device__ inline void wait_for_cluster() {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    llmc_quantized_linear(const __grid_constant__ TensorMap x, const unsigned char* codes, const bf16* scales,
+    llmc_quantized_linear(const __grid_constant__ TensorMap x, const unsigned char* codes, const SCALE* scales,
                           OTHER_PARAMETERS OUT* y, int m) {
   extern __shared__ unsigned char dynamic_memory[];
   __shared__ unsigned long long barriers[2 * STAGES];
   const unsigned buffers = (shared_address(dynamic_memory) + 1023) & ~1023u;  // a swizzled box begins at such a multiple
   unsigned char* memory = dynamic_memory + (buffers - shared_address(dynamic_memory));
   const unsigned full = shared_address(barriers), empty = full + 8 * STAGES;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) {
-      barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, CONSUMERS * WARPGROUP / 32);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  __syncthreads();
+  init_ring(full, empty, STAGES, CONSUMERS * WARPGROUP / 32);
 
   const int rank = blockIdx.x % SPLIT, tile = blockIdx.x / SPLIT, tiles = (m + TOKENS - 1) / TOKENS;
   const Problem p = {x, codes, scales, ZEROS, tile % tiles * TOKENS, tile / tiles * ROWS,

@@ -1,13 +1,14 @@
 // Products of warpgroups whose left factor is in registers (PTX ISA, "wgmma.mma_async"), for 8 to 128 columns.
 
 // d[64, n] = a[64, 16] @ b[n, 16].T by one warpgroup, asynchronously, plus d if `add` is not 0. `a` must not change and
-// `d` is not valid until `wait_products`. b: the low word of the descriptor (see `matrix`). A thread has the sums of two rows, 8 apart: of two tokens of every 8 each.
+// `d` is not valid until `wait_products`. b: the low word of the descriptor; MATRIX_HIGH is the other one. A thread has the
+// sums of two rows, 8 apart: of two tokens of every 8 each.
 #define A_AND_B : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add)
 #define R4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define R16(i) R4(i), R4(i + 4), R4(i + 8), R4(i + 12)
 #define PRODUCT(n, b, add, sums, factors) \
   "{\n.reg .pred p;\n.reg .b32 high;\n.reg .b64 x;\nsetp.ne.b32 p, " add ", 0;\n" \
-  "mov.b32 high, 0x40000040;\nmov.b64 x, {" b ", high};\n" \
+  "mov.b32 high, " MATRIX_HIGH ";\nmov.b64 x, {" b ", high};\n" \
   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" sums "}, " factors ", x, p, 1, 1, 0;\n}"
 __device__ inline void multiply(float (&d)[4], const unsigned (&a)[4], unsigned b, int add) {
   asm volatile(PRODUCT(8, "%8", "%9",

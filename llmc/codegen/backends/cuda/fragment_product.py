@@ -1,0 +1,149 @@
+"""Products of bf16 activations and weights of 4 bits in CUDA C++: the problem, its limits, and how codes are packed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from llmc.codegen.backends.cuda.cuda_epilogue import epilogue, reject_operands
+from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, CudaKernel
+from llmc.codegen.kernel import Schedule, Source
+from llmc.diagnostics import Diagnostic
+from llmc.ir.dim import Dim, product
+from llmc.ir.graph import Graph, Node
+from llmc.ir.opdef import OpDef
+from llmc.ir.ops.packed_fragments import BLOCK
+from llmc.ir.types import Type
+from llmc.passes.analysis import Origin, origin
+from llmc.targets.target import Target
+
+PACKED = "packed_fragments_linear"
+MAX_PARTS = 2
+SCALES = ("bf16", "f16")
+
+
+@dataclass(frozen=True)
+class FragmentProduct:
+    """The computation of quantized_linear or packed_fragments_linear over a weight of n rows a part and k columns."""
+
+    node: Node
+    parts: int
+    n: int
+    k: int
+
+    @classmethod
+    def of(cls, node: Node) -> Self:
+        """Read the problem from a node with constant sizes."""
+        x, code, parts = node.operands[0].type, node.operands[1].type, node.attrs["parts"]
+        return cls(node, parts, int(code.shape[0]) // parts, int(x.shape[-1]))
+
+    @property
+    def first(self) -> int:
+        """The index of the first operand of the epilogue."""
+        return 3 + self.node.attrs["zeros"]
+
+    @property
+    def m(self) -> Dim:
+        """The number of tokens."""
+        return product(self.node.operands[0].type.shape[:-1])
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale."""
+        return self.node.attrs["block"][1] or self.k
+
+    @property
+    def scale(self) -> str:
+        """The type of a scale in CUDA C++."""
+        return CTYPES[self.node.operands[2].type.dtype]
+
+    @property
+    def zero_point(self) -> int:
+        """The zero point of all groups, or -1 if each has one."""
+        return -1 if self.node.attrs["zeros"] else int(self.node.attrs["zero_point"])
+
+    def epilogue(self) -> str:
+        """The generated text of the kernels: ZEROS, and what `cuda_epilogue` generates."""
+        zeros = bool(self.node.attrs["zeros"])
+        before = ("const unsigned char* zeros",) if zeros else ()
+        text = epilogue(self.node.attrs["body"], self.parts, self.others, self.node.result.type, before)
+        return f"#define ZEROS {'zeros' if zeros else 'nullptr'}\n{text}"
+
+    @property
+    def others(self) -> list[Type]:
+        """The types of the operands of the epilogue."""
+        return [v.type for v in self.node.operands[self.first :]]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of codes, scales and zero points."""
+        entries = sum(int(v.type.nbytes) for v in self.node.operands[2 : self.first])
+        return self.parts * self.n * self.k // 2 + entries
+
+
+@dataclass(frozen=True)
+class FragmentKernel(CudaKernel):
+    """A kernel of quantized_linear over codes of 4 bits, which it packs into fragments at compile time, on sm_90."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        if target.family != "cuda" or target.arch != "sm_90" or target.has("interpret"):
+            return f"{target.name} does not have wgmma, the matrix instructions of sm_90"
+        return _reject_types(node) or _reject_sizes(node) or _reject_weights(node)
+
+    def layouts(self, node: Node, schedule: Schedule, target: Target) -> dict[int, str]:
+        if node.op.name == PACKED:
+            return {}
+        turned = dict.fromkeys(range(2, FragmentProduct.of(node).first), "transpose{perm=[1, 0]}")
+        return {1: "pack_fragments", **turned}
+
+    def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:
+        x, code, *rest = node.operands
+        packed = g.add(ops["pack_fragments"], [code], {}, before=node, loc=node.loc).result
+        for i in range(FragmentProduct.of(node).first - 2):
+            rest[i] = g.add(ops["transpose"], [rest[i]], {"perm": (1, 0)}, before=node, loc=node.loc).result
+        attrs = {k: v for k, v in node.attrs.items() if k not in ("act", "act_block", "bits")}
+        new = g.add(ops[PACKED], [x, packed, *rest], attrs, before=node, loc=node.loc, names=(node.result.name,))
+        new.choice = dict(node.choice)
+        g.replace(node.result, new.result)
+        g.erase(node)
+
+    def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
+        if self.layouts(node, schedule, target):
+            cause = f"{node.op.name} reached code generation with codes that are not packed"
+            raise Diagnostic("E430", cause, "run the pass `pack` after `select`", loc=node.loc)
+        return super().emit(node, schedule, target)
+
+
+def _reject_types(node: Node) -> str | None:
+    a, operands = node.attrs, node.operands
+    x, code, scale = (v.type for v in operands[:3])
+    if a.get("act"):
+        return f"activations rounded to {a['act']}"
+    if x.dtype != "bf16" or scale.dtype not in SCALES:
+        return f"activations of {x.dtype} and scales of {scale.dtype}; bf16, and {' or '.join(SCALES)}, are supported"
+    if code.dtype != "u8" or (node.op.name != PACKED and a["bits"] != 4):
+        return f"codes of {code.dtype}; codes of 4 bits are supported"
+    if a["zeros"] and operands[3].type.dtype != "u8":
+        return f"zero points of {operands[3].type.dtype}; u8 is supported"
+    if not a["zeros"] and not 0 <= a["zero_point"] < 16:
+        return f"the zero point {a['zero_point']}; 0 to 15 are supported"
+    return None if node.result.type.dtype in FLOATS else f"a result of {node.result.type.dtype}"
+
+
+def _reject_sizes(node: Node) -> str | None:
+    x, code, parts = node.operands[0].type, node.operands[1].type, node.attrs["parts"]
+    rows, k = code.shape[0].const, x.shape[-1].const
+    if not rows or not k or rows % (parts * BLOCK) or k % BLOCK:
+        return f"{parts} parts of {code.shape[0]} x {x.shape[-1]}; sizes must be constant multiples of {BLOCK}"
+    if not 1 <= parts <= MAX_PARTS:
+        return f"{parts} parts; the maximum is {MAX_PARTS}"
+    p = FragmentProduct.of(node)
+    if node.attrs["block"][0] != 1 or p.k % p.group or p.group % 16:
+        return f"blocks of {list(node.attrs['block'])}; multiples of 16 columns of a row are supported"
+    return reject_operands(p.others, node.result.type)
+
+
+def _reject_weights(node: Node) -> str | None:
+    inputs = [v for v in node.operands[1 : FragmentProduct.of(node).first] if origin(v) is Origin.INPUTS]
+    return "the codes, scales or zero points are not known at compile time" if inputs else None

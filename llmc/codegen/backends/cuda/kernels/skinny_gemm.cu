@@ -1,0 +1,247 @@
+// y[M, N] = epilogue(x[M, K] @ w[0].T, .., x @ w[PARTS - 1].T, others) with f32 sums, for few tokens M.
+// w = (code - zero) * scale has codes of 4 bits in the order of the op pack_fragments, and a scale for each GROUP columns
+// of a row. Weights are read once, from memory to registers; x stays in registers.
+//
+// A warp keeps x in registers, COLUMNS columns of TOKENS tokens, and multiplies it by its columns of one strip of 16 rows
+// of w after the other (mma.m16n8k16), two strips in a round. It copies the codes, scales and zero points of the next
+// DEPTH rounds to shared memory meanwhile. The WARPS warps of a block, and the SPLIT blocks of a cluster, have different
+// columns: in every round the sums of the warps are added in shared memory, and at the end those of the blocks. Clusters
+// take turns at the strips.
+//
+// Constants: N, PARTS, K, GROUP, ZERO_POINT (of all groups, or -1: the pointer ZEROS has one for each), TOKENS (8 or 16),
+// WARPS, CHUNKS (blocks of 64 columns of a warp), SPLIT, CLUSTERS, DEPTH, RESIDENT (blocks that a multiprocessor has
+// registers for), and the types SCALE (bf16 or f16) and OUT. N and K are multiples of 64; GROUP divides COLUMNS or is a
+// multiple of it. The generated text before this file defines OTHER_PARAMETERS, ZEROS, OTHERS and the function `epilogue`.
+
+constexpr int BLOCK = 64, STRIP = 16;  // rows and columns of a block of codes; rows of a product
+constexpr int THREADS = WARPS * 32, COLUMNS = CHUNKS * BLOCK;
+constexpr int TILES = TOKENS / 8;      // of 8 tokens, for one instruction each
+constexpr int ENTRIES = GROUP < COLUMNS ? COLUMNS / GROUP : 1;  // scales of a row that a warp needs
+constexpr bool HAS_ZEROS = ZERO_POINT < 0;
+constexpr bool WHOLE = SPLIT * WARPS * COLUMNS == K;  // every warp has as many columns as the others
+constexpr int STRIPS = N / STRIP;
+constexpr int UNITS = (STRIPS + CLUSTERS - 1) / CLUSTERS * PARTS;  // strips of w that a cluster computes, at most
+constexpr int SUMS = STRIP * TOKENS;   // of a strip, in shared memory as [TILES][STRIP][8]
+constexpr int ROUND = 2;               // strips of a cluster, one part after the other
+constexpr int ROUNDS = (UNITS + ROUND - 1) / ROUND;
+// What a warp copies of a strip: codes [CHUNKS][32][16 bytes], scales [ENTRIES][STRIP], zero points [ENTRIES][STRIP].
+constexpr int CODE_BYTES = CHUNKS * 512, SCALE_BYTES = ENTRIES * STRIP * 2;
+constexpr int SLOT_BYTES = CODE_BYTES + SCALE_BYTES + (HAS_ZEROS ? ENTRIES * STRIP : 0);
+// Shared memory: the sums of two rounds [2][ROUND][WARPS][SUMS], all sums of the block [ROUNDS][ROUND][SUMS], and the
+// slots [WARPS][DEPTH][ROUND]. Tokens pass through the first part.
+constexpr int TOTALS_AT = 2 * ROUND * WARPS * SUMS, SLOTS_AT = TOTALS_AT + ROUNDS * ROUND * SUMS;  // floats
+constexpr int TOKEN_STRIDE = BLOCK * 2 + 16;  // bytes of a token's columns of a block in shared memory; no bank conflicts
+
+struct Problem {
+  const bf16* x;                // [m][K]
+  const unsigned char* codes;   // [PARTS * N / 64][K / 64][2048]
+  const SCALE* scales;          // [K / GROUP][PARTS * N]
+  const unsigned char* zeros;   // [K / GROUP][PARTS * N], or null
+  int m, token;                 // tokens, and the first of this block
+  int cluster, chunk, lane;     // this warp's cluster, first block of columns, and thread
+  unsigned slots;               // the address of this warp's slots in shared memory
+
+  // Whether the i-th block of columns of this warp exists.
+  __device__ bool has(int i) const { return WHOLE || chunk + i < K / BLOCK; }
+};
+
+// Starts to copy the weights of the unit u of this cluster, a strip of one part, to a slot; zeros if it does not exist.
+__device__ inline void copy_unit(const Problem& p, int u, unsigned slot) {
+  const int strip = p.cluster + u / PARTS * CLUSTERS, row = u % PARTS * N + strip * STRIP;
+  const bool exists = strip < STRIPS;
+#pragma unroll
+  for (int i = 0; i < CHUNKS; i++) {
+    const bool needed = exists && p.has(i);
+    const long long block = (long long)(row / BLOCK) * (K / BLOCK) + p.chunk + i;
+    const unsigned char* from = p.codes + block * (BLOCK * BLOCK / 2) + (row % BLOCK / STRIP * 32 + p.lane) * 16;
+    copy_async(slot + i * 512 + p.lane * 16, needed ? from : p.codes, needed);
+  }
+  constexpr int COPIES = ENTRIES * (HAS_ZEROS ? 3 : 2);  // of 16 bytes: two for the scales of a group, one for zero points
+  for (int j = p.lane; j < COPIES; j += 32) {
+    const bool scale = j < 2 * ENTRIES;
+    const int entry = scale ? j / 2 : j - 2 * ENTRIES, column = p.chunk * BLOCK + entry * GROUP;
+    const long long at = (long long)(column / GROUP) * (PARTS * N) + row;
+    const bool needed = exists && (WHOLE || column < K);
+    const void* from = scale ? (const void*)(p.scales + at + j % 2 * 8) : (const void*)(p.zeros + at);
+    copy_async(slot + CODE_BYTES + j * 16, needed ? from : p.codes, needed);
+  }
+}
+
+// Starts to copy the units of a round, as one group of copies. slot: of the ring of DEPTH.
+__device__ inline void copy_round(const Problem& p, int round, int slot) {
+#pragma unroll
+  for (int d = 0; d < ROUND; d++) copy_unit(p, round * ROUND + d, p.slots + (slot * ROUND + d) * SLOT_BYTES);
+  commit_copies();
+}
+
+// A copied unit as the thread 4 g + q needs it: codes, and scales and zero points of the rows g and g + 8.
+struct Unit {
+  const unsigned char* slot;
+  int lane;
+
+  __device__ uint4 codes(int chunk) const { return *(const uint4*)(slot + chunk * 512 + lane * 16); }
+  __device__ float scale(int entry, int half) const {
+    return to_float(((const SCALE*)(slot + CODE_BYTES))[entry * STRIP + half * 8 + lane / 4]);
+  }
+  __device__ int zero(int entry, int half) const {
+    return HAS_ZEROS ? slot[CODE_BYTES + SCALE_BYTES + entry * STRIP + half * 8 + lane / 4] : ZERO_POINT;
+  }
+};
+
+// x of a warp's columns as right factors: [CHUNKS][4 steps of 16 columns][TILES][2].
+struct Tokens {
+  unsigned of[CHUNKS][4][TILES][2];
+
+  // `memory`: TOKENS * TOKEN_STRIDE bytes of shared memory of this warp.
+  __device__ void load(const Problem& p, unsigned char* memory) {
+    constexpr int LOADS = TOKENS / 4;  // of 16 bytes, for a block of columns
+    uint4 raw[CHUNKS][LOADS];
+#pragma unroll
+    for (int i = 0; i < CHUNKS; i++)
+#pragma unroll
+      for (int j = 0; j < LOADS; j++) {
+        const int token = p.token + j * 4 + p.lane / 8, column = (p.chunk + i) * BLOCK + p.lane % 8 * 8;
+        raw[i][j] = make_uint4(0, 0, 0, 0);
+        if (token < p.m && p.has(i)) raw[i][j] = *(const uint4*)(p.x + (long long)token * K + column);
+      }
+#pragma unroll
+    for (int i = 0; i < CHUNKS; i++) {
+      __syncwarp();
+#pragma unroll
+      for (int j = 0; j < LOADS; j++)
+        *(uint4*)(memory + (j * 4 + p.lane / 8) * TOKEN_STRIDE + p.lane % 8 * 16) = raw[i][j];
+      __syncwarp();
+      // Four matrices of 8 tokens and 8 columns at a time: two for a tile and step.
+      const int tile = TILES > 1 ? p.lane / 16 : 0, next = TILES > 1 ? 0 : p.lane / 16;
+      const unsigned from = shared_address(memory) + (tile * 8 + p.lane % 8) * TOKEN_STRIDE + p.lane / 8 % 2 * 16;
+#pragma unroll
+      for (int s = 0; s < 4; s += 2 / TILES) load_matrices(&of[i][s][0][0], from + (s + next) * 32);
+    }
+    __syncwarp();
+  }
+};
+
+// d[16, 8] += a[16, 16] @ b[8, 16].T. A thread has two neighbouring tokens of the rows g and g + 8.
+__device__ inline void add_product(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Multiplies a unit by the tokens: the sums of a group of columns are multiplied by its scale. Even and odd steps have
+// sums of their own, since a product waits for the one before it that adds to the same sums.
+__device__ inline void multiply_unit(float (&sums)[TILES][4], const Unit& w, const Tokens& x, unsigned mask,
+                                     unsigned base) {
+  float fresh[2][TILES][4];
+  unsigned offset[2];
+  uint4 codes;
+#pragma unroll
+  for (int step = 0; step < COLUMNS / 16; step++) {
+    const int entry = ENTRIES > 1 ? step * 16 / GROUP : 0;
+    const bool first = step == 0 || (ENTRIES > 1 && step * 16 % GROUP == 0);
+    const bool last = step == COLUMNS / 16 - 1 || (ENTRIES > 1 && (step + 1) * 16 % GROUP == 0);
+    if (first) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) offset[half] = twice(0x4300 + w.zero(entry, half));
+#pragma unroll
+      for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) fresh[0][t][j] = fresh[1][t][j] = 0.0f;
+    }
+    if (step % 4 == 0) codes = w.codes(step / 4);
+    const unsigned words[4] = {codes.x, codes.y, codes.z, codes.w};
+    unsigned a[4];
+#pragma unroll
+    for (int r = 0; r < 4; r++) a[r] = subtract(code_pair(words[step % 4] >> 4 * r, mask, base), offset[r % 2]);
+#pragma unroll
+    for (int t = 0; t < TILES; t++) add_product(fresh[step % 2][t], a, x.of[step / 4][step % 4][t]);
+    if (last) {
+      const float scale[2] = {w.scale(entry, 0), w.scale(entry, 1)};
+#pragma unroll
+      for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const float scaled = (fresh[0][t][j] + fresh[1][t][j]) * scale[j / 2];
+          sums[t][j] = entry == 0 ? scaled : sums[t][j] + scaled;
+        }
+    }
+  }
+}
+
+// Adds the sums of the warps of a round: from [ROUND][WARPS][SUMS] to [ROUND][SUMS].
+__device__ inline void add_warps(float* to, const float* from) {
+#pragma unroll
+  for (int i = threadIdx.x; i < ROUND * SUMS; i += THREADS) {
+    const float* sums = from + i / SUMS * (WARPS * SUMS) + i % SUMS;
+    float total = sums[0];
+#pragma unroll
+    for (int w = 1; w < WARPS; w++) total += sums[w * SUMS];
+    to[i] = total;
+  }
+}
+
+// Adds one sum over the blocks of the cluster.
+__device__ inline float add_blocks(const float* sum) {
+  if (SPLIT == 1) return *sum;
+  float total = 0.0f;
+#pragma unroll
+  for (int rank = 0; rank < SPLIT; rank++) total += load_from_block(shared_address(sum), rank);
+  return total;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    llmc_skinny_gemm(const bf16* x, const unsigned char* codes, const SCALE* scales, OTHER_PARAMETERS OUT* y, int m) {
+  extern __shared__ uint4 dynamic_memory[];
+  float* shared = (float*)dynamic_memory;
+  float* totals = shared + TOTALS_AT;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % SPLIT;
+  const int cluster = blockIdx.x / SPLIT % CLUSTERS, token = blockIdx.x / (SPLIT * CLUSTERS) * TOKENS;
+  const unsigned char* slots = (const unsigned char*)(shared + SLOTS_AT) + warp * (DEPTH * ROUND * SLOT_BYTES);
+  const Problem p = {x, codes, scales, ZEROS, m, token, cluster, (rank * WARPS + warp) * CHUNKS, lane,
+                     shared_address(slots)};
+  const unsigned mask = opaque(0x000F000F), base = opaque(0x43004300);
+  launch_dependents();
+  for (int round = 0; round < DEPTH; round++) copy_round(p, round, round);
+  wait_for_previous();
+  Tokens tokens;
+  tokens.load(p, (unsigned char*)(shared + warp * (2 * ROUND * SUMS)));
+  __syncthreads();  // the tokens of another warp have lain where this one's sums will be
+
+  for (int round = 0, slot = 0; round < ROUNDS; round++, slot = slot + 1 < DEPTH ? slot + 1 : 0) {
+    float* own = shared + round % 2 * (ROUND * WARPS * SUMS);  // of this round; the other half is still being read
+    float sums[ROUND][TILES][4];
+    wait_copies<DEPTH - 1>();
+    __syncwarp();
+#pragma unroll
+    for (int d = 0; d < ROUND; d++)
+      multiply_unit(sums[d], Unit{slots + (slot * ROUND + d) * SLOT_BYTES, lane}, tokens, mask, base);
+    __syncwarp();  // every thread has read the slot
+    copy_round(p, round + DEPTH, slot);
+#pragma unroll
+    for (int d = 0; d < ROUND; d++) {
+      float2* to = (float2*)(own + (d * WARPS + warp) * SUMS) + lane;
+#pragma unroll
+      for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+          to[(t * 2 + half) * 32] = make_float2(sums[d][t][2 * half], sums[d][t][2 * half + 1]);
+    }
+    __syncthreads();
+    add_warps(totals + round * ROUND * SUMS, own);
+  }
+  wait_for_cluster<SPLIT>();
+
+  // Each block computes its share of the cluster's results.
+  for (int i = rank * THREADS + threadIdx.x; i < UNITS / PARTS * SUMS; i += SPLIT * THREADS) {
+    const int unit = i / SUMS * PARTS, r = i % STRIP, t = i % SUMS / STRIP;
+    const int column = (cluster + i / SUMS * CLUSTERS) * STRIP + r;
+    if (token + t >= m || column >= N) continue;
+    float a[PARTS];
+#pragma unroll
+    for (int part = 0; part < PARTS; part++)
+      a[part] = add_blocks(totals + (unit + part) * SUMS + t / 8 * (STRIP * 8) + r * 8 + t % 8);
+    y[(long long)(token + t) * N + column] = from_float<OUT>(epilogue(a, token + t, column OTHERS));
+  }
+  if (SPLIT > 1) wait_for_cluster<SPLIT>();  // no block exits while others read its sums
+}

@@ -1,0 +1,127 @@
+"""The binding of `kernels/skinny_gemm.cu`: few tokens times weights of 4 bits, which are read once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, INT4_TO_BF16, SCALAR_MATH, STREAMING, Binding
+from llmc.codegen.backends.cuda.fragment_product import PACKED, FragmentKernel, FragmentProduct
+from llmc.codegen.kernel import Schedule
+from llmc.ir.graph import Node
+from llmc.ir.ops.packed_fragments import BLOCK
+from llmc.targets.target import Target
+
+TOKENS = (8, 16)  # of a tile
+STRIP = 16  # rows of a product
+WARPS = (16, 8, 14, 12, 10)  # of a block
+CHUNKS = (4, 2, 1)  # blocks of columns of a warp
+DEPTHS = MappingProxyType({8: (2, 1), 16: (1, 2)})  # rounds that are copied ahead, by tokens
+ROUND = 2  # strips of a round
+# Blocks of a cluster. Not every multiprocessor has a place in a cluster of four: with one block on each of 128, an H200
+# ran clusters of four in two rounds.
+SPLITS = (1, 2)
+RESERVED = 1024  # bytes of shared memory that the system takes for each block
+WASTE = 1.15  # at most this many times the columns that there are
+# Fitted to measurements on an H200 (bench.gpu.quantized_products): microseconds that do not depend on the weights, and
+# the share of the bandwidth that is reached, by tokens; what a second block on a multiprocessor adds.
+_START, _SHARE = MappingProxyType({8: 2.6, 16: 3.9}), MappingProxyType({8: 0.76, 16: 0.58})
+_SECOND = 0.7
+
+
+@dataclass(frozen=True)
+class SkinnyGemm(FragmentKernel):
+    """Few tokens: quantized_linear over codes of 4 bits, on sm_90. More tokens than a tile read the weights again."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        if why := super().reject(node, target):
+            return why
+        p = FragmentProduct.of(node)
+        if p.m.const is not None and p.m.const > TOKENS[-1]:
+            return f"{p.m} tokens; at most {TOKENS[-1]} are supported"
+        return None if list(_schedules(p, target)) else f"{p.k} columns with {p.group} for each scale"
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        return list(_schedules(FragmentProduct.of(node), target))
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """Predict microseconds: what every block copies in whole rounds, and what surrounds it."""
+        p, s = FragmentProduct.of(node), schedule
+        tokens, columns = s["tokens"], s["warps"] * s["chunks"] * s["split"] * BLOCK
+        copied = _rounds(p, s, target) * ROUND * _clusters(s, target) * STRIP * columns
+        nbytes = p.weight_bytes / (p.parts * p.n * p.k) * copied
+        tiles = -(-int(p.m.subs(env)) // tokens)
+        us = tiles * nbytes / (target.bandwidth * _SHARE[tokens]) * 1e6 + _START[tokens]
+        return us + _SECOND * (_resident(s) - 1)
+
+    def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
+        p, s = FragmentProduct.of(node), schedule
+        clusters, tokens = _clusters(s, target), s["tokens"]
+        return Binding(
+            grid=(p.m.ceildiv(tokens) * (clusters * s["split"]),),
+            threads=s["warps"] * 32,
+            constants={
+                "N": p.n, "PARTS": p.parts, "K": p.k, "GROUP": p.group, "ZERO_POINT": p.zero_point, "TOKENS": tokens,
+                "WARPS": s["warps"], "CHUNKS": s["chunks"], "SPLIT": s["split"], "CLUSTERS": clusters,
+                "DEPTH": s["depth"], "RESIDENT": _registers(s), "SCALE": p.scale,
+                "OUT": CTYPES[node.result.type.dtype],
+            },
+            shared=_shared(p, s, target),
+            sizes=(p.m,),
+            cluster=(s["split"], 1, 1) if s["split"] > 1 else (),
+            text=p.epilogue(),
+        )  # fmt: skip
+
+
+def _clusters(s: Schedule, target: Target) -> int:
+    """Clusters that run at once."""
+    return target.limits.units * _resident(s) // int(s["split"])
+
+
+def _rounds(p: FragmentProduct, s: Schedule, target: Target) -> int:
+    """Rounds of a block."""
+    strips = -(-(p.n // STRIP) // _clusters(s, target))
+    return -(-strips * p.parts // ROUND)
+
+
+def _resident(s: Schedule) -> int:
+    """Blocks of a multiprocessor."""
+    return max(1, WARPS[0] // int(s["warps"]))
+
+
+def _registers(s: Schedule) -> int:
+    """Blocks of a multiprocessor that registers are left for: the next kernel may begin before this one has ended."""
+    return _resident(s) * (2 if s["chunks"] * s["tokens"] <= 16 else 1)
+
+
+def _shared(p: FragmentProduct, s: Schedule, target: Target) -> int:
+    """Bytes of shared memory: every warp's sums of two rounds, the sums of all strips of the block, and the slots."""
+    sums, columns = STRIP * s["tokens"] * 4, s["chunks"] * BLOCK
+    entries = max(1, columns // p.group)
+    slot = STRIP * (columns // 2 + entries * (3 if p.node.attrs["zeros"] else 2))
+    return int((2 * ROUND * s["warps"] + _rounds(p, s, target) * ROUND) * sums + s["warps"] * s["depth"] * ROUND * slot)
+
+
+def _schedules(p: FragmentProduct, target: Target) -> Iterator[Schedule]:
+    """The ways to give all columns to warps and blocks with few left over, and the depths that fit."""
+    fitting = [t for t in TOKENS if p.m.const is None or t >= p.m.const]
+    for tokens in fitting if p.m.const is None else fitting[:1]:
+        for chunks, split, warps in itertools.product(CHUNKS, SPLITS, WARPS):
+            columns = chunks * BLOCK
+            even = columns % p.group == 0 or p.group % columns == 0
+            if even and 1 <= warps * columns * split / p.k <= WASTE:
+                for depth in DEPTHS[tokens]:
+                    s = {"tokens": tokens, "warps": warps, "chunks": chunks, "split": split, "depth": depth}
+                    if (_shared(p, s, target) + RESERVED) * _resident(s) <= target.limits.shared:
+                        yield s
+
+
+SKINNY_GEMM = SkinnyGemm(
+    "cuda/skinny_gemm",
+    ("quantized_linear", PACKED),
+    file="llmc.codegen.backends.cuda.kernels:skinny_gemm.cu",
+    entry="llmc_skinny_gemm",
+    headers=(SCALAR_MATH, INT4_TO_BF16, STREAMING),
+)
