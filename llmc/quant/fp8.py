@@ -1,4 +1,4 @@
-"""FP8 checkpoints of transformers, DeepSeek and Qwen (`quant_method: fp8`).
+"""FP8 checkpoints of transformers, DeepSeek and Qwen (`quant_method: fp8`), and of FBGEMM (`fbgemm_fp8`).
 
 Tensors of a weight [n, k]: weight float8_e4m3 [n, k] and its scale, named weight_scale_inv or weight_scale. Both are
 multipliers, despite the former's name; a scale is of the tensor, of rows [n] or [n, 1], or of tiles
@@ -62,6 +62,11 @@ def fp8(config: Mapping[str, Any]) -> Fp8:
     if config.get("expert_dtype") not in (None, "fp8"):
         raise refuse("fp8", "expert_dtype", config["expert_dtype"], ("fp8",))
     return Fp8(tile(config.get("weight_block_size"), "fp8"), {key: config.get(key) for key in PLAIN})
+
+
+def fbgemm_fp8(config: Mapping[str, Any]) -> Fp8:
+    """The scheme of a quantization_config of FBGEMM: one scale for each row, weight_scale [n, 1]."""
+    return Fp8((0, 0), {key: config.get(key) for key in PLAIN})
 
 
 def tile(size: Any, method: str) -> tuple[int, int]:

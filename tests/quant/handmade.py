@@ -151,7 +151,7 @@ def with_parts(how: Encode, **more: torch.Tensor) -> Encode:
 
     def encode(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         parts, value = how(w)
-        return parts | more, value
+        return parts | {name: x.clone() for name, x in more.items()}, value
 
     return encode
 

@@ -182,6 +182,10 @@ FLOATS = {
         ((r"0\.mlp", None), (PROJ, fp8("channel", "weight_scale", BF16))),
         FP8_WHOLE | {"ignored_layers": ["lm_head", "model.layers.0.mlp"]}, 11,
     ),
+    "fbgemm": Case(
+        ((r"0\.mlp", None), (PROJ, with_parts(fp8("channel", "weight_scale"), input_scale_ub=torch.tensor(1200.0)))),
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}, 11,
+    ),
     "fp8-embedding": Case(
         (("embed", fp8("tensor", "weight_scale")), (r"_proj|lm_head", fp8((64, 64)))),
         FP8 | {"modules_to_convert": ["embed_tokens"]}, 15,
