@@ -65,6 +65,14 @@ def test_a_row_knows_its_peer_its_goals_and_whether_they_are_met() -> None:
     assert decode(64, 5.0).gate is None and decode(64, 5.0).verdict == "" and decode(64, 5.0).peer == 5.91
 
 
+def test_a_rate_meets_its_goals_from_above() -> None:
+    found = [
+        engine_row("offline", "llama-3.1-8b-int4", "512 of 512 in, 256 out", "tok/s", v, None)
+        for v in (9459, 11000, 13000)
+    ]
+    assert [row.verdict for row in found] == ["missed by 14%", "gate", "aim"]
+
+
 def test_throughput_is_better_when_larger_and_compared_on_the_peers_load_alone() -> None:
     row = engine_row("offline", "qwen3-0.6b", "512 of 512 in, 256 out", "tok/s", 40000, 50900)
     assert row.share == pytest.approx(40000 / 50900) and row.peer == 30704

@@ -14,6 +14,7 @@ from kernels.test_triton_moe import ROUTINGS, chosen, first
 from kernels.triton_harness import ONE_TARGET, run_case, some
 
 from llmc.codegen.backends.triton.quantized_moe import QUANTIZED_DOWN, QUANTIZED_UP, QuantizedExperts
+from llmc.codegen.backends.triton.quantized_problem import scales_factors
 from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Module, Node
@@ -106,7 +107,9 @@ def check(s: Stack, columns: int, up: bool, t: Any, k: int, experts: int, schedu
     (node,) = g.nodes
     chosen_schedule = schedule or kernel.schedules(node, sm_90())[0]
     name = f"{kernel.name} {s} {t} {k} {experts} {chosen_schedule}"
-    run_case(Case(name, g, kernel, chosen_schedule, arrays, atol=2e-2, sizes={"T": size}))
+    # Large tiles round codes times scales to the dtype of x: an error of up to 2 ** -9 of each term.
+    atol = 6e-2 if scales_factors(s.half, chosen_schedule["bm"], s.scale, s.x) else 2e-2
+    run_case(Case(name, g, kernel, chosen_schedule, arrays, atol=atol, sizes={"T": size}))
 
 
 @pytest.mark.parametrize("name", STACKS)

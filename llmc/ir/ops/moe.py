@@ -90,7 +90,8 @@ def moe_route(idx: Any, *, experts: int) -> Any:
     return order, np.searchsorted(flat[order], np.arange(experts + 1))
 
 
-def _up_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+def up_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    """The type of moe_up's result, also over codes: a row for each pair."""
     gate(attrs["body"])
     inner = env["m"].divide(2)
     if inner is None or env["p"] != env["t"] * attrs["k"] or env["s"] != env["e"] + 1:
@@ -118,7 +119,7 @@ def drawn_starts(d: Drawing, shape: Shape) -> Any:
 
 
 @op(
-    "(x: f[t, d], order: i[p], starts: i[s], gate_up: fq[e, m, d], bias?: f[e, m]) -> x[...]", infer=_up_type,
+    "(x: f[t, d], order: i[p], starts: i[s], gate_up: fq[e, m, d], bias?: f[e, m]) -> x[...]", infer=up_type,
     flops="2*p*m*d", holds={"order": drawn_order, "starts": drawn_starts},
     example={"t": 7, "d": 8, "p": 14, "s": 7, "e": 6, "m": 10, "k": 2},
 )  # fmt: skip
@@ -133,7 +134,8 @@ def moe_up(
     return out
 
 
-def _down_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+def down_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    """The type of moe_down's result, also over codes: a row for each token and expert."""
     if env["p"] != env["t"] * env["k"] or env["s"] != env["e"] + 1:
         raise Mismatch(f"{env['p']} pairs for {env['t']} x {env['k']} weights, {env['s']} starts of {env['e']} experts")
     return [tensor("f32", env["t"], env["k"], env["d"])]
@@ -141,7 +143,7 @@ def _down_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
 
 @op(
     "(h: f[p, i], order: i[p], starts: i[s], down: fq[e, d, i], weights: f[t, k], bias?: f[e, d]) -> h[...]",
-    infer=_down_type, flops="2*p*d*i",
+    infer=down_type, flops="2*p*d*i",
     holds={"order": drawn_order, "starts": drawn_starts, "weights": contents.probability},
     example={"p": 14, "i": 5, "s": 7, "e": 6, "d": 8, "t": 7, "k": 2},
 )  # fmt: skip

@@ -16,7 +16,7 @@ from llmc.ir.contents import Drawing, Shape, integers, positive, probability
 from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.opdef import Ints, OpDef, op
-from llmc.ir.ops.moe import SWIGLU, drawn_order, drawn_starts, gate, moe_down, moe_up
+from llmc.ir.ops.moe import SWIGLU, down_type, drawn_order, drawn_starts, moe_down, moe_up, up_type
 from llmc.ir.ops.packed_codes import nibble_bytes, unpack_nibbles
 from llmc.ir.ops.quantize import VALUES, dequantize
 from llmc.ir.ops.quantized_linear import ACTIVATIONS, rounded
@@ -52,22 +52,13 @@ def _check_stack(env: dict[str, Any], attrs: Mapping[str, Any], columns: Dim) ->
 
 
 def _up_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
-    gate(attrs["body"])
-    inner = env["m"].divide(2)
-    if inner is None or env["p"] != env["t"] * attrs["k"] or env["s"] != env["e"] + 1:
-        raise Mismatch(
-            f"{env['m']} rows of {env['e']} experts, {env['p']} pairs of {env['t']} tokens, {env['s']} starts: "
-            f"rows must be even, pairs {attrs['k']} per token, starts one more than experts"
-        )
     _check_stack(env, attrs, env["d"])
-    return [env["x"].with_shape(env["p"], inner)]
+    return up_type(env, attrs)
 
 
 def _down_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
-    if env["p"] != env["t"] * env["k"] or env["s"] != env["e"] + 1:
-        raise Mismatch(f"{env['p']} pairs for {env['t']} x {env['k']} weights, {env['s']} starts of {env['e']} experts")
     _check_stack(env, attrs, env["i"])
-    return [Type("f32", (env["t"], env["k"], env["d"]))]
+    return down_type(env, attrs)
 
 
 def _codes(d: Drawing, shape: Shape) -> Any:

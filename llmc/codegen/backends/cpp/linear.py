@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from llmc.codegen.backends.cpp.cpp_kernel import CTYPES, FLOATS, CppKernel, pointers, product_text, unsupported
 from llmc.codegen.emit import Sizes, indent
 from llmc.codegen.kernel import Schedule, Source
+from llmc.codegen.packed_product import not_packed
 from llmc.codegen.print_expr import Dag, convert, statements
-from llmc.diagnostics import Diagnostic
 from llmc.ir.dim import D, Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Node, Value
@@ -102,8 +102,7 @@ class PackedProduct(CppKernel):
 
     def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
         if node.op.name != self.ops[-1]:
-            cause = f"{node.op.name} reached code generation with an unpacked weight"
-            raise Diagnostic("E430", cause, "run the pass `pack` after `select`", loc=node.loc)
+            raise not_packed(node)
         return super().emit(node, schedule, target)
 
     def call(self, node: Node, sizes: Sizes, function: str, weight: str) -> str:

@@ -9,7 +9,7 @@ from typing import Self
 from llmc.codegen.backends.cuda.cuda_epilogue import epilogue, reject_operands
 from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, CudaKernel
 from llmc.codegen.kernel import Schedule, Source
-from llmc.diagnostics import Diagnostic
+from llmc.codegen.packed_product import not_packed, pack_product, product_layouts
 from llmc.ir.dim import Dim, product
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
@@ -94,24 +94,14 @@ class FragmentKernel(CudaKernel):
     def layouts(self, node: Node, schedule: Schedule, target: Target) -> dict[int, str]:
         if node.op.name == PACKED:
             return {}
-        turned = dict.fromkeys(range(2, FragmentProduct.of(node).first), "transpose{perm=[1, 0]}")
-        return {1: "pack_fragments", **turned}
+        return product_layouts(node, "pack_fragments")
 
     def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:
-        x, code, *rest = node.operands
-        packed = g.add(ops["pack_fragments"], [code], {}, before=node, loc=node.loc).result
-        for i in range(FragmentProduct.of(node).first - 2):
-            rest[i] = g.add(ops["transpose"], [rest[i]], {"perm": (1, 0)}, before=node, loc=node.loc).result
-        attrs = {k: v for k, v in node.attrs.items() if k not in ("act", "act_block", "bits")}
-        new = g.add(ops[PACKED], [x, packed, *rest], attrs, before=node, loc=node.loc, names=(node.result.name,))
-        new.choice = dict(node.choice)
-        g.replace(node.result, new.result)
-        g.erase(node)
+        pack_product(g, node, ops["pack_fragments"], {}, ops[PACKED], ops)
 
     def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
         if self.layouts(node, schedule, target):
-            cause = f"{node.op.name} reached code generation with codes that are not packed"
-            raise Diagnostic("E430", cause, "run the pass `pack` after `select`", loc=node.loc)
+            raise not_packed(node)
         return super().emit(node, schedule, target)
 
 

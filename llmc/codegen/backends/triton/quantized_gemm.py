@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping
 from llmc.codegen.backends.triton.gemm_small import GROUP, MATRIX, TOKENS, WARPGROUP
 from llmc.codegen.backends.triton.linear_problem import epilogue, peak
 from llmc.codegen.backends.triton.quantized_problem import (
+    FEW_TOKENS,
     QuantizedKernel,
     QuantizedProduct,
     element_bytes,
     has_assembly,
+    scales_factors,
     shared_arguments,
 )
 from llmc.codegen.backends.triton.template import Template
@@ -56,7 +58,6 @@ MANY: tuple[Tile, ...] = (
 FLOAT: tuple[Shape, ...] = ((16, 32, 32, 4, 2, 1), (32, 32, 32, 4, 2, 1), (32, 64, 32, 4, 2, 1))
 SMALLEST = (16, 16, 32, 4, 2, 1)  # fits every target
 LINE = 128  # bytes of a prefetch
-_FEW = 32
 _SUMS = 128  # maximum float32 sums per thread
 # Operations per code, counted in machine code: of warps that multiply by themselves, and of warpgroups, whose codes are
 # read from shared memory two bytes at a time.
@@ -112,7 +113,7 @@ class QuantizedGemm(QuantizedKernel):
             STAGES=s["stages"],
             TILE_GROUP=GROUP,
             WHOLE_M=p.m.const is not None and p.m.const % s["bm"] == 0,
-            SCALED=p.half > 0 and s["bm"] > _FEW and p.scale.dtype == p.x.dtype,
+            SCALED=scales_factors(p.half, s["bm"], p.scale.dtype, p.x.dtype),
             PREFETCH_LINES=max(1, lines) if u.pdl and p.early else 0,
             FACTOR="tl.float32" if u.interpret else element(p.x),
             ASSEMBLY=has_assembly(u, p),
@@ -128,7 +129,7 @@ def _shapes(p: QuantizedProduct) -> Iterator[Shape]:
     m, most = p.m.const, TOKENS[-1]
     nearest = next((t for t in TOKENS if t >= (m or most)), most)
     for bm in TOKENS if m is None else sorted({nearest, min(nearest, most // 2)}):
-        yield from ((bm, *t) for t in (FEW if bm <= _FEW else MANY))
+        yield from ((bm, *t) for t in (FEW if bm <= FEW_TOKENS else MANY))
 
 
 def _fit(p: QuantizedProduct, shape: Shape, target: Target) -> Shape:

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from llmc.codegen.backends.triton.moe import NARROW, ROWS, Experts, Grouped
-from llmc.codegen.backends.triton.quantized_problem import REMEDY, halves
+from llmc.codegen.backends.triton.quantized_problem import halves, scales_factors
 from llmc.codegen.backends.triton.template import Template, function
 from llmc.codegen.backends.triton.triton_expr import helpers, inline
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, INTS, Code, Unit, element, unsupported, unsupported_codes
 from llmc.codegen.expert_stack import Stack, pack_stack
 from llmc.codegen.kernel import Schedule, Source
-from llmc.diagnostics import Diagnostic
+from llmc.codegen.packed_product import not_packed
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
@@ -21,7 +21,6 @@ from llmc.ir.scalar import walk
 from llmc.targets.target import Target
 
 STEPS = (128, 64, 32)  # columns of a step of codes of 8 bits
-FEW = 32  # rows up to which sums, and not factors, are multiplied by the scales
 CONVERSION = 2.5  # operations per code to make it a factor
 
 
@@ -103,8 +102,7 @@ class QuantizedGrouped(Grouped):
 
     def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
         if self.layouts(node, schedule, target):
-            cause = f"{node.op.name} reached code generation with codes that are not packed"
-            raise Diagnostic("E430", cause, REMEDY, loc=node.loc)
+            raise not_packed(node)
         return super().emit(node, schedule, target)
 
     def shapes(self, p: Experts) -> Iterator[tuple[int, int, int, int, int]]:
@@ -139,7 +137,7 @@ class QuantizedGrouped(Grouped):
             CHOICES=a["k"] if stack.up else 0, PARTS=p.parts, HALF=p.half, BLOCK_ROWS=p.block_rows, GROUP=p.group,
             ENTRIES=rows * groups, ROW_STRIDE=1 if p.half else groups, GROUP_STRIDE=rows if p.half else 1,
             ZERO_POINT=a["zero_point"], E2M1=a["values"] == "e2m1", E4M3=p.w.dtype == "f8e4m3",
-            SCALED=p.half > 0 and s["bm"] > FEW and scale.dtype == p.left.dtype,
+            SCALED=scales_factors(p.half, s["bm"], scale.dtype, p.left.dtype),
             FACTOR="tl.float32" if u.interpret else element(p.left),
             ASSEMBLY=u.target.family == "cuda" and not u.interpret and p.left.dtype in ("bf16", "f16"),
             EPILOGUE="epilogue",

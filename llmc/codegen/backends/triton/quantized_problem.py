@@ -9,7 +9,7 @@ from llmc.codegen.backends.triton.linear_problem import MAX_PARTS, Product, extr
 from llmc.codegen.backends.triton.template import Argument
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import Schedule, Source
-from llmc.diagnostics import Diagnostic
+from llmc.codegen.packed_product import not_packed, pack_product, product_layouts
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
@@ -18,7 +18,7 @@ from llmc.passes.analysis import Origin, origin
 from llmc.targets.target import Target
 
 PACKED = "packed_nibbles_linear"
-REMEDY = "run the pass `pack` after `select`"
+FEW_TOKENS = 32  # tokens of a tile up to which sums are scaled, if codes have 4 bits
 HALVES = (64, 32, 16)  # columns between the two codes of a byte; tl.dot needs 16
 
 
@@ -74,6 +74,14 @@ def halves(k: int, group: int) -> int:
     return next((h for h in HALVES if k % (2 * h) == 0 and (group % h == 0)), 0)
 
 
+def scales_factors(half: int, tokens: int, scale: str, x: str) -> bool:
+    """Whether a tile of so many tokens rounds codes times scales to the dtype `x`, instead of scaling sums in float32.
+
+    half: of the product, 0 unless codes have 4 bits. scale: dtype of the scales.
+    """
+    return half > 0 and tokens > FEW_TOKENS and scale == x
+
+
 class QuantizedKernel(TritonKernel):
     """Base class of the kernels of quantized_linear; codes of 4 bits are packed at compile time."""
 
@@ -91,27 +99,15 @@ class QuantizedKernel(TritonKernel):
         half = QuantizedProduct.of(node).half
         if not half or node.op.name == PACKED:
             return {}
-        turned = dict.fromkeys(range(2, QuantizedProduct.of(node).first), "transpose{perm=[1, 0]}")
-        return {1: f"pack_nibbles{{half={half}}}", **turned}
+        return product_layouts(node, f"pack_nibbles{{half={half}}}")
 
     def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:
-        x, code, *rest = node.operands
-        p = QuantizedProduct.of(node)
-        half = p.half
-        packed = g.add(ops["pack_nibbles"], [code], {"half": half}, before=node, loc=node.loc).result
-        turn = {"perm": (1, 0)}
-        for i in range(p.first - 2):
-            rest[i] = g.add(ops["transpose"], [rest[i]], turn, before=node, loc=node.loc).result
-        attrs = {k: v for k, v in node.attrs.items() if k not in ("act", "act_block", "bits")} | {"half": half}
-        new = g.add(ops[PACKED], [x, packed, *rest], attrs, before=node, loc=node.loc, names=(node.result.name,))
-        new.choice = dict(node.choice)
-        g.replace(node.result, new.result)
-        g.erase(node)
+        half = QuantizedProduct.of(node).half
+        pack_product(g, node, ops["pack_nibbles"], {"half": half}, ops[PACKED], ops)
 
     def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
         if self.layouts(node, schedule, target):
-            cause = f"{node.op.name} reached code generation with codes that are not packed"
-            raise Diagnostic("E430", cause, REMEDY, loc=node.loc)
+            raise not_packed(node)
         return super().emit(node, schedule, target)
 
 

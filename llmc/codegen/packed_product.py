@@ -1,0 +1,46 @@
+"""Packing the codes of quantized_linear for kernels that read them in another order: the layouts, and the new node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmc.diagnostics import Diagnostic
+from llmc.ir.graph import Graph, Node
+from llmc.ir.opdef import OpDef
+
+_OF_CODES = ("act", "act_block", "bits")  # attributes of quantized_linear that ops over packed codes do not have
+
+
+def tables(node: Node) -> range:
+    """Return the indices of the operands with an entry for each group of columns: scales, and zero points if any."""
+    return range(2, 3 + int(node.attrs["zeros"]))
+
+
+def product_layouts(node: Node, codes: str) -> dict[int, str]:
+    """Return the layouts of a product with the layout op `codes` (as text) and transposed tables."""
+    return {1: codes, **dict.fromkeys(tables(node), "transpose{perm=[1, 0]}")}
+
+
+def pack_product(
+    g: Graph, node: Node, layout: OpDef, attrs: Mapping[str, Any], product: OpDef, ops: Mapping[str, OpDef]
+) -> None:
+    """Replace quantized_linear by the op `product` over codes that `layout` packs and transposed tables.
+
+    `attrs`: of `layout`; `product` has them, too.
+    """
+    operands = list(node.operands)
+    operands[1] = g.add(layout, [operands[1]], dict(attrs), before=node, loc=node.loc).result
+    for i in tables(node):
+        operands[i] = g.add(ops["transpose"], [operands[i]], {"perm": (1, 0)}, before=node, loc=node.loc).result
+    kept = {k: v for k, v in node.attrs.items() if k not in _OF_CODES}
+    new = g.add(product, operands, {**kept, **attrs}, before=node, loc=node.loc, names=(node.result.name,))
+    new.choice = dict(node.choice)
+    g.replace(node.result, new.result)
+    g.erase(node)
+
+
+def not_packed(node: Node) -> Diagnostic:
+    """Return the error of a node that is emitted before the pass `pack` has run."""
+    cause = f"{node.op.name} reached code generation with weights that are not packed"
+    return Diagnostic("E430", cause, "run the pass `pack` after `select`", loc=node.loc)
