@@ -69,6 +69,7 @@ EXTENSION = Extension(
             "auto-round": "llmc.quant.auto_round:auto_round",
             "compressed-tensors": "llmc.quant.compressed_tensors:compressed_tensors",
             "fp8": "llmc.quant.fp8:fp8",
+            "fbgemm_fp8": "llmc.quant.fp8:fbgemm_fp8",
             "mxfp4": "llmc.quant.mxfp4:mxfp4",
             "bitsandbytes": "llmc.quant.bitsandbytes:bitsandbytes",
         }

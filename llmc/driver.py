@@ -127,6 +127,7 @@ class Compilation:
         self.clock = time.perf_counter()
         self.ir: list[tuple[str, str]] = []
         self.reports: dict[str, Any] = {}
+        self.formats: dict[str, int] = {}  # of quantised weights of the checkpoint -> how many weights
         self.kv_dtype = ""  # of the KV cache; empty: that of the activations
 
     def done(self, stage: str, detail: str) -> None:
@@ -180,7 +181,8 @@ class Compilation:
         if decoder and decoder.labels:
             kept = use_codes(traced.module, found, self.registry.opset())
             self.ir.append(("quantised-weights", show(traced.module)))
-            formats = ", ".join(f"{count} in {label}" for label, count in decoder.labels.most_common())
+            self.formats |= decoder.labels.most_common()
+            formats = ", ".join(f"{count} in {label}" for label, count in self.formats.items())
             total = sum(decoder.labels.values())
             rest = f"; {total - kept} of them are converted to {traced.facts.dtype}" if kept < total else ""
             self.note(f"the checkpoint has quantised weights: {formats}{rest}")

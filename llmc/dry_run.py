@@ -6,6 +6,7 @@ import os
 import shlex
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,15 @@ from llmc.artifact.cost_report import memory, roofline, weight_bytes
 from llmc.artifact.write import kv_of
 from llmc.codegen.dry_build import DryBuild, dry_build
 from llmc.console import Console
+from llmc.diagnostics import Diagnostic
 from llmc.driver import Compilation, start, states_of
+from llmc.frontend.safetensors_reader import TensorFiles
+from llmc.frontend.unsupported import INDEX, SINGLE
 from llmc.options import Options
-from llmc.quantized_compile import planned
+from llmc.quant.make.planned import PlannedWeights
+from llmc.quant.make.recipes import NONE, RECIPES
+from llmc.quant.typed_weights import use_codes
+from llmc.quantized_compile import planned_recipe, quantises_first, rounding_like
 from llmc.report.formatting import count_text, size_text, us_text
 from llmc.report.inspect import program_facts
 
@@ -34,9 +41,13 @@ def dry_run(model: str | Path, options: Options, memory_bytes: int | None, conso
     arena and one sequence of max_model_len tokens fit; it is None if the memory size is unknown. Raises the same errors
     as the stages of a compile before its kernels.
     """
-    job = start(model, Path(os.devnull), replace(planned(options), weights="none"), False, console)
+    job = start(model, Path(os.devnull), replace(options, weights="none"), False, console)
     traced = job.trace()
-    job.optimise(traced.module, traced.facts.max_positions)
+    with ExitStack() as stack:
+        checkpoint = _quantised_types(job, traced, options.weights == "packed", stack)
+        job.optimise(traced.module, traced.facts.max_positions)
+        if checkpoint:
+            job.weights(traced.module.graphs["weights"], checkpoint)  # checks and notes the scales of the KV cache
     cache = job.options.cache / "kernels" if job.options.cache else None
     built = dry_build(traced.module, job.target, cache, job.registry.kernels, job.registry.toolchains)
     job.done("plan", f"{len(built.keys)} kernels, of which {len(built.missing)} are not in the cache")
@@ -50,13 +61,51 @@ def dry_run(model: str | Path, options: Options, memory_bytes: int | None, conso
     return plan | _memory(built, job, traced, weights, memory_bytes)
 
 
+def _quantised_types(job: Compilation, traced: Any, packed: bool, stack: ExitStack) -> Any:
+    """Give weights the quantised types that a compile gives them; return the checkpoint if it is quantised, or None.
+
+    `packed` says whether the weights are part of the artifact; kernels of other artifacts read weights as they are
+    traced, unless the pass `quantize` changes them. `stack` closes the checkpoint.
+    """
+    first, o = quantises_first(job.options), job.options
+    if not packed or not (first or traced.source.config.get("quantization_config")):
+        return None
+    if not _has_weights(job):
+        plan = "as if rounded to nearest" if first else "as if they were not quantised"
+        job.note(f"the folder {job.model} lacks weights; they are planned {plan}")
+        job.options = replace(o, quant=rounding_like(o.quant), calibrate=None) if first else o
+        return None
+    if not first:
+        return stack.enter_context(job.checkpoint(traced))
+    use_codes(traced.module, PlannedWeights(traced.source, planned_recipe(o), traced), job.registry.opset())
+    return None
+
+
+def _has_weights(job: Compilation) -> bool:
+    """Whether the weights are here. A dry run downloads none, so that files of a hub's model may be missing."""
+    if not any((job.model / name).exists() for name in (SINGLE, INDEX)):
+        return False
+    try:
+        TensorFiles(job.model).close()
+    except Diagnostic:
+        if not job.origin.commit:
+            raise
+        return False
+    return True
+
+
 def _model(job: Compilation, traced: Any) -> dict[str, Any]:
     facts = traced.facts
-    sizes = [v.type.numel.const or 0 for v in traced.module.graphs["weights"].inputs]
+    sizes = [w.type.numel.const or 0 for name, w in traced.weights.items() if name not in traced.buffers]
+    found = [f"{count} in {label}" for label, count in job.formats.items()]
+    found += [planned_recipe(job.options).describe()] if job.options.quant != NONE else []
+    head = job.options.quant_head
+    found += [f"output projection: {RECIPES[head].describe()}"] if head != NONE else []
     return {
         "name": str(job.origin.name or job.model.resolve().name),
         "architecture": facts.architecture,
         "parameters": sum(sizes),
+        "quantised": found,
         "dtype": facts.dtype,
         "layers": len(facts.heads),
         "target": job.target.name,
@@ -136,6 +185,7 @@ def render(plan: Mapping[str, Any], argv: Sequence[str]) -> str:
         f"{m['name']} for {m['target']}: a plan; nothing was compiled",
         f"  model     {m['architecture']}, {m['layers']} layers, {count_text(m['parameters'])} parameters, "
         f"{m['dtype']}",
+        *(["  weights   " + "; ".join(m["quantised"])] if m["quantised"] else []),
         f"  limits    {m['max_model_len']} tokens per sequence, {m['max_num_seqs']} sequences, "
         f"{m['max_num_batched_tokens']} tokens per step",
         f"  programs  {len(plan['programs'])}, {launches} launches, {compiled['kernels']} kernels",

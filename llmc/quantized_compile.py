@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from llmc.console import Console
@@ -13,12 +12,12 @@ from llmc.diagnostics import Diagnostic
 from llmc.options import Options
 from llmc.passes.base import Pass
 from llmc.passes.pipeline import override
-from llmc.quant.make.recipes import BY_HEAD, KV_FP8, NONE, RECIPES, ROUNDED
+from llmc.quant.make.recipes import BY_HEAD, KV_FP8, NONE, RECIPES, ROUNDED, Recipe
 
 
 def with_quantize(passes: Sequence[Pass], o: Options) -> list[Pass]:
     """Set the options of the pass `quantize`; raises Diagnostic E421 if it is needed and missing."""
-    weights = o.quant if o.quant != NONE and _rounds(o) else NONE
+    weights = NONE if quantises_first(o) else o.quant
     if weights == o.quant_head == NONE:
         return list(passes)
     if not any(p.name == "quantize" for p in passes):
@@ -27,12 +26,20 @@ def with_quantize(passes: Sequence[Pass], o: Options) -> list[Pass]:
     return override(passes, "quantize", weights=weights, group=o.group_size or 0, head=o.quant_head)
 
 
-def planned(o: Options) -> Options:
-    """Return the options with which a dry run plans: rounding to codes of the same size, which needs no texts."""
-    if o.quant == NONE or not RECIPES[o.quant].calibrated:
-        return replace(o, calibrate=None)
-    size = RECIPES[o.quant].bits
-    return replace(o, calibrate=None, quant=next(name for name in ROUNDED if RECIPES[name].bits == size))
+def quantises_first(o: Options) -> bool:
+    """Whether a compile makes a quantised checkpoint of the model first, instead of rounding weights by a pass."""
+    return o.quant != NONE and not _rounds(o)
+
+
+def planned_recipe(o: Options) -> Recipe:
+    """Return the recipe of `--quant` with its groups."""
+    recipe = RECIPES[o.quant]
+    return recipe.grouped(o.group_size) if o.group_size else recipe
+
+
+def rounding_like(recipe: str) -> str:
+    """Return the name of the recipe that rounds to nearest, to codes of as many bits."""
+    return next(name for name in ROUNDED if RECIPES[name].bits == RECIPES[recipe].bits)
 
 
 def _rounds(o: Options) -> bool:

@@ -11,10 +11,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from llmc.diagnostics import Diagnostic
+from llmc.frontend.quantization_files import FILES, MARKS
 from llmc.frontend.safetensors_reader import Stored, TensorFiles, shortened
 from llmc.frontend.trace_model import Traced, WeightInfo
 from llmc.frontend.truncate import beyond
-from llmc.frontend.weight_mapping import resolve
+from llmc.frontend.weight_mapping import classes_of, resolve
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Builder, Graph, QuantisedWeight, Value
 from llmc.ir.ops import OPS
@@ -34,11 +35,16 @@ class WeightDecoder(Protocol):
     """Decodes the tensors of a quantised checkpoint."""
 
     def decode(
-        self, tensors: Mapping[str, Value], build: Builder, read: Callable[[str], np.ndarray]
+        self,
+        tensors: Mapping[str, Value],
+        build: Builder,
+        read: Callable[[str], np.ndarray],
+        classes: Callable[[str], tuple[str, ...]],
     ) -> Mapping[str, Value]:
         """Return the float weights by the names that an unquantised checkpoint gives them.
 
-        `tensors` are the stored tensors, `build` adds nodes to their graph, `read` returns a stored tensor.
+        `tensors` are the stored tensors, `build` adds nodes to their graph, `read` returns a stored tensor. `classes`
+        returns the names of the classes of the module that has a weight, by the weight's name in the checkpoint.
         """
 
     def kv_scales(
@@ -76,6 +82,8 @@ class Checkpoint:
         self.traced = traced
         self._tensors = TensorFiles(folder or traced.source.folder)
         stored = self._tensors.tensors
+        if decoder is None:
+            _check_not_quantised(stored)
         if traced.facts.layers:
             other = beyond(traced.model, traced.facts.layers[0])
             stored = MappingProxyType({name: t for name, t in stored.items() if not other(name)})
@@ -87,7 +95,7 @@ class Checkpoint:
 
         values: Mapping[str, Value] = {name: graph.input(name, _type(t), weight=True) for name, t in stored.items()}
         if decoder:
-            values = decoder.decode(values, build, read)
+            values = decoder.decode(values, build, read, classes_of(traced.model))
         known = resolve(traced.model, values, build)
         self.kv_scales = decoder.kv_scales(stored, read) if decoder else {}
         self._blocks = Blocks(graph, self._tensors)
@@ -242,6 +250,13 @@ class Checkpoint:
                     f"config.json ties {other} to {owner}, but the checkpoint stores two different tensors",
                     "set tie_word_embeddings to false in config.json",
                 )
+
+
+def _check_not_quantised(stored: Mapping[str, Stored]) -> None:
+    """Raise Diagnostic E340 for parts of quantised weights in a checkpoint that does not say how to read them."""
+    if found := [name for name in stored if name.rpartition(".")[2] in MARKS]:
+        cause = f"{shortened(found)} are parts of quantised weights, and config.json has no quantization_config"
+        raise Diagnostic("E340", cause, f"download config.json again, and {', '.join(FILES)} if the model has one")
 
 
 def _type(stored: Stored) -> Type:

@@ -1,18 +1,29 @@
-"""Reads how a model is quantised from the files that some tools write beside config.json."""
+"""Reads how a model is quantised from all places where tools write it: config.json and files beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from llmc.diagnostics import Diagnostic
 
-# File -> the method of configurations that do not name one: AutoGPTQ's, AutoAWQ's, AutoRound's.
+# File -> the method of configurations that do not name one: AutoGPTQ's, AutoAWQ's, AutoRound's, ModelOpt's.
 FILES: Mapping[str, str] = MappingProxyType(
-    {"quantize_config.json": "gptq", "quant_config.json": "awq", "quantization_config.json": ""}
+    {
+        "quantize_config.json": "gptq",
+        "quant_config.json": "awq",
+        "quantization_config.json": "",
+        "hf_quant_config.json": "modelopt",
+    }
 )
 KEY = "quantization_config"
+# Older name of KEY in config.json, and the method of configurations there that do not name one.
+OLD_KEY, OLD_METHOD = "compression_config", "compressed-tensors"
+# The last parts of names that only tensors of quantised weights have.
+MARKS = frozenset(
+    ("qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "SCB", "absmax")
+)
 # The keys that change how weights are read, with their synonyms.
 DECISIVE = (
     ("quant_method",),
@@ -24,23 +35,41 @@ DECISIVE = (
     ("weight_block_size",),
     ("dynamic",),
     ("extra_config",),
+    ("config_groups",),
 )
 
 
 def with_quantization(config: Mapping[str, Any], beside: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return a config.json with the `quantization_config` of the files beside it, by name, if it has none itself.
+    """Return a config.json whose `quantization_config` has the keys of all places that describe the quantisation.
 
-    Raises Diagnostic E340 for files that contradict one another.
+    These are `quantization_config` and `compression_config` of config.json and of its `text_config`, and the files
+    beside it, by name. Of a key that several have, the first place counts. Raises Diagnostic E340 for places that
+    contradict one another.
     """
-    known, source = config.get(KEY) or config.get("compression_config"), "config.json"
-    for name, content in beside.items():
-        method = content.get("quant_method") or FILES[name] or None
-        found = {**content, "quant_method": method}
-        if isinstance(known, Mapping):
+    known, source = config.get(KEY), "config.json"
+    if known is not None and not isinstance(known, Mapping):
+        return config
+    for name, content, default in _places(config, beside):
+        found = {**content, "quant_method": content.get("quant_method") or default or None}
+        if known:
             _compare(name, found, source, known)
-        elif known is None and method:
+            known = {**found, **{key: value for key, value in known.items() if value is not None}}
+        elif found["quant_method"]:
             known, source = found, name
-    return config if known is None or source == "config.json" else {**config, KEY: known}
+    return {**config, KEY: known} if known else config
+
+
+def _places(
+    config: Mapping[str, Any], beside: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+    """Yield (name, content, default method) of the places beside `quantization_config` of config.json."""
+    inner = config.get("text_config")
+    places = [(OLD_KEY, config.get(OLD_KEY), OLD_METHOD)]
+    if isinstance(inner, Mapping):
+        places += [(f"text_config.{key}", inner.get(key), method) for key, method in ((KEY, ""), (OLD_KEY, OLD_METHOD))]
+    for name, content, method in (*places, *((name, content, FILES[name]) for name, content in beside.items())):
+        if isinstance(content, Mapping):
+            yield name, content, method
 
 
 def _compare(name: str, found: Mapping[str, Any], source: str, known: Mapping[str, Any]) -> None:

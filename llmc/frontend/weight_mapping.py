@@ -6,7 +6,7 @@ The conversions (stacks of experts, joins, splits, transposes) become nodes of a
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from types import MappingProxyType
 from typing import Any
@@ -29,12 +29,8 @@ def resolve(model: Any, tensors: Mapping[str, Value], build: Builder) -> dict[st
     `tensors` are values of a graph by their names in the checkpoint; `build` adds nodes to that graph. Raises
     Diagnostic E323 or E325 if parts are missing or have different shapes, E326 for an unsupported conversion.
     """
-    transforms = conversion_mapping.get_model_conversion_mapping(model)
     known = model.state_dict()
-    if any(SEPARATE_EXPERTS.search(name) for name in tensors):
-        transforms = [*transforms, *_expert_converters(transforms, known)]
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    renamings, converters = _transforms(model, tensors, known)
     by_pattern = {p: c for c in converters for p in c.source_patterns}
     out: dict[str, Value] = {}
     groups: dict[str, Group] = {}
@@ -48,6 +44,32 @@ def resolve(model: Any, tensors: Mapping[str, Value], build: Builder) -> dict[st
         converter = by_pattern[next(iter(group))]
         out |= _convert(build, converter, target, group, known)
     return out
+
+
+def classes_of(model: Any) -> Callable[[str], tuple[str, ...]]:
+    """Return a function from a weight's name in the checkpoint to the classes of its module, the most derived first.
+
+    A weight that is one part of a larger one, such as an expert of a stack, counts as a Linear's.
+    """
+    known = model.state_dict()
+    renamings, converters = _transforms(model, (), known)
+    modules = dict(model.named_modules())
+
+    def classes(weight: str) -> tuple[str, ...]:
+        target, pattern = _rename(model, weight, renamings, converters, known)
+        module = modules.get(target.removesuffix(".weight")) if pattern is None else None
+        return tuple(c.__name__ for c in type(module).__mro__) if module is not None else ("Linear",)
+
+    return classes
+
+
+def _transforms(model: Any, tensors: Iterable[str], known: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+    """The renamings and converters of a model's checkpoints."""
+    transforms = conversion_mapping.get_model_conversion_mapping(model)
+    if any(SEPARATE_EXPERTS.search(name) for name in tensors):
+        transforms = [*transforms, *_expert_converters(transforms, known)]
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    return renamings, [t for t in transforms if isinstance(t, WeightConverter)]
 
 
 def _expert_converters(transforms: Any, known: Mapping[str, Any]) -> list[Any]:

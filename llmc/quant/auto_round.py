@@ -1,8 +1,8 @@
 """AutoRound checkpoints (`quant_method: auto-round`): another scheme's packing, with exceptions for some modules.
 
 `packing_format` names the packing of the whole file; `extra_config` maps a module's name, the end of one or a regular
-expression to the keys in which it differs. Integers in the packing "auto_gptq" are those of GPTQ's first version; there
-is no g_idx.
+expression to the keys in which it differs. Integers in the packing "auto_gptq" are those of GPTQ's first version, in
+the packing "auto_round" those of its second; there is no g_idx.
 """
 
 from __future__ import annotations
@@ -26,11 +26,24 @@ class Packing:
     decode: Callable[[Stored, Mapping[str, Any]], Codes]
 
 
-def _gptq(stored: Stored, keys: Mapping[str, Any]) -> Codes:
-    return gptq.unpack(stored, integer(keys, "bits", "auto-round"), integer(keys, "group_size", "auto-round", -1), True)
+def _gptq(less_one: bool) -> Callable[[Stored, Mapping[str, Any]], Codes]:
+    """The layout of GPTQ; less_one: zero points are stored less one, as by GPTQ's first version."""
+
+    def decode(stored: Stored, keys: Mapping[str, Any]) -> Codes:
+        _check_integers(stored, keys)
+        bits, size = integer(keys, "bits", "auto-round"), integer(keys, "group_size", "auto-round", -1)
+        return gptq.unpack(stored, bits, size, less_one)
+
+    return decode
+
+
+def _check_integers(stored: Stored, keys: Mapping[str, Any]) -> None:
+    if (kind := keys.get("data_type") or "int") not in INTEGERS:
+        raise refuse("auto-round", f"data_type of {stored.module} in a packing of integers", kind, INTEGERS)
 
 
 def _awq(stored: Stored, keys: Mapping[str, Any]) -> Codes:
+    _check_integers(stored, keys)
     bits = integer(keys, "bits", "auto-round")
     if bits != 4:
         raise refuse("auto-round", f"bits of {stored.module} in the packing of AWQ", bits, (4,))
@@ -51,7 +64,10 @@ def _microscaled(stored: Stored, keys: Mapping[str, Any]) -> Codes:
 
 PACKINGS: Mapping[str, Packing] = MappingProxyType(
     {
-        "auto_gptq": Packing(gptq.PARTS, _gptq),
+        "auto_gptq": Packing(gptq.PARTS, _gptq(less_one=True)),
+        "gptq": Packing(gptq.PARTS, _gptq(less_one=True)),
+        "auto_round": Packing(gptq.PARTS, _gptq(less_one=False)),
+        "gptqmodel": Packing(gptq.PARTS, _gptq(less_one=False)),
         "auto_awq": Packing(awq.PARTS, _awq),
         "fp8_static": Packing(fp8.PARTS, _fp8),
         "fp8": Packing(fp8.PARTS, _fp8),
@@ -60,12 +76,17 @@ PACKINGS: Mapping[str, Packing] = MappingProxyType(
 )
 
 
-# Names of `act_data_type` and the kind of number that they stand for. e5m2 is none of them.
+# Names of `data_type` and `act_data_type` and the kind of number that they stand for. e5m2 is none of them.
 INTEGERS = ("int", "int_sym", "int_asym")
 FLOATS = (
     "fp", "float", "fp8", "fp8_sym", "fp8_e4m3", "fp8_dynamic", "fp8_static", "block_fp8", "block_fp8_sym",
     "block_fp8_e4m3", "mx_fp", "mx_fp_rceil", "mx_fp4", "mx_fp8", "nv_fp", "nv_fp4", "nv_fp4_with_static_gs",
 )  # fmt: skip
+
+
+# Keys of transformations of activations, which the weights alone do not undo.
+ROTATIONS = ("rotation_config", "rotation_configs", "spinquant_config", "hadamard_config", "transform_config")
+EXTRA = ("layer_config", "extra_config")  # keys of exceptions for some modules; the last counts
 
 
 @dataclass(frozen=True)
@@ -120,7 +141,13 @@ def auto_round(config: Mapping[str, Any]) -> AutoRound:
     packing = str(config.get("packing_format") or "auto_round:auto_gptq").removeprefix("auto_round:")
     if packing not in PACKINGS:
         raise refuse("auto-round", "packing_format", packing, tuple(PACKINGS))
-    extra = config.get("extra_config") or {}
-    if not isinstance(extra, dict) or not all(isinstance(v, dict) for v in extra.values()):
-        raise Diagnostic("E340", "quantization_config (auto-round) has an extra_config that is not a table", AGAIN)
+    for key in ROTATIONS:
+        if config.get(key):
+            raise refuse("auto-round", key, config[key], ("none",))
+    extra: dict[str, Mapping[str, Any]] = {}
+    for key in EXTRA:
+        found = config.get(key) or {}
+        if not isinstance(found, dict) or not all(isinstance(v, dict) for v in found.values()):
+            raise Diagnostic("E340", f"quantization_config (auto-round): {key} is not a table of tables", AGAIN)
+        extra |= found
     return AutoRound(PACKINGS[packing], config, extra)

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmc.quant.scheme import Codes, Stored, integer, last_part, refuse, shape_of
+from llmc.quant.scheme import Codes, Stored, check_not_left_out, integer, last_part, refuse, shape_of
 
 PARTS = ("qweight", "qzeros", "scales", "weight")
+PLAIN = ("modules_to_not_convert",)
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -21,6 +22,7 @@ class Awq:
     """The scheme of one checkpoint."""
 
     group_size: int
+    plain: Mapping[str, Any]  # lists of modules that are not quantised, by their keys
 
     def split(self, name: str) -> tuple[str, str] | None:
         """See `Scheme.split`."""
@@ -28,6 +30,7 @@ class Awq:
 
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
+        check_not_left_out(stored, self.plain, "awq")
         return unpack(stored, self.group_size)
 
 
@@ -39,7 +42,8 @@ def awq(config: Mapping[str, Any]) -> Awq:
     bits = integer(config, "bits" if "bits" in config else "w_bit", "awq", 4)
     if bits != 4:
         raise refuse("awq", "bits", bits, (4,))
-    return Awq(integer(config, "group_size" if "group_size" in config else "q_group_size", "awq", 128))
+    size = integer(config, "group_size" if "group_size" in config else "q_group_size", "awq", 128)
+    return Awq(size, {key: config.get(key) for key in PLAIN})
 
 
 def unpack(stored: Stored, group_size: int) -> Codes:

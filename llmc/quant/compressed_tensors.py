@@ -1,7 +1,9 @@
 """Checkpoints of llm-compressor and others in the format compressed-tensors.
 
 `config_groups` give each module a kind of storage (`format`) and numbers (`weights`). A group applies to the modules
-that its `targets` name: by their full name, by a regular expression after "re:", or by the class of the module.
+that its `targets` name. If several name one, a full name comes first, then regular expressions after "re:" in
+alphabetical order, then the class of the module: this is how compressed-tensors chooses. `ignore` names modules that
+are not quantised, in the same way.
 
 format                tensors of a weight [n, k]
 pack-quantized        weight_packed int32 [n, ceil(k * bits / 32)], values plus 2 ** (bits - 1); weight_shape int64 [2];
@@ -21,7 +23,7 @@ which products may round their other operand; stored scales of activations are n
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -29,14 +31,24 @@ from typing import Any
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Value
 from llmc.quant.fp8 import tile
-from llmc.quant.scheme import AGAIN, Codes, Stored, activations, block_of, integer, last_part, refuse, shape_of
+from llmc.quant.scheme import (
+    AGAIN,
+    Codes,
+    Stored,
+    activations,
+    block_of,
+    integer,
+    last_part,
+    left_out,
+    refuse,
+    shape_of,
+)  # fmt: skip
 
 METHOD = "compressed-tensors"
 PARTS = (
     "weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale", "weight_shape",
     "weight_g_idx", "input_scale", "input_zero_point", "input_global_scale",
 )  # fmt: skip
-CLASS = "Linear"  # the class of every module that can be quantised
 SCALES = ("bf16", "f16", "f32")
 NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 Decode = Callable[[Stored, Mapping[str, Any]], Codes]
@@ -44,15 +56,23 @@ Decode = Callable[[Stored, Mapping[str, Any]], Codes]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of storage. `decode` takes a weight and the `weights` of its group."""
+    """A kind of storage. `decode` takes a weight and the `weights` of its group. `type` is what their `type` may be."""
 
     decode: Decode
+    type: str
 
 
 def _columns(args: Mapping[str, Any], k: int) -> int:
     """The columns of a group, 0 for all."""
     size = args.get("group_size")
     return size if isinstance(size, int) and 0 < size < k else 0
+
+
+def _tile(size: Any) -> tuple[int, int]:
+    """The `block_structure` of weights; older files have it as text, "128x128"."""
+    if isinstance(size, str) and re.fullmatch(r"\d+x\d+", size):
+        size = [int(x) for x in size.split("x")]
+    return tile(size, METHOD)
 
 
 def _pack(stored: Stored, args: Mapping[str, Any]) -> Codes:
@@ -88,7 +108,7 @@ def _plain(label: str, *dtypes: str) -> Decode:
         n, k = shape_of(code)
         size = (1, _columns(args, k))
         if args.get("strategy") == "block":
-            size = tile(args.get("block_structure"), METHOD)
+            size = _tile(args.get("block_structure"))
         value, block = block_of(stored, scale, n, k, size)
         zero: Value | int = 0
         if "weight_zero_point" in stored.parts:
@@ -136,13 +156,13 @@ def _mxfp8(stored: Stored, args: Mapping[str, Any]) -> Codes:
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
-        "pack-quantized": Kind(_pack),
-        "int-quantized": Kind(_plain("int8", "i8")),
-        "float-quantized": Kind(_plain("fp8", "f8e4m3")),
-        "naive-quantized": Kind(_plain("8 bit", "i8", "f8e4m3")),
-        "nvfp4-pack-quantized": Kind(_nvfp4),
-        "mxfp4-pack-quantized": Kind(_mxfp4),
-        "mxfp8-quantized": Kind(_mxfp8),
+        "pack-quantized": Kind(_pack, "int"),
+        "int-quantized": Kind(_plain("int8", "i8"), "int"),
+        "float-quantized": Kind(_plain("fp8", "f8e4m3"), "float"),
+        "naive-quantized": Kind(_plain("8 bit", "i8", "f8e4m3"), ""),
+        "nvfp4-pack-quantized": Kind(_nvfp4, "float"),
+        "mxfp4-pack-quantized": Kind(_mxfp4, "float"),
+        "mxfp8-quantized": Kind(_mxfp8, "float"),
     }
 )
 # The kinds that AutoRound writes, by its data_type and bits.
@@ -160,18 +180,20 @@ class Group:
     args: Mapping[str, Any]
     act: str
 
-    def match(self, module: str) -> int:
-        """How closely the targets name a module: 2 by its name, 1 by its class, 0 not at all."""
-        if any(re.match(t[3:], module) if t.startswith("re:") else t == module for t in self.targets):
-            return 2
-        return int(CLASS in self.targets)
+
+def match(targets: Iterable[str], stored: Stored) -> str | None:
+    """The target that applies to a module (see the module's documentation), or None."""
+    ordered = sorted(targets, key=lambda t: (t.startswith("re:"), t))
+    named = (t for t in ordered if (re.match(t[3:], stored.module) if t.startswith("re:") else t == stored.module))
+    return next(named, next((t for t in ordered if t in stored.classes), None))
 
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    """The scheme of one checkpoint."""
+    """The scheme of one checkpoint. ignore: targets of modules that are not quantised."""
 
     groups: tuple[Group, ...]
+    ignore: tuple[str, ...] = ()
 
     def split(self, name: str) -> tuple[str, str] | None:
         """See `Scheme.split`."""
@@ -179,11 +201,19 @@ class CompressedTensors:
 
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
-        group = max(self.groups, key=lambda g: g.match(stored.module), default=None)
-        if group is None or not group.match(stored.module):
+        if (rule := match(self.ignore, stored)) is not None:
+            raise left_out(stored.module, f"ignore {rule!r} ({METHOD})")
+        by_target = {target: group for group in self.groups for target in group.targets}
+        target = match(by_target, stored)
+        if target is None:
             cause = f"{stored.module} is quantised, and no target in quantization_config names it"
             raise Diagnostic("E340", cause, AGAIN)
-        return replace(KINDS[group.kind].decode(stored, group.args), act=group.act)
+        group = by_target[target]
+        kind, type = KINDS[group.kind], group.args.get("type")
+        if type and kind.type and type != kind.type:
+            cause = f"{stored.module} has weights of type {type} in the format {group.kind}, which holds {kind.type}s"
+            raise Diagnostic("E340", f"quantization_config ({METHOD}): {cause}", AGAIN)
+        return replace(kind.decode(stored, group.args), act=group.act)
 
 
 def compressed_tensors(config: Mapping[str, Any]) -> CompressedTensors:
@@ -194,24 +224,32 @@ def compressed_tensors(config: Mapping[str, Any]) -> CompressedTensors:
     found = config.get("config_groups") or {}
     if not isinstance(found, dict):
         raise Diagnostic("E340", f"quantization_config ({METHOD}) has config_groups that are not a table", AGAIN)
-    return CompressedTensors(tuple(_group(name, g, config.get("format")) for name, g in found.items()))
+    groups = tuple(_group(name, g, config.get("format")) for name, g in found.items())
+    return CompressedTensors(groups, _targets(config.get("ignore") or [], "ignore"))
+
+
+def _targets(found: Any, where: str) -> tuple[str, ...]:
+    """A list of targets; raises Diagnostic E340."""
+    if not isinstance(found, Sequence) or not all(isinstance(t, str) for t in found) or isinstance(found, str):
+        raise Diagnostic("E340", f"quantization_config ({METHOD}): {where} has no list of targets", AGAIN)
+    for text in found:
+        try:
+            re.compile(text.removeprefix("re:") if text.startswith("re:") else "")
+        except re.error as e:
+            cause = f"quantization_config ({METHOD}): {where} has the target {text[:80]!r}: {e}"
+            raise Diagnostic("E340", cause, AGAIN) from None
+    return tuple(found)
 
 
 def _group(name: str, group: Any, default: Any) -> Group:
+    if isinstance(group, list):  # targets of a preset, which compressed-tensors replaces by its numbers when it saves
+        raise refuse(METHOD, "group as a preset", name, ("groups with targets and weights",))
     weights = group.get("weights") if isinstance(group, dict) else None
-    targets = group.get("targets") if isinstance(group, dict) else None
-    if not isinstance(targets, Sequence) or not all(isinstance(t, str) for t in targets) or isinstance(targets, str):
-        raise Diagnostic("E340", f"quantization_config ({METHOD}): group {name[:80]!r} has no list of targets", AGAIN)
+    targets = _targets(group.get("targets") if isinstance(group, dict) else None, f"group {name[:80]!r}")
     kind = group.get("format") or default
     if kind not in KINDS:
         raise refuse(METHOD, f"format of group {name[:80]!r}", kind, tuple(KINDS))
-    for text in targets:
-        try:
-            re.compile(text.removeprefix("re:"))
-        except re.error as e:
-            cause = f"quantization_config ({METHOD}): group {name[:80]!r} has the target {text[:80]!r}: {e}"
-            raise Diagnostic("E340", cause, AGAIN) from None
-    return Group(tuple(targets), kind, weights if isinstance(weights, dict) else {}, _act(name, group))
+    return Group(targets, kind, weights if isinstance(weights, dict) else {}, _act(name, group))
 
 
 def _act(name: str, group: Mapping[str, Any]) -> str:

@@ -13,11 +13,13 @@ from llmc.diagnostics import Diagnostic
 from llmc.ir.dim import Dim
 from llmc.ir.graph import Builder, Node, QuantisedWeight, Value
 from llmc.ir.qformat import ENCODINGS, QFormat
-from llmc.quant.kv_scales import Scales, kv_scales_of
-from llmc.quant.scheme import AGAIN, Codes, Scheme, SchemeOf, Stored
+from llmc.quant.kv_scales import KV_SCALES, Scales, kv_scales_of
+from llmc.quant.scheme import AGAIN, LINEAR, Codes, Scheme, SchemeOf, Stored
 
-# Scales of the KV cache by the last part of their names: they are no weights of the model (see `kv_scales`).
-KV_SCALES = ("k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "output_scale", "k_zero_point", "v_zero_point")
+# Dtypes of codes that are stored one an element or packed, as `weight`.
+FLOAT_CODES = ("f8e4m3", "f8e5m2")
+CODES = ("i8", "u8", "i32", *FLOAT_CODES)
+TRANSPOSED = "Conv1D"  # transformers' class of modules that hold the transpose, [k, n]
 
 
 class Decoder:
@@ -31,7 +33,11 @@ class Decoder:
         self._orders: dict[bytes, Value] = {}  # of columns, by the content of their group index
 
     def decode(
-        self, tensors: Mapping[str, Value], build: Builder, read: Callable[[str], np.ndarray]
+        self,
+        tensors: Mapping[str, Value],
+        build: Builder,
+        read: Callable[[str], np.ndarray],
+        classes: Callable[[str], tuple[str, ...]] = lambda weight: LINEAR,
     ) -> Mapping[str, Value]:
         """See `WeightDecoder.decode`. Weights are float32; those that are not quantised stay as they are stored.
 
@@ -40,17 +46,18 @@ class Decoder:
         out: dict[str, Value] = {}
         found: dict[str, dict[str, Value]] = {}
         for name, value in tensors.items():
+            if name.rpartition(".")[2] in KV_SCALES:
+                continue
             split = self.scheme.split(name)
             if split is None:
-                if name.rpartition(".")[2] not in KV_SCALES:
-                    out[name] = value
+                out[name] = value
             else:
                 found.setdefault(split[0], {})[split[1]] = value
         for name, parts in found.items():
-            if set(parts) <= {"weight"}:
+            if set(parts) <= {"weight"} and not _bare_codes(parts["weight"]):
                 out[name] = parts["weight"]
             else:
-                out[name] = self._weight(Stored(name, parts, build, read))
+                out[name] = self._weight(Stored(name, parts, build, read, classes(name)))
         return out
 
     def kv_scales(self, names: Iterable[str], read: Callable[[str], np.ndarray]) -> Mapping[int, Scales]:
@@ -62,6 +69,8 @@ class Decoder:
             have = ", ".join(sorted(stored.parts))
             raise Diagnostic("E340", f"{stored.module} is stored quantised and as it was: {have}", AGAIN)
         codes = self.scheme.decode(stored)
+        if TRANSPOSED in stored.classes:  # quantised as the Linear that computes the same
+            codes = replace(codes, turned=not codes.turned)
         self.labels[codes.label] += 1
         weight = dequantized(codes, stored.build)
         self._codes[weight] = codes
@@ -102,6 +111,11 @@ def _joins(x: QuantisedWeight | None, first: QuantisedWeight, v: Value, n: Node)
     typed = replace(v.type, dtype=x.format.logical, format=x.format)
     axis = n.attrs.get("axis", 0) % v.type.rank
     return n.op.name == "reshape" or typed.whole_blocks(axis, v.type.shape[axis])
+
+
+def _bare_codes(weight: Value) -> bool:
+    """Whether a stored weight has codes, which mean nothing without their scales."""
+    return weight.type.dtype in (CODES if weight.name.endswith(".weight") else FLOAT_CODES)
 
 
 def parts_of(codes: Codes, order: Value | None, b: Builder) -> QuantisedWeight | None:
@@ -160,14 +174,17 @@ def decoder_of(config: Mapping[str, Any], schemes: Mapping[str, SchemeOf]) -> De
 
     `schemes` are those of the registry. Raises Diagnostic E307 for an unknown method, E340 for contradictory keys.
     """
-    quantisation = config.get("quantization_config") or config.get("compression_config")
-    if quantisation is None:
+    quantisation = config.get("quantization_config")
+    if not quantisation:
         return None
-    method = quantisation.get("quant_method", "") if isinstance(quantisation, dict) else str(quantisation)[:80]
+    named = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
+    method = str(named or "")
+    if method not in schemes:
+        method = method.lower().replace("_", "-")
     if method not in schemes:
         raise Diagnostic(
             "E307",
-            f"config.json has quantised weights by {str(method)[:80] or 'a method without a name'!r}; supported: "
+            f"config.json has quantised weights by {str(named or 'a method without a name')[:80]!r}; supported: "
             f"{', '.join(schemes)}",
             "use a checkpoint of one of these, or the original one",
         )

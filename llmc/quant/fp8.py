@@ -1,9 +1,11 @@
-"""FP8 checkpoints of transformers, DeepSeek and Qwen (`quant_method: fp8`).
+"""FP8 checkpoints of transformers, DeepSeek and Qwen (`quant_method: fp8`), and of FBGEMM (`fbgemm_fp8`).
 
 Tensors of a weight [n, k]: weight float8_e4m3 [n, k] and its scale, named weight_scale_inv or weight_scale. Both are
 multipliers, despite the former's name; a scale is of the tensor, of rows [n] or [n, 1], or of tiles
-(`weight_block_size`; the last ones may be cut). Products may round activations to float8 (`Codes.act`), whatever
-`activation_scheme` says of their scales; stored ones (input_scale, activation_scale) are not used.
+(`weight_block_size`; the last ones may be cut). Experts may be one stack NAME [experts, n, k], as transformers 5 holds
+them, with NAME_scale_inv [experts, ...]; without tiles, a stack of gate and up has a scale for each half of its rows.
+Products may round activations to float8 (`Codes.act`), whatever `activation_scheme` says of their scales; stored ones
+(input_scale, activation_scale) are not used.
 """
 
 from __future__ import annotations
@@ -13,9 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llmc.diagnostics import Diagnostic
-from llmc.quant.scheme import AGAIN, Codes, Stored, block_of, last_part, refuse, shape_of
+from llmc.ir.graph import Value
+from llmc.quant.scheme import AGAIN, Codes, Stored, block_of, check_not_left_out, last_part, refuse, shape_of
 
 SCALES = ("weight_scale_inv", "weight_scale")
+SCALE_DTYPES = ("f32", "bf16", "f16", "f8e8m0", "u8")
+STACK_PARTS = ("scale_inv", "activation_scale")  # of a stack of experts, after its name and an underscore
+PLAIN = ("modules_to_not_convert", "ignored_layers")
 ACT = "f8e4m3"
 ACTIVATIONS = ("dynamic", "static")  # values of activation_scheme
 PARTS = ("weight", *SCALES, "input_scale", "activation_scale", "input_scale_ub")
@@ -23,17 +29,27 @@ PARTS = ("weight", *SCALES, "input_scale", "activation_scale", "input_scale_ub")
 
 @dataclass(frozen=True)
 class Fp8:
-    """The scheme of one checkpoint. `block`: rows and columns of a tile of `weight_block_size`, or (0, 0)."""
+    """The scheme of one checkpoint. `block`: rows and columns of a tile of `weight_block_size`, or (0, 0).
+
+    plain: lists of modules that are not quantised, by their keys in the configuration.
+    """
 
     block: tuple[int, int]
+    plain: Mapping[str, Any]
 
     def split(self, name: str) -> tuple[str, str] | None:
-        """See `Scheme.split`."""
-        return last_part(name, PARTS)
+        """See `Scheme.split`. Any other tensor may be a stack of experts."""
+        for part in STACK_PARTS:
+            if name.endswith(f"_{part}") and not name.endswith(SCALES):
+                return name.removesuffix(f"_{part}"), part
+        return last_part(name, PARTS) or (name, "weight")
 
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
-        return replace(scaled(stored, self.block), act=ACT)
+        check_not_left_out(stored, self.plain, "fp8")
+        weight = stored.parts.get("weight")
+        how = stack if weight is not None and weight.type.rank == 3 else scaled
+        return replace(how(stored, self.block), act=ACT)
 
 
 def fp8(config: Mapping[str, Any]) -> Fp8:
@@ -45,7 +61,12 @@ def fp8(config: Mapping[str, Any]) -> Fp8:
         raise refuse("fp8", "activation_scheme", scheme, ACTIVATIONS)
     if config.get("expert_dtype") not in (None, "fp8"):
         raise refuse("fp8", "expert_dtype", config["expert_dtype"], ("fp8",))
-    return Fp8(tile(config.get("weight_block_size"), "fp8"))
+    return Fp8(tile(config.get("weight_block_size"), "fp8"), {key: config.get(key) for key in PLAIN})
+
+
+def fbgemm_fp8(config: Mapping[str, Any]) -> Fp8:
+    """The scheme of a quantization_config of FBGEMM: one scale for each row, weight_scale [n, 1]."""
+    return Fp8((0, 0), {key: config.get(key) for key in PLAIN})
 
 
 def tile(size: Any, method: str) -> tuple[int, int]:
@@ -63,10 +84,34 @@ def scaled(stored: Stored, block: tuple[int, int]) -> Codes:
     found = [name for name in SCALES if name in stored.parts]
     if len(found) > 1:
         raise Diagnostic("E340", f"{stored.module} has two scales: {' and '.join(found)}", AGAIN)
-    scale = stored.part(found[0] if found else SCALES[0], ("f32", "bf16", "f16", "f8e8m0", "u8"))
-    stored.check_scales(scale)
-    if scale.type.dtype == "u8":
-        scale = stored.build.bitcast(scale, dtype="f8e8m0")
+    scale = _scale(stored, found[0] if found else SCALES[0])
     n, k = shape_of(code)
     value, size = block_of(stored, scale, n, k, block)
     return Codes(code, value, size, "fp8")
+
+
+def _scale(stored: Stored, part: str) -> Value:
+    """The scale of a weight; bytes are exponents of powers of two."""
+    scale = stored.part(part, SCALE_DTYPES)
+    stored.check_scales(scale)
+    return stored.build.bitcast(scale, dtype="f8e8m0") if scale.type.dtype == "u8" else scale
+
+
+def stack(stored: Stored, block: tuple[int, int]) -> Codes:
+    """The codes of a stack of experts [experts, n, k] and its scale; raises Diagnostic E340, E341 or E342.
+
+    The scale is of experts [experts] or [experts, 1, 1], of rows [experts, n, 1], or of tiles; a stack of two matrices
+    that share no tile has [experts, 2, columns].
+    """
+    code, scale = stored.part("weight", ("f8e4m3",), 3), _scale(stored, "scale_inv")
+    experts, n, k = shape_of(code)
+    if shape_of(scale) in ((experts,), (experts, 1)):
+        scale = stored.build.reshape(scale, shape=(experts, 1, 1))
+    rows, columns = (-(-length // part) if part else 1 for length, part in zip((n, k), block, strict=True))
+    shape = shape_of(scale)
+    if shape == (experts, n, 1):
+        return Codes(code, scale, (1, 0), "fp8")
+    if shape == (experts, 2, columns) and rows == 1 and n % 2 == 0:
+        return Codes(code, scale, (n // 2, block[1]), "fp8")
+    stored.expect(scale, experts, rows, columns)
+    return Codes(code, scale, block, "fp8")

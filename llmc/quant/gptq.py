@@ -17,7 +17,7 @@ from typing import Any
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Value
 from llmc.ir.ops.quantize import unpack_bits
-from llmc.quant.scheme import AGAIN, Codes, Stored, integer, last_part, refuse, shape_of
+from llmc.quant.scheme import AGAIN, Codes, Stored, integer, last_part, left_out, refuse, shape_of
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx", "weight")
 BITS = (2, 3, 4, 8)
@@ -28,12 +28,12 @@ FORMATS = ("gptq", "gptq_v2")
 
 @dataclass(frozen=True)
 class Gptq:
-    """The scheme of one checkpoint. `dynamic`: (pattern, overriding keys or None for unquantised), the first match."""
+    """The scheme of one checkpoint. `dynamic`: (pattern, scheme of its modules or None for plain), the first match."""
 
     bits: int
     group_size: int
     less_one: bool
-    dynamic: tuple[tuple[re.Pattern[str], Mapping[str, Any] | None], ...] = ()
+    dynamic: tuple[tuple[re.Pattern[str], Gptq | None], ...] = ()
 
     def split(self, name: str) -> tuple[str, str] | None:
         """See `Scheme.split`."""
@@ -41,16 +41,12 @@ class Gptq:
 
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
-        bits, size = self.bits, self.group_size
-        for pattern, changes in self.dynamic:
+        for pattern, scheme in self.dynamic:
             if pattern.match(stored.module):
-                if changes is None:
-                    cause = f"{stored.module} is quantised, and quantization_config leaves it out ({pattern.pattern})"
-                    raise Diagnostic("E340", cause, AGAIN)
-                bits = integer(changes, "bits", "gptq", bits)
-                size = integer(changes, "group_size", "gptq", size)
-                break
-        return unpack(stored, bits, size, self.less_one)
+                if scheme is None:
+                    raise left_out(stored.module, f"dynamic {pattern.pattern!r} (gptq)")
+                return scheme.decode(stored)
+        return unpack(stored, self.bits, self.group_size, self.less_one)
 
 
 def gptq(config: Mapping[str, Any]) -> Gptq:
@@ -62,19 +58,25 @@ def gptq(config: Mapping[str, Any]) -> Gptq:
         raise refuse("gptq", "is_marlin_format", True, (False,))
     if config.get("pack_dtype", "int32") not in ("int32", "torch.int32"):
         raise refuse("gptq", "pack_dtype", config["pack_dtype"], ("int32",))
+    if config.get("adapter"):
+        raise refuse("gptq", "adapter", config["adapter"], ("none",))
+    rules = config.get("dynamic") or {}
+    if not isinstance(rules, dict):
+        raise Diagnostic("E340", f"quantization_config (gptq) has dynamic = {str(rules)[:80]!r}, not a table", AGAIN)
     return Gptq(
         integer(config, "bits", "gptq"), integer(config, "group_size", "gptq", -1), kind == "gptq",
-        tuple(_rule(k, v) for k, v in (config.get("dynamic") or {}).items()),
+        tuple(_rule(key, value, config) for key, value in rules.items()),
     )  # fmt: skip
 
 
-def _rule(key: str, changes: Any) -> tuple[re.Pattern[str], Mapping[str, Any] | None]:
+def _rule(key: str, changes: Any, config: Mapping[str, Any]) -> tuple[re.Pattern[str], Gptq | None]:
     """A rule of `dynamic`: "+:pattern" (or a bare one) changes some keys, "-:pattern" leaves modules unquantised."""
-    out = key.startswith("-:")
     try:
-        return re.compile(key[2:] if key[:2] in ("+:", "-:") else key), None if out else dict(changes)
+        pattern = re.compile(key[2:] if key[:2] in ("+:", "-:") else key)
+        own = None if key.startswith("-:") else {**config, **dict(changes), "dynamic": None}
     except (re.error, TypeError, ValueError) as e:
         raise Diagnostic("E340", f"quantization_config (gptq) has the dynamic rule {key[:80]!r}: {e}", AGAIN) from None
+    return pattern, None if own is None else gptq(own)
 
 
 def unpack(stored: Stored, bits: int, group_size: int, less_one: bool) -> Codes:

@@ -13,6 +13,8 @@ from llmc.diagnostics import Diagnostic
 # The layer's number and which scale it is, in names such as model.layers.3.self_attn.k_scale. Older checkpoints have
 # k_proj.output_scale and v_proj.output_scale, or one kv_scale for both.
 NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?(?:(k|v|kv)_scale|([kv])_proj\.output_scale)$")
+# Scales of the KV cache by the last part of their names: they are no weights of the model.
+KV_SCALES = ("k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "output_scale", "k_zero_point", "v_zero_point")
 Scales = tuple[np.ndarray, np.ndarray]  # of keys and of values, float32, of shape () or [KV heads]
 ONE = np.ones((), np.float32)
 
@@ -22,7 +24,7 @@ def kv_dtype_of(config: Mapping[str, Any]) -> str:
 
     compressed-tensors has the key kv_cache_scheme for it. Raises Diagnostic E340 for a scheme that is not supported.
     """
-    quantisation = config.get("quantization_config") or config.get("compression_config")
+    quantisation = config.get("quantization_config")
     scheme = quantisation.get("kv_cache_scheme") if isinstance(quantisation, Mapping) else None
     if scheme is None:
         return ""

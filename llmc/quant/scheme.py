@@ -17,6 +17,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Builder, Value
 
+LINEAR = ("Linear",)  # the classes of a module that the model does not have as one, such as one of a stack of experts
 AGAIN = "download the checkpoint again; config.json and weights must be of one revision"
 
 
@@ -57,13 +58,15 @@ class Stored:
     """The stored tensors of one weight.
 
     name: of the weight, as an unquantised checkpoint has it. parts: tensors by the names of a scheme's parts. build
-    adds nodes to the tensors' graph. load returns a stored tensor by its name.
+    adds nodes to the tensors' graph. load returns a stored tensor by its name. classes: names of the class of the
+    module that has the weight, and of its bases.
     """
 
     name: str
     parts: Mapping[str, Value]
     build: Builder
     load: Callable[[str], np.ndarray]
+    classes: tuple[str, ...] = LINEAR
 
     @property
     def module(self) -> str:
@@ -163,6 +166,22 @@ def activations(method: str, key: str, kind: str, bits: Any) -> str:
     if type(bits) is not int or (kind, bits) not in known:
         raise refuse(method, key, f"{kind} of {bits} bits", [f"{name} of {width} bits" for name, width in known])
     return known[kind, bits]
+
+
+def check_not_left_out(stored: Stored, plain: Mapping[str, Any], method: str) -> None:
+    """Raise Diagnostic E340 if a configuration lists a quantised module, by its full name, as not quantised.
+
+    `plain` are its lists of such modules by key. Shorter names in them, whose meaning differs between tools, are not
+    compared: a module is quantised if its tensors are.
+    """
+    for key, names in plain.items():
+        if isinstance(names, list) and stored.module in names:
+            raise left_out(stored.module, f"{key} ({method})")
+
+
+def left_out(module: str, rule: str) -> Diagnostic:
+    """The error for a module that is quantised although a rule of the configuration leaves it out."""
+    return Diagnostic("E340", f"{module} is quantised, and quantization_config leaves it out: {rule}", AGAIN)
 
 
 def integer(config: Mapping[str, Any], key: str, method: str, default: int | None = None) -> int:

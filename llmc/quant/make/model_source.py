@@ -34,7 +34,7 @@ class ModelSource:
 
     def __init__(self, source: Source) -> None:
         """Open the folder; raises Diagnostic E350 if it is quantised already, and those of unreadable checkpoints."""
-        if source.config.get("quantization_config") or source.config.get("compression_config"):
+        if source.config.get("quantization_config"):
             cause = f"{source.folder} is quantised already: its config.json has a quantization_config"
             raise Diagnostic("E350", cause, "quantise the original checkpoint")
         self.source = source

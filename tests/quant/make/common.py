@@ -60,6 +60,12 @@ BASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2": ("qwen2", TIED),  # biases of q, k, v; a tied head
     "mixtral": ("mixtral", SMALL | {"num_local_experts": 4, "intermediate_size": 32, "num_hidden_layers": 1}),
+    "gpt2": (  # its products are of the class Conv1D, which holds transposes
+        "gpt2",
+        {"vocab_size": 80, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256, "n_inner": 128},
+    ),
+    "phi3": ("phi3", SMALL | {"head_dim": 64}),  # stores q, k, v as one weight
+    "gpt_neox": ("gpt_neox", TIED | {"tie_word_embeddings": False, "num_key_value_heads": 2}),
     "qwen3_moe": (
         "qwen3_moe",  # layer 0: four experts; layer 1: a plain MLP
         SMALL
