@@ -1,6 +1,6 @@
 // y[M, N] = epilogue(x[M, K] @ w[0].T, .., x @ w[PARTS - 1].T, others) with f32 sums, for few tokens M.
 // w = (code - zero) * scale has codes of 4 bits in the order of the op pack_fragments, and a scale for each GROUP columns
-// of a row. Weights are read once, from memory to registers; x stays in registers.
+// of a row. Weights are read once; x stays in registers.
 //
 // A warp keeps x in registers, COLUMNS columns of TOKENS tokens, and multiplies it by its columns of one strip of 16 rows
 // of w after the other (mma.m16n8k16), two strips in a round. It copies the codes, scales and zero points of the next
