@@ -61,11 +61,11 @@ def test_whether_it_fits_and_what_would(made: Made) -> None:
     assert "pass --memory" in render({**short, "fits": None}, [])
 
 
-def test_a_plan_for_a_gpu_compiles_nothing(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_for_a_gpu_compiles_nothing(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain
 
     monkeypatch.setattr(TritonToolchain, "compile", lambda *a, **k: pytest.fail("it compiles"))
-    plan = planned(made, "--target", "cuda:sm_90", "--memory", "24")
+    plan = planned(made, "--target", "cuda:sm_90", "--memory", "24", "--cache", str(tmp_path))
     assert plan["memory"]["device"] == 24 << 30 and plan["fits"] and plan["compile"]["cached"] == 0
     assert plan["compile"]["kernels"] > 10 and len(plan["programs"]) >= 3
 
