@@ -266,14 +266,20 @@ def _dry_run(args: argparse.Namespace, out: IO[str]) -> int:
 
 
 def _pack(args: argparse.Namespace, out: IO[str]) -> int:
+    from llmc_runtime.format.errors import require_compiler
+
     from llmc.console import Console
     from llmc.pack import pack_model
 
+    require_compiler()
     pack_model(Path(args.artifact), args.checkpoint, Console(sys.stderr), read_hub(args))
     return 0
 
 
 def _quantize(args: argparse.Namespace, out: IO[str]) -> int:
+    from llmc_runtime.format.errors import require_compiler
+
+    require_compiler()
     from llmc.console import Console
     from llmc.quant.make.plan import Settings
     from llmc.quant.make.quantize_model import quantize_model

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from llmc_runtime.format.errors import require_compiler
 from llmc_runtime.format.expr import parse as parse_size
 from llmc_runtime.format.manifest import Limits, Manifest, Source, State, TargetInfo
 
@@ -98,6 +99,8 @@ def locate_model(model: str | Path, o: Options, registry: Registry, console: Con
     def progress(done: int, of: int) -> None:
         console.part("fetch", done, of, "B")
 
+    if not Path(model).exists():
+        require_compiler()  # before a model is downloaded
     located = locate(model, o.hub, o.weights == "packed", progress, lambda config: decoder_of(config, registry.schemes))
     if located.commit:
         console.note(f"{located.name} at commit {located.commit}: {located.folder}")
@@ -189,7 +192,8 @@ class Compilation:
         return found
 
     def trace(self) -> Any:
-        """Trace the model into IR, with limits and dtype applied."""
+        """Trace the model into IR, with limits and dtype applied. Raises LlmcError E640 without torch."""
+        require_compiler()
         from llmc.frontend.trace_model import trace
         from llmc.kv_cache import kv_dtype
         from llmc.quant.kv_scales import kv_dtype_of

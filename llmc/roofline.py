@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from llmc_runtime.format.errors import require_compiler
+
 from llmc.diagnostics import Diagnostic
 from llmc.extension import load
 from llmc.ir.cost import Row, graph_cost, rows
@@ -35,6 +37,7 @@ def load_module(path: str) -> Module:
     p = Path(path)
     if p.suffix == ".llir":
         return parse(p.read_text(), load().opset())
+    require_compiler()
     from llmc.frontend.trace_model import trace
 
     return trace(p.parent if p.name == "config.json" else p).module

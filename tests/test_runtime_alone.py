@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
+from llmc_runtime.format.errors import EXTRAS, as_llmc_error
 
 ROOT = Path(__file__).resolve().parent.parent
 ABSENT = ("torch", "triton", "transformers", "safetensors", "ml_dtypes", "pytest", "llmc", "zmq", "msgspec")
@@ -89,3 +90,58 @@ def test_the_room_is_really_bare(site: Path) -> None:
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert "No module named 'torch'" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def plain(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The plain install as pip makes it: the same wheel has the compiler, whose dependencies are an extra."""
+    folder = tmp_path_factory.mktemp("plain")
+    for entry in (*site.iterdir(), ROOT / "llmc"):
+        (folder / entry.name).symlink_to(entry.resolve())
+    return folder
+
+
+MODEL = str(ROOT / "examples" / "demo-model")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["compile", MODEL, "-o", "x.llmc", "--no-cache"],
+        ["compile", MODEL, "--dry-run", "--no-cache"],
+        ["compile", "owner/name", "-o", "x.llmc"],
+        ["quantize", MODEL, "out", "--scheme", "int8"],
+        ["roofline", MODEL],
+        ["tune", MODEL, "--no-cache"],
+        ["pack", "x.llmc", MODEL],
+        ["run", MODEL, "--prompt", "a"],
+    ],
+    ids=" ".join,
+)
+def test_commands_that_need_the_compiler_say_what_to_install(argv: list[str], plain: Path, tmp_path: Path) -> None:
+    program = "import sys; sys.path.insert(0, sys.argv.pop(1)); from llmc.cli import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program, str(plain), *argv],
+        capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path,
+        env={"LLMC_CACHE": str(tmp_path / "cache"), "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.count("LLMC-E") == 1
+    assert "LLMC-E640: " in done.stderr
+    assert "pip install 'llmc-aot[compile]'" in done.stderr
+
+
+@pytest.mark.parametrize("module, code", [("torch.nn", "E640"), ("msgspec", "E665"), ("llguidance", "E650")])
+def test_a_module_of_an_extra_is_no_bug(module: str, code: str) -> None:
+    error = as_llmc_error(ModuleNotFoundError(f"No module named {module!r}", name=module))
+    assert error.code == code
+    assert as_llmc_error(ModuleNotFoundError("No module named 'nothing'", name="nothing")).code == "E000"
+
+
+def test_extras_are_those_of_the_install() -> None:
+    """Every module that `EXTRAS` names belongs to a requirement of that extra in pyproject.toml."""
+    spelled = {"zmq": "pyzmq", "yaml": "pyyaml"}
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra, modules in EXTRAS.items():
+        names = {re.split(r"[<>=;\[ ]", text, maxsplit=1)[0].replace("-", "_") for text in declared[extra]}
+        assert {spelled.get(m, m) for m in modules} == names

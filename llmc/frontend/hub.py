@@ -178,7 +178,6 @@ class _Fetch:
 
     def guarded(self, ask: Callable[[], Any]) -> Any:
         """Return ask(), translating each of the hub client's errors into a Diagnostic."""
-        from httpx import HTTPError
         from huggingface_hub import errors
 
         try:
@@ -203,7 +202,7 @@ class _Fetch:
             raise self.unreachable(e) from None
         except (errors.HfHubHTTPError, errors.HFValidationError, errors.EntryNotFoundError) as e:
             raise self.unusable(_line(e)) from None
-        except (HTTPError, ConnectionError, TimeoutError) as e:
+        except (errors.HTTPError, ConnectionError, TimeoutError) as e:
             raise self.unreachable(e) from None
 
     @property

@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import glob
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -22,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from llmc_runtime.format.cache_key import artifact_key
-from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.errors import LlmcError, require_compiler
 from llmc_runtime.signals import unwinding
 
 MANIFEST = "manifest.json"
@@ -132,7 +131,7 @@ def _build(source: Path, options: Mapping[str, str], root: Path, entry: Path, sa
     A build that is interrupted leaves no files; one that is killed leaves no artifact that opens.
     """
     _sweep(entry)
-    require_compiler()
+    require_compiler("the model is not compiled")
     partial = entry.parent / f".{entry.name}.{os.getpid()}.tmp"
     say(f"{source} is not compiled yet; compiling it into {entry} (once)")
     _say_command(source, options, say)
@@ -151,17 +150,6 @@ def _sweep(entry: Path) -> None:
     for pattern in (f".{name}.*.tmp", f"..{name}.*.tmp.tmp-*", f".{name}.tmp-*"):
         for path in entry.parent.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def require_compiler(why: str = "the model is not compiled") -> None:
-    """Raise LlmcError E640 unless the compiler and its dependencies are installed. Imports nothing."""
-    lacking = [name for name in ("llmc", "torch", "transformers") if importlib.util.find_spec(name) is None]
-    if lacking:
-        raise LlmcError(
-            "E640",
-            f"{why}, and the compiler is not installed here ({', '.join(lacking)} missing)",
-            "pip install 'llmc-aot[compile]', or compile elsewhere (llmc compile MODEL -o model.llmc) and open that",
-        )
 
 
 def _run(command: Sequence[str], source: Path | str) -> None:

@@ -46,7 +46,7 @@ def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return ["-c", FAKE, str(source), str(output), str(count)]
 
     monkeypatch.setattr(compile_cache, "compile_command", command)
-    monkeypatch.setattr(compile_cache, "require_compiler", lambda: None)
+    monkeypatch.setattr(compile_cache, "require_compiler", lambda *why: None)
     return count
 
 
@@ -96,7 +96,7 @@ def test_a_hubs_model_is_fetched_by_the_compiler(builds: Path, tmp_path: Path, m
         return ["-c", fake, name, str(output), str(builds)]
 
     monkeypatch.setattr(compile_cache, "fetch_command", command)
-    monkeypatch.setattr(compile_cache, "require_compiler", lambda why: None)
+    monkeypatch.setattr(compile_cache, "require_compiler", lambda *why: None)
     said: list[str] = []
     found = [resolve(name, OPTIONS, tmp_path / "root", said.append) for name in ("o/n@v1", "o/n@v1", "o/n")]
     assert found[0] == found[1] != found[2] and found[0].name.startswith("o--n-v1-")

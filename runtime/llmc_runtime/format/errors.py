@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 _ENVIRONMENT = frozenset({"E100", "E109", "E110", "E115", "E116", "E117", "E332", "E640"})
+
+
+# Extra of the install -> the modules that it provides and that are imported by name.
+EXTRAS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "compile": ("torch", "transformers", "ml_dtypes", "safetensors", "huggingface_hub"),
+        "serve": ("starlette", "uvicorn", "zmq", "msgspec", "prometheus_client", "yaml"),
+        "grammar": ("llguidance",),
+    }
+)
+_CODES = MappingProxyType({"compile": "E640", "serve": "E665", "grammar": "E650"})
 
 
 class LlmcError(Exception):
@@ -55,8 +69,37 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def require_compiler(why: str = "") -> None:
+    """Raise LlmcError E640 unless the compiler and its dependencies are installed. Imports nothing.
+
+    `why` is the cause's first half, for example "the model is not compiled".
+    """
+    lacking = [name for name in ("llmc", *EXTRAS["compile"]) if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise _not_installed(lacking, why)
+
+
+def missing_extra(module: str) -> LlmcError | None:
+    """Return the error for a module that is not installed, E640, E650 or E665; None if no extra provides it."""
+    name = module.partition(".")[0]
+    extra = next((extra for extra, modules in EXTRAS.items() if name in modules), "")
+    if extra == "compile":
+        return _not_installed([name])
+    cause = f"the package {name} is needed here, and is not installed"
+    return LlmcError(_CODES[extra], cause, f"pip install 'llmc-aot[{extra}]'") if extra else None
+
+
+def _not_installed(modules: Sequence[str], why: str = "") -> LlmcError:
+    head = f"{why}, and the compiler is" if why else "the compiler is"
+    remedy = "pip install 'llmc-aot[compile]', or compile elsewhere (llmc compile MODEL -o model.llmc) and open that"
+    return LlmcError("E640", f"{head} not installed here ({', '.join(modules)} missing)", remedy)
+
+
 def as_llmc_error(error: BaseException) -> LlmcError:
-    """Convert an exception for display by a command: E100 for OS errors, E203 for lack of memory, E000 for bugs."""
+    """Convert an exception for display by a command.
+
+    E100 for OS errors, E203 for lack of memory, E640, E650 and E665 for packages that are not installed, E000 for bugs.
+    """
     if isinstance(error, LlmcError):
         return error
     if isinstance(error, MemoryError):
@@ -64,6 +107,8 @@ def as_llmc_error(error: BaseException) -> LlmcError:
     if isinstance(error, OSError):
         file = f": {error.filename}" if error.filename else ""
         return LlmcError("E100", f"{error.strerror or error}{file}", "check the path and its permissions")
+    if isinstance(error, ModuleNotFoundError) and (missing := missing_extra(error.name or "")):
+        return missing
     frames = traceback.extract_tb(error.__traceback__)
     at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     cause = f"this is a bug in llmc, not in your input: {type(error).__name__}: {str(error)[:200]}{at}"
