@@ -62,6 +62,10 @@ def _report(e: Exception, verbose: bool) -> int:
 
         traceback.print_exc()
     error = as_llmc_error(e)
+    if error.code == "E000":
+        from llmc.extension import blamed
+
+        error = blamed(e) or error
     print(error, file=sys.stderr)
     return 3 if error.of_environment else 1
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
@@ -20,3 +24,32 @@ class Diagnostic(LlmcError):
         self.loc = loc or (node.loc if node is not None else "")
         where = " at ".join(filter(None, (node.op.name if node is not None else "", self.loc)))
         super().__init__(code, f"{where}: {cause}" if where else cause, remedy)
+
+
+@contextmanager
+def extension_code(what: str, owner: Any, node: Any = None) -> Iterator[None]:
+    """Raise Diagnostic E427 for an exception in the code of an extension, which runs inside the `with` block.
+
+    what: the part of the extension, such as "kernel 'a/b'". owner: its class or function, whose module decides whether
+    the code is an extension's. Exceptions of llmc's own code, and errors that a user can act on, are not changed.
+    """
+    try:
+        yield
+    except (LlmcError, OSError, MemoryError):
+        raise
+    except Exception as e:
+        module = getattr(owner, "__module__", None) or "llmc"
+        if module.partition(".")[0] == "llmc":
+            raise
+        raise extension_error(f"{what} of the module {module}", e, node) from e
+
+
+def extension_error(what: str, e: Exception, node: Any = None) -> Diagnostic:
+    """Return Diagnostic E427 for an exception in an extension's code, with the last line of that code."""
+    frames = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith(str(_OWN))]
+    at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    remedy = "correct the extension, or uninstall its package; -v prints the traceback"
+    return Diagnostic("E427", f"{what} failed: {type(e).__name__}: {e}{at}", remedy, node=node)
+
+
+_OWN = Path(__file__).parent

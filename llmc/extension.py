@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from types import MappingProxyType
+from dataclasses import dataclass, field, fields, is_dataclass
+from types import MappingProxyType, TracebackType
 from typing import Any
 
-from llmc.diagnostics import Diagnostic
+from llmc_runtime.format.errors import LlmcError
+
+from llmc.diagnostics import Diagnostic, extension_code, extension_error
 from llmc.targets.cpu_targets import with_features
 from llmc.targets.target import Target
 
@@ -57,13 +59,41 @@ def resolve(text: str, what: str = "") -> Any:
         for part in name.split("."):
             value = getattr(value, part)
         return value
-    except (ImportError, AttributeError, ValueError) as e:
+    except LlmcError:
+        raise
+    except Exception as e:
         head = f"{what}: " if what else ""
+        kind = "" if isinstance(e, ImportError | AttributeError | ValueError) else f"{type(e).__name__}: "
         raise Diagnostic(
             "E423",
-            f"{head}{text!r} cannot be loaded: {e}",
+            f"{head}{text!r} cannot be loaded: {kind}{e}",
             "use the form module:object, and check that the module can be imported",
         ) from e
+
+
+def _check(kind: str, name: str, value: Any) -> None:
+    """Raise Diagnostic E423 unless an object is of its kind, and has the name under which it is offered."""
+    whole = f"{kind} {name!r}"
+    if kind not in _CLASSES:
+        if not callable(value):
+            raise Diagnostic("E423", f"{whole} is {value!r:.80}, not a function", "name a function")
+        return
+    base = resolve(_CLASSES[kind])
+    fits = isinstance(value, type) and issubclass(value, base) if kind == "pass" else isinstance(value, base)
+    if not fits:
+        what = "a subclass" if kind == "pass" else "an instance"
+        cause = f"{whole} is {value!r:.80}, not {what} of {base.__module__}.{base.__name__}"
+        raise Diagnostic("E423", cause, "correct the extension")
+    if kind == "pass" and not is_dataclass(value):
+        raise Diagnostic("E423", f"{whole} is not a dataclass", "decorate the class with @dataclass(frozen=True)")
+    if (own := getattr(value, "name", None)) != name:
+        raise Diagnostic("E423", f"{whole} calls itself {own!r}", f"offer it as {own!r}, or correct its name")
+
+
+# kind -> module and class of its objects; other kinds are functions. Imported when an object is looked up.
+_CLASSES: Mapping[str, str] = MappingProxyType(
+    {"op": "llmc.ir.opdef:OpDef", "pass": "llmc.passes.base:Pass", "kernel": "llmc.codegen.kernel:Kernel"}
+)
 
 
 class Contributions(Mapping[str, Any]):
@@ -74,9 +104,16 @@ class Contributions(Mapping[str, Any]):
         self.kind, self.texts, self.literal = kind, texts, literal
 
     def __getitem__(self, name: str) -> Any:
-        """Import and return the object; raises KeyError for an unknown name, Diagnostic E423 if the import fails."""
+        """Import and return the object.
+
+        Raises KeyError for an unknown name, and Diagnostic E423 if the import fails or gives something else.
+        """
         text = self.texts[name]
-        return text if self.literal else resolve(text, f"{self.kind} {name!r}")
+        if self.literal:
+            return text
+        value = resolve(text, f"{self.kind} {name!r}")
+        _check(self.kind, name, value)
+        return value
 
     def __contains__(self, name: object) -> bool:
         return name in self.texts
@@ -115,7 +152,12 @@ class Registry:
         if base not in self.targets:
             cause = f"unknown target {base!r}; known: {', '.join(self.targets)}"
             raise Diagnostic("E510", cause, f"choose one of them, for example --target {next(iter(self.targets))}")
-        return with_features(self.targets[base](), features)
+        make = self.targets[base]
+        with extension_code(f"target {base!r}", make):
+            target = make()
+            if not isinstance(target, Target):
+                raise TypeError(f"it returned {target!r:.80}, not a Target")
+        return with_features(target, features)
 
     def pipelines_for(self, target: Target) -> Mapping[str, str]:
         """Return the named pipelines; "serve" is the target's."""
@@ -159,3 +201,25 @@ def load(more: Iterable[Extension] = ()) -> Registry:
             )
         extensions.append(extension)
     return combine([*extensions, *more])
+
+
+def blamed(error: Exception) -> Diagnostic | None:
+    """Return Diagnostic E427 if the code of an installed extension was running when `error` was raised, else None."""
+    try:
+        extensions = load().extensions
+    except LlmcError:
+        return None
+    modules = {m: e for e in extensions if e.name != "llmc" for m in _modules(e)}
+    at: TracebackType | None = error.__traceback__
+    while at is not None:
+        name = str(at.tb_frame.f_globals.get("__name__", ""))
+        if extension := modules.get(name.partition(".")[0]):
+            return extension_error(f"the extension {extension.name!r}", error)
+        at = at.tb_next
+    return None
+
+
+def _modules(e: Extension) -> set[str]:
+    """The top-level modules that an extension's texts name, except llmc."""
+    texts = (text for kind in KINDS if kind != "pipelines" for text in getattr(e, kind).values())
+    return {text.partition(":")[0].partition(".")[0] for text in texts} - {"llmc", "llmc_runtime"}

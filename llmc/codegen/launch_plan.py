@@ -10,7 +10,7 @@ from llmc_runtime.format.program import Program
 
 from llmc.codegen.kernel import LATE, SETTLED, Box, Kernel, Source
 from llmc.codegen.memory import Storage, launched, read_slots, schedule_of, top_bytes
-from llmc.diagnostics import Diagnostic
+from llmc.diagnostics import Diagnostic, extension_code
 from llmc.ir.cost import node_cost
 from llmc.ir.dim import Bounds
 from llmc.ir.graph import Graph, Module, Node, Value
@@ -48,7 +48,10 @@ def emit_graph(
         types = tuple(v.type for v in [*n.operands, *n.results])
         key = (n.op.name, types, repr(n.attrs), kernel.name, repr(schedule))
         if key not in done:
-            done[key] = kernel.emit(n, schedule, target)
+            with extension_code(f"kernel {kernel.name!r}", type(kernel), n):
+                done[key] = kernel.emit(n, schedule, target)
+                if not isinstance(done[key], Source):
+                    raise TypeError(f"emit returned {done[key]!r:.80}, not a Source")
         sources.append(done[key])
     return Emitted(g, tuple(nodes), tuple(sources))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from llmc.diagnostics import Diagnostic
+from llmc.diagnostics import Diagnostic, extension_code
 from llmc.ir.graph import Graph, Module, Node, Value
 from llmc.passes.base import Ctx, Pass
 
@@ -233,7 +233,8 @@ class Memory(Pass):
     def _graph(self, g: Graph, symbols: Mapping[str, tuple[int, int]], ctx: Ctx) -> int:
         def inplace(n: Node) -> tuple[tuple[int, int], ...]:
             kernel = ctx.kernels.get(n.choice.get("kernel", ""))
-            return kernel.inplace(n, schedule_of(n)) if kernel else ()
+            with extension_code(f"kernel {n.choice.get('kernel')!r}", type(kernel), n):
+                return kernel.inplace(n, schedule_of(n)) if kernel else ()
 
         storage = Storage(g)
         slots = iter(plan_graph(g, symbols, inplace))

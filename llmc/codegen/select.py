@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from llmc.codegen.kernel import Kernel, Schedule
 from llmc.codegen.memory import WEIGHTS
 from llmc.codegen.tuning_records import Tuning, node_text
-from llmc.diagnostics import Diagnostic
+from llmc.diagnostics import Diagnostic, extension_code
 from llmc.ir.graph import Graph, Module, Node, Value
 from llmc.passes.analysis import weight_only
 from llmc.passes.base import Ctx, Pass
@@ -53,7 +53,8 @@ class Candidate:
 
     def layouts(self, node: Node, target: Target) -> dict[int, str]:
         """Return operand index -> packed layout, as `Kernel.layouts`."""
-        return self.kernel.layouts(node, self.schedule, target)
+        with extension_code(f"kernel {self.kernel.name!r}", type(self.kernel), node):
+            return self.kernel.layouts(node, self.schedule, target)
 
 
 def candidates(
@@ -72,20 +73,36 @@ def candidates(
         kernel = kernels[name]
         if kernel.language not in target.languages or not kernel.claims(node):
             continue
-        if why := kernel.reject(node, target):
-            reasons.append(f"{kernel.name}: {why}")
-            continue
-        for schedule in kernel.schedules(node, target):
-            us = tuning.lookup(node, kernel.name, schedule, target, env)
-            if us is None and kernel.opt_in and kernel.name not in prefer:
+        with extension_code(f"kernel {name!r}", type(kernel), node):
+            why = kernel.reject(node, target)
+            if not isinstance(why, str | None):
+                raise TypeError(f"reject returned {why!r}, not None (supported) or the reason")
+            if why is not None:
+                reasons.append(f"{kernel.name}: {why}")
                 continue
-            predicted = kernel.cost_us(node, schedule, target, env) if us is None else us
-            out.append(Candidate(kernel, schedule, predicted, us is not None))
+            out += _scheduled(kernel, node, target, env, tuning, kernel.opt_in and kernel.name not in prefer)
     if not out:
         why = "; ".join(reasons) or f"target {target.name} has no kernel for the op {node.op.name!r}"
         remedy = "write a Kernel for it (DEVELOPING.md), or choose another target"
         raise Diagnostic("E430", f"no kernel can run the node: {why}", remedy, node=node)
     return sorted(out, key=lambda o: (o.kernel.name not in prefer, not o.measured, o.us))
+
+
+def _scheduled(
+    kernel: Kernel, node: Node, target: Target, env: Mapping[str, int], tuning: Tuning, measured_only: bool
+) -> Iterator[Candidate]:
+    """Yield the kernel's schedules of a node with their times; raises ValueError if it offers none."""
+    offered = kernel.schedules(node, target)
+    if not offered:
+        raise ValueError("schedules returned no schedule; return [{}] if there is nothing to choose")
+    for schedule in offered:
+        us = tuning.lookup(node, kernel.name, schedule, target, env)
+        if us is None and measured_only:
+            continue
+        predicted = kernel.cost_us(node, schedule, target, env) if us is None else us
+        if not predicted >= 0:
+            raise ValueError(f"cost_us returned {predicted!r}, not a number of microseconds")
+        yield Candidate(kernel, schedule, predicted, us is not None)
 
 
 def launched_graphs(m: Module) -> Iterator[Graph]:
@@ -252,9 +269,10 @@ class Pack(Pass):
                 if kernel is None:
                     continue
                 schedule = {k: v for k, v in n.choice.items() if k != "kernel"}
-                if kernel.layouts(n, schedule, target):
-                    kernel.pack(g, n, schedule, target, ctx.opset)
-                    count += 1
+                with extension_code(f"kernel {kernel.name!r}", type(kernel), n):
+                    if kernel.layouts(n, schedule, target):
+                        kernel.pack(g, n, schedule, target, ctx.opset)
+                        count += 1
             count += sum(_share(g, n, ctx) for n in list(g.nodes) if n.op.name == "take")
         return count
 

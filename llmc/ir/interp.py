@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from llmc.diagnostics import extension_code
 from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Node, Value
@@ -48,6 +49,14 @@ def run(
 def run_node(n: Node, operands: list[np.ndarray], sizes: Mapping[str, int], exact: bool = False) -> list[np.ndarray]:
     """Evaluate one node on arrays in interpreter form (see `round_to_type`)."""
     attrs = {k: concrete(v, sizes) for k, v in n.attrs.items()}
+    with extension_code(f"the reference of the op {n.op.name!r}", n.op.ref, n):
+        return _evaluate(n, operands, attrs, sizes, exact)
+
+
+def _evaluate(
+    n: Node, operands: list[np.ndarray], attrs: Mapping[str, Any], sizes: Mapping[str, int], exact: bool
+) -> list[np.ndarray]:
+    """Call the reference; raises ValueError if its results have other shapes than the type rule gives."""
     out = n.op.evaluate([v.type for v in n.operands], operands, attrs)
     parts = out if isinstance(out, tuple) else (out,)
     results = [round_to_type(x, r.type, exact) for x, r in zip(parts, n.results, strict=True)]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from llmc.diagnostics import Diagnostic
+from llmc.diagnostics import Diagnostic, extension_code
 from llmc.ir.graph import Module
 from llmc.ir.verify import verify
 from llmc.passes.base import Ctx, Pass
@@ -94,7 +94,7 @@ def run_pipeline(m: Module, passes: Sequence[Pass], ctx: Ctx, observe: Observer 
     total = 0
     for i, p in enumerate(passes):
         start = time.perf_counter()
-        changes = p.run(m, ctx)
+        changes = _run(p, m, ctx)
         seconds = time.perf_counter() - start
         try:
             verify(m)
@@ -104,6 +104,20 @@ def run_pipeline(m: Module, passes: Sequence[Pass], ctx: Ctx, observe: Observer 
         if observe:
             observe(i, p, changes, seconds, m)
     return total
+
+
+def _run(p: Pass, m: Module, ctx: Ctx) -> int:
+    """Run one pass; errors in the code of an extension name the pass."""
+    try:
+        with extension_code(f"pass {p.name!r}", type(p)):
+            changes = p.run(m, ctx)
+            if not isinstance(changes, int):
+                raise TypeError(f"run returned {changes!r}, not the number of changes")
+            return changes
+    except Diagnostic as e:
+        if e.code != "E427" or e.cause.startswith("pass "):
+            raise
+        raise Diagnostic(e.code, f"pass {p.name!r}: {e.cause}", e.remedy) from e
 
 
 def _split(text: str) -> list[str]:

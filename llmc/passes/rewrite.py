@@ -14,247 +14,23 @@ requires an attribute value, or binds it (`eps=p.eps`). Inner nodes of a match m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmc.diagnostics import Diagnostic
+from llmc.diagnostics import Diagnostic, extension_code
 from llmc.ir.graph import Builder, Graph, Node, Value
-from llmc.passes.analysis import const_value, core, rounds_little, same_type
+from llmc.ir.ops import OPS
+from llmc.passes.analysis import same_type
 from llmc.passes.base import Ctx
+from llmc.passes.pattern import Match, Op, Pat, check, const, either, match, named, shared, size, through
 
-Bound = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Var:
-    """Matches any value and binds it. Calling a Var with patterns makes an Op of that name; TypeError for others."""
-
-    name: str
-
-    def __call__(self, *args: Pattern, **attrs: Any) -> Op:
-        if other := [a for a in args if not isinstance(a, Pattern)]:
-            raise TypeError(f"{self.name}(...): {other[0]!r} is not a pattern; write const({other[0]!r}) for a number")
-        return Op(self.name.rstrip("_"), args, tuple(attrs.items()))
-
-
-@dataclass(frozen=True)
-class Op:
-    """Matches a node of one op. `shared` nodes may have other readers; `bind` names the value."""
-
-    op: str
-    args: tuple[Pattern, ...]
-    attrs: tuple[tuple[str, Any], ...] = ()
-    shared: bool = False
-    bind: str = ""
-
-
-@dataclass(frozen=True)
-class Const:
-    """Matches a scalar constant: one equal to `value`, or any, bound to `name` as a float."""
-
-    name: str = ""
-    value: float | None = None
-
-
-@dataclass(frozen=True)
-class Through:
-    """Matches the inner pattern below any number of casts between floats of at least 16 bits."""
-
-    inner: Pattern
-
-
-@dataclass(frozen=True)
-class Either:
-    """Tries several patterns; the first one that leads to a complete match wins."""
-
-    options: tuple[Pattern, ...]
-
-
-Pattern = Var | Op | Const | Through | Either
-
-
-class Pat:
-    """Builds patterns by attribute access: in `p.mul(p.x, p.silu(p.y))`, called names are ops, others variables."""
-
-    def __getattr__(self, name: str) -> Var:
-        return Var(name)
-
-
-def const(value: str | float) -> Const:
-    """Match a scalar constant equal to the number `value`; a text matches any constant and binds it to that name."""
-    return Const(name=value) if isinstance(value, str) else Const(value=float(value))
-
-
-def through(inner: Pattern) -> Through:
-    """Match `inner` below any number of float casts."""
-    return Through(inner)
-
-
-def either(*options: Pattern) -> Either:
-    """Match any of several patterns."""
-    return Either(options)
-
-
-def shared(op: Op) -> Op:
-    """Return a pattern whose value may have other readers; the value is then computed twice."""
-    return Op(op.op, op.args, op.attrs, True, op.bind)
-
-
-def named(name: str, op: Op) -> Op:
-    """Return a pattern whose value is bound to a name."""
-    return Op(op.op, op.args, op.attrs, op.shared, name)
-
-
-@dataclass
-class Tracker:
-    """The furthest failure of a match: the number of nodes matched before it, and its reason."""
-
-    depth: int = 0
-    why: str = ""
-
-    def fail(self, depth: int, why: str) -> None:
-        """Record a failure if it is further than the previous one."""
-        if depth > self.depth:
-            self.depth, self.why = depth, why
-
-
-@dataclass
-class Match:
-    """A successful match. `m["x"]` is a Value, an attribute or a float; `root` is the node at the top."""
-
-    root: Node
-    bound: Bound
-    inner: tuple[Node, ...]
-
-    def __getitem__(self, name: str) -> Any:
-        return self.bound[name]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return what a name is bound to, or `default`."""
-        return self.bound.get(name, default)
-
+__all__ = [
+    "Match", "Pat", "Rewrite", "Simplify", "alive", "apply", "const", "either", "match", "named", "shared",
+    "substitute", "sweep", "through",
+]  # fmt: skip
 
 Build = Callable[[Any], Value]
-State = tuple[Bound, tuple[tuple[Node, bool], ...]]
-
-
-def _match(p: Pattern, v: Value, s: State, t: Tracker) -> Iterator[State]:
-    """Yield every extension of state `s` in which pattern `p` matches `v`; failures go to `t`."""
-    bound, inner = s
-    if isinstance(p, Var):
-        if p.name not in bound:
-            yield {**bound, p.name: v}, inner
-        elif bound[p.name] is v or core(bound[p.name]) is core(v):
-            yield s
-        else:
-            t.fail(len(inner), f"%{p.name} would stand for two different values")
-    elif isinstance(p, Const):
-        yield from _match_const(p, v, s, t)
-    elif isinstance(p, Either):
-        for option in p.options:
-            yield from _match(option, v, s, t)
-    elif isinstance(p, Through):
-        while True:
-            yield from _match(p.inner, v, (bound, inner), t)
-            if v.node is None or v.node.op.name != "cast" or not rounds_little(v.node):
-                return
-            inner = (*inner, (v.node, False))
-            v = v.node.operands[0]
-    else:
-        yield from _match_op(p, v, s, t)
-
-
-def _match_const(p: Const, v: Value, s: State, t: Tracker) -> Iterator[State]:
-    got = const_value(v)
-    if got is None:
-        t.fail(len(s[1]), f"expected a constant, got {v.node.op.name if v.node else 'an input'}")
-    elif p.value is not None and got != p.value:
-        t.fail(len(s[1]), f"expected the constant {p.value:g}, got {got:g}")
-    elif p.name:
-        yield {**s[0], p.name: got}, s[1]
-    else:
-        yield s
-
-
-def _match_op(p: Op, v: Value, s: State, t: Tracker) -> Iterator[State]:
-    """Match the op, its attributes, then its operands, in both orders if it commutes."""
-    bound, inner = s
-    n = v.node
-    if n is None or n.op.name != p.op:
-        t.fail(len(inner), f"expected {p.op}, got {n.op.name if n else 'an input'}")
-        return
-    bound = dict(bound)
-    for key, expected in p.attrs:
-        got = n.attrs.get(key)
-        if isinstance(expected, Var):
-            if bound.setdefault(expected.name, got) != got:
-                t.fail(len(inner), f"{p.op} has {key}={got}, not {bound[expected.name]}")
-                return
-        elif got != expected:
-            t.fail(len(inner), f"{p.op} has {key}={got}, not {expected}")
-            return
-    if p.bind:
-        bound[p.bind] = v
-    if len(p.args) != len(n.operands):
-        t.fail(len(inner), f"{p.op} has {len(n.operands)} operands")
-        return
-    orders: Sequence[Sequence[Value]] = (n.operands,)
-    if n.op.commutes and len(p.args) == 2:
-        orders = (n.operands, n.operands[::-1])
-    for operands in orders:
-        yield from _match_all(p.args, operands, (bound, (*inner, (n, p.shared))), t)
-
-
-def _match_all(ps: Sequence[Pattern], vs: Sequence[Value], s: State, t: Tracker) -> Iterator[State]:
-    if not ps:
-        yield s
-        return
-    for after in _match(ps[0], vs[0], s, t):
-        yield from _match_all(ps[1:], vs[1:], after, t)
-
-
-def _outside(inner: Sequence[tuple[Node, bool]], g: Graph, root: Node) -> str | None:
-    """The reason why an inner node cannot be removed, or None if all can be."""
-    nodes = {id(n) for n, _ in inner}
-    for n, is_shared in inner:
-        if n is root or is_shared:
-            continue
-        outside = [u for r in n.results for u in r.uses if id(u) not in nodes]
-        if outside:
-            users = len({id(u) for r in n.results for u in r.uses})
-            return f"{n.op.name} has {users} users"
-        if any(r is o for r in n.results for o in g.outputs):
-            return f"{n.op.name} is an output of the graph"
-    return None
-
-
-def match(p: Op, node: Node, g: Graph) -> tuple[Match | None, Tracker]:
-    """Return the first match at the node, or None, together with the furthest failure."""
-    t = Tracker()
-    for bound, inner in _match(p, node.results[0], ({}, ()), t):
-        if (why := _outside(inner, g, node)) is None:
-            return Match(node, bound, tuple(n for n, _ in inner)), t
-        t.fail(len(inner), why)
-    return None, t
-
-
-def size(p: Pattern) -> int:
-    """Number of ops in a pattern."""
-    if isinstance(p, Op):
-        return 1 + sum(map(size, p.args))
-    if isinstance(p, Through):
-        return size(p.inner)
-    return max(map(size, p.options)) if isinstance(p, Either) else 0
-
-
-def ops_of(p: Pattern) -> tuple[str, ...]:
-    """The names of the ops in a pattern."""
-    if isinstance(p, Op):
-        return (p.op, *(name for part in p.args for name in ops_of(part)))
-    if isinstance(p, Through):
-        return ops_of(p.inner)
-    return tuple(name for part in p.options for name in ops_of(part)) if isinstance(p, Either) else ()
 
 
 class Misses(dict[tuple[Node, str], str]):
@@ -273,7 +49,8 @@ class Rewrite:
 
     build(b, m) returns the value that replaces the root. `b` is a Builder before the root, with the root's module path,
     or else that of the first matched node that has one. when(m) returns None, or the reason not to apply. near: a
-    failure after that many matched ops is reported as a near miss (0: half of the pattern).
+    failure after that many matched ops is reported as a near miss (0: half of the pattern). Making one raises
+    Diagnostic E424 if the pattern cannot match.
     """
 
     name: str
@@ -281,6 +58,12 @@ class Rewrite:
     build: Callable[[Any, Match], Value]
     when: Callable[[Match], str | None] = field(default=lambda m: None)
     near: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the pattern against llmc's own ops; `apply` checks the ops of extensions, too."""
+        if not isinstance(self.pattern, Op):
+            raise Diagnostic("E424", f"rewrite {self.name}: the pattern is not an op", "write p.NAME(...)")
+        check(self.pattern, OPS, f"rewrite {self.name}", partly=True)
 
     @property
     def roots(self) -> tuple[str, ...]:
@@ -295,7 +78,11 @@ class Rewrite:
             if t.depth >= near:
                 misses[node, self.name] = t.why
             return None
-        if (why := self.when(m)) is not None:
+        with extension_code(f"rewrite {self.name!r}: its condition", self.when, node):
+            why = self.when(m)
+            if not isinstance(why, str | None):
+                raise TypeError(f"when returned {why!r}, not None (apply) or the reason not to apply")
+        if why is not None:
             misses[node, self.name] = why
             return None
         misses.pop((node, self.name), None)
@@ -329,14 +116,15 @@ def apply(g: Graph, rules: Sequence[Rule], ctx: Ctx, misses: Misses | None = Non
     """Apply rules, in order of priority, until none applies or fuel runs out; return the number of rewrites.
 
     Near misses are recorded in `ctx`. A caller that applies rules several times passes `misses` and records them
-    itself. Raises Diagnostic E424 if a pattern names an op that does not exist.
+    itself. Raises Diagnostic E424 if a pattern cannot match any node.
     """
     by_root: dict[str, list[Rule]] = {}
     for r in rules:
-        for name in ops_of(r.pattern) if isinstance(r, Rewrite) else ():
-            if name not in ctx.opset:
-                raise Diagnostic("E424", f"rewrite {r.name}: unknown op {name}", "`llmc ops` lists all ops")
+        if isinstance(r, Rewrite):
+            check(r.pattern, ctx.opset, f"rewrite {r.name}")
         for root in r.roots:
+            if root not in ctx.opset:
+                raise Diagnostic("E424", f"rewrite {r.name}: unknown op {root}", "`llmc ops` lists all ops")
             by_root.setdefault(root, []).append(r)
     total, recorded = 0, Misses() if misses is None else misses
     for _ in range(rounds):
@@ -360,7 +148,8 @@ def _once(g: Graph, n: Node, rules: Sequence[Rule], ctx: Ctx, misses: Misses) ->
         if not ctx.spend():
             return 0
         ctx.hit(r.name, n)
-        substitute(g, n, build(Builder(g, ctx.opset, before=n, loc=n.loc)), r.name)
+        with extension_code(f"rewrite {r.name!r}: its replacement", r.build if isinstance(r, Rewrite) else r.find, n):
+            substitute(g, n, build(Builder(g, ctx.opset, before=n, loc=n.loc)), r.name)
         return 1
     return 0
 
@@ -371,9 +160,15 @@ def alive(g: Graph, n: Node) -> bool:
 
 
 def substitute(g: Graph, n: Node, new: Sequence[Value], rule: str = "") -> None:
-    """Make readers of the node's results read `new`, then erase the node and what only it needed."""
+    """Make readers of the node's results read `new`, then erase the node and what only it needed.
+
+    Raises TypeError if a new value has another type than the one that it replaces; the message starts with `rule`.
+    """
     for old, value in zip(n.results, new, strict=True):
-        assert same_type(old.type, value.type), f"{rule}: {old.type} would become {value.type} ({n.loc})"
+        if not isinstance(value, Value):
+            raise TypeError(f"{rule}: the new value is {value!r:.80}, not a Value")
+        if not same_type(old.type, value.type):
+            raise TypeError(f"{rule}: {old.type} would become {value.type}")
         if value.node is not None and not value.name and value.node.loc == n.loc:
             value.name = old.name
         g.replace(old, value)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from llmc.diagnostics import Diagnostic
+from llmc.diagnostics import Diagnostic, extension_code
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Builder, Graph, Module, Node, Value
 from llmc.ir.ops.quantize import FLOAT_CODES
@@ -168,7 +168,8 @@ def _reasons(n: Node, ctx: Ctx) -> list[str] | None:
     for name in ctx.kernels:
         kernel = ctx.kernels[name]
         if kernel.language in ctx.target.languages and kernel.claims(n):
-            why = kernel.reject(n, ctx.target)
+            with extension_code(f"kernel {name!r}", type(kernel), n):
+                why = kernel.reject(n, ctx.target)
             if why is None:
                 return None
             reasons.append(f"{name}: {why}")

@@ -1,0 +1,278 @@
+"""Patterns of rewrites: how they are written, checked against the op set, and matched. See `llmc.passes.rewrite`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from llmc.diagnostics import Diagnostic
+from llmc.ir.graph import Graph, Node, Value
+from llmc.ir.opdef import OpDef
+from llmc.ir.signature import Mismatch
+from llmc.passes.analysis import const_value, core, rounds_little
+
+Bound = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Var:
+    """Matches any value and binds it. Calling a Var with patterns makes an Op of that name; TypeError for others."""
+
+    name: str
+
+    def __call__(self, *args: Pattern, **attrs: Any) -> Op:
+        if other := [a for a in args if not isinstance(a, Pattern)]:
+            raise TypeError(f"{self.name}(...): {other[0]!r} is not a pattern; write const({other[0]!r}) for a number")
+        return Op(self.name.rstrip("_"), args, tuple(attrs.items()))
+
+
+@dataclass(frozen=True)
+class Op:
+    """Matches a node of one op. `shared` nodes may have other readers; `bind` names the value."""
+
+    op: str
+    args: tuple[Pattern, ...]
+    attrs: tuple[tuple[str, Any], ...] = ()
+    shared: bool = False
+    bind: str = ""
+
+
+@dataclass(frozen=True)
+class Const:
+    """Matches a scalar constant: one equal to `value`, or any, bound to `name` as a float."""
+
+    name: str = ""
+    value: float | None = None
+
+
+@dataclass(frozen=True)
+class Through:
+    """Matches the inner pattern below any number of casts between floats of at least 16 bits."""
+
+    inner: Pattern
+
+
+@dataclass(frozen=True)
+class Either:
+    """Tries several patterns; the first one that leads to a complete match wins."""
+
+    options: tuple[Pattern, ...]
+
+
+Pattern = Var | Op | Const | Through | Either
+
+
+class Pat:
+    """Builds patterns by attribute access: in `p.mul(p.x, p.silu(p.y))`, called names are ops, others variables."""
+
+    def __getattr__(self, name: str) -> Var:
+        return Var(name)
+
+
+def const(value: str | float) -> Const:
+    """Match a scalar constant equal to the number `value`; a text matches any constant and binds it to that name."""
+    return Const(name=value) if isinstance(value, str) else Const(value=float(value))
+
+
+def through(inner: Pattern) -> Through:
+    """Match `inner` below any number of float casts."""
+    return Through(inner)
+
+
+def either(*options: Pattern) -> Either:
+    """Match any of several patterns."""
+    return Either(options)
+
+
+def shared(op: Op) -> Op:
+    """Return a pattern whose value may have other readers; the value is then computed twice."""
+    return Op(op.op, op.args, op.attrs, True, op.bind)
+
+
+def named(name: str, op: Op) -> Op:
+    """Return a pattern whose value is bound to a name."""
+    return Op(op.op, op.args, op.attrs, op.shared, name)
+
+
+@dataclass
+class Tracker:
+    """The furthest failure of a match: the number of nodes matched before it, and its reason."""
+
+    depth: int = 0
+    why: str = ""
+
+    def fail(self, depth: int, why: str) -> None:
+        """Record a failure if it is further than the previous one."""
+        if depth > self.depth:
+            self.depth, self.why = depth, why
+
+
+@dataclass
+class Match:
+    """A successful match.
+
+    `m["x"]` is a Value, an attribute or a float; LookupError if the pattern binds no x. `root` is the node at the top.
+    """
+
+    root: Node
+    bound: Bound
+    inner: tuple[Node, ...]
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.bound:
+            raise LookupError(f"the pattern binds no {name!r}; it binds {', '.join(sorted(self.bound)) or 'nothing'}")
+        return self.bound[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return what a name is bound to, or `default`."""
+        return self.bound.get(name, default)
+
+
+State = tuple[Bound, tuple[tuple[Node, bool], ...]]
+
+
+def _match(p: Pattern, v: Value, s: State, t: Tracker) -> Iterator[State]:
+    """Yield every extension of state `s` in which pattern `p` matches `v`; failures go to `t`."""
+    bound, inner = s
+    if isinstance(p, Var):
+        if p.name not in bound:
+            yield {**bound, p.name: v}, inner
+        elif bound[p.name] is v or core(bound[p.name]) is core(v):
+            yield s
+        else:
+            t.fail(len(inner), f"%{p.name} would stand for two different values")
+    elif isinstance(p, Const):
+        yield from _match_const(p, v, s, t)
+    elif isinstance(p, Either):
+        for option in p.options:
+            yield from _match(option, v, s, t)
+    elif isinstance(p, Through):
+        while True:
+            yield from _match(p.inner, v, (bound, inner), t)
+            if v.node is None or v.node.op.name != "cast" or not rounds_little(v.node):
+                return
+            inner = (*inner, (v.node, False))
+            v = v.node.operands[0]
+    else:
+        yield from _match_op(p, v, s, t)
+
+
+def _match_const(p: Const, v: Value, s: State, t: Tracker) -> Iterator[State]:
+    got = const_value(v)
+    if got is None:
+        t.fail(len(s[1]), f"expected a constant, got {v.node.op.name if v.node else 'an input'}")
+    elif p.value is not None and got != p.value:
+        t.fail(len(s[1]), f"expected the constant {p.value:g}, got {got:g}")
+    elif p.name:
+        yield {**s[0], p.name: got}, s[1]
+    else:
+        yield s
+
+
+def _match_op(p: Op, v: Value, s: State, t: Tracker) -> Iterator[State]:
+    """Match the op, its attributes, then its operands, in both orders if it commutes."""
+    bound, inner = s
+    n = v.node
+    if n is None or n.op.name != p.op:
+        t.fail(len(inner), f"expected {p.op}, got {n.op.name if n else 'an input'}")
+        return
+    bound = dict(bound)
+    for key, expected in p.attrs:
+        got = n.attrs.get(key)
+        if isinstance(expected, Var):
+            if bound.setdefault(expected.name, got) != got:
+                t.fail(len(inner), f"{p.op} has {key}={got}, not {bound[expected.name]}")
+                return
+        elif got != expected:
+            t.fail(len(inner), f"{p.op} has {key}={got}, not {expected}")
+            return
+    if p.bind:
+        bound[p.bind] = v
+    if len(p.args) != len(n.operands):
+        t.fail(len(inner), f"{p.op} has {len(n.operands)} operands")
+        return
+    orders: Sequence[Sequence[Value]] = (n.operands,)
+    if n.op.commutes and len(p.args) == 2:
+        orders = (n.operands, n.operands[::-1])
+    for operands in orders:
+        yield from _match_all(p.args, operands, (bound, (*inner, (n, p.shared))), t)
+
+
+def _match_all(ps: Sequence[Pattern], vs: Sequence[Value], s: State, t: Tracker) -> Iterator[State]:
+    if not ps:
+        yield s
+        return
+    for after in _match(ps[0], vs[0], s, t):
+        yield from _match_all(ps[1:], vs[1:], after, t)
+
+
+def _outside(inner: Sequence[tuple[Node, bool]], g: Graph, root: Node) -> str | None:
+    """The reason why an inner node cannot be removed, or None if all can be."""
+    nodes = {id(n) for n, _ in inner}
+    for n, is_shared in inner:
+        if n is root or is_shared:
+            continue
+        outside = [u for r in n.results for u in r.uses if id(u) not in nodes]
+        if outside:
+            users = len({id(u) for r in n.results for u in r.uses})
+            return f"{n.op.name} has {users} users"
+        if any(r is o for r in n.results for o in g.outputs):
+            return f"{n.op.name} is an output of the graph"
+    return None
+
+
+def match(p: Op, node: Node, g: Graph) -> tuple[Match | None, Tracker]:
+    """Return the first match at the node, or None, together with the furthest failure."""
+    t = Tracker()
+    for bound, inner in _match(p, node.results[0], ({}, ()), t):
+        if (why := _outside(inner, g, node)) is None:
+            return Match(node, bound, tuple(n for n, _ in inner)), t
+        t.fail(len(inner), why)
+    return None, t
+
+
+def size(p: Pattern) -> int:
+    """Number of ops in a pattern."""
+    if isinstance(p, Op):
+        return 1 + sum(map(size, p.args))
+    if isinstance(p, Through):
+        return size(p.inner)
+    return max(map(size, p.options)) if isinstance(p, Either) else 0
+
+
+def check(p: Pattern, ops: Mapping[str, OpDef], rule: str, partly: bool = False) -> None:
+    """Raise Diagnostic E424 if no node can match: an unknown op, a wrong number of operands, or a wrong attribute.
+
+    `rule` starts the message. If `partly`, ops that `ops` lacks are passed over: an extension may provide them.
+    """
+    if isinstance(p, Op):
+        if p.op in ops:
+            _check_op(p, ops[p.op], rule)
+        elif not partly:
+            near = get_close_matches(p.op, list(ops), 1)
+            remedy = f"did you mean {near[0]!r}?" if near else "`llmc ops` lists all ops"
+            raise Diagnostic("E424", f"{rule}: unknown op {p.op}", remedy)
+    for part in p.args if isinstance(p, Op) else p.options if isinstance(p, Either) else ():
+        check(part, ops, rule, partly)
+    if isinstance(p, Through):
+        check(p.inner, ops, rule, partly)
+
+
+def _check_op(p: Op, op: OpDef, rule: str) -> None:
+    least = sum(1 for s in op.operands if not (s.optional or s.many or s.scales))
+    most = None if any(s.many for s in op.operands) else len(op.operands)
+    see = f"`llmc ops {p.op}` prints its signature"
+    if len(p.args) < least or (most is not None and len(p.args) > most):
+        takes = str(least) if least == most else f"{least} or more" if most is None else f"{least} to {most}"
+        raise Diagnostic("E424", f"{rule}: {p.op} takes {takes} operands, the pattern has {len(p.args)}", see)
+    for key, expected in p.attrs:
+        if key not in op.attrs:
+            known = ", ".join(op.attrs) or "none"
+            raise Diagnostic("E424", f"{rule}: {p.op} has no attribute {key!r} (its attributes: {known})", see)
+        if not isinstance(expected, Var):
+            try:
+                op.attrs[key].normal(p.op, key, expected)
+            except Mismatch as e:
+                raise Diagnostic("E424", f"{rule}: {e}", see) from None
