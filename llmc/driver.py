@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from llmc.extension import Registry, load
 from llmc.frontend.hub import Located, locate
 from llmc.ir.graph import Graph, Module
 from llmc.ir.text import show
+from llmc.next_command import next_command
 from llmc.options import Options
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.pass_report import Record
@@ -141,7 +142,9 @@ class Compilation:
         self.clock = now
 
     def note(self, text: str) -> None:
-        """Print a note and keep it for the summary."""
+        """Print a note and keep it for the summary, unless it was printed before."""
+        if text in self.summary.notes:
+            return
         self.summary.notes.append(text)
         self.console.note(f"note: {text}")
 
@@ -155,9 +158,8 @@ class Compilation:
         if note := without_tokenizer(self.model):
             self.note(note)
         seed = random_seed(self.options.weights)
-        traced = self.trace()
         with ExitStack() as stack:
-            checkpoint = stack.enter_context(self.checkpoint(traced)) if self.options.weights == "packed" else None
+            traced, checkpoint = self.opened(stack) if self.options.weights == "packed" else (self.trace(), None)
             self.optimise(traced.module, traced.facts.max_positions)
             built = self.build(traced.module)
             weights = self.weights(traced.module.graphs["weights"], checkpoint) if checkpoint else seed
@@ -172,6 +174,22 @@ class Compilation:
         if source.note:
             self.note(source.note)
         return PackedWeights(graph, source)
+
+    def opened(self, stack: ExitStack) -> tuple[Any, Any]:
+        """Trace the model and open its weights, which `stack` closes.
+
+        Weights that config.json ties although the checkpoint stores different ones are used as they are stored.
+        """
+        from llmc.frontend.checkpoint import TiedWeightsDiffer
+
+        traced = self.trace()
+        try:
+            return traced, stack.enter_context(self.checkpoint(traced))
+        except TiedWeightsDiffer as differ:
+            self.note(f"{differ.cause}; each is used where it is stored for, as transformers does")
+            self.ir.clear()
+            traced = self.trace(differ.names)
+            return traced, stack.enter_context(self.checkpoint(traced))
 
     def checkpoint(self, traced: Any) -> Any:
         """Open the model's weights; if they are quantised, give them quantised types in the graph, and say how."""
@@ -191,8 +209,11 @@ class Compilation:
             self.note(f"the checkpoint has quantised weights: {formats}{rest}")
         return found
 
-    def trace(self) -> Any:
-        """Trace the model into IR, with limits and dtype applied. Raises LlmcError E640 without torch."""
+    def trace(self, untied: Collection[str] = ()) -> Any:
+        """Trace the model into IR, with limits and dtype applied; `untied` as in `trace_model.trace`.
+
+        Raises LlmcError E640 without torch.
+        """
         require_compiler()
         from llmc.frontend.trace_model import trace
         from llmc.kv_cache import kv_dtype
@@ -209,6 +230,7 @@ class Compilation:
             self.rows,
             o.layers,
             SUBSTITUTE_DTYPES.get(self.target.family, {}),
+            untied,
         )
         if not dtype and traced.facts.dtype != traced.facts.stored_dtype:
             self.note("the checkpoint is float16, compiled as bfloat16; --dtype float32 keeps every bit")
@@ -371,19 +393,3 @@ def states_of(m: Module) -> tuple[State, ...]:
                 shape = tuple(parse_size(str(d)) for d in v.type.shape)
                 states[v.name] = State(v.name, v.type.dtype, shape, role)
     return tuple(states.values())
-
-
-def next_command(model: Path, output: Path, o: Options, target: Target) -> str:
-    """Return the suggested next command: pack the weights, or run the artifact ("" if no runtime supports it)."""
-    if o.weights == "none":
-        return f"next: llmc pack {output} {model}"
-    return run_command(output, target.name, target.arch)
-
-
-def run_command(artifact: Path, target: str, arch: str) -> str:
-    """Return the command that runs an artifact with weights, or "" if no runtime supports its target."""
-    family = target.partition(":")[0]
-    if family == "hip":
-        return ""
-    machine = f", on a machine with an {arch} GPU" if family == "cuda" else ""
-    return f"next{machine}: llmc-run {artifact} --prompt 'Hello'"

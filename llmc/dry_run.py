@@ -42,9 +42,8 @@ def dry_run(model: str | Path, options: Options, memory_bytes: int | None, conso
     as the stages of a compile before its kernels.
     """
     job = start(model, Path(os.devnull), replace(options, weights="none"), False, console)
-    traced = job.trace()
     with ExitStack() as stack:
-        checkpoint = _quantised_types(job, traced, options.weights == "packed", stack)
+        traced, checkpoint = _traced(job, options.weights == "packed", stack)
         job.optimise(traced.module, traced.facts.max_positions)
         if checkpoint:
             job.weights(traced.module.graphs["weights"], checkpoint)  # checks and notes the scales of the KV cache
@@ -61,24 +60,26 @@ def dry_run(model: str | Path, options: Options, memory_bytes: int | None, conso
     return plan | _memory(built, job, traced, weights, memory_bytes)
 
 
-def _quantised_types(job: Compilation, traced: Any, packed: bool, stack: ExitStack) -> Any:
-    """Give weights the quantised types that a compile gives them; return the checkpoint if it is quantised, or None.
+def _traced(job: Compilation, packed: bool, stack: ExitStack) -> tuple[Any, Any]:
+    """Trace the model, and give weights the types that a compile gives them; also return the checkpoint if it is here.
 
     `packed` says whether the weights are part of the artifact; kernels of other artifacts read weights as they are
     traced, unless the pass `quantize` changes them. `stack` closes the checkpoint.
     """
     first, o = quantises_first(job.options), job.options
+    there = packed and _has_weights(job)
+    if there and not first:
+        return job.opened(stack)
+    traced = job.trace()
     if not packed or not (first or traced.source.config.get("quantization_config")):
-        return None
-    if not _has_weights(job):
+        return traced, None
+    if not there:
         plan = "as if rounded to nearest" if first else "as if they were not quantised"
         job.note(f"the folder {job.model} lacks weights; they are planned {plan}")
         job.options = replace(o, quant=rounding_like(o.quant), calibrate=None) if first else o
-        return None
-    if not first:
-        return stack.enter_context(job.checkpoint(traced))
+        return traced, None
     use_codes(traced.module, PlannedWeights(traced.source, planned_recipe(o), traced), job.registry.opset())
-    return None
+    return traced, None
 
 
 def _has_weights(job: Compilation) -> bool:

@@ -9,11 +9,12 @@ from llmc_runtime.format.manifest import Manifest
 from llmc.artifact.hard_link import last_stage, pack_weights
 from llmc.console import Console, Quiet
 from llmc.diagnostics import Diagnostic
-from llmc.driver import locate_model, run_command, weight_bytes
+from llmc.driver import locate_model, weight_bytes
 from llmc.extension import load
 from llmc.frontend.hub import PUBLIC, Hub
 from llmc.ir.text import parse
 from llmc.kv_cache import WithKvScales
+from llmc.next_command import run_command
 from llmc.options import Options
 from llmc.passes.lower.page_attention import KV_SCALES
 

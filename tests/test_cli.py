@@ -16,8 +16,8 @@ from models.kit import save
 
 from llmc.cli import main
 from llmc.console import Summary
-from llmc.driver import next_command
 from llmc.extension import load
+from llmc.next_command import next_command
 from llmc.options import Options
 
 Break = Callable[[Path], object]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -21,13 +21,14 @@ from llmc.ir.graph import Builder, Graph, QuantisedWeight, Value
 from llmc.ir.ops import OPS
 from llmc.ir.qformat import QFormat
 from llmc.ir.types import Type, tensor
-from llmc.ir.weight_eval import Blocks
+from llmc.ir.weight_eval import Blocks, widen
 
 # Tensors that old versions of transformers saved although they are computed: rotary frequencies, and causal masks with
 # their fill value. The latter share names with biases and are recognized by their shapes.
 HARMLESS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
 MASK = re.compile(r"(^|\.)(attn|attention)\.((masked_)?bias|causal_mask)$")
 FLOATS = ("f64", "f32", "bf16", "f16")
+_COMPARED = 1024  # rows that are compared at a time
 PARTS = ("codes", "scales", "zeros")  # of a quantised weight, in the order of the operands of `assemble`
 
 
@@ -60,6 +61,19 @@ class WeightDecoder(Protocol):
 
         None if it is not quantised, or if no format fits.
         """
+
+
+class TiedWeightsDiffer(Diagnostic):
+    """Diagnostic E327: config.json ties weights of which the checkpoint stores different ones.
+
+    `names` are the names that the traced model has replaced. transformers uses each weight as it is stored; a model
+    that is traced with `untied=names` does, too.
+    """
+
+    def __init__(self, names: Sequence[str], owner: str):
+        self.names = tuple(names)
+        cause = f"config.json ties {names[0]} to {owner}, but the checkpoint stores two different tensors"
+        super().__init__("E327", cause, "set tie_word_embeddings to false in config.json")
 
 
 class Checkpoint:
@@ -236,20 +250,29 @@ class Checkpoint:
             )
 
     def _check_tied(self, known: Mapping[str, Value]) -> None:
-        """Compare a sample of rows of weights that config.json ties but the checkpoint stores twice."""
-        for other, owner in self.traced.tied.items():
-            if other not in known or owner not in known or known[other] is known[owner]:
-                continue
-            a, b = known[owner], known[other]
-            if a.type != b.type or not all(
-                np.array_equal(self._blocks.rows(a, r, r + 1), self._blocks.rows(b, r, r + 1))
-                for r in _sample(a.type.shape[0].const or 0)
-            ):
-                raise Diagnostic(
-                    "E327",
-                    f"config.json ties {other} to {owner}, but the checkpoint stores two different tensors",
-                    "set tie_word_embeddings to false in config.json",
-                )
+        """Raise TiedWeightsDiffer if the checkpoint stores different tensors for weights that config.json ties.
+
+        All elements are compared, in the dtype of the traced model, as transformers compares them.
+        """
+        stored = [(a, b) for a, b in self.traced.tied.items() if a in known and b in known]
+        dtype = {b: self.traced.weights[b].type.dtype for _, b in stored}
+        differing = [(a, b) for a, b in stored if not self._equal(known[a], known[b], dtype[b])]
+        if differing:
+            raise TiedWeightsDiffer([name for name, _ in differing], differing[0][1])
+
+    def _equal(self, a: Value, b: Value, dtype: str) -> bool:
+        """Whether two weights are equal once their elements are converted to `dtype`."""
+        if a is b:
+            return True
+        if a.type.shape != b.type.shape:
+            return False
+        count = a.type.shape[0].const or 0
+
+        def rows(v: Value, start: int) -> np.ndarray:
+            stored = self._blocks.rows(v, start, min(start + _COMPARED, count))
+            return widen(stored, v.type.dtype).astype(DTYPES[dtype].np)
+
+        return all(np.array_equal(rows(a, start), rows(b, start)) for start in range(0, count, _COMPARED))
 
 
 def _check_not_quantised(stored: Mapping[str, Stored]) -> None:
@@ -288,10 +311,6 @@ def _mask(name: str, value: Value) -> bool:
     """Whether a tensor is a causal mask or a mask's fill value."""
     s = value.type.shape
     return MASK.search(name) is not None and (s in ((), (1,)) or (len(s) == 4 and s[0] * s[1] == 1 and s[2] == s[3]))
-
-
-def _sample(rows: int) -> Iterable[int]:
-    return sorted({i * (rows - 1) // 15 for i in range(16)})
 
 
 def _check_shape(weight: WeightInfo, value: Value) -> None:

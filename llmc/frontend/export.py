@@ -12,7 +12,7 @@ import re
 import traceback
 import types
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,14 +109,18 @@ def _what(name: str) -> str:
     return f"has no causal language model: {reason}" if reason else "has no causal language model"
 
 
-def export_model(config: Any, dtype: str, max_positions: int, max_tokens: int, max_rows: int) -> Exported:
+def export_model(
+    config: Any, dtype: str, max_positions: int, max_tokens: int, max_rows: int, untied: Iterable[str] = ()
+) -> Exported:
     """Trace `forward(input_ids [1,T], position_ids [1,T], logits_to_keep [R])` with dynamic T and R.
 
-    Raises Diagnostic E305 (the model cannot be traced) and E306 (unsupported rope type).
+    `untied` are parameters that config.json ties to others, and that are parameters of their own nevertheless. Raises
+    Diagnostic E305 (the model cannot be traced) and E306 (unsupported rope type).
     """
     attention_interface.register()
     with quiet(), legacy_attention.llmc_attention(config.model_type):
         model = _build(config, dtype)
+        _untie(model, untied)
         attention_interface.read_gates(model)
         computed = rope_interface.patch(model, max_positions)
         program = _export(model, max_tokens, max_rows)
@@ -152,6 +156,14 @@ def _build(config: Any, dtype: str) -> Any:
             KNOWN_TO_WORK,
         )
     return model
+
+
+def _untie(model: Any, names: Iterable[str]) -> None:
+    """Make tied parameters, given by their names, parameters of their own."""
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        shared = model.get_parameter(name)
+        setattr(model.get_submodule(path), leaf, torch.nn.Parameter(torch.empty_like(shared)))
 
 
 def _keep_wide(model: Any, dtype: torch.dtype) -> None:

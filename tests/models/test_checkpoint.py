@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from llmc_runtime import LLM, SamplingParams
 from models.cases import LISTED, UNLISTED, Case
 from models.kit import eager_logits, ir_logits, loaded, prompts, relative_error, save
 from safetensors.numpy import load_file, save_file
 
-from llmc.frontend.checkpoint import Checkpoint
+from llmc.console import Quiet
+from llmc.driver import compile_model
+from llmc.dry_run import dry_run
+from llmc.frontend.checkpoint import Checkpoint, TiedWeightsDiffer
 from llmc.frontend.trace_model import Traced, trace
+from llmc.options import Options
 
 BY_NAME = {c.name: c for c in (*LISTED, *UNLISTED)}
 FILE = "model.safetensors"
@@ -155,3 +161,71 @@ def anonymous() -> int:
     """Bytes of anonymous memory of this process."""
     line = next(x for x in Path("/proc/self/smaps_rollup").read_text().splitlines() if x.startswith("Anonymous:"))
     return int(line.split()[1]) << 10
+
+
+def with_a_head_of_its_own(folder: Path, token: int) -> None:
+    """Store a head beside the embedding that config.json ties it to; they differ in one element of one token's row."""
+
+    def change(name: str, x: np.ndarray) -> dict[str, np.ndarray]:
+        if name != "model.embed_tokens.weight":
+            return {name: x}
+        head = x.copy()
+        head[token, 3] += 40.0
+        return {name: x, "lm_head.weight": head}
+
+    rewrite(folder, change)
+
+
+@pytest.mark.parametrize("token", [0, 1, 30, 319])
+def test_a_stored_head_beside_a_tied_embedding_is_used(token: int, tmp_path: Path) -> None:
+    """As transformers does, even if they differ in a single element."""
+    case = BY_NAME["llama"]
+    case = dataclasses.replace(case, config=case.config | {"tie_word_embeddings": True})
+    save(case, tmp_path)
+    with Checkpoint(trace(tmp_path)) as checkpoint:
+        assert "lm_head.weight" not in checkpoint.names
+    with_a_head_of_its_own(tmp_path, token)
+    with pytest.raises(TiedWeightsDiffer, match="E327") as e:
+        Checkpoint(trace(tmp_path))
+    assert e.value.names == ("lm_head.weight",)
+    traced = trace(tmp_path, untied=e.value.names)
+    tokens, positions = prompts((9,), 320)
+    with Checkpoint(traced) as checkpoint:
+        got = ir_logits(traced.module, traced, checkpoint, tokens, positions, np.arange(9))
+    want = eager_logits(loaded(tmp_path, torch.float32), tokens, (9,))
+    assert relative_error(got, want) <= 1e-4
+    same = trace(tmp_path)  # tied: what was compiled if the row was not looked at
+    assert len(same.weights) == len(traced.weights) - 1
+
+
+def test_equal_heads_of_another_dtype_stay_tied(tmp_path: Path) -> None:
+    case = BY_NAME["llama"]
+    save(dataclasses.replace(case, config=case.config | {"tie_word_embeddings": True}), tmp_path, dtype=torch.bfloat16)
+
+    def change(name: str, x: np.ndarray) -> dict[str, np.ndarray]:
+        return {name: x, "lm_head.weight": x.astype(np.float32)} if "embed_tokens" in name else {name: x}
+
+    rewrite(tmp_path, change)
+    with Checkpoint(trace(tmp_path)) as checkpoint:
+        assert "lm_head.weight" not in checkpoint.names
+
+
+def test_a_compile_uses_the_stored_head_and_says_so(tmp_path: Path) -> None:
+    case = BY_NAME["llama"]
+    folder = tmp_path / "model"
+    save(dataclasses.replace(case, config=case.config | {"tie_word_embeddings": True}), folder)
+    options = Options(target="cpu:portable", max_model_len=64, max_num_seqs=2, max_num_batched_tokens=16, cache=None)
+    planned = dry_run(folder, options, None, Quiet())
+    with_a_head_of_its_own(folder, 30)
+    summary = compile_model(folder, tmp_path / "model.llmc", options)
+    assert sum("stores two different tensors; each is used" in note for note in summary.notes) == 1
+    assert len(set(summary.notes)) == len(summary.notes)
+    head = 320 * 64 * 4
+    assert dry_run(folder, options, None, Quiet())["memory"]["weights"] - planned["memory"]["weights"] >= head
+    with LLM(tmp_path / "model.llmc", say=lambda line: None) as llm:
+        (output,) = llm.generate([[1, 5, 9]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    model = loaded(folder, torch.float32)
+    tokens = [1, 5, 9]
+    for _ in range(4):
+        tokens.append(int(eager_logits(model, np.array(tokens, np.int32), (len(tokens),))[-1].argmax()))
+    assert list(output.outputs[0].token_ids) == tokens[3:]
