@@ -19,6 +19,7 @@ KNOWN = ("default", *sorted(ROPE_INIT_FUNCTIONS))
 LAYOUTS: types.MappingProxyType[str, Callable[[Tensor], Tensor]] = types.MappingProxyType(
     {"half": lambda a: a, "twice": lambda a: torch.cat((a, a), -1), "pairs": lambda a: a.repeat_interleave(2, -1)}
 )
+PROBED = 4  # positions at which a module's own tables are looked at
 COMPLEX = "complex"  # one complex table cos + i sin of half width
 
 
@@ -62,8 +63,9 @@ def patch(model: torch.nn.Module, max_positions: int) -> dict[str, Tensor]:
             prefix = f"{layer_type}_" if layer_type else ""
             freq = _frequencies(module, prefix, layer_type, str(kind), max_positions)
             computed[f"{path}.{prefix}inv_freq"] = freq
-            scaling = float(getattr(module, f"{prefix}attention_scaling"))
-            layout, dtype = _layout(module, prefix, layer_type, freq, path)
+            scaling = _scaling(module, prefix, max_positions)
+            near = _frequencies(module, prefix, layer_type, str(kind), PROBED)
+            layout, dtype = _layout(module, prefix, layer_type, near, path)
             plans[layer_type] = (f"{prefix}inv_freq", scaling, layout, dtype)
         module.forward = _forward(module, plans)
     return computed
@@ -97,16 +99,32 @@ def _frequencies(module: Any, prefix: str, layer_type: str | None, kind: str, ma
         return getattr(type(module)(module.config), f"{prefix}inv_freq")
 
 
+def _scaling(module: Any, prefix: str, max_positions: int) -> float:
+    """The factor of the tables. longrope of Phi-3.5-MoE has two, of short and of long sequences, chosen as `patch` says.
+
+    transformers' Phi-3.5-MoE takes the frequencies of short sequences for long ones, too; its publisher's code, and so
+    this one, takes those of long ones.
+    """
+    rope = getattr(module.config, "rope_parameters", None) or {}
+    if not {"short_mscale", "long_mscale"} <= rope.keys():
+        return float(getattr(module, f"{prefix}attention_scaling"))
+    long = max_positions > rope["original_max_position_embeddings"]
+    return float(rope["long_mscale" if long else "short_mscale"])
+
+
 def _layout(
     module: torch.nn.Module, prefix: str, layer_type: str | None, freq: Tensor, path: str
 ) -> tuple[str, torch.dtype | None]:
-    """Run the module's forward on a few positions to find its layout, and the dtype of its tables (None: that of x)."""
+    """Run the module's forward on a few positions to find its layout, and the dtype of its tables (None: that of x).
+
+    `freq` are the frequencies of so few positions.
+    """
     try:
         tables, low = _probe(module, prefix, layer_type, freq)
     except (TypeError, ValueError, IndexError, RuntimeError):  # it needs more than positions of one axis
         tables = low = None
-    angles = torch.arange(4)[None, :, None].float() * freq
-    scaling = float(getattr(module, f"{prefix}attention_scaling"))
+    angles = torch.arange(PROBED)[None, :, None].float() * freq
+    scaling = _scaling(module, prefix, PROBED)
     if isinstance(tables, Tensor) and tables.is_complex() and tables.shape == angles.shape:
         if torch.allclose(tables, torch.complex(angles.cos(), angles.sin()) * scaling):
             return COMPLEX, None
@@ -123,13 +141,13 @@ def _layout(
 
 
 def _probe(module: torch.nn.Module, prefix: str, layer_type: str | None, freq: Tensor) -> tuple[Any, Any]:
-    """Return the tables of the module's own forward for positions 0 .. 3, called with float32 and with bfloat16."""
+    """Return the tables of the module's own forward for the first positions, in float32 and in bfloat16."""
     probe = copy.copy(module)
     probe._buffers = dict(module._buffers)
     for name in (f"{prefix}inv_freq", f"{prefix}original_inv_freq"):
         if name in probe._buffers:
             probe._buffers[name] = freq
-    positions = torch.arange(4)[None]
+    positions = torch.arange(PROBED)[None]
     args = (layer_type,) if layer_type else ()
     with torch.no_grad(), torch.device("cpu"):
         low = type(module).forward(probe, torch.zeros(1, dtype=torch.bfloat16), positions, *args)

@@ -46,6 +46,15 @@ LONG = rope(
     short_factor=[1.0 + 0.1 * i for i in range(8)],
     long_factor=[2.0 + 0.5 * i for i in range(8)],
 )
+# As Phi-3.5-MoE is published: two factors of the tables, which differ from the one that longrope computes.
+MSCALES = rope(
+    "longrope",
+    original_max_position_embeddings=64,
+    short_factor=[1.0 + 0.1 * i for i in range(8)],
+    long_factor=[2.0 + 0.5 * i for i in range(8)],
+    short_mscale=1.24,
+    long_mscale=1.3,
+)
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
@@ -276,6 +285,7 @@ ROPES = (
     Case("rope-yarn", "llama", SMALL | rope("yarn", factor=8.0, original_max_position_embeddings=32), (77,)),
     Case("rope-longrope-short", "llama", SMALL | LONG, (37,), {"max_positions": 64}),
     Case("rope-longrope-long", "llama", SMALL | LONG, (77,), {"max_positions": 256}),
+    Case("rope-phimoe", "phimoe", SMALL | {"num_local_experts": 4} | MSCALES, (37,), {"max_positions": 64}),
 )
 
 

@@ -83,3 +83,18 @@ def test_the_text_of_a_model_parses_back(name: str, tmp_path: Path) -> None:
     save(case, tmp_path)
     shown = text.show(trace(tmp_path).module)
     assert text.show(text.parse(shown, OPS)) == shown
+
+
+def test_phi_moe_has_factors_of_its_own(tmp_path: Path) -> None:
+    """Beyond its original length, the frequencies and the factor of long sequences are used, as its publisher does."""
+    case = next(c for c in ROPES if c.name == "rope-phimoe")
+    save(case, tmp_path)
+    rope = case.config["rope_parameters"]
+    for longest, kind in ((64, "short"), (65, "long")):
+        traced = trace(tmp_path, max_positions=longest)
+        (tables,) = [n for n in traced.module.graphs["main"].nodes if n.op.name == "rope_tables"]
+        assert tables.attrs["scaling"] == rope[f"{kind}_mscale"]
+        (freq,) = [x for name, x in traced.buffers.items() if name.endswith("inv_freq")]
+        width = 2 * len(rope["short_factor"])
+        plain = rope["rope_theta"] ** (-np.arange(0, width, 2) / width)
+        np.testing.assert_allclose(freq, plain / rope[f"{kind}_factor"], rtol=1e-6)
