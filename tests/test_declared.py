@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from llmc_runtime.engine_options import EngineArgs, EngineOptions
 from llmc_runtime.format.row_abi import FLOAT_COLUMNS, INT_COLUMNS, WIDTH
+from llmc_runtime.ignored_options import IGNORED, REFUSED
 from llmc_runtime.option_type import Option, options_of
 from llmc_runtime.sched.sampling_params import PARAMETERS
-from llmc_runtime.server.ignored_flags import IGNORED, REFUSED
 from llmc_runtime.server.server_options import serve_options
 
 from llmc.codegen.backends.cpp.cpp_kernel import inline_headers

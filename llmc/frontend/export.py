@@ -91,14 +91,20 @@ def load_config(source: Source) -> Any:
     rope_interface.check_config(dict(source.config))
     try:
         with quiet():
-            return transformers.AutoConfig.from_pretrained(
+            config = transformers.AutoConfig.from_pretrained(
                 str(source.folder), local_files_only=True, trust_remote_code=False
             )
+            text = config.get_text_config()
     except Exception as e:  # transformers raises many types; each means that it rejects this config.json
         reason = " ".join(str(e).split())[:200]
         raise Diagnostic(
             "E302", f"transformers refuses {source.folder / 'config.json'}: {reason}", "correct config.json"
         ) from e
+    for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
+        if not isinstance(getattr(text, key, None), int):
+            cause = f"model_type {name!r} is not supported: its config has no {key}, as a decoder's does"
+            raise Diagnostic("E305", cause, KNOWN_TO_WORK)
+    return config
 
 
 def _what(name: str) -> str:

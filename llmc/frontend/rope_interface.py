@@ -100,7 +100,7 @@ def _frequencies(module: Any, prefix: str, layer_type: str | None, kind: str, ma
 
 
 def _scaling(module: Any, prefix: str, max_positions: int) -> float:
-    """The factor of the tables. longrope of Phi-3.5-MoE has two, of short and of long sequences, chosen as `patch` says.
+    """The factor of the tables. longrope of Phi-3.5-MoE has two, of short and long sequences, chosen as `patch` says.
 
     transformers' Phi-3.5-MoE takes the frequencies of short sequences for long ones, too; its publisher's code, and so
     this one, takes those of long ones.

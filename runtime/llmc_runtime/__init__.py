@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from llmc_runtime.engine_options import EngineArgs
     from llmc_runtime.format.errors import LlmcError
     from llmc_runtime.outputs import CompletionOutput, Logprob, Piece, RequestOutput
+    from llmc_runtime.prompts import TextPrompt, TokensPrompt
     from llmc_runtime.sched.sampling_params import SamplingParams
     from llmc_runtime.sched.structured_outputs import StructuredOutputsParams
 
@@ -31,6 +32,8 @@ _MODULES = MappingProxyType(
         "EngineArgs": "llmc_runtime.engine_options",
         "SamplingParams": "llmc_runtime.sched.sampling_params",
         "StructuredOutputsParams": "llmc_runtime.sched.structured_outputs",
+        "TextPrompt": "llmc_runtime.prompts",
+        "TokensPrompt": "llmc_runtime.prompts",
         "RequestOutput": "llmc_runtime.outputs",
         "CompletionOutput": "llmc_runtime.outputs",
         "Logprob": "llmc_runtime.outputs",
@@ -41,7 +44,7 @@ _MODULES = MappingProxyType(
 
 __all__ = [
     "LLM", "AsyncLLM", "CompletionOutput", "EngineArgs", "LlmcError", "Logprob", "Piece", "RequestOutput",
-    "SamplingParams", "StructuredOutputsParams",
+    "SamplingParams", "StructuredOutputsParams", "TextPrompt", "TokensPrompt",
 ]  # fmt: skip
 
 

@@ -104,9 +104,9 @@ def _print(text: str) -> int:
 
 
 def _serve(argv: Sequence[str], prog: str) -> int:
+    from llmc_runtime.ignored_options import check_ignored
     from llmc_runtime.server.config import options_of as serve_options_of
     from llmc_runtime.server.config import read
-    from llmc_runtime.server.ignored_flags import check_ignored
 
     settings = read(argv, prog)
     args = settings.args

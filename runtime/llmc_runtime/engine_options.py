@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Self
 from urllib.parse import quote_from_bytes, unquote_to_bytes
 
 from llmc_runtime.defaults import parse_override
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.manifest import Manifest
+from llmc_runtime.ignored_options import check_keywords
 from llmc_runtime.option_type import count, option, options_of, parse_bytes, positive
 
 MAX_THREADS = 1024
+_DTYPES: Mapping[str, str] = MappingProxyType({"float32": "f32", "bfloat16": "bf16"})  # "auto" is any
 _SERVE, _RUN, _BOTH = ("serve",), ("run",), ("serve", "run")
 _COMPILE = ("serve", "compile")
 
@@ -96,9 +100,13 @@ class EngineOptions:
         None, 'sampling defaults that replace these, such as {"temperature": 0.7}', commands=_BOTH, read=parse_override,
         metavar="JSON", group="chats and sampling",
     )  # fmt: skip
-    target: str = option("cpu:native", "target of the compilation of a folder (cpu:native)", commands=_COMPILE)
+    target: str | None = option(
+        None, "target of the compilation of a folder (cpu:native), or the one that an artifact must be for",
+        commands=_COMPILE,
+    )  # fmt: skip
     dtype: str = option(
-        "auto", "dtype of weights and activations in the compilation of a folder (auto)", commands=_COMPILE,
+        "auto", "dtype of weights and activations in the compilation of a folder (auto: the checkpoint's), or the one "
+        "that an artifact must have", commands=_COMPILE,
         choices=("auto", "float32", "bfloat16"),
     )  # fmt: skip
     cache_dir: str | Path | None = option(
@@ -127,12 +135,36 @@ class EngineOptions:
             if one.check is not None:
                 object.__setattr__(self, one.name, one.check(one.name, getattr(self, one.name)))
 
+    @classmethod
+    def of_keywords(cls, model: str | Path, values: Mapping[str, Any], say: Callable[[str], None]) -> Self:
+        """Return the options of a call such as LLM(model, **values).
+
+        Keywords of vLLM that have no meaning here are reported by `say`. Raises LlmcError E648 for those that would
+        change responses and for unknown ones, E201 and E204 for values that are not allowed.
+        """
+        own = options_of(cls)
+        for message in check_keywords({k: v for k, v in values.items() if k not in own}, own):
+            say(message)
+        return cls(model, **{k: v for k, v in values.items() if k in own})
+
+    def check_artifact(self, manifest: Manifest) -> None:
+        """Raise LlmcError E204 if the model is this artifact, and was compiled for another target or dtype."""
+        target, dtype = manifest.target.name, manifest.kv.dtype
+        if self.target is not None and self.target.partition("+")[0] != target.partition("+")[0]:
+            cause = f"{self.model} was compiled for {target}, not for target={self.target!r}"
+            raise LlmcError("E204", cause, "leave target out, or compile the model for that target")
+        wanted = _DTYPES.get(self.dtype, dtype)
+        if dtype in _DTYPES.values() and wanted != dtype:
+            cause = f"{self.model} computes in {dtype}, not in dtype={self.dtype!r}"
+            raise LlmcError("E204", cause, "leave dtype out, or compile the model with that dtype")
+
     @property
     def compile_options(self) -> dict[str, str]:
         """The options of `llmc compile`, for a `model` that is a Hugging Face folder."""
         names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
         sizes = {name.replace("_", "-"): getattr(self, name) for name in names}
-        return {"target": self.target, "dtype": self.dtype} | {k: str(v) for k, v in sizes.items() if v is not None}
+        own = {"target": self.target or "cpu:native", "dtype": self.dtype}
+        return own | {k: str(v) for k, v in sizes.items() if v is not None}
 
     def message(self) -> dict[str, Any]:
         """Return the options that the engine process needs and that are not the default. Paths are percent-encoded."""

@@ -7,8 +7,9 @@ values in each bucket, the last one above all bounds.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
 Stat = float | dict[str, int] | list[float]
 
@@ -16,6 +17,26 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 COMPILE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 GAUGES = frozenset({"num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason",
                     "kv_cache_usage_perc", "num_requests_open"})  # fmt: skip
+
+
+class Metric(NamedTuple):
+    """A counter or a gauge under vLLM's name. A histogram is two of them, NAME_sum and NAME_count."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+def as_metrics(stats: Mapping[str, Stat]) -> Iterator[Metric]:
+    """Yield statistics as metrics with the prefix of vLLM's names; numbers by reason have the label `reason`."""
+    for name, value in stats.items():
+        if isinstance(value, dict):
+            yield from (Metric(f"vllm:{name}", {"reason": reason}, float(n)) for reason, n in value.items())
+        elif isinstance(value, list):
+            yield Metric(f"vllm:{name}_sum", {}, float(value[0]))
+            yield Metric(f"vllm:{name}_count", {}, float(sum(value[1:])))
+        else:
+            yield Metric(f"vllm:{name}", {}, float(value))
 
 
 class Histogram:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.sampling_params import SamplingParams
@@ -16,6 +16,19 @@ from llmc_runtime.text.tokenizer import Tokenizer
 
 TOKENIZE = "pass token ids, or put a tokenizer.json into the model folder and compile again"
 _FORMS = 'pass a string, a list of token ids, {"prompt": TEXT} or {"prompt_token_ids": IDS}, or a list of these'
+
+
+class TextPrompt(TypedDict):
+    """A prompt of text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt of token ids, and the text that they stand for, if it is known."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
 
 
 @dataclass(frozen=True)
@@ -124,3 +137,10 @@ def numbered(error: LlmcError, index: int, count: int) -> LlmcError:
     if count == 1:
         return error
     return LlmcError(error.code, f"prompt {index} of {count}: {error.cause}", error.remedy)
+
+
+def refuse_adapter(lora_request: Any) -> None:
+    """Raise LlmcError E648 unless `lora_request` is None."""
+    if lora_request is not None:
+        cause = "lora_request: adapters are not supported"
+        raise LlmcError("E648", cause, "merge the adapter into the weights, and compile")

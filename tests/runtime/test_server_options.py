@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from llmc_runtime.cli import main_serve
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.ignored_options import IGNORED, REFUSED, check_ignored
 from llmc_runtime.server.config import options_of, read
-from llmc_runtime.server.ignored_flags import IGNORED, REFUSED, check_ignored
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "vllm.md"
 

@@ -26,7 +26,7 @@ from llmc_runtime.engine_options import EngineArgs, quoted
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.outputs import RequestOutput
-from llmc_runtime.prompts import Prompt, as_params, as_prompt
+from llmc_runtime.prompts import Prompt, as_params, as_prompt, refuse_adapter
 from llmc_runtime.sched.parameter_type import refused
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.text.tokenizer import Tokenizer
@@ -64,13 +64,20 @@ class AsyncLLM(ModelAPI):
 
     def __init__(self, model: str | Path, *, say: Callable[[str], None] | None = None, **options: Any) -> None:
         super().__init__(None, {})
-        self.args = EngineArgs(model, **options)
         self._say = partial(_say_safely, say or to_stderr)
+        self.args = EngineArgs.of_keywords(model, options, self._say)
         self._front: Front | None = None
         self._supervisor: Supervisor | None = None
         self._started = self._stopped = False
         self._waiting_for_bad_words = 0
         self._recent_bad_words: tuple[Any, asyncio.Task[list[list[int]]]] | None = None
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, *, say: Callable[[str], None] | None = None) -> AsyncLLM:
+        """Return AsyncLLM(engine_args.model, ...) with these options."""
+        self = cls(engine_args.model, say=say)
+        self.args = engine_args
+        return self
 
     @classmethod
     def over(cls, front: Front, *, say: Callable[[str], None] | None = None, **options: Any) -> AsyncLLM:
@@ -113,6 +120,7 @@ class AsyncLLM(ModelAPI):
         prompt: Any,
         sampling_params: SamplingParams | None,
         request_id: str,
+        lora_request: None = None,
         *,
         priority: int = 0,
         cache_salt: str = "",
@@ -124,6 +132,7 @@ class AsyncLLM(ModelAPI):
         """Continue one prompt (see LLM.generate). Leaving the iterator, or cancelling its task, aborts the request.
 
         sampling_params:  None for the model's defaults
+        lora_request:     None: adapters are not supported
         priority:         smaller runs first under the scheduling policy "priority"
         cache_salt:       prefixes are shared among requests with the same salt only
         tenant:           tenants get equal service when capacity is short
@@ -134,6 +143,7 @@ class AsyncLLM(ModelAPI):
 
         Raises LlmcError E6xx if the request is refused, E660 to E664 if the engine process is not available.
         """
+        refuse_adapter(lora_request)
         if output_kind not in OUTPUT_KINDS:
             raise refused("output_kind", output_kind, f"one of {', '.join(OUTPUT_KINDS)}")
         if timeout is not None and not (isinstance(timeout, int | float) and 0 <= timeout <= _MAX_TIMEOUT):
@@ -327,6 +337,7 @@ def _read(args: EngineArgs, say: Callable[[str], None]) -> Front:
     path = _artifact(args, say)
     folder = Folder(path)
     manifest = folder.manifest()
+    args.check_artifact(manifest)
     for error in folder.check_small(manifest.files):
         raise error
     tokenizer, eos = open_tokenizer(path / "tokenizer", manifest)

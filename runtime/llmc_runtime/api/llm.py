@@ -26,8 +26,9 @@ from llmc_runtime.fair_lock import FairLock
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import NAME as MANIFEST
 from llmc_runtime.grammar import GrammarGuide, Grammars, Opening
+from llmc_runtime.metrics import Metric, as_metrics
 from llmc_runtime.outputs import RequestOutput, RequestState
-from llmc_runtime.prompts import Prompt, as_params, as_priorities, as_prompt, as_prompts, numbered
+from llmc_runtime.prompts import Prompt, as_params, as_priorities, as_prompt, as_prompts, numbered, refuse_adapter
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.text.chat_template import ChatTemplate, choose_template
@@ -52,9 +53,10 @@ class LLM(ModelAPI):
         from llmc_runtime.engine.loader import open_engine, open_model
 
         self._say = say or to_stderr
-        args = EngineOptions(model, **options)
+        args = EngineOptions.of_keywords(model, options, self._say)
         path = resolve(model, args.compile_options, Path(args.cache_dir) if args.cache_dir else None, self._say)
         artifact = open_model(path, args)
+        args.check_artifact(artifact.manifest)
         generation = generation_of(
             artifact.manifest.generation, args.generation_config, args.override_generation_config
         )
@@ -123,6 +125,7 @@ class LLM(ModelAPI):
         prompts: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: None = None,
         *,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
@@ -131,10 +134,12 @@ class LLM(ModelAPI):
         prompts:          a text, a list of token ids, {"prompt": TEXT}, {"prompt_token_ids": IDS}, or a list of these
         sampling_params:  for all prompts, or one for each. Default: the model's, with 16 tokens unless it says more
         use_tqdm:         show a progress bar on stderr
+        lora_request:     None: adapters are not supported
         priority:         of each prompt; smaller runs first under the scheduling policy "priority"
 
         Raises LlmcError E6xx if a prompt or its parameters are refused; then none of them runs.
         """
+        refuse_adapter(lora_request)
         ready = as_prompts(prompts, self.tokenizer)
         params = self._params(sampling_params, ready, 16)
         return self._run(ready, params, use_tqdm, as_priorities(priority, len(ready)))
@@ -144,6 +149,7 @@ class LLM(ModelAPI):
         messages: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: None = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, a list of {"role": ..., "content": ...}, or a list of conversations.
@@ -152,6 +158,7 @@ class LLM(ModelAPI):
         chat_template (a name or a text) and the model's own. Without sampling_params an answer may fill the context.
         Raises LlmcError as `generate`, and E630 to E634 from the template.
         """
+        refuse_adapter(lora_request)
         several = isinstance(messages, list | tuple) and bool(messages) and isinstance(messages[0], list | tuple)
         chats = list(messages) if several else [messages]
         ready = []
@@ -191,6 +198,26 @@ class LLM(ModelAPI):
         """Return the engine's counters and gauges by name, such as num_steps and kv_cache_usage_perc."""
         with self._lock:
             return {**self.engine.counters.as_dict(), **self.engine.stats()}
+
+    def get_metrics(self) -> list[Metric]:
+        """Return `stats` as metrics with vLLM's names, such as vllm:num_requests_running."""
+        return list(as_metrics(self.stats()))
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache. Returns False, and does nothing, while a page is in use."""
+        with self._lock:
+            return self.engine.scheduler.reset_prefix_cache()
+
+    def encode(self, *args: Any, **kwargs: Any) -> None:
+        """Raise LlmcError E648: models here generate text. So do embed, classify, reward and score."""
+        cause = "encode, embed, classify, reward and score are not supported: models here generate text"
+        raise LlmcError("E648", cause, "use generate or chat; log-probabilities are in SamplingParams(logprobs=N)")
+
+    embed = classify = reward = score = encode
+
+    def beam_search(self, *args: Any, **kwargs: Any) -> None:
+        """Raise LlmcError E648: beam search is not supported."""
+        raise LlmcError("E648", "beam search is not supported", "use generate with SamplingParams(n=N, temperature=1)")
 
     def close(self) -> None:
         """Free memory, threads and processes. Open streams end with the finish reason "abort"."""

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
     common.counts(args, "num_iters", "input_len")
     engine = common.options(args, err)
     say, cache = engine.pop("say"), engine.pop("cache_dir")
-    model = resolve(args.model, {"target": args.target, "dtype": "auto"}, cache, say)
+    model = resolve(args.model, {"target": args.target or "cpu:native", "dtype": "auto"}, cache, say)
     llm_args = {**engine, "model": str(Path(model).resolve()), "input_len": args.input_len}
     runs = []
     for number in range(args.num_iters + 1):

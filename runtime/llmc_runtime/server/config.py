@@ -13,10 +13,10 @@ from typing import Any
 from llmc_runtime.compile_cache import default_root
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.ignored_options import by_flag
 from llmc_runtime.option_type import Option, of_command
 from llmc_runtime.option_type import options_of as declared
 from llmc_runtime.server.http.tls import Tls
-from llmc_runtime.server.ignored_flags import by_flag
 from llmc_runtime.server.server_options import Options, serve_options, serve_parser
 
 _MAX_FILE = 1 << 20  # characters

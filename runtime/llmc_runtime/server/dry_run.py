@@ -11,6 +11,7 @@ from llmc_runtime.artifact import Artifact, open_artifact
 from llmc_runtime.collect_env import gpus
 from llmc_runtime.compile_cache import is_id
 from llmc_runtime.engine.loader import limit_of
+from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.exec.buffer_layout import need_of
 from llmc_runtime.exec.capacity import human, plan_kv
 from llmc_runtime.format.errors import LlmcError
@@ -35,6 +36,8 @@ def report_of(options: Options) -> dict[str, Any]:
         report |= {"compiled": False, "fits": None, "why": why}
     else:
         artifact = open_artifact(resolve(options.model, {}, None, lambda line: None), verify=False)
+        named = {name: options.engine[name] for name in ("target", "dtype") if name in options.engine}
+        EngineOptions(options.model, **named).check_artifact(artifact.manifest)
         report |= {"compiled": True, **_artifact(artifact, options)}
     if options.tls is not None:
         options.tls.context()

@@ -1,128 +1,11 @@
-"""vLLM's flags that have no meaning here: ignored with a message, or refused if they would change responses."""
+"""vLLM's flags that have no meaning here, as flags of llmc-serve: see `llmc_runtime.ignored_options`."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from llmc_runtime.format.errors import LlmcError
-
-
-@dataclass(frozen=True)
-class IgnoredFlags:
-    """Flags of another engine, separated by spaces in `names`, and the `reason` that is reported.
-
-    `values` is "" for switches, "1" for flags with one value, else argparse's nargs. The flags are ignored with one of
-    the values in `harmless` (None: any), else refused.
-    """
-
-    names: str
-    reason: str
-    values: str = "1"
-    harmless: tuple[str, ...] | None = None
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """The flags."""
-        return tuple(self.names.split())
-
-
-def _switch(names: str, reason: str) -> IgnoredFlags:
-    return IgnoredFlags(names, reason, "")
-
-
-def _refused(names: str, reason: str, *harmless: str, values: str = "1") -> IgnoredFlags:
-    return IgnoredFlags(names, reason, values, harmless)
-
-
-_AHEAD = "programs and device graphs are fixed at compile time"
-_CHUNKS = "prompts are always processed in chunks"
-_KERNELS = "kernels and page size are fixed in the artifact"
-_ONE_DEVICE = "an artifact runs on one device; start a server per device, behind a load balancer"
-_COMPILED = "fixed at compile time: compile another artifact"
-_FILES = "the artifact has its own, from the model's folder: change it there, and compile again"
-_ADAPTERS = "adapters are not supported: merge them into the weights, and compile"
-_NO_CODE = "the server runs no code from outside"
-_BACKENDS = ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")
-_GRAMMARS = "llguidance compiles all grammars; set options of a grammar in the request's structured_outputs"
-
-IGNORED = (
-    _switch("--enable-chunked-prefill --no-enable-chunked-prefill", _CHUNKS),
-    _switch("--async-scheduling --no-async-scheduling", "the next step is always planned while a step runs"),
-    _switch("--disable-hybrid-kv-cache-manager --no-disable-hybrid-kv-cache-manager", "all pages are of one kind"),
-    _switch("--enforce-eager", _AHEAD),
-    IgnoredFlags("--cuda-graph-sizes --cudagraph-capture-sizes", _AHEAD, "+"),
-    IgnoredFlags("--max-cudagraph-capture-size --max-seq-len-to-capture --compilation-config -O -cc", _AHEAD),
-    IgnoredFlags("--attention-backend --block-size", _KERNELS),
-    IgnoredFlags(
-        "--gpu-memory-utilization --num-gpu-blocks-override", "--kv-cache-memory-bytes sets the size of the KV cache"
-    ),
-    IgnoredFlags("--swap-space --cpu-offload-gb", "nothing is moved between device and host"),
-    IgnoredFlags("--max-parallel-loading-workers", "--threads sets the number of threads that load weights"),
-    IgnoredFlags("--distributed-executor-backend", "the engine is one process"),
-    _switch("--disable-frontend-multiprocessing", "the engine always runs in its own process"),
-    IgnoredFlags("--speculative-config", "speculative decoding is not supported; responses are the same without it"),
-    IgnoredFlags("--limit-mm-per-prompt --mm-processor-kwargs", "prompts are text"),
-    IgnoredFlags("--max-loras --max-lora-rank --max-cpu-loras", "adapters are not supported"),
-    IgnoredFlags("--download-dir --code-revision", "nothing is downloaded while serving"),
-    _switch("--disable-log-requests", "texts are logged only with --enable-log-requests"),
-    _switch("--enable-auto-tool-choice --exclude-tools-when-tool-choice-none", "always on"),
-    _switch("--enable-reasoning", "reasoning is always separated if the model marks it"),
-    _switch("--disable-log-stats", "statistics are at /metrics"),
-    IgnoredFlags("--max-log-len --uvicorn-log-level", "--log-level sets what is logged"),
-    IgnoredFlags("--log-config-file", "--log-level and --log-format configure the log"),
-    _switch("--enable-log-outputs", "texts of responses are never logged"),
-    IgnoredFlags("--otlp-traces-endpoint --collect-detailed-traces", "/admin/trace records the engine's loop"),
-    IgnoredFlags("--stream-interval", "tokens are sent as they arrive, in larger chunks to slow clients"),
-    IgnoredFlags("--long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills", _CHUNKS),
-    _switch("--disable-cascade-attn", _KERNELS),
-    IgnoredFlags("--prefix-caching-hash-algo", "prefixes are identified by SHA-256 and compared token by token"),
-    _switch("--enable-expert-parallel", "an artifact runs on one device"),
-    IgnoredFlags("--config-format", "the artifact has its own format"),
-    _switch("--enable-tokenizer-info-endpoint", "/tokenizer_info is always there"),
-    _switch("--enable-sleep-mode", "sleep mode is not supported; a start takes seconds"),
-    _switch("--enable-request-id-headers", "responses always have X-Request-Id"),
-    _switch("--enable-prompt-tokens-details", "usage always has prompt_tokens_details"),
-    _switch("--enable-server-load-tracking --disable-fastapi-docs", "the server has nothing like it"),
-    IgnoredFlags("--h11-max-incomplete-event-size --h11-max-header-count", "the limits on headers are fixed"),
-)
-REFUSED = (
-    _refused("--tensor-parallel-size -tp --pipeline-parallel-size -pp", _ONE_DEVICE, "1"),
-    _refused("--data-parallel-size -dp --api-server-count -asc", _ONE_DEVICE, "1"),
-    _refused("--quantization -q", _COMPILED, "none", "None"),
-    _refused("--kv-cache-dtype", _COMPILED, "auto"),
-    _refused("--load-format", _COMPILED, "auto", "safetensors"),
-    _refused("--rope-scaling --rope-theta --hf-overrides --hf-config-path --tokenizer --tokenizer-revision", _FILES),
-    _refused("--disable-sliding-window", _FILES, values=""),
-    _refused("--tokenizer-mode", _FILES, "auto"),
-    _refused("--revision", "name it with the model: llmc compile owner/name@REVISION -o DIR"),
-    _refused("--trust-remote-code", "code of a model is never run; leave the flag out", values=""),
-    _refused("--task --runner --convert", "models here generate text", "auto", "generate", "none"),
-    _refused("--enable-lora", _ADAPTERS, values=""),
-    _refused("--lora-modules", _ADAPTERS, values="+"),
-    _refused("--logits-processors --middleware", _NO_CODE, values="+"),
-    _refused("--tool-parser-plugin", _NO_CODE),
-    _refused("--guided-decoding-backend", _GRAMMARS, *_BACKENDS),
-    _refused("--structured-outputs-config", _GRAMMARS, *(f'{{"backend": "{name}"}}' for name in _BACKENDS)),
-    _refused("--max-logprobs", "the maximum is 20", *map(str, range(21))),
-    _refused("--chat-template-content-format", "content is text", "auto", "string"),
-    _refused("--response-role", "the role of responses is assistant", "assistant"),
-    _refused("--return-tokens-as-token-ids --enable-force-include-usage", "set it in the request", values=""),
-    _refused(
-        "--allowed-origins --allowed-methods --allowed-headers --allow-credentials",
-        "CORS headers are not supported: put a proxy in front that adds them", values="?",
-    ),
-    _refused(
-        "--api-key", "keys must not be on the command line: use --api-key-file FILE or --api-key-env NAME", values="+"
-    ),
-)  # fmt: skip
-
-
-def by_flag() -> dict[str, IgnoredFlags]:
-    """Return all of them, by flag."""
-    return {flag: row for row in (*IGNORED, *REFUSED) for flag in row.flags}
+from llmc_runtime.ignored_options import by_flag
 
 
 class _Collect(argparse.Action):
@@ -144,15 +27,3 @@ def add_ignored(parser: argparse.ArgumentParser) -> None:
             flag, action=_Collect, dest="ignored_flags", nargs=nargs.get(row.values, row.values), default=[],
             help=argparse.SUPPRESS,
         )  # fmt: skip
-
-
-def check_ignored(found: Sequence[tuple[str, list[str]]]) -> list[str]:
-    """Return a message for each of these flags with their values. Raises LlmcError E648 if one is refused."""
-    rows, messages = by_flag(), []
-    for flag, values in found:
-        row = rows[flag]
-        text = " ".join([flag, *values]) if flag != "--api-key" else flag
-        if row.harmless is not None and (not row.harmless or not set(values) <= set(row.harmless)):
-            raise LlmcError("E648", f"{text} is not supported and would change responses or access", row.reason)
-        messages.append(f"{text} is ignored: {row.reason}")
-    return messages

@@ -1,0 +1,62 @@
+"""Every model type of the installed transformers is compiled or refused by a code, never by a traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from llmc.console import Quiet
+from llmc.diagnostics import Diagnostic
+from llmc.dry_run import dry_run
+from llmc.frontend.export import quiet
+from llmc.frontend.trace_model import trace
+from llmc.options import Options
+
+CAUSAL = sorted(CONFIG_MAPPING_NAMES.keys() & MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys())
+REFUSALS = ("E302", "E303", "E305", "E306", "E310", "E311", "E312", "E430", "E435")
+SMALL = Options(target="cpu:portable", max_model_len=64, max_num_seqs=2, max_num_batched_tokens=16, cache=None)
+
+
+def planned(folder: Path, layers: int | None) -> None:
+    """Trace the model and plan its programs: all of a compile except building kernels."""
+    options = Options(**{**vars(SMALL), "layers": layers})
+    dry_run(folder, options, None, Quiet())
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_causal_type_with_its_default_config(name: str, tmp_path: Path) -> None:
+    with quiet():
+        (tmp_path / "config.json").write_text(CONFIG_MAPPING[name]().to_json_string(use_diff=False))
+    try:
+        planned(tmp_path, 1)
+    except Diagnostic as e:
+        if e.code != "E312":
+            assert e.code in REFUSALS
+            return
+        try:
+            planned(tmp_path, None)  # a model of one layer, or one that cannot be cut
+        except Diagnostic as whole:
+            assert whole.code in REFUSALS
+
+
+@pytest.mark.parametrize("name", ["gemma4_assistant", "gemma4_unified_assistant", "blt"])
+def test_types_without_plain_layers_are_refused(name: str, tmp_path: Path) -> None:
+    with quiet():
+        (tmp_path / "config.json").write_text(CONFIG_MAPPING[name]().to_json_string(use_diff=False))
+    with pytest.raises(Diagnostic, match=rf"E305.*{name}.*no num_hidden_layers"):
+        trace(tmp_path)
+
+
+def test_all_other_types_are_refused_by_name(tmp_path: Path) -> None:
+    others = sorted(CONFIG_MAPPING_NAMES.keys() - set(CAUSAL))
+    assert len(others) > 300
+    for name in others:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
+        with pytest.raises(Diagnostic, match=r"E30[35]") as e:
+            trace(tmp_path)
+        assert name in e.value.cause

@@ -1,0 +1,110 @@
+"""Programs for vLLM: its keywords and methods work, are ignored with a line, or are refused with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llmc_runtime import LLM, AsyncLLM, EngineArgs, LlmcError, SamplingParams, TextPrompt, TokensPrompt
+from llmc_runtime.engine_options import EngineOptions
+from llmc_runtime.ignored_options import IGNORED, REFUSED
+
+from tests.runtime.rig import Rig
+
+NAMES = {flag.removeprefix("--").replace("-", "_") for row in (*IGNORED, *REFUSED) for flag in row.flags}
+
+
+def read(**values: Any) -> tuple[EngineOptions, list[str]]:
+    said: list[str] = []
+    return EngineOptions.of_keywords("m", values, said.append), said
+
+
+def test_keywords_without_a_meaning_are_ignored_with_a_line() -> None:
+    args, said = read(
+        gpu_memory_utilization=0.9, tensor_parallel_size=1, trust_remote_code=False, enforce_eager=True,
+        disable_log_stats=True, quantization=None, tokenizer=None, max_num_seqs=3,
+    )  # fmt: skip
+    assert args.max_num_seqs == 3
+    assert [line.split()[0] for line in said] == [
+        "gpu_memory_utilization=0.9", "tensor_parallel_size=1", "enforce_eager=True", "disable_log_stats=True",
+    ]  # fmt: skip
+    assert all("is ignored: " in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("tensor_parallel_size", 2, "one device"),
+        ("trust_remote_code", True, "never run"),
+        ("quantization", "awq", "compile another artifact"),
+        ("tokenizer", "other/name", "its own"),
+        ("skip_tokenizer_init", True, "token ids"),
+        ("logits_processors", ["x"], "no code"),
+        ("max_logprobs", 100, "20"),
+        ("gpu_memory_utilisation", 0.9, "did you mean 'gpu_memory_utilization'?"),
+        ("max_modle_len", 9, "did you mean 'max_model_len'?"),
+        ("entirely_unknown_xyz", 1, "the options are"),
+    ],
+)
+def test_keywords_that_would_change_responses_are_refused(name: str, value: Any, words: str) -> None:
+    with pytest.raises(LlmcError, match="E648") as e:
+        read(**{name: value})
+    assert name in e.value.cause and words in e.value.remedy
+
+
+def test_every_flag_of_the_table_is_a_keyword_too() -> None:
+    for name in NAMES:
+        assert read(**{name: None})[1] == []
+    with pytest.raises(LlmcError, match="E648") as e:
+        read(api_key="secret-77")
+    assert "secret" not in str(e.value)
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_both_classes_take_them(kind: Any) -> None:
+    said: list[str] = []
+    with pytest.raises(LlmcError, match="E648"):
+        kind("m", say=said.append, tensor_parallel_size=2)
+    with pytest.raises(LlmcError, match="no option 'temperature'"):
+        kind("m", temperature=1.0)
+
+
+def test_async_llm_from_engine_args() -> None:
+    args = EngineArgs("m", max_num_seqs=3, max_restarts=7)
+    assert AsyncLLM.from_engine_args(args).args is args
+
+
+@pytest.mark.parametrize("target, dtype", [("cuda:sm_90", "auto"), (None, "bfloat16"), ("cpu:x86-64-v3", "float32")])
+def test_options_that_contradict_an_artifact_are_refused(target: str | None, dtype: str, toy: Path) -> None:
+    """The toy's is for another CPU target, and computes in float32."""
+    with pytest.raises(LlmcError, match="E204") as e:
+        LLM(toy, target=target, dtype=dtype, say=lambda line: None)
+    assert str(toy) in e.value.cause and "leave" in e.value.remedy
+    from llmc_runtime.artifact import open_artifact
+
+    manifest = open_artifact(toy).manifest
+    EngineOptions(toy, target=manifest.target.name, dtype="float32").check_artifact(manifest)
+    EngineOptions(toy).check_artifact(manifest)
+
+
+def test_methods_and_types_of_programs_for_vllm() -> None:
+    llm = LLM.over(Rig().engine)
+    params = SamplingParams(temperature=0, max_tokens=2)
+    same = params.clone()
+    assert same == params and same is not params
+    prompt = TokensPrompt(prompt_token_ids=[1, 2, 3])
+    (output,) = llm.generate(prompt, same, use_tqdm=False, lora_request=None)
+    assert len(output.outputs[0].token_ids) == 2
+    assert TextPrompt(prompt="a") == {"prompt": "a"}
+    with pytest.raises(LlmcError, match=r"E648.*adapters"):
+        llm.generate(prompt, params, lora_request=object())  # type: ignore[arg-type]
+    with pytest.raises(LlmcError, match=r"E648.*adapters"):
+        llm.chat([], params, lora_request=object())  # type: ignore[arg-type]
+    for name in ("encode", "embed", "classify", "reward", "score", "beam_search"):
+        with pytest.raises(LlmcError, match=r"E648.*not supported"):
+            getattr(llm, name)(["a"], "b", use_tqdm=False)
+    metrics = {m.name: m.value for m in llm.get_metrics()}
+    assert metrics["vllm:num_requests_running"] == 0
+    assert metrics["vllm:kv_cache_usage_perc"] == 0
+    assert llm.reset_prefix_cache() is True
