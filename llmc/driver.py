@@ -14,7 +14,6 @@ from llmc_runtime.format.errors import require_compiler
 from llmc_runtime.format.expr import parse as parse_size
 from llmc_runtime.format.manifest import Limits, Manifest, Source, State, TargetInfo
 
-from llmc import __version__
 from llmc.console import Console, Quiet, Summary
 from llmc.diagnostics import Diagnostic
 from llmc.extension import Registry, load
@@ -26,6 +25,7 @@ from llmc.options import Options
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.pass_report import Record
 from llmc.passes.pipeline import override, parse_pipeline, run_pipeline
+from llmc.provenance import compiler_text, source_of, used_extensions, versions
 from llmc.targets.target import Target
 
 DTYPES = (("float32", "f32"), ("bfloat16", "bf16"))
@@ -125,6 +125,7 @@ class Compilation:
     ):  # fmt: skip
         self.model, self.output, self.options, self.force, self.console = origin.folder, output, options, force, console
         self.origin = origin
+        self.config: Mapping[str, Any] = {}  # the model's config.json, once it is traced
         self.registry, self.target = registry, target
         self.rows, self.tokens = options.max_num_seqs or target.rows, options.max_num_batched_tokens or target.tokens
         self.summary = Summary(str(output), next=next_command(origin.folder, output, options, target))
@@ -132,6 +133,7 @@ class Compilation:
         self.ir: list[tuple[str, str]] = []
         self.reports: dict[str, Any] = {}
         self.formats: dict[str, int] = {}  # of quantised weights of the checkpoint -> how many weights
+        self.extensions: dict[str, list[str]] = {}  # that the compile has used -> what it has used of them
         self.kv_dtype = ""  # of the KV cache; empty: that of the activations
 
     def done(self, stage: str, detail: str) -> None:
@@ -241,6 +243,7 @@ class Compilation:
             )
             traced = replace(traced, facts=replace(traced.facts, max_positions=MAX_LEN))
         self.ir.append(("traced", show(traced.module)))
+        self.config = traced.source.config
         f = traced.facts
         asked = kv_dtype_of(traced.source.config) if o.kv_cache_dtype == "auto" else ""
         self.kv_dtype, note = kv_dtype(o.kv_cache_dtype, asked, self.target, self.registry)
@@ -282,6 +285,7 @@ class Compilation:
         passes = self.passes(max_len)
         run_pipeline(module, passes, ctx, observe)
         self.reports |= {"passes.json": record.data, "choices.json": ctx.choices}
+        self.extensions = used_extensions(self.registry, self.options.target, passes, module, self.config)
         self.done("passes", record.summary())
         for line in ctx.notes:
             self.note(line)
@@ -315,7 +319,7 @@ class Compilation:
 
         module, facts, target = traced.module, traced.facts, self.target
         parts = Parts(
-            compiler=f"llmc {__version__}",
+            compiler=compiler_text(self.registry, self.extensions),
             source=source_of(traced, self.origin),
             target=TargetInfo(target.name, target.arch, tuple(sorted(target.features))),
             limits=Limits(facts.max_positions, self.rows, self.tokens),
@@ -348,24 +352,7 @@ class Compilation:
         It contains no times and no paths, so that equal compiles give equal reports. toolchains: compiler -> version.
         """
         options, notes = self.options.recorded(), self.summary.notes
-        return {"options": options, "notes": notes, "versions": versions(toolchains)}
-
-
-def versions(toolchains: Mapping[str, str]) -> dict[str, str]:
-    """Return the versions that an artifact depends on: llmc, torch, transformers and the compilers."""
-    from importlib.metadata import version
-
-    return {"llmc": __version__, **{n: version(n) for n in ("torch", "transformers")}, **toolchains}
-
-
-def source_of(traced: Any, origin: Located) -> Source:
-    """Provenance for the manifest: name, commit, and hashes of the model's small files."""
-    from llmc_runtime.format.hashing import sha256
-
-    root = traced.source.folder
-    small = {p.relative_to(root).as_posix(): sha256(p.read_bytes()) for p in traced.source.tokenizer_files}
-    cut = traced.facts.layers or (0, 0)
-    return Source("hf", origin.name or root.resolve().name, origin.commit, small, *cut)
+        return {"options": options, "notes": notes, "versions": versions(toolchains, self.registry, self.extensions)}
 
 
 def random_seed(weights: str) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from types import MappingProxyType, TracebackType
 from typing import Any
 
@@ -17,7 +17,7 @@ from llmc_runtime.format.errors import LlmcError
 
 from llmc.diagnostics import Diagnostic, extension_code, extension_error
 from llmc.targets.cpu_targets import with_features
-from llmc.targets.target import Target
+from llmc.targets.target import Target, check_record
 
 GROUP = "llmc.extensions"
 BUILTIN = "llmc.builtin:EXTENSION"
@@ -137,6 +137,7 @@ class Registry:
     schemes: Contributions
     pipelines: Contributions
     extensions: tuple[Extension, ...]
+    versions: Mapping[str, str] = field(default_factory=lambda: EMPTY)  # extension -> version of its package
 
     def opset(self) -> Mapping[str, Any]:
         """Return all ops by name; raises Diagnostic E422 if an extension redefines a built-in op."""
@@ -157,6 +158,7 @@ class Registry:
             target = make()
             if not isinstance(target, Target):
                 raise TypeError(f"it returned {target!r:.80}, not a Target")
+            check_record(target, base)
         return with_features(target, features)
 
     def pipelines_for(self, target: Target) -> Mapping[str, str]:
@@ -192,7 +194,7 @@ def load(more: Iterable[Extension] = ()) -> Registry:
     points = {p.value: p for p in entry_points(group=GROUP)}
     points.pop(BUILTIN, None)
     values = [BUILTIN, *(v for v, p in sorted(points.items(), key=lambda item: item[1].name))]
-    extensions = []
+    extensions, versions = [], {}
     for value in values:
         extension = resolve(value, "extension")
         if not isinstance(extension, Extension):
@@ -200,7 +202,9 @@ def load(more: Iterable[Extension] = ()) -> Registry:
                 "E423", f"extension {value!r} is not an Extension", "make it an instance of llmc.extension.Extension"
             )
         extensions.append(extension)
-    return combine([*extensions, *more])
+        dist = points[value].dist if value in points else None
+        versions[extension.name] = dist.version if dist else ""
+    return replace(combine([*extensions, *more]), versions=MappingProxyType(versions))
 
 
 def blamed(error: Exception) -> Diagnostic | None:

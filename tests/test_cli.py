@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from models.kit import save
 
 from llmc.cli import main
 from llmc.console import Summary
-from llmc.extension import load
+from llmc.extension import Extension, combine, load
 from llmc.next_command import next_command
 from llmc.options import Options
 
@@ -269,3 +270,29 @@ def test_equal_compiles_are_equal_byte_for_byte(model: Path, compiled: Path, tmp
     out = tmp_path / "b" / "elsewhere.llmc"
     assert main(["compile", str(model), "-o", str(out), "--no-reuse", "--cache", str(tmp_path / "other")]) == 0
     assert (out / "manifest.json").read_bytes() == (compiled / "whole.llmc" / "manifest.json").read_bytes()
+
+
+def test_an_artifact_names_the_extensions_and_options_it_was_compiled_with(
+    model: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from llmc import driver
+
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples" / "pass")
+    mine = Extension("mine", passes={"norm-last": "norm_last:NormLast"})
+    registry = replace(combine([*load().extensions, mine]), versions={"mine": "1.2"})
+    monkeypatch.setattr(driver, "load", lambda: registry)
+    out = str(tmp_path / "mine.llmc")
+    pipeline = "serve, after fuse-norm: norm-last"
+    assert main(["compile", str(model), "-o", out, "--cache", str(cache), "--pipeline", pipeline]) == 0
+    compiled = json.loads((tmp_path / "mine.llmc" / "report" / "compile.json").read_text())
+    assert compiled["versions"]["extension mine"] == "1.2 (pass norm-last)"
+    assert json.loads((tmp_path / "mine.llmc" / "manifest.json").read_text())["compiler"].endswith(", mine 1.2")
+    capsys.readouterr()
+    assert main(["inspect", out]) == 0
+    text = capsys.readouterr().out
+    options = next(line for line in text.splitlines() if line.startswith("  options "))
+    assert f"pipeline {pipeline}" in options
+    assert "extension mine 1.2 (pass norm-last)" in text
+    assert main(["compile", str(model), "-o", str(tmp_path / "plain.llmc"), "--cache", str(cache)]) == 0
+    plain = (tmp_path / "plain.llmc" / "report" / "compile.json").read_text()
+    assert "extension" not in plain and "mine" not in json.loads(plain)["versions"]

@@ -11,6 +11,7 @@ from llmc_runtime.format.manifest import Manifest
 from llmc_runtime.format.program import Program
 
 from llmc.artifact.cost_report import memory
+from llmc.options import Options
 from llmc.report.accuracy import accuracy_line
 from llmc.report.formatting import size_text
 from llmc.report.launch_costs import step_sizes
@@ -143,6 +144,8 @@ def render(data: Mapping[str, Any]) -> str:
     ]
     versions = data["compile"].get("versions", {})
     lines += ["  versions  " + ", ".join(f"{k} {v}" for k, v in versions.items())] if versions else []
+    if changed := _changed_options(data["compile"].get("options", {})):
+        lines.append("  options   " + ", ".join(f"{k} {v}" for k, v in changed.items()))
     lines += [f"  note      {n}" for n in data["compile"].get("notes", ())]
     largest = data["kernels"]["largest"]
     order = "; below, the slowest of every program by predicted time" if largest else ""
@@ -155,6 +158,12 @@ def render(data: Mapping[str, Any]) -> str:
             if r["program"] == p["name"]
         ]
     return "\n".join(lines)
+
+
+def _changed_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The recorded options of a compile that are not the defaults."""
+    defaults = Options().recorded()
+    return {k: v for k, v in options.items() if v != defaults.get(k) and v not in (None, "")}
 
 
 def _program_line(p: Mapping[str, Any], predicted: Mapping[str, Any] | None) -> str:

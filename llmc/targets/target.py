@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+FAMILIES = ("cpu", "cuda", "hip")  # kinds of devices; the runtime opens the first two
 
 @dataclass(frozen=True)
 class Limits:
@@ -55,3 +56,18 @@ class Target:
     def has(self, *features: str) -> bool:
         """Whether binaries for this target may use all of the named features."""
         return self.features.issuperset(features)
+
+
+def check_record(t: Target, name: str) -> None:
+    """Raise ValueError if a record has another name than the one under which it is offered, or impossible values."""
+    if t.name != name:
+        raise ValueError(f"the record calls itself {t.name!r}; name={name!r} is the name under which it is offered")
+    if t.family not in FAMILIES or not t.name.startswith(f"{t.family}:"):
+        raise ValueError(f"family={t.family!r}: the name begins with its family, one of {', '.join(FAMILIES)}")
+    for field in ("bandwidth", "launch_us", "rows", "tokens", "page_size", "vector"):
+        if not getattr(t, field) > 0:
+            raise ValueError(f"{field}={getattr(t, field)!r} is not positive")
+    if "f32" not in t.peaks or not all(peak > 0 for peak in t.peaks.values()):
+        raise ValueError(f"peaks={dict(t.peaks)!r}: positive rates are needed, one of them of f32")
+    if not t.languages or not t.pipeline.strip():
+        raise ValueError("languages and pipeline must not be empty")

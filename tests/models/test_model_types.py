@@ -27,11 +27,20 @@ def planned(folder: Path, layers: int | None) -> None:
     dry_run(folder, options, None, Quiet())
 
 
+def write_config(name: str, folder: Path) -> None:
+    """The default config of a type; only its name if transformers has no default, as for musicgen."""
+    try:
+        with quiet():
+            text = CONFIG_MAPPING[name]().to_json_string(use_diff=False)
+    except Exception:  # transformers raises many types for a config that lacks a required part
+        text = json.dumps({"model_type": name})
+    (folder / "config.json").write_text(text)
+
+
 @pytest.mark.drawn
 @pytest.mark.parametrize("name", CAUSAL)
 def test_a_causal_type_with_its_default_config(name: str, tmp_path: Path) -> None:
-    with quiet():
-        (tmp_path / "config.json").write_text(CONFIG_MAPPING[name]().to_json_string(use_diff=False))
+    write_config(name, tmp_path)
     try:
         planned(tmp_path, 1)
     except Diagnostic as e:
@@ -46,8 +55,7 @@ def test_a_causal_type_with_its_default_config(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["gemma4_assistant", "gemma4_unified_assistant", "blt"])
 def test_types_without_plain_layers_are_refused(name: str, tmp_path: Path) -> None:
-    with quiet():
-        (tmp_path / "config.json").write_text(CONFIG_MAPPING[name]().to_json_string(use_diff=False))
+    write_config(name, tmp_path)
     with pytest.raises(Diagnostic, match=rf"E305.*{name}.*no num_hidden_layers"):
         trace(tmp_path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -156,11 +157,31 @@ def test_objects_of_another_kind_or_name_are_refused(kind: str, text: str, words
     assert words.rstrip("; ") in e.value.cause
 
 
-def test_a_target_that_is_none(tmp_path: Any) -> None:
-    registry = combine([Extension("mine", targets={"cpu:mine": THERE + "no_target"})])
+TARGETS: dict[str, Any] = {
+    "no_target": (lambda: "cpu:mine", "not a Target"),
+    "misnamed": (lambda: replace(cpu_targets.portable(), name="cpu:other"), "calls itself 'cpu:other'"),
+    "family": (lambda: replace(cpu_targets.portable(), name="tpu:v9", family="tpu"), "one of cpu, cuda, hip"),
+    "two families": (lambda: replace(cpu_targets.portable(), name="cuda:mine"), "begins with its family"),
+    "bandwidth": (lambda: replace(cpu_targets.portable(), name="cpu:mine", bandwidth=0), "bandwidth=0"),
+    "peaks": (lambda: replace(cpu_targets.portable(), name="cpu:mine", peaks={}), "one of them of f32"),
+    "pages": (lambda: replace(cpu_targets.portable(), name="cpu:mine", page_size=-1), "page_size=-1"),
+}
+
+
+@pytest.mark.parametrize("case", TARGETS)
+def test_a_target_that_cannot_be(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, words = TARGETS[case]
+    monkeypatch.setattr(sys.modules[__name__], "no_target", make)
+    name = {"family": "tpu:v9", "two families": "cuda:mine"}.get(case, "cpu:mine")
+    registry = combine([Extension("mine", targets={name: THERE + "no_target"})])
     with pytest.raises(Diagnostic, match="E427") as e:
-        registry.target("cpu:mine")
-    assert "target 'cpu:mine'" in e.value.cause and "not a Target" in e.value.cause
+        registry.target(name)
+    assert f"target {name!r}" in e.value.cause and words in e.value.cause
+
+
+def test_our_own_targets_are_valid() -> None:
+    for name in load().targets:
+        load().target(name)
 
 
 @pytest.mark.parametrize(
