@@ -15,7 +15,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
-from llmc_runtime.option_type import parse_bytes, positive
+from llmc_runtime.command_parser import CommandParser
+from llmc_runtime.engine_options import EngineOptions
+from llmc_runtime.option_type import options_of, parse_bytes, positive
 
 from llmc import __version__
 from llmc.options import Options, add_hub_options, add_options, read_hub, read_options
@@ -71,7 +73,7 @@ def _report(e: Exception, verbose: bool) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    ap = argparse.ArgumentParser(
+    ap = CommandParser(
         prog="llmc", description="Compile Hugging Face language models ahead of time, and inspect the artifacts."
     )
     ap.add_argument("--version", action="version", version=f"llmc {__version__}")
@@ -85,6 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     _ir_arguments(sub)
     _model_arguments(sub)
     _artifact_arguments(sub)
+    p = _command(sub, "help", _help, "print the help of a command")
+    p.add_argument("about", nargs="?", choices=tuple(sub.choices), metavar="COMMAND", help="command (all)")
     return ap
 
 
@@ -196,7 +200,8 @@ def _artifact_arguments(sub: Any) -> None:
     p = _command(sub, "inspect", _inspect, "print the contents of an artifact", as_json=True)
     p.add_argument("artifact")
     memory = "memory of the KV pool, for example 8GiB (all rows at full length)"
-    p.add_argument("--kv-cache-memory", metavar="BYTES", type=parse_bytes, help=memory)
+    flags = options_of(EngineOptions)["kv_cache_memory_bytes"].spellings
+    p.add_argument(*flags, dest="kv_cache_memory", metavar="BYTES", type=parse_bytes, help=memory)
     p.add_argument("--kernels", type=int, default=5, metavar="N", help="number of kernels to print per program (5)")
     p = _command(sub, "diff", _diff, "print the differences of two artifacts, or of two stages of the IR", as_json=True)
     for name in ("a", "b"):
@@ -302,6 +307,10 @@ def _run_in_runtime(name: str, argv: Sequence[str]) -> int:
     if name == "serve":
         return cli.main_serve(argv, prog="llmc serve")
     return cli.main_bench(argv) if name == "bench" else cli.main_collect_env(argv)
+
+
+def _help(args: argparse.Namespace, out: IO[str]) -> int:
+    return main([*([args.about] if args.about else []), "--help"], out)
 
 
 def _completion(args: argparse.Namespace, out: IO[str]) -> int:

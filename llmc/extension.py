@@ -14,6 +14,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.nearest import did_you_mean
 
 from llmc.diagnostics import Diagnostic, extension_code, extension_error
 from llmc.targets.cpu_targets import with_features
@@ -152,7 +153,8 @@ class Registry:
         base, *features = name.split("+")
         if base not in self.targets:
             cause = f"unknown target {base!r}; known: {', '.join(self.targets)}"
-            raise Diagnostic("E510", cause, f"choose one of them, for example --target {next(iter(self.targets))}")
+            example = f"choose one of them, for example --target {next(iter(self.targets))}"
+            raise Diagnostic("E510", cause, did_you_mean(base, self.targets, example))
         make = self.targets[base]
         with extension_code(f"target {base!r}", make):
             target = make()

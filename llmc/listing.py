@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from difflib import get_close_matches
 from typing import IO, Any
+
+from llmc_runtime.format.nearest import did_you_mean
 
 from llmc.diagnostics import Diagnostic
 from llmc.extension import load
@@ -42,9 +43,7 @@ def main_ops(args: argparse.Namespace, out: IO[str]) -> int:
     ops, names = load().opset(), args.names
     for name in names:
         if name not in ops:
-            near = get_close_matches(name, list(ops), 1)
-            hint = f"did you mean {near[0]!r}?" if near else "`llmc ops` lists all"
-            raise Diagnostic("E424", f"there is no op {name!r}", hint)
+            raise Diagnostic("E424", f"there is no op {name!r}", did_you_mean(name, ops, "`llmc ops` lists all"))
     data = [describe_op(ops[n]) for n in (names or ops)]
     if args.json:
         print(json.dumps(data, indent=2), file=out)

@@ -6,11 +6,12 @@ points use the same layout of a weight.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar
+
+from llmc_runtime.format.nearest import did_you_mean
 
 from llmc.codegen.kernel import Kernel, Schedule
 from llmc.codegen.memory import WEIGHTS
@@ -154,7 +155,8 @@ class Select(Pass):
         """Apply the pass to every launched graph; return the number of chosen nodes."""
         target = _target(ctx)
         if unknown := next((k for k in self.prefer if k not in ctx.kernels), None):
-            raise Diagnostic("E421", f"pass select: there is no kernel {unknown!r}", _near(unknown, ctx.kernels))
+            remedy = did_you_mean(unknown, ctx.kernels, "use the name of an installed kernel")
+            raise Diagnostic("E421", f"pass select: there is no kernel {unknown!r}", remedy)
         tuning = Tuning.load(Path(self.tuning)) if self.tuning else Tuning.shipped(target)
         choices = Choices()
         measured = open_ = 0
@@ -184,12 +186,6 @@ class Select(Pass):
                 if key not in cache:
                     cache[key] = candidates(n, ctx.kernels, target, env, tuning, self.prefer)
                 yield g, n, cache[key], env
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    """A remedy for an unknown kernel's name."""
-    near = get_close_matches(name, list(known), 1)
-    return f"did you mean {near[0]!r}?" if near else "use the name of an installed kernel"
 
 
 def _target(ctx: Ctx) -> Target:

@@ -14,6 +14,7 @@ from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder
+from llmc_runtime.format.nearest import did_you_mean
 
 from llmc.codegen.kernel import roofline_us
 from llmc.codegen.scratch_dir import scratch
@@ -97,7 +98,8 @@ def tune(
     """
     known = registry or load()
     if unknown := next((k for k in settings.kernels if k not in known.kernels), None):
-        raise Diagnostic("E433", f"there is no kernel {unknown!r}", f"one of: {', '.join(known.kernels)}")
+        remedy = did_you_mean(unknown, known.kernels, f"one of: {', '.join(known.kernels)}")
+        raise Diagnostic("E433", f"there is no kernel {unknown!r}", remedy)
     with scratch() as folder:
         kept = settings.cache or folder
         path = source if (source / "manifest.json").is_file() else _compiled(source, folder, options, known)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
+
+from llmc_runtime.format.nearest import did_you_mean
 
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Node, Value
@@ -251,8 +252,7 @@ def check(p: Pattern, ops: Mapping[str, OpDef], rule: str, partly: bool = False)
         if p.op in ops:
             _check_op(p, ops[p.op], rule)
         elif not partly:
-            near = get_close_matches(p.op, list(ops), 1)
-            remedy = f"did you mean {near[0]!r}?" if near else "`llmc ops` lists all ops"
+            remedy = did_you_mean(p.op, ops, "`llmc ops` lists all ops")
             raise Diagnostic("E424", f"{rule}: unknown op {p.op}", remedy)
     for part in p.args if isinstance(p, Op) else p.options if isinstance(p, Either) else ():
         check(part, ops, rule, partly)

@@ -13,8 +13,9 @@ import dataclasses
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
+
+from llmc_runtime.format.nearest import did_you_mean
 
 from llmc.diagnostics import Diagnostic, extension_code
 from llmc.ir.graph import Module
@@ -52,8 +53,7 @@ def parse_pipeline(
 def make(name: str, options: Mapping[str, Any], passes: Mapping[str, type[Pass]]) -> Pass:
     """Create a pass with options, whose names may contain dashes; raises Diagnostic E420 or E421."""
     if name not in passes:
-        near = get_close_matches(name, list(passes), 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known passes: {', '.join(sorted(passes))}"
+        hint = did_you_mean(name, passes, f"known passes: {', '.join(sorted(passes))}")
         raise Diagnostic("E420", f"there is no pass {name!r}", hint)
     kind = passes[name]
     types = {f.name: f for f in dataclasses.fields(kind)}

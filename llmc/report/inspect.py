@@ -161,9 +161,10 @@ def render(data: Mapping[str, Any]) -> str:
 
 
 def _changed_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The recorded options of a compile that are not the defaults."""
+    """The recorded options of a compile that are not the defaults, without the limits, which have a line."""
     defaults = Options().recorded()
-    return {k: v for k, v in options.items() if v != defaults.get(k) and v not in (None, "")}
+    other = {k: v for k, v in options.items() if not k.startswith("max_") and v not in (None, "")}
+    return {k: v for k, v in other.items() if v != defaults.get(k)}
 
 
 def _program_line(p: Mapping[str, Any], predicted: Mapping[str, Any] | None) -> str:

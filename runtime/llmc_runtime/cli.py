@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmc_runtime import __version__
+from llmc_runtime.command_parser import CommandParser
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.format.errors import LlmcError, as_llmc_error
 from llmc_runtime.option_type import of_command, options_of
@@ -132,7 +133,7 @@ def _serve(argv: Sequence[str], prog: str) -> int:
 def collect_env_parser() -> argparse.ArgumentParser:
     """The parser of `llmc collect-env`."""
     description = "Print information about this machine and installation for a bug report, without secrets and paths."
-    result = argparse.ArgumentParser(prog="llmc collect-env", description=description)
+    result = CommandParser(prog="llmc collect-env", description=description)
     result.add_argument("--json", action="store_true", help="print JSON")
     return result
 
@@ -167,7 +168,7 @@ def parser(prog: str, compiles: bool) -> argparse.ArgumentParser:
     model = "an artifact"
     if compiles:
         model += ", or a Hugging Face folder or id owner/name (compiled on first use)"
-    result = argparse.ArgumentParser(
+    result = CommandParser(
         prog=prog,
         description=f"Generate text from {model}. Only the text goes to stdout. Without --prompt, standard input "
         "is the prompt; in a terminal, an interactive chat starts.",

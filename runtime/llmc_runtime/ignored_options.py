@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.nearest import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,7 @@ def check_keywords(values: Mapping[str, Any], known: Collection[str]) -> list[st
     messages = []
     for name, value in values.items():
         if name not in rows:
-            near = get_close_matches(name, [*known, *rows], 1)
-            remedy = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(sorted(known))}"
+            remedy = did_you_mean(name, [*known, *rows], f"the options are {', '.join(sorted(known))}")
             raise LlmcError("E648", f"there is no option {name!r}", remedy)
         row = rows[name]
         if value is None or value is False:

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import IO, Any
 
 from llmc_runtime.bench.table import table
+from llmc_runtime.command_parser import CommandParser
 from llmc_runtime.format.errors import LlmcError
 
 _WHAT = {
@@ -23,9 +24,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser for all kinds of measurement."""
     from llmc_runtime.bench import common, latency, offline, serve, start
 
-    ap = argparse.ArgumentParser(
-        prog="llmc bench", description="Measure performance. Reports are tables, or JSON with --json."
-    )
+    ap = CommandParser(prog="llmc bench", description="Measure performance. Reports are tables, or JSON with --json.")
     sub = ap.add_subparsers(title="what", metavar="WHAT", dest="what", required=True)
     modules = {"serve": serve, "offline": offline, "latency": latency, "start": start}
     for name, text in _WHAT:

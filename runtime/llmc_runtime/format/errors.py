@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-_ENVIRONMENT = frozenset({"E100", "E109", "E110", "E115", "E116", "E117", "E332", "E640"})
+_ENVIRONMENT = frozenset({"E100", "E109", "E110", "E115", "E116", "E117", "E332", "E501", "E503", "E504", "E640"})
 
 
 # Extra of the install -> the modules that it provides and that are imported by name.
@@ -40,7 +40,7 @@ class LlmcError(Exception):
         """Whether the machine is the cause (installed software, CPU, GPU or driver). Commands then exit with
         status 3.
         """
-        return self.code[:2] == "E5" or self.code in _ENVIRONMENT
+        return self.code in _ENVIRONMENT
 
     def __str__(self) -> str:
         head = f"LLMC-{self.code}: {self.cause}"

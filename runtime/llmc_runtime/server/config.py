@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 from llmc_runtime.compile_cache import default_root
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.nearest import nearest
 from llmc_runtime.ignored_options import by_flag
 from llmc_runtime.option_type import Option, of_command
 from llmc_runtime.option_type import options_of as declared
@@ -151,8 +151,8 @@ def _check_known(parser: argparse.ArgumentParser, known: Mapping[str, Option], a
 def _suggestion(name: str, known: Sequence[str]) -> str:
     if name == "--model":
         return "; pass the model without a flag: llmc-serve MODEL"
-    close = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {close[0]}?" if close else "; --help lists all"
+    close = nearest(name, known)
+    return f"; did you mean {' or '.join(close)}?" if close else "; --help lists all"
 
 
 def _of_file(path: Path, known: Mapping[str, Option]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc_runtime import __version__
+from llmc_runtime.command_parser import CommandParser
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.option_type import Option, of_command, options_of, parse_bytes, positive, serve_option
@@ -189,10 +190,9 @@ def serve_options() -> dict[str, Option]:
 
 def serve_parser(prog: str = "llmc-serve", exit_on_error: bool = True) -> argparse.ArgumentParser:
     """Return the parser of `llmc-serve`. Without `exit_on_error`, wrong values raise argparse.ArgumentError."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=prog,
         description="Serve a model over HTTP with OpenAI's API. Needs: pip install 'llmc-aot[serve]'",
-        allow_abbrev=False,
         exit_on_error=exit_on_error,
     )
     model = "an artifact, or a Hugging Face folder or id owner/name (compiled on first use)"

@@ -1,0 +1,52 @@
+"""The argument parser of all commands: flags are written in full, and misspelt ones are answered with the nearest."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any, NoReturn
+
+from llmc_runtime.format.nearest import nearest
+
+_FLAG = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*")
+_CHOICES = re.compile(r"invalid choice: '(?P<name>.*?)' \(choose from (?P<known>.*)\)$", re.S)
+_UNKNOWN = re.compile(r"unrecognized arguments: (?P<name>-[^\s=]*)")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """An ArgumentParser without abbreviations, whose messages suggest flags, choices and commands."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **more})
+        self.commands: Any = None  # the result of add_subparsers
+
+    def add_subparsers(self, **more: Any) -> Any:
+        """Add subparsers, which are CommandParsers."""
+        self.commands = super().add_subparsers(**more)
+        return self.commands
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, and end the process with status 2 and a message if an argument is not known."""
+        parsed, rest = self.parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the message, with a suggestion if a flag or a choice is misspelt; exit with status 2."""
+        known: list[str] = []
+        if found := _CHOICES.search(message):
+            known = re.findall(r"[^\s',()]+", found["known"])
+        elif found := _UNKNOWN.search(message):
+            known = self.flags()
+        close = nearest(found["name"], known) if found else []
+        super().error(f"{message}; did you mean {' or '.join(close)}?" if close else message)
+
+    def flags(self) -> list[str]:
+        """Return the flags in the help, and those of subcommands."""
+        inner = [flag for p in (self.commands.choices if self.commands else {}).values() for flag in _flags_of(p)]
+        return sorted({*_FLAG.findall(self.format_help()), *inner})
+
+
+def _flags_of(parser: argparse.ArgumentParser) -> list[str]:
+    return parser.flags() if isinstance(parser, CommandParser) else []

@@ -1,0 +1,69 @@
+"""All commands parse alike: no abbreviations, and the nearest name for a misspelt flag, value, command or op."""
+
+from __future__ import annotations
+
+import pytest
+from llmc_runtime.format.nearest import did_you_mean, nearest
+
+from llmc.cli import main
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("compil", "did you mean compile?"),
+        ("help compil", "did you mean compile?"),
+        ("passes --jsn", "did you mean --json?"),
+        ("compile m --targt x", "did you mean --target?"),
+        ("compile m --quant itn4", "did you mean int4?"),
+        ("run m --max-token 3", "did you mean --max-tokens?"),
+        ("run m --temp 3", "unrecognized arguments: --temp"),
+        ("inspect m --kern 3", "unrecognized arguments: --kern"),
+        ("bench latncy", "did you mean latency?"),
+        ("bench offline m --num-promts 3", "did you mean --num-prompts?"),
+        ("collect-env --jsn", "did you mean --json?"),
+        ("serve m --max-model-length 3", "did you mean --max-model-len?"),
+    ],
+)
+def test_misspelt_words_end_with_2_and_the_nearest(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        raise SystemExit(main(words.split()))
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("ops nrom", "'rms_norm'"),
+        ("ops linaer", "'linear'"),
+        ("opt nothing.llir -p fuse-nrom --target cuda:sm90", "'cuda:sm_90'"),
+    ],
+)
+def test_misspelt_names_end_with_1(words: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: object) -> None:
+    argv = [f"{tmp_path}/nothing.llir" if w == "nothing.llir" else w for w in words.split()]
+    with open(f"{tmp_path}/nothing.llir", "w") as file:
+        file.write("graph @main(%x: f32[4]) {\n  return %x\n}\n")
+    assert main(argv) == 1
+    assert f"did you mean {said}" in capsys.readouterr().err
+
+
+def test_help_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["help"], ["help", "compile"], ["help", "run"]):
+        with pytest.raises(SystemExit) as end:
+            main(argv)
+        assert end.value.code == 0
+        assert f"usage: llmc{' ' * (len(argv) > 1)}{' '.join(argv[1:])}" in capsys.readouterr().out
+
+
+def test_a_size_of_the_kv_cache_is_spelled_alike() -> None:
+    from llmc.cli import _parser
+
+    for flag in ("--kv-cache-memory", "--kv-cache-memory-bytes"):
+        assert _parser().parse_args(["inspect", "m", flag, "2GiB"]).kv_cache_memory == 2 << 30
+
+
+def test_names_that_are_like_nothing_get_the_list() -> None:
+    assert nearest("zzzzqqqq", ["compile", "run"]) == []
+    assert did_you_mean("zzzzqqqq", ["compile"], "see the list") == "see the list"
+    assert did_you_mean("compil", ["compile", "run"], "") == "did you mean 'compile'?"
