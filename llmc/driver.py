@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -54,9 +55,12 @@ def compile_model(
 
 
 def _compile(model: str | Path, output: Path, options: Options, force: bool, console: Console) -> Summary:
+    from llmc.artifact.publish import check_free
     from llmc.report.inspect import facts_of
     from llmc.reuse import Reuse
 
+    check_free(output.absolute(), force)
+    random_seed(options.weights)
     job = start(model, output, options, force, console)
     key = _key_options(job.options, job.target, job.origin, job.registry.toolchains)
     reuse = Reuse(job.options.cache if job.options.reuse else None, job.model, key)
@@ -83,6 +87,8 @@ def start(model: str | Path, output: Path, options: Options, force: bool, consol
         read_records(limited.tuning)  # report a malformed file before any work is done
     if limited.cache:
         check_cache(limited.cache)
+    text = options.pipeline or target.pipeline
+    parse_pipeline(text, registry.passes, registry.pipelines_for(target))  # report a misspelt pass, too
     at = locate_model(model, limited, registry, console)
     return Compilation(at, output, limited, registry, target, force, console)
 
@@ -134,6 +140,7 @@ class Compilation:
         self.reports: dict[str, Any] = {}
         self.formats: dict[str, int] = {}  # of quantised weights of the checkpoint -> how many weights
         self.extensions: dict[str, list[str]] = {}  # that the compile has used -> what it has used of them
+        self.shapes_known = False  # whether stored tensors have the shapes that the whole model's weights have
         self.kv_dtype = ""  # of the KV cache; empty: that of the activations
 
     def done(self, stage: str, detail: str) -> None:
@@ -152,10 +159,8 @@ class Compilation:
 
     def run(self) -> Manifest:
         """Run all stages and return the manifest of the written artifact."""
-        from llmc.artifact.publish import check_free
         from llmc.frontend.tokenizer_files import check_tokenizer, without_tokenizer
 
-        check_free(self.output.absolute(), self.force)
         check_tokenizer(self.model)
         if note := without_tokenizer(self.model):
             self.note(note)
@@ -183,7 +188,11 @@ class Compilation:
         Weights that config.json ties although the checkpoint stores different ones are used as they are stored.
         """
         from llmc.frontend.checkpoint import TiedWeightsDiffer
+        from llmc.frontend.model_folder import open_source
+        from llmc.frontend.safetensors_reader import TensorFiles
 
+        TensorFiles(self.model).close()  # raises for damaged files, before the trace
+        self.shapes_known = not (self.options.layers or open_source(self.model).config.get("quantization_config"))
         traced = self.trace()
         try:
             return traced, stack.enter_context(self.checkpoint(traced))
@@ -217,6 +226,7 @@ class Compilation:
         Raises LlmcError E640 without torch.
         """
         require_compiler()
+        from llmc.frontend.checkpoint import check_shapes
         from llmc.frontend.trace_model import trace
         from llmc.kv_cache import kv_dtype
         from llmc.quant.kv_scales import kv_dtype_of
@@ -233,6 +243,7 @@ class Compilation:
             o.layers,
             SUBSTITUTE_DTYPES.get(self.target.family, {}),
             untied,
+            partial(check_shapes, folder=self.model) if self.shapes_known else None,
         )
         if not dtype and traced.facts.dtype != traced.facts.stored_dtype:
             self.note("the checkpoint is float16, compiled as bfloat16; --dtype float32 keeps every bit")

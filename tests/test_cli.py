@@ -123,7 +123,7 @@ def test_bad_models(damage: Break, named: str, model: Path, tmp_path: Path, caps
     ("args", "code", "named"),
     [
         (["compile", "nowhere", "-o", "x.llmc"], 1, "nowhere"),
-        (["compile", "{model}", "-o", "x.llmc", "--target", "cpu:z80"], 3, "cpu:z80"),
+        (["compile", "{model}", "-o", "x.llmc", "--target", "cpu:z80"], 1, "cpu:z80"),
         (["compile", "{model}", "-o", "x.llmc", "--pipeline", "serve, after nothing: cse"], 1, "nothing"),
         (["compile", "{model}", "-o", "x.llmc", "--max-model-len", "100000000", "--no-cache"], 1, "100000000"),
         (["compile", "{model}", "-o", "{full}", "--no-cache"], 1, "is not an artifact"),
@@ -296,3 +296,45 @@ def test_an_artifact_names_the_extensions_and_options_it_was_compiled_with(
     assert main(["compile", str(model), "-o", str(tmp_path / "plain.llmc"), "--cache", str(cache)]) == 0
     plain = (tmp_path / "plain.llmc" / "report" / "compile.json").read_text()
     assert "extension" not in plain and "mine" not in json.loads(plain)["versions"]
+
+
+@pytest.mark.parametrize(
+    "words, change, code",
+    [
+        (["--pipeline", "serve, after fuse-norm: fuse-nrom"], None, "E420"),
+        (["--weights", "random:x"], None, "E127"),
+        ([], lambda folder: (folder / "model.safetensors").write_bytes(b"12345678"), "E321"),
+        ([], lambda folder: cut(folder / "model.safetensors"), "E321"),
+        ([], edit_config(intermediate_size=72), "E325"),
+        ([], edit_config(vocab_size=321), "E325"),
+    ],
+    ids=["pass", "weights", "damaged", "truncated", "width", "vocabulary"],
+)
+def test_cheap_checks_come_before_the_trace(
+    words: list[str], change: Break | None, code: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def traced(*args: object) -> None:
+        raise AssertionError("it was traced")
+
+    monkeypatch.setattr("llmc.frontend.export._export", traced)
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    if change is not None:
+        change(folder)
+    assert main(["compile", str(folder), "-o", str(tmp_path / "out"), "--no-cache", *words]) == 1
+    assert f"LLMC-{code}: " in capsys.readouterr().err
+
+
+def cut(path: Path) -> None:
+    """Truncate a file, as an interrupted download does."""
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def test_an_existing_output_is_found_before_a_model_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("llmc.driver.locate_model", lambda *args: pytest.fail("it was downloaded"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    assert main(["compile", "owner/name", "-o", str(tmp_path / "out"), "--no-cache"]) == 1
+    assert "LLMC-E122: " in capsys.readouterr().err

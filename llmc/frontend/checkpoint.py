@@ -28,6 +28,7 @@ from llmc.ir.weight_eval import Blocks, widen
 HARMLESS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
 MASK = re.compile(r"(^|\.)(attn|attention)\.((masked_)?bias|causal_mask)$")
 FLOATS = ("f64", "f32", "bf16", "f16")
+_EARLY = 5000  # tensors up to which shapes are compared before the trace
 _COMPARED = 1024  # rows that are compared at a time
 PARTS = ("codes", "scales", "zeros")  # of a quantised weight, in the order of the operands of `assemble`
 
@@ -273,6 +274,23 @@ class Checkpoint:
             return widen(stored, v.type.dtype).astype(DTYPES[dtype].np)
 
         return all(np.array_equal(rows(a, start), rows(b, start)) for start in range(0, count, _COMPARED))
+
+
+def check_shapes(model: Any, folder: Path) -> None:
+    """Raise Diagnostic E325 if a stored tensor has another shape than the model's weight, before a long trace.
+
+    Checkpoints of very many tensors are left to `Checkpoint`, which raises the same.
+    """
+    files = TensorFiles(folder)
+    files.close()
+    if len(files.tensors) > _EARLY:
+        return
+    graph, want = Graph("checkpoint"), model.state_dict()
+    values = {name: graph.input(name, _type(t), weight=True) for name, t in files.tensors.items()}
+    for name, value in resolve(model, values, Builder(graph, OPS)).items():
+        if name in want:
+            weight = WeightInfo(name, tensor(value.type.dtype, *want[name].shape), name.rpartition(".")[0])
+            _check_shape(weight, value)
 
 
 def _check_not_quantised(stored: Mapping[str, Stored]) -> None:

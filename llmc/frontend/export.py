@@ -12,7 +12,7 @@ import re
 import traceback
 import types
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,18 +115,30 @@ def _what(name: str) -> str:
     return f"has no causal language model: {reason}" if reason else "has no causal language model"
 
 
+def accept(model: Any) -> None:
+    """Accept every model."""
+
+
 def export_model(
-    config: Any, dtype: str, max_positions: int, max_tokens: int, max_rows: int, untied: Iterable[str] = ()
+    config: Any,
+    dtype: str,
+    max_positions: int,
+    max_tokens: int,
+    max_rows: int,
+    untied: Iterable[str] = (),
+    check: Callable[[Any], None] = accept,
 ) -> Exported:
     """Trace `forward(input_ids [1,T], position_ids [1,T], logits_to_keep [R])` with dynamic T and R.
 
-    `untied` are parameters that config.json ties to others, and that are parameters of their own nevertheless. Raises
-    Diagnostic E305 (the model cannot be traced) and E306 (unsupported rope type).
+    `untied` are parameters that config.json ties to others, and that are parameters of their own nevertheless. `check`
+    is called with the model on the meta device before the trace, and may raise. Raises Diagnostic E305 (the model
+    cannot be traced) and E306 (unsupported rope type).
     """
     attention_interface.register()
     with quiet(), legacy_attention.llmc_attention(config.model_type):
         model = _build(config, dtype)
         _untie(model, untied)
+        check(model)
         attention_interface.read_gates(model)
         computed = rope_interface.patch(model, max_positions)
         program = _export(model, max_tokens, max_rows)

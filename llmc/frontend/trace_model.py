@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -84,13 +84,14 @@ def trace(
     layers: int | None = None,
     instead: Mapping[str, str] = MappingProxyType({}),
     untied: Collection[str] = (),
+    check: Callable[[Any], None] | None = None,
 ) -> Traced:
     """Trace the model of a folder without reading weights. Raises Diagnostic E301-E312.
 
     dtype: "f32", "bf16" or "f16" (default: the checkpoint's, mapped through `instead`). max_positions: longest sequence
     in tokens (default: the config's limit); it selects the frequencies of a longrope model. max_tokens, max_rows: upper
     bounds of T and R. layers: trace only the first layers. untied: parameters that config.json ties to others although
-    the checkpoint stores different ones.
+    the checkpoint stores different ones. check: called with the transformers module before the trace; it may raise.
     """
     from llmc.frontend import check_token_mixing, convert, export
 
@@ -110,7 +111,7 @@ def trace(
         raise Diagnostic("E302", f"dtype {dtype!r} is not one of {', '.join(FLOATS)}", "choose one with --dtype")
     longest = _longest(source, text, max_positions)
     eos, _, _ = (_ids(source, text, f"{role}_token_id") for role in ("eos", "bos", "pad"))  # checks all three
-    exported = export.export_model(config, dtype, longest, max_tokens, max_rows, untied)
+    exported = export.export_model(config, dtype, longest, max_tokens, max_rows, untied, check or export.accept)
     converted = convert.convert(exported)
     check_token_mixing.check_tokens(converted.module.graphs["main"], type(exported.model).__name__)
     facts = Facts(

@@ -203,6 +203,19 @@ def op(signature: str, **fields: Any) -> Callable[[Callable[..., Any]], OpDef]:
         holds = {s.name: fields["holds"][s.name] for s in operands if s.name in fields.get("holds", {})}
         fields["holds"] = MappingProxyType(holds)
         doc = fields.pop("doc", None) or inspect.getdoc(fn) or ""
-        return OpDef(name, operands, results, MappingProxyType(attrs), fn, doc=doc, signature=signature, **fields)
+        made = OpDef(name, operands, results, MappingProxyType(attrs), fn, doc=doc, signature=signature, **fields)
+        _check_prices(made)
+        return made
 
     return wrap
+
+
+def _check_prices(o: OpDef) -> None:
+    """Raise ValueError if `flops` or `bytes` use a name that neither the signature nor an attribute binds."""
+    dims = [d for slot in o.operands for d in slot.dims if d != "..."]
+    sizes = {name for d in dims for name in Dim.of(d.removeprefix("*")).symbols}
+    known = {*sizes, *o.attrs, "out", *(f"bytes_{slot.name}" for slot in o.operands)}
+    for field_name, text in (("flops", o.flops), ("bytes", o.bytes or "0")):
+        if unknown := sorted(Dim.of(text).symbols - known):
+            names = ", ".join(sorted(known))
+            raise ValueError(f"op {o.name}: {field_name}={text!r} uses {unknown[0]!r}; known names: {names}")
