@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
@@ -68,6 +69,8 @@ def _compile(model: str | Path, output: Path, options: Options, force: bool, con
         reuse.restore(job.output, force)
         job.done("reuse", f"linked an identical artifact from {entry}")
         job.summary.facts |= facts_of(Manifest.load((job.output / "manifest.json").read_bytes()))
+        for text in json.loads((job.output / "report" / "compile.json").read_text())["notes"]:
+            job.note(text)
         return job.summary
     manifest = job.run()
     reuse.store(job.output)

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from llmc.frontend.tokenizer_files import TOKENIZER
 from llmc.options import Options
 from llmc.targets.target import Target
 
 
 def next_command(model: Path, output: Path, o: Options, target: Target) -> str:
-    """Return the suggested next command: pack the weights, or run the artifact ("" if no runtime supports it)."""
+    """Return the suggested next command: pack the weights, or run the artifact ("" if no runtime supports it).
+
+    `model` is the folder of the model. Without a tokenizer the command generates from token ids.
+    """
     if o.weights == "none":
         return f"next: llmc pack {output} {model}"
-    return run_command(output, target.name, target.arch)
+    return run_command(output, target.name, target.arch, (model / TOKENIZER).exists())
 
 
-def run_command(artifact: Path, target: str, arch: str) -> str:
+def run_command(artifact: Path, target: str, arch: str, tokenizer: bool = True) -> str:
     """Return the command that runs an artifact with weights, or "" if no runtime supports its target."""
     family = target.partition(":")[0]
     if family == "hip":
         return ""
     machine = f", on a machine with an {arch} GPU" if family == "cuda" else ""
-    return f"next{machine}: llmc-run {artifact} --prompt 'Hello'"
+    command = f"llmc-run {artifact} --prompt 'Hello'"
+    if not tokenizer:
+        command = f"""python -c "from llmc_runtime import LLM; print(LLM('{artifact}').generate([[1, 2, 3]]))\""""
+    return f"next{machine}: {command}"

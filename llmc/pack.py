@@ -48,6 +48,6 @@ def pack_model(artifact: Path, model: str | Path, console: Console | None = None
             artifact, graph, WithKvScales(checkpoint, graph), lambda n, of: console.part("weights", n, of, "B")
         )
     console.note(f"{artifact}: {weight_bytes(done) / 1e6:.1f} MB packed and hashed")
-    if line := run_command(artifact, done.target.name, done.target.arch):
+    if line := run_command(artifact, done.target.name, done.target.arch, bool(done.tokenizer)):
         console.note(line)
     return done

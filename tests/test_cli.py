@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -182,16 +183,20 @@ def test_serve_is_the_pipeline_of_the_target_that_is_named(tmp_path: Path) -> No
     assert main([*args, "--stop-after", "fuse-qkv", "--target", "cpu:portable"]) == 1  # no pass of the CPU's
 
 
-def test_a_compile_tells_what_comes_next() -> None:
+def test_a_compile_tells_what_comes_next(tmp_path: Path) -> None:
     """Nothing that would fail: weights first where there are none, and no run where no runtime can."""
-    model, out = Path("m"), Path("m.llmc")
+    model, out = tmp_path, Path("m.llmc")
+    (tmp_path / "tokenizer.json").write_text("{}")
     for target, weights, words in (
         ("cpu:portable", "packed", "next: llmc-run m.llmc --prompt 'Hello'"),
         ("cuda:sm_90", "random:1", "next, on a machine with an sm_90 GPU: llmc-run m.llmc --prompt 'Hello'"),
-        ("cuda:sm_90", "none", "next: llmc pack m.llmc m"),
+        ("cuda:sm_90", "none", f"next: llmc pack m.llmc {tmp_path}"),
         ("hip:gfx942", "packed", ""),
     ):
         assert next_command(model, out, Options(weights=weights), load().target(target)) == words
+    (tmp_path / "tokenizer.json").unlink()
+    (line,) = next_command(model, out, Options(), load().target("cpu:portable")).splitlines()
+    assert line.startswith("next: python -c ") and "generate([[1, 2, 3]])" in line
     assert Summary("m.llmc", next="next: x").text().endswith("\nnext: x")
 
 
@@ -338,3 +343,17 @@ def test_an_existing_output_is_found_before_a_model_is_downloaded(
     (tmp_path / "out" / "notes.txt").write_text("mine")
     assert main(["compile", "owner/name", "-o", str(tmp_path / "out"), "--no-cache"]) == 1
     assert "LLMC-E122: " in capsys.readouterr().err
+
+
+def test_without_a_tokenizer_the_next_command_works_and_notes_are_kept(
+    model: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tiny model has none. The second compile is linked from the cache."""
+    for name in ("first", "second"):
+        assert main(["compile", str(model), "-o", str(tmp_path / name), "--cache", str(cache)]) == 0
+        told = capsys.readouterr().err
+        assert told.count("note: the folder has no tokenizer.json") == 1
+        command = next(line for line in told.splitlines() if line.startswith("next: ")).removeprefix("next: python -c ")
+        done = subprocess.run([sys.executable, "-c", *shlex.split(command)], capture_output=True, text=True, check=True)
+        assert "token_ids=" in done.stdout
+    assert "reuse: linked" in told

@@ -223,7 +223,10 @@ def _run(args: argparse.Namespace, compiles: bool) -> int:
 
 
 def _prompt(args: argparse.Namespace) -> str | None:
-    """The prompt, read from standard input if it is piped. None: an interactive chat. Raises LlmcError E643."""
+    """The prompt, read from standard input if it is piped, without one final newline. None: an interactive chat.
+
+    Raises LlmcError E643.
+    """
     if sys.stdout is None or (args.prompt is None and sys.stdin is None):
         name = "output" if sys.stdout is None else "input"
         raise LlmcError("E643", f"standard {name} is closed", "pass --prompt TEXT, and keep standard output open")
@@ -234,7 +237,7 @@ def _prompt(args: argparse.Namespace) -> str | None:
             raise LlmcError("E643", "--json needs a prompt", "pass --prompt TEXT, or pipe a prompt in")
         return None
     try:
-        return sys.stdin.buffer.read().decode("utf-8")
+        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as e:
         raise LlmcError("E643", f"standard input is not UTF-8 text ({e.reason} at byte {e.start})", "pipe text") from e
 

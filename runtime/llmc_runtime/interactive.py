@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from llmc_runtime.sched.sampling_params import SamplingParams
 
 MAX_TOKENS = 256
-_HELP = "Ctrl-C stops an answer, Ctrl-D or /exit ends, /clear starts a new conversation, /help prints this line"
+_HELP = (
+    "Ctrl-C stops an answer or clears the line, Ctrl-D or /exit ends, /clear starts a new conversation, /help prints "
+    "this line"
+)
 _COMMAND = re.compile(r"/[a-z?]+")
 
 
@@ -87,13 +90,20 @@ class Session:
             )
             print(f"llmc: {kind}; {_HELP}", file=sys.stderr)
         _line_editing()
-        messages = self._opening()
+        messages, cleared = self._opening(), False
         while True:
             try:
                 line = _read_line()
             except EOFError:
                 print(file=sys.stderr)
                 return 0
+            except KeyboardInterrupt:
+                if cleared:  # twice in a row
+                    raise
+                cleared = True
+                print("\nllmc: Ctrl-C again, or Ctrl-D, ends the session", file=sys.stderr)
+                continue
+            cleared = False
             command = line.strip()
             if command in ("/exit", "/quit", "/bye"):
                 return 0

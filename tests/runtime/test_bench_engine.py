@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from llmc_runtime.bench import common
-from llmc_runtime.cli import main_bench
+from llmc_runtime.cli import bench_parser, main_bench
 
 from tests.runtime.test_cli_run import ROOT
 
@@ -72,3 +72,10 @@ def test_it_runs_as_a_module(toy: Path) -> None:
     command = [sys.executable, "-m", "llmc_runtime.bench", *words]
     done = subprocess.run(command, cwd=ROOT / "runtime", capture_output=True, text=True, check=True)
     assert "ms per decode step" in done.stdout and "output tokens/s" in done.stdout
+
+
+def test_latency_caches_no_prefixes_unless_asked_to() -> None:
+    words = {"latency": False, "latency --enable-prefix-caching": True, "offline": True, "start": True}
+    for line, cached in words.items():
+        what, *flags = line.split()
+        assert bench_parser().parse_args([what, "m", *flags]).enable_prefix_caching is cached

@@ -195,13 +195,29 @@ def test_a_talk_remembers_and_forgets(toy: Path) -> None:
         assert process.wait(60) == 0
 
 
-def test_ctrl_c_at_the_prompt_ends_with_130(toy: Path) -> None:
-    with terminal_of(str(toy)) as (master, process):
-        until(master, ">>> ")
+def test_ctrl_c_at_the_prompt_clears_the_line_and_ends_with_130_when_repeated(toy: Path) -> None:
+    def interrupt(process: Any) -> None:
         time.sleep(0.3)  # readline loses a signal that comes between its prompt and its wait
         process.send_signal(signal.SIGINT)
+
+    with terminal_of(str(toy), "-n", "2", "--ignore-eos", "-v") as (master, process):
+        until(master, ">>> ")
+        os.write(master, b"a line that is not sent")
+        interrupt(process)
+        assert "Ctrl-C again, or Ctrl-D, ends" in until(master, "session\r\n>>> ")
+        os.write(master, b"ab\n")
+        assert "5 prompt tokens" in until(master, "tok/s\r\n>>> ")
+        interrupt(process)
+        until(master, "session\r\n>>> ")
+        interrupt(process)
         assert "Traceback" not in until(master, "interrupted")
         assert process.wait(60) == 130
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_one_final_newline_of_a_piped_prompt_is_not_part_of_it(end: str, toy: Path) -> None:
+    code, out, _ = run(str(toy), "-n", "1", "--ignore-eos", "--json", stdin=f"abc{end}")
+    assert code == 0 and json.loads(out)["prompt"] == "abc"
 
 
 def test_ctrl_c_ends_an_answer_cleanly(

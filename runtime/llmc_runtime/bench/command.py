@@ -15,7 +15,7 @@ from llmc_runtime.format.errors import LlmcError
 _WHAT = {
     "serve": "load test of a running server: throughput, time to first token, time between tokens",
     "offline": "throughput of LLM.generate over many requests in tokens per second",
-    "latency": "latency of one batch in seconds, and of a step in milliseconds",
+    "latency": "latency of one batch in seconds, and of a step in milliseconds; prefix caching is off by default",
     "start": "time from the start of a process to its first token in seconds",
 }.items()
 
@@ -32,6 +32,8 @@ def parser() -> argparse.ArgumentParser:
         modules[name].arguments(p.add_argument)
         if name != "serve":
             common.arguments(p)
+        if name == "latency":
+            p.set_defaults(enable_prefix_caching=False)  # as in vLLM's, so that no batch profits from earlier ones
     return ap
 
 
