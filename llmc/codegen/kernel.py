@@ -85,7 +85,8 @@ class Source:
     grid: programs along x, y and z. params: types of all parameters of a Triton kernel in order ("*bf16", "i32").
     options: of the compiler (num_warps, num_stages). pdl: whether the text waits for the previous kernel itself. maps:
     see Map. passes: the parameters that a launch passes; empty means operands and results, then `sizes` as i32.
-    cluster: blocks of a cluster along x, y and z (at most 8 in total); empty without clusters.
+    cluster: blocks of a cluster along x, y and z (at most 8 in total); empty without clusters. package: the
+    top-level module of an extension that the kernel is from, for errors; empty for llmc's own.
     """
 
     entry: str
@@ -102,6 +103,7 @@ class Source:
     maps: tuple[Map, ...] = ()
     passes: tuple[Param, ...] = ()
     cluster: tuple[int, ...] = ()
+    package: str = field(default="", compare=False)
 
 
 # Keys that code generation adds to a schedule before `emit`, depending on the neighbouring launches:

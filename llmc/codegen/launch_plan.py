@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from llmc_runtime.format.program import Program
@@ -52,8 +52,15 @@ def emit_graph(
                 done[key] = kernel.emit(n, schedule, target)
                 if not isinstance(done[key], Source):
                     raise TypeError(f"emit returned {done[key]!r:.80}, not a Source")
+            done[key] = replace(done[key], package=_package(kernel))
         sources.append(done[key])
     return Emitted(g, tuple(nodes), tuple(sources))
+
+
+def _package(kernel: Kernel) -> str:
+    """The top-level module of a kernel's class; empty for llmc's own."""
+    package = type(kernel).__module__.partition(".")[0]
+    return "" if package == "llmc" else package
 
 
 def settled(early: Sequence[int], n: Node, before: Node, source: Source, storage: Storage, bounds: Bounds) -> bool:

@@ -197,11 +197,24 @@ def title(source: Source) -> str:
     return comment[1].strip() if comment else source.entry
 
 
-def compile_error(compiler: str, source: Source, why: str, path: Path, loc: str) -> Diagnostic:
-    """Diagnostic E502 for a source that does not compile; its text is written to `path`."""
+def compile_error(compiler: str, source: Source, why: str, path: Path, loc: str, log: str = "") -> Diagnostic:
+    """Diagnostic E502 for a source that does not compile. Its text is written to `path`.
+
+    why: the compiler's reason. log: all that it has printed, if that is more: written beside the text, and part of the
+    traceback that -v prints.
+    """
     path.write_text(source.text)
-    remedy = f"the source was saved as {path}; report it, or choose another target"
-    return Diagnostic("E502", f"{compiler} could not compile {title(source)}: {why}", remedy, loc=loc)
+    saved = f"the source was saved as {path}"
+    if log:
+        messages = path.with_suffix(".log")
+        messages.write_text(log)
+        saved += f", the compiler's messages as {messages.name} beside it"
+    whose = f" of the package {source.package}" if source.package else ""
+    remedy = f"correct the kernel; {saved}" if source.package else f"{saved}; report it, or choose another target"
+    error = Diagnostic("E502", f"{compiler} could not compile {title(source)}{whose}: {why}", remedy, loc=loc)
+    if log:
+        error.add_note(log)
+    return error
 
 
 def sweep(cache: Path) -> None:

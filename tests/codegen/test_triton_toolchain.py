@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import pytest
 
 from llmc.codegen import build as codegen
 from llmc.codegen.backends.triton import triton_toolchain as module
-from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain
+from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain, reason_of
 from llmc.codegen.kernel import Source
 from llmc.codegen.kernel_cache import write_entry
 from llmc.console import Quiet
@@ -120,6 +121,27 @@ def test_what_triton_refuses_names_the_kernel_and_its_place(tmp_path: Path) -> N
         TritonToolchain.find(sm_90()).compile([(BAD, "model.layers.0.mlp")], tmp_path)
     assert e.value.code == "E502" and "model.layers.0.mlp" in str(e.value)
     assert next(tmp_path.glob("*.failed.py")).read_text() == BAD.text
+
+
+def test_the_end_of_tritons_message_is_shown_and_all_of_it_kept(tmp_path: Path) -> None:
+    """A long kernel is quoted up to the error; the reason stands behind it. The kernel's package is named."""
+    line = next(line for line in BAD.text.splitlines() if "undeclared" in line)
+    long = BAD.text.replace(line, "\n".join([*["    one = 1"] * 200, line]))
+    bad = replace(BAD, text=long, package="take_norm")
+    with pytest.raises(Diagnostic, match="E502") as e:
+        TritonToolchain.find(sm_90()).compile([(bad, "model.norm")], tmp_path)
+    assert "undeclared is not defined" in e.value.cause
+    assert "of the package take_norm" in e.value.cause
+    assert "report" not in e.value.remedy and ".failed.log" in e.value.remedy
+    (log,) = tmp_path.glob("*.failed.log")
+    assert "one = 1" in log.read_text() and "is not defined" in log.read_text()
+    assert "".join(traceback.format_exception(e.value)).count(log.read_text()) == 1  # what -v prints
+
+
+def test_the_reason_of_a_message() -> None:
+    quoted = "CompilationError: at 3:4:\ndef f(x):\n    y = g(x)\n        ^\nNameError('g is not defined')"
+    assert reason_of(quoted) == "CompilationError: 'y = g(x)': NameError('g is not defined')"
+    assert reason_of("RuntimeError: " + "x" * 900 + " the end") == "RuntimeError: " + ("x" * 900 + " the end")[-400:]
 
 
 def test_the_text_that_does_not_compile_is_kept_without_a_cache_too(tmp_path: Path, monkeypatch) -> None:

@@ -97,7 +97,7 @@ class CppToolchain:
     def _failed(self, stderr: str, code: int, source: Source, loc: str, saved: Path) -> Diagnostic:
         first = next((s for s in stderr.splitlines() if re.search(r"\b(fatal )?error\b", s)), "")
         message = first or (stderr.strip().splitlines() or [f"exit status {code}"])[0]
-        return compile_error(f"{self.name} {self.version}", source, message, saved, loc)
+        return compile_error(f"{self.name} {self.version}", source, message, saved, loc, stderr)
 
 
 def _extra(source: Source) -> list[str]:

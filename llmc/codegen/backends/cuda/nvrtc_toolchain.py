@@ -90,7 +90,10 @@ class NvrtcToolchain:
             return entry
         binary, message = compile_text(source.text, self.options)
         if message:
-            raise compile_error(f"NVRTC {self.version}", source, message, cache / f"{key}.failed.cu", loc)
+            lines = [line.strip() for line in message.splitlines()]
+            first = next((line for line in lines if "error" in line), lines[0])
+            saved = cache / f"{key}.failed.cu"
+            raise compile_error(f"NVRTC {self.version}", source, first, saved, loc, message)
         check_launch(source, binary, loc)
         boxes = tuple((m.box, m.swizzle) for m in source.maps)
         compiled = Compiled(binary, source.threads, source.shared, boxes)
@@ -99,7 +102,7 @@ class NvrtcToolchain:
 
 
 def compile_text(text: str, options: Sequence[str]) -> tuple[bytes, str]:
-    """Return (cubin, ""), or (b"", the first error message) if the text does not compile."""
+    """Return (cubin, ""), or (b"", the compiler's messages) if the text does not compile."""
     from cuda.bindings import nvrtc
 
     program = _ok(nvrtc.nvrtcCreateProgram(text.encode(), b"kernel.cu", 0, [], []))
@@ -108,8 +111,7 @@ def compile_text(text: str, options: Sequence[str]) -> tuple[bytes, str]:
         if status:
             log = b" " * _ok(nvrtc.nvrtcGetProgramLogSize(program))
             _ok(nvrtc.nvrtcGetProgramLog(program, log))
-            lines = log.rstrip(b"\0 ").decode(errors="replace").splitlines()
-            return b"", next((x.strip() for x in lines if "error" in x), status.name)
+            return b"", log.rstrip(b"\0 ").decode(errors="replace").strip() or str(status.name)
         cubin = b" " * _ok(nvrtc.nvrtcGetCUBINSize(program))
         _ok(nvrtc.nvrtcGetCUBIN(program, cubin))
         return cubin, ""

@@ -29,6 +29,8 @@ from llmc.targets.target import Target
 OPTIONS = ("num_warps", "num_stages")  # Triton ignores unknown names, so they are rejected here
 BINARY: Mapping[str, str] = MappingProxyType({"cuda": "cubin", "hip": "hsaco"})
 _DIGEST = 32
+_QUOTED = 100  # characters of the line with the error that it quotes
+_REASON = 400  # characters of the end of a message that an error shows
 _REMEDY = "pip install 'llmc-aot[nvidia]' (no GPU is needed to compile)"
 
 
@@ -87,7 +89,8 @@ class TritonToolchain:
         for key, result in self._compile_all(missing, max(1, jobs)):
             source, loc = todo[key]
             if isinstance(result, str):
-                raise compile_error(f"Triton {self.version}", source, result, cache / f"{key}.failed.py", loc)
+                saved = cache / f"{key}.failed.py"
+                raise compile_error(f"Triton {self.version}", source, reason_of(result), saved, loc, result)
             if self.target.family == "cuda":
                 check_launch(source, result.binary, loc, scratch=2)
             out[key] = result
@@ -117,6 +120,19 @@ class TritonToolchain:
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+
+
+def reason_of(message: str) -> str:
+    """Return the reason in a message of Triton's compiler on one line: its kind, and what follows the quoted source.
+
+    A message quotes the kernel up to the error, marks the place with ^ and ends with the reason.
+    """
+    kind, _, rest = message.partition(":")
+    lines = rest.splitlines()
+    mark = max((i for i, line in enumerate(lines) if line.strip() == "^"), default=-1)
+    end = " ".join(" ".join(lines[mark + 1 :]).split())
+    place = f"{lines[mark - 1].strip()[:_QUOTED]!r}: " if mark > 0 else ""
+    return f"{kind}: {place}{end[-_REASON:]}"
 
 
 def end_with_parent() -> None:
@@ -156,7 +172,7 @@ def compile_one(work: tuple[str, Source, str, str, int]) -> tuple[str, Compiled 
                 options["launch_pdl"] = True
             built = triton.compile(ast, target=gpu, options=options)
         except Exception as e:  # Triton raises exceptions of many types; any means that the emitted text is wrong
-            return key, f"{type(e).__name__}: {' '.join(str(e).split())[:400]}"
+            return key, f"{type(e).__name__}: {e}"
         meta = built.metadata
         if getattr(meta, "global_scratch_size", 0):
             return key, "the kernel needs global scratch memory, which launches do not provide"

@@ -54,7 +54,7 @@ class Cuda:
         try:
             status = int(self.cu.cuInit(0)[0])
         except RuntimeError as error:  # raised by the bindings if libcuda cannot be loaded or lacks a function
-            cause = f"no NVIDIA driver found ({str(error)[:120]})"
+            cause = f"no NVIDIA driver found ({error})"
             raise LlmcError("E115", cause, f"install the driver (for containers: --gpus all), {_CPU}") from None
         if status:
             name = self.name(status)
