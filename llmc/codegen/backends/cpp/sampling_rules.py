@@ -14,17 +14,17 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from llmc.codegen.backends.triton import template
-from llmc.codegen.print_expr import ELEMENT, Dag, statements
+from llmc.codegen.print_expr import ELEMENT, VECTOR, Dag, statements
 from llmc.ir.scalar import E, arg, call, expr
 
-# The functions of the header: the types of their results, and their parameters after `f`, the row's float columns.
+# The functions of the header: the types of their results, and their parameters after `f`, the row's float columns. A
+# function of vectors (vf, and masks vi) computes VN ids.
 FUNCTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "penalizes": ("bool", ""),
-        "penalized": ("float", ", float logit, float count, bool repeated"),
+        "penalizes": ("bool", ""), "penalized": ("vf", ", vf logit, vf count, vi repeated"),
         "least_probability": ("float", ""),
     }
-)
+)  # fmt: skip
 _OPERATORS: Mapping[type, str] = MappingProxyType(
     {
         ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.BitAnd: "and", ast.BitOr: "or",
@@ -59,10 +59,10 @@ def _function(name: str) -> str:
     }
     result = rule.run(name, names)
     assert isinstance(result, E)
-    dag = Dag()
+    dag, vectors = Dag(), kind == "vf"
     root = dag.add(result)
-    texts = {i: (rule.arguments[int(args[0])], "s") for i, (fn, args) in enumerate(dag.nodes) if fn == "arg"}
-    lines = statements(dag, dag.below([root]), texts, ELEMENT)
+    texts = {i: rule.operand(int(args[0]), vectors) for i, (fn, args) in enumerate(dag.nodes) if fn == "arg"}
+    lines = statements(dag, dag.below([root]), texts, VECTOR if vectors else ELEMENT)
     body = "".join(f"  {line}\n" for line in (*lines, f"return {texts[root][0]};"))
     return f"static inline {kind} {name}(const float* f{params}) {{\n{body}}}"
 
@@ -78,6 +78,13 @@ class _Rule:
         if text not in self.arguments:
             self.arguments.append(text)
         return arg(self.arguments.index(text))
+
+    def operand(self, index: int, vectors: bool) -> tuple[str, str]:
+        """Return an argument's text and kind (see `print_expr`)."""
+        text = self.arguments[index]
+        if not vectors:
+            return text, "s"
+        return (f"splat({text})", "f") if text.startswith("f[") else (text, "m" if text == "repeated" else "f")
 
     def run(self, name: str, names: dict[str, Value]) -> Value:
         """Return the result of a function; `names` are its parameters."""

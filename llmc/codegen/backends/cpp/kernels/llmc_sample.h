@@ -37,9 +37,12 @@ static inline void row_penalize(const llmc_ctx* ctx, float* y, const T* x, const
     const float* f = fparams + rows[i] * 8;
     if (!penalizes(f)) continue;
     const int32_t *bits = seen + rows[i] * words, *count = counts + rows[i] * v;
-    for (int64_t j = lo; j < hi; j++) {
-      bool repeated = ((uint32_t)bits[j / 32] >> (j % 32) & 1u) || count[j] > 0;
-      to[j] = penalized(f, to[j], (float)count[j], repeated);
+    for (int64_t j = lo; j < hi; j += VN) {  // lo is a multiple of 32: the bits of a vector are in one word
+      int n = hi - j < VN ? (int)(hi - j) : VN;
+      vi times = {};
+      memcpy(&times, count + j, n * sizeof(int32_t));
+      vi bit = (splat_i(bits[j / 32]) >> (lanes() + (int32_t)(j % 32))) & 1;
+      vstore(to + j, penalized(f, vload(to + j, n), to_float(times), (bit | times) > 0), n);
     }
   }
 }
