@@ -277,7 +277,11 @@ def test_12_the_cache_tells_other_keys_nothing(steady: Target, draw: Random) -> 
 
 def test_12_nor_does_the_time(draw: Random, full_only: None) -> None:
     """Where a prompt takes 50 microseconds a token: the area under the curve of one key's times on another's prompts
-    against new ones is near a half; on its own prompts it is not."""
+    against new ones is near a half; on its own prompts it is not.
+
+    Of 250 pairs drawn from one distribution, the area deviates from a half by 0.05 in one of twenty runs, so pairs are
+    added while it does: of 2,000 pairs, it does in one of ten million. The area of a leak does not depend on how many
+    pairs there are."""
     with target(keys=("first-secret-key", "second-secret-key"), engine={"per_token": 5e-5, "depth": 1}) as server:
 
         def seconds(ids: list[int], key: str) -> float:
@@ -285,14 +289,17 @@ def test_12_nor_does_the_time(draw: Random, full_only: None) -> None:
             assert server.ask("/v1/completions", {"prompt": ids, "max_tokens": 1}, key=key).status == 200
             return time.perf_counter() - began
 
-        new, others, own = [], [], []
-        for _ in range(250):
-            a, b = ([draw.randrange(3, 400) for _ in range(200)] for _ in range(2))
-            seconds(a, "first-secret-key")
-            for which in draw.sample((0, 1), 2):
-                (others if which else new).append(seconds(a if which else b, "second-secret-key"))
-            own.append(seconds(a, "first-secret-key"))
-        assert abs(area(new, others) - 0.5) < 0.05, area(new, others)
+        new: list[float] = []
+        others: list[float] = []
+        own: list[float] = []
+        while len(new) < 250 or (len(new) < 2000 and abs(area(new, others) - 0.5) >= 0.05):
+            for _ in range(250):
+                a, b = ([draw.randrange(3, 400) for _ in range(200)] for _ in range(2))
+                seconds(a, "first-secret-key")
+                for which in draw.sample((0, 1), 2):
+                    (others if which else new).append(seconds(a if which else b, "second-secret-key"))
+                own.append(seconds(a, "first-secret-key"))
+        assert abs(area(new, others) - 0.5) < 0.05, (area(new, others), len(new))
         assert area(new, own) > 0.9
 
 
