@@ -18,13 +18,12 @@ from hypothesis import strategies as st
 from llmc_runtime.server.server_options import serve_options
 from llmc_runtime.server.tool_calls import registry
 from llmc_runtime.server.tool_calls.call_format import CallFormat
-from llmc_runtime.server.tool_calls.harmony_format import OpenAI
 from llmc_runtime.server.tool_calls.json_shape import JsonShape
 from llmc_runtime.server.tool_calls.parser_select import dialect_of
 from llmc_runtime.server.tool_calls.python_literals import python_json
 from llmc_runtime.server.tool_calls.python_shape import PythonShape
 from llmc_runtime.server.tool_calls.reasoning import FORMATS as REASONING
-from llmc_runtime.server.tool_calls.registry import FORMATS
+from llmc_runtime.server.tool_calls.registry import FORMATS, OpenAI
 from llmc_runtime.server.tool_calls.text_values import json_of, types_of
 
 from tests.runtime.test_tools_text import Parsed, check_pieces, cut, parsed

@@ -21,10 +21,9 @@ from llmc_runtime.server.tool_calls import registry, tagged_args
 from llmc_runtime.server.tool_calls.call_format import CallFormat
 from llmc_runtime.server.tool_calls.definitions import tools_of
 from llmc_runtime.server.tool_calls.grammar import answer, calls_of
-from llmc_runtime.server.tool_calls.harmony_format import OpenAI
 from llmc_runtime.server.tool_calls.parser_select import Dialect
 from llmc_runtime.server.tool_calls.python_shape import PythonShape
-from llmc_runtime.server.tool_calls.registry import FORMATS
+from llmc_runtime.server.tool_calls.registry import FORMATS, OpenAI
 from llmc_runtime.server.tool_calls.xml_shape import XmlShape
 
 from tests.runtime.followed import Followed

@@ -14,11 +14,10 @@ pytest.importorskip("starlette")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmc_runtime.server.tool_calls.call_format import MAX_SPACE, CallFormat, CallPiece
-from llmc_runtime.server.tool_calls.harmony_format import OpenAI
 from llmc_runtime.server.tool_calls.json_stream import JsonText
 from llmc_runtime.server.tool_calls.reasoning import FORMATS as FORMATS_OF_REASONING
 from llmc_runtime.server.tool_calls.reasoning import THINK, ReasoningFormat, Splitter
-from llmc_runtime.server.tool_calls.registry import Hermes, Llama3Json, Mistral
+from llmc_runtime.server.tool_calls.registry import Hermes, Llama3Json, Mistral, OpenAI
 
 FORMATS = (Hermes, Llama3Json, Mistral)
 NAMES: Mapping[str, Any] = {"f": {}, "get_weather": {}}
