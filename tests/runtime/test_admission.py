@@ -218,12 +218,12 @@ def test_the_reason_of_the_least_request_is_that_of_its_error_and_counts_nothing
     for _ in range(2):
         where.reserve(1, 5, 5, "a")
     where.draining = bool(options.get("draining"))
-    assert where.least_reason("a") == reason and not counted
+    assert where.blocked_reason("a") == reason and not counted
     if reason is None:
-        where.check_least("a")
+        where.check_blocked("a")
         return
     with pytest.raises(ApiError) as refusal:
-        where.check_least("a")
+        where.check_blocked("a")
     assert refusal.value.reason == reason and counted == [reason] and "Retry-After" in refusal.value.headers
 
 
@@ -231,9 +231,9 @@ def test_requests_that_were_passed_on_count_as_open() -> None:
     where = admission(Clock(), sequences=10, keys=2)
     for _ in range(7):
         where.reserve(1, 1, 1, "a")
-    assert where.crowded_reason("a", []) is None and where.least_reason("a") is None
+    assert where.crowded_reason("a", []) is None and where.blocked_reason("a") is None
     assert where.crowded_reason("a", ["b", "b"]) is None
     assert where.crowded_reason("b", ["a", "b", "a"]) == "queue_full"
     assert where.crowded_reason("a", ["a"]) == "key_share"
     assert where.crowded_reason("b", ["b"]) is None
-    assert where.least_reason("b") is None
+    assert where.blocked_reason("b") is None
