@@ -167,8 +167,8 @@ class Admission:
     def reserve(self, sequences: int, prompts: int, outputs: int, key: str, within: float = math.inf) -> AdmissionSlot:
         """Reserve capacity for sequences and for the tokens of prompts and maximum outputs; the caller closes the slot.
 
-        The request must be expected to start within `within` seconds. Raises ApiError 429 if the key has too much open, 400 if the request
-        can never fit, and 503 if there is too little capacity now.
+        Raises ApiError 429 if the key has too much open, 400 if the request can never fit, and 503 if there is too
+        little capacity now or if the request would probably not start within `within` seconds.
         """
         tokens = prompts + outputs
         self.check_size(sequences, tokens)

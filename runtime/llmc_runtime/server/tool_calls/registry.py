@@ -1,4 +1,4 @@
-"""All call formats, by the names of vLLM's parsers. A new one is a class here, named in FORMATS.
+"""The call formats, with the names of vLLM's parsers. To add one, declare a class here and list it in FORMATS.
 
 Installed packages add formats by name under the entry-point group `llmc_runtime.call_formats`; each value names a
 subclass of CallFormat. The group is read only when a name is not one of ours.
