@@ -68,11 +68,11 @@ def test_a_wait_is_estimated_from_what_leaves_the_queue() -> None:
     assert where.wait() is None, "nothing was seen yet"
     assert where.retry == SOONEST
     engine.go_on(20.0)
-    told = where.wait()
+    seconds = where.wait()
     engine.come()
     engine.waited.clear()
     engine.go_on(300.0)
-    assert told == pytest.approx(engine.waited[-1], rel=0.15) and told is not None and told > 60
+    assert seconds == pytest.approx(engine.waited[-1], rel=0.15) and seconds is not None and seconds > 60
     assert not where.open_sequences and not where.waiting_sequences and not where.work and where.wait() == 0.0
 
 

@@ -316,7 +316,7 @@ def test_values_have_the_types_of_the_schema() -> None:
             (GLM, f"<tool_call>f\n<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value></tool_call>"),
         ):
             content, calls = read(form, [whole])
-            if text == "1e999999":  # a number that no float holds is told as it is written
+            if text == "1e999999":  # a number that no float holds is passed on unchanged
                 assert calls == [("f", '{"size": 1e999999}')]
                 continue
             assert (content, [(n, json.loads(a)) for n, a in calls]) == ("", [("f", {key: want})]), (key, text)
@@ -342,11 +342,11 @@ def test_strings_are_told_as_they_come_and_other_values_when_they_are_whole(form
         PY: f"[f(text='{'x' * 40}\\n\\ny')]",
     }[form]
     reader = form(TOOLS)
-    told = ["".join(getattr(one, "arguments", "") for one in reader.push(char)) for char in text]
-    assert told.count("x") == 40 and "".join(told) == json.dumps({"text": "x" * 40 + "\n\ny"})
+    result = ["".join(getattr(one, "arguments", "") for one in reader.push(char)) for char in text]
+    assert result.count("x") == 40 and "".join(result) == json.dumps({"text": "x" * 40 + "\n\ny"})
     whole = written(form, [("f", {"list": [1, 2, 3], "size": 12})], random.Random(3))
-    told = [getattr(one, "arguments", "") for one in form(TOOLS).push(whole)]
-    assert "".join(told) == '{"list": [1, 2, 3], "size": 12}'
+    result = [getattr(one, "arguments", "") for one in form(TOOLS).push(whole)]
+    assert "".join(result) == '{"list": [1, 2, 3], "size": 12}'
 
 
 @settings(max_examples=100, deadline=None)
