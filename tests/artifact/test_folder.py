@@ -92,7 +92,7 @@ def test_a_changed_byte_anywhere(toy: Path) -> None:
 
 
 def test_a_changed_name_of_a_weight_for_a_gpu(tmp_path: Path) -> None:
-    """Its device hashes the weights, yet what a damaged header breaks before that is told as damage."""
+    """The device hashes the weights, but errors caused by a damaged header before that are reported as damage."""
     parts = replace(tiny.parts(tmp_path), target=TargetInfo("cuda:sm_90", "sm_90", ()))
     write_artifact(tmp_path / "toy.llmc", parts)
     assert open_artifact(tmp_path / "toy.llmc").unchecked

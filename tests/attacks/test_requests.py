@@ -31,11 +31,11 @@ def test_05_parameters_at_their_edges(steady: Target, draw: Random, full: bool) 
     before = steady.memory()
     for path, names, value in cases:
         reply = steady.ask(path, at_the_edge(draw, path, names, value))
-        told = (path, names, value)
+        case = (path, names, value)
         announced = reply.status in (429, 503) and "Retry-After" in reply.headers
-        assert announced or reply.status in ((*KINDS, 404) if names == ("model",) else KINDS), (told, reply)
-        assert reply.status == 200 or reply.code, (told, reply)
-        steady.steady(told)
+        assert announced or reply.status in ((*KINDS, 404) if names == ("model",) else KINDS), (case, reply)
+        assert reply.status == 200 or reply.code, (case, reply)
+        steady.steady(case)
     assert steady.memory() - before < 50 << 20
 
 
@@ -140,10 +140,10 @@ def test_08_schemas_and_expressions(steady: Target, draw: Random, full: bool) ->
             reply = steady.ask(
                 "/v1/chat/completions", {**asked, **(draw.choice(beside) if draw.random() < 0.5 else {})}
             )
-        told = json.dumps(form)[:300]
-        assert reply.status in KINDS and time.monotonic() - began < 12, (told, reply)
-        assert reply.status == 200 or reply.code, told
-        steady.steady(told)
+        shown = json.dumps(form)[:300]
+        assert reply.status in KINDS and time.monotonic() - began < 12, (shown, reply)
+        assert reply.status == 200 or reply.code, shown
+        steady.steady(shown)
 
 
 def test_08_many_schemas_leave_nothing_behind(steady: Target, times: Callable[[int, int], int]) -> None:
@@ -212,7 +212,7 @@ def test_10_nobody_gets_what_is_another_s(steady: Target, draw: Random, times: C
             }
             body |= {"request_id": "same", "user": "same"}
             reply = steady.ask("/v1/completions", body, headers={"X-Request-Id": "same"})
-            if reply.status in (429, 503):  # the noise filled the queue, or this key's share of it, which is told
+            if reply.status in (429, 503):  # the noise filled the queue, or this key's share of it, and says so
                 assert "Retry-After" in reply.headers
                 continue
             assert text_of(reply.body, bool(body["stream"])) == answer(ids, 20), ids

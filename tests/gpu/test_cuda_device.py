@@ -283,7 +283,7 @@ def fail() -> None:
         except LlmcError as error:
             assert error.code == "E114" and "CUDA_ERROR_" in error.cause, error
         else:
-            raise AssertionError("the failure was not told")
+            raise AssertionError("the failure was not reported")
     device.close()
     device.close()
     print("ended well")

@@ -88,9 +88,9 @@ def check(pair: Pair, prompts: Sequence[Any], steps: int, at_once: bool) -> None
         compare(said["gpu"], said["cpu"], TOLERANCE)
         return
     gpu, cpu = (errors(said[kind], said["exact"]) for kind in ("gpu", "cpu"))
-    told = f"medians {np.median(gpu):.3g} and {np.median(cpu):.3g}, largest {gpu.max():.3g} and {cpu.max():.3g}"
-    print(f"{pair.name}: errors of GPU and CPU, {told}, of {len(gpu)} and {len(cpu)}")
-    assert np.median(gpu) <= 1.5 * np.median(cpu), told
+    summary = f"medians {np.median(gpu):.3g} and {np.median(cpu):.3g}, largest {gpu.max():.3g} and {cpu.max():.3g}"
+    print(f"{pair.name}: errors of GPU and CPU, {summary}, of {len(gpu)} and {len(cpu)}")
+    assert np.median(gpu) <= 1.5 * np.median(cpu), summary
     compare(said["gpu"], said["exact"], 4 * cpu.max())
 
 

@@ -178,14 +178,14 @@ def test_sizes_grow_with_everything_that_multiplies() -> None:
 
 
 def test_answers_are_accounted_for_by_key_and_together() -> None:
-    told = list[str]()
-    admission = Admission(10, 1000, keys=2, answers=100, refused=told.append)
+    refusals = list[str]()
+    admission = Admission(10, 1000, keys=2, answers=100, refused=refusals.append)
     alone = admission.reserve_response("a", 90)
     with pytest.raises(ApiError) as mine:
         admission.reserve_response("a", 10)
     with pytest.raises(ApiError) as ours:
         admission.reserve_response("b", 20)
-    assert (mine.value.status, ours.value.status, told) == (429, 503, ["answer_bytes"] * 2)
+    assert (mine.value.status, ours.value.status, refusals) == (429, 503, ["answer_bytes"] * 2)
     assert {"Retry-After"} <= set(mine.value.headers) & set(ours.value.headers)
     alone.close()
     alone.close()
@@ -217,11 +217,11 @@ def test_an_answer_over_the_limit_is_refused_and_one_under_it_is_whole(
             and reply.headers["transfer-encoding"] == "chunked"
             and len(reply.content) > 1 << 18
         )
-        told = [choice["prompt_logprobs"] for choice in reply.json()["choices"]]
-        for prompt, rows in zip(ids, told, strict=True):
+        logprobs = [choice["prompt_logprobs"] for choice in reply.json()["choices"]]
+        for prompt, rows in zip(ids, logprobs, strict=True):
             assert rows[0] is None and all(str(token) in row for token, row in zip(prompt[1:], rows[1:], strict=True))
         one = http.post("/v1/completions", json=body | {"prompt": ids[0]}).json()
-        assert one["choices"][0]["prompt_logprobs"] == told[0]
+        assert one["choices"][0]["prompt_logprobs"] == logprobs[0]
         monkeypatch.setattr(server.serving, "max_answer", 50_000)
         error = http.post("/v1/completions", json=body).json()["error"]
         assert (error["code"], error["param"]) == ("answer_too_large", "prompt_logprobs")
@@ -235,8 +235,8 @@ def test_an_answer_over_the_limit_is_refused_and_one_under_it_is_whole(
         assert (error["code"], error["param"]) == ("answer_too_large", "logprobs")
         events = http.post("/v1/chat/completions", json=chat | {"stream": True}).text.split("\n\n")
         chunks = [json.loads(one[6:])["choices"][0] for one in events if one.startswith("data: {")]
-        told = [one["logprobs"] for one in chunks if one["index"] == 0 and one["logprobs"]]
-        assert [row for one in told for row in one["content"]] == reply.json()["choices"][0]["logprobs"]["content"]
+        logprobs = [one["logprobs"] for one in chunks if one["index"] == 0 and one["logprobs"]]
+        assert [row for one in logprobs for row in one["content"]] == reply.json()["choices"][0]["logprobs"]["content"]
     server.rest()
     assert not server.serving.admission.answer_bytes
 

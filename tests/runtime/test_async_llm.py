@@ -91,7 +91,7 @@ def test_leaving_the_iterator_frees_the_pages_within_two_steps() -> None:
             steps = llm.stats()["num_steps"]
             stats = await settled(llm)
             assert stats["kv_cache_usage_perc"] == 0
-            assert stats["num_steps"] <= steps + 1 + 2  # one that no pulse had told of
+            assert stats["num_steps"] <= steps + 1 + 2  # one that no pulse had reported
             outputs = llm.generate({"prompt_token_ids": [60]}, params, "x")
             await anext(outputs)
             await outputs.aclose()
@@ -164,9 +164,9 @@ def test_what_cannot_run_is_refused_and_nobody_else_notices(prompt: Any, options
     async def refused() -> None:
         async with fake() as llm:
             other = asyncio.create_task(last(llm, {"prompt_token_ids": [70]}, SamplingParams(max_tokens=50)))
-            with pytest.raises(LlmcError) as told:
+            with pytest.raises(LlmcError) as error:
                 await last(llm, prompt, SamplingParams(**options))
-            assert told.value.code == code
+            assert error.value.code == code
             with pytest.raises(LlmcError, match="cannot be sent"):
                 async for _ in llm.generate({"prompt_token_ids": [9]}, None, "s", cache_salt="\ud800"):
                     pass
@@ -218,9 +218,9 @@ def test_many_bad_words_are_tokenized_in_a_thread(monkeypatch: pytest.MonkeyPatc
 def test_opening_fails_with_the_engine_s_own_error() -> None:
     async def fails() -> None:
         llm = fake(path="missing")
-        with pytest.raises(LlmcError) as told:
+        with pytest.raises(LlmcError) as error:
             await llm.start()
-        assert (told.value.code, told.value.remedy, llm.state) == ("E101", "give another", "dead")
+        assert (error.value.code, error.value.remedy, llm.state) == ("E101", "give another", "dead")
         with pytest.raises(LlmcError, match="E101"):
             await last(llm, {"prompt_token_ids": [9]}, None)
 

@@ -1,4 +1,4 @@
-"""Outputs that grow long: what was told of a token is not gone through again with every later one."""
+"""Long outputs: the work per token does not grow with the number of tokens before it."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_the_scores_of_a_long_prompt_hold_nobody(length: int, apart: bool, monke
         assert not where
         output = await reader.next()
         assert output is not None and output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
-        for token, row, told in zip(ids[1:], scores, output.prompt_logprobs[1:], strict=True):
-            assert told is not None and told[token] == Logprob(row.logprob, 3, tok.token_text(token))
+        for token, row, logprobs in zip(ids[1:], scores, output.prompt_logprobs[1:], strict=True):
+            assert logprobs is not None and logprobs[token] == Logprob(row.logprob, 3, tok.token_text(token))
 
     asyncio.run(asked())
     assert where == {not apart}

@@ -1,6 +1,6 @@
 """Writes a model folder: tensors in shards, their index, config.json, and the files of the tokenizer.
 
-Everything is written to a hidden folder beside the output, which takes the output's name when it is whole.
+Everything is written to a hidden folder beside the output, which is renamed to the output once it is complete.
 """
 
 from __future__ import annotations

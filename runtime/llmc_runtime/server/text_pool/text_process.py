@@ -1,4 +1,4 @@
-"""The server's handle of one text process."""
+"""The server's handle for one text process."""
 
 from __future__ import annotations
 
