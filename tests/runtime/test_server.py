@@ -142,8 +142,8 @@ def test_echo_and_log_probabilities_as_evaluations_read_them(http: httpx.Client,
     assert scored["logprobs"]["token_logprobs"] == scores and scored["finish_reason"] == "length"
     (piece, *_) = events(http.post("/v1/completions", json={"prompt": ids, "echo": True, "stream": True, **body}).text)
     assert piece["choices"][0]["logprobs"]["tokens"][: len(ids)] == [TOK.token_text(t) for t in ids]
-    told = post(http, prompt=ids, prompt_logprobs=0, max_tokens=1, temperature=0)["choices"][0]["prompt_logprobs"]
-    assert told[0] is None and [list(row) for row in told[1:]] == [[str(t)] for t in ids[1:]]
+    logprobs = post(http, prompt=ids, prompt_logprobs=0, max_tokens=1, temperature=0)["choices"][0]["prompt_logprobs"]
+    assert logprobs[0] is None and [list(row) for row in logprobs[1:]] == [[str(t)] for t in ids[1:]]
 
 
 def test_openai_completions_and_usage(client: Any, llm: LLM) -> None:
@@ -176,10 +176,10 @@ def test_openai_chat_whole_and_streamed(client: Any, llm: LLM) -> None:
     }
     got = client.chat.completions.create(**asked, max_completion_tokens=15)
     assert got.choices[0].message.content == want.text and got.choices[0].message.role == "assistant"
-    told = got.choices[0].logprobs.content
+    logprobs = got.choices[0].logprobs.content
     rows = want.logprobs or []
-    assert [t.logprob for t in told] == [row[i].logprob for i, row in zip(want.token_ids, rows)]
-    assert [[o.logprob for o in t.top_logprobs] for t in told] == [
+    assert [t.logprob for t in logprobs] == [row[i].logprob for i, row in zip(want.token_ids, rows)]
+    assert [[o.logprob for o in t.top_logprobs] for t in logprobs] == [
         [one.logprob for one in sorted(row.values(), key=lambda one: one.rank) if one.rank <= 2] for row in rows
     ]
     chunks = list(client.chat.completions.create(**asked, max_tokens=15, n=1, stream=True))
@@ -187,7 +187,7 @@ def test_openai_chat_whole_and_streamed(client: Any, llm: LLM) -> None:
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == want.text
     assert chunks[-1].choices[0].finish_reason == want.finish_reason
     tokens = [t.logprob for c in chunks if c.choices[0].logprobs for t in c.choices[0].logprobs.content]
-    assert tokens == [t.logprob for t in told]
+    assert tokens == [t.logprob for t in logprobs]
 
 
 def test_openai_async_many_streams_at_once(server: Served, llm: LLM) -> None:
@@ -223,6 +223,12 @@ def test_structured_outputs_in_every_spelling(server: Served) -> None:
         ({"structured_outputs": {"choice": ["a", "b"]}}, StructuredOutputsParams(choice=("a", "b"))),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, StructuredOutputsParams(grammar='start: "a"')),
         ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object", "schema": schema}}, replace(wanted, whitespace_pattern=SPACE)),
+        ({"guided_json": schema, "guided_whitespace_pattern": SPACE}, replace(wanted, whitespace_pattern=SPACE)),
+        ({"guided_json": json.dumps(schema)}, replace(wanted, json=json.dumps(schema))),
+        ({"guided_regex": "[a-c]{3}"}, StructuredOutputsParams(regex="[a-c]{3}")),
+        ({"guided_choice": ["a", "b"]}, StructuredOutputsParams(choice=("a", "b"))),
+        ({"guided_grammar": 'start: "a"', "guided_json": None}, StructuredOutputsParams(grammar='start: "a"')),
     )
     for fields, want in spelled:
         asked = parse(json.dumps({"messages": CHAT, **fields}).encode(), ChatRequest, lambda fields: None)
@@ -235,11 +241,12 @@ def test_structured_outputs_in_every_spelling(server: Served) -> None:
 def test_what_there_is_to_look_at(client: Any, http: httpx.Client) -> None:
     assert [m.id for m in client.models.list()] == ["toy", "other"]
     assert client.models.retrieve("other").id == "other"
-    assert http.get("/health").status_code == http.get("/ready").status_code == 200
+    assert all(http.get(path).status_code == 200 for path in ("/health", "/ready", "/ping"))
+    assert http.get("/load").json() == {"server_load": 0}
     assert http.get("/version").json().keys() == {"version"}
     ids = TOK.encode("The kernel")
-    told = post(http, "/tokenize", prompt="The kernel", return_token_strs=True)
-    assert told == {
+    response = post(http, "/tokenize", prompt="The kernel", return_token_strs=True)
+    assert response == {
         "count": len(ids), "max_model_len": LENGTH, "tokens": ids, "token_strs": [TOK.token(i) for i in ids]
     }  # fmt: skip
     assert post(http, "/tokenize", prompt="The kernel", add_special_tokens=False)["tokens"] == ids[1:]
@@ -273,7 +280,29 @@ BAD: tuple[tuple[dict[str, Any], int, str | None, str], ...] = (
     ({"prompt": "x", "logit_bias": {"999999": 1}}, 400, "logit_bias", "invalid_value"),
     ({"prompt": "x", "model": "gpt"}, 404, "model", "model_not_found"),
     ({"prompt": "x", "suffix": "y"}, 400, "suffix", "unsupported_parameter"),
-    ({"prompt": "x", "guided_json": {}, "guided_regex": "a"}, 400, "guided_regex", "unsupported_parameter"),
+    ({"prompt": "x", "guided_json": {}, "guided_regex": "a"}, 400, "structured_outputs", "invalid_value"),
+    ({"prompt": "x", "guided_choice": "a"}, 400, "guided_choice", "invalid_type"),
+    (
+        {"prompt": "x", "guided_regex": "a", "structured_outputs": {"regex": "a"}},
+        400,
+        "structured_outputs",
+        "invalid_value",
+    ),
+    (
+        {"prompt": "x", "guided_regex": "a", "response_format": {"type": "json_object"}},
+        400,
+        "structured_outputs",
+        "invalid_value",
+    ),
+    (
+        {"prompt": "x", "response_format": {"type": "text", "schema": {}}},
+        400,
+        "response_format.schema",
+        "invalid_value",
+    ),
+    ({"prompt": "x", "vllm_xargs": {"a": 1}}, 400, "vllm_xargs", "unsupported_parameter"),
+    ({"prompt": "x", "kv_transfer_params": {"a": 1}}, 400, "kv_transfer_params", "unsupported_parameter"),
+    ({"prompt": "x", "thinking_token_budget": 5}, 400, "thinking_token_budget", "unsupported_parameter"),
     ({"prompt": "x", "stream_options": {}}, 400, "stream_options", "invalid_value"),
     ({"prompt": "x", "cache_salt": "s" * 300}, 400, "cache_salt", "invalid_value"),
     ({"prompt": "x", "priority": 1 << 40}, 400, "priority", "invalid_value"),
