@@ -27,7 +27,7 @@ from llmc.options import Options
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.pass_report import Record
 from llmc.passes.pipeline import override, parse_pipeline, run_pipeline
-from llmc.provenance import compiler_text, source_of, used_extensions, versions
+from llmc.provenance import compiler_text, related_extensions, source_of, used_extensions, versions
 from llmc.targets.target import Target
 
 DTYPES = (("float32", "f32"), ("bfloat16", "bf16"))
@@ -57,6 +57,7 @@ def compile_model(
 
 def _compile(model: str | Path, output: Path, options: Options, force: bool, console: Console) -> Summary:
     from llmc.artifact.publish import check_free
+    from llmc.frontend.model_folder import open_source
     from llmc.report.inspect import facts_of
     from llmc.reuse import Reuse
 
@@ -64,7 +65,10 @@ def _compile(model: str | Path, output: Path, options: Options, force: bool, con
     random_seed(options.weights)
     job = start(model, output, options, force, console)
     key = _key_options(job.options, job.target, job.origin, job.registry.toolchains)
-    reuse = Reuse(job.options.cache if job.options.reuse else None, job.model, key)
+    text = job.options.pipeline or job.target.pipeline
+    related = related_extensions(job.registry, job.target, text, open_source(job.model).config)
+    cache = job.options.cache if job.options.reuse else None
+    reuse = Reuse(cache, job.model, key, lambda point: job.registry.points.get(point.value, "") in related)
     if (entry := reuse.find()) is not None:
         reuse.restore(job.output, force)
         job.done("reuse", f"linked an identical artifact from {entry}")

@@ -139,6 +139,7 @@ class Registry:
     pipelines: Contributions
     extensions: tuple[Extension, ...]
     versions: Mapping[str, str] = field(default_factory=lambda: EMPTY)  # extension -> version of its package
+    points: Mapping[str, str] = field(default_factory=lambda: EMPTY)  # value of an entry point -> extension
 
     def opset(self) -> Mapping[str, Any]:
         """Return all ops by name; raises Diagnostic E422 if an extension redefines a built-in op."""
@@ -196,7 +197,7 @@ def load(more: Iterable[Extension] = ()) -> Registry:
     points = {p.value: p for p in entry_points(group=GROUP)}
     points.pop(BUILTIN, None)
     values = [BUILTIN, *(v for v, p in sorted(points.items(), key=lambda item: item[1].name))]
-    extensions, versions = [], {}
+    extensions, versions, names = [], {}, {}
     for value in values:
         extension = resolve(value, "extension")
         if not isinstance(extension, Extension):
@@ -205,8 +206,8 @@ def load(more: Iterable[Extension] = ()) -> Registry:
             )
         extensions.append(extension)
         dist = points[value].dist if value in points else None
-        versions[extension.name] = dist.version if dist else ""
-    return replace(combine([*extensions, *more]), versions=MappingProxyType(versions))
+        versions[extension.name], names[value] = dist.version if dist else "", extension.name
+    return replace(combine([*extensions, *more]), versions=MappingProxyType(versions), points=MappingProxyType(names))
 
 
 def blamed(error: Exception) -> Diagnostic | None:

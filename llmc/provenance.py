@@ -9,10 +9,14 @@ from llmc_runtime.format.manifest import Source
 
 from llmc import __version__
 from llmc.builtin import EXTENSION as BUILTIN
+from llmc.codegen.kernel import Kernel
 from llmc.extension import Registry
 from llmc.frontend.hub import Located
 from llmc.ir.graph import Module
+from llmc.ir.ops import OPS
 from llmc.passes.base import Pass
+from llmc.passes.pipeline import parse_pipeline
+from llmc.targets.target import Target
 
 
 def used_extensions(
@@ -49,6 +53,35 @@ def used_extensions(
     return out
 
 
+def related_extensions(registry: Registry, target: Target, text: str, config: Mapping[str, Any]) -> set[str]:
+    """Return the names of the extensions on which the result of a compile may depend.
+
+    target: the compile's. text: of its pipeline. config: of the model. An extension that only offers other targets,
+    schemes and pipelines, passes that do not run, and kernels of ops that therefore do not occur, changes nothing.
+    """
+    passes = {p.name for p in parse_pipeline(text, registry.passes, registry.pipelines_for(target))}
+    quantisation = config.get("quantization_config")
+    method = str(quantisation.get("quant_method", "")) if isinstance(quantisation, dict) else ""
+    outside = [e for e in registry.extensions if e is not BUILTIN]
+    changed = any(passes & e.passes.keys() for e in outside)  # a graph may then have ops of extensions
+
+    def matters(name: str) -> bool:
+        kernel = registry.kernels[name]
+        claims = type(kernel).claims is not Kernel.claims  # it may claim any op
+        return kernel.language in target.languages and (changed or claims or any(o in OPS for o in kernel.ops))
+
+    return {
+        e.name
+        for e in outside
+        if passes & e.passes.keys()
+        or target.name.partition("+")[0] in e.targets
+        or {method, method.lower().replace("_", "-")} & e.schemes.keys()
+        or any(name in text for name in e.pipelines)
+        or e.toolchains.keys() & set(target.languages)
+        or any(matters(name) for name in e.kernels)
+    }
+
+
 def compiler_text(registry: Registry, used: Iterable[str]) -> str:
     """Return the manifest's text about the compiler: llmc and the used extensions, with their versions."""
     return ", ".join([f"llmc {__version__}", *(f"{name} {_version(registry, name)}".rstrip() for name in used)])
@@ -58,9 +91,7 @@ def _version(registry: Registry, extension: str) -> str:
     return registry.versions.get(extension, "")
 
 
-def versions(
-    toolchains: Mapping[str, str], registry: Registry, used: Mapping[str, Iterable[str]]
-) -> dict[str, str]:
+def versions(toolchains: Mapping[str, str], registry: Registry, used: Mapping[str, Iterable[str]]) -> dict[str, str]:
     """Return the versions that an artifact depends on: llmc, torch, transformers, the compilers, the used extensions.
 
     Those of extensions also name what was used of them.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmc_runtime.format.cache_key import artifact_key
+from llmc_runtime.format.cache_key import Uses, artifact_key, every_extension
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import NAME
@@ -22,13 +22,13 @@ from llmc.artifact.publish import check_free, locked, sweep
 class Reuse:
     """The cache entry for one compile of `model` with `options`; disabled if `cache` is None."""
 
-    def __init__(self, cache: Path | None, model: Path, options: Mapping[str, Any]):
-        """Compute the entry's path from a hash of the model's files and the options."""
+    def __init__(self, cache: Path | None, model: Path, options: Mapping[str, Any], uses: Uses = every_extension):
+        """Compute the entry's path from a hash of the model's files, the options and the extensions that it `uses`."""
         self.entry: Path | None = None
         if cache is None or not model.is_dir():
             return
         (cache / "reuse").mkdir(parents=True, exist_ok=True)
-        key = artifact_key(model, {k: json.dumps(v) for k, v in options.items()}, cache)
+        key = artifact_key(model, {k: json.dumps(v) for k, v in options.items()}, cache, uses)
         self.entry = cache / "reuse" / f"{key[:40]}.llmc"
 
     def find(self) -> Path | None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from llmc_runtime.compile_cache import compiled as compiled_for_run
 from models.cases import LISTED
 from models.kit import save
 
@@ -357,3 +358,13 @@ def test_without_a_tokenizer_the_next_command_works_and_notes_are_kept(
         done = subprocess.run([sys.executable, "-c", *shlex.split(command)], capture_output=True, text=True, check=True)
         assert "token_ids=" in done.stdout
     assert "reuse: linked" in told
+
+
+def test_llmc_run_links_what_llmc_compile_has_compiled(
+    model: Path, cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The fixture has compiled the model with the same options."""
+    entry = compiled_for_run(model, {"target": "cpu:native", "dtype": "auto"}, cache, lambda line: None)
+    assert (entry / "manifest.json").is_file()
+    told = capfd.readouterr().err
+    assert "reuse: linked" in told and "trace:" not in told

@@ -109,15 +109,15 @@ def fetch_command(name: str, output: Path, options: Mapping[str, str], root: Pat
 
 
 def compile_command(source: Path, output: Path, options: Mapping[str, str], root: Path) -> list[str]:
-    """Return the interpreter's arguments that compile `source` into `output`."""
-    return _command(str(source), output, options, root, "--no-reuse")
+    """Return the interpreter's arguments that compile `source` into `output`, or link it from an equal compile."""
+    return _command(str(source), output, options, root)
 
 
-def _command(model: str, output: Path, options: Mapping[str, str], root: Path, reuse: str) -> list[str]:
+def _command(model: str, output: Path, options: Mapping[str, str], root: Path, *more: str) -> list[str]:
     flags = [text for name, value in options.items() for text in (f"--{name}", value)]
     # -P: modules are not imported from the working directory
     compiler = ["-P", "-m", "llmc.cli", "compile", model, "-o", str(output)]
-    return [*compiler, *flags, "--cache", str(root), reuse, "--json"]
+    return [*compiler, *flags, "--cache", str(root), *more, "--json"]
 
 
 def _say_command(model: str | Path, options: Mapping[str, str], say: Say) -> None:

@@ -11,7 +11,7 @@ import importlib.util
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -20,24 +20,35 @@ _SUFFIXES = frozenset({".json", ".safetensors", ".jinja", ".model", ".txt", ".bi
 _NOT_SOURCE = frozenset({"requirements.txt"})
 
 
-def artifact_key(source: Path, options: Mapping[str, str], root: Path) -> str:
-    """Return the key, in hex. Two compilations have equal keys exactly if they would use the same input."""
+Uses = Callable[[EntryPoint], bool]
+
+
+def every_extension(point: EntryPoint) -> bool:
+    """Accept every extension."""
+    return True
+
+
+def artifact_key(source: Path, options: Mapping[str, str], root: Path, uses: Uses = every_extension) -> str:
+    """Return the key, in hex. Two compilations have equal keys exactly if they would use the same input.
+
+    `uses` says of an installed extension's entry point whether the compilation may use it.
+    """
     machine = _cpu_features() if options.get("target", "native").endswith("native") else ""
     facts = {
         "files": source_hashes(source, root),
         "options": dict(sorted(options.items())),
         "machine": machine,
         "compiler": package_hash("llmc") + package_hash("llmc_runtime.format"),
-        "extensions": extension_hashes(),
+        "extensions": extension_hashes(uses),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def extension_hashes() -> dict[str, str]:
+def extension_hashes(uses: Uses = every_extension) -> dict[str, str]:
     """Return module -> hash of its files for the installed packages that extend the compiler, without importing
-    them.
+    them. Only those that `uses` accepts count.
     """
-    points = [p for p in entry_points(group="llmc.extensions") if p.module.partition(".")[0] != "llmc"]
+    points = [p for p in entry_points(group="llmc.extensions") if p.module.partition(".")[0] != "llmc" and uses(p)]
     return {name: package_hash(name) for name in sorted({name for p in points for name in _modules(p)})}
 
 
