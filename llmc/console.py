@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from llmc_runtime.format.size_text import size_text
+
 MIN_SECONDS = 2.0  # time a stage must have run before its remaining time is estimated
 
 
@@ -87,4 +89,4 @@ class Quiet(Console):
 
 
 def _amount(n: int, unit: str) -> str:
-    return f"{n / 1e6:.0f} MB" if unit == "B" else f"{n}{unit}"
+    return size_text(n) if unit == "B" else f"{n}{unit}"

@@ -15,6 +15,7 @@ from typing import Any
 from llmc_runtime.format.errors import require_compiler
 from llmc_runtime.format.expr import parse as parse_size
 from llmc_runtime.format.manifest import Limits, Manifest, Source, State, TargetInfo
+from llmc_runtime.format.size_text import size_text
 
 from llmc.console import Console, Quiet, Summary
 from llmc.diagnostics import Diagnostic
@@ -23,7 +24,7 @@ from llmc.frontend.hub import Located, locate
 from llmc.ir.graph import Graph, Module
 from llmc.ir.text import show
 from llmc.next_command import next_command
-from llmc.options import Options
+from llmc.options import Options, random_seed
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.pass_report import Record
 from llmc.passes.pipeline import override, parse_pipeline, run_pipeline
@@ -65,8 +66,8 @@ def _compile(model: str | Path, output: Path, options: Options, force: bool, con
     random_seed(options.weights)
     job = start(model, output, options, force, console)
     key = _key_options(job.options, job.target, job.origin, job.registry.toolchains)
-    text = job.options.pipeline or job.target.pipeline
-    related = related_extensions(job.registry, job.target, text, open_source(job.model).config)
+    text, config = job.options.pipeline or job.target.pipeline, open_source(job.model).config
+    related = related_extensions(job.registry, job.target, text, config)
     cache = job.options.cache if job.options.reuse else None
     reuse = Reuse(cache, job.model, key, lambda point: job.registry.points.get(point.value, "") in related)
     if (entry := reuse.find()) is not None:
@@ -361,7 +362,7 @@ class Compilation:
         manifest = write_artifact(
             self.output, parts, force=self.force, progress=lambda done, of: self.console.part("weights", done, of, "B")
         )
-        self.done("weights", f"{manifest.weights.mode}, {weight_bytes(manifest) / 1e6:.1f} MB written and hashed")
+        self.done("weights", f"{manifest.weights.mode}, {size_text(weight_bytes(manifest))} written and hashed")
         return manifest
 
     def compile_report(self, toolchains: Mapping[str, str]) -> dict[str, Any]:
@@ -371,16 +372,6 @@ class Compilation:
         """
         options, notes = self.options.recorded(), self.summary.notes
         return {"options": options, "notes": notes, "versions": versions(toolchains, self.registry, self.extensions)}
-
-
-def random_seed(weights: str) -> int | None:
-    """Return the seed of "random:SEED", or None for "packed" and "none". Raises Diagnostic E127 for other texts."""
-    kind, colon, seed = weights.partition(":")
-    if kind == "random" and seed.isdigit():
-        return int(seed)
-    if colon or kind not in ("packed", "none"):
-        raise Diagnostic("E127", f"unknown value --weights {weights!r}", "use packed, none or random:SEED")
-    return None
 
 
 def weight_bytes(m: Manifest) -> int:

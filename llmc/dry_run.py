@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llmc_runtime.format.size_text import size_text
+
 from llmc.artifact.cost_report import memory, roofline, weight_bytes
 from llmc.artifact.write import kv_of
 from llmc.codegen.dry_build import DryBuild, dry_build
@@ -24,7 +26,7 @@ from llmc.quant.make.planned import PlannedWeights
 from llmc.quant.make.recipes import NONE, RECIPES
 from llmc.quant.typed_weights import use_codes
 from llmc.quantized_compile import planned_recipe, quantises_first, rounding_like
-from llmc.report.formatting import count_text, size_text, us_text
+from llmc.report.formatting import count_text, us_text
 from llmc.report.inspect import program_facts
 
 # Seconds per kernel on one core, and bytes of weights packed and written per second; measured on two cores, see

@@ -10,6 +10,7 @@ from typing import Any
 from llmc_runtime.option_type import of_command, option, options_of, positive
 
 from llmc.builtin import EXTENSION
+from llmc.diagnostics import Diagnostic
 from llmc.frontend.hub import PUBLIC, Hub
 from llmc.frontend.unsupported import refuse_code
 from llmc.quant.make.recipes import NONE, RECIPES, ROUNDED
@@ -118,3 +119,13 @@ def read_options(args: argparse.Namespace, default_cache: Path) -> Options:
 def _values(owner: type, args: argparse.Namespace) -> dict[str, Any]:
     """The parsed values of `owner`'s options; options without a flag of this command keep their defaults."""
     return {name: o.value(args) for name, o in options_of(owner).items() if o.dest in args}
+
+
+def random_seed(weights: str) -> int | None:
+    """Return the seed of "random:SEED", or None for "packed" and "none". Raises Diagnostic E127 for other texts."""
+    kind, colon, seed = weights.partition(":")
+    if kind == "random" and seed.isdigit():
+        return int(seed)
+    if colon or kind not in ("packed", "none"):
+        raise Diagnostic("E127", f"unknown value --weights {weights!r}", "use packed, none or random:SEED")
+    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from llmc_runtime.format.manifest import Manifest
+from llmc_runtime.format.size_text import size_text
 
 from llmc.artifact.hard_link import last_stage, pack_weights
 from llmc.console import Console, Quiet
@@ -47,7 +48,7 @@ def pack_model(artifact: Path, model: str | Path, console: Console | None = None
         done = pack_weights(
             artifact, graph, WithKvScales(checkpoint, graph), lambda n, of: console.part("weights", n, of, "B")
         )
-    console.note(f"{artifact}: {weight_bytes(done) / 1e6:.1f} MB packed and hashed")
+    console.note(f"{artifact}: {size_text(weight_bytes(done))} packed and hashed")
     if line := run_command(artifact, done.target.name, done.target.arch, bool(done.tokenizer)):
         console.note(line)
     return done

@@ -145,3 +145,8 @@ def test_extras_are_those_of_the_install() -> None:
     for extra, modules in EXTRAS.items():
         names = {re.split(r"[<>=;\[ ]", text, maxsplit=1)[0].replace("-", "_") for text in declared[extra]}
         assert {spelled.get(m, m) for m in modules} == names
+
+
+def test_both_packages_are_typed() -> None:
+    for package in (ROOT / "llmc", ROOT / "runtime" / "llmc_runtime"):
+        assert (package / "py.typed").is_file()

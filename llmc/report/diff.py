@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.size_text import size_text
 
 from llmc.artifact.cost_report import memory
-from llmc.report.formatting import size_text, us_text
+from llmc.report.formatting import us_text
 from llmc.report.graph_diff import compare_graphs
 from llmc.report.ir_lines import Stage, stage
 from llmc.report.launch_costs import step_sizes

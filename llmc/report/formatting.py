@@ -50,12 +50,3 @@ def sizes_text(sizes: Mapping[str, object]) -> str:
 def schedule_text(schedule: Mapping[str, object]) -> str:
     """Format a schedule as key=value pairs."""
     return " ".join(f"{k}={v}" for k, v in schedule.items())
-
-
-def size_text(n: float) -> str:
-    """Format a number of bytes with a unit."""
-    for unit in ("B", "KiB", "MiB"):
-        if n < 1024:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
-    return f"{n:.2f} GiB"

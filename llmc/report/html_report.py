@@ -11,10 +11,11 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.size_text import size_text
 
 from llmc.artifact.cost_report import weight_bytes
 from llmc.report.accuracy import accuracy_rows, scored_text
-from llmc.report.formatting import count_noun, schedule_text, size_text, us_text
+from llmc.report.formatting import count_noun, schedule_text, us_text
 from llmc.report.kernel_choices import choices, kernels
 from llmc.report.launch_costs import program_costs, step_sizes
 from llmc.report.memory_chart import chart, memory_report

@@ -9,11 +9,11 @@ from typing import Any
 
 from llmc_runtime.format.manifest import Manifest
 from llmc_runtime.format.program import Program
+from llmc_runtime.format.size_text import size_text
 
 from llmc.artifact.cost_report import memory
 from llmc.options import Options
 from llmc.report.accuracy import accuracy_line
-from llmc.report.formatting import size_text
 from llmc.report.launch_costs import step_sizes
 from llmc.report.open_artifact import open_artifact
 
@@ -80,7 +80,7 @@ def facts_of(m: Manifest) -> dict[str, Any]:
     return {
         **part,
         "target": f"{m.target.name} ({m.target.arch}, {len(m.target.features)} features)",
-        "size": f"{size / 1e6:.1f} MB, weights {sum(w.bytes for w in m.weights.files) / 1e6:.1f} MB",
+        "size": f"{size_text(size)}, weights {size_text(sum(w.bytes for w in m.weights.files))}",
         "kernels": len(m.kernels),
         "limits": f"{m.limits.max_model_len} tokens per sequence, {m.limits.max_num_seqs} sequences, "
         f"{m.limits.max_num_batched_tokens} tokens per step",

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from llmc_runtime.format.size_text import size_text
+
 from llmc.artifact.cost_report import weight_bytes
 from llmc.passes.pass_report import pattern
-from llmc.report.formatting import size_text
 from llmc.report.inspect import kv_capacity
 from llmc.report.open_artifact import Opened
 

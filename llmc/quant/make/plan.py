@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+from llmc_runtime.format.size_text import size_text
+
 from llmc.diagnostics import Diagnostic
 from llmc.ir.dtype import DTYPES
 from llmc.quant.make.model_source import ModelSource
@@ -84,12 +86,12 @@ class Plan:
         tensors = source.files.tensors
         kept = len(tensors) - len(self.weights)
         linears = f" (of these, linear: {some(self.ignored)})" if self.ignored else ""
-        before, after = self.bytes_before / 1e6, self.bytes_after / 1e6
+        before, after = size_text(self.bytes_before), size_text(self.bytes_after)
         lines = [
             f"{source.source.model_type}: {len(self.weights)} weights ({count / 1e6:.1f} million parameters) "
             f"to {self.recipe.describe()}",
             f"unchanged: {kept} tensors{linears}",
-            f"tensors take {before:.1f} MB before and {after:.1f} MB after",
+            f"tensors take {before} before and {after} after",
         ]
         if self.experts and self.recipe.method != "rtn":
             lines.append(f"rounded to nearest, because texts do not calibrate experts: {len(self.experts)} weights")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from llmc_runtime.format.size_text import size_text
 from torch import Tensor
 
 from llmc.frontend.hub import PUBLIC, Hub, locate
@@ -48,8 +49,8 @@ class Made:
 
     def text(self) -> str:
         """Return the outcome as a line."""
-        before, after = self.bytes_before / 1e6, self.bytes_after / 1e6
-        return f"{self.output} in {self.seconds:.1f} s: {self.weights} weights, {before:.1f} MB to {after:.1f} MB"
+        before, after = size_text(self.bytes_before), size_text(self.bytes_after)
+        return f"{self.output} in {self.seconds:.1f} s: {self.weights} weights, {before} to {after}"
 
 
 def quantize_model(model: str | Path, out: Path, settings: Settings, progress: Progress, hub: Hub = PUBLIC) -> Made:
@@ -96,10 +97,10 @@ def _samples(source: ModelSource, settings: Settings, progress: Progress) -> Ten
     limit = getattr(source.config.get_text_config(), "max_position_embeddings", None) or settings.length
     length = min(settings.length, limit)
     tokens = windows(texts, source.source.folder, settings.samples, length, settings.seed)
-    size = tokens.numel() * source.config.get_text_config().hidden_size * 4 / 1e6
+    size = tokens.numel() * source.config.get_text_config().hidden_size * 4
     progress.note(
         f"calibration: {settings.calibrate}, {len(tokens)} windows of {length} tokens, seed {settings.seed}; "
-        f"their hidden states take {size:.1f} MB of disk beside the output"
+        f"their hidden states take {size_text(size)} of disk beside the output"
     )
     return tokens
 
