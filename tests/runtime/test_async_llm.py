@@ -315,7 +315,7 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     for options in ({"heartbeat_timeout": 0}, {"max_restarts": -1}, {"step_timeout": "x"}):
         with pytest.raises(LlmcError, match="E201"):
             AsyncLLM(tmp_path, **options)
-    with pytest.raises(TypeError):
+    with pytest.raises(LlmcError, match="E648: there is no option 'no_such_option'"):
         AsyncLLM(tmp_path, no_such_option=1)
 
 
