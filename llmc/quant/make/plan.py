@@ -91,8 +91,10 @@ class Plan:
             f"unchanged: {kept} tensors{linears}",
             f"tensors take {before:.1f} MB before and {after:.1f} MB after",
         ]
-        if self.experts and self.recipe.method != "rtn":
-            lines.append(f"rounded to nearest, because texts do not calibrate experts: {len(self.experts)} weights")
+        if self.experts and self.recipe.method == SMOOTH:
+            lines.append(f"rounded to nearest, because SmoothQuant leaves experts: {len(self.experts)} weights")
+        elif self.experts and self.recipe.calibrated:
+            lines.append(f"experts: {len(self.experts)} weights, each calibrated with the tokens that are routed to it")
         if self.kv:
             lines.append(f"KV cache: scales of 8-bit floats for keys and values of each {self.kv}")
         return lines
