@@ -34,9 +34,9 @@ class LowerQuantized(Pass):
     experts quantized_moe_up and quantized_moe_down. A product that no kernel of the target supports, and any other
     reader, gets the dequantised weight.
     act: the dtype to which the latter round activations, whatever the format allows; empty for none. Products of
-    experts whose codes are floats of 8 bits do not. act_block: columns of an activation that share a scale where the
-    weight has one scale a row (else those that share a scale of the weight). fallback: if false, products become
-    quantized_linear whether or not the target has a kernel.
+    experts whose codes are floats of 8 bits do not, nor those that no kernel of the target supports so. act_block:
+    columns of an activation that share a scale where the weight has one scale a row (else those that share a scale of
+    the weight). fallback: if false, products become quantized_linear whether or not the target has a kernel.
     """
 
     name: ClassVar[str] = "lower-quantized"
@@ -148,20 +148,24 @@ class LowerQuantized(Pass):
         b = Builder(g, ctx.opset, before=n, loc=n.loc)
         if scale.type.dtype == "f8e8m0":
             scale = b.cast(scale, dtype=EXACT)
-        act = "" if f.code in FLOAT_CODES else self.act
         attrs = {
-            "block": f.block, "zero_point": f.zero_point, "zeros": f.has_zeros, "values": f.values,
-            "bits": DTYPES[f.code].bits, "act": act, "act_block": f.block[1] or self.act_block if act else 0,
+            **n.attrs, "block": f.block, "zero_point": f.zero_point, "zeros": f.has_zeros, "values": f.values,
+            "bits": DTYPES[f.code].bits,
         }  # fmt: skip
         operands = (x, order, starts, code, scale, *weights, *zeros, *bias)
-        new = g.add(ctx.opset[f"quantized_{n.op.name}"], operands, {**n.attrs, **attrs}, before=n, loc=n.loc)
-        if self.fallback and (why := _rejected(new, ctx)):
-            g.erase(new)
-            return why
-        new.result.name = n.result.name
-        g.replace(n.result, new.result)
-        g.erase(n)
-        return None
+        refused = None
+        for act in dict.fromkeys(("" if f.code in FLOAT_CODES else self.act, "")):
+            attrs |= {"act": act, "act_block": f.block[1] or self.act_block if act else 0}
+            new = g.add(ctx.opset[f"quantized_{n.op.name}"], operands, attrs, before=n, loc=n.loc)
+            if self.fallback and (why := _rejected(new, ctx)):
+                g.erase(new)
+                refused = refused or why
+                continue
+            new.result.name = n.result.name
+            g.replace(n.result, new.result)
+            g.erase(n)
+            return None
+        return refused
 
 
 def _reasons(n: Node, ctx: Ctx) -> list[str] | None:
