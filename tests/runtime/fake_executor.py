@@ -162,7 +162,7 @@ class FakeExecutor:
         for grow in step.pages:
             table = self._row(grow.row).table
             self._check_pages(grow.pages)
-            _require(grow.start == len(table), f"row {grow.row} has {len(table)} pages, told {grow.start}")
+            _require(grow.start == len(table), f"row {grow.row} has {len(table)} pages, not {grow.start}")
             table += grow.pages
         for new in step.masks:
             self._row(new.row).mask = new.mask

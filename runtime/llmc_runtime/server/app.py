@@ -19,6 +19,7 @@ from llmc_runtime import __version__
 from llmc_runtime.server.admin import Admin
 from llmc_runtime.server.http.auth import Guard, Keys, Limits, read_body
 from llmc_runtime.server.http.body_budget import Body
+from llmc_runtime.server.http.cors import allow_origins
 from llmc_runtime.server.http.errors import ApiError, not_found
 from llmc_runtime.server.http.replies import (
     Events,
@@ -60,12 +61,14 @@ def application(
     admin_keys: Sequence[str] = (),
     key_scope: str = "all",
     shed: LoadShedder | None = None,
+    origins: Sequence[str] = (),
 ) -> ASGIApp:
     """Return the server as an ASGI application.
 
     `hosts` are the accepted names in Host headers (None: any). `root_path` is a path prefix that a proxy may or may not
     strip. Without `admin_keys` there are no routes under /admin/. `key_scope` names the paths that require one of
-    `keys` (auth.KEY_SCOPES). `shed` refuses requests from their heads; its check of keys is set here.
+    `keys` (auth.KEY_SCOPES). `shed` refuses requests from their heads; its check of keys is set here. Web
+    pages of `origins` may use the server.
     """
     limits, root_path = limits or Limits(), normalize_root(root_path)
     routes = [*Endpoints(serving, limits, root_path).routes(), page_route(needs_key=bool(keys))]
@@ -76,7 +79,8 @@ def application(
     shed = shed or LoadShedder(serving)
     guarded = Guard(app, Keys(keys), limits, hosts, Keys(admin_keys), key_scope, shed.refuse)
     shed.check = guarded.check
-    return NormalizeTarget(guarded, root_path)
+    server = NormalizeTarget(guarded, root_path)
+    return allow_origins(server, origins) if origins else server
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
