@@ -104,8 +104,9 @@ class Endpoints:
     def routes(self) -> list[Route]:
         """Return all routes, each with and without a trailing slash."""
         endpoints: tuple[tuple[str, str, Any], ...] = (
-            ("GET", "/health", self.health), ("GET", "/ready", self.ready), ("GET", "/version", self.version),
-            ("GET", "/metrics", self.metrics), ("GET", "/openapi.json", self.openapi),
+            ("GET", "/health", self.health), ("GET", "/ping", self.health), ("GET", "/ready", self.ready),
+            ("GET", "/version", self.version), ("GET", "/load", self.load), ("GET", "/metrics", self.metrics),
+            ("GET", "/openapi.json", self.openapi),
             ("GET", "/tokenizer_info", self.tokenizer_info), ("GET", "/v1/models", self.models),
             ("POST", "/v1/completions", self.completions), ("POST", "/v1/chat/completions", self.chat),
             ("POST", "/tokenize", self.tokenize), ("POST", "/detokenize", self.detokenize),
@@ -181,7 +182,7 @@ class Endpoints:
         return as_json(self._model(name))
 
     async def health(self, request: Request) -> Response:
-        """GET /health: 200 while the engine is running or the server is draining."""
+        """GET /health and /ping: 200 while the engine is running or the server is draining."""
         return Response(status_code=200 if self.serving.llm.is_running or self.serving.admission.draining else 503)
 
     @catch_errors
@@ -194,6 +195,10 @@ class Endpoints:
     async def version(self, request: Request) -> Response:
         """GET /version."""
         return as_json({"version": __version__})
+
+    async def load(self, request: Request) -> Response:
+        """GET /load: the number of sequences that are running or waiting, under vLLM's name."""
+        return as_json({"server_load": self.serving.admission.open_sequences})
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics, for Prometheus."""

@@ -139,7 +139,7 @@ class Options:
     )
     key_scope: str = _access(
         "all",
-        "routes that need an API key: all except /health and /ready (all), also except /metrics (all-but-metrics), or "
+        "routes that need an API key: all except health probes (all), also except /metrics (all-but-metrics), or "
         "only those under /v1 as in vLLM (v1)", flags=("--api-key-scope",), choices=("all", "all-but-metrics", "v1"),
     )  # fmt: skip
     max_queued_requests: int = _load(
