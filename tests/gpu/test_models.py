@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draw import generator
 from gpu.model_cases import LENGTH, ROWS, TEXTS, Pair, make_all, pairs
 from llmc_runtime import LLM, SamplingParams
 
@@ -95,7 +96,7 @@ def check(pair: Pair, prompts: Sequence[Any], steps: int, at_once: bool) -> None
 
 def drawn(count: int) -> list[list[int]]:
     """Prompts of many lengths; two share pages with one before."""
-    rng = np.random.default_rng()
+    rng = generator()
     found = [rng.integers(3, 320, n).tolist() for n in LENGTHS]
     found.append([*found[-1][:32], 5, 6, 7])
     return [

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from draw import SEED
 from kernel_cache import CACHE
 from llmc_runtime import LLM, SamplingParams
 from llmc_runtime.sched.request import Request
@@ -16,7 +16,6 @@ from models.kit import save
 from llmc.driver import compile_model
 from llmc.options import Options
 
-SEED = random.SystemRandom().randrange(1 << 30)
 ROWS = 6
 
 

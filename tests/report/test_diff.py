@@ -8,9 +8,9 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from artifact import tiny
+from draw import generator
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Limits
 from report.conftest import Made
@@ -137,7 +137,7 @@ def test_weights_of_other_bytes_or_types_are_named(tmp_path: Path) -> None:
     write_artifact(tmp_path / "a.llmc", parts)
     assert isinstance(parts.weights, PackedWeights)
     table = tiny.table()
-    table[np.random.default_rng().integers(len(table))] += 1
+    table[generator().integers(len(table))] += 1
     changed = PackedWeights(parts.weights.graph, tiny.Checkpoint(table=table))
     write_artifact(tmp_path / "b.llmc", replace(parts, weights=changed))
     found = diff(str(tmp_path / "a.llmc"), str(tmp_path / "b.llmc"))

@@ -30,23 +30,21 @@ from llmc_runtime.server.requests.response_size import check_size, cut, size_of
 
 from tests.runtime.served import Served, served
 
-RNG = random.Random()
-
 
 def drawn(depth: int) -> tuple[Any, Any]:
     """A value with Lazy in it, and the same with lists."""
-    kind = RNG.randrange(3, 8) if depth == 0 else RNG.randrange(8)
+    kind = random.randrange(3, 8) if depth == 0 else random.randrange(8)
     if kind < 3:
-        count = RNG.choice([0, 1, 3, 600, 1500])
-        numbers = [RNG.choice([None, 1.5, 'a\u2028"', 7]) for _ in range(count)]
+        count = random.choice([0, 1, 3, 600, 1500])
+        numbers = [random.choice([None, 1.5, 'a\u2028"', 7]) for _ in range(count)]
         return (Lazy(iter(numbers)), numbers) if kind else (numbers, numbers)
     if kind == 3 and depth < 3:
-        both = [drawn(depth + 1) for _ in range(RNG.randrange(4))]
+        both = [drawn(depth + 1) for _ in range(random.randrange(4))]
         return Lazy((one for one, _ in both), small=False), [other for _, other in both]
     if kind < 6 and depth < 3:
-        named = {RNG.choice(['k"', "é", "x"]) + str(i): drawn(depth + 1) for i in range(RNG.randrange(4))}
+        named = {random.choice(['k"', "é", "x"]) + str(i): drawn(depth + 1) for i in range(random.randrange(4))}
         return {k: one for k, (one, _) in named.items()}, {k: other for k, (_, other) in named.items()}
-    scalar = RNG.choice([None, True, -0.1, "text", 1 << 40])
+    scalar = random.choice([None, True, -0.1, "text", 1 << 40])
     return scalar, scalar
 
 
@@ -117,8 +115,10 @@ def test_a_client_that_leaves_ends_the_encoding() -> None:
 def test_packed_rows_are_what_went_in() -> None:
     for width in (0, 1, 20):
         rows = [
-            TokenLogprobs(-RNG.random(), RNG.randrange(1, 99), tuple(RNG.sample(range(500), k)), (-RNG.random(),) * k)
-            for k in (RNG.randint(0, width) for _ in range(30))
+            TokenLogprobs(
+                -random.random(), random.randrange(1, 99), tuple(random.sample(range(500), k)), (-random.random(),) * k
+            )
+            for k in (random.randint(0, width) for _ in range(30))
         ]
         packed = PackedLogprobs(width)
         packed.extend(rows[:10])
@@ -208,7 +208,7 @@ def server() -> Iterator[Served]:
 def test_an_answer_over_the_limit_is_refused_and_one_under_it_is_whole(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids = [[RNG.randrange(10, 200) for _ in range(60)] for _ in range(40)]
+    ids = [[random.randrange(10, 200) for _ in range(60)] for _ in range(40)]
     with httpx.Client(base_url=server.url, timeout=60) as http:
         body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 12}
         reply = http.post("/v1/completions", json=body)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draw import of_test
 from llmc_runtime.bench.client_worker import Recipe, read_items
 from llmc_runtime.bench.command import parser, run
 from llmc_runtime.bench.figures import ReportSpec, figures
@@ -25,7 +26,6 @@ from llmc_runtime.bench.record import CUT, OK, Record, Stream
 from llmc_runtime.bench.workload import Mix, parse_mix
 from llmc_runtime.format.errors import LlmcError
 
-RNG = random.Random()
 DONE = b"data: [DONE]\r\n\r\n"
 MODELS = {"data": [{"id": "toy", "vocab_size": 428}]}
 
@@ -51,17 +51,18 @@ def split(data: bytes, rng: random.Random) -> Iterator[bytes]:
 
 @pytest.mark.parametrize("framing", ["chunked", "length", "close"])
 def test_a_reply_is_read_whole_however_it_comes_apart(framing: str) -> None:
+    rng = random.Random(of_test())
     for _ in range(50):
-        body = bytes(RNG.randrange(256) for _ in range(RNG.randrange(200)))
+        body = bytes(random.randrange(256) for _ in range(random.randrange(200)))
         head = {
             "chunked": b"Transfer-Encoding: chunked\r\n",
             "length": b"content-length: %d\r\n" % len(body),
             "close": b"",
         }[framing]
         sent = b"HTTP/1.1 200 OK\r\nX: y\r\n" + head + b"\r\n"
-        sent += chunked(body, RNG) if framing == "chunked" else body
+        sent += chunked(body, rng) if framing == "chunked" else body
         reply = Reply()
-        got = b"".join(reply.feed(part) for part in split(sent, RNG))
+        got = b"".join(reply.feed(part) for part in split(sent, rng))
         assert (got, reply.status) == (body, 200)
         assert reply.complete == reply.reusable == (framing != "close")
 
@@ -109,7 +110,7 @@ def test_streams_of_other_servers_are_read_as_events_are_defined() -> None:
     stream = Stream(record, time.monotonic)
     for data in sent:
         assert stream.complete == (record.chunks == 3)
-        for one in split(data, RNG):
+        for one in split(data, random.Random(of_test())):
             stream.take(one)
     assert stream.complete and record.chunks == 3
     both = Stream(Record(0, 0.0), time.monotonic)
@@ -128,10 +129,10 @@ def test_what_is_no_event_of_a_completion_is_told(sent: str) -> None:
 
 def test_figures_are_those_of_the_records() -> None:
     sent, gaps = (
-        [RNG.uniform(0, 5) for _ in range(40)],
-        [[RNG.uniform(0.001, 0.1) for _ in range(9)] for _ in range(40)],
+        [random.uniform(0, 5) for _ in range(40)],
+        [[random.uniform(0.001, 0.1) for _ in range(9)] for _ in range(40)],
     )
-    first = [at + RNG.uniform(0.01, 0.5) for at in sent]
+    first = [at + random.uniform(0.01, 0.5) for at in sent]
     records = []
     for i in range(40):
         last = first[i] + sum(gaps[i])
@@ -163,8 +164,8 @@ def test_figures_are_those_of_the_records() -> None:
 
 
 def test_requests_are_the_same_however_many_processes_share_them() -> None:
-    mix = Mix("m", rate=RNG.uniform(1, 50), num_prompts=23, input_len=9, output_len=7, range_ratio=0.5, prefix_len=4)
-    seed = RNG.randrange(100)
+    mix = Mix("m", rate=random.uniform(1, 50), num_prompts=23, input_len=9, output_len=7, range_ratio=0.5, prefix_len=4)
+    seed = random.randrange(100)
     recipe = Recipe("/v1/completions", "toy", 428, seed)
 
     def bodies(processes: int) -> list[dict[str, Any]]:
@@ -276,7 +277,7 @@ def measured(port: int, *options: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_a_load_finds_the_times_that_the_server_keeps() -> None:
-    first, pause = RNG.uniform(0.08, 0.12), RNG.uniform(0.03, 0.05)
+    first, pause = random.uniform(0.08, 0.12), random.uniform(0.03, 0.05)
 
     def answer(connection: socket.socket, asked: dict[str, Any]) -> bool:
         time.sleep(first)

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from draw import of_test
 from llmc_runtime import LlmcError, SamplingParams
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.token_guide import Banned, Bans, both, empty, mask_of, without
@@ -22,7 +23,7 @@ def ids_of(mask: bytes) -> set[int]:
 
 @pytest.mark.parametrize("vocab", [1, 7, 8, 31, 32, 33, 320, 1001])
 def test_masks(vocab: int) -> None:
-    rng = random.Random()
+    rng = random.Random(of_test())
     some, other = ({i for i in range(vocab) if rng.random() < 0.5} for _ in range(2))
     a, b = mask_of(some, vocab), mask_of(other, vocab)
     assert a == bits(some, vocab) and len(a) == -(-vocab // 32) * 4
@@ -156,7 +157,7 @@ def stopped_at(texts: list[str], stops: list[str], low: int, include: bool) -> t
 
 def test_stop_strings_across_tokens_are_those_of_the_whole_text() -> None:
     """Stop strings cut from the text anywhere, with min_tokens, kept or not, from a list and from a stream."""
-    rng = random.Random()
+    rng = random.Random(of_test())
     seed = rng.randrange(1 << 30)
     print(f"seed {seed}")
     rng.seed(seed)

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+from draw import of_test
 from llmc_runtime import AsyncLLM, LlmcError, SamplingParams, StructuredOutputsParams
 from llmc_runtime.engine.client import is_runnable
 from llmc_runtime.engine.messages import Abort, Add, Control, Report, params_message, params_of
@@ -44,7 +45,7 @@ async def errors_of(tasks: list[asyncio.Task[Any]]) -> tuple[set[str], float]:
 
 async def busy(llm: AsyncLLM, count: int = 30) -> list[asyncio.Task[Any]]:
     """Requests, more than there are rows, of which some have begun."""
-    rng = random.Random()
+    rng = random.Random(of_test())
     tasks = [asyncio.create_task(last(llm, prompt_of(rng))) for _ in range(count)]
     while not llm.stats().get("num_requests_running"):
         await asyncio.sleep(0.02)
@@ -179,7 +180,7 @@ def garbled(rng: random.Random) -> bytes:
 
 
 def test_messages_that_make_no_sense_harm_nobody() -> None:
-    rng = random.Random()
+    rng = random.Random(of_test())
 
     async def babble() -> None:
         async with fake() as llm:

@@ -13,8 +13,6 @@ from llmc_runtime.server.http.replies import ClientDisconnected, Plain, event, w
 
 from tests.runtime.served import served
 
-RNG = random.Random()
-
 
 def test_plain_events_are_what_encoding_gives() -> None:
     letters = 'a"\\\n\u2028é\U0001f600\x00{'
@@ -23,7 +21,7 @@ def test_plain_events_are_what_encoding_gives() -> None:
         chunk = {**head, "choices": [{"index": 0, **choice, "finish_reason": None}], "usage": None}
         plain = Plain(chunk, key)
         for _ in range(50):
-            index, text = RNG.randrange(300), "".join(RNG.choices(letters, k=RNG.randrange(9)))
+            index, text = random.randrange(300), "".join(random.choices(letters, k=random.randrange(9)))
             one = {"text": text} if key == "text" else {"delta": {"content": text}}
             expected = {**head, "choices": [{"index": index, **one, "finish_reason": None}], "usage": None}
             assert plain.event(index, text) == event(expected)
