@@ -187,7 +187,7 @@ def _config(options: Options, serving: Serving, connections: int) -> uvicorn.Con
     hosts = (*LOOPBACK, options.host, *options.hosts) if options.local or options.hosts else None
     app = application(
         serving, options.keys, Limits(body=options.max_body), hosts, options.root_path, options.admin_keys,
-        options.key_scope, shed,
+        options.key_scope, shed, options.origins,
     )  # fmt: skip
     config = uvicorn.Config(
         AccessLog(app, options.log_requests, shed.refusals) if options.access_log else app,
