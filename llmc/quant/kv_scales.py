@@ -28,8 +28,8 @@ def kv_dtype_of(config: Mapping[str, Any]) -> str:
     scheme = quantisation.get("kv_cache_scheme") if isinstance(quantisation, Mapping) else None
     if scheme is None:
         return ""
-    settings = scheme if isinstance(scheme, Mapping) else {}
-    if (settings.get("num_bits"), settings.get("type")) != (8, "float") or settings.get("dynamic"):
+    asked = scheme if isinstance(scheme, Mapping) else {}
+    if (asked.get("num_bits"), asked.get("type")) != (8, "float") or asked.get("dynamic"):
         cause = f"kv_cache_scheme is {str(scheme)[:200]}; supported are 8-bit floats with stored scales"
         raise Diagnostic("E340", cause, "use --kv-cache-dtype bf16, which needs no scales")
     return "f8e4m3"
