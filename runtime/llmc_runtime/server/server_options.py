@@ -101,7 +101,7 @@ class KeySources:
 @dataclass(frozen=True)
 class Options:
     """How a model is served. `engine` are keyword arguments of AsyncLLM, `keys` and `admin_keys` the keys themselves,
-    and `notes` messages to print at startup.
+    `notes` messages to print at startup, and `notify_socket` the address of a service manager ($NOTIFY_SOCKET).
     """
 
     model: str
@@ -195,6 +195,7 @@ class Options:
     tls: Tls | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    notify_socket: str = ""
 
     @property
     def local(self) -> bool:
