@@ -264,8 +264,8 @@ class Compilation:
         self.ir.append(("traced", show(traced.module)))
         self.config = traced.source.config
         f = traced.facts
-        asked = kv_dtype_of(traced.source.config) if o.kv_cache_dtype == "auto" else ""
-        self.kv_dtype, note = kv_dtype(o.kv_cache_dtype, asked, self.target, self.registry)
+        stored = kv_dtype_of(traced.source.config) if o.kv_cache_dtype == "auto" else ""
+        self.kv_dtype, note = kv_dtype(o.kv_cache_dtype, stored, self.target, self.registry)
         if note:
             self.note(note)
         if f.generation:
