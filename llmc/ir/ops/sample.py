@@ -62,17 +62,20 @@ _SIZES: Mapping[str, Any] = MappingProxyType(
 
 @op(
     "(logits: f[r, v], rows: i32[r], fparams: state f32[m, 8], iparams: state i32[m, 8], seen: state i32[m, w],"
-    " counts: state i32[m, v], bias_ids: state i32[m, b], biases: state f32[m, b]) -> f32[r, v]",
+    " counts: state i32[m, v], bias_ids: state i32[m, b], biases: state f32[m, b], starts?: i32[r+1],"
+    " positions?: i32[t], tokens?: state i32[m, l]) -> f32[r, v]",
     flops="4*r*v", bytes="r*v*bytes_logits + 8*r*v", holds=_HOLDS, example=_SIZES,
 )  # fmt: skip
 def row_penalize(
-    logits: Any, rows: Any, fparams: Any, iparams: Any, seen: Any, counts: Any, bias_ids: Any, biases: Any
-) -> Any:
+    logits: Any, rows: Any, fparams: Any, iparams: Any, seen: Any, counts: Any, bias_ids: Any, biases: Any,
+    starts: Any = None, positions: Any = None, tokens: Any = None,
+) -> Any:  # fmt: skip
     """Apply logit_bias, then the repetition, frequency and presence penalties.
 
     The biases are the row's first iparams[row, 6] ids, in ascending order. The repetition penalty (Keskar et al. 2019,
     arXiv 1909.05858) covers prompt and output, the others only the output. `seen` is a bitmap of the prompt's ids: bit
-    id % 32 of word id // 32.
+    id % 32 of word id // 32. With `tokens`, an entry also counts as output the drafted tokens that precede its new one
+    (see row_accept): the last tokens of the row's entries after its first, up to this entry, behind the prompt.
     """
     out = np.array(logits)
     v = out.shape[1]
@@ -83,9 +86,20 @@ def row_penalize(
         out[i, bias_ids[row, :count]] += biases[row, :count]
         rep, presence, frequency = fparams[row, 3:6]
         bits, n = _bits(seen[row], v), counts[row]
+        if tokens is not None:
+            n = n + np.bincount(_drafted(rows, starts, positions, tokens, iparams, i), minlength=v)[:v]
         x = out[i]
         x = np.where(bits | (n > 0), np.where(x > 0, x / rep, x * rep), x)
         out[i] = x - frequency * n - presence * (n > 0)
+    return out
+
+
+def _drafted(rows: Any, starts: Any, positions: Any, tokens: Any, iparams: Any, entry: int) -> list[int]:
+    """Return the drafted ids that precede the entry's new token."""
+    row, out = rows[entry], []
+    while entry > 0 and rows[entry - 1] == row and (at := positions[starts[entry + 1] - 1]) >= iparams[row, 3]:
+        out.append(int(tokens[row, at]))
+        entry -= 1
     return out
 
 

@@ -15,12 +15,42 @@ static inline int64_t end_of(const int32_t* starts, const int32_t* positions, in
   return starts[i + 1] > 0 ? (int64_t)positions[starts[i + 1] - 1] + 1 : 0;
 }
 
+static inline float penalized(float a, bool seen, int32_t n, const float* f) {  // n: how often the id is output
+  if (seen || n > 0) a = a > 0 ? a / f[REPETITION_PENALTY] : a * f[REPETITION_PENALTY];
+  return a - f[FREQUENCY_PENALTY] * (float)n - (n > 0 ? f[PRESENCE_PENALTY] : 0.0f);
+}
+// Where the drafted ids are that precede an entry's new token: the last tokens of the row's entries after its first, up
+// to the entry itself, behind the prompt. tokens: [rows, width], null if the step verifies no drafts.
+struct Drafted {
+  const int32_t *starts, *positions, *tokens;
+  int64_t width;
+};
+struct Draft { int32_t id, count; float logit; };  // a drafted id, how often it is drafted, its logit before penalties
+// Finds the distinct drafted ids of entry i from lo to below hi; returns their number.
+static inline int drafts_of(Drafted d, const int32_t* rows, const int32_t* iparams, int64_t i, const float* logits,
+                            int64_t lo, int64_t hi, Draft* drafts) {
+  int n = 0;
+  if (!d.tokens) return 0;
+  for (int64_t row = rows[i]; i > 0 && rows[i - 1] == row; i--) {
+    int32_t at = d.positions[d.starts[i + 1] - 1], k = 0;
+    if (at < iparams[row * 8 + PROMPT_LEN]) break;
+    int32_t id = d.tokens[row * d.width + at];
+    if (id < lo || id >= hi) continue;
+    while (k < n && drafts[k].id != id) k++;
+    if (k < n) {
+      drafts[k].count++;
+    } else if (n < DRAFTS_MAX) {
+      drafts[n++] = Draft{id, 1, logits[id]};
+    }
+  }
+  return n;
+}
 // Threads divide the ids. `words` is the width of a row of the bitmap `seen`, `width` that of bias_ids and biases.
 template <class T>
 static inline void row_penalize(const llmc_ctx* ctx, float* y, const T* x, const int32_t* rows, const float* fparams,
                                 const int32_t* iparams, const int32_t* seen, const int32_t* counts,
-                                const int32_t* bias_ids, const float* biases, int64_t r, int64_t v, int64_t words,
-                                int64_t width) {
+                                const int32_t* bias_ids, const float* biases, Drafted drafted, int64_t r, int64_t v,
+                                int64_t words, int64_t width) {
   int64_t lo, hi;
   llmc_split(ctx, v, 256, &lo, &hi);
   for (int64_t i = 0; i < r; i++) {
@@ -36,12 +66,12 @@ static inline void row_penalize(const llmc_ctx* ctx, float* y, const T* x, const
     const float* f = fparams + rows[i] * 8;
     if (f[REPETITION_PENALTY] == 1.0f && f[PRESENCE_PENALTY] == 0.0f && f[FREQUENCY_PENALTY] == 0.0f) continue;
     const int32_t *bits = seen + rows[i] * words, *count = counts + rows[i] * v;
-    for (int64_t j = lo; j < hi; j++) {
-      float a = to[j];
-      int32_t n = count[j];
-      if (((uint32_t)bits[j / 32] >> (j % 32) & 1u) || n > 0)
-        a = a > 0 ? a / f[REPETITION_PENALTY] : a * f[REPETITION_PENALTY];
-      to[j] = a - f[FREQUENCY_PENALTY] * (float)n - (n > 0 ? f[PRESENCE_PENALTY] : 0.0f);
+    Draft drafts[DRAFTS_MAX];
+    int some_drafts = drafts_of(drafted, rows, iparams, i, to, lo, hi, drafts);
+    for (int64_t j = lo; j < hi; j++) to[j] = penalized(to[j], (uint32_t)bits[j / 32] >> (j % 32) & 1u, count[j], f);
+    for (int k = 0; k < some_drafts; k++) {
+      int32_t id = drafts[k].id;
+      to[id] = penalized(drafts[k].logit, (uint32_t)bits[id / 32] >> (id % 32) & 1u, count[id] + drafts[k].count, f);
     }
   }
 }

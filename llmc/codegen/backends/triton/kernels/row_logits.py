@@ -14,6 +14,7 @@ from llmc.codegen.backends.triton.kernels.row_params import (
     NUM_BIASES,
     PARAMS,
     PRESENCE_PENALTY,
+    PROMPT_LEN,
     REPETITION_PENALTY,
     TEMPERATURE,
 )
@@ -49,9 +50,12 @@ def bias(logits, bias_ids_ptr, biases_ptr, num_biases, ids):
 
 
 @triton.jit
-def penalize(logits, seen_ptr, counts_ptr, repetition, presence, frequency, ids, exists):
-    """Apply the repetition penalty to ids of prompt and output, and the other penalties to ids of the output."""
-    count = tl.load(counts_ptr + ids, mask=exists, other=0)
+def penalize(logits, seen_ptr, counts_ptr, repetition, presence, frequency, ids, exists, drafted=0):
+    """Apply the repetition penalty to ids of prompt and output, and the other penalties to ids of the output.
+
+    `drafted` is added to the number of times that each id was output.
+    """
+    count = tl.load(counts_ptr + ids, mask=exists, other=0) + drafted
     word = tl.load(seen_ptr + (ids >> 5), mask=exists, other=0)
     repeated = contains(word, ids) | (count > 0)
     logits = tl.where(repeated, tl.where(logits > 0, logits / repetition, logits * repetition), logits)
@@ -141,6 +145,23 @@ def load_row(
 
 
 @triton.jit
+def count_drafts(rows_ptr, starts_ptr, positions_ptr, history_ptr, prompt_length, entry, row, ids):
+    """Count the drafted tokens of each id that precede the entry's new token.
+
+    They are the last tokens of the row's entries after its first, up to this entry, behind the prompt.
+    """
+    count = tl.zeros_like(ids)
+    before = tl.load(rows_ptr + entry - 1, mask=entry > 0, other=-1)
+    position = tl.load(positions_ptr + tl.load(starts_ptr + entry + 1) - 1)
+    while (before == row) & (position >= prompt_length):
+        count += (ids == tl.load(history_ptr + position)).to(tl.int32)
+        entry -= 1
+        before = tl.load(rows_ptr + entry - 1, mask=entry > 0, other=-1)
+        position = tl.load(positions_ptr + tl.load(starts_ptr + entry + 1) - 1)
+    return count
+
+
+@triton.jit
 def row_penalize(
     logits_ptr,  # [entries, VOCAB]
     rows_ptr,  # [entries]: rows of the state, -1 for padding
@@ -150,7 +171,11 @@ def row_penalize(
     counts_ptr,  # [rows, VOCAB]: number of times that the row has emitted each id
     bias_ids_ptr,  # [rows, BIASES]
     biases_ptr,  # [rows, BIASES]
+    starts_ptr,  # [entries + 1], or None if the step verifies no drafts, as the next two
+    positions_ptr,  # [tokens]
+    token_ids_ptr,  # [rows, max_length]
     out_ptr,  # [entries, VOCAB] in float32; may be logits_ptr
+    max_length,
     VOCAB: tl.constexpr,
     WORDS: tl.constexpr,
     BIASES: tl.constexpr,
@@ -179,7 +204,12 @@ def row_penalize(
             logits = bias(logits, bias_ids_ptr + row * BIASES, biases_ptr + row * BIASES, num_biases, ids)
         if penalizes:
             seen, counts = seen_ptr + row * WORDS, counts_ptr + row * VOCAB
-            logits = penalize(logits, seen, counts, repetition, presence, frequency, ids, ids < VOCAB)
+            drafted = tl.zeros_like(ids)
+            if token_ids_ptr is not None:
+                prompt = tl.load(ints_ptr + row * PARAMS + PROMPT_LEN)
+                history = token_ids_ptr + row * max_length
+                drafted = count_drafts(rows_ptr, starts_ptr, positions_ptr, history, prompt, entry, row, ids)
+            logits = penalize(logits, seen, counts, repetition, presence, frequency, ids, ids < VOCAB, drafted)
         tl.store(out_ptr + first + ids, logits, mask=ids < VOCAB)
 
 
