@@ -110,7 +110,7 @@ def row_propose(tokens: Any, drafts: Any, length: Any, rows: Any, starts: Any, e
 
 
 def lookup(tokens: Any, low: int, high: int) -> int:
-    """Return the index behind the latest earlier occurrence of the longest suffix of `low` to `high` tokens; 0 for none."""
+    """Return the index behind the latest earlier occurrence of the longest suffix of `low` to `high` tokens, or 0."""
     known = len(tokens)
     for n in range(min(high, known - 1), max(low, 1) - 1, -1):
         for end in range(known - 1, n - 1, -1):

@@ -10,8 +10,8 @@ FLOAT_COLUMNS = ("temperature", "top_p", "min_p", "repetition_penalty", "presenc
 # i32[8]
 INT_COLUMNS = ("top_k", "seed_lo", "seed_hi", "prompt_len", "min_len", "want_logprobs", "num_biases", "masked")
 WIDTH = 8
-# i32[DRAFT_WIDTH]: the tokens drafted after the row's last token, their maximum (0: the row is never drafted for), and the lengths
-# in tokens of the suffixes that prompt lookup searches for.
+# i32[DRAFT_WIDTH]: the number of tokens drafted behind the row's last token, its maximum (0: none are drafted), and the
+# lengths in tokens of the suffixes that prompt lookup searches for.
 DRAFT_COLUMNS = ("num_drafts", "max_drafts", "min_ngram", "max_ngram")
 DRAFT_WIDTH = 4
 STOPS = 32  # token ids that a row can mask until min_tokens are generated
