@@ -14,6 +14,7 @@ from urllib.parse import quote_from_bytes, unquote_to_bytes
 from llmc_runtime.defaults import parse_override
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.option_type import count, option, options_of, parse_bytes, positive
+from llmc_runtime.speculate_option import DRAFTED, TOKENS, check_speculate, parse_speculate
 
 MAX_THREADS = 1024
 _SERVE, _RUN, _BOTH = ("serve",), ("run",), ("serve", "run")
@@ -84,6 +85,12 @@ class EngineOptions:
     scheduling_policy: str = option(
         "fcfs", "order in which requests run (fcfs)", commands=_SERVE, choices=("fcfs", "priority"), engine=True
     )
+    speculate: Mapping[str, Any] | str | None = option(
+        None, "draft tokens that a step verifies: ngram or ngram:K (prompt lookup, K tokens), off (default), or vLLM's "
+        'JSON, such as {"method": "ngram", "num_speculative_tokens": 4}. The model is compiled with --speculate K',
+        commands=("serve", "run", "compile"), flags=("--speculate", "--speculative-config"), read=parse_speculate,
+        metavar="METHOD[:K]", check=check_speculate, engine=True,
+    )  # fmt: skip
     chat_template: str | None = option(
         None, "chat template to use (in Python its text), or the name of one of the model's", commands=_RUN,
         metavar="FILE|NAME", group="chats and sampling",
@@ -132,6 +139,8 @@ class EngineOptions:
         """The options of `llmc compile`, for a `model` that is a Hugging Face folder."""
         names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
         sizes = {name.replace("_", "-"): getattr(self, name) for name in names}
+        if isinstance(self.speculate, Mapping):
+            sizes["speculate"] = self.speculate[TOKENS] or DRAFTED
         return {"target": self.target, "dtype": self.dtype} | {k: str(v) for k, v in sizes.items() if v is not None}
 
     def message(self) -> dict[str, Any]:
