@@ -13,7 +13,7 @@ from llmc_runtime.format.row_abi import MAX_DRAFTS
 
 NGRAM, OFF = "ngram", "off"
 TOKENS, LOW, HIGH = "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"
-DEFAULTS: Mapping[str, int] = MappingProxyType({LOW: 2, HIGH: 4})  # lengths of suffixes in tokens
+DEFAULTS: Mapping[str, int] = MappingProxyType({LOW: 3, HIGH: 5})  # lengths of suffixes in tokens
 DRAFTED = 4  # tokens drafted if the number is not given and the model is compiled for it
 _MAX_NGRAM = 64
 _REMEDY = f'use {NGRAM}, {NGRAM}:K with K drafted tokens, or JSON such as {{"method": "{NGRAM}", "{TOKENS}": 4}}'

@@ -16,7 +16,8 @@ from llmc_runtime.sched.step import StepOutput, Work
 
 PROBE = 48  # of the steps in which drafting seems not to pay, one in so many verifies a draft of a row nevertheless
 _MEMORY = 0.8  # weight of a row's past acceptance at each verification
-_FORGET = 0.99  # weight of the past costs at each step
+_RISE, _FALL = 0.01, 0.3  # how fast a running quantile rises, relatively, and falls towards a smaller value
+_REFRESH = 16  # plans after which the threshold is computed anew
 _PRIOR = 1.0  # verifications that the acceptance of all rows counts for in that of a row
 _SLOPE = 0.25  # cost of a further entry, as a share of that of a step, until steps of two sizes were measured
 
@@ -36,25 +37,29 @@ class SpeculationConfig:
 
 
 class StepCosts:
-    """Seconds of a step as a linear function of its entries: a regression that forgets old steps."""
+    """The seconds of a step by its number of entries: running low quantiles, which a busy machine hardly changes."""
 
     def __init__(self) -> None:
-        self._n = self._x = self._y = self._xx = self._xy = 0.0
+        self._seconds: dict[int, float] = {}  # by number of entries
 
     def add(self, entries: int, seconds: float) -> None:
         """Record a step."""
-        sums = (1.0, entries, seconds, entries * entries, entries * seconds)
-        past = (self._n, self._x, self._y, self._xx, self._xy)
-        self._n, self._x, self._y, self._xx, self._xy = (_FORGET * old + new for old, new in zip(past, sums))
+        low = self._seconds.get(entries, seconds)
+        self._seconds[entries] = min(seconds, low * (1 + _RISE)) if seconds > low else low + _FALL * (seconds - low)
 
-    def share(self, entries: int) -> float:
-        """Return the cost of one more entry as a share of the cost of a step with `entries`, 0 to 1."""
-        spread = self._n * self._xx - self._x * self._x
-        if spread <= 1e-3 * self._n * self._n:
+    def share(self, entries: int, largest: int) -> float:
+        """Return the cost of one more entry as a share of the cost of a step with `entries`, 0 to 1.
+
+        It is the slope of a line through the costs of steps with up to `largest` entries.
+        """
+        points = [(n - entries, self._seconds[n]) for n in range(entries, largest + 1) if n in self._seconds]
+        mean = sum(n for n, _ in points) / max(1, len(points))
+        spread = sum((n - mean) ** 2 for n, _ in points)
+        if not spread:
             return min(1.0, _SLOPE / entries)
-        slope = (self._n * self._xy - self._x * self._y) / spread
-        total = (self._y - slope * self._x) / self._n + slope * entries
-        return min(1.0, max(0.0, slope / total)) if total > 0 else 1.0
+        slope = sum((n - mean) * y for n, y in points) / spread
+        base = sum(y for _, y in points) / len(points) - slope * mean
+        return min(1.0, max(0.0, slope / base)) if base > 0 else 1.0
 
 
 class Speculation:
@@ -62,15 +67,19 @@ class Speculation:
 
     def __init__(self, config: SpeculationConfig) -> None:
         self.config, self.costs = config, StepCosts()
-        self._acceptance = 0.7  # of the drafts verified lately, over all rows
+        self._acceptance = 0.5  # of the drafts verified lately, over all rows
         self._planned: deque[float] = deque()  # when the steps in flight were planned
         self._ended = 0.0  # when the last step ended
+        self._plans = self._rows = 0  # plans so far, and running requests of the last one
         self._threshold = 0.0  # a draft that is accepted with a smaller probability costs more than it saves
 
     def begin(self, rows: int) -> None:
         """Begin a plan in which `rows` requests run."""
-        # One more entry of acceptance p pays if it adds a larger share of tokens than of time: p / rows > share.
-        self._threshold = rows * self.costs.share(max(rows, 1))
+        self._plans += 1
+        if rows and (rows != self._rows or self._plans % _REFRESH == 0):
+            # One more entry of acceptance p pays if it adds a larger share of tokens than of time: p / rows > share.
+            self._rows = rows
+            self._threshold = rows * self.costs.share(rows, rows * (1 + self.config.num_tokens))
 
     def drafts(self, request: Request, room: int) -> int:
         """Return how many of the drafts of the request's row to verify, up to `room`."""
