@@ -88,7 +88,7 @@ class EngineOptions:
     speculate: Mapping[str, Any] | str | None = option(
         None, "draft tokens that a step verifies: ngram or ngram:K (prompt lookup, K tokens), off (default), or vLLM's "
         'JSON, such as {"method": "ngram", "num_speculative_tokens": 4}. The model is compiled with --speculate K',
-        commands=("serve", "run", "compile"), flags=("--speculate", "--speculative-config"), read=parse_speculate,
+        commands=_BOTH, flags=("--speculate", "--speculative-config"), read=parse_speculate,
         metavar="METHOD[:K]", check=check_speculate, engine=True,
     )  # fmt: skip
     chat_template: str | None = option(

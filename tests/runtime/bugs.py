@@ -9,7 +9,6 @@ from typing import Any
 
 from llmc_runtime.kv.pages import PagePool
 from llmc_runtime.kv.prefix import PrefixCache
-from llmc_runtime.sched import scheduler
 from llmc_runtime.sched.request import Request, Status
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.step import RowMask, Step, Work
@@ -327,58 +326,6 @@ def tokens_that_come_late(right: Any) -> Any:
     return launch
 
 
-def rejected_drafts_that_stay(right: Any) -> Any:
-    def append_run(self: Scheduler, request: Request, item: Work, run: Any) -> Any:
-        done = right(self, request, item, run)
-        if request.status is Status.RUNNING:
-            request.num_computed += item.num_tokens - len(run)
-        return done
-
-    return append_run
-
-
-def pages_of_drafts_that_leak(right: Any) -> Any:
-    def append_run(self: Scheduler, request: Request, item: Work, run: Any) -> Any:
-        pages = list(request.pages)
-        done = right(self, request, item, run)
-        if request.status is Status.RUNNING and len(pages) > len(request.pages):
-            self.pool.take(1)
-        return done
-
-    return append_run
-
-
-def pages_freed_while_drafts_need_them(right: Any) -> Any:
-    def append_run(self: Scheduler, request: Request, item: Work, run: Any) -> Any:
-        planned = request.num_planned
-        request.num_planned = max(0, planned - self.config.page_size)
-        done = right(self, request, item, run)
-        request.num_planned += planned - max(0, planned - self.config.page_size)
-        return done
-
-    return append_run
-
-
-def drafts_behind_the_last_token(right: Any) -> Any:
-    def with_drafts(self: Scheduler, speculation: Any, request: Request, budget: int) -> Work:
-        request.limit += 2
-        item = right(self, speculation, request, budget)
-        request.limit -= 2
-        return item
-
-    return with_drafts
-
-
-def tokens_accepted_behind_the_end(right: Any) -> Any:
-    def extend(delta: Any, more: Any) -> Any:
-        done = right(delta, more)
-        if done.finish_reason == "stop":
-            done.new_token_ids.append(0)
-        return done
-
-    return extend
-
-
 # Bugs that only appear with steps in flight, and the depth at which they do.
 OVERLAPS: tuple[tuple[type, str, Callable[[Any], Any], int], ...] = (
     (Scheduler, "rollback", rollback_of_the_newest_step, 2),
@@ -393,7 +340,7 @@ OVERLAPS: tuple[tuple[type, str, Callable[[Any], Any], int], ...] = (
     (FakeExecutor, "launch", tokens_that_come_late, 2),
 )
 
-BUGS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
+BUGS: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
     (PrefixCache, "match", hit_of_the_whole_prompt),
     (PrefixCache, "extend", hit_that_ignores_the_parent),
     (PrefixCache, "match", hit_on_the_page_beside),
@@ -419,9 +366,4 @@ BUGS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (WaitingQueue, "first", the_tenant_with_the_most_service),
     (WaitingQueue, "_start_waiting", service_saved_up),
     (WaitingQueue, "add", preempted_who_wait_their_turn),
-    (Scheduler, "_append_run", rejected_drafts_that_stay),
-    (Scheduler, "_append_run", pages_of_drafts_that_leak),
-    (Scheduler, "_append_run", pages_freed_while_drafts_need_them),
-    (Scheduler, "_with_drafts", drafts_behind_the_last_token),
-    (scheduler, "extend", tokens_accepted_behind_the_end),
 )

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.runtime.bugs import BUGS, OVERLAPS
+from tests.runtime.draft_bugs import DRAFT_BUGS
 from tests.runtime.simulator import SimulationFailure, simulate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +46,9 @@ def name(bug: Any) -> str:
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize(("owner", "method", "bug"), BUGS, ids=[name(bug) for _, _, bug in BUGS])
+@pytest.mark.parametrize(
+    ("owner", "method", "bug"), (*BUGS, *DRAFT_BUGS), ids=[name(bug) for _, _, bug in (*BUGS, *DRAFT_BUGS)]
+)
 def test_a_bug_is_seen(owner: Any, method: str, bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     see(owner, method, bug, None, monkeypatch)
 

@@ -183,7 +183,7 @@ class Step:
     ) -> StepOutput:
         """Make the output of this step from tuples in the order of TokenLogprobs' fields, for executors that do not
         import this module. `logprobs` is None if none are requested."""
-        rows = [None] * len(tokens) if logprobs is None else list(map(_packed, logprobs))
+        rows: list[TokenLogprobs | None] = [None] * len(tokens) if logprobs is None else [*map(_packed, logprobs)]
         packed = {index: [TokenLogprobs(*one) for one in row] for index, row in (scores or {}).items()}
         runs = {index: [(token, _packed(one)) for token, one in run] for index, run in (accepted or {}).items()}
         return StepOutput(tokens, rows, packed, runs, proposed)
