@@ -68,10 +68,12 @@ class Counters:
         self.spec_decode_num_drafts += 1
         self.spec_decode_num_draft_tokens += drafts
         self.spec_decode_num_accepted_tokens += accepted
-        for position in range(drafts):
-            name = str(position)
-            counts = self.spec_decode_num_accepted_tokens_per_pos
-            counts[name] = counts.get(name, 0) + (position < accepted)
+        for position in range(accepted):
+            self.spec_decode_num_accepted_tokens_per_pos[str(position)] += 1
+
+    def drafted_at_most(self, drafts: int) -> None:
+        """Count accepted tokens at this many positions."""
+        self.spec_decode_num_accepted_tokens_per_pos = {str(position): 0 for position in range(drafts)}
 
     def as_dict(self) -> dict[str, Stat]:
         """Return a copy as Stats by name."""

@@ -33,6 +33,8 @@ class LiveRequests:
         # The steps in flight, oldest first, each with the requests of its `work`, in the same order.
         self._in_flight: deque[tuple[Step, list[Request]]] = deque()
         self.speculation = None if config.speculation is None else Speculation(config.speculation)
+        if config.speculation is not None:
+            self.counters.drafted_at_most(config.speculation.num_tokens)
         self._reset()
 
     def abort(self, request_id: str) -> bool:
