@@ -17,6 +17,7 @@ from llmc_runtime.sched.step import StepOutput, Work
 PROBE = 48  # of the steps in which drafting seems not to pay, one in so many verifies a draft of a row nevertheless
 _MEMORY = 0.8  # weight of a row's past acceptance at each verification
 _RISE, _FALL = 0.01, 0.3  # how fast a running quantile rises, relatively, and falls towards a smaller value
+_OFTEN = 12  # measurements of a size after which its running quantile is used
 _REFRESH = 16  # plans after which the threshold is computed anew
 _PRIOR = 1.0  # verifications that the acceptance of all rows counts for in that of a row
 _SLOPE = 0.25  # cost of a further entry, as a share of that of a step, until steps of two sizes were measured
@@ -41,18 +42,21 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}  # by number of entries
+        self._samples: dict[int, int] = {}
 
     def add(self, entries: int, seconds: float) -> None:
         """Record a step."""
         low = self._seconds.get(entries, seconds)
         self._seconds[entries] = min(seconds, low * (1 + _RISE)) if seconds > low else low + _FALL * (seconds - low)
+        self._samples[entries] = self._samples.get(entries, 0) + 1
 
     def share(self, entries: int, largest: int) -> float:
         """Return the cost of one more entry as a share of the cost of a step with `entries`, 0 to 1.
 
-        It is the slope of a line through the costs of steps with up to `largest` entries.
+        It is the slope of a line through the costs of steps with up to `largest` entries that were measured often.
         """
-        points = [(n - entries, self._seconds[n]) for n in range(entries, largest + 1) if n in self._seconds]
+        often = [n for n in range(entries, largest + 1) if self._samples.get(n, 0) >= _OFTEN]
+        points = [(n - entries, self._seconds[n]) for n in often]
         mean = sum(n for n, _ in points) / max(1, len(points))
         spread = sum((n - mean) ** 2 for n, _ in points)
         if not spread:
@@ -111,12 +115,19 @@ class Speculation:
         self, work: Sequence[Work], requests: Sequence[Request], output: StepOutput, now: float, counters: Counters
     ) -> None:
         """Take the duration of the oldest step in flight and its drafts, before it is committed."""
-        seconds, self._ended = now - max(self._planned.popleft(), self._ended), now
-        if all(item.num_tokens == 1 + item.drafts for item in work):
-            self.costs.add(sum(item.num_tokens for item in work), seconds)
-        for index, more in output.accepted.items():
-            self._count(requests[index], work[index].drafts, len(more))
-            counters.drafted(work[index].drafts, len(more))
+        began = self._planned.popleft()
+        entries = 0
+        for item in work:
+            if item.num_tokens > 1 + item.drafts:
+                break  # a prompt
+            entries += item.num_tokens
+        else:
+            self.costs.add(entries, now - (began if began > self._ended else self._ended))
+        self._ended = now
+        if output.accepted:
+            for index, more in output.accepted.items():
+                self._count(requests[index], work[index].drafts, len(more))
+                counters.drafted(work[index].drafts, len(more))
         for request, proposed in zip(requests, output.proposed):
             request.num_drafts = proposed
 
