@@ -176,8 +176,8 @@ def main() -> None:
         decode, _ = fastest(lambda body=body: document(body), 5)  # type: ignore[misc]
         whole, message = fastest(lambda body=body, chat=chat: front.message(body, chat), 5)  # type: ignore[misc]
         worked = fastest(lambda message=message: engine(message))[0] if isinstance(message, bytes) else 0.0  # type: ignore[misc]
-        told = "" if isinstance(message, bytes) else message[:60]
-        print(f"{name:50} {decode:8.2f} {max(0.0, whole - decode):8.2f} {worked:8.2f}  {told}", flush=True)
+        cause = "" if isinstance(message, bytes) else message[:60]
+        print(f"{name:50} {decode:8.2f} {max(0.0, whole - decode):8.2f} {worked:8.2f}  {cause}", flush=True)
 
 
 if __name__ == "__main__":

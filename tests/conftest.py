@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from draw import SEED, left_out
+from draw import SEED, left_out, seed_test
 from filecheck.finput import FInput
 from filecheck.matcher import Matcher
 from filecheck.options import Options
@@ -38,6 +38,11 @@ def pytest_configure() -> None:
 
 def pytest_report_header() -> str:
     return f"SEED={SEED}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    seed_test()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

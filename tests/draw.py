@@ -1,22 +1,50 @@
-"""The seed of a run of the tests, and which of the tests that are one of many of a kind it draws; no test is here."""
+"""The seed of a run of the tests, random numbers for each test, and which of the tests that are one of many of a kind a
+run draws; no test is here.
+
+`SEED=n make test` repeats a run, and `SEED=n pytest FILE::TEST` a test: conftest.py seeds `random` and torch from the
+run's seed and the test's name, and prints the seed where a test fails. Random numbers of numpy come from `generator`.
+"""
 
 from __future__ import annotations
 
 import os
+import random
 import secrets
+import sys
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from random import Random
+
+import numpy as np
 
 # One seed a run, the same in all of its workers; SEED=n repeats a run.
 RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", secrets.token_hex(8))
 SEED = int(os.environ.get("SEED") or zlib.crc32(RUN.encode()))
 
 
+_calls: Counter[str] = Counter()  # of `of_test`, by test
+
+
 def of_test() -> int:
-    """A seed for the test that runs now, derived from its name and SEED, which is printed: SEED=n repeats the test."""
-    print(f"SEED={SEED}")
-    return zlib.crc32(f"{SEED} {os.environ.get('PYTEST_CURRENT_TEST', '')}".encode())
+    """A seed for the test that runs now, another one at each call, derived from its name and SEED, which is printed."""
+    name = os.environ.get("PYTEST_CURRENT_TEST", "")
+    if not _calls[name]:
+        print(f"SEED={SEED}")
+    _calls[name] += 1
+    return zlib.crc32(f"{SEED} {name} {_calls[name]}".encode())
+
+
+def generator() -> np.random.Generator:
+    """A generator of random numbers for the test that runs now, seeded by `of_test`."""
+    return np.random.default_rng(of_test())
+
+
+def seed_test() -> None:
+    """Seed `random`, and torch if it is loaded, for the test that runs now (torch has a constant seed at its start)."""
+    random.seed(of_test())
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(of_test())
 
 
 def left_out(names: Sequence[str], share: float, seed: int = SEED) -> set[str]:

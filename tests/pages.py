@@ -121,10 +121,10 @@ class Checkout:
             argv, cwd=self.folder, env=self.env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, timeout=LIMIT, check=False,
         )  # fmt: skip
-        told = f"{block.where}: $ {command}\n{r.stdout}"
-        assert r.returncode == code, f"exit code {r.returncode}, not {code}\n{told}"
+        output = f"{block.where}: $ {command}\n{r.stdout}"
+        assert r.returncode == code, f"exit code {r.returncode}, not {code}\n{output}"
         absent = missing(wanted, r.stdout)
-        assert absent is None, f"this line was not printed, or not in its place: {absent}\n{told}"
+        assert absent is None, f"this line was not printed, or not in its place: {absent}\n{output}"
 
 
 def run_page(page: Path, folder: Path, cache: Path, slow: bool) -> int:

@@ -28,8 +28,8 @@ def test_a_quantile_is_a_value_that_so_many_do_not_exceed(share: float, value: f
 
 
 def test_a_gap_that_is_open_counts_once_it_is_the_longest() -> None:
-    told = gaps_of([0.002] * 98 + [0.010, 0.030], [0.020, 4.0])
-    assert told == {"tokens": 100, "p50_ms": 2.0, "p99_ms": 30.0, "max_ms": 4000.0}
+    result = gaps_of([0.002] * 98 + [0.010, 0.030], [0.020, 4.0])
+    assert result == {"tokens": 100, "p50_ms": 2.0, "p99_ms": 30.0, "max_ms": 4000.0}
     assert gaps_of([]) == {"tokens": 0, "p50_ms": 0.0, "p99_ms": 0.0, "max_ms": 0.0}
     assert gaps_of([], [1.0])["max_ms"] == 1000.0
 
@@ -39,9 +39,9 @@ def test_a_window_of_streams_has_its_own_events_and_what_is_open() -> None:
     streams.gaps = [(1.0, 0.9), (2.0, 0.001), (3.0, 0.002), (9.0, 0.5)]
     streams.firsts, streams.statuses = [(1.5, 0.3), (2.5, 0.004)], [(2.2, 200), (2.3, 429), (2.4, -1), (0.5, 0)]
     streams.latest, streams.asked = {0: 3.9}, {1: 3.0}
-    told = streams.window(1.9, 4.0)
-    assert told["tokens"] == 2 and told["max_ms"] == 100.0 and told["ttft_max_ms"] == 1000.0
-    assert told["refused"] == {"429": 1, "broken": 1}
+    result = streams.window(1.9, 4.0)
+    assert result["tokens"] == 2 and result["max_ms"] == 100.0 and result["ttft_max_ms"] == 1000.0
+    assert result["refused"] == {"429": 1, "broken": 1}
     assert streams.window(8.0, 10.0)["p50_ms"] == 500.0
 
 
@@ -49,8 +49,8 @@ def test_a_window_of_requests_counts_those_that_were_open_in_it() -> None:
     asker = Asker(SETTINGS, 0.1, lambda number: ("/health", None))
     asker.done = [(0.0, 0.5, 200, ""), (0.8, 0.4, 200, ""), (1.5, 0.1, 400, "invalid_value"), (2.5, 0.1, 200, "")]
     asker.began = 1.9
-    told = asker.window(1.0, 2.0)
-    assert told == {"count": 3, "statuses": {"200": 1, "400 invalid_value": 1}, "worst_ms": [400.0, 100.0, 100.0]}
+    result = asker.window(1.0, 2.0)
+    assert result == {"count": 3, "statuses": {"200": 1, "400 invalid_value": 1}, "worst_ms": [400.0, 100.0, 100.0]}
 
 
 def test_memory_before_at_the_peak_and_after_by_role() -> None:
@@ -62,8 +62,8 @@ def test_memory_before_at_the_peak_and_after_by_role() -> None:
 
 
 def test_answers_that_differ_in_numbers_alone_are_one_line() -> None:
-    told = (("1 MB", 400, 2.0, "710 tokens"), ("1 MB", 400, 9.0, "8 tokens"), ("again", 0, 1.0, "late"))
-    rows = [Answer(*one).json() for one in told]
+    result = (("1 MB", 400, 2.0, "710 tokens"), ("1 MB", 400, 9.0, "8 tokens"), ("again", 0, 1.0, "late"))
+    rows = [Answer(*one).json() for one in result]
     assert answers_text(rows).splitlines() == [
         "1 MB: 2 x 400 in 9.00 s (710 tokens)", "again: none in 1.00 s (late)",
     ]  # fmt: skip

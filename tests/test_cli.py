@@ -168,8 +168,8 @@ def test_tables_print_json_too(model: Path) -> None:
     passes = json.loads(run("passes", "--json"))
     assert "fuse-norm" in {p["name"] for p in passes["passes"]} and "serve" in passes["pipelines"]
     assert "split-kv" in passes["serve"]["cuda:sm_90"] and "split-kv" not in passes["serve"]["cpu:native"]
-    told = run("passes")
-    assert "serve of cuda:sm_80, hip:gfx942:" in told and "serve of cuda:sm_90, cuda:sm_100:" in told
+    output = run("passes")
+    assert "serve of cuda:sm_80, hip:gfx942:" in output and "serve of cuda:sm_90, cuda:sm_100:" in output
     assert "split-single" in passes["serve"]["cuda:sm_90"] and "split-single" not in passes["serve"]["cuda:sm_80"]
 
 

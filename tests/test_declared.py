@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 from llmc_runtime.engine_options import EngineArgs, EngineOptions
-from llmc_runtime.format.row_abi import FLOAT_COLUMNS, INT_COLUMNS, WIDTH
+from llmc_runtime.format.row_abi import WIDTH
 from llmc_runtime.option_type import Option, options_of
+from llmc_runtime.sched.row_columns import FLOAT_COLUMNS, INT_COLUMNS, columns
 from llmc_runtime.sched.sampling_params import PARAMETERS
 from llmc_runtime.server.ignored_flags import IGNORED, REFUSED
 from llmc_runtime.server.server_options import serve_options
@@ -125,37 +126,61 @@ def test_the_docs_have_what_is_declared(page: str, name: str) -> None:
 
 def test_kernels_take_the_columns_of_the_row_from_its_declaration() -> None:
     assert set(FLOAT_COLUMNS) <= PARAMETERS.keys() and max(len(FLOAT_COLUMNS), len(INT_COLUMNS)) <= WIDTH
-    texts = "".join(d.text + "\n" for d in load_template("row_params").definitions.values())
-    columns = {name: int(value) for name, value in re.findall(r"^(\w+) = tl\.constexpr\((\d+)\)", texts, re.M)}
+    modules = load_template("row_params"), load_template("sampling_rules")
+    texts = "".join(d.text + "\n" for module in modules for d in module.definitions.values())
+    found = {name: int(value) for name, value in re.findall(r"^(\w+) = tl\.constexpr\((\d+)\)", texts, re.M)}
     expected = {name.upper(): i for names in (FLOAT_COLUMNS, INT_COLUMNS) for i, name in enumerate(names)}
-    assert columns == {"PARAMS": WIDTH, **expected}, "row_params.py lacks a column of row_abi.py"
+    assert found == {"PARAMS": WIDTH, **expected}, "a column has no constant in row_params.py or sampling_rules.py"
     text = inline_headers('#include "llmc_sample.h"\n')
     for names in (FLOAT_COLUMNS, INT_COLUMNS):
         assert f"enum {{ {', '.join(names).upper()} }};" in text
 
 
+@pytest.mark.parametrize("numbers", [{"a": 1}, {"a": 0, "b": 0}, {"a": 0, "b": 2}, {str(i): i for i in range(9)}])
+def test_columns_have_numbers_without_gaps(numbers: dict[str, int]) -> None:
+    assert columns({"b": 1, "a": 0}) == ("a", "b")
+    with pytest.raises(ValueError, match="expected each number from 0 once, all below 8"):
+        columns(numbers)
+
+
 def changed(folder: Path, edits: dict[str, list[tuple[str, str]]]) -> Path:
-    """A copy of the runtime with texts put in front of others in some files."""
-    copy = folder / "llmc_runtime"
-    shutil.copytree(RUNTIME, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    """Copy the packages to `folder`, replace texts of some files, and return `folder`.
+
+    `edits` maps files, relative to `folder`, to pairs of a text that occurs in the file and its replacement.
+    """
+    for package in {name.partition("/")[0] for name in edits}:
+        source = RUNTIME if package == RUNTIME.name else ROOT / package
+        shutil.copytree(source, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     for name, texts in edits.items():
-        source = (copy / name).read_text(encoding="utf-8")
-        for before, text in texts:
-            assert source.count(before) == 1, (name, before)
-            source = source.replace(before, text + before)
-        (copy / name).write_text(source, encoding="utf-8")
+        content = (folder / name).read_text(encoding="utf-8")
+        for old, new in texts:
+            assert old in content, (name, old)
+            content = content.replace(old, new)
+        (folder / name).write_text(content, encoding="utf-8")
     return folder
 
 
-def answers(folder: Path, program: str) -> Any:
-    """What a program prints, as JSON, with the runtime in `folder`."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT)))}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+def before(text: str, added: str) -> tuple[str, str]:
+    """The edit that puts `added` in front of `text`."""
+    return text, added + text
+
+
+def answers(folder: Path, program: str, *arguments: str) -> Any:
+    """What a program prints, as JSON, with the packages in `folder`."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT, RUNTIME.parent, ROOT / "tests"))),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-NEW_PARAMETER = '    top_a: float = parameter(0.0, numbers(0, 1), "a new one", flag=True, of_model="sampling")\n'
+NEW_PARAMETER = (
+    '    top_a: float = parameter(0.0, numbers(0, 1), "a new one", flag=True, of_model="sampling", column=6)\n'
+)
 PARAMETER_PROGRAM = """
 import json, sys
 from llmc_runtime.cli import _changed, parser
@@ -196,11 +221,10 @@ print(json.dumps({
 """
 
 
-def test_a_new_sampling_parameter_is_one_line_and_a_column(tmp_path: Path) -> None:
+def test_a_new_sampling_parameter_is_one_declaration(tmp_path: Path) -> None:
     pytest.importorskip("starlette")
     edits = {
-        "sched/sampling_params.py": [("    repetition_penalty: float", NEW_PARAMETER)],
-        "format/row_abi.py": [(")\n# i32[8]", ', "top_a"')],
+        "llmc_runtime/sched/sampling_params.py": [before("    repetition_penalty: float", NEW_PARAMETER)],
     }
     found = answers(changed(tmp_path, edits), PARAMETER_PROGRAM)
     field = {"anyOf": [{"type": "number", "minimum": 0, "maximum": 1}, {"type": "null"}], "default": None}
@@ -257,8 +281,8 @@ def test_a_new_option_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     pytest.importorskip("yaml")
     monkeypatch.chdir(tmp_path)
     edits = {
-        "engine_options.py": [("    prepare: bool", NEW_ENGINE_OPTION)],
-        "server/server_options.py": [("    chat_template: str | None", NEW_SERVER_OPTION)],
+        "llmc_runtime/engine_options.py": [before("    prepare: bool", NEW_ENGINE_OPTION)],
+        "llmc_runtime/server/server_options.py": [before("    chat_template: str | None", NEW_SERVER_OPTION)],
     }
     found = answers(changed(tmp_path, edits), OPTION_PROGRAM)
     assert found == {
@@ -327,8 +351,8 @@ print(json.dumps({
 def test_a_new_call_format_is_one_class_in_one_file(tmp_path: Path) -> None:
     pytest.importorskip("starlette")
     edits = {
-        "server/tool_calls/registry.py": [
-            ("# Of those that fit", NEW_FORMATS), ("Granite20b, Phi4Mini,", "Arrow, Angles, Slashes, ")
+        "llmc_runtime/server/tool_calls/registry.py": [
+            before("# Of those that fit", NEW_FORMATS), before("Granite20b, Phi4Mini,", "Arrow, Angles, Slashes, ")
         ]
     }  # fmt: skip
     found = answers(changed(tmp_path, edits), FORMAT_PROGRAM)
@@ -344,5 +368,5 @@ def test_a_new_call_format_is_one_class_in_one_file(tmp_path: Path) -> None:
 if __name__ == "__main__":
     for (page, name), lines in TABLES.items():
         path = ROOT / "docs" / page
-        before, _, after = split(path.read_text(encoding="utf-8"), name)
-        path.write_text(before + written(name, lines()) + after, encoding="utf-8")
+        head, _, after = split(path.read_text(encoding="utf-8"), name)
+        path.write_text(head + written(name, lines()) + after, encoding="utf-8")

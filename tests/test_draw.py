@@ -1,8 +1,20 @@
-"""What a run draws from the tests that are one of many of a kind: another half under another seed, all when asked."""
+"""What a run draws from the tests that are one of many of a kind: another half under another seed, all when asked; and
+that the random numbers of tests come from the run's seed."""
 
 from __future__ import annotations
 
-from draw import SEED, left_out
+import random
+import re
+from pathlib import Path
+
+import draw
+import pytest
+from draw import SEED, generator, left_out, of_test, seed_test
+
+TESTS = Path(__file__).resolve().parent
+UNSEEDED = re.compile(r"default_rng\(\)|\bRandom\(\)|SystemRandom|np\.random\.(?!default_rng|Generator)|import secrets")
+# They have an option for the seed, or need no random numbers that can be repeated.
+SCRIPTS = ("draw.py", "runtime/simulator.py", "corpus/run.py", "clients/conftest.py", "clients/test_schemathesis.py")
 
 
 def test_a_run_leaves_out_its_share_and_every_seed_another_one() -> None:
@@ -11,3 +23,20 @@ def test_a_run_leaves_out_its_share_and_every_seed_another_one() -> None:
     assert out == left_out(names[::-1], 0.5, SEED) and out < set(names) and 20 <= len(out) <= 21
     assert set.union(*(set(names) - left_out(names, 0.5, seed) for seed in range(20))) == set(names)
     assert not left_out(names, 1.0) and not left_out([], 0.5)
+
+
+def test_a_test_has_random_numbers_of_its_own_that_the_seed_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    def numbers(test: str) -> list[float]:
+        monkeypatch.setenv("PYTEST_CURRENT_TEST", test)
+        draw._calls.clear()
+        seed_test()
+        return [random.random(), generator().random(), generator().random(), of_test()]
+
+    one, again, other = numbers("one"), numbers("one"), numbers("other")
+    assert one == again and len({*one, *other}) == 8
+
+
+def test_no_test_draws_without_the_seed() -> None:
+    files = [p for p in TESTS.rglob("*.py") if p != Path(__file__) and "libcuda" not in p.parts]
+    found = [str(p.relative_to(TESTS)) for p in files if UNSEEDED.search(p.read_text())]
+    assert sorted(found) == sorted(SCRIPTS)

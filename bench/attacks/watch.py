@@ -189,8 +189,8 @@ async def watch(settings: dict[str, Any]) -> None:
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     while line := await lines.readline():
         asked = json.loads(line)
-        told: dict[str, Any] = {name: one.window(**asked) for name, one in askers.items()}
-        print(json.dumps({"itl": streams.window(**asked), **told}), flush=True)
+        result: dict[str, Any] = {name: one.window(**asked) for name, one in askers.items()}
+        print(json.dumps({"itl": streams.window(**asked), **result}), flush=True)
         if failed := next((task for task in tasks if task.done()), None):
             failed.result()
 

@@ -16,7 +16,7 @@ from tests.attacks.oracle import answer
 
 # Outcomes of a request. The last three must not occur: a wrong text, an unannounced failure, and an end within a
 # response.
-RIGHT, REFUSED, TOLD, INVALID = "right", "refused", "told", "invalid"
+RIGHT, REFUSED, REPORTED, INVALID = "right", "refused", "reported", "invalid"
 WRONG, FAILED, CUT = "wrong", "failed", "cut"
 NEVER = (WRONG, FAILED, CUT)
 _DEADLINE = 120.0  # seconds of silence
@@ -69,9 +69,9 @@ class Request:
             want = {i: answer(self.prompt, self.most, self.seed + i, self.temperature) for i in range(self.n)}
             return RIGHT if got.texts == want else WRONG
         if got.announced:
-            return TOLD if got.error == "engine_unavailable" else REFUSED
+            return REPORTED if got.error == "engine_unavailable" else REFUSED
         if got.status == 200 and got.error == "engine_unavailable":
-            return TOLD
+            return REPORTED
         return CUT if got.status in (0, 200) else FAILED if got.status >= 500 else INVALID
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from bench.faults.client import CUT, RIGHT, TOLD, WRONG, Answer, Client, Judged, Request
+from bench.faults.client import CUT, REPORTED, RIGHT, WRONG, Answer, Client, Judged, Request
 from bench.faults.leaving import leave
 from bench.faults.strikes import outcomes
 from tests.attacks.bodies import damaged
@@ -74,7 +74,7 @@ async def story(path: Path, start: Any, draw: Random, share: float) -> dict[str,
 
 async def _load(client: Client, judged: Judged, draw: Random, known: dict[str, str], over: asyncio.Event) -> None:
     while not over.is_set():
-        if await judged.one(client, Story(draw.choice(PROMPTS), draw.random() < 0.5, known)) == TOLD:
+        if await judged.one(client, Story(draw.choice(PROMPTS), draw.random() < 0.5, known)) == REPORTED:
             await asyncio.sleep(0.05)
 
 

@@ -32,18 +32,18 @@ async def _strike(server: Target, client: Client, judged: Judged, draw: Random, 
     all had ended, and until a request was served again.
     """
     await asyncio.sleep(draw.uniform(0.2, 0.6))
-    pid, before = server.engine, judged.counts["told"]
+    pid, before = server.engine, judged.counts["reported"]
     os.kill(pid, number)
     began, hit = time.monotonic(), set(open_now)
     noticed = 0.0
     while hit & open_now.keys():
-        noticed = noticed or (time.monotonic() - began if judged.counts["told"] > before else 0.0)
+        noticed = noticed or (time.monotonic() - began if judged.counts["reported"] > before else 0.0)
         await asyncio.sleep(0.005)
-    told = time.monotonic() - began
+    failed_after = time.monotonic() - began
     while await judged.one(client, drawn(draw)) != RIGHT:
         await asyncio.sleep(0.01)
     again = time.monotonic() - began
-    return len(hit), noticed or told, told, again
+    return len(hit), noticed or failed_after, failed_after, again
 
 
 async def strikes(server: Target, draw: Random, number: int, times: int) -> dict[str, Any]:
@@ -59,10 +59,10 @@ async def strikes(server: Target, draw: Random, number: int, times: int) -> dict
     server.golden = b""
     await asyncio.to_thread(server.steady, "strikes")
     await asyncio.to_thread(server.at_rest)
-    hit, noticed, told, again = zip(*rows)
+    hit, noticed, all_failed, again = zip(*rows)
     return {
         "strikes": times, "signal": signal.Signals(number).name, "open when struck": sum(hit),
-        "noticed median s": median(noticed), "noticed most s": max(noticed), "all told most s": max(told),
+        "noticed median s": median(noticed), "noticed most s": max(noticed), "all failed most s": max(all_failed),
         "serving again median s": median(again), "serving again most s": max(again),
         "restarts": int(await asyncio.to_thread(server.figure, "restarts_total")),
         **outcomes(judged),
@@ -73,6 +73,6 @@ def outcomes(judged: Judged) -> dict[str, Any]:
     """Count the outcomes of the requests; outcomes that must not occur are listed even with count 0."""
     counts = judged.counts
     return {
-        "requests": counts.total(), "right": counts[RIGHT], "told": counts["told"], "refused": counts["refused"],
-        **{name: counts[name] for name in (*NEVER, "invalid")}, "odd": judged.odd,
+        "requests": counts.total(), "right": counts[RIGHT], "reported": counts["reported"],
+        "refused": counts["refused"], **{name: counts[name] for name in (*NEVER, "invalid")}, "odd": judged.odd,
     }  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from llmc_runtime.format.row_abi import FLOAT_COLUMNS, INT_COLUMNS
+from llmc_runtime.sched.row_columns import FLOAT_COLUMNS, INT_COLUMNS, OFF
 
 from llmc.check.compare_outputs import Compared, evaluate, judged
 from llmc.check.random_inputs import Array, Inputs
@@ -39,8 +39,8 @@ class _Rows:
                 shape = tuple(int(d.subs(sizes)) for d in v.type.shape)
                 states[v.name] = np.zeros(shape)
         states["row.pages"] = np.arange(sizes["P"])[::-1].reshape(states["row.pages"].shape)
-        for name in ("top_p", "repetition_penalty"):  # 1 is off
-            states["row.fparams"][:, FLOAT_COLUMNS.index(name)] = 1
+        for at, name in enumerate(FLOAT_COLUMNS):
+            states["row.fparams"][:, at] = OFF[name]
         states["row.iparams"][:, INT_COLUMNS.index("want_logprobs")] = 1
         states["row.stops"] -= 1
         at = 0

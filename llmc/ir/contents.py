@@ -13,7 +13,8 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from llmc_runtime.format.row_abi import DRAFT_COLUMNS, FLOAT_COLUMNS, INT_COLUMNS
+from llmc_runtime.format.row_abi import DRAFT_COLUMNS
+from llmc_runtime.sched.row_columns import FLOAT_COLUMNS, INT_COLUMNS, OFF
 
 from llmc.ir.dtype import DTYPES
 
@@ -328,17 +329,17 @@ def biases(d: Drawing, shape: Shape) -> Array:
 
 
 def _columns(shape: Shape, names: tuple[str, ...], values: Mapping[str, Any]) -> Array:
-    """Parameters of device rows: zeros except for the named columns."""
+    """Parameters of device rows: every parameter is off except for the named columns."""
     out = np.zeros(shape)
-    for name, value in values.items():
-        out[:, names.index(name)] = value
+    for at, name in enumerate(names):
+        out[:, at] = values.get(name, OFF.get(name, 0))
     return out
 
 
 def fparams(d: Drawing, shape: Shape) -> Array:
     """The float sampling parameters of each device row."""
     if d.step.greedy:
-        return _columns(shape, FLOAT_COLUMNS, {"top_p": 1, "repetition_penalty": 1})
+        return _columns(shape, FLOAT_COLUMNS, {})
     n, choice = shape[0], d.rng.choice
     values = {
         "temperature": choice([0.0, 0.5, 1.5], n), "top_p": choice([1.0, 0.8], n), "min_p": choice([0.0, 0.05], n),
@@ -351,7 +352,7 @@ def fparams(d: Drawing, shape: Shape) -> Array:
 def iparams(d: Drawing, shape: Shape) -> Array:
     """The integer sampling parameters of each device row."""
     if d.step.greedy:
-        return np.zeros(shape)
+        return _columns(shape, INT_COLUMNS, {})
     n, integers = shape[0], d.rng.integers
     values = {
         "top_k": d.rng.choice([0, 5], n), "seed_lo": integers(-(2**31), 2**31, n),

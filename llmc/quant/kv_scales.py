@@ -1,4 +1,4 @@
-"""What a checkpoint says about its KV cache: whether it is made for 8-bit floats, and the scales of keys and values."""
+"""Reads whether a checkpoint is made for a KV cache of 8-bit floats, and its scales of keys and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a quantisation scheme is: the contract that one module per scheme implements.
+"""The interface of quantisation schemes. Each scheme is a module.
 
 A scheme reads the tensors of one weight and returns them as codes, scales and zero points in one form, whatever the
 layout of its files. Registered under the `quant_method` of config.json in `Extension.schemes`, as a function of the

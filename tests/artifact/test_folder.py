@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from artifact import tiny
+from draw import of_test
 from llmc_runtime.artifact import Artifact, open_artifact
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.hashing import sha256
@@ -78,9 +79,7 @@ def test_what_was_written_opens_and_may_be_moved(whole: Path, tmp_path: Path) ->
 
 
 def test_a_changed_byte_anywhere(toy: Path) -> None:
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(of_test())
     for path in files(toy):
         data = path.read_bytes()
         for at in {0, len(data) - 1, *(rng.randrange(len(data)) for _ in range(12))}:
@@ -93,7 +92,7 @@ def test_a_changed_byte_anywhere(toy: Path) -> None:
 
 
 def test_a_changed_name_of_a_weight_for_a_gpu(tmp_path: Path) -> None:
-    """Its device hashes the weights, yet what a damaged header breaks before that is told as damage."""
+    """The device hashes the weights, but errors caused by a damaged header before that are reported as damage."""
     parts = replace(tiny.parts(tmp_path), target=TargetInfo("cuda:sm_90", "sm_90", ()))
     write_artifact(tmp_path / "toy.llmc", parts)
     assert open_artifact(tmp_path / "toy.llmc").unchecked

@@ -137,9 +137,9 @@ def test_a_wrong_token_is_seen_and_a_near_tie_excused(toy: Path, capsys: pytest.
     wrong = changed(good, 1, tokens=tuple(tokens))
     put_file(toy, "canary.json", wrong.dump())
     assert main(["verify", str(toy), "--canary"]) == 4
-    told = capsys.readouterr().out
-    assert "LLMC-E125: the canary fails at 1 of 48 tokens on " in told and "recorded on " in told
-    assert f"prompt 2, token 15: got {good.runs[1].tokens[-1]}, recorded {tokens[-1]}" in told
+    output = capsys.readouterr().out
+    assert "LLMC-E125: the canary fails at 1 of 48 tokens on " in output and "recorded on " in output
+    assert f"prompt 2, token 15: got {good.runs[1].tokens[-1]}, recorded {tokens[-1]}" in output
     tops = [*good.runs[1].top_logprobs[:-1], (-1.0, -1.06, -2.0, -3.0, -4.0)]
     executor = load_executor(toy)
     verdict = canaries.check(executor, changed(wrong, 1, top_logprobs=tuple(tops)))
@@ -148,7 +148,9 @@ def test_a_wrong_token_is_seen_and_a_near_tie_excused(toy: Path, capsys: pytest.
 
 
 def test_log_probabilities_are_compared_within_the_tolerance(toy: Path) -> None:
-    """Of the token and of the likeliest others; an id that is not told any more is at most as likely as the least."""
+    """Of the token and of the likeliest others; an id that is no longer reported is at most as likely as the last
+    reported one.
+    """
     verify_artifact(toy, record=True)
     good = canaries.Canary.load((toy / "canary.json").read_bytes())
     executor = load_executor(toy)
@@ -170,7 +172,7 @@ def test_log_probabilities_are_compared_within_the_tolerance(toy: Path) -> None:
     tops[0][3] -= 1
     assert "token 0: log-probability of" in worst(top_logprobs=tuple(map(tuple, tops)))[1][0]
     ids = [list(t) for t in run.top_ids]
-    ids[0][4] = (ids[0][0] - 1) % tiny.V  # told by nobody; as likely as the least that is
+    ids[0][4] = (ids[0][0] - 1) % tiny.V  # reported by none; as likely as the last reported one
     assert worst(top_ids=tuple(map(tuple, ids)))[1] == ()
     ids[0][2] = (ids[0][0] - 2) % tiny.V  # recorded as likelier than that
     assert "below" in worst(top_ids=tuple(map(tuple, ids)))[1][0]

@@ -1,6 +1,6 @@
 """The command llmc-serve over the simulated device, all of its options real: `fake_serve.py SETTINGS OPTION ...`.
 
-SETTINGS is JSON: `engine`, see fake_engine.Settings, `front`, what else AsyncLLM is told, and `block`, seconds for
+SETTINGS is JSON: `engine`, see fake_engine.Settings, `front`, other options of AsyncLLM, and `block`, seconds for
 which every request to /v1/chat/completions stops the event loop. It prints the routes of
 the application to stderr, so that whoever attacks it misses none.
 """
@@ -41,12 +41,12 @@ def tell_routes() -> None:
     """Print what the application is made of."""
     begin = starlette.applications.Starlette.__init__
 
-    def told(self: Any, *args: Any, **more: Any) -> None:
+    def init(self: Any, *args: Any, **more: Any) -> None:
         begin(self, *args, **more)
         found = [(route.path, sorted(getattr(route, "methods", None) or ())) for route in self.routes]
         print(ROUTES + json.dumps(found), file=sys.stderr, flush=True)
 
-    starlette.applications.Starlette.__init__ = told  # type: ignore[method-assign]
+    starlette.applications.Starlette.__init__ = init  # type: ignore[method-assign]
 
 
 def block_chats(seconds: float) -> None:

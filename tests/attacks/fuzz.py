@@ -73,14 +73,14 @@ class Figures:
             if not one["itl"]["tokens"] or one["itl"]["max_ms"] > lenient * WORST_ITL:
                 found.append(f"ITL: {one['itl']}, at most {lenient * WORST_ITL:.0f} ms")
             if lost := {k: n for k, n in one["itl"]["refused"].items() if k not in ("429", "503")}:
-                found.append(f"the neighbour's streams were told {lost}")
+                found.append(f"the neighbour's streams got {lost}")
             worst, second = [*one["health"]["worst_ms"], 0.0, 0.0][:2]
             if second > lenient * HEALTH or worst > lenient * WORST_HEALTH:
                 found.append(f"/health took {worst} and {second} ms, at most {lenient * WORST_HEALTH:.0f} and "
                              f"{lenient * HEALTH:.0f}")  # fmt: skip
             for name in INNOCENT:
                 bad = {k: n for k, n in one[name]["statuses"].items() if k.split()[0] not in ("200", "429", "503")}
-                found += [f"a small {name} of another key was told {bad}"] if bad else []
+                found += [f"a small {name} of another key got {bad}"] if bad else []
         for process, held in self.after.items():
             grown = held - self.before.get(process, 0)
             if grown > GROWTH:
@@ -92,8 +92,8 @@ class Figures:
 
 def odd(made: Shot, got: Answer) -> str:
     """What is wrong with an answer; "" where nothing is."""
-    told = got.status in (503, 504) and bool(got.retry_after)
-    if got.status < 500 or told or (made.manner == RAW and got.status in (501, 505)):
+    retryable = got.status in (503, 504) and bool(got.retry_after)
+    if got.status < 500 or retryable or (made.manner == RAW and got.status in (501, 505)):
         return ""
     return f"{got.status} {got.error} for {made}"
 
@@ -123,9 +123,9 @@ class Fuzz:
 
     def describe(self) -> Described:
         """From /openapi.json."""
-        told = self.server.ask("/openapi.json").json
-        gets = sorted(path for path, methods in told["paths"].items() if "get" in methods)
-        return Described(fields(told), gets)
+        document = self.server.ask("/openapi.json").json
+        gets = sorted(path for path, methods in document["paths"].items() if "get" in methods)
+        return Described(fields(document), gets)
 
     def memory(self) -> dict[tuple[int, float], int]:
         """Resident bytes by process."""
@@ -234,6 +234,6 @@ def send(host: str, port: int, key: str, made: Shot) -> Answer:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset, not an end
     if heard.startswith(b"HTTP/1.1 "):
         got.status = int(heard[9:12])
-        got.retry_after = "told" if b"retry-after:" in heard.lower() else ""
+        got.retry_after = "yes" if b"retry-after:" in heard.lower() else ""
     got.seconds = time.monotonic() - began
     return got

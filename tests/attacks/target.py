@@ -175,9 +175,9 @@ class Target:
         assert health.status == 200, f"{health} after {after!r:.500}"
         reply = self.ask("/v1/completions", GOLDEN)
         assert reply.status == 200, f"{reply} after {after!r:.500}"
-        told = json.dumps([reply.json["choices"], reply.json["usage"]["completion_tokens"]]).encode()
-        self.golden = self.golden or told
-        assert told == self.golden, f"another golden answer after {after!r:.500}"
+        output = json.dumps([reply.json["choices"], reply.json["usage"]["completion_tokens"]]).encode()
+        self.golden = self.golden or output
+        assert output == self.golden, f"another golden answer after {after!r:.500}"
         assert reply.json["choices"][0]["text"] == answer(GOLDEN["prompt"], GOLDEN["max_tokens"])
 
     def words(self) -> list[str]:

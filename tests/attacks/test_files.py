@@ -31,7 +31,7 @@ SERVE = "import sys; from llmc_runtime.cli import main_serve; sys.exit(main_serv
 HOOK = """
 import os, sys
 
-def told(what):
+def report(what):
     with open(os.environ["ATTACK_AUDIT"], "a") as file:
         file.write(what + "\\n")
 
@@ -39,10 +39,10 @@ def hook(event, args):
     if event == "pickle.find_class" or event.startswith("marshal.load"):
         by = sys._getframe(1).f_code.co_filename
         if not by.startswith("<frozen importlib"):
-            told(f"{event} {args!r:.80} by {by}")
+            report(f"{event} {args!r:.80} by {by}")
 
 sys.addaudithook(hook)
-told("watched")
+report("watched")
 """
 
 

@@ -24,8 +24,10 @@ def seconds(pytestconfig: pytest.Config, full: bool) -> float:
 @pytest.fixture
 def only(pytestconfig: pytest.Config) -> list[tuple[int, int]]:
     """The requests (worker, number) that are sent; none: all."""
-    told = str(option(pytestconfig, "--fuzz-only", ""))
-    return [(int(worker), int(number)) for worker, _, number in (one.partition(".") for one in told.split(",") if one)]
+    wanted = str(option(pytestconfig, "--fuzz-only", ""))
+    return [
+        (int(worker), int(number)) for worker, _, number in (one.partition(".") for one in wanted.split(",") if one)
+    ]
 
 
 def test_24_requests_of_every_kind_beside_a_neighbour(
@@ -74,7 +76,7 @@ def window(**more: Any) -> dict[str, Any]:
         (Figures(QUIET, [window(itl=itl(41.0))] * 2), "ITL"),
         (Figures(QUIET, [window(itl=itl(20.0, 1001.0))]), "ITL"),
         (Figures(QUIET, [window(itl={**itl(0.0), "tokens": 0})]), "ITL"),
-        (Figures(QUIET, [window(itl=itl(20.0, broken=2))]), "streams were told {'broken': 2}"),
+        (Figures(QUIET, [window(itl=itl(20.0, broken=2))]), "streams got {'broken': 2}"),
         (Figures(QUIET, [window(health={"worst_ms": [501.0, 3.0]})]), "/health"),
         (Figures(QUIET, [window(health={"worst_ms": [110.0, 101.0]})]), "/health"),
         (Figures(QUIET, [window(schema={"statuses": {"400 invalid_value": 1}, "worst_ms": []})]), "small schema"),

@@ -158,7 +158,7 @@ def test_06_slow_clients_hold_nobody(steady: Target, times: Callable[[int, int],
 
 
 def test_06_half_a_request_is_let_go(full_only: None) -> None:
-    """A head that does not end is told 408 after 15 s, a body after 30 s; a connection without a word is closed."""
+    """An incomplete head gets 408 after 15 s, an incomplete body after 30 s; a silent connection is closed."""
     with target() as server:
         starts = (b"GET /health HTTP/1.1\r\nHost: loc", b"", head(server, Content_Length=50) + b"{")
         links = [Link(server, 60) for _ in starts]
@@ -285,9 +285,9 @@ def test_20_metrics_and_logs_do_not_grow_with_words(
         for i in range(count):
             one(i, link)
     assert names() == before
-    told = steady.lines[said:]
-    assert len(told) < count + 20 and not any("marked" in line.lower() for line in told)
-    assert all(re.match(r"llmc: |\d{4}-\d\d-\d\d ", line) for line in told), told[:5]
+    new_lines = steady.lines[said:]
+    assert len(new_lines) < count + 20 and not any("marked" in line.lower() for line in new_lines)
+    assert all(re.match(r"llmc: |\d{4}-\d\d-\d\d ", line) for line in new_lines), new_lines[:5]
 
 
 def test_21_long_texts_do_not_stop_the_loop(steady: Target, draw: Random, full: bool) -> None:

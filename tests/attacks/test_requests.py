@@ -31,11 +31,11 @@ def test_05_parameters_at_their_edges(steady: Target, draw: Random, full: bool) 
     before = steady.memory()
     for path, names, value in cases:
         reply = steady.ask(path, at_the_edge(draw, path, names, value))
-        told = (path, names, value)
+        case = (path, names, value)
         announced = reply.status in (429, 503) and "Retry-After" in reply.headers
-        assert announced or reply.status in ((*KINDS, 404) if names == ("model",) else KINDS), (told, reply)
-        assert reply.status == 200 or reply.code, (told, reply)
-        steady.steady(told)
+        assert announced or reply.status in ((*KINDS, 404) if names == ("model",) else KINDS), (case, reply)
+        assert reply.status == 200 or reply.code, (case, reply)
+        steady.steady(case)
     assert steady.memory() - before < 50 << 20
 
 
@@ -140,10 +140,10 @@ def test_08_schemas_and_expressions(steady: Target, draw: Random, full: bool) ->
             reply = steady.ask(
                 "/v1/chat/completions", {**asked, **(draw.choice(beside) if draw.random() < 0.5 else {})}
             )
-        told = json.dumps(form)[:300]
-        assert reply.status in KINDS and time.monotonic() - began < 12, (told, reply)
-        assert reply.status == 200 or reply.code, told
-        steady.steady(told)
+        shown = json.dumps(form)[:300]
+        assert reply.status in KINDS and time.monotonic() - began < 12, (shown, reply)
+        assert reply.status == 200 or reply.code, shown
+        steady.steady(shown)
 
 
 def test_08_many_schemas_leave_nothing_behind(steady: Target, times: Callable[[int, int], int]) -> None:
@@ -212,7 +212,7 @@ def test_10_nobody_gets_what_is_another_s(steady: Target, draw: Random, times: C
             }
             body |= {"request_id": "same", "user": "same"}
             reply = steady.ask("/v1/completions", body, headers={"X-Request-Id": "same"})
-            if reply.status in (429, 503):  # the noise filled the queue, or this key's share of it, which is told
+            if reply.status in (429, 503):  # the noise filled the queue, or this key's share of it, and says so
                 assert "Retry-After" in reply.headers
                 continue
             assert text_of(reply.body, bool(body["stream"])) == answer(ids, 20), ids
@@ -277,7 +277,11 @@ def test_12_the_cache_tells_other_keys_nothing(steady: Target, draw: Random) -> 
 
 def test_12_nor_does_the_time(draw: Random, full_only: None) -> None:
     """Where a prompt takes 50 microseconds a token: the area under the curve of one key's times on another's prompts
-    against new ones is near a half; on its own prompts it is not."""
+    against new ones is near a half; on its own prompts it is not.
+
+    Of 250 pairs drawn from one distribution, the area deviates from a half by 0.05 in one of twenty runs, so pairs are
+    added while it does: of 2,000 pairs, it does in one of ten million. The area of a leak does not depend on how many
+    pairs there are."""
     with target(keys=("first-secret-key", "second-secret-key"), engine={"per_token": 5e-5, "depth": 1}) as server:
 
         def seconds(ids: list[int], key: str) -> float:
@@ -285,14 +289,17 @@ def test_12_nor_does_the_time(draw: Random, full_only: None) -> None:
             assert server.ask("/v1/completions", {"prompt": ids, "max_tokens": 1}, key=key).status == 200
             return time.perf_counter() - began
 
-        new, others, own = [], [], []
-        for _ in range(250):
-            a, b = ([draw.randrange(3, 400) for _ in range(200)] for _ in range(2))
-            seconds(a, "first-secret-key")
-            for which in draw.sample((0, 1), 2):
-                (others if which else new).append(seconds(a if which else b, "second-secret-key"))
-            own.append(seconds(a, "first-secret-key"))
-        assert abs(area(new, others) - 0.5) < 0.05, area(new, others)
+        new: list[float] = []
+        others: list[float] = []
+        own: list[float] = []
+        while len(new) < 250 or (len(new) < 2000 and abs(area(new, others) - 0.5) >= 0.05):
+            for _ in range(250):
+                a, b = ([draw.randrange(3, 400) for _ in range(200)] for _ in range(2))
+                seconds(a, "first-secret-key")
+                for which in draw.sample((0, 1), 2):
+                    (others if which else new).append(seconds(a if which else b, "second-secret-key"))
+                own.append(seconds(a, "first-secret-key"))
+        assert abs(area(new, others) - 0.5) < 0.05, (area(new, others), len(new))
         assert area(new, own) > 0.9
 
 

@@ -76,8 +76,8 @@ def call(tool_server: Server) -> dict[str, Any]:
     """The call that the server makes, asked without a client."""
     choice = tool_server.post("/v1/chat/completions", enforced("demo", tool_choice=NAMED))["choices"][0]
     (made,) = choice["message"]["tool_calls"]
-    told = {"name": "get_weather", "arguments": json.loads(made["function"]["arguments"])}
+    result = {"name": "get_weather", "arguments": json.loads(made["function"]["arguments"])}
     assert choice["finish_reason"] in ("tool_calls", "stop") and not choice["message"]["content"]
-    assert made["type"] == "function" and made["function"]["name"] == told["name"]
-    assert told["arguments"]["city"] in ("Aachen", "Bonn", "Cologne") and 1 <= told["arguments"]["days"] <= 9
-    return told
+    assert made["type"] == "function" and made["function"]["name"] == result["name"]
+    assert result["arguments"]["city"] in ("Aachen", "Bonn", "Cologne") and 1 <= result["arguments"]["days"] <= 9
+    return result

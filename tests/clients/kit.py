@@ -159,6 +159,6 @@ def enforced(model: str, **more: Any) -> dict[str, Any]:
     return {**asked, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200, **more}
 
 
-def told(function: Any) -> dict[str, Any]:
+def call_of(function: Any) -> dict[str, Any]:
     """A call as a client has it, its arguments read."""
     return {"name": function.name, "arguments": json.loads(function.arguments)}

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import openai
 import pytest
-from kit import NAMED, ROOT, Server, enforced, told
+from kit import NAMED, ROOT, Server, call_of, enforced
 from pydantic import BaseModel, Field
 
 
@@ -24,7 +24,7 @@ def client(tool_server: Server) -> Iterator[openai.OpenAI]:
 def test_openai_whole_and_streamed(client: openai.OpenAI, call: dict[str, Any]) -> None:
     asked = enforced("demo", tool_choice=NAMED)
     whole = client.chat.completions.create(**asked).choices[0].message.tool_calls
-    assert [told(one.function) for one in whole] == [call] and whole[0].id
+    assert [call_of(one.function) for one in whole] == [call] and whole[0].id
     name, pieces = "", []
     for chunk in client.chat.completions.create(**asked, stream=True):
         for one in chunk.choices[0].delta.tool_calls or []:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import instructor
 import litellm
 import openai
-from kit import NAMED, Server, enforced, told, user
+from kit import NAMED, Server, call_of, enforced, user
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field, SecretStr
 
@@ -16,9 +16,9 @@ def test_litellm(tool_server: Server, call: dict[str, Any]) -> None:
     asked = {**enforced("openai/demo", tool_choice=NAMED), "api_base": tool_server.v1, "api_key": tool_server.key}
     asked.pop("parallel_tool_calls")
     whole = litellm.completion(**asked).choices[0]
-    assert [told(one.function) for one in whole.message.tool_calls] == [call]
+    assert [call_of(one.function) for one in whole.message.tool_calls] == [call]
     built = litellm.stream_chunk_builder(list(litellm.completion(**asked, stream=True)))
-    assert [told(one.function) for one in built.choices[0].message.tool_calls] == [call]
+    assert [call_of(one.function) for one in built.choices[0].message.tool_calls] == [call]
 
 
 def test_langchain(tool_server: Server, call: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from llmc.targets.target import Target
 
 
 class CToolchain(CppToolchain):
-    """The language "c": the C++ toolchain's compiler, told to read C."""
+    """The language "c": the C++ toolchain's compiler in its C mode."""
 
     output = Output("c", "so", "cpu-1")
 

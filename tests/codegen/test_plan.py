@@ -1,4 +1,4 @@
-"""What emitters are told of the launches around a node: operands that are settled, a next launch that crowds."""
+"""What emitters know of the launches around a node: operands already written, a next launch that needs the units."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llmc.targets.target import Target
 
 @dataclass(frozen=True)
 class Said(Kernel):
-    """A kernel whose source is what it was told."""
+    """A kernel whose source consists of the arguments of emit."""
 
     def early(self, node: Node) -> tuple[int, ...]:
         return (1,) if node.op.name == "add" else ()

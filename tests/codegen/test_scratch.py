@@ -59,5 +59,5 @@ def test_what_a_killed_owner_left_is_removed_and_what_a_live_one_has_is_not(plac
 def test_a_cache_that_cannot_be_written_names_the_remedy(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "file").write_text("")
     code = main(["compile", "nowhere", "-o", str(place / "out"), "--cache", str(place / "file" / "cache")])
-    told = capsys.readouterr().err
-    assert code == 3 and "LLMC-E100" in told and "--cache DIR" in told and "--no-cache" in told
+    output = capsys.readouterr().err
+    assert code == 3 and "LLMC-E100" in output and "--cache DIR" in output and "--no-cache" in output

@@ -39,17 +39,17 @@ graph @main(%x: f32[T, 300]) {
 def test_the_fastest_way_is_measured_and_then_chosen(tmp_path: Path) -> None:
     registry, target = load(), native()
     m = parse(TEXT, OPS)
-    told = tuning.Tuned("")
-    (work,) = tuning.works(m, registry, target, told)
+    tuned = tuning.Tuned("")
+    (work,) = tuning.works(m, registry, target, tuned)
     assert work.launches == 2 and {o.kernel.name for o in work.candidates} >= {"cpu/rows", "cpu/elements"}
-    (beside,) = tuning.works(m, registry, target, told, kernels=("cpu/elements",))
+    (beside,) = tuning.works(m, registry, target, tuned, kernels=("cpu/elements",))
     assert {o.kernel.name for o in beside.candidates} == {"cpu/elements", "cpu/rows"}
     assert len([o for o in beside.candidates if o.kernel.name == "cpu/rows"]) <= tuning.RIVALS
     held = record(work.node, "cpu/rows", {}, target, 1.0, work.env)
     for at, kernels in ((held, {"cpu/elements"}), (replace(held, sizes=(("T", 3),)), {"cpu/elements", "cpu/rows"})):
         save(tmp_path / f"{len(kernels)}.jsonl", [at])
         known = Tuning.load(tmp_path / f"{len(kernels)}.jsonl")
-        (added,) = tuning.works(m, registry, target, told, kernels=("cpu/elements",), measured=known)
+        (added,) = tuning.works(m, registry, target, tuned, kernels=("cpu/elements",), measured=known)
         assert {o.kernel.name for o in added.candidates} == kernels
     timer = Timer(target, registry, tmp_path / "cache", jobs=2, context=64, page=16)
     found = [Candidate(work.node, work.graph, work.env, o.kernel, o.schedule) for o in work.candidates]
@@ -66,15 +66,15 @@ def test_the_fastest_way_is_measured_and_then_chosen(tmp_path: Path) -> None:
 def test_a_model_is_tuned_within_its_limit(tmp_path: Path) -> None:
     """Every node of a small model, by the command line; an artifact of it, stopped at once."""
     save_model(LISTED[0], tmp_path / "model")
-    out, told = tmp_path / "t.jsonl", StringIO()
+    out, output = tmp_path / "t.jsonl", StringIO()
     sizes = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "64"]
     common = ["--target", "cpu:native", "--cache", str(tmp_path / "cache"), *sizes, "--context", "32"]
-    assert main(["tune", str(tmp_path / "model"), "-o", str(out), "--all", "--json", *common], told) == 0
-    chosen = json.loads(told.getvalue())
+    assert main(["tune", str(tmp_path / "model"), "-o", str(out), "--all", "--json", *common], output) == 0
+    chosen = json.loads(output.getvalue())
     assert {c["kernel"] for c in chosen} >= {"cpu/linear", "cpu/attention", "cpu/rows"}
     assert all(c["us"] > 0 for c in chosen) and len(chosen) == len(out.read_text().splitlines())
-    told = StringIO()
-    assert main(["tune", "--show", str(out)], told) == 0 and "paged_attention" in told.getvalue()
+    output = StringIO()
+    assert main(["tune", "--show", str(out)], output) == 0 and "paged_attention" in output.getvalue()
 
     options = Options(cache=tmp_path / "cache", reuse=False, max_num_seqs=2, max_model_len=64, weights="none")
     compile_model(tmp_path / "model", tmp_path / "model.llmc", options)
@@ -104,7 +104,7 @@ def test_arguments_that_a_kernel_may_join_share_memory() -> None:
 
 
 def test_a_batch_with_a_way_that_fails_is_halved() -> None:
-    """The others of its batch are measured all the same, and the reason is told."""
+    """The others of its batch are still measured, and the reason is reported."""
 
     class Broken:
         def microseconds(self, found: list[Candidate], symbols: object) -> list[float]:
@@ -113,18 +113,18 @@ def test_a_batch_with_a_way_that_fails_is_halved() -> None:
             return [1.0] * len(found)
 
     m = parse(TEXT, OPS)
-    told = tuning.Tuned("")
-    (work,) = tuning.works(m, load(), native(), told)
+    tuned = tuning.Tuned("")
+    (work,) = tuning.works(m, load(), native(), tuned)
     good, bad = (Candidate(work.node, work.graph, work.env, work.candidates[0].kernel, s) for s in ({}, {"broken": 1}))
-    assert tuning._times(Broken(), [good, good, bad, good], m, told) == [1.0, 1.0, None, 1.0]  # type: ignore[arg-type]
-    assert len(told.failed) == 1 and "does not compile" in told.failed[0]
+    assert tuning._times(Broken(), [good, good, bad, good], m, tuned) == [1.0, 1.0, None, 1.0]  # type: ignore[arg-type]
+    assert len(tuned.failed) == 1 and "does not compile" in tuned.failed[0]
 
     class Away:
         def microseconds(self, found: list[Candidate], symbols: object) -> list[float]:
             raise Diagnostic("E115", "no driver", "none")
 
     with pytest.raises(Diagnostic, match="E115"):  # of the machine: no kernel would fare better
-        tuning._times(Away(), [good, good], m, told)  # type: ignore[arg-type]
+        tuning._times(Away(), [good, good], m, tuned)  # type: ignore[arg-type]
 
 
 def test_a_missing_device_is_told_before_anything_is_compiled(
@@ -132,5 +132,5 @@ def test_a_missing_device_is_told_before_anything_is_compiled(
 ) -> None:
     """Not even the model is opened: the folder that is named does not exist."""
     code = main(["tune", str(tmp_path / "nowhere"), "-o", str(tmp_path / "t.jsonl"), "--target", "hip:gfx942"])
-    told = capsys.readouterr().err
-    assert code == 3 and "E115" in told and "AMD" in told and "nowhere" not in told
+    output = capsys.readouterr().err
+    assert code == 3 and "E115" in output and "AMD" in output and "nowhere" not in output

@@ -68,8 +68,8 @@ def test_a_file_is_sorted_and_a_second_measurement_replaces_the_first(tmp_path: 
     save(path, [record(linear, "k", s, sm_90(), 3.14159, {"R": n}) for n in (64, 1) for s in (B, A)])
     save(path, [record(linear, "k", A, sm_90(), 2.0, {"R": 1})])
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    told = [(r["sizes"]["R"], r["schedule"]["warps"], r["us"]) for r in rows]
-    assert told == [(1, 4, 2.0), (1, 8, 3.142), (64, 4, 3.142), (64, 8, 3.142)]
+    result = [(r["sizes"]["R"], r["schedule"]["warps"], r["us"]) for r in rows]
+    assert result == [(1, 4, 2.0), (1, 8, 3.142), (64, 4, 3.142), (64, 8, 3.142)]
     assert {r["target"] for r in rows} == {machine(sm_90())} == {"cuda+sm_90+pdl"}
 
 
@@ -79,9 +79,9 @@ def test_a_line_that_is_no_record_is_named(change: dict[str, object], tmp_path: 
     path = tmp_path / "t.jsonl"
     good = record(linear, "k", A, sm_90(), 3.0, {"R": 1}).line()
     path.write_text(f"{good}\n{json.dumps(json.loads(good) | change)}\n")
-    with pytest.raises(Diagnostic, match=r"E432.*line 2") as told:
+    with pytest.raises(Diagnostic, match=r"E432.*line 2") as error:
         Tuning.load(path)
-    assert told.value.remedy
+    assert error.value.remedy
 
 
 def test_the_choices_are_a_table_and_data(tmp_path: Path) -> None:

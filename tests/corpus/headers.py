@@ -23,7 +23,7 @@ NAMED = "names and shapes are held against the model's when it is known"
 DTYPES = ("F32", "f32", "F33", "F4", "F6_E2M3", "U4", "BOOL", "C64", "", "F32 ", "I128", "F8_E4M3", "BF16")
 
 
-def told(do: Callable[[], Any]) -> int:
+def exit_code_of(do: Callable[[], Any]) -> int:
     """What the command line prints and answers for an error of `do`."""
     try:
         do()
@@ -157,7 +157,7 @@ def _as_checkpoint(bad: bytes | Path, folder: Path) -> int:
         os.link(bad, folder / FILE)
     else:
         (folder / FILE).write_bytes(bad)
-    return told(lambda: read_all(folder))
+    return exit_code_of(lambda: read_all(folder))
 
 
 def _as_weights(artifact: Path, bad: bytes | Path, folder: Path) -> int:
@@ -177,7 +177,7 @@ def _as_weights(artifact: Path, bad: bytes | Path, folder: Path) -> int:
     block = json.loads((path / "manifest.json").read_text())
     block["weights"]["files"][0]["blocks"] *= -(-bad.stat().st_size // block["weights"]["files"][0]["block"])
     resigned(path, "manifest.json", json.dumps(block).encode())
-    return told(lambda: open_artifact(path, verify=False))
+    return exit_code_of(lambda: open_artifact(path, verify=False))
 
 
 def indexes(rng: Random, count: int) -> Iterator[Case]:
@@ -194,7 +194,7 @@ def indexes(rng: Random, count: int) -> Iterator[Case]:
             (folder / "a.safetensors").write_bytes(good)
             (folder / INDEX).write_text(json.dumps(index))
             harm(folder)
-            return told(lambda: read_all(folder))
+            return exit_code_of(lambda: read_all(folder))
 
         return Case("indexes", name, act, harmless)
 

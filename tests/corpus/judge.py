@@ -81,11 +81,11 @@ def wrong(case: Case, outcome: Outcome) -> str:
 
 
 def run_all(
-    cases: Sequence[Case], jobs: int, told: Callable[[int, Outcome], None], again: int = 2
+    cases: Sequence[Case], jobs: int, report: Callable[[int, Outcome], None], again: int = 2
 ) -> dict[int, Outcome]:
     """Run all cases in `jobs` children. A case that was too slow runs `again` times: the machine may have been busy."""
     with tempfile.TemporaryDirectory(prefix="llmc-corpus-") as root:
-        found = _run_once(cases, jobs, told, Path(root))
+        found = _run_once(cases, jobs, report, Path(root))
     slow = [i for i, o in found.items() if o.seconds > SECONDS and o.code >= 0]
     if slow and again:
         for i, o in run_all([cases[i] for i in slow], 1, lambda i, o: None, again - 1).items():
@@ -93,7 +93,9 @@ def run_all(
     return found
 
 
-def _run_once(cases: Sequence[Case], jobs: int, told: Callable[[int, Outcome], None], root: Path) -> dict[int, Outcome]:
+def _run_once(
+    cases: Sequence[Case], jobs: int, report: Callable[[int, Outcome], None], root: Path
+) -> dict[int, Outcome]:
     found: dict[int, Outcome] = {}
     shares = [list(range(k, len(cases), jobs)) for k in range(jobs)]
     children = {c.fd: c for share in shares if share for c in [Child(cases, share, root)]}
@@ -101,14 +103,14 @@ def _run_once(cases: Sequence[Case], jobs: int, told: Callable[[int, Outcome], N
         for fd in select.select(list(children), [], [], 1.0)[0]:
             for index, outcome in children[fd].read():
                 found[index] = outcome
-                told(index, outcome)
+                report(index, outcome)
         for fd, child in list(children.items()):
             if child.ended or child.silent > HANG:
                 del children[fd]
                 index, outcome = child.bury()
                 if index is not None:
                     found[index] = outcome
-                    told(index, outcome)
+                    report(index, outcome)
                 if child.left:
                     fresh = Child(cases, child.left, root)
                     children[fresh.fd] = fresh

@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from corpus.damage import NASTY, changed, damaged, flipped
-from corpus.headers import DEVICES, FILE, told
+from corpus.headers import DEVICES, FILE, exit_code_of
 from corpus.judge import Case
 
 from llmc.frontend.model_folder import TOKENIZER_FILES, open_source
@@ -45,7 +45,7 @@ def links(rng: Random) -> Iterator[Case]:
             (model / "config.json").write_text(json.dumps(SMALL))
             (model / "generation_config.json").write_text(json.dumps(GENERATION))
             harm(model)
-            return told(lambda: open_source(model))
+            return exit_code_of(lambda: open_source(model))
 
         return Case("links", name, act, harmless, names)
 
@@ -145,7 +145,7 @@ def _config(model: Path, words: str, bad: bytes, name: str = "config.json") -> C
             if path.name != name:
                 os.link(path, folder / path.name)
         (folder / name).write_bytes(bad)
-        return told(lambda: Checkpoint(trace(folder)).close() if model.exists() else trace(folder))
+        return exit_code_of(lambda: Checkpoint(trace(folder)).close() if model.exists() else trace(folder))
 
     return Case("configs", f"{name}: {words}", act, ANOTHER)
 
@@ -179,4 +179,4 @@ def _read(traced: Any, bad: bytes, folder: Path) -> int:
             for name in checkpoint.names:
                 checkpoint.read(name)
 
-    return told(read)
+    return exit_code_of(read)

@@ -48,14 +48,14 @@ def report(name: str, cases: list[Case], jobs: int, verbose: bool) -> int:
     """Run a family and print a line about it, and one for each broken promise. How many there are."""
     begin = time.monotonic()
 
-    def told(index: int, outcome: Outcome) -> None:
+    def report(index: int, outcome: Outcome) -> None:
         if (why := wrong(cases[index], outcome)) and not verbose:
             print(f"  seen: {cases[index].name[:100]!r}: {why[:100]!r}", flush=True)
         if verbose:
             print(f"  {cases[index].name}: {outcome.code}, {outcome.seconds:.3f} s, {outcome.memory >> 10} KiB: "
                   f"{outcome.text.strip()}", flush=True)  # fmt: skip
 
-    found = run_all(cases, jobs, told)
+    found = run_all(cases, jobs, report)
     broken = [(cases[i].name, why) for i, o in sorted(found.items()) if (why := wrong(cases[i], o))]
     codes = Counter(o.error or ("passed" if o.code == 0 else "?") for o in found.values())
     words = ", ".join(f"{code} {n}" for code, n in codes.most_common())

@@ -61,8 +61,8 @@ def test_whatever_a_cause_is_made_of_five_lines_are_printed(size: int) -> None:
 
 def test_other_errors_are_told_with_a_code() -> None:
     assert as_llmc_error(MemoryError()).code == "E203"
-    told = as_llmc_error(PermissionError(13, "Permission denied", "x/y"))
-    assert (told.code, told.of_environment) == ("E100", True) and "x/y" in told.cause
+    result = as_llmc_error(PermissionError(13, "Permission denied", "x/y"))
+    assert (result.code, result.of_environment) == ("E100", True) and "x/y" in result.cause
     try:
         [][1]
     except IndexError as e:

@@ -12,7 +12,7 @@ from typing import Any
 
 import textkit
 from corpus.damage import changed, damaged, flipped
-from corpus.headers import DEVICES, told
+from corpus.headers import DEVICES, exit_code_of
 from corpus.judge import Case
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.text.chat_template import ChatTemplate, choose_template
@@ -97,7 +97,7 @@ def _harmed(source: Path, name: str, bad: bytes, folder: Path) -> int:
     for each in source.iterdir():
         os.link(each, folder / each.name)
     write(folder, name, bad)
-    return told(lambda: (use if len(bad) % 2 else carried)(folder))
+    return exit_code_of(lambda: (use if len(bad) % 2 else carried)(folder))
 
 
 def _replaced(source: Path, name: str, make: Callable[[Path], Any], folder: Path) -> int:
@@ -105,7 +105,7 @@ def _replaced(source: Path, name: str, make: Callable[[Path], Any], folder: Path
         os.link(each, folder / each.name)
     (folder / name).unlink(missing_ok=True)
     make(folder / name)
-    return told(lambda: use(folder))
+    return exit_code_of(lambda: use(folder))
 
 
 def _edited(source: Path, change: Callable[[dict[str, Any]], None], folder: Path) -> int:
@@ -266,4 +266,4 @@ def templates(folder: Path, rng: Random, count: int) -> Iterator[Case]:
 
 
 def _rendered(text: str, folder: Path) -> int:
-    return told(lambda: ChatTemplate(text, {"bos_token": "<s>"}).render(CHAT))
+    return exit_code_of(lambda: ChatTemplate(text, {"bos_token": "<s>"}).render(CHAT))

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from artifact import tiny
+from draw import generator
 from gpu import toy
 from llmc_runtime.artifact import open_artifact
 from llmc_runtime.device.cpu_device import CpuDevice
@@ -67,9 +68,7 @@ def device() -> Iterator[CudaDevice]:
 
 @pytest.fixture
 def rng() -> np.random.Generator:
-    seed = int(np.random.SeedSequence().entropy) % (1 << 32)  # type: ignore[call-overload]
-    print(f"seed {seed}")
-    return np.random.default_rng(seed)
+    return generator()
 
 
 def test_copies(device: CudaDevice, rng: np.random.Generator) -> None:
@@ -284,7 +283,7 @@ def fail() -> None:
         except LlmcError as error:
             assert error.code == "E114" and "CUDA_ERROR_" in error.cause, error
         else:
-            raise AssertionError("the failure was not told")
+            raise AssertionError("the failure was not reported")
     device.close()
     device.close()
     print("ended well")

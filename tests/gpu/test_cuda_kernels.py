@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draw import generator
 from gpu.kernel_cases import Job
 from gpu.launcher import Card
 from gpu.test_kernels import failures
@@ -91,7 +92,7 @@ graph @main(
   return %y
 }}
 """
-    rng = np.random.default_rng()
+    rng = generator()
     scales = rng.uniform(0.5, 2.0, (k // group, rows)) / 5 / np.sqrt(k)
     inputs = [rng.standard_normal((m, k)), rng.integers(0, 256, (rows, k // 2)), scales]
     inputs += [rng.integers(0, 16, (k // group, rows))] * zeros + [rng.standard_normal(s) for _, s in names]

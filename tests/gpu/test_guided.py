@@ -17,7 +17,7 @@ PROMPTS = ["When the morning came,", "Once there was a river that", "The old man
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, list[Any]]:
+def outputs() -> dict[str, list[Any]]:
     """What each device says to the same mixture: every second request has to keep a form."""
     pytest.importorskip("llguidance")
     failed = make_all([PAIR], 1)
@@ -38,11 +38,11 @@ def told() -> dict[str, list[Any]]:
     return found
 
 
-def test_guided_requests_keep_their_form(told: dict[str, list[Any]]) -> None:
+def test_guided_requests_keep_their_form(outputs: dict[str, list[Any]]) -> None:
     for i in (1, 3, 4):
-        one = told["gpu"][i]
+        one = outputs["gpu"][i]
         assert one.finish_reason == "stop" and re.fullmatch(FORM, one.text), one.text
 
 
-def test_those_beside_them_notice_nothing(told: dict[str, list[Any]]) -> None:
-    compare([told["gpu"][i] for i in (0, 2)], [told["cpu"][i] for i in (0, 2)], TOLERANCE)
+def test_those_beside_them_notice_nothing(outputs: dict[str, list[Any]]) -> None:
+    compare([outputs["gpu"][i] for i in (0, 2)], [outputs["cpu"][i] for i in (0, 2)], TOLERANCE)

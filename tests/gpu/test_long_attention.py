@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from draw import generator
 from gpu.kernel_cases import compile_jobs, jobs_of
 from gpu.launcher import Card
 from gpu.test_kernels import failures
@@ -48,6 +49,6 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
 def test_long_contexts(card: Card) -> None:
     """Poisoned results, guarded buffers, NaN in the slots that no row has filled, as in test_kernels."""
     toolchain = TritonToolchain.find(sm_90())
-    jobs = [job for case in cases(np.random.default_rng()) for job in jobs_of(case, 1, toolchain, sm_90())]
+    jobs = [job for case in cases(generator()) for job in jobs_of(case, 1, toolchain, sm_90())]
     found = failures(card, jobs, compile_jobs(jobs, sm_90()))
     assert not found, f"{len(found)} of {len(jobs)} cases:\n" + "\n".join(found[:20])

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draw import generator
 from gpu.model_cases import LENGTH, ROWS, TEXTS, Pair, make_all, pairs
 from llmc_runtime import LLM, SamplingParams
 
@@ -87,15 +88,15 @@ def check(pair: Pair, prompts: Sequence[Any], steps: int, at_once: bool) -> None
         compare(said["gpu"], said["cpu"], TOLERANCE)
         return
     gpu, cpu = (errors(said[kind], said["exact"]) for kind in ("gpu", "cpu"))
-    told = f"medians {np.median(gpu):.3g} and {np.median(cpu):.3g}, largest {gpu.max():.3g} and {cpu.max():.3g}"
-    print(f"{pair.name}: errors of GPU and CPU, {told}, of {len(gpu)} and {len(cpu)}")
-    assert np.median(gpu) <= 1.5 * np.median(cpu), told
+    summary = f"medians {np.median(gpu):.3g} and {np.median(cpu):.3g}, largest {gpu.max():.3g} and {cpu.max():.3g}"
+    print(f"{pair.name}: errors of GPU and CPU, {summary}, of {len(gpu)} and {len(cpu)}")
+    assert np.median(gpu) <= 1.5 * np.median(cpu), summary
     compare(said["gpu"], said["exact"], 4 * cpu.max())
 
 
 def drawn(count: int) -> list[list[int]]:
     """Prompts of many lengths; two share pages with one before."""
-    rng = np.random.default_rng()
+    rng = generator()
     found = [rng.integers(3, 320, n).tolist() for n in LENGTHS]
     found.append([*found[-1][:32], 5, 6, 7])
     return [

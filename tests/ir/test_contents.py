@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draw import generator
 
 from llmc.ir import contents
 from llmc.ir.contents import Drawing, Step, index
@@ -23,7 +24,7 @@ def drawing(step: Step, rng: np.random.Generator) -> Drawing:
     ("rows", "tokens", "context"), [(5, 37, 100), (1, 90, 40), (6, 6, 33), (64, 512, 1024), (1, 1, 1)]
 )
 def test_rows_starts_and_positions_of_a_timed_step_agree(rows: int, tokens: int, context: int) -> None:
-    d = drawing(Step.serving(rows, tokens, context, 70, 16), np.random.default_rng())
+    d = drawing(Step.serving(rows, tokens, context, 70, 16), generator())
     starts, positions = contents.starts(d, (rows + 1,)), contents.positions(d, (tokens,))
     row, qlens = contents.token_row(d, (tokens,)), contents.qlens(d, (rows,))
     assert starts[0] == 0 and starts[-1] == tokens and (np.diff(starts) == qlens).all()
@@ -40,7 +41,7 @@ def test_rows_starts_and_positions_of_a_timed_step_agree(rows: int, tokens: int,
 @pytest.mark.parametrize(("entries", "tokens"), [(1, 1), (1, 9), (2, 5), (3, 7), (4, 7), (5, 5), (5, 19)])
 def test_a_random_step_is_what_row_begin_lays_out(entries: int, tokens: int, padding: bool) -> None:
     """starts, token rows and positions are those that the op computes from rows, lengths and computed tokens."""
-    rng = np.random.default_rng()
+    rng = generator()
     step = Step.random(rng, entries=entries, tokens=tokens, rows=6, limit=30, padding=padding)
     want = OPS["row_spans"].ref(step.rows, step.qlens, step.before, tokens=tokens)
     for got, computed in zip((step.starts, step.token_row, step.positions), want, strict=True):
@@ -52,18 +53,18 @@ def test_a_random_step_is_what_row_begin_lays_out(entries: int, tokens: int, pad
 
 def test_slots_of_tokens_are_distinct_and_padding_has_none() -> None:
     for _ in range(20):
-        (_, _, _, slots), _ = op_example(OPS["kv_append"], np.random.default_rng())
+        (_, _, _, slots), _ = op_example(OPS["kv_append"], generator())
         written = slots[slots >= 0]
         assert len(set(written)) == len(written) > 0 and written.max() < 12 and (slots >= -1).all()
 
 
 def test_experts_and_their_starts_agree() -> None:
-    (_, order, starts, *_), _ = op_example(OPS["moe_up"], np.random.default_rng())
+    (_, order, starts, *_), _ = op_example(OPS["moe_up"], generator())
     assert sorted(order) == list(range(14)) and starts[0] == 0 and starts[-1] == 14 and (np.diff(starts) >= 0).all()
 
 
 def test_every_integer_operand_of_ours_is_declared() -> None:
-    rng = np.random.default_rng()
+    rng = generator()
     for declared in OPS.values():
         arrays, attrs = op_example(declared, rng)
         (node,) = example_graph(declared, arrays, attrs).graphs["main"].nodes
@@ -85,7 +86,7 @@ def test_an_op_from_outside_needs_its_declaration_alone() -> None:
         """Rows of x."""
         return x[rows]
 
-    (x, rows, _), _ = op_example(pick, np.random.default_rng())
+    (x, rows, _), _ = op_example(pick, generator())
     assert 0 <= rows.min() and rows.max() < len(x) and list(pick.holds) == ["rows"]
     (node,) = example_graph(pick, [x, rows, rows], {}).graphs["main"].nodes
     assert unknown_operand(node) == "other"

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draw import generator
 
 from llmc.ir.cost import node_cost
 from llmc.ir.example import example_graph, op_example
@@ -45,7 +46,7 @@ def call_oracle(name: str, arrays: list[Any], attrs: dict[str, Any]) -> list[np.
 @pytest.mark.parametrize("name", OPS)
 def test_op(name: str) -> None:
     op = OPS[name]
-    rng = np.random.default_rng()
+    rng = generator()
     arrays, attrs = op_example(op, rng)
     m = example_graph(op, arrays, attrs)
     g = m.graphs["main"]
@@ -94,7 +95,7 @@ def test_row_expression_is_the_reference(name: str) -> None:
     from llmc.ir.ops.common import NUMPY
 
     op = OPS[name]
-    arrays, attrs = op_example(op, np.random.default_rng())
+    arrays, attrs = op_example(op, generator())
     if name == "softmax":
         attrs = {"axis": -1}
     e = op.scalar(op.normal_attrs(attrs))
@@ -103,7 +104,7 @@ def test_row_expression_is_the_reference(name: str) -> None:
 
 
 def test_attention_agrees_with_torch() -> None:
-    rng = np.random.default_rng()
+    rng = generator()
     q, k, v = (rng.standard_normal((9, h, 8)) for h in (4, 2, 2))
     got = OPS["attention"].ref(q, k, v, np.arange(9), layer=0, scale=0.3)
     t = [torch.as_tensor(np.repeat(x, 4 // x.shape[1], 1).transpose(1, 0, 2)) for x in (q, k, v)]
@@ -112,7 +113,7 @@ def test_attention_agrees_with_torch() -> None:
 
 
 def test_paged_attention_is_attention_over_pages() -> None:
-    rng = np.random.default_rng()
+    rng = generator()
     q, k, v = (rng.standard_normal((7, h, 8)) for h in (4, 2, 2))
     kv = rng.standard_normal((5, 2, 2, 3, 8))
     pages = np.array([[0, 0, 0], [4, 1, 3]], np.int32)
@@ -151,7 +152,7 @@ def test_pools_of_8_bit_floats_saturate() -> None:
 
 
 def test_rows_of_one_token_are_what_the_others_attention_leaves_out() -> None:
-    rng = np.random.default_rng()
+    rng = generator()
     q, kv = rng.standard_normal((11, 4, 8)), rng.standard_normal((9, 2, 2, 3, 8))
     pages = rng.permutation(9).reshape(3, 3)
     rows, starts = np.array([1, 0, -1, 2], np.int32), np.array([0, 1, 7, 8, 9], np.int32)
@@ -169,7 +170,7 @@ def test_rows_of_one_token_are_what_the_others_attention_leaves_out() -> None:
 @pytest.mark.parametrize(("dtype", "bits"), [("u8", 4), ("u8", 8), ("i8", 8)])
 def test_packed_codes_are_the_codes(dtype: str, bits: int) -> None:
     low, high = (-128, 128) if dtype == "i8" else (0, 1 << bits)
-    code = np.random.default_rng().integers(low, high, (5, 41)).astype(np.int8 if dtype == "i8" else np.uint8)
+    code = generator().integers(low, high, (5, 41)).astype(np.int8 if dtype == "i8" else np.uint8)
     packed = OPS["pack_codes"].ref(code, bits=bits)
     assert packed.shape == (5, 64 * bits // 8) and packed.dtype == (np.uint8 if bits == 4 else np.int8)
     want = code.astype(int) - (128 if (dtype, bits) == ("u8", 8) else 0)

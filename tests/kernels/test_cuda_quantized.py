@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from draw import generator
 
 from llmc.codegen.backends.cuda.cuda_epilogue import epilogue
 from llmc.codegen.backends.cuda.cuda_kernel import SCALAR_MATH, _text
@@ -67,7 +68,7 @@ def packed(select: Select = Select(prefer=("cuda/quantized_wgmma",)), *changes: 
 
 def test_a_thread_finds_its_codes_in_one_word() -> None:
     """The definition of the left factor in the instruction set's manual, for random places."""
-    codes = np.random.default_rng().integers(0, 16, (128, 192)).astype(np.uint8)
+    codes = generator().integers(0, 16, (128, 192)).astype(np.uint8)
     raw = pack_fragments.ref(codes)
     np.testing.assert_array_equal(unpack_fragments(raw), codes)
     words = np.frombuffer(raw.tobytes(), "<u4").reshape(2, 3, 4, 32, 4)
@@ -97,7 +98,7 @@ def test_entry_points_share_the_layout_that_suits_them_together() -> None:
 
 
 def test_packing_changes_no_result() -> None:
-    rng = np.random.default_rng()
+    rng = generator()
     inputs = [
         rng.standard_normal((3, 512)), rng.integers(0, 16, (256, 512)), rng.uniform(0.01, 0.02, (256, 4)),
         rng.integers(0, 16, (256, 4)),
@@ -189,7 +190,7 @@ BODIES = (
 def test_generated_epilogues_compute_their_expression(body: str, tmp_path: Path) -> None:
     """As C++ of this machine: one sum, a bias of one element a column, and a residual."""
     text = epilogue(body, 1, [tensor("f32", 4), tensor("f32", "T", 4)], tensor("f32", "T", 4))
-    a, bias, residual = (np.random.default_rng().standard_normal(s).astype(np.float32) for s in ((3, 4), (4,), (3, 4)))
+    a, bias, residual = (generator().standard_normal(s).astype(np.float32) for s in ((3, 4), (4,), (3, 4)))
     values = "".join(
         f"static const float {name}[] = {{{', '.join(f'{v!r}f' for v in x.ravel().tolist())}}};\n"
         for name, x in (("sums", a), ("bias", bias), ("residual", residual))

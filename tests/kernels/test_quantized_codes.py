@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
+from draw import generator
 
 from llmc.codegen.backends.triton.kernels import float_codes as floats
 from llmc.codegen.backends.triton.kernels import quantized_codes as codes
@@ -66,7 +67,7 @@ def words_of(values: np.ndarray) -> list[int]:
 
 def drawn_bytes() -> np.ndarray:
     """All bytes, each in all four places of a word."""
-    rng = np.random.default_rng()
+    rng = generator()
     return np.concatenate([rng.permutation(256) for _ in range(16)]).astype(np.uint8).reshape(-1, 4)
 
 
@@ -116,7 +117,7 @@ def test_codes_in_float32() -> None:
 
 
 def test_products_of_pairs() -> None:
-    a, b = np.random.default_rng().standard_normal((2, 64)).astype(BF16)
+    a, b = generator().standard_normal((2, 64)).astype(BF16)
     for x, y in zip(words_of(a), words_of(b), strict=True):
         found = np.array(evaluate(codes.PRODUCT_BF16.value, 1, [x, y]), np.uint32).view(BF16)
         want = np.array([x], np.uint32).view(BF16) * np.array([y], np.uint32).view(BF16)

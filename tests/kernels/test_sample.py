@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from kernels.harness import Case, Ctx, compile_cases
+from kernels.harness import Case, Ctx, compile_cases, run_case
 
 from llmc.codegen.backends.cpp.state import SAMPLING
 from llmc.extension import load
@@ -94,3 +95,20 @@ def test_the_draw_depends_on_seed_and_position_alone(sample: Any) -> None:
     assert len(set(first.tolist())) > ROWS // 4
     i[:, 1] += 1000
     assert (sample(logits, f, i) != first).any()
+
+
+@pytest.mark.parametrize("v", [997, 1024, 5])
+def test_penalties_equal_the_reference(tmp_path: Path, v: int) -> None:
+    """Vectors, the rest of a row, padding, and rows without penalties; three threads divide the ids."""
+    rng, m = np.random.default_rng(3), 6
+    f, i = np.zeros((m, 8), np.float32), np.zeros((m, 8), np.int32)
+    f[:, 3:6] = [[1, 0, 0], [1.7, 0, 0], [1, 0.5, 0], [1, 0, -0.3], [0.8, -0.5, 0.3], [1.7, 0.5, 0.3]]
+    i[:, 6] = 2
+    seen = rng.integers(-(2**31), 2**31, (m, -(-v // 32)))
+    counts = rng.integers(0, 3, (m, v)) * (rng.random((m, v)) < 0.2)
+    bias_ids = np.sort(rng.random((m, v)).argsort(1)[:, :2], 1)
+    logits, rows = 4 * rng.standard_normal((m + 1, v)), np.array([3, 0, -1, 5, 1, 4, 2])
+    arrays = [logits, rows, f, i, seen, counts, bias_ids, rng.standard_normal((m, 2))]
+    g = example_graph(OPS["row_penalize"], arrays, {}).graphs["main"]
+    case = Case("penalize", g, SAMPLING, {}, arrays)
+    run_case(case, *compile_cases([case], load().target("cpu:native"), tmp_path)["penalize"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from draw import of_test
+from draw import generator, of_test
 from kernels.harness import Case
 from kernels.triton_harness import INTERPRETED, ONE_TARGET, TARGETS, compile_for, run_case
 from kernels.triton_order import memory_order
@@ -324,7 +324,7 @@ def test_single_tokens_are_written_behind_the_wait(settled: bool) -> None:
 
 def gpu_cases(target: Target) -> Iterator[Case]:
     """What a GPU runs: the cases above, and more of those that are drawn."""
-    rng = np.random.default_rng()
+    rng = generator()
     for i, p in enumerate(PINNED):
         for splits in (0, 1, 3, 8):
             yield p.case(DECODE_ATTENTION, rng, i + splits, splits, target)

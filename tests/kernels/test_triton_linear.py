@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from draw import of_test
+from draw import generator, of_test
 from kernels.harness import Case
 from kernels.triton_harness import ONE_TARGET, run_case, some, ttir
 
@@ -100,7 +100,7 @@ LEADING = Shape(
 
 def draw(g: Graph, rows: int) -> list[np.ndarray]:
     """Fresh inputs; the products of sums stay near 1."""
-    rng = np.random.default_rng()
+    rng = generator()
     shapes = [[int(d.subs({"T": rows})) for d in v.type.shape] for v in g.inputs]
     arrays = [rng.standard_normal(s).astype(np.float32) for s in shapes]
     arrays[1] /= np.sqrt(shapes[1][1])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
+from draw import generator
 from kernels.cases import SIZES, Text
 from kernels.harness import Case
 from kernels.triton_harness import ONE_TARGET, run_case
@@ -30,7 +30,7 @@ def test_products(t: Text) -> None:
     g = t.graph()
     (node,) = g.nodes
     for i, s in enumerate(MATMUL.schedules(node, sm_90())):
-        inputs = t.inputs(g, np.random.default_rng())
+        inputs = t.inputs(g, generator())
         run_case(Case(f"{t.types} {i}", g, MATMUL, s, inputs, atol=2e-3 if "f16" in t.types else 2e-5, sizes=SIZES))
 
 

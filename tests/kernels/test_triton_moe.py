@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draw import generator
 from kernels.cases import CLAMPED
 from kernels.harness import Case
 from kernels.triton_harness import ONE_TARGET, run_case, some
@@ -62,13 +63,13 @@ def down(t: Any, k: int, experts: int, n: int, d: int, x: str = "bf16", w: str =
 
 def chosen(t: int, k: int, experts: int) -> np.ndarray:
     """Distinct experts for each token; the last one is chosen by nobody, where that is possible."""
-    rng = np.random.default_rng()
+    rng = generator()
     free = max(k, experts - 1)
     return np.stack([rng.permutation(free)[:k] for _ in range(t)]).astype(np.int32)
 
 
 def check(kernel: Kernel, g: Graph, t: int, k: int, experts: int, schedule: Any = None) -> None:
-    rng = np.random.default_rng()
+    rng = generator()
     order, starts = moe_route.ref(chosen(t, k, experts), experts=experts)
     drawn = [rng.standard_normal([int(d.subs({"T": t})) for d in v.type.shape]).astype(np.float32) for v in g.inputs]
     arrays = [drawn[0], order.astype(np.int32), starts.astype(np.int32), drawn[3] / 4, *drawn[4:]]

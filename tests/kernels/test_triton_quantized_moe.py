@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draw import generator
 from kernels.cases import CLAMPED
 from kernels.harness import Case
 from kernels.test_triton_moe import ROUTINGS, chosen, first
@@ -90,7 +91,7 @@ STACKS = {
 def check(s: Stack, columns: int, up: bool, t: Any, k: int, experts: int, schedule: Any = None, rows: int = 22) -> None:
     size = t if isinstance(t, int) else 40
     kernel, g = (QUANTIZED_UP if up else QUANTIZED_DOWN), s.graph(up, t, k, experts, rows, columns)
-    rng = np.random.default_rng()
+    rng = generator()
     order, starts = moe_route.ref(chosen(size, k, experts), experts=experts)
     drawn: dict[str, Any] = {"order": order, "starts": starts}
     for v in g.inputs:
@@ -136,7 +137,7 @@ def test_packing_keeps_the_product() -> None:
     s = replace(STACKS["zeros"][0], half=0)
     g = s.graph(True, 5, 2, 3, 6, 128)
     (node,) = g.nodes
-    rng = np.random.default_rng()
+    rng = generator()
     order, starts = moe_route.ref(chosen(5, 2, 3), experts=3)
     given = {"order": order, "starts": starts}
     arrays = [given.get(v.name, rng.integers(0, 16, [int(d) for d in v.type.shape])) for v in g.inputs]

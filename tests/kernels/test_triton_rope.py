@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from draw import of_test
+from draw import generator, of_test
 from kernels.harness import Case
 from kernels.triton_harness import INTERPRETED, ONE_TARGET, TARGETS, compile_for, run_case
 from kernels.triton_order import memory_order
@@ -171,7 +171,7 @@ def test_known_gains_are_read_before_the_wait(known: bool) -> None:
 
 def gpu_cases(target: Target) -> Iterator[Case]:
     """What a GPU runs."""
-    rng = np.random.default_rng()
+    rng = generator()
     for i in range(len(APPENDS)):
         for dtype in DTYPES:
             for at in range(2):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from draw import SEED
+from draw import SEED, generator
 from kernels import triton_harness
 from kernels.cases import SIZES, Text, of_ops, of_random, of_texts
 from kernels.harness import Case
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.drawn, pytest.mark.filterwarnings("ignore::RuntimeWarn
 def case(t: Text, schedule: dict[str, Any] | None = None, inputs: Sequence[np.ndarray] = (), **options: Any) -> Case:
     g = t.graph()
     (node,) = g.nodes
-    drawn = list(inputs) or t.inputs(g, np.random.default_rng())
+    drawn = list(inputs) or t.inputs(g, generator())
     given = schedule or ROWS.schedules(node, INTERPRETED)[0]
     return Case(t.call, g, ROWS, given, drawn, **{"sizes": SIZES, "rtol": 2e-5, "atol": 2e-5, **options})
 
@@ -85,7 +85,7 @@ def test_rows_of_unknown_width() -> None:
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_integers_are_exact(dtype: str) -> None:
     """Whole range, wrapping where it overflows."""
-    rng, np_type = np.random.default_rng(), DTYPES[dtype].np
+    rng, np_type = generator(), DTYPES[dtype].np
     info = np.iinfo(np_type)
     xs = [rng.integers(info.min, info.max, 33, np_type, endpoint=True) for _ in range(2)]
     for op in ("add", "sub", "mul", "maximum", "minimum"):
@@ -100,7 +100,7 @@ def test_integers_are_exact(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
 def test_bools_and_floats_cast(dtype: str) -> None:
-    x = np.random.default_rng().uniform(-90, 90, (5, 7)).astype(np.float32) * (np.arange(7) > 1)
+    x = generator().uniform(-90, 90, (5, 7)).astype(np.float32) * (np.arange(7) > 1)
     for to in ("i8", "i32", "i64", "bool", "f32", "bf16", "f16"):
         run_case(case(Text(f"{dtype}[5, 7]", f'cast {{dtype="{to}"}}', f"{to}[5, 7]"), inputs=[x]))
     flags = [x > 0, x < 30]
@@ -126,7 +126,7 @@ def test_special_pairs(op: str) -> None:
 
 
 def test_not_a_number_in_a_row() -> None:
-    x = np.random.default_rng().standard_normal((4, 19)).astype(np.float32)
+    x = generator().standard_normal((4, 19)).astype(np.float32)
     x[1, 3] = np.nan
     x[2] = -np.inf
     body = 'fused {body=["row_max(a0)", "div(exp(sub(a0, row_max(a0))), row_sum(exp(sub(a0, row_max(a0)))))"], '
@@ -137,7 +137,7 @@ def test_not_a_number_in_a_row() -> None:
 
 def test_functions_are_float32_accurate() -> None:
     """Near zero and far from it: tanh must not cancel, powers must not lose digits to the logarithm."""
-    rng = np.random.default_rng()
+    rng = generator()
     small = np.float32(10.0) ** rng.uniform(-12, 1, 500).astype(np.float32) * rng.choice([-1, 1], 500)
     run_case(case(Text("f32[500]", "tanh", "f32[500]"), inputs=[small.astype(np.float32)], rtol=4e-7, atol=0))
     large = rng.uniform(1, 1e4, 500).astype(np.float32)

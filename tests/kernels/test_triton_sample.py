@@ -1,5 +1,4 @@
-"""Sampling in Triton's interpreter beside its reference: random mixtures of parameters, ties, the draw's statistics.
-`SEED=n` in a message repeats a failure."""
+"""Sampling in Triton's interpreter beside its reference: random mixtures of parameters, ties, the draw's statistics."""
 
 from __future__ import annotations
 
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from draw import generator
 from kernels.harness import Case
 from kernels.triton_harness import INTERPRETED, interpret, interpreting, run_case, some
 
@@ -122,21 +122,15 @@ class Step:
             assert before - 1e-5 <= at <= cum[id] + 1e-5, f"row {n}: {id}, not {want[n]}"
 
 
-def fresh() -> tuple[np.random.Generator, int]:
-    seed = int(np.random.default_rng().integers(2**31))
-    print(f"SEED={seed}")
-    return np.random.default_rng(seed), seed
-
-
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
 @pytest.mark.parametrize("op", KERNELS)
 def test_examples(op: str, dtype: str) -> None:
-    arrays, attrs = op_example(OPS[op], np.random.default_rng())
+    arrays, attrs = op_example(OPS[op], generator())
     run_case(case(op, arrays, attrs, {}, dtype))
 
 
 def test_uniform_is_the_references_bit_for_bit() -> None:
-    rng, _ = fresh()
+    rng = generator()
     n = 512
     text = (
         f"import triton\nimport triton.language as tl\n\n\n{Template('sampling_math', 'uniform').text()}\n\n\n"
@@ -155,14 +149,14 @@ def test_uniform_is_the_references_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_penalties(dtype: str) -> None:
-    rng, _ = fresh()
+    rng = generator()
     s = Step(rng, 5, 700)
     s.rows[3] = -1
     run_case(case("row_penalize", s.penalties(), {}, {"block": 256, "warps": 4}, dtype))
 
 
 def test_stop_ids_and_allowed_ids() -> None:
-    rng, _ = fresh()
+    rng = generator()
     s = Step(rng, 6, 5000)
     s.rows[3] = -1
     run_case(case("row_mask", [s.logits, *s.where(), s.i, s.stops, s.allowed], {}, {}))
@@ -171,7 +165,7 @@ def test_stop_ids_and_allowed_ids() -> None:
 @pytest.mark.parametrize("per", [1, 4])
 @pytest.mark.parametrize("v", [41, 700, 2100])
 def test_block_maxima(v: int, per: int) -> None:
-    rng, _ = fresh()
+    rng = generator()
     s = Step(rng, 5, v, np.round(rng.standard_normal((5, v)) * 4).astype(F32))
     s.rows[2] = -1
     s.f[:, 3:6] = [1.0, 0.0, 0.0]
@@ -189,7 +183,7 @@ def drawn(s: Step, block: int = 128) -> np.ndarray:
 @pytest.mark.parametrize(("v", "kind"), [(41, "normal"), (600, "normal"), (600, "ties")])
 def test_mixtures_of_parameters(v: int, kind: str) -> None:
     """Both ways to draw, penalised and masked rows among others, padding."""
-    rng, _ = fresh()
+    rng = generator()
     s = Step(rng, 8, v)
     if kind == "ties":
         s.logits = np.round(s.logits)
@@ -201,7 +195,7 @@ def test_mixtures_of_parameters(v: int, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["flat", "spiked", "few", "wide"])
 def test_odd_rows(kind: str) -> None:
-    rng, _ = fresh()
+    rng = generator()
     logits = rng.standard_normal((8, 300)).astype(F32) * 3
     if kind == "flat":
         logits[:] = -1.5
@@ -221,7 +215,7 @@ def test_greedy_takes_the_lowest_of_equals_and_the_first_nan() -> None:
     logits = np.zeros((4, 700), F32)
     logits[0, [31, 300, 650]], logits[1, :], logits[2, [500, 20]] = 2.0, -np.inf, np.nan
     logits[3, :], logits[3, 100:] = -0.0, 0.0
-    s = Step(np.random.default_rng(), 4, 700, logits)
+    s = Step(generator(), 4, 700, logits)
     s.unaltered()
     s.f[:, 0] = 0.0
     assert drawn(s).tolist() == [31, 0, 20, 0]
@@ -230,7 +224,7 @@ def test_greedy_takes_the_lowest_of_equals_and_the_first_nan() -> None:
 
 def test_rows_without_penalties_read_neither_counts_nor_seen() -> None:
     """Their states may hold anything: poison that would change every logit changes nothing."""
-    rng, _ = fresh()
+    rng = generator()
     s = Step(rng, 4, 300)
     s.unaltered()
     s.f[:, 0] = 0.0
@@ -241,7 +235,7 @@ def test_rows_without_penalties_read_neither_counts_nor_seen() -> None:
 
 def test_one_allowed_id_is_drawn_whatever_the_filters() -> None:
     """Fewer ids than top_k keeps, masses of zero everywhere else."""
-    rng, _ = fresh()
+    rng = generator()
     s = Step(rng, 8, 600)
     s.unaltered()
     ids = rng.integers(0, 600, 8)
@@ -253,7 +247,7 @@ def test_one_allowed_id_is_drawn_whatever_the_filters() -> None:
 
 
 def test_inside_its_prompt_a_row_gives_the_prompts_next_id() -> None:
-    rng, _ = fresh()
+    rng = generator()
     s = Step(rng, 6, 300)
     s.i[:, 3] = 33
     s.length[:] = rng.integers(0, 29, len(s.length))
@@ -286,7 +280,7 @@ def test_the_draw_has_the_distribution_of_what_is_kept(top_p: float, min_p: floa
 
 @pytest.mark.parametrize(("v", "dtype"), [(41, "f32"), (700, "bf16"), (5000, "f16")])
 def test_logprobs(v: int, dtype: str) -> None:
-    rng, _ = fresh()
+    rng = generator()
     s = Step(rng, 6, v)
     s.rows[4], s.i[s.rows[:4], 5] = -1, [1, 0, 1, 1]
     ids = rng.integers(0, v, 6).astype(I32)
@@ -297,7 +291,7 @@ def test_logprobs(v: int, dtype: str) -> None:
 
 def test_finish() -> None:
     """Greedy rows, so that ids are exact: log-probabilities where wanted, full rows, rows that do not emit, padding."""
-    rng, _ = fresh()
+    rng = generator()
     s = Step(rng, 7, 700)
     s.f[:, 0], s.rows[5], s.rows[4] = 0.0, -1, s.rows[3]
     s.i[s.rows[:5], 5] = [1, 0, 1, 0, 1]

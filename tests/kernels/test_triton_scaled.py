@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draw import generator
 from kernels.harness import Case
 from kernels.triton_harness import run_case, some
 
@@ -77,7 +78,7 @@ SHAPES = (
 
 def draw(g: Graph, rows: int) -> list[np.ndarray]:
     """Codes of all sizes, and scales of different sizes with which the sums stay near 1."""
-    rng = np.random.default_rng()
+    rng = generator()
     out = []
     for v in g.inputs:
         shape = [int(d.subs({"T": rows})) for d in v.type.shape]
@@ -176,7 +177,7 @@ ROUNDINGS = (
 def check_rounding(s: Rounding, rows: int, schedule: Schedule | None = None) -> None:
     g = s.graph()
     (node,) = g.nodes
-    rng = np.random.default_rng()
+    rng = generator()
     shapes = [[int(d.subs({"T": rows})) for d in v.type.shape] for v in g.inputs]
     inputs = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
     inputs[0][0, ..., : s.group] = 0  # a group of zeros

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from draw import SEED
+from draw import SEED, generator
 from kernels import triton_harness
 from kernels.cases import SIZES, Text, of_ops, of_texts
 from kernels.harness import Case
@@ -35,14 +35,14 @@ def case(
 ) -> Case:
     g = t.graph()
     (node,) = g.nodes
-    drawn = list(inputs) or t.inputs(g, np.random.default_rng())
+    drawn = list(inputs) or t.inputs(g, generator())
     given = schedule or kernel.schedules(node, INTERPRETED)[0]
     return Case(t.call, g, kernel, given, drawn, **{"sizes": SIZES, "rtol": 2e-5, "atol": 2e-5, **options})
 
 
 def values(dtype: str, *shape: int) -> np.ndarray:
     """Values over the whole range of a dtype."""
-    rng, np_type = np.random.default_rng(), DTYPES[dtype].np
+    rng, np_type = generator(), DTYPES[dtype].np
     if DTYPES[dtype].kind == "i":
         return rng.integers(np.iinfo(np_type).min, np.iinfo(np_type).max, shape, np_type, endpoint=True)
     return rng.random(shape) > 0.5 if dtype == "bool" else rng.standard_normal(shape)
@@ -128,7 +128,7 @@ def test_folds_beyond_a_tile() -> None:
 
 def test_ties_and_not_a_number() -> None:
     """The first of equals; NaN is the largest to argmax and amax, and the last to topk, as in numpy."""
-    x = np.random.default_rng().integers(-2, 3, (6, 300)).astype(np.float32)
+    x = generator().integers(-2, 3, (6, 300)).astype(np.float32)
     x[1, 100] = x[1, 200] = np.nan
     x[2] = -np.inf
     x[3, 50] = np.inf
@@ -140,7 +140,7 @@ def test_ties_and_not_a_number() -> None:
 
 
 def test_topk_of_rows_that_do_not_fit() -> None:
-    x = np.random.default_rng().integers(-20, 20, (2, 300)).astype(np.float32)
+    x = generator().integers(-20, 20, (2, 300)).astype(np.float32)
     t = Text("f16[2, 300]", "topk {k=9}", "f16[2, 9], i64[2, 9]")
     run_case(case(TOPK, t, [x], {"rows": 1, "cols": 64, "warps": 1}))
     run_case(case(TOPK, Text("f32[3, T]", "topk {k=4}", "f32[3, 4], i64[3, 4]")))

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draw import generator
 from kernels.harness import Case
 from kernels.test_triton_linear import draw
 from kernels.triton_harness import run_case
@@ -80,7 +81,7 @@ def test_sums_agree_with_the_reference(which: int) -> None:
         g.input(f"e{i}", tensor(kind, *dims))
     g.outputs = [g.add(OPS["linear_combine"], g.inputs, {"dtype": dtype, "body": body}).result]
     (node,) = g.nodes
-    rng = np.random.default_rng()
+    rng = generator()
     arrays = [
         rng.standard_normal([int(d.subs({"T": rows})) for d in v.type.shape]).astype(np.float32) for v in g.inputs
     ]

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draw import generator
 from kernels.harness import Case
 from kernels.triton_harness import run_case
 
@@ -37,7 +38,7 @@ def drawn_rows(rng: np.random.Generator, r: int, most: int, padding: int) -> tup
 
 @pytest.mark.parametrize("op", KERNELS)
 def test_examples(op: str) -> None:
-    run_case(case(op, *op_example(OPS[op], np.random.default_rng())))
+    run_case(case(op, *op_example(OPS[op], generator())))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ def test_examples(op: str) -> None:
 def test_spans(op: str, r: int, most: int, padding: int, spare: int) -> None:
     """More entries than one look takes, entries without tokens, padding, tokens behind the last entry, and a row whose
     entries begin in one look and end in the next."""
-    rng = np.random.default_rng()
+    rng = generator()
     rows, qlens, length = drawn_rows(rng, r, most, padding)
     qlens[0] = max(qlens[0], 1)
     rows[254:259] = rows[254:255]
@@ -64,20 +65,20 @@ def test_spans(op: str, r: int, most: int, padding: int, spare: int) -> None:
 
 @pytest.mark.parametrize(("op", "attrs"), [("row_ids", {}), ("row_slots", {"page": PAGE})])
 def test_ids_and_slots(op: str, attrs: dict[str, Any]) -> None:
-    rng = np.random.default_rng()
+    rng = generator()
     table = rng.integers(0, 9999, (M, LENGTH)).astype(I32)
     token_row = rng.integers(-1, M, 200).astype(I32)
     run_case(case(op, [table, token_row, np.where(token_row < 0, -1, rng.integers(0, LENGTH, 200)).astype(I32)], attrs))
 
 
 def test_last() -> None:
-    qlens = np.random.default_rng().integers(0, 3, 200)
+    qlens = generator().integers(0, 3, 200)
     run_case(case("row_last", [np.concatenate([[0], np.cumsum(qlens)]).astype(I32)], {}))
 
 
 def test_commit() -> None:
     """Full rows drop the id; rows that do not emit only grow; of a row's entries the last one counts."""
-    rng = np.random.default_rng()
+    rng = generator()
     r = 150
     rows, qlens, length = drawn_rows(rng, r, 5, 20)
     length[rows[:10]], qlens[:10] = LENGTH - 3, 1

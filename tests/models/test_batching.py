@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from draw import SEED
 from kernel_cache import CACHE
 from llmc_runtime import LLM, LlmcError, SamplingParams
 from llmc_runtime.exec.canary import Canary
@@ -21,8 +21,6 @@ from llmc.artifact.amend import put_file
 from llmc.driver import compile_model
 from llmc.measure.verify_artifact import verify_artifact
 from llmc.options import Options
-
-SEED = random.SystemRandom().randrange(1 << 30)
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from draw import SEED
 from kernel_cache import CACHE
 from llmc_runtime import LLM, SamplingParams
 from llmc_runtime.sched.request import Request
@@ -16,7 +16,6 @@ from models.kit import save
 from llmc.driver import compile_model
 from llmc.options import Options
 
-SEED = random.SystemRandom().randrange(1 << 30)
 ROWS = 6
 
 
@@ -57,11 +56,11 @@ def test_masks_and_biases_choose_among_the_likeliest(llm: LLM) -> None:
         greedy(temperature=1.0, top_p=0.9, top_k=50, seed=4, allowed_token_ids=[17]),
         greedy(),
     ]
-    told = [o.outputs[0].token_ids for o in llm.generate(asked, params, use_tqdm=False)]
-    assert told[0][0] == ids[0][7] and set(told[0]) <= set(ids[0][7:12])
-    assert told[1][0] == ids[1][2] and not set(told[1]) & set(ids[1][:2])
-    assert told[2] == [0] * 8 and told[3][0] == ids[3][5] and told[4] == [17] * 8
-    assert told[5] == free[5].token_ids
+    token_ids = [o.outputs[0].token_ids for o in llm.generate(asked, params, use_tqdm=False)]
+    assert token_ids[0][0] == ids[0][7] and set(token_ids[0]) <= set(ids[0][7:12])
+    assert token_ids[1][0] == ids[1][2] and not set(token_ids[1]) & set(ids[1][:2])
+    assert token_ids[2] == [0] * 8 and token_ids[3][0] == ids[3][5] and token_ids[4] == [17] * 8
+    assert token_ids[5] == free[5].token_ids
 
 
 def test_banned_sequences_follow_what_comes(llm: LLM) -> None:
@@ -72,8 +71,8 @@ def test_banned_sequences_follow_what_comes(llm: LLM) -> None:
     llm.engine.add(request)
     while llm.engine.has_work():
         llm.engine.step()
-    told = request.output_token_ids
-    assert told[:2] == free[:2] and told[2] != free[2] and len(told) == 6
+    token_ids = request.output_token_ids
+    assert token_ids[:2] == free[:2] and token_ids[2] != free[2] and len(token_ids) == 6
 
 
 def reference(llm: LLM, ids: list[int]) -> np.ndarray:
@@ -95,14 +94,14 @@ def test_prompts_are_scored_as_transformers_does(llm: LLM) -> None:
     again = llm.generate(asked[:1], params[:1], use_tqdm=False)
     assert again[0].num_cached_tokens == 0 and again[0].prompt_logprobs is not None
     for output, one in [*zip(first, params), (again[0], params[0])]:
-        ids, told = output.prompt_token_ids, output.prompt_logprobs
+        ids, logprobs = output.prompt_token_ids, output.prompt_logprobs
         assert len(output.outputs[0].token_ids) == 8
         if one.prompt_logprobs is None:
-            assert told is None
+            assert logprobs is None
             continue
-        assert told is not None and told[0] is None and len(told) == len(ids)
+        assert logprobs is not None and logprobs[0] is None and len(logprobs) == len(ids)
         want = reference(llm, ids)
-        for i, row in enumerate(told[1:]):
+        for i, row in enumerate(logprobs[1:]):
             assert row is not None and next(iter(row)) == ids[i + 1]
             order = np.argsort(-want[i], kind="stable")[: one.prompt_logprobs]
             assert set(row) == {ids[i + 1], *order.tolist()}
@@ -112,7 +111,7 @@ def test_prompts_are_scored_as_transformers_does(llm: LLM) -> None:
 
 
 def test_scoring_a_prompt_changes_no_token(llm: LLM) -> None:
-    """Nor those of others, nor of several outputs behind one prompt, of which it is told once."""
+    """Nor are those of other requests, nor those of several outputs of a prompt, whose scores are returned once."""
     asked = prompts(4)
     draw = {"temperature": 0.9, "seed": 11, "n": 3}
     plain = [greedy(), greedy(**draw), greedy(frequency_penalty=0.5), greedy()]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from draw import generator
 from transformers.activations import ACT2FN
 
 from llmc.diagnostics import Diagnostic
@@ -55,7 +56,7 @@ def value(found: Gate, x: np.ndarray) -> np.ndarray:
     + [(clamped, True), (late, False)],
 )
 def test_the_expression_is_the_code(fn: Fn, interleaved: bool) -> None:
-    x = np.random.default_rng().standard_normal((5, 14)).astype(np.float32)
+    x = generator().standard_normal((5, 14)).astype(np.float32)
     found = read(Experts(fn))
     assert found.interleaved is interleaved
     np.testing.assert_allclose(value(found, x), fn(torch.from_numpy(x)).numpy(), rtol=1e-5, atol=1e-6)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draw import SEED
 from kernel_cache import CACHE
 from llmc_runtime import LLM, LlmcError, SamplingParams, StructuredOutputsParams
 from llmc_runtime.grammar import GrammarGuide
@@ -32,7 +33,6 @@ from llmc_runtime.server.tool_calls.response_plan import plan_of  # noqa: E402
 from llmc_runtime.text.chat_template import ChatTemplate  # noqa: E402
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo-model-small"
-SEED = random.SystemRandom().randrange(1 << 30)
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {

@@ -1,4 +1,4 @@
-"""Models by id, from a stand-in hub: pinned to a commit, files of the allow-list alone, every failure told by name."""
+"""Models by id, from a stand-in hub: pinned to a commit, only files of the allow-list, an error for each failure."""
 
 from __future__ import annotations
 

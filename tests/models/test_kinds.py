@@ -1,4 +1,4 @@
-"""What is no model that we compile is told by name, before anything is traced: each in one line with a remedy."""
+"""Inputs that cannot be compiled are refused before tracing, each with its own error of one line and a remedy."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_bad_measurements_are_told_before_the_trace(text: str | None, words: str
 def test_a_folder_without_a_tokenizer_says_what_it_takes(form: str, tmp_path: Path) -> None:
     if form:
         (tmp_path / form).write_bytes(b"")
-    told = without_tokenizer(tmp_path)
-    assert "token ids" in told and form in told and ("save_pretrained" in told) == bool(form)
+    result = without_tokenizer(tmp_path)
+    assert "token ids" in result and form in result and ("save_pretrained" in result) == bool(form)
     (tmp_path / "tokenizer.json").write_text("{}")
     assert without_tokenizer(tmp_path) == ""

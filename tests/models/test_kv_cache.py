@@ -130,8 +130,8 @@ def test_scales_of_a_checkpoint(tmp_path: Path, device: InterpretDevice) -> None
 def test_a_checkpoint_asks_where_nothing_can_hold_it() -> None:
     """The CPU has no such kernels: refused if the option asks, and said if the checkpoint does."""
     o = {"target": "cpu:native", "cache": None, "max_model_len": 64}
-    told = io.StringIO()
-    plan = dry_run(MODEL_OF_KV_SCALES, Options(**o), None, Console(told))
-    assert "which cpu:native cannot hold" in told.getvalue() and plan["kv"]["dtype"] == "bf16"
+    output = io.StringIO()
+    plan = dry_run(MODEL_OF_KV_SCALES, Options(**o), None, Console(output))
+    assert "which cpu:native cannot hold" in output.getvalue() and plan["kv"]["dtype"] == "bf16"
     option = Options(**o, kv_cache_dtype="fp8")
-    fails("E511", "fp8", "f8e4m3", do=lambda: dry_run(MODEL_OF_KV_SCALES, option, None, Console(told)))
+    fails("E511", "fp8", "f8e4m3", do=lambda: dry_run(MODEL_OF_KV_SCALES, option, None, Console(output)))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from draw import of_test
 from models.kit import fails
 from quant.make.common import base
 from quant.reference import decode as reference
@@ -168,6 +169,22 @@ def test_shards_hold_all_tensors(tmp_path: Path) -> None:
     assert len(files.files) == 3
     assert all(np.array_equal(files.read(k, slice(None)), v.numpy()) for k, v in values.items())
     files.close()
+
+
+def test_shards_of_several_dtypes_are_read_by_safetensors(tmp_path: Path) -> None:
+    """Each tensor begins at a multiple of its element's size, after bytes of odd counts."""
+    draw = torch.Generator().manual_seed(of_test())
+    dtypes = (torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.int32, torch.float32, torch.int64)
+    values = {f"{i}": torch.randint(0, 99, (3, 5), generator=draw).to(dtype).T for i, dtype in enumerate(dtypes)}
+    values |= {"scalar": torch.tensor(2.5, dtype=torch.bfloat16), "none": torch.zeros(0, 4)}
+    writer = ShardWriter(tmp_path)
+    for name, x in values.items():
+        writer.add(name, x)
+    assert writer.finish() == 1 and [f.name for f in tmp_path.iterdir()] == ["model.safetensors"]
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == values.keys()
+    for name, x in values.items():
+        assert found[name].dtype == x.dtype and torch.equal(found[name].float(), x.float()), name
 
 
 class Stops(Quiet):

@@ -28,30 +28,30 @@ def test_a_terminal_keeps_one_line_a_stage(monkeypatch: pytest.MonkeyPatch) -> N
     now = [100.0]
     monkeypatch.setattr(consoles.time, "monotonic", lambda: now[0])
     out = Terminal()
-    told = Console(out)
-    told.begin("trace", "tiny")
+    console = Console(out)
+    console.begin("trace", "tiny")
     assert out.screen == ["  trace ... tiny"]
-    told.note("note: float16")
-    told.stage("trace", "done", 1.5)
+    console.note("note: float16")
+    console.stage("trace", "done", 1.5)
     for i in range(5):
-        told.part("weights", i * 100_000_000, 800_000_000, "B")
+        console.part("weights", i * 100_000_000, 800_000_000, "B")
         assert f"{i}00 MB of 800 MB" in out.screen[-1] or i == 0
         now[0] += 1.0
     assert out.screen[-1] == "  weights: 400 MB of 800 MB, 4 s left"
-    told.part("weights", 500_000_000, 800_000_000, "B")
+    console.part("weights", 500_000_000, 800_000_000, "B")
     now[0] += 0.1
-    told.part("weights", 501_000_000, 800_000_000, "B")  # too soon after the last
+    console.part("weights", 501_000_000, 800_000_000, "B")  # too soon after the last
     assert "500 MB" in out.screen[-1]
-    told.stage("weights", "800 MB", 8.0)
+    console.stage("weights", "800 MB", 8.0)
     assert out.screen == ["note: float16", "[   1.5 s] trace: done", "[   8.0 s] weights: 800 MB", ""]
 
 
 def test_elsewhere_there_is_a_line_a_stage_and_no_control_character() -> None:
     out = io.StringIO()
-    told = Console(out)
-    told.begin("kernels")
-    told.part("kernels", 1, 2)
-    told.stage("kernels", "2 binaries", 0.5)
+    console = Console(out)
+    console.begin("kernels")
+    console.part("kernels", 1, 2)
+    console.stage("kernels", "2 binaries", 0.5)
     assert out.getvalue() == "[   0.5 s] kernels: 2 binaries\n"
     quiet = Quiet(out)
     quiet.begin("x")
@@ -70,5 +70,5 @@ def test_the_summary_names_every_stage_and_the_next_command(made: Made, capsys: 
     assert f"  look inside: llmc inspect {other}; llmc report {other}" in lines
     assert lines[-1] == f"next: llmc-run {other} --prompt 'Hello'"
     assert main([*args, "--json", "--force"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["next"] == lines[-1] and set(told["seconds"]) == {"reuse"}
+    output = json.loads(capsys.readouterr().out)
+    assert output["next"] == lines[-1] and set(output["seconds"]) == {"reuse"}

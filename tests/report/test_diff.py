@@ -1,4 +1,4 @@
-"""`llmc diff`: equal is equal, every kind of difference is told, names of values are no difference."""
+"""`llmc diff`: equal artifacts have no differences, each kind of difference is reported, value names do not count."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from artifact import tiny
+from draw import generator
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Limits
 from report.conftest import Made
@@ -34,40 +34,40 @@ BODY = """graph @main(%x: f32[T, 8],
 """
 
 
-def told(a: str, b: str) -> dict[str, list[dict[str, object]]]:
+def differences(a: str, b: str) -> dict[str, list[dict[str, object]]]:
     return compare_graphs(stage(a, "a").graphs, stage(b, "b").graphs)
 
 
 def test_names_and_places_are_no_difference() -> None:
     other = BODY.replace("%0", "%first").replace("%2", "%out").replace("arena=[256]", "arena=[512]")
-    assert other != BODY and told(BODY, other) == {"graphs": [], "choices": []}
+    assert other != BODY and differences(BODY, other) == {"graphs": [], "choices": []}
 
 
 def test_nodes_that_came_and_went_are_counted_by_place() -> None:
     other = BODY.replace("  %2 = sub(%0, %1) : f32[T, 8]\n", "").replace("return %2", "return %1")
-    (row,) = told(BODY, other)["graphs"]
+    (row,) = differences(BODY, other)["graphs"]
     assert row["changes"] == [{"side": "a", "count": 1, "node": "sub : f32[T, 8]", "loc": ""}]
     halves = BODY.replace("f32[8, 8]", "bf16[8, 8]")
-    changes = told(BODY, halves)["graphs"][0]["changes"]
+    changes = differences(BODY, halves)["graphs"][0]["changes"]
     assert [(c["side"], c["count"], c["node"]) for c in changes] == [
         ("a", 2, "input layers.*.w: weight f32[8, 8]"), ("b", 2, "input layers.*.w: weight bf16[8, 8]")
     ]  # fmt: skip
 
 
 def test_wiring_and_ranges_are_told() -> None:
-    (row,) = told(BODY, BODY.replace("sub(%0, %1)", "sub(%1, %0)"))["graphs"]
+    (row,) = differences(BODY, BODY.replace("sub(%0, %1)", "sub(%1, %0)"))["graphs"]
     assert row["changes"] == [] and row["wiring"] == "sub at ? reads #0, #1 and #1, #0"
-    (row,) = told(BODY, BODY.replace("return %2", "return %1"))["graphs"]
+    (row,) = differences(BODY, BODY.replace("return %2", "return %1"))["graphs"]
     assert row["wiring"] == "the outputs are different values"
-    (row,) = told(BODY, BODY.replace(") {\n  %0", ") where T in [1, 4] {\n  %0"))["graphs"]
+    (row,) = differences(BODY, BODY.replace(") {\n  %0", ") where T in [1, 4] {\n  %0"))["graphs"]
     assert row["changes"] == [{"side": "b", "count": 1, "node": "input where: T in [1, 4]", "loc": ""}]
-    assert told(BODY, BODY.replace("@main", "@other"))["graphs"] == [
+    assert differences(BODY, BODY.replace("@main", "@other"))["graphs"] == [
         {"graph": "main", "only": "a"}, {"graph": "other", "only": "b"}
     ]  # fmt: skip
 
 
 def test_choices_are_told_apart_from_nodes() -> None:
-    found = told(BODY, BODY.replace("rows=4, arena=[256]", "rows=8, arena=[256]"))
+    found = differences(BODY, BODY.replace("rows=4, arena=[256]", "rows=8, arena=[256]"))
     assert found["graphs"] == []
     assert found["choices"] == [
         {"graph": "main", "node": "linear : f32[T, 8]", "loc": "layers.*", "count": 1,
@@ -114,7 +114,7 @@ def test_stages_of_one_artifact(made: Made, tmp_path: Path) -> None:
 
 @pytest.mark.drawn
 def test_two_compiles(made: Made, tmp_path: Path) -> None:
-    """Other limits and another pipeline: header, graphs, choices, memory are told; the weights are the same."""
+    """Other limits and another pipeline: header, graphs, choices and memory differ; the weights are the same."""
     other = tmp_path / "other.llmc"
     args = ["--max-num-seqs", "6", "--pipeline", "serve, without fuse-pointwise, without fuse-linear"]
     assert main(["compile", str(made.model), "-o", str(other), "--cache", str(made.cache), *args]) == 0
@@ -137,7 +137,7 @@ def test_weights_of_other_bytes_or_types_are_named(tmp_path: Path) -> None:
     write_artifact(tmp_path / "a.llmc", parts)
     assert isinstance(parts.weights, PackedWeights)
     table = tiny.table()
-    table[np.random.default_rng().integers(len(table))] += 1
+    table[generator().integers(len(table))] += 1
     changed = PackedWeights(parts.weights.graph, tiny.Checkpoint(table=table))
     write_artifact(tmp_path / "b.llmc", replace(parts, weights=changed))
     found = diff(str(tmp_path / "a.llmc"), str(tmp_path / "b.llmc"))

@@ -35,8 +35,8 @@ def test_the_plan_is_the_artifact(made: Made, tmp_path: Path, monkeypatch: pytes
     ]  # fmt: skip
     assert plan["compile"]["kernels"] == len(a.manifest.kernels) and plan["compile"]["cached"] == 0
     assert plan["memory"]["weights"] == weight_bytes(a.programs)
-    told = a.predictions()["programs"]
-    assert {r["program"]: r["us"] for r in plan["time"]} == {n: p["us"] for n, p in told.items()}
+    predicted = a.predictions()["programs"]
+    assert {r["program"]: r["us"] for r in plan["time"]} == {n: p["us"] for n, p in predicted.items()}
     assert all(r["roofline_us"] < r["us"] for r in plan["time"])
     limits = a.manifest.limits
     assert plan["model"]["max_model_len"] == limits.max_model_len and plan["model"]["layers"] == 2

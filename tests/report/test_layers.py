@@ -52,8 +52,8 @@ def test_a_quick_build_says_what_it_is(made: Made, tmp_path: Path, capsys: pytes
     out = tmp_path / "quick.llmc"
     args = ["compile", str(made.model), "-o", str(out), "--cache", str(made.cache), "--max-num-seqs", "4"]
     assert main([*args, "--layers", "1", "--no-weights", "--report"]) == 0
-    told = capsys.readouterr().err
-    assert "the first 1 of 2 layers" in told and "not the model" in told
+    output = capsys.readouterr().err
+    assert "the first 1 of 2 layers" in output and "not the model" in output
     source = json.loads((out / "manifest.json").read_text())["source"]
     assert (source["layers"], source["of_layers"]) == (1, 2)
     assert "A quick build: the first 1 of 2 layers" in (tmp_path / "quick.html").read_text()

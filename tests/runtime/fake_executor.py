@@ -179,7 +179,7 @@ class FakeExecutor:
         for grow in step.pages:
             table = self._row(grow.row).table
             self._check_pages(grow.pages)
-            _require(grow.start <= len(table), f"row {grow.row} has {len(table)} pages, told {grow.start}")
+            _require(grow.start <= len(table), f"row {grow.row} has {len(table)} pages, not {grow.start}")
             table[grow.start :] = grow.pages  # pages behind it were those of rejected drafts
         for new in step.masks:
             self._row(new.row).mask = new.mask

@@ -22,15 +22,15 @@ async def main(tokens: int) -> None:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, lambda: closing.append(asyncio.create_task(llm.shutdown(2.0))))
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    count, told = 0, "finished"
+    count, outcome = 0, "finished"
     try:
         async for output in llm.generate({"prompt_token_ids": [50]}, params, "r"):
             if not count:
                 print(llm.engine_pid, flush=True)
             count = len(output.outputs[0].token_ids)
     except LlmcError as e:
-        told = e.code
-    print(count, told, flush=True)
+        outcome = e.code
+    print(count, outcome, flush=True)
     await asyncio.gather(*closing)
 
 

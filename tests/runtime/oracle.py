@@ -40,8 +40,8 @@ class Expected:
         most = self.request.params.prompt_logprobs
         if most is None or len(self.tokens) != self.num_prompt + 1:
             return None
-        told = [score(self.chain[i], self.tokens[i], self.config.vocab_size) for i in range(1, self.num_prompt)]
-        return [(value, rank, tuple(ids[:most]), tuple(tops[:most])) for value, rank, ids, tops in told]
+        result = [score(self.chain[i], self.tokens[i], self.config.vocab_size) for i in range(1, self.num_prompt)]
+        return [(value, rank, tuple(ids[:most]), tuple(tops[:most])) for value, rank, ids, tops in result]
 
     def _finish(self, token: int) -> tuple[str | None, int | None]:
         params, config = self.request.params, self.config

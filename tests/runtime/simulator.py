@@ -278,7 +278,7 @@ class Episode:
     def check_failure(self, deltas: list[RequestDelta]) -> None:
         """Check that a device failure is reported once to every live request, and that no new one is accepted."""
         assert self.world.kind == "failure" and "the device is gone" in str(self.engine.error), str(self.engine.error)
-        assert [delta.id for delta in deltas] == list(self.expected), "who was told of the end"
+        assert [delta.id for delta in deltas] == list(self.expected), "which requests got an end"
         for delta in deltas:
             assert delta.finish_reason == "error" and delta.error is self.engine.error
             self.end(delta.id, "error")

@@ -68,11 +68,11 @@ def test_a_wait_is_estimated_from_what_leaves_the_queue() -> None:
     assert where.wait() is None, "nothing was seen yet"
     assert where.retry == SOONEST
     engine.go_on(20.0)
-    told = where.wait()
+    seconds = where.wait()
     engine.come()
     engine.waited.clear()
     engine.go_on(300.0)
-    assert told == pytest.approx(engine.waited[-1], rel=0.15) and told is not None and told > 60
+    assert seconds == pytest.approx(engine.waited[-1], rel=0.15) and seconds is not None and seconds > 60
     assert not where.open_sequences and not where.waiting_sequences and not where.work and where.wait() == 0.0
 
 
@@ -218,12 +218,12 @@ def test_the_reason_of_the_least_request_is_that_of_its_error_and_counts_nothing
     for _ in range(2):
         where.reserve(1, 5, 5, "a")
     where.draining = bool(options.get("draining"))
-    assert where.least_reason("a") == reason and not counted
+    assert where.blocked_reason("a") == reason and not counted
     if reason is None:
-        where.check_least("a")
+        where.check_blocked("a")
         return
     with pytest.raises(ApiError) as refusal:
-        where.check_least("a")
+        where.check_blocked("a")
     assert refusal.value.reason == reason and counted == [reason] and "Retry-After" in refusal.value.headers
 
 
@@ -231,9 +231,9 @@ def test_requests_that_were_passed_on_count_as_open() -> None:
     where = admission(Clock(), sequences=10, keys=2)
     for _ in range(7):
         where.reserve(1, 1, 1, "a")
-    assert where.crowded_reason("a", []) is None and where.least_reason("a") is None
+    assert where.crowded_reason("a", []) is None and where.blocked_reason("a") is None
     assert where.crowded_reason("a", ["b", "b"]) is None
     assert where.crowded_reason("b", ["a", "b", "a"]) == "queue_full"
     assert where.crowded_reason("a", ["a"]) == "key_share"
     assert where.crowded_reason("b", ["b"]) is None
-    assert where.least_reason("b") is None
+    assert where.blocked_reason("b") is None

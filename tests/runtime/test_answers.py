@@ -30,23 +30,21 @@ from llmc_runtime.server.requests.response_size import check_size, cut, size_of
 
 from tests.runtime.served import Served, served
 
-RNG = random.Random()
-
 
 def drawn(depth: int) -> tuple[Any, Any]:
     """A value with Lazy in it, and the same with lists."""
-    kind = RNG.randrange(3, 8) if depth == 0 else RNG.randrange(8)
+    kind = random.randrange(3, 8) if depth == 0 else random.randrange(8)
     if kind < 3:
-        count = RNG.choice([0, 1, 3, 600, 1500])
-        numbers = [RNG.choice([None, 1.5, 'a\u2028"', 7]) for _ in range(count)]
+        count = random.choice([0, 1, 3, 600, 1500])
+        numbers = [random.choice([None, 1.5, 'a\u2028"', 7]) for _ in range(count)]
         return (Lazy(iter(numbers)), numbers) if kind else (numbers, numbers)
     if kind == 3 and depth < 3:
-        both = [drawn(depth + 1) for _ in range(RNG.randrange(4))]
+        both = [drawn(depth + 1) for _ in range(random.randrange(4))]
         return Lazy((one for one, _ in both), small=False), [other for _, other in both]
     if kind < 6 and depth < 3:
-        named = {RNG.choice(['k"', "é", "x"]) + str(i): drawn(depth + 1) for i in range(RNG.randrange(4))}
+        named = {random.choice(['k"', "é", "x"]) + str(i): drawn(depth + 1) for i in range(random.randrange(4))}
         return {k: one for k, (one, _) in named.items()}, {k: other for k, (_, other) in named.items()}
-    scalar = RNG.choice([None, True, -0.1, "text", 1 << 40])
+    scalar = random.choice([None, True, -0.1, "text", 1 << 40])
     return scalar, scalar
 
 
@@ -117,8 +115,10 @@ def test_a_client_that_leaves_ends_the_encoding() -> None:
 def test_packed_rows_are_what_went_in() -> None:
     for width in (0, 1, 20):
         rows = [
-            TokenLogprobs(-RNG.random(), RNG.randrange(1, 99), tuple(RNG.sample(range(500), k)), (-RNG.random(),) * k)
-            for k in (RNG.randint(0, width) for _ in range(30))
+            TokenLogprobs(
+                -random.random(), random.randrange(1, 99), tuple(random.sample(range(500), k)), (-random.random(),) * k
+            )
+            for k in (random.randint(0, width) for _ in range(30))
         ]
         packed = PackedLogprobs(width)
         packed.extend(rows[:10])
@@ -178,14 +178,14 @@ def test_sizes_grow_with_everything_that_multiplies() -> None:
 
 
 def test_answers_are_accounted_for_by_key_and_together() -> None:
-    told = list[str]()
-    admission = Admission(10, 1000, keys=2, answers=100, refused=told.append)
+    refusals = list[str]()
+    admission = Admission(10, 1000, keys=2, answers=100, refused=refusals.append)
     alone = admission.reserve_response("a", 90)
     with pytest.raises(ApiError) as mine:
         admission.reserve_response("a", 10)
     with pytest.raises(ApiError) as ours:
         admission.reserve_response("b", 20)
-    assert (mine.value.status, ours.value.status, told) == (429, 503, ["answer_bytes"] * 2)
+    assert (mine.value.status, ours.value.status, refusals) == (429, 503, ["answer_bytes"] * 2)
     assert {"Retry-After"} <= set(mine.value.headers) & set(ours.value.headers)
     alone.close()
     alone.close()
@@ -208,7 +208,7 @@ def server() -> Iterator[Served]:
 def test_an_answer_over_the_limit_is_refused_and_one_under_it_is_whole(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids = [[RNG.randrange(10, 200) for _ in range(60)] for _ in range(40)]
+    ids = [[random.randrange(10, 200) for _ in range(60)] for _ in range(40)]
     with httpx.Client(base_url=server.url, timeout=60) as http:
         body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 12}
         reply = http.post("/v1/completions", json=body)
@@ -217,11 +217,11 @@ def test_an_answer_over_the_limit_is_refused_and_one_under_it_is_whole(
             and reply.headers["transfer-encoding"] == "chunked"
             and len(reply.content) > 1 << 18
         )
-        told = [choice["prompt_logprobs"] for choice in reply.json()["choices"]]
-        for prompt, rows in zip(ids, told, strict=True):
+        logprobs = [choice["prompt_logprobs"] for choice in reply.json()["choices"]]
+        for prompt, rows in zip(ids, logprobs, strict=True):
             assert rows[0] is None and all(str(token) in row for token, row in zip(prompt[1:], rows[1:], strict=True))
         one = http.post("/v1/completions", json=body | {"prompt": ids[0]}).json()
-        assert one["choices"][0]["prompt_logprobs"] == told[0]
+        assert one["choices"][0]["prompt_logprobs"] == logprobs[0]
         monkeypatch.setattr(server.serving, "max_answer", 50_000)
         error = http.post("/v1/completions", json=body).json()["error"]
         assert (error["code"], error["param"]) == ("answer_too_large", "prompt_logprobs")
@@ -235,8 +235,8 @@ def test_an_answer_over_the_limit_is_refused_and_one_under_it_is_whole(
         assert (error["code"], error["param"]) == ("answer_too_large", "logprobs")
         events = http.post("/v1/chat/completions", json=chat | {"stream": True}).text.split("\n\n")
         chunks = [json.loads(one[6:])["choices"][0] for one in events if one.startswith("data: {")]
-        told = [one["logprobs"] for one in chunks if one["index"] == 0 and one["logprobs"]]
-        assert [row for one in told for row in one["content"]] == reply.json()["choices"][0]["logprobs"]["content"]
+        logprobs = [one["logprobs"] for one in chunks if one["index"] == 0 and one["logprobs"]]
+        assert [row for one in logprobs for row in one["content"]] == reply.json()["choices"][0]["logprobs"]["content"]
     server.rest()
     assert not server.serving.admission.answer_bytes
 

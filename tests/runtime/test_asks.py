@@ -70,9 +70,9 @@ def test_who_asks_an_engine_that_dies_is_told() -> None:
         async with fake(0.0, step_timeout=0.5) as llm:
             hanging = asyncio.create_task(last(llm, {"prompt_token_ids": [HANG, 9]}))
             await asyncio.sleep(0.1)
-            with pytest.raises(LlmcError) as told:
+            with pytest.raises(LlmcError) as error:
                 await llm.record(5.0)
-            assert told.value.code == "E662"
+            assert error.value.code == "E662"
             with pytest.raises(LlmcError):
                 await hanging
 

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import textkit
+from draw import of_test
 from llmc_runtime import LLM, AsyncLLM, LlmcError, RequestOutput, SamplingParams, StructuredOutputsParams
 from llmc_runtime.api import async_llm
 from llmc_runtime.text.tokenizer import Tokenizer
@@ -34,7 +35,7 @@ def random_params(rng: random.Random) -> SamplingParams:
 
 
 def test_a_hundred_at_a_time_give_what_LLM_gives_one_by_one() -> None:
-    rng = random.Random()
+    rng = random.Random(of_test())
     work = [(prompt_of(rng), random_params(rng)) for _ in range(100)]
 
     async def together() -> list[RequestOutput]:
@@ -90,7 +91,7 @@ def test_leaving_the_iterator_frees_the_pages_within_two_steps() -> None:
             steps = llm.stats()["num_steps"]
             stats = await settled(llm)
             assert stats["kv_cache_usage_perc"] == 0
-            assert stats["num_steps"] <= steps + 1 + 2  # one that no pulse had told of
+            assert stats["num_steps"] <= steps + 1 + 2  # one that no pulse had reported
             outputs = llm.generate({"prompt_token_ids": [60]}, params, "x")
             await anext(outputs)
             await outputs.aclose()
@@ -104,7 +105,7 @@ def test_leaving_the_iterator_frees_the_pages_within_two_steps() -> None:
 
 
 def test_a_thousand_quick_cancels_leak_nothing() -> None:
-    rng = random.Random()
+    rng = random.Random(of_test())
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 
     async def cancel_all() -> None:
@@ -163,9 +164,9 @@ def test_what_cannot_run_is_refused_and_nobody_else_notices(prompt: Any, options
     async def refused() -> None:
         async with fake() as llm:
             other = asyncio.create_task(last(llm, {"prompt_token_ids": [70]}, SamplingParams(max_tokens=50)))
-            with pytest.raises(LlmcError) as told:
+            with pytest.raises(LlmcError) as error:
                 await last(llm, prompt, SamplingParams(**options))
-            assert told.value.code == code
+            assert error.value.code == code
             with pytest.raises(LlmcError, match="cannot be sent"):
                 async for _ in llm.generate({"prompt_token_ids": [9]}, None, "s", cache_salt="\ud800"):
                     pass
@@ -217,9 +218,9 @@ def test_many_bad_words_are_tokenized_in_a_thread(monkeypatch: pytest.MonkeyPatc
 def test_opening_fails_with_the_engine_s_own_error() -> None:
     async def fails() -> None:
         llm = fake(path="missing")
-        with pytest.raises(LlmcError) as told:
+        with pytest.raises(LlmcError) as error:
             await llm.start()
-        assert (told.value.code, told.value.remedy, llm.state) == ("E101", "give another", "dead")
+        assert (error.value.code, error.value.remedy, llm.state) == ("E101", "give another", "dead")
         with pytest.raises(LlmcError, match="E101"):
             await last(llm, {"prompt_token_ids": [9]}, None)
 
@@ -227,7 +228,7 @@ def test_opening_fails_with_the_engine_s_own_error() -> None:
 
 
 def test_an_artifact_on_the_CPU_target_gives_what_LLM_gives(toy: Path) -> None:
-    rng = random.Random()
+    rng = random.Random(of_test())
     prompts = ["abc", "the end", {"prompt_token_ids": [5, 6, 7]}]
     wanted = [
         SamplingParams(temperature=0, max_tokens=12, logprobs=2),
@@ -251,7 +252,7 @@ def test_an_artifact_on_the_CPU_target_gives_what_LLM_gives(toy: Path) -> None:
 
 def test_structured_outputs_are_compiled_by_the_engine_process() -> None:
     pytest.importorskip("llguidance")
-    rng = random.Random()
+    rng = random.Random(of_test())
     texts = ["".join(rng.choices("abcde", k=4)) for _ in range(3)]
 
     def wanted(**form: Any) -> SamplingParams:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draw import of_test
 from llmc_runtime.bench.client_worker import Recipe, read_items
 from llmc_runtime.bench.command import parser, run
 from llmc_runtime.bench.figures import ReportSpec, figures
@@ -25,7 +26,6 @@ from llmc_runtime.bench.record import CUT, OK, Record, Stream
 from llmc_runtime.bench.workload import Mix, parse_mix
 from llmc_runtime.format.errors import LlmcError
 
-RNG = random.Random()
 DONE = b"data: [DONE]\r\n\r\n"
 MODELS = {"data": [{"id": "toy", "vocab_size": 428}]}
 
@@ -51,17 +51,18 @@ def split(data: bytes, rng: random.Random) -> Iterator[bytes]:
 
 @pytest.mark.parametrize("framing", ["chunked", "length", "close"])
 def test_a_reply_is_read_whole_however_it_comes_apart(framing: str) -> None:
+    rng = random.Random(of_test())
     for _ in range(50):
-        body = bytes(RNG.randrange(256) for _ in range(RNG.randrange(200)))
+        body = bytes(random.randrange(256) for _ in range(random.randrange(200)))
         head = {
             "chunked": b"Transfer-Encoding: chunked\r\n",
             "length": b"content-length: %d\r\n" % len(body),
             "close": b"",
         }[framing]
         sent = b"HTTP/1.1 200 OK\r\nX: y\r\n" + head + b"\r\n"
-        sent += chunked(body, RNG) if framing == "chunked" else body
+        sent += chunked(body, rng) if framing == "chunked" else body
         reply = Reply()
-        got = b"".join(reply.feed(part) for part in split(sent, RNG))
+        got = b"".join(reply.feed(part) for part in split(sent, rng))
         assert (got, reply.status) == (body, 200)
         assert reply.complete == reply.reusable == (framing != "close")
 
@@ -109,7 +110,7 @@ def test_streams_of_other_servers_are_read_as_events_are_defined() -> None:
     stream = Stream(record, time.monotonic)
     for data in sent:
         assert stream.complete == (record.chunks == 3)
-        for one in split(data, RNG):
+        for one in split(data, random.Random(of_test())):
             stream.take(one)
     assert stream.complete and record.chunks == 3
     both = Stream(Record(0, 0.0), time.monotonic)
@@ -128,10 +129,10 @@ def test_what_is_no_event_of_a_completion_is_told(sent: str) -> None:
 
 def test_figures_are_those_of_the_records() -> None:
     sent, gaps = (
-        [RNG.uniform(0, 5) for _ in range(40)],
-        [[RNG.uniform(0.001, 0.1) for _ in range(9)] for _ in range(40)],
+        [random.uniform(0, 5) for _ in range(40)],
+        [[random.uniform(0.001, 0.1) for _ in range(9)] for _ in range(40)],
     )
-    first = [at + RNG.uniform(0.01, 0.5) for at in sent]
+    first = [at + random.uniform(0.01, 0.5) for at in sent]
     records = []
     for i in range(40):
         last = first[i] + sum(gaps[i])
@@ -142,28 +143,29 @@ def test_figures_are_those_of_the_records() -> None:
     records.append(Record(0, 1.0, 1.0, end=9.0, prompt_tokens=3, error="HTTP 503: full"))
     done = [i for i in range(40) if i % 4 != 3]
     goal = 1e3 * float(np.median([first[i] - sent[i] for i in done]))
-    told = figures(records, 0.5, ReportSpec(percentiles=(50, 99.9), goals={"ttft": goal}))
+    result = figures(records, 0.5, ReportSpec(percentiles=(50, 99.9), goals={"ttft": goal}))
     end = max([9.0, *(r.end for r in records)])
-    assert (told["completed"], told["failed"], told["cut"]) == (30, 1, 10)
-    assert told["duration"] == pytest.approx(end - 0.5)
-    assert (told["total_input_tokens"], told["total_output_tokens"], told["tokens_per_chunk"]) == (120, 800, 2.0)
-    assert told["output_throughput"] == pytest.approx(800 / (end - 0.5))
-    assert told["request_throughput"] == pytest.approx(30 / (end - 0.5))
-    assert told["request_goodput"] == pytest.approx(15 / (end - 0.5))
+    assert (result["completed"], result["failed"], result["cut"]) == (30, 1, 10)
+    assert result["duration"] == pytest.approx(end - 0.5)
+    assert (result["total_input_tokens"], result["total_output_tokens"], result["tokens_per_chunk"]) == (120, 800, 2.0)
+    assert result["output_throughput"] == pytest.approx(800 / (end - 0.5))
+    assert result["request_throughput"] == pytest.approx(30 / (end - 0.5))
+    assert result["request_goodput"] == pytest.approx(15 / (end - 0.5))
     ttft = [1e3 * (first[i] - sent[i]) for i in range(40)]
-    assert told["mean_ttft_ms"] == pytest.approx(np.mean(ttft)) and told["std_ttft_ms"] == pytest.approx(np.std(ttft))
-    assert told["p99.9_ttft_ms"] == pytest.approx(np.percentile(ttft, 99.9))
+    assert result["mean_ttft_ms"] == pytest.approx(np.mean(ttft))
+    assert result["std_ttft_ms"] == pytest.approx(np.std(ttft))
+    assert result["p99.9_ttft_ms"] == pytest.approx(np.percentile(ttft, 99.9))
     tpot = [1e3 * sum(one) / 19 for one in gaps]
-    assert told["median_tpot_ms"] == pytest.approx(np.median(tpot), rel=1e-5)
-    assert told["p50_itl_ms"] == pytest.approx(1e3 * np.median(np.concatenate(gaps)), rel=1e-5)
-    assert told["mean_e2el_ms"] == pytest.approx(np.mean([1e3 * (first[i] - sent[i] + sum(gaps[i])) for i in done]))
-    assert told["errors"] == {"HTTP 503: full": 1}
-    assert told["max_concurrent_requests"] == max(sum(r.sent <= at < r.end for r in records) for at in [*sent, 1.0])
+    assert result["median_tpot_ms"] == pytest.approx(np.median(tpot), rel=1e-5)
+    assert result["p50_itl_ms"] == pytest.approx(1e3 * np.median(np.concatenate(gaps)), rel=1e-5)
+    assert result["mean_e2el_ms"] == pytest.approx(np.mean([1e3 * (first[i] - sent[i] + sum(gaps[i])) for i in done]))
+    assert result["errors"] == {"HTTP 503: full": 1}
+    assert result["max_concurrent_requests"] == max(sum(r.sent <= at < r.end for r in records) for at in [*sent, 1.0])
 
 
 def test_requests_are_the_same_however_many_processes_share_them() -> None:
-    mix = Mix("m", rate=RNG.uniform(1, 50), num_prompts=23, input_len=9, output_len=7, range_ratio=0.5, prefix_len=4)
-    seed = RNG.randrange(100)
+    mix = Mix("m", rate=random.uniform(1, 50), num_prompts=23, input_len=9, output_len=7, range_ratio=0.5, prefix_len=4)
+    seed = random.randrange(100)
     recipe = Recipe("/v1/completions", "toy", 428, seed)
 
     def bodies(processes: int) -> list[dict[str, Any]]:
@@ -220,7 +222,7 @@ Answer = Callable[[socket.socket, dict[str, Any]], bool]
 
 @contextmanager
 def scripted(answer: Answer) -> Iterator[int]:
-    """A server, a thread a connection, that answers POSTs as told until `answer` says False; its port."""
+    """Run a server with a thread per connection; `answer` handles each POST until it returns False. Yields its port."""
     listening = socket.create_server(("127.0.0.1", 0))
 
     def serve(connection: socket.socket) -> None:
@@ -261,8 +263,8 @@ def part(data: bytes) -> bytes:
 
 def end_of(asked: dict[str, Any], tokens: int) -> bytes:
     usage = {"prompt_tokens": len(asked["prompt"]), "completion_tokens": tokens}
-    told = json.dumps({"choices": [], "usage": usage}).encode()
-    return part(b"data: " + told + b"\n\n") + part(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+    usage_event = json.dumps({"choices": [], "usage": usage}).encode()
+    return part(b"data: " + usage_event + b"\n\n") + part(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
 
 def measured(port: int, *options: str) -> tuple[int, dict[str, Any]]:
@@ -275,7 +277,7 @@ def measured(port: int, *options: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_a_load_finds_the_times_that_the_server_keeps() -> None:
-    first, pause = RNG.uniform(0.08, 0.12), RNG.uniform(0.03, 0.05)
+    first, pause = random.uniform(0.08, 0.12), random.uniform(0.03, 0.05)
 
     def answer(connection: socket.socket, asked: dict[str, Any]) -> bool:
         time.sleep(first)
@@ -288,9 +290,9 @@ def test_a_load_finds_the_times_that_the_server_keeps() -> None:
 
     mixes = ["--mix", "name=long,num=4,concurrency=2,output=6", "--mix", "name=short,num=6,rate=20,output=2"]
     with scripted(answer) as port:
-        code, told = measured(port, "--client-processes", "2", "--num-warmups", "1", *mixes)
-    long, short = told["mixes"]["long"], told["mixes"]["short"]
-    assert code == 0 and (told["completed"], long["completed"], short["completed"]) == (10, 4, 6)
+        code, figures = measured(port, "--client-processes", "2", "--num-warmups", "1", *mixes)
+    long, short = figures["mixes"]["long"], figures["mixes"]["short"]
+    assert code == 0 and (figures["completed"], long["completed"], short["completed"]) == (10, 4, 6)
     assert (long["total_input_tokens"], long["total_output_tokens"], short["total_output_tokens"]) == (20, 48, 24)
     assert long["tokens_per_chunk"] == 2.0 and long["max_concurrent_requests"] == 2
     for one, count in ((long, 6), (short, 2)):  # never before the server; a busy machine may be late, by no other unit
@@ -312,10 +314,10 @@ def test_streams_of_a_mix_with_a_duration_are_cut_off_at_its_end() -> None:
                 return False
 
     with scripted(answer) as port:
-        code, told = measured(port, "--num-warmups", "0", "--duration", "0.5", "--max-concurrency", "3")
-    assert code == 0 and (told["completed"], told["cut"], told["failed"]) == (0, 3, 0)
-    assert 0.5 <= told["duration"] < 20 and told["total_output_tokens"] > 3 and told["mean_e2el_ms"] is None
-    assert told["median_itl_ms"] >= 9
+        code, figures = measured(port, "--num-warmups", "0", "--duration", "0.5", "--max-concurrency", "3")
+    assert code == 0 and (figures["completed"], figures["cut"], figures["failed"]) == (0, 3, 0)
+    assert 0.5 <= figures["duration"] < 20 and figures["total_output_tokens"] > 3 and figures["mean_e2el_ms"] is None
+    assert figures["median_itl_ms"] >= 9
 
 
 def test_failures_are_counted_and_told_and_idle_connections_may_be_closed() -> None:
@@ -336,9 +338,9 @@ def test_failures_are_counted_and_told_and_idle_connections_may_be_closed() -> N
         return turn != 3
 
     with scripted(answer) as port:
-        code, told = measured(port, "--num-warmups", "0", "--num-prompts", "8", "--max-concurrency", "1")
-    assert code == 1 and (told["completed"], told["failed"]) == (2, 6)
-    errors = told["errors"]
+        code, figures = measured(port, "--num-warmups", "0", "--num-prompts", "8", "--max-concurrency", "1")
+    assert code == 1 and (figures["completed"], figures["failed"]) == (2, 6)
+    errors = figures["errors"]
     assert errors.pop("HTTP 503: the queue is full") == 2 and errors.pop("lost") == 2
     assert [number for words, number in errors.items() if "closed" in words] == [2]
 
@@ -378,10 +380,10 @@ def test_a_command_line_of_vllms_benchmark(tmp_path: Path) -> None:
     words = f"--num-prompts 2 --num-warmups 0 --save-result --result-dir {tmp_path / 'new'} --result-filename r.json"
     for backend, field in (("vllm", "prompt"), ("openai-chat", "messages"), ("openai", "prompt")):
         with scripted(answer) as port:
-            code, told = measured(port, "--backend", backend, "--goodput", "ttft:60000", "e2el:1e-9", *words.split())
-        assert code == 0 and told["completed"] == 2 and told["backend"] == backend and field in asked[-1]
-        assert told["request_goodput"] == 0 and told["goals"] == {"ttft": 60000, "e2el": 1e-9}
-        assert json.loads((tmp_path / "new" / "r.json").read_text())["date"] == told["date"]
+            code, figures = measured(port, "--backend", backend, "--goodput", "ttft:60000", "e2el:1e-9", *words.split())
+        assert code == 0 and figures["completed"] == 2 and figures["backend"] == backend and field in asked[-1]
+        assert figures["request_goodput"] == 0 and figures["goals"] == {"ttft": 60000, "e2el": 1e-9}
+        assert json.loads((tmp_path / "new" / "r.json").read_text())["date"] == figures["date"]
 
 
 def test_a_client_that_is_the_bottleneck_says_so() -> None:

@@ -24,25 +24,25 @@ def test_offline_counts_the_work_that_it_was_asked_for(
     toy: Path, capsys: pytest.CaptureFixture[str], engine: tuple[str, ...], tmp_path: Path
 ) -> None:
     work = ("--num-prompts", 7, "--input-len", 6, "--output-len", 5, "--rounds", 2, "--prefix-len", 3)
-    told = report(capsys, "offline", toy, *work, *engine, "--output-json", tmp_path / "o")
-    assert (told["num_requests"], told["total_input_tokens"], told["total_output_tokens"]) == (7, 63, 35)
-    assert told["elapsed_time"] == min(told["all_elapsed_times"]) and len(told["all_elapsed_times"]) == 2
-    assert told["tokens_per_second"] == pytest.approx(98 / told["elapsed_time"])
-    assert 5 <= told["steps"] <= 40
-    assert json.loads((tmp_path / "o").read_text()) == told
+    output = report(capsys, "offline", toy, *work, *engine, "--output-json", tmp_path / "o")
+    assert (output["num_requests"], output["total_input_tokens"], output["total_output_tokens"]) == (7, 63, 35)
+    assert output["elapsed_time"] == min(output["all_elapsed_times"]) and len(output["all_elapsed_times"]) == 2
+    assert output["tokens_per_second"] == pytest.approx(98 / output["elapsed_time"])
+    assert 5 <= output["steps"] <= 40
+    assert json.loads((tmp_path / "o").read_text()) == output
 
 
 def test_latency_tells_a_step_from_a_batch(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     work = ("--batch-size", 2, "--input-len", 4, "--output-len", 9, "--num-iters", 3, "--num-iters-warmup", 1)
-    told = report(capsys, "latency", toy, *work)
-    assert len(told["latencies"]) == 3 and told["p50_latency"] == sorted(told["latencies"])[1]
-    assert told["ms_per_step"] == pytest.approx(1e3 * (told["p50_latency"] - told["first_token"]) / 8)
+    output = report(capsys, "latency", toy, *work)
+    assert len(output["latencies"]) == 3 and output["p50_latency"] == sorted(output["latencies"])[1]
+    assert output["ms_per_step"] == pytest.approx(1e3 * (output["p50_latency"] - output["first_token"]) / 8)
 
 
 def test_start_has_stages_that_make_up_the_whole(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = report(capsys, "start", toy, "--num-iters", 2, "--input-len", 3)
-    assert len(told["all"]) == 3 and told["first"] == told["all"][0]["seconds"]
-    for one in told["all"]:
+    output = report(capsys, "start", toy, "--num-iters", 2, "--input-len", 3)
+    assert len(output["all"]) == 3 and output["first"] == output["all"][0]["seconds"]
+    for one in output["all"]:
         stages = [one[stage] for stage in ("interpreter", "modules", "opening", "first token")]
         assert sum(stages) == pytest.approx(one["seconds"]) and min(stages) > 0
 

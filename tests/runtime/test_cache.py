@@ -106,9 +106,9 @@ def test_a_hubs_model_is_fetched_by_the_compiler(builds: Path, tmp_path: Path, m
     monkeypatch.setattr(
         compile_cache, "fetch_command", lambda *a: ["-c", "import sys; sys.exit('LLMC-E330: nothing there')"]
     )
-    with pytest.raises(LlmcError) as told:
+    with pytest.raises(LlmcError) as error:
         resolve("o/typo", OPTIONS, tmp_path / "root", said.append)
-    assert told.value.code == "E641" and "E330" in told.value.cause
+    assert error.value.code == "E641" and "E330" in error.value.cause
 
 
 def test_what_changes_the_key_and_what_does_not(model: Path, tmp_path: Path) -> None:

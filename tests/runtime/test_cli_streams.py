@@ -55,10 +55,10 @@ def test_streams_that_are_full_or_closed(toy: Path, redirect: str, words: str) -
 def test_what_is_told_on_a_closed_standard_error_is_not_told_on_standard_output(toy: Path) -> None:
     command = f"{sys.executable} -m llmc_runtime.cli {toy} -n 2 -p abc"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "runtime"), str(ROOT)])}
-    told = [
+    output = [
         subprocess.run(
             ["bash", "-c", f"{command} --seed 1 -t 1 {end}"], env=env, capture_output=True, check=True
         ).stdout
         for end in ("2>/dev/null", "2>&-", "<&- 2>&-")
     ]
-    assert told[0] == told[1] == told[2] and b"llmc:" not in told[0]
+    assert output[0] == output[1] == output[2] and b"llmc:" not in output[0]

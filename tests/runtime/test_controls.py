@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from draw import of_test
 from llmc_runtime import LlmcError, SamplingParams
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.token_guide import Banned, Bans, both, empty, mask_of, without
@@ -22,7 +23,7 @@ def ids_of(mask: bytes) -> set[int]:
 
 @pytest.mark.parametrize("vocab", [1, 7, 8, 31, 32, 33, 320, 1001])
 def test_masks(vocab: int) -> None:
-    rng = random.Random()
+    rng = random.Random(of_test())
     some, other = ({i for i in range(vocab) if rng.random() < 0.5} for _ in range(2))
     a, b = mask_of(some, vocab), mask_of(other, vocab)
     assert a == bits(some, vocab) and len(a) == -(-vocab // 32) * 4
@@ -34,11 +35,11 @@ def test_masks(vocab: int) -> None:
 def test_a_banned_sequence_needs_its_beginning() -> None:
     whole = mask_of(None, 50)
     guide = Banned(Bans(whole, [[4, 5, 6], [5, 7]], whole))
-    told = []
+    result = []
     for token in (4, 5, 6, 5, 4, 4, 5):
         assert not guide.accept(token)
-        told.append(sorted(set(range(50)) - ids_of(guide.mask())))
-    assert told == [[], [6, 7], [], [7], [], [], [6, 7]]
+        result.append(sorted(set(range(50)) - ids_of(guide.mask())))
+    assert result == [[], [6, 7], [], [7], [], [], [6, 7]]
 
 
 def test_a_request_whose_every_token_is_banned_ends_alone() -> None:
@@ -82,7 +83,7 @@ def test_a_step_with_a_guided_token_under_way_waits_for_its_masks(depth: int) ->
     guided = Request("guided", [1] * 40, SamplingParams(max_tokens=6, ignore_eos=True), guide=Wandering(1000))
     rig.engine.add(guided)
     launch, guide = rig.launch, rig.guide
-    told: list[str] = []
+    result: list[str] = []
 
     def has(step: Any, planned: list[Request]) -> bool:
         return any(r is guided and w.emit for r, w in zip(planned, step.work))
@@ -92,19 +93,20 @@ def test_a_step_with_a_guided_token_under_way_waits_for_its_masks(depth: int) ->
         assert not any(s.open for s, _ in earlier)
         late = any(has(s, them) for s, them in earlier)
         assert step.open == (late and has(step, planned)) and len(step.masks) == (has(step, planned) and not late)
-        told.extend(["open" if step.open else "masked"] * has(step, planned))
+        result.extend(["open" if step.open else "masked"] * has(step, planned))
         return launch(step)
 
     def guided_by(ticket: Any, masks: Any) -> None:
         assert len(rig.scheduler._in_flight) == len(masks) == 1
-        told.append("guided")
+        result.append("guided")
         guide(ticket, masks)
 
     rig.launch, rig.guide = launched, guided_by  # type: ignore[method-assign]
     while rig.engine.has_work():
         rig.engine.step()
     count = len(guided.output_token_ids)
-    assert told[: 2 * count - 1] == (["masked"] + ["open", "guided"] * (count - 1) if depth > 1 else ["masked"] * count)
+    expected = ["masked"] + ["open", "guided"] * (count - 1) if depth > 1 else ["masked"] * count
+    assert result[: 2 * count - 1] == expected
 
 
 def test_a_fixed_mask_holds_nothing_up() -> None:
@@ -130,9 +132,9 @@ def test_bad_words_are_not_generated() -> None:
     words = sorted({TOK.decode([t]).strip() for t in free.token_ids} - {""})[:20]
     assert words
     banned = {tuple(s) for s in bad_word_ids(TOK, words)}
-    told = make().generate("The kernel", params(24, bad_words=words), use_tqdm=False)[0].outputs[0].token_ids
-    runs = {tuple(told[i : i + n]) for n in {len(s) for s in banned} for i in range(len(told) - n + 1)}
-    assert len(told) == 24 and not runs & banned
+    token_ids = make().generate("The kernel", params(24, bad_words=words), use_tqdm=False)[0].outputs[0].token_ids
+    runs = {tuple(token_ids[i : i + n]) for n in {len(s) for s in banned} for i in range(len(token_ids) - n + 1)}
+    assert len(token_ids) == 24 and not runs & banned
 
 
 def test_words_need_a_tokenizer() -> None:
@@ -155,7 +157,7 @@ def stopped_at(texts: list[str], stops: list[str], low: int, include: bool) -> t
 
 def test_stop_strings_across_tokens_are_those_of_the_whole_text() -> None:
     """Stop strings cut from the text anywhere, with min_tokens, kept or not, from a list and from a stream."""
-    rng = random.Random()
+    rng = random.Random(of_test())
     seed = rng.randrange(1 << 30)
     print(f"seed {seed}")
     rng.seed(seed)
@@ -187,8 +189,8 @@ def test_min_tokens_masks_stop_ids_and_end_tokens() -> None:
 
 
 def test_without_detokenizing_there_is_no_text() -> None:
-    told = params(5, detokenize=False, logprobs=1, prompt_logprobs=0)
-    (output,) = make().generate("The kernel", told, use_tqdm=False)
+    requested = params(5, detokenize=False, logprobs=1, prompt_logprobs=0)
+    (output,) = make().generate("The kernel", requested, use_tqdm=False)
     (one,) = output.outputs
     assert one.text == "" and len(one.token_ids) == 5 and output.prompt_logprobs is not None
     rows = [*(one.logprobs or []), *output.prompt_logprobs[1:]]

@@ -1,4 +1,4 @@
-"""What happens to the engine process, and what everybody is told: ends, hangs, failures, nonsense, the front's end."""
+"""Faults of the engine process and the errors that requests get: exit, hang, failure, garbage, end of the server."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+from draw import of_test
 from llmc_runtime import AsyncLLM, LlmcError, SamplingParams, StructuredOutputsParams
 from llmc_runtime.engine.client import is_runnable
 from llmc_runtime.engine.messages import Abort, Add, Control, Report, params_message, params_of
@@ -34,7 +35,7 @@ async def ready_again(llm: AsyncLLM) -> None:
         await asyncio.sleep(0.02)
 
 
-async def told(tasks: list[asyncio.Task[Any]]) -> tuple[set[str], float]:
+async def errors_of(tasks: list[asyncio.Task[Any]]) -> tuple[set[str], float]:
     """The codes of their errors, and how long they took."""
     began = time.monotonic()
     found = await asyncio.gather(*tasks, return_exceptions=True)
@@ -44,7 +45,7 @@ async def told(tasks: list[asyncio.Task[Any]]) -> tuple[set[str], float]:
 
 async def busy(llm: AsyncLLM, count: int = 30) -> list[asyncio.Task[Any]]:
     """Requests, more than there are rows, of which some have begun."""
-    rng = random.Random()
+    rng = random.Random(of_test())
     tasks = [asyncio.create_task(last(llm, prompt_of(rng))) for _ in range(count)]
     while not llm.stats().get("num_requests_running"):
         await asyncio.sleep(0.02)
@@ -60,7 +61,7 @@ def test_an_ended_or_stopped_process_is_noticed_within_a_second_and_replaced(num
             pid = llm.engine_pid
             assert pid is not None
             os.kill(pid, number)
-            codes, seconds = await told(tasks)
+            codes, seconds = await errors_of(tasks)
             assert codes == {code} and seconds < 2.0  # a second, and what a busy machine adds
             with pytest.raises(LlmcError, match="E660"):
                 await llm.check_health()
@@ -89,7 +90,7 @@ def test_a_process_that_waits_for_a_processor_has_longer(goes_on: bool, monkeypa
                 os.kill(llm.engine_pid, signal.SIGCONT)
                 assert all(one.finished for one in await asyncio.gather(*tasks)) and not llm.restarts
             else:
-                codes, _ = await told(tasks)
+                codes, _ = await errors_of(tasks)
                 assert codes == {"E662"} and time.monotonic() - began > 1.5
 
     run(strike())
@@ -114,7 +115,7 @@ def test_a_request_that_ends_the_engine_is_told_and_so_are_the_others(deed: int,
         async with fake(0.004, step_timeout=0.8) as llm:
             tasks = await busy(llm, 5)
             tasks.append(asyncio.create_task(last(llm, {"prompt_token_ids": [deed]})))
-            codes, seconds = await told(tasks)
+            codes, seconds = await errors_of(tasks)
             assert codes == {code} and seconds < 3.0
             await ready_again(llm)
             assert (await last(llm, {"prompt_token_ids": [40]}, SHORT)).finished
@@ -179,7 +180,7 @@ def garbled(rng: random.Random) -> bytes:
 
 
 def test_messages_that_make_no_sense_harm_nobody() -> None:
-    rng = random.Random()
+    rng = random.Random(of_test())
 
     async def babble() -> None:
         async with fake() as llm:

@@ -1,4 +1,4 @@
-"""Defaults of sampling: the model's own, none, another file's, overridden; who is told of them; what is refused."""
+"""Default sampling parameters: the model's, none, another file's, overridden; where they are shown; what is refused."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ def test_what_counts(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_meant_is_told(config: str, override: Any, words: str) -> None:
-    with pytest.raises(LlmcError) as told:
+    with pytest.raises(LlmcError) as error:
         generation_of(MODEL, config, override)
-    assert told.value.code == "E612" and words in told.value.cause and told.value.remedy
+    assert error.value.code == "E612" and words in error.value.cause and error.value.remedy
 
 
 @pytest.mark.parametrize("text", ["[", "[1]", "", "{" * 100_000])
 def test_a_file_that_is_none_is_told(text: str, tmp_path: Path) -> None:
-    with pytest.raises(LlmcError) as told:
+    with pytest.raises(LlmcError) as error:
         generation_of({}, folder(tmp_path, text))
-    assert told.value.code == "E612"
+    assert error.value.code == "E612"
 
 
 def test_the_line_for_who_starts_it() -> None:

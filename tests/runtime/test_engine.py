@@ -1,4 +1,4 @@
-"""The engine under failures: who is told, who is not harmed, and what is still possible afterwards."""
+"""Failures of the engine: which requests get an error, which are unaffected, and what works afterwards."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_wrong_grammars_are_refused_in_words(grammars: Grammars) -> None:
 
 
 def test_one_tenant_has_its_lane_and_no_more(grammars: Grammars) -> None:
-    """Its bombs take a lane; what waits behind them and gets no turn in time is told to come again."""
+    """Its expensive grammars occupy one process; requests that wait too long behind them get 503."""
     bombs = [grammars.open(StructuredOutputsParams(json={"multipleOf": 524287 + 2 * i}), "a") for i in range(5)]
     for _ in range(3):
         grammars.wait(grammars.open(regex(f"x{{{_ + 1}}}"), "b"))
@@ -255,7 +255,7 @@ def structured(wanted: StructuredOutputsParams, **more: Any) -> SamplingParams:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_others_run_while_a_grammar_is_compiled(depth: int) -> None:
-    """Through LLM, from two threads: the one with a bomb is told, the other one has long ended."""
+    """Through LLM, from two threads: the one with an expensive grammar fails after the other has ended."""
     llm, ended = make(device(depth)), threading.Event()
     errors: list[LlmcError] = []
 

@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
+from draw import of_test
 from llmc_runtime.server.fair_slots import FairSlots
 
 
@@ -132,8 +133,7 @@ def test_jobs_cancelled_in_the_turn_of_a_release_keep_no_slot() -> None:
 
 def test_random_arrivals_and_departures_lose_no_slot() -> None:
     """Jobs come, leave while waiting or running, and are refused, several in one turn of the event loop."""
-    draw = random.Random(seed := random.randrange(2**32))
-    print(f"seed {seed}")
+    draw = random.Random(of_test())
 
     async def main() -> None:
         lanes = FairSlots(3, Full, reserved=1, max_waiting=6)

@@ -162,7 +162,7 @@ def test_a_request_that_has_arrived_is_refused_while_its_connection_is_accepted(
 @pytest.mark.parametrize(
     ("data", "passed"), [(b"yes\r\n\r\n", True), (b"half", False), (b"no close +9\r\n\r\nabc", False)]
 )
-def test_an_ordinary_connection_knows_whether_its_request_was_looked_at(data: bytes, passed: bool) -> None:
+def test_an_ordinary_connection_knows_whether_its_request_was_checked(data: bytes, passed: bool) -> None:
     async def main() -> None:
         async with serving() as state:
             Echo.first.clear()
@@ -175,12 +175,12 @@ def test_an_ordinary_connection_knows_whether_its_request_was_looked_at(data: by
     run(main)
 
 
-def test_no_more_connections_become_light_than_there_is_room_for() -> None:
+def test_the_capacity_limits_light_connections() -> None:
     async def main() -> None:
         async with serving() as state:
             state.busy = True
             light = asyncio.get_running_loop().light  # type: ignore[attr-defined]
-            light._room = lambda: max(0, 2 - state.open)
+            light._capacity = lambda: max(0, 2 - state.open)
             clients = [socket.create_connection(("127.0.0.1", state.port), timeout=10) for _ in range(5)]
             await asyncio.sleep(0.1)
             assert state.open == 2

@@ -18,6 +18,7 @@ import pytest
 from llmc_runtime.server.requests.parse import SMALL_BODY, SMALL_TEXT, is_large
 from llmc_runtime.server.text_pool import text_messages as m
 from llmc_runtime.server.text_pool.jobs import Texts, check_size
+from llmc_runtime.server.text_pool.text_process import TextProcess
 
 from tests.runtime.served import TOK, Served, served
 
@@ -196,64 +197,65 @@ def test_fields_that_are_too_large_for_the_server_are_refused_by_name(server: Se
         assert reply.status_code == 400 and reply.json()["error"]["param"] == name, reply.text[:300]
 
 
-def test_a_body_that_takes_too_much_time_ends_its_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every process that gets a job is stopped (SIGSTOP) right before it, and its pid added to this list."""
+    found: list[int] = []
+    is_ready = TextProcess.is_ready
+
+    async def then_stop(process: TextProcess) -> bool:
+        ready = await is_ready(process)
+        os.kill(process.pid, signal.SIGSTOP)
+        found.append(process.pid)
+        return ready
+
+    monkeypatch.setattr(TextProcess, "is_ready", then_stop)
+    return found
+
+
+async def ended_by(server: Served, stopped: list[int], number: int) -> httpx.Response:
+    """Send a large body; its process gets a signal while it has the job."""
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        work = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "x", "u": PAD, "max_tokens": 1}))
+        while not stopped:
+            await asyncio.sleep(0.01)
+        os.kill(stopped[0], number)
+        os.kill(stopped[0], signal.SIGCONT)
+        return await work
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGPROF, 400), (signal.SIGABRT, 400), (signal.SIGKILL, 503)])
+def test_a_process_that_ends_during_a_job_is_replaced(
+    number: int, status: int, stopped: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """400 if a limit was reached (SIGPROF: processor time, SIGABRT: memory); 503 if something else ended it."""
     with served() as server:
+        reply = asyncio.run(ended_by(server, stopped, number))
+        assert reply.status_code == status, reply.text
+        assert status == 400 or "retry-after" in reply.headers
+        assert ("s of CPU time" in reply.text) == (number == signal.SIGPROF)
+        monkeypatch.undo()
         assert post(server, "/v1/completions", {"prompt": "x", "u": PAD, "max_tokens": 1}).status_code == 200
         until(lambda: idle(server) == 2)
-        before = pids(server)
-        for pid in before:  # as the timer of the process does
-            os.kill(pid, signal.SIGSTOP)
-        body = json.dumps({"prompt": "x", "u": PAD, "max_tokens": 1}).encode()
-
-        async def both() -> list[httpx.Response]:
-            async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
-                head = {"Content-Type": "application/json"}
-                work = [asyncio.ensure_future(client.post("/v1/completions", content=body, headers=head))]
-                while not server.serving.offload._busy:
-                    await asyncio.sleep(0.01)
-                for pid in before:
-                    os.kill(pid, signal.SIGPROF)
-                    os.kill(pid, signal.SIGCONT)
-                return await asyncio.gather(*work)
-
-        reply = asyncio.run(both())[0]
-        assert reply.status_code == 400 and "s of CPU time" in reply.text, reply.text
-        assert post(server, "/v1/completions", {"prompt": "x", "u": PAD, "max_tokens": 1}).status_code == 200
-        until(lambda: pids(server) and not set(pids(server)) & set(before))
+        assert not set(pids(server)) & set(stopped)
         server.rest()
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGABRT, 400), (signal.SIGKILL, 503)])
-def test_a_process_that_ends_is_replaced(number: int, status: int) -> None:
-    """Within a job: memory ran out (400 for the sender), or somebody ended it (503). Between two: nobody sees it."""
+def test_requests_do_not_see_that_idle_processes_were_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor right after the signal, while a process looks alive since its threads have not ended yet."""
+    body = {"prompt": "x", "u": PAD, "max_tokens": 1}
     with served() as server:
-        body = {"prompt": "x", "u": PAD, "max_tokens": 1}
         assert post(server, "/v1/completions", body).status_code == 200
         until(lambda: idle(server) == 2)
-        for pid in pids(server):
+        before = pids(server)
+        for pid in before:
             os.kill(pid, signal.SIGKILL)
-        until(lambda: ended(pids(server)))
+        until(lambda: ended(before))
+        monkeypatch.setattr(TextProcess, "alive", True)
         assert post(server, "/v1/completions", body).status_code == 200
         until(lambda: idle(server) == 2)
-        stopped = pids(server)
-        for pid in stopped:
-            os.kill(pid, signal.SIGSTOP)
-
-        async def strike() -> httpx.Response:
-            async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
-                work = asyncio.ensure_future(client.post("/v1/completions", json=body))
-                while not server.serving.offload._busy:
-                    await asyncio.sleep(0.01)
-                for pid in stopped:
-                    os.kill(pid, number)
-                    os.kill(pid, signal.SIGCONT)
-                return await work
-
-        reply = asyncio.run(strike())
-        assert reply.status_code == status, reply.text
-        assert status == 400 or "retry-after" in reply.headers
-        until(lambda: ended(stopped))
-        assert post(server, "/v1/completions", body).status_code == 200
+        assert not set(pids(server)) & set(before)
+        server.rest()
 
 
 def test_a_job_that_waits_too_long_for_its_process_is_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Outputs that grow long: what was told of a token is not gone through again with every later one."""
+"""Long outputs: the work per token does not grow with the number of tokens before it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import textkit
+from draw import of_test
 from llmc_runtime import SamplingParams
 from llmc_runtime.api.async_request import AsyncRequestState
 from llmc_runtime.engine.input_processor import prepare
@@ -23,7 +24,7 @@ from llmc_runtime.text.tokenizer import Tokenizer
 
 
 def test_the_whole_is_known_without_reading_it_again() -> None:
-    rng = random.Random()
+    rng = random.Random(of_test())
     tok = Tokenizer(textkit.byte_level(), {}, {})
     ids = [rng.randrange(10, tok.vocab_size) for _ in range(60)]
     values = [-rng.random() for _ in ids]
@@ -45,7 +46,7 @@ def test_the_whole_is_known_without_reading_it_again() -> None:
 @pytest.mark.parametrize(("length", "apart"), [(2, False), (200, False), (202, True), (1500, True)])
 def test_the_scores_of_a_long_prompt_hold_nobody(length: int, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     tok = Tokenizer(textkit.byte_level(), {}, {})
-    rng = random.Random()
+    rng = random.Random(of_test())
     ids = [rng.randrange(10, 300) for _ in range(length)]
     scores = [TokenLogprobs(-rng.random(), 3, [7], [-0.1]) for _ in ids[1:]]
     where: set[bool] = set()
@@ -69,8 +70,8 @@ def test_the_scores_of_a_long_prompt_hold_nobody(length: int, apart: bool, monke
         assert not where
         output = await reader.next()
         assert output is not None and output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
-        for token, row, told in zip(ids[1:], scores, output.prompt_logprobs[1:], strict=True):
-            assert told is not None and told[token] == Logprob(row.logprob, 3, tok.token_text(token))
+        for token, row, logprobs in zip(ids[1:], scores, output.prompt_logprobs[1:], strict=True):
+            assert logprobs is not None and logprobs[token] == Logprob(row.logprob, 3, tok.token_text(token))
 
     asyncio.run(asked())
     assert where == {not apart}

@@ -13,17 +13,15 @@ from llmc_runtime.server.http.replies import ClientDisconnected, Plain, event, w
 
 from tests.runtime.served import served
 
-RNG = random.Random()
-
 
 def test_plain_events_are_what_encoding_gives() -> None:
     letters = 'a"\\\n\u2028é\U0001f600\x00{'
     for key, choice in (("text", {"text": ""}), ("content", {"delta": {"content": ""}})):
         head = {"id": 'x"index":0', "model": '"text":""', "created": 5}
-        told = {**head, "choices": [{"index": 0, **choice, "finish_reason": None}], "usage": None}
-        plain = Plain(told, key)
+        chunk = {**head, "choices": [{"index": 0, **choice, "finish_reason": None}], "usage": None}
+        plain = Plain(chunk, key)
         for _ in range(50):
-            index, text = RNG.randrange(300), "".join(RNG.choices(letters, k=RNG.randrange(9)))
+            index, text = random.randrange(300), "".join(random.choices(letters, k=random.randrange(9)))
             one = {"text": text} if key == "text" else {"delta": {"content": text}}
             expected = {**head, "choices": [{"index": index, **one, "finish_reason": None}], "usage": None}
             assert plain.event(index, text) == event(expected)
@@ -52,7 +50,7 @@ def unchunked(body: bytes) -> bytes:
     return out
 
 
-def told(body: bytes) -> tuple[str, list[dict[str, Any]]]:
+def parsed(body: bytes) -> tuple[str, list[dict[str, Any]]]:
     """The text of a stream and its chunks, which [DONE] ends."""
     *events, done, rest = body.decode().split("\n\n")
     assert done == "data: [DONE]" and not rest
@@ -65,11 +63,11 @@ def test_a_stream_is_the_same_on_any_version_of_http_and_beside_log_probabilitie
     with served(pace=0.002) as server:
         head, body = asked(server.url, "1.1", **usage)
         assert b"chunked" in head.lower()
-        text, chunks = told(unchunked(body))
+        text, chunks = parsed(unchunked(body))
         head, body = asked(server.url, "1.0", **usage)
         assert b"chunked" not in head.lower()
-        assert told(body)[0] == text
-        slow, others = told(unchunked(asked(server.url, "1.1", logprobs=1, **usage)[1]))
+        assert parsed(body)[0] == text
+        slow, others = parsed(unchunked(asked(server.url, "1.1", logprobs=1, **usage)[1]))
     assert slow == text and len(chunks) > 3
     assert {tuple(one) for one in chunks} == {tuple(one) for one in others}
     assert {tuple(c) for one in chunks for c in one["choices"]} == {tuple(c) for one in others for c in one["choices"]}

@@ -142,8 +142,8 @@ def test_echo_and_log_probabilities_as_evaluations_read_them(http: httpx.Client,
     assert scored["logprobs"]["token_logprobs"] == scores and scored["finish_reason"] == "length"
     (piece, *_) = events(http.post("/v1/completions", json={"prompt": ids, "echo": True, "stream": True, **body}).text)
     assert piece["choices"][0]["logprobs"]["tokens"][: len(ids)] == [TOK.token_text(t) for t in ids]
-    told = post(http, prompt=ids, prompt_logprobs=0, max_tokens=1, temperature=0)["choices"][0]["prompt_logprobs"]
-    assert told[0] is None and [list(row) for row in told[1:]] == [[str(t)] for t in ids[1:]]
+    logprobs = post(http, prompt=ids, prompt_logprobs=0, max_tokens=1, temperature=0)["choices"][0]["prompt_logprobs"]
+    assert logprobs[0] is None and [list(row) for row in logprobs[1:]] == [[str(t)] for t in ids[1:]]
 
 
 def test_openai_completions_and_usage(client: Any, llm: LLM) -> None:
@@ -176,10 +176,10 @@ def test_openai_chat_whole_and_streamed(client: Any, llm: LLM) -> None:
     }
     got = client.chat.completions.create(**asked, max_completion_tokens=15)
     assert got.choices[0].message.content == want.text and got.choices[0].message.role == "assistant"
-    told = got.choices[0].logprobs.content
+    logprobs = got.choices[0].logprobs.content
     rows = want.logprobs or []
-    assert [t.logprob for t in told] == [row[i].logprob for i, row in zip(want.token_ids, rows)]
-    assert [[o.logprob for o in t.top_logprobs] for t in told] == [
+    assert [t.logprob for t in logprobs] == [row[i].logprob for i, row in zip(want.token_ids, rows)]
+    assert [[o.logprob for o in t.top_logprobs] for t in logprobs] == [
         [one.logprob for one in sorted(row.values(), key=lambda one: one.rank) if one.rank <= 2] for row in rows
     ]
     chunks = list(client.chat.completions.create(**asked, max_tokens=15, n=1, stream=True))
@@ -187,7 +187,7 @@ def test_openai_chat_whole_and_streamed(client: Any, llm: LLM) -> None:
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == want.text
     assert chunks[-1].choices[0].finish_reason == want.finish_reason
     tokens = [t.logprob for c in chunks if c.choices[0].logprobs for t in c.choices[0].logprobs.content]
-    assert tokens == [t.logprob for t in told]
+    assert tokens == [t.logprob for t in logprobs]
 
 
 def test_openai_async_many_streams_at_once(server: Served, llm: LLM) -> None:
@@ -238,8 +238,8 @@ def test_what_there_is_to_look_at(client: Any, http: httpx.Client) -> None:
     assert http.get("/health").status_code == http.get("/ready").status_code == 200
     assert http.get("/version").json().keys() == {"version"}
     ids = TOK.encode("The kernel")
-    told = post(http, "/tokenize", prompt="The kernel", return_token_strs=True)
-    assert told == {
+    response = post(http, "/tokenize", prompt="The kernel", return_token_strs=True)
+    assert response == {
         "count": len(ids), "max_model_len": LENGTH, "tokens": ids, "token_strs": [TOK.token(i) for i in ids]
     }  # fmt: skip
     assert post(http, "/tokenize", prompt="The kernel", add_special_tokens=False)["tokens"] == ids[1:]

@@ -1,4 +1,4 @@
-"""The server when its engine ends again and again: it exits with a code of its own, or keeps trying when told to."""
+"""The server after repeated ends of its engine: it exits with its own exit code, or, with an option, keeps trying."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class Answers:
     def _ask(self) -> None:
         self.whole.append(httpx.post(f"{self.url}/v1/completions", json=LONG, timeout=60))
 
-    def told(self) -> str:
-        """What both were told."""
+    def message(self) -> str:
+        """The error message of both responses, which is the same."""
         for thread in self._threads:
             thread.join(60)
         reply, error = self.whole[0], self.event["error"]
@@ -98,7 +98,7 @@ def test_after_the_last_restart_the_server_answers_and_ends_with_its_own_code() 
         wait_for(lambda: "was replaced" in "".join(command.lines) and healthy(command.url))
         answers = Answers(command.url)
         os.kill(engine_of(command), signal.SIGKILL)
-        assert answers.told() == "the engine ended 2 times within an hour; the server is ending"
+        assert answers.message() == "the engine ended 2 times within an hour; the server is ending"
         try:  # its end has begun, and until the door is shut it says so
             late = httpx.post(f"{command.url}/v1/completions", json=LONG, timeout=30)
             assert late.status_code == 503 and "the server is ending" in late.text
@@ -119,7 +119,7 @@ def test_told_to_retry_it_stays_says_when_and_recovers() -> None:
             answers = Answers(command.url)
             os.kill(engine_of(command), signal.SIGKILL)
             words = r"the engine ended (\d) times within an hour; the next try is in (\d+) s"
-            found = re.fullmatch(words, answers.told())
+            found = re.fullmatch(words, answers.message())
             assert found is not None and int(found[1]) == ended and int(found[2]) <= ended
             wait_for(lambda: healthy(command.url))
         assert "".join(command.lines).count("llmc: the engine ended") == 2

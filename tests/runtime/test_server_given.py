@@ -60,8 +60,8 @@ def test_contents_that_are_not_there_are_empty(server: Served) -> None:
     for role in ("user", "assistant", "system"):
         empty = chat(server, [{"role": role, "content": ""}, *CHAT])
         for message in ({"role": role, "content": None}, {"role": role}):
-            told = chat(server, [message, *CHAT])
-            assert told["choices"] == empty["choices"]
+            messages = chat(server, [message, *CHAT])
+            assert messages["choices"] == empty["choices"]
     assert chat(server, [{"content": None}])["param"] == "messages[0].role"
 
 
@@ -112,10 +112,10 @@ def test_token_ids_of_chats(server: Served) -> None:
 
 def test_log_probabilities_may_name_tokens_by_their_ids(server: Served) -> None:
     body = {"prompt": [20, 30], **FIXED, "logprobs": 2, "return_token_ids": True, "echo": True}
-    told, plain = (ask(server, **body, return_tokens_as_token_ids=wish)["choices"][0] for wish in (True, False))
-    assert told["logprobs"]["tokens"] == [f"token_id:{i}" for i in [20, 30, *told["token_ids"]]]
-    assert told["logprobs"]["text_offset"] == plain["logprobs"]["text_offset"]
-    assert all(name.startswith("token_id:") for row in told["logprobs"]["top_logprobs"][1:] for name in row)
+    by_id, plain = (ask(server, **body, return_tokens_as_token_ids=wish)["choices"][0] for wish in (True, False))
+    assert by_id["logprobs"]["tokens"] == [f"token_id:{i}" for i in [20, 30, *by_id["token_ids"]]]
+    assert by_id["logprobs"]["text_offset"] == plain["logprobs"]["text_offset"]
+    assert all(name.startswith("token_id:") for row in by_id["logprobs"]["top_logprobs"][1:] for name in row)
     one = chat(server, CHAT, logprobs=True, top_logprobs=2, return_token_ids=True, return_tokens_as_token_ids=True)
     content = one["choices"][0]["logprobs"]["content"]
     assert [row["token"] for row in content] == [f"token_id:{i}" for i in one["choices"][0]["token_ids"]]

@@ -48,9 +48,9 @@ def test_a_field_at_its_length_and_over_it(path: str, most: int) -> None:
     if MAX_ITEMS.get(path) == most and path in MAX_CHARACTERS:
         kinds = ([{}] * most, [{}] * (most + 1))
     check_lengths(nested(path, kinds[0]))
-    with pytest.raises(ApiError, match=f"{path}: up to {most}") as told:
+    with pytest.raises(ApiError, match=f"{path}: up to {most}") as error:
         check_lengths(nested(path, kinds[1]))
-    assert told.value.param == path and told.value.status == 400
+    assert error.value.param == path and error.value.status == 400
     kind = ChatRequest if path.partition(".")[0] not in CompletionRequest.__struct_fields__ else CompletionRequest
     assert path.partition(".")[0] in kind.__struct_fields__  # a name that no request has would never be checked
     with pytest.raises(ApiError, match=f"{path}: up to {most}"):
@@ -76,8 +76,8 @@ def test_allowed_ids_of_a_request_are_the_only_ones(server: Served) -> None:
     assert set(reply["choices"][0]["token_ids"]) <= set(ids)
     size = server.serving.llm.config.vocab_size
     for bad in ([], [-1], [size], [2**32], [2**70], ["x"], [1.5], [True]):
-        told = httpx.post(f"{server.url}/v1/completions", json={**body, "allowed_token_ids": bad})
-        assert told.status_code == 400 and "allowed_token_ids" in told.json()["error"]["param"], bad
+        response = httpx.post(f"{server.url}/v1/completions", json={**body, "allowed_token_ids": bad})
+        assert response.status_code == 400 and "allowed_token_ids" in response.json()["error"]["param"], bad
 
 
 def test_masks_of_ids_and_their_way_to_the_engine() -> None:

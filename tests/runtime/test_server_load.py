@@ -241,15 +241,15 @@ def test_what_the_command_cannot_do_is_told(toy: Path, capsys: pytest.CaptureFix
 
 def test_the_description_names_every_route(tmp_path: Path) -> None:
     with served() as server:
-        told = httpx.get(f"{server.url}/openapi.json").json()
-        assert told["openapi"].startswith("3.1")
-        for path, methods in told["paths"].items():
+        document = httpx.get(f"{server.url}/openapi.json").json()
+        assert document["openapi"].startswith("3.1")
+        for path, methods in document["paths"].items():
             for method in methods:
                 assert httpx.request(method, server.url + path.replace("{name}", "toy")).status_code != 405
-        fields = told["components"]["schemas"]["ChatRequest"]["properties"]
+        fields = document["components"]["schemas"]["ChatRequest"]["properties"]
         assert {"messages", "top_logprobs", "max_completion_tokens", "structured_outputs"} <= fields.keys()
         asked = httpx.post(f"{server.url}/v1/embeddings", json={}).json()
-        assert asked.keys() == told["components"]["schemas"]["Error"]["properties"].keys()
+        assert asked.keys() == document["components"]["schemas"]["Error"]["properties"].keys()
 
 
 def test_many_clients_come_and_go_and_nothing_is_left() -> None:

@@ -199,22 +199,22 @@ def test_figures_of_several_engines_are_added_but_for_gauges() -> None:
     sketch = Histogram(COMPILE_SECONDS)
     for value in (0.0005, 0.3, 0.5, 99.0):
         sketch.add(value)
-    told = sketch.as_list()
+    result = sketch.as_list()
     assert (
-        told[0] == pytest.approx(99.8005)
-        and sum(told[1:]) == 4
-        and told[-1] == 1
-        and told[1 + COMPILE_SECONDS.index(0.5)] == 2
+        result[0] == pytest.approx(99.8005)
+        and sum(result[1:]) == 4
+        and result[-1] == 1
+        and result[1 + COMPILE_SECONDS.index(0.5)] == 2
     )
     past = {
         "a": 2,
         "b": {"x": 1},
-        "c": told,
+        "c": result,
         "num_requests_running": 7,
         "num_requests_waiting_by_reason": {"capacity": 3},
     }
-    now = {"a": 3, "b": {"x": 1, "y": 2}, "c": told, "num_requests_running": 1}
+    now = {"a": 3, "b": {"x": 1, "y": 2}, "c": result, "num_requests_running": 1}
     both = add_stats(past, now)
     assert both["a"] == 5 and both["b"] == {"x": 2, "y": 2} and both["num_requests_running"] == 1
-    assert both["c"] == [2 * one for one in told] and both["num_requests_waiting_by_reason"] == {"capacity": 0}
+    assert both["c"] == [2 * one for one in result] and both["num_requests_waiting_by_reason"] == {"capacity": 0}
     assert add_stats(past, {})["num_requests_running"] == 0 and len(STEP_TOKENS) == 13

@@ -32,17 +32,17 @@ def resolved(document: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_references_lead_somewhere_and_headers_are_in_every_answer() -> None:
-    told = description()
-    for path, item in told["paths"].items():
+    document = description()
+    for path, item in document["paths"].items():
         for method, operation in item.items():
-            assert "X-Request-Id" in [resolved(told, one)["name"] for one in operation["parameters"]]
+            assert "X-Request-Id" in [resolved(document, one)["name"] for one in operation["parameters"]]
             for status, answer in operation["responses"].items():
                 assert answer["headers"], f"{method} {path} {status}"
-                assert all(resolved(told, one)["schema"] for one in answer["headers"].values())
+                assert all(resolved(document, one)["schema"] for one in answer["headers"].values())
 
 
 def test_every_header_of_an_answer_is_described() -> None:
-    told = description()
+    document = description()
     head = {"Authorization": f"Bearer {KEY}"}
     with served(keys=(KEY, "other-secret-key"), sequences=4, per_key=2, timeout=30, pace=0.01) as server:
         ask = {"prompt": "x", "max_tokens": 2}
@@ -50,7 +50,7 @@ def test_every_header_of_an_answer_is_described() -> None:
         def check(path: str, status: int, answer: httpx.Response) -> None:
             assert answer.status_code == status, answer.text
             method = answer.request.method.lower()
-            known = {name.lower() for name in told["paths"][path][method]["responses"][str(status)]["headers"]}
+            known = {name.lower() for name in document["paths"][path][method]["responses"][str(status)]["headers"]}
             assert answer.headers.keys() - HTTP_OWN <= known and "x-request-id" in answer.headers.keys() & known
 
         url = f"{server.url}/v1/completions"
@@ -68,8 +68,8 @@ def test_every_header_of_an_answer_is_described() -> None:
 
 
 def test_the_range_of_a_timeout_is_the_servers() -> None:
-    told = description()
-    found = [resolved(told, one) for one in told["paths"]["/v1/completions"]["post"]["parameters"]]
+    document = description()
+    found = [resolved(document, one) for one in document["paths"]["/v1/completions"]["post"]["parameters"]]
     schema = next(one["schema"] for one in found if one["name"] == "X-Request-Timeout")
     with served() as server:
         for given, good in (("1000000", 1), ("30.5", 1), ("0", 0), ("1e7", 0), ("-1", 0), ("soon", 0)):

@@ -1,4 +1,4 @@
-"""What an operator may say: flags, a file in YAML, vLLM's spellings; and what each mistake is told."""
+"""Options of llmc-serve: flags, a YAML file, vLLM's spellings, and the error for each mistake."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def test_what_is_printed_is_a_file_that_says_the_same(tmp_path: Path, capsys: py
     file = config(tmp_path, text)
     assert vars(read(["--config", file]).args) | {"config": None} == vars(read(words).args)
     assert main_serve([*words, "--print-config", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["max-num-seqs"] == {"value": 3, "source": "flag"}
-    assert told["port"] == {"value": 8000, "source": "default"}
+    output = json.loads(capsys.readouterr().out)
+    assert output["max-num-seqs"] == {"value": 3, "source": "flag"}
+    assert output["port"] == {"value": 8000, "source": "default"}
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,9 @@ def test_what_is_printed_is_a_file_that_says_the_same(tmp_path: Path, capsys: py
     ],
 )
 def test_a_file_that_cannot_be_used_is_told(text: str, words: str, tmp_path: Path) -> None:
-    with pytest.raises(LlmcError) as told:
+    with pytest.raises(LlmcError) as error:
         read(["m", "--config", config(tmp_path, text)])
-    assert told.value.code == "E648" and words in told.value.cause and "serve.yaml" in told.value.cause
+    assert error.value.code == "E648" and words in error.value.cause and "serve.yaml" in error.value.cause
 
 
 def test_a_file_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,10 +124,10 @@ def test_vllm_flags_without_meaning_are_ignored_with_a_line(row: Any) -> None:
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.flags[0])
 def test_vllm_flags_that_would_change_answers_are_refused(row: Any) -> None:
     for flag in row.flags:
-        with pytest.raises(LlmcError) as told:
+        with pytest.raises(LlmcError) as error:
             check_ignored(read(flag_words(row, flag, "secret-77")).args.ignored_flags)
-        assert told.value.code == "E648" and told.value.remedy
-        assert ("secret" in told.value.cause) == (bool(row.values) and flag != "--api-key")
+        assert error.value.code == "E648" and error.value.remedy
+        assert ("secret" in error.value.cause) == (bool(row.values) and flag != "--api-key")
         for value in row.harmless:
             assert len(check_ignored(read(flag_words(row, flag, value)).args.ignored_flags)) == 1
 
@@ -156,5 +156,5 @@ def test_underscores_are_dashes() -> None:
 
 def test_the_page_lists_them() -> None:
     text = DOCS.read_text()
-    told = set(re.findall(r"--?[A-Za-z][\w-]*", text))
-    assert not {flag for row in (*IGNORED, *REFUSED) for flag in row.flags if flag not in told}
+    listed = set(re.findall(r"--?[A-Za-z][\w-]*", text))
+    assert not {flag for row in (*IGNORED, *REFUSED) for flag in row.flags if flag not in listed}

@@ -26,12 +26,12 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[
 
 def test_it_tells_what_would_be_served_and_opens_nothing(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:  # not even the port
-        code, told = planned(capsys, str(toy), "--port", str(taken.getsockname()[1]))
-    assert (code, told["fits"], told["names"], told["target"]) == (0, True, ["toy"], "cpu:test")
-    kv, limits = told["kv"], told["limits"]
+        code, output = planned(capsys, str(toy), "--port", str(taken.getsockname()[1]))
+    assert (code, output["fits"], output["names"], output["target"]) == (0, True, ["toy"], "cpu:test")
+    kv, limits = output["kv"], output["limits"]
     assert kv["tokens"] == kv["pages"] * kv["page_size"]
     assert kv["concurrency_at_max_model_len"] <= limits["max_num_seqs"]
-    assert {"/v1/chat/completions", "/health"} <= set(told["server"]["routes"])
+    assert {"/v1/chat/completions", "/health"} <= set(output["server"]["routes"])
     assert main_serve([str(toy), "--dry-run"]) == 0
     text = capsys.readouterr().out
     assert "fits      yes" in text and f"{kv['tokens']} tokens in {kv['pages']} pages" in text
@@ -47,12 +47,12 @@ def test_limits_keys_and_capacity_are_those_of_the_options(
     whole = planned(capsys, str(toy))[1]
     page = whole["kv"]["bytes"] // whole["kv"]["pages"]
     words = ("--max-num-seqs", "2", "--api-key-file", str(keys), "--admin-key-file", str(admin))
-    code, told = planned(capsys, str(toy), *words, "--kv-cache-memory-bytes", str(3 * page + 1))
-    assert code == 0 and told["limits"]["max_num_seqs"] == 2 and told["kv"]["pages"] == 3
-    assert (told["server"]["api_keys"], told["server"]["admin_keys"]) == (2, 1)
-    assert "/admin/*" in told["server"]["routes"] and "key-of" not in json.dumps(told)
-    code, told = planned(capsys, str(toy), "--kv-cache-memory-bytes", str(page - 1))
-    assert code == 1 and told["fits"] is False and "Try: set at least" in told["why"]
+    code, output = planned(capsys, str(toy), *words, "--kv-cache-memory-bytes", str(3 * page + 1))
+    assert code == 0 and output["limits"]["max_num_seqs"] == 2 and output["kv"]["pages"] == 3
+    assert (output["server"]["api_keys"], output["server"]["admin_keys"]) == (2, 1)
+    assert "/admin/*" in output["server"]["routes"] and "key-of" not in json.dumps(output)
+    code, output = planned(capsys, str(toy), "--kv-cache-memory-bytes", str(page - 1))
+    assert code == 1 and output["fits"] is False and "Try: set at least" in output["why"]
     assert main_serve([str(toy), "--dry-run", "--max-model-len", "99999999"]) == 1
     assert "E204" in capsys.readouterr().err
 
@@ -67,10 +67,10 @@ def test_a_gpu_is_asked_through_its_tool_alone(
         rows = [] if free is None else [{"name": "H200", "memory.free": str(free)}]
         monkeypatch.setattr(planning, "gpus", lambda rows=rows: rows)
         monkeypatch.setattr(planning, "_device", lambda target, real=planning._device: real("cuda:sm_90"))
-        got, told = planned(capsys, str(toy))
+        got, output = planned(capsys, str(toy))
         monkeypatch.undo()
-        assert (got, told["fits"]) == (code, fits), told
-        assert ("no GPU is visible" in told["why"]) == (free is None)
+        assert (got, output["fits"]) == (code, fits), output
+        assert ("no GPU is visible" in output["why"]) == (free is None)
 
 
 def test_shares_of_free_memory_are_those_of_the_devices() -> None:
@@ -85,10 +85,10 @@ def test_shares_of_free_memory_are_those_of_the_devices() -> None:
 
 def test_a_folder_that_is_not_compiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text("{}")
-    code, told = planned(capsys, str(tmp_path))
-    assert code == 0 and told["fits"] is None and "llmc compile" in told["why"]
-    code, told = planned(capsys, "owner/name@v1")
-    assert code == 0 and told["names"] == ["owner/name"] and "llmc compile owner/name@v1 --dry-run" in told["why"]
+    code, output = planned(capsys, str(tmp_path))
+    assert code == 0 and output["fits"] is None and "llmc compile" in output["why"]
+    code, output = planned(capsys, "owner/name@v1")
+    assert code == 0 and output["names"] == ["owner/name"] and "llmc compile owner/name@v1 --dry-run" in output["why"]
     assert main_serve(["./owner/name", "--dry-run"]) == 1 and "E101" in capsys.readouterr().err
 
 
@@ -101,16 +101,16 @@ def test_collect_env_tells_no_secrets_and_needs_no_torch(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert main_collect_env(["--json"]) == 0
     text = capsys.readouterr().out
-    told = json.loads(text)
-    assert told["environment"]["LLMC_CACHE"] == "set" and told["environment"]["CUDA_VISIBLE_DEVICES"] == "3"
+    result = json.loads(text)
+    assert result["environment"]["LLMC_CACHE"] == "set" and result["environment"]["CUDA_VISIBLE_DEVICES"] == "3"
     assert (
         secret not in text
         and str(Path.home()) not in text
         and socket.gethostname() not in text.replace("localhost", "")
     )
-    assert told["packages"]["numpy"] and told["cpu"]["physical_cores"] >= 1 and told["memory"]["total_mib"] > 0
+    assert result["packages"]["numpy"] and result["cpu"]["physical_cores"] >= 1 and result["memory"]["total_mib"] > 0
     assert main_collect_env([]) == 0
-    assert f"numpy                {told['packages']['numpy']}" in capsys.readouterr().out
+    assert f"numpy                {result['packages']['numpy']}" in capsys.readouterr().out
     code = "import sys; from llmc_runtime.cli import main_collect_env; main_collect_env([]); " \
         "sys.exit(bool({'torch', 'triton', 'transformers'} & set(sys.modules)))"  # fmt: skip
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Few clients' connections are served in one turn of the server's loop, and nothing else waits for them."""
+"""The selector of the server reports few client connections per call, and all other descriptors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 from llmc_runtime.server.http import fair_selector
 from llmc_runtime.server.http.fair_selector import (
-    LONGEST_TURN,
-    MAX_BULK,
+    BATCH_SECONDS,
+    BATCHING_SECONDS,
+    EXPECTED_SECONDS,
+    MAX_BATCH_SECONDS,
+    MAX_BODIES,
     MAX_CLIENTS,
-    PACED_SECONDS,
-    SOON_SECONDS,
-    TURN_SECONDS,
     FairSelector,
 )
 
@@ -51,17 +51,17 @@ def test_clients_take_turns_and_others_are_always_reported(ready: tuple[FairSele
     assert len(fair.select(0)) == len(pairs)
 
 
-def test_bodies_have_fewer_turns(ready: tuple[FairSelector, Pairs]) -> None:
+def test_fewer_bodies_than_heads_are_read_per_call(ready: tuple[FairSelector, Pairs]) -> None:
     fair, pairs = ready
     fds = [left.fileno() for left, _ in pairs]
     for fd in fds:
         fair.add_client(fd)
     for fd in fds[2:]:
-        fair.set_bulk(fd, True)
+        fair.set_sending_body(fd, True)
     for _ in range(3):
         found = [key.fd for key, _ in fair.select(0)]
-        assert set(fds[:2]) <= set(found) and len(found) == 2 + MAX_BULK
-    fair.set_bulk(fds[5], False)
+        assert set(fds[:2]) <= set(found) and len(found) == 2 + MAX_BODIES
+    fair.set_sending_body(fds[5], False)
     assert fds[5] in [key.fd for key, _ in fair.select(0)]
 
 
@@ -73,7 +73,7 @@ def test_few_are_reported_at_once(ready: tuple[FairSelector, Pairs]) -> None:
 
 
 class Clock:
-    """The time of a selector, which passes as far as it waits."""
+    """A clock in place of time.monotonic."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -89,7 +89,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return found
 
 
-def test_clients_are_looked_at_in_turns_while_requests_are_refused(
+def test_clients_are_polled_in_batches_while_requests_are_refused(
     ready: tuple[FairSelector, Pairs], clock: Clock
 ) -> None:
     fair, pairs = ready
@@ -102,39 +102,39 @@ def test_clients_are_looked_at_in_turns_while_requests_are_refused(
 
     for fd in clients:
         fair.add_client(fd)
-    fair.refused()
+    fair.batches.refused()
     assert found() == {own, *clients}, "one refusal alone changes nothing"
-    clock.now += LONGEST_TURN / 2
-    fair.refused()
-    assert found() == {own, *clients}, "the first turn"
-    clock.now += TURN_SECONDS / 2
+    clock.now += MAX_BATCH_SECONDS / 2
+    fair.batches.refused()
+    assert found() == {own, *clients}, "the first batch"
+    clock.now += BATCH_SECONDS / 2
     assert found() == {own}
-    clock.now += TURN_SECONDS
+    clock.now += BATCH_SECONDS
     assert found() == {own, *clients}
-    clock.now += TURN_SECONDS / 2
+    clock.now += BATCH_SECONDS / 2
     assert found() == {own}
-    fair.expect()
-    clock.now += SOON_SECONDS
+    fair.batches.expect()
+    clock.now += EXPECTED_SECONDS
     assert found() == {own, *clients}, "a new connection has sent nothing yet"
-    clock.now += PACED_SECONDS
+    clock.now += BATCHING_SECONDS
     assert found() == found() == {own, *clients}, "there were no further refusals"
 
 
-def test_a_turn_comes_without_other_events_and_the_next_at_once_while_many_wait(
+def test_a_batch_needs_no_other_event_and_the_next_is_at_once_while_many_wait(
     ready: tuple[FairSelector, Pairs],
 ) -> None:
     fair, pairs = ready
     for left, _ in pairs:
         fair.add_client(left.fileno())
     for _ in range(2):
-        fair.refused()
-    turns = [fair.select(0) for _ in range(3)]
-    assert len({key.fd for turn in turns for key, _ in turn}) == len(pairs), "each has had its turn"
+        fair.batches.refused()
+    batches = [fair.select(0) for _ in range(3)]
+    assert len({key.fd for batch in batches for key, _ in batch}) == len(pairs), "each has had its turn"
     for left, _ in pairs[1:]:
         left.recv(1)
     fair.select(0)
     for _ in range(2):
-        fair.refused()
+        fair.batches.refused()
     while not (events := fair.select(None)):
         pass
     assert [key.fd for key, _ in events] == [pairs[0][0].fileno()]
@@ -148,8 +148,8 @@ def test_registrations_follow_a_descriptor_that_becomes_a_client_and_back(
         fair.unregister(left)
     left, fd = pairs[0][0], pairs[0][0].fileno()
     for change in (
-        lambda: fair.add_client(fd), lambda: fair.set_bulk(fd, True), lambda: fair.set_bulk(fd, False),
-        lambda: fair.remove_client(fd), lambda: fair.set_bulk(fd, True), lambda: fair.remove_client(fd),
+        lambda: fair.add_client(fd), lambda: fair.set_sending_body(fd, True), lambda: fair.set_sending_body(fd, False),
+        lambda: fair.remove_client(fd), lambda: fair.set_sending_body(fd, True), lambda: fair.remove_client(fd),
     ):  # fmt: skip
         change()
         assert [(key.fd, events) for key, events in fair.select(0)] == [(fd, selectors.EVENT_READ)]

@@ -37,16 +37,16 @@ def send(server: Served, target: str, head: str, method: str = "GET", version: s
         reply = http.client.HTTPResponse(link, method=method)
         reply.begin()
         body = reply.read()
-    told = json.loads(body) if body.startswith(b"{") else body
-    return reply.status, told["error"]["code"] if isinstance(told, dict) and "error" in told else told
+    result = json.loads(body) if body.startswith(b"{") else body
+    return reply.status, result["error"]["code"] if isinstance(result, dict) and "error" in result else result
 
 
 def test_targets_in_absolute_form_are_the_paths_that_they_name(server: Served) -> None:
     for host in ("localhost", "localhost:8000", "127.0.0.1:80", "[::1]", "LOCALHOST"):
         for head in (f"Host: {host}\r\n", f"Host: {host.lower()}\r\n"):
             assert send(server, f"http://{host}/health", head)[0] == 200, host
-            status, told = send(server, f"http://{host}/v1/models?x=/health", head + MINE)
-            assert status == 200 and told["data"][0]["id"] == "toy"
+            status, body = send(server, f"http://{host}/v1/models?x=/health", head + MINE)
+            assert status == 200 and body["data"][0]["id"] == "toy"
     assert send(server, "HTTP://localhost/v1/%6dodels", "Host: localhost\r\n" + MINE)[0] == 200
     assert send(server, "http://localhost", "Host: localhost\r\n" + MINE)[0] == 200  # the page
     assert send(server, "http://localhost/health", "", version="1.0")[0] == 200  # without a Host header
@@ -111,9 +111,9 @@ def test_the_scope_of_api_keys(scope: str) -> None:
 
 
 def test_refusals_of_keys_are_in_the_words_of_the_api(server: Served) -> None:
-    with pytest.raises(openai.AuthenticationError) as told:
+    with pytest.raises(openai.AuthenticationError) as error:
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="another", max_retries=0).models.list()
-    assert (told.value.type, told.value.code, told.value.param) == ("invalid_request_error", "invalid_api_key", None)
+    assert (error.value.type, error.value.code, error.value.param) == ("invalid_request_error", "invalid_api_key", None)
     reply = httpx.get(f"{server.url}/admin/state", headers={"Authorization": f"Bearer {KEY}"})
     assert reply.status_code == 403 and reply.json()["error"]["type"] == "invalid_request_error"
 

@@ -179,9 +179,9 @@ def test_new_certificates_are_taken_up_and_open_connections_go_on(pem: Path, tmp
 )
 def test_bad_files_are_told_before_anything_is_opened(cert: str, key: str | None, words: str, pem: Path) -> None:
     (pem / "words.pem").write_text("-----BEGIN CERTIFICATE-----\nno\n")
-    with pytest.raises(LlmcError) as told:
+    with pytest.raises(LlmcError) as error:
         Tls(pem / cert, None if key is None else pem / key).context()
-    assert told.value.code == "E649" and words in told.value.cause.lower()
+    assert error.value.code == "E649" and words in error.value.cause.lower()
 
 
 def test_options_of_tls_that_cannot_be_meant(pem: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,9 +209,9 @@ def test_a_unix_socket_is_for_its_owner_alone(tmp_path: Path) -> None:
             idle.connect(str(path))
             idle.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert b" 200 " in idle.recv(1000) and idle.recv(1000) == b""  # it is closed when its time is over
-        with pytest.raises(LlmcError) as told, listening("", 0, path):
+        with pytest.raises(LlmcError) as error, listening("", 0, path):
             pass
-        assert told.value.code == "E646"
+        assert error.value.code == "E646"
     assert not path.exists()
 
 
@@ -225,9 +225,9 @@ def test_only_a_socket_that_nobody_listens_on_is_replaced(tmp_path: Path) -> Non
     assert not path.exists()
     path.write_text("a file of somebody")
     for there in (path, tmp_path / ("x" * 200)):
-        with pytest.raises(LlmcError) as told, listening("", 0, there):
+        with pytest.raises(LlmcError) as error, listening("", 0, there):
             pass
-        assert told.value.code == "E646"
+        assert error.value.code == "E646"
     assert path.read_text() == "a file of somebody"
     mask = os.umask(0o22)
     os.umask(mask)

@@ -69,20 +69,20 @@ def ask(servers: Servers) -> Ask:
 
 def joined(chunks: list[Any]) -> dict[str, Any]:
     """The message that a stream's deltas of one choice make."""
-    told: dict[str, Any] = {"content": "", "reasoning": "", "tool_calls": []}
+    result: dict[str, Any] = {"content": "", "reasoning": "", "tool_calls": []}
     for chunk in chunks:
         for choice in chunk.choices:
             delta = choice.delta
-            told["content"] += delta.content or ""
-            told["reasoning"] += getattr(delta, "reasoning", None) or ""
+            result["content"] += delta.content or ""
+            result["reasoning"] += getattr(delta, "reasoning", None) or ""
             assert getattr(delta, "reasoning", None) == getattr(delta, "reasoning_content", None)
             for call in delta.tool_calls or []:
                 if call.id is not None:
-                    assert call.type == "function" and call.function.name and call.index == len(told["tool_calls"])
-                    told["tool_calls"].append([call.function.name, ""])
-                told["tool_calls"][call.index][1] += call.function.arguments
-            told["finish"] = choice.finish_reason or told.get("finish")
-    return told
+                    assert call.type == "function" and call.function.name and call.index == len(result["tool_calls"])
+                    result["tool_calls"].append([call.function.name, ""])
+                result["tool_calls"][call.index][1] += call.function.arguments
+            result["finish"] = choice.finish_reason or result.get("finish")
+    return result
 
 
 def simple(choice: Any) -> dict[str, Any]:
@@ -172,14 +172,14 @@ def test_what_is_enforced_is_a_call_that_the_schema_allows(ask: Ask, name: str) 
             several = draw.random() < 0.5
             asked = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": several, "temperature": 1}
             answer = ask(name, text, **asked, seed=draw.randrange(1 << 30), max_tokens=6000)
-            told = simple(answer.choices[0])
+            message = simple(answer.choices[0])
             assert (
-                told["finish"] == "tool_calls"
-                and told["content"] == ""
-                and told["reasoning"] == (thought and "Hm, so.")
+                message["finish"] == "tool_calls"
+                and message["content"] == ""
+                and message["reasoning"] == (thought and "Hm, so.")
             )
-            assert 1 <= len(told["tool_calls"]) <= (32 if asked["parallel_tool_calls"] and name != "llama" else 1)
-            for function, arguments in told["tool_calls"]:
+            assert 1 <= len(message["tool_calls"]) <= (32 if asked["parallel_tool_calls"] and name != "llama" else 1)
+            for function, arguments in message["tool_calls"]:
                 found = json.loads(arguments)
                 assert good(found) if function == "f" else (function, found, choice) == ("now", {}, "required")
 
@@ -191,11 +191,11 @@ def test_a_strict_call_follows_its_schema_and_text_is_free(ask: Ask, name: str) 
     called = WRITTEN["hermes" if name == "opens" else name][0].replace("%s", DUMPED)  # without what is required
     for said in ("Hello [1] {", "Let me see.\n" + called):
         asked: dict[str, Any] = {"tools": [strict, NOW], "temperature": 1, "max_tokens": 4000}
-        told = simple(ask(name, thought + said, **asked).choices[0])
-        assert told == joined(list(ask(name, thought + said, **asked, stream=True)))
-        assert told["content"].startswith(said.removesuffix(called).strip()), told
-        assert told["reasoning"] == (thought and "Hm, so.") and bool(told["tool_calls"]) == (called in said)
-        for function, arguments in told["tool_calls"]:
+        message = simple(ask(name, thought + said, **asked).choices[0])
+        assert message == joined(list(ask(name, thought + said, **asked, stream=True)))
+        assert message["content"].startswith(said.removesuffix(called).strip()), message
+        assert message["reasoning"] == (thought and "Hm, so.") and bool(message["tool_calls"]) == (called in said)
+        for function, arguments in message["tool_calls"]:
             assert good(json.loads(arguments)) if function == "get_weather" else function == "now"
 
 
@@ -229,8 +229,8 @@ def test_a_form_holds_behind_reasoning_and_beside_calls(ask: Ask, name: str) -> 
     calls, thought = WRITTEN[name]
     for seed in range(3):
         answer = ask(name, thought + "no JSON", response_format=FORM, temperature=1, seed=seed, max_tokens=900)
-        told = simple(answer.choices[0])
-        assert good(json.loads(told["content"])) and told["reasoning"] == (thought and "Hm, so.")
+        message = simple(answer.choices[0])
+        assert good(json.loads(message["content"])) and message["reasoning"] == (thought and "Hm, so.")
     both: dict[str, Any] = {"response_format": FORM, "tools": TOOLS, "max_tokens": 900}
     value = {"kind": "green é", "more": {"on": True}}
     answer = ask(name, thought + json.dumps(value, ensure_ascii=False), **both)
@@ -256,8 +256,8 @@ def test_reasoning_is_switched_by_the_template_and_left_out_on_request(ask: Ask)
         assert getattr(answer.usage, "completion_tokens_details", None) is None
     for stream in (False, True):
         quiet = ask("think", text, extra_body={"include_reasoning": False}, stream=stream)
-        told = joined(list(quiet)) if stream else simple(quiet.choices[0])
-        assert (told["content"], told["reasoning"]) == ("Hello", "")
+        message = joined(list(quiet)) if stream else simple(quiet.choices[0])
+        assert (message["content"], message["reasoning"]) == ("Hello", "")
     cut = ask("opens", "all of it is thought", max_tokens=9)
     assert cut.choices[0].message.content is None and cut.usage.completion_tokens_details.reasoning_tokens == 9
 
@@ -271,8 +271,8 @@ def test_templates_switch_reasoning_by_what_the_prompt_opens(ask: Ask) -> None:
             ("glm", "<think>Hm, so.</think>\nHello", {}, ("Hello", "Hm, so.")), ("glm", "Hello", {}, ("Hello", "")),
         ):  # fmt: skip
             answer = ask(name, said, **more, stream=stream)
-            told = joined(list(answer)) if stream else simple(answer.choices[0])
-            assert (told["content"], told["reasoning"]) == want, (name, said)
+            message = joined(list(answer)) if stream else simple(answer.choices[0])
+            assert (message["content"], message["reasoning"]) == want, (name, said)
 
 
 class Meal(BaseModel):
@@ -309,8 +309,8 @@ def test_channels_are_reasoning_calls_and_content(servers: Servers, ask: Ask) ->
         assert simple(ask("channels", text, **asked).choices[0]) == want, text
         assert joined(list(ask("channels", text, **asked, stream=True))) == want, text
     for seed in range(3):
-        told = ask("channels", thought + "?", tools=[NOW], tool_choice="required", temperature=1, seed=seed).choices[0]
-        assert simple(told) == {**called, "tool_calls": [["now", "{}"]]}
+        answer = ask("channels", thought + "?", tools=[NOW], tool_choice="required", temperature=1, seed=seed)
+        assert simple(answer.choices[0]) == {**called, "tool_calls": [["now", "{}"]]}
 
 
 def test_openais_own_helpers_read_them(servers: Servers) -> None:
@@ -388,8 +388,8 @@ def test_what_cannot_be_is_told_by_name(servers: Servers, stream: bool) -> None:
             body = {"messages": [say("x")], "max_tokens": 50, "stream": stream, **more}
             reply = http.post(f"{servers[0]}/{name}/v1/chat/completions", json=body)
             assert reply.status_code == 400 and reply.json()["error"]["param"] == param, (more, reply.text)
-        told = http.post(f"{servers[0]}/hermes/v1/completions", json={"prompt": "x", "tools": TOOLS})
-        assert told.status_code == 400 and told.json()["error"]["param"] == "tools"
+        response = http.post(f"{servers[0]}/hermes/v1/completions", json={"prompt": "x", "tools": TOOLS})
+        assert response.status_code == 400 and response.json()["error"]["param"] == "tools"
         counts = [
             http.post(f"{servers[0]}/hermes/tokenize", json={"messages": [say("x")], **more}).json()["count"]
             for more in ({}, {"tools": TOOLS})

@@ -46,10 +46,10 @@ def test_forced_calls_that_max_tokens_cuts_off_leave_no_content(ask: Ask, name: 
         for most in (1, 2, *draw.sample(range(3, len(TOK.encode(called)) - 4), 4)):
             asked: dict[str, Any] = {"tools": TOOLS, "tool_choice": choice, "max_tokens": most}
             whole = ask(name, thought + called, **asked).choices[0]
-            told = simple(whole)
-            assert whole.message.content is None and told["finish"] in ("length", "tool_calls")
-            assert joined(list(ask(name, thought + called, stream=True, **asked))) == told
-            assert all(function in ("get_weather", "now") for function, _ in told["tool_calls"])
+            message = simple(whole)
+            assert whole.message.content is None and message["finish"] in ("length", "tool_calls")
+            assert joined(list(ask(name, thought + called, stream=True, **asked))) == message
+            assert all(function in ("get_weather", "now") for function, _ in message["tool_calls"])
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -57,8 +57,8 @@ def test_calls_of_the_model_that_max_tokens_cuts_off_leave_no_markup(ask: Ask, n
     thought, called = WRITTEN[name][1], WRITTEN[name][0].replace("%s", DUMPED)
     count = len(TOK.encode(thought + called))
     for most in random.Random(name).sample(range(len(TOK.encode(thought)) + 12, count - 1), 4):
-        told = simple(ask(name, thought + called, tools=TOOLS, max_tokens=most).choices[0])
-        begun = told["tool_calls"] or not told["content"]
-        opening = BEGINS.get(name, "[TOOL_CALLS]").startswith(told["content"][:4]) and len(told["content"]) < 24
-        assert begun or opening, (most, told)
-        assert not (told["tool_calls"] and told["content"]), (most, told)
+        message = simple(ask(name, thought + called, tools=TOOLS, max_tokens=most).choices[0])
+        begun = message["tool_calls"] or not message["content"]
+        opening = BEGINS.get(name, "[TOOL_CALLS]").startswith(message["content"][:4]) and len(message["content"]) < 24
+        assert begun or opening, (most, message)
+        assert not (message["tool_calls"] and message["content"]), (most, message)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from draw import of_test
 
 from tests.runtime.bugs import BUGS, OVERLAPS
 from tests.runtime.draft_bugs import DRAFT_BUGS
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_sample_under_a_fresh_seed() -> None:
-    seed = random.SystemRandom().randrange(1 << 40)
+    seed = of_test()
     print(f"python -m tests.runtime.simulator --seed {seed} --steps 20000")
     total = simulate(seed, 20_000)
     assert total["preemptions"] and total["hits"] and total["ended by abort"] and total["ended by stop"], total

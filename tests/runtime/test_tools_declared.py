@@ -18,6 +18,7 @@ from llmc_runtime.server.call_format_names import FormatNames
 from llmc_runtime.server.tool_calls.definitions import tools_of
 from llmc_runtime.server.tool_calls.grammar import answer, calls_of
 from llmc_runtime.server.tool_calls.json_shape import Json, JsonShape, Optional, Word
+from llmc_runtime.server.tool_calls.message_shape import MessageShape
 from llmc_runtime.server.tool_calls.parser_select import Dialect, dialect_of
 from llmc_runtime.server.tool_calls.registry import FORMATS, GROUP
 
@@ -36,6 +37,21 @@ class Arrow(JsonShape):
     shown = ("<calls>", "=>")
     call = ("call ", Json.NAME, Optional(("#", Word.INDEX)), " => ", Json.ARGUMENTS, ";")
     end = "</calls>"
+
+
+class Letters(MessageShape):
+    """@startmodel@tosomeone|tool.NAME now@body{...}: another format of messages with headers."""
+
+    name = "letters"
+    markers = ("@start", "@to", "@body")
+    start = ("@start", "model")
+    channel = "@to"
+    message = "@body"
+    end = "@end"
+    answer = "user"
+    comment = "log"
+    recipient = "|tool."
+    call = ("someone", "|tool.", Json.NAME, " now")
 
 
 TOOLS = [
@@ -74,13 +90,32 @@ def test_the_grammar_of_a_declared_format_allows_what_is_declared(grammars: Gram
     tools = tools_of(TOOLS, "required", None)
     assert tools is not None
     text = answer([calls_of(tools, Arrow, Dialect(Arrow, None, (), TOK).marker)], "calls", None, "tools")
-    for said, allowed in (
+    for output, allowed in (
         ('<calls>call f#0 => {"n": 1};</calls>', True), ("<calls>call g#12 => {};</calls>", True),
         ('<calls>call f#0 => {"n": 1};call g#1 => {};</calls>', True),
         ('<calls>call f#0 => {"n": "x"};</calls>', False), ("<calls>call h#0 => {};</calls>", False),
         ("<calls>call g => {};</calls>", False), ("<calls>call g#0 => {};", False), ("No.", False),
     ):  # fmt: skip
-        assert allows(Followed.of(grammars, text), said) == allowed, said
+        assert allows(Followed.of(grammars, text), output) == allowed, output
+
+
+def test_a_declared_format_of_messages_is_read_and_enforced(grammars: Grammars) -> None:
+    written = '@tolog@bodyWell.@end@startmodel@tosomeone|tool.f now@body{"n": 1}'
+    assert parsed(Letters, [written], KNOWN) == parsed(Letters, list(written), KNOWN) == ("Well.", [("f", '{"n": 1}')])
+    assert parsed(Letters, ["@tonow|tool.g someone@body{}"], KNOWN) == ("", [("g", "{}")])  # parts in another order
+    unknown = "@tosomeone|tool.h now@body{}"
+    assert parsed(Letters, [unknown], KNOWN) == (unknown, [])
+    assert parsed(Letters, ["@touser@bodyHello"], KNOWN) == ("Hello", [])
+    tools = tools_of(TOOLS, "required", None)
+    assert tools is not None
+    text = answer([calls_of(tools, Letters, Dialect(Letters, None, (), TOK).marker)], "calls", None, "tools")
+    call = '@tosomeone|tool.f now@body{"n": 1}'
+    for output, allowed in (
+        (call, True), (f"@startmodel{call}", True), (call.replace(".f", ".g"), True),
+        (call.replace("1", '"x"'), False), (call.replace(".f", ".h"), False), (call.replace(" now", ""), False),
+        ("@touser@bodyHello", False),
+    ):  # fmt: skip
+        assert allows(Followed.of(grammars, text), output) == allowed, output
 
 
 def test_a_package_brings_a_format_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,13 +18,12 @@ from hypothesis import strategies as st
 from llmc_runtime.server.server_options import serve_options
 from llmc_runtime.server.tool_calls import registry
 from llmc_runtime.server.tool_calls.call_format import CallFormat
-from llmc_runtime.server.tool_calls.harmony_format import OpenAI
 from llmc_runtime.server.tool_calls.json_shape import JsonShape
 from llmc_runtime.server.tool_calls.parser_select import dialect_of
 from llmc_runtime.server.tool_calls.python_literals import python_json
 from llmc_runtime.server.tool_calls.python_shape import PythonShape
 from llmc_runtime.server.tool_calls.reasoning import FORMATS as REASONING
-from llmc_runtime.server.tool_calls.registry import FORMATS
+from llmc_runtime.server.tool_calls.registry import FORMATS, OpenAI
 from llmc_runtime.server.tool_calls.text_values import json_of, types_of
 
 from tests.runtime.test_tools_text import Parsed, check_pieces, cut, parsed
@@ -317,7 +316,7 @@ def test_values_have_the_types_of_the_schema() -> None:
             (GLM, f"<tool_call>f\n<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value></tool_call>"),
         ):
             content, calls = read(form, [whole])
-            if text == "1e999999":  # a number that no float holds is told as it is written
+            if text == "1e999999":  # a number that no float holds is passed on unchanged
                 assert calls == [("f", '{"size": 1e999999}')]
                 continue
             assert (content, [(n, json.loads(a)) for n, a in calls]) == ("", [("f", {key: want})]), (key, text)
@@ -343,11 +342,11 @@ def test_strings_are_told_as_they_come_and_other_values_when_they_are_whole(form
         PY: f"[f(text='{'x' * 40}\\n\\ny')]",
     }[form]
     reader = form(TOOLS)
-    told = ["".join(getattr(one, "arguments", "") for one in reader.push(char)) for char in text]
-    assert told.count("x") == 40 and "".join(told) == json.dumps({"text": "x" * 40 + "\n\ny"})
+    result = ["".join(getattr(one, "arguments", "") for one in reader.push(char)) for char in text]
+    assert result.count("x") == 40 and "".join(result) == json.dumps({"text": "x" * 40 + "\n\ny"})
     whole = written(form, [("f", {"list": [1, 2, 3], "size": 12})], random.Random(3))
-    told = [getattr(one, "arguments", "") for one in form(TOOLS).push(whole)]
-    assert "".join(told) == '{"list": [1, 2, 3], "size": 12}'
+    result = [getattr(one, "arguments", "") for one in form(TOOLS).push(whole)]
+    assert "".join(result) == '{"list": [1, 2, 3], "size": 12}'
 
 
 @settings(max_examples=100, deadline=None)

@@ -102,11 +102,11 @@ def test_any_earlier_calls_are_taken_or_refused_by_name(one: Any, calls: bool, a
         return
     before = copy.deepcopy(one)
     try:
-        (told,) = for_template([one], Reads(True, True, calls, as_text), short)
+        (result,) = for_template([one], Reads(True, True, calls, as_text), short)
     except ApiError as e:
         assert e.status == 400 and e.param and e.param.startswith("messages[0]")
     else:
-        for call in told.get("tool_calls", ()):
+        for call in result.get("tool_calls", ()):
             assert isinstance(call["function"]["arguments"], str) or not as_text
             assert not short or call.get("id") is None or len(call["id"]) == 9
     assert one == before

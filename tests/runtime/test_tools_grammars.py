@@ -21,10 +21,9 @@ from llmc_runtime.server.tool_calls import registry, tagged_args
 from llmc_runtime.server.tool_calls.call_format import CallFormat
 from llmc_runtime.server.tool_calls.definitions import tools_of
 from llmc_runtime.server.tool_calls.grammar import answer, calls_of
-from llmc_runtime.server.tool_calls.harmony_format import OpenAI
 from llmc_runtime.server.tool_calls.parser_select import Dialect
 from llmc_runtime.server.tool_calls.python_shape import PythonShape
-from llmc_runtime.server.tool_calls.registry import FORMATS
+from llmc_runtime.server.tool_calls.registry import FORMATS, OpenAI
 from llmc_runtime.server.tool_calls.xml_shape import XmlShape
 
 from tests.runtime.followed import Followed
@@ -185,9 +184,9 @@ def test_strict_calls_follow_their_schemas_and_text_is_free(grammars: Grammars, 
     for name, arguments in BAD:
         if name == "unknown" and isinstance(form, registry.Llama3Json | PythonShape):
             continue  # no mark says that it is a call
-        told = template(form, name, arguments)
+        call = template(form, name, arguments)
         if name in ("f", "now"):
-            assert not allows(made(), said + told), told
+            assert not allows(made(), said + call), call
     assert allows(made(), said + template(form, "any", {"whatever": "x", "n": 1}))
     second = template(form, "now", {}) + "\n" + template(form, "f", {"days": 3})
     assert form is OpenAI or not allows(made(), second)  # whose first call ends the answer
@@ -206,7 +205,7 @@ def test_strict_calls_follow_their_schemas_and_text_is_free(grammars: Grammars, 
 def test_any_walk_through_a_grammar_is_read_as_calls_of_the_schema(grammars: Grammars, form: type[CallFormat]) -> None:
     made, draw = guide(grammars, form, free=False), random.Random(form.name)
     for _ in range(3):
-        follow, told, left = made(), list[int](), 400
+        follow, tokens, left = made(), list[int](), 400
         while True:
             ids = [token for token in range(TOK.vocab_size) if has(follow.mask(), token)]
             left -= 1
@@ -214,11 +213,11 @@ def test_any_walk_through_a_grammar_is_read_as_calls_of_the_schema(grammars: Gra
             token = draw.choice(closing or ids) if left < 300 else draw.choice(ids)
             if token == END or left < 0:
                 break
-            told.append(token)
+            tokens.append(token)
             if follow.accept(token):
                 break
         content, calls = parsed(
-            form, [TOK.decode(told, skip_special_tokens=False)], {"f": SCHEMA, "now": NOW, "any": ANY}
+            form, [TOK.decode(tokens, skip_special_tokens=False)], {"f": SCHEMA, "now": NOW, "any": ANY}
         )
         assert left < 0 or (calls and not content.strip())
         for name, arguments in calls if left >= 0 else ():
@@ -285,9 +284,9 @@ def test_what_a_form_cannot_enforce_is_told_by_name() -> None:
         ({"properties": {"x": {"type": "string", "enum": ["</parameter>"]}}}, "'x'"), ({"allOf": [{}]}, "allOf"),
         ({"properties": {"x": {"type": "string", "anyOf": [{"pattern": "a"}]}}}, "anyOf for the property 'x'"),
     ):  # fmt: skip
-        with pytest.raises(ApiError, match="Try: ") as told:
+        with pytest.raises(ApiError, match="Try: ") as error:
             registry.Qwen3Coder.arguments("r", {"type": "object", **schema}, json.dumps, True)
-        assert told.value.param == "tools" and words in told.value.message and "qwen3_coder" in told.value.message
+        assert error.value.param == "tools" and words in error.value.message and "qwen3_coder" in error.value.message
         assert registry.Qwen3Coder.arguments("r", {"type": "object", **schema}, json.dumps, False)
     one = {"allOf": [{"$ref": "#/$defs/one"}]}
     assert tagged_args.alternatives(one, {"$defs": {"one": {"enum": ["a"]}}}) == [{"enum": ["a"]}]

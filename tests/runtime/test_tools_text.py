@@ -14,11 +14,10 @@ pytest.importorskip("starlette")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmc_runtime.server.tool_calls.call_format import MAX_SPACE, CallFormat, CallPiece
-from llmc_runtime.server.tool_calls.harmony_format import OpenAI
 from llmc_runtime.server.tool_calls.json_stream import JsonText
 from llmc_runtime.server.tool_calls.reasoning import FORMATS as FORMATS_OF_REASONING
 from llmc_runtime.server.tool_calls.reasoning import THINK, ReasoningFormat, Splitter
-from llmc_runtime.server.tool_calls.registry import Hermes, Llama3Json, Mistral
+from llmc_runtime.server.tool_calls.registry import Hermes, Llama3Json, Mistral, OpenAI
 
 FORMATS = (Hermes, Llama3Json, Mistral)
 NAMES: Mapping[str, Any] = {"f": {}, "get_weather": {}}
@@ -173,9 +172,9 @@ def test_names_come_with_the_beginning_of_arguments_which_come_as_they_are_writt
     }[form] % ("x" * 50)  # fmt: skip
     reader, begins = form(NAMES), text.index('{"a')
     for i, char in enumerate(text):
-        told = [one.arguments for one in reader.push(char) if isinstance(one, CallPiece)]
+        result = [one.arguments for one in reader.push(char) if isinstance(one, CallPiece)]
         inside = begins + 1 < i < begins + text[begins:].index("}") + 1
-        assert told == (["", '{"'] if i == begins + 1 else [char] if inside else []), i
+        assert result == (["", '{"'] if i == begins + 1 else [char] if inside else []), i
 
 
 def test_deep_and_long_arguments_end_a_call_and_take_no_time() -> None:
@@ -189,8 +188,8 @@ def test_deep_and_long_arguments_end_a_call_and_take_no_time() -> None:
 
 def split(form: ReasoningFormat, opened: bool, pieces: list[str]) -> tuple[str, str]:
     splitter = Splitter(form, opened)
-    told = [splitter.push(piece) for piece in pieces] + [splitter.push("", final=True)]
-    return "".join(a for a, _ in told), "".join(b for _, b in told)
+    result = [splitter.push(piece) for piece in pieces] + [splitter.push("", final=True)]
+    return "".join(a for a, _ in result), "".join(b for _, b in result)
 
 
 def trimmed(text: str) -> str:

@@ -24,6 +24,8 @@ BLOCK = 64  # rows of a block of codes, and columns
 # The axes of a matrix of codes: rows are (block, warp, half, g), columns are (block, step, half, q, pair).
 _AXES = (4, 2, 8), (4, 2, 4, 2)
 _ORDER = (0, 4, 1, 3, 7, 5, 8, 6, 2)
+# The order of a row's columns in a block: from (step, half, q, pair) to (q, step, pair, half).
+_COLUMNS = np.arange(BLOCK).reshape(4, 2, 4, 2).transpose(2, 0, 3, 1).reshape(-1)
 
 
 def _blocks(size: Dim, what: str) -> Dim:
@@ -50,10 +52,10 @@ def pack_fragments(code: Any) -> Any:
     first column of register p, and the bits 16 above them that of the second.
     """
     m, k = code.shape
-    rows, columns = _AXES
-    parts = np.asarray(code).astype(np.uint8).reshape(m // BLOCK, *rows, k // BLOCK, *columns)
-    pairs = np.ascontiguousarray(parts.transpose(_ORDER)).reshape(-1, 2)
-    return (pairs[:, 0] | pairs[:, 1] << np.uint8(4)).reshape(m, k // 2)
+    halves = np.asarray(code).astype(np.uint8, copy=False).reshape(m // 16, 2, 8, k)
+    pairs = (halves[:, 0] | halves[:, 1] << np.uint8(4)).reshape(-1, BLOCK)[:, _COLUMNS]  # of the rows g and g + 8
+    blocks = pairs.reshape(m // BLOCK, 32, k // BLOCK, BLOCK).transpose(0, 2, 1, 3)
+    return np.ascontiguousarray(blocks).reshape(m, k // 2)
 
 
 def unpack_fragments(packed: np.ndarray) -> np.ndarray:

@@ -147,10 +147,20 @@ def dequantize(
     """
     number = np.array(VALUES[values], np.float32)[code] if values else np.asarray(code).astype(np.float32)
     if zero is not None:
-        number = number - _spread(np.asarray(zero).astype(np.float32), block, number.shape)
+        number = _with_blocks(np.subtract, number, np.asarray(zero).astype(np.float32), block)
     elif zero_point:
         number = number - np.float32(zero_point)
-    return number * _spread(np.asarray(scale).astype(np.float32), block, number.shape)
+    return _with_blocks(np.multiply, number, np.asarray(scale).astype(np.float32), block)
+
+
+def _with_blocks(f: np.ufunc, x: np.ndarray, entries: np.ndarray, block: tuple[int, ...]) -> np.ndarray:
+    """f(element of x, entry of its block), without a copy of the entries for each element if all blocks are whole."""
+    n, k = x.shape[-2:]
+    rows, columns = (max(1, min(size or length, length)) for size, length in zip(block, (n, k), strict=True))
+    if n % rows or k % columns:
+        return np.asarray(f(x, _spread(entries, block, x.shape)))
+    whole = x.reshape(*x.shape[:-2], n // rows, rows, k // columns, columns)
+    return np.asarray(f(whole, entries[..., :, None, :, None])).reshape(x.shape)
 
 
 def _spread(x: np.ndarray, block: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray:
@@ -263,8 +273,8 @@ def quantize_scale(w: Any, *, code: str, block: Ints, dtype: str) -> Any:
     w = np.abs(np.asarray(w, np.float32))
     for axis, size in zip((-2, -1), block, strict=True):
         length = w.shape[axis]
-        starts = np.arange(0, length, size or max(1, length))
-        w = np.maximum.reduceat(w, starts, axis) if length else w
+        if length and size != 1:
+            w = np.maximum.reduceat(w, np.arange(0, length, size or length), axis)
     return (w / np.float32((high - low) / 2)).astype(DTYPES[dtype].np).astype(np.float32)
 
 
@@ -280,13 +290,15 @@ def quantize_code(w: Any, scale: Any, *, code: str, block: Ints, zero_point: int
     A block whose scale is 0 has the codes of 0.
     """
     low, high = _code_range(code)
-    spread = _spread(np.asarray(scale, np.float32), block, w.shape)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        exact = np.where(spread == 0, np.float32(0), np.asarray(w, np.float32) / spread)
-    limited = np.clip(exact, low, high)
+    scale = np.asarray(scale, np.float32)
+    divisor = np.where(scale == 0, np.float32(np.inf), scale)
+    limited = _with_blocks(np.divide, np.asarray(w, np.float32), divisor, block)
+    np.clip(limited, low, high, out=limited)
     if DTYPES[code].kind == "f":
         return limited.astype(DTYPES[code].np).astype(np.float32)
-    return np.rint(limited) + zero_point
+    np.rint(limited, out=limited)
+    limited += zero_point
+    return limited
 
 
 OPS = (unpack_bits, take_columns, argsort, bitcast, dequantize, quantize, assemble, quantize_scale, quantize_code)

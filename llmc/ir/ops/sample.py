@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from llmc_runtime.sched.row_columns import FLOAT_COLUMNS, INT_COLUMNS
 
 from llmc.ir import contents
 from llmc.ir.contents import Content, Drawing, Shape
@@ -16,6 +17,11 @@ from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
 
 _MASK64 = (1 << 64) - 1
+
+
+def param(values: Any, name: str) -> Any:
+    """Return a sampling parameter of rows; `values` are their fparams or iparams, [..., 8]."""
+    return values[..., (FLOAT_COLUMNS if name in FLOAT_COLUMNS else INT_COLUMNS).index(name)]
 
 
 def uniform(seed: int, position: int) -> float:
@@ -72,32 +78,38 @@ def row_penalize(
 ) -> Any:  # fmt: skip
     """Apply logit_bias, then the repetition, frequency and presence penalties.
 
-    The biases are the row's first iparams[row, 6] ids, in ascending order. The repetition penalty (Keskar et al. 2019,
-    arXiv 1909.05858) covers prompt and output, the others only the output. `seen` is a bitmap of the prompt's ids: bit
-    id % 32 of word id // 32. With `tokens`, an entry also counts as output the drafted tokens that precede its new one
-    (see row_accept): the last tokens of the row's entries after its first, up to this entry, behind the prompt.
+    The biases are those of the row's first num_biases ids, in ascending order. The repetition penalty (Keskar et al.
+    2019, arXiv 1909.05858) covers prompt and output, the others only the output. `seen` is a bitmap of the prompt's
+    ids: bit id % 32 of word id // 32. With `tokens`, an entry also counts as output the drafted tokens that precede its
+    new one (see row_accept): the last tokens of the row's entries after its first, up to this entry, behind the prompt.
     """
     out = np.array(logits)
     v = out.shape[1]
     for i, row in enumerate(rows):
         if row < 0:
             continue
-        count = iparams[row, 6]
+        count = param(iparams[row], "num_biases")
         out[i, bias_ids[row, :count]] += biases[row, :count]
-        rep, presence, frequency = fparams[row, 3:6]
-        bits, n = _bits(seen[row], v), counts[row]
+        n = counts[row]
         if tokens is not None:
             n = n + np.bincount(_drafted(rows, starts, positions, tokens, iparams, i), minlength=v)[:v]
-        x = out[i]
-        x = np.where(bits | (n > 0), np.where(x > 0, x / rep, x * rep), x)
-        out[i] = x - frequency * n - presence * (n > 0)
+        out[i] = _penalized(out[i], fparams[row], _bits(seen[row], v), n)
     return out
+
+
+def _penalized(x: Any, f: Any, prompted: Any, n: Any) -> Any:
+    """A row of logits [v] with penalties; per id: `prompted`, whether the prompt has it, and `n`, its output count."""
+    repeated = prompted | (n > 0)
+    repetition = param(f, "repetition_penalty")
+    x = np.where(repeated, np.where(x > 0, x / repetition, x * repetition), x)
+    return x - param(f, "frequency_penalty") * n - param(f, "presence_penalty") * (n > 0)
 
 
 def _drafted(rows: Any, starts: Any, positions: Any, tokens: Any, iparams: Any, entry: int) -> list[int]:
     """Return the drafted ids that precede the entry's new token."""
     row, out = rows[entry], []
-    while entry > 0 and rows[entry - 1] == row and (at := positions[starts[entry + 1] - 1]) >= iparams[row, 3]:
+    prompt = param(iparams[row], "prompt_len")
+    while entry > 0 and rows[entry - 1] == row and (at := positions[starts[entry + 1] - 1]) >= prompt:
         out.append(int(tokens[row, at]))
         entry -= 1
     return out
@@ -116,14 +128,14 @@ def _bits(words: Any, v: int) -> Any:
 def row_mask(logits: Any, rows: Any, starts: Any, positions: Any, iparams: Any, stops: Any, allowed: Any) -> Any:
     """Set logits of forbidden ids to -inf.
 
-    The row's stop ids (-1: none) are forbidden until its length reaches min_len. If iparams[row, 7] is not 0, so are
-    all ids that are not in the bitmap `allowed` (bit id % 32 of word id // 32).
+    The row's stop ids (-1: none) are forbidden until its length reaches min_len. If `masked` is not 0, so are all
+    ids that are not in the bitmap `allowed` (bit id % 32 of word id // 32).
     """
     out = np.array(logits)
     for i, (row, end) in enumerate(zip(rows, ends(rows, starts, positions), strict=True)):
-        if row >= 0 and end < iparams[row, 4]:
+        if row >= 0 and end < param(iparams[row], "min_len"):
             out[i, stops[row][stops[row] >= 0]] = -np.inf
-        if row >= 0 and iparams[row, 7]:
+        if row >= 0 and param(iparams[row], "masked"):
             out[i, ~_bits(allowed[row], out.shape[1])] = -np.inf
     return out
 
@@ -134,7 +146,7 @@ def kept(x: Any, fparams: Any, top_k: int) -> tuple[Any, Any]:
     Applied in this order: temperature, min_p, top_k, top_p (Holtzman et al. 2020, arXiv 1904.09751). Among equal
     probabilities, the lower id ranks first.
     """
-    temperature, top_p, min_p = (np.float64(f) for f in fparams[:3])
+    temperature, top_p, min_p = (np.float64(param(fparams, name)) for name in ("temperature", "top_p", "min_p"))
     p = np.exp((np.float64(x) - np.max(x)) / temperature)
     p /= p.sum()
     order = np.argsort(-p, kind="stable")
@@ -158,7 +170,7 @@ def kept(x: Any, fparams: Any, top_k: int) -> tuple[Any, Any]:
 def row_sample(logits: Any, rows: Any, starts: Any, positions: Any, tokens: Any, fparams: Any, iparams: Any) -> Any:
     """Choose one id per entry.
 
-    Within the prompt (iparams[row, 3] tokens) it is the prompt's next token. With temperature 0 it is the largest
+    Within the prompt (prompt_len tokens) it is the prompt's next token. With temperature 0 it is the largest
     logit, the lowest id among equals. Otherwise the ids kept by temperature, min_p, top_k and top_p are sampled in id
     order by inverting their cumulative probability at uniform(seed, position of the new token). Padding rows give 0.
     """
@@ -166,14 +178,14 @@ def row_sample(logits: Any, rows: Any, starts: Any, positions: Any, tokens: Any,
     for i, (row, end) in enumerate(zip(rows, ends(rows, starts, positions), strict=True)):
         if row < 0:
             continue
-        if end < iparams[row, 3]:
+        if end < param(iparams[row], "prompt_len"):
             out[i] = tokens[row, end]
             continue
-        if fparams[row, 0] == 0:
+        if param(fparams[row], "temperature") == 0:
             out[i] = np.argmax(logits[i])
             continue
-        p, mask = kept(logits[i], fparams[row], int(iparams[row, 0]))
-        lo, hi = (int(s) & 0xFFFFFFFF for s in iparams[row, 1:3])
+        p, mask = kept(logits[i], fparams[row], int(param(iparams[row], "top_k")))
+        lo, hi = (int(param(iparams[row], half)) & 0xFFFFFFFF for half in ("seed_lo", "seed_hi"))
         cum = np.cumsum(np.where(mask, p, 0))
         at = int(np.searchsorted(cum, uniform(lo | hi << 32, int(end)) * cum[-1], "right"))
         out[i] = min(at, int(np.nonzero(mask & (p > 0))[0][-1]))
@@ -211,7 +223,7 @@ def row_block_max(
     x = np.concatenate([x, np.full((r, n * block - v), -np.inf, x.dtype)], 1).reshape(r, n, block)
     top = np.argmax(x, -1)
     best = np.take_along_axis(x, top[..., None], -1)
-    t = fparams[np.maximum(rows, 0), 0][:, None, None]
+    t = param(fparams[np.maximum(rows, 0)], "temperature")[:, None, None]
     e = np.exp(np.where(x == best, 0, x - best) / np.where(t > 0, t, 1)) * (np.arange(n * block) < v).reshape(n, block)
     live = (rows >= 0)[:, None]
     sums = np.where(live & (t[..., 0] > 0), e.sum(-1), 0)
@@ -248,7 +260,7 @@ def row_sample_blocks(
 def row_logprobs(logits: Any, ids: Any, rows: Any = None, iparams: Any = None, *, k: int = 20) -> Any:
     """Log-probabilities of the raw logits: of the sampled id with its rank (1: the largest), and of the k largest ids.
 
-    Results are zero for padding rows and for rows that did not request them (iparams[row, 5] is 0).
+    Results are zero for padding rows and for rows that did not request them (want_logprobs is 0).
     """
     x = logits - np.max(logits, -1, keepdims=True)
     lp = x - np.log(np.exp(x).sum(-1, keepdims=True))
@@ -257,7 +269,7 @@ def row_logprobs(logits: Any, ids: Any, rows: Any = None, iparams: Any = None, *
     out = own[:, 0], (lp > own).sum(-1) + 1, top, np.take_along_axis(lp, top, -1)
     if rows is None or iparams is None:
         return out
-    requested = (rows >= 0) & (iparams[np.maximum(rows, 0), 5] != 0)
+    requested = (rows >= 0) & (param(iparams[np.maximum(rows, 0)], "want_logprobs") != 0)
     return tuple(np.where(requested if a.ndim == 1 else requested[:, None], a, 0) for a in out)
 
 

@@ -1,4 +1,4 @@
-"""Quantises a model layer by layer with the help of texts."""
+"""Quantises a model layer by layer, with calibration texts."""
 
 from __future__ import annotations
 

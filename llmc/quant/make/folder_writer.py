@@ -1,6 +1,6 @@
 """Writes a model folder: tensors in shards, their index, config.json, and the files of the tokenizer.
 
-Everything is written to a hidden folder beside the output, which takes the output's name when it is whole.
+Everything is written to a hidden folder beside the output, which is renamed to the output once it is complete.
 """
 
 from __future__ import annotations
@@ -12,14 +12,24 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, BinaryIO, NamedTuple
 
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
 from llmc.diagnostics import Diagnostic
 
-SHARD = 2 << 30  # bytes of tensors in a file, and in memory
+SHARD = 2 << 30  # bytes of tensors in a file
+PIECE = 16 << 20  # bytes that are copied at a time
+NAMES: Mapping[torch.dtype, str] = MappingProxyType(
+    {
+        torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
+        torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
+        torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+        torch.bool: "BOOL",
+    }
+)  # fmt: skip
 
 
 def check_free(out: Path) -> None:
@@ -61,15 +71,26 @@ def _sync(path: Path) -> None:
         os.close(fd)
 
 
+class _Entry(NamedTuple):
+    """A tensor whose bytes are in the spill file, from `start` on."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
 class ShardWriter:
-    """Collects tensors, and saves a shard of them whenever it is full."""
+    """Writes safetensors files of about `limit` bytes. Tensors wait in a file, so that memory holds one at a time."""
 
     def __init__(self, folder: Path, limit: int = SHARD) -> None:
         """Write to `folder`, shards of at most `limit` bytes unless one tensor is larger."""
         self.folder = folder
         self.limit = limit
         self.total = 0
-        self._pending: dict[str, Tensor] = {}
+        self._spill: BinaryIO = tempfile.TemporaryFile(dir=folder)
+        self._pending: list[_Entry] = []
         self._size = 0
         self._shards: list[list[str]] = []  # names of tensors
 
@@ -77,13 +98,15 @@ class ShardWriter:
         """Add a tensor."""
         if self._pending and self._size + x.nbytes > self.limit:
             self._flush()
-        self._pending[name] = x.contiguous()
+        self._spill.write(x.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        self._pending.append(_Entry(name, x.dtype, tuple(x.shape), self._size, x.nbytes))
         self._size += x.nbytes
         self.total += x.nbytes
 
     def finish(self) -> int:
         """Save the rest, name the shards and write their index; return their number."""
         self._flush()
+        self._spill.close()
         count = len(self._shards)
         if count == 1:
             self._at(0).rename(self.folder / "model.safetensors")
@@ -100,9 +123,28 @@ class ShardWriter:
         return self.folder / f"shard-{i}.part"
 
     def _flush(self) -> None:
-        save_file(self._pending, self._at(len(self._shards)), {"format": "pt"})
-        self._shards.append(list(self._pending))
-        self._pending, self._size = {}, 0
+        """Write the pending tensors to a file, those of the largest elements first: so each is aligned."""
+        entries = sorted(self._pending, key=lambda e: (-e.dtype.itemsize, e.name))
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for e in entries:
+            header[e.name] = {"dtype": NAMES[e.dtype], "shape": e.shape, "data_offsets": (at, at + e.nbytes)}
+            at += e.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        with open(self._at(len(self._shards)), "wb") as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            for e in entries:
+                self._copy(e, out)
+        self._shards.append([e.name for e in entries])
+        self._spill.seek(0)
+        self._spill.truncate()
+        self._pending, self._size = [], 0
+
+    def _copy(self, e: _Entry, out: BinaryIO) -> None:
+        self._spill.seek(e.start)
+        for done in range(0, e.nbytes, PIECE):
+            out.write(self._spill.read(min(PIECE, e.nbytes - done)))
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

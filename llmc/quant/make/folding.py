@@ -1,6 +1,6 @@
-"""Scales the input channels of linear modules, and divides the module before them by the same.
+"""Scales the input channels of linear modules, and divides the outputs of the preceding module by the same factors.
 
-The module before is the norm whose output the linear modules read, or else a linear module with as many rows as they
+The preceding module is the norm whose output the linear modules read, or a linear module with as many rows as they
 have columns. A fold is kept only if the output of the layer does not change.
 """
 

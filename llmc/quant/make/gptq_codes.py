@@ -1,7 +1,7 @@
-"""GPTQ (arXiv 2210.17323): codes column by column, each error corrected by the columns that are not rounded yet.
+"""GPTQ (arXiv 2210.17323): rounds a weight column by column, and adjusts the remaining columns to offset each error.
 
-The scales of all groups are those of the unchanged weight. Columns are rounded in the order of the energy of their
-inputs, largest first; since the groups stay runs of neighbours, a checkpoint needs no index of them.
+The scales of all groups are computed from the original weight. Columns are rounded in descending order of the energy of
+their inputs. Groups remain consecutive columns, so that a checkpoint needs no g_idx.
 """
 
 from __future__ import annotations

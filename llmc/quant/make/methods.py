@@ -1,4 +1,4 @@
-"""The methods that choose codes with the help of texts, each for the linear modules of one layer."""
+"""The calibrated methods: each computes the codes of the linear modules of one layer from its inputs."""
 
 from __future__ import annotations
 

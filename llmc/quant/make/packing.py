@@ -11,11 +11,10 @@ from llmc.quant.make.rounding import Quantised
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack signed codes [n, k] of 4 or 8 bits along k into int32 words, least significant first, plus 2^(bits-1)."""
-    per = 32 // bits
-    raw = codes.to(torch.int64) + (1 << (bits - 1))
-    words = pad(raw, (0, -codes.shape[1] % per)).unflatten(1, (-1, per))
-    joined = (words << (torch.arange(per) * bits)).sum(-1)
-    return torch.where(joined >= 1 << 31, joined - (1 << 32), joined).to(torch.int32)
+    raw = (codes.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8)
+    raw = pad(raw, (0, -codes.shape[1] % (32 // bits)))
+    joined = raw[:, ::2] | raw[:, 1::2] << 4 if bits == 4 else raw
+    return joined.contiguous().view(torch.int32)
 
 
 def stored_parts(q: Quantised) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The weights that a calibrated recipe would quantise, as the types that a compile of the result gives them."""
+"""Predicts the quantised types that weights would have after a calibrated recipe, for dry runs of compiles."""
 
 from __future__ import annotations
 

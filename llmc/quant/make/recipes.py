@@ -1,4 +1,4 @@
-"""What each name of `llmc quantize --scheme` means. Imports no torch, so that the command line can list the names."""
+"""The recipes of `llmc quantize --scheme`. This module does not import torch, so that listing the names is fast."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Rounding to nearest: scales and zero points from the range of each block of weights, then codes from those.
 
-The scales are those of compressed-tensors, bit for bit. Quotients are float32, where its tools divide in the dtype of
-the model, so a code here is never farther from its weight than theirs.
+The scales equal those of compressed-tensors, bit for bit. Quotients are computed in float32; its tools divide in the
+model's dtype, so their codes may be farther from the weights, but never nearer.
 """
 
 from __future__ import annotations

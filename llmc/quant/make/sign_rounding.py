@@ -1,8 +1,8 @@
 """AutoRound (arXiv 2309.05516): learns how to round each weight of a layer, and the range of each group.
 
-A weight is rounded at w / scale + v, with v in [-1/2, 1/2], and ranges shrink by factors in [1/2, 1]. Both follow the
-sign of the gradient of the squared error of the layer's output, against that of the unquantised model, with steps that
-decay to zero.
+A weight is rounded at w / scale + v, with v in [-1/2, 1/2], and ranges shrink by factors in [1/2, 1]. Both are learned
+by signed gradient descent with step sizes that decay to zero. The loss is the squared error of the layer's output,
+compared with the unquantised model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SmoothQuant (arXiv 2211.10438): scales that move outliers of activations into the weights, half of the way."""
+"""SmoothQuant (arXiv 2211.10438): scales that move half of the activations' outliers into the weights (alpha = 0.5)."""
 
 from __future__ import annotations
 

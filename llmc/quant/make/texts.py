@@ -1,4 +1,4 @@
-"""Texts of calibration: reads a file, tokenises it, and draws windows of tokens."""
+"""Calibration texts: reads a file, tokenises it, and draws windows of tokens."""
 
 from __future__ import annotations
 

@@ -1,17 +1,10 @@
-"""The columns of a device row that hold sampling parameters, and how many ids a row can list.
-
-The operations of the compiler, the scheduler and the executor take names, order and sizes from here.
-"""
+"""The sizes of a device row, for the ops of the compiler, the scheduler and the executor."""
 
 from __future__ import annotations
 
-# f32[8], unused columns are 0. A column that has the name of a sampling parameter holds that parameter.
-FLOAT_COLUMNS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-# i32[8]
-INT_COLUMNS = ("top_k", "seed_lo", "seed_hi", "prompt_len", "min_len", "want_logprobs", "num_biases", "masked")
-WIDTH = 8
-# i32[DRAFT_WIDTH]: the number of tokens drafted behind the row's last token, its maximum (0: none are drafted), and the
-# lengths in tokens of the suffixes that prompt lookup searches for.
+WIDTH = 8  # float columns, and as many integer columns, for sampling parameters (see sched.row_columns)
+# The columns of a row's drafts, i32[DRAFT_WIDTH]: the number of tokens drafted behind the row's last token, its maximum
+# (0: none are drafted), and the lengths in tokens of the suffixes that prompt lookup searches for.
 DRAFT_COLUMNS = ("num_drafts", "max_drafts", "min_ngram", "max_ngram")
 DRAFT_WIDTH = 4
 STOPS = 32  # token ids that a row can mask until min_tokens are generated

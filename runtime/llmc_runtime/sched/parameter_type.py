@@ -194,6 +194,8 @@ class Parameter:
     request:  whether HTTP requests have a field of this name, type and range
     engine:   whether the engine process needs it; the rest is applied to the text, by the front
     of_model: a model's generation_config.json may set its default: "always", or "sampling" (if do_sample is true)
+    column:   the column of the device row that holds it, for kernels: of the float columns if the default is a float,
+              else of the integer columns (see sched.row_columns)
     """
 
     name: str
@@ -205,6 +207,7 @@ class Parameter:
     request: bool = True
     engine: bool = True
     of_model: str = ""
+    column: int | None = None
 
     @property
     def flags(self) -> tuple[str, ...]:

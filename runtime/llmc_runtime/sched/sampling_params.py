@@ -55,30 +55,31 @@ class SamplingParams:
     )
     temperature: float = parameter(
         1.0, numbers(0, 100), "0 is greedy (top_p, top_k and min_p are then off); other values are at least 0.01",
-        flag=True, short="-t", of_model="sampling",
+        flag=True, short="-t", of_model="sampling", column=0,
     )  # fmt: skip
     top_p: float = parameter(
         1.0, numbers(0, 1, above=True), "total probability of the most likely tokens to sample from; 1 is off",
-        flag=True, of_model="sampling",
+        flag=True, of_model="sampling", column=1,
     )  # fmt: skip
     top_k: int = parameter(
         0, integers(-1, allowed=_TOP_K, unit="tokens"), "number of most likely tokens to sample from; 0 is off",
-        flag=True, of_model="sampling",
+        flag=True, of_model="sampling", column=0,
     )  # fmt: skip
     min_p: float = parameter(
         0.0, numbers(0, 1), "minimum probability of a token, relative to the most likely one; 0 is off", flag=True,
-        of_model="sampling",
+        of_model="sampling", column=2,
     )  # fmt: skip
     repetition_penalty: float = parameter(
         1.0, numbers(0.001, 1000), "factor that reduces the logits of tokens in prompt and output; 1 is off", flag=True,
-        of_model="always",
+        of_model="always", column=3,
     )  # fmt: skip
     presence_penalty: float = parameter(
-        0.0, _PENALTY, "value subtracted from the logits of tokens in the output; 0 is off", flag=True
+        0.0, _PENALTY, "value subtracted from the logits of tokens in the output; 0 is off", flag=True, column=4
     )
     frequency_penalty: float = parameter(
-        0.0, _PENALTY, "value subtracted from a token's logit for each occurrence in the output; 0 is off", flag=True
-    )
+        0.0, _PENALTY, "value subtracted from a token's logit for each occurrence in the output; 0 is off", flag=True,
+        column=5,
+    )  # fmt: skip
     seed: int | None = parameter(
         None, _SEED, "seed of the request, for reproducible outputs; none or -1: random", flag=True
     )

@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any, NamedTuple
 
-from llmc_runtime.format.row_abi import FLOAT_COLUMNS, INT_COLUMNS, STOPS, WIDTH
+from llmc_runtime.format.row_abi import STOPS, WIDTH
+from llmc_runtime.sched.row_columns import FLOAT_COLUMNS, INT_COLUMNS, OFF
 from llmc_runtime.sched.sampling_params import PARAMETERS, SamplingParams
 
-_NAMES = (*FLOAT_COLUMNS, *(name for name in INT_COLUMNS if name in PARAMETERS))
 _Columns: Any = make_dataclass(
     "_Columns",
-    [(name, float, 0.0 if name == "temperature" else PARAMETERS[name].default) for name in _NAMES],
+    [(name, type(PARAMETERS[name].default), value) for name, value in OFF.items()],
     frozen=True,
     slots=True,
 )
@@ -26,7 +26,7 @@ _Columns: Any = make_dataclass(
 
 @dataclass(frozen=True, slots=True)
 class RowParams(_Columns):
-    """The sampling parameters of a row: those that are columns of the device row (see format.row_abi), and these.
+    """The sampling parameters of a row: those that are columns of the device row (see row_columns), and these.
 
     Greedy is temperature 0 (the default). The seed is always set, and stop ids include the model's.
     """
@@ -43,7 +43,7 @@ class RowParams(_Columns):
     @classmethod
     def of(cls, params: SamplingParams, **more: Any) -> RowParams:
         """Return the row for these parameters; `more` are the fields that are not columns of the same name."""
-        return cls(**{name: getattr(params, name) for name in _NAMES}, **more)
+        return cls(**{name: getattr(params, name) for name in OFF}, **more)
 
     def floats(self) -> list[float]:
         """Return the row of the state `fparams`: f32[8]."""

@@ -1,4 +1,4 @@
-"""Slots for work, shared fairly by API key: a key with much work waiting delays only itself."""
+"""A limit on concurrent work, shared fairly by API keys: a key that submits much work delays only its own requests."""
 
 from __future__ import annotations
 

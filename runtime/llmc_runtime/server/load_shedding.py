@@ -1,12 +1,12 @@
-"""Load shedding: refuses requests by their heads, before the body is read, if their key would not be admitted.
+"""Load shedding: refuses a request after its head, before the body is read, if its key would not be admitted.
 
-Whether a request is refused is decided for each one, by counters alone; the response is prepared once for a key and a
-reason, and sent again for a short while.
+The decision is made for each request and depends only on counters. The response is built once per key and reason, and
+reused for _FRESH_SECONDS.
 
 There are two paths. `answer` takes the bytes of a plain head and returns the complete response, bypassing the HTTP
 parser and all middleware; it handles most refusals under overload. `refuse` performs the same check in the middleware,
-for heads that `answer` leaves to the parser (chunked bodies, `Expect`, HTTP/1.0, heads in several pieces). Both follow
-the checks of host, headers and key.
+for heads that `answer` leaves to the parser (chunked bodies, `Expect`, HTTP/1.0, heads in several pieces). In both
+paths, host, headers and key are checked first.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _FIELDS = re.compile(rb"(?:%b:[ \t]*[\x21-\x7e](?:[\x20-\x7e\t]*[\x21-\x7e])?[ \
 _MAX_CACHED, _MAX_CACHED_HEAD = 256, 2 << 10  # number of cached heads, and bytes of one
 _STATUS: Mapping[int, str] = MappingProxyType({s.value: f"HTTP/1.1 {s.value} {s.phrase}" for s in http.HTTPStatus})
 _CLOSE = b"\r\nconnection: close"
-_FRESH_SECONDS = 0.05  # in which a refusal is sent again: its message and Retry-After are at most that old
-_PASS_SECONDS = 0.005  # from passing a request on to its reservation, about
+_FRESH_SECONDS = 0.05  # maximum age of a reused refusal, and so of its message and Retry-After
+_PASS_SECONDS = 0.005  # approximate time from passing a request on to its reservation
 _LENGTH = re.compile(rb"[0-9]{1,10}")
 _PARSER_ONLY = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # heads with these fields go to the parser
 _SINGLE = frozenset({b"content-length", b"host", b"authorization", b"connection", b"x-request-id"})
@@ -57,9 +57,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A refusal as bytes, but for the id of the request, which follows `head`.
+    """A refusal as bytes, before and after the id of the request: `head` and `body`.
 
-    It is sent again until `until` (time.monotonic) or until the headers of every response, `common`, change.
+    It is reused until `until` (time.monotonic) or until `common`, the headers of every response, change.
     """
 
     error: ApiError
@@ -100,8 +100,8 @@ class LoadShedder:
     """Refuses requests for generation. `root_path` is as in `application`.
 
     `check` is the method of Guard; without it, `answer` leaves every request to the parser. `overloaded` returns
-    whether requests are being refused at a high rate. Connections are then handled many at a time, and those that see
-    the same free place must not all take the expensive path to be refused there.
+    whether requests are being refused at a high rate. Many requests are then handled in one batch, before any of them
+    reserves a free slot; only as many as there are free slots are passed on to the parser.
     """
 
     check: Callable[[Any, dict[bytes, bytes]], None] | None = None
@@ -129,7 +129,7 @@ class LoadShedder:
         if scope["method"] != "POST" or scope["path"] not in self._paths:
             return
         try:
-            self._serving.check_least(scope["llmc.key"])
+            self._serving.check_blocked(scope["llmc.key"])
         except ApiError as e:
             if any(name == b"expect" for name, _ in scope["headers"]):  # the client may or may not send the body
                 e.headers["Connection"] = "close"
@@ -151,20 +151,21 @@ class LoadShedder:
         except ApiError as e:
             return self._answer(_Prepared.of(e, common), request, now)
         key = request.key or ""
-        reason = self._serving.least_reason(key) or self._crowded(key, now)
+        reason = self._serving.blocked_reason(key) or self._crowded(key, now)
         if reason is None:
             return None
         prepared = self._prepared.get((key, reason))
         if prepared is not None and prepared.common is common and now < prepared.until:
             self._serving.admission.refused(reason)
         else:
-            prepared = _Prepared.of(self._serving.least_error(reason, key), common, now + _FRESH_SECONDS)
+            prepared = _Prepared.of(self._serving.blocked_error(reason, key), common, now + _FRESH_SECONDS)
             self._prepared[key, reason] = prepared
         return self._answer(prepared, request, now)
 
     def _crowded(self, key: str, now: float) -> str | None:
-        """Record that a request is passed on, or return why it is refused after all: under overload, requests that
-        were passed on just before will use up what is free.
+        """Return why a request is refused although a slot is free, or None, and record that it is passed on.
+
+        Under overload, requests that were passed on shortly before will use the free slots.
         """
         if not self.overloaded():
             return None

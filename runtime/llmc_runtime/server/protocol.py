@@ -85,9 +85,9 @@ def allowed(soft: int) -> tuple[int, int]:
 
     If there are few descriptors, half of them are reserved for the server, and a quarter of the rest is for errors.
     """
-    room = soft - min(_RESERVED, max(_MIN_RESERVED, soft // 2))
-    refused = min(_MAX_REFUSED, max(1, room // 4))
-    return max(1, room - refused), refused
+    available = soft - min(_RESERVED, max(_MIN_RESERVED, soft // 2))
+    refused = min(_MAX_REFUSED, max(1, available // 4))
+    return max(1, available - refused), refused
 
 
 def light_connections(protocol: type[HttpConnection], state: ServerState, keep_alive: float) -> LightConnections:
@@ -97,27 +97,27 @@ def light_connections(protocol: type[HttpConnection], state: ServerState, keep_a
     fair = loop.fair if isinstance(loop, ServerLoop) else None
     assert shed is not None
     if fair is not None:
-        shed.overloaded = lambda: fair.in_turns
+        shed.overloaded = lambda: fair.batching
 
     def refusal(head: bytes) -> Answer | None:
         answer = shed.answer(head, state.default_headers)
         if answer is not None:
             state.total_requests += 1
             if fair is not None:
-                fair.refused()
+                fair.batches.refused()
         return answer
 
-    def opened(change: int) -> None:
+    def on_change(change: int) -> None:
         limit.open += change
 
-    def room() -> int:
+    def capacity() -> int:
         return max(0, limit.maximum - limit.open) if shed.active else 0
 
     return LightConnections(
-        room=room,
+        capacity=capacity,
         refusal=refusal,
-        opened=opened,
-        late=_late(protocol.head_seconds),
+        on_change=on_change,
+        timeout_response=_late(protocol.head_seconds),
         head_seconds=protocol.head_seconds,
         keep_alive=keep_alive,
     )
@@ -212,10 +212,10 @@ class HttpConnection(H11Protocol):
             self._cancel_head_timer()
         known = not self._idle and any(name == b"content-length" for name, _ in self.headers)
         self._inner_transport.max_size = _READ if known else _READ_PARSED
-        bulk = self.conn.their_state is h11.SEND_BODY
+        sending_body = self.conn.their_state is h11.SEND_BODY
         if self._fair is not None:
-            self._fair.set_bulk(self._fd, bulk)
-        if bulk and not self._lingering.lingers:
+            self._fair.set_sending_body(self._fd, sending_body)
+        if sending_body and not self._lingering.lingers:
             self.limit.body_turns.read(self, len(data))
         else:
             self.limit.body_turns.leave(self)
@@ -257,7 +257,7 @@ class HttpConnection(H11Protocol):
             self._cancel_head_timer()
             self.server_state.total_requests += 1
             if self._fair is not None:
-                self._fair.refused()
+                self._fair.batches.refused()
             self._skip, data = answer.length, data[end:]
             if self._skip <= len(data):
                 self._skip, data = 0, data[self._skip :]

@@ -156,29 +156,29 @@ class Serving:
     def check_ready(self) -> None:
         """Raise ApiError 503 if nothing can be generated now."""
         if not self.admission.draining and not self.llm.is_running:
-            raise self.least_error("engine", "")
+            raise self.blocked_error("engine", "")
         self.admission.check_open()
 
-    def check_least(self, key: str) -> None:
-        """Raise ApiError if even the smallest request of this key would be refused now."""
-        if (reason := self.least_reason(key)) is not None:
-            raise self.least_error(reason, key)
+    def check_blocked(self, key: str) -> None:
+        """Raise ApiError if every request of this key would be refused now."""
+        if (reason := self.blocked_reason(key)) is not None:
+            raise self.blocked_error(reason, key)
 
-    def least_reason(self, key: str) -> str | None:
-        """Return why even the smallest request of this key would be refused now (one of REASONS), or None."""
+    def blocked_reason(self, key: str) -> str | None:
+        """Return why every request of this key would be refused now (one of REASONS), or None."""
         absent = not self.admission.draining and not self.llm.is_running
-        return "engine" if absent else self.admission.least_reason(key)
+        return "engine" if absent else self.admission.blocked_reason(key)
 
-    def least_error(self, reason: str, key: str) -> ApiError:
-        """Count a refusal and return its error; `reason` is a result of `least_reason` for this key."""
+    def blocked_error(self, reason: str, key: str) -> ApiError:
+        """Count a refusal and return its error; `reason` is a result of `blocked_reason` for this key."""
         if reason != "engine":
-            return self.admission.least_error(reason, key)
+            return self.admission.blocked_error(reason, key)
         cause, seconds = self._absence()
         return self.admission.refuse(reason, cause, "engine_unavailable", seconds)
 
     @property
     def busy(self) -> bool:
-        """Whether `check_least` might refuse a request."""
+        """Whether `check_blocked` might refuse a request."""
         return self.admission.busy or not self.llm.is_running
 
     def _absence(self) -> tuple[str, float]:

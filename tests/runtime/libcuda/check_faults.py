@@ -230,14 +230,14 @@ def test_every_request_is_told_of_a_failure(artifact: Artifact, driver: Driver) 
     engine: Engine = opened.engine
     for i in range(3):
         engine.add(Request(str(i), [1 + i, 2, 3], SamplingParams(max_tokens=9, temperature=0.0), 0))
-    told: dict[str, str] = {}
+    result: dict[str, str] = {}
     engine.step()
     driver.fail("kernel", 719, 2)
     for _ in range(12):
         for delta in engine.step() if engine.error is None else ():
             if delta.finish_reason == "error":
-                told[delta.id] = str(delta.error)
-    assert sorted(told) == ["0", "1", "2"] and all("CUDA_ERROR_LAUNCH_FAILED" in text for text in told.values())
+                result[delta.id] = str(delta.error)
+    assert sorted(result) == ["0", "1", "2"] and all("CUDA_ERROR_LAUNCH_FAILED" in text for text in result.values())
     with pytest.raises(LlmcError, match="E114"):
         engine.add(Request("4", [1], SamplingParams(), 0))
     opened.close()

@@ -227,16 +227,16 @@ def test_an_artifact_with_a_changed_weight(driver: Driver, tmp_path: Path) -> No
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    for verify, told in ((True, True), (False, False)):
+    for verify, detected in ((True, True), (False, False)):
         artifact = open_artifact(tmp_path / "toy.llmc", verify=verify)
         assert artifact.unchecked == verify
         device = open_device(artifact, 2)
         try:
             Executor(artifact, device)
         except LlmcError as error:
-            assert told and error.code == "E107" and "block 1 of 1 (from byte 0)" in error.cause
+            assert detected and error.code == "E107" and "block 1 of 1 (from byte 0)" in error.cause
         else:
-            assert not told and device.describe()["upload_threads"] == 1
+            assert not detected and device.describe()["upload_threads"] == 1
         device.close()
 
 

@@ -1,9 +1,9 @@
 """Renders template kernels: modules under `kernels/`, read as text, become part of self-contained kernel texts.
 
 A template module holds `@triton.jit` functions and constants. It may import names from other template modules, one by
-one and without `as`, and constants of the artifact's format, which are printed as their values. A package outside llmc
-may have template modules of its own. Rendering a function yields the definitions that it needs, its own and imported,
-in an order in which Python can execute them. Comments and docstrings are kept.
+one and without `as`, and constants of the runtime (`CONSTANTS`), which are printed as their values. A package outside
+llmc may have template modules of its own. Rendering a function yields the definitions that it needs, its own and
+imported, in an order in which Python can execute them. Comments and docstrings are kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import Any, TypeAlias
 
 FOLDER = Path(__file__).parent / "kernels"
 PACKAGE = "llmc.codegen.backends.triton.kernels"
-FORMAT = "llmc_runtime.format."
+# Prefixes of the modules whose constants templates may import.
+CONSTANTS = ("llmc_runtime.format.", "llmc_runtime.sched.row_columns")
 # Text is an expression of the entry function; the others are literals.
 Argument: TypeAlias = "str | int | float | tuple[Argument, ...] | None"
 
@@ -125,7 +126,7 @@ def load(name: str) -> Module:
             if any(a.asname for a in statement.names):
                 raise ValueError(f"{path.name}:{statement.lineno}: templates import each other without `as`")
             imported |= {a.name: (module, a.name) for a in statement.names}
-        elif isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith(FORMAT):
+        elif isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith(CONSTANTS):
             module_object = import_module(statement.module or "")
             declared |= {a.name: getattr(module_object, a.name) for a in statement.names}
         elif isinstance(statement, ast.FunctionDef):

@@ -21,7 +21,7 @@ class ServerLoop(asyncio.SelectorEventLoop):
 
     handshake_seconds = 10.0
     tls_buffer = 16 << 10  # bytes decrypted at a time
-    at_once = 32  # connections accepted per iteration; their heads are parsed in turns (see read_turns)
+    at_once = 32  # connections accepted per iteration; for the time of parsing their heads, see read_turns
     light: LightConnections | None = None  # takes new connections without TLS while requests are refused
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class ServerLoop(asyncio.SelectorEventLoop):
     def _accept_connection(
         self, factory: Any, sock: socket.socket, sslcontext: Any = None, server: Any = None, *args: Any, **options: Any
     ) -> None:
-        """Extend asyncio's method, which accepts what waits at a listening socket, by light connections."""
+        """Extend asyncio's method, which accepts waiting connections, by light connections."""
         promote = partial(self._promote, factory, server)
         if self.light is None or sslcontext is not None or not self.light.accept(sock, promote, self.at_once):
             super()._accept_connection(factory, sock, sslcontext, server, *args, **options)  # type: ignore[misc]

@@ -1,78 +1,110 @@
-"""A selector that limits how many client connections it reports at a time, so that they do not delay others' streams.
+"""A selector that limits how many client connections it reports per call, so that they do not delay others' streams.
 
-An event loop handles all events of one `select` call before the next call. If hundreds of connections send at once,
-that takes tens of milliseconds, during which no tokens are forwarded. Clients' descriptors are therefore watched by
-epoll objects of their own, from which few events are taken at a time; the kernel reports those first that were reported
-least recently.
+An event loop handles all events of one `select` call before the next call. If hundreds of connections send at the same
+time, that takes tens of milliseconds, during which no tokens are forwarded. The selector therefore has three epoll
+objects:
 
-While requests are refused, clients are looked at in turns instead of when something arrives: with the next event of
-another kind after TURN_SECONDS, and after LONGEST_TURN at the latest. A refusal takes some 30 us of processor time, but
-to wake the process for a single one takes several times as much, and interrupts an engine that uses every core.
+- `_clients` watches client connections; `select` takes at most MAX_CLIENTS of its events.
+- `_bodies` watches clients that are sending a body; `select` takes at most MAX_BODIES of its events.
+- `_main` watches all other descriptors, and the two objects above.
+
+An epoll object reports the descriptors first that it reported least recently, so all clients are served equally often.
+
+While requests are refused at a high rate, clients are polled in batches (see `BatchTimer`) instead of when data
+arrives: a refusal takes about 30 us of processor time, but waking the process for each one takes several times as much
+and interrupts an engine that uses every core.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import selectors
 import time
 from collections.abc import Iterator, Mapping
 from select import EPOLLIN, EPOLLOUT, epoll
 from typing import Any
 
-MAX_CLIENTS = 16  # connections reported at a time
-MAX_BULK = 4  # of connections in the middle of a body
-TURN_SECONDS, LONGEST_TURN = 0.004, 0.010
-SOON_SECONDS = 0.001  # until the next turn if a request is about to arrive
-PACED_SECONDS = 0.02  # after the last refusal, in which clients are looked at in turns
+MAX_CLIENTS = 16  # events of `_clients` per call
+MAX_BODIES = 4  # events of `_bodies` per call
+BATCH_SECONDS = 0.004  # minimum time between two batches
+MAX_BATCH_SECONDS = 0.010  # maximum time between two batches
+EXPECTED_SECONDS = 0.001  # maximum time until the next batch when a request is about to arrive
+BATCHING_SECONDS = 0.02  # time after the last refusal during which clients are polled in batches
 
 Events = list[tuple[selectors.SelectorKey, int]]
 
 
+class BatchTimer:
+    """Decides when clients are polled while requests are refused at a high rate.
+
+    The next batch is polled with the first event of another descriptor after `_earliest`, and at `_latest` without one.
+    All times are those of time.monotonic(), in seconds.
+    """
+
+    def __init__(self) -> None:
+        self._last_refusal = -math.inf
+        self._until = 0.0  # end of batching
+        self._earliest = self._latest = 0.0
+
+    def refused(self) -> None:
+        """Record a refused request. Batching starts, or continues, if another one was refused shortly before."""
+        now = time.monotonic()
+        if now - self._last_refusal < MAX_BATCH_SECONDS:
+            self._until = now + BATCHING_SECONDS
+        self._last_refusal = now
+
+    def expect(self) -> None:
+        """Move the next batch forward, because a request is about to arrive on a new connection."""
+        soon = time.monotonic() + EXPECTED_SECONDS
+        self._earliest, self._latest = min(self._earliest, soon), min(self._latest, soon)
+
+    def polled(self, *, more: bool) -> None:
+        """Set the time of the next batch; it is at once if `more` clients may be ready."""
+        now = time.monotonic()
+        self._earliest, self._latest = (now, now) if more else (now + BATCH_SECONDS, now + MAX_BATCH_SECONDS)
+
+    def active(self) -> bool:
+        """Return whether clients are polled in batches now."""
+        return time.monotonic() < self._until
+
+    def due(self) -> bool:
+        """Return whether the next batch may be polled now."""
+        return time.monotonic() >= self._earliest
+
+    def limit(self, timeout: float | None) -> float:
+        """Return the timeout of a `select` call that must not miss the next batch."""
+        wait = max(0.0, self._latest - time.monotonic())
+        return wait if timeout is None else min(timeout, wait)
+
+
 class FairSelector(selectors.BaseSelector):
-    """Reports all ready descriptors, but only a few client connections: those least recently reported."""
+    """Reports all ready descriptors except clients, of which it reports a few per call, the least recently reported."""
 
     def __init__(self) -> None:
         self._keys = _Keys()
-        self._main, self._clients, self._bulk = (epoll() for _ in range(3))
-        self._of_clients: dict[int, epoll] = {}  # descriptor -> the object that watches it once registered
-        self._inner = frozenset((self._clients.fileno(), self._bulk.fileno()))
-        for fd in self._inner:
+        self._main, self._clients, self._bodies = (epoll() for _ in range(3))
+        self._client_epolls: dict[int, epoll] = {}  # by descriptor of a client, registered or not
+        self._nested = frozenset((self._clients.fileno(), self._bodies.fileno()))
+        for fd in self._nested:
             self._main.register(fd, EPOLLIN)
-        self._refused, self._paced_until = -PACED_SECONDS, 0.0
-        self._paced = False
-        self._next = self._latest = 0.0  # when clients are looked at again
+        self.batches = BatchTimer()
+        self.batching = False  # whether the last `select` call polled clients in batches
 
     def add_client(self, fd: int) -> None:
         """Treat a descriptor as a client connection until `remove_client`."""
         self._move(fd, self._clients)
 
-    def set_bulk(self, fd: int, bulk: bool) -> None:
-        """Set whether the client is in the middle of a body."""
-        place = self._bulk if bulk else self._clients
-        if self._of_clients.get(fd, place) is not place:
-            self._move(fd, place)
+    def set_sending_body(self, fd: int, sending: bool) -> None:
+        """Set whether the client is sending a body. Descriptors that are not clients are ignored."""
+        target = self._bodies if sending else self._clients
+        if self._client_epolls.get(fd, target) is not target:
+            self._move(fd, target)
 
     def remove_client(self, fd: int) -> None:
-        """Treat a descriptor as any other."""
-        if fd in self._of_clients:
+        """Stop treating a descriptor as a client connection."""
+        if fd in self._client_epolls:
             self._move(fd, None)
-
-    @property
-    def in_turns(self) -> bool:
-        """Whether clients are looked at in turns."""
-        return self._paced
-
-    def refused(self) -> None:
-        """Record that a request was refused. Soon after another one, clients are looked at in turns for a while."""
-        now = time.monotonic()
-        if now - self._refused < LONGEST_TURN:
-            self._paced_until = now + PACED_SECONDS
-        self._refused = now
-
-    def expect(self) -> None:
-        """Record that a client's request is about to arrive, as of a new connection: the next turn is soon."""
-        soon = time.monotonic() + SOON_SECONDS
-        self._next, self._latest = min(self._next, soon), min(self._latest, soon)
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         """See selectors.BaseSelector."""
@@ -80,7 +112,7 @@ class FairSelector(selectors.BaseSelector):
         if fd in self._keys.by_fd:
             raise KeyError(f"descriptor {fd} is already registered")
         key = selectors.SelectorKey(fileobj, fd, events, data)
-        self._of_clients.get(fd, self._main).register(fd, _mask(events))
+        self._client_epolls.get(fd, self._main).register(fd, _mask(events))
         self._keys.by_fd[fd] = key
         return key
 
@@ -88,7 +120,7 @@ class FairSelector(selectors.BaseSelector):
         """See selectors.BaseSelector."""
         key = self._keys.by_fd.pop(_fd_of(fileobj))
         with contextlib.suppress(OSError):  # the descriptor is closed
-            self._of_clients.get(key.fd, self._main).unregister(key.fd)
+            self._client_epolls.get(key.fd, self._main).unregister(key.fd)
         return key
 
     def modify(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
@@ -96,7 +128,7 @@ class FairSelector(selectors.BaseSelector):
         before = self._keys[fileobj]
         key = self._keys.by_fd[before.fd] = before._replace(events=events, data=data)
         if events != before.events:
-            self._of_clients.get(key.fd, self._main).modify(key.fd, _mask(events))
+            self._client_epolls.get(key.fd, self._main).modify(key.fd, _mask(events))
         return key
 
     def get_key(self, fileobj: Any) -> selectors.SelectorKey:
@@ -109,36 +141,36 @@ class FairSelector(selectors.BaseSelector):
 
     def close(self) -> None:
         """See selectors.BaseSelector."""
-        for poll in (self._main, self._clients, self._bulk):
+        for poll in (self._main, self._clients, self._bodies):
             poll.close()
         self._keys.by_fd.clear()
 
     def select(self, timeout: float | None = None) -> Events:
-        """See selectors.BaseSelector. While clients take turns, it may return early and without events."""
-        now = time.monotonic()
-        paced = now < self._paced_until
-        if paced is not self._paced:
-            self._paced = paced
-            for fd in self._inner:
-                self._main.modify(fd, 0 if paced else EPOLLIN)
-        if paced:
-            wait = max(0.0, self._latest - now)
-            ready = self._main.poll(wait if timeout is None else min(timeout, wait))
-            look = time.monotonic() >= self._next
+        """See selectors.BaseSelector. While clients are polled in batches, it may return early and without events."""
+        self._set_batching(self.batches.active())
+        if self.batching:
+            ready = self._main.poll(self.batches.limit(timeout))
+            poll_clients = self.batches.due()
         else:
             ready = self._main.poll(timeout)
-            look = not self._inner.isdisjoint([fd for fd, _ in ready])
-        return self._events([*ready, *self._ready_clients()] if look else ready)
+            poll_clients = not self._nested.isdisjoint([fd for fd, _ in ready])
+        return self._events([*ready, *self._ready_clients()] if poll_clients else ready)
+
+    def _set_batching(self, batching: bool) -> None:
+        """Set whether data of clients wakes `select`: only while they are not polled in batches."""
+        if batching is not self.batching:
+            self.batching = batching
+            for fd in self._nested:
+                self._main.modify(fd, 0 if batching else EPOLLIN)
 
     def _ready_clients(self) -> list[tuple[int, int]]:
-        """Return descriptors of clients with their events. The next turn is at once if others may wait."""
-        clients, bulk = self._clients.poll(0, MAX_CLIENTS), self._bulk.poll(0, MAX_BULK)
-        now, more = time.monotonic(), bool(bulk) or len(clients) == MAX_CLIENTS
-        self._next, self._latest = (now, now) if more else (now + TURN_SECONDS, now + LONGEST_TURN)
-        return clients + bulk
+        """Return descriptors of clients with their events, up to the limits of one call."""
+        clients, bodies = self._clients.poll(0, MAX_CLIENTS), self._bodies.poll(0, MAX_BODIES)
+        self.batches.polled(more=bool(bodies) or len(clients) == MAX_CLIENTS)
+        return clients + bodies
 
     def _events(self, ready: list[tuple[int, int]]) -> Events:
-        """Return the keys of registered descriptors with their events; an error is reported as all of them."""
+        """Convert epoll events to those of selectors. An error is reported as all registered events of its key."""
         found = []
         for fd, event in ready:
             if (key := self._keys.by_fd.get(fd)) is not None:
@@ -147,20 +179,20 @@ class FairSelector(selectors.BaseSelector):
                 found.append((key, (read | write) & key.events))
         return found
 
-    def _move(self, fd: int, place: epoll | None) -> None:
-        """Have a descriptor watched by another epoll object; None: the one for all that are no clients."""
-        before = self._of_clients.get(fd, self._main)
-        if place is None:
-            del self._of_clients[fd]
+    def _move(self, fd: int, target: epoll | None) -> None:
+        """Move a descriptor to the epoll object of clients `target`, or, if it is None, to `_main`."""
+        source = self._client_epolls.get(fd, self._main)
+        if target is None:
+            del self._client_epolls[fd]
         else:
-            self._of_clients[fd] = place
+            self._client_epolls[fd] = target
         if (key := self._keys.by_fd.get(fd)) is not None:
-            before.unregister(fd)
-            (place or self._main).register(fd, _mask(key.events))
+            source.unregister(fd)
+            (target or self._main).register(fd, _mask(key.events))
 
 
 class _Keys(Mapping[Any, selectors.SelectorKey]):
-    """The registered keys by file object or descriptor, and `by_fd`."""
+    """The registered keys, as a mapping from file objects or descriptors; `by_fd` maps only descriptors."""
 
     def __init__(self) -> None:
         self.by_fd: dict[int, selectors.SelectorKey] = {}
@@ -176,7 +208,7 @@ class _Keys(Mapping[Any, selectors.SelectorKey]):
 
 
 def _fd_of(fileobj: Any) -> int:
-    """Return the descriptor of a file object. Raises ValueError as selectors do for one that is closed."""
+    """Return the descriptor of a file object. Raises ValueError if it is closed, like the selectors module."""
     fd = fileobj if isinstance(fileobj, int) else int(fileobj.fileno())
     if fd < 0:
         raise ValueError(f"invalid file descriptor: {fd}")
@@ -184,5 +216,6 @@ def _fd_of(fileobj: Any) -> int:
 
 
 def _mask(events: int) -> int:
+    """Convert events of selectors to epoll's."""
     read = EPOLLIN if events & selectors.EVENT_READ else 0
     return read | (EPOLLOUT if events & selectors.EVENT_WRITE else 0)

@@ -1,10 +1,10 @@
-"""Connections that are refused without a transport and a protocol: the cheap path for new clients under overload.
+"""Light connections: sockets without transport and protocol, on which requests are refused cheaply under overload.
 
-A transport, a protocol and a parser cost several times as much as the refusal itself. While the server refuses requests
-(see load_shedding), a new connection is therefore only a socket. Its requests are looked at in the kernel's buffer; a
-refused one is answered and consumed, and the first that is not refused makes it an ordinary connection, which finds its
-data untouched. If the first request has arrived when the connection is accepted, and its refusal closes the
-connection, the event loop never learns of it.
+asyncio's transport and protocol and the HTTP parser cost several times as much as a refusal. While the server refuses
+requests (see load_shedding), a new connection is therefore kept as a plain socket. The head of its next request is read
+with MSG_PEEK, which leaves the data in the kernel's buffer. A refused request is answered and consumed. A request that
+may be served converts the connection to an ordinary one, whose parser then reads the same data. If the first request
+has arrived when the connection is accepted, and its refusal closes the connection, the event loop never watches it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Protocol
 
 from llmc_runtime.server.http.fair_selector import FairSelector
 
-_PEEK = 16 << 10  # bytes looked at; a longer head is left to the parser
-_LOOK = socket.MSG_PEEK | socket.MSG_DONTWAIT
-_AT_ONCE = 4  # requests, or parts of refused bodies, handled per event, so that pipelining clients take turns
+_PEEK = 16 << 10  # maximum bytes of a head; a longer one is left to the parser
+_PEEK_FLAGS = socket.MSG_PEEK | socket.MSG_DONTWAIT
+_MAX_READS = 4  # requests, or parts of refused bodies, handled per event, so that pipelining clients alternate
 _SWEEP_SECONDS = 1.0  # between two checks of deadlines
 
 
@@ -41,10 +41,11 @@ class Refusal(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Light:
-    """A socket, which may be in blocking mode, and the function that makes it an ordinary connection; its argument is
-    whether the head of the first request was looked at, and the request may be served.
+    """The state of a light connection.
 
-    `skip` bytes of a refused body are still to arrive. The connection is closed at `deadline` (loop time).
+    `sock` may be in blocking mode. `promote(passed)` converts it to an ordinary connection; `passed` says that load
+    shedding has checked the head of the next request, which may be served. `skip` bytes of a refused body are still to
+    arrive. The connection is closed at `deadline` (loop time).
     """
 
     sock: socket.socket
@@ -53,11 +54,11 @@ class _Light:
     skip: int = 0
     passed: bool = False  # the argument of `promote`
     used: bool = False  # whether a request was refused
-    fd: int = -1  # while the event loop watches it; asyncio is given numbers, as it formats the objects it looks up
+    fd: int = -1  # set while the event loop watches it; asyncio gets the number, because it formats file objects
 
 
 class _State(enum.Enum):
-    """What became of a light connection: it stays one, becomes an ordinary one, or is closed."""
+    """What happens to a light connection after its data was handled: it stays, is promoted, or is closed."""
 
     LIGHT = enum.auto()
     ORDINARY = enum.auto()
@@ -67,34 +68,35 @@ class _State(enum.Enum):
 class LightConnections:
     """The light connections of one server.
 
-    `room` returns how many connections may become light now; 0 while no request would be refused. `refusal` takes a
-    head and returns the response, or None if the request may be served. `late` is the response to a client that sends
-    no request within `head_seconds`; after a response, the next request must begin within `keep_alive` seconds.
-    `opened` is called with +1 and -1.
+    `capacity` returns how many connections may become light now; 0 if no request would be refused. `refusal` takes a
+    head and returns the response, or None if the request may be served. `timeout_response` is sent to a client that
+    sends no request within `head_seconds`; after a response, the next request must begin within `keep_alive` seconds.
+    `on_change` is called with +1 and -1 as light connections are opened and closed.
     """
 
     def __init__(
         self,
-        room: Callable[[], int],
+        capacity: Callable[[], int],
         refusal: Callable[[bytes], Refusal | None],
-        opened: Callable[[int], None],
-        late: bytes,
+        on_change: Callable[[int], None],
+        timeout_response: bytes,
         head_seconds: float,
         keep_alive: float,
     ) -> None:
-        self._room, self._refusal, self._opened, self._late = room, refusal, opened, late
+        self._capacity, self._refusal, self._on_change = capacity, refusal, on_change
+        self._timeout_response = timeout_response
         self._head_seconds, self._keep_alive = head_seconds, keep_alive
         self._all: set[_Light] = set()
         self._sweeping: asyncio.TimerHandle | None = None
 
     def accept(self, listener: socket.socket, promote: Promote, count: int) -> bool:
-        """Accept up to `count` connections that wait at `listener`, as far as there is room.
+        """Accept up to `count` connections that wait at `listener`, within the capacity.
 
-        `promote` takes a socket, the address of its peer, and the argument of _Light.promote. Returns False if others
-        may wait that are for asyncio's method.
+        `promote` takes a socket, the address of its peer, and `passed` (see _Light). Returns False if asyncio has to
+        accept further connections.
         """
-        loop, room = asyncio.get_running_loop(), min(count, self._room())
-        for _ in range(room):
+        loop, accepted = asyncio.get_running_loop(), min(count, self._capacity())
+        for _ in range(accepted):
             try:
                 conn, address = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -107,7 +109,7 @@ class LightConnections:
                 self._add(loop, light)
             elif state is _State.ORDINARY:
                 light.promote(light.passed)
-        return room == count
+        return accepted == count
 
     def close(self) -> None:
         """Close all light connections."""
@@ -123,18 +125,18 @@ class LightConnections:
         """Watch a connection whose next request has not arrived yet."""
         light.fd = light.sock.fileno()
         self._all.add(light)
-        self._opened(1)
+        self._on_change(1)
         if isinstance(fair := getattr(loop, "fair", None), FairSelector):
             fair.add_client(light.fd)
             if not light.used:
-                fair.expect()
+                fair.batches.expect()
         loop.add_reader(light.fd, self._readable, loop, light)
         if self._sweeping is None:
             self._sweeping = loop.call_later(_SWEEP_SECONDS, self._sweep, loop)
 
     def _release(self, loop: asyncio.AbstractEventLoop, light: _Light) -> None:
         self._all.discard(light)
-        self._opened(-1)
+        self._on_change(-1)
         loop.remove_reader(light.fd)
         if isinstance(fair := getattr(loop, "fair", None), FairSelector):
             fair.remove_client(light.fd)
@@ -152,8 +154,8 @@ class LightConnections:
     def _serve(self, loop: asyncio.AbstractEventLoop, light: _Light) -> _State:
         """Refuse the requests that have arrived, up to the first that must be served."""
         try:
-            for _ in range(_AT_ONCE):
-                data = light.sock.recv(_PEEK, _LOOK)
+            for _ in range(_MAX_READS):
+                data = light.sock.recv(_PEEK, _PEEK_FLAGS)
                 if light.skip and data:
                     light.skip -= len(light.sock.recv(min(light.skip, len(data))))
                 elif (state := self._refuse(loop, light, data)) is not _State.LIGHT:
@@ -165,7 +167,7 @@ class LightConnections:
         return _State.LIGHT
 
     def _refuse(self, loop: asyncio.AbstractEventLoop, light: _Light, data: bytes) -> _State:
-        """Answer the request at the start of `data` if it is refused. ORDINARY: it is for the parser."""
+        """Answer the request at the start of `data` if it is refused. Return ORDINARY if it is left to the parser."""
         end = data.find(b"\r\n\r\n") + 4
         refusal = self._refusal(data[:end]) if end >= 4 else None
         if not data:
@@ -184,7 +186,7 @@ class LightConnections:
         now = loop.time()
         for light in [light for light in self._all if light.deadline <= now]:
             if not light.used:
-                _sent(light.sock, self._late)
+                _sent(light.sock, self._timeout_response)
             self._release(loop, light)
             light.sock.close()
         self._sweeping = loop.call_later(_SWEEP_SECONDS, self._sweep, loop) if self._all else None

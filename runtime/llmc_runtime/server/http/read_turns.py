@@ -1,8 +1,8 @@
-"""Turns for connections that send at the same time, so that reading them does not delay the tokens of open streams.
+"""Limits on reading requests, so that many clients that send at the same time do not delay the tokens of open streams.
 
-Heads: one iteration of the event loop parses them for a limited time, and the others wait for the next iterations.
-Bodies: few are read at a time, each for a short while. Hundreds of readable sockets make every iteration slow, even if
-few of them are served. Connections that wait are paused, so that the kernel's buffers slow their clients down.
+`HeadTurns` limits the time for which one iteration of the event loop parses heads. `BodyTurns` limits the number of
+bodies that are read at a time. The other connections are paused until it is their turn: then the event loop does not
+poll them (hundreds of readable sockets make each iteration slow), and TCP's flow control slows their clients down.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import time
 from collections import OrderedDict
 from typing import Protocol
 
-HEAD_SECONDS = 0.001  # of parsing heads in one iteration of the event loop
-PROBES = (b"GET /health ", b"GET /ready ")
+HEAD_SECONDS = 0.001  # maximum time of parsing heads per iteration of the event loop
+PROBES = (b"GET /health ", b"GET /ready ")  # health probes: their heads never wait
 MAX_BODIES = 8  # connections whose bodies are read at a time
-BODY_BYTES = 512 << 10  # bytes of a body per turn
-BODY_SECONDS = 0.02  # per turn, while others wait
+BODY_BYTES = 512 << 10  # maximum bytes of a turn, if other connections wait
+BODY_SECONDS = 0.02  # maximum time of a turn, if other connections wait
 
 
 class Connection(Protocol):
@@ -33,14 +33,12 @@ class Connection(Protocol):
 
 
 class HeadTurns:
-    """The connections of one server whose next request waits to be parsed, first come first served. Health probes do
-    not wait.
-    """
+    """A queue of the connections of one server whose heads are parsed in later iterations, first in, first out."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[Connection, bytes] = OrderedDict()
-        self._spent = 0.0  # seconds in this iteration of the event loop
-        self._next: asyncio.Handle | None = None
+        self._spent = 0.0  # seconds of parsing in this iteration of the event loop
+        self._next: asyncio.Handle | None = None  # the call of _turn in the next iteration
 
     def begin(self, connection: Connection, data: bytes) -> None:
         """Parse `data`, the beginning of a request, in this iteration or a later one."""
@@ -59,6 +57,7 @@ class HeadTurns:
         self._waiting.pop(connection, None)
 
     def _turn(self) -> None:
+        """Begin a new iteration: parse heads of the queue until its time is used up."""
         self._spent, self._next = 0.0, None
         while self._waiting and self._spent < HEAD_SECONDS:
             connection, data = self._waiting.popitem(last=False)
@@ -74,10 +73,13 @@ class HeadTurns:
 
 
 class BodyTurns:
-    """The connections of one server that are in the middle of a body."""
+    """The connections of one server that are sending a body: at most MAX_BODIES are active, the others are paused.
+
+    An active connection becomes the last waiting one after BODY_BYTES bytes or BODY_SECONDS seconds, if others wait.
+    """
 
     def __init__(self) -> None:
-        self._active: OrderedDict[Connection, int] = OrderedDict()  # bytes read in the current turn
+        self._active: OrderedDict[Connection, int] = OrderedDict()  # -> bytes read in its turn
         self._waiting: OrderedDict[Connection, None] = OrderedDict()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -114,6 +116,7 @@ class BodyTurns:
             self._next()
 
     def _next(self) -> None:
+        """Give the turn to the first waiting connection."""
         if self._waiting and len(self._active) < MAX_BODIES:
             connection, _ = self._waiting.popitem(last=False)
             self._active[connection] = 0
@@ -124,7 +127,7 @@ class BodyTurns:
             self._timer = asyncio.get_running_loop().call_later(BODY_SECONDS, self._tick)
 
     def _tick(self) -> None:
-        """End the turns of the connections that were read since the last tick, as far as others wait."""
+        """End the turns of as many active connections as others wait."""
         self._timer = None
         for connection in list(self._active)[: len(self._waiting)]:
             self._pass_on(connection)

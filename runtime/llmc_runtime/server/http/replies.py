@@ -1,4 +1,4 @@
-"""How responses are sent: JSON, server-sent events, and the handling of errors and of disconnected clients."""
+"""Sends responses: JSON, server-sent events, errors. Handles clients that disconnect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the endpoints for completions and for chats share: collecting outputs, streaming them, and the usage object."""
+"""Shared code of the completions and chat endpoints: collecting outputs, streaming them, and the usage object."""
 
 from __future__ import annotations
 

@@ -85,9 +85,9 @@ class Admission:
     def check_open(self) -> None:
         """Raise ApiError 503 if the server is draining or full."""
         if self.draining:
-            raise self.least_error("draining")
+            raise self.blocked_error("draining")
         if self.full:
-            raise self.least_error("queue_full")
+            raise self.blocked_error("queue_full")
 
     def check_wait(self, key: str | None = None, within: float = math.inf) -> None:
         """Raise ApiError 503 if a new sequence would wait longer than the server allows, or than `within` seconds."""
@@ -117,21 +117,22 @@ class Admission:
 
     @property
     def busy(self) -> bool:
-        """Whether `check_least` might refuse a request."""
+        """Whether `check_blocked` might refuse a request."""
         if self.draining or self.queued or self.full:
             return True
         half = 2 * self.open_sequences >= self.sequences or 2 * self.open_tokens >= self.tokens
         return (self.keys > 1 and half) or (self.per_key is not None and self.open_sequences >= self.per_key)
 
-    def check_least(self, key: str) -> None:
-        """Raise the ApiError of `reserve` for the smallest possible request: an early check before the body is read."""
-        if (reason := self.least_reason(key)) is not None:
-            raise self.least_error(reason, key)
+    def check_blocked(self, key: str) -> None:
+        """Raise ApiError 429 or 503 if every request of this key would be refused: a check before the body is read."""
+        if (reason := self.blocked_reason(key)) is not None:
+            raise self.blocked_error(reason, key)
 
-    def least_reason(self, key: str) -> str | None:
-        """Return why the smallest possible request of this key would be refused now (one of REASONS), or None.
+    def blocked_reason(self, key: str) -> str | None:
+        """Return why every request of this key, however small, would be refused now (one of REASONS), or None.
 
-        Counts nothing: whoever refuses the request calls `least_error`, or `refused` if that error is sent again.
+        This does not count a refusal. A caller that refuses the request calls `blocked_error`, which counts it and
+        makes the error, or calls `refused` if it reuses an earlier error.
         """
         if self.draining:
             return "draining"
@@ -144,14 +145,14 @@ class Admission:
         return "queue_wait"
 
     def crowded_reason(self, key: str, passed: Sequence[str]) -> str | None:
-        """Return the result of `least_reason` if a sequence of each key in `passed` were open as well."""
+        """Return what `blocked_reason` would return if one more sequence of each key in `passed` were open."""
         if self.open_sequences + len(passed) >= self.sequences:
             return "queue_full"
         same = passed.count(key)
         return self._key_reason(1 + same, 2 * (1 + same), key) if same else None
 
-    def least_error(self, reason: str, key: str = "") -> ApiError:
-        """Count a refusal and return its error; `reason` is a result of `least_reason` for this key."""
+    def blocked_error(self, reason: str, key: str = "") -> ApiError:
+        """Count a refusal and return its error. `reason` is a result of `blocked_reason` for this key."""
         if reason == "draining":
             return self.refuse(reason, "the server is shutting down", "shutting_down")
         if reason == "queue_full":
@@ -166,15 +167,15 @@ class Admission:
     def reserve(self, sequences: int, prompts: int, outputs: int, key: str, within: float = math.inf) -> AdmissionSlot:
         """Reserve capacity for sequences and for the tokens of prompts and maximum outputs; the caller closes the slot.
 
-        The request has to start `within` seconds. Raises ApiError 429 if the key has too much open, 400 if the request
-        can never fit, and 503 if there is too little capacity now.
+        Raises ApiError 429 if the key has too much open, 400 if the request can never fit, and 503 if there is too
+        little capacity now or if the request would probably not start within `within` seconds.
         """
         tokens = prompts + outputs
         self.check_size(sequences, tokens)
         if (reason := self._key_reason(sequences, tokens, key)) is not None:
-            raise self.least_error(reason, key)
+            raise self.blocked_error(reason, key)
         if self.open_sequences + sequences > self.sequences or self.open_tokens + tokens > self.tokens:
-            raise self.least_error("queue_full")
+            raise self.blocked_error("queue_full")
         self.check_wait(key, within)
         return AdmissionSlot(self, key, sequences, prompts, outputs)
 
@@ -260,7 +261,7 @@ class AdmissionSlot:
         admission, tokens = self._admission, prompts + outputs
         admission.check_size(self.sequences, tokens)
         if admission.open_tokens - self.tokens + tokens > admission.tokens:
-            raise admission.least_error("queue_full")
+            raise admission.blocked_error("queue_full")
         admission.count(self, -1)
         self.tokens = tokens
         admission.count(self, 1)

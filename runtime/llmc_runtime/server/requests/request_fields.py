@@ -1,8 +1,8 @@
-"""The requests of the HTTP API as types: each field's type, and in its JSON schema the values that it may have.
+"""The requests of the HTTP API as msgspec types, with the allowed values of each field in its JSON schema.
 
-The API's description is made from these types, and so are the checks of lengths (`parse.check_lengths`). The sampling
-fields come from the declarations of SamplingParams. Ranges are checked where values are used; what depends on the model
-or on other fields is not described. Names are OpenAI's, and vLLM's for what OpenAI lacks. A null is the same as an
+The OpenAPI description and the checks of lengths (`parse.check_lengths`) derive from these types. The sampling fields
+derive from the declarations of SamplingParams. Ranges are checked when values are used. The description omits limits
+that depend on the model or on other fields. Names are OpenAI's, or vLLM's if OpenAI has none. A null is the same as an
 absent field.
 """
 

@@ -1,7 +1,7 @@
 """Converts the sampling fields of a request to SamplingParams.
 
-The default of a field is the value in the model's generation_config.json (if it samples, do_sample), or the operator's
-replacement for it, else OpenAI's default: temperature 1.
+The default of a field is the operator's override, else the value in the model's generation_config.json if its
+`do_sample` is true, else OpenAI's default (temperature 1).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The jobs of a text process: from a request body to checked fields, and then to its prompts."""
+"""The jobs of a text process: converting a request body to checked fields, and those to prompts."""
 
 from __future__ import annotations
 

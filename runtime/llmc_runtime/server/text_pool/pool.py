@@ -226,6 +226,10 @@ class OffloadedJob:
 
     async def _begin(self, kind: bytes, body: Body) -> None:
         process = self._process = await self._pool.acquire()
+        while not await process.is_ready():
+            self._process = None
+            self._pool.release(process, False)
+            process = self._process = await self._pool.acquire()
         await process.send(kind, body.data)
         body.drop()
         answer, payload = await process.receive()

@@ -1,5 +1,8 @@
 """The protocol between the server and a text process: frames of a kind, a length and a payload, on a Unix socket.
 
+A process sends READY once it has started, and in reply to READY: a process that was killed while idle does not reply,
+and another one gets the job.
+
 A job starts with a body (COMPLETION, CHAT, TOKENIZE or DETOKENIZE). For a completion or a chat, the process replies
 PARSED; the server then requests the ids and the text of each prompt (PROMPTS) or abandons the job (DROP). For the other
 two, the process replies ANSWER. Every job ends with DONE or FAILED.

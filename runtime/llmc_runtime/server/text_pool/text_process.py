@@ -1,4 +1,4 @@
-"""The server's handle of one text process."""
+"""The server's handle for one text process."""
 
 from __future__ import annotations
 
@@ -79,6 +79,14 @@ class TextProcess(LinkedProcess):
                 raise Ended
             left = left[count:]
         return data
+
+    async def is_ready(self) -> bool:
+        """Whether the idle process replies. `alive` is still true shortly after a process was killed."""
+        try:
+            await self.send(m.READY)
+            return (await self.receive())[0] == m.READY
+        except Ended:
+            return False
 
     async def end_error(self) -> ApiError:
         """Return the error for the client of the job during which the process ended."""

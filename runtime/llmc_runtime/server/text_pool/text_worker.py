@@ -65,6 +65,9 @@ class Worker:
         leaves = False
         while not leaves:
             kind, body = self._link.receive()
+            if kind == m.READY:
+                self._link.send(m.READY)
+                continue
             signal.setitimer(signal.ITIMER_PROF, m.CPU_SECONDS)
             ended = self._result_of(kind, body)
             del body

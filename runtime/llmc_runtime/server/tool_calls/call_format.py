@@ -1,9 +1,9 @@
-"""Streaming parser of generated text: splits it into content and tool calls. Defines what a call format is.
+"""CallFormat, the base class of formats of tool calls: a streaming parser that splits text into content and calls.
 
 Invariants, for any text in pieces of any size: the joined output does not depend on the pieces; emitted output is never
-taken back; the arguments of a call are a prefix of a JSON object, and all of it unless the text ended or was not JSON
-there; everything else is content, except the marks around calls, up to MAX_SPACE of white space next to them, and an
-unfinished call at the end of an output that was cut off.
+taken back; the arguments of a call are a complete JSON object, or a prefix of one if the text ends or is malformed
+inside it; everything else is content, except the marks around calls, up to MAX_SPACE of white space next to them, and
+an unfinished call at the end of an output that was cut off.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All call formats, by the names of vLLM's parsers. A new one is a class here, named in FORMATS.
+"""The call formats, with the names of vLLM's parsers. To add one, declare a class here and list it in FORMATS.
 
 Installed packages add formats by name under the entry-point group `llmc_runtime.call_formats`; each value names a
 subclass of CallFormat. The group is read only when a name is not one of ours.
@@ -12,8 +12,8 @@ from importlib.metadata import EntryPoint, entry_points
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.tool_calls.call_format import CallFormat
-from llmc_runtime.server.tool_calls.harmony_format import OpenAI
 from llmc_runtime.server.tool_calls.json_shape import Json, JsonShape, Optional, UnmarkedJson, Word
+from llmc_runtime.server.tool_calls.message_shape import MessageShape
 from llmc_runtime.server.tool_calls.python_shape import PythonShape
 from llmc_runtime.server.tool_calls.xml_shape import LINE, Xml, XmlShape
 
@@ -243,6 +243,25 @@ class Lfm2(PythonShape):
     marks_enforced = True
     shown = ("<|tool_call_start|>",)
     token = "<|tool_call_start|>"
+
+
+class OpenAI(MessageShape):
+    """<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}, used by gpt-oss (the Harmony format).
+
+    Answers are messages of the channel final. The channel analysis before them is reasoning (see `reasoning`).
+    """
+
+    name = "openai"
+    markers = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")
+    shown = ("<|channel|>", "<|message|>")
+    start = ("<|start|>", "assistant")
+    channel = "<|channel|>"
+    message = "<|message|>"
+    end = "<|end|>"
+    answer = "final"
+    comment = "commentary"
+    recipient = " to="
+    call = ("commentary", " to=", "functions.", Json.NAME, " ", "<|constrain|>", "json")
 
 
 # Of those that fit a template or a token, the first is used; of those with the same name, the last.

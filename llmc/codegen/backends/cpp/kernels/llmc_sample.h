@@ -1,7 +1,7 @@
 // Penalties, masks, sampling and log-probabilities of rows of logits (the ops of llmc/ir/ops/sample.py). Sampling sorts
 // only the ids in the histogram bucket of the threshold, and its result depends only on (logits, parameters, seed,
 // position). In all functions: r entries of v logits; rows[i] is the device row of entry i, -1 for padding; fparams and
-// iparams have 8 columns each, named by llmc_row_columns.h, which cpp_kernel.py makes from the runtime's row_abi.py.
+// iparams have 8 columns each, named by llmc_row_columns.h, which cpp_kernel.py makes from sched/row_columns.py.
 #ifndef LLMC_SAMPLE_H
 #define LLMC_SAMPLE_H
 #include <math.h>
@@ -9,16 +9,13 @@
 #include "llmc_math.h"
 #include "llmc_reduce.h"
 #include "llmc_row_columns.h"
+#include "llmc_sampling_rules.h"
 #include "llmc_store.h"
 namespace llmc {
 static inline int64_t end_of(const int32_t* starts, const int32_t* positions, int64_t i) {  // after the last token
   return starts[i + 1] > 0 ? (int64_t)positions[starts[i + 1] - 1] + 1 : 0;
 }
 
-static inline float penalized(float a, bool seen, int32_t n, const float* f) {  // n: how often the id is output
-  if (seen || n > 0) a = a > 0 ? a / f[REPETITION_PENALTY] : a * f[REPETITION_PENALTY];
-  return a - f[FREQUENCY_PENALTY] * (float)n - (n > 0 ? f[PRESENCE_PENALTY] : 0.0f);
-}
 // Where the drafted ids are that precede an entry's new token: the last tokens of the row's entries after its first, up
 // to the entry itself, behind the prompt. tokens: [rows, width], null if the step verifies no drafts.
 struct Drafted {
@@ -64,14 +61,22 @@ static inline void row_penalize(const llmc_ctx* ctx, float* y, const T* x, const
       if (id >= lo && id < hi) to[id] += biases[rows[i] * width + s];
     }
     const float* f = fparams + rows[i] * 8;
-    if (f[REPETITION_PENALTY] == 1.0f && f[PRESENCE_PENALTY] == 0.0f && f[FREQUENCY_PENALTY] == 0.0f) continue;
+    if (!penalizes(f)) continue;
     const int32_t *bits = seen + rows[i] * words, *count = counts + rows[i] * v;
     Draft drafts[DRAFTS_MAX];
     int some_drafts = drafts_of(drafted, rows, iparams, i, to, lo, hi, drafts);
-    for (int64_t j = lo; j < hi; j++) to[j] = penalized(to[j], (uint32_t)bits[j / 32] >> (j % 32) & 1u, count[j], f);
+    for (int64_t j = lo; j < hi; j += VN) {  // lo is a multiple of 32: the bits of a vector are in one word
+      int n = hi - j < VN ? (int)(hi - j) : VN;
+      vi times = {};
+      memcpy(&times, count + j, n * sizeof(int32_t));
+      vi bit = (splat_i(bits[j / 32]) >> (lanes() + (int32_t)(j % 32))) & 1;
+      vstore(to + j, penalized(f, vload(to + j, n), to_float(times), (bit | times) > 0), n);
+    }
     for (int k = 0; k < some_drafts; k++) {
-      int32_t id = drafts[k].id;
-      to[id] = penalized(drafts[k].logit, (uint32_t)bits[id / 32] >> (id % 32) & 1u, count[id] + drafts[k].count, f);
+      int32_t id = drafts[k].id, times = count[id] + drafts[k].count;
+      float lane[VN];
+      vstore(lane, penalized(f, splat(drafts[k].logit), splat((float)times), splat_i(1) > 0));  // output has it
+      to[id] = lane[0];
     }
   }
 }
@@ -222,7 +227,7 @@ static inline int64_t sample_row(const float* x, int64_t v, const float* f, cons
     int n = v - j < VN ? (int)(v - j) : VN;
     vstore(e + j, m_exp((vload(x + j, n) - top) / t), n);
   }
-  Draw d{e, v, hist, picks, Cut{f[MIN_P] > 0 ? (f[MIN_P] < 1 ? f[MIN_P] : 1.0f) : 0.0f, INT32_MAX}};
+  Draw d{e, v, hist, picks, Cut{least_probability(f), INT32_MAX}};
   if (ip[TOP_K] > 0 && ip[TOP_K] < v) d.top_k(ip[TOP_K]);
   if (f[TOP_P] < 1.0f) d.top_p(f[TOP_P]);
   uint64_t seed = (uint32_t)ip[SEED_LO] | (uint64_t)(uint32_t)ip[SEED_HI] << 32;

@@ -8,16 +8,14 @@ import triton.language as tl
 
 from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
 from llmc.codegen.backends.triton.kernels.row_params import (
-    FREQUENCY_PENALTY,
     MASKED,
     MIN_LEN,
     NUM_BIASES,
     PARAMS,
-    PRESENCE_PENALTY,
     PROMPT_LEN,
-    REPETITION_PENALTY,
     TEMPERATURE,
 )
+from llmc.codegen.backends.triton.kernels.sampling_rules import load_penalties, penalized, penalizes
 
 
 @triton.jit
@@ -50,29 +48,24 @@ def bias(logits, bias_ids_ptr, biases_ptr, num_biases, ids):
 
 
 @triton.jit
-def penalize(logits, seen_ptr, counts_ptr, repetition, presence, frequency, ids, exists, drafted=0):
-    """Apply the repetition penalty to ids of prompt and output, and the other penalties to ids of the output.
-
-    `drafted` is added to the number of times that each id was output.
-    """
+def penalize(logits, seen_ptr, counts_ptr, penalties, ids, exists, drafted=0):
+    """Apply the penalties to the logits of one tile; `drafted` is added to the number of times that ids were output."""
     count = tl.load(counts_ptr + ids, mask=exists, other=0) + drafted
     word = tl.load(seen_ptr + (ids >> 5), mask=exists, other=0)
-    repeated = contains(word, ids) | (count > 0)
-    logits = tl.where(repeated, tl.where(logits > 0, logits / repetition, logits * repetition), logits)
-    return logits - frequency * count.to(tl.float32) - tl.where(count > 0, presence, 0.0)
+    return penalized(logits, count.to(tl.float32), contains(word, ids) | (count > 0), penalties)
 
 
 @triton.jit
 def change_logits(logits, row, ids, exists):
     """Apply all of the row's parameters to the raw logits of one tile; `row` is the state returned by `load_row`."""
     (
-        _, seen_ptr, counts_ptr, stops_ptr, stop_count, bias_ids_ptr, biases_ptr, allowed_ptr, penalizes,
-        masks_stops, num_biases, masked, repetition, presence, frequency,
+        _, seen_ptr, counts_ptr, stops_ptr, stop_count, bias_ids_ptr, biases_ptr, allowed_ptr, has_penalties,
+        masks_stops, num_biases, masked, penalties,
     ) = row  # fmt: skip
     if num_biases > 0:
         logits = bias(logits, bias_ids_ptr, biases_ptr, num_biases, ids)
-    if penalizes:
-        logits = penalize(logits, seen_ptr, counts_ptr, repetition, presence, frequency, ids, exists)
+    if has_penalties:
+        logits = penalize(logits, seen_ptr, counts_ptr, penalties, ids, exists)
     if masks_stops:
         for stop in range(stop_count):
             logits = tl.where(ids == tl.load(stops_ptr + stop), float("-inf"), logits)
@@ -128,18 +121,16 @@ def load_row(
     floats_ptr += live * PARAMS
     ints_ptr += live * PARAMS
     temperature = tl.load(floats_ptr + TEMPERATURE)
-    repetition = tl.load(floats_ptr + REPETITION_PENALTY)
-    presence = tl.load(floats_ptr + PRESENCE_PENALTY)
-    frequency = tl.load(floats_ptr + FREQUENCY_PENALTY)
+    penalties = load_penalties(floats_ptr)
     position = next_position(entry, starts_ptr, positions_ptr)
-    penalizes = (row >= 0) & ((repetition != 1.0) | (presence != 0.0) | (frequency != 0.0))
+    has_penalties = (row >= 0) & penalizes(penalties)
     masks_stops = (row >= 0) & (position < tl.load(ints_ptr + MIN_LEN))
     num_biases = tl.where(row >= 0, tl.load(ints_ptr + NUM_BIASES), 0)
     masked = (row >= 0) & (tl.load(ints_ptr + MASKED) != 0)
     state = (
         raw_ptr, seen_ptr + live * WORDS, counts_ptr + live * VOCAB, stops_ptr + live * STOPS, STOPS,
-        bias_ids_ptr + live * BIASES, biases_ptr + live * BIASES, allowed_ptr + live * WORDS, penalizes, masks_stops,
-        num_biases, masked, repetition, presence, frequency,
+        bias_ids_ptr + live * BIASES, biases_ptr + live * BIASES, allowed_ptr + live * WORDS, has_penalties,
+        masks_stops, num_biases, masked, penalties,
     )  # fmt: skip
     return state, temperature, position
 
@@ -190,26 +181,24 @@ def row_penalize(
     row = tl.load(rows_ptr + entry).to(tl.int64)
     floats_ptr += tl.maximum(row, 0) * PARAMS
     num_biases = tl.where(row >= 0, tl.load(ints_ptr + tl.maximum(row, 0) * PARAMS + NUM_BIASES), 0)
-    repetition = tl.load(floats_ptr + REPETITION_PENALTY)
-    presence = tl.load(floats_ptr + PRESENCE_PENALTY)
-    frequency = tl.load(floats_ptr + FREQUENCY_PENALTY)
+    penalties = load_penalties(floats_ptr)
     first = entry.to(tl.int64) * VOCAB
-    penalizes = (row >= 0) & ((repetition != 1.0) | (presence != 0.0) | (frequency != 0.0))
+    has_penalties = (row >= 0) & penalizes(penalties)
     changes = True
     if MAY_BE_IN_PLACE:
-        changes = penalizes | (num_biases > 0) | (logits_ptr.to(tl.int64) != out_ptr.to(tl.int64))
+        changes = has_penalties | (num_biases > 0) | (logits_ptr.to(tl.int64) != out_ptr.to(tl.int64))
     if changes:
         logits = tl.load(logits_ptr + first + ids, mask=ids < VOCAB, other=0.0).to(tl.float32)
         if num_biases > 0:
             logits = bias(logits, bias_ids_ptr + row * BIASES, biases_ptr + row * BIASES, num_biases, ids)
-        if penalizes:
+        if has_penalties:
             seen, counts = seen_ptr + row * WORDS, counts_ptr + row * VOCAB
             drafted = tl.zeros_like(ids)
             if token_ids_ptr is not None:
                 prompt = tl.load(ints_ptr + row * PARAMS + PROMPT_LEN)
                 history = token_ids_ptr + row * max_length
                 drafted = count_drafts(rows_ptr, starts_ptr, positions_ptr, history, prompt, entry, row, ids)
-            logits = penalize(logits, seen, counts, repetition, presence, frequency, ids, ids < VOCAB, drafted)
+            logits = penalize(logits, seen, counts, penalties, ids, ids < VOCAB, drafted)
         tl.store(out_ptr + first + ids, logits, mask=ids < VOCAB)
 
 

@@ -1,15 +1,15 @@
-"""The columns of a row's sampling parameters: PARAMS floats and PARAMS integers of the device row."""
+"""The columns of the device row that sampling kernels read: PARAMS floats and PARAMS integers of a row.
+
+`sampling_rules.py` has the columns of its parameters.
+"""
 
 import triton.language as tl
-from llmc_runtime.format.row_abi import FLOAT_COLUMNS, INT_COLUMNS, WIDTH
+from llmc_runtime.format.row_abi import WIDTH
+from llmc_runtime.sched.row_columns import FLOAT_COLUMNS, INT_COLUMNS
 
 PARAMS = tl.constexpr(WIDTH)  # columns of the float and of the integer parameters
 TEMPERATURE = tl.constexpr(FLOAT_COLUMNS.index("temperature"))
 TOP_P = tl.constexpr(FLOAT_COLUMNS.index("top_p"))
-MIN_P = tl.constexpr(FLOAT_COLUMNS.index("min_p"))
-REPETITION_PENALTY = tl.constexpr(FLOAT_COLUMNS.index("repetition_penalty"))
-PRESENCE_PENALTY = tl.constexpr(FLOAT_COLUMNS.index("presence_penalty"))
-FREQUENCY_PENALTY = tl.constexpr(FLOAT_COLUMNS.index("frequency_penalty"))
 TOP_K = tl.constexpr(INT_COLUMNS.index("top_k"))
 SEED_LO = tl.constexpr(INT_COLUMNS.index("seed_lo"))
 SEED_HI = tl.constexpr(INT_COLUMNS.index("seed_hi"))

@@ -19,7 +19,6 @@ from llmc.codegen.backends.triton.kernels.row_logits import (
     plain_logits,
 )
 from llmc.codegen.backends.triton.kernels.row_params import (
-    MIN_P,
     PARAMS,
     PROMPT_LEN,
     SEED_HI,
@@ -30,18 +29,19 @@ from llmc.codegen.backends.triton.kernels.row_params import (
     WANT_LOGPROBS,
 )
 from llmc.codegen.backends.triton.kernels.sampling_math import draw_filtered, find_lane, uniform
+from llmc.codegen.backends.triton.kernels.sampling_rules import least_probability
 
 
 @triton.jit
 def load_draw(floats_ptr, ints_ptr, row, position):
-    """Return (top_p, min_p, top_k, the uniform random number of the position) of a row."""
+    """Return (top_p, the least relative probability, top_k, the uniform random number of the position) of a row."""
     floats_ptr += row * PARAMS
     ints_ptr += row * PARAMS
     top_p = tl.load(floats_ptr + TOP_P)
-    min_p = tl.load(floats_ptr + MIN_P)
+    least_p = least_probability(floats_ptr)
     top_k = tl.load(ints_ptr + TOP_K)
     u = uniform(tl.load(ints_ptr + SEED_LO), tl.load(ints_ptr + SEED_HI), position)
-    return top_p, min_p, top_k, u
+    return top_p, least_p, top_k, u
 
 
 @triton.jit
@@ -79,10 +79,10 @@ def row_sample(
         out = packed_id(first)
         in_prompt = position < tl.load(ints_ptr + row * PARAMS + PROMPT_LEN)
         if (t > 0) & (in_prompt == 0):
-            top_p, min_p, top_k, u = load_draw(floats_ptr, ints_ptr, row, position)
+            top_p, least_p, top_k, u = load_draw(floats_ptr, ints_ptr, row, position)
             top = value_of(packed_key(first))
             out = draw_filtered(
-                logits_ptr, top, t, top_p, min_p, top_k, u, plain_logits, VOCAB, LOG_VOCAB, TILE, TILES_PADDED
+                logits_ptr, top, t, top_p, least_p, top_k, u, plain_logits, VOCAB, LOG_VOCAB, TILE, TILES_PADDED
             )
         prompt_id = tl.load(token_ids_ptr + row * max_length + position, mask=in_prompt, other=0)
         out = tl.where(in_prompt, prompt_id, out)
@@ -227,11 +227,11 @@ def draw_from_blocks(
     live = tl.maximum(row, 0)
     in_prompt = (row >= 0) & (position < tl.load(ints_ptr + live * PARAMS + PROMPT_LEN))
     if (row >= 0) & (t > 0) & (in_prompt == 0):
-        top_p, min_p, top_k, u = load_draw(floats_ptr, ints_ptr, live, position)
+        top_p, least_p, top_k, u = load_draw(floats_ptr, ints_ptr, live, position)
         top = value_of(packed_key(pair))
-        if (top_p < 1.0) | (min_p > 0.0) | ((top_k > 0) & (top_k < VOCAB)):
+        if (top_p < 1.0) | (least_p > 0.0) | ((top_k > 0) & (top_k < VOCAB)):
             out = draw_filtered(
-                state, top, t, top_p, min_p, top_k, u, changed_logits, VOCAB, LOG_VOCAB, TILE, TILES_PADDED
+                state, top, t, top_p, least_p, top_k, u, changed_logits, VOCAB, LOG_VOCAB, TILE, TILES_PADDED
             )
         else:
             mass = tl.load(masses_ptr + at, mask=block < BLOCKS, other=0.0)

@@ -162,7 +162,7 @@ def find_cut(
     top,
     t,
     top_p,
-    min_p,
+    least_p,
     top_k,
     LOGITS: tl.constexpr,
     VOCAB: tl.constexpr,
@@ -171,13 +171,13 @@ def find_cut(
 ):
     """Return (cut, the number of ids to keep whose key equals it).
 
-    min_p, top_k and top_p each keep a prefix of the ids in descending order, top_p among the ids that the other two
-    keep.
+    least_p (the smallest probability to keep, relative to the largest: 0 to 1), top_k and top_p each keep a prefix of
+    the ids in descending order, top_p among the ids that the other two keep.
     """
-    least = top.to(tl.float64) + t.to(tl.float64) * tl.log(tl.minimum(tl.maximum(min_p, 1e-30), 1.0).to(tl.float64))
+    least = top.to(tl.float64) + t.to(tl.float64) * tl.log(tl.maximum(least_p, 1e-30).to(tl.float64))
     cut = key_of(least.to(tl.float32))
     cut = tl.where(value_of(cut).to(tl.float64) < least, cut + 1, cut)
-    cut = tl.where(min_p > 0, cut, LOWEST_KEY + 1)
+    cut = tl.where(least_p > 0, cut, LOWEST_KEY + 1)
     ties = tl.full([], VOCAB, tl.int32)
     whole = tl.full([], -1.0, tl.float64)
     floor = tl.minimum(key_of(tl.full([], -3.0e38, tl.float32)), key_of(top))
@@ -208,7 +208,7 @@ def draw_filtered(
     top,
     t,
     top_p,
-    min_p,
+    least_p,
     top_k,
     u,
     LOGITS: tl.constexpr,
@@ -218,7 +218,7 @@ def draw_filtered(
     TILES_PADDED: tl.constexpr,
 ):
     """Return the id that the row samples at u in [0, 1)."""
-    cut, ties = find_cut(row, top, t, top_p, min_p, top_k, LOGITS, VOCAB, LOG_VOCAB, TILE)
+    cut, ties = find_cut(row, top, t, top_p, least_p, top_k, LOGITS, VOCAB, LOG_VOCAB, TILE)
     until = tl.full([], VOCAB, tl.int32)
     if ties < VOCAB:
         last = (ties - 1).to(tl.float64)
