@@ -231,7 +231,7 @@ class Executor:
         """Fetch the outputs and record the event, once everything in the step is launched."""
         device, count, width = self.device, len(ticket.entries), ticket.width
         ticket.ids = device.fetch(self._ids, 0, count * 4)
-        if self._proposed is not None and any(self.rows.drafts[w.row] for w in ticket.work):
+        if self._proposed is not None and True in self.rows.drafts:
             ticket.proposed = device.fetch(self._proposed, 0, count * 4)
         if any(ticket.needs_logprobs):
             each = (4, 4, 4 * width, 4 * width)
