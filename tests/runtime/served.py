@@ -66,7 +66,7 @@ def served(
     *, pace: float = 0.0, keys: Sequence[str] = (), limits: Limits | None = None, sequences: int = 64,
     tokens: int = 1 << 20, per_key: int | None = None, admin_keys: Sequence[str] = (), max_wait: float = math.inf,
     timeout: float | None = None, connections: int = 1000, alias: str | None = None,
-    key_scope: str = "all", **options: Any,
+    key_scope: str = "all", origins: Sequence[str] = (), **options: Any,
 ) -> Iterator[Served]:  # fmt: skip
     """Run a server in a thread, on a free port; `options` are the engine's."""
     listening = socket.create_server(("127.0.0.1", 0))
@@ -82,7 +82,9 @@ def served(
             limit = ConnectionLimit(connections, lambda: meters.refused("connections"))
             shed = LoadShedder(serving)
             hosts = ("localhost", "127.0.0.1", "[::1]")
-            app = application(serving, keys, limits, hosts, admin_keys=admin_keys, key_scope=key_scope, shed=shed)
+            app = application(
+                serving, keys, limits, hosts, admin_keys=admin_keys, key_scope=key_scope, shed=shed, origins=origins
+            )
             config = uvicorn.Config(
                 app,
                 http=type("Bounded", (Quick,), {"limit": limit, "shed": shed}),

@@ -223,6 +223,12 @@ def test_structured_outputs_in_every_spelling(server: Served) -> None:
         ({"structured_outputs": {"choice": ["a", "b"]}}, StructuredOutputsParams(choice=("a", "b"))),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, StructuredOutputsParams(grammar='start: "a"')),
         ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object", "schema": schema}}, replace(wanted, whitespace_pattern=SPACE)),
+        ({"guided_json": schema, "guided_whitespace_pattern": SPACE}, replace(wanted, whitespace_pattern=SPACE)),
+        ({"guided_json": json.dumps(schema)}, replace(wanted, json=json.dumps(schema))),
+        ({"guided_regex": "[a-c]{3}"}, StructuredOutputsParams(regex="[a-c]{3}")),
+        ({"guided_choice": ["a", "b"]}, StructuredOutputsParams(choice=("a", "b"))),
+        ({"guided_grammar": 'start: "a"', "guided_json": None}, StructuredOutputsParams(grammar='start: "a"')),
     )
     for fields, want in spelled:
         asked = parse(json.dumps({"messages": CHAT, **fields}).encode(), ChatRequest, lambda fields: None)
@@ -235,7 +241,8 @@ def test_structured_outputs_in_every_spelling(server: Served) -> None:
 def test_what_there_is_to_look_at(client: Any, http: httpx.Client) -> None:
     assert [m.id for m in client.models.list()] == ["toy", "other"]
     assert client.models.retrieve("other").id == "other"
-    assert http.get("/health").status_code == http.get("/ready").status_code == 200
+    assert all(http.get(path).status_code == 200 for path in ("/health", "/ready", "/ping"))
+    assert http.get("/load").json() == {"server_load": 0}
     assert http.get("/version").json().keys() == {"version"}
     ids = TOK.encode("The kernel")
     response = post(http, "/tokenize", prompt="The kernel", return_token_strs=True)
@@ -273,7 +280,29 @@ BAD: tuple[tuple[dict[str, Any], int, str | None, str], ...] = (
     ({"prompt": "x", "logit_bias": {"999999": 1}}, 400, "logit_bias", "invalid_value"),
     ({"prompt": "x", "model": "gpt"}, 404, "model", "model_not_found"),
     ({"prompt": "x", "suffix": "y"}, 400, "suffix", "unsupported_parameter"),
-    ({"prompt": "x", "guided_json": {}, "guided_regex": "a"}, 400, "guided_regex", "unsupported_parameter"),
+    ({"prompt": "x", "guided_json": {}, "guided_regex": "a"}, 400, "structured_outputs", "invalid_value"),
+    ({"prompt": "x", "guided_choice": "a"}, 400, "guided_choice", "invalid_type"),
+    (
+        {"prompt": "x", "guided_regex": "a", "structured_outputs": {"regex": "a"}},
+        400,
+        "structured_outputs",
+        "invalid_value",
+    ),
+    (
+        {"prompt": "x", "guided_regex": "a", "response_format": {"type": "json_object"}},
+        400,
+        "structured_outputs",
+        "invalid_value",
+    ),
+    (
+        {"prompt": "x", "response_format": {"type": "text", "schema": {}}},
+        400,
+        "response_format.schema",
+        "invalid_value",
+    ),
+    ({"prompt": "x", "vllm_xargs": {"a": 1}}, 400, "vllm_xargs", "unsupported_parameter"),
+    ({"prompt": "x", "kv_transfer_params": {"a": 1}}, 400, "kv_transfer_params", "unsupported_parameter"),
+    ({"prompt": "x", "thinking_token_budget": 5}, 400, "thinking_token_budget", "unsupported_parameter"),
     ({"prompt": "x", "stream_options": {}}, 400, "stream_options", "invalid_value"),
     ({"prompt": "x", "cache_salt": "s" * 300}, 400, "cache_salt", "invalid_value"),
     ({"prompt": "x", "priority": 1 << 40}, 400, "priority", "invalid_value"),

@@ -69,7 +69,7 @@ def test_without_a_key_nothing_but_health_and_readiness_is_there(server: Served)
                     assert status in (400, 401, 404, 405), (method, spelling, status)
                     seen.add(status)
     assert 401 in seen
-    for path in ("/health", "/ready"):
+    for path in ("/health", "/ready", "/ping"):
         assert httpx.get(server.url + path).status_code == 200
         assert httpx.post(server.url + path).status_code == 401
 

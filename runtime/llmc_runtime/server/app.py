@@ -19,6 +19,7 @@ from llmc_runtime import __version__
 from llmc_runtime.server.admin import Admin
 from llmc_runtime.server.http.auth import Guard, Keys, Limits, read_body
 from llmc_runtime.server.http.body_budget import Body
+from llmc_runtime.server.http.cors import allow_origins
 from llmc_runtime.server.http.errors import ApiError, not_found
 from llmc_runtime.server.http.replies import (
     Events,
@@ -60,12 +61,14 @@ def application(
     admin_keys: Sequence[str] = (),
     key_scope: str = "all",
     shed: LoadShedder | None = None,
+    origins: Sequence[str] = (),
 ) -> ASGIApp:
     """Return the server as an ASGI application.
 
     `hosts` are the accepted names in Host headers (None: any). `root_path` is a path prefix that a proxy may or may not
     strip. Without `admin_keys` there are no routes under /admin/. `key_scope` names the paths that require one of
-    `keys` (auth.KEY_SCOPES). `shed` refuses requests from their heads; its check of keys is set here.
+    `keys` (auth.KEY_SCOPES). `shed` refuses requests from their heads; its check of keys is set here. Web
+    pages of `origins` may use the server.
     """
     limits, root_path = limits or Limits(), normalize_root(root_path)
     routes = [*Endpoints(serving, limits, root_path).routes(), page_route(needs_key=bool(keys))]
@@ -76,7 +79,8 @@ def application(
     shed = shed or LoadShedder(serving)
     guarded = Guard(app, Keys(keys), limits, hosts, Keys(admin_keys), key_scope, shed.refuse)
     shed.check = guarded.check
-    return NormalizeTarget(guarded, root_path)
+    server = NormalizeTarget(guarded, root_path)
+    return allow_origins(server, origins) if origins else server
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -100,8 +104,9 @@ class Endpoints:
     def routes(self) -> list[Route]:
         """Return all routes, each with and without a trailing slash."""
         endpoints: tuple[tuple[str, str, Any], ...] = (
-            ("GET", "/health", self.health), ("GET", "/ready", self.ready), ("GET", "/version", self.version),
-            ("GET", "/metrics", self.metrics), ("GET", "/openapi.json", self.openapi),
+            ("GET", "/health", self.health), ("GET", "/ping", self.health), ("GET", "/ready", self.ready),
+            ("GET", "/version", self.version), ("GET", "/load", self.load), ("GET", "/metrics", self.metrics),
+            ("GET", "/openapi.json", self.openapi),
             ("GET", "/tokenizer_info", self.tokenizer_info), ("GET", "/v1/models", self.models),
             ("POST", "/v1/completions", self.completions), ("POST", "/v1/chat/completions", self.chat),
             ("POST", "/tokenize", self.tokenize), ("POST", "/detokenize", self.detokenize),
@@ -177,7 +182,7 @@ class Endpoints:
         return as_json(self._model(name))
 
     async def health(self, request: Request) -> Response:
-        """GET /health: 200 while the engine is running or the server is draining."""
+        """GET /health and /ping: 200 while the engine is running or the server is draining."""
         return Response(status_code=200 if self.serving.llm.is_running or self.serving.admission.draining else 503)
 
     @catch_errors
@@ -190,6 +195,10 @@ class Endpoints:
     async def version(self, request: Request) -> Response:
         """GET /version."""
         return as_json({"version": __version__})
+
+    async def load(self, request: Request) -> Response:
+        """GET /load: the number of sequences that are running or waiting, under vLLM's name."""
+        return as_json({"server_load": self.serving.admission.open_sequences})
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics, for Prometheus."""

@@ -88,6 +88,7 @@ def options_of(
     engine["cache_dir"] = args.cache or default_root(environment)
     engine["max_restart_delay"] = _MAX_RESTART_DELAY if args.on_engine_failure == "retry" else None
     more: dict[str, Any] = {"keys": keys, "admin_keys": admin_keys, "tls": None if tls == Tls() else tls}
+    more["notify_socket"] = environment.get("NOTIFY_SOCKET", "")
     values = _values(Options, args) | {"chat_template": template}
     return Options(args.model, **values, **more, engine=engine, notes=notes)
 

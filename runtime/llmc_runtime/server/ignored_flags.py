@@ -109,10 +109,8 @@ REFUSED = (
     _refused("--chat-template-content-format", "content is text", "auto", "string"),
     _refused("--response-role", "the role of responses is assistant", "assistant"),
     _refused("--return-tokens-as-token-ids --enable-force-include-usage", "set it in the request", values=""),
-    _refused(
-        "--allowed-origins --allowed-methods --allowed-headers --allow-credentials",
-        "CORS headers are not supported: put a proxy in front that adds them", values="?",
-    ),
+    _refused("--allowed-methods --allowed-headers", "pages may use GET and POST, and send all headers", '["*"]'),
+    _refused("--allow-credentials", "the server has no cookies; pages send keys in a header", values=""),
     _refused(
         "--api-key", "keys must not be on the command line: use --api-key-file FILE or --api-key-env NAME", values="+"
     ),

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from llmc_runtime import __version__
+from llmc_runtime.server.http.probes import PROBES
 from llmc_runtime.server.requests.request_fields import (
     ChatRequest,
     CompletionRequest,
@@ -28,10 +29,10 @@ _GETS = (
     ("/tokenizer_info", "The named special tokens"),
     ("/version", "The server's version"),
     ("/metrics", "Metrics for Prometheus"),
+    ("/load", "The number of open requests"),
     ("/openapi.json", "This description"),
     ("/", "A chat and metrics, for a browser"),
 )
-_OPEN = (("/health", "Whether the engine is alive"), ("/ready", "Whether a request would be admitted"))
 _ERRORS = (400, 401, 404, 408, 413, 415, 421, 429, 431, 500, 503, 504)
 _REF = "#/components/schemas/{name}"
 _HEADERS = ("X-Request-Id", "Retry-After", "retry-after-ms", "x-should-retry", "WWW-Authenticate")
@@ -53,7 +54,7 @@ def description() -> dict[str, Any]:
     model = paths["/v1/models/{name}"]["get"]
     model["parameters"], model["responses"]["404"] = [name], _responses("", (404,))["404"]
     paths["/"]["get"]["security"] = [{}, {"bearer": []}, {"basic": []}]
-    for path, summary in _OPEN:
+    for path, summary in PROBES.items():
         responses = _responses(summary, (400, 421, 431, 503))
         paths[path] = {"get": {"summary": summary, "security": [], "responses": responses}}
     not_served = _responses("", (400, 401, 404, 421, 431))

@@ -31,6 +31,7 @@ from llmc_runtime.server.load_shedding import LoadShedder
 from llmc_runtime.server.operations.admission import Admission
 from llmc_runtime.server.operations.malloc import return_freed_memory
 from llmc_runtime.server.operations.metrics_exporter import ServerMetrics, about
+from llmc_runtime.server.operations.service_manager import READY, STOPPING, notify
 from llmc_runtime.server.protocol import (
     MAX_CONNECTIONS,
     MAX_HEAD_BYTES,
@@ -124,6 +125,7 @@ async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls:
 
         def drain(server: DrainingServer) -> None:
             serving.admission.draining = True
+            notify(options.notify_socket, STOPPING)
             work = partial(_drain, llm, serving, server, options.shutdown_timeout)
             loop.call_soon_threadsafe(lambda: tasks.add(loop.create_task(work())))
 
@@ -150,7 +152,8 @@ async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls:
 
 
 def _announce(options: Options, serving: Serving, address: str, say: Callable[[str], None]) -> None:
-    """Print that the server accepts requests."""
+    """Print that the server accepts requests, and tell the service manager."""
+    notify(options.notify_socket, READY)
     say(f"{serving.names[0]} at {address}")
     if not options.local and not options.keys:
         say("anyone who can reach this address may use the model: no API keys are set")
@@ -187,7 +190,7 @@ def _config(options: Options, serving: Serving, connections: int) -> uvicorn.Con
     hosts = (*LOOPBACK, options.host, *options.hosts) if options.local or options.hosts else None
     app = application(
         serving, options.keys, Limits(body=options.max_body), hosts, options.root_path, options.admin_keys,
-        options.key_scope, shed,
+        options.key_scope, shed, options.origins,
     )  # fmt: skip
     config = uvicorn.Config(
         AccessLog(app, options.log_requests, shed.refusals) if options.access_log else app,

@@ -6,6 +6,8 @@ Flags have vLLM's names if their meaning is the same.
 from __future__ import annotations
 
 import argparse
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +23,7 @@ from llmc_runtime.server.http.tls import Tls
 from llmc_runtime.server.ignored_flags import add_ignored
 
 _GROUPS = ("configuration", "server", "keys and TLS", "load", "logs", "chats and sampling", "engine")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 # The names in tool_calls.reasoning, which needs packages of the extra `serve`.
 _REASONING_PARSERS = (
@@ -41,6 +44,21 @@ def _limit(name: str, seconds: float | None) -> float | None:
     if seconds is not None and not 0 <= seconds <= 1e6:
         raise LlmcError("E668", f"{name} {seconds} is out of range", "use seconds up to 1000000, or 0 for no limit")
     return seconds or None
+
+
+def _origins(name: str, values: Sequence[str]) -> tuple[str, ...]:
+    """Return origins given one by one, or as JSON lists as vLLM takes them. Raises LlmcError E648 for other values."""
+    origins: list[Any] = []
+    for value in values:
+        try:
+            origins += json.loads(value) if value.startswith("[") else [value]
+        except ValueError:
+            origins.append(value)
+    for origin in origins:
+        if origin != "*" and not _ORIGIN.fullmatch(str(origin)):
+            cause = f"{name}: {str(origin)[:80]!r} is not an origin"
+            raise LlmcError("E648", cause, "use a scheme and a host, such as https://example.com, or * for all")
+    return tuple(origins)
 
 
 _configuration, _server, _access, _load, _logs, _chats, _engine = (partial(serve_option, title) for title in _GROUPS)
@@ -83,7 +101,7 @@ class KeySources:
 @dataclass(frozen=True)
 class Options:
     """How a model is served. `engine` are keyword arguments of AsyncLLM, `keys` and `admin_keys` the keys themselves,
-    and `notes` messages to print at startup.
+    `notes` messages to print at startup, and `notify_socket` the address of a service manager ($NOTIFY_SOCKET).
     """
 
     model: str
@@ -100,6 +118,10 @@ class Options:
     hosts: Sequence[str] = _server(
         (), "further allowed values of the Host header", flags=("--allowed-hosts",), metavar="NAME", many="+"
     )
+    origins: Sequence[str] = _server(
+        (), "origins whose web pages may use the server, such as https://example.com, or * for all (default: none)",
+        flags=("--allowed-origins",), metavar="ORIGIN", many="+", check=_origins,
+    )  # fmt: skip
     max_body: int = _server(
         8 << 20, "maximum size of a request body in bytes (8M)", flags=("--max-body-bytes",), read=parse_bytes,
         metavar="BYTES",
@@ -117,7 +139,7 @@ class Options:
     )
     key_scope: str = _access(
         "all",
-        "routes that need an API key: all except /health and /ready (all), also except /metrics (all-but-metrics), or "
+        "routes that need an API key: all except health probes (all), also except /metrics (all-but-metrics), or "
         "only those under /v1 as in vLLM (v1)", flags=("--api-key-scope",), choices=("all", "all-but-metrics", "v1"),
     )  # fmt: skip
     max_queued_requests: int = _load(
@@ -173,6 +195,7 @@ class Options:
     tls: Tls | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    notify_socket: str = ""
 
     @property
     def local(self) -> bool:

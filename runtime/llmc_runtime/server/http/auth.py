@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmc_runtime.server.http.body_budget import STEP_BYTES, STEP_SECONDS, Body, BodyBudget
 from llmc_runtime.server.http.errors import ApiError
+from llmc_runtime.server.http.probes import PROBES
 from llmc_runtime.server.http.replies import as_error, record_error
 
 PAGE = "/"
@@ -30,7 +31,6 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0")  # 0.0.0.0 also reache
 REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
 _READS = frozenset({"GET", "HEAD"})
-_PROBES = ("/health", "/ready")
 _METRICS = ("/metrics", "/metrics/")
 _OUTSIDE_V1 = ("/", *(path + end for path in ("/version", "/openapi.json", "/tokenizer_info") for end in ("", "/")))
 _TOKENIZING = ("/tokenize", "/tokenize/", "/detokenize", "/detokenize/")
@@ -43,9 +43,9 @@ def _open(*reads: str, posts: Sequence[str] = ()) -> Mapping[str, frozenset[str]
 # The paths and methods that need no API key, by --api-key-scope. Paths under /admin/ are never included.
 KEY_SCOPES: Mapping[str, Mapping[str, frozenset[str]]] = MappingProxyType(
     {
-        "all": _open(*_PROBES),
-        "all-but-metrics": _open(*_PROBES, *_METRICS),
-        "v1": _open(*_PROBES, *_METRICS, *_OUTSIDE_V1, posts=_TOKENIZING),
+        "all": _open(*PROBES),
+        "all-but-metrics": _open(*PROBES, *_METRICS),
+        "v1": _open(*PROBES, *_METRICS, *_OUTSIDE_V1, posts=_TOKENIZING),
     }
 )
 

@@ -12,8 +12,10 @@ import time
 from collections import OrderedDict
 from typing import Protocol
 
+from llmc_runtime.server.http.probes import PROBES
+
 HEAD_SECONDS = 0.001  # maximum time of parsing heads per iteration of the event loop
-PROBES = (b"GET /health ", b"GET /ready ")  # health probes: their heads never wait
+_PROBES = tuple(f"GET {path} ".encode() for path in PROBES)  # their heads never wait
 MAX_BODIES = 8  # connections whose bodies are read at a time
 BODY_BYTES = 512 << 10  # maximum bytes of a turn, if other connections wait
 BODY_SECONDS = 0.02  # maximum time of a turn, if other connections wait
@@ -44,7 +46,7 @@ class HeadTurns:
         """Parse `data`, the beginning of a request, in this iteration or a later one."""
         if connection in self._waiting:  # TLS may hand over several pieces before the pause takes effect
             self._waiting[connection] += data
-        elif (self._waiting or self._spent >= HEAD_SECONDS) and not data.startswith(PROBES):
+        elif (self._waiting or self._spent >= HEAD_SECONDS) and not data.startswith(_PROBES):
             self._waiting[connection] = data
             connection.pause_reading()
         else:

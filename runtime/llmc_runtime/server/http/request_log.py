@@ -21,10 +21,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from llmc_runtime.api.llm import to_stderr as print_to_stderr
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.prompts import Prompt
+from llmc_runtime.server.http.probes import PROBES
 from llmc_runtime.server.http.replies import code_location
 
 log = logging.getLogger("llmc.request")
-_PROBES = frozenset({"/health", "/ready", "/metrics"})  # logged at level debug, as they are frequent
+_FREQUENT = frozenset({*PROBES, "/metrics"})  # logged at level debug, as they are frequent
 MAX_WAITING = 10_000  # lines
 _TEMPORARY = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EAGAIN})
 _CLIENT_CLOSED_REQUEST = 499  # the client disconnected before the response ended
@@ -246,7 +247,7 @@ def log_request(scope: Mapping[str, Any], record: Record) -> None:
     """Write the log line of a request that has ended."""
     path = scope["path"]
     fields = {"request_id": scope.get("llmc.id"), "method": scope["method"][:16], "route": path[:_MAX_PATH]}
-    level = logging.DEBUG if path in _PROBES and scope["method"] == "GET" else logging.INFO
+    level = logging.DEBUG if path in _FREQUENT and scope["method"] == "GET" else logging.INFO
     log.log(level, "request", extra={"fields": {**fields, **record.fields()}})
 
 

@@ -26,14 +26,14 @@ _IGNORED = frozenset(
         "request_id", "spaces_between_special_tokens",
     }
 )  # fmt: skip
-_USE = "use structured_outputs"
 # Known fields that are rejected if they are set: ignoring them would change the response.
 _REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "tools": "use /v1/chat/completions", "functions": "use tools", "function_call": "use tool_choice",
         "suffix": "text is only appended to a prompt", "audio": "only text is generated",
         "web_search_options": "the server has no access to the web", "prompt_embeds": "send text or token ids",
-        "guided_json": _USE, "guided_regex": _USE, "guided_choice": _USE, "guided_grammar": _USE,
+        "vllm_xargs": "the server has no such extensions", "kv_transfer_params": "KV pages are not exchanged",
+        "thinking_token_budget": "use max_tokens", "guided_decoding_backend": "grammars are compiled by llguidance",
         "use_beam_search": "use n", "logits_processors": "use logit_bias or allowed_token_ids",
         "truncate_prompt_tokens": "shorten the prompt", "chat_template": "the server's own template is used",
     }

@@ -64,6 +64,7 @@ ToolChoiceObject = Annotated[
 ]
 Name = Annotated[str, _schema(maxLength=MAX_NAME)]
 GrammarText = Annotated[str, _schema(maxLength=MAX_BYTES)]
+Choices = Annotated[list[str], _schema(maxItems=MAX_CHOICE_TEXTS)]
 TemplateKwargs = Annotated[dict[str, Any], _schema(maxProperties=MAX_TEMPLATE_KWARGS)]
 Scores = Annotated[int, _schema(minimum=0, maximum=TOP_LOGPROBS)]
 Priority = Annotated[int, _schema(minimum=-(2**31), maximum=2**31 - 1)]
@@ -100,10 +101,11 @@ class JsonSchema(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """`type`: text, json_object or json_schema."""
+    """`type`: text, json_object (with a `schema`, if there is one) or json_schema."""
 
     type: Name
     json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
@@ -111,7 +113,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
 
     json: GrammarText | dict[str, Any] | None = None
     regex: GrammarText | None = None
-    choice: Annotated[list[str], _schema(maxItems=MAX_CHOICE_TEXTS)] | None = None
+    choice: Choices | None = None
     grammar: GrammarText | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool | None = None
@@ -120,13 +122,18 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
 
 
 class Generation(SamplingFields, msgspec.Struct, kw_only=True):
-    """The fields that completions and chats share."""
+    """The fields that completions and chats share. The fields guided_... are earlier names of structured_outputs."""
 
     model: Name | None = None
     max_tokens: MaxTokens | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: GrammarText | dict[str, Any] | None = None
+    guided_regex: GrammarText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None
+    guided_whitespace_pattern: GrammarText | None = None
     response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -7,6 +7,7 @@ The default of a field is the operator's override, else the value in the model's
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from llmc_runtime.defaults import of_model
@@ -22,6 +23,10 @@ _COPIED = tuple(name for name, parameter in PARAMETERS.items() if parameter.requ
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions
 # At most one space between the parts of a response_format's JSON: white space costs tokens and carries no information.
 WHITESPACE = " ?"
+# Fields of structured_outputs, and the request fields that vLLM had for them earlier.
+_GUIDED: Mapping[str, str] = MappingProxyType(
+    {name: f"guided_{name}" for name in ("json", "regex", "choice", "grammar", "whitespace_pattern")}
+)
 
 
 class Defaults(Protocol):
@@ -100,20 +105,27 @@ def _params(request: Generation, llm: Defaults, default: SamplingParams, own: di
 
 
 def _structured_outputs(request: Generation) -> StructuredOutputsParams | None:
-    """Return the output format that structured_outputs or response_format requests."""
+    """Return the output format that response_format, structured_outputs or the fields guided_... request."""
     form = None if request.response_format is None else _of_format(request.response_format)
     outputs = request.structured_outputs
-    if outputs is None:
-        return form
-    if form is not None:
-        raise ApiError("response_format and structured_outputs exclude each other", param="structured_outputs")
-    fields = {name: value for name in outputs.__struct_fields__ if (value := getattr(outputs, name)) is not None}
-    return StructuredOutputsParams(**fields)
+    guided = {name: value for name in _GUIDED if (value := getattr(request, _GUIDED[name])) is not None}
+    given = {"response_format": form, "structured_outputs": outputs, "guided_...": guided or None}
+    used = [name for name, value in given.items() if value is not None]
+    if len(used) > 1:
+        raise ApiError(f"{used[0]} and {used[1]} exclude each other", param="structured_outputs")
+    if outputs is not None:
+        fields = {name: value for name in outputs.__struct_fields__ if (value := getattr(outputs, name)) is not None}
+        return StructuredOutputsParams(**fields)
+    return StructuredOutputsParams(**guided) if guided else form
 
 
 def _of_format(form: ResponseFormat) -> StructuredOutputsParams | None:
+    if form.schema is not None and form.type != "json_object":
+        raise ApiError("response_format.schema needs the type json_object", param="response_format.schema")
     if form.type == "text":
         return None
+    if form.type == "json_object" and form.schema is not None:
+        return StructuredOutputsParams(json=form.schema, whitespace_pattern=WHITESPACE)
     if form.type == "json_object":
         return StructuredOutputsParams(json_object=True, whitespace_pattern=WHITESPACE)
     if form.type != "json_schema":
