@@ -72,6 +72,7 @@ EXTENSION = Extension(
             "fbgemm_fp8": "llmc.quant.fp8:fbgemm_fp8",
             "mxfp4": "llmc.quant.mxfp4:mxfp4",
             "bitsandbytes": "llmc.quant.bitsandbytes:bitsandbytes",
+            **dict.fromkeys(("modelopt", "modelopt_fp4", "modelopt_mixed"), "llmc.quant.modelopt:modelopt"),
         }
     ),
     pipelines=MappingProxyType({"serve": PIPELINE}),

@@ -15,14 +15,19 @@ CODE = 3  # the operand that is the stack, or the codes of a quantised one
 
 @dataclass(frozen=True)
 class Stack:
-    """The stack of moe_up, moe_down, quantized_moe_up or quantized_moe_down."""
+    """The stack of moe_up or moe_down, or of their forms over codes: quantized_moe_up, scaled_moe_up and so on."""
 
     node: Node
 
     @property
     def quantized(self) -> bool:
         """Whether the stack is quantised."""
-        return self.node.op.name.startswith("quantized")
+        return self.scaled or self.node.op.name.startswith("quantized")
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the rows of activations are codes with scales, too."""
+        return self.node.op.name.startswith("scaled")
 
     @property
     def up(self) -> bool:
@@ -35,9 +40,9 @@ class Stack:
         return 2 if self.up else 1
 
     def operand(self, name: str) -> int | None:
-        """The index of an operand: code, scale, zero, weights or bias; None if the node lacks it."""
-        names = ["x", "order", "starts", "code", *["scale"] * self.quantized, *["weights"] * (not self.up)]
-        names += ["zero"] * bool(self.quantized and self.node.attrs["zeros"])
+        """The index of an operand: code, scale, x_scale, zero, weights or bias; None if the node lacks it."""
+        names = ["x", "order", "starts", "code", *["scale"] * self.quantized, *["x_scale"] * self.scaled]
+        names += ["weights"] * (not self.up) + ["zero"] * bool(self.node.attrs.get("zeros"))
         names += ["bias"] * (len(self.node.operands) > len(names))
         return names.index(name) if name in names else None
 

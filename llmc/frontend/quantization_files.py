@@ -81,5 +81,7 @@ def _compare(name: str, found: Mapping[str, Any], source: str, known: Mapping[st
 
 
 def _plain(value: Any) -> Any:
-    """Normalise a value for comparison: "GEMM" and "gemm" are equal."""
-    return value.lower() if isinstance(value, str) else value
+    """Normalise a value for comparison: "GEMM" and "gemm" are equal, and all names of ModelOpt's method."""
+    if not isinstance(value, str):
+        return value
+    return "modelopt" if value.lower().startswith("modelopt_") else value.lower()

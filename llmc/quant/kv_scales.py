@@ -17,20 +17,27 @@ NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?(?:(k|v|kv)_scale|([kv])_pro
 KV_SCALES = ("k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "output_scale", "k_zero_point", "v_zero_point")
 Scales = tuple[np.ndarray, np.ndarray]  # of keys and of values, float32, of shape () or [KV heads]
 ONE = np.ones((), np.float32)
+NO_ALGORITHM = ("", "NONE", "AUTO")  # values of ModelOpt's kv_cache_quant_algo
 
 
 def kv_dtype_of(config: Mapping[str, Any]) -> str:
     """Return "f8e4m3" if a config.json asks for a KV cache of 8-bit floats, else "".
 
-    compressed-tensors has the key kv_cache_scheme for it. Raises Diagnostic E340 for a scheme that is not supported.
+    compressed-tensors has the key kv_cache_scheme for it, ModelOpt also the name of an algorithm, there or as
+    kv_cache_quant_algo. Raises Diagnostic E340 for a scheme that is not supported.
     """
     quantisation = config.get("quantization_config")
-    scheme = quantisation.get("kv_cache_scheme") if isinstance(quantisation, Mapping) else None
-    if scheme is None:
+    places = [quantisation, quantisation.get("quantization")] if isinstance(quantisation, Mapping) else []
+    keys = ("kv_cache_scheme", "kv_cache_quant_algo")
+    found = (place.get(key) for place in places if isinstance(place, Mapping) for key in keys)
+    scheme = next((x for x in found if x is not None), None)
+    if scheme is None or (isinstance(scheme, str) and scheme.upper() in NO_ALGORITHM):
         return ""
+    if isinstance(scheme, str) and scheme.upper() == "FP8":
+        return "f8e4m3"
     asked = scheme if isinstance(scheme, Mapping) else {}
     if (asked.get("num_bits"), asked.get("type")) != (8, "float") or asked.get("dynamic"):
-        cause = f"kv_cache_scheme is {str(scheme)[:200]}; supported are 8-bit floats with stored scales"
+        cause = f"the kv_cache_scheme is {str(scheme)[:200]}; supported are 8-bit floats with stored scales"
         raise Diagnostic("E340", cause, "use --kv-cache-dtype bf16, which needs no scales")
     return "f8e4m3"
 

@@ -21,6 +21,7 @@ from llmc.codegen.backends.triton.quantized_gemv import QUANTIZED_GEMV
 from llmc.codegen.backends.triton.quantized_moe import QUANTIZED_DOWN, QUANTIZED_UP
 from llmc.codegen.backends.triton.reduce import TOPK
 from llmc.codegen.backends.triton.row_kernels import ROWS
+from llmc.codegen.backends.triton.scaled_moe import SCALED_DOWN, SCALED_UP
 from llmc.codegen.backends.triton.shape import COPY, TAKE
 from llmc.codegen.kernel import Kernel
 from llmc.ir.ops import OPS
@@ -94,6 +95,18 @@ NODES: dict[str, tuple[Kernel, str, str]] = {
         QUANTIZED_DOWN,
         f"%x: bf16[8*T, 768], {PAIRS}, %w: weight f8e4m3[128, 2048, 768], %c: weight f32[128, 16, 6], %a: f32[T, 8]",
         "quantized_moe_down(%x, %p, %s, %w, %c, %a) {block=[128, 128]} : f32[T, 8, 2048]",
+    ),
+    "scaled_moe_up": (
+        SCALED_UP,
+        f"%x: f8e4m3[T, 2048], {PAIRS}, %w: weight f8e4m3[128, 1536, 2048], %c: weight f32[128, 12, 16],"
+        " %v: f32[T, 16]",
+        'scaled_moe_up(%x, %p, %s, %w, %c, %v) {k=8, block=[128, 128], dtype="bf16"} : bf16[8*T, 768]',
+    ),
+    "scaled_moe_down": (
+        SCALED_DOWN,
+        f"%x: i8[8*T, 768], {PAIRS}, %w: weight i8[128, 2048, 768], %c: weight f32[128, 2048, 1], %v: f32[8*T, 1],"
+        " %a: f32[T, 8]",
+        "scaled_moe_down(%x, %p, %s, %w, %c, %v, %a) {block=[1, 0]} : f32[T, 8, 2048]",
     ),
     "router": (TOPK, "%x: f32[T, 60]", "topk(%x) {k=8} : f32[T, 8], i64[T, 8]"),
 }  # fmt: skip

@@ -179,6 +179,26 @@ _PRODUCTS = {
             "quantized_moe_down {block=[1, 128], zeros=true, bits=4, half=64}", "f32[T, 8, 2048]",
         ),
     ),
+    "scaled_moe_up": (
+        Text(
+            "i8[T, 2048]; i32[8*T]; i32[129]; weight i8[128, 1536, 2048]; weight f32[128, 1536, 1]; f32[T, 1]",
+            'scaled_moe_up {k=8, block=[1, 0], dtype="bf16"}', "bf16[8*T, 768]",
+        ),
+        Text(
+            "f8e4m3[T, 2048]; i32[8*T]; i32[129]; weight f8e4m3[128, 1536, 2048]; weight f32[128, 12, 16]; f32[T, 16]",
+            'scaled_moe_up {k=8, block=[128, 128], dtype="bf16"}', "bf16[8*T, 768]",
+        ),
+    ),
+    "scaled_moe_down": (
+        Text(
+            "f8e4m3[8*T, 768]; i32[8*T]; i32[129]; weight f8e4m3[128, 2048, 768]; weight f32[128, 2048, 1];"
+            " f32[8*T, 1]; f32[T, 8]", "scaled_moe_down {block=[1, 0]}", "f32[T, 8, 2048]",
+        ),
+        Text(
+            "f8e4m3[8*T, 768]; i32[8*T]; i32[129]; weight f8e4m3[128, 2048, 768]; weight f32[128, 16, 6]; f32[8*T, 6];"
+            " f32[T, 8]", "scaled_moe_down {block=[128, 128]}", "f32[T, 8, 2048]",
+        ),
+    ),
     "moe_route": (Text("i32[T, 8]", "moe_route {experts=128}", "i32[8*T], i32[129]"),),
     "moe_up": (Text(f"bf16[T, 2048]; i32[8*T]; i32[129]; {EXPERTS}", "moe_up {k=8}", "bf16[8*T, 768]"),),
     "moe_down": (

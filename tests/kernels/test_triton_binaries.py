@@ -34,7 +34,10 @@ from llmc.extension import resolve
 from llmc.targets.target import Target
 
 TOKENS = {"T": 2048, "R": 16}
-HOPPER = ("gemm_tma", "gemm_tma_splitk", "scaled_gemm", "scaled_gemm_tma", "scaled_gemm_small", "round_groups")
+HOPPER = (
+    "gemm_tma", "gemm_tma_splitk", "scaled_gemm", "scaled_gemm_tma", "scaled_gemm_small", "round_groups",
+    "scaled_moe_up", "scaled_moe_down",
+)  # fmt: skip
 NEWER = {f"triton/{name}": tuple(t for t in TARGETS if has_maps(t)) for name in HOPPER}
 Work = tuple[str, Source, str, str, int]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from quant.make.common import base
-from quant.reference import ONES
+from quant.reference import E2M1, ONES
 from safetensors.torch import save_file
 
 Tensors = dict[str, torch.Tensor]
@@ -134,6 +134,31 @@ def fp8(block: tuple[int, int] | str = "tensor", name: str = "weight_scale_inv",
         return {"weight": code, name: stored}, code.float() * spread
 
     return encode
+
+
+def nvfp4(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """4-bit floats of ModelOpt: a scale for each 16 columns in 8-bit floats, times one of the tensor."""
+    whole = w.float().abs().amax() / (6 * 448)
+    scale = (w.float().unflatten(1, (-1, 16)).abs().amax(-1) / 6 / whole).to(E4M3)
+    spread = (scale.float() * whole).repeat_interleave(16, 1)
+    distance = ((w.float() / spread.clamp(min=1e-30))[..., None] - E2M1).abs()
+    code = distance.argmin(-1)
+    packed = (code[:, ::2] | code[:, 1::2] << 4).to(torch.uint8)
+    return {"weight": packed, "weight_scale": scale, "weight_scale_2": whole}, E2M1[code] * spread
+
+
+def fp8_tiles(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """8-bit floats of ModelOpt with a scale for each tile of 128 x 128, of four axes."""
+    parts, value = fp8((128, 128), "weight_scale")(w)
+    return {**parts, "weight_scale": parts["weight_scale"][:, None, :, None]}, value
+
+
+def mxfp8(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """8-bit floats with a power of two for each 32 columns."""
+    power = torch.log2(w.float().unflatten(1, (-1, 32)).abs().amax(-1).clamp(min=1e-9) / 448).ceil()
+    spread = torch.exp2(power).repeat_interleave(32, 1)
+    code = (w.float() / spread).to(E4M3)
+    return {"weight": code, "weight_scale": (power + 127).to(torch.uint8)}, code.float() * spread
 
 
 def transposed(how: Encode) -> Encode:

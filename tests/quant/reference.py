@@ -154,6 +154,10 @@ def words(t: Tensors, config: Mapping[str, Any], name: str) -> torch.Tensor:
 def fp8(t: Tensors, config: Mapping[str, Any], name: str) -> torch.Tensor:
     scale = t["weight_scale_inv"] if "weight_scale_inv" in t else t["weight_scale"]
     block = config.get("weight_block_size")
+    if "weight_scale_2" in t:  # ModelOpt's 4-bit floats
+        return e2m1(t["weight"]) * (scale.float() * t["weight_scale_2"]).repeat_interleave(16, -1)
+    if scale.ndim == 4:  # ModelOpt's tiles
+        scale, block = scale[:, 0, :, 0], (128, 128)
     if config["quant_method"] == "compressed-tensors":
         block = args_of(config, name).get("block_structure")
     tiles = block and scale.numel() > 1 and scale.ndim > 1

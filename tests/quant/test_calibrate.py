@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 from models.kit import fails
-from quant.make.common import base, tokenizer
 from quant.reference import decode as reference
 from quant.test_decode import float_model, opened
 from safetensors.torch import load_file
@@ -212,43 +211,9 @@ def test_a_missing_file_of_texts_is_refused(tmp_path: Path) -> None:
     fails("E353", "not a file", do=lambda: made(tmp_path / "out", "gptq", calibrate=tmp_path / "no", group_size=64))
 
 
-@pytest.mark.parametrize("scheme", ["gptq", "awq", "autoround"])
-def test_experts_are_rounded_and_the_rest_is_calibrated(
-    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sign_rounding, "STEPS", 4)
-    source, console = tmp_path / "model", Noted()
-    mixture(source)
-    given = {"calibrate": words(tmp_path), "samples": 4, "length": 32}
-    quantize_model(source, tmp_path / "out", Settings(scheme, 32, **given), console)
-    original, found = load_file(source / "model.safetensors"), reference(tmp_path / "out")
-    recipe = RECIPES[scheme].grouped(32)
-    experts = {m for m in found if ".experts." in m}
-    assert f"rounded to nearest, because texts do not calibrate experts: {len(experts)} weights" in console.notes
-    plain = {m: round_to_nearest(original[f"{m}.weight"].float(), recipe, BF16).values() for m in found}
-    assert experts and all(torch.equal(found[m], plain[m]) for m in experts)
-    assert any(not torch.equal(found[m], plain[m]) for m in found.keys() - experts)
-
-
-class Noted(Quiet):
-    """Keeps notes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-
-def mixture(folder: Path) -> None:
-    base("mixtral").save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-
-
-def words(folder: Path) -> Path:
+def words(folder: Path, count: int = 400) -> Path:
     """A text in the words of the base models' tokenizer."""
     path = folder / "words.txt"
     draw = torch.Generator().manual_seed(3)
-    path.write_text(" ".join(f"w{i}" for i in torch.randint(0, 80, (400,), generator=draw).tolist()))
+    path.write_text(" ".join(f"w{i}" for i in torch.randint(0, 80, (count,), generator=draw).tolist()))
     return path

@@ -37,6 +37,7 @@ MIXTURES = {
     "gptq-4bit-moe": {"cpu/experts", "cpu/quantized_linear"}, "ct-moe-w4a16": {"cpu/experts", "cpu/quantized_linear"},
     "ct-moe-fp8": {"cpu/experts", "cpu/linear"}, "hf-fp8-moe": {"cpu/experts", "cpu/linear"},
     "ar-moe": {"cpu/experts", "cpu/quantized_linear"}, "gpt-oss-mxfp4": {"cpu/experts", "cpu/linear"},
+    "mo-nvfp4-moe": {"cpu/experts", "cpu/linear"},
 }  # fmt: skip
 PASSES = (
     "canonicalize, fuse-linear{siblings=false}, %ssplit-moe{quantized=true}, lower-quantized{act=i8, act_block=64%s}"

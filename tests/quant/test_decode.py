@@ -35,7 +35,7 @@ FILE = "model.safetensors"
 # Fixtures without a weight that a QFormat describes.
 UNTYPED = {
     "ar-mxfp4", "ar-nvfp4", "ar-to-ct-nvfp4", "bnb-fp4", "bnb-int8", "bnb-nf4", "bnb-nf4-double", "ct-kv-only",
-    "ct-mxfp4", "ct-nvfp4", "ct-nvfp4a16",
+    "ct-mxfp4", "ct-nvfp4", "ct-nvfp4a16", "mo-nvfp4",
 }  # fmt: skip
 
 
@@ -146,7 +146,7 @@ ACTIVATIONS = {
             "ar-fp8-block", "ar-fp8-static", "ct-fp8", "ct-fp8-block", "ct-fp8-block-ragged", "ct-fp8-dynamic",
             "ct-fp8-kv", "ct-mixed", "ct-moe-fp8", "ct-w4afp8", "hf-fp8-block", "hf-fp8-block-ragged",
             "hf-fp8-block-ue8m0", "hf-fp8-channel", "hf-fp8-channel-flat", "hf-fp8-moe", "hf-fp8-tensor",
-            "hf-fp8-tensor-names",
+            "hf-fp8-tensor-names", "mo-fp8-kv",
         ),
         "f8e4m3",
     ),

@@ -298,13 +298,6 @@ def test_a_checkpoint_that_does_not_say_how_it_is_quantised(name: str, tmp_path:
     fails("E340", "no quantization_config", "quantize_config.json", do=lambda: open_all(folder))
 
 
-def test_a_method_that_only_a_file_beside_names_is_refused(tmp_path: Path) -> None:
-    folder = made(CASES["fp8-plain-modules"], tmp_path / "model").folder
-    edit(folder, lambda c: c.pop("quantization_config"))
-    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
-    fails("E307", "modelopt", "compressed-tensors", do=lambda: open_all(folder))
-
-
 def test_the_old_key_of_the_configuration(tmp_path: Path) -> None:
     """`compression_config` counts unless it contradicts `quantization_config`."""
     folder = made(CASES["gptq-head"], tmp_path / "model").folder

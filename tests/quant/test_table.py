@@ -39,6 +39,8 @@ def ways(module: Module, dequantised: bool) -> str:
         if n.op.name in ("quantized_linear", "quantized_moe_up", "quantized_moe_down"):
             floats = n.attrs.get("values") or (n.operands[3].type.dtype if "moe" in n.op.name else "")
             found.append(f"{floats} codes" if floats[:1] in ("e", "f") else f"{n.attrs['bits']}-bit codes")
+        elif n.op.name in ("scaled_moe_up", "scaled_moe_down"):
+            found.append(f"{n.operands[3].type.dtype} codes x {n.operands[0].type.dtype}")
         elif n.op.name in PRODUCTS and n.operands[1].type.dtype in ("i8", "f8e4m3"):
             x = n.operands[0].type.dtype
             found.append(f"{n.operands[1].type.dtype} codes" + (f" x {x}" if x in ("i8", "f8e4m3") else ""))

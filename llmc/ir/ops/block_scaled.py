@@ -67,7 +67,7 @@ def _product_types(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     return epilogue_type(parts, env["extras"], attrs["body"], Type(attrs["dtype"], (*env["*b"], n)))
 
 
-def _small(d: Drawing, shape: Shape) -> Any:
+def small_scales(d: Drawing, shape: Shape) -> Any:
     """Scales with which sums of codes stay near 1."""
     return positive(d, shape) / 8
 
@@ -75,7 +75,7 @@ def _small(d: Drawing, shape: Shape) -> Any:
 @op(
     "(x: t[*b, k], code: t[m, k], x_scale: f32[*b, g], scale: f32[r, c], extras*: f[...]) -> dtype[...]",
     infer=_product_types, flops="2*b*m*k",
-    holds={"x": factor("x"), "code": factor("code"), "x_scale": _small, "scale": _small},
+    holds={"x": factor("x"), "code": factor("code"), "x_scale": small_scales, "scale": small_scales},
     example={
         "*b": (3,), "k": 12, "m": 14, "g": 3, "r": 3, "c": 3, "extras": [(3, 7)], "block": [5, 4], "parts": 2,
         "body": "add(mul(mul(a0, sigmoid(a0)), a1), a2)", "dtype": "f32",

@@ -16,7 +16,7 @@ from llmc.ir.ops.quantized_linear import multiplies_codes, multiplies_tiles
 from llmc.ir.qformat import QFormat
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.fuse.fuse_linear import PRODUCTS
-from llmc.passes.lower.round_activations import Rounded, product_of_codes, product_of_tiles
+from llmc.passes.lower.round_activations import Rounded, product_of_codes, product_of_experts, product_of_tiles
 
 MOVES = ("slice", "concat")  # ops that move the parts of a quantised tensor as they move the tensor
 EXPERTS = ("moe_up", "moe_down")
@@ -30,12 +30,13 @@ class LowerQuantized(Pass):
 
     Where a format allows activations to be rounded to the dtype of its codes, the product is one of codes by codes (see
     `round_activations`): a linear_map if each row of the weight has one scale, block_scaled_linear if blocks of columns
-    have. Other products become quantized_linear, and those of experts quantized_moe_up and quantized_moe_down. A
-    product that no kernel of the target supports, and any other reader, gets the dequantised weight.
+    have, and for experts scaled_moe_up and scaled_moe_down. Other products become quantized_linear, and those of
+    experts quantized_moe_up and quantized_moe_down. A product that no kernel of the target supports, and any other
+    reader, gets the dequantised weight.
     act: the dtype to which the latter round activations, whatever the format allows; empty for none. Products of
-    experts whose codes are floats of 8 bits do not. act_block: columns of an activation that share a scale where the
-    weight has one scale a row (else those that share a scale of the weight). fallback: if false, products become
-    quantized_linear whether or not the target has a kernel.
+    experts whose codes are floats of 8 bits do not, nor those that no kernel of the target supports so. act_block:
+    columns of an activation that share a scale where the weight has one scale a row (else those that share a scale of
+    the weight). fallback: if false, products become quantized_linear whether or not the target has a kernel.
     """
 
     name: ClassVar[str] = "lower-quantized"
@@ -73,10 +74,11 @@ class LowerQuantized(Pass):
 
     def _lower(self, g: Graph, n: Node, parts: _Parts, rounded: Rounded, ctx: Ctx) -> str | None:
         """Replace a product by one over codes; return the reason if no kernel of the target supports it."""
-        if n.op.name in EXPERTS:
-            return self._experts(g, n, parts, ctx)
         reasons = [] if self.act else self._codes(g, n, parts, rounded, ctx)
-        if reasons is None or (why := self._product(g, n, parts, ctx)) is None:
+        if reasons is None:
+            return None
+        why = (self._experts if n.op.name in EXPERTS else self._product)(g, n, parts, ctx)
+        if why is None:
             return None
         return "; ".join([*reasons, why])
 
@@ -86,7 +88,7 @@ class LowerQuantized(Pass):
 
         There are no reasons if the format does not allow it, or if no kernel of the target is made for such products.
         """
-        x, w = n.operands[:2]
+        x, w = n.operands[0], n.operands[WEIGHT[n.op.name]]
         f = w.type.format
         assert f is not None
         tiled, group = multiplies_tiles(f), f.block[1]
@@ -97,7 +99,9 @@ class LowerQuantized(Pass):
         code, scale = parts.of(w, n)
         codes, x_scale = rounded.of(x, f.act, group if tiled else 0, n)
         b = Builder(g, ctx.opset, before=n, loc=n.loc)
-        if tiled:
+        if n.op.name in EXPERTS:
+            new = product_of_experts(b, n, (codes, code), (x_scale, scale), f.block)
+        elif tiled:
             new = product_of_tiles(b, n, (codes, code), (x_scale, scale), f.block)
         else:
             new = product_of_codes(b, n, (codes, code), scale, x_scale)
@@ -144,20 +148,24 @@ class LowerQuantized(Pass):
         b = Builder(g, ctx.opset, before=n, loc=n.loc)
         if scale.type.dtype == "f8e8m0":
             scale = b.cast(scale, dtype=EXACT)
-        act = "" if f.code in FLOAT_CODES else self.act
         attrs = {
-            "block": f.block, "zero_point": f.zero_point, "zeros": f.has_zeros, "values": f.values,
-            "bits": DTYPES[f.code].bits, "act": act, "act_block": f.block[1] or self.act_block if act else 0,
+            **n.attrs, "block": f.block, "zero_point": f.zero_point, "zeros": f.has_zeros, "values": f.values,
+            "bits": DTYPES[f.code].bits,
         }  # fmt: skip
         operands = (x, order, starts, code, scale, *weights, *zeros, *bias)
-        new = g.add(ctx.opset[f"quantized_{n.op.name}"], operands, {**n.attrs, **attrs}, before=n, loc=n.loc)
-        if self.fallback and (why := _rejected(new, ctx)):
-            g.erase(new)
-            return why
-        new.result.name = n.result.name
-        g.replace(n.result, new.result)
-        g.erase(n)
-        return None
+        refused = None
+        for act in dict.fromkeys(("" if f.code in FLOAT_CODES else self.act, "")):
+            attrs |= {"act": act, "act_block": f.block[1] or self.act_block if act else 0}
+            new = g.add(ctx.opset[f"quantized_{n.op.name}"], operands, attrs, before=n, loc=n.loc)
+            if self.fallback and (why := _rejected(new, ctx)):
+                g.erase(new)
+                refused = refused or why
+                continue
+            new.result.name = n.result.name
+            g.replace(n.result, new.result)
+            g.erase(n)
+            return None
+        return refused
 
 
 def _reasons(n: Node, ctx: Ctx) -> list[str] | None:

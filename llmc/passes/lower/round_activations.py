@@ -96,8 +96,7 @@ def product_of_tiles(
 
     scales: f32 [*b, groups] of x, and those of the weight, [blocks of rows, groups].
     """
-    x_scale, scale = scales
-    scale = scale if scale.type.dtype == "f32" else b.cast(scale, dtype="f32")
+    x_scale, scale = scales[0], _float32(b, scales[1])
     value: Value = b.block_scaled_linear(
         *factors, x_scale, scale, *n.operands[2:], block=block, parts=n.attrs.get("parts", 1),
         body=n.attrs.get("body", "a0"), dtype=n.attrs.get("dtype", "") or n.result.type.dtype,
@@ -105,9 +104,29 @@ def product_of_tiles(
     return value
 
 
+def product_of_experts(
+    b: Any, n: Node, factors: tuple[Value, Value], scales: tuple[Value, Value], block: tuple[int, int]
+) -> Value:
+    """Emit the product of experts `n` over the codes of its rows and of the stack, which has a scale for each block.
+
+    scales: f32 [rows, groups] of the rows, and those of the stack, [experts, blocks of rows, groups].
+    """
+    codes, stack = factors
+    operands = codes, *n.operands[1:3], stack, _float32(b, scales[1]), scales[0], *n.operands[4:]
+    if n.op.name == "moe_down":
+        value: Value = b.scaled_moe_down(*operands, block=block)
+    else:
+        value = b.scaled_moe_up(*operands, block=block, dtype=n.result.type.dtype, **n.attrs)
+    return value
+
+
+def _float32(b: Any, scale: Value) -> Value:
+    """Scales in float32."""
+    return scale if scale.type.dtype == "f32" else b.cast(scale, dtype="f32")
+
+
 def _part(b: Any, scale: Value, rows: Dim, part: int, parts: int) -> Value:
     """The scales of one part, f32 [rows]."""
     if parts > 1:
         scale = b.slice(scale, axis=0, start=rows * part, stop=rows * (part + 1))
-    scale = b.reshape(scale, shape=(rows,))
-    return scale if scale.type.dtype == "f32" else b.cast(scale, dtype="f32")
+    return _float32(b, b.reshape(scale, shape=(rows,)))

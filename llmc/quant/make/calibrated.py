@@ -35,6 +35,9 @@ class Output(Protocol):
 class Steps(Protocol):
     """Where progress is shown."""
 
+    def note(self, text: str) -> None:
+        """Print one line."""
+
     def part(self, name: str, done: int, of: int, unit: str = "") -> None:
         """Show progress `done` of `of`."""
 
@@ -42,17 +45,16 @@ class Steps(Protocol):
 def quantise_layers(
     source: ModelSource, plan: Plan, tokens: Tensor, seed: int, folder: Path, out: Output, progress: Steps
 ) -> None:
-    """Quantise the planned weights with samples [samples, T], and write all tensors; raises Diagnostic E350-E355.
-
-    Experts are rounded to nearest: the model holds them in stacks, whose inputs are not observed one by one.
-    """
+    """Quantise the planned weights with samples [samples, T], and write all tensors; raises Diagnostic E350-E355."""
     runs = LayerRuns(source, tokens, folder / SPILL, plan.recipe.method in REFERENCE, seed)
     done: set[str] = set()
+    rounded: set[str] = set()
     scaled = False
     for i in range(len(runs.layers)):
         progress.part("calibrate", i, len(runs.layers), " layers")
         layer = runs.load(i)
         done |= _layer(source, plan, layer, out)
+        rounded |= layer.rounded
         scaled |= _kv_scales(source, plan, layer, out)
         runs.drop(i)
     progress.part("calibrate", len(runs.layers), len(runs.layers), " layers")
@@ -62,6 +64,12 @@ def quantise_layers(
         if name not in done:
             _outside(source, plan, name, out)
     shutil.rmtree(folder / SPILL)
+    if plan.experts and plan.recipe.calibrated:
+        rounded |= plan.experts - done
+        progress.note(
+            f"experts: {len(plan.experts) - len(rounded)} weights calibrated with the tokens that are routed to them, "
+            f"{len(rounded)} rounded to nearest"
+        )
 
 
 def _outside(source: ModelSource, plan: Plan, name: str, out: Output) -> None:
@@ -92,16 +100,21 @@ def _layer(source: ModelSource, plan: Plan, layer: Layer, out: Output) -> set[st
     prefix = f"{layer.path}."
     stored = {n.removeprefix(prefix): s for n, s in source.plain_names().items() if n.startswith(prefix)}
     linears, dtypes = _targets(source, plan, layer, stored)
-    found = METHODS[plan.recipe.method](layer, linears, plan.recipe, dtypes) if linears else {}
+    dtypes |= _experts(source, plan, layer)
+    found = METHODS[plan.recipe.method](layer, linears, plan.recipe, dtypes) if dtypes else {}
     if unused := sorted(linears.keys() - found.keys()):
         cause = f"{some(unused)} in {layer.path} read nothing while the layer runs"
         raise Diagnostic("E354", cause, f"--ignore {plan.weights[stored[f'{unused[0]}.weight']]}")
+    for name in layer.experts:
+        layer.experts[name].of(layer.module).copy_(found[name].values())
+    for name in linears:
+        linears[name].weight.data = found[name].values()
+    names = {name: name if name in layer.experts else stored[f"{name}.weight"] for name in found}
     for name, q in found.items():
-        linears[name].weight.data = q.values()
-        out.add_weight(plan.weights[stored[f"{name}.weight"]], q)
+        out.add_weight(plan.weights[names[name]], q)
     layer.kv = KvRanges() if plan.kv else None
     layer.advance()
-    written = {stored[f"{name}.weight"] for name in found}
+    written = set(names.values())
     for name, parameter in layer.module.named_parameters():
         if (at := stored.get(name)) is not None and at not in written:
             before = source.weight(prefix + name)
@@ -109,6 +122,14 @@ def _layer(source: ModelSource, plan: Plan, layer: Layer, out: Output) -> set[st
             out.add(at, source.read(at) if same else parameter.data.to(source.dtype(at)))
             written.add(at)
     return written
+
+
+def _experts(source: ModelSource, plan: Plan, layer: Layer) -> dict[str, torch.dtype]:
+    """Name the weights of experts that the layer is to quantise, and return the dtypes in which they are stored."""
+    layer.experts = {e.stored: e for e in source.experts_of(layer.path) if e.stored in plan.experts}
+    for name, expert in layer.experts.items():
+        finite(name, expert.of(layer.module))
+    return {name: source.dtype(name) for name in layer.experts}
 
 
 def _targets(

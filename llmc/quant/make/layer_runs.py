@@ -20,14 +20,14 @@ from torch.nn import Linear, Module, ModuleList, Parameter
 from llmc.diagnostics import Diagnostic
 from llmc.frontend.export import quiet, recompute
 from llmc.quant.make.kv_ranges import KvRanges
-from llmc.quant.make.model_source import ModelSource
+from llmc.quant.make.model_source import ExpertWeight, ModelSource
 
 NO_WEIGHTS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass
 class Inputs:
-    """What the linear modules of a layer that read one tensor have seen of it: sums over all tokens of all samples.
+    """Statistics of one tensor that linear modules of a layer read: sums over all tokens of all samples.
 
     linears: their names in the layer. producer: the name of the module that computes the tensor, or "". gram: the sum
     of x xT. largest, total: the largest and the sum of |x| of each column. tokens: their number.
@@ -54,7 +54,8 @@ class Layer:
     """A decoder layer with its weights in float32.
 
     `call` runs it on hidden states [samples, T, H], with other weights for those that a mapping names, and with `cache`
-    as its KV cache. kv: what `advance` observes of keys and values, or None.
+    as its KV cache. kv: what `advance` observes of keys and values, or None. experts: the weights of experts that are
+    quantised, by their stored names. rounded: those of them that were rounded to nearest instead of calibrated.
     """
 
     path: str
@@ -65,6 +66,8 @@ class Layer:
     seed: int = 0
     inputs: list[Inputs] = field(default_factory=list)
     kv: KvRanges | None = None
+    experts: dict[str, ExpertWeight] = field(default_factory=dict)
+    rounded: set[str] = field(default_factory=set)
 
     def state(self, i: int) -> Tensor:
         """Return the input of sample `i`, [1, T, H]."""

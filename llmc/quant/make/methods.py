@@ -9,6 +9,8 @@ import torch
 from torch.nn import Linear
 
 from llmc.quant.make.awq_scales import awq_scales
+from llmc.quant.make.expert_folding import fold_experts
+from llmc.quant.make.expert_weights import expert_inputs, few
 from llmc.quant.make.folding import fold_all
 from llmc.quant.make.gptq_codes import gptq
 from llmc.quant.make.layer_runs import Layer
@@ -18,7 +20,8 @@ from llmc.quant.make.sign_rounding import sign_rounding
 from llmc.quant.make.smooth_scales import smooth_scales
 
 Dtypes = Mapping[str, torch.dtype]  # of the stored weights, in which scales are stored
-# (layer, its linear modules by name, recipe, dtypes) -> their quantised weights; may scale other weights of the layer.
+# (layer, its linear modules by name, recipe, dtypes) -> their quantised weights and those of `Layer.experts`; may scale
+# other weights of the layer.
 Method = Callable[[Layer, Mapping[str, Linear], Recipe, Dtypes], dict[str, Quantised]]
 
 
@@ -29,6 +32,14 @@ def by_gptq(layer: Layer, linears: Mapping[str, Linear], recipe: Recipe, dtypes:
         for name in group.linears:
             w = linears[name].weight.data
             found[name] = gptq(w, group.gram, recipe, dtypes[name], f"{layer.path}.{name}")
+    for _, group in expert_inputs(layer):
+        for name in group.linears:
+            w = layer.experts[name].of(layer.module)
+            if few(group.tokens, w):
+                layer.rounded.add(name)
+                found[name] = round_to_nearest(w, recipe, dtypes[name])
+            else:
+                found[name] = gptq(w, group.gram, recipe, dtypes[name], name)
     return found
 
 
@@ -36,23 +47,29 @@ def by_awq(layer: Layer, linears: Mapping[str, Linear], recipe: Recipe, dtypes: 
     """Scale input channels by AWQ, and round to nearest."""
     layer.observe(linears)
     fold_all(layer, linears, dtypes, lambda group, weights: awq_scales(group, weights, recipe))
-    return _rounded(linears, recipe, dtypes)
+    folded = fold_experts(layer, lambda group, weights: awq_scales(group, weights, recipe))
+    layer.rounded |= layer.experts.keys() - folded
+    return _rounded(layer, linears, recipe, dtypes)
 
 
 def by_smoothing(layer: Layer, linears: Mapping[str, Linear], recipe: Recipe, dtypes: Dtypes) -> dict[str, Quantised]:
     """Move outliers of activations into weights by SmoothQuant, and round to nearest."""
     layer.observe(linears)
     fold_all(layer, linears, dtypes, smooth_scales)
-    return _rounded(linears, recipe, dtypes)
+    layer.rounded |= layer.experts.keys()
+    return _rounded(layer, linears, recipe, dtypes)
 
 
 def by_rounding(layer: Layer, linears: Mapping[str, Linear], recipe: Recipe, dtypes: Dtypes) -> dict[str, Quantised]:
     """Round to nearest."""
-    return _rounded(linears, recipe, dtypes)
+    layer.rounded |= layer.experts.keys()
+    return _rounded(layer, linears, recipe, dtypes)
 
 
-def _rounded(linears: Mapping[str, Linear], recipe: Recipe, dtypes: Dtypes) -> dict[str, Quantised]:
-    return {name: round_to_nearest(m.weight.data, recipe, dtypes[name]) for name, m in linears.items()}
+def _rounded(layer: Layer, linears: Mapping[str, Linear], recipe: Recipe, dtypes: Dtypes) -> dict[str, Quantised]:
+    weights = {name: m.weight.data for name, m in linears.items()}
+    weights |= {name: e.of(layer.module) for name, e in layer.experts.items()}
+    return {name: round_to_nearest(w, recipe, dtypes[name]) for name, w in weights.items()}
 
 
 # By `Recipe.method`

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -12,12 +13,14 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
+from torch.nn import Module
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend.export import load_config, quiet
 from llmc.frontend.model_folder import Source
 from llmc.frontend.safetensors_reader import TensorFiles
 from llmc.frontend.weight_mapping import resolve
+from llmc.ir.dim import Dim
 from llmc.ir.graph import Builder, Graph, Value
 from llmc.ir.ops import OPS
 from llmc.ir.types import tensor
@@ -27,6 +30,30 @@ FLOATS: Mapping[str, torch.dtype] = MappingProxyType(
     {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 )
 EXPERT = re.compile(r"\.experts\.\d+\.")
+Slice = tuple[str, int]  # the name of a stack in its layer, and the expert
+
+
+@dataclass(frozen=True)
+class ExpertWeight:
+    """One stored weight [n, k] of an expert: rows of a slice of a stack [experts, rows, k].
+
+    stored: its name in the checkpoint. stack: the name of the stack in the layer. row: its first row in the slice.
+    """
+
+    stored: str
+    stack: str
+    expert: int
+    row: int
+    rows: int
+
+    @property
+    def slice(self) -> Slice:
+        """The slice of the stack that has the weight; weights of one slice have the same inputs."""
+        return self.stack, self.expert
+
+    def of(self, module: Module) -> Tensor:
+        """Return the weight as a view of the layer's stack."""
+        return module.get_parameter(self.stack).data[self.expert, self.row : self.row + self.rows]
 
 
 class ModelSource:
@@ -41,7 +68,7 @@ class ModelSource:
         self.config = load_config(source)
         with quiet(), torch.device("meta"):
             self.model: Any = transformers.AutoModelForCausalLM.from_config(
-                self.config, attn_implementation="sdpa", dtype=torch.float32
+                self.config, attn_implementation="sdpa", experts_implementation="eager", dtype=torch.float32
             )
         self.model.eval()
         self.files = TensorFiles(source.folder)
@@ -99,6 +126,15 @@ class ModelSource:
                     if EXPERT.search(value.name) and value.type.rank == 2:
                         yield value.name
 
+    def experts_of(self, layer: str) -> Iterator[ExpertWeight]:
+        """Yield the stored weights of a layer's experts; not those that stacks do not hold row by row."""
+        for name, value in self.values.items():
+            if name.startswith(f"{layer}.") and value.type.rank == 3 and value.node is not None:
+                for leaf, expert, row in places(value):
+                    if EXPERT.search(leaf.name) and leaf.type.rank == 2:
+                        stack = name.removeprefix(f"{layer}.")
+                        yield ExpertWeight(leaf.name, stack, expert, row, int(leaf.type.shape[0]))
+
     def plain_names(self) -> dict[str, str]:
         """Map names of the model's weights to stored tensors that hold them as they are."""
         return {name: v.name for name, v in self.values.items() if v.node is None}
@@ -111,6 +147,20 @@ def inputs(value: Value) -> Iterator[Value]:
     else:
         for operand in value.node.operands:
             yield from inputs(operand)
+
+
+def places(value: Value, expert: int = 0, row: int = 0) -> Iterator[tuple[Value, int, int]]:
+    """Yield the stored matrices of a stack [experts, rows, k], the expert of each, and its first row."""
+    n = value.node
+    if n is None:
+        yield value, expert, row
+    elif n.op.name == "reshape" and value.type.shape == (Dim.of(1), *n.operands[0].type.shape):
+        yield from places(n.operands[0], expert, row)
+    elif n.op.name == "concat" and (axis := n.attrs["axis"] % value.type.rank) < value.type.rank - 1:
+        for part in n.operands:
+            yield from places(part, expert, row)
+            size = int(part.type.shape[axis])
+            expert, row = (expert + size, row) if axis < value.type.rank - 2 else (expert, row + size)
 
 
 def to_torch(x: np.ndarray) -> Tensor:

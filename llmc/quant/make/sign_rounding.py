@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn import Linear
 
+from llmc.quant.make.expert_weights import expert_tokens, few
 from llmc.quant.make.layer_runs import Layer
 from llmc.quant.make.recipes import Recipe
-from llmc.quant.make.rounding import Grid, Quantised, extremes, grid_from
+from llmc.quant.make.rounding import Grid, Quantised, extremes, grid_from, round_to_nearest
 
 STEPS, BATCH = 200, 8
 
 
 @dataclass
 class _Learned:
-    """What is learned of one weight: rounding offsets, and the factors of the lower and upper end of each group."""
+    """The learned parameters of one weight: rounding offsets, and factors of the lower and upper end of each group."""
 
     w: Tensor
     recipe: Recipe
@@ -73,14 +74,53 @@ def sign_rounding(
     """Quantise the linear modules of a layer; see `methods.Method`."""
     layer.advance_reference()
     assert layer.reference is not None
-    learned = {name: _Learned(m.weight.data, recipe, dtypes[name]) for name, m in linears.items()}
+    found = _rounded_experts(layer, recipe, dtypes)
+    weights = {name: m.weight.data for name, m in linears.items()}
+    weights |= {name: e.of(layer.module).clone() for name, e in layer.experts.items() if name not in found}
+    learned = {name: _Learned(w, recipe, dtypes[name]) for name, w in weights.items()}
     draw = torch.Generator().manual_seed(layer.seed)
     for step in range(STEPS):
         chosen = torch.randint(len(layer.hidden), (BATCH,), generator=draw).tolist()
-        values = {f"{name}.weight": x.values() for name, x in learned.items()}
-        got = layer.call(torch.from_numpy(layer.hidden[chosen]), values)
+        values = {name: x.values() for name, x in learned.items()}
+        given = {f"{name}.weight": values[name] for name in linears} | _stacks(layer, values)
+        got = layer.call(torch.from_numpy(layer.hidden[chosen]), given)
         loss: Tensor = ((got - torch.from_numpy(layer.reference[chosen])) ** 2).mean()
         loss.backward()
         for x in learned.values():
             x.step((1 - step / STEPS) / STEPS)
-    return {name: x.quantised() for name, x in learned.items()}
+    return found | {name: x.quantised() for name, x in learned.items()}
+
+
+def _rounded_experts(layer: Layer, recipe: Recipe, dtypes: Mapping[str, torch.dtype]) -> dict[str, Quantised]:
+    """Round to nearest, in the layer, too, the weights of experts that too few tokens are routed to; return them."""
+    found = {}
+    counts = expert_tokens(layer)
+    for name, expert in layer.experts.items():
+        w = expert.of(layer.module)
+        if few(counts[expert.slice], w):
+            found[name] = round_to_nearest(w, recipe, dtypes[name])
+            w.copy_(found[name].values())
+    layer.rounded |= found.keys()
+    return found
+
+
+def _stacks(layer: Layer, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The stacks of the layer's experts with these values of some weights."""
+    pieces: dict[str, dict[int, dict[int, Tensor]]] = {}
+    for name, expert in layer.experts.items():
+        if name in values:
+            pieces.setdefault(expert.stack, {}).setdefault(expert.expert, {})[expert.row] = values[name]
+    out = {}
+    for stack, experts in pieces.items():
+        whole = layer.module.get_parameter(stack).data
+        out[stack] = torch.stack([_replaced(x, experts.get(e, {})) for e, x in enumerate(whole)])
+    return out
+
+
+def _replaced(whole: Tensor, rows: Mapping[int, Tensor]) -> Tensor:
+    """A matrix with other values of some runs of rows, by the first row of each."""
+    parts, end = [], 0
+    for row, x in sorted(rows.items()):
+        parts += [whole[end:row], x]
+        end = row + len(x)
+    return torch.cat([*parts, whole[end:]])

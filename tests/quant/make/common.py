@@ -134,7 +134,9 @@ def clean(value: Any) -> Any:
     return "" if isinstance(value, str) and re.match(r"/\w+/", value) else value
 
 
-KEPT = ("config.json", "quantize_config.json", "quantization_config.json", "quant_config.json")
+KEPT = (
+    "config.json", "quantize_config.json", "quantization_config.json", "quant_config.json", "hf_quant_config.json",
+)  # fmt: skip
 
 
 def keep(written: Path, name: str) -> Path:

@@ -19,6 +19,8 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "triton/moe_down": f"{_HERE}.moe:DOWN",
         "triton/quantized_moe_up": f"{_HERE}.quantized_moe:QUANTIZED_UP",
         "triton/quantized_moe_down": f"{_HERE}.quantized_moe:QUANTIZED_DOWN",
+        "triton/scaled_moe_up": f"{_HERE}.scaled_moe:SCALED_UP",
+        "triton/scaled_moe_down": f"{_HERE}.scaled_moe:SCALED_DOWN",
         "triton/norm_gemv": f"{_HERE}.gemv:NORM_GEMV",
         "triton/prefill_attention": f"{_HERE}.prefill_attention:PREFILL_ATTENTION",
         "triton/packed_attention": f"{_HERE}.prefill_attention:PACKED_ATTENTION",

@@ -132,7 +132,7 @@ class QuantizedGrouped(Grouped):
         del arguments["FLOAT32_FACTORS"]
         arguments["code_ptr"] = arguments.pop("weight_ptr")
         return self.grouped(
-            u, p, Template("quantized_moe", "quantized_moe"), _epilogue(u.node), **arguments,
+            u, p, Template("quantized_moe", "quantized_moe"), epilogue(u.node), **arguments,
             scale_ptr=x["scale"], zero_ptr=x["zero"], weight_ptr=x["weights"], bias_ptr=x["bias"],
             CHOICES=a["k"] if stack.up else 0, PARTS=p.parts, HALF=p.half, BLOCK_ROWS=p.block_rows, GROUP=p.group,
             ENTRIES=rows * groups, ROW_STRIDE=1 if p.half else groups, GROUP_STRIDE=rows if p.half else 1,
@@ -144,7 +144,7 @@ class QuantizedGrouped(Grouped):
         )  # fmt: skip
 
 
-def _epilogue(node: Node) -> tuple[str, ...]:
+def epilogue(node: Node) -> tuple[str, ...]:
     """The generated function of the sums of each part, and those that it calls."""
     if not Stack(node).up:
         return (function("epilogue(sums)", "The sum of the only part.", ["return sums[0]"]),)

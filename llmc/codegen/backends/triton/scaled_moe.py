@@ -1,0 +1,105 @@
+"""The grouped products of experts of codes by codes in Triton. The kernel is in `kernels/scaled_moe.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from llmc.codegen.backends.triton.moe import ROWS, Experts, Grouped
+from llmc.codegen.backends.triton.quantized_moe import epilogue
+from llmc.codegen.backends.triton.template import Template
+from llmc.codegen.backends.triton.tiling import power
+from llmc.codegen.backends.triton.triton_kernel import CODES, FLOATS, INTS, Code, Unit, unsupported, unsupported_codes
+from llmc.codegen.expert_stack import Stack
+from llmc.codegen.kernel import Schedule
+from llmc.ir.dtype import DTYPES
+from llmc.ir.graph import Node
+from llmc.targets.target import Target
+
+STEPS = (128, 256, 64, 32)  # columns of a step; tl.dot needs 32 columns of 8 bits
+# bn, warps, stages.
+TILES = ((32, 4, 4), (64, 4, 4), (64, 4, 3), (128, 8, 3), (16, 4, 3))
+SUMS = 64  # maximum float32 sums per thread if each group of columns has sums of its own, half of the others' maximum
+RESCALE = 4  # operations per sum and group
+
+
+@dataclass(frozen=True)
+class ScaledExperts(Experts):
+    """One grouped product of codes by codes. group, block_rows: columns and rows of the weight that share a scale."""
+
+    group: int
+    block_rows: int
+
+    @staticmethod
+    def of(node: Node) -> ScaledExperts:
+        """Read the problem from a node with constant sizes."""
+        stack, (rows, columns) = Stack(node), node.attrs["block"]
+        return ScaledExperts(node, stack.parts, columns or stack.k, rows or stack.rows)
+
+    @property
+    def late(self) -> bool:
+        """Whether the sums are multiplied by the scales when they are complete."""
+        return self.group == self.k
+
+    @property
+    def expert_bytes(self) -> float:
+        """The bytes of an expert's codes and scales."""
+        return super().expert_bytes + int(self.node.operands[4].type.nbytes) / self.count
+
+
+class ScaledGrouped(Grouped):
+    """scaled_moe_up and scaled_moe_down."""
+
+    def experts(self, node: Node) -> ScaledExperts:
+        return ScaledExperts.of(node)
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        if why := unsupported(node, (*FLOATS, *INTS, "f8e4m3")) or unsupported_codes(node, target):
+            return why
+        if why := self.reject_sizes(node):
+            return why
+        p, stack = self.experts(node), Stack(node)
+        if p.left.dtype != p.w.dtype or p.w.dtype not in CODES:
+            return f"codes of {p.left.dtype} and {p.w.dtype}; two of i8 or of f8e4m3 are supported"
+        for name in ("scale", "weights", "bias"):
+            t = stack.type(name)
+            if t is not None and t.dtype not in FLOATS:
+                return f"{name} of dtype {t.dtype}"
+        return None if p.late or p.group % STEPS[-1] == 0 else f"groups of {p.group} columns are not a multiple of 32"
+
+    def shapes(self, p: Experts) -> Iterator[tuple[int, int, int, int, int]]:
+        assert isinstance(p, ScaledExperts)
+        widest = max(STEPS[-1], power(p.k))
+        steps = [s for s in STEPS if s <= widest and (p.late or p.group % s == 0)]
+        for bm in ROWS:
+            for bn, warps, stages in TILES:
+                yield from ((bm, bn, bk, warps, stages) for bk in steps[:2])
+
+    def fits(self, p: Experts, s: tuple[int, int, int, int, int], target: Target) -> bool:
+        assert isinstance(p, ScaledExperts)
+        bm, bn, _, warps, _ = s
+        return super().fits(p, s, target) and (p.late or bm * bn * p.parts <= SUMS * 32 * warps)
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        p, s = self.experts(node), schedule
+        blocks = min(int(p.blocks(s["bm"]).subs(env)), int(p.pairs.subs(env)))
+        sums = blocks * s["bm"] * p.parts * p.n
+        scaling = sums * (p.k / p.group) * RESCALE / target.peaks["f32"] * 1e6
+        return super().cost_us(node, schedule, target, env) + scaling / 2
+
+    def code(self, u: Unit) -> Code:
+        p, stack = self.experts(u.node), Stack(u.node)
+        x = {name: None if (i := stack.operand(name)) is None else f"x{i}" for name in ("weights", "bias")}
+        arguments = self.common(u, p)
+        arguments["code_ptr"] = arguments.pop("weight_ptr")
+        integers = DTYPES[p.w.dtype].kind == "i" and not u.interpret
+        return self.grouped(
+            u, p, Template("scaled_moe", "scaled_moe"), epilogue(u.node), **arguments, scale_ptr="x4",
+            x_scale_ptr="x5", weight_ptr=x["weights"], bias_ptr=x["bias"], CHOICES=u.node.attrs["k"] if stack.up else 0,
+            PARTS=p.parts, BLOCK_ROWS=p.block_rows, GROUP=p.group, SUM="tl.int32" if integers else "tl.float32",
+            EPILOGUE="epilogue",
+        )  # fmt: skip
+
+
+SCALED_UP = ScaledGrouped("triton/scaled_moe_up", ("scaled_moe_up",))
+SCALED_DOWN = ScaledGrouped("triton/scaled_moe_down", ("scaled_moe_down",))

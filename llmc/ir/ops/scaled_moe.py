@@ -1,0 +1,103 @@
+"""The products of a mixture's experts of codes by codes: rows of activations have scales of their own.
+
+They are to `quantized_moe_up` and `quantized_moe_down` what `block_scaled_linear` is to `quantized_linear`. The ops
+that round the activations precede them (see `lower-quantized`): rows of tokens before the first product, and a row for
+each token and expert between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from llmc.ir.contents import factor, probability
+from llmc.ir.dim import Dim
+from llmc.ir.dtype import DTYPES
+from llmc.ir.opdef import Ints, OpDef, op
+from llmc.ir.ops.block_scaled import small_scales
+from llmc.ir.ops.moe import SWIGLU, down_type, drawn_order, drawn_starts, moe_down, moe_up, up_type
+from llmc.ir.ops.quantize import dequantize
+from llmc.ir.signature import Mismatch
+from llmc.ir.types import Type
+
+
+def _check_scales(env: dict[str, Any], attrs: Mapping[str, Any], columns: Dim) -> None:
+    """Raise Mismatch unless both tables of scales agree with the codes and with the attribute `block`."""
+    code, scale, x_scale, block = env["code"], env["scale"], env["x_scale"], attrs["block"]
+    if len(block) != 2 or min(block) < 0:
+        raise Mismatch(f"block={list(block)}: rows and columns that share a scale are wanted, 0 for all")
+    groups = columns.divide(block[1]) if block[1] else Dim.of(1)
+    if groups is None:
+        raise Mismatch(f"block={list(block)}: {columns} columns are not a multiple of {block[1]}")
+    rows = code.shape[1].ceildiv(block[0]) if block[0] else Dim.of(1)
+    if scale.shape[1:] != (rows, groups) or x_scale.shape[1] != groups:
+        raise Mismatch(f"{scale} and {x_scale} do not scale blocks of {list(block)} of {code}")
+
+
+def _up_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    _check_scales(env, attrs, env["d"])
+    if DTYPES[attrs["dtype"]].kind != "f":
+        raise Mismatch(f"dtype={attrs['dtype']!r} is not a float")
+    return [Type(attrs["dtype"], t.shape) for t in up_type(env, attrs)]
+
+
+def _down_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    _check_scales(env, attrs, env["i"])
+    return down_type(env, attrs)
+
+
+def _values(x: Any, x_scale: Any, block: tuple[int, ...]) -> Any:
+    """The rows that the codes stand for."""
+    return x * np.repeat(x_scale, block[1] or x.shape[1], 1)
+
+
+@op(
+    "(x: t[t, d], order: i[p], starts: i[s], code: t[e, m, d], scale: f[e, r, g], x_scale: f32[t, h], bias?: f[e, m])"
+    " -> dtype[...]",
+    infer=_up_type, flops="2*p*m*d",
+    holds={
+        "x": factor("x"), "order": drawn_order, "starts": drawn_starts, "code": factor("code"), "scale": small_scales,
+        "x_scale": small_scales,
+    },
+    example={
+        "t": 7, "d": 12, "p": 14, "s": 7, "e": 6, "m": 10, "r": 2, "g": 3, "h": 3, "k": 2, "block": [5, 4],
+        "dtype": "f32",
+    },
+)  # fmt: skip
+def scaled_moe_up(
+    x: Any, order: Any, starts: Any, code: Any, scale: Any, x_scale: Any, bias: Any = None, *, k: int, block: Ints,
+    dtype: str, body: str = SWIGLU,
+) -> Any:  # fmt: skip
+    """moe_up of the rows x * x_scale over the stack dequantize(code, scale).
+
+    Row i of x has the scale x_scale[i, j] for its j-th group of block[1] columns (0: of all columns), and each expert a
+    scale for each tile of block[0] x block[1] codes. dtype: of the result.
+    """
+    w = dequantize.ref(code, scale, None, block=block, dtype="f32")
+    return moe_up.ref(_values(x, x_scale, block), order, starts, w, bias, k=k, body=body)
+
+
+@op(
+    "(h: t[p, i], order: i[p], starts: i[s], code: t[e, d, i], scale: f[e, r, g], x_scale: f32[p, c], weights: f[t, k],"
+    " bias?: f[e, d]) -> f32[...]",
+    infer=_down_type, flops="2*p*d*i",
+    holds={
+        "h": factor("h"), "order": drawn_order, "starts": drawn_starts, "code": factor("code"), "scale": small_scales,
+        "x_scale": small_scales, "weights": probability,
+    },
+    example={
+        "p": 14, "i": 11, "s": 7, "e": 6, "d": 8, "r": 8, "g": 1, "c": 1, "t": 7, "k": 2, "h": "i8", "code": "i8",
+        "block": [1, 0],
+    },
+)  # fmt: skip
+def scaled_moe_down(
+    h: Any, order: Any, starts: Any, code: Any, scale: Any, x_scale: Any, weights: Any, bias: Any = None, *, block: Ints
+) -> Any:
+    """moe_down of the rows h * x_scale over the stack dequantize(code, scale); as in scaled_moe_up."""
+    w = dequantize.ref(code, scale, None, block=block, dtype="f32")
+    return moe_down.ref(_values(h, x_scale, block), order, starts, w, weights, bias)
+
+
+OPS = tuple(v for v in globals().values() if isinstance(v, OpDef) and v.name.startswith("scaled_moe"))
