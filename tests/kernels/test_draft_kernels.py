@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draw import generator
 from kernels import harness, triton_harness
 from kernels.harness import Case
 from kernels.test_triton_state import VOCAB, M, verifying
@@ -42,7 +43,7 @@ def case(op: str, kernel: Any, arrays: list[Any], schedule: dict[str, Any], **at
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_cpu(level: str, tmp_path: Path) -> None:
-    rng = np.random.default_rng()
+    rng = generator()
     tokens, length, counts, rows, starts, positions, emit, ids = verifying(rng, 120)
     drafts = np.stack([rng.integers(0, 9, M), rng.integers(0, 6, M), rng.integers(1, 4, M), rng.integers(3, 9, M)], 1)
     accept = [tokens, length, counts, rows, starts, positions, emit, ids]
@@ -56,9 +57,7 @@ def test_cpu(level: str, tmp_path: Path) -> None:
 
 
 def test_triton_penalties() -> None:
-    triton_harness.run_case(
-        case("row_penalize", PENALIZE, penalties(np.random.default_rng()), {"block": 256, "warps": 4})
-    )
+    triton_harness.run_case(case("row_penalize", PENALIZE, penalties(generator()), {"block": 256, "warps": 4}))
 
 
 def test_drafts_change_penalties() -> None:

@@ -106,7 +106,7 @@ def verifying(rng: np.random.Generator, r: int) -> list[Any]:
 
 def test_accept() -> None:
     """Runs of drafts accepted in part, more entries than one program has, full rows, prompts, padding."""
-    operands = verifying(np.random.default_rng(), 300)
+    operands = verifying(generator(), 300)
     run_case(case("row_accept", operands, {"limit": 5}))
     taken = OPS["row_accept"].ref(*operands, limit=5)[0]
     assert (taken >= 0).sum() > len(set(operands[3].tolist())), "some drafts are accepted"
@@ -114,7 +114,7 @@ def test_accept() -> None:
 
 def test_propose() -> None:
     """Histories over two ids, in which suffixes repeat; full rows, rows without drafts, short rows."""
-    rng = np.random.default_rng()
+    rng = generator()
     tokens, length, _, rows, starts, _, emit, _ = verifying(rng, 60)
     length[rows[10:20]] = rng.integers(0, 3, 10)
     tokens[rows[20:30]] = np.arange(LENGTH)

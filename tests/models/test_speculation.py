@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from draw import SEED
 from kernel_cache import CACHE
 from llmc_runtime import LLM, LlmcError, SamplingParams
 from llmc_runtime.sched.request import Request
@@ -20,7 +20,6 @@ from models.kit import save
 from llmc.driver import compile_model
 from llmc.options import Options
 
-SEED = random.SystemRandom().randrange(1 << 30)
 NAMES = ("qwen3", *(pytest.param(name, marks=pytest.mark.drawn) for name in ("llama", "gemma2", "gpt2")))
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
