@@ -216,8 +216,8 @@ class Compilation:
             traced = replace(traced, facts=replace(traced.facts, max_positions=MAX_LEN))
         self.ir.append(("traced", show(traced.module)))
         f = traced.facts
-        asked = kv_dtype_of(traced.source.config) if o.kv_cache_dtype == "auto" else ""
-        self.kv_dtype, note = kv_dtype(o.kv_cache_dtype, asked, self.target, self.registry)
+        stored = kv_dtype_of(traced.source.config) if o.kv_cache_dtype == "auto" else ""
+        self.kv_dtype, note = kv_dtype(o.kv_cache_dtype, stored, self.target, self.registry)
         if note:
             self.note(note)
         if f.generation:

@@ -25,13 +25,13 @@ KV_DTYPES: Mapping[str, str] = MappingProxyType({"bf16": "bf16", "bfloat16": "bf
 _REMEDY = "use --kv-cache-dtype auto, or --target cuda:sm_90 or later"
 
 
-def kv_dtype(option: str, asked: str, target: Target, registry: Registry) -> tuple[str, str]:
-    """Return the dtype of the KV cache ("": that of the activations), and a note if it is not what was asked for.
+def kv_dtype(option: str, stored: str, target: Target, registry: Registry) -> tuple[str, str]:
+    """Return the dtype of the KV cache ("": that of the activations), and a note if the target lacks `stored`.
 
-    `option` is --kv-cache-dtype, `asked` the dtype that the checkpoint is made for. Raises Diagnostic E511 if the
-    option names a dtype for which the target has no kernels.
+    `option` is --kv-cache-dtype; with "auto", the dtype is `stored`, for which the checkpoint was made. Raises
+    Diagnostic E511 if the option names a dtype for which the target has no kernels.
     """
-    dtype = KV_DTYPES.get(option, asked)
+    dtype = KV_DTYPES.get(option, stored)
     why = _unsupported(dtype, target, registry) if dtype else None
     if why is None:
         return dtype, ""

@@ -69,7 +69,7 @@ def test_answers_that_differ_in_numbers_alone_are_one_line() -> None:
     ]  # fmt: skip
 
 
-def test_errors_are_told_by_code_and_message() -> None:
+def test_errors_are_reported_by_code_and_message() -> None:
     body = json.dumps({"error": {"code": "queue_full", "message": "later", "type": "x", "param": None}}).encode()
     assert error_of(body) == "queue_full: later" and code_of(503, body) == "queue_full"
     assert error_of(b"<html>") == "<html>" and code_of(502, b"<html>") == "?" and code_of(200, body) == ""

@@ -140,7 +140,7 @@ def test_times_inside_the_step_are_those_of_the_best_alone_and_what_the_step_tak
     assert in_step.adjusted(group, {0: 108.0, 3: 100.0}, ranked) == [replace(records[1], us=4.0)]
 
 
-def test_launches_of_one_place_are_told_apart_by_their_nodes() -> None:
+def test_launches_of_one_place_are_distinguished_by_their_nodes() -> None:
     """Output and down products of a layer have one op and one place."""
     m = Module(symbols={"R": (1, 8)})
     g = m.graphs["decode"] = Graph("decode")

@@ -33,7 +33,7 @@ def run(command: list[str], text: str, folder: Path) -> list[str]:
 def test_bash_completes_commands_options_values_and_files(tmp_path: Path) -> None:
     (tmp_path / "model.llmc").mkdir()
     (tmp_path / "notes.txt").touch()
-    asked = {
+    options = {
         "llmc comp": {"compile", "completion"},
         "llmc ben": {"bench"},
         "llmc compile --max-model": {"--max-model-len"},
@@ -53,9 +53,9 @@ def test_bash_completes_commands_options_values_and_files(tmp_path: Path) -> Non
         "llmc-run --temp": {"--temperature"},
         "llmc completion ''": {"bash", "zsh", "fish"},
     }
-    text = script("bash") + ASK + "\n".join(f"ask {words}" for words in asked)
+    text = script("bash") + ASK + "\n".join(f"ask {words}" for words in options)
     got = run(["bash", "--norc"], text, tmp_path)
-    for (words, wanted), line in zip(asked.items(), got, strict=True):
+    for (words, wanted), line in zip(options.items(), got, strict=True):
         found = set(line.split())
         assert found >= wanted if "completion ''" in words else found == wanted, (words, found)
 

@@ -42,8 +42,8 @@ class Flood:
         began, status = time.monotonic(), 0
         try:
             link = await self.pool.acquire()
-            asked = request(self.settings["host"], self.settings["key"], "/v1/completions", body)
-            reply = await link.send(asked, lambda _, data: None)
+            requested = request(self.settings["host"], self.settings["key"], "/v1/completions", body)
+            reply = await link.send(requested, lambda _, data: None)
             status = reply.status
             self.pool.release(link, reply)
         except (OSError, WireError):
@@ -65,19 +65,19 @@ class Flood:
     async def offer(self, rate: float, seconds: float) -> tuple[float, int]:
         """Send requests at a rate regardless of responses; return responses per second, and the number of requests."""
         due = time.monotonic()
-        end, tasks, asked = due + WARM + seconds, set[asyncio.Task[None]](), 0
+        end, tasks, sent = due + WARM + seconds, set[asyncio.Task[None]](), 0
         while (now := time.monotonic()) < end:
             while due <= now:
                 due += self.draw.expovariate(rate)
                 tasks.add(task := asyncio.create_task(self.one()))
                 task.add_done_callback(tasks.discard)
-                asked += 1
+                sent += 1
             await asyncio.sleep(max(0.0, min(0.005, due - now)))
         if tasks:
             await asyncio.wait(set(tasks), timeout=self.settings["drain"])
         for task in tasks:
             task.cancel()
-        return sum(end - seconds < t <= end for t, _, status in self.done if status == 200) / seconds, asked
+        return sum(end - seconds < t <= end for t, _, status in self.done if status == 200) / seconds, sent
 
 
 async def flood(settings: dict[str, Any]) -> dict[str, Any]:
@@ -85,12 +85,12 @@ async def flood(settings: dict[str, Any]) -> dict[str, Any]:
     one, seconds = Flood(settings), settings["seconds"]
     peak = await one.peak(seconds / 2)
     one.done.clear()
-    goodput, asked = await one.offer(max(1.0, settings["times"] * peak), seconds)
+    goodput, sent = await one.offer(max(1.0, settings["times"] * peak), seconds)
     refused = sorted(took for _, took, status in one.done if status in (429, 503))
     return {
-        "peak": peak, "offered": asked / (WARM + seconds), "goodput": goodput, "share": goodput / max(peak, 1e-9),
+        "peak": peak, "offered": sent / (WARM + seconds), "goodput": goodput, "share": goodput / max(peak, 1e-9),
         "seconds": seconds, "refused_p50_ms": milliseconds(quantile(refused, 0.5)),
-        "refused_p99_ms": milliseconds(quantile(refused, 0.99)), "unanswered": asked - len(one.done),
+        "refused_p99_ms": milliseconds(quantile(refused, 0.99)), "unanswered": sent - len(one.done),
         "statuses": {str(k): v for k, v in sorted(Counter(status for _, _, status in one.done).items())},
     }  # fmt: skip
 

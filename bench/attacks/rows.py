@@ -179,8 +179,8 @@ def unfinished(ground: Field) -> list[Answer]:
             assert isinstance(link, socket.socket)
             try:
                 if events & selectors.EVENT_READ:
-                    said = link.recv(65536)
-                    statuses[said.split(b" ", 2)[1].decode() if said.startswith(b"HTTP") else "closed"] += 1
+                    received = link.recv(65536)
+                    statuses[received.split(b" ", 2)[1].decode() if received.startswith(b"HTTP") else "closed"] += 1
                     ready.unregister(link)
                     continue
                 went = link.send(data[links[link] : links[link] + (1 << 18)])
@@ -223,9 +223,9 @@ def kills(ground: Field) -> list[Answer]:
         last.label, last.seconds, last.error = f"kill {number}", time.monotonic() - began, ending
         found.append(last)
         if last.status != 200 and code is None:
-            asked = ground.door.ask("completion", "/v1/completions", completion())
+            request = ground.door.ask("completion", "/v1/completions", completion())
             ground.notes.append(
-                f"after kill {number} a completion gets {asked.status}, Retry-After {asked.retry_after}"
+                f"after kill {number} a completion gets {request.status}, Retry-After {request.retry_after}"
             )
     return found
 
@@ -244,9 +244,9 @@ def flooded(ground: Field) -> list[Answer]:
     """Send more requests than can be served, from a separate process."""
     server = ground.server
     seconds = max(2.0, min(8.0, ground.door.left / 4))
-    asked = {"host": server.host, "port": server.port, "key": KEYS["attacker"], "seconds": seconds, "times": 10}
-    asked["drain"] = max(1.0, ground.door.left - 1.5 * seconds - 4.0)  # what remains of the time limit after the load
-    command = [sys.executable, "-m", "bench.attacks.flood", json.dumps(asked)]
+    options = {"host": server.host, "port": server.port, "key": KEYS["attacker"], "seconds": seconds, "times": 10}
+    options["drain"] = max(1.0, ground.door.left - 1.5 * seconds - 4.0)  # what remains of the time limit after the load
+    command = [sys.executable, "-m", "bench.attacks.flood", json.dumps(options)]
     try:
         env = {**os.environ, "PYTHONPATH": python_path()}
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=ground.door.left, env=env)

@@ -129,8 +129,8 @@ class Asker:
                 if link is None or link.closed:
                     loop, where = asyncio.get_running_loop(), (self.settings["host"], self.settings["port"])
                     _, link = await loop.create_connection(Connection, *where)
-                asked = request(self.settings["host"], self.settings["key"], path, body)
-                reply = await link.send(asked, lambda _, data, heard=heard: heard.append(data))
+                requested = request(self.settings["host"], self.settings["key"], path, body)
+                reply = await link.send(requested, lambda _, data, heard=heard: heard.append(data))
                 status, link = reply.status, link if reply.reusable else None
             except (OSError, WireError):
                 link = None
@@ -188,9 +188,9 @@ async def watch(settings: dict[str, Any]) -> None:
     loop, lines = asyncio.get_running_loop(), asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     while line := await lines.readline():
-        asked = json.loads(line)
-        result: dict[str, Any] = {name: one.window(**asked) for name, one in askers.items()}
-        print(json.dumps({"itl": streams.window(**asked), **result}), flush=True)
+        options = json.loads(line)
+        result: dict[str, Any] = {name: one.window(**options) for name, one in askers.items()}
+        print(json.dumps({"itl": streams.window(**options), **result}), flush=True)
         if failed := next((task for task in tasks if task.done()), None):
             failed.result()
 

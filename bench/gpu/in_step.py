@@ -165,8 +165,8 @@ def run(plan: Plan, record: Path, out: Path, ways: int) -> None:
             program = steps.programs[0]
             print(f"{shape.name}, {batch} rows: {steps.us(program.launches):.1f} us with the best alone", flush=True)
             for group, times in steps.compare(groups(m, m.graphs[program.name], program)):
-                said = ", ".join(f"{us:.1f} ({k})" for k, us in sorted(times.items(), key=lambda x: x[1]))
-                print(f"  x{len(group.places)} {group.key[0][:90]}: {said}", flush=True)
+                shown = ", ".join(f"{us:.1f} ({k})" for k, us in sorted(times.items(), key=lambda x: x[1]))
+                print(f"  x{len(group.places)} {group.key[0][:90]}: {shown}", flush=True)
                 save(out, adjusted(group, times, rank))
             steps.bench.close()
 

@@ -45,7 +45,7 @@ def _counterparts(name: str, g: Graph, after: Module) -> list[Graph]:
         return [after.graphs[name]]
     if name == "main" and "step" in after.graphs:
         return [after.graphs[n] for n in ("step", "decode") if n in after.graphs]
-    raise Diagnostic("E425", f"@{name} is gone from the module", "a pass may rename @main to @step alone")
+    raise Diagnostic("E425", f"@{name} is gone from the module", "a pass may only rename @main to @step")
 
 
 def _decoding(inputs: Inputs, drawn: Inputs, g: Graph) -> Inputs:

@@ -135,8 +135,8 @@ def _stored_dtype(source: Source, config: Any) -> str:
     """The dtype named in config.json, else the most common dtype of the stored tensors, else f32."""
     names = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
     for part in (config, config.get_text_config()):
-        if said := names.get(str(part.dtype).removeprefix("torch.")):
-            return said
+        if dtype := names.get(str(part.dtype).removeprefix("torch.")):
+            return dtype
     from llmc.frontend.safetensors_reader import TensorFiles
 
     if not any(source.folder.glob("*.safetensors")):

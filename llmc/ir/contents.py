@@ -1,4 +1,4 @@
-"""What an op's operands hold, and random values that fit: one mechanism for `--check`, `llmc tune` and the tests.
+"""The contents of an op's operands, and random values of that kind, for `--check`, `llmc tune` and the tests.
 
 An op declares it per operand, `holds={"idx": index("x")}`: a content is a function of a `Drawing` (one node with its
 shapes and attributes) and the operand's shape. The rows, positions and pages of a node agree because they are drawn

@@ -1,4 +1,4 @@
-"""Random operands for a node or for an op that stands alone, drawn from the op's declaration."""
+"""Random operands for a node, or for an op without a graph, drawn from the op's declaration."""
 
 from __future__ import annotations
 

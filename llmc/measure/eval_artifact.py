@@ -40,7 +40,7 @@ CONTEXT = 512  # tokens in a window, by default
 
 @dataclass(frozen=True)
 class Settings:
-    """What to score and to compare.
+    """The options of an evaluation.
 
     against: artifact, Hugging Face folder or hub id of the reference; "" for none. A model that is not compiled is
              compiled for the artifact's target into `cache`

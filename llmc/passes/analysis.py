@@ -88,7 +88,7 @@ def is_pointwise(n: Node) -> bool:
 
 
 class Origin(IntEnum):
-    """What a value depends on: the largest of what its operands depend on."""
+    """What a value can depend on, in ascending order. A node depends on the largest of its operands' origins."""
 
     CONSTANTS = 0
     WEIGHTS = 1
@@ -96,7 +96,7 @@ class Origin(IntEnum):
 
 
 def origin(v: Value, known: dict[Value, Origin] | None = None) -> Origin:
-    """Return what a value depends on: constants alone, weights (and constants), or inputs and states of a step.
+    """Return what a value depends on: only constants, weights (and constants), or inputs and states of a step.
 
     `known` keeps the answers for values of the same graph, which may share operands.
     """

@@ -84,7 +84,7 @@ FLOATS = (
 )  # fmt: skip
 
 
-# Keys of transformations of activations, which the weights alone do not undo.
+# Keys of transformations of activations, which cannot be undone in the weights.
 ROTATIONS = ("rotation_config", "rotation_configs", "spinquant_config", "hadamard_config", "transform_config")
 EXTRA = ("layer_config", "extra_config")  # keys of exceptions for some modules; the last counts
 

@@ -64,7 +64,7 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new in one output of a stream. The texts of all pieces with the same `index`, joined, are its text."""
+    """The new part of one output of a stream. The texts of all pieces with the same `index`, joined, are its text."""
 
     text: str
     token_ids: list[int]

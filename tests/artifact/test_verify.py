@@ -181,7 +181,7 @@ def test_log_probabilities_are_compared_within_the_tolerance(toy: Path) -> None:
     executor.close()
 
 
-def test_a_canary_without_room_is_told(toy: Path) -> None:
+def test_a_canary_without_room_is_reported(toy: Path) -> None:
     verify_artifact(toy, record=True)
     good = canaries.Canary.load((toy / "canary.json").read_bytes())
     executor = load_executor(toy, kv_bytes=16 * 9)

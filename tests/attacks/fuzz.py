@@ -226,8 +226,8 @@ def send(host: str, port: int, key: str, made: Shot) -> Answer:
     with contextlib.suppress(OSError), door.connect() as link:
         link.settimeout(door.left)
         link.sendall(data)
-        while made.manner == SLOW and time.monotonic() < door.until and (said := link.recv(100)):
-            heard = (heard + said)[:HEARD]
+        while made.manner == SLOW and time.monotonic() < door.until and (received := link.recv(100)):
+            heard = (heard + received)[:HEARD]
             time.sleep(0.05)
         if made.manner == DROPPED:
             time.sleep(door.left / 2)

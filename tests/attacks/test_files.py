@@ -91,8 +91,8 @@ def test_01_nothing_is_unpickled(artifact: Path, audit: Any, tmp_path: Path, ful
         assert server.ask("/v1/completions", {"prompt": "abc", "max_tokens": 3}).status == 200
     if full:
         out = str(tmp_path / "demo.llmc")
-        code, said = command("-m", "llmc.cli", "compile", str(MODEL), "-o", out, "--no-cache", env=env)
-        assert code == 0, said
+        code, output = command("-m", "llmc.cli", "compile", str(MODEL), "-o", out, "--no-cache", env=env)
+        assert code == 0, output
     processes, hits = seen()
     ours = [hit for hit in hits if "torch/" not in hit and "torch\\" not in hit]
     assert processes >= 3 and ours == []
@@ -121,9 +121,9 @@ def test_01_a_pickle_in_the_place_of_any_file_is_inert(
     for name in names if full else draw.sample([n for n in names if not n.startswith(("report/", "ir/"))], 1):
         path = Path(shutil.copytree(artifact, tmp_path / "bad.llmc"))
         (path / name).write_bytes(data)
-        code, said = generate(path)
-        assert (code and "LLMC-E" in said) or name.startswith(("report/", "ir/", "canary")), (name, said)
-        assert not trace.exists() and "Traceback" not in said, (name, said)
+        code, output = generate(path)
+        assert (code and "LLMC-E" in output) or name.startswith(("report/", "ir/", "canary")), (name, output)
+        assert not trace.exists() and "Traceback" not in output, (name, output)
         shutil.rmtree(path)
     pickle.loads(data)  # what it would have done
     assert trace.exists()
@@ -178,12 +178,12 @@ def test_13_a_model_s_own_code_is_never_run(tmp_path: Path, full_only: None) -> 
     }
     for name in ("config.json", "tokenizer_config.json"):
         (model / name).write_text(json.dumps(json.loads((model / name).read_text()) | {"auto_map": maps}))
-    code_of, said = command("-m", "llmc.cli", "compile", str(model), "-o", str(tmp_path / "x.llmc"), "--no-cache")
-    assert code_of in (0, 1) and (code_of == 0 or "LLMC-E" in said), said
+    code_of, output = command("-m", "llmc.cli", "compile", str(model), "-o", str(tmp_path / "x.llmc"), "--no-cache")
+    assert code_of in (0, 1) and (code_of == 0 or "LLMC-E" in output), output
     config = json.loads((model / "config.json").read_text()) | {"model_type": "mine", "architectures": ["M"]}
     (model / "config.json").write_text(json.dumps(config))
-    code_of, said = command("-m", "llmc.cli", "compile", str(model), "-o", str(tmp_path / "y.llmc"), "--dry-run")
-    assert "Traceback" not in said and code_of == 1, said
+    code_of, output = command("-m", "llmc.cli", "compile", str(model), "-o", str(tmp_path / "y.llmc"), "--dry-run")
+    assert "Traceback" not in output and code_of == 1, output
     assert not trace.exists()
 
 
@@ -201,7 +201,7 @@ def moving(tmp_path: Path) -> Iterator[tuple[str, Path, list[str]]]:
     }
     (folders[SECOND] / "config.json").write_text('{"model_type": "moved"}')
     (folders[SECOND] / "tokenizer.json").write_text("{}")
-    main, asked = [FIRST], list[str]()
+    main, requests = [FIRST], list[str]()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -211,7 +211,7 @@ def moving(tmp_path: Path) -> Iterator[tuple[str, Path, list[str]]]:
             self.reply(False)
 
         def reply(self, body: bool) -> None:
-            asked.append(self.path)
+            requests.append(self.path)
             named = next((commit for commit in folders if f"/{commit}" in self.path), main[0])
             hub = HubStandIn({NAME: folders[named]}, revisions=("main", FIRST, SECOND), sha=named)
             answer(self, hub, body)
@@ -223,7 +223,7 @@ def moving(tmp_path: Path) -> Iterator[tuple[str, Path, list[str]]]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", folders[FIRST], asked
+    yield f"http://127.0.0.1:{server.server_port}", folders[FIRST], requests
     server.shutdown()
     thread.join()
     server.server_close()
@@ -231,23 +231,23 @@ def moving(tmp_path: Path) -> Iterator[tuple[str, Path, list[str]]]:
 
 def test_14_a_revision_is_one_commit(moving: tuple[str, Path, list[str]], tmp_path: Path, full: bool) -> None:
     """A hub whose `main` moves during the download: every byte is the first commit's, and so the record says."""
-    url, first, asked = moving
+    url, first, requests = moving
     fetch = (
         "import sys; from pathlib import Path; from llmc.frontend.hub import Hub, locate; "
         "at = locate(sys.argv[1], Hub(sys.argv[2], Path(sys.argv[3]))); print(at.commit, at.folder)"
     )
-    code, said = command("-c", fetch, f"{NAME}@main", url, str(tmp_path / "hub"))
-    assert code == 0, said
-    commit, _, folder = said.strip().splitlines()[-1].partition(" ")
-    assert commit == FIRST and sum("/revision/main" in path for path in asked) == 1
+    code, output = command("-c", fetch, f"{NAME}@main", url, str(tmp_path / "hub"))
+    assert code == 0, output
+    commit, _, folder = output.strip().splitlines()[-1].partition(" ")
+    assert commit == FIRST and sum("/revision/main" in path for path in requests) == 1
     for file in Path(folder).iterdir():
         assert file.read_bytes() == (first / file.name).read_bytes(), file.name
-    assert {f"/{FIRST}/" in path for path in asked if "/resolve/" in path} == {True}
+    assert {f"/{FIRST}/" in path for path in requests if "/resolve/" in path} == {True}
     if full:
         out = tmp_path / "x.llmc"
         more = ("--hub-endpoint", url, "--download-dir", str(tmp_path / "other"))
-        code, said = command("-m", "llmc.cli", "compile", f"{NAME}@{FIRST}", "-o", str(out), "--no-cache", *more)
-        assert code == 0 and FIRST in (out / "manifest.json").read_text(), said
+        code, output = command("-m", "llmc.cli", "compile", f"{NAME}@{FIRST}", "-o", str(out), "--no-cache", *more)
+        assert code == 0 and FIRST in (out / "manifest.json").read_text(), output
         assert (out / "tokenizer" / "tokenizer.json").read_bytes() == (first / "tokenizer.json").read_bytes()
 
 
@@ -280,8 +280,9 @@ def test_16_no_path_leads_outside(artifact: Path, server: Target, tmp_path: Path
     for words, harm in harms if full else draw.sample(harms, 1):
         path = Path(shutil.copytree(artifact, tmp_path / "bad.llmc"))
         harm(path)
-        code, said = generate(path, seconds=20)
-        assert code == 1 and "LLMC-E" in said and "root:" not in said and "Traceback" not in said, (words, code, said)
+        code, output = generate(path, seconds=20)
+        assert code == 1 and "LLMC-E" in output, (words, code, output)
+        assert "root:" not in output and "Traceback" not in output, (words, output)
         shutil.rmtree(path)
 
 
@@ -300,11 +301,11 @@ def test_17_damaged_artifacts_are_refused(
         else:
             del data[at:]
         file.write_bytes(data)
-        code, said = generate(path, seconds=20)
-        assert code in (1, 3) and "LLMC-E" in said and "Try:" in said and "Traceback" not in said, (
+        code, output = generate(path, seconds=20)
+        assert code in (1, 3) and "LLMC-E" in output and "Try:" in output and "Traceback" not in output, (
             file,
             at,
             code,
-            said,
+            output,
         )
         shutil.rmtree(path)

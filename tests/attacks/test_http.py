@@ -268,8 +268,8 @@ def test_20_metrics_and_logs_do_not_grow_with_words(
 
     def one(i: int, link: Link) -> None:
         word, ours = f"marked{draw.getrandbits(60):x}", f"id-{draw.getrandbits(60):x}"
-        asked = {"prompt": "x", "max_tokens": 1, "model": word, word: 1, "user": word, "cache_salt": word}
-        body = json.dumps(asked).encode()
+        options = {"prompt": "x", "max_tokens": 1, "model": word, word: 1, "user": word, "cache_salt": word}
+        body = json.dumps(options).encode()
         first = head(steady, f"/path{i}%0d%0a{ours}?{word}={i}", f"METHOD{i}", X_Request_Id=ours, User_Agent=word)
         second = head(steady, f"/v1/completions?{word}", X_Request_Id=f"{ours}\t{word}", Content_Length=len(body))
         link.sendall(first if i % 2 else second + body)
@@ -281,11 +281,11 @@ def test_20_metrics_and_logs_do_not_grow_with_words(
         for more in ({"cache_salt": "a"}, {"stream": True}, {"n": 2}):
             steady.ask("/v1/completions", {"prompt": "x", "max_tokens": 5, "ignore_eos": True, **more})
         time.sleep(0.5)  # the engine's own figures are a heartbeat old
-        before, said, count = names(), len(steady.lines), times(200, 15_000)
+        before, first_line, count = names(), len(steady.lines), times(200, 15_000)
         for i in range(count):
             one(i, link)
     assert names() == before
-    new_lines = steady.lines[said:]
+    new_lines = steady.lines[first_line:]
     assert len(new_lines) < count + 20 and not any("marked" in line.lower() for line in new_lines)
     assert all(re.match(r"llmc: |\d{4}-\d\d-\d\d ", line) for line in new_lines), new_lines[:5]
 

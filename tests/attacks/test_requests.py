@@ -132,13 +132,13 @@ def test_08_schemas_and_expressions(steady: Target, draw: Random, full: bool) ->
     made, beside = schemas(full), [with_schema(one) for one in ({"type": "object"}, {"$ref": "#"}, {"enum": []}, {})]
     for form in made if full else draw.sample(made, 15):
         began = time.monotonic()
-        asked: dict[str, Any] = {"max_tokens": 6, "temperature": 1, **form}
+        options: dict[str, Any] = {"max_tokens": 6, "temperature": 1, **form}
         if draw.random() < 0.5:
-            reply = steady.ask("/v1/completions", {"prompt": "x", **asked})
+            reply = steady.ask("/v1/completions", {"prompt": "x", **options})
         else:
-            asked["messages"] = [{"role": "user", "content": "x"}]
+            options["messages"] = [{"role": "user", "content": "x"}]
             reply = steady.ask(
-                "/v1/chat/completions", {**asked, **(draw.choice(beside) if draw.random() < 0.5 else {})}
+                "/v1/chat/completions", {**options, **(draw.choice(beside) if draw.random() < 0.5 else {})}
             )
         shown = json.dumps(form)[:300]
         assert reply.status in KINDS and time.monotonic() - began < 12, (shown, reply)
@@ -312,8 +312,8 @@ def test_18_answers_tell_nothing_of_the_inside(steady: Target, draw: Random) -> 
     """Errors hold no address, path, line of code, environment, key or other prompt, and neither does the log; every
     answer of every attack goes through the same search."""
     secret = "nobody-else-may-read-this"
-    asked = {"messages": [{"role": "user", "content": secret}], "max_tokens": 3}
-    assert steady.ask("/v1/chat/completions", asked).status == 200
+    options = {"messages": [{"role": "user", "content": secret}], "max_tokens": 3}
+    assert steady.ask("/v1/chat/completions", options).status == 200
     probes: list[tuple[str, Any]] = [
         ("/v1/chat/completions", {"messages": [{"role": secret, "content": [{"type": secret}]}]}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}],
@@ -330,8 +330,8 @@ def test_18_answers_tell_nothing_of_the_inside(steady: Target, draw: Random) -> 
         assert reply.status in (400, 404), (path, body, reply)
         assert not leaks(reply.body.decode(), [secret, *KEYS_OF_LOG]) or secret in str(body), reply
         assert reply.headers.get("server") is None and "x-powered-by" not in reply.headers
-    said = "".join(line for line in steady.lines if "attack routes" not in line)
-    assert secret not in said and not any(key in said for key in KEYS_OF_LOG) and "Traceback" not in said
+    text = "".join(line for line in steady.lines if "attack routes" not in line)
+    assert secret not in text and not any(key in text for key in KEYS_OF_LOG) and "Traceback" not in text
 
 
 KEYS_OF_LOG = ("first-secret-key", "second-secret-key")

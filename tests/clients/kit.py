@@ -96,19 +96,19 @@ def started(command: Sequence[str | Path], server: Server, **environment: str) -
     """The server, its address filled in once it listens; it has to end with 0 after SIGTERM."""
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
     assert process.stderr is not None
-    said, log = threading.Event(), list[str]()
+    ready, log = threading.Event(), list[str]()
 
     def read() -> None:
         for line in process.stderr:
             log.append(line)
             if ADDRESS.search(line):
-                said.set()
-        said.set()
+                ready.set()
+        ready.set()
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     try:
-        assert said.wait(STARTS) and log, "llmc-serve says nothing"
+        assert ready.wait(STARTS) and log, "llmc-serve says nothing"
         found = ADDRESS.search("".join(log))
         assert found, "".join(log)
         yield replace(server, url=found[1])
@@ -155,8 +155,8 @@ NAMED = {"type": "function", "function": {"name": "get_weather"}}
 def enforced(model: str, **more: Any) -> dict[str, Any]:
     """A request that has to be answered with one call of one of two functions, always the same one."""
     tools = [{"type": "function", "function": one} for one in (WEATHER, TIME)]
-    asked = {"model": model, "messages": user("What is the weather in Bonn?"), "tools": tools, "temperature": 0}
-    return {**asked, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200, **more}
+    options = {"model": model, "messages": user("What is the weather in Bonn?"), "tools": tools, "temperature": 0}
+    return {**options, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200, **more}
 
 
 def call_of(function: Any) -> dict[str, Any]:

@@ -24,10 +24,10 @@ def client(server: Server, *words: str) -> Any:
 
 
 def test_tools(tool_server: Server) -> None:
-    asked = enforced("demo")
-    true = tool_server.post("/v1/chat/completions", asked)["choices"][0]["message"]["tool_calls"]
+    options = enforced("demo")
+    true = tool_server.post("/v1/chat/completions", options)["choices"][0]["message"]["tool_calls"]
     named = [[call["function"]["name"], call["function"]["arguments"]] for call in true]
-    assert client(tool_server, "", json.dumps(asked)) == {
+    assert client(tool_server, "", json.dumps(options)) == {
         "whole": named, "streamed": named, "end": ["tool_calls", "tool_calls"],
     }  # fmt: skip
 

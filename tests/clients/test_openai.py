@@ -61,11 +61,11 @@ def test_the_helper_for_streams(client: openai.OpenAI, truth: Truth) -> None:
 def test_completions_of_several_prompts(client: openai.OpenAI, truth: Truth) -> None:
     answer = client.completions.create(model="demo", prompt=list(TEXTS), max_tokens=24, temperature=0)
     assert [c.text for c in answer.choices] == [truth(prompt=text, max_tokens=24)["text"] for text in TEXTS]
-    asked = {"model": "demo", "prompt": TEXTS[0], "max_tokens": 24, "temperature": 1, "seed": 5, "n": 2}
+    options = {"model": "demo", "prompt": TEXTS[0], "max_tokens": 24, "temperature": 1, "seed": 5, "n": 2}
     texts = ["", ""]
-    for chunk in client.completions.create(**asked, stream=True):
+    for chunk in client.completions.create(**options, stream=True):
         texts[chunk.choices[0].index] += chunk.choices[0].text
-    assert texts == [c.text for c in client.completions.create(**asked).choices] and texts[0] != texts[1]
+    assert texts == [c.text for c in client.completions.create(**options).choices] and texts[0] != texts[1]
 
 
 def test_log_probabilities(client: openai.OpenAI) -> None:
@@ -80,12 +80,12 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
 
 def test_many_at_once(server: Server, truth: Truth) -> None:
     async def ask(client: openai.AsyncOpenAI, question: str, stream: bool) -> str:
-        asked = client.chat.completions.create(
+        request = client.chat.completions.create(
             model="demo", messages=user(question), max_tokens=32, temperature=0, stream=stream
         )
         if not stream:
-            return str((await asked).choices[0].message.content)
-        return joined([chunk.choices[0].delta.content async for chunk in await asked])
+            return str((await request).choices[0].message.content)
+        return joined([chunk.choices[0].delta.content async for chunk in await request])
 
     async def all_of_them() -> list[str]:
         async with openai.AsyncOpenAI(base_url=server.v1, api_key=server.key, max_retries=0, timeout=120) as client:
@@ -141,9 +141,9 @@ def test_errors_have_their_kinds(client: openai.OpenAI, server: Server) -> None:
 
 
 def test_tokens_come_as_they_are_made(slow_server: Server) -> None:
-    asked = {"model": "toy", "messages": CHAT, "max_tokens": 30, "extra_body": {"ignore_eos": True}}
+    options = {"model": "toy", "messages": CHAT, "max_tokens": 30, "extra_body": {"ignore_eos": True}}
     with openai.OpenAI(base_url=slow_server.v1, api_key="none", max_retries=0, timeout=120) as client:
-        stream = client.chat.completions.create(**asked, stream=True)
+        stream = client.chat.completions.create(**options, stream=True)
         pieces = [chunk.choices[0].delta.content for chunk in stream if chunk.choices[0].delta.content]
     assert len(pieces) > 2
 

@@ -22,30 +22,30 @@ def client(tool_server: Server) -> Iterator[openai.OpenAI]:
 
 
 def test_openai_whole_and_streamed(client: openai.OpenAI, call: dict[str, Any]) -> None:
-    asked = enforced("demo", tool_choice=NAMED)
-    whole = client.chat.completions.create(**asked).choices[0].message.tool_calls
+    options = enforced("demo", tool_choice=NAMED)
+    whole = client.chat.completions.create(**options).choices[0].message.tool_calls
     assert [call_of(one.function) for one in whole] == [call] and whole[0].id
     name, pieces = "", []
-    for chunk in client.chat.completions.create(**asked, stream=True):
+    for chunk in client.chat.completions.create(**options, stream=True):
         for one in chunk.choices[0].delta.tool_calls or []:
             assert one.index == 0 and (not name or one.function.name is None)
             name = name or one.function.name
             pieces.append(one.function.arguments or "")
     assert name == "get_weather" and "".join(pieces) == whole[0].function.arguments
-    with client.chat.completions.stream(**asked) as stream:
+    with client.chat.completions.stream(**options) as stream:
         events = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
     assert [{"name": one.name, "arguments": json.loads(one.arguments)} for one in events] == [call]
 
 
 def test_openai_all_the_way(client: openai.OpenAI) -> None:
     """A call, its result, an answer; calls are not made where they are not wanted."""
-    asked = enforced("demo")
-    message = client.chat.completions.create(**asked).choices[0].message
+    options = enforced("demo")
+    message = client.chat.completions.create(**options).choices[0].message
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "clear, 21 degrees"}
-    talk = [*asked["messages"], message.to_dict(), result]
-    answer = client.chat.completions.create(**{**asked, "messages": talk, "tool_choice": "none"}).choices[0]
+    talk = [*options["messages"], message.to_dict(), result]
+    answer = client.chat.completions.create(**{**options, "messages": talk, "tool_choice": "none"}).choices[0]
     assert answer.message.content and not answer.message.tool_calls
-    free = client.chat.completions.create(**{**asked, "tool_choice": "auto"}).choices[0]
+    free = client.chat.completions.create(**{**options, "tool_choice": "auto"}).choices[0]
     assert bool(free.message.tool_calls) == (free.finish_reason == "tool_calls")
     with pytest.raises(openai.BadRequestError) as unknown:
         client.chat.completions.create(**enforced("demo", tool_choice={"type": "function", "function": {"name": "x"}}))

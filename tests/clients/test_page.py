@@ -139,7 +139,7 @@ def test_texts_are_never_markup(open_server: Server, opened: Open) -> None:
     assert page.locator("#messages :is(img, script, b)").count() == 0 and page.title().endswith("llmc")
 
 
-def test_an_error_is_told_and_the_message_kept(open_server: Server, opened: Open) -> None:
+def test_an_error_is_reported_and_the_message_kept(open_server: Server, opened: Open) -> None:
     page = opened(open_server)
     say(page, "the " * 4000)
     expect(page.get_by_role("alert")).to_contain_text("maximum context length is exceeded")

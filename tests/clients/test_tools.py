@@ -13,11 +13,11 @@ from pydantic import BaseModel, Field, SecretStr
 
 
 def test_litellm(tool_server: Server, call: dict[str, Any]) -> None:
-    asked = {**enforced("openai/demo", tool_choice=NAMED), "api_base": tool_server.v1, "api_key": tool_server.key}
-    asked.pop("parallel_tool_calls")
-    whole = litellm.completion(**asked).choices[0]
+    options = {**enforced("openai/demo", tool_choice=NAMED), "api_base": tool_server.v1, "api_key": tool_server.key}
+    options.pop("parallel_tool_calls")
+    whole = litellm.completion(**options).choices[0]
     assert [call_of(one.function) for one in whole.message.tool_calls] == [call]
-    built = litellm.stream_chunk_builder(list(litellm.completion(**asked, stream=True)))
+    built = litellm.stream_chunk_builder(list(litellm.completion(**options, stream=True)))
     assert [call_of(one.function) for one in built.choices[0].message.tool_calls] == [call]
 
 
@@ -46,6 +46,6 @@ def test_instructor(tool_server: Server) -> None:
 
     client = openai.OpenAI(base_url=tool_server.v1, api_key=tool_server.key, max_retries=0, timeout=120)
     wrapped = instructor.from_openai(client, mode=instructor.Mode.TOOLS)
-    asked = {"messages": user("What is the weather in Bonn?"), "temperature": 0, "max_tokens": 200}
-    made = wrapped.chat.completions.create(model="demo", response_model=GetWeather, max_retries=0, **asked)
+    options = {"messages": user("What is the weather in Bonn?"), "temperature": 0, "max_tokens": 200}
+    made = wrapped.chat.completions.create(model="demo", response_model=GetWeather, max_retries=0, **options)
     assert isinstance(made, GetWeather)

@@ -74,7 +74,7 @@ def test_a_state_that_the_launch_in_front_writes_is_not_settled() -> None:
 
 
 @pytest.mark.parametrize(("yields", "crowds"), [(True, True), (True, False), (False, True)])
-def test_a_kernel_that_yields_is_told_of_a_next_launch_that_crowds(yields: bool, crowds: bool) -> None:
+def test_the_schedule_of_a_kernel_that_yields_shows_a_next_launch_that_crowds(yields: bool, crowds: bool) -> None:
     g, _ = chain()
     kernels = {"a": Said("a", yields=yields), "b": Said("b", crowds=crowds)}
     for n in g.nodes:

@@ -89,7 +89,7 @@ def die(work: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_process_that_is_killed_is_told(tmp_path: Path, monkeypatch) -> None:
+def test_a_process_that_is_killed_is_reported(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(module, "compile_one", die)
     sources = [(replace(GOOD, options=(("num_warps", w),)), "") for w in (1, 4)]
     with pytest.raises(Diagnostic, match=r"E503.*ended too soon"):

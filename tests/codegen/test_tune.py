@@ -127,7 +127,7 @@ def test_a_batch_with_a_way_that_fails_is_halved() -> None:
         tuning._times(Away(), [good, good], m, tuned)  # type: ignore[arg-type]
 
 
-def test_a_missing_device_is_told_before_anything_is_compiled(
+def test_a_missing_device_is_reported_before_anything_is_compiled(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Not even the model is opened: the folder that is named does not exist."""

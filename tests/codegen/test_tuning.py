@@ -111,7 +111,7 @@ def test_no_line_that_ships_is_of_an_op_or_a_kernel_as_it_was() -> None:
         assert sorted(written) == sorted(OPS[node.partition("(")[0]].attrs), node
 
 
-def test_what_decided_is_told() -> None:
+def test_what_decided_is_reported() -> None:
     linear, _ = nodes()
     one = record(linear, "k", A, sm_90(), 3.0, {"R": 1})
     tuning = Tuning({(one.target, one.node): {one.sizes: {(one.kernel, one.schedule): one.us}}}, "h200")

@@ -70,14 +70,14 @@ def wrong(case: Case, outcome: Outcome) -> str:
         return f"it took {outcome.memory >> 20} MiB; at most {BYTES >> 20} MiB are allowed"
     if outcome.code == 0:
         return "" if case.harmless else f"silence: it was accepted ({text.strip()[-200:]})"
-    said = text[text.index("LLMC-E") :] if "LLMC-E" in text else ""
-    if not said:
+    written = text[text.index("LLMC-E") :] if "LLMC-E" in text else ""
+    if not written:
         return f"no code: {text.strip()[-300:]}"
-    if "\n  Try: " not in said:
-        return f"no remedy: {said[:300]}"
-    if outcome.code != 4 and (len(said.strip().splitlines()) > LINES or len(said) > LETTERS):
-        return f"{len(said.splitlines())} lines of {len(said)} letters: {said[:600]}"
-    return "" if case.names in said else f"{case.names!r} is not named: {said[:300]}"
+    if "\n  Try: " not in written:
+        return f"no remedy: {written[:300]}"
+    if outcome.code != 4 and (len(written.strip().splitlines()) > LINES or len(written) > LETTERS):
+        return f"{len(written.splitlines())} lines of {len(written)} letters: {written[:600]}"
+    return "" if case.names in written else f"{case.names!r} is not named: {written[:300]}"
 
 
 def run_all(
@@ -182,10 +182,10 @@ def _live(cases: Sequence[Case], share: list[int], out: int, root: Path) -> None
 def run_one(case: Case, scratch: Path) -> Outcome:
     """Run a case here, in a folder of its own below `scratch`."""
     folder = Path(tempfile.mkdtemp(dir=scratch))
-    said = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace", write_through=True)
+    output = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace", write_through=True)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before, begin = _memory("VmRSS"), time.perf_counter() - _queued()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             code = case.act(folder)
         except SystemExit as e:
@@ -195,7 +195,7 @@ def run_one(case: Case, scratch: Path) -> Outcome:
             code = 1
     seconds, peak = time.perf_counter() - _queued() - begin, _memory("VmHWM")
     shutil.rmtree(folder, ignore_errors=True)
-    text = said.buffer.getvalue().decode("utf-8", "replace")  # type: ignore[attr-defined]
+    text = output.buffer.getvalue().decode("utf-8", "replace")  # type: ignore[attr-defined]
     text = (scratch / "said").read_text(errors="replace")[:2000] + text
     os.truncate(scratch / "said", 0)
     return Outcome(code, seconds, max(0, peak - before), text if len(text) < 8000 else text[:4000] + text[-4000:])

@@ -59,7 +59,7 @@ def test_whatever_a_cause_is_made_of_five_lines_are_printed(size: int) -> None:
     assert all(c.isprintable() or c == "\n" for c in text) and "\n  Try: then" in text
 
 
-def test_other_errors_are_told_with_a_code() -> None:
+def test_other_errors_are_reported_with_a_code() -> None:
     assert as_llmc_error(MemoryError()).code == "E203"
     result = as_llmc_error(PermissionError(13, "Permission denied", "x/y"))
     assert (result.code, result.of_environment) == ("E100", True) and "x/y" in result.cause

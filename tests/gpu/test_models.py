@@ -83,15 +83,15 @@ def compare(ours: Sequence[Any], theirs: Sequence[Any], tolerance: float) -> Non
 def check(pair: Pair, prompts: Sequence[Any], steps: int, at_once: bool) -> None:
     """In float32 the GPU says what the CPU says. In bfloat16 both are rough, in other orders of sums: beside the same
     weights in float32 the GPU's errors are of the size of the CPU's."""
-    said = {kind: generate(pair, kind, prompts, steps, at_once) for kind in pair.kinds}
+    outputs = {kind: generate(pair, kind, prompts, steps, at_once) for kind in pair.kinds}
     if pair.dtype == "float32":
-        compare(said["gpu"], said["cpu"], TOLERANCE)
+        compare(outputs["gpu"], outputs["cpu"], TOLERANCE)
         return
-    gpu, cpu = (errors(said[kind], said["exact"]) for kind in ("gpu", "cpu"))
+    gpu, cpu = (errors(outputs[kind], outputs["exact"]) for kind in ("gpu", "cpu"))
     summary = f"medians {np.median(gpu):.3g} and {np.median(cpu):.3g}, largest {gpu.max():.3g} and {cpu.max():.3g}"
     print(f"{pair.name}: errors of GPU and CPU, {summary}, of {len(gpu)} and {len(cpu)}")
     assert np.median(gpu) <= 1.5 * np.median(cpu), summary
-    compare(said["gpu"], said["exact"], 4 * cpu.max())
+    compare(outputs["gpu"], outputs["exact"], 4 * cpu.max())
 
 
 def drawn(count: int) -> list[list[int]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draw import generator
 from kernels.cases import CLAMPED
 from kernels.harness import Case
 from kernels.test_triton_moe import ROUTINGS, chosen, first
@@ -69,7 +70,7 @@ STACKS = {
 def check(s: Stack, columns: int, up: bool, t: Any, k: int, experts: int, schedule: Any = None, rows: int = 22) -> None:
     size = t if isinstance(t, int) else 40
     kernel, g = (SCALED_UP if up else SCALED_DOWN), s.graph(up, t, k, experts, rows, columns)
-    rng = np.random.default_rng()
+    rng = generator()
     order, starts = moe_route.ref(chosen(size, k, experts), experts=experts)
     drawn: dict[str, Any] = {"order": order, "starts": starts}
     for v in g.inputs:

@@ -84,6 +84,6 @@ def fails(code: str, *words: str, do: Callable[[], Any]) -> None:
     """`do` ends with this error, in at most three lines that have the words and a remedy."""
     with pytest.raises(Diagnostic) as e:
         do()
-    said = str(e.value)
-    assert e.value.code == code and "\n  Try: " in said and len(said.splitlines()) <= 3, said
-    assert all(w in said for w in words), said
+    message = str(e.value)
+    assert e.value.code == code and "\n  Try: " in message and len(message.splitlines()) <= 3, message
+    assert all(w in message for w in words), message

@@ -43,8 +43,8 @@ def prompts(count: int) -> list[dict[str, list[int]]]:
 
 def test_masks_and_biases_choose_among_the_likeliest(llm: LLM) -> None:
     """Beside requests without any, in the same steps."""
-    asked = prompts(ROWS)
-    free = [o.outputs[0] for o in llm.generate(asked, greedy(logprobs=20), use_tqdm=False)]
+    inputs = prompts(ROWS)
+    free = [o.outputs[0] for o in llm.generate(inputs, greedy(logprobs=20), use_tqdm=False)]
     tops = [sorted(one.logprobs[0].items(), key=lambda item: item[1].rank) for one in free if one.logprobs]
     ids = [[token for token, _ in top] for top in tops]
     gap = tops[3][0][1].logprob - tops[3][5][1].logprob
@@ -56,7 +56,7 @@ def test_masks_and_biases_choose_among_the_likeliest(llm: LLM) -> None:
         greedy(temperature=1.0, top_p=0.9, top_k=50, seed=4, allowed_token_ids=[17]),
         greedy(),
     ]
-    token_ids = [o.outputs[0].token_ids for o in llm.generate(asked, params, use_tqdm=False)]
+    token_ids = [o.outputs[0].token_ids for o in llm.generate(inputs, params, use_tqdm=False)]
     assert token_ids[0][0] == ids[0][7] and set(token_ids[0]) <= set(ids[0][7:12])
     assert token_ids[1][0] == ids[1][2] and not set(token_ids[1]) & set(ids[1][:2])
     assert token_ids[2] == [0] * 8 and token_ids[3][0] == ids[3][5] and token_ids[4] == [17] * 8
@@ -64,10 +64,10 @@ def test_masks_and_biases_choose_among_the_likeliest(llm: LLM) -> None:
 
 
 def test_banned_sequences_follow_what_comes(llm: LLM) -> None:
-    (asked,) = prompts(1)
-    free = llm.generate([asked], greedy(max_tokens=6), use_tqdm=False)[0].outputs[0].token_ids
+    (inputs,) = prompts(1)
+    free = llm.generate([inputs], greedy(max_tokens=6), use_tqdm=False)[0].outputs[0].token_ids
     words = [free[:3], [free[0], 5, 6]]
-    request = Request("x", asked["prompt_token_ids"], greedy(max_tokens=6), bad_words=words)
+    request = Request("x", inputs["prompt_token_ids"], greedy(max_tokens=6), bad_words=words)
     llm.engine.add(request)
     while llm.engine.has_work():
         llm.engine.step()
@@ -88,10 +88,10 @@ def reference(llm: LLM, ids: list[int]) -> np.ndarray:
 def test_prompts_are_scored_as_transformers_does(llm: LLM) -> None:
     """Longer than the step's tokens and its rows, beside requests that generate; again from a warm prefix cache."""
     rng = np.random.default_rng(SEED)
-    asked = [{"prompt_token_ids": rng.integers(3, 320, n).tolist()} for n in (70, 1, 2, 33, 9, 47, 16)]
+    requests = [{"prompt_token_ids": rng.integers(3, 320, n).tolist()} for n in (70, 1, 2, 33, 9, 47, 16)]
     params = [greedy(prompt_logprobs=k, temperature=t) for k, t in zip((3, 0, 1, None, 20, None, 5), (0.0, 1.0) * 4)]
-    first = llm.generate(asked, params, use_tqdm=False)
-    again = llm.generate(asked[:1], params[:1], use_tqdm=False)
+    first = llm.generate(requests, params, use_tqdm=False)
+    again = llm.generate(requests[:1], params[:1], use_tqdm=False)
     assert again[0].num_cached_tokens == 0 and again[0].prompt_logprobs is not None
     for output, one in [*zip(first, params), (again[0], params[0])]:
         ids, logprobs = output.prompt_token_ids, output.prompt_logprobs
@@ -112,11 +112,11 @@ def test_prompts_are_scored_as_transformers_does(llm: LLM) -> None:
 
 def test_scoring_a_prompt_changes_no_token(llm: LLM) -> None:
     """Nor are those of other requests, nor those of several outputs of a prompt, whose scores are returned once."""
-    asked = prompts(4)
+    inputs = prompts(4)
     draw = {"temperature": 0.9, "seed": 11, "n": 3}
     plain = [greedy(), greedy(**draw), greedy(frequency_penalty=0.5), greedy()]
     scored = [greedy(prompt_logprobs=2), greedy(prompt_logprobs=0, **draw), plain[2], plain[3]]
-    want, got = (llm.generate(asked, params, use_tqdm=False) for params in (plain, scored))
+    want, got = (llm.generate(inputs, params, use_tqdm=False) for params in (plain, scored))
     tokens = [[[o.token_ids for o in one.outputs] for one in outputs] for outputs in (want, got)]
     assert tokens[0] == tokens[1]
     assert [one.prompt_logprobs is not None for one in got] == [True, True, False, False]

@@ -32,12 +32,12 @@ FILE = "model.safetensors"
 def fails(code: str, *words: str, do: Callable[[], Any]) -> None:
     with pytest.raises(Diagnostic) as e:
         do()
-    said = str(e.value)
-    assert e.value.code == code, said
-    assert "\n  Try: " in said
-    assert len(said.splitlines()) <= 5
+    message = str(e.value)
+    assert e.value.code == code, message
+    assert "\n  Try: " in message
+    assert len(message.splitlines()) <= 5
     for w in words:
-        assert w in said, said
+        assert w in message, message
 
 
 def config(folder: Path, **entries: Any) -> Path:
@@ -309,7 +309,7 @@ def test_unexpected_tensors(folder: Path, saved: Traced) -> None:
     fails("E324", "model.layers.0.adapter.weight", "5 in all", do=lambda: read_all(saved, folder))
 
 
-def test_masks_are_told_from_biases_by_their_shapes(folder: Path, saved: Traced) -> None:
+def test_masks_and_biases_are_distinguished_by_their_shapes(folder: Path, saved: Traced) -> None:
     names = ("attn.masked_bias", "attn.attention.bias", "attention.bias", "attn.causal_mask")
     shapes = ((), (1, 1, 4, 4), (1, 1, 3, 3), (1, 1, 4, 4))
     masks = {f"model.layers.0.{n}": np.ones(s, np.float32) for n, s in zip(names, shapes, strict=True)}

@@ -201,11 +201,11 @@ def test_enforced_calls_have_their_schemas(llm: LLM, form: type[CallFormat]) -> 
     template = (DEMO.parent / "tools" / "chat_template.jinja").read_text()
     dialect = replace(dialect_of(tokenizer, template), calls=form, thoughts=THINK)
     chat = [{"role": "user", "content": "What is a river?"}]
-    asked = ChatRequest(messages=chat, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
-    text = ChatTemplate(template, tokenizer.named_tokens).render(asked.messages, tools=TOOLS)
+    request = ChatRequest(messages=chat, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+    text = ChatTemplate(template, tokenizer.named_tokens).render(request.messages, tools=TOOLS)
     ended = 0
     for prompt in (text, text + "<think></think>"):
-        plan = plan_of(asked, dialect).behind(Prompt([], prompt), asked)
+        plan = plan_of(request, dialect).behind(Prompt([], prompt), request)
         drawn = SamplingParams(temperature=0.8, seed=SEED, n=4, max_tokens=300)
         params = plan.constrained(drawn, "tools")
         (output,) = llm.generate(prompt, params, use_tqdm=False)

@@ -112,7 +112,7 @@ def test_answers_of_no_use(hub: HubStandIn, model: Path, tmp_path: Path) -> None
         (["config.json", "onnx/model.onnx"], "E320", "neither"),
     ],
 )
-def test_other_formats_are_told_before_they_are_fetched(
+def test_other_formats_are_reported_before_they_are_fetched(
     names: list[str], code: str, words: str, hub: HubStandIn, model: Path, tmp_path: Path
 ) -> None:
     repo = tmp_path / "repo"

@@ -73,7 +73,7 @@ def test_an_adapter_beside_a_config(tmp_path: Path) -> None:
         ("consolidated.safetensors", "publisher's own layout"),
     ],
 )
-def test_weights_of_another_form_are_told_before_the_trace(name: str, words: str, tmp_path: Path) -> None:
+def test_weights_of_another_form_are_reported_before_the_trace(name: str, words: str, tmp_path: Path) -> None:
     config(tmp_path)
     (tmp_path / name).write_bytes(b"")
     with pytest.raises(Diagnostic, match=words) as e:
@@ -81,7 +81,7 @@ def test_weights_of_another_form_are_told_before_the_trace(name: str, words: str
     assert e.value.code in ("E320", "E302") and not (tmp_path / "out").exists()
 
 
-def test_the_command_line_refuses_code_and_asks_the_hub_it_is_told(
+def test_the_command_line_refuses_code_and_asks_the_given_hub(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config(tmp_path)
@@ -95,7 +95,7 @@ def test_the_command_line_refuses_code_and_asks_the_hub_it_is_told(
 
 
 @pytest.mark.parametrize(("text", "words"), [(None, "cannot be read"), ('{"target": 1}\n', "line 1, is not a record")])
-def test_bad_measurements_are_told_before_the_trace(text: str | None, words: str, tmp_path: Path) -> None:
+def test_bad_measurements_are_reported_before_the_trace(text: str | None, words: str, tmp_path: Path) -> None:
     config(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"damaged, which nobody looks at yet")
     if text:

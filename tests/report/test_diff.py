@@ -54,7 +54,7 @@ def test_nodes_that_came_and_went_are_counted_by_place() -> None:
     ]  # fmt: skip
 
 
-def test_wiring_and_ranges_are_told() -> None:
+def test_wiring_and_ranges_are_reported() -> None:
     (row,) = differences(BODY, BODY.replace("sub(%0, %1)", "sub(%1, %0)"))["graphs"]
     assert row["changes"] == [] and row["wiring"] == "sub at ? reads #0, #1 and #1, #0"
     (row,) = differences(BODY, BODY.replace("return %2", "return %1"))["graphs"]
@@ -66,7 +66,7 @@ def test_wiring_and_ranges_are_told() -> None:
     ]  # fmt: skip
 
 
-def test_choices_are_told_apart_from_nodes() -> None:
+def test_choices_are_reported_apart_from_nodes() -> None:
     found = differences(BODY, BODY.replace("rows=4, arena=[256]", "rows=8, arena=[256]"))
     assert found["graphs"] == []
     assert found["choices"] == [
@@ -149,7 +149,7 @@ def test_weights_of_other_bytes_or_types_are_named(tmp_path: Path) -> None:
     assert row["how"] == "packed and random"
 
 
-def test_another_kernel_and_another_limit_are_told(tmp_path: Path) -> None:
+def test_another_kernel_and_another_limit_are_reported(tmp_path: Path) -> None:
     parts = tiny.parts(tmp_path)
     write_artifact(tmp_path / "a.llmc", parts)
     old = parts.kernels[0]

@@ -64,10 +64,10 @@ def test_a_quick_build_says_what_it_is(made: Made, tmp_path: Path, capsys: pytes
     about = {r["what"]: (r["a"], r["b"]) for r in json.loads(text.getvalue())["about"]}
     assert about["source.layers"] == (0, 1)
     assert main(["pack", str(out), str(made.model)]) == 0  # of the whole checkpoint, the first layer
-    said: list[str] = []
-    llm = LLM(out, say=said.append)
+    messages: list[str] = []
+    llm = LLM(out, say=messages.append)
     try:
-        assert any(s.startswith("NOT THE WHOLE MODEL, only the first 1 of 2 layers") for s in said)
+        assert any(s.startswith("NOT THE WHOLE MODEL, only the first 1 of 2 layers") for s in messages)
         assert len(llm.generate([{"prompt_token_ids": [1, 2, 3]}])[0].outputs[0].token_ids) > 0
     finally:
         llm.close()

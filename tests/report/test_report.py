@@ -79,8 +79,8 @@ def test_a_compile_writes_its_report(made: Made) -> None:
     assert all(escape(p.read_text().rstrip("\n")) in text for p in sources)
     assert page.tags["svg"] == len(programs)
     words = page.words
-    for said in ("rms-norm", "model.layers.*.input_layernorm", "self_attn", "cost rule", "torch=", "KV cache"):
-        assert said in words, said
+    for expected in ("rms-norm", "model.layers.*.input_layernorm", "self_attn", "cost rule", "torch=", "KV cache"):
+        assert expected in words, expected
     assert "equal modules" in words and "more nodes than before" in words
 
 
@@ -99,7 +99,7 @@ def test_the_reports_of_a_compile_say_what_passes_did(made: Made) -> None:
     assert all(c["ways"] > len(c["others"]) and (not c["others"] or c["others"][0]["us"] >= c["us"]) for c in choices)
 
 
-def test_what_nearly_matched_is_told_with_its_reason(made: Made, tmp_path: Path) -> None:
+def test_what_nearly_matched_is_reported_with_its_reason(made: Made, tmp_path: Path) -> None:
     """A model whose norm has a second reader: the pass leaves it, and the report says why."""
     from llmc.extension import load
     from llmc.ir.text import parse
@@ -202,7 +202,7 @@ def test_the_chart_draws_every_value_inside_the_arena() -> None:
 @pytest.mark.parametrize(
     ("numbers", "words"), [([0, 1, 2, 5], "0-2, 5"), ([3], "3"), ([0, 2, 4, 6], "0, 2, ..., 6"), ([2, 1, 2], "1-2")]
 )
-def test_numbers_are_told_in_few_words(numbers: list[int], words: str) -> None:
+def test_numbers_are_reported_in_few_words(numbers: list[int], words: str) -> None:
     assert runs(numbers) == words
 
 

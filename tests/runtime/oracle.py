@@ -61,6 +61,6 @@ class Expected:
 
     def longest(self) -> int:
         """Return the maximum number of tokens of the sequence."""
-        config, asked = self.config, self.request.params.max_tokens
+        config, max_tokens = self.config, self.request.params.max_tokens
         room = min(config.max_model_len, config.num_pages * config.page_size + 1)
-        return room if asked is None else min(room, self.num_prompt + asked)
+        return room if max_tokens is None else min(room, self.num_prompt + max_tokens)

@@ -68,7 +68,7 @@ def test_a_reply_is_read_whole_however_it_comes_apart(framing: str) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"SSH-2.0-x\r\n\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"])
-def test_what_is_no_http_is_told(sent: bytes) -> None:
+def test_what_is_no_http_is_reported(sent: bytes) -> None:
     with pytest.raises(WireError):
         Reply().feed(sent)
 
@@ -122,7 +122,7 @@ def test_streams_of_other_servers_are_read_as_events_are_defined() -> None:
 
 
 @pytest.mark.parametrize("sent", ["null", '"ping"', '{"choices": [null]}', '{"choices": 5}', "{", '{"usage": 3}'])
-def test_what_is_no_event_of_a_completion_is_told(sent: str) -> None:
+def test_what_is_no_event_of_a_completion_is_reported(sent: str) -> None:
     with pytest.raises(ValueError):
         Stream(Record(0, 0.0), time.monotonic).take(f"data: {sent}\n\n".encode())
 
@@ -320,7 +320,7 @@ def test_streams_of_a_mix_with_a_duration_are_cut_off_at_its_end() -> None:
     assert figures["median_itl_ms"] >= 9
 
 
-def test_failures_are_counted_and_told_and_idle_connections_may_be_closed() -> None:
+def test_failures_are_counted_and_reported_and_idle_connections_may_be_closed() -> None:
     count = iter(range(1000))
 
     def answer(connection: socket.socket, asked: dict[str, Any]) -> bool:
@@ -345,7 +345,7 @@ def test_failures_are_counted_and_told_and_idle_connections_may_be_closed() -> N
     assert [number for words, number in errors.items() if "closed" in words] == [2]
 
 
-def test_a_server_that_is_not_there_is_told() -> None:
+def test_a_server_that_is_not_there_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(LlmcError, match="E671"):
@@ -370,10 +370,10 @@ def test_an_address_may_have_its_version_or_not(path: str) -> None:
 
 
 def test_a_command_line_of_vllms_benchmark(tmp_path: Path) -> None:
-    asked: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
 
     def answer(connection: socket.socket, body: dict[str, Any]) -> bool:
-        asked.append(body)
+        requests.append(body)
         connection.sendall(STREAM + part(event("a", "length")) + b"0\r\n\r\n")
         return True
 
@@ -381,7 +381,7 @@ def test_a_command_line_of_vllms_benchmark(tmp_path: Path) -> None:
     for backend, field in (("vllm", "prompt"), ("openai-chat", "messages"), ("openai", "prompt")):
         with scripted(answer) as port:
             code, figures = measured(port, "--backend", backend, "--goodput", "ttft:60000", "e2el:1e-9", *words.split())
-        assert code == 0 and figures["completed"] == 2 and figures["backend"] == backend and field in asked[-1]
+        assert code == 0 and figures["completed"] == 2 and figures["backend"] == backend and field in requests[-1]
         assert figures["request_goodput"] == 0 and figures["goals"] == {"ttft": 60000, "e2el": 1e-9}
         assert json.loads((tmp_path / "new" / "r.json").read_text())["date"] == figures["date"]
 

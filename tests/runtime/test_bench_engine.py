@@ -47,7 +47,7 @@ def test_start_has_stages_that_make_up_the_whole(toy: Path, capsys: pytest.Captu
         assert sum(stages) == pytest.approx(one["seconds"]) and min(stages) > 0
 
 
-def test_errors_are_told_with_their_codes(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_reported_with_their_codes(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, code in (
         (["start", str(tmp_path)], "E101"),
         (["start", str(toy), "--input-len", "100000"], "E602"),

@@ -136,7 +136,7 @@ def test_unfinished_bodies_of_one_key_leave_room_for_others_and_for_its_small_on
         until(lambda: budget.used == 0)
 
 
-def test_a_body_that_comes_slowly_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_comes_slowly_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_budget, "STEP_SECONDS", 0.2)
     with served() as server:
         link = half_sent(server, "none", 20 * KB, 100 * KB)

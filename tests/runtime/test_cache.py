@@ -57,16 +57,16 @@ def build(model: Path, root: Path, said: list[str] | None = None, **options: str
 def test_the_second_time_nothing_is_built_and_both_are_said(
     model: Path, builds: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said: list[str] = []
-    first = build(model, tmp_path / "root", said)
+    messages: list[str] = []
+    first = build(model, tmp_path / "root", messages)
     assert (first / "weights").read_text() == "w"
-    assert "is not compiled yet" in said[0]
-    assert "the same as a command: llmc compile" in said[1]
+    assert "is not compiled yet" in messages[0]
+    assert "the same as a command: llmc compile" in messages[1]
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err == "working\n"
-    assert build(model, tmp_path / "root", said) == first
-    assert said[-1].startswith("using ")
+    assert build(model, tmp_path / "root", messages) == first
+    assert messages[-1].startswith("using ")
     assert builds.read_text() == "x"
 
 
@@ -87,27 +87,27 @@ def test_what_is_a_hubs_id_and_what_a_path(
 
 
 def test_a_hubs_model_is_fetched_by_the_compiler(builds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[str]] = []
+    requests: list[list[str]] = []
     fake = FAKE.replace("out.mkdir()", "out.mkdir(exist_ok=True)")
     real = compile_cache.fetch_command
 
     def command(name: str, output: Path, options: Any, root: Path) -> list[str]:
-        asked.append(real(name, output, options, root))
+        requests.append(real(name, output, options, root))
         return ["-c", fake, name, str(output), str(builds)]
 
     monkeypatch.setattr(compile_cache, "fetch_command", command)
     monkeypatch.setattr(compile_cache, "require_compiler", lambda why: None)
-    said: list[str] = []
-    found = [resolve(name, OPTIONS, tmp_path / "root", said.append) for name in ("o/n@v1", "o/n@v1", "o/n")]
+    messages: list[str] = []
+    found = [resolve(name, OPTIONS, tmp_path / "root", messages.append) for name in ("o/n@v1", "o/n@v1", "o/n")]
     assert found[0] == found[1] != found[2] and found[0].name.startswith("o--n-v1-")
     assert builds.read_text() == "xxx"  # the compiler knows what it has
-    assert asked[0][3:6] == ["compile", "o/n@v1", "-o"] and {"--force", "--cache"} <= set(asked[0])
-    assert "model of a hub" in said[0] and "llmc compile o/n@v1 -o model.llmc --target" in said[1]
+    assert requests[0][3:6] == ["compile", "o/n@v1", "-o"] and {"--force", "--cache"} <= set(requests[0])
+    assert "model of a hub" in messages[0] and "llmc compile o/n@v1 -o model.llmc --target" in messages[1]
     monkeypatch.setattr(
         compile_cache, "fetch_command", lambda *a: ["-c", "import sys; sys.exit('LLMC-E330: nothing there')"]
     )
     with pytest.raises(LlmcError) as error:
-        resolve("o/typo", OPTIONS, tmp_path / "root", said.append)
+        resolve("o/typo", OPTIONS, tmp_path / "root", messages.append)
     assert error.value.code == "E641" and "E330" in error.value.cause
 
 
@@ -154,19 +154,19 @@ def test_unchanged_files_are_hashed_once(model: Path, tmp_path: Path, monkeypatc
     assert len(hashed) == 4
 
 
-def test_who_waits_for_another_build_is_told(model: Path, builds: Path, tmp_path: Path) -> None:
+def test_who_waits_for_another_build_is_reported(model: Path, builds: Path, tmp_path: Path) -> None:
     entry = build(model, tmp_path / "root")
     shutil.rmtree(entry)
-    said: list[str] = []
+    messages: list[str] = []
 
     def say(line: str) -> None:
-        said.append(line)
+        messages.append(line)
         fcntl.flock(held, fcntl.LOCK_UN)
 
     with open(entry.parent / f".{entry.name}.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert compile_cache.compiled(model, OPTIONS, tmp_path / "root", say) == entry
-    assert "another process is compiling this model" in said[0]
+    assert "another process is compiling this model" in messages[0]
 
 
 def test_two_at_once_build_once(model: Path, builds: Path, tmp_path: Path) -> None:

@@ -73,14 +73,14 @@ def test_nothing_is_left_of_a_compile_that_a_signal_ends(
     assert len(pids) == 2 and all(map(alive, pids))
     assert len([path for path in (root / "artifacts").iterdir() if path.is_dir()]) == 2
     process.send_signal(number)
-    said = process.stderr.read()
-    assert process.wait(30) == code, said
+    log = process.stderr.read()
+    assert process.wait(30) == code, log
     end = time.monotonic() + 20
     while any(map(alive, pids)) and time.monotonic() < end:
         time.sleep(0.02)
     assert not any(map(alive, pids))
     assert [path.suffix for path in (root / "artifacts").iterdir()] == [".lock"]
-    assert "Traceback" not in said
+    assert "Traceback" not in log
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

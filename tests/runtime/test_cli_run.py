@@ -219,7 +219,7 @@ def test_ctrl_c_ends_an_answer_cleanly(
 def test_an_answer_that_is_interrupted_is_part_of_the_talk(
     toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = iter(["ab", "cd"])
+    replies = iter(["ab", "cd"])
     write = interactive.Session._write
     prompts = []
 
@@ -232,7 +232,7 @@ def test_an_answer_that_is_interrupted_is_part_of_the_talk(
 
     def ask() -> str:
         try:
-            return next(said)
+            return next(replies)
         except StopIteration:
             raise EOFError from None
 

@@ -52,7 +52,7 @@ def test_streams_that_are_full_or_closed(toy: Path, redirect: str, words: str) -
     assert done.stderr.startswith(words) and len(done.stderr.splitlines()) == 2
 
 
-def test_what_is_told_on_a_closed_standard_error_is_not_told_on_standard_output(toy: Path) -> None:
+def test_messages_for_a_closed_standard_error_do_not_go_to_standard_output(toy: Path) -> None:
     command = f"{sys.executable} -m llmc_runtime.cli {toy} -n 2 -p abc"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "runtime"), str(ROOT)])}
     output = [

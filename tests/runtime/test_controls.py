@@ -170,12 +170,12 @@ def test_stop_strings_across_tokens_are_those_of_the_whole_text() -> None:
         starts = [rng.randrange(len(grown)) for _ in range(rng.randint(1, 4))]
         stops = [grown[at : at + rng.randint(1, 9)] for at in starts]
         low, include = rng.choice((0, 0, 5, 20)), rng.random() < 0.4
-        asked = params(24, stop=stops, min_tokens=low, include_stop_str_in_output=include)
+        requested = params(24, stop=stops, min_tokens=low, include_stop_str_in_output=include)
         text, stop, count = stopped_at(texts, stops, low, include)
-        (one,) = make().generate("The kernel of a matrix", asked, use_tqdm=False)[0].outputs
+        (one,) = make().generate("The kernel of a matrix", requested, use_tqdm=False)[0].outputs
         assert (one.text, one.stop_reason, len(one.token_ids)) == (text, stop, count), (stops, low, include)
         assert one.finish_reason == ("length" if stop is None else "stop")
-        assert "".join(p.text for p in make().stream("The kernel of a matrix", asked)) == text
+        assert "".join(p.text for p in make().stream("The kernel of a matrix", requested)) == text
 
 
 def test_min_tokens_masks_stop_ids_and_end_tokens() -> None:

@@ -110,7 +110,7 @@ def test_who_wants_a_processor() -> None:
 
 
 @pytest.mark.parametrize(("deed", "code"), [(CRASH, "E661"), (HANG, "E662"), (FAIL, "E608")])
-def test_a_request_that_ends_the_engine_is_told_and_so_are_the_others(deed: int, code: str) -> None:
+def test_a_request_that_ends_the_engine_is_reported_and_so_are_the_others(deed: int, code: str) -> None:
     async def strike() -> None:
         async with fake(0.004, step_timeout=0.8) as llm:
             tasks = await busy(llm, 5)

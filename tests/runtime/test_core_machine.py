@@ -76,7 +76,7 @@ def test_sockets_have_a_place_with_a_name_that_they_can_have(
     assert not list((tmp_path / name).iterdir())
 
 
-def test_an_engine_is_replaced_though_nobody_can_be_told() -> None:
+def test_an_engine_is_replaced_without_open_requests() -> None:
     def say(line: str) -> None:
         raise BrokenPipeError(line)
 

@@ -47,14 +47,14 @@ def test_what_counts(tmp_path: Path) -> None:
         ("vllm", {"temperature": "hot"}, "temperature = 'hot'"),
     ],
 )
-def test_what_cannot_be_meant_is_told(config: str, override: Any, words: str) -> None:
+def test_what_cannot_be_meant_is_reported(config: str, override: Any, words: str) -> None:
     with pytest.raises(LlmcError) as error:
         generation_of(MODEL, config, override)
     assert error.value.code == "E612" and words in error.value.cause and error.value.remedy
 
 
 @pytest.mark.parametrize("text", ["[", "[1]", "", "{" * 100_000])
-def test_a_file_that_is_none_is_told(text: str, tmp_path: Path) -> None:
+def test_a_file_that_is_none_is_reported(text: str, tmp_path: Path) -> None:
     with pytest.raises(LlmcError) as error:
         generation_of({}, folder(tmp_path, text))
     assert error.value.code == "E612"
@@ -70,7 +70,7 @@ def test_the_line_for_who_starts_it() -> None:
     assert "top_k 4 (from --override-generation-config)" in line
 
 
-def test_the_server_samples_as_it_was_told() -> None:
+def test_the_server_samples_with_the_given_defaults() -> None:
     from llmc_runtime.server.requests.request_fields import ChatRequest, CompletionRequest
     from llmc_runtime.server.requests.sampling_fields import of_chat, of_completion
 

@@ -55,7 +55,7 @@ def rig_of_three() -> Rig:
         (lambda step, output: None, "AttributeError"),
     ],
 )
-def test_a_broken_executor_ends_the_engine_and_everyone_is_told_once(
+def test_a_broken_executor_ends_the_engine_and_everyone_is_reported_once(
     wrong: Callable[[Step, StepOutput], StepOutput], words: str
 ) -> None:
     rig = rig_of_three()

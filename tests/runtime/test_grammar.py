@@ -21,10 +21,10 @@ def structured(form: str = FORM, **more: Any) -> SamplingParams:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_texts_have_their_form_whatever_is_under_way(depth: int) -> None:
-    asked = ["The kernel", "A matrix", "x", [5, 6, 7], "more", "and more"]
+    requests = ["The kernel", "A matrix", "x", [5, 6, 7], "more", "and more"]
     kinds = [structured(), params(12), structured(n=3), params(30), structured(temperature=0.0), params(3)]
-    outputs = make(device(depth)).generate(asked, kinds, use_tqdm=False)
-    for prompt, kind, output in zip(asked, kinds, outputs):
+    outputs = make(device(depth)).generate(requests, kinds, use_tqdm=False)
+    for prompt, kind, output in zip(requests, kinds, outputs):
         for one in output.outputs:
             if kind.structured_outputs is None:
                 alone = make().generate([prompt], kind, use_tqdm=False)[0].outputs[0]
@@ -51,7 +51,7 @@ def test_a_closed_llm_and_one_without_a_tokenizer() -> None:
     assert caught.value.code == "E620"
 
 
-def test_a_forked_process_is_told_at_once() -> None:
+def test_a_forked_process_gets_an_error_at_once() -> None:
     llm = make()
     llm._lock._process += 1
     with pytest.raises(LlmcError) as caught:
@@ -64,7 +64,7 @@ def test_end_tokens_are_where_the_grammar_ends() -> None:
     end = TOK.named_id("eos_token")
     for ignore in (False, True):
         for seed in range(8):
-            asked = structured("(ab)*", seed=seed, ignore_eos=ignore)
-            (one,) = make().generate("x", asked, use_tqdm=False)[0].outputs
+            requested = structured("(ab)*", seed=seed, ignore_eos=ignore)
+            (one,) = make().generate("x", requested, use_tqdm=False)[0].outputs
             assert re.fullmatch("(ab)*a?", one.text) and (end in one.token_ids) == (one.finish_reason == "stop")
             assert one.finish_reason == "length" or re.fullmatch("(ab)*", one.text)

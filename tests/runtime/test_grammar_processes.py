@@ -112,7 +112,9 @@ def test_one_tenant_has_its_lane_and_no_more(grammars: Grammars) -> None:
     assert not any(one.done for one in bombs[limits.LANE :])
 
 
-def test_what_waits_too_long_is_told_to_come_again(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_waits_too_long_is_refused_with_a_time_to_retry(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
     grammars.prepare()
     monkeypatch.setattr(client, "QUEUE_SECONDS", 0.2)
     for i in range(limits.LANE):

@@ -23,18 +23,18 @@ def test_arrays_mean_what_their_lists_mean() -> None:
 
 
 def test_candidates_are_spelled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm, asked = make(tok=tokenizer()), []
+    llm, requests = make(tok=tokenizer()), []
     decode = Tokenizer.decode
 
     def counting(self: Tokenizer, ids: list[int], **how: bool) -> str:
-        asked.append(tuple(ids))
+        requests.append(tuple(ids))
         return decode(self, ids, **how)
 
     monkeypatch.setattr(Tokenizer, "decode", counting)
     for _ in range(2):
         rows = llm.generate("a b", params(8, logprobs=3), use_tqdm=False)[0].outputs[0].logprobs
-        assert {(i,) for row in rows or () for i in row} == set(asked)
-    assert len(asked) == len(set(asked))
+        assert {(i,) for row in rows or () for i in row} == set(requests)
+    assert len(requests) == len(set(requests))
 
 
 def test_defaults_are_cut_to_what_fits_and_requests_are_not() -> None:

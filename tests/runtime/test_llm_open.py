@@ -33,9 +33,9 @@ def continued(ids: list[int], count: int) -> list[int]:
 
 
 def test_the_artifact_runs_and_its_capacity_is_said_first(toy: Path) -> None:
-    said: list[str] = []
-    with LLM(toy, say=said.append, kv_cache_memory_bytes=16 * 10) as llm:
-        assert said == ["cpu:test, KV cache: 40 tokens in 10 pages of 4 (160 B), 1.2 sequences of 32"]
+    messages: list[str] = []
+    with LLM(toy, say=messages.append, kv_cache_memory_bytes=16 * 10) as llm:
+        assert messages == ["cpu:test, KV cache: 40 tokens in 10 pages of 4 (160 B), 1.2 sequences of 32"]
         assert llm.model == str(toy)
         prompts = ["abc", "hello you", [5, 6, 7]]
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
@@ -122,7 +122,7 @@ def test_without_tokenizer_files_ids_work(mute: Path) -> None:
         assert llm.generate([5, 6], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == continued([5, 6], 5)
 
 
-def test_a_changed_weight_is_noticed_unless_told_not_to_look(toy: Path, tmp_path: Path) -> None:
+def test_a_changed_weight_is_noticed_unless_verification_is_off(toy: Path, tmp_path: Path) -> None:
     shutil.copytree(toy, tmp_path / "bad.llmc")
     weights = next((tmp_path / "bad.llmc" / "weights").iterdir())
     data = bytearray(weights.read_bytes())

@@ -90,12 +90,12 @@ def comparable(reply: httpx.Response) -> tuple[int, Any]:
     for one in found:
         (one.get("usage") or {}).pop("prompt_tokens_details", None)  # what the second one finds in the cache
     if texts:  # chunks are cut as the tokens come
-        said = [
+        written = [
             choice.get("text") or choice.get("delta", {}).get("content") or ""
             for one in found
             for choice in one["choices"]
         ]
-        return reply.status_code, ["".join(said), found[-1]["choices"][0]["finish_reason"]]
+        return reply.status_code, ["".join(written), found[-1]["choices"][0]["finish_reason"]]
     return reply.status_code, [{k: v for k, v in one.items() if k not in ("id", "created")} for one in found]
 
 
@@ -167,7 +167,7 @@ def test_only_structure_counts_and_not_the_texts() -> None:
         check_size(bytearray(b"[1" + b",1" * m.MAX_VALUES + b"]"))
 
 
-def test_complex_and_long_bodies_are_told_the_limit(server: Served) -> None:
+def test_the_error_for_complex_and_long_bodies_has_the_limit(server: Served) -> None:
     deep = b'{"prompt":"x","u":' + b"[" * 40_000 + b"]" * 40_000 + b"}"
     wide = b'{"prompt":"x","u":[' + b"{}," * m.MAX_CONTAINERS + b"{}]}"
     many = json.dumps({"prompt": "x", "allowed_token_ids": [70] * 70_000}).encode()
@@ -258,7 +258,7 @@ def test_requests_do_not_see_that_idle_processes_were_killed(monkeypatch: pytest
         server.rest()
 
 
-def test_a_job_that_waits_too_long_for_its_process_is_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_waits_too_long_for_its_process_is_refused_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
     with served() as server:
         body = {"prompt": "x", "u": PAD, "max_tokens": 1}
         assert post(server, "/v1/completions", body).status_code == 200

@@ -29,18 +29,18 @@ def test_the_whole_is_known_without_reading_it_again() -> None:
     ids = [rng.randrange(10, tok.vocab_size) for _ in range(60)]
     values = [-rng.random() for _ in ids]
     part = Collector(0, [5], SamplingParams(max_tokens=60, logprobs=0), tok)
-    said = []
+    messages = []
     for i, (token, value) in enumerate(zip(ids, values)):
         end = "length" if i == len(ids) - 1 else None
         part.take(RequestDelta("1", [token], end, logprobs=[TokenLogprobs(value, 1, [], [])]))
         if rng.random() < 0.5 or end:
-            said.append(part.news())
+            messages.append(part.news())
         whole = part.output()
         assert whole.cumulative_logprob == pytest.approx(sum(values[: i + 1]))
         assert len(part._text._returned_pieces) + len(part._text._new_pieces) < 5 + i - sum(
-            len(one.token_ids) for one in said
+            len(one.token_ids) for one in messages
         )
-    assert whole.text == "".join(one.text for one in said) == tok.decode(ids)
+    assert whole.text == "".join(one.text for one in messages) == tok.decode(ids)
 
 
 @pytest.mark.parametrize(("length", "apart"), [(2, False), (200, False), (202, True), (1500, True)])

@@ -145,7 +145,7 @@ def test_an_interrupt_while_an_interrupt_is_cleaned_up(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("part", ["launch", "wait"])
-def test_a_device_error_ends_the_engine_and_everyone_is_told_once(part: str) -> None:
+def test_a_device_error_ends_the_engine_and_everyone_is_reported_once(part: str) -> None:
     rig = Deep(max_num_seqs=2)
     for name in "abc":
         rig.add(name, 5)

@@ -166,7 +166,7 @@ def test_openai_chat_whole_and_streamed(client: Any, llm: LLM) -> None:
     want = llm.chat(CHAT, SamplingParams(temperature=0, max_tokens=15, logprobs=2, seed=7), use_tqdm=False)[0].outputs[
         0
     ]
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "model": "toy",
         "messages": CHAT,
         "temperature": 0,
@@ -174,7 +174,7 @@ def test_openai_chat_whole_and_streamed(client: Any, llm: LLM) -> None:
         "top_logprobs": 2,
         "seed": 7,
     }
-    got = client.chat.completions.create(**asked, max_completion_tokens=15)
+    got = client.chat.completions.create(**options, max_completion_tokens=15)
     assert got.choices[0].message.content == want.text and got.choices[0].message.role == "assistant"
     logprobs = got.choices[0].logprobs.content
     rows = want.logprobs or []
@@ -182,7 +182,7 @@ def test_openai_chat_whole_and_streamed(client: Any, llm: LLM) -> None:
     assert [[o.logprob for o in t.top_logprobs] for t in logprobs] == [
         [one.logprob for one in sorted(row.values(), key=lambda one: one.rank) if one.rank <= 2] for row in rows
     ]
-    chunks = list(client.chat.completions.create(**asked, max_tokens=15, n=1, stream=True))
+    chunks = list(client.chat.completions.create(**options, max_tokens=15, n=1, stream=True))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == want.text
     assert chunks[-1].choices[0].finish_reason == want.finish_reason
@@ -203,8 +203,8 @@ def test_openai_async_many_streams_at_once(server: Served, llm: LLM) -> None:
             return list(await asyncio.gather(*(one(client, text) for text in texts)))
 
     texts = [f"{word} {i}" for i in range(4) for word in WORDS]
-    asked = [[{"role": "user", "content": text}] for text in texts]
-    want = [out.outputs[0].text for out in llm.chat(asked, SamplingParams(**params), use_tqdm=False)]
+    requests = [[{"role": "user", "content": text}] for text in texts]
+    want = [out.outputs[0].text for out in llm.chat(requests, SamplingParams(**params), use_tqdm=False)]
     assert asyncio.run(all_of(texts)) == want
 
 
@@ -231,8 +231,8 @@ def test_structured_outputs_in_every_spelling(server: Served) -> None:
         ({"guided_grammar": 'start: "a"', "guided_json": None}, StructuredOutputsParams(grammar='start: "a"')),
     )
     for fields, want in spelled:
-        asked = parse(json.dumps({"messages": CHAT, **fields}).encode(), ChatRequest, lambda fields: None)
-        assert of_chat(asked, server.llm).structured_outputs == want
+        request = parse(json.dumps({"messages": CHAT, **fields}).encode(), ChatRequest, lambda fields: None)
+        assert of_chat(request, server.llm).structured_outputs == want
     for fields in ({"structured_outputs": {}}, {"structured_outputs": {"regex": "a", "choice": ["b"]}}):
         with pytest.raises(ApiError, match="structured_outputs"):
             of_chat(parse(json.dumps({"messages": CHAT, **fields}).encode(), ChatRequest, id), server.llm)
@@ -312,7 +312,7 @@ BAD: tuple[tuple[dict[str, Any], int, str | None, str], ...] = (
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_cannot_be_is_told_by_name(http: httpx.Client, stream: bool) -> None:
+def test_impossible_requests_name_the_field(http: httpx.Client, stream: bool) -> None:
     for body, status, param, code in BAD:
         reply = http.post("/v1/completions", json={**body, "stream": stream})
         if "stream_options" in body and stream:

@@ -105,14 +105,14 @@ def test_after_the_last_restart_the_server_answers_and_ends_with_its_own_code() 
             assert not healthy(command.url)
         except httpx.TransportError:
             pass
-        code, said = command.end()
-        assert code == ENGINE_FAILED, said
-        assert said.count(f"exit code {ENGINE_FAILED}") == 1 and "Traceback" not in said
+        code, log = command.end()
+        assert code == ENGINE_FAILED, log
+        assert log.count(f"exit code {ENGINE_FAILED}") == 1 and "Traceback" not in log
     finally:
         command.process.kill()
 
 
-def test_told_to_retry_it_stays_says_when_and_recovers() -> None:
+def test_with_retries_the_server_stays_says_when_and_recovers() -> None:
     command = serving(0, "--on-engine-failure", "retry")
     try:
         for ended in (1, 2):

@@ -151,7 +151,7 @@ def test_offsets_are_places_in_the_text(server: Served, as_ids: bool) -> None:
     assert [place for chunk in chunks for place in chunk] == offsets
 
 
-def test_what_the_model_has_no_room_for_is_told_so_however_much_it_is(server: Served) -> None:
+def test_requests_beyond_the_context_are_refused_whatever_their_size(server: Served) -> None:
     most = server.llm.config.max_model_len
     for tokens in (most, random.randrange(most, 10**5), 10**6, 10**9, 2**31 - 1):
         for path, prompt in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": CHAT})):

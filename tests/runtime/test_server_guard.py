@@ -192,12 +192,12 @@ def test_heads_that_never_end_or_are_none(server: Served, golden: None) -> None:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=20) as link:
             link.sendall(before)
-            said = link.recv(4096) if before else b""
+            received = link.recv(4096) if before else b""
             link.sendall(data)
             while part := link.recv(4096):
-                said += part
-        assert b"HTTP/1.1 408 " in said and b'"code":"timeout"' in said
-        assert said.count(b"HTTP/1.1 200 ") == bool(before)
+                received += part
+        assert b"HTTP/1.1 408 " in received and b'"code":"timeout"' in received
+        assert received.count(b"HTTP/1.1 200 ") == bool(before)
     for data in (b"hello\r\n\r\n", b"GET /health HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nx: " + b"y" * 200_000):
         status, body = raw(server, data)
         assert status == 400 and json.loads(body)["error"]["code"] == "invalid_http"

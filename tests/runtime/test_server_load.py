@@ -112,7 +112,7 @@ def test_tokens_are_bounded_too() -> None:
         assert httpx.post(f"{server.url}/v1/completions", json=LONG).status_code == 400
 
 
-def test_an_engine_that_dies_is_told_to_streams_and_replaced() -> None:
+def test_an_engine_that_dies_is_reported_to_streams_and_replaced() -> None:
     with served(pace=0.02) as server:
         with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}) as reply:
             lines = reply.iter_lines()
@@ -200,13 +200,13 @@ def test_the_command_serves_an_artifact_drains_and_ends_with_0(command: Command)
         next(lines)
         command.process.send_signal(signal.SIGTERM)
         assert [line for line in lines if line][-1] == "data: [DONE]"
-    code, said = command.end()
-    assert code == 0, said
-    assert "private" not in said and "from-a" not in said and "Traceback" not in said
+    code, log = command.end()
+    assert code == 0, log
+    assert "private" not in log and "from-a" not in log and "Traceback" not in log
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_what_does_not_end_in_time_is_told(signals: int) -> None:
+def test_what_does_not_end_in_time_is_reported(signals: int) -> None:
     """One signal and a shutdown timeout of a second; or two, the second of which waits for nobody."""
     command = Command(str(Path(__file__).with_name("serve_fake.py")), "0.05", "1" if signals == 1 else "60")
     began = time.monotonic()
@@ -225,11 +225,11 @@ def test_what_does_not_end_in_time_is_told(signals: int) -> None:
         assert last != "data: [DONE]"
         assert signals == 2 or json.loads(last[6:])["error"]["code"] == "engine_unavailable"
     idle.close()
-    code, said = command.end()
-    assert code == 0 and time.monotonic() - began < 8, said
+    code, log = command.end()
+    assert code == 0 and time.monotonic() - began < 8, log
 
 
-def test_what_the_command_cannot_do_is_told(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_command_cannot_do_is_reported(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main_serve([str(toy), "--port", str(taken.getsockname()[1])]) == 1
     assert "E646" in capsys.readouterr().err
@@ -248,8 +248,8 @@ def test_the_description_names_every_route(tmp_path: Path) -> None:
                 assert httpx.request(method, server.url + path.replace("{name}", "toy")).status_code != 405
         fields = document["components"]["schemas"]["ChatRequest"]["properties"]
         assert {"messages", "top_logprobs", "max_completion_tokens", "structured_outputs"} <= fields.keys()
-        asked = httpx.post(f"{server.url}/v1/embeddings", json={}).json()
-        assert asked.keys() == document["components"]["schemas"]["Error"]["properties"].keys()
+        request = httpx.post(f"{server.url}/v1/embeddings", json={}).json()
+        assert request.keys() == document["components"]["schemas"]["Error"]["properties"].keys()
 
 
 def test_many_clients_come_and_go_and_nothing_is_left() -> None:

@@ -54,9 +54,9 @@ def test_json_lines_tell_of_each_request_and_of_no_words(tmp_path: Path) -> None
     assert httpx.get(f"{command.url}/v1/models").status_code == 401
     until(lambda: sum('"request"' in line for line in command.lines) == 6)
     command.process.terminate()
-    code, said = command.end()
-    assert code == 0 and "private" not in said and KEY not in said
-    found = [line for line in parsed(said) if line["message"] == "request"]
+    code, log = command.end()
+    assert code == 0 and "private" not in log and KEY not in log
+    found = [line for line in parsed(log) if line["message"] == "request"]
     assert all(line["logger"] == "llmc.request" and line["level"] == "info" for line in found)
     whole, stream, left, wrong, evil, refused = found
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", whole["time"])
@@ -86,7 +86,7 @@ class Stuck(io.StringIO):
         return super().write(text)
 
 
-def test_a_reader_that_stalls_holds_nobody_and_is_told_what_it_lost() -> None:
+def test_a_reader_that_stalls_holds_nobody_and_is_reported_what_it_lost() -> None:
     stream = Stuck()
     lines = ThreadedHandler(stream)
     count = MAX_WAITING + 500
@@ -164,14 +164,14 @@ def test_sigquit_tells_what_the_server_does_and_prompts_are_logged_where_that_is
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert client.get("/health").status_code == 200
     command.process.terminate()
-    code, said = command.end()
-    assert code == 0 and "Traceback" not in said
-    state = json.loads(said.partition("llmc: state at SIGQUIT: ")[2].splitlines()[0])
+    code, log = command.end()
+    assert code == 0 and "Traceback" not in log
+    state = json.loads(log.partition("llmc: state at SIGQUIT: ")[2].splitlines()[0])
     assert state["requests"][0]["prompt_tokens"] > 3 and state["tasks"]
-    assert said.count("most recent call first") >= 3  # the server's threads, and the engine's
-    assert 'process.py", line' in said and "in _serve" in said
-    assert "llmc.request: prompt request_id=q id=cmpl-" in said and 'prompt="their words\\nline two"' in said
-    assert "POST" in said and "/health" not in said
+    assert log.count("most recent call first") >= 3  # the server's threads, and the engine's
+    assert 'process.py", line' in log and "in _serve" in log
+    assert "llmc.request: prompt request_id=q id=cmpl-" in log and 'prompt="their words\\nline two"' in log
+    assert "POST" in log and "/health" not in log
 
 
 @pytest.mark.parametrize(("number", "second"), [(signal.SIGHUP, signal.SIGTERM), (signal.SIGINT, signal.SIGINT)])
@@ -185,6 +185,6 @@ def test_a_second_signal_ends_it_at_once_and_the_access_log_can_be_off(number: i
         assert command.process.poll() is None
         began = time.monotonic()
         command.process.send_signal(second)
-        code, said = command.end()
-        assert time.monotonic() - began < 8.0, said
-    assert code == (130 if number == signal.SIGINT else 0) and "Traceback" not in said and "llmc.request" not in said
+        code, log = command.end()
+        assert time.monotonic() - began < 8.0, log
+    assert code == (130 if number == signal.SIGINT else 0) and "Traceback" not in log and "llmc.request" not in log

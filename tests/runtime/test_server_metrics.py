@@ -115,7 +115,7 @@ def test_times_of_the_engine_and_the_front_add_up() -> None:
         until(lambda: scrape(server)["scheduler_idle_seconds_total", ""] > idle + 0.3, 5)
 
 
-def test_a_request_that_waits_is_told_so() -> None:
+def test_a_request_that_waits_is_reported_so() -> None:
     with served(pace=0.02) as server:
         links = [post_head(server, {**LONG, "max_tokens": 20}) for _ in range(40)]
         until(lambda: scrape(server)["num_requests_waiting_by_reason", "reason=capacity"] > 0)

@@ -75,13 +75,13 @@ def test_what_is_printed_is_a_file_that_says_the_same(tmp_path: Path, capsys: py
         ("", "not a mapping"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_told(text: str, words: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_used_is_reported(text: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(LlmcError) as error:
         read(["m", "--config", config(tmp_path, text)])
     assert error.value.code == "E648" and words in error.value.cause and "serve.yaml" in error.value.cause
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_there_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main_serve(["m", "--config", str(tmp_path / "no.yaml")]) == 1
     assert "E648" in capsys.readouterr().err
 

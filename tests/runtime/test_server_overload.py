@@ -181,7 +181,7 @@ def test_the_pages_of_a_client_that_leaves_are_free_within_two_steps(stream: boo
         assert stats["kv_cache_usage_perc"] == 0 and stats["num_steps"] <= before + 2 + 1
 
 
-def test_connections_are_bounded_and_who_is_too_many_is_told() -> None:
+def test_connections_are_bounded_and_who_is_too_many_is_reported() -> None:
     with served(connections=3) as server:
         host, port = server.url.removeprefix("http://").split(":")
         idle = [socket.create_connection((host, int(port))) for _ in range(2)]
@@ -232,8 +232,8 @@ def test_descriptors_never_run_out_however_many_come_at_once() -> None:
         link.close()
     until(lambda: httpx.get(f"{command.url}/health", timeout=20).status_code == 200)
     command.process.terminate()
-    code, said = command.end()
-    assert code == 0 and "ERROR" not in said and "at most 18 connections" in said, said[-2000:]
+    code, log = command.end()
+    assert code == 0 and "ERROR" not in log and "at most 18 connections" in log, log[-2000:]
 
 
 def test_a_reader_that_stalls_is_cut_off_and_holds_nobody() -> None:
@@ -270,7 +270,7 @@ def test_health_is_that_of_the_engine() -> None:
         assert server.llm.engine_pid != pid and post(server, {"prompt": "x"}).status_code == 200
 
 
-def test_while_it_drains_streams_end_well_and_whoever_comes_is_told() -> None:
+def test_while_it_drains_streams_end_well_and_whoever_comes_is_reported() -> None:
     command = Command(str(Path(__file__).with_name("serve_fake.py")), "0.01", "30")
     body = {**LONG, "stream": True, "max_tokens": 60}
 
@@ -298,8 +298,8 @@ def test_while_it_drains_streams_end_well_and_whoever_comes_is_told() -> None:
             return await asyncio.gather(*tasks)
 
     assert asyncio.run(main()) == ["data: [DONE]"] * 50
-    code, said = command.end()
-    assert code == 0 and "Traceback" not in said, said
+    code, log = command.end()
+    assert code == 0 and "Traceback" not in log, log
 
 
 def test_texts_to_be_tokenized_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +327,7 @@ def test_texts_to_be_tokenized_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
         assert httpx.post(f"{server.url}/tokenize", json={"prompt": "x"}).status_code == 200
 
 
-def test_what_is_no_time_is_told(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_time_is_reported(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for flag in ("--request-timeout", "--max-queue-wait"):
         for wrong in ("-1", "nan", "1e9"):
             assert main_serve([str(toy), f"{flag}={wrong}"]) == 1

@@ -57,11 +57,12 @@ def test_a_password_opens_the_page_alone(client: httpx.Client) -> None:
 def limits() -> Iterator[tuple[str, Any, Any]]:
     """(field, the last value that is allowed, the next one), by the description, for numbers of a completion."""
     for name, field in description()["components"]["schemas"]["CompletionRequest"]["properties"].items():
-        for said in field.get("anyOf", ()):
-            step = 1 if said.get("type") == "integer" else 0.5
-            if "minimum" in said and name not in ("max_tokens", "top_logprobs", "max_completion_tokens", "min_tokens"):
-                yield name, said["minimum"], said["minimum"] - step
-                yield name, said["maximum"], said["maximum"] + step
+        for variant in field.get("anyOf", ()):
+            step = 1 if variant.get("type") == "integer" else 0.5
+            unchecked = ("max_tokens", "top_logprobs", "max_completion_tokens", "min_tokens")
+            if "minimum" in variant and name not in unchecked:
+                yield name, variant["minimum"], variant["minimum"] - step
+                yield name, variant["maximum"], variant["maximum"] + step
 
 
 def test_the_description_tells_the_ranges_that_hold(client: httpx.Client) -> None:

@@ -55,9 +55,9 @@ def test_who_has_no_host_may_be_an_old_check_and_a_wrong_one_is_refused(server: 
     assert raw(server, "GET /health HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200")
     assert raw(server, "OPTIONS / HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 405")
     for host, status in (("localhost:8000", 200), ("evil.test", 421), ("", 400)):
-        said = raw(server, f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n")
-        assert said.startswith(f"HTTP/1.1 {status}".encode()), said
-        assert status != 421 or b"--allowed-hosts" in said
+        text = raw(server, f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n")
+        assert text.startswith(f"HTTP/1.1 {status}".encode()), text
+        assert status != 421 or b"--allowed-hosts" in text
 
 
 def get(app: Any, path: str, raw_path: bytes | None = None, host: bytes = b"localhost") -> tuple[int, bytes]:

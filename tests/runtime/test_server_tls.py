@@ -56,8 +56,8 @@ def started(*words: str) -> Iterator[Command]:
         yield command
     finally:
         command.process.terminate()
-        code, said = command.end()
-        assert code == 0 and "Traceback" not in said, said
+        code, log = command.end()
+        assert code == 0 and "Traceback" not in log, log
 
 
 def ask(client: httpx.Client, url: str) -> Any:
@@ -77,9 +77,9 @@ def test_a_server_over_tls(pem: Path) -> None:
         port = int(url.rsplit(":", 1)[1])
         with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
             plain.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            said = plain.recv(1000)
-            assert b"HTTP" not in said
-            assert not said or plain.recv(1000) == b""  # at most an alert, then the end
+            received = plain.recv(1000)
+            assert b"HTTP" not in received
+            assert not received or plain.recv(1000) == b""  # at most an alert, then the end
         old = ssl.create_default_context(cafile=pem / "cert.pem")
         old.set_ciphers("DEFAULT@SECLEVEL=0")
         with pytest.warns(DeprecationWarning):
@@ -177,7 +177,7 @@ def test_new_certificates_are_taken_up_and_open_connections_go_on(pem: Path, tmp
         ("words.pem", "key.pem", "words.pem with"),
     ],
 )
-def test_bad_files_are_told_before_anything_is_opened(cert: str, key: str | None, words: str, pem: Path) -> None:
+def test_bad_files_are_reported_before_anything_is_opened(cert: str, key: str | None, words: str, pem: Path) -> None:
     (pem / "words.pem").write_text("-----BEGIN CERTIFICATE-----\nno\n")
     with pytest.raises(LlmcError) as error:
         Tls(pem / cert, None if key is None else pem / key).context()

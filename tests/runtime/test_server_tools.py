@@ -99,17 +99,17 @@ def simple(choice: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_calls_and_reasoning_in_each_family_whole_and_streamed(ask: Ask, name: str) -> None:
     calls, thought = WRITTEN[name]
-    for said in ("", "Let me see.\n"):
-        answer = ask(name, thought + said + calls.replace("%s", DUMPED), tools=TOOLS)
+    for text in ("", "Let me see.\n"):
+        answer = ask(name, thought + text + calls.replace("%s", DUMPED), tools=TOOLS)
         (choice,) = answer.choices
         assert simple(choice) == {
-            "content": said.strip(), "reasoning": thought and "Hm, so.", "finish": "tool_calls",
+            "content": text.strip(), "reasoning": thought and "Hm, so.", "finish": "tool_calls",
             "tool_calls": [["get_weather", DUMPED], ["now", "{}"]],
         }  # fmt: skip
-        assert (choice.message.content is None) == (not said)
+        assert (choice.message.content is None) == (not text)
         ids = [call.id for call in choice.message.tool_calls]
         assert len(set(ids)) == 2 and all(len(i) == 9 and i.isalnum() for i in ids) == (name in ("mistral", "args"))
-        chunks = list(ask(name, thought + said + calls.replace("%s", DUMPED), tools=TOOLS, stream=True))
+        chunks = list(ask(name, thought + text + calls.replace("%s", DUMPED), tools=TOOLS, stream=True))
         assert joined(chunks) == simple(choice)
     plain = ask(name, thought + "Hello <|im_end|>there", tools=TOOLS)
     assert simple(plain.choices[0]) == {
@@ -136,8 +136,8 @@ def test_several_outputs_logprobs_usage_stops_and_limits(ask: Ask) -> None:
     assert answer.usage.completion_tokens == 3 * (len(ids) + 1)
     thought = ids.index(TOK.token_id("</think>") or 0) + 1
     assert answer.usage.completion_tokens_details.reasoning_tokens == 3 * thought
-    asked: dict[str, Any] = {"tools": TOOLS, "n": 3, "temperature": 1, "logprobs": True, "stream": True}
-    chunks = list(ask("think", text, **asked, stream_options={"include_usage": True}))
+    options: dict[str, Any] = {"tools": TOOLS, "n": 3, "temperature": 1, "logprobs": True, "stream": True}
+    chunks = list(ask("think", text, **options, stream_options={"include_usage": True}))
     assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == 3 * thought
     parts = [joined([c for c in chunks if c.choices and c.choices[0].index == i]) for i in range(3)]
     assert parts == [simple(answer.choices[0])] * 3
@@ -170,15 +170,15 @@ def test_what_is_enforced_is_a_call_that_the_schema_allows(ask: Ask, name: str) 
         for _ in range(1 + (choice == "required")):
             text = thought + "".join(draw.choices("abc {}\n", k=draw.randrange(9)))
             several = draw.random() < 0.5
-            asked = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": several, "temperature": 1}
-            answer = ask(name, text, **asked, seed=draw.randrange(1 << 30), max_tokens=6000)
+            options = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": several, "temperature": 1}
+            answer = ask(name, text, **options, seed=draw.randrange(1 << 30), max_tokens=6000)
             message = simple(answer.choices[0])
             assert (
                 message["finish"] == "tool_calls"
                 and message["content"] == ""
                 and message["reasoning"] == (thought and "Hm, so.")
             )
-            assert 1 <= len(message["tool_calls"]) <= (32 if asked["parallel_tool_calls"] and name != "llama" else 1)
+            assert 1 <= len(message["tool_calls"]) <= (32 if options["parallel_tool_calls"] and name != "llama" else 1)
             for function, arguments in message["tool_calls"]:
                 found = json.loads(arguments)
                 assert good(found) if function == "f" else (function, found, choice) == ("now", {}, "required")
@@ -189,12 +189,12 @@ def test_a_strict_call_follows_its_schema_and_text_is_free(ask: Ask, name: str) 
     strict = {"type": "function", "function": {"name": "get_weather", "parameters": BOUNDED, "strict": True}}
     thought = WRITTEN[name][1]
     called = WRITTEN["hermes" if name == "opens" else name][0].replace("%s", DUMPED)  # without what is required
-    for said in ("Hello [1] {", "Let me see.\n" + called):
-        asked: dict[str, Any] = {"tools": [strict, NOW], "temperature": 1, "max_tokens": 4000}
-        message = simple(ask(name, thought + said, **asked).choices[0])
-        assert message == joined(list(ask(name, thought + said, **asked, stream=True)))
-        assert message["content"].startswith(said.removesuffix(called).strip()), message
-        assert message["reasoning"] == (thought and "Hm, so.") and bool(message["tool_calls"]) == (called in said)
+    for text in ("Hello [1] {", "Let me see.\n" + called):
+        options: dict[str, Any] = {"tools": [strict, NOW], "temperature": 1, "max_tokens": 4000}
+        message = simple(ask(name, thought + text, **options).choices[0])
+        assert message == joined(list(ask(name, thought + text, **options, stream=True)))
+        assert message["content"].startswith(text.removesuffix(called).strip()), message
+        assert message["reasoning"] == (thought and "Hm, so.") and bool(message["tool_calls"]) == (called in text)
         for function, arguments in message["tool_calls"]:
             assert good(json.loads(arguments)) if function == "get_weather" else function == "now"
 
@@ -265,14 +265,14 @@ def test_reasoning_is_switched_by_the_template_and_left_out_on_request(ask: Ask)
 def test_templates_switch_reasoning_by_what_the_prompt_opens(ask: Ask) -> None:
     on, off = ({"extra_body": {"chat_template_kwargs": {"thinking": value}}} for value in (True, False))
     for stream in (False, True):
-        for name, said, more, want in (
+        for name, text, more, want in (
             ("deepseek", "Hm, so.</think>Hello", on, ("Hello", "Hm, so.")), ("deepseek", "Hello", off, ("Hello", "")),
             ("deepseek", "Hello", {}, ("Hello", "")), ("glm", "Hello", {"reasoning_effort": "none"}, ("Hello", "")),
             ("glm", "<think>Hm, so.</think>\nHello", {}, ("Hello", "Hm, so.")), ("glm", "Hello", {}, ("Hello", "")),
         ):  # fmt: skip
-            answer = ask(name, said, **more, stream=stream)
+            answer = ask(name, text, **more, stream=stream)
             message = joined(list(answer)) if stream else simple(answer.choices[0])
-            assert (message["content"], message["reasoning"]) == want, (name, said)
+            assert (message["content"], message["reasoning"]) == want, (name, text)
 
 
 class Meal(BaseModel):
@@ -305,9 +305,9 @@ def test_channels_are_reasoning_calls_and_content(servers: Servers, ask: Ask) ->
         (final + "yes", {"extra_body": {"structured_outputs": {"choice": ["yes", "no"]}}},
          hello | {"content": "yes", "reasoning": ""}),
     )  # fmt: skip
-    for text, asked, want in cases:
-        assert simple(ask("channels", text, **asked).choices[0]) == want, text
-        assert joined(list(ask("channels", text, **asked, stream=True))) == want, text
+    for text, request, want in cases:
+        assert simple(ask("channels", text, **request).choices[0]) == want, text
+        assert joined(list(ask("channels", text, **request, stream=True))) == want, text
     for seed in range(3):
         answer = ask("channels", thought + "?", tools=[NOW], tool_choice="required", temperature=1, seed=seed)
         assert simple(answer.choices[0]) == {**called, "tool_calls": [["now", "{}"]]}
@@ -316,18 +316,18 @@ def test_channels_are_reasoning_calls_and_content(servers: Servers, ask: Ask) ->
 def test_openais_own_helpers_read_them(servers: Servers) -> None:
     tool = openai.pydantic_function_tool(Meal)
     text = '<tool_call>\n{"name": "Meal", "arguments": {"name": "soup", "hot": true}}\n</tool_call>'
-    asked: dict[str, Any] = {"model": "parrot", "messages": [say(text)], "tools": [tool], "max_tokens": 200}
+    options: dict[str, Any] = {"model": "parrot", "messages": [say(text)], "tools": [tool], "max_tokens": 200}
     one = client(servers, "hermes")
-    parsed = one.chat.completions.parse(**asked).choices[0].message
+    parsed = one.chat.completions.parse(**options).choices[0].message
     assert parsed.tool_calls[0].function.parsed_arguments == Meal(name="soup", hot=True)
-    with one.chat.completions.stream(**asked) as stream:
+    with one.chat.completions.stream(**options) as stream:
         kinds = [event.type for event in stream]
         last = stream.get_final_completion().choices[0]
     assert "tool_calls.function.arguments.delta" in kinds and "tool_calls.function.arguments.done" in kinds
     assert last.message.tool_calls[0].function.parsed_arguments == Meal(name="soup", hot=True)
-    forced = one.chat.completions.parse(**{**asked, "messages": [say("x")], "tool_choice": "required"})
+    forced = one.chat.completions.parse(**{**options, "messages": [say("x")], "tool_choice": "required"})
     assert all(isinstance(call.function.parsed_arguments, Meal) for call in forced.choices[0].message.tool_calls)
-    shaped = one.chat.completions.parse(**{**asked, "messages": [say("x")], "response_format": Meal, "tools": []})
+    shaped = one.chat.completions.parse(**{**options, "messages": [say("x")], "response_format": Meal, "tools": []})
     assert isinstance(shaped.choices[0].message.parsed, Meal)
 
 
@@ -352,7 +352,7 @@ def bad_tools(**more: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_cannot_be_is_told_by_name(servers: Servers, stream: bool) -> None:
+def test_impossible_requests_name_the_field(servers: Servers, stream: bool) -> None:
     cases: tuple[tuple[str, dict[str, Any], str], ...] = (
         ("bare", {"tools": TOOLS}, "tools"), ("bare", {"tools": TOOLS, "tool_choice": "required"}, "tools"),
         ("unknown", {"tools": TOOLS}, "tools"), ("hermes", {"tool_choice": "required"}, "tool_choice"),

@@ -44,11 +44,11 @@ def test_forced_calls_that_max_tokens_cuts_off_leave_no_content(ask: Ask, name: 
     draw = random.Random(name)
     for choice in ("required", named):
         for most in (1, 2, *draw.sample(range(3, len(TOK.encode(called)) - 4), 4)):
-            asked: dict[str, Any] = {"tools": TOOLS, "tool_choice": choice, "max_tokens": most}
-            whole = ask(name, thought + called, **asked).choices[0]
+            options: dict[str, Any] = {"tools": TOOLS, "tool_choice": choice, "max_tokens": most}
+            whole = ask(name, thought + called, **options).choices[0]
             message = simple(whole)
             assert whole.message.content is None and message["finish"] in ("length", "tool_calls")
-            assert joined(list(ask(name, thought + called, stream=True, **asked))) == message
+            assert joined(list(ask(name, thought + called, stream=True, **options))) == message
             assert all(function in ("get_weather", "now") for function, _ in message["tool_calls"])
 
 

@@ -182,10 +182,10 @@ def test_what_is_written_comes_out_and_what_breaks_off_is_not_lost(form: type[Ca
     words = Words(draw)
     calls = [("f", words.arguments()), ("get_weather", {"city": words.text()}), ("f", {})]
     calls = draw.sample(calls, draw.randrange(1, 4))
-    said = draw.choice(["", "Let me see.\n", "Two things:\n\n"])
-    text = said + written(form, calls, draw)
+    output = draw.choice(["", "Let me see.\n", "Two things:\n\n"])
+    text = output + written(form, calls, draw)
     content, found = read(form, cut(text, draw))
-    assert (content, [(name, json.loads(arguments)) for name, arguments in found]) == (said.rstrip(), calls), text
+    assert (content, [(name, json.loads(arguments)) for name, arguments in found]) == (output.rstrip(), calls), text
     assert read(form, [text]) == read(form, list(text)) == (content, found)
     for _ in range(4):
         at = draw.randrange(len(text))
@@ -223,21 +223,21 @@ def test_a_call_that_is_cut_off_leaves_no_markup_in_the_content(form: type[CallF
     draw = random.Random(form.name)
     calls = [("f", {"text": "one <two>", "size": 3, "list": [1, "a"]}), ("get_weather", {"city": "Bonn"})]
     calls = calls if form.several else calls[:1]
-    said = "Let me see.\n"
+    output = "Let me see.\n"
     if form is OpenAI:
         end = f"<|constrain|>json<|message|>{json.dumps(calls[0][1])}"
-        text = f"{said}<|start|>assistant<|channel|>commentary to=functions.f {end}"
+        text = f"{output}<|start|>assistant<|channel|>commentary to=functions.f {end}"
     elif form in (registry.Hermes, registry.Llama3Json, registry.Mistral):
-        text = said + text_written(form, calls, draw)
+        text = output + text_written(form, calls, draw)
     else:
-        text = said + written(form, calls, draw)
+        text = output + written(form, calls, draw)
     marks = ("<|start|>assistant", "<|channel|>") if form is OpenAI else form.openers()
     bare = [one for one in (*marks, "{", "[") if len(one) == 1]
-    for end in range(len(said), len(text)):
+    for end in range(len(output), len(text)):
         content, found = parsed(form, cut(text[:end], draw), TOOLS, cut_off=True)
-        rest = content.removeprefix(said.rstrip()).lstrip()
+        rest = content.removeprefix(output.rstrip()).lstrip()
         opening = any(mark.startswith(rest) for mark in marks) or rest[:1] in bare
-        assert content.startswith(said.rstrip()) and (not rest or (opening and not found)), (text[:end], content)
+        assert content.startswith(output.rstrip()) and (not rest or (opening and not found)), (text[:end], content)
         assert len(rest) < 60 and not any(rest.startswith(mark) for mark in marks if mark not in bare), rest
         for (name, arguments), (wanted, values) in zip(found, calls):
             assert name == wanted and (json.dumps(values).startswith(arguments[:8]) or arguments)
@@ -276,7 +276,7 @@ def test_what_looks_like_calls_and_is_none_is_content() -> None:
         assert read(form, [text]) == read(form, list(text)) == (text, []), text
 
 
-def test_calls_that_break_off_keep_what_was_told_and_the_rest_is_content() -> None:
+def test_calls_that_break_off_keep_their_output_and_the_rest_is_content() -> None:
     for form, text, want in (
         (CODER, "<tool_call><function=f><parameter=text>\nab\n", ("", [("f", '{"text": "ab')])),
         (CODER, "<tool_call><function=f><parameter=text>\na\n</parameter><parameter=size>\n1", (
@@ -335,7 +335,7 @@ def test_values_have_the_types_of_the_schema() -> None:
 
 
 @pytest.mark.parametrize("form", (*XMLS[:1], *XMLS[3:4], PY))
-def test_strings_are_told_as_they_come_and_other_values_when_they_are_whole(form: type[CallFormat]) -> None:
+def test_strings_are_emitted_as_they_come_and_other_values_when_complete(form: type[CallFormat]) -> None:
     text = {
         CODER: ALL.format("text", "x" * 40 + "\n\ny"),
         GLM: f"<tool_call>f<arg_key>text</arg_key><arg_value>{'x' * 40}\n\ny</arg_value></tool_call>",

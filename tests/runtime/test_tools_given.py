@@ -204,9 +204,9 @@ def test_other_families_are_not_taken_for_known_ones() -> None:
     for calls, thoughts in (("xlam", "auto"), ("auto", "of_nobody")):
         with pytest.raises(LlmcError, match="is not allowed"):
             dialect_of(TOK, template("chatml"), calls, thoughts)
-    asked = ChatRequest(messages=[{"role": "user", "content": "x"}], tools=[TOOL])
+    request = ChatRequest(messages=[{"role": "user", "content": "x"}], tools=[TOOL])
     with pytest.raises(ApiError, match="--tool-call-parser"):
-        plan_of(asked, dialect_of(TOK, other))
+        plan_of(request, dialect_of(TOK, other))
     assert ChatTemplate(other, {}).reads.tools
 
 
@@ -219,9 +219,9 @@ def test_roles_are_those_of_the_api_and_those_that_the_template_names(name: str)
     prompting = Prompting(TOK, TOK.vocab_size, template(name), pool, 1024)
 
     def refused(role: Any) -> str | None:
-        asked = TokenizeRequest(messages=[{"role": "user", "content": "x"}, {"role": role, "content": "y"}])
+        request = TokenizeRequest(messages=[{"role": "user", "content": "x"}, {"role": role, "content": "y"}])
         try:
-            asyncio.run(prompting.in_thread(prompting.chat, asked))
+            asyncio.run(prompting.in_thread(prompting.chat, request))
         except ApiError as e:
             assert e.status == 400
             return e.param
@@ -292,8 +292,8 @@ def test_strict_answers_and_strict_calls_have_no_further_properties() -> None:
         assert takes(grammar, '{"a": 1, "b": 2}') is not strict
         assert not takes(grammar, '{"a":  1}') and not takes(grammar, '{\n"a": 1}')
     function = {"name": "f", "parameters": schema, "strict": True}
-    asked = ChatRequest(messages=[{}], tools=[{"type": "function", "function": function}])
-    plan = plan_of(asked, dialect_of(TOK, template("qwen2.5"), "hermes", "none"))
+    request = ChatRequest(messages=[{}], tools=[{"type": "function", "function": function}])
+    plan = plan_of(request, dialect_of(TOK, template("qwen2.5"), "hermes", "none"))
     wanted = plan.constrained(SamplingParams(max_tokens=9), "tools").structured_outputs
     assert wanted is not None and wanted.grammar is not None
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1%s}}\n</tool_call>'

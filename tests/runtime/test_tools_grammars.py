@@ -141,19 +141,19 @@ def template(form: type[CallFormat], name: str, arguments: Mapping[str, Any]) ->
     if issubclass(form, PythonShape):
         whole = f"[{name}({', '.join(f'{k}={literal(v)}' for k, v in items)})]"
         return whole if form is not registry.Lfm2 else marks[0] + whole + marks[1]
-    said = dumped({"name": name, "arguments": arguments})
+    text = dumped({"name": name, "arguments": arguments})
     arguments = dumped(arguments)  # type: ignore[assignment]
     if form.name in ("deepseek_v3", "deepseek_v31", "kimi_k2"):
         head = {"kimi_k2": f"functions.{name}:0{marks[3]}", "deepseek_v31": f"{name}{marks[3]}"}.get(form.name)
         inner = f"function{marks[3]}{name}\n```json\n{arguments}\n```" if head is None else f"{head}{arguments}"
         return f"{marks[0]}{marks[2]}{inner}{marks[4]}{marks[1]}"
     return {
-        registry.Hermes: f"<tool_call>\n{said}\n</tool_call>", registry.Mistral: f"[TOOL_CALLS] [{said}]",
+        registry.Hermes: f"<tool_call>\n{text}\n</tool_call>", registry.Mistral: f"[TOOL_CALLS] [{text}]",
         registry.MistralArgs: f"[TOOL_CALLS]{name}[ARGS]{arguments}",
-        registry.Llama3Json: said.replace('"arguments"', '"parameters"', 1),
-        registry.Granite: f"<|tool_call|>[{said}]",
+        registry.Llama3Json: text.replace('"arguments"', '"parameters"', 1),
+        registry.Granite: f"<|tool_call|>[{text}]",
         OpenAI: f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}",
-        registry.Phi4Mini: f"functools[{said}]", registry.Granite20b: f"<function_call> {said}",
+        registry.Phi4Mini: f"functools[{text}]", registry.Granite20b: f"<function_call> {text}",
     }[form]  # fmt: skip
 
 
@@ -173,21 +173,21 @@ def test_enforced_calls_are_what_templates_write_and_schemas_allow(grammars: Gra
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.__name__)
 def test_strict_calls_follow_their_schemas_and_text_is_free(grammars: Grammars, form: type[CallFormat]) -> None:
     made = guide(grammars, form, free=True)
-    said, more = "Let me [see] <x {}:\n", ""
+    written, more = "Let me [see] <x {}:\n", ""
     if form is OpenAI:
-        said, more = "<|channel|>commentary<|message|>So<|end|><|start|>assistant", "<|channel|>final<|message|>"
+        written, more = "<|channel|>commentary<|message|>So<|end|><|start|>assistant", "<|channel|>final<|message|>"
     for text in ("Hello, func [1] <tool \n{} (f)", "", "a\n\n[1, 2]\n{'a'}"):
         assert allows(made(), more + text)
     for name, arguments in GOOD:
         text = template(form, name, arguments)
-        assert allows(made(), said + text) and allows(made(), text), text
+        assert allows(made(), written + text) and allows(made(), text), text
     for name, arguments in BAD:
         if name == "unknown" and isinstance(form, registry.Llama3Json | PythonShape):
             continue  # no mark says that it is a call
         call = template(form, name, arguments)
         if name in ("f", "now"):
-            assert not allows(made(), said + call), call
-    assert allows(made(), said + template(form, "any", {"whatever": "x", "n": 1}))
+            assert not allows(made(), written + call), call
+    assert allows(made(), written + template(form, "any", {"whatever": "x", "n": 1}))
     second = template(form, "now", {}) + "\n" + template(form, "f", {"days": 3})
     assert form is OpenAI or not allows(made(), second)  # whose first call ends the answer
     if issubclass(form, PythonShape | registry.Llama3Json):
@@ -277,7 +277,7 @@ def test_pythonic_grammars_admit_the_constants_of_python_that_a_schema_lists(
         assert (content, name, arguments) == ("", "f", f'{{"x": {spelled}}}')
 
 
-def test_what_a_form_cannot_enforce_is_told_by_name() -> None:
+def test_the_error_names_what_a_form_cannot_enforce() -> None:
     for schema, words in (
         ({"anyOf": [{"required": ["a"]}]}, "anyOf"), ({"minProperties": 1, "properties": {"a": {}}}, "minProperties"),
         ({"properties": {"a": {}}, "required": ["b"]}, "'b'"), ({"properties": {"a b<": {}}}, "'a b<'"),

@@ -122,10 +122,10 @@ def test_what_is_written_comes_out_and_what_breaks_off_is_not_lost(form: type[Ca
     draw, words = random.Random(seed), list[str]()
     calls = [(draw.choice(sorted(NAMES)), {"x": drawn(draw, words), "y": drawn(draw, words)}) for _ in range(3)]
     calls = calls[: draw.randrange(1, 4)]
-    said = draw.choice(["", "Let me see.\n", "Two things:\n\n"])
-    text = said + written(form, calls, draw)
+    output = draw.choice(["", "Let me see.\n", "Two things:\n\n"])
+    text = output + written(form, calls, draw)
     content, found = parsed(form, cut(text, draw))
-    assert (content, [(name, json.loads(arguments)) for name, arguments in found]) == (said.rstrip(), calls)
+    assert (content, [(name, json.loads(arguments)) for name, arguments in found]) == (output.rstrip(), calls)
     at = draw.randrange(len(text))
     broken = draw.choice([text[:at], text[:at] + draw.choice("}{]x<\n") + text[at:], text[:at] + text[at + 1 :]])
     content, found = parsed(form, cut(broken, draw))
@@ -146,7 +146,7 @@ def test_what_looks_like_calls_and_is_none_is_content() -> None:
         assert parsed(form, [text]) == (text, []), text
 
 
-def test_calls_that_break_off_keep_what_was_told_and_the_rest_is_content() -> None:
+def test_calls_that_break_off_keep_their_output_and_the_rest_is_content() -> None:
     cases: tuple[tuple[type[CallFormat], str, Parsed], ...] = (
         (Hermes, 'a <tool_call>{"name": "f", "arguments": {"a": 1', ("a", [("f", '{"a": 1')])),
         (Hermes, '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>b', ("b", [("f", '{"a": 1}')])),
@@ -208,14 +208,16 @@ def told_apart(form: ReasoningFormat, opened: bool, text: str) -> tuple[str, str
         return trimmed(inside).lstrip(), ""
     rest = inside[found.start() if found[0] in form.until else found.end() :].lstrip()
     if form.frame is not None and rest.startswith(form.frame[0]):
-        said, mark, more = rest.removeprefix(form.frame[0]).lstrip().partition(form.frame[1])
-        rest = trimmed(said) + more if mark else said
+        written, mark, more = rest.removeprefix(form.frame[0]).lstrip().partition(form.frame[1])
+        rest = trimmed(written) + more if mark else written
     return trimmed(inside[: found.start()]).lstrip(), rest
 
 
 @settings(max_examples=400, deadline=None)
 @given(st.data(), st.sampled_from([*FORMATS_OF_REASONING.values()]), st.booleans(), st.integers(0, 1 << 30))
-def test_reasoning_is_told_apart_however_it_is_cut(data: Any, form: ReasoningFormat, opened: bool, seed: int) -> None:
+def test_reasoning_is_separated_however_the_text_is_cut(
+    data: Any, form: ReasoningFormat, opened: bool, seed: int
+) -> None:
     marks = (*form.marks, *form.until)
     parts = (
         *marks,

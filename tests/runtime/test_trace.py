@@ -150,7 +150,7 @@ def test_a_trace_may_begin_while_a_step_is_under_way(tmp_path: Path) -> None:
     assert (tmp_path / "t.json").read_text() == first
 
 
-def test_a_file_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(LlmcError, match="E645"):
         Trace(tmp_path / "none" / "t.json", lambda ticket: True)
 

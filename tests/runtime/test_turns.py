@@ -131,7 +131,7 @@ def test_a_stream_lost_within_a_step_ends_after_it(method: str, depth: int) -> N
     assert llm.stats()["kv_cache_usage_perc"] == 0
 
 
-def test_a_forked_process_is_told() -> None:
+def test_a_forked_process_gets_an_error() -> None:
     llm = make()
     stream = llm.stream("a b", params(20))
     next(stream)

@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from llmc.ir.contents import Drawing, Shape, integers, positive
+from llmc.ir.contents import integers, positive
 from llmc.ir.dim import Dim
 from llmc.ir.opdef import Ints, op
-from llmc.ir.ops.linear import epilogue_type
-from llmc.ir.ops.quantized_linear import quantized_linear
+from llmc.ir.ops.quantized_linear import draw_extras, quantized_linear, result_type
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
 
@@ -56,7 +55,7 @@ def unpack_nibbles(packed: np.ndarray, half: int) -> np.ndarray:
 
 def packed_type(env: dict[str, Any], attrs: Mapping[str, Any], row_bytes: Dim) -> list[Type]:
     """Infer the result of a product over packed codes of 4 bits whose rows have `row_bytes` bytes."""
-    x, k, scale, extras = env["x"], env["k"], env["scale"], list(env["extras"])
+    k, scale, extras = env["k"], env["scale"], list(env["extras"])
     parts, block = attrs["parts"], attrs["block"]
     n = env["m"].divide(parts) if parts > 0 else None
     if n is None:
@@ -67,25 +66,16 @@ def packed_type(env: dict[str, Any], attrs: Mapping[str, Any], row_bytes: Dim) -
         raise Mismatch(f"block={list(block)}: scales for columns of one row are wanted")
     if scale.shape != (k.ceildiv(block[1]) if block[1] else Dim.of(1), env["m"]):
         raise Mismatch(f"{scale} does not scale blocks of {list(block)} of {env['m']} rows of {k} codes")
-    if attrs["zeros"]:
-        if not extras or extras[0].shape != scale.shape:
-            raise Mismatch(f"zeros: the zero points are the first of the extras, of the shape of {scale}")
-        extras = extras[1:]
-    return epilogue_type(parts, extras, attrs["body"], Type(attrs["dtype"] or x.dtype, (*env["*b"], n)))
+    return result_type(env, attrs, extras, n)
 
 
 def _type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     return packed_type(env, attrs, nibble_bytes(env["k"], attrs["half"]))
 
 
-def packed_extras(d: Drawing, shape: Shape) -> Any:
-    """Draw zero points, or any operands of the epilogue."""
-    return d.rng.integers(0, 16, shape) if len(shape) == 2 else d.rng.standard_normal(shape)
-
-
 @op(
     "(x: f[*b, k], packed: u8[m, h], scale: f[c, r], extras*: t[...]) -> x[...]", infer=_type, flops="2*b*m*k",
-    holds={"packed": integers(0, 256), "scale": positive, "extras": packed_extras},
+    holds={"packed": integers(0, 256), "scale": positive, "extras": draw_extras},
     example={
         "*b": (3,), "k": 64, "m": 14, "h": 32, "r": 14, "c": 2, "extras": [(2, 14), (7,)], "half": 16,
         "block": [1, 32], "zeros": True, "parts": 2, "body": "add(mul(mul(a0, sigmoid(a0)), a1), a2)",

@@ -15,8 +15,8 @@ import numpy as np
 from llmc.ir.contents import integers, positive
 from llmc.ir.dim import Dim
 from llmc.ir.opdef import Ints, op
-from llmc.ir.ops.packed_codes import packed_extras, packed_type
-from llmc.ir.ops.quantized_linear import quantized_linear
+from llmc.ir.ops.packed_codes import packed_type
+from llmc.ir.ops.quantized_linear import draw_extras, quantized_linear
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
 
@@ -75,7 +75,7 @@ def _type(env: dict[str, Any], attrs: Any) -> list[Type]:
 
 @op(
     "(x: f[*b, k], packed: u8[m, h], scale: f[c, r], extras*: t[...]) -> x[...]", infer=_type, flops="2*b*m*k",
-    holds={"packed": integers(0, 256), "scale": positive, "extras": packed_extras},
+    holds={"packed": integers(0, 256), "scale": positive, "extras": draw_extras},
     example={
         "*b": (3,), "k": 64, "m": 128, "h": 32, "r": 128, "c": 2, "extras": [(2, 128), (64,)], "block": [1, 32],
         "zeros": True, "parts": 2, "body": "add(mul(mul(a0, sigmoid(a0)), a1), a2)",

@@ -64,7 +64,7 @@ def rounded(x: Any, dtype: str, block: int) -> Any:
 
 
 def _type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
-    x, code, scale, extras = env["x"], env["code"], env["scale"], list(env["extras"])
+    code, scale, extras = env["code"], env["scale"], list(env["extras"])
     parts, act = attrs["parts"], attrs["act"]
     n = env["m"].divide(parts) if parts > 0 else None
     if n is None:
@@ -78,21 +78,27 @@ def _type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     for axis, size in enumerate(attrs["block"]):
         if scale.shape[axis] != (code.shape[axis].ceildiv(size) if size else Dim.of(1)):
             raise Mismatch(f"{scale} does not scale blocks of {list(attrs['block'])} of {code}")
+    return result_type(env, attrs, extras, n)
+
+
+def result_type(env: dict[str, Any], attrs: Mapping[str, Any], extras: list[Type], n: Dim) -> list[Type]:
+    """Infer the result [*b, n] of a quantised product. With `zeros`, the first of `extras` are the zero points."""
+    scale = env["scale"]
     if attrs["zeros"]:
         if not extras or extras[0].shape != scale.shape:
             raise Mismatch(f"zeros: the zero points are the first of the extras, of the shape of {scale}")
         extras = extras[1:]
-    return epilogue_type(parts, extras, attrs["body"], Type(attrs["dtype"] or x.dtype, (*env["*b"], n)))
+    return epilogue_type(attrs["parts"], extras, attrs["body"], Type(attrs["dtype"] or env["x"].dtype, (*env["*b"], n)))
 
 
-def _extras(d: Drawing, shape: Shape) -> Any:
-    """Zero points, or any operands of the epilogue."""
+def draw_extras(d: Drawing, shape: Shape) -> Any:
+    """Draw zero points, or any operands of the epilogue."""
     return d.rng.integers(0, 16, shape) if len(shape) == 2 else d.rng.standard_normal(shape)
 
 
 @op(
     "(x: f[*b, k], code: t[m, k], scale: f[r, c], extras*: t[...]) -> x[...]", infer=_type, flops="2*b*m*k",
-    holds={"code": integers(0, 16), "scale": positive, "extras": _extras},
+    holds={"code": integers(0, 16), "scale": positive, "extras": draw_extras},
     example={
         "*b": (3,), "k": 10, "m": 14, "r": 14, "c": 3, "code": "u8", "extras": [(14, 3), (7,)], "block": [1, 4],
         "zeros": True, "parts": 2, "body": "add(mul(mul(a0, sigmoid(a0)), a1), a2)",

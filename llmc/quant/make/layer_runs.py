@@ -27,7 +27,7 @@ NO_WEIGHTS: Mapping[str, Tensor] = MappingProxyType({})
 
 @dataclass
 class Inputs:
-    """What the linear modules of a layer that read one tensor have seen of it: sums over all tokens of all samples.
+    """Statistics of one tensor that linear modules of a layer read: sums over all tokens of all samples.
 
     linears: their names in the layer. producer: the name of the module that computes the tensor, or "". gram: the sum
     of x xT. largest, total: the largest and the sum of |x| of each column. tokens: their number.

@@ -16,7 +16,7 @@ from llmc.quant.make.recipes import BY_LAYER, KV_FP8, NONE, RECIPES, SMOOTH, UNC
 
 @dataclass(frozen=True)
 class Settings:
-    """What to make of a model: the options of `llmc quantize`.
+    """The requested quantisation of a model: the options of `llmc quantize`.
 
     scheme: a recipe, or "none" to write scales of the KV cache only. group_size: columns that share a scale, instead of
     the scheme's. calibrate: file of texts. ignore: modules that stay as they are, by name or "re:" and a regular
@@ -36,7 +36,7 @@ class Settings:
 
     @property
     def kv(self) -> str:
-        """What shares a scale of the KV cache: "layer" or "head"; "" if the checkpoint gets no such scales."""
+        """The unit that shares a scale of the KV cache: "layer" or "head"; "" if the checkpoint gets no such scales."""
         return self.kv_scales if self.kv_cache_dtype in KV_FP8 else ""
 
     def recipe(self) -> Recipe:
@@ -67,8 +67,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is quantised. weights: stored name -> module, as the checkpoint names it. ignored: linear modules that stay
-    as they are. experts: names among `weights` that are experts of a mixture. kv: see `Settings.kv`."""
+    """The weights to quantise. weights: stored name -> module, as the checkpoint names it. ignored: linear modules that
+    stay as they are. experts: names among `weights` that are experts of a mixture. kv: see `Settings.kv`."""
 
     recipe: Recipe
     weights: dict[str, str]

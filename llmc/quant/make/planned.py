@@ -15,7 +15,7 @@ from llmc.quant.make.recipes import Recipe
 
 
 class PlannedWeights:
-    """What `use_codes` needs to know of a checkpoint (see `QuantisedSource`), before that checkpoint is made."""
+    """The part of `QuantisedSource` that `use_codes` needs, for a checkpoint that does not exist yet."""
 
     def __init__(self, source: Source, recipe: Recipe, traced: Traced):
         """Plan to quantise `source`; raises Diagnostic E350 and E352, and the errors of unreadable checkpoints."""

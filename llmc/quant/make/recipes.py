@@ -46,7 +46,7 @@ class Recipe:
 
     @property
     def strategy(self) -> str:
-        """What compressed-tensors calls the block."""
+        """The name of the block in compressed-tensors."""
         if self.block[0] > 1:
             return "block"
         return "group" if self.block[1] else "channel"

@@ -24,7 +24,7 @@ STEPS, BATCH = 200, 8
 
 @dataclass
 class _Learned:
-    """What is learned of one weight: rounding offsets, and the factors of the lower and upper end of each group."""
+    """The learned parameters of one weight: rounding offsets, and factors of the lower and upper end of each group."""
 
     w: Tensor
     recipe: Recipe

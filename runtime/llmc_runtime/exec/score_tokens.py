@@ -1,4 +1,4 @@
-"""Scores the tokens of a sequence: the log-probability that the model gives to each of them after those before it."""
+"""Scores the tokens of a sequence: the log-probability of each, given the preceding tokens."""
 
 from __future__ import annotations
 

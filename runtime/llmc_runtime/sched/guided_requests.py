@@ -143,7 +143,7 @@ def pending(request: Request) -> bool:
 
 
 def follow(guide: Guide, token: int) -> tuple[tuple[str, None] | None, LlmcError | None]:
-    """Pass a token to the guide. Return how the request ends by it, as far as that is known at once, and the error."""
+    """Pass a token to the guide. Return why the request ends with it, if that is known at once, and the error."""
     guide.accept(token)
     try:
         return (("stop", None) if guide.mask() == b"" else None), None

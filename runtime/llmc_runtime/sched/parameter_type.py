@@ -86,8 +86,8 @@ def flag() -> Values:
 def strings(max_count: int, size: int, *, total: int = 0, single: bool = False, visible: bool = False) -> Values:
     """Up to `max_count` strings of 1 to `size` bytes, as a tuple.
 
-    `total`: the bytes of all together, 0: no limit; `single`: a string alone is a list of one; `visible`: a string of
-    white space alone is not allowed.
+    `total`: the bytes of all together, 0: no limit; `single`: a string is the same as a list of one;
+    `visible`: a string that is only white space is not allowed.
     """
 
     def good(text: object) -> bool:

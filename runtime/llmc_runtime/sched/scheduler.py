@@ -17,9 +17,9 @@ applies the changes and the work of all steps in the order in which they were pl
   abort), the output of its steps in flight is dropped: they write only to its row and its private pages.
 - A preempted request keeps its tokens. A token in flight still reaches it at commit, and may end it. It is admitted
   again only when none is in flight, so its RowInit has all tokens and no output is assigned to a later step.
-- Every request in a step has a row of logits, for its last token. A request whose prompt is scored takes one for each
-  token of its chunk, of those that the step's other requests leave free, less one while another tenant waits. Scores
-  are taken at commit and survive a preemption. Tokens not scored yet are never taken from the prefix cache.
+- Every request in a step has a row of logits, for its last token. A request whose prompt is scored needs one row per
+  token of its chunk. It gets the rows that the step's other requests do not need, minus one if another tenant waits.
+  Scores are read at commit and survive a preemption. Tokens not scored yet are never taken from the prefix cache.
 - The mask of a guided request (see guided_requests) depends on its tokens. A step planned before they are known is
   open: it computes its logits, and samples when guide() has given the masks, after all earlier steps are committed.
   Nothing is planned after an open step. A row whose mask is late samples anything, and is rebuilt without that token.

@@ -236,7 +236,7 @@ class HttpConnection(H11Protocol):
         return self._lines > _MAX_HEAD_LINES
 
     def _shed(self, data: bytes) -> bytes:
-        """Refuse requests at the start of `data` that can be refused from their heads alone.
+        """Refuse requests at the start of `data` that can be refused by their heads.
 
         Called between two requests. Returns the rest of the data, for the parser.
         """

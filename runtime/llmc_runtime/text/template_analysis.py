@@ -11,7 +11,7 @@ from jinja2 import nodes
 
 @dataclass(frozen=True)
 class Reads:
-    """What a template uses.
+    """How a template uses messages and tools.
 
     - `parts`: it iterates over the parts of a message's content itself.
     - `tools`: it shows tools.

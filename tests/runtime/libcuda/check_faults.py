@@ -225,7 +225,7 @@ def test_a_size_that_does_not_fit(driver: Driver, tmp_path: Path) -> None:
     executor.close()
 
 
-def test_every_request_is_told_of_a_failure(artifact: Artifact, driver: Driver) -> None:
+def test_every_request_is_reported_of_a_failure(artifact: Artifact, driver: Driver) -> None:
     opened = open_engine(artifact, EngineOptions(""))
     engine: Engine = opened.engine
     for i in range(3):

@@ -10,6 +10,7 @@ from llmc.codegen.emit import Sizes, indent
 from llmc.codegen.kernel import Schedule, Source
 from llmc.codegen.packed_product import not_packed
 from llmc.codegen.print_expr import Dag, convert, statements
+from llmc.codegen.product import ProductNode
 from llmc.ir.dim import D, Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Node, Value
@@ -25,11 +26,9 @@ _COPY_BYTES = 512 << 10  # maximum bytes of converted rows of x
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(ProductNode):
     """The computation of a product node, whether or not its weight is packed yet."""
 
-    node: Node
-    parts: int
     n: Dim
     k: Dim
     body: str
@@ -41,31 +40,6 @@ class Problem:
         parts, body = node.attrs.get("parts", 1), node.attrs.get("body", "a0")
         n = node.attrs["n"] if node.op.name == "packed_linear" else (w.shape[0].divide(parts) or w.shape[0])
         return Problem(node, parts, n, x.shape[-1], body)
-
-    @property
-    def x(self) -> Type:
-        """The type of the left operand."""
-        return self.node.operands[0].type
-
-    @property
-    def w(self) -> Type:
-        """The type of the weight, packed or not."""
-        return self.node.operands[1].type
-
-    @property
-    def out(self) -> Type:
-        """The type of the result."""
-        return self.node.results[0].type
-
-    @property
-    def first_extra(self) -> int:
-        """The index of the first operand of the epilogue."""
-        return 2
-
-    @property
-    def extras(self) -> list[Type]:
-        """The types of the epilogue's further operands."""
-        return [v.type for v in self.node.operands[self.first_extra :]]
 
     @property
     def pair(self) -> int:
@@ -89,11 +63,38 @@ def extra_strides(extra: Type, out: Type) -> tuple[int, int] | None:
 
 
 class PackedProduct(CppKernel):
-    """What the products over packed weights share. `ops[-1]` is the op whose weight is packed already."""
+    """The base class of products over packed weights. `ops[-1]` is the op whose weight is packed already."""
 
     def problem(self, node: Node) -> Problem:
         """Read the problem from a node."""
         return Problem.of(node)
+
+    def reject_sizes(self, p: Problem) -> str | None:
+        """Return why the sizes or the operands of the epilogue are not supported, or None."""
+        if p.n.const is None or p.k.const is None:
+            return f"the weight's sizes {p.n} x {p.k} are not constant"
+        if not 1 <= p.parts <= MAX_PARTS:
+            return f"{p.parts} parts; the maximum is {MAX_PARTS}"
+        if any(extra_strides(e, p.out) is None for e in p.extras):
+            return "an epilogue operand broadcasts over only some of the leading axes"
+        return None
+
+    def reject_weight(self, p: Problem, target: Target, pair: int) -> str | None:
+        """Return why the weight cannot be packed, or is not packed in panels with this `pair` for the target."""
+        if p.node.op.name != self.ops[-1]:
+            constant = all(origin(v) is not Origin.INPUTS for v in p.node.operands[1 : p.first_extra])
+            return None if constant else "the weight is not known at compile time"
+        rows, packed_pair = (d.const or 0 for d in p.w.shape[2:])
+        lanes = target.vector // 4 * p.parts
+        if rows % lanes or rows > 4 * lanes or packed_pair != pair:
+            return f"the weight is packed for another target (panels of {rows} rows, pairs of {packed_pair})"
+        return None
+
+    def panel_rows(self, p: Problem, target: Target) -> int:
+        """Return the rows of a panel: those of the packed weight, or those to pack it with."""
+        if p.node.op.name == self.ops[-1]:
+            return p.w.shape[2].const or 0
+        return target.vector // 4 * p.parts * (1 if p.parts > 1 else 2)
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
         p = self.problem(node)
@@ -128,30 +129,14 @@ class Linear(PackedProduct):
         if why := unsupported(node, FLOATS):
             return why
         p = Problem.of(node)
-        if p.n.const is None or p.k.const is None:
-            return f"the weight's sizes {p.n} x {p.k} are not constant"
-        if not 1 <= p.parts <= MAX_PARTS:
-            return f"{p.parts} parts; the maximum is {MAX_PARTS}"
-        if any(extra_strides(e, p.out) is None for e in p.extras):
-            return "an epilogue operand broadcasts over only some of the leading axes"
-        if node.op.name != "packed_linear":
-            constant = origin(node.operands[1]) is not Origin.INPUTS
-            return None if constant else "the weight is not known at compile time"
-        rows, pair = (d.const or 0 for d in p.w.shape[2:])
-        lanes = target.vector // 4 * p.parts
-        if rows % lanes or rows > 4 * lanes or pair != p.pair:
-            return f"the weight is packed for another target (panels of {rows} rows, pairs of {pair})"
-        return None
+        return self.reject_sizes(p) or self.reject_weight(p, target, p.pair)
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         """Return the tile sizes to use, derived from the target's registers and caches."""
-        p, lanes = Problem.of(node), target.vector // 4
-        if node.op.name == "packed_linear":
-            rows = p.w.shape[2].const or 0
-        else:
-            rows = lanes * p.parts * (1 if p.parts > 1 else 2)
+        p = Problem.of(node)
+        rows = self.panel_rows(p, target)
         registers = 24 if target.vector == 64 else 12 if target.vector == 32 else 8
-        mr = max(1, registers // (rows // lanes))
+        mr = max(1, registers // (rows // (target.vector // 4)))
         size = DTYPES[p.w.dtype].bits // 8
         kc = max(512, _PANEL_BYTES // (rows * size)) // 2 * 2
         k = -(-(p.k.const or 1) // p.pair) * p.pair

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from llmc.codegen.backends.cpp.cpp_kernel import CTYPES, FLOATS, unsupported
-from llmc.codegen.backends.cpp.linear import MAX_PARTS, PackedProduct, Problem, extra_strides
+from llmc.codegen.backends.cpp.linear import PackedProduct, Problem
 from llmc.codegen.emit import Sizes
 from llmc.codegen.kernel import Schedule
 from llmc.ir.dim import D, Dim
@@ -15,7 +15,6 @@ from llmc.ir.graph import Graph, Node, Value
 from llmc.ir.opdef import OpDef
 from llmc.ir.ops.packed_quantized import QUAD, RUN
 from llmc.ir.types import Type
-from llmc.passes.analysis import Origin, origin
 from llmc.targets.target import Target
 
 SCALES = FLOATS
@@ -100,23 +99,13 @@ class QuantizedLinear(PackedProduct):
         p = QuantizedProblem.of(node)
         if why := unsupported(node, (*FLOATS, "i8", "u8")) or self._reject_codes(p) or self._reject_blocks(p):
             return why
-        if p.n.const is None or p.k.const is None:
-            return f"the weight's sizes {p.n} x {p.k} are not constant"
-        if p.k.const > MAX_DEPTH:
+        if why := self.reject_sizes(p):
+            return why
+        if (p.k.const or 0) > MAX_DEPTH:
             return f"{p.k} columns; the maximum is {MAX_DEPTH}"
-        if not 1 <= p.parts <= MAX_PARTS:
-            return f"{p.parts} parts; the maximum is {MAX_PARTS}"
         if any(e.dtype not in FLOATS for e in [p.x, p.out, *p.extras]):
             return "an operand of the epilogue is not of a float dtype"
-        if any(extra_strides(e, p.out) is None for e in p.extras):
-            return "an epilogue operand broadcasts over only some of the leading axes"
-        if node.op.name != "packed_quantized_linear":
-            constant = all(origin(v) is not Origin.INPUTS for v in node.operands[1 : p.first_extra])
-            return None if constant else "the weight is not known at compile time"
-        rows, lanes = p.w.shape[2].const or 0, target.vector // 4 * p.parts
-        if rows % lanes or rows > 4 * lanes:
-            return f"the weight is packed for another target (panels of {rows} rows)"
-        return None
+        return self.reject_weight(p, target, QUAD)
 
     @staticmethod
     def _reject_codes(p: QuantizedProblem) -> str | None:
@@ -150,10 +139,7 @@ class QuantizedLinear(PackedProduct):
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         """Return the tile sizes to use, derived from the target's registers and caches."""
         p, lanes = QuantizedProblem.of(node), target.vector // 4
-        if node.op.name == "packed_quantized_linear":
-            rows = p.w.shape[2].const or 0
-        else:
-            rows = lanes * p.parts * (1 if p.parts > 1 else 2)
+        rows = self.panel_rows(p, target)
         # Accumulators of a tile, and tiles of a block. With AVX-512 and integers, as many float sums stay in registers
         # beside them. Otherwise accumulators take half of the registers; codes, products and entries take the others.
         registers, tiles = (8, 16) if target.vector < 64 else (12, 32) if p.act else (24, 16)

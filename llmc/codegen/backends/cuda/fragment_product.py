@@ -10,11 +10,10 @@ from llmc.codegen.backends.cuda.cuda_epilogue import epilogue, reject_operands
 from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, CudaKernel
 from llmc.codegen.kernel import Schedule, Source
 from llmc.codegen.packed_product import not_packed, pack_product, product_layouts
-from llmc.ir.dim import Dim, product
+from llmc.codegen.product import ProductNode
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
 from llmc.ir.ops.packed_fragments import BLOCK
-from llmc.ir.types import Type
 from llmc.passes.analysis import Origin, origin
 from llmc.targets.target import Target
 
@@ -24,11 +23,9 @@ SCALES = ("bf16", "f16")
 
 
 @dataclass(frozen=True)
-class FragmentProduct:
+class FragmentProduct(ProductNode):
     """The computation of quantized_linear or packed_fragments_linear over a weight of n rows a part and k columns."""
 
-    node: Node
-    parts: int
     n: int
     k: int
 
@@ -39,14 +36,9 @@ class FragmentProduct:
         return cls(node, parts, int(code.shape[0]) // parts, int(x.shape[-1]))
 
     @property
-    def first(self) -> int:
+    def first_extra(self) -> int:
         """The index of the first operand of the epilogue."""
         return 3 + self.node.attrs["zeros"]
-
-    @property
-    def m(self) -> Dim:
-        """The number of tokens."""
-        return product(self.node.operands[0].type.shape[:-1])
 
     @property
     def group(self) -> int:
@@ -67,18 +59,13 @@ class FragmentProduct:
         """The generated text of the kernels: ZEROS, and what `cuda_epilogue` generates."""
         zeros = bool(self.node.attrs["zeros"])
         before = ("const unsigned char* zeros",) if zeros else ()
-        text = epilogue(self.node.attrs["body"], self.parts, self.others, self.node.result.type, before)
+        text = epilogue(self.node.attrs["body"], self.parts, self.extras, self.node.result.type, before)
         return f"#define ZEROS {'zeros' if zeros else 'nullptr'}\n{text}"
-
-    @property
-    def others(self) -> list[Type]:
-        """The types of the operands of the epilogue."""
-        return [v.type for v in self.node.operands[self.first :]]
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of codes, scales and zero points."""
-        entries = sum(int(v.type.nbytes) for v in self.node.operands[2 : self.first])
+        entries = sum(int(v.type.nbytes) for v in self.node.operands[2 : self.first_extra])
         return self.parts * self.n * self.k // 2 + entries
 
 
@@ -131,9 +118,9 @@ def _reject_sizes(node: Node) -> str | None:
     p = FragmentProduct.of(node)
     if node.attrs["block"][0] != 1 or p.k % p.group or p.group % 16:
         return f"blocks of {list(node.attrs['block'])}; multiples of 16 columns of a row are supported"
-    return reject_operands(p.others, node.result.type)
+    return reject_operands(p.extras, node.result.type)
 
 
 def _reject_weights(node: Node) -> str | None:
-    inputs = [v for v in node.operands[1 : FragmentProduct.of(node).first] if origin(v) is Origin.INPUTS]
+    inputs = [v for v in node.operands[1 : FragmentProduct.of(node).first_extra] if origin(v) is Origin.INPUTS]
     return "the codes, scales or zero points are not known at compile time" if inputs else None

@@ -203,8 +203,8 @@ def reading_us(p: Product, s: Schedule, target: Target, env: Mapping[str, int], 
     row = s["bk"] * DTYPES[p.w.dtype].bits // 8
     ahead = (s["stages"] - 1) * s["bn"] * p.parts * row
     blocks = columns if swap else columns * passes
-    room = min(target.limits.shared // tiles_bytes(p, s, target), 32 // s["warps"])
-    resident = min(blocks, units * max(1, room))
+    per_unit = min(target.limits.shared // tiles_bytes(p, s, target), 32 // s["warps"])
+    resident = min(blocks, units * max(1, per_unit))
     busy = min(1.0, 1.6 * min(blocks, units) / units, resident * ahead / (target.bandwidth * 1e-6))
     moved = p.bytes(env) + (0.1 * (passes - 1) * p.weight_bytes if swap else 0)
     near = passes * columns * (s["bn"] * p.parts + s["bm"]) * p.k * DTYPES[p.w.dtype].bits // 8

@@ -49,7 +49,7 @@ class PartialSums(Product):
         return PartialSums(node, 1, int(shape[-1]), 0, node.attrs.get("body", "a0"))
 
     @property
-    def first(self) -> int:
+    def first_extra(self) -> int:
         """The index of the first epilogue operand."""
         return 1
 

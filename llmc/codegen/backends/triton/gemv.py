@@ -98,7 +98,7 @@ class Gemv(TritonKernel):
             (joint_sum(sums) if joint else "", epilogue(u, p)),
             **u.pointers("x_ptr weight_ptr", "out_ptr"),
             M=tokens,
-            gain_ptr="x2" if p.first == 3 else None,
+            gain_ptr="x2" if p.first_extra == 3 else None,
             extra_ptrs=extra_operands(u, p),
             N=p.n,
             K=p.k,

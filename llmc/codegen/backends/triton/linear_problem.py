@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from llmc.codegen.backends.triton.template import function, literal
 from llmc.codegen.backends.triton.triton_expr import helpers, inline
 from llmc.codegen.backends.triton.triton_kernel import CODES, FLOATS, Unit, unsupported, unsupported_codes
-from llmc.ir.dim import D, Dim, product
+from llmc.codegen.product import ProductNode
+from llmc.ir.dim import D
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
 from llmc.ir.scalar import parse_expr, walk
@@ -20,11 +21,9 @@ MAX_PARTS = 4
 
 
 @dataclass(frozen=True)
-class Product:
+class Product(ProductNode):
     """The computation of a product node: y[m, n] = body(x @ w_0.T, .., x @ w_{parts-1}.T, extras)."""
 
-    node: Node
-    parts: int
     n: int
     k: int
     body: str
@@ -37,34 +36,9 @@ class Product:
         return Product(node, parts, int(w.shape[0]) // parts, int(x.shape[-1]), body)
 
     @property
-    def x(self) -> Type:
-        """The type of the left operand."""
-        return self.node.operands[0].type
-
-    @property
-    def w(self) -> Type:
-        """The type of the weight."""
-        return self.node.operands[1].type
-
-    @property
-    def out(self) -> Type:
-        """The type of the result."""
-        return self.node.results[0].type
-
-    @property
-    def first(self) -> int:
+    def first_extra(self) -> int:
         """The index of the first epilogue operand; in norm_linear the norm's gain precedes them."""
         return 3 if self.node.op.name == "norm_linear" else 2
-
-    @property
-    def extras(self) -> list[Type]:
-        """The types of the epilogue operands."""
-        return [v.type for v in self.node.operands[self.first :]]
-
-    @property
-    def m(self) -> Dim:
-        """The number of tokens: the product of the leading axes of x."""
-        return product(self.x.shape[:-1])
 
     @property
     def early(self) -> bool:
@@ -136,7 +110,7 @@ def extra_offset(u: Unit, p: Product, e: Type) -> tuple[str, bool, bool]:
 
 def extra_operands(u: Unit, p: Product) -> tuple[str, ...]:
     """Return the operands of the generated `load_extras`: the pointers, then the run-time sizes that it needs."""
-    return (*(f"x{i + p.first}" for i in range(len(p.extras))), *_extra_sizes(u, p)[1])
+    return (*(f"x{i + p.first_extra}" for i in range(len(p.extras))), *_extra_sizes(u, p)[1])
 
 
 def epilogue(u: Unit, p: Product) -> str:
@@ -155,11 +129,11 @@ def _extra_sizes(u: Unit, p: Product) -> tuple[list[tuple[str, bool, bool]], tup
 def _load_extras(u: Unit, p: Product) -> str:
     """Generate the function that loads the other operands of the epilogue for a tile, each in its own dtype."""
     offsets, sizes = _extra_sizes(u, p)
-    names = [*(f"x{i + p.first}" for i in range(len(p.extras))), *sizes]
+    names = [*(f"x{i + p.first_extra}" for i in range(len(p.extras))), *sizes]
     lines = [f"{literal(tuple(names))} = operands"] if names else []
     for i, (offset, rows, columns) in enumerate(offsets):
         mask = " & ".join(["token_mask"] * rows + ["column_mask"] * columns)
-        lines.append(f"q{i} = tl.load(x{i + p.first} + {offset}{f', mask={mask}, other=0.0' if mask else ''})")
+        lines.append(f"q{i} = tl.load(x{i + p.first_extra} + {offset}{f', mask={mask}, other=0.0' if mask else ''})")
     lines.append(f"return {literal(tuple(f'q{i}' for i in range(len(p.extras))))}")
     return function(
         "load_extras(operands, token, column, token_mask, column_mask)",

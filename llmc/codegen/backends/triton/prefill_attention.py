@@ -37,10 +37,12 @@ def tiles(width: int, item: int, wide: bool, least: int, target: Target) -> Iter
     width: padded elements of a head. item: bytes of an element. wide: products are float32, for which only the smallest
     tile fits.
     """
-    room = 128 if target.has(PDL) else 80  # registers per thread; wgmma reads its second operand from shared memory
+    available = (
+        128 if target.has(PDL) else 80
+    )  # registers per thread; wgmma reads its second operand from shared memory
     for rows, keys, warps, stages in TILES:
         registers = rows * (width + keys) // (warps * target.limits.warp)  # per thread, for logits and sums
-        fits = shared(rows, keys, stages, width, item, target) <= target.limits.shared and registers <= room
+        fits = shared(rows, keys, stages, width, item, target) <= target.limits.shared and registers <= available
         if rows == 16 or (fits and not wide):
             yield {"rows": max(rows, least), "keys": keys, "warps": warps, "stages": stages}
 

@@ -43,7 +43,7 @@ class QuantizedProduct(Product):
         return QuantizedProduct(node, parts, int(code.shape[0]) // parts, k, node.attrs["body"], group, half)
 
     @property
-    def first(self) -> int:
+    def first_extra(self) -> int:
         """The index of the first operand of the epilogue."""
         return 3 + self.node.attrs["zeros"]
 
@@ -56,11 +56,11 @@ class QuantizedProduct(Product):
     def weight_bytes(self) -> int:
         """The bytes of codes, as packed, scales and zero points."""
         codes = self.parts * self.n * self.k // (2 if self.half else 1)
-        return codes + sum(int(v.type.nbytes) for v in self.node.operands[2 : self.first])
+        return codes + sum(int(v.type.nbytes) for v in self.node.operands[2 : self.first_extra])
 
     def bytes(self, env: Mapping[str, int]) -> int:
         """Operands and results, each once; codes as packed."""
-        rest = [self.node.operands[0], *self.node.operands[self.first :], *self.node.results]
+        rest = [self.node.operands[0], *self.node.operands[self.first_extra :], *self.node.results]
         return self.weight_bytes + sum(int(v.type.nbytes.subs(env)) for v in rest)
 
     @property
@@ -147,7 +147,7 @@ def shared_arguments(u: Unit, p: QuantizedProduct) -> dict[str, Argument]:
         "x_ptr": "x0",
         "code_ptr": "x1",
         "scale_ptr": "x2",
-        "zero_ptr": "x3" if p.first == 4 else None,
+        "zero_ptr": "x3" if p.first_extra == 4 else None,
         "out_ptr": "y0",
         "M": u.sizes(p.m),
         "extra_ptrs": extra_operands(u, p),

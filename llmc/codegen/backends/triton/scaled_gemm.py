@@ -63,7 +63,7 @@ class ScaledProduct(Product):
         return ScaledProduct(node, p.parts, p.n, p.k, p.body, group, rows or p.parts * p.n)
 
     @property
-    def first(self) -> int:
+    def first_extra(self) -> int:
         """The index of the first operand of the epilogue."""
         return 4
 

@@ -117,16 +117,11 @@ class Admission:
 
     @property
     def busy(self) -> bool:
-        """Whether `check_blocked` might refuse a request."""
+        """Whether `blocked_reason` might return a reason."""
         if self.draining or self.queued or self.full:
             return True
         half = 2 * self.open_sequences >= self.sequences or 2 * self.open_tokens >= self.tokens
         return (self.keys > 1 and half) or (self.per_key is not None and self.open_sequences >= self.per_key)
-
-    def check_blocked(self, key: str) -> None:
-        """Raise ApiError 429 or 503 if every request of this key would be refused: a check before the body is read."""
-        if (reason := self.blocked_reason(key)) is not None:
-            raise self.blocked_error(reason, key)
 
     def blocked_reason(self, key: str) -> str | None:
         """Return why every request of this key, however small, would be refused now (one of REASONS), or None.

@@ -85,7 +85,7 @@ SamplingFields: Any = msgspec.defstruct(
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """What a stream contains besides the output."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None

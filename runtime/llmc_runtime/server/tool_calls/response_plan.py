@@ -50,13 +50,13 @@ class Plan:
         marks = () if self.form is None else tuple(self.form.markers)
         return self.dialect.special(marks if self.thoughts is None else (*marks, *self.thoughts.marks))
 
-    def behind(self, prompt: Prompt, asked: ChatRequest) -> Plan:
+    def behind(self, prompt: Prompt, request: ChatRequest) -> Plan:
         """Return the plan for an output after this prompt, which may have closed or opened the reasoning."""
         thoughts, text = self.thoughts, prompt.text or ""
         if thoughts is None:
             return self
-        content = asked.messages[-1].get("content") if asked.continue_final_message else None
-        if asked.continue_final_message and isinstance(content, str):
+        content = request.messages[-1].get("content") if request.continue_final_message else None
+        if request.continue_final_message and isinstance(content, str):
             return replace(self, opened=thoughts.opened(text, content))
         if thoughts.closed(text):
             return replace(self, thoughts=None)
@@ -88,9 +88,9 @@ class Plan:
             raise to_api_error(e, "messages") from None
 
 
-def plan_of(asked: ChatRequest, dialect: Dialect) -> Plan:
+def plan_of(request: ChatRequest, dialect: Dialect) -> Plan:
     """Return the plan for a request. Raises ApiError 400."""
-    tools = tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+    tools = tools_of(request.tools, request.tool_choice, request.parallel_tool_calls)
     if tools is None:
         channels = dialect.calls is not None and dialect.calls.channels
         return Plan(dialect, None, dialect.calls if channels else None, dialect.thoughts)
@@ -99,8 +99,8 @@ def plan_of(asked: ChatRequest, dialect: Dialect) -> Plan:
         names = ", ".join(dict.fromkeys(one.name for one in FORMATS))
         cause = "tools: the format of this model's calls is unknown"
         raise ApiError(f"{cause}. Try: serve it with --tool-call-parser (one of {names})", param="tools")
-    if tools.forced and asked.structured_outputs is not None:
+    if tools.forced and request.structured_outputs is not None:
         cause = "tool_choice requires calls, which excludes structured_outputs"
         raise ApiError(f"{cause}: use one of them", param="structured_outputs")
-    earlier = calls_in(asked.messages)
+    earlier = calls_in(request.messages)
     return Plan(dialect, tools, form or Llama3Json, dialect.thoughts, earlier=earlier)
