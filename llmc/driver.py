@@ -288,6 +288,10 @@ class Compilation:
         passes = parse_pipeline(text, registry.passes, registry.pipelines_for(target))
         passes = with_kv_dtype(with_quantize(passes, self.options), self.kv_dtype)
         sizes = {"rows": self.rows, "max_len": max_len, "page": target.page_size, "tokens": self.tokens}
+        if self.options.speculate and not any(p.name == "page-attention" for p in passes):
+            cause = "--speculate needs the pass page-attention, which the pipeline lacks"
+            raise Diagnostic("E421", cause, "add it to --pipeline")
+        passes = override(passes, "page-attention", speculate=self.options.speculate)
         passes = override(passes, "page-attention", **sizes)
         return override(passes, "select", tuning=str(self.options.tuning)) if self.options.tuning else passes
 

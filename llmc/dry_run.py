@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llmc_runtime.format.program import Program
 from llmc_runtime.format.size_text import size_text
 
 from llmc.artifact.cost_report import memory, roofline, weight_bytes
@@ -128,12 +129,19 @@ def _times(built: DryBuild, job: Compilation) -> list[dict[str, Any]]:
         tokens = sizes.get("T", 1)
         rows.append(
             {
-                "program": p.name, "kind": "decode" if p.uniform else "prefill", "tokens": tokens,
+                "program": p.name, "kind": _kind(p), "tokens": tokens,
                 "rows": sizes.get("R", 1),
                 "us": us, "roofline_us": round(floor, 3), "tokens_per_second": round(tokens / us * 1e6, 1),
             }
         )  # fmt: skip
     return rows
+
+
+def _kind(p: Program) -> str:
+    """What the steps of a program are."""
+    if not p.uniform:
+        return "prefill"
+    return "verify" if p.drafts else "decode"
 
 
 def _compile(built: DryBuild, job: Compilation, weights: int, kind: str) -> dict[str, Any]:

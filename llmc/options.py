@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from llmc_runtime.format.row_abi import MAX_DRAFTS
 from llmc_runtime.option_type import of_command, option, options_of, positive
 
 from llmc.builtin import EXTENSION
@@ -49,6 +50,10 @@ class Options:
     max_model_len: int | None = _artifact(None, "maximum length of a sequence in tokens (the model's, at most 32768)")
     max_num_seqs: int | None = _artifact(None, "maximum number of sequences in one step (CPU: 16, GPU: 256)")
     max_num_batched_tokens: int | None = _artifact(None, "maximum number of tokens in one step (CPU: 512, GPU: 8192)")
+    speculate: int = _artifact(
+        0, f"maximum number of drafted tokens that a step verifies per sequence, 0 to {MAX_DRAFTS} (0)", int,
+        commands=("compile",),
+    )  # fmt: skip
     pipeline: str = _artifact("", 'pass pipeline, for example "serve, after fuse-norm: my-fuse"', str, "TEXT")
     weights: str = _artifact(
         "packed", "weights of the artifact: packed (default), random:SEED, or none", str, "KIND", commands=("compile",)

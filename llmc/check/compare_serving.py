@@ -13,7 +13,6 @@ from llmc.check.random_inputs import Array, Inputs
 from llmc.ir.graph import Graph, Module
 
 LENGTHS = (5, 3)  # lengths of the two prompts in tokens
-ANSWERS = 5  # number of outputs of a step before its states
 
 
 def is_prompt(g: Graph) -> bool:
@@ -55,18 +54,19 @@ class _Rows:
         fixed = {"rows": np.array([1, 0]), "qlens": np.array(qlens), "emit": np.full(2, emit)}
         sizes = self.sizes | {"R": 2, "T": sum(qlens)}
         out = evaluate(m, g, Inputs(weights | fixed | self.states, sizes))
-        self.states |= dict(zip(_written(g), out[ANSWERS:], strict=True))
+        self.states |= {name: array for name, array in zip(_written(g), out, strict=True) if name}
         return out[:2]
 
 
 def _written(g: Graph) -> list[str]:
-    """Return the states whose next versions are the outputs after the ids and log-probabilities, in that order."""
+    """Return, for each output, the name of the state whose next version it is; "" for other outputs."""
     found = []
-    for v in g.outputs[ANSWERS:]:
-        n = v.node
-        assert n is not None
-        slots = [i for i, s in enumerate(n.op.operands) if s.name in n.op.writes]
-        found.append(n.operands[slots[n.results.index(v)]].name)
+    for v in g.outputs:
+        while v.type.state and (n := v.node) is not None:
+            slots = [i for i, s in enumerate(n.op.operands) if s.name in n.op.writes]
+            states = [r for r in n.results if r.type.state]
+            v = n.operands[slots[states.index(v)]]
+        found.append(v.name if v.type.state else "")
     return found
 
 

@@ -208,6 +208,7 @@ def program(p: Placed, m: Module, kernels: Sequence[LaunchInfo], step: tuple[str
         ],
         "step": {"kernel": step[0], "entry": step[1]} if step else None,
         "ranks": 1,
+        "drafts": max((n.attrs["limit"] for n in p.emitted.nodes if n.op.name == "row_accept"), default=0),
     }
     return Program.read(data, f"program {g.name}")
 

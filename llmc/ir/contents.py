@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from llmc_runtime.format.row_abi import DRAFT_COLUMNS
 from llmc_runtime.sched.row_columns import FLOAT_COLUMNS, INT_COLUMNS, OFF
 
 from llmc.ir.dtype import DTYPES
@@ -360,6 +361,19 @@ def iparams(d: Drawing, shape: Shape) -> Array:
         "num_biases": integers(0, 1 + min(3, d.vocabulary), n), "masked": integers(0, 2, n),
     }  # fmt: skip
     return _columns(shape, INT_COLUMNS, values)
+
+
+def drafts(d: Drawing, shape: Shape) -> Array:
+    """How many tokens are drafted for each device row, and the lengths of the suffixes that are searched for."""
+    if d.step.greedy:
+        return _columns(shape, DRAFT_COLUMNS, {"max_drafts": 4, "min_ngram": 1, "max_ngram": 3})
+    n, integers = shape[0], d.rng.integers
+    low = integers(1, 3, n)
+    values = {
+        "num_drafts": integers(0, 4, n), "max_drafts": integers(0, 6, n), "min_ngram": low,
+        "max_ngram": low + integers(0, 3, n),
+    }  # fmt: skip
+    return _columns(shape, DRAFT_COLUMNS, values)
 
 
 def positive(d: Drawing, shape: Shape) -> Array:

@@ -17,6 +17,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Manifest
 from llmc_runtime.ignored_options import check_keywords
 from llmc_runtime.option_type import count, option, options_of, parse_bytes, positive
+from llmc_runtime.speculate_option import DRAFTED, TOKENS, check_speculate, parse_speculate
 
 MAX_THREADS = 1024
 _DTYPES: Mapping[str, str] = MappingProxyType({"float32": "f32", "bfloat16": "bf16"})  # "auto" is any
@@ -88,6 +89,12 @@ class EngineOptions:
     scheduling_policy: str = option(
         "fcfs", "order in which requests run (fcfs)", commands=_SERVE, choices=("fcfs", "priority"), engine=True
     )
+    speculate: Mapping[str, Any] | str | None = option(
+        None, "draft tokens that a step verifies: ngram or ngram:K (prompt lookup, K tokens), off (default), or vLLM's "
+        'JSON, such as {"method": "ngram", "num_speculative_tokens": 4}. The model is compiled with --speculate K',
+        commands=_BOTH, flags=("--speculate", "--speculative-config"), read=parse_speculate,
+        metavar="METHOD[:K]", check=check_speculate, engine=True,
+    )  # fmt: skip
     chat_template: str | None = option(
         None, "chat template to use (in Python its text), or the name of one of the model's", commands=_RUN,
         metavar="FILE|NAME", group="chats and sampling",
@@ -143,6 +150,8 @@ class EngineOptions:
         change responses and for unknown ones, E201 and E204 for values that are not allowed.
         """
         own = options_of(cls)
+        flags = {flag[2:].replace("-", "_"): name for name, o in own.items() for flag in o.spellings}
+        values = {k if k in own else flags.get(k, k): v for k, v in values.items()}  # as --speculative-config
         for message in check_keywords({k: v for k, v in values.items() if k not in own}, own):
             say(message)
         return cls(model, **{k: v for k, v in values.items() if k in own})
@@ -163,6 +172,8 @@ class EngineOptions:
         """The options of `llmc compile`, for a `model` that is a Hugging Face folder."""
         names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
         sizes = {name.replace("_", "-"): getattr(self, name) for name in names}
+        if isinstance(self.speculate, Mapping):
+            sizes["speculate"] = self.speculate[TOKENS] or DRAFTED
         own = {"target": self.target or "cpu:native", "dtype": self.dtype}
         return own | {k: str(v) for k, v in sizes.items() if v is not None}
 

@@ -66,7 +66,6 @@ IGNORED = (
     IgnoredFlags("--max-parallel-loading-workers", "--threads sets the number of threads that load weights"),
     IgnoredFlags("--distributed-executor-backend", "the engine is one process"),
     _switch("--disable-frontend-multiprocessing", "the engine always runs in its own process"),
-    IgnoredFlags("--speculative-config", "speculative decoding is not supported; responses are the same without it"),
     IgnoredFlags("--limit-mm-per-prompt --mm-processor-kwargs", "prompts are text"),
     IgnoredFlags("--max-loras --max-lora-rank --max-cpu-loras", "adapters are not supported"),
     IgnoredFlags("--download-dir --code-revision", "nothing is downloaded while serving"),

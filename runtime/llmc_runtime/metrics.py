@@ -72,6 +72,10 @@ class Counters:
     request_success: dict[str, int] = field(
         default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0}
     )  # requests that ended, by reason
+    spec_decode_num_drafts: int = 0  # times that drafts of a row were verified
+    spec_decode_num_draft_tokens: int = 0
+    spec_decode_num_accepted_tokens: int = 0
+    spec_decode_num_accepted_tokens_per_pos: dict[str, int] = field(default_factory=dict)  # by position in the draft
     iteration_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))  # steps by their tokens
 
     def step(self, tokens: int) -> None:
@@ -79,6 +83,18 @@ class Counters:
         self.num_steps += 1
         self.num_scheduled_tokens += tokens
         self.iteration_tokens[bisect_left(STEP_TOKENS, tokens)] += 1
+
+    def drafted(self, drafts: int, accepted: int) -> None:
+        """Count the verification of a row's drafts, of which the first `accepted` were accepted."""
+        self.spec_decode_num_drafts += 1
+        self.spec_decode_num_draft_tokens += drafts
+        self.spec_decode_num_accepted_tokens += accepted
+        for position in range(accepted):
+            self.spec_decode_num_accepted_tokens_per_pos[str(position)] += 1
+
+    def drafted_at_most(self, drafts: int) -> None:
+        """Count accepted tokens at this many positions."""
+        self.spec_decode_num_accepted_tokens_per_pos = {str(position): 0 for position in range(drafts)}
 
     def as_dict(self) -> dict[str, Stat]:
         """Return a copy as Stats by name."""

@@ -242,6 +242,10 @@ _SAMPLING = {
         Text(
             f"bf16[R, {V}]; i32[R]; {PARAMS}; {SEEN}; {BIASES}", "row_penalize", f"f32[R, {V}]",
         ),
+        Text(
+            f"bf16[R, {V}]; i32[R]; {PARAMS}; {SEEN}; {BIASES}; i32[R+1]; i32[T]; {TOKENS}", "row_penalize",
+            f"f32[R, {V}]",
+        ),
     ),
     "row_mask": (
         Text(
@@ -286,6 +290,18 @@ _SAMPLING = {
         Text(
             f"{TOKENS}; state i32[256]; state i32[256, {V}]; {ROWS}; i32[R]; i32[R]", "row_commit",
             f"{TOKENS}, state i32[256], state i32[256, {V}]",
+        ),
+    ),
+    "row_accept": (
+        Text(
+            f"{TOKENS}; state i32[256]; state i32[256, {V}]; {ROWS}; i32[R]; i32[R]", "row_accept {limit=4}",
+            f"i32[R], {TOKENS}, state i32[256], state i32[256, {V}]",
+        ),
+    ),
+    "row_propose": (
+        Text(
+            f"{TOKENS}; state i32[256, 4]; state i32[256]; i32[R]; i32[R+1]; i32[R]", "row_propose",
+            f"i32[R], {TOKENS}, state i32[256, 4]",
         ),
     ),
 }  # fmt: skip

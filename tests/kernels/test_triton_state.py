@@ -10,13 +10,14 @@ from draw import generator
 from kernels.harness import Case
 from kernels.triton_harness import run_case
 
+from llmc.codegen.backends.triton.row_draft import ACCEPT, PROPOSE
 from llmc.codegen.backends.triton.row_state import BEGIN, COMMIT, LAST, OF_TOKEN, SPANS
 from llmc.ir.example import example_graph, op_example
 from llmc.ir.ops import OPS
 
 KERNELS = {
     "row_spans": SPANS, "row_begin": BEGIN, "row_ids": OF_TOKEN, "row_slots": OF_TOKEN, "row_last": LAST,
-    "row_commit": COMMIT,
+    "row_commit": COMMIT, "row_accept": ACCEPT, "row_propose": PROPOSE,
 }  # fmt: skip
 M, LENGTH, PAGE, VOCAB = 400, 900, 16, 50
 I32 = np.int32
@@ -85,3 +86,40 @@ def test_commit() -> None:
     tokens, counts = rng.integers(0, 99, (M, LENGTH)).astype(I32), rng.integers(0, 9, (M, VOCAB)).astype(I32)
     emit, ids = rng.integers(0, 2, r).astype(I32), rng.integers(0, VOCAB, r).astype(I32)
     run_case(case("row_commit", [tokens, length, counts, rows, starts, positions, emit, ids], {}))
+
+
+def verifying(rng: np.random.Generator, r: int) -> list[Any]:
+    """Operands of row_accept: rows that verify up to 5 drafts, a few of which are right, and rows of a prompt."""
+    runs = rng.integers(1, 7, r)
+    rows = np.repeat(rng.permutation(M)[: len(runs)], runs)[:r].astype(I32)
+    prompts = rng.random(M) < 0.2
+    qlens = np.where(prompts[rows], rng.integers(1, 4, r), 1).astype(I32)
+    emit = ~prompts[rows] | (rng.random(r) < 0.3) & (np.append(rows[1:], -1) != rows)
+    rows[r - 4 :], qlens[r - 4 :] = -1, 0
+    length = rng.integers(0, LENGTH - 30, M).astype(I32)
+    length[rows[:6]] = LENGTH - np.bincount(np.maximum(rows, 0), qlens, M)[rows[:6]]
+    starts, _, positions = OPS["row_spans"].ref(rows, qlens, length, tokens=int(qlens.sum()))
+    tokens, counts = rng.integers(0, 2, (M, LENGTH)).astype(I32), rng.integers(0, 9, (M, VOCAB)).astype(I32)
+    ids = rng.integers(0, 2, r).astype(I32)
+    return [tokens, length, counts, rows, starts, positions, emit.astype(I32), ids]
+
+
+def test_accept() -> None:
+    """Runs of drafts accepted in part, more entries than one program has, full rows, prompts, padding."""
+    operands = verifying(generator(), 300)
+    run_case(case("row_accept", operands, {"limit": 5}))
+    taken = OPS["row_accept"].ref(*operands, limit=5)[0]
+    assert (taken >= 0).sum() > len(set(operands[3].tolist())), "some drafts are accepted"
+
+
+def test_propose() -> None:
+    """Histories over two ids, in which suffixes repeat; full rows, rows without drafts, short rows."""
+    rng = generator()
+    tokens, length, _, rows, starts, _, emit, _ = verifying(rng, 60)
+    length[rows[10:20]] = rng.integers(0, 3, 10)
+    tokens[rows[20:30]] = np.arange(LENGTH)
+    drafts = np.stack([rng.integers(0, 9, M), rng.integers(0, 6, M), rng.integers(1, 4, M), rng.integers(3, 9, M)], 1)
+    operands = [tokens, drafts.astype(I32), length, rows, starts, emit]
+    run_case(case("row_propose", operands, {}))
+    proposed = OPS["row_propose"].ref(*operands)[0]
+    assert (proposed > 0).any() and (proposed == 0).any()

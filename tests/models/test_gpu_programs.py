@@ -177,3 +177,24 @@ def test_logits_are_read_after_a_step(tmp_path: Path, device: InterpretDevice, d
     want = eager_logits(model, ids, (6,))[:-1]
     assert found.shape == want.shape
     assert relative_error(found, want) <= (1e-4 if dtype is torch.float32 else 3e-2)
+
+
+def test_drafts_are_verified(tmp_path: Path, device: InterpretDevice) -> None:
+    """With prompt lookup the tokens are those of plain decoding; penalties count the drafts before a token."""
+    save(SHALLOW, tmp_path / "model", SEED)
+    options = Options(target=INTERPRETED.name, max_model_len=64, max_num_batched_tokens=16, max_num_seqs=3, speculate=2)
+    compile_model(tmp_path / "model", tmp_path / "model.llmc", options)
+    likely = {5: 40.0, 6: 38.5, 7: 37.0}
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True, logit_bias={5: 40.0}, logprobs=1),
+        SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True, logit_bias=likely, frequency_penalty=1.0),
+    ]
+    prompts = [{"prompt_token_ids": [9, *[5] * 6]}, {"prompt_token_ids": [5, 6, 7] * 3}]
+    found, accepted = [], 0.0
+    for speculate in (None, {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}):
+        with LLM(tmp_path / "model.llmc", say=lambda text: None, speculate=speculate) as llm:
+            outs = llm.generate(prompts, params, use_tqdm=False)
+            found.append([list(o.outputs[0].token_ids) for o in outs])
+            accepted = float(llm.stats()["spec_decode_num_accepted_tokens"])  # type: ignore[arg-type]
+    assert found[0] == found[1] and found[0][0] == [5] * 7
+    assert accepted > 2 and {"row_accept", "row_propose"} <= {op for op, _ in device.launches}

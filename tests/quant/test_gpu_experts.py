@@ -29,10 +29,13 @@ from tests.runtime.interpret_device import InterpretDevice
 
 pytestmark = pytest.mark.drawn
 SIZES: dict[str, Any] = SMALL | {
-    "moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1,
+    "hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 256, "num_experts": 3, "num_experts_per_tok": 2,
+    "num_hidden_layers": 1,
 }  # fmt: skip
-# Scheme -> the dtype of the codes, and how much rounding weights and activations may cost the logits.
-SCHEMES = {"w8a8": ("i8", 0.06), "fp8": ("f8e4m3", 0.15), "fp8-block": ("f8e4m3", 0.15)}
+# Scheme -> the dtype of the codes, their block, and how much rounding weights and activations may cost the logits.
+SCHEMES = {
+    "w8a8": ("i8", (1, 0), 0.06), "fp8": ("f8e4m3", (1, 0), 0.15), "fp8-block": ("f8e4m3", (128, 128), 0.15)
+}  # fmt: skip
 
 
 def mixture(folder: Path) -> Path:
@@ -60,7 +63,7 @@ def reference(folder: Path, target: str, options: str, tokens: np.ndarray) -> tu
 def test_products_of_experts_multiply_codes(
     scheme: str, tmp_path: Path, device: InterpretDevice  # noqa: F811
 ) -> None:  # fmt: skip
-    code, cost = SCHEMES[scheme]
+    code, block, cost = SCHEMES[scheme]
     tokens = prompts((6,), 64)[0]
     plain = reference(mixture(tmp_path / "plain"), "cuda:sm_90", "", tokens)[0]
     folder = made(tmp_path / "plain", tmp_path / "quantised", scheme)
@@ -68,6 +71,7 @@ def test_products_of_experts_multiply_codes(
     nodes = [n for n in module.graphs["main"].nodes if "moe_" in n.op.name]
     assert [n.op.name for n in nodes] == ["moe_route", "scaled_moe_up", "scaled_moe_down"]
     assert {v.type.dtype for n in nodes[1:] for v in (n.operands[0], n.operands[3])} == {code}
+    assert {tuple(n.attrs["block"]) for n in nodes[1:]} == {block}
     options = Options(target=INTERPRETED.name, dtype="float32", **LIMITS)
     summary = compile_model(folder, tmp_path / "model.llmc", options)
     assert not any("dequantised" in note for note in summary.notes)

@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import pairwise
 
 from llmc_runtime.kv.pages import PagePool
-from llmc_runtime.sched.request import Status
+from llmc_runtime.sched.request import Request, Status
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.step import Step, Work
 
@@ -77,11 +77,21 @@ def audit_queues(scheduler: Scheduler, expected: dict[str, Expected]) -> None:
         assert request.status is Status.RUNNING and len(request.pages) == len(set(request.pages))
         assert request.num_computed < len(request.tokens) <= request.limit - 1 <= config.pool_tokens
         assert request.num_computed <= request.num_planned < request.num_total <= request.limit
-        assert len(request.tokens) <= request.num_total < len(request.tokens) + scheduler.depth
+        assert (
+            len(request.tokens)
+            <= request.num_total
+            < len(request.tokens) + scheduler.depth + drafts(scheduler, request)
+        )
         assert len(request.pages) >= config.pages_for(request.num_planned)
     for request in waiting:
         assert request.status in (Status.WAITING, Status.PREEMPTED)
         assert not request.pages and request.row == -1 and not request.num_computed and not request.num_planned
+
+
+def drafts(scheduler: Scheduler, request: Request) -> int:
+    """The drafts of the request in flight, any number of which may be rejected."""
+    found = ((item, one) for step, planned in scheduler._in_flight for item, one in zip(step.work, planned))
+    return sum(item.drafts for item, one in found if one is request)
 
 
 def audit_tenants(scheduler: Scheduler) -> None:
@@ -114,13 +124,14 @@ def audit_device(scheduler: Scheduler, device: FakeExecutor, expected: dict[str,
         if request.row in built or request.needs_init:
             continue
         item = work.get(request.row, Work(request.row, 0, False))
-        total, planned = request.num_total - item.emit, request.num_planned - item.num_tokens
+        total, planned = request.num_total - item.emit - item.drafts, request.num_planned - item.num_tokens
         pages = request.pages[: len(request.pages) - grown.get(request.row, 0)]
         row = device.rows[request.row]
         assert row is not None and row.tokens[: len(request.tokens)] == request.tokens, f"{request.id}: tokens there"
-        assert len(row.tokens) == total, f"{request.id}: {len(row.tokens)} tokens, not {total}"
-        assert row.length == planned, f"{request.id}: {row.length} computed, not {planned}"
-        assert row.table == pages, f"{request.id}: the page table on the device"
+        rejected = total - len(row.tokens)
+        assert 0 <= rejected <= drafts(scheduler, request), f"{request.id}: {len(row.tokens)} tokens, not {total}"
+        assert row.length == planned - rejected, f"{request.id}: {row.length} computed, not {planned - rejected}"
+        assert row.table[: len(pages)] == pages, f"{request.id}: the page table on the device"
         chain = expected[request.id].chain
         for position in range(min(row.length, len(request.tokens))):
             slot = row.table[position // size] * size + position % size

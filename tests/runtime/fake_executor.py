@@ -5,7 +5,8 @@ previous position, which is read through the row's page table. The sampled token
 the chain at one earlier position, and on the row's parameters. A page, row, chunk, preemption or prefix hit that is
 mixed up anywhere therefore yields a wrong token, and errors that are visible at once (lengths, positions, page tables,
 `emit` flags) raise Mismatch. At depth 2 and more, execution is deferred: a launched step takes effect at a random
-moment before it is waited for, in launch order, and an open step not before it is guided.
+moment before it is waited for, in launch order, and an open step not before it is guided. Drafted tokens are accepted
+at random; what a rejected one leaves in its KV slot is garbage.
 """
 
 from __future__ import annotations
@@ -13,13 +14,21 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 ROOT = 0x6C6C6D63  # the chain of the empty prefix
 
 
 class Mismatch(AssertionError):
     """A step that a correct scheduler never issues."""
+
+
+class Work(NamedTuple):
+    """A part of a Work with drafts: one token."""
+
+    row: int
+    num_tokens: int
+    emit: bool
 
 
 class StepLike(Protocol):
@@ -31,7 +40,10 @@ class StepLike(Protocol):
     work: list[Any]
     open: bool
 
-    def reply(self, tokens: list[int | None], logprobs: list[Any] | None, scores: dict[int, Any]) -> Any:
+    def reply(
+        self, tokens: list[int | None], logprobs: list[Any] | None, scores: dict[int, Any], accepted: dict[int, Any],
+        proposed: list[int],
+    ) -> Any:  # fmt: skip
         """Build the output of the step."""
 
 
@@ -72,7 +84,9 @@ class _Row:
 class FakeExecutor:
     """An executor with rows, page tables, lengths, tokens and KV of its own, updated by the host's diffs.
 
-    `rng` chooses how many of the launched steps have run when a launch returns; without it, none has.
+    `rng` chooses how many of the launched steps have run when a launch returns; without it, none has. It also chooses
+    how many tokens are drafted and accepted; without it, as many as possible. `logits` is the maximum number of rows of
+    logits in a step (0: the number of rows).
     """
 
     def __init__(
@@ -85,8 +99,9 @@ class FakeExecutor:
         max_tokens: int,
         depth: int = 1,
         rng: random.Random | None = None,
+        logits: int = 0,
     ) -> None:
-        self.depth, self._rng = depth, rng
+        self.depth, self._rng, self._logits = depth, rng, logits or rows
         self._queue: deque[StepLike] = deque()  # launched, not run
         self._outputs: deque[Any] = deque()  # run, not waited for
         self._oldest = 0  # ticket of the first of these
@@ -96,6 +111,8 @@ class FakeExecutor:
         self.rows: list[_Row | None] = [None] * rows
         self._kv = [0] * (num_pages * page_size)
         self._position = [-1] * (num_pages * page_size)  # the sequence position stored in each slot
+
+    rejection = 0.4  # probability that a draft is rejected
 
     def run(self, step: StepLike) -> Any:
         """Launch a step and wait for it."""
@@ -162,18 +179,41 @@ class FakeExecutor:
         for grow in step.pages:
             table = self._row(grow.row).table
             self._check_pages(grow.pages)
-            _require(grow.start == len(table), f"row {grow.row} has {len(table)} pages, not {grow.start}")
-            table += grow.pages
+            _require(grow.start <= len(table), f"row {grow.row} has {len(table)} pages, not {grow.start}")
+            table[grow.start :] = grow.pages  # pages behind it were those of rejected drafts
         for new in step.masks:
             self._row(new.row).mask = new.mask
         work = step.work
         _require(len({item.row for item in work}) == len(work), "a row occurs twice")
         _require(sum(item.num_tokens for item in work) <= self.max_tokens, "more tokens than the program serves")
-        _require(sum(item.rows for item in work) <= len(self.rows), "more rows of logits than the program has")
+        _require(sum(item.rows for item in work) <= self._logits, "more rows of logits than the program has")
         scores: dict[int, Any] = {i: [] for i, item in enumerate(work) if item.score}
-        tokens = [self._work(item, scores.get(i)) for i, item in enumerate(work)]
-        wanted = [self._logprobs(item.row, token) for item, token in zip(work, tokens)]
-        return step.reply(tokens, wanted, scores)
+        runs = [self._run(item) if item.drafts else [self._work(item, scores.get(i))] for i, item in enumerate(work)]
+        rows = [[(token, self._logprobs(item.row, token)) for token in run] for item, run in zip(work, runs)]
+        accepted = {i: run[1:] for i, (item, run) in enumerate(zip(work, rows)) if item.drafts}
+        proposed = [self._propose(item) for item in work]
+        return step.reply([run[0][0] for run in rows], [run[0][1] for run in rows], scores, accepted, proposed)
+
+    def _run(self, item: Any) -> list[int | None]:
+        """Verify drafts: compute one token after the other until a draft is rejected."""
+        row, size = self._row(item.row), self.page_size
+        _require(item.emit and item.num_tokens == 1 + item.drafts, f"row {item.row}: {item}")
+        end = row.length + item.num_tokens
+        _require(end <= min(len(row.table) * size, self.max_model_len), f"row {item.row}: drafts behind its pages")
+        one, run = Work(item.row, 1, True), []
+        for _ in range(item.num_tokens):
+            run.append(self._work(one, None))
+            if self._rng is not None and self._rng.random() < self.rejection:
+                break
+        for position in range(row.length, end):
+            slot = row.table[position // size] * size + position % size
+            self._kv[slot], self._position[slot] = hash((position, "rejected")), position
+        return run
+
+    def _propose(self, item: Any) -> int:
+        """Return the number of tokens drafted for a row."""
+        most = self._row(item.row).params.drafting[0] if item.emit else 0
+        return most if self._rng is None or not most else self._rng.randrange(most + 1)
 
     def _work(self, item: Any, scores: list[Any] | None) -> int | None:
         row = self._row(item.row)

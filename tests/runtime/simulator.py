@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from itertools import accumulate
 from typing import Any
 
 from llmc_runtime.engine.engine import Engine
@@ -68,7 +69,7 @@ class Watch:
             scheduled += work.num_tokens
             rows += work.rows
         assert scheduled <= config.max_num_batched_tokens, f"{scheduled} tokens in a step"
-        assert rows <= config.max_num_seqs, f"{rows} rows of logits in a step"
+        assert rows <= config.logits, f"{rows} rows of logits in a step"
         assert all(r.num_total <= r.limit for r in scheduler.running), "work behind the last token"
         # No starvation: the first in line runs in every step, unless its last token by length is in flight; and under
         # fcfs it is the oldest live request.
@@ -128,7 +129,9 @@ class Episode:
             executor = FaultyExecutor(executor, rng, 50, Interrupt)
         elif self.world.kind == "failure":
             executor = FaultyExecutor(executor, rng, 700, lambda: OSError("the device is gone"))
-        self.engine = Engine(Scheduler(config, lambda: rng.randrange(1 << 64)), Watch(self, executor), grace=0.0)
+        clock = accumulate(iter(random.Random(seed).random, None)).__next__
+        scheduler = Scheduler(config, lambda: rng.randrange(1 << 64), clock)
+        self.engine = Engine(scheduler, Watch(self, executor), grace=0.0)
 
     def run(self, most: int = EPISODE) -> None:
         """Run about `most` steps with arrivals, then drain. Raises SimulationFailure if an invariant is violated."""
@@ -223,21 +226,36 @@ class Episode:
             assert got_late == ([], expected.late, None), f"{delta.id}: {got_late} after its guide ended it"
             self.check_end(delta, expected, expected.late)
             return
-        token, finish, stop = expected.next()
-        if self.world.late_masks and expected.ended_by_guide(finish) and delta.finish_reason is None:
-            expected.late, finish = finish, None
-        got = (delta.new_token_ids, delta.finish_reason, delta.stop_reason)
-        assert got == ([token], finish, stop), f"{delta.id}: {got}, expected {token, finish, stop}"
-        most = expected.request.params.logprobs
-        assert (delta.logprobs is None) == (most is None), f"{delta.id}: log-probabilities"
-        if most is not None and delta.logprobs is not None:
-            assert len(delta.logprobs) == 1 and len(delta.logprobs[0].top_ids) == most, f"{delta.id}: {delta.logprobs}"
-        assert delta.prompt_logprobs == expected.scores(), f"{delta.id}: scores of the prompt"
+        finish = None
+        for index, got in enumerate(delta.new_token_ids):
+            assert finish is None, f"{delta.id}: tokens behind the last one"
+            token, finish, stop = expected.next()
+            if not index:
+                assert delta.prompt_logprobs == expected.scores(), f"{delta.id}: scores of the prompt"
+            last = index == len(delta.new_token_ids) - 1
+            if self.world.late_masks and expected.ended_by_guide(finish) and last and delta.finish_reason is None:
+                expected.late, finish = finish, None
+            assert got == token, f"{delta.id}: {got}, expected {token}"
+        found = (delta.finish_reason, delta.stop_reason)
+        assert found == (finish, stop), f"{delta.id}: {found}, expected {finish, stop}"
+        self.check_logprobs(delta, expected.request.params.logprobs)
         self.scored += len(delta.prompt_logprobs or ())
-        self.generated += 1
-        self.shares.generated(expected.request.tenant)
-        self.guided += expected.guided
+        self.account(expected, len(delta.new_token_ids))
         self.check_end(delta, expected, finish)
+
+    def check_logprobs(self, delta: RequestDelta, most: int | None) -> None:
+        """Check that every token has log-probabilities if they are requested."""
+        assert (delta.logprobs is None) == (most is None), f"{delta.id}: log-probabilities"
+        if delta.logprobs is not None:
+            assert len(delta.logprobs) == len(delta.new_token_ids), f"{delta.id}: {delta.logprobs}"
+            assert all(len(one.top_ids) == most for one in delta.logprobs), f"{delta.id}: {delta.logprobs}"
+
+    def account(self, expected: Expected, tokens: int) -> None:
+        """Count generated tokens."""
+        self.generated += tokens
+        self.guided += tokens * expected.guided
+        for _ in range(tokens):
+            self.shares.generated(expected.request.tenant)
 
     def check_end(self, delta: RequestDelta, expected: Expected, finish: str | None) -> None:
         """Check the conditions that hold when a request ends."""
@@ -296,6 +314,7 @@ def make_device(config: SchedulerConfig, depth: int = 1, rng: random.Random | No
         config.max_num_batched_tokens,
         depth,
         rng,
+        config.logits,
     )
 
 
@@ -328,6 +347,8 @@ def summary(episode: Episode) -> Counter[str]:
         generated=episode.generated,
         preemptions=counters.num_preemptions,
         hits=counters.prefix_cache_hits,
+        drafts=counters.spec_decode_num_draft_tokens,
+        accepted=counters.spec_decode_num_accepted_tokens,
         **{f"ended by {reason}": count for reason, count in episode.ended.items()},
     )
 

@@ -11,6 +11,7 @@ import pytest
 from draw import of_test
 
 from tests.runtime.bugs import BUGS, OVERLAPS
+from tests.runtime.draft_bugs import DRAFT_BUGS
 from tests.runtime.simulator import SimulationFailure, simulate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,6 +23,7 @@ def test_a_sample_under_a_fresh_seed() -> None:
     total = simulate(seed, 20_000)
     assert total["preemptions"] and total["hits"] and total["ended by abort"] and total["ended by stop"], total
     assert total["guided"] and total["scored"] and total["shared"] and total["ended by error"], total
+    assert total["accepted"] and total["accepted"] < total["drafts"], total
     assert 0 < total["overlapped"] < total["steps"], "both depths are sampled"
 
 
@@ -44,8 +46,10 @@ def name(bug: Any) -> str:
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize(("owner", "method", "bug"), BUGS, ids=[name(bug) for _, _, bug in BUGS])
-def test_a_bug_is_seen(owner: type, method: str, bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("owner", "method", "bug"), (*BUGS, *DRAFT_BUGS), ids=[name(bug) for _, _, bug in (*BUGS, *DRAFT_BUGS)]
+)
+def test_a_bug_is_seen(owner: Any, method: str, bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     see(owner, method, bug, None, monkeypatch)
 
 
@@ -57,7 +61,7 @@ def test_a_bug_of_overlap_is_seen(
     see(owner, method, bug, depth, monkeypatch)
 
 
-def see(owner: type, method: str, bug: Any, depth: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def see(owner: Any, method: str, bug: Any, depth: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bug fails some episode, and again when that is replayed."""
     monkeypatch.setattr(owner, method, bug(getattr(owner, method)))
     with pytest.raises(SimulationFailure, match=r"--seed \d+ --steps 1") as caught:

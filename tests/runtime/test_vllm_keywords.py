@@ -108,3 +108,10 @@ def test_methods_and_types_of_programs_for_vllm() -> None:
     assert metrics["vllm:num_requests_running"] == 0
     assert metrics["vllm:kv_cache_usage_perc"] == 0
     assert llm.reset_prefix_cache() is True
+
+
+def test_other_spellings_of_a_flag_are_keywords_too() -> None:
+    args, said = read(speculative_config={"method": "ngram", "num_speculative_tokens": 4}, kv_cache_memory=1 << 20)
+    assert said == []
+    assert args.speculate == EngineOptions("m", speculate={"method": "ngram", "num_speculative_tokens": 4}).speculate
+    assert args.kv_cache_memory_bytes == 1 << 20

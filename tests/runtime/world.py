@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
+from llmc_runtime.sched.speculation import SpeculationConfig
 
 from tests.runtime.guides import Wandering
 
@@ -142,6 +143,8 @@ def draw_world(seed: int) -> World:
         prefix_caching=rng.random() < 0.85,
         long_prefill_threshold=rng.choice((0, 0, 0, 3, 16)),
         context=f"artifact {seed}",
+        speculation=SpeculationConfig(rng.choice((1, 2, 5)), 1, 3) if rng.random() < 0.5 else None,
+        max_num_logits=rng.choice((0, 2 * rows, 6 * rows)),
     )
     habits = (rng.choice(KINDS), rng.choice((20, 50, 1000)), rng.choice((2, 8, 16, 32)), longest)
     world = World(rng, config, *habits, depth=rng.choice((1, 1, 1, 2, 2, 2, 3)), guides=rng.choice((0, 0, 0.05, 0.3)))

@@ -68,17 +68,20 @@ _SIZES: Mapping[str, Any] = MappingProxyType(
 
 @op(
     "(logits: f[r, v], rows: i32[r], fparams: state f32[m, 8], iparams: state i32[m, 8], seen: state i32[m, w],"
-    " counts: state i32[m, v], bias_ids: state i32[m, b], biases: state f32[m, b]) -> f32[r, v]",
+    " counts: state i32[m, v], bias_ids: state i32[m, b], biases: state f32[m, b], starts?: i32[r+1],"
+    " positions?: i32[t], tokens?: state i32[m, l]) -> f32[r, v]",
     flops="4*r*v", bytes="r*v*bytes_logits + 8*r*v", holds=_HOLDS, example=_SIZES,
 )  # fmt: skip
 def row_penalize(
-    logits: Any, rows: Any, fparams: Any, iparams: Any, seen: Any, counts: Any, bias_ids: Any, biases: Any
-) -> Any:
+    logits: Any, rows: Any, fparams: Any, iparams: Any, seen: Any, counts: Any, bias_ids: Any, biases: Any,
+    starts: Any = None, positions: Any = None, tokens: Any = None,
+) -> Any:  # fmt: skip
     """Apply logit_bias, then the repetition, frequency and presence penalties.
 
     The biases are those of the row's first num_biases ids, in ascending order. The repetition penalty (Keskar et al.
     2019, arXiv 1909.05858) covers prompt and output, the others only the output. `seen` is a bitmap of the prompt's
-    ids: bit id % 32 of word id // 32.
+    ids: bit id % 32 of word id // 32. With `tokens`, an entry also counts as output the drafted tokens that precede its
+    new one (see row_accept): the last tokens of the row's entries after its first, up to this entry, behind the prompt.
     """
     out = np.array(logits)
     v = out.shape[1]
@@ -87,7 +90,10 @@ def row_penalize(
             continue
         count = param(iparams[row], "num_biases")
         out[i, bias_ids[row, :count]] += biases[row, :count]
-        out[i] = _penalized(out[i], fparams[row], _bits(seen[row], v), counts[row])
+        n = counts[row]
+        if tokens is not None:
+            n = n + np.bincount(_drafted(rows, starts, positions, tokens, iparams, i), minlength=v)[:v]
+        out[i] = _penalized(out[i], fparams[row], _bits(seen[row], v), n)
     return out
 
 
@@ -97,6 +103,16 @@ def _penalized(x: Any, f: Any, prompted: Any, n: Any) -> Any:
     repetition = param(f, "repetition_penalty")
     x = np.where(repeated, np.where(x > 0, x / repetition, x * repetition), x)
     return x - param(f, "frequency_penalty") * n - param(f, "presence_penalty") * (n > 0)
+
+
+def _drafted(rows: Any, starts: Any, positions: Any, tokens: Any, iparams: Any, entry: int) -> list[int]:
+    """Return the drafted ids that precede the entry's new token."""
+    row, out = rows[entry], []
+    prompt = param(iparams[row], "prompt_len")
+    while entry > 0 and rows[entry - 1] == row and (at := positions[starts[entry + 1] - 1]) >= prompt:
+        out.append(int(tokens[row, at]))
+        entry -= 1
+    return out
 
 
 def _bits(words: Any, v: int) -> Any:

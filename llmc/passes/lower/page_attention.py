@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from llmc_runtime.format.row_abi import BIASES, STOPS, TOP_LOGPROBS
+from llmc_runtime.format.row_abi import BIASES, DRAFT_WIDTH, MAX_DRAFTS, STOPS, TOP_LOGPROBS
 
 from llmc.diagnostics import Diagnostic
 from llmc.ir.dim import D
@@ -21,6 +21,7 @@ F8 = "f8e4m3"
 POOLS = ("f32", "bf16", "f16", F8)
 KV_SCALES = "kv_scales."  # and the layer: the name of the scales of its pool
 RESULTS = ("ids", "logprob", "rank", "top_ids", "top_logprobs")
+ENTRIES = 512  # verified tokens beyond this number cost as much as those of a prompt, so that drafts do not pay
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,9 @@ class PageAttention(Pass):
     Ids and positions come from row states, attention appends to a paged KV pool and reads it, and the step returns a
     sampled id per row. rows: number of device rows. max_len: maximum tokens per sequence. page: tokens per page.
     tokens: maximum tokens per step (0: the bound of T). kv: dtype of the pools (empty: that of the keys); pools of
-    f8e4m3 have a weight kv_scales.LAYER, the scales of the heads of keys, then of values.
+    f8e4m3 have a weight kv_scales.LAYER, the scales of the heads of keys, then of values. speculate: maximum number of
+    drafted tokens that a step verifies per row (0: none); a step then has up to rows * (1 + speculate) entries, limited
+    to the tokens of a step and to 512.
     """
 
     name: ClassVar[str] = "page-attention"
@@ -39,6 +42,7 @@ class PageAttention(Pass):
     page: int = 16
     tokens: int = 0
     kv: str = ""
+    speculate: int = 0
 
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every graph; return the number of changes."""
@@ -49,13 +53,17 @@ class PageAttention(Pass):
         if self.kv and self.kv not in POOLS:
             cause = f"pass page-attention: kv={self.kv} is not a dtype of KV pools"
             raise Diagnostic("E421", cause, f"use one of {', '.join(POOLS)}")
+        if not 0 <= self.speculate <= MAX_DRAFTS:
+            cause = f"pass page-attention: speculate={self.speculate} is not a number of drafted tokens"
+            raise Diagnostic("E421", cause, f"use 0 to {MAX_DRAFTS}")
         if not {"tokens", "positions", "last"} <= inputs.keys():
             return 0
         if not ctx.spend():
             return 0
         _check(g)
         m.symbols["T"] = (1, self.tokens or m.symbols.get("T", (1, self.max_len))[1])
-        m.symbols["R"] = (1, self.rows)
+        entries = min(self.rows * (1 + self.speculate), m.symbols["T"][1], ENTRIES)
+        m.symbols["R"] = (1, max(self.rows, entries))
         m.symbols["P"] = (1, PAGES_MAX)
         rows = _Rows(g, self, ctx.opset)
         for name in ("tokens", "positions", "last"):
@@ -106,6 +114,8 @@ class _Rows:
         self.bias_ids = g.input("row.bias_ids", state("i32", n, BIASES))
         self.biases = g.input("row.biases", state("f32", n, BIASES))
         self.allowed = g.input("row.allowed", state("i32", n, vocab.ceildiv(32)))
+        if options.speculate:
+            self.drafts = g.input("row.drafts", state("i32", n, DRAFT_WIDTH))
         g.inputs += others
         b = Builder(g, ops, before=g.nodes.head)
         self.starts, token_row, self.positions = b.row_spans(self.rows, self.qlens, self.length, tokens=D("T"))
@@ -151,15 +161,26 @@ class _Rows:
         if logits.type.rank != 2:
             logits = b.reshape(logits, shape=[D("R"), vocab])
         params, step = (self.fparams, self.iparams), (self.rows, self.starts, self.positions)
-        x = b.row_penalize(logits, self.rows, *params, self.seen, self.counts, self.bias_ids, self.biases)
+        penalties = (self.seen, self.counts, self.bias_ids, self.biases)
+        drafted = (self.starts, self.positions, self.tokens) if self.options.speculate else ()
+        x = b.row_penalize(logits, self.rows, *params, *penalties, *drafted)
         x = b.row_mask(x, *step, self.iparams, self.stops, self.allowed)
         ids = b.row_sample(x, *step, self.tokens, *params)
         top = min(TOP_LOGPROBS, int(vocab))
         results = [ids, *b.row_logprobs(logits, ids, self.rows, self.iparams, k=top)]
-        for v, name in zip(results, RESULTS, strict=True):
-            v.name = name
         operands = (self.tokens, self.length, self.counts, *step, self.emit, ids)
-        self.g.outputs = [*results, *b.row_commit(*operands), *pools]
+        states = b.row_commit(*operands) if not self.options.speculate else self._accept(b, operands, results)
+        for v, name in zip(results, (*RESULTS, "proposed"), strict=False):
+            v.name = name
+        self.g.outputs = [*results, *states, *pools]
+
+    def _accept(self, b: Builder, operands: tuple[Value, ...], results: list[Value]) -> list[Value]:
+        """Accept and propose drafts: update the results, and return the new versions of the states."""
+        taken, tokens, length, counts = b.row_accept(*operands, limit=self.options.speculate)
+        of_step = (self.rows, self.starts, self.emit)
+        proposed, tokens, drafts = b.row_propose(tokens, self.drafts, length, *of_step)
+        results[:] = [taken, *results[1:], proposed]
+        return [tokens, length, counts, drafts]
 
 
 def _pad(b: Builder, v: Value, width: int) -> Value:

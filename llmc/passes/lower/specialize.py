@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from llmc.ir.dim import Dim
-from llmc.ir.graph import Graph, Module, Value
+from llmc.ir.graph import Builder, Graph, Module, Value
 from llmc.passes.analysis import made_by, same_type
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.rewrite import substitute
@@ -17,12 +17,15 @@ from llmc.passes.rewrite import substitute
 class Specialize(Pass):
     """Make @step (any number of tokens per row) and @decode (one token per row: T equals R) from @main.
 
-    decode: upper bounds of row ranges that get their own graph; [1, 16] gives 1, 2 to 16, and more. step: the same for
-    tokens. A range of a single number replaces the symbol by that number.
+    If @main accepts drafted tokens, @verify has one token per entry, where adjacent entries of a row verify its drafts,
+    and @decode verifies none. decode: upper bounds of row ranges that get their own graph; [1, 16] gives 1, 2 to 16,
+    and more. step: the same for tokens, verify: for entries. A range of a single number replaces the symbol by that
+    number.
     """
 
     decode: tuple[int, ...] = ()
     step: tuple[int, ...] = ()
+    verify: tuple[int, ...] = ()
     name: ClassVar[str] = "specialize"
 
     def run(self, m: Module, ctx: Ctx) -> int:
@@ -36,12 +39,36 @@ class Specialize(Pass):
             m.graphs[name] = clone = substituted(g, name, {})
             clone.ranges = {} if bounds == m.symbols["T"] else {"T": bounds}
             count += 1
-        for name, bounds in ranges("decode", m.symbols["R"], self.decode):
-            rows = Dim.of(bounds[0] if bounds[0] == bounds[1] else "R")
-            m.graphs[name] = clone = substituted(g, name, {"T": rows, "R": rows})
-            clone.ranges = {} if bounds == m.symbols["R"] else {"R": bounds}
-            count += 1 + _drop_row_last(clone)
+        kinds = [("decode", _device_rows(g, m.symbols["R"]), self.decode)]
+        if any(n.op.name == "row_accept" for n in g.nodes):
+            kinds.append(("verify", m.symbols["R"], self.verify))
+        for kind, limits, ends in kinds:
+            for name, bounds in ranges(kind, limits, ends):
+                rows = Dim.of(bounds[0] if bounds[0] == bounds[1] else "R")
+                m.graphs[name] = clone = substituted(g, name, {"T": rows, "R": rows})
+                clone.ranges = {} if bounds == m.symbols["R"] else {"R": bounds}
+                count += 1 + _drop_row_last(clone)
+                if kind == "decode":
+                    _drop_drafts(clone, ctx)
         return count
+
+
+def _device_rows(g: Graph, entries: tuple[int, int]) -> tuple[int, int]:
+    """The range of the number of device rows in a step, which may be smaller than that of entries."""
+    rows = [v.type.shape[0].const for v in g.inputs if v.name == "row.length"]
+    return entries[0], min([entries[1], *(n for n in rows if n is not None)])
+
+
+def _drop_drafts(g: Graph, ctx: Ctx) -> None:
+    """Replace row_accept by row_commit, and draft-aware penalties by plain ones, if every row has one token."""
+    for n in list(g.nodes):
+        if n.op.name == "row_penalize" and len(n.operands) > 8:
+            b = Builder(g, ctx.opset, before=n, loc=n.loc)
+            substitute(g, n, [b.row_penalize(*n.operands[:8])], "one-token-a-row")
+        elif n.op.name == "row_accept":
+            b = Builder(g, ctx.opset, before=n, loc=n.loc)
+            n.operands[7].name = n.results[0].name
+            substitute(g, n, [n.operands[7], *b.row_commit(*n.operands)], "one-token-a-row")
 
 
 def ranges(name: str, bounds: tuple[int, int], ends: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, int]]]:

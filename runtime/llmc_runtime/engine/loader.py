@@ -20,6 +20,8 @@ from llmc_runtime.exec.executor import Executor
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
+from llmc_runtime.sched.speculation import SpeculationConfig
+from llmc_runtime.speculate_option import DRAFTED, HIGH, LOW, TOKENS
 from llmc_runtime.trace import Trace, attach_trace
 
 
@@ -82,6 +84,8 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
             policy=options.scheduling_policy,
             prefix_caching=options.enable_prefix_caching,
             context=artifact.digest,
+            speculation=speculation_of(options.speculate, executor.max_drafts),
+            max_num_logits=executor.max_entries,
         )
         draw = random.Random(options.seed)
         engine = Engine(Scheduler(config, lambda: draw.getrandbits(64)), executor)
@@ -91,9 +95,26 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
         raise
     where = f"{manifest.target.name} on {device.name}" if device.separate else manifest.target.name
     part = f"NOT THE WHOLE MODEL, only {manifest.source.part}" if manifest.source.part else ""
-    summary = ", ".join(filter(None, (part, where, str(executor.capacity), device.upload_summary)))
+    drafting = f"up to {config.speculation.num_tokens} drafted tokens (ngram)" if config.speculation else ""
+    summary = ", ".join(filter(None, (part, where, str(executor.capacity), drafting, device.upload_summary)))
     stages = {name: end - begin for (_, begin), (name, end) in pairwise(marks)}
     return Opened(engine, summary, executor.close, stages, trace)
+
+
+def speculation_of(option: Any, compiled: int) -> SpeculationConfig | None:
+    """Return how tokens are drafted, from the normal form of the option `speculate`.
+
+    Raises LlmcError E204 if the artifact verifies at most `compiled` drafted tokens, and more are requested.
+    """
+    if option is None:
+        return None
+    number = option[TOKENS]
+    if not compiled or (number or 1) > compiled:
+        limit = f"at most {compiled} drafted tokens" if compiled else "no drafted tokens"
+        cause = f"speculate asks for {number or 'some'} drafted tokens; the artifact was compiled for {limit}"
+        remedy = f"compile again with --speculate {number or DRAFTED}, or start without speculation"
+        raise LlmcError("E204", cause, f"use up to {compiled}, or {remedy}" if compiled else remedy)
+    return SpeculationConfig(number or compiled, option[LOW], option[HIGH])
 
 
 def limit_of(name: str, value: Any, compiled: int) -> int:

@@ -16,8 +16,9 @@ def bucket(rows: int, top: int) -> int:
 
 
 def top_rows(program: Program, max_rows: int) -> int:
-    """Return the largest number of rows that the program can run."""
-    return min(program.serves.get(ROWS, program.symbols.get(ROWS, (1, max_rows)))[1], max_rows)
+    """Return the largest number of entries that the program can run: of rows, unless it verifies drafts."""
+    top = program.serves.get(ROWS, program.symbols.get(ROWS, (1, max_rows)))[1]
+    return top if program.drafts else min(top, max_rows)
 
 
 def buckets(program: Program, max_rows: int) -> Iterator[int]:

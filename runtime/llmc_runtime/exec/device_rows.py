@@ -16,7 +16,8 @@ _INT, _FLOAT = np.dtype(np.int32), np.dtype(np.float32)
 _WORD = 32
 _WRITE_COST = 32 << 10  # the overhead of a copy, as the number of bytes copied in the same time
 ROLES = (
-    "tokens", "length", "pages", "fparams", "iparams", "stops", "seen", "counts", "bias_ids", "biases", "allowed"
+    "tokens", "length", "pages", "fparams", "iparams", "stops", "seen", "counts", "bias_ids", "biases", "allowed",
+    "drafts",
 )  # fmt: skip
 
 
@@ -70,6 +71,7 @@ class Rows:
         self._used = [False] * self.count  # whether a row's counts may be nonzero
         self._masks: list[bytes | None] = [None] * self.count  # the mask now on the device per row; None: unknown
         self.wants_logprobs = [False] * self.count
+        self.drafts = [False] * self.count  # whether tokens are drafted for a row
 
     def init(self, init: RowInit) -> None:
         """Rebuild a row. Everything that steps read from it is overwritten."""
@@ -83,6 +85,7 @@ class Rows:
             ("fparams", params.floats()),
             ("iparams", params.ints(init.num_prompt)),
             ("stops", params.stop_row()),
+            ("drafts", params.draft_row()),
         ):
             if role in tables:
                 tables[role].set(row, values)
@@ -96,6 +99,7 @@ class Rows:
         if params.allowed:
             self.mask(RowMask(row, params.allowed))
         self.wants_logprobs[row] = params.want_logprobs
+        self.drafts[row] = params.drafting[0] > 0
 
     def mask(self, new: RowMask) -> None:
         """Write a row's mask, unless the device has it already."""

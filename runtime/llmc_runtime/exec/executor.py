@@ -51,9 +51,10 @@ class _Bound:
 class Ticket:
     """A step in flight: its work, the event at its end, and the u8 output buffers, which are valid after the event.
 
-    `entries` are the rows of logits. They equal `work`, except that work whose prompt is scored is split into one entry
-    per token. `needs_logprobs` flags the entries that need log-probabilities; it is empty if none does. `rest` runs the
-    second half of an open step; its event is recorded after that.
+    `entries` are the rows of logits. They equal `work`, except that work whose prompt is scored or that has drafts is
+    split into one entry per token. `needs_logprobs` flags the entries that need log-probabilities; it is empty if none
+    does. `proposed` are the numbers of tokens drafted per entry; None if none are. `rest` runs the second half of an
+    open step; its event is recorded after that.
     """
 
     work: list[Work]
@@ -62,6 +63,7 @@ class Ticket:
     ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
     logprobs: tuple[np.ndarray, ...] = ()
     needs_logprobs: list[bool] = field(default_factory=list)
+    proposed: np.ndarray | None = None
     width: int = 0
     rest: Run | None = None
 
@@ -70,7 +72,8 @@ class Executor:
     """Owns the states, the arena and the programs of one artifact on one device.
 
     `kv_bytes` is the KV cache's budget in bytes (None: the device's share of the free memory, limited to what the rows
-    can use); `capacity` is the resulting size. Up to `depth` steps may be in flight.
+    can use); `capacity` is the resulting size. Up to `depth` steps may be in flight. `max_drafts` is the maximum number
+    of drafted tokens that a step verifies per row, and `max_entries` the maximum number of rows of logits.
 
     Raises LlmcError E107, E111, E112, E113, E202, E203 or E205 if it cannot be built.
     """
@@ -91,10 +94,16 @@ class Executor:
         self._masks = by_role["allowed"][0].name if "allowed" in by_role else ""
         self.rows = Rows(device, by_role, self._env, manifest.vocab_size)
         self._ids = self._layout.output("ids")
+        self.max_drafts = max((p.drafts for p in artifact.programs), default=0)
+        rows = manifest.limits.max_num_seqs
+        self.max_entries = max((top_rows(p, rows) for p in artifact.programs), default=rows)
+        self._proposed = self._layout.output("proposed") if self.max_drafts else None
         self._outputs = tuple(self._layout.output(name) for name, _ in _LOGPROBS)
         self._table = np.zeros((len(INPUTS), self._layout.stride // 4), np.int32)  # host copy of the inputs
         self._sent: object = None  # the inputs now on the device; None: unknown
-        self._decodes: dict[int, tuple[_Bound, int]] = {}
+        self._decodes: dict[
+            tuple[int, bool], tuple[_Bound, int]
+        ] = {}  # by number of rows and whether it verifies drafts
         self._open: deque[Ticket] = deque()
         self._last: tuple[Program, int] | None = None  # the program of the last step, and its entries
 
@@ -148,7 +157,10 @@ class Executor:
         ids = ticket.ids.view(np.int32).tolist()
         tokens = [i if w.emit else None for i, w in zip(ids, ticket.entries)]
         logprobs: list[TokenLogprobs | None] = _logprobs(ticket) if ticket.needs_logprobs else [None] * len(tokens)
-        return StepOutput(tokens, logprobs) if ticket.entries is ticket.work else _merge(ticket.work, tokens, logprobs)
+        proposed = [] if ticket.proposed is None else ticket.proposed.view(np.int32).tolist()
+        if ticket.entries is ticket.work:
+            return StepOutput(tokens, logprobs, proposed=proposed)
+        return _merge(ticket.work, tokens, logprobs, proposed)
 
     def logits(self) -> np.ndarray:
         """Return the logits of the last step, f32[entries, vocabulary], after it was waited for.
@@ -192,13 +204,15 @@ class Executor:
         self.device.close()
 
     def _start(self, work: list[Work], open: bool) -> Ticket:
-        entries = [entry for w in work for entry in _split_scored(w)] if any(w.score for w in work) else work
+        verifies = any(w.drafts for w in work)
+        splits = verifies or any(w.score for w in work)
+        entries = [entry for w in work for entry in _entries(w)] if splits else work
         count = len(entries)
         if not count:
             return Ticket(work, entries, self.device.mark())
         lengths = [w.num_tokens for w in entries]
         tokens = sum(lengths)
-        bound, size = self._pick(tokens, count)
+        bound, size = self._pick(tokens, count, verifies)
         self._last = bound.program, count
         self._feed(size, ([w.row for w in entries], lengths, [int(w.emit) for w in entries]))
         bound.size(size if bound.program.uniform else tokens, size)
@@ -217,6 +231,8 @@ class Executor:
         """Fetch the outputs and record the event, once everything in the step is launched."""
         device, count, width = self.device, len(ticket.entries), ticket.width
         ticket.ids = device.fetch(self._ids, 0, count * 4)
+        if self._proposed is not None and True in self.rows.drafts:
+            ticket.proposed = device.fetch(self._proposed, 0, count * 4)
         if any(ticket.needs_logprobs):
             each = (4, 4, 4 * width, 4 * width)
             ticket.logprobs = tuple(device.fetch(m, 0, count * n) for m, n in zip(self._outputs, each))
@@ -249,18 +265,18 @@ class Executor:
         self.device.write(self._layout.inputs, 0, self._table)
         self._sent = key
 
-    def _pick(self, tokens: int, rows: int) -> tuple[_Bound, int]:
+    def _pick(self, tokens: int, rows: int, verifies: bool) -> tuple[_Bound, int]:
         """Return the program that serves a step of this size, and the number of rows in which it runs."""
-        if tokens == rows and rows in self._decodes:
-            return self._decodes[rows]
+        if tokens == rows and (rows, verifies) in self._decodes:
+            return self._decodes[rows, verifies]
         env = {TOKENS: tokens, ROWS: rows}
         for bound in self._programs:
-            if bound.program.fits(env):
+            if bound.program.fits(env) and (bound.program.drafts or not verifies):
                 if not bound.program.uniform:
                     return bound, rows
                 top = top_rows(bound.program, self.artifact.manifest.limits.max_num_seqs)
-                self._decodes[rows] = bound, bucket(rows, top) if self.device.replays else rows
-                return self._decodes[rows]
+                self._decodes[rows, verifies] = bound, bucket(rows, top) if self.device.replays else rows
+                return self._decodes[rows, verifies]
         served = "; ".join(f"{b.program.name}: {dict(b.program.serves)}" for b in self._programs)
         cause = f"no program serves a step of {tokens} tokens in {rows} rows ({served})"
         raise LlmcError("E614", cause, "recompile with larger --max-num-batched-tokens or --max-num-seqs")
@@ -282,25 +298,34 @@ class Executor:
         return _Bound(program, symbols, slots, run, width)
 
 
-def _split_scored(work: Work) -> list[Work]:
-    """Return the entries of a work item: one, or one per token if the prompt is scored."""
+def _entries(work: Work) -> list[Work]:
+    """Return the entries of a work item: one, or one per token if the prompt is scored or if it has drafts."""
+    last = work.num_tokens - 1
+    if work.drafts:
+        return [Work(work.row, 1, True)] * (last + 1)
     if not work.score:
         return [work]
-    last = work.num_tokens - 1
     return [Work(work.row, 1, work.emit and i == last, not (work.emit and i == last)) for i in range(last + 1)]
 
 
-def _merge(work: list[Work], tokens: list[int | None], logprobs: list[TokenLogprobs | None]) -> StepOutput:
+def _merge(
+    work: list[Work], tokens: list[int | None], logprobs: list[TokenLogprobs | None], proposed: list[int]
+) -> StepOutput:
     """Merge the outputs of entries by work item. If the item is scored, its last entry may emit a token, and the others
-    are scores.
+    are scores. If it has drafts, its first entries emit tokens, and the others have id -1.
     """
-    out, at = StepOutput([], [], scores := {}), 0
+    out, at = StepOutput([], [], scores := {}, accepted := {}, numbers := []), 0
     for index, w in enumerate(work):
         end = at + w.rows
-        out.tokens.append(tokens[end - 1])
-        out.logprobs.append(logprobs[end - 1] if w.emit else None)
+        own = at if w.drafts else end - 1  # the entry of the first token that it emits
+        out.tokens.append(tokens[own])
+        out.logprobs.append(logprobs[own] if w.emit else None)
         if w.score:
             scores[index] = [score for score in logprobs[at : end - w.emit] if score is not None]
+        if w.drafts:
+            run = zip(tokens[at + 1 : end], logprobs[at + 1 : end])
+            accepted[index] = [(token, row) for token, row in run if token is not None and token >= 0]
+        numbers += proposed[end - 1 : end]
         at = end
     return out
 

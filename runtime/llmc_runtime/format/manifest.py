@@ -22,7 +22,7 @@ from llmc_runtime.format.json_fields import Fields, a_hash, a_name, a_text, an_i
 from llmc_runtime.format.launch_param import a_size
 from llmc_runtime.format.program import DTYPE_BITS
 
-MAJOR, MINOR = 2, 0
+MAJOR, MINOR = 2, 1
 NAME = "manifest.json"
 _PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./:@+-]{0,120}\Z")
 MODES = ("packed", "random", "none")
@@ -77,7 +77,7 @@ class KernelFile:
 @dataclass(frozen=True)
 class State:
     """A persistent buffer. `role` is "kv", or the content of its rows: tokens, length, pages, fparams, iparams, stops,
-    seen, counts, bias_ids, biases or allowed.
+    seen, counts, bias_ids, biases, allowed or drafts.
     """
 
     name: str

@@ -12,6 +12,7 @@ from typing import Any
 from llmc_runtime.format.expr import Expr
 from llmc_runtime.format.json_fields import Fields, a_range, a_text, an_integer, damaged, load_json
 from llmc_runtime.format.launch_param import ZERO, Param, TensorMap, a_size
+from llmc_runtime.format.row_abi import MAX_DRAFTS
 
 # Bits per stored element. Shapes count elements; a buffer's size in bytes is a separate expression.
 DTYPE_BITS: Mapping[str, int] = MappingProxyType(
@@ -171,7 +172,8 @@ class Program:
     """One entry point for a range of sizes.
 
     `symbols` maps every symbol to its bounds, in the order in which a step function takes their values. `serves`
-    narrows the bounds to the steps for which this program is selected. `uniform` means one token per row (T = R).
+    narrows the bounds to the steps for which this program is selected. `uniform` means one token per entry (T = R).
+    `drafts` is the maximum number of drafted tokens that it verifies per row; with 0 every row has one emitting entry.
     `step` is (kernel hash, entry) of the function that runs the launches in order, on targets that have one.
     """
 
@@ -184,6 +186,7 @@ class Program:
     uniform: bool = False
     step: tuple[str, str] | None = None
     ranks: int = 1
+    drafts: int = 0
 
     def top(self) -> dict[str, int]:
         """Return every symbol's upper bound, which determines the sizes of buffers."""
@@ -213,6 +216,8 @@ class Program:
         }
         if self.step is not None:
             out["step"] = {"kernel": self.step[0], "entry": self.step[1]}
+        if self.drafts:
+            out["drafts"] = self.drafts
         return {**out, "ranks": self.ranks}
 
     def dump(self) -> bytes:
@@ -249,6 +254,7 @@ class Program:
             uniform=bool(f.integer("uniform", 0, high=1)),
             step=step,
             ranks=f.integer("ranks", 1, low=1, high=1024),
+            drafts=f.integer("drafts", 0, high=MAX_DRAFTS),
         )
         f.close()
         _check(program, where)

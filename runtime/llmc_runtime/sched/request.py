@@ -84,6 +84,9 @@ class Request:
     needs_init: bool = field(default=False, init=False)  # the next step that runs it builds its row
     dropped: bool = field(default=False, init=False)  # its mask was late: the token of the step in flight is dropped
     late_masks: int = field(default=0, init=False)
+    num_drafts: int = field(default=0, init=False)  # tokens drafted for its row, as known to the host
+    draft_trials: tuple[float, float] = field(default=(0.0, 0.0), init=False)  # drafts tested lately, and accepted
+    idle_drafts: int = field(default=0, init=False)  # plans since drafts of its row were verified last
     idle_plans: int = field(default=0, init=False)  # consecutive plans that left it out because its mask was not known
     slow_until: int = field(default=0, init=False)  # below this many tokens steps do not wait for its mask
 
@@ -98,6 +101,12 @@ class Request:
         if leader is not None and len(self.chain) == 1 and leader.chain[:1] == self.chain:
             if leader.prompt_token_ids is self.prompt_token_ids:
                 self.chain += leader.chain[1 : 1 + self.num_prompt // page_size]
+
+    def start(self, row: int, pages: list[int], hits: int, cached: int) -> None:
+        """Run on these pages, of which the first `hits` hold the KV of the first `cached` tokens."""
+        self.row, self.pages, self.num_published, self.needs_init = row, pages, hits, True
+        self.num_total, self.num_planned, self.num_computed = len(self.tokens), cached, cached
+        self.num_drafts, self.decode, self.status = 0, Work(row, 1, True), Status.RUNNING
 
     def row_init(self) -> RowInit:
         """Return the data that builds the row of this running request."""

@@ -23,6 +23,9 @@ applies the changes and the work of all steps in the order in which they were pl
 - The mask of a guided request (see guided_requests) depends on its tokens. A step planned before they are known is
   open: it computes its logits, and samples when guide() has given the masks, after all earlier steps are committed.
   Nothing is planned after an open step. A row whose mask is late samples anything, and is rebuilt without that token.
+- For a request with drafted tokens (see speculation), `num_total` and `num_planned` are upper bounds, which count all
+  drafts of its steps in flight as accepted. Commit subtracts the rejected ones and frees the pages behind
+  `num_planned`: no step in flight writes to them, since the device places tokens behind those that it accepted.
 - rollback() returns every request of every step in flight to `waiting`, so nothing relies on changes that were dropped.
 """
 
@@ -31,27 +34,26 @@ from __future__ import annotations
 import secrets
 import time
 from bisect import insort
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.kv.pages import PagePool
-from llmc_runtime.kv.prefix import PrefixCache
-from llmc_runtime.metrics import Counters
-from llmc_runtime.sched.guided_requests import GuidedRequests, follow, known_mask, may_sample
+from llmc_runtime.sched.deltas import add_scores, delta_of, extend
+from llmc_runtime.sched.guided_requests import follow, known_mask, may_sample
+from llmc_runtime.sched.live_requests import LiveRequests
 from llmc_runtime.sched.request import Request, RequestDelta, Status
 from llmc_runtime.sched.scheduler_config import POLICIES, SchedulerConfig, admit
+from llmc_runtime.sched.speculation import Speculation
 from llmc_runtime.sched.step import RowMask, RowPages, Step, StepOutput, TokenLogprobs, Work
 from llmc_runtime.sched.token_guide import mask_of
-from llmc_runtime.sched.waiting_queue import OUTPUT_WEIGHT, WaitingQueue, prompt_service
+from llmc_runtime.sched.waiting_queue import OUTPUT_WEIGHT, prompt_service
 
 _KEY = attrgetter("key")
 _RUNNING, _FINISHED = Status.RUNNING, Status.FINISHED
 
 
-class Scheduler:
+class Scheduler(LiveRequests):
     """`next` plans a step, `commit` takes the output of the oldest step in flight, `rollback` drops them all.
 
     depth:  maximum number of steps in flight; at 1 each is committed before the next is planned
@@ -65,16 +67,8 @@ class Scheduler:
         seeds: Callable[[], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.config, self.depth, self.clock = config, 1, clock
-        self.counters = Counters()
-        self.requests: dict[str, Request] = {}  # live requests by id
-        self.waiting = WaitingQueue()
-        self.running: list[Request] = []
-        self.guided = GuidedRequests()
-        self._notices: list[RequestDelta] = []  # deltas of requests that ended between two steps
-        # The steps in flight, oldest first, each with the requests of its `work`, in the same order.
-        self._in_flight: deque[tuple[Step, list[Request]]] = deque()
-        self._reset()
+        super().__init__(config)
+        self.depth, self.clock = 1, clock
         self._seeds = seeds or partial(secrets.randbits, 64)
         self._rank = POLICIES[config.policy]
         self._reserve = int(config.watermark * config.num_pages)
@@ -96,18 +90,6 @@ class Scheduler:
         self.waiting.enter(request)
         self.waiting.add(request)
 
-    def abort(self, request_id: str) -> bool:
-        """End a request now; output of its steps in flight is dropped. Return False if no live request has this id."""
-        request = self.requests.get(request_id)
-        if request is None:
-            return False
-        self._finish(request, "abort")
-        return True
-
-    def has_work(self) -> bool:
-        """Whether some request has not ended."""
-        return bool(self.requests)
-
     def next(self) -> Step:
         """Plan the next step. It is empty, and not in flight, if no request can run now."""
         if len(self._in_flight) >= self.depth:
@@ -124,6 +106,8 @@ class Scheduler:
             self.guided.fill(step, planned)
         if planned:
             self._in_flight.append((step, planned))
+            if self.speculation is not None:
+                self.speculation.planned(self.clock())
         return step
 
     def guide(self) -> list[RowMask] | None:
@@ -132,11 +116,6 @@ class Scheduler:
             return None
         self._end_guided()
         return self.guided.complete(*self._in_flight[0], self._anything)
-
-    def take_notices(self) -> list[RequestDelta]:
-        """Return the deltas of requests that ended between two steps."""
-        notices, self._notices = self._notices, []
-        return notices
 
     def commit(self, output: StepOutput) -> list[RequestDelta]:
         """Take the output of the oldest step in flight, and return a delta for each request that got a token.
@@ -150,20 +129,26 @@ class Scheduler:
         if not len(tokens) == len(logprobs) == len(work):
             raise RuntimeError(f"{len(work)} rows ran, the executor returned tokens for {len(tokens)}")
         for index, scores in output.scores.items():
-            self._score(planned[index], work[index], scores)
+            if planned[index].status is not _FINISHED:
+                add_scores(planned[index], work[index], scores)
         size, append, scheduled = self.config.page_size, self._append, 0
         deltas: list[RequestDelta] = []
-        for request, item, token, row_logprobs in zip(planned, work, tokens, logprobs):
+        if self.speculation is not None:
+            self.speculation.learn(step.work, planned, output, self.clock(), self.counters)
+        for index, (request, item, token, row_logprobs) in enumerate(zip(planned, work, tokens, logprobs)):
             scheduled += item.num_tokens
             if request.dropped:
                 request.restart()
+                continue
+            if request.status is _FINISHED:
+                continue  # it ended while the step ran
+            if item.drafts:
+                deltas.append(self._append_run(request, item, [(token, row_logprobs), *output.accepted[index]]))
                 continue
             if request.status is _RUNNING:
                 done = request.num_computed = request.num_computed + item.num_tokens
                 if done // size > request.num_published:
                     self._publish(request, done // size)
-            elif request.status is _FINISHED:
-                continue  # it ended while the step ran
             if item.emit:
                 deltas.append(append(request, token, row_logprobs))
         self.counters.step(scheduled)
@@ -171,6 +156,8 @@ class Scheduler:
 
     def rollback(self) -> None:
         """Drop all steps in flight. Their requests wait again and recompute, whatever the device has done."""
+        if self.speculation is not None:
+            self.speculation.forget()
         while self._in_flight:
             for request in reversed(self._in_flight.pop()[1]):
                 request.dropped = False
@@ -178,43 +165,15 @@ class Scheduler:
                     self.running.remove(request)
                     self._preempt(request)
 
-    def end_all(self, error: LlmcError) -> list[RequestDelta]:
-        """End every live request with `error`. Return their deltas in order of arrival.
-
-        A failure may have left the scheduler inconsistent, so this relies on `requests` only, and empties the cache.
-        """
-        ended = sorted(self.requests.values(), key=lambda request: request.key[1])
-        for request in ended:
-            request.status, request.pages, request.row = Status.FINISHED, [], -1
-        self.counters.request_success["error"] += len(ended)
-        self.waiting.clear()
-        for queue in (self.requests, self.running, self.guided, self._notices):
-            queue.clear()
-        self._reset()
-        return [RequestDelta(r.id, [], "error", num_cached=r.num_cached or 0, error=error) for r in ended]
-
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. Returns False, and does nothing, while a page is in use."""
-        if self.pool.num_used:
-            return False
-        self.prefix.reset()
-        return True
-
-    def _reset(self) -> None:
-        """Free all pages and rows, empty the cache, drop the steps in flight."""
-        config = self.config
-        self.pool = PagePool(config.num_pages)
-        self.prefix = PrefixCache(self.pool, config.page_size, config.context, config.prefix_caching)
-        self.free_rows = list(range(config.max_num_seqs - 1, -1, -1))
-        self._in_flight.clear()
-
     def _plan_running(self, step: Step, planned: list[Request]) -> tuple[int, bool]:
         """Plan the running requests. Return the remaining budget, and whether a request was preempted."""
         running, pool, config = self.running, self.pool, self.config
         budget = config.max_num_batched_tokens
         max_chunk = config.long_prefill_threshold or budget
         size, preempted, index, work = config.page_size, False, 0, step.work
-        self._spare = config.max_num_seqs - len(running)
+        self._spare = config.logits - len(running)
+        if self.speculation is not None:
+            self.speculation.begin(len(running))
         while budget and index < len(running):
             request = running[index]
             index += 1
@@ -223,6 +182,8 @@ class Scheduler:
                 continue  # its last token is in flight
             missing = total - start
             item = request.decode if missing == 1 else self._chunk(request, missing, min(max_chunk, budget))
+            if request.num_drafts and missing == 1 and self.speculation is not None:
+                item = self._with_drafts(self.speculation, request, budget - (len(running) - index))
             if request.guide is not None and item.emit and not may_sample(request):
                 self.guided.leave_out(request)
                 continue
@@ -244,18 +205,27 @@ class Scheduler:
             if request.needs_init:
                 step.inits.append(request.row_init())
             request.num_planned = start + count
-            if count == missing:
-                request.num_total = total + 1
+            if item.emit:
+                request.num_total = start + count + 1
             work.append(item)
             planned.append(request)
             budget -= count
         return budget, preempted
 
+    def _with_drafts(self, speculation: Speculation, request: Request, budget: int) -> Work:
+        """Return work for the next token of a request and for drafts behind it, as many as pay and fit."""
+        rows = self._spare - min(len(self.waiting), len(self.free_rows))
+        pages = (len(request.pages) + self.pool.num_free) * self.config.page_size - request.num_total
+        room = min(budget - 1 - bool(self.waiting), rows, request.limit - 1 - request.num_total, pages)
+        drafts = speculation.drafts(request, room)
+        self._spare -= drafts
+        return Work(request.row, 1 + drafts, True, drafts=drafts) if drafts else request.decode
+
     def _admit(self, step: Step, planned: list[Request], budget: int) -> None:
         """Admit waiting requests in order, up to the first one that does not fit."""
         config, pool, waiting = self.config, self.pool, self.waiting
         max_chunk = config.long_prefill_threshold or budget
-        while budget and self._spare > 0 and (request := waiting.first()) is not None:
+        while budget and self._spare > 0 and self.free_rows and (request := waiting.first()) is not None:
             if request.status is Status.PREEMPTED and any(request in late for _, late in self._in_flight):
                 break
             if request.leader is not None and self._computes(request.leader, request):
@@ -310,30 +280,35 @@ class Scheduler:
             request.account.service += prompt_service(request, cached)
             counters.prompt_tokens += request.num_prompt
             counters.prompt_tokens_cached += cached
-        request.pages = pages
-        request.num_total = len(request.tokens)
-        request.num_planned = request.num_computed = cached
-        request.num_published = hits
-        request.row, request.needs_init = self.free_rows.pop(), True
-        request.decode = Work(request.row, 1, True)
-        request.status = Status.RUNNING
+        request.start(self.free_rows.pop(), pages, hits, cached)
         if self.running and request.key < self.running[-1].key:
             insort(self.running, request, key=_KEY)
         else:
             self.running.append(request)
 
-    def _publish(self, request: Request, full: int) -> None:
-        """Publish the first `full` pages of a running request, which are computed."""
-        self.prefix.publish(request.chain, request.tokens, request.pages, request.num_published, full)
-        request.num_published = full
-
-    def _score(self, request: Request, item: Work, scores: Sequence[TokenLogprobs]) -> None:
-        """Take the log-probabilities of the prompt tokens that follow those of a chunk."""
-        if request.status is _FINISHED:
-            return
-        if request.scores is None or len(scores) != item.num_tokens - item.emit:
-            raise RuntimeError(f"request {request.id!r}: {len(scores)} scores of a chunk of {item.num_tokens} tokens")
-        request.scores.extend(scores)
+    def _append_run(
+        self, request: Request, item: Work, run: list[tuple[int | None, TokenLogprobs | None]]
+    ) -> RequestDelta:
+        """Append the tokens that a step with drafts gave, as if each came from a step of one token."""
+        running = request.status is _RUNNING
+        if running:
+            rejected = item.num_tokens - len(run)
+            request.num_total -= rejected
+            request.num_planned -= rejected
+            keep = self.config.pages_for(request.num_planned)
+            self.pool.release(reversed(request.pages[keep:]))
+            del request.pages[keep:]
+        delta: RequestDelta | None = None
+        for token, logprobs in run:
+            if running:
+                done = request.num_computed = request.num_computed + 1
+                if done // self.config.page_size > request.num_published:
+                    self._publish(request, done // self.config.page_size)
+            delta = extend(delta, self._append(request, token, logprobs))
+            if delta.finish_reason is not None:
+                break
+        assert delta is not None
+        return delta
 
     def _append(self, request: Request, token: int | None, logprobs: TokenLogprobs | None) -> RequestDelta:
         if token is None or not 0 <= token < self.config.vocab_size:
@@ -341,21 +316,7 @@ class Scheduler:
         request.tokens.append(token)
         self.counters.generation_tokens += 1
         request.account.service += OUTPUT_WEIGHT
-        delta = RequestDelta(request.id, [token], num_cached=request.num_cached or 0)
-        if request.silent:
-            request.silent = False
-            delta.times = (request.started - request.arrived, self.clock() - request.started)
-        num_logprobs = request.params.logprobs
-        if num_logprobs is not None:
-            if logprobs is None:
-                raise RuntimeError(f"row {request.row} of request {request.id!r}: log-probabilities are missing")
-            ids, values = logprobs.top_ids[:num_logprobs], logprobs.top_logprobs[:num_logprobs]
-            delta.logprobs = [TokenLogprobs(logprobs.logprob, logprobs.rank, tuple(ids), tuple(values))]
-        if request.scores is not None and len(request.tokens) == request.num_prompt + 1:
-            if len(request.scores) != request.num_prompt - 1:
-                count = f"{len(request.scores)} scores of a prompt of {request.num_prompt}"
-                raise RuntimeError(f"request {request.id!r}: {count}")
-            delta.prompt_logprobs = request.scores
+        delta = delta_of(request, token, logprobs, self.clock)
         end = request.finish_of(token)
         delta.stopped = end is not None and end[0] == "stop"
         if end is None and request.guide is not None:
@@ -373,28 +334,3 @@ class Scheduler:
             reason = "stop" if error is None else "error"
             self._notices.append(RequestDelta(request.id, [], reason, num_cached=request.num_cached or 0, error=error))
             self._finish(request, reason)
-
-    def _preempt(self, request: Request) -> None:
-        """Free everything but the tokens of a request that was removed from `running`, and let it wait."""
-        self._free(request)
-        request.status = Status.PREEMPTED
-        self.waiting.add(request)
-
-    def _finish(self, request: Request, reason: str) -> None:
-        if request.status is Status.RUNNING:
-            self.running.remove(request)
-            self._free(request)
-        elif request.status is not Status.PARKED:
-            self.waiting.remove(request)
-        self.waiting.leave(request)
-        request.status = Status.FINISHED
-        del self.requests[request.id]
-        self.guided.remove(request)
-        self.counters.request_success[reason] += 1
-
-    def _free(self, request: Request) -> None:
-        self.pool.release(reversed(request.pages))
-        request.pages = []
-        request.num_planned = request.num_computed = request.num_published = 0
-        self.free_rows.append(request.row)
-        request.row = -1

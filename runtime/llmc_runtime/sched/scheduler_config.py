@@ -11,6 +11,7 @@ from llmc_runtime.format.row_abi import STOPS
 from llmc_runtime.sched.packed_logprobs import PackedLogprobs
 from llmc_runtime.sched.parameter_type import refused
 from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.speculation import SpeculationConfig
 from llmc_runtime.sched.step import RowParams
 from llmc_runtime.sched.token_guide import Banned, Bans, TokenMask, both, empty, mask_of, mask_size, without
 
@@ -31,6 +32,8 @@ class SchedulerConfig:
     watermark:               share of the pages that admission leaves free while other requests run
     long_prefill_threshold:  maximum number of tokens of one request in a step; 0 for no limit
     context:                 the artifact's digest, part of the prefix cache's keys
+    speculation:             how tokens are drafted; None: they are not
+    max_num_logits:          maximum number of rows of logits in a step; 0: max_num_seqs
     """
 
     num_pages: int
@@ -45,6 +48,8 @@ class SchedulerConfig:
     prefix_caching: bool = True
     long_prefill_threshold: int = 0
     context: str = ""
+    speculation: SpeculationConfig | None = None
+    max_num_logits: int = 0
 
     def __post_init__(self) -> None:
         sizes = "num_pages", "page_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "vocab_size"
@@ -62,6 +67,11 @@ class SchedulerConfig:
     def pool_tokens(self) -> int:
         """Capacity of the KV cache in tokens."""
         return self.num_pages * self.page_size
+
+    @property
+    def logits(self) -> int:
+        """Maximum number of rows of logits in a step."""
+        return max(self.max_num_seqs, self.max_num_logits)
 
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages for this many tokens."""
@@ -103,6 +113,8 @@ def admit(request: Request, config: SchedulerConfig, seed: int) -> None:
         biases=tuple(sorted(params.logit_bias.items())) if params.logit_bias else (),
         allowed=allowed,
         guided=request.guide is not None,
+        # The mask of a guided request's next token is known only after the token before it: nothing is drafted for it.
+        drafting=(0, 0, 0) if config.speculation is None or request.guide else config.speculation.drafting,
     )
 
 

@@ -38,6 +38,7 @@ class RowParams(_Columns):
     biases: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit), by id
     allowed: bytes = b""  # a mask (see token_guide) for all tokens; empty: none
     guided: bool = False  # each token has its own mask, see RowMask
+    drafting: tuple[int, int, int] = (0, 0, 0)  # max_drafts, min_ngram, max_ngram (see format.row_abi)
 
     @classmethod
     def of(cls, params: SamplingParams, **more: Any) -> RowParams:
@@ -61,6 +62,10 @@ class RowParams(_Columns):
     def stop_row(self) -> list[int]:
         """Return the row of the state `stops`: i32[32], -1 for empty entries."""
         return [*self.stops, *[-1] * (STOPS - len(self.stops))]
+
+    def draft_row(self) -> list[int]:
+        """Return the row of the state `drafts`, with no tokens drafted."""
+        return [0, *self.drafting]
 
 
 def _signed(word: int) -> int:
@@ -108,17 +113,19 @@ class Work:
 
     emit:   they include the row's last token, so sample one
     score:  return the log-probability of the prompt's next token for each of the others, which belong to the prompt
+    drafts: the last `drafts` of them are drafted on the device. Those that agree with what is sampled are accepted
     """
 
     row: int
     num_tokens: int
     emit: bool
     score: bool = False
+    drafts: int = 0
 
     @property
     def rows(self) -> int:
         """The number of rows of logits that it needs."""
-        return self.num_tokens if self.score else 1
+        return self.num_tokens if self.score or self.drafts else 1
 
 
 class TokenLogprobs(NamedTuple):
@@ -140,11 +147,15 @@ class StepOutput:
     tokens:    the sampled ids, None without `emit`
     logprobs:  those of the sampled tokens, None if not requested
     scores:    those of the prompt's next tokens, by the index of the Work
+    accepted:  the tokens after the first one, with their log-probabilities, by the index of a Work with drafts
+    proposed:  the number of tokens drafted now for each Work's row; empty if none are
     """
 
     tokens: list[int | None]
     logprobs: list[TokenLogprobs | None]
     scores: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    accepted: Mapping[int, Sequence[tuple[int, TokenLogprobs | None]]] = field(default_factory=dict)
+    proposed: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -167,10 +178,16 @@ class Step:
         tokens: list[int | None],
         logprobs: Sequence[LogprobsTuple | None] | None = None,
         scores: Mapping[int, Sequence[LogprobsTuple]] | None = None,
+        accepted: Mapping[int, Sequence[tuple[int, LogprobsTuple | None]]] | None = None,
+        proposed: Sequence[int] = (),
     ) -> StepOutput:
         """Make the output of this step from tuples in the order of TokenLogprobs' fields, for executors that do not
         import this module. `logprobs` is None if none are requested."""
+        rows: list[TokenLogprobs | None] = [None] * len(tokens) if logprobs is None else [*map(_packed, logprobs)]
         packed = {index: [TokenLogprobs(*one) for one in row] for index, row in (scores or {}).items()}
-        if logprobs is None:
-            return StepOutput(tokens, [None] * len(tokens), packed)
-        return StepOutput(tokens, [None if one is None else TokenLogprobs(*one) for one in logprobs], packed)
+        runs = {index: [(token, _packed(one)) for token, one in run] for index, run in (accepted or {}).items()}
+        return StepOutput(tokens, rows, packed, runs, proposed)
+
+
+def _packed(one: LogprobsTuple | None) -> TokenLogprobs | None:
+    return None if one is None else TokenLogprobs(*one)

@@ -9,6 +9,7 @@ from importlib import resources
 from types import MappingProxyType
 from typing import ClassVar
 
+from llmc_runtime.format.row_abi import DRAFT_COLUMNS, MAX_DRAFTS
 from llmc_runtime.sched.row_columns import FLOAT_COLUMNS, INT_COLUMNS
 
 from llmc.codegen.backends.cpp import sampling_rules
@@ -35,9 +36,10 @@ HEADERS = "llmc.codegen.backends.cpp.kernels"  # the package of llmc's own heade
 
 
 def row_columns() -> str:
-    """The columns of a device row's sampling parameters as C++ enums, from `llmc_runtime.sched.row_columns`."""
-    enums = [f"enum {{ {', '.join(names).upper()} }};" for names in (FLOAT_COLUMNS, INT_COLUMNS)]
-    return "\n".join(["namespace llmc {", *enums, "}", ""])
+    """The columns of a device row's parameters as C++ enums, from the runtime's declarations."""
+    enums = [f"enum {{ {', '.join(names).upper()} }};" for names in (FLOAT_COLUMNS, INT_COLUMNS, DRAFT_COLUMNS)]
+    most = f"constexpr int DRAFTS_MAX = {MAX_DRAFTS};  // tokens that can be drafted for a row in a step"
+    return "\n".join(["namespace llmc {", *enums, most, "}", ""])
 
 
 # Headers that are generated instead of read from a package.

@@ -84,8 +84,18 @@ class States(CppKernel):
             return f"row_slots(ctx, {y[0]}, {p[0]}, {p[1]}, {p[2]}, {sizes_text});"
         if name == "row_last":
             return f"row_last(ctx, {y[0]}, {p[0]}, {sizes(node.result.type.shape[0])});"
+        if name == "row_propose":
+            return f"row_propose(ctx, {y[0]}, {', '.join(p)}, {shape[3][0]}, {shape[0][1]});"
         sizes_text = f"{shape[3][0]}, {shape[0][1]}, {shape[2][1]}"
+        if name == "row_accept":
+            return f"row_accept(ctx, {y[0]}, {', '.join(p)}, {sizes_text}, {node.attrs['limit']});"
         return f"row_commit(ctx, {', '.join(p)}, {sizes_text});"
+
+
+class Drafts(States):
+    """Accepting and drafting tokens, computed by a single thread."""
+
+    headers = ("llmc_abi.h", "llmc_draft.h")
 
 
 class Sampling(CppKernel):
@@ -119,6 +129,10 @@ class Sampling(CppKernel):
             "row_sample": lambda: widths(4),
         }[node.op.name]()
         ins = ", ".join(f"x{i}" for i in range(len(node.operands)))
+        if node.op.name == "row_penalize":
+            ins = ", ".join(f"x{i}" for i in range(8))
+            drafted = f"x8, x9, x10, {sizes(node.operands[10].type.shape[1])}" if len(node.operands) > 8 else ""
+            ins += f", Drafted{{{drafted}}}"
         if node.op.name == "row_logprobs" and len(node.operands) == 2:
             ins += ", nullptr, nullptr"
         outs = ", ".join(f"y{i}" for i in range(len(node.results)))
@@ -129,4 +143,5 @@ ROPE = Rope("cpu/rope", ("rope",))
 ROPE_TABLES = RopeTables("cpu/rope_tables", ("rope_tables",))
 KV_APPEND = KvAppend("cpu/kv_append", ("kv_append",))
 STATES = States("cpu/state", ("row_spans", "row_ids", "row_slots", "row_last", "row_commit"))
+DRAFTS = Drafts("cpu/draft", ("row_accept", "row_propose"))
 SAMPLING = Sampling("cpu/sample", ("row_penalize", "row_mask", "row_sample", "row_logprobs"))

@@ -53,6 +53,8 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "triton/row_tokens": f"{_HERE}.row_state:OF_TOKEN",
         "triton/row_last": f"{_HERE}.row_state:LAST",
         "triton/row_commit": f"{_HERE}.row_state:COMMIT",
+        "triton/row_accept": f"{_HERE}.row_draft:ACCEPT",
+        "triton/row_propose": f"{_HERE}.row_draft:PROPOSE",
         "triton/single_token_attention": f"{_HERE}.single_token_attention:SINGLE_TOKEN_ATTENTION",
         "triton/gemm_splitk": f"{_HERE}.gemm_splitk:GEMM_SPLITK",
         "triton/splitk_combine": f"{_HERE}.gemm_splitk:SPLITK_COMBINE",

@@ -80,8 +80,11 @@ class Penalize(Sampling):
             Template("row_logits", "row_penalize"),
             (v.ceildiv(block), rows),
             **u.pointers(
-                "logits_ptr rows_ptr floats_ptr ints_ptr seen_ptr counts_ptr bias_ids_ptr biases_ptr", "out_ptr"
+                "logits_ptr rows_ptr floats_ptr ints_ptr seen_ptr counts_ptr bias_ids_ptr biases_ptr starts_ptr "
+                "positions_ptr token_ids_ptr",
+                "out_ptr",
             ),
+            max_length=u.sizes(n.operands[10].type.shape[1]) if len(n.operands) > 8 else 0,
             VOCAB=int(v),
             WORDS=width(n, 4),
             BIASES=width(n, 6),

@@ -58,6 +58,8 @@ _OF_ENGINE: Mapping[str, tuple[str, str, tuple[float, ...]]] = MappingProxyType(
         "grammar_compilation_time_seconds", "Time that requests waited for their grammars", COMPILE_SECONDS
     ),
 })  # fmt: skip
+# Labels of the engine's counters that are not by reason.
+_LABELS: Mapping[str, str] = MappingProxyType({"spec_decode_num_accepted_tokens_per_pos": "position"})
 _ENDS = ("stop", "length", "abort", "error")
 
 
@@ -151,7 +153,7 @@ class ServerMetrics:
         for name, value in stats.items():
             if isinstance(value, dict | int | float):
                 kind = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
-                yield self._family(kind, name, f"Of the engine: {name}", value)
+                yield self._family(kind, name, f"Of the engine: {name}", value, _LABELS.get(name, "reason"))
 
     def _family(
         self, kind: Any, name: str, text: str, value: float | Mapping[str, float], label: str = "reason"

@@ -16,12 +16,38 @@ static inline int64_t end_of(const int32_t* starts, const int32_t* positions, in
   return starts[i + 1] > 0 ? (int64_t)positions[starts[i + 1] - 1] + 1 : 0;
 }
 
+// Where the drafted ids are that precede an entry's new token: the last tokens of the row's entries after its first, up
+// to the entry itself, behind the prompt. tokens: [rows, width], null if the step verifies no drafts.
+struct Drafted {
+  const int32_t *starts, *positions, *tokens;
+  int64_t width;
+};
+struct Draft { int32_t id, count; float logit; };  // a drafted id, how often it is drafted, its logit before penalties
+// Finds the distinct drafted ids of entry i from lo to below hi; returns their number.
+static inline int drafts_of(Drafted d, const int32_t* rows, const int32_t* iparams, int64_t i, const float* logits,
+                            int64_t lo, int64_t hi, Draft* drafts) {
+  int n = 0;
+  if (!d.tokens) return 0;
+  for (int64_t row = rows[i]; i > 0 && rows[i - 1] == row; i--) {
+    int32_t at = d.positions[d.starts[i + 1] - 1], k = 0;
+    if (at < iparams[row * 8 + PROMPT_LEN]) break;
+    int32_t id = d.tokens[row * d.width + at];
+    if (id < lo || id >= hi) continue;
+    while (k < n && drafts[k].id != id) k++;
+    if (k < n) {
+      drafts[k].count++;
+    } else if (n < DRAFTS_MAX) {
+      drafts[n++] = Draft{id, 1, logits[id]};
+    }
+  }
+  return n;
+}
 // Threads divide the ids. `words` is the width of a row of the bitmap `seen`, `width` that of bias_ids and biases.
 template <class T>
 static inline void row_penalize(const llmc_ctx* ctx, float* y, const T* x, const int32_t* rows, const float* fparams,
                                 const int32_t* iparams, const int32_t* seen, const int32_t* counts,
-                                const int32_t* bias_ids, const float* biases, int64_t r, int64_t v, int64_t words,
-                                int64_t width) {
+                                const int32_t* bias_ids, const float* biases, Drafted drafted, int64_t r, int64_t v,
+                                int64_t words, int64_t width) {
   int64_t lo, hi;
   llmc_split(ctx, v, 256, &lo, &hi);
   for (int64_t i = 0; i < r; i++) {
@@ -37,12 +63,20 @@ static inline void row_penalize(const llmc_ctx* ctx, float* y, const T* x, const
     const float* f = fparams + rows[i] * 8;
     if (!penalizes(f)) continue;
     const int32_t *bits = seen + rows[i] * words, *count = counts + rows[i] * v;
+    Draft drafts[DRAFTS_MAX];
+    int some_drafts = drafts_of(drafted, rows, iparams, i, to, lo, hi, drafts);
     for (int64_t j = lo; j < hi; j += VN) {  // lo is a multiple of 32: the bits of a vector are in one word
       int n = hi - j < VN ? (int)(hi - j) : VN;
       vi times = {};
       memcpy(&times, count + j, n * sizeof(int32_t));
       vi bit = (splat_i(bits[j / 32]) >> (lanes() + (int32_t)(j % 32))) & 1;
       vstore(to + j, penalized(f, vload(to + j, n), to_float(times), (bit | times) > 0), n);
+    }
+    for (int k = 0; k < some_drafts; k++) {
+      int32_t id = drafts[k].id, times = count[id] + drafts[k].count;
+      float lane[VN];
+      vstore(lane, penalized(f, splat(drafts[k].logit), splat((float)times), splat_i(1) > 0));  // output has it
+      to[id] = lane[0];
     }
   }
 }

@@ -7,7 +7,14 @@ import triton
 import triton.language as tl
 
 from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
-from llmc.codegen.backends.triton.kernels.row_params import MASKED, MIN_LEN, NUM_BIASES, PARAMS, TEMPERATURE
+from llmc.codegen.backends.triton.kernels.row_params import (
+    MASKED,
+    MIN_LEN,
+    NUM_BIASES,
+    PARAMS,
+    PROMPT_LEN,
+    TEMPERATURE,
+)
 from llmc.codegen.backends.triton.kernels.sampling_rules import load_penalties, penalized, penalizes
 
 
@@ -41,9 +48,9 @@ def bias(logits, bias_ids_ptr, biases_ptr, num_biases, ids):
 
 
 @triton.jit
-def penalize(logits, seen_ptr, counts_ptr, penalties, ids, exists):
-    """Apply the penalties to the logits of one tile."""
-    count = tl.load(counts_ptr + ids, mask=exists, other=0)
+def penalize(logits, seen_ptr, counts_ptr, penalties, ids, exists, drafted=0):
+    """Apply the penalties to the logits of one tile; `drafted` is added to the number of times that ids were output."""
+    count = tl.load(counts_ptr + ids, mask=exists, other=0) + drafted
     word = tl.load(seen_ptr + (ids >> 5), mask=exists, other=0)
     return penalized(logits, count.to(tl.float32), contains(word, ids) | (count > 0), penalties)
 
@@ -129,6 +136,23 @@ def load_row(
 
 
 @triton.jit
+def count_drafts(rows_ptr, starts_ptr, positions_ptr, history_ptr, prompt_length, entry, row, ids):
+    """Count the drafted tokens of each id that precede the entry's new token.
+
+    They are the last tokens of the row's entries after its first, up to this entry, behind the prompt.
+    """
+    count = tl.zeros_like(ids)
+    before = tl.load(rows_ptr + entry - 1, mask=entry > 0, other=-1)
+    position = tl.load(positions_ptr + tl.load(starts_ptr + entry + 1) - 1)
+    while (before == row) & (position >= prompt_length):
+        count += (ids == tl.load(history_ptr + position)).to(tl.int32)
+        entry -= 1
+        before = tl.load(rows_ptr + entry - 1, mask=entry > 0, other=-1)
+        position = tl.load(positions_ptr + tl.load(starts_ptr + entry + 1) - 1)
+    return count
+
+
+@triton.jit
 def row_penalize(
     logits_ptr,  # [entries, VOCAB]
     rows_ptr,  # [entries]: rows of the state, -1 for padding
@@ -138,7 +162,11 @@ def row_penalize(
     counts_ptr,  # [rows, VOCAB]: number of times that the row has emitted each id
     bias_ids_ptr,  # [rows, BIASES]
     biases_ptr,  # [rows, BIASES]
+    starts_ptr,  # [entries + 1], or None if the step verifies no drafts, as the next two
+    positions_ptr,  # [tokens]
+    token_ids_ptr,  # [rows, max_length]
     out_ptr,  # [entries, VOCAB] in float32; may be logits_ptr
+    max_length,
     VOCAB: tl.constexpr,
     WORDS: tl.constexpr,
     BIASES: tl.constexpr,
@@ -165,7 +193,12 @@ def row_penalize(
             logits = bias(logits, bias_ids_ptr + row * BIASES, biases_ptr + row * BIASES, num_biases, ids)
         if has_penalties:
             seen, counts = seen_ptr + row * WORDS, counts_ptr + row * VOCAB
-            logits = penalize(logits, seen, counts, penalties, ids, ids < VOCAB)
+            drafted = tl.zeros_like(ids)
+            if token_ids_ptr is not None:
+                prompt = tl.load(ints_ptr + row * PARAMS + PROMPT_LEN)
+                history = token_ids_ptr + row * max_length
+                drafted = count_drafts(rows_ptr, starts_ptr, positions_ptr, history, prompt, entry, row, ids)
+            logits = penalize(logits, seen, counts, penalties, ids, ids < VOCAB, drafted)
         tl.store(out_ptr + first + ids, logits, mask=ids < VOCAB)
 
 

@@ -1,0 +1,117 @@
+"""LiveRequests: the requests of a scheduler, the rows and pages that they hold, and how they end."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.kv.pages import PagePool
+from llmc_runtime.kv.prefix import PrefixCache
+from llmc_runtime.metrics import Counters
+from llmc_runtime.sched.guided_requests import GuidedRequests
+from llmc_runtime.sched.request import Request, RequestDelta, Status
+from llmc_runtime.sched.scheduler_config import SchedulerConfig
+from llmc_runtime.sched.speculation import Speculation
+from llmc_runtime.sched.step import Step
+from llmc_runtime.sched.waiting_queue import WaitingQueue
+
+
+class LiveRequests:
+    """The base of Scheduler: everything that does not depend on how steps are planned.
+
+    Invariant: a running request has a row and pages, any other has none.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.counters = Counters()
+        self.requests: dict[str, Request] = {}  # live requests by id
+        self.waiting = WaitingQueue()
+        self.running: list[Request] = []
+        self.guided = GuidedRequests()
+        self._notices: list[RequestDelta] = []  # deltas of requests that ended between two steps
+        # The steps in flight, oldest first, each with the requests of its `work`, in the same order.
+        self._in_flight: deque[tuple[Step, list[Request]]] = deque()
+        self.speculation = None if config.speculation is None else Speculation(config.speculation)
+        if config.speculation is not None:
+            self.counters.drafted_at_most(config.speculation.num_tokens)
+        self._reset()
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now; output of its steps in flight is dropped. Return False if no live request has this id."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        self._finish(request, "abort")
+        return True
+
+    def has_work(self) -> bool:
+        """Whether some request has not ended."""
+        return bool(self.requests)
+
+    def take_notices(self) -> list[RequestDelta]:
+        """Return the deltas of requests that ended between two steps."""
+        notices, self._notices = self._notices, []
+        return notices
+
+    def end_all(self, error: LlmcError) -> list[RequestDelta]:
+        """End every live request with `error`. Return their deltas in order of arrival.
+
+        A failure may have left the scheduler inconsistent, so this relies on `requests` only, and empties the cache.
+        """
+        ended = sorted(self.requests.values(), key=lambda request: request.key[1])
+        for request in ended:
+            request.status, request.pages, request.row = Status.FINISHED, [], -1
+        self.counters.request_success["error"] += len(ended)
+        self.waiting.clear()
+        for queue in (self.requests, self.running, self.guided, self._notices):
+            queue.clear()
+        self._reset()
+        return [RequestDelta(r.id, [], "error", num_cached=r.num_cached or 0, error=error) for r in ended]
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache. Returns False, and does nothing, while a page is in use."""
+        if self.pool.num_used:
+            return False
+        self.prefix.reset()
+        return True
+
+    def _reset(self) -> None:
+        """Free all pages and rows, empty the cache, drop the steps in flight."""
+        config = self.config
+        self.pool = PagePool(config.num_pages)
+        self.prefix = PrefixCache(self.pool, config.page_size, config.context, config.prefix_caching)
+        self.free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._in_flight.clear()
+        if self.speculation is not None:
+            self.speculation.forget()
+
+    def _publish(self, request: Request, full: int) -> None:
+        """Publish the first `full` pages of a running request, which are computed."""
+        self.prefix.publish(request.chain, request.tokens, request.pages, request.num_published, full)
+        request.num_published = full
+
+    def _preempt(self, request: Request) -> None:
+        """Free everything but the tokens of a request that was removed from `running`, and let it wait."""
+        self._free(request)
+        request.status = Status.PREEMPTED
+        self.waiting.add(request)
+
+    def _finish(self, request: Request, reason: str) -> None:
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+            self._free(request)
+        elif request.status is not Status.PARKED:
+            self.waiting.remove(request)
+        self.waiting.leave(request)
+        request.status = Status.FINISHED
+        del self.requests[request.id]
+        self.guided.remove(request)
+        self.counters.request_success[reason] += 1
+
+    def _free(self, request: Request) -> None:
+        self.pool.release(reversed(request.pages))
+        request.pages = []
+        request.num_planned = request.num_computed = request.num_published = 0
+        self.free_rows.append(request.row)
+        request.row = -1

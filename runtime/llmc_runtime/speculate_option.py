@@ -1,0 +1,69 @@
+"""The option --speculate: how tokens are drafted, as METHOD[:K] or as the JSON of vLLM's --speculative-config."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.row_abi import MAX_DRAFTS
+
+NGRAM, OFF = "ngram", "off"
+TOKENS, LOW, HIGH = "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"
+DEFAULTS: Mapping[str, int] = MappingProxyType({LOW: 3, HIGH: 5})  # lengths of suffixes in tokens
+DRAFTED = 4  # tokens drafted if the number is not given and the model is compiled for it
+_MAX_NGRAM = 64
+_REMEDY = f'use {NGRAM}, {NGRAM}:K with K drafted tokens, or JSON such as {{"method": "{NGRAM}", "{TOKENS}": 4}}'
+
+
+def parse_speculate(text: str) -> Any:
+    """Parse a flag's text: METHOD[:K], or a JSON object. Raises argparse.ArgumentTypeError for malformed JSON."""
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise argparse.ArgumentTypeError(f"{text[:60]!r} is not a JSON object; {_REMEDY}") from None
+
+
+def check_speculate(name: str, value: Any) -> dict[str, Any] | None:
+    """Return the option as a dict of vLLM's keys, with all of them but the number of tokens set; None if it is off.
+
+    Raises LlmcError E206 for a method that is not supported, and E201 for other values that are not allowed.
+    """
+    if value is None or value == OFF:
+        return None
+    given = _of_text(name, value) if isinstance(value, str) else value
+    if not isinstance(given, Mapping):
+        raise LlmcError("E201", f"{name} = {value!r:.60} is not allowed", _REMEDY)
+    method = given.get("method", NGRAM if not given.get("model") else "draft_model")
+    if method != NGRAM:
+        cause = f"{name}: the method {method!r:.40} is not supported"
+        raise LlmcError("E206", cause, f"use {NGRAM}, which needs no second model, or start without {name}")
+    if unknown := sorted(map(str, given.keys() - {"method", TOKENS, LOW, HIGH})):
+        raise LlmcError(
+            "E201", f"{name} has the unknown key {unknown[0]!r:.40}", f"use method, {TOKENS}, {LOW}, {HIGH}"
+        )
+    out: dict[str, Any] = {"method": NGRAM, TOKENS: _count(name, given, TOKENS, None, MAX_DRAFTS)}
+    out[HIGH] = _count(name, given, HIGH, given.get(LOW) or DEFAULTS[HIGH], _MAX_NGRAM)
+    out[LOW] = _count(name, given, LOW, min(out[HIGH], DEFAULTS[LOW]), out[HIGH])
+    return out
+
+
+def _of_text(name: str, text: str) -> dict[str, Any]:
+    method, colon, number = text.partition(":")
+    if colon and not number.isdecimal():
+        raise LlmcError("E201", f"{name} = {text!r:.60} is not allowed", _REMEDY)
+    return {"method": method, **({TOKENS: int(number)} if colon else {})}
+
+
+def _count(name: str, given: Mapping[str, Any], key: str, default: int | None, high: int) -> int | None:
+    value = given.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
+        raise LlmcError("E201", f"{name}: {key} = {value!r:.40} is not allowed", f"use a whole number, 1 to {high}")
+    return value

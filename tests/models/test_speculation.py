@@ -1,0 +1,220 @@
+"""Speculative decoding changes how many tokens a step gives, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from draw import SEED
+from kernel_cache import CACHE
+from llmc_runtime import LLM, LlmcError, SamplingParams
+from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.speculation import Speculation
+from models.cases import FURTHER, LISTED
+from models.kit import save
+
+from llmc.driver import compile_model
+from llmc.options import Options
+
+NAMES = ("qwen3", *(pytest.param(name, marks=pytest.mark.drawn) for name in ("llama", "gemma2", "gpt2")))
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
+
+
+def compiled(name: str, folder: Path) -> Path:
+    """A model of random weights in float32 that verifies up to 4 drafts; 4 rows, 24 tokens a step."""
+    case = next(c for c in (*LISTED, *FURTHER) if c.name == name)
+    save(case, folder / "model", SEED)
+    options = Options(cache=CACHE, reuse=False, max_num_seqs=4, max_num_batched_tokens=24, speculate=4)
+    compile_model(folder / "model", folder / "model.llmc", options)
+    return folder / "model.llmc"
+
+
+@pytest.fixture(params=NAMES)
+def artifact(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return compiled(request.param, tmp_path)
+
+
+def requests(count: int = 16) -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
+    """Prompts of repeated ids, so that drafts are found; every kind of sampling, and biases that make ids likely."""
+    print(f"seed {SEED}")
+    rng = np.random.default_rng(SEED)
+    prompts, params = [], []
+    for i in range(count):
+        words = rng.integers(3, 320, int(rng.integers(1, 6))).tolist()
+        prompts.append({"prompt_token_ids": (words * 30)[: int(rng.integers(2, 60))]})
+        kind: dict[str, Any] = {
+            "temperature": float(rng.choice([0.0, 0.0, 0.7, 1.3])),
+            "top_k": int(rng.choice([0, 8])),
+            "top_p": float(rng.choice([1.0, 0.85])),
+            "min_p": float(rng.choice([0.0, 0.02])),
+            "repetition_penalty": float(rng.choice([1.0, 1.0, 1.3])),
+            "frequency_penalty": float(rng.choice([0.0, 0.4])),
+            "presence_penalty": float(rng.choice([0.0, 0.3])),
+            "min_tokens": int(rng.choice([0, 5])),
+            "max_tokens": int(rng.integers(6, 60)),
+            "logprobs": rng.choice([None, 2]),
+            "stop_token_ids": rng.integers(3, 320, 4).tolist(),
+            "bad_words": None,
+            "seed": i,
+        }
+        if rng.random() < 0.5:
+            kind["logit_bias"] = {words[0]: 12.0, 5: 11.0}
+        if rng.random() < 0.2:
+            kind["allowed_token_ids"] = [*words, 5, 6, 7]
+        params.append(SamplingParams(**kind))
+    return prompts, params
+
+
+def results(llm: LLM, prompts: list[Any], params: list[SamplingParams]) -> list[Any]:
+    """Tokens, reasons and log-probabilities of every output."""
+    out = []
+    for request in llm.generate(prompts, params, use_tqdm=False):
+        for one in request.outputs:
+            rows = [[(t, round(x.logprob, 3)) for t, x in row.items()] for row in one.logprobs or ()]
+            out.append((list(one.token_ids), one.finish_reason, one.stop_reason, rows))
+    return out
+
+
+def quiet(text: str) -> None:
+    return
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every draft is verified, whether it pays or not."""
+    monkeypatch.setattr(Speculation, "drafts", lambda self, request, room: max(0, min(room, request.num_drafts)))
+
+
+@pytest.mark.usefixtures("eager")
+def test_nothing_changes(artifact: Path) -> None:
+    """Batched, with preemption and the prefix cache: what is drafted depends on the company, the tokens do not."""
+    prompts, params = requests()
+    plain = LLM(artifact, say=quiet)
+    want = results(plain, prompts, params)
+    plain.close()
+    roomy = LLM(artifact, say=quiet, speculate=NGRAM)
+    assert results(roomy, prompts, params) == want
+    stats = roomy.stats()
+    drafts, accepted = (stats[f"spec_decode_num_{name}_tokens"] for name in ("draft", "accepted"))
+    assert 0 < accepted < drafts and sum(stats["spec_decode_num_accepted_tokens_per_pos"].values()) == accepted
+    roomy.close()
+    page = json.loads((artifact / "manifest.json").read_text())["kv"]["bytes_per_page"]
+    tight = LLM(artifact, say=quiet, speculate=NGRAM, kv_cache_memory_bytes=12 * page)
+    assert results(tight, prompts[::-1], params[::-1]) == want[::-1], "in another company, with preemption"
+    assert tight.stats()["num_preemptions"] > 0 and tight.stats()["spec_decode_num_accepted_tokens"] > 0
+    tight.close()
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demonstration model, which verifies up to 4 drafts."""
+    path = tmp_path_factory.mktemp("demo") / "demo.llmc"
+    compile_model(DEMO, path, Options(cache=CACHE, speculate=4))
+    return path
+
+
+@pytest.fixture
+def pair(demo: Path) -> Iterator[tuple[LLM, LLM]]:
+    """The model without and with speculation."""
+    llms = LLM(demo, say=quiet), LLM(demo, say=quiet, speculate="ngram:4")
+    yield llms
+    for llm in llms:
+        llm.close()
+
+
+REPEAT = "one two three four one two three four one two three four one two"
+
+
+@pytest.mark.usefixtures("eager")
+def test_stop_strings_and_several_outputs(pair: tuple[LLM, LLM]) -> None:
+    """A stop string is found inside an accepted run, and the text ends there."""
+    text = pair[0].generate(REPEAT, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True), use_tqdm=False)
+    stop = text[0].outputs[0].text[-9:-5]
+    cases = [
+        SamplingParams(temperature=0, max_tokens=60, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, stop=[stop]),
+        SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, stop=[stop], include_stop_str_in_output=True),
+        SamplingParams(temperature=0, max_tokens=7),
+        SamplingParams(temperature=0.8, max_tokens=40, n=3, seed=3, logprobs=1),
+        SamplingParams(temperature=0, max_tokens=40, bad_words=["three"]),
+    ]
+    found = []
+    for llm in pair:
+        outs = llm.generate([REPEAT] * len(cases), cases, use_tqdm=False)
+        found.append([(o.text, list(o.token_ids), o.finish_reason, o.stop_reason) for r in outs for o in r.outputs])
+    assert found[0] == found[1]
+    assert found[1][1][2:] == found[1][2][2:] == ("stop", stop)
+    assert stop not in found[1][1][0] and found[1][2][0].endswith(stop)
+    assert pair[1].stats()["spec_decode_num_accepted_tokens"] > 20
+
+
+@pytest.mark.usefixtures("eager")
+def test_structured_outputs_beside_drafts(pair: tuple[LLM, LLM]) -> None:
+    """Requests whose masks depend on their tokens are decoded plainly, in the steps in which others are drafted for."""
+    from llmc_runtime import StructuredOutputsParams
+
+    guided = SamplingParams(
+        temperature=0, max_tokens=40, structured_outputs=StructuredOutputsParams(regex="(one|two|three) [0-9]{3}")
+    )
+    cases = [guided, SamplingParams(temperature=0, max_tokens=60), guided, SamplingParams(seed=1, max_tokens=30)]
+    found = []
+    for llm in pair:
+        outs = llm.generate([REPEAT] * len(cases), cases, use_tqdm=False)
+        found.append([(r.outputs[0].text, list(r.outputs[0].token_ids)) for r in outs])
+    assert found[0] == found[1]
+
+
+def test_fewer_steps(pair: tuple[LLM, LLM]) -> None:
+    """Text that repeats takes fewer steps, with the cost model."""
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    steps = []
+    for llm in pair:
+        before = llm.stats()["num_steps"]
+        llm.generate(REPEAT, params, use_tqdm=False)
+        steps.append(llm.stats()["num_steps"] - before)
+    assert steps[1] < 0.9 * steps[0], steps
+
+
+def test_refused(demo: Path, tmp_path: Path) -> None:
+    """More drafts than the model was compiled for, other methods, malformed values: one clear error each."""
+    for value, code, text in (
+        ("ngram:5", "E204", "compiled for at most 4"),
+        ("eagle:model", "E201", "eagle:model"),
+        ({"method": "eagle3", "model": "x"}, "E206", "eagle3"),
+        ({"model": "x"}, "E206", "draft_model"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "E201", "num_speculative_tokens = 0"),
+        ({"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 3}, "E201", "prompt_lookup_min = 3"),
+        ({"method": "ngram", "draft": 1}, "E201", "draft"),
+        (3, "E201", "speculate = 3"),
+    ):
+        with pytest.raises(LlmcError, match=text) as caught:
+            LLM(demo, say=quiet, speculate=value)
+        assert caught.value.code == code, value
+    save(LISTED[0], tmp_path / "model")
+    with pytest.raises(LlmcError, match="speculate=33"):
+        compile_model(tmp_path / "model", tmp_path / "wrong.llmc", Options(cache=CACHE, speculate=33))
+    compile_model(tmp_path / "model", tmp_path / "plain.llmc", Options(cache=CACHE))
+    with pytest.raises(LlmcError, match="no drafted tokens") as caught:
+        LLM(tmp_path / "plain.llmc", say=quiet, speculate="ngram")
+    assert "llmc" not in caught.value.cause and "--speculate 4" in caught.value.remedy
+
+
+def test_the_cost_model_stops_drafts_that_do_not_pay() -> None:
+    """With expensive entries only likely drafts are verified; a row whose drafts fail is still tried now and then."""
+    from llmc_runtime.sched.speculation import PROBE, SpeculationConfig
+
+    policy, request = Speculation(SpeculationConfig(4, 3, 5)), Request("r", [1])
+    request.num_drafts = 4
+    for _ in range(50):
+        policy.costs.add(1, 0.010)
+        policy.costs.add(3, 0.018)  # an entry costs 0.4 of a step
+    policy.begin(1)
+    request.draft_trials = (5.0, 5.0)
+    assert policy.drafts(request, 9) >= 2 and policy.drafts(request, 1) == 1 and policy.drafts(request, 0) == 0
+    request.draft_trials = (5.0, 0.2)
+    assert [policy.drafts(request, 9) for _ in range(2 * PROBE)].count(1) == 2

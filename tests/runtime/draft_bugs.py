@@ -1,0 +1,72 @@
+"""Bugs of speculative decoding for the simulator to detect, in the form of those in bugs.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llmc_runtime.sched import scheduler
+from llmc_runtime.sched.request import Request, Status
+from llmc_runtime.sched.scheduler import Scheduler
+from llmc_runtime.sched.step import Work
+
+
+def rejected_drafts_that_stay(right: Any) -> Any:
+    def append_run(self: Scheduler, request: Request, item: Work, run: Any) -> Any:
+        done = right(self, request, item, run)
+        if request.status is Status.RUNNING:
+            request.num_computed += item.num_tokens - len(run)
+        return done
+
+    return append_run
+
+
+def pages_of_drafts_that_leak(right: Any) -> Any:
+    def append_run(self: Scheduler, request: Request, item: Work, run: Any) -> Any:
+        pages = list(request.pages)
+        done = right(self, request, item, run)
+        if request.status is Status.RUNNING and len(pages) > len(request.pages):
+            self.pool.take(1)
+        return done
+
+    return append_run
+
+
+def pages_freed_while_drafts_need_them(right: Any) -> Any:
+    def append_run(self: Scheduler, request: Request, item: Work, run: Any) -> Any:
+        planned = request.num_planned
+        request.num_planned = max(0, planned - self.config.page_size)
+        done = right(self, request, item, run)
+        request.num_planned += planned - max(0, planned - self.config.page_size)
+        return done
+
+    return append_run
+
+
+def drafts_behind_the_last_token(right: Any) -> Any:
+    def with_drafts(self: Scheduler, speculation: Any, request: Request, budget: int) -> Work:
+        request.limit += 2
+        item = right(self, speculation, request, budget)
+        request.limit -= 2
+        return item
+
+    return with_drafts
+
+
+def tokens_accepted_behind_the_end(right: Any) -> Any:
+    def extend(delta: Any, more: Any) -> Any:
+        done = right(delta, more)
+        if done.finish_reason == "stop":
+            done.new_token_ids.append(0)
+        return done
+
+    return extend
+
+
+DRAFT_BUGS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
+    (Scheduler, "_append_run", rejected_drafts_that_stay),
+    (Scheduler, "_append_run", pages_of_drafts_that_leak),
+    (Scheduler, "_append_run", pages_freed_while_drafts_need_them),
+    (Scheduler, "_with_drafts", drafts_behind_the_last_token),
+    (scheduler, "extend", tokens_accepted_behind_the_end),
+)
