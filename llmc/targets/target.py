@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 FAMILIES = ("cpu", "cuda", "hip")  # kinds of devices; the runtime opens the first two
 
+
 @dataclass(frozen=True)
 class Limits:
     """Sizes that kernels may rely on.
