@@ -26,7 +26,7 @@ UPGRADE = (
     "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
 )
 HOSTS = ("localhost", "127.0.0.1", "a/?x=", "localhost/health?", "evil.test")
-OPEN = {"/health", "/ready"}  # without a key
+OPEN = {"/health", "/ping", "/ready"}  # without a key
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE", "PATCH", "CONNECT")
 
 

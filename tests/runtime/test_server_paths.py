@@ -83,7 +83,7 @@ def test_a_path_in_front_may_be_there_or_not(server: Served, root: str) -> None:
     app = application(server.serving, (KEY,), None, LOOPBACK, root)
     assert get(app, "/health", host=b"0.0.0.0:8000")[0] == 200 and get(app, "/health", host=b"evil")[0] == 421
     under = normalize_root(root)
-    for path in ("/health", "/ready"):
+    for path in ("/health", "/ping", "/ready"):
         assert get(app, path)[0] == get(app, under + path)[0] == 200
     assert (
         f'"servers":[{{"url":"{under}"}}]'.encode()

@@ -89,7 +89,7 @@ def test_targets_in_absolute_form_open_nothing(server: Served) -> None:
 @pytest.mark.parametrize("scope", KEY_SCOPES)
 def test_the_scope_of_api_keys(scope: str) -> None:
     with served(keys=(KEY,), admin_keys=(ADMIN,), key_scope=scope) as one:
-        free = {"/health", "/ready"}
+        free = {"/health", "/ping", "/ready"}
         free |= {"/metrics", "/metrics/"} if scope != "all" else set()
         free |= {"/", "/version", "/openapi.json", "/tokenizer_info", "/version/"} if scope == "v1" else set()
         others = {"/v1/models", "/v1/models/", "/v1/models/toy", "/%76%31/models", "/v1", "/V1/models", "//metrics"}
