@@ -13,6 +13,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.driver import locate_model, weight_bytes
 from llmc.extension import load
 from llmc.frontend.hub import PUBLIC, Hub
+from llmc.frontend.tokenizer_files import TOKENIZER
 from llmc.ir.text import parse
 from llmc.kv_cache import WithKvScales
 from llmc.next_command import run_command
@@ -49,6 +50,7 @@ def pack_model(artifact: Path, model: str | Path, console: Console | None = None
             artifact, graph, WithKvScales(checkpoint, graph), lambda n, of: console.part("weights", n, of, "B")
         )
     console.note(f"{artifact}: {size_text(weight_bytes(done))} packed and hashed")
-    if line := run_command(artifact, done.target.name, done.target.arch, bool(done.tokenizer)):
+    tokenizer = any(Path(name).name == TOKENIZER for name in done.tokenizer)
+    if line := run_command(artifact, done.target.name, done.target.arch, tokenizer):
         console.note(line)
     return done
