@@ -65,7 +65,7 @@ def see(owner: Any, method: str, bug: Any, depth: int | None, monkeypatch: pytes
     """The bug fails some episode, and again when that is replayed."""
     monkeypatch.setattr(owner, method, bug(getattr(owner, method)))
     with pytest.raises(SimulationFailure, match=r"--seed \d+ --steps 1") as caught:
-        simulate(100, 100_000, depth=depth)
+        simulate(100, 300_000, depth=depth)
     print(caught.value)
     with pytest.raises(SimulationFailure) as again:
         simulate(caught.value.seed, 1, depth=depth)
