@@ -353,12 +353,14 @@ def test_without_a_tokenizer_the_next_command_works_and_notes_are_kept(
     """The tiny model has none. The second compile is linked from the cache."""
     for name in ("first", "second"):
         assert main(["compile", str(model), "-o", str(tmp_path / name), "--cache", str(cache)]) == 0
-        told = capsys.readouterr().err
-        assert told.count("note: the folder has no tokenizer.json") == 1
-        command = next(line for line in told.splitlines() if line.startswith("next: ")).removeprefix("next: python -c ")
+        output = capsys.readouterr().err
+        assert output.count("note: the folder has no tokenizer.json") == 1
+        command = next(line for line in output.splitlines() if line.startswith("next: ")).removeprefix(
+            "next: python -c "
+        )
         done = subprocess.run([sys.executable, "-c", *shlex.split(command)], capture_output=True, text=True, check=True)
         assert "token_ids=" in done.stdout
-    assert "reuse: linked" in told
+    assert "reuse: linked" in output
 
 
 def test_llmc_run_links_what_llmc_compile_has_compiled(
@@ -367,5 +369,5 @@ def test_llmc_run_links_what_llmc_compile_has_compiled(
     """The fixture has compiled the model with the same options."""
     entry = compiled_for_run(model, {"target": "cpu:native", "dtype": "auto"}, cache, lambda line: None)
     assert (entry / "manifest.json").is_file()
-    told = capfd.readouterr().err
-    assert "reuse: linked" in told and "trace:" not in told
+    output = capfd.readouterr().err
+    assert "reuse: linked" in output and "trace:" not in output

@@ -226,7 +226,7 @@ def timed(ask: Callable[[str], None], keys: Sequence[str], count: int, draw: Ran
     return found
 
 
-def told_apart(ask: Callable[[str], None], keys: Sequence[str], count: int, draw: Random) -> bool:
+def distinguished(ask: Callable[[str], None], keys: Sequence[str], count: int, draw: Random) -> bool:
     """Whether the time tells the first key from another, three times in a row: once is chance one time in fifty."""
     for _ in range(3):
         first, *others = timed(ask, keys, count, draw)
@@ -245,7 +245,7 @@ def test_04_key_timing(steady: Target, draw: Random, times: Callable[[int, int],
         reply = link.getresponse()
         assert reply.read() and reply.status == 401
 
-    assert not told_apart(ask, wrong, times(150, 5000), draw)
+    assert not distinguished(ask, wrong, times(150, 5000), draw)
 
     def careless(key: str) -> None:  # a comparison that ends at the first difference, magnified
         same = next((i for i, (a, b) in enumerate(zip(key, steady.key)) if a != b), 0)
@@ -253,7 +253,7 @@ def test_04_key_timing(steady: Target, draw: Random, times: Callable[[int, int],
         while time.perf_counter() < until:
             pass
 
-    assert told_apart(careless, wrong, 150, draw)
+    assert distinguished(careless, wrong, 150, draw)
 
 
 @pytest.fixture

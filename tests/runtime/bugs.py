@@ -230,7 +230,7 @@ def scored_without_rows_for_it(right: Any) -> Any:
     return chunk
 
 
-def a_guide_that_is_not_told(right: Any) -> Any:
+def a_guide_that_gets_no_tokens(right: Any) -> Any:
     return lambda self, token: None
 
 
@@ -358,7 +358,7 @@ BUGS: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
     (Scheduler, "add", last_come_first_served),
     (Scheduler, "next", after_planning(stops_that_the_row_does_not_mask)),
     (Wandering, "mask", masks_of_the_step_before),
-    (Banned, "accept", a_guide_that_is_not_told),
+    (Banned, "accept", a_guide_that_gets_no_tokens),
     (Scheduler, "_chunk", scored_without_rows_for_it),
     (Request, "finish_of", ends_one_token_late),
     (Scheduler, "rollback", rollback_that_keeps_the_row),

@@ -196,7 +196,7 @@ def trimmed(text: str) -> str:
     return text[: max(len(text.rstrip()), len(text) - MAX_SPACE)]
 
 
-def told_apart(form: ReasoningFormat, opened: bool, text: str) -> tuple[str, str]:
+def distinguished(form: ReasoningFormat, opened: bool, text: str) -> tuple[str, str]:
     """The same by another way."""
     bare = text.lstrip()
     begin = next((one for one in form.begins if bare.startswith(one)), "")
@@ -233,7 +233,7 @@ def test_reasoning_is_separated_however_the_text_is_cut(
     text = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=9)))
     reasoning, answer = split(form, opened, [text])
     assert split(form, opened, cut(text, random.Random(seed))) == split(form, opened, list(text)) == (reasoning, answer)
-    assert (reasoning, answer) == told_apart(form, opened, text), text
+    assert (reasoning, answer) == distinguished(form, opened, text), text
 
 
 def test_where_reasoning_begins() -> None:

@@ -21,4 +21,4 @@ def notify(address: str, state: str) -> None:
             link.connect("\0" + address[1:] if address.startswith("@") else address)
             link.sendall(state.encode())
     except OSError as e:
-        log.warning("the service manager cannot be told %s: %s", state, e.strerror)
+        log.warning("the state %s was not reported to the service manager: %s", state, e.strerror)
