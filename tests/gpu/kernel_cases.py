@@ -37,7 +37,13 @@ HALF = 1e-2
 # Products of 8-bit floats. Hopper's tensor cores keep about 14 bits of a sum, and an epilogue that multiplies two sums,
 # such as silu(a0) * a1, keeps 13.
 SCALED = ("block_scaled_linear", "scaled_moe_up", "scaled_moe_down")
-GAINED = ("rms_norm", "layer_norm", "rope_append")  # ops whose vectors are weights
+GAINED = (
+    "rms_norm",
+    "layer_norm",
+    "rope_append",
+    "rope_attention",
+    "rope_attention_split",
+)  # ops whose vectors are weights
 
 
 @dataclass(frozen=True)
