@@ -1,8 +1,8 @@
 """Compares the rounding errors of two devices prompt by prompt, with a bounded rate of false alarms.
 
 Both devices compute a model in bfloat16, in different orders of summation, and both are compared with float32. The
-check is a sign test. Its null hypothesis: the median over prompts of (mean error of the tested device) / (mean error of the
-reference device) is at most LIMIT. Then the number of prompts above LIMIT has at most the binomial distribution
+check is a sign test. Its null hypothesis: the median over prompts of (mean error of the tested device) / (mean error of
+the reference device) is at most LIMIT. Then the number of prompts above LIMIT has at most the binomial distribution
 (n, 1/2). The check fails for a number that this distribution reaches with a probability below FALSE_ALARM.
 
 The bound holds for any distribution of errors. Errors within a prompt may depend on each other, as those of the
