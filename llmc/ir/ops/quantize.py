@@ -17,11 +17,11 @@ from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.opdef import Ints, op
 from llmc.ir.ops.common import axis_of
-from llmc.ir.qformat import ENCODINGS, QFormat
+from llmc.ir.qformat import ENCODINGS, QFormat, scale_shape
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
 
-# Values of codes that stand for no integer, by the name of their encoding. e2m1: OCP Microscaling Formats 1.0, FP4.
+# Values of codes that are not integers, by the name of their encoding. e2m1: OCP Microscaling Formats 1.0, FP4.
 VALUES: Mapping[str, tuple[float, ...]] = MappingProxyType(
     {"e2m1": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)}
 )
@@ -112,14 +112,22 @@ def bitcast(x: Any, *, dtype: str) -> Any:
     return np.asarray(x).view(DTYPES[dtype].np)
 
 
+def check_block(block: Ints) -> None:
+    """Raise Mismatch unless `block` has the numbers of rows and of columns that share a scale."""
+    if len(block) != 2 or min(block) < 0:
+        raise Mismatch(f"block={list(block)}: expected [rows, columns] that share a scale, 0 for all")
+
+
+def check_scales(code: Type, scale: Type, block: Ints) -> None:
+    """Raise Mismatch unless `scale` has one element for each block of codes [*b, n, k]."""
+    check_block(block)
+    if scale.shape != scale_shape(code.shape, block):
+        raise Mismatch(f"{scale} does not scale blocks of {list(block)} of {code}")
+
+
 def _dequantize_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     code, scale, zero = env["code"], env["scale"], env.get("zero")
-    if len(attrs["block"]) != 2 or min(attrs["block"]) < 0:
-        raise Mismatch(f"block={list(attrs['block'])}: rows and columns that share a scale are wanted, 0 for all")
-    for axis, size in zip((-2, -1), attrs["block"], strict=True):
-        want = code.shape[axis].ceildiv(size) if size else Dim.of(1)
-        if scale.shape[axis] != want:
-            raise Mismatch(f"{scale} does not scale blocks of {list(attrs['block'])} of {code}")
+    check_scales(code, scale, attrs["block"])
     if zero is not None and attrs["zero_point"]:
         raise Mismatch("zero points are given twice: as an operand and as zero_point")
     if attrs["values"] and attrs["values"] not in VALUES:
@@ -167,18 +175,14 @@ def _spread(x: np.ndarray, block: tuple[int, ...], shape: tuple[int, ...]) -> np
     """Repeat the entry of each block for its elements; axes of one block are left to broadcasting."""
     for axis, size in zip((-2, -1), block, strict=True):
         if size > 1:
-            x = (
-                np.repeat(x, size, axis)[..., : shape[axis], :]
-                if axis == -2
-                else np.repeat(x, size, -1)[..., : shape[-1]]
-            )
+            x = np.repeat(x, size, axis)
+            x = x[..., : shape[-1]] if axis == -1 else x[..., : shape[-2], :]
     return x
 
 
 def _format(attrs: Mapping[str, Any], logical: str) -> QFormat:
+    check_block(attrs["block"])
     try:
-        if len(attrs["block"]) != 2 or min(attrs["block"]) < 0:
-            raise ValueError(f"block={list(attrs['block'])}: rows and columns that share a scale are wanted, 0 for all")
         return QFormat.of(attrs["code"], attrs["block"], attrs["scale"], attrs["zero"], logical, attrs.get("act", ""))
     except (KeyError, ValueError) as e:
         raise Mismatch(str(e)) from None
@@ -212,8 +216,7 @@ def _assemble_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     format = _format({**attrs, "scale": scales.dtype}, attrs["dtype"])
     if codes.dtype != format.storage:
         raise Mismatch(f"{codes} are not codes of {format.name}, which are stored as {format.storage}")
-    if scales.shape != format.scale_shape(codes.shape):
-        raise Mismatch(f"{scales} does not scale blocks of {list(attrs['block'])} of {codes}")
+    check_scales(codes, scales, attrs["block"])
     if format.has_zeros != (zeros is not None) or (zeros is not None and zeros.shape != scales.shape):
         raise Mismatch(f"zero={attrs['zero']!r} does not agree with the zero points {zeros}")
     return [Type(attrs["dtype"], codes.shape, format=format)]
