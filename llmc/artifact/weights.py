@@ -90,7 +90,7 @@ def _pieces(
             ahead.append(pool.submit(_zeros, place.nbytes))
             continue
         v = values[place.name]
-        alone = blocks.holds_much(v)
+        alone = blocks.caches_large_value(v)
         if alone:
             yield from (f.result() for f in _drain(ahead))
             blocks.forget()

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
 
-# Dtypes of codes of less than 8 bits that are not integers, and what `dequantize` calls their encoding.
+# Non-integer dtypes of codes of less than 8 bits -> the name of their encoding in `dequantize`.
 ENCODINGS: Mapping[str, str] = MappingProxyType({"f4e2m1": "e2m1"})
 
 
@@ -52,7 +52,7 @@ class QFormat:
 
     @property
     def storage(self) -> str:
-        """The dtype in which codes are held before they are packed: codes of less than 8 bits take a byte each."""
+        """The dtype of unpacked codes: codes of less than 8 bits are stored in one byte each."""
         return self.code if DTYPES[self.code].bits >= 8 else "u8"
 
     @property

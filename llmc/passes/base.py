@@ -31,7 +31,7 @@ class Ctx:
     """The context that a run of passes shares.
 
     opset: op name -> OpDef. target: the Target to compile for, or None. kernels: kernel name -> Kernel. fuel: the
-    number of changes that may still be made (negative: unlimited). only: a module path; rewrites elsewhere are skipped.
+    maximum number of further changes (negative: unlimited). only: a module path; rewrites elsewhere are skipped.
     misses: near misses in order, without repetition. hits: number of rewrites per place. notes: messages for the user,
     without repetition. choices: the kernel choices and their alternatives, as data for the report.
     """

@@ -70,7 +70,7 @@ class Decoder:
             raise Diagnostic("E340", f"{stored.module} is stored quantised and as it was: {have}", AGAIN)
         codes = self.scheme.decode(stored)
         if TRANSPOSED in stored.classes:  # quantised as the Linear that computes the same
-            codes = replace(codes, turned=not codes.turned)
+            codes = replace(codes, transposed=not codes.transposed)
         self.labels[codes.label] += 1
         weight = dequantized(codes, stored.build)
         self._codes[weight] = codes
@@ -94,7 +94,7 @@ class Decoder:
             return None
         found = [self.parts(v, b) for v in n.operands]
         first = found[0]
-        if first is None or first.turned or not all(_joins(x, first, v, n) for x, v in zip(found, n.operands)):
+        if first is None or first.transposed or not all(_joins(x, first, v, n) for x, v in zip(found, n.operands)):
             return None
         columns = zip(*(x.parts for x in found if x), strict=True)
         if n.op.name == "concat":
@@ -106,7 +106,7 @@ class Decoder:
 
 def _joins(x: QuantisedWeight | None, first: QuantisedWeight, v: Value, n: Node) -> bool:
     """Whether the parts of an operand of a concatenation (or reshape) can be moved as the operand is."""
-    if x is None or x.order is not None or x.turned or x.format != first.format:
+    if x is None or x.order is not None or x.transposed or x.format != first.format:
         return False
     typed = replace(v.type, dtype=x.format.logical, format=x.format)
     axis = n.attrs.get("axis", 0) % v.type.rank
@@ -138,9 +138,9 @@ def parts_of(codes: Codes, order: Value | None, b: Builder) -> QuantisedWeight |
         zero = b.broadcast(zero, shape=shape) if isinstance(zero, Value) else zero
     if not isinstance(zero, Value):
         f = QFormat.of(name, block, scale.type.dtype, str(zero) if zero else "", act=codes.act)
-        return QuantisedWeight(f, (code, scale), order, codes.turned)
+        return QuantisedWeight(f, (code, scale), order, codes.transposed)
     f = QFormat.of(name, block, scale.type.dtype, zero.type.dtype, act=codes.act)
-    return QuantisedWeight(f, (code, scale, zero), order, codes.turned)
+    return QuantisedWeight(f, (code, scale, zero), order, codes.transposed)
 
 
 def code_dtype(codes: Codes) -> str | None:
@@ -164,7 +164,7 @@ def dequantized(codes: Codes, b: Builder) -> Value:
     operands = (codes.code, scale, zero) if isinstance(zero, Value) else (codes.code, scale)
     point = 0 if isinstance(zero, Value) else zero
     value = b.dequantize(*operands, block=block, dtype="f32", zero_point=point, values=codes.values)
-    if codes.turned:
+    if codes.transposed:
         value = b.transpose(value, perm=(*range(value.type.rank - 2), value.type.rank - 1, value.type.rank - 2))
     return value
 

@@ -36,7 +36,7 @@ class Mxfp4:
         octets = b.reshape(blocks, shape=(experts, n, groups * GROUP // 2))
         code = b.unpack_bits(octets, bits=4, axis=2, size=groups * GROUP)
         scale = b.bitcast(scales, dtype="f8e8m0")
-        return Codes(code, scale, (1, GROUP), "mxfp4", values="e2m1", turned=True)
+        return Codes(code, scale, (1, GROUP), "mxfp4", values="e2m1", transposed=True)
 
 
 def mxfp4(config: Mapping[str, Any]) -> Mxfp4:

@@ -37,7 +37,7 @@ class Codes:
     code: [*experts, n, k], in the order of the unpacked weight. scale, and zero if it is a value:
     [*experts, blocks of n, blocks of k]. block: rows and columns that share a scale; 0 is the whole axis. zero: zero
     points, one for all codes, or none (0). values: the encoding of codes that are not numbers, such as "e2m1". groups:
-    the groups of the columns, if they are not runs of neighbours. label: the format's name in reports. turned: the
+    the groups of the columns, if they are not runs of neighbours. label: the format's name in reports. transposed: the
     model holds the transpose, [*experts, k, n]. act: the dtype of the activations that the checkpoint names, to which
     a product with this weight may round its other operand; "" if it names none, or one that is not supported.
     """
@@ -49,7 +49,7 @@ class Codes:
     zero: Value | int = 0
     values: str = ""
     groups: Groups | None = None
-    turned: bool = False
+    transposed: bool = False
     act: str = ""
 
 

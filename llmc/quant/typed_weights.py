@@ -22,7 +22,7 @@ class QuantisedSource(Protocol):
 
     formats: dict[str, QFormat]
     orders: dict[str, str]
-    turned: set[str]
+    transposed: set[str]
     counts: dict[str, int]
 
     def part_types(self, name: str) -> Mapping[str, Type]:
@@ -42,8 +42,8 @@ def use_codes(m: Module, source: QuantisedSource, ops: Mapping[str, OpDef]) -> i
     for v in list(g.inputs):
         if not (v.weight and v.uses and v.name in source.formats):
             continue
-        f, turned = source.formats[v.name], v.name in source.turned
-        moves = _moves(v, f, turned)
+        f, transposed = source.formats[v.name], v.name in source.transposed
+        moves = _moves(v, f, transposed)
         if moves is None:
             continue
         parts = [g.input(name, t, weight=True) for name, t in source.part_types(v.name).items()]
@@ -59,12 +59,12 @@ def use_codes(m: Module, source: QuantisedSource, ops: Mapping[str, OpDef]) -> i
     return done
 
 
-def _moves(v: Value, f: QFormat, turned: bool) -> list[Node] | None:
+def _moves(v: Value, f: QFormat, transposed: bool) -> list[Node] | None:
     """The nodes that move a weight on its way to products, in order; None if it has other readers.
 
     A weight that is the transpose of its parts has only readers that transpose it back.
     """
-    types = {v: None if turned else Type(v.type.dtype, v.type.shape, format=f)}
+    types = {v: None if transposed else Type(v.type.dtype, v.type.shape, format=f)}
     moves: list[Node] = []
     todo = [v]
     while todo:

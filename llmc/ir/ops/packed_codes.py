@@ -1,7 +1,7 @@
 """Codes of 4 bits in the layout that GPU products read, and the product over it.
 
-A byte holds two codes of one row, `half` columns apart. Neighbouring bytes then hold neighbouring columns, and a tile
-of bytes yields one tile of codes from its low halves and one from its high halves.
+A byte holds two codes of one row, `half` columns apart. Adjacent bytes then hold adjacent columns, and a tile of bytes
+yields two tiles of codes: one from the low and one from the high four bits.
 """
 
 from __future__ import annotations

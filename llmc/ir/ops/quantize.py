@@ -1,7 +1,7 @@
 """Ops of quantised weights: unpacking integers from words, and converting between floats and codes with scales.
 
 A value of a quantised type (`Type.format`) stands for its dequantised numbers: an op that takes one computes with
-those. `quantize` and `assemble` make such values; the pass `lower-quantized` replaces them by their parts.
+those. `quantize` and `assemble` create such values; the pass `lower-quantized` replaces them by their parts.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _stream(words: np.ndarray, bits: int, size: int) -> np.ndarray:
     holds={"idx": index("x", -1)}, example={"*b": (3,), "c": 4, "k": 9},
 )  # fmt: skip
 def take_columns(x: Any, idx: Any) -> Any:
-    """Columns of x by index, such as the scales of the groups that `g_idx` names."""
+    """Columns of x by index, for example the scales of the group of each column (`g_idx`)."""
     return x[..., idx]
 
 
@@ -92,7 +92,7 @@ def take_columns(x: Any, idx: Any) -> Any:
     holds={"x": integers(0, 4)}, example={"n": 9},
 )  # fmt: skip
 def argsort(x: Any) -> Any:
-    """The indices that sort x in ascending order; equal elements keep theirs."""
+    """The indices that sort x in ascending order; equal elements keep their order."""
     return np.argsort(x, kind="stable").astype(np.int32)
 
 
@@ -129,7 +129,7 @@ def _dequantize_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type
     code, scale, zero = env["code"], env["scale"], env.get("zero")
     check_scales(code, scale, attrs["block"])
     if zero is not None and attrs["zero_point"]:
-        raise Mismatch("zero points are given twice: as an operand and as zero_point")
+        raise Mismatch("zero points are both an operand and the attribute zero_point")
     if attrs["values"] and attrs["values"] not in VALUES:
         raise Mismatch(f"values={attrs['values']!r} is not one of {', '.join(VALUES)}")
     if attrs["dtype"] not in DTYPES or DTYPES[attrs["dtype"]].kind != "f":
@@ -245,7 +245,7 @@ def assemble(
 
 
 def _code_range(code: str) -> tuple[float, float]:
-    """The smallest and largest value of a code, less its zero point in the middle of the range."""
+    """The smallest and largest value of a code minus the zero point, which is in the middle of the range."""
     if DTYPES[code].kind == "f":
         limit = float(np.finfo(DTYPES[code].np).max) if DTYPES[code].bits > 8 else FLOAT_CODES[code]
         return -limit, limit

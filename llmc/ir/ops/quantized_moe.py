@@ -98,10 +98,9 @@ def quantized_moe_up(
     """moe_up over the stack dequantize(code, scale, zero).
 
     extras: the zero points if `zeros` is set, then the bias, if there is one. block, zero_point, zeros, bits, act and
-    act_block are as in quantized_linear, values as in dequantize. half: 0, or codes are packed (see `pack_nibbles`),
-    and scales and zero points are [experts, blocks, rows]. These operands are no optional ones of moe_up because only
-    few kernels read codes: an op of their own keeps the others unaware of formats, and `lower-quantized` chooses
-    between the two.
+    act_block are as in quantized_linear, values as in dequantize. If `half` is not 0, codes are packed (see
+    `pack_nibbles`), and scales and zero points are [experts, blocks, rows]. This op is separate from moe_up because few
+    kernels read codes; `lower-quantized` chooses between the two.
     """
     w, bias = _stack(code, scale, extras, {"block": block, "zero_point": zero_point, "zeros": zeros, "values": values,
                                            "half": half})  # fmt: skip
