@@ -31,7 +31,7 @@ class Stack:
 
     @property
     def up(self) -> bool:
-        """Whether it is that of the first product, which has a gate and reads the rows of tokens."""
+        """Whether it belongs to the first product, which has a gate and whose rows are tokens."""
         return self.node.op.name.endswith("up")
 
     @property
