@@ -1,1 +1,2 @@
-"""GPU benches: the engine and single kernels beside their floors. They can be imported without a GPU."""
+"""GPU benches: the engine and single kernels, compared with lower bounds of their time. They can be imported without a
+GPU."""
