@@ -62,7 +62,7 @@ def locate(
 ) -> Located:
     """Return the folder of a model: a local path, or a hub id `owner/name[@revision]` (or `name@revision`) to download.
 
-    An existing path takes precedence over a hub id. `weights` says whether weights are needed. `check` is called with
+    An existing path takes precedence over a hub id. weights: whether weights are needed. `check` is called with
     config.json before weights are downloaded, and may raise. Raises Diagnostic E330
     (no such repository), E331 (gated or private), E332 (no connection, or not downloaded and offline), E333 (no such
     revision), E334 (unusable answer), and E301-E304, E307, E320 if the folder is not a model that can be compiled.

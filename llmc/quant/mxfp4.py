@@ -1,4 +1,4 @@
-"""MXFP4 checkpoints as OpenAI's gpt-oss is published: experts in 4-bit floats with a power-of-two scale for each 32.
+"""MXFP4 checkpoints such as OpenAI's gpt-oss: experts in 4-bit floats with a power-of-two scale per 32 columns.
 
 Tensors of a weight [experts, n, k]: NAME_blocks uint8 [experts, n, k / 32, 16], the low four bits first, and
 NAME_scales uint8 [experts, n, k / 32], exponents biased by 127 (OCP Microscaling Formats 1.0). The model holds

@@ -33,7 +33,7 @@ def use_codes(m: Module, source: QuantisedSource, ops: Mapping[str, OpDef]) -> i
     """Replace weights of @main that only products read by `assemble` of their parts.
 
     Other readers, such as an embedding that shares its table with the output projection, take the dequantised numbers.
-    Return of how many stored weights those that were replaced consist.
+    Return the number of stored weights that were replaced.
     """
     g = m.graphs["main"]
     done = 0
@@ -110,7 +110,7 @@ def _reads(n: Node, v: Value, f: QFormat) -> bool:
 
 
 def _replace(g: Graph, v: Value, whole: Value, moves: list[Node]) -> None:
-    """Let the products of `v`, and of what `moves` make of it, read the same of `whole`."""
+    """Make the products that read `v`, directly or through `moves`, read `whole` instead."""
     new = {v: whole}
     for n in moves:
         if n.op.name == "transpose":
@@ -128,7 +128,7 @@ def _replace(g: Graph, v: Value, whole: Value, moves: list[Node]) -> None:
 def _reorder(
     g: Graph, v: Value, order: Value, moved: dict[tuple[Value, Value], Value], ops: Mapping[str, OpDef]
 ) -> None:
-    """Let the products of `v` read the columns of their other operand in this order; `moved` keeps what they read."""
+    """Make the products of `v` read the columns of their other operand in this order; `moved` caches the results."""
     for n in list(v.uses):
         x = n.operands[0]
         if (x, order) not in moved:

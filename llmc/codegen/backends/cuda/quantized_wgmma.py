@@ -110,8 +110,7 @@ class QuantizedWgmma(FragmentKernel):
 
 
 def _step_us(p: TiledProduct, s: Schedule, resident: int, busy: float, target: Target) -> float:
-    """Microseconds of a step of `resident` blocks per multiprocessor; busy: the share of multiprocessors with
-    blocks."""
+    """Microseconds of a step of `resident` blocks per multiprocessor; busy: share of multiprocessors in use."""
     units, consumers = target.limits.units, p.consumers(s)
     codes, tokens = consumers * BLOCK * p.step / 2, s["tokens"] * p.step * 2  # bytes
     instructions = _SUMS if s["tokens"] <= 32 and p.group >= p.step else _FACTORS

@@ -1,5 +1,4 @@
-"""The grouped products of experts with quantised activations and weights in Triton. The kernel is in
-`kernels/scaled_moe.py`."""
+"""Grouped expert products of quantised activations and weights in Triton. The kernel is in `kernels/scaled_moe.py`."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ RESCALE = 4  # operations per sum and group
 
 @dataclass(frozen=True)
 class ScaledExperts(Experts):
-    """One grouped product of quantised rows and weights. group, block_rows: columns and rows of the weight that share a
-    scale."""
+    """A grouped product of quantised factors. group, block_rows: columns and rows of the weight that share a scale."""
 
     group: int
     block_rows: int
