@@ -84,10 +84,6 @@ def files_to_download(names: Collection[str], shards: Collection[str] | None) ->
     return [n for n in sorted(names) if n in TOKENIZER_FILES or n in FILES or n in weights or _is_template(n)]
 
 
-def _concerns(name: str) -> bool:
-    return "/" not in name or _is_template(name)
-
-
 def _is_template(name: str) -> bool:
     """Whether a file is one of the additional chat templates, the only wanted files in a subfolder."""
     folder, _, rest = name.partition("/")
@@ -153,7 +149,8 @@ class _Fetch:
         )
         if not COMMIT.fullmatch(str(info.sha)):
             raise self.unusable(f"its commit is {info.sha!r}, not 40 digits")
-        files = {s.rfilename: int(s.size or 0) for s in info.siblings or () if _concerns(s.rfilename)}
+        sizes = {s.rfilename: int(s.size or 0) for s in info.siblings or ()}
+        files = {name: size for name, size in sizes.items() if "/" not in name or _is_template(name)}
         return str(info.sha), files
 
     def downloaded(self) -> tuple[str, dict[str, int]]:

@@ -17,16 +17,6 @@ from llmc.targets.target import Target
 Axes = list[tuple[Dim, Dim]]  # (size, stride of the operand in elements)
 
 
-def copy_bytes(node: Node) -> Dim:
-    """Return the bytes read and written by a copy of the results."""
-    return sum((r.type.nbytes * 2 for r in node.results), D(0))
-
-
-def elements_of_16_bytes(node: Node) -> int:
-    """Return the number of elements in 16 bytes of a result."""
-    return 128 // DTYPES[node.results[0].type.dtype].bits
-
-
 class Moving(TritonKernel):
     """Base class: a program moves a tile of the two-dimensional space (rows, columns) that `space` returns."""
 
@@ -35,7 +25,8 @@ class Moving(TritonKernel):
         return D(1), node.results[0].type.numel
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        shapes = tiles(*self.space(node), target, elements_of_16_bytes(node))
+        per_thread = 128 // DTYPES[node.results[0].type.dtype].bits  # 16 bytes
+        shapes = tiles(*self.space(node), target, per_thread)
         return [{"rows": r, "cols": c, "warps": w} for r, c, w in shapes]
 
     def programs(self, node: Node, schedule: Schedule) -> Dim:
@@ -44,7 +35,8 @@ class Moving(TritonKernel):
         return rows.ceildiv(schedule["rows"]) * cols.ceildiv(schedule["cols"])
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        return cost_us(node, target, env, self.programs(node, schedule), schedule["warps"], copy_bytes(node))
+        copied = sum((r.type.nbytes * 2 for r in node.results), D(0))  # bytes read and written
+        return cost_us(node, target, env, self.programs(node, schedule), schedule["warps"], copied)
 
     def tile(self, u: Unit, rows: Dim, cols: Dim) -> tuple[list[str], str]:
         """Return (code that defines `row` and `col` of this program's tile, the name of its mask or "").
