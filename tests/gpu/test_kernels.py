@@ -33,7 +33,7 @@ pytestmark = pytest.mark.gpu
 # (test_cuda_kernels.py), `split-moe` replaces moe, and the compiler evaluates ops that pack or decode weights.
 NOT_LAUNCHED = (
     "pack_panel", "packed_linear", "pack_codes", "packed_quantized_linear", "pack_nibbles", "pack_fragments",
-    "packed_fragments_linear", "moe", *DECODING
+    "packed_fragments_linear", "norm_quantized_linear", "norm_fragments_linear", "moe", *DECODING
 )  # fmt: skip
 
 
