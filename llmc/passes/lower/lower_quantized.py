@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from llmc.diagnostics import Diagnostic, extension_code
+from llmc.diagnostics import Diagnostic
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Builder, Graph, Module, Node, Value
 from llmc.ir.ops.quantize import FLOAT_CODES
 from llmc.ir.ops.quantized_linear import multiplies_codes, multiplies_tiles
 from llmc.ir.qformat import QFormat
-from llmc.passes.base import Ctx, Pass
+from llmc.passes.base import Ctx, Pass, rejected, rejections
 from llmc.passes.fuse.fuse_linear import PRODUCTS
 from llmc.passes.lower.round_activations import Rounded, product_of_codes, product_of_experts, product_of_tiles
 
@@ -107,7 +107,7 @@ class LowerQuantized(Pass):
             new = product_of_codes(b, n, (codes, code), scale, x_scale)
         assert new.node is not None and codes.node is not None
         for node in (new.node, codes.node):
-            if (why := _reasons(node, ctx)) is not None:
+            if (why := rejections(node, ctx)) is not None:
                 g.erase(new.node)
                 rounded.drop(codes)
                 return why
@@ -166,28 +166,6 @@ class LowerQuantized(Pass):
             g.erase(n)
             return None
         return refused
-
-
-def _reasons(n: Node, ctx: Ctx) -> list[str] | None:
-    """Why each of the target's kernels does not support the node; None if one does, or if there is no target."""
-    if ctx.target is None:
-        return None
-    reasons = []
-    for name in ctx.kernels:
-        kernel = ctx.kernels[name]
-        if kernel.language in ctx.target.languages and kernel.claims(n):
-            with extension_code(f"kernel {name!r}", type(kernel), n):
-                why = kernel.reject(n, ctx.target)
-            if why is None:
-                return None
-            reasons.append(f"{name}: {why}")
-    return reasons
-
-
-def rejected(n: Node, ctx: Ctx) -> str | None:
-    """Why no kernel of the target supports the node; None if one does, or if there is no target."""
-    reasons = _reasons(n, ctx)
-    return None if reasons is None else "; ".join(reasons) or f"target {ctx.target.name} has no kernel for them"
 
 
 class _Parts:
