@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from gpu.model_cases import TEXTS, make_all
-from gpu.test_models import TOLERANCE, compare
+from gpu.test_models import LOGPROBS, TOLERANCE, compare
 from llmc_runtime import LLM, SamplingParams, StructuredOutputsParams
 
 PAIR = TEXTS[1]
@@ -22,7 +22,7 @@ def outputs() -> dict[str, list[Any]]:
     pytest.importorskip("llguidance")
     failed = make_all([PAIR], 1)
     assert not failed, failed
-    free = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=4)
+    free = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=LOGPROBS)
     kinds = [
         SamplingParams(
             temperature=i / 2, seed=i, max_tokens=40, structured_outputs=StructuredOutputsParams(regex=PATTERN)

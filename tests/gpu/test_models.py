@@ -20,6 +20,7 @@ pytestmark = pytest.mark.gpu
 STEPS = 10
 LENGTHS = (1, 7, 45)
 PROMPTS = 100
+LOGPROBS = 20  # likeliest ids whose log-probabilities are compared
 TOLERANCE = 1e-3
 PAIRS = {p.name: p for p in pairs()}
 EVERY = {p.name: p for p in pairs(every=True)}
@@ -44,7 +45,7 @@ def _parameters(item: Any) -> list[Any]:
 
 def generate(pair: Pair, kind: str, prompts: Sequence[Any], steps: int, batched: bool) -> list[Any]:
     """Return the completion of every prompt, computed in one batch or one prompt at a time."""
-    params = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True, logprobs=4)
+    params = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True, logprobs=LOGPROBS)
     llm = LLM(pair.path(kind), say=lambda text: None)
     try:
         groups = [list(prompts)] if batched else [[p] for p in prompts]
@@ -77,14 +78,17 @@ def _differences(a: Any, b: Any) -> list[float]:
 
 
 def compare(ours: Sequence[Any], theirs: Sequence[Any], tolerance: float) -> None:
-    """Check that log-probabilities agree, and that a token that differs was nearly as likely."""
+    """Check that log-probabilities agree, and that a token that differs was nearly as likely.
+
+    A token that is not listed in `theirs` is at most as likely as the least likely listed one.
+    """
     largest = max(x.max() for x in errors(ours, theirs))
     assert largest < tolerance, f"a log-probability is off by {largest:.3g}, the tolerance is {tolerance:.3g}"
     compared = [comparable(a.token_ids, b.token_ids) for a, b in zip(ours, theirs, strict=True)]
     for i, (n, a, b) in enumerate(zip(compared, ours, theirs, strict=True)):
         token, expected, known = a.token_ids[n - 1], b.token_ids[n - 1], b.logprobs[n - 1]
-        assert token in known, f"prompt {i}, token {n - 1}: {token} is not among the likeliest"
-        behind = known[expected].logprob - known[token].logprob
+        found = known[token].logprob if token in known else min(x.logprob for x in known.values())
+        behind = known[expected].logprob - found
         limit = 2 * tolerance * max(1.0, abs(known[expected].logprob))
         assert behind < limit, f"prompt {i}, token {n - 1}: {token} is {behind:.3g} nats behind {expected}"
     total = sum(len(b.token_ids) for b in theirs)
