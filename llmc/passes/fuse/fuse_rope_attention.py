@@ -7,8 +7,7 @@ from typing import ClassVar
 
 from llmc.ir.graph import Graph, Module, Node, Value
 from llmc.passes.analysis import made_by
-from llmc.passes.base import Ctx, Pass
-from llmc.passes.lower.lower_quantized import rejected
+from llmc.passes.base import Ctx, Pass, rejected
 from llmc.passes.rewrite import substitute
 
 NAME = "fuse-rope-attention"
