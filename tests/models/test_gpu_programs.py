@@ -128,7 +128,7 @@ def guided(path: Path, ids: list[int]) -> tuple[list[int], bool]:
         while llm.engine.has_work():
             llm.engine.step()
         assert llm.engine.error is None
-        cut = any(bound.halves for bound in llm.engine.executor._programs)  # type: ignore[attr-defined]
+        cut = any(bound.halves for bound in llm.engine.executor._steps.bound)  # type: ignore[attr-defined]
         return [t for r in requests for t in r.output_token_ids], cut
 
 
