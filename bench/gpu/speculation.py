@@ -20,26 +20,37 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import log, sqrt
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from llmc_runtime import SamplingParams
 from llmc_runtime.engine.loader import Opened, open_engine, open_model
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.speculation import Speculation
 
 from bench import shapes
 from bench.shapes import Shape
+from llmc.console import Console
+from llmc.draft_model import with_draft
+from llmc.driver import start
+from llmc.ir.graph import Builder, Module
+from llmc.options import Options
+from llmc.passes.base import Ctx, Pass
+from llmc.passes.lower.page_attention import DRAFT
 
 SEED, DRAFTS, PROMPT = 1, 7, 128
 WARM, MEASURED = 64, 192  # tokens per row before and while time is taken
 TEMPERATURE = 20.0  # makes differences between random logits small against the biases
 FIXED = (1, 2, 3, 5, 7)  # numbers of drafts of the formula
 BATCHES = (1, 8, 32, 256)
-MODELS = {s.name: s for s in (shapes.LLAMA31_8B, shapes.QWEN3_06B, shapes.SMALL)}
+TINY = replace(shapes.SMALL, name="tiny", hidden=128, intermediate=256, layers=1)
+DRAFT_MODELS = {shapes.LLAMA31_8B.name: shapes.LLAMA32_1B, shapes.SMALL.name: TINY}
+MODELS = {s.name: s for s in (shapes.LLAMA31_8B, shapes.SMALL)}
 
 
 @dataclass(frozen=True)
@@ -53,17 +64,20 @@ class Method:
 
 
 PLAIN = Method("plain", None, 0.7)
-METHODS = (Method("prompt lookup", f"ngram:{DRAFTS}", 0.7, {1: 2.4, 8: 2.0, 32: 1.6, 256: 0.98}),)
+METHODS = (
+    Method("prompt lookup", f"ngram:{DRAFTS}", 0.7, {1: 2.4, 8: 2.0, 32: 1.6, 256: 0.98}),
+    Method("draft model", f"draft:{DRAFTS}", 0.8, {1: 1.65, 8: 1.45, 32: 1.2, 256: 0.98}),
+)
 
 
 class FixedDrafts(Speculation):
-    """Verifies `count` drafts whenever so many are proposed, whether they pay or not."""
+    """Makes and verifies `fixed` drafts whenever there is room, whether they pay or not."""
 
-    count = 0
+    fixed = 0
 
-    def drafts(self, request: Request, room: int) -> int:
-        """Return the number of drafts to verify."""
-        return max(0, min(room, request.num_drafts, self.count))
+    def choose(self, request: Request, room: int) -> int:
+        """Return the number of drafts."""
+        return min(room, self.fixed)
 
 
 @dataclass(frozen=True)
@@ -100,7 +114,7 @@ class Totals:
 def requests(count: int, shape: Shape, rate: float, tokens: int) -> Iterator[Request]:
     """Yield requests whose tokens are drawn from two ids, independently of the text, with probabilities p and 1 - p.
 
-    p is such that a token copied from the text equals the next one with probability p^2 + (1 - p)^2 = rate.
+    p is such that two draws, such as a draft and the next token, are equal with probability p^2 + (1 - p)^2 = rate.
     """
     p = (1 + sqrt(2 * rate - 1)) / 2
     params: dict[str, Any] = {
@@ -211,21 +225,47 @@ class Results:
         return best
 
 
-def artifact(plan: argparse.Namespace, name: str, speculate: int) -> Path:
-    """Return an artifact of the model without weight files; compile it if it is missing."""
+@dataclass(frozen=True)
+class IndependentDrafts(Pass):
+    """Let the draft model sample with random numbers of its own, those of positions far behind every sequence.
+
+    In an engine it samples with the number of the position, as the model does. Both would then draw the same one of two
+    ids, whatever their weights.
+    """
+
+    name: ClassVar[str] = "independent-drafts"
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to @draft; return the number of changes."""
+        g = m.graphs.get(DRAFT)
+        nodes = [n for n in g.nodes if n.op.name in ("row_mask", "row_sample")] if g else []
+        if g is None or not nodes:
+            return 0
+        b: Any = Builder(g, ctx.opset, before=nodes[0], loc="bench")
+        positions = nodes[0].operands[3]
+        moved = b.add(positions, b.broadcast(b.constant(1 << 20, "i32"), shape=list(positions.type.shape)))
+        for n in nodes:
+            g.set_operands(n, [moved if v is positions else v for v in n.operands])
+        return len(nodes)
+
+
+def artifact(plan: argparse.Namespace, name: str, **more: Any) -> Path:
+    """Return an artifact of the model without weight files; compile it if it is missing. `more` are Options."""
     path: Path = plan.artifacts / f"{plan.model}-{name}.llmc"
     if not (path / "manifest.json").is_file():
-        from llmc.console import Console
-        from llmc.driver import compile_model
-        from llmc.options import Options
-
-        options = Options(
+        options = with_draft(Options(
             target=plan.target, dtype="bfloat16", max_model_len=2048, max_num_seqs=max(plan.batches),
             max_num_batched_tokens=max(512, max(plan.batches)), cache=plan.artifacts / "cache", reuse=False,
-            weights=f"random:{SEED}", speculate=speculate,
-        )  # fmt: skip
-        model = shapes.folder(MODELS[plan.model], plan.artifacts)
-        compile_model(model, path, options, console=Console(sys.stderr))
+            weights=f"random:{SEED}", **more,
+        ))  # fmt: skip
+        job = start(shapes.folder(MODELS[plan.model], plan.artifacts), path, options, True, Console(sys.stderr))
+        if options.draft:
+            known = MappingProxyType({**job.registry.passes, IndependentDrafts.name: IndependentDrafts})
+            job.registry = replace(job.registry, passes=known)
+            job.options = replace(
+                job.options, pipeline=f"{job.target.pipeline}, after page-attention: {IndependentDrafts.name}"
+            )
+        job.run()
     return path
 
 
@@ -241,12 +281,20 @@ def run(path: Path, method: Method, results: Results) -> None:
             if (chosen := scheduler.speculation) is None:
                 continue
             for drafts in FIXED:
-                scheduler.speculation = fixed = FixedDrafts(chosen.config)
-                fixed.count = drafts
+                fixed = FixedDrafts(chosen.config)
+                fixed.fixed = drafts
+                _draft_by(scheduler, fixed)
                 results.add(batch, method, str(drafts), opened)
-            scheduler.speculation = chosen
+            _draft_by(scheduler, chosen)
     finally:
         opened.close()
+
+
+def _draft_by(scheduler: Scheduler, speculation: Speculation) -> None:
+    """Replace what decides about drafts; nothing may run."""
+    scheduler.speculation = speculation
+    if scheduler.planner is not None:
+        scheduler.planner.speculation = speculation
 
 
 def parser() -> argparse.ArgumentParser:
@@ -269,7 +317,12 @@ def main(argv: list[str]) -> int:
     """Measure all methods; return 1 if one failed."""
     plan = parser().parse_args(argv)
     results = Results(plan, time.monotonic() + plan.limit)
-    artifacts = {"plain": artifact(plan, "plain", 0), "ngram": artifact(plan, "ngram", DRAFTS)}
+    draft = shapes.folder(DRAFT_MODELS[plan.model], plan.artifacts)
+    artifacts = {
+        "plain": artifact(plan, "plain"),
+        "ngram": artifact(plan, "ngram", speculate=DRAFTS),
+        "draft": artifact(plan, "draft", speculate=DRAFTS, draft=str(draft)),
+    }
     if plan.compile_only:
         return 0
     for method in (PLAIN, *METHODS):
