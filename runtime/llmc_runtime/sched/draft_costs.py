@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from math import ceil, log
 
 _RISE, _FALL = 0.01, 0.3  # how fast a running quantile rises, relatively, and falls towards a smaller value
 _OFTEN = 4  # measurements after which a number of drafts counts as measured
@@ -13,16 +17,17 @@ _PROMISING = 0.95  # more drafts are measured if those so far yield this share o
 class StepCosts:
     """The seconds of a step by its rows and drafts per row: running low quantiles, which a busy machine hardly changes.
 
-    The seconds of a step with drafts of a model include drafting as many.
+    The seconds of a step with drafts of a model include drafting as many. Verifying a single draft may cost far more
+    than none, since another program runs: a step with few drafts costs as much as the smallest that was measured.
     """
 
     def __init__(self) -> None:
-        self._seconds: dict[int, dict[int, float]] = {}  # by rows, by drafts per row
-        self._samples: dict[tuple[int, int], int] = {}
+        self._seconds: dict[int, dict[float, float]] = {}  # by rows, by drafts per row
+        self._samples: dict[tuple[int, float], int] = {}
 
-    def add(self, rows: int, drafts: int, seconds: float) -> None:
+    def add(self, rows: int, drafts: float, seconds: float) -> None:
         """Record a step of `rows` rows in which `drafts` drafts per row were verified, on average."""
-        known = self._seconds.setdefault(_size(rows), {})
+        known, drafts = self._seconds.setdefault(_size(rows), {}), share(drafts)
         low = known.get(drafts, seconds)
         known[drafts] = min(seconds, low * (1 + _RISE)) if seconds > low else low + _FALL * (seconds - low)
         key = _size(rows), drafts
@@ -32,54 +37,98 @@ class StepCosts:
         """Whether steps of this size were measured often."""
         return self._samples.get((_size(rows), drafts), 0) >= _OFTEN
 
-    def seconds(self, rows: int, drafts: int) -> float:
+    def seconds(self, rows: int, drafts: float) -> float:
         """Return the seconds of a step, interpolated between those that were measured; 0 if none was."""
         known = self._seconds.get(_size(rows), {})
-        below, above = (max((k for k in known if k <= drafts), default=-1), min((k for k in known if k >= drafts), default=-1))
-        if below < 0 or above < 0:
-            nearest = max(below, above)
-            return known[nearest] * (1 + drafts) / (1 + nearest) if nearest >= 0 else 0.0
-        share = (drafts - below) / (above - below) if above > below else 0.0
-        return known[below] + share * (known[above] - known[below])
+        if not drafts or not known:
+            return known.get(0, 0.0)
+        below = max((k for k in known if 0 < k <= drafts), default=0)
+        above = min((k for k in known if k >= drafts), default=0)
+        if not above:
+            nearest = max(known)
+            return known[nearest] * (1 + drafts) / (1 + nearest)
+        if not below or below == above:
+            return known[above]
+        return known[below] + (drafts - below) / (above - below) * (known[above] - known[below])
+
+
+def share(drafts: float) -> float:
+    """Return a number of drafts per row for which costs are kept: whole, or a multiple of 1/8 below 1."""
+    return ceil(drafts * 8) / 8 if drafts < 1 else round(drafts)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How many drafts per row pay.
+
+    most: the maximum per row; 0: none. least: the acceptance probability that a row needs to have drafts. cost: the
+    seconds that one more draft costs, as a share of those that a token costs. measures: made to measure its cost.
+    """
+
+    most: int
+    least: float = 0.0
+    cost: float = 0.0
+    measures: bool = False
+
+    def drafts(self, p: float) -> int:
+        """Return the number of drafts of a row whose drafts are accepted with probability p each."""
+        if self.measures or not self.most or p >= 1.0 or self.cost <= 0.0:
+            return self.most
+        if p < self.least or p <= self.cost:
+            return 0
+        return min(self.most, int(log(self.cost) / log(p)))
 
 
 class DraftCount:
     """Chooses the number of drafts per row for the number of rows that run.
 
-    All numbers of a ladder up to `most` are measured once for each number of rows, as long as they are promising.
-    `worth` is the acceptance probability below which a draft costs more than it saves.
+    The numbers of a ladder up to `most` are measured once for each number of rows, as long as they are promising.
     """
 
     def __init__(self, most: int) -> None:
-        self.costs, self.worth = StepCosts(), 0.0
+        self.costs = StepCosts()
         self._ladder = [0, *(k for k in (1, 2, 3, 5, 8, 12, 16, 24) if k < most), most]
         self._tries: dict[tuple[int, int], int] = {}
 
-    def choose(self, rows: int, rates: Sequence[float]) -> tuple[int, bool]:
-        """Return the number of drafts per row, and whether it is only to be measured.
+    def choose(self, rates: Sequence[float]) -> Choice:
+        """Return the number of drafts that gives the most tokens per second; `rates` are the rows' probabilities.
 
-        rates: the acceptance probabilities of the rows' drafts.
+        All rows have drafts, or those half, quarter, eighth and so on of them whose drafts are most likely accepted.
         """
-        best, most = 0, 0.0
-        self.worth = 0.0
+        rows, likely = len(rates), sorted(rates, reverse=True)
+        best, top, below = Choice(0), 0.0, 0
         for drafts in self._ladder:
             key = _size(rows), drafts
             if not self.costs.measured(rows, drafts) and self._tries.get(key, 0) < _TRIES:
                 self._tries[key] = self._tries.get(key, 0) + 1
-                return drafts, True
-            tokens = sum(expected_tokens(p, drafts) for p in rates)
-            seconds = self.costs.seconds(rows, drafts)
-            rate = tokens / seconds if seconds else 0.0
-            if rate > most:
-                best, most = drafts, rate
-            elif rate < _PROMISING * most:
+                return Choice(drafts, measures=True)
+            some, rate = self._best_part(likely, drafts)
+            if rate > top:
+                best, top = Choice(drafts, likely[some - 1], self._slope(rows, below, drafts) * rate), rate
+            elif rate < _PROMISING * top:
                 break
-        if best:
-            more = self.costs.seconds(rows, best) - self.costs.seconds(rows, 0)
-            self.worth = more / (len(rates) * best) * most
-        return best, False
+            below = drafts
+        return best
+
+    def _best_part(self, likely: Sequence[float], drafts: int) -> tuple[int, float]:
+        """Return how many of the rows should have this many drafts, and the tokens per second."""
+        rows, some, best = len(likely), len(likely), (len(likely), 0.0)
+        sums = [0.0, *accumulate(expected_tokens(round(p, 2), drafts) for p in likely)]
+        while some:
+            seconds = self.costs.seconds(rows, drafts * some / rows)
+            rate = (sums[some] + rows - some) / seconds if seconds else 0.0
+            if rate > best[1]:
+                best = some, rate
+            some = some // 2 if drafts else 0
+        return best
+
+    def _slope(self, rows: int, below: int, drafts: int) -> float:
+        """Return the seconds of one more draft of one row."""
+        more = self.costs.seconds(rows, drafts) - self.costs.seconds(rows, below)
+        return max(0.0, more / (rows * (drafts - below))) if drafts > below else 0.0
 
 
+@lru_cache(4096)
 def expected_tokens(p: float, drafts: int) -> float:
     """Return the expected tokens of a step whose drafts are accepted with probability p each (arXiv 2211.17192)."""
     return (1 - p ** (drafts + 1)) / (1 - p) if p < 1 else drafts + 1.0

@@ -188,24 +188,25 @@ class Scheduler(LiveRequests):
                 continue  # its last token is in flight
             missing = total - start
             item = request.decode if missing == 1 else self._chunk(request, missing, min(max_chunk, budget))
-            if request.num_drafts and missing == 1 and self.speculation is not None:
+            if request.num_drafts and missing == 1 and self.speculation is not None and self.speculation.verifies:
                 item = self._with_drafts(self.speculation, request, budget - (len(running) - index))
             if request.guide is not None and item.emit and not may_sample(request):
                 self.guided.leave_out(request)
                 continue
             count = item.num_tokens
-            if self.planner is not None:
+            need = -(-(start + count) // size) - len(request.pages)
+            # Victims are taken from the end of `running`, so none of them is in the plan yet.
+            while need > pool.num_free:
+                victim = running.pop()
+                self._preempt(victim)
+                self.counters.num_preemptions += 1
+                preempted = True
+                if victim is request:
+                    return budget, True
+            if self.planner is not None and (request.num_drafts or self.planner.speculation.wants):
                 item = self.planner.plan(request, item, start + count)
-            need = -(-(start + count + item.propose) // size) - len(request.pages)
+                need = -(-(start + count + item.propose) // size) - len(request.pages)
             if need > 0:
-                # Victims are taken from the end of `running`, so none of them is in the plan yet.
-                while need > pool.num_free:
-                    victim = running.pop()
-                    self._preempt(victim)
-                    self.counters.num_preemptions += 1
-                    preempted = True
-                    if victim is request:
-                        return budget, True
                 taken = self._take(need)
                 if not request.needs_init:
                     step.pages.append(RowPages(request.row, len(request.pages), taken))

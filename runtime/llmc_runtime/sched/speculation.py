@@ -8,18 +8,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log
 
 from llmc_runtime.metrics import Counters
-from llmc_runtime.sched.draft_costs import DraftCount
+from llmc_runtime.sched.draft_costs import Choice, DraftCount, share
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import StepOutput, Work
 
-PROBE = 48  # of the steps in which drafting seems not to pay, one in so many verifies a draft of a row nevertheless
-MODEL_PROBE = 128  # the same for drafts of a model, of which one row's are verified
-_MEMORY = 0.8  # weight of a row's past acceptance at each verification
+PROBE = 64  # of the plans in which drafting seems not to pay, one in so many verifies a draft of some rows nevertheless
+PROBED = 16  # these are one in so many of the rows, others each time
+_MEMORY = 0.9  # weight of a row's past acceptance at each verification
 _REFRESH = 16  # plans after which the number of drafts is chosen anew
-_PRIOR = 1.0  # verifications that the acceptance of all rows counts for in that of a row
+_PRIOR = 2.0  # verifications that the acceptance of all rows counts for in that of a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +48,28 @@ class Speculation:
         self._acceptance = 0.5  # of the drafts verified lately, over all rows
         self._planned: deque[float] = deque()  # when the steps in flight were planned
         self._ended = 0.0  # when the last step ended
-        self._plans = self._rows = self._idle = 0  # plans so far, running requests of the last one, plans since a probe
-        self._chosen, self._measuring = 0, True
+        self._plans = self._rows = 0  # plans so far, and running requests of the last one
+        self._choice = Choice(0)
+        self._probes = 0  # rows of which this plan verifies a draft although drafts do not pay
 
     def begin(self, running: Sequence[Request]) -> None:
         """Begin a plan in which these requests run."""
         self._plans += 1
-        self._idle += 1
         rows = len(running)
-        if rows and (self._measuring or rows != self._rows or self._plans % _REFRESH == 0):
+        if rows and (self._choice.measures or rows != self._rows or self._plans % _REFRESH == 0):
             self._rows = rows
-            self._chosen, self._measuring = self.count.choose(rows, [self._rate(r) for r in running])
+            self._choice = self.count.choose([self._rate(request) for request in running])
+        self._probes = 0 if self._choice.most or self._plans % PROBE else max(1, rows // PROBED)
+
+    @property
+    def wants(self) -> bool:
+        """Whether drafts of some rows pay, or are to be tried, in this plan."""
+        return self._choice.most > 0 or self._probes > 0
+
+    @property
+    def verifies(self) -> bool:
+        """Whether this plan may verify drafts; those of a model were wanted when they were made."""
+        return self.config.max_rows > 0 or self.wants
 
     def proposals(self, request: Request) -> int:
         """Return how many tokens the draft model drafts for a request."""
@@ -72,23 +82,13 @@ class Speculation:
 
     def choose(self, request: Request, room: int) -> int:
         """Return the number of drafts that pays for a request, up to `room`."""
-        p, worth = self._rate(request), self._chosen
-        if worth and not self._measuring and p < 1.0 and self.count.worth > 0.0:
-            worth = min(worth, int(log(self.count.worth) / log(p)) if p > self.count.worth else 0)
-        return min(room, worth) if worth else self._probe(request)
-
-    def _probe(self, request: Request) -> int:
-        """Return 1 now and then, to learn whether drafts would be accepted."""
-        if self.config.max_rows:
-            if self._idle < MODEL_PROBE:
-                return 0
-            self._idle = 0
-            return 1
-        request.idle_drafts += 1
-        if request.idle_drafts < PROBE:
+        if self._choice.most:
+            return min(room, self._choice.drafts(self._rate(request)))
+        if not self._probes or self._plans - request.last_probe < PROBE * min(PROBED, self._rows):
             return 0
-        request.idle_drafts = 0
-        return 1
+        self._probes -= 1
+        request.last_probe = self._plans
+        return min(room, 1)
 
     def _rate(self, request: Request) -> float:
         """The estimated probability that a draft of the request is accepted."""
@@ -114,8 +114,9 @@ class Speculation:
             for index, more in output.accepted.items():
                 self._count(requests[index], work[index].drafts, len(more))
                 counters.drafted(work[index].drafts, len(more))
-        for request, proposed in zip(requests, output.proposed):
-            request.num_drafts = proposed
+        if not self.config.max_rows:
+            for request, proposed in zip(requests, output.proposed):
+                request.num_drafts = proposed
 
     def _measure(self, work: Sequence[Work], seconds: float) -> None:
         """Record the duration of a step, unless it has a prompt, or drafts another number than it verifies."""
@@ -125,9 +126,9 @@ class Speculation:
                 return
             verified += item.drafts
             proposed += item.propose
-        drafts = round(verified / len(work))
-        if not self.config.max_rows or drafts == round(proposed / len(work)):
-            self.count.costs.add(len(work), drafts, seconds)
+        rows = len(work)
+        if not self.config.max_rows or share(verified / rows) == share(proposed / rows):
+            self.count.costs.add(rows, verified / rows, seconds)
 
     def _count(self, request: Request, drafts: int, accepted: int) -> None:
         """Record that the first `accepted` of a number of drafts were accepted."""
