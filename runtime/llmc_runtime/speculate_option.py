@@ -18,7 +18,7 @@ DEFAULTS: Mapping[str, int] = MappingProxyType({LOW: 3, HIGH: 5})  # lengths of 
 DRAFTED = 4  # tokens drafted if the number is not given and the model is compiled for it
 _MAX_NGRAM = 64
 _REMEDY = (
-    f'use {NGRAM} or draft, {NGRAM}:K or draft:K with K drafted tokens, or JSON such as'
+    f"use {NGRAM} or draft, {NGRAM}:K or draft:K with K drafted tokens, or JSON such as"
     f' {{"method": "{NGRAM}", "{TOKENS}": 4}}'
 )
 

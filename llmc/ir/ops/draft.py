@@ -27,7 +27,9 @@ def _emit_last(d: Drawing, shape: Shape) -> Any:
     return out
 
 
-_HOLDS: Mapping[str, Content] = MappingProxyType({**HOLDS, "drafts": contents.drafts, "emit": _emit_last, "reach": contents.length})
+_HOLDS: Mapping[str, Content] = MappingProxyType(
+    {**HOLDS, "drafts": contents.drafts, "emit": _emit_last, "reach": contents.length}
+)
 
 
 @op(

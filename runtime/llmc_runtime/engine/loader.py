@@ -95,7 +95,11 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
         raise
     where = f"{manifest.target.name} on {device.name}" if device.separate else manifest.target.name
     part = f"NOT THE WHOLE MODEL, only {manifest.source.part}" if manifest.source.part else ""
-    drafting = f"up to {config.speculation.num_tokens} drafted tokens ({options.speculate['method']})" if config.speculation else ""
+    drafting = (
+        f"up to {config.speculation.num_tokens} drafted tokens ({options.speculate['method']})"
+        if config.speculation
+        else ""
+    )
     summary = ", ".join(filter(None, (part, where, str(executor.capacity), drafting, device.upload_summary)))
     stages = {name: end - begin for (_, begin), (name, end) in pairwise(marks)}
     return Opened(engine, summary, executor.close, stages, trace)

@@ -20,9 +20,7 @@ class DraftSteps:
     draft model lacks the KV of the first of them if all drafts were accepted; each further draft by a step of its own.
     """
 
-    def __init__(
-        self, artifact: Artifact, device: Device, layout: Layout, env: Mapping[str, int], rows: Rows
-    ) -> None:
+    def __init__(self, artifact: Artifact, device: Device, layout: Layout, env: Mapping[str, int], rows: Rows) -> None:
         self._rows = rows
         self._fill, self._first, self._next = (
             EntryPoints(artifact, device, layout, env, role) for role in (FILL, FIRST, NEXT)

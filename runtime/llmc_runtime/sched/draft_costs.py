@@ -104,7 +104,7 @@ class DraftCount:
                 return Choice(drafts, measures=True)
             some, rate = self._best_part(likely, drafts)
             if rate > top:
-                best, top = Choice(drafts, likely[some - 1], self._slope(rows, below, drafts) * rate), rate
+                best, top = Choice(drafts, likely[some - 1], self._slope(rows, some, below, drafts) * rate), rate
             elif rate < _PROMISING * top:
                 break
             below = drafts
@@ -122,10 +122,10 @@ class DraftCount:
             some = some // 2 if drafts else 0
         return best
 
-    def _slope(self, rows: int, below: int, drafts: int) -> float:
-        """Return the seconds of one more draft of one row."""
-        more = self.costs.seconds(rows, drafts) - self.costs.seconds(rows, below)
-        return max(0.0, more / (rows * (drafts - below))) if drafts > below else 0.0
+    def _slope(self, rows: int, some: int, below: int, drafts: int) -> float:
+        """Return the seconds of one more draft of one row, if `some` of the rows have more than `below` drafts."""
+        more = self.costs.seconds(rows, drafts * some / rows) - self.costs.seconds(rows, below * some / rows)
+        return max(0.0, more / (some * (drafts - below))) if drafts > below else 0.0
 
 
 @lru_cache(4096)

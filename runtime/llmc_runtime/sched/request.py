@@ -88,7 +88,9 @@ class Request:
     lookahead: int = field(default=0, init=False)  # tokens that the last plan drafts, for which `pages` has room
     reach: int = field(default=0, init=False)  # tokens whose KV the draft model has (see draft_planner)
     draft_trials: tuple[float, float] = field(default=(0.0, 0.0), init=False)  # drafts tested lately, and accepted
-    last_probe: int = field(default=-1 << 40, init=False)  # the plan that last verified a draft to learn whether it pays
+    last_probe: int = field(
+        default=-1 << 40, init=False
+    )  # the plan that last verified a draft to learn whether it pays
     idle_plans: int = field(default=0, init=False)  # consecutive plans that left it out because its mask was not known
     slow_until: int = field(default=0, init=False)  # below this many tokens steps do not wait for its mask
 
