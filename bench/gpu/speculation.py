@@ -255,7 +255,7 @@ def artifact(plan: argparse.Namespace, name: str, **more: Any) -> Path:
     if not (path / "manifest.json").is_file():
         options = with_draft(Options(
             target=plan.target, dtype="bfloat16", max_model_len=2048, max_num_seqs=max(plan.batches),
-            max_num_batched_tokens=max(512, max(plan.batches)), cache=plan.artifacts / "cache", reuse=False,
+            max_num_batched_tokens=max(512, 32 * max(plan.batches)), cache=plan.artifacts / "cache", reuse=False,
             weights=f"random:{SEED}", **more,
         ))  # fmt: skip
         job = start(shapes.folder(MODELS[plan.model], plan.artifacts), path, options, True, Console(sys.stderr))

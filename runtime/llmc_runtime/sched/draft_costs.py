@@ -9,9 +9,9 @@ from itertools import accumulate
 from math import ceil, log
 
 _RISE, _FALL = 0.01, 0.3  # how fast a running quantile rises, relatively, and falls towards a smaller value
-_OFTEN = 4  # measurements after which a number of drafts counts as measured
+_OFTEN = 3  # measurements after which a number of drafts counts as measured
 _TRIES = 3 * _OFTEN  # plans after which a number of drafts is given up that too few steps had
-_PROMISING = 0.95  # more drafts are measured if those so far yield this share of the best rate
+_HOPE, _MARGIN = 0.95, 0.15  # acceptance that is hoped for: the mean of the rows' and a margin, limited
 
 
 class StepCosts:
@@ -27,19 +27,19 @@ class StepCosts:
 
     def add(self, rows: int, drafts: float, seconds: float) -> None:
         """Record a step of `rows` rows in which `drafts` drafts per row were verified, on average."""
-        known, drafts = self._seconds.setdefault(_size(rows), {}), share(drafts)
+        known, drafts = self._seconds.setdefault(size(rows), {}), share(drafts)
         low = known.get(drafts, seconds)
         known[drafts] = min(seconds, low * (1 + _RISE)) if seconds > low else low + _FALL * (seconds - low)
-        key = _size(rows), drafts
+        key = size(rows), drafts
         self._samples[key] = self._samples.get(key, 0) + 1
 
     def measured(self, rows: int, drafts: int) -> bool:
         """Whether steps of this size were measured often."""
-        return self._samples.get((_size(rows), drafts), 0) >= _OFTEN
+        return self._samples.get((size(rows), drafts), 0) >= _OFTEN
 
     def seconds(self, rows: int, drafts: float) -> float:
         """Return the seconds of a step, interpolated between those that were measured; 0 if none was."""
-        known = self._seconds.get(_size(rows), {})
+        known = self._seconds.get(size(rows), {})
         if not drafts or not known:
             return known.get(0, 0.0)
         below = max((k for k in known if 0 < k <= drafts), default=0)
@@ -82,7 +82,7 @@ class Choice:
 class DraftCount:
     """Chooses the number of drafts per row for the number of rows that run.
 
-    The numbers of a ladder up to `most` are measured once for each number of rows, as long as they are promising.
+    The numbers of a ladder up to `most` are measured once for each number of rows, as long as they may be the best.
     """
 
     def __init__(self, most: int) -> None:
@@ -96,17 +96,19 @@ class DraftCount:
         All rows have drafts, or those half, quarter, eighth and so on of them whose drafts are most likely accepted.
         """
         rows, likely = len(rates), sorted(rates, reverse=True)
+        hope = min(_HOPE, sum(rates) / rows + _MARGIN)
         best, top, below = Choice(0), 0.0, 0
         for drafts in self._ladder:
-            key = _size(rows), drafts
+            key = size(rows), drafts
             if not self.costs.measured(rows, drafts) and self._tries.get(key, 0) < _TRIES:
+                slowest = self.costs.seconds(rows, below)
+                if slowest and rows * expected_tokens(round(hope, 2), drafts) < top * slowest:
+                    continue  # it would not be the best even if further drafts cost nothing
                 self._tries[key] = self._tries.get(key, 0) + 1
                 return Choice(drafts, measures=True)
             some, rate = self._best_part(likely, drafts)
             if rate > top:
                 best, top = Choice(drafts, likely[some - 1], self._slope(rows, some, below, drafts) * rate), rate
-            elif rate < _PROMISING * top:
-                break
             below = drafts
         return best
 
@@ -134,6 +136,7 @@ def expected_tokens(p: float, drafts: int) -> float:
     return (1 - p ** (drafts + 1)) / (1 - p) if p < 1 else drafts + 1.0
 
 
-def _size(rows: int) -> int:
-    """Return the number of rows for which costs are kept: exact if it is small, else rounded up."""
-    return rows if rows <= 8 else -(-rows // 8) * 8
+def size(rows: int) -> int:
+    """Return the number of rows for which costs are kept: `rows` rounded up, to a relative error below a third."""
+    step = 1 if rows <= 4 else 2 if rows <= 8 else 8 if rows <= 32 else 16 if rows <= 128 else 32
+    return -(-rows // step) * step
