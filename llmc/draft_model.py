@@ -6,20 +6,18 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from llmc_runtime.speculate_option import DRAFTED
 
+from llmc.console import Quiet
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph
 from llmc.ir.text import show
 from llmc.ir.weight_eval import WeightSource
 from llmc.options import Options
 from llmc.passes.lower.page_attention import DRAFT, DRAFT_PREFIX
-
-if TYPE_CHECKING:
-    from llmc.driver import Compilation
 
 _OTHER = "use a smaller model of the same family, with the same tokenizer"
 
@@ -51,8 +49,8 @@ def with_draft(o: Options) -> Options:
     return replace(o, speculate=o.speculate or DRAFTED, reuse=False)
 
 
-def add_draft(job: Compilation, traced: Any, stack: ExitStack, packed: bool) -> Any:
-    """Trace the draft model of a compile's options into the graph @draft of the module of `traced`.
+def add_draft(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
+    """Trace the draft model of a Compilation's options into the graph @draft of the module of `traced`.
 
     Returns its checkpoint, which `stack` closes; None without a draft model, or if the weights are not `packed`. Raises
     Diagnostic E360 if it does not fit the model, and the errors of `Compilation.trace`.
@@ -60,13 +58,13 @@ def add_draft(job: Compilation, traced: Any, stack: ExitStack, packed: bool) -> 
     o = job.options
     if not o.draft:
         return None
-    from llmc.console import Quiet
-    from llmc.driver import Compilation, locate_model
+    from llmc.frontend.hub import locate
+    from llmc.quant.decoder import decoder_of
 
-    at = locate_model(o.draft, o, job.registry, job.console)
+    at = locate(o.draft, o.hub, packed, check=lambda config: decoder_of(config, job.registry.schemes))
     _check(job.model, at.folder, traced)
     own = replace(o, draft="", speculate=0, layers=None, max_model_len=traced.facts.max_positions)
-    other = Compilation(at, job.output, own, job.registry, job.target, job.force, Quiet())
+    other = type(job)(at, job.output, own, job.registry, job.target, job.force, Quiet())
     drafts, checkpoint = other.opened(stack) if packed else (other.trace(), None)
     for note in other.summary.notes:
         job.note(f"draft model: {note}")

@@ -51,8 +51,8 @@ class Options:
     max_num_seqs: int | None = _artifact(None, "maximum number of sequences in one step (CPU: 16, GPU: 256)")
     max_num_batched_tokens: int | None = _artifact(None, "maximum number of tokens in one step (CPU: 512, GPU: 8192)")
     speculate: int = _artifact(
-        0, f"maximum number of drafted tokens that a step verifies per sequence, 0 to {MAX_DRAFTS} (with --draft 4, else 0)", int,
-        commands=("compile",),
+        0, f"maximum number of drafted tokens that a step verifies per sequence, 0 to {MAX_DRAFTS} (0; with --draft 4)",
+        int, commands=("compile",),
     )  # fmt: skip
     draft: str = _artifact(
         "", "smaller model with the same tokenizer that drafts tokens: a folder or a hub id (none)", str, "MODEL",

@@ -17,8 +17,8 @@ from llmc_runtime.artifact import open_artifact
 from llmc_runtime.exec.executor import Executor
 from llmc_runtime.exec.score_tokens import score_tokens
 from llmc_runtime.sched.request import Request
-from llmc_runtime.sched.token_guide import mask_of
 from llmc_runtime.sched.speculation import Speculation
+from llmc_runtime.sched.token_guide import mask_of
 from models import test_artifacts as artifacts
 from models.cases import LISTED, SEED, Case, sample
 from models.kit import eager_logits, relative_error, save

@@ -96,7 +96,7 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
     where = f"{manifest.target.name} on {device.name}" if device.separate else manifest.target.name
     part = f"NOT THE WHOLE MODEL, only {manifest.source.part}" if manifest.source.part else ""
     drafting = (
-        f"up to {config.speculation.num_tokens} drafted tokens ({options.speculate['method']})"
+        f"up to {config.speculation.num_tokens} drafted tokens ({config.speculation.method})"
         if config.speculation
         else ""
     )

@@ -38,8 +38,8 @@ def weights_of(artifact: Artifact) -> dict[str, Buffer]:
 class Layout:
     """The memory of one artifact on one device, allocated on construction. Raises LlmcError E107, E112 or E203.
 
-    `inputs` holds, for each role of programs, the arrays rows, qlens and emit, i32, at a distance of `strides` bytes, so
-    that one write updates all of them. `outputs` maps names to memory.
+    `inputs` holds, for each role of programs, the arrays rows, qlens and emit, i32, at a distance of `strides` bytes,
+    so that one write updates all of them. `outputs` maps names to memory.
     """
 
     def __init__(self, artifact: Artifact, device: Device, env: Mapping[str, int]) -> None:

@@ -1,9 +1,9 @@
 """Plans the work of a draft model: the KV that it computes behind a step, and the tokens that it drafts.
 
 The draft model has KV pools of its own, with the pages and page tables of the model that verifies. Which KV is there
-affects only how many drafts are accepted. A request's `reach` is the number of its first tokens whose KV the draft model
-has as known to the host; a row whose last plan proposed drafts needs none, since each draft step begins two tokens
-before the draft. A row for which nothing is drafted falls behind, and catches up when drafting pays again.
+affects only how many drafts are accepted. A request's `reach` is the number of its first tokens whose KV the draft
+model has, as known to the host. A row for which the last plan drafted needs no more KV, since the first draft is made
+by a step over the row's last two tokens. A row without drafts falls behind, and catches up when drafting pays again.
 """
 
 from __future__ import annotations

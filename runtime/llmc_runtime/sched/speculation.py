@@ -35,6 +35,11 @@ class SpeculationConfig:
     max_rows: int = 0
 
     @property
+    def method(self) -> str:
+        """The name of the method, as users give it."""
+        return "draft" if self.max_rows else "ngram"
+
+    @property
     def drafting(self) -> tuple[int, int, int]:
         """The columns of a device row (see RowParams)."""
         return (0, 0, 0) if self.max_rows else (self.num_tokens, self.min_ngram, self.max_ngram)
