@@ -28,10 +28,18 @@ class StepCosts:
     def add(self, rows: int, drafts: float, seconds: float) -> None:
         """Record a step of `rows` rows in which `drafts` drafts per row were verified, on average."""
         known, drafts = self._seconds.setdefault(size(rows), {}), share(drafts)
-        low = known.get(drafts, seconds)
-        known[drafts] = min(seconds, low * (1 + _RISE)) if seconds > low else low + _FALL * (seconds - low)
         key = size(rows), drafts
-        self._samples[key] = self._samples.get(key, 0) + 1
+        count = self._samples[key] = self._samples.get(key, 0) + 1
+        low = known.get(drafts, seconds)
+        if count <= _OFTEN:
+            known[drafts] = min(seconds, low)
+        else:
+            known[drafts] = min(seconds, low * (1 + _RISE)) if seconds > low else low + _FALL * (seconds - low)
+
+    def again(self, rows: int) -> None:
+        """Let all steps of this many rows be measured again."""
+        for drafts in self._seconds.get(size(rows), ()):
+            self._samples.pop((size(rows), drafts), None)
 
     def measured(self, rows: int, drafts: int) -> bool:
         """Whether steps of this size were measured often."""
@@ -111,6 +119,11 @@ class DraftCount:
                 best, top = Choice(drafts, likely[some - 1], self._slope(rows, some, below, drafts) * rate), rate
             below = drafts
         return best
+
+    def again(self, rows: int) -> None:
+        """Measure all numbers of drafts again, since costs change with the length of the sequences."""
+        self.costs.again(rows)
+        self._tries = {key: count for key, count in self._tries.items() if key[0] != size(rows)}
 
     def _best_part(self, likely: Sequence[float], drafts: int) -> tuple[int, float]:
         """Return how many of the rows should have this many drafts, and the tokens per second."""

@@ -18,6 +18,7 @@ PROBE = 64  # of the plans in which drafting seems not to pay, one in so many ve
 PROBED = 16  # these are one in so many of the rows, others each time
 _MEMORY = 0.9  # weight of a row's past acceptance at each verification
 _REFRESH = 16  # plans after which the number of drafts is chosen anew
+_AGAIN = 2048  # plans after which costs are measured again
 _PRIOR = 2.0  # verifications that the acceptance of all rows counts for in that of a row
 
 
@@ -61,6 +62,8 @@ class Speculation:
         """Begin a plan in which these requests run."""
         self._plans += 1
         rows = len(running)
+        if self._plans % _AGAIN == 0:
+            self.count.again(rows)
         if rows and (self._choice.measures or rows != self._rows or self._plans % _REFRESH == 0):
             self._rows = rows
             self._choice = self.count.choose([self._rate(request) for request in running])
