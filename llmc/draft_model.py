@@ -67,7 +67,8 @@ def add_draft(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
     other = type(job)(at, job.output, own, job.registry, job.target, job.force, Quiet())
     drafts, checkpoint = other.opened(stack) if packed else (other.trace(), None)
     for note in other.summary.notes:
-        job.note(f"draft model: {note}")
+        if not note.startswith("sampling defaults"):  # requests are sampled with those of the model
+            job.note(f"draft model: {note}")
     graph: Graph = drafts.module.graphs["main"]
     graph.name = DRAFT
     for v in graph.inputs:

@@ -141,6 +141,8 @@ def _times(built: DryBuild, job: Compilation) -> list[dict[str, Any]]:
 
 def _kind(p: Program) -> str:
     """What the steps of a program are."""
+    if p.role:
+        return "draft"
     if not p.uniform:
         return "prefill"
     return "verify" if p.drafts else "decode"

@@ -86,6 +86,8 @@ class Options:
     def recorded(self) -> dict[str, Any]:
         """Return the options that determine the contents of the artifact, as its report records them: files by name."""
         values = {name: getattr(self, name) for name, o in options_of(Options).items() if o.group != FILES}
+        if Path(self.draft).is_dir():
+            values["draft"] = Path(self.draft).resolve().name if self.draft else ""
         return {name: value.name if isinstance(value, Path) else value for name, value in values.items()}
 
 

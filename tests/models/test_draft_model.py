@@ -119,6 +119,16 @@ def test_fewer_steps_with_the_cost_model(siblings: Path) -> None:
         assert drafts.engine.scheduler.pool.num_used == 0
 
 
+def test_reports(siblings: Path) -> None:
+    """`llmc inspect` shows the methods and the number of drafts; the reports take the model's own programs."""
+    from llmc.report.inspect import inspect_artifact, render
+
+    found = inspect_artifact(siblings)
+    assert found["speculation"] == {"drafts": 4, "methods": ["ngram", "draft"]}
+    assert found["compile"]["options"]["draft"] == SIBLING.name
+    assert "up to 4 per sequence, by ngram or draft" in render(found)
+
+
 def test_refused(tmp_path: Path) -> None:
     """Another vocabulary or tokenizer, a shorter context, weights that are packed later, too many drafts: one error."""
     case = LISTED[0]
