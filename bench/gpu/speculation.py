@@ -74,6 +74,7 @@ class FixedDrafts(Speculation):
     """Makes and verifies `fixed` drafts whenever there is room, whether they pay or not."""
 
     fixed = 0
+    wants = True
 
     def choose(self, request: Request, room: int) -> int:
         """Return the number of drafts."""
