@@ -23,7 +23,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import log, sqrt
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from llmc_runtime import SamplingParams
@@ -38,6 +37,7 @@ from bench.shapes import Shape
 from llmc.console import Console
 from llmc.draft_model import with_draft
 from llmc.driver import start
+from llmc.extension import Contributions
 from llmc.ir.graph import Builder, Module
 from llmc.options import Options
 from llmc.passes.base import Ctx, Pass
@@ -261,8 +261,9 @@ def artifact(plan: argparse.Namespace, name: str, **more: Any) -> Path:
         ))  # fmt: skip
         job = start(shapes.folder(MODELS[plan.model], plan.artifacts), path, options, True, Console(sys.stderr))
         if options.draft:
-            known = MappingProxyType({**job.registry.passes, IndependentDrafts.name: IndependentDrafts})
-            job.registry = replace(job.registry, passes=known)
+            name, place = IndependentDrafts.name, f"bench.gpu.speculation:{IndependentDrafts.__name__}"
+            known = {**job.registry.passes.texts, name: place}
+            job.registry = replace(job.registry, passes=Contributions(job.registry.passes.kind, known))
             job.options = replace(
                 job.options, pipeline=f"{job.target.pipeline}, after page-attention: {IndependentDrafts.name}"
             )
