@@ -11,6 +11,7 @@ import pytest
 from draw import SEED
 from kernel_cache import CACHE
 from llmc_runtime import LLM, LlmcError, SamplingParams
+from llmc_runtime.server.openai.response import Usage
 from models.cases import FURTHER, LISTED, Case
 from models.kit import save
 from models.test_speculation import DEMO, NAMES, eager, quiet, requests, results  # noqa: F401
@@ -69,10 +70,15 @@ def test_equal_weights(tmp_path: Path) -> None:
     plain = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "ignore_eos": True}
     params = [replace(one, **plain, stop_token_ids=(), min_tokens=0) for one in params]
     with LLM(tmp_path / "twice.llmc", say=quiet, speculate="draft") as llm:
-        for _ in range(2):  # then with pages of the prefix cache
-            llm.generate(prompts, params, use_tqdm=False)
+        outs = [*llm.generate(prompts, params, use_tqdm=False), *llm.generate(prompts, params, use_tqdm=False)]
         drafts, right = accepted(llm)
-        assert drafts == right > 500
+        assert drafts == right > 500, "also with pages of the prefix cache"
+        assert sum(out.num_accepted_tokens for out in outs) == right
+        usage = Usage(0)
+        usage.take(0, outs[0])
+        usage.take(1, outs[1])
+        details = usage.as_json()["completion_tokens_details"]
+        assert details == {"accepted_prediction_tokens": outs[0].num_accepted_tokens + outs[1].num_accepted_tokens}
         assert llm.stats()["num_steps"] < sum(p.max_tokens or 0 for p in params)
 
 

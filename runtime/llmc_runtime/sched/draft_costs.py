@@ -10,7 +10,7 @@ from math import ceil, log
 
 _RISE, _FALL = 0.01, 0.3  # how fast a running quantile rises, relatively, and falls towards a smaller value
 _OFTEN = 3  # measurements after which a number of drafts counts as measured
-_TRIES = 3 * _OFTEN  # plans after which a number of drafts is given up that too few steps had
+_TRIES = 8 * _OFTEN  # plans after which a number of drafts is given up that too few steps had
 _HOPE, _MARGIN = 0.95, 0.15  # acceptance that is hoped for: the mean of the rows' and a margin, limited
 
 

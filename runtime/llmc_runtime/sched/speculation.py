@@ -61,13 +61,17 @@ class Speculation:
     def begin(self, running: Sequence[Request]) -> None:
         """Begin a plan in which these requests run."""
         self._plans += 1
-        rows = len(running)
+        self._probes, rows = 0, len(running)
         if self._plans % _AGAIN == 0:
             self.count.again(rows)
+        if not self.config.max_rows and not any(request.num_drafts for request in running):
+            return
         if rows and (self._choice.measures or rows != self._rows or self._plans % _REFRESH == 0):
             self._rows = rows
             self._choice = self.count.choose([self._rate(request) for request in running])
-        self._probes = 0 if self._choice.most or self._plans % PROBE else max(1, rows // PROBED)
+        if not self._choice.most and self._plans % PROBE == 0:
+            # A draft model must first compute the tokens that a row has got since its last probe.
+            self._probes = 1 if self.config.max_rows else max(1, rows // PROBED)
 
     @property
     def wants(self) -> bool:
