@@ -15,6 +15,7 @@ from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import StepOutput, Work
 
 PROBE = 64  # of the plans in which drafting seems not to pay, one in so many verifies a draft of some rows nevertheless
+MODEL_PROBE = 512  # the same for a draft model, which must first compute what the row has got since; one row each time
 PROBED = 16  # these are one in so many of the rows, others each time
 _MEMORY = 0.9  # weight of a row's past acceptance at each verification
 _REFRESH = 16  # plans after which the number of drafts is chosen anew
@@ -69,9 +70,11 @@ class Speculation:
         if rows and (self._choice.measures or rows != self._rows or self._plans % _REFRESH == 0):
             self._rows = rows
             self._choice = self.count.choose([self._rate(request) for request in running])
-        if not self._choice.most and self._plans % PROBE == 0:
-            # A draft model must first compute the tokens that a row has got since its last probe.
-            self._probes = 1 if self.config.max_rows else max(1, rows // PROBED)
+        if not self._choice.most:
+            if self.config.max_rows:
+                self._probes = int(self._plans % MODEL_PROBE == 0)
+            elif self._plans % PROBE == 0:
+                self._probes = max(1, rows // PROBED)
 
     @property
     def wants(self) -> bool:
