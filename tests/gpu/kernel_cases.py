@@ -41,8 +41,6 @@ GAINED = (
     "rms_norm",
     "layer_norm",
     "rope_append",
-    "rope_attention",
-    "rope_attention_split",
 )  # ops whose vectors are weights
 
 

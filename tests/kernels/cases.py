@@ -37,10 +37,9 @@ ROUGH = (
     "triton/prefill_attention",
     "triton/packed_attention",
     "triton/rope_append",
-    "triton/rope_attention",
 )
 GPU_ONLY = (
-    "rope_append", "rope_attention", "rope_attention_split", "paged_attention_split", "paged_attention_single",
+    "rope_append", "paged_attention_split", "paged_attention_single",
     "attention_combine", "norm_linear", "row_begin",
     "row_block_max",
     "row_sample_blocks", "row_finish", "linear_split", "linear_combine", "block_scaled_linear", "round_groups",

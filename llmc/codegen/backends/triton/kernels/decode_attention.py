@@ -72,7 +72,6 @@ def key_range(length, WINDOW: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.const
 @triton.jit
 def attend(
     query,
-    state,
     kv_ptr,
     page_table_ptr,
     pages,
@@ -92,10 +91,10 @@ def attend(
 ):
     """Return the softmax state of the last token of a sequence of `length` tokens after the keys from `begin` to `end`.
 
-    `state` is the state before. `query` has one row per query head, `kv_ptr` points to the
-    key head in page 0, `page_table_ptr` to the sequence's row, and `pages` are the pages of the first tile.
+    `query` has one row per query head, `kv_ptr` points to the key head in page 0, `page_table_ptr` to the sequence's
+    row, and `pages` are the pages of the first tile.
     """
-    running_max, running_sum, acc = state
+    running_max, running_sum, acc = softmax_start(query.shape[0], HEAD_DIM_PADDED)
     for tile in range(begin, end, KEYS_PER_TILE):
         keys = tile + tl.arange(0, KEYS_PER_TILE)
         offsets = key_offsets(pages, keys, KV_HEADS, PAGE, HEAD_DIM)
@@ -108,37 +107,6 @@ def attend(
             query, key, value, visible[None, :], running_max, running_sum, acc, scale, SOFTCAP, DOT_DTYPE, INTERPRET
         )
     return running_max, running_sum, acc
-
-
-@triton.jit
-def store_heads(
-    out_ptr,
-    lse_ptr,
-    token,
-    kv_head,
-    running_max,
-    running_sum,
-    acc,
-    value_scale,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    SPLITS: tl.constexpr,
-    QUERY_ROWS: tl.constexpr,
-):
-    """Store the results of the query heads of a key head and, with SPLITS, the logarithms of their sums."""
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    member = tl.arange(0, QUERY_ROWS)
-    head = token.to(tl.int64) * HEADS + kv_head * GROUP + member
-    if SPLITS:
-        head = head * SPLITS + tl.program_id(2)
-    column = tl.arange(0, HEAD_DIM_PADDED)[None, :]
-    mask = (member < GROUP)[:, None] & head_mask(HEAD_DIM, HEAD_DIM_PADDED)
-    out = softmax_mean(running_sum, acc) * value_scale
-    tl.store(out_ptr + (head * HEAD_DIM)[:, None] + column, out.to(out_ptr.dtype.element_ty), mask=mask)
-    if SPLITS:
-        tl.store(lse_ptr + head, softmax_lse(running_max, running_sum), mask=member < GROUP)
 
 
 @triton.jit
@@ -190,17 +158,18 @@ def paged_decode(
     mask = (member < GROUP)[:, None] & head_mask(HEAD_DIM, HEAD_DIM_PADDED)
     query = tl.load(query_ptr + (head * HEAD_DIM)[:, None] + column, mask=mask, other=0.0)
     running_max, running_sum, acc = attend(
-        to_factor(query, DOT_DTYPE), softmax_start(QUERY_ROWS, HEAD_DIM_PADDED), kv_ptr, page_table_ptr, first_pages,
-        begin, end, length, SCALE * key_scale, KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP,
-        KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
+        to_factor(query, DOT_DTYPE), kv_ptr, page_table_ptr, first_pages, begin, end, length, SCALE * key_scale,
+        KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
     )  # fmt: skip
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + kv_head * GROUP + tl.minimum(member, GROUP - 1))
         running_max, running_sum, acc = softmax_add_sink(running_max, running_sum, acc, sink)
-    store_heads(
-        out_ptr, lse_ptr, token, kv_head, running_max, running_sum, acc, value_scale,
-        HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, SPLITS, QUERY_ROWS,
-    )  # fmt: skip
+    if SPLITS:
+        head = head * SPLITS + tl.program_id(2)
+    out = softmax_mean(running_sum, acc) * value_scale
+    tl.store(out_ptr + (head * HEAD_DIM)[:, None] + column, out.to(out_ptr.dtype.element_ty), mask=mask)
+    if SPLITS:
+        tl.store(lse_ptr + head, softmax_lse(running_max, running_sum), mask=member < GROUP)
 
 
 @triton.jit
