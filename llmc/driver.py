@@ -88,6 +88,7 @@ def start(model: str | Path, output: Path, options: Options, force: bool, consol
     from llmc.codegen.scratch_dir import check_cache
     from llmc.codegen.tuning_records import read as read_records
 
+    console.begin("open", str(model))
     registry = load()
     target = registry.target(options.target)
     limited = with_limits(options, target)
@@ -234,12 +235,12 @@ class Compilation:
         Raises LlmcError E640 without torch.
         """
         require_compiler()
+        self.console.begin("trace", f"{self.model.name} (imports torch and transformers)")
         from llmc.frontend.checkpoint import check_shapes
         from llmc.frontend.trace_model import trace
         from llmc.kv_cache import kv_dtype
         from llmc.quant.kv_scales import kv_dtype_of
 
-        self.console.begin("trace", self.model.name)
         dtype = dict(DTYPES).get(self.options.dtype)
         o = self.options
         traced = trace(
@@ -305,6 +306,7 @@ class Compilation:
             record.observe(p, changes, m)
             self.console.part("passes", i + 1, len(passes))
 
+        self.console.begin("passes")
         passes = self.passes(max_len)
         run_pipeline(module, passes, ctx, observe)
         self.reports |= {"passes.json": record.data, "choices.json": ctx.choices}

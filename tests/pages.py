@@ -6,7 +6,7 @@ A fenced block is run where its first line says so:
                                 "..." standing for anything
     ```console run exit=1       the last command ends with this exit code
     ```console run slow         left out where time is short
-    ```console serves           the command is a server: it runs on a free port until it is ready, and is then interrupted
+    ```console serves           a server: it is interrupted as soon as it is ready, and has a free port
     ```python run               a program
     ```python of=PATH           the text is a part of that file of the repository
 
@@ -117,7 +117,8 @@ class Checkout:
             return
         commands = list(block.commands())
         if "serves" in block.words:
-            return self._serve(block, commands[0][0])
+            self._serve(block, commands[0][0])
+            return
         assert commands, f"{block.where}: a block that is run has no line that begins with '$ '"
         for i, (command, wanted) in enumerate(commands):
             last = i == len(commands) - 1

@@ -102,7 +102,9 @@ def tune(
         raise Diagnostic("E433", f"there is no kernel {unknown!r}", remedy)
     with scratch() as folder:
         kept = settings.cache or folder
-        path = source if (source / "manifest.json").is_file() else _compiled(source, folder, options, known)
+        path = source
+        if not (source / "manifest.json").is_file():
+            path = _compiled(source, folder, options, settings, known)
         m, target, page = before_select(path, known, settings.target)
         timer = Timer(target, known, kept / "kernels", jobs=settings.jobs, context=settings.context, page=page)
         timer.reach()
@@ -112,6 +114,7 @@ def tune(
         if settings.kernels and not work:
             cause = f"no node that has a choice can be run by {', '.join(settings.kernels)} on {target.name}"
             raise Diagnostic("E433", cause, "name kernels of the target, or leave --kernels out")
+        settings.progress(f"measuring {len(work)} nodes with {sum(len(w.candidates) for w in work)} candidates")
         _measure(work, m, timer, output, settings, tuned)
     return tuned
 
@@ -234,7 +237,7 @@ def _times(timer: Timer, candidates: Sequence[Candidate], m: Module, tuned: Tune
     return [*_times(timer, candidates[:half], m, tuned), *_times(timer, candidates[half:], m, tuned)]
 
 
-def _compiled(model: Path, scratch: Path, options: Any, registry: Registry) -> Path:
+def _compiled(model: Path, scratch: Path, options: Any, settings: Settings, registry: Registry) -> Path:
     """Compile the model without weights, after checking that this machine has the target's device."""
     from llmc.driver import compile_model
     from llmc.options import Options
@@ -242,6 +245,7 @@ def _compiled(model: Path, scratch: Path, options: Any, registry: Registry) -> P
     settled = replace(options or Options(), weights="none", reuse=False)
     target = registry.target(settled.target)
     Timer(target, registry, scratch, jobs=1, context=1, page=target.page_size).reach()
+    settings.progress(f"compiling {model} without weights (imports torch and transformers)")
     out = scratch / "model.llmc"
     compile_model(str(model), out, settled)
     return out

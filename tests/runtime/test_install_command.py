@@ -8,7 +8,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-
 from llmc_runtime.format import install_command
 from llmc_runtime.format.errors import EXTRAS, missing_extra
 
@@ -26,8 +25,8 @@ def test_the_name_is_that_of_the_distribution() -> None:
     [
         (None, "'llmc-aot[serve]'"),
         ({"url": "https://host/llmc.git", "vcs_info": {"vcs": "git", "commit_id": "0"}}, "'llmc-aot[serve]'"),
-        ({"url": "file:///home/me/my%20llmc", "dir_info": {"editable": True}}, "-e '/home/me/my llmc[serve]'"),
-        ({"url": "file:///home/me/llmc", "dir_info": {}}, "'/home/me/llmc[serve]'"),
+        ({"url": "file:///src/my%20llmc", "dir_info": {"editable": True}}, "-e '/src/my llmc[serve]'"),
+        ({"url": "file:///src/llmc", "dir_info": {}}, "'/src/llmc[serve]'"),
         ({"url": "file:///w/llmc_aot-0.1.0-py3-none-any.whl", "archive_info": {}},
          "'/w/llmc_aot-0.1.0-py3-none-any.whl[serve]'"),
     ],
