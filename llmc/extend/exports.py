@@ -8,12 +8,17 @@ from typing import Any
 
 
 def importer(module: str, exports: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a module. `exports` maps its names to "module:object" texts."""
+    """Return `__getattr__` and `__dir__` of a module.
+
+    `exports` maps its names to "module:object" texts,
+    or to names of modules.
+    """
 
     def get(name: str) -> Any:
         if name not in exports:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         place, _, attribute = exports[name].partition(":")
-        return getattr(importlib.import_module(place), attribute)
+        value = importlib.import_module(place)
+        return getattr(value, attribute) if attribute else value
 
     return get, lambda: sorted(exports)

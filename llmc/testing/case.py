@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ from llmc.ir.types import Type
 GUARD = 256  # bytes before and behind every buffer, which a kernel must not write
 POISON = 0xFF  # of every byte that was not written: NaN in floats of every width
 ALIGNMENT = 64
-UNITS: Mapping[str, float] = {"bf16": 2.0**-7, "f16": 2.0**-10, "f8e4m3": 2.0**-3}  # relative, in the last place
+# One unit in the last place, relative to the value.
+UNITS: Mapping[str, float] = MappingProxyType({"bf16": 2.0**-7, "f16": 2.0**-10, "f8e4m3": 2.0**-3})
 
 
 @dataclass

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,11 @@ from llmc.targets.gpu_targets import sm_90
 from llmc.testing.case import Bound, Buffer, Case
 
 INTERPRETED = replace(sm_90(), name="cuda:interpret", features=frozenset({INTERPRET}))
-_TORCH = {
+_TORCH = MappingProxyType({
     "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64, "i64": torch.int64,
     "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "u16": torch.uint16,
     "u32": torch.uint32, "bool": torch.int8, "f8e4m3": torch.float8_e4m3fn,
-}  # fmt: skip
+})  # fmt: skip
 
 
 @contextmanager
