@@ -168,7 +168,10 @@ def _ir_arguments(sub: Any) -> None:
     p.add_argument("--only", default="", metavar="LOC", help="module path to which local rewrites are restricted (all)")
     p.add_argument("--explain", action="store_true", help="print near misses: what almost matched, and why not")
     p.add_argument("--fuel", type=int, default=-1, metavar="N", help="maximum number of changes, to bisect (no limit)")
-    p.add_argument("--check", action="store_true", help="interpret before and after on random inputs, and compare")
+    check = "interpret before and after in float64 on random inputs, and compare"
+    p.add_argument("--check", action="store_true", help=check)
+    rounded = "--check, and also with each op's result rounded to its dtype: compare the rounding errors"
+    p.add_argument("--rounded", action="store_true", help=rounded)
     p.add_argument("--time", action="store_true", help="print the milliseconds and changes of every pass")
     p = _command(sub, "ops", "llmc.listing:main_ops", "print the op set", as_json=True)
     p.add_argument("names", nargs="*", help="ops to print in full (all, one per line)")
