@@ -68,8 +68,14 @@ def test_the_command_compares_both_ways(tmp_path: Path) -> None:
     assert "largest difference is 0.0e+00; rounded: error" in line and "0.0% of the elements changed" in line
 
 
-def test_serving_graphs_are_compared_in_both_ways() -> None:
-    """The rewrites of the pipeline `serve` change the rounding of a model in bfloat16, within its unit."""
-    model, out = Path(__file__).resolve().parents[2] / "tests/passes/fuse_norm.llir", io.StringIO()
-    assert main(["opt", str(model), "-p", "canonicalize, fuse-norm", "--rounded"], out) == 0
-    assert all("rounded: error" in x for x in out.getvalue().splitlines() if x.startswith("// check"))
+def test_the_serving_step_is_compared_with_the_prompt_graph_in_both_ways(tmp_path: Path) -> None:
+    """@main becomes @step and @decode; their results are log-probabilities in f32 of a model in bfloat16."""
+    model = Path(__file__).resolve().parents[2] / "examples" / "demo-model-small"
+    from llmc.frontend.trace_model import trace
+    from llmc.ir.text import show
+
+    file, out = tmp_path / "a.llir", io.StringIO()
+    file.write_text(show(trace(model, layers=1).module))
+    assert main(["opt", str(file), "-p", "canonicalize, fuse-norm, fuse-rope, page-attention", "--rounded"], out) == 0
+    lines = [x for x in out.getvalue().splitlines() if x.startswith("// check")]
+    assert lines and all("2 outputs agree" in x and "rounded: error" in x for x in lines)
