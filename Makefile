@@ -124,7 +124,7 @@ $(VENV)/.stamp-venv:
 	if [ -z "$$python" ]; then \
 	  echo "make: no Python 3.11 or newer with the venv module was found." >&2; \
 	  echo "  Try: install python3.11 and python3.11-venv, or name one: make PYTHON=/path/to/python3.12 ..." >&2; exit 2; fi; \
-	[ -x $(BIN)/python ] || { echo "make: $(VENV) from $$("$$python" --version)" >&2; "$$python" -m venv $(VENV); }
+	[ -x $(BIN)/python ] || { echo "make: creating $(VENV) with $$("$$python" --version)" >&2; "$$python" -m venv $(VENV); }
 	@touch $@
 
 $(VENV)/.stamp-compile: $(VENV)/.stamp-venv pyproject.toml constraints.txt

@@ -47,6 +47,16 @@ def test_examples_import_public_names_only(path: Path) -> None:
     assert not [f"from {m} import {n}" for m, n in imported(path) if internal(m, n)]
 
 
+def test_programs_in_pages_import_public_names_only(tmp_path: Path) -> None:
+    file, found = tmp_path / "block.py", []
+    for page in sorted(PAGE.parent.glob("*.md")):
+        for block in re.findall(r"^```python[^\n]*\n(.*?)^```", page.read_text(), re.M | re.S):
+            lines = [line for line in block.splitlines() if re.match(r"(from|import) ", line)]
+            file.write_text("\n".join(lines).replace(", \\", ""))
+            found += [f"{page.name}: from {m} import {n}" for m, n in imported(file) if internal(m, n)]
+    assert not found
+
+
 def test_the_check_finds_internal_imports(tmp_path: Path) -> None:
     file = tmp_path / "x.py"
     file.write_text(

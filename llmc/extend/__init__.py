@@ -32,6 +32,7 @@ _EXPORTS = MappingProxyType(
         "Simplify": "llmc.passes.rewrite:Simplify",
         "Source": "llmc.codegen.kernel:Source",
         "Target": "llmc.targets.target:Target",
+        "Toolchain": "llmc.codegen.toolchain:Toolchain",
         "Type": "llmc.ir.types:Type",
         "Value": "llmc.ir.graph:Value",
         "apply": "llmc.passes.rewrite:apply",

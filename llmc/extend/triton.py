@@ -1,7 +1,16 @@
 """Kernels in Triton for GPUs: the base class of bindings, and templates."""
 
 from llmc.codegen.backends.triton.template import Template
-from llmc.codegen.backends.triton.triton_kernel import CODES, FLOATS, INTS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.backends.triton.triton_kernel import (
+    CODES,
+    FLOATS,
+    INTS,
+    Code,
+    TritonKernel,
+    Unit,
+    element,
+    unsupported,
+)
 
 __all__ = [
     "CODES",
@@ -11,5 +20,6 @@ __all__ = [
     "Template",
     "TritonKernel",
     "Unit",
+    "element",
     "unsupported",
 ]
