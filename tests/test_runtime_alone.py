@@ -27,7 +27,8 @@ for name in names:
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as e:  # the extra "serve"
-        if not name.startswith(("llmc_runtime.engine.", "llmc_runtime.api.async", "llmc_runtime.server.")):
+        of_server = ("engine.", "api.async", "server.", "call_formats")
+        if not name.removeprefix("llmc_runtime.").startswith(of_server):
             raise ImportError(name) from e
 from llmc_runtime.format.errors import LlmcError
 try:
