@@ -22,7 +22,7 @@ from llmc.targets.gpu_targets import sm_90
 from llmc.testing.case import Bound, Buffer, Case
 
 INTERPRETED = replace(sm_90(), name="cuda:interpret", features=frozenset({INTERPRET}))
-_TORCH = MappingProxyType({
+TORCH_DTYPES = MappingProxyType({
     "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64, "i64": torch.int64,
     "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "u16": torch.uint16,
     "u32": torch.uint32, "bool": torch.int8, "f8e4m3": torch.float8_e4m3fn,
@@ -190,4 +190,6 @@ def descriptor(flat: torch.Tensor, shape: Sequence[int], box: Sequence[int]) -> 
 
 def tensor_of(b: Buffer, dtype: str) -> torch.Tensor:
     """Return a view of the buffer's bytes; an empty buffer has an address, too."""
-    return torch.from_numpy(b.body).view(_TORCH[dtype]) if len(b.body) else torch.empty(0, dtype=_TORCH[dtype])
+    return (
+        torch.from_numpy(b.body).view(TORCH_DTYPES[dtype]) if len(b.body) else torch.empty(0, dtype=TORCH_DTYPES[dtype])
+    )

@@ -13,11 +13,11 @@ from llmc.codegen.kernel import Source
 from llmc.targets.gpu_targets import gfx942, sm_80, sm_90, sm_100
 from llmc.testing.case import compare
 from llmc.testing.check import compile_for
-from llmc.testing.triton_interpreter import INTERPRETED, descriptor, interpret, interpreting, run_case
+from llmc.testing.triton_interpreter import INTERPRETED, TORCH_DTYPES, descriptor, interpret, interpreting, run_case
 
 __all__ = [
-    "INTERPRETED", "ONE_TARGET", "TARGETS", "compare", "compile_for", "descriptor", "interpret", "interpreting",
-    "run_case", "some", "ttir",
+    "INTERPRETED", "ONE_TARGET", "TARGETS", "TORCH_DTYPES", "compare", "compile_for", "descriptor", "interpret",
+    "interpreting", "run_case", "some", "ttir",
 ]  # fmt: skip
 
 TARGETS = (sm_80(), sm_90(), sm_100(), gfx942())
