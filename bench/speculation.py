@@ -1,10 +1,11 @@
-"""Tokens per second with and without speculative decoding by prompt lookup, on repetitive and on held-out text.
+"""Tokens per second with and without speculative decoding, on repetitive and on held-out text.
 
-    python -m bench.speculation [--model DIR] [--drafts K] [--rounds N] [--threads N]
+    python -m bench.speculation [--model DIR] [--draft DIR] [--drafts K] [--rounds N] [--threads N]
 
-The contenders take turns: the model compiled without --speculate, compiled with it but not speculating, and
-speculating. They give the same tokens. The best round of each is reported, in processor time of this process, which
-other jobs on the machine disturb less than wall time; with one thread the two are the same on an idle machine.
+The contenders take turns: the model compiled without --speculate, compiled with --speculate and --draft but not
+speculating, speculating by prompt lookup, and by the draft model. They give the same tokens. The best round of each is
+reported, in processor time of this process, which other jobs on the machine disturb less than wall time; with one
+thread the two are the same on an idle machine.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from llmc_runtime import LLM, SamplingParams
 
@@ -22,6 +24,8 @@ from llmc.driver import compile_model
 from llmc.options import Options
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "demo-model"
+DRAFT = MODEL.parent / "demo-model-small"
+METHODS = ("ngram", "draft")
 REPETITIVE = (
     "The cat sat on the mat. The dog lay on the rug. The cat sat on the mat. The dog lay on the rug. The cat sat",
     "one two three four five one two three four five one two three four five one two",
@@ -56,15 +60,15 @@ LOADS = (
 )
 
 
-def contenders(model: Path, drafts: int, threads: int, folder: Path) -> Mapping[str, LLM]:
-    """Compile the model twice and open the three contenders."""
+def contenders(model: Path, draft: Path, drafts: int, threads: int, folder: Path) -> Mapping[str, LLM]:
+    """Compile the model twice and open the contenders."""
     compile_model(model, folder / "plain.llmc", Options())
-    compile_model(model, folder / "drafts.llmc", Options(speculate=drafts))
-    fixed = {"threads": threads, "enable_prefix_caching": False}
+    compile_model(model, folder / "drafts.llmc", Options(speculate=drafts, draft=str(draft)))
+    fixed: dict[str, Any] = {"threads": threads, "enable_prefix_caching": False}
     return {
         "plain": LLM(folder / "plain.llmc", **fixed),
         "off": LLM(folder / "drafts.llmc", **fixed),
-        "ngram": LLM(folder / "drafts.llmc", speculate=f"ngram:{drafts}", **fixed),
+        **{name: LLM(folder / "drafts.llmc", speculate=f"{name}:{drafts}", **fixed) for name in METHODS},
     }
 
 
@@ -79,36 +83,43 @@ def run(llm: LLM, load: Load) -> tuple[float, list[list[int]]]:
     return time.process_time() - begin, [list(one.outputs[0].token_ids) for one in out]
 
 
+def counts(llm: LLM) -> list[float]:
+    """Return the numbers of steps, drafts and accepted drafts."""
+    names = ("num_steps", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
+    return [float(llm.stats()[name]) for name in names]
+
+
 def row(llms: Mapping[str, LLM], load: Load, rounds: int) -> str:
     """Measure one load; return its row of the table."""
-    counters = ("num_steps", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
-    before = [float(llms["ngram"].stats()[name]) for name in counters]
+    before = {name: counts(llms[name]) for name in METHODS}
     best: dict[str, float] = {}
     for _ in range(rounds):
         results = {name: run(llm, load) for name, llm in llms.items()}
         if any(tokens != results["plain"][1] for _, tokens in results.values()):
             raise SystemExit(f"{load.name}: the contenders' tokens differ")
         best = {name: min(best.get(name, seconds), seconds) for name, (seconds, _) in results.items()}
-    steps, drafted, accepted = (float(llms["ngram"].stats()[n]) - b for n, b in zip(counters, before, strict=True))
-    total = TOKENS * len(load.prompts)
-    speeds = " | ".join(f"{total / best[name]:.0f}" for name in ("plain", "off", "ngram"))
-    ratios = f"{best['plain'] / best['off']:.2f} | **{best['plain'] / best['ngram']:.2f}**"
-    share = accepted / drafted if drafted else 0.0
-    return f"| {load.name} | {speeds} | {ratios} | {TOKENS * rounds / steps:.2f} | {share:.2f} |"
+    cells = [f"{TOKENS * len(load.prompts) / best['plain']:.0f}", f"{best['plain'] / best['off']:.2f}"]
+    for name in METHODS:
+        steps, drafted, accepted = (now - b for now, b in zip(counts(llms[name]), before[name], strict=True))
+        share = accepted / drafted if drafted else 0.0
+        cells += [f"**{best['plain'] / best[name]:.2f}**", f"{TOKENS * rounds / steps:.2f}", f"{share:.2f}"]
+    return f"| {load.name} | {' | '.join(cells)} |"
 
 
 def main() -> None:
     """Print the table."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     p.add_argument("--model", type=Path, default=MODEL, help="folder of a model")
+    p.add_argument("--draft", type=Path, default=DRAFT, help="folder of a smaller model with the same tokenizer")
     p.add_argument("--drafts", type=int, default=4, help="drafted tokens per row and step (4)")
     p.add_argument("--rounds", type=int, default=12, help="rounds of each contender (12)")
     p.add_argument("--threads", type=int, default=1, help="threads of the engine (1)")
     args = p.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        llms = contenders(args.model, args.drafts, args.threads, Path(folder))
-        print("| load | plain tok/s | off | ngram | off/plain | ngram/plain | tokens a step and row | accepted |")
-        print("|---|---|---|---|---|---|---|---|")
+        llms = contenders(args.model, args.draft, args.drafts, args.threads, Path(folder))
+        of_method = " | ".join(f"{name}/plain | tokens a step and row | accepted" for name in METHODS)
+        print(f"| load | plain tok/s | off/plain | {of_method} |")
+        print("|---" * (3 + 3 * len(METHODS)) + "|")
         for load in LOADS:
             print(row(llms, load, args.rounds), flush=True)
 

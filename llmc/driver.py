@@ -19,6 +19,7 @@ from llmc_runtime.format.size_text import size_text
 
 from llmc.console import Console, Quiet, Summary
 from llmc.diagnostics import Diagnostic
+from llmc.draft_model import DraftSource, add_draft, with_draft
 from llmc.extension import Registry, load
 from llmc.frontend.hub import Located, locate
 from llmc.ir.graph import Graph, Module
@@ -26,6 +27,7 @@ from llmc.ir.text import show
 from llmc.next_command import next_command
 from llmc.options import Options, random_seed
 from llmc.passes.base import Ctx, Pass
+from llmc.passes.lower.page_attention import DRAFT_PREFIX
 from llmc.passes.pass_report import Record
 from llmc.passes.pipeline import override, parse_pipeline, run_pipeline
 from llmc.provenance import compiler_text, related_extensions, source_of, used_extensions, versions
@@ -64,6 +66,7 @@ def _compile(model: str | Path, output: Path, options: Options, force: bool, con
 
     check_free(output.absolute(), force)
     random_seed(options.weights)
+    options = with_draft(options)
     job = start(model, output, options, force, console)
     key = _key_options(job.options, job.target, job.origin, job.registry.toolchains)
     text, config = job.options.pipeline or job.target.pipeline, open_source(job.model).config
@@ -175,21 +178,23 @@ class Compilation:
             self.note(note)
         seed = random_seed(self.options.weights)
         with ExitStack() as stack:
-            traced, checkpoint = self.opened(stack) if self.options.weights == "packed" else (self.trace(), None)
+            packed = self.options.weights == "packed"
+            traced, checkpoint = self.opened(stack) if packed else (self.trace(), None)
+            draft = add_draft(self, traced, stack, packed)
             self.optimise(traced.module, traced.facts.max_positions)
             built = self.build(traced.module)
-            weights = self.weights(traced.module.graphs["weights"], checkpoint) if checkpoint else seed
+            weights = self.weights(traced.module.graphs["weights"], checkpoint, draft) if checkpoint else seed
             return self.write(traced, weights, built)
 
-    def weights(self, graph: Graph, checkpoint: Any) -> Any:
-        """Return the weights to evaluate: the checkpoint's, and the scales of the KV cache."""
+    def weights(self, graph: Graph, checkpoint: Any, draft: Any = None) -> Any:
+        """Return the weights to evaluate: the checkpoint's, the draft model's, and the scales of the KV cache."""
         from llmc.artifact.write import PackedWeights
         from llmc.kv_cache import WithKvScales
 
         source = WithKvScales(checkpoint, graph)
         if source.note:
             self.note(source.note)
-        return PackedWeights(graph, source)
+        return PackedWeights(graph, DraftSource(source, WithKvScales(draft, graph, DRAFT_PREFIX)) if draft else source)
 
     def opened(self, stack: ExitStack) -> tuple[Any, Any]:
         """Trace the model and open its weights, which `stack` closes.
@@ -306,7 +311,6 @@ class Compilation:
             record.observe(p, changes, m)
             self.console.part("passes", i + 1, len(passes))
 
-        self.console.begin("passes")
         passes = self.passes(max_len)
         run_pipeline(module, passes, ctx, observe)
         self.reports |= {"passes.json": record.data, "choices.json": ctx.choices}
@@ -324,7 +328,6 @@ class Compilation:
             self.console.part("kernels", done, of)
 
         self.console.begin("kernels")
-
         with ExitStack() as stack:
             cache = self.options.cache / "kernels" if self.options.cache else stack.enter_context(scratch())
             cache.mkdir(parents=True, exist_ok=True)
@@ -391,7 +394,7 @@ def states_of(m: Module) -> tuple[State, ...]:
     for g in m.graphs.values():
         for v in g.inputs:
             if v.type.state:
-                role = "kv" if v.name.startswith("kv.") else v.name.removeprefix("row.")
+                role = "kv" if v.name.removeprefix(DRAFT_PREFIX).startswith("kv.") else v.name.removeprefix("row.")
                 shape = tuple(parse_size(str(d)) for d in v.type.shape)
                 states[v.name] = State(v.name, v.type.dtype, shape, role)
     return tuple(states.values())

@@ -19,6 +19,7 @@ from llmc.artifact.write import kv_of
 from llmc.codegen.dry_build import DryBuild, dry_build
 from llmc.console import Console
 from llmc.diagnostics import Diagnostic
+from llmc.draft_model import add_draft, with_draft
 from llmc.driver import Compilation, start, states_of
 from llmc.frontend.safetensors_reader import TensorFiles
 from llmc.frontend.unsupported import INDEX, SINGLE
@@ -44,9 +45,10 @@ def dry_run(model: str | Path, options: Options, memory_bytes: int | None, conso
     arena and one sequence of max_model_len tokens fit; it is None if the memory size is unknown. Raises the same errors
     as the stages of a compile before its kernels.
     """
-    job = start(model, Path(os.devnull), replace(options, weights="none"), False, console)
+    job = start(model, Path(os.devnull), replace(with_draft(options), weights="none"), False, console)
     with ExitStack() as stack:
         traced, checkpoint = _traced(job, options.weights == "packed", stack)
+        add_draft(job, traced, stack, False)
         job.optimise(traced.module, traced.facts.max_positions)
         if checkpoint:
             job.weights(traced.module.graphs["weights"], checkpoint)  # checks and notes the scales of the KV cache
@@ -140,6 +142,8 @@ def _times(built: DryBuild, job: Compilation) -> list[dict[str, Any]]:
 
 def _kind(p: Program) -> str:
     """Describe the steps of a program."""
+    if p.role:
+        return "draft"
     if not p.uniform:
         return "prefill"
     return "verify" if p.drafts else "decode"

@@ -71,16 +71,17 @@ class ScaledSource(WeightSource, Protocol):
 class WithKvScales:
     """Weights, and the scales of KV pools in float32 by the names that `page-attention` gives them."""
 
-    def __init__(self, source: ScaledSource, graph: Graph):
-        """Serve the scales that `graph` reads, ones for layers without scales."""
+    def __init__(self, source: ScaledSource, graph: Graph, prefix: str = ""):
+        """Serve the scales that `graph` reads by names that begin with `prefix`, ones for layers without scales."""
         self.source = source
         one = np.ones((), np.float32)
         self.scales: dict[str, np.ndarray] = {}
         for v in graph.inputs:
-            if v.name.startswith(KV_SCALES):
-                layer, size = int(v.name.removeprefix(KV_SCALES)), int(v.type.shape[0])
+            if v.name.startswith(prefix + KV_SCALES):
+                name = v.name.removeprefix(prefix)
+                layer, size = int(name.removeprefix(KV_SCALES)), int(v.type.shape[0])
                 pair = source.kv_scales.get(layer, (one, one))
-                self.scales[v.name] = np.concatenate([_spread(x, size // 2, layer) for x in pair])
+                self.scales[name] = np.concatenate([_spread(x, size // 2, layer) for x in pair])
 
     @property
     def note(self) -> str:

@@ -51,7 +51,11 @@ class Options:
     max_num_seqs: int | None = _artifact(None, "maximum number of sequences in one step (CPU: 16, GPU: 256)")
     max_num_batched_tokens: int | None = _artifact(None, "maximum number of tokens in one step (CPU: 512, GPU: 8192)")
     speculate: int = _artifact(
-        0, f"maximum number of drafted tokens that a step verifies per sequence, 0 to {MAX_DRAFTS} (0)", int,
+        0, f"maximum number of drafted tokens that a step verifies per sequence, 0 to {MAX_DRAFTS} (0; with --draft 4)",
+        int, commands=("compile",),
+    )  # fmt: skip
+    draft: str = _artifact(
+        "", "smaller model with the same tokenizer that drafts tokens: a folder or a hub id (none)", str, "MODEL",
         commands=("compile",),
     )  # fmt: skip
     pipeline: str = _artifact("", 'pass pipeline, for example "serve, after fuse-norm: my-fuse"', str, "TEXT")
@@ -82,6 +86,8 @@ class Options:
     def recorded(self) -> dict[str, Any]:
         """Return the options that determine the contents of the artifact, as its report records them: files by name."""
         values = {name: getattr(self, name) for name, o in options_of(Options).items() if o.group != FILES}
+        if Path(self.draft).is_dir():
+            values["draft"] = Path(self.draft).resolve().name if self.draft else ""
         return {name: value.name if isinstance(value, Path) else value for name, value in values.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 from llmc_runtime.format.program import Launch, Program
 
 from bench import shapes
-from bench.gpu import floors, in_step, products
+from bench.gpu import floors, in_step, products, speculation
 from bench.gpu.kernels import STEPS, Load, groups
 from bench.gpu.plan import parser, plan_of
 from bench.gpu.plot import svg
@@ -167,3 +168,21 @@ def test_a_report_of_products(capsys: pytest.CaptureFixture[str]) -> None:
     first, *rest = capsys.readouterr().out.splitlines()
     assert first == "512 tokens x 264x520: CUDA C++ has 0.50 of the speed of Triton's best"
     assert len(rest) == 2 and "2.0 us" in rest[0] and "triton/gemm" in rest[0]
+
+
+def test_the_bench_of_speculation_runs_dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU with a small model: every method and fixed number of drafts, at about the rates that are asked for."""
+    monkeypatch.setattr(speculation, "FIXED", (1, 3))
+    monkeypatch.setattr(speculation, "WARM", 8)
+    plan = ["--model", "small", "--target", "cpu:native", "--batches", "4", "--threads", "1"]
+    assert speculation.main([*plan, "--artifacts", str(tmp_path / "artifacts"), "--out", str(tmp_path / "out")]) == 0
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    assert {(x["method"], x["drafts"]) for x in rows} == {
+        (method, drafts)
+        for method, some in (("plain", ["chosen"]), *((m.name, ["chosen", "1", "3"]) for m in speculation.METHODS))
+        for drafts in some
+    }
+    rates = {m.name: m.rate for m in speculation.METHODS}
+    for x in rows:
+        assert x["drafts"] == "chosen" or abs(x["rate"] - rates[x["method"]]) < 0.12, x
+    assert "draft model, rate 0.8" in (tmp_path / "out" / "tables.md").read_text()

@@ -179,6 +179,16 @@ def _limit(config: Any) -> int:
     return max(int(limit), int((rope.get("original_max_position_embeddings") or limit) * stretch))
 
 
+def limits_of(path: str | Path) -> tuple[int, int]:
+    """Return the vocabulary size and the longest sequence of a model folder, from its config alone."""
+    from llmc.frontend import export
+
+    config = export.load_config(open_source(path))
+    text = config.get_text_config()
+    check_sizes(text)
+    return int(text.vocab_size), _limit(text)
+
+
 def _heads(module: Module) -> Iterator[tuple[int, int, int, int]]:
     """(query heads, key heads, key width, value width) of each attention node, by layer."""
     nodes = (n for n in module.graphs["main"].nodes if n.op.name == "attention")

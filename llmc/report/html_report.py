@@ -119,12 +119,12 @@ def _modules(a: Opened, predictions: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _decode(a: Opened) -> str:
-    return next((p.name for p in a.programs if p.uniform), "")
+    return next((p.name for p in a.programs if p.uniform and not p.role), "")
 
 
 def _prefill(a: Opened, predicted: Mapping[str, Any]) -> str:
     """The first program that can run a prompt of 512 tokens, or else the one with the largest token limit."""
-    steps = [p for p in a.programs if not p.uniform and p.name in predicted]
+    steps = [p for p in a.programs if not p.uniform and not p.role and p.name in predicted]
     fits = (p.name for p in steps if p.serves.get("T", (1, 1))[1] >= 512)
     return next(fits, steps[-1].name if steps else "")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) 
         "weights": {"mode": m.weights.mode, "bytes": weights, "files": len(m.weights.files)},
         "bytes": a.nbytes,
         "folders": _folders(m),
+        "speculation": speculation_of(a.programs),
         "programs": [{**program_facts(p), "ranks": p.ranks} for p in a.programs],
         "memory": memory(a.programs, m.states, weights),
         "kv": kv_capacity(m, kv_bytes),
@@ -98,6 +99,13 @@ def _folders(m: Manifest) -> dict[str, Any]:
     return dict(out)
 
 
+def speculation_of(programs: Sequence[Program]) -> dict[str, Any]:
+    """Return the maximum number of drafted tokens per row that a step verifies, and the methods that draft them."""
+    drafts = max((p.drafts for p in programs), default=0)
+    model = ["draft"] if any(p.role for p in programs) else []
+    return {"drafts": drafts, "methods": ["ngram", *model] if drafts else []}
+
+
 def program_facts(p: Program) -> dict[str, Any]:
     """Return a program's name, sizes, number of launches and arena as data."""
     serves = {s: list(r) for s, r in p.serves.items()}
@@ -142,6 +150,8 @@ def render(data: Mapping[str, Any]) -> str:
         f"  canary    {'recorded' if data['canary'] else 'not recorded (llmc verify --record)'}",
         f"  accuracy  {accuracy_line(data['eval']) if data['eval'] else 'not recorded (llmc eval --record)'}",
     ]
+    if drafts := data["speculation"]["drafts"]:
+        lines.append(f"  drafts    up to {drafts} per sequence, by {' or '.join(data['speculation']['methods'])}")
     versions = data["compile"].get("versions", {})
     lines += ["  versions  " + ", ".join(f"{k} {v}" for k, v in versions.items())] if versions else []
     if changed := _changed_options(data["compile"].get("options", {})):

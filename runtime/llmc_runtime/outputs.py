@@ -50,6 +50,7 @@ class RequestOutput:
     prompt_logprobs:    for each prompt token a dict from token ids to Logprob, its own id first; None for the first
                         token. With output_kind "delta" a sequence that makes each dict when it is read
     times:              seconds in the queue, and from there to the first token; None before the first token
+    num_accepted_tokens:  generated tokens that were drafted (speculative decoding)
     """
 
     request_id: str
@@ -60,6 +61,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: Sequence[Row | None] | None = None
     times: tuple[float, float] | None = field(default=None, compare=False)
+    num_accepted_tokens: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class Collector:
     stop_reason: int | str | None = None
     error: LlmcError | None = None
     num_cached: int = 0
+    num_accepted: int = 0  # tokens that were drafted
     times: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
@@ -151,6 +154,7 @@ class Collector:
             self._scores = PackedLogprobs(self.params.prompt_logprobs or 0)
             self._scores.extend(delta.prompt_logprobs)
         rows, last = delta.logprobs, len(delta.new_token_ids) - 1
+        self.num_accepted += max(0, last)  # a step gives one token, and the drafts before it that it accepts
         for i, token in enumerate(delta.new_token_ids):
             self.token_ids.append(token)
             if rows:
@@ -246,9 +250,16 @@ class RequestState:
         """Tokens generated so far."""
         return sum(len(part.token_ids) for part in self.parts)
 
+    @property
+    def num_accepted(self) -> int:
+        """Tokens generated so far that were drafted."""
+        return sum(part.num_accepted for part in self.parts)
+
     def output(self) -> RequestOutput:
         """Return everything so far."""
         outputs = [part.output() for part in self.parts]
         first, ids = self.parts[0], list(self.prompt_ids)
         cached, scores = first.num_cached, first.prompt_logprobs
-        return RequestOutput(self.request_id, self.prompt, ids, outputs, self.finished, cached, scores, first.times)
+        return RequestOutput(
+            self.request_id, self.prompt, ids, outputs, self.finished, cached, scores, first.times, self.num_accepted
+        )

@@ -11,12 +11,16 @@ from typing import Any
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.row_abi import MAX_DRAFTS
 
-NGRAM, OFF = "ngram", "off"
+NGRAM, DRAFT_MODEL, OFF = "ngram", "draft_model", "off"
+SHORT: Mapping[str, str] = MappingProxyType({"draft": DRAFT_MODEL})  # names of METHOD[:K] that differ
 TOKENS, LOW, HIGH = "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"
 DEFAULTS: Mapping[str, int] = MappingProxyType({LOW: 3, HIGH: 5})  # lengths of suffixes in tokens
 DRAFTED = 4  # tokens drafted if the number is not given and the model is compiled for it
 _MAX_NGRAM = 64
-_REMEDY = f'use {NGRAM}, {NGRAM}:K with K drafted tokens, or JSON such as {{"method": "{NGRAM}", "{TOKENS}": 4}}'
+_REMEDY = (
+    f"use {NGRAM} or draft, {NGRAM}:K or draft:K with K drafted tokens, or JSON such as"
+    f' {{"method": "{NGRAM}", "{TOKENS}": 4}}'
+)
 
 
 def parse_speculate(text: str) -> Any:
@@ -39,15 +43,17 @@ def check_speculate(name: str, value: Any) -> dict[str, Any] | None:
     given = _of_text(name, value) if isinstance(value, str) else value
     if not isinstance(given, Mapping):
         raise LlmcError("E201", f"{name} = {value!r:.60} is not allowed", _REMEDY)
-    method = given.get("method", NGRAM if not given.get("model") else "draft_model")
-    if method != NGRAM:
+    method = given.get("method", NGRAM if not given.get("model") else DRAFT_MODEL)
+    if method not in (NGRAM, DRAFT_MODEL):
         cause = f"{name}: the method {method!r:.40} is not supported"
-        raise LlmcError("E206", cause, f"use {NGRAM}, which needs no second model, or start without {name}")
-    if unknown := sorted(map(str, given.keys() - {"method", TOKENS, LOW, HIGH})):
-        raise LlmcError(
-            "E201", f"{name} has the unknown key {unknown[0]!r:.40}", f"use method, {TOKENS}, {LOW}, {HIGH}"
-        )
-    out: dict[str, Any] = {"method": NGRAM, TOKENS: _count(name, given, TOKENS, None, MAX_DRAFTS)}
+        remedy = f"use {NGRAM}, {DRAFT_MODEL} with an artifact compiled with --draft MODEL, or start without {name}"
+        raise LlmcError("E206", cause, remedy)
+    keys = ("method", TOKENS, LOW, HIGH) if method == NGRAM else ("method", "model", TOKENS)
+    if unknown := sorted(map(str, given.keys() - set(keys))):
+        raise LlmcError("E201", f"{name} has the unknown key {unknown[0]!r:.40}", f"use {', '.join(keys)}")
+    out: dict[str, Any] = {"method": method, TOKENS: _count(name, given, TOKENS, None, MAX_DRAFTS)}
+    if method == DRAFT_MODEL:
+        return out  # the draft model is the one that was compiled into the artifact, whatever `model` names
     out[HIGH] = _count(name, given, HIGH, given.get(LOW) or DEFAULTS[HIGH], _MAX_NGRAM)
     out[LOW] = _count(name, given, LOW, min(out[HIGH], DEFAULTS[LOW]), out[HIGH])
     return out
@@ -57,7 +63,7 @@ def _of_text(name: str, text: str) -> dict[str, Any]:
     method, colon, number = text.partition(":")
     if colon and not number.isdecimal():
         raise LlmcError("E201", f"{name} = {text!r:.60} is not allowed", _REMEDY)
-    return {"method": method, **({TOKENS: int(number)} if colon else {})}
+    return {"method": SHORT.get(method, method), **({TOKENS: int(number)} if colon else {})}
 
 
 def _count(name: str, given: Mapping[str, Any], key: str, default: int | None, high: int) -> int | None:

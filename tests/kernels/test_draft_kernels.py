@@ -50,10 +50,13 @@ def test_cpu(level: str, tmp_path: Path) -> None:
     cases = [
         case("row_accept", DRAFTS, accept, {}, limit=5),
         case("row_propose", DRAFTS, [tokens, drafts.astype(np.int32), length, rows, starts, emit], {}),
+        case("row_rewind", DRAFTS, [length[::-1].copy(), length, rows], {}),
+        case("row_extend", DRAFTS, [tokens, length[::-1].copy(), rows, starts, positions, emit, ids], {}),
         case("row_penalize", SAMPLING, penalties(rng), {}),
     ]
-    for c, (source, function) in zip(cases, harness.compile_cases(cases, load().target(level), tmp_path).values()):
-        harness.run_case(c, source, function)
+    compiled = harness.compile_cases(cases, load().target(level), tmp_path)
+    for c in cases:
+        harness.run_case(c, *compiled[c.name])
 
 
 def test_triton_penalties() -> None:

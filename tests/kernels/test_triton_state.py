@@ -10,14 +10,15 @@ from draw import generator
 from kernels.harness import Case
 from kernels.triton_harness import run_case
 
-from llmc.codegen.backends.triton.row_draft import ACCEPT, PROPOSE
+from llmc.codegen.backends.triton.row_draft import ACCEPT, EXTEND, PROPOSE, REWIND
 from llmc.codegen.backends.triton.row_state import BEGIN, COMMIT, LAST, OF_TOKEN, SPANS
 from llmc.ir.example import example_graph, op_example
 from llmc.ir.ops import OPS
 
 KERNELS = {
     "row_spans": SPANS, "row_begin": BEGIN, "row_ids": OF_TOKEN, "row_slots": OF_TOKEN, "row_last": LAST,
-    "row_commit": COMMIT, "row_accept": ACCEPT, "row_propose": PROPOSE,
+    "row_commit": COMMIT, "row_accept": ACCEPT, "row_propose": PROPOSE, "row_rewind": REWIND,
+    "row_extend": EXTEND,
 }  # fmt: skip
 M, LENGTH, PAGE, VOCAB = 400, 900, 16, 50
 I32 = np.int32
@@ -126,3 +127,11 @@ def test_propose() -> None:
     run_case(case("row_propose", operands, {}))
     proposed = OPS["row_propose"].ref(*operands)[0]
     assert (proposed > 0).any() and (proposed == 0).any()
+
+
+def test_drafts_of_a_model() -> None:
+    """The place from which a draft model continues, and the drafts that it appends; full rows, padding."""
+    tokens, length, _, rows, starts, positions, emit, ids = verifying(generator(), 300)
+    reach = length[::-1].copy()
+    run_case(case("row_rewind", [reach, length, rows], {}))
+    run_case(case("row_extend", [tokens, reach, rows, starts, positions, emit, ids], {}))

@@ -17,6 +17,7 @@ from llmc_runtime.artifact import open_artifact
 from llmc_runtime.exec.executor import Executor
 from llmc_runtime.exec.score_tokens import score_tokens
 from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.speculation import Speculation
 from llmc_runtime.sched.token_guide import mask_of
 from models import test_artifacts as artifacts
 from models.cases import LISTED, SEED, Case, sample
@@ -128,7 +129,7 @@ def guided(path: Path, ids: list[int]) -> tuple[list[int], bool]:
         while llm.engine.has_work():
             llm.engine.step()
         assert llm.engine.error is None
-        cut = any(bound.halves for bound in llm.engine.executor._programs)  # type: ignore[attr-defined]
+        cut = any(bound.halves for bound in llm.engine.executor._steps.bound)  # type: ignore[attr-defined]
         return [t for r in requests for t in r.output_token_ids], cut
 
 
@@ -179,6 +180,14 @@ def test_logits_are_read_after_a_step(tmp_path: Path, device: InterpretDevice, d
     assert relative_error(found, want) <= (1e-4 if dtype is torch.float32 else 3e-2)
 
 
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many tokens as possible are drafted and verified, whether it pays or not."""
+    monkeypatch.setattr(Speculation, "choose", lambda self, request, room: room)
+    monkeypatch.setattr(Speculation, "wants", True)
+
+
+@pytest.mark.usefixtures("eager")
 def test_drafts_are_verified(tmp_path: Path, device: InterpretDevice) -> None:
     """With prompt lookup the tokens are those of plain decoding; penalties count the drafts before a token."""
     save(SHALLOW, tmp_path / "model", SEED)
@@ -198,3 +207,28 @@ def test_drafts_are_verified(tmp_path: Path, device: InterpretDevice) -> None:
             accepted = float(llm.stats()["spec_decode_num_accepted_tokens"])  # type: ignore[arg-type]
     assert found[0] == found[1] and found[0][0] == [5] * 7
     assert accepted > 2 and {"row_accept", "row_propose"} <= {op for op, _ in device.launches}
+
+
+@pytest.mark.usefixtures("eager")
+def test_drafts_of_a_model(tmp_path: Path, device: InterpretDevice) -> None:
+    """The programs of a draft model give the tokens of plain decoding."""
+    save(SHALLOW, tmp_path / "model", SEED)
+    save(SHALLOW, tmp_path / "draft", SEED + 1)
+    options = Options(
+        target=INTERPRETED.name, max_model_len=64, max_num_batched_tokens=16, max_num_seqs=3, speculate=2,
+        draft=str(tmp_path / "draft"),
+    )  # fmt: skip
+    compile_model(tmp_path / "model", tmp_path / "model.llmc", options)
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logit_bias={5: 40.0}, logprobs=1),
+        SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True),
+    ]
+    prompts = [{"prompt_token_ids": [9, 4, 5]}, {"prompt_token_ids": [5, 6, 7] * 3}]
+    found, accepted = [], 0.0
+    for speculate in (None, "draft"):
+        with LLM(tmp_path / "model.llmc", say=lambda text: None, speculate=speculate) as llm:
+            outs = llm.generate(prompts, params, use_tqdm=False)
+            found.append([list(o.outputs[0].token_ids) for o in outs])
+            accepted = float(llm.stats()["spec_decode_num_accepted_tokens"])  # type: ignore[arg-type]
+    assert found[0] == found[1] and found[0][0] == [5] * 6
+    assert accepted > 2 and {"row_rewind", "row_extend"} <= {op for op, _ in device.launches}

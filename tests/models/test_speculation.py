@@ -12,8 +12,9 @@ import pytest
 from draw import SEED
 from kernel_cache import CACHE
 from llmc_runtime import LLM, LlmcError, SamplingParams
+from llmc_runtime.sched.draft_costs import Choice, DraftCount
 from llmc_runtime.sched.request import Request
-from llmc_runtime.sched.speculation import Speculation
+from llmc_runtime.sched.speculation import PROBE, Speculation, SpeculationConfig
 from models.cases import FURTHER, LISTED
 from models.kit import save
 
@@ -86,8 +87,9 @@ def quiet(text: str) -> None:
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every draft is verified, whether it pays or not."""
-    monkeypatch.setattr(Speculation, "drafts", lambda self, request, room: max(0, min(room, request.num_drafts)))
+    """As many tokens as possible are drafted and verified, whether it pays or not."""
+    monkeypatch.setattr(Speculation, "choose", lambda self, request, room: room)
+    monkeypatch.setattr(Speculation, "wants", True)
 
 
 @pytest.mark.usefixtures("eager")
@@ -169,8 +171,14 @@ def test_structured_outputs_beside_drafts(pair: tuple[LLM, LLM]) -> None:
     assert found[0] == found[1]
 
 
-def test_fewer_steps(pair: tuple[LLM, LLM]) -> None:
-    """Text that repeats takes fewer steps, with the cost model."""
+def test_fewer_steps(pair: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text that repeats takes fewer steps, with the cost model, if drafts are cheap."""
+    speculation = pair[1].engine.scheduler.speculation
+    assert speculation is not None
+    costs = speculation.count.costs
+    for drafts in (0, 1, 2, 3, 4) * 3:
+        costs.add(1, drafts, 1 + 0.1 * drafts)
+    monkeypatch.setattr(costs, "add", lambda rows, drafts, seconds: None)
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     steps = []
     for llm in pair:
@@ -186,7 +194,10 @@ def test_refused(demo: Path, tmp_path: Path) -> None:
         ("ngram:5", "E204", "compiled for at most 4"),
         ("eagle:model", "E201", "eagle:model"),
         ({"method": "eagle3", "model": "x"}, "E206", "eagle3"),
-        ({"model": "x"}, "E206", "draft_model"),
+        ({"model": "x", "num_speculative_tokens": 3}, "E206", "draft model, and the artifact has none"),
+        ("draft", "E206", "the artifact has none"),
+        ("draft:5", "E204", "compiled for at most 4"),
+        ({"method": "draft_model", "prompt_lookup_min": 3}, "E201", "prompt_lookup_min"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "E201", "num_speculative_tokens = 0"),
         ({"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 3}, "E201", "prompt_lookup_min = 3"),
         ({"method": "ngram", "draft": 1}, "E201", "draft"),
@@ -206,15 +217,33 @@ def test_refused(demo: Path, tmp_path: Path) -> None:
 
 def test_the_cost_model_stops_drafts_that_do_not_pay() -> None:
     """With expensive entries only likely drafts are verified; a row whose drafts fail is still tried now and then."""
-    from llmc_runtime.sched.speculation import PROBE, SpeculationConfig
-
     policy, request = Speculation(SpeculationConfig(4, 3, 5)), Request("r", [1])
     request.num_drafts = 4
-    for _ in range(50):
-        policy.costs.add(1, 0.010)
-        policy.costs.add(3, 0.018)  # an entry costs 0.4 of a step
-    policy.begin(1)
-    request.draft_trials = (5.0, 5.0)
+    for drafts, seconds in ((0, 0.010), (1, 0.014), (2, 0.018), (3, 0.022), (4, 0.026)):  # 0.4 of a step each
+        for _ in range(4):
+            policy.count.costs.add(1, drafts, seconds)
+    request.draft_trials = (50.0, 50.0)
+    policy.begin([request])
     assert policy.drafts(request, 9) >= 2 and policy.drafts(request, 1) == 1 and policy.drafts(request, 0) == 0
-    request.draft_trials = (5.0, 0.2)
-    assert [policy.drafts(request, 9) for _ in range(2 * PROBE)].count(1) == 2
+    request.draft_trials = (50.0, 1.0)
+    tried = []
+    for _ in range(3 * PROBE):
+        policy.begin([request])
+        tried.append(policy.drafts(request, 9))
+    assert sum(tried[PROBE:]) == 2
+
+
+def test_the_number_of_drafts() -> None:
+    """The number with the most tokens per second; few rows that are likely accepted, if the others' drafts fail."""
+    count = DraftCount(7)
+    assert count.choose([0.7]) == Choice(0, measures=True)
+    for rows, slope in ((1, 0.02), (8, 0.9)):
+        for drafts in (0, 1, 2, 3, 5, 7):
+            for _ in range(4):
+                count.costs.add(rows, drafts, 1 + slope * drafts)
+    assert count.choose([0.95]).most == 7 and count.choose([0.3]).most in (2, 3) and count.choose([0.01]).most == 0
+    assert count.choose([0.7] * 8).most == 0
+    for _ in range(4):
+        count.costs.add(8, 1 / 8, 1.05)
+    some = count.choose([0.9, *[0.1] * 7])
+    assert some.most >= 1 and some.drafts(0.9) >= 1 and some.drafts(0.1) == 0

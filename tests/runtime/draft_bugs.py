@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from llmc_runtime.sched import scheduler
+from llmc_runtime.sched.draft_planner import DraftPlanner
 from llmc_runtime.sched.request import Request, Status
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.step import Work
@@ -63,10 +65,44 @@ def tokens_accepted_behind_the_end(right: Any) -> Any:
     return extend
 
 
+def kv_that_the_draft_model_lacks(right: Any) -> Any:
+    def plan(self: DraftPlanner, request: Request, item: Work, end: int) -> Work:
+        if not request.num_drafts:
+            request.reach = max(request.reach, min(len(request.tokens), request.reach + 1))
+        done: Work = right(self, request, item, end)
+        return done
+
+    return plan
+
+
+def pages_of_dropped_content(right: Any) -> Any:
+    return lambda self, pages: None
+
+
+def drafts_behind_the_pages(right: Any) -> Any:
+    def plan(self: DraftPlanner, request: Request, item: Work, end: int) -> Work:
+        done: Work = right(self, request, item, end)
+        return replace(done, propose=done.propose + 1) if done.propose else done
+
+    return plan
+
+
+def pages_of_a_draft_freed(right: Any) -> Any:
+    def append_run(self: Scheduler, request: Request, item: Work, run: Any) -> Any:
+        request.lookahead = 0
+        return right(self, request, item, run)
+
+    return append_run
+
+
 DRAFT_BUGS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (Scheduler, "_append_run", rejected_drafts_that_stay),
     (Scheduler, "_append_run", pages_of_drafts_that_leak),
     (Scheduler, "_append_run", pages_freed_while_drafts_need_them),
     (Scheduler, "_with_drafts", drafts_behind_the_last_token),
     (scheduler, "extend", tokens_accepted_behind_the_end),
+    (DraftPlanner, "plan", kv_that_the_draft_model_lacks),
+    (DraftPlanner, "taken", pages_of_dropped_content),
+    (DraftPlanner, "plan", drafts_behind_the_pages),
+    (Scheduler, "_append_run", pages_of_a_draft_freed),
 )

@@ -74,10 +74,11 @@ def score(head: int, token: int, vocab_size: int) -> tuple[float, int, list[int]
 
 
 class _Row:
-    __slots__ = ("length", "mask", "num_prompt", "params", "table", "tokens")
+    __slots__ = ("length", "mask", "num_prompt", "params", "proposed", "table", "tokens")
 
     def __init__(self, init: Any) -> None:
         self.tokens, self.table, self.length = list(init.tokens), list(init.pages), init.computed
+        self.proposed = 0  # tokens that a draft model has drafted behind the last one
         self.num_prompt, self.params, self.mask = init.num_prompt, init.params, init.params.allowed
 
 
@@ -110,6 +111,7 @@ class FakeExecutor:
         self.num_pages, self.max_tokens = num_pages, max_tokens
         self.rows: list[_Row | None] = [None] * rows
         self._kv = [0] * (num_pages * page_size)
+        self._drafted = [0] * (num_pages * page_size)  # the KV of a draft model
         self._position = [-1] * (num_pages * page_size)  # the sequence position stored in each slot
 
     rejection = 0.4  # probability that a draft is rejected
@@ -192,6 +194,8 @@ class FakeExecutor:
         rows = [[(token, self._logprobs(item.row, token)) for token in run] for item, run in zip(work, runs)]
         accepted = {i: run[1:] for i, (item, run) in enumerate(zip(work, rows)) if item.drafts}
         proposed = [self._propose(item) for item in work]
+        for item in work:
+            self._draft(item)
         return step.reply([run[0][0] for run in rows], [run[0][1] for run in rows], scores, accepted, proposed)
 
     def _run(self, item: Any) -> list[int | None]:
@@ -200,15 +204,51 @@ class FakeExecutor:
         _require(item.emit and item.num_tokens == 1 + item.drafts, f"row {item.row}: {item}")
         end = row.length + item.num_tokens
         _require(end <= min(len(row.table) * size, self.max_model_len), f"row {item.row}: drafts behind its pages")
-        one, run = Work(item.row, 1, True), []
+        if not row.params.drafting[0]:
+            _require(item.drafts <= row.proposed, f"row {item.row}: {item.drafts} drafts of {row.proposed}")
+        first, one, run = row.length, Work(item.row, 1, True), []
         for _ in range(item.num_tokens):
             run.append(self._work(one, None))
             if self._rng is not None and self._rng.random() < self.rejection:
                 break
+        for position in range(first, row.length):
+            slot = row.table[position // size] * size + position % size
+            if self._drafted[slot] == hash(("drafted", first, position)):
+                self._drafted[slot] = self._kv[slot]  # the draft is the token
         for position in range(row.length, end):
             slot = row.table[position // size] * size + position % size
             self._kv[slot], self._position[slot] = hash((position, "rejected")), position
         return run
+
+    def _draft(self, item: Any) -> None:
+        """Compute the KV of a draft model that a step asks for; require what its drafts need.
+
+        A draft is marked in its KV slot until it is verified: it may be the token, or not.
+        """
+        row, size, kv = self._row(item.row), self.page_size, self._drafted
+        row.proposed = item.propose
+        end = max(item.fill_from + item.fill, row.length + item.propose)
+        _require(end <= min(len(row.table) * size, self.max_model_len), f"row {item.row}: drafts behind its pages")
+
+        def slot(position: int) -> int:
+            return int(row.table[position // size] * size + position % size)
+
+        def extend(first: int, last: int) -> None:
+            head = kv[slot(first - 1)] if first else ROOT
+            for position in range(first, last):
+                token = row.tokens[position] if position < len(row.tokens) else -1
+                kv[slot(position)] = head = hash((head, token))
+
+        extend(item.fill_from, item.fill_from + item.fill)
+        if item.propose:
+            _require(item.emit and len(row.tokens) == row.length + 1, f"row {item.row}: drafts without a last token")
+            begin = max(0, row.length - 1)
+            if begin:
+                known = kv[slot(begin - 1)] == self._kv[slot(begin - 1)]
+                _require(known, f"row {item.row}: the draft model lacks the KV before token {begin}")
+            extend(begin, row.length + 1)
+            for position in range(row.length + 1, row.length + item.propose):
+                kv[slot(position)] = hash(("drafted", row.length, position))
 
     def _propose(self, item: Any) -> int:
         """Return the number of tokens drafted for a row."""

@@ -129,6 +129,8 @@ def draw_world(seed: int) -> World:
     page_size = rng.choice((1, 2, 3, 4, 4, 8, 16))
     rows = rng.choice((1, 2, 3, 4, 6, 8, 12, 16))
     longest = rng.choice((6, 16, 32, 32, 64))
+    drafts = rng.choice((1, 2, 5))
+    drafting = SpeculationConfig(drafts, 1, 3), SpeculationConfig(drafts, max_rows=rng.choice((1, rows, rows)))
     tokens = rng.randint(longest, longest * (1 + rows // rng.choice((1, 3))))  # of the pool: from starved to roomy
     config = SchedulerConfig(
         num_pages=max(2, tokens // page_size),
@@ -143,7 +145,7 @@ def draw_world(seed: int) -> World:
         prefix_caching=rng.random() < 0.85,
         long_prefill_threshold=rng.choice((0, 0, 0, 3, 16)),
         context=f"artifact {seed}",
-        speculation=SpeculationConfig(rng.choice((1, 2, 5)), 1, 3) if rng.random() < 0.5 else None,
+        speculation=rng.choice((None, *drafting)),
         max_num_logits=rng.choice((0, 2 * rows, 6 * rows)),
     )
     habits = (rng.choice(KINDS), rng.choice((20, 50, 1000)), rng.choice((2, 8, 16, 32)), longest)

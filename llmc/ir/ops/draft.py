@@ -1,4 +1,4 @@
-"""Speculative decoding on the device: accepting drafted tokens, and drafting by prompt lookup.
+"""Speculative decoding on the device: accepting drafted tokens, drafting by prompt lookup and by a draft model.
 
 Drafted tokens are in the row's history behind its last token. A step verifies k of them with k + 1 entries of one token
 each that all emit: the row's last token, then the drafts. Whatever the history holds there, the output is that of plain
@@ -16,7 +16,7 @@ import numpy as np
 from llmc.ir import contents
 from llmc.ir.contents import Content, Drawing, Shape
 from llmc.ir.opdef import OpDef, op
-from llmc.ir.ops.state import HOLDS
+from llmc.ir.ops.state import HOLDS, ends
 
 
 def _emit_last(d: Drawing, shape: Shape) -> Any:
@@ -27,7 +27,9 @@ def _emit_last(d: Drawing, shape: Shape) -> Any:
     return out
 
 
-_HOLDS: Mapping[str, Content] = MappingProxyType({**HOLDS, "drafts": contents.drafts, "emit": _emit_last})
+_HOLDS: Mapping[str, Content] = MappingProxyType(
+    {**HOLDS, "drafts": contents.drafts, "emit": _emit_last, "reach": contents.length}
+)
 
 
 @op(
@@ -107,6 +109,43 @@ def row_propose(tokens: Any, drafts: Any, length: Any, rows: Any, starts: Any, e
         tokens[row, known : known + room] = tokens[row, source + np.arange(room) % (known - source)]
         drafts[row, 0] = proposed[i] = room if start else 0
     return proposed, tokens, drafts
+
+
+@op(
+    "(reach: state i32[m], length: state i32[m], rows: i32[r]) -> (start: state i32[m])",
+    writes=("reach",), bytes="12*r", holds=_HOLDS, example={"m": 4, "r": 4},
+)  # fmt: skip
+def row_rewind(reach: Any, length: Any, rows: Any) -> Any:
+    """Place a draft model one token before the last token that the model has computed: reach becomes length - 1.
+
+    If all drafts of the step before were accepted, the draft model lacks the KV of that token.
+    """
+    reach = reach.copy()
+    used = rows[rows >= 0]
+    reach[used] = np.maximum(length[used] - 1, 0)
+    return reach
+
+
+@op(
+    "(tokens: state i32[m, l], reach: state i32[m], rows: i32[r], starts: i32[r+1], positions: i32[t], emit: i32[r],"
+    " ids: i32[r]) -> (history: state i32[m, l], n: state i32[m])",
+    writes=("tokens", "reach"), bytes="28*r", holds=_HOLDS,
+    example={"m": 4, "l": 8, "r": 5, "t": 7},
+)  # fmt: skip
+def row_extend(tokens: Any, reach: Any, rows: Any, starts: Any, positions: Any, emit: Any, ids: Any) -> Any:
+    """Append the tokens that a draft model sampled to the rows' drafts.
+
+    For the last entry of each row, unless it has no tokens: reach becomes the number of tokens whose KV the draft model
+    has; if emit is set, the id is written behind them, unless the row is full.
+    """
+    tokens, reach = tokens.copy(), reach.copy()
+    for i, (row, end) in enumerate(zip(rows, ends(rows, starts, positions), strict=True)):
+        if row < 0 or starts[i] == starts[i + 1] or (i + 1 < len(rows) and rows[i + 1] == row):
+            continue
+        reach[row] = end
+        if emit[i] and end < tokens.shape[1]:
+            tokens[row, end] = ids[i]
+    return tokens, reach
 
 
 def lookup(tokens: Any, low: int, high: int) -> int:

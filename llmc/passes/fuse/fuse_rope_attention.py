@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from llmc_runtime.format.program import NEXT
+
 from llmc.ir.graph import Graph, Module, Node, Value
 from llmc.passes.analysis import made_by
 from llmc.passes.base import Ctx, Pass, rejected
 from llmc.passes.rewrite import substitute
 
 NAME = "fuse-rope-attention"
+ONE_TOKEN = ("decode", NEXT)  # names of graphs with one token per row begin with one of these
 KINDS = ("paged_attention", "paged_attention_split")
 SLOTS = 4  # the result of row_begin with the slots; its third result is the positions, and its fifth operand the pages
 
@@ -30,7 +33,7 @@ class FuseRopeAttention(Pass):
 
     def _fuse(self, g: Graph, n: Node, ctx: Ctx) -> bool:
         append = n.operands[0].node
-        if append is None or append.op.name != "rope_append" or not g.name.startswith("decode") or not ctx.allows(n):
+        if append is None or append.op.name != "rope_append" or not g.name.startswith(ONE_TOKEN) or not ctx.allows(n):
             return False
         if why := _why_not(n, append):
             ctx.miss(NAME, n, why)

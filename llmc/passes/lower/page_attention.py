@@ -19,6 +19,8 @@ PAGES_MAX = 1 << 30
 _CAUSAL = "use a causal model, in which a token attends only to itself and to earlier tokens"
 F8 = "f8e4m3"
 POOLS = ("f32", "bf16", "f16", F8)
+DRAFT = "draft"  # the graph of a draft model
+DRAFT_PREFIX = "draft."  # of the names of its weights and KV pools
 KV_SCALES = "kv_scales."  # and the layer: the name of the scales of its pool
 RESULTS = ("ids", "logprob", "rank", "top_ids", "top_logprobs")
 ENTRIES = 512  # verified tokens beyond this number cost as much as those of a prompt, so that drafts do not pay
@@ -33,7 +35,7 @@ class PageAttention(Pass):
     tokens: maximum tokens per step (0: the bound of T). kv: dtype of the pools (empty: that of the keys); pools of
     f8e4m3 have a weight kv_scales.LAYER, the scales of the heads of keys, then of values. speculate: maximum number of
     drafted tokens that a step verifies per row (0: none); a step then has up to rows * (1 + speculate) entries, limited
-    to the tokens of a step and to 512.
+    to the tokens of a step and to 512. The graph @draft, if there is one, becomes that of a draft model.
     """
 
     name: ClassVar[str] = "page-attention"
@@ -61,16 +63,20 @@ class PageAttention(Pass):
         if not ctx.spend():
             return 0
         _check(g)
+        drafts = g.name == DRAFT
         m.symbols["T"] = (1, self.tokens or m.symbols.get("T", (1, self.max_len))[1])
         entries = min(self.rows * (1 + self.speculate), m.symbols["T"][1], ENTRIES)
         m.symbols["R"] = (1, max(self.rows, entries))
         m.symbols["P"] = (1, PAGES_MAX)
-        rows = _Rows(g, self, ctx.opset)
+        rows = _Rows(g, self, ctx.opset, drafts)
         for name in ("tokens", "positions", "last"):
             g.replace(inputs[name], rows.replacement[name])
             g.inputs.remove(inputs[name])
         pools = [rows.attention(n) for n in list(g.nodes) if n.op.name == "attention"]
-        rows.sample(pools)
+        if drafts:
+            rows.draft(pools)
+        else:
+            rows.sample(pools)
         return 1 + len(pools)
 
 
@@ -96,8 +102,9 @@ def _check(g: Graph) -> None:
 class _Rows:
     """The row states of one graph, and the values that every step derives from them."""
 
-    def __init__(self, g: Graph, options: PageAttention, ops: Mapping[str, OpDef]):
-        self.g, self.options, self.ops = g, options, ops
+    def __init__(self, g: Graph, options: PageAttention, ops: Mapping[str, OpDef], drafts: bool):
+        """`drafts`: the graph is that of a draft model, which has its own KV pools, and a place in every row."""
+        self.g, self.options, self.ops, self.prefix = g, options, ops, DRAFT_PREFIX if drafts else ""
         vocab = g.outputs[0].type.shape[-1]
         others = list(g.inputs)
         g.inputs.clear()
@@ -114,11 +121,14 @@ class _Rows:
         self.bias_ids = g.input("row.bias_ids", state("i32", n, BIASES))
         self.biases = g.input("row.biases", state("f32", n, BIASES))
         self.allowed = g.input("row.allowed", state("i32", n, vocab.ceildiv(32)))
-        if options.speculate:
+        at = self.length
+        if drafts:
+            at = self.reach = g.input("row.reach", state("i32", n))
+        elif options.speculate:
             self.drafts = g.input("row.drafts", state("i32", n, DRAFT_WIDTH))
         g.inputs += others
         b = Builder(g, ops, before=g.nodes.head)
-        self.starts, token_row, self.positions = b.row_spans(self.rows, self.qlens, self.length, tokens=D("T"))
+        self.starts, token_row, self.positions = b.row_spans(self.rows, self.qlens, at, tokens=D("T"))
         self.slots = b.row_slots(self.pages, token_row, self.positions, page=options.page)
         self.replacement = {
             "tokens": b.row_ids(self.tokens, token_row, self.positions),
@@ -139,10 +149,10 @@ class _Rows:
             v = _pad(b, v, wide)
         layer, heads = n.attrs["layer"], k.type.shape[1]
         pool = Type(self.options.kv or k.type.dtype, (D("P"), D(2), heads, D(self.options.page), D(wide)), True)
-        kv = self.g.input(f"kv.{layer}", pool)
+        kv = self.g.input(f"{self.prefix}kv.{layer}", pool)
         scales = []
         if pool.dtype == F8:
-            scales = [self.g.input(f"{KV_SCALES}{layer}", tensor("f32", heads * 2), weight=True)]
+            scales = [self.g.input(f"{self.prefix}{KV_SCALES}{layer}", tensor("f32", heads * 2), weight=True)]
         newest: Value = b.kv_append(kv, k, v, self.slots, *scales)
         attrs = {key: n.attrs[key] for key in ("scale", "window", "softcap")}
         step = (self.pages, self.rows, self.starts, self.positions)
@@ -155,24 +165,39 @@ class _Rows:
 
     def sample(self, pools: list[Value]) -> None:
         """Replace the logits by the step's outputs: ids and log-probabilities, then the new versions of all states."""
-        b = Builder(self.g, self.ops, loc="sample")
-        (logits,) = self.g.outputs
-        vocab = logits.type.shape[-1]
-        if logits.type.rank != 2:
-            logits = b.reshape(logits, shape=[D("R"), vocab])
-        params, step = (self.fparams, self.iparams), (self.rows, self.starts, self.positions)
-        penalties = (self.seen, self.counts, self.bias_ids, self.biases)
-        drafted = (self.starts, self.positions, self.tokens) if self.options.speculate else ()
-        x = b.row_penalize(logits, self.rows, *params, *penalties, *drafted)
-        x = b.row_mask(x, *step, self.iparams, self.stops, self.allowed)
-        ids = b.row_sample(x, *step, self.tokens, *params)
-        top = min(TOP_LOGPROBS, int(vocab))
+        b, logits = self._logits()
+        step = (self.rows, self.starts, self.positions)
+        ids = self._ids(b, logits, (self.starts, self.positions, self.tokens) if self.options.speculate else ())
+        top = min(TOP_LOGPROBS, int(logits.type.shape[-1]))
         results = [ids, *b.row_logprobs(logits, ids, self.rows, self.iparams, k=top)]
         operands = (self.tokens, self.length, self.counts, *step, self.emit, ids)
         states = b.row_commit(*operands) if not self.options.speculate else self._accept(b, operands, results)
         for v, name in zip(results, (*RESULTS, "proposed"), strict=False):
             v.name = name
         self.g.outputs = [*results, *states, *pools]
+
+    def draft(self, pools: list[Value]) -> None:
+        """Replace the logits by the drafts that are sampled from them, as the model samples at the same position."""
+        b, logits = self._logits()
+        ids = self._ids(b, logits, ())
+        states = b.row_extend(self.tokens, self.reach, self.rows, self.starts, self.positions, self.emit, ids)
+        self.g.outputs = [*states, *pools]
+
+    def _logits(self) -> tuple[Builder, Value]:
+        b = Builder(self.g, self.ops, loc="sample")
+        (logits,) = self.g.outputs
+        if logits.type.rank != 2:
+            logits = b.reshape(logits, shape=[D("R"), logits.type.shape[-1]])
+        return b, logits
+
+    def _ids(self, b: Builder, logits: Value, drafted: tuple[Value, ...]) -> Value:
+        """Sample an id per entry. Penalties count the tokens that were drafted before an entry, if given."""
+        params, step = (self.fparams, self.iparams), (self.rows, self.starts, self.positions)
+        penalties = (self.seen, self.counts, self.bias_ids, self.biases)
+        x = b.row_penalize(logits, self.rows, *params, *penalties, *drafted)
+        x = b.row_mask(x, *step, self.iparams, self.stops, self.allowed)
+        ids: Value = b.row_sample(x, *step, self.tokens, *params)
+        return ids
 
     def _accept(self, b: Builder, operands: tuple[Value, ...], results: list[Value]) -> list[Value]:
         """Accept and propose drafts: update the results, and return the new versions of the states."""

@@ -6,10 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from llmc_runtime.format.program import FILL, FIRST, NEXT
+
 from llmc.ir.dim import Dim
 from llmc.ir.graph import Builder, Graph, Module, Value
 from llmc.passes.analysis import made_by, same_type
 from llmc.passes.base import Ctx, Pass
+from llmc.passes.lower.page_attention import DRAFT
 from llmc.passes.rewrite import substitute
 
 
@@ -20,7 +23,8 @@ class Specialize(Pass):
     If @main accepts drafted tokens, @verify has one token per entry, where adjacent entries of a row verify its drafts,
     and @decode verifies none. decode: upper bounds of row ranges that get their own graph; [1, 16] gives 1, 2 to 16,
     and more. step: the same for tokens, verify: for entries. A range of a single number replaces the symbol by that
-    number.
+    number. A draft model, @draft, becomes @draft_fill (any number of tokens per row, whose KV it computes),
+    @draft_first (the last two tokens of each row, one per entry) and @draft_next (one token per row).
     """
 
     decode: tuple[int, ...] = ()
@@ -34,7 +38,7 @@ class Specialize(Pass):
         if g is None or "rows" not in {v.name for v in g.inputs} or not ctx.spend():
             return 0
         del m.graphs["main"]
-        count = 0
+        count = self._draft(m, ctx) if DRAFT in m.graphs else 0
         for name, bounds in ranges("step", m.symbols["T"], self.step):
             m.graphs[name] = clone = substituted(g, name, {})
             clone.ranges = {} if bounds == m.symbols["T"] else {"T": bounds}
@@ -51,6 +55,60 @@ class Specialize(Pass):
                 if kind == "decode":
                     _drop_drafts(clone, ctx)
         return count
+
+    def _draft(self, m: Module, ctx: Ctx) -> int:
+        """Make the entry points of a draft model; return the number of graphs."""
+        g, entries = m.graphs.pop(DRAFT), m.symbols["R"]
+        plans = (
+            (FILL, m.symbols["T"], self.step),
+            (FIRST, entries, self.verify),
+            (NEXT, _device_rows(g, entries), self.decode),
+        )
+        count = 0
+        for role, limits, ends in plans:
+            for name, bounds in ranges(role, limits, ends):
+                rows = Dim.of(bounds[0] if bounds[0] == bounds[1] else "R")
+                m.graphs[name] = clone = substituted(g, name, {} if role == FILL else {"T": rows, "R": rows})
+                symbol = "T" if role == FILL else "R"
+                clone.ranges = {} if bounds == m.symbols[symbol] else {symbol: bounds}
+                _name_inputs(clone, role)
+                if role == FILL:
+                    _only_pools(clone)
+                else:
+                    _drop_row_last(clone)
+                if role == FIRST:
+                    _rewind(clone, ctx)
+                clone.inputs = [v for v in clone.inputs if v.uses]
+                count += 1
+        return count
+
+
+def _name_inputs(g: Graph, role: str) -> None:
+    """Give the inputs of a step the names of a role, since every role has its own."""
+    for v in g.inputs:
+        if not v.type.state and not v.weight:
+            v.name = f"{role}.{v.name}"
+
+
+def _only_pools(g: Graph) -> None:
+    """Reduce a graph to the KV that it writes."""
+    g.outputs = [v for v in g.outputs if not made_by(v, "row_extend")]
+    for n in reversed(g.nodes):
+        if not g.is_used(n):
+            g.erase(n)
+
+
+def _rewind(g: Graph, ctx: Ctx) -> None:
+    """Begin one token before the last computed one of each row."""
+    inputs = {v.name: v for v in g.inputs}
+    spans = next(n for n in g.nodes if n.op.name == "row_spans")
+    b = Builder(g, ctx.opset, before=spans, loc=spans.loc)
+    reach = inputs["row.reach"]
+    length = g.input("row.length", reach.type) if "row.length" not in inputs else inputs["row.length"]
+    users = dict.fromkeys(reach.uses)
+    start = b.row_rewind(reach, length, spans.operands[0])
+    for n in users:
+        g.set_operands(n, [start if v is reach else v for v in n.operands])
 
 
 def _device_rows(g: Graph, entries: tuple[int, int]) -> tuple[int, int]:

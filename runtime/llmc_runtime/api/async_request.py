@@ -71,5 +71,6 @@ class AsyncRequestState(RequestState):
         first = self.parts[0]
         scores = first.scores if self._kind == "delta" else first.prompt_logprobs
         return RequestOutput(
-            self.request_id, self.prompt, self._ids, outputs, not self._open, first.num_cached, scores, first.times
-        )
+            self.request_id, self.prompt, self._ids, outputs, not self._open, first.num_cached, scores, first.times,
+            self.num_accepted,
+        )  # fmt: skip

@@ -21,7 +21,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.sched.speculation import SpeculationConfig
-from llmc_runtime.speculate_option import DRAFTED, HIGH, LOW, TOKENS
+from llmc_runtime.speculate_option import DRAFT_MODEL, DRAFTED, HIGH, LOW, TOKENS
 from llmc_runtime.trace import Trace, attach_trace
 
 
@@ -84,7 +84,7 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
             policy=options.scheduling_policy,
             prefix_caching=options.enable_prefix_caching,
             context=artifact.digest,
-            speculation=speculation_of(options.speculate, executor.max_drafts),
+            speculation=speculation_of(options.speculate, executor.max_drafts, executor.draft_model.max_rows),
             max_num_logits=executor.max_entries,
         )
         draw = random.Random(options.seed)
@@ -95,16 +95,22 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
         raise
     where = f"{manifest.target.name} on {device.name}" if device.separate else manifest.target.name
     part = f"NOT THE WHOLE MODEL, only {manifest.source.part}" if manifest.source.part else ""
-    drafting = f"up to {config.speculation.num_tokens} drafted tokens (ngram)" if config.speculation else ""
+    drafting = (
+        f"up to {config.speculation.num_tokens} drafted tokens ({config.speculation.method})"
+        if config.speculation
+        else ""
+    )
     summary = ", ".join(filter(None, (part, where, str(executor.capacity), drafting, device.upload_summary)))
     stages = {name: end - begin for (_, begin), (name, end) in pairwise(marks)}
     return Opened(engine, summary, executor.close, stages, trace)
 
 
-def speculation_of(option: Any, compiled: int) -> SpeculationConfig | None:
+def speculation_of(option: Any, compiled: int, rows: int = 0) -> SpeculationConfig | None:
     """Return how tokens are drafted, from the normal form of the option `speculate`.
 
-    Raises LlmcError E204 if the artifact verifies at most `compiled` drafted tokens, and more are requested.
+    `rows` is the maximum number of rows for which the artifact's draft model drafts, 0 if there is none. Raises
+    LlmcError E204 if the artifact verifies at most `compiled` drafted tokens, and more are requested, and E206 if it
+    has no draft model and one is requested.
     """
     if option is None:
         return None
@@ -114,6 +120,11 @@ def speculation_of(option: Any, compiled: int) -> SpeculationConfig | None:
         cause = f"speculate asks for {number or 'some'} drafted tokens; the artifact was compiled for {limit}"
         remedy = f"compile again with --speculate {number or DRAFTED}, or start without speculation"
         raise LlmcError("E204", cause, f"use up to {compiled}, or {remedy}" if compiled else remedy)
+    if option["method"] == DRAFT_MODEL:
+        if not rows:
+            cause = "speculate asks for drafts of a draft model, and the artifact has none"
+            raise LlmcError("E206", cause, "compile again with --draft MODEL, or use ngram")
+        return SpeculationConfig(number or compiled, max_rows=rows)
     return SpeculationConfig(number or compiled, option[LOW], option[HIGH])
 
 

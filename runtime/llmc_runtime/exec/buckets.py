@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmc_runtime.format.program import Program
+from llmc_runtime.format.program import FIRST, Program
 
 ROWS, TOKENS = "R", "T"
 
@@ -16,9 +16,9 @@ def bucket(rows: int, top: int) -> int:
 
 
 def top_rows(program: Program, max_rows: int) -> int:
-    """Return the largest number of entries that the program can run: of rows, unless it verifies drafts."""
+    """Return the largest number of entries that the program can run: of rows, unless rows have several entries."""
     top = program.serves.get(ROWS, program.symbols.get(ROWS, (1, max_rows)))[1]
-    return top if program.drafts else min(top, max_rows)
+    return top if program.drafts or program.role == FIRST else min(top, max_rows)
 
 
 def buckets(program: Program, max_rows: int) -> Iterator[int]:

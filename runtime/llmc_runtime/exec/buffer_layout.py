@@ -11,9 +11,10 @@ from llmc_runtime.exec.capacity import Need
 from llmc_runtime.exec.random_weights import RandomWeights
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.json_fields import REMEDY
-from llmc_runtime.format.program import Buffer, Program
+from llmc_runtime.format.program import FILL, FIRST, NEXT, Buffer, Program
 
 INPUTS = ("rows", "qlens", "emit")
+ROLES = ("", FILL, FIRST, NEXT)  # each has inputs of its own, whose names begin with the role
 _ALIGN, _PAGE = 256, 4096
 _GRAIN = 2 << 20  # allocation granularity of devices with their own memory
 
@@ -37,8 +38,8 @@ def weights_of(artifact: Artifact) -> dict[str, Buffer]:
 class Layout:
     """The memory of one artifact on one device, allocated on construction. Raises LlmcError E107, E112 or E203.
 
-    `inputs` holds the arrays rows, qlens and emit, i32, at a distance of `stride` bytes, so that one write updates all
-    of them. `outputs` maps names to memory.
+    `inputs` holds, for each role of programs, the arrays rows, qlens and emit, i32, at a distance of `strides` bytes,
+    so that one write updates all of them. `outputs` maps names to memory.
     """
 
     def __init__(self, artifact: Artifact, device: Device, env: Mapping[str, int]) -> None:
@@ -51,10 +52,15 @@ class Layout:
         loading.result()
         self._weights = placing.result()
         sizes = _io_sizes(artifact, env)
-        self.stride = _round(max((sizes.get(name, 0) for name in INPUTS), default=0), _ALIGN)
-        self.inputs = device.alloc(self.stride * len(INPUTS))
-        self.outputs = _parts(device, {n: s for n, s in sizes.items() if n not in INPUTS}, _ALIGN)
-        self._io = {n: self.inputs.part(i * self.stride, (i + 1) * self.stride) for i, n in enumerate(INPUTS)}
+        self.inputs: dict[str, Memory] = {}
+        self.strides: dict[str, int] = {}
+        self._io: dict[str, Memory] = {}
+        for role in ROLES:
+            names = [f"{role}.{name}" if role else name for name in INPUTS]
+            stride = self.strides[role] = _round(max(sizes.get(name, 0) for name in names), _ALIGN)
+            memory = self.inputs[role] = device.alloc(stride * len(INPUTS))
+            self._io |= {name: memory.part(i * stride, (i + 1) * stride) for i, name in enumerate(names)}
+        self.outputs = _parts(device, {n: s for n, s in sizes.items() if n not in self._io}, _ALIGN)
         self._io |= self.outputs
 
     def addresses(self, program: Program) -> list[int]:

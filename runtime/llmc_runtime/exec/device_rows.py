@@ -17,7 +17,7 @@ _WORD = 32
 _WRITE_COST = 32 << 10  # the overhead of a copy, as the number of bytes copied in the same time
 ROLES = (
     "tokens", "length", "pages", "fparams", "iparams", "stops", "seen", "counts", "bias_ids", "biases", "allowed",
-    "drafts",
+    "drafts", "reach",
 )  # fmt: skip
 
 
@@ -100,6 +100,10 @@ class Rows:
             self.mask(RowMask(row, params.allowed))
         self.wants_logprobs[row] = params.want_logprobs
         self.drafts[row] = params.drafting[0] > 0
+
+    def place(self, row: int, computed: int) -> None:
+        """Record that the draft model has the KV of this many first tokens of a row."""
+        self._tables["reach"].set(row, [computed])
 
     def mask(self, new: RowMask) -> None:
         """Write a row's mask, unless the device has it already."""

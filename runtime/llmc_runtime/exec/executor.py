@@ -11,40 +11,17 @@ import numpy as np
 
 from llmc_runtime.artifact import Artifact
 from llmc_runtime.device.device import Device, Event, Run
-from llmc_runtime.exec.buckets import ROWS, TOKENS, bucket, buckets, top_rows
-from llmc_runtime.exec.buffer_layout import INPUTS, Layout, need_of
+from llmc_runtime.exec.buffer_layout import Layout, need_of
 from llmc_runtime.exec.capacity import NOTHING, KvCapacity, plan_kv
 from llmc_runtime.exec.device_rows import Rows
+from llmc_runtime.exec.draft_steps import DraftSteps
+from llmc_runtime.exec.entry_points import Bound, EntryPoints
 from llmc_runtime.exec.logits import as_f32, find_logits, row_bytes
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.json_fields import REMEDY
 from llmc_runtime.format.program import Program
 from llmc_runtime.sched.step import RowMask, Step, StepOutput, TokenLogprobs, Work
 
 _LOGPROBS = (("logprob", np.float32), ("rank", np.int32), ("top_ids", np.int32), ("top_logprobs", np.float32))
-_PADDING = (-1, 0, 0)  # inputs of a padding row: no row, zero tokens, nothing sampled
-
-
-@dataclass(frozen=True)
-class _Bound:
-    """A program bound to its buffers.
-
-    `symbols` are the values of its symbols in order; `slots` gives the indices of those that a step sets. `width` is
-    the number of most likely ids that it returns. `halves` are the two runs for open steps, split before the first
-    launch that reads token masks; they are bound on first use.
-    """
-
-    program: Program
-    symbols: np.ndarray
-    slots: tuple[tuple[str, int], ...]
-    run: Run
-    width: int
-    halves: list[Run] = field(default_factory=list)
-
-    def size(self, tokens: int, rows: int) -> None:
-        """Set the symbol values for the next run."""
-        for name, index in self.slots:
-            self.symbols[index] = tokens if name == TOKENS else rows
 
 
 @dataclass(eq=False)
@@ -89,21 +66,16 @@ class Executor:
         self.capacity: KvCapacity = plan_kv(manifest, kv_bytes, device.free_memory(), device.share, need)
         self._env = {"P": self.capacity.pages}
         self._layout = Layout(artifact, device, self._env)
-        self._programs = tuple(self._bind(p) for p in artifact.programs)
+        self._steps = EntryPoints(artifact, device, self._layout, self._env, "")
         by_role = {s.role: (s, self._layout.states[s.name]) for s in manifest.states if s.role != "kv"}
         self._masks = by_role["allowed"][0].name if "allowed" in by_role else ""
         self.rows = Rows(device, by_role, self._env, manifest.vocab_size)
         self._ids = self._layout.output("ids")
+        self.draft_model = DraftSteps(artifact, device, self._layout, self._env, self.rows)
         self.max_drafts = max((p.drafts for p in artifact.programs), default=0)
-        rows = manifest.limits.max_num_seqs
-        self.max_entries = max((top_rows(p, rows) for p in artifact.programs), default=rows)
+        self.max_entries = self._steps.max_entries or manifest.limits.max_num_seqs
         self._proposed = self._layout.output("proposed") if self.max_drafts else None
         self._outputs = tuple(self._layout.output(name) for name, _ in _LOGPROBS)
-        self._table = np.zeros((len(INPUTS), self._layout.stride // 4), np.int32)  # host copy of the inputs
-        self._sent: object = None  # the inputs now on the device; None: unknown
-        self._decodes: dict[
-            tuple[int, bool], tuple[_Bound, int]
-        ] = {}  # by number of rows and whether it verifies drafts
         self._open: deque[Ticket] = deque()
         self._last: tuple[Program, int] | None = None  # the program of the last step, and its entries
 
@@ -188,18 +160,15 @@ class Executor:
     def prepare(self) -> int:
         """Prepare every size of decode step in advance and return the number of sizes. No program is run."""
         count = 0
-        for bound in self._programs if self.device.replays else ():
-            if bound.program.uniform:
-                for rows in buckets(bound.program, self.artifact.manifest.limits.max_num_seqs):
-                    bound.size(rows, rows)
-                    self.device.prepare(bound.run)
-                    count += 1
+        for bound in (*self._steps.sizes(), *self.draft_model.sizes()) if self.device.replays else ():
+            self.device.prepare(bound.run)
+            count += 1
         return count
 
     def close(self) -> None:
         """Release the device's memory and threads."""
-        self._programs = ()
-        self._decodes.clear()
+        self._steps.close()
+        self.draft_model.close()
         self._open.clear()
         self.device.close()
 
@@ -210,12 +179,9 @@ class Executor:
         count = len(entries)
         if not count:
             return Ticket(work, entries, self.device.mark())
-        lengths = [w.num_tokens for w in entries]
-        tokens = sum(lengths)
-        bound, size = self._pick(tokens, count, verifies)
+        columns = [w.row for w in entries], [w.num_tokens for w in entries], [int(w.emit) for w in entries]
+        bound = self._steps.ready(columns, verifies)
         self._last = bound.program, count
-        self._feed(size, ([w.row for w in entries], lengths, [int(w.emit) for w in entries]))
-        bound.size(size if bound.program.uniform else tokens, size)
         enabled = self.rows.wants_logprobs
         needed = [(w.emit or w.score) and enabled[w.row] for w in entries]
         ticket = Ticket(work, entries, needs_logprobs=needed, width=bound.width)
@@ -238,9 +204,11 @@ class Executor:
             ticket.logprobs = tuple(device.fetch(m, 0, count * n) for m, n in zip(self._outputs, each))
         else:
             ticket.needs_logprobs = []
+        if self.draft_model:
+            self.draft_model.run(ticket.work)
         ticket.event = device.mark()
 
-    def _halves(self, bound: _Bound) -> list[Run]:
+    def _halves(self, bound: Bound) -> list[Run]:
         """Return the program split before the first launch that reads masks, so that the first half can run without
         them.
         """
@@ -252,50 +220,6 @@ class Executor:
                 half = replace(program, launches=launches)
                 bound.halves.append(self.device.bind(half, self._layout.addresses(half), bound.symbols))
         return bound.halves
-
-    def _feed(self, size: int, columns: tuple[list[int], ...]) -> None:
-        """Upload the inputs, padded to `size` rows, unless they equal those of the step before."""
-        key = (size, columns)
-        if key == self._sent:
-            return
-        for line, column, pad in zip(self._table, columns, _PADDING):
-            line[: len(column)] = column
-            line[len(column) : size] = pad
-        self._sent = None  # unknown if the write fails
-        self.device.write(self._layout.inputs, 0, self._table)
-        self._sent = key
-
-    def _pick(self, tokens: int, rows: int, verifies: bool) -> tuple[_Bound, int]:
-        """Return the program that serves a step of this size, and the number of rows in which it runs."""
-        if tokens == rows and (rows, verifies) in self._decodes:
-            return self._decodes[rows, verifies]
-        env = {TOKENS: tokens, ROWS: rows}
-        for bound in self._programs:
-            if bound.program.fits(env) and (bound.program.drafts or not verifies):
-                if not bound.program.uniform:
-                    return bound, rows
-                top = top_rows(bound.program, self.artifact.manifest.limits.max_num_seqs)
-                self._decodes[rows, verifies] = bound, bucket(rows, top) if self.device.replays else rows
-                return self._decodes[rows, verifies]
-        served = "; ".join(f"{b.program.name}: {dict(b.program.serves)}" for b in self._programs)
-        cause = f"no program serves a step of {tokens} tokens in {rows} rows ({served})"
-        raise LlmcError("E614", cause, "recompile with larger --max-num-batched-tokens or --max-num-seqs")
-
-    def _bind(self, program: Program) -> _Bound:
-        names = list(program.symbols)
-        unbound = set(names) - {TOKENS, ROWS, *self._env}
-        if unbound:
-            raise LlmcError("E113", f"program {program.name} has the unknown symbol {min(unbound)}", REMEDY)
-        low, high = program.symbols.get("P", (0, 1 << 62))
-        if not low <= self.capacity.pages <= high:
-            cause = f"program {program.name} supports {low} to {high} KV pages, not {self.capacity.pages}"
-            raise LlmcError("E202", cause, f"set a KV cache size between {low} and {high} pages")
-        symbols = np.array([self._env.get(n, 1) for n in names], np.int64)
-        run = self.device.bind(program, self._layout.addresses(program), symbols)
-        top = next((b for b in program.buffers if b.name == "top_ids"), None)
-        width = top.shape[-1](self._env) if top is not None else 0
-        slots = tuple((n, i) for i, n in enumerate(names) if n not in self._env)
-        return _Bound(program, symbols, slots, run, width)
 
 
 def _entries(work: Work) -> list[Work]:

@@ -77,7 +77,7 @@ class KernelFile:
 @dataclass(frozen=True)
 class State:
     """A persistent buffer. `role` is "kv", or the content of its rows: tokens, length, pages, fparams, iparams, stops,
-    seen, counts, bias_ids, biases, allowed or drafts.
+    seen, counts, bias_ids, biases, allowed, drafts or reach.
     """
 
     name: str

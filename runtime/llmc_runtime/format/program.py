@@ -36,6 +36,9 @@ DTYPE_BITS: Mapping[str, int] = MappingProxyType(
         "u4": 4,
     }
 )
+# Names of the programs of a draft model begin with their role: computing the KV of tokens, drafting a token from the
+# last two tokens of a row, and drafting a token from the draft before it.
+FILL, FIRST, NEXT = "draft_fill", "draft_first", "draft_next"
 KINDS = ("input", "output", "weight", "state", "arena")
 MAX_CLUSTER = 8  # maximum blocks of a cluster on every GPU that has clusters
 Symbols = Mapping[str, tuple[int, int]]
@@ -187,6 +190,11 @@ class Program:
     step: tuple[str, str] | None = None
     ranks: int = 1
     drafts: int = 0
+
+    @property
+    def role(self) -> str:
+        """FILL, FIRST or NEXT for a program of a draft model, else ""."""
+        return next((role for role in (FILL, FIRST, NEXT) if self.name.startswith(role)), "")
 
     def top(self) -> dict[str, int]:
         """Return every symbol's upper bound, which determines the sizes of buffers."""

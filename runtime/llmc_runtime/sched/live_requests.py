@@ -8,6 +8,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.kv.pages import PagePool
 from llmc_runtime.kv.prefix import PrefixCache
 from llmc_runtime.metrics import Counters
+from llmc_runtime.sched.draft_planner import DraftPlanner
 from llmc_runtime.sched.guided_requests import GuidedRequests
 from llmc_runtime.sched.request import Request, RequestDelta, Status
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
@@ -35,6 +36,7 @@ class LiveRequests:
         self.speculation = None if config.speculation is None else Speculation(config.speculation)
         if config.speculation is not None:
             self.counters.drafted_at_most(config.speculation.num_tokens)
+        self.planner: DraftPlanner | None = None  # if a draft model drafts
         self._reset()
 
     def abort(self, request_id: str) -> bool:
@@ -85,6 +87,16 @@ class LiveRequests:
         self._in_flight.clear()
         if self.speculation is not None:
             self.speculation.forget()
+            if self.speculation.config.max_rows:
+                limits = config.max_num_batched_tokens, config.logits
+                self.planner = DraftPlanner(self.speculation, self.pool, config.page_size, *limits)
+
+    def _take(self, count: int) -> list[int]:
+        """Take pages from the pool, of which `count` are free."""
+        pages = self.pool.take(count)
+        if self.planner is not None:
+            self.planner.taken(pages)
+        return pages
 
     def _publish(self, request: Request, full: int) -> None:
         """Publish the first `full` pages of a running request, which are computed."""

@@ -85,8 +85,12 @@ class Request:
     dropped: bool = field(default=False, init=False)  # its mask was late: the token of the step in flight is dropped
     late_masks: int = field(default=0, init=False)
     num_drafts: int = field(default=0, init=False)  # tokens drafted for its row, as known to the host
+    lookahead: int = field(default=0, init=False)  # tokens that the last plan drafts, for which `pages` has room
+    reach: int = field(default=0, init=False)  # tokens whose KV the draft model has (see draft_planner)
     draft_trials: tuple[float, float] = field(default=(0.0, 0.0), init=False)  # drafts tested lately, and accepted
-    idle_drafts: int = field(default=0, init=False)  # plans since drafts of its row were verified last
+    last_probe: int = field(
+        default=-1 << 40, init=False
+    )  # the plan that last verified a draft to learn whether it pays
     idle_plans: int = field(default=0, init=False)  # consecutive plans that left it out because its mask was not known
     slow_until: int = field(default=0, init=False)  # below this many tokens steps do not wait for its mask
 
@@ -106,7 +110,8 @@ class Request:
         """Run on these pages, of which the first `hits` hold the KV of the first `cached` tokens."""
         self.row, self.pages, self.num_published, self.needs_init = row, pages, hits, True
         self.num_total, self.num_planned, self.num_computed = len(self.tokens), cached, cached
-        self.num_drafts, self.decode, self.status = 0, Work(row, 1, True), Status.RUNNING
+        self.num_drafts = self.lookahead = self.reach = 0
+        self.decode, self.status = Work(row, 1, True), Status.RUNNING
 
     def row_init(self) -> RowInit:
         """Return the data that builds the row of this running request."""

@@ -26,6 +26,8 @@ applies the changes and the work of all steps in the order in which they were pl
 - For a request with drafted tokens (see speculation), `num_total` and `num_planned` are upper bounds, which count all
   drafts of its steps in flight as accepted. Commit subtracts the rejected ones and frees the pages behind
   `num_planned`: no step in flight writes to them, since the device places tokens behind those that it accepted.
+- A draft model (see draft_planner) writes KV and tokens behind `num_planned`, for as many tokens as its plan proposes.
+  The pages of a running request cover them, too.
 - rollback() returns every request of every step in flight to `waiting`, so nothing relies on changes that were dropped.
 """
 
@@ -158,6 +160,8 @@ class Scheduler(LiveRequests):
         """Drop all steps in flight. Their requests wait again and recompute, whatever the device has done."""
         if self.speculation is not None:
             self.speculation.forget()
+        if self.planner is not None:
+            self.planner.forget()
         while self._in_flight:
             for request in reversed(self._in_flight.pop()[1]):
                 request.dropped = False
@@ -173,7 +177,9 @@ class Scheduler(LiveRequests):
         size, preempted, index, work = config.page_size, False, 0, step.work
         self._spare = config.logits - len(running)
         if self.speculation is not None:
-            self.speculation.begin(len(running))
+            self.speculation.begin(running)
+        if self.planner is not None:
+            self.planner.begin()
         while budget and index < len(running):
             request = running[index]
             index += 1
@@ -182,23 +188,26 @@ class Scheduler(LiveRequests):
                 continue  # its last token is in flight
             missing = total - start
             item = request.decode if missing == 1 else self._chunk(request, missing, min(max_chunk, budget))
-            if request.num_drafts and missing == 1 and self.speculation is not None:
+            if request.num_drafts and missing == 1 and self.speculation is not None and self.speculation.verifies:
                 item = self._with_drafts(self.speculation, request, budget - (len(running) - index))
             if request.guide is not None and item.emit and not may_sample(request):
                 self.guided.leave_out(request)
                 continue
             count = item.num_tokens
             need = -(-(start + count) // size) - len(request.pages)
+            # Victims are taken from the end of `running`, so none of them is in the plan yet.
+            while need > pool.num_free:
+                victim = running.pop()
+                self._preempt(victim)
+                self.counters.num_preemptions += 1
+                preempted = True
+                if victim is request:
+                    return budget, True
+            if self.planner is not None and (request.num_drafts or self.planner.speculation.wants):
+                item = self.planner.plan(request, item, start + count)
+                need = -(-(start + count + item.propose) // size) - len(request.pages)
             if need > 0:
-                # Victims are taken from the end of `running`, so none of them is in the plan yet.
-                while need > pool.num_free:
-                    victim = running.pop()
-                    self._preempt(victim)
-                    self.counters.num_preemptions += 1
-                    preempted = True
-                    if victim is request:
-                        return budget, True
-                taken = pool.take(need)
+                taken = self._take(need)
                 if not request.needs_init:
                     step.pages.append(RowPages(request.row, len(request.pages), taken))
                 request.pages += taken
@@ -240,12 +249,16 @@ class Scheduler(LiveRequests):
             for page in hits:
                 pool.share(page)
             waiting.remove(request)
-            self._start(request, hits + pool.take(fresh), len(hits))
+            self._start(request, hits + self._take(fresh), len(hits))
             self._spare -= 1
             item = self._chunk(request, request.num_total - request.num_planned, min(max_chunk, budget))
             if item.emit and request.guide is not None and known_mask(request) is None:
                 self.guided.leave_out(request)
                 continue  # its row is built when its mask is known
+            if self.planner is not None:
+                end = request.num_planned + item.num_tokens
+                item = self.planner.plan(request, item, end)
+                request.pages += self._take(max(0, config.pages_for(end + item.propose) - len(request.pages)))
             step.inits.append(request.row_init())
             step.work.append(item)
             planned.append(request)
@@ -281,6 +294,8 @@ class Scheduler(LiveRequests):
             counters.prompt_tokens += request.num_prompt
             counters.prompt_tokens_cached += cached
         request.start(self.free_rows.pop(), pages, hits, cached)
+        if self.planner is not None:
+            self.planner.cached(request, pages[:hits])
         if self.running and request.key < self.running[-1].key:
             insort(self.running, request, key=_KEY)
         else:
@@ -295,7 +310,7 @@ class Scheduler(LiveRequests):
             rejected = item.num_tokens - len(run)
             request.num_total -= rejected
             request.num_planned -= rejected
-            keep = self.config.pages_for(request.num_planned)
+            keep = self.config.pages_for(request.num_planned + request.lookahead)
             self.pool.release(reversed(request.pages[keep:]))
             del request.pages[keep:]
         delta: RequestDelta | None = None

@@ -8,100 +8,107 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log
 
 from llmc_runtime.metrics import Counters
+from llmc_runtime.sched.draft_costs import Choice, DraftCount, share
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import StepOutput, Work
 
-PROBE = 48  # of the steps in which drafting seems not to pay, one in so many verifies a draft of a row nevertheless
-_MEMORY = 0.8  # weight of a row's past acceptance at each verification
-_RISE, _FALL = 0.01, 0.3  # how fast a running quantile rises, relatively, and falls towards a smaller value
-_OFTEN = 12  # measurements of a size after which its running quantile is used
-_REFRESH = 16  # plans after which the threshold is computed anew
-_PRIOR = 1.0  # verifications that the acceptance of all rows counts for in that of a row
-_SLOPE = 0.25  # cost of a further entry, as a share of that of a step, until steps of two sizes were measured
+PROBE = 64  # of the plans in which drafting seems not to pay, one in so many verifies a draft of some rows nevertheless
+MODEL_PROBE = 512  # the same for a draft model, which must first compute what the row has got since; one row each time
+PROBED = 16  # these are one in so many of the rows, others each time
+_MEMORY = 0.9  # weight of a row's past acceptance at each verification
+_REFRESH = 16  # plans after which the number of drafts is chosen anew
+_AGAIN = 2048  # plans after which costs are measured again
+_PRIOR = 2.0  # verifications that the acceptance of all rows counts for in that of a row
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """Prompt lookup: drafts of up to `num_tokens` tokens, found by suffixes of min_ngram to max_ngram tokens."""
+    """Drafts of up to `num_tokens` tokens per row, by prompt lookup or by a draft model.
+
+    min_ngram, max_ngram: tokens of the suffixes that prompt lookup searches for. max_rows: maximum number of rows for
+    which a step of the draft model drafts; 0: prompt lookup.
+    """
 
     num_tokens: int
-    min_ngram: int
-    max_ngram: int
+    min_ngram: int = 0
+    max_ngram: int = 0
+    max_rows: int = 0
+
+    @property
+    def method(self) -> str:
+        """The name of the method, as users give it."""
+        return "draft" if self.max_rows else "ngram"
 
     @property
     def drafting(self) -> tuple[int, int, int]:
         """The columns of a device row (see RowParams)."""
-        return self.num_tokens, self.min_ngram, self.max_ngram
-
-
-class StepCosts:
-    """The seconds of a step by its number of entries: running low quantiles, which a busy machine hardly changes."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}  # by number of entries
-        self._samples: dict[int, int] = {}
-
-    def add(self, entries: int, seconds: float) -> None:
-        """Record a step."""
-        low = self._seconds.get(entries, seconds)
-        self._seconds[entries] = min(seconds, low * (1 + _RISE)) if seconds > low else low + _FALL * (seconds - low)
-        self._samples[entries] = self._samples.get(entries, 0) + 1
-
-    def share(self, entries: int, largest: int) -> float:
-        """Return the cost of one more entry as a share of the cost of a step with `entries`, 0 to 1.
-
-        It is the slope of a line through the costs of steps with up to `largest` entries that were measured often.
-        """
-        often = [n for n in range(entries, largest + 1) if self._samples.get(n, 0) >= _OFTEN]
-        points = [(n - entries, self._seconds[n]) for n in often]
-        mean = sum(n for n, _ in points) / max(1, len(points))
-        spread = sum((n - mean) ** 2 for n, _ in points)
-        if not spread:
-            return min(1.0, _SLOPE / entries)
-        slope = sum((n - mean) * y for n, y in points) / spread
-        base = sum(y for _, y in points) / len(points) - slope * mean
-        return min(1.0, max(0.0, slope / base)) if base > 0 else 1.0
+        return (0, 0, 0) if self.max_rows else (self.num_tokens, self.min_ngram, self.max_ngram)
 
 
 class Speculation:
-    """Decides how many drafts to verify. Constructed for each scheduler that drafts."""
+    """Decides how many drafts to make and to verify. Constructed for each scheduler that drafts."""
 
     def __init__(self, config: SpeculationConfig) -> None:
-        self.config, self.costs = config, StepCosts()
+        self.config, self.count = config, DraftCount(config.num_tokens)
         self._acceptance = 0.5  # of the drafts verified lately, over all rows
         self._planned: deque[float] = deque()  # when the steps in flight were planned
         self._ended = 0.0  # when the last step ended
         self._plans = self._rows = 0  # plans so far, and running requests of the last one
-        self._threshold = 0.0  # a draft that is accepted with a smaller probability costs more than it saves
+        self._choice = Choice(0)
+        self._probes = 0  # rows of which this plan verifies a draft although drafts do not pay
 
-    def begin(self, rows: int) -> None:
-        """Begin a plan in which `rows` requests run."""
+    def begin(self, running: Sequence[Request]) -> None:
+        """Begin a plan in which these requests run."""
         self._plans += 1
-        if rows and (rows != self._rows or self._plans % _REFRESH == 0):
-            # One more entry of acceptance p pays if it adds a larger share of tokens than of time: p / rows > share.
+        self._probes, rows = 0, len(running)
+        if self._plans % _AGAIN == 0:
+            self.count.again(rows)
+        if not self.config.max_rows and not any(request.num_drafts for request in running):
+            return
+        if rows and (self._choice.measures or rows != self._rows or self._plans % _REFRESH == 0):
             self._rows = rows
-            self._threshold = rows * self.costs.share(rows, rows * (1 + self.config.num_tokens))
+            self._choice = self.count.choose([self._rate(request) for request in running])
+        if not self._choice.most:
+            if self.config.max_rows:
+                self._probes = int(self._plans % MODEL_PROBE == 0)
+            elif self._plans % PROBE == 0:
+                self._probes = max(1, rows // PROBED)
+
+    @property
+    def wants(self) -> bool:
+        """Whether drafts of some rows pay, or are to be tried, in this plan."""
+        return self._choice.most > 0 or self._probes > 0
+
+    @property
+    def verifies(self) -> bool:
+        """Whether this plan may verify drafts; those of a model were wanted when they were made."""
+        return self.config.max_rows > 0 or self.wants
+
+    def proposals(self, request: Request) -> int:
+        """Return how many tokens the draft model drafts for a request."""
+        return self.choose(request, self.config.num_tokens)
 
     def drafts(self, request: Request, room: int) -> int:
         """Return how many of the drafts of the request's row to verify, up to `room`."""
-        room = min(room, request.num_drafts)
-        if room <= 0:
+        room = max(0, min(room, request.num_drafts))
+        return room if self.config.max_rows or not room else self.choose(request, room)
+
+    def choose(self, request: Request, room: int) -> int:
+        """Return the number of drafts that pays for a request, up to `room`."""
+        if self._choice.most:
+            return min(room, self._choice.drafts(self._rate(request)))
+        if not self._probes or self._plans - request.last_probe < PROBE * min(PROBED, self._rows):
             return 0
+        self._probes -= 1
+        request.last_probe = self._plans
+        return min(room, 1)
+
+    def _rate(self, request: Request) -> float:
+        """The estimated probability that a draft of the request is accepted."""
         weight, accepted = request.draft_trials
-        p = (accepted + _PRIOR * self._acceptance) / (weight + _PRIOR)
-        worth = room  # the largest number whose last draft, accepted with p ** number, pays
-        if p < 1.0 and self._threshold > 0.0:
-            worth = int(log(self._threshold) / log(p)) if p > self._threshold else 0
-        if worth > 0:
-            return min(room, worth)
-        request.idle_drafts += 1
-        if request.idle_drafts < PROBE:
-            return 0
-        request.idle_drafts = 0
-        return 1
+        return (accepted + _PRIOR * self._acceptance) / (weight + _PRIOR)
 
     def planned(self, now: float) -> None:
         """Record that a step was planned."""
@@ -116,20 +123,27 @@ class Speculation:
     ) -> None:
         """Take the duration of the oldest step in flight and its drafts, before it is committed."""
         began = self._planned.popleft()
-        entries = 0
-        for item in work:
-            if item.num_tokens > 1 + item.drafts:
-                break  # a prompt
-            entries += item.num_tokens
-        else:
-            self.costs.add(entries, now - (began if began > self._ended else self._ended))
+        self._measure(work, now - max(began, self._ended))
         self._ended = now
         if output.accepted:
             for index, more in output.accepted.items():
                 self._count(requests[index], work[index].drafts, len(more))
                 counters.drafted(work[index].drafts, len(more))
-        for request, proposed in zip(requests, output.proposed):
-            request.num_drafts = proposed
+        if not self.config.max_rows:
+            for request, proposed in zip(requests, output.proposed):
+                request.num_drafts = proposed
+
+    def _measure(self, work: Sequence[Work], seconds: float) -> None:
+        """Record the duration of a step, unless it has a prompt, or drafts another number than it verifies."""
+        verified = proposed = 0
+        for item in work:
+            if item.num_tokens > 1 + item.drafts or item.fill:
+                return
+            verified += item.drafts
+            proposed += item.propose
+        rows = len(work)
+        if not self.config.max_rows or share(verified / rows) == share(proposed / rows):
+            self.count.costs.add(rows, verified / rows, seconds)
 
     def _count(self, request: Request, drafts: int, accepted: int) -> None:
         """Record that the first `accepted` of a number of drafts were accepted."""

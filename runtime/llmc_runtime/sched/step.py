@@ -114,6 +114,9 @@ class Work:
     emit:   they include the row's last token, so sample one
     score:  return the log-probability of the prompt's next token for each of the others, which belong to the prompt
     drafts: the last `drafts` of them are drafted on the device. Those that agree with what is sampled are accepted
+
+    After that, a draft model computes the KV of `fill` tokens of the row, beginning with the token at `fill_from`, and
+    drafts `propose` tokens behind the row's last one.
     """
 
     row: int
@@ -121,6 +124,9 @@ class Work:
     emit: bool
     score: bool = False
     drafts: int = 0
+    fill: int = 0
+    fill_from: int = 0
+    propose: int = 0
 
     @property
     def rows(self) -> int:

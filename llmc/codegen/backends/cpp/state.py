@@ -86,6 +86,10 @@ class States(CppKernel):
             return f"row_last(ctx, {y[0]}, {p[0]}, {sizes(node.result.type.shape[0])});"
         if name == "row_propose":
             return f"row_propose(ctx, {y[0]}, {', '.join(p)}, {shape[3][0]}, {shape[0][1]});"
+        if name == "row_rewind":
+            return f"row_rewind(ctx, {', '.join(p)}, {shape[2][0]});"
+        if name == "row_extend":
+            return f"row_extend(ctx, {', '.join(p)}, {shape[2][0]}, {shape[0][1]});"
         sizes_text = f"{shape[3][0]}, {shape[0][1]}, {shape[2][1]}"
         if name == "row_accept":
             return f"row_accept(ctx, {y[0]}, {', '.join(p)}, {sizes_text}, {node.attrs['limit']});"
@@ -143,5 +147,5 @@ ROPE = Rope("cpu/rope", ("rope",))
 ROPE_TABLES = RopeTables("cpu/rope_tables", ("rope_tables",))
 KV_APPEND = KvAppend("cpu/kv_append", ("kv_append",))
 STATES = States("cpu/state", ("row_spans", "row_ids", "row_slots", "row_last", "row_commit"))
-DRAFTS = Drafts("cpu/draft", ("row_accept", "row_propose"))
+DRAFTS = Drafts("cpu/draft", ("row_accept", "row_propose", "row_rewind", "row_extend"))
 SAMPLING = Sampling("cpu/sample", ("row_penalize", "row_mask", "row_sample", "row_logprobs"))

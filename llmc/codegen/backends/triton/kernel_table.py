@@ -56,6 +56,8 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "triton/row_commit": f"{_HERE}.row_state:COMMIT",
         "triton/row_accept": f"{_HERE}.row_draft:ACCEPT",
         "triton/row_propose": f"{_HERE}.row_draft:PROPOSE",
+        "triton/row_rewind": f"{_HERE}.row_draft:REWIND",
+        "triton/row_extend": f"{_HERE}.row_draft:EXTEND",
         "triton/single_token_attention": f"{_HERE}.single_token_attention:SINGLE_TOKEN_ATTENTION",
         "triton/gemm_splitk": f"{_HERE}.gemm_splitk:GEMM_SPLITK",
         "triton/splitk_combine": f"{_HERE}.gemm_splitk:SPLITK_COMBINE",

@@ -1,4 +1,4 @@
-"""Kernels of speculative decoding in Triton: accepting drafted tokens and drafting by prompt lookup.
+"""Kernels of speculative decoding in Triton: accepting drafted tokens, and drafting.
 
 The kernels are in `kernels/row_draft.py`.
 """
@@ -53,5 +53,36 @@ class Propose(Integers):
         )
 
 
+class Rewind(Integers):
+    """row_rewind, one thread per entry."""
+
+    def code(self, u: Unit) -> Code:
+        entries = u.node.operands[2].type.shape[0]
+        return u.launch(
+            Template("row_draft", "row_rewind"),
+            (entries.ceildiv(LANES),),
+            **u.pointers("- length_ptr rows_ptr", "reach_ptr"),
+            entry_count=u.sizes(entries),
+            LANES=LANES,
+        )
+
+
+class Extend(Integers):
+    """row_extend, one thread per entry; only the last entry of a row writes."""
+
+    def code(self, u: Unit) -> Code:
+        history, _, rows = (v.type.shape for v in u.node.operands[:3])
+        return u.launch(
+            Template("row_draft", "row_extend"),
+            (rows[0].ceildiv(LANES),),
+            **u.pointers("- - rows_ptr starts_ptr positions_ptr emit_ptr sampled_ptr", "token_ids_ptr reach_ptr"),
+            entry_count=u.sizes(rows[0]),
+            max_length=u.sizes(history[1]),
+            LANES=LANES,
+        )
+
+
 ACCEPT = Accept("triton/row_accept", ("row_accept",), "triton")
 PROPOSE = Propose("triton/row_propose", ("row_propose",), "triton")
+REWIND = Rewind("triton/row_rewind", ("row_rewind",), "triton")
+EXTEND = Extend("triton/row_extend", ("row_extend",), "triton")

@@ -54,21 +54,25 @@ class Usage:
     generated: int = 0
     reasoning: int | None = None  # part of `generated`; None if reasoning is not separated
     cached: dict[int, int] = field(default_factory=dict)  # cached prompt tokens by prompt
+    accepted: dict[int, int] = field(default_factory=dict)  # drafted tokens among those generated, by prompt
 
     def take(self, index: int, update: RequestOutput) -> None:
         """Count an update of prompt `index`."""
         self.cached[index] = update.num_cached_tokens
+        self.accepted[index] = update.num_accepted_tokens
         self.generated += sum(len(output.token_ids) for output in update.outputs)
 
     def as_json(self) -> dict[str, Any]:
         """Return OpenAI's usage object."""
-        details = {} if self.reasoning is None else {"completion_tokens_details": {"reasoning_tokens": self.reasoning}}
+        details = {} if self.reasoning is None else {"reasoning_tokens": self.reasoning}
+        if accepted := sum(self.accepted.values()):
+            details["accepted_prediction_tokens"] = accepted
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.generated,
             "total_tokens": self.prompt + self.generated,
             "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
-            **details,
+            **({"completion_tokens_details": details} if details else {}),
         }
 
 

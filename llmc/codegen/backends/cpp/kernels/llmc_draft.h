@@ -1,4 +1,4 @@
-// Speculative decoding: accepting drafted tokens, drafting by prompt lookup (the ops of llmc/ir/ops/draft.py). Thread 0
+// Speculative decoding: accepting and drafting tokens (the ops of llmc/ir/ops/draft.py). Thread 0
 // does all of the work. `r` is the number of entries, `width` the length of a row of the history.
 #ifndef LLMC_DRAFT_H
 #define LLMC_DRAFT_H
@@ -64,6 +64,23 @@ static inline void row_propose(const llmc_ctx* ctx, int32_t* proposed, int32_t* 
     int64_t start = lookup(history, known, d[MIN_NGRAM], d[MAX_NGRAM]), source = start ? start : known - 1;
     for (int64_t j = 0; j < room; j++) history[known + j] = history[source + j];
     if (start) d[NUM_DRAFTS] = proposed[i] = (int32_t)room;
+  }
+}
+static inline void row_rewind(const llmc_ctx* ctx, int32_t* reach, const int32_t* length, const int32_t* rows,
+                              int64_t r) {
+  if (ctx->tid) return;
+  for (int64_t i = 0; i < r; i++)
+    if (rows[i] >= 0) reach[rows[i]] = length[rows[i]] > 0 ? length[rows[i]] - 1 : 0;
+}
+static inline void row_extend(const llmc_ctx* ctx, int32_t* tokens, int32_t* reach, const int32_t* rows,
+                              const int32_t* starts, const int32_t* positions, const int32_t* emit, const int32_t* ids,
+                              int64_t r, int64_t width) {
+  if (ctx->tid) return;
+  for (int64_t i = 0; i < r; i++) {
+    int64_t row = rows[i];
+    if (row < 0 || starts[i] == starts[i + 1] || (i + 1 < r && rows[i + 1] == row)) continue;
+    reach[row] = positions[starts[i + 1] - 1] + 1;
+    if (emit[i] && reach[row] < width) tokens[row * width + reach[row]] = ids[i];
   }
 }
 }  // namespace llmc

@@ -1,4 +1,4 @@
-"""Speculative decoding: accepting drafted tokens, and drafting by prompt lookup. All values are int32.
+"""Speculative decoding: accepting drafted tokens, drafting by prompt lookup, appending drafts. All values are int32.
 
 The drafts of a row are in its history behind its last token. A step verifies them with one entry per token.
 """
@@ -134,3 +134,47 @@ def row_propose(
             proposed = tl.where(found, room, 0)
             tl.store(drafts_ptr + NUM_DRAFTS, proposed)
             tl.store(proposed_ptr + entry, proposed)
+
+
+@triton.jit
+def row_rewind(
+    reach_ptr,  # [rows]: updated
+    length_ptr,  # [rows]
+    rows_ptr,  # [entry_count]
+    entry_count,
+    LANES: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """Place the draft model one token before the last computed one of each row. Entries of a row write the same."""
+    entry = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    wait_for_previous(DEPENDENT_LAUNCH)
+    row = tl.load(rows_ptr + entry, mask=entry < entry_count, other=-1)
+    length = tl.load(length_ptr + row, mask=row >= 0, other=0)
+    tl.store(reach_ptr + row, tl.maximum(length - 1, 0), mask=row >= 0)
+
+
+@triton.jit
+def row_extend(
+    token_ids_ptr,  # [rows, max_length]: updated
+    reach_ptr,  # [rows]: updated, number of tokens whose KV the draft model has
+    rows_ptr,  # [entry_count]
+    starts_ptr,  # [entry_count + 1]
+    positions_ptr,  # [tokens]
+    emit_ptr,  # [entry_count]: nonzero if the sampled id is a draft
+    sampled_ptr,  # [entry_count]: ids
+    entry_count,
+    max_length,
+    LANES: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """Append the sampled ids to the drafts of their rows. Of the entries of one row only the last one writes."""
+    entry = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    wait_for_previous(DEPENDENT_LAUNCH)
+    exists = entry < entry_count
+    row, end, filled, emits = load_entry(rows_ptr, starts_ptr, emit_ptr, entry, exists)
+    next_row = tl.load(rows_ptr + entry + 1, mask=entry + 1 < entry_count, other=-1)
+    writes = filled & (next_row != row)
+    reach = tl.load(positions_ptr + end - 1, mask=writes, other=0) + 1
+    tl.store(reach_ptr + row, reach, mask=writes)
+    sampled = tl.load(sampled_ptr + entry, mask=writes & emits, other=0)
+    tl.store(token_ids_ptr + row.to(tl.int64) * max_length + reach, sampled, mask=writes & emits & (reach < max_length))

@@ -1,0 +1,343 @@
+"""Speed-up by speculative decoding at fixed acceptance rates, beside what step times and rate allow.
+
+    python -m bench.gpu.speculation --artifacts DIR --out DIR --limit SECONDS [--batches 1,8,32,256] [--compile-only]
+    python -m bench.gpu.speculation --model small --target cpu:native --batches 1,4 ...       a dry run without a GPU
+
+The weights are random, so the rate is set by the requests (see `requests`): verification is that of every engine.
+DIR gets results.json and tables.md after every measurement.
+
+For each batch and method: the time per token of plain decoding, of the cost model's choice, and of each fixed number of
+drafts k. With the rate r, a step of k drafts gives (1 - r^(k+1)) / (1 - r) tokens per row (Leviathan et al. 2023), so
+the times of the steps with k drafts allow a speed-up of max over k of tokens(k) * plain step / step(k), at least 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from math import log, sqrt
+from pathlib import Path
+from typing import Any, ClassVar
+
+from llmc_runtime import SamplingParams
+from llmc_runtime.engine.loader import Opened, open_engine, open_model
+from llmc_runtime.engine_options import EngineOptions
+from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.scheduler import Scheduler
+from llmc_runtime.sched.speculation import Speculation
+
+from bench import shapes
+from bench.shapes import Shape
+from llmc.console import Console
+from llmc.draft_model import with_draft
+from llmc.driver import start
+from llmc.extension import Contributions
+from llmc.ir.graph import Builder, Module
+from llmc.options import Options
+from llmc.passes.base import Ctx, Pass
+from llmc.passes.lower.page_attention import DRAFT
+
+SEED, DRAFTS, PROMPT = 1, 7, 128
+WARM, MEASURED = 64, 192  # tokens per row before and while time is taken
+TEMPERATURE = 20.0  # makes differences between random logits small against the biases
+FIXED = (1, 2, 3, 5, 7)  # numbers of drafts of the formula
+BATCHES = (1, 8, 32, 256)
+TINY = replace(shapes.SMALL, name="tiny", hidden=128, intermediate=256, layers=1)
+DRAFT_MODELS = {shapes.LLAMA31_8B.name: shapes.LLAMA32_1B, shapes.SMALL.name: TINY}
+MODELS = {s.name: s for s in (shapes.LLAMA31_8B, shapes.SMALL)}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method, its acceptance rate, and the speed-ups that the project asks for, by batch size."""
+
+    name: str
+    speculate: str | None
+    rate: float
+    gates: Mapping[int, float] = field(default_factory=dict)
+
+
+PLAIN = Method("plain", None, 0.7)
+METHODS = (
+    Method("prompt lookup", f"ngram:{DRAFTS}", 0.7, {1: 2.4, 8: 2.0, 32: 1.6, 256: 0.98}),
+    Method("draft model", f"draft:{DRAFTS}", 0.8, {1: 1.65, 8: 1.45, 32: 1.2, 256: 0.98}),
+)
+
+
+class FixedDrafts(Speculation):
+    """Makes and verifies `fixed` drafts whenever there is room, whether they pay or not."""
+
+    fixed = 0
+    wants = True
+
+    def choose(self, request: Request, room: int) -> int:
+        """Return the number of drafts."""
+        return min(room, self.fixed)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds per token of a row, seconds of a step, tokens of a row in a step, and the share of accepted drafts.
+
+    The share is that of first drafts, since drafts behind a rejected one are never compared.
+    """
+
+    seconds_per_token: float
+    step: float
+    tokens_per_step: float
+    rate: float
+
+
+@dataclass
+class Totals:
+    """Sums over the rounds of a measurement."""
+
+    seconds: float = 0.0
+    steps: int = 0
+    tokens: int = 0
+    verified: int = 0
+    accepted: int = 0
+
+    def measured(self, batch: int) -> Measured:
+        """Return the figures per token and step of a row."""
+        rows = self.tokens / batch
+        return Measured(
+            self.seconds / rows, self.seconds / self.steps, rows / self.steps, self.accepted / max(1, self.verified)
+        )
+
+
+def requests(count: int, shape: Shape, rate: float, tokens: int) -> Iterator[Request]:
+    """Yield requests whose tokens are drawn from two ids, independently of the text, with probabilities p and 1 - p.
+
+    p is such that two draws, such as a draft and the next token, are equal with probability p^2 + (1 - p)^2 = rate.
+    """
+    p = (1 + sqrt(2 * rate - 1)) / 2
+    params: dict[str, Any] = {
+        "temperature": TEMPERATURE, "allowed_token_ids": [5, 6], "logit_bias": {5: TEMPERATURE * log(p / (1 - p))},
+        "ignore_eos": True, "max_tokens": tokens,
+    }  # fmt: skip
+    for _ in range(count):
+        prompt = [random.randrange(7, shape.vocab) for _ in range(PROMPT)]
+        seed = random.getrandbits(62)
+        yield Request(f"{seed}", prompt, SamplingParams(seed=seed, **params))
+
+
+def measure(opened: Opened, batch: int, shape: Shape, rate: float) -> Measured:
+    """Measure decoding of `batch` rows, in more rounds if they are few."""
+    totals = Totals()
+    for _ in range(max(1, 8 // batch)):
+        one_round(opened, list(requests(batch, shape, rate, WARM + MEASURED + 4 * DRAFTS)), totals)
+    return totals.measured(batch)
+
+
+def one_round(opened: Opened, batch: Sequence[Request], totals: Totals) -> None:
+    """Decode from where each row has WARM tokens to where one has WARM + MEASURED; add to the totals."""
+    engine, tokens = opened.engine, Counter({request.id: 0 for request in batch})
+    for request in batch:
+        engine.add(request)
+    steps, begin, before, drafted = 0, 0.0, 0, (0, 0)
+    while max(tokens.values()) < WARM + MEASURED:
+        for delta in engine.step():
+            assert delta.error is None, delta.error
+            tokens[delta.id] += len(delta.new_token_ids)
+        steps += 1
+        if not begin and min(tokens.values()) >= WARM:
+            begin, before, steps, drafted = time.perf_counter(), tokens.total(), 0, first_drafts(opened)
+    assert begin and steps, "a row was done before the last one had begun"
+    totals.seconds += time.perf_counter() - begin
+    totals.steps += steps
+    totals.tokens += tokens.total() - before
+    now = first_drafts(opened)
+    totals.verified, totals.accepted = totals.verified + now[0] - drafted[0], totals.accepted + now[1] - drafted[1]
+    for name in tokens:
+        engine.abort(name)
+    while engine.has_work():
+        engine.step()
+
+
+def first_drafts(opened: Opened) -> tuple[int, int]:
+    """Return how many first drafts were verified so far, and accepted."""
+    counters = opened.engine.counters
+    return counters.spec_decode_num_drafts, counters.spec_decode_num_accepted_tokens_per_pos.get("0", 0)
+
+
+@dataclass
+class Results:
+    """All measurements: (batch, method, drafts) -> Measured, where drafts is "chosen" or a fixed number."""
+
+    plan: argparse.Namespace
+    end: float
+    found: dict[tuple[int, str, str], Measured] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+
+    def add(self, batch: int, method: Method, drafts: str, opened: Opened) -> None:
+        """Measure one cell unless the time is over, print it and save all."""
+        name = f"{method.name} at batch {batch}, drafts {drafts}"
+        if time.monotonic() > self.end:
+            self.failed.append(f"{name}: no time left")
+            return
+        one = self.found[batch, method.name, drafts] = measure(opened, batch, MODELS[self.plan.model], method.rate)
+        print(
+            f"{name}: {one.seconds_per_token * 1e3:.3f} ms a token, {one.step * 1e3:.3f} ms a step,"
+            f" {one.tokens_per_step:.2f} tokens a step, {one.rate:.2f} of first drafts accepted",
+            flush=True,
+        )
+        self.save()
+
+    def save(self) -> None:
+        """Write results.json and tables.md."""
+        self.plan.out.mkdir(parents=True, exist_ok=True)
+        rows = [{"batch": b, "method": m, "drafts": d, **asdict(x)} for (b, m, d), x in self.found.items()]
+        (self.plan.out / "results.json").write_text(json.dumps({"rows": rows, "failed": self.failed}, indent=1) + "\n")
+        (self.plan.out / "tables.md").write_text(self.table())
+
+    def table(self) -> str:
+        """Return the table of speed-ups."""
+        head = "method | batch | plain ms | speed-up | gate | allowed (drafts) | of it | tokens a step | accepted"
+        lines = [f"| {head} |", "|" + "---|" * 9]
+        for method in METHODS:
+            for batch in self.plan.batches:
+                plain, own = (self.found.get((batch, m.name, "chosen")) for m in (PLAIN, method))
+                if plain is None or own is None:
+                    continue
+                gain = plain.seconds_per_token / own.seconds_per_token
+                allowed, drafts = self.allowed(batch, method, plain.step)
+                gate = f"{method.gates[batch]:.2f}" if batch in method.gates else ""
+                lines.append(
+                    f"| {method.name}, rate {method.rate} | {batch} | {plain.step * 1e3:.3f} | **{gain:.2f}** |"
+                    f" {gate} | {allowed:.2f} ({drafts}) | {gain / allowed:.2f} |"
+                    f" {own.tokens_per_step:.2f} | {own.rate:.2f} |"
+                )
+        return "\n".join([*lines, *(f"\nFailed: {x}" for x in self.failed)]) + "\n"
+
+    def allowed(self, batch: int, method: Method, plain: float) -> tuple[float, int]:
+        """Return the largest speed-up that the fixed numbers of drafts allow, and its number; 1 and 0 for none."""
+        best = (1.0, 0)
+        for drafts in FIXED:
+            if (one := self.found.get((batch, method.name, str(drafts)))) is not None:
+                tokens = (1 - method.rate ** (drafts + 1)) / (1 - method.rate)
+                best = max(best, (tokens * plain / one.step, drafts))
+        return best
+
+
+@dataclass(frozen=True)
+class IndependentDrafts(Pass):
+    """Let the draft model sample with random numbers of its own, those of positions far behind every sequence.
+
+    In an engine it samples with the number of the position, as the model does. Both would then draw the same one of two
+    ids, whatever their weights.
+    """
+
+    name: ClassVar[str] = "independent-drafts"
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to @draft; return the number of changes."""
+        g = m.graphs.get(DRAFT)
+        nodes = [n for n in g.nodes if n.op.name in ("row_mask", "row_sample")] if g else []
+        if g is None or not nodes:
+            return 0
+        b: Any = Builder(g, ctx.opset, before=nodes[0], loc="bench")
+        positions = nodes[0].operands[3]
+        moved = b.add(positions, b.broadcast(b.constant(1 << 20, "i32"), shape=list(positions.type.shape)))
+        for n in nodes:
+            g.set_operands(n, [moved if v is positions else v for v in n.operands])
+        return len(nodes)
+
+
+def artifact(plan: argparse.Namespace, name: str, **more: Any) -> Path:
+    """Return an artifact of the model without weight files; compile it if it is missing. `more` are Options."""
+    path: Path = plan.artifacts / f"{plan.model}-{name}.llmc"
+    if not (path / "manifest.json").is_file():
+        options = with_draft(Options(
+            target=plan.target, dtype="bfloat16", max_model_len=2048, max_num_seqs=max(plan.batches),
+            max_num_batched_tokens=max(512, 32 * max(plan.batches)), cache=plan.artifacts / "cache", reuse=False,
+            weights=f"random:{SEED}", **more,
+        ))  # fmt: skip
+        job = start(shapes.folder(MODELS[plan.model], plan.artifacts), path, options, True, Console(sys.stderr))
+        if options.draft:
+            name, place = IndependentDrafts.name, f"bench.gpu.speculation:{IndependentDrafts.__name__}"
+            known = {**job.registry.passes.texts, name: place}
+            job.registry = replace(job.registry, passes=Contributions(job.registry.passes.kind, known))
+            job.options = replace(
+                job.options, pipeline=f"{job.target.pipeline}, after page-attention: {IndependentDrafts.name}"
+            )
+        job.run()
+    return path
+
+
+def run(path: Path, method: Method, results: Results) -> None:
+    """Open an engine with a method and measure every batch size."""
+    options = EngineOptions(path, enable_prefix_caching=False, speculate=method.speculate, threads=results.plan.threads)
+    opened = open_engine(open_model(path, options), options)
+    scheduler = opened.engine.scheduler
+    try:
+        for batch in results.plan.batches:
+            measure(opened, batch, MODELS[results.plan.model], method.rate)  # captures graphs, learns costs
+            results.add(batch, method, "chosen", opened)
+            if (chosen := scheduler.speculation) is None:
+                continue
+            for drafts in FIXED:
+                fixed = FixedDrafts(chosen.config)
+                fixed.fixed = drafts
+                _draft_by(scheduler, fixed)
+                results.add(batch, method, str(drafts), opened)
+            _draft_by(scheduler, chosen)
+    finally:
+        opened.close()
+
+
+def _draft_by(scheduler: Scheduler, speculation: Speculation) -> None:
+    """Replace what decides about drafts; nothing may run."""
+    scheduler.speculation = speculation
+    if scheduler.planner is not None:
+        scheduler.planner.speculation = speculation
+
+
+def parser() -> argparse.ArgumentParser:
+    ap = argparse.ArgumentParser(prog="python -m bench.gpu.speculation", description=(__doc__ or "").splitlines()[0])
+    ap.add_argument(
+        "--out", type=Path, default=Path("build/bench/speculation"), metavar="DIR", help="folder of results"
+    )
+    ap.add_argument("--artifacts", type=Path, default=Path("build/bench/gpu/artifacts"), metavar="DIR",
+                    help="folder of artifacts; missing ones are compiled")  # fmt: skip
+    ap.add_argument("--model", choices=MODELS, default=shapes.LLAMA31_8B.name, help="shape of the model")
+    ap.add_argument("--target", default="cuda:sm_90", help="target of artifacts that are compiled")
+    ap.add_argument("--batches", type=lambda text: tuple(map(int, text.split(","))), default=BATCHES, metavar="N,N")
+    ap.add_argument("--limit", type=float, default=570, metavar="SECONDS", help="no measurement starts after this time")
+    ap.add_argument("--threads", type=int, help="threads of the engine on a CPU")
+    ap.add_argument("--compile-only", action="store_true", help="only compile the artifacts; needs no GPU")
+    return ap
+
+
+def main(argv: list[str]) -> int:
+    """Measure all methods; return 1 if one failed."""
+    plan = parser().parse_args(argv)
+    results = Results(plan, time.monotonic() + plan.limit)
+    draft = shapes.folder(DRAFT_MODELS[plan.model], plan.artifacts)
+    artifacts = {
+        "plain": artifact(plan, "plain"),
+        "ngram": artifact(plan, "ngram", speculate=DRAFTS),
+        "draft": artifact(plan, "draft", speculate=DRAFTS, draft=str(draft)),
+    }
+    if plan.compile_only:
+        return 0
+    for method in (PLAIN, *METHODS):
+        kind = (method.speculate or "plain").partition(":")[0]
+        try:
+            run(artifacts[kind], method, results)
+        except Exception as error:  # one method's failure must not cost the others' figures
+            results.failed.append(f"{method.name}: {type(error).__name__}: {error}")
+            print(results.failed[-1], file=sys.stderr)
+    results.save()
+    print(results.table())
+    return 1 if results.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,109 @@
+"""`llmc compile --draft`: a smaller model that drafts tokens, compiled into the artifact of the model that verifies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llmc_runtime.speculate_option import DRAFTED
+
+from llmc.console import Quiet
+from llmc.diagnostics import Diagnostic
+from llmc.ir.graph import Graph
+from llmc.ir.text import show
+from llmc.ir.weight_eval import WeightSource
+from llmc.options import Options
+from llmc.passes.lower.page_attention import DRAFT, DRAFT_PREFIX
+
+_OTHER = "use a smaller model of the same family, with the same tokenizer"
+
+
+@dataclass(frozen=True)
+class DraftSource:
+    """The weights of a model and of its draft model, whose names begin with DRAFT_PREFIX."""
+
+    model: WeightSource
+    draft: WeightSource
+
+    def read(self, name: str, rows: slice) -> np.ndarray:
+        """Return rows of a weight of either model."""
+        if name.startswith(DRAFT_PREFIX):
+            return self.draft.read(name.removeprefix(DRAFT_PREFIX), rows)
+        return self.model.read(name, rows)
+
+
+def with_draft(o: Options) -> Options:
+    """Return the options with a number of drafted tokens if there is a draft model.
+
+    Raises Diagnostic E360 if the weights are packed later, which is supported for one model only.
+    """
+    if not o.draft:
+        return o
+    if o.weights == "none":
+        cause = "--draft with --weights none: weights can be packed later for one model only"
+        raise Diagnostic("E360", cause, "compile with the weights of both models")
+    return replace(o, speculate=o.speculate or DRAFTED, reuse=False)
+
+
+def add_draft(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
+    """Trace the draft model of a Compilation's options into the graph @draft of the module of `traced`.
+
+    Returns its checkpoint, which `stack` closes; None without a draft model, or if the weights are not `packed`. Raises
+    Diagnostic E360 if it does not fit the model, and the errors of `Compilation.trace`.
+    """
+    o = job.options
+    if not o.draft:
+        return None
+    from llmc.frontend.hub import locate
+    from llmc.quant.decoder import decoder_of
+
+    at = locate(o.draft, o.hub, packed, check=lambda config: decoder_of(config, job.registry.schemes))
+    _check(job.model, at.folder, traced)
+    own = replace(o, draft="", speculate=0, layers=None, max_model_len=traced.facts.max_positions)
+    other = type(job)(at, job.output, own, job.registry, job.target, job.force, Quiet())
+    drafts, checkpoint = other.opened(stack) if packed else (other.trace(), None)
+    for note in other.summary.notes:
+        if not note.startswith("sampling defaults"):  # requests are sampled with those of the model
+            job.note(f"draft model: {note}")
+    graph: Graph = drafts.module.graphs["main"]
+    graph.name = DRAFT
+    for v in graph.inputs:
+        if v.weight:
+            v.name = DRAFT_PREFIX + v.name
+    traced.module.graphs[DRAFT] = graph
+    job.ir.append(("with-draft", show(traced.module)))
+    job.done("draft", f"{drafts.facts.architecture}, {len(graph.nodes)} nodes, {drafts.facts.dtype}")
+    return checkpoint
+
+
+def _check(model: Path, draft: Path, traced: Any) -> None:
+    """Raise Diagnostic E360 for another vocabulary or tokenizer, or a shorter context."""
+    from llmc.frontend.tokenizer_files import check_tokenizer
+    from llmc.frontend.trace_model import limits_of
+
+    vocab, positions = limits_of(draft)
+    facts = traced.facts
+    if vocab != facts.vocab_size:
+        cause = f"the draft model {draft} has a vocabulary of {vocab} tokens, the model one of {facts.vocab_size}"
+        raise Diagnostic("E360", cause, _OTHER)
+    if positions < facts.max_positions:
+        cause = f"the draft model {draft} allows {positions} positions; {facts.max_positions} are compiled"
+        raise Diagnostic("E360", cause, f"use --max-model-len {positions}, or a draft model with a longer context")
+    check_tokenizer(draft)
+    ours, theirs = _tokens(model), _tokens(draft)
+    if ours and theirs and ours != theirs:
+        differ = next((t for t in sorted(ours, key=ours.__getitem__) if theirs.get(t) != ours[t]), min(theirs))
+        cause = f"the draft model {draft} has another tokenizer: token {differ!r:.60} differs"
+        raise Diagnostic("E360", cause, _OTHER)
+
+
+def _tokens(folder: Path) -> Mapping[str, int]:
+    """Return the ids of all tokens by text; empty without a tokenizer.json."""
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    return Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True) if path.exists() else {}

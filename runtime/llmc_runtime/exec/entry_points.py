@@ -1,0 +1,126 @@
+"""The programs of an artifact that have one role, bound to their buffers, and the inputs that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from llmc_runtime.artifact import Artifact
+from llmc_runtime.device.device import Device, Run
+from llmc_runtime.exec.buckets import ROWS, TOKENS, bucket, buckets, top_rows
+from llmc_runtime.exec.buffer_layout import INPUTS, Layout
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.json_fields import REMEDY
+from llmc_runtime.format.program import Program
+
+_PADDING = (-1, 0, 0)  # inputs of a padding row: no row, zero tokens, nothing sampled
+Columns = tuple[list[int], ...]  # of a step's entries: rows, numbers of tokens, and whether each emits
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A program bound to its buffers.
+
+    `symbols` are the values of its symbols in order; `slots` gives the indices of those that a step sets. `width` is
+    the number of most likely ids that it returns. `halves` are the two runs for open steps, split before the first
+    launch that reads token masks; they are bound on first use.
+    """
+
+    program: Program
+    symbols: np.ndarray
+    slots: tuple[tuple[str, int], ...]
+    run: Run
+    width: int
+    halves: list[Run] = field(default_factory=list)
+
+    def size(self, tokens: int, rows: int) -> None:
+        """Set the symbol values for the next run."""
+        for name, index in self.slots:
+            self.symbols[index] = tokens if name == TOKENS else rows
+
+
+class EntryPoints:
+    """The programs of `role` (see Program.role). `env` has the values of the symbols that no step sets.
+
+    `max_entries` is the maximum number of entries of a step. Raises LlmcError E113 or E202.
+    """
+
+    def __init__(self, artifact: Artifact, device: Device, layout: Layout, env: Mapping[str, int], role: str) -> None:
+        self._device, self._layout, self._env = device, layout, env
+        self._rows = artifact.manifest.limits.max_num_seqs
+        self.bound: Sequence[Bound] = tuple(self._bind(p) for p in artifact.programs if p.role == role)
+        self.max_entries = max((top_rows(x.program, self._rows) for x in self.bound), default=0)
+        self._memory, self._stride = layout.inputs[role], layout.strides[role]
+        self._table = np.zeros((len(INPUTS), self._stride // 4), np.int32)  # host copy of the inputs
+        self._sent: object = None  # the inputs now on the device; None: unknown
+        self._decodes: dict[tuple[int, bool], tuple[Bound, int]] = {}  # by number of rows, and whether drafts follow
+
+    def ready(self, columns: Columns, verifies: bool = False) -> Bound:
+        """Upload the inputs of a step, and return the program that serves it, ready to run.
+
+        `verifies`: entries may be drafts. Raises LlmcError E614 if no program serves a step of this size.
+        """
+        tokens, count = sum(columns[1]), len(columns[0])
+        bound, size = self._pick(tokens, count, verifies)
+        self._feed(size, columns)
+        bound.size(size if bound.program.uniform else tokens, size)
+        return bound
+
+    def sizes(self) -> Iterator[Bound]:
+        """Yield the programs with one token per entry in every size in which they run, with the size set."""
+        for bound in self.bound:
+            if bound.program.uniform:
+                for rows in buckets(bound.program, self._rows):
+                    bound.size(rows, rows)
+                    yield bound
+
+    def close(self) -> None:
+        """Drop the programs."""
+        self.bound = ()
+        self._decodes.clear()
+
+    def _feed(self, size: int, columns: Columns) -> None:
+        """Upload the inputs, padded to `size` rows, unless they equal those of the step before."""
+        key = (size, columns)
+        if key == self._sent:
+            return
+        for line, column, pad in zip(self._table, columns, _PADDING):
+            line[: len(column)] = column
+            line[len(column) : size] = pad
+        self._sent = None  # unknown if the write fails
+        self._device.write(self._memory, 0, self._table)
+        self._sent = key
+
+    def _pick(self, tokens: int, rows: int, verifies: bool) -> tuple[Bound, int]:
+        """Return the program that serves a step of this size, and the number of rows in which it runs."""
+        if tokens == rows and (rows, verifies) in self._decodes:
+            return self._decodes[rows, verifies]
+        env = {TOKENS: tokens, ROWS: rows}
+        for bound in self.bound:
+            if bound.program.fits(env) and (bound.program.drafts or not verifies):
+                if not bound.program.uniform:
+                    return bound, rows
+                top = top_rows(bound.program, self._rows)
+                self._decodes[rows, verifies] = bound, bucket(rows, top) if self._device.replays else rows
+                return self._decodes[rows, verifies]
+        served = "; ".join(f"{b.program.name}: {dict(b.program.serves)}" for b in self.bound)
+        cause = f"no program serves a step of {tokens} tokens in {rows} rows ({served})"
+        raise LlmcError("E614", cause, "recompile with larger --max-num-batched-tokens or --max-num-seqs")
+
+    def _bind(self, program: Program) -> Bound:
+        names = list(program.symbols)
+        unbound = set(names) - {TOKENS, ROWS, *self._env}
+        if unbound:
+            raise LlmcError("E113", f"program {program.name} has the unknown symbol {min(unbound)}", REMEDY)
+        low, high = program.symbols.get("P", (0, 1 << 62))
+        if not low <= self._env["P"] <= high:
+            cause = f"program {program.name} supports {low} to {high} KV pages, not {self._env['P']}"
+            raise LlmcError("E202", cause, f"set a KV cache size between {low} and {high} pages")
+        symbols = np.array([self._env.get(n, 1) for n in names], np.int64)
+        run = self._device.bind(program, self._layout.addresses(program), symbols)
+        top = next((b for b in program.buffers if b.name == "top_ids"), None)
+        width = top.shape[-1](self._env) if top is not None else 0
+        slots = tuple((n, i) for i, n in enumerate(names) if n not in self._env)
+        return Bound(program, symbols, slots, run, width)

@@ -1,0 +1,155 @@
+"""The measured cost of verifying drafts, and the number of drafts that yields the most tokens per second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from math import ceil, log
+
+_RISE, _FALL = 0.01, 0.3  # how fast a running quantile rises, relatively, and falls towards a smaller value
+_OFTEN = 3  # measurements after which a number of drafts counts as measured
+_TRIES = 8 * _OFTEN  # plans after which a number of drafts is given up that too few steps had
+_HOPE, _MARGIN = 0.95, 0.15  # acceptance that is hoped for: the mean of the rows' and a margin, limited
+
+
+class StepCosts:
+    """The seconds of a step by its rows and drafts per row: running low quantiles, which a busy machine hardly changes.
+
+    The seconds of a step with drafts of a model include drafting as many. Verifying a single draft may cost far more
+    than none, since another program runs: a step with few drafts costs as much as the smallest that was measured.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, dict[float, float]] = {}  # by rows, by drafts per row
+        self._samples: dict[tuple[int, float], int] = {}
+
+    def add(self, rows: int, drafts: float, seconds: float) -> None:
+        """Record a step of `rows` rows in which `drafts` drafts per row were verified, on average."""
+        known, drafts = self._seconds.setdefault(size(rows), {}), share(drafts)
+        key = size(rows), drafts
+        count = self._samples[key] = self._samples.get(key, 0) + 1
+        low = known.get(drafts, seconds)
+        if count <= _OFTEN:
+            known[drafts] = min(seconds, low)
+        else:
+            known[drafts] = min(seconds, low * (1 + _RISE)) if seconds > low else low + _FALL * (seconds - low)
+
+    def again(self, rows: int) -> None:
+        """Let all steps of this many rows be measured again."""
+        for drafts in self._seconds.get(size(rows), ()):
+            self._samples.pop((size(rows), drafts), None)
+
+    def measured(self, rows: int, drafts: int) -> bool:
+        """Whether steps of this size were measured often."""
+        return self._samples.get((size(rows), drafts), 0) >= _OFTEN
+
+    def seconds(self, rows: int, drafts: float) -> float:
+        """Return the seconds of a step, interpolated between those that were measured; 0 if none was."""
+        known = self._seconds.get(size(rows), {})
+        if not drafts or not known:
+            return known.get(0, 0.0)
+        below = max((k for k in known if 0 < k <= drafts), default=0)
+        above = min((k for k in known if k >= drafts), default=0)
+        if not above:
+            nearest = max(known)
+            return known[nearest] * (1 + drafts) / (1 + nearest)
+        if not below or below == above:
+            return known[above]
+        return known[below] + (drafts - below) / (above - below) * (known[above] - known[below])
+
+
+def share(drafts: float) -> float:
+    """Return a number of drafts per row for which costs are kept: whole, or a multiple of 1/8 below 1."""
+    return ceil(drafts * 8) / 8 if drafts < 1 else round(drafts)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How many drafts per row pay.
+
+    most: the maximum per row; 0: none. least: the acceptance probability that a row needs to have drafts. cost: the
+    seconds that one more draft costs, as a share of those that a token costs. measures: made to measure its cost.
+    """
+
+    most: int
+    least: float = 0.0
+    cost: float = 0.0
+    measures: bool = False
+
+    def drafts(self, p: float) -> int:
+        """Return the number of drafts of a row whose drafts are accepted with probability p each."""
+        if self.measures or not self.most or p >= 1.0 or self.cost <= 0.0:
+            return self.most
+        if p < self.least or p <= self.cost:
+            return 0
+        return min(self.most, int(log(self.cost) / log(p)))
+
+
+class DraftCount:
+    """Chooses the number of drafts per row for the number of rows that run.
+
+    The numbers of a ladder up to `most` are measured once for each number of rows, as long as they may be the best.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.costs = StepCosts()
+        self._ladder = [0, *(k for k in (1, 2, 3, 5, 8, 12, 16, 24) if k < most), most]
+        self._tries: dict[tuple[int, int], int] = {}
+
+    def choose(self, rates: Sequence[float]) -> Choice:
+        """Return the number of drafts that gives the most tokens per second; `rates` are the rows' probabilities.
+
+        All rows have drafts, or those half, quarter, eighth and so on of them whose drafts are most likely accepted.
+        """
+        rows, likely = len(rates), sorted(rates, reverse=True)
+        hope = min(_HOPE, sum(rates) / rows + _MARGIN)
+        best, top, below = Choice(0), 0.0, 0
+        for drafts in self._ladder:
+            key = size(rows), drafts
+            if not self.costs.measured(rows, drafts) and self._tries.get(key, 0) < _TRIES:
+                slowest = self.costs.seconds(rows, below)
+                if slowest and rows * expected_tokens(round(hope, 2), drafts) < top * slowest:
+                    continue  # it would not be the best even if further drafts cost nothing
+                self._tries[key] = self._tries.get(key, 0) + 1
+                return Choice(drafts, measures=True)
+            some, rate = self._best_part(likely, drafts)
+            if rate > top:
+                best, top = Choice(drafts, likely[some - 1], self._slope(rows, some, below, drafts) * rate), rate
+            below = drafts
+        return best
+
+    def again(self, rows: int) -> None:
+        """Measure all numbers of drafts again, since costs change with the length of the sequences."""
+        self.costs.again(rows)
+        self._tries = {key: count for key, count in self._tries.items() if key[0] != size(rows)}
+
+    def _best_part(self, likely: Sequence[float], drafts: int) -> tuple[int, float]:
+        """Return how many of the rows should have this many drafts, and the tokens per second."""
+        rows, some, best = len(likely), len(likely), (len(likely), 0.0)
+        sums = [0.0, *accumulate(expected_tokens(round(p, 2), drafts) for p in likely)]
+        while some:
+            seconds = self.costs.seconds(rows, drafts * some / rows)
+            rate = (sums[some] + rows - some) / seconds if seconds else 0.0
+            if rate > best[1]:
+                best = some, rate
+            some = some // 2 if drafts else 0
+        return best
+
+    def _slope(self, rows: int, some: int, below: int, drafts: int) -> float:
+        """Return the seconds of one more draft of one row, if `some` of the rows have more than `below` drafts."""
+        more = self.costs.seconds(rows, drafts * some / rows) - self.costs.seconds(rows, below * some / rows)
+        return max(0.0, more / (some * (drafts - below))) if drafts > below else 0.0
+
+
+@lru_cache(4096)
+def expected_tokens(p: float, drafts: int) -> float:
+    """Return the expected tokens of a step whose drafts are accepted with probability p each (arXiv 2211.17192)."""
+    return (1 - p ** (drafts + 1)) / (1 - p) if p < 1 else drafts + 1.0
+
+
+def size(rows: int) -> int:
+    """Return the number of rows for which costs are kept: `rows` rounded up, to a relative error below a third."""
+    step = 1 if rows <= 4 else 2 if rows <= 8 else 8 if rows <= 32 else 16 if rows <= 128 else 32
+    return -(-rows // step) * step

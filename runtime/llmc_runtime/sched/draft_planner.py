@@ -1,0 +1,82 @@
+"""Plans the work of a draft model: the KV that it computes behind a step, and the tokens that it drafts.
+
+The draft model has KV pools of its own, with the pages and page tables of the model that verifies. Which KV is there
+affects only how many drafts are accepted. A request's `reach` is the number of its first tokens whose KV the draft
+model has, as known to the host. A row for which the last plan drafted needs no more KV, since the first draft is made
+by a step over the row's last two tokens. A row without drafts falls behind, and catches up when drafting pays again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from llmc_runtime.kv.pages import PagePool
+from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.speculation import Speculation
+from llmc_runtime.sched.step import Work
+
+
+class DraftPlanner:
+    """Plans for one scheduler.
+
+    page_size: tokens of a page. tokens, entries: maximum tokens and rows of a step.
+    """
+
+    def __init__(self, speculation: Speculation, pool: PagePool, page_size: int, tokens: int, entries: int) -> None:
+        self.speculation, self.pool, self.page_size = speculation, pool, page_size
+        self._limits = tokens, entries
+        self._tokens = self._entries = self._rows = 0  # what is left of the step's limits
+        self._drafted: set[int] = set()  # pages of which the draft model has the KV of all tokens
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._tokens, self._entries = self._limits
+        self._rows = self.speculation.config.max_rows
+
+    def taken(self, pages: Iterable[int]) -> None:
+        """Forget what pages hold that get new content."""
+        self._drafted.difference_update(pages)
+
+    def forget(self) -> None:
+        """Forget everything, after steps were dropped."""
+        self._drafted.clear()
+
+    def cached(self, request: Request, hits: Sequence[int]) -> None:
+        """Begin with the pages of the prefix cache that a request has got."""
+        count = next((i for i, page in enumerate(hits) if page not in self._drafted), len(hits))
+        request.reach = count * self.page_size
+
+    def plan(self, request: Request, item: Work, end: int) -> Work:
+        """Return the work of a request in a step, with that of the draft model behind it.
+
+        `end` is the maximum number of tokens whose KV the request has after the step. Drafts are limited to the pages
+        that are free; the caller takes those for `end + propose` tokens.
+        """
+        followed = request.num_drafts > 0
+        request.num_drafts = request.lookahead = 0
+        wanted = 0 if request.guide is not None else self.speculation.proposals(request)
+        if not wanted:
+            return item
+        missing = 0 if followed else max(0, end - request.reach)
+        fill, start = min(missing, self._tokens) if self._entries else 0, request.reach
+        if fill:
+            self._tokens -= fill
+            self._entries -= 1
+            self._advance(request, start + fill)
+        propose = 0
+        if item.emit and fill == missing and self._rows:
+            free = (len(request.pages) + self.pool.num_free) * self.page_size - end
+            propose = max(0, min(wanted, request.limit - 2 - end, free))
+        if propose:
+            self._rows -= 1
+            self._advance(request, len(request.tokens))
+        request.num_drafts = request.lookahead = propose
+        return replace(item, fill=fill, fill_from=start, propose=propose) if fill or propose else item
+
+    def _advance(self, request: Request, reach: int) -> None:
+        """Record that the draft model gets the KV of the first `reach` tokens, as far as they are known."""
+        reach = min(reach, len(request.tokens))
+        size = self.page_size
+        self._drafted.update(request.pages[request.reach // size : reach // size])
+        request.reach = max(request.reach, reach)
