@@ -1,5 +1,6 @@
 # Targets for a checkout. Everything is installed into .venv; stamp files record what is installed.
-#   make setup   install the compiler, Triton and the test tools into .venv
+#   make install install the compiler, the runtime and the server into .venv
+#   make setup   install Triton and the test tools, too
 #   make demo    compile the demonstration model for this CPU and generate text
 #   make test    the test suite (two cores: under ten minutes)
 #   make lint    ruff, mypy, import-linter
@@ -18,7 +19,7 @@ SHELL := /bin/bash
 
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -c constraints.txt
+PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 DEMO_MODEL ?= examples/demo-model
 DEMO := build/demo.llmc
 PROMPT ?= When the morning came,
@@ -28,7 +29,10 @@ SEED ?= $(shell date +%s)
 STEPS ?= 1000000
 FUZZ_SECONDS ?= 600
 
-.PHONY: setup demo test test-gpu lint clients clients-setup bench bench-gpu bench-peers sim corpus attacks clean
+.PHONY: install setup demo test test-gpu lint clients clients-setup bench bench-gpu bench-peers sim corpus attacks clean
+install: $(VENV)/.stamp-compile
+	@echo "make: installed; next: . $(VENV)/bin/activate" >&2
+
 setup: $(VENV)/.stamp-dev
 
 demo: $(DEMO)/manifest.json
@@ -41,6 +45,7 @@ $(DEMO)/manifest.json: $(VENV)/.stamp-compile $(SOURCES) $(wildcard $(DEMO_MODEL
 	$(BIN)/llmc compile $(DEMO_MODEL) -o $(DEMO) --target cpu:native
 
 test: $(VENV)/.stamp-dev
+	@echo "make: running the test suite (two cores: under ten minutes)" >&2
 	$(BIN)/python -m pytest -n $(JOBS) -q $(PYTEST_ARGS)
 
 # On a machine with an NVIDIA GPU: about five minutes; SAMPLE=N takes every Nth case under compute-sanitizer.
@@ -59,7 +64,7 @@ clients-setup: $(CLIENTS)/venv/.stamp $(CLIENTS)/node/.stamp
 $(CLIENTS)/venv/.stamp: tests/clients/requirements.txt $(VENV)/.stamp-venv
 	@echo "make: installing clients into $(CLIENTS)/venv (a minute or two, once)" >&2
 	$(BIN)/python -m venv --clear $(CLIENTS)/venv
-	$(CLIENTS)/venv/bin/pip install --disable-pip-version-check -qq --no-deps --no-compile -r $<
+	$(CLIENTS)/venv/bin/pip install --disable-pip-version-check --no-deps --no-compile -r $<
 	$(CLIENTS)/venv/bin/pip check
 	@touch $@
 
@@ -67,10 +72,12 @@ $(CLIENTS)/node/.stamp: $(wildcard tests/clients/node/*)
 	@command -v npm >/dev/null || { echo "make: npm was not found; openai-node needs it." >&2; \
 	  echo "  Try: apt-get install nodejs npm" >&2; exit 2; }
 	@rm -rf $(@D) && mkdir -p $(@D) && cp tests/clients/node/* $(@D)
-	cd $(@D) && npm ci --silent --no-audit --no-fund --ignore-scripts
+	@echo "make: installing node's packages into $(@D)" >&2
+	cd $(@D) && npm ci --no-audit --no-fund --ignore-scripts
 	@touch $@
 
 lint: $(VENV)/.stamp-dev
+	@echo "make: ruff, mypy and import-linter (a minute)" >&2
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
@@ -86,11 +93,12 @@ bench-gpu: $(VENV)/.stamp-dev
 
 # A virtual environment of its own: llama.cpp f16 in the table of bench/test_generate.py; without it the table says so.
 bench-peers: $(VENV)/.stamp-venv
+	@echo "make: building llama.cpp in build/bench/llamacpp (a few minutes, once)" >&2
 	@mkdir -p build/bench
 	$(BIN)/python -m venv build/bench/llamacpp
 	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
 	  -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_SERVER=OFF -DMTMD_BUILD=OFF -DLLAVA_BUILD=OFF" \
-	  build/bench/llamacpp/bin/pip install --disable-pip-version-check -q --no-binary llama-cpp-python \
+	  build/bench/llamacpp/bin/pip install --disable-pip-version-check --no-binary llama-cpp-python \
 	  llama-cpp-python==0.3.36 gguf==0.19.0
 
 sim: $(VENV)/.stamp-dev
@@ -116,17 +124,18 @@ $(VENV)/.stamp-venv:
 	if [ -z "$$python" ]; then \
 	  echo "make: no Python 3.11 or newer with the venv module was found." >&2; \
 	  echo "  Try: install python3.11 and python3.11-venv, or name one: make PYTHON=/path/to/python3.12 ..." >&2; exit 2; fi; \
-	[ -x $(BIN)/python ] || { echo "make: $(VENV) from $$("$$python" --version)" >&2; "$$python" -m venv $(VENV); }
+	[ -x $(BIN)/python ] || { echo "make: creating $(VENV) with $$("$$python" --version)" >&2; "$$python" -m venv $(VENV); }
 	@touch $@
 
 $(VENV)/.stamp-compile: $(VENV)/.stamp-venv pyproject.toml constraints.txt
 	@command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { \
 	  echo "make: no C++ compiler was found; the CPU target needs one." >&2; echo "  Try: apt-get install g++" >&2; exit 2; }
-	@echo "make: installing torch and the compiler into $(VENV) (a minute or two, once)" >&2
-	$(PIP) torch -e '.[compile]'
+	@echo "make: installing torch, the compiler and the server into $(VENV) (a minute or two, once)" >&2
+	$(PIP) torch -e '.[compile,grammar,serve]'
 	@touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-compile requirements-gpu.txt
+	@echo "make: installing Triton and the test tools into $(VENV) (a minute, once)" >&2
 	$(PIP) -e '.[compile,grammar,serve,dev]'
 	$(PIP) --no-deps -r requirements-gpu.txt
 	@touch $@

@@ -1,7 +1,7 @@
 """The compiler: translates a Hugging Face model into an artifact, a folder of kernels, programs and packed weights.
 
-The names below are the public interface for extension authors. Each is imported on first access, so that `import llmc`
-stays fast. To run an artifact, see `llmc_runtime`.
+Each of the names below is imported on first access, so that `import llmc` stays fast. The public interface for
+extension authors is `llmc.extend`. To run an artifact, see `llmc_runtime`.
 """
 
 from __future__ import annotations

@@ -13,14 +13,18 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from llmc_runtime.command_parser import CommandParser
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.option_type import options_of, parse_bytes, positive
 
 from llmc import __version__
+from llmc.measure import tune_command
 from llmc.options import Options, add_hub_options, add_options, read_hub, read_options
+
+if TYPE_CHECKING:
+    from llmc.console import Console
 
 Command = Callable[[argparse.Namespace, IO[str]], int]
 # These commands are implemented by `llmc_runtime`, which also declares their options.
@@ -59,6 +63,9 @@ def main(argv: Sequence[str] | None = None, out: IO[str] | None = None) -> int:
 def _report(e: Exception, verbose: bool) -> int:
     from llmc_runtime.format.errors import as_llmc_error
 
+    from llmc.console import erase_line
+
+    erase_line(sys.stderr)
     if verbose:
         import traceback
 
@@ -161,7 +168,10 @@ def _ir_arguments(sub: Any) -> None:
     p.add_argument("--only", default="", metavar="LOC", help="module path to which local rewrites are restricted (all)")
     p.add_argument("--explain", action="store_true", help="print near misses: what almost matched, and why not")
     p.add_argument("--fuel", type=int, default=-1, metavar="N", help="maximum number of changes, to bisect (no limit)")
-    p.add_argument("--check", action="store_true", help="interpret before and after on random inputs, and compare")
+    check = "interpret before and after in float64 on random inputs, and compare"
+    p.add_argument("--check", action="store_true", help=check)
+    rounded = "--check, and also with each op's result rounded to its dtype: compare the rounding errors"
+    p.add_argument("--rounded", action="store_true", help=rounded)
     p.add_argument("--time", action="store_true", help="print the milliseconds and changes of every pass")
     p = _command(sub, "ops", "llmc.listing:main_ops", "print the op set", as_json=True)
     p.add_argument("names", nargs="*", help="ops to print in full (all, one per line)")
@@ -179,17 +189,9 @@ def _model_arguments(sub: Any) -> None:
     p.add_argument(
         "--by", choices=("op", "node", "module"), default="op", help="what each line of the table sums up (op)"
     )
-    p = _command(sub, "tune", _tune, "measure a model's candidate kernels on this machine", as_json=True)
-    p.add_argument("source", nargs="?", help="artifact, or Hugging Face folder")
-    p.add_argument("-o", "--output", default="tuning.jsonl", metavar="FILE", help="file of measurements (tuning.jsonl)")
-    limit = "time in seconds after which no measurement is started (600)"
-    p.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help=limit)
-    p.add_argument("--context", type=positive, default=1024, metavar="N", help="tokens in the KV cache per row (1024)")
-    p.add_argument("--kernels", default="", metavar="A,B", help="kernels to measure (all)")
-    p.add_argument("--all", action="store_true", help="also measure nodes that have a single candidate")
-    p.add_argument("--show", metavar="FILE", help="file of measurements to print the choices of, without measuring")
-    add_options(p, "tune")
-    p.set_defaults(target="")
+    tune_command.add_arguments(
+        _command(sub, "tune", _tune, "measure a model's candidate kernels on this machine", as_json=True)
+    )
 
 
 def _artifact_arguments(sub: Any) -> None:
@@ -229,6 +231,9 @@ def _artifact_arguments(sub: Any) -> None:
 
 def _print(result: Any, as_json: bool, render: Callable[[Any], str], out: IO[str]) -> None:
     """Print a command's data as JSON, or as the text that `render` makes of it."""
+    from llmc.console import erase_line
+
+    erase_line(sys.stderr)
     print(json.dumps(result, indent=2) if as_json else render(result), file=out)
 
 
@@ -241,6 +246,15 @@ def _options(args: argparse.Namespace) -> Options:
     from llmc_runtime.compile_cache import default_root
 
     return read_options(args, default_root(os.environ))
+
+
+def _begun(stage: str, detail: str) -> Console:
+    """Return the console of a command, on which its first stage is announced before slow modules are imported."""
+    from llmc.console import Console
+
+    console = Console(sys.stderr)
+    console.begin(stage, detail)
+    return console
 
 
 def _compile(args: argparse.Namespace, out: IO[str]) -> int:
@@ -266,10 +280,10 @@ def _compile(args: argparse.Namespace, out: IO[str]) -> int:
 
 
 def _dry_run(args: argparse.Namespace, out: IO[str]) -> int:
-    from llmc.console import Console
+    console = _begun("open", args.model)
     from llmc.dry_run import dry_run, render
 
-    plan = dry_run(args.model, _options(args), args.memory, Console(sys.stderr))
+    plan = dry_run(args.model, _options(args), args.memory, console)
     _print(plan, args.json, lambda p: render(p, args.argv), out)
     return 1 if plan["fits"] is False else 0
 
@@ -277,11 +291,10 @@ def _dry_run(args: argparse.Namespace, out: IO[str]) -> int:
 def _pack(args: argparse.Namespace, out: IO[str]) -> int:
     from llmc_runtime.format.errors import require_compiler
 
-    from llmc.console import Console
     from llmc.pack import pack_model
 
     require_compiler()
-    pack_model(Path(args.artifact), args.checkpoint, Console(sys.stderr), read_hub(args))
+    pack_model(Path(args.artifact), args.checkpoint, _begun("pack", args.artifact), read_hub(args))
     return 0
 
 
@@ -289,13 +302,13 @@ def _quantize(args: argparse.Namespace, out: IO[str]) -> int:
     from llmc_runtime.format.errors import require_compiler
 
     require_compiler()
-    from llmc.console import Console
+    console = _begun("quantize", args.model)
     from llmc.quant.make.plan import Settings
     from llmc.quant.make.quantize_model import quantize_model
 
     given = {name: getattr(args, name) for name in Settings.__dataclass_fields__} | {"ignore": tuple(args.ignore)}
-    made = quantize_model(args.model, args.output, Settings(**given), Console(sys.stderr), read_hub(args))
-    print(json.dumps(made.as_json(), indent=2) if args.json else made.text(), file=out)
+    made = quantize_model(args.model, args.output, Settings(**given), console, read_hub(args))
+    _print(made, args.json, lambda m: m.text(), out)
     return 0
 
 
@@ -343,6 +356,7 @@ def _diff(args: argparse.Namespace, out: IO[str]) -> int:
 
 
 def _html(args: argparse.Namespace, out: IO[str]) -> int:
+    _begun("report", args.artifact)
     from llmc.report.html_report import write_report
 
     print(write_report(Path(args.artifact), args.output or Path()), file=out)
@@ -350,28 +364,12 @@ def _html(args: argparse.Namespace, out: IO[str]) -> int:
 
 
 def _tune(args: argparse.Namespace, out: IO[str]) -> int:
-    from llmc.measure.tune import Settings, render, show, tune
-
-    if not args.show and not args.source:
-        args.usage_error("give an artifact or a model to measure, or a file to --show")
-    if not args.show:
-        target, args.target = args.target, args.target or "cpu:native"
-        options = _options(args)
-        kernels = tuple(k.strip() for k in args.kernels.split(",") if k.strip())
-        settings = Settings(
-            args.limit, args.context, args.all, target, options.cache, progress=_to_stderr, kernels=kernels
-        )
-        _to_stderr(tune(Path(args.source), Path(args.output), settings, options).text())
-    result = show(Path(args.show or args.output))
-    _print(result, args.json, render, out)
-    return 0
-
-
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    target, args.target = args.target, args.target or "cpu:native"
+    return tune_command.run(args, _options(args), target, out)
 
 
 def _verify(args: argparse.Namespace, out: IO[str]) -> int:
+    _begun("verify", args.artifact)
     from llmc.measure.verify_artifact import render, verify_artifact
 
     result = verify_artifact(Path(args.artifact), record=args.record, canary=args.canary)
@@ -382,11 +380,11 @@ def _verify(args: argparse.Namespace, out: IO[str]) -> int:
 def _eval(args: argparse.Namespace, out: IO[str]) -> int:
     from llmc_runtime.compile_cache import default_root
 
-    from llmc.console import Console
+    console = _begun("eval", args.artifact)
     from llmc.measure.eval_artifact import Settings, eval_artifact, render
 
     settings = Settings(default_root(os.environ), args.against, args.context, args.limit, args.record)
-    result = eval_artifact(Path(args.artifact), args.text, settings, Console(sys.stderr))
+    result = eval_artifact(Path(args.artifact), args.text, settings, console)
     _print(result, args.json, render, out)
     return 0
 

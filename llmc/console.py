@@ -10,6 +10,9 @@ from typing import IO, Any
 from llmc_runtime.format.size_text import size_text
 
 MIN_SECONDS = 2.0  # time a stage must have run before its remaining time is estimated
+LIVE_SECONDS = 0.2  # shortest time between two updates of a line on a terminal
+SILENT_SECONDS = 10.0  # time without output after which progress is printed as a line elsewhere
+_ERASE = "\r\x1b[K"  # the current line of a terminal
 
 
 @dataclass
@@ -38,13 +41,17 @@ class Summary:
 
 
 class Console:
-    """Progress as lines on a stream; on a terminal, a running stage rewrites its line."""
+    """Progress as lines on a stream; on a terminal, a running stage rewrites its line.
+
+    Elsewhere, such as in a pipe, a stage has a line when it begins and one when it ends, and one every ten seconds
+    between them.
+    """
 
     def __init__(self, out: IO[str] | None = None):
         """Write to `out`, by default stderr."""
         self.out = out or sys.stderr
         self.live = self.out.isatty()
-        self.shown = 0.0
+        self.shown = 0.0  # when something was written last; on a terminal, when progress was
         self.started: dict[str, tuple[float, int]] = {}
 
     def note(self, text: str) -> None:
@@ -52,9 +59,9 @@ class Console:
         self._write(f"{text}\n")
 
     def begin(self, name: str, detail: str = "") -> None:
-        """Announce a stage. Shown only on a terminal, until the stage prints its next line."""
-        if self.live:
-            self._write(f"  {name} ...{f' {detail}' if detail else ''}")
+        """Announce a stage. On a terminal, the line is replaced by the stage's next one."""
+        text = f"  {name} ...{f' {detail}' if detail else ''}"
+        self._write(text if self.live else f"{text}\n")
 
     def stage(self, name: str, detail: str, seconds: float) -> None:
         """Print the line of a finished stage."""
@@ -64,21 +71,32 @@ class Console:
     def part(self, name: str, done: int, of: int, unit: str = "") -> None:
         """Show progress `done` of `of` and the estimated time left.
 
-        Printed only on a terminal and at most five times a second. `unit` "B" prints megabytes.
+        Printed on a terminal at most five times a second, elsewhere only if nothing was printed for ten seconds. `unit`
+        "B" prints sizes.
         """
         now = time.monotonic()
         started, before = self.started.setdefault(name, (now, done))
-        if not self.live or now - self.shown < 0.2:
+        if now - self.shown < (LIVE_SECONDS if self.live else SILENT_SECONDS):
             return
         self.shown = now
         left = (now - started) * (of - done) / (done - before) if done > before else 0.0
         rest = f", {left:.0f} s left" if now - started > MIN_SECONDS and left >= 1 else ""
-        self._write(f"  {name}: {_amount(done, unit)} of {_amount(of, unit)}{rest}")
+        text = f"  {name}: {_amount(done, unit)} of {_amount(of, unit)}{rest}"
+        self._write(text if self.live else f"{text}\n")
 
     def _write(self, text: str) -> None:
         """Print text; on a terminal, it replaces the current line."""
-        self.out.write(f"\r\x1b[K{text}" if self.live else text)
+        if not self.live:
+            self.shown = time.monotonic()
+        self.out.write(f"{_ERASE}{text}" if self.live else text)
         self.out.flush()
+
+
+def erase_line(out: IO[str]) -> None:
+    """Remove an unfinished line of progress from `out`, if that is a terminal."""
+    if out.isatty():
+        out.write(_ERASE)
+        out.flush()
 
 
 class Quiet(Console):

@@ -91,6 +91,7 @@ def start(model: str | Path, output: Path, options: Options, force: bool, consol
     from llmc.codegen.scratch_dir import check_cache
     from llmc.codegen.tuning_records import read as read_records
 
+    console.begin("open", str(model))
     registry = load()
     target = registry.target(options.target)
     limited = with_limits(options, target)
@@ -239,12 +240,12 @@ class Compilation:
         Raises LlmcError E640 without torch.
         """
         require_compiler()
+        self.console.begin("trace", f"{self.model.name} (imports torch and transformers)")
         from llmc.frontend.checkpoint import check_shapes
         from llmc.frontend.trace_model import trace
         from llmc.kv_cache import kv_dtype
         from llmc.quant.kv_scales import kv_dtype_of
 
-        self.console.begin("trace", self.model.name)
         dtype = dict(DTYPES).get(self.options.dtype)
         o = self.options
         traced = trace(
@@ -327,7 +328,6 @@ class Compilation:
             self.console.part("kernels", done, of)
 
         self.console.begin("kernels")
-
         with ExitStack() as stack:
             cache = self.options.cache / "kernels" if self.options.cache else stack.enter_context(scratch())
             cache.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,8 @@ def main_opt(args: argparse.Namespace, out: IO[str], registry: Registry | None =
     target = registry.target(args.target)
     passes = _passes(args, registry, target)
     ctx = Ctx(ops, target, registry.kernels, args.fuel, args.only)
-    before = m.clone() if args.check else Module()
+    check = args.check or args.rounded
+    before = m.clone() if check else Module()
     lines: list[str] = []
 
     def observe(i: int, p: Pass, changes: int, seconds: float, m: Module) -> None:
@@ -42,9 +43,9 @@ def main_opt(args: argparse.Namespace, out: IO[str], registry: Registry | None =
         print(line, file=out)
     for line in lines if args.time else []:
         print(line, file=out)
-    if args.check:
-        for c in compare(before, m):
-            print(f"// check: @{c.graph}: {c.outputs} outputs agree, the largest difference is {c.worst:.1e}", file=out)
+    if check:
+        for c in compare(before, m, rounded=args.rounded):
+            print(f"// check: {c}", file=out)
     return 0
 
 

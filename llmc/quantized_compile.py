@@ -60,6 +60,7 @@ def quantised_first(model: str | Path, output: Path, o: Options, console: Consol
     if not kv and (o.quant == NONE or _rounds(o)):
         yield model
         return
+    console.begin("quantize", f"{model} (imports torch and transformers)")
     from llmc.quant.make.plan import Settings
     from llmc.quant.make.quantize_model import quantize_model
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import IO, Any
 
 from llmc_runtime.format.errors import require_compiler
 
+from llmc.console import Console, erase_line
 from llmc.diagnostics import Diagnostic
 from llmc.extension import load
 from llmc.ir.cost import Row, graph_cost, rows
@@ -25,6 +27,7 @@ def main_roofline(args: Namespace, out: IO[str]) -> int:
     bandwidth = args.bandwidth or target.bandwidth
     sizes = parse_sizes(args.bind)
     priced = [price(g, sizes, peak, bandwidth, args.by) for g in module.graphs.values()]
+    erase_line(sys.stderr)
     if args.json:
         print(json.dumps({"peak": peak, "bandwidth": bandwidth, "sizes": sizes, "graphs": priced}, indent=2), file=out)
     else:
@@ -38,6 +41,7 @@ def load_module(path: str) -> Module:
     if p.suffix == ".llir":
         return parse(p.read_text(), load().opset())
     require_compiler()
+    Console().begin("trace", f"{path} (imports torch and transformers)")
     from llmc.frontend.trace_model import trace
 
     return trace(p.parent if p.name == "config.json" else p).module

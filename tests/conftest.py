@@ -79,7 +79,7 @@ class LlirFile(pytest.File):
 
 class LlirItem(pytest.Item):
     """`llmc opt %s ... | filecheck %s [--check-prefix P]`, in process. `not llmc ...` expects an error, whose text is
-    checked. A run that succeeds is numeric, too: `--check` is added to it, unless the line says `--no-check` (of
+    checked. A run that succeeds is numeric, too: `--rounded` is added to it, unless the line says `--no-check` (of
     values that the interpreter cannot hold)."""
 
     def __init__(self, *, run: str, **kw: object) -> None:
@@ -113,7 +113,7 @@ def outcome(argv: list[str], fails: bool) -> str:
     out = io.StringIO()
     args = _parser().parse_args([w for w in argv if w != "--no-check"])
     if argv[0] == "opt" and not fails and "--no-check" not in argv:
-        args.check = True
+        args.check = args.rounded = True
     try:
         args.command(args, out)
     except LlmcError as e:

@@ -6,6 +6,7 @@ A fenced block is run where its first line says so:
                                 "..." standing for anything
     ```console run exit=1       the last command ends with this exit code
     ```console run slow         left out where time is short
+    ```console serves           a server: it is interrupted as soon as it is ready, and has a free port
     ```python run               a program
     ```python of=PATH           the text is a part of that file of the repository
 
@@ -16,10 +17,13 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +33,9 @@ from kernel_cache import with_kernels
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PAGES = tuple(sorted([*DOCS.glob("tutorial-*.md"), *DOCS.glob("howto-*.md")]))
+PAGES = tuple(sorted([*DOCS.glob("tutorial-*.md"), *DOCS.glob("howto-*.md"), ROOT / "README.md"]))
+RUN = frozenset({"run", "serves"})
+READY = " at http://"  # in the line that a server prints once it accepts requests
 PACKAGES = ("pass", "fused-op", "target", "cuda-kernel", "call-format", "attention", "quant-scheme")
 FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.S | re.M)
 LIMIT = 600.0
@@ -110,10 +116,34 @@ class Checkout:
             self._one(block, f"python {script.name}", [], 0)
             return
         commands = list(block.commands())
+        if "serves" in block.words:
+            self._serve(block, commands[0][0])
+            return
         assert commands, f"{block.where}: a block that is run has no line that begins with '$ '"
         for i, (command, wanted) in enumerate(commands):
             last = i == len(commands) - 1
             self._one(block, command, wanted, int(block.word("exit") or 0) if last else 0)
+
+    def _serve(self, block: Block, command: str) -> None:
+        """Start a server, wait until it is ready, interrupt it, and check that it ends without an error."""
+        words = [*shlex.split(command, comments=True), "--port", "0"]
+        server = subprocess.Popen(
+            words, cwd=self.folder, env=self.env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        alarm = threading.Timer(LIMIT, server.kill)
+        alarm.start()
+        assert server.stdout is not None
+        printed = []
+        for line in server.stdout:
+            printed.append(line)
+            if READY in line:
+                break
+        server.send_signal(signal.SIGINT)
+        printed.append(server.communicate()[0])
+        alarm.cancel()
+        text = "".join(printed)
+        assert READY in text and server.returncode in (0, 130), f"{block.where}: {server.returncode}\n{text}"
 
     def _one(self, block: Block, command: str, wanted: list[str], code: int) -> None:
         argv = ["bash", "-o", "pipefail", "-c", command]
@@ -130,7 +160,7 @@ class Checkout:
 def run_page(page: Path, folder: Path, cache: Path, slow: bool) -> int:
     """Run a page's blocks in order, in a new scratch folder; answer how many ran."""
     checkout = Checkout(folder, cache)
-    todo = [b for b in blocks(page) if "run" in b.words and (slow or "slow" not in b.words)]
+    todo = [b for b in blocks(page) if RUN & {*b.words} and (slow or "slow" not in b.words)]
     for block in todo:
         checkout.run(block)
     return len(todo)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import vllm_names
 from llmc_runtime.engine_options import EngineArgs, EngineOptions
 from llmc_runtime.format.row_abi import WIDTH
 from llmc_runtime.ignored_options import IGNORED, REFUSED
@@ -100,6 +101,9 @@ TABLES = {
     ("running.md", "engine options"): engine_options,
     ("serving.md", "server options"): serve_table,
     ("vllm.md", "vLLM's flags"): vllm_flags,
+    ("vllm.md", "vLLM's Python API"): vllm_names.python_api,
+    ("vllm.md", "vLLM's endpoints"): vllm_names.endpoints,
+    ("vllm.md", "vLLM's metrics"): vllm_names.metrics,
 }
 
 

@@ -19,7 +19,10 @@ from llmc.options import Options
 
 TEXTS = sorted([*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "DEVELOPING.md"])
 GROUPS = ("llmc.extensions", "llmc_runtime.call_formats")  # of entry points
-OTHER_FLAGS = frozenset({"--index-url", "--model", "--tasks", "--model_args"})  # of programs that are not ours
+# Flags of programs that are not ours: pip, lm-eval, docker, systemctl, kubectl.
+OTHER_FLAGS = frozenset(
+    "--index-url --model --tasks --model_args --rm --read-only --tmpfs --now --from-file --gpus --build-arg".split()
+)
 
 
 @cache

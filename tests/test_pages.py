@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -16,7 +17,7 @@ import pages
 import pytest
 from draw import SEED
 from kernel_cache import with_kernels
-from pages import DOCS, FENCE, PAGES, ROOT, Block
+from pages import DOCS, FENCE, PAGES, ROOT, RUN, Block
 
 TEXTS = sorted([*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "DEVELOPING.md"])
 DRAWN = Random(SEED).sample(PAGES, 1)
@@ -47,7 +48,7 @@ def test_a_page_does_as_it_says(page: Path, tmp_path: Path, cache: Path) -> None
 
 def test_every_command_of_the_tutorials_and_how_tos_is_run() -> None:
     for page in PAGES:
-        left = [b for b in pages.blocks(page) if b.language == "console" and "run" not in b.words]
+        left = [b for b in pages.blocks(page) if b.language == "console" and not RUN & {*b.words}]
         assert not left, f"{left[0].where}: a console block that is not run"
         assert any("run" in b.words for b in pages.blocks(page)), f"{page.name} runs nothing"
 
@@ -136,6 +137,14 @@ def test_every_page_is_in_the_table_of_contents() -> None:
     text = (DOCS / "README.md").read_text()
     assert not [p.name for p in DOCS.glob("*.md") if p.name != "README.md" and f"({p.name})" not in text]
     assert "docs/README.md" in (ROOT / "README.md").read_text()
+
+
+def test_only_the_readme_names_the_distribution_that_no_index_has_yet() -> None:
+    assert [p.name for p in TEXTS if "pip install 'llmc-aot" in p.read_text()] == ["README.md"]
+    section = (ROOT / "README.md").read_text().partition("## Install")[2].partition("\n## ")[0]
+    extras = re.findall(r"^\| `?(\w+)`?,? .*\| \d+", section, re.M)
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(extras) == {"none", *declared} - {"dev", "cuda13"}  # cuda13 stands beside cuda12
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Runs the Triton kernel of decode attention on the CPU, and compares it with the op's reference.
 
-In a checkout: PYTHONPATH=tests python examples/attention/decode.py
+python examples/attention/decode.py
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 import triton.language as tl
-from kernels.triton_harness import interpreting  # in the folder `tests`
 
-from llmc.ir.example import op_example
-from llmc.ir.ops import OPS
+from llmc.extend import OPS
+from llmc.extend.triton import Template
+from llmc.testing import interpreting, op_example, template_function
 
 # Small operands, with a window, a soft cap and attention sinks. attrs: {"scale": ..., "window": ..., "softcap": ...}
 op = OPS["paged_attention"]
@@ -24,8 +24,7 @@ _, _, kv_heads, page, _ = kv.shape
 out = torch.full_like(query, torch.nan)
 
 with interpreting():  # modules of kernels that are imported here run in the interpreter
-    from llmc.codegen.backends.triton.kernels.decode_attention import paged_decode
-
+    paged_decode = template_function(Template("decode_attention", "paged_decode"))
     paged_decode[(tokens, kv_heads, 1)](
         query, kv, page_table, rows, starts, positions, None, sinks, out, None, len(rows),
         page_table.shape[1],

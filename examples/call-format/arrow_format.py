@@ -1,6 +1,6 @@
 """A format of tool calls from an outside package: <calls>call NAME => {...};</calls>."""
 
-from llmc_runtime.server.tool_calls.json_shape import Json, JsonShape
+from llmc_runtime.call_formats import Json, JsonShape
 
 
 class Arrow(JsonShape):

@@ -1,4 +1,4 @@
-"""The kernel as a binary for every NVIDIA target, without a GPU; the harness is in `tests` of a checkout of llmc."""
+"""The kernel as a binary for every NVIDIA target, without a GPU."""
 
 from __future__ import annotations
 
@@ -6,30 +6,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kernels.cuda_harness import compile_for
-from kernels.harness import Case
 from rms_norm_cuda.kernel import KERNEL
 
-from llmc.codegen.cubin import read_entry
-from llmc.ir.example import example_graph
-from llmc.ir.ops import OPS
-from llmc.targets.gpu_targets import sm_80, sm_90, sm_100
-from llmc.targets.target import Target
+from llmc.extend import OPS, Target, gpu_targets
+from llmc.testing import Case, case_of, compile_for, cubin_entry
+
+sm_80, sm_90, sm_100 = gpu_targets.sm_80, gpu_targets.sm_90, gpu_targets.sm_100
 
 
 def case(dtype: str, width: int, threads: int = 256) -> Case:
     """A node with five random rows of this width."""
     rng = np.random.default_rng(width)
     inputs = [rng.standard_normal((5, width)).astype(np.float32), rng.standard_normal(width).astype(np.float32)]
-    graph = example_graph(OPS["rms_norm"], inputs, {"eps": 1e-5}, dtype).graphs["main"]
-    return Case(f"{dtype}-{width}-{threads}", graph, KERNEL, {"threads": threads}, inputs)
+    return case_of(KERNEL, OPS["rms_norm"], inputs, {"eps": 1e-5}, dtype, {"threads": threads})
 
 
 @pytest.mark.parametrize("target", [sm_80(), sm_90(), sm_100()], ids=lambda t: t.name)
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
 def test_the_kernel_becomes_a_binary(dtype: str, target: Target, tmp_path: Path) -> None:
     made = compile_for(case(dtype, 4097), target, tmp_path)
-    entry = read_entry(made.binary, "rms_norm")
+    entry = cubin_entry(made.binary, "rms_norm")
     assert (made.threads, entry.sizes, entry.max_threads) == (256, (8, 8, 8, 4), 256)
 
 
@@ -47,5 +43,5 @@ def test_the_text_holds_the_constants_of_its_node() -> None:
 def test_what_it_does_not_fit() -> None:
     node = case("bf16", 8).node
     assert KERNEL.reject(node, sm_90()) is None
-    wide = example_graph(OPS["rms_norm"], [np.ones((2, 4)), np.ones(4)], {"eps": 1e-5}, "f64").graphs["main"]
-    assert "f64[2, 4] is not among" in str(KERNEL.reject(next(iter(wide.nodes)), sm_90()))
+    wide = case_of(KERNEL, OPS["rms_norm"], [np.ones((2, 4)), np.ones(4)], {"eps": 1e-5}, "f64")
+    assert "f64[2, 4] is not among" in str(KERNEL.reject(wide.node, sm_90()))

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from llmc.extension import Extension
-from llmc.quant.scheme import Codes, Stored, last_part, shape_of
+from llmc.extend import Extension
+from llmc.extend.quant import Codes, Stored, last_part, shape_of
 
 
 class Nibble:

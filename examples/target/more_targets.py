@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import MappingProxyType
 
-from llmc import Extension, Target
-from llmc.targets import cpu_targets, gpu_targets
-from llmc.targets.target import Limits
+from llmc.extend import Extension, Limits, Target, cpu_targets, gpu_targets
 
 
 def small_box() -> Target:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from llmc.check.compare_outputs import Compared, evaluate, judged
-from llmc.check.compare_serving import compare_serving, is_prompt
+from llmc.check.compare_outputs import Compared, evaluate, judged, judged_rounding, unit_of
+from llmc.check.compare_serving import SERVED, Evaluated, is_prompt, serving_results
 from llmc.check.random_inputs import Inputs, draw, elements
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Module
+from llmc.ir.interp import round_to_type
 from llmc.passes.lower.page_attention import DRAFT
 
 MOST = 30_000_000  # maximum number of input elements; more would take too long to interpret
 
 
-def compare(before: Module, after: Module, seed: int = 0) -> list[Compared]:
+def compare(before: Module, after: Module, seed: int = 0, rounded: bool = False) -> list[Compared]:
     """Interpret corresponding graphs of both modules in float64; raises Diagnostic E425 if an output differs.
+
+    If `rounded`, also interpret both with every op's result rounded to its dtype, on inputs that are rounded to theirs,
+    and compare the rounding errors; raises Diagnostic E425 if they have grown (see `judged_rounding`).
 
     Graphs with equal names correspond. A prompt graph @main also corresponds to the serving graphs made from it: the
     prompts then run through the step in two chunks, and through @decode token by token.
@@ -30,13 +36,32 @@ def compare(before: Module, after: Module, seed: int = 0) -> list[Compared]:
         for other in _counterparts(name, g, after):
             inputs = draw(before, g, rng)
             if is_prompt(g) and not is_prompt(other):
-                done.append(compare_serving(before, g, after, other, inputs))
-                continue
-            if other.name == "decode" and name != "decode":
-                inputs = _decoding(inputs, draw(after, other, rng), other)
-            want, got = evaluate(before, g, inputs), evaluate(after, other, inputs)
-            done.append(judged(other.name, want, got, [v.name for v in other.outputs]))
+                evaluated = serving_results(before, g, after, other, _rounded(inputs, g) if rounded else inputs)
+                names, dtypes = map(list, SERVED)
+            else:
+                if other.name == "decode" and name != "decode":
+                    inputs = _decoding(inputs, draw(after, other, rng), other)
+                evaluated = _results(before, g, after, other, _rounded(inputs, g) if rounded else inputs)
+                names, dtypes = [v.name for v in other.outputs], [v.type.dtype for v in other.outputs]
+            want, got = evaluated(True)
+            compared = judged(other.name, want, got, names)
+            if rounded:
+                rounding = judged_rounding(other.name, want, *evaluated(False), dtypes, unit_of(g))
+                compared = replace(compared, rounding=rounding)
+            done.append(compared)
     return done
+
+
+def _results(before: Module, g: Graph, after: Module, other: Graph, inputs: Inputs) -> Evaluated:
+    """Return a function: whether in float64 -> the outputs of both graphs."""
+    return lambda exact: (evaluate(before, g, inputs, exact), evaluate(after, other, inputs, exact))
+
+
+def _rounded(inputs: Inputs, g: Graph) -> Inputs:
+    """Round inputs to the dtypes that they have in `g`, so that both ways of interpreting start from equal numbers."""
+    types = {v.name: v.type for v in g.inputs}
+    arrays = {name: round_to_type(x, types[name]) if name in types else x for name, x in inputs.arrays.items()}
+    return Inputs(arrays, inputs.sizes)
 
 
 def _counterparts(name: str, g: Graph, after: Module) -> list[Graph]:

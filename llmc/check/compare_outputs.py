@@ -5,33 +5,90 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 
 from llmc.check.random_inputs import Array, Inputs
 from llmc.diagnostics import Diagnostic
+from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Module
 from llmc.ir.interp import run
 
-TOLERANCE = 1e-5  # largest relative difference of an output
+TOLERANCE = 1e-5  # largest relative difference of an output in float64
+GROWTH = 2.0  # permitted ratio of rounding errors after and before a pass
+UNITS = 2.0  # rounding errors below this many units in the last place of the coarsest dtype are always permitted
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The effect of a change on rounded results, over all float outputs of a graph.
+
+    before, after: the largest difference of a rounded result from the one in float64, relative to the output's largest
+    magnitude. changed: share of the elements of all outputs that differ between the rounded results.
+    """
+
+    before: float
+    after: float
+    changed: float
 
 
 @dataclass(frozen=True)
 class Compared:
-    """The result for one graph: number of outputs, and the largest relative difference of any output."""
+    """The result for one graph: number of outputs, the largest relative difference of any output in float64, and the
+    effect on rounded results if they were compared.
+    """
 
     graph: str
     outputs: int
     worst: float
+    rounding: Rounding | None = None
+
+    def __str__(self) -> str:
+        text = f"@{self.graph}: {self.outputs} outputs agree, the largest difference is {self.worst:.1e}"
+        if self.rounding is None:
+            return text
+        r = self.rounding
+        return f"{text}; rounded: error {r.after:.1e} (before: {r.before:.1e}), {r.changed:.1%} of the elements changed"
 
 
-def evaluate(m: Module, g: Graph, inputs: Inputs) -> list[Array]:
-    """Return the graph's outputs in float64, evaluating @weights first if the module has it."""
+def evaluate(m: Module, g: Graph, inputs: Inputs, exact: bool = True) -> list[Array]:
+    """Return the graph's outputs, evaluating @weights first if the module has it.
+
+    In float64, or, if not `exact`, as the interpreter defines them: in float32, with every op's result rounded to its
+    dtype.
+    """
     arrays = dict(inputs.arrays)
     weights = m.graphs.get("weights")
     if weights is not None and weights is not g:
-        made = run(weights, [arrays[v.name] for v in weights.inputs], exact=True)
+        made = run(weights, [arrays[v.name] for v in weights.inputs], exact=exact)
         arrays |= dict(zip((v.name for v in weights.outputs), made, strict=True))
-    return run(g, [arrays[v.name] for v in g.inputs], inputs.sizes, exact=True)
+    return run(g, [arrays[v.name] for v in g.inputs], inputs.sizes, exact=exact)
+
+
+def judged_rounding(
+    name: str,
+    exact: Sequence[Array],
+    before: Sequence[Array],
+    after: Sequence[Array],
+    dtypes: Sequence[str],
+    unit: float,
+) -> Rounding:
+    """Compare rounded results with those in float64; raises Diagnostic E425 if the rounding error has grown.
+
+    An output fails if its error is more than twice that before the change, and more than twice `unit`, one unit in the
+    last place (see `unit_of`). Outputs that are not floats, such as token ids, may differ if results are nearly tied.
+    """
+    errors, changed, total = [(0.0, 0.0)], 0, 0
+    for i, (x, a, b, dtype) in enumerate(zip(exact, before, after, dtypes, strict=True)):
+        changed, total = changed + int((a != b).sum()), total + a.size
+        if DTYPES[dtype].kind != "f":
+            continue
+        old, new = difference(x, a), difference(x, b)
+        errors.append((old, new))
+        if new > max(GROWTH * old, UNITS * unit):
+            cause = f"@{name}: the rounding error of output {i} ({dtype}) is {new:.3g} of its size; it was {old:.3g}"
+            raise Diagnostic("E425", cause, "round once, at the end; or omit --rounded if this is intended")
+    return Rounding(max(e for e, _ in errors), max(e for _, e in errors), changed / max(1, total))
 
 
 def judged(name: str, want: Sequence[Array], got: Sequence[Array], names: Sequence[str]) -> Compared:
@@ -49,6 +106,16 @@ def judged(name: str, want: Sequence[Array], got: Sequence[Array], names: Sequen
             remedy = "bisect with --fuel; --only restricts the pass to one place"
             raise Diagnostic("E425", f"@{name}: output {label} differs by {error:.3g} of its size", remedy)
     return Compared(name, len(want), worst)
+
+
+def unit_of(g: Graph) -> float:
+    """Return one unit in the last place, relative to the value, of the coarsest float dtype of a graph's nodes.
+
+    Floats of 8 bits are not counted: ops convert them before they compute. Without floats, it is that of float32.
+    """
+    dtypes = {r.type.dtype for n in g.nodes for r in n.results}
+    floats = [DTYPES[d].np for d in {*dtypes, "f32"} if DTYPES[d].kind == "f" and DTYPES[d].bits >= 16]
+    return max(float(ml_dtypes.finfo(d).eps) for d in floats)
 
 
 def difference(a: Array, b: Array) -> float:

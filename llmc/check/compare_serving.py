@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from llmc_runtime.sched.row_columns import FLOAT_COLUMNS, INT_COLUMNS, OFF
 
-from llmc.check.compare_outputs import Compared, evaluate, judged
+from llmc.check.compare_outputs import evaluate
 from llmc.check.random_inputs import Array, Inputs
 from llmc.ir.graph import Graph, Module
 
 LENGTHS = (5, 3)  # lengths of the two prompts in tokens
+SERVED = (("ids", "logprob"), ("i32", "f32"))  # names and dtypes of the results that are compared
+# Whether in float64 -> (the outputs before the change, the outputs after it).
+Evaluated: TypeAlias = Callable[[bool], tuple[list[Array], list[Array]]]
 
 
 def is_prompt(g: Graph) -> bool:
@@ -49,11 +53,13 @@ class _Rows:
             at += n
         return _Rows(states, sizes)
 
-    def step(self, m: Module, g: Graph, weights: dict[str, Array], qlens: tuple[int, int], emit: bool) -> list[Array]:
+    def step(
+        self, m: Module, g: Graph, weights: dict[str, Array], qlens: tuple[int, int], emit: bool, exact: bool
+    ) -> list[Array]:
         """Advance rows 1 and 0 by `qlens` tokens, keep the new states, and return ids and log-probabilities."""
         fixed = {"rows": np.array([1, 0]), "qlens": np.array(qlens), "emit": np.full(2, emit)}
         sizes = self.sizes | {"R": 2, "T": sum(qlens)}
-        out = evaluate(m, g, Inputs(weights | fixed | self.states, sizes))
+        out = evaluate(m, g, Inputs(weights | fixed | self.states, sizes), exact)
         self.states |= {name: array for name, array in zip(_written(g), out, strict=True) if name}
         return out[:2]
 
@@ -70,28 +76,33 @@ def _written(g: Graph) -> list[str]:
     return found
 
 
-def compare_serving(before: Module, main: Graph, after: Module, g: Graph, inputs: Inputs) -> Compared:
-    """Compare whole prompts through `main` with two chunks through @step and the last tokens through `g`."""
+def serving_results(before: Module, main: Graph, after: Module, g: Graph, inputs: Inputs) -> Evaluated:
+    """Return a function: whether in float64 -> (ids and log-probabilities of whole prompts through `main`; those of two
+    chunks through @step and the last tokens through `g`).
+    """
     weights = {v.name: inputs.arrays[v.name] for v in main.inputs if v.weight}
     limit = min(int(v.type.shape[0]) for v in main.inputs if v.weight and _embeds(v))
     tokens = np.random.default_rng(7).integers(0, limit, sum(LENGTHS))
     step = after.graphs.get("step", g)
-    rows = _Rows.fresh(step, tokens)
-    rows.step(after, step, weights, (1, 2), False)
-    rows.step(after, step, weights, (LENGTHS[1] - 2, LENGTHS[0] - 3), False)
-    got = rows.step(after, g, weights, (1, 1), True)
-    return judged(g.name, _expected(before, main, weights, tokens), got, ("ids", "logprob"))
+
+    def evaluated(exact: bool) -> tuple[list[Array], list[Array]]:
+        rows = _Rows.fresh(step, tokens)
+        rows.step(after, step, weights, (1, 2), False, exact)
+        rows.step(after, step, weights, (LENGTHS[1] - 2, LENGTHS[0] - 3), False, exact)
+        return _expected(before, main, weights, tokens, exact), rows.step(after, g, weights, (1, 1), True, exact)
+
+    return evaluated
 
 
 def _embeds(v: Any) -> bool:
     return any(n.op.name == "take" and n.operands[0] is v for n in v.uses)
 
 
-def _expected(before: Module, main: Graph, weights: dict[str, Array], tokens: Array) -> list[Array]:
+def _expected(before: Module, main: Graph, weights: dict[str, Array], tokens: Array, exact: bool) -> list[Array]:
     positions = np.concatenate([np.arange(n) for n in LENGTHS])
     last = np.array([sum(LENGTHS) - 1, LENGTHS[0] - 1])
     fixed = {"tokens": tokens, "positions": positions, "last": last}
-    (logits,) = evaluate(before, main, Inputs(weights | fixed, {"T": sum(LENGTHS), "R": 2}))
+    (logits,) = evaluate(before, main, Inputs(weights | fixed, {"T": sum(LENGTHS), "R": 2}), exact)
     ids = logits.argmax(-1)
     x = logits - logits.max(-1, keepdims=True)
     return [ids, -np.log(np.exp(x).sum(-1))]

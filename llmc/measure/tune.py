@@ -97,12 +97,10 @@ def tune(
     E115 to E117 if this machine lacks the target's device.
     """
     known = registry or load()
-    if unknown := next((k for k in settings.kernels if k not in known.kernels), None):
-        remedy = did_you_mean(unknown, known.kernels, f"one of: {', '.join(known.kernels)}")
-        raise Diagnostic("E433", f"there is no kernel {unknown!r}", remedy)
+    check_names(settings.kernels, known)
     with scratch() as folder:
         kept = settings.cache or folder
-        path = source if (source / "manifest.json").is_file() else _compiled(source, folder, options, known)
+        path = compiled_artifact(source, folder, options, settings, known)
         m, target, page = before_select(path, known, settings.target)
         timer = Timer(target, known, kept / "kernels", jobs=settings.jobs, context=settings.context, page=page)
         timer.reach()
@@ -112,8 +110,16 @@ def tune(
         if settings.kernels and not work:
             cause = f"no node that has a choice can be run by {', '.join(settings.kernels)} on {target.name}"
             raise Diagnostic("E433", cause, "name kernels of the target, or leave --kernels out")
+        settings.progress(f"measuring {len(work)} nodes with {sum(len(w.candidates) for w in work)} candidates")
         _measure(work, m, timer, output, settings, tuned)
     return tuned
+
+
+def check_names(kernels: Sequence[str], registry: Registry) -> None:
+    """Raise Diagnostic E433 if a name is not that of a kernel."""
+    if unknown := next((k for k in kernels if k not in registry.kernels), None):
+        remedy = did_you_mean(unknown, registry.kernels, f"one of: {', '.join(registry.kernels)}")
+        raise Diagnostic("E433", f"there is no kernel {unknown!r}", remedy)
 
 
 def before_select(path: Path, registry: Registry, target: str = "") -> tuple[Module, Target, int]:
@@ -202,7 +208,7 @@ def _measure(work: Sequence[Work], m: Module, timer: Timer, output: Path, settin
             tuned.left += len(some)
             continue
         candidates = [Candidate(w.node, w.graph, w.env, o.kernel, o.schedule) for w in some for o in w.candidates]
-        times = _times(timer, candidates, m, tuned)
+        times = times_of(timer, candidates, m, tuned)
         records = [
             record(c.node, c.kernel.name, c.schedule, timer.target, us, c.env)
             for c, us in zip(candidates, times, strict=True)
@@ -216,7 +222,7 @@ def _measure(work: Sequence[Work], m: Module, timer: Timer, output: Path, settin
         )
 
 
-def _times(timer: Timer, candidates: Sequence[Candidate], m: Module, tuned: Tuned) -> list[float | None]:
+def times_of(timer: Timer, candidates: Sequence[Candidate], m: Module, tuned: Tuned) -> list[float | None]:
     """Return the microseconds of each candidate. A failing batch is halved until the failing candidates are isolated.
 
     Raises LlmcError if the machine is the cause, since all other candidates would fail, too.
@@ -231,17 +237,23 @@ def _times(timer: Timer, candidates: Sequence[Candidate], m: Module, tuned: Tune
             tuned.failed.append(f"{c.kernel.name} {c.schedule} for {node_text(c.node)}: {e.cause[:200]}")
             return [None]
     half = len(candidates) // 2
-    return [*_times(timer, candidates[:half], m, tuned), *_times(timer, candidates[half:], m, tuned)]
+    return [*times_of(timer, candidates[:half], m, tuned), *times_of(timer, candidates[half:], m, tuned)]
 
 
-def _compiled(model: Path, scratch: Path, options: Any, registry: Registry) -> Path:
-    """Compile the model without weights, after checking that this machine has the target's device."""
+def compiled_artifact(model: Path, scratch: Path, options: Any, settings: Settings, registry: Registry) -> Path:
+    """Return `model` if it is an artifact; else compile it without weights into the folder `scratch`.
+
+    The model is not opened if this machine lacks the target's device (LlmcError E110, E115 to E117).
+    """
+    if (model / "manifest.json").is_file():
+        return model
     from llmc.driver import compile_model
     from llmc.options import Options
 
     settled = replace(options or Options(), weights="none", reuse=False)
     target = registry.target(settled.target)
     Timer(target, registry, scratch, jobs=1, context=1, page=target.page_size).reach()
+    settings.progress(f"compiling {model} without weights (imports torch and transformers)")
     out = scratch / "model.llmc"
     compile_model(str(model), out, settled)
     return out

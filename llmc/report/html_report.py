@@ -16,7 +16,7 @@ from llmc_runtime.format.size_text import size_text
 from llmc.artifact.cost_report import weight_bytes
 from llmc.report.accuracy import accuracy_rows, scored_text
 from llmc.report.formatting import count_noun, schedule_text, us_text
-from llmc.report.kernel_choices import choices, kernels
+from llmc.report.kernel_choices import choices, kernel_names, kernels
 from llmc.report.launch_costs import program_costs, step_sizes
 from llmc.report.memory_chart import chart, memory_report
 from llmc.report.module_tree import group_modules, group_name, module_facts, tree
@@ -50,7 +50,7 @@ def report(a: Opened) -> str:
         "accuracy": _accuracy(a.reports.get("eval")),
         "passes": {"passes": a.reports["passes"]} if "passes" in a.reports else None,
         "choices": {"choices": choices(a, predictions)} if "choices" in a.reports else None,
-        "kernels": {"kernels": kernels(a, predictions)},
+        "kernels": {"kernels": kernels(a, predictions), "names": kernel_names(a)},
         "stages": _stages(a),
     }
     variables = {k: v for section in sections.values() for k, v in (section or {}).items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,23 +15,34 @@ from llmc.passes.pass_report import pattern
 from llmc.report.formatting import count_noun, sizes_text
 from llmc.report.open_artifact import Opened
 
+_HEAD = re.compile(r"(?://|#) (\S+): (\w+)\(")  # the first line of a kernel's source
+
 
 def kernels(a: Opened, predictions: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return all kernels in the order of their first launch; kernels without launches (step units) come last."""
-    first: dict[str, int] = {}
-    for i, x in enumerate(x for p in a.programs for x in p.launches):
-        first.setdefault(x.kernel, i)
+    """Return all kernels, the largest predicted time of all launches first; kernels without launches come last."""
     times: Counter[tuple[str, str]] = Counter()  # predicted microseconds of (program, kernel)
     for name, prediction in predictions.get("programs", {}).items():
         for x in prediction["launches"]:
             times[name, x["kernel"]] += x["us"]
-    ordered = sorted(a.manifest.kernels, key=lambda k: first.get(k.hash, len(first) + 10**6))
-    return [_kernel(a, k, times) for k in ordered]
+    found = [_kernel(a, k, times) for k in a.manifest.kernels]
+    return sorted(found, key=lambda k: (not k["uses"], -(k["us"] or 0.0), k["hash"]))
+
+
+def kernel_names(a: Opened) -> dict[str, str]:
+    """Return hash -> name for readers: the kernel and its op, such as "cpu/linear linear_map".
+
+    The first line of a source names them; without it, the name is that of the kernel's function.
+    """
+    names = {}
+    for k in a.manifest.kernels:
+        head = _HEAD.match(a.kernel_source(k.hash) or "")
+        names[k.hash] = f"{head[1]} {head[2]}" if head else k.entry
+    return names
 
 
 def _kernel(a: Opened, k: KernelFile, times: Mapping[tuple[str, str], float]) -> dict[str, Any]:
     counts = {p.name: Counter((x.op, pattern(x.loc)) for x in p.launches if x.kernel == k.hash) for p in a.programs}
-    uses = [
+    uses: list[dict[str, Any]] = [
         {
             "program": program,
             "us": times[program, k.hash] if (program, k.hash) in times else None,
@@ -46,7 +58,9 @@ def _kernel(a: Opened, k: KernelFile, times: Mapping[tuple[str, str], float]) ->
         else "runs the launches"
     )
     source = a.kernel_source(k.hash)
-    return {**vars(k), "size": a.manifest.files[k.file].bytes, "where": summary, "uses": uses, "source": source}
+    known = [u["us"] for u in uses if u["us"] is not None]
+    more = {"us": sum(known) if known else None, "where": summary, "uses": uses, "source": source}
+    return {**vars(k), "size": a.manifest.files[k.file].bytes, **more}
 
 
 def choices(a: Opened, predictions: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -34,7 +34,6 @@ def program_costs(programs: Iterable[Program], predictions: Mapping[str, Any]) -
                 "high": _step(predict(p, machine, largest_step(p, low["sizes"])), machine),
                 "launches": launches,
                 "groups": _groups(launches),
-                "width": max((len(x["op"]) for x in launches), default=0),
             }
         )
     return rows
@@ -72,11 +71,11 @@ def largest_step(p: Program, low: Mapping[str, int]) -> dict[str, int]:
 
 
 def _groups(launches: Launches) -> list[dict[str, Any]]:
-    """Merge launches of one kernel at places that differ only in numbers, in order of the first."""
+    """Merge launches of one kernel at places that differ only in numbers; the largest time in all comes first."""
     groups: dict[tuple[str, str, float], dict[str, Any]] = {}
     for x in launches:
         place = pattern(x["loc"])
         group = groups.setdefault((x["kernel"], place, x["us"]), {**x, "place": place, "count": 0, "total": 0.0})
         group["count"] += 1
         group["total"] += x["us"]
-    return list(groups.values())
+    return sorted(groups.values(), key=lambda g: -g["total"])

@@ -57,9 +57,10 @@ def __getattr__(name: str) -> Any:
         if e.name not in ("msgspec", "zmq"):
             raise
         from llmc_runtime.format.errors import LlmcError
+        from llmc_runtime.format.install_command import install_command
 
         cause = f"{name} needs the package {e.name}, which is not installed"
-        raise LlmcError("E665", cause, "pip install 'llmc-aot[serve]'") from None
+        raise LlmcError("E665", cause, install_command("serve")) from None
 
 
 def __dir__() -> list[str]:

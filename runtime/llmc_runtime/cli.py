@@ -16,6 +16,7 @@ from llmc_runtime import __version__
 from llmc_runtime.command_parser import CommandParser
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.format.errors import LlmcError, as_llmc_error
+from llmc_runtime.format.install_command import install_command
 from llmc_runtime.option_type import of_command, options_of
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def _serve(argv: Sequence[str], prog: str) -> int:
             from llmc_runtime.server.dry_run import render, report_of
             from llmc_runtime.server.run_server import serve
         except ImportError as e:
-            raise LlmcError("E665", f"the server needs a package: {e}", "pip install 'llmc-aot[serve]'") from None
+            raise LlmcError("E665", f"the server needs a package: {e}", install_command("serve")) from None
         if not args.dry_run:
             return serve(options)
         report = report_of(options)

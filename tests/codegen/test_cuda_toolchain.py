@@ -154,5 +154,5 @@ def test_damaged_binaries(damage: bytes) -> None:
 
 def test_without_nvrtc_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    with pytest.raises(Diagnostic, match=r"E501.*NVRTC is not installed\n.*llmc-aot\[nvidia\]"):
+    with pytest.raises(Diagnostic, match=r"E501.*NVRTC is not installed\n.*pip install .*\[nvrtc\]"):
         NvrtcToolchain.find(sm_90())

@@ -174,6 +174,6 @@ def test_without_triton_it_says_what_to_install(monkeypatch) -> None:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    with pytest.raises(Diagnostic, match=r"llmc-aot\[nvidia\]") as e:
+    with pytest.raises(Diagnostic, match=r"pip install .*\[nvidia\]") as e:
         TritonToolchain.find(sm_90())
     assert e.value.code == "E501"

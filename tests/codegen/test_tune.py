@@ -116,7 +116,7 @@ def test_a_batch_with_a_way_that_fails_is_halved() -> None:
     tuned = tuning.Tuned("")
     (work,) = tuning.works(m, load(), native(), tuned)
     good, bad = (Candidate(work.node, work.graph, work.env, work.candidates[0].kernel, s) for s in ({}, {"broken": 1}))
-    assert tuning._times(Broken(), [good, good, bad, good], m, tuned) == [1.0, 1.0, None, 1.0]  # type: ignore[arg-type]
+    assert tuning.times_of(Broken(), [good, good, bad, good], m, tuned) == [1.0, 1.0, None, 1.0]  # type: ignore[arg-type]
     assert len(tuned.failed) == 1 and "does not compile" in tuned.failed[0]
 
     class Away:
@@ -124,7 +124,7 @@ def test_a_batch_with_a_way_that_fails_is_halved() -> None:
             raise Diagnostic("E115", "no driver", "none")
 
     with pytest.raises(Diagnostic, match="E115"):  # of the machine: no kernel would fare better
-        tuning._times(Away(), [good, good], m, tuned)  # type: ignore[arg-type]
+        tuning.times_of(Away(), [good, good], m, tuned)  # type: ignore[arg-type]
 
 
 def test_a_missing_device_is_reported_before_anything_is_compiled(

@@ -185,7 +185,7 @@ def test_without_llguidance_it_is_named(llm: LLM, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(LlmcError) as caught:
         llm.generate("a", SamplingParams(structured_outputs=StructuredOutputsParams(regex="q+z")), use_tqdm=False)
-    assert caught.value.code == "E650" and "llmc-aot[grammar]" in caught.value.remedy
+    assert caught.value.code == "E650" and "[grammar]" in caught.value.remedy
 
 
 TOOLS = [

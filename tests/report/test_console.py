@@ -46,17 +46,32 @@ def test_a_terminal_keeps_one_line_a_stage(monkeypatch: pytest.MonkeyPatch) -> N
     assert out.screen == ["note: float16", "[   1.5 s] trace: done", "[   8.0 s] weights: 800 MiB", ""]
 
 
-def test_elsewhere_there_is_a_line_a_stage_and_no_control_character() -> None:
+def test_elsewhere_a_stage_has_two_lines_and_no_control_character(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     console = Console(out)
+    now = [100.0]
+    monkeypatch.setattr(consoles.time, "monotonic", lambda: now[0])
     console.begin("kernels")
+    assert out.getvalue() == "  kernels ...\n"
     console.part("kernels", 1, 2)
+    now[0] += consoles.SILENT_SECONDS
+    console.part("kernels", 2, 3)  # nothing was printed for that long
+    console.part("kernels", 3, 4)
     console.stage("kernels", "2 binaries", 0.5)
-    assert out.getvalue() == "[   0.5 s] kernels: 2 binaries\n"
+    lines = ["  kernels ...", "  kernels: 2 of 3, 10 s left", "[   0.5 s] kernels: 2 binaries", ""]
+    assert out.getvalue().split("\n") == lines
     quiet = Quiet(out)
     quiet.begin("x")
     quiet.stage("x", "y", 1.0)
-    assert out.getvalue().count("\n") == 1
+    assert out.getvalue().split("\n") == lines
+
+
+def test_an_unfinished_line_is_erased_on_terminals_only() -> None:
+    terminal, pipe = Terminal(), io.StringIO()
+    for out in (terminal, pipe):
+        Console(out).begin("trace", "tiny")
+        consoles.erase_line(out)
+    assert terminal.screen == [""] and pipe.getvalue() == "  trace ... tiny\n"
 
 
 def test_the_summary_names_every_stage_and_the_next_command(made: Made, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,6 +84,24 @@ def test_a_compile_writes_its_report(made: Made) -> None:
     assert "equal modules" in words and "more nodes than before" in words
 
 
+def test_kernels_have_names_and_come_by_their_time(made: Made) -> None:
+    text = made.page.read_text()
+    kernels = re.findall(r'<span id="k-(\w+)">([^<]*) <code class=dim>(\w{4})</code> <span class=dim>([^<]*)', text)
+    assert len(kernels) == len(set(kernels)) > 10
+    assert all(hash_[:4] == shown for hash_, _, shown, _ in kernels)
+    assert {"cpu/rows rms_norm", "cpu/attention paged_attention"} <= {name for _, name, _, _ in kernels}
+    scale = {"us": 1.0, "ms": 1e3, "s": 1e6}
+    times = [float(m[1]) * scale[m[2]] for *_, where in kernels if (m := re.match(r"([\d.]+) (\w+) in all", where))]
+    assert times == sorted(times, reverse=True) and len(times) >= len(kernels) - 1  # all but the step unit
+    links = re.findall(r'<a href="#k-(\w+)">([^<]*) <code', text)
+    assert links and set(links) <= {(hash_, name) for hash_, name, _, _ in kernels}
+
+
+def test_colours_are_explained_and_headings_are_not_under_the_bar(made: Made) -> None:
+    text = made.page.read_text()
+    assert "scroll-margin-top" in text and 'key hot"></span>bound by the overhead' in text
+
+
 def test_the_reports_of_a_compile_say_what_passes_did(made: Made) -> None:
     record = json.loads((made.artifact / "report/passes.json").read_text())
     stages = [p.stem.partition("-")[2] for p in sorted((made.artifact / "ir").glob("*.llir"))][1:]

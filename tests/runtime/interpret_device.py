@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from kernels.triton_harness import _TORCH, descriptor, interpreting
+from kernels.triton_harness import TORCH_DTYPES, descriptor, interpreting
 from llmc_runtime.artifact import Artifact
 from llmc_runtime.device.cpu_device import CpuDevice
 from llmc_runtime.device.device import Run
@@ -71,6 +71,6 @@ def tensor(b: Buffer, address: int, env: dict[str, int]) -> torch.Tensor:
     """View the device's bytes as a one-dimensional tensor of the buffer's dtype, without keeping them alive."""
     nbytes = b.bytes(env)
     if not nbytes:
-        return torch.empty(0, dtype=_TORCH[b.dtype])
+        return torch.empty(0, dtype=TORCH_DTYPES[b.dtype])
     held = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
-    return torch.from_numpy(held).view(_TORCH[b.dtype])
+    return torch.from_numpy(held).view(TORCH_DTYPES[b.dtype])

@@ -35,7 +35,8 @@ def continued(ids: list[int], count: int) -> list[int]:
 def test_the_artifact_runs_and_its_capacity_is_said_first(toy: Path) -> None:
     messages: list[str] = []
     with LLM(toy, say=messages.append, kv_cache_memory_bytes=16 * 10) as llm:
-        assert messages == ["cpu:test, KV cache: 40 tokens in 10 pages of 4 (160 B), 1.2 sequences of 32"]
+        capacity = "cpu:test, KV cache: 40 tokens in 10 pages of 4 (160 B), 1.2 sequences of 32"
+        assert messages == [f"opening {toy}", capacity]
         assert llm.model == str(toy)
         prompts = ["abc", "hello you", [5, 6, 7]]
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)

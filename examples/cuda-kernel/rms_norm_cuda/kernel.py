@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, Binding, CudaKernel
-from llmc.codegen.kernel import Schedule
-from llmc.ir.dim import product
-from llmc.ir.graph import Node
-from llmc.targets.target import Target
+from llmc.extend import Node, Schedule, Target, product
+from llmc.extend.cuda import CTYPES, FLOATS, Binding, CudaKernel
 
 
 class RmsNorm(CudaKernel):

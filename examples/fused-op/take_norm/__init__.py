@@ -1,6 +1,6 @@
 """The extension: maps names to the places that implement them, which are imported on first use."""
 
-from llmc import Extension
+from llmc.extend import Extension
 
 EXTENSION = Extension(
     "take-norm",

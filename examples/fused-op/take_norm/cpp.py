@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from llmc.codegen.backends.cpp.cpp_kernel import FLOATS, CppKernel, Sizes, pointers
-from llmc.codegen.kernel import Schedule
-from llmc.ir.graph import Node
-from llmc.targets.target import Target
+from llmc.extend import Node, Schedule, Target
+from llmc.extend.cpp import FLOATS, CppKernel, Sizes, pointers
 
 
 class TakeNorm(CppKernel):

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from llmc import Pass, Rewrite
-from llmc.ir.graph import Module
-from llmc.passes.base import Ctx
-from llmc.passes.rewrite import Pat, apply
+from llmc.extend import Ctx, Module, Pass, Pat, Rewrite, apply
 
 p = Pat()
 TAKE_NORM = Rewrite(

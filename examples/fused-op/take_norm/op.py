@@ -6,15 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from llmc import op
-from llmc.ir.contents import index
+from llmc.extend import contents, op
 
 
 @op(
     "(x: f[n, d], rows: i[*r], w: f[d]) -> x[*r, d]",
     flops="4*r*d",
     bytes="2*r*d*bytes_x + d*bytes_w + r*bytes_rows",
-    holds={"rows": index("x", padding=True)},
+    holds={"rows": contents.index("x", padding=True)},
     example={"n": 5, "d": 24, "*r": (4,), "eps": 1e-5},
 )
 def take_norm(x: Any, rows: Any, w: Any, *, eps: float) -> Any:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
+from llmc.extend.device_functions import wait_for_previous
 
 
 @triton.jit

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from llmc.codegen.backends.triton.template import Template
-from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit
-from llmc.codegen.kernel import Schedule
-from llmc.ir.graph import Node
-from llmc.targets.target import Target
+from llmc.extend import Node, Schedule, Target
+from llmc.extend.triton import FLOATS, Code, Template, TritonKernel, Unit
 
 WIDEST = 16384  # maximum elements of a row that a program keeps in registers
 

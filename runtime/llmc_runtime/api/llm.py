@@ -55,6 +55,7 @@ class LLM(ModelAPI):
         self._say = say or to_stderr
         args = EngineOptions.of_keywords(model, options, self._say)
         path = resolve(model, args.compile_options, Path(args.cache_dir) if args.cache_dir else None, self._say)
+        self._say(f"opening {path}")
         artifact = open_model(path, args)
         args.check_artifact(artifact.manifest)
         generation = generation_of(

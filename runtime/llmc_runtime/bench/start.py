@@ -40,6 +40,7 @@ def run(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
     say, cache = engine.pop("say"), engine.pop("cache_dir")
     model = resolve(args.model, {"target": args.target or "cpu:native", "dtype": "auto"}, cache, say)
     llm_args = {**engine, "model": str(Path(model).resolve()), "input_len": args.input_len}
+    say(f"starting {args.num_iters + 1} processes, one after another, with {model}")
     runs = []
     for number in range(args.num_iters + 1):
         seconds, stages = once(llm_args)

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from llmc_runtime.format.install_command import install_command
+
 _ENVIRONMENT = frozenset({"E100", "E109", "E110", "E115", "E116", "E117", "E332", "E501", "E503", "E504", "E640"})
 
 
@@ -86,12 +88,13 @@ def missing_extra(module: str) -> LlmcError | None:
     if extra == "compile":
         return _not_installed([name])
     cause = f"the package {name} is needed here, and is not installed"
-    return LlmcError(_CODES[extra], cause, f"pip install 'llmc-aot[{extra}]'") if extra else None
+    return LlmcError(_CODES[extra], cause, install_command(extra)) if extra else None
 
 
 def _not_installed(modules: Sequence[str], why: str = "") -> LlmcError:
     head = f"{why}, and the compiler is" if why else "the compiler is"
-    remedy = "pip install 'llmc-aot[compile]', or compile elsewhere (llmc compile MODEL -o model.llmc) and open that"
+    elsewhere = "compile elsewhere (llmc compile MODEL -o model.llmc) and open that"
+    remedy = f"{install_command('compile')}, or {elsewhere}"
     return LlmcError("E640", f"{head} not installed here ({', '.join(modules)} missing)", remedy)
 
 

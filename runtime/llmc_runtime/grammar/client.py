@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.install_command import install_command
 from llmc_runtime.grammar.definition import Definition
 from llmc_runtime.grammar.guide import GrammarGuide, Opening
 from llmc_runtime.grammar.limits import EAGER, GUIDES, QUEUE_SECONDS, REFUSALS, VOCABULARY_SECONDS
@@ -177,4 +178,4 @@ def _closed() -> LlmcError:
 
 def _check_library() -> None:
     if importlib.util.find_spec("llguidance") is None:
-        raise LlmcError("E650", "structured outputs need the package llguidance", "pip install 'llmc-aot[grammar]'")
+        raise LlmcError("E650", "structured outputs need the package llguidance", install_command("grammar"))

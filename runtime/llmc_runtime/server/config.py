@@ -12,6 +12,7 @@ from typing import Any
 from llmc_runtime.compile_cache import default_root
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.install_command import install_command
 from llmc_runtime.format.nearest import nearest
 from llmc_runtime.ignored_options import by_flag
 from llmc_runtime.option_type import Option, of_command
@@ -203,7 +204,7 @@ def _load(path: Path) -> dict[Any, Any]:
     try:
         import yaml
     except ImportError as e:
-        raise LlmcError("E665", f"--config needs a package: {e}", "pip install 'llmc-aot[serve]'") from None
+        raise LlmcError("E665", f"--config needs a package: {e}", install_command("serve")) from None
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as e:

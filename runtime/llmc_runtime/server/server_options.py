@@ -215,7 +215,7 @@ def serve_parser(prog: str = "llmc-serve", exit_on_error: bool = True) -> argpar
     """Return the parser of `llmc-serve`. Without `exit_on_error`, wrong values raise argparse.ArgumentError."""
     parser = CommandParser(
         prog=prog,
-        description="Serve a model over HTTP with OpenAI's API. Needs: pip install 'llmc-aot[serve]'",
+        description="Serve a model over HTTP with OpenAI's API. Needs the extra serve.",
         exit_on_error=exit_on_error,
     )
     model = "an artifact, or a Hugging Face folder or id owner/name (compiled on first use)"

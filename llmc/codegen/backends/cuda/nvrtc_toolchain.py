@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmc_runtime.format.install_command import install_command
+
 from llmc.codegen.cubin import check_launch
 from llmc.codegen.kernel import Source
 from llmc.codegen.kernel_cache import entry_path, read_entry, write_entry
@@ -18,7 +20,6 @@ from llmc.targets.target import Target
 
 _DIGEST = 32
 _FEATURES = 90  # compute capability x 10 from which the suffix "a" enables architecture-specific instructions
-_REMEDY = "pip install 'llmc-aot[nvidia]' (no GPU is needed to compile)"
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ class NvrtcToolchain:
             status, major, minor = nvrtc.nvrtcVersion()
         except (ImportError, RuntimeError, OSError):
             cause = f"a kernel for {target.name} is written in CUDA C++, but NVRTC is not installed"
-            raise Diagnostic("E501", cause, _REMEDY) from None
+            raise Diagnostic("E501", cause, _remedy()) from None
         if status:
-            raise Diagnostic("E501", f"NVRTC cannot be started: {status.name}", _REMEDY)
+            raise Diagnostic("E501", f"NVRTC cannot be started: {status.name}", _remedy())
         return NvrtcToolchain(target, f"{major}.{minor}")
 
     @property
@@ -125,3 +126,7 @@ def _ok(result: tuple[Any, ...]) -> Any:
     if status:
         raise RuntimeError(f"NVRTC failed: {status.name}")
     return values[0] if values else None
+
+
+def _remedy() -> str:
+    return f"{install_command('nvrtc')} (no GPU is needed to compile)"

@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 FOLDER = Path(__file__).parent / "kernels"
 PACKAGE = "llmc.codegen.backends.triton.kernels"
+PUBLIC = "llmc.extend.device_functions"  # re-exports functions of PACKAGE to templates of other packages
 # Prefixes of the modules whose constants templates may import.
 CONSTANTS = ("llmc_runtime.format.", "llmc_runtime.sched.row_columns")
 # Text is an expression of the entry function; the others are literals.
@@ -125,7 +126,8 @@ def load(name: str) -> Module:
         if isinstance(statement, ast.ImportFrom) and (module := _template_name(statement.module or "", name)):
             if any(a.asname for a in statement.names):
                 raise ValueError(f"{path.name}:{statement.lineno}: templates import each other without `as`")
-            imported |= {a.name: (module, a.name) for a in statement.names}
+            names = [a.name for a in statement.names]
+            imported |= {n: (_public_module(n) if module == PUBLIC else module, n) for n in names}
         elif isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith(CONSTANTS):
             module_object = import_module(statement.module or "")
             declared |= {a.name: getattr(module_object, a.name) for a in statement.names}
@@ -154,9 +156,19 @@ def _path(name: str) -> Path:
 
 def _template_name(imported: str, by: str) -> str:
     """The template module that `imported` names; "" if neither llmc nor the package of template `by` has it."""
+    if imported == PUBLIC:
+        return PUBLIC
     if imported.startswith(f"{PACKAGE}."):
         return imported.removeprefix(f"{PACKAGE}.")
     return imported if "." in by and imported.startswith(by.partition(".")[0] + ".") else ""
+
+
+def _public_module(name: str) -> str:
+    """The template module that defines a public device function. Raises ValueError if there is none."""
+    for statement in ast.parse(_path(PUBLIC).read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.ImportFrom) and name in [a.name for a in statement.names]:
+            return _template_name(statement.module or "", PUBLIC)
+    raise ValueError(f"{PUBLIC} has no function {name!r}")
 
 
 def _definition(

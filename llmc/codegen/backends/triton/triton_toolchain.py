@@ -18,6 +18,8 @@ from pathlib import Path
 from types import CodeType, MappingProxyType
 from typing import Any
 
+from llmc_runtime.format.install_command import install_command
+
 from llmc.codegen.cubin import check_launch
 from llmc.codegen.kernel import Source
 from llmc.codegen.kernel_cache import entry_path, read_entry, write_entry
@@ -31,7 +33,6 @@ BINARY: Mapping[str, str] = MappingProxyType({"cuda": "cubin", "hip": "hsaco"})
 _DIGEST = 32
 _QUOTED = 100  # characters of the line with the error that it quotes
 _REASON = 400  # characters of the end of a message that an error shows
-_REMEDY = "pip install 'llmc-aot[nvidia]' (no GPU is needed to compile)"
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class TritonToolchain:
             return TritonToolchain(target, version("triton"))
         except PackageNotFoundError:
             cause = f"compiling for {target.name} needs Triton, which is not installed"
-            raise Diagnostic("E501", cause, _REMEDY) from None
+            raise Diagnostic("E501", cause, _remedy()) from None
 
     def key(self, source: Source) -> str:
         """Return a hash of all that the binary depends on: 32 hexadecimal digits."""
@@ -204,3 +205,7 @@ def load_entry(text: str, entry: str) -> Any:
     linecache.cache[f"<{name}>"] = (len(text), None, text.splitlines(keepends=True), f"<{name}>")
     spec.loader.exec_module(module)
     return getattr(module, entry)
+
+
+def _remedy() -> str:
+    return f"{install_command('nvidia')} (no GPU is needed to compile)"

@@ -13,13 +13,13 @@ from types import MappingProxyType
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.install_command import install_command
 from llmc_runtime.format.launch_param import MAPPED
 
 # The minimum CUDA version of the driver (1000 * major + 10 * minor) for loading an architecture's binaries and for
 # programmatic dependent launch inside graphs.
 _MIN_DRIVER = 12030
 _MIN_DRIVER_BY_ARCH: Mapping[str, int] = MappingProxyType({"sm_100": 12080, "sm_103": 12090, "sm_120": 12080})
-_INSTALL = "install llmc-aot with the extra of the driver's CUDA generation: 'llmc-aot[cuda12]' or 'llmc-aot[cuda13]'"
 _CPU = "or compile for the CPU: llmc compile MODEL --target cpu:native"
 _UPGRADE = "upgrade the NVIDIA driver"
 MAP_BYTES = 128
@@ -229,7 +229,8 @@ def _bindings() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise LlmcError("E115", f"the package cuda-bindings cannot be imported: {error}", _INSTALL) from None
+        remedy = f"{install_command('cuda13')} (cuda12, if the driver supports CUDA 12 only)"
+        raise LlmcError("E115", f"the package cuda-bindings cannot be imported: {error}", remedy) from None
     return driver
 
 

@@ -1,0 +1,14 @@
+"""Kernels in C++ for CPUs: the base class of bindings, and what writes their text."""
+
+from llmc.codegen.backends.cpp.cpp_kernel import CTYPES, FLOATS, INTS, CppKernel, Sizes, ctype, pointers, unsupported
+
+__all__ = [
+    "CTYPES",
+    "FLOATS",
+    "INTS",
+    "CppKernel",
+    "Sizes",
+    "ctype",
+    "pointers",
+    "unsupported",
+]

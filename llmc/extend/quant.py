@@ -1,0 +1,14 @@
+"""Quantisation schemes of checkpoints: what a scheme reads and returns."""
+
+from llmc.quant.scheme import Codes, Groups, Scheme, Stored, integer, last_part, refuse, shape_of
+
+__all__ = [
+    "Codes",
+    "Groups",
+    "Scheme",
+    "Stored",
+    "integer",
+    "last_part",
+    "refuse",
+    "shape_of",
+]

@@ -1,0 +1,25 @@
+"""Kernels in Triton for GPUs: the base class of bindings, and templates."""
+
+from llmc.codegen.backends.triton.template import Template
+from llmc.codegen.backends.triton.triton_kernel import (
+    CODES,
+    FLOATS,
+    INTS,
+    Code,
+    TritonKernel,
+    Unit,
+    element,
+    unsupported,
+)
+
+__all__ = [
+    "CODES",
+    "FLOATS",
+    "INTS",
+    "Code",
+    "Template",
+    "TritonKernel",
+    "Unit",
+    "element",
+    "unsupported",
+]

@@ -1,0 +1,229 @@
+"""`llmc tune --compare`: the time of kernels beside that of others, on this machine.
+
+Either all nodes of a model that the named kernels can run, with their best schedule and that of the other kernels; or
+the launches that two artifacts do not share, such as a fused op and the ops that it replaces.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from llmc_runtime.format.folder import Folder
+
+from llmc.codegen.kernel import schedule_text
+from llmc.codegen.scratch_dir import scratch
+from llmc.codegen.select import launched_graphs, typical
+from llmc.codegen.tuning_records import Sizes, node_text, sizes_of
+from llmc.diagnostics import Diagnostic
+from llmc.extension import Registry, load
+from llmc.ir.graph import Module, Node
+from llmc.ir.text import parse
+from llmc.measure.timing import Candidate, Timer, unknown_operand
+from llmc.measure.tune import (
+    Settings,
+    Tuned,
+    Work,
+    batches,
+    before_select,
+    check_names,
+    compiled_artifact,
+    times_of,
+    works,
+)
+from llmc.passes.analysis import weight_only
+
+# What identifies a launch: its node, sizes, kernel and schedule.
+Key: TypeAlias = tuple[str, Sizes, str, str]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A node of a graph with the kernel that runs it, and how many launches of the graph are equal."""
+
+    key: Key
+    candidate: Candidate
+    count: int
+
+    def row(self, us: float | None) -> dict[str, Any]:
+        """Return the launch as data; `us` is the time of one, None if it could not be measured."""
+        node, _, kernel, schedule = self.key
+        return {"count": self.count, "us": us, "kernel": kernel, "schedule": schedule, "node": node}
+
+
+def compare_kernels(source: Path, kernels: Sequence[str], settings: Settings, options: Any = None) -> list[Any]:
+    """Measure every node that `kernels` can run beside the most promising schedules of the other kernels.
+
+    Return the comparisons as data (see `render`), the slowest first. Raises the errors of `tune`.
+    """
+    registry, tuned = load(), Tuned("")
+    check_names(kernels, registry)
+    with scratch() as folder:
+        path = compiled_artifact(source, folder, options, settings, registry)
+        m, target, page = before_select(path, registry, settings.target)
+        timer = Timer(
+            target, registry, (settings.cache or folder) / "kernels", jobs=settings.jobs, context=settings.context,
+            page=page,
+        )  # fmt: skip
+        timer.reach()
+        work = works(m, registry, target, tuned, True, kernels)
+        if not work:
+            cause = f"no node can be run by {', '.join(kernels)} on {target.name}"
+            raise Diagnostic("E433", cause, "name kernels of the target")
+        settings.progress(f"measuring {len(work)} nodes with {sum(len(w.candidates) for w in work)} candidates")
+        rows = [_node_row(w, times, kernels) for some in batches(work) for w, times in _timed(some, timer, m, tuned)]
+    _report(tuned, settings)
+    return sorted(rows, key=lambda r: -(r["mine_us"] or 0))
+
+
+def _timed(some: Sequence[Work], timer: Timer, m: Module, tuned: Tuned) -> Iterator[tuple[Work, list[float | None]]]:
+    """Yield each node with the times of its candidates."""
+    found = [Candidate(w.node, w.graph, w.env, o.kernel, o.schedule) for w in some for o in w.candidates]
+    times = iter(times_of(timer, found, m, tuned))
+    for w in some:
+        yield w, [next(times) for _ in w.candidates]
+
+
+def _node_row(w: Work, times: Sequence[float | None], kernels: Sequence[str]) -> dict[str, Any]:
+    """Compare the best schedule of `kernels` for a node with the best one of the others."""
+    sides: dict[bool, list[tuple[float, Launch]]] = {True: [], False: []}
+    for o, us in zip(w.candidates, times, strict=True):
+        if us is not None:
+            key = (node_text(w.node), sizes_of(w.node, w.env), o.kernel.name, schedule_text(o.schedule))
+            candidate = Candidate(w.node, w.graph, w.env, o.kernel, o.schedule)
+            sides[o.kernel.name in kernels].append((us, Launch(key, candidate, w.launches)))
+    best = {mine: min(found, key=lambda f: f[0]) for mine, found in sides.items() if found}
+    rows = {mine: [launch.row(us)] for mine, (us, launch) in best.items()}
+    return _comparison(w.graph.name, dict(sizes_of(w.node, w.env)), rows.get(True, []), rows.get(False, []))
+
+
+def compare_artifacts(mine: Path, other: Path, settings: Settings) -> list[Any]:
+    """Measure the launches that two artifacts of one target do not share, graph by graph.
+
+    Return the comparisons as data (see `render`). Raises LlmcError E101 to E104, Diagnostic E433 for artifacts of
+    different targets or without the text of the pass `select`, and the errors of compiling and measuring.
+    """
+    registry, tuned = load(), Tuned("")
+    a, b = Folder(mine).manifest(), Folder(other).manifest()
+    if a.target.name != b.target.name:
+        cause = f"{mine} was compiled for {a.target.name}, {other} for {b.target.name}"
+        raise Diagnostic("E433", cause, "compare artifacts of one target")
+    target = registry.target(a.target.name)
+    sides = [_chosen(path, registry) for path in (mine, other)]
+    with scratch() as folder:
+        cache = (settings.cache or folder) / "kernels"
+        timer = Timer(target, registry, cache, jobs=settings.jobs, context=settings.context, page=a.kv.page_size)
+        timer.reach()
+        rows = []
+        for name in dict.fromkeys([*sides[0][1], *sides[1][1]]):
+            of_graph = [launches.get(name, {}) for _, launches in sides]
+            ours, theirs = _only(of_graph[0], of_graph[1]), _only(of_graph[1], of_graph[0])
+            if not ours and not theirs:
+                continue
+            settings.progress(f"@{name}: measuring {len(ours)} launches of {mine}, {len(theirs)} of {other}")
+            timed = [
+                [x.row(us) for x, us in zip(some, _times(some, timer, m, tuned), strict=True)]
+                for some, (m, _) in zip((ours, theirs), sides, strict=True)
+            ]
+            env = (ours or theirs)[0].candidate.env
+            rows.append(_comparison(name, {k: v for k, v in env.items() if k != "P"}, *timed))
+    _report(tuned, settings)
+    return rows
+
+
+def _chosen(path: Path, registry: Registry) -> tuple[Module, dict[str, dict[Key, Launch]]]:
+    """Return an artifact's module after `select`, and its launches: graph -> key -> launch."""
+    stage = next((p for p in sorted((path / "ir").glob("*.llir")) if p.stem.partition("-")[2] == "select"), None)
+    if stage is None:
+        raise Diagnostic("E433", f"{path} has no text of the pass `select`", "compile it again")
+    m = parse(stage.read_text(), registry.opset())
+    out: dict[str, dict[Key, Launch]] = {}
+    for g in launched_graphs(m):
+        weights, found = weight_only(g), Counter[Key]()
+        first: dict[Key, Candidate] = {}
+        for n in g.nodes:
+            if all(r in weights for r in n.results) or not n.choice:
+                continue
+            env = typical(m, g, n)
+            kernel, schedule = _choice(n, registry)
+            key = (node_text(n), sizes_of(n, env), kernel.name, schedule_text(schedule))
+            found[key] += 1
+            first.setdefault(key, Candidate(n, g, env, kernel, schedule))
+        out[g.name] = {key: Launch(key, first[key], count) for key, count in found.items()}
+    return m, out
+
+
+def _choice(n: Node, registry: Registry) -> tuple[Any, dict[str, Any]]:
+    """Return the kernel and schedule of a node. Raises Diagnostic E433 if the kernel's package is not installed."""
+    schedule = dict(n.choice)
+    name = schedule.pop("kernel")
+    if name not in registry.kernels:
+        raise Diagnostic("E433", f"the kernel {name!r} is not installed", "install the package that it is from")
+    return registry.kernels[name], schedule
+
+
+def _only(mine: Mapping[Key, Launch], other: Mapping[Key, Launch]) -> list[Launch]:
+    """Return the launches of `mine` that `other` lacks, or has fewer of."""
+    out = []
+    for key, x in mine.items():
+        count = x.count - (other[key].count if key in other else 0)
+        if count > 0:
+            out.append(Launch(key, x.candidate, count))
+    return out
+
+
+def _times(some: Sequence[Launch], timer: Timer, m: Module, tuned: Tuned) -> list[float | None]:
+    """Return the microseconds of each launch; None for ops whose operands cannot be drawn."""
+    drawn = [x for x in some if unknown_operand(x.candidate.node) is None]
+    found = dict(zip([x.key for x in drawn], times_of(timer, [x.candidate for x in drawn], m, tuned), strict=True))
+    for x in some:
+        if x.key not in found:
+            tuned.skipped.append(f"{x.key[0]}: `holds` does not declare {unknown_operand(x.candidate.node)!r}")
+    return [found.get(x.key) for x in some]
+
+
+def _comparison(graph: str, sizes: Mapping[str, int], mine: list[Any], other: list[Any]) -> dict[str, Any]:
+    """Return one comparison as data; a sum is None if it is empty or a launch of it was not measured."""
+    sums = [_sum(side) for side in (mine, other)]
+    speedup = sums[1] / sums[0] if sums[0] and sums[1] else None
+    return {
+        "graph": graph, "sizes": dict(sizes), "mine": mine, "other": other, "mine_us": sums[0], "other_us": sums[1],
+        "speedup": speedup,
+    }  # fmt: skip
+
+
+def _sum(side: Sequence[Mapping[str, Any]]) -> float | None:
+    times = [row["us"] for row in side]
+    return None if not times or None in times else sum(row["count"] * row["us"] for row in side)
+
+
+def _report(tuned: Tuned, settings: Settings) -> None:
+    for line in [*(f"not measured: {s}" for s in tuned.skipped), *(f"failed: {f}" for f in tuned.failed)]:
+        settings.progress(line)
+
+
+def render(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Format comparisons as text: each graph or node with its speedup, then the launches of both sides.
+
+    speedup: the other launches' time divided by that of mine; greater than 1 means that mine are faster.
+    """
+    if not rows:
+        return "no launch differs"
+    out = []
+    for r in rows:
+        sizes = " ".join(f"{k}={v}" for k, v in r["sizes"].items())
+        sums = [f"{side} {_us(r[f'{side}_us']) if r[side] else 'none'}" for side in ("mine", "other")]
+        verdict = "" if r["speedup"] is None else f": {r['speedup']:.2f} times as fast"
+        out.append(f"@{r['graph']} {sizes}: {', '.join(sums)}{verdict}")
+        for name in ("mine", "other"):
+            for x in r[name]:
+                times = f"{x['count']:4d} x {_us(x['us']):>12s}"
+                out.append(f"  {name:5s} {times}  {x['kernel']} {x['schedule']}  {x['node']}")
+    return "\n".join(line.rstrip() for line in out)
+
+
+def _us(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.4g} us"

@@ -1,0 +1,156 @@
+"""One node with its kernel and inputs, its buffers between guard zones, and the comparison with the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from llmc.codegen.kernel import Kernel, Schedule
+from llmc.ir.dim import Dim
+from llmc.ir.dtype import DTYPES
+from llmc.ir.example import example_graph, op_example
+from llmc.ir.graph import Graph, Node
+from llmc.ir.interp import bind_symbols, round_to_type, run
+from llmc.ir.opdef import OpDef
+from llmc.ir.types import Type
+
+GUARD = 256  # bytes before and behind every buffer, which a kernel must not write
+POISON = 0xFF  # of every byte that was not written: NaN in floats of every width
+ALIGNMENT = 64
+# One unit in the last place, relative to the value.
+UNITS: Mapping[str, float] = MappingProxyType({"bf16": 2.0**-7, "f16": 2.0**-10, "f8e4m3": 2.0**-3})
+
+
+@dataclass
+class Case:
+    """One node in a graph of its own, the kernel and schedule to run it with, and its operands.
+
+    rtol, atol: permitted errors of floats, to which one unit in the last place of the result's dtype is added (unless
+    rtol is 0). sizes: symbols that no operand's shape binds. exact: compare with the reference in float64, whose result
+    is not rounded.
+    """
+
+    name: str
+    graph: Graph
+    kernel: Kernel
+    schedule: dict[str, Any]
+    inputs: list[np.ndarray]
+    rtol: float = 1e-5
+    atol: float = 1e-5
+    sizes: dict[str, int] = field(default_factory=dict)
+    exact: bool = False
+
+    @property
+    def node(self) -> Node:
+        """The node that the kernel runs."""
+        (node,) = self.graph.nodes
+        return node
+
+
+def case_of(
+    kernel: Kernel,
+    op: OpDef,
+    inputs: Sequence[Any] | None = None,
+    attrs: Mapping[str, Any] | None = None,
+    dtype: str = "f32",
+    schedule: Schedule | None = None,
+    seed: int = 0,
+) -> Case:
+    """Return a case that applies `op` to arrays.
+
+    inputs, attrs: drawn from the op's declaration (`holds`, `example`) if `inputs` is None. dtype: of float operands
+    whose signature leaves it open. schedule: the kernel's parameters, which may be empty.
+    """
+    arrays = None if inputs is None else [np.asarray(x) for x in inputs]
+    values = dict(attrs or {})
+    if arrays is None:
+        drawn, declared = op_example(op, np.random.default_rng(seed))
+        arrays, values = [np.asarray(x) for x in drawn], {**declared, **values}
+    graph = example_graph(op, arrays, values, dtype).graphs["main"]
+    return Case(f"{kernel.name} {op.name} {dtype} {schedule or {}}", graph, kernel, dict(schedule or {}), arrays)
+
+
+class Buffer:
+    """Bytes for one value, poisoned, between two guard zones; aligned to 64 bytes."""
+
+    def __init__(self, nbytes: int):
+        """Reserve `nbytes` bytes."""
+        self.raw = np.full(nbytes + 2 * GUARD + ALIGNMENT, POISON, np.uint8)
+        start = GUARD + (-(self.raw.ctypes.data + GUARD)) % ALIGNMENT
+        self.body = self.raw[start : start + nbytes]
+        self.start, self.end = start, start + nbytes
+
+    def put(self, x: np.ndarray, t: Type) -> Buffer:
+        """Write an array in the dtype of `t`."""
+        self.body[:] = np.ascontiguousarray(x.astype(DTYPES[t.dtype].np)).reshape(-1).view(np.uint8)
+        return self
+
+    @staticmethod
+    def holding(x: np.ndarray, t: Type) -> Buffer:
+        """Return a buffer that holds `x` in the dtype of `t`."""
+        return Buffer(x.size * DTYPES[t.dtype].bits // 8).put(x, t)
+
+    def get(self, t: Type, shape: tuple[int, ...]) -> np.ndarray:
+        """Return the bytes as an array of the dtype of `t`."""
+        return self.body.view(DTYPES[t.dtype].np).reshape(shape)
+
+    def check(self, what: str) -> None:
+        """Raise AssertionError if bytes outside the buffer were written."""
+        assert (self.raw[: self.start] == POISON).all(), f"{what}: bytes before the buffer were written"
+        assert (self.raw[self.end :] == POISON).all(), f"{what}: bytes behind the buffer were written"
+
+
+class Bound:
+    """A case's operands and results in buffers, and the results that the reference computes from the same operands.
+
+    sizes: the value of every symbol. wanted: the expected results. operands, results: buffers in the order of the node;
+    the buffer of a state is that of the operand that is written.
+    """
+
+    def __init__(self, case: Case) -> None:
+        """Round the inputs to their dtypes, run the reference, and fill the buffers."""
+        node, g = case.node, case.graph
+        self.case = case
+        self.inputs = [round_to_type(x, v.type) for x, v in zip(case.inputs, g.inputs, strict=True)]
+        self.sizes = bind_symbols(g, self.inputs, case.sizes)
+        self.wanted = run(g, self.inputs, self.sizes, exact=case.exact)
+        self.of = {v: Buffer.holding(x, v.type) for v, x in zip(g.inputs, self.inputs, strict=True)}
+        self.operands = [self.of[v] for v in node.operands]
+        written = iter(node.op.writes)
+        self.results = []
+        for r, w in zip(node.results, self.wanted, strict=True):
+            if r.type.state:
+                name = next(written)
+                self.results.append(self.of[node.operands[[s.name for s in node.op.operands].index(name)]])
+            else:
+                self.results.append(Buffer(w.size * DTYPES[r.type.dtype].bits // 8))
+
+    def value(self, size: Dim) -> int:
+        """Return the value of a symbolic size."""
+        const = size.subs(self.sizes).const
+        assert const is not None, f"{size} is not bound"
+        return int(const)
+
+    def check(self) -> None:
+        """Raise AssertionError if a result is wrong, an operand changed, or bytes outside a buffer were written."""
+        case = self.case
+        for i, b in enumerate([*self.operands, *self.results]):
+            b.check(f"{case.name}: buffer {i}")
+        for x, v in zip(self.inputs, case.graph.inputs, strict=True):
+            if self.of[v] not in self.results:
+                np.testing.assert_array_equal(self.of[v].body, Buffer.holding(x, v.type).body, "an operand changed")
+        for r, w, b in zip(case.node.results, self.wanted, self.results, strict=True):
+            compare(case, r.type.dtype, round_to_type(b.get(r.type, w.shape), r.type), w)
+
+
+def compare(case: Case, dtype: str, got: np.ndarray, want: np.ndarray) -> None:
+    """Compare floats within the case's tolerance and a unit in the last place, everything else exactly."""
+    if DTYPES[dtype].kind == "f":
+        unit = UNITS.get(dtype, 0.0) if case.rtol else 0.0
+        np.testing.assert_allclose(got, want, rtol=case.rtol + unit, atol=case.atol, err_msg=case.name)
+    else:
+        np.testing.assert_array_equal(got, want, err_msg=case.name)

@@ -1,0 +1,195 @@
+"""Runs Triton kernels in Triton's interpreter on the CPU beside the reference, and compiles them; needs no GPU."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+
+from llmc.codegen.backends.triton.template import PACKAGE, Template
+from llmc.codegen.backends.triton.triton_kernel import ELEMENTS, INTERPRET
+from llmc.codegen.backends.triton.triton_toolchain import load_entry
+from llmc.codegen.kernel import Source
+from llmc.ir.dtype import DTYPES
+from llmc.targets.gpu_targets import sm_90
+from llmc.testing.case import Bound, Buffer, Case
+
+INTERPRETED = replace(sm_90(), name="cuda:interpret", features=frozenset({INTERPRET}))
+TORCH_DTYPES = MappingProxyType({
+    "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64, "i64": torch.int64,
+    "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "u16": torch.uint16,
+    "u32": torch.uint32, "bool": torch.int8, "f8e4m3": torch.float8_e4m3fn,
+})  # fmt: skip
+
+
+@contextmanager
+def interpreting() -> Any:
+    """Run kernels that are loaded inside on the CPU.
+
+    Three faults of Triton 3.6 are corrected meanwhile: with numpy 2.4 it cannot use its scalars as Python integers, the
+    result of a scalar comparison has the dtype of its operands, and 8-bit floats are rounded wrongly.
+    """
+    import triton
+    from triton import knobs
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+    builder = interpreter.InterpreterBuilder
+    splat = builder.create_splat
+    convert = interpreter._convert_float
+
+    def converted(x: Any, source: Any, wanted: Any, mode: Any) -> Any:
+        if "fp8e4nv" in (source.name, wanted.name):
+            return _converted(x, source.name, wanted.name)
+        return convert(x, source, wanted, mode)
+
+    def patched(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+
+    def splat_as_is(self: Any, ret_ty: Any, arg: Any) -> Any:
+        return interpreter.TensorHandle(np.full(ret_ty.shape, arg.data.reshape(-1)[0]), arg.dtype.scalar)
+
+    with knobs.runtime.scope(), _language_restored(), _standard_interpreted(), _patched_once():
+        knobs.runtime.interpret = True
+        builder.create_splat = splat_as_is
+        interpreter._convert_float = converted
+        if triton.__version__.startswith("3.6"):
+            interpreter._patch_lang_tensor = patched
+        try:
+            yield
+        finally:
+            interpreter._patch_lang_tensor = original
+            builder.create_splat = splat
+            interpreter._convert_float = convert
+
+
+def _converted(x: np.ndarray, source: str, wanted: str) -> np.ndarray:
+    """Convert the bits of floats from or to fp8e4nv as a GPU does: to the nearest, infinities to the largest."""
+    types = {dtype: DTYPES[name].np for name, (_, dtype) in ELEMENTS.items() if DTYPES[name].kind == "f"}
+    wide = x.view(types[source]).astype(np.float32)
+    if wanted == "fp8e4nv":
+        wide = np.clip(wide, -448, 448)
+    return wide.astype(types[wanted]).view(f"u{types[wanted].itemsize}")
+
+
+@contextmanager
+def _language_restored() -> Any:
+    """Remove what Triton's interpreter leaves in the language after a call of a device function.
+
+    Otherwise nothing compiles in this process any more.
+    """
+    import triton.language as tl
+
+    places = (tl, tl.core, tl.math, tl.core.tensor, tl.core.tensor_descriptor_base)
+    kept = [(p, dict(vars(p))) for p in places]
+    try:
+        yield
+    finally:
+        for p, before in kept:
+            for name in vars(p).keys() - before.keys():
+                delattr(p, name)
+            for name, value in before.items():
+                if vars(p).get(name) is not value:
+                    setattr(p, name, value)
+
+
+@contextmanager
+def _patched_once() -> Any:
+    """Patch the language once instead of in every call of a device function, which takes most of a kernel's time.
+
+    A launch has patched triton.language already; its core is patched in the first call.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    function = interpreter.InterpretedFunction
+    original, done = function.__call__, False
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal done
+        if not done and any(value is tl.core for value in self.fn.__globals__.values()):
+            interpreter._patch_lang(self.fn)
+            done = True
+        return self.rewrite()(*args, **kwargs)
+
+    function.__call__ = call
+    try:
+        yield
+    finally:
+        function.__call__ = original
+
+
+@contextmanager
+def _standard_interpreted() -> Any:
+    """Interpret Triton's own library (tl.sum, tl.max, tl.sigmoid ...), which was compiled when it was imported."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    places = (tl, tl.standard, tl.random, tl.tensor)
+    found = {f for p in places for f in vars(p).values() if isinstance(f, JITFunction)}
+    swap = {f: InterpretedFunction(f.fn) for f in found}
+    kept = [(p, k, f) for p in places for k, f in list(vars(p).items()) if isinstance(f, JITFunction)]
+    try:
+        for p, k, f in kept:
+            setattr(p, k, swap[f])
+        yield
+    finally:
+        for p, k, f in kept:
+            setattr(p, k, f)
+
+
+def template_function(template: Template) -> Any:
+    """Import the module of a template, and return its function; call it inside `interpreting()`.
+
+    Import it there for the first time: modules that were imported before compile for a GPU.
+    """
+    module = template.module if "." in template.module else f"{PACKAGE}.{template.module}"
+    return getattr(importlib.import_module(module), template.function)
+
+
+def interpret(source: Source, buffers: Sequence[Any], sizes: Sequence[int], grid: Sequence[int]) -> None:
+    """Run one kernel over all programs of its grid, in order."""
+    with interpreting():
+        load_entry(source.text, source.entry)[tuple(grid)](*buffers, *sizes)
+
+
+def run_case(case: Case) -> None:
+    """Run the kernel in the interpreter on poisoned outputs between guard zones, and compare it with the reference.
+
+    Raises AssertionError if the kernel rejects its node, writes outside its buffers, or computes a wrong result.
+    """
+    node = case.node
+    why = case.kernel.reject(node, INTERPRETED)
+    assert why is None, why
+    source = case.kernel.emit(node, case.schedule, INTERPRETED)
+    bound = Bound(case)
+    types = [v.type for v in [*node.operands, *node.results]]
+    tensors = [tensor_of(b, t.dtype) for b, t in zip([*bound.operands, *bound.results], types, strict=True)]
+    assert not any(m.strides or m.offset != 0 for m in source.maps), "descriptors are row-major here"
+    for m in source.maps:
+        tensors[m.param] = descriptor(tensors[m.param], [bound.value(d) for d in m.shape], m.box)
+    interpret(source, tensors, [bound.value(d) for d in source.sizes], [bound.value(d) for d in source.grid])
+    bound.check()
+
+
+def descriptor(flat: torch.Tensor, shape: Sequence[int], box: Sequence[int]) -> Any:
+    """Return what a kernel in the interpreter takes as a tensor map of a buffer's first elements."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(flat[: math.prod(shape)].view(*shape), list(box))
+
+
+def tensor_of(b: Buffer, dtype: str) -> torch.Tensor:
+    """Return a view of the buffer's bytes; an empty buffer has an address, too."""
+    return (
+        torch.from_numpy(b.body).view(TORCH_DTYPES[dtype]) if len(b.body) else torch.empty(0, dtype=TORCH_DTYPES[dtype])
+    )

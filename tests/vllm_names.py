@@ -1,0 +1,105 @@
+"""vLLM's names beside those of this project, as tables of docs/vllm.md; `python tests/test_declared.py` writes them.
+
+The lists name what vLLM 0.25 has. Whether it is here is looked up in the code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+# Of class LLM: name -> where it has another name here, or what is different.
+LLM_METHODS: Mapping[str, str] = {
+    "generate": "", "chat": "", "get_tokenizer": "", "get_default_sampling_params": "", "get_metrics": "",
+    "reset_prefix_cache": "", "encode": "raises E648: models here generate text",
+    "embed": "raises E648: models here generate text", "classify": "raises E648: models here generate text",
+    "reward": "raises E648: models here generate text", "score": "raises E648: models here generate text",
+    "beam_search": "raises E648: use `n` with sampling", "sleep": "close the LLM; opening it again takes seconds",
+    "wake_up": "", "start_profile": "`LLM(..., trace=N)`: a trace of the engine's steps", "stop_profile": "",
+    "collective_rpc": "the engine is one process", "apply_model": "the runtime has no torch module",
+}  # fmt: skip
+CLASSES: Mapping[str, str] = {
+    "LLM": "", "SamplingParams": "", "StructuredOutputsParams": "", "TextPrompt": "", "TokensPrompt": "",
+    "RequestOutput": "", "CompletionOutput": "", "AsyncEngineArgs": "`EngineArgs`", "EngineArgs": "",
+    "AsyncLLMEngine": "`AsyncLLM`", "LLMEngine": "`LLM`, or `AsyncLLM`", "PoolingParams": "models here generate text",
+    "BeamSearchParams": "use `n` with sampling", "ModelRegistry": "models are traced from transformers",
+}  # fmt: skip
+ENDPOINTS: Mapping[str, str] = {
+    "/v1/chat/completions": "", "/v1/completions": "", "/v1/models": "", "/tokenize": "", "/detokenize": "",
+    "/tokenizer_info": "", "/health": "", "/ping": "", "/load": "", "/version": "", "/metrics": "",
+    "/openapi.json": "", "/v1/responses": "use `/v1/chat/completions`", "/v1/messages": "use `/v1/chat/completions`",
+    "/v1/embeddings": "answers 404: models here generate text", "/pooling": "models here generate text",
+    "/classify": "models here generate text", "/score": "models here generate text",
+    "/rerank": "models here generate text", "/v1/audio/transcriptions": "prompts are text",
+    "/v1/audio/translations": "prompts are text", "/docs": "`/openapi.json` describes the API",
+    "/invocations": "use the route of the task", "/reset_prefix_cache": "`/admin/reset_prefix_cache` with an admin key",
+    "/server_info": "`llmc-serve --print-config`, `/admin/state`", "/sleep": "stop the server; a start takes seconds",
+    "/v1/load_lora_adapter": "adapters are not supported: merge them into the weights, and compile",
+}  # fmt: skip
+METRICS: Mapping[str, str] = {
+    "num_requests_running": "", "num_requests_waiting": "", "kv_cache_usage_perc": "", "cache_config_info": "",
+    "prompt_tokens": "", "prompt_tokens_cached": "", "generation_tokens": "", "request_success": "",
+    "num_preemptions": "", "prefix_cache_queries": "", "prefix_cache_hits": "", "iteration_tokens_total": "",
+    "time_to_first_token_seconds": "", "inter_token_latency_seconds": "",
+    "request_time_per_output_token_seconds": "", "e2e_request_latency_seconds": "", "request_queue_time_seconds": "",
+    "request_inference_time_seconds": "", "request_prefill_time_seconds": "", "request_decode_time_seconds": "",
+    "request_prompt_tokens": "", "request_generation_tokens": "", "request_params_n": "",
+    "request_params_max_tokens": "", "spec_decode_num_drafts": "", "spec_decode_num_draft_tokens": "",
+    "spec_decode_num_accepted_tokens": "", "spec_decode_num_accepted_tokens_per_pos": "",
+    "request_max_num_generation_tokens": "`request_params_max_tokens`",
+    "request_prefill_kv_computed_tokens": "`prompt_tokens` minus `prompt_tokens_cached`, in sum",
+    "external_prefix_cache_queries": "the KV cache stays in one engine", "external_prefix_cache_hits": "",
+    "mm_cache_queries": "prompts are text", "mm_cache_hits": "", "lora_requests_info": "adapters are not supported",
+    "engine_sleep_state": "sleep mode is not supported",
+}  # fmt: skip
+
+
+def rows(names: Mapping[str, str], here: set[str]) -> Iterator[str]:
+    """A row for each name: the same here, or the remark. An empty remark of a missing name repeats the one above."""
+    remark = ""
+    for name, text in names.items():
+        remark = text or remark
+        yield f"| `{name}` | {'the same' if name in here else f'no: {remark}'} |"
+
+
+def python_api() -> Iterator[str]:
+    """The table of classes, and of the methods of LLM."""
+    import llmc_runtime
+
+    methods = {name for name in dir(llmc_runtime.LLM) if not LLM_METHODS.get(name, "").startswith("raises")}
+    yield "| class of vLLM | here |"
+    yield "|---|---|"
+    yield from rows(CLASSES, set(llmc_runtime.__all__))
+    yield ""
+    yield "| method of `LLM` | here |"
+    yield "|---|---|"
+    yield from rows(LLM_METHODS, methods)
+
+
+def endpoints() -> Iterator[str]:
+    """The table of routes."""
+    yield "| route of vLLM | here |"
+    yield "|---|---|"
+    yield from rows(ENDPOINTS, served_routes() - {"/v1/embeddings"})
+
+
+def served_routes() -> set[str]:
+    """The paths of the server's routes, without those under /admin/."""
+    from llmc_runtime.server.app import Endpoints
+
+    return {route.path for route in Endpoints.__new__(Endpoints).routes()}
+
+
+def metrics() -> Iterator[str]:
+    """The table of metrics, without prefixes and suffixes."""
+    yield "| metric of vLLM | here |"
+    yield "|---|---|"
+    yield from rows(METRICS, exported())
+
+
+def exported() -> set[str]:
+    """The names of the metrics of a server, without the prefix and the suffix of counters."""
+    from llmc_runtime.metrics import initial_stats
+    from llmc_runtime.server.operations.metrics_exporter import ServerMetrics
+
+    families = ServerMetrics("toy", initial_stats).collect()
+    return {family.name.removeprefix("llmc:") for family in families} | {"cache_config_info"}  # of an open engine
