@@ -9,17 +9,23 @@ import msgspec
 
 from llmc_runtime import __version__
 from llmc_runtime.server.http.probes import PROBES
+from llmc_runtime.server.requests.messages_request import CountRequest, MessagesRequest
 from llmc_runtime.server.requests.request_fields import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
+from llmc_runtime.server.requests.responses_request import ResponsesRequest
+from llmc_runtime.server.responses_routes import LISTED, MAX_LISTED
 from llmc_runtime.server.serving import MAX_SECONDS
 
 _POSTS = (
     ("/v1/completions", CompletionRequest, "Continue prompts", True),
     ("/v1/chat/completions", ChatRequest, "Answer a conversation", True),
+    ("/v1/responses", ResponsesRequest, "Create a response", True),
+    ("/v1/messages", MessagesRequest, "Create a message, with Anthropic's names", True),
+    ("/v1/messages/count_tokens", CountRequest, "The number of tokens of a message's prompt", False),
     ("/tokenize", TokenizeRequest, "Token ids of a text or a conversation", False),
     ("/detokenize", DetokenizeRequest, "The text of token ids", False),
 )
@@ -60,6 +66,7 @@ def description() -> dict[str, Any]:
     not_served = _responses("", (400, 401, 404, 421, 431))
     del not_served["200"]
     paths["/v1/embeddings"] = {"post": {"summary": "Not served: 404", "responses": not_served}}
+    paths |= _of_stored()
     for methods in paths.values():  # every route accepts a request id
         for operation in methods.values():
             operation.setdefault("parameters", []).append({"$ref": "#/components/parameters/X-Request-Id"})
@@ -74,6 +81,28 @@ def description() -> dict[str, Any]:
         },
         "security": [{}, {"bearer": []}],
     }  # fmt: skip
+
+
+def _of_stored() -> dict[str, Any]:
+    """Return the paths of stored responses."""
+    path, text = "/v1/responses/{response_id}", {"type": "string"}
+    methods = (
+        (path, "get", "A stored response", {"stream": {"enum": ["false"]}}),
+        (path, "delete", "Delete a stored response", {}),
+        (f"{path}/input_items", "get", "The input of a stored response", {
+            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": LISTED},
+            "order": {"enum": ["asc", "desc"], "default": "desc"}, "after": text,
+        }),
+    )  # fmt: skip
+    paths: dict[str, Any] = {}
+    for where, method, summary, query in methods:
+        responses = _responses(summary, (400, 401, 404, 421, 431))
+        responses["200"]["content"] = {"application/json": {"schema": {"type": "object"}}}
+        named = {"name": "response_id", "in": "path", "required": True, "schema": text}
+        parameters = [{"name": name, "in": "query", "schema": schema} for name, schema in query.items()]
+        operation = {"summary": summary, "responses": responses, "parameters": [named, *parameters]}
+        paths.setdefault(where, {})[method] = operation
+    return paths
 
 
 def _post(name: str, summary: str, streams: bool) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""The endpoint /v1/messages, with Anthropic's names."""
