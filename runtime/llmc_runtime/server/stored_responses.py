@@ -110,6 +110,7 @@ class ResponseStore:
         if entry.size > self._shares[0]:
             cause = f"store: the input has {len(items)} bytes, of which the server stores {self._shares[0]}"
             raise ApiError(f"{cause}; send store: false", param="store")
+        self._use(key, previous)
         if not self._make_room(key, entry.size):
             raise self._refusal()
         self._count(key, entry.size, 1)
@@ -124,8 +125,7 @@ class ResponseStore:
         of_key = self._keys[key]
         of_key.entries[entry.id] = entry
         of_key.names |= dict.fromkeys(entry.output, entry.id)
-        for used in (entry, *self._known(key, entry.previous)):
-            of_key.entries.move_to_end(used.id)
+        self._use(key, entry.id)
         return True
 
     def cancel(self, key: str, reserved: int) -> None:
@@ -146,11 +146,11 @@ class ResponseStore:
             yield entry
             name = entry.previous
 
-    def _known(self, key: str, name: str | None) -> Iterator[StoredResponse]:
-        """Yield a response and those that it continues, as far as they are stored."""
-        entries = self._keys[key].entries
+    def _use(self, key: str, name: str | None) -> None:
+        """Mark a response and those that it continues as used, the last ones as the most recent."""
+        entries = self._keys.setdefault(key, _OfKey()).entries
         while name is not None and (entry := entries.get(name)) is not None:
-            yield entry
+            entries.move_to_end(name)
             name = entry.previous
 
     def _item(self, key: str, name: str) -> bytes | None:

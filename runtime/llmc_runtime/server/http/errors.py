@@ -124,7 +124,7 @@ def renamed(names: Sequence[tuple[str, str]]) -> Iterator[None]:
     try:
         yield
     except ApiError as e:
-        for old, new in names:
+        for old, new in names if e.code != "unsupported_parameter" else ():
             e.message = re.sub(rf"(?:^|(?<=: ))(?:{old})(?!\w)", new, e.message)
             e.param = e.param and re.sub(rf"^(?:{old})(?!\w)", new, e.param)
         raise
