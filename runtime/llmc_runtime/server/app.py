@@ -101,11 +101,12 @@ class Endpoints(Endpoint):
             ("POST", "/v1/completions", self.completions), ("POST", "/v1/chat/completions", self.chat),
             ("POST", "/tokenize", self.tokenize), ("POST", "/detokenize", self.detokenize),
             ("POST", "/v1/embeddings", self.embeddings), ("POST", "/v1/responses", responses.create),
-            ("GET", stored, responses.retrieve), ("DELETE", stored, responses.delete),
-            ("GET", f"{stored}/input_items", responses.input_items),
+            ("GET DELETE", stored, responses.stored), ("GET", f"{stored}/input_items", responses.input_items),
             ("POST", "/v1/messages", messages.create), ("POST", "/v1/messages/count_tokens", messages.count_tokens),
         )  # fmt: skip
-        routes = [Route(path + end, handler, methods=[verb]) for verb, path, handler in endpoints for end in ("", "/")]
+        routes = [
+            Route(path + end, handler, methods=verbs.split()) for verbs, path, handler in endpoints for end in ("", "/")
+        ]
         return [*routes, Route("/v1/models/{name:path}", self.one_model, methods=["GET"])]
 
     @catch_errors

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from llmc_runtime import __version__
+from llmc_runtime.server.http.errors import MESSAGES_PATH
 from llmc_runtime.server.http.probes import PROBES
 from llmc_runtime.server.requests.messages_request import CountRequest, MessagesRequest
 from llmc_runtime.server.requests.request_fields import (
@@ -51,7 +52,8 @@ def description() -> dict[str, Any]:
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
     paths: dict[str, Any] = {}
     for path, kind, summary, streams in _POSTS:
-        paths[path] = {"post": _post(kind.__name__, summary, streams)}
+        error = "NamedError" if path.startswith(MESSAGES_PATH) else "Error"
+        paths[path] = {"post": _post(kind.__name__, summary, streams, error)}
         if streams:
             paths[path]["post"]["parameters"] = [{"$ref": "#/components/parameters/X-Request-Timeout"}]
     for path, summary in _GETS:
@@ -76,7 +78,7 @@ def description() -> dict[str, Any]:
         "info": {"title": "llmc-serve", "version": __version__},
         "paths": paths,
         "components": {
-            "schemas": {**schemas, "Error": _error()}, "securitySchemes": bearer,
+            "schemas": {**schemas, "Error": _error(), "NamedError": _named_error()}, "securitySchemes": bearer,
             "parameters": _request_headers(), "headers": _response_headers(),
         },
         "security": [{}, {"bearer": []}],
@@ -105,9 +107,9 @@ def _of_stored() -> dict[str, Any]:
     return paths
 
 
-def _post(name: str, summary: str, streams: bool) -> dict[str, Any]:
+def _post(name: str, summary: str, streams: bool, error: str) -> dict[str, Any]:
     content = {"application/json": {"schema": {"$ref": _REF.format(name=name)}}}
-    responses = _responses(summary, _ERRORS)
+    responses = _responses(summary, _ERRORS, error)
     responses["200"]["content"] = {"application/json": {"schema": {"type": "object"}}}
     if streams:
         responses["200"]["content"]["text/event-stream"] = {}
@@ -121,8 +123,8 @@ def _get(path: str, summary: str) -> dict[str, Any]:
     return {"summary": summary, "responses": responses}
 
 
-def _responses(summary: str, errors: tuple[int, ...]) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": _REF.format(name="Error")}}}
+def _responses(summary: str, errors: tuple[int, ...], error: str = "Error") -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": _REF.format(name=error)}}}
     failed = {
         str(status): {"description": "An error", "content": content, "headers": _headers(status)} for status in errors
     }
@@ -167,3 +169,10 @@ def _error() -> dict[str, Any]:
     inner = {"message": text, "type": text, "param": maybe, "code": maybe}
     error = {"type": "object", "properties": inner, "required": list(inner)}
     return {"type": "object", "properties": {"error": error}, "required": ["error"]}
+
+
+def _named_error() -> dict[str, Any]:
+    """Return the schema of an error in Anthropic's format."""
+    text: dict[str, Any] = {"type": "string"}
+    error = {"type": "object", "properties": {"type": text, "message": text}, "required": ["type", "message"]}
+    return {"type": "object", "properties": {"type": {"const": "error"}, "error": error}, "required": ["type", "error"]}

@@ -14,6 +14,7 @@ from llmc_runtime.server.http.replies import as_json, catch_errors
 from llmc_runtime.server.openai.responses import Responses
 from llmc_runtime.server.requests.parse import SMALL_BODY
 from llmc_runtime.server.requests.responses_request import NAMES, ResponsesRequest, references_of
+from llmc_runtime.server.stored_responses import StoredResponse
 from llmc_runtime.server.text_pool.text_messages import RESPONSES
 
 MAX_LISTED = 100  # items of one page of input items
@@ -40,19 +41,16 @@ class ResponsesRoutes(Endpoint):
                 return await self._reply(request, answer, bool(fields.stream), call)
 
     @catch_errors
-    async def retrieve(self, request: Request) -> Response:
-        """GET /v1/responses/ID."""
+    async def stored(self, request: Request) -> Response:
+        """GET and DELETE /v1/responses/ID."""
+        name = request.path_params["response_id"]
+        if request.method == "DELETE":
+            self.serving.stored.delete(request.scope["llmc.key"], name)
+            return as_json({"id": name, "object": "response", "deleted": True})
         if request.query_params.get("stream") not in (None, "false"):
             cause = "stream: stored responses are not streamed"
             raise ApiError(cause, param="stream", code="unsupported_parameter")
         return as_json(self._stored(request).document())
-
-    @catch_errors
-    async def delete(self, request: Request) -> Response:
-        """DELETE /v1/responses/ID."""
-        name = request.path_params["response_id"]
-        self.serving.stored.delete(request.scope["llmc.key"], name)
-        return as_json({"id": name, "object": "response", "deleted": True})
 
     @catch_errors
     async def input_items(self, request: Request) -> Response:
@@ -76,5 +74,5 @@ class ResponsesRoutes(Endpoint):
         listed = {"object": "list", "data": page, "first_id": first, "last_id": last}
         return as_json(listed | {"has_more": len(items) > len(page)})
 
-    def _stored(self, request: Request) -> Any:
+    def _stored(self, request: Request) -> StoredResponse:
         return self.serving.stored.get(request.scope["llmc.key"], request.path_params["response_id"])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from llmc_runtime.server.http.errors import ApiError
+from llmc_runtime.server.requests.request_fields import FUNCTION_NAME
+
+_NAME = re.compile(FUNCTION_NAME)
 
 Content = str | list[dict[str, Any]]
 
@@ -32,9 +36,11 @@ class Conversation:
             turn["reasoning_content"] = text
 
     def call(self, call_id: Any, name: Any, arguments: Any, where: str) -> None:
-        """Add a call. `history.for_template` checks its values, except that arguments may not be missing here."""
-        if not isinstance(arguments, str | dict):
-            raise ApiError(f"{where}: a call has arguments", param=where.partition("[")[0])
+        """Add a call. `arguments` is an object, or the JSON of one. Raises ApiError 400 for other values."""
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ApiError(f"{where}.name: a name of a function, {_NAME.pattern}", param=where.partition("[")[0])
+        if not isinstance(call_id, str) or not isinstance(arguments, str | dict):
+            raise ApiError(f"{where}: a call has an id and arguments", param=where.partition("[")[0])
         function = {"name": name, "arguments": arguments}
         self._begin().setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
 
@@ -71,7 +77,8 @@ def plain_text(content: Any, where: str, kinds: Mapping[str, str], param: str) -
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str) or kind not in kinds:
-            raise ApiError(f"{where}[{i}]: only parts of type {', '.join(kinds)} are supported", param=param)
+            cause = f"{where}[{i}].type: {str(kind)[:64]!r} is not supported, only {', '.join(kinds)}"
+            raise ApiError(cause, param=param)
         texts.append(checked_text(part.get(kinds[kind]), f"{where}[{i}].{kinds[kind]}", param))
     if len(texts) < 2:
         return "".join(texts)

@@ -140,7 +140,7 @@ class MessagesRequest(_Sampled, kw_only=True):
 
 # The names of fields in errors of chats, as regular expressions, and those of this API.
 NAMES = (
-    (r"messages\[[\w.\[\]]*", "messages"), ("max_completion_tokens", "max_tokens"),
+    (r"messages\[\d+\](?:\.tool_calls|(?=: the chat template))", "messages"), ("max_completion_tokens", "max_tokens"),
     (r"response_format\.json_schema", "output_config.format"),
     ("response_format|structured_outputs", "output_config.format"), ("stop", "stop_sequences"),
     ("reasoning_effort", "output_config.effort"), (r"(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),
