@@ -276,7 +276,7 @@ def test_what_has_no_effect_is_accepted(servers: Servers) -> None:
     assert servers[1]["think"].meters._counts["request_unknown_fields"] == before
 
 
-def test_keys_and_errors_have_anthropics_form_whoever_refuses() -> None:
+def test_keys_and_errors_have_the_form_of_the_api_whoever_refuses() -> None:
     key, body = "first-secret-key", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
     with served(keys=(key, "other-secret-key"), sequences=4, per_key=2, pace=0.01) as server:
         url = f"{server.url}/v1/messages"

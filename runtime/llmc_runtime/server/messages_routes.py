@@ -5,10 +5,10 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llmc_runtime.server.anthropic.messages import Messages
 from llmc_runtime.server.endpoint import Endpoint
 from llmc_runtime.server.http.errors import renamed
 from llmc_runtime.server.http.replies import as_json, catch_errors
+from llmc_runtime.server.messages.messages import Messages
 from llmc_runtime.server.requests.messages_request import NAMES, CountRequest, MessagesRequest
 from llmc_runtime.server.text_pool.jobs import counted
 from llmc_runtime.server.text_pool.text_messages import COUNT, MESSAGES

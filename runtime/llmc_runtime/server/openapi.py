@@ -25,7 +25,7 @@ _POSTS = (
     ("/v1/completions", CompletionRequest, "Continue prompts", True),
     ("/v1/chat/completions", ChatRequest, "Answer a conversation", True),
     ("/v1/responses", ResponsesRequest, "Create a response", True),
-    ("/v1/messages", MessagesRequest, "Create a message, with Anthropic's names", True),
+    ("/v1/messages", MessagesRequest, "Create a message, as in Anthropic's Messages API", True),
     ("/v1/messages/count_tokens", CountRequest, "The number of tokens of a message's prompt", False),
     ("/tokenize", TokenizeRequest, "Token ids of a text or a conversation", False),
     ("/detokenize", DetokenizeRequest, "The text of token ids", False),
@@ -172,7 +172,7 @@ def _error() -> dict[str, Any]:
 
 
 def _named_error() -> dict[str, Any]:
-    """Return the schema of an error in Anthropic's format."""
+    """Return the schema of an error in the format of the Messages API."""
     text: dict[str, Any] = {"type": "string"}
     error = {"type": "object", "properties": {"type": text, "message": text}, "required": ["type", "message"]}
     return {"type": "object", "properties": {"type": {"const": "error"}, "error": error}, "required": ["type", "error"]}

@@ -25,8 +25,8 @@ _FIELDS: Mapping[str, str | None] = MappingProxyType(
     | dict.fromkeys(("E650", "E651", "E652"), "structured_outputs")
     | {"E610": "bad_words"}
 )
-MESSAGES_PATH = "/v1/messages"  # its errors, and those of paths below, have Anthropic's format
-# The types of errors in Anthropic's format, by status.
+MESSAGES_PATH = "/v1/messages"  # its errors, and those of paths below, have the format of its API
+# The types of errors in the format of the Messages API, by status.
 _NAMED: Mapping[int, str] = MappingProxyType(
     {
         401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
@@ -63,7 +63,7 @@ class ApiError(Exception):
 
 
 def named_body(error: ApiError) -> dict[str, Any]:
-    """Return an error in Anthropic's format: {"type": "error", "error": {type, message}}."""
+    """Return an error in the format of the Messages API: {"type": "error", "error": {type, message}}."""
     kind = _NAMED.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 

@@ -1,1 +1,0 @@
-"""The endpoint /v1/messages, with Anthropic's names."""
