@@ -88,7 +88,7 @@ def description() -> dict[str, Any]:
 def _of_stored() -> dict[str, Any]:
     """Return the paths of stored responses."""
     path, text = "/v1/responses/{response_id}", {"type": "string"}
-    methods = (
+    methods: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
         (path, "get", "A stored response", {"stream": {"enum": ["false"]}}),
         (path, "delete", "Delete a stored response", {}),
         (f"{path}/input_items", "get", "The input of a stored response", {

@@ -129,7 +129,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
 _Sampled: Any = sampling_fields("_Sampled", NOT_OF_ONE_OUTPUT, CountRequest)
 
 
-class MessagesRequest(_Sampled, kw_only=True):
+class MessagesRequest(_Sampled, msgspec.Struct, kw_only=True):
     """POST /v1/messages."""
 
     max_tokens: MaxCompletionTokens
