@@ -25,9 +25,9 @@ STRANGE = re.compile(
     r"|\b(?:chat\s?gpt|claude|anthropic|sub-?agents?|copilot)\b",
     re.I,
 )
-# The name of an API that the server implements, and its client in the tests, are no such words.
+# The name of an API that the server implements, and its clients in the tests, are no such words.
 API_NAME = "Anthropic's Messages API"
-API_CLIENTS = "tests/clients/agent_clients/"
+API_CLIENTS = "tests/clients/"
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -311,3 +312,55 @@ def test_an_error_during_a_stream_is_an_event(servers: Servers) -> None:
     assert [one["type"] for one in found] == ["error", "response.failed"]
     assert found[0]["code"] == "deadline_exceeded" and found[1]["sequence_number"] == 1
     assert found[1]["response"]["status"] == "failed" and "3 s" in found[1]["response"]["error"]["message"]
+
+
+def test_large_inputs_and_long_conversations_are_read_elsewhere(servers: Servers) -> None:
+    """The prompts are those of small ones, and the items are stored."""
+    long = [{"role": "user", "content": "word " * 12}, {"role": "assistant", "content": "Yes."}]
+    first = post(servers, {"input": [*long, say("Hello")]}).json()
+    pad = {"unknown": "x" * 40_000}
+    padded = post(servers, {"input": [*long, say("Hello")], **pad}).json()
+    assert padded["usage"]["input_tokens"] == first["usage"]["input_tokens"] and padded["store"]
+    listed = httpx.get(f"{servers[0]}/think/v1/responses/{padded['id']}/input_items?order=asc").json()["data"]
+    assert [one["content"] for one in listed[:2]] == [one["content"] for one in long] and len(listed) == 3
+    wanted = post(servers, {"input": [say("x")], "previous_response_id": first["id"]}).json()
+    for more in ({}, pad):
+        body = {"input": [say("x")], "previous_response_id": padded["id"], **more}
+        assert post(servers, body).json()["usage"]["input_tokens"] == wanted["usage"]["input_tokens"]
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    for more in ({}, pad):
+        body = {"input": [*long, say("Hello"), reference, say("x")], **more}
+        assert post(servers, body).json()["usage"]["input_tokens"] == wanted["usage"]["input_tokens"]
+
+
+def test_a_long_conversation_with_a_small_body_goes_to_a_text_process(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = servers[1]["think"]
+    begun: list[bytes] = []
+    begin = serving.offload.begin
+    monkeypatch.setattr(serving.offload, "begin", lambda kind, body: begun.append(kind) or begin(kind, body))
+    items = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y" * 400}] * 100
+    body = {"input": [*items, say("Hello")], "max_output_tokens": 2}
+    first = post(servers, body)
+    assert first.status_code == 400 and begun == [b"S"], first.text  # its prompt is too long for the model
+    store, name = serving.stored, "resp_long"
+    encoded = json.dumps([{"type": "message", "id": "m", "role": "user", "content": "z " * 20_000}]).encode()
+    assert store.begin("", name, None, encoded).finish({"output": []})
+    second = post(servers, {"input": [say("Hello")], "previous_response_id": name})
+    assert begun == [b"S", b"S"] and second.json()["error"]["code"] == "context_length_exceeded"
+    assert second.json()["error"]["param"] == "input"
+
+
+def test_a_client_that_leaves_frees_its_place_in_the_store(servers: Servers) -> None:
+    store = servers[1]["think"].stored
+    before = store.count, store.used
+    body = {"input": [say("word " * 300)], "stream": True, "ignore_eos": True, "temperature": 0}
+    with httpx.stream("POST", f"{servers[0]}/think/v1/responses", json=body, timeout=60) as reply:
+        next(reply.iter_lines())
+        assert store.count == before[0] + 1
+    for _ in range(500):
+        if (store.count, store.used) == before:
+            return
+        time.sleep(0.01)
+    raise AssertionError((store.count, store.used, before))

@@ -72,16 +72,17 @@ def description() -> dict[str, Any]:
     for methods in paths.values():  # every route accepts a request id
         for operation in methods.values():
             operation.setdefault("parameters", []).append({"$ref": "#/components/parameters/X-Request-Id"})
-    bearer = {scheme: {"type": "http", "scheme": scheme} for scheme in ("bearer", "basic")}
+    schemes: dict[str, Any] = {scheme: {"type": "http", "scheme": scheme} for scheme in ("bearer", "basic")}
+    schemes["x-api-key"] = {"type": "apiKey", "in": "header", "name": "X-Api-Key"}
     return {
         "openapi": "3.1.0",
         "info": {"title": "llmc-serve", "version": __version__},
         "paths": paths,
         "components": {
-            "schemas": {**schemas, "Error": _error(), "NamedError": _named_error()}, "securitySchemes": bearer,
+            "schemas": {**schemas, "Error": _error(), "NamedError": _named_error()}, "securitySchemes": schemes,
             "parameters": _request_headers(), "headers": _response_headers(),
         },
-        "security": [{}, {"bearer": []}],
+        "security": [{}, {"bearer": []}, {"x-api-key": []}],
     }  # fmt: skip
 
 
