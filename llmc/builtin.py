@@ -28,6 +28,7 @@ PASSES = MappingProxyType(
         "split-sample": "llmc.passes.split.split_sample:SplitSample",
         "split-moe": "llmc.passes.split.split_moe:SplitMoe",
         "fuse-norm-linear": "llmc.passes.fuse.fuse_norm_linear:FuseNormLinear",
+        "fuse-norm-quantized": "llmc.passes.fuse.fuse_norm_quantized:FuseNormQuantized",
         "lower-quantized": "llmc.passes.lower.lower_quantized:LowerQuantized",
         "specialize": "llmc.passes.lower.specialize:Specialize",
         "select": "llmc.codegen.select:Select",

@@ -12,9 +12,12 @@ from llmc.ir.opdef import OpDef
 _OF_CODES = ("act", "act_block", "bits")  # attributes of quantized_linear that ops over packed codes do not have
 
 
-def tables(node: Node) -> range:
-    """Return the indices of the operands with an entry for each group of columns: scales, and zero points if any."""
-    return range(2, 3 + int(node.attrs["zeros"]))
+def tables(node: Node) -> list[int]:
+    """Return the indices of the operands with an entry for each group of columns: scales, and zero points if any.
+
+    Zero points come before the operands of the epilogue, and after the gain of a norm.
+    """
+    return [2, 3 + int(node.operand("gain") is not None)] if node.attrs["zeros"] else [2]
 
 
 def product_layouts(node: Node, codes: str) -> dict[int, str]:

@@ -15,7 +15,10 @@ _FRONT = (
     "specialize{decode=[1, 4, 8, 16, 32, 64, 128], step=[128, 512, 2048], verify=[8, 32, 128]}, "
     "fuse-norm-linear{rows=1}"
 )
-_BACK = "split-kv, split-moe, fuse-rows, split-sample, lower-quantized, select, pack, lift-weights, cse, dce, memory"
+_BACK = (
+    "split-kv, split-moe, fuse-rows, split-sample, lower-quantized, fuse-norm-quantized, select, pack, lift-weights, "
+    "cse, dce, memory"
+)
 _TERA = 1e12
 
 

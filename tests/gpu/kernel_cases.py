@@ -34,6 +34,9 @@ from llmc.targets.target import Target  # noqa: E402
 
 CACHE = ROOT / "build" / "gpu" / "kernels"
 HALF = 1e-2
+# Products of 8-bit floats. Hopper's tensor cores keep about 14 bits of a sum, and an epilogue that multiplies two sums,
+# such as silu(a0) * a1, keeps 13.
+SCALED = ("block_scaled_linear", "scaled_moe_up", "scaled_moe_down")
 GAINED = ("rms_norm", "layer_norm", "rope_append")  # ops whose vectors are weights
 
 
@@ -62,7 +65,10 @@ def all_cases(target: Target) -> Iterator[Case]:
             for v in case.graph.inputs:  # as in a model, so that they are read before the wait
                 v.weight = v.type.rank == 1 and not v.type.dtype.startswith("i")
         yield case
-    yield from borrowed_cases()
+    for case in borrowed_cases():
+        if case.node.op.name in SCALED:
+            case.rtol, case.atol = 2.0**-10, 2 * case.atol
+        yield case
 
 
 def all_jobs(target: Target) -> list[Job]:

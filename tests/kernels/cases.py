@@ -22,7 +22,8 @@ SIZES = {"T": 11, "R": 3}
 # Never launched (`pack` replaces them, `lift-weights` takes them), or laid out for one level (test_cpu_linear.py).
 PACKED_FIRST = (
     "linear", "linear_map", "pack_panel", "packed_linear", "quantized_linear", "pack_codes", "packed_quantized_linear",
-    "pack_nibbles", "packed_nibbles_linear", "pack_fragments", "packed_fragments_linear",
+    "pack_nibbles", "packed_nibbles_linear", "pack_fragments", "packed_fragments_linear", "norm_quantized_linear",
+    "norm_fragments_linear",
 )  # fmt: skip
 # Only in the graph of the stored tensors, which the compiler evaluates (llmc/ir/weight_eval.py), or lowered before.
 DECODING = tuple(op.name for op in quantize.OPS if op.name != "take_columns")

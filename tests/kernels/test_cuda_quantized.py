@@ -30,6 +30,7 @@ from llmc.ir.scalar import evaluate, parse_expr
 from llmc.ir.text import parse
 from llmc.ir.types import tensor
 from llmc.passes.base import Ctx
+from llmc.passes.fuse.fuse_norm_quantized import FuseNormQuantized
 from llmc.targets.gpu_targets import sm_80, sm_90
 
 SILU = "mul(mul(a0, sigmoid(a0)), a1)"
@@ -137,6 +138,33 @@ def test_ways_for_few_tokens_become_binaries_of_sm_90(tmp_path: Path) -> None:
         made = tool.compile([(source, "")], tmp_path)[tool.key(source)]
         assert made.shared <= target.limits.shared and made.threads == 32 * way["warps"] and not made.boxes
         assert read_entry(made.binary, source.entry).sizes == (8, 8, 8, 8, 8, 4)
+
+
+def test_a_product_of_normed_tokens_becomes_a_binary_of_sm_90(tmp_path: Path) -> None:
+    """The norm is fused, the codes are packed as for the plain product, and the gain is a parameter of the binary."""
+    target = sm_90()
+    text = """
+graph @one(
+  %x: bf16[1, 512], %g: weight bf16[512], %w: weight u8[256, 512], %s: weight bf16[256, 4], %z: weight u8[256, 4]
+) {
+  %h = rms_norm(%x, %g) {eps=1e-05} : bf16[1, 512]
+  %y = quantized_linear(%h, %w, %s, %z) {block=[1, 128], zeros=true, bits=4} : bf16[1, 256]
+  return %y
+}
+"""
+    m = parse(text, OPS)
+    ctx = Ctx(OPS, target, load().kernels)
+    for p in (FuseNormQuantized(), Select(), Pack()):
+        p.run(m, ctx)
+    node = the_product(m.graphs["one"])
+    assert node.op.name == "norm_fragments_linear" and node.choice["kernel"] == "cuda/skinny_gemm"
+    assert [v.name for v in node.operands if v.name in ("x", "g")] == ["x", "g"]
+    tool = load().toolchains["cuda"](target)
+    for way in SKINNY_GEMM.schedules(node, target):
+        source = SKINNY_GEMM.emit(node, way, target)
+        made = tool.compile([(source, "")], tmp_path)[tool.key(source)]
+        assert made.shared <= target.limits.shared
+        assert read_entry(made.binary, source.entry).sizes == (8, 8, 8, 8, 8, 8, 4)
 
 
 def test_what_few_tokens_refuse() -> None:

@@ -29,11 +29,14 @@ def case(op: str, arrays: list[Any], attrs: dict[str, Any]) -> Case:
 
 
 def drawn_rows(rng: np.random.Generator, r: int, most: int, padding: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(rows, qlens, length): rows of one to three entries each, some without tokens, and `padding` rows of -1."""
+    """(rows, qlens, length): rows of one to three entries each, some without tokens, and `padding` rows of -1.
+
+    Twelve entries of any row fit its history: test_spans joins entries of neighbouring rows.
+    """
     rows = np.repeat(rng.permutation(M)[:r], rng.choice([1, 1, 3], r))[:r].astype(I32)
     qlens = rng.integers(0, most + 1, r).astype(I32)
     rows[r - padding :], qlens[r - padding :] = -1, 0
-    return rows, qlens, rng.integers(0, LENGTH - 3 * most, M).astype(I32)
+    return rows, qlens, rng.integers(0, LENGTH - 12 * most, M).astype(I32)
 
 
 @pytest.mark.parametrize("op", KERNELS)

@@ -16,7 +16,7 @@ from llmc.ir.contents import integers, positive
 from llmc.ir.dim import Dim
 from llmc.ir.opdef import Ints, op
 from llmc.ir.ops.packed_codes import packed_type
-from llmc.ir.ops.quantized_linear import draw_extras, quantized_linear
+from llmc.ir.ops.quantized_linear import draw_extras, normed, quantized_linear
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
 
@@ -96,4 +96,23 @@ def packed_fragments_linear(
     )  # fmt: skip
 
 
-OPS = (pack_fragments, packed_fragments_linear)
+@op(
+    "(x: f[*b, k], packed: u8[m, h], scale: f[c, r], gain: f[k], extras*: t[...]) -> x[...]", infer=_type,
+    flops="2*b*m*k + 4*b*k", holds={"packed": integers(0, 256), "scale": positive, "extras": draw_extras},
+    example={
+        "*b": (3,), "k": 64, "m": 128, "h": 32, "r": 128, "c": 2, "extras": [(2, 128), (64,)], "block": [1, 32],
+        "zeros": True, "parts": 2, "body": "add(mul(mul(a0, sigmoid(a0)), a1), a2)", "eps": 1e-5,
+    },
+)  # fmt: skip
+def norm_fragments_linear(
+    x: Any, packed: Any, scale: Any, gain: Any, *extras: Any, eps: float, block: Ints, zero_point: int = 0,
+    zeros: bool = False, parts: int = 1, body: str = "a0", dtype: str = "",
+) -> Any:  # fmt: skip
+    """packed_fragments_linear of rms_norm(x, gain), with the norm unrounded."""
+    return packed_fragments_linear.ref(
+        normed(x, gain, eps), packed, scale, *extras, block=block, zero_point=zero_point, zeros=zeros, parts=parts,
+        body=body, dtype=dtype,
+    )  # fmt: skip
+
+
+OPS = (pack_fragments, packed_fragments_linear, norm_fragments_linear)

@@ -130,7 +130,7 @@ class LowerQuantized(Pass):
             act_block=f.block[1] or self.act_block if self.act else 0, parts=n.attrs.get("parts", 1),
             body=n.attrs.get("body", "a0"), dtype=n.attrs.get("dtype", ""), bits=DTYPES[f.code].bits,
         )  # fmt: skip
-        if self.fallback and (why := _rejected(new.node, ctx)):
+        if self.fallback and (why := rejected(new.node, ctx)):
             g.erase(new.node)
             return why
         new.name = n.result.name
@@ -157,7 +157,7 @@ class LowerQuantized(Pass):
         for act in dict.fromkeys(("" if f.code in FLOAT_CODES else self.act, "")):
             attrs |= {"act": act, "act_block": f.block[1] or self.act_block if act else 0}
             new = g.add(ctx.opset[f"quantized_{n.op.name}"], operands, attrs, before=n, loc=n.loc)
-            if self.fallback and (why := _rejected(new, ctx)):
+            if self.fallback and (why := rejected(new, ctx)):
                 g.erase(new)
                 refused = refused or why
                 continue
@@ -184,7 +184,7 @@ def _reasons(n: Node, ctx: Ctx) -> list[str] | None:
     return reasons
 
 
-def _rejected(n: Node, ctx: Ctx) -> str | None:
+def rejected(n: Node, ctx: Ctx) -> str | None:
     """Why no kernel of the target supports the node; None if one does, or if there is no target."""
     reasons = _reasons(n, ctx)
     return None if reasons is None else "; ".join(reasons) or f"target {ctx.target.name} has no kernel for them"

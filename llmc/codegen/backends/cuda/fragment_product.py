@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Self
 
 from llmc.codegen.backends.cuda.cuda_epilogue import epilogue, reject_operands
 from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, CudaKernel
 from llmc.codegen.kernel import Schedule, Source
-from llmc.codegen.packed_product import not_packed, pack_product, product_layouts
+from llmc.codegen.packed_product import not_packed, pack_product, product_layouts, tables
 from llmc.codegen.product import ProductNode
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
@@ -17,14 +18,17 @@ from llmc.ir.ops.packed_fragments import BLOCK
 from llmc.passes.analysis import Origin, origin
 from llmc.targets.target import Target
 
-PACKED = "packed_fragments_linear"
+# Ops over codes of 4 bits, and the same over packed codes. The second of each kind norms the tokens first.
+PLAIN, NORMED = "quantized_linear", "norm_quantized_linear"
+PACKED, NORMED_PACKED = "packed_fragments_linear", "norm_fragments_linear"
+_PACKED_OF = MappingProxyType({PLAIN: PACKED, NORMED: NORMED_PACKED})
 MAX_PARTS = 2
 SCALES = ("bf16", "f16")
 
 
 @dataclass(frozen=True)
 class FragmentProduct(ProductNode):
-    """The computation of quantized_linear or packed_fragments_linear over a weight of n rows a part and k columns."""
+    """The computation of a product over codes of 4 bits, of n rows a part and k columns, packed or not."""
 
     n: int
     k: int
@@ -38,7 +42,12 @@ class FragmentProduct(ProductNode):
     @property
     def first_extra(self) -> int:
         """The index of the first operand of the epilogue."""
-        return 3 + self.node.attrs["zeros"]
+        return 3 + self.normed + int(self.node.attrs["zeros"])
+
+    @property
+    def normed(self) -> bool:
+        """Whether the tokens are normed first, by a gain that follows the scales."""
+        return self.node.op.name in (NORMED, NORMED_PACKED)
 
     @property
     def group(self) -> int:
@@ -56,16 +65,17 @@ class FragmentProduct(ProductNode):
         return -1 if self.node.attrs["zeros"] else int(self.node.attrs["zero_point"])
 
     def epilogue(self) -> str:
-        """The generated text of the kernels: ZEROS, and what `cuda_epilogue` generates."""
-        zeros = bool(self.node.attrs["zeros"])
-        before = ("const unsigned char* zeros",) if zeros else ()
+        """The generated text of the kernels: GAIN, ZEROS, and what `cuda_epilogue` generates."""
+        present = {"gain": ("const bf16*", self.normed), "zeros": ("const unsigned char*", self.node.attrs["zeros"])}
+        before = tuple(f"{kind} {name}" for name, (kind, there) in present.items() if there)
         text = epilogue(self.node.attrs["body"], self.parts, self.extras, self.node.result.type, before)
-        return f"#define ZEROS {'zeros' if zeros else 'nullptr'}\n{text}"
+        defines = [f"#define {x.upper()} {x if there else 'nullptr'}" for x, (_, there) in present.items()]
+        return "\n".join([*defines, text])
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of codes, scales and zero points."""
-        entries = sum(int(v.type.nbytes) for v in self.node.operands[2 : self.first_extra])
+        entries = sum(int(self.node.operands[i].type.nbytes) for i in tables(self.node))
         return self.parts * self.n * self.k // 2 + entries
 
 
@@ -79,12 +89,12 @@ class FragmentKernel(CudaKernel):
         return _reject_types(node) or _reject_sizes(node) or _reject_weights(node)
 
     def layouts(self, node: Node, schedule: Schedule, target: Target) -> dict[int, str]:
-        if node.op.name == PACKED:
+        if node.op.name not in _PACKED_OF:
             return {}
         return product_layouts(node, "pack_fragments")
 
     def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:
-        pack_product(g, node, ops["pack_fragments"], {}, ops[PACKED], ops)
+        pack_product(g, node, ops["pack_fragments"], {}, ops[_PACKED_OF[node.op.name]], ops)
 
     def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
         if self.layouts(node, schedule, target):
@@ -99,10 +109,12 @@ def _reject_types(node: Node) -> str | None:
         return f"activations rounded to {a['act']}"
     if x.dtype != "bf16" or scale.dtype not in SCALES:
         return f"activations of {x.dtype} and scales of {scale.dtype}; bf16, and {' or '.join(SCALES)}, are supported"
-    if code.dtype != "u8" or (node.op.name != PACKED and a["bits"] != 4):
+    if code.dtype != "u8" or a.get("bits", 4) != 4:
         return f"codes of {code.dtype}; codes of 4 bits are supported"
-    if a["zeros"] and operands[3].type.dtype != "u8":
-        return f"zero points of {operands[3].type.dtype}; u8 is supported"
+    if a["zeros"] and (zeros := operands[tables(node)[1]].type.dtype) != "u8":
+        return f"zero points of {zeros}; u8 is supported"
+    if (gain := node.operand("gain")) and gain.type.dtype != "bf16":
+        return f"a gain of {gain.type.dtype}; bf16 is supported"
     if not a["zeros"] and not 0 <= a["zero_point"] < 16:
         return f"the zero point {a['zero_point']}; 0 to 15 are supported"
     return None if node.result.type.dtype in FLOATS else f"a result of {node.result.type.dtype}"
@@ -123,4 +135,4 @@ def _reject_sizes(node: Node) -> str | None:
 
 def _reject_weights(node: Node) -> str | None:
     inputs = [v for v in node.operands[1 : FragmentProduct.of(node).first_extra] if origin(v) is Origin.INPUTS]
-    return "the codes, scales or zero points are not known at compile time" if inputs else None
+    return "the codes, scales, zero points or the gain are not known at compile time" if inputs else None

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, HOPPER, INT4_TO_BF16, SCALAR_MATH, WGMMA_REGISTERS, Binding
-from llmc.codegen.backends.cuda.fragment_product import PACKED, FragmentKernel, FragmentProduct
+from llmc.codegen.backends.cuda.fragment_product import PACKED, PLAIN, FragmentKernel, FragmentProduct
 from llmc.codegen.kernel import Map, Schedule
 from llmc.ir.dim import D
 from llmc.ir.graph import Node
@@ -152,7 +152,7 @@ def _rings(p: TiledProduct, tokens: int, rows: int, split: int, target: Target) 
 
 QUANTIZED_WGMMA = QuantizedWgmma(
     "cuda/quantized_wgmma",
-    ("quantized_linear", PACKED),
+    (PLAIN, PACKED),
     crowds=True,
     yields=True,
     file="llmc.codegen.backends.cuda.kernels:quantized_wgmma.cu",

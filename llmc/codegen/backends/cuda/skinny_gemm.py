@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, INT4_TO_BF16, SCALAR_MATH, STREAMING, Binding
-from llmc.codegen.backends.cuda.fragment_product import PACKED, FragmentKernel, FragmentProduct
+from llmc.codegen.backends.cuda.fragment_product import (
+    NORMED,
+    NORMED_PACKED,
+    PACKED,
+    PLAIN,
+    FragmentKernel,
+    FragmentProduct,
+)
 from llmc.codegen.kernel import Schedule
 from llmc.ir.graph import Node
 from llmc.ir.ops.packed_fragments import BLOCK
@@ -33,7 +40,10 @@ _SECOND = 0.7
 
 @dataclass(frozen=True)
 class SkinnyGemm(FragmentKernel):
-    """Few tokens: quantized_linear over codes of 4 bits, on sm_90. More tokens than a tile read the weights again."""
+    """Few tokens: quantized_linear over codes of 4 bits, on sm_90, also of normed tokens.
+
+    More tokens than a tile read the weights again.
+    """
 
     def reject(self, node: Node, target: Target) -> str | None:
         if why := super().reject(node, target):
@@ -65,7 +75,8 @@ class SkinnyGemm(FragmentKernel):
             constants={
                 "N": p.n, "PARTS": p.parts, "K": p.k, "GROUP": p.group, "ZERO_POINT": p.zero_point, "TOKENS": tokens,
                 "WARPS": s["warps"], "CHUNKS": s["chunks"], "SPLIT": s["split"], "CLUSTERS": clusters,
-                "DEPTH": s["depth"], "RESIDENT": _registers(s), "SCALE": p.scale,
+                "DEPTH": s["depth"], "RESIDENT": _registers(s), "NORMED": int(p.normed),
+                "EPS": float(node.attrs.get("eps", 0.0)), "SCALE": p.scale,
                 "OUT": CTYPES[node.result.type.dtype],
             },
             shared=_shared(p, s, target),
@@ -97,11 +108,13 @@ def _registers(s: Schedule) -> int:
 
 
 def _shared(p: FragmentProduct, s: Schedule, target: Target) -> int:
-    """Bytes of shared memory: every warp's sums of two rounds, the sums of all strips of the block, and the slots."""
+    """Bytes of shared memory: every warp's sums of two rounds, those of all strips of the block, of squares, slots."""
     sums, columns = STRIP * s["tokens"] * 4, s["chunks"] * BLOCK
     entries = max(1, columns // p.group)
     slot = STRIP * (columns // 2 + entries * (3 if p.node.attrs["zeros"] else 2))
-    return int((2 * ROUND * s["warps"] + _rounds(p, s, target) * ROUND) * sums + s["warps"] * s["depth"] * ROUND * slot)
+    squares = (s["warps"] + 1) * s["tokens"] * 4 if p.normed else 0
+    totals = (2 * ROUND * s["warps"] + _rounds(p, s, target) * ROUND) * sums
+    return int(totals + squares + s["warps"] * s["depth"] * ROUND * slot)
 
 
 def _schedules(p: FragmentProduct, target: Target) -> Iterator[Schedule]:
@@ -120,7 +133,7 @@ def _schedules(p: FragmentProduct, target: Target) -> Iterator[Schedule]:
 
 SKINNY_GEMM = SkinnyGemm(
     "cuda/skinny_gemm",
-    ("quantized_linear", PACKED),
+    (PLAIN, PACKED, NORMED, NORMED_PACKED),
     file="llmc.codegen.backends.cuda.kernels:skinny_gemm.cu",
     entry="llmc_skinny_gemm",
     headers=(SCALAR_MATH, INT4_TO_BF16, STREAMING),

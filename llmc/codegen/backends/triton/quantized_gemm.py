@@ -58,7 +58,7 @@ MANY: tuple[Tile, ...] = (
 FLOAT: tuple[Shape, ...] = ((16, 32, 32, 4, 2, 1), (32, 32, 32, 4, 2, 1), (32, 64, 32, 4, 2, 1))
 SMALLEST = (16, 16, 32, 4, 2, 1)  # fits every target
 LINE = 128  # bytes of a prefetch
-_SUMS = 128  # maximum float32 sums per thread
+_SUMS = 128  # maximum float32 sums per thread of up to 8 warps, which have 255 registers; more warps share those of 8
 # Operations per code, counted in machine code: of warps that multiply by themselves, and of warpgroups, whose codes are
 # read from shared memory two bytes at a time.
 _CONVERSION, _CONVERSION_OF_GROUPS = 2.5, 4.7
@@ -162,7 +162,8 @@ def _fits(p: QuantizedProduct, shape: Shape, target: Target) -> bool:
     """Whether a tile fits shared memory and its sums fit registers."""
     s = dict(zip(KEYS, shape, strict=True))
     sums = s["bm"] * s["bn"] * p.parts * s["split"]
-    return _shared(p, s) <= target.limits.shared and sums <= _SUMS * s["warps"] * target.limits.warp
+    most = _SUMS * min(s["warps"], 8) * target.limits.warp
+    return _shared(p, s) <= target.limits.shared and sums <= most
 
 
 QUANTIZED_GEMM = QuantizedGemm(

@@ -1,4 +1,5 @@
-// y[M, N] = epilogue(x[M, K] @ w[0].T, .., x @ w[PARTS - 1].T, others) with f32 sums, for few tokens M.
+// y[M, N] = epilogue(x[M, K] @ w[0].T, .., x @ w[PARTS - 1].T, others) with f32 sums, for few tokens M. With NORMED, x is
+// rms_norm(x, gain): x times the gain is multiplied, and the sums are divided by the root of the mean square at the end.
 // w = (code - zero) * scale has codes of 4 bits in the order of the op pack_fragments, and a scale for each GROUP columns
 // of a row. Weights are read once; x stays in registers.
 //
@@ -10,8 +11,9 @@
 //
 // Constants: N, PARTS, K, GROUP, ZERO_POINT (of all groups, or -1: the pointer ZEROS has one for each), TOKENS (8 or 16),
 // WARPS, CHUNKS (blocks of 64 columns of a warp), SPLIT, CLUSTERS, DEPTH, RESIDENT (blocks that a multiprocessor has
-// registers for), and the types SCALE (bf16 or f16) and OUT. N and K are multiples of 64; GROUP divides COLUMNS or is a
-// multiple of it. The generated text before this file defines OTHER_PARAMETERS, ZEROS, OTHERS and the function `epilogue`.
+// registers for), NORMED and EPS (of the norm), and the types SCALE (bf16 or f16) and OUT. N and K are multiples of 64; GROUP divides COLUMNS or is a
+// multiple of it. The generated text before this file defines OTHER_PARAMETERS, GAIN, ZEROS, OTHERS and the function
+// `epilogue`.
 
 constexpr int BLOCK = 64, STRIP = 16;  // rows and columns of a block of codes; rows of a product
 constexpr int THREADS = WARPS * 32, COLUMNS = CHUNKS * BLOCK;
@@ -27,13 +29,16 @@ constexpr int ROUNDS = (UNITS + ROUND - 1) / ROUND;
 // What a warp copies of a strip: codes [CHUNKS][32][16 bytes], scales [ENTRIES][STRIP], zero points [ENTRIES][STRIP].
 constexpr int CODE_BYTES = CHUNKS * 512, SCALE_BYTES = ENTRIES * STRIP * 2;
 constexpr int SLOT_BYTES = CODE_BYTES + SCALE_BYTES + (HAS_ZEROS ? ENTRIES * STRIP : 0);
-// Shared memory: the sums of two rounds [2][ROUND][WARPS][SUMS], all sums of the block [ROUNDS][ROUND][SUMS], and the
-// slots [WARPS][DEPTH][ROUND]. Tokens pass through the first part.
-constexpr int TOTALS_AT = 2 * ROUND * WARPS * SUMS, SLOTS_AT = TOTALS_AT + ROUNDS * ROUND * SUMS;  // floats
+// Shared memory: the sums of two rounds [2][ROUND][WARPS][SUMS], all sums of the block [ROUNDS][ROUND][SUMS], with NORMED
+// the sums of squares of the warps and of the block [WARPS + 1][TOKENS], and the slots [WARPS][DEPTH][ROUND]. Tokens pass
+// through the first part.
+constexpr int TOTALS_AT = 2 * ROUND * WARPS * SUMS, SQUARES_AT = TOTALS_AT + ROUNDS * ROUND * SUMS;  // floats
+constexpr int SLOTS_AT = SQUARES_AT + (NORMED ? (WARPS + 1) * TOKENS : 0);
 constexpr int TOKEN_STRIDE = BLOCK * 2 + 16;  // bytes of a token's columns of a block in shared memory; no bank conflicts
 
 struct Problem {
   const bf16* x;                // [m][K]
+  const bf16* gain;             // [K], or null
   const unsigned char* codes;   // [PARTS * N / 64][K / 64][2048]
   const SCALE* scales;          // [K / GROUP][PARTS * N]
   const unsigned char* zeros;   // [K / GROUP][PARTS * N], or null
@@ -88,13 +93,50 @@ struct Unit {
   }
 };
 
+// The gain of a norm at the columns of a thread: 8 columns of each block of columns of its warp.
+struct Gains {
+  uint4 of[CHUNKS];
+
+  __device__ void load(const Problem& p) {
+#pragma unroll
+    for (int i = 0; i < CHUNKS; i++) {
+      of[i] = make_uint4(0, 0, 0, 0);
+      if (NORMED && p.has(i)) of[i] = *(const uint4*)(p.gain + (p.chunk + i) * BLOCK + p.lane % 8 * 8);
+    }
+  }
+};
+
+// The sum of the squares of two bf16.
+__device__ inline float sum_squares(unsigned pair) {
+  const float low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xFFFF0000);
+  return low * low + high * high;
+}
+
+constexpr int LOADS = TOKENS / 4;  // of 16 bytes of tokens, for a thread and a block of columns
+
+// Multiplies the tokens of a warp by the gain, and adds their squares at this warp's columns: squares [TOKENS].
+__device__ inline void norm_tokens(uint4 (&raw)[CHUNKS][LOADS], const Gains& gains, float* squares, int lane) {
+#pragma unroll
+  for (int j = 0; j < LOADS; j++) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < CHUNKS; i++) {
+      uint4& x = raw[i][j];
+      const uint4 gain = gains.of[i];
+      sum += (sum_squares(x.x) + sum_squares(x.y)) + (sum_squares(x.z) + sum_squares(x.w));
+      x = make_uint4(multiply(x.x, gain.x), multiply(x.y, gain.y), multiply(x.z, gain.z), multiply(x.w, gain.w));
+    }
+    for (int other = 1; other < 8; other *= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, other);
+    if (lane % 8 == 0) squares[j * 4 + lane / 8] = sum;
+  }
+}
+
 // x of a warp's columns as right factors: [CHUNKS][4 steps of 16 columns][TILES][2].
 struct Tokens {
   unsigned of[CHUNKS][4][TILES][2];
 
-  // `memory`: TOKENS * TOKEN_STRIDE bytes of shared memory of this warp.
-  __device__ void load(const Problem& p, unsigned char* memory) {
-    constexpr int LOADS = TOKENS / 4;  // of 16 bytes, for a block of columns
+  // `memory`: TOKENS * TOKEN_STRIDE bytes of shared memory of this warp. squares: of this warp, with NORMED.
+  __device__ void load(const Problem& p, const Gains& gains, unsigned char* memory, float* squares) {
     uint4 raw[CHUNKS][LOADS];
 #pragma unroll
     for (int i = 0; i < CHUNKS; i++)
@@ -104,6 +146,7 @@ struct Tokens {
         raw[i][j] = make_uint4(0, 0, 0, 0);
         if (token < p.m && p.has(i)) raw[i][j] = *(const uint4*)(p.x + (long long)token * K + column);
       }
+    if (NORMED) norm_tokens(raw, gains, squares, p.lane);
 #pragma unroll
     for (int i = 0; i < CHUNKS; i++) {
       __syncwarp();
@@ -198,15 +241,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % SPLIT;
   const int cluster = blockIdx.x / SPLIT % CLUSTERS, token = blockIdx.x / (SPLIT * CLUSTERS) * TOKENS;
   const unsigned char* slots = (const unsigned char*)(shared + SLOTS_AT) + warp * (DEPTH * ROUND * SLOT_BYTES);
-  const Problem p = {x, codes, scales, ZEROS, m, token, cluster, (rank * WARPS + warp) * CHUNKS, lane,
+  const Problem p = {x, GAIN, codes, scales, ZEROS, m, token, cluster, (rank * WARPS + warp) * CHUNKS, lane,
                      shared_address(slots)};
+  float *squares = shared + SQUARES_AT, *block_squares = squares + WARPS * TOKENS;
   const unsigned mask = opaque(0x000F000F), base = opaque(0x43004300);
   launch_dependents();
   for (int round = 0; round < DEPTH; round++) copy_round(p, round, round);
+  Gains gains;
+  gains.load(p);
   wait_for_previous();
   Tokens tokens;
-  tokens.load(p, (unsigned char*)(shared + warp * (2 * ROUND * SUMS)));
+  tokens.load(p, gains, (unsigned char*)(shared + warp * (2 * ROUND * SUMS)), squares + warp * TOKENS);
   __syncthreads();  // the tokens of another warp have lain where this one's sums will be
+  if (NORMED && threadIdx.x < TOKENS) {
+    float sum = 0.0f;
+    for (int w = 0; w < WARPS; w++) sum += squares[w * TOKENS + threadIdx.x];
+    block_squares[threadIdx.x] = sum;  // read behind the barriers of the rounds
+  }
 
   for (int round = 0, slot = 0; round < ROUNDS; round++, slot = slot + 1 < DEPTH ? slot + 1 : 0) {
     float* own = shared + round % 2 * (ROUND * WARPS * SUMS);  // of this round; the other half is still being read
@@ -237,10 +288,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     const int unit = i / SUMS * PARTS, r = i % STRIP, t = i % SUMS / STRIP;
     const int column = (cluster + i / SUMS * CLUSTERS) * STRIP + r;
     if (token + t >= m || column >= N) continue;
+    const float scale = NORMED ? rsqrtf(add_blocks(block_squares + t) / K + EPS) : 1.0f;
     float a[PARTS];
 #pragma unroll
     for (int part = 0; part < PARTS; part++)
-      a[part] = add_blocks(totals + (unit + part) * SUMS + t / 8 * (STRIP * 8) + r * 8 + t % 8);
+      a[part] = add_blocks(totals + (unit + part) * SUMS + t / 8 * (STRIP * 8) + r * 8 + t % 8) * scale;
     y[(long long)(token + t) * N + column] = from_float<OUT>(epilogue(a, token + t, column OTHERS));
   }
   if (SPLIT > 1) wait_for_cluster<SPLIT>();  // no block exits while others read its sums

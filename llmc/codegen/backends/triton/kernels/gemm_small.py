@@ -34,11 +34,22 @@ def tile_pointers(ptr, row, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, LEFT: t
 
 
 @triton.jit
-def load_step(tile, k, K: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, LEFT: tl.constexpr):
-    """Load the columns of a factor from k on. Weights (LEFT) are read only once, so they are evicted first."""
-    POLICY: tl.constexpr = "evict_first" if LEFT else ""
-    mask = bound(step_columns(BLOCK_K, SLICES, LEFT), K - k, K % BLOCK_K == 0)
-    return tl.load(tile + k, mask=mask, other=0.0, eviction_policy=POLICY)
+def load_weights(tile, k, K: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr):
+    """Load the columns of the weights from k on. They are read only once, so they are evicted first."""
+    mask = bound(step_columns(BLOCK_K, SLICES, True), K - k, K % BLOCK_K == 0)
+    return tl.load(tile + k, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def load_tokens(tile, exists, k, K: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, WHOLE_M: tl.constexpr):
+    """Load the columns of the tokens from k on; zeros for tokens that do not exist, which are not read.
+
+    Reading an existing token in their place, in all programs at once, takes longer than reading as many tokens.
+    """
+    mask = bound(step_columns(BLOCK_K, SLICES, False), K - k, K % BLOCK_K == 0)
+    if not WHOLE_M:
+        mask = mask & exists
+    return tl.load(tile + k, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -65,6 +76,7 @@ def prefetch(weight_ptr, row, K: tl.constexpr, LINE: tl.constexpr, LINES: tl.con
 @triton.jit
 def multiply(
     x_tile,
+    exists,
     weight_tiles,
     K: tl.constexpr,
     JOINED: tl.constexpr,
@@ -74,10 +86,14 @@ def multiply(
     BLOCK_K: tl.constexpr,
     SLICES: tl.constexpr,
     STAGES: tl.constexpr,
+    WHOLE_M: tl.constexpr,
     FLOAT32_FACTORS: tl.constexpr,
     SUM: tl.constexpr,
 ):
-    """Return the products [BLOCK_N, BLOCK_M] of each part, from pointers to the first step of the factors."""
+    """Return the products [BLOCK_N, BLOCK_M] of each part, from pointers to the first step of the factors.
+
+    exists: the tokens that exist, shaped as a row of the right factor.
+    """
     TILES: tl.constexpr = 1 if JOINED else PARTS
     HEIGHT: tl.constexpr = 2 * BLOCK_N if JOINED else BLOCK_N
     sums = ()
@@ -87,12 +103,12 @@ def multiply(
         else:
             sums = sums + (tl.zeros([SLICES, HEIGHT, BLOCK_M], SUM),)
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        x = load_step(x_tile, k, K, BLOCK_K, SLICES, False)
+        x = load_tokens(x_tile, exists, k, K, BLOCK_K, SLICES, WHOLE_M)
         if FLOAT32_FACTORS:
             x = x.to(tl.float32)
         added = ()
         for part in tl.static_range(TILES):
-            w = load_step(weight_tiles[part], k, K, BLOCK_K, SLICES, True)
+            w = load_weights(weight_tiles[part], k, K, BLOCK_K, SLICES)
             if FLOAT32_FACTORS:
                 w = w.to(tl.float32)
             added = added + (tl.dot(w, x, sums[part], input_precision="ieee", out_dtype=SUM),)
@@ -152,6 +168,7 @@ def gemm_small(
     for part in tl.static_range(TILES):
         weight_tiles = weight_tiles + (tile_pointers(weight_ptr + part * N * K, weight_row, BLOCK_K, SLICES, True),)
     x_tile = tile_pointers(x_ptr, x_row, BLOCK_K, SLICES, False)
+    exists = bound(token, M, WHOLE_M)[None, :] if SLICES == 1 else bound(token, M, WHOLE_M)[None, None, :]
     if PREFETCH_LINES:
         for part in tl.static_range(TILES):
             prefetch(weight_ptr + part * N * K, weight_row, K, PREFETCH_LINE, PREFETCH_LINES)
@@ -161,7 +178,8 @@ def gemm_small(
         tokens, columns, token_mask, column_mask = place(token, column, M, N, WHOLE_M, WHOLE_N)
         extras = LOAD_EXTRAS(extra_ptrs, tokens, columns, token_mask, column_mask)
     sums = multiply(
-        x_tile, weight_tiles, K, JOINED, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, SLICES, STAGES, FLOAT32_FACTORS, SUM
+        x_tile, exists, weight_tiles, K, JOINED, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, SLICES, STAGES, WHOLE_M,
+        FLOAT32_FACTORS, SUM,
     )  # fmt: skip
     launch_after_loads(DEPENDENT_LAUNCH, LATE_LAUNCH)
     tokens, columns, token_mask, column_mask = place(token, column, M, N, WHOLE_M, WHOLE_N)

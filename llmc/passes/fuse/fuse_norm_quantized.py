@@ -1,0 +1,57 @@
+"""Fuses a norm into a product with quantised weights, if a kernel of the target norms its tokens itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from llmc.ir.dim import product
+from llmc.ir.graph import Builder, Graph, Module, Node
+from llmc.passes.base import Ctx, Pass
+from llmc.passes.lower.lower_quantized import rejected
+
+NAME = "fuse-norm-quantized"
+
+
+@dataclass(frozen=True)
+class FuseNormQuantized(Pass):
+    """Fuse rms_norm into a quantized_linear that is its only reader, in graphs of at most `rows` tokens.
+
+    Runs after `lower-quantized`. A norm remains a launch of its own if no kernel of the target supports the product.
+    """
+
+    rows: int = 16
+    name: ClassVar[str] = NAME
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
+        return sum(self._fuse(m, g, n, ctx) for g, n in m.find("rms_norm"))
+
+    def _fuse(self, m: Module, g: Graph, norm: Node, ctx: Ctx) -> bool:
+        readers = norm.result.uses
+        if len(readers) != 1 or any(v is norm.result for v in g.outputs) or not ctx.allows(norm):
+            return False
+        n = readers[0]
+        if n.op.name != "quantized_linear" or n.operands[0] is not norm.result or n.attrs["act"]:
+            return False
+        tokens = product(norm.result.type.shape[:-1]).bounds(m.bounds(g))[1]
+        if tokens > self.rows:
+            ctx.miss(NAME, norm, f"up to {tokens} tokens run, more than {self.rows}")
+            return False
+        return ctx.spend() and _replace(g, norm, n, ctx)
+
+
+def _replace(g: Graph, norm: Node, n: Node, ctx: Ctx) -> bool:
+    """Replace both nodes by one; leave them if no kernel of the target supports it."""
+    (x, gain), (_, code, scale, *rest) = norm.operands, n.operands
+    attrs = {k: v for k, v in n.attrs.items() if k not in ("act", "act_block")} | {"eps": norm.attrs["eps"]}
+    out = Builder(g, ctx.opset, before=n, loc=n.loc).norm_quantized_linear(x, code, scale, gain, *rest, **attrs)
+    if why := rejected(out.node, ctx):
+        g.erase(out.node)
+        ctx.miss(NAME, norm, why)
+        return False
+    out.name = n.result.name
+    g.replace(n.result, out)
+    g.erase(n)
+    g.erase(norm)
+    return True
