@@ -1,4 +1,4 @@
-"""openai-node: whole, streamed, structured outputs, an abort, errors ; the AI SDK over its two APIs."""
+"""openai-node: whole, streamed, structured outputs, an abort, errors; the AI SDK over its two APIs."""
 
 from __future__ import annotations
 
