@@ -97,7 +97,8 @@ def extras(draw: Random) -> str:
             "X-Forwarded-Prefix: /health\r\n", "X-HTTP-Method-Override: GET\r\n", "Authorization: \r\n",
             "Authorization: Bearer\r\n", "Authorization: Bearer null\r\n", "Authorization: Basic Og==\r\n",
             "X-Api-Key: another-secret-key\r\n", "Authorization: Bearer x\r\nX-Api-Key: first-secret-key\r\n",
-            "X-Api-Key: \r\n", "X-Api-Key: x\r\nX-Api-Key: first-secret-key\r\n", "Cookie: key=first-secret-key\r\n", "Forwarded: for=127.0.0.1\r\n",
+            "X-Api-Key: \r\n", "X-Api-Key: x\r\nX-Api-Key: first-secret-key\r\n",
+            "Cookie: key=first-secret-key\r\n", "Forwarded: for=127.0.0.1\r\n",
             "Authorization: Bearer x\r\nAuthorization: Bearer first-secret-key\r\n", "Connection: Authorization\r\n",
             UPGRADE,
         )
