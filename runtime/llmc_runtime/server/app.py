@@ -96,6 +96,7 @@ class Endpoints(Endpoint):
         endpoints: tuple[tuple[str, str, Any], ...] = (
             ("GET", "/health", self.health), ("GET", "/ping", self.health), ("GET", "/ready", self.ready),
             ("GET", "/version", self.version), ("GET", "/load", self.load), ("GET", "/metrics", self.metrics),
+            ("GET", "/server_info", self.server_info),
             ("GET", "/openapi.json", self.openapi),
             ("GET", "/tokenizer_info", self.tokenizer_info), ("GET", "/v1/models", self.models),
             ("POST", "/v1/completions", self.completions), ("POST", "/v1/chat/completions", self.chat),
@@ -193,6 +194,21 @@ class Endpoints(Endpoint):
     async def load(self, request: Request) -> Response:
         """GET /load: the number of sequences that are running or waiting, under vLLM's name."""
         return as_json({"server_load": self.serving.admission.open_sequences})
+
+    async def server_info(self, request: Request) -> Response:
+        """GET /server_info: the version, the names of the model, and the limits of the engine."""
+        config, calls = self.serving.llm.config, self.serving.dialect.calls
+        return as_json(
+            {
+                "version": __version__, "models": self.serving.names, "max_model_len": config.max_model_len,
+                "max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.max_num_batched_tokens,
+                "block_size": config.page_size, "num_blocks": config.num_pages, "vocab_size": config.vocab_size,
+                "enable_prefix_caching": config.prefix_caching,
+                "tool_call_parser": None if calls is None else calls.name,
+                "separates_reasoning": self.serving.dialect.thoughts is not None,
+                "stores_responses": self.serving.stored.enabled,
+            }
+        )  # fmt: skip
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics, for Prometheus."""

@@ -35,6 +35,7 @@ _GETS = (
     ("/v1/models/{name}", "One served model"),
     ("/tokenizer_info", "The named special tokens"),
     ("/version", "The server's version"),
+    ("/server_info", "The version, the model and the limits of the engine"),
     ("/metrics", "Metrics for Prometheus"),
     ("/load", "The number of open requests"),
     ("/openapi.json", "This description"),
