@@ -49,18 +49,15 @@ class Endpoint:
 
     def _small(self, body: Body, kind: type[T], offload: Callable[[T], bool] = lambda fields: False) -> T | None:
         """Parse a body and drop it; return None, with the body kept, if `offload` returns true."""
-        unknown: list[int] = []
+        unknown, offloaded = list[int](), False
         try:
             fields = parse(body.data, kind, unknown.append)
-            if offload(fields):
-                return None
-        except BaseException:
-            body.drop()
-            self.serving.meters.unknown(sum(unknown))
-            raise
-        body.drop()
-        self.serving.meters.unknown(sum(unknown))
-        return fields
+            offloaded = offload(fields)
+            return None if offloaded else fields
+        finally:
+            if not offloaded:
+                body.drop()
+                self.serving.meters.unknown(sum(unknown))
 
     async def _text(
         self, request: Request, kind: type[T], name: bytes, run: Callable[[T], Awaitable[Response]]

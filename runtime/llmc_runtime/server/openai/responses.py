@@ -43,7 +43,7 @@ class Responses(NamedEvents):
         else:
             chat, self._earlier = to_chat(request, [], []), earlier
         super().__init__(serving, chat, call, job)
-        self._count, self._answer = 0, dict[str, Any]()
+        self._count = 0  # events so far
         self._output = OutputItems(self._event, ENCRYPTED in (request.include or ()))
 
     async def _prepare(self) -> None:
@@ -56,8 +56,8 @@ class Responses(NamedEvents):
     def failed(self, error: ApiError) -> bytes:
         """Return the events after an error during the stream."""
         code = {"code": error.code or error.kind, "message": error.message}
-        self._answer = self._document("failed") | {"error": code}
-        events = self._event("error", **code, param=error.param), self._event("response.failed", response=self._answer)
+        response = self._document("failed") | {"error": code}
+        events = self._event("error", **code, param=error.param), self._event("response.failed", response=response)
         return b"".join(map(named_event, events))
 
     def _event(self, name: str, /, **fields: Any) -> dict[str, Any]:
