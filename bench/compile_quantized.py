@@ -2,8 +2,8 @@
 
 DIR gets checkpoints of random weights in the shape of Llama-3.1-8B (30 GB with all layers), which are kept, and one
 result at a time. Each row is a fresh process. Its peak is the anonymous memory of the process tree (RssAnon); the goal
-is 2 GiB above the largest stored tensor. Its time stands beside what reading the checkpoint, which is not in the page
-cache, and writing a file of the size of the result takes on this disk right before.
+is 2 GiB above the largest stored tensor. Its time is compared with the time to read the checkpoint from this disk (not
+from the page cache) and to write a file of the size of the result, measured immediately before.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def stored(shape: shapes.Shape, form: str) -> Iterator[Tensor]:
 
 
 def checkpoint(shape: shapes.Shape, form: str, root: Path) -> Path:
-    """Write the checkpoint below `root`, unless it is there. Codes of fp8 are finite."""
+    """Write the checkpoint below `root`, unless it exists. Codes of fp8 are finite."""
     path = root / f"{shape.name}-{shape.layers}-{form}"
     if (path / "config.json").is_file():
         return path
@@ -163,7 +163,7 @@ def seconds_to_write(file: Path, size: int) -> float:
 
 
 def measure(row: Row, shape: shapes.Shape, root: Path, table: Table) -> None:
-    """Run one row. Kernels that no earlier run into DIR has compiled are compiled in the measured time."""
+    """Run one row. The time includes compiling kernels that no earlier run into DIR has compiled."""
     model, out, cache = checkpoint(shape, row.checkpoint, root), root / "result", root / "cache"
     command = [*LLMC, row.command, str(model), *row.arguments]
     if row.command == "compile":

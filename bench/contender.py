@@ -4,7 +4,7 @@
 
 One JSON object a line: {"prompt": [ids], "new": n} on stdin; {"seconds": s, "tokens": [ids]} on stdout. Every kind is
 greedy, batch 1, two threads; none stops early. With CORE, it runs on that core alone with one thread, and seconds are
-of processor time. Not a peer's own tool: each drives the peer's ordinary Python interface.
+of processor time. Peers are called through their ordinary Python interfaces, not through their own benchmark tools.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def llamacpp(model: str) -> tuple[Generate, str]:
     import llama_cpp as lc
     import numpy as np
 
-    silent = lc.llama_log_callback(lambda *_: None)  # C keeps the pointer: it must live as long as the process
+    silent = lc.llama_log_callback(lambda *_: None)  # C keeps the pointer to this object
     lc.llama_log_set(silent, None)
     lc.llama_backend_init()
     net = lc.llama_model_load_from_file(model.encode(), lc.llama_model_default_params())

@@ -1,6 +1,6 @@
-"""Compare the cost rule's choices of products with measurements: its first choice beside the best measured one.
+"""Compare the cost rule's choices for products with measurements: its first choice with the best measured one.
 
-    python -m bench.cost_rule [FILE]          a tuning file; default: the H200's that comes with the project. No GPU.
+    python -m bench.cost_rule [FILE]          a tuning file; default: the one shipped for the H200. Needs no GPU.
 
 The table's last lines: the mean ratio, and how much the best choice of one size costs at half or twice the size.
 """

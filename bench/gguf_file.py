@@ -1,9 +1,9 @@
 """Write a bf16 Qwen2 checkpoint as a GGUF file for llama.cpp; needs the package gguf.
 
-    python -m bench.gguf_file CHECKPOINT OUT.gguf [f16 | q8_0 | q4_0]      matrices' format, f16 by default
+    python -m bench.gguf_file CHECKPOINT OUT.gguf [f16 | q8_0 | q4_0]      format of matrices (default: f16)
 
-All matrices, the embedding and head among them, have one format; gguf's own quantiser rounds them. Not a converter of
-real models: it writes no tokenizer (llama.cpp is fed token ids).
+All matrices, including the embedding and the head, have one format; gguf's own quantiser rounds them. It does not
+convert real models: it writes no tokenizer, because llama.cpp receives token ids.
 """
 
 from __future__ import annotations

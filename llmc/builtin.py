@@ -25,6 +25,7 @@ PASSES = MappingProxyType(
         "split-single": "llmc.passes.split.split_single:SplitSingle",
         "split-kv": "llmc.passes.split.split_kv:SplitKv",
         "fuse-rows": "llmc.passes.fuse.fuse_rows:FuseRows",
+        "fuse-rope-attention": "llmc.passes.fuse.fuse_rope_attention:FuseRopeAttention",
         "split-sample": "llmc.passes.split.split_sample:SplitSample",
         "split-moe": "llmc.passes.split.split_moe:SplitMoe",
         "fuse-norm-linear": "llmc.passes.fuse.fuse_norm_linear:FuseNormLinear",

@@ -40,7 +40,7 @@ def dry_run(model: str | Path, options: Options, memory_bytes: int | None, conso
     """Return the plan of a compile as data.
 
     Its keys are "model", "programs", "memory", "kv", "time" (predicted), "compile" (estimated) and "fits".
-    `memory_bytes` is the device memory (None: the target's, see `Target.memory`). "fits" tells whether weights, states,
+    `memory_bytes` is the device memory (None: the target's, see `Target.memory`). "fits" is whether weights, states,
     arena and one sequence of max_model_len tokens fit; it is None if the memory size is unknown. Raises the same errors
     as the stages of a compile before its kernels.
     """
@@ -64,9 +64,10 @@ def dry_run(model: str | Path, options: Options, memory_bytes: int | None, conso
 
 
 def _traced(job: Compilation, packed: bool, stack: ExitStack) -> tuple[Any, Any]:
-    """Trace the model, and give weights the types that a compile gives them; also return the checkpoint if it is here.
+    """Trace the model, and give weights the types that a compile gives them; also return the checkpoint if it is
+    available.
 
-    `packed` says whether the weights are part of the artifact; kernels of other artifacts read weights as they are
+    packed: whether the weights are part of the artifact; kernels of other artifacts read weights as they are
     traced, unless the pass `quantize` changes them. `stack` closes the checkpoint.
     """
     first, o = quantises_first(job.options), job.options
@@ -86,7 +87,7 @@ def _traced(job: Compilation, packed: bool, stack: ExitStack) -> tuple[Any, Any]
 
 
 def _has_weights(job: Compilation) -> bool:
-    """Whether the weights are here. A dry run downloads none, so that files of a hub's model may be missing."""
+    """Whether the weights are in a local folder. A dry run downloads none, so those of a hub's model may be missing."""
     if not any((job.model / name).exists() for name in (SINGLE, INDEX)):
         return False
     try:
@@ -138,7 +139,7 @@ def _times(built: DryBuild, job: Compilation) -> list[dict[str, Any]]:
 
 
 def _kind(p: Program) -> str:
-    """What the steps of a program are."""
+    """Describe the steps of a program."""
     if not p.uniform:
         return "prefill"
     return "verify" if p.drafts else "decode"

@@ -88,7 +88,7 @@ def _check(kind: str, name: str, value: Any) -> None:
     if kind == "pass" and not is_dataclass(value):
         raise Diagnostic("E423", f"{whole} is not a dataclass", "decorate the class with @dataclass(frozen=True)")
     if (own := getattr(value, "name", None)) != name:
-        raise Diagnostic("E423", f"{whole} calls itself {own!r}", f"offer it as {own!r}, or correct its name")
+        raise Diagnostic("E423", f"{whole} has the name {own!r}", f"register it as {own!r}, or correct its name")
 
 
 # kind -> module and class of its objects; other kinds are functions. Imported when an object is looked up.

@@ -37,7 +37,7 @@ def kv_dtype(option: str, stored: str, target: Target, registry: Registry) -> tu
         return dtype, ""
     if option in KV_DTYPES:
         raise Diagnostic("E511", f"{target.name} cannot hold a KV cache in {option}: {why}", _REMEDY)
-    return "", f"the checkpoint asks for a KV cache in {dtype}, which {target.name} cannot hold; it is not quantised"
+    return "", f"the KV cache is not quantised: the checkpoint requests {dtype}, which {target.name} does not support"
 
 
 def _unsupported(dtype: str, target: Target, registry: Registry) -> str | None:
@@ -63,7 +63,7 @@ def with_kv_dtype(passes: Sequence[Pass], dtype: str) -> list[Pass]:
 
 
 class ScaledSource(WeightSource, Protocol):
-    """A source of weights that knows the scales of the KV cache: layer -> (of keys, of values)."""
+    """A source of weights with the scales of the KV cache: layer -> (of keys, of values)."""
 
     kv_scales: Mapping[int, tuple[np.ndarray, np.ndarray]]
 

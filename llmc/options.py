@@ -44,7 +44,7 @@ class Options:
         choices=("auto", "float32", "bfloat16"),
     )  # fmt: skip
     kv_cache_dtype: str = _artifact(
-        "auto", "dtype of the KV cache, fp8 for float8_e4m3 (auto: as the checkpoint asks, else the activations')", str,
+        "auto", "dtype of the KV cache, fp8 for float8_e4m3 (auto: the checkpoint's, else the activations')", str,
         None, choices=("auto", "bf16", "bfloat16", "fp8", "fp8_e4m3"),
     )  # fmt: skip
     max_model_len: int | None = _artifact(None, "maximum length of a sequence in tokens (the model's, at most 32768)")

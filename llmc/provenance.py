@@ -1,4 +1,4 @@
-"""What an artifact says about its origin: the model, the versions, and the extensions that the compile has used."""
+"""The provenance that an artifact records: the model, the versions, and the extensions that the compile has used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def used_extensions(
 ) -> dict[str, list[str]]:
     """Return extension -> what the compile has used of it, such as "kernel a/b"; llmc's own extension is left out.
 
-    target: the name that was asked for. passes: those that ran. module: after all passes. config: of the model.
+    target: the requested name. passes: those that ran. module: after all passes. config: of the model.
     """
     nodes = [n for g in module.graphs.values() for n in g.nodes]
     kernels = {str(n.choice["kernel"]) for n in nodes if n.choice.get("kernel")}

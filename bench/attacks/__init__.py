@@ -1,1 +1,1 @@
-"""Resource attacks on a running server: their cost for a neighbour's streams, /health, small requests and memory."""
+"""Resource attacks on a running server: their effect on a neighbour's streams, /health, small requests and memory."""

@@ -33,7 +33,7 @@ def gaps_of(gaps: list[float], open_now: Sequence[float] = ()) -> dict[str, Any]
 def memory_window(samples: Sequence[tuple[float, Mapping[str, int]]], begin: float, end: float) -> dict[str, list[int]]:
     """[before, peak, after] in MiB by role, of samples (time, resident bytes by role) in the order of time.
 
-    Before is the last sample that is not later than `begin`, after the last that is not later than `end`.
+    Before is the last sample that is not later than `begin`, and after is the last that is not later than `end`.
     """
     before = next((held for t, held in reversed(samples) if t <= begin), {})
     after = next((held for t, held in reversed(samples) if t <= end), {})
@@ -67,8 +67,8 @@ def answers_text(answers: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def story(found: Mapping[str, Any]) -> str:
-    """Describe one attack in lines."""
+def describe(found: Mapping[str, Any]) -> str:
+    """Describe one attack as lines of text."""
     beside, quiet = found["beside"], found["quiet"]
     lines = [f"\n[{found['row']}] {found['name']}  ({found['seconds']:.1f} s)"]
     lines += [f"  attacker   {line}" for line in answers_text(found["answers"]).splitlines()]
@@ -96,7 +96,7 @@ HEAD = (
     "beside",
     "quiet after",
     "/health max",
-    "innocents' worst",
+    "ordinary requests' worst",
     "MiB",
     "processes",
 )

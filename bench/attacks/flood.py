@@ -2,7 +2,7 @@
 
     python -m bench.attacks.flood '{"host": ..., "port": ..., "key": ..., "seconds": S, "times": N, "drain": S}'
 
-`times`: the offered rate, in peaks; `drain`: seconds in which answers are waited for after the last request. It prints
+`times`: the offered rate, in peaks; `drain`: seconds to wait for answers after the last request. It prints
 JSON: peak and goodput in answers a second, how long refusals took, and the statuses.
 """
 

@@ -1,4 +1,4 @@
-"""An attacker's requests over blocking sockets, each on a connection of its own, with a deadline."""
+"""An attacker's requests over blocking sockets, each on a separate connection, with a deadline."""
 
 from __future__ import annotations
 

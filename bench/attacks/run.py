@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.attacks.figures import story, table
+from bench.attacks.figures import describe, table
 from bench.attacks.link import Door
 from bench.attacks.rows import ATTACKS, Attack, Field, schema
 from bench.attacks.server import KEYS, Sampler, Server, last_log_lines
 from bench.attacks.watch import Watch
 
 SETTLE = 1.5  # seconds of streams before anything is measured
-PAUSE = 0.5  # seconds after a window: its sums keep the watching process from watching
+PAUSE = 0.5  # seconds after a window, in which the watching process computes figures and cannot watch
 PATIENCE = 3.0  # maximum seconds of a small request after an attack if the server is reused
-LEAST = 3.0  # seconds of a window beside an attack
+LEAST = 3.0  # seconds of a window during an attack
 
 
 Save = Callable[[list[dict[str, Any]]], None]
@@ -127,7 +127,7 @@ def run_all(
                 continue
             bench.limit = min(limit, left)
             found.append(bench.run(attack, keep))
-            print(story(found[-1]), flush=True)
+            print(describe(found[-1]), flush=True)
             save(found)
     finally:
         bench.close()

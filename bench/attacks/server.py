@@ -115,7 +115,7 @@ def _memory(process: psutil.Process) -> int:
 class Sampler:
     """Resident bytes and processor seconds of a server by role, taken five times a second in a thread.
 
-    A sample takes some 30 ms of processor time, so it gives way to everything else (SCHED_IDLE).
+    A sample takes about 30 ms of processor time, so the thread runs in the idle class (SCHED_IDLE).
     """
 
     def __init__(self, server: Server) -> None:

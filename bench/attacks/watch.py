@@ -3,7 +3,7 @@
     python -m bench.attacks.watch '{"host": ..., "port": ..., "key": ..., "streams": N, "tokens": N}'
 
 It runs until stdin closes. A line `{"begin": T0, "end": T1}` (time.monotonic) is answered by a line of JSON with the
-figures of that window; what ended before its begin is then forgotten, so that windows are asked for in their order.
+figures of that window; events before its begin are then dropped, so windows must be requested in order.
 What is still open at the end of a window counts with the time that it has taken so far.
 """
 
@@ -161,7 +161,7 @@ def code_of(status: int, body: bytes) -> str:
         return "?"
 
 
-def innocents() -> dict[str, tuple[float, Callable[[int], tuple[str, Any]]]]:
+def ordinary_requests() -> dict[str, tuple[float, Callable[[int], tuple[str, Any]]]]:
     """Return, by name, the interval and the request; every schema is a new one, so that none is cached."""
 
     def completion(number: int) -> tuple[str, Any]:
@@ -182,7 +182,11 @@ async def watch(settings: dict[str, Any]) -> None:
     """Measure until stdin closes."""
     streams = Streams(settings)
     askers = {"health": Asker(settings, HEALTH_EVERY, lambda _: ("/health", None))}
-    askers |= {name: Asker(settings, *how) for name, how in innocents().items() if settings.get("innocents", True)}
+    askers |= {
+        name: Asker(settings, *how)
+        for name, how in ordinary_requests().items()
+        if settings.get("ordinary_requests", True)
+    }
     tasks = [asyncio.create_task(streams.run(i)) for i in range(settings["streams"])]
     tasks += [asyncio.create_task(one.run()) for one in askers.values()]
     loop, lines = asyncio.get_running_loop(), asyncio.StreamReader()
@@ -198,9 +202,11 @@ async def watch(settings: dict[str, Any]) -> None:
 class Watch:
     """The handle of a watching process."""
 
-    def __init__(self, host: str, port: int, key: str, streams: int, tokens: int, innocents: bool = True) -> None:
+    def __init__(
+        self, host: str, port: int, key: str, streams: int, tokens: int, ordinary_requests: bool = True
+    ) -> None:
         settings = {"host": host, "port": port, "key": key, "streams": streams, "tokens": tokens}
-        settings["innocents"] = innocents
+        settings["ordinary_requests"] = ordinary_requests
         command = [sys.executable, "-m", "bench.attacks.watch", json.dumps(settings)]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": python_path()}, **pipes)

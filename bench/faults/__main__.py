@@ -1,6 +1,6 @@
 """`python -m bench.faults [--minutes N] [--only A,B] [--seed N] [--json FILE]`: the fault run, a table and JSON.
 
-Exit code 1 where an answer was wrong, a page stayed held, or a failure was not announced.
+Exit code 1 if an answer was wrong, a KV page remained in use, or a failure was not announced.
 """
 
 from __future__ import annotations

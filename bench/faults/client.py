@@ -186,7 +186,7 @@ class Judged:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.seconds: dict[str, list[float]] = {}
-        self.odd: list[str] = []  # what should not have been, in words
+        self.odd: list[str] = []  # descriptions of outcomes that must not occur
 
     async def one(self, client: Client, request: Request) -> str:
         """Send a request, classify its response, and count it."""

@@ -42,7 +42,7 @@ async def leave(client: Client, draw: Random, gone: dict[str, float], stream: bo
 
 
 async def leaving(server: Target, draw: Random, times: int, log: Path) -> dict[str, Any]:
-    """Run `times` such clients, half of them streaming, beside a few that wait for their answers."""
+    """Run `times` such clients, half of them streaming, and a few that wait for their answers."""
     judged, client, over = Judged(), Client(server.host, server.port), asyncio.Event()
     gone: dict[str, float] = {}
     left = list(range(times))

@@ -2,8 +2,8 @@
 
     python -m bench.gpu --out DIR [--artifacts DIR] [--models A,B] [--suites A,B] [--limit SECONDS] ...
 
-DIR gets rows.jsonl (while it runs), results.json, tables.md and log.txt. Each model's part runs in a process of its
-own: a failure is reported and the others continue.
+DIR gets rows.jsonl (while it runs), results.json, tables.md and log.txt. Each model's part runs in a separate process:
+a failure is reported and the others continue.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Run:
         return found
 
     def parts(self) -> Iterator[tuple[str, Shape]]:
-        """Yield (part, model), the parts `engine` of all models first; others: host, kernels, mixed, start."""
+        """Yield (part, model): the part `engine` of all models, then host, kernels, mixed and start."""
         suites = set(self.plan.suites)
         engine = ("engine", suites & {"decode", "prefill", "offline"})
         for what, some in [engine, *((s, suites & {s}) for s in ("host", "kernels", "mixed", "start"))]:

@@ -2,8 +2,8 @@
 
     python -m bench.gpu.attacks [--model NAME] [--artifact DIR | --artifacts DIR] [--out DIR] [--limit SECONDS] ...
 
-One server for all attacks while its processes live. The target: the neighbours' ITL p99 beside each attack within 10 %
-of the quiet value, the mean of those right before and right after it. DIR gets attacks.json, written after each attack,
+One server serves all attacks as long as its processes live. Target: the neighbours' ITL p99 during each attack is
+within 10 % of the mean of the values immediately before and after it. DIR gets attacks.json, written after each attack,
 attacks.md and server.log. Attacks for which no time is left are named.
 """
 
@@ -23,7 +23,7 @@ from bench.gpu.card import state, why_no_gpu
 from bench.gpu.plan import MODELS, parser, plan_of
 from bench.gpu.served import artifact
 
-TARGET = 1.10  # largest ratio of the p99 beside an attack to the p99 without one
+TARGET = 1.10  # maximum ratio of the p99 during an attack to the p99 without one
 
 
 def verdicts(rows: Sequence[Mapping[str, Any]]) -> str:

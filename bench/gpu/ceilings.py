@@ -2,7 +2,7 @@
 
     python -m bench.gpu.ceilings        prints {"read": byte/s, "copy": byte/s, "product": flop/s, "node_us": us, ...}
 
-A process of its own, so that nothing of torch is left in the one that is measured. Random data, medians.
+It runs in a separate process, so that torch is not loaded in the measured one. Random data, medians.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m bench.gpu.compare OLD_CHECKOUT --artifacts DIR --old-artifacts DIR --out DIR [--rounds N] [--limit S]
 
 Each round runs the engine suites of every model in both checkouts, in the order old, new and then new, old. Each run is
-a process of its own with its checkout's compiler and runtime; the artifacts were compiled beforehand by each checkout
-(`python -m bench.gpu --compile-only`). DIR gets the rows of every run and compare.md: medians and their ratio.
+a separate process with the compiler and runtime of its checkout; the artifacts were compiled beforehand by each
+checkout (`python -m bench.gpu --compile-only`). DIR gets the rows of every run and compare.md: medians and their ratio.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The marker `gpu`, which is skipped with a reason without a GPU; rows; and one open model at a time for the suites."""
+"""Fixtures of the suites: rows, and one open model at a time. Without a GPU, tests marked `gpu` are skipped."""
 
 from __future__ import annotations
 

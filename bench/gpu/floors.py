@@ -1,6 +1,6 @@
 """Lower bounds of a step's time: bytes over read bandwidth plus flops over the rate of products.
 
-Every operator is at its own roof and none borrows another's resource. Norms, activations, KV writes and launches are
+Every operator runs at its own limit, and operators do not overlap. Norms, activations, KV writes and launches are
 left out.
 """
 

@@ -2,11 +2,11 @@
 
     python -m bench.gpu.in_step RECORD -o FILE [--models A,B] [--batches 1,8,32] [--ways 4] [--compile-only]
 
-`llmc tune` times a kernel among copies of itself; between its neighbours another way may be faster, as launches
-overlap. Every model is compiled once a way (the k-th best way of every node in the k-th artifact; no GPU needed). Then
-the step's program is run with one group of launches exchanged at a time, each group keeping its best, twice over all
-groups. FILE gets RECORD with the times of the ways compared: that of the node's best alone, plus what the step takes
-longer.
+`llmc tune` times a kernel among copies of itself. In a step, another schedule may be faster, because launches overlap.
+Every model is compiled once per rank (the k-th artifact has the k-th best schedule of every node; no GPU needed). Then
+the step's program is run with one group of launches exchanged at a time, keeping the best of each group, in two passes
+over all groups. FILE gets RECORD with a time for each compared schedule: that of the node's best one alone, plus the
+increase of the step's time.
 """
 
 from __future__ import annotations

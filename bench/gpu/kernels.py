@@ -1,9 +1,9 @@
-"""Time every launch of a step alone on the device, beside its floor; launches of one kernel form a group.
+"""Time every launch of a step alone on the device, and compare it with its lower bound; launches of one kernel form a
+group.
 
-A step decodes `batch` rows, or has the next tokens of a prompt beside them.
-
-A group is its launches of all layers, over and over, in a program of its own on the step's real buffers: weights take
-turns as they do in a step, so that a layer's are not in the cache when they are read again.
+A step decodes `batch` rows, optionally with the next tokens of a prompt. A group's launches of all layers run
+repeatedly in a separate program on the real buffers of the step. As in a step, the weights of other layers are read in
+between, so that those of a layer are not in the cache when they are read again.
 """
 
 from __future__ import annotations
@@ -162,8 +162,7 @@ def groups(program: Program) -> dict[tuple[str, str], list[Launch]]:
 
 
 def kernel_rows(path: Path, shape: Shape, load: Load, roof: Roof) -> Iterator[Row]:
-    """A row a group, one of their sum, one of the step replayed whole; the floor of a launch: the larger of its bytes
-    and flops at their roofs."""
+    """Return a row per group, one of their sum, and one of the whole step; a launch's floor is its roofline time."""
     bench, suite = Bench(path, load), "mixed" if load.tokens else "kernels"
     try:
         env = bench.env()

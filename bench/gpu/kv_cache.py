@@ -1,4 +1,4 @@
-"""Time decode attention and the append with KV caches in bf16 and in 8-bit floats, beside the floor.
+"""Time decode attention and the append with KV caches in bf16 and in 8-bit floats, compared with the floor.
 
     python -m bench.gpu.kv_cache [--every] [--cache DIR]      on a GPU; --every prints all schedules
 

@@ -18,7 +18,7 @@ _QUANTISED = [Shape.quantised(s, r, kv) for s in _SHAPES for r in RECIPES for kv
 MODELS = {s.name: s for s in [*_SHAPES, *_QUANTISED]}
 DEFAULT_MODELS = "qwen3-0.6b,llama-3.2-1b,llama-3.1-8b"
 SUITES = ("decode", "prefill", "offline", "host", "kernels", "mixed", "start")
-MIXED = Load(64, 1000, 512)  # decoding streams, and the next part of a prompt
+MIXED = Load(64, 1000, 512)  # decoding streams, and a chunk of a prompt
 # Limits of the artifacts that a run compiles, equal to those of the peers' figures.
 MAX_LEN, MAX_SEQS, MAX_TOKENS = 16384, 256, 8192
 

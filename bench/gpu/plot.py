@@ -2,7 +2,7 @@
 
 python -m bench.gpu.plot RESULTS.json|ROWS.jsonl ... [-o docs/share-of-floor.svg]
 
-Of rows for one thing the last one holds.
+Of several rows for the same measurement, the last one is plotted.
 """
 
 from __future__ import annotations

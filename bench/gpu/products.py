@@ -1,9 +1,9 @@
-"""Time the CUDA C++ product beside Triton's best schedules on this GPU.
+"""Time the CUDA C++ product and Triton's best schedules on this GPU.
 
     python -m bench.gpu.products [--tokens 512,2048,8192] [--weights 6144x4096,...] [--ways 4] [--json FILE]
 
-Triton's ways are the best ones by measurement or cost rule for the size, the CUDA kernel's are all of its own. Each is
-timed as `llmc tune` times it: many copies over distinct memory, medians. tests/gpu/test_cuda_kernels.py checks results.
+The candidates are Triton's best schedules for the size, by measurement or cost rule, and all of the CUDA kernel. Each
+is timed as by `llmc tune`: many copies over distinct memory, medians. tests/gpu/test_cuda_kernels.py checks results.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Check and time every schedule of products with quantised weights on this GPU, beside the best bf16 product.
+"""Check and time every schedule of products with quantised weights on this GPU, and the best bf16 product.
 
     python -m bench.gpu.quantized_products -o FOLDER [--tokens 1,16,256] [--shapes qkv,o] [--ways 14] [--compile-only]
 
 The shapes are those of Llama-3.1-8B. Weights are cycled through more memory than the L2 cache holds, in a CUDA graph
 with dependent launches. Every schedule is first compared with a float32 product of the dequantised weights. FOLDER gets
-`products.jsonl`, a row for every schedule, and `table.md`, the best ones beside the floor.
+`products.jsonl`, a row for every schedule, and `table.md`, the best ones compared with the floor.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def node_of(shape: str, form: str, m: int, registry: Registry) -> Node:
 def ways(
     shapes: Sequence[str], tokens: Sequence[int], forms: Sequence[str], most: int, registry: Registry, target: Target
 ) -> Iterator[Way]:
-    """Yield every schedule that is compared; of formats with other groups than 128, only a few."""
+    """Yield the schedules to compare; only a few for formats with groups other than 128."""
     for shape in shapes:
         for m in tokens:
             node = node_of(shape, "bf16", m, registry)
@@ -151,7 +151,7 @@ def _ours(shape: str, form: str, m: int, node: Node, most: int, target: Target) 
 
 
 def compiled(found: Sequence[Way], target: Target, jobs: int) -> list[Compiled | str]:
-    """Return the binary of every schedule, or why it has none."""
+    """Return the binary of every schedule, or the error message."""
     limits = target.limits
     triton = [w for w in found if w.source.language == "triton"]
     work = [(str(i), w.source, target.family, target.arch, limits.warp) for i, w in enumerate(triton)]
@@ -313,7 +313,7 @@ def measure(found: Sequence[Way], binaries: Sequence[Compiled | str], target: Ta
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the best schedules of every format, beside the floor and the best bf16 product."""
+    """Return the best schedules of every format, with the floor and the best bf16 product."""
     lines = ["| shape | format | m | us | share of floor | bf16 us | kernel | schedule | next |", "|" + "---|" * 9]
     good = [r for r in rows if "failed" not in r]
     for key in dict.fromkeys((r["shape"], r["form"], r["m"]) for r in good if r["form"] != "bf16"):

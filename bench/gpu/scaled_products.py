@@ -1,4 +1,4 @@
-"""Products of 8-bit floats with scales of 128 x 128 tiles, timed on this GPU beside those with scales of rows.
+"""Time products of 8-bit floats with scales of 128 x 128 tiles on this GPU, and those with scales of rows.
 
     python -m bench.gpu.scaled_products [--tokens 1,16,64,256,2048] [--shapes qkv,o,up,down] [--ways 24] [--json FILE]
 
@@ -57,7 +57,7 @@ graph @main(%x: bf16[T, {k}], %c: weight f8e4m3[{m}, {k}], %s: weight f32[{scale
 def candidates(
     form: str, shape: str, tokens: int, ways: int, registry: Registry, target: Target
 ) -> Iterator[Candidate]:
-    """The best ways of the launches of a product: all `ways` of products with scales of tiles, a few of others."""
+    """Return the best schedules of a product's launches: `ways` if scales belong to tiles, otherwise a few."""
     module = parse(module_text(form, shape), registry.opset())
     run_pipeline(
         module,
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def report(
     size: tuple[str, int], found: Sequence[tuple[str, Candidate]], times: Sequence[float]
 ) -> list[dict[str, object]]:
-    """Print and return a row for every way, the fastest of each form and op first."""
+    """Print and return a row per schedule, the fastest of each form and op first."""
     rows: list[dict[str, object]] = [
         {
             "shape": size[0], "tokens": size[1], "form": form, "op": c.node.op.name, "us": round(us, 2),

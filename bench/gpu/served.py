@@ -1,11 +1,12 @@
-"""Compare a model served over HTTP with LLM.generate on the same work, and measure prompts beside streams.
+"""Compare a model served over HTTP with LLM.generate on the same work, and measure prompts while streams run.
 
     python -m bench.gpu.served [--model NAME] [--artifacts DIR] [--out DIR] [--requests N] [--concurrency N]
                                [--seconds S] [--batched N] [--parts throughput,mix]
 
-Server, engine and clients are processes of this machine. The weights are random; the vocabulary is of random words, so
-that text is made of every token. Targets: 95 % of LLM.generate's output tokens a second; TTFT at most 1 s and ITL at
-most 25 ms (99th percentiles) where 8 prompts a second of 2,000 tokens, 16 out, come beside 64 streams.
+Server, engine and clients are processes of this machine. The weights are random; the vocabulary consists of random
+words, so that every token has a text. Targets: 95 % of LLM.generate's output tokens a second; TTFT at most 1 s and ITL
+at most 25 ms (99th percentiles) if 8 prompts of 2,000 tokens per second, with 16 output tokens each, arrive while 64
+streams run.
 """
 
 from __future__ import annotations

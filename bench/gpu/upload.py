@@ -1,4 +1,4 @@
-"""Upload weights in two ways, with and without hashing, beside the rates of hashing, copying and mapping alone.
+"""Time both methods of uploading weights, with and without hashing, and hashing, copying and mapping alone.
 
     python -m bench.gpu.upload GiB [--threads 4,8,16] [--spans 16,64,256] [--rounds 3] [--dir DIR] [--json FILE]
 
@@ -125,7 +125,7 @@ class Bench:
         return nbytes / 1e9 / registering, nbytes / 1e9 / copying, nbytes / 1e9 / ending
 
     def uploads(self, threads: list[int], spans: list[int]) -> Iterator[Row]:
-        """Measure every way of uploading, as when an artifact is opened."""
+        """Measure every method of uploading, as when an artifact is opened."""
         for check in (True, False):
             for way in (weight_upload.MAPPED, weight_upload.PINNED):
                 for span in spans if way == weight_upload.MAPPED else (None,):

@@ -1,4 +1,4 @@
-"""Run one model's suites in a separate process, so that a CUDA error ends no other suite; see __main__."""
+"""Run one model's suites in a separate process, so that a CUDA error does not end other suites; see __main__."""
 
 from __future__ import annotations
 

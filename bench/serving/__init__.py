@@ -1,4 +1,5 @@
-"""Speed of the server's front end over a simulated device: streamed tokens beside a bare handler, latency, queues.
+"""Speed of the server's front end over a simulated device: streamed tokens compared with a minimal handler, latency,
+queues.
 
 python -m bench.serving [--out FILE] [--rounds N] [--suites throughput,latency,queue]
 """

@@ -1,4 +1,4 @@
-"""The measurements: throughput beside a minimal handler, added latency of one stream, steps beside a long queue."""
+"""The measurements: throughput compared with a minimal handler, added latency of a stream, steps with a long queue."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Row = dict[str, Any]
 
 
 def throughput(rounds: int) -> list[Row]:
-    """Tokens per second of 256 streams: our server at full speed beside the minimal handler, interleaved; and at a
-    GPU's pace.
+    """Return tokens per second of 256 streams: our server and the minimal handler at full speed, interleaved; our
+    server at a GPU's pace.
     """
     with server("bench.serving.front", 0.0, 2) as ours, server("bench.serving.peer", EVENT) as bare:
         found: dict[str, list[Row]] = {"ours": [], "bare": []}

@@ -87,10 +87,10 @@ def _pieces(
     ahead: deque[Future[memoryview]] = deque()
     for place in places:
         if place.name.startswith(PAD):
-            ahead.append(pool.submit(_zeros, place.nbytes))
+            ahead.append(pool.submit(memoryview, bytes(place.nbytes)))
             continue
         v = values[place.name]
-        alone = blocks.holds_much(v)
+        alone = blocks.caches_large_value(v)
         if alone:
             yield from (f.result() for f in _drain(ahead))
             blocks.forget()
@@ -124,7 +124,3 @@ def _ranges(v: Value) -> Iterator[tuple[int, int]]:
 def _block(blocks: Blocks, v: Value, lo: int, hi: int) -> memoryview:
     rows = blocks.rows(v, lo, hi) if v.type.rank else blocks.whole(v)
     return memoryview(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
-
-
-def _zeros(count: int) -> memoryview:
-    return memoryview(bytes(count))

@@ -105,9 +105,8 @@ def _table_operands(n: Node) -> list[int]:
 
 
 def _reader(v: Value) -> tuple[str, Node | None]:
-    """The name of the operand and the reader that say what a value holds, through ops that pass integers on.
-
-    An op passes integers on if its signature takes any dtype for them: it cannot interpret them.
+    """Return the operand name and the reader that declare a value's content, skipping ops that only pass integers on.
+    These ops accept any dtype, so they cannot interpret the integers.
     """
     found: list[tuple[str, Node]] = []
     for n in dict.fromkeys(v.uses):

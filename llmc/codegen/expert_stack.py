@@ -31,7 +31,7 @@ class Stack:
 
     @property
     def up(self) -> bool:
-        """Whether it is that of the first product, which has a gate and reads the rows of tokens."""
+        """Whether it belongs to the first product, which has a gate and whose rows are tokens."""
         return self.node.op.name.endswith("up")
 
     @property
@@ -75,8 +75,8 @@ class Stack:
 
     def layouts(self, half: int) -> dict[int, str]:
         """Return operand -> layout of a stack that is packed with this `half` (see `Kernel.layouts`)."""
-        turned = [i for i in (self.operand("scale"), self.operand("zero")) if i is not None]
-        return {CODE: f"pack_nibbles{{half={half}}}", **dict.fromkeys(turned, "transpose{perm=[0, 2, 1]}")}
+        transposed = [i for i in (self.operand("scale"), self.operand("zero")) if i is not None]
+        return {CODE: f"pack_nibbles{{half={half}}}", **dict.fromkeys(transposed, "transpose{perm=[0, 2, 1]}")}
 
 
 def pack_stack(g: Graph, node: Node, half: int, operands: Sequence[int], ops: Mapping[str, OpDef]) -> None:

@@ -83,8 +83,9 @@ class Source:
     entry: the name of the kernel function. sizes: run-time sizes passed as int64, in order. scratch: bytes per CPU
     thread. threads, shared: threads and bytes of dynamic shared memory per block; 0 if the compiler determines them.
     grid: programs along x, y and z. params: types of all parameters of a Triton kernel in order ("*bf16", "i32").
-    options: of the compiler (num_warps, num_stages). pdl: whether the text waits for the previous kernel itself. maps:
-    see Map. passes: the parameters that a launch passes; empty means operands and results, then `sizes` as i32.
+    options: of the compiler (num_warps, num_stages). pdl: whether the kernel uses programmatic dependent launch, and
+    waits for the previous kernel itself. maps: see Map. passes: the parameters that a launch passes; empty means
+    operands and results, then `sizes` as i32.
     cluster: blocks of a cluster along x, y and z (at most 8 in total); empty without clusters. package: the
     top-level module of an extension that the kernel is from, for errors; empty for llmc's own.
     """

@@ -158,7 +158,7 @@ def _touch(regions: Sequence[tuple[Any, int, int]], others: Sequence[tuple[Any, 
 class Placed:
     """A graph's launches with their memory: buffers, arena bytes, buffer indices per launch, and barriers.
 
-    `sync[i]` says whether all threads wait after launch i, because the next launch conflicts with a launch since the
+    `sync[i]` is whether all threads wait after launch i, because the next launch conflicts with a launch since the
     previous barrier.
     """
 

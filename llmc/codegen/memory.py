@@ -171,23 +171,6 @@ def _reused(
     return out
 
 
-def overlaps(slots: list[Slot]) -> list[tuple[Slot, Slot]]:
-    """Return pairs of slots that are live at the same time and share bytes.
-
-    A result that reuses an operand's memory starts at the node where the operand ends, at the same offset; that is not
-    an overlap.
-    """
-    out = []
-    for i, a in enumerate(slots):
-        for b in slots[i + 1 :]:
-            in_time = a.first <= b.last and b.first <= a.last
-            in_space = a.offset < b.offset + b.nbytes and b.offset < a.offset + a.nbytes
-            handed_on = a.last == b.first and a.offset == b.offset and a.nbytes == b.nbytes and a.first < b.first
-            if in_time and in_space and not handed_on:
-                out.append((a, b))
-    return out
-
-
 def report(m: Module) -> dict[str, Any]:
     """Return the plan of every launched graph as data: arena bytes, and slots by decreasing size."""
     out = {}

@@ -200,8 +200,8 @@ def title(source: Source) -> str:
 def compile_error(compiler: str, source: Source, why: str, path: Path, loc: str, log: str = "") -> Diagnostic:
     """Diagnostic E502 for a source that does not compile. Its text is written to `path`.
 
-    why: the compiler's reason. log: all that it has printed, if that is more: written beside the text, and part of the
-    traceback that -v prints.
+    why: the compiler's reason. log: the compiler's complete output, if longer than `why`; it is saved beside the text,
+    and shown by -v.
     """
     path.write_text(source.text)
     saved = f"the source was saved as {path}"

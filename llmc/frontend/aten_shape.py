@@ -93,7 +93,7 @@ def select(c: Call, x: Value, dim: int, index: Any) -> Value:
 
 
 def pieces(c: Call, x: Value, sizes: Any, dim: int = 0) -> tuple[Value, ...]:
-    """Lower chunk and split; the sizes of the results say where to cut."""
+    """Lower chunk and split; the sizes of the results determine the cuts."""
     axis, at, out = axis_of(x, dim), Dim.of(0), []
     for ty in c.types:
         out.append(c.part(x, axis, at, at + ty.shape[axis]))

@@ -1,4 +1,4 @@
-"""Reads the weights of a traced model from its folder, by name and row range. Opening checks them all, loading none."""
+"""Reads the weights of a traced model from its folder, by name and row range. Opening only checks them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class TiedWeightsDiffer(Diagnostic):
 class Checkpoint:
     """Reads the weights of @main. Use it as a context manager, or call `close`.
 
-    A graph over the stored tensors says how each weight is made; its rows are evaluated when they are read. Opening
+    A graph over the stored tensors computes each weight; its rows are evaluated when they are read. Opening
     reads only headers (and scales of quantised weights) and raises Diagnostic E320-E327: missing or damaged files, a
     wrong index, tensors that are missing, unexpected, of the wrong shape or not floating point, and tied weights that
     differ.
@@ -122,15 +122,15 @@ class Checkpoint:
         self._check_tied(known)
         self._values = {name: _cast(build, v, traced.weights[name].type.dtype) for name, v in located.items()}
         self.formats: dict[str, QFormat] = {}  # of weights that can be read as parts
-        self.turned: set[str] = set()  # of `formats`: the parts stand for the weight's transpose
+        self.transposed: set[str] = set()  # names of `formats` whose parts are the weight's transpose
         self.counts: dict[str, int] = {}  # of `formats`: how many stored weights it consists of
         self.orders: dict[str, str] = {}  # the name under which the order of a weight's columns is read, if it has one
         shared: dict[Value, str] = {}
         for name, value in located.items():
             if decoder and (found := decoder.parts(value, build)):
                 self.formats[name], self.counts[name] = found.format, found.count
-                if found.turned:
-                    self.turned.add(name)
+                if found.transposed:
+                    self.transposed.add(name)
                 self._values |= {f"{name}.{part}": v for part, v in zip(PARTS, found.parts, strict=False)}
                 if found.order:
                     self.orders[name] = shared.setdefault(found.order, f"{name}.order")

@@ -101,7 +101,7 @@ class _Lowering:
             raise Diagnostic("E310", f"{n.op} {n.target} cannot be lowered", _REPORT, loc=_loc(n)[0])
 
     def _placeholder(self, n: Any) -> Any:
-        """The value of an input: one of the step inputs, or a weight under the name that stands for it."""
+        """The value of an input: one of the step inputs, or a weight, tied ones under their common name."""
         fake = n.meta.get("val")
         if not isinstance(fake, torch.Tensor):
             return fake

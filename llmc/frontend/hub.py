@@ -62,7 +62,7 @@ def locate(
 ) -> Located:
     """Return the folder of a model: a local path, or a hub id `owner/name[@revision]` (or `name@revision`) to download.
 
-    An existing path takes precedence over a hub id. `weights` says whether weights are needed. `check` is called with
+    An existing path takes precedence over a hub id. weights: whether weights are needed. `check` is called with
     config.json before weights are downloaded, and may raise. Raises Diagnostic E330
     (no such repository), E331 (gated or private), E332 (no connection, or not downloaded and offline), E333 (no such
     revision), E334 (unusable answer), and E301-E304, E307, E320 if the folder is not a model that can be compiled.
@@ -82,10 +82,6 @@ def files_to_download(names: Collection[str], shards: Collection[str] | None) ->
     """Return the names of the files to download. `shards`: the weight files, or None to skip weights."""
     weights = {*shards, unsupported.INDEX} if shards is not None else set()
     return [n for n in sorted(names) if n in TOKENIZER_FILES or n in FILES or n in weights or _is_template(n)]
-
-
-def _concerns(name: str) -> bool:
-    return "/" not in name or _is_template(name)
 
 
 def _is_template(name: str) -> bool:
@@ -153,7 +149,8 @@ class _Fetch:
         )
         if not COMMIT.fullmatch(str(info.sha)):
             raise self.unusable(f"its commit is {info.sha!r}, not 40 digits")
-        files = {s.rfilename: int(s.size or 0) for s in info.siblings or () if _concerns(s.rfilename)}
+        sizes = {s.rfilename: int(s.size or 0) for s in info.siblings or ()}
+        files = {name: size for name, size in sizes.items() if "/" not in name or _is_template(name)}
         return str(info.sha), files
 
     def downloaded(self) -> tuple[str, dict[str, int]]:

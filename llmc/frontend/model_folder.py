@@ -104,7 +104,7 @@ def open_source(path: str | Path) -> Source:
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """Read config.json and the files beside it that say how the weights are quantised."""
+    """Read config.json, with the quantisation that other files of the folder describe."""
     beside = {name: read_json(folder / name) for name in FILES if (folder / name).is_file()}
     return with_quantization(read_json(folder / "config.json"), beside)
 

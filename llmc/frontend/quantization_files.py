@@ -43,7 +43,7 @@ def with_quantization(config: Mapping[str, Any], beside: Mapping[str, Mapping[st
     """Return a config.json whose `quantization_config` has the keys of all places that describe the quantisation.
 
     These are `quantization_config` and `compression_config` of config.json and of its `text_config`, and the files
-    beside it, by name. Of a key that several have, the first place counts. Raises Diagnostic E340 for places that
+    beside it, by name. If several places have a key, the first one is used. Raises Diagnostic E340 for places that
     contradict one another.
     """
     known, source = config.get(KEY), "config.json"

@@ -19,7 +19,7 @@ KNOWN = ("default", *sorted(ROPE_INIT_FUNCTIONS))
 LAYOUTS: types.MappingProxyType[str, Callable[[Tensor], Tensor]] = types.MappingProxyType(
     {"half": lambda a: a, "twice": lambda a: torch.cat((a, a), -1), "pairs": lambda a: a.repeat_interleave(2, -1)}
 )
-PROBED = 4  # positions at which a module's own tables are looked at
+PROBED = 4  # positions at which a module's own tables are evaluated
 COMPLEX = "complex"  # one complex table cos + i sin of half width
 
 
@@ -100,10 +100,9 @@ def _frequencies(module: Any, prefix: str, layer_type: str | None, kind: str, ma
 
 
 def _scaling(module: Any, prefix: str, max_positions: int) -> float:
-    """The factor of the tables. longrope of Phi-3.5-MoE has two, of short and long sequences, chosen as `patch` says.
-
-    transformers' Phi-3.5-MoE takes the frequencies of short sequences for long ones, too; its publisher's code, and so
-    this one, takes those of long ones.
+    """The factor of the tables. longrope of Phi-3.5-MoE has two factors, for short and for long sequences, chosen as in
+    `patch`. For long sequences, transformers' Phi-3.5-MoE uses the frequencies of short ones; its publisher's code, and
+    llmc, use those of long ones.
     """
     rope = getattr(module.config, "rope_parameters", None) or {}
     if not {"short_mscale", "long_mscale"} <= rope.keys():

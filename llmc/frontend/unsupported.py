@@ -96,7 +96,7 @@ def refuse_file(path: Path) -> Diagnostic:
 
 
 def refuse_code(request: str) -> Diagnostic:
-    """The error for a model that needs Python code from its repository; `request` is what asks for it."""
+    """The error for a model that needs Python code from its repository; `request` names the option or key."""
     return Diagnostic(
         "E304",
         f"{request}: Python code in a model's repository is never run",

@@ -139,7 +139,7 @@ class Drawing:
         return self.once(name, lambda: self.draw(name, self.shapes[name], self.dtypes[name]))
 
     def once(self, key: str, make: Callable[[], Any]) -> Any:
-        """Return what `make` returned at the first call with this key: values that several operands share."""
+        """Return the value that `make` returned at the first call with this key, so that operands share it."""
         if key not in self.made:
             self.made[key] = make()
         return self.made[key]
@@ -153,7 +153,7 @@ class Drawing:
 
     @property
     def vocabulary(self) -> int:
-        """Exclusive upper bound of token ids: the width of the node's logits or counts, or that of the step."""
+        """Exclusive upper bound of token ids: the width of the logits or counts, else the step's vocabulary."""
         sized = [self.shapes[n][-1] for n, c in self.holds.items() if c in (logits, counts) and n in self.shapes]
         return sized[0] if sized else self.step.vocabulary
 

@@ -233,15 +233,15 @@ class Module:
 class QuantisedWeight:
     """A weight [*stack, n, k] in a format: its codes, scales and, if the format has them, zero points.
 
-    order: i32[k], the column of the weight that each column of the codes is; None if they are the same. turned: the
-    weight is [*stack, k, n], the transpose of what the parts stand for. count: of the stored weights that it consists
-    of.
+    order: i32[k], column j of the codes is column order[j] of the weight; None if the order is the same. transposed:
+    the weight is [*stack, k, n], the transpose of the dequantised parts. count: the number of stored weights that it
+    joins.
     """
 
     format: QFormat
     parts: tuple[Value, ...]
     order: Value | None = None
-    turned: bool = False
+    transposed: bool = False
     count: int = 1
 
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
 
-# Dtypes of codes of less than 8 bits that are not integers, and what `dequantize` calls their encoding.
+# Non-integer dtypes of codes of less than 8 bits -> the name of their encoding in `dequantize`.
 ENCODINGS: Mapping[str, str] = MappingProxyType({"f4e2m1": "e2m1"})
 
 
@@ -52,7 +52,7 @@ class QFormat:
 
     @property
     def storage(self) -> str:
-        """The dtype in which codes are held before they are packed: codes of less than 8 bits take a byte each."""
+        """The dtype of unpacked codes: codes of less than 8 bits are stored in one byte each."""
         return self.code if DTYPES[self.code].bits >= 8 else "u8"
 
     @property
@@ -72,9 +72,7 @@ class QFormat:
 
     def scale_shape(self, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
         """Return the shape of the scales of a tensor [*batch, n, k]."""
-        *batch, n, k = shape
-        r, c = self.block
-        return (*batch, n.ceildiv(r) if r else Dim.of(1), k.ceildiv(c) if c else Dim.of(1))
+        return scale_shape(shape, self.block)
 
     def parts(self, shape: tuple[Dim, ...]) -> dict[str, tuple[str, tuple[Dim, ...]]]:
         """Map part names to (dtype, shape). Part axes follow the logical axes, so parts can be sliced and joined."""
@@ -89,6 +87,12 @@ class QFormat:
         fields += ["table=[" + ", ".join(map(repr, self.table)) + "]"] if self.table else []
         fields += [f"logical={self.logical}"] + ([f"act={self.act}"] if self.act else [])
         return f"format {self.name} = {{{', '.join(fields)}}}"
+
+
+def scale_shape(shape: tuple[Dim, ...], block: tuple[int, ...]) -> tuple[Dim, ...]:
+    """Return the shape of the scales of codes [*batch, n, k], given the rows and columns that share one (0: all)."""
+    sizes = zip(shape[-2:], block, strict=True)
+    return (*shape[:-2], *(length.ceildiv(size) if size else Dim.of(1) for length, size in sizes))
 
 
 _FIELD = re.compile(r"(\w+)=(\[[^\]]*\]|[^,{}]+)")

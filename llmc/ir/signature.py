@@ -31,7 +31,7 @@ class Slot:
     state: bool = False
     many: bool = False
     optional: bool = False
-    scales: str = ""  # the operand whose 8-bit floats this one scales: it exists only with them
+    scales: str = ""  # the operand that this one scales; this one exists only if that one has 8-bit floats
 
 
 class Mismatch(TypeError):
@@ -56,7 +56,7 @@ def parse_signature(text: str) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
 
 def present(slots: Sequence[Slot], types: Sequence[Type]) -> tuple[Slot, ...]:
     """Return the slots of operands of these types, without scales of operands that are not 8-bit floats."""
-    names = [s.name for s in slots]  # what is scaled stands before the first scales
+    names = [s.name for s in slots]  # scaled operands precede their scales
     dtypes = {name: DTYPES[t.dtype] for name, t in zip(names, types, strict=False)}
 
     def scaled(name: str) -> bool:
@@ -162,7 +162,7 @@ def expand(dims: Sequence[str], env: Mapping[str, Any]) -> tuple[Dim, ...]:
 
 
 def numbers_of(env: Mapping[str, Any]) -> dict[str, Dim]:
-    """Return sizes for cost formulas, in which b stands for the product of the axes `*b`."""
+    """Return sizes for cost formulas, in which b is the product of the axes `*b`."""
     out = sizes_of(env)
     for k, v in env.items():
         if k[0] == "*":

@@ -60,10 +60,6 @@ class Type:
         """Return this type with another shape."""
         return Type(self.dtype, tuple(Dim.of(d) for d in shape), self.state, self.format)
 
-    def with_dtype(self, dtype: str) -> Type:
-        """Return this type, not quantised, with another dtype."""
-        return Type(dtype, self.shape, self.state)
-
     def subs(self, env: Mapping[str, DimLike]) -> Type:
         """Return this type with symbols replaced by sizes."""
         return Type(self.dtype, tuple(d.subs(env) for d in self.shape), self.state, self.format)

@@ -21,9 +21,9 @@ from llmc.ir.interp import run_node
 from llmc.ir.ops.packed_fragments import BLOCK
 from llmc.ir.scalar import parse_expr, walk
 
-# Values up to this size in bytes may be held whole.
+# Values of at most this size in bytes may be kept whole.
 SMALL = 64 << 20
-# Elements of a weight that are reduced to scales at a time.
+# Elements of a weight from which scales are computed at a time.
 CHUNK = 4 << 20
 # Bytes of whole values kept for later rows. The oldest are dropped first; the newest is always kept.
 KEEP = 64 << 20
@@ -68,7 +68,7 @@ def shape_of(v: Value) -> tuple[int, ...]:
 class Blocks:
     """Rows of the values of a weights graph. Thread-safe.
 
-    A value that its readers need whole is computed once and kept until `forget`.
+    Values that readers need as a whole are computed once and cached until `forget`.
     """
 
     def __init__(self, graph: Graph, source: WeightSource) -> None:
@@ -118,7 +118,7 @@ class Blocks:
             self._whole.clear()
             self._locks.clear()
 
-    def holds_much(self, v: Value) -> bool:
+    def caches_large_value(self, v: Value) -> bool:
         """Whether evaluating `v` keeps a whole value larger than `SMALL`."""
         seen: set[Value] = set()
         todo = [v]
@@ -143,8 +143,8 @@ class Blocks:
         if v.type.rank and (rule or (node.op.scalar is not None and _by_rows(node))):
             return (rule or _pointwise)(self, v, 0, shape_of(v)[0])
         operands = [widen(self.whole(o), o.type.dtype) for o in node.operands]
-        held = run_node(node, operands, {})[node.results.index(v)]
-        return narrow(held, v.type.dtype)
+        result = run_node(node, operands, {})[node.results.index(v)]
+        return narrow(result, v.type.dtype)
 
     def _read(self, v: Value, lo: int, hi: int) -> np.ndarray:
         shape = (hi - lo, *shape_of(v)[1:])
@@ -157,7 +157,7 @@ class Blocks:
     def _storage(v: Value, x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         want = DTYPES[v.type.dtype].np
         if x.shape != shape or x.dtype != want:
-            cause = f"weight %{v.name} reads as {x.dtype}{list(x.shape)}, the graph says {want}{list(shape)}"
+            cause = f"weight %{v.name} reads as {x.dtype}{list(x.shape)}, the graph declares {want}{list(shape)}"
             raise Diagnostic("E124", cause, "check that the checkpoint belongs to this config.json")
         return x.view(words(v.type.dtype))
 

@@ -91,14 +91,9 @@ def serving_step(n: Node, env: Mapping[str, int], context: int, page: int) -> St
     return Step.serving(rows, max(tokens, rows), context, env.get("P", 1), page)
 
 
-def node_bytes(n: Node, env: Mapping[str, int]) -> int:
-    """Return the bytes of all operands and results."""
-    return sum(int(v.type.nbytes.subs(env).const or 0) for v in [*n.operands, *n.results])
-
-
 def copies_of(n: Node, env: Mapping[str, int], target: Target) -> int:
     """Return the number of copies that exceed the caches several times, within bounds."""
-    each = max(1, node_bytes(n, env))
+    each = max(1, sum(int(v.type.nbytes.subs(env).const or 0) for v in [*n.operands, *n.results]))
     spread = max(SPREAD * target.limits.l2, MIN_SPREAD_BYTES)
     return max(2, min(MAX_COPIES, -(-spread // each), MAX_BYTES // each))
 

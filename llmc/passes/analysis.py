@@ -51,11 +51,11 @@ def const_value(v: Value) -> float | None:
         return None
     if n.op.name != "constant":
         inner = const_value(n.operands[0])
-        return inner if inner is None or n.op.name != "cast" else held(inner, v.type.dtype)
-    return held(float(n.attrs["value"]), v.type.dtype)
+        return inner if inner is None or n.op.name != "cast" else rounded_to(inner, v.type.dtype)
+    return rounded_to(float(n.attrs["value"]), v.type.dtype)
 
 
-def held(value: float, dtype: str) -> float:
+def rounded_to(value: float, dtype: str) -> float:
     """Round `value` to `dtype`. float32 keeps the decimal as written, so that 1e-06 prints as 1e-06."""
     kind = DTYPES[dtype]
     if kind.kind == "b":
@@ -98,7 +98,7 @@ class Origin(IntEnum):
 def origin(v: Value, known: dict[Value, Origin] | None = None) -> Origin:
     """Return what a value depends on: only constants, weights (and constants), or inputs and states of a step.
 
-    `known` keeps the answers for values of the same graph, which may share operands.
+    `known` caches the results for values of the same graph, which may share operands.
     """
     known = {} if known is None else known
     todo = [v]

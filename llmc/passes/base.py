@@ -1,4 +1,4 @@
-"""The base class of passes and the context that a run of passes shares."""
+"""The base class of passes, the context that a run of passes shares, and the kernels' reasons to reject a node."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
+from llmc.diagnostics import extension_code
 from llmc.ir.graph import Module, Node
 from llmc.ir.opdef import OpDef
 
@@ -31,7 +32,7 @@ class Ctx:
     """The context that a run of passes shares.
 
     opset: op name -> OpDef. target: the Target to compile for, or None. kernels: kernel name -> Kernel. fuel: the
-    number of changes that may still be made (negative: unlimited). only: a module path; rewrites elsewhere are skipped.
+    maximum number of further changes (negative: unlimited). only: a module path; rewrites elsewhere are skipped.
     misses: near misses in order, without repetition. hits: number of rewrites per place. notes: messages for the user,
     without repetition. choices: the kernel choices and their alternatives, as data for the report.
     """
@@ -79,3 +80,25 @@ class Pass:
     def run(self, m: Module, ctx: Ctx) -> int:
         """Transform the module in place and return the number of changes."""
         raise NotImplementedError
+
+
+def rejections(n: Node, ctx: Ctx) -> list[str] | None:
+    """Return why each kernel of the target rejects the node; None if one supports it, or if there is no target."""
+    if ctx.target is None:
+        return None
+    reasons = []
+    for name in ctx.kernels:
+        kernel = ctx.kernels[name]
+        if kernel.language in ctx.target.languages and kernel.claims(n):
+            with extension_code(f"kernel {name!r}", type(kernel), n):
+                why = kernel.reject(n, ctx.target)
+            if why is None:
+                return None
+            reasons.append(f"{name}: {why}")
+    return reasons
+
+
+def rejected(n: Node, ctx: Ctx) -> str | None:
+    """Return why no kernel of the target supports the node, as text; None if one does, or if there is no target."""
+    reasons = rejections(n, ctx)
+    return None if reasons is None else "; ".join(reasons) or f"target {ctx.target.name} has no kernel for them"

@@ -1,1 +1,1 @@
-"""Quantised checkpoints: one module per scheme, each saying which tensors it reads and what they mean."""
+"""Quantised checkpoints: one module per scheme, which documents the stored tensors and decodes them."""

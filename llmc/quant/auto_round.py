@@ -20,14 +20,14 @@ from llmc.quant.scheme import AGAIN, Codes, Stored, activations, integer, last_p
 
 @dataclass(frozen=True)
 class Packing:
-    """How a packing is read: the parts of a weight, and a function of the weight and its module's keys."""
+    """A packing: the parts of a weight, and the function that decodes them, given the keys of the module."""
 
     parts: tuple[str, ...]
     decode: Callable[[Stored, Mapping[str, Any]], Codes]
 
 
 def _gptq(less_one: bool) -> Callable[[Stored, Mapping[str, Any]], Codes]:
-    """The layout of GPTQ; less_one: zero points are stored less one, as by GPTQ's first version."""
+    """The layout of GPTQ; less_one: zero points are stored minus one, as by GPTQ's first version."""
 
     def decode(stored: Stored, keys: Mapping[str, Any]) -> Codes:
         _check_integers(stored, keys)
@@ -76,7 +76,7 @@ PACKINGS: Mapping[str, Packing] = MappingProxyType(
 )
 
 
-# Names of `data_type` and `act_data_type` and the kind of number that they stand for. e5m2 is none of them.
+# Values of `data_type` and `act_data_type` by kind of number. e5m2 is not supported.
 INTEGERS = ("int", "int_sym", "int_asym")
 FLOATS = (
     "fp", "float", "fp8", "fp8_sym", "fp8_e4m3", "fp8_dynamic", "fp8_static", "block_fp8", "block_fp8_sym",
@@ -86,12 +86,12 @@ FLOATS = (
 
 # Keys of transformations of activations, which cannot be undone in the weights.
 ROTATIONS = ("rotation_config", "rotation_configs", "spinquant_config", "hadamard_config", "transform_config")
-EXTRA = ("layer_config", "extra_config")  # keys of exceptions for some modules; the last counts
+EXTRA = ("layer_config", "extra_config")  # keys of exceptions for some modules; the last one takes precedence
 
 
 @dataclass(frozen=True)
 class AutoRound:
-    """The scheme of one checkpoint. keys: the configuration of every module; extra: what some override."""
+    """The scheme of one checkpoint. keys: the configuration of every module; extra: overrides for some modules."""
 
     packing: Packing
     keys: Mapping[str, Any]
@@ -121,7 +121,7 @@ class AutoRound:
                 if re.search(name, module):
                     return changes
             except re.error:
-                continue  # a name that happens to be no regular expression
+                continue  # a plain name that is not a valid regular expression
         return {}
 
 

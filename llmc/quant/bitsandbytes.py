@@ -89,7 +89,7 @@ def _state(stored: Stored) -> dict[str, Any]:
 def _scales(stored: Stored, facts: Mapping[str, Any], n: int, runs: int) -> Value:
     """The scale of each run of columns [n, runs].
 
-    A producer that ran the model on a CPU before it saved it has written the scales as [runs, n].
+    If the model ran on a CPU before it was saved, the scales are stored as [runs, n].
     """
     b, absmax = stored.build, stored.part("absmax", ("f32", "bf16", "f16", "u8"))
     if absmax.type.dtype != "u8":

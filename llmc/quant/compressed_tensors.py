@@ -56,7 +56,7 @@ Decode = Callable[[Stored, Mapping[str, Any]], Codes]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of storage. `decode` takes a weight and the `weights` of its group. `type` is what their `type` may be."""
+    """A kind of storage. `decode` takes a weight and the `weights` of its group, whose `type` must be `type`."""
 
     decode: Decode
     type: str
@@ -100,7 +100,7 @@ def _pack(stored: Stored, args: Mapping[str, Any]) -> Codes:
 
 
 def _plain(label: str, *dtypes: str) -> Decode:
-    """Codes that are stored one an element, unsigned zero points aside."""
+    """Return the decoder of codes that are stored one per element; zero points are signed."""
 
     def decode(stored: Stored, args: Mapping[str, Any]) -> Codes:
         code, scale = stored.part("weight", dtypes, 2), stored.part("weight_scale", SCALES)
@@ -242,7 +242,7 @@ def _targets(found: Any, where: str) -> tuple[str, ...]:
 
 
 def _group(name: str, group: Any, default: Any) -> Group:
-    if isinstance(group, list):  # targets of a preset, which compressed-tensors replaces by its numbers when it saves
+    if isinstance(group, list):  # targets of a preset, which compressed-tensors normally replaces by its settings
         raise refuse(METHOD, "group as a preset", name, ("groups with targets and weights",))
     weights = group.get("weights") if isinstance(group, dict) else None
     targets = _targets(group.get("targets") if isinstance(group, dict) else None, f"group {name[:80]!r}")

@@ -16,7 +16,7 @@ from llmc.ir.qformat import ENCODINGS, QFormat
 from llmc.quant.kv_scales import KV_SCALES, Scales, kv_scales_of
 from llmc.quant.scheme import AGAIN, LINEAR, Codes, Scheme, SchemeOf, Stored
 
-# Dtypes of codes that are stored one an element or packed, as `weight`.
+# Dtypes of codes in a tensor named `weight`, stored one per element or packed.
 FLOAT_CODES = ("f8e4m3", "f8e5m2")
 CODES = ("i8", "u8", "i32", *FLOAT_CODES)
 TRANSPOSED = "Conv1D"  # transformers' class of modules that hold the transpose, [k, n]
@@ -39,7 +39,7 @@ class Decoder:
         read: Callable[[str], np.ndarray],
         classes: Callable[[str], tuple[str, ...]] = lambda weight: LINEAR,
     ) -> Mapping[str, Value]:
-        """See `WeightDecoder.decode`. Weights are float32; those that are not quantised stay as they are stored.
+        """See `WeightDecoder.decode`. Decoded weights are float32; others keep their stored dtype.
 
         Raises Diagnostic E307, E340, E341 or E342.
         """
@@ -67,10 +67,10 @@ class Decoder:
     def _weight(self, stored: Stored) -> Value:
         if len({"weight", "qweight", "weight_packed"} & stored.parts.keys()) > 1:
             have = ", ".join(sorted(stored.parts))
-            raise Diagnostic("E340", f"{stored.module} is stored quantised and as it was: {have}", AGAIN)
+            raise Diagnostic("E340", f"{stored.module} is stored both quantised and unquantised: {have}", AGAIN)
         codes = self.scheme.decode(stored)
         if TRANSPOSED in stored.classes:  # quantised as the Linear that computes the same
-            codes = replace(codes, turned=not codes.turned)
+            codes = replace(codes, transposed=not codes.transposed)
         self.labels[codes.label] += 1
         weight = dequantized(codes, stored.build)
         self._codes[weight] = codes
@@ -94,7 +94,7 @@ class Decoder:
             return None
         found = [self.parts(v, b) for v in n.operands]
         first = found[0]
-        if first is None or first.turned or not all(_joins(x, first, v, n) for x, v in zip(found, n.operands)):
+        if first is None or first.transposed or not all(_joins(x, first, v, n) for x, v in zip(found, n.operands)):
             return None
         columns = zip(*(x.parts for x in found if x), strict=True)
         if n.op.name == "concat":
@@ -106,7 +106,7 @@ class Decoder:
 
 def _joins(x: QuantisedWeight | None, first: QuantisedWeight, v: Value, n: Node) -> bool:
     """Whether the parts of an operand of a concatenation (or reshape) can be moved as the operand is."""
-    if x is None or x.order is not None or x.turned or x.format != first.format:
+    if x is None or x.order is not None or x.transposed or x.format != first.format:
         return False
     typed = replace(v.type, dtype=x.format.logical, format=x.format)
     axis = n.attrs.get("axis", 0) % v.type.rank
@@ -114,15 +114,14 @@ def _joins(x: QuantisedWeight | None, first: QuantisedWeight, v: Value, n: Node)
 
 
 def _bare_codes(weight: Value) -> bool:
-    """Whether a stored weight has codes, which mean nothing without their scales."""
+    """Whether a stored weight consists of codes, which cannot be used without their scales."""
     return weight.type.dtype in (CODES if weight.name.endswith(".weight") else FLOAT_CODES)
 
 
 def parts_of(codes: Codes, order: Value | None, b: Builder) -> QuantisedWeight | None:
     """The format of codes, and the codes, scales and zero points as the format holds them; None if none fits.
 
-    `order` sorts the columns by their groups, if they have a group index. Only groups that are equally large have a
-    format.
+    `order` sorts the columns by their groups, if they have a group index. Only groups of equal size have a format.
     """
     if codes.groups and not codes.groups.even:
         return None
@@ -138,9 +137,9 @@ def parts_of(codes: Codes, order: Value | None, b: Builder) -> QuantisedWeight |
         zero = b.broadcast(zero, shape=shape) if isinstance(zero, Value) else zero
     if not isinstance(zero, Value):
         f = QFormat.of(name, block, scale.type.dtype, str(zero) if zero else "", act=codes.act)
-        return QuantisedWeight(f, (code, scale), order, codes.turned)
+        return QuantisedWeight(f, (code, scale), order, codes.transposed)
     f = QFormat.of(name, block, scale.type.dtype, zero.type.dtype, act=codes.act)
-    return QuantisedWeight(f, (code, scale, zero), order, codes.turned)
+    return QuantisedWeight(f, (code, scale, zero), order, codes.transposed)
 
 
 def code_dtype(codes: Codes) -> str | None:
@@ -164,7 +163,7 @@ def dequantized(codes: Codes, b: Builder) -> Value:
     operands = (codes.code, scale, zero) if isinstance(zero, Value) else (codes.code, scale)
     point = 0 if isinstance(zero, Value) else zero
     value = b.dequantize(*operands, block=block, dtype="f32", zero_point=point, values=codes.values)
-    if codes.turned:
+    if codes.transposed:
         value = b.transpose(value, perm=(*range(value.type.rank - 2), value.type.rank - 1, value.type.rank - 2))
     return value
 

@@ -1,7 +1,7 @@
 """GPTQ checkpoints (AutoGPTQ, GPTQModel): integers packed along k, zero points packed along n.
 
 Tensors of a weight [n, k]: qweight int32 [k * bits / 32, n], qzeros int32 [groups, n * bits / 32], scales [groups, n]
-and, optionally, g_idx int32 [k], the group of each column. Format "gptq" stores zero points less one: the writer
+and, optionally, g_idx int32 [k], the group of each column. Format "gptq" stores zero points minus one: the writer
 subtracted 1 from every field of a whole 32-bit word at once for 2, 4 and 8 bits, so a borrow runs into the next field;
 for 3 bits it subtracted from each field. Format "gptq_v2" stores them as they are.
 """
@@ -21,7 +21,7 @@ from llmc.quant.scheme import AGAIN, Codes, Stored, integer, last_part, left_out
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx", "weight")
 BITS = (2, 3, 4, 8)
-# What is added to a word to add 1 to each of its fields.
+# The number that adds 1 to each field of a word.
 ONES: Mapping[int, int] = MappingProxyType({2: 0x55555555, 4: 0x11111111, 8: 0x01010101})
 FORMATS = ("gptq", "gptq_v2")
 

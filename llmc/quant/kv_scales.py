@@ -13,7 +13,7 @@ from llmc.diagnostics import Diagnostic
 # The layer's number and which scale it is, in names such as model.layers.3.self_attn.k_scale. Older checkpoints have
 # k_proj.output_scale and v_proj.output_scale, or one kv_scale for both.
 NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?(?:(k|v|kv)_scale|([kv])_proj\.output_scale)$")
-# Scales of the KV cache by the last part of their names: they are no weights of the model.
+# Scales of the KV cache by the last part of their names; they are not weights of the model.
 KV_SCALES = ("k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "output_scale", "k_zero_point", "v_zero_point")
 Scales = tuple[np.ndarray, np.ndarray]  # of keys and of values, float32, of shape () or [KV heads]
 ONE = np.ones((), np.float32)
@@ -21,7 +21,7 @@ NO_ALGORITHM = ("", "NONE", "AUTO")  # values of ModelOpt's kv_cache_quant_algo
 
 
 def kv_dtype_of(config: Mapping[str, Any]) -> str:
-    """Return "f8e4m3" if a config.json asks for a KV cache of 8-bit floats, else "".
+    """Return "f8e4m3" if a config.json requests a KV cache of 8-bit floats, else "".
 
     compressed-tensors has the key kv_cache_scheme for it, ModelOpt also the name of an algorithm, there or as
     kv_cache_quant_algo. Raises Diagnostic E340 for a scheme that is not supported.
@@ -35,8 +35,8 @@ def kv_dtype_of(config: Mapping[str, Any]) -> str:
         return ""
     if isinstance(scheme, str) and scheme.upper() == "FP8":
         return "f8e4m3"
-    asked = scheme if isinstance(scheme, Mapping) else {}
-    if (asked.get("num_bits"), asked.get("type")) != (8, "float") or asked.get("dynamic"):
+    requested = scheme if isinstance(scheme, Mapping) else {}
+    if (requested.get("num_bits"), requested.get("type")) != (8, "float") or requested.get("dynamic"):
         cause = f"the kv_cache_scheme is {str(scheme)[:200]}; supported are 8-bit floats with stored scales"
         raise Diagnostic("E340", cause, "use --kv-cache-dtype bf16, which needs no scales")
     return "f8e4m3"

@@ -11,8 +11,8 @@ NVFP4, W4A16_NVFP4         weight uint8 [n, k / 2], the low four bits first; wei
 MXFP8                      weight float8_e4m3 [n, k]; weight_scale uint8 [n, k / 32], exponents of powers of two
 
 All scales are multipliers. Those of activations (input_scale) are not used: products compute a scale for each row.
-Weights whose inputs are scaled (pre_quant_scale) are refused. Which modules are quantised, their tensors say: names in
-`exclude_modules` (or `ignore`) may be patterns that match parts of other names.
+Weights whose inputs are scaled (pre_quant_scale) are refused. A module is quantised if it has quantised tensors: names
+in `exclude_modules` (or `ignore`) are not used, because they may be patterns that match parts of other names.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ GROUPS: Mapping[Callable[[Stored], Codes], int] = MappingProxyType({_nvfp4: GROU
 class ModelOpt:
     """The scheme of one checkpoint.
 
-    default: how all weights are decoded, or None: `modules` names a way for each module, or for those below it. plain:
-    lists of modules that are not quantised, by their keys in the configuration.
+    default: the decoder of all weights; if None, `modules` has one for each module, or for all modules below a name.
+    plain: lists of modules that are not quantised, by their keys in the configuration.
     """
 
     default: Callable[[Stored], Codes] | None
@@ -123,7 +123,7 @@ class ModelOpt:
 def modelopt(config: Mapping[str, Any]) -> ModelOpt:
     """The scheme of a quantization_config; raises Diagnostic E307 or E340.
 
-    The keys of hf_quant_config.json are in its `quantization`, and some tools put that into config.json as it is.
+    The keys of hf_quant_config.json are in its `quantization`, and some tools copy that key into config.json.
     """
     inner = config.get("quantization")
     flat = {**(inner if isinstance(inner, Mapping) else {}), **{k: v for k, v in config.items() if v is not None}}
@@ -140,7 +140,7 @@ def modelopt(config: Mapping[str, Any]) -> ModelOpt:
 
 
 def _algorithm(facts: Mapping[str, Any], known: tuple[str, ...]) -> Callable[[Stored], Codes]:
-    """How weights of an algorithm are decoded; raises Diagnostic E307 for unknown ones and other sizes of groups."""
+    """Return the decoder of an algorithm's weights; raises Diagnostic E307 for unsupported ones and group sizes."""
     name = str(facts.get("quant_algo")).upper()
     if name not in ALGORITHMS:
         raise refuse("modelopt", "quant_algo", facts.get("quant_algo"), known)

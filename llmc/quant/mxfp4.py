@@ -1,4 +1,4 @@
-"""MXFP4 checkpoints as OpenAI's gpt-oss is published: experts in 4-bit floats with a power-of-two scale for each 32.
+"""MXFP4 checkpoints such as OpenAI's gpt-oss: experts in 4-bit floats with a power-of-two scale per 32 columns.
 
 Tensors of a weight [experts, n, k]: NAME_blocks uint8 [experts, n, k / 32, 16], the low four bits first, and
 NAME_scales uint8 [experts, n, k / 32], exponents biased by 127 (OCP Microscaling Formats 1.0). The model holds
@@ -36,7 +36,7 @@ class Mxfp4:
         octets = b.reshape(blocks, shape=(experts, n, groups * GROUP // 2))
         code = b.unpack_bits(octets, bits=4, axis=2, size=groups * GROUP)
         scale = b.bitcast(scales, dtype="f8e8m0")
-        return Codes(code, scale, (1, GROUP), "mxfp4", values="e2m1", turned=True)
+        return Codes(code, scale, (1, GROUP), "mxfp4", values="e2m1", transposed=True)
 
 
 def mxfp4(config: Mapping[str, Any]) -> Mxfp4:

@@ -1,7 +1,7 @@
 """The interface of quantisation schemes. Each scheme is a module.
 
-A scheme reads the tensors of one weight and returns them as codes, scales and zero points in one form, whatever the
-layout of its files. Registered under the `quant_method` of config.json in `Extension.schemes`, as a function of the
+A scheme reads the tensors of one weight and returns them as codes, scales and zero points in one form, for all file
+layouts. Schemes are registered under the `quant_method` of config.json in `Extension.schemes`, as a function of the
 `quantization_config`.
 """
 
@@ -17,7 +17,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Builder, Value
 
-LINEAR = ("Linear",)  # the classes of a module that the model does not have as one, such as one of a stack of experts
+LINEAR = ("Linear",)  # the classes of a module that is part of a larger one in the model, such as an expert of a stack
 AGAIN = "download the checkpoint again; config.json and weights must be of one revision"
 
 
@@ -37,7 +37,7 @@ class Codes:
     code: [*experts, n, k], in the order of the unpacked weight. scale, and zero if it is a value:
     [*experts, blocks of n, blocks of k]. block: rows and columns that share a scale; 0 is the whole axis. zero: zero
     points, one for all codes, or none (0). values: the encoding of codes that are not numbers, such as "e2m1". groups:
-    the groups of the columns, if they are not runs of neighbours. label: the format's name in reports. turned: the
+    the groups of the columns, if they are not runs of neighbours. label: the format's name in reports. transposed: the
     model holds the transpose, [*experts, k, n]. act: the dtype of the activations that the checkpoint names, to which
     a product with this weight may round its other operand; "" if it names none, or one that is not supported.
     """
@@ -49,7 +49,7 @@ class Codes:
     zero: Value | int = 0
     values: str = ""
     groups: Groups | None = None
-    turned: bool = False
+    transposed: bool = False
     act: str = ""
 
 
@@ -159,8 +159,8 @@ def refuse(method: str, key: str, value: Any, known: Sequence[Any]) -> Diagnosti
 def activations(method: str, key: str, kind: str, bits: Any) -> str:
     """The dtype of activations of `kind` ("int" or "float") as `Codes.act` names it.
 
-    Activations of 4 bits have none: they are not rounded. How a checkpoint scales activations is not asked, because
-    products compute a scale for each row when they run. Raises Diagnostic E307 for other kinds.
+    Activations of 4 bits have none: they are not rounded. The checkpoint's scales of activations are not used, because
+    products compute a scale for each row at run time. Raises Diagnostic E307 for other kinds.
     """
     known = {("int", 8): "i8", ("float", 8): "f8e4m3", ("int", 4): "", ("float", 4): ""}
     if type(bits) is not int or (kind, bits) not in known:
@@ -195,8 +195,8 @@ def integer(config: Mapping[str, Any], key: str, method: str, default: int | Non
 def block_of(stored: Stored, scale: Value, n: int, k: int, size: tuple[int, int]) -> tuple[Value, tuple[int, int]]:
     """Return the scale as a matrix, and its block, of a weight [n, k]: of the tensor, of rows, of groups or of tiles.
 
-    `size` is the block that the configuration names, 0 for a whole axis; a scale with one entry, or one per row, says
-    so by its shape. Raises Diagnostic E341 if the shape fits no such block.
+    `size` is the block that the configuration names, 0 for a whole axis; a scale with one entry, or one per row, is
+    recognized by its shape. Raises Diagnostic E341 if the shape fits no such block.
     """
     shape, b = shape_of(scale), stored.build
     if int(np.prod(shape)) == 1:

@@ -22,7 +22,7 @@ class QuantisedSource(Protocol):
 
     formats: dict[str, QFormat]
     orders: dict[str, str]
-    turned: set[str]
+    transposed: set[str]
     counts: dict[str, int]
 
     def part_types(self, name: str) -> Mapping[str, Type]:
@@ -33,7 +33,7 @@ def use_codes(m: Module, source: QuantisedSource, ops: Mapping[str, OpDef]) -> i
     """Replace weights of @main that only products read by `assemble` of their parts.
 
     Other readers, such as an embedding that shares its table with the output projection, take the dequantised numbers.
-    Return of how many stored weights those that were replaced consist.
+    Return the number of stored weights that were replaced.
     """
     g = m.graphs["main"]
     done = 0
@@ -42,8 +42,8 @@ def use_codes(m: Module, source: QuantisedSource, ops: Mapping[str, OpDef]) -> i
     for v in list(g.inputs):
         if not (v.weight and v.uses and v.name in source.formats):
             continue
-        f, turned = source.formats[v.name], v.name in source.turned
-        moves = _moves(v, f, turned)
+        f, transposed = source.formats[v.name], v.name in source.transposed
+        moves = _moves(v, f, transposed)
         if moves is None:
             continue
         parts = [g.input(name, t, weight=True) for name, t in source.part_types(v.name).items()]
@@ -59,12 +59,12 @@ def use_codes(m: Module, source: QuantisedSource, ops: Mapping[str, OpDef]) -> i
     return done
 
 
-def _moves(v: Value, f: QFormat, turned: bool) -> list[Node] | None:
+def _moves(v: Value, f: QFormat, transposed: bool) -> list[Node] | None:
     """The nodes that move a weight on its way to products, in order; None if it has other readers.
 
     A weight that is the transpose of its parts has only readers that transpose it back.
     """
-    types = {v: None if turned else Type(v.type.dtype, v.type.shape, format=f)}
+    types = {v: None if transposed else Type(v.type.dtype, v.type.shape, format=f)}
     moves: list[Node] = []
     todo = [v]
     while todo:
@@ -110,7 +110,7 @@ def _reads(n: Node, v: Value, f: QFormat) -> bool:
 
 
 def _replace(g: Graph, v: Value, whole: Value, moves: list[Node]) -> None:
-    """Let the products of `v`, and of what `moves` make of it, read the same of `whole`."""
+    """Make the products that read `v`, directly or through `moves`, read `whole` instead."""
     new = {v: whole}
     for n in moves:
         if n.op.name == "transpose":
@@ -128,7 +128,7 @@ def _replace(g: Graph, v: Value, whole: Value, moves: list[Node]) -> None:
 def _reorder(
     g: Graph, v: Value, order: Value, moved: dict[tuple[Value, Value], Value], ops: Mapping[str, OpDef]
 ) -> None:
-    """Let the products of `v` read the columns of their other operand in this order; `moved` keeps what they read."""
+    """Make the products of `v` read the columns of their other operand in this order; `moved` caches the results."""
     for n in list(v.uses):
         x = n.operands[0]
         if (x, order) not in moved:

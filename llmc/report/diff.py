@@ -130,7 +130,7 @@ def render(data: Mapping[str, Any], max_lines: int = 60) -> str:
         ("kernels", [f"  {r['entry']}: {_count(r['a'], '-')} {_count(r['b'], '+')}" for r in data.get("kernels", ())]),
         ("memory", _pairs(data.get("memory", ()), lambda n: "none" if n is None else size_text(n))),
         ("predicted time", _pairs(data.get("time", ()), lambda us: "none" if us is None else us_text(us))),
-        ("weights", _weight_lines(data.get("weights", ()))),
+        ("weights", [f"  {r['count']} x {r['name']}: {r['how']}" for r in data.get("weights", ())]),
     ):
         out += [f"{name}:", *lines[:max_lines]] if lines else []
         out += [f"  ... and {len(lines) - max_lines} more lines (--all, --json)"] if len(lines) > max_lines else []
@@ -172,7 +172,3 @@ def _choice_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _count(keys: Sequence[str], sign: str) -> str:
     return f"{sign}{len(keys)}" + (f" ({', '.join(k[:8] for k in keys[:3])})" if keys else "")
-
-
-def _weight_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [f"  {r['count']} x {r['name']}: {r['how']}" for r in rows]

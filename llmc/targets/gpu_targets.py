@@ -16,8 +16,8 @@ _FRONT = (
     "fuse-norm-linear{rows=1}"
 )
 _BACK = (
-    "split-kv, split-moe, fuse-rows, split-sample, lower-quantized, fuse-norm-quantized, select, pack, lift-weights, "
-    "cse, dce, memory"
+    "split-kv, split-moe, fuse-rows, fuse-rope-attention, split-sample, lower-quantized, fuse-norm-quantized, "
+    "select, pack, lift-weights, cse, dce, memory"
 )
 _TERA = 1e12
 

@@ -60,9 +60,9 @@ class Target:
 
 
 def check_record(t: Target, name: str) -> None:
-    """Raise ValueError if a record has another name than the one under which it is offered, or impossible values."""
+    """Raise ValueError if a record is not registered under its own name, or has an invalid value."""
     if t.name != name:
-        raise ValueError(f"the record calls itself {t.name!r}; name={name!r} is the name under which it is offered")
+        raise ValueError(f"the record has the name {t.name!r}, but is registered as {name!r}")
     if t.family not in FAMILIES or not t.name.startswith(f"{t.family}:"):
         raise ValueError(f"family={t.family!r}: the name begins with its family, one of {', '.join(FAMILIES)}")
     for field in ("bandwidth", "launch_us", "rows", "tokens", "page_size", "vector"):

@@ -170,7 +170,7 @@ def test_several_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_source_that_answers_something_else(tmp_path: Path, wrong: np.ndarray) -> None:
     g = Graph("weights")
     g.outputs = [g.input("table", tensor("i32", 64), weight=True)]
-    with pytest.raises(Diagnostic, match=r"E124.*%table reads as .*, the graph says int32\[64\]"):
+    with pytest.raises(Diagnostic, match=r"E124.*%table reads as .*, the graph declares int32\[64\]"):
         write_weights(g, Checkpoint(table=wrong), Files(tmp_path))
 
 

@@ -19,7 +19,7 @@ from llmc.targets.gpu_targets import sm_90
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = (
     "decode_attention", "attention_combine", "single_token_attention", "prefill_attention", "packed_attention",
-    "rope_append", "rope", "kv_append", "rope_tables", "row_spans",
+    "rope_append", "rope_attention", "rope", "kv_append", "rope_tables", "row_spans",
     "row_begin", "row_tokens", "row_last", "row_commit", "row_accept", "row_propose", "row_penalize", "row_mask",
     "row_block_max",
     "row_sample_blocks", "row_sample", "row_finish", "row_logprobs", "round_groups", "scaled_gemm", "scaled_gemm_small",

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmc.codegen.memory import ALIGN, Arena, Memory, Slot, Storage, overlaps, plan_graph, read_slots, report
+from llmc.codegen.memory import ALIGN, Arena, Memory, Slot, Storage, plan_graph, read_slots, report
 from llmc.codegen.select import Select
 from llmc.diagnostics import Diagnostic
 from llmc.extension import load
@@ -17,6 +17,23 @@ from llmc.ir.ops import OPS
 from llmc.ir.text import parse, show
 from llmc.ir.types import tensor
 from llmc.passes.base import Ctx
+
+
+def overlaps(slots: list[Slot]) -> list[tuple[Slot, Slot]]:
+    """Return pairs of slots that are live at the same time and share bytes.
+
+    A result that reuses an operand's memory starts at the node where the operand ends, at the same offset; that is not
+    an overlap.
+    """
+    out = []
+    for i, a in enumerate(slots):
+        for b in slots[i + 1 :]:
+            in_time = a.first <= b.last and b.first <= a.last
+            in_space = a.offset < b.offset + b.nbytes and b.offset < a.offset + a.nbytes
+            handed_on = a.last == b.first and a.offset == b.offset and a.nbytes == b.nbytes and a.first < b.first
+            if in_time and in_space and not handed_on:
+                out.append((a, b))
+    return out
 
 
 def random_module(seed: int) -> Module:

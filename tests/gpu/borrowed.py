@@ -1,7 +1,7 @@
-"""The cases of the Triton kernels' own tests, for another machine: their test functions run, their cases are kept.
+"""Collects the cases of the tests of single Triton kernels, to run them on a GPU instead of in the interpreter.
 
-A module tests/kernels/test_triton_*.py hands every case to `run_case`; here that name stands for a list, and `some`,
-which draws a part for the interpreter, for all.
+The tests in tests/kernels/test_triton_*.py call `run_case` for every case. Here their test functions run while
+`run_case` is replaced by a function that appends to a list, and `some`, which draws a sample, by one that returns all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RUNNER = "run_case"
 
 
 def borrowed_cases() -> Iterator[Case]:
-    """Every case that the tests would run in the interpreter, drawn anew, named after its test."""
+    """Yield every case that the tests run in the interpreter, with newly drawn inputs, named after its test."""
     for path in sorted(KERNEL_TESTS.glob("test_triton_*.py")):
         module = importlib.import_module(f"kernels.{path.stem}")
         yield from _of(module)
@@ -35,27 +35,27 @@ def _of(module: ModuleType) -> Iterator[Case]:
     def keep(case: Case, *args: Any, **options: Any) -> None:
         kept.append(case)
 
-    stands = {RUNNER: keep, "some": lambda items, share=1.0: items}
-    kept_back = [(p, name, getattr(p, name)) for p in (module, triton_harness) for name in stands if hasattr(p, name)]
-    for p, stood, _ in kept_back:
-        setattr(p, stood, stands[stood])
+    patches = {RUNNER: keep, "some": lambda items, share=1.0: items}
+    originals = [(p, name, getattr(p, name)) for p in (module, triton_harness) for name in patches if hasattr(p, name)]
+    for patched, name, _ in originals:
+        setattr(patched, name, patches[name])
     try:
         for name, function in list(vars(module).items()):
-            if name.startswith("test_") and RUNNER in reached(function, module):
+            if name.startswith("test_") and RUNNER in names_used(function, module):
                 for arguments in variants(function):
                     kept.clear()
-                    with suppress(AssertionError):  # what a test asserts of itself is for its own suite
+                    with suppress(AssertionError):  # assertions beyond run_case are checked where the test itself runs
                         function(**arguments)
                     for case in kept:
                         case.name = f"{module.__name__.rpartition('.')[2]}.{name}.{case.name}"
                         yield case
     finally:
-        for p, stood, original in kept_back:
-            setattr(p, stood, original)
+        for patched, name, original in originals:
+            setattr(patched, name, original)
 
 
-def reached(function: Any, module: ModuleType) -> set[str]:
-    """The names that a function and the module's functions that it calls speak of."""
+def names_used(function: Any, module: ModuleType) -> set[str]:
+    """Return the global names and attributes that a function uses, directly or through functions of its module."""
     found: set[str] = set()
     todo = [function]
     while todo:
@@ -67,7 +67,7 @@ def reached(function: Any, module: ModuleType) -> set[str]:
 
 
 def variants(function: Callable[..., Any]) -> Iterator[dict[str, Any]]:
-    """The arguments of each call that pytest would make; none for a test that wants fixtures."""
+    """Yield the arguments of each call that pytest would make; nothing for a test with fixtures."""
     axes: list[list[dict[str, Any]]] = []
     for mark in getattr(function, "pytestmark", ()):
         if mark.name == "parametrize":

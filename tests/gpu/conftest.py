@@ -1,4 +1,4 @@
-"""What the GPU tests need to be collected anywhere: the marker `gpu`, a skip with its reason, one card a session."""
+"""Options and fixtures of the GPU tests; without a GPU they are collected and skipped, with the reason."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ HERE = Path(__file__).resolve().parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--exact-buffers", action="store_true", help="one allocation a buffer, for compute-sanitizer")
-    parser.addoption("--sample", type=int, default=1, metavar="N", help="run every Nth kernel case alone")
+    parser.addoption("--exact-buffers", action="store_true", help="one allocation per buffer, for compute-sanitizer")
+    parser.addoption("--sample", type=int, default=1, metavar="N", help="run only every Nth kernel case")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,8 +1,8 @@
-"""The kernel cases that run on a GPU, and their binaries: made in a pool, here or on a machine without a GPU.
+"""The kernel cases that run on a GPU, and their binaries, which a pool of processes compiles without a GPU.
 
-    python tests/gpu/kernel_cases.py [--target cuda:sm_90]      compiles them all into build/gpu/kernels
+    python tests/gpu/kernel_cases.py [--target cuda:sm_90]      compiles all into build/gpu/kernels
 
-Triton kernels run the cases of every other language (tests/kernels/cases.py) and those of their own tests.
+The cases are those that all languages share (tests/kernels/cases.py) and those of the tests of single Triton kernels.
 """
 
 from __future__ import annotations
@@ -37,12 +37,18 @@ HALF = 1e-2
 # Products of 8-bit floats. Hopper's tensor cores keep about 14 bits of a sum, and an epilogue that multiplies two sums,
 # such as silu(a0) * a1, keeps 13.
 SCALED = ("block_scaled_linear", "scaled_moe_up", "scaled_moe_down")
-GAINED = ("rms_norm", "layer_norm", "rope_append")  # ops whose vectors are weights
+GAINED = (
+    "rms_norm",
+    "layer_norm",
+    "rope_append",
+    "rope_attention",
+    "rope_attention_split",
+)  # ops whose vectors are weights
 
 
 @dataclass(frozen=True)
 class Job:
-    """A case, its text, the key of its binary, and the operands that are there before the launch in front has ended."""
+    """A case, its source and the key of its binary. settled: operands that the previous kernel does not write."""
 
     case: Case
     source: Source
@@ -51,18 +57,18 @@ class Job:
 
 
 def triton_kernels() -> Mapping[str, Kernel]:
-    """Every Triton kernel of ours by name."""
+    """Return the built-in Triton kernels by name."""
     return {name: resolve(where) for name, where in KERNELS.items()}
 
 
 def all_cases(target: Target) -> Iterator[Case]:
-    """The cases that every language runs, then those of the Triton tests themselves."""
+    """Yield the cases that all languages share, then those of the tests of single Triton kernels."""
     kernels = list(triton_kernels().values())
     for case in (*of_ops(kernels, target), *of_texts(kernels, target), *of_random(kernels, target)):
         if "attention" in case.node.op.name and case.node.results[0].type.dtype != "f32":
-            case.atol = HALF  # the matrix units take the probabilities in the values' own dtype
+            case.atol = HALF  # tl.dot rounds the probabilities to the dtype of the values
         if case.node.op.name in GAINED:
-            for v in case.graph.inputs:  # as in a model, so that they are read before the wait
+            for v in case.graph.inputs:  # as in a model: weights are read before the wait
                 v.weight = v.type.rank == 1 and not v.type.dtype.startswith("i")
         yield case
     for case in borrowed_cases():
@@ -72,8 +78,7 @@ def all_cases(target: Target) -> Iterator[Case]:
 
 
 def all_jobs(target: Target) -> list[Job]:
-    """Every case with its source, and with what it becomes between other launches; a name that comes twice gets a
-    number."""
+    """Return the jobs of all cases; a repeated case name gets a number."""
     toolchain = TritonToolchain.find(target)
     seen: dict[str, int] = {}
     jobs = []
@@ -88,7 +93,7 @@ def all_jobs(target: Target) -> list[Job]:
 
 
 def jobs_of(case: Case, number: int, toolchain: TritonToolchain, target: Target) -> Iterator[Job]:
-    """A case with its source, alone and with the options that depend on the launches around it."""
+    """Yield the jobs of a case: without and with the options that depend on neighbouring launches."""
     for options in launch_options(case, number):
         source = case.kernel.emit(case.node, {**case.schedule, **options}, target)
         settled = case.kernel.early(case.node) if SETTLED in options else ()
@@ -96,7 +101,7 @@ def jobs_of(case: Case, number: int, toolchain: TritonToolchain, target: Target)
 
 
 def launch_options(case: Case, number: int) -> Iterator[Schedule]:
-    """The options that code generation sets because of the launches around a kernel; LATE for every fourth case."""
+    """Yield the options that code generation derives from neighbouring launches; LATE for every fourth case."""
     yield {}
     if case.kernel.early(case.node):
         yield {SETTLED: 1}
@@ -105,7 +110,7 @@ def launch_options(case: Case, number: int) -> Iterator[Schedule]:
 
 
 def compile_jobs(jobs: Sequence[Job], target: Target, cache: Path = CACHE) -> dict[str, Compiled | str]:
-    """Key -> binary, or why there is none; what the cache holds is not compiled again."""
+    """Return key -> binary or error message; sources in the cache are not compiled again."""
     distinct = {j.key: (j.source, target.name, cache) for j in jobs}
     workers = os.cpu_count() or 1
     context = multiprocessing.get_context("spawn")

@@ -1,6 +1,6 @@
-"""A GPU through the driver's interface, as the kernel tests use it: buffers, one launch, one late producer; no runtime.
+"""A GPU through the CUDA driver API for the kernel tests: buffers, single launches, and a delayed producer kernel.
 
-It is written apart from the runtime's own device, so that a mistake there cannot hide one in a kernel.
+It shares no code with the runtime's CUDA device, so that an error there cannot hide one in a kernel.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 from llmc.codegen.backends.triton.triton_toolchain import Compiled
 
 ALIGN = 256
-ODD = 16  # buffers begin this far behind a multiple of ALIGN: no kernel may count on more than 16 bytes
+ODD = 16  # buffers begin this far behind a multiple of ALIGN: kernels may assume an alignment of 16 bytes
 DELAY_NS = 30_000
-_MOST_STATIC = 48 << 10
+_DEFAULT_SHARED = 48 << 10
 _MAPPED = {"bf16": (9, 2), "f16": (6, 2), "i8": (0, 1), "f8e4m3": (0, 1)}  # CUtensorMapDataType, bytes of an element
 _PRODUCER = r"""
 extern "C" __global__ void produce(const unsigned char* from, unsigned char* to, long long n, long long delay) {
@@ -30,17 +30,17 @@ extern "C" __global__ void produce(const unsigned char* from, unsigned char* to,
 
 
 class Map:
-    """A tensor map's 128 bytes, where the driver wants them: at a multiple of 64."""
+    """The 128 bytes of a tensor map, aligned as the driver requires (to a multiple of 64)."""
 
     def __init__(self) -> None:
-        self.room = ctypes.create_string_buffer(256)
+        self.buffer = ctypes.create_string_buffer(256)
 
     def getPtr(self) -> int:
-        return -(-ctypes.addressof(self.room) // 128) * 128
+        return -(-ctypes.addressof(self.buffer) // 128) * 128
 
 
 class Card:
-    """The first device. `exact`: every buffer is an allocation of its own size, for compute-sanitizer."""
+    """The first device. exact: allocate every buffer separately, with its exact size, for compute-sanitizer."""
 
     def __init__(self, exact: bool = False, nbytes: int = 64 << 20) -> None:
         from cuda.bindings import driver
@@ -56,32 +56,32 @@ class Card:
         self.nbytes = nbytes
         self.live = 0 if exact else int(self.ok(driver.cuMemAlloc(nbytes)))
         self.staged = 0 if exact else int(self.ok(driver.cuMemAlloc(nbytes)))
-        self.own: list[int] = []
+        self.allocations: list[int] = []
         self.functions: dict[bytes, Any] = {}
         self.producer = None if exact or self.major < 9 else self._producer()
 
     def ok(self, answer: Any) -> Any:
-        """The values of a driver call; RuntimeError with the driver's word where it failed."""
+        """Return the results of a driver call; raises RuntimeError with the status if it failed."""
         status, *values = answer
         if status != self.cu.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"the driver answers {status.name}")
+            raise RuntimeError(f"the driver returned {status.name}")
         return values[0] if len(values) == 1 else values
 
     def function(self, compiled: Compiled, entry: str) -> Any:
-        """The loaded entry, its limit of shared memory raised where it wants more than 48 KiB."""
+        """Load the entry; raise its limit of dynamic shared memory if it needs more than 48 KiB."""
         if compiled.binary not in self.functions:
             module = self.ok(self.cu.cuModuleLoadData(compiled.binary))
             fn = self.ok(self.cu.cuModuleGetFunction(module, entry.encode()))
-            if compiled.shared > _MOST_STATIC:
+            if compiled.shared > _DEFAULT_SHARED:
                 what = self.cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 self.ok(self.cu.cuFuncSetAttribute(fn, what, compiled.shared))
             self.functions[compiled.binary] = fn
         return self.functions[compiled.binary]
 
     def place(self, sizes: Sequence[tuple[int, int]]) -> list[int]:
-        """Addresses for raw buffers of (bytes, offset of the body): their bodies begin ODD behind a multiple."""
+        """Return addresses for buffers of (bytes, offset of the body); bodies begin ODD behind a multiple of ALIGN."""
         if self.exact:
-            raise RuntimeError("exact buffers are placed one by one")
+            raise RuntimeError("with exact=True, buffers are allocated one by one")
         out, at = [], 0
         for nbytes, body in sizes:
             start = -(-(at + body - ODD) // ALIGN) * ALIGN + ODD - body
@@ -91,18 +91,18 @@ class Card:
             raise RuntimeError(f"a case needs {at} bytes, the card has {self.nbytes}")
         return out
 
-    def alone(self, nbytes: int) -> int:
-        """An allocation of exactly this size, until `free`."""
-        self.own.append(int(self.ok(self.cu.cuMemAlloc(max(1, nbytes)))))
-        return self.own[-1]
+    def allocate(self, nbytes: int) -> int:
+        """Allocate exactly this many bytes until `free`; return the address."""
+        self.allocations.append(int(self.ok(self.cu.cuMemAlloc(max(1, nbytes)))))
+        return self.allocations[-1]
 
     def free(self) -> None:
-        for address in self.own:
+        for address in self.allocations:
             self.ok(self.cu.cuMemFree(address))
-        self.own.clear()
+        self.allocations.clear()
 
     def write(self, address: int, data: np.ndarray) -> None:
-        """In the stream's order; the host's bytes have been taken when this returns."""
+        """Copy to the device in stream order; the host array may be reused when this returns."""
         if data.nbytes:
             self.ok(self.cu.cuMemcpyHtoDAsync(address, data.ctypes.data, data.nbytes, self.stream))
 
@@ -113,26 +113,25 @@ class Card:
     def launch(
         self, fn: Any, compiled: Compiled, grid: Sequence[int], pointers: Sequence[Any], sizes: Sequence[int], pdl: bool
     ) -> None:
-        """One launch with the calling convention "cuda-1": pointers (or `mapped` ones), then i32 sizes, then two null
-        pointers."""
-        given: list[tuple[Any, Any]] = []
+        """Launch by the calling convention "cuda-1": pointers or tensor maps, i32 sizes, two null pointers."""
+        params: list[tuple[Any, Any]] = []
         for p in pointers:
-            given += p if isinstance(p, list) else [(p, ctypes.c_void_p)]
-        given += [(n, ctypes.c_int) for n in sizes] + [(0, ctypes.c_void_p)] * 2
-        args, types = zip(*given, strict=True)
+            params += p if isinstance(p, list) else [(p, ctypes.c_void_p)]
+        params += [(n, ctypes.c_int) for n in sizes] + [(0, ctypes.c_void_p)] * 2
+        args, types = zip(*params, strict=True)
         self._launch(fn, grid, compiled.threads, compiled.shared, (args, types), pdl)
 
     def launch_params(
         self, fn: Any, compiled: Compiled, grid: Sequence[int], params: Sequence[tuple[Any, Any]], pdl: bool,
         cluster: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """One launch with these parameters, as (value, C type), of clusters of so many blocks along x, y and z."""
+        """Launch with parameters as (value, C type). cluster: blocks of a cluster along x, y and z."""
         self._launch(fn, grid, compiled.threads, compiled.shared, tuple(zip(*params, strict=True)), pdl, cluster)
 
     def mapped(
         self, address: int, dtype: str, shape: Sequence[int], box: Sequence[int], swizzle: int
     ) -> list[tuple[Any, Any]]:
-        """A tensor map in a pointer's place: the map, the tensor's sizes, its steps in elements; as (value, type)."""
+        """Return the parameters of a tensor map as (value, C type): the map, sizes, and strides in elements."""
         rank, steps = len(shape), [1]
         for n in reversed(shape[1:]):
             steps.insert(0, steps[0] * n)
@@ -145,11 +144,11 @@ class Card:
             swizzle, 0, 0,
         )  # fmt: skip
         if status:
-            raise RuntimeError(f"the driver refuses a tensor map of {list(shape)} in boxes of {list(box)}: {status}")
+            raise RuntimeError(f"the driver rejects a tensor map of {list(shape)} in boxes of {list(box)}: {status}")
         return [(made, None), *((n, ctypes.c_int) for n in shape), *((n, ctypes.c_longlong) for n in steps)]
 
-    def produce_later(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Start a kernel that lets its dependents begin at once and copies staged bytes (address, n) much later."""
+    def produce_delayed(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Launch a kernel that starts its dependents at once and copies the staged (address, bytes) after DELAY_NS."""
         types = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_longlong, ctypes.c_longlong)
         low = min(a for a, _ in spans)
         high = max(a + n for a, n in spans)
@@ -183,7 +182,7 @@ class Card:
         self.ok(self.cu.cuStreamSynchronize(self.stream))
 
     def _producer(self) -> Any:
-        """The late producer, compiled by NVRTC; None where that is not installed."""
+        """Compile the delayed producer by NVRTC; None if that is not installed."""
         try:
             from cuda.bindings import nvrtc
 

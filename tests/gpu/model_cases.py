@@ -1,9 +1,9 @@
-"""The models that run on the GPU and on the CPU beside each other, and their artifacts, made where they are missing.
+"""The models that the tests run on the GPU and on the CPU, and their artifacts, which are compiled if missing.
 
-    python tests/gpu/model_cases.py [--all] [--only NAME,NAME] [--jobs N]      makes build/gpu/models, without a GPU
+    python tests/gpu/model_cases.py [--all] [--only NAME,NAME] [--jobs N]      writes build/gpu/models; needs no GPU
 
-An artifact for a CPU is for x86-64-v3, so that it can be carried with the others. A model that is not in float32 has a
-third one, "exact": the same weights on a CPU in float32, beside which both others are rough.
+CPU artifacts are compiled for x86-64-v3, so that they run on most machines. A model that is not in float32 has a third
+artifact, "exact": the same weights in float32 on a CPU, from which the errors of the other two are measured.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ FOLDER = ROOT / "build" / "gpu" / "models"
 TARGETS = {"gpu": "cuda:sm_90", "cpu": "cpu:x86-64-v3", "exact": "cpu:x86-64-v3"}
 DEMO = ROOT / "examples" / "demo-model"
 SEED = 7
-ROWS, TOKENS, LENGTH = 20, 64, 96  # rows of all ranges: one, a few, more than 16
+ROWS, TOKENS, LENGTH = 20, 64, 96  # more than 16 rows, so that graphs for all ranges of rows exist
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A model in a dtype ("float32", "bfloat16"), compiled for the GPU and for a CPU; no case: the demonstration."""
+    """A model in a dtype ("float32", "bfloat16", "auto"), compiled for the GPU and for a CPU.
+
+    case: the model's configuration; None: the demonstration model.
+    """
 
     case: Case | None
     dtype: str
@@ -53,17 +56,17 @@ class Pair:
         return all((self.path(k) / "manifest.json").is_file() for k in self.kinds)
 
 
-TEXTS = (Pair(None, "auto"), Pair(None, "float32"))  # those with a tokenizer; as it comes, that is bfloat16
+TEXTS = (Pair(None, "auto"), Pair(None, "float32"))  # models with a tokenizer; auto is bfloat16
 
 
 def pairs(every: bool = False) -> list[Pair]:
-    """The demonstration; the architectures that must agree in both dtypes; the others in float32."""
+    """Return the demonstration model and the listed architectures in both dtypes; every: others, too, in float32."""
     found = [*TEXTS, *(Pair(c, d) for d in ("float32", "bfloat16") for c in LISTED)]
     return [*found, *(Pair(c, "float32") for c in (*UNLISTED, *ROPES))] if every else found
 
 
 def make(pair: Pair) -> str:
-    """Compile what is missing of a pair; "" or why it could not be."""
+    """Compile the missing artifacts of a pair; return "" or the error."""
     if pair.made:
         return ""
     import torch
@@ -95,7 +98,7 @@ def make(pair: Pair) -> str:
 
 
 def make_all(found: Sequence[Pair], jobs: int) -> list[str]:
-    """Every reason why something could not be made."""
+    """Compile the missing artifacts of all pairs in `jobs` processes; return the errors."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     missing = [p for p in found if not p.made]
     if not missing:

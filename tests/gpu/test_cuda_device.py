@@ -1,4 +1,4 @@
-"""The CUDA device and the executor on a real GPU: copies, uploads, launches, graphs, failures. Kernels are by NVRTC."""
+"""The CUDA device and the executor on a GPU: copies, uploads, launches, graphs, failures. NVRTC compiles kernels."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ extern "C" __global__ void fault(int* x, int n, void* a, void* b) { *(volatile i
 RAGGED = 100
 
 
-def the_arch() -> str:
+def installed_arch() -> str:
     from cuda.bindings import driver
 
     driver.cuInit(0)
@@ -55,7 +55,7 @@ def the_arch() -> str:
 
 
 def open_gpu() -> CudaDevice:
-    arch = the_arch()
+    arch = installed_arch()
     return CudaDevice(TargetInfo(f"cuda:{arch}", arch, ()))
 
 
@@ -87,18 +87,18 @@ def test_copies(device: CudaDevice, rng: np.random.Generator) -> None:
     assert device.free_memory() > 0 and device.describe()["arch"] == device.arch
 
 
-def test_random_weights_are_those_of_the_cpu(device: CudaDevice) -> None:
-    theirs = CpuDevice(1)
+def test_random_weights_match_cpu(device: CudaDevice) -> None:
+    cpu = CpuDevice(1)
     for dtype, rank in (("bf16", 2), ("u8", 2), ("f32", 1)):
         for size in (4096, (19 << 20) + 64):
-            want, found = theirs.alloc(size), device.alloc(size)
-            for d, memory, source in ((theirs, want, RandomWeights(3)), (device, found, RandomWeights(3))):
+            want, found = cpu.alloc(size), device.alloc(size)
+            for d, memory, source in ((cpu, want, RandomWeights(3)), (device, found, RandomWeights(3))):
                 d.repeat(memory, *source.tile("w", dtype, rank, size))  # type: ignore[attr-defined]
             np.testing.assert_array_equal(device.read(found), want.host)
 
 
 def test_upload(device: CudaDevice, rng: np.random.Generator, tmp_path: Path) -> None:
-    """Both ways, which are printed with their rates; the second time the file is surely in the page cache."""
+    """All upload methods, whose rates are printed; after the first upload, the files are in the page cache."""
     block, sizes = 16 << 20, {"a": (1 << 30) + 12345, "b": (5 << 20) + 3}
     files, datas = [], {}
     for name, size in sizes.items():
@@ -110,8 +110,8 @@ def test_upload(device: CudaDevice, rng: np.random.Generator, tmp_path: Path) ->
     bases = {name: m.address for name, m in memories.items()}
 
     def send(check: bool, method: str = device._method) -> Any:
-        given = (device._cuda, device._enter, Folder(tmp_path), files, bases)
-        return weight_upload.upload(*given, check=check, threads=device.threads, method=method)
+        args = (device._cuda, device._enter, Folder(tmp_path), files, bases)
+        return weight_upload.upload(*args, check=check, threads=device.threads, method=method)
 
     for check, method in [(c, w) for w in (device._method, weight_upload.PINNED) for c in (True, True, False)]:
         report = send(check, method)
@@ -129,7 +129,7 @@ def test_upload(device: CudaDevice, rng: np.random.Generator, tmp_path: Path) ->
 
 
 def chain(device: CudaDevice, length: int, uniform: bool, pdl: bool, symbols: np.ndarray) -> tuple[Any, Any, Any]:
-    """(input memory, output memory, run): x * 3 + i, `length` times, over T * 1000 elements."""
+    """Return (input, output, run): `run` computes x * 3 + i for i below `length` on T * 1000 elements."""
     made = toy.kernel(CHAIN, "add", device.arch)
     module = device._cuda.ok(device._cuda.cu.cuModuleLoadData(made.binary))
     device._modules.append(module)
@@ -149,19 +149,19 @@ def chain(device: CudaDevice, length: int, uniform: bool, pdl: bool, symbols: np
 @pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.parametrize("pdl", [False, True])
 def test_dependent_launches(device: CudaDevice, rng: np.random.Generator, uniform: bool, pdl: bool) -> None:
-    """Directly and as a graph; with and without early starts; sizes that change from run to run, ahead of the GPU."""
+    """As launches and as a graph, with and without dependent launches; sizes change while runs are in flight."""
     symbols = np.ones(2, np.int64)
     before, after, run = chain(device, 60, uniform, pdl and int(device.arch[3:]) >= 90, symbols)
-    under_way: list[Any] = []
+    in_flight: list[Any] = []
     for i in range(40):
         tokens = (100, 1, 37)[i % 3]
         x = rng.integers(0, 1 << 16, tokens * 1000, np.int32)
         symbols[:] = tokens
         device.write(before, 0, x)
         run()
-        under_way.append((x, device.fetch(after, 0, x.nbytes), device.mark()))
-        if len(under_way) == 2:
-            x, found, event = under_way.pop(0)
+        in_flight.append((x, device.fetch(after, 0, x.nbytes), device.mark()))
+        if len(in_flight) == 2:
+            x, found, event = in_flight.pop(0)
             want = x
             with np.errstate(over="ignore"):
                 for step in range(60):
@@ -177,11 +177,11 @@ def init(row: int, tokens: list[int], pages: list[int], **params: Any) -> RowIni
 
 
 @pytest.mark.parametrize("weights", ["packed", "random"])
-def test_steps_of_an_artifact(tmp_path: Path, rng: np.random.Generator, weights: str) -> None:
-    """Prefill in chunks, decode ahead, padding, growing rows, log-probabilities; the CPU's toy says what is right."""
+def test_artifact_steps_match_cpu(tmp_path: Path, rng: np.random.Generator, weights: str) -> None:
+    """Chunked prefill, decoding, padding, growing rows and log-probabilities; the CPU artifact is the reference."""
     random = {} if weights == "packed" else {"weights": 7}
     write_artifact(tmp_path / "cpu.llmc", tiny.parts(tmp_path, **random))
-    write_artifact(tmp_path / "gpu.llmc", toy.parts(tmp_path, the_arch(), **random))
+    write_artifact(tmp_path / "gpu.llmc", toy.parts(tmp_path, installed_arch(), **random))
     cpu = Executor(open_artifact(tmp_path / "cpu.llmc"), CpuDevice(1), 1024)
     gpu = Executor(open_artifact(tmp_path / "gpu.llmc"), open_gpu())
     print(gpu.capacity, dict(gpu.device.describe()))
@@ -208,8 +208,8 @@ def test_steps_of_an_artifact(tmp_path: Path, rng: np.random.Generator, weights:
 
 
 @pytest.mark.parametrize("name", ["cupy", "torch"])
-def test_other_frameworks_see_the_memory(device: CudaDevice, rng: np.random.Generator, name: str) -> None:
-    """As bytes by the array interface; as arrays by DLPack, behind a copy that has only been asked for."""
+def test_memory_exchange(device: CudaDevice, rng: np.random.Generator, name: str) -> None:
+    """As bytes by the array interface; as arrays by DLPack, while a copy into them is still pending."""
     other = pytest.importorskip(name)
     view: Any = other.asarray if name == "cupy" else lambda x: other.as_tensor(x, device="cuda")
     host: Any = other.asnumpy if name == "cupy" else lambda x: x.cpu().numpy()
@@ -218,7 +218,7 @@ def test_other_frameworks_see_the_memory(device: CudaDevice, rng: np.random.Gene
     for size in (4096, 64 << 20):
         memory, data = device.alloc(size), rng.integers(0, 1 << 14, size // 4, np.int32)
         device.write(memory, 0, data)
-        if name == "torch":  # which does not look at the interface's stream
+        if name == "torch":  # it ignores the stream in the array interface
             device.wait(device.mark())
         np.testing.assert_array_equal(host(view(memory)), data.view(np.uint8))
         data += 1
@@ -238,10 +238,10 @@ def test_other_frameworks_see_the_memory(device: CudaDevice, rng: np.random.Gene
     del found
 
 
-def test_a_kernel_that_does_not_load(tmp_path: Path) -> None:
-    parts = toy.parts(tmp_path, the_arch())
+def test_kernel_does_not_load(tmp_path: Path) -> None:
+    parts = toy.parts(tmp_path, installed_arch())
     old = parts.kernels[0]
-    for i, change in enumerate(({"binary": b"\x7fELF" + b"no" * 50}, {"entry": "nobody"}, {"shared": 1 << 20})):
+    for i, change in enumerate(({"binary": b"\x7fELF" + b"no" * 50}, {"entry": "missing"}, {"shared": 1 << 20})):
         folder = tmp_path / f"{i}.llmc"
         write_artifact(folder, replace(parts, kernels=(replace(old, **change), *parts.kernels[1:])))  # type: ignore[arg-type]
         made = open_gpu()
@@ -251,20 +251,20 @@ def test_a_kernel_that_does_not_load(tmp_path: Path) -> None:
         made.close()
 
 
-def test_more_memory_than_there_is(device: CudaDevice) -> None:
+def test_out_of_memory(device: CudaDevice) -> None:
     with pytest.raises(LlmcError, match=r"E203.*cannot allocate"):
         device.alloc(device.free_memory() + (1 << 30))
     memory = device.alloc(1 << 20)
     assert not device.read(memory).any()
 
 
-def test_an_artifact_of_another_architecture() -> None:
+def test_wrong_architecture() -> None:
     with pytest.raises(LlmcError, match=r"E117.*this GPU is sm_"):
         CudaDevice(TargetInfo("cuda:sm_70", "sm_70", ()))
 
 
 def fail() -> None:
-    """A kernel writes where nothing is; everything after tells so, and nothing hangs."""
+    """Run a kernel with an invalid address; check that every later call raises E114 and none hangs."""
     device = open_gpu()
     made = toy.kernel(FAULT, "fault", device.arch)
     cuda = device._cuda
@@ -283,16 +283,16 @@ def fail() -> None:
         except LlmcError as error:
             assert error.code == "E114" and "CUDA_ERROR_" in error.cause, error
         else:
-            raise AssertionError("the failure was not reported")
+            raise AssertionError("no error was raised")
     device.close()
     device.close()
-    print("ended well")
+    print("closed")
 
 
-def test_a_failure_on_the_gpu() -> None:
-    """In a process of its own."""
+def test_failed_kernel() -> None:
+    """In a separate process, because the failure destroys the context."""
     here = Path(__file__).resolve().parents[1]
     paths = [str(here), str(here.parent), str(here.parent / "runtime")]
     code = f"import sys; sys.path[:0] = {paths!r}; from gpu import test_cuda_device as t; t.fail()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0 and "ended well" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "closed" in done.stdout, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""The CUDA C++ kernels as binaries on the GPU beside their ops' references, as test_kernels.py runs Triton's."""
+"""The CUDA C++ kernels on a GPU against the references of their ops, run as in test_kernels.py."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from llmc.targets.gpu_targets import sm_90
 pytestmark = pytest.mark.gpu
 SILU = "mul(mul(a0, sigmoid(a0)), a1)"
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cuda-kernel"
-# Tokens, columns and depth: one of each, tiles that are cut in every direction, depths below and above the ring's.
+# Tokens, columns and depth: a single token, partial tiles in every direction, depths below and above the ring's.
 SIZES = ((1, 8, 8), (3, 264, 72), (128, 256, 64), (130, 520, 1032), (300, 1536, 1024), (2100, 640, 320))
 
 
 def product(m: int, n: int, k: int, schedule: Schedule) -> Case:
-    """y[m, n] = x[m, k] @ w[n, k].T, the tokens a size that is known when it runs."""
+    """y[m, n] = x[m, k] @ w[n, k].T; the number of tokens is a run-time size."""
     text = f"""
 sym T in [1, 4096]
 graph @main(%x: bf16[T, {k}], %w: weight bf16[{n}, {k}]) {{
@@ -60,8 +60,8 @@ CODES = (
     (300, 128, 2048, 1, 128, False, "add(add(a0, a1), a2)"),
     (520, 192, 256, 2, 16, True, SILU),
 )
-# The same for few tokens, and the dtype of the scales; 576 and 1,216 columns are no multiple of what warps have, and 19
-# tokens are more than a tile.
+# The same for few tokens, and the dtype of the scales. 576 and 1,216 columns do not divide evenly among the warps, and
+# 19 tokens are more than a tile.
 FEW = (
     (1, 64, 512, 1, 128, False, "a0", "bf16"),
     (3, 192, 576, 1, 32, True, "add(a1, a0)", "f16"),
@@ -77,9 +77,9 @@ def fragments(
     m: int, n: int, k: int, parts: int, group: int, zeros: bool, body: str, scale: str = "bf16", tokens: str = "T",
     normed: bool = False,
 ) -> Case:  # fmt: skip
-    """A product over codes of 4 bits, by default the tokens a size that is known when it runs; sums are near 1.
+    """A product over codes of 4 bits; by default, the number of tokens is a run-time size. Sums are near 1.
 
-    normed: norm the tokens first; they are of different sizes then.
+    normed: the product includes the RMS norm of the tokens, whose magnitudes then differ.
     """
     rows, others = n * parts, max(0, body.count("a1") + body.count("a2") - (parts == 2))
     names = [(f"bf16[{tokens}, {n}]", (m, n)), (f"f32[{n}]", (n,))][:others]
@@ -107,9 +107,9 @@ graph @main(
     inputs = [sizes * rng.standard_normal((m, k)), rng.integers(0, 256, (rows, k // 2)), scales]
     inputs += [rng.uniform(0.5, 1.5, k)] * normed
     inputs += [rng.integers(0, 16, (k // group, rows))] * zeros + [rng.standard_normal(s) for _, s in names]
-    held = [x if x.dtype.kind == "i" else x.astype(np.float32) for x in inputs]
+    stored = [x if x.dtype.kind == "i" else x.astype(np.float32) for x in inputs]
     name = f"{m}x{n}x{k} parts={parts} group={group} zeros={zeros} {scale}{' normed' * normed}"
-    return Case(name, parse(text, OPS).graphs["main"], QUANTIZED_WGMMA, {}, held)
+    return Case(name, parse(text, OPS).graphs["main"], QUANTIZED_WGMMA, {}, stored)
 
 
 def norm(rows: int, width: int, dtype: str, kernel: Kernel, schedule: Schedule) -> Case:
@@ -121,7 +121,7 @@ def norm(rows: int, width: int, dtype: str, kernel: Kernel, schedule: Schedule) 
 
 
 def check(cases: Sequence[Case], card: Card, cache: Path) -> None:
-    """Run every case alone and behind a launch that brings its operands late."""
+    """Run every case alone and after a kernel that writes its operands with a delay."""
     target = sm_90()
     tool = NvrtcToolchain.find(target)
     sources = [c.kernel.emit(c.node, c.schedule, target) for c in cases]
@@ -137,24 +137,24 @@ def test_linear(schedule: Schedule, card: Card, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("problem", CODES, ids=str)
-def test_codes_of_4_bits(problem: tuple[Any, ...], card: Card, tmp_path: Path) -> None:
+def test_4_bit_codes(problem: tuple[Any, ...], card: Card, tmp_path: Path) -> None:
     case = fragments(*problem)
     assert QUANTIZED_WGMMA.reject(case.node, sm_90()) is None
     found = QUANTIZED_WGMMA.schedules(case.node, sm_90())
     # With many tokens a code times its scale is rounded to bf16: an error of up to 2 ** -9 of each term.
-    rough = 6e-2 if case.node.attrs["parts"] == 2 else 2e-2
+    rounded = 6e-2 if case.node.attrs["parts"] == 2 else 2e-2
     found = [{**s, **({"late": 1} if i % 4 == 0 else {})} for i, s in enumerate(found)]
     exact = [s["tokens"] <= 32 and case.node.attrs["block"][1] >= 128 for s in found]
     cases = [
-        replace(case, schedule=s, name=f"{case.name} {s}", atol=2e-3 if fine else rough)
-        for s, fine in zip(found, exact, strict=True)
+        replace(case, schedule=s, name=f"{case.name} {s}", atol=2e-3 if unrounded else rounded)
+        for s, unrounded in zip(found, exact, strict=True)
     ]
     check(cases, card, tmp_path)
 
 
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize("problem", FEW, ids=str)
-def test_codes_of_4_bits_and_few_tokens(problem: tuple[Any, ...], normed: bool, card: Card, tmp_path: Path) -> None:
+def test_4_bit_codes_few_tokens(problem: tuple[Any, ...], normed: bool, card: Card, tmp_path: Path) -> None:
     case = fragments(*problem, tokens=str(problem[0]) if problem[0] <= 16 else "T", normed=normed)
     found = SKINNY_GEMM.schedules(case.node, sm_90())
     assert found and SKINNY_GEMM.reject(case.node, sm_90()) is None
@@ -167,8 +167,8 @@ def test_codes_of_4_bits_and_few_tokens(problem: tuple[Any, ...], normed: bool, 
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
-def test_the_example_package(dtype: str, card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_package(dtype: str, card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(EXAMPLE), *sys.path])
     kernel = resolve("rms_norm_cuda.kernel:KERNEL")
-    ways = kernel.schedules(norm(1, 1, dtype, kernel, {}).node, sm_90())
-    check([norm(r, w, dtype, kernel, s) for r, w in ((1, 1), (7, 333), (64, 4096)) for s in ways], card, tmp_path)
+    schedules = kernel.schedules(norm(1, 1, dtype, kernel, {}).node, sm_90())
+    check([norm(r, w, dtype, kernel, s) for r, w in ((1, 1), (7, 333), (64, 4096)) for s in schedules], card, tmp_path)

@@ -1,7 +1,8 @@
-"""Every Triton kernel as a binary on the GPU beside its op's reference: odd shapes, poisoned outputs, guard zones.
+"""Every Triton kernel on a GPU against the reference of its op: odd shapes, poisoned outputs, guard zones.
 
-Each case runs twice: alone, and behind a kernel that lets it begin at once and brings its operands 30 microseconds
-later. A kernel that touches anything but weights before it waits reads poison then, or has its results overwritten.
+Each case runs twice: alone, and after a kernel that starts it at once (programmatic dependent launch) but writes its
+operands 30 microseconds later. A kernel that accesses anything but weights before its wait then reads poison, or its
+results are overwritten.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from llmc.ir.ops import OPS
 from llmc.targets.gpu_targets import sm_90
 
 pytestmark = pytest.mark.gpu
-# Never launched on a GPU, or in CUDA C++ (test_cuda_kernels.py): weights in panels are a CPU's, `split-moe` makes
-# moe_route, moe_up and moe_down of moe, and the compiler evaluates what decodes stored tensors.
+# Ops without a Triton kernel: those over weights in panels run on CPUs, those over fragments in CUDA C++
+# (test_cuda_kernels.py), `split-moe` replaces moe, and the compiler evaluates ops that pack or decode weights.
 NOT_LAUNCHED = (
     "pack_panel", "packed_linear", "pack_codes", "packed_quantized_linear", "pack_nibbles", "pack_fragments",
     "packed_fragments_linear", "norm_quantized_linear", "norm_fragments_linear", "moe", *DECODING
@@ -46,16 +47,16 @@ def jobs_by_op() -> Mapping[str, list[Job]]:
 
 @pytest.fixture(scope="session")
 def binaries(request: Any) -> dict[str, Compiled | str]:
-    """Of the ops whose tests were chosen."""
-    chosen = {item.callspec.params.get("op") for item in request.session.items if hasattr(item, "callspec")}
-    return compile_jobs([j for op, jobs in jobs_by_op().items() if op in chosen for j in jobs], sm_90())
+    """Compile the kernels of the ops whose tests were selected; key -> binary or error message."""
+    selected = {item.callspec.params.get("op") for item in request.session.items if hasattr(item, "callspec")}
+    return compile_jobs([j for op, jobs in jobs_by_op().items() if op in selected for j in jobs], sm_90())
 
 
 @dataclass
 class Prepared:
-    """A case's buffers on the host, in the order of its operands and results, and what it should compute."""
+    """The host buffers of a case, in the order of its operands and results, and the expected results."""
 
-    held: list[np.ndarray]
+    inputs: list[np.ndarray]
     operands: list[Buffer]
     results: list[Buffer]
     want: list[np.ndarray]
@@ -67,12 +68,12 @@ class Prepared:
 
 
 def prepare(job: Job) -> Prepared:
-    """Fresh poisoned buffers; a state's result is its operand's buffer."""
+    """Make new buffers with poisoned results; the next version of a state has the buffer of its operand."""
     node, g = job.case.node, job.case.graph
-    held = [round_to_type(x, v.type) for x, v in zip(job.case.inputs, g.inputs, strict=True)]
-    sizes = dict(bind_symbols(g, held, job.case.sizes))
-    want = run(g, held, sizes)
-    at = {v: Buffer.holding(x, v.type) for v, x in zip(g.inputs, held, strict=True)}
+    inputs = [round_to_type(x, v.type) for x, v in zip(job.case.inputs, g.inputs, strict=True)]
+    sizes = dict(bind_symbols(g, inputs, job.case.sizes))
+    want = run(g, inputs, sizes)
+    at = {v: Buffer.holding(x, v.type) for v, x in zip(g.inputs, inputs, strict=True)}
     written = iter(node.op.writes)
     names = [s.name for s in node.op.operands]
     results = []
@@ -81,18 +82,20 @@ def prepare(job: Job) -> Prepared:
             results.append(at[node.operands[names.index(next(written))]])
         else:
             results.append(Buffer(w.size * DTYPES[r.type.dtype].bits // 8))
-    return Prepared(held, [at[v] for v in node.operands], results, want, sizes)
+    return Prepared(inputs, [at[v] for v in node.operands], results, want, sizes)
 
 
 def launch(card: Card, job: Job, compiled: Compiled, p: Prepared, late: bool) -> None:
-    """Run once and bring every buffer back, guards included. late: operands that are neither weights nor settled come
-    late."""
+    """Run once and copy all buffers back, guard zones included.
+
+    late: write operands that are neither weights nor settled with a delay.
+    """
     source, node = job.source, job.case.node
     fn = card.function(compiled, source.entry)
     grid = [int(d.subs(p.sizes).const) for d in source.grid]  # type: ignore[arg-type]
     sizes = [int(d.subs(p.sizes).const) for d in source.sizes]  # type: ignore[arg-type]
     on_time = {id(b) for i, b in enumerate(p.operands) if node.operands[i].weight or i in job.settled}
-    buffers = sorted(p.distinct, key=lambda b: id(b) not in on_time)  # what comes late is one span
+    buffers = sorted(p.distinct, key=lambda b: id(b) not in on_time)  # delayed operands are contiguous
     where = place(card, buffers)
     for b in buffers:
         raw = _seen(card, b)
@@ -102,7 +105,7 @@ def launch(card: Card, job: Job, compiled: Compiled, p: Prepared, late: bool) ->
         else:
             card.write(where[id(b)], raw)
     if late:
-        card.produce_later([(where[id(b)], b.raw.nbytes) for b in buffers if id(b) not in on_time])
+        card.produce_delayed([(where[id(b)], b.raw.nbytes) for b in buffers if id(b) not in on_time])
     if 0 not in grid:
         pointers: list[Any] = [where[id(b)] + (0 if card.exact else b.start) for b in [*p.operands, *p.results]]
         plain = not any(m.strides or m.offset != 0 for m in source.maps)
@@ -121,7 +124,7 @@ def launch(card: Card, job: Job, compiled: Compiled, p: Prepared, late: bool) ->
 
 
 def passed(source: Source, pointers: Sequence[Any], sizes: Mapping[str, int]) -> list[tuple[Any, Any]]:
-    """(value, C type) of each parameter that `Source.passes` names; a mapped pointer is a list that its map begins."""
+    """Return (value, C type) of each parameter in `Source.passes`; a mapped pointer is a list whose head is its map."""
     types = {"i32": ctypes.c_int, "i64": ctypes.c_longlong, "f32": ctypes.c_float}
     out = []
     for x in source.passes:
@@ -136,14 +139,14 @@ def passed(source: Source, pointers: Sequence[Any], sizes: Mapping[str, int]) ->
 
 
 class Places(dict[int, int]):
-    """id of a buffer -> its address; `base` is where the card's live memory begins."""
+    """Maps the id of a buffer to its address; `base` is the address of the card's live memory."""
 
     base = 0
 
 
 def place(card: Card, buffers: Sequence[Buffer]) -> Places:
     if card.exact:
-        return Places({id(b): card.alone(b.body.nbytes) for b in buffers})
+        return Places({id(b): card.allocate(b.body.nbytes) for b in buffers})
     addresses = card.place([(b.raw.nbytes, b.start) for b in buffers])
     places = Places(zip(map(id, buffers), addresses, strict=True))
     places.base = card.live
@@ -151,26 +154,26 @@ def place(card: Card, buffers: Sequence[Buffer]) -> Places:
 
 
 def _seen(card: Card, b: Buffer) -> np.ndarray:
-    """What of a buffer goes to the card: all with its guards, or the body alone."""
+    """Return the part of a buffer that is copied: with its guard zones, or the body alone if buffers are exact."""
     return b.body if card.exact else b.raw
 
 
 def verify(job: Job, p: Prepared, how: str) -> None:
-    """Guards whole, operands unchanged, results right."""
+    """Check that guard zones are intact, operands unchanged and results correct."""
     case, g = job.case, job.case.graph
     for i, b in enumerate([*p.operands, *p.results]):
         b.check(f"{case.name}, {how}: buffer {i}")
     outputs = {id(b) for b in p.results}
     for b, v in zip(p.operands, case.node.operands, strict=True):
         if id(b) not in outputs:
-            x = p.held[g.inputs.index(v)]
+            x = p.inputs[g.inputs.index(v)]
             np.testing.assert_array_equal(b.body, Buffer.holding(x, v.type).body, f"{case.name}: an operand changed")
     for r, w, b in zip(case.node.results, p.want, p.results, strict=True):
         compare(case, r.type.dtype, round_to_type(b.get(r.type, w.shape), r.type), w)
 
 
 def failures(card: Card, jobs: Sequence[Job], binaries: Mapping[str, Compiled | str]) -> list[str]:
-    """What is wrong, a line a case; a case that breaks the context ends the run, because nothing after it can work."""
+    """Run all jobs and return one line per failure. A case that destroys the context ends the test session."""
     found = []
     for job in jobs:
         compiled = binaries[job.key]

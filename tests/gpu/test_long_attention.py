@@ -1,4 +1,4 @@
-"""Attention kernels on the GPU over long contexts, in pools of 8-bit floats and of 16-bit floats beside them."""
+"""Attention kernels on a GPU over long contexts, in pools of 8-bit and of 16-bit floats."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONGEST = 5000
 
 
 def steps(rng: np.random.Generator, one: bool) -> Iterator[Paged]:
-    """Rows of 1 to LONGEST tokens. one: each computes a token; else up to 300."""
+    """Yield steps whose rows have 1 to LONGEST tokens. one: each row computes one token; else up to 300."""
     for i, pool in enumerate((F8, F8, F8, "bf16")):
         totals = [1, LONGEST, *rng.integers(1, LONGEST, 2).tolist()]
         spans = [(1 if one else int(rng.integers(1, min(300, n) + 1)), n) for n in totals]
@@ -47,7 +47,7 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
 
 
 def test_long_contexts(card: Card) -> None:
-    """Poisoned results, guarded buffers, NaN in the slots that no row has filled, as in test_kernels."""
+    """Results are poisoned, buffers guarded, and unused slots of the pool are NaN."""
     toolchain = TritonToolchain.find(sm_90())
     jobs = [job for case in cases(generator()) for job in jobs_of(case, 1, toolchain, sm_90())]
     found = failures(card, jobs, compile_jobs(jobs, sm_90()))

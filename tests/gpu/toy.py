@@ -1,4 +1,4 @@
-"""The toy artifact of `artifact.tiny` for the GPU at hand: its kernels by NVRTC, called as cuda-1 says."""
+"""The toy artifact of `artifact.tiny` for the installed GPU: kernels compiled by NVRTC, calling convention cuda-1."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BODY = tiny.KERNEL[tiny.KERNEL.index("  const int32_t *rows") : tiny.KERNEL.rin
 _ROW = "int32_t r = rows[i], len = length[r];"
 _WAIT = 'asm volatile("griddepcontrol.wait;"); asm volatile("griddepcontrol.launch_dependents;");'
 TYPES = "typedef int int32_t; typedef long long int64_t;\n"
-# One thread does it all. The stamp before it sleeps, and uses more shared memory than kernels have without asking.
+# A single thread computes everything. `stamp`, launched before it, sleeps and uses more than 48 KiB of shared memory.
 TOY = f"""{TYPES}
 extern "C" __global__ void toy({", ".join(f"void* a{i}" for i in range(14))}, int n0, int n1, int n2, int n3, int n4,
                                int n5, void* none, void* none2) {{
@@ -32,19 +32,19 @@ extern "C" __global__ void toy({", ".join(f"void* a{i}" for i in range(14))}, in
 """
 STAMP = f"""{TYPES}
 extern "C" __global__ void stamp(int32_t* out, int32_t* tokens, int t, void* none, void* none2) {{
-  extern __shared__ int room[];
+  extern __shared__ int shared[];
   WAIT
-  room[threadIdx.x] = threadIdx.x;
-  room[{SHARED // 4 - 1}] = t;
+  shared[threadIdx.x] = threadIdx.x;
+  shared[{SHARED // 4 - 1}] = t;
   __syncthreads();
   for (int i = 0; i < 200; i++) __nanosleep(100);
-  if (!threadIdx.x && !blockIdx.x && room[{SHARED // 4 - 1}] == t) atomicAdd(out, gridDim.y);
+  if (!threadIdx.x && !blockIdx.x && shared[{SHARED // 4 - 1}] == t) atomicAdd(out, gridDim.y);
 }}
 """
 
 
 def nvrtc(text: str, arch: str) -> bytes:
-    """A cubin."""
+    """Compile a text to a cubin."""
     from cuda.bindings import nvrtc as n
 
     status, program = n.nvrtcCreateProgram(text.encode(), b"k.cu", 0, [], [])
@@ -62,14 +62,14 @@ def nvrtc(text: str, arch: str) -> bytes:
 
 
 def kernel(text: str, entry: str, arch: str, shared: int = 0) -> Binary:
-    """A text as a kernel of an artifact; WAIT in it becomes the wait for the launches before, where there is one."""
+    """Return a kernel of an artifact; WAIT in the text becomes griddepcontrol.wait on sm_90 and later."""
     text = text.replace("WAIT", _WAIT if int(arch[3:]) >= 90 else "")
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
     return Binary(key, text, nvrtc(text, arch), entry, 128, shared, suffix="cubin", language="cu", abi="cuda-1")
 
 
 def parts(folder: Path, arch: str, weights: object = ...) -> Parts:
-    """What the writer takes: decode in two ranges of rows, and the ragged step; two launches each."""
+    """Return the parts of an artifact: decode graphs for one row and for more, and a step; two launches each."""
     toy, stamp = kernel(TOY, "toy", arch), kernel(STAMP, "stamp", arch, SHARED)
     programs = [_program(n, u, r, toy, stamp, arch) for n, u, r in (
         ("decode1", True, (1, 1)), ("decode", True, (2, tiny.ROWS)), ("step", False, (1, tiny.ROWS)))]  # fmt: skip

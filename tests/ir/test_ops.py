@@ -56,7 +56,12 @@ def test_op(name: str) -> None:
 
     out = run(g, arrays)
     assert [o.shape for o in out] == [tuple(d.const for d in v.type.shape) for v in g.outputs]
-    minus_infinite = ("row_mask", "row_block_max", "paged_attention_split")  # of masked ids, of padding rows
+    minus_infinite = (
+        "row_mask",
+        "row_block_max",
+        "paged_attention_split",
+        "rope_attention_split",
+    )  # of masked ids, of padding rows
     assert all(np.isfinite(o).all() or name in minus_infinite for o in out)
 
     flops, moved = node_cost(next(iter(g.nodes)))
@@ -79,6 +84,7 @@ def test_every_float_op_has_an_oracle_or_a_reason() -> None:
     ours |= {"moe_route", "moe_up", "moe_down", "linear_split", "linear_combine", "quantized_linear"}
     ours |= {"quantized_moe_up", "quantized_moe_down", "scaled_moe_up", "scaled_moe_down"}
     ours |= {"block_scaled_linear", "round_groups", "norm_quantized_linear", "norm_fragments_linear"}
+    ours |= {"rope_attention", "rope_attention_split"}
     ours |= {"quantize", "quantize_scale", "quantize_code", "assemble", "argsort"}
     without = {n for n, o in OPS.items() if not o.oracle and not n.startswith("row_")}
     assert without - ours == {n for n in without if n.startswith(("pack", "packed"))}

@@ -71,6 +71,17 @@ _ATTENTION = {
             f"bf16[T, 32, 128], {KV}",
         ),
     ),
+    "rope_attention": (
+        Text(
+            f"bf16[R, 6144]; {KV}; {PAGES}; i32[R]; i32[R]; f32[R, 64]; f32[R, 64]; weight bf16[128]; weight bf16[128]",
+            'rope_attention {heads=32, dtype="bf16", eps=1e-06, scale=0.088}', f"bf16[R, 32, 128], {KV}",
+        ),
+        Text(
+            f"bf16[R, 6144]; {KV}; {PAGES}; i32[R]; i32[R]; f32[R, 64]; f32[R, 64]",
+            'rope_attention_split {heads=32, dtype="bf16", scale=0.088, splits=16}',
+            f"f32[R, 32, 16, 128], f32[R, 32, 16], {KV}",
+        ),
+    ),
     "rope": (Text("bf16[T, 32, 128]; f32[T, 64]; f32[T, 64]", "rope", "bf16[T, 32, 128]"),),
     "rope_tables": (
         Text("weight f32[64]; i32[T]", 'rope_tables {scaling=1.0, dtype="f32"}', "f32[T, 64], f32[T, 64]"),

@@ -152,7 +152,7 @@ def test_others() -> None:
 def test_gains_of_two_dtypes_are_refused() -> None:
     c = append(fresh(), 0, "bf16", "bf16", 0)
     values = c.graph.inputs
-    values[6].type = values[6].type.with_dtype("f32")
+    values[6].type = replace(values[6].type, dtype="f32")
     assert "different dtypes" in (ROPE_APPEND.reject(c.node, INTERPRETED) or "")
 
 

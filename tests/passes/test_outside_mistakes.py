@@ -140,9 +140,9 @@ def test_a_mistake_in_our_own_pass_stays_a_bug(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     "kind, text, words",
     [
-        ("passes", "Misnamed", "pass 'it' calls itself 'other'; "),
-        ("kernels", "KERNEL", "kernel 'it' calls itself 'other/name'"),
-        ("ops", "wrong_shape", "op 'it' calls itself 'wrong_shape'"),
+        ("passes", "Misnamed", "pass 'it' has the name 'other'; "),
+        ("kernels", "KERNEL", "kernel 'it' has the name 'other/name'"),
+        ("ops", "wrong_shape", "op 'it' has the name 'wrong_shape'"),
         ("passes", "not_an_op", "not a subclass of llmc.passes.base.Pass"),
         ("kernels", "not_an_op", "not an instance of llmc.codegen.kernel.Kernel"),
         ("ops", "not_an_op", "not an instance of llmc.ir.opdef.OpDef"),
@@ -159,7 +159,7 @@ def test_objects_of_another_kind_or_name_are_refused(kind: str, text: str, words
 
 TARGETS: dict[str, Any] = {
     "no_target": (lambda: "cpu:mine", "not a Target"),
-    "misnamed": (lambda: replace(cpu_targets.portable(), name="cpu:other"), "calls itself 'cpu:other'"),
+    "misnamed": (lambda: replace(cpu_targets.portable(), name="cpu:other"), "has the name 'cpu:other'"),
     "family": (lambda: replace(cpu_targets.portable(), name="tpu:v9", family="tpu"), "one of cpu, cuda, hip"),
     "two families": (lambda: replace(cpu_targets.portable(), name="cuda:mine"), "begins with its family"),
     "bandwidth": (lambda: replace(cpu_targets.portable(), name="cpu:mine", bandwidth=0), "bandwidth=0"),

@@ -23,6 +23,7 @@ from llmc.ir.ops import (
     quantized_moe,
     reduce,
     rope,
+    rope_attention,
     sample,
     scaled_moe,
     shape,
@@ -40,8 +41,7 @@ def op_set(*groups: Iterable[OpDef]) -> Mapping[str, OpDef]:
 
 
 GROUPS = (
-    pointwise, reduce, shape, linear, packed, quantize, quantized_linear, block_scaled, packed_quantized,
-    packed_codes, packed_fragments, norm, rope, attention, moe, quantized_moe, scaled_moe, state, sample,
-    draft,
+    pointwise, reduce, shape, linear, packed, quantize, quantized_linear, block_scaled, packed_quantized, packed_codes,
+    packed_fragments, norm, rope, attention, rope_attention, moe, quantized_moe, scaled_moe, state, sample, draft,
 )  # fmt: skip
 OPS = op_set(*(m.OPS for m in GROUPS))

@@ -1,4 +1,4 @@
-"""Products of codes by codes with a scale for each group of columns of x and each tile of the weight."""
+"""Products of quantised activations and weights, with a scale for each group of columns and each tile of the weight."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from llmc.ir.contents import Drawing, Shape, factor, positive
-from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.opdef import Ints, OpDef, op
 from llmc.ir.ops.common import NUMPY
-from llmc.ir.ops.linear import epilogue_type, split_parts
+from llmc.ir.ops.linear import epilogue_type, rows_per_part, split_parts
 from llmc.ir.ops.pointwise import expr_shape
+from llmc.ir.ops.quantize import check_scales
 from llmc.ir.ops.quantized_linear import ACTIVATIONS, round_rows
 from llmc.ir.scalar import evaluate, parse_expr
 from llmc.ir.signature import Mismatch
@@ -21,11 +21,8 @@ from llmc.ir.types import Type
 
 
 def _round_groups_types(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
-    shape, dtype, group = (
-        expr_shape(parse_expr(attrs["body"]), [t.shape for t in env["xs"]]),
-        attrs["dtype"],
-        attrs["group"],
-    )
+    dtype, group = attrs["dtype"], attrs["group"]
+    shape = expr_shape(parse_expr(attrs["body"]), [t.shape for t in env["xs"]])
     if dtype not in ACTIVATIONS:
         raise Mismatch(f"dtype={dtype!r} is not one of {', '.join(ACTIVATIONS)}")
     groups = shape[-1].divide(group) if shape and group > 0 else None
@@ -42,7 +39,7 @@ def _round_groups_types(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[T
     },
 )  # fmt: skip
 def round_groups(*xs: Any, body: str, dtype: str, group: int) -> Any:
-    """Quantise the rows of `body`, each `group` columns with a scale of their own (see `round_rows`).
+    """Quantise the rows of `body`, with one scale for each `group` columns (see `round_rows`).
 
     body: a scalar expression over the broadcast operands a0, a1, ..., as in `fused`; it may reduce whole rows. Results:
     the codes [*b, k] and the scales [*b, k / group].
@@ -53,15 +50,11 @@ def round_groups(*xs: Any, body: str, dtype: str, group: int) -> Any:
 
 
 def _product_types(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
-    parts, block, scale = attrs["parts"], attrs["block"], env["scale"]
-    n = env["m"].divide(parts) if parts > 0 else None
-    if n is None:
-        raise Mismatch(f"{env['m']} rows do not split into {parts} parts")
+    parts, block = attrs["parts"], attrs["block"]
+    n = rows_per_part(env["m"], parts)
     if len(block) != 2 or block[0] < 0 or block[1] <= 0 or env["k"].divide(block[1]) != env["g"]:
         raise Mismatch(f"block={list(block)}: {env['g']} groups of columns do not divide {env['k']} columns")
-    rows = env["m"].ceildiv(block[0]) if block[0] else Dim.of(1)
-    if scale.shape != (rows, env["g"]):
-        raise Mismatch(f"{scale} does not scale blocks of {list(block)} of {env['code']}")
+    check_scales(env["code"], env["scale"], block)
     if DTYPES[attrs["dtype"]].kind != "f":
         raise Mismatch(f"dtype={attrs['dtype']!r} is not a float")
     return epilogue_type(parts, env["extras"], attrs["body"], Type(attrs["dtype"], (*env["*b"], n)))
@@ -84,15 +77,15 @@ def small_scales(d: Drawing, shape: Shape) -> Any:
 def block_scaled_linear(
     x: Any, code: Any, x_scale: Any, scale: Any, *extras: Any, block: Ints, dtype: str, parts: int = 1, body: str = "a0"
 ) -> Any:
-    """linear_map over codes of which each block has a scale.
+    """linear_map over codes with one scale for each block.
 
     Row i of x has the scale x_scale[i, j] for its j-th group of block[1] columns. The weight has a scale for each tile
-    of block[0] x block[1] codes (0: all rows); the last rows of tiles may be cut. The products of each group are summed
-    by themselves, and multiplied by both scales before they are added. parts, body and dtype are as in linear_map.
+    of block[0] x block[1] codes (0: all rows); the last tile of rows may be partial. The products of each group are
+    summed separately, and multiplied by both scales before they are added. parts, body and dtype are as in linear_map.
 
-    It is an op of its own, not a linear_map: scales of single rows are constant along k, so that an epilogue applies
-    them once to the finished sums, but these change within the sum. As operands of linear_map they would concern every
-    pass and kernel that splits, fuses or streams products.
+    This is a separate op because the scales vary along k. An epilogue can apply only scales of whole rows, which are
+    constant along k; as operands of linear_map, other scales would affect every pass and kernel that splits, fuses or
+    streams products.
     """
     rows, columns = block[0] or code.shape[0], block[1]
     w = code * np.repeat(np.repeat(scale, rows, 0)[: code.shape[0]], columns, 1)

@@ -57,7 +57,7 @@ def broadcast_shapes(shapes: Sequence[Sequence[Dim]]) -> tuple[Dim, ...]:
 
 
 def promoted(types: Sequence[Type]) -> str:
-    """Promote dtypes by torch's rule: among operands of the highest kind, those with axes precede scalars."""
+    """Promote dtypes as torch does: among operands of the highest kind, those with axes override scalars."""
     kinds = {t.dtype: "bif".index(_kind(t.dtype)) for t in types}
     top = max(kinds.values())
     best = [t for t in types if kinds[t.dtype] == top]

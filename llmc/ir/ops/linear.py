@@ -50,11 +50,17 @@ def product(x: Any, w: Any) -> Any:
 def _linear_map_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     x, parts, extras = env["x"], attrs["parts"], env["extras"]
     if not attrs["dtype"] and (DTYPES[x.dtype].kind != "f" or DTYPES[x.dtype].bits < 16):
-        raise Mismatch(f"x is {x}: the dtype of the result has to be given")
-    n = env["m"].divide(parts) if parts > 0 else None
-    if n is None:
-        raise Mismatch(f"{env['m']} rows do not split into {parts} parts")
+        raise Mismatch(f"x is {x}: the attribute dtype of the result is required")
+    n = rows_per_part(env["m"], parts)
     return epilogue_type(parts, extras, attrs["body"], Type(attrs["dtype"] or x.dtype, (*env["*b"], n)))
+
+
+def rows_per_part(m: Dim, parts: int) -> Dim:
+    """Return m / parts; raises Mismatch if m rows of a weight do not split into `parts` equal parts."""
+    n = m.divide(parts) if parts > 0 else None
+    if n is None:
+        raise Mismatch(f"{m} rows do not split into {parts} parts")
+    return n
 
 
 def epilogue_type(accumulators: int, extras: Sequence[Type], body: str, result: Type) -> list[Type]:

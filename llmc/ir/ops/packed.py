@@ -18,7 +18,7 @@ from llmc.ir.contents import Drawing, Shape
 from llmc.ir.dim import Dim
 from llmc.ir.opdef import OpDef, op
 from llmc.ir.ops.common import NUMPY
-from llmc.ir.ops.linear import epilogue_type
+from llmc.ir.ops.linear import epilogue_type, rows_per_part
 from llmc.ir.scalar import evaluate, parse_expr
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
@@ -28,10 +28,7 @@ def panel_shape(m: Dim, k: Dim, rows: int, pair: int, parts: int) -> tuple[Dim, 
     """Return the packed shape of a weight [m, k]; raises Mismatch if the rows cannot be divided into the parts."""
     if min(rows, pair, parts) < 1 or rows % parts:
         raise Mismatch(f"rows={rows}, pair={pair}, parts={parts}: rows must be a positive multiple of parts")
-    n = m.divide(parts)
-    if n is None:
-        raise Mismatch(f"{m} rows do not split into {parts} parts")
-    return n.ceildiv(rows // parts), k.ceildiv(pair), Dim.of(rows), Dim.of(pair)
+    return rows_per_part(m, parts).ceildiv(rows // parts), k.ceildiv(pair), Dim.of(rows), Dim.of(pair)
 
 
 def _pack_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:

@@ -1,7 +1,7 @@
 """Codes of 4 bits in the layout that GPU products read, and the product over it.
 
-A byte holds two codes of one row, `half` columns apart. Neighbouring bytes then hold neighbouring columns, and a tile
-of bytes yields one tile of codes from its low halves and one from its high halves.
+A byte holds two codes of one row, `half` columns apart. Adjacent bytes then hold adjacent columns, and a tile of bytes
+yields two tiles of codes: one from the low and one from the high four bits.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 from llmc.ir.contents import integers, positive
 from llmc.ir.dim import Dim
 from llmc.ir.opdef import Ints, op
+from llmc.ir.ops.linear import rows_per_part
 from llmc.ir.ops.quantized_linear import draw_extras, quantized_linear, result_type
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
@@ -57,13 +58,11 @@ def packed_type(env: dict[str, Any], attrs: Mapping[str, Any], row_bytes: Dim) -
     """Infer the result of a product over packed codes of 4 bits whose rows have `row_bytes` bytes."""
     k, scale, extras = env["k"], env["scale"], list(env["extras"])
     parts, block = attrs["parts"], attrs["block"]
-    n = env["m"].divide(parts) if parts > 0 else None
-    if n is None:
-        raise Mismatch(f"{env['m']} rows do not split into {parts} parts")
+    n = rows_per_part(env["m"], parts)
     if env["packed"].shape[1] != row_bytes:
         raise Mismatch(f"{env['packed']} does not contain rows of {k} codes")
     if len(block) != 2 or block[0] != 1:
-        raise Mismatch(f"block={list(block)}: scales for columns of one row are wanted")
+        raise Mismatch(f"block={list(block)}: a scale must belong to columns of one row ([1, columns], 0 for all)")
     if scale.shape != (k.ceildiv(block[1]) if block[1] else Dim.of(1), env["m"]):
         raise Mismatch(f"{scale} does not scale blocks of {list(block)} of {env['m']} rows of {k} codes")
     return result_type(env, attrs, extras, n)

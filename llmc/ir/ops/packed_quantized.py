@@ -14,9 +14,8 @@ import numpy as np
 from llmc.ir.contents import Drawing, Shape, positive
 from llmc.ir.dim import Dim
 from llmc.ir.opdef import op
-from llmc.ir.ops.linear import epilogue_type
 from llmc.ir.ops.packed import panel_shape, unpack_panel
-from llmc.ir.ops.quantized_linear import quantized_linear
+from llmc.ir.ops.quantized_linear import quantized_linear, result_type
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
 
@@ -75,20 +74,16 @@ def unpack_codes(packed: np.ndarray, bits: int, k: int) -> np.ndarray:
 
 
 def _type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
-    x, k, n, parts, extras = env["x"], env["k"], attrs["n"], attrs["parts"], list(env["extras"])
+    k, n, parts = env["k"], attrs["n"], attrs["parts"]
     rows, block = env["rows"].const or 0, attrs["block"]
     expected = panel_shape(n * parts, code_bytes(k, attrs["bits"]), rows, QUAD, parts)
     if expected != env["wp"].shape:
         raise Mismatch(f"{env['wp']} does not contain {parts} x {n} rows of {k} codes of {attrs['bits']} bits")
     scales = panel_shape(n * parts, k.ceildiv(block) if block else Dim.of(1), rows, 1, parts)
-    for what, t in [("scales", env["sp"]), *([("zero points", extras[0])] if attrs["zeros"] and extras else [])]:
-        if t.shape != scales:
-            raise Mismatch(f"{t} does not contain the {what} of {parts} x {n} rows: expected {list(map(str, scales))}")
-    if attrs["zeros"]:
-        if not extras:
-            raise Mismatch("zeros: the zero points are the first of the extras")
-        extras = extras[1:]
-    return epilogue_type(parts, extras, attrs["body"], Type(attrs["dtype"] or x.dtype, (*env["*b"], n)))
+    if env["sp"].shape != scales:
+        wanted = ", ".join(map(str, scales))
+        raise Mismatch(f"{env['sp']} does not contain the scales of {parts} x {n} rows: expected [{wanted}]")
+    return result_type({**env, "scale": env["sp"]}, attrs, list(env["extras"]), n)
 
 
 def _packed_codes(d: Drawing, shape: Shape) -> Any:

@@ -1,7 +1,7 @@
 """Ops of quantised weights: unpacking integers from words, and converting between floats and codes with scales.
 
 A value of a quantised type (`Type.format`) stands for its dequantised numbers: an op that takes one computes with
-those. `quantize` and `assemble` make such values; the pass `lower-quantized` replaces them by their parts.
+those. `quantize` and `assemble` create such values; the pass `lower-quantized` replaces them by their parts.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.opdef import Ints, op
 from llmc.ir.ops.common import axis_of
-from llmc.ir.qformat import ENCODINGS, QFormat
+from llmc.ir.qformat import ENCODINGS, QFormat, scale_shape
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
 
-# Values of codes that stand for no integer, by the name of their encoding. e2m1: OCP Microscaling Formats 1.0, FP4.
+# Values of codes that are not integers, by the name of their encoding. e2m1: OCP Microscaling Formats 1.0, FP4.
 VALUES: Mapping[str, tuple[float, ...]] = MappingProxyType(
     {"e2m1": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)}
 )
@@ -83,7 +83,7 @@ def _stream(words: np.ndarray, bits: int, size: int) -> np.ndarray:
     holds={"idx": index("x", -1)}, example={"*b": (3,), "c": 4, "k": 9},
 )  # fmt: skip
 def take_columns(x: Any, idx: Any) -> Any:
-    """Columns of x by index, such as the scales of the groups that `g_idx` names."""
+    """Columns of x by index, for example the scales of the group of each column (`g_idx`)."""
     return x[..., idx]
 
 
@@ -92,7 +92,7 @@ def take_columns(x: Any, idx: Any) -> Any:
     holds={"x": integers(0, 4)}, example={"n": 9},
 )  # fmt: skip
 def argsort(x: Any) -> Any:
-    """The indices that sort x in ascending order; equal elements keep theirs."""
+    """The indices that sort x in ascending order; equal elements keep their order."""
     return np.argsort(x, kind="stable").astype(np.int32)
 
 
@@ -112,16 +112,24 @@ def bitcast(x: Any, *, dtype: str) -> Any:
     return np.asarray(x).view(DTYPES[dtype].np)
 
 
+def check_block(block: Ints) -> None:
+    """Raise Mismatch unless `block` has the numbers of rows and of columns that share a scale."""
+    if len(block) != 2 or min(block) < 0:
+        raise Mismatch(f"block={list(block)}: expected [rows, columns] that share a scale, 0 for all")
+
+
+def check_scales(code: Type, scale: Type, block: Ints) -> None:
+    """Raise Mismatch unless `scale` has one element for each block of codes [*b, n, k]."""
+    check_block(block)
+    if scale.shape != scale_shape(code.shape, block):
+        raise Mismatch(f"{scale} does not scale blocks of {list(block)} of {code}")
+
+
 def _dequantize_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     code, scale, zero = env["code"], env["scale"], env.get("zero")
-    if len(attrs["block"]) != 2 or min(attrs["block"]) < 0:
-        raise Mismatch(f"block={list(attrs['block'])}: rows and columns that share a scale are wanted, 0 for all")
-    for axis, size in zip((-2, -1), attrs["block"], strict=True):
-        want = code.shape[axis].ceildiv(size) if size else Dim.of(1)
-        if scale.shape[axis] != want:
-            raise Mismatch(f"{scale} does not scale blocks of {list(attrs['block'])} of {code}")
+    check_scales(code, scale, attrs["block"])
     if zero is not None and attrs["zero_point"]:
-        raise Mismatch("zero points are given twice: as an operand and as zero_point")
+        raise Mismatch("zero points are both an operand and the attribute zero_point")
     if attrs["values"] and attrs["values"] not in VALUES:
         raise Mismatch(f"values={attrs['values']!r} is not one of {', '.join(VALUES)}")
     if attrs["dtype"] not in DTYPES or DTYPES[attrs["dtype"]].kind != "f":
@@ -167,18 +175,14 @@ def _spread(x: np.ndarray, block: tuple[int, ...], shape: tuple[int, ...]) -> np
     """Repeat the entry of each block for its elements; axes of one block are left to broadcasting."""
     for axis, size in zip((-2, -1), block, strict=True):
         if size > 1:
-            x = (
-                np.repeat(x, size, axis)[..., : shape[axis], :]
-                if axis == -2
-                else np.repeat(x, size, -1)[..., : shape[-1]]
-            )
+            x = np.repeat(x, size, axis)
+            x = x[..., : shape[-1]] if axis == -1 else x[..., : shape[-2], :]
     return x
 
 
 def _format(attrs: Mapping[str, Any], logical: str) -> QFormat:
+    check_block(attrs["block"])
     try:
-        if len(attrs["block"]) != 2 or min(attrs["block"]) < 0:
-            raise ValueError(f"block={list(attrs['block'])}: rows and columns that share a scale are wanted, 0 for all")
         return QFormat.of(attrs["code"], attrs["block"], attrs["scale"], attrs["zero"], logical, attrs.get("act", ""))
     except (KeyError, ValueError) as e:
         raise Mismatch(str(e)) from None
@@ -212,8 +216,7 @@ def _assemble_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     format = _format({**attrs, "scale": scales.dtype}, attrs["dtype"])
     if codes.dtype != format.storage:
         raise Mismatch(f"{codes} are not codes of {format.name}, which are stored as {format.storage}")
-    if scales.shape != format.scale_shape(codes.shape):
-        raise Mismatch(f"{scales} does not scale blocks of {list(attrs['block'])} of {codes}")
+    check_scales(codes, scales, attrs["block"])
     if format.has_zeros != (zeros is not None) or (zeros is not None and zeros.shape != scales.shape):
         raise Mismatch(f"zero={attrs['zero']!r} does not agree with the zero points {zeros}")
     return [Type(attrs["dtype"], codes.shape, format=format)]
@@ -242,7 +245,7 @@ def assemble(
 
 
 def _code_range(code: str) -> tuple[float, float]:
-    """The smallest and largest value of a code, less its zero point in the middle of the range."""
+    """The smallest and largest value of a code minus the zero point, which is in the middle of the range."""
     if DTYPES[code].kind == "f":
         limit = float(np.finfo(DTYPES[code].np).max) if DTYPES[code].bits > 8 else FLOAT_CODES[code]
         return -limit, limit

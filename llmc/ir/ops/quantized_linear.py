@@ -1,4 +1,4 @@
-"""Products with quantised weights whose parts are separate operands, as the pass `lower-quantized` leaves them."""
+"""Products with quantised weights whose parts are separate operands, which the pass `lower-quantized` emits."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.opdef import Ints, op
 from llmc.ir.ops.common import NUMPY
-from llmc.ir.ops.linear import epilogue_type, split_parts
-from llmc.ir.ops.quantize import FLOAT_CODES, dequantize
+from llmc.ir.ops.linear import epilogue_type, rows_per_part, split_parts
+from llmc.ir.ops.quantize import FLOAT_CODES, check_scales, dequantize
 from llmc.ir.qformat import QFormat
 from llmc.ir.scalar import evaluate, parse_expr
 from llmc.ir.signature import Mismatch
@@ -25,12 +25,12 @@ ACTIVATIONS: Mapping[str, float] = MappingProxyType({"i8": 127.0, "f8e4m3": FLOA
 
 
 def multiplies_codes(f: QFormat) -> bool:
-    """Whether products may multiply codes of this format by codes: one scale a row, and no zero points."""
+    """Whether products may multiply codes of activations and weights: one scale per row, no zero points."""
     return f.act == f.code in ACTIVATIONS and f.block == (1, 0) and not f.zero and not f.table
 
 
 def multiplies_tiles(f: QFormat) -> bool:
-    """Whether products may multiply codes of this format by codes: a scale for blocks of columns, no zero points."""
+    """Whether products may multiply codes of activations and weights in blocks of columns; no zero points."""
     return f.act == f.code in ACTIVATIONS and f.block[1] > 0 and not f.zero and not f.table
 
 
@@ -64,20 +64,14 @@ def rounded(x: Any, dtype: str, block: int) -> Any:
 
 
 def _type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
-    code, scale, extras = env["code"], env["scale"], list(env["extras"])
+    code, extras = env["code"], list(env["extras"])
     parts, act = attrs["parts"], attrs.get("act")
-    n = env["m"].divide(parts) if parts > 0 else None
-    if n is None:
-        raise Mismatch(f"{env['m']} rows do not split into {parts} parts")
+    n = rows_per_part(env["m"], parts)
     if not 1 <= attrs["bits"] <= 8 or (attrs["bits"] < 8 and code.dtype != "u8"):
         raise Mismatch(f"bits={attrs['bits']}: {code} has 8, or if it is u8, from 1 to 8")
     if act and act not in ACTIVATIONS:
         raise Mismatch(f"act={act!r} is not one of {', '.join(ACTIVATIONS)}")
-    if len(attrs["block"]) != 2:
-        raise Mismatch(f"block={list(attrs['block'])}: rows and columns that share a scale are wanted, 0 for all")
-    for axis, size in enumerate(attrs["block"]):
-        if scale.shape[axis] != (code.shape[axis].ceildiv(size) if size else Dim.of(1)):
-            raise Mismatch(f"{scale} does not scale blocks of {list(attrs['block'])} of {code}")
+    check_scales(code, env["scale"], attrs["block"])
     return result_type(env, attrs, extras, n)
 
 

@@ -1,8 +1,8 @@
-"""The products of a mixture's experts over quantised stacks, whose parts are separate operands (see `lower-quantized`).
+"""Expert products over quantised stacks of weights, whose parts are separate operands (see `lower-quantized`).
 
-A stack has one operand for the codes and one for the scales of all experts, and one for zero points if there is one for
-each scale. Kernels may want codes of 4 bits packed in pairs: with `half` other than 0, codes are those that
-`pack_nibbles` has packed with the same `half`, and the last two axes of scales and zero points are transposed.
+A stack has one operand for the codes of all experts, one for the scales, and one for the zero points if there is one
+for each scale. If `half` is not 0, codes of 4 bits are packed by `pack_nibbles` with the same `half`, and the last two
+axes of scales and zero points are transposed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llmc.ir.dtype import DTYPES
 from llmc.ir.opdef import Ints, OpDef, op
 from llmc.ir.ops.moe import SWIGLU, down_type, drawn_order, drawn_starts, moe_down, moe_up, up_type
 from llmc.ir.ops.packed_codes import nibble_bytes, unpack_nibbles
-from llmc.ir.ops.quantize import VALUES, dequantize
+from llmc.ir.ops.quantize import VALUES, check_scales, dequantize
 from llmc.ir.ops.quantized_linear import ACTIVATIONS, rounded
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
@@ -38,12 +38,10 @@ def _check_stack(env: dict[str, Any], attrs: Mapping[str, Any], columns: Dim) ->
         raise Mismatch(f"values={attrs['values']!r} is not one of {', '.join(VALUES)}")
     if attrs["act"] and attrs["act"] not in ACTIVATIONS:
         raise Mismatch(f"act={attrs['act']!r} is not one of {', '.join(ACTIVATIONS)}")
-    if len(attrs["block"]) != 2 or min(attrs["block"]) < 0:
-        raise Mismatch(f"block={list(attrs['block'])}: rows and columns that share a scale are wanted, 0 for all")
-    pairs = zip((code.shape[1], columns), attrs["block"], strict=True)
-    blocks = [length.ceildiv(size) if size else Dim.of(1) for length, size in pairs]
-    if list(scale.shape[1:]) != (blocks[::-1] if half else blocks):
-        raise Mismatch(f"{scale} does not scale blocks of {list(attrs['block'])} of {code}")
+    e, r, c = scale.shape
+    check_scales(
+        code.with_shape(*code.shape[:2], columns), scale.with_shape(e, c, r) if half else scale, attrs["block"]
+    )
     if attrs["zeros"] and (not extras or extras[0].shape != scale.shape):
         raise Mismatch(f"zeros: the zero points are the first of the extras, of the shape of {scale}")
     bias = extras[int(attrs["zeros"]) :]
@@ -100,10 +98,9 @@ def quantized_moe_up(
     """moe_up over the stack dequantize(code, scale, zero).
 
     extras: the zero points if `zeros` is set, then the bias, if there is one. block, zero_point, zeros, bits, act and
-    act_block are as in quantized_linear, values as in dequantize. half: 0, or codes are packed (see `pack_nibbles`),
-    and scales and zero points are [experts, blocks, rows]. These operands are no optional ones of moe_up because only
-    few kernels read codes: an op of their own keeps the others unaware of formats, and `lower-quantized` chooses
-    between the two.
+    act_block are as in quantized_linear, values as in dequantize. If `half` is not 0, codes are packed (see
+    `pack_nibbles`), and scales and zero points are [experts, blocks, rows]. This op is separate from moe_up because few
+    kernels read codes; `lower-quantized` chooses between the two.
     """
     w, bias = _stack(code, scale, extras, {"block": block, "zero_point": zero_point, "zeros": zeros, "values": values,
                                            "half": half})  # fmt: skip

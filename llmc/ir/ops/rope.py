@@ -61,7 +61,8 @@ def rope(x: Any, cos: Any, sin: Any, *, interleaved: bool = False) -> Any:
     return out
 
 
-def _append_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+def append_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    """Infer the types of the queries and of the pool; raises Mismatch if x does not have the heads."""
     x, kv, heads = env["x"], env["kv"], attrs["heads"]
     expected = env["d"] * (env["g"] * 2 + heads)
     if expected != env["n"]:
@@ -79,7 +80,7 @@ def _append_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     "(x: f[t, n], kv: state f[p, 2, g, page, d], slots: i32[t], scales?kv: f32[2*g], cos?: f[t, r], sin?: f[t, r],"
     " qw?: f[d], kw?: f[d])"
     " -> (q: x[t, heads, d], appended: state kv[p, 2, g, page, d])",
-    writes=("kv",), infer=_append_type, flops="6*t*n",
+    writes=("kv",), infer=append_type, flops="6*t*n",
     holds={
         "kv": contents.kv_pool, "slots": contents.slots, "scales": contents.positive, "cos": contents.cosine,
         "sin": contents.sine,
@@ -103,13 +104,13 @@ def rope_append(
     y = np.ascontiguousarray(x.reshape(len(x), -1, d))
     q, k, v = y[:, :heads], y[:, heads : heads + g], y[:, heads + g :]
     if qw is not None:
-        q, k = (_round(norm.rms_norm.ref(part, w, eps=eps), dtype) for part, w in ((q, qw), (k, kw)))
+        q, k = (round_steps(norm.rms_norm.ref(part, w, eps=eps), dtype) for part, w in ((q, qw), (k, kw)))
     if cos is not None:
-        q, k = (_round(rope.ref(part, cos, sin, interleaved=interleaved), dtype) for part in (q, k))
+        q, k = (round_steps(rope.ref(part, cos, sin, interleaved=interleaved), dtype) for part in (q, k))
     return q, state.kv_append.ref(kv, k, v, slots, scales)
 
 
-def _round(x: Any, dtype: str) -> Any:
+def round_steps(x: Any, dtype: str) -> Any:
     """Round as the interpreter rounds an op's result; float64 (exact mode) is not rounded."""
     return x if x.dtype == np.float64 else x.astype(DTYPES[dtype].np).astype(x.dtype)
 

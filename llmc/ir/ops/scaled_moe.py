@@ -1,8 +1,8 @@
-"""The products of a mixture's experts of codes by codes: rows of activations have scales of their own.
+"""Expert products of quantised activations and quantised weights.
 
-They are to `quantized_moe_up` and `quantized_moe_down` what `block_scaled_linear` is to `quantized_linear`. The ops
-that round the activations precede them (see `lower-quantized`): rows of tokens before the first product, and a row for
-each token and expert between the two.
+`scaled_moe_up` and `scaled_moe_down` correspond to `quantized_moe_up` and `quantized_moe_down` as `block_scaled_linear`
+does to `quantized_linear`. The pass `lower-quantized` quantises the activations: a row per token before the first
+product, and a row per token and expert before the second.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llmc.ir.dtype import DTYPES
 from llmc.ir.opdef import Ints, OpDef, op
 from llmc.ir.ops.block_scaled import small_scales
 from llmc.ir.ops.moe import SWIGLU, down_type, drawn_order, drawn_starts, moe_down, moe_up, up_type
-from llmc.ir.ops.quantize import dequantize
+from llmc.ir.ops.quantize import check_scales, dequantize
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
 
@@ -26,14 +26,11 @@ from llmc.ir.types import Type
 def _check_scales(env: dict[str, Any], attrs: Mapping[str, Any], columns: Dim) -> None:
     """Raise Mismatch unless both tables of scales agree with the codes and with the attribute `block`."""
     code, scale, x_scale, block = env["code"], env["scale"], env["x_scale"], attrs["block"]
-    if len(block) != 2 or min(block) < 0:
-        raise Mismatch(f"block={list(block)}: rows and columns that share a scale are wanted, 0 for all")
-    groups = columns.divide(block[1]) if block[1] else Dim.of(1)
-    if groups is None:
+    check_scales(code, scale, block)
+    if block[1] and columns.divide(block[1]) is None:
         raise Mismatch(f"block={list(block)}: {columns} columns are not a multiple of {block[1]}")
-    rows = code.shape[1].ceildiv(block[0]) if block[0] else Dim.of(1)
-    if scale.shape[1:] != (rows, groups) or x_scale.shape[1] != groups:
-        raise Mismatch(f"{scale} and {x_scale} do not scale blocks of {list(block)} of {code}")
+    if x_scale.shape[1] != scale.shape[2]:
+        raise Mismatch(f"{scale} and {x_scale} have different numbers of groups of columns")
 
 
 def _up_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from llmc.ir.graph import Node, Value
 from llmc.ir.opdef import OpDef
-from llmc.passes.analysis import const_value, held, is_pointwise, made_by, same_type
+from llmc.passes.analysis import const_value, is_pointwise, made_by, rounded_to, same_type
 from llmc.passes.rewrite import Build, Match, Pat, Rewrite, Simplify, const, either
 
 p = Pat()
@@ -89,7 +89,7 @@ def _constants(n: Node) -> Build | None:
     dtype = n.result.type.dtype
     with np.errstate(all="ignore"):
         result = float(n.op.ref(*(np.float64(v) for v in values)))
-    return lambda b: b.constant(held(result, dtype), dtype)
+    return lambda b: b.constant(rounded_to(result, dtype), dtype)
 
 
 SIMPLE = (

@@ -1,4 +1,4 @@
-"""Canonicalization: rewrites equivalent forms into one, so that later patterns have to match only that one."""
+"""Canonicalization: rewrites equivalent forms into a single one, the only one that later patterns have to match."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node, Value
 from llmc.ir.ops.common import broadcast_shapes
 from llmc.ir.signature import Mismatch
-from llmc.passes.analysis import const_value, held, is_pointwise, made_by, widens
+from llmc.passes.analysis import const_value, is_pointwise, made_by, rounded_to, widens
 from llmc.passes.rewrite import Build, Simplify
 
 
@@ -28,7 +28,7 @@ def _cast(n: Node) -> Build | None:
     if x.type.dtype == dtype:
         return _same(x)
     if made_by(x, "constant") and (value := const_value(x)) is not None:
-        return lambda b: b.constant(held(value, dtype), dtype)
+        return lambda b: b.constant(rounded_to(value, dtype), dtype)
     inner = made_by(x, "cast")
     if inner and widens(inner.operands[0].type.dtype, x.type.dtype):
         source = inner.operands[0]

@@ -1,4 +1,4 @@
-"""Rules that sink transposes below ops on the last axis, so that pairs of transposes meet and cancel."""
+"""Rules that move transposes behind ops on the last axis, so that pairs of transposes cancel."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def _slice(n: Node) -> Build | None:
 
 
 def _concat(n: Node) -> Build | None:
-    turned = [t for v in n.operands if (t := made_by(v, "transpose"))]
-    if len(turned) < len(n.operands) or len({t.attrs["perm"] for t in turned}) != 1:
+    transposed = [t for v in n.operands if (t := made_by(v, "transpose"))]
+    if len(transposed) < len(n.operands) or len({t.attrs["perm"] for t in transposed}) != 1:
         return None
-    perm, operands = turned[0].attrs["perm"], [t.operands[0] for t in turned]
+    perm, operands = transposed[0].attrs["perm"], [t.operands[0] for t in transposed]
     axis = perm[axis_of(n)]
     return lambda b: b.transpose(b.concat(*operands, axis=axis), perm=perm)
 

@@ -45,9 +45,9 @@ class FuseNormLinear(Pass):
         if readers[0].op.name not in ("linear", "linear_map") or readers[0].operands[0] is not n.result:
             return f"its reader is {readers[0].op.name}"
         if f := readers[0].operands[1].type.format:
-            return f"the weight has codes ({f.name}), and no kernel norms before such a product"
+            return f"the weight is quantised ({f.name}); no kernel fuses a norm into such a product"
         tokens = product(n.result.type.shape[:-1]).bounds(m.bounds(g))[1]
-        return f"up to {tokens} tokens run, more than {self.rows}" if tokens > self.rows else None
+        return f"the graph has up to {tokens} tokens, more than {self.rows}" if tokens > self.rows else None
 
 
 def _fuse(g: Graph, norm: Node, ctx: Ctx) -> None:

@@ -1,4 +1,4 @@
-"""Fuses a norm into a product with quantised weights, if a kernel of the target norms its tokens itself."""
+"""Fuses a norm into a product with quantised weights, if a kernel of the target supports that."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import ClassVar
 
 from llmc.ir.dim import product
 from llmc.ir.graph import Builder, Graph, Module, Node
-from llmc.passes.base import Ctx, Pass
-from llmc.passes.lower.lower_quantized import rejected
+from llmc.passes.base import Ctx, Pass, rejected
 
 NAME = "fuse-norm-quantized"
 
@@ -17,7 +16,7 @@ NAME = "fuse-norm-quantized"
 class FuseNormQuantized(Pass):
     """Fuse rms_norm into a quantized_linear that is its only reader, in graphs of at most `rows` tokens.
 
-    Runs after `lower-quantized`. A norm remains a launch of its own if no kernel of the target supports the product.
+    Runs after `lower-quantized`. A norm remains a separate launch if no kernel of the target supports the product.
     """
 
     rows: int = 16

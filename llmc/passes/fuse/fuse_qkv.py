@@ -15,7 +15,7 @@ RULE = "rope-append"
 
 
 class NoMatch(Exception):
-    """The pattern does not match; the message says why."""
+    """Raised if the pattern does not match; the message is the reason."""
 
 
 @dataclass(frozen=True)

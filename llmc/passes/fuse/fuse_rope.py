@@ -182,13 +182,13 @@ def _is_partial(m: Match) -> str | None:
 
 
 def _partial(b: Any, m: Match) -> Value:
-    turned = m.root.operands[0].node is not None and m.root.operands[0].node.op.name == "transpose"
+    transposed = m.root.operands[0].node is not None and m.root.operands[0].node.op.name == "transpose"
     x = m["x"]
     if m["begin"] != 0 or m["end"] != x.type.shape[-1]:
         x = b.slice(x, axis=x.type.rank - 1, start=m["begin"], stop=m["end"])
-    x = b.transpose(x, perm=(1, 0, 2)) if turned else x
+    x = b.transpose(x, perm=(1, 0, 2)) if transposed else x
     y = b.rope(x, m["c"], m["s"], interleaved=m["pairs"])
-    return b.transpose(y, perm=(1, 0, 2)) if turned else y
+    return b.transpose(y, perm=(1, 0, 2)) if transposed else y
 
 
 RULES = (

@@ -12,11 +12,11 @@ from llmc.passes.rewrite import Build, Simplify
 
 
 def _angles(v: Value) -> tuple[Value, Value] | None:
-    """(frequencies [h], positions [t]) if v [t, h] is their outer product, computed in any form, else None."""
+    """Return (frequencies [h], positions [t]) if v [t, h] is their outer product in any form, else None."""
     if v.type.rank != 2:
         return None
-    turned = made_by(v, "transpose")
-    product = made_by(turned.operands[0] if turned else v, "mul", "matmul")
+    transposed = made_by(v, "transpose")
+    product = made_by(transposed.operands[0] if transposed else v, "mul", "matmul")
     if product is None:
         return None
     parts = [squeezed(o) for o in product.operands]
@@ -39,7 +39,7 @@ def _integers(v: Value) -> Value:
 
 
 def _table(n: Node) -> Build | None:
-    """Match cos or sin of angles. A spread table is built by concatenating the narrow one."""
+    """Match cos or sin of angles. A spread table concatenates the narrow one with itself."""
     (x,), index = n.operands, 0 if n.op.name == "cos" else 1
     spread = made_by(x, "concat")
     if spread and (len(spread.operands) != 2 or core(spread.operands[0]) is not core(spread.operands[1])):

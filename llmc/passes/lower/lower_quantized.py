@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from llmc.diagnostics import Diagnostic, extension_code
+from llmc.diagnostics import Diagnostic
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Builder, Graph, Module, Node, Value
 from llmc.ir.ops.quantize import FLOAT_CODES
 from llmc.ir.ops.quantized_linear import multiplies_codes, multiplies_tiles
 from llmc.ir.qformat import QFormat
-from llmc.passes.base import Ctx, Pass
+from llmc.passes.base import Ctx, Pass, rejected, rejections
 from llmc.passes.fuse.fuse_linear import PRODUCTS
 from llmc.passes.lower.round_activations import Rounded, product_of_codes, product_of_experts, product_of_tiles
 
@@ -28,15 +28,16 @@ EXACT = "bf16"  # the dtype of scales of dtype f8e8m0 in products: it holds ever
 class LowerQuantized(Pass):
     """Replace quantised tensors by their parts, and products that read them by products over the parts.
 
-    Where a format allows activations to be rounded to the dtype of its codes, the product is one of codes by codes (see
-    `round_activations`): a linear_map if each row of the weight has one scale, block_scaled_linear if blocks of columns
-    have, and for experts scaled_moe_up and scaled_moe_down. Other products become quantized_linear, and those of
-    experts quantized_moe_up and quantized_moe_down. A product that no kernel of the target supports, and any other
-    reader, gets the dequantised weight.
-    act: the dtype to which the latter round activations, whatever the format allows; empty for none. Products of
-    experts whose codes are floats of 8 bits do not, nor those that no kernel of the target supports so. act_block:
-    columns of an activation that share a scale where the weight has one scale a row (else those that share a scale of
-    the weight). fallback: if false, products become quantized_linear whether or not the target has a kernel.
+    Where a format allows activations to be rounded to the dtype of its codes, activations are quantised, too (see
+    `round_activations`), and codes are multiplied by codes: by linear_map if each row of the weight has one scale, by
+    block_scaled_linear if blocks of columns have one, and for experts by scaled_moe_up and scaled_moe_down. Other
+    products become quantized_linear, and those of experts quantized_moe_up and quantized_moe_down. A product that no
+    kernel of the target supports, and any other reader, gets the dequantised weight.
+    act: the dtype to which quantized_linear, quantized_moe_up and quantized_moe_down round activations, even if the
+    format does not name one; empty for none. Experts with 8-bit float codes, and products that no kernel supports with
+    rounded activations, do not round them. act_block: columns of an activation that share a scale if the weight has one
+    scale per row (else the columns of the weight's blocks). fallback: if false, products become quantized_linear
+    whether or not the target has a kernel.
     """
 
     name: ClassVar[str] = "lower-quantized"
@@ -84,9 +85,8 @@ class LowerQuantized(Pass):
 
     @staticmethod
     def _codes(g: Graph, n: Node, parts: _Parts, rounded: Rounded, ctx: Ctx) -> list[str] | None:
-        """Replace a product by one of codes by codes; return None, or why that is not possible.
-
-        There are no reasons if the format does not allow it, or if no kernel of the target is made for such products.
+        """Replace a product by one of quantised activations and weights; return None, or the reason if a kernel rejects
+        it. None is also returned if the format does not allow it, or if no kernel of the target has such products.
         """
         x, w = n.operands[0], n.operands[WEIGHT[n.op.name]]
         f = w.type.format
@@ -107,7 +107,7 @@ class LowerQuantized(Pass):
             new = product_of_codes(b, n, (codes, code), scale, x_scale)
         assert new.node is not None and codes.node is not None
         for node in (new.node, codes.node):
-            if (why := _reasons(node, ctx)) is not None:
+            if (why := rejections(node, ctx)) is not None:
                 g.erase(new.node)
                 rounded.drop(codes)
                 return why
@@ -166,28 +166,6 @@ class LowerQuantized(Pass):
             g.erase(n)
             return None
         return refused
-
-
-def _reasons(n: Node, ctx: Ctx) -> list[str] | None:
-    """Why each of the target's kernels does not support the node; None if one does, or if there is no target."""
-    if ctx.target is None:
-        return None
-    reasons = []
-    for name in ctx.kernels:
-        kernel = ctx.kernels[name]
-        if kernel.language in ctx.target.languages and kernel.claims(n):
-            with extension_code(f"kernel {name!r}", type(kernel), n):
-                why = kernel.reject(n, ctx.target)
-            if why is None:
-                return None
-            reasons.append(f"{name}: {why}")
-    return reasons
-
-
-def rejected(n: Node, ctx: Ctx) -> str | None:
-    """Why no kernel of the target supports the node; None if one does, or if there is no target."""
-    reasons = _reasons(n, ctx)
-    return None if reasons is None else "; ".join(reasons) or f"target {ctx.target.name} has no kernel for them"
 
 
 class _Parts:

@@ -1,4 +1,4 @@
-"""Rounds the activations of products to the dtype of the weight's codes, so that codes are multiplied by codes.
+"""Quantises the activations of products to the dtype of the weight's codes, so that codes are multiplied by codes.
 
 Scales are computed from the largest element when a row is rounded (dynamic quantisation): one for each row, which the
 product's epilogue applies together with those of the weight's rows, or one for each group of columns, if blocks of the

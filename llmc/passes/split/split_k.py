@@ -26,8 +26,8 @@ class SplitK(Pass):
     """Split linear, and linear_map with one part, along the depth into linear_split and linear_combine.
 
     Applies in graphs of more than `above` tokens if the product's tiles would leave multiprocessors idle. With fewer
-    tokens the product is bound by reading weights, which narrow tiles do well. splits: number of parts (0: the largest
-    power of two whose tiles run in one wave).
+    tokens, the product is memory-bound, and narrow tiles read weights fast enough. splits: number of parts (0: the
+    largest power of two whose tiles run in one wave).
     """
 
     name: ClassVar[str] = "split-k"

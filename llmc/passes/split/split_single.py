@@ -1,4 +1,4 @@
-"""Moves decoding rows of mixed batches to an attention op of their own, because theirs is bound by memory."""
+"""Moves the decoding rows of mixed batches to a separate attention op, because their attention is memory-bound."""
 
 from __future__ import annotations
 

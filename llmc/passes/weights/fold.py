@@ -23,7 +23,7 @@ def _into_weight(m: Match) -> str | None:
     """None if the factor can be folded into the weight, else the reason."""
     w, c = m["w"], m["c"]
     if w.type.format is not None:
-        return f"the weight has codes ({w.type.format.name})"
+        return f"the weight is quantised ({w.type.format.name})"
     if origin(w) is Origin.INPUTS:
         return "the second operand is not a weight"
     if w.type.dtype not in ("f32", "f64") and not _power_of_two(c):

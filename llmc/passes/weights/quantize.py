@@ -15,7 +15,7 @@ from llmc.passes.fuse.fuse_linear import PRODUCTS
 from llmc.quant.make.recipes import NONE, RECIPES, ROUNDED, Recipe
 
 STACKS = (3, 4)  # the operands of moe that are stacks of experts
-ROUTING = ("topk", "softmax", "experts", "moe_route")  # a product that these read chooses experts
+ROUTING = ("topk", "softmax", "experts", "moe_route")  # a product whose result one of these ops reads is a router
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Quantize(Pass):
     """Quantise the weights of matrix products and the experts of mixtures, rounding to nearest.
 
     weights: the recipe of the weights' format (int8, int4, fp8, ...: `llmc quantize --help` lists them), or none.
-    group: columns that share a scale, instead of the recipe's own number; 0 for those. head: the recipe of the output
+    group: columns that share a scale; 0 for the recipe's number. head: the recipe of the output
     projection, which is the last product of a graph.
-    Products that choose experts, and weights that are quantised already, stay as they are.
+    Router products, which choose experts, and weights that are quantised already are left unchanged.
     """
 
     name: ClassVar[str] = "quantize"
@@ -61,7 +61,7 @@ class Quantize(Pass):
         return len(done) + (self._experts(g, known, body, ctx) if body else 0)
 
     def _experts(self, g: Graph, known: set[Value], recipe: Recipe, ctx: Ctx) -> int:
-        """Quantise the stacks of the mixtures of a graph, each product's on its own; return how many there were."""
+        """Quantise the expert stacks of a graph, those of each product separately; return their number."""
         done, refused = 0, Counter[str]()
         for n in [n for n in g.nodes if n.op.name == "moe" and ctx.allows(n)]:
             operands = list(n.operands)
@@ -87,14 +87,14 @@ def _quantized(g: Graph, n: Node, w: Value, f: QFormat, ctx: Ctx) -> Value:
 
 
 def _refuse(n: Node, f: QFormat) -> str | None:
-    """Why the weight of a product stays as it is, or None."""
+    """The reason why the weight of a product is not quantised, or None."""
     if any(u.op.name in ROUTING for u in n.result.uses):
         return "it chooses experts"
     return _refuse_weight(n.operands[1], f)
 
 
 def _refuse_weight(w: Value, f: QFormat) -> str | None:
-    """Why a weight [*stack, n, k] stays as it is, or None."""
+    """The reason why a weight [*stack, n, k] is not quantised, or None."""
     if w.type.format is not None:
         return f"its weight is quantised already ({w.type.format.name})"
     columns = w.type.shape[-1]

@@ -23,7 +23,7 @@ SPILL = "activations"  # folder of the hidden states, removed at the end
 
 
 class Output(Protocol):
-    """Where tensors of the new checkpoint go."""
+    """The destination of the new checkpoint's tensors."""
 
     def add(self, name: str, x: Tensor) -> None:
         """Write a tensor as it is."""
@@ -33,7 +33,7 @@ class Output(Protocol):
 
 
 class Steps(Protocol):
-    """Where progress is shown."""
+    """The display of progress."""
 
     def note(self, text: str) -> None:
         """Print one line."""
@@ -73,7 +73,7 @@ def quantise_layers(
 
 
 def _outside(source: ModelSource, plan: Plan, name: str, out: Output) -> None:
-    """Write a tensor that no layer holds as it is stored."""
+    """Write a tensor outside of the layers unchanged."""
     x = source.read(name)
     if name in plan.experts:
         out.add_weight(plan.weights[name], round_to_nearest(finite(name, x.float()), plan.recipe, x.dtype))
@@ -103,7 +103,7 @@ def _layer(source: ModelSource, plan: Plan, layer: Layer, out: Output) -> set[st
     dtypes |= _experts(source, plan, layer)
     found = METHODS[plan.recipe.method](layer, linears, plan.recipe, dtypes) if dtypes else {}
     if unused := sorted(linears.keys() - found.keys()):
-        cause = f"{some(unused)} in {layer.path} read nothing while the layer runs"
+        cause = f"{some(unused)} in {layer.path} are not used while the layer runs"
         raise Diagnostic("E354", cause, f"--ignore {plan.weights[stored[f'{unused[0]}.weight']]}")
     for name in layer.experts:
         layer.experts[name].of(layer.module).copy_(found[name].values())

@@ -1,8 +1,8 @@
-"""Scales the input channels of the second products of experts, and divides rows of their first products by the same.
+"""Scales input channels of the second products of experts, and divides rows of their first products by these factors.
 
-What an expert's second product reads is the product of its up projection and of an activation, so each row of the up
-projection scales one input channel. Which rows these are is tried: a fold is kept only if the output of the layer does
-not change. Inputs of the first products stay as they are, because the router and all experts read the same.
+The input of an expert's second product is its up projection times an activation, so each row of the up projection
+scales one input channel. The assignment of rows is found by trial: a fold is kept only if the output of the layer does
+not change. Inputs of the first products are not scaled, because the router and all experts share them.
 """
 
 from __future__ import annotations

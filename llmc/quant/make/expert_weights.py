@@ -21,13 +21,13 @@ TOKENS = 1  # tokens for each column of an expert's weight below which it is rou
 
 
 def few(tokens: int, weight: Tensor) -> bool:
-    """Whether so many tokens are too few to calibrate an expert's weight [n, k]."""
+    """Whether this number of tokens is too small to calibrate an expert's weight [n, k]."""
     return tokens < TOKENS * weight.shape[1]
 
 
 @torch.no_grad()
 def expert_inputs(layer: Layer, limit: int = 0) -> Iterator[tuple[Slice, Inputs]]:
-    """Yield each slice of the layer's stacks and what its products have read in all samples.
+    """Yield each slice of the layer's stacks with the inputs of its products over all samples.
 
     Slices are observed in as many runs of the samples as are necessary for the sums x xT of a run to have at most
     `limit` elements, or, if it is 0, as many as the weights of the layer have.
@@ -66,7 +66,7 @@ def _columns(layer: Layer, at: Slice) -> int:
 
 
 def _run(layer: Layer, readers: Mapping[Slice, Callable[[Tensor], None]]) -> None:
-    """Run all samples; each reader gets what the products with its slice read."""
+    """Run all samples; each reader gets the inputs of the products with its slice."""
     by_address = {layer.module.get_parameter(stack).data[e].data_ptr(): f for (stack, e), f in readers.items()}
     with _Products(by_address):
         for i in range(len(layer.hidden)):

@@ -69,7 +69,7 @@ def _fold(
 
 
 def _divide(producer: Module, wanted: Tensor, dtype: torch.dtype) -> Tensor:
-    """Divide the outputs of a module by `wanted`; return the scales that this is after rounding of what is stored.
+    """Divide the outputs of a module by `wanted`; return the effective scales, after the stored values are rounded.
 
     The weight of a norm is stored in `dtype`, so the scale that undoes the division exactly is that of rounded weights.
     """

@@ -14,7 +14,7 @@ from llmc.quant.make.recipes import BY_HEAD, F8_LARGEST
 
 
 class KvRanges(DynamicCache):
-    """Takes the place of a layer's KV cache: attention gets back what it stores, of which the largest |x| are kept.
+    """Replaces a layer's KV cache: it returns keys and values to attention unchanged, and records the largest |x|.
 
     path: name of the attention module in the layer, "" until one has stored something. largest: of keys and of values,
     [KV heads] each.
@@ -48,7 +48,7 @@ class KvRanges(DynamicCache):
     def scales(self, layer: str, kind: str) -> dict[str, Tensor]:
         """Return `k_scale` and `v_scale` in float32, as compressed-tensors shapes them; {} if nothing was stored.
 
-        kind: "layer" for one scale, "head" for one of each KV head. What is always zero has a scale of 1. Raises
+        kind: "layer" for one scale, "head" for one of each KV head. The scale is 1 if all values are zero. Raises
         Diagnostic E355 if keys or values are not finite.
         """
         found = {}

@@ -55,7 +55,7 @@ class Layer:
 
     `call` runs it on hidden states [samples, T, H], with other weights for those that a mapping names, and with `cache`
     as its KV cache. kv: what `advance` observes of keys and values, or None. experts: the weights of experts that are
-    quantised, by their stored names. rounded: those of them that were rounded to nearest instead of calibrated.
+    quantised, by their stored names. rounded: those that were rounded to nearest instead of calibrated.
     """
 
     path: str
@@ -75,7 +75,7 @@ class Layer:
 
     @torch.no_grad()
     def observe(self, linears: Mapping[str, Linear]) -> list[Inputs]:
-        """Run all samples and return what each group of linear modules has read."""
+        """Run all samples and return the statistics of each group of linear modules with a common input."""
         self.inputs = []
         for i in range(len(self.hidden)):
             with _Watch(self, linears):

@@ -141,7 +141,7 @@ class ModelSource:
 
 
 def inputs(value: Value) -> Iterator[Value]:
-    """Yield the stored tensors that a value is made of."""
+    """Yield the stored tensors from which a value is computed."""
     if value.node is None:
         yield value
     else:

@@ -14,7 +14,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     raw = (codes.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8)
     raw = pad(raw, (0, -codes.shape[1] % (32 // bits)))
     joined = raw[:, ::2] | raw[:, 1::2] << 4 if bits == 4 else raw
-    flat = joined.reshape(-1).contiguous()  # a single row may be contiguous with a stride that no word has
+    flat = joined.reshape(-1).contiguous()  # a contiguous single row may have a stride that is not a multiple of a word
     return flat.view(torch.int32).reshape(len(joined), joined.shape[1] // 4)
 
 

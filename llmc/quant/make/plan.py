@@ -21,9 +21,9 @@ class Settings:
     """The requested quantisation of a model: the options of `llmc quantize`.
 
     scheme: a recipe, or "none" to write scales of the KV cache only. group_size: columns that share a scale, instead of
-    the scheme's. calibrate: file of texts. ignore: modules that stay as they are, by name or "re:" and a regular
+    the scheme's. calibrate: file of texts. ignore: modules that are not quantised, by name or "re:" and a regular
     expression that matches the beginning of the name. kv_cache_dtype: "fp8" for scales of the KV cache, which texts
-    decide. kv_scales: what shares one, "layer" or "head".
+    decide. kv_scales: the unit that shares a scale, "layer" or "head".
     """
 
     scheme: str
@@ -70,7 +70,7 @@ class Settings:
 @dataclass(frozen=True)
 class Plan:
     """The weights to quantise. weights: stored name -> module, as the checkpoint names it. ignored: linear modules that
-    stay as they are. experts: names among `weights` that are experts of a mixture. kv: see `Settings.kv`."""
+    are not quantised. experts: names among `weights` that are experts of a mixture. kv: see `Settings.kv`."""
 
     recipe: Recipe
     weights: dict[str, str]
@@ -146,7 +146,7 @@ def _dropped(candidates: dict[str, str], ignore: Sequence[str]) -> set[str]:
 
 
 def _routers(source: ModelSource, candidates: dict[str, str]) -> set[str]:
-    """Matrices beside the experts of a mixture, which other loaders hold in linear modules: routers and gates."""
+    """Matrices of a mixture other than its experts, which other loaders keep in linear modules: routers and gates."""
     parents = {stored.partition(".experts.")[0] for stored in source.experts()}
     return {
         path_of(name)

@@ -22,7 +22,7 @@ class PlannedWeights:
         self.formats: dict[str, QFormat] = {}
         self.counts: dict[str, int] = {}
         self.orders: dict[str, str] = {}
-        self.turned: set[str] = set()
+        self.transposed: set[str] = set()
         self._shapes = {name: weight.type.shape for name, weight in traced.weights.items()}
         with ModelSource(source) as opened:
             chosen = make_plan(opened, recipe, ()).weights

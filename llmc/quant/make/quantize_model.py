@@ -23,7 +23,7 @@ from llmc.quant.make.texts import read_texts, windows
 
 
 class Progress(Protocol):
-    """Where the plan and progress are shown."""
+    """The display of the plan and of progress."""
 
     def note(self, text: str) -> None:
         """Print one line."""
@@ -82,7 +82,7 @@ def quantize_model(model: str | Path, out: Path, settings: Settings, progress: P
 
 
 class Weights(ShardWriter):
-    """A writer of shards that knows how quantised weights are stored."""
+    """A writer of shards that also stores quantised weights."""
 
     def add_weight(self, module: str, q: Quantised) -> None:
         """Add the tensors of a quantised weight."""
@@ -91,7 +91,7 @@ class Weights(ShardWriter):
 
 
 def _samples(source: ModelSource, settings: Settings, progress: Progress) -> Tensor:
-    """The windows of tokens, which are noted in the plan."""
+    """Return the windows of tokens, and print a line about them."""
     assert settings.calibrate is not None
     texts = read_texts(settings.calibrate)
     limit = getattr(source.config.get_text_config(), "max_position_embeddings", None) or settings.length

@@ -19,7 +19,7 @@ class Recipe:
 
     method: "rtn" (round to nearest), "gptq", "awq" or "autoround". layout: `format` of compressed-tensors. code: "int"
     or "float" (float8_e4m3). block: rows and columns that share a scale; 0 is the whole axis. symmetric: there are no
-    zero points. activations: the code of activations ("int", "float"), which are quantised as they come; "" for none.
+    zero points. activations: the code of activations ("int", "float"), which are quantised dynamically; "" for none.
     act_group: columns of activations that share a scale; 0 for one scale per token.
     """
 
@@ -98,7 +98,7 @@ _ALL = (
 )  # fmt: skip
 RECIPES: Mapping[str, Recipe] = MappingProxyType({r.name: r for r in _ALL})
 ROUNDED = tuple(r.name for r in _ALL if not r.calibrated)  # recipes that need no texts
-NONE = "none"  # in place of a recipe's name: weights stay as they are
+NONE = "none"  # in place of a recipe's name: weights are not quantised
 UNCHANGED = Recipe(NONE, "weights stay as they are", "rtn", "dense", "float", 16, (1, 0))
 SMOOTH = "smoothquant"  # the method of w8a8 with texts
 KV_FP8 = ("fp8", "fp8_e4m3")  # values of --kv-cache-dtype

@@ -92,7 +92,7 @@ def sign_rounding(
 
 
 def _rounded_experts(layer: Layer, recipe: Recipe, dtypes: Mapping[str, torch.dtype]) -> dict[str, Quantised]:
-    """Round to nearest, in the layer, too, the weights of experts that too few tokens are routed to; return them."""
+    """Round the weights of experts with too few tokens to nearest, also in the layer; return them."""
     found = {}
     counts = expert_tokens(layer)
     for name, expert in layer.experts.items():

@@ -109,8 +109,8 @@ def open_session(opening: Open, say: Callable[[str], None]) -> Session:
 def leave_time_for_front(compute_threads: int) -> None:
     """Lower the priority of this process's threads if `compute_threads` threads fill the machine.
 
-    The front end then answers within milliseconds beside a busy engine: threads of equal priority that wake from a wait
-    for each other would run before it.
+    The front end then answers within milliseconds while the engine is busy: threads of equal priority that wake from a
+    wait for each other would run before it.
     """
     if compute_threads >= usable_cpus():
         for thread in map(int, os.listdir("/proc/self/task")):
@@ -135,7 +135,7 @@ class StepAge:
 
 
 class _HeartbeatThread(threading.Thread):
-    """Sends heartbeats from a thread and a socket of its own, so that a long step does not delay them."""
+    """Sends heartbeats from a separate thread and socket, so that a long step does not delay them."""
 
     def __init__(self, process: EngineProcess) -> None:
         super().__init__(name="llmc-heartbeat", daemon=True)

@@ -1,4 +1,4 @@
-"""Checks a request and prepares it for an engine: in this process (LLM) or in a process of its own (AsyncLLM)."""
+"""Checks a request and prepares it for an engine: in the same process (LLM) or in the engine process (AsyncLLM)."""
 
 from __future__ import annotations
 

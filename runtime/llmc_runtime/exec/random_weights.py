@@ -1,4 +1,4 @@
-"""Weights for artifacts compiled with `--weights random:SEED`: finite, of usual magnitude, equal on every machine."""
+"""Weights for artifacts compiled with `--weights random:SEED`: finite, of usual magnitude, equal on all machines."""
 
 from __future__ import annotations
 

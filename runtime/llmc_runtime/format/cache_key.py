@@ -31,7 +31,7 @@ def every_extension(point: EntryPoint) -> bool:
 def artifact_key(source: Path, options: Mapping[str, str], root: Path, uses: Uses = every_extension) -> str:
     """Return the key, in hex. Two compilations have equal keys exactly if they would use the same input.
 
-    `uses` says of an installed extension's entry point whether the compilation may use it.
+    `uses` returns whether the compilation may use the extension of an entry point.
     """
     machine = _cpu_features() if options.get("target", "native").endswith("native") else ""
     facts = {

@@ -175,7 +175,7 @@ def biases(max_count: int, limit: float) -> Values:
 
 
 def instance(kind: type) -> Values:
-    """None, or an object of a class; requests have a field of their own for it."""
+    """None, or an object of a class; requests declare a separate field for it."""
 
     def check(value: Any) -> Any:
         if value is not None and not isinstance(value, kind):

@@ -121,18 +121,14 @@ class CppKernel(Kernel):
         entry = f"llmc_{node.op.name}"
         head = describe(self.name, node, schedule, sizes)
         includes = "".join(f'#include "{h}"\n' for h in self.headers)
+        namespace = "using namespace llmc;\n" if any(h != "llmc_abi.h" for h in self.headers) else ""
         text = (
-            f"// {head}\n{includes}{'using namespace llmc;' + chr(10) if uses_namespace(self.headers) else ''}{helpers}"
+            f"// {head}\n{includes}{namespace}{helpers}"
             f'extern "C" __attribute__((visibility("default")))\n'
             f"void {entry}(const llmc_ctx* ctx, void* const* args, const int64_t* sizes) {{\n{indent(body)}\n}}\n"
         )
         text = inline_headers(text, self.packages)
         return Source(entry, "cpp", text, tuple(sizes.dims), self.scratch(node, schedule, target))
-
-
-def uses_namespace(headers: Sequence[str]) -> bool:
-    """Whether one of the headers declares the namespace llmc."""
-    return any(h != "llmc_abi.h" for h in headers)
 
 
 def pointers(node: Node) -> str:

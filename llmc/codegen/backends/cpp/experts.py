@@ -18,9 +18,9 @@ from llmc.ir.types import Type
 from llmc.targets.target import Target
 
 HALF = 32  # columns between the two codes of a byte
-SPAN, RUN = 64, 32  # columns that the integer products read at once, and of which some share scales
+SPAN, RUN = 64, 32  # columns that the integer products read at once; the number that shares scales is a multiple of RUN
 ROWS = 8  # rows of x that share a pass over a weight row
-ALL = 1 << 20  # in place of the columns of a block that has them all
+ALL = 1 << 20  # for the C++ template: a block with all columns
 # C++ element types and encodings of codes.
 CODES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {

@@ -140,8 +140,8 @@ class QuantizedLinear(PackedProduct):
         """Return the tile sizes to use, derived from the target's registers and caches."""
         p, lanes = QuantizedProblem.of(node), target.vector // 4
         rows = self.panel_rows(p, target)
-        # Accumulators of a tile, and tiles of a block. With AVX-512 and integers, as many float sums stay in registers
-        # beside them. Otherwise accumulators take half of the registers; codes, products and entries take the others.
+        # Accumulators of a tile, and tiles of a block. With AVX-512, integer products keep a float sum per accumulator
+        # in registers. Otherwise, accumulators take half of the registers, and codes, products and scales the others.
         registers, tiles = (8, 16) if target.vector < 64 else (12, 32) if p.act else (24, 16)
         mr = max(1, registers // (rows // lanes))
         kc = max(512, _PANEL_BYTES * 8 // (rows * p.bits))

@@ -42,7 +42,7 @@ class TiledProduct(FragmentProduct):
         return self.parts * int(s["rows"]) // BLOCK
 
     def producer(self, s: Schedule) -> int:
-        """Threads of the producer: a warpgroup where it gives its registers to the consumers."""
+        """Threads of the producer: a warpgroup if it releases registers to the consumers, else a warp."""
         return WARPGROUP if s["tokens"] > 128 and self.consumers(s) > 1 else PRODUCER
 
     def resident(self, s: Schedule, target: Target) -> int:
@@ -53,7 +53,7 @@ class TiledProduct(FragmentProduct):
         return max(1, min(*fit, MOST_REGISTERS // (threads * registers)))
 
     def shared(self, s: Schedule) -> int:
-        """Bytes of shared memory: the ring of buffers, or later the sums."""
+        """Bytes of shared memory, which holds the ring of buffers and, at the end, the sums."""
         scales = max(1, self.step // self.group)
         entry = 2 * BLOCK + BLOCK * bool(self.node.attrs["zeros"])
         stage = s["tokens"] * self.step * 2 + self.consumers(s) * (BLOCK * self.step // 2 + scales * entry)
@@ -79,7 +79,7 @@ class QuantizedWgmma(FragmentKernel):
         return list(_schedules(p, target))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        """Predict microseconds: rounds of resident blocks, whose steps cost a latency or what limits them together."""
+        """Predict microseconds: rounds of resident blocks, whose steps are bound by latency or by a shared resource."""
         p, s, units = TiledProduct.of(node), schedule, target.limits.units
         blocks = -(-int(p.m.subs(env)) // s["tokens"]) * (p.n // s["rows"]) * s["split"]
         waiting, most, us = -(-blocks // units), p.resident(s, target), 0.0
@@ -110,7 +110,7 @@ class QuantizedWgmma(FragmentKernel):
 
 
 def _step_us(p: TiledProduct, s: Schedule, resident: int, busy: float, target: Target) -> float:
-    """Microseconds of a step of `resident` blocks on each multiprocessor; busy: share of these that have blocks."""
+    """Microseconds of a step of `resident` blocks per multiprocessor; busy: share of multiprocessors in use."""
     units, consumers = target.limits.units, p.consumers(s)
     codes, tokens = consumers * BLOCK * p.step / 2, s["tokens"] * p.step * 2  # bytes
     instructions = _SUMS if s["tokens"] <= 32 and p.group >= p.step else _FACTORS
@@ -125,7 +125,7 @@ def _step_us(p: TiledProduct, s: Schedule, resident: int, busy: float, target: T
 
 
 def _schedules(p: TiledProduct, target: Target) -> Iterator[Schedule]:
-    """Tiles of the smallest fitting number of tokens and of half of it, with the deepest rings that fit."""
+    """Yield tiles of the smallest sufficient number of tokens and of half of it, with the deepest rings that fit."""
     m, most = p.m.const, TOKENS[-1]
     nearest = next((t for t in TOKENS if t >= (m or most)), most)
     for tokens in TOKENS if m is None else sorted({nearest, max(TOKENS[0], nearest // 2)}, reverse=True):
@@ -138,7 +138,7 @@ def _schedules(p: TiledProduct, target: Target) -> Iterator[Schedule]:
 
 
 def _rings(p: TiledProduct, tokens: int, rows: int, split: int, target: Target) -> Iterator[Schedule]:
-    """The deepest ring for each number of blocks that a multiprocessor runs at once."""
+    """Yield the deepest ring for each number of resident blocks per multiprocessor."""
     seen = set()
     for resident in RESIDENT:
         for stages in STAGES:

@@ -27,11 +27,11 @@ WARPS = (16, 8, 14, 12, 10)  # of a block
 CHUNKS = (4, 2, 1)  # blocks of columns of a warp
 DEPTHS = MappingProxyType({8: (2, 1), 16: (1, 2)})  # rounds that are copied ahead, by tokens
 ROUND = 2  # strips of a round
-# Blocks of a cluster. Not every multiprocessor has a place in a cluster of four: with one block on each of 128, an H200
-# ran clusters of four in two rounds.
+# Blocks of a cluster. Clusters of four cannot use all multiprocessors: an H200 ran 32 of them, with one block on each
+# multiprocessor, in two rounds.
 SPLITS = (1, 2)
-RESERVED = 1024  # bytes of shared memory that the system takes for each block
-WASTE = 1.15  # at most this many times the columns that there are
+RESERVED = 1024  # bytes of shared memory that CUDA reserves for each block
+WASTE = 1.15  # maximum columns of all warps, relative to those of the weight
 # Fitted to measurements on an H200 (bench.gpu.quantized_products): microseconds that do not depend on the weights, and
 # the share of the bandwidth that is reached, by tokens; what a second block on a multiprocessor adds.
 _START, _SHARE = MappingProxyType({8: 2.6, 16: 3.9}), MappingProxyType({8: 0.76, 16: 0.58})
@@ -57,7 +57,7 @@ class SkinnyGemm(FragmentKernel):
         return list(_schedules(FragmentProduct.of(node), target))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        """Predict microseconds: what every block copies in whole rounds, and what surrounds it."""
+        """Predict microseconds: the copies of all blocks in whole rounds, plus a constant per number of tokens."""
         p, s = FragmentProduct.of(node), schedule
         tokens, columns = s["tokens"], s["warps"] * s["chunks"] * s["split"] * BLOCK
         copied = _rounds(p, s, target) * ROUND * _clusters(s, target) * STRIP * columns
@@ -98,12 +98,12 @@ def _rounds(p: FragmentProduct, s: Schedule, target: Target) -> int:
 
 
 def _resident(s: Schedule) -> int:
-    """Blocks of a multiprocessor."""
+    """Resident blocks of a multiprocessor."""
     return max(1, WARPS[0] // int(s["warps"]))
 
 
 def _registers(s: Schedule) -> int:
-    """Blocks of a multiprocessor that registers are left for: the next kernel may begin before this one has ended."""
+    """Blocks of a multiprocessor for which registers suffice; spare ones let the next kernel begin early."""
     return _resident(s) * (2 if s["chunks"] * s["tokens"] <= 16 else 1)
 
 
@@ -118,7 +118,7 @@ def _shared(p: FragmentProduct, s: Schedule, target: Target) -> int:
 
 
 def _schedules(p: FragmentProduct, target: Target) -> Iterator[Schedule]:
-    """The ways to give all columns to warps and blocks with few left over, and the depths that fit."""
+    """Yield the divisions of all columns among warps and blocks with little waste, with the depths that fit."""
     fitting = [t for t in TOKENS if p.m.const is None or t >= p.m.const]
     for tokens in fitting if p.m.const is None else fitting[:1]:
         for chunks, split, warps in itertools.product(CHUNKS, SPLITS, WARPS):

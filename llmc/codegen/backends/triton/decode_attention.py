@@ -60,11 +60,12 @@ class Problem:
         """Read the problem from a paged attention node."""
         q, kv, a = node.operands[0].type, node.operands[1].type, node.attrs
         g, page, d = (int(s) for s in kv.shape[2:])
+        heads = int(a["heads"] if "heads" in a else q.shape[1])  # a QKV product has the heads of keys and values, too
         dot = element(kv) if q.dtype == kv.dtype else "tl.float32"
         if kv.dtype == F8 and q.dtype != "f32":
             dot = "tl.float16"  # an instruction converts two 8-bit floats to float16; bfloat16 would take five
         item = DTYPES[kv.dtype].bits // 8
-        return Problem(int(q.shape[1]), g, page, d, item, a["scale"], a["window"], a["softcap"], dot)
+        return Problem(heads, g, page, d, item, a["scale"], a["window"], a["softcap"], dot)
 
     @property
     def group(self) -> int:

@@ -30,6 +30,7 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "triton/softmax": f"{_HERE}.reduce:SOFTMAX",
         "triton/topk": f"{_HERE}.reduce:TOPK",
         "triton/rope_append": f"{_HERE}.rope:ROPE_APPEND",
+        "triton/rope_attention": f"{_HERE}.rope_attention:ROPE_ATTENTION",
         "triton/rope": f"{_HERE}.rope:ROPE",
         "triton/rope_tables": f"{_HERE}.rope:ROPE_TABLES",
         "triton/kv_append": f"{_HERE}.rope:KV_APPEND",

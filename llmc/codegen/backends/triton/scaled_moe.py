@@ -1,4 +1,4 @@
-"""The grouped products of experts of codes by codes in Triton. The kernel is in `kernels/scaled_moe.py`."""
+"""Grouped expert products of quantised activations and weights in Triton. The kernel is in `kernels/scaled_moe.py`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from llmc.targets.target import Target
 STEPS = (128, 256, 64, 32)  # columns of a step; tl.dot needs 32 columns of 8 bits
 # bn, warps, stages.
 TILES = ((32, 4, 4), (64, 4, 4), (64, 4, 3), (128, 8, 3), (16, 4, 3))
-SUMS = 64  # maximum float32 sums per thread if each group of columns has sums of its own, half of the others' maximum
+SUMS = 64  # maximum float32 sums per thread with separate sums per group; half of the usual maximum
 RESCALE = 4  # operations per sum and group
 
 
 @dataclass(frozen=True)
 class ScaledExperts(Experts):
-    """One grouped product of codes by codes. group, block_rows: columns and rows of the weight that share a scale."""
+    """A grouped product of quantised factors. group, block_rows: columns and rows of the weight that share a scale."""
 
     group: int
     block_rows: int

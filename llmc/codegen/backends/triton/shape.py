@@ -17,16 +17,6 @@ from llmc.targets.target import Target
 Axes = list[tuple[Dim, Dim]]  # (size, stride of the operand in elements)
 
 
-def moved(node: Node) -> Dim:
-    """Return the bytes read and written by a copy of the results."""
-    return sum((r.type.nbytes * 2 for r in node.results), D(0))
-
-
-def elements_of_16_bytes(node: Node) -> int:
-    """Return the number of elements in 16 bytes of a result."""
-    return 128 // DTYPES[node.results[0].type.dtype].bits
-
-
 class Moving(TritonKernel):
     """Base class: a program moves a tile of the two-dimensional space (rows, columns) that `space` returns."""
 
@@ -35,7 +25,8 @@ class Moving(TritonKernel):
         return D(1), node.results[0].type.numel
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        shapes = tiles(*self.space(node), target, elements_of_16_bytes(node))
+        per_thread = 128 // DTYPES[node.results[0].type.dtype].bits  # 16 bytes
+        shapes = tiles(*self.space(node), target, per_thread)
         return [{"rows": r, "cols": c, "warps": w} for r, c, w in shapes]
 
     def programs(self, node: Node, schedule: Schedule) -> Dim:
@@ -44,7 +35,8 @@ class Moving(TritonKernel):
         return rows.ceildiv(schedule["rows"]) * cols.ceildiv(schedule["cols"])
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        return cost_us(node, target, env, self.programs(node, schedule), schedule["warps"], moved(node))
+        copied = sum((r.type.nbytes * 2 for r in node.results), D(0))  # bytes read and written
+        return cost_us(node, target, env, self.programs(node, schedule), schedule["warps"], copied)
 
     def tile(self, u: Unit, rows: Dim, cols: Dim) -> tuple[list[str], str]:
         """Return (code that defines `row` and `col` of this program's tile, the name of its mask or "").
@@ -75,7 +67,7 @@ def bounded(lines: list[str], u: Unit, row: tuple[Dim, int], col: tuple[Dim, int
     return ([*lines, f"inside = {' & '.join(tests)}"], "inside") if tests else (lines, "")
 
 
-def copied(node: Node) -> tuple[Axes, Dim]:
+def copy_axes(node: Node) -> tuple[Axes, Dim]:
     """Return the result's axes with the operand's strides (merged if contiguous) and the first element's offset."""
     if node.op.name == "reshape":
         return [(node.operands[0].type.numel, D(1))], D(0)
@@ -83,7 +75,7 @@ def copied(node: Node) -> tuple[Axes, Dim]:
     return merged(node.result.type.shape, strides), start
 
 
-def crossed(axes: Axes) -> int | None:
+def transposed_axis(axes: Axes) -> int | None:
     """Return the axis along which the operand is contiguous if that is not the last axis of the result, else None."""
     if axes[-1][1].const == 1:
         return None
@@ -98,26 +90,26 @@ class Copy(Moving):
     """
 
     def space(self, node: Node) -> tuple[Dim, Dim]:
-        axes, _ = copied(node)
-        a = crossed(axes)
+        axes, _ = copy_axes(node)
+        a = transposed_axis(axes)
         if a is None:
             return product([n for n, _ in axes[:-1]]), axes[-1][0]
         return axes[a][0], axes[-1][0]
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        if crossed(copied(node)[0]) is None:
+        if transposed_axis(copy_axes(node)[0]) is None:
             return super().schedules(node, target)
         return [{"rows": n, "cols": n, "warps": 4} for n in (64, 32)]
 
     def programs(self, node: Node, schedule: Schedule) -> Dim:
-        axes, _ = copied(node)
-        a = crossed(axes)
+        axes, _ = copy_axes(node)
+        a = transposed_axis(axes)
         others = [n for i, (n, _) in enumerate(axes[:-1]) if a is not None and i != a]
         return super().programs(node, schedule) * product(others)
 
     def code(self, u: Unit) -> Code:
-        axes, start = copied(u.node)
-        a = crossed(axes)
+        axes, start = copy_axes(u.node)
+        a = transposed_axis(axes)
         total = u.node.operands[0].type.numel
         if a is None:
             rows = product([n for n, _ in axes[:-1]])

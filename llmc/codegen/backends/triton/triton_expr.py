@@ -91,11 +91,6 @@ def loaded(text: str, dtype: str) -> str:
     return f"{text}.to(tl.float32)" if dtype in FLOATS and dtype != "f32" else text
 
 
-def compute_dtype(dtype: str) -> str:
-    """Return the computed dtype of elements stored as `dtype`."""
-    return "f32" if dtype in FLOATS else dtype
-
-
 def convert(text: str, of: str, to: str) -> str:
     """Convert a value between computed dtypes: float to integer truncates, bool means "not zero"."""
     if of == to:
@@ -157,7 +152,8 @@ def dtypes(dag: Dag, args: Sequence[str]) -> list[str]:
     for i, (fn, operands) in enumerate(dag.nodes):
         below = [out[o] for o in dag.operands(i)]
         if fn == "arg":
-            out.append(compute_dtype(args[int(operands[0])]))
+            dtype = args[int(operands[0])]
+            out.append("f32" if dtype in FLOATS else dtype)
         elif fn in COMPARE or fn in LOGIC:
             out.append("bool")
         elif fn == "const" or fn in FLOAT or fn.startswith("row_"):

@@ -24,7 +24,7 @@ class Upload:
     """Statistics of an upload: bytes, seconds, number of threads, and the method of copying.
 
     `method` is "mapped" (hashed in and copied from the page cache) or "pinned" (read into pinned memory and copied from
-    there). If "mapped" was requested and not possible, `fallback_reason` says fallback_reason.
+    there). If "mapped" was requested and not possible, `fallback_reason` is the driver's reason.
     """
 
     nbytes: int
@@ -101,7 +101,7 @@ def _run(job: UploadJob, enter: Callable[[], None], method: type[CopyMethod], th
 
 
 class _Worker(threading.Thread):
-    """An upload thread with a stream of its own."""
+    """An upload thread with its own stream."""
 
     def __init__(self, job: UploadJob, enter: Callable[[], None], method: type[CopyMethod]) -> None:
         super().__init__(name="upload", daemon=True)

@@ -57,7 +57,7 @@ __device__ inline void produce(const TensorMap& x, const TensorMap& w, int row, 
 // step late, when the products that read it have completed; the products of the next step already run.
 __device__ inline void consume(float (&sums)[HALVES][64], int consumer, unsigned buffers, unsigned full,
                                unsigned empty) {
-  const bool speaks = threadIdx.x % 32 == 0;
+  const bool arrives = threadIdx.x % 32 == 0;
   for (int i = 0; i < K_TILES; i++) {
     const int stage = i % STAGES, round = i / STAGES;
     const unsigned x = buffers + stage * STAGE_BYTES + consumer * 64 * TILE_K * 2;
@@ -70,7 +70,7 @@ __device__ inline void consume(float (&sums)[HALVES][64], int consumer, unsigned
       for (int h = 0; h < HALVES; h++) multiply(sums[h], matrix(x + 2 * k), matrix(w + h * 128 * TILE_K * 2 + 2 * k));
     end_products();
     wait_products<1>();
-    if (speaks && i > 0) barrier_arrive(empty + 8 * ((i - 1) % STAGES));
+    if (arrives && i > 0) barrier_arrive(empty + 8 * ((i - 1) % STAGES));
   }
   wait_products<0>();
 }

@@ -26,7 +26,7 @@ constexpr int STEPS = K / STEP / SPLIT;             // of a block
 constexpr int SCALES = STEP > GROUP ? STEP / GROUP : 1;  // scales of a row in a step
 constexpr int WIDTH = TOKENS < 128 ? TOKENS : 128, WIDTHS = TOKENS / WIDTH;  // tokens of an instruction
 constexpr bool HAS_ZEROS = ZERO_POINT < 0;
-// The scales multiply the sums of a step where that is less work, and the factors otherwise.
+// The scales multiply the sums of a step if that is less work, otherwise the factors.
 constexpr bool SCALE_SUMS = TOKENS <= 32 && SCALES == 1;
 
 // A buffer: x [CHUNKS][TOKENS][BLOCK] in the 128-byte swizzle, codes [CONSUMERS][CHUNKS][BLOCK * BLOCK / 2],
@@ -38,7 +38,7 @@ constexpr int USED_BYTES = ZEROS_AT + (HAS_ZEROS ? CONSUMERS * SCALES * BLOCK : 
 constexpr int STAGE_BYTES = (USED_BYTES + 1023) / 1024 * 1024;
 constexpr int SUMS_STRIDE = PARTS * ROWS + 4;  // floats of a token's sums in shared memory; no bank conflicts
 
-// What a tile of y is computed from.
+// The inputs of a tile of y.
 struct Problem {
   const TensorMap& x;
   const unsigned char* codes;   // [PARTS * N / 64][K / 64][2048]
@@ -199,7 +199,7 @@ struct Consumer {
     pin_sums();
   }
 
-  // Scaled sums: a step has sums of its own, `fresh`. Its products run while the codes of the next step are converted.
+  // Scaled sums: a step has separate sums, `fresh`. Its products run while the codes of the next step are converted.
   __device__ void add_scaled_steps() {
     unsigned even[CHUNKS][4][4], odd[CHUNKS][4][4];
     float fresh[WIDTH / 2] = {}, scale[2] = {};
@@ -303,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     } else {
       c.add_steps();
     }
-    wait_for_previous();  // the other operands, and the readers of what the result replaces
+    wait_for_previous();  // the other operands are written, and the memory of the result is not read any more
     asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS * WARPGROUP) : "memory");  // no consumer reads the buffers any more
     share((float*)memory, c.sums, consumer);
   }

@@ -7,7 +7,7 @@
 // of w after the other (mma.m16n8k16), two strips in a round. It copies the codes, scales and zero points of the next
 // DEPTH rounds to shared memory meanwhile. The WARPS warps of a block, and the SPLIT blocks of a cluster, have different
 // columns: in every round the sums of the warps are added in shared memory, and at the end those of the blocks. Clusters
-// take turns at the strips.
+// process the strips in turn.
 //
 // Constants: N, PARTS, K, GROUP, ZERO_POINT (of all groups, or -1: the pointer ZEROS has one for each), TOKENS (8 or 16),
 // WARPS, CHUNKS (blocks of 64 columns of a warp), SPLIT, CLUSTERS, DEPTH, RESIDENT (blocks that a multiprocessor has
@@ -173,7 +173,7 @@ __device__ inline void add_product(float (&d)[4], const unsigned (&a)[4], const 
 }
 
 // Multiplies a unit by the tokens: the sums of a group of columns are multiplied by its scale. Even and odd steps have
-// sums of their own, since a product waits for the one before it that adds to the same sums.
+// separate sums, since a product waits for the previous one that adds to the same sums.
 __device__ inline void multiply_unit(float (&sums)[TILES][4], const Unit& w, const Tokens& x, unsigned mask,
                                      unsigned base) {
   float fresh[2][TILES][4];
@@ -252,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   wait_for_previous();
   Tokens tokens;
   tokens.load(p, gains, (unsigned char*)(shared + warp * (2 * ROUND * SUMS)), squares + warp * TOKENS);
-  __syncthreads();  // the tokens of another warp have lain where this one's sums will be
+  __syncthreads();  // the sums overwrite the tokens of other warps, which must have been read
   if (NORMED && threadIdx.x < TOKENS) {
     float sum = 0.0f;
     for (int w = 0; w < WARPS; w++) sum += squares[w * TOKENS + threadIdx.x];

@@ -110,6 +110,37 @@ def attend(
 
 
 @triton.jit
+def store_heads(
+    out_ptr,
+    lse_ptr,
+    token,
+    kv_head,
+    running_max,
+    running_sum,
+    acc,
+    value_scale,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    QUERY_ROWS: tl.constexpr,
+):
+    """Store the results of the query heads of a key head and, with SPLITS, the logarithms of their sums."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    member = tl.arange(0, QUERY_ROWS)
+    head = token.to(tl.int64) * HEADS + kv_head * GROUP + member
+    if SPLITS:
+        head = head * SPLITS + tl.program_id(2)
+    column = tl.arange(0, HEAD_DIM_PADDED)[None, :]
+    mask = (member < GROUP)[:, None] & head_mask(HEAD_DIM, HEAD_DIM_PADDED)
+    out = softmax_mean(running_sum, acc) * value_scale
+    tl.store(out_ptr + (head * HEAD_DIM)[:, None] + column, out.to(out_ptr.dtype.element_ty), mask=mask)
+    if SPLITS:
+        tl.store(lse_ptr + head, softmax_lse(running_max, running_sum), mask=member < GROUP)
+
+
+@triton.jit
 def paged_decode(
     query_ptr,  # [tokens, HEADS, HEAD_DIM]
     kv_ptr,  # [pages, 2, KV_HEADS, PAGE, HEAD_DIM]
@@ -164,12 +195,10 @@ def paged_decode(
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + kv_head * GROUP + tl.minimum(member, GROUP - 1))
         running_max, running_sum, acc = softmax_add_sink(running_max, running_sum, acc, sink)
-    if SPLITS:
-        head = head * SPLITS + tl.program_id(2)
-    out = softmax_mean(running_sum, acc) * value_scale
-    tl.store(out_ptr + (head * HEAD_DIM)[:, None] + column, out.to(out_ptr.dtype.element_ty), mask=mask)
-    if SPLITS:
-        tl.store(lse_ptr + head, softmax_lse(running_max, running_sum), mask=member < GROUP)
+    store_heads(
+        out_ptr, lse_ptr, token, kv_head, running_max, running_sum, acc, value_scale,
+        HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, SPLITS, QUERY_ROWS,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -82,6 +82,24 @@ def softmax_tile(
 
 
 @triton.jit
+def softmax_add_key(query, key, value, present, running_max, running_sum, acc, scale, SOFTCAP: tl.constexpr):
+    """Return the state after one more key [1, D] and value [1, WIDTH] of all queries [ROWS, D], all in float32.
+
+    If the scalar `present` is false, the state does not change.
+    """
+    logits = tl.sum(query * key, 1)
+    if SOFTCAP != 0:
+        logits = (2 * tl.sigmoid(logits * (2 * scale / SOFTCAP)) - 1) * (SOFTCAP * LOG2_E)
+    else:
+        logits = logits * (scale * LOG2_E)
+    logits = tl.where(present, logits, float("-inf"))
+    new_max = tl.maximum(running_max, logits)
+    weights = tl.exp2(logits - new_max)
+    rescale = tl.exp2(running_max - new_max)
+    return new_max, running_sum * rescale + weights, acc * rescale[:, None] + weights[:, None] * value
+
+
+@triton.jit
 def softmax_add_sink(running_max, running_sum, acc, sink):
     """Return the state after a sink [ROWS], a logit that is added to the sum but has no value."""
     sink = sink.to(tl.float32) * LOG2_E

@@ -1,4 +1,4 @@
-"""The grouped products of a mixture's experts of codes by codes (see kernels/moe.py): rows are codes of 8 bits, too.
+"""The grouped products of experts with quantised activations and weights (see kernels/moe.py), both in codes of 8 bits.
 
 With one scale a row (GROUP = K), the sums of codes are multiplied by the scales of both at the end. Otherwise the codes
 of each group of columns are multiplied into sums of their own, which are multiplied by the scales of the group and
