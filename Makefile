@@ -53,19 +53,30 @@ test-gpu: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest tests/gpu --confcutdir tests/gpu -q $(PYTEST_ARGS)
 	PYTHON=$(BIN)/python tests/gpu/sanitize.sh $(or $(SAMPLE),20)
 
-# An environment of their own, and node's packages: a minute or two, once. openai-python is tried in two versions.
+# Environments of their own, and node's packages: a minute or two, once. openai-python is tried in two versions; clients
+# that need the later one have the second environment.
 CLIENTS := build/clients
 clients: clients-setup $(DEMO)/manifest.json $(VENV)/.stamp-dev
-	VENV=$(VENV) $(CLIENTS)/venv/bin/python -m pytest -c tests/clients/pytest.ini tests/clients -q $(CLIENTS_ARGS)
+	VENV=$(VENV) $(CLIENTS)/venv/bin/python -m pytest -c tests/clients/pytest.ini tests/clients -q $(CLIENTS_ARGS) \
+	  --ignore tests/clients/agent_clients
+	VENV=$(VENV) $(CLIENTS)/agents/bin/python -m pytest -c tests/clients/pytest.ini tests/clients/agent_clients -q \
+	  $(CLIENTS_ARGS)
 	VENV=$(VENV) $(BIN)/python -m pytest -c tests/clients/pytest.ini tests/clients/test_openai*.py -q $(CLIENTS_ARGS)
 
-clients-setup: $(CLIENTS)/venv/.stamp $(CLIENTS)/node/.stamp
+clients-setup: $(CLIENTS)/venv/.stamp $(CLIENTS)/agents/.stamp $(CLIENTS)/node/.stamp
 
 $(CLIENTS)/venv/.stamp: tests/clients/requirements.txt $(VENV)/.stamp-venv
 	@echo "make: installing clients into $(CLIENTS)/venv (a minute or two, once)" >&2
 	$(BIN)/python -m venv --clear $(CLIENTS)/venv
 	$(CLIENTS)/venv/bin/pip install --disable-pip-version-check --no-deps --no-compile -r $<
 	$(CLIENTS)/venv/bin/pip check
+	@touch $@
+
+$(CLIENTS)/agents/.stamp: tests/clients/agent_clients/requirements.txt $(VENV)/.stamp-venv
+	@echo "make: installing openai-agents, pydantic-ai and more into $(CLIENTS)/agents (a minute, once)" >&2
+	$(BIN)/python -m venv --clear $(CLIENTS)/agents
+	$(CLIENTS)/agents/bin/pip install --disable-pip-version-check -qq --no-deps --no-compile -r $<
+	$(CLIENTS)/agents/bin/pip check
 	@touch $@
 
 $(CLIENTS)/node/.stamp: $(wildcard tests/clients/node/*)

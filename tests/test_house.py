@@ -25,6 +25,9 @@ STRANGE = re.compile(
     r"|\b(?:chat\s?gpt|claude|anthropic|sub-?agents?|copilot)\b",
     re.I,
 )
+# The name of an API that the server implements, and its clients in the tests, are no such words.
+API_NAME = "Anthropic's Messages API"
+API_CLIENTS = "tests/clients/"
 
 
 @cache
@@ -122,5 +125,8 @@ def test_no_words_about_machines() -> None:
             lines = path.read_text().splitlines()
         except UnicodeDecodeError:
             continue
-        found += [f"{name}:{i}: {m[0]}" for i, line in enumerate(lines, 1) if (m := STRANGE.search(line))]
+        for i, line in enumerate(lines, 1):
+            match = STRANGE.search(line.replace(API_NAME, ""))
+            if match and not (name.startswith(API_CLIENTS) and match[0].lower() == "anthropic"):
+                found.append(f"{name}:{i}: {match[0]}")
     offenders(found)

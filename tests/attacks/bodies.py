@@ -62,7 +62,9 @@ def valid(draw: Random) -> tuple[str, dict[str, Any]]:
     chat: dict[str, Any] = {
         "messages": [{"role": "user", "content": draw.choice(["Hi", [{"type": "text", "text": "x"}]])}]
     }
-    kind = draw.randrange(12)
+    kind = draw.randrange(16)
+    if kind > 11:
+        return _of_other_apis(draw, chat, kind > 13)
     if kind < 5:
         ways = ["The kernel", ["a", "b"], prompt(draw), [prompt(draw), prompt(draw)]]
         more = draw.choice([{}, {"logprobs": 2}, {"echo": True, "logprobs": 1}, {"prompt_logprobs": 1}])
@@ -75,6 +77,34 @@ def valid(draw: Random) -> tuple[str, dict[str, Any]]:
     if kind == 9:
         return "/tokenize", {"prompt": "The kernel", "return_token_strs": True}
     return ("/tokenize", chat) if kind == 10 else ("/detokenize", {"tokens": prompt(draw)})
+
+
+def _of_other_apis(draw: Random, chat: dict[str, Any], responses: bool) -> tuple[str, dict[str, Any]]:
+    """A body of /v1/responses, or one of /v1/messages and the route that counts its tokens."""
+    city = {"type": "object", "properties": {"city": {"type": "string"}}}
+    said, more = chat["messages"], draw.choice([{}, {"stream": True}, {"top_k": 2, "seed": 5}, {"ignore_eos": True}])
+    if responses:
+        called = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
+        turn = [
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "x"}]},
+        ]
+        asked = draw.choice(["Hi", said, [*said, *turn, *said], [*said, called, {**called, "name": 7}]])
+        extra = draw.choice(
+            [{}, {"store": False}, {"text": {"format": {"type": "json_object"}}}, {"metadata": {"a": "b"}},
+             {"tools": [{"type": "function", "name": "weather", "parameters": city}], "tool_choice": "required"},
+             {"previous_response_id": "resp_0"}, {"include": ["reasoning.encrypted_content"], "instructions": "x"}]
+        )  # fmt: skip
+        return "/v1/responses", {"input": asked, "max_output_tokens": draw.randrange(1, 6), **more, **extra}
+    use = {"type": "tool_use", "id": "c", "name": "weather", "input": {"city": "x"}}
+    turn = [{"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": ""}, use]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "rain"}]}]  # fmt: skip
+    body = {"messages": draw.choice([said, [*said, *turn], [*said, {"role": "assistant", "content": "I"}]])}
+    tools = {"tools": [{"name": "weather", "input_schema": city}], "tool_choice": {"type": "any"}}
+    body |= draw.choice([{}, {"system": "x"}, {"thinking": {"type": "enabled", "budget_tokens": 9}}, tools])
+    if draw.random() < 0.3:
+        return "/v1/messages/count_tokens", body
+    return "/v1/messages", {**body, "max_tokens": draw.randrange(1, 6), "stop_sequences": ["e"], **more}
 
 
 def _with_tools(draw: Random, body: dict[str, Any]) -> dict[str, Any]:
@@ -180,7 +210,9 @@ def _names(schema: dict[str, Any], schemas: dict[str, Any], before: tuple[str, .
 def at_the_edge(draw: Random, path: str, names: tuple[str, ...], value: Any) -> dict[str, Any]:
     """A small valid body for the endpoint, with `value` at the place of a field."""
     body: dict[str, Any] = {"max_tokens": 2, "temperature": 1.0}
-    if "chat" in path:
+    if path == "/v1/responses":
+        body = {"input": "x", "max_output_tokens": 2}
+    elif "chat" in path or "messages" in path:
         body["messages"] = [{"role": "user", "content": "x"}]
     elif "detokenize" in path:
         body["tokens"] = [50]

@@ -68,7 +68,8 @@ def times(full: bool) -> Callable[[int, int], int]:
 @pytest.fixture(scope="session")
 def server() -> Iterator[Target]:
     """One server for all attacks of a process, with keys; at the end it is as it was."""
-    with target("--max-num-seqs", "8", "--max-num-queued-reqs", "64", *TOOLS, keys=KEYS, admin=[ADMIN]) as one:
+    options = "--max-num-seqs", "8", "--max-num-queued-reqs", "64", "--response-store-bytes", "1MiB", *TOOLS
+    with target(*options, keys=KEYS, admin=[ADMIN]) as one:
         one.steady("its start")
         yield one
         one.steady("everything")

@@ -103,7 +103,9 @@ def server(demo: bool) -> Iterator[Target]:
     """The demonstration model, or the simulated device."""
     common: dict[str, Any] = {"keys": KEYS}
     if not demo:
-        with target("--max-num-seqs", "16", *TOOLS, engine={"pace": 0.001}, **common) as one:
+        with target(
+            "--max-num-seqs", "16", "--response-store-bytes", "4MiB", *TOOLS, engine={"pace": 0.001}, **common
+        ) as one:
             yield one
         return
     command = (*SERVE, str(DEMO))

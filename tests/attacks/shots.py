@@ -71,16 +71,23 @@ PIECES = (
     "[1,2,3]", '{"role":"user","content":"x"}', '["a","b"]', "1234567890123456789", '"' + "word " * 50 + '"',
 )  # fmt: skip
 PLACES = (
-    "unknown", "prompt", "messages", "tokens", "stop", "allowed_token_ids", "bad_words", "stop_token_ids", "tools",
+    "unknown", "prompt", "messages", "input", "system", "tokens", "stop", "allowed_token_ids", "bad_words",
+    "stop_token_ids",
+    "tools",
     "logit_bias", "chat_template_kwargs", "structured_outputs", "user", "cache_salt", "add_special_tokens",
 )  # fmt: skip
-PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+PATHS = (
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+    "/tokenize", "/detokenize",
+)  # fmt: skip
 
 
 def large(draw: Random, known: Described) -> Shot:
     """A list of one piece again and again, a deep value, or a long text, in some field; up to the limit in size."""
     path, place, most = draw.choice(PATHS), draw.choice(PLACES), size(draw, MOST)
     before = {"max_tokens": 2, "prompt": "x", "messages": [{"role": "user", "content": "x"}], "tokens": [70]}
+    if path == "/v1/responses":
+        before = {"max_output_tokens": 2, "input": "x"}
     before.pop(place, None)
     start = json.dumps(before)[:-1] + f', "{place}": '
     kind, room = draw.randrange(6), max(1, most - len(start) - 20)
@@ -137,7 +144,11 @@ def work(draw: Random, known: Described) -> Shot:
 
 def read(draw: Random, known: Described) -> Shot:
     """What is asked for by GET."""
-    path = draw.choice(known.gets).replace("{name}", draw.choice(("toy", "x" * size(draw, 20_000), "%2e%2e", "a/b")))
+    path = (
+        draw.choice(known.gets)
+        .replace("{response_id}", "{name}")
+        .replace("{name}", draw.choice(("toy", "x" * size(draw, 20_000), "%2e%2e", "a/b")))
+    )
     path += draw.choice(("", "", "?x=" + "y" * size(draw, 20_000), "?a[]=1&b"))
     return Shot("read", path, None)
 

@@ -60,6 +60,9 @@ class Reply:
     def code(self) -> str:
         """The code of an error object, which it must be."""
         error = self.json["error"]
+        if self.json.get("type") == "error":  # the form of /v1/messages
+            assert error.keys() == {"type", "message"}, error
+            return str(error["type"])
         assert error.keys() == {"message", "type", "param", "code"}, error
         return str(error["code"])
 

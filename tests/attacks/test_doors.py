@@ -96,7 +96,9 @@ def extras(draw: Random) -> str:
             "X-Original-URL: /health\r\n", "X-Rewrite-URL: /health\r\n", "X-Forwarded-For: 127.0.0.1\r\n",
             "X-Forwarded-Prefix: /health\r\n", "X-HTTP-Method-Override: GET\r\n", "Authorization: \r\n",
             "Authorization: Bearer\r\n", "Authorization: Bearer null\r\n", "Authorization: Basic Og==\r\n",
-            "X-Api-Key: first-secret-key\r\n", "Cookie: key=first-secret-key\r\n", "Forwarded: for=127.0.0.1\r\n",
+            "X-Api-Key: another-secret-key\r\n", "Authorization: Bearer x\r\nX-Api-Key: first-secret-key\r\n",
+            "X-Api-Key: \r\n", "X-Api-Key: x\r\nX-Api-Key: first-secret-key\r\n",
+            "Cookie: key=first-secret-key\r\n", "Forwarded: for=127.0.0.1\r\n",
             "Authorization: Bearer x\r\nAuthorization: Bearer first-secret-key\r\n", "Connection: Authorization\r\n",
             UPGRADE,
         )
@@ -108,7 +110,10 @@ def intrusions(
 ) -> list[str]:
     """Requests with a header `sent` that were answered as if a key had opened the routes (`only` some)."""
     got, link = [], Link(server)
-    routes = [path.replace("{name:path}", "toy").replace("{name}", "toy") for path, _ in server.routes]
+    routes = [
+        path.replace("{name:path}", "toy").replace("{name}", "toy").replace("{response_id}", "x")
+        for path, _ in server.routes
+    ]
     routes = [path for path in (*routes, "/nowhere", "/docs", "/v1", "/admin/") if path not in OPEN and only(path)]
     tries = [(m, s) for path in routes for s in spellings(path, draw) for m in METHODS]
     if most is not None:
@@ -167,7 +172,7 @@ def test_03_targets_in_absolute_form_open_nothing(steady: Target) -> None:
 
     assert ask(f"http://{me}/health", me) == 200
     for path, _ in steady.routes:
-        path = path.replace("{name:path}", "toy").replace("{name}", "toy")
+        path = path.replace("{name:path}", "toy").replace("{name}", "toy").replace("{response_id}", "x")
         for spelled in (path, path.replace("a", "%61"), f"/health/..{path}", f"/{path}", f"{path}?/health"):
             if path not in OPEN:
                 assert ask(f"http://{me}{spelled}", me) in (401, 404), spelled

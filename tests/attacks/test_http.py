@@ -20,7 +20,10 @@ from tests.attacks.oracle import GOLDEN
 from tests.attacks.target import JSON, Target, target, until
 from tests.attacks.wire import Link, head, raw
 
-POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+POSTS = (
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+    "/tokenize", "/detokenize",
+)  # fmt: skip
 BODY = json.dumps(GOLDEN).encode()
 
 

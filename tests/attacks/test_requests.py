@@ -33,7 +33,8 @@ def test_05_parameters_at_their_edges(steady: Target, draw: Random, full: bool) 
         reply = steady.ask(path, at_the_edge(draw, path, names, value))
         case = (path, names, value)
         announced = reply.status in (429, 503) and "Retry-After" in reply.headers
-        assert announced or reply.status in ((*KINDS, 404) if names == ("model",) else KINDS), (case, reply)
+        named = names in (("model",), ("previous_response_id",))
+        assert announced or reply.status in ((*KINDS, 404) if named else KINDS), (case, reply)
         assert reply.status == 200 or reply.code, (case, reply)
         steady.steady(case)
     assert steady.memory() - before < 50 << 20
@@ -260,6 +261,22 @@ def test_11_collisions_are_detected(weak: int, draw: Random, times: Callable[[in
         for _ in range(times(40, 1500)):
             cached(server, prompt(draw, 60))
         server.at_rest()
+
+
+def test_10_a_stored_response_belongs_to_its_key(steady: Target) -> None:
+    first, second = "first-secret-key", "second-secret-key"
+    asked = {"input": "x", "max_output_tokens": 2}
+    name = steady.ask("/v1/responses", asked, key=first).json["id"]
+    item = steady.ask(f"/v1/responses/{name}", key=first).json["output"][0]["id"]
+    uses: tuple[tuple[str, Any, str], ...] = (
+        (f"/v1/responses/{name}", None, "GET"), (f"/v1/responses/{name}/input_items", None, "GET"),
+        (f"/v1/responses/{name}", None, "DELETE"), ("/v1/responses", {**asked, "previous_response_id": name}, "POST"),
+        ("/v1/responses", {**asked, "input": [{"type": "item_reference", "id": item}]}, "POST"),
+    )  # fmt: skip
+    for key, status in ((second, 404), (first, 200)):
+        for path, body, method in sorted(uses, key=lambda use: use[2] == "DELETE"):
+            assert steady.ask(path, body, method=method, key=key).status == status, (path, body, method, key)
+    assert steady.ask(f"/v1/responses/{name}", key=first).status == 404
 
 
 def test_12_the_cache_tells_other_keys_nothing(steady: Target, draw: Random) -> None:

@@ -1,4 +1,4 @@
-"""openai-node: whole, streamed, structured outputs, an abort, errors; node/client.mjs asks."""
+"""openai-node: whole, streamed, structured outputs, an abort, errors; the AI SDK over its two APIs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kit import QUESTIONS, ROOT, Server, enforced, joined, user
 FOLDER = ROOT / "build" / "clients" / "node"
 
 
-def client(server: Server, *words: str) -> Any:
-    """What client.mjs prints."""
+def client(server: Server, *words: str, program: str = "client.mjs") -> Any:
+    """What the program prints."""
     node = shutil.which("node")
     assert node is not None, "node is needed, and was not found (Debian: apt-get install nodejs npm)"
-    command = [node, "client.mjs", server.v1, server.key, *words]
+    command = [node, program, server.v1, server.key, *words]
     ended = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
@@ -30,6 +30,19 @@ def test_tools(tool_server: Server) -> None:
     assert client(tool_server, "", json.dumps(options)) == {
         "whole": named, "streamed": named, "end": ["tool_calls", "tool_calls"],
     }  # fmt: skip
+
+
+def test_ai_sdk(tool_server: Server) -> None:
+    """Over both of its APIs: the same texts and calls."""
+    chat = {"model": "demo", "messages": user(QUESTIONS[0]), "temperature": 0, "max_tokens": 40}
+    true = tool_server.post("/v1/chat/completions", chat)
+    found = client(tool_server, QUESTIONS[0], program="ai_sdk.mjs")
+    for one in (found["responses"], found["messages"]):
+        assert one["whole"] == one["streamed"] == true["choices"][0]["message"]["content"]
+        assert one["tokens"] == true["usage"]["completion_tokens"] and one["reason"] in ("stop", "length")
+        ((name, arguments),) = one["calls"]
+        assert name == "get_weather" and one["results"] == [f"clear in {arguments['city']}"] and one["answer"]
+        assert one["parsed"]["size"] in ("small", "large")
 
 
 def test_openai_node(server: Server, truth: Callable[..., dict[str, Any]]) -> None:

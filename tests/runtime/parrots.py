@@ -69,7 +69,7 @@ def parrots() -> Iterator[tuple[str, Mapping[str, Serving]]]:
             for name, (text, calls, thoughts) in SERVERS.items():
                 meters = ServerMetrics("parrot", llm.stats)
                 admission = Admission(64, 1 << 20, None, meters.refused)
-                one = Serving(llm, ("parrot",), admission, meters, template(text), calls, thoughts)
+                one = Serving(llm, ("parrot",), admission, meters, template(text), calls, thoughts, store_bytes=1 << 20)
                 found[name], apps[name] = one, application(one)
 
             async def chosen(scope: Any, receive: Any, send: Any) -> None:

@@ -66,7 +66,7 @@ def served(
     *, pace: float = 0.0, keys: Sequence[str] = (), limits: Limits | None = None, sequences: int = 64,
     tokens: int = 1 << 20, per_key: int | None = None, admin_keys: Sequence[str] = (), max_wait: float = math.inf,
     timeout: float | None = None, connections: int = 1000, alias: str | None = None,
-    key_scope: str = "all", origins: Sequence[str] = (), **options: Any,
+    key_scope: str = "all", origins: Sequence[str] = (), store: int = 0, **options: Any,
 ) -> Iterator[Served]:  # fmt: skip
     """Run a server in a thread, on a free port; `options` are the engine's."""
     listening = socket.create_server(("127.0.0.1", 0))
@@ -78,7 +78,7 @@ def served(
             admission = Admission(
                 sequences, tokens, per_key, meters.refused, ROWS, len(keys), max_wait, lambda: llm.num_waiting
             )
-            serving = Serving(llm, ("toy", "other"), admission, meters, timeout=timeout)
+            serving = Serving(llm, ("toy", "other"), admission, meters, timeout=timeout, store_bytes=store)
             limit = ConnectionLimit(connections, lambda: meters.refused("connections"))
             shed = LoadShedder(serving)
             hosts = ("localhost", "127.0.0.1", "[::1]")

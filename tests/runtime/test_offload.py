@@ -135,10 +135,10 @@ def test_a_large_body_has_the_answer_of_a_small_one(server: Served, path: str, b
 def test_large_bodies_are_read_elsewhere_and_their_unknown_fields_counted(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from llmc_runtime.server import app
+    from llmc_runtime.server import endpoint
 
     seen: list[int] = []
-    monkeypatch.setattr(app, "parse", lambda data, kind, unknown: seen.append(len(data)))
+    monkeypatch.setattr(endpoint, "parse", lambda data, kind, unknown: seen.append(len(data)))
     before = server.serving.meters._counts["request_unknown_fields"]
     for path in ("/v1/completions", "/tokenize"):
         assert post(server, path, {"prompt": "x", "one": PAD, "two": 2}).status_code == 200
@@ -329,7 +329,7 @@ def test_the_prompts_of_a_request_together_are_bounded_too() -> None:
     assert job.parsed.prompts == 5 and job.parsed.known == 0
     found = []
     with pytest.raises(Exception, match="more than 100 tokens together"):
-        for prompt in job.prompts:
+        for prompt in job.prompts(b""):
             found.append(prompt)
     assert [len(prompt.ids) for prompt in found] == [40, 40]
 

@@ -74,3 +74,16 @@ def test_what_is_no_origin_is_refused(value: str) -> None:
     with pytest.raises(LlmcError, match="origin") as error:
         origins_of(value)
     assert error.value.code == "E648"
+
+
+def test_pages_may_delete_stored_responses_and_send_the_other_key_header() -> None:
+    with served(origins=[PAGE], keys=[KEY], store=1 << 20) as server:
+        asked = {"Access-Control-Request-Method": "DELETE", "Access-Control-Request-Headers": "x-api-key"}
+        reply = httpx.options(f"{server.url}/v1/responses/x", headers={"Origin": PAGE, **asked})
+        assert reply.status_code == 200 and "DELETE" in headers(reply)["access-control-allow-methods"]
+        assert "x-api-key" in headers(reply)["access-control-allow-headers"].lower()
+        known = {"Origin": PAGE, "x-api-key": KEY}
+        name = httpx.post(f"{server.url}/v1/responses", json={"input": "x"}, headers=known).json()["id"]
+        reply = httpx.delete(f"{server.url}/v1/responses/{name}", headers=known)
+        assert reply.json() == {"id": name, "object": "response", "deleted": True}
+        assert headers(reply)["access-control-allow-origin"] == PAGE

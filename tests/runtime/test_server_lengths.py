@@ -19,14 +19,17 @@ from llmc_runtime.sched.sampling_params import MAX_ALLOWED, MAX_BAD_WORD_BYTES
 from llmc_runtime.sched.structured_outputs import MAX_BYTES, StructuredOutputsParams, is_over
 from llmc_runtime.sched.token_guide import Bans, TokenMask, mask_of, mask_size
 from llmc_runtime.server.http.errors import ApiError
-from llmc_runtime.server.requests.parse import MAX_CHARACTERS, MAX_ITEMS, check_lengths, parse
-from llmc_runtime.server.requests.request_fields import MAX_CALLS, ChatRequest, CompletionRequest
+from llmc_runtime.server.requests.messages_request import CountRequest, MessagesRequest
+from llmc_runtime.server.requests.parse import check_lengths, max_characters, max_items, parse
+from llmc_runtime.server.requests.request_fields import MAX_CALLS, ChatRequest, CompletionRequest, TokenizeRequest
+from llmc_runtime.server.requests.responses_request import ResponsesRequest
 from llmc_runtime.server.tool_calls.history import for_template
 from llmc_runtime.text.template_analysis import Reads
 
 from tests.runtime.served import Served, served
 
 CHAT: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
+KINDS = (ChatRequest, CompletionRequest, TokenizeRequest, ResponsesRequest, MessagesRequest, CountRequest)
 
 
 @pytest.fixture(scope="module")
@@ -42,19 +45,22 @@ def nested(path: str, value: Any) -> dict[str, Any]:
     return value
 
 
-@pytest.mark.parametrize(("path", "most"), [*MAX_ITEMS.items(), *MAX_CHARACTERS.items()])
-def test_a_field_at_its_length_and_over_it(path: str, most: int) -> None:
-    kinds = ("x" * most, "x" * (most + 1)) if path in MAX_CHARACTERS else ([{}] * most, [{}] * (most + 1))
-    if MAX_ITEMS.get(path) == most and path in MAX_CHARACTERS:
-        kinds = ([{}] * most, [{}] * (most + 1))
-    check_lengths(nested(path, kinds[0]))
-    with pytest.raises(ApiError, match=f"{path}: up to {most}") as error:
-        check_lengths(nested(path, kinds[1]))
-    assert error.value.param == path and error.value.status == 400
-    kind = ChatRequest if path.partition(".")[0] not in CompletionRequest.__struct_fields__ else CompletionRequest
-    assert path.partition(".")[0] in kind.__struct_fields__  # a name that no request has would never be checked
-    with pytest.raises(ApiError, match=f"{path}: up to {most}"):
-        parse(json.dumps({"prompt": "x", "messages": CHAT, **nested(path, kinds[1])}).encode(), kind, lambda n: None)
+@pytest.mark.parametrize("kind", KINDS)
+def test_fields_at_their_lengths_and_over_them(kind: type[Any]) -> None:
+    limits = [(path, most, [{}]) for path, most in max_items(kind).items()]
+    limits += [(path, most, "x") for path, most in max_characters(kind).items()]
+    assert len(limits) > 3
+    for path, most, one in limits:
+        check_lengths(nested(path, one * most), kind)
+        with pytest.raises(ApiError, match=f"{path}: up to {most}") as error:
+            check_lengths(nested(path, one * (most + 1)), kind)
+        assert error.value.param == path and error.value.status == 400
+        assert path.partition(".")[0] in kind.__struct_fields__  # a name that no request has would never be checked
+        required = {"prompt": "x", "input": "x", "messages": CHAT, "max_tokens": 1}
+        body = {name: value for name, value in required.items() if name in kind.__struct_fields__}
+        body |= nested(path, one * (most + 1))
+        with pytest.raises(ApiError, match=f"{path}: up to {most}"):
+            parse(json.dumps(body).encode(), kind, lambda n: None)
 
 
 def test_the_server_names_the_field_that_is_too_long(server: Served) -> None:

@@ -77,6 +77,10 @@ def test_every_name_is_there_from_the_beginning_with_its_kind() -> None:
         assert reasons == {"reason=capacity", "reason=deferred"}
         mine, other = ([line for line in text.splitlines() if p in line.split("{")[0]] for p in ("llmc:", "vllm:"))
         assert [line.replace("llmc:", "vllm:") for line in mine] == other and len(mine) > 100
+        own = {family.name: family.samples[0].value for family in families(text, "process_")}
+        assert own["process_resident_memory_bytes"] > 1 << 20 and own["process_cpu_seconds"] > 0
+        info = httpx.get(f"{server.url}/server_info").json()
+        assert info["models"] == ["toy", "other"] and info["max_model_len"] == server.serving.llm.config.max_model_len
         head = httpx.head(f"{server.url}/metrics")
         assert head.status_code == 200 and not head.content
 

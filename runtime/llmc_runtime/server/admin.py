@@ -149,7 +149,7 @@ def state_of(serving: Serving) -> dict[str, Any]:
 def _for_admins(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
     async def guarded(request: Request) -> Response:
         if request.scope.get("llmc.admin") is not True:
-            return as_error(not_found("there is no such route"))
+            return as_error(not_found("there is no such route"), request.scope["path"])
         return await endpoint(request)
 
     return guarded

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -17,39 +15,29 @@ from starlette.types import ASGIApp
 
 from llmc_runtime import __version__
 from llmc_runtime.server.admin import Admin
-from llmc_runtime.server.http.auth import Guard, Keys, Limits, read_body
-from llmc_runtime.server.http.body_budget import Body
+from llmc_runtime.server.endpoint import Endpoint
+from llmc_runtime.server.http.auth import Guard, Keys, Limits
 from llmc_runtime.server.http.cors import allow_origins
 from llmc_runtime.server.http.errors import ApiError, not_found
-from llmc_runtime.server.http.replies import (
-    Events,
-    JsonSlices,
-    as_answer,
-    as_error,
-    as_json,
-    catch_errors,
-    while_connected,
-)
+from llmc_runtime.server.http.replies import as_error, as_json, catch_errors
 from llmc_runtime.server.http.request_target import NormalizeTarget, normalize_root
 from llmc_runtime.server.load_shedding import LoadShedder
+from llmc_runtime.server.messages_routes import MessagesRoutes
 from llmc_runtime.server.openai.chat import Chat
 from llmc_runtime.server.openai.completions import Completion
 from llmc_runtime.server.openapi import description
 from llmc_runtime.server.operations.metrics_exporter import CONTENT_TYPE
 from llmc_runtime.server.page import page_route
-from llmc_runtime.server.requests.parse import SMALL_BODY, SMALL_TEXT, is_large, parse
 from llmc_runtime.server.requests.request_fields import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from llmc_runtime.server.serving import Call, Serving
+from llmc_runtime.server.responses_routes import ResponsesRoutes
+from llmc_runtime.server.serving import Serving
 from llmc_runtime.server.text_pool.jobs import check_tokenize, token_list
-from llmc_runtime.server.text_pool.pool import OffloadedJob
 from llmc_runtime.server.text_pool.text_messages import CHAT, COMPLETION, DETOKENIZE, TOKENIZE
-
-T = TypeVar("T", bound=msgspec.Struct)
 
 
 def application(
@@ -86,47 +74,54 @@ def application(
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return as_error(not_found("there is no such route"))
+        return as_error(not_found("there is no such route"), request.scope["path"])
     cause = "this route does not support the method" if error.status_code == 405 else "the request is refused"
     refused = ApiError(cause, status=error.status_code, code="method_not_allowed", headers=dict(error.headers or {}))
-    return as_error(refused)
+    return as_error(refused, request.scope["path"])
 
 
-class Endpoints:
+class Endpoints(Endpoint):
     """The endpoints of one served model."""
 
     def __init__(self, serving: Serving, limits: Limits, root_path: str = "") -> None:
-        self.serving, self.limits = serving, limits
+        super().__init__(serving, limits)
         self._description = msgspec.json.encode(
             description() | ({"servers": [{"url": root_path}]} if root_path else {})
         )
 
     def routes(self) -> list[Route]:
         """Return all routes, each with and without a trailing slash."""
+        responses, messages = ResponsesRoutes(self.serving, self.limits), MessagesRoutes(self.serving, self.limits)
+        stored = "/v1/responses/{response_id}"
         endpoints: tuple[tuple[str, str, Any], ...] = (
             ("GET", "/health", self.health), ("GET", "/ping", self.health), ("GET", "/ready", self.ready),
             ("GET", "/version", self.version), ("GET", "/load", self.load), ("GET", "/metrics", self.metrics),
+            ("GET", "/server_info", self.server_info),
             ("GET", "/openapi.json", self.openapi),
             ("GET", "/tokenizer_info", self.tokenizer_info), ("GET", "/v1/models", self.models),
             ("POST", "/v1/completions", self.completions), ("POST", "/v1/chat/completions", self.chat),
             ("POST", "/tokenize", self.tokenize), ("POST", "/detokenize", self.detokenize),
-            ("POST", "/v1/embeddings", self.embeddings),
+            ("POST", "/v1/embeddings", self.embeddings), ("POST", "/v1/responses", responses.create),
+            ("GET DELETE", stored, responses.stored), ("GET", f"{stored}/input_items", responses.input_items),
+            ("POST", "/v1/messages", messages.create), ("POST", "/v1/messages/count_tokens", messages.count_tokens),
         )  # fmt: skip
-        routes = [Route(path + end, handler, methods=[verb]) for verb, path, handler in endpoints for end in ("", "/")]
+        routes = [
+            Route(path + end, handler, methods=verbs.split()) for verbs, path, handler in endpoints for end in ("", "/")
+        ]
         return [*routes, Route("/v1/models/{name:path}", self.one_model, methods=["GET"])]
 
     @catch_errors
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
         async with self._read(request, CompletionRequest, COMPLETION) as (fields, job):
-            call = self._call(request, "cmpl", "prompt")
+            call = self._call(request, "cmpl-", "prompt")
             return await self._reply(request, Completion(self.serving, fields, call, job), bool(fields.stream), call)
 
     @catch_errors
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         async with self._read(request, ChatRequest, CHAT) as (fields, job):
-            call = self._call(request, "chatcmpl", "messages")
+            call = self._call(request, "chatcmpl-", "messages")
             return await self._reply(request, Chat(self.serving, fields, call, job), bool(fields.stream), call)
 
     @catch_errors
@@ -200,6 +195,21 @@ class Endpoints:
         """GET /load: the number of sequences that are running or waiting, under vLLM's name."""
         return as_json({"server_load": self.serving.admission.open_sequences})
 
+    async def server_info(self, request: Request) -> Response:
+        """GET /server_info: the version, the names of the model, and the limits of the engine."""
+        config, calls = self.serving.llm.config, self.serving.dialect.calls
+        return as_json(
+            {
+                "version": __version__, "models": self.serving.names, "max_model_len": config.max_model_len,
+                "max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.max_num_batched_tokens,
+                "block_size": config.page_size, "num_blocks": config.num_pages, "vocab_size": config.vocab_size,
+                "enable_prefix_caching": config.prefix_caching,
+                "tool_call_parser": None if calls is None else calls.name,
+                "separates_reasoning": self.serving.dialect.thoughts is not None,
+                "stores_responses": self.serving.stored.enabled,
+            }
+        )  # fmt: skip
+
     async def metrics(self, request: Request) -> Response:
         """GET /metrics, for Prometheus."""
         return Response(self.serving.meters.text(), media_type=CONTENT_TYPE)
@@ -214,67 +224,3 @@ class Endpoints:
             "id": name, "object": "model", "created": self.serving.created, "owned_by": "llmc", "root": name,
             "parent": None, "max_model_len": config.max_model_len, "vocab_size": config.vocab_size,
         }  # fmt: skip
-
-    @asynccontextmanager
-    async def _read(self, request: Request, kind: type[T], name: bytes) -> AsyncIterator[tuple[T, OffloadedJob | None]]:
-        """Yield the parsed request. If its body is large, also the text process's job that has its prompts."""
-        body = await read_body(request, self.limits, self.serving.bodies)
-        if not is_large(body.data, SMALL_BODY):
-            yield self._small(body, kind), None
-            return
-        job = await while_connected(request.receive, self.serving.offload.begin(name, body))
-        try:
-            yield msgspec.json.decode(job.parsed.fields, type=kind), job
-        finally:
-            job.close()
-
-    def _small(self, body: Body, kind: type[T]) -> T:
-        try:
-            return parse(body.data, kind, self.serving.meters.unknown)
-        finally:
-            body.drop()
-
-    async def _text(
-        self, request: Request, kind: type[T], name: bytes, run: Callable[[T], Awaitable[Response]]
-    ) -> Response:
-        """Run a request for tokenization. A text process handles a large body and makes its response."""
-        serving = self.serving
-        body = await read_body(request, self.limits, serving.bodies)
-        with serving.texts(request.scope["llmc.key"]):
-            if is_large(body.data, SMALL_TEXT):
-                job = await while_connected(request.receive, serving.offload.begin(name, body))
-                job.close()
-                return JsonSlices(job.answer)
-            fields: Any = self._small(body, kind)
-            serving.check_model(fields.model)
-            return await run(fields)
-
-    def _call(self, request: Request, prefix: str, prompt_param: str) -> Call:
-        return Call(
-            f"{prefix}-{uuid.uuid4().hex}",
-            request.scope["llmc.key"],
-            prompt_param,
-            request.scope.get("llmc.record"),
-            request.scope["llmc.id"],
-            hold=self.serving.hold(request.headers.get("x-request-timeout")),
-        )
-
-    async def _reply(self, request: Request, answer: Completion | Chat, stream: bool, call: Call) -> Response:
-        """Return the response, which ends early if the client disconnects.
-
-        Generation releases the admission slot; it is released here if generation never starts.
-        """
-        encoding, gone, sent = self.serving.encoding, self.serving.meters.gone, call.hold.sent
-
-        async def complete() -> Response:
-            return await as_answer(await answer.complete(), encoding, gone, sent)
-
-        try:
-            if not stream:
-                return await while_connected(request.receive, complete())
-            chunks = await while_connected(request.receive, answer.pieces())
-        except BaseException:
-            call.hold.release()
-            sent()
-            raise
-        return Events(chunks, encoding, gone, sent)

@@ -25,14 +25,14 @@ import msgspec
 from starlette.types import Scope
 
 from llmc_runtime.server.http.auth import REQUEST_ID
-from llmc_runtime.server.http.errors import ApiError
+from llmc_runtime.server.http.errors import MESSAGES_PATH, ApiError, body_of
 from llmc_runtime.server.http.request_log import Record, RefusalLog, log_request
 from llmc_runtime.server.http.request_target import normalize_root
 
 if TYPE_CHECKING:
     from llmc_runtime.server.serving import Serving
 
-PATHS = ("/v1/completions", "/v1/chat/completions")
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 MAX_SKIPPED = 64 << 10  # maximum bytes of a refused body that are discarded in order to keep the connection
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _FIELDS = re.compile(rb"(?:%b:[ \t]*[\x21-\x7e](?:[\x20-\x7e\t]*[\x21-\x7e])?[ \t]*\r\n)+" % _TOKEN)
@@ -43,7 +43,7 @@ _FRESH_SECONDS = 0.05  # maximum age of a reused refusal, and so of its message 
 _PASS_SECONDS = 0.005  # approximate time from passing a request on to its reservation
 _LENGTH = re.compile(rb"[0-9]{1,10}")
 _PARSER_ONLY = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # heads with these fields go to the parser
-_SINGLE = frozenset({b"content-length", b"host", b"authorization", b"connection", b"x-request-id"})
+_SINGLE = frozenset({b"content-length", b"host", b"authorization", b"x-api-key", b"connection", b"x-request-id"})
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class _Prepared:
     closes: bool
 
     @classmethod
-    def of(cls, error: ApiError, common: Sequence[tuple[bytes, bytes]], until: float = 0.0) -> _Prepared:
-        """Return the response for an error."""
-        body = msgspec.json.encode(error.body())
+    def of(cls, error: ApiError, path: str, common: Sequence[tuple[bytes, bytes]], until: float = 0.0) -> _Prepared:
+        """Return the response for an error of a request to this path."""
+        body = msgspec.json.encode(body_of(error, path))
         lines = [_STATUS[error.status], *(f"{k.decode('latin-1')}: {v.decode('latin-1')}" for k, v in common)]
         lines += [f"{k.lower()}: {v}" for k, v in error.headers.items() if k != "Connection"]
         lines.append(f"content-length: {len(body)}\r\ncontent-type: application/json\r\nx-request-id: ")
@@ -117,7 +117,7 @@ class LoadShedder:
         self._lines = dict(lines)
         self._parsed_heads: dict[bytes, _Request] = {}  # parsed requests by head
         self._passed: deque[tuple[float, str]] = deque()  # times and keys of requests that were passed on lately
-        self._prepared: dict[tuple[str, str], _Prepared] = {}  # by key and reason
+        self._prepared: dict[tuple[str, str, bool], _Prepared] = {}  # by key, reason and the error's format
 
     @property
     def active(self) -> bool:
@@ -149,17 +149,19 @@ class LoadShedder:
             if request.key is None:
                 self._accept(head, request)
         except ApiError as e:
-            return self._answer(_Prepared.of(e, common), request, now)
+            return self._answer(_Prepared.of(e, request.path, common), request, now)
         key = request.key or ""
         reason = self._serving.blocked_reason(key) or self._crowded(key, now)
         if reason is None:
             return None
-        prepared = self._prepared.get((key, reason))
+        named = request.path.startswith(MESSAGES_PATH)
+        prepared = self._prepared.get((key, reason, named))
         if prepared is not None and prepared.common is common and now < prepared.until:
             self._serving.admission.refused(reason)
         else:
-            prepared = _Prepared.of(self._serving.blocked_error(reason, key), common, now + _FRESH_SECONDS)
-            self._prepared[key, reason] = prepared
+            error = self._serving.blocked_error(reason, key)
+            prepared = _Prepared.of(error, request.path, common, now + _FRESH_SECONDS)
+            self._prepared[key, reason, named] = prepared
         return self._answer(prepared, request, now)
 
     def _crowded(self, key: str, now: float) -> str | None:

@@ -8,18 +8,25 @@ from typing import Any
 import msgspec
 
 from llmc_runtime import __version__
+from llmc_runtime.server.http.errors import MESSAGES_PATH
 from llmc_runtime.server.http.probes import PROBES
+from llmc_runtime.server.requests.messages_request import CountRequest, MessagesRequest
 from llmc_runtime.server.requests.request_fields import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
+from llmc_runtime.server.requests.responses_request import ResponsesRequest
+from llmc_runtime.server.responses_routes import LISTED, MAX_LISTED
 from llmc_runtime.server.serving import MAX_SECONDS
 
 _POSTS = (
     ("/v1/completions", CompletionRequest, "Continue prompts", True),
     ("/v1/chat/completions", ChatRequest, "Answer a conversation", True),
+    ("/v1/responses", ResponsesRequest, "Create a response", True),
+    ("/v1/messages", MessagesRequest, "Create a message, as in Anthropic's Messages API", True),
+    ("/v1/messages/count_tokens", CountRequest, "The number of tokens of a message's prompt", False),
     ("/tokenize", TokenizeRequest, "Token ids of a text or a conversation", False),
     ("/detokenize", DetokenizeRequest, "The text of token ids", False),
 )
@@ -28,6 +35,7 @@ _GETS = (
     ("/v1/models/{name}", "One served model"),
     ("/tokenizer_info", "The named special tokens"),
     ("/version", "The server's version"),
+    ("/server_info", "The version, the model and the limits of the engine"),
     ("/metrics", "Metrics for Prometheus"),
     ("/load", "The number of open requests"),
     ("/openapi.json", "This description"),
@@ -45,7 +53,8 @@ def description() -> dict[str, Any]:
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
     paths: dict[str, Any] = {}
     for path, kind, summary, streams in _POSTS:
-        paths[path] = {"post": _post(kind.__name__, summary, streams)}
+        error = "NamedError" if path.startswith(MESSAGES_PATH) else "Error"
+        paths[path] = {"post": _post(kind.__name__, summary, streams, error)}
         if streams:
             paths[path]["post"]["parameters"] = [{"$ref": "#/components/parameters/X-Request-Timeout"}]
     for path, summary in _GETS:
@@ -60,25 +69,49 @@ def description() -> dict[str, Any]:
     not_served = _responses("", (400, 401, 404, 421, 431))
     del not_served["200"]
     paths["/v1/embeddings"] = {"post": {"summary": "Not served: 404", "responses": not_served}}
+    paths |= _of_stored()
     for methods in paths.values():  # every route accepts a request id
         for operation in methods.values():
             operation.setdefault("parameters", []).append({"$ref": "#/components/parameters/X-Request-Id"})
-    bearer = {scheme: {"type": "http", "scheme": scheme} for scheme in ("bearer", "basic")}
+    schemes: dict[str, Any] = {scheme: {"type": "http", "scheme": scheme} for scheme in ("bearer", "basic")}
+    schemes["x-api-key"] = {"type": "apiKey", "in": "header", "name": "X-Api-Key"}
     return {
         "openapi": "3.1.0",
         "info": {"title": "llmc-serve", "version": __version__},
         "paths": paths,
         "components": {
-            "schemas": {**schemas, "Error": _error()}, "securitySchemes": bearer,
+            "schemas": {**schemas, "Error": _error(), "NamedError": _named_error()}, "securitySchemes": schemes,
             "parameters": _request_headers(), "headers": _response_headers(),
         },
-        "security": [{}, {"bearer": []}],
+        "security": [{}, {"bearer": []}, {"x-api-key": []}],
     }  # fmt: skip
 
 
-def _post(name: str, summary: str, streams: bool) -> dict[str, Any]:
+def _of_stored() -> dict[str, Any]:
+    """Return the paths of stored responses."""
+    path, text = "/v1/responses/{response_id}", {"type": "string"}
+    methods: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+        (path, "get", "A stored response", {"stream": {"enum": ["false"]}}),
+        (path, "delete", "Delete a stored response", {}),
+        (f"{path}/input_items", "get", "The input of a stored response", {
+            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": LISTED},
+            "order": {"enum": ["asc", "desc"], "default": "desc"}, "after": text,
+        }),
+    )  # fmt: skip
+    paths: dict[str, Any] = {}
+    for where, method, summary, query in methods:
+        responses = _responses(summary, (400, 401, 404, 421, 431))
+        responses["200"]["content"] = {"application/json": {"schema": {"type": "object"}}}
+        named = {"name": "response_id", "in": "path", "required": True, "schema": text}
+        parameters = [{"name": name, "in": "query", "schema": schema} for name, schema in query.items()]
+        operation = {"summary": summary, "responses": responses, "parameters": [named, *parameters]}
+        paths.setdefault(where, {})[method] = operation
+    return paths
+
+
+def _post(name: str, summary: str, streams: bool, error: str) -> dict[str, Any]:
     content = {"application/json": {"schema": {"$ref": _REF.format(name=name)}}}
-    responses = _responses(summary, _ERRORS)
+    responses = _responses(summary, _ERRORS, error)
     responses["200"]["content"] = {"application/json": {"schema": {"type": "object"}}}
     if streams:
         responses["200"]["content"]["text/event-stream"] = {}
@@ -92,8 +125,8 @@ def _get(path: str, summary: str) -> dict[str, Any]:
     return {"summary": summary, "responses": responses}
 
 
-def _responses(summary: str, errors: tuple[int, ...]) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": _REF.format(name="Error")}}}
+def _responses(summary: str, errors: tuple[int, ...], error: str = "Error") -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": _REF.format(name=error)}}}
     failed = {
         str(status): {"description": "An error", "content": content, "headers": _headers(status)} for status in errors
     }
@@ -138,3 +171,10 @@ def _error() -> dict[str, Any]:
     inner = {"message": text, "type": text, "param": maybe, "code": maybe}
     error = {"type": "object", "properties": inner, "required": list(inner)}
     return {"type": "object", "properties": {"error": error}, "required": ["error"]}
+
+
+def _named_error() -> dict[str, Any]:
+    """Return the schema of an error in the format of the Messages API."""
+    text: dict[str, Any] = {"type": "string"}
+    error = {"type": "object", "properties": {"type": text, "message": text}, "required": ["type", "message"]}
+    return {"type": "object", "properties": {"type": {"const": "error"}, "error": error}, "required": ["type", "error"]}

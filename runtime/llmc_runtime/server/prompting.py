@@ -114,6 +114,21 @@ class Prompting:
 
         `short_ids` is described in tool_calls.history. Raises ApiError 400.
         """
+        with _errors("messages"):
+            text = self._chat_text(request, tools, short_ids)
+            if isinstance(request, ChatRequest):
+                return Prompt(self._ids(text, False, self._length), text)
+            return Prompt(self._listed_ids(text, False, "messages"), text)
+
+    def count(self, request: ChatRequest, tools: list[dict[str, Any]] | None, short_ids: bool) -> int:
+        """Return the number of tokens of a conversation, up to `list_tokens`. The arguments are those of `chat`."""
+        with _errors("messages"):
+            return len(self._listed_ids(self._chat_text(request, tools, short_ids), False, "messages"))
+
+    def _chat_text(
+        self, request: ChatRequest | TokenizeRequest, tools: list[dict[str, Any]] | None, short_ids: bool
+    ) -> str:
+        """Return a conversation rendered with the chat template. Raises ApiError 400, and LlmcError of the template."""
         messages = _checked(request.messages or [])
         variables = _variables(request.chat_template_kwargs or {})
         continues = bool(request.continue_final_message)
@@ -125,11 +140,7 @@ class Prompting:
             if request.reasoning_effort == "none":
                 variables.setdefault("enable_thinking", False)
         variables |= {"add_generation_prompt": generation_prompt, "continue_final_message": continues}
-        with _errors("messages"):
-            text = self._rendered(messages, tools, variables, short_ids)
-            if isinstance(request, ChatRequest):
-                return Prompt(self._ids(text, False, self._length), text)
-            return Prompt(self._listed_ids(text, False, "messages"), text)
+        return self._rendered(messages, tools, variables, short_ids)
 
     def encode(self, text: str, special: bool) -> list[int]:
         """Tokenize a text, for /tokenize. Raises ApiError 400 if it has more than `list_tokens` tokens."""

@@ -224,5 +224,5 @@ def _serving(options: Options, llm: AsyncLLM) -> Serving:
     meters.gauges["estimated_queue_wait_seconds"] = ("Estimated queueing time of a new request", admission.wait)
     return Serving(
         llm, names, admission, meters, options.chat_template, options.tool_call_parser, options.reasoning_parser,
-        options.request_timeout, options.max_answer,
+        options.request_timeout, options.max_answer, options.response_store or 0,
     )  # fmt: skip

@@ -131,6 +131,10 @@ class Options:
         64 << 20, "maximum size of a response in bytes (64M)", flags=("--max-answer-bytes",), read=parse_bytes,
         metavar="BYTES",
     )  # fmt: skip
+    response_store: int | None = _server(
+        None, "memory for stored responses of /v1/responses, in bytes (default: none are stored)",
+        flags=("--response-store-bytes",), read=parse_bytes, metavar="BYTES",
+    )  # fmt: skip
     keep_alive: int = _server(
         15, "idle time after which a connection is closed, in seconds (15)", flags=("--timeout-keep-alive",),
         read=positive, metavar="SECONDS",

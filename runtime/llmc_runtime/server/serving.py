@@ -28,30 +28,31 @@ from llmc_runtime.server.prompting import Prompting
 from llmc_runtime.server.requests.parse import check_model
 from llmc_runtime.server.requests.request_fields import Generation
 from llmc_runtime.server.requests.response_size import MAX_ANSWER, SCORE_WEIGHT, check_size, cut, size_of
+from llmc_runtime.server.stored_responses import PendingResponse, ResponseStore
 from llmc_runtime.server.text_pool.pool import TextPool
 from llmc_runtime.server.text_pool.text_messages import Spec
 from llmc_runtime.server.tool_calls.parser_select import AUTO, dialect_of
+from llmc_runtime.server.updates import Updates, merged
 
 MAX_CHOICES = 256  # of one request, over all prompts
 MAX_TEXTS = 32  # concurrent requests of one key to /tokenize and /detokenize
 _THREADS = 4  # for tokenization
 MAX_SECONDS = 1_000_000  # of a client's timeout
-_STARTED_TOGETHER = 4  # prompts of one request that are started in one iteration of the loop
 
 Job = tuple[Prompt, SamplingParams]
-Updates = AsyncIterator[tuple[int, RequestOutput]]  # the index of a prompt, and an update of its outputs
 
 
 @dataclass
 class Hold:
-    """The resources of a call until it is answered: its timeout in seconds, its deadline (time.monotonic) and its
-    admission slot.
+    """The resources of a call until it is answered: its timeout in seconds, its deadline (time.monotonic), its
+    admission slot, the memory of its response, and the place where the response will be stored.
     """
 
     seconds: float | None = None
     deadline: float | None = None
     slot: AdmissionSlot | None = None
     answer: ResponseReservation | None = None
+    stored: PendingResponse | None = None
 
     @property
     def remaining(self) -> float | None:
@@ -67,6 +68,8 @@ class Hold:
         """Record that the response was sent or is no longer needed."""
         if self.answer is not None:
             self.answer.close()
+        if self.stored is not None:
+            self.stored.close()
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,9 @@ class Serving:
     """Serves a started AsyncLLM under `names`; responses carry the first one.
 
     `template` is a chat template to use instead of the model's. `calls` and `thoughts` name the formats of tool calls
-    and reasoning (see parser_select). `timeout` is the maximum time of a request in seconds, and `max_answer` the
-    maximum size of a response in bytes. Raises LlmcError E601 for unknown formats.
+    and reasoning (see parser_select). `timeout` is the maximum time of a request in seconds, `max_answer` the maximum
+    size of a response in bytes, and `store_bytes` that of all stored responses. Raises LlmcError E601 for unknown
+    formats.
     """
 
     def __init__(
@@ -110,6 +114,7 @@ class Serving:
         thoughts: str = AUTO,
         timeout: float | None = None,
         max_answer: int = MAX_ANSWER,
+        store_bytes: int = 0,
     ) -> None:
         self.max_answer = max_answer
         self.llm, self.names = llm, tuple(names)
@@ -122,6 +127,7 @@ class Serving:
         self.prompting = Prompting(llm.tokenizer, llm.config.vocab_size, template, self._pool, llm.config.max_model_len)
         self.bodies = BodyBudget(self._too_many_bodies)
         self.lanes = FairSlots(_THREADS, self._too_many_texts, reserved=1 if admission.keys > 1 else 0)
+        self.stored = ResponseStore(store_bytes, admission.keys, self._no_room)
         self._options = template, calls, thoughts
         self.offload = TextPool(self._spec, self._too_many_texts, meters.unknown, admission.keys)
 
@@ -138,13 +144,16 @@ class Serving:
             {} if tokenizer is None else dict(tokenizer.named_tokens),
             {} if tokenizer is None else dict(tokenizer.chat_templates),
             *self._options, list(self.names), config.vocab_size, config.max_model_len, self.admission.tokens,
-            dict(self.llm.generation),
+            dict(self.llm.generation), self.stored.enabled,
         )  # fmt: skip
 
     def _too_many_bodies(self) -> ApiError:
         error = self.admission.refuse("bodies", "too many bytes of request bodies are being received")
         error.headers["Connection"] = "close"
         return error
+
+    def _no_room(self) -> ApiError:
+        return self.admission.refuse("answer_bytes", "responses that are to be stored take too much memory")
 
     def _too_many_texts(self) -> ApiError:
         return self.admission.refuse("texts", "too many texts are being tokenized")
@@ -297,8 +306,8 @@ class Serving:
                 self._watched(prompt, params, f"{call.id}-{i}", priority, salt, call, meters[i])
                 for i, (prompt, params) in enumerate(jobs)
             ]
-            async with aclosing(_merged(updates)) as merged:  # type: ignore[type-var]
-                async for item in merged:
+            async with aclosing(merged(updates)) as items:  # type: ignore[type-var]
+                async for item in items:
                     hold.slot.begin()
                     record.take(item[1])
                     yield item
@@ -348,53 +357,3 @@ class Serving:
             raise internal() from e
         finally:
             meter.end(unfinished)
-
-
-async def _merged(sources: list[AsyncIterator[RequestOutput]]) -> Updates:
-    """Yield the items of all sources as they arrive, with the source's index. The first error ends all of them."""
-    if len(sources) == 1:  # updates that arrive between reads are merged into one item
-        async with aclosing(sources[0]) as only:  # type: ignore[type-var]
-            async for output in only:
-                yield 0, output
-        return
-    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue()
-
-    async def follow(index: int) -> None:
-        for _ in range(index // _STARTED_TOGETHER):
-            await asyncio.sleep(0)  # let others run between the starts of many prompts
-        try:
-            async with aclosing(sources[index]) as source:  # type: ignore[type-var]
-                async for item in source:
-                    queue.put_nowait((index, item))
-            queue.put_nowait((index, None))
-        except Exception as e:
-            queue.put_nowait((index, e))
-
-    tasks = [asyncio.ensure_future(follow(i)) for i in range(len(sources))]
-    running = len(tasks)
-    try:
-        while running:
-            index, item = await queue.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
-                running -= 1
-            else:
-                yield index, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def started(updates: Updates) -> Updates:
-    """Wait for the first update and return an equal stream, so that requests that cannot be served fail here."""
-    first = await anext(updates)
-
-    async def rest() -> Updates:
-        async with aclosing(updates) as items:  # type: ignore[type-var]
-            yield first
-            async for item in items:
-                yield item
-
-    return rest()

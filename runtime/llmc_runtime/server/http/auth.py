@@ -31,6 +31,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0")  # 0.0.0.0 also reache
 REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
 _READS = frozenset({"GET", "HEAD"})
+_API_KEY = b"x-api-key"  # the Messages API's header for the key, which is read if there is no Authorization
 _METRICS = ("/metrics", "/metrics/")
 _OUTSIDE_V1 = ("/", *(path + end for path in ("/version", "/openapi.json", "/tokenizer_info") for end in ("", "/")))
 _TOKENIZING = ("/tokenize", "/tokenize/", "/detokenize", "/detokenize/")
@@ -127,7 +128,7 @@ class Guard:
             self._refuse(scope)
         except ApiError as e:
             record_error(scope, e)
-            return await as_error(e)(scope, receive, named)
+            return await as_error(e, scope["path"])(scope, receive, named)
         return await self._app(scope, receive, named)
 
     def check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
@@ -147,6 +148,8 @@ class Guard:
             self._check_host(headers[b"host"].decode("latin-1"))
         scope["llmc.key"], scope["llmc.admin"] = "", False
         authorization = headers.get(b"authorization", b"")
+        if not authorization and _API_KEY in headers:
+            authorization = b"Bearer " + headers[_API_KEY]
         if len(self._admin) and scope["path"].startswith("/admin/"):  # the path that the router sees
             self._check_admin(scope, authorization)
             return

@@ -17,6 +17,6 @@ def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     Cookies are not allowed: the server has none, and pages send keys in a header.
     """
     return CORSMiddleware(
-        app, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=_EXPOSED,
-        max_age=_PREFLIGHT_SECONDS,
+        app, allow_origins=origins, allow_methods=("GET", "POST", "DELETE"), allow_headers=("*",),
+        expose_headers=_EXPOSED, max_age=_PREFLIGHT_SECONDS,
     )  # fmt: skip

@@ -7,7 +7,9 @@ exception's message.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +25,14 @@ _FIELDS: Mapping[str, str | None] = MappingProxyType(
     | dict.fromkeys(("E650", "E651", "E652"), "structured_outputs")
     | {"E610": "bad_words"}
 )
+MESSAGES_PATH = "/v1/messages"  # its errors, and those of paths below, have the format of its API
+# The types of errors in the format of the Messages API, by status.
+_NAMED: Mapping[int, str] = MappingProxyType(
+    {
+        401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+        429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+    }
+)  # fmt: skip
 
 
 class ApiError(Exception):
@@ -50,6 +60,17 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """Return {"error": {message, type, param, code}}."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def named_body(error: ApiError) -> dict[str, Any]:
+    """Return an error in the format of the Messages API: {"type": "error", "error": {type, message}}."""
+    kind = _NAMED.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def body_of(error: ApiError, path: str) -> dict[str, Any]:
+    """Return the body of an error in the format that clients of this path expect."""
+    return named_body(error) if path.startswith(MESSAGES_PATH) else error.body()
 
 
 def to_api_error(error: LlmcError, prompt_param: str) -> ApiError:
@@ -94,3 +115,16 @@ def retry_after(seconds: float) -> dict[str, str]:
 def not_found(message: str, param: str | None = None, code: str = "not_found") -> ApiError:
     """Return 404."""
     return ApiError(message, status=404, param=param, code=code)
+
+
+@contextmanager
+def renamed(names: Sequence[tuple[str, str]]) -> Iterator[None]:
+    """Context manager that renames the fields in ApiErrors: `names` are pairs of a regular expression and its
+    replacement, which apply at the start of a message and after colons."""
+    try:
+        yield
+    except ApiError as e:
+        for old, new in names if e.code != "unsupported_parameter" else ():
+            e.message = re.sub(rf"(?:^|(?<=: ))(?:{old})(?!\w)", new, e.message)
+            e.param = e.param and re.sub(rf"^(?:{old})(?!\w)", new, e.param)
+        raise

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from llmc_runtime.server.http.errors import ApiError, internal
+from llmc_runtime.server.http.errors import ApiError, body_of, internal
 from llmc_runtime.server.http.lazy_json import PAUSE_BYTES, Encoding, is_lazy
 
 T = TypeVar("T")
@@ -39,19 +39,24 @@ def as_json(value: Any, status: int = 200, headers: dict[str, str] | None = None
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
-def as_error(error: ApiError) -> Response:
-    """Return the response for an error. A 500, which a retry would meet again, carries the header x-should-retry:
-    false.
+def as_error(error: ApiError, path: str) -> Response:
+    """Return the response for an error of a request to this path. A 500, which a retry would meet again, carries the
+    header x-should-retry: false.
     """
     headers = dict(error.headers)
     if error.status == 500:
         headers["x-should-retry"] = "false"
-    return as_json(error.body(), error.status, headers)
+    return as_json(body_of(error, path), error.status, headers)
 
 
 def event(value: Any) -> bytes:
     """Encode a value as a server-sent event."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def named_event(value: dict[str, Any]) -> bytes:
+    """Encode an object as a server-sent event with the name in its field `type`."""
+    return b"event: " + value["type"].encode() + b"\n" + event(value)
 
 
 async def as_answer(
@@ -175,9 +180,9 @@ class Plain:
 
 
 class Events(Stream):
-    """A stream of server-sent events, ended by [DONE]. Chunks are JSON values or encoded events.
+    """A stream of server-sent events, ended by `end`. Chunks are JSON values or encoded events.
 
-    An error during the stream becomes its last event. `on_disconnect` and `on_sent` are as in Stream.
+    `on_error` returns the end of the stream after an error. `on_disconnect` and `on_sent` are as in Stream.
     """
 
     media_type = "text/event-stream"
@@ -188,9 +193,11 @@ class Events(Stream):
         encoding: Encoding,
         on_disconnect: Callable[[], None],
         on_sent: Callable[[], None] = lambda: None,
+        end: bytes = DONE,
+        on_error: Callable[[ApiError], bytes] = lambda error: event(error.body()),
     ) -> None:
         super().__init__(on_disconnect, on_sent, {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._chunks, self._encoding = chunks, encoding
+        self._chunks, self._encoding, self._end, self._on_error = chunks, encoding, end, on_error
 
     async def _write(self, write: Write) -> bytes:
         tail, unpaused = b"", 0
@@ -210,14 +217,14 @@ class Events(Stream):
                         if unpaused > PAUSE_BYTES:  # taking chunks need not wait, and would block the loop
                             await self._encoding.pause()
                             unpaused = 0
-                return tail + DONE
+                return tail + self._end
             except ApiError as e:
                 if e.status >= 500:
                     log.warning("a stream ended: %s%s", e.message, code_location(e.__cause__))
-                return tail + event(e.body())
+                return tail + self._on_error(e)
             except Exception as e:
                 log.error("a stream failed%s", code_location(e))
-                return tail + event(internal().body())
+                return tail + self._on_error(internal())
 
 
 def catch_errors(handler: Handler) -> Handler:
@@ -234,13 +241,13 @@ def catch_errors(handler: Handler) -> Handler:
             record_error(request.scope, e)
             if e.status >= 500 and e.reason is None:  # refusals appear in the request's own line
                 log.warning("%s %s: %s%s", request.scope["llmc.id"], e.status, e.message, code_location(e.__cause__))
-            return as_error(e)
+            return as_error(e, request.scope["path"])
         except (ClientDisconnected, ClientDisconnect):
             self.serving.meters.gone()
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
         except Exception as e:
             log.error("%s failed%s", request.scope["llmc.id"], code_location(e))
-            return as_error(internal())
+            return as_error(internal(), request.scope["path"])
 
     return safe
 

@@ -11,6 +11,7 @@ from typing import Any
 from llmc_runtime.logprobs import Row
 from llmc_runtime.outputs import CompletionOutput
 from llmc_runtime.prompts import Prompt
+from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.http.lazy_json import Lazy
 from llmc_runtime.server.http.replies import Plain
@@ -24,14 +25,15 @@ from llmc_runtime.server.openai.response import (
 )
 from llmc_runtime.server.requests.request_fields import ChatRequest
 from llmc_runtime.server.requests.sampling_fields import of_chat
-from llmc_runtime.server.serving import Updates
 from llmc_runtime.server.tool_calls.message import MessageParser, is_cut
 from llmc_runtime.server.tool_calls.response_plan import Plan, plan_of
+from llmc_runtime.server.updates import Updates
 
 
 class Chat(GenerationResponse[ChatRequest]):
     """One request to the endpoint. Its only prompt is the conversation."""
 
+    _earlier = b""  # the JSON of the items of earlier responses, which a text process puts before the messages
     _plan: Plan
     _parsers: list[MessageParser]  # of the outputs of a stream
 
@@ -39,7 +41,7 @@ class Chat(GenerationResponse[ChatRequest]):
         request, serving = self._request, self._serving
         serving.check_model(request.model)
         serving.check_ready()
-        params, plan = of_chat(request, serving.llm), plan_of(request, serving.dialect)
+        params, plan = self._sampling(), plan_of(request, serving.dialect)
         serving.reserve(self._call, params)
         prompt, plan = await self._prompt(plan)
         form = "response_format" if request.structured_outputs is None else "structured_outputs"
@@ -47,13 +49,16 @@ class Chat(GenerationResponse[ChatRequest]):
             params = await asyncio.to_thread(plan.constrained, params, form)
         self._prompts, self._params, self._plan = [prompt], params, plan
 
+    def _sampling(self) -> SamplingParams:
+        return of_chat(self._request, self._serving.llm)
+
     async def _prompt(self, plan: Plan) -> tuple[Prompt, Plan]:
         """Return the prompt, and the plan for the output after it."""
         request, serving, job = self._request, self._serving, self._job
         if job is not None:
-            (prompt,) = await job.prompts(self._call.logged_characters)
+            (prompt,) = await job.prompts(self._call.logged_characters, self._earlier)
             thoughts = plan.thoughts if job.done.reasons else None
-            return prompt, replace(plan, thoughts=thoughts, opened=job.done.opened, earlier=job.parsed.earlier)
+            return prompt, replace(plan, thoughts=thoughts, opened=job.done.opened, earlier=job.done.earlier)
         tools, prompting = None if plan.tools is None else plan.tools.shown, serving.prompting
         async with serving.lanes.slot(self._call.key):
             prompt = await prompting.in_thread(prompting.chat, request, tools, serving.dialect.short_ids)

@@ -14,11 +14,13 @@ from llmc_runtime.logprobs import Logprob, LogprobRows, Row
 from llmc_runtime.outputs import CompletionOutput, RequestOutput
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.sampling_params import SamplingParams
+from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.http.lazy_json import Lazy, is_lazy
-from llmc_runtime.server.http.replies import Final, Plain, event
+from llmc_runtime.server.http.replies import DONE, Final, Plain, event
 from llmc_runtime.server.requests.request_fields import Generation
-from llmc_runtime.server.serving import Call, Serving, Updates, started
+from llmc_runtime.server.serving import Call, Serving
 from llmc_runtime.server.text_pool.pool import OffloadedJob
+from llmc_runtime.server.updates import Updates, started
 
 MIN_LOGPROB = -9999.0  # smallest log-probability sent, as JSON has no infinity
 
@@ -80,9 +82,10 @@ class GenerationResponse(ABC, Generic[R]):
     """One request to an endpoint that generates. If the body was large, `job` has its prompts.
 
     `_prepare` sets the attributes below; the other abstract methods describe one output. `_silent` means that only the
-    prompt is scored and nothing that is generated is shown.
+    prompt is scored and nothing that is generated is shown. A stream ends with the bytes `end`.
     """
 
+    end = DONE
     _prompts: list[Prompt]
     _params: SamplingParams
     _silent = False
@@ -112,6 +115,10 @@ class GenerationResponse(ABC, Generic[R]):
     async def pieces(self) -> AsyncIterator[dict[str, Any] | bytes]:
         """Return a stream of chunks, as JSON values or encoded events, once the first output is available."""
         return self._chunks(await started(await self._started()))
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the end of a stream during which an error occurred."""
+        return event(error.body())
 
     async def _started(self) -> Updates:
         await self._prepare()

@@ -1,4 +1,4 @@
-"""The server's metrics in Prometheus format, with vLLM's names after the prefix "llmc:".
+"""The server's metrics in Prometheus format, with vLLM's names after the prefix "llmc:", and those of its process.
 
 Labels take values from closed sets: the model's name, finish reasons, reasons of refusal, stages of startup. Every
 value is stored once: the engine's own counters are read when metrics are requested, and metrics with another prefix are
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from llmc_runtime.metrics import COMPILE_SECONDS, GAUGES, STEP_TOKENS, Histogram, Stat
@@ -85,6 +85,7 @@ class ServerMetrics:
         self._refused = dict.fromkeys(REASONS, 0)
         self.ends = dict.fromkeys(_ENDS, 0)  # number of outputs by finish reason
         self.registry.register(self)
+        ProcessCollector(registry=self.registry)  # process_*: the server's process, not the engine's
 
     def text(self) -> bytes:
         """Return all metrics in text format."""

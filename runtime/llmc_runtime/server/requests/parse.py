@@ -6,13 +6,13 @@ Ranges are checked where values are used.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
 
 from llmc_runtime.server.http.errors import ApiError, not_found
-from llmc_runtime.server.requests.request_fields import ChatRequest, CompletionRequest
 
 MAX_DEPTH = 64
 SMALL_BODY = 32 << 10  # maximum bytes of a body that is parsed in the event loop
@@ -38,15 +38,17 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
         "truncate_prompt_tokens": "shorten the prompt", "chat_template": "the server's own template is used",
     }
 )  # fmt: skip
-_NO_CALLS = (("function_call", "none"), ("function_call", "auto"))  # without functions, these have no effect
+# Values of refused fields that have no effect.
+_NO_EFFECT = (("function_call", "none"), ("function_call", "auto"), ("n", 1), ("best_of", 1))
 _BOM = b"\xef\xbb\xbf"  # some editors and shells write it at the start
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-def _limits(*keywords: str) -> Mapping[str, int]:
-    """Return the values of these JSON schema keywords in the types of generation requests, by the field's path."""
-    _, components = msgspec.json.schema_components([ChatRequest, CompletionRequest], ref_template="{name}")
+@cache
+def limits_of(kind: type[msgspec.Struct], *keywords: str) -> Mapping[str, int]:
+    """Return the values of these JSON schema keywords in a type of request, by the field's path."""
+    _, components = msgspec.json.schema_components([kind], ref_template="{name}")
 
     def walk(schema: Mapping[str, Any], path: str) -> Iterator[tuple[str, int]]:
         schema = components[schema["$ref"]] if "$ref" in schema else schema
@@ -56,13 +58,17 @@ def _limits(*keywords: str) -> Mapping[str, int]:
         for name, field in schema.get("properties", {}).items():
             yield from walk(field, f"{path}.{name}" if path else name)
 
-    return MappingProxyType(
-        {path: limit for kind in ("ChatRequest", "CompletionRequest") for path, limit in walk(components[kind], "")}
-    )
+    return MappingProxyType(dict(walk(components[kind.__name__], "")))
 
 
-# The maximum number of items of a list or object, and of characters of a string.
-MAX_ITEMS, MAX_CHARACTERS = _limits("maxItems", "maxProperties"), _limits("maxLength")
+def max_items(kind: type[msgspec.Struct]) -> Mapping[str, int]:
+    """Return the maximum number of items of each list and object of a type of request."""
+    return limits_of(kind, "maxItems", "maxProperties")
+
+
+def max_characters(kind: type[msgspec.Struct]) -> Mapping[str, int]:
+    """Return the maximum number of characters of each string of a type of request."""
+    return limits_of(kind, "maxLength")
 
 
 def is_large(body: bytes | bytearray, small: int) -> bool:
@@ -73,19 +79,21 @@ def is_large(body: bytes | bytearray, small: int) -> bool:
 def parse(body: bytes | bytearray, kind: type[T], unknown: Callable[[int], None]) -> T:
     """Parse the body as a `kind`. `unknown` is called with the number of unknown fields.
 
-    Raises ApiError 400, naming the field.
+    The class attribute `refused` of a kind maps further names of unsupported fields to remedies, and `ignored` has
+    those of fields without an effect. Raises ApiError 400, naming the field.
     """
     fields = document(body)
-    known = kind.__struct_fields__
-    unknown(len(fields.keys() - set(known) - _IGNORED - _REFUSED.keys() - {"tool_choice", "modalities"}))
-    for name, remedy in _REFUSED.items():
-        if fields.get(name) and name not in known and (name, fields[name]) not in _NO_CALLS:
+    known, refused = kind.__struct_fields__, {**_REFUSED, **getattr(kind, "refused", {})}
+    ignored = _IGNORED | getattr(kind, "ignored", frozenset())
+    unknown(len(fields.keys() - set(known) - ignored - refused.keys() - {"tool_choice", "modalities"}))
+    for name, remedy in refused.items():
+        if fields.get(name) and name not in known and (name, fields[name]) not in _NO_EFFECT:
             raise _unsupported(name, f"{name} is not supported: {remedy}")
     if "tool_choice" not in known and fields.get("tool_choice") not in (None, "none", "auto"):
         raise _unsupported("tool_choice", "tool_choice is not supported: use /v1/chat/completions")
     if fields.get("modalities") not in (None, ["text"]):
         raise _unsupported("modalities", "modalities: only text is generated")
-    check_lengths({name: fields[name] for name in known if name in fields})
+    check_lengths({name: fields[name] for name in known if name in fields}, kind)
     values = {name: _with_integers(fields[name]) for name in known if fields.get(name) is not None}
     try:
         return msgspec.convert(values, kind)
@@ -100,16 +108,16 @@ def _unsupported(name: str, message: str) -> ApiError:
     return ApiError(message, param=name, code="unsupported_parameter")
 
 
-def check_lengths(fields: Mapping[str, Any]) -> None:
-    """Raise ApiError 400 if a value is longer than its type allows.
+def check_lengths(fields: Mapping[str, Any], kind: type[msgspec.Struct]) -> None:
+    """Raise ApiError 400 if a value is longer than the type of the request allows.
 
     This takes constant time, as only the lengths of lists, objects and strings are read.
     """
-    for path, limit in MAX_ITEMS.items():
+    for path, limit in max_items(kind).items():
         value = _at(fields, path)
         if isinstance(value, list | dict) and len(value) > limit:
             raise ApiError(f"{path}: up to {limit}, not {len(value)}", param=path)
-    for path, limit in MAX_CHARACTERS.items():
+    for path, limit in max_characters(kind).items():
         value = _at(fields, path)
         if isinstance(value, str) and len(value) > limit:
             raise ApiError(f"{path}: up to {limit} characters, not {len(value)}", param=path)

@@ -8,6 +8,7 @@ absent field.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any
 
 import msgspec
@@ -31,7 +32,7 @@ MAX_TEMPLATE_KWARGS = 64
 MAX_NAME = 256  # characters of names: of a model, a reasoning effort
 
 
-def _schema(**schema: Any) -> Meta:
+def schema_of(**schema: Any) -> Meta:
     """Additions to the JSON schema of a type."""
     return Meta(extra_json_schema=schema)
 
@@ -44,33 +45,33 @@ def _tool() -> Meta:
         "strict": {"type": ["boolean", "null"]},
     }
     inner = {"type": "object", "properties": function, "required": ["name"]}
-    return _schema(properties={"type": {"const": "function"}, "function": inner}, required=["type", "function"])
+    return schema_of(properties={"type": {"const": "function"}, "function": inner}, required=["type", "function"])
 
 
 def _prompts() -> Meta:
     token = {"type": "integer", "minimum": 0}
     many = {"items": {"type": "array", "items": token, "minItems": 1}, "maxItems": MAX_PROMPTS}
-    return _schema(minItems=1, anyOf=[{"items": {"type": "string"}, "maxItems": MAX_PROMPTS}, {"items": token}, many])
+    return schema_of(minItems=1, anyOf=[{"items": {"type": "string"}, "maxItems": MAX_PROMPTS}, {"items": token}, many])
 
 
-Ids = list[Annotated[int, _schema(minimum=0)]]
+Ids = list[Annotated[int, schema_of(minimum=0)]]
 Prompts = Annotated[list[Any], _prompts()]
-Messages = Annotated[list[dict[str, Any]], _schema(minItems=1, maxItems=MAX_MESSAGES)]
-Documents = Annotated[list[dict[str, Any]], _schema(maxItems=MAX_DOCUMENTS)]
-Tools = Annotated[list[Annotated[dict[str, Any], _tool()]], _schema(maxItems=MAX_TOOLS)]
-ToolChoice = Annotated[str, _schema(enum=["none", "auto", "required"], maxLength=MAX_NAME)]
+Messages = Annotated[list[dict[str, Any]], schema_of(minItems=1, maxItems=MAX_MESSAGES)]
+Documents = Annotated[list[dict[str, Any]], schema_of(maxItems=MAX_DOCUMENTS)]
+Tools = Annotated[list[Annotated[dict[str, Any], _tool()]], schema_of(maxItems=MAX_TOOLS)]
+ToolChoice = Annotated[str, schema_of(enum=["none", "auto", "required"], maxLength=MAX_NAME)]
 ToolChoiceObject = Annotated[
-    dict[str, Any], _schema(properties={"allowed_tools": {"properties": {"tools": {"maxItems": MAX_TOOLS}}}})
+    dict[str, Any], schema_of(properties={"allowed_tools": {"properties": {"tools": {"maxItems": MAX_TOOLS}}}})
 ]
-Name = Annotated[str, _schema(maxLength=MAX_NAME)]
-GrammarText = Annotated[str, _schema(maxLength=MAX_BYTES)]
-Choices = Annotated[list[str], _schema(maxItems=MAX_CHOICE_TEXTS)]
-TemplateKwargs = Annotated[dict[str, Any], _schema(maxProperties=MAX_TEMPLATE_KWARGS)]
-Scores = Annotated[int, _schema(minimum=0, maximum=TOP_LOGPROBS)]
-Priority = Annotated[int, _schema(minimum=-(2**31), maximum=2**31 - 1)]
-Salt = Annotated[str, _schema(maxLength=MAX_SALT)]
-MaxTokens = Annotated[int, _schema(minimum=0, maximum=MAX_INT)]  # 0 with echo
-MaxCompletionTokens = Annotated[int, _schema(minimum=1, maximum=MAX_INT)]
+Name = Annotated[str, schema_of(maxLength=MAX_NAME)]
+GrammarText = Annotated[str, schema_of(maxLength=MAX_BYTES)]
+Choices = Annotated[list[str], schema_of(maxItems=MAX_CHOICE_TEXTS)]
+TemplateKwargs = Annotated[dict[str, Any], schema_of(maxProperties=MAX_TEMPLATE_KWARGS)]
+Scores = Annotated[int, schema_of(minimum=0, maximum=TOP_LOGPROBS)]
+Priority = Annotated[int, schema_of(minimum=-(2**31), maximum=2**31 - 1)]
+Salt = Annotated[str, schema_of(maxLength=MAX_SALT)]
+MaxTokens = Annotated[int, schema_of(minimum=0, maximum=MAX_INT)]  # 0 with echo
+MaxCompletionTokens = Annotated[int, schema_of(minimum=1, maximum=MAX_INT)]
 
 
 def _field(parameter: Parameter) -> tuple[str, Any, None]:
@@ -78,10 +79,17 @@ def _field(parameter: Parameter) -> tuple[str, Any, None]:
     return parameter.name, Annotated[wire | None, Meta(description=parameter.text)], None
 
 
-# A field for each sampling parameter that requests may set, None where a request does not.
-SamplingFields: Any = msgspec.defstruct(
-    "SamplingFields", [_field(parameter) for parameter in PARAMETERS.values() if parameter.request], kw_only=True
-)
+def sampling_fields(name: str, without: Collection[str] = (), base: type[msgspec.Struct] | None = None) -> Any:
+    """Return a type with a field for each sampling parameter that requests may set, None where a request does not."""
+    used = [parameter for parameter in PARAMETERS.values() if parameter.request and parameter.name not in without]
+    bases = None if base is None else (base,)
+    return msgspec.defstruct(name, [_field(parameter) for parameter in used], bases=bases, kw_only=True)
+
+
+# Parameters that APIs with one output per request lack, or for which they have other names.
+NOT_OF_ONE_OUTPUT = ("n", "max_tokens", "stop", "prompt_logprobs")
+SamplingFields: Any = sampling_fields("SamplingFields")
+OneOutputFields: Any = sampling_fields("OneOutputFields", NOT_OF_ONE_OUTPUT)
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -12,6 +12,8 @@ import msgspec
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.prompting import Prompting, prompts_in
+from llmc_runtime.server.requests.messages_request import CountRequest, MessagesRequest
+from llmc_runtime.server.requests.messages_request import to_chat as of_messages
 from llmc_runtime.server.requests.parse import check_model, parse
 from llmc_runtime.server.requests.request_fields import (
     ChatRequest,
@@ -19,26 +21,34 @@ from llmc_runtime.server.requests.request_fields import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from llmc_runtime.server.requests.responses_request import (
+    Earlier,
+    ResponsesRequest,
+    own_items,
+    references_of,
+    to_chat,
+)
 from llmc_runtime.server.requests.sampling_fields import check_silent, of_chat, of_completion
 from llmc_runtime.server.text_pool import text_messages as m
 from llmc_runtime.server.tool_calls.definitions import tools_of
-from llmc_runtime.server.tool_calls.parser_select import dialect_of
+from llmc_runtime.server.tool_calls.history import calls_in
+from llmc_runtime.server.tool_calls.parser_select import Dialect, dialect_of
 from llmc_runtime.server.tool_calls.response_plan import plan_of
 from llmc_runtime.text.bounded_encode import longest_token
 from llmc_runtime.text.tokenizer import Tokenizer
 
-T = TypeVar("T", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 @dataclass
 class Job:
     """A checked body whose prompts are still to be tokenized: `prompts` raises ApiError 400.
 
-    `done` is complete once the prompts have been taken.
+    Its argument is the JSON of the items of earlier responses. `done` is complete once the prompts have been taken.
     """
 
     parsed: m.Parsed
-    prompts: Iterator[Prompt]
+    prompts: Callable[[bytes | bytearray], Iterator[Prompt]]
     done: m.Done = field(default_factory=m.Done)
 
 
@@ -61,28 +71,58 @@ class Texts:
         of_completion(request, self._spec)
         count, known = prompts_in(request.prompt)
         parsed = m.Parsed(_fields(msgspec.structs.replace(request, prompt="")), count, known)
-        return Job(parsed, self._limited(self._prompting.completion(request)))
+        return Job(parsed, lambda earlier: self._limited(self._prompting.completion(request)))
 
     def chat(self, body: bytearray) -> Job:
         """Parse and check a chat, except for its messages. Raises ApiError."""
         request = self._parse(body, ChatRequest)
-        check_model(request.model, self._spec.names)
-        of_chat(request, self._spec)
-        plan = plan_of(request, self._dialect)
         rest = msgspec.structs.replace(
             request, messages=[], documents=None, chat_template_kwargs=None, reasoning_effort=None
         )
-        tools = None if plan.tools is None else plan.tools.shown
-        parsed = m.Parsed(_fields(rest), earlier=plan.earlier)
-        done = m.Done()
+        return self._chat(request, _fields(rest), lambda earlier: (request, b""))
 
-        def prompts() -> Iterator[Prompt]:
-            prompt = self._prompting.chat(request, tools, self._dialect.short_ids)
-            after = plan.behind(prompt, request)
-            done.reasons, done.opened = after.thoughts is not None, after.opened
+    def response(self, body: bytearray) -> Job:
+        """Parse and check a request for a response, except for its input. Raises ApiError."""
+        request = self._parse(body, ResponsesRequest)
+        rest = msgspec.structs.replace(request, input=[], chat_template_kwargs=None)
+
+        def whole(encoded: bytes | bytearray) -> tuple[ChatRequest, bytes]:
+            check_size(encoded)
+            earlier = msgspec.json.decode(encoded or b"{}", type=Earlier)
+            own = own_items(request, earlier)
+            kept = self._spec.stores and request.store is not False
+            return to_chat(request, earlier.previous, own), msgspec.json.encode(own) if kept else b""
+
+        return self._chat(to_chat(rest, [], []), _fields(rest), whole, references_of(request))
+
+    def message(self, body: bytearray) -> Job:
+        """Parse and check a request for a message, except for its messages. Raises ApiError."""
+        request = self._parse(body, MessagesRequest)
+        chat = of_messages(request)
+        rest = msgspec.structs.replace(request, messages=[], system=None, chat_template_kwargs=None)
+        return self._chat(chat, _fields(rest), lambda earlier: (chat, b""))
+
+    def _chat(
+        self,
+        request: ChatRequest,
+        fields: bytes,
+        whole: Callable[[bytes | bytearray], tuple[ChatRequest, bytes]],
+        references: Sequence[str] = (),
+    ) -> Job:
+        """Check a chat. `whole` returns it with all messages, those of earlier responses first, and Done.items."""
+        check_model(request.model, self._spec.names)
+        of_chat(request, self._spec)
+        plan, done = plan_of(request, self._dialect), m.Done()
+        tools = None if plan.tools is None else plan.tools.shown
+
+        def prompts(earlier: bytes | bytearray) -> Iterator[Prompt]:
+            chat, done.items = whole(earlier)
+            prompt = self._prompting.chat(chat, tools, self._dialect.short_ids)
+            after = plan.behind(prompt, chat)
+            done.reasons, done.opened, done.earlier = after.thoughts is not None, after.opened, calls_in(chat.messages)
             yield prompt
 
-        return Job(parsed, prompts(), done)
+        return Job(m.Parsed(fields, references=list(references)), prompts, done)
 
     def _limited(self, prompts: Iterator[Prompt]) -> Iterator[Prompt]:
         """Yield the prompts. Raises ApiError 400 if they have too many tokens together."""
@@ -105,6 +145,12 @@ class Texts:
             ids = self._prompting.chat(request, tools, self._dialect.short_ids).ids
         return msgspec.json.encode(token_list(self._prompting, ids, request, self._spec.max_model_len))
 
+    def count(self, body: bytearray) -> bytes:
+        """Return the JSON response of /v1/messages/count_tokens. Raises ApiError."""
+        request = self._parse(body, CountRequest)
+        check_model(request.model, self._spec.names)
+        return msgspec.json.encode({"input_tokens": self._prompting.count(*counted(request, self._dialect))})
+
     def detokenize(self, body: bytearray) -> bytes:
         """Return the JSON response of /detokenize. Raises ApiError."""
         request = self._parse(body, DetokenizeRequest)
@@ -125,7 +171,7 @@ class Texts:
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 
 
-def check_size(body: bytearray) -> None:
+def check_size(body: bytes | bytearray) -> None:
     """Raise ApiError 400 if a body has more objects and lists than MAX_CONTAINERS, or more values than MAX_VALUES."""
     if body.count(b",") + body.count(b"{") + body.count(b"[") < m.MAX_CONTAINERS:
         return
@@ -152,6 +198,13 @@ def check_tokenize(request: TokenizeRequest) -> list[dict[str, Any]] | None:
     return None if tools is None else tools.shown
 
 
+def counted(request: CountRequest, dialect: Dialect) -> tuple[ChatRequest, list[dict[str, Any]] | None, bool]:
+    """Check a request to count tokens and return the arguments of `Prompting.count`. Raises ApiError 400."""
+    chat = of_messages(request)
+    tools = plan_of(chat, dialect).tools
+    return chat, None if tools is None else tools.shown, dialect.short_ids
+
+
 def token_list(prompting: Prompting, ids: list[int], request: TokenizeRequest, length: int) -> dict[str, Any]:
     """Return the response of /tokenize. `length` is the model's maximum context length."""
     names = [prompting.tokenizer.token(i) for i in ids] if request.return_token_strs else None
@@ -164,7 +217,7 @@ def _tokenizer(spec: m.Spec, text: str) -> Tokenizer:
     return Tokenizer(Backend.from_str(text), spec.named_tokens, spec.chat_templates)
 
 
-def _fields(request: CompletionRequest | ChatRequest) -> bytes:
+def _fields(request: msgspec.Struct) -> bytes:
     """Encode the fields as JSON.
 
     Raises ApiError 400, naming the largest field, if they are too large for the server process.

@@ -182,12 +182,13 @@ class OffloadedJob:
         """Send the body and wait for the reply. Raises ApiError."""
         await self._run(self._begin(kind, body))
 
-    async def prompts(self, characters: int) -> list[Prompt]:
+    async def prompts(self, characters: int, earlier: bytes = b"") -> list[Prompt]:
         """Return the prompts, each with the first `characters` characters of its text (-1: all of it, 0: None).
 
-        The process is released afterwards. Raises ApiError.
+        `earlier` is the JSON of the items of earlier responses (see responses_request.Earlier). The process is released
+        afterwards. Raises ApiError.
         """
-        prompts: list[Prompt] = await self._run(self._prompts(characters))
+        prompts: list[Prompt] = await self._run(self._prompts(characters, earlier))
         self.close()
         return prompts
 
@@ -242,10 +243,10 @@ class OffloadedJob:
         else:
             self._ended(answer, payload)
 
-    async def _prompts(self, characters: int) -> list[Prompt]:
+    async def _prompts(self, characters: int, earlier: bytes) -> list[Prompt]:
         assert self._process is not None
         self._open = False
-        await self._process.send(m.PROMPTS, characters.to_bytes(4, "little", signed=True))
+        await self._process.send(m.PROMPTS, characters.to_bytes(4, "little", signed=True) + earlier)
         prompts: list[Prompt] = []
         while True:
             kind, payload = await self._process.receive()

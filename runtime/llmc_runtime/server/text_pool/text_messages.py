@@ -3,9 +3,9 @@
 A process sends READY once it has started, and in reply to READY: a process that was killed while idle does not reply,
 and another one gets the job.
 
-A job starts with a body (COMPLETION, CHAT, TOKENIZE or DETOKENIZE). For a completion or a chat, the process replies
+A job starts with a body. For the kinds that generate (COMPLETION, CHAT, RESPONSES, MESSAGES), the process replies
 PARSED; the server then requests the ids and the text of each prompt (PROMPTS) or abandons the job (DROP). For the other
-two, the process replies ANSWER. Every job ends with DONE or FAILED.
+kinds (TOKENIZE, DETOKENIZE, COUNT), the process replies ANSWER. Every job ends with DONE or FAILED.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.server.http.errors import ApiError
 
 HEAD = struct.Struct("<cQ")
-COMPLETION, CHAT, TOKENIZE, DETOKENIZE = b"C", b"H", b"K", b"U"
+COMPLETION, CHAT, RESPONSES, MESSAGES = b"C", b"H", b"S", b"M"
+TOKENIZE, DETOKENIZE, COUNT = b"K", b"U", b"T"
 PROMPTS, DROP = b"G", b"N"
 READY, PARSED, ANSWER, IDS, TEXT, DONE, FAILED = b"R", b"P", b"A", b"I", b"X", b"D", b"F"
 
@@ -41,7 +42,7 @@ class Spec(msgspec.Struct):
 
     `tokenizer` is the text of a tokenizer.json (None if there is none). `template`, `tool_calls` and `reasoning` are
     options of llmc-serve. `max_prompt_tokens` is the maximum of one request. `generation` has the
-    sampling defaults.
+    sampling defaults. `stores`: responses may be stored.
     """
 
     tokenizer: str | None
@@ -55,6 +56,7 @@ class Spec(msgspec.Struct):
     max_model_len: int
     max_prompt_tokens: int
     generation: dict[str, Any]
+    stores: bool = False
 
     def get_default_sampling_params(self, *, max_tokens: int | None = 16) -> SamplingParams:
         """Return the model's default sampling parameters (see sampling_fields.Defaults)."""
@@ -65,27 +67,30 @@ class Parsed(msgspec.Struct):
     """A checked body.
 
     `fields` is the JSON of all fields except those that only form the prompt. `prompts` is the number of prompts, and
-    `known` the number of token ids if there is one prompt given as ids. `earlier` is the number of earlier tool calls
-    in a conversation.
+    `known` the number of token ids if there is one prompt given as ids. `references` are the ids of stored items that
+    form a part of the prompt.
     """
 
     fields: bytes
     prompts: int = 1
     known: int = 0
-    earlier: int = 0
+    references: list[str] = []
 
 
 class Done(msgspec.Struct):
     """The end of a job.
 
     `leaves` means that the process exits; `unknown` is the number of unknown fields in the body. For a chat, `reasons`
-    and `opened` say whether the output has reasoning, and whether it starts inside of it.
+    and `opened` say whether the output has reasoning, and whether it starts inside of it; `earlier` is the number of
+    earlier tool calls. `items` is the JSON of the input of a response that is to be stored.
     """
 
     leaves: bool = False
     unknown: int = 0
     reasons: bool = False
     opened: bool = False
+    earlier: int = 0
+    items: bytes = b""
 
 
 class Failure(msgspec.Struct):

@@ -93,19 +93,21 @@ class Worker:
             return m.Failure.of(internal())
 
     def _job(self, kind: bytes, body: bytearray) -> m.Done:
-        if kind == m.TOKENIZE:
-            self._link.send(m.ANSWER, self._texts.tokenize(body))
+        texts = self._texts
+        answers = {m.TOKENIZE: texts.tokenize, m.DETOKENIZE: texts.detokenize, m.COUNT: texts.count}
+        if kind in answers:
+            self._link.send(m.ANSWER, answers[kind](body))
             return m.Done()
-        if kind == m.DETOKENIZE:
-            self._link.send(m.ANSWER, self._texts.detokenize(body))
-            return m.Done()
-        job = self._texts.chat(body) if kind == m.CHAT else self._texts.completion(body)
+        kinds = {
+            m.COMPLETION: texts.completion, m.CHAT: texts.chat, m.RESPONSES: texts.response, m.MESSAGES: texts.message
+        }  # fmt: skip
+        job = kinds[kind](body)
         self._link.send(m.PARSED, _encode(job.parsed))
-        order, size = self._link.receive()
+        order, payload = self._link.receive()
         if order == m.DROP:
             return m.Done()
-        characters = int.from_bytes(size, "little", signed=True)
-        for prompt in job.prompts:
+        characters = int.from_bytes(payload[:4], "little", signed=True)
+        for prompt in job.prompts(payload[4:]):
             self._link.send(m.IDS, memoryview(array("i", prompt.ids)).cast("B"))
             text = prompt.text if prompt.text is None or characters < 0 else prompt.text[:characters]
             self._link.send(m.TEXT, b"" if text is None or not characters else b"+" + text.encode())

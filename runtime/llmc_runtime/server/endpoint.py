@@ -1,0 +1,105 @@
+"""What endpoints share: reading a request, in the event loop or in a text process, and sending its response."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llmc_runtime.server.http.auth import Limits, read_body
+from llmc_runtime.server.http.body_budget import Body
+from llmc_runtime.server.http.replies import Events, JsonSlices, as_answer, while_connected
+from llmc_runtime.server.openai.response import GenerationResponse
+from llmc_runtime.server.requests.parse import SMALL_BODY, SMALL_TEXT, is_large, parse
+from llmc_runtime.server.serving import Call, Serving
+from llmc_runtime.server.text_pool.pool import OffloadedJob
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class Endpoint:
+    """Routes of one served model."""
+
+    def __init__(self, serving: Serving, limits: Limits) -> None:
+        self.serving, self.limits = serving, limits
+
+    @asynccontextmanager
+    async def _read(
+        self, request: Request, kind: type[T], name: bytes, offload: Callable[[T], bool] = lambda fields: False
+    ) -> AsyncIterator[tuple[T, OffloadedJob | None]]:
+        """Yield the parsed request. If its body is large, or if `offload` returns true for it, also the text process's
+        job that has its prompts.
+        """
+        body = await read_body(request, self.limits, self.serving.bodies)
+        if not is_large(body.data, SMALL_BODY):
+            fields = self._small(body, kind, offload)
+            if fields is not None:
+                yield fields, None
+                return
+        job = await while_connected(request.receive, self.serving.offload.begin(name, body))
+        try:
+            yield msgspec.json.decode(job.parsed.fields, type=kind), job
+        finally:
+            job.close()
+
+    def _small(self, body: Body, kind: type[T], offload: Callable[[T], bool] = lambda fields: False) -> T | None:
+        """Parse a body and drop it; return None, with the body kept, if `offload` returns true."""
+        unknown, offloaded = list[int](), False
+        try:
+            fields = parse(body.data, kind, unknown.append)
+            offloaded = offload(fields)
+            return None if offloaded else fields
+        finally:
+            if not offloaded:
+                body.drop()
+                self.serving.meters.unknown(sum(unknown))
+
+    async def _text(
+        self, request: Request, kind: type[T], name: bytes, run: Callable[[T], Awaitable[Response]]
+    ) -> Response:
+        """Run a request for tokenization. A text process handles a large body and makes its response."""
+        serving = self.serving
+        body = await read_body(request, self.limits, serving.bodies)
+        with serving.texts(request.scope["llmc.key"]):
+            if is_large(body.data, SMALL_TEXT):
+                job = await while_connected(request.receive, serving.offload.begin(name, body))
+                job.close()
+                return JsonSlices(job.answer)
+            fields: Any = self._small(body, kind)
+            serving.check_model(fields.model)
+            return await run(fields)
+
+    def _call(self, request: Request, prefix: str, prompt_param: str) -> Call:
+        return Call(
+            f"{prefix}{uuid.uuid4().hex}",
+            request.scope["llmc.key"],
+            prompt_param,
+            request.scope.get("llmc.record"),
+            request.scope["llmc.id"],
+            hold=self.serving.hold(request.headers.get("x-request-timeout")),
+        )
+
+    async def _reply(self, request: Request, answer: GenerationResponse[Any], stream: bool, call: Call) -> Response:
+        """Return the response, which ends early if the client disconnects.
+
+        Generation releases the admission slot; it is released here if generation never starts.
+        """
+        encoding, gone, sent = self.serving.encoding, self.serving.meters.gone, call.hold.sent
+
+        async def complete() -> Response:
+            return await as_answer(await answer.complete(), encoding, gone, sent)
+
+        try:
+            if not stream:
+                return await while_connected(request.receive, complete())
+            chunks = await while_connected(request.receive, answer.pieces())
+        except BaseException:
+            call.hold.release()
+            sent()
+            raise
+        return Events(chunks, encoding, gone, sent, answer.end, answer.failed)

@@ -1,0 +1,1 @@
+"""The endpoint /v1/messages, as in Anthropic's Messages API."""

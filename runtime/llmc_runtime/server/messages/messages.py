@@ -1,0 +1,77 @@
+"""The endpoint /v1/messages: builds the JSON of the message, complete or as a stream of events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.sched.sampling_params import SamplingParams
+from llmc_runtime.server.http.errors import ApiError, named_body, to_api_error
+from llmc_runtime.server.http.replies import named_event
+from llmc_runtime.server.messages.content_blocks import ContentBlocks
+from llmc_runtime.server.openai.named_events import NamedEvents
+from llmc_runtime.server.requests.messages_request import MessagesRequest, to_chat
+from llmc_runtime.server.serving import Call, Serving
+from llmc_runtime.server.text_pool.pool import OffloadedJob
+from llmc_runtime.server.tool_calls.message import Delta
+
+
+class Messages(NamedEvents):
+    """One request to the endpoint."""
+
+    def __init__(self, serving: Serving, request: MessagesRequest, call: Call, job: OffloadedJob | None) -> None:
+        super().__init__(serving, to_chat(request), call, job)
+        self._max_tokens = request.max_tokens
+        self._output = ContentBlocks()
+
+    def _sampling(self) -> SamplingParams:
+        """Return the parameters. A `max_tokens` that exceeds the context is lowered, as the API has no error for it."""
+        params, length = super()._sampling(), self._serving.llm.config.max_model_len
+        try:
+            return replace(params, max_tokens=min(self._max_tokens, length - 1))
+        except LlmcError as e:
+            raise to_api_error(e, "messages") from None
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the event after an error during the stream."""
+        return named_event(named_body(error))
+
+    def _opening(self) -> Iterator[dict[str, Any]]:
+        yield {"type": "message_start", "message": self._document()}
+
+    def _take(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        return self._output.take(delta)
+
+    def _closing(self, finish: str, stop: int | str | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        events = list(self._output.close())
+        string = stop if finish == "stop" and isinstance(stop, str) else None
+        ended = {"stop_reason": self._stop_reason(finish, string), "stop_sequence": string}
+        usage = self._usage_object()
+        return [
+            *events, {"type": "message_delta", "delta": ended, "usage": usage}, {"type": "message_stop"},
+        ], self._document() | ended | {"usage": usage}  # fmt: skip
+
+    def _stop_reason(self, finish: str, string: str | None) -> str:
+        if finish == "length":
+            cut = self._usage.generated < self._max_tokens
+            return "model_context_window_exceeded" if cut else "max_tokens"
+        if finish == "tool_calls":
+            return "tool_use"
+        return "end_turn" if string is None else "stop_sequence"
+
+    def _usage_object(self) -> dict[str, Any]:
+        usage, cached = self._usage, sum(self._usage.cached.values())
+        return {
+            "input_tokens": usage.prompt - cached, "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached,
+            "output_tokens": usage.generated,
+        }  # fmt: skip
+
+    def _document(self) -> dict[str, Any]:
+        """Return the message with its content so far."""
+        return {
+            "id": self._call.id, "type": "message", "role": "assistant", "model": self._serving.names[0],
+            "content": list(self._output.blocks), "stop_reason": None, "stop_sequence": None,
+            "usage": self._usage_object(),
+        }  # fmt: skip

@@ -1,0 +1,125 @@
+"""The endpoint /v1/responses: builds the JSON of the response, complete or as a stream of events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from llmc_runtime.server.http.errors import ApiError
+from llmc_runtime.server.http.replies import named_event
+from llmc_runtime.server.openai.named_events import NamedEvents
+from llmc_runtime.server.openai.response_items import OutputItems
+from llmc_runtime.server.requests.responses_request import (
+    ENCRYPTED,
+    Earlier,
+    ResponsesRequest,
+    own_items,
+    to_chat,
+)
+from llmc_runtime.server.serving import Call, Serving
+from llmc_runtime.server.text_pool.pool import OffloadedJob
+from llmc_runtime.server.tool_calls.message import Delta
+
+
+class Responses(NamedEvents):
+    """One request to the endpoint. `earlier` is the JSON of the stored items that it refers to (see Earlier)."""
+
+    def __init__(
+        self, serving: Serving, request: ResponsesRequest, call: Call, job: OffloadedJob | None, earlier: bytes
+    ) -> None:
+        self._stores = serving.stored.enabled and request.store is not False
+        if request.store and not serving.stored.enabled:
+            cause = "store: this server stores no responses (--response-store-bytes); leave the field out"
+            raise ApiError(cause, param="store", code="unsupported_parameter")
+        self._asked, self._own = request, b""
+        if job is None:
+            decoded = msgspec.json.decode(earlier, type=Earlier)
+            own = own_items(request, decoded)
+            self._own = msgspec.json.encode(own) if self._stores else b""
+            chat = to_chat(request, decoded.previous, own)
+        else:
+            chat, self._earlier = to_chat(request, [], []), earlier
+        super().__init__(serving, chat, call, job)
+        self._count = 0  # events so far
+        self._output = OutputItems(self._event, ENCRYPTED in (request.include or ()))
+
+    async def _prepare(self) -> None:
+        await super()._prepare()
+        if self._stores:
+            own = self._own if self._job is None else self._job.done.items
+            store, call = self._serving.stored, self._call
+            call.hold.stored = store.begin(call.key, call.id, self._asked.previous_response_id, own)
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the events after an error during the stream."""
+        code = {"code": error.code or error.kind, "message": error.message}
+        response = self._document("failed") | {"error": code}
+        events = self._event("error", **code, param=error.param), self._event("response.failed", response=response)
+        return b"".join(map(named_event, events))
+
+    def _event(self, name: str, /, **fields: Any) -> dict[str, Any]:
+        self._count += 1
+        return {"type": name, "sequence_number": self._count - 1, **fields}
+
+    def _opening(self) -> Iterator[dict[str, Any]]:
+        for name in ("response.created", "response.in_progress"):
+            yield self._event(name, response=self._document("in_progress"))
+
+    def _take(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        return self._output.take(delta)
+
+    def _closing(self, finish: str, stop: int | str | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        status = "incomplete" if finish == "length" else "completed"
+        events = list(self._output.finish(status))
+        response = self._document(status) | {"usage": self._usage_object()}
+        if status == "incomplete":
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            response["completed_at"] = int(time.time())
+        stored = self._call.hold.stored
+        response["store"] = stored is not None and stored.finish(response)
+        return [*events, self._event(f"response.{status}", response=response)], response
+
+    def _usage_object(self) -> dict[str, Any]:
+        usage = self._usage
+        details = {"cached_tokens": sum(usage.cached.values()), "cache_write_tokens": 0}
+        return {
+            "input_tokens": usage.prompt, "input_tokens_details": details, "output_tokens": usage.generated,
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning or 0},
+            "total_tokens": usage.prompt + usage.generated,
+        }  # fmt: skip
+
+    def _document(self, status: str) -> dict[str, Any]:
+        """Return the response with its output so far."""
+        asked, params = self._asked, self._params
+        reasoning = asked.reasoning
+        return {
+            "id": self._call.id, "object": "response", "created_at": self._created, "completed_at": None,
+            "status": status, "background": False, "error": None, "incomplete_details": None,
+            "instructions": asked.instructions, "max_output_tokens": asked.max_output_tokens, "max_tool_calls": None,
+            "metadata": asked.metadata or {}, "model": self._serving.names[0], "output": list(self._output.items),
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "previous_response_id": asked.previous_response_id,
+            "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},
+            "service_tier": "default", "store": self._stores, "temperature": params.temperature,
+            "text": _text(asked), "tool_choice": asked.tool_choice or "auto", "tools": _tools(asked),
+            "top_logprobs": 0, "top_p": params.top_p, "truncation": "disabled", "usage": None,
+        }  # fmt: skip
+
+
+def _text(asked: ResponsesRequest) -> dict[str, Any]:
+    """Return the options of the text, without those that are not set."""
+    form = asked.text and asked.text.format
+    if form is None:
+        return {"format": {"type": "text"}}
+    fields = {name: value for name in form.__struct_fields__ if (value := getattr(form, name)) is not None}
+    return {"format": fields}
+
+
+def _tools(asked: ResponsesRequest) -> list[dict[str, Any]]:
+    """Return the tools with all of their fields, which some clients require."""
+    optional = {"description": None, "parameters": None, "strict": False}
+    return [optional | {name: value for name, value in one.items() if value is not None} for one in asked.tools or ()]

@@ -1,0 +1,317 @@
+"""The body of POST /v1/responses as a msgspec type, and its conversion to the chat request that it stands for.
+
+Unsupported fields and values that would change the response are refused by name.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import uuid
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+
+from llmc_runtime.server.http.errors import ApiError, not_found
+from llmc_runtime.server.requests.conversation import Conversation, checked_text, function_tool, plain_text
+from llmc_runtime.server.requests.request_fields import (
+    FUNCTION_NAME,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ChatRequest,
+    JsonSchema,
+    MaxCompletionTokens,
+    Name,
+    OneOutputFields,
+    Priority,
+    ResponseFormat,
+    Salt,
+    TemplateKwargs,
+    ToolChoice,
+    schema_of,
+)
+
+MAX_METADATA = 16  # entries of `metadata`
+MAX_METADATA_TEXT = 512  # characters of one of its values
+MAX_INCLUDE = 16
+ENCRYPTED = "reasoning.encrypted_content"  # the only value of `include` that is supported
+_PREFIXES: Mapping[str, str] = MappingProxyType(
+    {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+)  # of the ids of items
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXTS: Mapping[str, str] = MappingProxyType(
+    {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+)
+
+InputItems = Annotated[list[dict[str, Any]], schema_of(maxItems=MAX_MESSAGES)]
+FunctionTools = Annotated[
+    list[
+        Annotated[
+            dict[str, Any],
+            schema_of(
+                properties={
+                    "type": {"const": "function"},
+                    "name": {"type": "string", "pattern": f"^{FUNCTION_NAME}$"},
+                    "description": {"type": ["string", "null"]},
+                    "parameters": {"type": ["object", "null"], "properties": {"type": {"const": "object"}}},
+                    "strict": {"type": ["boolean", "null"]},
+                },
+                required=["type", "name"],
+            ),
+        ]
+    ],
+    schema_of(maxItems=MAX_TOOLS),
+]
+AllowedTools = Annotated[dict[str, Any], schema_of(properties={"tools": {"maxItems": MAX_TOOLS}})]
+Metadata = Annotated[dict[str, str], schema_of(maxProperties=MAX_METADATA)]
+Include = Annotated[list[Name], schema_of(maxItems=MAX_INCLUDE)]
+
+
+class TextFormat(msgspec.Struct, kw_only=True):
+    """`type`: text, json_object or json_schema, which has the other fields."""
+
+    type: Name
+    name: Name | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, kw_only=True):
+    """The format of the text. `verbosity` has no effect."""
+
+    format: TextFormat | None = None
+    verbosity: Name | None = None
+
+
+class ReasoningOptions(msgspec.Struct, kw_only=True):
+    """`effort` is that of chats. Of `summary`, the value auto is accepted: there are no summaries."""
+
+    effort: Name | None = None
+    summary: Name | None = None
+    generate_summary: Name | None = None
+
+
+class ResponsesStreamOptions(msgspec.Struct, kw_only=True):
+    """`include_obfuscation` is refused unless it is false."""
+
+    include_obfuscation: bool | None = None
+
+
+class ResponsesRequest(OneOutputFields, msgspec.Struct, kw_only=True):
+    """POST /v1/responses. `input`: a text, or items."""
+
+    refused: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "background": "wait for the response, or stream it", "conversation": "use previous_response_id",
+            "context_management": "leave items out of input", "n": "send several requests",
+            "messages": "use input", "max_tokens": "use max_output_tokens",
+            "max_completion_tokens": "use max_output_tokens", "response_format": "use text.format",
+            "reasoning_effort": "use reasoning.effort", "stop": "use /v1/chat/completions",
+            "structured_outputs": "use text.format, or /v1/chat/completions",
+            "logprobs": "use /v1/chat/completions", "top_logprobs": "use /v1/chat/completions",
+            "prompt_logprobs": "use /v1/completions", "moderation": "text is not classified", "best_of": "use n",
+            "prompt": "send the text of the prompt in instructions and input",
+        }
+    )  # fmt: skip
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {"max_tool_calls", "prompt_cache_retention", "prompt_cache_options", "background", "background_options"}
+    )
+
+    model: Name | None = None
+    input: str | InputItems | None = None
+    instructions: str | None = None
+    previous_response_id: Name | None = None
+    store: bool | None = None
+    include: Include | None = None
+    metadata: Metadata | None = None
+    tools: FunctionTools | None = None
+    tool_choice: ToolChoice | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    max_output_tokens: MaxCompletionTokens | None = None
+    truncation: Name | None = None
+    stream: bool | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    priority: Priority | None = None
+    cache_salt: Salt | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+
+
+class Earlier(msgspec.Struct):
+    """What a request refers to: the items before its own, and the items of its item_references by id."""
+
+    previous: list[dict[str, Any]] = []
+    referenced: dict[str, dict[str, Any]] = {}
+
+
+def check(request: ResponsesRequest) -> None:
+    """Raise ApiError 400 for values that are not supported."""
+    for i, name in enumerate(request.include or ()):
+        if name != ENCRYPTED:
+            raise _refused(f"include[{i}]", f"{name[:64]!r} is not supported, only {ENCRYPTED}", "include")
+    for name, value in (request.metadata or {}).items():
+        if len(value) > MAX_METADATA_TEXT or len(name) > MAX_METADATA_TEXT:
+            raise ApiError(f"metadata: keys and values of up to {MAX_METADATA_TEXT} characters", param="metadata")
+    if request.truncation not in (None, "disabled"):
+        raise _refused("truncation", "only disabled is supported: send fewer items of input", "truncation")
+    if request.stream_options is not None and request.stream_options.include_obfuscation:
+        raise _refused("stream_options.include_obfuscation", "only false is supported", "stream_options")
+    reasoning = request.reasoning or ReasoningOptions()
+    for name in ("summary", "generate_summary"):
+        if getattr(reasoning, name) not in (None, "auto"):
+            raise _refused(f"reasoning.{name}", "only auto is supported: reasoning is not summarized", "reasoning")
+    if request.input is None and request.previous_response_id is None:
+        raise ApiError("input is missing", param="input")
+
+
+def _refused(where: str, cause: str, param: str) -> ApiError:
+    return ApiError(f"{where}: {cause}", param=param, code="unsupported_parameter")
+
+
+def items_of(request: ResponsesRequest) -> list[dict[str, Any]]:
+    """Return the request's own input as a list of items."""
+    if not isinstance(request.input, str):
+        return request.input or []
+    return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": request.input}]}]
+
+
+def references_of(request: ResponsesRequest) -> list[str]:
+    """Return the ids of the items that the request's input refers to."""
+    ids = (item.get("id") for item in items_of(request) if item.get("type") == "item_reference")
+    return [one for one in ids if isinstance(one, str)]
+
+
+def own_items(request: ResponsesRequest, earlier: Earlier) -> list[dict[str, Any]]:
+    """Return the request's own input with ids, and without references: their items instead.
+
+    Raises ApiError 404 for a reference to an item that is not stored.
+    """
+    items = []
+    for i, item in enumerate(items_of(request)):
+        name = item.get("id")
+        if item.get("type") == "item_reference":
+            referenced = earlier.referenced.get(name) if isinstance(name, str) else None
+            if referenced is None:
+                cause = f"input[{i}]: the item {str(name)[:80]!r} is not stored"
+                raise not_found(f"{cause}; send the item itself, or store: false", "input", "item_not_found")
+            items.append(referenced)
+        else:
+            prefix = _PREFIXES.get(str(item.get("type", "message")), "item")
+            named = item if isinstance(name, str) else {**item, "id": f"{prefix}_{uuid.uuid4().hex}"}
+            items.append({"type": "message", **named})
+    return items
+
+
+def to_chat(
+    request: ResponsesRequest, previous: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]]
+) -> ChatRequest:
+    """Return the chat that the request stands for, after the items of earlier responses. Raises ApiError 400."""
+    check(request)
+    if len(previous) + len(own) > MAX_MESSAGES:
+        cause = f"input: up to {MAX_MESSAGES} items with those of earlier responses"
+        raise ApiError(f"{cause}, not {len(previous) + len(own)}", param="input")
+    talk = Conversation()
+    if request.instructions:
+        talk.add("system", request.instructions)
+    for name, items in (("the input of an earlier response", previous), ("input", own)):
+        for i, item in enumerate(items):
+            _add(talk, item, f"{name}[{i}]")
+    fields = {name: getattr(request, name) for name in OneOutputFields.__struct_fields__}
+    return ChatRequest(
+        **fields, messages=talk.messages, model=request.model, max_completion_tokens=request.max_output_tokens,
+        stream=request.stream, priority=request.priority, cache_salt=request.cache_salt,
+        chat_template_kwargs=request.chat_template_kwargs, response_format=_format_of(request.text),
+        reasoning_effort=request.reasoning.effort if request.reasoning else None,
+        tools=[_tool(one, f"tools[{i}]") for i, one in enumerate(request.tools or ())] or None,
+        tool_choice=_choice(request.tool_choice), parallel_tool_calls=request.parallel_tool_calls,
+    )  # fmt: skip
+
+
+def _add(talk: Conversation, item: dict[str, Any], where: str) -> None:
+    """Add an item to the conversation."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        role = item.get("role")
+        if role not in _ROLES:
+            raise ApiError(f"{where}.role: one of {', '.join(_ROLES)}", param="input")
+        talk.add(role, plain_text(item.get("content"), f"{where}.content", _TEXTS, "input"))
+    elif kind == "function_call":
+        call_id = item.get("call_id")
+        talk.call(call_id if call_id is not None else item.get("id"), item.get("name"), item.get("arguments"), where)
+    elif kind == "function_call_output":
+        call_id = checked_text(item.get("call_id"), f"{where}.call_id", "input")
+        talk.result(call_id, plain_text(item.get("output"), f"{where}.output", _TEXTS, "input"))
+    elif kind == "reasoning":
+        talk.think(_reasoning(item, where))
+    else:
+        cause = f"{where}.type: {str(kind)[:64]!r} is not supported"
+        raise ApiError(f"{cause}; use message, function_call, function_call_output or reasoning", param="input")
+
+
+def _reasoning(item: dict[str, Any], where: str) -> str:
+    """Return the text of a reasoning item: its content, else what this server encoded, else its summary."""
+    if item.get("content"):
+        return _joined(item["content"], f"{where}.content", "reasoning_text")
+    encoded = item.get("encrypted_content")
+    if encoded is not None:
+        encoded = checked_text(encoded, f"{where}.encrypted_content", "input")
+        try:
+            return base64.b64decode(encoded, validate=True).decode()
+        except (binascii.Error, ValueError):
+            cause = f"{where}.encrypted_content: it is not of this server; send the item without it"
+            raise ApiError(cause, param="input") from None
+    return _joined(item.get("summary") or [], f"{where}.summary", "summary_text")
+
+
+def _joined(parts: Any, where: str, kind: str) -> str:
+    content = plain_text(parts, where, {kind: "text"}, "input")
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def encoded_reasoning(text: str) -> str:
+    """Return the value of `encrypted_content`: the text in base64, which clients return unread."""
+    return base64.b64encode(text.encode(errors="replace")).decode()
+
+
+def _format_of(text: TextOptions | None) -> ResponseFormat | None:
+    form = None if text is None else text.format
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_schema":
+        schema = JsonSchema(name=form.name, description=form.description, schema=form.schema, strict=form.strict)
+        return ResponseFormat(type=form.type, json_schema=schema)
+    return ResponseFormat(type=form.type)
+
+
+def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        cause = f"{where}.type: {str(tool.get('type'))[:64]!r} is not supported, only function"
+        raise ApiError(cause, param=f"{where}.type", code="unsupported_parameter")
+    return function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"), tool.get("strict"))
+
+
+def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    """Return the choice in the form of chats."""
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if choice.get("type") == "allowed_tools":
+        tools: Any = choice.get("tools")
+        listed = [_choice(one) for one in tools] if isinstance(tools, Sequence) and not isinstance(tools, str) else None
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": listed}}
+    cause = f"tool_choice.type: {str(choice.get('type'))[:64]!r} is not supported, only function and allowed_tools"
+    raise ApiError(cause, param="tool_choice", code="unsupported_parameter")
+
+
+# The names of fields in errors of chats, as regular expressions, and those of this API.
+NAMES = (
+    (r"messages[\w.\[\]]*", "input"), ("max_completion_tokens|max_tokens", "max_output_tokens"),
+    (r"response_format\.json_schema", "text.format"), ("response_format|structured_outputs", "text.format"),
+    ("reasoning_effort", "reasoning.effort"), (r"(tools\[\d+\])\.function", r"\1"),
+    (r"tool_choice\.allowed_tools", "tool_choice"),
+)  # fmt: skip
