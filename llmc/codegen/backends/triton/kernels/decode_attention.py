@@ -72,6 +72,7 @@ def key_range(length, WINDOW: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.const
 @triton.jit
 def attend(
     query,
+    state,
     kv_ptr,
     page_table_ptr,
     pages,
@@ -91,10 +92,10 @@ def attend(
 ):
     """Return the softmax state of the last token of a sequence of `length` tokens after the keys from `begin` to `end`.
 
-    `query` has one row per query head, `kv_ptr` points to the key head in page 0, `page_table_ptr` to the sequence's
-    row, and `pages` are the pages of the first tile.
+    `state` is the state before. `query` has one row per query head, `kv_ptr` points to the
+    key head in page 0, `page_table_ptr` to the sequence's row, and `pages` are the pages of the first tile.
     """
-    running_max, running_sum, acc = softmax_start(query.shape[0], HEAD_DIM_PADDED)
+    running_max, running_sum, acc = state
     for tile in range(begin, end, KEYS_PER_TILE):
         keys = tile + tl.arange(0, KEYS_PER_TILE)
         offsets = key_offsets(pages, keys, KV_HEADS, PAGE, HEAD_DIM)
@@ -189,8 +190,9 @@ def paged_decode(
     mask = (member < GROUP)[:, None] & head_mask(HEAD_DIM, HEAD_DIM_PADDED)
     query = tl.load(query_ptr + (head * HEAD_DIM)[:, None] + column, mask=mask, other=0.0)
     running_max, running_sum, acc = attend(
-        to_factor(query, DOT_DTYPE), kv_ptr, page_table_ptr, first_pages, begin, end, length, SCALE * key_scale,
-        KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
+        to_factor(query, DOT_DTYPE), softmax_start(QUERY_ROWS, HEAD_DIM_PADDED), kv_ptr, page_table_ptr, first_pages,
+        begin, end, length, SCALE * key_scale, KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP,
+        KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
     )  # fmt: skip
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + kv_head * GROUP + tl.minimum(member, GROUP - 1))

@@ -82,11 +82,13 @@ def softmax_tile(
 
 
 @triton.jit
-def softmax_add_key(query, key, value, present, running_max, running_sum, acc, scale, SOFTCAP: tl.constexpr):
-    """Return the state after one more key [1, D] and value [1, WIDTH] of all queries [ROWS, D], all in float32.
+def softmax_add_key(query, key, value, present, state, scale, SOFTCAP: tl.constexpr):
+    """Return `state` after one more key [1, D] and value [1, WIDTH] of all queries [ROWS, D].
 
-    If the scalar `present` is false, the state does not change.
+    If the scalar `present` is false, the state does not change. The products are float32.
     """
+    running_max, running_sum, acc = state
+    query, key, value = query.to(tl.float32), key.to(tl.float32), value.to(tl.float32)
     logits = tl.sum(query * key, 1)
     if SOFTCAP != 0:
         logits = (2 * tl.sigmoid(logits * (2 * scale / SOFTCAP)) - 1) * (SOFTCAP * LOG2_E)

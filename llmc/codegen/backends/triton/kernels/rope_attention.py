@@ -2,7 +2,8 @@
 
 A program computes one token and one key head, as in `decode_attention`. It rotates the query heads that share the key
 head, and its new key and value, itself. The program whose keys include the token's own position appends these to the
-pool, and attends to them from registers; no program reads them from the pool.
+pool, and attends to them from registers; no program reads them from the pool. The first tile of keys and values is
+loaded before the token is used, so that both latencies overlap.
 """
 
 import triton
@@ -10,8 +11,16 @@ import triton.language as tl
 
 from llmc.codegen.backends.triton.kernels.decode_attention import attend, find_row, key_range, store_heads
 from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
-from llmc.codegen.backends.triton.kernels.online_softmax import softmax_add_key
-from llmc.codegen.backends.triton.kernels.paged_kv import head_mask, head_scales, load_pages, to_factor, to_pool
+from llmc.codegen.backends.triton.kernels.online_softmax import softmax_add_key, softmax_start, softmax_tile
+from llmc.codegen.backends.triton.kernels.paged_kv import (
+    head_mask,
+    head_scales,
+    key_offsets,
+    load_keys_values,
+    load_pages,
+    to_factor,
+    to_pool,
+)
 from llmc.codegen.backends.triton.kernels.rope import rounded
 
 
@@ -103,6 +112,14 @@ def load_token(
 
 
 @triton.jit
+def in_pool(key, value, scales_ptr, key_scale, value_scale, DTYPE: tl.constexpr):
+    """Return a key and a value as the pool, whose dtype is DTYPE, holds them."""
+    if scales_ptr is not None:
+        key, value = to_pool(key, tl.div_rn(1.0, key_scale)), to_pool(value, tl.div_rn(1.0, value_scale))
+    return key.to(DTYPE), value.to(DTYPE)
+
+
+@triton.jit
 def append_head(
     kv_ptr,
     page_table_ptr,
@@ -128,10 +145,10 @@ def append_head(
 
 
 @triton.jit
-def append_and_attend(
+def attend_from_first(
     query,
-    key,
-    value,
+    first_key,
+    first_value,
     kv_ptr,
     page_table_ptr,
     pages,
@@ -149,20 +166,23 @@ def append_and_attend(
     DOT_DTYPE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Return the softmax state after the keys from `begin` to `end`; the last of the sequence's `length` is `key`.
+    """Return the softmax state after the keys from `begin` to `end`, of which the first tile is loaded.
 
-    If that is one of them, `key` and `value` [1, HEAD_DIM_PADDED] are appended to the pool. The other arguments are
-    those of `attend`.
+    `pages` are those of the second tile. The other arguments are those of `attend`.
     """
-    own = (begin < end) & (end == length)
-    key, value = key.to(kv_ptr.dtype.element_ty), value.to(kv_ptr.dtype.element_ty)
-    append_head(kv_ptr, page_table_ptr, length - 1, key, value, own, KV_HEADS, PAGE, HEAD_DIM, HEAD_DIM_PADDED)
-    running_max, running_sum, acc = attend(
-        query, kv_ptr, page_table_ptr, pages, begin, tl.minimum(end, length - 1), length, scale,
+    keys = begin + tl.arange(0, KEYS_PER_TILE)
+    visible = keys < end
+    if WINDOW:
+        visible = visible & (keys >= length - WINDOW)
+    running_max, running_sum, acc = softmax_start(query.shape[0], HEAD_DIM_PADDED)
+    state = softmax_tile(
+        query, first_key, first_value, visible[None, :], running_max, running_sum, acc, scale, SOFTCAP, DOT_DTYPE,
+        INTERPRET,
+    )  # fmt: skip
+    return attend(
+        query, state, kv_ptr, page_table_ptr, pages, begin + KEYS_PER_TILE, end, length, scale,
         KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
     )  # fmt: skip
-    query, key, value = query.to(tl.float32), key.to(tl.float32), value.to(tl.float32)
-    return softmax_add_key(query, key, value, own, running_max, running_sum, acc, scale, SOFTCAP)
 
 
 @triton.jit
@@ -206,23 +226,33 @@ def rope_attention(
     token, kv_head = tl.program_id(0), tl.program_id(1)
     row, length = find_row(token, rows_ptr, None, positions_ptr, 0)
     begin, end = key_range(length, WINDOW, PAGE, SPLITS)
+    own = (begin < end) & (end == length)  # whether this program's keys include the token's own
+    stored = tl.minimum(end, length - 1)  # the end of those in the pool
     page_table_ptr += tl.maximum(row, 0).to(tl.int64) * table_width
-    first_pages = load_pages(page_table_ptr, begin + tl.arange(0, KEYS_PER_TILE), end, PAGE)
+    kv_ptr += kv_head * (PAGE * HEAD_DIM)
+    keys = begin + tl.arange(0, KEYS_PER_TILE)
+    pages = load_pages(page_table_ptr, keys, stored, PAGE)
+    next_pages = load_pages(page_table_ptr, keys + KEYS_PER_TILE, stored, PAGE)
     if TABLES_SETTLED:
         wait_for_previous(DEPENDENT_LAUNCH)
+    first_key, first_value = load_keys_values(
+        kv_ptr, key_offsets(pages, keys, KV_HEADS, PAGE, HEAD_DIM), keys < stored, KV_HEADS, PAGE, HEAD_DIM,
+        HEAD_DIM_PADDED,
+    )  # fmt: skip
     key_scale, value_scale = head_scales(scales_ptr, kv_head, KV_HEADS)
     query, key, value = load_token(
         qkv_ptr, token, kv_head, query_gain_ptr, key_gain_ptr, cos_ptr, sin_ptr,
         HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, QUERY_ROWS, PAIRS, INTERLEAVED, EPS, ROUND_DTYPE,
     )  # fmt: skip
-    if scales_ptr is not None:
-        key, value = to_pool(key, tl.div_rn(1.0, key_scale)), to_pool(value, tl.div_rn(1.0, value_scale))
-    running_max, running_sum, acc = append_and_attend(
-        to_factor(query.to(qkv_ptr.dtype.element_ty), DOT_DTYPE), key, value, kv_ptr + kv_head * (PAGE * HEAD_DIM),
-        page_table_ptr, first_pages, begin, end, length, SCALE * key_scale,
+    query = to_factor(query.to(qkv_ptr.dtype.element_ty), DOT_DTYPE)
+    state = attend_from_first(
+        query, first_key, first_value, kv_ptr, page_table_ptr, next_pages, begin, stored, length, SCALE * key_scale,
         KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
     )  # fmt: skip
+    key, value = in_pool(key, value, scales_ptr, key_scale, value_scale, kv_ptr.dtype.element_ty)
+    running_max, running_sum, acc = softmax_add_key(query, key, value, own, state, SCALE * key_scale, SOFTCAP)
     store_heads(
         out_ptr, lse_ptr, token, kv_head, running_max, running_sum, acc, value_scale,
         HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, SPLITS, QUERY_ROWS,
     )  # fmt: skip
+    append_head(kv_ptr, page_table_ptr, length - 1, key, value, own, KV_HEADS, PAGE, HEAD_DIM, HEAD_DIM_PADDED)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from llmc.codegen.backends.triton.kernels.decode_attention import attend, key_range
 from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
-from llmc.codegen.backends.triton.kernels.online_softmax import softmax_add_sink, softmax_mean
+from llmc.codegen.backends.triton.kernels.online_softmax import softmax_add_sink, softmax_mean, softmax_start
 from llmc.codegen.backends.triton.kernels.paged_kv import head_mask, head_scales, load_pages, to_factor
 
 
@@ -69,8 +69,9 @@ def single_token_attention(
     first_head = start.to(tl.int64) * (HEADS * HEAD_DIM)
     query = to_factor(tl.load(query_ptr + first_head + offsets, mask=mask & is_single, other=0.0), DOT_DTYPE)
     running_max, running_sum, acc = attend(
-        query, kv_ptr + kv_head * (PAGE * HEAD_DIM), page_table_ptr, first_pages, begin, end, length, SCALE * key_scale,
-        KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
+        query, softmax_start(QUERY_ROWS, HEAD_DIM_PADDED), kv_ptr + kv_head * (PAGE * HEAD_DIM), page_table_ptr,
+        first_pages, begin, end, length, SCALE * key_scale, KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP,
+        KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
     )  # fmt: skip
     if INPUTS_SETTLED:
         wait_for_previous(DEPENDENT_LAUNCH)
