@@ -245,5 +245,6 @@ def test_the_number_of_drafts() -> None:
     assert count.choose([0.7] * 8).most == 0
     for _ in range(4):
         count.costs.add(8, 1 / 8, 1.05)
+    assert Choice(3, least=0.5).drafts(0.6) == 3 and Choice(3, least=0.5).drafts(0.4) == 0
     some = count.choose([0.9, *[0.1] * 7])
     assert some.most >= 1 and some.drafts(0.9) >= 1 and some.drafts(0.1) == 0

@@ -11,6 +11,7 @@ from math import ceil, log
 _RISE, _FALL = 0.01, 0.3  # how fast a running quantile rises, relatively, and falls towards a smaller value
 _OFTEN = 3  # measurements after which a number of drafts counts as measured
 _TRIES = 8 * _OFTEN  # plans after which a number of drafts is given up that too few steps had
+_GAIN = 1.05  # drafts are made if they give so many times the tokens per second of plain decoding
 _HOPE, _MARGIN = 0.95, 0.15  # acceptance that is hoped for: the mean of the rows' and a margin, limited
 
 
@@ -80,10 +81,10 @@ class Choice:
 
     def drafts(self, p: float) -> int:
         """Return the number of drafts of a row whose drafts are accepted with probability p each."""
-        if self.measures or not self.most or p >= 1.0 or self.cost <= 0.0:
-            return self.most
         if p < self.least or p <= self.cost:
             return 0
+        if not self.most or p >= 1.0 or self.cost <= 0.0:
+            return self.most
         return min(self.most, int(log(self.cost) / log(p)))
 
 
@@ -115,7 +116,7 @@ class DraftCount:
                 self._tries[key] = self._tries.get(key, 0) + 1
                 return Choice(drafts, measures=True)
             some, rate = self._best_part(likely, drafts)
-            if rate > top:
+            if rate > top * (1 if best.most else _GAIN):
                 best, top = Choice(drafts, likely[some - 1], self._slope(rows, some, below, drafts) * rate), rate
             below = drafts
         return best
