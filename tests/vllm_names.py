@@ -6,6 +6,7 @@ The lists name what vLLM 0.25 has. Whether it is here is looked up in the code.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from unittest.mock import Mock
 
 # Of class LLM: name -> where it has another name here, or what is different.
 LLM_METHODS: Mapping[str, str] = {
@@ -26,7 +27,7 @@ CLASSES: Mapping[str, str] = {
 ENDPOINTS: Mapping[str, str] = {
     "/v1/chat/completions": "", "/v1/completions": "", "/v1/models": "", "/tokenize": "", "/detokenize": "",
     "/tokenizer_info": "", "/health": "", "/ping": "", "/load": "", "/version": "", "/metrics": "",
-    "/openapi.json": "", "/v1/responses": "use `/v1/chat/completions`", "/v1/messages": "use `/v1/chat/completions`",
+    "/openapi.json": "", "/v1/responses": "", "/v1/messages": "",
     "/v1/embeddings": "answers 404: models here generate text", "/pooling": "models here generate text",
     "/classify": "models here generate text", "/score": "models here generate text",
     "/rerank": "models here generate text", "/v1/audio/transcriptions": "prompts are text",
@@ -86,7 +87,7 @@ def served_routes() -> set[str]:
     """The paths of the server's routes, without those under /admin/."""
     from llmc_runtime.server.app import Endpoints
 
-    return {route.path for route in Endpoints.__new__(Endpoints).routes()}
+    return {route.path for route in Endpoints(Mock(), Mock()).routes()}
 
 
 def metrics() -> Iterator[str]:
