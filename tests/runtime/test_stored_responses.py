@@ -20,13 +20,16 @@ def store(maximum: int = 1 << 20, keys: int = 1) -> ResponseStore:
 
 def put(one: ResponseStore, name: str, size: int = 100, previous: str | None = None, key: str = "k") -> bool:
     """Store a response with an input and an output of one item each."""
-    items = json.dumps([{"id": f"in-{name}", "text": "x" * size}]).encode()
+    items = [json.dumps({"id": f"in-{name}", "text": "x" * size}).encode()]
     output = [{"id": f"out-{name}", "type": "message"}]
     return one.begin(key, name, previous, items).finish({"id": name, "output": output, "status": "completed"})
 
 
 def earlier(one: ResponseStore, name: str | None, *references: str, key: str = "k") -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(one.earlier(key, name, references))
+    encoded = one.earlier(key, name, references)
+    found: dict[str, Any] = json.loads(encoded)
+    listed = [*found["previous"], *found["referenced"].values()]
+    assert one.length(key, name, references) <= len(encoded) and (one.length(key, name, references) > 0) == bool(listed)
     return found
 
 
@@ -52,8 +55,8 @@ def test_a_chain_has_the_items_of_all_responses_in_order() -> None:
     assert [item["id"] for item in found["previous"]] == ["in-a", "out-a", "in-b", "out-b", "in-c", "out-c"]
     assert found["referenced"] == {"out-a": {"id": "out-a", "type": "message"}}
     assert earlier(one, None) == {"previous": [], "referenced": {}}
-    document = one.get("k", "b").document()
-    assert document["id"] == "b" and bytes(document["output"][0]).startswith(b'{"id":"out-b"')
+    document = json.loads(b"".join(one.get("k", "b").document()))
+    assert document == {"id": "b", "output": [{"id": "out-b", "type": "message"}], "status": "completed"}
     one.delete("k", "a")
     with pytest.raises(ApiError) as error:
         earlier(one, "c")
@@ -88,33 +91,33 @@ def test_the_least_recent_response_is_dropped_and_ends_of_chains_before_their_be
 
 
 def test_a_key_has_half_and_the_heaviest_key_gives_way() -> None:
-    one = store(12_000, keys=3)
+    one = store(14_200, keys=3)
     for i in range(10):
         put(one, f"a{i}", key="a")
-    assert one._keys["a"].used <= 6000 and "a9" in names(one, "a") and "a0" not in names(one, "a")
+    assert one._keys["a"].used <= 7100 and "a9" in names(one, "a") and "a0" not in names(one, "a")
     for i in range(2):
         put(one, f"b{i}", key="b")
     kept = names(one, "a")
     for i in range(4):
         put(one, f"c{i}", key="c")
     assert names(one, "b") == {"b0", "b1"} and names(one, "c") == {"c0", "c1", "c2", "c3"} and names(one, "a") < kept
-    check(one, 12_000)
+    check(one, 14_200)
 
 
 def test_a_response_that_never_fits_and_one_that_does_not_fit_now() -> None:
     one = store(6000)
     with pytest.raises(ApiError) as error:
-        one.begin("k", "a", None, b"x" * 6000)
+        one.begin("k", "a", None, [b"x" * 6000])
     assert error.value.status == 400 and error.value.param == "store"
-    pending = [one.begin("k", str(i), None, b"[]" * 400) for i in range(3)]
+    pending = [one.begin("k", str(i), None, [b"[]" * 300]) for i in range(3)]
     with pytest.raises(ApiError) as error:
-        one.begin("k", "more", None, b"[]")
+        one.begin("k", "more", None, [b"[]"])
     assert error.value.status == 503
     pending[0].close()
     pending[0].close()
     pending.pop().close()
     assert put(one, "more")
-    big = one.begin("k", "big", None, b"[]")
+    big = one.begin("k", "big", None, [b"[]"])
     assert not big.finish({"output": [{"id": "o", "text": "x" * 9000}]}) and not big.finish({"output": []})
     for rest in pending:
         rest.close()
@@ -135,6 +138,22 @@ def test_entries_and_conversations_are_limited(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ApiError) as error:
         earlier(long, "b")
     assert error.value.param == "previous_response_id" and error.value.status == 400
+    monkeypatch.setattr(stored_responses, "MAX_MESSAGES", 4)
+    for name, previous in (("x", None), ("y", "x"), ("z", "y")):
+        put(one, name, previous=previous)
+    assert len(earlier(one, "y")["previous"]) == 4
+    for look_up in (one.earlier, one.length):
+        with pytest.raises(ApiError, match="more than 4 items"):
+            look_up("k", "z", ())
+
+
+def test_a_response_that_cannot_be_encoded_leaves_no_reservation() -> None:
+    one = store()
+    pending = one.begin("k", "a", None, [b"{}"])
+    with pytest.raises(TypeError):
+        pending.finish({"output": [{"id": "o", "text": object()}]})
+    pending.close()
+    assert (one.used, one.count) == (0, 0)
 
 
 def test_the_counts_stay_right_whatever_happens() -> None:
@@ -149,7 +168,7 @@ def test_the_counts_stay_right_whatever_happens() -> None:
             elif kind == 2 and known:
                 one.delete(*draw.choice(known[-20:]))
             elif kind == 3:
-                pending.append(one.begin(key, name, None, b"[]" * draw.randrange(500)))
+                pending.append(one.begin(key, name, None, [b"[]"] * draw.randrange(20)))
             elif pending:
                 pending.pop(draw.randrange(len(pending))).close()
         except ApiError:

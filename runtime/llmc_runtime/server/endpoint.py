@@ -69,7 +69,7 @@ class Endpoint:
             if is_large(body.data, SMALL_TEXT):
                 job = await while_connected(request.receive, serving.offload.begin(name, body))
                 job.close()
-                return JsonSlices(job.answer)
+                return JsonSlices([job.answer])
             fields: Any = self._small(body, kind)
             serving.check_model(fields.model)
             return await run(fields)

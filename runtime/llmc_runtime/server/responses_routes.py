@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from llmc_runtime.server.endpoint import Endpoint
 from llmc_runtime.server.http.errors import ApiError, not_found, renamed
-from llmc_runtime.server.http.replies import as_json, catch_errors
+from llmc_runtime.server.http.replies import JsonSlices, as_json, catch_errors
 from llmc_runtime.server.openai.responses import Responses
 from llmc_runtime.server.requests.parse import SMALL_BODY
 from llmc_runtime.server.requests.responses_request import NAMES, ResponsesRequest, references_of
-from llmc_runtime.server.stored_responses import StoredResponse
+from llmc_runtime.server.stored_responses import StoredResponse, separated
 from llmc_runtime.server.text_pool.text_messages import RESPONSES
 
 MAX_LISTED = 100  # items of one page of input items
 LISTED = 20  # the default
+
+
+class _Item(msgspec.Struct):
+    id: str
+
+
+def _id_of(item: bytes) -> str:
+    return msgspec.json.decode(item, type=_Item).id
 
 
 class ResponsesRoutes(Endpoint):
@@ -30,14 +36,12 @@ class ResponsesRoutes(Endpoint):
         key, store = request.scope["llmc.key"], self.serving.stored
 
         def is_long(fields: ResponsesRequest) -> bool:
-            return len(store.earlier(key, fields.previous_response_id, references_of(fields))) > SMALL_BODY
+            return store.length(key, fields.previous_response_id, references_of(fields)) > SMALL_BODY
 
         with renamed(NAMES):
             async with self._read(request, ResponsesRequest, RESPONSES, is_long) as (fields, job):
-                names = references_of(fields) if job is None else job.parsed.references
-                earlier = store.earlier(key, fields.previous_response_id, names)
                 call = self._call(request, "resp_", "input")
-                answer = Responses(self.serving, fields, call, job, earlier)
+                answer = Responses(self.serving, fields, call, job)
                 return await self._reply(request, answer, bool(fields.stream), call)
 
     @catch_errors
@@ -50,7 +54,7 @@ class ResponsesRoutes(Endpoint):
         if request.query_params.get("stream") not in (None, "false"):
             cause = "stream: stored responses are not streamed"
             raise ApiError(cause, param="stream", code="unsupported_parameter")
-        return as_json(self._stored(request).document())
+        return self._sent(request, self._stored(request).document())
 
     @catch_errors
     async def input_items(self, request: Request) -> Response:
@@ -61,18 +65,25 @@ class ResponsesRoutes(Endpoint):
             raise ApiError(f"limit: 1 to {MAX_LISTED}", param="limit")
         if order not in ("asc", "desc"):
             raise ApiError("order: asc or desc", param="order")
-        items: list[dict[str, Any]] = msgspec.json.decode(self._stored(request).items)
+        items = list(self._stored(request).items)
         if order == "desc":
             items.reverse()
         if after is not None:
-            at = next((i for i, item in enumerate(items) if item["id"] == after), None)
+            at = next((i for i, item in enumerate(items) if _id_of(item) == after), None)
             if at is None:
                 raise not_found(f"after: the item {after[:80]!r} is not one of the response's input", "after")
             items = items[at + 1 :]
         page = items[: int(limit)]
-        first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-        listed = {"object": "list", "data": page, "first_id": first, "last_id": last}
-        return as_json(listed | {"has_more": len(items) > len(page)})
+        first, last = (_id_of(page[0]), _id_of(page[-1])) if page else (None, None)
+        listed = {"object": "list", "first_id": first, "last_id": last, "has_more": len(items) > len(page)}
+        head = msgspec.json.encode(listed)[:-1] + b',"data":['
+        return self._sent(request, [head, *separated(page), b"]}"])
+
+    def _sent(self, request: Request, parts: list[bytes]) -> Response:
+        """Return a JSON document in parts, whose memory is reserved until it is sent. Raises ApiError 429 or 503."""
+        size = sum(map(len, parts))
+        reserved = self.serving.admission.reserve_response(request.scope["llmc.key"], size)
+        return JsonSlices(parts, reserved.close)
 
     def _stored(self, request: Request) -> StoredResponse:
         return self.serving.stored.get(request.scope["llmc.key"], request.path_params["response_id"])

@@ -7,42 +7,42 @@ continues another one is less recent than that, so that it is dropped first.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from llmc_runtime.server.http.errors import ApiError, not_found
+from llmc_runtime.server.requests.request_fields import MAX_MESSAGES
 
 MAX_ENTRIES = 10_000
 MAX_CONVERSATION = 8 << 20  # bytes of the stored items that a request refers to
 _OVERHEAD = 1 << 10  # bytes that are counted for an entry besides its contents
-_ITEM_OVERHEAD = 256  # the same for an item of its output
+_ITEM_OVERHEAD = 256  # the same for an item of its input or output
 
 
 @dataclass
 class StoredResponse:
-    """A response: `items` is its own input as a JSON array, `body` its JSON without output, and `output` the JSON of
-    each item of its output by id. It continues the response `previous`.
+    """A response: `items` is the JSON of each item of its own input, `body` its JSON without output, and `output` the
+    JSON of each item of its output by id. It continues the response `previous`.
     """
 
     id: str
     previous: str | None
-    items: bytes
+    items: Sequence[bytes]
     body: bytes = b""
     output: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
         """The bytes that are counted for it."""
-        output = sum(len(item) + _ITEM_OVERHEAD for item in self.output.values())
-        return _OVERHEAD + len(self.items) + len(self.body) + output
+        items = sum(len(item) + _ITEM_OVERHEAD for item in (*self.items, *self.output.values()))
+        return _OVERHEAD + len(self.body) + items
 
-    def document(self) -> dict[str, Any]:
-        """Return the response."""
-        body: dict[str, Any] = msgspec.json.decode(self.body)
-        return body | {"output": [msgspec.Raw(item) for item in self.output.values()]}
+    def document(self) -> list[bytes]:
+        """Return the parts of the response's JSON."""
+        return [b'{"output":[', *separated(self.output.values()), b"],", self.body[1:]]
 
 
 @dataclass
@@ -52,6 +52,14 @@ class _OfKey:
     entries: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
     names: dict[str, str] = field(default_factory=dict)  # the response of each item of an output
     used: int = 0
+
+
+def separated(items: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the JSON of the items of a list, and the commas between them."""
+    for i, item in enumerate(items):
+        if i:
+            yield b","
+        yield item
 
 
 class ResponseStore:
@@ -85,30 +93,23 @@ class ResponseStore:
 
         Raises ApiError 404 if one of the responses is no longer stored, and 400 if their items are too long.
         """
-        parts, total = list[bytes](), 0
-        for entry in self._chain(key, name):
-            own = [*entry.output.values()]
-            if len(entry.items) > 2:
-                own.insert(0, entry.items[1:-1])
-            parts[:0] = own
-            total += sum(map(len, own))
-            self._check_length(total)
-        referenced = dict[str, bytes]()
-        for item in references:
-            if (found := self._item(key, item)) is not None:
-                referenced[item] = found
-                self._check_length(total := total + len(found))
-        names = b",".join(msgspec.json.encode(item) + b":" + found for item, found in referenced.items())
-        return b'{"previous":[' + b",".join(parts) + b'],"referenced":{' + names + b"}}"
+        previous, referenced, _ = self._found(key, name, references)
+        named = [msgspec.json.encode(item) + b":" + found for item, found in referenced.items()]
+        return b"".join((b'{"previous":[', *separated(previous), b'],"referenced":{', *separated(named), b"}}"))
 
-    def begin(self, key: str, name: str, previous: str | None, items: bytes) -> PendingResponse:
+    def length(self, key: str, name: str | None, references: Sequence[str]) -> int:
+        """Return the bytes of the items that `earlier` returns, without copying them. Raises the same errors."""
+        return self._found(key, name, references)[2]
+
+    def begin(self, key: str, name: str, previous: str | None, items: Sequence[bytes]) -> PendingResponse:
         """Reserve room for a response that is being generated. The caller closes it.
 
         Raises ApiError 400 if it can never be stored, and the refusal if others take the room for now.
         """
         entry = StoredResponse(name, previous, items)
         if entry.size > self._shares[0]:
-            cause = f"store: the input has {len(items)} bytes, of which the server stores {self._shares[0]}"
+            cause = f"store: the input has {sum(map(len, items))} bytes in {len(items)} items; all responses of a key"
+            cause += f" have up to {self._shares[0]}"
             raise ApiError(f"{cause}; send store: false", param="store")
         self._use(key, previous)
         if not self._make_room(key, entry.size):
@@ -131,6 +132,27 @@ class ResponseStore:
     def cancel(self, key: str, reserved: int) -> None:
         """Release what was reserved for a response."""
         self._count(key, -reserved, -1)
+
+    def _found(
+        self, key: str, name: str | None, references: Sequence[str]
+    ) -> tuple[list[bytes], dict[str, bytes], int]:
+        """Return the items of a chain of responses, the oldest first, those of `references`, and the bytes of all."""
+        chain, count, total = list[StoredResponse](), 0, 0
+        for entry in self._chain(key, name):
+            chain.append(entry)
+            count += max(1, len(entry.items) + len(entry.output))
+            if count > MAX_MESSAGES:
+                cause = f"the earlier responses have more than {MAX_MESSAGES} items"
+                raise ApiError(cause, param="previous_response_id", code="context_length_exceeded")
+            total += sum(map(len, entry.items)) + sum(map(len, entry.output.values()))
+            self._check_length(total)
+        referenced = dict[str, bytes]()
+        for item in references:
+            if (found := self._item(key, item)) is not None:
+                referenced[item] = found
+                self._check_length(total := total + len(found))
+        previous = [item for entry in reversed(chain) for item in (*entry.items, *entry.output.values())]
+        return previous, referenced, total
 
     def _chain(self, key: str, name: str | None) -> Iterator[StoredResponse]:
         """Yield a response and those that it continues, the newest first. Raises ApiError 404 if one is missing."""
@@ -205,9 +227,9 @@ class PendingResponse:
         """Store the complete response. Returns whether there is room for it."""
         if not self._open:
             return False
-        self._open = False
         self._entry.output = {item["id"]: msgspec.json.encode(item) for item in response["output"]}
-        self._entry.body = msgspec.json.encode(response | {"output": []})
+        self._entry.body = msgspec.json.encode({name: one for name, one in response.items() if name != "output"})
+        self._open = False
         return self._store.finish(self._key, self._entry, self._reserved)
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -139,23 +139,33 @@ class JsonStream(Stream):
 
 
 class JsonSlices(Response):
-    """A complete JSON document, sent slice by slice so that the event loop can serve others in between."""
+    """A complete JSON document in parts, sent slice by slice so that the event loop can serve others in between.
+
+    `on_sent` is called when the response is over.
+    """
 
     media_type = "application/json"
 
-    def __init__(self, data: bytes | bytearray) -> None:
+    def __init__(self, parts: Sequence[bytes | bytearray], on_sent: Callable[[], None] = lambda: None) -> None:
         super().__init__(b"")
-        self._data = memoryview(data)
-        self.headers["content-length"] = str(len(data))
+        self._parts, self._on_sent = parts, on_sent
+        self.headers["content-length"] = str(sum(map(len, parts)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response."""
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for begin in range(0, len(self._data), _SLICE):
-            part = bytes(self._data[begin : begin + _SLICE])
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-            await asyncio.sleep(0)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            waiting = bytearray()
+            for data in map(memoryview, self._parts):
+                for begin in range(0, len(data), _SLICE):
+                    waiting += data[begin : begin + _SLICE]
+                    if len(waiting) >= _SLICE:
+                        await send({"type": "http.response.body", "body": bytes(waiting), "more_body": True})
+                        await asyncio.sleep(0)
+                        waiting.clear()
+            await send({"type": "http.response.body", "body": bytes(waiting), "more_body": False})
+        finally:
+            self._on_sent()
 
 
 class Final(bytes):

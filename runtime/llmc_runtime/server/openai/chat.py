@@ -33,7 +33,6 @@ from llmc_runtime.server.updates import Updates
 class Chat(GenerationResponse[ChatRequest]):
     """One request to the endpoint. Its only prompt is the conversation."""
 
-    _earlier = b""  # the JSON of the items of earlier responses, which a text process puts before the messages
     _plan: Plan
     _parsers: list[MessageParser]  # of the outputs of a stream
 
@@ -52,11 +51,15 @@ class Chat(GenerationResponse[ChatRequest]):
     def _sampling(self) -> SamplingParams:
         return of_chat(self._request, self._serving.llm)
 
+    def _earlier(self) -> bytes:
+        """Return the JSON of the items of earlier responses, which a text process puts before the messages."""
+        return b""
+
     async def _prompt(self, plan: Plan) -> tuple[Prompt, Plan]:
         """Return the prompt, and the plan for the output after it."""
         request, serving, job = self._request, self._serving, self._job
         if job is not None:
-            (prompt,) = await job.prompts(self._call.logged_characters, self._earlier)
+            (prompt,) = await job.prompts(self._call.logged_characters, self._earlier())
             thoughts = plan.thoughts if job.done.reasons else None
             return prompt, replace(plan, thoughts=thoughts, opened=job.done.opened, earlier=job.done.earlier)
         tools, prompting = None if plan.tools is None else plan.tools.shown, serving.prompting

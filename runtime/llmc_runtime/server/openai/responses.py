@@ -17,6 +17,7 @@ from llmc_runtime.server.requests.responses_request import (
     Earlier,
     ResponsesRequest,
     own_items,
+    references_of,
     to_chat,
 )
 from llmc_runtime.server.serving import Call, Serving
@@ -25,26 +26,31 @@ from llmc_runtime.server.tool_calls.message import Delta
 
 
 class Responses(NamedEvents):
-    """One request to the endpoint. `earlier` is the JSON of the stored items that it refers to (see Earlier)."""
+    """One request to the endpoint."""
 
-    def __init__(
-        self, serving: Serving, request: ResponsesRequest, call: Call, job: OffloadedJob | None, earlier: bytes
-    ) -> None:
+    def __init__(self, serving: Serving, request: ResponsesRequest, call: Call, job: OffloadedJob | None) -> None:
         self._stores = serving.stored.enabled and request.store is not False
         if request.store and not serving.stored.enabled:
             cause = "store: this server stores no responses (--response-store-bytes); leave the field out"
             raise ApiError(cause, param="store", code="unsupported_parameter")
-        self._asked, self._own = request, b""
+        self._asked, self._own = request, list[bytes]()
         if job is None:
-            decoded = msgspec.json.decode(earlier, type=Earlier)
+            found = serving.stored.earlier(call.key, request.previous_response_id, references_of(request))
+            decoded = msgspec.json.decode(found, type=Earlier)
             own = own_items(request, decoded)
-            self._own = msgspec.json.encode(own) if self._stores else b""
+            self._own = list(map(msgspec.json.encode, own)) if self._stores else []
             chat = to_chat(request, decoded.previous, own)
         else:
-            chat, self._earlier = to_chat(request, [], []), earlier
+            chat = to_chat(request, [], [])
         super().__init__(serving, chat, call, job)
         self._count = 0  # events so far
         self._output = OutputItems(self._event, ENCRYPTED in (request.include or ()))
+
+    def _earlier(self) -> bytes:
+        """See Chat. Nothing keeps these bytes: they may be many, and are not counted."""
+        assert self._job is not None
+        store, key = self._serving.stored, self._call.key
+        return store.earlier(key, self._asked.previous_response_id, self._job.parsed.references)
 
     async def _prepare(self) -> None:
         await super()._prepare()

@@ -79,19 +79,19 @@ class Texts:
         rest = msgspec.structs.replace(
             request, messages=[], documents=None, chat_template_kwargs=None, reasoning_effort=None
         )
-        return self._chat(request, _fields(rest), lambda earlier: (request, b""))
+        return self._chat(request, _fields(rest), lambda earlier: (request, []))
 
     def response(self, body: bytearray) -> Job:
         """Parse and check a request for a response, except for its input. Raises ApiError."""
         request = self._parse(body, ResponsesRequest)
         rest = msgspec.structs.replace(request, input=[], chat_template_kwargs=None)
 
-        def whole(encoded: bytes | bytearray) -> tuple[ChatRequest, bytes]:
+        def whole(encoded: bytes | bytearray) -> tuple[ChatRequest, list[bytes]]:
             check_size(encoded)
             earlier = msgspec.json.decode(encoded or b"{}", type=Earlier)
             own = own_items(request, earlier)
             kept = self._spec.stores and request.store is not False
-            return to_chat(request, earlier.previous, own), msgspec.json.encode(own) if kept else b""
+            return to_chat(request, earlier.previous, own), list(map(msgspec.json.encode, own)) if kept else []
 
         return self._chat(to_chat(rest, [], []), _fields(rest), whole, references_of(request))
 
@@ -100,13 +100,13 @@ class Texts:
         request = self._parse(body, MessagesRequest)
         chat = of_messages(request)
         rest = msgspec.structs.replace(request, messages=[], system=None, chat_template_kwargs=None)
-        return self._chat(chat, _fields(rest), lambda earlier: (chat, b""))
+        return self._chat(chat, _fields(rest), lambda earlier: (chat, []))
 
     def _chat(
         self,
         request: ChatRequest,
         fields: bytes,
-        whole: Callable[[bytes | bytearray], tuple[ChatRequest, bytes]],
+        whole: Callable[[bytes | bytearray], tuple[ChatRequest, list[bytes]]],
         references: Sequence[str] = (),
     ) -> Job:
         """Check a chat. `whole` returns it with all messages, those of earlier responses first, and Done.items."""

@@ -82,7 +82,7 @@ class Done(msgspec.Struct):
 
     `leaves` means that the process exits; `unknown` is the number of unknown fields in the body. For a chat, `reasons`
     and `opened` say whether the output has reasoning, and whether it starts inside of it; `earlier` is the number of
-    earlier tool calls. `items` is the JSON of the input of a response that is to be stored.
+    earlier tool calls. `items` is the JSON of each item of the input of a response that is to be stored.
     """
 
     leaves: bool = False
@@ -90,7 +90,7 @@ class Done(msgspec.Struct):
     reasons: bool = False
     opened: bool = False
     earlier: int = 0
-    items: bytes = b""
+    items: list[bytes] = []
 
 
 class Failure(msgspec.Struct):
