@@ -114,3 +114,28 @@ def test_work_that_ends_gives_what_it_has() -> None:
         return found
 
     assert asyncio.run(main()) == 5
+
+
+def test_who_leaves_just_after_the_work_does_not_take_what_it_has_made() -> None:
+    """Otherwise nobody would close it: a text process stayed reserved."""
+
+    async def main() -> int:
+        loop = asyncio.get_running_loop()
+        left, done = loop.create_future(), loop.create_future()
+
+        async def receive() -> Any:
+            await left
+            return {"type": "http.disconnect"}
+
+        async def work() -> int:
+            loop.call_soon(left.set_result, None)  # the watcher ends in the same round as the work
+            loop.call_soon(done.set_result, None)
+            await done
+            return 5
+
+        found = await while_connected(receive, work())
+        task = asyncio.current_task()
+        assert task is not None and not task.cancelling()
+        return found
+
+    assert asyncio.run(main()) == 5

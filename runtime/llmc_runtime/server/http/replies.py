@@ -156,7 +156,7 @@ class JsonSlices(Response):
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             waiting = bytearray()
-            for data in map(memoryview, self._parts):
+            for data in [memoryview(part) for part in self._parts]:
                 for begin in range(0, len(data), _SLICE):
                     waiting += data[begin : begin + _SLICE]
                     if len(waiting) >= _SLICE:
@@ -280,14 +280,19 @@ def code_location(error: BaseException | None) -> str:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`. If the client disconnects, `work` is cancelled and ClientDisconnected raised."""
-    task, watcher, disconnected = asyncio.current_task(), asyncio.ensure_future(_disconnected(receive)), False
+    """Return the result of `work`. If the client disconnects, `work` is cancelled and ClientDisconnected raised.
+
+    A disconnect after the end of `work` is ignored: the caller has to receive the result, which it may have to close.
+    """
+    task, watcher = asyncio.current_task(), asyncio.ensure_future(_disconnected(receive))
     assert task is not None
+    disconnected = ended = False
 
     def cancel(_: Any) -> None:
         nonlocal disconnected
-        disconnected = True
-        task.cancel()
+        if not ended:  # a callback that is already scheduled cannot be removed
+            disconnected = True
+            task.cancel()
 
     watcher.add_done_callback(cancel)
     try:
@@ -297,6 +302,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             raise ClientDisconnected from None
         raise
     finally:
+        ended = True
         watcher.remove_done_callback(cancel)
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
