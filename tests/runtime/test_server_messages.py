@@ -269,7 +269,9 @@ def test_what_has_no_effect_is_accepted(servers: Servers) -> None:
     body = {
         "messages": [say("x")], "metadata": {"user_id": "me"}, "service_tier": "auto", "speed": "standard",
         "cache_control": {"type": "ephemeral"}, "inference_geo": "x",
-        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "context_management": {
+            "edits": [{"type": "clear_thinking_20251015", "keep": keep} for keep in ("all", {"type": "all"})]
+        },
     }  # fmt: skip
     before = servers[1]["think"].meters._counts["request_unknown_fields"]
     assert post(servers, body).status_code == 200

@@ -247,7 +247,7 @@ def _thinking(request: CountRequest) -> dict[str, Any]:
 def _format_of(request: CountRequest) -> ResponseFormat | None:
     """Check the options of the output and the context, and return the output's format."""
     for edit in (request.context_management and request.context_management.edits) or ():
-        if not str(edit.get("type")).startswith("clear_thinking_") or edit.get("keep") != "all":
+        if not str(edit.get("type")).startswith("clear_thinking_") or edit.get("keep") not in ("all", {"type": "all"}):
             raise _refused("context_management", "edits; leave messages out instead", "context_management")
     form = (request.output_config and request.output_config.format) or request.output_format
     if form is None:
