@@ -75,7 +75,7 @@ $(CLIENTS)/venv/.stamp: tests/clients/requirements.txt $(VENV)/.stamp-venv
 $(CLIENTS)/agents/.stamp: tests/clients/agent_clients/requirements.txt $(VENV)/.stamp-venv
 	@echo "make: installing openai-agents, pydantic-ai and more into $(CLIENTS)/agents (a minute, once)" >&2
 	$(BIN)/python -m venv --clear $(CLIENTS)/agents
-	$(CLIENTS)/agents/bin/pip install --disable-pip-version-check -qq --no-deps --no-compile -r $<
+	$(CLIENTS)/agents/bin/pip install --disable-pip-version-check --no-deps --no-compile -r $<
 	$(CLIENTS)/agents/bin/pip check
 	@touch $@
 

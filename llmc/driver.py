@@ -162,9 +162,9 @@ class Compilation:
         self.console.stage(stage, detail, now - self.clock)
         self.clock = now
 
-    def note(self, text: str) -> None:
-        """Print a note and keep it for the summary, unless it was printed before."""
-        if text in self.summary.notes:
+    def note(self, text: str | None) -> None:
+        """Print a note, if there is one, and keep it for the summary, unless it was printed before."""
+        if not text or text in self.summary.notes:
             return
         self.summary.notes.append(text)
         self.console.note(f"note: {text}")
@@ -172,14 +172,15 @@ class Compilation:
     def run(self) -> Manifest:
         """Run all stages and return the manifest of the written artifact."""
         from llmc.frontend.tokenizer_files import check_tokenizer, without_tokenizer
+        from llmc.quantized_compile import unread_codes
 
         check_tokenizer(self.model)
-        if note := without_tokenizer(self.model):
-            self.note(note)
+        self.note(without_tokenizer(self.model))
         seed = random_seed(self.options.weights)
         with ExitStack() as stack:
             packed = self.options.weights == "packed"
             traced, checkpoint = self.opened(stack) if packed else (self.trace(), None)
+            self.note(unread_codes(self.options.weights, traced))
             draft = add_draft(self, traced, stack, packed)
             self.optimise(traced.module, traced.facts.max_positions)
             built = self.build(traced.module)
@@ -192,8 +193,7 @@ class Compilation:
         from llmc.kv_cache import WithKvScales
 
         source = WithKvScales(checkpoint, graph)
-        if source.note:
-            self.note(source.note)
+        self.note(source.note)
         return PackedWeights(graph, DraftSource(source, WithKvScales(draft, graph, DRAFT_PREFIX)) if draft else source)
 
     def opened(self, stack: ExitStack) -> tuple[Any, Any]:

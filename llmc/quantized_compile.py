@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from llmc.console import Console
 from llmc.diagnostics import Diagnostic
@@ -24,6 +25,16 @@ def with_quantize(passes: Sequence[Pass], o: Options) -> list[Pass]:
         remedy = "add it to --pipeline, for example after fold"
         raise Diagnostic("E421", "--quant needs the pass quantize, which the pipeline lacks", remedy)
     return override(passes, "quantize", weights=weights, group=o.group_size or 0, head=o.quant_head)
+
+
+def unread_codes(weights: str, traced: Any) -> str | None:
+    """Return the note that a compile with the option `weights` does not use the codes of a quantised checkpoint."""
+    if weights == "packed" or not traced.source.config.get("quantization_config"):
+        return None
+    return (
+        f"the checkpoint is quantised, but with --weights {weights} it is not read: kernels and weights are "
+        f"{traced.facts.dtype}; compile without --weights for kernels that read the codes"
+    )
 
 
 def quantises_first(o: Options) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from llmc_runtime.option_type import options_of
@@ -12,6 +14,7 @@ from llmc_runtime.option_type import options_of
 from llmc.builtin import EXTENSION
 from llmc.frontend.hub import Hub
 from llmc.options import FILES, Options, add_options, read_options
+from llmc.quantized_compile import unread_codes
 
 
 def parse(*argv: str, command: str = "compile") -> Options:
@@ -57,3 +60,19 @@ def test_help_names_the_targets_of_the_registry(capsys: pytest.CaptureFixture[st
         parse("--help")
     shown = "".join(capsys.readouterr().out.split())
     assert all(name in shown for name in EXTENSION.targets)
+
+
+@pytest.mark.parametrize(
+    ("weights", "config", "noted"),
+    [
+        ("none", {"quantization_config": {"quant_method": "gptq"}}, True),
+        ("random:1", {"quantization_config": {"quant_method": "gptq"}}, True),
+        ("packed", {"quantization_config": {"quant_method": "gptq"}}, False),
+        ("none", {}, False),
+    ],
+)
+def test_codes_that_a_compile_does_not_read_are_noted(weights: str, config: dict[str, Any], noted: bool) -> None:
+    traced = SimpleNamespace(source=SimpleNamespace(config=config), facts=SimpleNamespace(dtype="bf16"))
+    note = unread_codes(weights, traced)
+    assert (note is not None) == noted
+    assert note is None or (f"--weights {weights}" in note and "are bf16" in note)

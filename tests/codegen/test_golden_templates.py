@@ -20,7 +20,8 @@ GOLDEN = Path(__file__).parent / "golden"
 NAMES = (
     "decode_attention", "attention_combine", "single_token_attention", "prefill_attention", "packed_attention",
     "rope_append", "rope", "kv_append", "rope_tables", "row_spans",
-    "row_begin", "row_tokens", "row_last", "row_commit", "row_accept", "row_propose", "row_penalize", "row_mask",
+    "row_begin", "row_tokens", "row_last", "row_commit", "row_accept", "row_propose", "row_rewind",
+    "row_extend", "row_penalize", "row_mask",
     "row_block_max",
     "row_sample_blocks", "row_sample", "row_finish", "row_logprobs", "round_groups", "scaled_gemm", "scaled_gemm_small",
     "scaled_gemm_tma",

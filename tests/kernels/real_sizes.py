@@ -304,6 +304,12 @@ _SAMPLING = {
             f"i32[R], {TOKENS}, state i32[256, 4]",
         ),
     ),
+    "row_rewind": (Text("state i32[256]; state i32[256]; i32[R]", "row_rewind", "state i32[256]"),),
+    "row_extend": (
+        Text(
+            f"{TOKENS}; state i32[256]; {ROWS}; i32[R]; i32[R]", "row_extend", f"{TOKENS}, state i32[256]"
+        ),
+    ),
 }  # fmt: skip
 
 # Name of the kernel -> its nodes.

@@ -1,7 +1,11 @@
-"""The rule that accepts drafts leaves the distribution of continuations as it is, and the test sees errors in it."""
+"""The rule that accepts drafts leaves the distribution of continuations as it is, and the test sees errors in it.
+
+python tests/kernels/test_speculation_rule.py 100000      the same with so many continuations of each setting
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -156,3 +160,17 @@ def test_an_error_in_the_rule_is_seen(rule: Callable[..., Any]) -> None:
 def test_penalties_that_ignore_drafts_are_seen() -> None:
     setting = SETTINGS["penalties"]
     assert score(Device(setting).observed(DRAFTS, ACCEPT, counting=False), expected(setting)) > LIMIT
+
+
+def main(rows: int) -> None:
+    """Print the deviate of each setting with `rows` continuations; exit with 1 if one is too large."""
+    largest = 0.0
+    for name, setting in SETTINGS.items():
+        deviate = score(Device(setting, rows).observed(DRAFTS, ACCEPT), expected(setting))
+        print(f"{name}: chi-square of {rows} continuations, as a normal deviate: {deviate:.2f}", flush=True)
+        largest = max(largest, deviate)
+    sys.exit(largest > LIMIT)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
