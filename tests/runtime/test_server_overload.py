@@ -327,6 +327,17 @@ def test_texts_to_be_tokenized_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
         assert httpx.post(f"{server.url}/tokenize", json={"prompt": "x"}).status_code == 200
 
 
+def test_long_lists_of_tokens_are_counted_until_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served() as server:
+        admission, body = server.serving.admission, {"prompt": "x" * 9000}
+        monkeypatch.setattr(admission, "answers", 1000)
+        unread = admission.reserve_response("", 1)
+        assert httpx.post(f"{server.url}/tokenize", json=body, timeout=60).status_code == 503
+        unread.close()
+        assert httpx.post(f"{server.url}/tokenize", json=body, timeout=60).json()["count"] == 9001
+        until(lambda: not admission.answer_bytes.total())
+
+
 def test_what_is_no_time_is_reported(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for flag in ("--request-timeout", "--max-queue-wait"):
         for wrong in ("-1", "nan", "1e9"):

@@ -62,14 +62,16 @@ class Endpoint:
     async def _text(
         self, request: Request, kind: type[T], name: bytes, run: Callable[[T], Awaitable[Response]]
     ) -> Response:
-        """Run a request for tokenization. A text process handles a large body and makes its response."""
-        serving = self.serving
+        """Run a request for tokenization. A text process handles a large body and makes its response, whose memory is
+        reserved until it is sent.
+        """
+        serving, key = self.serving, request.scope["llmc.key"]
         body = await read_body(request, self.limits, serving.bodies)
-        with serving.texts(request.scope["llmc.key"]):
+        with serving.texts(key):
             if is_large(body.data, SMALL_TEXT):
                 job = await while_connected(request.receive, serving.offload.begin(name, body))
                 job.close()
-                return JsonSlices([job.answer])
+                return JsonSlices([job.answer], serving.admission.reserve_response(key, len(job.answer)).close)
             fields: Any = self._small(body, kind)
             serving.check_model(fields.model)
             return await run(fields)
