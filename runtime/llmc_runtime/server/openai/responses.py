@@ -57,7 +57,12 @@ class Responses(NamedEvents):
         if self._stores:
             own = self._own if self._job is None else self._job.done.items
             store, call = self._serving.stored, self._call
-            call.hold.stored = store.begin(call.key, call.id, self._asked.previous_response_id, own)
+            try:
+                call.hold.stored = store.begin(call.key, call.id, self._asked.previous_response_id, own)
+            except ApiError:
+                if self._asked.store:
+                    raise
+                self._stores = False  # storing is the default: without room, it is answered without
 
     def failed(self, error: ApiError) -> bytes:
         """Return the events after an error during the stream."""
