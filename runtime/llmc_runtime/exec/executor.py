@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -160,8 +161,8 @@ class Executor:
     def prepare(self) -> int:
         """Prepare every size of decode step in advance and return the number of sizes. No program is run."""
         count = 0
-        for bound in (*self._steps.sizes(), *self.draft_model.sizes()) if self.device.replays else ():
-            self.device.prepare(bound.run)
+        for bound in chain(self._steps.sizes(), self.draft_model.sizes()) if self.device.replays else ():
+            self.device.prepare(bound.run)  # before the next size is set
             count += 1
         return count
 
