@@ -220,7 +220,7 @@ def test_the_cost_model_stops_drafts_that_do_not_pay() -> None:
     policy, request = Speculation(SpeculationConfig(4, 3, 5)), Request("r", [1])
     request.num_drafts = 4
     for drafts, seconds in ((0, 0.010), (1, 0.014), (2, 0.018), (3, 0.022), (4, 0.026)):  # 0.4 of a step each
-        for _ in range(4):
+        for _ in range(5):
             policy.count.costs.add(1, drafts, seconds)
     request.draft_trials = (50.0, 50.0)
     policy.begin([request])
@@ -239,11 +239,11 @@ def test_the_number_of_drafts() -> None:
     assert count.choose([0.7]) == Choice(0, measures=True)
     for rows, slope in ((1, 0.02), (8, 0.9)):
         for drafts in (0, 1, 2, 3, 5, 7):
-            for _ in range(4):
+            for _ in range(5):
                 count.costs.add(rows, drafts, 1 + slope * drafts)
     assert count.choose([0.95]).most == 7 and count.choose([0.3]).most in (2, 3) and count.choose([0.01]).most == 0
     assert count.choose([0.7] * 8).most == 0
-    for _ in range(4):
+    for _ in range(5):
         count.costs.add(8, 1 / 8, 1.05)
     assert Choice(3, least=0.5).drafts(0.6) == 3 and Choice(3, least=0.5).drafts(0.4) == 0
     some = count.choose([0.9, *[0.1] * 7])

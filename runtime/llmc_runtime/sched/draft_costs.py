@@ -8,15 +8,18 @@ from functools import lru_cache
 from itertools import accumulate
 from math import ceil, log
 
-_RISE, _FALL = 0.01, 0.3  # how fast a running quantile rises, relatively, and falls towards a smaller value
-_OFTEN = 3  # measurements after which a number of drafts counts as measured
+_WEIGHT = 0.05  # of a measurement in a running mean
+_OUTLIER = 0.5  # largest relative distance of a measurement from the mean that counts
+_OFTEN = 5  # measurements after which a number of drafts counts as measured
 _TRIES = 8 * _OFTEN  # plans after which a number of drafts is given up that too few steps had
 _GAIN = 1.05  # drafts are made if they give so many times the tokens per second of plain decoding
 _HOPE, _MARGIN = 0.95, 0.15  # acceptance that is hoped for: the mean of the rows' and a margin, limited
 
 
 class StepCosts:
-    """The seconds of a step by its rows and drafts per row: running low quantiles, which a busy machine hardly changes.
+    """The seconds of a step by its rows and drafts per row: running means of what is not far from them.
+
+    A step seems short if the end of the previous one was noticed late, so that the shortest ones say nothing.
 
     The seconds of a step with drafts of a model include drafting as many. Verifying a single draft may cost far more
     than none, since another program runs: a step with few drafts costs as much as the smallest that was measured.
@@ -24,27 +27,27 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._seconds: dict[int, dict[float, float]] = {}  # by rows, by drafts per row
-        self._samples: dict[tuple[int, float], int] = {}
+        self._first: dict[tuple[int, float], list[float]] = {}  # the first _OFTEN measurements
 
     def add(self, rows: int, drafts: float, seconds: float) -> None:
         """Record a step of `rows` rows in which `drafts` drafts per row were verified, on average."""
         known, drafts = self._seconds.setdefault(size(rows), {}), share(drafts)
-        key = size(rows), drafts
-        count = self._samples[key] = self._samples.get(key, 0) + 1
-        low = known.get(drafts, seconds)
-        if count <= _OFTEN:
-            known[drafts] = min(seconds, low)
+        first = self._first.setdefault((size(rows), drafts), [])
+        if len(first) < _OFTEN:  # one of them may include the capture of a graph
+            first.append(seconds)
+            known[drafts] = sorted(first)[(len(first) - 1) // 2]
         else:
-            known[drafts] = min(seconds, low * (1 + _RISE)) if seconds > low else low + _FALL * (seconds - low)
+            limit = _OUTLIER * known[drafts]
+            known[drafts] += _WEIGHT * max(-limit, min(limit, seconds - known[drafts]))
 
     def again(self, rows: int) -> None:
         """Let all steps of this many rows be measured again."""
         for drafts in self._seconds.get(size(rows), ()):
-            self._samples.pop((size(rows), drafts), None)
+            self._first.pop((size(rows), drafts), None)
 
     def measured(self, rows: int, drafts: int) -> bool:
         """Whether steps of this size were measured often."""
-        return self._samples.get((size(rows), drafts), 0) >= _OFTEN
+        return len(self._first.get((size(rows), drafts), ())) >= _OFTEN
 
     def seconds(self, rows: int, drafts: float) -> float:
         """Return the seconds of a step, interpolated between those that were measured; 0 if none was."""
@@ -117,7 +120,9 @@ class DraftCount:
                 return Choice(drafts, measures=True)
             some, rate = self._best_part(likely, drafts)
             if rate > top * (1 if best.most else _GAIN):
-                best, top = Choice(drafts, likely[some - 1], self._slope(rows, some, below, drafts) * rate), rate
+                # Between the last row with drafts and the first without, so that neither changes with each estimate.
+                least = (likely[some - 1] + likely[some]) / 2 if some < rows else 0.0
+                best, top = Choice(drafts, least, self._slope(rows, some, below, drafts) * rate), rate
             below = drafts
         return best
 
