@@ -9,6 +9,7 @@ from llmc.ir.opdef import OpDef
 from llmc.ir.ops import (
     attention,
     block_scaled,
+    comm,
     draft,
     linear,
     moe,
@@ -41,6 +42,6 @@ def op_set(*groups: Iterable[OpDef]) -> Mapping[str, OpDef]:
 
 GROUPS = (
     pointwise, reduce, shape, linear, packed, quantize, quantized_linear, block_scaled, packed_quantized, packed_codes,
-    packed_fragments, norm, rope, attention, moe, quantized_moe, scaled_moe, state, sample, draft,
+    packed_fragments, norm, rope, attention, moe, quantized_moe, scaled_moe, state, sample, draft, comm,
 )  # fmt: skip
 OPS = op_set(*(m.OPS for m in GROUPS))

@@ -1,0 +1,47 @@
+"""Interprets a sharded graph: every node on all ranks, and a collective on the ranks' operands together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from llmc.ir.graph import Graph, Node
+from llmc.ir.interp import bind_symbols, concrete, last_uses, round_to_type, run_node
+from llmc.ir.ops.comm import COLLECTIVES, RANK
+
+
+def run_ranks(
+    g: Graph,
+    inputs: Sequence[Sequence[Any]],
+    symbols: Mapping[str, int] | None = None,
+    exact: bool = False,
+) -> list[list[np.ndarray]]:
+    """Evaluate a graph on all ranks and return the outputs of each.
+
+    inputs: per rank, one array per graph input: the whole weights, and the rank's own part of a sharded state. symbols
+    and exact: as for `llmc.ir.interp.run`.
+    """
+    envs = [{v: round_to_type(x, v.type, exact) for v, x in zip(g.inputs, own, strict=True)} for own in inputs]
+    sizes = [
+        bind_symbols(g, [env[v] for v in g.inputs], {**(symbols or {}), RANK: rank}) for rank, env in enumerate(envs)
+    ]
+    last = last_uses(g)
+    for i, n in enumerate(g.nodes):
+        operands = [[env[v] for v in n.operands] for env in envs]
+        if n.op.name in COLLECTIVES:
+            results = [_collective(n, [xs[0] for xs in operands], sizes[0], exact)] * len(envs)
+        else:
+            results = [run_node(n, xs, s, exact) for xs, s in zip(operands, sizes, strict=True)]
+        for env, out in zip(envs, results, strict=True):
+            env |= dict(zip(n.results, out, strict=True))
+            for v in last.get(i, ()):
+                del env[v]
+    return [[env[v] for v in g.outputs] for env in envs]
+
+
+def _collective(n: Node, xs: Sequence[np.ndarray], sizes: Mapping[str, int], exact: bool) -> list[np.ndarray]:
+    """The result of a collective, which is the same on all ranks."""
+    attrs = {k: concrete(v, sizes) for k, v in n.attrs.items()}
+    return [round_to_type(n.op.ref(*xs, **attrs), n.result.type, exact)]

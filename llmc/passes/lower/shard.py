@@ -1,0 +1,143 @@
+"""Divides a model over several ranks: each computes with its part of the weights and heads (tensor parallelism)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from llmc.diagnostics import Diagnostic
+from llmc.ir.dim import D, Dim
+from llmc.ir.graph import Builder, Graph, Module, Node, Value
+from llmc.ir.ops.comm import RANK
+from llmc.ir.signature import Mismatch
+from llmc.passes.base import Ctx, Pass
+from llmc.passes.lower.shard_plan import Plan, make_plan
+from llmc.passes.lower.shard_rules import Relation, Split, local
+from llmc.passes.lower.shard_siblings import separate
+
+SHAPED = ("reshape", "broadcast")  # ops with the attribute shape
+
+
+@dataclass(frozen=True)
+class Shard(Pass):
+    """Divide the graphs over ranks, which are the values of the symbol K (tensor parallelism).
+
+    Attention is divided by heads, and with it the KV pools; where there are fewer KV heads than ranks, ranks share
+    them. Products before it and the first ones of an MLP or of experts are divided by columns, those after it by rows,
+    with an all_reduce behind. The head is divided by columns, with an all_gather; embeddings, norms and routers are
+    whole on every rank. The parts of a weight are slices that begin at a multiple of K. The pass stands after
+    page-attention and before fuse-linear; `--explain` names the products that stay whole. ranks: their number.
+    """
+
+    name: ClassVar[str] = "shard"
+    ranks: int = 1
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
+        if self.ranks < 1:
+            raise Diagnostic("E421", f"pass shard: ranks={self.ranks} is not a number of ranks", "use 1 or more")
+        if self.ranks == 1 or not ctx.spend():
+            return 0
+        if RANK in m.symbols:
+            raise Diagnostic("E437", f"the module has a symbol {RANK}, as a sharded one", "shard a module only once")
+        m.symbols[RANK] = (0, self.ranks - 1)
+        done = 0
+        for name, g in m.graphs.items():
+            if name != "weights":
+                done += separate(g, ctx)
+                done += _Sharding(g, make_plan(g, self.ranks, ctx), self.ranks, ctx).apply()
+        if not done:
+            del m.symbols[RANK]
+        return done
+
+
+class _Sharding:
+    """Replaces the nodes of a plan by nodes over parts."""
+
+    def __init__(self, g: Graph, plan: Plan, ranks: int, ctx: Ctx):
+        """`plan`: the plan of `g`."""
+        self.g, self.plan, self.ranks, self.ops = g, plan, ranks, ctx.opset
+        self.parts: dict[Value, Value] = {}  # split value -> a rank's part of it
+        self.sliced: dict[tuple[Value, Split, bool], Value] = {}
+        self.whole: dict[Value, Value] = {}  # gathered values
+
+    def apply(self) -> int:
+        """Apply the plan; return the number of nodes that it changes."""
+        for v, s in self.plan.splits.items():
+            if v.node is None:
+                v.type = v.type.with_shape(*_local_shape(v.type.shape, s))
+                self.parts[v] = v
+        for n in list(self.g.nodes):
+            b = Builder(self.g, self.ops, before=n, loc=n.loc)
+            if n in self.plan.relations:
+                try:
+                    self._divide(b, n, self.plan.relations[n])
+                except Mismatch as e:
+                    remedy = "use fewer ranks, or smaller groups of quantised weights"
+                    raise Diagnostic("E438", f"a weight cannot be divided: {e}", remedy, node=n) from None
+            elif any(v in self.plan.splits for v in n.operands):
+                self.g.set_operands(n, [self._gathered(b, v) for v in n.operands])
+        end = Builder(self.g, self.ops)
+        self.g.outputs = [v if v.node is None else self._output(end, v) for v in self.g.outputs]
+        for n in reversed(list(self.g.nodes)):
+            if n in self.plan.relations:
+                self.g.erase(n)
+        return len(self.plan.relations)
+
+    def _output(self, b: Builder, v: Value) -> Value:
+        return self.parts[v] if v.type.state and v in self.parts else self._gathered(b, v)
+
+    def _divide(self, b: Builder, n: Node, r: Relation) -> None:
+        """Add the node that computes a rank's part."""
+        operands = []
+        for i, (v, s) in enumerate(zip(n.operands, r.operands, strict=True)):
+            x = self._gathered(b, v) if s is None else self._part(b, v, s, i in r.halves)
+            if i == r.bias:
+                x = b.mul(x, b.constant(1 / self.ranks, x.type.dtype))
+            operands.append(x)
+        attrs: dict[str, Any] = dict(n.attrs)
+        if n.op.name in SHAPED and r.results[0] is not None:
+            attrs["shape"] = _local_shape(n.result.type.shape, r.results[0])
+        names = [v.name for v in n.results] if not r.partial else []
+        new = self.g.add(n.op, operands, attrs, n, n.loc, names)
+        if not r.partial:
+            self.parts |= dict(zip(n.results, new.results, strict=True))
+            return
+        total: Value = b.all_reduce(new.result, ranks=self.ranks)
+        total.name = n.result.name
+        self.g.replace(n.result, total)
+
+    def _gathered(self, b: Builder, v: Value) -> Value:
+        """The whole of a value."""
+        if v not in self.parts:
+            return v
+        if v not in self.whole:
+            self.whole[v] = b.all_gather(self.parts[v], axis=self.plan.splits[v].axis, ranks=self.ranks)
+        return self.whole[v]
+
+    def _part(self, b: Builder, v: Value, s: Split, halves: bool) -> Value:
+        """A rank's part of a value, of both halves of it if `halves`."""
+        if self.plan.splits.get(v) == s:
+            return self.parts[v]
+        key = (v, s, halves)
+        if key not in self.sliced:
+            x, size = self._gathered(b, v), v.type.shape[s.axis]
+            if halves:
+                half = local(size, 2)
+                two = [self._slice(b, x, s, half, at) for at in (D(0), half)]
+                self.sliced[key] = b.concat(*two, axis=s.axis)
+            else:
+                self.sliced[key] = self._slice(b, x, s, size, D(0))
+        return self.sliced[key]
+
+    def _slice(self, b: Builder, x: Value, s: Split, size: Dim, offset: Dim) -> Value:
+        """A rank's part of the `size` elements from `offset` along an axis."""
+        width = local(size, s.parts)
+        part = D(RANK) if s.parts == self.ranks else (D(RANK) + 1).ceildiv(self.ranks // s.parts) - 1
+        start = offset + width * part
+        out: Value = b.slice(x, axis=s.axis, start=start, stop=start + width)
+        return out
+
+
+def _local_shape(shape: tuple[Dim, ...], s: Split) -> tuple[Dim, ...]:
+    return (*shape[: s.axis], local(shape[s.axis], s.parts), *shape[s.axis + 1 :])

@@ -1,0 +1,216 @@
+"""Plans a sharding: which values each rank holds a part of, derived by following a split axis through the graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from llmc.diagnostics import Diagnostic
+from llmc.ir import contents
+from llmc.ir.graph import Graph, Node, Value
+from llmc.passes.base import Ctx
+from llmc.passes.lower.shard_rules import Relation, Split, experts_of, heads_of, kv_parts, relate, splits_of
+
+ATTENTION = ("attention", "paged_attention")
+
+
+@dataclass
+class Plan:
+    """The values of which each rank holds a part, and the relations of the nodes that read or make them.
+
+    gathered: split values that some readers need whole.
+    """
+
+    splits: dict[Value, Split] = field(default_factory=dict)
+    relations: dict[Node, Relation] = field(default_factory=dict)
+    gathered: set[Value] = field(default_factory=set)
+
+
+def make_plan(g: Graph, ranks: int, ctx: Ctx) -> Plan:
+    """Split attention by heads, and products by columns where the split ends in products by rows or in the output.
+
+    Raises Diagnostic E437 if heads or the inner size of an MLP or of experts do not divide.
+    """
+    plan, weights = Plan(), _weights(g)
+    for n in g.nodes:
+        if n.op.name in ATTENTION and ctx.allows(n):
+            _attention(g, n, ranks, plan, weights, ctx)
+    for n in g.nodes:
+        if n.op.name == "linear" and n not in plan.relations and ctx.allows(n):
+            _product(g, n, ranks, plan, weights, ctx)
+        elif n.op.name == "moe" and ctx.allows(n):
+            _experts(n, ranks, plan)
+    return plan
+
+
+def _attention(g: Graph, n: Node, ranks: int, plan: Plan, weights: set[Value], ctx: Ctx) -> None:
+    if n.operand("scales") is not None:
+        raise Diagnostic("E437", "KV pools of 8-bit floats cannot be sharded", "use kv=bf16 in page-attention", node=n)
+    heads = int(n.operands[0].type.shape[1])
+    relation = heads_of(n, ranks)
+    if relation is None:
+        possible = [w for w in _divisors(heads) if kv_parts(n, w) is not None]
+        raise _error(n, f"{heads} query heads, with their KV heads, do not divide over {ranks} ranks", possible)
+    region = grow(g, n, relation, ranks, plan, weights, True)
+    if isinstance(region, str):
+        ctx.miss("shard", n, region)
+    else:
+        _accept(plan, region)
+
+
+def _product(g: Graph, n: Node, ranks: int, plan: Plan, weights: set[Value], ctx: Ctx) -> None:
+    last = n.result.type.rank - 1
+    size = n.result.type.shape[last].const
+    split = Split(last, ranks)
+    relation = relate(n, n.result, split, ranks)
+    if size is None or size == 1 or relation is None or n.result in weights:
+        return
+    region = grow(g, n, relation, ranks, plan, weights, False)
+    if isinstance(region, str):
+        ctx.miss("shard", n, region)
+        return
+    reduced = any(r.partial for r in region.relations.values())
+    if size % ranks:
+        if reduced:
+            raise _error(n, f"{size} columns do not divide over {ranks} ranks", _divisors(size))
+        ctx.miss("shard", n, f"{size} columns do not divide over {ranks} ranks; every rank computes all of them")
+    elif reduced or region.gathered:
+        _accept(plan, region)
+
+
+def _experts(n: Node, ranks: int, plan: Plan) -> None:
+    relation = experts_of(n, ranks)
+    if relation is None:
+        down = n.operand("down")
+        assert down is not None
+        size = int(down.type.shape[2])
+        raise _error(n, f"{size} columns of an expert do not divide over {ranks} ranks", _divisors(size))
+    plan.relations[n] = relation
+
+
+def _error(n: Node, cause: str, possible: list[int]) -> Diagnostic:
+    return Diagnostic("E437", cause, f"possible numbers of ranks: {', '.join(map(str, possible))}", node=n)
+
+
+def _divisors(size: int) -> list[int]:
+    return [w for w in range(1, size + 1) if size % w == 0]
+
+
+def _accept(plan: Plan, region: Plan) -> None:
+    plan.splits |= region.splits
+    plan.relations |= region.relations
+    plan.gathered |= region.gathered
+
+
+def _weights(g: Graph) -> set[Value]:
+    """The values that depend on weights and constants only."""
+    out = {v for v in g.inputs if v.weight}
+    for n in g.nodes:
+        if all(v in out for v in n.operands):
+            out |= set(n.results)
+    return out
+
+
+def grow(
+    g: Graph, n: Node, relation: Relation, ranks: int, plan: Plan, weights: set[Value], gather: bool
+) -> Plan | str:
+    """Return the plan of all values that a node's relation splits, directly or through other nodes; or why there is
+    none.
+
+    An operand whose split cannot reach all of its readers is computed whole instead, and sliced. gather: whether any
+    reader of a split result may get it whole; if not, only the graph's outputs and ops on device rows may.
+    """
+    whole: set[Value] = set(weights)
+    while True:
+        region = _Region(g, ranks, plan, whole, gather)
+        stuck = region.add(n, relation) or region.follow()
+        if stuck is None:
+            return region.found
+        v, why = stuck
+        if v not in region.demanded or v in whole:
+            return why
+        whole.add(v)
+
+
+Stuck = tuple[Value, str] | None
+
+
+class _Region:
+    """The growing set of split values around one node."""
+
+    def __init__(self, g: Graph, ranks: int, plan: Plan, whole: set[Value], gather: bool):
+        """`whole`: values that stay whole."""
+        self.g, self.ranks, self.plan, self.whole, self.gather = g, ranks, plan, whole, gather
+        self.found = Plan()
+        self.demanded: set[Value] = set()  # split because a reader wants it
+        self.work: list[Value] = []
+        self.outputs = set(g.outputs)
+
+    def add(self, n: Node, r: Relation) -> Stuck:
+        """Add a node with its relation; return the value that contradicts it, and why."""
+        self.found.relations[n] = r
+        for v, s in splits_of(n, r):
+            if s is None:
+                if v in self.found.splits:
+                    return v, f"{n.op.name} needs it whole"
+                continue
+            made = any(v is x for x in n.results)
+            if v in self.found.splits:
+                if self.found.splits[v] != s:
+                    return v, f"{n.op.name} needs another axis of it"
+                continue
+            if not made and not self._can_make(v, s):
+                continue
+            if not made:
+                self.demanded.add(v)
+            self.found.splits[v] = s
+            self.work.append(v)
+        return None
+
+    def _can_make(self, v: Value, s: Split) -> bool:
+        """Whether the node that makes an operand can make its part; if not, the operand is sliced."""
+        if v in self.whole or v in self.plan.splits:
+            return False
+        if v.node is None:
+            return v.type.state
+        if v.node in self.plan.relations:
+            return False
+        return v.node in self.found.relations or relate(v.node, v, s, self.ranks) is not None
+
+    def follow(self) -> Stuck:
+        """Add the nodes that make or read split values until there are no more."""
+        while self.work:
+            v = self.work.pop()
+            if stuck := self._around(v, self.found.splits[v]):
+                return stuck
+        return None
+
+    def _around(self, v: Value, s: Split) -> Stuck:
+        if v.node is not None and v.node not in self.found.relations:
+            r = relate(v.node, v, s, self.ranks)
+            if r is None:
+                return v, f"{v.node.op.name} cannot make a part of it"
+            if stuck := self.add(v.node, r):
+                return stuck
+        for n in dict.fromkeys(v.uses):
+            if n in self.found.relations:
+                if (v, s) not in splits_of(n, self.found.relations[n]):
+                    return v, f"{n.op.name} needs it otherwise"
+                continue
+            r = None if n in self.plan.relations else relate(n, v, s, self.ranks)
+            if r is None:
+                if not self._may_gather(v, s, n):
+                    return v, f"{n.op.name} cannot read a part of it"
+                self.found.gathered.add(v)
+            elif stuck := self.add(n, r):
+                return stuck
+        if v in self.outputs and not v.type.state:
+            if s.parts != self.ranks:
+                return v, "ranks share its parts"
+            self.found.gathered.add(v)
+        return None
+
+    def _may_gather(self, v: Value, s: Split, reader: Node) -> bool:
+        if s.parts != self.ranks or v.type.state or v in self.demanded:
+            return False
+        of_rows = any(h is contents.rows for h in reader.op.holds.values())
+        return self.gather or of_rows

@@ -1,0 +1,217 @@
+"""How a sharded axis passes through an op: which axis of every operand and result is then sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+from llmc.ir.dim import Dim, product
+from llmc.ir.graph import Node, Value
+from llmc.ir.scalar import walk
+
+
+class Split(NamedTuple):
+    """A value of which each rank holds one of `parts` equal parts along `axis`.
+
+    Rank r of W holds part floor(r * parts / W), so that ranks share a part where there are fewer parts than ranks.
+    """
+
+    axis: int
+    parts: int
+
+
+Splits = tuple[Split | None, ...]
+
+
+@dataclass(frozen=True)
+class Relation:
+    """The splits of a node's operands and results; None: whole on every rank.
+
+    partial: the result of each rank is a term of a sum, which all_reduce completes. halves: operands of which both
+    halves of the axis are split, as are gate and up. bias: the operand that the sum must count once, not once per rank.
+    """
+
+    operands: Splits
+    results: Splits
+    partial: bool = False
+    halves: tuple[int, ...] = ()
+    bias: int | None = None
+
+
+def relate(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
+    """Return the splits of a node that reads or makes `v` with the split `s`; None if the op cannot carry it."""
+    rule = RULES.get(n.op.name)
+    if rule is not None:
+        return rule(n, v, s, ranks)
+    if "axis" in n.op.attrs:
+        return _along(n, v, s)
+    if n.op.row_wise:
+        return _rows(n, v, s)
+    return _pointwise(n, v, s)
+
+
+def splits_of(n: Node, r: Relation) -> list[tuple[Value, Split | None]]:
+    """Return every operand and result with its split."""
+    return [*zip(n.operands, r.operands, strict=True), *zip(n.results, r.results, strict=True)]
+
+
+def _pointwise(n: Node, v: Value, s: Split) -> Relation | None:
+    """Elements at one place: axes correspond from the last one; axes of size 1 are repeated."""
+    body = n.op.scalar(n.attrs) if n.op.scalar else None
+    if not n.op.elementwise and (body is None or any(e.fn.startswith("row_") for e in walk(body))):
+        return None
+    rank = n.results[0].type.rank
+    at = s.axis + rank - v.type.rank
+    if v.type.shape[s.axis] != n.results[0].type.shape[at]:
+        return None
+    operands = tuple(_aligned(x, at - rank, s.parts) for x in n.operands)
+    return Relation(operands, (Split(at, s.parts),) * len(n.results))
+
+
+def _aligned(x: Value, from_end: int, parts: int) -> Split | None:
+    axis = x.type.rank + from_end
+    return Split(axis, parts) if axis >= 0 and x.type.shape[axis] != 1 else None
+
+
+def _rows(n: Node, v: Value, s: Split) -> Relation | None:
+    """The leading axes `*b` of a row-wise op."""
+    slots = n.op.slots([x.type for x in n.operands])
+    leading = [n.op.leading(slots[min(i, len(slots) - 1)]) is not None for i in range(len(n.operands))]
+    rows = n.operands[0].type.rank - len(n.op.operands[0].dims) + 1
+    made = any(v is r for r in n.results)
+    if s.axis >= rows or not (made or leading[next(i for i, x in enumerate(n.operands) if x is v)]):
+        return None
+    return Relation(tuple(s if b else None for b in leading), (s,) * len(n.results))
+
+
+def _along(n: Node, v: Value, s: Split) -> Relation | None:
+    """An op along its attribute `axis`: the other axes pass through it."""
+    ranks = {x.type.rank for x in [*n.operands, *n.results]}
+    if len(ranks) != 1 or n.attrs["axis"] % v.type.rank == s.axis:
+        return None
+    return Relation((s,) * len(n.operands), (s,) * len(n.results))
+
+
+def _linear(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
+    """By columns if the last axis of the result is split, by rows if that of x is."""
+    x, w = n.operands
+    last = x.type.rank - 1
+    if v is n.result and s.axis == last:
+        return Relation((None, Split(0, s.parts)), (s,))
+    if v is x and s == (last, ranks):
+        return Relation((s, Split(w.type.rank - 1, ranks)), (None,), partial=True)
+    return _rows(n, v, s)
+
+
+def _reshape(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
+    """The axis with as many elements before it, if its size divides."""
+    (x,), y = n.operands, n.result
+    other = y if v is x else x
+    before = product(v.type.shape[: s.axis])
+    for axis, size in enumerate(other.type.shape):
+        if product(other.type.shape[:axis]) == before and size != 1:
+            if size.divide(s.parts) is None:
+                return None
+            t = Split(axis, s.parts)
+            return Relation((s,), (t,)) if v is x else Relation((t,), (s,))
+    return None
+
+
+def _transpose(n: Node, v: Value, s: Split, ranks: int) -> Relation:
+    perm = n.attrs["perm"]
+    if v is n.result:
+        return Relation((Split(perm[s.axis], s.parts),), (s,))
+    return Relation((s,), (Split(perm.index(s.axis), s.parts),))
+
+
+def _broadcast(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
+    (x,), y = n.operands, n.result
+    at = s.axis + y.type.rank - v.type.rank
+    if v.type.shape[s.axis] != y.type.shape[at]:
+        return None
+    return Relation((_aligned(x, at - y.type.rank, s.parts),), (Split(at, s.parts),))
+
+
+def _rope(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
+    if s.axis != 1 or not (v is n.operands[0] or v is n.result):
+        return None
+    return Relation((s, *(None,) * (len(n.operands) - 1)), (s,))
+
+
+# The axis of the heads of each operand and result of attention: those of the query, or those of the keys and values.
+QUERY_HEADS = MappingProxyType({"q": 1, "sinks": 0})
+KV_HEADS = MappingProxyType({"k": 1, "v": 1, "kv": 2})
+
+
+def kv_parts(n: Node, ranks: int) -> int | None:
+    """Return into how many parts the heads of keys and values are split; None if neither number divides the other."""
+    k = n.operand("k") if n.op.name == "attention" else n.operand("kv")
+    assert k is not None
+    heads = int(k.type.shape[KV_HEADS["k" if n.op.name == "attention" else "kv"]])
+    if heads % ranks == 0:
+        return ranks
+    return heads if ranks % heads == 0 else None
+
+
+def heads_of(n: Node, ranks: int) -> Relation | None:
+    """Return the relation of attention that is split by heads; None if the heads do not divide."""
+    parts = kv_parts(n, ranks)
+    if parts is None or n.operands[0].type.shape[1].divide(ranks) is None or n.operand("scales") is not None:
+        return None
+    splits: dict[str, Split | None] = {name: Split(axis, ranks) for name, axis in QUERY_HEADS.items()}
+    splits |= {name: Split(axis, parts) if parts > 1 else None for name, axis in KV_HEADS.items()}
+    names = n.op.places([x.type for x in n.operands])
+    return Relation(tuple(splits.get(name) for name in names), (Split(1, ranks),))
+
+
+def _attention(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
+    r = heads_of(n, ranks)
+    return r if r and (v, s) in splits_of(n, r) else None
+
+
+def _kv_append(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
+    if n.operand("scales") is not None or s.axis != (2 if v.type.state else 1):
+        return None
+    pool, heads = Split(2, s.parts), Split(1, s.parts)
+    return Relation((pool, heads, heads, None), (pool,))
+
+
+def experts_of(n: Node, ranks: int) -> Relation | None:
+    """Return the relation of a mixture whose experts are split by columns; None if they do not divide."""
+    down, bias = n.operand("down"), n.operand("down_bias")
+    assert down is not None
+    if down.type.shape[2].divide(ranks) is None:
+        return None
+    at = n.op.places([x.type for x in n.operands])
+    split = {at["gate_up"]: Split(1, ranks), at["down"]: Split(2, ranks)}
+    halves = [at["gate_up"]]
+    if bias is not None:
+        split[at["gate_bias"]] = Split(1, ranks)
+        halves.append(at["gate_bias"])
+    operands = tuple(split.get(i) for i in range(len(n.operands)))
+    return Relation(operands, (None,), True, tuple(halves), at.get("down_bias"))
+
+
+def local(size: Dim, parts: int) -> Dim:
+    """Return the size of a part; the caller has checked that it divides."""
+    part = size.divide(parts)
+    assert part is not None
+    return part
+
+
+Rule = Callable[[Node, Value, Split, int], Relation | None]
+RULES: MappingProxyType[str, Rule] = MappingProxyType(
+    {
+        "linear": _linear,
+        "reshape": _reshape,
+        "transpose": _transpose,
+        "broadcast": _broadcast,
+        "rope": _rope,
+        "attention": _attention,
+        "paged_attention": _attention,
+        "kv_append": _kv_append,
+        "moe": lambda n, v, s, ranks: None,
+    }
+)

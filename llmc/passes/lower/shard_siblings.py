@@ -1,0 +1,55 @@
+"""Separates products that were fused in the checkpoint (queries, keys and values; gate and up), so that each divides."""
+
+from __future__ import annotations
+
+from llmc.ir.graph import Builder, Graph, Node, Value
+from llmc.passes.base import Ctx
+
+
+def separate(g: Graph, ctx: Ctx) -> int:
+    """Compute slices of a product, biased or not, as products with slices of the weight; return the number of slices.
+
+    A product that has other readers stays as it is.
+    """
+    done = 0
+    for n in list(g.nodes):
+        if n.op.name == "slice" and ctx.allows(n) and (made := _product_of(n)):
+            product, bias = made
+            b = Builder(g, ctx.opset, before=n, loc=product.loc)
+            x, w = product.operands
+            cut = {k: n.attrs[k] for k in ("start", "stop", "step")}
+            part: Value = b.linear(x, b.slice(w, axis=0, **cut))
+            if bias is not None:
+                part = b.add(part, b.slice(bias, axis=0, **cut))
+            part.name = n.result.name
+            g.replace(n.result, part)
+            done += 1
+    if done:
+        for n in reversed(list(g.nodes)):
+            if n.op.name in ("slice", "add", "linear") and not g.is_used(n):
+                g.erase(n)
+    return done
+
+
+def _product_of(n: Node) -> tuple[Node, Value | None] | None:
+    """Return the product and the bias that a slice of columns reads, if all readers are such slices."""
+    v, bias = n.operands[0], None
+    if n.attrs["axis"] % v.type.rank != v.type.rank - 1 or not _only_slices(v):
+        return None
+    if v.node is not None and v.node.op.name == "add":
+        biased = v.node
+        x, bias = biased.operands
+        if bias.type.rank != 1:
+            x, bias = bias, x
+        if bias.type.rank != 1 or bias.type.shape != v.type.shape[-1:] or set(x.uses) != {biased}:
+            return None
+        v = x
+    product = v.node
+    if product is None or product.op.name != "linear" or product.result.type.dtype != n.result.type.dtype:
+        return None
+    return product, bias
+
+
+def _only_slices(v: Value) -> bool:
+    last = v.type.rank - 1
+    return all(n.op.name == "slice" and n.attrs["axis"] % (last + 1) == last for n in v.uses)
