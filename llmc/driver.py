@@ -29,6 +29,7 @@ from llmc.options import Options, random_seed
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.lower.page_attention import DRAFT_PREFIX
 from llmc.passes.pass_report import Record
+from llmc.passes.lower.shard import refuse_ranks
 from llmc.passes.pipeline import override, parse_pipeline, run_pipeline
 from llmc.provenance import compiler_text, related_extensions, source_of, used_extensions, versions
 from llmc.targets.target import Target
@@ -99,8 +100,7 @@ def start(model: str | Path, output: Path, options: Options, force: bool, consol
         read_records(limited.tuning)  # report a malformed file before any work is done
     if limited.cache:
         check_cache(limited.cache)
-    text = options.pipeline or target.pipeline
-    parse_pipeline(text, registry.passes, registry.pipelines_for(target))  # report a misspelt pass, too
+    refuse_ranks(parse_pipeline(options.pipeline or target.pipeline, registry.passes, registry.pipelines_for(target)))
     at = locate_model(model, limited, registry, console)
     return Compilation(at, output, limited, registry, target, force, console)
 

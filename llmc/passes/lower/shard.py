@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -49,6 +50,13 @@ class Shard(Pass):
         if not done:
             del m.symbols[RANK]
         return done
+
+
+def refuse_ranks(passes: Sequence[Pass]) -> None:
+    """Raise Diagnostic E439 if a pipeline divides the model over ranks: codegen and the runtime have none yet."""
+    if any(isinstance(p, Shard) for p in passes):
+        cause = "the pipeline has the pass shard, and artifacts of several ranks are not supported yet"
+        raise Diagnostic("E439", cause, "leave it out of --pipeline; llmc opt shows what it does")
 
 
 class _Sharding:

@@ -1,0 +1,44 @@
+"""A model that `shard` divides over ranks, interpreted rank by rank, is the whole model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from models.cases import FURTHER, LISTED, ROPES, UNLISTED, Case
+from models.kit import prompts, relative_error, save
+
+from llmc.check.run_ranks import run_ranks
+from llmc.extension import load
+from llmc.frontend.checkpoint import Checkpoint
+from llmc.frontend.trace_model import trace
+from llmc.ir.interp import run
+from llmc.ir.text import parse, show
+from llmc.passes.base import Ctx
+from llmc.passes.pipeline import parse_pipeline, run_pipeline
+
+pytestmark = pytest.mark.drawn
+
+
+@pytest.mark.parametrize("ranks", (2, 4))
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in (*LISTED, *UNLISTED, *ROPES, *FURTHER)])
+def test_all_ranks_together_are_the_whole_model(case: Case, ranks: int, tmp_path: Path) -> None:
+    save(case, tmp_path)
+    traced = trace(tmp_path, **case.trace)
+    registry = load()
+    ctx = Ctx(registry.opset())
+    run_pipeline(traced.module, parse_pipeline("canonicalize, fuse-norm, fuse-rope", registry.passes), ctx)
+    tokens, positions = prompts((5, 4), 320)
+    fixed = {"tokens": tokens, "positions": positions, "last": np.arange(9, dtype=np.int32)}
+    with Checkpoint(traced) as checkpoint:
+        graph = traced.module.graphs["main"]
+        inputs = [checkpoint.read(v.name) if v.weight else fixed[v.name] for v in graph.inputs]
+    (want,) = run(graph, inputs, exact=True)
+    run_pipeline(traced.module, parse_pipeline(f"shard{{ranks={ranks}}}", registry.passes), ctx)
+    assert show(parse(show(traced.module), registry.opset())) == show(traced.module)
+    for (got,) in run_ranks(graph, [inputs] * ranks, exact=True):
+        assert relative_error(got, want) <= 1e-12
+    count = Counter(n.op.name for n in graph.nodes)
+    assert count["all_reduce"] >= count["attention"] and count["all_gather"] >= 1
