@@ -28,8 +28,8 @@ from llmc.next_command import next_command
 from llmc.options import Options, random_seed
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.lower.page_attention import DRAFT_PREFIX
-from llmc.passes.pass_report import Record
 from llmc.passes.lower.shard import refuse_ranks
+from llmc.passes.pass_report import Record
 from llmc.passes.pipeline import override, parse_pipeline, run_pipeline
 from llmc.provenance import compiler_text, related_extensions, source_of, used_extensions, versions
 from llmc.targets.target import Target

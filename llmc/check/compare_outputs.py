@@ -9,10 +9,12 @@ import ml_dtypes
 import numpy as np
 
 from llmc.check.random_inputs import Array, Inputs
+from llmc.check.run_ranks import run_ranks
 from llmc.diagnostics import Diagnostic
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Module
 from llmc.ir.interp import run
+from llmc.ir.ops.comm import COLLECTIVES, RANK
 
 TOLERANCE = 1e-5  # largest relative difference of an output in float64
 GROWTH = 2.0  # permitted ratio of rounding errors after and before a pass
@@ -55,14 +57,31 @@ def evaluate(m: Module, g: Graph, inputs: Inputs, exact: bool = True) -> list[Ar
     """Return the graph's outputs, evaluating @weights first if the module has it.
 
     In float64, or, if not `exact`, as the interpreter defines them: in float32, with every op's result rounded to its
-    dtype.
+    dtype. Of a sharded module, all ranks are evaluated, and the outputs of the first are returned.
     """
+    if any(n.op.name in COLLECTIVES for n in g.nodes):
+        return _first_rank(m, g, inputs, exact)
     arrays = dict(inputs.arrays)
     weights = m.graphs.get("weights")
     if weights is not None and weights is not g:
         made = run(weights, [arrays[v.name] for v in weights.inputs], exact=exact)
         arrays |= dict(zip((v.name for v in weights.outputs), made, strict=True))
     return run(g, [arrays[v.name] for v in g.inputs], inputs.sizes, exact=exact)
+
+
+def _first_rank(m: Module, g: Graph, inputs: Inputs, exact: bool) -> list[Array]:
+    """Evaluate a graph on all ranks; raises Diagnostic E425 if it has states, of which each rank has its own."""
+    if any(v.type.state for v in g.inputs):
+        cause = f"@{g.name} is sharded and has states, of which each rank has its own"
+        raise Diagnostic("E425", cause, "check the pass shard before page-attention")
+    weights, arrays = m.graphs.get("weights"), []
+    for rank in range(m.symbols[RANK][1] + 1):
+        own = dict(inputs.arrays)
+        if weights is not None:
+            made = run(weights, [own[v.name] for v in weights.inputs], {RANK: rank}, exact=exact)
+            own |= dict(zip((v.name for v in weights.outputs), made, strict=True))
+        arrays.append([own[v.name] for v in g.inputs])
+    return run_ranks(g, arrays, inputs.sizes, exact)[0]
 
 
 def judged_rounding(

@@ -1,4 +1,4 @@
-"""Separates products that were fused in the checkpoint (queries, keys and values; gate and up), so that each divides."""
+"""Separates products that the checkpoint fuses (queries, keys and values; gate and up), so that each divides."""
 
 from __future__ import annotations
 
