@@ -56,7 +56,7 @@ class Break(Pass):
 THERE = f"{__name__}:"
 OUTSIDE = Extension("outside", passes=MappingProxyType({"rename": THERE + "Rename", "break": THERE + "Break"}))
 
-BY_NAME = {"split-k"}  # asked for in --pipeline alone
+BY_NAME = {"split-k", "shard"}  # asked for by name alone
 
 
 def names(text: str) -> list[str]:
