@@ -41,4 +41,5 @@ def test_all_ranks_together_are_the_whole_model(case: Case, ranks: int, tmp_path
     for (got,) in run_ranks(graph, [inputs] * ranks, exact=True):
         assert relative_error(got, want) <= 1e-12
     count = Counter(n.op.name for n in graph.nodes)
-    assert count["all_reduce"] >= count["attention"] and count["all_gather"] >= 1
+    normed = case.model_type == "bitnet"  # norms before the products by rows keep those whole
+    assert (normed or count["all_reduce"] >= count["attention"]) and count["all_gather"] >= 1
