@@ -102,23 +102,27 @@ class DraftCount:
         self._ladder = [0, *(k for k in (1, 2, 3, 5, 8, 12, 16, 24) if k < most), most]
         self._tries: dict[tuple[int, int], int] = {}
 
-    def choose(self, rates: Sequence[float]) -> Choice:
+    def choose(self, rates: Sequence[float], room: int) -> Choice:
         """Return the number of drafts that gives the most tokens per second; `rates` are the rows' probabilities.
 
-        All rows have drafts, or those half, quarter, eighth and so on of them whose drafts are most likely accepted.
+        room: the maximum number of drafts of all rows together. All rows have drafts, or, where as many do not fit, as
+        many rows as can, or half, a quarter, an eighth and so on of these: those whose drafts are most likely accepted.
         """
         rows, likely = len(rates), sorted(rates, reverse=True)
         hope = min(_HOPE, sum(rates) / rows + _MARGIN)
         best, top, below = Choice(0), 0.0, 0
         for drafts in self._ladder:
-            key = size(rows), drafts
-            if not self.costs.measured(rows, drafts) and self._tries.get(key, 0) < _TRIES:
+            key, limit = (size(rows), drafts), rows if not drafts else min(rows, room // drafts)
+            if not limit:
+                break
+            # A step in which only some rows have so many drafts was measured as one of fewer drafts of all rows.
+            if limit == rows and not self.costs.measured(rows, drafts) and self._tries.get(key, 0) < _TRIES:
                 slowest = self.costs.seconds(rows, below)
                 if slowest and rows * expected_tokens(round(hope, 2), drafts) < top * slowest:
                     continue  # it would not be the best even if further drafts cost nothing
                 self._tries[key] = self._tries.get(key, 0) + 1
                 return Choice(drafts, measures=True)
-            some, rate = self._best_part(likely, drafts)
+            some, rate = self._best_part(likely, drafts, limit)
             if rate > top * (1 if best.most else _GAIN):
                 # Between the last row with drafts and the first without, so that neither changes with each estimate.
                 least = (likely[some - 1] + likely[some]) / 2 if some < rows else 0.0
@@ -131,9 +135,9 @@ class DraftCount:
         self.costs.again(rows)
         self._tries = {key: count for key, count in self._tries.items() if key[0] != size(rows)}
 
-    def _best_part(self, likely: Sequence[float], drafts: int) -> tuple[int, float]:
-        """Return how many of the rows should have this many drafts, and the tokens per second."""
-        rows, some, best = len(likely), len(likely), (len(likely), 0.0)
+    def _best_part(self, likely: Sequence[float], drafts: int, limit: int) -> tuple[int, float]:
+        """Return how many of the rows, up to `limit`, should have this many drafts, and the tokens per second."""
+        rows, some, best = len(likely), limit, (limit, 0.0)
         sums = [0.0, *accumulate(expected_tokens(round(p, 2), drafts) for p in likely)]
         while some:
             seconds = self.costs.seconds(rows, drafts * some / rows)

@@ -59,8 +59,8 @@ class Speculation:
         self._choice = Choice(0)
         self._probes = 0  # rows of which this plan verifies a draft although drafts do not pay
 
-    def begin(self, running: Sequence[Request]) -> None:
-        """Begin a plan in which these requests run."""
+    def begin(self, running: Sequence[Request], room: int) -> None:
+        """Begin a plan in which these requests run, and whose step can verify up to `room` drafts in all."""
         self._plans += 1
         self._probes, rows = 0, len(running)
         if self._plans % _AGAIN == 0:
@@ -69,7 +69,7 @@ class Speculation:
             return
         if rows and (self._choice.measures or rows != self._rows or self._plans % _REFRESH == 0):
             self._rows = rows
-            self._choice = self.count.choose([self._rate(request) for request in running])
+            self._choice = self.count.choose([self._rate(request) for request in running], room)
         if not self._choice.most:
             if self.config.max_rows:
                 self._probes = int(self._plans % MODEL_PROBE == 0)
