@@ -12,7 +12,7 @@ _WEIGHT = 0.05  # of a measurement in a running mean
 _OUTLIER = 0.5  # largest relative distance of a measurement from the mean that counts
 _OFTEN = 5  # measurements after which a number of drafts counts as measured
 _TRIES = 8 * _OFTEN  # plans after which a number of drafts is given up that too few steps had
-_GAIN = 1.05  # drafts are made if they give so many times the tokens per second of plain decoding
+_GAIN = 1.07  # drafts are made if they give so many times the tokens per second of plain decoding
 _HOPE, _MARGIN = 0.95, 0.15  # acceptance that is hoped for: the mean of the rows' and a margin, limited
 
 
