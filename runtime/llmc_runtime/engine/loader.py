@@ -92,7 +92,7 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
             speculation=speculation_of(options.speculate, executor.max_drafts, executor.draft_model.max_rows),
             max_num_logits=executor.max_entries,
         )
-        draw = random.Random(options.seed)
+        draw = random.Random(f"{options.seed} {number}" if number else options.seed)
         engine = Engine(Scheduler(config, lambda: draw.getrandbits(64)), executor)
         trace = None if options.trace is None else attach_trace(engine, options.trace)
     except BaseException:
