@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from llmc_runtime.kv.prefix import extend_chain, root_digest
 
-RUNNING = 16  # cost of an open sequence, in prompt tokens
-SHARE = 1.25  # an engine may have this many times the mean of open sequences, plus one
+RUNNING = 32  # cost of an open sequence, in prompt tokens
+SHARE = 1.5  # an engine may have this many times the mean of open sequences, plus one
 MAX_DIGESTS = 1 << 17  # remembered pages, over all engines
 MAX_PAGES = 1024  # pages of a prompt that are compared; the time to hash more would delay the event loop
 
