@@ -74,9 +74,12 @@ def served(
 
     async def main() -> None:
         async with fake(pace, tok=TOK, **options) as llm:
-            meters = ServerMetrics("toy", llm.stats, lambda: about(llm, "toy"), alias)
+            engines = len(llm.engines)
+            meters = ServerMetrics(
+                "toy", llm.stats if engines == 1 else llm.stats_by_engine, lambda: about(llm, "toy"), alias
+            )
             admission = Admission(
-                sequences, tokens, per_key, meters.refused, ROWS, len(keys), max_wait, lambda: llm.num_waiting
+                sequences, tokens, per_key, meters.refused, ROWS * engines, len(keys), max_wait, lambda: llm.num_waiting
             )
             serving = Serving(llm, ("toy", "other"), admission, meters, timeout=timeout, store_bytes=store)
             limit = ConnectionLimit(connections, lambda: meters.refused("connections"))

@@ -51,7 +51,7 @@ class Speculation:
     """Decides how many drafts to make and to verify. Constructed for each scheduler that drafts."""
 
     def __init__(self, config: SpeculationConfig) -> None:
-        self.config, self.count = config, DraftCount(config.num_tokens)
+        self.config, self.count = config, DraftCount(config.num_tokens, config.max_rows > 0)
         self._acceptance = 0.5  # of the drafts verified lately, over all rows
         self._planned: deque[float] = deque()  # when the steps in flight were planned
         self._ended = 0.0  # when the last step ended

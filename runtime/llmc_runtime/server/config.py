@@ -159,7 +159,7 @@ def _suggestion(name: str, known: Sequence[str]) -> str:
 
 def _of_file(path: Path, known: Mapping[str, Option]) -> dict[str, Any]:
     """Return the options of a file by name. Values are parsed as those of flags."""
-    by_key = {flag[2:]: option for option in known.values() if option.file for flag in option.spellings}
+    by_key = {flag.removeprefix("--"): option for option in known.values() if option.file for flag in option.spellings}
     ignored, parser, values = by_flag(), serve_parser(exit_on_error=False), dict[str, Any](ignored_flags=[])
     for key, value in _load(path).items():
         name = str(key).replace("_", "-")

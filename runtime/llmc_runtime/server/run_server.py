@@ -211,8 +211,10 @@ def names_of(options: Options) -> tuple[str, ...]:
 
 def _serving(options: Options, llm: AsyncLLM) -> Serving:
     names = names_of(options)
-    meters = ServerMetrics(names[0], llm.stats, partial(about, llm, names[0]), options.metrics_alias)
-    rows, length = llm.config.max_num_seqs, llm.config.max_model_len
+    engines = llm.args.data_parallel_size
+    stats: Any = llm.stats if engines == 1 else llm.stats_by_engine
+    meters = ServerMetrics(names[0], stats, partial(about, llm, names[0]), options.metrics_alias)
+    rows, length = llm.config.max_num_seqs * engines, llm.config.max_model_len
     queued_tokens = options.max_queued_tokens
     if queued_tokens is None:
         queued_tokens = options.max_queued_requests * length

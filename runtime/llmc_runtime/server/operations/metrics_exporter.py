@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from llmc_runtime.server.operations.admission import REASONS
 
 if TYPE_CHECKING:
     from llmc_runtime.api.async_llm import AsyncLLM
+    from llmc_runtime.engine.messages import Ready
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX, ALIASES = "llmc:", ("vllm",)
@@ -66,14 +67,15 @@ _ENDS = ("stop", "length", "abort", "error")
 class ServerMetrics:
     """The metrics of one served model.
 
-    `stats` returns the engine's figures by name (see metrics), and `about` metric families that are constant while the
-    engine runs. `gauges` are current values of the server. With `alias`, all metrics are repeated with that prefix.
+    `stats` returns the engine's figures by name (see metrics), or a list of those of several engines, and `about`
+    metric families that are constant while the engine runs. The metrics of several engines have the label `engine`.
+    `gauges` are current values of the server. With `alias`, all metrics are repeated with that prefix.
     """
 
     def __init__(
         self,
         model: str,
-        stats: Callable[[], Mapping[str, Any]],
+        stats: Callable[[], Mapping[str, Any] | Sequence[Mapping[str, Any]]],
         about: Callable[[], Iterable[Metric]] = tuple,
         alias: str | None = None,
     ) -> None:
@@ -138,43 +140,52 @@ class ServerMetrics:
             if (number := value()) is not None:
                 yield self._family(GaugeMetricFamily, name, text, number)
         for name, (text, bounds) in _HISTOGRAMS.items():
-            yield self._histogram(name, text, bounds, self.histograms[name].as_list())
+            yield self._histogram(name, text, bounds, {"": self.histograms[name].as_list()})
         text = "Kernels compiled while serving; always 0, as the runtime has no compiler"
         yield self._family(CounterMetricFamily, "runtime_compiles", text, 0)
         yield from self._of_engine()
         yield from self._about()
 
     def _of_engine(self) -> Iterable[Metric]:
-        stats: dict[str, Stat] = dict(self._stats())
-        stats.pop("request_success", None)  # the server also counts disconnects and engine failures
-        for key, (name, text, bounds) in _OF_ENGINE.items():
-            values = stats.pop(key, None)
-            if isinstance(values, list):
-                yield self._histogram(name, text, bounds, values)
-        for name, value in stats.items():
-            if isinstance(value, dict | int | float):
+        stats = self._stats()
+        engines: dict[str, Mapping[str, Stat]] = (
+            {"": stats} if isinstance(stats, Mapping) else {str(i): each for i, each in enumerate(stats)}
+        )
+        names = [name for name in next(iter(engines.values())) if name != "request_success"]  # the server counts these:
+        for name in names:  # also disconnects and engine failures
+            values = {engine: each[name] for engine, each in engines.items() if name in each}
+            if name in _OF_ENGINE:
+                yield self._histogram(*_OF_ENGINE[name], values)
+            elif not any(isinstance(value, list) for value in values.values()):
                 kind = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
-                yield self._family(kind, name, f"Of the engine: {name}", value, _LABELS.get(name, "reason"))
+                yield self._by_engine(kind, name, f"Of the engine: {name}", values, _LABELS.get(name, "reason"))
 
-    def _family(
-        self, kind: Any, name: str, text: str, value: float | Mapping[str, float], label: str = "reason"
-    ) -> Metric:
+    def _family(self, kind: Any, name: str, text: str, value: Stat, label: str = "reason") -> Metric:
         """Return a metric family with one value, or with values by `label`."""
-        labels = ["model_name", label] if isinstance(value, Mapping) else ["model_name"]
-        family: Any = kind(PREFIX + name, text, labels=labels)
-        if isinstance(value, Mapping):
-            for key, number in value.items():
-                family.add_metric([self._model, key], number)
-        else:
-            family.add_metric([self._model], value)
+        return self._by_engine(kind, name, text, {"": value}, label)
+
+    def _by_engine(self, kind: Any, name: str, text: str, values: Mapping[str, Stat], label: str = "reason") -> Metric:
+        """Return a metric family with the values of each engine; an empty name stands for all."""
+        owner = ["model_name"] if "" in values else ["model_name", "engine"]
+        by_label = any(isinstance(value, Mapping) for value in values.values())
+        family: Any = kind(PREFIX + name, text, labels=[*owner, label] if by_label else owner)
+        for engine, value in values.items():
+            mine = [self._model, *filter(None, [engine])]
+            if isinstance(value, Mapping):
+                for key, number in value.items():
+                    family.add_metric([*mine, key], number)
+            else:
+                family.add_metric(mine, value)
         return family
 
-    def _histogram(self, name: str, text: str, bounds: tuple[float, ...], counts: list[float]) -> Metric:
-        """Return a histogram; `counts` are the sum of all values, then the number of values in each bucket."""
+    def _histogram(self, name: str, text: str, bounds: tuple[float, ...], values: Mapping[str, Any]) -> Metric:
+        """Return a histogram; the values of each engine are the sum, then the number of values in each bucket."""
         names = [*map(repr, map(float, bounds)), "+Inf"]
-        buckets: Any = list(zip(names, itertools.accumulate(counts[1:]), strict=True))
-        family: Any = HistogramMetricFamily(PREFIX + name, text, labels=["model_name"])
-        family.add_metric([self._model], buckets, counts[0])
+        labels = ["model_name"] if "" in values else ["model_name", "engine"]
+        family: Any = HistogramMetricFamily(PREFIX + name, text, labels=labels)
+        for engine, counts in values.items():
+            buckets: Any = list(zip(names, itertools.accumulate(counts[1:]), strict=True))
+            family.add_metric([self._model, *filter(None, [engine])], buckets, counts[0])
         return family
 
 
@@ -233,23 +244,33 @@ class RequestMetrics:
 
 
 def about(llm: AsyncLLM, model: str) -> Iterable[Metric]:
-    """Yield the configuration of an engine's cache, and the duration of each stage of its startup."""
-    config, startup = llm.config, llm.startup
-    cache = {
+    """Yield the configuration of the engines' caches, and the duration of each stage of their startup."""
+    engines = [(engine.ready or llm.config, engine.startup) for engine in llm.engines]
+    several = len(engines) > 1
+    owner = ["model_name", "engine"] if several else ["model_name"]
+    owners = [[model, str(i)] if several else [model] for i in range(len(engines))]
+    names = _cache_of(llm.config)
+    family = GaugeMetricFamily(PREFIX + "cache_config_info", "Sizes of the engine", labels=[*owner, *names])
+    for mine, (config, _) in zip(owners, engines, strict=True):
+        family.add_metric([*mine, *map(str, _cache_of(config).values())], 1)
+    yield family
+    text = "Duration of each stage of the engine's last startup"
+    family = GaugeMetricFamily(PREFIX + "startup_time_seconds", text, labels=[*owner, "stage"])
+    text = "Time to load weights and programs onto the device"
+    weights = GaugeMetricFamily(PREFIX + "weight_load_duration_seconds", text, labels=owner)
+    for mine, (_, startup) in zip(owners, engines, strict=True):
+        for stage, seconds in startup.items():
+            family.add_metric([*mine, stage], seconds)
+        if "weights" in startup:
+            weights.add_metric(mine, startup["weights"])
+    yield family
+    if weights.samples:
+        yield weights
+
+
+def _cache_of(config: Ready) -> dict[str, Any]:
+    return {
         "block_size": config.page_size, "num_gpu_blocks": config.num_pages, "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.max_num_batched_tokens,
         "enable_prefix_caching": config.prefix_caching,
     }  # fmt: skip
-    family = GaugeMetricFamily(PREFIX + "cache_config_info", "Sizes of the engine", labels=["model_name", *cache])
-    family.add_metric([model, *map(str, cache.values())], 1)
-    yield family
-    text = "Duration of each stage of the engine's last startup"
-    family = GaugeMetricFamily(PREFIX + "startup_time_seconds", text, labels=["model_name", "stage"])
-    for stage, seconds in startup.items():
-        family.add_metric([model, stage], seconds)
-    yield family
-    if "weights" in startup:
-        text = "Time to load weights and programs onto the device"
-        family = GaugeMetricFamily(PREFIX + "weight_load_duration_seconds", text, labels=["model_name"])
-        family.add_metric([model], startup["weights"])
-        yield family
