@@ -47,10 +47,10 @@ class Histogram:
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds, self.total, self.counts = bounds, 0.0, [0] * (len(bounds) + 1)
 
-    def add(self, value: float) -> None:
-        """Count a value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
+    def add(self, value: float, times: int = 1) -> None:
+        """Count a value, as often as `times`."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
 
     def as_list(self) -> list[float]:
         """Return the histogram as a Stat."""

@@ -129,6 +129,7 @@ class AsyncLLM(ModelAPI):
         tenant: str = "",
         timeout: float | None = None,
         output_kind: str = "cumulative",
+        interval: float = 0.0,
         visible: frozenset[int] = frozenset(),
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue one prompt (see LLM.generate). Leaving the iterator, or cancelling its task, aborts the request.
@@ -141,6 +142,7 @@ class AsyncLLM(ModelAPI):
         timeout:          seconds until the request fails with E666
         output_kind:      "cumulative" (each output holds everything so far), "delta" (what is new) or "final_only". A
                           slow reader gets fewer and larger outputs
+        interval:         minimum seconds between two outputs, except the last one and errors
         visible:          special tokens that are part of the text even if skip_special_tokens is set
 
         Raises LlmcError E6xx if the request is refused, E660 to E664 if the engine process is not available.
@@ -160,7 +162,7 @@ class AsyncLLM(ModelAPI):
         bad_words, size = await self._bad_words(params), config.vocab_size
         request = prepare(ready, params, bad_words, size, priority=priority, cache_salt=cache_salt, tenant=tenant)
         state = AsyncRequestState(
-            output_kind, request_id, ready.text, ready.ids, request.params, self.tokenizer, visible
+            output_kind, interval, request_id, ready.text, ready.ids, request.params, self.tokenizer, visible
         )
         engine, timer = supervisor.route(request), None
         outputs = engine.outputs

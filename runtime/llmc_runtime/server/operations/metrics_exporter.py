@@ -214,7 +214,7 @@ class RequestMetrics:
         if self._first is None:
             self._begin(now, output)
         else:
-            self._next(now - self._last)
+            self._next((now - self._last) / new, new)  # tokens that arrive together share the time since the last ones
         self._last = now
         self.tokens += new
 
