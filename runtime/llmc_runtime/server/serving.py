@@ -298,7 +298,8 @@ class Serving:
     ) -> Updates:
         record, hold = call.record or Record(), call.hold
         record.begin(call.id, [prompt for prompt, _ in jobs], call.request_id)
-        meters = [self.meters.begin(len(prompt.ids), params) for prompt, params in jobs]
+        meters = [self.meters.begin(len(prompt.ids), params, call.key) for prompt, params in jobs]
+        self.meters.used(call.key, "key_requests")
         assert hold.slot is not None  # reserved in `run`
         try:
             outputs = sum((params.max_tokens or 0) * params.n for _, params in jobs)

@@ -1,8 +1,8 @@
 """The server's metrics in Prometheus format, with vLLM's names after the prefix "llmc:", and those of its process.
 
-Labels take values from closed sets: the model's name, finish reasons, reasons of refusal, stages of startup. Every
-value is stored once: the engine's own counters are read when metrics are requested, and metrics with another prefix are
-derived from the finished text.
+Labels take values from closed sets: the model's name, the configured names of API keys, finish reasons, reasons of
+refusal, stages of startup. Every value is stored once: the engine's own counters are read when metrics are requested,
+and metrics with another prefix are derived from the finished text.
 """
 
 from __future__ import annotations
@@ -61,6 +61,13 @@ _OF_ENGINE: Mapping[str, tuple[str, str, tuple[float, ...]]] = MappingProxyType(
 })  # fmt: skip
 # Labels of the engine's counters that are not by reason.
 _LABELS: Mapping[str, str] = MappingProxyType({"spec_decode_num_accepted_tokens_per_pos": "position"})
+# What the requests of each API key used, by the key's name.
+_BY_KEY: Mapping[str, str] = MappingProxyType({
+    "key_requests": "Requests for generation",
+    "key_prompt_tokens": "Prompt tokens of requests that have generated a token",
+    "key_prompt_tokens_cached": "Those of them that were in the prefix cache",
+    "key_generation_tokens": "Generated tokens",
+})  # fmt: skip
 _ENDS = ("stop", "length", "abort", "error")
 
 
@@ -69,7 +76,8 @@ class ServerMetrics:
 
     `stats` returns the engine's figures by name (see metrics), or a list of those of several engines, and `about`
     metric families that are constant while the engine runs. The metrics of several engines have the label `engine`.
-    `gauges` are current values of the server. With `alias`, all metrics are repeated with that prefix.
+    `gauges` are current values of the server. With `alias`, all metrics are repeated with that prefix. `key_names` has
+    the names of API keys by their identifiers.
     """
 
     def __init__(
@@ -78,6 +86,7 @@ class ServerMetrics:
         stats: Callable[[], Mapping[str, Any] | Sequence[Mapping[str, Any]]],
         about: Callable[[], Iterable[Metric]] = tuple,
         alias: str | None = None,
+        key_names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.registry = CollectorRegistry()
         self._model, self._stats, self._about, self._alias = model, stats, about, alias
@@ -86,6 +95,8 @@ class ServerMetrics:
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self._refused = dict.fromkeys(REASONS, 0)
         self.ends = dict.fromkeys(_ENDS, 0)  # number of outputs by finish reason
+        self.key_names = key_names
+        self._by_key = {name: dict.fromkeys(key_names.values(), 0) for name in _BY_KEY}
         self.registry.register(self)
         ProcessCollector(registry=self.registry)  # process_*: the server's process, not the engine's
 
@@ -118,13 +129,18 @@ class ServerMetrics:
         if reason == "abort":
             self._counts["num_aborted_requests"] += count
 
-    def begin(self, prompt_tokens: int, params: SamplingParams) -> RequestMetrics:
-        """Count a new request and return its metrics."""
+    def used(self, key: str, measure: str, count: int = 1) -> None:
+        """Add to a measure of _BY_KEY. Keys without a name are not counted."""
+        if key in self.key_names:
+            self._by_key[measure][self.key_names[key]] += count
+
+    def begin(self, prompt_tokens: int, params: SamplingParams, key: str = "") -> RequestMetrics:
+        """Count a new prompt of a request with this key, and return its metrics."""
         self.histograms["request_prompt_tokens"].add(prompt_tokens)
         self.histograms["request_params_n"].add(params.n)
         if params.max_tokens is not None:
             self.histograms["request_params_max_tokens"].add(params.max_tokens)
-        return RequestMetrics(self, params.n)
+        return RequestMetrics(self, params.n, key, prompt_tokens)
 
     def collect(self) -> Iterable[Metric]:
         """Yield all metric families with their current values."""
@@ -136,6 +152,8 @@ class ServerMetrics:
         yield self._family(
             CounterMetricFamily, "request_success", "Outputs by finish reason", self.ends, "finished_reason"
         )
+        for name, text in _BY_KEY.items() if self.key_names else ():
+            yield self._family(CounterMetricFamily, name, f"{text}, by API key", self._by_key[name], "key")
         for name, (text, value) in self.gauges.items():
             if (number := value()) is not None:
                 yield self._family(GaugeMetricFamily, name, text, number)
@@ -190,9 +208,10 @@ class ServerMetrics:
 
 
 class RequestMetrics:
-    """Measures the times and tokens of one request."""
+    """Measures the times and tokens of one prompt, which a request with the API key `key` sent."""
 
-    def __init__(self, metrics: ServerMetrics, outputs: int) -> None:
+    def __init__(self, metrics: ServerMetrics, outputs: int, key: str = "", prompt_tokens: int = 0) -> None:
+        self._key, self._prompt_tokens = key, prompt_tokens
         self._metrics, self._outputs, self._open = metrics, outputs, outputs
         self._next = metrics.histograms["inter_token_latency_seconds"].add
         self._began = self._last = time.monotonic()
@@ -217,6 +236,7 @@ class RequestMetrics:
             self._next((now - self._last) / new, new)  # tokens that arrive together share the time since the last ones
         self._last = now
         self.tokens += new
+        self._metrics.used(self._key, "key_generation_tokens", new)
 
     def end(self, rest: str) -> None:
         """Record the end of the request. Outputs that have not ended count as ended by `rest`."""
@@ -237,6 +257,8 @@ class RequestMetrics:
     def _begin(self, now: float, output: RequestOutput) -> None:
         histograms, self._first = self._metrics.histograms, now
         histograms["time_to_first_token_seconds"].add(now - self._began)
+        self._metrics.used(self._key, "key_prompt_tokens", self._prompt_tokens)
+        self._metrics.used(self._key, "key_prompt_tokens_cached", output.num_cached_tokens)
         if output.times is not None:
             queued, self._prefill = output.times
             histograms["request_queue_time_seconds"].add(queued)
