@@ -1,8 +1,8 @@
 """Builds the documentation site in build/site: `make docs`.
 
-The pages link to each other and to files of the repository as plain files do. They are copied, with every file that they
-link to, into a folder of the same layout, from which MkDocs builds in strict mode: a broken link, a missing anchor or a
-page that the navigation does not have is an error.
+The pages link to each other and to files of the repository as plain files do. They are copied, with every file that
+they link to, into a folder of the same layout, from which MkDocs builds in strict mode: a broken link, a missing anchor
+or a page that the navigation does not have is an error.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> int:
         else:
             shutil.copyfile(path, to)
     config = Path(__file__).with_name("mkdocs.yml")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--clean", "-f", str(config)]  # -q hides warnings from --strict
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--clean", "-f", str(config)]  # not -q: no warnings
     code = subprocess.call(command, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})  # no advertisement
     if code:
         return code
