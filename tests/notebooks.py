@@ -1,7 +1,7 @@
 """Runs the notebooks in examples/notebooks as they stand: `make notebooks`; no test.
 
-This program runs in an environment of its own, which has nbclient. It sees the packages of the environment whose path is
-the first argument, and installs nothing there. Further arguments name notebooks.
+This program runs in an environment of its own, which has nbclient. It sees the packages of the environment whose path
+is the first argument, and installs nothing there. Further arguments name notebooks.
 """
 
 from __future__ import annotations
