@@ -5,6 +5,8 @@
 #   make test    the test suite (two cores: under ten minutes)
 #   make lint    ruff, mypy, import-linter
 #   make clients other projects' clients and a browser against the demonstration model (CLIENTS_ARGS="-k node")
+#   make docs    the documentation as a site in build/site
+#   make notebooks   run examples/notebooks as they stand
 #   make bench   benchmarks, as a table and as JSON in build/bench
 #   make bench-gpu   the same on an NVIDIA GPU
 #   make test-gpu    device, kernels and models on an NVIDIA GPU, then a sample of the kernels under compute-sanitizer
@@ -29,7 +31,7 @@ SEED ?= $(shell date +%s)
 STEPS ?= 1000000
 FUZZ_SECONDS ?= 600
 
-.PHONY: install setup demo test test-gpu lint clients clients-setup bench bench-gpu bench-peers sim corpus attacks clean
+.PHONY: install setup demo test test-gpu lint docs notebooks clients clients-setup bench bench-gpu bench-peers sim corpus attacks clean
 install: $(VENV)/.stamp-compile
 	@echo "make: installed; next: . $(VENV)/bin/activate" >&2
 
@@ -92,6 +94,30 @@ lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# MkDocs in an environment of its own.
+DOCS_VENV := build/docs-venv
+docs: $(DOCS_VENV)/.stamp
+	$(DOCS_VENV)/bin/python docs/site/build.py
+
+$(DOCS_VENV)/.stamp: docs/site/requirements.txt $(VENV)/.stamp-venv
+	@echo "make: installing MkDocs into $(DOCS_VENV) (half a minute, once)" >&2
+	$(BIN)/python -m venv --clear $(DOCS_VENV)
+	$(DOCS_VENV)/bin/pip install --disable-pip-version-check --no-deps --no-compile -r $<
+	$(DOCS_VENV)/bin/pip check
+	@touch $@
+
+# Jupyter's kernel in an environment of its own, which sees the packages of $(VENV).
+NOTEBOOKS_VENV := build/notebooks-venv
+notebooks: $(NOTEBOOKS_VENV)/.stamp $(VENV)/.stamp-dev
+	$(NOTEBOOKS_VENV)/bin/python tests/notebooks.py $(VENV) $(NOTEBOOKS)
+
+$(NOTEBOOKS_VENV)/.stamp: examples/notebooks/requirements.txt $(VENV)/.stamp-venv
+	@echo "make: installing Jupyter's kernel into $(NOTEBOOKS_VENV) (half a minute, once)" >&2
+	$(BIN)/python -m venv --clear $(NOTEBOOKS_VENV)
+	$(NOTEBOOKS_VENV)/bin/pip install --disable-pip-version-check --no-deps --no-compile -r $<
+	$(NOTEBOOKS_VENV)/bin/pip check
+	@touch $@
 
 bench: $(VENV)/.stamp-dev
 	@mkdir -p build/bench

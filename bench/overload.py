@@ -38,7 +38,8 @@ from bench.overload_client import Client, Log
 ROOT = Path(__file__).resolve().parent.parent
 TICK = os.sysconf("SC_CLK_TCK")
 LOADS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
-WARM = 2.0  # seconds of a load before it is measured
+WARM = 2.0  # seconds of a load before it is measured, besides those that fill the queue
+MAX_FILLING = 10.0  # seconds allowed for filling the queue
 
 
 @dataclass
@@ -203,13 +204,21 @@ def closed(client: Client, width: int, seconds: float) -> tuple[Log, int]:
     return log.within(end - seconds, end), len(log.done)
 
 
-def offered(client: Client, server: Server, rate: float, seconds: float) -> tuple[Log, list[float]]:
-    """Send requests at `rate` at random times; return what ended within `seconds` after warming up, and the CPU
-    seconds.
+def filling(queue: int, rate: float, peak: float) -> float:
+    """Return the seconds in which a load above the peak fills the queue; 0 for other loads.
+
+    Until then the server parses and queues more requests than it completes, and refuses few of them.
+    """
+    return queue / (rate - peak) if rate > peak else 0.0
+
+
+def offered(client: Client, server: Server, rate: float, warm: float, seconds: float) -> tuple[Log, list[float]]:
+    """Send requests at `rate` at random times; return what ended within `seconds` after the first `warm` seconds, and
+    the CPU seconds.
     """
     draw, log, before = random.Random(11), Log(), None
     due = time.perf_counter()
-    begin = due + WARM
+    begin = due + warm
     end = begin + seconds
     while (due := due + draw.expovariate(rate)) < end:
         while (now := time.perf_counter()) < due:
@@ -243,7 +252,8 @@ def measured(server: Server, keep: bool, args: argparse.Namespace) -> list[Row]:
     rows = []
     for load in args.loads:
         rate = load * last
-        log, cpu = offered(client, server, rate, args.seconds)
+        warm = WARM + min(MAX_FILLING, filling(args.queue, rate, last))
+        log, cpu = offered(client, server, rate, warm, args.seconds)
         before, last = last, peak(width)
         rows.append(row(mode, load, rate, (before + last) / 2, log, cpu, args.seconds, objective, min(costs)))
         print(line(rows[-1]), file=sys.stderr, flush=True)

@@ -75,6 +75,10 @@ def test_measurements_take_turns_forwards_then_backwards() -> None:
     assert found == {"A": [1.0, 4.0], "B": [2.0, 3.0]}
 
 
+def test_a_load_above_the_peak_fills_the_queue_before_it_is_measured() -> None:
+    assert [overload.filling(64, rate, 40.0) for rate in (20.0, 40.0, 72.0, 800.0)] == [0, 0, 2.0, 64 / 760]
+
+
 def test_overload_medians_are_of_loads_measured_several_times() -> None:
     def row(load: float, share: float) -> overload.Row:
         values = dict.fromkeys((field.name for field in dataclasses.fields(overload.Row)), 0.0)

@@ -285,6 +285,8 @@ def run(path: Path, method: Method, results: Results) -> None:
             costs = {drafts: chosen.count.costs.seconds(batch, drafts) for drafts in (0, *FIXED)}
             print("  ms a step by drafts, as the engine measured:", {k: round(1e3 * v, 3) for k, v in costs.items()})
             for drafts in FIXED:
+                if batch * (1 + drafts) > scheduler.config.logits:
+                    continue  # not all rows can have as many
                 fixed = FixedDrafts(chosen.config)
                 fixed.fixed = drafts
                 _draft_by(scheduler, fixed)

@@ -15,11 +15,13 @@ from urllib.parse import quote_from_bytes, unquote_to_bytes
 from llmc_runtime.defaults import parse_override
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Manifest
+from llmc_runtime.host_info import default_threads, usable_cpus
 from llmc_runtime.ignored_options import check_keywords
 from llmc_runtime.option_type import count, option, options_of, parse_bytes, positive
 from llmc_runtime.speculate_option import DRAFTED, TOKENS, check_speculate, parse_speculate
 
 MAX_THREADS = 1024
+MAX_ENGINES = 64
 _DTYPES: Mapping[str, str] = MappingProxyType({"float32": "f32", "bfloat16": "bf16"})  # "auto" is any
 _SERVE, _RUN, _BOTH = ("serve",), ("run",), ("serve", "run")
 _COMPILE = ("serve", "compile")
@@ -43,6 +45,10 @@ def _integer(code: str, low: int = 0, high: int = 0) -> Any:
 def _seed(name: str, value: Any) -> int:
     """Return a 64-bit integer, a random one for None."""
     return secrets.randbits(63) if value is None else int(_integer("E201", -(1 << 63), (1 << 64) - 1)(name, value))
+
+
+def _engines(name: str, value: Any) -> int:
+    return int(_integer("E201", 1, MAX_ENGINES)(name, 1 if value is None else value))
 
 
 def _switch(name: str, value: Any) -> bool:
@@ -77,6 +83,11 @@ class EngineOptions:
     threads: int | None = option(
         None, "number of CPU threads (default: physical cores)", commands=_BOTH, read=positive, metavar="N",
         check=_integer("E201", 1, MAX_THREADS), engine=True,
+    )  # fmt: skip
+    data_parallel_size: int = option(
+        1, "number of engine processes, each with a KV cache and, on GPUs, a GPU of its own; by default they divide "
+        "the CPU's cores and memory. Other options of the engine are per process", commands=_SERVE,
+        flags=("--data-parallel-size", "-dp"), read=positive, metavar="N", check=_engines, engine=True,
     )  # fmt: skip
     seed: int | None = option(
         0, "seed from which the seeds of requests without one are derived (0; None in Python: random)", commands=_SERVE,
@@ -142,6 +153,9 @@ class EngineOptions:
         for one in options_of(type(self)).values():
             if one.check is not None:
                 object.__setattr__(self, one.name, one.check(one.name, getattr(self, one.name)))
+        if self.data_parallel_size > 1 and self.trace is not None:
+            cause = f"trace is one file, and data_parallel_size = {self.data_parallel_size}"
+            raise LlmcError("E201", cause, "trace one engine, or use /admin/trace of llmc-serve")
 
     @classmethod
     def of_keywords(cls, model: str | Path, values: Mapping[str, Any], say: Callable[[str], None]) -> Self:
@@ -151,14 +165,15 @@ class EngineOptions:
         change responses and for unknown ones, E201 and E204 for values that are not allowed.
         """
         own = options_of(cls)
-        flags = {flag[2:].replace("-", "_"): name for name, o in own.items() for flag in o.spellings}
+        flags = {flag.removeprefix("--").replace("-", "_"): name for name, o in own.items() for flag in o.spellings}
         values = {k if k in own else flags.get(k, k): v for k, v in values.items()}  # as --speculative-config
         for message in check_keywords({k: v for k, v in values.items() if k not in own}, own):
             say(message)
         return cls(model, **{k: v for k, v in values.items() if k in own})
 
     def check_artifact(self, manifest: Manifest) -> None:
-        """Raise LlmcError E204 if the model is this artifact, and was compiled for another target or dtype."""
+        """Raise LlmcError E204 if the model is this artifact, and was compiled for another target or dtype, and E201 if
+        there are fewer CPUs than engines on them."""
         target, dtype = manifest.target.name, manifest.kv.dtype
         if self.target is not None and self.target.partition("+")[0] != target.partition("+")[0]:
             cause = f"{self.model} was compiled for {target}, not for target={self.target!r}"
@@ -167,6 +182,15 @@ class EngineOptions:
         if dtype in _DTYPES.values() and wanted != dtype:
             cause = f"{self.model} computes in {dtype}, not in dtype={self.dtype!r}"
             raise LlmcError("E204", cause, "leave dtype out, or compile the model with that dtype")
+        engines, cpus = self.data_parallel_size, usable_cpus()
+        if target.startswith("cpu:") and engines > max(1, cpus):
+            cause = f"data_parallel_size = {engines}: an engine needs a CPU of its own, and this process may use {cpus}"
+            raise LlmcError("E201", cause, f"set data_parallel_size to at most {cpus}")
+
+    @property
+    def engine_threads(self) -> int:
+        """The number of threads of each engine: `threads`, or its part of the physical cores."""
+        return self.threads or max(1, default_threads() // self.data_parallel_size)
 
     @property
     def compile_options(self) -> dict[str, str]:

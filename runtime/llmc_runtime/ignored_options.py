@@ -43,7 +43,8 @@ def _refused(names: str, reason: str, *harmless: str, values: str = "1") -> Igno
 _AHEAD = "programs and device graphs are fixed at compile time"
 _CHUNKS = "prompts are always processed in chunks"
 _KERNELS = "kernels and page size are fixed in the artifact"
-_ONE_DEVICE = "an artifact runs on one device; start a server per device, behind a load balancer"
+_ONE_DEVICE = "an artifact runs on one device; --data-parallel-size starts an engine per device"
+_ONE_FRONT = "one process answers HTTP for all engines; for more, start servers behind a load balancer"
 _COMPILED = "fixed at compile time: compile another artifact"
 _FILES = "the artifact has its own, from the model's folder: change it there, and compile again"
 _ADAPTERS = "adapters are not supported: merge them into the weights, and compile"
@@ -96,7 +97,7 @@ IGNORED = (
 )
 REFUSED = (
     _refused("--tensor-parallel-size -tp --pipeline-parallel-size -pp", _ONE_DEVICE, "1"),
-    _refused("--data-parallel-size -dp --api-server-count -asc", _ONE_DEVICE, "1"),
+    _refused("--api-server-count -asc", _ONE_FRONT, "1"),
     _refused("--quantization -q", _COMPILED, "none", "None"),
     _refused("--kv-cache-dtype", _COMPILED, "auto"),
     _refused("--load-format", _COMPILED, "auto", "safetensors"),

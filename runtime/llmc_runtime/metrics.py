@@ -7,7 +7,7 @@ values in each bucket, the last one above all bounds.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
@@ -47,10 +47,10 @@ class Histogram:
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds, self.total, self.counts = bounds, 0.0, [0] * (len(bounds) + 1)
 
-    def add(self, value: float) -> None:
-        """Count a value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
+    def add(self, value: float, times: int = 1) -> None:
+        """Count a value, as often as `times`."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
 
     def as_list(self) -> list[float]:
         """Return the histogram as a Stat."""
@@ -124,6 +124,26 @@ def add_stats(past: Mapping[str, Stat], now: Mapping[str, Stat]) -> dict[str, St
             out[name] = [sum(values) for values in zip(*lists, strict=True)]
         else:
             out[name] = other if name in GAUGES else one + other
+    return out
+
+
+def total_stats(each: Sequence[Mapping[str, Stat]]) -> dict[str, Stat]:
+    """Return the sums over several engines; kv_cache_usage_perc is the mean."""
+    out: dict[str, Stat] = {}
+    for stats in each:
+        for name, value in stats.items():
+            before = out.get(name)
+            if before is None:
+                out[name] = value
+            elif isinstance(value, dict):
+                out[name] = _by_reason(before, value, 1)
+            elif isinstance(value, list) and isinstance(before, list):
+                out[name] = [sum(values) for values in zip(before, value, strict=True)]
+            elif isinstance(value, int | float) and isinstance(before, int | float):
+                out[name] = before + value
+    usage = out.get("kv_cache_usage_perc")
+    if isinstance(usage, int | float):
+        out["kv_cache_usage_perc"] = usage / len(each)
     return out
 
 

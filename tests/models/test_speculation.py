@@ -223,28 +223,30 @@ def test_the_cost_model_stops_drafts_that_do_not_pay() -> None:
         for _ in range(5):
             policy.count.costs.add(1, drafts, seconds)
     request.draft_trials = (50.0, 50.0)
-    policy.begin([request])
+    policy.begin([request], 100)
     assert policy.drafts(request, 9) >= 2 and policy.drafts(request, 1) == 1 and policy.drafts(request, 0) == 0
     request.draft_trials = (50.0, 1.0)
     tried = []
     for _ in range(3 * PROBE):
-        policy.begin([request])
+        policy.begin([request], 100)
         tried.append(policy.drafts(request, 9))
     assert sum(tried[PROBE:]) == 2
 
 
 def test_the_number_of_drafts() -> None:
     """The number with the most tokens per second; few rows that are likely accepted, if the others' drafts fail."""
-    count = DraftCount(7)
-    assert count.choose([0.7]) == Choice(0, measures=True)
+    count = DraftCount(7, together=False)
+    assert count.choose([0.7], 100) == Choice(0, measures=True)
     for rows, slope in ((1, 0.02), (8, 0.9)):
         for drafts in (0, 1, 2, 3, 5, 7):
             for _ in range(5):
                 count.costs.add(rows, drafts, 1 + slope * drafts)
-    assert count.choose([0.95]).most == 7 and count.choose([0.3]).most in (2, 3) and count.choose([0.01]).most == 0
-    assert count.choose([0.7] * 8).most == 0
+    assert count.choose([0.95], 100).most == 7
+    assert count.choose([0.3], 100).most in (2, 3) and count.choose([0.01], 100).most == 0
+    assert count.choose([0.7] * 8, 100).most == 0
     for _ in range(5):
-        count.costs.add(8, 1 / 8, 1.05)
+        count.costs.add(8, 1 / 8, 1.02)
     assert Choice(3, least=0.5).drafts(0.6) == 3 and Choice(3, least=0.5).drafts(0.4) == 0
-    some = count.choose([0.9, *[0.1] * 7])
+    some = count.choose([0.9, *[0.1] * 7], 100)
     assert some.most >= 1 and some.drafts(0.9) >= 1 and some.drafts(0.1) == 0
+    assert count.choose([0.95], 3).most == 3  # no more fit

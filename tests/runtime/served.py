@@ -7,7 +7,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +66,8 @@ def served(
     *, pace: float = 0.0, keys: Sequence[str] = (), limits: Limits | None = None, sequences: int = 64,
     tokens: int = 1 << 20, per_key: int | None = None, admin_keys: Sequence[str] = (), max_wait: float = math.inf,
     timeout: float | None = None, connections: int = 1000, alias: str | None = None,
-    key_scope: str = "all", origins: Sequence[str] = (), store: int = 0, **options: Any,
+    key_scope: str = "all", origins: Sequence[str] = (), store: int = 0,
+    names: Mapping[str, str] | None = None, **options: Any,
 ) -> Iterator[Served]:  # fmt: skip
     """Run a server in a thread, on a free port; `options` are the engine's."""
     listening = socket.create_server(("127.0.0.1", 0))
@@ -74,9 +75,11 @@ def served(
 
     async def main() -> None:
         async with fake(pace, tok=TOK, **options) as llm:
-            meters = ServerMetrics("toy", llm.stats, lambda: about(llm, "toy"), alias)
+            engines = len(llm.engines)
+            stats = llm.stats if engines == 1 else llm.stats_by_engine
+            meters = ServerMetrics("toy", stats, lambda: about(llm, "toy"), alias, names or {})
             admission = Admission(
-                sequences, tokens, per_key, meters.refused, ROWS, len(keys), max_wait, lambda: llm.num_waiting
+                sequences, tokens, per_key, meters.refused, ROWS * engines, len(keys), max_wait, lambda: llm.num_waiting
             )
             serving = Serving(llm, ("toy", "other"), admission, meters, timeout=timeout, store_bytes=store)
             limit = ConnectionLimit(connections, lambda: meters.refused("connections"))

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("uvicorn")
 from llmc_runtime.server.http.event_loop import ServerLoop
-from llmc_runtime.server.http.light_connections import LightConnections
+from llmc_runtime.server.http.light_connections import LightConnections, _Light, _State
 from llmc_runtime.server.load_shedding import Answer
 
 REFUSED, LATE = b"HTTP/1.1 503 X\r\ncontent-length: 2\r\n\r\nno", b"late"
@@ -230,5 +230,34 @@ def test_a_client_that_sends_without_reading_is_ended_and_delays_nobody() -> Non
                 await asyncio.sleep(0.01)
             writer.transport.abort()
             asking.close()
+
+    run(main)
+
+
+def test_a_refusal_whose_body_has_arrived_reads_the_socket_twice() -> None:
+    class Counted:
+        """A socket whose calls of `recv` are counted by their sizes."""
+
+        def __init__(self, sock: socket.socket) -> None:
+            self.sock, self.sizes, self.send = sock, list[int](), sock.send
+
+        def recv(self, size: int, flags: int = 0) -> bytes:
+            data = self.sock.recv(size, flags)
+            self.sizes.append(len(data))
+            return data
+
+    async def main() -> None:
+        state, loop = Server(), asyncio.get_running_loop()
+        light = LightConnections(lambda: 1, state.refusal, state.count, LATE, 20.0, 20.0)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            counted = Counted(ours)
+            one: Any = _Light(counted, lambda passed: None, loop.time() + 20)  # type: ignore[arg-type]
+            theirs.send(b"a no +5\r\n\r\nabcde")
+            assert light._serve(loop, one) is _State.LIGHT and one.skip == 0
+            assert theirs.recv(100) == REFUSED and counted.sizes == [16, 16]
+            theirs.send(b"b no +5\r\n\r\nab")
+            assert light._serve(loop, one) is _State.LIGHT and one.skip == 3
+            assert theirs.recv(100) == REFUSED
 
     run(main)

@@ -1,4 +1,4 @@
-"""Long outputs: the work per token does not grow with the number of tokens before it."""
+"""Long outputs: the work per token does not grow with the number of tokens before it, nor wakes a reader each time."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from llmc_runtime.api.async_request import AsyncRequestState
 from llmc_runtime.engine.input_processor import prepare
 from llmc_runtime.engine.messages import Delta, Rows, delta_of
 from llmc_runtime.engine.output_processor import OutputProcessor
+from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.logprobs import Logprob, LogprobRows
 from llmc_runtime.outputs import Collector
 from llmc_runtime.prompts import Prompt
@@ -61,7 +62,7 @@ def test_the_scores_of_a_long_prompt_hold_nobody(length: int, apart: bool, monke
     async def asked() -> None:
         outputs = OutputProcessor(lambda ids: None)
         request = prepare(Prompt(ids), SamplingParams(prompt_logprobs=1, max_tokens=1), [], tok.vocab_size)
-        reader = AsyncRequestState("cumulative", "r", None, ids, request.params, tok)
+        reader = AsyncRequestState("cumulative", 0.0, "r", None, ids, request.params, tok)
         outputs.add(request, reader)
         packed = PackedLogprobs(1)
         packed.extend(scores)
@@ -75,3 +76,46 @@ def test_the_scores_of_a_long_prompt_hold_nobody(length: int, apart: bool, monke
 
     asyncio.run(asked())
     assert where == {not apart}
+
+
+def test_a_reader_with_an_interval_is_woken_for_the_first_output_and_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("llmc_runtime.api.async_request.time.monotonic", lambda: now)
+    tok = Tokenizer(textkit.byte_level(), {}, {})
+
+    async def read() -> list[list[int]]:
+        nonlocal now
+        outputs, got = OutputProcessor(lambda ids: None), []
+        request = prepare(Prompt([50]), SamplingParams(max_tokens=9), [], tok.vocab_size)
+        reader = AsyncRequestState("delta", 0.05, "r", None, [50], request.params, tok)
+        outputs.add(request, reader)
+
+        async def follow() -> None:
+            while (output := await reader.next()) is not None:
+                got.append(list(output.outputs[0].token_ids))
+
+        following = asyncio.ensure_future(follow())
+        for token, time in enumerate((100.0, 100.01, 100.04, 100.06, 100.07, 100.08), 60):
+            now, reason = time, "length" if token == 65 else None
+            outputs.take([delta_of(Delta(request.first, [token], reason, None, None, 0, None, None, False))])
+            for _ in range(3):
+                await asyncio.sleep(0)
+        await following
+        return got
+
+    assert asyncio.run(read()) == [[60], [61, 62, 63], [64, 65]]
+
+
+def test_an_error_does_not_wait_for_the_interval() -> None:
+    async def read() -> None:
+        outputs = OutputProcessor(lambda ids: None)
+        request = prepare(Prompt([50]), SamplingParams(max_tokens=9), [], 512)
+        reader = AsyncRequestState("delta", 1e6, "r", None, [50], request.params, None)
+        outputs.add(request, reader)
+        outputs.take([delta_of(Delta(request.first, [60], None, None, None, 0, None, None, False))])
+        assert await reader.next() is not None
+        outputs.expire(reader, 1.0)
+        with pytest.raises(LlmcError, match="E666"):
+            await reader.next()
+
+    asyncio.run(read())

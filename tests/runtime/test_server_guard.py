@@ -102,8 +102,10 @@ def test_every_key_is_compared_whichever_is_right(monkeypatch: pytest.MonkeyPatc
 def test_keys_from_files_and_named_variables(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# team\nabcdefgh1\n\n  abcdefgh2  \n")
-    assert read_keys([file], ["K"], {"K": "abcdefgh3, abcdefgh4"}) == [f"abcdefgh{i}" for i in range(1, 5)]
-    assert read_keys([], [], {"K": "abcdefgh3"}) == []
+    assert list(read_keys([file], ["K"], {"K": "abcdefgh3, abcdefgh4"})) == [f"abcdefgh{i}" for i in range(1, 5)]
+    assert read_keys([], [], {"K": "abcdefgh3"}) == {}
+    named = read_keys([], ["K"], {"K": "team-a: abcdefgh1, team-a:abcdefgh2,abcdefgh3,team-a: abcdefgh4,abcdefgh1"})
+    assert named == {"abcdefgh1": "team-a", "team-a:abcdefgh2": "key-2", "abcdefgh3": "key-3", "abcdefgh4": "team-a"}
     for files, names, environment in (
         ([tmp_path / "none"], [], {}), ([], ["K"], {}), ([], ["K"], {"K": "short"}), ([], ["K"], {"K": "clé-secrète"}),
     ):  # fmt: skip

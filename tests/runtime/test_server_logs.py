@@ -38,7 +38,7 @@ def parsed(said: str) -> list[dict[str, Any]]:
 
 def test_json_lines_tell_of_each_request_and_of_no_words(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text(KEY)
+    keys.write_text(f"team-a: {KEY}")
     command = Command(PROGRAM, "0.002", "5", "--log-format", "json", "--api-key-file", str(keys))
     head = {"Authorization": f"Bearer {KEY}", "X-Request-Id": "mine-7"}
     with httpx.Client(base_url=command.url, headers=head, timeout=30) as client:
@@ -61,6 +61,7 @@ def test_json_lines_tell_of_each_request_and_of_no_words(tmp_path: Path) -> None
     whole, stream, left, wrong, evil, refused = found
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", whole["time"])
     expected = {"request_id": "mine-7", "method": "POST", "route": "/v1/completions", "status": 200}
+    expected["key"] = "team-a"
     for line, tokens in ((whole, 5), (stream, 9)):
         assert (
             line.items() >= expected.items() and line["output_tokens"] == tokens and line["finish_reason"] == "length"
@@ -70,7 +71,7 @@ def test_json_lines_tell_of_each_request_and_of_no_words(tmp_path: Path) -> None
     assert left["status"] == 499 and left["output_tokens"] < 200 and "finish_reason" not in left
     assert wrong["status"] == 400 and "output_tokens" not in wrong and wrong["error"] == "invalid_value"
     assert evil["status"] == 404 and (refused["status"], refused["error"]) == (401, "invalid_api_key")
-    assert "error" not in whole and "error" not in left
+    assert "key" not in refused and "error" not in whole and "error" not in left
     assert "\r\nFAKE" in evil["route"]  # in JSON an escape, not a line end
 
 

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("starlette")
 import httpx
 from llmc_runtime.metrics import COMPILE_SECONDS, STEP_TOKENS, Histogram, add_stats
+from llmc_runtime.server.http.auth import key_id
 from llmc_runtime.server.operations.metrics_exporter import ServerMetrics
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -222,3 +223,21 @@ def test_figures_of_several_engines_are_added_but_for_gauges() -> None:
     assert both["a"] == 5 and both["b"] == {"x": 2, "y": 2} and both["num_requests_running"] == 1
     assert both["c"] == [2 * one for one in result] and both["num_requests_waiting_by_reason"] == {"capacity": 0}
     assert add_stats(past, {})["num_requests_running"] == 0 and len(STEP_TOKENS) == 13
+
+
+def test_usage_is_counted_by_the_names_of_keys() -> None:
+    keys = {"a-key-of-team-a": "team-a", "another-of-team-a": "team-a", "a-key-of-team-b": "team-b"}
+    names = {key_id(key): name for key, name in keys.items()}
+    with served(keys=list(keys), names=names, key_scope="all-but-metrics") as server:
+        want = {"requests": 2, "prompt_tokens": 24, "prompt_tokens_cached": 0, "generation_tokens": 9}
+        for i, (key, n) in enumerate(zip(keys, (1, 2))):
+            body = {"prompt": [i + 5] * 12, "max_tokens": 3, "ignore_eos": True, "n": n}
+            head = {"Authorization": f"Bearer {key}"}
+            assert httpx.post(f"{server.url}/v1/completions", json=body, headers=head, timeout=30).status_code == 200
+        found = {pair: value for pair, value in scrape(server).items() if pair[0].startswith("key_")}
+        assert found == {
+            (f"key_{name}_total", f"key={team}"): number if team == "team-a" else 0
+            for name, number in want.items() for team in ("team-a", "team-b")
+        }  # fmt: skip
+    with served() as server:
+        assert not any(name.startswith("key_") for name, _ in scrape(server))

@@ -20,6 +20,7 @@ from llmc_runtime.defaults import generation_of
 from llmc_runtime.engine.client import default_command
 from llmc_runtime.engine.control_rpc import MAX_SECONDS, RECORD, RESET
 from llmc_runtime.engine.input_processor import bad_word_tokens, prepare
+from llmc_runtime.engine.instances import Instances
 from llmc_runtime.engine.messages import Open, Ready
 from llmc_runtime.engine.supervisor import DEAD, READY, STARTING, Supervisor
 from llmc_runtime.engine_options import EngineArgs, quoted
@@ -67,7 +68,7 @@ class AsyncLLM(ModelAPI):
         self._say = partial(_say_safely, say or to_stderr)
         self.args = EngineArgs.of_keywords(model, options, self._say)
         self._front: Front | None = None
-        self._supervisor: Supervisor | None = None
+        self._supervisor: Supervisor | Instances | None = None
         self._started = self._stopped = False
         self._waiting_for_bad_words = 0
         self._recent_bad_words: tuple[Any, asyncio.Task[list[list[int]]]] | None = None
@@ -108,7 +109,8 @@ class AsyncLLM(ModelAPI):
         self.tokenizer = front.tokenizer
         self.generation = generation_of(front.generation, args.generation_config, args.override_generation_config)
         step_timeout = args.step_timeout or front.step_timeout
-        self._supervisor = Supervisor(front.command, front.opening, args, step_timeout, self._say)
+        kind = Supervisor if args.data_parallel_size == 1 else Instances
+        self._supervisor = kind(front.command, front.opening, args, step_timeout, self._say)
         if self._stopped:
             await self._supervisor.stop(0.0)
         ready = await self._supervisor.start()
@@ -127,6 +129,7 @@ class AsyncLLM(ModelAPI):
         tenant: str = "",
         timeout: float | None = None,
         output_kind: str = "cumulative",
+        interval: float = 0.0,
         visible: frozenset[int] = frozenset(),
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue one prompt (see LLM.generate). Leaving the iterator, or cancelling its task, aborts the request.
@@ -139,6 +142,7 @@ class AsyncLLM(ModelAPI):
         timeout:          seconds until the request fails with E666
         output_kind:      "cumulative" (each output holds everything so far), "delta" (what is new) or "final_only". A
                           slow reader gets fewer and larger outputs
+        interval:         minimum seconds between two outputs, except the last one and errors
         visible:          special tokens that are part of the text even if skip_special_tokens is set
 
         Raises LlmcError E6xx if the request is refused, E660 to E664 if the engine process is not available.
@@ -158,14 +162,15 @@ class AsyncLLM(ModelAPI):
         bad_words, size = await self._bad_words(params), config.vocab_size
         request = prepare(ready, params, bad_words, size, priority=priority, cache_salt=cache_salt, tenant=tenant)
         state = AsyncRequestState(
-            output_kind, request_id, ready.text, ready.ids, request.params, self.tokenizer, visible
+            output_kind, interval, request_id, ready.text, ready.ids, request.params, self.tokenizer, visible
         )
-        outputs, timer = supervisor.outputs, None
+        engine, timer = supervisor.route(request), None
+        outputs = engine.outputs
         outputs.add(request, state)
         try:
             if timeout is not None:
                 timer = asyncio.get_running_loop().call_later(timeout, outputs.expire, state, timeout)
-            supervisor.add(request)
+            engine.add(request)
             while (output := await state.next()) is not None:
                 yield output
         finally:
@@ -181,11 +186,15 @@ class AsyncLLM(ModelAPI):
         return self._running().outputs.abort(request_id)
 
     async def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. Returns False, and does nothing, while a page is in use."""
+        """Empty the prefix cache. Returns False, and does nothing, while a page is in use.
+
+        Of several engines, each with pages in use is left out."""
         return (await self._running().call(RESET)).done
 
     async def record(self, seconds: float) -> list[Row]:
         """Record the engine's loop for `seconds`, at most 60, and return the rows for `trace.document`.
+
+        Of several engines, the first one that is ready is recorded.
 
         Raises LlmcError E660 if a recording is running.
         """
@@ -256,6 +265,11 @@ class AsyncLLM(ModelAPI):
         return None if self._supervisor is None else self._supervisor.pid
 
     @property
+    def engines(self) -> tuple[Supervisor, ...]:
+        """The engine processes, in the order of their numbers. Raises LlmcError E660 before `start`."""
+        return self._running().engines
+
+    @property
     def config(self) -> Ready:
         """The limits in force. Raises LlmcError E660 before they are known."""
         ready = self._running().ready
@@ -274,15 +288,17 @@ class AsyncLLM(ModelAPI):
 
     def stats(self) -> dict[str, Any]:
         """Return the engine's counters and gauges, at most a heartbeat old, `restarts` and `num_requests_open`."""
-        supervisor = self._running()
-        own = {"restarts": supervisor.restarts, "num_requests_open": len(supervisor.outputs)}
-        return {**supervisor.stats(), **own}
+        return _stats_of(self._running())
+
+    def stats_by_engine(self) -> list[dict[str, Any]]:
+        """Return `stats` of each engine process."""
+        return list(map(_stats_of, self.engines))
 
     @property
     def num_waiting(self) -> int:
         """The number of requests that wait in the engine, at most a heartbeat ago."""
-        heartbeat = self._running().heartbeat
-        return 0 if heartbeat is None else int(heartbeat.stats.get("num_requests_waiting", 0))  # type: ignore[arg-type]
+        beats = [engine.heartbeat for engine in self.engines if engine.heartbeat is not None]
+        return sum(int(beat.stats.get("num_requests_waiting", 0)) for beat in beats)  # type: ignore[arg-type, misc]
 
     @property
     def startup(self) -> dict[str, float]:
@@ -297,7 +313,7 @@ class AsyncLLM(ModelAPI):
     async def __aexit__(self, *exc: object) -> None:
         await self.shutdown()
 
-    def _running(self) -> Supervisor:
+    def _running(self) -> Supervisor | Instances:
         if self._supervisor is None:
             raise LlmcError("E660", "the engine was not started", "await start(), or use: async with AsyncLLM(...)")
         return self._supervisor
@@ -326,6 +342,10 @@ class AsyncLLM(ModelAPI):
             for _ in range(before // 4):  # let a few prompts continue in each iteration of the event loop
                 await asyncio.sleep(0)
         return task.result()
+
+
+def _stats_of(engine: Supervisor | Instances) -> dict[str, Any]:
+    return {**engine.stats(), "restarts": engine.restarts, "num_requests_open": len(engine.outputs)}
 
 
 def _artifact(args: EngineArgs, say: Callable[[str], None]) -> Path:

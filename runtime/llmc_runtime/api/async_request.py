@@ -1,11 +1,14 @@
 """AsyncRequestState: an open request of AsyncLLM, whose outputs a coroutine awaits.
 
-A slow reader delays nobody: deltas are merged into the request's state, and a flag says that it has changed.
+A slow reader delays nobody: deltas are merged into the request's state, and a flag says that it has changed. Waking a
+reader costs more than merging a delta, so a reader that needs nothing at once is woken at intervals.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +19,12 @@ _MAX_INLINE = 200  # prompt tokens whose log-probabilities are converted without
 
 
 class AsyncRequestState(RequestState):
-    """`kind` is one of OUTPUT_KINDS (see AsyncLLM.generate); the other arguments are those of RequestState."""
+    """`kind` and `interval` are as in AsyncLLM.generate; the other arguments are those of RequestState."""
 
-    def __init__(self, kind: str, *request: Any) -> None:
+    def __init__(self, kind: str, interval: float, *request: Any) -> None:
         super().__init__(*request)
-        self._kind = kind
+        self._kind, self._interval = kind, interval
+        self._notified = -math.inf  # when the reader was last told of a change that is not the end
         self._changed = False
         self._waiting: asyncio.Future[None] | None = None
         self._open = list(self.parts)  # whose last output has not been returned yet
@@ -28,11 +32,23 @@ class AsyncRequestState(RequestState):
         self._ids = list(self.prompt_ids)
 
     def notify(self) -> None:
-        """Wake the reader if there is something to return."""
-        if self._kind != "final_only" or self.error is not None or self.finished:
-            self._changed = True
-            if self._waiting is not None and not self._waiting.done():
-                self._waiting.set_result(None)
+        """Wake the reader if there is something to return and its interval is over, or if the request has ended."""
+        if self.error is None and not self.finished and not self._due():
+            return
+        self._changed = True
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    def _due(self) -> bool:
+        """Return whether the reader of an unfinished request is told of a change now."""
+        if self._kind == "final_only":
+            return False
+        if self._interval:
+            now = time.monotonic()
+            if now < self._notified + self._interval:
+                return False
+            self._notified = now
+        return True
 
     async def next(self) -> RequestOutput | None:
         """Wait for new output and return it; None at the end. Raises LlmcError if the request fails."""

@@ -54,6 +54,9 @@ class LLM(ModelAPI):
 
         self._say = say or to_stderr
         args = EngineOptions.of_keywords(model, options, self._say)
+        if args.data_parallel_size > 1:
+            cause = f"data_parallel_size = {args.data_parallel_size}, and LLM runs one engine, in this process"
+            raise LlmcError("E201", cause, "use AsyncLLM or llmc-serve, or an LLM in each of several processes")
         path = resolve(model, args.compile_options, Path(args.cache_dir) if args.cache_dir else None, self._say)
         self._say(f"opening {path}")
         artifact = open_model(path, args)

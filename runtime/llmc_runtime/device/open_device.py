@@ -7,12 +7,12 @@ from llmc_runtime.device.device import Device
 from llmc_runtime.format.errors import LlmcError
 
 
-def open_device(artifact: Artifact, threads: int | None, *, careful: bool = False) -> Device:
+def open_device(artifact: Artifact, threads: int | None, *, careful: bool = False, index: int = 0) -> Device:
     """Open the device that the artifact was compiled for.
 
     `threads` is the number of compute threads on a CPU, and of threads that upload weights to a GPU; None selects the
     device's default. With `careful`, a GPU is synchronized after every launch, so that an error names the kernel that
-    failed; a CPU reports errors synchronously in any case.
+    failed; a CPU reports errors synchronously in any case. `index` is the number of the GPU among those visible.
 
     Raises LlmcError E112 if the runtime does not know the kind of device, and E115 to E117 if this machine or this
     runtime cannot run the target.
@@ -26,7 +26,7 @@ def open_device(artifact: Artifact, threads: int | None, *, careful: bool = Fals
     if family == "cuda":
         from llmc_runtime.device.cuda.cuda_device import CudaDevice
 
-        return CudaDevice(target, threads, careful=careful)
+        return CudaDevice(target, threads, careful=careful, index=index)
     remedy = "recompile for this machine: llmc compile MODEL --target cpu:native (or cuda:sm_90)"
     if family == "hip":
         raise LlmcError("E115", f"the artifact is for {target.name}; this runtime cannot run on AMD GPUs yet", remedy)

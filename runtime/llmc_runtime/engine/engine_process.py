@@ -45,7 +45,7 @@ from llmc_runtime.engine.messages import (
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.format.errors import as_llmc_error, brief
 from llmc_runtime.grammar import Grammars
-from llmc_runtime.host_info import default_threads, usable_cpus
+from llmc_runtime.host_info import usable_cpus
 from llmc_runtime.metrics import Stat
 
 ADDS, CONTROL, REPORTS = "adds", "control", "reports"  # the sockets in the folder
@@ -89,7 +89,7 @@ def open_session(opening: Open, say: Callable[[str], None]) -> Session:
     began = time.monotonic()
     artifact = open_model(Path(options.model), options, opening.digest)
     stages = {"artifact": time.monotonic() - began}
-    opened = open_engine(artifact, options, opening.eos)
+    opened = open_engine(artifact, options, opening.eos, opening.engine)
 
     def grammars() -> Grammars | None:
         if f"{artifact.tokenizer_dir.name}/{TOKENIZER_FILE}" not in artifact.manifest.tokenizer:
@@ -102,7 +102,7 @@ def open_session(opening: Open, say: Callable[[str], None]) -> Session:
         if opened.trace is not None:
             opened.trace.finish()
 
-    threads = options.threads or default_threads() if artifact.manifest.target.name.startswith("cpu:") else 0
+    threads = options.engine_threads if artifact.manifest.target.name.startswith("cpu:") else 0
     return Session(opened.engine, opened.summary, grammars, close, {**stages, **opened.stages}, threads)
 
 
@@ -214,7 +214,7 @@ class EngineProcess:
             return 0
         try:
             session = self._opener(opening, lambda line: self._send(Progress(brief(line, 4))))
-            leave_time_for_front(session.threads)
+            leave_time_for_front(session.threads * int(opening.options.get("data_parallel_size", 1)))
         except Exception as e:
             error = as_llmc_error(e)
             if error.code == "E000":
@@ -223,13 +223,14 @@ class EngineProcess:
             return 1
         config = session.engine.scheduler.config
         sizes = (config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens)
+        stages = dict(session.stages)
         pool = (config.num_pages, config.page_size, config.vocab_size)
         self._loop = EngineLoop(session.engine, session.grammars)
         if opening.options.get("prepare") and (failure := self._loop.prepare()):
             self._send(Progress(brief(failure, 4)))
         gc.collect()
         gc.freeze()  # keeps later collections short: they would delay a step
-        self._send(Ready(*sizes, *pool, session.summary, config.prefix_caching, dict(session.stages)))
+        self._send(Ready(*sizes, *pool, session.summary, config.prefix_caching, stages, session.threads))
         try:
             return self._serve(self._loop, session.engine, ControlServer(session.engine))
         finally:

@@ -30,6 +30,7 @@ class EngineRequest:
     cache_salt:  prefixes are shared among requests with the same salt only
     bad_words:   token ids of `params.bad_words`
     tenant:      tenants get equal service when capacity is short
+    uncached:    prompt tokens that its engine is expected to compute, if there are several engines (see Instances)
     """
 
     first: int
@@ -39,6 +40,7 @@ class EngineRequest:
     cache_salt: str = ""
     bad_words: list[list[int]] = field(default_factory=list)
     tenant: str = ""
+    uncached: int = 0
 
     @property
     def numbers(self) -> range:

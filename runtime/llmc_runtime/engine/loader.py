@@ -44,22 +44,27 @@ class Opened:
 
 def open_model(path: Path, options: EngineOptions, digest: str = "") -> Artifact:
     """Open the artifact at `path`. Raises LlmcError E1xx, E118 if its digest is not `digest` (empty: any)."""
-    artifact = open_artifact(path, verify=options.verify, threads=options.threads)
+    artifact = open_artifact(path, verify=options.verify, threads=options.engine_threads)
     if digest not in ("", artifact.digest):
         cause = f"{path} is not the artifact that was opened before"
         raise LlmcError("E118", cause, "restart, or restore the previous artifact")
     return artifact
 
 
-def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] = ()) -> Opened:
+def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] = (), number: int = 0) -> Opened:
     """Load the artifact onto its device. `eos` are end-of-sequence tokens besides the manifest's.
+
+    Of several engines, the one with this `number` uses the GPU with this number; on a CPU, each gets an equal part of
+    the default numbers of threads and bytes.
 
     `options.prepare` builds all device graphs now instead of each on first use. Raises LlmcError E107, E112 to E117
     (device), E2xx (memory and limits), E125 and E126 (`options.canary`: tokens differ from the recorded ones, or none
     are recorded).
     """
     manifest, marks = artifact.manifest, [("", time.monotonic())]
-    device = open_device(artifact, options.threads)
+    device = open_device(artifact, options.engine_threads, index=number)
+    if not device.separate:
+        device.share /= options.data_parallel_size
     marks.append(("device", time.monotonic()))
     try:
         executor = Executor(artifact, device, options.kv_cache_memory_bytes)
@@ -87,7 +92,7 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
             speculation=speculation_of(options.speculate, executor.max_drafts, executor.draft_model.max_rows),
             max_num_logits=executor.max_entries,
         )
-        draw = random.Random(options.seed)
+        draw = random.Random(f"{options.seed} {number}" if number else options.seed)
         engine = Engine(Scheduler(config, lambda: draw.getrandbits(64)), executor)
         trace = None if options.trace is None else attach_trace(engine, options.trace)
     except BaseException:

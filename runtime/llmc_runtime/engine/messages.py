@@ -57,12 +57,14 @@ class Open(_Message):
     options:  as by EngineOptions.message
     eos:      token ids that end a text, besides those of the artifact
     digest:   the digest of the artifact that the front has read; empty if it has read none
+    engine:   the number of this engine, if there are several
     """
 
     path: str
     options: dict[str, Any] = {}
     eos: list[int] = []
     digest: str = ""
+    engine: int = 0
 
 
 class Abort(_Message):
@@ -102,6 +104,7 @@ class Ready(_Message):
     summary: str
     prefix_caching: bool = False
     stages: dict[str, float] = {}  # seconds of each part of opening
+    threads: int = 0  # compute threads on the CPU; 0 on other devices
 
 
 class Failed(_Message):

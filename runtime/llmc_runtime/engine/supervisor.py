@@ -35,11 +35,17 @@ class Supervisor:
     """
 
     def __init__(
-        self, command: Sequence[str], opening: Open, args: EngineArgs, step_timeout: float, say: Callable[[str], None]
+        self,
+        command: Sequence[str],
+        opening: Open,
+        args: EngineArgs,
+        step_timeout: float,
+        say: Callable[[str], None],
+        outputs: Callable[[Callable[[list[str]], None]], OutputProcessor] = OutputProcessor,
     ) -> None:
         self._command, self._opening, self._args = command, opening, args
         self._step_timeout, self._say = step_timeout, say
-        self.outputs = OutputProcessor(self._abort)
+        self.outputs = outputs(self._abort)
         self._control = ControlClient()
         self._state, self.restarts = STARTING, 0
         self.error: LlmcError | None = None
@@ -59,6 +65,15 @@ class Supervisor:
         """STARTING (also between two processes), READY, DRAINING (new requests are refused) or DEAD."""
         lost = self._state == READY and (self._client is None or not self._client.alive)
         return STARTING if lost else self._state
+
+    @property
+    def engines(self) -> tuple[Supervisor, ...]:
+        """This engine; Instances has several."""
+        return (self,)
+
+    def route(self, request: EngineRequest) -> Supervisor:
+        """Return the engine for a request: this one. Instances chooses among several."""
+        return self
 
     @property
     def failures(self) -> int:

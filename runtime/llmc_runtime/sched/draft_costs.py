@@ -12,7 +12,8 @@ _WEIGHT = 0.05  # of a measurement in a running mean
 _OUTLIER = 0.5  # largest relative distance of a measurement from the mean that counts
 _OFTEN = 5  # measurements after which a number of drafts counts as measured
 _TRIES = 8 * _OFTEN  # plans after which a number of drafts is given up that too few steps had
-_GAIN = 1.05  # drafts are made if they give so many times the tokens per second of plain decoding
+_GAIN = 1.07  # drafts are made if they give so many times the tokens per second of plain decoding
+_FEWEST = 1e-6  # drafts per row of a step with hardly any
 _HOPE, _MARGIN = 0.95, 0.15  # acceptance that is hoped for: the mean of the rows' and a margin, limited
 
 
@@ -95,31 +96,40 @@ class DraftCount:
     """Chooses the number of drafts per row for the number of rows that run.
 
     The numbers of a ladder up to `most` are measured once for each number of rows, as long as they may be the best.
+
+    together: a draft model makes one draft of all rows in each of its passes, so that a step takes as long as the row
+    with the most drafts needs. All rows have the same number then.
     """
 
-    def __init__(self, most: int) -> None:
-        self.costs = StepCosts()
+    def __init__(self, most: int, together: bool) -> None:
+        self.costs, self.together = StepCosts(), together
         self._ladder = [0, *(k for k in (1, 2, 3, 5, 8, 12, 16, 24) if k < most), most]
         self._tries: dict[tuple[int, int], int] = {}
 
-    def choose(self, rates: Sequence[float]) -> Choice:
+    def choose(self, rates: Sequence[float], room: int) -> Choice:
         """Return the number of drafts that gives the most tokens per second; `rates` are the rows' probabilities.
 
-        All rows have drafts, or those half, quarter, eighth and so on of them whose drafts are most likely accepted.
+        room: the maximum number of drafts of all rows together. All rows have drafts, or, where as many do not fit, as
+        many rows as can, or half, a quarter, an eighth and so on of these: those whose drafts are most likely accepted.
+        For a draft model, all rows or none.
         """
         rows, likely = len(rates), sorted(rates, reverse=True)
         hope = min(_HOPE, sum(rates) / rows + _MARGIN)
         best, top, below = Choice(0), 0.0, 0
         for drafts in self._ladder:
-            key = size(rows), drafts
-            if not self.costs.measured(rows, drafts) and self._tries.get(key, 0) < _TRIES:
+            key, limit = (size(rows), drafts), rows if not drafts else min(rows, room // drafts)
+            if not limit or (self.together and limit < rows):
+                break
+            # A step in which only some rows have so many drafts was measured as one of fewer drafts of all rows.
+            if limit == rows and not self.costs.measured(rows, drafts) and self._tries.get(key, 0) < _TRIES:
                 slowest = self.costs.seconds(rows, below)
                 if slowest and rows * expected_tokens(round(hope, 2), drafts) < top * slowest:
                     continue  # it would not be the best even if further drafts cost nothing
                 self._tries[key] = self._tries.get(key, 0) + 1
                 return Choice(drafts, measures=True)
-            some, rate = self._best_part(likely, drafts)
-            if rate > top * (1 if best.most else _GAIN):
+            some, rate = self._best_part(likely, drafts, limit)
+            # The rows that seem likeliest to have drafts accepted are so in part by chance.
+            if rate > top * (1 if best.most and some == rows else _GAIN):
                 # Between the last row with drafts and the first without, so that neither changes with each estimate.
                 least = (likely[some - 1] + likely[some]) / 2 if some < rows else 0.0
                 best, top = Choice(drafts, least, self._slope(rows, some, below, drafts) * rate), rate
@@ -131,21 +141,25 @@ class DraftCount:
         self.costs.again(rows)
         self._tries = {key: count for key, count in self._tries.items() if key[0] != size(rows)}
 
-    def _best_part(self, likely: Sequence[float], drafts: int) -> tuple[int, float]:
-        """Return how many of the rows should have this many drafts, and the tokens per second."""
-        rows, some, best = len(likely), len(likely), (len(likely), 0.0)
+    def _best_part(self, likely: Sequence[float], drafts: int, limit: int) -> tuple[int, float]:
+        """Return how many of the rows, up to `limit`, should have this many drafts, and the tokens per second."""
+        rows, some, best = len(likely), limit, (limit, 0.0)
         sums = [0.0, *accumulate(expected_tokens(round(p, 2), drafts) for p in likely)]
         while some:
             seconds = self.costs.seconds(rows, drafts * some / rows)
             rate = (sums[some] + rows - some) / seconds if seconds else 0.0
             if rate > best[1]:
                 best = some, rate
-            some = some // 2 if drafts else 0
+            some = some // 2 if drafts and not self.together else 0
         return best
 
     def _slope(self, rows: int, some: int, below: int, drafts: int) -> float:
         """Return the seconds of one more draft of one row, if `some` of the rows have more than `below` drafts."""
-        more = self.costs.seconds(rows, drafts * some / rows) - self.costs.seconds(rows, below * some / rows)
+        if self.together:
+            return 0.0
+        # What any draft costs, as another program runs, is not the cost of one more.
+        fewer = self.costs.seconds(rows, max(below * some / rows, _FEWEST))
+        more = self.costs.seconds(rows, drafts * some / rows) - fewer
         return max(0.0, more / (some * (drafts - below))) if drafts > below else 0.0
 
 

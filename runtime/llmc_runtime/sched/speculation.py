@@ -51,7 +51,7 @@ class Speculation:
     """Decides how many drafts to make and to verify. Constructed for each scheduler that drafts."""
 
     def __init__(self, config: SpeculationConfig) -> None:
-        self.config, self.count = config, DraftCount(config.num_tokens)
+        self.config, self.count = config, DraftCount(config.num_tokens, config.max_rows > 0)
         self._acceptance = 0.5  # of the drafts verified lately, over all rows
         self._planned: deque[float] = deque()  # when the steps in flight were planned
         self._ended = 0.0  # when the last step ended
@@ -59,8 +59,8 @@ class Speculation:
         self._choice = Choice(0)
         self._probes = 0  # rows of which this plan verifies a draft although drafts do not pay
 
-    def begin(self, running: Sequence[Request]) -> None:
-        """Begin a plan in which these requests run."""
+    def begin(self, running: Sequence[Request], room: int) -> None:
+        """Begin a plan in which these requests run, and whose step can verify up to `room` drafts in all."""
         self._plans += 1
         self._probes, rows = 0, len(running)
         if self._plans % _AGAIN == 0:
@@ -69,7 +69,7 @@ class Speculation:
             return
         if rows and (self._choice.measures or rows != self._rows or self._plans % _REFRESH == 0):
             self._rows = rows
-            self._choice = self.count.choose([self._rate(request) for request in running])
+            self._choice = self.count.choose([self._rate(request) for request in running], room)
         if not self._choice.most:
             if self.config.max_rows:
                 self._probes = int(self._plans % MODEL_PROBE == 0)

@@ -137,6 +137,7 @@ def state_of(serving: Serving) -> dict[str, Any]:
         "state": llm.state,
         "draining": admission.draining,
         "engine_pid": llm.engine_pid,
+        **_engines_of(serving),
         "text_pids": serving.offload.pids,
         "open_sequences": admission.open_sequences,
         "open_tokens": admission.open_tokens,
@@ -144,6 +145,18 @@ def state_of(serving: Serving) -> dict[str, Any]:
         "requests": requests[:MAX_LISTED],
         "requests_left_out": max(0, len(requests) - MAX_LISTED),
     }
+
+
+def _engines_of(serving: Serving) -> dict[str, Any]:
+    """Return the states of several engines; nothing for one."""
+    each = serving.llm.engines
+    if len(each) == 1:
+        return {}
+    states = [
+        {"engine": i, "state": one.state, "pid": one.pid, "restarts": one.restarts, "requests": len(one.outputs)}
+        for i, one in enumerate(each)
+    ]
+    return {"engines": states}
 
 
 def _for_admins(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
@@ -166,15 +179,16 @@ def dump_on_quit(loop: asyncio.AbstractEventLoop, serving: Serving) -> None:
     """Install a handler for SIGQUIT that writes diagnostics to stderr.
 
     It writes the stacks of all threads at once, even if the event loop hangs, then the server's state, and finally
-    forwards the signal to the engine process.
+    forwards the signal to the engine processes.
     """
 
     def write_state() -> None:
         state = json.dumps({**state_of(serving), "tasks": _tasks()})
         print(f"llmc: state at SIGQUIT: {state}", file=sys.stderr, flush=True)
-        if (pid := serving.llm.engine_pid) is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGQUIT)
+        for engine in serving.llm.engines:
+            if engine.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(engine.pid, signal.SIGQUIT)
 
     loop.add_signal_handler(signal.SIGQUIT, write_state)
     if sys.stderr is not None:

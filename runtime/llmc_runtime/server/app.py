@@ -200,7 +200,8 @@ class Endpoints(Endpoint):
         config, calls = self.serving.llm.config, self.serving.dialect.calls
         return as_json(
             {
-                "version": __version__, "models": self.serving.names, "max_model_len": config.max_model_len,
+                "version": __version__, "models": self.serving.names,
+                "data_parallel_size": len(self.serving.llm.engines), "max_model_len": config.max_model_len,
                 "max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.max_num_batched_tokens,
                 "block_size": config.page_size, "num_blocks": config.num_pages, "vocab_size": config.vocab_size,
                 "enable_prefix_caching": config.prefix_caching,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from llmc_runtime.server.server_options import Options, serve_options, serve_par
 
 _MAX_FILE = 1 << 20  # characters
 _MIN_KEY = 8  # characters
+_NAMED_KEY = re.compile(r"([A-Za-z0-9_.-]{1,64}):[ \t]+(.*)")
 _MAX_RESTART_DELAY = 300.0  # seconds
 
 
@@ -88,7 +90,8 @@ def options_of(
     engine = _values(EngineOptions, args)
     engine["cache_dir"] = args.cache or default_root(environment)
     engine["max_restart_delay"] = _MAX_RESTART_DELAY if args.on_engine_failure == "retry" else None
-    more: dict[str, Any] = {"keys": keys, "admin_keys": admin_keys, "tls": None if tls == Tls() else tls}
+    more: dict[str, Any] = {"keys": list(keys), "admin_keys": list(admin_keys), "key_names": list(keys.values())}
+    more["tls"] = None if tls == Tls() else tls
     more["notify_socket"] = environment.get("NOTIFY_SOCKET", "")
     values = _values(Options, args) | {"chat_template": template}
     return Options(args.model, **values, **more, engine=engine, notes=notes)
@@ -103,29 +106,35 @@ def _values(owner: type, args: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
-def read_keys(files: Sequence[Path], variables: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Return API keys, one per line of each file, and comma-separated in each variable.
+def read_keys(files: Sequence[Path], variables: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return API keys, one per line of each file, and comma-separated in each variable, with their names.
 
-    Blank lines and lines that start with # are skipped. Raises LlmcError E647 if a source has no keys, or one that is
-    too short to be a secret.
+    A key may follow its name: "NAME: KEY". Others are named by their numbers: key-1. Several may have one name. Blank
+    lines and lines that start with # are skipped. Raises LlmcError E647 if a source has no keys, or one that is too
+    short to be a secret.
     """
-    keys: list[str] = []
+    found: list[tuple[str, str]] = []
     for path in files:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, ValueError) as e:
             raise LlmcError("E647", f"{path} cannot be read: {e}", "name a text file with one key per line") from e
-        keys += _checked([line for line in lines if not line.lstrip().startswith("#")], str(path))
+        found += _checked([line for line in lines if not line.lstrip().startswith("#")], str(path))
     for name in variables:
-        keys += _checked(environment.get(name, "").split(","), f"${name}")
+        found += _checked(environment.get(name, "").split(","), f"${name}")
+    keys: dict[str, str] = {}
+    for key, name in found:
+        keys.setdefault(key, name or f"key-{len(keys) + 1}")
     return keys
 
 
-def _checked(texts: list[str], source: str) -> list[str]:
-    keys = [key for key in map(str.strip, texts) if key]
+def _checked(texts: list[str], source: str) -> list[tuple[str, str]]:
+    """Return keys and their names, "" if they have none."""
+    named = [_NAMED_KEY.fullmatch(text) or ("", "", text) for text in map(str.strip, texts) if text]
+    keys = [(one[2], one[1] or "") for one in named]
     if not keys:
         raise LlmcError("E647", f"{source} contains no API key", "put keys there, or omit the option")
-    if min(map(len, keys)) < _MIN_KEY or not all(key.isascii() and key.isprintable() for key in keys):
+    if any(len(key) < _MIN_KEY or not (key.isascii() and key.isprintable()) for key, _ in keys):
         cause = f"{source} contains a key of fewer than {_MIN_KEY} characters, or with characters outside ASCII"
         raise LlmcError("E647", cause, "create keys with: openssl rand -hex 24")
     return keys
@@ -159,7 +168,7 @@ def _suggestion(name: str, known: Sequence[str]) -> str:
 
 def _of_file(path: Path, known: Mapping[str, Option]) -> dict[str, Any]:
     """Return the options of a file by name. Values are parsed as those of flags."""
-    by_key = {flag[2:]: option for option in known.values() if option.file for flag in option.spellings}
+    by_key = {flag.removeprefix("--"): option for option in known.values() if option.file for flag in option.spellings}
     ignored, parser, values = by_flag(), serve_parser(exit_on_error=False), dict[str, Any](ignored_flags=[])
     for key, value in _load(path).items():
         name = str(key).replace("_", "-")

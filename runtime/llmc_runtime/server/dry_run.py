@@ -36,7 +36,8 @@ def report_of(options: Options) -> dict[str, Any]:
         report |= {"compiled": False, "fits": None, "why": why}
     else:
         artifact = open_artifact(resolve(options.model, {}, None, lambda line: None), verify=False)
-        named = {name: options.engine[name] for name in ("target", "dtype") if name in options.engine}
+        names = ("target", "dtype", "data_parallel_size")
+        named = {name: options.engine[name] for name in names if name in options.engine}
         EngineOptions(options.model, **named).check_artifact(artifact.manifest)
         report |= {"compiled": True, **_artifact(artifact, options)}
     if options.tls is not None:
@@ -64,6 +65,8 @@ def render(report: Mapping[str, Any]) -> str:
             f"{limits['max_num_batched_tokens']} tokens per step",
             f"  KV cache  {cache}",
         ]
+        if report["data_parallel_size"] > 1:
+            lines.append(f"  engines   {report['data_parallel_size']}, each with this KV cache and these limits")
     server = report["server"]
     keys = f"{server['api_keys']} API keys (for {server['api_key_scope']}), {server['admin_keys']} admin keys"
     fits = {True: "yes", False: "NO", None: "unknown"}[report["fits"]]
@@ -85,10 +88,11 @@ def _artifact(artifact: Artifact, options: Options) -> dict[str, Any]:
     limits = {name: limit_of(name, engine.get(name), getattr(m.limits, name)) for name in names}
     need = need_of(artifact)
     free, device = _device(m.target.name)
+    engines, on_cpu = engine.get("data_parallel_size", 1), m.target.name.startswith("cpu")
     memory = {"weights": need.weights, "rows": need.states, "intermediate": need.arena, "free": free, "device": device}
     report: dict[str, Any] = {
         "source": m.source.name, "target": m.target.name, "digest": m.digest, "limits": limits, "memory": memory,
-        "kv": None, "fits": None, "why": "",
+        "data_parallel_size": engines, "kv": None, "fits": None, "why": "",
     }  # fmt: skip
     if m.weights.mode == "none":
         return report | {"fits": False, "why": f"it has no weights yet: llmc pack {options.model} CHECKPOINT"}
@@ -96,7 +100,7 @@ def _artifact(artifact: Artifact, options: Options) -> dict[str, Any]:
     if free is None and kv_bytes is None:
         return report | {"why": "no GPU is visible; --kv-cache-memory-bytes sets the size of the KV cache without one"}
     try:
-        share = _CPU_SHARE if m.target.name.startswith("cpu") else _GPU_SHARE
+        share = _CPU_SHARE / engines if on_cpu else _GPU_SHARE
         kv = plan_kv(m, kv_bytes, (1 << 60) if free is None else free, share, need)
     except LlmcError as e:
         return report | {"fits": False, "why": f"{e.cause}. Try: {e.remedy}"}
@@ -105,7 +109,9 @@ def _artifact(artifact: Artifact, options: Options) -> dict[str, Any]:
         "bytes": kv.nbytes, "pages": kv.pages, "page_size": kv.page_size, "tokens": kv.tokens,
         "concurrency_at_max_model_len": min(limits["max_num_seqs"], kv.pages // pages),
     }  # fmt: skip
-    total = need.total + kv.nbytes
+    total = need.total + kv.nbytes  # of a device; engines on a CPU share it, and the weights
+    if on_cpu:
+        total += (engines - 1) * (need.total - need.weights + kv.nbytes)
     if free is None:
         return report | {"why": f"{human(total)} are needed, and no GPU is visible"}
     return report | {"fits": total <= free, "why": f"{human(total)} of {human(free)}"}

@@ -211,17 +211,18 @@ class LoadShedder:
     def _answer(self, prepared: _Prepared, request: _Request, began: float) -> Answer:
         closes = request.closes or request.length > MAX_SKIPPED or prepared.closes
         name = request.id or f"{random.getrandbits(128):032x}"
-        self._record(prepared.error, request.path, name, began)
+        self._record(prepared.error, request, name, began)
         data = b"%b%b%b%b" % (prepared.head, name.encode(), _CLOSE if closes else b"", prepared.body)
         return Answer(data, request.length, closes)
 
-    def _record(self, error: ApiError, path: str, name: str, began: float) -> None:
+    def _record(self, error: ApiError, request: _Request, name: str, began: float) -> None:
         """Write the log line that the middleware would write."""
         if self.refusals.lines and (error.reason is None or self.refusals.take(error.reason)):
             record = Record(began=began)
             record.status, record.complete = error.status, True
             record.fail(error.code, error.reason)
-            log_request({"path": path, "method": "POST", "llmc.id": name}, record)
+            key = self._serving.meters.key_names.get(request.key or "")
+            log_request({"path": request.path, "method": "POST", "llmc.id": name}, record, key)
 
 
 def _split(line: bytes) -> tuple[bytes, bytes, bytes]:

@@ -20,6 +20,7 @@ from llmc_runtime.server.requests.request_fields import (
     CompletionRequest,
     TokenizeRequest,
 )
+from llmc_runtime.server.requests.sampling_fields import kept_tokens
 from llmc_runtime.server.tool_calls.history import for_template
 from llmc_runtime.text.bounded_encode import TooLong, encode_bounded
 from llmc_runtime.text.chat_template import ChatTemplate, choose_template
@@ -104,7 +105,7 @@ class Prompting:
         special = request.add_special_tokens is not False
         for text_or_ids in listed(request.prompt):
             with _errors("prompt"):
-                prompt = self._prompt(text_or_ids, special, bool(request.echo))
+                prompt = self._prompt(text_or_ids, special, bool(request.echo), kept_tokens(request, self._length))
             yield prompt
 
     def chat(
@@ -117,7 +118,7 @@ class Prompting:
         with _errors("messages"):
             text = self._chat_text(request, tools, short_ids)
             if isinstance(request, ChatRequest):
-                return Prompt(self._ids(text, False, self._length), text)
+                return Prompt(self._kept_ids(text, False, kept_tokens(request, self._length), "messages"), text)
             return Prompt(self._listed_ids(text, False, "messages"), text)
 
     def count(self, request: ChatRequest, tools: list[dict[str, Any]] | None, short_ids: bool) -> int:
@@ -168,13 +169,23 @@ class Prompting:
             raise ApiError(cause, param=param, code="context_length_exceeded")
         return ids
 
-    def _prompt(self, text_or_ids: Any, special: bool, echo: bool) -> Prompt:
+    def _kept_ids(self, text: str, special: bool, keep: int | None, param: str) -> list[int]:
+        """Tokenize a text, and return its last `keep` tokens; None keeps all, which must fit the context."""
+        return (
+            self._ids(text, special, self._length) if keep is None else self._listed_ids(text, special, param)[-keep:]
+        )
+
+    def _prompt(self, text_or_ids: Any, special: bool, echo: bool, keep: int | None) -> Prompt:
         if isinstance(text_or_ids, str):
-            return Prompt(self._ids(text_or_ids, special, self._length), text_or_ids)
-        check_ids(text_or_ids, self._vocab_size, "prompt")
+            ids = self._kept_ids(text_or_ids, special, keep, "prompt")
+            if keep is None or len(ids) < keep:
+                return Prompt(ids, text_or_ids)
+        else:
+            check_ids(text_or_ids, self._vocab_size, "prompt")
+            ids = text_or_ids if keep is None else text_or_ids[-keep:]
         if not echo or self._tokenizer is None:
-            return Prompt(text_or_ids)
-        return Prompt(text_or_ids, self._tokenizer.decode(text_or_ids, skip_special_tokens=False))
+            return Prompt(ids)
+        return Prompt(ids, self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def _template(self, tools: bool) -> ChatTemplate:
         template = self._templates.get(tools)

@@ -22,7 +22,7 @@ from llmc_runtime.compile_cache import is_id
 from llmc_runtime.defaults import described
 from llmc_runtime.server.admin import dump_on_quit
 from llmc_runtime.server.app import application
-from llmc_runtime.server.http.auth import LOOPBACK, Limits
+from llmc_runtime.server.http.auth import LOOPBACK, Limits, key_id
 from llmc_runtime.server.http.event_loop import ServerLoop
 from llmc_runtime.server.http.listen import listening, name_of
 from llmc_runtime.server.http.request_log import AccessLog, RefusalLog, configure_logging, startup_printer
@@ -193,7 +193,7 @@ def _config(options: Options, serving: Serving, connections: int) -> uvicorn.Con
         options.key_scope, shed, options.origins,
     )  # fmt: skip
     config = uvicorn.Config(
-        AccessLog(app, options.log_requests, shed.refusals) if options.access_log else app,
+        AccessLog(app, options.log_requests, shed.refusals, _key_names(options)) if options.access_log else app,
         http=type("Connection", (HttpConnection,), {"limit": limit, "shed": shed}), ws="none", lifespan="off",
         log_config=None, access_log=False, h11_max_incomplete_event_size=MAX_HEAD_BYTES, server_header=False,
         timeout_keep_alive=options.keep_alive, backlog=_ACCEPT_QUEUE,
@@ -209,10 +209,16 @@ def names_of(options: Options) -> tuple[str, ...]:
     return tuple(options.names) or (name.removesuffix(".llmc"),)
 
 
+def _key_names(options: Options) -> dict[str, str]:
+    return dict(zip(map(key_id, options.keys), options.key_names))
+
+
 def _serving(options: Options, llm: AsyncLLM) -> Serving:
     names = names_of(options)
-    meters = ServerMetrics(names[0], llm.stats, partial(about, llm, names[0]), options.metrics_alias)
-    rows, length = llm.config.max_num_seqs, llm.config.max_model_len
+    engines = llm.args.data_parallel_size
+    stats: Any = llm.stats if engines == 1 else llm.stats_by_engine
+    meters = ServerMetrics(names[0], stats, partial(about, llm, names[0]), options.metrics_alias, _key_names(options))
+    rows, length = llm.config.max_num_seqs * engines, llm.config.max_model_len
     queued_tokens = options.max_queued_tokens
     if queued_tokens is None:
         queued_tokens = options.max_queued_requests * length

@@ -86,7 +86,11 @@ class KeySources:
     """Where API keys and admin keys are read from."""
 
     api_key_file: Sequence[Path] = _access(
-        (), "file with API keys, one per line; repeatable", read=Path, metavar="FILE", many="append"
+        (),
+        "file with API keys, one per line, each as KEY or NAME: KEY; repeatable",
+        read=Path,
+        metavar="FILE",
+        many="append",
     )
     api_key_env: Sequence[str] = _access(
         (), "environment variable with comma-separated API keys; repeatable", metavar="NAME", many="append"
@@ -197,6 +201,7 @@ class Options:
     )  # fmt: skip
     keys: Sequence[str] = ()
     admin_keys: Sequence[str] = ()
+    key_names: Sequence[str] = ()  # of `keys`
     tls: Tls | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()

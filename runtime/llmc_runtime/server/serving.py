@@ -77,7 +77,8 @@ class Call:
     """One HTTP request.
 
     `key` identifies the API key ("" for none), `prompt_param` the field that contains the prompt, and `request_id` the
-    request in the log and for the client. The special tokens in `visible` appear in the response's text.
+    request in the log and for the client. The special tokens in `visible` appear in the response's text. Updates of an
+    output are at least `interval` seconds apart, except the last one.
     """
 
     id: str
@@ -86,6 +87,7 @@ class Call:
     record: Record | None = None
     request_id: str = ""
     visible: frozenset[int] = frozenset()
+    interval: float = 0.0
     hold: Hold = field(default_factory=Hold)
 
     @property
@@ -296,7 +298,8 @@ class Serving:
     ) -> Updates:
         record, hold = call.record or Record(), call.hold
         record.begin(call.id, [prompt for prompt, _ in jobs], call.request_id)
-        meters = [self.meters.begin(len(prompt.ids), params) for prompt, params in jobs]
+        meters = [self.meters.begin(len(prompt.ids), params, call.key) for prompt, params in jobs]
+        self.meters.used(call.key, "key_requests")
         assert hold.slot is not None  # reserved in `run`
         try:
             outputs = sum((params.max_tokens or 0) * params.n for _, params in jobs)
@@ -332,7 +335,7 @@ class Serving:
         try:
             generated = self.llm.generate(
                 prompt, params, name, priority=priority, cache_salt=salt, tenant=call.key, timeout=call.hold.remaining,
-                output_kind="delta", visible=call.visible,
+                output_kind="delta", interval=call.interval, visible=call.visible,
             )  # fmt: skip
             async with aclosing(generated) as outputs:
                 async for output in outputs:

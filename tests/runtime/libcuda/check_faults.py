@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from artifact import tiny
 from llmc_runtime.artifact import Artifact, open_artifact
-from llmc_runtime.device.cuda.cuda_device import check_arch
+from llmc_runtime.device.cuda.cuda_device import CudaDevice, check_arch
 from llmc_runtime.device.cuda.driver import Cuda
 from llmc_runtime.device.open_device import open_device
 from llmc_runtime.engine.engine import Engine
@@ -66,6 +66,15 @@ def test_no_driver() -> None:
 def test_no_gpu(artifact: Artifact, driver: Driver) -> None:
     driver.gpu(count=0)
     opened(artifact, "E115", "finds no GPU")
+
+
+def test_each_engine_has_a_gpu_of_its_own(artifact: Artifact, driver: Driver) -> None:
+    driver.gpu(count=2)
+    device = open_device(artifact, 1, index=1)
+    assert isinstance(device, CudaDevice) and device.number == 1
+    device.close()
+    with pytest.raises(LlmcError, match=r"E115.*engine 2 needs a GPU of its own, and 2 are visible.*\n.*size 2"):
+        open_device(artifact, 1, index=2)
 
 
 def test_a_driver_that_does_not_start(artifact: Artifact, driver: Driver) -> None:

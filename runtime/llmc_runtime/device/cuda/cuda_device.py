@@ -28,13 +28,13 @@ _PLAIN_SHARED = 48 << 10  # bytes of shared memory that a kernel may use without
 
 
 class CudaDevice(Device):
-    """The first GPU visible to this process.
+    """A GPU, by default the first one visible to this process; `index` is its number among them.
 
     `threads` read, hash and upload weights (default: the number of physical cores, at most 16). With `careful`, graphs
     are disabled and every launch is synchronized, so that an error names the kernel that failed.
 
-    Raises LlmcError E115 if there is no driver or no GPU, E116 if the driver is too old, and E117 if the GPU cannot run
-    binaries for `target`.
+    Raises LlmcError E115 if there is no driver or no such GPU, E116 if the driver is too old, and E117 if the GPU
+    cannot run binaries for `target`.
     """
 
     depth = 2
@@ -43,7 +43,9 @@ class CudaDevice(Device):
     replays = True
     number = 0
 
-    def __init__(self, target: TargetInfo, threads: int | None = None, *, careful: bool = False) -> None:
+    def __init__(
+        self, target: TargetInfo, threads: int | None = None, *, careful: bool = False, index: int = 0
+    ) -> None:
         self._cuda = Cuda()
         self._careful = careful
         self.threads = min(threads or default_threads(), _UPLOADERS)
@@ -58,7 +60,11 @@ class CudaDevice(Device):
         self._runs: list[CudaRun] = []
         self._upload: Upload | None = None
         cuda_, cu = self._cuda, self._cuda.cu
-        self._device = cuda_.ok(cu.cuDeviceGet(self.number))
+        if index and index >= (visible := int(cuda_.ok(cu.cuDeviceGetCount()))):
+            cause = f"engine {index} needs a GPU of its own, and {visible} are visible: each engine uses one"
+            raise LlmcError("E115", cause, f"use --data-parallel-size {visible}, or check CUDA_VISIBLE_DEVICES")
+        self.number = index
+        self._device = cuda_.ok(cu.cuDeviceGet(index))
         major, minor = (cuda_.attribute(self._device, f"COMPUTE_CAPABILITY_{x}") for x in ("MAJOR", "MINOR"))
         self.name = cuda_.ok(cu.cuDeviceGetName(128, self._device)).split(b"\0")[0].decode()
         self.arch = f"sm_{major}{minor}"

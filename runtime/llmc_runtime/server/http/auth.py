@@ -61,6 +61,11 @@ class Limits:
     body_seconds: float = 30.0
 
 
+def key_id(key: str) -> str:
+    """Return an identifier of a key, which does not reveal it."""
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
 class Keys:
     """API keys, stored as digests. Without keys, every request is accepted."""
 

@@ -52,6 +52,7 @@ class _Light:
     promote: Callable[[bool], object]
     deadline: float
     skip: int = 0
+    taken: int = 0  # bytes that the last refusal took from the socket
     passed: bool = False  # the argument of `promote`
     used: bool = False  # whether a request was refused
     fd: int = -1  # set while the event loop watches it; asyncio gets the number, because it formats file objects
@@ -160,6 +161,8 @@ class LightConnections:
                     light.skip -= len(light.sock.recv(min(light.skip, len(data))))
                 elif (state := self._refuse(loop, light, data)) is not _State.LIGHT:
                     return state
+                elif not light.skip and len(data) == light.taken:
+                    break  # most clients wait for the response, so there is nothing to read; if there is, epoll says so
         except (BlockingIOError, InterruptedError):
             pass
         except OSError:
@@ -175,10 +178,11 @@ class LightConnections:
         light.passed = refusal is None and end >= 4
         if refusal is None or (refusal.closes and refusal.length > len(data) - end):
             return _State.ORDINARY
-        light.sock.recv(end + refusal.length if refusal.closes else end)
+        light.taken = len(light.sock.recv(min(len(data), end + refusal.length)))
         if not _sent(light.sock, refusal.data) or refusal.closes:
             return _State.CLOSED
-        light.skip, light.used, light.deadline = refusal.length, True, loop.time() + self._keep_alive
+        light.skip = end + refusal.length - light.taken
+        light.used, light.deadline = True, loop.time() + self._keep_alive
         return _State.LIGHT
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:

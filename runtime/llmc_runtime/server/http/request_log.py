@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any, TextIO
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -220,8 +221,15 @@ class RefusalLog:
 class AccessLog:
     """The outermost ASGI middleware: logs a line for each request that has ended."""
 
-    def __init__(self, app: ASGIApp, texts: bool = False, refusals: RefusalLog | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        texts: bool = False,
+        refusals: RefusalLog | None = None,
+        key_names: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._app, self._texts, self._refusals = app, texts, refusals or RefusalLog()
+        self._key_names = key_names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request and log it."""
@@ -240,13 +248,14 @@ class AccessLog:
             await self._app(scope, receive, recorded)
         finally:
             if record.refusal is None or self._refusals.take(record.refusal):
-                log_request(scope, record)
+                log_request(scope, record, self._key_names.get(scope.get("llmc.key", "")))
 
 
-def log_request(scope: Mapping[str, Any], record: Record) -> None:
-    """Write the log line of a request that has ended."""
+def log_request(scope: Mapping[str, Any], record: Record, key: str | None = None) -> None:
+    """Write the log line of a request that has ended, with the name of its API key."""
     path = scope["path"]
     fields = {"request_id": scope.get("llmc.id"), "method": scope["method"][:16], "route": path[:_MAX_PATH]}
+    fields["key"] = key
     level = logging.DEBUG if path in _FREQUENT and scope["method"] == "GET" else logging.INFO
     log.log(level, "request", extra={"fields": {**fields, **record.fields()}})
 

@@ -22,7 +22,7 @@ from llmc_runtime.server.openai.response import (
 )
 from llmc_runtime.server.prompting import listed, prompts_in
 from llmc_runtime.server.requests.request_fields import MAX_PROMPTS, CompletionRequest
-from llmc_runtime.server.requests.sampling_fields import check_silent, of_completion
+from llmc_runtime.server.requests.sampling_fields import check_silent, kept_tokens, of_completion
 from llmc_runtime.server.serving import Call, Serving
 from llmc_runtime.server.text_pool.pool import OffloadedJob
 
@@ -44,6 +44,8 @@ class Completion(GenerationResponse[CompletionRequest]):
         serving.check_ready()
         params = self._params = of_completion(request, serving.llm)
         count, known = prompts_in(request.prompt) if job is None else (job.parsed.prompts, job.parsed.known)
+        keep = kept_tokens(request, serving.llm.config.max_model_len)
+        known = known if keep is None else min(known, keep)
         if count <= MAX_PROMPTS:  # larger counts are rejected below
             serving.reserve(self._call, params, count, known)
         if job is not None:

@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
@@ -22,6 +22,7 @@ from llmc_runtime.server.serving import Call, Serving
 from llmc_runtime.server.text_pool.pool import OffloadedJob
 from llmc_runtime.server.updates import Updates, started
 
+WHOLE_INTERVAL = 0.05  # seconds between updates of a response that is not streamed, which only count its tokens
 MIN_LOGPROB = -9999.0  # smallest log-probability sent, as JSON has no infinity
 
 Scores = Sequence[Row | None] | None  # of a prompt's tokens
@@ -100,6 +101,7 @@ class GenerationResponse(ABC, Generic[R]):
 
     async def complete(self) -> dict[str, Any]:
         """Return the JSON of the complete response."""
+        self._call = replace(self._call, interval=WHOLE_INTERVAL)
         updates = await self._started()
         choices = [[Choice() for _ in range(self._params.n)] for _ in self._prompts]
         scores: list[Scores] = [None] * len(self._prompts)

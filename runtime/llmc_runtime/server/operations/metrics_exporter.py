@@ -1,8 +1,8 @@
 """The server's metrics in Prometheus format, with vLLM's names after the prefix "llmc:", and those of its process.
 
-Labels take values from closed sets: the model's name, finish reasons, reasons of refusal, stages of startup. Every
-value is stored once: the engine's own counters are read when metrics are requested, and metrics with another prefix are
-derived from the finished text.
+Labels take values from closed sets: the model's name, the configured names of API keys, finish reasons, reasons of
+refusal, stages of startup. Every value is stored once: the engine's own counters are read when metrics are requested,
+and metrics with another prefix are derived from the finished text.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from llmc_runtime.server.operations.admission import REASONS
 
 if TYPE_CHECKING:
     from llmc_runtime.api.async_llm import AsyncLLM
+    from llmc_runtime.engine.messages import Ready
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX, ALIASES = "llmc:", ("vllm",)
@@ -60,22 +61,32 @@ _OF_ENGINE: Mapping[str, tuple[str, str, tuple[float, ...]]] = MappingProxyType(
 })  # fmt: skip
 # Labels of the engine's counters that are not by reason.
 _LABELS: Mapping[str, str] = MappingProxyType({"spec_decode_num_accepted_tokens_per_pos": "position"})
+# What the requests of each API key used, by the key's name.
+_BY_KEY: Mapping[str, str] = MappingProxyType({
+    "key_requests": "Requests for generation",
+    "key_prompt_tokens": "Prompt tokens of requests that have generated a token",
+    "key_prompt_tokens_cached": "Those of them that were in the prefix cache",
+    "key_generation_tokens": "Generated tokens",
+})  # fmt: skip
 _ENDS = ("stop", "length", "abort", "error")
 
 
 class ServerMetrics:
     """The metrics of one served model.
 
-    `stats` returns the engine's figures by name (see metrics), and `about` metric families that are constant while the
-    engine runs. `gauges` are current values of the server. With `alias`, all metrics are repeated with that prefix.
+    `stats` returns the engine's figures by name (see metrics), or a list of those of several engines, and `about`
+    metric families that are constant while the engine runs. The metrics of several engines have the label `engine`.
+    `gauges` are current values of the server. With `alias`, all metrics are repeated with that prefix. `key_names` has
+    the names of API keys by their identifiers.
     """
 
     def __init__(
         self,
         model: str,
-        stats: Callable[[], Mapping[str, Any]],
+        stats: Callable[[], Mapping[str, Any] | Sequence[Mapping[str, Any]]],
         about: Callable[[], Iterable[Metric]] = tuple,
         alias: str | None = None,
+        key_names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.registry = CollectorRegistry()
         self._model, self._stats, self._about, self._alias = model, stats, about, alias
@@ -84,6 +95,8 @@ class ServerMetrics:
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self._refused = dict.fromkeys(REASONS, 0)
         self.ends = dict.fromkeys(_ENDS, 0)  # number of outputs by finish reason
+        self.key_names = key_names
+        self._by_key = {name: dict.fromkeys(key_names.values(), 0) for name in _BY_KEY}
         self.registry.register(self)
         ProcessCollector(registry=self.registry)  # process_*: the server's process, not the engine's
 
@@ -116,13 +129,18 @@ class ServerMetrics:
         if reason == "abort":
             self._counts["num_aborted_requests"] += count
 
-    def begin(self, prompt_tokens: int, params: SamplingParams) -> RequestMetrics:
-        """Count a new request and return its metrics."""
+    def used(self, key: str, measure: str, count: int = 1) -> None:
+        """Add to a measure of _BY_KEY. Keys without a name are not counted."""
+        if key in self.key_names:
+            self._by_key[measure][self.key_names[key]] += count
+
+    def begin(self, prompt_tokens: int, params: SamplingParams, key: str = "") -> RequestMetrics:
+        """Count a new prompt of a request with this key, and return its metrics."""
         self.histograms["request_prompt_tokens"].add(prompt_tokens)
         self.histograms["request_params_n"].add(params.n)
         if params.max_tokens is not None:
             self.histograms["request_params_max_tokens"].add(params.max_tokens)
-        return RequestMetrics(self, params.n)
+        return RequestMetrics(self, params.n, key, prompt_tokens)
 
     def collect(self) -> Iterable[Metric]:
         """Yield all metric families with their current values."""
@@ -134,54 +152,66 @@ class ServerMetrics:
         yield self._family(
             CounterMetricFamily, "request_success", "Outputs by finish reason", self.ends, "finished_reason"
         )
+        for name, text in _BY_KEY.items() if self.key_names else ():
+            yield self._family(CounterMetricFamily, name, f"{text}, by API key", self._by_key[name], "key")
         for name, (text, value) in self.gauges.items():
             if (number := value()) is not None:
                 yield self._family(GaugeMetricFamily, name, text, number)
         for name, (text, bounds) in _HISTOGRAMS.items():
-            yield self._histogram(name, text, bounds, self.histograms[name].as_list())
+            yield self._histogram(name, text, bounds, {"": self.histograms[name].as_list()})
         text = "Kernels compiled while serving; always 0, as the runtime has no compiler"
         yield self._family(CounterMetricFamily, "runtime_compiles", text, 0)
         yield from self._of_engine()
         yield from self._about()
 
     def _of_engine(self) -> Iterable[Metric]:
-        stats: dict[str, Stat] = dict(self._stats())
-        stats.pop("request_success", None)  # the server also counts disconnects and engine failures
-        for key, (name, text, bounds) in _OF_ENGINE.items():
-            values = stats.pop(key, None)
-            if isinstance(values, list):
-                yield self._histogram(name, text, bounds, values)
-        for name, value in stats.items():
-            if isinstance(value, dict | int | float):
+        stats = self._stats()
+        engines: dict[str, Mapping[str, Stat]] = (
+            {"": stats} if isinstance(stats, Mapping) else {str(i): each for i, each in enumerate(stats)}
+        )
+        names = [name for name in next(iter(engines.values())) if name != "request_success"]  # the server counts these:
+        for name in names:  # also disconnects and engine failures
+            values = {engine: each[name] for engine, each in engines.items() if name in each}
+            if name in _OF_ENGINE:
+                yield self._histogram(*_OF_ENGINE[name], values)
+            elif not any(isinstance(value, list) for value in values.values()):
                 kind = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
-                yield self._family(kind, name, f"Of the engine: {name}", value, _LABELS.get(name, "reason"))
+                yield self._by_engine(kind, name, f"Of the engine: {name}", values, _LABELS.get(name, "reason"))
 
-    def _family(
-        self, kind: Any, name: str, text: str, value: float | Mapping[str, float], label: str = "reason"
-    ) -> Metric:
+    def _family(self, kind: Any, name: str, text: str, value: Stat, label: str = "reason") -> Metric:
         """Return a metric family with one value, or with values by `label`."""
-        labels = ["model_name", label] if isinstance(value, Mapping) else ["model_name"]
-        family: Any = kind(PREFIX + name, text, labels=labels)
-        if isinstance(value, Mapping):
-            for key, number in value.items():
-                family.add_metric([self._model, key], number)
-        else:
-            family.add_metric([self._model], value)
+        return self._by_engine(kind, name, text, {"": value}, label)
+
+    def _by_engine(self, kind: Any, name: str, text: str, values: Mapping[str, Stat], label: str = "reason") -> Metric:
+        """Return a metric family with the values of each engine; an empty name stands for all."""
+        owner = ["model_name"] if "" in values else ["model_name", "engine"]
+        by_label = any(isinstance(value, Mapping) for value in values.values())
+        family: Any = kind(PREFIX + name, text, labels=[*owner, label] if by_label else owner)
+        for engine, value in values.items():
+            mine = [self._model, *filter(None, [engine])]
+            if isinstance(value, Mapping):
+                for key, number in value.items():
+                    family.add_metric([*mine, key], number)
+            else:
+                family.add_metric(mine, value)
         return family
 
-    def _histogram(self, name: str, text: str, bounds: tuple[float, ...], counts: list[float]) -> Metric:
-        """Return a histogram; `counts` are the sum of all values, then the number of values in each bucket."""
+    def _histogram(self, name: str, text: str, bounds: tuple[float, ...], values: Mapping[str, Any]) -> Metric:
+        """Return a histogram; the values of each engine are the sum, then the number of values in each bucket."""
         names = [*map(repr, map(float, bounds)), "+Inf"]
-        buckets: Any = list(zip(names, itertools.accumulate(counts[1:]), strict=True))
-        family: Any = HistogramMetricFamily(PREFIX + name, text, labels=["model_name"])
-        family.add_metric([self._model], buckets, counts[0])
+        labels = ["model_name"] if "" in values else ["model_name", "engine"]
+        family: Any = HistogramMetricFamily(PREFIX + name, text, labels=labels)
+        for engine, counts in values.items():
+            buckets: Any = list(zip(names, itertools.accumulate(counts[1:]), strict=True))
+            family.add_metric([self._model, *filter(None, [engine])], buckets, counts[0])
         return family
 
 
 class RequestMetrics:
-    """Measures the times and tokens of one request."""
+    """Measures the times and tokens of one prompt, which a request with the API key `key` sent."""
 
-    def __init__(self, metrics: ServerMetrics, outputs: int) -> None:
+    def __init__(self, metrics: ServerMetrics, outputs: int, key: str = "", prompt_tokens: int = 0) -> None:
+        self._key, self._prompt_tokens = key, prompt_tokens
         self._metrics, self._outputs, self._open = metrics, outputs, outputs
         self._next = metrics.histograms["inter_token_latency_seconds"].add
         self._began = self._last = time.monotonic()
@@ -203,9 +233,10 @@ class RequestMetrics:
         if self._first is None:
             self._begin(now, output)
         else:
-            self._next(now - self._last)
+            self._next((now - self._last) / new, new)  # tokens that arrive together share the time since the last ones
         self._last = now
         self.tokens += new
+        self._metrics.used(self._key, "key_generation_tokens", new)
 
     def end(self, rest: str) -> None:
         """Record the end of the request. Outputs that have not ended count as ended by `rest`."""
@@ -226,6 +257,8 @@ class RequestMetrics:
     def _begin(self, now: float, output: RequestOutput) -> None:
         histograms, self._first = self._metrics.histograms, now
         histograms["time_to_first_token_seconds"].add(now - self._began)
+        self._metrics.used(self._key, "key_prompt_tokens", self._prompt_tokens)
+        self._metrics.used(self._key, "key_prompt_tokens_cached", output.num_cached_tokens)
         if output.times is not None:
             queued, self._prefill = output.times
             histograms["request_queue_time_seconds"].add(queued)
@@ -233,23 +266,33 @@ class RequestMetrics:
 
 
 def about(llm: AsyncLLM, model: str) -> Iterable[Metric]:
-    """Yield the configuration of an engine's cache, and the duration of each stage of its startup."""
-    config, startup = llm.config, llm.startup
-    cache = {
+    """Yield the configuration of the engines' caches, and the duration of each stage of their startup."""
+    engines = [(engine.ready or llm.config, engine.startup) for engine in llm.engines]
+    several = len(engines) > 1
+    owner = ["model_name", "engine"] if several else ["model_name"]
+    owners = [[model, str(i)] if several else [model] for i in range(len(engines))]
+    names = _cache_of(llm.config)
+    family = GaugeMetricFamily(PREFIX + "cache_config_info", "Sizes of the engine", labels=[*owner, *names])
+    for mine, (config, _) in zip(owners, engines, strict=True):
+        family.add_metric([*mine, *map(str, _cache_of(config).values())], 1)
+    yield family
+    text = "Duration of each stage of the engine's last startup"
+    family = GaugeMetricFamily(PREFIX + "startup_time_seconds", text, labels=[*owner, "stage"])
+    text = "Time to load weights and programs onto the device"
+    weights = GaugeMetricFamily(PREFIX + "weight_load_duration_seconds", text, labels=owner)
+    for mine, (_, startup) in zip(owners, engines, strict=True):
+        for stage, seconds in startup.items():
+            family.add_metric([*mine, stage], seconds)
+        if "weights" in startup:
+            weights.add_metric(mine, startup["weights"])
+    yield family
+    if weights.samples:
+        yield weights
+
+
+def _cache_of(config: Ready) -> dict[str, Any]:
+    return {
         "block_size": config.page_size, "num_gpu_blocks": config.num_pages, "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.max_num_batched_tokens,
         "enable_prefix_caching": config.prefix_caching,
     }  # fmt: skip
-    family = GaugeMetricFamily(PREFIX + "cache_config_info", "Sizes of the engine", labels=["model_name", *cache])
-    family.add_metric([model, *map(str, cache.values())], 1)
-    yield family
-    text = "Duration of each stage of the engine's last startup"
-    family = GaugeMetricFamily(PREFIX + "startup_time_seconds", text, labels=["model_name", "stage"])
-    for stage, seconds in startup.items():
-        family.add_metric([model, stage], seconds)
-    yield family
-    if "weights" in startup:
-        text = "Time to load weights and programs onto the device"
-        family = GaugeMetricFamily(PREFIX + "weight_load_duration_seconds", text, labels=["model_name"])
-        family.add_metric([model], startup["weights"])
-        yield family

@@ -70,6 +70,7 @@ TemplateKwargs = Annotated[dict[str, Any], schema_of(maxProperties=MAX_TEMPLATE_
 Scores = Annotated[int, schema_of(minimum=0, maximum=TOP_LOGPROBS)]
 Priority = Annotated[int, schema_of(minimum=-(2**31), maximum=2**31 - 1)]
 Salt = Annotated[str, schema_of(maxLength=MAX_SALT)]
+TruncateTo = Annotated[int, schema_of(anyOf=[{"const": -1}, {"minimum": 1}], maximum=MAX_INT)]  # -1: what fits
 MaxTokens = Annotated[int, schema_of(minimum=0, maximum=MAX_INT)]  # 0 with echo
 MaxCompletionTokens = Annotated[int, schema_of(minimum=1, maximum=MAX_INT)]
 
@@ -146,6 +147,7 @@ class Generation(SamplingFields, msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: TruncateTo | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
     best_of: int | None = None

@@ -14,6 +14,7 @@ from llmc_runtime.defaults import of_model
 from llmc_runtime.engine.input_processor import token_mask
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.row_abi import TOP_LOGPROBS
+from llmc_runtime.sched.parameter_type import MAX_INT
 from llmc_runtime.sched.sampling_params import PARAMETERS, SamplingParams
 from llmc_runtime.sched.structured_outputs import StructuredOutputsParams
 from llmc_runtime.server.http.errors import ApiError, to_api_error
@@ -42,6 +43,17 @@ class Defaults(Protocol):
 
     def get_default_sampling_params(self, *, max_tokens: int | None = 16) -> SamplingParams:
         """Return the default parameters."""
+
+
+def kept_tokens(request: Generation, length: int) -> int | None:
+    """Return how many of a prompt's last tokens `truncate_prompt_tokens` keeps with a context of `length`; None for
+    all of them.
+    """
+    if request.truncate_prompt_tokens != -1:
+        return request.truncate_prompt_tokens
+    default = COMPLETION_TOKENS if isinstance(request, CompletionRequest) else 1
+    limits = (getattr(request, "max_completion_tokens", None), request.max_tokens, default)
+    return max(1, length - max(1, next(limit for limit in limits if limit is not None)))
 
 
 def check_silent(request: CompletionRequest) -> None:
@@ -91,6 +103,10 @@ def _params(request: Generation, llm: Defaults, default: SamplingParams, own: di
     values |= {name: value for name in _COPIED if (value := getattr(request, name)) is not None}
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise ApiError("best_of: the same as n", param="best_of", code="unsupported_parameter")
+    keep = request.truncate_prompt_tokens
+    if keep is not None and keep != -1 and not 1 <= keep <= MAX_INT:
+        cause = "truncate_prompt_tokens: how many of the last tokens of the prompt to keep, at least 1"
+        raise ApiError(f"{cause}; -1 for as many as fit beside max_tokens", param="truncate_prompt_tokens")
     if request.stream and request.prompt_logprobs is not None:
         raise ApiError("prompt_logprobs are not streamed: set stream to false", param="prompt_logprobs")
     if request.stream_options is not None and not request.stream:

@@ -1,0 +1,74 @@
+"""Throughput of several engines behind one front, beside one engine, each on a GPU of its own.
+
+    python -m bench.gpu.instances ARTIFACT [--engines 1,2] [--requests N] [--input N] [--output N] [--rounds N]
+
+All requests are sent at once through `AsyncLLM`, whose front tokenizes nothing here: prompts are random token ids. The
+numbers of engines take turns; the median of the rounds counts. Prints a table and, with --json, JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from llmc_runtime import AsyncLLM, SamplingParams
+
+
+async def one_round(model: Path, engines: int, plan: argparse.Namespace) -> float:
+    """Return the output tokens per second of all requests, after a few that capture graphs."""
+    more = {"data_parallel_size": engines} if engines > 1 else {}
+    async with AsyncLLM(model, enable_prefix_caching=False, **more) as llm:
+        vocab = llm.vocab_size
+
+        async def request(name: str, length: int) -> None:
+            prompt = [random.randrange(vocab) for _ in range(plan.input)]
+            params = SamplingParams(max_tokens=length, min_tokens=length, ignore_eos=True, temperature=0.0)
+            count = 0
+            async for output in llm.generate(prompt, params, name):
+                count = len(output.outputs[0].token_ids)
+            assert count == length, f"{count} tokens of {length}"
+
+        await asyncio.gather(*(request(f"first-{i}", 32) for i in range(plan.requests)))
+        begin = time.perf_counter()
+        await asyncio.gather(*(request(f"counted-{i}", plan.output) for i in range(plan.requests)))
+        return plan.requests * plan.output / (time.perf_counter() - begin)
+
+
+def parser() -> argparse.ArgumentParser:
+    ap = argparse.ArgumentParser(prog="python -m bench.gpu.instances", description=(__doc__ or "").splitlines()[0])
+    ap.add_argument("model", type=Path, metavar="ARTIFACT")
+    ap.add_argument("--engines", type=lambda text: tuple(map(int, text.split(","))), default=(1, 2), metavar="N,N")
+    ap.add_argument("--requests", type=int, default=512, metavar="N", help="requests for each number of engines")
+    ap.add_argument("--input", type=int, default=512, metavar="N", help="prompt tokens of a request")
+    ap.add_argument("--output", type=int, default=256, metavar="N", help="output tokens of a request")
+    ap.add_argument("--rounds", type=int, default=3, metavar="N")
+    ap.add_argument("--json", type=Path, metavar="FILE")
+    return ap
+
+
+def main(argv: list[str]) -> int:
+    """Measure and print the table."""
+    plan = parser().parse_args(argv)
+    found: dict[int, list[float]] = {engines: [] for engines in plan.engines}
+    for _ in range(plan.rounds):
+        for engines in plan.engines:
+            found[engines].append(asyncio.run(one_round(plan.model, engines, plan)))
+            print(f"{engines} engines: {found[engines][-1]:.0f} output tokens/s", flush=True)
+    base = statistics.median(found[plan.engines[0]])
+    print("| engines | output tokens/s, median | rounds | beside the first |\n|---|---|---|---|")
+    for engines, rates in found.items():
+        each = ", ".join(f"{rate:.0f}" for rate in rates)
+        print(f"| {engines} | {statistics.median(rates):.0f} | {each} | {statistics.median(rates) / base:.2f} |")
+    if plan.json:
+        plan.json.write_text(json.dumps({str(engines): rates for engines, rates in found.items()}) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

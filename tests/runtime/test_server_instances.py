@@ -1,0 +1,121 @@
+"""The server with several engines: figures with the label `engine`, health, an engine that dies, administration."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+import httpx
+from llmc_runtime.host_info import usable_cpus
+
+from tests.runtime.served import Served, served
+from tests.runtime.test_server_load import LONG, post_head, until
+from tests.runtime.test_server_metrics import Samples, samples
+
+KEY = "an-admin-key"
+ADMIN = {"Authorization": f"Bearer {KEY}"}
+
+
+def scrape(server: Served) -> Samples:
+    return samples(httpx.get(f"{server.url}/metrics").text)
+
+
+def complete(server: Served, **fields: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/completions", json={**LONG, "max_tokens": 6, **fields}, timeout=30)
+
+
+def test_each_engine_has_its_figures_and_the_server_has_totals() -> None:
+    with served(data_parallel_size=2, alias="vllm") as server:
+        for i in range(6):
+            assert complete(server, prompt=[50 + i] * 12).status_code == 200
+        until(lambda: server.llm.stats()["request_success"]["length"] == 6)
+        found = scrape(server)
+        tokens = [found["generation_tokens_total", f"engine={i}"] for i in (0, 1)]
+        assert sum(tokens) == found["request_generation_tokens_sum", ""] == 36 and min(tokens) >= 12
+        assert found["request_success_total", "finished_reason=length"] == 6
+        assert found["num_requests_running", "engine=0"] == found["num_requests_running", "engine=1"] == 0
+        assert ("num_requests_waiting_by_reason", "engine=1,reason=capacity") in found
+        assert found["iteration_tokens_total_count", "engine=1"] > 0
+        assert found["startup_time_seconds", "engine=1,stage=total"] > 0
+        assert sum(name == "cache_config_info" for name, _ in found) == 2
+        assert not any(labels == "" for name, labels in found if name in ("restarts_total", "num_steps_total"))
+        assert 'vllm:restarts_total{engine="1",model_name="toy"} 0.0' in httpx.get(f"{server.url}/metrics").text
+        assert httpx.get(f"{server.url}/server_info").json()["data_parallel_size"] == 2
+
+
+def test_one_engine_has_no_label() -> None:
+    with served() as server:
+        text = httpx.get(f"{server.url}/metrics").text
+        assert "engine=" not in text and re.search(r'llmc:restarts_total\{model_name="toy"\}', text)
+        assert httpx.get(f"{server.url}/server_info").json()["data_parallel_size"] == 1
+
+
+def test_one_that_is_killed_is_told_to_its_requests_only() -> None:
+    with served(pace=0.02, data_parallel_size=2, admin_keys=[KEY], restart_delay=1.0) as server:
+        links = [post_head(server, {**LONG, "prompt": [60 + i] * 9, "max_tokens": 60}) for i in range(4)]
+        until(lambda: [len(one.outputs) for one in server.llm.engines] == [2, 2])
+        state = httpx.get(f"{server.url}/admin/state", headers=ADMIN).json()
+        assert [one["requests"] for one in state["engines"]] == [2, 2]
+        assert sorted(one["engine"] for one in state["requests"]) == [0, 0, 1, 1]
+        os.kill(state["engines"][1]["pid"], signal.SIGKILL)
+        until(lambda: server.llm.engines[1].state == "starting")
+        assert httpx.get(f"{server.url}/health").status_code == httpx.get(f"{server.url}/ready").status_code == 200
+        assert complete(server).status_code == 200
+        heads = sorted(link.recv(65536)[:12] for link in links)
+        assert heads == [b"HTTP/1.1 200"] * 2 + [b"HTTP/1.1 503"] * 2
+        until(lambda: server.llm.engines[1].state == "ready")
+        found = scrape(server)
+        assert found["restarts_total", "engine=0"] == 0 and found["restarts_total", "engine=1"] == 1
+        assert found["num_requests_open", "engine=1"] == 0
+        until(
+            lambda: (
+                complete(server, prompt=[1 + os.urandom(1)[0] + 10] * 9) and server.llm.engines[1].stats()["num_steps"]
+            )
+        )
+        assert httpx.post(f"{server.url}/admin/reset_prefix_cache", headers=ADMIN).json() == {"reset": True}
+        assert httpx.get(f"{server.url}/admin/trace?seconds=0.1", headers=ADMIN).status_code == 200
+
+
+def test_all_down_is_503() -> None:
+    with served(pace=0.02, data_parallel_size=2, restart_delay=1.0) as server:
+        for engine in server.llm.engines:
+            assert engine.pid is not None
+            os.kill(engine.pid, signal.SIGKILL)
+        until(lambda: not server.llm.is_running)
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        reply = complete(server)
+        assert reply.status_code == 503 and reply.json()["error"]["code"] == "engine_unavailable"
+        until(lambda: httpx.get(f"{server.url}/ready").status_code == 200)
+        assert complete(server).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("value", "says"), [("0", "at least 1"), ("-1", "at least 1"), ("x", "at least 1"), ("99", "1 to 64")]
+)
+def test_wrong_numbers_are_one_error(value: str, says: str, toy: Any) -> None:
+    done = subprocess.run(
+        _serve(str(toy), f"--data-parallel-size={value}", "--dry-run"), capture_output=True, text=True
+    )
+    assert done.returncode in (1, 2) and says in done.stderr and "Traceback" not in done.stderr
+
+
+def _serve(*words: str) -> list[str]:
+    return [sys.executable, "-c", "import sys; from llmc_runtime.cli import main_serve; sys.exit(main_serve())", *words]
+
+
+def test_a_dry_run_counts_the_engines(toy: Any) -> None:
+    if usable_cpus() < 2:
+        pytest.skip("two engines need two CPUs")
+    done = subprocess.run(_serve(str(toy), "-dp", "2", "--dry-run", "--json"), capture_output=True, text=True)
+    report = json.loads(done.stdout)
+    assert report["data_parallel_size"] == 2 and report["fits"] is True
+    many = subprocess.run(_serve(str(toy), "-dp", str(usable_cpus() + 1), "--dry-run"), capture_output=True, text=True)
+    assert many.returncode == 1 and "E201" in many.stderr and f"at most {usable_cpus()}" in many.stderr
