@@ -1,4 +1,4 @@
-"""Several engines behind one front: prefixes stay together, one that dies is replaced, figures are told apart."""
+"""Several engines behind one front: prefixes stay together, one that dies is replaced, metrics are per engine."""
 
 from __future__ import annotations
 

@@ -188,7 +188,8 @@ class AsyncLLM(ModelAPI):
     async def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. Returns False, and does nothing, while a page is in use.
 
-        Of several engines, each with pages in use is left out."""
+        Of several engines, those with a page in use are left out.
+        """
         return (await self._running().call(RESET)).done
 
     async def record(self, seconds: float) -> list[Row]:

@@ -24,7 +24,7 @@ class AsyncRequestState(RequestState):
     def __init__(self, kind: str, interval: float, *request: Any) -> None:
         super().__init__(*request)
         self._kind, self._interval = kind, interval
-        self._notified = -math.inf  # when the reader was last told of a change that is not the end
+        self._notified = -math.inf  # time of the last notification before the end
         self._changed = False
         self._waiting: asyncio.Future[None] | None = None
         self._open = list(self.parts)  # whose last output has not been returned yet
@@ -40,7 +40,7 @@ class AsyncRequestState(RequestState):
             self._waiting.set_result(None)
 
     def _due(self) -> bool:
-        """Return whether the reader of an unfinished request is told of a change now."""
+        """Return whether to notify the reader of an unfinished request now."""
         if self._kind == "final_only":
             return False
         if self._interval:
