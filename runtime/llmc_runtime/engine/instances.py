@@ -11,7 +11,7 @@ import msgspec
 
 from llmc_runtime.engine.control_rpc import RESET
 from llmc_runtime.engine.input_processor import EngineRequest
-from llmc_runtime.engine.messages import ControlReply, Heartbeat, Open, Ready
+from llmc_runtime.engine.messages import ControlReply, Open, Ready
 from llmc_runtime.engine.output_processor import OutputProcessor
 from llmc_runtime.engine.router import Load, Router
 from llmc_runtime.engine.supervisor import DEAD, DRAINING, READY, STARTING, Supervisor
@@ -134,11 +134,6 @@ class Instances:
     def startup(self) -> dict[str, float]:
         """The durations of the start that took longest, in seconds."""
         return max((engine.startup for engine in self.engines), key=lambda startup: startup.get("total", 0.0))
-
-    @property
-    def heartbeat(self) -> Heartbeat | None:
-        """The last heartbeat of the first engine that has sent one."""
-        return next((engine.heartbeat for engine in self.engines if engine.heartbeat is not None), None)
 
     @property
     def pid(self) -> int | None:
