@@ -31,6 +31,11 @@ def test_a_seed_replays() -> None:
     assert simulate(11, 1) == simulate(11, 1) != simulate(12, 1)
 
 
+def test_fewer_tokens_a_step_than_running_requests() -> None:
+    """Drafts have no room then, and the choice of their number ends (this world has one token a step)."""
+    assert simulate(6004, 1)["episodes"] == 1
+
+
 def test_the_command_line() -> None:
     command = [sys.executable, "-m", "tests.runtime.simulator", "--steps", "2", "--seed", "5", "--jobs", "2"]
     done = subprocess.run(

@@ -109,8 +109,9 @@ class DraftCount:
     def choose(self, rates: Sequence[float], room: int) -> Choice:
         """Return the number of drafts that gives the most tokens per second; `rates` are the rows' probabilities.
 
-        room: the maximum number of drafts of all rows together. All rows have drafts, or, where as many do not fit, as
-        many rows as can, or half, a quarter, an eighth and so on of these: those whose drafts are most likely accepted.
+        room: the maximum number of drafts of all rows together, 0 at least. All rows have drafts, or, where as many do
+        not fit, as many rows as can, or half, a quarter, an eighth and so on of these: those whose drafts are most
+        likely accepted.
         For a draft model, all rows or none.
         """
         rows, likely = len(rates), sorted(rates, reverse=True)

@@ -177,7 +177,7 @@ class Scheduler(LiveRequests):
         size, preempted, index, work = config.page_size, False, 0, step.work
         self._spare = config.logits - len(running)
         if self.speculation is not None:
-            self.speculation.begin(running, min(self._spare, budget - len(running)))
+            self.speculation.begin(running, max(0, min(self._spare, budget - len(running))))
         if self.planner is not None:
             self.planner.begin()
         while budget and index < len(running):
