@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import signal
 import sys
 import time
 from collections import Counter
@@ -33,6 +34,7 @@ from tests.runtime.world import draw_world
 
 EPISODE = 1500  # steps with arrivals
 AUDIT_EVERY = 20  # mean number of steps between full audits
+LONGEST = 300  # seconds of an episode; most take less than one
 
 
 class SimulationFailure(AssertionError):
@@ -318,15 +320,25 @@ def make_device(config: SchedulerConfig, depth: int = 1, rng: random.Random | No
     )
 
 
+def hang(*_: object) -> None:
+    """Fail the episode that runs (a handler of SIGALRM)."""
+    raise TimeoutError(f"the episode did not end within {LONGEST} s")
+
+
 def simulate(seed: int, steps: int, stride: int = 1, depth: int | None = None) -> Counter[str]:
     """Run episodes with the seeds seed, seed + stride, ... until `steps` steps are done, and return statistics.
 
     `depth` sets the maximum number of steps in flight in every episode; None: random in each world.
     """
     total: Counter[str] = Counter()
+    signal.signal(signal.SIGALRM, hang)
     while total["steps"] < steps:
         episode = Episode(seed, depth)
-        episode.run()
+        signal.alarm(LONGEST)
+        try:
+            episode.run()
+        finally:
+            signal.alarm(0)
         total += summary(episode)
         seed += stride
     return total
