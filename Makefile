@@ -173,6 +173,6 @@ $(VENV)/.stamp-compile: $(VENV)/.stamp-venv pyproject.toml constraints.txt
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-compile requirements-gpu.txt
 	@echo "make: installing Triton and the test tools into $(VENV) (a minute, once)" >&2
-	$(PIP) -e '.[compile,grammar,serve,dev]'
+	$(PIP) -e '.[compile,grammar,serve,tracing,dev]'
 	$(PIP) --no-deps -r requirements-gpu.txt
 	@touch $@

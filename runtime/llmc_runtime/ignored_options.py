@@ -77,7 +77,7 @@ IGNORED = (
     IgnoredFlags("--max-log-len --uvicorn-log-level", "--log-level sets what is logged"),
     IgnoredFlags("--log-config-file", "--log-level and --log-format configure the log"),
     _switch("--enable-log-outputs", "texts of responses are never logged"),
-    IgnoredFlags("--otlp-traces-endpoint --collect-detailed-traces", "/admin/trace records the engine's loop"),
+    IgnoredFlags("--collect-detailed-traces", "/admin/trace records the engine's loop"),
     IgnoredFlags("--stream-interval", "tokens are sent as they arrive, in larger chunks to slow clients"),
     IgnoredFlags("--long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills", _CHUNKS),
     _switch("--disable-cascade-attn", _KERNELS),

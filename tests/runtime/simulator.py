@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import signal
 import sys
 import time
 from collections import Counter
@@ -30,6 +29,7 @@ from tests.runtime.audit import audit
 from tests.runtime.fake_executor import FakeExecutor, FaultyExecutor
 from tests.runtime.oracle import Expected
 from tests.runtime.shares import WEIGHT, Shares
+from tests.runtime.time_limit import time_limit
 from tests.runtime.world import draw_world
 
 EPISODE = 1500  # steps with arrivals
@@ -320,25 +320,16 @@ def make_device(config: SchedulerConfig, depth: int = 1, rng: random.Random | No
     )
 
 
-def hang(*_: object) -> None:
-    """Fail the episode that runs (a handler of SIGALRM)."""
-    raise TimeoutError(f"the episode did not end within {LONGEST} s")
-
-
 def simulate(seed: int, steps: int, stride: int = 1, depth: int | None = None) -> Counter[str]:
     """Run episodes with the seeds seed, seed + stride, ... until `steps` steps are done, and return statistics.
 
     `depth` sets the maximum number of steps in flight in every episode; None: random in each world.
     """
     total: Counter[str] = Counter()
-    signal.signal(signal.SIGALRM, hang)
     while total["steps"] < steps:
         episode = Episode(seed, depth)
-        signal.alarm(LONGEST)
-        try:
+        with time_limit(LONGEST):
             episode.run()
-        finally:
-            signal.alarm(0)
         total += summary(episode)
         seed += stride
     return total

@@ -19,9 +19,10 @@ EXTRAS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "compile": ("torch", "transformers", "ml_dtypes", "safetensors", "huggingface_hub"),
         "serve": ("starlette", "uvicorn", "zmq", "msgspec", "prometheus_client", "yaml"),
         "grammar": ("llguidance",),
+        "tracing": ("opentelemetry",),
     }
 )
-_CODES = MappingProxyType({"compile": "E640", "serve": "E665", "grammar": "E650"})
+_CODES = MappingProxyType({"compile": "E640", "serve": "E665", "grammar": "E650", "tracing": "E665"})
 
 
 class LlmcError(Exception):

@@ -9,11 +9,12 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -25,7 +26,7 @@ from llmc_runtime.server.app import application
 from llmc_runtime.server.http.auth import LOOPBACK, Limits, key_id
 from llmc_runtime.server.http.event_loop import ServerLoop
 from llmc_runtime.server.http.listen import listening, name_of
-from llmc_runtime.server.http.request_log import AccessLog, RefusalLog, configure_logging, startup_printer
+from llmc_runtime.server.http.request_log import RefusalLog, RequestLog, configure_logging, startup_printer
 from llmc_runtime.server.http.tls import ReloadingContext, context_of
 from llmc_runtime.server.load_shedding import LoadShedder
 from llmc_runtime.server.operations.admission import Admission
@@ -43,6 +44,9 @@ from llmc_runtime.server.protocol import (
 from llmc_runtime.server.server_options import Options
 from llmc_runtime.server.serving import Serving
 from llmc_runtime.signals import ENDING, unwinding
+
+if TYPE_CHECKING:
+    from llmc_runtime.server.operations.tracing import RequestTracer
 
 ENGINE_FAILED = 4  # exit code
 _EXTRA_SECONDS = 5  # after the shutdown timeout, for connections whose requests were aborted
@@ -89,17 +93,38 @@ def serve(options: Options) -> int:
     Raises SystemExit for a signal during startup, and LlmcError E646, E649 and those of opening the model.
     """
     tls = context_of(options.tls)
-    with unwinding(), listening(options.host, options.port, options.uds) as bound:
+    with unwinding(), tracer_of(options) as tracer, listening(options.host, options.port, options.uds) as bound:
         say = startup_printer(options.log_format)
         for note in options.notes:
             say(note)
         llm = AsyncLLM(options.model, say=say, **options.engine)
         llm.compile()
         with asyncio.Runner(loop_factory=ServerLoop) as runner:
-            return runner.run(serve_over(llm, options, bound, tls))
+            return runner.run(serve_over(llm, options, bound, tls, tracer))
 
 
-async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls: ssl.SSLContext | None = None) -> int:
+@contextmanager
+def tracer_of(options: Options) -> Iterator[RequestTracer | None]:
+    """Yield the exporter of traces, if there is one; at the end, export what remains.
+
+    Raises ModuleNotFoundError without the extra `tracing`.
+    """
+    if options.otlp_traces_endpoint is None:
+        yield None
+        return
+    from llmc_runtime.server.operations.tracing import RequestTracer
+
+    with closing(RequestTracer(options.otlp_traces_endpoint, names_of(options)[0])) as tracer:
+        yield tracer
+
+
+async def serve_over(
+    llm: AsyncLLM,
+    options: Options,
+    bound: socket.socket,
+    tls: ssl.SSLContext | None = None,
+    tracer: RequestTracer | None = None,
+) -> int:
     """Start `llm` and serve it on a bound socket until a signal, or until its engine has failed too often.
 
     Returns the exit code: 0 or ENGINE_FAILED.
@@ -116,7 +141,7 @@ async def serve_over(llm: AsyncLLM, options: Options, bound: socket.socket, tls:
         serving.offload.warm()
         gc.collect()
         gc.freeze()  # objects that exist now are never collected
-        config = _config(options, serving, connections)
+        config = _config(options, serving, connections, tracer)
         config.ssl = tls
         defaults = described(llm.generation, llm.args.generation_config, llm.args.override_generation_config)
         for line in filter(None, (defaults, *serving.dialect.lines)):
@@ -182,7 +207,7 @@ async def _end_with_engine(llm: AsyncLLM, server: DrainingServer, say: Callable[
     server.should_exit = True
 
 
-def _config(options: Options, serving: Serving, connections: int) -> uvicorn.Config:
+def _config(options: Options, serving: Serving, connections: int, tracer: RequestTracer | None) -> uvicorn.Config:
     """Return uvicorn's configuration, loaded."""
     limit = ConnectionLimit.within_descriptors(connections, lambda: serving.meters.refused("connections"))
     serving.meters.gauges["connections_open"] = ("Open client connections", lambda: limit.open)
@@ -192,8 +217,11 @@ def _config(options: Options, serving: Serving, connections: int) -> uvicorn.Con
         serving, options.keys, Limits(body=options.max_body), hosts, options.root_path, options.admin_keys,
         options.key_scope, shed, options.origins,
     )  # fmt: skip
+    if options.access_log or tracer:
+        names = _key_names(options)
+        app = RequestLog(app, options.log_requests, shed.refusals, names, options.access_log, tracer)
     config = uvicorn.Config(
-        AccessLog(app, options.log_requests, shed.refusals, _key_names(options)) if options.access_log else app,
+        app,
         http=type("Connection", (HttpConnection,), {"limit": limit, "shed": shed}), ws="none", lifespan="off",
         log_config=None, access_log=False, h11_max_incomplete_event_size=MAX_HEAD_BYTES, server_header=False,
         timeout_keep_alive=options.keep_alive, backlog=_ACCEPT_QUEUE,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from llmc_runtime import __version__
 from llmc_runtime.command_parser import CommandParser
@@ -60,6 +61,24 @@ def _origins(name: str, values: Sequence[str]) -> tuple[str, ...]:
             cause = f"{name}: {str(origin)[:80]!r} is not an origin"
             raise LlmcError("E648", cause, "use a scheme and a host, such as https://example.com, or * for all")
     return tuple(origins)
+
+
+def _traces_url(name: str, value: str | None) -> str | None:
+    """Return the URL of a collector of traces, with the default path of OTLP over HTTP if it has none.
+
+    Raises LlmcError E648 if it has another scheme than http or https, or no host.
+    """
+    if value is None:
+        return None
+    try:
+        url = urlsplit(value)
+        valid = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
+        remedy = "use the collector's address for OTLP over HTTP, such as http://localhost:4318/v1/traces"
+        raise LlmcError("E648", f"{name} is not the URL of an HTTP server", remedy)
+    return value if url.path not in ("", "/") else url._replace(path="/v1/traces").geturl()
 
 
 _configuration, _server, _access, _load, _logs, _chats, _engine = (partial(serve_option, title) for title in _GROUPS)
@@ -185,6 +204,10 @@ class Options:
     log_requests: bool = _logs(
         False, "also log the texts of prompts, which are user data", flags=("--enable-log-requests",), read=None,
         negated=True,
+    )  # fmt: skip
+    otlp_traces_endpoint: str | None = _logs(
+        None, "URL of an OpenTelemetry collector that gets a span per request, by OTLP over HTTP (default: none)",
+        metavar="URL", check=_traces_url,
     )  # fmt: skip
     chat_template: str | None = _chats(
         None, "chat template to use, or the name of one of the model's (default: the model's)", metavar="FILE|NAME"

@@ -297,7 +297,7 @@ class Serving:
         self, jobs: list[tuple[Prompt, SamplingParams]], priority: int, salt: str, call: Call
     ) -> Updates:
         record, hold = call.record or Record(), call.hold
-        record.begin(call.id, [prompt for prompt, _ in jobs], call.request_id)
+        record.begin(call.id, jobs, call.request_id)
         meters = [self.meters.begin(len(prompt.ids), params, call.key) for prompt, params in jobs]
         self.meters.used(call.key, "key_requests")
         assert hold.slot is not None  # reserved in `run`

@@ -15,18 +15,22 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from types import MappingProxyType
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmc_runtime.api.llm import to_stderr as print_to_stderr
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.prompts import Prompt
+from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.server.http.probes import PROBES
 from llmc_runtime.server.http.replies import code_location
 
+if TYPE_CHECKING:
+    from llmc_runtime.server.operations.tracing import RequestTracer
+
 log = logging.getLogger("llmc.request")
-_FREQUENT = frozenset({*PROBES, "/metrics"})  # logged at level debug, as they are frequent
+_FREQUENT = frozenset({*PROBES, "/metrics"})  # logged at level debug and not traced
 MAX_WAITING = 10_000  # lines
 _TEMPORARY = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EAGAIN})
 _CLIENT_CLOSED_REQUEST = 499  # the client disconnected before the response ended
@@ -34,10 +38,10 @@ _MAX_PATH, _MAX_TEXT, _MAX_LINE = 200, 2000, 8000  # characters
 
 
 def configure_logging(level: str, form: str) -> None:
-    """Send the logs of llmc, uvicorn and asyncio to stderr; `form` is "text" or "json"."""
+    """Send the logs of llmc, uvicorn, asyncio and OpenTelemetry to stderr; `form` is "text" or "json"."""
     handler = ThreadedHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
-    for name in ("llmc", "uvicorn", "asyncio"):
+    for name in ("llmc", "uvicorn", "asyncio", "opentelemetry"):
         logger = logging.getLogger(name)
         logger.handlers[:], logger.propagate = [handler], False
         logger.setLevel(level.upper() if name == "llmc" else "WARNING")
@@ -140,15 +144,19 @@ class Record:
         self._reasons: dict[str, None] = {}
         self._error: str | None = None
         self.refusal: str | None = None  # why the request was not admitted
+        self.params: SamplingParams | None = None  # of the first prompt
+        self.times: tuple[float, float] | None = None  # seconds in the queue and from there to the first token
 
     @property
     def prompt_characters(self) -> int:
         """The number of characters of each prompt to log."""
         return _MAX_TEXT if self._texts else 0
 
-    def begin(self, name: str, prompts: Sequence[Prompt], request_id: str) -> None:
-        """Record that the response `name` is generated for these prompts."""
+    def begin(self, name: str, jobs: Sequence[tuple[Prompt, SamplingParams]], request_id: str) -> None:
+        """Record that the response `name` is generated for these prompts, with their parameters."""
+        prompts = [prompt for prompt, _ in jobs]
         self._id, self._prompt = name, sum(len(prompt.ids) for prompt in prompts)
+        self.params = jobs[0][1]
         if self._texts:
             for prompt in prompts:
                 text = prompt.text if prompt.text is not None else str(prompt.ids[:_MAX_TEXT])
@@ -159,7 +167,7 @@ class Record:
         """Record an update of the response."""
         new = sum(len(completion.token_ids) for completion in output.outputs)
         if new and self._first is None:
-            self._first = time.monotonic()
+            self._first, self.times = time.monotonic(), output.times
         self._output += new
         self._cached[output.request_id] = output.num_cached_tokens
         for completion in output.outputs:
@@ -218,8 +226,11 @@ class RefusalLog:
             self._more = Counter()
 
 
-class AccessLog:
-    """The outermost ASGI middleware: logs a line for each request that has ended."""
+class RequestLog:
+    """The outermost ASGI middleware: writes a line, and exports a span, for each request that has ended.
+
+    Without `lines` there are no lines, and without `tracer` no spans.
+    """
 
     def __init__(
         self,
@@ -227,19 +238,25 @@ class AccessLog:
         texts: bool = False,
         refusals: RefusalLog | None = None,
         key_names: Mapping[str, str] = MappingProxyType({}),
+        lines: bool = True,
+        tracer: RequestTracer | None = None,
     ) -> None:
         self._app, self._texts, self._refusals = app, texts, refusals or RefusalLog()
-        self._key_names = key_names
+        self._key_names, self._lines, self._tracer = key_names, lines, tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request and log it."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        tracer = None if _is_frequent(scope) else self._tracer
+        span = tracer and tracer.begin(scope)
         record = scope["llmc.record"] = Record(self._texts)
 
         async def recorded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
+                if tracer and span:
+                    message["headers"] = [*message.get("headers", ()), tracer.response_header(span)]
             await send(message)
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 record.complete = True
@@ -247,7 +264,9 @@ class AccessLog:
         try:
             await self._app(scope, receive, recorded)
         finally:
-            if record.refusal is None or self._refusals.take(record.refusal):
+            if tracer and span:
+                tracer.end(span, scope, record)
+            if self._lines and (record.refusal is None or self._refusals.take(record.refusal)):
                 log_request(scope, record, self._key_names.get(scope.get("llmc.key", "")))
 
 
@@ -256,8 +275,12 @@ def log_request(scope: Mapping[str, Any], record: Record, key: str | None = None
     path = scope["path"]
     fields = {"request_id": scope.get("llmc.id"), "method": scope["method"][:16], "route": path[:_MAX_PATH]}
     fields["key"] = key
-    level = logging.DEBUG if path in _FREQUENT and scope["method"] == "GET" else logging.INFO
+    level = logging.DEBUG if _is_frequent(scope) else logging.INFO
     log.log(level, "request", extra={"fields": {**fields, **record.fields()}})
+
+
+def _is_frequent(scope: Mapping[str, Any]) -> bool:
+    return scope["path"] in _FREQUENT and scope["method"] == "GET"
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
