@@ -132,7 +132,9 @@ def test_commands_that_need_the_compiler_say_what_to_install(argv: list[str], pl
     assert "pip install" in done.stderr and "[compile]'" in done.stderr
 
 
-@pytest.mark.parametrize("module, code", [("torch.nn", "E640"), ("msgspec", "E665"), ("llguidance", "E650"), ("opentelemetry.sdk", "E665")])
+@pytest.mark.parametrize(
+    "module, code", [("torch.nn", "E640"), ("msgspec", "E665"), ("llguidance", "E650"), ("opentelemetry.sdk", "E665")]
+)
 def test_a_module_of_an_extra_is_no_bug(module: str, code: str) -> None:
     error = as_llmc_error(ModuleNotFoundError(f"No module named {module!r}", name=module))
     assert error.code == code
