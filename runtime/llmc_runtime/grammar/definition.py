@@ -6,6 +6,7 @@ import json
 from typing import Any, NamedTuple
 
 from llmc_runtime.grammar.limits import PARSER_LIMITS
+from llmc_runtime.grammar.structural_tag import structural_rules, vocabulary_marker
 from llmc_runtime.sched.structured_outputs import StructuredOutputsParams
 
 # JSON Schema keywords whose value is a schema or a list of schemas, and those whose value maps names to schemas.
@@ -32,6 +33,14 @@ class Definition(NamedTuple):
         flags = outputs.disable_any_whitespace, outputs.disable_additional_properties
         return cls(outputs.kind, outputs.text, *flags, outputs.whitespace_pattern)
 
+    @property
+    def json_options(self) -> dict[str, Any]:
+        """llguidance's options for JSON."""
+        options: dict[str, Any] = {"whitespace_flexible": not self.disable_any_whitespace}
+        if self.whitespace_pattern is not None:
+            options["whitespace_pattern"] = self.whitespace_pattern
+        return options
+
     def encode(self) -> bytes:
         """Serialize for another process."""
         return json.dumps(self).encode()
@@ -45,7 +54,7 @@ class Definition(NamedTuple):
 def compile_matcher(llguidance: Any, vocabulary: Any, definition: Definition) -> Any:
     """Compile the grammar into an LLMatcher at the start of the text. Raises Refused."""
     try:
-        text = _llguidance_text(llguidance, definition)
+        text = _llguidance_text(llguidance, vocabulary, definition)
     except (ValueError, RecursionError, AttributeError, TypeError) as e:  # such as a schema that is not an object
         raise Refused(first_line(str(e))) from None
     limits = llguidance.LLParserLimits(**PARSER_LIMITS)
@@ -55,16 +64,18 @@ def compile_matcher(llguidance: Any, vocabulary: Any, definition: Definition) ->
     return matcher
 
 
-def _llguidance_text(llguidance: Any, definition: Definition) -> str:
+def _llguidance_text(llguidance: Any, vocabulary: Any, definition: Definition) -> str:
     """Translate the grammar into llguidance's own format."""
+    if definition.kind == "structural_tag":
+        document, marker = json.loads(definition.text), vocabulary_marker(vocabulary)
+        rules = structural_rules(document, marker, "start", definition.json_options)
+        return str(llguidance.LLMatcher.grammar_from_lark(f"%llguidance {{}}\n{rules}\n"))
     if definition.kind in ("json", "json_object"):
         schema = {"type": "object"} if definition.kind == "json_object" else json.loads(definition.text)
         if definition.disable_additional_properties:
             close_objects(schema)
-        options: dict[str, Any] = {"whitespace_flexible": not definition.disable_any_whitespace}
-        if definition.whitespace_pattern is not None:
-            options["whitespace_pattern"] = definition.whitespace_pattern
-        return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
+        overrides = definition.json_options
+        return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides))
     if definition.kind == "choice":
         texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(definition.text))
         return str(llguidance.LLMatcher.grammar_from_lark(f"start: {texts}"))

@@ -12,17 +12,19 @@ from llmc_runtime.format.errors import LlmcError
 
 MAX_BYTES = 64 << 10  # of a schema, expression, grammar or all choices together
 MAX_CHOICES = 1024
-KINDS = ("json", "regex", "choice", "grammar", "json_object")
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
-    """The format of a text: exactly one of the first five fields. Raises LlmcError E601 otherwise, or above a limit.
+    """The format of a text: exactly one of the first six fields. Raises LlmcError E601 otherwise, or above a limit.
 
     json      a JSON schema, as a text or an object, up to 64 KiB;   json_object  True: any JSON object
     regex     a regular expression for the whole text (of Rust's regex syntax), up to 64 KiB
     choice    1 to 1024 texts, 64 KiB together
     grammar   in Lark's syntax or in GBNF, up to 64 KiB
+    structural_tag  text of which parts follow grammars, in XGrammar's format (see grammar.structural_tag), as a JSON
+              text or an object, up to 64 KiB
     disable_any_whitespace  JSON without white space between its parts;   whitespace_pattern  an expression for it
     disable_additional_properties  objects have no properties but those that the schema names
     """
@@ -32,6 +34,7 @@ class StructuredOutputsParams:
     choice: Iterable[str] | None = None  # a tuple once constructed
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None

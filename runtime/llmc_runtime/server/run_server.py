@@ -46,7 +46,7 @@ from llmc_runtime.server.serving import Serving
 from llmc_runtime.signals import ENDING, unwinding
 
 if TYPE_CHECKING:
-    from llmc_runtime.server.operations.tracing import RequestTracer
+    from llmc_runtime.server.http.tracing import RequestTracer
 
 ENGINE_FAILED = 4  # exit code
 _EXTRA_SECONDS = 5  # after the shutdown timeout, for connections whose requests were aborted
@@ -112,7 +112,7 @@ def tracer_of(options: Options) -> Iterator[RequestTracer | None]:
     if options.otlp_traces_endpoint is None:
         yield None
         return
-    from llmc_runtime.server.operations.tracing import RequestTracer
+    from llmc_runtime.server.http.tracing import RequestTracer
 
     with closing(RequestTracer(options.otlp_traces_endpoint, names_of(options)[0])) as tracer:
         yield tracer

@@ -27,7 +27,7 @@ from llmc_runtime.server.http.probes import PROBES
 from llmc_runtime.server.http.replies import code_location
 
 if TYPE_CHECKING:
-    from llmc_runtime.server.operations.tracing import RequestTracer
+    from llmc_runtime.server.http.tracing import RequestTracer
 
 log = logging.getLogger("llmc.request")
 _FREQUENT = frozenset({*PROBES, "/metrics"})  # logged at level debug and not traced

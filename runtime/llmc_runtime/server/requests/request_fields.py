@@ -66,6 +66,7 @@ ToolChoiceObject = Annotated[
 Name = Annotated[str, schema_of(maxLength=MAX_NAME)]
 GrammarText = Annotated[str, schema_of(maxLength=MAX_BYTES)]
 Choices = Annotated[list[str], schema_of(maxItems=MAX_CHOICE_TEXTS)]
+Structures = Annotated[list[dict[str, Any]], schema_of(maxItems=MAX_CHOICE_TEXTS)]
 TemplateKwargs = Annotated[dict[str, Any], schema_of(maxProperties=MAX_TEMPLATE_KWARGS)]
 Scores = Annotated[int, schema_of(minimum=0, maximum=TOP_LOGPROBS)]
 Priority = Annotated[int, schema_of(minimum=-(2**31), maximum=2**31 - 1)]
@@ -110,21 +111,27 @@ class JsonSchema(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """`type`: text, json_object (with a `schema`, if there is one) or json_schema."""
+    """`type`: text, json_object (with a `schema`, if there is one), json_schema, or structural_tag with a `format`, or
+    with `structures` and `triggers`.
+    """
 
     type: Name
     json_schema: JsonSchema | None = None
     schema: dict[str, Any] | None = None
+    format: dict[str, Any] | None = None
+    structures: Structures | None = None
+    triggers: Choices | None = None
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
-    """vLLM's structured_outputs: exactly one of the first five."""
+    """vLLM's structured_outputs: exactly one of the first six."""
 
     json: GrammarText | dict[str, Any] | None = None
     regex: GrammarText | None = None
     choice: Choices | None = None
     grammar: GrammarText | None = None
     json_object: bool | None = None
+    structural_tag: GrammarText | None = None
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
     whitespace_pattern: GrammarText | None = None

@@ -29,6 +29,8 @@ _GUIDED: Mapping[str, str] = MappingProxyType(
     {name: f"guided_{name}" for name in ("json", "regex", "choice", "grammar", "whitespace_pattern")}
 )
 
+_TAG_PARTS = ("format", "structures", "triggers")  # of a response_format of the type structural_tag
+
 
 class Defaults(Protocol):
     """A model's sampling defaults."""
@@ -144,8 +146,12 @@ def _of_format(form: ResponseFormat) -> StructuredOutputsParams | None:
         return StructuredOutputsParams(json=form.schema, whitespace_pattern=WHITESPACE)
     if form.type == "json_object":
         return StructuredOutputsParams(json_object=True, whitespace_pattern=WHITESPACE)
+    if form.type == "structural_tag":
+        parts = {name: value for name in _TAG_PARTS if (value := getattr(form, name)) is not None}
+        return StructuredOutputsParams(structural_tag=parts, whitespace_pattern=WHITESPACE)
     if form.type != "json_schema":
-        raise ApiError("response_format.type: text, json_object or json_schema", param="response_format.type")
+        cause = "response_format.type: text, json_object, json_schema or structural_tag"
+        raise ApiError(cause, param="response_format.type")
     if form.json_schema is None or form.json_schema.schema is None:
         raise ApiError("response_format.json_schema.schema is missing", param="response_format.json_schema")
     return StructuredOutputsParams(

@@ -16,9 +16,9 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
+from llmc_runtime.grammar.lark_text import Marker, after_text, json_rule, lark, repeated, without
 from llmc_runtime.server.tool_calls.definitions import NAME, enforced
 from llmc_runtime.server.tool_calls.json_stream import JsonText
-from llmc_runtime.server.tool_calls.lark_text import Marker, after_text, json_rule, lark, repeated, without
 
 MAX_SPACE = 64
 _SPACE = " \t\r\n"

@@ -8,12 +8,13 @@ import json
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.grammar.definition import close_objects
+from llmc_runtime.grammar.definition import Definition, close_objects
+from llmc_runtime.grammar.lark_text import Marker, json_rule, slashed
+from llmc_runtime.grammar.structural_tag import structural_rules
 from llmc_runtime.sched.structured_outputs import MAX_BYTES, StructuredOutputsParams
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.tool_calls.call_format import CallFormat
 from llmc_runtime.server.tool_calls.definitions import MAX_CALLS, Tools
-from llmc_runtime.server.tool_calls.lark_text import Marker, json_rule, slashed
 
 
 def calls_of(tools: Tools, form: type[CallFormat], marker: Marker, free: bool = False) -> str:
@@ -30,13 +31,18 @@ def calls_of(tools: Tools, form: type[CallFormat], marker: Marker, free: bool = 
     return "\n".join(texts)
 
 
-def form_of(wanted: StructuredOutputsParams, param: str) -> str:
+def form_of(wanted: StructuredOutputsParams, param: str, marker: Marker) -> str:
     """Return rules in which `form` matches the requested output format. Raises ApiError 400 if that is impossible."""
     if wanted.kind in ("json", "json_object"):
         try:
             return f"form: {_of_schema(wanted, param)}"
         except (ValueError, RecursionError) as e:  # a schema given as text has not been parsed before
             raise ApiError(f"{param}: the JSON schema cannot be read: {str(e)[:100]}", param=param) from None
+    if wanted.kind == "structural_tag":
+        try:
+            return structural_rules(json.loads(wanted.text), marker, "form", Definition.of(wanted).json_options)
+        except (ValueError, RecursionError) as e:
+            raise ApiError(f"{param}: the structural tag cannot be used: {str(e)[:200]}", param=param) from None
     if wanted.kind == "choice":
         return "form: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(wanted.text))
     if wanted.kind == "regex":
@@ -51,10 +57,7 @@ def _of_schema(wanted: StructuredOutputsParams, param: str) -> str:
     schema = {"type": "object"} if wanted.json_object else _schema(wanted.text, param)
     if wanted.disable_additional_properties:
         close_objects(schema)
-    options: dict[str, Any] = {"whitespace_flexible": not wanted.disable_any_whitespace}
-    if wanted.whitespace_pattern is not None:
-        options["whitespace_pattern"] = wanted.whitespace_pattern
-    return json_rule(schema, options)
+    return json_rule(schema, Definition.of(wanted).json_options)
 
 
 def answer(parts: list[str], body: str, thought: str | None, param: str) -> StructuredOutputsParams:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
+from llmc_runtime.grammar.lark_text import Marker, lark, repeated
 from llmc_runtime.server.tool_calls.call_format import CallFormat, Malformed, Steps
-from llmc_runtime.server.tool_calls.lark_text import Marker, lark, repeated
 from llmc_runtime.server.tool_calls.unmarked import Unmarked
 
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar
 
+from llmc_runtime.grammar.lark_text import ANY, Marker
 from llmc_runtime.server.tool_calls.call_format import CallFormat, Malformed, Steps
 from llmc_runtime.server.tool_calls.json_shape import Json, Optional, expression
-from llmc_runtime.server.tool_calls.lark_text import ANY, Marker
 
 _HEADER = 256  # maximum characters of a header
 _COMMENTS = 8  # maximum number of comments before an answer or a call

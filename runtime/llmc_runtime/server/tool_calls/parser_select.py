@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.grammar.lark_text import lark
 from llmc_runtime.server.tool_calls import reasoning
 from llmc_runtime.server.tool_calls.call_format import CallFormat
-from llmc_runtime.server.tool_calls.lark_text import lark
 from llmc_runtime.server.tool_calls.reasoning import ReasoningFormat
 from llmc_runtime.server.tool_calls.registry import FORMATS, call_format
 from llmc_runtime.text.chat_template import choose_template

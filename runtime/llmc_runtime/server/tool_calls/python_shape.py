@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from llmc_runtime.grammar.lark_text import Marker, json_rule, lark, regex, repeated
 from llmc_runtime.server.tool_calls.call_format import Malformed, Steps
 from llmc_runtime.server.tool_calls.definitions import NAME
-from llmc_runtime.server.tool_calls.lark_text import Marker, json_rule, lark, regex, repeated
 from llmc_runtime.server.tool_calls.python_literals import PythonText
 from llmc_runtime.server.tool_calls.tagged_args import APART, MOST_FIELDS, ArguedFormat, Field
 from llmc_runtime.server.tool_calls.text_values import types_of

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from llmc_runtime.grammar.lark_text import ANY, Marker, regex
 from llmc_runtime.server.tool_calls.call_format import MAX_SPACE
-from llmc_runtime.server.tool_calls.lark_text import ANY, Marker, regex
 from llmc_runtime.text.detokenizer import detokenizer
 from llmc_runtime.text.tokenizer import Tokenizer
 

@@ -79,7 +79,7 @@ class Plan:
             parts.append(calls_of(tools, self.form, marker, strict))
             body.append("calls")
         if wanted is not None and not forced:
-            parts.append(form_of(wanted, param))
+            parts.append(form_of(wanted, param, marker))
             body.append("form" if self.form is None else f"{self.form.before_answer(marker)} form")
         whole = answer(parts, " | ".join(body), thought, "tools" if tools else param)
         try:

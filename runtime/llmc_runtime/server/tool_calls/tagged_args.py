@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llmc_runtime.grammar.lark_text import ANY, Marker, json_rule, slashed
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.tool_calls.call_format import CallFormat
 from llmc_runtime.server.tool_calls.definitions import enforced
-from llmc_runtime.server.tool_calls.lark_text import ANY, Marker, json_rule, slashed
 from llmc_runtime.server.tool_calls.text_values import MOST_PARTS, resolved
 
 APART = ("allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames", "dependentSchemas", "$ref")

@@ -6,8 +6,8 @@ from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar
 
+from llmc_runtime.grammar.lark_text import Marker, led, regex
 from llmc_runtime.server.tool_calls.call_format import CallFormat, Steps
-from llmc_runtime.server.tool_calls.lark_text import Marker, led, regex
 
 
 class Unmarked(CallFormat):

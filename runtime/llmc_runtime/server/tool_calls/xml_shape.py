@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import ClassVar
 
+from llmc_runtime.grammar.lark_text import ANY, Marker, lark, repeated, text_until
 from llmc_runtime.server.tool_calls.call_format import Malformed, Steps
 from llmc_runtime.server.tool_calls.definitions import NAME
 from llmc_runtime.server.tool_calls.json_shape import Optional, expression
-from llmc_runtime.server.tool_calls.lark_text import ANY, Marker, lark, repeated, text_until
 from llmc_runtime.server.tool_calls.tagged_args import MOST_FIELDS, ArguedFormat, Field
 from llmc_runtime.server.tool_calls.text_values import STRING, json_of, property_of, types_of
 

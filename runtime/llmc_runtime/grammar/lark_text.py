@@ -1,4 +1,4 @@
-"""Building blocks of Lark grammars in llguidance's dialect, for calls and reasoning."""
+"""Building blocks of Lark grammars in llguidance's dialect."""
 
 from __future__ import annotations
 
