@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -25,9 +25,6 @@ from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.server.http.probes import PROBES
 from llmc_runtime.server.http.replies import code_location
-
-if TYPE_CHECKING:
-    from llmc_runtime.server.http.tracing import RequestTracer
 
 log = logging.getLogger("llmc.request")
 _FREQUENT = frozenset({*PROBES, "/metrics"})  # logged at level debug and not traced
@@ -226,6 +223,19 @@ class RefusalLog:
             self._more = Counter()
 
 
+class Tracer(Protocol):
+    """Exports a span per request (see tracing.RequestTracer)."""
+
+    def begin(self, scope: Mapping[str, Any]) -> Any:
+        """Return the span of a request that begins."""
+
+    def response_header(self, span: Any) -> tuple[bytes, bytes]:
+        """Return the response header that names the span."""
+
+    def end(self, span: Any, scope: Mapping[str, Any], record: Record) -> None:
+        """End the span of a request that has ended."""
+
+
 class RequestLog:
     """The outermost ASGI middleware: writes a line, and exports a span, for each request that has ended.
 
@@ -239,7 +249,7 @@ class RequestLog:
         refusals: RefusalLog | None = None,
         key_names: Mapping[str, str] = MappingProxyType({}),
         lines: bool = True,
-        tracer: RequestTracer | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._app, self._texts, self._refusals = app, texts, refusals or RefusalLog()
         self._key_names, self._lines, self._tracer = key_names, lines, tracer
