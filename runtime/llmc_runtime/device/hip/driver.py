@@ -1,7 +1,7 @@
 """The HIP API of AMD's ROCm through hip-python: loading, initialization and error reporting.
 
 Everything that differs between versions of hip-python is here. The functions and constants that the HIP device uses
-have the same names and parameters from hip-python 6.3 to 10, except for `hipGetDeviceProperties`.
+have the same names and parameters from hip-python 6.3 to 10, except for the properties of a GPU.
 """
 
 from __future__ import annotations
@@ -41,6 +41,17 @@ class LaunchConfig:
     gridDimX: int = 1
     gridDimY: int = 1
     gridDimZ: int = 1
+
+
+@dataclass(frozen=True)
+class GpuProperties:
+    """A GPU: its name, its architecture with features, such as "gfx942:sramecc+:xnack-", and the bytes of shared memory
+    available to a block.
+    """
+
+    name: str
+    arch: str
+    shared: int
 
 
 class Hip(GpuDriver):
@@ -94,13 +105,14 @@ class Hip(GpuDriver):
             raise LlmcError("E116", cause, "upgrade ROCm and the amdgpu driver")
         return _dotted(found)
 
-    def properties(self, index: int) -> Any:
-        """Return the properties of a GPU, hipDeviceProp_t."""
+    def properties(self, index: int) -> GpuProperties:
+        """Return the properties of a GPU."""
         if self.hip.__name__.startswith("rocm."):  # hip-python 10
-            return self.ok(self.hip.hipGetDeviceProperties(index))
+            found = self.ok(self.hip.hipGetDeviceProperties(index))
+            return GpuProperties(found.name, found.gcnArchName, found.sharedMemPerBlock)
         found = self.hip.hipDeviceProp_t()
         self.ok(self.hip.hipGetDeviceProperties(found, index))
-        return found
+        return GpuProperties(found.name.decode(), found.gcnArchName.decode(), found.sharedMemPerBlock)
 
     def device_count(self) -> int:
         """Return the number of GPUs that are visible to this process."""

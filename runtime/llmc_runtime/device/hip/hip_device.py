@@ -34,11 +34,11 @@ class HipDevice(GpuDevice):
         self._hip = hip = Hip()
         super().__init__(hip, threads, careful, index)
         found = hip.properties(index)
-        self.name = found.name.decode()
-        self.arch = found.gcnArchName.decode().partition(":")[0]  # such as gfx942:sramecc+:xnack-
+        self.name = found.name
+        self.arch = found.arch.partition(":")[0]
         check_arch(target, self.arch, self.name)
         self.driver = hip.check_driver(target.arch)
-        self._shared = int(found.sharedMemPerBlock)
+        self._shared = found.shared
         self._start()
 
     def _make_current(self) -> None:
