@@ -27,8 +27,8 @@ def _record(
     name: str, family: str, features: tuple[str, ...], limits: Limits, bf16: float, f32: float, bandwidth: float,
     gib: int, int8: float = 2, float8: float = 2,
 ) -> Target:  # fmt: skip
-    """A GPU target; peaks are in TFLOP/s, bandwidth in TB/s, memory in GiB. `int8` and `float8` are the rates of products
-    of 8-bit operands by that of bf16.
+    """A GPU target; peaks are in TFLOP/s, bandwidth in TB/s, memory in GiB. `int8` and `float8` are the rates of
+    products of 8-bit operands, divided by that of bf16.
     """
     dependent = "pdl" in features  # dependent launches make a separate attention launch for decoding rows worthwhile
     peaks = {

@@ -125,7 +125,7 @@ class Hip(GpuDriver):
     def allocate(self, nbytes: int) -> tuple[Any, ...]:
         """Allocate device memory: (status, address)."""
         status, memory = self.hip.hipMalloc(nbytes)
-        return status, int(memory)
+        return status, 0 if status else int(memory)
 
     def release(self, address: int) -> None:
         """Free device memory, ignoring errors."""

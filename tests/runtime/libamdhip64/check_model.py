@@ -1,0 +1,70 @@
+"""A model compiled for an AMD GPU, on HIP's runtime without one: its code objects are loaded and launched through
+graphs, their texts run in Triton's interpreter, and tokens and log-probabilities are held against transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kernel_cache import CACHE
+from llmc_runtime import LLM
+from llmc_runtime.artifact import open_artifact
+from llmc_runtime.device.hip.hip_device import HipDevice
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.manifest import TargetInfo
+from models import test_artifacts as artifacts
+from models.cases import LISTED, SEED
+from models.kit import save
+
+from llmc.driver import compile_model
+from llmc.options import Options
+from tests.runtime.libamdhip64.code_objects import CodeObjects
+from tests.runtime.libamdhip64.conftest import Driver
+
+CASE = dataclasses.replace(LISTED[0], config=LISTED[0].config | {"num_hidden_layers": 1})
+ARCHES = ("gfx90a", "gfx942", "gfx950")
+ARCH = Random(SEED).choice(ARCHES)
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A compiled model and transformers' own."""
+    print(f"seed {SEED}, {ARCH}")
+    folder = tmp_path_factory.mktemp("model")
+    own = save(CASE, folder / "model", SEED, torch.float32)
+    options = Options(target=f"hip:{ARCH}", max_model_len=64, max_num_batched_tokens=16, max_num_seqs=2, cache=CACHE)
+    compile_model(folder / "model", folder / "model.llmc", options)
+    return folder / "model.llmc", own
+
+
+def test_tokens_of_a_model(driver: Driver, model: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artifacts, "STEPS", STEPS)
+    path, own = model
+    driver.gpu(arch=f"{ARCH}:sramecc+:xnack-")
+    objects = CodeObjects(driver, open_artifact(path))
+    rng = np.random.default_rng(SEED)
+    prompts = [rng.integers(3, 320, n).tolist() for n in (1, 19)]
+    with LLM(path, say=lambda text: None) as llm:
+        driver.log()
+        artifacts.check(llm, own.float(), prompts, 1e-3)
+    assert not objects.errors, objects.errors
+    log = driver.log()
+    assert "replay" in log and "launch" in log
+    assert any("attention" in entry for entry in objects.launches) and len(objects.launches) > 5
+
+
+def test_code_objects_for_another_gpu(driver: Driver, model: tuple[Path, Any]) -> None:
+    """They name their architecture, whatever the manifest says."""
+    other = next(a for a in ARCHES if a != ARCH)
+    driver.gpu(arch=other)
+    device = HipDevice(TargetInfo(f"hip:{other}", other, ()), 1)
+    with pytest.raises(LlmcError, match=r"E112.*hsaco cannot be loaded: hipErrorNoBinaryForGpu"):
+        device.load(open_artifact(model[0]))
+    device.close()
