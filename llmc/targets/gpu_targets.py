@@ -76,7 +76,7 @@ def gfx90a() -> Target:
     """MI210, and one of the two dies of an MI250, each of which is a device: 104 compute units with wavefronts of 64
     threads, 64 KiB of shared memory per block.
 
-    It has no 8-bit floats; Triton converts them to f16 for products. Those of i8 are as fast as those of bf16.
+    It has no 8-bit floats: kernels convert them. Products of i8 are as fast as those of bf16.
     """
     limits = Limits(units=104, shared=64 << 10, l2=8 << 20, warp=64)
     return _record("hip:gfx90a", "hip", (), limits, 181, 22.6, 1.6, 64, int8=1, float8=1)
@@ -85,8 +85,8 @@ def gfx90a() -> Target:
 def gfx942() -> Target:
     """MI300X and MI325X: 304 compute units with wavefronts of 64 threads, 64 KiB of shared memory per block.
 
-    Its 8-bit floats are of the fnuz kind (bias 8, no infinities, no negative zero). Checkpoints and kernels have OCP's
-    (e4m3fn), which Triton converts to f16 for products.
+    Its 8-bit floats are of the fnuz kind (bias 8, no negative zero). Those of checkpoints are OCP's (e4m3fn), which
+    kernels convert.
     """
     limits = Limits(units=304, shared=64 << 10, l2=4 << 20, warp=64)
     return _record("hip:gfx942", "hip", (), limits, 1307, 163, 5.3, 192, float8=1)

@@ -40,6 +40,7 @@ HOPPER = (
     "scaled_moe_up", "scaled_moe_down",
 )  # fmt: skip
 NEWER = {f"triton/{name}": tuple(t for t in TARGETS if has_maps(t)) for name in HOPPER}
+PRIVATE = 64  # bytes of memory of a thread's own: the largest tiles spill a few registers
 VGPRS = 512  # vector registers that a thread can have, accumulation registers among them
 Work = tuple[str, Source, str, str, int]
 
@@ -89,7 +90,7 @@ def excess(target: Target, entry: str, found: Compiled) -> str:
     if target.family == "hip":
         kernel = read_kernel(found.binary, entry)
         shared += kernel.shared
-        if kernel.private:
+        if kernel.private > PRIVATE:
             return f"{kernel.private} bytes of memory a thread, {kernel.vgpr_spills} registers spilled"
         if kernel.vgprs > VGPRS or kernel.wavefront != target.limits.warp or found.threads > kernel.max_threads:
             return f"{kernel}, {found.threads} threads"

@@ -5,6 +5,7 @@ graphs, their texts run in Triton's interpreter, and tokens and log-probabilitie
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,6 +23,8 @@ from models import test_artifacts as artifacts
 from models.cases import LISTED, SEED
 from models.kit import save
 
+from llmc import driver as driver_module
+from llmc.codegen.backends.triton.triton_kernel import INTERPRET
 from llmc.driver import compile_model
 from llmc.options import Options
 from tests.runtime.libamdhip64.code_objects import CodeObjects
@@ -34,14 +37,19 @@ STEPS = 3
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A compiled model and transformers' own."""
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
+    """A compiled model and transformers' own. The texts are those for the interpreter, whose binaries are as real."""
     print(f"seed {SEED}, {ARCH}")
     folder = tmp_path_factory.mktemp("model")
     own = save(CASE, folder / "model", SEED, torch.float32)
-    options = Options(target=f"hip:{ARCH}", max_model_len=64, max_num_batched_tokens=16, max_num_seqs=2, cache=CACHE)
-    compile_model(folder / "model", folder / "model.llmc", options)
-    return folder / "model.llmc", own
+    registry = driver_module.load()
+    target = dataclasses.replace(registry.target(f"hip:{ARCH}"), features=frozenset({INTERPRET}))
+    registry = dataclasses.replace(registry, targets={**registry.targets, target.name: lambda: target})
+    options = Options(target=target.name, max_model_len=64, max_num_batched_tokens=16, max_num_seqs=2, cache=CACHE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver_module, "load", lambda: registry)
+        compile_model(folder / "model", folder / "model.llmc", options)
+    yield folder / "model.llmc", own
 
 
 def test_tokens_of_a_model(driver: Driver, model: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:

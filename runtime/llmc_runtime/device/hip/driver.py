@@ -256,8 +256,9 @@ def _bindings() -> Any:
     try:
         from hip import hip
     except ImportError as error:
-        remedy = f"{install_command('rocm')} (with the hip-python of the machine's ROCm, such as hip-python~=7.2)"
-        raise LlmcError("E115", f"the package hip-python cannot be imported: {error}", remedy) from None
+        remedy = f"{install_command('rocm')} (hip-python of the machine's version of ROCm, such as hip-python~=7.2)"
+        cause = f"AMD GPUs need the package hip-python, which cannot be imported: {error}"
+        raise LlmcError("E115", cause, remedy) from None
     return hip
 
 
