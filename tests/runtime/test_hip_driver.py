@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from llmc_runtime.cli import main_run
+from llmc_runtime.artifact import open_artifact
+from llmc_runtime.device.open_device import open_device
+from llmc_runtime.format.errors import LlmcError
 
 from llmc.artifact.write import write_artifact
 from tests.runtime.libamdhip64 import toy
@@ -55,14 +57,11 @@ def test_declarations_are_those_of_rocm() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_an_artifact_without_the_bindings_the_library_or_a_gpu(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_artifact_without_the_bindings_the_library_or_a_gpu(tmp_path: Path) -> None:
     if Path("/dev/kfd").exists():
         pytest.skip("this machine has an AMD GPU")
     write_artifact(tmp_path / "toy.llmc", toy.parts(tmp_path))
-    assert main_run([str(tmp_path / "toy.llmc"), "--prompt", "a"]) == 3
-    err = capsys.readouterr().err
-    assert "E115" in err and "Try: " in err and "Traceback" not in err
     found = "finds no AMD GPU" if has_library() else "no ROCm found"
-    assert (found if has_bindings() else "need the package hip-python") in err
+    words = found if has_bindings() else "need the package hip-python"
+    with pytest.raises(LlmcError, match=rf"E115.*{words}.*\n  Try: "):
+        open_device(open_artifact(tmp_path / "toy.llmc"), None)

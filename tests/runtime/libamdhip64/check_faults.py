@@ -142,11 +142,11 @@ def test_kernels_of_another_kind(driver: Driver, tmp_path: Path) -> None:
 def test_launches_that_only_other_gpus_have(driver: Driver, tmp_path: Path) -> None:
     parts = toy.parts(tmp_path)
     step = parts.programs[2]
-    for words, change in {"a dependent launch": {"pdl": True}, "a cluster of blocks": {"cluster": (1, 1, 1)}}.items():
-        odd = replace(step, launches=(step.launches[0], replace(step.launches[1], **change)))  # type: ignore[arg-type]
-        folder = tmp_path / f"{len(words)}.llmc"
-        write_artifact(folder, replace(parts, programs=(*parts.programs[:2], odd)))
-        opened(open_artifact(folder), "E113", words)
+    early = replace(step, launches=(step.launches[0], replace(step.launches[1], pdl=True)))
+    write_artifact(tmp_path / "early.llmc", replace(parts, programs=(*parts.programs[:2], early)))
+    opened(open_artifact(tmp_path / "early.llmc"), "E113", "asks for a dependent launch")
+    with pytest.raises(LlmcError, match=r"E113.*asks for a cluster of blocks"):
+        Hip().launch_config(replace(step.launches[0], cluster=(2, 1, 1)), None)
     with pytest.raises(LlmcError, match=r"E113.*a tensor map"):
         Hip().tensor_map(256, "bf16", (8, 8), (8, 1), (8, 8), 0)
 

@@ -28,8 +28,8 @@ class CodeObjects:
     """The code objects of an artifact. `launches` counts what ran by entry; `errors` are those of the functions that
     the library called, which cannot raise them.
 
-    The bytes that a launch passes are cut up by the code object's own table of parameters, so that a table that differs
-    from the text does not run.
+    Steps run inside `interpreting()`. The bytes that a launch passes are cut up by the code object's own table of
+    parameters, so that a table that differs from the text does not run.
     """
 
     def __init__(self, driver: Driver, artifact: Artifact) -> None:
@@ -71,8 +71,7 @@ class CodeObjects:
         assert values[-2:] == [0, 0], "Triton's scratch arguments are null"
         pointers, numbers = values[: len(dtypes)], values[len(dtypes) : -2]
         assert sizes[: len(dtypes)] == (8,) * len(dtypes) and set(sizes[len(dtypes) : -2]) <= {4}
-        with interpreting():
-            function[grid](*map(self._tensor, pointers, dtypes), *numbers)
+        function[grid](*map(self._tensor, pointers, dtypes), *numbers)
         self.launches[entry] = self.launches.get(entry, 0) + 1
 
     def _tensor(self, address: int, dtype: str) -> torch.Tensor:
