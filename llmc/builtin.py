@@ -61,7 +61,9 @@ EXTENSION = Extension(
             "cuda:sm_80": "llmc.targets.gpu_targets:sm_80",
             "cuda:sm_90": "llmc.targets.gpu_targets:sm_90",
             "cuda:sm_100": "llmc.targets.gpu_targets:sm_100",
+            "hip:gfx90a": "llmc.targets.gpu_targets:gfx90a",
             "hip:gfx942": "llmc.targets.gpu_targets:gfx942",
+            "hip:gfx950": "llmc.targets.gpu_targets:gfx950",
         }
     ),
     schemes=MappingProxyType(

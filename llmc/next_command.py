@@ -10,7 +10,7 @@ from llmc.targets.target import Target
 
 
 def next_command(model: Path, output: Path, o: Options, target: Target) -> str:
-    """Return the suggested next command: pack the weights, or run the artifact ("" if no runtime supports it).
+    """Return the suggested next command: pack the weights, or run the artifact.
 
     `model` is the folder of the model. Without a tokenizer the command generates from token ids.
     """
@@ -20,11 +20,9 @@ def next_command(model: Path, output: Path, o: Options, target: Target) -> str:
 
 
 def run_command(artifact: Path, target: str, arch: str, tokenizer: bool = True) -> str:
-    """Return the command that runs an artifact with weights, or "" if no runtime supports its target."""
-    family = target.partition(":")[0]
-    if family == "hip":
-        return ""
-    machine = f", on a machine with an {arch} GPU" if family == "cuda" else ""
+    """Return the command that runs an artifact with weights."""
+    article = "an" if arch.startswith("s") else "a"  # an sm_90, a gfx942
+    machine = "" if target.startswith("cpu:") else f", on a machine with {article} {arch} GPU"
     command = f"llmc-run {artifact} --prompt 'Hello'"
     if not tokenizer:
         command = f"""python -c "from llmc_runtime import LLM; print(LLM('{artifact}').generate([[1, 2, 3]]))\""""

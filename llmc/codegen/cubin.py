@@ -6,18 +6,16 @@ import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from llmc_runtime.format.program import MAX_CLUSTER
 
+from llmc.codegen.elf import sections
 from llmc.codegen.kernel import Source
-from llmc.diagnostics import Diagnostic
+from llmc.codegen.launch_check import check_parameters, check_threads, differs
 from llmc.ir.dim import D
 
 _SIZED = 4  # attribute format: a value of `size` bytes follows
 _KPARAM_INFO, _MAX_THREADS, _CLUSTER = 0x17, 0x05, 0x3D
-_POINTER, _SIZE, _MAP, _STEP = 8, 4, 128, 8  # bytes of a pointer, a size, a tensor map, a stride of its tensor
-_SCALARS = MappingProxyType({"i32": 4, "i64": 8, "f32": 4, "fp32": 4})
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Entry:
 def read_entry(binary: bytes, entry: str) -> Entry:
     """Read the properties of a kernel; raises ValueError if the bytes are not a cubin or lack the kernel."""
     try:
-        info = next(data for name, data in _sections(binary) if name == f".nv.info.{entry}")
+        info = next(data for name, data in sections(binary) if name == f".nv.info.{entry}")
         params, threads, cluster = {}, 0, ()
         for attribute, value in _attributes(info):
             if attribute == _KPARAM_INFO:
@@ -66,19 +64,15 @@ def check_launch(source: Source, binary: bytes, loc: str = "", scratch: int = 0)
     Diagnostic E505 if the parameters differ in number or size, if a block has more threads than the binary allows, or
     if the cluster differs from the binary's, has an invalid number of blocks, or does not divide the grid.
     """
-    expected = passed(source)
     try:
         compiled = read_entry(binary, source.entry)
     except ValueError as e:
-        raise _differs(source, str(e), loc) from None
-    if compiled.sizes not in (expected, expected + (_POINTER,) * scratch):
-        text = f"launches pass parameters of {_list(expected)} bytes, the binary takes {_list(compiled.sizes)}"
-        raise _differs(source, text, loc)
-    if compiled.max_threads and source.threads > compiled.max_threads:
-        text = f"launches have blocks of {source.threads} threads, the binary allows {compiled.max_threads}"
-        raise _differs(source, text, loc)
+        raise differs(source, str(e), loc) from None
+    check_parameters(source, compiled.sizes, loc, scratch)
+    if compiled.max_threads:
+        check_threads(source, source.threads, compiled.max_threads, loc)
     if why := _cluster_error(source, compiled.cluster):
-        raise _differs(source, why, loc)
+        raise differs(source, why, loc)
 
 
 def _cluster_error(source: Source, compiled: tuple[int, ...]) -> str:
@@ -93,45 +87,6 @@ def _cluster_error(source: Source, compiled: tuple[int, ...]) -> str:
     if not all(d.divisible(c) for d, c in zip(source.grid or (D(1),) * 3, cluster, strict=True)):
         return f"the grid ({', '.join(map(str, source.grid))}) is not a multiple of the cluster {list(cluster)}"
     return ""
-
-
-def passed(source: Source) -> tuple[int, ...]:
-    """Return the bytes of each parameter that a launch passes, from `Source.passes` or else from `Source.params`.
-
-    In `Source.params` a tensor map stands for its 128 bytes, the sizes of its tensor (i32) and its strides (i64).
-    """
-    if source.passes:
-        return tuple(p.nbytes for p in source.passes)
-    ranks = {m.param: len(m.shape) for m in source.maps}
-    out: list[int] = []
-    for i, param in enumerate(source.params):
-        if i in ranks:
-            out += [_MAP, *[_SIZE] * ranks[i], *[_STEP] * ranks[i]]
-        else:
-            out.append(_POINTER if param.startswith("*") else _SCALARS[param])
-    return tuple(out)
-
-
-def _differs(source: Source, why: str, loc: str) -> Diagnostic:
-    cause = f"kernel {source.entry} does not match its launches: {why}"
-    return Diagnostic("E505", cause, "correct the kernel's parameters, maps, sizes, threads or cluster", loc=loc)
-
-
-def _list(sizes: tuple[int, ...]) -> str:
-    return f"[{', '.join(map(str, sizes))}]"
-
-
-def _sections(binary: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield (name, contents) of the sections of a 64-bit little-endian ELF file."""
-    if binary[:6] != b"\x7fELF\x02\x01":
-        raise ValueError("it is not a 64-bit ELF file")
-    (table,) = struct.unpack_from("<Q", binary, 40)
-    nbytes, count, names_at = struct.unpack_from("<HHH", binary, 58)
-    heads = [struct.unpack_from("<IIQQQQ", binary, table + i * nbytes) for i in range(count)]
-    names = heads[names_at][4]
-    for name, _, _, _, offset, size in heads:
-        begin = names + name
-        yield binary[begin : binary.index(b"\0", begin)].decode(), binary[offset : offset + size]
 
 
 def _attributes(info: bytes) -> Iterator[tuple[int, bytes]]:

@@ -1,7 +1,8 @@
-"""The GPU targets: NVIDIA Ampere, Hopper and Blackwell, and AMD CDNA 3.
+"""The GPU targets: NVIDIA Ampere, Hopper and Blackwell, and AMD CDNA 2, 3 and 4.
 
 Peaks and bandwidth are used only to price nodes. Those of sm_90 were reached by simple kernels and libraries on an H200
-(4.65 TB/s read, 795 TFLOP/s in bf16 products); the others are the vendors' dense figures.
+(4.65 TB/s read, 795 TFLOP/s in bf16 products); the others are the vendors' dense figures. Nothing has been measured on
+AMD GPUs: their limits and rates are those of AMD's data sheets, and the overhead of a launch is that of NVIDIA GPUs.
 """
 
 from __future__ import annotations
@@ -24,15 +25,18 @@ _TERA = 1e12
 
 def _record(
     name: str, family: str, features: tuple[str, ...], limits: Limits, bf16: float, f32: float, bandwidth: float,
-    gib: int,
+    gib: int, int8: float = 2, float8: float = 2,
 ) -> Target:  # fmt: skip
-    """A GPU target; peaks are in TFLOP/s, bandwidth in TB/s, memory in GiB."""
+    """A GPU target; peaks are in TFLOP/s, bandwidth in TB/s, memory in GiB. `int8` and `float8` are the rates of
+    products of 8-bit operands, divided by that of bf16.
+    """
     dependent = "pdl" in features  # dependent launches make a separate attention launch for decoding rows worthwhile
     peaks = {
         "f32": f32 * _TERA,
         "bf16": bf16 * _TERA,
         "f16": bf16 * _TERA,
-        **dict.fromkeys(("i8", "f8e4m3"), 2 * bf16 * _TERA),
+        "i8": int8 * bf16 * _TERA,
+        "f8e4m3": float8 * bf16 * _TERA,
     }
     return Target(
         name=name,
@@ -68,7 +72,29 @@ def sm_100() -> Target:
     )
 
 
+def gfx90a() -> Target:
+    """MI210, and one of the two dies of an MI250, each of which is a device: 104 compute units with wavefronts of 64
+    threads, 64 KiB of shared memory per block.
+
+    It has no 8-bit floats: kernels convert them. Products of i8 are as fast as those of bf16.
+    """
+    limits = Limits(units=104, shared=64 << 10, l2=8 << 20, warp=64)
+    return _record("hip:gfx90a", "hip", (), limits, 181, 22.6, 1.6, 64, int8=1, float8=1)
+
+
 def gfx942() -> Target:
-    """MI300X: 304 compute units with 64-thread waves, 64 KiB of shared memory per block."""
+    """MI300X and MI325X: 304 compute units with wavefronts of 64 threads, 64 KiB of shared memory per block.
+
+    Its 8-bit floats are of the fnuz kind (bias 8, no negative zero). Those of checkpoints are OCP's (e4m3fn), which
+    kernels convert.
+    """
     limits = Limits(units=304, shared=64 << 10, l2=4 << 20, warp=64)
-    return _record("hip:gfx942", "hip", (), limits, 1307, 163, 5.3, 192)
+    return _record("hip:gfx942", "hip", (), limits, 1307, 163, 5.3, 192, float8=1)
+
+
+def gfx950() -> Target:
+    """MI350X and MI355X: 256 compute units with wavefronts of 64 threads, 160 KiB of shared memory per block, and 8-bit
+    floats of OCP's kind.
+    """
+    limits = Limits(units=256, shared=160 << 10, l2=4 << 20, warp=64)
+    return _record("hip:gfx950", "hip", (), limits, 2307, 144, 8, 288)

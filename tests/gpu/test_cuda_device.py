@@ -17,8 +17,8 @@ from draw import generator
 from gpu import toy
 from llmc_runtime.artifact import open_artifact
 from llmc_runtime.device.cpu_device import CpuDevice
-from llmc_runtime.device.cuda import weight_upload
 from llmc_runtime.device.cuda.cuda_device import CudaDevice
+from llmc_runtime.device.gpu import weight_upload
 from llmc_runtime.exec.executor import Executor
 from llmc_runtime.exec.random_weights import RandomWeights
 from llmc_runtime.format import expr

@@ -1,6 +1,6 @@
 """Triton kernels as binaries at the sizes of real models, without a GPU: by this file as a program all of them for
 every target (a step of CI), in the tests half of them, each for one target, all drawn. Texts that the interpreter runs
-may still not compile, or want more shared memory than a target has.
+may still not compile, or want more shared memory or registers than a target has.
 
     python tests/kernels/test_triton_binaries.py
 """
@@ -28,7 +28,8 @@ from kernels.triton_harness import TARGETS
 
 from llmc.codegen.backends.triton.gemm_tma import has_maps
 from llmc.codegen.backends.triton.kernel_table import KERNELS
-from llmc.codegen.backends.triton.triton_toolchain import compile_one
+from llmc.codegen.backends.triton.triton_toolchain import Compiled, compile_one
+from llmc.codegen.code_object import read_kernel
 from llmc.codegen.kernel import Source
 from llmc.extension import resolve
 from llmc.targets.target import Target
@@ -39,6 +40,8 @@ HOPPER = (
     "scaled_moe_up", "scaled_moe_down",
 )  # fmt: skip
 NEWER = {f"triton/{name}": tuple(t for t in TARGETS if has_maps(t)) for name in HOPPER}
+PRIVATE = 64  # bytes of memory of a thread's own: the largest tiles spill a few registers
+VGPRS = 512  # vector registers that a thread can have, accumulation registers among them
 Work = tuple[str, Source, str, str, int]
 
 
@@ -69,7 +72,7 @@ def work(every: bool) -> Iterator[tuple[Target, Work]]:
 
 def failures(work: Sequence[tuple[Target, Work]]) -> Iterator[str]:
     """Compile all in one pool; why some are no good."""
-    limits = {w[0]: target.limits.shared for target, w in work}
+    targets = {w[0]: (target, w[1].entry) for target, w in work}
     context: Any = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count() or 1, mp_context=context) as pool:
         for what, found in pool.map(compile_one, [w for _, w in work], chunksize=4):
@@ -77,8 +80,21 @@ def failures(work: Sequence[tuple[Target, Work]]) -> Iterator[str]:
                 yield f"{what}: {found}"
             elif not found.binary.startswith(b"\x7fELF"):
                 yield f"{what}: no binary"
-            elif found.shared > limits[what]:
-                yield f"{what}: {found.shared} bytes of shared memory, of {limits[what]}"
+            elif why := excess(*targets[what], found):
+                yield f"{what}: {why}"
+
+
+def excess(target: Target, entry: str, found: Compiled) -> str:
+    """What the binary takes more of than the target has, or than it should; "" if nothing."""
+    shared = found.shared
+    if target.family == "hip":
+        kernel = read_kernel(found.binary, entry)
+        shared += kernel.shared
+        if kernel.private > PRIVATE:
+            return f"{kernel.private} bytes of memory a thread, {kernel.vgpr_spills} registers spilled"
+        if kernel.vgprs > VGPRS or kernel.wavefront != target.limits.warp or found.threads > kernel.max_threads:
+            return f"{kernel}, {found.threads} threads"
+    return f"{shared} bytes of shared memory, of {target.limits.shared}" if shared > target.limits.shared else ""
 
 
 def test_no_kernel_is_left_out() -> None:

@@ -10,7 +10,7 @@ from draw import SEED
 
 from llmc.codegen.backends.triton.triton_toolchain import load_entry
 from llmc.codegen.kernel import Source
-from llmc.targets.gpu_targets import gfx942, sm_80, sm_90, sm_100
+from llmc.targets.gpu_targets import gfx90a, gfx942, gfx950, sm_80, sm_90, sm_100
 from llmc.testing.case import compare
 from llmc.testing.check import compile_for
 from llmc.testing.triton_interpreter import INTERPRETED, TORCH_DTYPES, descriptor, interpret, interpreting, run_case
@@ -20,7 +20,7 @@ __all__ = [
     "interpreting", "run_case", "some", "ttir",
 ]  # fmt: skip
 
-TARGETS = (sm_80(), sm_90(), sm_100(), gfx942())
+TARGETS = (sm_80(), sm_90(), sm_100(), gfx90a(), gfx942(), gfx950())
 ONE_TARGET = Random(SEED).sample(TARGETS, 1)  # another one in every run; test_triton_binaries.py has all of them
 T = TypeVar("T")
 

@@ -27,7 +27,9 @@ def open_device(artifact: Artifact, threads: int | None, *, careful: bool = Fals
         from llmc_runtime.device.cuda.cuda_device import CudaDevice
 
         return CudaDevice(target, threads, careful=careful, index=index)
-    remedy = "recompile for this machine: llmc compile MODEL --target cpu:native (or cuda:sm_90)"
     if family == "hip":
-        raise LlmcError("E115", f"the artifact is for {target.name}; this runtime cannot run on AMD GPUs yet", remedy)
+        from llmc_runtime.device.hip.hip_device import HipDevice
+
+        return HipDevice(target, threads, careful=careful, index=index)
+    remedy = "recompile for this machine: llmc compile MODEL --target cpu:native (or cuda:sm_90)"
     raise LlmcError("E112", f"the artifact is for {target.name}; this runtime has no device of that kind", remedy)

@@ -169,13 +169,6 @@ def test_kernels_of_another_kind(driver: Driver, tmp_path: Path) -> None:
     opened(open_artifact(tmp_path / "c.llmc"), "E113", "launches nobody")
 
 
-def test_an_amd_artifact(driver: Driver, tmp_path: Path) -> None:
-    parts = replace(toy.parts(tmp_path), target=TargetInfo("hip:gfx942", "gfx942", ()))
-    write_artifact(tmp_path / "toy.llmc", parts)
-    with pytest.raises(LlmcError, match=r"E115.*hip:gfx942; this runtime cannot run on AMD GPUs yet\n.*--target"):
-        open_device(open_artifact(tmp_path / "toy.llmc"), None)
-
-
 def test_a_failure_amid_steps(artifact: Artifact, driver: Driver) -> None:
     executor = Executor(artifact, open_device(artifact, 2))
     executor.run(STEP)

@@ -15,11 +15,11 @@ import pytest
 from artifact import tiny
 from llmc_runtime.artifact import open_artifact
 from llmc_runtime.device.cpu_device import CpuDevice
-from llmc_runtime.device.cuda import upload_work
 from llmc_runtime.device.cuda.cuda_device import CudaDevice
 from llmc_runtime.device.cuda.device_array import CudaMemory
-from llmc_runtime.device.cuda.upload_work import Work
-from llmc_runtime.device.cuda.weight_upload import MAPPED, PINNED, Upload, upload
+from llmc_runtime.device.gpu import upload_work
+from llmc_runtime.device.gpu.upload_work import Work
+from llmc_runtime.device.gpu.weight_upload import MAPPED, PINNED, Upload, upload
 from llmc_runtime.device.open_device import open_device
 from llmc_runtime.engine.loader import open_engine
 from llmc_runtime.engine_options import EngineOptions

@@ -116,6 +116,8 @@ class QuantizedGrouped(Grouped):
     def fits(self, p: Experts, s: tuple[int, int, int, int, int], target: Target) -> bool:
         assert isinstance(p, QuantizedExperts)
         bm, bn, bk, warps, stages = s
+        if target.family == "hip" and stages > 2:  # Triton fails to compile deeper pipelines of converted codes
+            return False
         buffers = stages if target.family == "cuda" else stages - 1
         columns = 2 * bk if p.half else bk
         shared = buffers * (bn * p.parts * bk + bm * columns * DTYPES[p.dot].bits // 8)

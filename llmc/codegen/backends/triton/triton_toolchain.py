@@ -20,7 +20,7 @@ from typing import Any
 
 from llmc_runtime.format.install_command import install_command
 
-from llmc.codegen.cubin import check_launch
+from llmc.codegen import code_object, cubin
 from llmc.codegen.kernel import Source
 from llmc.codegen.kernel_cache import entry_path, read_entry, write_entry
 from llmc.codegen.scratch_dir import scratch
@@ -77,7 +77,7 @@ class TritonToolchain:
     ) -> dict[str, Compiled]:
         """Compile pairs (source, location) in up to `jobs` processes; return key -> binary.
 
-        Raises Diagnostic E502 for the first source that does not compile, E503 if a process is killed, E505 if a CUDA
+        Raises Diagnostic E502 for the first source that does not compile, E503 if a process is killed, E505 if a
         binary's parameters differ from those that its launches pass.
         """
         cache.mkdir(parents=True, exist_ok=True)
@@ -92,14 +92,21 @@ class TritonToolchain:
             if isinstance(result, str):
                 saved = cache / f"{key}.failed.py"
                 raise compile_error(f"Triton {self.version}", source, reason_of(result), saved, loc, result)
-            if self.target.family == "cuda":
-                check_launch(source, result.binary, loc, scratch=2)
+            self._check(source, result, loc)
             out[key] = result
             write_entry(entry_path(cache, key), result)
             done += 1
             if progress:
                 progress(done, len(todo), source.entry)
         return out
+
+    def _check(self, source: Source, compiled: Compiled, loc: str) -> None:
+        """Compare a binary with its launches, which pass null for Triton's two scratch arguments."""
+        if self.target.family == "cuda":
+            cubin.check_launch(source, compiled.binary, loc, scratch=2)
+        else:
+            wavefront = self.target.limits.warp
+            code_object.check_launch(source, compiled.binary, compiled.threads, wavefront, loc, scratch=2)
 
     def _compile_all(self, missing: Mapping[str, tuple[Source, str]], jobs: int) -> Any:
         """Yield (key, Compiled or an error message) of each source, in order."""

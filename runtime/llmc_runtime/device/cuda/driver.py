@@ -12,9 +12,11 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
+from llmc_runtime.device.gpu.driver import MAP_BYTES, GpuDriver
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.install_command import install_command
 from llmc_runtime.format.launch_param import MAPPED
+from llmc_runtime.format.program import Launch
 
 # The minimum CUDA version of the driver (1000 * major + 10 * minor) for loading an architecture's binaries and for
 # programmatic dependent launch inside graphs.
@@ -22,11 +24,11 @@ _MIN_DRIVER = 12030
 _MIN_DRIVER_BY_ARCH: Mapping[str, int] = MappingProxyType({"sm_100": 12080, "sm_103": 12090, "sm_120": 12080})
 _CPU = "or compile for the CPU: llmc compile MODEL --target cpu:native"
 _UPGRADE = "upgrade the NVIDIA driver"
-MAP_BYTES = 128
 _MAPS_SINCE = 12000  # the driver API version that introduced tensor maps
 _TENSOR_MAP_TYPES: Mapping[str, str] = MappingProxyType(
     {"bf16": "BFLOAT16", "f16": "FLOAT16", "i8": "UINT8", "f8e4m3": "UINT8"}
 )
+_PLAIN_SHARED = 48 << 10  # bytes of shared memory that a kernel may use without opting in
 _NON_BLOCKING, _NO_TIMING, _READ_ONLY = 1, 2, 8
 # Statuses of a refusal to register host memory. They do not indicate a failure of the GPU.
 _REFUSALS = frozenset(
@@ -44,13 +46,16 @@ _FATAL = frozenset(
 )  # fmt: skip
 
 
-class Cuda:
+class Cuda(GpuDriver):
     """The initialized driver API. `cu` is the bindings' module, whose functions return (CUresult, *values)."""
+
+    out_of_memory = "CUDA_ERROR_OUT_OF_MEMORY"
+    not_ready = "CUDA_ERROR_NOT_READY"
+    fatal = _FATAL
 
     def __init__(self, cu: Any = None) -> None:
         """Raises LlmcError E115 if there is no driver or no GPU."""
         self.cu = cu if cu is not None else _bindings()
-        self.lost = ""  # the error that made the context unusable; empty as long as it works
         try:
             status = int(self.cu.cuInit(0)[0])
         except RuntimeError as error:  # raised by the bindings if libcuda cannot be loaded or lacks a function
@@ -62,25 +67,6 @@ class Cuda:
             if name == "CUDA_ERROR_NO_DEVICE":
                 cause = "the NVIDIA driver finds no GPU (CUDA_ERROR_NO_DEVICE)"
             raise LlmcError("E115", cause, f"check nvidia-smi and CUDA_VISIBLE_DEVICES, {_CPU}")
-
-    def ok(self, result: tuple[Any, ...]) -> Any:
-        """Return the values of a call's result. Raises LlmcError E203 if memory ran out, and E114 for other
-        failures.
-        """
-        if result[0]:
-            raise self.error(int(result[0]))
-        return result[1] if len(result) == 2 else result[1:]
-
-    def error(self, status: int) -> LlmcError:
-        """Return the error for a status other than success."""
-        name = self.name(status)
-        if name == "CUDA_ERROR_OUT_OF_MEMORY":
-            remedy = "stop other programs on the GPU, or reduce --kv-cache-memory-bytes"
-            return LlmcError("E203", "the GPU has too little free memory", remedy)
-        cause = self.lost or f"the GPU failed: {name} ({self._text(status)})"
-        if name in _FATAL:
-            self.lost = cause
-        return LlmcError("E114", cause, "start the program again; if it fails again, run llmc verify on the artifact")
 
     def name(self, status: int) -> str:
         """Return the status's name, such as "CUDA_ERROR_ILLEGAL_ADDRESS"."""
@@ -117,7 +103,7 @@ class Cuda:
 
     def completed(self, event: Any) -> bool:
         """Return whether a recorded event has completed, or never will because the GPU failed."""
-        return self.name(int(self.cu.cuEventQuery(event)[0])) != "CUDA_ERROR_NOT_READY"
+        return self.name(int(self.cu.cuEventQuery(event)[0])) != self.not_ready
 
     def follow(self, stream: int, other: int) -> None:
         """Make later work in `stream` wait for the work already in `other`. The values 1 and 2 are default streams."""
@@ -136,7 +122,7 @@ class Cuda:
     def register(self, address: int, nbytes: int) -> str:
         """Pin pages of mapped memory for reading by the GPU. Returns "", or the reason why the driver refuses.
 
-        Raises LlmcError E114 if the GPU has failed. `cuMemHostUnregister` at the same address reverts it.
+        Raises LlmcError E114 if the GPU has failed. `unregister` at the same address reverts it.
         """
         status = int(self.cu.cuMemHostRegister(address, nbytes, _READ_ONLY)[0])
         if status and (self.lost or self.name(status) not in _REFUSALS):
@@ -145,8 +131,9 @@ class Cuda:
 
     def allow_shared(self, function: Any, nbytes: int) -> None:
         """Allow launches of the kernel with up to `nbytes` of dynamic shared memory."""
-        attribute_id = self.cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        self.ok(self.cu.cuFuncSetAttribute(function, attribute_id, nbytes))
+        if nbytes > _PLAIN_SHARED:
+            attribute_id = self.cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self.ok(self.cu.cuFuncSetAttribute(function, attribute_id, nbytes))
 
     def tensor_map(
         self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int
@@ -185,34 +172,144 @@ class Cuda:
         kinds = (pointer, number, ctypes.c_uint, *[pointer] * 5, *[number] * 4)
         return ctypes.CFUNCTYPE(number, *kinds)(int(address))
 
-    def launch_config(self, threads: int, shared: int, stream: Any, pdl: bool, cluster: Sequence[int] = ()) -> Any:
-        """Return a launch configuration with a grid of 1. `pdl` allows programmatic dependent launch: the kernel may
-        start before the preceding one has ended. `cluster` is the number of blocks of a cluster along x, y and z.
+    def launch_config(self, launch: Launch, stream: Any) -> Any:
+        """Return a launch configuration with a grid of 1. `launch.pdl` allows programmatic dependent launch: the kernel
+        may start before the preceding one has ended. `launch.cluster` is the number of blocks of a cluster along x, y
+        and z.
         """
         ids = self.cu.CUlaunchAttributeID
         attributes = []
         config = self.cu.CUlaunchConfig()
         config.gridDimX = config.gridDimY = config.gridDimZ = 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes, config.hStream = shared, stream
-        if pdl:
+        config.blockDimX, config.blockDimY, config.blockDimZ = launch.threads, 1, 1
+        config.sharedMemBytes, config.hStream = launch.shared, stream
+        if launch.pdl:
             attribute = self.cu.CUlaunchAttribute()
             attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
             attributes.append(attribute)
-        if cluster:
+        if launch.cluster:
             attribute = self.cu.CUlaunchAttribute()
             attribute.id = ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             size = attribute.value.clusterDim
-            size.x, size.y, size.z = cluster
+            size.x, size.y, size.z = launch.cluster
             attributes.append(attribute)
         if attributes:
             config.attrs, config.numAttrs = attributes, len(attributes)
         return config
 
+    def device_count(self) -> int:
+        """Return the number of GPUs that are visible to this process."""
+        return int(self.ok(self.cu.cuDeviceGetCount()))
+
+    def allocate(self, nbytes: int) -> tuple[Any, ...]:
+        """Allocate device memory: (status, address)."""
+        return self.cu.cuMemAlloc(nbytes)
+
+    def release(self, address: int) -> None:
+        """Free device memory, ignoring errors."""
+        self.cu.cuMemFree(address)
+
+    def pin(self, nbytes: int) -> int:
+        """Allocate pinned host memory."""
+        return int(self.ok(self.cu.cuMemAllocHost(nbytes)))
+
+    def unpin(self, address: int) -> None:
+        """Free pinned host memory, ignoring errors."""
+        self.cu.cuMemFreeHost(address)
+
+    def unregister(self, address: int) -> tuple[Any, ...]:
+        """Release registered memory: (status,)."""
+        return self.cu.cuMemHostUnregister(address)
+
+    def free_memory(self) -> int:
+        """Return the bytes of device memory that are free."""
+        free, _ = self.ok(self.cu.cuMemGetInfo())
+        return int(free)
+
+    def copy_in(self, target: int, source: int, nbytes: int, stream: Any) -> None:
+        """Copy pinned host memory to the device, in the stream."""
+        self.ok(self.cu.cuMemcpyHtoDAsync(target, source, nbytes, stream))
+
+    def copy_out(self, target: int, source: int, nbytes: int, stream: Any) -> None:
+        """Copy device memory to pinned host memory, in the stream."""
+        self.ok(self.cu.cuMemcpyDtoHAsync(target, source, nbytes, stream))
+
+    def copy_within(self, target: int, source: int, nbytes: int, stream: Any) -> None:
+        """Copy device memory to device memory, in the stream."""
+        self.ok(self.cu.cuMemcpyDtoDAsync(target, source, nbytes, stream))
+
+    def read(self, target: int, source: int, nbytes: int) -> None:
+        """Copy device memory to any host memory, and wait for the end."""
+        self.ok(self.cu.cuMemcpyDtoH(target, source, nbytes))
+
+    def zero(self, address: int, nbytes: int, stream: Any) -> None:
+        """Zero device memory, in the stream."""
+        self.ok(self.cu.cuMemsetD8Async(address, 0, nbytes, stream))
+
+    def destroy_stream(self, stream: Any) -> None:
+        """Destroy a stream, ignoring errors."""
+        self.cu.cuStreamDestroy(stream)
+
+    def synchronize(self, stream: Any) -> tuple[Any, ...]:
+        """Wait until a stream is idle: (status,)."""
+        return self.cu.cuStreamSynchronize(stream)
+
+    def destroy_event(self, event: Any) -> None:
+        """Destroy an event, ignoring errors."""
+        self.cu.cuEventDestroy(event)
+
+    def record(self, event: Any, stream: Any) -> None:
+        """Record an event in a stream."""
+        self.ok(self.cu.cuEventRecord(event, stream))
+
+    def wait(self, event: Any) -> None:
+        """Block until a recorded event has completed."""
+        self.ok(self.cu.cuEventSynchronize(event))
+
+    def load_module(self, binary: bytes) -> Any:
+        """Load a binary with kernels."""
+        return self.ok(self.cu.cuModuleLoadData(binary))
+
+    def unload_module(self, module: Any) -> None:
+        """Unload a binary, ignoring errors."""
+        self.cu.cuModuleUnload(module)
+
+    def function(self, module: Any, entry: str) -> Any:
+        """Return a kernel of a loaded binary."""
+        return self.ok(self.cu.cuModuleGetFunction(module, entry.encode()))
+
+    def launch(self, config: Any, function: Any, params: int) -> tuple[Any, ...]:
+        """Launch a kernel, whose parameters are at the addresses in the table at `params`: (status,)."""
+        return self.cu.cuLaunchKernelEx(config, function, params, 0)
+
     def begin_capture(self, stream: Any) -> None:
         """Capture what this thread submits to the stream as a graph from now on."""
         self.ok(self.cu.cuStreamBeginCapture(stream, self.cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))
+
+    def end_capture(self, stream: Any) -> tuple[Any, ...]:
+        """End the capture: (status, graph)."""
+        return self.cu.cuStreamEndCapture(stream)
+
+    def instantiate(self, graph: Any) -> Any:
+        """Make a captured graph executable."""
+        return self.ok(self.cu.cuGraphInstantiate(graph, 0))
+
+    def destroy_graph(self, graph: Any) -> None:
+        """Destroy a captured graph, ignoring errors."""
+        self.cu.cuGraphDestroy(graph)
+
+    def destroy_executable(self, graph: Any) -> None:
+        """Destroy an executable graph, ignoring errors."""
+        self.cu.cuGraphExecDestroy(graph)
+
+    def upload_graph(self, graph: Any, stream: Any) -> None:
+        """Prepare an executable graph on the GPU before its first launch."""
+        self.ok(self.cu.cuGraphUpload(graph, stream))
+
+    def launch_graph(self, graph: Any, stream: Any) -> tuple[Any, ...]:
+        """Launch an executable graph: (status,)."""
+        return self.cu.cuGraphLaunch(graph, stream)
 
 
 def _longs(values: Iterable[int]) -> Any:

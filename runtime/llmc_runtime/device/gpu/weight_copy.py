@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmc_runtime.device.cuda.device_memory import Pinned
-from llmc_runtime.device.cuda.driver import Cuda
-from llmc_runtime.device.cuda.upload_work import Block, Span, Work
+from llmc_runtime.device.gpu.device_memory import Pinned
+from llmc_runtime.device.gpu.driver import GpuDriver
+from llmc_runtime.device.gpu.upload_work import Block, Span, Work
 
 # Bytes per copy with and without hashing. A hashed piece stays in the core's cache until it is copied.
 PIECE, PLAIN_PIECE = 2 << 20, 4 << 20
@@ -28,7 +28,7 @@ class Refused(Exception):
 class UploadJob:
     """The state shared by all threads: the work, each file's device address, and whether hashes are checked."""
 
-    cuda: Cuda
+    driver: GpuDriver
     work: Work
     addresses: Mapping[str, int]
     check: bool
@@ -38,7 +38,7 @@ class CopyMethod(ABC):
     """One thread's method of copying. Call `close` once the stream is idle, even if `open` failed."""
 
     def __init__(self, job: UploadJob, stream: Any) -> None:
-        self._job, self._cuda, self._stream = job, job.cuda, stream
+        self._job, self._driver, self._stream = job, job.driver, stream
 
     @abstractmethod
     def open(self) -> None:
@@ -54,8 +54,8 @@ class CopyMethod(ABC):
 
     def _copy(self, block: Block | Span, at: int, source: int, nbytes: int, event: Any) -> None:
         target = self._job.addresses[block.file.file] + at
-        self._cuda.ok(self._cuda.cu.cuMemcpyHtoDAsync(target, source, nbytes, self._stream))
-        self._cuda.ok(self._cuda.cu.cuEventRecord(event, self._stream))
+        self._driver.copy_in(target, source, nbytes, self._stream)
+        self._driver.record(event, self._stream)
 
 
 class MappedCopy(CopyMethod):
@@ -71,7 +71,7 @@ class MappedCopy(CopyMethod):
 
     def open(self) -> None:
         """Create the event that marks the end of a copy."""
-        self._event = self._cuda.event()
+        self._event = self._driver.event()
 
     def block(self, block: Block) -> None:
         """Check the block, and copy its span if this was the span's last block."""
@@ -86,7 +86,7 @@ class MappedCopy(CopyMethod):
 
     def _send(self, span: Span) -> None:
         address, nbytes = self._job.work.location(span)
-        reason = self._cuda.register(address, nbytes)
+        reason = self._driver.register(address, nbytes)
         if reason:
             raise Refused(reason)
         self._sent = span
@@ -95,17 +95,17 @@ class MappedCopy(CopyMethod):
     def _finish_copy(self) -> None:
         """Wait for the previous span's copy, which ran while a block was hashed, and release the span."""
         if self._sent is not None:
-            self._cuda.ok(self._cuda.cu.cuEventSynchronize(self._event))
-            self._cuda.ok(self._cuda.cu.cuMemHostUnregister(self._job.work.location(self._sent)[0]))
+            self._driver.wait(self._event)
+            self._driver.ok(self._driver.unregister(self._job.work.location(self._sent)[0]))
             self._job.work.drop(self._sent)
             self._sent = None
 
     def close(self) -> None:
         """Release the span and the event, ignoring errors."""
         if self._sent is not None:
-            self._cuda.cu.cuMemHostUnregister(self._job.work.location(self._sent)[0])
+            self._driver.unregister(self._job.work.location(self._sent)[0])
         if self._event is not None:
-            self._cuda.cu.cuEventDestroy(self._event)
+            self._driver.destroy_event(self._event)
 
 
 class PinnedCopy(CopyMethod):
@@ -124,8 +124,8 @@ class PinnedCopy(CopyMethod):
     def open(self) -> None:
         """Create the events and the pinned buffer."""
         for _ in range(_PIECES):
-            self._events.append(self._cuda.event())
-        self._pinned = Pinned(self._cuda, _PIECES * self._piece)
+            self._events.append(self._driver.event())
+        self._pinned = Pinned(self._driver, _PIECES * self._piece)
 
     def block(self, block: Block) -> None:
         """Read, hash and copy the block piece by piece."""
@@ -134,7 +134,7 @@ class PinnedCopy(CopyMethod):
         for at in range(block.begin, block.end, self._piece):
             slot = self._slot
             if self._pending[slot]:
-                self._cuda.ok(self._cuda.cu.cuEventSynchronize(self._events[slot]))
+                self._driver.wait(self._events[slot])
             begin, size = slot * self._piece, min(self._piece, block.end - at)
             piece = self._pinned.array[begin : begin + size]
             self._job.work.read(block.file, piece, at)
@@ -151,4 +151,4 @@ class PinnedCopy(CopyMethod):
         if self._pinned is not None:
             self._pinned.free()
         for event in self._events:
-            self._cuda.cu.cuEventDestroy(event)
+            self._driver.destroy_event(event)

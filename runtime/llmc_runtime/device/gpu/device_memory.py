@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from llmc_runtime.device.cuda.driver import Cuda
+from llmc_runtime.device.gpu.driver import GpuDriver
 
 _ALIGN = 64
 
@@ -19,15 +19,15 @@ _ALIGN = 64
 class Pinned:
     """Pinned host memory: `array` is u8[nbytes] at `address`. Views of it must not outlive `free`."""
 
-    def __init__(self, cuda: Cuda, nbytes: int) -> None:
-        self._cuda = cuda
-        self.address = int(cuda.ok(cuda.cu.cuMemAllocHost(max(1, nbytes))))
+    def __init__(self, driver: GpuDriver, nbytes: int) -> None:
+        self._driver = driver
+        self.address = driver.pin(max(1, nbytes))
         self.array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.address))
 
     def free(self) -> None:
         """Release the memory, ignoring errors."""
         self.array = np.empty(0, np.uint8)
-        self._cuda.cu.cuMemFreeHost(self.address)
+        self._driver.unpin(self.address)
 
 
 @dataclass(eq=False)
@@ -57,17 +57,17 @@ class Slot:
 class Ring:
     """Staging slots used in turn, one per step, and the copies between them and device memory on one stream."""
 
-    def __init__(self, cuda: Cuda, stream: Any, slots: int, up: int = 4 << 20, down: int = 1 << 20) -> None:
-        self._cuda, self._stream = cuda, stream
+    def __init__(self, driver: GpuDriver, stream: Any, slots: int, up: int = 4 << 20, down: int = 1 << 20) -> None:
+        self._driver, self._stream = driver, stream
         self._current = 0
         self._slots: list[Slot] = []
         self._pinned: list[Pinned] = []
         self._events: list[Any] = []
         try:
             for _ in range(slots):
-                self._events.append(cuda.event())
+                self._events.append(driver.event())
                 for nbytes in (up, down):
-                    self._pinned.append(Pinned(cuda, nbytes))
+                    self._pinned.append(Pinned(driver, nbytes))
                 self._slots.append(Slot(self._events[-1], self._pinned[-2], self._pinned[-1]))
         except BaseException:
             self.free()
@@ -80,14 +80,12 @@ class Ring:
         for begin in range(0, len(data), capacity):
             piece = data[begin : begin + capacity]
             if slot.sent + len(piece) > capacity:  # rare: earlier copies must have left the slot first
-                self._cuda.ok(self._cuda.cu.cuStreamSynchronize(self._stream))
+                self._driver.ok(self._driver.synchronize(self._stream))
                 slot.sent = 0
             at = slot.sent
             slot.up.array[at : at + len(piece)] = piece
             slot.sent = at + -(-len(piece) // _ALIGN) * _ALIGN
-            self._cuda.ok(
-                self._cuda.cu.cuMemcpyHtoDAsync(address + begin, slot.up.address + at, len(piece), self._stream)
-            )
+            self._driver.copy_in(address + begin, slot.up.address + at, len(piece), self._stream)
 
     def fetch(self, address: int, nbytes: int) -> np.ndarray:
         """Start a copy from the device. Returns u8[nbytes], which is valid once the slot's event has completed."""
@@ -97,16 +95,16 @@ class Ring:
             at = slot.fetched
             slot.fetched = at + -(-nbytes // _ALIGN) * _ALIGN
         else:
-            pinned = Pinned(self._cuda, nbytes)
+            pinned = Pinned(self._driver, nbytes)
             slot.more.append(pinned)
         if nbytes:
-            self._cuda.ok(self._cuda.cu.cuMemcpyDtoHAsync(pinned.address + at, address, nbytes, self._stream))
+            self._driver.copy_out(pinned.address + at, address, nbytes, self._stream)
         return pinned.array[at : at + nbytes]
 
     def mark(self) -> Slot:
         """End the step: record the event of the current slot and return the slot. Waits until the next slot is free."""
         slot = self._slots[self._current]
-        self._cuda.ok(self._cuda.cu.cuEventRecord(slot.event, self._stream))
+        self._driver.record(slot.event, self._stream)
         slot.pending = True
         following = (self._current + 1) % len(self._slots)
         self.wait(self._slots[following])
@@ -117,12 +115,12 @@ class Ring:
     def wait(self, slot: Slot) -> None:
         """Block until the slot's step has ended."""
         if slot.pending:
-            self._cuda.ok(self._cuda.cu.cuEventSynchronize(slot.event))
+            self._driver.wait(slot.event)
             slot.pending = False
 
     def done(self, slot: Slot) -> bool:
         """Return whether the slot's step has ended."""
-        return not slot.pending or self._cuda.completed(slot.event)
+        return not slot.pending or self._driver.completed(slot.event)
 
     def free(self) -> None:
         """Release everything. No copy may be running."""
@@ -131,6 +129,6 @@ class Ring:
         for pinned in self._pinned:
             pinned.free()
         for event in self._events:
-            self._cuda.cu.cuEventDestroy(event)
+            self._driver.destroy_event(event)
         for resources in (self._slots, self._pinned, self._events):
             resources.clear()

@@ -1,4 +1,4 @@
-"""Runs a program on a CUDA stream: prepared launch parameters, and graphs for sizes that recur.
+"""Runs a program on a GPU's stream: prepared launch parameters, and graphs for sizes that recur.
 
 Every parameter of every launch occupies a cell of 8 bytes, and every launch has a table with the addresses of its
 cells, which is the form that the driver takes. A run only updates the grids and the cells that hold sizes. A tensor
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from llmc_runtime.device.cuda.driver import MAP_BYTES, Cuda
+from llmc_runtime.device.gpu.driver import MAP_BYTES, GpuDriver
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.expr import Expr
 from llmc_runtime.format.json_fields import REMEDY
@@ -41,7 +41,7 @@ def _cells_of(x: Launch) -> int:
     return len(x.params) or len(x.args) + len(x.sizes) + _SCRATCH + sum(2 * len(m.box) for m in x.maps)
 
 
-class CudaRun:
+class GpuRun:
     """Runs one program on a stream.
 
     If every sequence in the program has one token (`program.uniform`), each set of sizes is captured as a graph once
@@ -50,7 +50,7 @@ class CudaRun:
 
     def __init__(
         self,
-        cuda: Cuda,
+        driver: GpuDriver,
         enter: Callable[[], None],
         stream: Any,
         program: Program,
@@ -60,11 +60,11 @@ class CudaRun:
         careful: bool = False,
     ) -> None:
         """`functions` has one entry per launch, `addresses` one per buffer. `symbols`, i64, is read at every run.
-        `enter` makes the GPU's context current in the calling thread. `careful` disables graphs and synchronizes after
-        every launch, to find the one that fails.
+        `enter` makes the GPU current in the calling thread. `careful` disables graphs and synchronizes after every
+        launch, to find the one that fails.
         """
         self._careful, self._graphed = careful, program.uniform and not careful
-        self._cuda, self._enter, self._stream = cuda, enter, stream
+        self._driver, self._enter, self._stream = driver, enter, stream
         self._program, self._symbols = program, symbols
         self._names = tuple(program.symbols)
         self._sizes: dict[str, int] = {}  # size expression as text -> its index in self._exprs
@@ -76,7 +76,7 @@ class CudaRun:
         self._maps = storage[-storage.ctypes.data % MAP_BYTES :]  # never moved either; maps are aligned to their size
         self._table = self._cells.ctypes.data + 8 * np.arange(max(1, count), dtype=np.uint64)
         self._ready: list[_Ready] = []
-        enter()  # encoding a tensor map needs the context, whichever thread binds
+        enter()  # encoding a tensor map needs it, whichever thread binds
         cells, index = self._fill(functions, addresses)
         self._size_cells, self._size_index = np.array(cells, np.intp), np.array(index, np.intp)
         self._last: bytes | None = None  # the symbol values that the cells and grids are set for
@@ -114,7 +114,7 @@ class CudaRun:
     def _add(self, launch: Launch, function: Any, params: int) -> None:
         """Make a launch ready whose list of cells is at the address `params`."""
         x, y, z = (*(self._index(g) for g in launch.grid), *[self._index(None)] * 3)[:3]
-        config = self._cuda.launch_config(launch.threads, launch.shared, self._stream, launch.pdl, launch.cluster)
+        config = self._driver.launch_config(launch, self._stream)
         self._ready.append(_Ready(launch, function, config, params, (x, y, z)))
 
     def _write_params(
@@ -156,7 +156,7 @@ class CudaRun:
         """Encode tensor map `number` of a buffer at `address`. Returns its tensor's sizes and strides in elements."""
         top, begin = self._program.top(), MAP_BYTES * number
         shape, strides = m.layout(top)
-        encoded = self._cuda.tensor_map(address + m.offset(top), dtype, shape, strides, m.box, m.swizzle)
+        encoded = self._driver.tensor_map(address + m.offset(top), dtype, shape, strides, m.box, m.swizzle)
         self._maps[begin : begin + MAP_BYTES] = np.frombuffer(encoded, np.uint8)
         return shape, strides
 
@@ -171,56 +171,55 @@ class CudaRun:
         """Submit one run to the stream. Raises LlmcError E114 if a launch fails."""
         self._enter()
         if not self._graphed:
-            self._launch(self._cuda.cu.cuLaunchKernelEx)
+            self._launch()
             return
         graph = self._graphs.get(self._symbols.tobytes())
         if graph is None:
             graph = self._capture()
-        status = self._cuda.cu.cuGraphLaunch(graph, self._stream)[0]
-        if status:
-            raise self._cuda.error(int(status))
+        self._driver.ok(self._driver.launch_graph(graph, self._stream))
 
     def prepare(self) -> None:
         """Capture the graph for the current symbol values, if it does not exist yet, and upload it to the GPU."""
         self._enter()
         if self._graphed and self._symbols.tobytes() not in self._graphs:
-            self._cuda.ok(self._cuda.cu.cuGraphUpload(self._capture(), self._stream))
+            self._driver.upload_graph(self._capture(), self._stream)
 
     def free(self) -> None:
         """Destroy the graphs."""
         for graph in self._graphs.values():
-            self._cuda.cu.cuGraphExecDestroy(graph)
+            self._driver.destroy_executable(graph)
         self._graphs.clear()
 
     def _capture(self) -> Any:
-        cuda, cu = self._cuda, self._cuda.cu
-        cuda.begin_capture(self._stream)
+        driver = self._driver
+        driver.begin_capture(self._stream)
         try:
-            self._launch(cu.cuLaunchKernelEx)
+            self._launch()
         except BaseException:
-            status, graph = cu.cuStreamEndCapture(self._stream)
+            status, graph = driver.end_capture(self._stream)
             if not status:
-                cu.cuGraphDestroy(graph)
+                driver.destroy_graph(graph)
             raise
-        graph = cuda.ok(cu.cuStreamEndCapture(self._stream))
+        graph = driver.ok(driver.end_capture(self._stream))
         try:
-            executable = cuda.ok(cu.cuGraphInstantiate(graph, 0))
+            executable = driver.instantiate(graph)
         finally:
-            cu.cuGraphDestroy(graph)
+            driver.destroy_graph(graph)
         self._graphs[self._symbols.tobytes()] = executable
         return executable
 
-    def _launch(self, launch: Callable[..., tuple[Any, ...]]) -> None:
+    def _launch(self) -> None:
         self._set()
+        launch = self._driver.launch
         for ready in self._ready:
             config = ready.config
             if not (config.gridDimX and config.gridDimY and config.gridDimZ):
                 continue  # an empty grid: nothing to compute, and the driver rejects it
-            status = launch(config, ready.function, ready.params, 0)[0]
+            status = launch(config, ready.function, ready.params)[0]
             if self._careful and not status:
-                status = self._cuda.cu.cuStreamSynchronize(self._stream)[0]
+                status = self._driver.synchronize(self._stream)[0]
             if status:
-                error = self._cuda.error(int(status))
+                error = self._driver.error(int(status))
                 cause = f"{error.cause} at {ready.launch.op or ready.launch.entry} ({ready.launch.loc})"
                 raise LlmcError(error.code, cause, error.remedy)
 

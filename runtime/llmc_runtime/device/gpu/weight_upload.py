@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from llmc_runtime.device.cuda.driver import Cuda
-from llmc_runtime.device.cuda.upload_work import Work
-from llmc_runtime.device.cuda.weight_copy import CopyMethod, MappedCopy, PinnedCopy, Refused, UploadJob
+from llmc_runtime.device.gpu.driver import GpuDriver
+from llmc_runtime.device.gpu.upload_work import Work
+from llmc_runtime.device.gpu.weight_copy import CopyMethod, MappedCopy, PinnedCopy, Refused, UploadJob
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import WeightFile
 
@@ -45,7 +45,7 @@ class Upload:
 
 
 def upload(
-    cuda: Cuda,
+    driver: GpuDriver,
     enter: Callable[[], None],
     folder: Folder,
     files: Sequence[WeightFile],
@@ -57,7 +57,7 @@ def upload(
 ) -> Upload:
     """Copy every file to its device address; all copies have completed on return.
 
-    `addresses` maps file names to device addresses, and `enter` makes the GPU's context current in the calling thread.
+    `addresses` maps file names to device addresses, and `enter` makes the GPU current in the calling thread.
     If the driver refuses to register mapped memory, everything is copied through pinned memory, and the result gives
     the reason. Raises LlmcError E107 for the first block that differs from its hash (with `check`), E106 if a file
     cannot be read, and E114 or E203 for failures of the GPU. `Work` describes what happens if a file is truncated
@@ -67,11 +67,11 @@ def upload(
     fallback_reason = ""
     if method == MAPPED:
         work = Work(folder, files, mapped=True)
-        fallback_reason = _run(UploadJob(cuda, work, addresses, check), enter, MappedCopy, threads)
+        fallback_reason = _run(UploadJob(driver, work, addresses, check), enter, MappedCopy, threads)
         method = PINNED if fallback_reason else MAPPED
     if method == PINNED:
         work = Work(folder, files, mapped=False)
-        _run(UploadJob(cuda, work, addresses, check), enter, PinnedCopy, threads)
+        _run(UploadJob(driver, work, addresses, check), enter, PinnedCopy, threads)
     seconds = time.perf_counter() - start
     return Upload(sum(f.bytes for f in files), seconds, _count(work, threads), method, fallback_reason)
 
@@ -108,20 +108,20 @@ class _Worker(threading.Thread):
         self._job, self._enter, self._method = job, enter, method
 
     def run(self) -> None:
-        cuda, work = self._job.cuda, self._job.work
+        driver, work = self._job.driver, self._job.work
         number = 0
         try:
             with ExitStack() as resources:
                 self._enter()
-                stream = cuda.stream()
-                resources.callback(cuda.cu.cuStreamDestroy, stream)
+                stream = driver.stream()
+                resources.callback(driver.destroy_stream, stream)
                 copier = self._method(self._job, stream)
                 resources.callback(copier.close)
-                resources.callback(cuda.cu.cuStreamSynchronize, stream)  # after an error, copies may still be running
+                resources.callback(driver.synchronize, stream)  # after an error, copies may still be running
                 copier.open()
                 for index, block in work:
                     number = index
                     copier.block(block)
-                cuda.ok(cuda.cu.cuStreamSynchronize(stream))
+                driver.ok(driver.synchronize(stream))
         except BaseException as error:
             work.fail(number, error)

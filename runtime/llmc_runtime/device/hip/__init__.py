@@ -1,0 +1,1 @@
+"""The HIP device, for AMD GPUs."""
