@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from llmc.codegen.backends.triton.dot_order import dot_order
 from llmc.codegen.backends.triton.linear_problem import Product, epilogue, extra_operands, peak, reject_product
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.tiling import power
@@ -100,6 +101,18 @@ class Gemm(TritonKernel):
     def _large(self, p: Product) -> Iterator[Shape]:
         for bm, bn, bk, warps, stages in LARGE_FLOAT if p.dot == "f32" else LARGE:
             yield bm, bn // power(p.parts), bk if p.dot == "f32" else bk * 2 // p.factor_bytes, warps, stages, 1
+
+    def order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
+        p, s = Product.of(node), schedule
+        tokens, columns = s["bm"], s["bn"] * (2 if self.joined(p, s) else 1)
+        if s["split"] > 1:
+            return None  # a step adds columns of several places, as many as it has slices
+        rows, columns = (columns, tokens) if self.swap else (tokens, columns)
+        return dot_order(target, p.dot, rows, columns, s["warps"])
+
+    def joined(self, p: Product, s: Schedule) -> bool:
+        """Whether the columns of both parts form one tile."""
+        return self.swap and joins(p, s["bn"], s["split"])
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         p, s = Product.of(node), schedule

@@ -12,7 +12,7 @@ from llmc.codegen.backends.triton.decode_attention import CONTEXT, OPERANDS, Pro
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import power
 from llmc.codegen.backends.triton.triton_kernel import PDL, Code, TritonKernel, Unit, element
-from llmc.codegen.kernel import Schedule
+from llmc.codegen.kernel import BY_SCHEDULE, Schedule
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
@@ -49,6 +49,8 @@ def tiles(width: int, item: int, wide: bool, least: int, target: Target) -> Iter
 
 class PrefillAttention(TritonKernel):
     """Paged attention of any mixture of rows and tokens; a tile belongs to one row."""
+
+    sums = BY_SCHEDULE
 
     def reject(self, node: Node, target: Target) -> str | None:
         return reject_attention(node, target)
@@ -93,6 +95,8 @@ class PrefillAttention(TritonKernel):
 
 class PackedAttention(TritonKernel):
     """Packed prompts without pages. The kernel finds the boundaries of the sequences from the positions."""
+
+    sums = BY_SCHEDULE
 
     def reject(self, node: Node, target: Target) -> str | None:
         return reject_attention(node, target)
