@@ -26,7 +26,7 @@ def deterministic(target: Target, o: Options) -> Target:
         cause = f"--deterministic is not supported for {target.name}: the sums of its matrix instructions are not known"
         raise Diagnostic("E512", cause, f"use a CPU target, or --target cuda:{GPUS[-1]}")
     if o.speculate:
-        cause = f"--deterministic with drafts is not supported for {target.name}: steps that verify them sample otherwise"
+        cause = f"--deterministic with --speculate is not supported for {target.name}: sampling there has other sums"
         raise Diagnostic("E512", cause, "leave out --speculate and --draft, or use a CPU target")
     without = "".join(f", without {name}" for name in BY_TOKENS if name in target.pipeline)
     return replace(target, deterministic=True, pipeline=target.pipeline + without)

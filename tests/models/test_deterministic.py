@@ -131,7 +131,7 @@ def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for target in ("hip:gfx942", "cuda:sm_100"):
         fails("E512", "--deterministic", target, do=lambda t=target: planned(folder, target=t))
     planned(folder, target="cuda:sm_90")
-    fails("E512", "drafts", do=lambda: planned(folder, target="cuda:sm_90", speculate=4))
+    fails("E512", "--speculate", do=lambda: planned(folder, target="cuda:sm_90", speculate=4))
     split = "serve, before select: split-kv{splits=2}"
     fails("E430", "paged_attention_split", do=lambda: planned(folder, target="cuda:sm_90", pipeline=split))
     registry = driver.load()

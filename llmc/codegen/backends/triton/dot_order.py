@@ -13,7 +13,7 @@ GROUP_ROWS, GROUP_COLUMNS, GROUP_WARPS = 64, 8, 4  # a tile of whole multiples i
 
 def dot_order(target: Target, dtype: str, rows: int, columns: int, warps: int) -> str:
     """Return the order of the sums of a product [rows, columns] of factors of `dtype`, in one chain over the depth."""
-    if dtype == "f32":
+    if dtype in ("f32", "tl.float32"):
         return "fma"  # float32 is multiplied without matrix instructions, one column after another
     whole = rows % GROUP_ROWS == columns % GROUP_COLUMNS == warps % GROUP_WARPS == 0
     return f"{'wgmma' if target.arch == 'sm_90' and whole else 'mma'} {dtype}"
