@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,7 +19,6 @@ if __name__ == "__main__":
 from models.cases import SMALL, Case  # noqa: E402
 
 FOLDER = ROOT / "build" / "gpu" / "deterministic"
-DEMO = ROOT / "examples" / "demo-model"
 ROWS, TOKENS, LENGTH = 24, 160, 512
 SEED = 5
 # Heads as wide as those of large models, and products whose sums have many steps.
@@ -24,19 +26,22 @@ WIDE = SMALL | {
     "hidden_size": 1024, "intermediate_size": 1536, "num_attention_heads": 8, "head_dim": 128,
     "max_position_embeddings": LENGTH,
 }  # fmt: skip
-MODELS = {
-    "demo": None,
-    "wide": Case("wide", "llama", WIDE),
-    "window": Case("window", "mistral", WIDE | {"sliding_window": 100}),
-    "experts": Case("experts", "mixtral", WIDE | {"num_local_experts": 4, "intermediate_size": 256}),
-}
+CASES = (
+    Case("plain", "llama", WIDE),
+    Case("window", "mistral", WIDE | {"sliding_window": 100}),
+    Case("experts", "mixtral", WIDE | {"num_local_experts": 4, "intermediate_size": 256}),
+)
 
 
-def artifact(name: str) -> Path:
-    """Return the artifact of a model."""
-    path = FOLDER / f"{name}.llmc"
-    if (path / "manifest.json").is_file():
-        return path
+def path_of(case: Case) -> Path:
+    """Return where the artifact of a model is."""
+    return FOLDER / f"{case.name}.llmc"
+
+
+def make(case: Case) -> None:
+    """Compile the artifact of a model if it is missing."""
+    if (path_of(case) / "manifest.json").is_file():
+        return
     import torch
     from models.kit import save
 
@@ -48,18 +53,17 @@ def artifact(name: str) -> Path:
         max_num_batched_tokens=TOKENS, cache=FOLDER / "cache", reuse=False,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
-        case, model = MODELS[name], DEMO
-        if case:
-            model = Path(scratch) / "model"
-            save(case, model, SEED, torch.bfloat16)
-        compile_model(model, path, options)
-    return path
+        save(case, Path(scratch) / "model", SEED, torch.bfloat16)
+        compile_model(Path(scratch) / "model", path_of(case), options)
 
 
-def main() -> None:
-    for name in MODELS:
-        print(artifact(name))
+def make_all() -> None:
+    """Compile all missing artifacts, several at a time if there are enough cores."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    jobs = max(1, (os.cpu_count() or 1) // 4)
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(make, CASES))
 
 
 if __name__ == "__main__":
-    main()
+    make_all()

@@ -1,6 +1,6 @@
 """Deterministic artifacts on the GPU: requests alone and in random mixtures, and products of all tile sizes, by bits.
 
-    pytest tests/gpu/test_deterministic.py --confcutdir tests/gpu      about a minute if the artifacts are there
+    pytest tests/gpu/test_deterministic.py --confcutdir tests/gpu      about a minute; less if the artifacts are there
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from draw import SEED, generator
-from gpu.deterministic_models import LENGTH, MODELS, artifact
+from gpu.deterministic_models import CASES, LENGTH, make_all, path_of
 from gpu.kernel_cases import Job, compile_jobs
 from gpu.launcher import Card
 from gpu.test_kernels import launch, prepare
-from kernels.harness import Case
+from kernels.harness import Case as KernelCase
 from llmc_runtime.format.manifest import Manifest
 from mixtures import check, draw
+from models.cases import Case
 
 from llmc.codegen.backends.triton.gemm_small import GEMM, GEMM_SMALL
 from llmc.codegen.backends.triton.gemm_tma import GEMM_TMA
@@ -32,9 +33,16 @@ REQUESTS = 24
 TOKENS, DEPTH, COLUMNS = (1, 7, 70, 200), 4096, 512
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_mixtures(name: str) -> None:
-    path = artifact(name)
+@pytest.fixture(scope="module")
+def artifacts() -> None:
+    """Compile the artifacts that are missing."""
+    make_all()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.usefixtures("artifacts")
+def test_mixtures(case: Case) -> None:
+    path = path_of(case)
     manifest = Manifest.load((path / "manifest.json").read_bytes())
     requests = draw(np.random.default_rng(SEED), REQUESTS, manifest, LENGTH - 32)
     report = check(path, requests, SEED, LENGTH - 32)
@@ -42,7 +50,7 @@ def test_mixtures(name: str) -> None:
     assert not report.differences, f"SEED={SEED}, {report.compared} values: {report.differences[:8]}"
 
 
-def product(tokens: int, x: np.ndarray, w: np.ndarray) -> Iterator[tuple[str, Case]]:
+def product(tokens: int, x: np.ndarray, w: np.ndarray) -> Iterator[tuple[str, KernelCase]]:
     """Yield a product of the first `tokens` rows of x under every schedule, with the order of its sums."""
     g = Graph("test")
     operands = [g.input("x", tensor("bf16", "T", DEPTH)), g.input("w", tensor("bf16", COLUMNS, DEPTH), weight=True)]
@@ -54,7 +62,7 @@ def product(tokens: int, x: np.ndarray, w: np.ndarray) -> Iterator[tuple[str, Ca
             order, shape = kernel.order(node, s, sm_90()), (kernel.name, s["bm"], s["bn"], s["bk"], s["warps"])
             if order and shape not in seen and s["stages"] <= 4:
                 seen.add(shape)
-                yield order, Case(f"{kernel.name} {s} {tokens}", g, kernel, s, [x[:tokens], w])
+                yield order, KernelCase(f"{kernel.name} {s} {tokens}", g, kernel, s, [x[:tokens], w])
 
 
 def test_tiles_of_all_sizes_give_the_same_bits(card: Card) -> None:

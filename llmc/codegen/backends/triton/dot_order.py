@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from llmc.targets.target import Target
 
-GROUP_ROWS, GROUP_COLUMNS, GROUP_WARPS = 64, 8, 4  # a tile of whole multiples is multiplied by warpgroups
+GROUP_ROWS, GROUP_COLUMNS, GROUP_WARPS = 64, 16, 4  # a tile of whole multiples is multiplied by warpgroups
 
 
 def dot_order(target: Target, dtype: str, rows: int, columns: int, warps: int) -> str:

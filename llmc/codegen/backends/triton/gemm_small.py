@@ -82,19 +82,21 @@ class Gemm(TritonKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = Product.of(node)
-        shapes_to_try = self._narrow(p) if self.swap else self._large(p)
+        # Instructions of 8-bit floats have at least 16 columns, and so have those of warpgroups, by which
+        # deterministic kernels multiply any number of tokens.
+        least = MATRIX if p.dot == "f8e4m3" or target.deterministic else 0
+        shapes_to_try = self._narrow(p, least) if self.swap else self._large(p)
         if target.family == "hip":  # prefetches one tile in registers; the smallest instruction has 16 rows and columns
             shapes_to_try = ((max(MATRIX, s[0]), max(MATRIX, s[1]), *s[2:4], 2, 1) for s in shapes_to_try)
         shapes = [s for s in dict.fromkeys(shapes_to_try) if fits(p, s, target)]
         return [dict(zip(KEYS, s, strict=True)) for s in shapes or [SMALL]]
 
-    def _narrow(self, p: Product) -> Iterator[Shape]:
+    def _narrow(self, p: Product, least: int) -> Iterator[Shape]:
         m = p.m.const
         if p.dot == "f32":
             yield from ((*s, 1) for s in FLOAT)
             return
-        # Instructions of 8-bit floats have at least 16 columns.
-        counts = [t for t in TOKENS if t >= MATRIX or p.dot != "f8e4m3"]
+        counts = [t for t in TOKENS if t >= least]
         for bm in counts if m is None else (next((t for t in counts if t >= m), counts[-1]),):
             yield from ((bm, bn, bk * 2 // p.factor_bytes, w, s, split) for bn, bk, w, s, split in NARROW)
 
