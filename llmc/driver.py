@@ -32,6 +32,7 @@ from llmc.passes.lower.shard import refuse_ranks
 from llmc.passes.pass_report import Record
 from llmc.passes.pipeline import override, parse_pipeline, run_pipeline
 from llmc.provenance import compiler_text, related_extensions, source_of, used_extensions, versions
+from llmc.targets.deterministic import deterministic
 from llmc.targets.target import Target
 
 DTYPES = (("float32", "f32"), ("bfloat16", "bf16"))
@@ -94,7 +95,7 @@ def start(model: str | Path, output: Path, options: Options, force: bool, consol
 
     console.begin("open", str(model))
     registry = load()
-    target = registry.target(options.target)
+    target = deterministic(registry.target(options.target), options)
     limited = with_limits(options, target)
     if limited.tuning:
         read_records(limited.tuning)  # report a malformed file before any work is done
@@ -297,8 +298,7 @@ class Compilation:
         if self.options.speculate and not any(p.name == "page-attention" for p in passes):
             cause = "--speculate needs the pass page-attention, which the pipeline lacks"
             raise Diagnostic("E421", cause, "add it to --pipeline")
-        passes = override(passes, "page-attention", speculate=self.options.speculate)
-        passes = override(passes, "page-attention", **sizes)
+        passes = override(passes, "page-attention", speculate=self.options.speculate, **sizes)
         return override(passes, "select", tuning=str(self.options.tuning)) if self.options.tuning else passes
 
     def optimise(self, module: Module, max_len: int) -> None:

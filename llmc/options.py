@@ -74,6 +74,10 @@ class Options:
         Path, "FILE", commands=("compile",),
     )  # fmt: skip
     group_size: int | None = _artifact(None, "columns of a weight that share a scale (the recipe's: int4 128)")
+    deterministic: bool = _artifact(
+        False, "use only kernels whose results have the same bits in every batch and every chunk of a prompt", None,
+        None, commands=("compile",),
+    )  # fmt: skip
     layers: int | None = _artifact(None, "number of layers to compile for a quick build, from the first (all)")
     tuning: Path | None = _path("file of measurements that choose kernels (those shipped with llmc)", "FILE")
     cache: Path | None = _path("cache of kernels and artifacts (~/.cache/llmc)", "DIR")

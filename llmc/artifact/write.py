@@ -120,6 +120,7 @@ class _Writer:
             vocab_size=parts.vocab_size,
             eos_token_ids=tuple(parts.eos_token_ids),
             generation=dict(parts.generation),
+            deterministic=parts.machine is not None and parts.machine.deterministic,
             kernels=kernels,
             states=tuple(parts.states),
             programs=programs,

@@ -6,7 +6,7 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from llmc_runtime.format.launch_param import TYPES
 
@@ -15,6 +15,8 @@ from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
 from llmc.targets.target import Target
 
+# Values of `Kernel.sums`: nothing is summed, or only integers are; the bits of a row depend only on the schedule.
+EXACT, BY_SCHEDULE = "exact", "by schedule"
 Schedule = dict[str, Any]  # attribute names -> JSON values; written on the node by `select`
 Box = tuple[tuple[int, ...], int]  # of a tensor map: box sizes, and the swizzle as a CUtensorMapSwizzle
 
@@ -127,6 +129,7 @@ class Kernel:
     crowds: bool = False
     yields: bool = False
     opt_in: bool = False
+    sums: ClassVar[str | None] = None  # the order of sums of all nodes; see `order`
 
     def claims(self, node: Node) -> bool:
         """Whether this kernel implements the node's op; `reject` then checks the node itself."""
@@ -143,6 +146,17 @@ class Kernel:
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         """Return the candidate schedules of a node, at least one, best guess first."""
         return [{}]
+
+    def order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
+        """Return a text that names the order in which the elements of a result are summed, or None.
+
+        Kernels and schedules with equal texts give a token's or a row's results the same bits, whatever else a launch
+        computes: other rows, their number, the chunk of a prompt. EXACT is the text of kernels that do not round, or
+        round every element by itself in one way. None means that the bits may depend on the batch, or that nobody has
+        checked; compiles with --deterministic do not use such a kernel. The default is the class's `sums`, to which
+        BY_SCHEDULE adds the schedule.
+        """
+        return f"{self.name} {schedule_text(schedule)}" if self.sums == BY_SCHEDULE else self.sums
 
     def layouts(self, node: Node, schedule: Schedule, target: Target) -> dict[int, str]:
         """Return operand index -> packed layout of weight operands; other operands are row-major."""

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from llmc_runtime.format.nearest import did_you_mean
 
+from llmc.codegen.fixed_order import agreed_orders, key_of, order_of
 from llmc.codegen.kernel import Kernel, Schedule
 from llmc.codegen.memory import WEIGHTS
 from llmc.codegen.tuning_records import Tuning, node_text
@@ -45,12 +46,13 @@ def typical(m: Module, g: Graph, n: Node | None = None) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A kernel and schedule that can run a node, with its measured or estimated time."""
+    """A kernel and schedule that can run a node, with its measured or estimated time, and the order of its sums."""
 
     kernel: Kernel
     schedule: Schedule
     us: float
     measured: bool
+    order: str = ""  # set for deterministic targets only
 
     def layouts(self, node: Node, target: Target) -> dict[int, str]:
         """Return operand index -> packed layout, as `Kernel.layouts`."""
@@ -65,8 +67,8 @@ def candidates(
     """Return all pairs of kernel and schedule that can run the node, best first.
 
     Kernels of `prefer` come first, then measured pairs, then the others by predicted time. Kernels with `opt_in` are
-    included only if they are in `prefer` or measured. Raises Diagnostic E430 with every kernel's reason if there is
-    none.
+    included only if they are in `prefer` or measured. For deterministic targets, only kernels that name the order of
+    their sums are included. Raises Diagnostic E430 with every kernel's reason if there is none.
     """
     out: list[Candidate] = []
     reasons: list[str] = []
@@ -81,10 +83,15 @@ def candidates(
             if why is not None:
                 reasons.append(f"{kernel.name}: {why}")
                 continue
-            out += _scheduled(kernel, node, target, env, tuning, kernel.opt_in and kernel.name not in prefer)
+            found = list(_scheduled(kernel, node, target, env, tuning, kernel.opt_in and kernel.name not in prefer))
+            if target.deterministic and not found:
+                reasons.append(f"{kernel.name}: its results may depend on the batch")
+            out += found
     if not out:
         why = "; ".join(reasons) or f"target {target.name} has no kernel for the op {node.op.name!r}"
         remedy = "write a Kernel for it (DEVELOPING.md), or choose another target"
+        if target.deterministic:
+            remedy = "compile without --deterministic, or leave out of --pipeline the pass that makes the op"
         raise Diagnostic("E430", f"no kernel can run the node: {why}", remedy, node=node)
     return sorted(out, key=lambda o: (o.kernel.name not in prefer, not o.measured, o.us))
 
@@ -97,13 +104,16 @@ def _scheduled(
     if not offered:
         raise ValueError("schedules returned no schedule; return [{}] if there is nothing to choose")
     for schedule in offered:
+        order = order_of(kernel, node, schedule, target) if target.deterministic else ""
+        if order is None:
+            continue
         us = tuning.lookup(node, kernel.name, schedule, target, env)
         if us is None and measured_only:
             continue
         predicted = kernel.cost_us(node, schedule, target, env) if us is None else us
         if not predicted >= 0:
             raise ValueError(f"cost_us returned {predicted!r}, not a number of microseconds")
-        yield Candidate(kernel, schedule, predicted, us is not None)
+        yield Candidate(kernel, schedule, predicted, us is not None, order)
 
 
 def launched_graphs(m: Module) -> Iterator[Graph]:
@@ -139,6 +149,9 @@ def _choice(o: Candidate) -> dict[str, Any]:
     return {"kernel": o.kernel.name, "schedule": dict(o.schedule), "us": round(o.us, 3), "measured": o.measured}
 
 
+Ranked = tuple[Graph, Node, list[Candidate], dict[str, int]]  # candidates best first, compared at these sizes
+
+
 @dataclass(frozen=True)
 class Select(Pass):
     """Choose kernel and schedule of every launched node.
@@ -161,6 +174,8 @@ class Select(Pass):
         choices = Choices()
         measured = open_ = 0
         ranked = list(self._ranked(m, ctx, target, tuning))
+        if target.deterministic:
+            ranked = in_agreed_order(ranked)
         agreed = common_layouts([(n, found) for _, n, found, _ in ranked], self.prefer, target)
         for g, n, found, env in ranked:
             best = _agreeing(n, found, agreed, target)
@@ -172,9 +187,7 @@ class Select(Pass):
         ctx.choices += choices.rows.values()
         return len(ranked)
 
-    def _ranked(
-        self, m: Module, ctx: Ctx, target: Target, tuning: Tuning
-    ) -> Iterator[tuple[Graph, Node, list[Candidate], dict[str, int]]]:
+    def _ranked(self, m: Module, ctx: Ctx, target: Target, tuning: Tuning) -> Iterator[Ranked]:
         """Yield each node to choose for, its candidates best first, and the sizes at which they were compared."""
         for g in launched_graphs(m):
             cache: dict[str, list[Candidate]] = {}
@@ -186,6 +199,18 @@ class Select(Pass):
                 if key not in cache:
                     cache[key] = candidates(n, ctx.kernels, target, env, tuning, self.prefer)
                 yield g, n, cache[key], env
+
+
+def in_agreed_order(ranked: Sequence[Ranked]) -> list[Ranked]:
+    """Keep the candidates whose order of sums is the one that all entry points use (see `fixed_order`)."""
+    members = []
+    for g, n, found, _ in ranked:
+        orders: dict[str, float] = {}
+        for o in found:
+            orders.setdefault(o.order, o.us / max(found[0].us, 1e-9))
+        members.append((g, n, orders))
+    agreed = agreed_orders(members)
+    return [(g, n, [o for o in found if o.order == agreed[key_of(g, n)]], env) for g, n, found, env in ranked]
 
 
 def _target(ctx: Ctx) -> Target:

@@ -38,6 +38,7 @@ def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) 
         "limits": dict(vars(m.limits)),
         "vocab_size": m.vocab_size,
         "generation": dict(m.generation),
+        "deterministic": m.deterministic,
         "canary": "canary.json" in m.files,
         "eval": a.reports.get("eval"),
         "compile": a.reports.get("compile", {}),
@@ -150,6 +151,8 @@ def render(data: Mapping[str, Any]) -> str:
         f"  canary    {'recorded' if data['canary'] else 'not recorded (llmc verify --record)'}",
         f"  accuracy  {accuracy_line(data['eval']) if data['eval'] else 'not recorded (llmc eval --record)'}",
     ]
+    if data["deterministic"]:
+        lines.append("  results   deterministic: the same bits in every batch")
     if drafts := data["speculation"]["drafts"]:
         lines.append(f"  drafts    up to {drafts} per sequence, by {' or '.join(data['speculation']['methods'])}")
     versions = data["compile"].get("versions", {})

@@ -33,7 +33,8 @@ class Target:
     of the pass pipeline. languages: those of kernels that the device can run, the usual one first. kv_layout: shape
     of one layer's pages. page_size: tokens per page. vector: bytes of a vector register. flags: the C++ compiler's
     flags for the machine. launch_us: overhead of a launch. rows, tokens: default limits of an artifact. memory:
-    bytes of the smallest common device of the kind, for plans; 0 if unknown.
+    bytes of the smallest common device of the kind, for plans; 0 if unknown. deterministic: kernels must add in one
+    order for all batches (`Kernel.order`), and compilers must not fuse products into sums.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Target:
     rows: int = 16
     tokens: int = 512
     memory: int = 0
+    deterministic: bool = False
 
     def has(self, *features: str) -> bool:
         """Whether binaries for this target may use all of the named features."""

@@ -49,8 +49,8 @@ def is_artifact(path: Path) -> bool:
 def compiled(source: Path, options: Mapping[str, str], root: Path, say: Say) -> Path:
     """Return the artifact for the model folder `source`, compiling it if the cache has none.
 
-    `options` are those of `llmc compile`, by name without dashes; `say` is called with log lines. Raises LlmcError E640
-    if the compiler is not installed, E641 if it fails, E642 if the cache cannot be written.
+    `options` are those of `llmc compile`, by name without dashes, with "" for a switch; `say` is called with log lines.
+    Raises LlmcError E640 if the compiler is not installed, E641 if it fails, E642 if the cache cannot be written.
     """
     source = source.resolve()
     try:
@@ -114,14 +114,14 @@ def compile_command(source: Path, output: Path, options: Mapping[str, str], root
 
 
 def _command(model: str, output: Path, options: Mapping[str, str], root: Path, *more: str) -> list[str]:
-    flags = [text for name, value in options.items() for text in (f"--{name}", value)]
+    flags = [text for name, value in options.items() for text in (f"--{name}", value) if text]
     # -P: modules are not imported from the working directory
     compiler = ["-P", "-m", "llmc.cli", "compile", model, "-o", str(output)]
     return [*compiler, *flags, "--cache", str(root), *more, "--json"]
 
 
 def _say_command(model: str | Path, options: Mapping[str, str], say: Say) -> None:
-    flags = " ".join(f"--{name} {value}" for name, value in options.items())
+    flags = " ".join(f"--{name} {value}".rstrip() for name, value in options.items())
     say(f"the same as a command: llmc compile {model} -o model.llmc {flags}")
 
 

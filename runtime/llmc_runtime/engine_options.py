@@ -107,6 +107,10 @@ class EngineOptions:
         commands=_BOTH, flags=("--speculate", "--speculative-config"), read=parse_speculate,
         metavar="METHOD[:K]", check=check_speculate, engine=True,
     )  # fmt: skip
+    deterministic: bool = option(
+        False, "require an artifact whose results have the same bits in every batch (llmc compile --deterministic)",
+        commands=_BOTH, read=None, check=_switch,
+    )  # fmt: skip
     chat_template: str | None = option(
         None, "chat template to use (in Python its text), or the name of one of the model's", commands=_RUN,
         metavar="FILE|NAME", group="chats and sampling",
@@ -172,12 +176,15 @@ class EngineOptions:
         return cls(model, **{k: v for k, v in values.items() if k in own})
 
     def check_artifact(self, manifest: Manifest) -> None:
-        """Raise LlmcError E204 if the model is this artifact, and was compiled for another target or dtype, and E201 if
-        there are fewer CPUs than engines on them."""
+        """Raise LlmcError E204 if the model is this artifact, and was compiled for another target or dtype or without
+        --deterministic, and E201 if there are fewer CPUs than engines on them."""
         target, dtype = manifest.target.name, manifest.kv.dtype
         if self.target is not None and self.target.partition("+")[0] != target.partition("+")[0]:
             cause = f"{self.model} was compiled for {target}, not for target={self.target!r}"
             raise LlmcError("E204", cause, "leave target out, or compile the model for that target")
+        if self.deterministic and not manifest.deterministic:
+            cause = f"{self.model} was compiled without --deterministic: results depend on the batch"
+            raise LlmcError("E204", cause, "leave deterministic out, or compile the model with --deterministic")
         wanted = _DTYPES.get(self.dtype, dtype)
         if dtype in _DTYPES.values() and wanted != dtype:
             cause = f"{self.model} computes in {dtype}, not in dtype={self.dtype!r}"
@@ -200,6 +207,7 @@ class EngineOptions:
         if isinstance(self.speculate, Mapping):
             sizes["speculate"] = self.speculate[TOKENS] or DRAFTED
         own = {"target": self.target or "cpu:native", "dtype": self.dtype}
+        own |= {"deterministic": ""} if self.deterministic else {}
         return own | {k: str(v) for k, v in sizes.items() if v is not None}
 
     def message(self) -> dict[str, Any]:

@@ -112,6 +112,13 @@ class Fields:
             raise damaged(self.where, f"{key!r} must be text")
         return value
 
+    def flag(self, key: str, default: Any = ...) -> bool:
+        """Return a boolean."""
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise damaged(self.where, f"{key} is not true or false")
+        return value
+
     def integer(self, key: str, default: Any = ..., low: int = 0, high: int = 1 << 62) -> int:
         """Return an integer in [low, high]."""
         return self._integer(self.get(key, default), key, low, high)

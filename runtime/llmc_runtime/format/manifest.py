@@ -22,7 +22,7 @@ from llmc_runtime.format.json_fields import Fields, a_hash, a_name, a_text, an_i
 from llmc_runtime.format.launch_param import a_size
 from llmc_runtime.format.program import DTYPE_BITS
 
-MAJOR, MINOR = 2, 1
+MAJOR, MINOR = 2, 2
 NAME = "manifest.json"
 _PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./:@+-]{0,120}\Z")
 MODES = ("packed", "random", "none")
@@ -143,7 +143,10 @@ class Kv:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything that the runtime has to know before it opens other files."""
+    """Everything that the runtime has to know before it opens other files.
+
+    deterministic: whether the results of a request have the same bits in every batch (compiled with --deterministic).
+    """
 
     compiler: str
     source: Source
@@ -161,6 +164,7 @@ class Manifest:
     files: Mapping[str, FileInfo]
     format: tuple[int, int] = (MAJOR, MINOR)
     digest: str = ""
+    deterministic: bool = False
 
     def json(self) -> dict[str, Any]:
         """Return the manifest as JSON values, without the digest."""
@@ -174,6 +178,7 @@ class Manifest:
             "vocab_size": self.vocab_size,
             "eos_token_ids": list(self.eos_token_ids),
             "generation": dict(self.generation),
+            "deterministic": self.deterministic,
             "kernels": [dict(vars(k)) for k in self.kernels],
             "states": [{**vars(s), "shape": [str(d) for d in s.shape]} for s in self.states],
             "programs": list(self.programs),
@@ -262,6 +267,7 @@ def _read(doc: Any, where: str, lenient: bool, digest: str) -> Manifest:
         vocab_size=f.integer("vocab_size", low=1, high=1 << 31),
         eos_token_ids=f.list("eos_token_ids", an_integer, cap=4096),
         generation=MappingProxyType(f.table("generation", lambda v, w: v, {})),
+        deterministic=f.flag("deterministic", False),
         kernels=f.list("kernels", lambda v, w: _kernel(Fields(v, w, lenient))),
         states=f.list("states", lambda v, w: _state(Fields(v, w, lenient))),
         programs=f.list("programs", a_name, cap=1024),

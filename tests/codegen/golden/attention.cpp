@@ -7,7 +7,7 @@ struct Shape {
   typedef float S;
   static constexpr int64_t H = 14, G = 2, D = 64, PAGE = 16, WINDOW = 128;
   static constexpr int NV = 2, MR = 12;
-  static constexpr int64_t BR = 192, KT = 256;
+  static constexpr int64_t BR = 192, KT = 256, ALIGN = 1;
   static constexpr float SCALE = 0.125f, SOFTCAP = 0.0f;
   static constexpr bool SINKS = true;
 };

@@ -23,6 +23,7 @@ def heads(node: Node) -> tuple[int | None, ...]:
 class PagedAttention(CppKernel):
     """Flash attention for any mix of prompt chunks and decoding rows, processing the heads of a group together."""
 
+    sums = "tiles of keys at multiples of kt"
     headers = ("llmc_attention.h",)
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -62,13 +63,14 @@ class PagedAttention(CppKernel):
     def helpers(self, node: Node, schedule: Schedule, target: Target) -> str:
         h, g, page, d = heads(node)
         s, a = schedule, node.attrs
+        align = s["kt"] if target.deterministic else 1
         q, kv, sinks = (_ctype(node, i) for i in (0, 1, 6))
         return (
             f"struct Shape {{\n  typedef {q or 'float'} Q;\n  typedef {kv or 'float'} KV;\n"
             f"  typedef {sinks or 'float'} S;\n"
             f"  static constexpr int64_t H = {h}, G = {g}, D = {d}, PAGE = {page}, WINDOW = {a['window']};\n"
             f"  static constexpr int NV = {s['nv']}, MR = {s['mr']};\n"
-            f"  static constexpr int64_t BR = {s['br']}, KT = {s['kt']};\n"
+            f"  static constexpr int64_t BR = {s['br']}, KT = {s['kt']}, ALIGN = {align};\n"
             f"  static constexpr float SCALE = {a['scale']!r}f, SOFTCAP = {a['softcap']!r}f;\n"
             f"  static constexpr bool SINKS = {'true' if sinks else 'false'};\n}};\n"
             f'static_assert(attend<Shape>::SCRATCH <= {self.scratch(node, schedule, target)}, "scratch");\n'

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from llmc.codegen.backends.cpp.cpp_kernel import CTYPES, FLOATS, INTS, CppKernel, pointers, unsupported
 from llmc.codegen.emit import Sizes
 from llmc.codegen.expert_stack import Stack, pack_stack
-from llmc.codegen.kernel import Schedule
+from llmc.codegen.kernel import EXACT, Schedule
 from llmc.codegen.print_expr import inline
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Graph, Node
@@ -34,6 +34,7 @@ CODES: Mapping[str, tuple[str, str]] = MappingProxyType(
 class Route(CppKernel):
     """moe_route."""
 
+    sums = EXACT
     headers = ("llmc_abi.h", "llmc_experts.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -47,6 +48,7 @@ class Route(CppKernel):
 class Experts(CppKernel):
     """moe_up and moe_down over floats or codes, for any routing."""
 
+    sums = "lanes of a vector"
     headers = ("llmc_abi.h", "llmc_experts.h", "llmc_math.h", "llmc_store.h")
 
     def reject(self, node: Node, target: Target) -> str | None:

@@ -15,6 +15,7 @@ from llmc.targets.target import Target
 class Matmul(CppKernel):
     """Batched products of activations."""
 
+    sums = "one column after another"
     headers = ("llmc_abi.h", "llmc_reference.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -29,6 +30,7 @@ class Matmul(CppKernel):
 class Attention(CppKernel):
     """Attention over packed prompts, one token and head at a time."""
 
+    sums = "one key after another"
     headers = ("llmc_abi.h", "llmc_reference.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -52,6 +54,7 @@ class Attention(CppKernel):
 class Moe(CppKernel):
     """Mixture of experts over unpacked weights."""
 
+    sums = "lanes of a vector"
     headers = ("llmc_abi.h", "llmc_moe.h")
 
     def reject(self, node: Node, target: Target) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llmc.codegen.backends.cpp.cpp_kernel import INTS, CppKernel, ctype, pointers, unsupported
 from llmc.codegen.emit import Sizes, merged, strided_view
-from llmc.codegen.kernel import Schedule
+from llmc.codegen.kernel import EXACT, Schedule
 from llmc.ir.dim import D, product
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
@@ -24,6 +24,7 @@ def raw(node: Node) -> str:
 class Copy(CppKernel):
     """A reshape that cannot be an alias: copies all bytes."""
 
+    sums = EXACT
     headers = ("llmc_abi.h", "llmc_shape.h")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
@@ -34,6 +35,7 @@ class Copy(CppKernel):
 class Strided(CppKernel):
     """A transpose, or a slice along one axis: a strided copy to the dense result, with contiguous axes merged."""
 
+    sums = EXACT
     headers = ("llmc_abi.h", "llmc_shape.h")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
@@ -53,6 +55,7 @@ class Strided(CppKernel):
 class Concat(CppKernel):
     """Concatenation along one axis."""
 
+    sums = EXACT
     headers = ("llmc_abi.h", "llmc_shape.h")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
@@ -72,6 +75,7 @@ class Concat(CppKernel):
 class Take(CppKernel):
     """Rows by index: embeddings, last tokens."""
 
+    sums = EXACT
     headers = ("llmc_abi.h", "llmc_shape.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -100,6 +104,7 @@ class PackedTake(Take):
 class Gather(CppKernel):
     """Elements by index along an axis."""
 
+    sums = EXACT
     headers = ("llmc_abi.h", "llmc_shape.h")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
@@ -124,6 +129,7 @@ class TakeColumns(Take):
 class Iota(CppKernel):
     """The integers 0, 1, 2, ..."""
 
+    sums = EXACT
     headers = ("llmc_abi.h", "llmc_store.h")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:

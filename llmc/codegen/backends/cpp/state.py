@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llmc.codegen.backends.cpp.cpp_kernel import FLOATS, INTS, CppKernel, pointers, unsupported
 from llmc.codegen.emit import Sizes
-from llmc.codegen.kernel import Schedule
+from llmc.codegen.kernel import EXACT, Schedule
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
@@ -13,6 +13,7 @@ from llmc.targets.target import Target
 class Rope(CppKernel):
     """Rotation of heads; in place if the unrotated heads are not read again."""
 
+    sums = EXACT
     headers = ("llmc_abi.h", "llmc_rope.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -33,6 +34,7 @@ class Rope(CppKernel):
 class RopeTables(CppKernel):
     """cos and sin of position times frequency."""
 
+    sums = EXACT
     headers = ("llmc_abi.h", "llmc_rope.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -49,6 +51,7 @@ class RopeTables(CppKernel):
 class KvAppend(CppKernel):
     """Write keys and values to pages; threads divide the (token, head) pairs."""
 
+    sums = EXACT
     headers = ("llmc_abi.h", "llmc_kv.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -63,6 +66,7 @@ class KvAppend(CppKernel):
 class States(CppKernel):
     """The small row_* ops, computed by a single thread."""
 
+    sums = EXACT
     headers = ("llmc_abi.h", "llmc_state.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -105,6 +109,7 @@ class Drafts(States):
 class Sampling(CppKernel):
     """Penalties, masks, the random draw and log-probabilities."""
 
+    sums = "one id after another"
     headers = ("llmc_abi.h", "llmc_sample.h")
 
     def reject(self, node: Node, target: Target) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from llmc.codegen.backends.triton.dot_order import dot_order
 from llmc.codegen.backends.triton.linear_problem import Product, epilogue, extra_operands, peak, reject_product
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.tiling import power
@@ -81,25 +82,39 @@ class Gemm(TritonKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = Product.of(node)
-        shapes_to_try = self._narrow(p) if self.swap else self._large(p)
+        # Instructions of 8-bit floats have at least 16 columns, and so have those of warpgroups, by which
+        # deterministic kernels multiply any number of tokens.
+        least = MATRIX if p.dot == "f8e4m3" or target.deterministic else 0
+        shapes_to_try = self._narrow(p, least) if self.swap else self._large(p)
         if target.family == "hip":  # prefetches one tile in registers; the smallest instruction has 16 rows and columns
             shapes_to_try = ((max(MATRIX, s[0]), max(MATRIX, s[1]), *s[2:4], 2, 1) for s in shapes_to_try)
         shapes = [s for s in dict.fromkeys(shapes_to_try) if fits(p, s, target)]
         return [dict(zip(KEYS, s, strict=True)) for s in shapes or [SMALL]]
 
-    def _narrow(self, p: Product) -> Iterator[Shape]:
+    def _narrow(self, p: Product, least: int) -> Iterator[Shape]:
         m = p.m.const
         if p.dot == "f32":
             yield from ((*s, 1) for s in FLOAT)
             return
-        # Instructions of 8-bit floats have at least 16 columns.
-        counts = [t for t in TOKENS if t >= MATRIX or p.dot != "f8e4m3"]
+        counts = [t for t in TOKENS if t >= least]
         for bm in counts if m is None else (next((t for t in counts if t >= m), counts[-1]),):
             yield from ((bm, bn, bk * 2 // p.factor_bytes, w, s, split) for bn, bk, w, s, split in NARROW)
 
     def _large(self, p: Product) -> Iterator[Shape]:
         for bm, bn, bk, warps, stages in LARGE_FLOAT if p.dot == "f32" else LARGE:
             yield bm, bn // power(p.parts), bk if p.dot == "f32" else bk * 2 // p.factor_bytes, warps, stages, 1
+
+    def order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
+        p, s = Product.of(node), schedule
+        tokens, columns = s["bm"], s["bn"] * (2 if self.joined(p, s) else 1)
+        if s["split"] > 1:
+            return None  # a step adds columns of several places, as many as it has slices
+        rows, columns = (columns, tokens) if self.swap else (tokens, columns)
+        return dot_order(target, p.dot, rows, columns, s["warps"])
+
+    def joined(self, p: Product, s: Schedule) -> bool:
+        """Whether the columns of both parts form one tile."""
+        return self.swap and joins(p, s["bn"], s["split"])
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         p, s = Product.of(node), schedule

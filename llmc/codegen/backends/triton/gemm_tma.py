@@ -80,6 +80,9 @@ class GemmTma(Gemm):
     def bind(self, u: Unit, p: Product) -> tuple[Template, dict[str, Argument]]:
         return gemm_tma_template(u, p, 0)
 
+    def joined(self, p: Product, s: Schedule) -> bool:
+        return p.parts == 2
+
 
 def gemm_tma_template(u: Unit, p: Product, splits: int) -> tuple[Template, dict[str, Argument]]:
     """Return the template and its arguments; `splits` is the number of parts of the depth, or 0."""
@@ -102,6 +105,9 @@ class GemmTmaSplitK(GemmTma):
         return super().reject(node, target) or (
             f"parts of {depth} columns are not a multiple of {step}" if depth % step else None
         )
+
+    def order(self, node: Node, schedule: Schedule, target: Target) -> None:
+        return None  # the number of parts may differ between graphs
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         return splitk_us(node, schedule, target, env) / gain(node, env) + target.launch_us

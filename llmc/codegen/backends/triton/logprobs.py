@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import power
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, unsupported
-from llmc.codegen.kernel import Schedule
+from llmc.codegen.kernel import BY_SCHEDULE, Schedule
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
@@ -28,6 +28,8 @@ def too_few(node: Node) -> str | None:
 
 class Logprobs(TritonKernel):
     """row_logprobs, one program per entry; without the operand `rows`, all entries are computed."""
+
+    sums = BY_SCHEDULE
 
     def reject(self, node: Node, target: Target) -> str | None:
         if len(node.operands) == 3:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from llmc.codegen.backends.triton.dot_order import dot_order
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import Schedule
@@ -28,6 +29,9 @@ class Matmul(TritonKernel):
         keys = ("bm", "bn", "bk", "warps", "stages")
         tiles = FLOAT_TILES if factor(node) == "f32" else TILES
         return [dict(zip(keys, t, strict=True)) for t in tiles]
+
+    def order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
+        return dot_order(target, factor(node), schedule["bm"], schedule["bn"], schedule["warps"])
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict the larger of arithmetic time, in whole waves of tiles, and memory time, in microseconds."""

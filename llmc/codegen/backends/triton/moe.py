@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from llmc.codegen.backends.triton.dot_order import dot_order
 from llmc.codegen.backends.triton.template import Argument, Template, function
 from llmc.codegen.backends.triton.tiling import power
 from llmc.codegen.backends.triton.triton_expr import helpers, inline
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, INTS, Code, TritonKernel, Unit, unsupported
-from llmc.codegen.kernel import Schedule
+from llmc.codegen.kernel import BY_SCHEDULE, EXACT, Schedule
 from llmc.ir.dim import D, Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
@@ -31,6 +32,8 @@ FLOAT = ((16, 32, 32, 4, 2), (32, 32, 16, 4, 2))  # float32 is multiplied withou
 
 class Route(TritonKernel):
     """moe_route, one program per expert: counts the pairs of earlier experts, then stores its own behind them."""
+
+    sums = EXACT
 
     def reject(self, node: Node, target: Target) -> str | None:
         return unsupported(node, INTS)
@@ -115,6 +118,8 @@ class Experts:
 
 class Grouped(TritonKernel):
     """The base class of moe_up and moe_down."""
+
+    sums = BY_SCHEDULE
 
     def experts(self, node: Node) -> Experts:
         """Return the problem of a node."""
@@ -212,7 +217,14 @@ def bias(p: Experts, operand: int) -> str | None:
     return f"x{operand}" if len(p.node.operands) > operand else None
 
 
-class Up(Grouped):
+class FloatGrouped(Grouped):
+    """The base class of products whose weights are factors as they are stored."""
+
+    def order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
+        return dot_order(target, self.experts(node).dot, schedule["bn"], schedule["bm"], schedule["warps"])
+
+
+class Up(FloatGrouped):
     """moe_up: the gated first products of every pair."""
 
     def experts(self, node: Node) -> Experts:
@@ -229,7 +241,7 @@ class Up(Grouped):
         )  # fmt: skip
 
 
-class Down(Grouped):
+class Down(FloatGrouped):
     """moe_down: the weighted results of the experts, scattered to (token, choice)."""
 
     def experts(self, node: Node) -> Experts:

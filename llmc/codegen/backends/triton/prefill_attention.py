@@ -9,15 +9,17 @@ import math
 from collections.abc import Iterator, Mapping
 
 from llmc.codegen.backends.triton.decode_attention import CONTEXT, OPERANDS, Problem, reject_attention
+from llmc.codegen.backends.triton.dot_order import dot_order
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import power
 from llmc.codegen.backends.triton.triton_kernel import PDL, Code, TritonKernel, Unit, element
-from llmc.codegen.kernel import Schedule
+from llmc.codegen.kernel import BY_SCHEDULE, Schedule
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
 FAR = 1 << 30
+WARP_ROWS = 16  # rows of a tile that a warp of a warpgroup multiplies
 # (rows, keys, warps, stages), used if they fit; the last one always fits.
 TILES = (
     (128, 128, 8, 3), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (64, 64, 8, 3), (64, 32, 4, 3), (32, 32, 4, 2),
@@ -50,8 +52,18 @@ def tiles(width: int, item: int, wide: bool, least: int, target: Target) -> Iter
 class PrefillAttention(TritonKernel):
     """Paged attention of any mixture of rows and tokens; a tile belongs to one row."""
 
+    sums = BY_SCHEDULE
+
     def reject(self, node: Node, target: Target) -> str | None:
         return reject_attention(node, target)
+
+    def order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
+        """Tiles of keys begin at multiples of their size; a row is summed by one warp if warps divide only the rows."""
+        rows, keys, warps = schedule["rows"], schedule["keys"], schedule["warps"]
+        product = dot_order(target, Problem.of(node).dot, rows, keys, warps)
+        if product.startswith("wgmma") and rows == WARP_ROWS * warps:
+            return f"{self.name} {keys} keys, {product}, one warp for a row"
+        return super().order(node, schedule, target)
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = Problem.of(node)
@@ -93,6 +105,8 @@ class PrefillAttention(TritonKernel):
 
 class PackedAttention(TritonKernel):
     """Packed prompts without pages. The kernel finds the boundaries of the sequences from the positions."""
+
+    sums = BY_SCHEDULE
 
     def reject(self, node: Node, target: Target) -> str | None:
         return reject_attention(node, target)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from llmc.codegen.backends.triton.linear_problem import MAX_PARTS, Product, extra_operands
 from llmc.codegen.backends.triton.template import Argument
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, TritonKernel, Unit, unsupported
-from llmc.codegen.kernel import Schedule, Source
+from llmc.codegen.kernel import BY_SCHEDULE, Schedule, Source
 from llmc.codegen.packed_product import not_packed, pack_product, product_layouts
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Node
@@ -84,6 +84,8 @@ def scales_factors(half: int, tokens: int, scale: str, x: str) -> bool:
 
 class QuantizedKernel(TritonKernel):
     """Base class of the kernels of quantized_linear; codes of 4 bits are packed at compile time."""
+
+    sums = BY_SCHEDULE
 
     def reject(self, node: Node, target: Target) -> str | None:
         if node.attrs.get("act"):

@@ -13,7 +13,7 @@ from llmc.codegen.backends.triton.tiling import WIDEST, cost_us, factored, maske
 from llmc.codegen.backends.triton.triton_expr import helpers, loaded
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, INTS, Code, TritonKernel, Unit, element, unsupported
 from llmc.codegen.emit import indent
-from llmc.codegen.kernel import Schedule
+from llmc.codegen.kernel import BY_SCHEDULE, Schedule
 from llmc.ir.dim import Dim, product
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
@@ -114,6 +114,8 @@ class Walk:
 
 class Lines(TritonKernel):
     """Base class: schedules and costs by lines of the axis."""
+
+    sums = BY_SCHEDULE
 
     def reject(self, node: Node, target: Target) -> str | None:
         return unsupported(node, (*FLOATS, *INTS))

@@ -19,7 +19,7 @@ from llmc.codegen.backends.triton.triton_kernel import (
     unsupported,
     unsupported_codes,
 )
-from llmc.codegen.kernel import Schedule, roofline_us
+from llmc.codegen.kernel import BY_SCHEDULE, EXACT, Schedule, roofline_us
 from llmc.ir.dim import Dim
 from llmc.ir.graph import Node
 from llmc.ir.types import Type
@@ -48,6 +48,8 @@ class Head:
 
 class HeadKernel(TritonKernel):
     """Base class of kernels whose programs compute `rows` heads each."""
+
+    sums = BY_SCHEDULE
 
     def heads(self, node: Node) -> tuple[Dim, int]:
         """Return (tokens, heads per token)."""
@@ -176,6 +178,8 @@ class KvAppend(HeadKernel):
 
 class RopeTables(TritonKernel):
     """cos and sin of positions times frequencies, with exact reduction of large angles."""
+
+    sums = EXACT
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         return [{"warps": 4}]

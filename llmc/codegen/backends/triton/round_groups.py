@@ -18,7 +18,7 @@ from llmc.codegen.backends.triton.triton_kernel import (
     unsupported,
     unsupported_codes,
 )
-from llmc.codegen.kernel import Schedule
+from llmc.codegen.kernel import BY_SCHEDULE, Schedule
 from llmc.codegen.row_program import RowProgram
 from llmc.ir.dim import product
 from llmc.ir.dtype import DTYPES
@@ -37,6 +37,8 @@ def program(node: Node) -> RowProgram:
 
 class RoundGroups(TritonKernel):
     """round_groups. Schedule: as that of triton/rows."""
+
+    sums = BY_SCHEDULE
 
     def reject(self, node: Node, target: Target) -> str | None:
         if why := unsupported(node, (*FLOATS, *CODES)) or unsupported_codes(node, target):

@@ -42,7 +42,7 @@ from llmc.codegen.backends.triton.triton_kernel import (
     unsupported_codes,
 )
 from llmc.codegen.emit import indent
-from llmc.codegen.kernel import Schedule
+from llmc.codegen.kernel import Schedule, schedule_text
 from llmc.codegen.row_program import RowProgram, expressions, same_layout
 from llmc.ir.dim import Dim, product
 from llmc.ir.graph import Node
@@ -79,6 +79,9 @@ class Rows(TritonKernel):
         p = program(node)
         shapes = reducing_tiles(p, target) if reduces(p) else tiles(product(p.space.outer), p.space.row, target)
         return [{"rows": r, "cols": c, "warps": w} for r, c, w in dict.fromkeys(shapes)]
+
+    def order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
+        return f"{self.name} {schedule_text(schedule)}" if reduces(program(node)) else "one element by itself"
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         count = programs(program(node), schedule)

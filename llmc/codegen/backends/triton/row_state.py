@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.tiling import power
 from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, unsupported
-from llmc.codegen.kernel import Schedule
+from llmc.codegen.kernel import EXACT, Schedule
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
@@ -23,6 +23,7 @@ LATENCY_US = 0.6  # microseconds of a load whose address depends on another load
 class Integers(TritonKernel):
     """Base class: kernels over 32-bit integers, whose time hardly depends on the sizes of a step."""
 
+    sums = EXACT
     chain = 2  # number of loads that depend on each other
 
     def reject(self, node: Node, target: Target) -> str | None:

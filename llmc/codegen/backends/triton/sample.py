@@ -12,7 +12,7 @@ from llmc.codegen.backends.triton.logprobs import likeliest_arguments, too_few
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.tiling import power
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, unsupported
-from llmc.codegen.kernel import Schedule
+from llmc.codegen.kernel import BY_SCHEDULE, Schedule
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
@@ -44,6 +44,8 @@ def row_arguments(node: Node) -> dict[str, Argument]:
 
 class Sampling(TritonKernel):
     """Base class: a vocabulary of constant size, floats and 32-bit integers."""
+
+    sums = BY_SCHEDULE
 
     def reject(self, node: Node, target: Target) -> str | None:
         if node.operands[0].type.shape[1].const is None:

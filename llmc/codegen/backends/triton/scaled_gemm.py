@@ -24,7 +24,7 @@ from llmc.codegen.backends.triton.triton_kernel import (
     unsupported,
     unsupported_codes,
 )
-from llmc.codegen.kernel import Map, Schedule
+from llmc.codegen.kernel import BY_SCHEDULE, Map, Schedule
 from llmc.ir.dim import D
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
@@ -77,6 +77,7 @@ class ScaledProduct(Product):
 class ScaledGemm(TritonKernel):
     """block_scaled_linear by tl.dot. swap: the weight is the left factor. mapped: factors are loaded by TMA."""
 
+    sums = BY_SCHEDULE
     swap: bool = False
     mapped: bool = False
     crowds: bool = True

@@ -8,7 +8,7 @@ from math import prod
 from llmc.codegen.backends.triton.tiling import cost_us, decompose, factored, masked, tiles, times, wide
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, INTS, Code, TritonKernel, Unit, element, unsupported
 from llmc.codegen.emit import merged, strided_view
-from llmc.codegen.kernel import Schedule
+from llmc.codegen.kernel import EXACT, Schedule
 from llmc.ir.dim import D, Dim, product
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
@@ -19,6 +19,8 @@ Axes = list[tuple[Dim, Dim]]  # (size, stride of the operand in elements)
 
 class Moving(TritonKernel):
     """Base class: a program moves a tile of the two-dimensional space (rows, columns) that `space` returns."""
+
+    sums = EXACT
 
     def space(self, node: Node) -> tuple[Dim, Dim]:
         """Return (rows, columns)."""

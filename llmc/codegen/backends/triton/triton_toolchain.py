@@ -56,7 +56,8 @@ class TritonToolchain:
 
     def key(self, source: Source) -> str:
         """Return a hash of all that the binary depends on: 32 hexadecimal digits."""
-        what = [source.text, source.entry, source.params, source.options, source.pdl, self.target.arch, self.version]
+        what: list[Any] = [source.text, source.entry, source.params, source.options, source.pdl, self.target.arch]
+        what += [self.version, *(["unfused"] if self.target.deterministic else [])]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:_DIGEST]
 
     @property
@@ -112,8 +113,8 @@ class TritonToolchain:
         """Yield (key, Compiled or an error message) of each source, in order."""
         if not missing:
             return
-        family, arch, warp = self.target.family, self.target.arch, self.target.limits.warp
-        work = [(k, s, family, arch, warp) for k, (s, _) in missing.items()]
+        t = self.target
+        work = [(k, s, t.family, t.arch, t.limits.warp, not t.deterministic) for k, (s, _) in missing.items()]
         if min(jobs, len(work)) < 2:
             yield from map(compile_one, work)
             return
@@ -155,9 +156,12 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def compile_one(work: tuple[str, Source, str, str, int]) -> tuple[str, Compiled | str]:
-    """Compile one source in this process; return (key, Compiled or an error message)."""
-    key, source, family, arch, warp = work
+def compile_one(work: tuple[str, Source, str, str, int, bool]) -> tuple[str, Compiled | str]:
+    """Compile one source in this process; return (key, Compiled or an error message).
+
+    The last of `work` is whether the compiler may fuse a product into a sum, which rounds once instead of twice.
+    """
+    key, source, family, arch, warp, fusion = work
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
@@ -175,7 +179,7 @@ def compile_one(work: tuple[str, Source, str, str, int]) -> tuple[str, Compiled 
             aligned = {(i,): [["tt.divisibility", 16]] for i, p in enumerate(source.params) if p.startswith("*")}
             ast = ASTSource(fn, dict(zip(names, source.params, strict=True)), {}, aligned)
             gpu = GPUTarget(family, int(arch.removeprefix("sm_")) if family == "cuda" else arch, warp)
-            options = {"enable_fp_fusion": True, **dict(source.options)}
+            options = {"enable_fp_fusion": fusion, **dict(source.options)}
             if source.pdl:
                 options["launch_pdl"] = True
             built = triton.compile(ast, target=gpu, options=options)

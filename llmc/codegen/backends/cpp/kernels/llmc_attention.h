@@ -62,7 +62,8 @@ LLMC_INLINE void transpose16(const void* const* from, int64_t offset, int n, uin
 #endif
 
 // Members of C: Q, KV (storage types), H, G, D, PAGE, NV, MR, BR (rows per block), KT (tokens per tile), WINDOW (0:
-// none), SCALE, SOFTCAP (0: none), S (storage type of the sinks).
+// none), SCALE, SOFTCAP (0: none), S (storage type of the sinks), ALIGN (tiles begin at multiples of it; with KT, they
+// are the same for all rows).
 template <class C> struct attend {
   typedef typename C::Q Q;
   typedef typename C::KV KV;
@@ -277,7 +278,7 @@ template <class C> struct attend {
       if (pos[r] > most) most = pos[r];
     }
     const int32_t* table = a->pages + (int64_t)a->rows[i] * a->row_pages;
-    int64_t k0 = C::WINDOW && least >= C::WINDOW ? least - C::WINDOW + 1 : 0;
+    int64_t k0 = C::WINDOW && least >= C::WINDOW ? (least - C::WINDOW + 1) / C::ALIGN * C::ALIGN : 0;
     for (; k0 <= most; k0 += KT) {
       int64_t keys = most + 1 - k0 < KT ? most + 1 - k0 : KT, padded = (keys + R - 1) / R * R;
       padded = (padded + 15) / 16 * 16;

@@ -1,0 +1,63 @@
+"""Time a model compiled with --deterministic beside the ordinary one: decode at several batch sizes, and a prompt.
+
+    python -m bench.gpu.deterministic [--model NAME] [--artifacts DIR] [--compile-only]      on a GPU
+
+Weights are random and filled in by the runtime. Both artifacts are compiled first if they are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from bench import shapes
+from bench.gpu.engine import Session
+from bench.gpu.floors import H200
+from bench.gpu.make import SEED, with_weights
+from bench.gpu.plan import MODELS, Plan, parser, plan_of
+from bench.gpu.rows import Row
+from bench.shapes import Shape
+
+BATCHES, PROMPT = (1, 32, 256), 2048
+
+
+def artifact(plan: Plan, shape: Shape, deterministic: bool) -> Path:
+    """Return the artifact, compiling it if it is missing."""
+    path = plan.artifacts / f"{shape.name}{'-deterministic' if deterministic else ''}.llmc"
+    if not (path / "manifest.json").is_file():
+        model = shapes.folder(shape, plan.artifacts)
+        with_weights(plan, model, path, f"random:{SEED}", shape, deterministic=deterministic)
+    return path
+
+
+def measure(path: Path, shape: Shape) -> list[Row]:
+    """Return the milliseconds of decode steps and of a prompt."""
+    session = Session(path, shape, H200)
+    try:
+        return [*(session.decode(b, 5 if b <= 32 else 3) for b in BATCHES), session.prefill(PROMPT)]
+    finally:
+        session.close()
+
+
+def main() -> None:
+    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap.add_argument("--model", default="llama-3.1-8b", choices=sorted(MODELS), metavar="NAME", help="(llama-3.1-8b)")
+    ap.add_argument("--artifacts", type=Path, default=Path("build/bench/gpu/artifacts"), metavar="DIR",
+                    help="folder of the two artifacts, and of compiled kernels")  # fmt: skip
+    ap.add_argument("--compile-only", action="store_true", help="only compile the artifacts; needs no GPU")
+    args = ap.parse_args()
+    plan = replace(plan_of(parser().parse_args([])), artifacts=args.artifacts)
+    shape = MODELS[args.model]
+    paths = [artifact(plan, shape, deterministic) for deterministic in (False, True)]
+    if args.compile_only:
+        return
+    ordinary, fixed = (measure(p, shape) for p in paths)
+    print(f"{shape.name}, ms      ordinary  deterministic  ratio")
+    for a, b in zip(ordinary, fixed, strict=True):
+        case = f"{a.suite} {a.case}"
+        print(f"{case:>16}  {a.measured:12.3f}  {b.measured:13.3f}  {b.measured / a.measured:5.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

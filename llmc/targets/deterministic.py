@@ -1,0 +1,32 @@
+"""Targets for --deterministic: the same machines, with kernels that add in one order for all batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from llmc.diagnostics import Diagnostic
+from llmc.options import Options
+from llmc.targets.target import Target
+
+GPUS = ("sm_80", "sm_90")  # whose matrix instructions `Kernel.order` of the Triton kernels knows
+# Passes that compute a value by other ops in graphs of few tokens than in those of prompts.
+BY_TOKENS = ("fuse-norm-linear", "split-single", "split-kv", "fuse-norm-quantized")
+
+
+def deterministic(target: Target, o: Options) -> Target:
+    """Return the target as it is, or with --deterministic for deterministic kernels.
+
+    Raises Diagnostic E512 if the target, or the options with it, have none.
+    """
+    if not o.deterministic:
+        return target
+    if target.family == "cpu":
+        return replace(target, deterministic=True, flags=(*target.flags, "-ffp-contract=off"))
+    if target.arch not in GPUS:
+        cause = f"--deterministic is not supported for {target.name}: the sums of its matrix instructions are not known"
+        raise Diagnostic("E512", cause, f"use a CPU target, or --target cuda:{GPUS[-1]}")
+    if o.speculate:
+        cause = f"--deterministic with --speculate is not supported for {target.name}: sampling there has other sums"
+        raise Diagnostic("E512", cause, "leave out --speculate and --draft, or use a CPU target")
+    without = "".join(f", without {name}" for name in BY_TOKENS if name in target.pipeline)
+    return replace(target, deterministic=True, pipeline=target.pipeline + without)

@@ -1,0 +1,51 @@
+"""All entry points use one order of sums for what they all compute."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmc.codegen.fixed_order import Orders, agreed_orders, key_of
+from llmc.codegen.kernel import EXACT
+from llmc.diagnostics import Diagnostic
+from llmc.ir.graph import Graph, Node
+from llmc.ir.ops import OPS
+from llmc.ir.types import tensor
+
+Member = tuple[Graph, Node, Orders]
+
+
+def member(graph: str, orders: Orders, weight: str = "w") -> Member:
+    """A product in a graph; its kernels add in these orders, at these relative times."""
+    g = Graph(graph)
+    operands = [g.input("x", tensor("bf16", 4, 16)), g.input(weight, tensor("bf16", 8, 16), weight=True)]
+    return g, g.add(OPS["linear"], operands, {}, loc="mlp"), orders
+
+
+def agreed(*members: Member) -> list[str]:
+    found = agreed_orders(members)
+    return [found[key_of(g, n)] for g, n, _ in members]
+
+
+def test_the_fastest_common_order() -> None:
+    step, decode = member("step_128", {"a": 1.0, "b": 1.5, "c": 3.0}), member("decode", {"c": 1.0, "b": 1.2})
+    assert agreed(step, decode) == ["b", "b"]
+    other = member("step_128", {"a": 1.0}, "v"), member("decode", {"a": 1.0}, "v")
+    assert agreed(step, decode, *other) == ["b", "b", "a", "a"]
+
+
+def test_no_common_order() -> None:
+    with pytest.raises(Diagnostic, match="@step add in the orders a, those of @decode in b") as e:
+        agreed(member("step", {"a": 1.0}), member("decode", {"b": 1.0}))
+    assert e.value.code == "E442"
+
+
+def test_a_value_that_another_entry_point_lacks() -> None:
+    with pytest.raises(Diagnostic, match="that @decode computes by other ops") as e:
+        agreed(member("step", {"a": 1.0}), member("decode", {"a": 1.0}, "v"))
+    assert e.value.code == "E443"
+    both = member("step", {"a": 1.0}), member("decode", {"a": 1.0})
+    assert agreed(*both, member("step", {EXACT: 1.0}, "v")) == ["a", "a", EXACT]
+
+
+def test_drafts_need_no_order() -> None:
+    assert agreed(member("draft_fill", {"a": 1.0}), member("draft_next", {"b": 1.0})) == ["a", "b"]

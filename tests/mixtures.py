@@ -1,0 +1,207 @@
+"""Requests alone and in random mixtures: compares the bits of all log-probabilities of a deterministic artifact.
+
+    python tests/mixtures.py ARTIFACT [--requests 10000] [--seed N]
+
+Every request is computed alone first. Then engines with other limits compute all of them in random batches: in small
+chunks, with few rows, with a KV cache so small that requests are preempted, with and without the prefix cache. At last
+every text is scored as a prompt, whose log-probabilities must be those with which it was generated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import struct
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+if __name__ == "__main__":
+    ROOT = Path(__file__).resolve().parents[1]
+    sys.path[:0] = [str(ROOT), str(ROOT / "runtime")]
+
+from llmc_runtime import LLM, SamplingParams
+from llmc_runtime.format.manifest import Manifest
+
+TOP = 2  # likeliest ids that are compared
+STEMS = 6  # beginnings that prompts share
+SCORED = 5  # every so many requests also ask for the log-probabilities of the prompt
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and its sampling parameters."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Result:
+    """The tokens of a request, and the bits of its rows of log-probabilities: of each token, and of the prompt's."""
+
+    tokens: tuple[int, ...]
+    rows: tuple[bytes, ...]
+    prompt_rows: tuple[bytes, ...]
+
+
+@dataclass
+class Report:
+    """What was compared, and the differences, as texts."""
+
+    compared: int = 0
+    preemptions: int = 0
+    hits: int = 0
+    differences: list[str] = field(default_factory=list)
+
+    def compare(self, what: str, index: int, want: Sequence[Any], found: Sequence[Any]) -> None:
+        """Compare two sequences of values."""
+        self.compared += len(want)
+        if len(want) != len(found):
+            self.differences.append(f"{what}, request {index}: {len(found)} values instead of {len(want)}")
+            return
+        wrong = [i for i, (a, b) in enumerate(zip(want, found, strict=True)) if a != b]
+        if wrong:
+            self.differences.append(f"{what}, request {index}: {len(wrong)} of {len(want)}, the first at {wrong[0]}")
+
+
+def draw(rng: np.random.Generator, count: int, manifest: Manifest, longest: int) -> list[Request]:
+    """Draw requests of at most `longest` tokens, outputs included; half of them begin as others do."""
+    vocab = manifest.vocab_size
+    stems = [rng.integers(3, vocab, int(n)).tolist() for n in rng.integers(1, longest // 2, STEMS)]
+    requests = []
+    for i in range(count):
+        outputs = int(rng.integers(1, min(12, longest // 4)))
+        own = rng.integers(3, vocab, int(rng.integers(1, longest // 2 - outputs))).tolist()
+        prompt = [*stems[int(rng.integers(STEMS))], *own] if rng.random() < 0.5 else own
+        params = SamplingParams(
+            temperature=float(rng.choice([0.0, 0.8, 1.4])),
+            top_p=float(rng.choice([1.0, 0.9])),
+            top_k=int(rng.choice([0, 20])),
+            repetition_penalty=float(rng.choice([1.0, 1.2])),
+            max_tokens=outputs,
+            seed=i,
+            logprobs=TOP,
+            prompt_logprobs=TOP if i % SCORED == 0 else None,
+            detokenize=False,
+            ignore_eos=True,
+        )
+        requests.append(Request(tuple(prompt), params))
+    return requests
+
+
+def bits(row: Any) -> bytes:
+    """Return the bits of a row of log-probabilities: ids, values and ranks."""
+    return b"".join(struct.pack("<qdq", k, x.logprob, x.rank or 0) for k, x in row.items())
+
+
+def generate(llm: LLM, requests: Sequence[Request]) -> list[Result]:
+    """Compute requests in one batch."""
+    prompts: list[Any] = [{"prompt_token_ids": list(r.prompt)} for r in requests]
+    outputs = llm.generate(prompts, [r.params for r in requests], use_tqdm=False)
+    results = []
+    for o in outputs:
+        one, scores = o.outputs[0], o.prompt_logprobs or [None]
+        rows = tuple(bits(row) for row in one.logprobs or ())
+        results.append(Result(tuple(one.token_ids), rows, tuple(bits(row) for row in scores[1:])))
+    return results
+
+
+def engines(manifest: Manifest, longest: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the names and the options of engines that divide the work differently."""
+    limits = manifest.limits
+    rows, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+    pages = -(-longest // manifest.kv.page_size) + 2
+    yield "in large batches", {"enable_prefix_caching": False}
+    yield "in chunks of 7 tokens", {"max_num_batched_tokens": min(7, tokens), "max_num_seqs": min(5, rows)}
+    yield "in chunks of 33 tokens, with cached prefixes", {"max_num_batched_tokens": min(33, tokens)}
+    yield "in 3 rows", {"max_num_seqs": min(3, rows), "enable_prefix_caching": False}
+    if any(s.role == "drafts" for s in manifest.states):
+        yield "with drafts", {"speculate": "ngram:2"}
+    yield "with preemption", {"kv_cache_memory_bytes": pages * manifest.kv.bytes_per_page}
+
+
+def batches(rng: np.random.Generator, count: int, rows: int) -> Iterator[list[int]]:
+    """Yield the indices of all requests in random order, in batches of random sizes."""
+    order, at = rng.permutation(count).tolist(), 0
+    while at < count:
+        size = int(rng.integers(1, 4 * rows))
+        yield order[at : at + size]
+        at += size
+
+
+def quiet(text: str) -> None:
+    return
+
+
+def opened(path: Path, options: dict[str, Any], depth: int = 0) -> LLM:
+    """Open an engine; `depth` is the maximum number of its steps in flight, 0 for the device's."""
+    llm = LLM(path, say=quiet, **options)
+    if depth:
+        llm.engine.executor.depth = llm.engine.scheduler.depth = depth
+    return llm
+
+
+def check(path: Path, requests: Sequence[Request], seed: int, longest: int, say: Any = quiet) -> Report:
+    """Compute the requests alone and in mixtures, and return what was compared and what differs."""
+    report, rng = Report(), np.random.default_rng(seed)
+    manifest = Manifest.load((path / "manifest.json").read_bytes())
+    with opened(path, {"enable_prefix_caching": False}) as llm:
+        alone = [generate(llm, [r])[0] for r in requests]
+    say(f"{len(requests)} requests alone")
+    for depth in (0, 1):
+        for name, options in engines(manifest, longest):
+            what = f"{name}{', no overlap' if depth else ''}"
+            with opened(path, options, depth) as llm:
+                for batch in batches(rng, len(requests), manifest.limits.max_num_seqs):
+                    for i, found in zip(batch, generate(llm, [requests[i] for i in batch]), strict=True):
+                        report.compare(f"{what}: tokens", i, alone[i].tokens, found.tokens)
+                        report.compare(f"{what}: log-probabilities", i, alone[i].rows, found.rows)
+                        report.compare(f"{what}: those of the prompt", i, alone[i].prompt_rows, found.prompt_rows)
+                report.preemptions += llm.stats()["num_preemptions"]
+                report.hits += llm.stats()["prefix_cache_hits"]
+            say(f"{what}: {len(report.differences)} differences so far")
+    rescore(path, requests, alone, rng, report)
+    say(f"scored as prompts: {len(report.differences)} differences in {report.compared} values")
+    return report
+
+
+def rescore(
+    path: Path, requests: Sequence[Request], alone: Sequence[Result], rng: np.random.Generator, report: Report
+) -> None:
+    """Score every text as a prompt, and compare the rows of its generated tokens with those of the generation."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=TOP, detokenize=False)
+    texts = [Request((*r.prompt, *x.tokens), params) for r, x in zip(requests, alone, strict=True)]
+    with opened(path, {}) as llm:
+        for batch in batches(rng, len(texts), llm.config.max_num_seqs):
+            for i, found in zip(batch, generate(llm, [texts[i] for i in batch]), strict=True):
+                report.compare("scored", i, alone[i].rows, found.prompt_rows[-len(alone[i].tokens) :])
+
+
+def main() -> None:
+    ap = argparse.ArgumentParser(description="compare requests alone and in random mixtures, bit for bit")
+    ap.add_argument("artifact", type=Path)
+    ap.add_argument("--requests", type=int, default=10000, metavar="N")
+    ap.add_argument("--longest", type=int, default=96, metavar="N", help="maximum length of a text (96)")
+    ap.add_argument("--seed", type=int, default=0, metavar="N")
+    args = ap.parse_args()
+    manifest = Manifest.load((args.artifact / "manifest.json").read_bytes())
+    requests = draw(np.random.default_rng(args.seed), args.requests, manifest, args.longest)
+    start = time.monotonic()
+    report = check(args.artifact, requests, args.seed, args.longest, lambda text: print(text, flush=True))
+    print(
+        f"{args.requests} requests, {report.compared} values compared, {report.preemptions} preemptions, "
+        f"{report.hits} tokens from the prefix cache, {time.monotonic() - start:.0f} s: "
+        f"{len(report.differences)} requests differ"
+    )
+    for text in report.differences[:20]:
+        print(f"  {text}")
+    sys.exit(bool(report.differences))
+
+
+if __name__ == "__main__":
+    main()
