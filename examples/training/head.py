@@ -8,6 +8,7 @@ of the model, joined by ``fc``, then from its own last hidden state.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,6 +16,8 @@ from model import MLP, Llama, RMSNorm, hugging_face_config, rotate
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+INTERMEDIATE = 384  # width of the head's feed-forward network
 
 
 def aux_layers(layers: int) -> tuple[int, int, int]:
@@ -86,7 +89,7 @@ class MidLayer(nn.Module):
         super().__init__()
         width, eps = model.config.hidden_size, model.config.rms_norm_eps
         self.self_attn = WideAttention(model)
-        self.mlp = MLP(model.config)
+        self.mlp = MLP(replace(model.config, intermediate_size=INTERMEDIATE))
         self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (RMSNorm(width, eps) for _ in range(3))
 
     def forward(
@@ -99,7 +102,7 @@ class MidLayer(nn.Module):
 
 
 class Head(nn.Module):
-    """The head, begun as a copy of the model's last layer that reads the highest of the three hidden states.
+    """The head, begun with the model's last attention, reading the highest of the three hidden states.
 
     kept: the ids of the draft vocabulary, ascending.
     """
@@ -119,7 +122,6 @@ class Head(nn.Module):
             for name in ("q_proj", "k_proj", "v_proj"):
                 getattr(attention, name).weight[:, width:] = getattr(last.self_attn, name).weight
             attention.o_proj.load_state_dict(last.self_attn.o_proj.state_dict())
-            layer.mlp.load_state_dict(last.mlp.state_dict())
             layer.hidden_norm.load_state_dict(last.input_layernorm.state_dict())
             layer.post_attention_layernorm.load_state_dict(last.post_attention_layernorm.state_dict())
             self.norm.load_state_dict(model.model.norm.state_dict())
@@ -132,6 +134,7 @@ class Head(nn.Module):
             **hugging_face_config(self.shape),
             "architectures": ["LlamaForCausalLMEagle3"],
             "num_hidden_layers": 1,
+            "intermediate_size": INTERMEDIATE,
             "tie_word_embeddings": False,
             "draft_vocab_size": len(self.kept),
         }

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 LENGTH = 256  # tokens of a sequence
+CHUNK = 16  # sequences that the model reads at once
 HELD = 16  # sequences that are not trained on
 WARMUP_STEPS, REPORT_STEPS = 20, 20
 OTHER_RATE = 0.2  # of the learning rate, for the output matrix and the norms
@@ -50,14 +52,39 @@ def _run(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[lis
     return [[*ids, *out.outputs[0].token_ids] for ids, out in zip(prompts, outputs, strict=True)]
 
 
-def loss_of(head: Head, model: Llama, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Examples:
+    """Sequences with what the model makes of them: ids, joined hidden states, distributions over the draft ids, and the
+    most likely ids.
+    """
+
+    ids: Tensor
+    joined: Tensor
+    soft: Tensor
+    best: Tensor
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: Tensor | slice) -> Examples:
+        return Examples(self.ids[index], self.joined[index], self.soft[index], self.best[index])
+
+
+def prepared(model: Llama, rows: Tensor, kept: Tensor) -> Examples:
+    """Run the model once over all sequences; the large tensors are kept in 16 bits."""
+    parts = []
+    for ids in rows.split(CHUNK):
+        joined, logits = features(model, ids)
+        target = logits[:, 1:]  # of token i + 2, as position i of the head predicts it
+        soft = target.softmax(-1)[..., kept].bfloat16()
+        parts.append((ids, joined[:, :-1].bfloat16(), soft, target.argmax(-1)))
+    return Examples(*(torch.cat(x) for x in zip(*parts, strict=True)))
+
+
+def loss_of(head: Head, model: Llama, x: Examples, count: int) -> tuple[Tensor, Tensor]:
     """The loss of `count` passes, and the share of each pass's most likely ids that are the model's."""
-    joined, logits = features(model, ids)
-    target = logits[:, 1:]  # of token i + 2, as position i of the head predicts it
-    soft = target.softmax(-1)[..., head.kept]
-    best = target.argmax(-1)
-    embedding, hidden = model.model.embed_tokens(ids[:, 1:]), head.fc(joined[:, :-1])
-    cos, sin = model.cos[: ids.shape[1] - 1], model.sin[: ids.shape[1] - 1]
+    embedding, hidden, soft = model.model.embed_tokens(x.ids[:, 1:]), head.fc(x.joined.float()), x.soft.float()
+    cos, sin = model.cos[: x.ids.shape[1] - 1], model.sin[: x.ids.shape[1] - 1]
     passes: list[tuple[Tensor, Tensor]] = []
     loss, right = torch.zeros(()), []
     for number in range(count):
@@ -65,15 +92,15 @@ def loss_of(head: Head, model: Llama, ids: Tensor, count: int) -> tuple[Tensor, 
         drafts = head.lm_head(head.norm(hidden)).log_softmax(-1)
         valid = slice(number, None)  # earlier positions lack the hidden state of the pass before
         loss = loss - DECAY**number * (soft * drafts).sum(-1)[:, valid].mean()
-        right.append((head.kept[drafts.argmax(-1)] == best)[:, valid].float().mean())
+        right.append((head.kept[drafts.argmax(-1)] == x.best)[:, valid].float().mean())
         hidden = F.pad(hidden, (0, 0, 1, 0))[:, :-1]
     return loss, torch.stack(right)
 
 
-def fit(head: Head, model: Llama, rows: Tensor, args: argparse.Namespace) -> None:
+def fit(head: Head, model: Llama, examples: Examples, args: argparse.Namespace) -> None:
     """Train until the time is used up: the first half in one pass, then in all of them."""
     parts = optimizers(head, args.lr, "muon")
-    held, train = rows[:HELD], rows[HELD:]
+    held, train = examples[:HELD], examples[HELD:]
     began, step, limit = time.monotonic(), 0, args.minutes * 60
     generator = torch.Generator().manual_seed(args.seed)
     order = torch.empty(0, dtype=torch.long)
@@ -102,7 +129,7 @@ def fit(head: Head, model: Llama, rows: Tensor, args: argparse.Namespace) -> Non
 
 def report(what: str, loss: Tensor, right: Tensor) -> None:
     """Print a loss, and how often the most likely id of each pass is the model's."""
-    print(f"{what} loss {float(loss):.4f} right {' '.join(f'{x:.3f}' for x in right)}", flush=True)
+    print(f"{what} loss {float(loss.detach()):.4f} right {' '.join(f'{x:.3f}' for x in right)}", flush=True)
 
 
 def main() -> None:
@@ -114,12 +141,15 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=12.0)
     parser.add_argument("--sequences", type=int, default=600, help="generated sequences of 256 tokens")
     parser.add_argument("--text", type=Path, help="file (.npy) that keeps the generated sequences")
-    parser.add_argument("--vocabulary", type=int, default=2048, help="ids that the head can draft")
+    parser.add_argument("--vocabulary", type=int, default=1536, help="ids that the head can draft")
     parser.add_argument("--batch", type=int, default=4, help="sequences in a step")
     parser.add_argument("--lr", type=float, default=5e-3)
+    parser.add_argument("--threads", type=int, help="threads of torch; fewer are faster on a machine with other jobs")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     if args.text and args.text.exists():
         rows = np.load(args.text)
     else:
@@ -134,7 +164,8 @@ def main() -> None:
     model = load(args.model, CONFIGS["main"], torch.device("cpu")).requires_grad_(False)
     head = Head(model, torch.from_numpy(kept))
     print(f"{sum(p.numel() for p in head.parameters())} parameters", flush=True)
-    fit(head, model, torch.from_numpy(rows), args)
+    examples = prepared(model, torch.from_numpy(rows), head.kept)
+    fit(head, model, examples, args)
 
 
 if __name__ == "__main__":
