@@ -59,7 +59,8 @@ def add_draft(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
     """Trace the draft model of a Compilation's options into the graph @draft of the module of `traced`.
 
     The same for an EAGLE-3 head. Returns its checkpoint, which `stack` closes; None without a draft model, or if the
-    weights are not `packed`. Raises Diagnostic E360 if it does not fit the model, and the errors of `Compilation.trace`.
+    weights are not `packed`. Raises Diagnostic E360 if it does not fit the model, and the errors of
+    `Compilation.trace`.
     """
     o = job.options
     if not o.draft:

@@ -1,7 +1,7 @@
 """The config.json of an EAGLE-3 head (Li et al. 2025, arXiv 2503.01840), in either published format.
 
-SafeAILab's, which vLLM and SGLang read too, is that of a Llama model of one layer with the key draft_vocab_size. That of
-the library speculators has the decoder layer's part below transformer_layer_config.
+SafeAILab's, which vLLM and SGLang read too, is that of a Llama model of one layer with the key draft_vocab_size. That
+of the library speculators has the decoder layer's part below transformer_layer_config.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class HeadConfig:
 
 
 def read_head(folder: Path) -> HeadConfig:
-    """Read a head's config.json. Raises Diagnostic E302 if it cannot be read, and E360 if it is not an EAGLE-3 head's."""
+    """Read a head's config.json. Raises Diagnostic E302 if it cannot be read, and E360 if it is another model's."""
     config = read_config(folder)
     decoder = config.get(_SPECULATORS, config)
     vocab = config.get("draft_vocab_size", decoder.get("draft_vocab_size") if isinstance(decoder, Mapping) else None)

@@ -135,9 +135,10 @@ def export_model(
 ) -> Exported:
     """Trace `forward(input_ids [1,T], position_ids [1,T], logits_to_keep [R])` with dynamic T and R.
 
-    `handed` are numbers of decoder layers whose inputs [1,T,H] the trace returns after the logits. `untied` are parameters that config.json ties to others, and that are parameters of their own nevertheless. `check`
-    is called with the model on the meta device before the trace, and may raise. Raises Diagnostic E305 (the model
-    cannot be traced) and E306 (unsupported rope type).
+    `handed` are numbers of decoder layers whose inputs [1,T,H] the trace returns after the logits. `untied` are
+    parameters that config.json ties to others, and that are parameters of their own nevertheless. `check` is called
+    with the model on the meta device before the trace, and may raise. Raises Diagnostic E305 (the model cannot be
+    traced) and E306 (unsupported rope type).
     """
     attention_interface.register()
     with quiet(), legacy_attention.llmc_attention(config.model_type):
@@ -164,7 +165,7 @@ def exported(
 
 
 def _hand_over(model: Any, numbers: Sequence[int]) -> None:
-    """Make the model return its logits and the inputs of its decoder layers of these numbers; raises Diagnostic E305."""
+    """Make the model return its logits and the inputs of the layers of these numbers; raises Diagnostic E305."""
     if not numbers:
         return
     count = int(model.config.get_text_config().num_hidden_layers)

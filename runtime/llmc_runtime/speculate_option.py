@@ -47,8 +47,8 @@ def check_speculate(name: str, value: Any) -> dict[str, Any] | None:
     if method not in (NGRAM, DRAFT_MODEL, EAGLE):
         cause = f"{name}: the method {method!r:.40} is not supported"
         remedy = (
-            f"use {NGRAM}, {DRAFT_MODEL} or {EAGLE} with an artifact compiled with --draft MODEL or --draft eagle:PATH, "
-            f"or start without {name}"
+            f"use {NGRAM}, {DRAFT_MODEL} with an artifact compiled with --draft MODEL, {EAGLE} with one compiled with "
+            f"--draft eagle:PATH, or start without {name}"
         )
         raise LlmcError("E206", cause, remedy)
     keys = ("method", TOKENS, LOW, HIGH) if method == NGRAM else ("method", "model", TOKENS)

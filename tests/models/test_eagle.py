@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from draw import SEED
 from kernel_cache import CACHE
@@ -99,12 +100,13 @@ def test_both_formats(tmp_path: Path) -> None:
     assert weights[0]._stored.keys() == weights[1]._stored.keys() == found.keys()
     assert (weights[0]._buffers["vocabulary"] == weights[1]._buffers["vocabulary"]).all()
     index = weights[0]._buffers["vocabulary"]
-    ids = found["d2t"] + range(200)  # type: ignore[operator]
-    assert (index[ids.numpy()] == range(200)).all() and (index == 200).sum() == 120
+    ids = found["d2t"].numpy() + np.arange(200)
+    assert (index[ids] == np.arange(200)).all() and (index == 200).sum() == 120
     for w in weights:
         w.close()
     assert heads[0].aux_layers(2) == (0, 1, 1)
-    nested = {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 9, 20]}}
+    key = "eagle_aux_hidden_state_layer_ids"
+    nested: dict[str, Any] = {key: None, "eagle_config": {key: [1, 9, 20]}}
     save_head(tmp_path / "nested", found, **nested)
     assert read_head(tmp_path / "nested").aux_layers(24) == (2, 10, 21)
     save_head(tmp_path / "usual", found, eagle_aux_hidden_state_layer_ids=None)
