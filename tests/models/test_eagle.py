@@ -17,12 +17,13 @@ from models.cases import LISTED
 from models.eagle import drafted, save_head, save_speculators, tensors
 from models.kit import save
 from models.test_draft_model import accepted, find, other
-from models.test_speculation import eager, quiet, requests, results  # noqa: F401
+from models.test_speculation import DEMO, eager, quiet, requests, results  # noqa: F401
 
 from llmc.driver import compile_model
 from llmc.frontend.eagle_config import read_head
 from llmc.frontend.eagle_head import HeadWeights
 from llmc.options import Options
+from llmc.report.inspect import inspect_artifact
 
 LIMITS: dict[str, Any] = {"cache": CACHE, "max_num_seqs": 4, "max_num_batched_tokens": 24}
 
@@ -146,3 +147,27 @@ def test_refused(tmp_path: Path) -> None:
         options = Options(cache=CACHE, draft=f"eagle:{tmp_path / 'good'}")
         compile_model(tmp_path / "small", tmp_path / "wrong.llmc", options)
     assert not (tmp_path / "wrong.llmc").exists()
+
+
+@pytest.mark.usefixtures("eager")
+def test_the_head_of_the_demonstration_model(tmp_path: Path) -> None:
+    """Greedy and sampled texts and several outputs are the same; a fair share of the drafts is accepted."""
+    path = tmp_path / "demo.llmc"
+    compile_model(DEMO, path, Options(cache=CACHE, draft=f"eagle:{DEMO.parent / 'demo-model-head'}"))
+    params = [
+        SamplingParams(temperature=0, max_tokens=60, ignore_eos=True),
+        SamplingParams(temperature=0.8, max_tokens=40, n=3, seed=3, logprobs=1),
+        SamplingParams(temperature=1.0, top_p=0.9, max_tokens=50, seed=4, stop=[" the"]),
+    ]
+    found = []
+    for speculate in (None, "eagle", "eagle:2"):
+        with LLM(path, say=quiet, speculate=speculate) as llm:
+            outs = llm.generate(["When the morning came, the old man"] * len(params), params, use_tqdm=False)
+            found.append([(o.text, list(o.token_ids), o.finish_reason) for r in outs for o in r.outputs])
+            drafts, right = accepted(llm)
+            assert right > 0.15 * drafts
+            assert llm.engine.scheduler.pool.num_used == 0
+    assert found[0] == found[1] == found[2]
+    data = inspect_artifact(path)
+    assert data["speculation"] == {"drafts": 4, "methods": ["ngram", "eagle"]}
+    assert data["compile"]["options"]["draft"] == "eagle:demo-model-head"
