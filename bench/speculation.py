@@ -1,9 +1,12 @@
 """Tokens per second with and without speculative decoding, on repetitive and on held-out text.
 
-    python -m bench.speculation [--model DIR] [--draft DIR] [--drafts K] [--rounds N] [--threads N]
+    python -m bench.speculation [--model DIR] [--draft DIR] [--head DIR] [--drafts K] [--every]
+                                [--rounds N] [--threads N]
 
 The contenders take turns: the model compiled without --speculate, compiled with --speculate and --draft but not
-speculating, speculating by prompt lookup, and by the draft model. They give the same tokens. The best round of each is
+speculating, speculating by prompt lookup, by the draft model, and by the EAGLE-3 head of an artifact of its own. They
+give the same tokens. With --every, K tokens are drafted in every step, whether it pays or not, so that the numbers of
+accepted tokens are those of the method alone. The best round of each is
 reported, in processor time of this process, which other jobs on the machine disturb less than wall time; with one
 thread the two are the same on an idle machine.
 """
@@ -19,13 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from llmc_runtime import LLM, SamplingParams
+from llmc_runtime.sched.speculation import Speculation
 
 from llmc.driver import compile_model
 from llmc.options import Options
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "demo-model"
 DRAFT = MODEL.parent / "demo-model-small"
-METHODS = ("ngram", "draft")
+HEAD = MODEL.parent / "demo-model-head"
+METHODS = ("ngram", "draft", "eagle")
 REPETITIVE = (
     "The cat sat on the mat. The dog lay on the rug. The cat sat on the mat. The dog lay on the rug. The cat sat",
     "one two three four five one two three four five one two three four five one two",
@@ -60,16 +65,26 @@ LOADS = (
 )
 
 
-def contenders(model: Path, draft: Path, drafts: int, threads: int, folder: Path) -> Mapping[str, LLM]:
-    """Compile the model twice and open the contenders."""
+def contenders(model: Path, draft: Path, head: Path, drafts: int, threads: int, folder: Path) -> Mapping[str, LLM]:
+    """Compile the model three times and open the contenders."""
     compile_model(model, folder / "plain.llmc", Options())
     compile_model(model, folder / "drafts.llmc", Options(speculate=drafts, draft=str(draft)))
+    compile_model(model, folder / "head.llmc", Options(speculate=drafts, draft=f"eagle:{head}"))
     fixed: dict[str, Any] = {"threads": threads, "enable_prefix_caching": False}
     return {
         "plain": LLM(folder / "plain.llmc", **fixed),
         "off": LLM(folder / "drafts.llmc", **fixed),
-        **{name: LLM(folder / "drafts.llmc", speculate=f"{name}:{drafts}", **fixed) for name in METHODS},
+        **{
+            name: LLM(folder / f"{'head' if name == 'eagle' else 'drafts'}.llmc", speculate=f"{name}:{drafts}", **fixed)
+            for name in METHODS
+        },
     }
+
+
+def always() -> None:
+    """Make every step draft and verify as many tokens as it can."""
+    Speculation.choose = lambda self, request, room: room  # type: ignore[method-assign]
+    Speculation.wants = True  # type: ignore[assignment,method-assign]
 
 
 def run(llm: LLM, load: Load) -> tuple[float, list[list[int]]]:
@@ -111,12 +126,16 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     p.add_argument("--model", type=Path, default=MODEL, help="folder of a model")
     p.add_argument("--draft", type=Path, default=DRAFT, help="folder of a smaller model with the same tokenizer")
+    p.add_argument("--head", type=Path, default=HEAD, help="folder of an EAGLE-3 head for the model")
+    p.add_argument("--every", action="store_true", help="draft in every step, whether it pays or not")
     p.add_argument("--drafts", type=int, default=4, help="drafted tokens per row and step (4)")
     p.add_argument("--rounds", type=int, default=12, help="rounds of each contender (12)")
     p.add_argument("--threads", type=int, default=1, help="threads of the engine (1)")
     args = p.parse_args()
+    if args.every:
+        always()
     with tempfile.TemporaryDirectory() as folder:
-        llms = contenders(args.model, args.draft, args.drafts, args.threads, Path(folder))
+        llms = contenders(args.model, args.draft, args.head, args.drafts, args.threads, Path(folder))
         of_method = " | ".join(f"{name}/plain | tokens a step and row | accepted" for name in METHODS)
         print(f"| load | plain tok/s | off/plain | {of_method} |")
         print("|---" * (3 + 3 * len(METHODS)) + "|")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,9 @@ from llmc_runtime.speculate_option import DRAFTED
 
 from llmc.console import Quiet
 from llmc.diagnostics import Diagnostic
+from llmc.draft_head import add_head
+from llmc.draft_tokens import check_tokens
+from llmc.frontend.eagle_config import EAGLE
 from llmc.ir.graph import Graph
 from llmc.ir.text import show
 from llmc.ir.weight_eval import WeightSource
@@ -39,10 +41,14 @@ class DraftSource:
 def with_draft(o: Options) -> Options:
     """Return the options with a number of drafted tokens if there is a draft model.
 
-    Raises Diagnostic E360 if the weights are packed later, which is supported for one model only.
+    Raises Diagnostic E360 if the weights are packed later, which is supported for one model only, or if those of a head
+    are random, whose draft vocabulary would be too.
     """
     if not o.draft:
         return o
+    if o.draft.startswith(EAGLE) and o.weights != "packed":
+        cause = f"--draft {EAGLE} with --weights {o.weights}: the vocabulary of a head is in its weights"
+        raise Diagnostic("E360", cause, "compile with the weights of the model and of the head")
     if o.weights == "none":
         cause = "--draft with --weights none: weights can be packed later for one model only"
         raise Diagnostic("E360", cause, "compile with the weights of both models")
@@ -52,12 +58,15 @@ def with_draft(o: Options) -> Options:
 def add_draft(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
     """Trace the draft model of a Compilation's options into the graph @draft of the module of `traced`.
 
-    Returns its checkpoint, which `stack` closes; None without a draft model, or if the weights are not `packed`. Raises
-    Diagnostic E360 if it does not fit the model, and the errors of `Compilation.trace`.
+    The same for an EAGLE-3 head. Returns its checkpoint, which `stack` closes; None without a draft model, or if the
+    weights are not `packed`. Raises Diagnostic E360 if it does not fit the model, and the errors of
+    `Compilation.trace`.
     """
     o = job.options
     if not o.draft:
         return None
+    if job.head:
+        return add_head(job, traced, stack, packed)
     from llmc.frontend.hub import locate
     from llmc.quant.decoder import decoder_of
 
@@ -94,16 +103,4 @@ def _check(model: Path, draft: Path, traced: Any) -> None:
         cause = f"the draft model {draft} allows {positions} positions; {facts.max_positions} are compiled"
         raise Diagnostic("E360", cause, f"use --max-model-len {positions}, or a draft model with a longer context")
     check_tokenizer(draft)
-    ours, theirs = _tokens(model), _tokens(draft)
-    if ours and theirs and ours != theirs:
-        differ = next((t for t in sorted(ours, key=ours.__getitem__) if theirs.get(t) != ours[t]), min(theirs))
-        cause = f"the draft model {draft} has another tokenizer: token {differ!r:.60} differs"
-        raise Diagnostic("E360", cause, _OTHER)
-
-
-def _tokens(folder: Path) -> Mapping[str, int]:
-    """Return the ids of all tokens by text; empty without a tokenizer.json."""
-    from tokenizers import Tokenizer
-
-    path = folder / "tokenizer.json"
-    return Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True) if path.exists() else {}
+    check_tokens(model, draft, f"the draft model {draft}", _OTHER)

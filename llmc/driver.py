@@ -19,8 +19,10 @@ from llmc_runtime.format.size_text import size_text
 
 from llmc.console import Console, Quiet, Summary
 from llmc.diagnostics import Diagnostic
+from llmc.draft_head import head_of
 from llmc.draft_model import DraftSource, add_draft, with_draft
 from llmc.extension import Registry, load
+from llmc.frontend.eagle_config import HeadConfig
 from llmc.frontend.hub import Located, locate
 from llmc.ir.graph import Graph, Module
 from llmc.ir.text import show
@@ -154,6 +156,7 @@ class Compilation:
         self.formats: dict[str, int] = {}  # of quantised weights of the checkpoint -> how many weights
         self.extensions: dict[str, list[str]] = {}  # that the compile has used -> what it has used of them
         self.shapes_known = False  # whether stored tensors have the shapes that the whole model's weights have
+        self.head: HeadConfig | None = head_of(options)  # the EAGLE-3 head that drafts, if there is one
         self.kv_dtype = ""  # of the KV cache; empty: that of the activations
 
     def done(self, stage: str, detail: str) -> None:
@@ -259,6 +262,7 @@ class Compilation:
             SUBSTITUTE_DTYPES.get(self.target.family, {}),
             untied,
             partial(check_shapes, folder=self.model) if self.shapes_known else None,
+            self.head.aux_layers if self.head else lambda total: (),
         )
         if not dtype and traced.facts.dtype != traced.facts.stored_dtype:
             self.note("the checkpoint is float16, compiled as bfloat16; --dtype float32 keeps every bit")

@@ -12,6 +12,7 @@ from llmc_runtime.option_type import of_command, option, options_of, positive
 
 from llmc.builtin import EXTENSION
 from llmc.diagnostics import Diagnostic
+from llmc.frontend.eagle_config import EAGLE
 from llmc.frontend.hub import PUBLIC, Hub
 from llmc.frontend.unsupported import refuse_code
 from llmc.quant.make.recipes import NONE, RECIPES, ROUNDED
@@ -55,7 +56,8 @@ class Options:
         int, commands=("compile",),
     )  # fmt: skip
     draft: str = _artifact(
-        "", "smaller model with the same tokenizer that drafts tokens: a folder or a hub id (none)", str, "MODEL",
+        "", "what drafts tokens: a smaller model with the same tokenizer, a folder or a hub id, or eagle:PATH for an"
+        " EAGLE-3 head (none)", str, "MODEL",
         commands=("compile",),
     )  # fmt: skip
     pipeline: str = _artifact("", 'pass pipeline, for example "serve, after fuse-norm: my-fuse"', str, "TEXT")
@@ -90,8 +92,9 @@ class Options:
     def recorded(self) -> dict[str, Any]:
         """Return the options that determine the contents of the artifact, as its report records them: files by name."""
         values = {name: getattr(self, name) for name, o in options_of(Options).items() if o.group != FILES}
-        if Path(self.draft).is_dir():
-            values["draft"] = Path(self.draft).resolve().name if self.draft else ""
+        prefix, _, path = self.draft.rpartition(":") if self.draft.startswith(EAGLE) else ("", "", self.draft)
+        if path and Path(path).is_dir():
+            values["draft"] = f"{prefix}:{Path(path).resolve().name}" if prefix else Path(path).resolve().name
         return {name: value.name if isinstance(value, Path) else value for name, value in values.items()}
 
 

@@ -89,7 +89,7 @@ class Checkout:
     def __init__(self, folder: Path, cache: Path) -> None:
         self.folder, site = folder, folder / ".site"
         (folder / "examples").mkdir(parents=True)
-        for model in ("demo-model", "demo-model-small"):
+        for model in ("demo-model", "demo-model-small", "demo-model-head"):
             (folder / "examples" / model).symlink_to(ROOT / "examples" / model)
         for package in PACKAGES:
             skip = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")

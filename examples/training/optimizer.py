@@ -18,7 +18,7 @@ NEWTON_SCHULZ_STEPS = 5
 def orthogonalise(matrices: Tensor) -> Tensor:
     """Nearest semi-orthogonal matrices of a (batch, rows <= columns) stack."""
     a, b, c = NEWTON_SCHULZ
-    x = matrices.bfloat16()
+    x = matrices.bfloat16() if matrices.is_cuda else matrices
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
@@ -59,8 +59,10 @@ class Muon(torch.optim.Optimizer):
 
 def optimizers(model: nn.Module, lr: float, kind: str) -> list[torch.optim.Optimizer]:
     """The optimizers of a model: Muon with AdamW, or AdamW alone."""
-    matrices = [p for name, p in model.named_parameters() if ".layers." in name and p.ndim == 2]
-    others = [p for name, p in model.named_parameters() if ".layers." not in name or p.ndim < 2]
+    inner = ("layers", "midlayer", "fc")  # of the model, or of a head
+    inside = {name: bool(set(name.split(".")) & set(inner)) for name, _ in model.named_parameters()}
+    matrices = [p for name, p in model.named_parameters() if inside[name] and p.ndim == 2]
+    others = [p for name, p in model.named_parameters() if not inside[name] or p.ndim < 2]
     fused = next(model.parameters()).is_cuda
     adam = {"lr": lr, "betas": (0.9, 0.95), "fused": fused}
     if kind == "muon":

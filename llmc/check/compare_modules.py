@@ -36,6 +36,7 @@ def compare(before: Module, after: Module, seed: int = 0, rounded: bool = False)
         for other in _counterparts(name, g, after):
             inputs = draw(before, g, rng)
             if is_prompt(g) and not is_prompt(other):
+                inputs = _with_weights(inputs, after, other, rng)
                 evaluated = serving_results(before, g, after, other, _rounded(inputs, g) if rounded else inputs)
                 names, dtypes = map(list, SERVED)
             else:
@@ -72,6 +73,14 @@ def _counterparts(name: str, g: Graph, after: Module) -> list[Graph]:
     if name == "main" and "step" in after.graphs:
         return [after.graphs[n] for n in ("step", "decode") if n in after.graphs]
     raise Diagnostic("E425", f"@{name} is gone from the module", "a pass may only rename @main to @step")
+
+
+def _with_weights(inputs: Inputs, m: Module, g: Graph, rng: np.random.Generator) -> Inputs:
+    """Draw the weights that a serving graph has besides those of its prompt graph: a head's."""
+    if lacking := [v.name for v in g.inputs if v.weight and v.name not in inputs.arrays]:
+        drawn = draw(m, g, rng).arrays
+        return Inputs(inputs.arrays | {name: drawn[name] for name in lacking}, inputs.sizes)
+    return inputs
 
 
 def _decoding(inputs: Inputs, drawn: Inputs, g: Graph) -> Inputs:

@@ -80,7 +80,7 @@ def serving_results(before: Module, main: Graph, after: Module, g: Graph, inputs
     """Return a function: whether in float64 -> (ids and log-probabilities of whole prompts through `main`; those of two
     chunks through @step and the last tokens through `g`).
     """
-    weights = {v.name: inputs.arrays[v.name] for v in main.inputs if v.weight}
+    weights = {v.name: inputs.arrays[v.name] for v in (*main.inputs, *g.inputs) if v.weight}
     limit = min(int(v.type.shape[0]) for v in main.inputs if v.weight and _embeds(v))
     tokens = np.random.default_rng(7).integers(0, limit, sum(LENGTHS))
     step = after.graphs.get("step", g)
@@ -102,7 +102,7 @@ def _expected(before: Module, main: Graph, weights: dict[str, Array], tokens: Ar
     positions = np.concatenate([np.arange(n) for n in LENGTHS])
     last = np.array([sum(LENGTHS) - 1, LENGTHS[0] - 1])
     fixed = {"tokens": tokens, "positions": positions, "last": last}
-    (logits,) = evaluate(before, main, Inputs(weights | fixed, {"T": sum(LENGTHS), "R": 2}), exact)
+    logits, *_ = evaluate(before, main, Inputs(weights | fixed, {"T": sum(LENGTHS), "R": 2}), exact)
     ids = logits.argmax(-1)
     x = logits - logits.max(-1, keepdims=True)
     return [ids, -np.log(np.exp(x).sum(-1))]

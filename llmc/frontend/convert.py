@@ -33,6 +33,8 @@ class Converted:
 def convert(exported: Exported, table: Mapping[str, Row] = TABLE) -> Converted:
     """Convert to @main(tokens i32[T], positions i32[T], last i32[R], weights) -> logits [R, V].
 
+    A trace that takes or returns hidden states has an input `hidden` [T, H] and further results [T, H].
+
     Raises Diagnostic E310 (an op that the table lacks) and E311 (arguments that its lowering does not support).
     """
     nodes = exported.program.graph.nodes
@@ -86,6 +88,9 @@ class _Lowering:
             "position_ids": self.graph.input("positions", tensor("i32", "T")),
             "logits_to_keep": self.graph.input("last", tensor("i32", "R")),
         }
+        if "hidden_states" in placeholders:
+            fake = self.sizes.type(placeholders["hidden_states"].meta["val"])
+            self.inputs["hidden_states"] = self.graph.input("hidden", tensor(fake.dtype, *fake.shape[1:]))
         self.weights: dict[str, Value] = {}
         self.order = {n: i for i, n in enumerate(exported.program.graph.nodes)}
 
@@ -107,7 +112,7 @@ class _Lowering:
             return fake
         if n.name in self.inputs:
             v = self.inputs[n.name]
-            if fake.dim() == 2:
+            if fake.dim() > v.type.rank:
                 return Builder(self.graph, OPS).reshape(v, shape=self.sizes.shape(fake.shape))
             return v
         target = self.specs[n.name].target
@@ -118,13 +123,12 @@ class _Lowering:
 
     def _output(self, n: Any) -> None:
         outputs = [x for x in torch.utils._pytree.tree_leaves(n.args) if x is not None]
-        if len(outputs) != 1:
+        if len(outputs) != 1 + self.exported.handed:
             name = type(self.exported.model).__name__
             raise Diagnostic("E305", f"{name} returns {len(outputs)} tensors instead of logits only", KNOWN_TO_WORK)
-        v = self.env[outputs[0]]
-        shape = v.type.shape[1:] if v.type.rank == 3 else v.type.shape
-        call = Call(Builder(self.graph, OPS), (v.type,), self.inputs["position_ids"])
-        self.graph.outputs = [call.reshape(v, shape)]
+        values = [self.env[x] for x in outputs]
+        call = Call(Builder(self.graph, OPS), (values[0].type,), self.inputs["position_ids"])
+        self.graph.outputs = [call.reshape(v, v.type.shape[1:] if v.type.rank == 3 else v.type.shape) for v in values]
 
     def _call(self, n: Any) -> Any:
         """Lower a call: sizes become Dims or constants, other calls go through the aten table."""

@@ -12,7 +12,7 @@ import re
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,13 +52,17 @@ TOKENS, ROWS = 24, 3  # sizes of the traced example
 
 @dataclass(frozen=True)
 class Exported:
-    """A traced model: the meta-device module, the exported program, and its computed buffers by state-dict name."""
+    """A traced model: the meta-device module, the exported program, and its computed buffers by state-dict name.
+
+    `handed` is the number of hidden states that it returns after the logits.
+    """
 
     model: Any
     program: torch.export.ExportedProgram
     buffers: Mapping[str, np.ndarray]
     max_tokens: int
     max_rows: int
+    handed: int = 0
 
 
 @contextlib.contextmanager
@@ -127,12 +131,14 @@ def export_model(
     max_rows: int,
     untied: Iterable[str] = (),
     check: Callable[[Any], None] = accept,
+    handed: Sequence[int] = (),
 ) -> Exported:
     """Trace `forward(input_ids [1,T], position_ids [1,T], logits_to_keep [R])` with dynamic T and R.
 
-    `untied` are parameters that config.json ties to others, and that are parameters of their own nevertheless. `check`
-    is called with the model on the meta device before the trace, and may raise. Raises Diagnostic E305 (the model
-    cannot be traced) and E306 (unsupported rope type).
+    `handed` are numbers of decoder layers whose inputs [1,T,H] the trace returns after the logits. `untied` are
+    parameters that config.json ties to others, and that are parameters of their own nevertheless. `check` is called
+    with the model on the meta device before the trace, and may raise. Raises Diagnostic E305 (the model cannot be
+    traced) and E306 (unsupported rope type).
     """
     attention_interface.register()
     with quiet(), legacy_attention.llmc_attention(config.model_type):
@@ -141,12 +147,40 @@ def export_model(
         check(model)
         attention_interface.read_gates(model)
         computed = rope_interface.patch(model, max_positions)
-        program = _export(model, max_tokens, max_rows)
-        names = _computed_names(model, program)
-        made = {n: t for n, t in program.constants.items() if t.device.type != "meta"} | computed
-        buffers = {n: made[n] if n in made else recompute(model, n) for n in names}
+        _hand_over(model, handed)
+        program = export(model, max_tokens, max_rows)
+        return exported(model, program, computed, max_tokens, max_rows, len(handed))
+
+
+def exported(
+    model: Any, program: torch.export.ExportedProgram, computed: Mapping[str, torch.Tensor], max_tokens: int,
+    max_rows: int, handed: int = 0,
+) -> Exported:  # fmt: skip
+    """Return a trace with its computed buffers: those in `computed`, its constants, and what the model initializes."""
+    names = _computed_names(model, program)
+    made = {n: t for n, t in program.constants.items() if t.device.type != "meta"} | computed
+    buffers = {n: made[n] if n in made else recompute(model, n) for n in names}
     arrays = {n: t.detach().float().numpy() for n, t in buffers.items()}
-    return Exported(model, program, types.MappingProxyType(arrays), max_tokens, max_rows)
+    return Exported(model, program, types.MappingProxyType(arrays), max_tokens, max_rows, handed)
+
+
+def _hand_over(model: Any, numbers: Sequence[int]) -> None:
+    """Make the model return its logits and the inputs of the layers of these numbers; raises Diagnostic E305."""
+    if not numbers:
+        return
+    count = int(model.config.get_text_config().num_hidden_layers)
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
+    if not lists:
+        cause = f"{type(model).__name__} has no list of its {count} decoder layers, as an EAGLE-3 head needs"
+        raise Diagnostic("E305", cause, "compile without the head")
+    found: dict[int, torch.Tensor] = {}
+
+    def keep(number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        found[number] = args[0] if args else kwargs["hidden_states"]
+
+    for n in numbers:
+        lists[0][n].register_forward_pre_hook(lambda _, args, kwargs, n=n: keep(n, args, kwargs), with_kwargs=True)
+    model.register_forward_hook(lambda _, args, out: (out.logits, *(found[n] for n in numbers)))
 
 
 def _build(config: Any, dtype: str) -> Any:
@@ -205,8 +239,10 @@ def _check_positions(model: Any) -> None:
             )
 
 
-def _export(model: Any, max_tokens: int, max_rows: int) -> torch.export.ExportedProgram:
-    """Run torch.export with dynamic T and R."""
+def export(
+    model: Any, max_tokens: int, max_rows: int, more: Mapping[str, torch.Tensor] = types.MappingProxyType({})
+) -> torch.export.ExportedProgram:
+    """Run torch.export with dynamic T and R. `more` are further arguments, [1, T, ...]. Raises Diagnostic E305."""
     # torch requires bounds beyond the example's sizes, and beyond one; the IR's symbols keep the true bounds.
     tokens = torch.export.Dim("T", min=1, max=max(max_tokens, 2 * TOKENS))
     rows = torch.export.Dim("R", min=1, max=max(max_rows, 2 * ROWS))
@@ -216,6 +252,8 @@ def _export(model: Any, max_tokens: int, max_rows: int) -> torch.export.Exported
 
     inputs: dict[str, Any] = {"input_ids": ids(1, TOKENS), "position_ids": ids(1, TOKENS), "logits_to_keep": ids(ROWS)}
     dynamic: dict[str, Any] = {"input_ids": {1: tokens}, "position_ids": {1: tokens}, "logits_to_keep": {0: rows}}
+    inputs |= more
+    dynamic |= {name: {1: tokens} for name in more}
     if "use_cache" in inspect.signature(model.forward).parameters:
         inputs["use_cache"], dynamic["use_cache"] = False, None
     try:

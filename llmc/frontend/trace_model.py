@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -85,6 +85,7 @@ def trace(
     instead: Mapping[str, str] = MappingProxyType({}),
     untied: Collection[str] = (),
     check: Callable[[Any], None] | None = None,
+    handed: Callable[[int], Sequence[int]] = lambda total: (),
 ) -> Traced:
     """Trace the model of a folder without reading weights. Raises Diagnostic E301-E312.
 
@@ -92,6 +93,7 @@ def trace(
     in tokens (default: the config's limit); it selects the frequencies of a longrope model. max_tokens, max_rows: upper
     bounds of T and R. layers: trace only the first layers. untied: parameters that config.json ties to others although
     the checkpoint stores different ones. check: called with the transformers module before the trace; it may raise.
+    handed: returns, for the number of layers, the numbers of those whose inputs @main returns after the logits.
     """
     from llmc.frontend import check_token_mixing, convert, export
 
@@ -111,7 +113,10 @@ def trace(
         raise Diagnostic("E302", f"dtype {dtype!r} is not one of {', '.join(FLOATS)}", "choose one with --dtype")
     longest = _longest(source, text, max_positions)
     eos, _, _ = (_ids(source, text, f"{role}_token_id") for role in ("eos", "bos", "pad"))  # checks all three
-    exported = export.export_model(config, dtype, longest, max_tokens, max_rows, untied, check or export.accept)
+    numbers = handed(int(text.num_hidden_layers))
+    exported = export.export_model(
+        config, dtype, longest, max_tokens, max_rows, untied, check or export.accept, numbers
+    )
     converted = convert.convert(exported)
     check_token_mixing.check_tokens(converted.module.graphs["main"], type(exported.model).__name__)
     facts = Facts(

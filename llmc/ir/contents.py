@@ -262,7 +262,7 @@ def page_table(d: Drawing, shape: Shape) -> Array:
 
 
 def kv_pool(d: Drawing, shape: Shape) -> Array:
-    """Keys and values of all pages."""
+    """Keys and values, or other rows, of all pages."""
     return arbitrary(d.rng, shape, "f", d.scale)
 
 

@@ -90,7 +90,7 @@ def random_step(
     entries = size(0, contents.rows, contents.qlens) or size(0, contents.starts) - 1
     entries = entries if entries > 0 else max(1, min(3, tokens - 1))
     pool, table = of.get(contents.kv_pool, ()), of.get(contents.page_table, ())
-    page = pool[3] if pool else int(attrs.get("page", 1))
+    page = pool[-2] if pool else int(attrs.get("page", 1))
     pages = pool[0] if pool else int(np.prod(table)) or 8
     widths = [size(1, contents.history), table[1] * page if table else 0]
     limit = min([w for w in widths if w], default=50)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc_runtime.format.manifest import Manifest
-from llmc_runtime.format.program import Program
+from llmc_runtime.format.program import FILL, FIRST, Program
 from llmc_runtime.format.size_text import size_text
 
 from llmc.artifact.cost_report import memory
@@ -103,7 +103,8 @@ def _folders(m: Manifest) -> dict[str, Any]:
 def speculation_of(programs: Sequence[Program]) -> dict[str, Any]:
     """Return the maximum number of drafted tokens per row that a step verifies, and the methods that draft them."""
     drafts = max((p.drafts for p in programs), default=0)
-    model = ["draft"] if any(p.role for p in programs) else []
+    roles = {p.role for p in programs}
+    model = ["draft"] if FILL in roles else ["eagle"] if FIRST in roles else []
     return {"drafts": drafts, "methods": ["ngram", *model] if drafts else []}
 
 

@@ -11,14 +11,14 @@ from typing import Any
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.row_abi import MAX_DRAFTS
 
-NGRAM, DRAFT_MODEL, OFF = "ngram", "draft_model", "off"
-SHORT: Mapping[str, str] = MappingProxyType({"draft": DRAFT_MODEL})  # names of METHOD[:K] that differ
+NGRAM, DRAFT_MODEL, EAGLE, OFF = "ngram", "draft_model", "eagle3", "off"
+SHORT: Mapping[str, str] = MappingProxyType({"draft": DRAFT_MODEL, "eagle": EAGLE})  # names of METHOD[:K] that differ
 TOKENS, LOW, HIGH = "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"
 DEFAULTS: Mapping[str, int] = MappingProxyType({LOW: 3, HIGH: 5})  # lengths of suffixes in tokens
 DRAFTED = 4  # tokens drafted if the number is not given and the model is compiled for it
 _MAX_NGRAM = 64
 _REMEDY = (
-    f"use {NGRAM} or draft, {NGRAM}:K or draft:K with K drafted tokens, or JSON such as"
+    f"use {NGRAM}, draft or eagle, {NGRAM}:K, draft:K or eagle:K with K drafted tokens, or JSON such as"
     f' {{"method": "{NGRAM}", "{TOKENS}": 4}}'
 )
 
@@ -44,16 +44,19 @@ def check_speculate(name: str, value: Any) -> dict[str, Any] | None:
     if not isinstance(given, Mapping):
         raise LlmcError("E201", f"{name} = {value!r:.60} is not allowed", _REMEDY)
     method = given.get("method", NGRAM if not given.get("model") else DRAFT_MODEL)
-    if method not in (NGRAM, DRAFT_MODEL):
+    if method not in (NGRAM, DRAFT_MODEL, EAGLE):
         cause = f"{name}: the method {method!r:.40} is not supported"
-        remedy = f"use {NGRAM}, {DRAFT_MODEL} with an artifact compiled with --draft MODEL, or start without {name}"
+        remedy = (
+            f"use {NGRAM}, {DRAFT_MODEL} with an artifact compiled with --draft MODEL, {EAGLE} with one compiled with "
+            f"--draft eagle:PATH, or start without {name}"
+        )
         raise LlmcError("E206", cause, remedy)
     keys = ("method", TOKENS, LOW, HIGH) if method == NGRAM else ("method", "model", TOKENS)
     if unknown := sorted(map(str, given.keys() - set(keys))):
         raise LlmcError("E201", f"{name} has the unknown key {unknown[0]!r:.40}", f"use {', '.join(keys)}")
     out: dict[str, Any] = {"method": method, TOKENS: _count(name, given, TOKENS, None, MAX_DRAFTS)}
-    if method == DRAFT_MODEL:
-        return out  # the draft model is the one that was compiled into the artifact, whatever `model` names
+    if method != NGRAM:
+        return out  # the draft model or head is the one that was compiled into the artifact, whatever `model` names
     out[HIGH] = _count(name, given, HIGH, given.get(LOW) or DEFAULTS[HIGH], _MAX_NGRAM)
     out[LOW] = _count(name, given, LOW, min(out[HIGH], DEFAULTS[LOW]), out[HIGH])
     return out

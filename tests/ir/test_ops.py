@@ -77,7 +77,8 @@ def test_op(name: str) -> None:
 def test_every_float_op_has_an_oracle_or_a_reason() -> None:
     """Ops without a torch counterpart are ours: states, rows, rotary embedding, attention, experts, groups."""
     ours = {"constant", "cast", "iota", "fused", "broadcast", "reshape", "slice", "concat", "matmul", "linear_map"}
-    ours |= {"rope", "rope_tables", "attention", "paged_attention", "moe", "kv_append", "gelu_tanh"}
+    ours |= {"rope", "rope_tables", "attention", "paged_attention", "moe", "kv_append", "gelu_tanh", "page_put"}
+    ours |= {"page_take"}
     ours |= {"rope_append", "norm_linear", "paged_attention_split", "attention_combine"}
     ours |= {"paged_attention_single", "unpack_bits", "take_columns", "bitcast", "dequantize"}
     ours |= {"moe_route", "moe_up", "moe_down", "linear_split", "linear_combine", "quantized_linear"}

@@ -15,6 +15,7 @@ BIASES = "state i32[256, 1024]; state f32[256, 1024]"
 SEEN = f"state i32[256, {V // 32}]; state i32[256, {V}]"
 STATES = f"{PARAMS}; state i32[256, 32]; {SEEN}; {BIASES}; state i32[256, {V // 32}]"
 KV, PAGES, TOKENS = "state bf16[4096, 2, 8, 16, 128]", "state i32[256, 2560]", "state i32[256, 40960]"
+HIDDEN = "state bf16[4096, 16, 4096]"
 BLOCKS = f"f32[R, {B}]; i32[R, {B}]; f32[R, {B}]"
 SILU = "mul(mul(a0, sigmoid(a0)), a1)"
 NORM = "mul(mul(a0, rsqrt(add(row_mean(mul(a0, a0)), 1e-06))), a1)"
@@ -231,6 +232,8 @@ _ROWS = {
     "topk": (Text("bf16[T, 128]", "topk {k=8}", "bf16[T, 8], i64[T, 8]"),),
     "copy": (Text("bf16[T, 32, 128]", "transpose {perm=[1, 0, 2]}", "bf16[32, T, 128]"),),
     "concat": (Text("bf16[T, 32, 64]; bf16[T, 32, 128]", "concat {axis=2}", "bf16[T, 32, 192]"),),
+    "page_take": (Text(f"{HIDDEN}; i32[T]", "page_take", "bf16[T, 4096]"),),
+    "page_put": (Text(f"{HIDDEN}; bf16[T, 4096]; i32[T]", "page_put", HIDDEN),),
     "take": (Text(f"weight bf16[{V}, 4096]; i32[T]", "take", "bf16[T, 4096]"),),
     "packed_take": (Text("weight bf16[8016, 2048, 16, 2]; i32[T]", "packed_take {k=4096}", "bf16[T, 4096]"),),
     "gather": (Text("f32[T, 128]; i64[T, 8]", "gather {axis=1}", "f32[T, 8]"),),

@@ -21,6 +21,7 @@ from llmc_runtime.sched.speculation import Speculation
 from llmc_runtime.sched.token_guide import mask_of
 from models import test_artifacts as artifacts
 from models.cases import LISTED, SEED, Case, sample
+from models.eagle import save_head, tensors
 from models.kit import eager_logits, relative_error, save
 
 from llmc import driver
@@ -232,3 +233,30 @@ def test_drafts_of_a_model(tmp_path: Path, device: InterpretDevice) -> None:
             accepted = float(llm.stats()["spec_decode_num_accepted_tokens"])  # type: ignore[arg-type]
     assert found[0] == found[1] and found[0][0] == [5] * 6
     assert accepted > 2 and {"row_rewind", "row_extend"} <= {op for op, _ in device.launches}
+
+
+@pytest.mark.usefixtures("eager")
+def test_drafts_of_a_head(tmp_path: Path, device: InterpretDevice) -> None:
+    """The programs of an EAGLE-3 head give the tokens of plain decoding."""
+    width = int(SHALLOW.config["hidden_size"])
+    save(SHALLOW, tmp_path / "model", SEED)
+    config = {"vocab_size": SHALLOW.config["vocab_size"], "eagle_aux_hidden_state_layer_ids": [0, 0, 0]}
+    save_head(tmp_path / "head", tensors(int(config["vocab_size"]), width, SEED), **config)
+    options = Options(
+        target=INTERPRETED.name, max_model_len=64, max_num_batched_tokens=16, max_num_seqs=3, speculate=2,
+        draft=f"eagle:{tmp_path / 'head'}",
+    )  # fmt: skip
+    compile_model(tmp_path / "model", tmp_path / "model.llmc", options)
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logit_bias={5: 40.0}, logprobs=1),
+        SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True),
+    ]
+    prompts = [{"prompt_token_ids": [9, 4, 5]}, {"prompt_token_ids": [5, 6, 7] * 3}]
+    found, accepted = [], 0.0
+    for speculate in (None, "eagle"):
+        with LLM(tmp_path / "model.llmc", say=lambda text: None, speculate=speculate) as llm:
+            outs = llm.generate(prompts, params, use_tqdm=False)
+            found.append([list(o.outputs[0].token_ids) for o in outs])
+            accepted = float(llm.stats()["spec_decode_num_accepted_tokens"])  # type: ignore[arg-type]
+    assert found[0] == found[1] and found[0][0] == [5] * 6
+    assert accepted > 2 and {"page_put", "page_take"} <= {op for op, _ in device.launches}

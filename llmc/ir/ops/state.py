@@ -25,7 +25,7 @@ HOLDS: Mapping[str, Content] = MappingProxyType(
         "rows": contents.rows, "qlens": contents.qlens, "starts": contents.starts, "token_row": contents.token_row,
         "positions": contents.positions, "length": contents.length, "pages": contents.page_table,
         "kv": contents.kv_pool, "slots": contents.slots, "tokens": contents.history, "counts": contents.counts,
-        "emit": contents.emit, "ids": contents.token_ids, "scales": contents.positive,
+        "emit": contents.emit, "ids": contents.token_ids, "scales": contents.positive, "pool": contents.kv_pool,
     }
 )  # fmt: skip
 
@@ -66,10 +66,10 @@ def row_ids(tokens: Any, token_row: Any, positions: Any) -> Any:
     example={"m": 4, "l": 9, "t": 4, "page": 2},
 )  # fmt: skip
 def row_slots(pages: Any, token_row: Any, positions: Any, *, page: int) -> Any:
-    """The flat KV slot (page number * page + offset) of each token; -1 for padding."""
+    """The flat KV slot (page number * page + offset) of each token; -1 for padding and for negative positions."""
     at = np.maximum(positions, 0)
     slots = pages[np.maximum(token_row, 0), at // page] * page + at % page
-    return np.where(token_row >= 0, slots, -1)
+    return np.where((token_row >= 0) & (positions >= 0), slots, -1)
 
 
 @op(
@@ -105,6 +105,28 @@ def kv_append(kv: Any, k: Any, v: Any, slots: Any, scales: Any = None) -> Any:
         if s >= 0:
             kv[s // page, 0, :, s % page], kv[s // page, 1, :, s % page] = k[i], v[i]
     return kv
+
+
+@op(
+    "(pool: state f[p, page, d], x: pool[t, d], slots: i32[t]) -> state pool[p, page, d]",
+    writes=("pool",), bytes="2*t*d*bytes_x + 4*t", holds=HOLDS, example={"p": 4, "page": 3, "d": 5, "t": 4},
+)  # fmt: skip
+def page_put(pool: Any, x: Any, slots: Any) -> Any:
+    """Write a row per token to flat slots of a pool of pages, for example hidden states; slots of -1 are skipped."""
+    pool = pool.copy()
+    stored = slots >= 0
+    pool.reshape(-1, pool.shape[-1])[slots[stored]] = x[stored]
+    return pool
+
+
+@op(
+    "(pool: state f[p, page, d], slots: i32[t]) -> pool[t, d]",
+    bytes="2*t*d*bytes_pool + 4*t", holds=HOLDS, example={"p": 4, "page": 3, "d": 5, "t": 4},
+)  # fmt: skip
+def page_take(pool: Any, slots: Any) -> Any:
+    """Read a row per token from flat slots of a pool of pages; zeros for slots of -1."""
+    rows = pool.reshape(-1, pool.shape[-1])[np.maximum(slots, 0)]
+    return np.where((slots >= 0)[:, None], rows, 0)
 
 
 @op("(starts: i32[r]) -> i32[r-1]", holds=HOLDS, example={"r": 6})

@@ -23,6 +23,8 @@ DRAFT = "draft"  # the graph of a draft model
 DRAFT_PREFIX = "draft."  # of the names of its weights and KV pools
 KV_SCALES = "kv_scales."  # and the layer: the name of the scales of its pool
 RESULTS = ("ids", "logprob", "rank", "top_ids", "top_logprobs")
+HIDDEN = "hidden"  # input of the graph of a head: the hidden state of the position before each token
+HIDDEN_POOL = f"{DRAFT_PREFIX}kv.{HIDDEN}"  # pages of hidden states, one per token
 ENTRIES = 512  # verified tokens beyond this number cost as much as those of a prompt, so that drafts do not pay
 
 
@@ -35,7 +37,9 @@ class PageAttention(Pass):
     tokens: maximum tokens per step (0: the bound of T). kv: dtype of the pools (empty: that of the keys); pools of
     f8e4m3 have a weight kv_scales.LAYER, the scales of the heads of keys, then of values. speculate: maximum number of
     drafted tokens that a step verifies per row (0: none); a step then has up to rows * (1 + speculate) entries, limited
-    to the tokens of a step and to 512. The graph @draft, if there is one, becomes that of a draft model.
+    to the tokens of a step and to 512. The graph @draft, if there is one, becomes that of a draft model. If it has an
+    input `hidden`, it is a head (EAGLE-3, arXiv 2503.01840): @main returns a hidden state per token after the logits,
+    which the step stores in a pool of pages, with the head's keys and values of the same tokens.
     """
 
     name: ClassVar[str] = "page-attention"
@@ -48,9 +52,12 @@ class PageAttention(Pass):
 
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every graph; return the number of changes."""
-        return sum(self._graph(m, g, ctx) for g in list(m.graphs.values()))
+        graphs = list(m.graphs.values())
+        draft = m.graphs.get(DRAFT)
+        head = draft.copy() if draft is not None and _takes_hidden(draft) else None
+        return sum(self._graph(m, g, ctx, head) for g in graphs)
 
-    def _graph(self, m: Module, g: Graph, ctx: Ctx) -> int:
+    def _graph(self, m: Module, g: Graph, ctx: Ctx, head: Graph | None) -> int:
         inputs = {v.name: v for v in g.inputs}
         if self.kv and self.kv not in POOLS:
             cause = f"pass page-attention: kv={self.kv} is not a dtype of KV pools"
@@ -62,17 +69,19 @@ class PageAttention(Pass):
             return 0
         if not ctx.spend():
             return 0
-        _check(g)
+        _check(g, 1 if head is None else 2)
         drafts = g.name == DRAFT
         m.symbols["T"] = (1, self.tokens or m.symbols.get("T", (1, self.max_len))[1])
         entries = min(self.rows * (1 + self.speculate), m.symbols["T"][1], ENTRIES)
         m.symbols["R"] = (1, max(self.rows, entries))
         m.symbols["P"] = (1, PAGES_MAX)
         rows = _Rows(g, self, ctx.opset, drafts)
-        for name in ("tokens", "positions", "last"):
-            g.replace(inputs[name], rows.replacement[name])
+        for name, value in rows.replacement.items():
+            g.replace(inputs[name], value)
             g.inputs.remove(inputs[name])
         pools = [rows.attention(n) for n in list(g.nodes) if n.op.name == "attention"]
+        if head is not None:
+            pools += [rows.keep_hidden()] if drafts else rows.hand_over(head)
         if drafts:
             rows.draft(pools)
         else:
@@ -80,8 +89,12 @@ class PageAttention(Pass):
         return 1 + len(pools)
 
 
-def _check(g: Graph) -> None:
-    """Raise Diagnostic E435 unless attention is causal, layer numbers are unique, and logits are the only output."""
+def _takes_hidden(g: Graph) -> bool:
+    return any(v.name == HIDDEN for v in g.inputs)
+
+
+def _check(g: Graph, outputs: int) -> None:
+    """Raise Diagnostic E435 unless attention is causal, layer numbers are unique, and there are so many outputs."""
     layers: set[int] = set()
     for n in g.nodes:
         if n.op.name != "attention":
@@ -93,18 +106,21 @@ def _check(g: Graph) -> None:
                 "E435", f"two attention nodes have the attribute layer={n.attrs['layer']}", "number them from 0", node=n
             )
         layers.add(n.attrs["layer"])
-    if len(g.outputs) != 1:
-        raise Diagnostic(
-            "E435", f"@{g.name} has {len(g.outputs)} outputs, expected only the logits", "return only the logits"
-        )
+    if len(g.outputs) != outputs:
+        what = "only the logits" if outputs == 1 else "the logits and a hidden state per token"
+        raise Diagnostic("E435", f"@{g.name} has {len(g.outputs)} outputs, expected {what}", f"return {what}")
 
 
 class _Rows:
     """The row states of one graph, and the values that every step derives from them."""
 
     def __init__(self, g: Graph, options: PageAttention, ops: Mapping[str, OpDef], drafts: bool):
-        """`drafts`: the graph is that of a draft model, which has its own KV pools, and a place in every row."""
+        """`drafts`: the graph is that of a draft model, which has its own KV pools, and a place in every row.
+
+        A head's entry for a token, its keys, values and hidden state, is at the position before that token.
+        """
         self.g, self.options, self.ops, self.prefix = g, options, ops, DRAFT_PREFIX if drafts else ""
+        head = _takes_hidden(g)
         vocab = g.outputs[0].type.shape[-1]
         others = list(g.inputs)
         g.inputs.clear()
@@ -128,13 +144,61 @@ class _Rows:
             self.drafts = g.input("row.drafts", state("i32", n, DRAFT_WIDTH))
         g.inputs += others
         b = Builder(g, ops, before=g.nodes.head)
-        self.starts, token_row, self.positions = b.row_spans(self.rows, self.qlens, at, tokens=D("T"))
-        self.slots = b.row_slots(self.pages, token_row, self.positions, page=options.page)
-        self.replacement = {
-            "tokens": b.row_ids(self.tokens, token_row, self.positions),
-            "positions": self.positions,
-            "last": b.row_last(self.starts),
-        }
+        self.starts, self.token_row, self.positions = b.row_spans(self.rows, self.qlens, at, tokens=D("T"))
+        self.slots = b.row_slots(self.pages, self.token_row, self.positions, page=options.page)
+        self.ids = b.row_ids(self.tokens, self.token_row, self.positions)
+        self.replacement = {"tokens": self.ids, "positions": self.positions, "last": b.row_last(self.starts)}
+        if head:
+            (hidden,) = (v for v in others if v.name == HIDDEN)
+            self.hidden = self._hidden_pool(hidden.type)
+            before, slots = self._before(b)
+            self.replacement |= {"positions": before, HIDDEN: b.page_take(self.hidden, slots)}
+            self.append_at, self.attend_at = slots, before
+        else:
+            self.append_at, self.attend_at = self.slots, self.positions
+
+    def _before(self, b: Builder) -> tuple[Value, Value]:
+        """Return the positions before those of the tokens, and their slots."""
+        before: Value = b.add(self.positions, b.constant(-1, "i32"))
+        return before, b.row_slots(self.pages, self.token_row, before, page=self.options.page)
+
+    def _hidden_pool(self, hidden: Type) -> Value:
+        """Add the pool of hidden states of the type of those of a step, [T, H]."""
+        return self.g.input(HIDDEN_POOL, Type(hidden.dtype, (D("P"), D(self.options.page), hidden.shape[1]), True))
+
+    def keep_hidden(self) -> Value:
+        """Store a head's own hidden states at its tokens, where its next step reads them; return the pool."""
+        hidden = self.g.outputs.pop()
+        b = Builder(self.g, self.ops, loc="head")
+        pool: Value = b.page_put(self.hidden, hidden, self.slots)
+        return pool
+
+    def hand_over(self, head: Graph) -> list[Value]:
+        """Store the hidden states of the step's tokens, and a head's keys and values; return the two pools.
+
+        The head's keys and values of a token need the hidden state of the position before: one of this step or, for a
+        sequence's first token in it, of an earlier one.
+        """
+        hidden = self.g.outputs.pop()
+        b = Builder(self.g, self.ops, loc="head")
+        pool = b.page_put(self._hidden_pool(hidden.type), hidden, self.slots)
+        before, slots = self._before(b)
+        made = {"tokens": self.ids, "positions": before, HIDDEN: b.page_take(pool, slots)}
+        (attention,) = (n for n in head.nodes if n.op.name == "attention")
+        known = {v: made[v.name] for v in head.inputs if v.name in made}
+        k, v = (self._copied(x, known) for x in attention.operands[1:3])
+        return [pool, self._append(Builder(self.g, self.ops, loc=attention.loc), DRAFT_PREFIX, 0, k, v, slots)]
+
+    def _copied(self, v: Value, known: dict[Value, Value]) -> Value:
+        """Copy the nodes that a value of another graph is computed by; `known` has the copies, and the inputs'."""
+        if v not in known and v.node is None:
+            same = (w for w in self.g.inputs if w.name == v.name)
+            known[v] = next(same, None) or self.g.input(v.name, v.type, v.weight)
+        if v not in known and v.node is not None:
+            operands = [self._copied(x, known) for x in v.node.operands]
+            new = self.g.add(v.node.op, operands, v.node.attrs, loc=v.node.loc)
+            known |= dict(zip(v.node.results, new.results, strict=True))
+        return known[v]
 
     def attention(self, n: Node) -> Value:
         """Replace one attention node; return the newest version of its layer's pool."""
@@ -147,20 +211,26 @@ class _Rows:
         b = Builder(self.g, self.ops, before=n, loc=n.loc)
         if narrow < wide:
             v = _pad(b, v, wide)
-        layer, heads = n.attrs["layer"], k.type.shape[1]
-        pool = Type(self.options.kv or k.type.dtype, (D("P"), D(2), heads, D(self.options.page), D(wide)), True)
-        kv = self.g.input(f"{self.prefix}kv.{layer}", pool)
-        scales = []
-        if pool.dtype == F8:
-            scales = [self.g.input(f"{self.prefix}{KV_SCALES}{layer}", tensor("f32", heads * 2), weight=True)]
-        newest: Value = b.kv_append(kv, k, v, self.slots, *scales)
+        newest = self._append(b, self.prefix, n.attrs["layer"], k, v, self.append_at)
         attrs = {key: n.attrs[key] for key in ("scale", "window", "softcap")}
-        step = (self.pages, self.rows, self.starts, self.positions)
-        out = b.paged_attention(q, newest, *step, *scales, *sinks, **attrs)
+        step = (self.pages, self.rows, self.starts, self.attend_at)
+        assert newest.node is not None
+        out = b.paged_attention(q, newest, *step, *newest.node.operands[4:], *sinks, **attrs)
         if narrow < wide:
             out = b.slice(out, axis=2, start=0, stop=narrow)
         self.g.replace(n.result, out)
         self.g.erase(n)
+        return newest
+
+    def _append(self, b: Builder, prefix: str, layer: int, k: Value, v: Value, slots: Value) -> Value:
+        """Append keys and values to the pool of a layer; return its newest version."""
+        wide, heads = k.type.shape[2], k.type.shape[1]
+        pool = Type(self.options.kv or k.type.dtype, (D("P"), D(2), heads, D(self.options.page), wide), True)
+        kv = self.g.input(f"{prefix}kv.{layer}", pool)
+        scales = []
+        if pool.dtype == F8:
+            scales = [self.g.input(f"{prefix}{KV_SCALES}{layer}", tensor("f32", heads * 2), weight=True)]
+        newest: Value = b.kv_append(kv, k, v, slots, *scales)
         return newest
 
     def sample(self, pools: list[Value]) -> None:

@@ -12,7 +12,7 @@ from llmc.ir.dim import Dim
 from llmc.ir.graph import Builder, Graph, Module, Value
 from llmc.passes.analysis import made_by, same_type
 from llmc.passes.base import Ctx, Pass
-from llmc.passes.lower.page_attention import DRAFT
+from llmc.passes.lower.page_attention import DRAFT, HIDDEN_POOL
 from llmc.passes.rewrite import substitute
 
 
@@ -24,7 +24,8 @@ class Specialize(Pass):
     and @decode verifies none. decode: upper bounds of row ranges that get their own graph; [1, 16] gives 1, 2 to 16,
     and more. step: the same for tokens, verify: for entries. A range of a single number replaces the symbol by that
     number. A draft model, @draft, becomes @draft_fill (any number of tokens per row, whose KV it computes),
-    @draft_first (the last two tokens of each row, one per entry) and @draft_next (one token per row).
+    @draft_first (the last two tokens of each row, one per entry) and @draft_next (one token per row). A head needs no
+    @draft_fill, since the steps of @main compute its KV, and its @draft_first has the last token of each row only.
     """
 
     decode: tuple[int, ...] = ()
@@ -59,11 +60,10 @@ class Specialize(Pass):
     def _draft(self, m: Module, ctx: Ctx) -> int:
         """Make the entry points of a draft model; return the number of graphs."""
         g, entries = m.graphs.pop(DRAFT), m.symbols["R"]
-        plans = (
-            (FILL, m.symbols["T"], self.step),
-            (FIRST, entries, self.verify),
-            (NEXT, _device_rows(g, entries), self.decode),
-        )
+        head = any(v.name == HIDDEN_POOL for v in g.inputs)
+        single = (_device_rows(g, entries), self.decode)
+        model = ((FILL, m.symbols["T"], self.step), (FIRST, entries, self.verify))
+        plans = (*(((FIRST, *single),) if head else model), (NEXT, *single))
         count = 0
         for role, limits, ends in plans:
             for name, bounds in ranges(role, limits, ends):
@@ -76,7 +76,9 @@ class Specialize(Pass):
                     _only_pools(clone)
                 else:
                     _drop_row_last(clone)
-                if role == FIRST:
+                if role == FIRST and head:
+                    _begin_last(clone)
+                elif role == FIRST:
                     _rewind(clone, ctx)
                 clone.inputs = [v for v in clone.inputs if v.uses]
                 count += 1
@@ -109,6 +111,14 @@ def _rewind(g: Graph, ctx: Ctx) -> None:
     start = b.row_rewind(reach, length, spans.operands[0])
     for n in users:
         g.set_operands(n, [start if v is reach else v for v in n.operands])
+
+
+def _begin_last(g: Graph) -> None:
+    """Begin at the last token of each row, the first one that is not computed."""
+    spans = next(n for n in g.nodes if n.op.name == "row_spans")
+    reach = spans.operands[2]
+    length = next((v for v in g.inputs if v.name == "row.length"), None) or g.input("row.length", reach.type)
+    g.set_operands(spans, [*spans.operands[:2], length])
 
 
 def _device_rows(g: Graph, entries: tuple[int, int]) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from llmc_runtime.artifact import Artifact, open_artifact
@@ -21,8 +22,11 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.sched.speculation import SpeculationConfig
-from llmc_runtime.speculate_option import DRAFT_MODEL, DRAFTED, HIGH, LOW, TOKENS
+from llmc_runtime.speculate_option import DRAFT_MODEL, DRAFTED, EAGLE, HIGH, LOW, NGRAM, TOKENS
 from llmc_runtime.trace import Trace, attach_trace
+
+# Methods for which an artifact has programs: what drafts, and the argument of --draft.
+NEEDS = MappingProxyType({DRAFT_MODEL: ("a draft model", "MODEL"), EAGLE: ("an EAGLE-3 head", "eagle:PATH")})
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,9 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
             policy=options.scheduling_policy,
             prefix_caching=options.enable_prefix_caching,
             context=artifact.digest,
-            speculation=speculation_of(options.speculate, executor.max_drafts, executor.draft_model.max_rows),
+            speculation=speculation_of(
+                options.speculate, executor.max_drafts, executor.draft_model.max_rows, executor.draft_model.method
+            ),
             max_num_logits=executor.max_entries,
         )
         draw = random.Random(f"{options.seed} {number}" if number else options.seed)
@@ -110,12 +116,12 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
     return Opened(engine, summary, executor.close, stages, trace)
 
 
-def speculation_of(option: Any, compiled: int, rows: int = 0) -> SpeculationConfig | None:
+def speculation_of(option: Any, compiled: int, rows: int = 0, method: str = "") -> SpeculationConfig | None:
     """Return how tokens are drafted, from the normal form of the option `speculate`.
 
-    `rows` is the maximum number of rows for which the artifact's draft model drafts, 0 if there is none. Raises
-    LlmcError E204 if the artifact verifies at most `compiled` drafted tokens, and more are requested, and E206 if it
-    has no draft model and one is requested.
+    `rows` is the maximum number of rows for which the artifact's draft model or head drafts, and `method` which of the
+    two it has; 0 and "" if none. Raises LlmcError E204 if the artifact verifies at most `compiled` drafted tokens, and
+    more are requested, and E206 if the method needs a draft model or a head, and the artifact does not have it.
     """
     if option is None:
         return None
@@ -125,11 +131,12 @@ def speculation_of(option: Any, compiled: int, rows: int = 0) -> SpeculationConf
         cause = f"speculate asks for {number or 'some'} drafted tokens; the artifact was compiled for {limit}"
         remedy = f"compile again with --speculate {number or DRAFTED}, or start without speculation"
         raise LlmcError("E204", cause, f"use up to {compiled}, or {remedy}" if compiled else remedy)
-    if option["method"] == DRAFT_MODEL:
-        if not rows:
-            cause = "speculate asks for drafts of a draft model, and the artifact has none"
-            raise LlmcError("E206", cause, "compile again with --draft MODEL, or use ngram")
-        return SpeculationConfig(number or compiled, max_rows=rows)
+    if option["method"] != NGRAM:
+        if option["method"] != method:
+            what, flag = NEEDS[option["method"]]
+            cause = f"speculate asks for drafts of {what}, and the artifact has none"
+            raise LlmcError("E206", cause, f"compile again with --draft {flag}, or use ngram")
+        return SpeculationConfig(number or compiled, max_rows=rows, head=method == EAGLE)
     return SpeculationConfig(number or compiled, option[LOW], option[HIGH])
 
 

@@ -11,6 +11,7 @@ from llmc_runtime.exec.device_rows import Rows
 from llmc_runtime.exec.entry_points import Bound, EntryPoints
 from llmc_runtime.format.program import FILL, FIRST, NEXT
 from llmc_runtime.sched.step import Work
+from llmc_runtime.speculate_option import DRAFT_MODEL, EAGLE
 
 
 class DraftSteps:
@@ -18,6 +19,9 @@ class DraftSteps:
 
     A row's first draft follows its last token. It is sampled by a step over the row's last two tokens, because the
     draft model lacks the KV of the first of them if all drafts were accepted; each further draft by a step of its own.
+
+    A head (EAGLE-3) has no program FILL, as the steps of the model that verifies compute its KV; its first draft is
+    sampled by a step over the row's last token.
     """
 
     def __init__(self, artifact: Artifact, device: Device, layout: Layout, env: Mapping[str, int], rows: Rows) -> None:
@@ -30,9 +34,19 @@ class DraftSteps:
         return bool(self._first.bound)
 
     @property
+    def method(self) -> str:
+        """How the artifact drafts by programs of its own, as a value of the option `speculate`; empty if it cannot."""
+        return "" if not self else DRAFT_MODEL if self._fill.bound else EAGLE
+
+    @property
     def max_rows(self) -> int:
         """The maximum number of rows for which one step drafts."""
-        return min(self._first.max_entries // 2, self._next.max_entries)
+        return min(self._first.max_entries // self._begins, self._next.max_entries)
+
+    @property
+    def _begins(self) -> int:
+        """The number of tokens of each row by which its first draft is sampled."""
+        return 2 if self.method == DRAFT_MODEL else 1
 
     def run(self, work: Sequence[Work]) -> None:
         """Compute the KV that the draft model lacks, and draft the tokens that a step's work asks for."""
@@ -44,8 +58,9 @@ class DraftSteps:
             if index:
                 self._next.ready((rows, [1] * len(rows), [1] * len(rows))).run()
             else:
-                twice = [row for row in rows for _ in range(2)]
-                self._first.ready((twice, [1] * len(twice), [0, 1] * len(rows))).run()
+                entries = [row for row in rows for _ in range(self._begins)]
+                emits = [*[0] * (self._begins - 1), 1] * len(rows)
+                self._first.ready((entries, [1] * len(entries), emits)).run()
 
     def sizes(self) -> Iterator[Bound]:
         """Yield the programs with one token per entry in every size in which they run, with the size set."""

@@ -37,7 +37,8 @@ DTYPE_BITS: Mapping[str, int] = MappingProxyType(
     }
 )
 # Names of the programs of a draft model begin with their role: computing the KV of tokens, drafting a token from the
-# last two tokens of a row, and drafting a token from the draft before it.
+# last two tokens of a row, and drafting a token from the draft before it. A head (EAGLE-3) has no FILL, and its FIRST
+# drafts from the last token.
 FILL, FIRST, NEXT = "draft_fill", "draft_first", "draft_next"
 KINDS = ("input", "output", "weight", "state", "arena")
 MAX_CLUSTER = 8  # maximum blocks of a cluster on every GPU that has clusters

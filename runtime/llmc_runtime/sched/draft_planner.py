@@ -4,6 +4,7 @@ The draft model has KV pools of its own, with the pages and page tables of the m
 affects only how many drafts are accepted. A request's `reach` is the number of its first tokens whose KV the draft
 model has, as known to the host. A row for which the last plan drafted needs no more KV, since the first draft is made
 by a step over the row's last two tokens. A row without drafts falls behind, and catches up when drafting pays again.
+A head (EAGLE-3) never falls behind: the steps of the model that verifies compute its KV.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class DraftPlanner:
         wanted = 0 if request.guide is not None else self.speculation.proposals(request)
         if not wanted:
             return item
-        missing = 0 if followed else max(0, end - request.reach)
+        missing = 0 if followed or self.speculation.config.head else max(0, end - request.reach)
         fill, start = min(missing, self._tokens) if self._entries else 0, request.reach
         if fill:
             self._tokens -= fill

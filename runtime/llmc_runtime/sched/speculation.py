@@ -25,21 +25,22 @@ _PRIOR = 2.0  # verifications that the acceptance of all rows counts for in that
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """Drafts of up to `num_tokens` tokens per row, by prompt lookup or by a draft model.
+    """Drafts of up to `num_tokens` tokens per row, by prompt lookup, by a draft model or by a head.
 
     min_ngram, max_ngram: tokens of the suffixes that prompt lookup searches for. max_rows: maximum number of rows for
-    which a step of the draft model drafts; 0: prompt lookup.
+    which a step of the draft model or head drafts; 0: prompt lookup. head: its KV is computed by every step.
     """
 
     num_tokens: int
     min_ngram: int = 0
     max_ngram: int = 0
     max_rows: int = 0
+    head: bool = False
 
     @property
     def method(self) -> str:
         """The name of the method, as users give it."""
-        return "draft" if self.max_rows else "ngram"
+        return ("eagle" if self.head else "draft") if self.max_rows else "ngram"
 
     @property
     def drafting(self) -> tuple[int, int, int]:

@@ -18,6 +18,8 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "cpu/slice": f"{_HERE}.shape:SLICE",
         "cpu/concat": f"{_HERE}.shape:CONCAT",
         "cpu/take": f"{_HERE}.shape:TAKE",
+        "cpu/page_take": f"{_HERE}.shape:PAGE_TAKE",
+        "cpu/page_put": f"{_HERE}.shape:PAGE_PUT",
         "cpu/packed_take": f"{_HERE}.shape:PACKED_TAKE",
         "cpu/take_columns": f"{_HERE}.shape:TAKE_COLUMNS",
         "cpu/gather": f"{_HERE}.shape:GATHER",

@@ -90,6 +90,29 @@ class Take(CppKernel):
         return f"take_rows(ctx, (char*)args[2], (const char*)args[0], (const {i}*)args[1], {count}, {nbytes});"
 
 
+class PageTake(Take):
+    """Rows of a pool of pages by slot."""
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        pool, slots = (v.type for v in node.operands)
+        count, nbytes = sizes(slots.numel), sizes(pool.shape[-1] * item(node))
+        return f"take_rows(ctx, (char*)args[2], (const char*)args[0], (const int32_t*)args[1], {count}, {nbytes});"
+
+
+class PagePut(CppKernel):
+    """Write rows to slots of a pool of pages."""
+
+    headers = ("llmc_abi.h", "llmc_shape.h")
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        return unsupported(node)
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        x = node.operands[1].type
+        count, nbytes = sizes(x.shape[0]), sizes(x.shape[1] * item(node))
+        return f"put_rows(ctx, (char*)args[3], (const char*)args[1], (const int32_t*)args[2], {count}, {nbytes});"
+
+
 class PackedTake(Take):
     """Rows by index of a packed weight."""
 
@@ -143,6 +166,8 @@ TRANSPOSE = Strided("cpu/transpose", ("transpose",))
 SLICE = Strided("cpu/slice", ("slice",))
 CONCAT = Concat("cpu/concat", ("concat",))
 TAKE = Take("cpu/take", ("take",))
+PAGE_TAKE = PageTake("cpu/page_take", ("page_take",))
+PAGE_PUT = PagePut("cpu/page_put", ("page_put",))
 PACKED_TAKE = PackedTake("cpu/packed_take", ("packed_take",))
 GATHER = Gather("cpu/gather", ("gather",))
 TAKE_COLUMNS = TakeColumns("cpu/take_columns", ("take_columns",))

@@ -44,6 +44,8 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "triton/copy": f"{_HERE}.shape:COPY",
         "triton/concat": f"{_HERE}.shape:CONCAT",
         "triton/take": f"{_HERE}.shape:TAKE",
+        "triton/page_take": f"{_HERE}.shape:PAGE_TAKE",
+        "triton/page_put": f"{_HERE}.shape:PAGE_PUT",
         "triton/packed_take": f"{_HERE}.shape:PACKED_TAKE",
         "triton/take_columns": f"{_HERE}.shape:TAKE_COLUMNS",
         "triton/gather": f"{_HERE}.shape:GATHER",

@@ -240,6 +240,42 @@ class Take(Indexed):
         return f"index * {factored(cols, u.sizes)} + col"
 
 
+class PageTake(Take):
+    """Rows of a pool of pages by slot."""
+
+    def space(self, node: Node) -> tuple[Dim, Dim]:
+        return node.operands[1].type.numel, node.operands[0].type.shape[-1]
+
+
+class PagePut(Moving):
+    """Write rows to slots of a pool of pages."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        return unsupported(node)
+
+    def space(self, node: Node) -> tuple[Dim, Dim]:
+        return node.operands[1].type.shape[0], node.operands[1].type.shape[1]
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        copied = node.operands[1].type.nbytes * 2
+        return cost_us(node, target, env, self.programs(node, schedule), schedule["warps"], copied)
+
+    def code(self, u: Unit) -> Code:
+        rows, cols = self.space(u.node)
+        head, inside = self.tile(u, rows, cols)
+        known = "" if rows.divisible(u.schedule["rows"]) else f"row < {u.sizes(rows)}"
+        one = rows.const == 1
+        source = "" if one else f"{times('row', cols, u.node.operands[1].type.numel, u.sizes)} + "
+        lines = [
+            *head,
+            u.wait,
+            f"slot = tl.load({'x2' if one else 'x2 + row'}{masked(known, other='-1')}).to(tl.int64)",
+            f"v = tl.load(x1 + {source}col{masked(inside, other='0')})",
+            f"tl.store(y0 + slot * {factored(cols, u.sizes)} + col, v{masked(inside, '(slot >= 0)')})",
+        ]
+        return self.finish(u, lines)
+
+
 class PackedTake(Take):
     """Rows by index of a weight in panels."""
 
@@ -311,6 +347,8 @@ class Iota(Moving):
 COPY = Copy("triton/copy", ("reshape", "transpose", "slice"))
 CONCAT = Concat("triton/concat", ("concat",))
 TAKE = Take("triton/take", ("take",))
+PAGE_TAKE = PageTake("triton/page_take", ("page_take",))
+PAGE_PUT = PagePut("triton/page_put", ("page_put",))
 PACKED_TAKE = PackedTake("triton/packed_take", ("packed_take",))
 GATHER = Gather("triton/gather", ("gather",))
 TAKE_COLUMNS = TakeColumns("triton/take_columns", ("take_columns",))

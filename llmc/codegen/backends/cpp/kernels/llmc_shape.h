@@ -44,6 +44,17 @@ static inline void take_rows(const llmc_ctx* ctx, char* y, const char* x, const 
     lo += n;
   }
 }
+// y[slots[i]] = x[i] for rows of `bytes` bytes; rows with a negative slot are skipped.
+static inline void put_rows(const llmc_ctx* ctx, char* y, const char* x, const int32_t* slots, int64_t count,
+                            int64_t bytes) {
+  int64_t lo, hi;
+  llmc_split(ctx, count * bytes, 1024, &lo, &hi);
+  while (lo < hi) {
+    int64_t r = lo / bytes, at = lo % bytes, n = bytes - at < hi - lo ? bytes - at : hi - lo;
+    if (slots[r] >= 0) memcpy(y + slots[r] * bytes + at, x + r * bytes + at, n);
+    lo += n;
+  }
+}
 // y[i] = row idx[i] of a weight in panels [.., DEPTH, ROWS, PAIR] with K elements; zeros if the index is negative.
 template <class T, class I, int64_t K, int64_t DEPTH, int ROWS, int PAIR>
 static inline void take_packed(const llmc_ctx* ctx, T* y, const T* x, const I* idx, int64_t count) {

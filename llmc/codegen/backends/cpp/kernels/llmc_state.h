@@ -32,8 +32,9 @@ static inline void row_slots(const llmc_ctx* ctx, int32_t* slots, const int32_t*
                              const int32_t* positions, int64_t t, int64_t width, int32_t page) {
   if (ctx->tid) return;
   for (int64_t i = 0; i < t; i++) {
-    int32_t at = positions[i] < 0 ? 0 : positions[i];
-    slots[i] = token_row[i] < 0 ? -1 : pages[token_row[i] * width + at / page] * page + at % page;
+    int32_t at = positions[i];
+    bool stored = token_row[i] >= 0 && at >= 0;
+    slots[i] = stored ? pages[token_row[i] * width + at / page] * page + at % page : -1;
   }
 }
 static inline void row_last(const llmc_ctx* ctx, int32_t* last, const int32_t* starts, int64_t r) {

@@ -68,8 +68,8 @@ def store_ids(token_ids_ptr, out_ptr, tokens, token_row, position, token_count, 
 
 @triton.jit
 def store_slots(page_table_ptr, out_ptr, tokens, token_row, position, token_count, table_width, PAGE: tl.constexpr):
-    """Look up the pool slots of tokens in the page table [rows, table_width]; -1 for tokens without a row."""
-    live = (tokens < token_count) & (token_row >= 0)
+    """Look up the pool slots of tokens in the page table [rows, table_width]; -1 without a row or position."""
+    live = (tokens < token_count) & (token_row >= 0) & (position >= 0)
     pages_ptr = page_table_ptr + token_row.to(tl.int64) * table_width
     slot = tl.load(pages_ptr + position // PAGE, mask=live, other=0) * PAGE + position % PAGE
     tl.store(out_ptr + tokens, tl.where(live, slot, -1), mask=tokens < token_count)

@@ -1,0 +1,80 @@
+"""`llmc compile --draft eagle:PATH`: an EAGLE-3 head that drafts from the hidden states of the model that verifies."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from llmc.diagnostics import Diagnostic
+from llmc.draft_tokens import check_tokens
+from llmc.frontend.eagle_config import ANOTHER, EAGLE, HeadConfig, read_head
+from llmc.ir.graph import Builder, Graph
+from llmc.ir.ops import OPS
+from llmc.ir.text import show
+from llmc.ir.types import tensor
+from llmc.options import Options
+from llmc.passes.lower.page_attention import DRAFT, DRAFT_PREFIX
+
+
+def head_of(o: Options) -> HeadConfig | None:
+    """Return the config of the head that the options name, None if they name none.
+
+    A head of a hub id is downloaded. Raises Diagnostic E360 if it is not an EAGLE-3 head, and the errors of `locate`.
+    """
+    if not o.draft.startswith(EAGLE):
+        return None
+    from llmc.frontend.hub import locate
+
+    return read_head(locate(o.draft.removeprefix(EAGLE), o.hub, o.weights == "packed").folder)
+
+
+def add_head(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
+    """Trace the head of a Compilation into the graph @draft of the module of `traced`, whose @main joins its inputs.
+
+    @main returns, after the logits, the three hidden states side by side times the head's `fc`. Returns the head's
+    weights, which `stack` closes; None unless `packed`. Raises Diagnostic E360 if the head does not fit the model.
+    """
+    from llmc.frontend.eagle_head import EMBEDDING, FC, HeadWeights, head_graph, trace_head
+
+    head: HeadConfig = job.head
+    facts, main = traced.facts, traced.module.graphs["main"]
+    logits, *states = main.outputs
+    hidden, own = int(states[0].type.shape[-1]), int(head.decoder["hidden_size"])
+    check_tokens(job.model, head.folder, f"the head {head.folder}", ANOTHER)
+    weights = HeadWeights(head, hidden, facts.vocab_size) if packed else None
+    if weights:
+        stack.callback(weights.close)
+    found = trace_head(head, facts.dtype, facts.vocab_size, facts.max_positions, job.tokens, job.rows)
+    graph: Graph = head_graph(found, facts.vocab_size)
+    graph.name = DRAFT
+    shared = "" if weights and weights.embeds else _embedding(traced, graph, EMBEDDING)
+    b = Builder(main, OPS, loc="fc")
+    fc = main.input(FC, tensor(facts.dtype, own, 3 * hidden), weight=True)
+    mine = [v for v in (fc, *graph.inputs) if v.weight and v.name != shared]
+    if weights:
+        weights.serve({v.name: v.type for v in mine}, found.buffers)
+    for v in mine:
+        v.name = DRAFT_PREFIX + v.name
+    parts = [x if x.type.dtype == facts.dtype else b.cast(x, dtype=facts.dtype) for x in states]
+    main.outputs = [logits, b.linear(b.concat(*parts, axis=1), fc)]
+    traced.module.graphs[DRAFT] = graph
+    job.ir.append(("with-draft", show(traced.module)))
+    job.done("draft", f"EAGLE-3 head, {len(graph.nodes)} nodes, {facts.dtype}")
+    return weights
+
+
+def _embedding(traced: Any, graph: Graph, name: str) -> str:
+    """Make the head's graph read the model's embedding instead of the weight `name`; return the embedding's name.
+
+    Raises Diagnostic E360 if the model has none of the same shape.
+    """
+    module = traced.model.get_input_embeddings()
+    path = next((path for path, m in traced.model.named_modules() if m is module), "")
+    found = traced.tied.get(f"{path}.weight", f"{path}.weight")
+    theirs = next((v.type for v in traced.module.graphs["main"].inputs if v.name == found), None)
+    (mine,) = (v for v in graph.inputs if v.name == name)
+    if theirs != mine.type:
+        cause = f"the head has no embedding of its own, and {traced.facts.architecture} has none of {mine.type}"
+        raise Diagnostic("E360", cause, "use a head with an embedding of its own")
+    mine.name = found
+    return found

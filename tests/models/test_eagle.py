@@ -1,0 +1,173 @@
+"""An EAGLE-3 head drafts what the published algorithm drafts, and changes nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from draw import SEED
+from kernel_cache import CACHE
+from llmc_runtime import LLM, LlmcError, SamplingParams
+from llmc_runtime.exec.draft_steps import DraftSteps
+from models.cases import LISTED
+from models.eagle import drafted, save_head, save_speculators, tensors
+from models.kit import save
+from models.test_draft_model import accepted, find, other
+from models.test_speculation import DEMO, eager, quiet, requests, results  # noqa: F401
+
+from llmc.driver import compile_model
+from llmc.frontend.eagle_config import read_head
+from llmc.frontend.eagle_head import HeadWeights
+from llmc.options import Options
+from llmc.report.inspect import inspect_artifact
+
+LIMITS: dict[str, Any] = {"cache": CACHE, "max_num_seqs": 4, "max_num_batched_tokens": 24}
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("before", [False, pytest.param(True, marks=pytest.mark.drawn)])
+def test_drafts_are_those_of_the_published_algorithm(
+    before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After prompts in chunks, accepted and rejected drafts, with and without a vocabulary of its own."""
+    model, w = save(LISTED[1], tmp_path / "model", SEED), tensors(200 if before else 320, seed=SEED)
+    save_head(tmp_path / "head", w, norm_before_residual=before)
+    draft = f"eagle:{tmp_path / 'head'}"
+    compile_model(tmp_path / "model", tmp_path / "model.llmc", Options(**LIMITS, draft=draft))
+    seen: list[tuple[list[int], list[int]]] = []
+    run = DraftSteps.run
+
+    def recorded(self: DraftSteps, work: Any) -> None:
+        run(self, work)
+        history, length = (self._rows._tables[name].view for name in ("tokens", "length"))
+        for item in work:
+            if item.propose:
+                known = int(length[item.row, 0]) + 1
+                row = history[item.row].tolist()
+                seen.append((row[:known], row[known : known + item.propose]))
+
+    monkeypatch.setattr(DraftSteps, "run", recorded)
+    bias = {5: 5.0, 9: 5.5, 200: 5.0}
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logit_bias=bias)
+    prompts = [{"prompt_token_ids": [7 * i % 311 + 3 for i in range(n)]} for n in (1, 2, 40, 17, 16)]
+    with LLM(tmp_path / "model.llmc", say=quiet, speculate="eagle:3", enable_prefix_caching=False) as llm:
+        llm.generate(prompts, params, use_tqdm=False)
+        verified, right = accepted(llm)
+    assert 0 < right < verified and len(seen) > 24
+    for known, drafts in Random(SEED).sample(seen, 24):
+        assert drafted(model, w, known, len(drafts), bias, before) == drafts, f"after {len(known)} tokens"
+
+
+@pytest.mark.usefixtures("eager")
+def test_nothing_changes(tmp_path: Path) -> None:
+    """Batched, with preemption, prefix cache and chunks of prompts; also with prompt lookup instead."""
+    save(find("qwen3"), tmp_path / "model", SEED)
+    save_head(tmp_path / "head", tensors(200, seed=SEED))
+    compile_model(tmp_path / "model", tmp_path / "plain.llmc", Options(**LIMITS))
+    compile_model(tmp_path / "model", tmp_path / "both.llmc", Options(**LIMITS, draft=f"eagle:{tmp_path / 'head'}"))
+    prompts, params = requests()
+    with LLM(tmp_path / "plain.llmc", say=quiet) as llm:
+        want = results(llm, prompts, params)
+    page = json.loads((tmp_path / "both.llmc" / "manifest.json").read_text())["kv"]["bytes_per_page"]
+    three = {"method": "eagle3", "model": "any", "num_speculative_tokens": 3}
+    for options in ({}, {"speculate": "eagle"}, {"speculate": three}, {"speculate": "ngram"}):
+        with LLM(tmp_path / "both.llmc", say=quiet, **options) as llm:
+            assert results(llm, prompts, params) == want, options
+            assert (accepted(llm)[0] > 0) == bool(options)
+            assert results(llm, prompts, params) == want, "with pages of the prefix cache"
+    with LLM(tmp_path / "both.llmc", say=quiet, speculate="eagle", kv_cache_memory_bytes=12 * page) as llm:
+        assert results(llm, prompts[::-1], params[::-1]) == want[::-1], "in another company, with preemption"
+        assert llm.stats()["num_preemptions"] > 0 and accepted(llm)[0] > 0
+        assert llm.engine.scheduler.pool.num_used == 0
+    with pytest.raises(LlmcError, match="none") as caught:
+        LLM(tmp_path / "both.llmc", say=quiet, speculate="draft")
+    assert caught.value.code == "E206" and "--draft MODEL" in caught.value.remedy
+    with pytest.raises(LlmcError, match="an EAGLE-3 head") as caught:
+        LLM(tmp_path / "plain.llmc", say=quiet, speculate="eagle")
+
+
+def test_both_formats(tmp_path: Path) -> None:
+    """The same weights by either format's names; which layers are read, by each of the keys."""
+    found = tensors(200)
+    save_head(tmp_path / "head", found)
+    save_speculators(tmp_path / "speculators", found, norm_before_residual=True)
+    heads = [read_head(tmp_path / name) for name in ("head", "speculators")]
+    assert [h.norm_before_residual for h in heads] == [False, True] and heads[0].aux == heads[1].aux == (0, 1, 1)
+    weights = [HeadWeights(h, 64, 320) for h in heads]
+    assert weights[0]._stored.keys() == weights[1]._stored.keys() == found.keys()
+    assert (weights[0]._buffers["vocabulary"] == weights[1]._buffers["vocabulary"]).all()
+    index = weights[0]._buffers["vocabulary"]
+    ids = found["d2t"].numpy() + np.arange(200)
+    assert (index[ids] == np.arange(200)).all() and (index == 200).sum() == 120
+    for w in weights:
+        w.close()
+    assert heads[0].aux_layers(2) == (0, 1, 1)
+    key = "eagle_aux_hidden_state_layer_ids"
+    nested: dict[str, Any] = {key: None, "eagle_config": {key: [1, 9, 20]}}
+    save_head(tmp_path / "nested", found, **nested)
+    assert read_head(tmp_path / "nested").aux_layers(24) == (2, 10, 21)
+    save_head(tmp_path / "usual", found, eagle_aux_hidden_state_layer_ids=None)
+    assert read_head(tmp_path / "usual").aux_layers(32) == (2, 16, 29)
+
+
+def test_refused(tmp_path: Path) -> None:
+    """A head of another hidden size, vocabulary or architecture, a model, missing tensors: one error each."""
+    save(LISTED[1], tmp_path / "model")
+    save_head(tmp_path / "hidden", tensors(200, hidden=32))
+    save_head(tmp_path / "vocabulary", tensors(200) | {"t2d": tensors(200)["t2d"][:300]})
+    save_head(tmp_path / "deep", tensors(200), num_hidden_layers=2)
+    save_head(tmp_path / "layers", tensors(200), eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    save_head(tmp_path / "lacking", {n: x for n, x in tensors(200).items() if "gate" not in n})
+    save_head(tmp_path / "more", tensors(200) | {"midlayer.self_attn.q_norm.weight": tensors(200)["norm.weight"]})
+    save_head(tmp_path / "map", tensors(200) | {"d2t": tensors(200)["d2t"] * 0 + 200})
+    save_head(tmp_path / "wide", tensors(200), intermediate_size=128)
+    for name, text, more in (
+        ("hidden", "reads hidden states of 32 numbers, the model 64", {}),
+        ("vocabulary", "vocabulary of 300 tokens, the model one of 320", {}),
+        ("deep", "2 layers of llama; one layer", {}),
+        ("layers", r"layers \[1, 2, 3\]; 2 layers are compiled", {}),
+        ("lacking", "no tensor midlayer.mlp.gate_proj.weight", {}),
+        ("more", "q_norm.weight", {}),
+        ("map", "not distinct ids below 320", {}),
+        ("wide", r"mlp.gate_proj.weight is \[96, 64\], by config.json \[128, 64\]", {}),
+        ("model", "no draft_vocab_size", {}),
+        ("map", "vocabulary of a head is in its weights", {"weights": "random:1"}),
+    ):
+        options = Options(cache=CACHE, draft=f"eagle:{tmp_path / name}", **more)
+        with pytest.raises(LlmcError, match=text) as caught:
+            compile_model(tmp_path / "model", tmp_path / "wrong.llmc", options)
+        assert caught.value.code == "E360" and caught.value.remedy
+    save(other(LISTED[1], vocab_size=300), tmp_path / "small")
+    save_head(tmp_path / "good", tensors(200))
+    with pytest.raises(LlmcError, match="vocabulary of 320 tokens, the model one of 300"):
+        options = Options(cache=CACHE, draft=f"eagle:{tmp_path / 'good'}")
+        compile_model(tmp_path / "small", tmp_path / "wrong.llmc", options)
+    assert not (tmp_path / "wrong.llmc").exists()
+
+
+@pytest.mark.usefixtures("eager")
+def test_the_head_of_the_demonstration_model(tmp_path: Path) -> None:
+    """Greedy and sampled texts and several outputs are the same; a fair share of the drafts is accepted."""
+    path = tmp_path / "demo.llmc"
+    compile_model(DEMO, path, Options(cache=CACHE, draft=f"eagle:{DEMO.parent / 'demo-model-head'}"))
+    params = [
+        SamplingParams(temperature=0, max_tokens=60, ignore_eos=True),
+        SamplingParams(temperature=0.8, max_tokens=40, n=3, seed=3, logprobs=1),
+        SamplingParams(temperature=1.0, top_p=0.9, max_tokens=50, seed=4, stop=[" the"]),
+    ]
+    found = []
+    for speculate in (None, "eagle", "eagle:2"):
+        with LLM(path, say=quiet, speculate=speculate) as llm:
+            outs = llm.generate(["When the morning came, the old man"] * len(params), params, use_tqdm=False)
+            found.append([(o.text, list(o.token_ids), o.finish_reason) for r in outs for o in r.outputs])
+            drafts, right = accepted(llm)
+            assert right > 0.15 * drafts
+            assert llm.engine.scheduler.pool.num_used == 0
+    assert found[0] == found[1] == found[2]
+    data = inspect_artifact(path)
+    assert data["speculation"] == {"drafts": 4, "methods": ["ngram", "eagle"]}
+    assert data["compile"]["options"]["draft"] == "eagle:demo-model-head"
