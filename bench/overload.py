@@ -15,10 +15,11 @@ peak is measured again beside each load, before and after it, since the speed of
 requests as the server admits under overload; a load's share is its goodput over the mean of the two. Lengths of answers
 vary, so that requests do not end together.
 
-Other jobs on the machine take time from peak and load unequally. Therefore each load has a second share: completed
-requests for each CPU second of the server (front end and engine), over the same at the two peaks. Where the server
-uses all of its CPUs, this is the share of the goodput without the other jobs. A refusal's cost is the front end's CPU
-time beyond what completed requests take it at the two peaks.
+Other jobs on the machine take time from peak and load unequally. Therefore each load has two further shares, which hold
+where the server uses all of its CPUs: completed requests for each CPU second of the server (front end and engine), and
+the engine's part of these CPU seconds, each over the same at the two peaks. The latter leaves out how fast the engine
+is, which other jobs change, too. A refusal's cost is the front end's CPU time beyond what completed requests take it at
+the two peaks.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Row:
     goodput: float
     share: float
     cpu_share: float  # completed requests a CPU second of the server, over those at the peak
+    engine_share: float  # the engine's part of the server's CPU seconds, over that at the peak
     completed: float
     refused: float
     failed: int
@@ -183,13 +185,13 @@ def medians(rows: list[Row]) -> list[str]:
     for mode, load in dict.fromkeys((one.mode, one.load) for one in rows):
         some = [one for one in rows if (one.mode, one.load) == (mode, load)]
         if len(some) > 1:
-            share, per_cpu, p50, p99, cpu = (
+            share, per_cpu, engine, p50, p99, cpu = (
                 statistics.median(getattr(one, name) for one in some)
-                for name in ("share", "cpu_share", "refused_p50", "refused_p99", "refusal_cpu")
+                for name in ("share", "cpu_share", "engine_share", "refused_p50", "refused_p99", "refusal_cpu")
             )
             lines.append(
                 f"median of {len(some)}, {mode}, {load:g} times the peak: goodput {share:.0%}, "
-                f"by CPU time {per_cpu:.0%}, refusals p50 / p99 {p50:.1f} / {p99:.1f} ms, "
+                f"by CPU time {per_cpu:.0%}, engine's part {engine:.0%}, refusals p50 / p99 {p50:.1f} / {p99:.1f} ms, "
                 f"{cpu:.3f} ms of the front end each"
             )
     return lines
@@ -305,10 +307,11 @@ def row(
     good = sum(took <= objective for _, took in log.done) / seconds
     number = len(log.done)
     extra = (cpu[0] - peak.front * number) / len(log.refused) if log.refused else 0.0
-    per_cpu = (peak.front + peak.engine) * number / (cpu[0] + cpu[1])
+    ours, at_peak = cpu[0] + cpu[1], peak.front + peak.engine
+    shares = good / peak.rate, at_peak * number / ours, cpu[1] / ours * at_peak / peak.engine
     done, refused = ([took for _, took in some] for some in (log.done, log.refused))
     return Row(
-        mode, load, rate, len(log.late) / seconds, good, good / peak.rate, per_cpu, number / seconds,
+        mode, load, rate, len(log.late) / seconds, good, *shares, number / seconds,
         len(refused) / seconds, log.failed,
         *(1e3 * quantile(values, q) for values in (done, refused) for q in (0.5, 0.99)),
         *(one / seconds for one in cpu), 1e3 * quantile([late for _, late in log.late], 0.99), 1e3 * extra,
@@ -321,7 +324,7 @@ def quantile(values: list[float], q: float) -> float:
 
 
 HEAD = (
-    "mode   load offered/s  sent/s  good/s  share  by CPU  done p50/p99 ms   refused/s  p50/p99 ms  failed   "
+    "mode   load offered/s  sent/s  good/s  share  by CPU  engine  done p50/p99 ms   refused/s  p50/p99 ms  failed   "
     "CPU front engine (waits) client late ms  ms/refusal"
 )
 
@@ -330,7 +333,7 @@ def line(one: Row) -> str:
     """Return a row of the table as text."""
     return (
         f"{one.mode:5} {one.load:5g} {one.rate:8.1f} {one.sent:7.1f} {one.goodput:7.1f} {one.share:6.0%} "
-        f"{one.cpu_share:7.0%} {one.done_p50:7.0f} {one.done_p99:7.0f} "
+        f"{one.cpu_share:7.0%} {one.engine_share:7.1%} {one.done_p50:7.0f} {one.done_p99:7.0f} "
         f"{one.refused:9.1f} {one.refused_p50:7.1f} {one.refused_p99:7.1f} "
         f"{one.failed:7d} {one.front:11.2f} {one.engine:6.2f} {one.engine_waits:7.3f} {one.client:6.2f} "
         f"{one.late_p99:7.1f} {one.refusal_cpu:11.3f}"

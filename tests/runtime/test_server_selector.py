@@ -65,6 +65,26 @@ def test_fewer_bodies_than_heads_are_read_per_call(ready: tuple[FairSelector, Pa
     assert fds[5] in [key.fd for key, _ in fair.select(0)]
 
 
+def test_input_of_watched_clients_is_reported_together(ready: tuple[FairSelector, Pairs]) -> None:
+    fair, pairs = ready
+    registered, (plain, peer) = pairs[0][0], socket.socketpair()
+    found: list[int] = []
+    fair.on_input = found.extend
+    fair.add_client(registered.fileno())
+    peer.send(b"x")
+    for sock in (registered, plain):
+        fair.watch(sock.fileno())
+    rest = {left.fileno() for left, _ in pairs[1:]}
+    assert {key.fd for key, _ in fair.select(0)} == rest
+    assert set(found) == {registered.fileno(), plain.fileno()}
+    for sock in (registered, plain):
+        fair.unwatch(sock.fileno())
+    found.clear()
+    assert {key.fd for key, _ in fair.select(0)} == rest | {registered.fileno()} and not found
+    for sock in (plain, peer):
+        sock.close()
+
+
 def test_few_are_reported_at_once(ready: tuple[FairSelector, Pairs]) -> None:
     fair, pairs = ready
     for left, _ in pairs[1:]:

@@ -170,6 +170,8 @@ class HttpConnection(H11Protocol):
                 transport.abort()
                 return
         self._head_timer = self.loop.call_later(self.head_seconds, self._head_timeout)
+        if self.passed:  # light connections have left a request in the socket
+            self.loop.call_soon(transport._read_ready)  # type: ignore[attr-defined]  # of asyncio's socket transports
 
     def data_received(self, data: bytes) -> None:
         """Handle a part of a head or of a body."""
@@ -276,6 +278,7 @@ class HttpConnection(H11Protocol):
     def _end_loan(self, passed: bool) -> None:
         """Read the next request, which light connections have left in the socket."""
         self.passed = passed
+        self._inner_transport._read_ready()
 
     @property
     def _between(self) -> bool:

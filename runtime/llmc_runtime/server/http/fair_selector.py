@@ -28,10 +28,10 @@ from typing import Any
 
 MAX_CLIENTS = 16  # events of `_clients` per call
 MAX_BODIES = 4  # events of `_bodies` per call
-BATCH_SECONDS = 0.004  # minimum time between two batches
-MAX_BATCH_SECONDS = 0.010  # maximum time between two batches
+BATCH_SECONDS = 0.008  # minimum time between two batches
+MAX_BATCH_SECONDS = 0.012  # maximum time between two batches
 EXPECTED_SECONDS = 0.001  # maximum time until the next batch when a request is about to arrive
-BATCHING_SECONDS = 0.02  # time after the last refusal during which clients are polled in batches
+BATCHING_SECONDS = 0.1  # time after a refusal in which another one starts batching, and after the last which ends it
 
 Events = list[tuple[selectors.SelectorKey, int]]
 
@@ -51,7 +51,7 @@ class BatchTimer:
     def refused(self, count: int = 1) -> None:
         """Record refused requests. Batching starts, or continues, with several, or one shortly after another."""
         now = time.monotonic()
-        if count > 1 or now - self._last_refusal < MAX_BATCH_SECONDS:
+        if count > 1 or now - self._last_refusal < BATCHING_SECONDS:
             self._until = now + BATCHING_SECONDS
         self._last_refusal = now
 

@@ -173,7 +173,6 @@ class LightConnections:
         if state is _State.CLOSED:
             light.close()
         else:
-            self._fair.batches.expect()
             light.promote(light.passed)
 
     def _served(self, lights: list[_Light]) -> list[tuple[_Light, _State]]:
