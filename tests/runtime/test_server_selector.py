@@ -12,7 +12,6 @@ from llmc_runtime.server.http.fair_selector import (
     BATCH_SECONDS,
     BATCHING_SECONDS,
     EXPECTED_SECONDS,
-    MAX_BATCH_SECONDS,
     MAX_BODIES,
     MAX_CLIENTS,
     FairSelector,
@@ -124,7 +123,7 @@ def test_clients_are_polled_in_batches_while_requests_are_refused(
         fair.add_client(fd)
     fair.batches.refused()
     assert found() == {own, *clients}, "one refusal alone changes nothing"
-    clock.now += MAX_BATCH_SECONDS / 2
+    clock.now += BATCH_SECONDS
     fair.batches.refused()
     assert found() == {own, *clients}, "the first batch"
     clock.now += BATCH_SECONDS / 2
