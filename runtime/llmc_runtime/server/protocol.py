@@ -125,7 +125,7 @@ class HttpConnection(H11Protocol):
     _head_timer: asyncio.TimerHandle | None = None  # runs while a head is arriving
     _stalled: asyncio.TimerHandle | None = None  # runs while the client reads nothing
     _fair: FairSelector | None = None  # set if the loop limits the connections served per iteration
-    _light: LightConnections | None = None  # takes the connection over after a refusal, see `_await_next`
+    _light: LightConnections | None = None  # takes the connection over, see `_lend`
     _fd = -1
     _extra = False  # whether the connection is over the limit
     passed = False  # whether `shed` has seen the head of the next request, and passed it on
@@ -269,11 +269,25 @@ class HttpConnection(H11Protocol):
         Without a body to wait for, the connection is lent to the light ones.
         """
         self._unset_keepalive_if_required()
+        if self._skip or not self._lend():
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request. If it will probably be refused, the connection is lent to the light ones."""
+        super().on_response_complete()
+        closing = self.transport.is_closing()
+        if self.shed is not None and self.shed.overloaded() and self._between and not closing and self._lend():
+            self._unset_keepalive_if_required()
+
+    def _lend(self) -> bool:
+        """Lend the connection to the light ones, if there are any and the client has been sent everything."""
         transport = self._inner_transport
-        if self._light is not None and not self._skip and not transport.get_write_buffer_size():
-            self._light.lend(transport._sock, self._end_loan, transport.abort)
-            return
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        if self._light is None or transport.get_write_buffer_size():
+            return False
+        self._light.lend(transport._sock, self._end_loan, transport.abort)
+        return True
 
     def _end_loan(self, passed: bool) -> None:
         """Read the next request, which light connections have left in the socket."""

@@ -12,7 +12,7 @@ An epoll object reports the descriptors first that it reported least recently, s
 Clients of light connections are not reported one by one, but together to `on_input`.
 
 While requests are refused at a high rate, clients are polled in batches (see `BatchTimer`) instead of when data
-arrives: a refusal takes about 30 us of processor time, but waking the process for each one takes several times as much
+arrives: a refusal takes about 20 us of processor time, but waking the process for each one takes several times as much
 and interrupts an engine that uses every core.
 """
 
