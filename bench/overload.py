@@ -11,8 +11,15 @@ cores serve to a client on another machine. A load that is named several times i
 follows the table.
 
 The objective: three times the latency at the peak, plus the time in which a full queue is served at that rate. The
-peak is measured again beside each load, before and after it, since the speed of a machine drifts; a load's share is
-its goodput over the mean of the two. Lengths of answers vary, so that requests do not end together.
+peak is measured again beside each load, before and after it, since the speed of a machine drifts, with as many open
+requests as the server admits under overload; a load's share is its goodput over the mean of the two. Lengths of answers
+vary, so that requests do not end together.
+
+Other jobs on the machine take time from peak and load unequally. Therefore each load has two further shares, which hold
+where the server uses all of its CPUs: completed requests for each CPU second of the server (front end and engine), and
+the engine's part of these CPU seconds, each over the same at the two peaks. The latter leaves out how fast the engine
+is, which other jobs change, too. A refusal's cost is the front end's CPU time beyond what completed requests take it at
+the two peaks.
 """
 
 from __future__ import annotations
@@ -30,7 +37,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 from bench.overload_client import Client, Log
@@ -52,6 +59,8 @@ class Row:
     sent: float
     goodput: float
     share: float
+    cpu_share: float  # completed requests a CPU second of the server, over those at the peak
+    engine_share: float  # the engine's part of the server's CPU seconds, over that at the peak
     completed: float
     refused: float
     failed: int
@@ -65,6 +74,19 @@ class Row:
     client: float
     late_p99: float
     refusal_cpu: float  # milliseconds of the front's CPU a refusal, over what completed requests cost it at the peak
+
+
+@dataclass
+class Peak:
+    """A peak: requests a second, and CPU seconds of the front end and of the engine for each request."""
+
+    rate: float
+    front: float
+    engine: float
+
+    def mean(self, other: Peak) -> Peak:
+        """Return the mean of two."""
+        return Peak(*(statistics.mean(pair) for pair in zip(astuple(self), astuple(other), strict=True)))
 
 
 class Server:
@@ -163,14 +185,26 @@ def medians(rows: list[Row]) -> list[str]:
     for mode, load in dict.fromkeys((one.mode, one.load) for one in rows):
         some = [one for one in rows if (one.mode, one.load) == (mode, load)]
         if len(some) > 1:
-            share, p50, p99, cpu = (
+            share, per_cpu, engine, p50, p99, cpu = (
                 statistics.median(getattr(one, name) for one in some)
-                for name in ("share", "refused_p50", "refused_p99", "refusal_cpu")
+                for name in ("share", "cpu_share", "engine_share", "refused_p50", "refused_p99", "refusal_cpu")
             )
             lines.append(
                 f"median of {len(some)}, {mode}, {load:g} times the peak: goodput {share:.0%}, "
-                f"refusals p50 / p99 {p50:.1f} / {p99:.1f} ms, {cpu:.2f} ms of the front end each"
+                f"by CPU time {per_cpu:.0%}, engine's part {engine:.0%}, refusals p50 / p99 {p50:.1f} / {p99:.1f} ms, "
+                f"{cpu:.3f} ms of the front end each"
             )
+    return lines
+
+
+def costs(rows: list[Row]) -> list[str]:
+    """Describe the CPU time of the front end for a refusal, over all loads of a mode together."""
+    lines = []
+    for mode in dict.fromkeys(one.mode for one in rows):
+        some = [one for one in rows if one.mode == mode]
+        if refused := sum(one.refused for one in some):
+            cost = sum(one.refusal_cpu * one.refused for one in some) / refused
+            lines.append(f"all loads, {mode}: {cost:.3f} ms of the front end's CPU time for each refusal")
     return lines
 
 
@@ -192,16 +226,20 @@ def _request(args: argparse.Namespace, keep: bool, length: int) -> bytes:
     return (head + ("\r\n" if keep else "Connection: close\r\n\r\n")).encode() + data
 
 
-def closed(client: Client, width: int, seconds: float) -> tuple[Log, int]:
-    """Keep `width` requests open; return what ended within `seconds` after warming up, and how many ended in all."""
-    log, end = Log(), time.perf_counter() + WARM + seconds
+def closed(client: Client, server: Server, width: int, seconds: float) -> tuple[Log, list[float]]:
+    """Keep `width` requests open; return what ended within `seconds` after warming up, and the CPU seconds."""
+    log, begin, before = Log(), time.perf_counter() + WARM, None
+    end = begin + seconds
     for _ in range(width):
         client.start(time.perf_counter(), log)
     while (now := time.perf_counter()) < end:
-        for _ in range(client.wait(end - now, log)):
+        if before is None and now >= begin:
+            before = server.cpu()
+        for _ in range(client.wait(min(end - now, 0.1), log)):
             client.start(time.perf_counter(), log)
+    after = server.cpu()
     client.rest(log)
-    return log.within(end - seconds, end), len(log.done)
+    return log.within(begin, end), [b - a for a, b in zip(before or after, after, strict=True)]
 
 
 def filling(queue: int, rate: float, peak: float) -> float:
@@ -229,55 +267,53 @@ def offered(client: Client, server: Server, rate: float, warm: float, seconds: f
         client.wait(0.0, log)
     after = server.cpu()
     client.rest(log)
-    return log.within(begin, end), [b - a for a, b in zip(before or after, after)]
+    return log.within(begin, end), [b - a for a, b in zip(before or after, after, strict=True)]
 
 
 def measured(server: Server, keep: bool, args: argparse.Namespace) -> list[Row]:
     """Measure every load over one kind of connections."""
     client = Client(server.port, keep, requests_of(args, keep))
-    logs, costs = [], []
 
-    def peak(width: int) -> float:
-        before = server.cpu()[0]
-        log, ended = closed(client, width, args.seconds)
-        logs.append(log.done)
-        costs.append((server.cpu()[0] - before) / max(1, ended))
-        return len(log.done) / args.seconds
+    def peak(width: int) -> tuple[Peak, Log]:
+        log, cpu = closed(client, server, width, args.seconds)
+        number = max(1, len(log.done))
+        return Peak(len(log.done) / args.seconds, cpu[0] / number, cpu[1] / number), log
 
-    last, width = max((peak(w), w) for w in args.widths)
-    took = statistics.median(took for _, took in max(logs, key=len))
-    objective = 3 * took + args.queue / last
-    mode = "kept" if keep else "new"
-    print(f"{mode}: peak {last:.1f}/s at {1e3 * took:.0f} ms, objective {objective:.2f} s", file=sys.stderr)
-    rows = []
+    best, log = max((peak(width) for width in args.widths), key=lambda found: found[0].rate)
+    took = statistics.median(took for _, took in log.done)
+    objective = 3 * took + args.queue / best.rate
+    mode, clients = "kept" if keep else "new", args.queue + rows_of(args.artifact)
+    print(f"{mode}: peak {best.rate:.1f}/s at {1e3 * took:.0f} ms, objective {objective:.2f} s", file=sys.stderr)
+    rows, last = [], peak(clients)[0]
     for load in args.loads:
-        rate = load * last
-        warm = WARM + min(MAX_FILLING, filling(args.queue, rate, last))
+        rate = load * last.rate
+        warm = WARM + min(MAX_FILLING, filling(args.queue, rate, last.rate))
         log, cpu = offered(client, server, rate, warm, args.seconds)
-        before, last = last, peak(width)
-        rows.append(row(mode, load, rate, (before + last) / 2, log, cpu, args.seconds, objective, min(costs)))
+        before, last = last, peak(clients)[0]
+        rows.append(row(mode, load, rate, before.mean(last), log, cpu, args.seconds, objective))
         print(line(rows[-1]), file=sys.stderr, flush=True)
     return rows
 
 
+def rows_of(artifact: str) -> int:
+    """Return how many requests an artifact runs at a time."""
+    return int(json.loads((Path(artifact) / "manifest.json").read_text())["limits"]["max_num_seqs"])
+
+
 def row(
-    mode: str,
-    load: float,
-    rate: float,
-    peak: float,
-    log: Log,
-    cpu: list[float],
-    seconds: float,
-    objective: float,
-    cost: float,
+    mode: str, load: float, rate: float, peak: Peak, log: Log, cpu: list[float], seconds: float, objective: float
 ) -> Row:
-    """Return the figures of one load; `cost`: CPU seconds of the front end per completed request."""
+    """Return the figures of one load; `peak` is the mean of those beside it."""
     good = sum(took <= objective for _, took in log.done) / seconds
-    extra = max(0.0, cpu[0] - cost * len(log.done)) / len(log.refused) if log.refused else 0.0
+    number = len(log.done)
+    extra = (cpu[0] - peak.front * number) / len(log.refused) if log.refused else 0.0
+    ours, at_peak = cpu[0] + cpu[1], peak.front + peak.engine
+    shares = good / peak.rate, at_peak * number / ours, cpu[1] / ours * at_peak / peak.engine
     done, refused = ([took for _, took in some] for some in (log.done, log.refused))
     return Row(
-        mode, load, rate, len(log.late) / seconds, good, good / peak, len(done) / seconds, len(refused) / seconds,
-        log.failed, *(1e3 * quantile(values, q) for values in (done, refused) for q in (0.5, 0.99)),
+        mode, load, rate, len(log.late) / seconds, good, *shares, number / seconds,
+        len(refused) / seconds, log.failed,
+        *(1e3 * quantile(values, q) for values in (done, refused) for q in (0.5, 0.99)),
         *(one / seconds for one in cpu), 1e3 * quantile([late for _, late in log.late], 0.99), 1e3 * extra,
     )  # fmt: skip
 
@@ -288,7 +324,7 @@ def quantile(values: list[float], q: float) -> float:
 
 
 HEAD = (
-    "mode   load offered/s  sent/s  good/s  share  done p50/p99 ms   refused/s  p50/p99 ms  failed   "
+    "mode   load offered/s  sent/s  good/s  share  by CPU  engine  done p50/p99 ms   refused/s  p50/p99 ms  failed   "
     "CPU front engine (waits) client late ms  ms/refusal"
 )
 
@@ -297,9 +333,10 @@ def line(one: Row) -> str:
     """Return a row of the table as text."""
     return (
         f"{one.mode:5} {one.load:5g} {one.rate:8.1f} {one.sent:7.1f} {one.goodput:7.1f} {one.share:6.0%} "
-        f"{one.done_p50:7.0f} {one.done_p99:7.0f} {one.refused:9.1f} {one.refused_p50:7.1f} {one.refused_p99:7.1f} "
+        f"{one.cpu_share:7.0%} {one.engine_share:7.1%} {one.done_p50:7.0f} {one.done_p99:7.0f} "
+        f"{one.refused:9.1f} {one.refused_p50:7.1f} {one.refused_p99:7.1f} "
         f"{one.failed:7d} {one.front:11.2f} {one.engine:6.2f} {one.engine_waits:7.3f} {one.client:6.2f} "
-        f"{one.late_p99:7.1f} {one.refusal_cpu:11.2f}"
+        f"{one.late_p99:7.1f} {one.refusal_cpu:11.3f}"
     )
 
 
@@ -340,7 +377,7 @@ def main() -> None:
     if args.json:
         print(json.dumps([asdict(one) for one in rows], indent=1))
     else:
-        print("\n".join([HEAD, *map(line, rows), *medians(rows)]))
+        print("\n".join([HEAD, *map(line, rows), *medians(rows), *costs(rows)]))
     print(f"lines of the server's log: {server.lines}", file=sys.stderr)
 
 

@@ -17,10 +17,11 @@ import uvicorn
 from llmc_runtime import LLM, AsyncLLM
 from llmc_runtime.server.app import application
 from llmc_runtime.server.http.auth import Limits
+from llmc_runtime.server.http.event_loop import ServerLoop
 from llmc_runtime.server.load_shedding import LoadShedder
 from llmc_runtime.server.operations.admission import Admission
 from llmc_runtime.server.operations.metrics_exporter import ServerMetrics, about
-from llmc_runtime.server.protocol import MAX_HEAD_BYTES, ConnectionLimit, HttpConnection
+from llmc_runtime.server.protocol import MAX_HEAD_BYTES, ConnectionLimit, HttpConnection, light_connections
 from llmc_runtime.server.serving import Serving
 from llmc_runtime.text.tokenizer import Tokenizer
 
@@ -67,9 +68,12 @@ def served(
     tokens: int = 1 << 20, per_key: int | None = None, admin_keys: Sequence[str] = (), max_wait: float = math.inf,
     timeout: float | None = None, connections: int = 1000, alias: str | None = None,
     key_scope: str = "all", origins: Sequence[str] = (), store: int = 0,
-    names: Mapping[str, str] | None = None, **options: Any,
+    names: Mapping[str, str] | None = None, own_loop: bool = False, keep_alive: int = 5, **options: Any,
 ) -> Iterator[Served]:  # fmt: skip
-    """Run a server in a thread, on a free port; `options` are the engine's."""
+    """Run a server in a thread, on a free port; `options` are the engine's.
+
+    With `own_loop` it has the event loop and the light connections of llmc-serve.
+    """
     listening = socket.create_server(("127.0.0.1", 0))
     there, found, stop = threading.Event(), list[Served](), list[uvicorn.Server]()
 
@@ -88,22 +92,30 @@ def served(
             app = application(
                 serving, keys, limits, hosts, admin_keys=admin_keys, key_scope=key_scope, shed=shed, origins=origins
             )
+            protocol: Any = type("Bounded", (Quick,), {"limit": limit, "shed": shed})
             config = uvicorn.Config(
                 app,
-                http=type("Bounded", (Quick,), {"limit": limit, "shed": shed}),
+                http=protocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+                timeout_keep_alive=keep_alive,
             )
             stop.append(uvicorn.Server(config))
-            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-            found.append(Served(url, serving, llm, asyncio.get_running_loop()))
+            url, loop = f"http://127.0.0.1:{listening.getsockname()[1]}", asyncio.get_running_loop()
+            if isinstance(loop, ServerLoop):
+                loop.light = light_connections(loop, protocol, stop[0].server_state, keep_alive)
+            found.append(Served(url, serving, llm, loop))
             there.set()
             await stop[0].serve([listening])
             serving.close()
 
-    thread = threading.Thread(target=asyncio.run, args=[main()], daemon=True)
+    def run() -> None:
+        with asyncio.Runner(loop_factory=ServerLoop if own_loop else None) as runner:
+            runner.run(main())
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     assert there.wait(60)
     try:

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("uvicorn")
 from llmc_runtime.server.http.event_loop import ServerLoop
-from llmc_runtime.server.http.light_connections import LightConnections, _Light, _State
+from llmc_runtime.server.http.light_connections import LightConnections, _Light, _serve, _State
 from llmc_runtime.server.load_shedding import Answer
 
 REFUSED, LATE = b"HTTP/1.1 503 X\r\ncontent-length: 2\r\n\r\nno", b"late"
@@ -60,7 +60,9 @@ class Server:
 async def serving(head_seconds: float = 20.0, keep_alive: float = 20.0) -> AsyncIterator[Server]:
     state, loop = Server(), asyncio.get_running_loop()
     assert isinstance(loop, ServerLoop)
-    light = LightConnections(lambda: 100 * state.busy, state.refusal, state.count, LATE, head_seconds, keep_alive)
+    light = LightConnections(
+        loop.fair, lambda: 100 * state.busy, lambda: state.refusal, state.count, LATE, head_seconds, keep_alive
+    )
     loop.light = light
     server = await loop.create_server(Echo, sock=socket.create_server(("127.0.0.1", 0)))
     state.port = server.sockets[0].getsockname()[1]
@@ -246,18 +248,13 @@ def test_a_refusal_whose_body_has_arrived_reads_the_socket_twice() -> None:
             self.sizes.append(len(data))
             return data
 
-    async def main() -> None:
-        state, loop = Server(), asyncio.get_running_loop()
-        light = LightConnections(lambda: 1, state.refusal, state.count, LATE, 20.0, 20.0)
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            counted = Counted(ours)
-            one: Any = _Light(counted, lambda passed: None, loop.time() + 20)  # type: ignore[arg-type]
-            theirs.send(b"a no +5\r\n\r\nabcde")
-            assert light._serve(loop, one) is _State.LIGHT and one.skip == 0
-            assert theirs.recv(100) == REFUSED and counted.sizes == [16, 16]
-            theirs.send(b"b no +5\r\n\r\nab")
-            assert light._serve(loop, one) is _State.LIGHT and one.skip == 3
-            assert theirs.recv(100) == REFUSED
-
-    run(main)
+    state = Server()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        counted: Any = Counted(ours)
+        one = _Light(counted, lambda passed: None, ours.close, 0.0)
+        theirs.send(b"a no +5\r\n\r\nabcde")
+        assert _serve(one, state.refusal, 20.0) == (_State.LIGHT, REFUSED) and one.skip == 0
+        assert counted.sizes == [16, 16] and one.deadline == 20.0
+        theirs.send(b"b no +5\r\n\r\nab")
+        assert _serve(one, state.refusal, 20.0) == (_State.LIGHT, REFUSED) and one.skip == 3

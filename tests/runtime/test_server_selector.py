@@ -12,7 +12,6 @@ from llmc_runtime.server.http.fair_selector import (
     BATCH_SECONDS,
     BATCHING_SECONDS,
     EXPECTED_SECONDS,
-    MAX_BATCH_SECONDS,
     MAX_BODIES,
     MAX_CLIENTS,
     FairSelector,
@@ -65,6 +64,26 @@ def test_fewer_bodies_than_heads_are_read_per_call(ready: tuple[FairSelector, Pa
     assert fds[5] in [key.fd for key, _ in fair.select(0)]
 
 
+def test_input_of_watched_clients_is_reported_together(ready: tuple[FairSelector, Pairs]) -> None:
+    fair, pairs = ready
+    registered, (plain, peer) = pairs[0][0], socket.socketpair()
+    found: list[int] = []
+    fair.on_input = found.extend
+    fair.add_client(registered.fileno())
+    peer.send(b"x")
+    for sock in (registered, plain):
+        fair.watch(sock.fileno())
+    rest = {left.fileno() for left, _ in pairs[1:]}
+    assert {key.fd for key, _ in fair.select(0)} == rest
+    assert set(found) == {registered.fileno(), plain.fileno()}
+    for sock in (registered, plain):
+        fair.unwatch(sock.fileno())
+    found.clear()
+    assert {key.fd for key, _ in fair.select(0)} == rest | {registered.fileno()} and not found
+    for sock in (plain, peer):
+        sock.close()
+
+
 def test_few_are_reported_at_once(ready: tuple[FairSelector, Pairs]) -> None:
     fair, pairs = ready
     for left, _ in pairs[1:]:
@@ -104,7 +123,7 @@ def test_clients_are_polled_in_batches_while_requests_are_refused(
         fair.add_client(fd)
     fair.batches.refused()
     assert found() == {own, *clients}, "one refusal alone changes nothing"
-    clock.now += MAX_BATCH_SECONDS / 2
+    clock.now += BATCH_SECONDS
     fair.batches.refused()
     assert found() == {own, *clients}, "the first batch"
     clock.now += BATCH_SECONDS / 2

@@ -81,10 +81,13 @@ def occupy(server: Served) -> Link:
     return link
 
 
+own_loop = pytest.mark.parametrize("own_loop", [False, True])
+
+
 @contextmanager
-def full() -> Iterator[Served]:
-    """A server whose queue is full."""
-    with served(pace=0.2, sequences=ROWS, keys=KEYS) as server:
+def full(own_loop: bool = False, **options: Any) -> Iterator[Served]:
+    """A server whose queue is full; with `own_loop` it has light connections."""
+    with served(pace=0.2, sequences=ROWS, keys=KEYS, own_loop=own_loop, **options) as server:
         server.serving.admission.keys = 1  # a single key may take all
         links = [occupy(server) for _ in range(ROWS)]
         until(lambda: server.serving.admission.full)
@@ -107,8 +110,9 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_keys_are_checked_first_and_answers_are_those_of_the_parser(parsed: list[str]) -> None:
-    with full() as server:
+@own_loop
+def test_keys_are_checked_first_and_answers_are_those_of_the_parser(parsed: list[str], own_loop: bool) -> None:
+    with full(own_loop) as server:
         parsed.clear()
         link = Link(server)
         answers = []
@@ -133,8 +137,9 @@ def test_keys_are_checked_first_and_answers_are_those_of_the_parser(parsed: list
         assert httpx.get(f"{server.url}/health").status_code == 200
 
 
-def test_refusals_are_counted_and_a_connection_serves_on(parsed: list[str]) -> None:
-    with full() as server:
+@own_loop
+def test_refusals_are_counted_and_a_connection_serves_on(parsed: list[str], own_loop: bool) -> None:
+    with full(own_loop) as server:
         refused, link = server.serving.meters._refused, Link(server)
         for _ in range(50):
             link.send(head(len(BODY)), BODY)
@@ -154,8 +159,9 @@ def test_refusals_are_counted_and_a_connection_serves_on(parsed: list[str]) -> N
         assert link.answer()[0] == 503 and link.ended()
 
 
-def test_bytes_behind_a_refused_body_are_the_next_request() -> None:
-    with full() as server:
+@own_loop
+def test_bytes_behind_a_refused_body_are_the_next_request(own_loop: bool) -> None:
+    with full(own_loop) as server:
         link = Link(server)
         link.send(*(head(len(BODY), f"X-Request-Id: r{i}") + BODY for i in range(20)))
         link.send(head(None, line="GET /v1/models HTTP/1.1"), head(len(BODY), "X-Request-Id: r20"), BODY)
@@ -189,16 +195,18 @@ def test_chunked_bodies_are_refused_and_read_past(more: tuple[str, ...]) -> None
         assert link.answer()[0] == 200
 
 
-def test_a_client_that_waits_to_send_its_body_is_refused_without_it() -> None:
-    with full() as server:
+@own_loop
+def test_a_client_that_waits_to_send_its_body_is_refused_without_it(own_loop: bool) -> None:
+    with full(own_loop) as server:
         link = Link(server)
         link.send(head(10_000_000, "Expect: 100-continue"))
         status, headers, _ = link.answer()
         assert status == 503 and headers["connection"] == "close" and link.ended()
 
 
-def test_a_long_body_ends_the_connection_and_its_sender_reads_the_answer() -> None:
-    with full() as server:
+@own_loop
+def test_a_long_body_ends_the_connection_and_its_sender_reads_the_answer(own_loop: bool) -> None:
+    with full(own_loop) as server:
         link = Link(server)
         link.send(head(MAX_SKIPPED + 1))
         link.send(b" " * (MAX_SKIPPED // 2))
@@ -243,6 +251,26 @@ def test_each_key_is_refused_when_its_own_share_is_used_up(parsed: list[str]) ->
         assert status == 429 and body["error"]["code"] == "rate_limit_exceeded" and not parsed
         link.send(head(len(BODY), key=KEYS[1]), BODY)
         assert link.answer()[0] == 200
+        for one in links:
+            one.close()
+
+
+def test_a_turn_refuses_each_key_for_itself() -> None:
+    with served(pace=0.2, sequences=64, per_key=2, keys=KEYS) as server:
+        links = [occupy(server) for _ in range(2)]
+        until(lambda: server.serving.admission.open_sequences == 2)
+        shed = LoadShedder(server.serving)
+        shed.check = Guard(Starlette(), Keys(KEYS), Limits(), None).check
+        refused, answer = server.serving.meters._refused, shed.turn([])
+        before = refused["key_limit"]
+        first, second = (answer(head(2, "X-Request-Id: same")) for _ in range(2))
+        assert first == second and first is not None and first.data.startswith(b"HTTP/1.1 429")
+        assert refused["key_limit"] == before + 2, "each is counted"
+        messages = answer(head(2, line="POST /v1/messages HTTP/1.1"))
+        assert messages is not None and b'"type":"error"' in messages.data, "an error of the other API"
+        assert answer(head(2, key=KEYS[1])) is None
+        wrong = answer(head(2, key="wrong-secret-key"))
+        assert wrong is not None and wrong.data.startswith(b"HTTP/1.1 401")
         for one in links:
             one.close()
 

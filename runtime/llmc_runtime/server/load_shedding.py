@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from starlette.types import Scope
@@ -46,8 +46,7 @@ _PARSER_ONLY = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # heads
 _SINGLE = frozenset({b"content-length", b"host", b"authorization", b"x-api-key", b"connection", b"x-request-id"})
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """A complete response, the length of the request's body in bytes, and whether the connection is closed."""
 
     data: bytes
@@ -92,8 +91,10 @@ class _Request:
 
     def __post_init__(self) -> None:
         request_id = self.headers.get(b"x-request-id", b"")
-        self.id = request_id.decode() if REQUEST_ID.fullmatch(request_id) else None
+        self.id = request_id if REQUEST_ID.fullmatch(request_id) else None
         self.closes = self.headers.get(b"connection", b"").lower() not in (b"", b"keep-alive")
+        self.closes = self.closes or self.length > MAX_SKIPPED
+        self.named = self.path.startswith(MESSAGES_PATH)
 
 
 class LoadShedder:
@@ -135,11 +136,34 @@ class LoadShedder:
                 e.headers["Connection"] = "close"
             raise
 
-    def answer(self, head: bytes, common: Sequence[tuple[bytes, bytes]]) -> Answer | None:
+    def turn(self, common: Sequence[tuple[bytes, bytes]]) -> Callable[[bytes], Answer | None]:
+        """Return `answer` as a function of the head, for requests that are handled without returning to the event loop.
+
+        Meanwhile nothing is admitted and nothing ends, so that a key which was refused is refused again.
+        """
+        refusals: dict[tuple[str | None, bool], _Prepared] = {}
+        refused = self._serving.admission.refused
+
+        def answer(head: bytes) -> Answer | None:
+            request = self._parsed_heads.get(head)
+            prepared = None if request is None else refusals.get((request.key, request.named))
+            if request is None or prepared is None:
+                return self.answer(head, common, refusals)
+            refused(prepared.error.reason or "")
+            return self._answer(prepared, request)
+
+        return answer
+
+    def answer(
+        self,
+        head: bytes,
+        common: Sequence[tuple[bytes, bytes]],
+        refusals: dict[tuple[str | None, bool], _Prepared] | None = None,
+    ) -> Answer | None:
         """Return the refusal of the request with this head, which ends with an empty line.
 
         `common` are the headers of every response. Returns None if the request may be admitted or its head is not
-        plain.
+        plain. The response of a refused key is added to `refusals`.
         """
         request = self._parsed_heads.get(head) or self._parsed(head)
         if request is None or self.check is None:
@@ -149,20 +173,21 @@ class LoadShedder:
             if request.key is None:
                 self._accept(head, request)
         except ApiError as e:
-            return self._answer(_Prepared.of(e, request.path, common), request, now)
+            return self._answer(_Prepared.of(e, request.path, common), request)
         key = request.key or ""
         reason = self._serving.blocked_reason(key) or self._crowded(key, now)
         if reason is None:
             return None
-        named = request.path.startswith(MESSAGES_PATH)
-        prepared = self._prepared.get((key, reason, named))
+        prepared = self._prepared.get((key, reason, request.named))
         if prepared is not None and prepared.common is common and now < prepared.until:
             self._serving.admission.refused(reason)
         else:
             error = self._serving.blocked_error(reason, key)
             prepared = _Prepared.of(error, request.path, common, now + _FRESH_SECONDS)
-            self._prepared[key, reason, named] = prepared
-        return self._answer(prepared, request, now)
+            self._prepared[key, reason, request.named] = prepared
+        if refusals is not None:
+            refusals[key, request.named] = prepared
+        return self._answer(prepared, request)
 
     def _crowded(self, key: str, now: float) -> str | None:
         """Return why a request is refused although a slot is free, or None, and record that it is passed on.
@@ -208,17 +233,18 @@ class LoadShedder:
                 self._parsed_heads.clear()
             self._parsed_heads[head] = request
 
-    def _answer(self, prepared: _Prepared, request: _Request, began: float) -> Answer:
-        closes = request.closes or request.length > MAX_SKIPPED or prepared.closes
-        name = request.id or f"{random.getrandbits(128):032x}"
-        self._record(prepared.error, request, name, began)
-        data = b"%b%b%b%b" % (prepared.head, name.encode(), _CLOSE if closes else b"", prepared.body)
+    def _answer(self, prepared: _Prepared, request: _Request) -> Answer:
+        closes = request.closes or prepared.closes
+        name = request.id or b"%032x" % random.getrandbits(128)
+        if self.refusals.lines:
+            self._record(prepared.error, request, name.decode())
+        data = b"%b%b%b%b" % (prepared.head, name, _CLOSE if closes else b"", prepared.body)
         return Answer(data, request.length, closes)
 
-    def _record(self, error: ApiError, request: _Request, name: str, began: float) -> None:
+    def _record(self, error: ApiError, request: _Request, name: str) -> None:
         """Write the log line that the middleware would write."""
-        if self.refusals.lines and (error.reason is None or self.refusals.take(error.reason)):
-            record = Record(began=began)
+        if error.reason is None or self.refusals.take(error.reason):
+            record = Record(began=time.monotonic())
             record.status, record.complete = error.status, True
             record.fail(error.code, error.reason)
             key = self._serving.meters.key_names.get(request.key or "")

@@ -26,7 +26,7 @@ from llmc_runtime.server.http.fair_selector import FairSelector
 from llmc_runtime.server.http.light_connections import LightConnections
 from llmc_runtime.server.http.lingering_close import LingerCount, Lingering
 from llmc_runtime.server.http.read_turns import BodyTurns, HeadTurns
-from llmc_runtime.server.load_shedding import Answer, LoadShedder
+from llmc_runtime.server.load_shedding import LoadShedder
 
 MAX_HEAD_BYTES = 64 << 10  # bytes; longer heads are rejected
 MAX_CONNECTIONS = 4096  # default maximum number of connections
@@ -90,22 +90,13 @@ def allowed(soft: int) -> tuple[int, int]:
     return max(1, available - refused), refused
 
 
-def light_connections(protocol: type[HttpConnection], state: ServerState, keep_alive: float) -> LightConnections:
+def light_connections(
+    loop: ServerLoop, protocol: type[HttpConnection], state: ServerState, keep_alive: float
+) -> LightConnections:
     """Return the light connections of a server whose others are instances of `protocol` and share `state`."""
-    limit, shed = protocol.limit, protocol.shed
-    loop = asyncio.get_running_loop()
-    fair = loop.fair if isinstance(loop, ServerLoop) else None
+    limit, shed, fair = protocol.limit, protocol.shed, loop.fair
     assert shed is not None
-    if fair is not None:
-        shed.overloaded = lambda: fair.batching
-
-    def refusal(head: bytes) -> Answer | None:
-        answer = shed.answer(head, state.default_headers)
-        if answer is not None:
-            state.total_requests += 1
-            if fair is not None:
-                fair.batches.refused()
-        return answer
+    shed.overloaded = lambda: fair.batching
 
     def on_change(change: int) -> None:
         limit.open += change
@@ -114,8 +105,9 @@ def light_connections(protocol: type[HttpConnection], state: ServerState, keep_a
         return max(0, limit.maximum - limit.open) if shed.active else 0
 
     return LightConnections(
+        fair,
         capacity=capacity,
-        refusal=refusal,
+        refusals=lambda: shed.turn(state.default_headers),
         on_change=on_change,
         timeout_response=_late(protocol.head_seconds),
         head_seconds=protocol.head_seconds,
@@ -133,6 +125,7 @@ class HttpConnection(H11Protocol):
     _head_timer: asyncio.TimerHandle | None = None  # runs while a head is arriving
     _stalled: asyncio.TimerHandle | None = None  # runs while the client reads nothing
     _fair: FairSelector | None = None  # set if the loop limits the connections served per iteration
+    _light: LightConnections | None = None  # takes the connection over, see `_lend`
     _fd = -1
     _extra = False  # whether the connection is over the limit
     passed = False  # whether `shed` has seen the head of the next request, and passed it on
@@ -167,6 +160,7 @@ class HttpConnection(H11Protocol):
         if isinstance(self.loop, ServerLoop):
             self._fair, self._fd = self.loop.fair, transport.get_extra_info("socket").fileno()
             self._fair.add_client(self._fd)
+            self._light = self.loop.light if transport.get_extra_info("sslcontext") is None else None
         self.limit.open += 1
         over = self.limit.open - self.limit.maximum
         if over > 0:
@@ -176,6 +170,8 @@ class HttpConnection(H11Protocol):
                 transport.abort()
                 return
         self._head_timer = self.loop.call_later(self.head_seconds, self._head_timeout)
+        if self.passed:  # light connections have left a request in the socket
+            self.loop.call_soon(transport._read_ready)  # type: ignore[attr-defined]  # of asyncio's socket transports
 
     def data_received(self, data: bytes) -> None:
         """Handle a part of a head or of a body."""
@@ -245,8 +241,8 @@ class HttpConnection(H11Protocol):
             if self._skip:
                 skipped = min(self._skip, len(data))
                 self._skip, data = self._skip - skipped, data[skipped:]
-                if not self._skip:
-                    self._await_next()
+                if self._skip:
+                    return b""
                 continue
             end = data.find(b"\r\n\r\n") + 4
             if end < 4 or self.flow.write_paused:
@@ -255,7 +251,6 @@ class HttpConnection(H11Protocol):
             if answer is None:
                 return data
             self._cancel_head_timer()
-            self.server_state.total_requests += 1
             if self._fair is not None:
                 self._fair.batches.refused()
             self._skip, data = answer.length, data[end:]
@@ -264,14 +259,40 @@ class HttpConnection(H11Protocol):
             self.transport.write(answer.data)
             if answer.closes:
                 self.transport.close()
-            else:
-                self._await_next()
+        if not self.transport.is_closing():
+            self._await_next()
         return b""
 
     def _await_next(self) -> None:
-        """Close the connection unless a refused body, or the next request, arrives in time."""
+        """Close the connection unless a refused body, or the next request, arrives in time.
+
+        Without a body to wait for, the connection is lent to the light ones.
+        """
         self._unset_keepalive_if_required()
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        if self._skip or not self._lend():
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request. If it will probably be refused, the connection is lent to the light ones."""
+        super().on_response_complete()
+        closing = self.transport.is_closing()
+        if self.shed is not None and self.shed.overloaded() and self._between and not closing and self._lend():
+            self._unset_keepalive_if_required()
+
+    def _lend(self) -> bool:
+        """Lend the connection to the light ones, if there are any and the client has been sent everything."""
+        transport = self._inner_transport
+        if self._light is None or transport.get_write_buffer_size():
+            return False
+        self._light.lend(transport._sock, self._end_loan, transport.abort)
+        return True
+
+    def _end_loan(self, passed: bool) -> None:
+        """Read the next request, which light connections have left in the socket."""
+        self.passed = passed
+        self._inner_transport._read_ready()
 
     @property
     def _between(self) -> bool:
@@ -282,6 +303,8 @@ class HttpConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Release everything that belongs to the connection."""
         self.limit.open -= 1
+        if self._light is not None:
+            self._light.take_back(self._fd)
         if self._fair is not None:
             self._fair.remove_client(self._fd)
         self.limit.body_turns.leave(self)

@@ -163,15 +163,15 @@ async def serve_over(
         if isinstance(tls, ReloadingContext):
             tasks.add(loop.create_task(tls.follow()))
         protocol: Any = config.http_protocol_class
-        light = light_connections(protocol, server.server_state, options.keep_alive)
         if isinstance(loop, ServerLoop):
-            loop.light = light
+            loop.light = light_connections(loop, protocol, server.server_state, options.keep_alive)
         failed = loop.create_task(_end_with_engine(llm, server, say))
         try:
             await server.serve([bound])
         finally:
             failed.cancel()
-            light.close()
+            if isinstance(loop, ServerLoop) and loop.light is not None:
+                loop.light.close()
             serving.close()
     return ENGINE_FAILED if llm.gave_up else 0
 

@@ -9,9 +9,10 @@ objects:
 - `_main` watches all other descriptors, and the two objects above.
 
 An epoll object reports the descriptors first that it reported least recently, so all clients are served equally often.
+Clients of light connections are not reported one by one, but together to `on_input`.
 
 While requests are refused at a high rate, clients are polled in batches (see `BatchTimer`) instead of when data
-arrives: a refusal takes about 30 us of processor time, but waking the process for each one takes several times as much
+arrives: a refusal takes about 20 us of processor time, but waking the process for each one takes several times as much
 and interrupts an engine that uses every core.
 """
 
@@ -21,16 +22,16 @@ import contextlib
 import math
 import selectors
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from select import EPOLLIN, EPOLLOUT, epoll
 from typing import Any
 
 MAX_CLIENTS = 16  # events of `_clients` per call
 MAX_BODIES = 4  # events of `_bodies` per call
-BATCH_SECONDS = 0.004  # minimum time between two batches
-MAX_BATCH_SECONDS = 0.010  # maximum time between two batches
+BATCH_SECONDS = 0.008  # minimum time between two batches
+MAX_BATCH_SECONDS = 0.012  # maximum time between two batches
 EXPECTED_SECONDS = 0.001  # maximum time until the next batch when a request is about to arrive
-BATCHING_SECONDS = 0.02  # time after the last refusal during which clients are polled in batches
+BATCHING_SECONDS = 0.1  # time after a refusal in which another one starts batching, and after the last which ends it
 
 Events = list[tuple[selectors.SelectorKey, int]]
 
@@ -47,10 +48,10 @@ class BatchTimer:
         self._until = 0.0  # end of batching
         self._earliest = self._latest = 0.0
 
-    def refused(self) -> None:
-        """Record a refused request. Batching starts, or continues, if another one was refused shortly before."""
+    def refused(self, count: int = 1) -> None:
+        """Record refused requests. Batching starts, or continues, with several, or one shortly after another."""
         now = time.monotonic()
-        if now - self._last_refusal < MAX_BATCH_SECONDS:
+        if count > 1 or now - self._last_refusal < BATCHING_SECONDS:
             self._until = now + BATCHING_SECONDS
         self._last_refusal = now
 
@@ -90,6 +91,8 @@ class FairSelector(selectors.BaseSelector):
             self._main.register(fd, EPOLLIN)
         self.batches = BatchTimer()
         self.batching = False  # whether the last `select` call polled clients in batches
+        self._watched: set[int] = set()  # descriptors whose input is reported to `on_input`
+        self.on_input: Callable[[list[int]], object] = lambda fds: None
 
     def add_client(self, fd: int) -> None:
         """Treat a descriptor as a client connection until `remove_client`."""
@@ -105,6 +108,19 @@ class FairSelector(selectors.BaseSelector):
         """Stop treating a descriptor as a client connection."""
         if fd in self._client_epolls:
             self._move(fd, None)
+
+    def watch(self, fd: int) -> None:
+        """Report input of a client to `on_input`, and not to the event loop, until `unwatch`."""
+        self._watched.add(fd)
+        if fd not in self._keys.by_fd:
+            self._clients.register(fd, EPOLLIN)
+
+    def unwatch(self, fd: int) -> None:
+        """Report to the event loop again what happens on a descriptor that is registered."""
+        self._watched.discard(fd)
+        if fd not in self._keys.by_fd:
+            with contextlib.suppress(OSError):
+                self._clients.unregister(fd)
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         """See selectors.BaseSelector."""
@@ -171,12 +187,16 @@ class FairSelector(selectors.BaseSelector):
 
     def _events(self, ready: list[tuple[int, int]]) -> Events:
         """Convert epoll events to those of selectors. An error is reported as all registered events of its key."""
-        found = []
+        found, watched = [], []
         for fd, event in ready:
-            if (key := self._keys.by_fd.get(fd)) is not None:
+            if fd in self._watched:
+                watched.append(fd)
+            elif (key := self._keys.by_fd.get(fd)) is not None:
                 read = selectors.EVENT_READ if event & ~EPOLLOUT else 0
                 write = selectors.EVENT_WRITE if event & ~EPOLLIN else 0
                 found.append((key, (read | write) & key.events))
+        if watched:
+            self.on_input(watched)
         return found
 
     def _move(self, fd: int, target: epoll | None) -> None:

@@ -5,6 +5,13 @@ requests (see load_shedding), a new connection is therefore kept as a plain sock
 with MSG_PEEK, which leaves the data in the kernel's buffer. A refused request is answered and consumed. A request that
 may be served converts the connection to an ordinary one, whose parser then reads the same data. If the first request
 has arrived when the connection is accepted, and its refusal closes the connection, the event loop never watches it.
+
+An ordinary connection on which a request was refused is lent: its requests are handled here in the same way until one
+may be served, and the connection takes it back.
+
+The connections that have sent something are handled in turns. The responses of a turn are sent at its end, one after
+the other: sending wakes a client on the same machine, which costs several times as much as sending to one that is
+awake.
 """
 
 from __future__ import annotations
@@ -21,7 +28,8 @@ from llmc_runtime.server.http.fair_selector import FairSelector
 
 _PEEK = 16 << 10  # maximum bytes of a head; a longer one is left to the parser
 _PEEK_FLAGS = socket.MSG_PEEK | socket.MSG_DONTWAIT
-_MAX_READS = 4  # requests, or parts of refused bodies, handled per event, so that pipelining clients alternate
+_LAST_FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_MORE", 0)
+_MAX_READS = 4  # requests, or parts of refused bodies, handled per turn, so that pipelining clients alternate
 _SWEEP_SECONDS = 1.0  # between two checks of deadlines
 
 
@@ -39,23 +47,26 @@ class Refusal(Protocol):
     def closes(self) -> bool: ...
 
 
+Refuse = Callable[[bytes], Refusal | None]
+
+
 @dataclass(eq=False, slots=True)
 class _Light:
-    """The state of a light connection.
+    """The state of a light or lent connection.
 
-    `sock` may be in blocking mode. `promote(passed)` converts it to an ordinary connection; `passed` says that load
-    shedding has checked the head of the next request, which may be served. `skip` bytes of a refused body are still to
-    arrive. The connection is closed at `deadline` (loop time).
+    `sock` may be in blocking mode. `promote(passed)` makes it an ordinary connection (again); `passed` says that load
+    shedding has checked the head of the next request, which may be served. `close` ends the connection, at `deadline`
+    (loop time) at the latest. `skip` bytes of a refused body are still to arrive.
     """
 
     sock: socket.socket
     promote: Callable[[bool], object]
+    close: Callable[[], object]
     deadline: float
-    skip: int = 0
-    taken: int = 0  # bytes that the last refusal took from the socket
-    passed: bool = False  # the argument of `promote`
+    lent: bool = False
     used: bool = False  # whether a request was refused
-    fd: int = -1  # set while the event loop watches it; asyncio gets the number, because it formats file objects
+    skip: int = 0
+    passed: bool = False  # the argument of `promote`
 
 
 class _State(enum.Enum):
@@ -67,28 +78,32 @@ class _State(enum.Enum):
 
 
 class LightConnections:
-    """The light connections of one server.
+    """The light and lent connections of the server whose event loop is running, with the selector `fair`.
 
-    `capacity` returns how many connections may become light now; 0 if no request would be refused. `refusal` takes a
-    head and returns the response, or None if the request may be served. `timeout_response` is sent to a client that
-    sends no request within `head_seconds`; after a response, the next request must begin within `keep_alive` seconds.
-    `on_change` is called with +1 and -1 as light connections are opened and closed.
+    `capacity` returns how many connections may become light now; 0 if no request would be refused. `refusals` returns a
+    function for one turn, which takes a head and returns the response, or None if the request may be served.
+    `timeout_response` is sent to a client that sends no request within `head_seconds`; after a response, the next
+    request must begin within `keep_alive` seconds. `on_change` is called with +1 and -1 as light connections are opened
+    and closed.
     """
 
     def __init__(
         self,
+        fair: FairSelector,
         capacity: Callable[[], int],
-        refusal: Callable[[bytes], Refusal | None],
+        refusals: Callable[[], Refuse],
         on_change: Callable[[int], None],
         timeout_response: bytes,
         head_seconds: float,
         keep_alive: float,
     ) -> None:
-        self._capacity, self._refusal, self._on_change = capacity, refusal, on_change
+        self._loop, self._fair = asyncio.get_running_loop(), fair
+        self._capacity, self._refusals, self._on_change = capacity, refusals, on_change
         self._timeout_response = timeout_response
         self._head_seconds, self._keep_alive = head_seconds, keep_alive
-        self._all: set[_Light] = set()
+        self._watched: dict[int, _Light] = {}  # by descriptor
         self._sweeping: asyncio.TimerHandle | None = None
+        fair.on_input = lambda fds: self._loop.call_soon(self._turn, fds)
 
     def accept(self, listener: socket.socket, promote: Promote, count: int) -> bool:
         """Accept up to `count` connections that wait at `listener`, within the capacity.
@@ -96,109 +111,151 @@ class LightConnections:
         `promote` takes a socket, the address of its peer, and `passed` (see _Light). Returns False if asyncio has to
         accept further connections.
         """
-        loop, accepted = asyncio.get_running_loop(), min(count, self._capacity())
-        for _ in range(accepted):
-            try:
-                conn, address = listener.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return True
-            except OSError:  # asyncio's method reports it, and tries again later
-                return False
-            light = _Light(conn, partial(promote, conn, address), loop.time() + self._head_seconds)
-            state = self._serve(loop, light)
+        allowed = min(count, self._capacity())
+        accepted, failed = _accept(listener, allowed)
+        deadline = self._loop.time() + self._head_seconds
+        lights = [_Light(conn, partial(promote, conn, address), conn.close, deadline) for conn, address in accepted]
+        for light, state in self._served(lights):
             if state is _State.LIGHT:
-                self._add(loop, light)
-            elif state is _State.ORDINARY:
-                light.promote(light.passed)
-        return accepted == count
+                self._watch(light)
+                self._on_change(1)
+                if not light.used:
+                    self._fair.batches.expect()
+            else:
+                self._end(light, state)
+        return not failed and (allowed == count or len(accepted) < allowed)
+
+    def lend(self, sock: socket.socket, promote: Callable[[bool], object], close: Callable[[], object]) -> None:
+        """Handle the requests of an ordinary connection on which one was refused, until `promote` is called.
+
+        `close` ends the connection, which must call `take_back` as it ends.
+        """
+        self._watch(_Light(sock, promote, close, self._loop.time() + self._keep_alive, lent=True, used=True))
+
+    def take_back(self, fd: int) -> None:
+        """Forget the lent connection with this descriptor, if there is one."""
+        if self._watched.pop(fd, None) is not None:
+            self._fair.unwatch(fd)
 
     def close(self) -> None:
-        """Close all light connections."""
-        loop = asyncio.get_running_loop()
-        for light in list(self._all):
-            self._release(loop, light)
-            light.sock.close()
+        """Close all light connections. Those that are lent are left to their owners."""
+        for light in list(self._watched.values()):
+            self._release(light)
+            if not light.lent:
+                light.close()
         if self._sweeping is not None:
             self._sweeping.cancel()
             self._sweeping = None
 
-    def _add(self, loop: asyncio.AbstractEventLoop, light: _Light) -> None:
-        """Watch a connection whose next request has not arrived yet."""
-        light.fd = light.sock.fileno()
-        self._all.add(light)
-        self._on_change(1)
-        if isinstance(fair := getattr(loop, "fair", None), FairSelector):
-            fair.add_client(light.fd)
-            if not light.used:
-                fair.batches.expect()
-        loop.add_reader(light.fd, self._readable, loop, light)
+    def _watch(self, light: _Light) -> None:
+        """Wait for the next request."""
+        fd = light.sock.fileno()
+        self._watched[fd] = light
+        self._fair.watch(fd)
         if self._sweeping is None:
-            self._sweeping = loop.call_later(_SWEEP_SECONDS, self._sweep, loop)
+            self._sweeping = self._loop.call_later(_SWEEP_SECONDS, self._sweep)
 
-    def _release(self, loop: asyncio.AbstractEventLoop, light: _Light) -> None:
-        self._all.discard(light)
-        self._on_change(-1)
-        loop.remove_reader(light.fd)
-        if isinstance(fair := getattr(loop, "fair", None), FairSelector):
-            fair.remove_client(light.fd)
+    def _release(self, light: _Light) -> None:
+        self.take_back(light.sock.fileno())
+        if not light.lent:
+            self._on_change(-1)
 
-    def _readable(self, loop: asyncio.AbstractEventLoop, light: _Light) -> None:
-        """Handle what a watched connection has sent."""
-        state = self._serve(loop, light)
-        if state is not _State.LIGHT:
-            self._release(loop, light)
-        if state is _State.ORDINARY:
+    def _turn(self, fds: list[int]) -> None:
+        """Handle what watched connections have sent."""
+        lights = [light for fd in fds if (light := self._watched.get(fd)) is not None]
+        for light, state in self._served(lights):
+            if state is not _State.LIGHT:
+                self._release(light)
+                self._end(light, state)
+
+    def _end(self, light: _Light, state: _State) -> None:
+        """Close or promote a connection that is not watched."""
+        if state is _State.CLOSED:
+            light.close()
+        else:
             light.promote(light.passed)
-        elif state is _State.CLOSED:
-            light.sock.close()
 
-    def _serve(self, loop: asyncio.AbstractEventLoop, light: _Light) -> _State:
-        """Refuse the requests that have arrived, up to the first that must be served."""
-        try:
-            for _ in range(_MAX_READS):
-                data = light.sock.recv(_PEEK, _PEEK_FLAGS)
-                if light.skip and data:
-                    light.skip -= len(light.sock.recv(min(light.skip, len(data))))
-                elif (state := self._refuse(loop, light, data)) is not _State.LIGHT:
-                    return state
-                elif not light.skip and len(data) == light.taken:
-                    break  # most clients wait for the response, so there is nothing to read; if there is, epoll says so
-        except (BlockingIOError, InterruptedError):
-            pass
-        except OSError:
-            return _State.CLOSED
-        return _State.LIGHT
+    def _served(self, lights: list[_Light]) -> list[tuple[_Light, _State]]:
+        """Refuse the requests that have arrived on these connections, and send the responses."""
+        if not lights:
+            return []
+        refuse, deadline, refused = self._refusals(), self._loop.time() + self._keep_alive, 0
+        results = [(light, *_serve(light, refuse, deadline)) for light in lights]
+        states = []
+        for light, state, response in results:
+            if response:
+                refused += 1
+                state = state if _sent(light.sock, response, state is _State.CLOSED) else _State.CLOSED
+            states.append((light, state))
+        if refused:
+            self._fair.batches.refused(refused)
+        return states
 
-    def _refuse(self, loop: asyncio.AbstractEventLoop, light: _Light, data: bytes) -> _State:
-        """Answer the request at the start of `data` if it is refused. Return ORDINARY if it is left to the parser."""
-        end = data.find(b"\r\n\r\n") + 4
-        refusal = self._refusal(data[:end]) if end >= 4 else None
-        if not data:
-            return _State.CLOSED
-        light.passed = refusal is None and end >= 4
-        if refusal is None or (refusal.closes and refusal.length > len(data) - end):
-            return _State.ORDINARY
-        light.taken = len(light.sock.recv(min(len(data), end + refusal.length)))
-        if not _sent(light.sock, refusal.data) or refusal.closes:
-            return _State.CLOSED
-        light.skip = end + refusal.length - light.taken
-        light.used, light.deadline = True, loop.time() + self._keep_alive
-        return _State.LIGHT
-
-    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _sweep(self) -> None:
         """Close the connections whose next request did not arrive in time."""
-        now = loop.time()
-        for light in [light for light in self._all if light.deadline <= now]:
+        now = self._loop.time()
+        for light in [light for light in self._watched.values() if light.deadline <= now]:
             if not light.used:
                 _sent(light.sock, self._timeout_response)
-            self._release(loop, light)
-            light.sock.close()
-        self._sweeping = loop.call_later(_SWEEP_SECONDS, self._sweep, loop) if self._all else None
+            self._release(light)
+            light.close()
+        self._sweeping = self._loop.call_later(_SWEEP_SECONDS, self._sweep) if self._watched else None
 
 
-def _sent(sock: socket.socket, data: bytes) -> bool:
-    """Send without blocking. Returns False if the client does not take it."""
+def _accept(listener: socket.socket, count: int) -> tuple[list[tuple[socket.socket, object]], bool]:
+    """Return up to `count` waiting connections with their addresses, and whether accepting failed."""
+    accepted: list[tuple[socket.socket, object]] = []
+    family, kind = int(listener.family), int(listener.type)
     try:
-        return sock.send(data, socket.MSG_DONTWAIT) == len(data)
+        while len(accepted) < count:  # the method `accept` looks up enumerations, which takes as long as accepting
+            fd, address = listener._accept()  # type: ignore[attr-defined]
+            accepted.append((socket.socket(family, kind, listener.proto, fd), address))
+    except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+        pass
+    except OSError:  # asyncio's method reports it, and tries again later
+        return accepted, True
+    return accepted, False
+
+
+def _serve(light: _Light, refuse: Refuse, deadline: float) -> tuple[_State, bytes]:
+    """Take the requests that are refused, up to the first that must be served. Return the responses as bytes.
+
+    `deadline` is that of the next request.
+    """
+    sock, responses = light.sock, b""
+    try:
+        for _ in range(_MAX_READS):
+            data = sock.recv(_PEEK, _PEEK_FLAGS)
+            if light.skip and data:
+                light.skip -= len(sock.recv(min(light.skip, len(data))))
+                continue
+            end = data.find(b"\r\n\r\n") + 4
+            refusal = refuse(data[:end]) if end >= 4 else None
+            if not data:
+                return _State.CLOSED, responses
+            if refusal is None or (refusal.closes and refusal.length > len(data) - end):
+                light.passed = refusal is None and end >= 4
+                return _State.ORDINARY, responses
+            taken = len(sock.recv(min(len(data), end + refusal.length)))
+            responses += refusal.data
+            if refusal.closes:
+                return _State.CLOSED, responses
+            light.skip, light.used, light.deadline = end + refusal.length - taken, True, deadline
+            if not light.skip and len(data) == taken:
+                break  # most clients wait for the response, so there is nothing to read; if there is, epoll says so
+    except (BlockingIOError, InterruptedError):
+        pass
+    except OSError:
+        return _State.CLOSED, b""
+    return _State.LIGHT, responses
+
+
+def _sent(sock: socket.socket, data: bytes, last: bool = False) -> bool:
+    """Send without blocking. Returns False if the client does not take it.
+
+    The `last` data leaves together with the end of the connection, when the socket is closed.
+    """
+    try:
+        return sock.send(data, _LAST_FLAGS if last else socket.MSG_DONTWAIT) == len(data)
     except OSError:
         return False
