@@ -31,9 +31,10 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from llmc.diagnostics import Diagnostic
-from llmc.frontend import attention_interface, legacy_attention, rope_interface, unsupported
+from llmc.frontend import attention_interface, legacy_attention, pooled_model, rope_interface, unsupported
 from llmc.frontend.lowering import TORCH_DTYPE
 from llmc.frontend.model_folder import KNOWN_TO_WORK, Source
+from llmc.frontend.pooling_files import ENCODERS, PooledModel
 
 # Why a model type has no causal language model, by transformers' own tables.
 OTHERS = (
@@ -79,10 +80,14 @@ def quiet() -> Iterator[None]:
         log.set_verbosity(level)
 
 
-def load_config(source: Source) -> Any:
-    """Load the transformers config of a folder, offline and without remote code; raises Diagnostic E302-E306."""
+def load_config(source: Source, encoder: bool = False) -> Any:
+    """Load the transformers config of a folder, offline and without remote code; raises Diagnostic E302-E306.
+
+    `encoder`: the model may be an encoder of a supported type.
+    """
     name = source.model_type
-    if name not in CONFIG_MAPPING_NAMES or name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    known = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (encoder and name in ENCODERS)
+    if name not in CONFIG_MAPPING_NAMES or not known:
         if source.config.get("auto_map"):
             raise unsupported.refuse_code(f"model_type {name!r} is only in auto_map")
         raise Diagnostic("E303", f"model_type {name!r} {_what(name)} ({transformers.__version__})", KNOWN_TO_WORK)
@@ -127,6 +132,7 @@ def export_model(
     max_rows: int,
     untied: Iterable[str] = (),
     check: Callable[[Any], None] = accept,
+    pooled: PooledModel | None = None,
 ) -> Exported:
     """Trace `forward(input_ids [1,T], position_ids [1,T], logits_to_keep [R])` with dynamic T and R.
 
@@ -136,7 +142,7 @@ def export_model(
     """
     attention_interface.register()
     with quiet(), legacy_attention.llmc_attention(config.model_type):
-        model = _build(config, dtype)
+        model = _build(config, dtype, pooled)
         _untie(model, untied)
         check(model)
         attention_interface.read_gates(model)
@@ -149,23 +155,26 @@ def export_model(
     return Exported(model, program, types.MappingProxyType(arrays), max_tokens, max_rows)
 
 
-def _build(config: Any, dtype: str) -> Any:
+def _build(config: Any, dtype: str, pooled: PooledModel | None) -> Any:
     """Build the model on the meta device with our attention and experts; raises Diagnostic E305."""
+    name = attention_interface.NAME
+    options = {"attn_implementation": name, "experts_implementation": name, "dtype": TORCH_DTYPE[dtype]}
     try:
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(
-                config,
-                attn_implementation=attention_interface.NAME,
-                experts_implementation=attention_interface.NAME,
-                dtype=TORCH_DTYPE[dtype],
-            )
+            if pooled is None:
+                model = transformers.AutoModelForCausalLM.from_config(config, **options)
+            else:
+                model = pooled_model.build(config, pooled.pooling, **options)
+    except Diagnostic:
+        raise
     except Exception as e:
         found = _failed(config.model_type, "cannot be built from its config", e)
         raise Diagnostic(found.code, found.cause, f"correct config.json; {KNOWN_TO_WORK}") from e
     _keep_wide(model, TORCH_DTYPE[dtype])
     model.eval()
     model.config.use_cache = False
-    _check_positions(model)
+    if pooled is None:
+        _check_positions(model)
     missing = {"position_ids", "logits_to_keep"} - set(inspect.signature(model.forward).parameters)
     if missing:
         raise Diagnostic(

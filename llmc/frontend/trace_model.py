@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from llmc_runtime.format.pooling import Pooling
+
 from llmc.diagnostics import Diagnostic
 from llmc.frontend.config_limits import check_layers, check_sizes
 from llmc.frontend.model_folder import Source, open_source
+from llmc.frontend.pooling_files import PooledModel, position_offset, read_pooled, segments_of
 from llmc.frontend.truncate import first_layers
 from llmc.ir.graph import Module
 from llmc.ir.types import Type
@@ -34,7 +37,7 @@ class Facts:
 
     dtype: of the compiled weights and activations. stored_dtype: of the checkpoint. heads: (query heads, key heads, key
     width, value width) of each attention layer. generation: sampling defaults. layers: (compiled, total) if only the
-    first layers were compiled.
+    first layers were compiled. pooling: None if the model generates.
     """
 
     architecture: str
@@ -46,6 +49,7 @@ class Facts:
     generation: Mapping[str, Any]
     heads: tuple[tuple[int, int, int, int], ...]
     layers: tuple[int, int] | None = None
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True)
@@ -85,8 +89,10 @@ def trace(
     instead: Mapping[str, str] = MappingProxyType({}),
     untied: Collection[str] = (),
     check: Callable[[Any], None] | None = None,
+    task: str = "auto",
+    pooling: str = "auto",
 ) -> Traced:
-    """Trace the model of a folder without reading weights. Raises Diagnostic E301-E312.
+    """Trace the model of a folder without reading weights. Raises Diagnostic E301-E313.
 
     dtype: "f32", "bf16" or "f16" (default: the checkpoint's, mapped through `instead`). max_positions: longest sequence
     in tokens (default: the config's limit); it selects the frequencies of a longrope model. max_tokens, max_rows: upper
@@ -96,7 +102,8 @@ def trace(
     from llmc.frontend import check_token_mixing, convert, export
 
     source = open_source(path)
-    config = export.load_config(source)
+    pooled = read_pooled(source, task, pooling)
+    config = export.load_config(source, pooled is not None)
     cut = None
     if layers is not None:
         with export.quiet():
@@ -109,9 +116,9 @@ def trace(
     dtype = dtype or instead.get(stored, stored)
     if dtype not in FLOATS:
         raise Diagnostic("E302", f"dtype {dtype!r} is not one of {', '.join(FLOATS)}", "choose one with --dtype")
-    longest = _longest(source, text, max_positions)
+    longest = _longest(source, text, max_positions, pooled)
     eos, _, _ = (_ids(source, text, f"{role}_token_id") for role in ("eos", "bos", "pad"))  # checks all three
-    exported = export.export_model(config, dtype, longest, max_tokens, max_rows, untied, check or export.accept)
+    exported = export.export_model(config, dtype, longest, max_tokens, max_rows, untied, check or export.accept, pooled)
     converted = convert.convert(exported)
     check_token_mixing.check_tokens(converted.module.graphs["main"], type(exported.model).__name__)
     facts = Facts(
@@ -124,6 +131,7 @@ def trace(
         generation=MappingProxyType(_generation(source)),
         heads=tuple(_heads(converted.module)),
         layers=cut,
+        pooling=_pooling(pooled, converted.module, text),
     )
     weights = {
         v.name: WeightInfo(v.name, v.type, v.name.rpartition(".")[0])
@@ -154,9 +162,11 @@ def _rope(config: Any) -> Mapping[str, Any]:
     return getattr(config, "rope_parameters", None) or {}
 
 
-def _longest(source: Source, text: Any, requested: int | None) -> int:
+def _longest(source: Source, text: Any, requested: int | None, pooled: PooledModel | None = None) -> int:
     """The longest sequence to compile for; raises Diagnostic E305 if the config does not allow the requested length."""
     limit = _limit(text)
+    if pooled is not None:
+        limit = min(limit - position_offset(text), pooled.max_length or limit)
     if requested is not None and requested > limit and _rope(text).get("rope_type") != "dynamic":
         cause = f"{requested} positions were requested; {source.model_type}'s config allows {limit}"
         raise Diagnostic("E305", cause, f"use at most {limit}")
@@ -187,6 +197,17 @@ def limits_of(path: str | Path) -> tuple[int, int]:
     text = config.get_text_config()
     check_sizes(text)
     return int(text.vocab_size), _limit(text)
+
+
+def _pooling(pooled: PooledModel | None, module: Module, text: Any) -> Pooling | None:
+    """The pooling with what the traced graph says about it. Raises Diagnostic E313 if the labels do not fit."""
+    if pooled is None:
+        return None
+    width = int(module.graphs["main"].outputs[0].type.shape[-1])
+    if pooled.pooling.labels and len(pooled.pooling.labels) != width:
+        cause = f"config.json names {len(pooled.pooling.labels)} labels, and the model has {width}"
+        raise Diagnostic("E313", cause, "correct id2label")
+    return replace(pooled.pooling, width=width, segments=segments_of(text))
 
 
 def _heads(module: Module) -> Iterator[tuple[int, int, int, int]]:

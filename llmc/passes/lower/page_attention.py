@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from llmc_runtime.format.pooling import CLS, KINDS, MEAN, POOLED
 from llmc_runtime.format.row_abi import BIASES, DRAFT_WIDTH, MAX_DRAFTS, STOPS, TOP_LOGPROBS
 
 from llmc.diagnostics import Diagnostic
-from llmc.ir.dim import D
+from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Builder, Graph, Module, Node, Value
 from llmc.ir.opdef import OpDef
 from llmc.ir.types import Type, state, tensor
@@ -35,7 +36,9 @@ class PageAttention(Pass):
     tokens: maximum tokens per step (0: the bound of T). kv: dtype of the pools (empty: that of the keys); pools of
     f8e4m3 have a weight kv_scales.LAYER, the scales of the heads of keys, then of values. speculate: maximum number of
     drafted tokens that a step verifies per row (0: none); a step then has up to rows * (1 + speculate) entries, limited
-    to the tokens of a step and to 512. The graph @draft, if there is one, becomes that of a draft model.
+    to the tokens of a step and to 512. The graph @draft, if there is one, becomes that of a draft model. pool: "last",
+    "cls" or "mean" (empty: the step samples): @main is that of a model that pools, and the step returns the output
+    `pooled`, f32[R, width], instead of ids.
     """
 
     name: ClassVar[str] = "page-attention"
@@ -45,6 +48,7 @@ class PageAttention(Pass):
     tokens: int = 0
     kv: str = ""
     speculate: int = 0
+    pool: str = ""
 
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every graph; return the number of changes."""
@@ -58,11 +62,13 @@ class PageAttention(Pass):
         if not 0 <= self.speculate <= MAX_DRAFTS:
             cause = f"pass page-attention: speculate={self.speculate} is not a number of drafted tokens"
             raise Diagnostic("E421", cause, f"use 0 to {MAX_DRAFTS}")
+        if self.pool and self.pool not in KINDS:
+            raise Diagnostic("E421", f"pass page-attention: pool={self.pool} is not known", f"use {', '.join(KINDS)}")
         if not {"tokens", "positions", "last"} <= inputs.keys():
             return 0
         if not ctx.spend():
             return 0
-        _check(g)
+        _check(g, bool(self.pool))
         drafts = g.name == DRAFT
         m.symbols["T"] = (1, self.tokens or m.symbols.get("T", (1, self.max_len))[1])
         entries = min(self.rows * (1 + self.speculate), m.symbols["T"][1], ENTRIES)
@@ -75,18 +81,23 @@ class PageAttention(Pass):
         pools = [rows.attention(n) for n in list(g.nodes) if n.op.name == "attention"]
         if drafts:
             rows.draft(pools)
+        elif self.pool:
+            rows.pool(pools)
         else:
             rows.sample(pools)
         return 1 + len(pools)
 
 
-def _check(g: Graph) -> None:
-    """Raise Diagnostic E435 unless attention is causal, layer numbers are unique, and logits are the only output."""
+def _check(g: Graph, pools: bool) -> None:
+    """Raise Diagnostic E435 unless attention is causal, layer numbers are unique, and logits are the only output.
+
+    A model that pools may attend to later tokens: its prompts run in a single step.
+    """
     layers: set[int] = set()
     for n in g.nodes:
         if n.op.name != "attention":
             continue
-        if not n.attrs["causal"]:
+        if not (n.attrs["causal"] or pools):
             raise Diagnostic("E435", "attention to later tokens cannot be served token by token", _CAUSAL, node=n)
         if n.attrs["layer"] in layers:
             raise Diagnostic(
@@ -105,22 +116,17 @@ class _Rows:
     def __init__(self, g: Graph, options: PageAttention, ops: Mapping[str, OpDef], drafts: bool):
         """`drafts`: the graph is that of a draft model, which has its own KV pools, and a place in every row."""
         self.g, self.options, self.ops, self.prefix = g, options, ops, DRAFT_PREFIX if drafts else ""
-        vocab = g.outputs[0].type.shape[-1]
         others = list(g.inputs)
         g.inputs.clear()
-        self.rows, self.qlens, self.emit = (g.input(n, tensor("i32", "R")) for n in ("rows", "qlens", "emit"))
+        self.rows, self.qlens = (g.input(n, tensor("i32", "R")) for n in ("rows", "qlens"))
+        if not options.pool:
+            self.emit = g.input("emit", tensor("i32", "R"))
         n, length = options.rows, options.max_len
         self.tokens = g.input("row.tokens", state("i32", n, length))
         self.length = g.input("row.length", state("i32", n))
         self.pages = g.input("row.pages", state("i32", n, D(length).ceildiv(options.page)))
-        self.fparams = g.input("row.fparams", state("f32", n, 8))
-        self.iparams = g.input("row.iparams", state("i32", n, 8))
-        self.stops = g.input("row.stops", state("i32", n, STOPS))
-        self.seen = g.input("row.seen", state("i32", n, vocab.ceildiv(32)))
-        self.counts = g.input("row.counts", state("i32", n, vocab))
-        self.bias_ids = g.input("row.bias_ids", state("i32", n, BIASES))
-        self.biases = g.input("row.biases", state("f32", n, BIASES))
-        self.allowed = g.input("row.allowed", state("i32", n, vocab.ceildiv(32)))
+        if not options.pool:
+            self._sampling(g.outputs[0].type.shape[-1])
         at = self.length
         if drafts:
             at = self.reach = g.input("row.reach", state("i32", n))
@@ -133,8 +139,22 @@ class _Rows:
         self.replacement = {
             "tokens": b.row_ids(self.tokens, token_row, self.positions),
             "positions": self.positions,
-            "last": b.row_last(self.starts),
+            "last": b.row_first(self.starts) if options.pool == CLS else b.row_last(self.starts),
         }
+        both = any(not n.attrs["causal"] for n in g.nodes if n.op.name == "attention")
+        self.reaches = b.row_reach(self.starts, self.positions) if both else self.positions
+
+    def _sampling(self, vocab: Dim) -> None:
+        """Add the inputs that sampling reads and updates."""
+        g, n = self.g, self.options.rows
+        self.fparams = g.input("row.fparams", state("f32", n, 8))
+        self.iparams = g.input("row.iparams", state("i32", n, 8))
+        self.stops = g.input("row.stops", state("i32", n, STOPS))
+        self.seen = g.input("row.seen", state("i32", n, vocab.ceildiv(32)))
+        self.counts = g.input("row.counts", state("i32", n, vocab))
+        self.bias_ids = g.input("row.bias_ids", state("i32", n, BIASES))
+        self.biases = g.input("row.biases", state("f32", n, BIASES))
+        self.allowed = g.input("row.allowed", state("i32", n, vocab.ceildiv(32)))
 
     def attention(self, n: Node) -> Value:
         """Replace one attention node; return the newest version of its layer's pool."""
@@ -155,7 +175,8 @@ class _Rows:
             scales = [self.g.input(f"{self.prefix}{KV_SCALES}{layer}", tensor("f32", heads * 2), weight=True)]
         newest: Value = b.kv_append(kv, k, v, self.slots, *scales)
         attrs = {key: n.attrs[key] for key in ("scale", "window", "softcap")}
-        step = (self.pages, self.rows, self.starts, self.positions)
+        reaches = self.positions if n.attrs["causal"] else self.reaches
+        step = (self.pages, self.rows, self.starts, reaches)
         out = b.paged_attention(q, newest, *step, *scales, *sinks, **attrs)
         if narrow < wide:
             out = b.slice(out, axis=2, start=0, stop=narrow)
@@ -175,6 +196,15 @@ class _Rows:
         for v, name in zip(results, (*RESULTS, "proposed"), strict=False):
             v.name = name
         self.g.outputs = [*results, *states, *pools]
+
+    def pool(self, pools: list[Value]) -> None:
+        """Replace the output by what is pooled of each row, then the new versions of the states."""
+        b = Builder(self.g, self.ops, loc="pool")
+        (out,) = self.g.outputs
+        if self.options.pool == MEAN:
+            out = b.row_mean(out, self.starts)
+        out.name = POOLED
+        self.g.outputs = [out, b.row_advance(self.length, self.rows, self.starts, self.positions), *pools]
 
     def draft(self, pools: list[Value]) -> None:
         """Replace the logits by the drafts that are sampled from them, as the model samples at the same position."""

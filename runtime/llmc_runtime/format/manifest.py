@@ -20,9 +20,10 @@ from llmc_runtime.format.expr import Expr
 from llmc_runtime.format.hashing import BLOCK, sha256
 from llmc_runtime.format.json_fields import Fields, a_hash, a_name, a_text, an_integer, check_name, damaged, load_json
 from llmc_runtime.format.launch_param import a_size
+from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.format.program import DTYPE_BITS
 
-MAJOR, MINOR = 2, 1
+MAJOR, MINOR = 2, 2
 NAME = "manifest.json"
 _PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./:@+-]{0,120}\Z")
 MODES = ("packed", "random", "none")
@@ -143,7 +144,7 @@ class Kv:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything that the runtime has to know before it opens other files."""
+    """Everything that the runtime has to know before it opens other files. `pooling`: None if the model generates."""
 
     compiler: str
     source: Source
@@ -161,6 +162,7 @@ class Manifest:
     files: Mapping[str, FileInfo]
     format: tuple[int, int] = (MAJOR, MINOR)
     digest: str = ""
+    pooling: Pooling | None = None
 
     def json(self) -> dict[str, Any]:
         """Return the manifest as JSON values, without the digest."""
@@ -174,6 +176,7 @@ class Manifest:
             "vocab_size": self.vocab_size,
             "eos_token_ids": list(self.eos_token_ids),
             "generation": dict(self.generation),
+            "pooling": None if self.pooling is None else self.pooling.json(),
             "kernels": [dict(vars(k)) for k in self.kernels],
             "states": [{**vars(s), "shape": [str(d) for d in s.shape]} for s in self.states],
             "programs": list(self.programs),
@@ -268,6 +271,7 @@ def _read(doc: Any, where: str, lenient: bool, digest: str) -> Manifest:
         weights=_weights(f.sub("weights"), lenient),
         tokenizer=tokenizer.list("files", a_name, cap=1024),
         files=MappingProxyType(f.table("files", lambda v, w: _file(Fields(v, w, lenient)))),
+        pooling=_pooling(f.get("pooling", None), f"{where}.pooling", lenient),
     )
     tokenizer.close()
     f.close()
@@ -333,6 +337,10 @@ def _weights(f: Fields, lenient: bool) -> Weights:
     if w.mode not in MODES:
         raise damaged(f.where, f"unknown mode {w.mode!r}")
     return w
+
+
+def _pooling(value: Any, where: str, lenient: bool) -> Pooling | None:
+    return None if value is None else Pooling.read(value, where, lenient)
 
 
 def _file(f: Fields) -> FileInfo:

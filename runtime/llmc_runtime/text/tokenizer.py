@@ -57,11 +57,15 @@ class Tokenizer:
 
         Raises LlmcError E621 if the text is not valid Unicode or the tokenizer fails.
         """
+        return list(self._encoded(text, add_special_tokens).ids)
+
+    def _encoded(self, text: str | tuple[str, str], add_special_tokens: bool) -> Any:
+        """Encode a text or a pair of texts; see `encode`."""
         try:
             # a batch of one, because `encode` does not release the GIL
-            return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+            return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         except (TypeError, UnicodeEncodeError) as e:
-            reason = "it has unpaired surrogates" if isinstance(text, str) else reason_of(e)
+            reason = "it has unpaired surrogates" if isinstance(text, str | tuple) else reason_of(e)
             remedy = "pass a str of valid Unicode; at a terminal, text in UTF-8"
             raise LlmcError("E621", f"the text cannot be tokenized: {reason}", remedy) from e
         except BaseException as e:  # tokenizers raises a bare Exception if its model has no result, and may panic
@@ -69,6 +73,13 @@ class Tokenizer:
                 raise
             remedy = "check the model's tokenizer.json, or pass token ids instead of text"
             raise LlmcError("E621", f"the tokenizer fails on the text: {reason_of(e)}", remedy) from e
+
+    def encode_pair(self, text: str, other: str, segment: int = 0) -> list[int]:
+        """Return the ids of two texts, joined as the post-processor joins a pair. `segment` is added to the ids of the
+        second text's segment. Raises LlmcError E621 as `encode` does.
+        """
+        found = self._encoded((text, other), True)
+        return [i + segment * kind for i, kind in zip(found.ids, found.type_ids)] if segment else list(found.ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`. Ids beyond the vocabulary (padding rows of an embedding) have no text."""
