@@ -80,16 +80,18 @@ def quiet() -> Iterator[None]:
         log.set_verbosity(level)
 
 
-def load_config(source: Source, encoder: bool = False) -> Any:
-    """Load the transformers config of a folder, offline and without remote code; raises Diagnostic E302-E306.
+def load_config(source: Source, pools: bool = False) -> Any:
+    """Load the transformers config of a folder, offline and without remote code; raises Diagnostic E302-E306, E313.
 
-    `encoder`: the model may be an encoder of a supported type.
+    `pools`: the model may be an encoder of a supported type.
     """
     name = source.model_type
-    known = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (encoder and name in ENCODERS)
+    known = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (pools and name in ENCODERS)
     if name not in CONFIG_MAPPING_NAMES or not known:
         if source.config.get("auto_map"):
             raise unsupported.refuse_code(f"model_type {name!r} is only in auto_map")
+        if pools and name in CONFIG_MAPPING_NAMES:
+            raise Diagnostic("E313", f"encoders of model_type {name!r} are not supported", pooled_model.SUPPORTED)
         raise Diagnostic("E303", f"model_type {name!r} {_what(name)} ({transformers.__version__})", KNOWN_TO_WORK)
     if (why := unsupported.outside(source.config)) is not None:
         raise Diagnostic("E305", f"model_type {name!r} is not supported: {why}", KNOWN_TO_WORK)

@@ -13,7 +13,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.frontend import attention_interface
 from llmc.frontend.pooling_files import ENCODERS, position_offset, segments_of
 
-_SUPPORTED = f"supported: decoders, and encoders of the types {', '.join(sorted(ENCODERS))}"
+SUPPORTED = f"supported: decoders, and encoders of the types {', '.join(sorted(ENCODERS))}"
 
 
 def build(config: Any, pooling: Pooling, **options: Any) -> Any:
@@ -53,7 +53,7 @@ class _Inputs:
     def __call__(self, input_ids: Any, position_ids: Any) -> dict[str, Any]:
         if not self.encoder:
             return {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
-        kinds = torch.zeros_like(input_ids)
+        kinds = torch.zeros_like(input_ids if self.segments > 1 else input_ids[:, :1])  # one for all tokens
         for segment in range(1, self.segments):
             kinds = kinds + (input_ids >= segment * self.vocab).long()
         ids = input_ids - kinds * self.vocab if self.segments > 1 else input_ids
@@ -68,7 +68,7 @@ def _head(model: Any, base: Any, pooling: Pooling) -> Any:
         return lambda kept: model.score(kept[0])
     classifier, pooler = getattr(model, "classifier", None), getattr(base, "pooler", None)
     if classifier is None or (pooler is None and not hasattr(classifier, "out_proj")):
-        raise Diagnostic("E305", f"{type(model).__name__} has no head that is known", _SUPPORTED)
+        raise Diagnostic("E305", f"{type(model).__name__} has no head that is known", SUPPORTED)
     if pooler is None:
         return lambda kept: classifier(kept.transpose(0, 1))
     return lambda kept: classifier(pooler(kept.transpose(0, 1)))

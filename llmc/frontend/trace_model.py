@@ -104,11 +104,7 @@ def trace(
     source = open_source(path)
     pooled = read_pooled(source, task, pooling)
     config = export.load_config(source, pooled is not None)
-    cut = None
-    if layers is not None:
-        with export.quiet():
-            config, total = first_layers(config, layers)
-        cut = (layers, total)
+    config, cut = _cut(config, layers)
     text = config.get_text_config()
     check_sizes(text)
     check_layers(source.folder, int(text.num_hidden_layers))
@@ -140,6 +136,17 @@ def trace(
     }
     tied = MappingProxyType(dict(converted.tied))
     return Traced(source, converted.module, facts, MappingProxyType(weights), exported.buffers, tied, exported.model)
+
+
+def _cut(config: Any, layers: int | None) -> tuple[Any, tuple[int, int] | None]:
+    """The config of the first layers, and (compiled, total) layers; `config` and None for the whole model."""
+    from llmc.frontend import export
+
+    if layers is None:
+        return config, None
+    with export.quiet():
+        config, total = first_layers(config, layers)
+    return config, (layers, total)
 
 
 def _stored_dtype(source: Source, config: Any) -> str:

@@ -21,7 +21,7 @@ def require_scores(pooling: Pooling | None) -> Pooling:
     assert found is not None
     if found.task == CLASSIFY and found.width != 1:
         cause = f"the model has {found.width} labels; a score needs a classifier with one"
-        raise LlmcError("E616", cause, "use classify, or /v1/classify")
+        raise LlmcError("E616", cause, "use classify, or /classify")
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -12,12 +13,14 @@ from llmc_runtime.sched.parameter_type import refused
 from llmc_runtime.sched.sampling_params import SamplingParams
 
 ONE = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)  # of requests that end with their prompt
-_USE = {
-    GENERATE: "use generate or chat, or /v1/completions, /v1/chat/completions, /v1/responses or /v1/messages",
-    EMBED: "use embed or score, or /v1/embeddings, /v1/score or /v1/rerank",
-    CLASSIFY: "use classify or score, or /v1/classify, /v1/score or /v1/rerank",
-}
-_DOES = {GENERATE: "generates text", EMBED: "embeds its prompts", CLASSIFY: "classifies its prompts"}
+_USE = MappingProxyType(
+    {
+        GENERATE: "use generate or chat, or /v1/completions, /v1/chat/completions, /v1/responses or /v1/messages",
+        EMBED: "use embed or score, or /v1/embeddings, /v1/score or /v1/rerank",
+        CLASSIFY: "use classify or score, or /classify, /v1/score or /v1/rerank",
+    }
+)
+_DOES = MappingProxyType({GENERATE: "generates text", EMBED: "embeds its prompts", CLASSIFY: "classifies its prompts"})
 
 
 @dataclass(frozen=True)

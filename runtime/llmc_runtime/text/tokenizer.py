@@ -74,12 +74,23 @@ class Tokenizer:
             remedy = "check the model's tokenizer.json, or pass token ids instead of text"
             raise LlmcError("E621", f"the tokenizer fails on the text: {reason_of(e)}", remedy) from e
 
-    def encode_pair(self, text: str, other: str, segment: int = 0) -> list[int]:
+    def encode_kept(self, text: str, keep: int | None, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of `text` as `encode` does, without the last tokens of the text beyond `keep` ids (None: all).
+
+        Special tokens around the text are kept.
+        """
+        found = self._encoded(text, add_special_tokens)
+        return [found.ids[i] for i in _kept(found, 0, keep)]
+
+    def encode_pair(self, text: str, other: str, segment: int = 0, keep: int | None = None) -> list[int]:
         """Return the ids of two texts, joined as the post-processor joins a pair. `segment` is added to the ids of the
-        second text's segment. Raises LlmcError E621 as `encode` does.
+        second text's segment. `keep` is as in `encode_kept`, for tokens of the second text.
+
+        Raises LlmcError E621 as `encode` does.
         """
         found = self._encoded((text, other), True)
-        return [i + segment * kind for i, kind in zip(found.ids, found.type_ids)] if segment else list(found.ids)
+        ids, kinds = found.ids, found.type_ids
+        return [ids[i] + segment * kinds[i] for i in _kept(found, 1, keep)]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`. Ids beyond the vocabulary (padding rows of an embedding) have no text."""
@@ -117,6 +128,16 @@ class Tokenizer:
     def bos_token_id(self) -> int | None:
         """The id of the token that the files call `bos_token`, or None."""
         return self.named_id("bos_token")
+
+
+def _kept(found: Any, sequence: int, keep: int | None) -> Iterable[int]:
+    """Return the indices of the tokens that remain if the last ones of a sequence are dropped, until `keep` remain."""
+    excess = 0 if keep is None else len(found.ids) - keep
+    if excess <= 0:
+        return range(len(found.ids))
+    own = [i for i, of in enumerate(found.sequence_ids) if of == sequence]
+    dropped = set(own[-excess:])
+    return [i for i in range(len(found.ids)) if i not in dropped]
 
 
 def _backend(folder: Path) -> tokenizers.Tokenizer:
