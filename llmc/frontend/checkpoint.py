@@ -228,7 +228,11 @@ class Checkpoint:
     def _check_extra(self, found: Mapping[str, Value]) -> None:
         """Raise Diagnostic E324 for stored tensors that the model does not use, except known harmless ones."""
         model = self.traced.model
-        ignored = [HARMLESS, *([HEADS] if self.traced.facts.pooling else []), *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
+        ignored = [
+            HARMLESS,
+            *([HEADS] if self.traced.facts.pooling else []),
+            *map(re.compile, model._keys_to_ignore_on_load_unexpected or ()),
+        ]
         known = set(model.state_dict()) | set(self.traced.tied)
         extra = sorted(
             n for n, v in found.items() if n not in known and not any(r.search(n) for r in ignored) and not _mask(n, v)
