@@ -26,12 +26,15 @@ def _inputs() -> Any:
     return schema_of(minItems=1, anyOf=[{"items": {"type": "string"}, "maxItems": MAX_INPUTS}, {"items": token}, many])
 
 
-_DOCUMENT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+def _documents() -> Any:
+    text = {"type": "string"}
+    document = {"type": "object", "properties": {"text": text}, "required": ["text"]}
+    return schema_of(minItems=1, maxItems=MAX_INPUTS, items={"anyOf": [text, document]})
+
+
 Inputs = Annotated[list[Any], _inputs()]
 Texts = Annotated[list[str], schema_of(minItems=1, maxItems=MAX_INPUTS)]
-Documents = Annotated[
-    list[Any], schema_of(minItems=1, maxItems=MAX_INPUTS, items={"anyOf": [{"type": "string"}, _DOCUMENT]})
-]
+Documents = Annotated[list[Any], _documents()]
 Encoding = Annotated[str, schema_of(enum=[FLOAT, BASE64], maxLength=16)]
 Dimensions = Annotated[int, schema_of(minimum=1, maximum=MAX_WIDTH)]
 Top = Annotated[int, schema_of(minimum=1, maximum=MAX_INPUTS)]
