@@ -20,7 +20,8 @@ LLM_METHODS: Mapping[str, str] = {
 CLASSES: Mapping[str, str] = {
     "LLM": "", "SamplingParams": "", "StructuredOutputsParams": "", "TextPrompt": "", "TokensPrompt": "",
     "RequestOutput": "", "CompletionOutput": "", "AsyncEngineArgs": "`EngineArgs`", "EngineArgs": "",
-    "AsyncLLMEngine": "`AsyncLLM`", "LLMEngine": "`LLM`, or `AsyncLLM`", "PoolingParams": "", "EmbeddingRequestOutput": "", "ClassificationRequestOutput": "", "ScoringRequestOutput": "",
+    "AsyncLLMEngine": "`AsyncLLM`", "LLMEngine": "`LLM`, or `AsyncLLM`", "PoolingParams": "",
+    "EmbeddingRequestOutput": "", "ClassificationRequestOutput": "", "ScoringRequestOutput": "",
     "BeamSearchParams": "use `n` with sampling", "ModelRegistry": "models are traced from transformers",
 }  # fmt: skip
 ENDPOINTS: Mapping[str, str] = {
@@ -28,7 +29,8 @@ ENDPOINTS: Mapping[str, str] = {
     "/tokenizer_info": "", "/health": "", "/ping": "", "/load": "", "/version": "", "/metrics": "",
     "/openapi.json": "", "/v1/responses": "", "/v1/messages": "",
     "/v1/embeddings": "", "/pooling": "hidden states of single tokens are not returned", "/classify": "",
-    "/score": "", "/v1/score": "", "/rerank": "", "/v1/rerank": "", "/v2/rerank": "", "/v1/audio/transcriptions": "prompts are text",
+    "/score": "", "/v1/score": "", "/rerank": "", "/v1/rerank": "", "/v2/rerank": "",
+    "/v1/audio/transcriptions": "prompts are text",
     "/v1/audio/translations": "prompts are text", "/docs": "`/openapi.json` describes the API",
     "/invocations": "use the route of the task", "/reset_prefix_cache": "`/admin/reset_prefix_cache` with an admin key",
     "/server_info": "`llmc-serve --print-config`, `/admin/state`", "/sleep": "stop the server; a start takes seconds",
