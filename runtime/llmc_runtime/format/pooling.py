@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.json_fields import Fields, a_text, damaged
 
 GENERATE, EMBED, CLASSIFY = "generate", "embed", "classify"
@@ -62,6 +63,13 @@ class Pooling:
             if getattr(pooling, name) not in known:
                 raise damaged(where, f"unknown {name} {getattr(pooling, name)[:40]!r} (known: {', '.join(known)})")
         return pooling
+
+
+def require_generation(pooling: Pooling | None, what: str) -> None:
+    """Raise LlmcError E616 if the model pools; `what` names what needs one that generates."""
+    if pooling is not None:
+        cause = f"{what}, and the model pools its prompts ({pooling.task})"
+        raise LlmcError("E616", cause, "use an artifact of a model that generates text")
 
 
 def _flag(f: Fields, key: str) -> bool:
