@@ -13,8 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from llmc_runtime.format.errors import require_compiler
-from llmc_runtime.format.expr import parse as parse_size
-from llmc_runtime.format.manifest import Limits, Manifest, Source, State, TargetInfo
+from llmc_runtime.format.manifest import Limits, Manifest, Source, TargetInfo
 from llmc_runtime.format.size_text import size_text
 
 from llmc.console import Console, Quiet, Summary
@@ -33,6 +32,7 @@ from llmc.passes.lower.page_attention import DRAFT_PREFIX
 from llmc.passes.lower.shard import refuse_ranks
 from llmc.passes.pass_report import Record
 from llmc.passes.pipeline import override, parse_pipeline, run_pipeline
+from llmc.pooled_compile import check_pooled, describe
 from llmc.provenance import compiler_text, related_extensions, source_of, used_extensions, versions
 from llmc.targets.deterministic import deterministic
 from llmc.targets.target import Target
@@ -158,6 +158,7 @@ class Compilation:
         self.shapes_known = False  # whether stored tensors have the shapes that the whole model's weights have
         self.head: HeadConfig | None = head_of(options)  # the EAGLE-3 head that drafts, if there is one
         self.kv_dtype = ""  # of the KV cache; empty: that of the activations
+        self.pool = ""  # what a model that pools returns of a prompt (see PageAttention); empty: it generates
 
     def done(self, stage: str, detail: str) -> None:
         """Record the seconds since the previous stage ended, and print the stage's line."""
@@ -263,6 +264,8 @@ class Compilation:
             untied,
             partial(check_shapes, folder=self.model) if self.shapes_known else None,
             self.head.aux_layers if self.head else lambda total: (),
+            o.task,
+            o.pooling,
         )
         if not dtype and traced.facts.dtype != traced.facts.stored_dtype:
             self.note("the checkpoint is float16, compiled as bfloat16; --dtype float32 keeps every bit")
@@ -275,6 +278,11 @@ class Compilation:
         self.ir.append(("traced", show(traced.module)))
         self.config = traced.source.config
         f = traced.facts
+        if (pooling := f.pooling) is not None:
+            self.tokens = check_pooled(o, pooling, f.max_positions, self.tokens)
+            self.pool = pooling.kind
+            self.note(describe(pooling))
+            self.summary.next = next_command(self.model, self.output, o, self.target, pooling.task)
         stored = kv_dtype_of(traced.source.config) if o.kv_cache_dtype == "auto" else ""
         self.kv_dtype, note = kv_dtype(o.kv_cache_dtype, stored, self.target, self.registry)
         if note:
@@ -302,7 +310,7 @@ class Compilation:
         if self.options.speculate and not any(p.name == "page-attention" for p in passes):
             cause = "--speculate needs the pass page-attention, which the pipeline lacks"
             raise Diagnostic("E421", cause, "add it to --pipeline")
-        passes = override(passes, "page-attention", speculate=self.options.speculate, **sizes)
+        passes = override(passes, "page-attention", speculate=self.options.speculate, pool=self.pool, **sizes)
         return override(passes, "select", tuning=str(self.options.tuning)) if self.options.tuning else passes
 
     def optimise(self, module: Module, max_len: int) -> None:
@@ -347,7 +355,7 @@ class Compilation:
 
     def write(self, traced: Any, weights: Any, built: Any) -> Manifest:
         """Write the artifact folder and return its manifest."""
-        from llmc.artifact.write import Parts, write_artifact
+        from llmc.artifact.write import Parts, states_of, weight_bytes, write_artifact
 
         module, facts, target = traced.module, traced.facts, self.target
         parts = Parts(
@@ -364,6 +372,7 @@ class Compilation:
             weights=weights,
             tokenizer=traced.source.tokenizer_files,
             generation=facts.generation,
+            pooling=facts.pooling,
             ir=self.ir,
             machine=target,
             reports={
@@ -385,20 +394,3 @@ class Compilation:
         """
         options, notes = self.options.recorded(), self.summary.notes
         return {"options": options, "notes": notes, "versions": versions(toolchains, self.registry, self.extensions)}
-
-
-def weight_bytes(m: Manifest) -> int:
-    """Total bytes of the weight files."""
-    return sum(w.bytes for w in m.weights.files)
-
-
-def states_of(m: Module) -> tuple[State, ...]:
-    """Return the states of the module's entry points: tensors that the runtime keeps between steps."""
-    states: dict[str, State] = {}
-    for g in m.graphs.values():
-        for v in g.inputs:
-            if v.type.state:
-                role = "kv" if v.name.removeprefix(DRAFT_PREFIX).startswith("kv.") else v.name.removeprefix("row.")
-                shape = tuple(parse_size(str(d)) for d in v.type.shape)
-                states[v.name] = State(v.name, v.type.dtype, shape, role)
-    return tuple(states.values())

@@ -15,12 +15,12 @@ from llmc_runtime.format.program import Program
 from llmc_runtime.format.size_text import size_text
 
 from llmc.artifact.cost_report import memory, roofline, weight_bytes
-from llmc.artifact.write import kv_of
+from llmc.artifact.write import kv_of, states_of
 from llmc.codegen.dry_build import DryBuild, dry_build
 from llmc.console import Console
 from llmc.diagnostics import Diagnostic
 from llmc.draft_model import add_draft, with_draft
-from llmc.driver import Compilation, start, states_of
+from llmc.driver import Compilation, start
 from llmc.frontend.safetensors_reader import TensorFiles
 from llmc.frontend.unsupported import INDEX, SINGLE
 from llmc.options import Options

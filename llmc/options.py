@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from llmc_runtime.format.pooling import GENERATE, KINDS, TASKS
 from llmc_runtime.format.row_abi import MAX_DRAFTS
 from llmc_runtime.option_type import of_command, option, options_of, positive
 
@@ -47,6 +48,14 @@ class Options:
     kv_cache_dtype: str = _artifact(
         "auto", "dtype of the KV cache, fp8 for float8_e4m3 (auto: the checkpoint's, else the activations')", str,
         None, choices=("auto", "bf16", "bfloat16", "fp8", "fp8_e4m3"),
+    )  # fmt: skip
+    task: str = _artifact(
+        "auto", "what the model does: generate text, embed prompts, or classify them (auto: as its files say)", str,
+        None, choices=("auto", GENERATE, *TASKS),
+    )  # fmt: skip
+    pooling: str = _artifact(
+        "auto", "what is pooled into an embedding: the last token, the first (cls), or the mean of all (auto: as the "
+        "model's files say)", str, None, choices=("auto", *KINDS),
     )  # fmt: skip
     max_model_len: int | None = _artifact(None, "maximum length of a sequence in tokens (the model's, at most 32768)")
     max_num_seqs: int | None = _artifact(None, "maximum number of sequences in one step (CPU: 16, GPU: 256)")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from llmc_runtime.format.manifest import Manifest
+from llmc_runtime.format.pooling import GENERATE
 from llmc_runtime.format.size_text import size_text
 
 from llmc.artifact.hard_link import last_stage, pack_weights
+from llmc.artifact.write import weight_bytes
 from llmc.console import Console, Quiet
 from llmc.diagnostics import Diagnostic
-from llmc.driver import locate_model, weight_bytes
+from llmc.driver import locate_model
 from llmc.extension import load
 from llmc.frontend.hub import PUBLIC, Hub
 from llmc.frontend.tokenizer_files import TOKENIZER
@@ -36,8 +38,14 @@ def pack_model(artifact: Path, model: str | Path, console: Console | None = None
     graph = parse(text, registry.opset()).graphs["weights"]
     dtypes = [v.type.dtype for v in graph.inputs if v.type.rank > 1]
     at = locate_model(model, Options(hub=hub), registry, console)
+    pooling = manifest.pooling
     traced = trace(
-        at.folder, max(set(dtypes), key=dtypes.count), limits.max_model_len, layers=manifest.source.layers or None
+        at.folder,
+        max(set(dtypes), key=dtypes.count),
+        limits.max_model_len,
+        layers=manifest.source.layers or None,
+        task=pooling.task if pooling else GENERATE,
+        pooling=pooling.kind if pooling else "auto",
     )
     ours = {v.name: v.type for v in graph.inputs if not v.name.startswith(KV_SCALES)}
     theirs = {v.name: v.type for v in traced.module.graphs["main"].inputs if v.weight and v.uses}
@@ -51,6 +59,6 @@ def pack_model(artifact: Path, model: str | Path, console: Console | None = None
         )
     console.note(f"{artifact}: {size_text(weight_bytes(done))} packed and hashed")
     tokenizer = any(Path(name).name == TOKENIZER for name in done.tokenizer)
-    if line := run_command(artifact, done.target.name, done.target.arch, tokenizer):
+    if line := run_command(artifact, done.target.name, done.target.arch, tokenizer, pooling.task if pooling else ""):
         console.note(line)
     return done

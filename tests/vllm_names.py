@@ -11,9 +11,8 @@ from unittest.mock import Mock
 # Of class LLM: name -> where it has another name here, or what is different.
 LLM_METHODS: Mapping[str, str] = {
     "generate": "", "chat": "", "get_tokenizer": "", "get_default_sampling_params": "", "get_metrics": "",
-    "reset_prefix_cache": "", "encode": "raises E648: models here generate text",
-    "embed": "raises E648: models here generate text", "classify": "raises E648: models here generate text",
-    "reward": "raises E648: models here generate text", "score": "raises E648: models here generate text",
+    "reset_prefix_cache": "", "encode": "raises E648: use `embed`, `classify` or `score`",
+    "embed": "", "classify": "", "reward": "raises E648: hidden states of single tokens are not returned", "score": "",
     "beam_search": "raises E648: use `n` with sampling", "sleep": "close the LLM; opening it again takes seconds",
     "wake_up": "", "start_profile": "`LLM(..., trace=N)`: a trace of the engine's steps", "stop_profile": "",
     "collective_rpc": "the engine is one process", "apply_model": "the runtime has no torch module",
@@ -21,16 +20,17 @@ LLM_METHODS: Mapping[str, str] = {
 CLASSES: Mapping[str, str] = {
     "LLM": "", "SamplingParams": "", "StructuredOutputsParams": "", "TextPrompt": "", "TokensPrompt": "",
     "RequestOutput": "", "CompletionOutput": "", "AsyncEngineArgs": "`EngineArgs`", "EngineArgs": "",
-    "AsyncLLMEngine": "`AsyncLLM`", "LLMEngine": "`LLM`, or `AsyncLLM`", "PoolingParams": "models here generate text",
+    "AsyncLLMEngine": "`AsyncLLM`", "LLMEngine": "`LLM`, or `AsyncLLM`", "PoolingParams": "",
+    "EmbeddingRequestOutput": "", "ClassificationRequestOutput": "", "ScoringRequestOutput": "",
     "BeamSearchParams": "use `n` with sampling", "ModelRegistry": "models are traced from transformers",
 }  # fmt: skip
 ENDPOINTS: Mapping[str, str] = {
     "/v1/chat/completions": "", "/v1/completions": "", "/v1/models": "", "/tokenize": "", "/detokenize": "",
     "/tokenizer_info": "", "/health": "", "/ping": "", "/load": "", "/version": "", "/metrics": "",
     "/openapi.json": "", "/v1/responses": "", "/v1/messages": "",
-    "/v1/embeddings": "answers 404: models here generate text", "/pooling": "models here generate text",
-    "/classify": "models here generate text", "/score": "models here generate text",
-    "/rerank": "models here generate text", "/v1/audio/transcriptions": "prompts are text",
+    "/v1/embeddings": "", "/pooling": "hidden states of single tokens are not returned", "/classify": "",
+    "/score": "", "/v1/score": "", "/rerank": "", "/v1/rerank": "", "/v2/rerank": "",
+    "/v1/audio/transcriptions": "prompts are text",
     "/v1/audio/translations": "prompts are text", "/docs": "`/openapi.json` describes the API",
     "/invocations": "use the route of the task", "/reset_prefix_cache": "`/admin/reset_prefix_cache` with an admin key",
     "/server_info": "`llmc-serve --print-config`, `/admin/state`", "/sleep": "stop the server; a start takes seconds",
@@ -80,7 +80,7 @@ def endpoints() -> Iterator[str]:
     """The table of routes."""
     yield "| route of vLLM | here |"
     yield "|---|---|"
-    yield from rows(ENDPOINTS, served_routes() - {"/v1/embeddings"})
+    yield from rows(ENDPOINTS, served_routes())
 
 
 def served_routes() -> set[str]:

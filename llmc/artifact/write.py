@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmc_runtime.format.expr import parse as parse_size
 from llmc_runtime.format.hashing import sha256
 from llmc_runtime.format.json_fields import is_safe_name
 from llmc_runtime.format.manifest import FileInfo, KernelFile, Kv, Limits, Manifest, Source, State, TargetInfo, Weights
+from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.format.program import Program
 
 from llmc.artifact.cost_report import roofline
@@ -20,8 +22,9 @@ from llmc.artifact.publish import PART, check_free, locked, publish, sweep, temp
 from llmc.artifact.weights import Progress, write_weights
 from llmc.codegen.binary import Binary
 from llmc.diagnostics import Diagnostic
-from llmc.ir.graph import Graph
+from llmc.ir.graph import Graph, Module
 from llmc.ir.weight_eval import WeightSource
+from llmc.passes.lower.page_attention import DRAFT_PREFIX
 from llmc.targets.target import Target
 
 TEMPLATES = "additional_chat_templates"
@@ -43,7 +46,7 @@ class Parts:
 
     weights: PackedWeights, an int (random with this seed) or None (packed later). ir: (pass, text) in order. reports:
     file name below report/ -> JSON data or text. machine: adds roofline.json to the reports. tokenizer: files copied
-    verbatim.
+    verbatim. pooling: None if the model generates.
     """
 
     compiler: str
@@ -62,6 +65,7 @@ class Parts:
     ir: Sequence[tuple[str, str]] = ()
     reports: Mapping[str, Any] = field(default_factory=dict)
     machine: Target | None = None
+    pooling: Pooling | None = None
 
 
 def write_artifact(
@@ -121,6 +125,7 @@ class _Writer:
             eos_token_ids=tuple(parts.eos_token_ids),
             generation=dict(parts.generation),
             deterministic=parts.machine is not None and parts.machine.deterministic,
+            pooling=parts.pooling,
             kernels=kernels,
             states=tuple(parts.states),
             programs=programs,
@@ -172,3 +177,20 @@ def _bytes_of(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise Diagnostic("E308", f"cannot read {path}: {os.strerror(error.errno or 0)}", "check the folder") from None
+
+
+def weight_bytes(m: Manifest) -> int:
+    """Total bytes of the weight files."""
+    return sum(w.bytes for w in m.weights.files)
+
+
+def states_of(m: Module) -> tuple[State, ...]:
+    """Return the states of the module's entry points: tensors that the runtime keeps between steps."""
+    states: dict[str, State] = {}
+    for g in m.graphs.values():
+        for v in g.inputs:
+            if v.type.state:
+                role = "kv" if v.name.removeprefix(DRAFT_PREFIX).startswith("kv.") else v.name.removeprefix("row.")
+                shape = tuple(parse_size(str(d)) for d in v.type.shape)
+                states[v.name] = State(v.name, v.type.dtype, shape, role)
+    return tuple(states.values())

@@ -14,8 +14,9 @@ from llmc.ir.graph import Value
 
 
 def attention(
-    c: Call, q: Value, k: Value, v: Value, layer: int, scale: float, window: int, softcap: float, sinks: Any = None
-) -> Value:
+    c: Call, q: Value, k: Value, v: Value, layer: int, scale: float, window: int, softcap: float, sinks: Any = None,
+    causal: bool = True,
+) -> Value:  # fmt: skip
     """Lower attention of [1, H, T, D] to the op's [T, H, D], and reshape the result to [1, T, H, E].
 
     If queries and keys are narrower than values they are padded with zeros, because KV pages store keys and values with
@@ -42,7 +43,7 @@ def attention(
         *extra,
         layer=layer,
         scale=scale,
-        causal=True,
+        causal=causal,
         window=window,
         softcap=softcap,
     )

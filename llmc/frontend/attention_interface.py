@@ -15,6 +15,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.frontend import expert_activation
 
 GATE = "llmc_gate"  # attribute of an experts module that stores its Gate
+ENCODER = "llmc_encoder"  # attribute of a module whose attention may be bidirectional
 NAME = "llmc"
 
 # Extra arguments that models pass to the attention function and that do not change its result.
@@ -43,13 +44,14 @@ def attention(
     window: int,
     softcap: float,
     sinks: Optional[Tensor] = None,  # noqa: UP045 (torch reads the annotation)
+    causal: bool = True,
 ) -> Tensor:
     """q [1,H,T,D], k [1,G,T,D], v [1,G,T,E] -> [1,T,H,E]."""
     raise NotImplementedError("llmc::attention is traced, never run")
 
 
 @attention.register_fake
-def _(q, k, v, layer, scale, window, softcap, sinks=None):  # type: ignore[no-untyped-def]
+def _(q, k, v, layer, scale, window, softcap, sinks=None, causal=True):  # type: ignore[no-untyped-def]
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
 
 
@@ -123,14 +125,17 @@ def _attention_hook(
     name, mask = type(module).__name__, attention_mask
     if unknown := sorted(k for k, x in extra.items() if x is not None and k not in HARMLESS):
         raise Diagnostic("E305", f"{name} passes {', '.join(unknown)} to its attention, which is not supported", _OTHER)
-    check_causal(name, is_causal is not False and getattr(module, "is_causal", True) is not False, mask)
+    causal = is_causal is not False and getattr(module, "is_causal", True) is not False
+    check_causal(name, causal or hasattr(module, ENCODER), mask)
     # Eager attention applies the window through its mask, so a mask's window takes precedence over the argument.
     window = mask.window if isinstance(mask, MaskTag) else int(sliding_window or 0)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer = getattr(module, "layer_idx", None)
+    layer = getattr(module, ENCODER, getattr(module, "layer_idx", None))
     if not isinstance(layer, int):
         raise Diagnostic("E305", f"{name} has no layer number (layer_idx)", _OTHER)
-    out = torch.ops.llmc.attention(query, key, value, layer, float(scale), window, float(softcap or 0), s_aux)
+    if window and not causal:
+        raise Diagnostic("E305", f"{name} attends to later tokens within a window", _OTHER)
+    out = torch.ops.llmc.attention(query, key, value, layer, float(scale), window, float(softcap or 0), s_aux, causal)
     return out, None
 
 
@@ -138,6 +143,12 @@ def check_causal(name: str, causal: bool, mask: Any) -> None:
     """Raise Diagnostic E305 if an attention is not causal or passes its own mask."""
     if not causal or isinstance(mask, Tensor):
         raise Diagnostic("E305", f"{name} is not a causal attention", _OTHER)
+
+
+def mark_encoder(model: torch.nn.Module) -> None:
+    """Allow bidirectional attention in a model's modules, and number those that transformers leaves unnumbered."""
+    for number, module in enumerate(m for m in model.modules() if hasattr(m, "is_causal")):
+        setattr(module, ENCODER, number)
 
 
 def read_gates(model: torch.nn.Module) -> None:

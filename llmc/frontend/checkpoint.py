@@ -27,6 +27,7 @@ from llmc.ir.weight_eval import Blocks, widen
 # their fill value. The latter share names with biases and are recognized by their shapes.
 HARMLESS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
 MASK = re.compile(r"(^|\.)(attn|attention)\.((masked_)?bias|causal_mask)$")
+HEADS = re.compile(r"^(lm_head|embed_out|cls|qa_outputs|score|classifier)\.")  # that a model that pools may lack
 FLOATS = ("f64", "f32", "bf16", "f16")
 _EARLY = 5000  # tensors up to which shapes are compared before the trace
 _COMPARED = 1024  # rows that are compared at a time
@@ -227,7 +228,11 @@ class Checkpoint:
     def _check_extra(self, found: Mapping[str, Value]) -> None:
         """Raise Diagnostic E324 for stored tensors that the model does not use, except known harmless ones."""
         model = self.traced.model
-        ignored = [HARMLESS, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
+        ignored = [
+            HARMLESS,
+            *([HEADS] if self.traced.facts.pooling else []),
+            *map(re.compile, model._keys_to_ignore_on_load_unexpected or ()),
+        ]
         known = set(model.state_dict()) | set(self.traced.tied)
         extra = sorted(
             n for n, v in found.items() if n not in known and not any(r.search(n) for r in ignored) and not _mask(n, v)

@@ -31,9 +31,10 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from llmc.diagnostics import Diagnostic
-from llmc.frontend import attention_interface, legacy_attention, rope_interface, unsupported
+from llmc.frontend import attention_interface, legacy_attention, pooled_model, rope_interface, unsupported
 from llmc.frontend.lowering import TORCH_DTYPE
 from llmc.frontend.model_folder import KNOWN_TO_WORK, Source
+from llmc.frontend.pooling_files import ENCODERS, PooledModel
 
 # Why a model type has no causal language model, by transformers' own tables.
 OTHERS = (
@@ -83,12 +84,18 @@ def quiet() -> Iterator[None]:
         log.set_verbosity(level)
 
 
-def load_config(source: Source) -> Any:
-    """Load the transformers config of a folder, offline and without remote code; raises Diagnostic E302-E306."""
+def load_config(source: Source, pools: bool = False) -> Any:
+    """Load the transformers config of a folder, offline and without remote code; raises Diagnostic E302-E306, E313.
+
+    `pools`: the model may be an encoder of a supported type.
+    """
     name = source.model_type
-    if name not in CONFIG_MAPPING_NAMES or name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    known = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (pools and name in ENCODERS)
+    if name not in CONFIG_MAPPING_NAMES or not known:
         if source.config.get("auto_map"):
             raise unsupported.refuse_code(f"model_type {name!r} is only in auto_map")
+        if pools and name in CONFIG_MAPPING_NAMES:
+            raise Diagnostic("E313", f"encoders of model_type {name!r} are not supported", pooled_model.SUPPORTED)
         raise Diagnostic("E303", f"model_type {name!r} {_what(name)} ({transformers.__version__})", KNOWN_TO_WORK)
     if (why := unsupported.outside(source.config)) is not None:
         raise Diagnostic("E305", f"model_type {name!r} is not supported: {why}", KNOWN_TO_WORK)
@@ -132,6 +139,7 @@ def export_model(
     untied: Iterable[str] = (),
     check: Callable[[Any], None] = accept,
     handed: Sequence[int] = (),
+    pooled: PooledModel | None = None,
 ) -> Exported:
     """Trace `forward(input_ids [1,T], position_ids [1,T], logits_to_keep [R])` with dynamic T and R.
 
@@ -142,7 +150,7 @@ def export_model(
     """
     attention_interface.register()
     with quiet(), legacy_attention.llmc_attention(config.model_type):
-        model = _build(config, dtype)
+        model = _build(config, dtype, pooled)
         _untie(model, untied)
         check(model)
         attention_interface.read_gates(model)
@@ -158,7 +166,7 @@ def exported(
 ) -> Exported:  # fmt: skip
     """Return a trace with its computed buffers: those in `computed`, its constants, and what the model initializes."""
     names = _computed_names(model, program)
-    made = {n: t for n, t in program.constants.items() if t.device.type != "meta"} | computed
+    made = {n: t for n, t in program.constants.items() if t.device.type != "meta"} | dict(computed)
     buffers = {n: made[n] if n in made else recompute(model, n) for n in names}
     arrays = {n: t.detach().float().numpy() for n, t in buffers.items()}
     return Exported(model, program, types.MappingProxyType(arrays), max_tokens, max_rows, handed)
@@ -183,23 +191,26 @@ def _hand_over(model: Any, numbers: Sequence[int]) -> None:
     model.register_forward_hook(lambda _, args, out: (out.logits, *(found[n] for n in numbers)))
 
 
-def _build(config: Any, dtype: str) -> Any:
+def _build(config: Any, dtype: str, pooled: PooledModel | None) -> Any:
     """Build the model on the meta device with our attention and experts; raises Diagnostic E305."""
+    name = attention_interface.NAME
+    options = {"attn_implementation": name, "experts_implementation": name, "dtype": TORCH_DTYPE[dtype]}
     try:
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(
-                config,
-                attn_implementation=attention_interface.NAME,
-                experts_implementation=attention_interface.NAME,
-                dtype=TORCH_DTYPE[dtype],
-            )
+            if pooled is None:
+                model = transformers.AutoModelForCausalLM.from_config(config, **options)
+            else:
+                model = pooled_model.build(config, pooled.pooling, **options)
+    except Diagnostic:
+        raise
     except Exception as e:
         found = _failed(config.model_type, "cannot be built from its config", e)
         raise Diagnostic(found.code, found.cause, f"correct config.json; {KNOWN_TO_WORK}") from e
     _keep_wide(model, TORCH_DTYPE[dtype])
     model.eval()
     model.config.use_cache = False
-    _check_positions(model)
+    if pooled is None:
+        _check_positions(model)
     missing = {"position_ids", "logits_to_keep"} - set(inspect.signature(model.forward).parameters)
     if missing:
         raise Diagnostic(

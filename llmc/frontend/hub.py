@@ -17,7 +17,15 @@ from llmc_runtime.option_type import option
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend import unsupported
-from llmc.frontend.model_folder import TEMPLATES, TOKENIZER_FILES, check_weights, open_source, read_config, read_json
+from llmc.frontend.model_folder import (
+    POOLING_FILES,
+    TEMPLATES,
+    TOKENIZER_FILES,
+    check_weights,
+    open_source,
+    read_config,
+    read_json,
+)
 from llmc.frontend.quantization_files import FILES
 
 ID = re.compile(r"(?!.*\.\.)(?P<name>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(@(?P<revision>[\w./-]+))?", re.ASCII)
@@ -81,13 +89,16 @@ def locate(
 def files_to_download(names: Collection[str], shards: Collection[str] | None) -> list[str]:
     """Return the names of the files to download. `shards`: the weight files, or None to skip weights."""
     weights = {*shards, unsupported.INDEX} if shards is not None else set()
-    return [n for n in sorted(names) if n in TOKENIZER_FILES or n in FILES or n in weights or _is_template(n)]
+    wanted = {*TOKENIZER_FILES, *POOLING_FILES, *FILES, *weights}
+    return [n for n in sorted(names) if n in wanted or _is_inner(n)]
 
 
-def _is_template(name: str) -> bool:
-    """Whether a file is one of the additional chat templates, the only wanted files in a subfolder."""
+def _is_inner(name: str) -> bool:
+    """Whether a file in a subfolder is wanted: an additional chat template, or the config of a pooling module."""
     folder, _, rest = name.partition("/")
-    return folder == TEMPLATES and "/" not in rest and rest.endswith(".jinja")
+    if folder == TEMPLATES:
+        return "/" not in rest and rest.endswith(".jinja")
+    return folder.endswith("_Pooling") and rest == "config.json"
 
 
 class _Fetch:
@@ -150,13 +161,13 @@ class _Fetch:
         if not COMMIT.fullmatch(str(info.sha)):
             raise self.unusable(f"its commit is {info.sha!r}, not 40 digits")
         sizes = {s.rfilename: int(s.size or 0) for s in info.siblings or ()}
-        files = {name: size for name, size in sizes.items() if "/" not in name or _is_template(name)}
+        files = {name: size for name, size in sizes.items() if "/" not in name or _is_inner(name)}
         return str(info.sha), files
 
     def downloaded(self) -> tuple[str, dict[str, int]]:
         """Commit and files of an earlier download."""
         folder = self.file("config.json", self.revision).parent
-        found = [*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*")]
+        found = [*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*"), *folder.glob("*_Pooling/config.json")]
         return folder.name, {p.relative_to(folder).as_posix(): p.stat().st_size for p in found}
 
     def file(self, name: str, revision: str) -> Path:

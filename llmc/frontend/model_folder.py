@@ -34,6 +34,10 @@ TOKENIZER_FILES = (
     "config.json",
 )
 
+MODULES = "modules.json"  # of sentence-transformers
+# Files that are read when a model pools, and that are not part of the artifact.
+POOLING_FILES = (MODULES, "sentence_bert_config.json")
+
 DOWNLOAD_AGAIN = "download the file again"
 TEMPLATES = "additional_chat_templates"  # folder of additional chat templates, NAME.jinja
 
@@ -144,6 +148,21 @@ def check_weights(folder: Path) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file; raises Diagnostic E302 if it is not one or is too large."""
+    value = _read(path)
+    if not isinstance(value, dict):
+        raise Diagnostic("E302", f"{path} contains a {type(value).__name__}, not a JSON object", DOWNLOAD_AGAIN)
+    return value
+
+
+def read_list(path: Path) -> list[Any]:
+    """Read a JSON list from a file; raises Diagnostic E302 if it is not one or is too large."""
+    value = _read(path)
+    if not isinstance(value, list):
+        raise Diagnostic("E302", f"{path} contains a {type(value).__name__}, not a JSON list", DOWNLOAD_AGAIN)
+    return value
+
+
+def _read(path: Path) -> Any:
     if not is_regular(path):
         what = "is a link to nothing" if path.is_symlink() and not path.exists() else "is not a regular file"
         raise Diagnostic("E302", f"{path} {what}", DOWNLOAD_AGAIN)
@@ -153,12 +172,9 @@ def read_json(path: Path) -> dict[str, Any]:
         data = path.read_bytes()
         if (why := too_much(data, MAX_BYTES, MAX_VALUES)) is not None:
             raise ValueError(why)
-        value = json.loads(data.decode("utf-8"))
+        return json.loads(data.decode("utf-8"))
     except (OSError, ValueError, RecursionError) as e:
         raise Diagnostic("E302", f"{path} cannot be read as JSON: {e}", DOWNLOAD_AGAIN) from None
-    if not isinstance(value, dict):
-        raise Diagnostic("E302", f"{path} contains a {type(value).__name__}, not a JSON object", DOWNLOAD_AGAIN)
-    return value
 
 
 def is_regular(path: Path) -> bool:

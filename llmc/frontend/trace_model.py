@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from llmc_runtime.format.pooling import Pooling
+
 from llmc.diagnostics import Diagnostic
 from llmc.frontend.config_limits import check_layers, check_sizes
 from llmc.frontend.model_folder import Source, open_source
+from llmc.frontend.pooling_files import PooledModel, position_offset, read_pooled, segments_of
 from llmc.frontend.truncate import first_layers
 from llmc.ir.graph import Module
 from llmc.ir.types import Type
@@ -34,7 +37,7 @@ class Facts:
 
     dtype: of the compiled weights and activations. stored_dtype: of the checkpoint. heads: (query heads, key heads, key
     width, value width) of each attention layer. generation: sampling defaults. layers: (compiled, total) if only the
-    first layers were compiled.
+    first layers were compiled. pooling: None if the model generates.
     """
 
     architecture: str
@@ -46,6 +49,7 @@ class Facts:
     generation: Mapping[str, Any]
     heads: tuple[tuple[int, int, int, int], ...]
     layers: tuple[int, int] | None = None
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True)
@@ -86,8 +90,10 @@ def trace(
     untied: Collection[str] = (),
     check: Callable[[Any], None] | None = None,
     handed: Callable[[int], Sequence[int]] = lambda total: (),
+    task: str = "auto",
+    pooling: str = "auto",
 ) -> Traced:
-    """Trace the model of a folder without reading weights. Raises Diagnostic E301-E312.
+    """Trace the model of a folder without reading weights. Raises Diagnostic E301-E313.
 
     dtype: "f32", "bf16" or "f16" (default: the checkpoint's, mapped through `instead`). max_positions: longest sequence
     in tokens (default: the config's limit); it selects the frequencies of a longrope model. max_tokens, max_rows: upper
@@ -98,12 +104,9 @@ def trace(
     from llmc.frontend import check_token_mixing, convert, export
 
     source = open_source(path)
-    config = export.load_config(source)
-    cut = None
-    if layers is not None:
-        with export.quiet():
-            config, total = first_layers(config, layers)
-        cut = (layers, total)
+    pooled = read_pooled(source, task, pooling)
+    config = export.load_config(source, pooled is not None)
+    config, cut = _cut(config, layers)
     text = config.get_text_config()
     check_sizes(text)
     check_layers(source.folder, int(text.num_hidden_layers))
@@ -111,11 +114,11 @@ def trace(
     dtype = dtype or instead.get(stored, stored)
     if dtype not in FLOATS:
         raise Diagnostic("E302", f"dtype {dtype!r} is not one of {', '.join(FLOATS)}", "choose one with --dtype")
-    longest = _longest(source, text, max_positions)
+    longest = _longest(source, text, max_positions, pooled)
     eos, _, _ = (_ids(source, text, f"{role}_token_id") for role in ("eos", "bos", "pad"))  # checks all three
     numbers = handed(int(text.num_hidden_layers))
     exported = export.export_model(
-        config, dtype, longest, max_tokens, max_rows, untied, check or export.accept, numbers
+        config, dtype, longest, max_tokens, max_rows, untied, check or export.accept, numbers, pooled
     )
     converted = convert.convert(exported)
     check_token_mixing.check_tokens(converted.module.graphs["main"], type(exported.model).__name__)
@@ -129,6 +132,7 @@ def trace(
         generation=MappingProxyType(_generation(source)),
         heads=tuple(_heads(converted.module)),
         layers=cut,
+        pooling=_pooling(pooled, converted.module, text),
     )
     weights = {
         v.name: WeightInfo(v.name, v.type, v.name.rpartition(".")[0])
@@ -137,6 +141,17 @@ def trace(
     }
     tied = MappingProxyType(dict(converted.tied))
     return Traced(source, converted.module, facts, MappingProxyType(weights), exported.buffers, tied, exported.model)
+
+
+def _cut(config: Any, layers: int | None) -> tuple[Any, tuple[int, int] | None]:
+    """The config of the first layers, and (compiled, total) layers; `config` and None for the whole model."""
+    from llmc.frontend import export
+
+    if layers is None:
+        return config, None
+    with export.quiet():
+        config, total = first_layers(config, layers)
+    return config, (layers, total)
 
 
 def _stored_dtype(source: Source, config: Any) -> str:
@@ -159,9 +174,11 @@ def _rope(config: Any) -> Mapping[str, Any]:
     return getattr(config, "rope_parameters", None) or {}
 
 
-def _longest(source: Source, text: Any, requested: int | None) -> int:
+def _longest(source: Source, text: Any, requested: int | None, pooled: PooledModel | None = None) -> int:
     """The longest sequence to compile for; raises Diagnostic E305 if the config does not allow the requested length."""
     limit = _limit(text)
+    if pooled is not None:
+        limit = min(limit - position_offset(text), pooled.max_length or limit)
     if requested is not None and requested > limit and _rope(text).get("rope_type") != "dynamic":
         cause = f"{requested} positions were requested; {source.model_type}'s config allows {limit}"
         raise Diagnostic("E305", cause, f"use at most {limit}")
@@ -192,6 +209,17 @@ def limits_of(path: str | Path) -> tuple[int, int]:
     text = config.get_text_config()
     check_sizes(text)
     return int(text.vocab_size), _limit(text)
+
+
+def _pooling(pooled: PooledModel | None, module: Module, text: Any) -> Pooling | None:
+    """The pooling with what the traced graph says about it. Raises Diagnostic E313 if the labels do not fit."""
+    if pooled is None:
+        return None
+    width = int(module.graphs["main"].outputs[0].type.shape[-1])
+    if pooled.pooling.labels and len(pooled.pooling.labels) != width:
+        cause = f"config.json names {len(pooled.pooling.labels)} labels, and the model has {width}"
+        raise Diagnostic("E313", cause, "correct id2label")
+    return replace(pooled.pooling, width=width, segments=segments_of(text))
 
 
 def _heads(module: Module) -> Iterator[tuple[int, int, int, int]]:

@@ -46,7 +46,6 @@ FOLDERS: Mapping[str, tuple[str, str]] = MappingProxyType(
 HEADS: Mapping[str, str] = MappingProxyType(
     {
         "ForMaskedLM": "an encoder for masked language modelling",
-        "ForSequenceClassification": "a classifier of text",
         "ForTokenClassification": "a classifier of tokens",
         "ForQuestionAnswering": "a model for extractive question answering",
         "ForMultipleChoice": "a model for multiple choice",

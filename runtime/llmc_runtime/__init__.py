@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from llmc_runtime.engine_options import EngineArgs
     from llmc_runtime.format.errors import LlmcError
     from llmc_runtime.outputs import CompletionOutput, Logprob, Piece, RequestOutput
+    from llmc_runtime.pooled_outputs import (
+        ClassificationRequestOutput,
+        EmbeddingRequestOutput,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
+    from llmc_runtime.pooling_params import PoolingParams
     from llmc_runtime.prompts import TextPrompt, TokensPrompt
     from llmc_runtime.sched.sampling_params import SamplingParams
     from llmc_runtime.sched.structured_outputs import StructuredOutputsParams
@@ -39,12 +46,23 @@ _MODULES = MappingProxyType(
         "Logprob": "llmc_runtime.outputs",
         "Piece": "llmc_runtime.outputs",
         "LlmcError": "llmc_runtime.format.errors",
+        "PoolingParams": "llmc_runtime.pooling_params",
+        **dict.fromkeys(
+            (
+                "ClassificationRequestOutput",
+                "EmbeddingRequestOutput",
+                "PoolingRequestOutput",
+                "ScoringRequestOutput",
+            ),
+            "llmc_runtime.pooled_outputs",
+        ),
     }
 )
 
 __all__ = [
-    "LLM", "AsyncLLM", "CompletionOutput", "EngineArgs", "LlmcError", "Logprob", "Piece", "RequestOutput",
-    "SamplingParams", "StructuredOutputsParams", "TextPrompt", "TokensPrompt",
+    "LLM", "AsyncLLM", "ClassificationRequestOutput", "CompletionOutput", "EmbeddingRequestOutput", "EngineArgs",
+    "LlmcError", "Logprob", "Piece", "PoolingParams", "PoolingRequestOutput", "RequestOutput", "SamplingParams",
+    "ScoringRequestOutput", "StructuredOutputsParams", "TextPrompt", "TokensPrompt",
 ]  # fmt: skip
 
 

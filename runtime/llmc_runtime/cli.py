@@ -20,6 +20,7 @@ from llmc_runtime.format.install_command import install_command
 from llmc_runtime.option_type import of_command, options_of
 
 if TYPE_CHECKING:
+    from llmc_runtime.api.llm import LLM
     from llmc_runtime.interactive import Session
 
 OK, FAILED, USAGE, ENVIRONMENT, INTERRUPTED = 0, 1, 2, 3, 130
@@ -181,6 +182,9 @@ def parser(prog: str, compiles: bool) -> argparse.ArgumentParser:
     add("--chat", action="store_true", help="apply the model's chat template to the prompt")
     add("--system", metavar="TEXT", help="system message; implies --chat (default: none)")
     add("--json", action="store_true", help="print one JSON document with log-probabilities instead of streaming text")
+    add("--embed", action="store_true", help="print the prompt's embedding, a JSON list, from a model that embeds")
+    add("--classify", action="store_true", help="print the prompt's classes as JSON, from a model that classifies")
+    add("--dimensions", type=int, metavar="N", help="with --embed: keep the first N numbers (all)")
     add("-v", "--verbose", action="store_true", help="print the duration of each stage, and tracebacks of errors")
     add("-q", "--quiet", action="store_true", help="print only errors on stderr")
     defaults = "the model's generation_config.json; at most 256 tokens, in a chat as many as fit"
@@ -214,6 +218,8 @@ def _run(args: argparse.Namespace, compiles: bool) -> int:
         prompt = _prompt(args)
         session = _open(args, changed, compiles)
         try:
+            if args.embed or args.classify:
+                return _print(_pooled(args, session.llm, prompt))
             if prompt is None:
                 return session.talk()
             return session.once(prompt, chat=args.chat or args.system is not None, as_json=args.json)
@@ -221,6 +227,17 @@ def _run(args: argparse.Namespace, compiles: bool) -> int:
             if session.llm.trace is not None:
                 session.llm.close()
                 session.clock.say(session.llm.trace.describe())
+
+
+def _pooled(args: argparse.Namespace, llm: LLM, prompt: str | None) -> str:
+    """The line of --embed or --classify. Raises LlmcError E643 without a prompt."""
+    from llmc_runtime.pooled_command import class_line, embedding_line
+
+    if prompt is None:
+        raise LlmcError("E643", "--embed and --classify need a prompt", "pass --prompt TEXT, or pipe a prompt in")
+    if args.classify:
+        return class_line(llm, prompt, args.json)
+    return embedding_line(llm, prompt, args.dimensions, args.json)
 
 
 def _prompt(args: argparse.Namespace) -> str | None:

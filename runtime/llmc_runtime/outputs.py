@@ -51,6 +51,7 @@ class RequestOutput:
                         token. With output_kind "delta" a sequence that makes each dict when it is read
     times:              seconds in the queue, and from there to the first token; None before the first token
     num_accepted_tokens:  generated tokens that were drafted (speculative decoding)
+    pooled:             of a model that pools, which has no tokens in its outputs: f32 numbers
     """
 
     request_id: str
@@ -62,6 +63,7 @@ class RequestOutput:
     prompt_logprobs: Sequence[Row | None] | None = None
     times: tuple[float, float] | None = field(default=None, compare=False)
     num_accepted_tokens: int = field(default=0, compare=False)
+    pooled: bytes | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class Collector:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: LlmcError | None = None
+    pooled: bytes | None = None  # of a model that pools: f32 numbers
     num_cached: int = 0
     num_accepted: int = 0  # tokens that were drafted
     times: tuple[float, float] | None = None
@@ -165,7 +168,7 @@ class Collector:
                 self._end("stop", stop)
                 return not (i == last and delta.finish_reason)
         if delta.finish_reason is not None:
-            self.error = delta.error
+            self.error, self.pooled = delta.error, delta.pooled
             self._end(delta.finish_reason, delta.stop_reason)
         return False
 
@@ -261,5 +264,6 @@ class RequestState:
         first, ids = self.parts[0], list(self.prompt_ids)
         cached, scores = first.num_cached, first.prompt_logprobs
         return RequestOutput(
-            self.request_id, self.prompt, ids, outputs, self.finished, cached, scores, first.times, self.num_accepted
-        )
+            self.request_id, self.prompt, ids, outputs, self.finished, cached, scores, first.times, self.num_accepted,
+            first.pooled,
+        )  # fmt: skip

@@ -21,7 +21,7 @@ NAMES = (
     "decode_attention", "attention_combine", "single_token_attention", "prefill_attention", "packed_attention",
     "rope_append", "rope", "kv_append", "rope_tables", "row_spans",
     "row_begin", "row_tokens", "row_last", "row_commit", "row_accept", "row_propose", "row_rewind",
-    "row_extend", "row_penalize", "row_mask",
+    "row_extend", "row_first", "row_reach", "row_mean", "row_advance", "row_penalize", "row_mask",
     "row_block_max",
     "row_sample_blocks", "row_sample", "row_finish", "row_logprobs", "round_groups", "scaled_gemm", "scaled_gemm_small",
     "scaled_gemm_tma",

@@ -1,6 +1,6 @@
 """The deterministic artifacts that the tests run on the GPU, compiled if they are missing.
 
-    python tests/gpu/deterministic_models.py      writes build/gpu/deterministic; needs no GPU
+python tests/gpu/deterministic_models.py      writes build/gpu/deterministic; needs no GPU
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Deterministic artifacts on the GPU: requests alone and in random mixtures, and products of all tile sizes, by bits.
 
-    pytest tests/gpu/test_deterministic.py --confcutdir tests/gpu      about a minute; less if the artifacts are there
+pytest tests/gpu/test_deterministic.py --confcutdir tests/gpu      about a minute; less if the artifacts are there
 """
 
 from __future__ import annotations

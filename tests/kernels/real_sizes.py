@@ -308,6 +308,10 @@ _SAMPLING = {
         ),
     ),
     "row_rewind": (Text("state i32[256]; state i32[256]; i32[R]", "row_rewind", "state i32[256]"),),
+    "row_first": (Text("i32[R+1]", "row_first", "i32[R]"),),
+    "row_reach": (Text("i32[R+1]; i32[T]", "row_reach", "i32[T]"),),
+    "row_mean": (Text("bf16[T, 1024]; i32[R+1]", "row_mean", "f32[R, 1024]"),),
+    "row_advance": (Text("state i32[256]; i32[R]; i32[R+1]; i32[T]", "row_advance", "state i32[256]"),),
     "row_extend": (
         Text(
             f"{TOKENS}; state i32[256]; {ROWS}; i32[R]; i32[R]", "row_extend", f"{TOKENS}, state i32[256]"

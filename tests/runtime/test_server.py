@@ -252,8 +252,9 @@ def test_what_there_is_to_look_at(client: Any, http: httpx.Client) -> None:
     assert post(http, "/tokenize", prompt="The kernel", add_special_tokens=False)["tokens"] == ids[1:]
     assert post(http, "/tokenize", messages=CHAT)["count"] > len(CHAT)
     assert post(http, "/detokenize", tokens=ids[1:])["prompt"] == "The kernel"
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.BadRequestError, match="generates text") as refused:
         client.embeddings.create(model="toy", input="x")
+    assert refused.value.code == "unsupported_task"
 
 
 BAD: tuple[tuple[dict[str, Any], int, str | None, str], ...] = (

@@ -101,9 +101,12 @@ def test_methods_and_types_of_programs_for_vllm() -> None:
         llm.generate(prompt, params, lora_request=object())  # type: ignore[arg-type]
     with pytest.raises(LlmcError, match=r"E648.*adapters"):
         llm.chat([], params, lora_request=object())  # type: ignore[arg-type]
-    for name in ("encode", "embed", "classify", "reward", "score", "beam_search"):
+    for name in ("encode", "reward", "beam_search"):
         with pytest.raises(LlmcError, match=r"E648.*not supported"):
             getattr(llm, name)(["a"], "b", use_tqdm=False)
+    for refused in (lambda: llm.embed([[1]]), lambda: llm.classify([[1]]), lambda: llm.score("a", "b")):
+        with pytest.raises(LlmcError, match=r"E616.*generates text"):
+            refused()
     metrics = {m.name: m.value for m in llm.get_metrics()}
     assert metrics["vllm:num_requests_running"] == 0
     assert metrics["vllm:kv_cache_usage_perc"] == 0

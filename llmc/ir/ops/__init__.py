@@ -19,6 +19,7 @@ from llmc.ir.ops import (
     packed_fragments,
     packed_quantized,
     pointwise,
+    pooling,
     quantize,
     quantized_linear,
     quantized_moe,
@@ -42,6 +43,6 @@ def op_set(*groups: Iterable[OpDef]) -> Mapping[str, OpDef]:
 
 GROUPS = (
     pointwise, reduce, shape, linear, packed, quantize, quantized_linear, block_scaled, packed_quantized, packed_codes,
-    packed_fragments, norm, rope, attention, moe, quantized_moe, scaled_moe, state, sample, draft, comm,
+    packed_fragments, norm, rope, attention, moe, quantized_moe, scaled_moe, state, pooling, sample, draft, comm,
 )  # fmt: skip
 OPS = op_set(*(m.OPS for m in GROUPS))

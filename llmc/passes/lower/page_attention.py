@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from llmc_runtime.format.pooling import CLS, KINDS, MEAN, POOLED
 from llmc_runtime.format.row_abi import BIASES, DRAFT_WIDTH, MAX_DRAFTS, STOPS, TOP_LOGPROBS
 
 from llmc.diagnostics import Diagnostic
-from llmc.ir.dim import D
+from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Builder, Graph, Module, Node, Value
 from llmc.ir.opdef import OpDef
 from llmc.ir.types import Type, state, tensor
@@ -39,7 +40,9 @@ class PageAttention(Pass):
     drafted tokens that a step verifies per row (0: none); a step then has up to rows * (1 + speculate) entries, limited
     to the tokens of a step and to 512. The graph @draft, if there is one, becomes that of a draft model. If it has an
     input `hidden`, it is a head (EAGLE-3, arXiv 2503.01840): @main returns a hidden state per token after the logits,
-    which the step stores in a pool of pages, with the head's keys and values of the same tokens.
+    which the step stores in a pool of pages, with the head's keys and values of the same tokens. pool: "last", "cls" or
+    "mean" (empty: the step samples): @main is that of a model that pools, and the step returns the output `pooled`,
+    f32[R, width], instead of ids.
     """
 
     name: ClassVar[str] = "page-attention"
@@ -49,6 +52,7 @@ class PageAttention(Pass):
     tokens: int = 0
     kv: str = ""
     speculate: int = 0
+    pool: str = ""
 
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every graph; return the number of changes."""
@@ -65,11 +69,13 @@ class PageAttention(Pass):
         if not 0 <= self.speculate <= MAX_DRAFTS:
             cause = f"pass page-attention: speculate={self.speculate} is not a number of drafted tokens"
             raise Diagnostic("E421", cause, f"use 0 to {MAX_DRAFTS}")
+        if self.pool and self.pool not in KINDS:
+            raise Diagnostic("E421", f"pass page-attention: pool={self.pool} is not known", f"use {', '.join(KINDS)}")
         if not {"tokens", "positions", "last"} <= inputs.keys():
             return 0
         if not ctx.spend():
             return 0
-        _check(g, 1 if head is None else 2)
+        _check(g, 1 if head is None else 2, bool(self.pool))
         drafts = g.name == DRAFT
         m.symbols["T"] = (1, self.tokens or m.symbols.get("T", (1, self.max_len))[1])
         entries = min(self.rows * (1 + self.speculate), m.symbols["T"][1], ENTRIES)
@@ -84,6 +90,8 @@ class PageAttention(Pass):
             pools += [rows.keep_hidden()] if drafts else rows.hand_over(head)
         if drafts:
             rows.draft(pools)
+        elif self.pool:
+            rows.pool(pools)
         else:
             rows.sample(pools)
         return 1 + len(pools)
@@ -93,13 +101,16 @@ def _takes_hidden(g: Graph) -> bool:
     return any(v.name == HIDDEN for v in g.inputs)
 
 
-def _check(g: Graph, outputs: int) -> None:
-    """Raise Diagnostic E435 unless attention is causal, layer numbers are unique, and there are so many outputs."""
+def _check(g: Graph, outputs: int, pools: bool) -> None:
+    """Raise Diagnostic E435 unless attention is causal, layer numbers are unique, and there are so many outputs.
+
+    A model that pools may attend to later tokens: its prompts run in a single step.
+    """
     layers: set[int] = set()
     for n in g.nodes:
         if n.op.name != "attention":
             continue
-        if not n.attrs["causal"]:
+        if not (n.attrs["causal"] or pools):
             raise Diagnostic("E435", "attention to later tokens cannot be served token by token", _CAUSAL, node=n)
         if n.attrs["layer"] in layers:
             raise Diagnostic(
@@ -121,22 +132,17 @@ class _Rows:
         """
         self.g, self.options, self.ops, self.prefix = g, options, ops, DRAFT_PREFIX if drafts else ""
         head = _takes_hidden(g)
-        vocab = g.outputs[0].type.shape[-1]
         others = list(g.inputs)
         g.inputs.clear()
-        self.rows, self.qlens, self.emit = (g.input(n, tensor("i32", "R")) for n in ("rows", "qlens", "emit"))
+        self.rows, self.qlens = (g.input(n, tensor("i32", "R")) for n in ("rows", "qlens"))
+        if not options.pool:
+            self.emit = g.input("emit", tensor("i32", "R"))
         n, length = options.rows, options.max_len
         self.tokens = g.input("row.tokens", state("i32", n, length))
         self.length = g.input("row.length", state("i32", n))
         self.pages = g.input("row.pages", state("i32", n, D(length).ceildiv(options.page)))
-        self.fparams = g.input("row.fparams", state("f32", n, 8))
-        self.iparams = g.input("row.iparams", state("i32", n, 8))
-        self.stops = g.input("row.stops", state("i32", n, STOPS))
-        self.seen = g.input("row.seen", state("i32", n, vocab.ceildiv(32)))
-        self.counts = g.input("row.counts", state("i32", n, vocab))
-        self.bias_ids = g.input("row.bias_ids", state("i32", n, BIASES))
-        self.biases = g.input("row.biases", state("f32", n, BIASES))
-        self.allowed = g.input("row.allowed", state("i32", n, vocab.ceildiv(32)))
+        if not options.pool:
+            self._sampling(g.outputs[0].type.shape[-1])
         at = self.length
         if drafts:
             at = self.reach = g.input("row.reach", state("i32", n))
@@ -147,7 +153,8 @@ class _Rows:
         self.starts, self.token_row, self.positions = b.row_spans(self.rows, self.qlens, at, tokens=D("T"))
         self.slots = b.row_slots(self.pages, self.token_row, self.positions, page=options.page)
         self.ids = b.row_ids(self.tokens, self.token_row, self.positions)
-        self.replacement = {"tokens": self.ids, "positions": self.positions, "last": b.row_last(self.starts)}
+        last = b.row_first(self.starts) if options.pool == CLS else b.row_last(self.starts)
+        self.replacement = {"tokens": self.ids, "positions": self.positions, "last": last}
         if head:
             (hidden,) = (v for v in others if v.name == HIDDEN)
             self.hidden = self._hidden_pool(hidden.type)
@@ -156,6 +163,8 @@ class _Rows:
             self.append_at, self.attend_at = slots, before
         else:
             self.append_at, self.attend_at = self.slots, self.positions
+        both = any(not n.attrs["causal"] for n in g.nodes if n.op.name == "attention")
+        self.reaches = b.row_reach(self.starts, self.positions) if both else self.attend_at
 
     def _before(self, b: Builder) -> tuple[Value, Value]:
         """Return the positions before those of the tokens, and their slots."""
@@ -200,6 +209,18 @@ class _Rows:
             known |= dict(zip(v.node.results, new.results, strict=True))
         return known[v]
 
+    def _sampling(self, vocab: Dim) -> None:
+        """Add the inputs that sampling reads and updates."""
+        g, n = self.g, self.options.rows
+        self.fparams = g.input("row.fparams", state("f32", n, 8))
+        self.iparams = g.input("row.iparams", state("i32", n, 8))
+        self.stops = g.input("row.stops", state("i32", n, STOPS))
+        self.seen = g.input("row.seen", state("i32", n, vocab.ceildiv(32)))
+        self.counts = g.input("row.counts", state("i32", n, vocab))
+        self.bias_ids = g.input("row.bias_ids", state("i32", n, BIASES))
+        self.biases = g.input("row.biases", state("f32", n, BIASES))
+        self.allowed = g.input("row.allowed", state("i32", n, vocab.ceildiv(32)))
+
     def attention(self, n: Node) -> Value:
         """Replace one attention node; return the newest version of its layer's pool."""
         q, k, v, _, *sinks = n.operands
@@ -213,7 +234,8 @@ class _Rows:
             v = _pad(b, v, wide)
         newest = self._append(b, self.prefix, n.attrs["layer"], k, v, self.append_at)
         attrs = {key: n.attrs[key] for key in ("scale", "window", "softcap")}
-        step = (self.pages, self.rows, self.starts, self.attend_at)
+        reaches = self.attend_at if n.attrs["causal"] else self.reaches
+        step = (self.pages, self.rows, self.starts, reaches)
         assert newest.node is not None
         out = b.paged_attention(q, newest, *step, *newest.node.operands[4:], *sinks, **attrs)
         if narrow < wide:
@@ -245,6 +267,15 @@ class _Rows:
         for v, name in zip(results, (*RESULTS, "proposed"), strict=False):
             v.name = name
         self.g.outputs = [*results, *states, *pools]
+
+    def pool(self, pools: list[Value]) -> None:
+        """Replace the output by what is pooled of each row, then the new versions of the states."""
+        b = Builder(self.g, self.ops, loc="pool")
+        (out,) = self.g.outputs
+        if self.options.pool == MEAN:
+            out = b.row_mean(out, self.starts)
+        out.name = POOLED
+        self.g.outputs = [out, b.row_advance(self.length, self.rows, self.starts, self.positions), *pools]
 
     def draft(self, pools: list[Value]) -> None:
         """Replace the logits by the drafts that are sampled from them, as the model samples at the same position."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from llmc_runtime.format.pooling import POOLED
 from llmc_runtime.format.program import FILL, FIRST, NEXT
 
 from llmc.ir.dim import Dim
@@ -21,11 +22,12 @@ class Specialize(Pass):
     """Make @step (any number of tokens per row) and @decode (one token per row: T equals R) from @main.
 
     If @main accepts drafted tokens, @verify has one token per entry, where adjacent entries of a row verify its drafts,
-    and @decode verifies none. decode: upper bounds of row ranges that get their own graph; [1, 16] gives 1, 2 to 16,
-    and more. step: the same for tokens, verify: for entries. A range of a single number replaces the symbol by that
-    number. A draft model, @draft, becomes @draft_fill (any number of tokens per row, whose KV it computes),
-    @draft_first (the last two tokens of each row, one per entry) and @draft_next (one token per row). A head needs no
-    @draft_fill, since the steps of @main compute its KV, and its @draft_first has the last token of each row only.
+    and @decode verifies none. If @main pools, there is only @step. decode: upper bounds of row ranges that get their
+    own graph; [1, 16] gives 1, 2 to 16, and more. step: the same for tokens, verify: for entries. A range of a single
+    number replaces the symbol by that number. A draft model, @draft, becomes @draft_fill (any number of tokens per row,
+    whose KV it computes), @draft_first (the last two tokens of each row, one per entry) and @draft_next (one token per
+    row). A head needs no @draft_fill, since the steps of @main compute its KV, and its @draft_first has the last token
+    of each row only.
     """
 
     decode: tuple[int, ...] = ()
@@ -45,6 +47,8 @@ class Specialize(Pass):
             clone.ranges = {} if bounds == m.symbols["T"] else {"T": bounds}
             count += 1
         kinds = [("decode", _device_rows(g, m.symbols["R"]), self.decode)]
+        if any(v.name == POOLED for v in g.outputs):
+            kinds.clear()
         if any(n.op.name == "row_accept" for n in g.nodes):
             kinds.append(("verify", m.symbols["R"], self.verify))
         for kind, limits, ends in kinds:

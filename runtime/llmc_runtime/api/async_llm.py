@@ -7,33 +7,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from llmc_runtime.api.async_pooling import AsyncPoolingAPI, check_timeout
 from llmc_runtime.api.async_request import OUTPUT_KINDS, AsyncRequestState
 from llmc_runtime.api.llm import resolve, to_stderr
-from llmc_runtime.api.model_api import ModelAPI, fit_prompt, open_tokenizer
+from llmc_runtime.api.model_api import fit_prompt, open_tokenizer
 from llmc_runtime.defaults import generation_of
 from llmc_runtime.engine.client import default_command
 from llmc_runtime.engine.control_rpc import MAX_SECONDS, RECORD, RESET
-from llmc_runtime.engine.input_processor import bad_word_tokens, prepare
+from llmc_runtime.engine.input_processor import EngineRequest, bad_word_tokens, prepare
 from llmc_runtime.engine.instances import Instances
 from llmc_runtime.engine.messages import Open, Ready
 from llmc_runtime.engine.supervisor import DEAD, READY, STARTING, Supervisor
 from llmc_runtime.engine_options import EngineArgs, quoted
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder
+from llmc_runtime.format.pooling import GENERATE, Pooling
 from llmc_runtime.outputs import RequestOutput
+from llmc_runtime.pooling_params import require_task
 from llmc_runtime.prompts import Prompt, as_params, as_prompt, refuse_adapter
 from llmc_runtime.sched.parameter_type import refused
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.text.tokenizer import Tokenizer
 from llmc_runtime.trace import Row
 
-_MAX_TIMEOUT = 1_000_000  # seconds
 _INLINE, _INLINE_BAD_WORDS = 4096, 512  # characters of a prompt and of bad words that are tokenized without a thread
 _GPU_STEP, _CPU_STEP = 30.0, 300.0  # default of step_timeout, in seconds
 
@@ -50,9 +52,10 @@ class Front:
     tokenizer: Tokenizer | None = None
     generation: Mapping[str, Any] = field(default_factory=dict)
     step_timeout: float = _CPU_STEP
+    pooling: Pooling | None = None
 
 
-class AsyncLLM(ModelAPI):
+class AsyncLLM(AsyncPoolingAPI):
     """A compiled model for asyncio. `options` are the fields of EngineArgs; `say` is called with each log line.
 
         async with AsyncLLM("model.llmc") as llm:
@@ -106,7 +109,7 @@ class AsyncLLM(ModelAPI):
         if self._front is None:
             self._front = await asyncio.to_thread(_read, self.args, self._say)
         front, args = self._front, self.args
-        self.tokenizer = front.tokenizer
+        self.tokenizer, self.pooling = front.tokenizer, front.pooling
         self.generation = generation_of(front.generation, args.generation_config, args.override_generation_config)
         step_timeout = args.step_timeout or front.step_timeout
         kind = Supervisor if args.data_parallel_size == 1 else Instances
@@ -148,12 +151,11 @@ class AsyncLLM(ModelAPI):
         Raises LlmcError E6xx if the request is refused, E660 to E664 if the engine process is not available.
         """
         refuse_adapter(lora_request)
+        require_task(self.pooling, GENERATE)
         if output_kind not in OUTPUT_KINDS:
             raise refused("output_kind", output_kind, f"one of {', '.join(OUTPUT_KINDS)}")
-        if timeout is not None and not (isinstance(timeout, int | float) and 0 <= timeout <= _MAX_TIMEOUT):
-            raise refused("timeout", timeout, f"none, or seconds, 0 to {_MAX_TIMEOUT}")
-        supervisor = self._running()
-        supervisor.require()
+        check_timeout(timeout)
+        self.require_running()
         ready, config = await self._prompt(prompt), self.config
         if sampling_params is None:
             params = fit_prompt(self.get_default_sampling_params(), ready, config)
@@ -164,15 +166,21 @@ class AsyncLLM(ModelAPI):
         state = AsyncRequestState(
             output_kind, interval, request_id, ready.text, ready.ids, request.params, self.tokenizer, visible
         )
-        engine, timer = supervisor.route(request), None
+        with self._opened(request, state, timeout):
+            while (output := await state.next()) is not None:
+                yield output
+
+    @contextlib.contextmanager
+    def _opened(self, request: EngineRequest, state: AsyncRequestState, timeout: float | None) -> Iterator[None]:
+        """Submit a request for the block, after which it is closed."""
+        engine, timer = self._running().route(request), None
         outputs = engine.outputs
         outputs.add(request, state)
         try:
             if timeout is not None:
                 timer = asyncio.get_running_loop().call_later(timeout, outputs.expire, state, timeout)
             engine.add(request)
-            while (output := await state.next()) is not None:
-                yield output
+            yield
         finally:
             if timer is not None:
                 timer.cancel()
@@ -285,6 +293,10 @@ class AsyncLLM(ModelAPI):
 
     async def check_health(self) -> None:
         """Raise LlmcError E660 to E664 if no request would be accepted now."""
+        self.require_running()
+
+    def require_running(self) -> None:
+        """The same, without awaiting."""
         self._running().require()
 
     def stats(self) -> dict[str, Any]:
@@ -364,7 +376,7 @@ def _read(args: EngineArgs, say: Callable[[str], None]) -> Front:
     tokenizer, eos = open_tokenizer(path / "tokenizer", manifest)
     opening = Open(quoted(path), args.message(), eos, manifest.digest)
     step = _CPU_STEP if manifest.target.name.startswith("cpu") else _GPU_STEP
-    return Front(default_command(), opening, tokenizer, manifest.generation, step)
+    return Front(default_command(), opening, tokenizer, manifest.generation, step, manifest.pooling)
 
 
 def _say_safely(say: Callable[[str], None], line: str) -> None:

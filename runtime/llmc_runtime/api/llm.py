@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmc_runtime.api.model_api import ModelAPI, fit_prompt, open_tokenizer
+from llmc_runtime.api.model_api import fit_prompt, open_tokenizer
 from llmc_runtime.api.output_stream import Stream
+from llmc_runtime.api.pooling_api import PoolingAPI
 from llmc_runtime.api.progress_bar import Bar
 from llmc_runtime.defaults import generation_of
 from llmc_runtime.engine.core import EngineCore
@@ -25,9 +26,11 @@ from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.fair_lock import FairLock
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import NAME as MANIFEST
+from llmc_runtime.format.pooling import GENERATE
 from llmc_runtime.grammar import GrammarGuide, Grammars, Opening
 from llmc_runtime.metrics import Metric, as_metrics
 from llmc_runtime.outputs import RequestOutput, RequestState
+from llmc_runtime.pooling_params import require_task
 from llmc_runtime.prompts import Prompt, as_params, as_priorities, as_prompt, as_prompts, numbered, refuse_adapter
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
@@ -37,7 +40,7 @@ from llmc_runtime.text.tokenizer import Tokenizer
 _MAX_TEMPLATES = 32  # compiled chat templates that are kept
 
 
-class LLM(ModelAPI):
+class LLM(PoolingAPI):
     """A compiled model.
 
     model:    an artifact, or a Hugging Face folder or id (owner/name), which is compiled first. The result is kept
@@ -95,6 +98,7 @@ class LLM(ModelAPI):
     ) -> None:
         super().__init__(tokenizer, generation)
         self.engine = engine
+        self.pooling = engine.scheduler.config.pooling
         self._chat_template = template
         self._templates: dict[str, ChatTemplate] = {}
         config = engine.scheduler.config
@@ -118,7 +122,11 @@ class LLM(ModelAPI):
         return fit_prompt(params, prompt, self.config)
 
     def _params(self, params: Any, prompts: list[Prompt], max_tokens: int | None) -> list[SamplingParams]:
-        """Return the parameters of each prompt: the argument, or the model's defaults with this default max_tokens."""
+        """Return the parameters of each prompt: the argument, or the model's defaults with this default max_tokens.
+
+        Raises LlmcError E616 if the model does not generate.
+        """
+        require_task(self.pooling, GENERATE)
         if params is not None:
             return as_params(params, len(prompts))
         default = self.get_default_sampling_params(max_tokens=max_tokens)
@@ -213,11 +221,11 @@ class LLM(ModelAPI):
             return self.engine.scheduler.reset_prefix_cache()
 
     def encode(self, *args: Any, **kwargs: Any) -> None:
-        """Raise LlmcError E648: models here generate text. So do embed, classify, reward and score."""
-        cause = "encode, embed, classify, reward and score are not supported: models here generate text"
-        raise LlmcError("E648", cause, "use generate or chat; log-probabilities are in SamplingParams(logprobs=N)")
+        """Raise LlmcError E648: hidden states of single tokens are not returned. So does reward."""
+        remedy = "use embed, classify or score, with PoolingParams(use_activation=False) for plain numbers"
+        raise LlmcError("E648", "encode and reward are not supported", remedy)
 
-    embed = classify = reward = score = encode
+    reward = encode
 
     def beam_search(self, *args: Any, **kwargs: Any) -> None:
         """Raise LlmcError E648: beam search is not supported."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from llmc_runtime.defaults import default_params
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Manifest
+from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.prompts import TOKENIZE, Prompt, fitted
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.text.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -33,10 +34,12 @@ class Limits(Protocol):
 
 
 class ModelAPI:
-    """`generation`: the sampling defaults, by their names in generation_config.json."""
+    """`generation`: the sampling defaults, by their names in generation_config.json. `pooling`: None if the model
+    generates."""
 
     tokenizer: Tokenizer | None
     generation: Mapping[str, Any]
+    pooling: Pooling | None = None
 
     def __init__(self, tokenizer: Tokenizer | None, generation: Mapping[str, Any]) -> None:
         self.tokenizer, self.generation = tokenizer, generation

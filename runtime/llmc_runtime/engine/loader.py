@@ -79,6 +79,7 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
         if options.prepare:
             executor.prepare()
             marks.append(("graphs", time.monotonic()))
+        pooling = manifest.pooling
         ends = dict.fromkeys([*manifest.eos_token_ids, *eos])
         config = SchedulerConfig(
             num_pages=executor.capacity.pages,
@@ -88,15 +89,16 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
             max_num_batched_tokens=limit_of(
                 "max_num_batched_tokens", options.max_num_batched_tokens, manifest.limits.max_num_batched_tokens
             ),
-            vocab_size=manifest.vocab_size,
+            vocab_size=manifest.vocab_size * (pooling.segments if pooling else 1),
             eos_token_ids=tuple(i for i in ends if 0 <= i < manifest.vocab_size),
             policy=options.scheduling_policy,
-            prefix_caching=options.enable_prefix_caching,
+            prefix_caching=options.enable_prefix_caching and not (pooling and pooling.whole),
             context=artifact.digest,
             speculation=speculation_of(
                 options.speculate, executor.max_drafts, executor.draft_model.max_rows, executor.draft_model.method
             ),
             max_num_logits=executor.max_entries,
+            pooling=pooling,
         )
         draw = random.Random(f"{options.seed} {number}" if number else options.seed)
         engine = Engine(Scheduler(config, lambda: draw.getrandbits(64)), executor)

@@ -141,6 +141,7 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
     prompt_logprobs: Rows | None
     stopped: bool
     times: tuple[float, float] | None = None
+    pooled: bytes | None = None
 
 
 class Outputs(_Message):
@@ -233,7 +234,7 @@ def delta_message(delta: RequestDelta) -> Delta:
     error = None if delta.error is None else error_message(delta.error)
     return Delta(
         int(delta.id), delta.new_token_ids, delta.finish_reason, delta.stop_reason, _packed(delta.logprobs),
-        delta.num_cached, error, _packed(delta.prompt_logprobs), delta.stopped, delta.times,
+        delta.num_cached, error, _packed(delta.prompt_logprobs), delta.stopped, delta.times, delta.pooled,
     )  # fmt: skip
 
 
@@ -244,5 +245,5 @@ def delta_of(delta: Delta) -> RequestDelta:
     scores = None if delta.prompt_logprobs is None else delta.prompt_logprobs.packed()
     return RequestDelta(
         str(delta.id), delta.new_token_ids, delta.finish_reason, delta.stop_reason, rows,
-        delta.num_cached, error, scores, delta.stopped, delta.times,
+        delta.num_cached, error, scores, delta.stopped, delta.times, delta.pooled,
     )  # fmt: skip

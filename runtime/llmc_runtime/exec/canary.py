@@ -17,6 +17,7 @@ from typing import Any
 from llmc_runtime.exec.executor import Executor
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.json_fields import Fields, an_integer, damaged, load_json
+from llmc_runtime.format.pooling import require_generation
 from llmc_runtime.sched.step import RowInit, RowParams, Step, TokenLogprobs, Work
 
 NAME = "canary.json"
@@ -121,8 +122,9 @@ def _max_row_tokens(executor: Executor) -> int:
 def record(executor: Executor) -> Canary:
     """Run the prompts greedily and record the results. The executor must not run anything else meanwhile.
 
-    Raises LlmcError E125 if log-probabilities are not finite.
+    Raises LlmcError E125 if log-probabilities are not finite, E616 if the model pools.
     """
+    require_generation(executor.artifact.manifest.pooling, "a canary records generated tokens")
     prompts = prompts_of(executor)
     steps = min(STEPS, _max_row_tokens(executor) - max(map(len, prompts)))
     runs: list[Run] = []

@@ -19,6 +19,7 @@ from llmc_runtime.exec.draft_steps import DraftSteps
 from llmc_runtime.exec.entry_points import Bound, EntryPoints
 from llmc_runtime.exec.logits import as_f32, find_logits, row_bytes
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.pooling import POOLED
 from llmc_runtime.format.program import Program
 from llmc_runtime.sched.step import RowMask, Step, StepOutput, TokenLogprobs, Work
 
@@ -29,10 +30,10 @@ _LOGPROBS = (("logprob", np.float32), ("rank", np.int32), ("top_ids", np.int32),
 class Ticket:
     """A step in flight: its work, the event at its end, and the u8 output buffers, which are valid after the event.
 
-    `entries` are the rows of logits. They equal `work`, except that work whose prompt is scored or that has drafts is
-    split into one entry per token. `needs_logprobs` flags the entries that need log-probabilities; it is empty if none
-    does. `proposed` are the numbers of tokens drafted per entry; None if none are. `rest` runs the second half of an
-    open step; its event is recorded after that.
+    `ids` are the sampled ids, or what is pooled. `entries` are the rows of logits. They equal `work`, except that work
+    whose prompt is scored or that has drafts is split into one entry per token. `needs_logprobs` flags the entries that
+    need log-probabilities; it is empty if none does. `proposed` are the numbers of tokens drafted per entry; None if
+    none are. `rest` runs the second half of an open step; its event is recorded after that.
     """
 
     work: list[Work]
@@ -71,12 +72,15 @@ class Executor:
         by_role = {s.role: (s, self._layout.states[s.name]) for s in manifest.states if s.role != "kv"}
         self._masks = by_role["allowed"][0].name if "allowed" in by_role else ""
         self.rows = Rows(device, by_role, self._env, manifest.vocab_size)
-        self._ids = self._layout.output("ids")
+        pooling = manifest.pooling
+        self._width = 0 if pooling is None else pooling.width * 4  # bytes of what is pooled of a prompt; 0: none
+        self._pooled = self._layout.output(POOLED) if self._width else None
+        self._ids = None if self._width else self._layout.output("ids")
         self.draft_model = DraftSteps(artifact, device, self._layout, self._env, self.rows)
         self.max_drafts = max((p.drafts for p in artifact.programs), default=0)
         self.max_entries = self._steps.max_entries or manifest.limits.max_num_seqs
         self._proposed = self._layout.output("proposed") if self.max_drafts else None
-        self._outputs = tuple(self._layout.output(name) for name, _ in _LOGPROBS)
+        self._outputs = () if self._width else tuple(self._layout.output(name) for name, _ in _LOGPROBS)
         self._open: deque[Ticket] = deque()
         self._last: tuple[Program, int] | None = None  # the program of the last step, and its entries
 
@@ -127,6 +131,8 @@ class Executor:
             self._open.clear()
             raise
         self._open.popleft()
+        if self._width:
+            return self._pool(ticket)
         ids = ticket.ids.view(np.int32).tolist()
         tokens = [i if w.emit else None for i, w in zip(ids, ticket.entries)]
         logprobs: list[TokenLogprobs | None] = _logprobs(ticket) if ticket.needs_logprobs else [None] * len(tokens)
@@ -134,6 +140,12 @@ class Executor:
         if ticket.entries is ticket.work:
             return StepOutput(tokens, logprobs, proposed=proposed)
         return _merge(ticket.work, tokens, logprobs, proposed)
+
+    def _pool(self, ticket: Ticket) -> StepOutput:
+        """Return the output of a step of a model that pools."""
+        data, none = ticket.ids.tobytes(), [None] * len(ticket.work)
+        rows = [data[i * self._width : (i + 1) * self._width] if w.emit else b"" for i, w in enumerate(ticket.work)]
+        return StepOutput([*none], [*none], pooled=rows)
 
     def logits(self) -> np.ndarray:
         """Return the logits of the last step, f32[entries, vocabulary], after it was waited for.
@@ -184,7 +196,7 @@ class Executor:
         bound = self._steps.ready(columns, verifies)
         self._last = bound.program, count
         enabled = self.rows.wants_logprobs
-        needed = [(w.emit or w.score) and enabled[w.row] for w in entries]
+        needed = [] if self._width else [(w.emit or w.score) and enabled[w.row] for w in entries]
         ticket = Ticket(work, entries, needs_logprobs=needed, width=bound.width)
         if open:
             first, ticket.rest = self._halves(bound)
@@ -197,7 +209,10 @@ class Executor:
     def _end(self, ticket: Ticket) -> None:
         """Fetch the outputs and record the event, once everything in the step is launched."""
         device, count, width = self.device, len(ticket.entries), ticket.width
-        ticket.ids = device.fetch(self._ids, 0, count * 4)
+        if self._pooled is not None:
+            ticket.ids = device.fetch(self._pooled, 0, count * self._width)
+        elif self._ids is not None:
+            ticket.ids = device.fetch(self._ids, 0, count * 4)
         if self._proposed is not None and True in self.rows.drafts:
             ticket.proposed = device.fetch(self._proposed, 0, count * 4)
         if any(ticket.needs_logprobs):

@@ -9,6 +9,7 @@ import numpy as np
 
 from llmc_runtime.exec.executor import Executor
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.pooling import require_generation
 from llmc_runtime.sched.step import RowInit, RowParams, Step, Work
 
 _PARAMS = RowParams(want_logprobs=True)
@@ -38,9 +39,10 @@ def score_tokens(
 
     The executor must not run anything else meanwhile.
 
-    Raises LlmcError E202 if the KV cache is too small for the sequence, and E113 if logits are requested and the
-    program does not keep them.
+    Raises LlmcError E202 if the KV cache is too small for the sequence, E113 if logits are requested and the program
+    does not keep them, and E616 if the model pools.
     """
+    require_generation(executor.artifact.manifest.pooling, "tokens are scored")
     capacity = executor.capacity
     pages = -(-len(tokens) // capacity.page_size)
     if pages > capacity.pages:

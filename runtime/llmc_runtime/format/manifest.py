@@ -20,6 +20,7 @@ from llmc_runtime.format.expr import Expr
 from llmc_runtime.format.hashing import BLOCK, sha256
 from llmc_runtime.format.json_fields import Fields, a_hash, a_name, a_text, an_integer, check_name, damaged, load_json
 from llmc_runtime.format.launch_param import a_size
+from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.format.program import DTYPE_BITS
 
 MAJOR, MINOR = 2, 2
@@ -146,6 +147,7 @@ class Manifest:
     """Everything that the runtime has to know before it opens other files.
 
     deterministic: whether the results of a request have the same bits in every batch (compiled with --deterministic).
+    pooling: None if the model generates.
     """
 
     compiler: str
@@ -165,6 +167,7 @@ class Manifest:
     format: tuple[int, int] = (MAJOR, MINOR)
     digest: str = ""
     deterministic: bool = False
+    pooling: Pooling | None = None
 
     def json(self) -> dict[str, Any]:
         """Return the manifest as JSON values, without the digest."""
@@ -179,6 +182,7 @@ class Manifest:
             "eos_token_ids": list(self.eos_token_ids),
             "generation": dict(self.generation),
             "deterministic": self.deterministic,
+            "pooling": None if self.pooling is None else self.pooling.json(),
             "kernels": [dict(vars(k)) for k in self.kernels],
             "states": [{**vars(s), "shape": [str(d) for d in s.shape]} for s in self.states],
             "programs": list(self.programs),
@@ -274,6 +278,7 @@ def _read(doc: Any, where: str, lenient: bool, digest: str) -> Manifest:
         weights=_weights(f.sub("weights"), lenient),
         tokenizer=tokenizer.list("files", a_name, cap=1024),
         files=MappingProxyType(f.table("files", lambda v, w: _file(Fields(v, w, lenient)))),
+        pooling=_pooling(f.get("pooling", None), f"{where}.pooling", lenient),
     )
     tokenizer.close()
     f.close()
@@ -339,6 +344,10 @@ def _weights(f: Fields, lenient: bool) -> Weights:
     if w.mode not in MODES:
         raise damaged(f.where, f"unknown mode {w.mode!r}")
     return w
+
+
+def _pooling(value: Any, where: str, lenient: bool) -> Pooling | None:
+    return None if value is None else Pooling.read(value, where, lenient)
 
 
 def _file(f: Fields) -> FileInfo:

@@ -148,6 +148,7 @@ class RequestDelta:
     num_cached:       prompt tokens found in the prefix cache
     prompt_logprobs:  with the first token only, if requested: of the prompt's tokens from the second on
     times:            with the first token only: seconds in the queue, and from the start to that token
+    pooled:           of a model that pools, at the end: f32 numbers
     """
 
     id: str
@@ -160,3 +161,4 @@ class RequestDelta:
     prompt_logprobs: Sequence[TokenLogprobs] | None = None
     stopped: bool = False
     times: tuple[float, float] | None = None
+    pooled: bytes | None = None

@@ -152,7 +152,10 @@ class Scheduler(LiveRequests):
                 if done // size > request.num_published:
                     self._publish(request, done // size)
             if item.emit:
-                deltas.append(append(request, token, row_logprobs))
+                pooled = output.pooled
+                deltas.append(
+                    self._end_pooled(request, pooled[index]) if pooled else append(request, token, row_logprobs)
+                )
         self.counters.step(scheduled)
         return deltas
 
@@ -233,11 +236,13 @@ class Scheduler(LiveRequests):
     def _admit(self, step: Step, planned: list[Request], budget: int) -> None:
         """Admit waiting requests in order, up to the first one that does not fit."""
         config, pool, waiting = self.config, self.pool, self.waiting
-        max_chunk = config.long_prefill_threshold or budget
+        max_chunk = budget if config.whole_prompts else config.long_prefill_threshold or budget
         while budget and self._spare > 0 and self.free_rows and (request := waiting.first()) is not None:
             if request.status is Status.PREEMPTED and any(request in late for _, late in self._in_flight):
                 break
             if request.leader is not None and self._computes(request.leader, request):
+                break
+            if config.whole_prompts and len(request.tokens) > budget:
                 break
             request.inherit(config.page_size)
             known = request.tokens if request.scores is None else request.tokens[: len(request.scores) + 1]
@@ -341,6 +346,13 @@ class Scheduler(LiveRequests):
             delta.finish_reason, delta.stop_reason = end
             self._finish(request, end[0])
         return delta
+
+    def _end_pooled(self, request: Request, pooled: bytes) -> RequestDelta:
+        """End a request of a model that pools."""
+        times = (request.started - request.arrived, self.clock() - request.started)
+        cached = request.num_cached or 0
+        self._finish(request, "stop")
+        return RequestDelta(request.id, [], "stop", num_cached=cached, times=times, pooled=pooled)
 
     def _end_guided(self) -> None:
         """End the requests whose guides have ended or failed."""

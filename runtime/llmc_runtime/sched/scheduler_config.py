@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.format.row_abi import STOPS
 from llmc_runtime.sched.packed_logprobs import PackedLogprobs
 from llmc_runtime.sched.parameter_type import refused
@@ -34,6 +35,8 @@ class SchedulerConfig:
     context:                 the artifact's digest, part of the prefix cache's keys
     speculation:             how tokens are drafted; None: they are not
     max_num_logits:          maximum number of rows of logits in a step; 0: max_num_seqs
+    pooling:                 of a model that pools: requests end with their prompts, which may be as long as
+                             max_model_len; None: it generates
     """
 
     num_pages: int
@@ -50,6 +53,7 @@ class SchedulerConfig:
     context: str = ""
     speculation: SpeculationConfig | None = None
     max_num_logits: int = 0
+    pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
         sizes = "num_pages", "page_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "vocab_size"
@@ -62,11 +66,19 @@ class SchedulerConfig:
         if not 0 <= self.watermark < 1 or self.long_prefill_threshold < 0:
             cause = f"watermark = {self.watermark}, long_prefill_threshold = {self.long_prefill_threshold}"
             raise LlmcError("E201", cause, "watermark is from 0 to below 1, long_prefill_threshold 0 or more")
+        if self.whole_prompts and self.max_num_batched_tokens < self.max_model_len:
+            cause = f"a prompt runs in one step, and max_num_batched_tokens = {self.max_num_batched_tokens}"
+            raise LlmcError("E204", cause, f"set it to at least max_model_len = {self.max_model_len}, or lower that")
 
     @property
     def pool_tokens(self) -> int:
         """Capacity of the KV cache in tokens."""
         return self.num_pages * self.page_size
+
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether a prompt runs in a single step, without cached prefixes."""
+        return self.pooling is not None and self.pooling.whole
 
     @property
     def logits(self) -> int:
@@ -163,11 +175,13 @@ def _check_prompt(prompt: object, config: SchedulerConfig) -> None:
     if not isinstance(prompt, list | tuple) or not set(map(type, prompt)) <= {int}:
         raise refused("prompt_token_ids", prompt, "a list of token ids, each an int")
     check_token_ids(prompt, config.vocab_size)
-    if len(prompt) >= config.max_model_len:
+    longest = config.max_model_len - (config.pooling is None)
+    if len(prompt) > longest:
         raise LlmcError(
             "E602",
-            f"the prompt is {len(prompt)} tokens, the model was compiled for {config.max_model_len} with output",
-            f"shorten the prompt to {config.max_model_len - 1} tokens, or compile with a larger --max-model-len",
+            f"the prompt is {len(prompt)} tokens, the model was compiled for {config.max_model_len}"
+            f"{' with output' if config.pooling is None else ''}",
+            f"shorten the prompt to {longest} tokens, or compile with a larger --max-model-len",
         )
 
 
@@ -198,7 +212,7 @@ def _check_stops(request: Request, config: SchedulerConfig) -> None:
 
 def _limit(prompt: int, max_tokens: int | None, config: SchedulerConfig) -> int:
     """Return the maximum number of tokens of the request, including the prompt. The last token needs no KV."""
-    model, pool = config.max_model_len, config.pool_tokens + 1
+    model, pool = config.max_model_len + (config.pooling is not None), config.pool_tokens + 1
     limit = min(model, pool) if max_tokens is None else prompt + max_tokens
     if limit > model:
         raise LlmcError(

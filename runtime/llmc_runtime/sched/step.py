@@ -155,6 +155,7 @@ class StepOutput:
     scores:    those of the prompt's next tokens, by the index of the Work
     accepted:  the tokens after the first one, with their log-probabilities, by the index of a Work with drafts
     proposed:  the number of tokens drafted now for each Work's row; empty if none are
+    pooled:    for a model that pools, which samples nothing: f32 numbers, empty without `emit`; else empty
     """
 
     tokens: list[int | None]
@@ -162,6 +163,7 @@ class StepOutput:
     scores: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
     accepted: Mapping[int, Sequence[tuple[int, TokenLogprobs | None]]] = field(default_factory=dict)
     proposed: Sequence[int] = ()
+    pooled: Sequence[bytes] = ()
 
 
 @dataclass(slots=True)

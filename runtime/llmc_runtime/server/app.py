@@ -14,6 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from llmc_runtime import __version__
+from llmc_runtime.format.pooling import GENERATE
 from llmc_runtime.server.admin import Admin
 from llmc_runtime.server.endpoint import Endpoint
 from llmc_runtime.server.http.auth import Guard, Keys, Limits
@@ -28,6 +29,7 @@ from llmc_runtime.server.openai.completions import Completion
 from llmc_runtime.server.openapi import description
 from llmc_runtime.server.operations.metrics_exporter import CONTENT_TYPE
 from llmc_runtime.server.page import page_route
+from llmc_runtime.server.pooling_routes import PoolingRoutes
 from llmc_runtime.server.requests.request_fields import (
     ChatRequest,
     CompletionRequest,
@@ -91,6 +93,7 @@ class Endpoints(Endpoint):
 
     def routes(self) -> list[Route]:
         """Return all routes, each with and without a trailing slash."""
+        pooling = PoolingRoutes(self.serving, self.limits)
         responses, messages = ResponsesRoutes(self.serving, self.limits), MessagesRoutes(self.serving, self.limits)
         stored = "/v1/responses/{response_id}"
         endpoints: tuple[tuple[str, str, Any], ...] = (
@@ -101,7 +104,10 @@ class Endpoints(Endpoint):
             ("GET", "/tokenizer_info", self.tokenizer_info), ("GET", "/v1/models", self.models),
             ("POST", "/v1/completions", self.completions), ("POST", "/v1/chat/completions", self.chat),
             ("POST", "/tokenize", self.tokenize), ("POST", "/detokenize", self.detokenize),
-            ("POST", "/v1/embeddings", self.embeddings), ("POST", "/v1/responses", responses.create),
+            ("POST", "/v1/embeddings", pooling.embeddings), ("POST", "/classify", pooling.classify),
+            *(("POST", path, pooling.score) for path in ("/v1/score", "/score")),
+            *(("POST", path, pooling.rerank) for path in ("/v1/rerank", "/rerank", "/v2/rerank")),
+            ("POST", "/v1/responses", responses.create),
             ("GET DELETE", stored, responses.stored), ("GET", f"{stored}/input_items", responses.input_items),
             ("POST", "/v1/messages", messages.create), ("POST", "/v1/messages/count_tokens", messages.count_tokens),
         )  # fmt: skip
@@ -160,11 +166,6 @@ class Endpoints(Endpoint):
         return as_json({**names, "model_max_length": length})
 
     @catch_errors
-    async def embeddings(self, request: Request) -> Response:
-        """POST /v1/embeddings: always 404, as the models generate text."""
-        raise not_found("the served models generate text; embeddings are not supported", code="unsupported_endpoint")
-
-    @catch_errors
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
         return as_json({"object": "list", "data": [self._model(name) for name in self.serving.names]})
@@ -208,6 +209,7 @@ class Endpoints(Endpoint):
                 "tool_call_parser": None if calls is None else calls.name,
                 "separates_reasoning": self.serving.dialect.thoughts is not None,
                 "stores_responses": self.serving.stored.enabled,
+                "task": GENERATE if self.serving.llm.pooling is None else self.serving.llm.pooling.task,
             }
         )  # fmt: skip
 

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from llmc_runtime.server.http.auth import Limits, read_body
 from llmc_runtime.server.http.body_budget import Body
 from llmc_runtime.server.http.replies import Events, JsonSlices, as_answer, while_connected
+from llmc_runtime.server.openai.pooled import PooledResponse
 from llmc_runtime.server.openai.response import GenerationResponse
 from llmc_runtime.server.requests.parse import SMALL_BODY, SMALL_TEXT, is_large, parse
 from llmc_runtime.server.serving import Call, Serving
@@ -86,7 +87,9 @@ class Endpoint:
             hold=self.serving.hold(request.headers.get("x-request-timeout")),
         )
 
-    async def _reply(self, request: Request, answer: GenerationResponse[Any], stream: bool, call: Call) -> Response:
+    async def _reply(
+        self, request: Request, answer: GenerationResponse[Any] | PooledResponse, stream: bool, call: Call
+    ) -> Response:
         """Return the response, which ends early if the client disconnects.
 
         Generation releases the admission slot; it is released here if generation never starts.
@@ -97,7 +100,7 @@ class Endpoint:
             return await as_answer(await answer.complete(), encoding, gone, sent)
 
         try:
-            if not stream:
+            if not stream or isinstance(answer, PooledResponse):
                 return await while_connected(request.receive, complete())
             chunks = await while_connected(request.receive, answer.pieces())
         except BaseException:

@@ -11,6 +11,13 @@ from llmc_runtime import __version__
 from llmc_runtime.server.http.errors import MESSAGES_PATH
 from llmc_runtime.server.http.probes import PROBES
 from llmc_runtime.server.requests.messages_request import CountRequest, MessagesRequest
+from llmc_runtime.server.requests.pooling_request import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    Pooled,
+    RerankRequest,
+    ScoreRequest,
+)
 from llmc_runtime.server.requests.request_fields import (
     ChatRequest,
     CompletionRequest,
@@ -27,6 +34,10 @@ _POSTS = (
     ("/v1/responses", ResponsesRequest, "Create a response", True),
     ("/v1/messages", MessagesRequest, "Create a message, as in Anthropic's Messages API", True),
     ("/v1/messages/count_tokens", CountRequest, "The number of tokens of a message's prompt", False),
+    ("/v1/embeddings", EmbeddingRequest, "Embeddings of texts, from a model that embeds", False),
+    *((path, ScoreRequest, "Scores of pairs of texts", False) for path in ("/v1/score", "/score")),
+    *((path, RerankRequest, "Documents by their scores", False) for path in ("/v1/rerank", "/rerank", "/v2/rerank")),
+    ("/classify", ClassifyRequest, "Classes of texts, from a model that classifies", False),
     ("/tokenize", TokenizeRequest, "Token ids of a text or a conversation", False),
     ("/detokenize", DetokenizeRequest, "The text of token ids", False),
 )
@@ -49,13 +60,13 @@ _HEADERS_OF = MappingProxyType({401: (0, 4), 429: (0, 1, 2), 500: (0, 3), 503: (
 
 def description() -> dict[str, Any]:
     """Return the document, in OpenAPI 3.1."""
-    kinds = [kind for _, kind, _, _ in _POSTS]
+    kinds = list(dict.fromkeys(kind for _, kind, _, _ in _POSTS))
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
     paths: dict[str, Any] = {}
     for path, kind, summary, streams in _POSTS:
         error = "NamedError" if path.startswith(MESSAGES_PATH) else "Error"
         paths[path] = {"post": _post(kind.__name__, summary, streams, error)}
-        if streams:
+        if streams or issubclass(kind, Pooled):
             paths[path]["post"]["parameters"] = [{"$ref": "#/components/parameters/X-Request-Timeout"}]
     for path, summary in _GETS:
         paths[path] = {"get": _get(path, summary)}
@@ -66,9 +77,6 @@ def description() -> dict[str, Any]:
     for path, summary in PROBES.items():
         responses = _responses(summary, (400, 421, 431, 503))
         paths[path] = {"get": {"summary": summary, "security": [], "responses": responses}}
-    not_served = _responses("", (400, 401, 404, 421, 431))
-    del not_served["200"]
-    paths["/v1/embeddings"] = {"post": {"summary": "Not served: 404", "responses": not_served}}
     paths |= _of_stored()
     for methods in paths.values():  # every route accepts a request id
         for operation in methods.values():

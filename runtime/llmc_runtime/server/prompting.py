@@ -22,7 +22,7 @@ from llmc_runtime.server.requests.request_fields import (
 )
 from llmc_runtime.server.requests.sampling_fields import kept_tokens
 from llmc_runtime.server.tool_calls.history import for_template
-from llmc_runtime.text.bounded_encode import TooLong, encode_bounded
+from llmc_runtime.text.bounded_encode import FIRST, TooLong, encode_bounded
 from llmc_runtime.text.chat_template import ChatTemplate, choose_template
 from llmc_runtime.text.detokenizer import token_bytes
 from llmc_runtime.text.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ LIST_TOKENS = 262_144  # maximum for /tokenize and /detokenize, unless the model
 _RESERVED = frozenset({"self", "messages", "tools", "documents", "chat_template", "add_generation_prompt"})
 # Types of text parts -> the field that contains the text.
 _TEXTS = MappingProxyType({"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"})
-_FORMS = "prompt: a text, a list of texts, a list of token ids, or a list of lists of token ids, none of them empty"
+_FORMS = "a text, a list of texts, a list of token ids, or a list of lists of token ids, none of them empty"
 
 
 T = TypeVar("T")
@@ -71,6 +71,24 @@ class Prompting:
         if self._tokenizer is None:
             raise LlmcError("E620", "the artifact has no tokenizer.json", TOKENIZE)
         return self._tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids."""
+        return self._vocab_size
+
+    @property
+    def length(self) -> int:
+        """The model's maximum context in tokens."""
+        return self._length
+
+    def check_length(self, text: str, keep: int | None = None) -> None:
+        """Raise TooLong if a text has clearly more tokens than the context, or, if it is cut to `keep`, than lists of
+        tokens may have. Only a long text is tokenized for that.
+        """
+        limit = self._length if keep is None else self.list_tokens
+        if len(text) > limit * FIRST:
+            self._ids(text, False, limit)
 
     def token_text(self, token: int) -> str:
         """Return the text of one id, or "token_id:N" without a tokenizer."""
@@ -227,14 +245,17 @@ def prompts_in(prompt: str | list[Any]) -> tuple[int, int]:
     return (1, len(prompt)) if isinstance(prompt[0], int) else (len(prompt), 0)
 
 
-def listed(prompt: str | list[Any]) -> list[Any]:
-    """Return the prompts as a list of texts and lists of ids. Raises ApiError 400."""
+def listed(prompt: str | list[Any], param: str = "prompt", most: int = MAX_PROMPTS) -> list[Any]:
+    """Return the prompts of the field `param` as a list of texts and lists of ids, at most `most`.
+
+    Raises ApiError 400.
+    """
     if isinstance(prompt, str) or (prompt and _is_ids(prompt)):
         return [prompt]
     if not prompt or not all(isinstance(item, str) or (item and _is_ids(item)) for item in prompt):
-        raise ApiError(_FORMS, param="prompt")
-    if len(prompt) > MAX_PROMPTS:
-        raise ApiError(f"prompt: {len(prompt)} prompts, at most {MAX_PROMPTS} a request", param="prompt")
+        raise ApiError(f"{param}: {_FORMS}", param=param)
+    if len(prompt) > most:
+        raise ApiError(f"{param}: {len(prompt)} prompts, at most {most} a request", param=param)
     return prompt
 
 

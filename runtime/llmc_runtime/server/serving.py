@@ -6,14 +6,17 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from llmc_runtime.api.async_llm import AsyncLLM
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.pooling import GENERATE
 from llmc_runtime.outputs import RequestOutput
+from llmc_runtime.pooling_params import require_task
 from llmc_runtime.prompts import Prompt, fitted
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.server.fair_slots import FairSlots
@@ -146,7 +149,7 @@ class Serving:
             {} if tokenizer is None else dict(tokenizer.named_tokens),
             {} if tokenizer is None else dict(tokenizer.chat_templates),
             *self._options, list(self.names), config.vocab_size, config.max_model_len, self.admission.tokens,
-            dict(self.llm.generation), self.stored.enabled,
+            dict(self.llm.generation), self.stored.enabled, self.llm.pooling,
         )  # fmt: skip
 
     def _too_many_bodies(self) -> ApiError:
@@ -239,6 +242,10 @@ class Serving:
         Raises the ApiErrors of Admission.reserve, and 400 if the model can never serve the request. The caller releases
         the call's hold if `run` is not reached.
         """
+        try:
+            require_task(self.llm.pooling, GENERATE)
+        except LlmcError as e:
+            raise to_api_error(e, call.prompt_param) from None
         sequences, length = params.n * count, self.llm.config.max_model_len
         if known >= length and count == 1:
             raise self._too_long(known, call)
@@ -297,7 +304,7 @@ class Serving:
         self, jobs: list[tuple[Prompt, SamplingParams]], priority: int, salt: str, call: Call
     ) -> Updates:
         record, hold = call.record or Record(), call.hold
-        record.begin(call.id, jobs, call.request_id)
+        record.begin(call.id, [prompt for prompt, _ in jobs], call.request_id, jobs[0][1])
         meters = [self.meters.begin(len(prompt.ids), params, call.key) for prompt, params in jobs]
         self.meters.used(call.key, "key_requests")
         assert hold.slot is not None  # reserved in `run`
@@ -305,8 +312,12 @@ class Serving:
             outputs = sum((params.max_tokens or 0) * params.n for _, params in jobs)
             weights = (1 if params.prompt_logprobs is None else SCORE_WEIGHT for _, params in jobs)
             hold.slot.resize(sum(weight * len(job[0].ids) for weight, job in zip(weights, jobs)), outputs)
+            generate = partial(
+                self.llm.generate, priority=priority, cache_salt=salt, tenant=call.key, timeout=hold.remaining,
+                output_kind="delta", interval=call.interval, visible=call.visible,
+            )  # fmt: skip
             updates = [
-                self._watched(prompt, params, f"{call.id}-{i}", priority, salt, call, meters[i])
+                self.watched(generate(prompt, params, f"{call.id}-{i}"), call, meters[i])
                 for i, (prompt, params) in enumerate(jobs)
             ]
             async with aclosing(merged(updates)) as items:  # type: ignore[type-var]
@@ -320,23 +331,12 @@ class Serving:
         finally:
             hold.release(sum(meter.tokens for meter in meters))
 
-    async def _watched(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        name: str,
-        priority: int,
-        salt: str,
-        call: Call,
-        meter: RequestMetrics,
+    async def watched(
+        self, generated: AsyncGenerator[RequestOutput, None], call: Call, meter: RequestMetrics
     ) -> AsyncIterator[RequestOutput]:
-        """Run one job with metering, and convert its errors to ApiErrors."""
+        """Run one prompt with metering, and convert its errors to ApiErrors."""
         unfinished = "error"  # the finish reason of outputs that have none
         try:
-            generated = self.llm.generate(
-                prompt, params, name, priority=priority, cache_salt=salt, tenant=call.key, timeout=call.hold.remaining,
-                output_kind="delta", interval=call.interval, visible=call.visible,
-            )  # fmt: skip
             async with aclosing(generated) as outputs:
                 async for output in outputs:
                     meter.take(output)

@@ -57,11 +57,15 @@ class Tokenizer:
 
         Raises LlmcError E621 if the text is not valid Unicode or the tokenizer fails.
         """
+        return list(self._encoded(text, add_special_tokens).ids)
+
+    def _encoded(self, text: str | tuple[str, str], add_special_tokens: bool) -> Any:
+        """Encode a text or a pair of texts; see `encode`."""
         try:
             # a batch of one, because `encode` does not release the GIL
-            return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+            return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         except (TypeError, UnicodeEncodeError) as e:
-            reason = "it has unpaired surrogates" if isinstance(text, str) else reason_of(e)
+            reason = "it has unpaired surrogates" if isinstance(text, str | tuple) else reason_of(e)
             remedy = "pass a str of valid Unicode; at a terminal, text in UTF-8"
             raise LlmcError("E621", f"the text cannot be tokenized: {reason}", remedy) from e
         except BaseException as e:  # tokenizers raises a bare Exception if its model has no result, and may panic
@@ -69,6 +73,24 @@ class Tokenizer:
                 raise
             remedy = "check the model's tokenizer.json, or pass token ids instead of text"
             raise LlmcError("E621", f"the tokenizer fails on the text: {reason_of(e)}", remedy) from e
+
+    def encode_kept(self, text: str, keep: int | None, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of `text` as `encode` does, without the last tokens of the text beyond `keep` ids (None: all).
+
+        Special tokens around the text are kept.
+        """
+        found = self._encoded(text, add_special_tokens)
+        return [found.ids[i] for i in _kept(found, 0, keep)]
+
+    def encode_pair(self, text: str, other: str, segment: int = 0, keep: int | None = None) -> list[int]:
+        """Return the ids of two texts, joined as the post-processor joins a pair. `segment` is added to the ids of the
+        second text's segment. `keep` is as in `encode_kept`, for tokens of the second text.
+
+        Raises LlmcError E621 as `encode` does.
+        """
+        found = self._encoded((text, other), True)
+        ids, kinds = found.ids, found.type_ids
+        return [ids[i] + segment * kinds[i] for i in _kept(found, 1, keep)]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`. Ids beyond the vocabulary (padding rows of an embedding) have no text."""
@@ -106,6 +128,16 @@ class Tokenizer:
     def bos_token_id(self) -> int | None:
         """The id of the token that the files call `bos_token`, or None."""
         return self.named_id("bos_token")
+
+
+def _kept(found: Any, sequence: int, keep: int | None) -> Iterable[int]:
+    """Return the indices of the tokens that remain if the last ones of a sequence are dropped, until `keep` remain."""
+    excess = 0 if keep is None else len(found.ids) - keep
+    if excess <= 0:
+        return range(len(found.ids))
+    own = [i for i, of in enumerate(found.sequence_ids) if of == sequence]
+    dropped = set(own[-excess:])
+    return [i for i in range(len(found.ids)) if i not in dropped]
 
 
 def _backend(folder: Path) -> tokenizers.Tokenizer:

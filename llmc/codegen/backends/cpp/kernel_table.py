@@ -29,6 +29,7 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "cpu/rope_tables": f"{_HERE}.state:ROPE_TABLES",
         "cpu/kv_append": f"{_HERE}.state:KV_APPEND",
         "cpu/state": f"{_HERE}.state:STATES",
+        "cpu/pooling": f"{_HERE}.pooling:POOLING",
         "cpu/draft": f"{_HERE}.state:DRAFTS",
         "cpu/sample": f"{_HERE}.state:SAMPLING",
         "cpu/matmul": f"{_HERE}.reference:MATMUL",

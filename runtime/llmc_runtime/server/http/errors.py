@@ -82,6 +82,8 @@ def to_api_error(error: LlmcError, prompt_param: str) -> ApiError:
         param = "max_tokens" if error.code == "E603" else prompt_param
         message = f"this model's maximum context length is exceeded: {message}"  # clients search for this phrase
         return ApiError(message, param=param, code="context_length_exceeded")
+    if error.code == "E616":
+        return ApiError(message, param="model", code="unsupported_task")
     if error.code in _FIELDS:
         return ApiError(message, param=_FIELDS[error.code] or prompt_param)
     if error.code == "E653":

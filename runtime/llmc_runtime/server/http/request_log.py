@@ -149,11 +149,12 @@ class Record:
         """The number of characters of each prompt to log."""
         return _MAX_TEXT if self._texts else 0
 
-    def begin(self, name: str, jobs: Sequence[tuple[Prompt, SamplingParams]], request_id: str) -> None:
-        """Record that the response `name` is generated for these prompts, with their parameters."""
-        prompts = [prompt for prompt, _ in jobs]
+    def begin(
+        self, name: str, prompts: Sequence[Prompt], request_id: str, params: SamplingParams | None = None
+    ) -> None:
+        """Record that the response `name` is computed for these prompts; `params` are those of the first one."""
         self._id, self._prompt = name, sum(len(prompt.ids) for prompt in prompts)
-        self.params = jobs[0][1]
+        self.params = params
         if self._texts:
             for prompt in prompts:
                 text = prompt.text if prompt.text is not None else str(prompt.ids[:_MAX_TEXT])

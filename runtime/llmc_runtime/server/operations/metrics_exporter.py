@@ -227,7 +227,7 @@ class RequestMetrics:
             if completion.finish_reason is not None:
                 self._open -= 1
                 self._metrics.ended(completion.finish_reason)
-        if not new:
+        if not new and output.pooled is None:
             return
         now = time.monotonic()
         if self._first is None:

@@ -11,10 +11,20 @@ import msgspec
 
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.server.http.errors import ApiError
+from llmc_runtime.server.pooled_prompts import PooledPrompts, require_pooled
 from llmc_runtime.server.prompting import Prompting, prompts_in
 from llmc_runtime.server.requests.messages_request import CountRequest, MessagesRequest
 from llmc_runtime.server.requests.messages_request import to_chat as of_messages
 from llmc_runtime.server.requests.parse import check_model, parse
+from llmc_runtime.server.requests.pooling_request import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    Pooled,
+    RerankRequest,
+    ScoreRequest,
+    check_pooled,
+    without_texts,
+)
 from llmc_runtime.server.requests.request_fields import (
     ChatRequest,
     CompletionRequest,
@@ -101,6 +111,30 @@ class Texts:
         chat = of_messages(request)
         rest = msgspec.structs.replace(request, messages=[], system=None, chat_template_kwargs=None)
         return self._chat(chat, _fields(rest), lambda earlier: (chat, []))
+
+    def embedding(self, body: bytearray) -> Job:
+        """Parse and check a request for embeddings, except for its inputs. Raises ApiError; so do those below."""
+        return self._pooled(self._parse(body, EmbeddingRequest))
+
+    def classify(self, body: bytearray) -> Job:
+        """Parse and check a request for classes."""
+        return self._pooled(self._parse(body, ClassifyRequest))
+
+    def score(self, body: bytearray) -> Job:
+        """Parse and check a request for scores."""
+        return self._pooled(self._parse(body, ScoreRequest))
+
+    def rerank(self, body: bytearray) -> Job:
+        """Parse and check a request to rank documents."""
+        return self._pooled(self._parse(body, RerankRequest))
+
+    def _pooled(self, request: Pooled) -> Job:
+        """Check a request to a model that pools."""
+        check_pooled(request)
+        check_model(request.model, self._spec.names)
+        pooling = require_pooled(request, self._spec.pooling)
+        prompts = PooledPrompts(self._prompting, pooling, self._spec.max_prompt_tokens)
+        return Job(m.Parsed(_fields(without_texts(request))), lambda earlier: prompts.of(request))
 
     def _chat(
         self,

@@ -3,9 +3,9 @@
 A process sends READY once it has started, and in reply to READY: a process that was killed while idle does not reply,
 and another one gets the job.
 
-A job starts with a body. For the kinds that generate (COMPLETION, CHAT, RESPONSES, MESSAGES), the process replies
-PARSED; the server then requests the ids and the text of each prompt (PROMPTS) or abandons the job (DROP). For the other
-kinds (TOKENIZE, DETOKENIZE, COUNT), the process replies ANSWER. Every job ends with DONE or FAILED.
+A job starts with a body. For the kinds with prompts (from COMPLETION to RERANK), the process replies PARSED; the server
+then requests the ids and the text of each prompt (PROMPTS) or abandons the job (DROP). For the other kinds (TOKENIZE,
+DETOKENIZE, COUNT), the process replies ANSWER. Every job ends with DONE or FAILED.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from typing import Any
 import msgspec
 
 from llmc_runtime.defaults import default_params
+from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.server.http.errors import ApiError
 
 HEAD = struct.Struct("<cQ")
 COMPLETION, CHAT, RESPONSES, MESSAGES = b"C", b"H", b"S", b"M"
+EMBEDDING, CLASSIFY, SCORE, RERANK = b"E", b"L", b"O", b"Q"
 TOKENIZE, DETOKENIZE, COUNT = b"K", b"U", b"T"
 PROMPTS, DROP = b"G", b"N"
 READY, PARSED, ANSWER, IDS, TEXT, DONE, FAILED = b"R", b"P", b"A", b"I", b"X", b"D", b"F"
@@ -42,7 +44,7 @@ class Spec(msgspec.Struct):
 
     `tokenizer` is the text of a tokenizer.json (None if there is none). `template`, `tool_calls` and `reasoning` are
     options of llmc-serve. `max_prompt_tokens` is the maximum of one request. `generation` has the
-    sampling defaults. `stores`: responses may be stored.
+    sampling defaults. `stores`: responses may be stored. `pooling`: None if the model generates.
     """
 
     tokenizer: str | None
@@ -57,6 +59,7 @@ class Spec(msgspec.Struct):
     max_prompt_tokens: int
     generation: dict[str, Any]
     stores: bool = False
+    pooling: Pooling | None = None
 
     def get_default_sampling_params(self, *, max_tokens: int | None = 16) -> SamplingParams:
         """Return the model's default sampling parameters (see sampling_fields.Defaults)."""

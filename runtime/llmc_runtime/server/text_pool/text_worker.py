@@ -99,7 +99,8 @@ class Worker:
             self._link.send(m.ANSWER, answers[kind](body))
             return m.Done()
         kinds = {
-            m.COMPLETION: texts.completion, m.CHAT: texts.chat, m.RESPONSES: texts.response, m.MESSAGES: texts.message
+            m.COMPLETION: texts.completion, m.CHAT: texts.chat, m.RESPONSES: texts.response, m.MESSAGES: texts.message,
+            m.EMBEDDING: texts.embedding, m.CLASSIFY: texts.classify, m.SCORE: texts.score, m.RERANK: texts.rerank,
         }  # fmt: skip
         job = kinds[kind](body)
         self._link.send(m.PARSED, _encode(job.parsed))

@@ -1,0 +1,164 @@
+"""Reads what a model folder says about pooling: embedding models and classifiers, with sentence-transformers' files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from llmc_runtime.format.pooling import CLASSIFY, CLS, EMBED, GENERATE, LAST, MEAN, Pooling
+
+from llmc.diagnostics import Diagnostic
+from llmc.frontend.model_folder import MODULES, Source, read_json, read_list
+
+CLASSIFIER = "ForSequenceClassification"
+ENCODERS = frozenset({"bert", "roberta", "xlm-roberta", "camembert", "electra"})
+BEHIND_PADDING = frozenset({"roberta", "xlm-roberta", "camembert"})  # number positions from behind the padding's
+# Pooling modes of sentence-transformers, by their flags in 1_Pooling/config.json, and by name.
+_MODES = MappingProxyType(
+    {
+        "pooling_mode_cls_token": CLS, "pooling_mode_mean_tokens": MEAN, "pooling_mode_lasttoken": LAST,
+        "cls": CLS, "mean": MEAN, "lasttoken": LAST,
+    }
+)  # fmt: skip
+_ACTIVATIONS = MappingProxyType({"Sigmoid": "sigmoid", "Identity": "none", "Softmax": "softmax"})
+
+
+@dataclass(frozen=True)
+class PooledModel:
+    """What to trace: the pooling, without its width, and the maximum length of a prompt (None: the config's)."""
+
+    pooling: Pooling
+    max_length: int | None = None
+
+
+def read_pooled(source: Source, task: str = "auto", kind: str = "auto") -> PooledModel | None:
+    """Return how the model of a folder pools; None if it generates.
+
+    task: "generate", "embed", "classify", or "auto": as config.json and modules.json say. kind: "last", "cls", "mean",
+    or "auto": as the folder says, else the last token of a decoder, the first token of a classifying encoder, and the
+    mean of other encoders. Raises Diagnostic E302 or E313.
+    """
+    named = _architecture(source)
+    if task == "auto":
+        task = _task(source, named)
+    if task == GENERATE:
+        if named.endswith(CLASSIFIER):
+            cause = f"{source.folder} is a classifier of text ({named}), which does not generate"
+            raise Diagnostic("E303", cause, "use --task classify, or give a causal language model")
+        return None
+    if (task == CLASSIFY) != named.endswith(CLASSIFIER):
+        cause = f"--task {task} does not fit the architecture {named or 'of config.json'}"
+        remedy = f"a classifier's architecture ends in {CLASSIFIER}; use --task auto"
+        raise Diagnostic("E313", cause, remedy)
+    encoder = source.model_type in ENCODERS
+    model = _embedding(source, encoder) if task == EMBED else _classifier(source, encoder)
+    if kind not in ("auto", model.pooling.kind):
+        if task == CLASSIFY:
+            cause = f"--pooling {kind}: a classifier pools as it was trained, by {model.pooling.kind}"
+            raise Diagnostic("E313", cause, "leave --pooling out")
+        model = replace(model, pooling=replace(model.pooling, kind=kind))
+    whole = encoder or model.pooling.kind != LAST
+    return replace(model, pooling=replace(model.pooling, whole=whole))
+
+
+def _architecture(source: Source) -> str:
+    named = source.config.get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else ""
+
+
+def _task(source: Source, named: str) -> str:
+    if named.endswith(CLASSIFIER):
+        return CLASSIFY
+    return EMBED if (source.folder / MODULES).is_file() or named.endswith("Model") else GENERATE
+
+
+def _embedding(source: Source, encoder: bool) -> PooledModel:
+    """Read the modules of sentence-transformers. Without them, embeddings are normalised."""
+    kind, normalize = MEAN if encoder else LAST, True
+    if not (source.folder / MODULES).is_file():
+        return PooledModel(Pooling(EMBED, kind, 1, normalize))
+    modules, normalize = _modules(source.folder), False
+    for name, folder in modules:
+        if name == "Pooling":
+            kind = _kind(read_json(folder / "config.json"), folder)
+        elif name == "Normalize":
+            normalize = True
+        elif name != "Transformer":
+            remedy = "supported modules: Transformer, Pooling, Normalize"
+            raise Diagnostic("E313", f"{source.folder / MODULES} has a module {name}, which is not supported", remedy)
+    names = [name for name, _ in modules]
+    if names[:2] != ["Transformer", "Pooling"]:
+        cause = f"{source.folder / MODULES} lists {', '.join(names) or 'no modules'}"
+        raise Diagnostic("E313", cause, "supported: Transformer, Pooling and, optionally, Normalize")
+    return PooledModel(Pooling(EMBED, kind, 1, normalize), _max_length(source.folder))
+
+
+def _modules(folder: Path) -> list[tuple[str, Path]]:
+    """Return (class, folder) of each module."""
+    entries = read_list(folder / MODULES)
+    out = []
+    for entry in entries:
+        kind, path = (entry.get(key) if isinstance(entry, dict) else None for key in ("type", "path"))
+        if not isinstance(kind, str) or not isinstance(path, str) or Path(path).name != path:
+            raise Diagnostic("E302", f"{folder / MODULES}: {str(entry)[:80]} is not a module", "correct the file")
+        out.append((kind.rpartition(".")[2], folder / path))
+    return out
+
+
+def _kind(config: Mapping[str, Any], folder: Path) -> str:
+    mode = config.get("pooling_mode")
+    modes = [mode] if mode else [key for key, value in config.items() if key.startswith("pooling_mode") and value]
+    known = [_MODES.get(one) if isinstance(one, str) else None for one in modes]
+    if len(known) != 1 or known[0] is None or config.get("include_prompt") is False:
+        said = ", ".join(map(str, modes)) or "no mode"
+        said += "" if config.get("include_prompt", True) else " without the prompt's tokens"
+        cause = f"{folder / 'config.json'} pools by {said}, which is not supported"
+        raise Diagnostic("E313", cause, "supported: cls, mean and lasttoken, each alone")
+    return known[0]
+
+
+def _max_length(folder: Path) -> int | None:
+    """Return the maximum length of a prompt in sentence_bert_config.json, None if there is none."""
+    path = folder / "sentence_bert_config.json"
+    config = read_json(path) if path.is_file() else {}
+    if config.get("do_lower_case"):
+        remedy = "put a Lowercase normalizer into tokenizer.json"
+        raise Diagnostic("E313", f"{path}: do_lower_case is not supported", remedy)
+    length = config.get("max_seq_length")
+    return length if isinstance(length, int) and length > 0 else None
+
+
+def _classifier(source: Source, encoder: bool) -> PooledModel:
+    """Read a classifier's labels, and the activation that sentence-transformers applies: by default a sigmoid of a
+    single logit, a softmax of several.
+    """
+    config = source.config
+    names = config.get("id2label")
+    labels = tuple(map(str, names.values())) if isinstance(names, dict) else ()
+    count = len(labels) or int(config.get("num_labels") or 2)
+    beside = config.get("sentence_transformers")
+    named = (beside.get("activation_fn") if isinstance(beside, dict) else None) or config.get(
+        "sbert_ce_default_activation_function"
+    )
+    activation = "sigmoid" if count == 1 else "softmax"
+    if named:
+        known = _ACTIVATIONS.get(str(named).rpartition(".")[2])
+        if known is None:
+            cause = f"the activation {str(named)[:80]} is not supported"
+            raise Diagnostic("E313", cause, f"supported: {', '.join(_ACTIVATIONS)}")
+        activation = known
+    kind = CLS if encoder else LAST
+    return PooledModel(Pooling(CLASSIFY, kind, count, activation=activation, labels=labels))
+
+
+def segments_of(config: Any) -> int:
+    """Return the number of token types that a prompt can have."""
+    return int(getattr(config, "type_vocab_size", 1) or 1) if config.model_type in ENCODERS else 1
+
+
+def position_offset(config: Any) -> int:
+    """Return the position of a prompt's first token."""
+    return int(config.pad_token_id) + 1 if config.model_type in BEHIND_PADDING else 0

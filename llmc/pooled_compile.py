@@ -1,0 +1,28 @@
+"""Compiling a model that pools: the options that do not fit it, and the note about what it returns."""
+
+from __future__ import annotations
+
+from llmc_runtime.format.pooling import CLASSIFY, Pooling
+
+from llmc.diagnostics import Diagnostic
+from llmc.options import Options
+
+
+def check_pooled(o: Options, pooling: Pooling, max_positions: int, tokens: int) -> int:
+    """Return the maximum number of tokens in a step: prompts that run whole must fit into one.
+
+    Raises Diagnostic E313 for options of models that generate.
+    """
+    for name, value in (("--speculate", o.speculate), ("--draft", o.draft)):
+        if value:
+            raise Diagnostic("E313", f"{name}: the model pools its prompts and generates nothing", f"leave {name} out")
+    return max(tokens, max_positions) if pooling.whole else tokens
+
+
+def describe(pooling: Pooling) -> str:
+    """Return a note about what the artifact returns for a prompt."""
+    what = f"{pooling.width} logits" if pooling.task == CLASSIFY else f"an embedding of {pooling.width} numbers"
+    of = {"last": "the last token", "cls": "the first token", "mean": "the mean of all tokens"}[pooling.kind]
+    done = ", normalised" if pooling.normalize else ""
+    steps = "; a prompt runs in one step, without the prefix cache" if pooling.whole else ""
+    return f"the model returns {what} of {of}{done}{steps}"

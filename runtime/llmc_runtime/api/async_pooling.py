@@ -1,0 +1,112 @@
+"""The methods of AsyncLLM for models that pool."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import AbstractContextManager, aclosing
+from typing import Any
+
+from llmc_runtime.api.async_request import AsyncRequestState
+from llmc_runtime.api.model_api import ModelAPI
+from llmc_runtime.engine.input_processor import EngineRequest, prepare
+from llmc_runtime.engine.messages import Ready
+from llmc_runtime.format.pooling import CLASSIFY, EMBED
+from llmc_runtime.outputs import RequestOutput
+from llmc_runtime.pooled_outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+)
+from llmc_runtime.pooling_params import ONE, PoolingParams, pooled_values, require_task
+from llmc_runtime.prompts import Prompt, refuse_adapter
+from llmc_runtime.sched.parameter_type import refused
+
+_MAX_TIMEOUT = 1_000_000  # seconds
+
+
+class AsyncPoolingAPI(ModelAPI):
+    """Requests to models that pool. A subclass runs them."""
+
+    @property
+    def config(self) -> Ready:
+        """The limits in force."""
+        raise NotImplementedError
+
+    def require_running(self) -> None:
+        """Raise LlmcError E660 to E664 if no request would be accepted now."""
+        raise NotImplementedError
+
+    async def _prompt(self, prompt: Any) -> Prompt:
+        raise NotImplementedError
+
+    def _opened(
+        self, request: EngineRequest, state: AsyncRequestState, timeout: float | None
+    ) -> AbstractContextManager[None]:
+        raise NotImplementedError
+
+    async def encode(
+        self,
+        prompt: Any,
+        pooling_params: PoolingParams | None,
+        request_id: str,
+        lora_request: None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        tenant: str = "",
+        timeout: float | None = None,
+    ) -> AsyncGenerator[EmbeddingRequestOutput | ClassificationRequestOutput, None]:
+        """Yield the embedding or the classes of one prompt (see LLM.embed and LLM.classify), once.
+
+        The other arguments are those of AsyncLLM.generate. Raises LlmcError E616 if the model generates, and as
+        `generate`.
+        """
+        refuse_adapter(lora_request)
+        pooling, params = require_task(self.pooling, EMBED, CLASSIFY), pooling_params or PoolingParams()
+        assert pooling is not None
+        params.check(pooling)
+        outputs = self.pool(
+            prompt, request_id, priority=priority, cache_salt=cache_salt, tenant=tenant, timeout=timeout
+        )
+        async with aclosing(outputs):
+            async for o in outputs:
+                values, ids = pooled_values(o.pooled or b"", pooling, params).tolist(), o.prompt_token_ids
+                if pooling.task == EMBED:
+                    yield EmbeddingRequestOutput(request_id, EmbeddingOutput(values), ids, o.num_cached_tokens)
+                else:
+                    yield ClassificationRequestOutput(
+                        request_id, ClassificationOutput(values), ids, o.num_cached_tokens
+                    )
+
+    async def pool(
+        self,
+        prompt: Any,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        tenant: str = "",
+        timeout: float | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the output of one prompt, whose `pooled` has the f32 numbers that the model returned.
+
+        Raises LlmcError as `encode`.
+        """
+        require_task(self.pooling, EMBED, CLASSIFY)
+        check_timeout(timeout)
+        self.require_running()
+        ready = await self._prompt(prompt)
+        request = prepare(
+            ready, ONE, [], self.config.vocab_size, priority=priority, cache_salt=cache_salt, tenant=tenant
+        )
+        state = AsyncRequestState("final_only", 0.0, request_id, ready.text, ready.ids, ONE, self.tokenizer)
+        with self._opened(request, state, timeout):
+            while (output := await state.next()) is not None:
+                yield output
+
+
+def check_timeout(timeout: float | None) -> None:
+    """Raise LlmcError E601 unless the time limit of a request is allowed."""
+    if timeout is not None and not (isinstance(timeout, int | float) and 0 <= timeout <= _MAX_TIMEOUT):
+        raise refused("timeout", timeout, f"none, or seconds, 0 to {_MAX_TIMEOUT}")

@@ -1,0 +1,79 @@
+"""Pooling: how a model that does not generate turns a prompt into numbers, as an artifact's manifest states it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.json_fields import Fields, a_text, damaged
+
+GENERATE, EMBED, CLASSIFY = "generate", "embed", "classify"
+TASKS = (EMBED, CLASSIFY)
+LAST, CLS, MEAN = "last", "cls", "mean"
+KINDS = (LAST, CLS, MEAN)
+ACTIVATIONS = ("none", "sigmoid", "softmax")
+MAX_WIDTH = 1 << 16
+POOLED = "pooled"  # the output of programs
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """What the programs of an artifact return for a prompt: the output POOLED, f32[R, width].
+
+    task:        "embed" (a vector of hidden states) or "classify" (a logit per label)
+    kind:        what is pooled: the hidden state of the "last" token, of the first ("cls"), or the "mean" of all
+    width:       the size of the hidden states, or the number of labels
+    normalize:   embeddings are divided by their length
+    activation:  of logits: "none", "sigmoid" or "softmax"
+    whole:       a prompt runs in a single step, and shares no prefix: what is pooled depends on all its tokens
+    segments:    kinds of tokens: the ids of segment i are those of the vocabulary plus i times its size
+    labels:      the names of the logits
+    """
+
+    task: str
+    kind: str
+    width: int
+    normalize: bool = False
+    activation: str = "none"
+    whole: bool = False
+    segments: int = 1
+    labels: tuple[str, ...] = ()
+
+    def json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {**asdict(self), "labels": list(self.labels)}
+
+    @staticmethod
+    def read(value: Any, where: str, lenient: bool = False) -> Pooling:
+        """Read it from parsed JSON; raise LlmcError E103 if it is invalid."""
+        f = Fields(value, where, lenient)
+        pooling = Pooling(
+            task=f.text("task"),
+            kind=f.text("kind"),
+            width=f.integer("width", low=1, high=MAX_WIDTH),
+            normalize=_flag(f, "normalize"),
+            activation=f.text("activation"),
+            whole=_flag(f, "whole"),
+            segments=f.integer("segments", low=1, high=16),
+            labels=f.list("labels", a_text, cap=MAX_WIDTH),
+        )
+        f.close()
+        for name, known in (("task", TASKS), ("kind", KINDS), ("activation", ACTIVATIONS)):
+            if getattr(pooling, name) not in known:
+                raise damaged(where, f"unknown {name} {getattr(pooling, name)[:40]!r} (known: {', '.join(known)})")
+        return pooling
+
+
+def require_generation(pooling: Pooling | None, what: str) -> None:
+    """Raise LlmcError E616 if the model pools; `what` names what needs one that generates."""
+    if pooling is not None:
+        cause = f"{what}, and the model pools its prompts ({pooling.task})"
+        raise LlmcError("E616", cause, "use an artifact of a model that generates text")
+
+
+def _flag(f: Fields, key: str) -> bool:
+    value = f.get(key)
+    if not isinstance(value, bool):
+        raise damaged(f.where, f"{key!r} must be true or false")
+    return value

@@ -1,0 +1,88 @@
+"""PoolingParams: how the result of a model that pools is finished, on the host. Fields have vLLM's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.pooling import CLASSIFY, EMBED, GENERATE, Pooling
+from llmc_runtime.sched.parameter_type import refused
+from llmc_runtime.sched.sampling_params import SamplingParams
+
+ONE = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)  # of requests that end with their prompt
+_USE = MappingProxyType(
+    {
+        GENERATE: "use generate or chat, or /v1/completions, /v1/chat/completions, /v1/responses or /v1/messages",
+        EMBED: "use embed or score, or /v1/embeddings, /v1/score or /v1/rerank",
+        CLASSIFY: "use classify or score, or /classify, /v1/score or /v1/rerank",
+    }
+)
+_DOES = MappingProxyType({GENERATE: "generates text", EMBED: "embeds its prompts", CLASSIFY: "classifies its prompts"})
+
+
+@dataclass(frozen=True)
+class PoolingParams:
+    """Raises LlmcError E601 for values that are not allowed.
+
+    dimensions:      the first numbers of an embedding that are kept, before it is normalised; None: all of them
+    use_activation:  whether an embedding is normalised, or the activation applied to logits; None: as the model does
+    """
+
+    dimensions: int | None = None
+    use_activation: bool | None = None
+
+    def __post_init__(self) -> None:
+        value = self.dimensions
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise refused("dimensions", value, "none, or an integer of at least 1")
+        if not isinstance(self.use_activation, bool | None):
+            raise refused("use_activation", self.use_activation, "none, true or false")
+
+    def check(self, pooling: Pooling) -> None:
+        """Raise LlmcError E601 if the model's embeddings have fewer dimensions."""
+        if self.dimensions is None:
+            return
+        if pooling.task != EMBED:
+            raise refused("dimensions", self.dimensions, "none for a classifier")
+        if self.dimensions > pooling.width:
+            raise refused("dimensions", self.dimensions, f"1 to {pooling.width}, the size of the model's embeddings")
+
+
+def require_task(pooling: Pooling | None, *tasks: str) -> Pooling | None:
+    """Return `pooling`, if it is that of a model for one of these tasks. Raises LlmcError E616 otherwise."""
+    own = GENERATE if pooling is None else pooling.task
+    if own not in tasks:
+        raise LlmcError("E616", f"the model {_DOES[own]}; this is a request to {' or '.join(tasks)}", _USE[own])
+    return pooling
+
+
+def pooled_values(pooled: bytes, pooling: Pooling, params: PoolingParams) -> np.ndarray:
+    """Return the embedding, the probabilities or the logits of a prompt, f32[width or dimensions].
+
+    `pooled` are the f32 numbers that the engine returned.
+    """
+    values = np.frombuffer(pooled, np.float32)
+    active = params.use_activation
+    if pooling.task == EMBED:
+        values = values[: params.dimensions]
+        return _normalized(values) if (pooling.normalize if active is None else active) else values
+    if active is False or pooling.activation == "none":
+        return values
+    if pooling.activation == "sigmoid":
+        return (1 / (1 + np.exp(-values.astype(np.float64)))).astype(np.float32)
+    powers = np.exp(values.astype(np.float64) - values.max())
+    return (powers / powers.sum()).astype(np.float32)
+
+
+def similarity(a: bytes, b: bytes) -> float:
+    """Return the cosine similarity of two embeddings that the engine returned."""
+    one, other = (_normalized(np.frombuffer(x, np.float32).astype(np.float64)) for x in (a, b))
+    return float(one @ other)
+
+
+def _normalized(values: np.ndarray) -> np.ndarray:
+    """Divide a vector by its length, as torch.nn.functional.normalize does."""
+    return values / max(float(np.linalg.norm(values.astype(np.float64))), 1e-12)

@@ -1,0 +1,170 @@
+"""The responses of models that pool: embeddings, classes, scores and ranked documents."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.pooling import EMBED, Pooling
+from llmc_runtime.outputs import RequestOutput
+from llmc_runtime.pooling_params import PoolingParams, pooled_values, similarity
+from llmc_runtime.prompts import Prompt
+from llmc_runtime.server import pooled_run
+from llmc_runtime.server.http.errors import ApiError, to_api_error
+from llmc_runtime.server.http.lazy_json import Lazy
+from llmc_runtime.server.pooled_prompts import PROMPT_PARAM, PooledPrompts, require_pooled
+from llmc_runtime.server.requests.pooling_request import (
+    BASE64,
+    MAX_INPUTS,
+    ClassifyRequest,
+    EmbeddingRequest,
+    Pooled,
+    RerankRequest,
+    ScoreRequest,
+    check_pooled,
+    count_of,
+)
+from llmc_runtime.server.serving import Call, Serving
+from llmc_runtime.server.text_pool.pool import OffloadedJob
+
+_NUMBER, _BASE64, _ITEM = 24, 6, 128  # bytes of a number as text, of a number in base64, and of an item around them
+
+
+class PooledResponse:
+    """One request to an endpoint of a model that pools. If the body was large, `job` has its prompts."""
+
+    def __init__(self, serving: Serving, request: Pooled, call: Call, job: OffloadedJob | None = None) -> None:
+        self._serving, self._request, self._call, self._job = serving, request, call, job
+
+    async def complete(self) -> dict[str, Any]:
+        """Return the JSON of the response. Raises ApiError."""
+        request, serving, call = self._request, self._serving, self._call
+        check_pooled(request)
+        serving.check_model(request.model)
+        try:
+            pooling = require_pooled(request, serving.llm.pooling)
+            params = PoolingParams(getattr(request, "dimensions", None), request.use_activation)
+            params.check(pooling)
+        except LlmcError as e:
+            raise to_api_error(e, call.prompt_param) from None
+        serving.check_ready()
+        count = count_of(request)
+        if count > 2 * MAX_INPUTS:
+            raise ApiError(f"{call.prompt_param}: at most {MAX_INPUTS} a request", param=call.prompt_param)
+        self._reserve_response(count, pooling, params)
+        pooled_run.reserve(serving, call, count)
+        prompts = await self._prompts(pooling)
+        outputs = await pooled_run.run(serving, prompts, request.priority or 0, self._salt, call)
+        return self._body(pooling, params, prompts, outputs)
+
+    @property
+    def _salt(self) -> str:
+        return f"{self._call.key}/{self._request.cache_salt or ''}"
+
+    async def _prompts(self, pooling: Pooling) -> list[Prompt]:
+        if self._job is not None:
+            texts = isinstance(self._request, RerankRequest) and self._request.return_documents is not False
+            return await self._job.prompts(-1 if texts else self._call.logged_characters)
+        serving = self._serving
+        prompts = PooledPrompts(serving.prompting, pooling, serving.admission.tokens)
+        async with serving.lanes.slot(self._call.key):
+            return await serving.prompting.in_thread(list, prompts.of(self._request))
+
+    def _reserve_response(self, count: int, pooling: Pooling, params: PoolingParams) -> None:
+        """Reserve the memory of the response. Raises ApiError 400 if it would be too large."""
+        request, width = self._request, params.dimensions or pooling.width
+        each = _ITEM
+        if isinstance(request, EmbeddingRequest | ClassifyRequest):
+            each += width * (_BASE64 if getattr(request, "encoding_format", None) == BASE64 else _NUMBER)
+        size = count * each
+        if size > self._serving.max_answer:
+            cause = f"{count} results of {width} numbers are more than {self._serving.max_answer} bytes"
+            raise ApiError(f"{cause}; send several requests, or encoding_format: base64", param=self._call.prompt_param)
+        self._call.hold.answer = self._serving.admission.reserve_response(self._call.key, size)
+
+    def _body(
+        self, pooling: Pooling, params: PoolingParams, prompts: Sequence[Prompt], outputs: Sequence[RequestOutput]
+    ) -> dict[str, Any]:
+        request = self._request
+        if isinstance(request, EmbeddingRequest):
+            return self._list(outputs, Lazy(_embeddings(request, pooling, params, outputs), small=False))
+        if isinstance(request, ClassifyRequest):
+            return self._list(outputs, Lazy(_classes(pooling, params, outputs), small=False))
+        scores = _scores(request, pooling, params, outputs)
+        if isinstance(request, ScoreRequest):
+            data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
+            return self._list(outputs, data)
+        assert isinstance(request, RerankRequest)
+        return {
+            "id": self._call.id, "model": self._serving.names[0], "usage": _usage(outputs),
+            "results": _ranked(request, scores, prompts[-len(scores) :]),
+        }  # fmt: skip
+
+    def _list(self, outputs: Sequence[RequestOutput], data: Any) -> dict[str, Any]:
+        return {
+            "id": self._call.id, "object": "list", "created": int(time.time()), "model": self._serving.names[0],
+            "data": data, "usage": _usage(outputs),
+        }  # fmt: skip
+
+
+def _usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    cached = sum(output.num_cached_tokens for output in outputs)
+    return {
+        "prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }  # fmt: skip
+
+
+def _embeddings(
+    request: EmbeddingRequest, pooling: Pooling, params: PoolingParams, outputs: Sequence[RequestOutput]
+) -> Iterator[dict[str, Any]]:
+    encoded = request.encoding_format == BASE64
+    for index, output in enumerate(outputs):
+        values = pooled_values(output.pooled or b"", pooling, params)
+        shown: Any = values.tolist()
+        if encoded:
+            shown = base64.b64encode(values.astype(np.dtype("<f4")).tobytes()).decode()
+        yield {"object": "embedding", "index": index, "embedding": shown}
+
+
+def _classes(pooling: Pooling, params: PoolingParams, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
+    for index, output in enumerate(outputs):
+        values = pooled_values(output.pooled or b"", pooling, params).tolist()
+        best = max(range(len(values)), key=values.__getitem__)
+        label = pooling.labels[best] if pooling.labels else None
+        yield {"index": index, "label": label, "probs": values, "num_classes": len(values)}
+
+
+def _scores(request: Pooled, pooling: Pooling, params: PoolingParams, outputs: Sequence[RequestOutput]) -> list[float]:
+    """Return the scores of the pairs: of one prompt each, or of the first texts and then the second ones."""
+    pooled = [output.pooled or b"" for output in outputs]
+    if pooling.task != EMBED:
+        return [float(pooled_values(one, pooling, params)[0]) for one in pooled]
+    assert isinstance(request, ScoreRequest | RerankRequest)
+    texts = request.documents if isinstance(request, RerankRequest) else request.text_2
+    seconds = 1 if isinstance(texts, str) else len(texts)
+    firsts = pooled[:-seconds]
+    if len(firsts) == 1:
+        firsts *= seconds
+    return [similarity(a, b) for a, b in zip(firsts, pooled[-seconds:], strict=True)]
+
+
+def _ranked(request: RerankRequest, scores: Sequence[float], documents: Sequence[Prompt]) -> list[dict[str, Any]]:
+    """Return the best documents, the best one first; among equals, the earlier one."""
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])[: request.top_n]
+    results: list[dict[str, Any]] = []
+    for i in order:
+        result: dict[str, Any] = {"index": i, "relevance_score": scores[i]}
+        if request.return_documents is not False:
+            result["document"] = {"text": documents[i].text}
+        results.append(result)
+    return results
+
+
+__all__ = ["PROMPT_PARAM", "PooledResponse"]

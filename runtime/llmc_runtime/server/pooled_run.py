@@ -1,0 +1,78 @@
+"""Runs the prompts of a request to a model that pools, a limited number of them at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from contextlib import aclosing
+
+from llmc_runtime.outputs import RequestOutput
+from llmc_runtime.pooling_params import ONE
+from llmc_runtime.prompts import Prompt
+from llmc_runtime.server.http.errors import ApiError
+from llmc_runtime.server.http.request_log import Record
+from llmc_runtime.server.operations.metrics_exporter import RequestMetrics
+from llmc_runtime.server.serving import Call, Serving
+
+MAX_OPEN = 64  # prompts of one request that wait or run at a time
+
+
+def reserve(serving: Serving, call: Call, count: int) -> None:
+    """Reserve an admission slot for `count` prompts before they are tokenized.
+
+    Raises the ApiErrors of Admission.reserve. The caller releases the call's hold if `run` is not reached.
+    """
+    remaining = math.inf if call.hold.remaining is None else call.hold.remaining
+    call.hold.slot = serving.admission.reserve(min(count, MAX_OPEN), count, 0, call.key, remaining)
+
+
+async def run(serving: Serving, prompts: Sequence[Prompt], priority: int, salt: str, call: Call) -> list[RequestOutput]:
+    """Return the outputs of the prompts, in the same order. `call` holds a slot, which is released at the end.
+
+    The first error ends all prompts. Raises ApiError.
+    """
+    record, slot = call.record or Record(), call.hold.slot
+    assert slot is not None
+    record.begin(call.id, prompts, call.request_id)
+    serving.meters.used(call.key, "key_requests")
+    outputs: list[RequestOutput | None] = [None] * len(prompts)
+    waiting = iter(range(len(prompts)))
+
+    async def work() -> None:
+        for index in waiting:
+            output = await _one(serving, prompts[index], f"{call.id}-{index}", priority, salt, call)
+            slot.begin()
+            record.take(output)
+            outputs[index] = output
+
+    try:
+        slot.resize(sum(len(prompt.ids) for prompt in prompts), 0)
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(min(MAX_OPEN, len(prompts))):
+                tasks.create_task(work())
+    except* ApiError as group:
+        error = _first(group)
+        record.fail(error.code)
+        raise error from None
+    finally:
+        call.hold.release()
+    return [output for output in outputs if output is not None]
+
+
+async def _one(serving: Serving, prompt: Prompt, name: str, priority: int, salt: str, call: Call) -> RequestOutput:
+    meter: RequestMetrics = serving.meters.begin(len(prompt.ids), ONE, call.key)
+    source = serving.llm.pool(
+        prompt, name, priority=priority, cache_salt=salt, tenant=call.key, timeout=call.hold.remaining
+    )
+    async with aclosing(serving.watched(source, call, meter)) as items:  # type: ignore[type-var]
+        return await anext(items)
+
+
+def _first(group: BaseExceptionGroup[ApiError]) -> ApiError:
+    """Return the first error of a group."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, ApiError)
+    return error

@@ -1,0 +1,155 @@
+"""The requests to models that pool: embeddings, classification, scores of pairs, and reranking.
+
+Names are OpenAI's for embeddings, vLLM's for classification and scores, and Jina's for reranking. Fields that would
+change the response and are not supported are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+
+from llmc_runtime.format.pooling import MAX_WIDTH
+from llmc_runtime.server.http.errors import ApiError
+from llmc_runtime.server.requests.request_fields import Name, Priority, Salt, TruncateTo, schema_of
+
+MAX_INPUTS = 2048  # texts or lists of token ids in one request, as many as OpenAI allows
+FLOAT, BASE64 = "float", "base64"
+
+
+def _inputs() -> Any:
+    token = {"type": "integer", "minimum": 0}
+    many = {"items": {"type": "array", "items": token, "minItems": 1}, "maxItems": MAX_INPUTS}
+    return schema_of(minItems=1, anyOf=[{"items": {"type": "string"}, "maxItems": MAX_INPUTS}, {"items": token}, many])
+
+
+def _documents() -> Any:
+    text = {"type": "string"}
+    document = {"type": "object", "properties": {"text": text}, "required": ["text"]}
+    return schema_of(minItems=1, maxItems=MAX_INPUTS, items={"anyOf": [text, document]})
+
+
+Inputs = Annotated[list[Any], _inputs()]
+Texts = Annotated[list[str], schema_of(minItems=1, maxItems=MAX_INPUTS)]
+Documents = Annotated[list[Any], _documents()]
+Encoding = Annotated[str, schema_of(enum=[FLOAT, BASE64], maxLength=16)]
+Dimensions = Annotated[int, schema_of(minimum=1, maximum=MAX_WIDTH)]
+Top = Annotated[int, schema_of(minimum=1, maximum=MAX_INPUTS)]
+
+
+class Pooled(msgspec.Struct, kw_only=True):
+    """The fields that all requests share."""
+
+    model: Name | None = None
+    use_activation: bool | None = None
+    truncate_prompt_tokens: TruncateTo | None = None
+    priority: Priority | None = None
+    cache_salt: Salt | None = None
+
+
+class EmbeddingRequest(Pooled, kw_only=True):
+    """POST /v1/embeddings. `input`: a text, texts, token ids, or lists of token ids."""
+
+    refused: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "messages": "send texts as input", "normalize": "use use_activation", "task": "write it into the input",
+            "embed_dtype": "embeddings are float32", "endianness": "base64 is little-endian",
+            "chunked_processing": "split long texts",
+        }
+    )  # fmt: skip
+
+    input: str | Inputs
+    encoding_format: Encoding | None = None
+    dimensions: Dimensions | None = None
+    add_special_tokens: bool | None = None
+
+
+class ClassifyRequest(Pooled, kw_only=True):
+    """POST /classify. `input`: a text, texts, token ids, or lists of token ids."""
+
+    refused: ClassVar[Mapping[str, str]] = MappingProxyType({"messages": "send texts as input"})
+
+    input: str | Inputs
+    add_special_tokens: bool | None = None
+
+
+class ScoreRequest(Pooled, kw_only=True):
+    """POST /v1/score: a text against one or several, or as many against as many."""
+
+    refused: ClassVar[Mapping[str, str]] = MappingProxyType(
+        dict.fromkeys(("queries", "documents", "items", "data_1", "data_2"), "use text_1 and text_2")
+    )
+
+    text_1: str | Texts
+    text_2: str | Texts
+
+
+class RerankRequest(Pooled, kw_only=True):
+    """POST /v1/rerank. A document is a text, or an object with a `text`. The best `top_n` are returned."""
+
+    refused: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "rank_fields": "send each document as one text", "max_chunks_per_doc": "split long documents",
+            "max_tokens_per_doc": "use truncate_prompt_tokens",
+        }
+    )  # fmt: skip
+
+    query: str
+    documents: Documents
+    top_n: Top | None = None
+    return_documents: bool | None = None
+
+
+def documents_of(request: RerankRequest) -> list[str]:
+    """Return the texts of the documents. Raises ApiError 400."""
+    texts: list[str] = []
+    for i, item in enumerate(request.documents):
+        text = item.get("text") if isinstance(item, dict) else item
+        if not isinstance(text, str):
+            raise ApiError(f'documents[{i}]: a text, or {{"text": TEXT}}', param=f"documents[{i}]")
+        texts.append(text)
+    return texts
+
+
+def count_of(request: Pooled) -> int:
+    """Return the number of prompts at most that a request may need, before they are checked."""
+    if isinstance(request, EmbeddingRequest | ClassifyRequest):
+        value = request.input
+        return 1 if isinstance(value, str) or not value or isinstance(value[0], int) else len(value)
+    if isinstance(request, RerankRequest):
+        return 1 + len(request.documents)
+    assert isinstance(request, ScoreRequest)
+    return sum(1 if isinstance(text, str) else len(text) for text in (request.text_1, request.text_2))
+
+
+def check_pooled(request: Pooled) -> None:
+    """Raise ApiError 400 for values that are not allowed, naming the field."""
+    keep = request.truncate_prompt_tokens
+    if keep is not None and keep != -1 and not 1 <= keep < 1 << 31:
+        cause = "truncate_prompt_tokens: the maximum number of tokens of a prompt, at least 1; -1 for as many as fit"
+        raise ApiError(cause, param="truncate_prompt_tokens")
+    if request.priority is not None and not -(2**31) <= request.priority < 2**31:
+        raise ApiError("priority: an integer of 32 bits; smaller runs first", param="priority")
+    if isinstance(request, EmbeddingRequest):
+        if request.encoding_format not in (None, FLOAT, BASE64):
+            raise ApiError(f"encoding_format: {FLOAT} or {BASE64}", param="encoding_format")
+        if request.dimensions is not None and request.dimensions < 1:
+            raise ApiError("dimensions: at least 1", param="dimensions")
+    if isinstance(request, RerankRequest) and request.top_n is not None and request.top_n < 1:
+        raise ApiError("top_n: at least 1", param="top_n")
+
+
+def without_texts(request: Pooled) -> Pooled:
+    """Return a request without its texts, but with their number."""
+    if isinstance(request, RerankRequest):
+        return msgspec.structs.replace(request, query="", documents=[""] * len(request.documents))
+    if isinstance(request, ScoreRequest):
+        empty = {
+            name: text and "" if isinstance(text := getattr(request, name), str) else [""] * len(text)
+            for name in ("text_1", "text_2")
+        }
+        return msgspec.structs.replace(request, **empty)
+    return msgspec.structs.replace(request, input="")
