@@ -15,6 +15,7 @@ from urllib.parse import quote_from_bytes, unquote_to_bytes
 from llmc_runtime.defaults import parse_override
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Manifest
+from llmc_runtime.format.program import MAX_RANKS
 from llmc_runtime.host_info import default_threads, usable_cpus
 from llmc_runtime.ignored_options import check_keywords
 from llmc_runtime.option_type import count, option, options_of, parse_bytes, positive
@@ -81,13 +82,18 @@ class EngineOptions:
         engine=True,
     )  # fmt: skip
     threads: int | None = option(
-        None, "number of CPU threads (default: physical cores)", commands=_BOTH, read=positive, metavar="N",
+        None, "number of CPU threads, of each rank (default: physical cores)", commands=_BOTH, read=positive, metavar="N",
         check=_integer("E201", 1, MAX_THREADS), engine=True,
     )  # fmt: skip
     data_parallel_size: int = option(
         1, "number of engine processes, each with a KV cache and, on GPUs, a GPU of its own; by default they divide "
         "the CPU's cores and memory. Other options of the engine are per process", commands=_SERVE,
         flags=("--data-parallel-size", "-dp"), read=positive, metavar="N", check=_engines, engine=True,
+    )  # fmt: skip
+    tensor_parallel_size: int | None = option(
+        None, "number of ranks, processes that compute together: that of the artifact (default), or of the "
+        "compilation of a folder", commands=_BOTH, flags=("--tensor-parallel-size", "-tp"), read=positive,
+        metavar="N", check=_integer("E201", 1, MAX_RANKS),
     )  # fmt: skip
     seed: int | None = option(
         0, "seed from which the seeds of requests without one are derived (0; None in Python: random)", commands=_SERVE,
@@ -172,8 +178,8 @@ class EngineOptions:
         return cls(model, **{k: v for k, v in values.items() if k in own})
 
     def check_artifact(self, manifest: Manifest) -> None:
-        """Raise LlmcError E204 if the model is this artifact, and was compiled for another target or dtype, and E201 if
-        there are fewer CPUs than engines on them."""
+        """Raise LlmcError E204 if the model is this artifact, and was compiled for another target or dtype, E207 if it
+        was compiled for another number of ranks, and E201 if there are fewer CPUs than engines on them."""
         target, dtype = manifest.target.name, manifest.kv.dtype
         if self.target is not None and self.target.partition("+")[0] != target.partition("+")[0]:
             cause = f"{self.model} was compiled for {target}, not for target={self.target!r}"
@@ -182,6 +188,10 @@ class EngineOptions:
         if dtype in _DTYPES.values() and wanted != dtype:
             cause = f"{self.model} computes in {dtype}, not in dtype={self.dtype!r}"
             raise LlmcError("E204", cause, "leave dtype out, or compile the model with that dtype")
+        if self.tensor_parallel_size not in (None, manifest.ranks):
+            cause = f"{self.model} was compiled for {_ranks(manifest.ranks)}, not for {_ranks(self.tensor_parallel_size)}"
+            again = f"compile the model with --tensor-parallel-size {self.tensor_parallel_size}"
+            raise LlmcError("E207", cause, f"leave tensor_parallel_size out, or {again}")
         engines, cpus = self.data_parallel_size, usable_cpus()
         if target.startswith("cpu:") and engines > max(1, cpus):
             cause = f"data_parallel_size = {engines}: an engine needs a CPU of its own, and this process may use {cpus}"
@@ -190,7 +200,11 @@ class EngineOptions:
     @property
     def engine_threads(self) -> int:
         """The number of threads of each engine: `threads`, or its part of the physical cores."""
-        return self.threads or max(1, default_threads() // self.data_parallel_size)
+        return self.rank_threads(1)
+
+    def rank_threads(self, ranks: int) -> int:
+        """The number of threads of each rank of engines with this number of ranks."""
+        return self.threads or max(1, default_threads() // (self.data_parallel_size * ranks))
 
     @property
     def compile_options(self) -> dict[str, str]:
@@ -199,6 +213,7 @@ class EngineOptions:
         sizes = {name.replace("_", "-"): getattr(self, name) for name in names}
         if isinstance(self.speculate, Mapping):
             sizes["speculate"] = self.speculate[TOKENS] or DRAFTED
+        sizes["tensor-parallel-size"] = self.tensor_parallel_size
         own = {"target": self.target or "cpu:native", "dtype": self.dtype}
         return own | {k: str(v) for k, v in sizes.items() if v is not None}
 
@@ -217,6 +232,10 @@ class EngineOptions:
         known = options_of(EngineOptions)
         read: dict[str, Any] = {k: unquoted(v) if known[k].read is Path else v for k, v in values.items()}
         return cls(unquoted(model), **read)
+
+
+def _ranks(count: int | None) -> str:
+    return f"{count} rank" if count == 1 else f"{count} ranks"
 
 
 def _number(minimum: float, optional: bool = False) -> Any:

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from llmc_runtime.artifact import Artifact, Tensor
-from llmc_runtime.device.device import Device, Memory, Run
+from llmc_runtime.device.cpu_group import CpuGroup
+from llmc_runtime.device.device import Device, Member, Memory, Run
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.program import Program
 from llmc_runtime.host_info import default_threads, free_memory, this_host
@@ -25,12 +26,15 @@ class CpuDevice(Device):
     """The CPU cores available to this process.
 
     `threads` is the size of the thread pool, including the calling thread. The default is the number of physical cores.
+    `member` is its place in a group of ranks.
     """
 
     name = "cpu"
 
-    def __init__(self, threads: int | None = None) -> None:
+    def __init__(self, threads: int | None = None, member: Member | None = None) -> None:
         self.threads = threads or default_threads()
+        self._member = member
+        self._group: CpuGroup | None = None
         self._libraries: dict[str, ctypes.CDLL] = {}
         self._pools: dict[str, tuple[ctypes.CDLL, ctypes.c_void_p]] = {}
         self._references: list[object] = []  # keeps alive what the kernels access by address
@@ -108,7 +112,7 @@ class CpuDevice(Device):
     def bind(self, program: Program, addresses: Sequence[int], symbols: np.ndarray) -> Run:
         """Return a function that runs the program once. Raises LlmcError E113 if the program has no step function.
 
-        The returned function raises LlmcError E114 if the step reports an error.
+        The returned function raises LlmcError E114 if the step reports an error, and E119 if the group has ended.
         """
         if program.step is None:
             cause = f"program {program.name} has no step function, which the CPU needs"
@@ -128,6 +132,8 @@ class CpuDevice(Device):
             if status:
                 cause = f"program {program.name} failed: {os.strerror(status)}"
                 raise LlmcError("E114", cause, "run llmc verify on the artifact")
+            if self._group is not None:
+                self._group.check()
 
         return step
 
@@ -144,6 +150,8 @@ class CpuDevice(Device):
                 cause = f"a pool of {self.threads} threads cannot be started"
                 raise LlmcError("E203", cause, "use fewer threads")
             self._pools[key] = unit, ctypes.c_void_p(pool)
+            if self._member is not None:
+                self._group = CpuGroup(unit, ctypes.c_void_p(pool), self.threads, self._member)
         return self._pools[key]
 
     def _address(self, key: str, entry: str) -> int:
@@ -157,6 +165,11 @@ class CpuDevice(Device):
             cause = f"{os.path.basename(library._name)} has no function {name!r}"
             raise LlmcError("E112", cause, "recompile the artifact") from None
 
+    def cancel(self) -> None:
+        """End the group of ranks, if there is one."""
+        if self._group is not None:
+            self._group.cancel()
+
     def free_memory(self) -> int:
         """Return the number of bytes that can be allocated without swapping."""
         return free_memory()
@@ -168,6 +181,7 @@ class CpuDevice(Device):
             close.restype, close.argtypes = None, [ctypes.c_void_p]
             close(pool)
         self._pools.clear()
+        self._group = None
         self._libraries.clear()
         self._references.clear()
 

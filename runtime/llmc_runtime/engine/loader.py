@@ -16,7 +16,8 @@ from llmc_runtime.device.open_device import open_device
 from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.exec.canary import require
-from llmc_runtime.exec.executor import Executor
+from llmc_runtime.exec.load_executor import make_executor, release, start_ranks
+from llmc_runtime.exec.rank_group import RankGroup
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
@@ -33,6 +34,7 @@ class Opened:
     close:    frees the device
     stages:   duration in seconds of "device", "weights" and, if requested, "canary" and "graphs"
     trace:    records the engine's steps, if requested. Call `finish` after `close`
+    group:    the other ranks, if the artifact has several
     """
 
     engine: Engine
@@ -40,6 +42,7 @@ class Opened:
     close: Callable[[], None]
     stages: Mapping[str, float]
     trace: Trace | None = None
+    group: RankGroup | None = None
 
 
 def open_model(path: Path, options: EngineOptions, digest: str = "") -> Artifact:
@@ -62,12 +65,14 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
     are recorded).
     """
     manifest, marks = artifact.manifest, [("", time.monotonic())]
-    device = open_device(artifact, options.engine_threads, index=number)
-    if not device.separate:
-        device.share /= options.data_parallel_size
-    marks.append(("device", time.monotonic()))
+    threads = options.rank_threads(manifest.ranks)
+    group, device = start_ranks(artifact, threads, options.verify), None
     try:
-        executor = Executor(artifact, device, options.kv_cache_memory_bytes)
+        device = open_device(artifact, threads, index=number, member=group and group.member)
+        if not device.separate:
+            device.share /= options.data_parallel_size * manifest.ranks
+        marks.append(("device", time.monotonic()))
+        executor = make_executor(artifact, device, group, options.kv_cache_memory_bytes)
         marks.append(("weights", time.monotonic()))
         if options.canary:
             require(executor)
@@ -96,7 +101,7 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
         engine = Engine(Scheduler(config, lambda: draw.getrandbits(64)), executor)
         trace = None if options.trace is None else attach_trace(engine, options.trace)
     except BaseException:
-        device.close()
+        release(device, group)
         raise
     where = f"{manifest.target.name} on {device.name}" if device.separate else manifest.target.name
     part = f"NOT THE WHOLE MODEL, only {manifest.source.part}" if manifest.source.part else ""
@@ -105,9 +110,10 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
         if config.speculation
         else ""
     )
-    summary = ", ".join(filter(None, (part, where, str(executor.capacity), drafting, device.upload_summary)))
+    ranks = f"{manifest.ranks} ranks of {threads} threads each" if group else ""
+    summary = ", ".join(filter(None, (part, where, ranks, str(executor.capacity), drafting, device.upload_summary)))
     stages = {name: end - begin for (_, begin), (name, end) in pairwise(marks)}
-    return Opened(engine, summary, executor.close, stages, trace)
+    return Opened(engine, summary, executor.close, stages, trace, group)
 
 
 def speculation_of(option: Any, compiled: int, rows: int = 0) -> SpeculationConfig | None:
