@@ -247,8 +247,7 @@ class Compilation:
         from llmc.kv_cache import kv_dtype
         from llmc.quant.kv_scales import kv_dtype_of
 
-        dtype = dict(DTYPES).get(self.options.dtype)
-        o = self.options
+        o, dtype = self.options, dict(DTYPES).get(self.options.dtype)
         traced = trace(
             self.model,
             dtype,

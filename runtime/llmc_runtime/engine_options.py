@@ -82,8 +82,8 @@ class EngineOptions:
         engine=True,
     )  # fmt: skip
     threads: int | None = option(
-        None, "number of CPU threads, of each rank (default: physical cores)", commands=_BOTH, read=positive, metavar="N",
-        check=_integer("E201", 1, MAX_THREADS), engine=True,
+        None, "number of CPU threads, of each rank (default: physical cores)", commands=_BOTH, read=positive,
+        metavar="N", check=_integer("E201", 1, MAX_THREADS), engine=True,
     )  # fmt: skip
     data_parallel_size: int = option(
         1, "number of engine processes, each with a KV cache and, on GPUs, a GPU of its own; by default they divide "
@@ -189,9 +189,10 @@ class EngineOptions:
             cause = f"{self.model} computes in {dtype}, not in dtype={self.dtype!r}"
             raise LlmcError("E204", cause, "leave dtype out, or compile the model with that dtype")
         if self.tensor_parallel_size not in (None, manifest.ranks):
-            cause = f"{self.model} was compiled for {_ranks(manifest.ranks)}, not for {_ranks(self.tensor_parallel_size)}"
-            again = f"compile the model with --tensor-parallel-size {self.tensor_parallel_size}"
-            raise LlmcError("E207", cause, f"leave tensor_parallel_size out, or {again}")
+            wanted = f"tensor_parallel_size = {self.tensor_parallel_size}"
+            cause = f"{self.model} was compiled for {manifest.ranks} rank(s), and {wanted}"
+            remedy = f"leave it out, or compile with --tensor-parallel-size {self.tensor_parallel_size}"
+            raise LlmcError("E207", cause, remedy)
         engines, cpus = self.data_parallel_size, usable_cpus()
         if target.startswith("cpu:") and engines > max(1, cpus):
             cause = f"data_parallel_size = {engines}: an engine needs a CPU of its own, and this process may use {cpus}"
@@ -232,10 +233,6 @@ class EngineOptions:
         known = options_of(EngineOptions)
         read: dict[str, Any] = {k: unquoted(v) if known[k].read is Path else v for k, v in values.items()}
         return cls(unquoted(model), **read)
-
-
-def _ranks(count: int | None) -> str:
-    return f"{count} rank" if count == 1 else f"{count} ranks"
 
 
 def _number(minimum: float, optional: bool = False) -> Any:

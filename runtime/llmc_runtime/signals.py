@@ -1,4 +1,4 @@
-"""Turns signals that would end this process into exceptions, so that files and processes are cleaned up; delays Ctrl-C."""
+"""Contexts for signals: those that would end this process become exceptions, and Ctrl-C is delayed."""
 
 from __future__ import annotations
 

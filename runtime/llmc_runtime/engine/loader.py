@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc_runtime.artifact import Artifact, open_artifact
+from llmc_runtime.device.device import Device
 from llmc_runtime.device.open_device import open_device
 from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine_options import EngineOptions
@@ -66,9 +67,10 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
     """
     manifest, marks = artifact.manifest, [("", time.monotonic())]
     threads = options.rank_threads(manifest.ranks)
-    group, device = start_ranks(artifact, threads, options.verify), None
+    group = start_ranks(artifact, threads, options.verify)
+    device: Device | None = None
     try:
-        device = open_device(artifact, threads, index=number, member=group and group.member)
+        device = open_device(artifact, threads, index=number, member=group.member if group else None)
         if not device.separate:
             device.share /= options.data_parallel_size * manifest.ranks
         marks.append(("device", time.monotonic()))

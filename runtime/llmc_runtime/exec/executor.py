@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -221,6 +222,11 @@ class Executor:
                 half = replace(program, launches=launches)
                 bound.halves.append(self.device.bind(half, self._layout.addresses(half), bound.symbols))
         return bound.halves
+
+
+def digest_of(ticket: Ticket) -> int:
+    """Return the CRC-32 of the ids that a step has sampled, after it was waited for."""
+    return zlib.crc32(ticket.ids.tobytes())
 
 
 def _entries(work: Work) -> list[Work]:

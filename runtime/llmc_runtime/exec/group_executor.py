@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from llmc_runtime.artifact import Artifact
 from llmc_runtime.device.device import Device
 from llmc_runtime.exec.capacity import plan_kv
-from llmc_runtime.exec.executor import Executor, Ticket
+from llmc_runtime.exec.executor import Executor, Ticket, digest_of
 from llmc_runtime.exec.rank_group import RankGroup
 from llmc_runtime.exec.rank_messages import Guide, Launch
 from llmc_runtime.format.errors import LlmcError, as_llmc_error
@@ -26,13 +25,12 @@ class GroupExecutor(Executor):
     """
 
     def __init__(self, artifact: Artifact, device: Device, group: RankGroup, kv_bytes: int | None = None) -> None:
-        self.group, self._failure = group, None
+        self.group = group
+        self._failure: LlmcError | None = None
         capacity = plan_kv(artifact.manifest, kv_bytes, device.free_memory(), device.share)
         group.join(capacity.nbytes)
         super().__init__(artifact, device, capacity.nbytes)
         group.await_joined(device.cancel)
-
-    _failure: LlmcError | None
 
     def launch(self, step: Step) -> Ticket:
         """Start the step on all ranks."""
@@ -50,7 +48,7 @@ class GroupExecutor(Executor):
         """Wait until all ranks have run the oldest step in flight and return its output."""
         with self._together():
             output = super().wait(ticket)
-            self.group.collect(zlib.crc32(ticket.ids))
+            self.group.collect(digest_of(ticket))
             return output
 
     def settle(self) -> None:

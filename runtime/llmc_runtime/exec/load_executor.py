@@ -23,7 +23,9 @@ def load_executor(
     group = start_ranks(artifact, threads)
     device: Device | None = None
     try:
-        device = open_device(artifact, group.threads if group else threads, careful=careful, member=group and group.member)
+        threads, member = (group.threads, group.member) if group else (threads, None)
+        device = open_device(artifact, threads, careful=careful, member=member)
+        device.share /= artifact.manifest.ranks
         return make_executor(artifact, device, group, kv_bytes)
     except BaseException:
         release(device, group)

@@ -41,8 +41,8 @@ class RankProcess(LinkedProcess):
                 raise LlmcError("E100", cause, "allow more processes (ulimit -u), files (-n) or memory (-v)") from e
 
     def receive(self, *kinds: type[Any]) -> Any:
-        """Return the next message, which has one of these kinds. Raises the rank's LlmcError, and E119 if it has ended or does
-        not answer."""
+        """Return the next message, which has one of these kinds. Raises the rank's LlmcError, and E119 if it has ended
+        or does not answer."""
         try:
             message = self.link.receive()
         except TimeoutError:

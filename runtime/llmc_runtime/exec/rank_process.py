@@ -13,14 +13,13 @@ import sys
 import threading
 import time
 import traceback
-import zlib
 from collections.abc import Callable, Sequence
 from urllib.parse import unquote_to_bytes
 
 from llmc_runtime.artifact import open_artifact
 from llmc_runtime.device.device import Member
 from llmc_runtime.device.open_device import open_device
-from llmc_runtime.exec.executor import Executor, Ticket
+from llmc_runtime.exec.executor import Executor, Ticket, digest_of
 from llmc_runtime.exec.rank_messages import Call, Done, Failed, Guide, Join, Joined, Launch, Link, Settle, Settled
 from llmc_runtime.format.errors import LlmcError, as_llmc_error
 
@@ -60,7 +59,7 @@ def serve(link: Link, executor: Executor) -> None:
             executor.guide(ticket, call.masks)
         if ticket is not None and ticket.rest is None:
             executor.wait(ticket)
-            link.send(link.encode(Done(zlib.crc32(ticket.ids))))
+            link.send(link.encode(Done(digest_of(ticket))))
             ticket = None
 
 

@@ -7,7 +7,7 @@ namespace llmc {
 // y = the sum over the ranks of `n` elements, in the order of the ranks and in float32; y may be x.
 template <class T>
 static inline void all_reduce(const llmc_ctx* ctx, T* y, const T* x, int64_t n) {
-  const Group* g = (const Group*)ctx->group;
+  Group* g = (Group*)ctx->group;
   constexpr int64_t most = CHUNK / (int64_t)sizeof(T);
   int64_t lo, hi;
   llmc_split(ctx, n, 64, &lo, &hi);
@@ -35,7 +35,7 @@ static inline void place(char* y, const char* x, int64_t at, int64_t count, int6
 }
 // y[row] = the rows of the ranks' operands one after the other; an operand has `rows` rows of `width` bytes.
 static inline void all_gather(const llmc_ctx* ctx, char* y, const char* x, int64_t rows, int64_t width) {
-  const Group* g = (const Group*)ctx->group;
+  Group* g = (Group*)ctx->group;
   int64_t lo, hi;
   llmc_split(ctx, rows * width, 64, &lo, &hi);
   for (int64_t at = lo; at < hi; at += CHUNK) {

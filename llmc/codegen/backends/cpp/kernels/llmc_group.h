@@ -21,13 +21,15 @@ namespace llmc {
 constexpr int64_t CHUNK = 64 << 10;        // bytes
 constexpr int64_t SLICE = 20 * 1000000;    // nanoseconds that a wait sleeps before it looks at the error
 constexpr int SPINS = 256, YIELDS = 200;   // before a wait sleeps
+constexpr int64_t LONG_YIELD = 1000000;    // nanoseconds after which a core counts as busy with other tasks,
+constexpr int64_t CROWDED = 200000000;     // so that waits sleep instead of yielding for this long
 struct alignas(64) Area { uint32_t error; };  // an errno or 0; the counters and the chunks follow
 struct alignas(64) Counter { uint32_t published, sleepers; };
-// The area as one rank sees it. `limit` is the longest wait in nanoseconds.
+// The area as one rank sees it. `limit` is the longest wait in nanoseconds; waits do not yield until `crowded`.
 struct Group {
   Area* area;
   int rank, ranks, threads;
-  int64_t limit;
+  int64_t limit, crowded;
 };
 
 static inline int64_t group_bytes(int ranks, int threads) {
@@ -66,7 +68,7 @@ static inline void sleep_until(Counter* c, uint32_t number) {
 }
 // Waits until a chunk is published; returns false if the group has an error. Time in which this process was stopped
 // does not count towards the limit, beyond two slices.
-static inline bool wait_for(const Group* g, Counter* c, uint32_t number) {
+static inline bool wait_for(Group* g, Counter* c, uint32_t number) {
   for (int i = 0; i < SPINS; i++) {
     if (is_published(c, number)) return true;
 #if defined(__x86_64__)
@@ -76,9 +78,11 @@ static inline bool wait_for(const Group* g, Counter* c, uint32_t number) {
   int64_t last = group_now(), waited = 0;
   for (int i = 0; !is_published(c, number); i++) {
     if (__atomic_load_n(&g->area->error, __ATOMIC_SEQ_CST)) return false;
-    if (i < YIELDS) sched_yield();
+    bool yields = i < YIELDS && last >= __atomic_load_n(&g->crowded, __ATOMIC_RELAXED);
+    if (yields) sched_yield();
     else sleep_until(c, number);
     int64_t now = group_now(), passed = now - last;
+    if (yields && passed >= LONG_YIELD) __atomic_store_n(&g->crowded, now + CROWDED, __ATOMIC_RELAXED);
     waited += passed < 2 * SLICE ? passed : 2 * SLICE;
     last = now;
     if (waited > g->limit) group_fail(g->area, ETIMEDOUT);
@@ -87,7 +91,7 @@ static inline bool wait_for(const Group* g, Counter* c, uint32_t number) {
 }
 // Publishes a chunk of this rank and waits for those of the others; sets *number, by which `chunk` finds them. Returns
 // false if the group has an error.
-static inline bool exchange(const Group* g, int tid, const void* x, int64_t bytes, uint32_t* number) {
+static inline bool exchange(Group* g, int tid, const void* x, int64_t bytes, uint32_t* number) {
   Counter* own = counter(g, g->rank, tid);
   *number = own->published + 1;
   if (__atomic_load_n(&g->area->error, __ATOMIC_SEQ_CST)) return false;

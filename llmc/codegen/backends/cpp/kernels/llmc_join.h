@@ -8,7 +8,7 @@ LLMC_EXPORT int64_t llmc_group_bytes(int ranks, int threads) { return llmc::grou
 // Makes the pool this rank of the group. `group` is memory of llmc_group_size() bytes, which lives as long as the pool.
 LLMC_EXPORT void llmc_group_join(void* pool, void* group, void* area, int rank, int ranks, int64_t limit) {
   llmc_pool* p = (llmc_pool*)pool;
-  *(llmc::Group*)group = llmc::Group{(llmc::Area*)area, rank, ranks, p->n, limit};
+  *(llmc::Group*)group = llmc::Group{(llmc::Area*)area, rank, ranks, p->n, limit, 0};
   for (int i = 0; i < p->n; i++) p->threads[i].ctx.group = group;
 }
 LLMC_EXPORT int64_t llmc_group_size() { return sizeof(llmc::Group); }
