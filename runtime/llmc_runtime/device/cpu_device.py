@@ -110,13 +110,17 @@ class CpuDevice(Device):
                 raise LlmcError("E112", cause, remedy) from None
 
     def bind(self, program: Program, addresses: Sequence[int], symbols: np.ndarray) -> Run:
-        """Return a function that runs the program once. Raises LlmcError E113 if the program has no step function.
+        """Return a function that runs the program once. Raises LlmcError E113 if the program has no step function, or
+        is for another number of ranks.
 
         The returned function raises LlmcError E114 if the step reports an error, and E119 if the group has ended.
         """
         if program.step is None:
             cause = f"program {program.name} has no step function, which the CPU needs"
             raise LlmcError("E113", cause, "recompile with --target cpu:native")
+        if program.ranks != (1 if self._member is None else self._member.ranks):
+            cause = f"program {program.name} is for a group of {program.ranks} ranks"
+            raise LlmcError("E113", cause, "open it with LLM, llmc-run or llmc-serve")
         unit, pool = self._pool(program.step[0])
         run = self._symbol(unit, program.step[1])
         run.restype = ctypes.c_int

@@ -107,11 +107,8 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
         raise
     where = f"{manifest.target.name} on {device.name}" if device.separate else manifest.target.name
     part = f"NOT THE WHOLE MODEL, only {manifest.source.part}" if manifest.source.part else ""
-    drafting = (
-        f"up to {config.speculation.num_tokens} drafted tokens ({config.speculation.method})"
-        if config.speculation
-        else ""
-    )
+    speculation = config.speculation
+    drafting = f"up to {speculation.num_tokens} drafted tokens ({speculation.method})" if speculation else ""
     ranks = f"{manifest.ranks} ranks of {threads} threads each" if group else ""
     summary = ", ".join(filter(None, (part, where, ranks, str(executor.capacity), drafting, device.upload_summary)))
     stages = {name: end - begin for (_, begin), (name, end) in pairwise(marks)}
