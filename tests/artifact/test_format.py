@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -173,14 +174,25 @@ def test_the_manifest_reads_back(tmp_path: Path) -> None:
 def test_a_newer_minor_version_may_say_more(tmp_path: Path) -> None:
     manifest = write_artifact(tmp_path / "toy.llmc", tiny.parts(tmp_path))
     data = (
-        manifest.dump().replace(b'"minor": 1', b'"minor": 2, "x": 2').replace(b'"compiler"', b'"more": [], "compiler"')
+        manifest.dump().replace(b'"minor": 2', b'"minor": 3, "x": 2').replace(b'"compiler"', b'"more": [], "compiler"')
     )
     zero = data.replace(manifest.digest.encode(), b"0" * 64)
     data = zero.replace(b"0" * 64, hashing.sha256(zero).encode(), 1)
-    assert Manifest.load(data).format == (2, 2)
+    assert Manifest.load(data).format == (2, 3)
     with pytest.raises(LlmcError, match="unknown key 'more'"):
-        older = zero.replace(b'"minor": 2, "x": 2', b'"minor": 1')
+        older = zero.replace(b'"minor": 3, "x": 2', b'"minor": 2')
         Manifest.load(older.replace(b"0" * 64, hashing.sha256(older).encode(), 1))
+
+
+def test_weight_files_have_the_rank_that_reads_them(tmp_path: Path) -> None:
+    manifest = write_artifact(tmp_path / "toy.llmc", tiny.parts(tmp_path))
+    (common,) = manifest.weights.files
+    own = [replace(common, file=f"weights/rank{rank}/0.safetensors", rank=rank) for rank in range(2)]
+    ranked = replace(manifest, ranks=2, weights=replace(manifest.weights, files=(common, *own)))
+    found = Manifest.load(ranked.dump())
+    assert found.ranks == 2 and found.weights.of_rank(1) == (common, own[1])
+    with pytest.raises(LlmcError, match="a rank that a group of 1 lacks"):
+        Manifest.load(replace(ranked, ranks=1).dump())
 
 
 # --- safetensors ---
