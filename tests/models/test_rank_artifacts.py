@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +13,12 @@ from draw import of_test
 from kernel_cache import CACHE
 from llmc_runtime import LLM, SamplingParams
 from models.cases import LISTED, Case, further, sample
-from models.kit import save
+from models.kit import fails, save
 
 from llmc.driver import compile_model
 from llmc.options import Options
 
-pytestmark = pytest.mark.drawn
+DEMO = Path(__file__).parents[2] / "examples" / "demo-model-small"
 STEPS = 12
 PARAMS = (
     SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, logprobs=2),
@@ -44,6 +45,7 @@ def tokens_of(artifact: Path, prompts: Sequence[list[int]]) -> list[list[int]]:
         llm.close()
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("ranks", (2, 4))
 @pytest.mark.parametrize("case", (LISTED[0], *sample(3), *further(2)), ids=lambda c: c.name)
 def test_ranks_sample_the_tokens_of_the_whole_model(case: Case, ranks: int, tmp_path: Path) -> None:
@@ -54,3 +56,23 @@ def test_ranks_sample_the_tokens_of_the_whole_model(case: Case, ranks: int, tmp_
     length = min(case.trace.get("max_positions", 96), 96)
     one, several = (compiled(tmp_path / "model", n, max_model_len=length) for n in (1, ranks))
     assert tokens_of(several, prompts) == tokens_of(one, prompts)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"target": "cuda:sm_90", "tensor_parallel_size": 2}, ("cuda:sm_90", "not supported yet")),
+        ({"pipeline": "serve, after page-attention: shard{ranks=2}"}, ("shard", "--tensor-parallel-size")),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], words: tuple[str, ...], tmp_path: Path) -> None:
+    out = tmp_path / "model.llmc"
+    fails("E439", *words, do=lambda: compile_model(DEMO, out, Options(cache=CACHE, **options)))
+    assert not out.exists()
+
+
+def test_sizes_that_do_not_divide_are_refused_with_those_that_do(tmp_path: Path) -> None:
+    options = Options(cache=CACHE, tensor_parallel_size=3)
+    fails(
+        "E437", "4 query heads", "3 ranks", "1, 2, 4", do=lambda: compile_model(DEMO, tmp_path / "model.llmc", options)
+    )
