@@ -72,7 +72,5 @@ def test_what_is_refused(options: dict[str, Any], words: tuple[str, ...], tmp_pa
 
 
 def test_sizes_that_do_not_divide_are_refused_with_those_that_do(tmp_path: Path) -> None:
-    options = Options(cache=CACHE, tensor_parallel_size=3)
-    fails(
-        "E437", "4 query heads", "3 ranks", "1, 2, 4", do=lambda: compile_model(DEMO, tmp_path / "model.llmc", options)
-    )
+    out, options = tmp_path / "model.llmc", Options(cache=CACHE, tensor_parallel_size=3)
+    fails("E437", "4 query heads", "3 ranks", "1, 2, 4", do=lambda: compile_model(DEMO, out, options))
