@@ -29,7 +29,7 @@ from llmc.next_command import next_command
 from llmc.options import Options, random_seed
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.lower.page_attention import DRAFT_PREFIX
-from llmc.passes.lower.shard import refuse_ranks
+from llmc.passes.lower.shard import with_ranks
 from llmc.passes.pass_report import Record
 from llmc.passes.pipeline import override, parse_pipeline, run_pipeline
 from llmc.pooled_compile import check_pooled, describe
@@ -103,7 +103,8 @@ def start(model: str | Path, output: Path, options: Options, force: bool, consol
         read_records(limited.tuning)  # report a malformed file before any work is done
     if limited.cache:
         check_cache(limited.cache)
-    refuse_ranks(parse_pipeline(options.pipeline or target.pipeline, registry.passes, registry.pipelines_for(target)))
+    passes = parse_pipeline(options.pipeline or target.pipeline, registry.passes, registry.pipelines_for(target))
+    with_ranks(passes, options.tensor_parallel_size, target)  # report options that do not fit together
     at = locate_model(model, limited, registry, console)
     return Compilation(at, output, limited, registry, target, force, console)
 
@@ -251,8 +252,7 @@ class Compilation:
         from llmc.kv_cache import kv_dtype
         from llmc.quant.kv_scales import kv_dtype_of
 
-        dtype = dict(DTYPES).get(self.options.dtype)
-        o = self.options
+        o, dtype = self.options, dict(DTYPES).get(self.options.dtype)
         traced = trace(
             self.model,
             dtype,
@@ -311,6 +311,7 @@ class Compilation:
             cause = "--speculate needs the pass page-attention, which the pipeline lacks"
             raise Diagnostic("E421", cause, "add it to --pipeline")
         passes = override(passes, "page-attention", speculate=self.options.speculate, pool=self.pool, **sizes)
+        passes = with_ranks(passes, self.options.tensor_parallel_size, target)
         return override(passes, "select", tuning=str(self.options.tuning)) if self.options.tuning else passes
 
     def optimise(self, module: Module, max_len: int) -> None:

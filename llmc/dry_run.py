@@ -41,9 +41,10 @@ def dry_run(model: str | Path, options: Options, memory_bytes: int | None, conso
     """Return the plan of a compile as data.
 
     Its keys are "model", "programs", "memory", "kv", "time" (predicted), "compile" (estimated) and "fits".
-    `memory_bytes` is the device memory (None: the target's, see `Target.memory`). "fits" is whether weights, states,
-    arena and one sequence of max_model_len tokens fit; it is None if the memory size is unknown. Raises the same errors
-    as the stages of a compile before its kernels.
+    `memory_bytes` is the device memory (None: the target's, see `Target.memory`), of which each rank has an equal part;
+    "memory", "kv" and "fits" are those of one rank. "fits" is whether weights, states, arena and one sequence of
+    max_model_len tokens fit; it is None if the memory size is unknown. Raises the same errors as the stages of a
+    compile before its kernels.
     """
     job = start(model, Path(os.devnull), replace(with_draft(options), weights="none"), False, console)
     with ExitStack() as stack:
@@ -60,7 +61,7 @@ def dry_run(model: str | Path, options: Options, memory_bytes: int | None, conso
         "model": _model(job, traced),
         "programs": [program_facts(p) for p in built.programs],
         "time": _times(built, job),
-        "compile": _compile(built, job, weights, options.weights),
+        "compile": _compile(built, job, weights * options.tensor_parallel_size, options.weights),
     }
     return plan | _memory(built, job, traced, weights, memory_bytes)
 
@@ -119,6 +120,7 @@ def _model(job: Compilation, traced: Any) -> dict[str, Any]:
         "max_model_len": facts.max_positions,
         "max_num_seqs": job.rows,
         "max_num_batched_tokens": job.tokens,
+        "ranks": job.options.tensor_parallel_size,
     }
 
 
@@ -172,7 +174,7 @@ def _memory(built: DryBuild, job: Compilation, traced: Any, weights: int, reques
     kv = kv_of(states, job.target.page_size)
     arena, rows = max(needed["arena_bytes"].values(), default=0), sum(needed["state_bytes"].values())
     fixed = weights + arena + rows
-    device = job.target.memory if requested is None else requested
+    device = (job.target.memory if requested is None else requested) // job.options.tensor_parallel_size
     limit = traced.facts.max_positions
     sequence = -(-limit // kv.page_size) * kv.bytes_per_page
     pages = max(0, device - fixed) // kv.bytes_per_page if kv.bytes_per_page else 0
@@ -204,6 +206,7 @@ def render(plan: Mapping[str, Any], argv: Sequence[str]) -> str:
         *(["  weights   " + "; ".join(m["quantised"])] if m["quantised"] else []),
         f"  limits    {m['max_model_len']} tokens per sequence, {m['max_num_seqs']} sequences, "
         f"{m['max_num_batched_tokens']} tokens per step",
+        *([f"  ranks     {m['ranks']}, each with the memory and KV cache below"] if m["ranks"] > 1 else []),
         f"  programs  {len(plan['programs'])}, {launches} launches, {compiled['kernels']} kernels",
         f"  memory    weights {size_text(mem['weights'])}, rows {size_text(mem['rows'])}, "
         f"intermediate results {size_text(mem['arena'])}",
@@ -235,6 +238,8 @@ def _fits(plan: Mapping[str, Any]) -> list[str]:
     source = "--memory" if mem["given"] else f"the smallest common {plan['model']['target']}"
     if plan["model"]["target"] == "cpu:native" and not mem["given"]:
         source = "this machine"
+    if plan["model"]["ranks"] > 1:
+        source = f"a rank's part of {source}"
     memory = f"{size_text(mem['device'])} ({source})"
     if plan["fits"]:
         room = f"{kv['tokens']} tokens, {kv['sequences']:g} full sequences"

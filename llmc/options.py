@@ -60,6 +60,10 @@ class Options:
     max_model_len: int | None = _artifact(None, "maximum length of a sequence in tokens (the model's, at most 32768)")
     max_num_seqs: int | None = _artifact(None, "maximum number of sequences in one step (CPU: 16, GPU: 256)")
     max_num_batched_tokens: int | None = _artifact(None, "maximum number of tokens in one step (CPU: 512, GPU: 8192)")
+    tensor_parallel_size: int = _artifact(
+        1, "number of ranks that the model is divided over: processes that compute together, on CPU targets (1)",
+        commands=("compile",),
+    )  # fmt: skip
     speculate: int = _artifact(
         0, f"maximum number of drafted tokens that a step verifies per sequence, 0 to {MAX_DRAFTS} (0; with --draft 4)",
         int, commands=("compile",),

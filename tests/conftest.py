@@ -28,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--share", type=float, default=SHARE, metavar="X", help=f"share of the tests marked `drawn` to run ({SHARE})"
     )
+    parser.addoption("--kills", type=int, default=3, metavar="N", help="how often ranks under load are killed (3)")
 
 
 def pytest_configure() -> None:

@@ -15,7 +15,8 @@ from llmc_runtime.format.manifest import NAME, Manifest, Weights
 from llmc.artifact.files import Files
 from llmc.artifact.integrity import open_undamaged
 from llmc.artifact.publish import OF_WEIGHTS, PART, locked, publish, sweep, temporary
-from llmc.artifact.weights import Progress, write_weights
+from llmc.artifact.rank_weights import write_rank_weights
+from llmc.artifact.weights import Progress
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph
 from llmc.ir.weight_eval import WeightSource
@@ -53,7 +54,7 @@ def pack_weights(artifact: Path, graph: Graph, source: WeightSource, progress: P
         sweep(path)
         manifest = Folder(path).manifest()
         with _linked(path, path, skip=("weights", *OF_WEIGHTS)) as files:
-            written = write_weights(graph, source, files, progress=progress)
+            written = write_rank_weights(graph, source, files, manifest.ranks, progress)
             others = {n: i for n, i in manifest.files.items() if n not in OF_WEIGHTS}
             manifest = replace(manifest, weights=Weights("packed", written), files=others)
             files.put(PART, manifest.dump())

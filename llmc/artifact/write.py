@@ -19,7 +19,8 @@ from llmc_runtime.format.program import Program
 from llmc.artifact.cost_report import roofline
 from llmc.artifact.files import Files, Hook, no_hook
 from llmc.artifact.publish import PART, check_free, locked, publish, sweep, temporary
-from llmc.artifact.weights import Progress, write_weights
+from llmc.artifact.rank_weights import write_rank_weights
+from llmc.artifact.weights import Progress
 from llmc.codegen.binary import Binary
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Module
@@ -66,6 +67,11 @@ class Parts:
     reports: Mapping[str, Any] = field(default_factory=dict)
     machine: Target | None = None
     pooling: Pooling | None = None
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that the programs are for."""
+        return max((p.ranks for p in self.programs), default=1)
 
 
 def write_artifact(
@@ -132,6 +138,7 @@ class _Writer:
             weights=weights,
             tokenizer=tokenizer,
             files=self.hashes,
+            ranks=parts.ranks,
         )
 
     def _kernel(self, k: Binary) -> KernelFile:
@@ -144,7 +151,8 @@ class _Writer:
             return Weights("none")
         if isinstance(parts.weights, int):
             return Weights("random", seed=parts.weights)
-        found = write_weights(parts.weights.graph, parts.weights.source, self.files, progress=progress)
+        graph, source = parts.weights.graph, parts.weights.source
+        found = write_rank_weights(graph, source, self.files, parts.ranks, progress)
         return Weights("packed", found)
 
 

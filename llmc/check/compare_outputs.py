@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
+from llmc_runtime.format.program import RANK
 
 from llmc.check.random_inputs import Array, Inputs
 from llmc.check.run_ranks import run_ranks
@@ -14,7 +15,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Module
 from llmc.ir.interp import run
-from llmc.ir.ops.comm import COLLECTIVES, RANK
+from llmc.ir.ops.comm import COLLECTIVES
 
 TOLERANCE = 1e-5  # largest relative difference of an output in float64
 GROWTH = 2.0  # permitted ratio of rounding errors after and before a pass

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from llmc_runtime.format.program import RANK
 
 from llmc.ir.graph import Graph, Node
 from llmc.ir.interp import bind_symbols, concrete, last_uses, round_to_type, run_node
-from llmc.ir.ops.comm import COLLECTIVES, RANK
+from llmc.ir.ops.comm import COLLECTIVES
 
 
 def run_ranks(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from llmc_runtime.format.program import Program
+from llmc_runtime.format.program import RANK, Program
 
 from llmc.codegen.kernel import LATE, SETTLED, Box, Kernel, Source
 from llmc.codegen.memory import Storage, launched, read_slots, schedule_of, top_bytes
@@ -14,6 +14,7 @@ from llmc.diagnostics import Diagnostic, extension_code
 from llmc.ir.cost import node_cost
 from llmc.ir.dim import Bounds
 from llmc.ir.graph import Graph, Module, Node, Value
+from llmc.ir.ops.comm import COLLECTIVES
 from llmc.targets.target import Target
 
 
@@ -140,9 +141,10 @@ class Hazards:
         return "", row["offset"], row["offset"] + top_bytes(root, self.buffers.symbols)
 
     def needs_barrier(self, n: Node) -> bool:
-        """Whether a barrier must precede the node. The node is recorded either way."""
+        """Whether a barrier must precede the node, as it does a collective. The node is recorded either way."""
         read, write = [self.region(v) for v in n.operands], [self.region(v) for v in n.results]
         clash = _touch(read, self.writes) or _touch(write, self.writes) or _touch(write, self.reads)
+        clash = clash or n.op.name in COLLECTIVES
         if clash:
             self.reads, self.writes = [], []
         self.reads += read
@@ -207,10 +209,15 @@ def program(p: Placed, m: Module, kernels: Sequence[LaunchInfo], step: tuple[str
             _launch(n, s, x, k) for n, s, x, k in zip(p.emitted.nodes, p.emitted.sources, p.args, kernels, strict=True)
         ],
         "step": {"kernel": step[0], "entry": step[1]} if step else None,
-        "ranks": 1,
+        "ranks": ranks_of(m),
         "drafts": max((n.attrs["limit"] for n in p.emitted.nodes if n.op.name == "row_accept"), default=0),
     }
     return Program.read(data, f"program {g.name}")
+
+
+def ranks_of(m: Module) -> int:
+    """Return the number of ranks that a module is divided over; 1 if it is whole."""
+    return m.symbols[RANK][1] + 1 if RANK in m.symbols else 1
 
 
 def _launch(n: Node, s: Source, args: Sequence[int], kernel: LaunchInfo) -> dict[str, Any]:

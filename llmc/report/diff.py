@@ -91,7 +91,7 @@ def _about(a: Opened) -> dict[str, Any]:
 
 
 def _memory(a: Opened) -> dict[str, int]:
-    plan = memory(a.programs, a.manifest.states, sum(w.bytes for w in a.manifest.weights.files))
+    plan = memory(a.programs, a.manifest.states, sum(w.bytes for w in a.manifest.weights.of_rank(0)))
     arenas = {f"arena of {n}": v for n, v in plan["arena_bytes"].items()}
     states = {f"state {n}": v for n, v in plan["state_bytes"].items()}
     return {"weights": plan["weights_bytes"], "KV page": plan["kv_bytes_per_page"], **states, **arenas}

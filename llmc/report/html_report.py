@@ -92,6 +92,7 @@ def _facts(a: Opened) -> list[tuple[str, str]]:
         ("versions", schedule_text(compiled.get("versions", {}))),
         ("target", f"{m.target.name} ({m.target.arch}) {' '.join(m.target.features)}"),
         ("limits", ", ".join(f"{k} {v}" for k, v in vars(m.limits).items())),
+        *([("ranks", f"{m.ranks}, each with these weights and this memory")] if m.ranks > 1 else []),
         ("weights", f"{m.weights.mode}, {size_text(weight_bytes(a.programs))}"),
         ("size", size_text(a.nbytes)),
         ("vocabulary", f"{m.vocab_size:,}"),

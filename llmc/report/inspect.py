@@ -12,6 +12,7 @@ from llmc_runtime.format.program import FILL, FIRST, Program
 from llmc_runtime.format.size_text import size_text
 
 from llmc.artifact.cost_report import memory
+from llmc.ir.ops.comm import COLLECTIVES
 from llmc.options import Options
 from llmc.report.accuracy import accuracy_line
 from llmc.report.launch_costs import step_sizes
@@ -26,7 +27,7 @@ def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) 
     """
     a = open_artifact(path)
     m = a.manifest
-    weights = sum(w.bytes for w in m.weights.files)
+    weights, read = sum(w.bytes for w in m.weights.files), sum(w.bytes for w in m.weights.of_rank(0))
     predicted = a.predictions().get("programs", {})
     return {
         "artifact": str(path),
@@ -47,10 +48,11 @@ def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) 
         "folders": _folders(m),
         "speculation": speculation_of(a.programs),
         "programs": [{**program_facts(p), "ranks": p.ranks} for p in a.programs],
-        "memory": memory(a.programs, m.states, weights),
+        "ranks": m.ranks,
+        "memory": memory(a.programs, m.states, read),
         "kv": kv_capacity(m, kv_bytes),
         "kernels": {"count": len(m.kernels), "largest": _largest(m, predicted, kernels)},
-        "predicted_us": {n: {"sizes": p["sizes"], "us": p["us"]} for n, p in predicted.items()},
+        "predicted_us": {n: prediction_facts(p) for n, p in predicted.items()},
     }
 
 
@@ -114,6 +116,12 @@ def program_facts(p: Program) -> dict[str, Any]:
     return {"name": p.name, "serves": serves, "launches": len(p.launches), "arena_bytes": p.arena_bytes}
 
 
+def prediction_facts(p: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes of a prediction, its microseconds, and those of them in collectives between ranks."""
+    collectives = sum(x["us"] for x in p["launches"] if x["op"] in COLLECTIVES)
+    return {"sizes": p["sizes"], "us": p["us"], "collectives_us": round(collectives, 3)}
+
+
 def _largest(m: Manifest, predicted: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     """Every program's `count` slowest kernels, by predicted microseconds summed over their launches."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
@@ -134,6 +142,7 @@ def _largest(m: Manifest, predicted: Mapping[str, Any], count: int) -> list[dict
 def render(data: Mapping[str, Any]) -> str:
     """Format the data of `inspect_artifact` as text."""
     source, target, limits, kv, mem = (data[k] for k in ("source", "target", "limits", "kv", "memory"))
+    weights = data["weights"]
     revision = f" @ {source['revision'][:12]}" if source["revision"] else ""
     features = f" ({len(target['features'])} features)" if target["features"] else ""
     arena = max(mem["arena_bytes"].values(), default=0)
@@ -144,7 +153,7 @@ def render(data: Mapping[str, Any]) -> str:
         f"  compiled by {data['compiler']}, format {data['format']}, for {target['name']}{features}",
         f"  limits    {limits['max_model_len']} tokens per sequence, {limits['max_num_seqs']} sequences, "
         f"{limits['max_num_batched_tokens']} tokens per step; vocabulary {data['vocab_size']}",
-        f"  weights   {data['weights']['mode']}, {size_text(mem['weights_bytes'])} in {data['weights']['files']} files",
+        f"  weights   {weights['mode']}, {size_text(weights['bytes'])} in {weights['files']} files",
         f"  memory    arena {size_text(arena)}, states {size_text(sum(mem['state_bytes'].values()))}, plus the KV pool",
         f"  KV pool   {size_text(kv['bytes'])}: {kv['tokens']} tokens in {kv['pages']} pages of {kv['page_size']} "
         f"({kv['dtype']}, {kv['layers']} layers, {size_text(kv['bytes_per_token'])} per token), "
@@ -154,6 +163,9 @@ def render(data: Mapping[str, Any]) -> str:
     ]
     if data["deterministic"]:
         lines.append("  results   deterministic: the same bits in every batch")
+    if data["ranks"] > 1:
+        each = f"{size_text(mem['weights_bytes'])} of weights, this memory and a KV pool of this size"
+        lines.append(f"  ranks     {data['ranks']}, each with {each}")
     if drafts := data["speculation"]["drafts"]:
         lines.append(f"  drafts    up to {drafts} per sequence, by {' or '.join(data['speculation']['methods'])}")
     versions = data["compile"].get("versions", {})
@@ -186,4 +198,6 @@ def _program_line(p: Mapping[str, Any], predicted: Mapping[str, Any] | None) -> 
     line = f"  program   {p['name']} for {serves}: {p['launches']} launches, arena {size_text(p['arena_bytes'])}"
     if predicted:
         line += f"; predicted {predicted['us'] / 1000:.3f} ms at {step_sizes(predicted['sizes'])}"
+        if predicted["collectives_us"]:
+            line += f", of which collectives {predicted['collectives_us'] / 1000:.3f} ms"
     return line

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from llmc_runtime.format.program import Program
+from llmc_runtime.format.program import RANK, Program
 
 from llmc.artifact.cost_report import predict
 from llmc.passes.pass_report import pattern
@@ -45,8 +45,8 @@ def _step(prediction: Mapping[str, Any], machine: Mapping[str, Any]) -> dict[str
 
 
 def step_sizes(sizes: Mapping[str, int]) -> str:
-    """Format the sizes of a step, without the number of pages."""
-    return sizes_text({s: n for s, n in sizes.items() if s != "P"})
+    """Format the sizes of a step, without the number of pages and the rank."""
+    return sizes_text({s: n for s, n in sizes.items() if s not in ("P", RANK)})
 
 
 def _bounded(launches: Launches, machine: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ def compare_weights(a: Opened, b: Opened) -> list[dict[str, Any]]:
         rows["all", f"{modes[0].mode} and {modes[1].mode}"] += 1
     for name in dict.fromkeys([*ours, *theirs]):
         how = _types_differ(ours.get(name), theirs.get(name))
-        if not how and name in left and name in right and not _equal(left[name], right[name]):
+        if not how and name in left and name in right and not all(map(_equal, left[name], right[name])):
             how = "different bytes"
         if how:
             rows[pattern(name), how] += 1
@@ -58,14 +58,16 @@ def _types(x: Opened) -> dict[str, str]:
     return {b.name: f"{b.dtype}[{', '.join(map(str, b.shape))}]" for b in weights}
 
 
-def _stored(x: Opened) -> dict[str, Stored]:
-    out: dict[str, Stored] = {}
+def _stored(x: Opened) -> dict[str, list[Stored]]:
+    """Name -> the tensor of every rank, in their order; one if all ranks read it."""
+    out: dict[str, list[Stored]] = {}
     for file in x.manifest.weights.files:
         data = x.folder.map(file.file)
         where = str(x.folder.root / file.file)
         n = header_length(bytes(data[:8]), len(data), where)
         for t in parse_header(bytes(data[8 : 8 + n]), len(data), where).values():
-            out[t.name] = Stored(f"{t.dtype}{list(t.shape)}", file, t.begin, t.end, data)
+            stored = Stored(f"{t.dtype}{list(t.shape)}", file, t.begin, t.end, data)
+            out.setdefault(t.name, []).append(stored)
     return out
 
 

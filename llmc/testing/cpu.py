@@ -24,6 +24,7 @@ class Ctx(ctypes.Structure):
         ("nthreads", ctypes.c_int),
         ("scratch", ctypes.c_void_p),
         ("scratch_bytes", ctypes.c_int64),
+        ("group", ctypes.c_void_p),
     )
 
 

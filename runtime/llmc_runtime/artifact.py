@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -12,7 +12,7 @@ import numpy as np
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.json_fields import REMEDY
-from llmc_runtime.format.manifest import MINOR, Manifest
+from llmc_runtime.format.manifest import MINOR, Manifest, WeightFile
 from llmc_runtime.format.program import Program
 from llmc_runtime.format.safetensors import header_length, parse_header
 from llmc_runtime.host_info import Host, check_target, default_threads, this_host
@@ -38,6 +38,7 @@ class Artifact:
     """An open artifact. `digest` identifies it: it changes with any byte of the artifact.
 
     If `unchecked` is set, the weights' hashes have not been verified yet; the device does so while it copies them.
+    `tensors` are those of one `rank`.
     """
 
     folder: Folder
@@ -45,6 +46,7 @@ class Artifact:
     programs: tuple[Program, ...]
     tensors: Mapping[str, Tensor]
     unchecked: bool = False
+    rank: int = 0
 
     @property
     def root(self) -> Path:
@@ -72,13 +74,14 @@ class Artifact:
 
 
 def open_artifact(
-    path: str | Path, *, verify: bool = True, threads: int | None = None, host: Host | None = None
+    path: str | Path, *, verify: bool = True, threads: int | None = None, host: Host | None = None, rank: int = 0
 ) -> Artifact:
     """Open and check an artifact: names and sizes, version, this machine, hashes, then contents.
 
     verify:   whether to hash the weights; small files are always hashed
     threads:  number of hashing threads (default: the physical cores)
     host:     the machine to check the target against (default: this one)
+    rank:     the rank whose weights are mapped
 
     For a GPU target, the device checks the architecture and the hashes of the weights. Raises LlmcError E101 to E113.
     """
@@ -95,19 +98,19 @@ def open_artifact(
     programs = tuple(Program.load(folder.read(p, manifest.files[p].bytes), p, lenient) for p in manifest.programs)
     threads = threads or default_threads()
     try:
-        tensors = _map_weights(folder, manifest, verify and not gpu, threads)
-        artifact = Artifact(folder, manifest, programs, MappingProxyType(tensors), verify and gpu)
+        tensors = _map_weights(folder, manifest.weights.of_rank(rank), verify and not gpu, threads)
+        artifact = Artifact(folder, manifest, programs, MappingProxyType(tensors), verify and gpu, rank)
         check_consistent(artifact)
     except LlmcError:
         if verify and gpu:  # a damaged weight file may be why a weight is missing
-            _map_weights(folder, manifest, True, threads)
+            _map_weights(folder, manifest.weights.of_rank(rank), True, threads)
         raise
     return artifact
 
 
-def _map_weights(folder: Folder, manifest: Manifest, verify: bool, threads: int) -> dict[str, Tensor]:
+def _map_weights(folder: Folder, files: Sequence[WeightFile], verify: bool, threads: int) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    for file in manifest.weights.files:
+    for file in files:
         where = str(folder.root / file.file)
         data = folder.map(file.file)
         if verify:
@@ -128,6 +131,9 @@ def check_consistent(artifact: Artifact) -> None:
     states = {s.name for s in artifact.manifest.states}
     packed = artifact.manifest.weights.mode == "packed"
     for program in artifact.programs:
+        if program.ranks != artifact.manifest.ranks:
+            sizes = f"{program.ranks} ranks, the artifact {artifact.manifest.ranks}"
+            raise LlmcError("E113", f"program {program.name} is for {sizes}", REMEDY)
         used = {x.kernel for x in program.launches} | ({program.step[0]} if program.step else set())
         for key in used - kernels:
             raise LlmcError("E113", f"program {program.name} needs kernel {key[:16]}, which is not listed", REMEDY)

@@ -15,6 +15,7 @@ from urllib.parse import quote_from_bytes, unquote_to_bytes
 from llmc_runtime.defaults import parse_override
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Manifest
+from llmc_runtime.format.program import MAX_RANKS
 from llmc_runtime.host_info import default_threads, usable_cpus
 from llmc_runtime.ignored_options import check_keywords
 from llmc_runtime.option_type import count, option, options_of, parse_bytes, positive
@@ -81,13 +82,18 @@ class EngineOptions:
         engine=True,
     )  # fmt: skip
     threads: int | None = option(
-        None, "number of CPU threads (default: physical cores)", commands=_BOTH, read=positive, metavar="N",
-        check=_integer("E201", 1, MAX_THREADS), engine=True,
+        None, "number of CPU threads, of each rank (default: physical cores)", commands=_BOTH, read=positive,
+        metavar="N", check=_integer("E201", 1, MAX_THREADS), engine=True,
     )  # fmt: skip
     data_parallel_size: int = option(
         1, "number of engine processes, each with a KV cache and, on GPUs, a GPU of its own; by default they divide "
         "the CPU's cores and memory. Other options of the engine are per process", commands=_SERVE,
         flags=("--data-parallel-size", "-dp"), read=positive, metavar="N", check=_engines, engine=True,
+    )  # fmt: skip
+    tensor_parallel_size: int | None = option(
+        None, "number of ranks, processes that compute together: that of the artifact (default), or of the "
+        "compilation of a folder", commands=_BOTH, flags=("--tensor-parallel-size", "-tp"), read=positive,
+        metavar="N", check=_integer("E201", 1, MAX_RANKS),
     )  # fmt: skip
     seed: int | None = option(
         0, "seed from which the seeds of requests without one are derived (0; None in Python: random)", commands=_SERVE,
@@ -178,7 +184,7 @@ class EngineOptions:
 
     def check_artifact(self, manifest: Manifest) -> None:
         """Raise LlmcError E204 if the model is this artifact, and was compiled for another target or dtype or without
-        --deterministic, and E201 if there are fewer CPUs than engines on them."""
+        --deterministic, E207 if for another number of ranks, and E201 if there are fewer CPUs than engines on them."""
         target, dtype = manifest.target.name, manifest.kv.dtype
         if self.target is not None and self.target.partition("+")[0] != target.partition("+")[0]:
             cause = f"{self.model} was compiled for {target}, not for target={self.target!r}"
@@ -190,6 +196,11 @@ class EngineOptions:
         if dtype in _DTYPES.values() and wanted != dtype:
             cause = f"{self.model} computes in {dtype}, not in dtype={self.dtype!r}"
             raise LlmcError("E204", cause, "leave dtype out, or compile the model with that dtype")
+        if self.tensor_parallel_size not in (None, manifest.ranks):
+            wanted = f"tensor_parallel_size = {self.tensor_parallel_size}"
+            cause = f"{self.model} was compiled for {manifest.ranks} rank(s), and {wanted}"
+            remedy = f"leave it out, or compile with --tensor-parallel-size {self.tensor_parallel_size}"
+            raise LlmcError("E207", cause, remedy)
         engines, cpus = self.data_parallel_size, usable_cpus()
         if target.startswith("cpu:") and engines > max(1, cpus):
             cause = f"data_parallel_size = {engines}: an engine needs a CPU of its own, and this process may use {cpus}"
@@ -198,7 +209,11 @@ class EngineOptions:
     @property
     def engine_threads(self) -> int:
         """The number of threads of each engine: `threads`, or its part of the physical cores."""
-        return self.threads or max(1, default_threads() // self.data_parallel_size)
+        return self.rank_threads(1)
+
+    def rank_threads(self, ranks: int) -> int:
+        """The number of threads of each rank of engines with this number of ranks."""
+        return self.threads or max(1, default_threads() // (self.data_parallel_size * ranks))
 
     @property
     def compile_options(self) -> dict[str, str]:
@@ -207,6 +222,7 @@ class EngineOptions:
         sizes = {name.replace("_", "-"): getattr(self, name) for name in names}
         if isinstance(self.speculate, Mapping):
             sizes["speculate"] = self.speculate[TOKENS] or DRAFTED
+        sizes["tensor-parallel-size"] = self.tensor_parallel_size
         own = {"target": self.target or "cpu:native", "dtype": self.dtype}
         own |= {"deterministic": ""} if self.deterministic else {}
         return own | {k: str(v) for k, v in sizes.items() if v is not None}

@@ -43,7 +43,7 @@ def _refused(names: str, reason: str, *harmless: str, values: str = "1") -> Igno
 _AHEAD = "programs and device graphs are fixed at compile time"
 _CHUNKS = "prompts are always processed in chunks"
 _KERNELS = "kernels and page size are fixed in the artifact"
-_ONE_DEVICE = "an artifact runs on one device; --data-parallel-size starts an engine per device"
+_NO_PIPELINE = "layers stay together; --tensor-parallel-size divides each over ranks, on CPUs"
 _ONE_FRONT = "one process answers HTTP for all engines; for more, start servers behind a load balancer"
 _COMPILED = "fixed at compile time: compile another artifact"
 _FILES = "the artifact has its own, from the model's folder: change it there, and compile again"
@@ -65,7 +65,7 @@ IGNORED = (
     ),
     IgnoredFlags("--swap-space --cpu-offload-gb", "nothing is moved between device and host"),
     IgnoredFlags("--max-parallel-loading-workers", "--threads sets the number of threads that load weights"),
-    IgnoredFlags("--distributed-executor-backend", "the engine is one process"),
+    IgnoredFlags("--distributed-executor-backend", "ranks are processes of this machine"),
     _switch("--disable-frontend-multiprocessing", "the engine always runs in its own process"),
     IgnoredFlags("--limit-mm-per-prompt --mm-processor-kwargs", "prompts are text"),
     IgnoredFlags("--max-loras --max-lora-rank --max-cpu-loras", "adapters are not supported"),
@@ -82,21 +82,21 @@ IGNORED = (
     IgnoredFlags("--long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills", _CHUNKS),
     _switch("--disable-cascade-attn", _KERNELS),
     IgnoredFlags("--prefix-caching-hash-algo", "prefixes are identified by SHA-256 and compared token by token"),
-    _switch("--enable-expert-parallel", "an artifact runs on one device"),
+    _switch("--enable-expert-parallel", "ranks divide every expert"),
     IgnoredFlags("--config-format", "the artifact has its own format"),
     _switch("--enable-tokenizer-info-endpoint", "/tokenizer_info is always there"),
     _switch("--enable-sleep-mode", "sleep mode is not supported; a start takes seconds"),
     _switch("--enable-request-id-headers", "responses always have X-Request-Id"),
     _switch("--enable-prompt-tokens-details", "usage always has prompt_tokens_details"),
     _switch("--enable-server-load-tracking --disable-fastapi-docs", "the server has nothing like it"),
-    _switch("--disable-custom-all-reduce", "an artifact runs on one device"),
+    _switch("--disable-custom-all-reduce", "collectives are kernels of the artifact"),
     IgnoredFlags("--allowed-local-media-path --allowed-media-domains", "prompts are text"),
     IgnoredFlags("--hf-token", "models are downloaded with the token in HF_TOKEN, or that of `hf auth login`"),
     _switch("--use-tqdm-on-load", "progress is in the log"),
     IgnoredFlags("--h11-max-incomplete-event-size --h11-max-header-count", "the limits on headers are fixed"),
 )
 REFUSED = (
-    _refused("--tensor-parallel-size -tp --pipeline-parallel-size -pp", _ONE_DEVICE, "1"),
+    _refused("--pipeline-parallel-size -pp", _NO_PIPELINE, "1"),
     _refused("--api-server-count -asc", _ONE_FRONT, "1"),
     _refused("--quantization -q", _COMPILED, "none", "None"),
     _refused("--kv-cache-dtype", _COMPILED, "auto"),

@@ -34,14 +34,14 @@ class LinkedProcess:
 
     def __init__(self, link: socket.socket, command: Sequence[str], descriptors: Sequence[int]) -> None:
         try:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL if sys.__stderr__ is None else None, pass_fds=descriptors, process_group=0,
             )  # fmt: skip
         except BaseException:
             link.close()
             raise
-        self.close: weakref.finalize[Any, Any] = weakref.finalize(self, _end, link, self._process, os.getpid())
+        self.close: weakref.finalize[Any, Any] = weakref.finalize(self, _end, link, self.process, os.getpid())
 
 
 def _end(link: socket.socket, process: subprocess.Popen[bytes], owner: int) -> None:

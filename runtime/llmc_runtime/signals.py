@@ -1,4 +1,4 @@
-"""Turns signals that would end this process into exceptions, so that files and processes are cleaned up."""
+"""Contexts for signals: those that would end this process become exceptions, and Ctrl-C is delayed."""
 
 from __future__ import annotations
 
@@ -34,3 +34,22 @@ def unwinding() -> Iterator[None]:
         for number in handled:
             if signal.getsignal(number) is end:  # unless another handler was set meanwhile
                 signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """A context at whose end Ctrl-C takes effect, if it comes meanwhile. Does nothing in other threads than the main
+    one, which Ctrl-C does not interrupt."""
+    main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGINT) if main else None
+    if not callable(handler):
+        yield
+        return
+    missed: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: missed.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if missed:
+            handler(*missed[-1])

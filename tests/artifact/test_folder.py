@@ -17,7 +17,7 @@ from draw import of_test
 from llmc_runtime.artifact import Artifact, open_artifact
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.hashing import sha256
-from llmc_runtime.format.manifest import TargetInfo
+from llmc_runtime.format.manifest import MINOR, TargetInfo
 from llmc_runtime.host_info import Host, check_target, this_host
 
 from llmc.artifact.write import write_artifact
@@ -190,7 +190,7 @@ def test_no_manifest_is_an_incomplete_artifact(toy: Path, tmp_path: Path) -> Non
 def test_another_format_version(toy: Path, major: int, remedy: str) -> None:
     redigest(toy, '"major": 2', f'"major": {major}')
     error = refused(toy, "E102")
-    assert f"format version {major}.1; this runtime reads version 2" in error.cause and remedy in error.remedy
+    assert f"format version {major}.{MINOR}; this runtime reads version 2" in error.cause and remedy in error.remedy
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -181,6 +182,17 @@ def test_a_newer_minor_version_may_say_more(tmp_path: Path) -> None:
     with pytest.raises(LlmcError, match="unknown key 'more'"):
         older = zero.replace(b'"minor": 3, "x": 2', b'"minor": 2')
         Manifest.load(older.replace(b"0" * 64, hashing.sha256(older).encode(), 1))
+
+
+def test_weight_files_have_the_rank_that_reads_them(tmp_path: Path) -> None:
+    manifest = write_artifact(tmp_path / "toy.llmc", tiny.parts(tmp_path))
+    (common,) = manifest.weights.files
+    own = [replace(common, file=f"weights/rank{rank}/0.safetensors", rank=rank) for rank in range(2)]
+    ranked = replace(manifest, ranks=2, weights=replace(manifest.weights, files=(common, *own)))
+    found = Manifest.load(ranked.dump())
+    assert found.ranks == 2 and found.weights.of_rank(1) == (common, own[1])
+    with pytest.raises(LlmcError, match="a rank that a group of 1 lacks"):
+        Manifest.load(replace(ranked, ranks=1).dump())
 
 
 # --- safetensors ---

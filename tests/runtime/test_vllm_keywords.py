@@ -22,12 +22,12 @@ def read(**values: Any) -> tuple[EngineOptions, list[str]]:
 
 def test_keywords_without_a_meaning_are_ignored_with_a_line() -> None:
     args, said = read(
-        gpu_memory_utilization=0.9, tensor_parallel_size=1, trust_remote_code=False, enforce_eager=True,
+        gpu_memory_utilization=0.9, pipeline_parallel_size=1, trust_remote_code=False, enforce_eager=True,
         disable_log_stats=True, quantization=None, tokenizer=None, max_num_seqs=3,
     )  # fmt: skip
     assert args.max_num_seqs == 3
     assert [line.split()[0] for line in said] == [
-        "gpu_memory_utilization=0.9", "tensor_parallel_size=1", "enforce_eager=True", "disable_log_stats=True",
+        "gpu_memory_utilization=0.9", "pipeline_parallel_size=1", "enforce_eager=True", "disable_log_stats=True",
     ]  # fmt: skip
     assert all("is ignored: " in line for line in said)
 
@@ -35,7 +35,7 @@ def test_keywords_without_a_meaning_are_ignored_with_a_line() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("tensor_parallel_size", 2, "one device"),
+        ("pipeline_parallel_size", 2, "layers stay together"),
         ("trust_remote_code", True, "never run"),
         ("quantization", "awq", "compile another artifact"),
         ("tokenizer", "other/name", "its own"),
@@ -65,7 +65,7 @@ def test_every_flag_of_the_table_is_a_keyword_too() -> None:
 def test_both_classes_take_them(kind: Any) -> None:
     said: list[str] = []
     with pytest.raises(LlmcError, match="E648"):
-        kind("m", say=said.append, tensor_parallel_size=2)
+        kind("m", say=said.append, pipeline_parallel_size=2)
     with pytest.raises(LlmcError, match="no option 'temperature'"):
         kind("m", temperature=1.0)
 

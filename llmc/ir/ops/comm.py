@@ -17,8 +17,6 @@ from llmc.ir.ops.common import axis_of
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
 
-RANK = "K"  # the symbol of the rank: 0 up to the number of ranks - 1
-
 
 def _check_ranks(ranks: int) -> None:
     if ranks < 1:

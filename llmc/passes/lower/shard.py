@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from llmc_runtime.format.program import RANK
+
 from llmc.diagnostics import Diagnostic
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Builder, Graph, Module, Node, Value
-from llmc.ir.ops.comm import RANK
 from llmc.ir.signature import Mismatch
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.lower.shard_plan import Plan, make_plan
 from llmc.passes.lower.shard_rules import Relation, Split, local
 from llmc.passes.lower.shard_siblings import separate
+from llmc.targets.target import Target
 
 SHAPED = ("reshape", "broadcast")  # ops with the attribute shape
 
@@ -52,11 +54,25 @@ class Shard(Pass):
         return done
 
 
-def refuse_ranks(passes: Sequence[Pass]) -> None:
-    """Raise Diagnostic E439 if a pipeline divides the model over ranks: codegen and the runtime have none yet."""
+def with_ranks(passes: Sequence[Pass], ranks: int, target: Target) -> list[Pass]:
+    """Return the passes with `shard` behind page-attention, if there are several ranks.
+
+    Raises Diagnostic E421 if the passes lack page-attention, and E439 if they have `shard` already, or if ranks on the
+    target are not supported.
+    """
     if any(isinstance(p, Shard) for p in passes):
-        cause = "the pipeline has the pass shard, and artifacts of several ranks are not supported yet"
-        raise Diagnostic("E439", cause, "leave it out of --pipeline; llmc opt shows what it does")
+        remedy = "leave it out of --pipeline and use --tensor-parallel-size; llmc opt runs it"
+        raise Diagnostic("E439", "the pipeline has the pass shard", remedy)
+    if ranks == 1:
+        return list(passes)
+    if target.family != "cpu":
+        cause = f"tensor_parallel_size = {ranks} for {target.name}: ranks on GPUs are not supported yet"
+        raise Diagnostic("E439", cause, "compile for a CPU (--target cpu:native), or without --tensor-parallel-size")
+    at = next((i for i, p in enumerate(passes) if p.name == "page-attention"), None)
+    if at is None:
+        cause = "--tensor-parallel-size needs the pass page-attention, which the pipeline lacks"
+        raise Diagnostic("E421", cause, "add it to --pipeline")
+    return [*passes[: at + 1], Shard(ranks=ranks), *passes[at + 1 :]]
 
 
 class _Sharding:

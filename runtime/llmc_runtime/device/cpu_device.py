@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from llmc_runtime.artifact import Artifact, Tensor
-from llmc_runtime.device.device import Device, Memory, Run
+from llmc_runtime.device.cpu_group import CpuGroup
+from llmc_runtime.device.device import Device, Member, Memory, Run
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.program import Program
 from llmc_runtime.host_info import default_threads, free_memory, this_host
@@ -25,12 +26,15 @@ class CpuDevice(Device):
     """The CPU cores available to this process.
 
     `threads` is the size of the thread pool, including the calling thread. The default is the number of physical cores.
+    `member` is its place in a group of ranks.
     """
 
     name = "cpu"
 
-    def __init__(self, threads: int | None = None) -> None:
+    def __init__(self, threads: int | None = None, member: Member | None = None) -> None:
         self.threads = threads or default_threads()
+        self._member = member
+        self._group: CpuGroup | None = None
         self._libraries: dict[str, ctypes.CDLL] = {}
         self._pools: dict[str, tuple[ctypes.CDLL, ctypes.c_void_p]] = {}
         self._references: list[object] = []  # keeps alive what the kernels access by address
@@ -106,13 +110,17 @@ class CpuDevice(Device):
                 raise LlmcError("E112", cause, remedy) from None
 
     def bind(self, program: Program, addresses: Sequence[int], symbols: np.ndarray) -> Run:
-        """Return a function that runs the program once. Raises LlmcError E113 if the program has no step function.
+        """Return a function that runs the program once. Raises LlmcError E113 if the program has no step function, or
+        is for another number of ranks.
 
-        The returned function raises LlmcError E114 if the step reports an error.
+        The returned function raises LlmcError E114 if the step reports an error, and E119 if the group has ended.
         """
         if program.step is None:
             cause = f"program {program.name} has no step function, which the CPU needs"
             raise LlmcError("E113", cause, "recompile with --target cpu:native")
+        if program.ranks != (1 if self._member is None else self._member.ranks):
+            cause = f"program {program.name} is for a group of {program.ranks} ranks"
+            raise LlmcError("E113", cause, "open it with LLM, llmc-run or llmc-serve")
         unit, pool = self._pool(program.step[0])
         run = self._symbol(unit, program.step[1])
         run.restype = ctypes.c_int
@@ -128,6 +136,8 @@ class CpuDevice(Device):
             if status:
                 cause = f"program {program.name} failed: {os.strerror(status)}"
                 raise LlmcError("E114", cause, "run llmc verify on the artifact")
+            if self._group is not None:
+                self._group.check()
 
         return step
 
@@ -144,6 +154,8 @@ class CpuDevice(Device):
                 cause = f"a pool of {self.threads} threads cannot be started"
                 raise LlmcError("E203", cause, "use fewer threads")
             self._pools[key] = unit, ctypes.c_void_p(pool)
+            if self._member is not None:
+                self._group = CpuGroup(unit, ctypes.c_void_p(pool), self.threads, self._member)
         return self._pools[key]
 
     def _address(self, key: str, entry: str) -> int:
@@ -157,6 +169,11 @@ class CpuDevice(Device):
             cause = f"{os.path.basename(library._name)} has no function {name!r}"
             raise LlmcError("E112", cause, "recompile the artifact") from None
 
+    def cancel(self) -> None:
+        """End the group of ranks, if there is one."""
+        if self._group is not None:
+            self._group.cancel()
+
     def free_memory(self) -> int:
         """Return the number of bytes that can be allocated without swapping."""
         return free_memory()
@@ -168,6 +185,7 @@ class CpuDevice(Device):
             close.restype, close.argtypes = None, [ctypes.c_void_p]
             close(pool)
         self._pools.clear()
+        self._group = None
         self._libraries.clear()
         self._references.clear()
 

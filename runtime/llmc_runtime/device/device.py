@@ -36,6 +36,20 @@ class Memory:
         return Memory(self.address + begin, end - begin, self.host[begin:end])
 
 
+@dataclass(frozen=True)
+class Member:
+    """This process's place in a group of ranks, which run the same programs together.
+
+    `rank` is its number, below `ranks`. `memory` is the file descriptor of the memory that the group shares. `limit` is
+    the number of seconds for which a rank waits for another at most.
+    """
+
+    rank: int
+    ranks: int
+    memory: int
+    limit: float
+
+
 class Device(ABC):
     """One device, opened for one artifact at a time.
 
@@ -117,6 +131,12 @@ class Device(ABC):
     def prepare(self, run: Run) -> None:
         """Do the one-time work of the first call of `run` with the current symbol values, without running the
         program.
+        """
+        return
+
+    def cancel(self) -> None:
+        """End the group of ranks that this device belongs to: no step waits for another rank any more, and each fails
+        with LlmcError E119. May be called from any thread.
         """
         return
 

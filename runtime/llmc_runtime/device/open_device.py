@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from llmc_runtime.artifact import Artifact
-from llmc_runtime.device.device import Device
+from llmc_runtime.device.device import Device, Member
 from llmc_runtime.format.errors import LlmcError
 
 
-def open_device(artifact: Artifact, threads: int | None, *, careful: bool = False, index: int = 0) -> Device:
+def open_device(
+    artifact: Artifact, threads: int | None, *, careful: bool = False, index: int = 0, member: Member | None = None
+) -> Device:
     """Open the device that the artifact was compiled for.
 
     `threads` is the number of compute threads on a CPU, and of threads that upload weights to a GPU; None selects the
     device's default. With `careful`, a GPU is synchronized after every launch, so that an error names the kernel that
     failed; a CPU reports errors synchronously in any case. `index` is the number of the GPU among those visible.
+    `member` is the device's place in a group, if the artifact has several ranks.
 
     Raises LlmcError E112 if the runtime does not know the kind of device, and E115 to E117 if this machine or this
     runtime cannot run the target.
@@ -22,7 +25,10 @@ def open_device(artifact: Artifact, threads: int | None, *, careful: bool = Fals
     if family == "cpu":
         from llmc_runtime.device.cpu_device import CpuDevice
 
-        return CpuDevice(threads)
+        return CpuDevice(threads, member)
+    if artifact.manifest.ranks > 1:
+        cause = f"the artifact is for {artifact.manifest.ranks} ranks on {target.name}; ranks run on CPUs only"
+        raise LlmcError("E112", cause, "recompile it without --tensor-parallel-size")
     if family == "cuda":
         from llmc_runtime.device.cuda.cuda_device import CudaDevice
 

@@ -43,6 +43,7 @@ from llmc_runtime.engine.messages import (
     error_message,
 )
 from llmc_runtime.engine_options import EngineOptions
+from llmc_runtime.exec.rank_group import RankGroup
 from llmc_runtime.format.errors import as_llmc_error, brief
 from llmc_runtime.grammar import Grammars
 from llmc_runtime.host_info import usable_cpus
@@ -62,10 +63,11 @@ class Session:
     """An open engine.
 
     summary:   one log line about it
-    threads:   compute threads on the CPU; 0 on other devices
+    threads:   compute threads of all ranks on the CPU; 0 on other devices
     grammars:  opens the grammars of its vocabulary; None without a tokenizer
     close:     frees everything
     stages:    duration of each part of opening, in seconds
+    group:     the other ranks of the engine, if it has several
     """
 
     engine: Engine
@@ -74,6 +76,7 @@ class Session:
     close: Callable[[], None]
     stages: Mapping[str, float] = field(default_factory=dict)
     threads: int = 0
+    group: RankGroup | None = None
 
 
 Opener = Callable[[Open, Callable[[str], None]], Session]
@@ -102,20 +105,24 @@ def open_session(opening: Open, say: Callable[[str], None]) -> Session:
         if opened.trace is not None:
             opened.trace.finish()
 
-    threads = options.engine_threads if artifact.manifest.target.name.startswith("cpu:") else 0
-    return Session(opened.engine, opened.summary, grammars, close, {**stages, **opened.stages}, threads)
+    ranks = artifact.manifest.ranks
+    threads = ranks * options.rank_threads(ranks) if artifact.manifest.target.name.startswith("cpu:") else 0
+    stages |= opened.stages
+    return Session(opened.engine, opened.summary, grammars, close, stages, threads, opened.group)
 
 
-def leave_time_for_front(compute_threads: int) -> None:
-    """Lower the priority of this process's threads if `compute_threads` threads fill the machine.
+def leave_time_for_front(compute_threads: int, processes: Sequence[int] = ()) -> None:
+    """Lower the priority of the threads of this process, and of `processes`, if `compute_threads` threads fill the
+    machine.
 
     The front end then answers within milliseconds while the engine is busy: threads of equal priority that wake from a
     wait for each other would run before it.
     """
     if compute_threads >= usable_cpus():
-        for thread in map(int, os.listdir("/proc/self/task")):
-            with suppress(ProcessLookupError):  # it has ended
-                os.setpriority(os.PRIO_PROCESS, thread, max(NICE, os.getpriority(os.PRIO_PROCESS, thread)))
+        for process in (os.getpid(), *processes):
+            with suppress(ProcessLookupError, FileNotFoundError):  # it has ended
+                for thread in map(int, os.listdir(f"/proc/{process}/task")):
+                    os.setpriority(os.PRIO_PROCESS, thread, max(NICE, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 class StepAge:
@@ -214,7 +221,8 @@ class EngineProcess:
             return 0
         try:
             session = self._opener(opening, lambda line: self._send(Progress(brief(line, 4))))
-            leave_time_for_front(session.threads * int(opening.options.get("data_parallel_size", 1)))
+            group, engines = session.group, int(opening.options.get("data_parallel_size", 1))
+            leave_time_for_front(session.threads * engines, group.pids if group else ())
         except Exception as e:
             error = as_llmc_error(e)
             if error.code == "E000":
@@ -232,15 +240,17 @@ class EngineProcess:
         gc.freeze()  # keeps later collections short: they would delay a step
         self._send(Ready(*sizes, *pool, session.summary, config.prefix_caching, stages, session.threads))
         try:
-            return self._serve(self._loop, session.engine, ControlServer(session.engine))
+            return self._serve(self._loop, session.engine, ControlServer(session.engine), group)
         finally:
             self._loop.close()
             session.close()
 
-    def _serve(self, loop: EngineLoop, engine: Engine, control: ControlServer) -> int:
+    def _serve(self, loop: EngineLoop, engine: Engine, control: ControlServer, group: RankGroup | None) -> int:
         poller = zmq.Poller()
         poller.register(self._adds, zmq.POLLIN)
         poller.register(self._control, zmq.POLLIN)
+        if group is not None:
+            poller.register(group.alarm, zmq.POLLIN)
         last = 0.0  # duration of the last step in seconds
         grammars = None
         while True:
@@ -265,8 +275,12 @@ class EngineProcess:
                 self._began = 0.0
                 if grammars is None and (grammars := loop.grammars_fd) is not None:
                     poller.register(grammars, zmq.POLLIN)
-                if grammars in self._wait(poller, _COMPILE_POLL_MS if loop.compiling else control.wait_ms):
+                ready = self._wait(poller, _COMPILE_POLL_MS if loop.compiling else control.wait_ms)
+                if grammars in ready:
                     loop.take_grammar_messages()  # otherwise the next wait would end at once
+                if group is not None and group.alarm in ready:
+                    self._send(Failed(error_message(group.failure())))
+                    return 1
 
     def _wait(self, poller: Any, timeout_ms: float | None) -> set[Any]:
         """Wait for messages, at most `timeout_ms`. Return what can be read."""

@@ -13,11 +13,13 @@ from types import MappingProxyType
 from typing import Any
 
 from llmc_runtime.artifact import Artifact, open_artifact
+from llmc_runtime.device.device import Device
 from llmc_runtime.device.open_device import open_device
 from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.exec.canary import require
-from llmc_runtime.exec.executor import Executor
+from llmc_runtime.exec.load_executor import make_executor, release, start_ranks
+from llmc_runtime.exec.rank_group import RankGroup
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
@@ -37,6 +39,7 @@ class Opened:
     close:    frees the device
     stages:   duration in seconds of "device", "weights" and, if requested, "canary" and "graphs"
     trace:    records the engine's steps, if requested. Call `finish` after `close`
+    group:    the other ranks, if the artifact has several
     """
 
     engine: Engine
@@ -44,6 +47,7 @@ class Opened:
     close: Callable[[], None]
     stages: Mapping[str, float]
     trace: Trace | None = None
+    group: RankGroup | None = None
 
 
 def open_model(path: Path, options: EngineOptions, digest: str = "") -> Artifact:
@@ -66,12 +70,15 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
     are recorded).
     """
     manifest, marks = artifact.manifest, [("", time.monotonic())]
-    device = open_device(artifact, options.engine_threads, index=number)
-    if not device.separate:
-        device.share /= options.data_parallel_size
-    marks.append(("device", time.monotonic()))
+    threads = options.rank_threads(manifest.ranks)
+    group = start_ranks(artifact, threads, options.verify)
+    device: Device | None = None
     try:
-        executor = Executor(artifact, device, options.kv_cache_memory_bytes)
+        device = open_device(artifact, threads, index=number, member=group.member if group else None)
+        if not device.separate:
+            device.share /= options.data_parallel_size * manifest.ranks
+        marks.append(("device", time.monotonic()))
+        executor = make_executor(artifact, device, group, options.kv_cache_memory_bytes)
         marks.append(("weights", time.monotonic()))
         if options.canary:
             require(executor)
@@ -104,18 +111,16 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
         engine = Engine(Scheduler(config, lambda: draw.getrandbits(64)), executor)
         trace = None if options.trace is None else attach_trace(engine, options.trace)
     except BaseException:
-        device.close()
+        release(device, group)
         raise
     where = f"{manifest.target.name} on {device.name}" if device.separate else manifest.target.name
     part = f"NOT THE WHOLE MODEL, only {manifest.source.part}" if manifest.source.part else ""
-    drafting = (
-        f"up to {config.speculation.num_tokens} drafted tokens ({config.speculation.method})"
-        if config.speculation
-        else ""
-    )
-    summary = ", ".join(filter(None, (part, where, str(executor.capacity), drafting, device.upload_summary)))
+    speculation = config.speculation
+    drafting = f"up to {speculation.num_tokens} drafted tokens ({speculation.method})" if speculation else ""
+    ranks = f"{manifest.ranks} ranks of {threads} threads each" if group else ""
+    summary = ", ".join(filter(None, (part, where, ranks, str(executor.capacity), drafting, device.upload_summary)))
     stages = {name: end - begin for (_, begin), (name, end) in pairwise(marks)}
-    return Opened(engine, summary, executor.close, stages, trace)
+    return Opened(engine, summary, executor.close, stages, trace, group)
 
 
 def speculation_of(option: Any, compiled: int, rows: int = 0, method: str = "") -> SpeculationConfig | None:

@@ -22,7 +22,7 @@ _GRAIN = 2 << 20  # allocation granularity of devices with their own memory
 def need_of(artifact: Artifact) -> Need:
     """Return the memory needed besides the KV pages, rounded up as a device with its own memory allocates it."""
     manifest = artifact.manifest
-    files = sum(_round(w.bytes, _GRAIN) for w in manifest.weights.files)
+    files = sum(_round(w.bytes, _GRAIN) for w in manifest.weights.of_rank(artifact.rank))
     if manifest.weights.mode == "random":
         files = _round(sum(_round(b.bytes({}), _PAGE) for b in weights_of(artifact).values()), _GRAIN)
     states = sum(_round(s.nbytes({}), _GRAIN) for s in manifest.states if s.role != "kv")

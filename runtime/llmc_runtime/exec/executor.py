@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from llmc_runtime.exec.entry_points import Bound, EntryPoints
 from llmc_runtime.exec.logits import as_f32, find_logits, row_bytes
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.pooling import POOLED
-from llmc_runtime.format.program import Program
+from llmc_runtime.format.program import RANK, Program
 from llmc_runtime.sched.step import RowMask, Step, StepOutput, TokenLogprobs, Work
 
 _LOGPROBS = (("logprob", np.float32), ("rank", np.int32), ("top_ids", np.int32), ("top_logprobs", np.float32))
@@ -66,7 +67,7 @@ class Executor:
             raise LlmcError("E111", f"{artifact.root} has no weights yet", "llmc pack ARTIFACT CHECKPOINT")
         need = need_of(artifact) if device.separate else NOTHING
         self.capacity: KvCapacity = plan_kv(manifest, kv_bytes, device.free_memory(), device.share, need)
-        self._env = {"P": self.capacity.pages}
+        self._env = {"P": self.capacity.pages, **({RANK: artifact.rank} if manifest.ranks > 1 else {})}
         self._layout = Layout(artifact, device, self._env)
         self._steps = EntryPoints(artifact, device, self._layout, self._env, "")
         by_role = {s.role: (s, self._layout.states[s.name]) for s in manifest.states if s.role != "kv"}
@@ -236,6 +237,11 @@ class Executor:
                 half = replace(program, launches=launches)
                 bound.halves.append(self.device.bind(half, self._layout.addresses(half), bound.symbols))
         return bound.halves
+
+
+def digest_of(ticket: Ticket) -> int:
+    """Return the CRC-32 of the ids that a step has sampled, after it was waited for."""
+    return zlib.crc32(ticket.ids.tobytes())
 
 
 def _entries(work: Work) -> list[Work]:

@@ -1,25 +1,53 @@
-"""Opens an artifact directly as an executor, for tools. Serving uses the engine instead."""
+"""Opens an artifact as an executor: on its device, or as a group of ranks."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from llmc_runtime.artifact import open_artifact
+from llmc_runtime.artifact import Artifact, open_artifact
+from llmc_runtime.device.device import Device
 from llmc_runtime.device.open_device import open_device
 from llmc_runtime.exec.executor import Executor
+from llmc_runtime.exec.group_executor import GroupExecutor
+from llmc_runtime.exec.rank_group import RankGroup
 
 
 def load_executor(
     path: str | Path, *, kv_bytes: int | None = None, threads: int | None = None, careful: bool = False
 ) -> Executor:
-    """Open and check the artifact and load it onto its device. The caller closes the executor.
+    """Open and check the artifact and load it onto its device, for tools. The caller closes the executor.
 
     Raises the LlmcErrors of `open_artifact`, `open_device` and `Executor`.
     """
     artifact = open_artifact(path, threads=threads)
-    device = open_device(artifact, threads, careful=careful)
+    group = start_ranks(artifact, threads)
+    device: Device | None = None
     try:
-        return Executor(artifact, device, kv_bytes)
+        threads, member = (group.threads, group.member) if group else (threads, None)
+        device = open_device(artifact, threads, careful=careful, member=member)
+        device.share /= artifact.manifest.ranks
+        return make_executor(artifact, device, group, kv_bytes)
     except BaseException:
-        device.close()
+        release(device, group)
         raise
+
+
+def start_ranks(artifact: Artifact, threads: int | None, verify: bool = True) -> RankGroup | None:
+    """Start the processes of the other ranks, with `threads` threads each; None if the artifact has one rank.
+
+    Raises LlmcError E100 if a process cannot be created.
+    """
+    return RankGroup(artifact, threads, verify) if artifact.manifest.ranks > 1 else None
+
+
+def make_executor(artifact: Artifact, device: Device, group: RankGroup | None, kv_bytes: int | None) -> Executor:
+    """Load the artifact onto the device and onto those of the other ranks. Raises the LlmcErrors of `Executor`."""
+    return Executor(artifact, device, kv_bytes) if group is None else GroupExecutor(artifact, device, group, kv_bytes)
+
+
+def release(device: Device | None, group: RankGroup | None) -> None:
+    """Close what was opened before an executor could be made."""
+    if group is not None:
+        group.close()
+    if device is not None:
+        device.close()

@@ -21,7 +21,7 @@ from llmc_runtime.format.hashing import BLOCK, sha256
 from llmc_runtime.format.json_fields import Fields, a_hash, a_name, a_text, an_integer, check_name, damaged, load_json
 from llmc_runtime.format.launch_param import a_size
 from llmc_runtime.format.pooling import Pooling
-from llmc_runtime.format.program import DTYPE_BITS
+from llmc_runtime.format.program import DTYPE_BITS, MAX_RANKS
 
 MAJOR, MINOR = 2, 2
 NAME = "manifest.json"
@@ -42,12 +42,18 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A weight file, with one SHA-256 for every `block` bytes."""
+    """A weight file, with one SHA-256 for every `block` bytes. `rank` is the one that reads it; None: every rank."""
 
     file: str
     bytes: int
     blocks: tuple[str, ...]
     block: int = BLOCK
+    rank: int | None = None
+
+    def json(self) -> dict[str, Any]:
+        """Return the file as JSON values; `rank` only if one rank reads it."""
+        out = {"file": self.file, "bytes": self.bytes, "blocks": list(self.blocks), "block": self.block}
+        return out if self.rank is None else {**out, "rank": self.rank}
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,10 @@ class Weights:
     mode: str
     files: tuple[WeightFile, ...] = ()
     seed: int = 0
+
+    def of_rank(self, rank: int) -> tuple[WeightFile, ...]:
+        """Return the files that a rank reads."""
+        return tuple(w for w in self.files if w.rank in (None, rank))
 
 
 @dataclass(frozen=True)
@@ -148,6 +158,8 @@ class Manifest:
 
     deterministic: whether the results of a request have the same bits in every batch (compiled with --deterministic).
     pooling: None if the model generates.
+    ranks: the number of processes that an engine of this artifact consists of. Limits are those of all of them
+        together; states, the KV geometry and programs are those of one.
     """
 
     compiler: str
@@ -168,12 +180,14 @@ class Manifest:
     digest: str = ""
     deterministic: bool = False
     pooling: Pooling | None = None
+    ranks: int = 1
 
     def json(self) -> dict[str, Any]:
         """Return the manifest as JSON values, without the digest."""
         return {
             "format": {"major": self.format[0], "minor": self.format[1]},
             "compiler": self.compiler,
+            **({"ranks": self.ranks} if self.ranks > 1 else {}),
             "source": {**vars(self.source), "files": dict(self.source.files)},
             "target": {**vars(self.target), "features": list(self.target.features)},
             "limits": dict(vars(self.limits)),
@@ -189,7 +203,7 @@ class Manifest:
             "weights": {
                 "mode": self.weights.mode,
                 "seed": self.weights.seed,
-                "files": [{**vars(w), "blocks": list(w.blocks)} for w in self.weights.files],
+                "files": [w.json() for w in self.weights.files],
             },
             "tokenizer": {"files": list(self.tokenizer)},
             "files": {n: dict(vars(i)) for n, i in self.files.items()},
@@ -264,6 +278,7 @@ def _read(doc: Any, where: str, lenient: bool, digest: str) -> Manifest:
         digest=digest,
         format=(version["major"], version["minor"]),
         compiler=f.text("compiler"),
+        ranks=f.integer("ranks", 1, low=1, high=MAX_RANKS),
         source=_source(f.sub("source")),
         target=_target(f.sub("target")),
         limits=Limits(**_counts(f.sub("limits"), "max_model_len", "max_num_seqs", "max_num_batched_tokens")),
@@ -333,7 +348,8 @@ def _weights(f: Fields, lenient: bool) -> Weights:
     def weight_file(value: Any, where: str) -> WeightFile:
         g = Fields(value, where, lenient)
         block = g.integer("block", low=1 << 12, high=1 << 32)
-        w = WeightFile(g.name("file"), g.integer("bytes"), g.list("blocks", a_hash), block)
+        rank = None if g.get("rank", None) is None else g.integer("rank", high=MAX_RANKS - 1)
+        w = WeightFile(g.name("file"), g.integer("bytes"), g.list("blocks", a_hash), block, rank)
         g.close()
         if len(w.blocks) != -(-w.bytes // w.block):
             raise damaged(where, "has the wrong number of block hashes")
@@ -367,6 +383,8 @@ def _check(m: Manifest, where: str) -> None:
     big = [w.file for w in m.weights.files]
     if len(set(big)) != len(big) or set(big) & set(m.files) or NAME in m.files:
         raise damaged(where, "a file is listed twice")
+    if any(w.rank is not None and w.rank >= m.ranks for w in m.weights.files):
+        raise damaged(where, f"a weight file is of a rank that a group of {m.ranks} lacks")
     if (m.weights.mode == "packed") != bool(big):
         raise damaged(where, f"weights of mode {m.weights.mode!r} cannot have {len(big)} files")
     for what, names in (("kernels", [k.hash for k in m.kernels]), ("states", [s.name for s in m.states])):

@@ -40,6 +40,8 @@ DTYPE_BITS: Mapping[str, int] = MappingProxyType(
 # last two tokens of a row, and drafting a token from the draft before it. A head (EAGLE-3) has no FILL, and its FIRST
 # drafts from the last token.
 FILL, FIRST, NEXT = "draft_fill", "draft_first", "draft_next"
+RANK = "K"  # the symbol of the rank: 0 up to the number of ranks - 1
+MAX_RANKS = 1024
 KINDS = ("input", "output", "weight", "state", "arena")
 MAX_CLUSTER = 8  # maximum blocks of a cluster on every GPU that has clusters
 Symbols = Mapping[str, tuple[int, int]]
@@ -178,7 +180,8 @@ class Program:
     `symbols` maps every symbol to its bounds, in the order in which a step function takes their values. `serves`
     narrows the bounds to the steps for which this program is selected. `uniform` means one token per entry (T = R).
     `drafts` is the maximum number of drafted tokens that it verifies per row; with 0 every row has one emitting entry.
-    `step` is (kernel hash, entry) of the function that runs the launches in order, on targets that have one.
+    `step` is (kernel hash, entry) of the function that runs the launches in order, on targets that have one. `ranks` is
+    the number of processes that run the program together; the value of the symbol RANK tells them apart.
     """
 
     name: str
@@ -262,7 +265,7 @@ class Program:
             arena_bytes=f.integer("arena_bytes", high=1 << 44),
             uniform=bool(f.integer("uniform", 0, high=1)),
             step=step,
-            ranks=f.integer("ranks", 1, low=1, high=1024),
+            ranks=f.integer("ranks", 1, low=1, high=MAX_RANKS),
             drafts=f.integer("drafts", 0, high=MAX_DRAFTS),
         )
         f.close()

@@ -36,7 +36,7 @@ def report_of(options: Options) -> dict[str, Any]:
         report |= {"compiled": False, "fits": None, "why": why}
     else:
         artifact = open_artifact(resolve(options.model, {}, None, lambda line: None), verify=False)
-        names = ("target", "dtype", "data_parallel_size")
+        names = ("target", "dtype", "data_parallel_size", "tensor_parallel_size")
         named = {name: options.engine[name] for name in names if name in options.engine}
         EngineOptions(options.model, **named).check_artifact(artifact.manifest)
         report |= {"compiled": True, **_artifact(artifact, options)}
@@ -65,6 +65,8 @@ def render(report: Mapping[str, Any]) -> str:
             f"{limits['max_num_batched_tokens']} tokens per step",
             f"  KV cache  {cache}",
         ]
+        if report["ranks"] > 1:
+            lines.append(f"  ranks     {report['ranks']}, each with this memory and KV cache")
         if report["data_parallel_size"] > 1:
             lines.append(f"  engines   {report['data_parallel_size']}, each with this KV cache and these limits")
     server = report["server"]
@@ -92,7 +94,7 @@ def _artifact(artifact: Artifact, options: Options) -> dict[str, Any]:
     memory = {"weights": need.weights, "rows": need.states, "intermediate": need.arena, "free": free, "device": device}
     report: dict[str, Any] = {
         "source": m.source.name, "target": m.target.name, "digest": m.digest, "limits": limits, "memory": memory,
-        "data_parallel_size": engines, "kv": None, "fits": None, "why": "",
+        "data_parallel_size": engines, "ranks": m.ranks, "kv": None, "fits": None, "why": "",
     }  # fmt: skip
     if m.weights.mode == "none":
         return report | {"fits": False, "why": f"it has no weights yet: llmc pack {options.model} CHECKPOINT"}
@@ -100,7 +102,7 @@ def _artifact(artifact: Artifact, options: Options) -> dict[str, Any]:
     if free is None and kv_bytes is None:
         return report | {"why": "no GPU is visible; --kv-cache-memory-bytes sets the size of the KV cache without one"}
     try:
-        share = _CPU_SHARE / engines if on_cpu else _GPU_SHARE
+        share = _CPU_SHARE / (engines * m.ranks) if on_cpu else _GPU_SHARE
         kv = plan_kv(m, kv_bytes, (1 << 60) if free is None else free, share, need)
     except LlmcError as e:
         return report | {"fits": False, "why": f"{e.cause}. Try: {e.remedy}"}

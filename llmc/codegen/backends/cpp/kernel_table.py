@@ -37,5 +37,7 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "cpu/moe": f"{_HERE}.reference:MOE",
         "cpu/moe_route": f"{_HERE}.experts:ROUTE",
         "cpu/experts": f"{_HERE}.experts:EXPERTS",
+        "cpu/all_reduce": f"{_HERE}.collectives:ALL_REDUCE",
+        "cpu/all_gather": f"{_HERE}.collectives:ALL_GATHER",
     }
 )

@@ -11,6 +11,7 @@ from llmc.codegen.kernel import Source
 from llmc.codegen.launch_plan import Placed
 from llmc.ir.dim import Dim
 from llmc.ir.graph import Module
+from llmc.ir.ops.comm import COLLECTIVES
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,16 @@ class LaunchTable:
 
 @dataclass(frozen=True)
 class StepTable:
-    """The launches of one program; `symbols` is the order in which the step function takes their values."""
+    """The launches of one program; `symbols` is the order in which the step function takes their values.
+
+    collectives: whether some launches are collectives between ranks.
+    """
 
     name: str
     symbols: tuple[str, ...]
     launches: tuple[LaunchTable, ...]
     scratch: int
+    collectives: bool = False
 
     @property
     def entry(self) -> str:
@@ -42,7 +47,8 @@ def step_unit(steps: Sequence[StepTable]) -> str:
 
     It exports `llmc_open(nthreads)`, `llmc_close(pool)` and, for each program, `int llmc_run_NAME(pool, kernels,
     buffers, symbols)`, where kernels has one function per launch, in order. `llmc_profile_NAME` takes one more pointer,
-    to which it writes the nanoseconds of each launch.
+    to which it writes the nanoseconds of each launch. If a program has collectives, it also exports the functions of
+    llmc_join.h.
     """
     plans = [_Plan(s) for s in steps]
     head = [
@@ -53,6 +59,7 @@ def step_unit(steps: Sequence[StepTable]) -> str:
         f"#define LLMC_SCRATCH INT64_C({max([64, *(-(-s.scratch // 64) * 64 for s in steps)])})",
         '#include "llmc_abi.h"',
         '#include "llmc_pool.h"',
+        *(['#include "llmc_join.h"'] if any(s.collectives for s in steps) else []),
         "static inline int64_t llmc_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }",
     ]
     return inline_headers("\n".join([*head, *(p.text() for p in plans), ""]))
@@ -124,4 +131,5 @@ def step_table(p: Placed, m: Module) -> StepTable:
     sources = p.emitted.sources
     launches = [LaunchTable(args, s.sizes, sync) for args, s, sync in zip(p.args, sources, p.sync, strict=True)]
     scratch = max((s.scratch.bounds(bounds)[1] for s in sources), default=0)
-    return StepTable(p.emitted.graph.name, tuple(m.symbols), tuple(launches), scratch)
+    collectives = any(n.op.name in COLLECTIVES for n in p.emitted.nodes)
+    return StepTable(p.emitted.graph.name, tuple(m.symbols), tuple(launches), scratch, collectives)

@@ -37,19 +37,19 @@ class TextProcess(LinkedProcess):
     @property
     def pid(self) -> int:
         """The process id."""
-        return self._process.pid
+        return self.process.pid
 
     @property
     def alive(self) -> bool:
         """Whether the process can take a job."""
-        return self.close.alive and self._process.poll() is None
+        return self.close.alive and self.process.poll() is None
 
     async def end(self) -> None:
         """Kill the process without blocking the event loop: releasing much memory takes a while."""
         if self.close.alive:
             with contextlib.suppress(OSError):
-                self._process.kill()
-            while self._process.poll() is None:
+                self.process.kill()
+            while self.process.poll() is None:
                 await asyncio.sleep(_REAP)
             self.close()
 
@@ -92,9 +92,9 @@ class TextProcess(LinkedProcess):
         """Return the error for the client of the job during which the process ended."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_END_SECONDS):  # the link closes before the process has ended
-                while self._process.poll() is None:
+                while self.process.poll() is None:
                     await asyncio.sleep(_REAP)
-        code = self._process.poll()
+        code = self.process.poll()
         if code == -signal.SIGPROF:
             return _too_costly(f"{m.CPU_SECONDS:g} s of CPU time")
         if code in (m.OUT_OF_MEMORY, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS):

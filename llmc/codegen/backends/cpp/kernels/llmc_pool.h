@@ -221,7 +221,7 @@ LLMC_EXPORT void* llmc_open(int nthreads) {
     llmc_thread* t = &p->threads[i];
     void* scratch = nullptr;
     good = !posix_memalign(&scratch, 64, LLMC_SCRATCH + 64);
-    t->ctx = llmc_ctx{i, nthreads, (char*)scratch, LLMC_SCRATCH};
+    t->ctx = llmc_ctx{i, nthreads, (char*)scratch, LLMC_SCRATCH, nullptr};
     t->pool = p;
     t->spin = 1024;
     if (good && i > 0) good = !pthread_create(&t->id, nullptr, llmc_loop, t);

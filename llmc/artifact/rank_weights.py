@@ -1,0 +1,70 @@
+"""The weights of an artifact of several ranks: those that all ranks read, and a set for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from llmc_runtime.format.manifest import WeightFile
+from llmc_runtime.format.program import RANK
+
+from llmc.artifact.files import Files
+from llmc.artifact.weights import Progress, write_weights
+from llmc.ir.dim import Dim
+from llmc.ir.graph import Graph, Value
+from llmc.ir.weight_eval import WeightSource
+
+
+def write_rank_weights(
+    graph: Graph, source: WeightSource, files: Files, ranks: int, progress: Progress | None = None
+) -> tuple[WeightFile, ...]:
+    """Evaluate the outputs of `graph` into weights/, and those that depend on the rank into weights/rankN/."""
+    if ranks == 1:
+        return write_weights(graph, source, files, progress=progress)
+    parts = [(None, _with_outputs(graph, False)), *((r, at_rank(_with_outputs(graph, True), r)) for r in range(ranks))]
+    sizes = [sum(v.type.nbytes.const or 0 for v in g.outputs) for _, g in parts]
+    done, out = 0, []
+    for (rank, g), size in zip(parts, sizes, strict=True):
+        folder = "weights" if rank is None else f"weights/rank{rank}"
+        shown = _shifted(progress, done, sum(sizes)) if progress else None
+        out += [replace(w, rank=rank) for w in write_weights(g, source, files, folder, shown)]
+        done += size
+    return tuple(out)
+
+
+def at_rank(graph: Graph, rank: int) -> Graph:
+    """Return a copy of a weights graph for one rank: the symbol of the rank has this value."""
+    out = graph.copy()
+    for n in out.nodes:
+        n.attrs = {name: _at(value, rank) for name, value in n.attrs.items()}
+    return out
+
+
+def _at(value: Any, rank: int) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_at(x, rank) for x in value)
+    return value.subs({RANK: rank}) if isinstance(value, Dim) else value
+
+
+def _with_outputs(graph: Graph, ranked: bool) -> Graph:
+    """Return a copy of the graph with the outputs that depend on the rank, or with the others."""
+    out = graph.copy()
+    found: set[Value] = set()
+    for n in out.nodes:
+        if any(v in found for v in n.operands) or any(RANK in d.symbols for d in _dims(n.attrs.values())):
+            found.update(n.results)
+    out.outputs = [v for v in out.outputs if (v in found) == ranked]
+    return out
+
+
+def _dims(values: Any) -> Iterator[Dim]:
+    for value in values:
+        if isinstance(value, tuple):
+            yield from _dims(value)
+        elif isinstance(value, Dim):
+            yield value
+
+
+def _shifted(progress: Progress, done: int, total: int) -> Progress:
+    return lambda now, _of: progress(done + now, total)

@@ -1,0 +1,118 @@
+"""The messages between rank 0 of a group and the processes of the others, over a socket pair each.
+
+Rank 0 sends Join first, then the calls of its executor: Launch, Guide and Settle. A process answers Join by Joined, a
+step that has ended by Done, Settle by Settled. If something fails, it sends Failed and ends.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import Any
+
+import msgspec
+
+from llmc_runtime.sched.step import RowMask, Step
+
+_LENGTH = struct.Struct("<I")
+
+
+class _Message(msgspec.Struct, array_like=True, tag=True, gc=False):
+    """A message whose first element is the name of its class."""
+
+
+class Join(_Message):
+    """Open the artifact at `path` (percent-encoded), which has this digest, as `rank` of `ranks`.
+
+    threads:   compute threads of each rank
+    kv_bytes:  size of the KV cache
+    limit:     seconds that a rank waits for the others
+    verify:    whether to check the hashes of the weights
+    """
+
+    path: str
+    digest: str
+    rank: int
+    ranks: int
+    threads: int
+    kv_bytes: int
+    limit: float
+    verify: bool
+
+
+class Launch(_Message):
+    """Launch a step and, unless it is open, wait for it."""
+
+    step: Step
+
+
+class Guide(_Message):
+    """Supply the masks of the open step and wait for it."""
+
+    masks: list[RowMask]
+
+
+class Settle(_Message):
+    """Discard the steps in flight."""
+
+
+class Joined(_Message):
+    """The rank is ready for steps."""
+
+
+class Done(_Message):
+    """A step has ended; `digest` is the CRC-32 of the sampled ids."""
+
+    digest: int
+
+
+class Settled(_Message):
+    """No step is in flight."""
+
+
+class Failed(_Message):
+    """The LlmcError that ended the process."""
+
+    code: str
+    cause: str
+    remedy: str
+
+
+Call = Join | Launch | Guide | Settle
+Reply = Joined | Done | Settled | Failed
+
+
+class Link:
+    """One end of the socket pair. `kinds` are the messages that it receives."""
+
+    def __init__(self, connection: socket.socket, kinds: Any) -> None:
+        self.socket = connection
+        self._encode, self._decoder = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(kinds)
+
+    def encode(self, message: Call | Reply) -> bytes:
+        """Return the bytes of a message, which `send` takes."""
+        data = self._encode(message)
+        return _LENGTH.pack(len(data)) + data
+
+    def send(self, data: bytes) -> None:
+        """Send an encoded message. Raises OSError if the other end is closed, or after the socket's timeout."""
+        self.socket.sendall(data)
+
+    def receive(self) -> Any:
+        """Return the next message, None if the other end is closed. Raises TimeoutError after the socket's timeout."""
+        head = self._read(_LENGTH.size)
+        data = head and self._read(*_LENGTH.unpack(head))
+        return self._decoder.decode(data) if data else None
+
+    def _read(self, count: int) -> bytearray | None:
+        data = bytearray(count)
+        view, at = memoryview(data), 0
+        while at < count:
+            try:
+                received = self.socket.recv_into(view[at:])
+            except ConnectionError:
+                return None
+            if not received:
+                return None
+            at += received
+        return data

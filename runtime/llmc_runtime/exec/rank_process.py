@@ -1,0 +1,106 @@
+"""The process of a rank above 0: opens the artifact, and runs the steps that rank 0 sends.
+
+`main([SOCKET, MEMORY, PARENT])`: the file descriptors of the socket pair and of the group's memory, and the process id
+of rank 0, with which this process ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from urllib.parse import unquote_to_bytes
+
+from llmc_runtime.artifact import open_artifact
+from llmc_runtime.device.device import Member
+from llmc_runtime.device.open_device import open_device
+from llmc_runtime.exec.executor import Executor, Ticket, digest_of
+from llmc_runtime.exec.rank_messages import Call, Done, Failed, Guide, Join, Joined, Launch, Link, Settle, Settled
+from llmc_runtime.format.errors import LlmcError, as_llmc_error
+
+_POLL = 0.1  # seconds between two looks at the parent
+
+
+def open_rank(join: Join, memory: int) -> Executor:
+    """Open the artifact and make the executor of a rank.
+
+    Raises LlmcError E118 if it is another artifact than that of rank 0, and the errors of opening one.
+    """
+    path = os.fsdecode(unquote_to_bytes(join.path))
+    artifact = open_artifact(path, verify=join.verify, threads=join.threads, rank=join.rank)
+    if artifact.digest != join.digest:
+        cause = f"{path} is not the artifact that rank 0 has opened"
+        raise LlmcError("E118", cause, "restart, or restore the previous artifact")
+    device = open_device(artifact, join.threads, member=Member(join.rank, join.ranks, memory, join.limit))
+    try:
+        return Executor(artifact, device, join.kv_bytes)
+    except BaseException:
+        device.close()
+        raise
+
+
+def serve(link: Link, executor: Executor) -> None:
+    """Run the steps that rank 0 sends, until it closes the link."""
+    ticket: Ticket | None = None
+    while (call := link.receive()) is not None:
+        if isinstance(call, Settle):
+            executor.settle()
+            ticket = None
+            link.send(link.encode(Settled()))
+            continue
+        if isinstance(call, Launch):
+            ticket = executor.launch(call.step)
+        elif isinstance(call, Guide) and ticket is not None:
+            executor.guide(ticket, call.masks)
+        if ticket is not None and ticket.rest is None:
+            executor.wait(ticket)
+            link.send(link.encode(Done(digest_of(ticket))))
+            ticket = None
+
+
+def run(link: Link, memory: int) -> int:
+    """Serve rank 0. Return the exit code."""
+    cancel: Callable[[], None] | None = None
+    try:
+        join = link.receive()
+        if not isinstance(join, Join):
+            return 0
+        executor = open_rank(join, memory)
+        cancel = executor.device.cancel
+        link.send(link.encode(Joined()))
+        serve(link, executor)
+        return 0
+    except Exception as e:
+        if cancel is not None:
+            cancel()  # the others must not wait for this rank
+        error = as_llmc_error(e)
+        if error.code == "E000":
+            traceback.print_exc()
+        link.send(link.encode(Failed(error.code, error.cause, error.remedy)))
+        return 1
+
+
+def end_with(parent: int) -> None:
+    """End this process when its parent has ended, also while a step waits for it."""
+    while os.getppid() == parent:
+        time.sleep(_POLL)
+    os._exit(0)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the process with the arguments SOCKET MEMORY PARENT."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # handled by rank 0; a service manager signals all processes
+        signal.signal(number, signal.SIG_IGN)
+    descriptor, memory, parent = map(int, argv)
+    threading.Thread(target=end_with, args=(parent,), name="llmc-parent", daemon=True).start()
+    try:
+        code = run(Link(socket.socket(fileno=descriptor), Call), memory)
+    except OSError:  # rank 0 has closed the link
+        code = 0
+    sys.stderr.flush()
+    os._exit(code)
