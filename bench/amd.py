@@ -150,6 +150,11 @@ def table(done: Sequence[Step]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def without_paths(text: str, out: Path) -> str:
+    """Return the text with the names of both folders shortened, which may contain that of a user."""
+    return text.replace(str(out), "OUT").replace(str(ROOT), "LLMC").replace(sys.prefix, "PYTHON")
+
+
 def main() -> int:
     """Parse the command line, run the steps and write the report."""
     parser = argparse.ArgumentParser(prog="python -m bench.amd", description=__doc__.partition("\n")[0])
@@ -160,8 +165,8 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     out = args.out.resolve()
     done = steps(out, args.target, args.tune)
-    (out / "report.json").write_text(json.dumps([asdict(s) for s in done], indent=1) + "\n")
-    (out / "report.md").write_text(table(done))
+    (out / "report.json").write_text(without_paths(json.dumps([asdict(s) for s in done], indent=1) + "\n", out))
+    (out / "report.md").write_text(without_paths(table(done), out))
     return int(any(s.error for s in done))
 
 
