@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "examples" / "demo-model"
 PROMPTS = ("When the morning came,", "Once upon a time", "The river", "A")
 TOKENS = 48
-TOLERANCE = {"float32": 1e-3, "bfloat16": 8e-2}  # of a log-probability, as in the tests of models
+# Of a log-probability, by its size. In bfloat16 the CPU target itself differs from float32 by 0.09 here.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 BATCHES = (1, 32, 256)
 
 
