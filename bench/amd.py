@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "examples" / "demo-model"
 PROMPTS = ("When the morning came,", "Once upon a time", "The river", "A")
 TOKENS = 48
-TOLERANCE = {"float32": 1e-3, "bfloat16": 8e-2}  # of a log-probability, as in the tests of models
+# Of a log-probability, by its size. In bfloat16 the CPU target itself differs from float32 by 0.09 here.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 BATCHES = (1, 32, 256)
 
 
@@ -150,6 +151,11 @@ def table(done: Sequence[Step]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def without_paths(text: str, out: Path) -> str:
+    """Return the text with the names of both folders shortened, which may contain that of a user."""
+    return text.replace(str(out), "OUT").replace(str(ROOT), "LLMC").replace(sys.prefix, "PYTHON")
+
+
 def main() -> int:
     """Parse the command line, run the steps and write the report."""
     parser = argparse.ArgumentParser(prog="python -m bench.amd", description=__doc__.partition("\n")[0])
@@ -160,8 +166,8 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     out = args.out.resolve()
     done = steps(out, args.target, args.tune)
-    (out / "report.json").write_text(json.dumps([asdict(s) for s in done], indent=1) + "\n")
-    (out / "report.md").write_text(table(done))
+    (out / "report.json").write_text(without_paths(json.dumps([asdict(s) for s in done], indent=1) + "\n", out))
+    (out / "report.md").write_text(without_paths(table(done), out))
     return int(any(s.error for s in done))
 
 

@@ -21,7 +21,7 @@ UNSAFE_MODULES = frozenset({"pickle", "marshal", "shelve", "dill", "cloudpickle"
 UNSAFE_CALLS = frozenset({"eval", "exec", "__import__"})
 # Paths of one machine, and words about who or what wrote the project, have no place in it.
 STRANGE = re.compile(
-    r"/(?:home|root|work|opt|tmp)/\w|\b(?:10|192\.168)\.\d+\.\d+\.\d+\b"
+    r"/(?:home|root|work|opt|tmp)/\w|(?<!==)\b(?:10|192\.168)\.\d+\.\d+\.\d+\b"  # ==10.1.2.3 is a version
     r"|\b(?:chat\s?gpt|claude|anthropic|sub-?agents?|copilot)\b",
     re.I,
 )

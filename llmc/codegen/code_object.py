@@ -70,7 +70,7 @@ def read_kernel(binary: bytes, entry: str) -> KernelProperties:
             private=kernel[".private_segment_fixed_size"],
             shared=kernel[".group_segment_fixed_size"],
         )
-    except (struct.error, IndexError, KeyError, TypeError, AttributeError, UnicodeDecodeError, StopIteration) as e:
+    except (struct.error, LookupError, TypeError, AttributeError, OverflowError, RecursionError, StopIteration) as e:
         raise ValueError("its ELF tables or its metadata cannot be read") from e
 
 

@@ -53,7 +53,7 @@ def read_entry(binary: bytes, entry: str) -> Entry:
         return Entry(tuple(params[i] for i in range(len(params))), threads, cluster)
     except StopIteration:
         raise ValueError(f"it has no kernel {entry!r}") from None
-    except (struct.error, IndexError, KeyError) as e:
+    except (struct.error, LookupError, OverflowError) as e:
         raise ValueError("its ELF tables cannot be read") from e
 
 

@@ -14,6 +14,7 @@ from llmc.codegen.backends.cuda.nvrtc_toolchain import NvrtcToolchain
 from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain
 from llmc.codegen.kernel import Map, Param, Source
 from llmc.codegen.kernel_cache import entry_path
+from llmc.codegen.launch_check import passed
 from llmc.diagnostics import Diagnostic
 from llmc.ir.dim import D
 from llmc.targets.gpu_targets import sm_80, sm_90, sm_100
@@ -99,7 +100,7 @@ def test_a_text_that_does_not_compile_is_shown_and_kept(tool: NvrtcToolchain, tm
 
 def test_launches_are_checked_against_the_binary(tool: NvrtcToolchain, tmp_path: Path) -> None:
     (made,) = tool.compile([(WITH_MAP, "")], tmp_path).values()
-    assert cubin.read_entry(made.binary, "mapped").sizes == (128, 8, 4, 8) == cubin.passed(WITH_MAP)
+    assert cubin.read_entry(made.binary, "mapped").sizes == (128, 8, 4, 8) == passed(WITH_MAP)
     assert made.boxes == (((8, 64), 3),)
     wrong = {
         r"\[8, 8\] bytes, the binary takes \[8, 8, 4\]": replace(GOOD, passes=ARGS),

@@ -24,7 +24,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.driver import Compilation
 from llmc.ir.graph import Module
 from llmc.options import Options
-from llmc.targets.gpu_targets import gfx942, sm_80, sm_90, sm_100
+from llmc.targets.gpu_targets import gfx90a, gfx942, gfx950, sm_80, sm_90, sm_100
 
 TEXT = """# toy: doubles
 import triton
@@ -41,7 +41,7 @@ GOOD = Source("double", "triton", TEXT, params=("*fp32", "*fp32", "i32"), option
 BAD = replace(GOOD, text=TEXT.replace("s0\n", "undeclared\n"))
 
 
-@pytest.mark.parametrize("make", [sm_80, sm_90, sm_100, gfx942])
+@pytest.mark.parametrize("make", [sm_80, sm_90, sm_100, gfx90a, gfx942, gfx950])
 def test_every_target_gets_a_binary(make, tmp_path: Path) -> None:
     tool = TritonToolchain.find(make())
     binary = tool.compile([(GOOD, "")], tmp_path)[tool.key(GOOD)]
