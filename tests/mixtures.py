@@ -29,6 +29,7 @@ from llmc_runtime.format.manifest import Manifest
 
 TOP = 2  # likeliest ids that are compared
 STEMS = 6  # beginnings that prompts share
+OUTPUTS = 40  # maximum tokens that a request generates
 SCORED = 5  # every so many requests also ask for the log-probabilities of the prompt
 
 
@@ -75,7 +76,7 @@ def draw(rng: np.random.Generator, count: int, manifest: Manifest, longest: int)
     stems = [rng.integers(3, vocab, int(n)).tolist() for n in rng.integers(1, longest // 2, STEMS)]
     requests = []
     for i in range(count):
-        outputs = int(rng.integers(1, min(12, longest // 4)))
+        outputs = int(rng.integers(1, min(OUTPUTS, longest // 4)))
         own = rng.integers(3, vocab, int(rng.integers(1, longest // 2 - outputs))).tolist()
         prompt = [*stems[int(rng.integers(STEMS))], *own] if rng.random() < 0.5 else own
         params = SamplingParams(
@@ -112,10 +113,10 @@ def generate(llm: LLM, requests: Sequence[Request]) -> list[Result]:
 
 
 def engines(manifest: Manifest, longest: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the names and the options of engines that divide the work differently."""
+    """Yield the names and the options of engines that divide the work differently; `longest`: tokens of a text."""
     limits = manifest.limits
     rows, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
-    pages = -(-longest // manifest.kv.page_size) + 2
+    pages = -(-longest // manifest.kv.page_size) + 1
     yield "in large batches", {"enable_prefix_caching": False}
     yield "in chunks of 7 tokens", {"max_num_batched_tokens": min(7, tokens), "max_num_seqs": min(5, rows)}
     yield "in chunks of 33 tokens, with cached prefixes", {"max_num_batched_tokens": min(33, tokens)}
@@ -146,10 +147,11 @@ def opened(path: Path, options: dict[str, Any], depth: int = 0) -> LLM:
     return llm
 
 
-def check(path: Path, requests: Sequence[Request], seed: int, longest: int, say: Any = quiet) -> Report:
+def check(path: Path, requests: Sequence[Request], seed: int, say: Any = quiet) -> Report:
     """Compute the requests alone and in mixtures, and return what was compared and what differs."""
     report, rng = Report(), np.random.default_rng(seed)
     manifest = Manifest.load((path / "manifest.json").read_bytes())
+    longest = max(len(r.prompt) + (r.params.max_tokens or 0) for r in requests)
     with opened(path, {"enable_prefix_caching": False}) as llm:
         alone = [generate(llm, [r])[0] for r in requests]
     say(f"{len(requests)} requests alone")
@@ -192,7 +194,7 @@ def main() -> None:
     manifest = Manifest.load((args.artifact / "manifest.json").read_bytes())
     requests = draw(np.random.default_rng(args.seed), args.requests, manifest, args.longest)
     start = time.monotonic()
-    report = check(args.artifact, requests, args.seed, args.longest, lambda text: print(text, flush=True))
+    report = check(args.artifact, requests, args.seed, lambda text: print(text, flush=True))
     print(
         f"{args.requests} requests, {report.compared} values compared, {report.preemptions} preemptions, "
         f"{report.hits} tokens from the prefix cache, {time.monotonic() - start:.0f} s: "

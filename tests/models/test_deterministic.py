@@ -76,7 +76,7 @@ def differences(path: Path, count: int, longest: int) -> list[str]:
     """Compare requests alone and in mixtures; they are preempted and take pages from the prefix cache."""
     print(f"seed {SEED}")
     requests = draw(np.random.default_rng(SEED), count, manifest(path), longest)
-    report = check(path, requests, SEED, longest)
+    report = check(path, requests, SEED)
     assert report.compared > 50 * count and report.preemptions and report.hits, report
     return report.differences
 

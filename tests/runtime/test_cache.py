@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from llmc_runtime import LLM, LlmcError, compile_cache
 from llmc_runtime.api.llm import resolve
+from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.format import cache_key
 
 OPTIONS = {"target": "cpu:x86-64-v3", "dtype": "auto"}
@@ -231,12 +232,13 @@ def test_a_cache_that_cannot_be_written_is_named(model: Path, builds: Path, tmp_
 def test_the_command_is_one_that_the_compiler_understands(tmp_path: Path) -> None:
     from llmc.cli import _parser
 
-    options = OPTIONS | {"max-model-len": "64", "max-num-seqs": "4", "max-num-batched-tokens": "32"}
+    chosen = EngineOptions("m", deterministic=True, target="cpu:x86-64-v3", max_model_len=64, max_num_seqs=4)
+    options = OPTIONS | chosen.compile_options | {"max-num-batched-tokens": "32"}
     command = compile_cache.compile_command(tmp_path / "m", tmp_path / "out", options, tmp_path / "root")
     assert command[:3] == ["-P", "-m", "llmc.cli"]
     args = _parser().parse_args(command[3:])
     assert (args.target, args.max_model_len, args.max_num_seqs) == ("cpu:x86-64-v3", 64, 4)
-    assert args.cache == tmp_path / "root"
+    assert args.cache == tmp_path / "root" and args.deterministic
 
 
 @pytest.mark.parametrize(
