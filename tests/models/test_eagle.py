@@ -17,7 +17,7 @@ from llmc_runtime.exec.draft_steps import DraftSteps
 from models.cases import LISTED
 from models.eagle import drafted, save_head, save_speculators, tensors
 from models.kit import save
-from models.test_draft_model import accepted, find, other
+from models.test_draft_model import accepted, find
 from models.test_speculation import DEMO, eager, quiet, requests, results  # noqa: F401
 
 from llmc.driver import compile_model
