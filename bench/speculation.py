@@ -43,6 +43,7 @@ HELD_OUT = (
     "She opened the letter and began to read it slowly, for",
     "In the middle of the forest there was a house in which",
 )
+CHATS = tuple(f"<|user|>{question}<|end|><|assistant|>" for question in ("What is a river?", "Define courage."))
 TOKENS = 256  # generated per request
 
 
@@ -62,6 +63,8 @@ LOADS = (
     Load("held-out, temperature 0.7, batch 1", HELD_OUT[1:2], 0.7),
     Load("held-out, temperature 1, batch 1", HELD_OUT[2:3], 1.0),
     Load("held-out, temperature 1, batch 8", HELD_OUT * 2, 1.0),
+    Load("chat, greedy, batch 1", CHATS[:1], 0.0),
+    Load("chat, temperature 0.7, batch 1", CHATS[1:], 0.7),
 )
 
 

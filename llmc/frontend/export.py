@@ -166,7 +166,7 @@ def exported(
 ) -> Exported:  # fmt: skip
     """Return a trace with its computed buffers: those in `computed`, its constants, and what the model initializes."""
     names = _computed_names(model, program)
-    made = {n: t for n, t in program.constants.items() if t.device.type != "meta"} | dict(computed)
+    made = {**{n: t for n, t in program.constants.items() if t.device.type != "meta"}, **computed}
     buffers = {n: made[n] if n in made else recompute(model, n) for n in names}
     arrays = {n: t.detach().float().numpy() for n, t in buffers.items()}
     return Exported(model, program, types.MappingProxyType(arrays), max_tokens, max_rows, handed)

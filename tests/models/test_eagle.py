@@ -12,16 +12,18 @@ import pytest
 from draw import SEED
 from kernel_cache import CACHE
 from llmc_runtime import LLM, LlmcError, SamplingParams
+from llmc_runtime.engine.loader import speculation_of
 from llmc_runtime.exec.draft_steps import DraftSteps
 from models.cases import LISTED
 from models.eagle import drafted, save_head, save_speculators, tensors
 from models.kit import save
-from models.test_draft_model import accepted, find, other
+from models.test_draft_model import accepted, find
 from models.test_speculation import DEMO, eager, quiet, requests, results  # noqa: F401
 
 from llmc.driver import compile_model
 from llmc.frontend.eagle_config import read_head
-from llmc.frontend.eagle_head import HeadWeights
+from llmc.frontend.eagle_head import EMBEDDING, FC, HeadWeights, head_graph, trace_head
+from llmc.ir.types import tensor
 from llmc.options import Options
 from llmc.report.inspect import inspect_artifact
 
@@ -86,8 +88,6 @@ def test_nothing_changes(tmp_path: Path) -> None:
     with pytest.raises(LlmcError, match="none") as caught:
         LLM(tmp_path / "both.llmc", say=quiet, speculate="draft")
     assert caught.value.code == "E206" and "--draft MODEL" in caught.value.remedy
-    with pytest.raises(LlmcError, match="an EAGLE-3 head") as caught:
-        LLM(tmp_path / "plain.llmc", say=quiet, speculate="eagle")
 
 
 def test_both_formats(tmp_path: Path) -> None:
@@ -114,39 +114,59 @@ def test_both_formats(tmp_path: Path) -> None:
     assert read_head(tmp_path / "usual").aux_layers(32) == (2, 16, 29)
 
 
+def fitted(folder: Path, hidden: int = 64, vocab: int = 320) -> None:
+    """Check a head against a model of two layers of these sizes, as a compile does."""
+    head = read_head(folder)
+    head.aux_layers(2)
+    weights = HeadWeights(head, hidden, vocab)
+    graph = head_graph(trace_head(head, "f32", vocab, 256, 24, 4), vocab)
+    types = {v.name: v.type for v in graph.inputs if v.weight and v.name != EMBEDDING}
+    weights.serve(types | {FC: tensor("f32", 64, 3 * hidden)}, {"rotary_emb.inv_freq": np.ones(8)})
+    weights.close()
+
+
 def test_refused(tmp_path: Path) -> None:
     """A head of another hidden size, vocabulary or architecture, a model, missing tensors: one error each."""
+    found = tensors(200)
     save(LISTED[1], tmp_path / "model")
+    save_head(tmp_path / "good", found)
     save_head(tmp_path / "hidden", tensors(200, hidden=32))
-    save_head(tmp_path / "vocabulary", tensors(200) | {"t2d": tensors(200)["t2d"][:300]})
-    save_head(tmp_path / "deep", tensors(200), num_hidden_layers=2)
-    save_head(tmp_path / "layers", tensors(200), eagle_aux_hidden_state_layer_ids=[1, 2, 3])
-    save_head(tmp_path / "lacking", {n: x for n, x in tensors(200).items() if "gate" not in n})
-    save_head(tmp_path / "more", tensors(200) | {"midlayer.self_attn.q_norm.weight": tensors(200)["norm.weight"]})
-    save_head(tmp_path / "map", tensors(200) | {"d2t": tensors(200)["d2t"] * 0 + 200})
-    save_head(tmp_path / "wide", tensors(200), intermediate_size=128)
-    for name, text, more in (
-        ("hidden", "reads hidden states of 32 numbers, the model 64", {}),
-        ("vocabulary", "vocabulary of 300 tokens, the model one of 320", {}),
-        ("deep", "2 layers of llama; one layer", {}),
-        ("layers", r"layers \[1, 2, 3\]; 2 layers are compiled", {}),
-        ("lacking", "no tensor midlayer.mlp.gate_proj.weight", {}),
-        ("more", "q_norm.weight", {}),
-        ("map", "not distinct ids below 320", {}),
-        ("wide", r"mlp.gate_proj.weight is \[96, 64\], by config.json \[128, 64\]", {}),
-        ("model", "no draft_vocab_size", {}),
-        ("map", "vocabulary of a head is in its weights", {"weights": "random:1"}),
+    save_head(tmp_path / "vocabulary", found | {"t2d": found["t2d"][:300]})
+    save_head(tmp_path / "deep", found, num_hidden_layers=2)
+    save_head(tmp_path / "layers", found, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    save_head(tmp_path / "lacking", {n: x for n, x in found.items() if "gate" not in n})
+    save_head(tmp_path / "more", found | {"midlayer.self_attn.q_norm.weight": found["norm.weight"].clone()})
+    save_head(tmp_path / "map", found | {"d2t": found["d2t"] * 0 + 200})
+    save_head(tmp_path / "wide", found, intermediate_size=128)
+    fitted(tmp_path / "good")
+    for name, text in (
+        ("hidden", "reads hidden states of 32 numbers, the model 64"),
+        ("vocabulary", "vocabulary of 300 tokens, the model one of 320"),
+        ("deep", "2 layers of llama; one layer"),
+        ("layers", r"layers \[1, 2, 3\]; 2 layers are compiled"),
+        ("lacking", "no tensor midlayer.mlp.gate_proj.weight"),
+        ("more", "q_norm.weight"),
+        ("map", "not distinct ids below 320"),
+        ("wide", r"mlp.gate_proj.weight is \[96, 64\], by config.json \[128, 64\]"),
+        ("model", "no draft_vocab_size"),
     ):
-        options = Options(cache=CACHE, draft=f"eagle:{tmp_path / name}", **more)
+        with pytest.raises(LlmcError, match=text) as caught:
+            fitted(tmp_path / name)
+        assert caught.value.code == "E360" and caught.value.remedy
+    with pytest.raises(LlmcError, match="vocabulary of 320 tokens, the model one of 300"):
+        fitted(tmp_path / "good", vocab=300)
+    for name, text, weights in (
+        ("hidden", "reads hidden states of 32", "packed"),
+        ("good", "vocabulary of a head is in its weights", "random:1"),
+    ):
+        options = Options(cache=CACHE, draft=f"eagle:{tmp_path / name}", weights=weights)
         with pytest.raises(LlmcError, match=text) as caught:
             compile_model(tmp_path / "model", tmp_path / "wrong.llmc", options)
-        assert caught.value.code == "E360" and caught.value.remedy
-    save(other(LISTED[1], vocab_size=300), tmp_path / "small")
-    save_head(tmp_path / "good", tensors(200))
-    with pytest.raises(LlmcError, match="vocabulary of 320 tokens, the model one of 300"):
-        options = Options(cache=CACHE, draft=f"eagle:{tmp_path / 'good'}")
-        compile_model(tmp_path / "small", tmp_path / "wrong.llmc", options)
-    assert not (tmp_path / "wrong.llmc").exists()
+        assert caught.value.code == "E360" and not (tmp_path / "wrong.llmc").exists()
+    for method, compiled in (("eagle3", "draft_model"), ("draft_model", "eagle3")):
+        with pytest.raises(LlmcError, match="the artifact has none") as caught:
+            speculation_of({"method": method, "num_speculative_tokens": 2}, 4, 4, compiled)
+        assert caught.value.code == "E206"
 
 
 @pytest.mark.usefixtures("eager")

@@ -101,8 +101,10 @@ class FakeExecutor:
         depth: int = 1,
         rng: random.Random | None = None,
         logits: int = 0,
+        head: bool = False,
     ) -> None:
-        self.depth, self._rng, self._logits = depth, rng, logits or rows
+        """head: drafts are those of a head, whose KV every step computes."""
+        self.depth, self._rng, self._logits, self._head = depth, rng, logits or rows, head
         self._queue: deque[StepLike] = deque()  # launched, not run
         self._outputs: deque[Any] = deque()  # run, not waited for
         self._oldest = 0  # ticket of the first of these
@@ -239,9 +241,13 @@ class FakeExecutor:
                 token = row.tokens[position] if position < len(row.tokens) else -1
                 kv[slot(position)] = head = hash((head, token))
 
-        extend(item.fill_from, item.fill_from + item.fill)
         if item.propose:
             _require(item.emit and len(row.tokens) == row.length + 1, f"row {item.row}: drafts without a last token")
+        if self._head:
+            _require(not item.fill, f"row {item.row}: a head computes KV behind a step")
+            return
+        extend(item.fill_from, item.fill_from + item.fill)
+        if item.propose:
             begin = max(0, row.length - 1)
             if begin:
                 known = kv[slot(begin - 1)] == self._kv[slot(begin - 1)]

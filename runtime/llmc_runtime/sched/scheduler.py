@@ -28,6 +28,8 @@ applies the changes and the work of all steps in the order in which they were pl
   `num_planned`: no step in flight writes to them, since the device places tokens behind those that it accepted.
 - A draft model (see draft_planner) writes KV and tokens behind `num_planned`, for as many tokens as its plan proposes.
   The pages of a running request cover them, too.
+- A head's entry of a position depends on the token that follows. A step writes that of the position before its first
+  token, perhaps in a published page that other requests share. Only drafts depend on it.
 - rollback() returns every request of every step in flight to `waiting`, so nothing relies on changes that were dropped.
 """
 
