@@ -108,7 +108,7 @@ def test_embeddings(embedder: Served) -> None:
 
 def test_openai_client(embedder: Served) -> None:
     openai = pytest.importorskip("openai")
-    client = openai.OpenAI(base_url=f"{embedder.http.base_url}v1", api_key="x")
+    client = openai.OpenAI(base_url=f"{embedder.http.base_url}/v1", api_key="x")
     answer = client.embeddings.create(model="m", input=["w5 w6", "w7"], dimensions=8)
     want = vectors(embedder.llm, ["w5 w6", "w7"], PoolingParams(dimensions=8))
     assert np.allclose([item.embedding for item in answer.data], want, atol=1e-6) and answer.usage.prompt_tokens == 7
