@@ -188,7 +188,7 @@ def test_mixtures(i: int, kernel: TritonKernel) -> None:
 def test_both_directions(kernel: TritonKernel) -> None:
     """At the position of its prompt's last token, each token attends to the whole prompt."""
     case = Paged((8, 2, 64), [(40, 40), (1, 1), None, (17, 17), (3, 3)], behind=2).case(kernel, fresh())
-    case.arrays[5][:] = OPS["row_reach"].ref(case.arrays[4], case.arrays[5])
+    case.inputs[5][:] = OPS["row_reach"].ref(case.inputs[4], case.inputs[5])
     run_case(case)
 
 
