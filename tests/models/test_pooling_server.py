@@ -189,6 +189,17 @@ def test_refused(embedder: Served, ranker: Served) -> None:
     assert embedder.http.get("/server_info").json()["task"] == "embed"
 
 
+def test_a_deadline_ends_all_inputs(embedder: Served) -> None:
+    late = embedder.http.post(
+        "/v1/embeddings", json={"input": ["w5 " * 50] * 300}, headers={"X-Request-Timeout": "0.02"}
+    )
+    assert late.status_code == 504 and late.json()["error"]["code"] == "deadline_exceeded", late.text
+    until = time.monotonic() + 60
+    while embedder.http.get("/load").json() != {"server_load": 0}:
+        assert time.monotonic() < until
+    assert embedder.http.get("/v1/models").json()["data"][0]["vocab_size"] == VOCAB
+
+
 def test_async_llm(embedder: Served) -> None:
     async def encoded() -> list[float]:
         async with AsyncLLM(embedder.path, say=lambda line: None) as llm:
