@@ -64,6 +64,13 @@ def read_pooled(source: Source, task: str = "auto", kind: str = "auto") -> Poole
     return replace(model, pooling=replace(model.pooling, whole=whole))
 
 
+def refuse_pooled(source: Source, why: str) -> None:
+    """Raise Diagnostic E313 if the model of a folder pools; `why` says what it cannot do."""
+    if (found := read_pooled(source)) is not None:
+        cause = f"{source.folder} is a model that pools ({found.pooling.task}): {why}"
+        raise Diagnostic("E313", cause, "compile it as it is, or with a --quant recipe that rounds weights")
+
+
 def _architecture(source: Source) -> str:
     named = source.config.get("architectures")
     return str(named[0]) if isinstance(named, list) and named else ""

@@ -184,6 +184,14 @@ def test_mixtures(i: int, kernel: TritonKernel) -> None:
         run_case(MIXED[i].case(kernel, rng, schedule))
 
 
+@pytest.mark.parametrize("kernel", [DECODE_ATTENTION, PREFILL_ATTENTION], ids=lambda k: k.name)
+def test_both_directions(kernel: TritonKernel) -> None:
+    """At the position of its prompt's last token, each token attends to the whole prompt."""
+    case = Paged((8, 2, 64), [(40, 40), (1, 1), None, (17, 17), (3, 3)], behind=2).case(kernel, fresh())
+    case.inputs[5][:] = OPS["row_reach"].ref(case.inputs[4], case.inputs[5])
+    run_case(case)
+
+
 @pytest.mark.parametrize("i", range(len(MIXED)))
 def test_rows_of_one_token_apart(i: int) -> None:
     """The others' attention leaves zeros; that of single tokens keeps what is not its own."""

@@ -108,7 +108,7 @@ def test_embeddings(embedder: Served) -> None:
 
 def test_openai_client(embedder: Served) -> None:
     openai = pytest.importorskip("openai")
-    client = openai.OpenAI(base_url=f"{embedder.http.base_url}v1", api_key="x")
+    client = openai.OpenAI(base_url=f"{embedder.http.base_url}/v1", api_key="x")
     answer = client.embeddings.create(model="m", input=["w5 w6", "w7"], dimensions=8)
     want = vectors(embedder.llm, ["w5 w6", "w7"], PoolingParams(dimensions=8))
     assert np.allclose([item.embedding for item in answer.data], want, atol=1e-6) and answer.usage.prompt_tokens == 7
@@ -187,6 +187,17 @@ def test_refused(embedder: Served, ranker: Served) -> None:
     refuses("/v1/score", "invalid_value", "text_2", text_1=["w5", "w6"], text_2=["w7"] * 3)
     assert embedder.http.get("/ready").status_code == 200
     assert embedder.http.get("/server_info").json()["task"] == "embed"
+
+
+def test_a_deadline_ends_all_inputs(embedder: Served) -> None:
+    late = embedder.http.post(
+        "/v1/embeddings", json={"input": ["w5 " * 50] * 300}, headers={"X-Request-Timeout": "0.02"}
+    )
+    assert late.status_code == 504 and late.json()["error"]["code"] == "deadline_exceeded", late.text
+    until = time.monotonic() + 60
+    while embedder.http.get("/load").json() != {"server_load": 0}:
+        assert time.monotonic() < until
+    assert embedder.http.get("/v1/models").json()["data"][0]["vocab_size"] == VOCAB
 
 
 def test_async_llm(embedder: Served) -> None:

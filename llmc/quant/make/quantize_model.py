@@ -12,6 +12,7 @@ from torch import Tensor
 
 from llmc.frontend.hub import PUBLIC, Hub, locate
 from llmc.frontend.model_folder import open_source
+from llmc.frontend.pooling_files import refuse_pooled
 from llmc.quant.make.calibrated import quantise_layers
 from llmc.quant.make.folder_writer import ShardWriter, check_free, copy_files, new_folder, write_json
 from llmc.quant.make.model_source import ModelSource
@@ -63,7 +64,9 @@ def quantize_model(model: str | Path, out: Path, settings: Settings, progress: P
     recipe = settings.recipe()
     check_free(out)
     at = locate(model, hub, progress=lambda done, of: progress.part("fetch", done, of, "B"))
-    with ModelSource(open_source(at.folder)) as source:
+    opened = open_source(at.folder)
+    refuse_pooled(opened, "calibrating needs the logits of a language model")
+    with ModelSource(opened) as source:
         plan = make_plan(source, recipe, settings.ignore, settings.kv)
         for line in plan.lines(source):
             progress.note(line)

@@ -68,6 +68,7 @@ def source_hashes(source: Path, root: Path) -> dict[str, str]:
     """
     files = sorted(p for p in source.iterdir() if p.suffix in _SUFFIXES and p.name not in _NOT_SOURCE and p.is_file())
     files += sorted((source / "additional_chat_templates").glob("*.jinja"))
+    files += sorted(source.glob("*_Pooling/config.json"))
     memo_file = root / "hashes.json"
     memo = _read_memo(memo_file)
     stats = {p: _identity(p) for p in files}

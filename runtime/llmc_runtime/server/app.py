@@ -222,8 +222,9 @@ class Endpoints(Endpoint):
         return Response(self._description, media_type="application/json")
 
     def _model(self, name: str) -> dict[str, Any]:
-        config = self.serving.llm.config
+        config, pooling = self.serving.llm.config, self.serving.llm.pooling
+        segments = 1 if pooling is None else pooling.segments
         return {
             "id": name, "object": "model", "created": self.serving.created, "owned_by": "llmc", "root": name,
-            "parent": None, "max_model_len": config.max_model_len, "vocab_size": config.vocab_size,
+            "parent": None, "max_model_len": config.max_model_len, "vocab_size": config.vocab_size // segments,
         }  # fmt: skip

@@ -24,7 +24,7 @@ def reserve(serving: Serving, call: Call, count: int) -> None:
     Raises the ApiErrors of Admission.reserve. The caller releases the call's hold if `run` is not reached.
     """
     remaining = math.inf if call.hold.remaining is None else call.hold.remaining
-    call.hold.slot = serving.admission.reserve(min(count, MAX_OPEN), count, 0, call.key, remaining)
+    call.hold.slot = serving.admission.reserve(_open(serving, count), count, 0, call.key, remaining)
 
 
 async def run(serving: Serving, prompts: Sequence[Prompt], priority: int, salt: str, call: Call) -> list[RequestOutput]:
@@ -49,12 +49,15 @@ async def run(serving: Serving, prompts: Sequence[Prompt], priority: int, salt: 
     try:
         slot.resize(sum(len(prompt.ids) for prompt in prompts), 0)
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(min(MAX_OPEN, len(prompts))):
+            for _ in range(_open(serving, len(prompts))):
                 tasks.create_task(work())
-    except* ApiError as group:
+    except ExceptionGroup as group:
         error = _first(group)
-        record.fail(error.code)
+        record.fail(error.code if isinstance(error, ApiError) else None)
         raise error from None
+    except ApiError as error:
+        record.fail(error.code)
+        raise
     finally:
         call.hold.release()
     return [output for output in outputs if output is not None]
@@ -69,10 +72,15 @@ async def _one(serving: Serving, prompt: Prompt, name: str, priority: int, salt:
         return await anext(items)
 
 
-def _first(group: BaseExceptionGroup[ApiError]) -> ApiError:
+def _open(serving: Serving, count: int) -> int:
+    """Return how many of `count` prompts wait or run at a time: what the queue takes, also of one key."""
+    admission = serving.admission
+    return min(count, MAX_OPEN, admission.sequences, admission.per_key or MAX_OPEN)
+
+
+def _first(group: ExceptionGroup[Exception]) -> Exception:
     """Return the first error of a group."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
+    error: Exception = group
+    while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
-    assert isinstance(error, ApiError)
     return error
