@@ -48,7 +48,7 @@ def refused(grammars: Grammars, wanted: StructuredOutputsParams, tenant: str = "
 def host_of(grammars: Grammars) -> psutil.Process:
     """Its host process."""
     assert grammars._workers._host is not None
-    return psutil.Process(grammars._workers._host._process.pid)
+    return psutil.Process(grammars._workers._host.process.pid)
 
 
 def workers_of(grammars: Grammars) -> list[psutil.Process]:

@@ -136,7 +136,7 @@ def test_they_may_stand_in_the_file_too(tmp_path: Path) -> None:
     file = config(tmp_path, "enforce_eager: true\nasync-scheduling: false\nswap-space: 4\n")
     lines = check_ignored(read(["m", "--config", file]).args.ignored_flags)
     assert [line.split()[0] for line in lines] == ["--enforce-eager", "--swap-space"]
-    file = config(tmp_path, "tensor-parallel-size: 2\n")
+    file = config(tmp_path, "pipeline-parallel-size: 2\n")
     with pytest.raises(LlmcError):
         check_ignored(read(["m", "--config", file]).args.ignored_flags)
 
