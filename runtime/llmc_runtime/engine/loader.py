@@ -123,7 +123,8 @@ def speculation_of(option: Any, compiled: int, rows: int = 0) -> SpeculationConf
     if not compiled or (number or 1) > compiled:
         limit = f"at most {compiled} drafted tokens" if compiled else "no drafted tokens"
         cause = f"speculate asks for {number or 'some'} drafted tokens; the artifact was compiled for {limit}"
-        remedy = f"compile again with --speculate {number or DRAFTED}, or start without speculation"
+        draft = "--draft MODEL " if option["method"] == DRAFT_MODEL and not rows else ""
+        remedy = f"compile again with {draft}--speculate {number or DRAFTED}, or start without speculation"
         raise LlmcError("E204", cause, f"use up to {compiled}, or {remedy}" if compiled else remedy)
     if option["method"] == DRAFT_MODEL:
         if not rows:
