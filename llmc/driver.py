@@ -237,9 +237,12 @@ class Compilation:
     def trace(self, untied: Collection[str] = ()) -> Any:
         """Trace the model into IR, with limits and dtype applied; `untied` as in `trace_model.trace`.
 
-        Raises LlmcError E640 without torch.
+        Raises LlmcError E640 without torch, Diagnostic E501 without the compiler of the target's first language.
         """
+        from llmc.codegen.toolchain import Toolset
+
         require_compiler()
+        Toolset(self.target, self.registry.toolchains).of(self.target.languages[0])  # build needs it after the passes
         self.console.begin("trace", f"{self.model.name} (imports torch and transformers)")
         from llmc.frontend.checkpoint import check_shapes
         from llmc.frontend.trace_model import trace
