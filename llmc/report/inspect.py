@@ -136,13 +136,14 @@ def render(data: Mapping[str, Any]) -> str:
     features = f" ({len(target['features'])} features)" if target["features"] else ""
     arena = max(mem["arena_bytes"].values(), default=0)
     part = f", ONLY {source['part']}" if source["part"] else ""
+    files = data["weights"]["files"]
     lines = [
         f"{data['artifact']}: {source['name']}{revision}{part}, {size_text(data['bytes'])}, "
         f"digest {data['digest'][:16]}",
         f"  compiled by {data['compiler']}, format {data['format']}, for {target['name']}{features}",
         f"  limits    {limits['max_model_len']} tokens per sequence, {limits['max_num_seqs']} sequences, "
         f"{limits['max_num_batched_tokens']} tokens per step; vocabulary {data['vocab_size']}",
-        f"  weights   {data['weights']['mode']}, {size_text(mem['weights_bytes'])} in {data['weights']['files']} files",
+        f"  weights   {data['weights']['mode']}, {size_text(mem['weights_bytes'])} in {files} file{'s' * (files != 1)}",
         f"  memory    arena {size_text(arena)}, states {size_text(sum(mem['state_bytes'].values()))}, plus the KV pool",
         f"  KV pool   {size_text(kv['bytes'])}: {kv['tokens']} tokens in {kv['pages']} pages of {kv['page_size']} "
         f"({kv['dtype']}, {kv['layers']} layers, {size_text(kv['bytes_per_token'])} per token), "
