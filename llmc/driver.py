@@ -17,6 +17,7 @@ from llmc_runtime.format.expr import parse as parse_size
 from llmc_runtime.format.manifest import Limits, Manifest, Source, State, TargetInfo
 from llmc_runtime.format.size_text import size_text
 
+from llmc.codegen.toolchain import Toolset, installed
 from llmc.console import Console, Quiet, Summary
 from llmc.diagnostics import Diagnostic
 from llmc.draft_model import DraftSource, add_draft, with_draft
@@ -127,8 +128,6 @@ def locate_model(model: str | Path, o: Options, registry: Registry, console: Con
 
 
 def _key_options(o: Options, target: Target, origin: Located, toolchains: Mapping[str, Any]) -> Mapping[str, Any]:
-    from llmc.codegen.toolchain import installed
-
     facts = {"features": sorted(target.features), "arch": target.arch, "tools": installed(target, toolchains)}
     facts["origin"] = [origin.name, origin.commit]
     return {**o.recorded(), **facts, "tuning": o.tuning.read_text() if o.tuning else ""}
@@ -239,8 +238,6 @@ class Compilation:
 
         Raises LlmcError E640 without torch, Diagnostic E501 without the compiler of the target's first language.
         """
-        from llmc.codegen.toolchain import Toolset
-
         require_compiler()
         Toolset(self.target, self.registry.toolchains).of(self.target.languages[0])  # build needs it after the passes
         self.console.begin("trace", f"{self.model.name} (imports torch and transformers)")
