@@ -81,7 +81,7 @@ class Console:
         self.shown = now
         left = (now - started) * (of - done) / (done - before) if done > before else 0.0
         rest = f", {left:.0f} s left" if now - started > MIN_SECONDS and left >= 1 else ""
-        text = f"  {name}: {_amount(done, unit)} of {_amount(of, unit)}{rest}"
+        text = f"  {name}: {_amount(done, unit if unit == 'B' else '')} of {_amount(of, unit)}{rest}"
         self._write(text if self.live else f"{text}\n")
 
     def _write(self, text: str) -> None:

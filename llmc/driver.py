@@ -16,6 +16,7 @@ from llmc_runtime.format.errors import require_compiler
 from llmc_runtime.format.manifest import Limits, Manifest, Source, TargetInfo
 from llmc_runtime.format.size_text import size_text
 
+from llmc.codegen.toolchain import Toolset, installed
 from llmc.console import Console, Quiet, Summary
 from llmc.diagnostics import Diagnostic
 from llmc.draft_head import head_of
@@ -97,7 +98,9 @@ def start(model: str | Path, output: Path, options: Options, force: bool, consol
 
     console.begin("open", str(model))
     registry = load()
-    target = deterministic(registry.target(options.target), options)
+    target = registry.target(options.target)
+    if options.deterministic:
+        target = deterministic(target, options.speculate)
     limited = with_limits(options, target)
     if limited.tuning:
         read_records(limited.tuning)  # report a malformed file before any work is done
@@ -131,8 +134,6 @@ def locate_model(model: str | Path, o: Options, registry: Registry, console: Con
 
 
 def _key_options(o: Options, target: Target, origin: Located, toolchains: Mapping[str, Any]) -> Mapping[str, Any]:
-    from llmc.codegen.toolchain import installed
-
     facts = {"features": sorted(target.features), "arch": target.arch, "tools": installed(target, toolchains)}
     facts["origin"] = [origin.name, origin.commit]
     return {**o.recorded(), **facts, "tuning": o.tuning.read_text() if o.tuning else ""}
@@ -243,9 +244,10 @@ class Compilation:
     def trace(self, untied: Collection[str] = ()) -> Any:
         """Trace the model into IR, with limits and dtype applied; `untied` as in `trace_model.trace`.
 
-        Raises LlmcError E640 without torch.
+        Raises LlmcError E640 without torch, Diagnostic E501 without the compiler of the target's first language.
         """
         require_compiler()
+        Toolset(self.target, self.registry.toolchains).of(self.target.languages[0])  # build needs it after the passes
         self.console.begin("trace", f"{self.model.name} (imports torch and transformers)")
         from llmc.frontend.checkpoint import check_shapes
         from llmc.frontend.trace_model import trace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from llmc_runtime.command_parser import CommandParser
 from llmc_runtime.format.nearest import did_you_mean, nearest
 
 from llmc.cli import main
@@ -30,6 +31,14 @@ def test_misspelt_words_end_with_2_and_the_nearest(words: str, said: str, capsys
         raise SystemExit(main(words.split()))
     assert end.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_suggestions_are_whole_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Help wraps lines after a hyphen; a part of a flag is not suggested."""
+    monkeypatch.setenv("COLUMNS", "80")
+    parser = CommandParser("x")
+    parser.add_argument("--no-verify", help="check hashes at startup, unless switched off (--no-verify: do not check)")
+    assert parser.flags() == ["--help", "--no-verify", "-h"]
 
 
 @pytest.mark.parametrize(

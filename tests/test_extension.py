@@ -51,7 +51,7 @@ def test_a_pass_is_there_when_its_package_is(tmp_path: Path) -> None:
     done = llmc(tmp_path, "opt", file, "-p", "norm-last", "--explain", "--check")
     assert "rms_norm(%0, %w) {eps=1e-05} : bf16[R, 64]  // model.norm" in done.stdout
     assert "miss: norm-last: take at permuted: no row is left out" in done.stdout
-    assert "check: @last: 1 outputs agree" in done.stdout
+    assert "check: @last: 1 output agrees" in done.stdout
     assert "norm-last" in llmc(tmp_path, "passes").stdout
 
 

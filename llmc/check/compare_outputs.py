@@ -47,7 +47,8 @@ class Compared:
     rounding: Rounding | None = None
 
     def __str__(self) -> str:
-        text = f"@{self.graph}: {self.outputs} outputs agree, the largest difference is {self.worst:.1e}"
+        counted = "1 output agrees" if self.outputs == 1 else f"{self.outputs} outputs agree"
+        text = f"@{self.graph}: {counted}, the largest difference is {self.worst:.1e}"
         if self.rounding is None:
             return text
         r = self.rounding

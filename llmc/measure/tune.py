@@ -110,6 +110,9 @@ def tune(
         if settings.kernels and not work:
             cause = f"no node that has a choice can be run by {', '.join(settings.kernels)} on {target.name}"
             raise Diagnostic("E433", cause, "name kernels of the target, or leave --kernels out")
+        if not work:
+            cause = f"every node of {source} has a single candidate on {target.name}, so there is nothing to choose"
+            raise Diagnostic("E433", cause, "add --all to measure them, or leave the artifact as it is")
         settings.progress(f"measuring {len(work)} nodes with {sum(len(w.candidates) for w in work)} candidates")
         _measure(work, m, timer, output, settings, tuned)
     return tuned

@@ -143,6 +143,7 @@ def render(data: Mapping[str, Any]) -> str:
     """Format the data of `inspect_artifact` as text."""
     source, target, limits, kv, mem = (data[k] for k in ("source", "target", "limits", "kv", "memory"))
     weights = data["weights"]
+    files = weights["files"]
     revision = f" @ {source['revision'][:12]}" if source["revision"] else ""
     features = f" ({len(target['features'])} features)" if target["features"] else ""
     arena = max(mem["arena_bytes"].values(), default=0)
@@ -153,7 +154,7 @@ def render(data: Mapping[str, Any]) -> str:
         f"  compiled by {data['compiler']}, format {data['format']}, for {target['name']}{features}",
         f"  limits    {limits['max_model_len']} tokens per sequence, {limits['max_num_seqs']} sequences, "
         f"{limits['max_num_batched_tokens']} tokens per step; vocabulary {data['vocab_size']}",
-        f"  weights   {weights['mode']}, {size_text(weights['bytes'])} in {weights['files']} files",
+        f"  weights   {weights['mode']}, {size_text(weights['bytes'])} in {files} file{'s' * (files != 1)}",
         f"  memory    arena {size_text(arena)}, states {size_text(sum(mem['state_bytes'].values()))}, plus the KV pool",
         f"  KV pool   {size_text(kv['bytes'])}: {kv['tokens']} tokens in {kv['pages']} pages of {kv['page_size']} "
         f"({kv['dtype']}, {kv['layers']} layers, {size_text(kv['bytes_per_token'])} per token), "

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from llmc.diagnostics import Diagnostic
-from llmc.options import Options
 from llmc.targets.target import Target
 
 GPUS = ("sm_80", "sm_90")  # whose matrix instructions `Kernel.order` of the Triton kernels knows
@@ -13,19 +12,17 @@ GPUS = ("sm_80", "sm_90")  # whose matrix instructions `Kernel.order` of the Tri
 BY_TOKENS = ("fuse-norm-linear", "split-single", "split-kv", "fuse-norm-quantized")
 
 
-def deterministic(target: Target, o: Options) -> Target:
-    """Return the target as it is, or with --deterministic for deterministic kernels.
+def deterministic(target: Target, speculate: int) -> Target:
+    """Return the target with deterministic kernels, for steps that verify up to `speculate` drafts per row.
 
-    Raises Diagnostic E512 if the target, or the options with it, have none.
+    Raises Diagnostic E512 if it has none.
     """
-    if not o.deterministic:
-        return target
     if target.family == "cpu":
         return replace(target, deterministic=True, flags=(*target.flags, "-ffp-contract=off"))
     if target.arch not in GPUS:
         cause = f"--deterministic is not supported for {target.name}: the sums of its matrix instructions are not known"
         raise Diagnostic("E512", cause, f"use a CPU target, or --target cuda:{GPUS[-1]}")
-    if o.speculate:
+    if speculate:
         cause = f"--deterministic with --speculate is not supported for {target.name}: sampling there has other sums"
         raise Diagnostic("E512", cause, "leave out --speculate and --draft, or use a CPU target")
     without = "".join(f", without {name}" for name in BY_TOKENS if name in target.pipeline)

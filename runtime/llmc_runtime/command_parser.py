@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from llmc_runtime.format.nearest import nearest
 
-_FLAG = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*")
+_FLAG = re.compile(r"(?<![\w-])--?[A-Za-z](?:[\w-]*\w)?(?![\w-])")
 _CHOICES = re.compile(r"invalid choice: '(?P<name>.*?)' \(choose from (?P<known>.*)\)$", re.S)
 _UNKNOWN = re.compile(r"unrecognized arguments: (?P<name>-[^\s=]*)")
 

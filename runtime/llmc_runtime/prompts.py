@@ -49,7 +49,7 @@ def as_prompts(prompts: Any, tokenizer: Tokenizer | None) -> list[Prompt]:
     if _is_single(prompts):
         return [as_prompt(prompts, tokenizer)]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray | range):
-        raise LlmcError("E625", f"prompts is a {type(prompts).__name__}", _FORMS)
+        raise LlmcError("E625", f"prompts has the type {type(prompts).__name__}", _FORMS)
     out = []
     for i, prompt in enumerate(prompts):
         try:
@@ -74,7 +74,7 @@ def as_prompt(prompt: Any, tokenizer: Tokenizer | None) -> Prompt:
         return Prompt(tokenizer.encode(prompt), prompt)
     if _is_array(prompt):
         return Prompt(_ids(prompt))
-    raise LlmcError("E625", f"a prompt is a {type(prompt).__name__}", _FORMS)
+    raise LlmcError("E625", f"a prompt has the type {type(prompt).__name__}", _FORMS)
 
 
 def _is_array(value: Any) -> bool:

@@ -9,9 +9,10 @@ from types import MappingProxyType
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.program import DRAFT_MODEL, EAGLE
 from llmc_runtime.format.row_abi import MAX_DRAFTS
 
-NGRAM, DRAFT_MODEL, EAGLE, OFF = "ngram", "draft_model", "eagle3", "off"
+NGRAM, OFF = "ngram", "off"
 SHORT: Mapping[str, str] = MappingProxyType({"draft": DRAFT_MODEL, "eagle": EAGLE})  # names of METHOD[:K] that differ
 TOKENS, LOW, HIGH = "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"
 DEFAULTS: Mapping[str, int] = MappingProxyType({LOW: 3, HIGH: 5})  # lengths of suffixes in tokens

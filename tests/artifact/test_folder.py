@@ -180,6 +180,9 @@ def test_no_manifest_is_an_incomplete_artifact(toy: Path, tmp_path: Path) -> Non
     (toy / "manifest.json").unlink()
     assert "is incomplete: it has no manifest.json" in refused(toy, "E101").cause
     (tmp_path / "empty").mkdir()
+    (toy / "config.json").write_text("{}")
+    error = refused(toy, "E101")
+    assert "is a Hugging Face folder, not an artifact" in error.cause and "llmc compile" in error.remedy
     assert "is an empty folder" in refused(tmp_path / "empty", "E101").cause
     assert "does not exist" in refused(tmp_path / "nothing", "E101").cause
     (tmp_path / "file").write_text("x")

@@ -87,6 +87,8 @@ def test_a_model_is_tuned_within_its_limit(tmp_path: Path) -> None:
         tuning.tune(tmp_path / "model.llmc", out, tuning.Settings(kernels=("cpu/row",)))
     with pytest.raises(Diagnostic, match=r"no node .* by triton/gemm_tma on cpu:"):
         tuning.tune(tmp_path / "model.llmc", out, tuning.Settings(kernels=("triton/gemm_tma",)))
+    with pytest.raises(Diagnostic, match=r"E433.*single candidate on cpu:native.*\n.*--all"):
+        tuning.tune(tmp_path / "model.llmc", tmp_path / "none.jsonl", replace(settings, every=False))
     assert Tuning.load(out).records
 
 

@@ -12,6 +12,8 @@ from report.conftest import Made
 
 from llmc.artifact.cost_report import weight_bytes
 from llmc.cli import main
+from llmc.codegen.toolchain import Toolchain, Toolset
+from llmc.diagnostics import Diagnostic
 from llmc.dry_run import render
 from llmc.report.open_artifact import open_artifact
 
@@ -42,6 +44,18 @@ def test_the_plan_is_the_artifact(made: Made, tmp_path: Path, monkeypatch: pytes
     assert plan["model"]["max_model_len"] == limits.max_model_len and plan["model"]["layers"] == 2
     assert plan["kv"]["bytes_per_token"] == a.manifest.kv.bytes_per_page // a.manifest.kv.page_size
     assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_compiler_is_reported_before_the_trace(
+    made: Made, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(self: Toolset, language: str) -> Toolchain:
+        raise Diagnostic("E501", "not installed")
+
+    monkeypatch.setattr(Toolset, "of", missing)
+    monkeypatch.setattr("llmc.frontend.trace_model.trace", lambda *args: pytest.fail("the model was traced"))
+    assert main(["compile", str(made.model), "--dry-run"], io.StringIO()) == 3
+    assert "E501" in capsys.readouterr().err
 
 
 def test_whether_it_fits_and_what_would(made: Made) -> None:

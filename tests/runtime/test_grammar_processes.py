@@ -98,9 +98,14 @@ def test_a_bomb_is_refused_and_remembered_and_others_go_on(
 
 
 def test_wrong_grammars_are_refused_in_words(grammars: Grammars) -> None:
-    assert "regex is refused" in refused(grammars, regex("(((")).cause
+    error = refused(grammars, regex("((("))
+    assert "regex is refused" in error.cause and error.cause.endswith("unclosed group")
     assert refused(grammars, StructuredOutputsParams(json={"type": "nothing"})).code == "E651"
     assert refused(grammars, StructuredOutputsParams(json="[1]")).code == "E651"
+    assert (
+        "structural_tag is refused: it is not JSON"
+        in refused(grammars, StructuredOutputsParams(structural_tag="<f>")).cause
+    )
 
 
 def test_one_tenant_has_its_lane_and_no_more(grammars: Grammars) -> None:

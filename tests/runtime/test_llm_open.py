@@ -63,6 +63,14 @@ def test_a_caller_may_ask_for_less_than_was_compiled_and_not_for_more(toy: Path)
 
 
 @pytest.mark.parametrize(
+    ("method", "option"), [("ngram:3", "--speculate 3"), ("draft:3", "--draft MODEL --speculate 3")]
+)
+def test_an_artifact_without_drafts_says_how_to_compile_one(toy: Path, method: str, option: str) -> None:
+    with pytest.raises(LlmcError, match=f"E204.*\n.*compile again with {option}, or start without"):
+        quiet(toy, speculate=method)
+
+
+@pytest.mark.parametrize(
     ("options", "code"),
     [
         ({"threads": 0}, "E201"), ({"threads": -1}, "E201"), ({"threads": "2"}, "E201"), ({"threads": 1.5}, "E201"),

@@ -53,7 +53,8 @@ def test_whole_numbers_may_be_written_as_floats(server: Served) -> None:
 
 def test_no_name_of_a_model_is_the_first_one(server: Served) -> None:
     assert ask(server, prompt="x", model="", **FIXED)["model"] == "toy"
-    assert ask(server, prompt="x", model=" ", **FIXED)["code"] == "model_not_found"
+    unknown = ask(server, prompt="x", model=" ", **FIXED)
+    assert unknown["code"] == "model_not_found" and unknown["message"].endswith("Try: toy, other")
 
 
 def test_contents_that_are_not_there_are_empty(server: Served) -> None:

@@ -21,10 +21,11 @@ from llmc_runtime.exec.canary import require
 from llmc_runtime.exec.load_executor import make_executor, release, start_ranks
 from llmc_runtime.exec.rank_group import RankGroup
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.program import DRAFT_MODEL, EAGLE
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.sched.speculation import SpeculationConfig
-from llmc_runtime.speculate_option import DRAFT_MODEL, DRAFTED, EAGLE, HIGH, LOW, NGRAM, TOKENS
+from llmc_runtime.speculate_option import DRAFTED, HIGH, LOW, NGRAM, TOKENS
 from llmc_runtime.trace import Trace, attach_trace
 
 # Methods for which an artifact has programs: what drafts, and the argument of --draft.
@@ -136,7 +137,8 @@ def speculation_of(option: Any, compiled: int, rows: int = 0, method: str = "") 
     if not compiled or (number or 1) > compiled:
         limit = f"at most {compiled} drafted tokens" if compiled else "no drafted tokens"
         cause = f"speculate asks for {number or 'some'} drafted tokens; the artifact was compiled for {limit}"
-        remedy = f"compile again with --speculate {number or DRAFTED}, or start without speculation"
+        draft = "--draft MODEL " if option["method"] == DRAFT_MODEL and not rows else ""
+        remedy = f"compile again with {draft}--speculate {number or DRAFTED}, or start without speculation"
         raise LlmcError("E204", cause, f"use up to {compiled}, or {remedy}" if compiled else remedy)
     if option["method"] != NGRAM:
         if option["method"] != method:

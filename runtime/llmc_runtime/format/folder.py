@@ -89,6 +89,9 @@ class Folder:
     def manifest(self) -> Manifest:
         """Load the manifest; raise LlmcError E101 if there is none, and the errors of `Manifest.load`."""
         if not (self.root / NAME).exists():
+            if (self.root / "config.json").exists():
+                cause = f"{self.root} is a Hugging Face folder, not an artifact"
+                raise LlmcError("E101", cause, f"compile it: llmc compile {self.root} -o model.llmc")
             inside = any(self.root.iterdir())
             cause = f"{self.root} is incomplete: it has no {NAME}" if inside else f"{self.root} is an empty folder"
             raise LlmcError(

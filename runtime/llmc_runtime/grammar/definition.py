@@ -55,6 +55,8 @@ def compile_matcher(llguidance: Any, vocabulary: Any, definition: Definition) ->
     """Compile the grammar into an LLMatcher at the start of the text. Raises Refused."""
     try:
         text = _llguidance_text(llguidance, vocabulary, definition)
+    except json.JSONDecodeError as e:
+        raise Refused(f"it is not JSON: {e}") from None
     except (ValueError, RecursionError, AttributeError, TypeError) as e:  # such as a schema that is not an object
         raise Refused(first_line(str(e))) from None
     limits = llguidance.LLParserLimits(**PARSER_LIMITS)
@@ -118,6 +120,12 @@ def _close(schema: Any) -> None:
 
 
 def first_line(text: str) -> str:
-    """Return the first nonempty line of an error message, cut to 200 characters."""
+    """Return the first nonempty line of an error message, cut to 200 characters.
+
+    If it ends with a colon, the line with the reason ("error: unclosed group") is added.
+    """
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    return lines[0][:200] if lines else ""
+    if not lines:
+        return ""
+    reasons = [line.removeprefix("error:") for line in lines if line.startswith("error:")]
+    return (lines[0] + reasons[0] if lines[0].endswith(":") and reasons else lines[0])[:200]

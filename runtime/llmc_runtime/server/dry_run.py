@@ -70,7 +70,8 @@ def render(report: Mapping[str, Any]) -> str:
         if report["data_parallel_size"] > 1:
             lines.append(f"  engines   {report['data_parallel_size']}, each with this KV cache and these limits")
     server = report["server"]
-    keys = f"{server['api_keys']} API keys (for {server['api_key_scope']}), {server['admin_keys']} admin keys"
+    scope = f" (for {server['api_key_scope']})" if server["api_keys"] else ""
+    keys = f"{_count(server['api_keys'], 'API key')}{scope}, {_count(server['admin_keys'], 'admin key')}"
     fits = {True: "yes", False: "NO", None: "unknown"}[report["fits"]]
     return "\n".join(
         [
@@ -82,6 +83,10 @@ def render(report: Mapping[str, Any]) -> str:
             f"  fits      {fits}" + (f": {report['why']}" if report["why"] else ""),
         ]
     )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _artifact(artifact: Artifact, options: Options) -> dict[str, Any]:

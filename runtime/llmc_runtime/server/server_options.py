@@ -198,7 +198,7 @@ class Options:
     log_level: str = _logs("info", "minimum level of log lines on stderr (info)", choices=LOG_LEVELS)
     log_format: str = _logs("text", "format of log lines on stderr (text)", choices=("text", "json"))
     access_log: bool = _logs(
-        True, "log one line per request (--disable-access-log: no lines)",
+        True, "do not log a line for each request",
         flags=("--disable-access-log", "--disable-uvicorn-access-log"), read=None,
     )  # fmt: skip
     log_requests: bool = _logs(

@@ -179,13 +179,16 @@ def checked_messages(messages: Any) -> Sequence[Message]:
     """
     remedy = 'pass a list like [{"role": "user", "content": "Hello"}]'
     if not isinstance(messages, (list, tuple)) or not messages:
-        kind = "an empty list" if isinstance(messages, (list, tuple)) else type(messages).__name__
-        raise LlmcError("E631", f"messages is {kind}", remedy)
+        empty = isinstance(messages, (list, tuple))
+        cause = "messages is an empty list" if empty else f"messages has the type {type(messages).__name__}"
+        raise LlmcError("E631", cause, remedy)
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise LlmcError("E631", f'message {i} is not a dict with a "role"', remedy)
         if not isinstance(message.get("content"), (str, list, tuple, type(None))):
-            raise LlmcError("E631", f"the content of message {i} is a {type(message['content']).__name__}", remedy)
+            raise LlmcError(
+                "E631", f"the content of message {i} has the type {type(message['content']).__name__}", remedy
+            )
     return messages
 
 
