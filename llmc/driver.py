@@ -252,17 +252,11 @@ class Compilation:
         dtype = dict(DTYPES).get(self.options.dtype)
         o = self.options
         traced = trace(
-            self.model,
-            dtype,
-            o.max_model_len,
-            self.tokens,
-            self.rows,
-            o.layers,
-            SUBSTITUTE_DTYPES.get(self.target.family, {}),
-            untied,
+            self.model, dtype, o.max_model_len, self.tokens, self.rows, o.layers,
+            SUBSTITUTE_DTYPES.get(self.target.family, {}), untied,
             partial(check_shapes, folder=self.model) if self.shapes_known else None,
             self.head.aux_layers if self.head else lambda total: (),
-        )
+        )  # fmt: skip
         if not dtype and traced.facts.dtype != traced.facts.stored_dtype:
             self.note("the checkpoint is float16, compiled as bfloat16; --dtype float32 keeps every bit")
         if o.max_model_len is None and traced.facts.max_positions > MAX_LEN:

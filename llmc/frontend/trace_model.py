@@ -113,10 +113,8 @@ def trace(
         raise Diagnostic("E302", f"dtype {dtype!r} is not one of {', '.join(FLOATS)}", "choose one with --dtype")
     longest = _longest(source, text, max_positions)
     eos, _, _ = (_ids(source, text, f"{role}_token_id") for role in ("eos", "bos", "pad"))  # checks all three
-    numbers = handed(int(text.num_hidden_layers))
-    exported = export.export_model(
-        config, dtype, longest, max_tokens, max_rows, untied, check or export.accept, numbers
-    )
+    numbers, check = handed(int(text.num_hidden_layers)), check or export.accept
+    exported = export.export_model(config, dtype, longest, max_tokens, max_rows, untied, check, numbers)
     converted = convert.convert(exported)
     check_token_mixing.check_tokens(converted.module.graphs["main"], type(exported.model).__name__)
     facts = Facts(
@@ -130,11 +128,8 @@ def trace(
         heads=tuple(_heads(converted.module)),
         layers=cut,
     )
-    weights = {
-        v.name: WeightInfo(v.name, v.type, v.name.rpartition(".")[0])
-        for v in converted.module.graphs["main"].inputs
-        if v.weight
-    }
+    inputs = converted.module.graphs["main"].inputs
+    weights = {v.name: WeightInfo(v.name, v.type, v.name.rpartition(".")[0]) for v in inputs if v.weight}
     tied = MappingProxyType(dict(converted.tied))
     return Traced(source, converted.module, facts, MappingProxyType(weights), exported.buffers, tied, exported.model)
 
