@@ -134,11 +134,8 @@ def trace(
         layers=cut,
         pooling=_pooling(pooled, converted.module, text),
     )
-    weights = {
-        v.name: WeightInfo(v.name, v.type, v.name.rpartition(".")[0])
-        for v in converted.module.graphs["main"].inputs
-        if v.weight
-    }
+    inputs = converted.module.graphs["main"].inputs
+    weights = {v.name: WeightInfo(v.name, v.type, v.name.rpartition(".")[0]) for v in inputs if v.weight}
     tied = MappingProxyType(dict(converted.tied))
     return Traced(source, converted.module, facts, MappingProxyType(weights), exported.buffers, tied, exported.model)
 

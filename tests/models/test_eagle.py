@@ -163,9 +163,9 @@ def test_refused(tmp_path: Path) -> None:
         with pytest.raises(LlmcError, match=text) as caught:
             compile_model(tmp_path / "model", tmp_path / "wrong.llmc", options)
         assert caught.value.code == "E360" and not (tmp_path / "wrong.llmc").exists()
-    for method, compiled in (("eagle3", "draft_model"), ("draft_model", "eagle3")):
+    for method, rows, head in (("eagle3", 4, False), ("draft_model", 4, True), ("eagle3", 0, False)):
         with pytest.raises(LlmcError, match="the artifact has none") as caught:
-            speculation_of({"method": method, "num_speculative_tokens": 2}, 4, 4, compiled)
+            speculation_of({"method": method, "num_speculative_tokens": 2}, 4, rows, head)
         assert caught.value.code == "E206"
 
 

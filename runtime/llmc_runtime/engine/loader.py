@@ -103,7 +103,7 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
             prefix_caching=options.enable_prefix_caching and not (pooling and pooling.whole),
             context=artifact.digest,
             speculation=speculation_of(
-                options.speculate, executor.max_drafts, executor.draft_model.max_rows, executor.draft_model.method
+                options.speculate, executor.max_drafts, executor.draft_model.max_rows, executor.draft_model.is_head
             ),
             max_num_logits=executor.max_entries,
             pooling=pooling,
@@ -124,11 +124,11 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
     return Opened(engine, summary, executor.close, stages, trace, group)
 
 
-def speculation_of(option: Any, compiled: int, rows: int = 0, method: str = "") -> SpeculationConfig | None:
+def speculation_of(option: Any, compiled: int, rows: int = 0, head: bool = False) -> SpeculationConfig | None:
     """Return how tokens are drafted, from the normal form of the option `speculate`.
 
-    `rows` is the maximum number of rows for which the artifact's draft model or head drafts, and `method` which of the
-    two it has; 0 and "" if none. Raises LlmcError E204 if the artifact verifies at most `compiled` drafted tokens, and
+    `rows` is the maximum number of rows for which the artifact's draft model or, if `head`, its head drafts; 0 without
+    one. Raises LlmcError E204 if the artifact verifies at most `compiled` drafted tokens, and
     more are requested, and E206 if the method needs a draft model or a head, and the artifact does not have it.
     """
     if option is None:
@@ -141,11 +141,11 @@ def speculation_of(option: Any, compiled: int, rows: int = 0, method: str = "") 
         remedy = f"compile again with {draft}--speculate {number or DRAFTED}, or start without speculation"
         raise LlmcError("E204", cause, f"use up to {compiled}, or {remedy}" if compiled else remedy)
     if option["method"] != NGRAM:
-        if option["method"] != method:
+        if not rows or (option["method"] == EAGLE) != head:
             what, flag = NEEDS[option["method"]]
             cause = f"speculate asks for drafts of {what}, and the artifact has none"
             raise LlmcError("E206", cause, f"compile again with --draft {flag}, or use ngram")
-        return SpeculationConfig(number or compiled, max_rows=rows, head=method == EAGLE)
+        return SpeculationConfig(number or compiled, max_rows=rows, head=head)
     return SpeculationConfig(number or compiled, option[LOW], option[HIGH])
 
 

@@ -33,9 +33,9 @@ class DraftSteps:
         return bool(self._first.bound)
 
     @property
-    def method(self) -> str:
-        """How the artifact drafts by programs of its own, as a value of the option `speculate`; empty if it cannot."""
-        return "" if not self else DRAFT_MODEL if self._fill.bound else EAGLE
+    def is_head(self) -> bool:
+        """Whether they are the programs of a head, which have none that computes KV."""
+        return bool(self) and not self._fill.bound
 
     @property
     def max_rows(self) -> int:
@@ -45,7 +45,7 @@ class DraftSteps:
     @property
     def _begins(self) -> int:
         """The number of tokens of each row by which its first draft is sampled."""
-        return 2 if self.method == DRAFT_MODEL else 1
+        return 1 if self.is_head else 2
 
     def run(self, work: Sequence[Work]) -> None:
         """Compute the KV that the draft model lacks, and draft the tokens that a step's work asks for."""
