@@ -256,8 +256,14 @@ class Compilation:
 
         o, dtype = self.options, dict(DTYPES).get(self.options.dtype)
         traced = trace(
-            self.model, dtype, o.max_model_len, self.tokens, self.rows, o.layers,
-            SUBSTITUTE_DTYPES.get(self.target.family, {}), untied,
+            self.model,
+            dtype,
+            o.max_model_len,
+            self.tokens,
+            self.rows,
+            o.layers,
+            SUBSTITUTE_DTYPES.get(self.target.family, {}),
+            untied,
             partial(check_shapes, folder=self.model) if self.shapes_known else None,
             self.head.aux_layers if self.head else lambda total: (),
             o.task,

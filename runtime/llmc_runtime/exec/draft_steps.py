@@ -9,7 +9,7 @@ from llmc_runtime.device.device import Device
 from llmc_runtime.exec.buffer_layout import Layout
 from llmc_runtime.exec.device_rows import Rows
 from llmc_runtime.exec.entry_points import Bound, EntryPoints
-from llmc_runtime.format.program import DRAFT_MODEL, EAGLE, FILL, FIRST, NEXT
+from llmc_runtime.format.program import FILL, FIRST, NEXT
 from llmc_runtime.sched.step import Work
 
 
