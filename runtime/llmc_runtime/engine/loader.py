@@ -10,7 +10,7 @@ from itertools import pairwise
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.artifact import Artifact, open_artifact
 from llmc_runtime.device.device import Device
@@ -19,7 +19,6 @@ from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.exec.canary import require
 from llmc_runtime.exec.load_executor import make_executor, release, start_ranks
-from llmc_runtime.exec.rank_group import RankGroup
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.program import DRAFT_MODEL, EAGLE
 from llmc_runtime.sched.scheduler import Scheduler
@@ -30,6 +29,9 @@ from llmc_runtime.trace import Trace, attach_trace
 
 # Methods for which an artifact has programs: what drafts, and the argument of --draft.
 NEEDS = MappingProxyType({DRAFT_MODEL: ("a draft model", "MODEL"), EAGLE: ("an EAGLE-3 head", "eagle:PATH")})
+if TYPE_CHECKING:
+    from llmc_runtime.exec.rank_group import RankGroup
+
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,20 @@
-"""Opens an artifact as an executor: on its device, or as a group of ranks."""
+"""Opens an artifact as an executor: on its device, or as a group of ranks.
+
+The modules of ranks are imported if there are several, since they need packages of the extra `serve`.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llmc_runtime.artifact import Artifact, open_artifact
 from llmc_runtime.device.device import Device
 from llmc_runtime.device.open_device import open_device
 from llmc_runtime.exec.executor import Executor
-from llmc_runtime.exec.group_executor import GroupExecutor
-from llmc_runtime.exec.rank_group import RankGroup
+
+if TYPE_CHECKING:
+    from llmc_runtime.exec.rank_group import RankGroup
 
 
 def load_executor(
@@ -37,12 +42,20 @@ def start_ranks(artifact: Artifact, threads: int | None, verify: bool = True) ->
 
     Raises LlmcError E100 if a process cannot be created.
     """
-    return RankGroup(artifact, threads, verify) if artifact.manifest.ranks > 1 else None
+    if artifact.manifest.ranks == 1:
+        return None
+    from llmc_runtime.exec.rank_group import RankGroup
+
+    return RankGroup(artifact, threads, verify)
 
 
 def make_executor(artifact: Artifact, device: Device, group: RankGroup | None, kv_bytes: int | None) -> Executor:
     """Load the artifact onto the device and onto those of the other ranks. Raises the LlmcErrors of `Executor`."""
-    return Executor(artifact, device, kv_bytes) if group is None else GroupExecutor(artifact, device, group, kv_bytes)
+    if group is None:
+        return Executor(artifact, device, kv_bytes)
+    from llmc_runtime.exec.group_executor import GroupExecutor
+
+    return GroupExecutor(artifact, device, group, kv_bytes)
 
 
 def release(device: Device | None, group: RankGroup | None) -> None:
