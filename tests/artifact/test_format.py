@@ -177,7 +177,7 @@ def test_a_newer_minor_version_may_say_more(tmp_path: Path) -> None:
     )
     zero = data.replace(manifest.digest.encode(), b"0" * 64)
     data = zero.replace(b"0" * 64, hashing.sha256(zero).encode(), 1)
-    assert Manifest.load(data).format == (2, 2)
+    assert Manifest.load(data).format == (2, 3)
     with pytest.raises(LlmcError, match="unknown key 'more'"):
         older = zero.replace(b'"minor": 3, "x": 2', b'"minor": 2')
         Manifest.load(older.replace(b"0" * 64, hashing.sha256(older).encode(), 1))
