@@ -190,7 +190,7 @@ def test_no_manifest_is_an_incomplete_artifact(toy: Path, tmp_path: Path) -> Non
 def test_another_format_version(toy: Path, major: int, remedy: str) -> None:
     redigest(toy, '"major": 2', f'"major": {major}')
     error = refused(toy, "E102")
-    assert f"format version {major}.1; this runtime reads version 2" in error.cause and remedy in error.remedy
+    assert f"format version {major}.2; this runtime reads version 2" in error.cause and remedy in error.remedy
 
 
 @pytest.mark.parametrize(
