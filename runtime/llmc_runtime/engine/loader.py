@@ -27,11 +27,11 @@ from llmc_runtime.sched.speculation import SpeculationConfig
 from llmc_runtime.speculate_option import DRAFTED, HIGH, LOW, NGRAM, TOKENS
 from llmc_runtime.trace import Trace, attach_trace
 
-# Methods for which an artifact has programs: what drafts, and the argument of --draft.
-NEEDS = MappingProxyType({DRAFT_MODEL: ("a draft model", "MODEL"), EAGLE: ("an EAGLE-3 head", "eagle:PATH")})
 if TYPE_CHECKING:
     from llmc_runtime.exec.rank_group import RankGroup
 
+# Methods for which an artifact has programs: what drafts, and the argument of --draft.
+NEEDS = MappingProxyType({DRAFT_MODEL: ("a draft model", "MODEL"), EAGLE: ("an EAGLE-3 head", "eagle:PATH")})
 
 
 @dataclass(frozen=True)
