@@ -325,7 +325,7 @@ def test_cheap_checks_come_before_the_trace(
     def traced(*args: object) -> None:
         raise AssertionError("it was traced")
 
-    monkeypatch.setattr("llmc.frontend.export._export", traced)
+    monkeypatch.setattr("llmc.frontend.export.export", traced)
     folder = Path(shutil.copytree(model, tmp_path / "model"))
     if change is not None:
         change(folder)

@@ -79,7 +79,8 @@ def _architecture(source: Source) -> str:
 def _task(source: Source, named: str) -> str:
     if named.endswith(CLASSIFIER):
         return CLASSIFY
-    return EMBED if (source.folder / MODULES).is_file() or named.endswith("Model") else GENERATE
+    bare = named.endswith("Model") and not named.endswith("HeadModel")  # not GPT2LMHeadModel
+    return EMBED if bare or (source.folder / MODULES).is_file() else GENERATE
 
 
 def _embedding(source: Source, encoder: bool) -> PooledModel:

@@ -16,7 +16,7 @@ from llmc.diagnostics import Diagnostic
 
 @pytest.fixture(scope="module")
 def compiled() -> Compiled:
-    _, found = compile_one(("", GOOD, "hip", "gfx942", 64))
+    _, found = compile_one(("", GOOD, "hip", "gfx942", 64, True))
     assert isinstance(found, Compiled)
     return found
 

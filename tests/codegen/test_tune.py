@@ -135,4 +135,4 @@ def test_a_missing_device_is_reported_before_anything_is_compiled(
     """Not even the model is opened: the folder that is named does not exist."""
     code = main(["tune", str(tmp_path / "nowhere"), "-o", str(tmp_path / "t.jsonl"), "--target", "hip:gfx942"])
     output = capsys.readouterr().err
-    assert code == 3 and "E115" in output and "AMD" in output and "nowhere" not in output
+    assert code == 3 and "E115" in output and "ROCm" in output and "nowhere" not in output

@@ -26,6 +26,8 @@ PACKED_FIRST = (
     "pack_nibbles", "packed_nibbles_linear", "pack_fragments", "packed_fragments_linear", "norm_quantized_linear",
     "norm_fragments_linear",
 )  # fmt: skip
+# Of several ranks (tests/codegen/test_collectives.py).
+COLLECTIVES = ("all_reduce", "all_gather")
 # Only in the graph of the stored tensors, which the compiler evaluates (llmc/ir/weight_eval.py), or lowered before.
 DECODING = tuple(op.name for op in quantize.OPS if op.name != "take_columns")
 # Made by passes of the GPU pipelines alone: no CPU kernel runs them (test_triton_*.py).

@@ -185,7 +185,7 @@ def test_the_head_of_the_demonstration_model(tmp_path: Path) -> None:
             outs = llm.generate(["When the morning came, the old man"] * len(params), params, use_tqdm=False)
             found.append([(o.text, list(o.token_ids), o.finish_reason) for r in outs for o in r.outputs])
             drafts, right = accepted(llm)
-            assert right > 0.15 * drafts
+            assert (right > 0.15 * drafts) if speculate else not drafts
             assert llm.engine.scheduler.pool.num_used == 0
     assert found[0] == found[1] == found[2]
     data = inspect_artifact(path)

@@ -49,7 +49,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> InterpretDevice:
         return {key: Compiled(b"not compiled", 32, 0, found) for key, found in boxes.items()}
 
     monkeypatch.setattr(TritonToolchain, "compile", keys_alone)
-    monkeypatch.setattr("llmc_runtime.engine.loader.open_device", lambda artifact, threads, index: device)
+    monkeypatch.setattr("llmc_runtime.engine.loader.open_device", lambda *args, **options: device)
     monkeypatch.setattr(artifacts, "STEPS", STEPS)
     return device
 
@@ -158,7 +158,7 @@ def test_scored_prompts_and_masks(tmp_path: Path, device: InterpretDevice, monke
     for depth in (1, 2):
         made = InterpretDevice()
         made.depth = depth
-        monkeypatch.setattr("llmc_runtime.engine.loader.open_device", lambda artifact, threads, index, made=made: made)
+        monkeypatch.setattr("llmc_runtime.engine.loader.open_device", lambda *args, made=made, **options: made)
         tokens, cut = guided(tmp_path / "model.llmc", [5, 11])
         found.append(tokens)
         assert cut == (depth == 2)

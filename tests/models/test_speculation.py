@@ -193,7 +193,7 @@ def test_refused(demo: Path, tmp_path: Path) -> None:
     for value, code, text in (
         ("ngram:5", "E204", "compiled for at most 4"),
         ("eagle:model", "E201", "eagle:model"),
-        ({"method": "eagle3", "model": "x"}, "E206", "eagle3"),
+        ({"method": "eagle3", "model": "x"}, "E206", "EAGLE-3 head"),
         ({"model": "x", "num_speculative_tokens": 3}, "E206", "draft model, and the artifact has none"),
         ("draft", "E206", "the artifact has none"),
         ("draft:5", "E204", "compiled for at most 4"),

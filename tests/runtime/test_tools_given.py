@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.grammar.definition import close_objects
+from llmc_runtime.grammar.lark_text import lark
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.prompting import ROLES as ROLES_OF_THE_API
@@ -287,7 +288,7 @@ def test_strict_answers_and_strict_calls_have_no_further_properties() -> None:
     for strict in (True, False):
         form = _of_format(ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=schema, strict=strict)))
         assert form is not None
-        grammar = f"start: form\n{form_of(form, 'response_format')}"
+        grammar = f"start: form\n{form_of(form, 'response_format', lark)}"
         assert takes(grammar, '{"a": 1}') and takes(grammar, '{"a":1}') and takes(grammar, '{ "a" : 1 }')
         assert takes(grammar, '{"a": 1, "b": 2}') is not strict
         assert not takes(grammar, '{"a":  1}') and not takes(grammar, '{\n"a": 1}')

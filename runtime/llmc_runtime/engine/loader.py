@@ -28,6 +28,7 @@ from llmc_runtime.speculate_option import DRAFTED, HIGH, LOW, NGRAM, TOKENS
 from llmc_runtime.trace import Trace, attach_trace
 
 if TYPE_CHECKING:
+    from llmc_runtime.exec.executor import Executor
     from llmc_runtime.exec.rank_group import RankGroup
 
 # Methods for which an artifact has programs: what drafts, and the argument of --draft.
@@ -89,27 +90,7 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
         if options.prepare:
             executor.prepare()
             marks.append(("graphs", time.monotonic()))
-        pooling = manifest.pooling
-        ends = dict.fromkeys([*manifest.eos_token_ids, *eos])
-        config = SchedulerConfig(
-            num_pages=executor.capacity.pages,
-            page_size=manifest.kv.page_size,
-            max_model_len=limit_of("max_model_len", options.max_model_len, manifest.limits.max_model_len),
-            max_num_seqs=limit_of("max_num_seqs", options.max_num_seqs, manifest.limits.max_num_seqs),
-            max_num_batched_tokens=limit_of(
-                "max_num_batched_tokens", options.max_num_batched_tokens, manifest.limits.max_num_batched_tokens
-            ),
-            vocab_size=manifest.vocab_size * (pooling.segments if pooling else 1),
-            eos_token_ids=tuple(i for i in ends if 0 <= i < manifest.vocab_size),
-            policy=options.scheduling_policy,
-            prefix_caching=options.enable_prefix_caching and not (pooling and pooling.whole),
-            context=artifact.digest,
-            speculation=speculation_of(
-                options.speculate, executor.max_drafts, executor.draft_model.max_rows, executor.draft_model.is_head
-            ),
-            max_num_logits=executor.max_entries,
-            pooling=pooling,
-        )
+        config = _scheduler_config(artifact, options, executor, eos)
         draw = random.Random(f"{options.seed} {number}" if number else options.seed)
         engine = Engine(Scheduler(config, lambda: draw.getrandbits(64)), executor)
         trace = None if options.trace is None else attach_trace(engine, options.trace)
@@ -124,6 +105,34 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
     summary = ", ".join(filter(None, (part, where, ranks, str(executor.capacity), drafting, device.upload_summary)))
     stages = {name: end - begin for (_, begin), (name, end) in pairwise(marks)}
     return Opened(engine, summary, executor.close, stages, trace, group)
+
+
+def _scheduler_config(
+    artifact: Artifact, options: EngineOptions, executor: Executor, eos: Sequence[int]
+) -> SchedulerConfig:
+    """Return the sizes of the scheduler. Raises LlmcErrors E2xx."""
+    manifest = artifact.manifest
+    pooling = manifest.pooling
+    ends = dict.fromkeys([*manifest.eos_token_ids, *eos])
+    return SchedulerConfig(
+        num_pages=executor.capacity.pages,
+        page_size=manifest.kv.page_size,
+        max_model_len=limit_of("max_model_len", options.max_model_len, manifest.limits.max_model_len),
+        max_num_seqs=limit_of("max_num_seqs", options.max_num_seqs, manifest.limits.max_num_seqs),
+        max_num_batched_tokens=limit_of(
+            "max_num_batched_tokens", options.max_num_batched_tokens, manifest.limits.max_num_batched_tokens
+        ),
+        vocab_size=manifest.vocab_size * (pooling.segments if pooling else 1),
+        eos_token_ids=tuple(i for i in ends if 0 <= i < manifest.vocab_size),
+        policy=options.scheduling_policy,
+        prefix_caching=options.enable_prefix_caching and not (pooling and pooling.whole),
+        context=artifact.digest,
+        speculation=speculation_of(
+            options.speculate, executor.max_drafts, executor.draft_model.max_rows, executor.draft_model.is_head
+        ),
+        max_num_logits=executor.max_entries,
+        pooling=pooling,
+    )
 
 
 def speculation_of(option: Any, compiled: int, rows: int = 0, head: bool = False) -> SpeculationConfig | None:
