@@ -171,7 +171,7 @@ def test_refused(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("eager")
 def test_the_head_of_the_demonstration_model(tmp_path: Path) -> None:
-    """Greedy and sampled texts and several outputs are the same; a fair share of the drafts is accepted."""
+    """Greedy and sampled answers and several outputs are the same; a share of the drafts is accepted."""
     path = tmp_path / "demo.llmc"
     compile_model(DEMO, path, Options(cache=CACHE, draft=f"eagle:{DEMO.parent / 'demo-model-head'}"))
     params = [
@@ -182,10 +182,10 @@ def test_the_head_of_the_demonstration_model(tmp_path: Path) -> None:
     found = []
     for speculate in (None, "eagle", "eagle:2"):
         with LLM(path, say=quiet, speculate=speculate) as llm:
-            outs = llm.generate(["When the morning came, the old man"] * len(params), params, use_tqdm=False)
+            outs = llm.chat([[{"role": "user", "content": "What is a river?"}]] * len(params), params, use_tqdm=False)
             found.append([(o.text, list(o.token_ids), o.finish_reason) for r in outs for o in r.outputs])
             drafts, right = accepted(llm)
-            assert (right > 0.15 * drafts) if speculate else not drafts
+            assert (right > 0.05 * drafts) if speculate else not drafts
             assert llm.engine.scheduler.pool.num_used == 0
     assert found[0] == found[1] == found[2]
     data = inspect_artifact(path)
