@@ -42,4 +42,5 @@ def test_all_ranks_together_are_the_whole_model(case: Case, ranks: int, tmp_path
         assert relative_error(got, want) <= 1e-12
     count = Counter(n.op.name for n in graph.nodes)
     normed = case.model_type == "bitnet"  # norms before the products by rows keep those whole
-    assert (normed or count["all_reduce"] >= count["attention"]) and count["all_gather"] >= 1
+    layers = count["attention"] // (2 if case.model_type == "diffllama" else 1)  # two of its attentions share a product
+    assert (normed or count["all_reduce"] >= layers) and count["all_gather"] >= 1
