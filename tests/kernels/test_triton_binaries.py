@@ -42,7 +42,7 @@ HOPPER = (
 NEWER = {f"triton/{name}": tuple(t for t in TARGETS if has_maps(t)) for name in HOPPER}
 PRIVATE = 64  # bytes of memory of a thread's own: the largest tiles spill a few registers
 VGPRS = 512  # vector registers that a thread can have, accumulation registers among them
-Work = tuple[str, Source, str, str, int]
+Work = tuple[str, Source, str, str, int, bool]
 
 
 def sources(name: str, target: Target, another: Random | None = None) -> Iterator[tuple[str, Source]]:
@@ -67,7 +67,7 @@ def work(every: bool) -> Iterator[tuple[Target, Work]]:
         lucky = rng.choice(able)
         for target in able if every else (lucky,):
             for what, source in sources(name, target, rng if target is lucky else None):
-                yield target, (what, source, target.family, target.arch, target.limits.warp)
+                yield target, (what, source, target.family, target.arch, target.limits.warp, not target.deterministic)
 
 
 def failures(work: Sequence[tuple[Target, Work]]) -> Iterator[str]:
