@@ -154,7 +154,7 @@ def compiled(found: Sequence[Way], target: Target, jobs: int) -> list[Compiled |
     """Return the binary of every schedule, or the error message."""
     limits = target.limits
     triton = [w for w in found if w.source.language == "triton"]
-    work = [(str(i), w.source, target.family, target.arch, limits.warp) for i, w in enumerate(triton)]
+    work = [(str(i), w.source, target.family, target.arch, limits.warp, True) for i, w in enumerate(triton)]
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         done = (c for _, c in pool.map(compile_one, work, chunksize=2))
         made: dict[int, Compiled | str] = {id(w): c for w, c in zip(triton, done, strict=True)}
