@@ -33,7 +33,7 @@ from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_GEMM  # noqa: E402
 from llmc.codegen.backends.triton.quantized_gemm import QUANTIZED_GEMM  # noqa: E402
 from llmc.codegen.backends.triton.quantized_gemv import QUANTIZED_GEMV  # noqa: E402
 from llmc.codegen.backends.triton.quantized_problem import halves  # noqa: E402
-from llmc.codegen.backends.triton.triton_toolchain import Compiled, compile_one  # noqa: E402
+from llmc.codegen.backends.triton.triton_toolchain import Compiled, Job, compile_one  # noqa: E402
 from llmc.codegen.kernel import Schedule, Source  # noqa: E402
 from llmc.codegen.scratch_dir import scratch  # noqa: E402
 from llmc.codegen.tuning_records import Tuning  # noqa: E402
@@ -154,7 +154,7 @@ def compiled(found: Sequence[Way], target: Target, jobs: int) -> list[Compiled |
     """Return the binary of every schedule, or the error message."""
     limits = target.limits
     triton = [w for w in found if w.source.language == "triton"]
-    work = [(str(i), w.source, target.family, target.arch, limits.warp, True) for i, w in enumerate(triton)]
+    work = [Job.of(str(i), w.source, target) for i, w in enumerate(triton)]
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         done = (c for _, c in pool.map(compile_one, work, chunksize=2))
         made: dict[int, Compiled | str] = {id(w): c for w, c in zip(triton, done, strict=True)}

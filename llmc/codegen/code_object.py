@@ -1,33 +1,22 @@
 """Reads the properties of kernels from the metadata of AMD GPUs' code objects, and compares them with the launches.
 
 The metadata is a note of the ELF file in MessagePack, as LLVM's "User Guide for AMDGPU Backend" describes it (version 3
-and later). Here it is read without a package, which the compiler's installation may lack.
+and later).
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
+
+import msgspec
 
 from llmc.codegen.elf import sections
 from llmc.codegen.kernel import Source
 from llmc.codegen.launch_check import check_parameters, check_threads, differs
 
 _METADATA = 32  # type of the note, NT_AMDGPU_METADATA
-# First byte -> format of a number, or of the length of what follows.
-_NUMBERS: Mapping[int, str] = MappingProxyType(
-    {
-        0xCA: ">f", 0xCB: ">d", 0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q", 0xD0: ">b", 0xD1: ">h", 0xD2: ">i",
-        0xD3: ">q",
-    }
-)  # fmt: skip
-_STRINGS: Mapping[int, str] = MappingProxyType({0xD9: ">B", 0xDA: ">H", 0xDB: ">I"})
-_ARRAYS: Mapping[int, str] = MappingProxyType({0xDC: ">H", 0xDD: ">I"})
-_MAPS: Mapping[int, str] = MappingProxyType({0xDE: ">H", 0xDF: ">I"})
-_CONSTANTS: Mapping[int, Any] = MappingProxyType({0xC0: None, 0xC2: False, 0xC3: True})
 
 
 @dataclass(frozen=True)
@@ -70,7 +59,15 @@ def read_kernel(binary: bytes, entry: str) -> KernelProperties:
             private=kernel[".private_segment_fixed_size"],
             shared=kernel[".group_segment_fixed_size"],
         )
-    except (struct.error, LookupError, TypeError, AttributeError, OverflowError, RecursionError, StopIteration) as e:
+    except (
+        struct.error,
+        msgspec.DecodeError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        StopIteration,
+    ) as e:
         raise ValueError("its ELF tables or its metadata cannot be read") from e
 
 
@@ -99,47 +96,6 @@ def _metadata(binary: bytes) -> dict[str, Any]:
         name_bytes, nbytes, kind = struct.unpack_from("<III", note, at)
         begin = at + 12 + -(-name_bytes // 4) * 4
         if kind == _METADATA:
-            return _Reader(note[begin : begin + nbytes]).value()
+            return msgspec.msgpack.decode(note[begin : begin + nbytes])
         at = begin + -(-nbytes // 4) * 4
     raise KeyError("amdhsa.kernels")
-
-
-class _Reader:
-    """Reads one value of MessagePack after the other."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data, self._at = data, 0
-
-    def value(self) -> Any:
-        """Return the next value. Raises KeyError for types that metadata does not have."""
-        first = self._number(">B")
-        if first < 0x80 or first >= 0xE0:
-            return first if first < 0x80 else first - 0x100
-        if first < 0x90:
-            return self._map(first & 0x0F)
-        if first < 0xA0:
-            return self._array(first & 0x0F)
-        if first < 0xC0:
-            return self._text(first & 0x1F)
-        if first in _NUMBERS:
-            return self._number(_NUMBERS[first])
-        rest: Callable[[int], Any]
-        for formats, rest in ((_STRINGS, self._text), (_ARRAYS, self._array), (_MAPS, self._map)):
-            if first in formats:
-                return rest(self._number(formats[first]))
-        return _CONSTANTS[first]
-
-    def _number(self, form: str) -> Any:
-        (number,) = struct.unpack_from(form, self._data, self._at)
-        self._at += struct.calcsize(form)
-        return number
-
-    def _text(self, nbytes: int) -> str:
-        self._at += nbytes
-        return self._data[self._at - nbytes : self._at].decode()
-
-    def _array(self, count: int) -> list[Any]:
-        return [self.value() for _ in range(count)]
-
-    def _map(self, count: int) -> dict[Any, Any]:
-        return {self.value(): self.value() for _ in range(count)}

@@ -152,8 +152,8 @@ class Kernel:
 
         Kernels and schedules with equal texts give a token's or a row's results the same bits, whatever else a launch
         computes: other rows, their number, the chunk of a prompt. EXACT is the text of kernels that do not round, or
-        round every element by itself in one way. None means that the bits may depend on the batch, or that nobody has
-        checked; compiles with --deterministic do not use such a kernel. The default is the class's `sums`, to which
+        round every element by itself in one way. None means that the bits may depend on the batch, or that this is
+        unknown; compiles with --deterministic do not use such a kernel. The default is the class's `sums`, to which
         BY_SCHEDULE adds the schedule.
         """
         return f"{self.name} {schedule_text(schedule)}" if self.sums == BY_SCHEDULE else self.sums

@@ -77,9 +77,9 @@ def pooled_values(pooled: bytes, pooling: Pooling, params: PoolingParams) -> np.
     return (powers / powers.sum()).astype(np.float32)
 
 
-def similarity(a: bytes, b: bytes) -> float:
-    """Return the cosine similarity of two embeddings that the engine returned."""
-    one, other = (_normalized(np.frombuffer(x, np.float32).astype(np.float64)) for x in (a, b))
+def similarity(a: bytes, b: bytes, dimensions: int | None = None) -> float:
+    """Return the cosine similarity of two embeddings that the engine returned, or of their first `dimensions`."""
+    one, other = (_normalized(np.frombuffer(x, np.float32)[:dimensions].astype(np.float64)) for x in (a, b))
     return float(one @ other)
 
 

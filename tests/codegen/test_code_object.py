@@ -9,14 +9,15 @@ import pytest
 from codegen.test_triton_toolchain import GOOD
 from draw import SEED
 
-from llmc.codegen.backends.triton.triton_toolchain import Compiled, compile_one
+from llmc.codegen.backends.triton.triton_toolchain import Compiled, Job, compile_one
 from llmc.codegen.code_object import check_launch, read_kernel
 from llmc.diagnostics import Diagnostic
+from llmc.targets.gpu_targets import gfx942
 
 
 @pytest.fixture(scope="module")
 def compiled() -> Compiled:
-    _, found = compile_one(("", GOOD, "hip", "gfx942", 64, True))
+    _, found = compile_one(Job.of("", GOOD, gfx942()))
     assert isinstance(found, Compiled)
     return found
 

@@ -28,7 +28,7 @@ from kernels.triton_harness import TARGETS
 
 from llmc.codegen.backends.triton.gemm_tma import has_maps
 from llmc.codegen.backends.triton.kernel_table import KERNELS
-from llmc.codegen.backends.triton.triton_toolchain import Compiled, compile_one
+from llmc.codegen.backends.triton.triton_toolchain import Compiled, Job, compile_one
 from llmc.codegen.code_object import read_kernel
 from llmc.codegen.kernel import Source
 from llmc.extension import resolve
@@ -42,7 +42,6 @@ HOPPER = (
 NEWER = {f"triton/{name}": tuple(t for t in TARGETS if has_maps(t)) for name in HOPPER}
 PRIVATE = 64  # bytes of memory of a thread's own: the largest tiles spill a few registers
 VGPRS = 512  # vector registers that a thread can have, accumulation registers among them
-Work = tuple[str, Source, str, str, int, bool]
 
 
 def sources(name: str, target: Target, another: Random | None = None) -> Iterator[tuple[str, Source]]:
@@ -59,7 +58,7 @@ def sources(name: str, target: Target, another: Random | None = None) -> Iterato
             yield f"{name}, {text.call}, for {target.name} on {schedule}", kernel.emit(node, schedule, target)
 
 
-def work(every: bool) -> Iterator[tuple[Target, Work]]:
+def work(every: bool) -> Iterator[tuple[Target, Job]]:
     """What costs prefer for each target, or half of it for drawn ones; for a drawn one another schedule, too."""
     rng = Random(SEED)
     for name in REAL if every else rng.sample(list(REAL), len(REAL) // 2):
@@ -67,10 +66,10 @@ def work(every: bool) -> Iterator[tuple[Target, Work]]:
         lucky = rng.choice(able)
         for target in able if every else (lucky,):
             for what, source in sources(name, target, rng if target is lucky else None):
-                yield target, (what, source, target.family, target.arch, target.limits.warp, not target.deterministic)
+                yield target, Job.of(what, source, target)
 
 
-def failures(work: Sequence[tuple[Target, Work]]) -> Iterator[str]:
+def failures(work: Sequence[tuple[Target, Job]]) -> Iterator[str]:
     """Compile all in one pool; why some are no good."""
     targets = {w[0]: (target, w[1].entry) for target, w in work}
     context: Any = multiprocessing.get_context("spawn")

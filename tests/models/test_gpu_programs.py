@@ -210,6 +210,23 @@ def test_drafts_are_verified(tmp_path: Path, device: InterpretDevice) -> None:
     assert accepted > 2 and {"row_accept", "row_propose"} <= {op for op, _ in device.launches}
 
 
+def check_drafts(path: Path, speculate: str, device: InterpretDevice, ops: set[str]) -> None:
+    """Check that tokens are those of plain decoding, that drafts are accepted, and that these ops made them."""
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logit_bias={5: 40.0}, logprobs=1),
+        SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True),
+    ]
+    prompts = [{"prompt_token_ids": [9, 4, 5]}, {"prompt_token_ids": [5, 6, 7] * 3}]
+    found, accepted = [], 0.0
+    for method in (None, speculate):
+        with LLM(path, say=lambda text: None, speculate=method) as llm:
+            outs = llm.generate(prompts, params, use_tqdm=False)
+            found.append([list(o.outputs[0].token_ids) for o in outs])
+            accepted = float(llm.stats()["spec_decode_num_accepted_tokens"])  # type: ignore[arg-type]
+    assert found[0] == found[1] and found[0][0] == [5] * 6
+    assert accepted > 2 and ops <= {op for op, _ in device.launches}
+
+
 @pytest.mark.usefixtures("eager")
 def test_drafts_of_a_model(tmp_path: Path, device: InterpretDevice) -> None:
     """The programs of a draft model give the tokens of plain decoding."""
@@ -220,19 +237,7 @@ def test_drafts_of_a_model(tmp_path: Path, device: InterpretDevice) -> None:
         draft=str(tmp_path / "draft"),
     )  # fmt: skip
     compile_model(tmp_path / "model", tmp_path / "model.llmc", options)
-    params = [
-        SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logit_bias={5: 40.0}, logprobs=1),
-        SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True),
-    ]
-    prompts = [{"prompt_token_ids": [9, 4, 5]}, {"prompt_token_ids": [5, 6, 7] * 3}]
-    found, accepted = [], 0.0
-    for speculate in (None, "draft"):
-        with LLM(tmp_path / "model.llmc", say=lambda text: None, speculate=speculate) as llm:
-            outs = llm.generate(prompts, params, use_tqdm=False)
-            found.append([list(o.outputs[0].token_ids) for o in outs])
-            accepted = float(llm.stats()["spec_decode_num_accepted_tokens"])  # type: ignore[arg-type]
-    assert found[0] == found[1] and found[0][0] == [5] * 6
-    assert accepted > 2 and {"row_rewind", "row_extend"} <= {op for op, _ in device.launches}
+    check_drafts(tmp_path / "model.llmc", "draft", device, {"row_rewind", "row_extend"})
 
 
 @pytest.mark.usefixtures("eager")
@@ -247,16 +252,4 @@ def test_drafts_of_a_head(tmp_path: Path, device: InterpretDevice) -> None:
         draft=f"eagle:{tmp_path / 'head'}",
     )  # fmt: skip
     compile_model(tmp_path / "model", tmp_path / "model.llmc", options)
-    params = [
-        SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logit_bias={5: 40.0}, logprobs=1),
-        SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True),
-    ]
-    prompts = [{"prompt_token_ids": [9, 4, 5]}, {"prompt_token_ids": [5, 6, 7] * 3}]
-    found, accepted = [], 0.0
-    for speculate in (None, "eagle"):
-        with LLM(tmp_path / "model.llmc", say=lambda text: None, speculate=speculate) as llm:
-            outs = llm.generate(prompts, params, use_tqdm=False)
-            found.append([list(o.outputs[0].token_ids) for o in outs])
-            accepted = float(llm.stats()["spec_decode_num_accepted_tokens"])  # type: ignore[arg-type]
-    assert found[0] == found[1] and found[0][0] == [5] * 6
-    assert accepted > 2 and {"page_put", "page_take"} <= {op for op, _ in device.launches}
+    check_drafts(tmp_path / "model.llmc", "eagle", device, {"page_put", "page_take"})

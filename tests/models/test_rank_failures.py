@@ -1,4 +1,4 @@
-"""Ranks that are killed, stopped or wrong: every request is told, the group returns as a whole, nothing is left."""
+"""Ranks that are killed, stopped or wrong: every request ends, the group restarts as a whole, nothing is left."""
 
 from __future__ import annotations
 
@@ -105,11 +105,11 @@ async def until(condition: object, seconds: float = 60.0) -> None:
 
 def test_kills_under_load(artifact: Path, tokens: list[list[int]], request: pytest.FixtureRequest) -> None:
     """`--kills N` kills N times. A request ends with its tokens or with an error, soon after the kill."""
-    kills, told, right = request.config.getoption("--kills"), 0, 0
+    kills, failed, right = request.config.getoption("--kills"), 0, 0
     pids: list[int] = []
 
     async def main() -> None:
-        nonlocal told, right
+        nonlocal failed, right
         options = {"max_restarts": 10**6, "restart_delay": 0.0, "threads": 1}
         async with AsyncLLM(artifact, say=lambda line: None, **options) as llm:
             for done in range(kills):
@@ -126,7 +126,7 @@ def test_kills_under_load(artifact: Path, tokens: list[list[int]], request: pyte
                 for one, want in zip(await asyncio.gather(*running), tokens, strict=True):
                     if isinstance(one, LlmcError):
                         assert one.code in ("E119", "E660", "E661")
-                        told += 1
+                        failed += 1
                     else:
                         assert list(one.outputs[0].token_ids) == want
                         right += 1
@@ -137,7 +137,7 @@ def test_kills_under_load(artifact: Path, tokens: list[list[int]], request: pyte
             pids.extend(ranks_of(llm.engines[0].pid or 0))
 
     asyncio.run(main())
-    assert told + right == kills * len(PROMPTS)
+    assert failed + right == kills * len(PROMPTS)
     assert ended(pids) and not [name for name in os.listdir("/dev/shm") if "llmc" in name]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -27,6 +29,14 @@ class FakeDriver:
         text = self.lib.fake_log().decode().split()
         self.lib.fake_clear_log()
         return text
+
+    @contextmanager
+    def reset(self) -> Iterator[None]:
+        """Reset the library for the block, which must release everything."""
+        self.lib.fake_reset()
+        self.log()
+        yield
+        assert self.used == 0, "something was not released"
 
     @property
     def used(self) -> int:

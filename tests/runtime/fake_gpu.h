@@ -1,6 +1,6 @@
 // What the drivers without a GPU share, libcuda.cpp and libamdhip64.cpp: device memory is host memory, kernels are
-// functions of shared objects, and a stream does nothing before somebody waits for it, so that whoever changes a buffer too
-// early is found out. Statuses have the same numbers in both APIs. Faults are put in with fake_fail.
+// functions of shared objects, and a stream runs its work only when it is waited for, so that a change of a buffer before
+// then gives a wrong result. Statuses have the same numbers in both APIs. fake_fail injects faults.
 #pragma once
 #include <dlfcn.h>
 #include <stdint.h>

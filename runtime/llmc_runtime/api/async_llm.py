@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmc_runtime.api.async_pooling import AsyncPoolingAPI, check_timeout
-from llmc_runtime.api.async_request import OUTPUT_KINDS, AsyncRequestState
+from llmc_runtime.api.async_pooling import AsyncPoolingAPI
+from llmc_runtime.api.async_request import OUTPUT_KINDS, AsyncRequestState, check_timeout
 from llmc_runtime.api.llm import resolve, to_stderr
 from llmc_runtime.api.model_api import fit_prompt, open_tokenizer
 from llmc_runtime.defaults import generation_of

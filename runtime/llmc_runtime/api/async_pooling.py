@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import AbstractContextManager, aclosing
 from typing import Any
 
-from llmc_runtime.api.async_request import AsyncRequestState
+from llmc_runtime.api.async_request import AsyncRequestState, check_timeout
 from llmc_runtime.api.model_api import ModelAPI
 from llmc_runtime.engine.input_processor import EngineRequest, prepare
 from llmc_runtime.engine.messages import Ready
@@ -20,9 +20,6 @@ from llmc_runtime.pooled_outputs import (
 )
 from llmc_runtime.pooling_params import ONE, PoolingParams, pooled_values, require_task
 from llmc_runtime.prompts import Prompt, refuse_adapter
-from llmc_runtime.sched.parameter_type import refused
-
-_MAX_TIMEOUT = 1_000_000  # seconds
 
 
 class AsyncPoolingAPI(ModelAPI):
@@ -104,9 +101,3 @@ class AsyncPoolingAPI(ModelAPI):
         with self._opened(request, state, timeout):
             while (output := await state.next()) is not None:
                 yield output
-
-
-def check_timeout(timeout: float | None) -> None:
-    """Raise LlmcError E601 unless the time limit of a request is allowed."""
-    if timeout is not None and not (isinstance(timeout, int | float) and 0 <= timeout <= _MAX_TIMEOUT):
-        raise refused("timeout", timeout, f"none, or seconds, 0 to {_MAX_TIMEOUT}")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llmc_runtime.api.model_api import ModelAPI
-from llmc_runtime.format.pooling import CLASSIFY, EMBED
+from llmc_runtime.format.pooling import CLASSIFY, EMBED, Pooling
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.pairs import pair_prompt, paired, require_scores
 from llmc_runtime.pooled_outputs import (
@@ -91,12 +91,13 @@ class PoolingAPI(ModelAPI):
         """Return the score of each pair of a first and a second text; a single first text belongs to every second.
 
         A classifier with one label reads both texts as one prompt. The score of an embedding model is the cosine
-        similarity of two embeddings. Raises LlmcError E616 for other models, E620 without a tokenizer, and as `embed`.
+        similarity of two embeddings, or of their first `pooling_params.dimensions`. Raises LlmcError E616 for other
+        models, E620 without a tokenizer, and as `embed`.
         """
         refuse_adapter(lora_request)
         pooling, pairs = require_scores(self.pooling), paired(text_1, text_2)
         if pooling.task == EMBED:
-            return self._similarities(pairs, use_tqdm)
+            return self._similarities(pairs, pooling_params or PoolingParams(), pooling, use_tqdm)
         prompts = [pair_prompt(self.tokenizer, a, b, pooling, self.config.vocab_size) for a, b in pairs]
         rows = self._pool(prompts, pooling_params, use_tqdm, CLASSIFY)
         return [
@@ -104,16 +105,19 @@ class PoolingAPI(ModelAPI):
             for o, values in rows
         ]
 
-    def _similarities(self, pairs: list[tuple[str, str]], use_tqdm: bool) -> list[ScoringRequestOutput]:
+    def _similarities(
+        self, pairs: list[tuple[str, str]], params: PoolingParams, pooling: Pooling, use_tqdm: bool
+    ) -> list[ScoringRequestOutput]:
         """Return the similarities of pairs. Each text is embedded once."""
+        params.check(pooling)
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
         outputs = dict(zip(texts, self._run_pooled(as_prompts(texts, self.tokenizer), use_tqdm)))
-        found = []
+        scores = []
         for a, b in ((outputs[a], outputs[b]) for a, b in pairs):
-            score = similarity(a.pooled or b"", b.pooled or b"")
+            score = similarity(a.pooled or b"", b.pooled or b"", params.dimensions)
             ids, cached = a.prompt_token_ids + b.prompt_token_ids, a.num_cached_tokens + b.num_cached_tokens
-            found.append(ScoringRequestOutput(b.request_id, ScoringOutput(score), ids, cached))
-        return found
+            scores.append(ScoringRequestOutput(b.request_id, ScoringOutput(score), ids, cached))
+        return scores
 
     def _pool(
         self, prompts: list[Prompt], params: PoolingParams | None, use_tqdm: bool, task: str

@@ -9,10 +9,8 @@ import os
 
 import numpy as np
 
-from llmc_runtime.device.device import Member
+from llmc_runtime.device.device import Member, group_ended
 from llmc_runtime.format.errors import LlmcError
-
-_REMEDY = "send the request again; if it happens again, report it"
 
 
 class CpuGroup:
@@ -45,10 +43,9 @@ class CpuGroup:
         """Raise LlmcError E119 if the group has ended."""
         error = self._error(self._address)
         if error == errno.ETIMEDOUT:
-            cause = f"a rank did not finish its part of a step within {self._member.limit:g} s"
-            raise LlmcError("E119", cause, _REMEDY)
+            raise group_ended(f"a rank did not finish its part of a step within {self._member.limit:g} s")
         if error:
-            raise LlmcError("E119", "a rank has ended", _REMEDY)
+            raise group_ended("a rank has ended")
 
     def cancel(self) -> None:
         """End the group; may be called from any thread."""

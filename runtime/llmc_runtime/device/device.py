@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from llmc_runtime.artifact import Artifact
+from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.program import Program
 
 Run = Callable[[], None]
@@ -48,6 +49,11 @@ class Member:
     ranks: int
     memory: int
     limit: float
+
+
+def group_ended(cause: str) -> LlmcError:
+    """Return the error for a group of ranks that has ended."""
+    return LlmcError("E119", cause, "send the request again; if it happens again, report it")
 
 
 class Device(ABC):

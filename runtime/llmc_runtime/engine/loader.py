@@ -139,8 +139,8 @@ def speculation_of(option: Any, compiled: int, rows: int = 0, head: bool = False
     """Return how tokens are drafted, from the normal form of the option `speculate`.
 
     `rows` is the maximum number of rows for which the artifact's draft model or, if `head`, its head drafts; 0 without
-    one. Raises LlmcError E204 if the artifact verifies at most `compiled` drafted tokens, and
-    more are requested, and E206 if the method needs a draft model or a head, and the artifact does not have it.
+    one. Raises LlmcError E204 if the artifact verifies at most `compiled` drafted tokens, and more are requested, and
+    E206 if the method needs a draft model or a head, and the artifact does not have it.
     """
     if option is None:
         return None

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import quote_from_bytes
 
 from llmc_runtime.artifact import Artifact
-from llmc_runtime.device.device import Member
+from llmc_runtime.device.device import Member, group_ended
 from llmc_runtime.exec.rank_messages import Call, Done, Failed, Join, Joined, Link, Reply, Settle, Settled
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.host_info import default_threads
@@ -21,7 +21,6 @@ from llmc_runtime.python_command import LinkedProcess, memory_file, module_comma
 
 LIMIT = 300.0  # seconds that ranks wait for each other, as long as a step on a CPU may take
 _REPORT = 0.5  # seconds for the report of a rank that has failed
-_REMEDY = "send the request again; if it happens again, report it"
 
 
 class RankProcess(LinkedProcess):
@@ -46,11 +45,11 @@ class RankProcess(LinkedProcess):
         try:
             message = self.link.receive()
         except TimeoutError:
-            raise LlmcError("E119", f"rank {self.rank} did not answer", _REMEDY) from None
+            raise group_ended(f"rank {self.rank} did not answer") from None
         if isinstance(message, Failed):
             raise LlmcError(message.code, f"rank {self.rank}: {message.cause}", message.remedy)
         if message is None:
-            raise self.ended() or LlmcError("E119", f"rank {self.rank} has closed its link", _REMEDY)
+            raise self.ended() or group_ended(f"rank {self.rank} has closed its link")
         if not isinstance(message, kinds):
             raise RuntimeError(f"rank {self.rank} sent {message!r:.80} out of turn")
         return message
@@ -62,10 +61,10 @@ class RankProcess(LinkedProcess):
         except subprocess.TimeoutExpired:
             return None
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return LlmcError("E119", f"the process of rank {self.rank} {how}", _REMEDY)
+        return group_ended(f"the process of rank {self.rank} {how}")
 
     def report(self) -> LlmcError | None:
-        """Return the failure that the process has reported and not yet been asked for, if any."""
+        """Return the failure that the process has reported, if it was not received yet."""
         self.link.socket.settimeout(_REPORT)
         try:
             while (message := self.link.receive()) is not None:
@@ -145,15 +144,14 @@ class RankGroup:
 
     def failure(self) -> LlmcError:
         """Return the error that ended the group, after its alarm."""
-        return self.cause(LlmcError("E119", "a rank has ended", _REMEDY))
+        return self.cause(group_ended("a rank has ended"))
 
     def cause(self, error: LlmcError) -> LlmcError:
-        """Return the error that ended the group, as far as the processes tell; otherwise `error`."""
+        """Return the error that ended the group, as far as the processes report it; otherwise `error`."""
         reports = [p.report() for p in self._processes]
-        ends = [p.ended() for p in self._processes if p.process.poll() is not None]
-        found = [e for e in reports if e is not None and e.code != error.code]
-        killed = [e for e in ends if e is not None and "exit code" not in e.cause]
-        return next(iter([*found, *killed]), error)
+        causes = [e for e in reports if e is not None and e.code != error.code]
+        killed = [p.ended() for p in self._processes if (p.process.poll() or 0) < 0]  # by a signal
+        return next((e for e in (*causes, *killed) if e is not None), error)
 
     def close(self) -> None:
         """End the processes and free the group's memory."""
@@ -172,7 +170,7 @@ class RankGroup:
         try:
             p.link.send(data)
         except OSError as e:
-            raise p.ended() or LlmcError("E119", f"rank {p.rank} takes no messages: {e}", _REMEDY) from e
+            raise p.ended() or group_ended(f"rank {p.rank} takes no messages: {e}") from e
 
     def _watch(self, cancel: Callable[[], None]) -> None:
         poller = select.poll()

@@ -52,9 +52,9 @@ class Pooling:
             task=f.text("task"),
             kind=f.text("kind"),
             width=f.integer("width", low=1, high=MAX_WIDTH),
-            normalize=_flag(f, "normalize"),
+            normalize=f.flag("normalize"),
             activation=f.text("activation"),
-            whole=_flag(f, "whole"),
+            whole=f.flag("whole"),
             segments=f.integer("segments", low=1, high=16),
             labels=f.list("labels", a_text, cap=MAX_WIDTH),
         )
@@ -70,10 +70,3 @@ def require_generation(pooling: Pooling | None, what: str) -> None:
     if pooling is not None:
         cause = f"{what}, and the model pools its prompts ({pooling.task})"
         raise LlmcError("E616", cause, "use an artifact of a model that generates text")
-
-
-def _flag(f: Fields, key: str) -> bool:
-    value = f.get(key)
-    if not isinstance(value, bool):
-        raise damaged(f.where, f"{key!r} must be true or false")
-    return value

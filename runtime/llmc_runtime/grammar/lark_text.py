@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,12 @@ _LINE = "((?s:.*)\\n)?[ \\t\\r]*"  # everything up to the first nonspace charact
 def lark(text: str) -> str:
     """Return a Lark string literal."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def with_special(ids: Sequence[int], is_special: Callable[[int], bool], decode: Callable[[list[int]], str]) -> str:
+    """Return the Lark expression of tokens: special ones by their ids, and the text of the others."""
+    runs = itertools.groupby(ids, lambda token: token if is_special(token) else -1)
+    return " ".join(lark(decode(list(run))) if key < 0 else f"<[{key}]>" for key, run in runs)
 
 
 def regex(text: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from llmc_runtime.grammar.lark_text import ANY, Marker, json_rule, lark, slashed, text_until, without
+from llmc_runtime.grammar.lark_text import ANY, Marker, json_rule, lark, slashed, text_until, with_special, without
 
 _MAX_DEPTH = 16  # of formats in formats
 _EQUALS = "\\u003d"  # "=" in strings and regular expressions: with ::= llguidance would take the rules for GBNF
@@ -32,20 +32,10 @@ def vocabulary_marker(vocabulary: Any) -> Marker:
     """Return the marker of llguidance's LLTokenizer: it writes special tokens by their ids."""
 
     def marker(text: str) -> str:
-        parts: list[str] = []
-        ids, plain = vocabulary.tokenize_str(text), list[int]()
+        ids = vocabulary.tokenize_str(text)
         if not any(map(vocabulary.is_special_token, ids)):
             return lark(text)
-        for token in [*ids, None]:
-            if token is not None and not vocabulary.is_special_token(token):
-                plain.append(token)
-                continue
-            if plain:
-                parts.append(lark(vocabulary.decode_str(plain)))
-                plain = []
-            if token is not None:
-                parts.append(f"<[{token}]>")
-        return " ".join(parts)
+        return with_special(ids, vocabulary.is_special_token, vocabulary.decode_str)
 
     return marker
 

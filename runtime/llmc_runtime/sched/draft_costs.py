@@ -111,8 +111,7 @@ class DraftCount:
 
         room: the maximum number of drafts of all rows together, 0 at least. All rows have drafts, or, where as many do
         not fit, as many rows as can, or half, a quarter, an eighth and so on of these: those whose drafts are most
-        likely accepted.
-        For a draft model, all rows or none.
+        likely accepted. For a draft model, all rows or none.
         """
         rows, likely = len(rates), sorted(rates, reverse=True)
         hope = min(_HOPE, sum(rates) / rows + _MARGIN)

@@ -77,8 +77,10 @@ class PooledPrompts:
             for first, second in pairs:
                 yield self._pair(first, second, keep)
             return
-        firsts = list(dict.fromkeys(a for a, _ in pairs)) if len({a for a, _ in pairs}) == 1 else [a for a, _ in pairs]
-        for text in (*firsts, *(b for _, b in pairs)):
+        firsts, seconds = zip(*pairs)
+        if len(set(firsts)) == 1:  # embedded once for all pairs
+            firsts = firsts[:1]
+        for text in (*firsts, *seconds):
             yield self._single(text, True, keep)
 
     def _single(self, text_or_ids: Any, special: bool, keep: int | None) -> Prompt:

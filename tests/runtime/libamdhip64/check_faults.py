@@ -21,31 +21,17 @@ from llmc_runtime.exec.executor import Executor
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.sampling_params import SamplingParams
-from llmc_runtime.sched.step import RowInit, RowParams, Step, Work
 
 from llmc.artifact.write import write_artifact
+from tests.runtime.gpu_faults import DECODE, STEP, opened
 from tests.runtime.libamdhip64 import toy
 from tests.runtime.libamdhip64.conftest import Driver
-
-STEP = Step([RowInit(0, [1, 2, 3], 0, 3, RowParams(), [0])], [], [Work(0, 3, True)])
-DECODE = Step([], [], [Work(0, 1, True)])
 
 
 @pytest.fixture
 def artifact(driver: Driver, tmp_path: Path) -> Artifact:
     write_artifact(tmp_path / "toy.llmc", toy.parts(tmp_path))
     return open_artifact(tmp_path / "toy.llmc")
-
-
-def opened(artifact: Artifact, code: str, words: str) -> None:
-    with pytest.raises(LlmcError, match=rf"{code}.*{words}"):
-        device = open_device(artifact, 2)
-        try:
-            Executor(artifact, device)
-        finally:
-            device.close()
-    with pytest.raises(LlmcError, match=rf"{code}.*{words}"):
-        open_engine(artifact, EngineOptions(""))
 
 
 class NoLibrary:

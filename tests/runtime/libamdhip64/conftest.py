@@ -39,7 +39,5 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Driver:
 
 @pytest.fixture
 def driver(library: Driver) -> Iterator[Driver]:
-    library.lib.fake_reset()
-    library.log()
-    yield library
-    assert library.used == 0, "something was not given back"
+    with library.reset():
+        yield library

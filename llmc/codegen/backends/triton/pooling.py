@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llmc.codegen.backends.triton.row_state import ENTRIES, LANES, TOKENS, Integers
+from llmc.codegen.backends.triton.row_state import ENTRIES, LANES, TOKENS, Integers, Last
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import cost_us, power
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, unsupported
@@ -17,20 +17,10 @@ COLUMNS = 128  # columns of such a program
 WARPS = 4
 
 
-class First(Integers):
+class First(Last):
     """row_first, one thread per entry."""
 
-    chain = 1
-
-    def code(self, u: Unit) -> Code:
-        entries = u.node.result.type.shape[0]
-        return u.launch(
-            Template("pooling", "row_first"),
-            (entries.ceildiv(LANES),),
-            **u.pointers("starts_ptr", "out_ptr"),
-            entry_count=u.sizes(entries),
-            LANES=LANES,
-        )
+    text = ("pooling", "row_first")
 
 
 class Reach(Integers):

@@ -93,11 +93,12 @@ class Last(Integers):
     """row_last, one thread per entry."""
 
     chain = 1
+    text: tuple[str, str] = ("row_state", "row_last")
 
     def code(self, u: Unit) -> Code:
         entries = u.node.result.type.shape[0]
         return u.launch(
-            Template("row_state", "row_last"),
+            Template(*self.text),
             (entries.ceildiv(LANES),),
             **u.pointers("starts_ptr", "out_ptr"),
             entry_count=u.sizes(entries),

@@ -16,7 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmc_runtime.format.install_command import install_command
 
@@ -113,8 +113,7 @@ class TritonToolchain:
         """Yield (key, Compiled or an error message) of each source, in order."""
         if not missing:
             return
-        t = self.target
-        work = [(k, s, t.family, t.arch, t.limits.warp, not t.deterministic) for k, (s, _) in missing.items()]
+        work = [Job.of(k, s, self.target) for k, (s, _) in missing.items()]
         if min(jobs, len(work)) < 2:
             yield from map(compile_one, work)
             return
@@ -156,12 +155,29 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def compile_one(work: tuple[str, Source, str, str, int, bool]) -> tuple[str, Compiled | str]:
-    """Compile one source in this process; return (key, Compiled or an error message).
+class Job(NamedTuple):
+    """A source to compile, and what the compiler must know of the target.
 
-    The last of `work` is whether the compiler may fuse a product into a sum, which rounds once instead of twice.
+    warp: threads of a warp or wavefront. fusion: whether a product may be fused into a sum, which rounds once instead
+    of twice.
     """
-    key, source, family, arch, warp, fusion = work
+
+    key: str
+    source: Source
+    family: str
+    arch: str
+    warp: int
+    fusion: bool
+
+    @classmethod
+    def of(cls, key: str, source: Source, target: Target) -> Job:
+        """Return the job of compiling a source for a target."""
+        return cls(key, source, target.family, target.arch, target.limits.warp, not target.deterministic)
+
+
+def compile_one(job: Job) -> tuple[str, Compiled | str]:
+    """Compile one source in this process; return (key, Compiled or an error message)."""
+    key, source, family, arch, warp, fusion = job
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget

@@ -17,7 +17,7 @@ from llmc_runtime.prompts import Prompt
 from llmc_runtime.server import pooled_run
 from llmc_runtime.server.http.errors import ApiError, to_api_error
 from llmc_runtime.server.http.lazy_json import Lazy
-from llmc_runtime.server.pooled_prompts import PROMPT_PARAM, PooledPrompts, require_pooled
+from llmc_runtime.server.pooled_prompts import PooledPrompts, require_pooled
 from llmc_runtime.server.requests.pooling_request import (
     BASE64,
     MAX_INPUTS,
@@ -165,6 +165,3 @@ def _ranked(request: RerankRequest, scores: Sequence[float], documents: Sequence
             result["document"] = {"text": documents[i].text}
         results.append(result)
     return results
-
-
-__all__ = ["PROMPT_PARAM", "PooledResponse"]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.grammar.lark_text import lark
+from llmc_runtime.grammar.lark_text import lark, with_special
 from llmc_runtime.server.tool_calls import reasoning
 from llmc_runtime.server.tool_calls.call_format import CallFormat
 from llmc_runtime.server.tool_calls.reasoning import ReasoningFormat
@@ -51,8 +50,7 @@ class Dialect:
         ids = tokenizer.encode(text, add_special_tokens=False)
         if tokenizer.special_ids.isdisjoint(ids):
             return lark(text)
-        runs = itertools.groupby(ids, lambda token: token if token in tokenizer.special_ids else -1)
-        return " ".join(lark(tokenizer.decode(list(run))) if key < 0 else f"<[{key}]>" for key, run in runs)
+        return with_special(ids, tokenizer.special_ids.__contains__, tokenizer.decode)
 
     def special(self, texts: Iterable[str]) -> frozenset[int]:
         """Return the ids of those texts that are special tokens."""
