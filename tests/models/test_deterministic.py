@@ -57,6 +57,7 @@ FAMILIES = (
     Family("qwen3", {"quant": "int4", "group_size": 32}),
     Family("mistral"),
     Family("mixtral"),
+    Family("llama", {"tensor_parallel_size": 2}),
     Family("gemma2", {"speculate": 4}, torch.float32),
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from llmc.codegen.backends.cpp.cpp_kernel import FLOATS, CppKernel, pointers, unsupported
 from llmc.codegen.backends.cpp.shape import item
 from llmc.codegen.emit import Sizes
-from llmc.codegen.kernel import Schedule
+from llmc.codegen.kernel import EXACT, Schedule
 from llmc.ir.dim import product
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
@@ -23,6 +23,8 @@ class Collective(CppKernel):
 class AllReduce(Collective):
     """The sum over the ranks, in their order."""
 
+    sums = "by rank"
+
     def reject(self, node: Node, target: Target) -> str | None:
         return super().reject(node, target) or unsupported(node, FLOATS)
 
@@ -35,6 +37,8 @@ class AllReduce(Collective):
 
 class AllGather(Collective):
     """The operands of all ranks, concatenated along an axis."""
+
+    sums = EXACT
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         shape = node.operands[0].type.shape
