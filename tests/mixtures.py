@@ -4,9 +4,9 @@
 
 Every request is computed alone first. Then engines with other limits compute them in random batches: in small chunks,
 with few rows, with a KV cache so small that requests are preempted, with and without the prefix cache, and on devices
-that overlap steps, all of it without overlap, too. Then engines that replace one another continue requests from a random
-number of their tokens. At last every text is scored as a prompt, whose log-probabilities must be those with which it was
-generated.
+that overlap steps, all of it without overlap, too. Then engines that replace one another continue requests from a
+random number of their tokens. At last every text is scored as a prompt, whose log-probabilities must be those with
+which it was generated.
 """
 
 from __future__ import annotations
