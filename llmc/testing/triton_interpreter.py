@@ -166,7 +166,8 @@ def interpret(source: Source, buffers: Sequence[Any], sizes: Sequence[int], grid
 def run_case(case: Case, on: Target = INTERPRETED) -> None:
     """Run the kernel in the interpreter on poisoned outputs between guard zones, and compare it with the reference.
 
-    `on` is INTERPRETED, or one made of it. Raises AssertionError if the kernel rejects its node, writes outside its buffers, or computes a wrong result.
+    `on` is INTERPRETED, or a target made of it. Raises AssertionError if the kernel rejects its node, writes outside
+    its buffers, or computes a wrong result.
     """
     node = case.node
     why = case.kernel.reject(node, on)

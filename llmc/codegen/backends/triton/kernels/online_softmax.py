@@ -93,7 +93,7 @@ def softmax_add_sink(running_max, running_sum, acc, sink):
 
 @triton.jit
 def softmax_part(running_max, running_sum, acc, value_scale):
-    """Return the mean of a part [ROWS, WIDTH], times `value_scale`, and its lse [ROWS]; zeros for parts without keys."""
+    """Return the mean of a part [ROWS, WIDTH] times `value_scale`, zeros if it has no keys, and its lse [ROWS]."""
     mean = acc * (value_scale / tl.maximum(running_sum, 1e-30))[:, None]
     return mean, softmax_lse(running_max, running_sum)
 
