@@ -20,7 +20,7 @@ from tests.runtime.libamdhip64 import toy
 
 FOLDER = Path(__file__).parent / "libamdhip64"
 CHECKS = sorted(FOLDER.glob("check_*.py"))
-FAMILIES = 0.01  # share of the model families that a run of this file draws: one or two
+FAMILIES = 0.006  # share of the model families and GPUs that a run of this file draws: one
 HEADERS = Path("/usr/include")
 
 
