@@ -38,22 +38,25 @@ FAMILIES = [c for c in (*LISTED, *UNLISTED, *ROPES) if c.name != "rope-longrope-
 STEPS = 2
 
 
-def compiled(case: Case, arch: str, folder: Path) -> Any:
-    """Compile a model to folder / "model.llmc", and return transformers' own. The texts are those for the interpreter,
-    whose binaries are as real.
-    """
-    print(f"seed {SEED}, {case.name} for {arch}")
-    own = save(case, folder / "model", SEED, torch.float32)
+def interpreted(arch: str, patch: pytest.MonkeyPatch) -> str:
+    """Let compiles for an AMD GPU emit texts for the interpreter, whose binaries are as real; return the target."""
     registry = driver_module.load()
     target = dataclasses.replace(registry.target(f"hip:{arch}"), features=frozenset({INTERPRET}))
     registry = dataclasses.replace(registry, targets={**registry.targets, target.name: lambda: target})
+    patch.setattr(driver_module, "load", lambda: registry)
+    return target.name
+
+
+def compiled(case: Case, arch: str, folder: Path) -> Any:
+    """Compile a model to folder / "model.llmc", and return transformers' own."""
+    print(f"seed {SEED}, {case.name} for {arch}")
+    own = save(case, folder / "model", SEED, torch.float32)
     length = min(case.trace.get("max_positions", 64), 64)
-    options = Options(
-        target=target.name, dtype="float32", max_model_len=length, max_num_batched_tokens=16, max_num_seqs=2,
-        cache=CACHE,
-    )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver_module, "load", lambda: registry)
+        options = Options(
+            target=interpreted(arch, patch), dtype="float32", max_model_len=length, max_num_batched_tokens=16,
+            max_num_seqs=2, cache=CACHE,
+        )  # fmt: skip
         compile_model(folder / "model", folder / "model.llmc", options)
     return own
 

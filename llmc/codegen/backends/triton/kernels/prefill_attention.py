@@ -206,6 +206,48 @@ def attend_part(
 
 
 @triton.jit
+def attend_keys(
+    query,
+    kv_ptr,
+    page_table_ptr,
+    positions,
+    exists,
+    scale,
+    value_scale,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PART: tl.constexpr,
+    KEYS_PER_TILE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Return the softmax state of query rows at `positions` [ROWS] of one sequence (-1: attends to no key).
+
+    `exists` [ROWS] is false for the padding of the tile. With PART, every part of so many keys has its own softmax,
+    and the parts, whose means are multiplied by `value_scale`, are added from the first to the last.
+    """
+    begin, whole, end, lowest = key_bounds(positions, exists, WINDOW, KEYS_PER_TILE)
+    if PART:
+        running_max, running_sum, acc = softmax_start(query.shape[0], HEAD_DIM_PADDED)
+        for first in range(begin // PART * PART, end, PART):
+            mean, lse = attend_part(
+                query, kv_ptr, page_table_ptr, positions, first, begin, whole, end, lowest, scale, value_scale,
+                KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, PART, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
+            )  # fmt: skip
+            running_max, running_sum, acc = softmax_add_part(running_max, running_sum, acc, mean, lse)
+    else:
+        running_max, running_sum, acc = attend_causal(
+            query, kv_ptr, page_table_ptr, positions, begin, whole, end, end, lowest, scale,
+            KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
+        )  # fmt: skip
+    return running_max, running_sum, acc
+
+
+@triton.jit
 def paged_prefill(
     query_ptr,  # [token_count, HEADS, HEAD_DIM]
     kv_ptr,  # [pages, 2, KV_HEADS, PAGE, HEAD_DIM]
@@ -254,22 +296,10 @@ def paged_prefill(
     column = tl.arange(0, HEAD_DIM_PADDED)[None, :]
     mask = exists[:, None] & head_mask(HEAD_DIM, HEAD_DIM_PADDED)
     query = tl.load(query_ptr + (head * HEAD_DIM)[:, None] + column, mask=mask, other=0.0)
-    query = to_factor(query, DOT_DTYPE)
-    keys_begin, whole, end, lowest = key_bounds(position, exists, WINDOW, KEYS_PER_TILE)
-    if PART:
-        running_max, running_sum, acc = softmax_start(QUERY_ROWS, HEAD_DIM_PADDED)
-        for first in range(keys_begin // PART * PART, end, PART):
-            mean, lse = attend_part(
-                query, kv_ptr, page_table_ptr, position, first, keys_begin, whole, end, lowest, SCALE * key_scale,
-                value_scale, KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, PART, KEYS_PER_TILE,
-                DOT_DTYPE, INTERPRET,
-            )  # fmt: skip
-            running_max, running_sum, acc = softmax_add_part(running_max, running_sum, acc, mean, lse)
-    else:
-        running_max, running_sum, acc = attend_causal(
-            query, kv_ptr, page_table_ptr, position, keys_begin, whole, end, end, lowest, SCALE * key_scale,
-            KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
-        )  # fmt: skip
+    running_max, running_sum, acc = attend_keys(
+        to_factor(query, DOT_DTYPE), kv_ptr, page_table_ptr, position, exists, SCALE * key_scale, value_scale,
+        KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, PART, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
+    )  # fmt: skip
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + query_head)
         running_max, running_sum, acc = softmax_add_sink(running_max, running_sum, acc, sink)
