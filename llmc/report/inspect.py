@@ -107,7 +107,7 @@ def speculation_of(programs: Sequence[Program]) -> dict[str, Any]:
     drafts = max((p.drafts for p in programs), default=0)
     roles = {p.role for p in programs}
     model = ["draft"] if FILL in roles else ["eagle"] if FIRST in roles else []
-    return {"drafts": drafts, "methods": ["ngram", *model] if drafts else []}
+    return {"drafts": drafts, "methods": ["ngram", "suffix", *model] if drafts else []}
 
 
 def program_facts(p: Program) -> dict[str, Any]:
