@@ -5,11 +5,11 @@ The bench starts a server, measures its peak in closed loops, then offers fixed 
 request. For each load it reports: goodput (requests a second that completed within the objective), its share of the
 peak, latencies of completed and of refused requests, and CPU time of the front, the engine and this client. The client
 shares the machine with the server: its CPU share is part of the report because what it takes the server cannot have.
-`--apart` keeps it off the server's physical cores, and with `all` the front and the engine off each other's. `--server-
-cpus 0,1` gives the server these CPUs alone, from its start, and the client the CPUs of other cores: what two cores
-serve to a client on another machine. Sending wakes a client that sleeps on the same machine, for which the server pays
-several times as much as for sending itself; `--spin` keeps the client awake, as if it were elsewhere. A load that is
-named several times is measured as often, and its median follows the table.
+`--apart` keeps it off the server's physical cores, and with `all` the front and the engine off each other's.
+`--server-cpus 0,1` gives the server these CPUs alone, from its start, and the client the CPUs of other cores: what two
+cores serve to a client on another machine. Sending wakes a client that sleeps on the same machine, for which the server
+pays several times as much as for sending itself; `--spin` keeps the client awake, as if it were elsewhere. A load that
+is named several times is measured as often, and its median follows the table.
 
 The objective: three times the latency at the peak, plus the time in which a full queue is served at that rate. The
 peak is measured again beside each load, before and after it, since the speed of a machine drifts, with as many open
