@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.program import DRAFT_MODEL, EAGLE
+from llmc_runtime.format.program import DRAFT_MODEL, EAGLE, MTP
 from llmc_runtime.format.row_abi import MAX_DRAFTS
 from llmc_runtime.sched import draft_methods
 
@@ -19,12 +19,12 @@ TOKENS, LOW, HIGH = "num_speculative_tokens", "prompt_lookup_min", "prompt_looku
 DEFAULTS: Mapping[str, int] = MappingProxyType({LOW: 3, HIGH: 5})  # lengths of suffixes in tokens
 # The keys of vLLM's JSON by method; those that draft on the host have no options but the number of tokens.
 KEYS: Mapping[str, Sequence[str]] = MappingProxyType(
-    {NGRAM: ("method", TOKENS, LOW, HIGH), **dict.fromkeys((DRAFT_MODEL, EAGLE), ("method", "model", TOKENS))}
+    {NGRAM: ("method", TOKENS, LOW, HIGH), **dict.fromkeys((DRAFT_MODEL, EAGLE, MTP), ("method", "model", TOKENS))}
 )
 DRAFTED = 4  # tokens drafted if the number is not given and the model is compiled for it
 _MAX_NGRAM = 64
 _REMEDY = (
-    f"use {NGRAM}, {', '.join(draft_methods.OURS)}, draft or eagle, with :K for K drafted tokens, or JSON such as"
+    f"use {NGRAM}, {', '.join(draft_methods.OURS)}, draft, eagle or mtp, with :K for K drafted tokens, or JSON such as"
     f' {{"method": "{NGRAM}", "{TOKENS}": 4}}'
 )
 
@@ -50,12 +50,14 @@ def check_speculate(name: str, value: Any) -> dict[str, Any] | None:
     if not isinstance(given, Mapping):
         raise LlmcError("E201", f"{name} = {value!r:.60} is not allowed", _REMEDY)
     method = given.get("method", NGRAM if not given.get("model") else DRAFT_MODEL)
+    if isinstance(method, str) and method.endswith(f"_{MTP}"):
+        method = MTP  # vLLM's deepseek_mtp, glm4_moe_mtp and others
     if not isinstance(method, str) or (method not in KEYS and not drafts_on_host(method)):
         cause = f"{name}: the method {method!r:.40} is not supported"
         remedy = (
             f"use {NGRAM}, {', '.join(draft_methods.OURS)}, {DRAFT_MODEL} with an artifact compiled with --draft "
-            f"MODEL, {EAGLE} with one compiled with --draft eagle:PATH, install the package that offers the method, or "
-            f"start without {name}"
+            f"MODEL, {EAGLE} or {MTP} with one compiled with --draft eagle:PATH or {MTP}, install the package that "
+            f"offers the method, or start without {name}"
         )
         raise LlmcError("E206", cause, remedy)
     keys = KEYS.get(method, ("method", TOKENS))

@@ -323,7 +323,7 @@ def make_device(config: SchedulerConfig, depth: int = 1, rng: random.Random | No
         depth,
         rng,
         config.logits,
-        config.speculation is not None and config.speculation.head,
+        config.speculation is not None and bool(config.speculation.head),
     )
 
 

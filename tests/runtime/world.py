@@ -133,7 +133,7 @@ def draw_world(seed: int) -> World:
     most = rng.choice((1, rows, rows))
     drafting = (
         SpeculationConfig(drafts, 1, 3),
-        SpeculationConfig(drafts, max_rows=most, head=rng.random() < 0.4),
+        SpeculationConfig(drafts, max_rows=most, head="eagle" if rng.random() < 0.4 else ""),
         SpeculationConfig(drafts, host="oracle"),
     )
     tokens = rng.randint(longest, longest * (1 + rows // rng.choice((1, 3))))  # of the pool: from starved to roomy

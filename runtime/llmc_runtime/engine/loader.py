@@ -20,7 +20,7 @@ from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.exec.canary import require
 from llmc_runtime.exec.load_executor import make_executor, release, start_ranks
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.program import DRAFT_MODEL, EAGLE
+from llmc_runtime.format.program import DRAFT_MODEL, EAGLE, MTP
 from llmc_runtime.sched.draft_methods import open_draft
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
@@ -33,7 +33,14 @@ if TYPE_CHECKING:
     from llmc_runtime.exec.rank_group import RankGroup
 
 # Methods for which an artifact has programs: what drafts, and the argument of --draft.
-NEEDS = MappingProxyType({DRAFT_MODEL: ("a draft model", "MODEL"), EAGLE: ("an EAGLE-3 head", "eagle:PATH")})
+NEEDS = MappingProxyType(
+    {
+        DRAFT_MODEL: ("a draft model", "MODEL"),
+        EAGLE: ("an EAGLE-3 head", "eagle:PATH"),
+        MTP: ("a multi-token-prediction layer", "mtp"),
+    }
+)
+_HEADS = MappingProxyType({EAGLE: "eagle", MTP: "mtp"})  # methods of heads, which an artifact has one of
 
 
 @dataclass(frozen=True)
@@ -156,11 +163,11 @@ def speculation_of(option: Any, compiled: int, rows: int = 0, head: bool = False
     if option["method"] not in KEYS:
         return SpeculationConfig(number or compiled, host=option["method"])
     if option["method"] != NGRAM:
-        if not rows or (option["method"] == EAGLE) != head:
+        if not rows or (option["method"] in _HEADS) != head:
             what, flag = NEEDS[option["method"]]
             cause = f"speculate asks for drafts of {what}, and the artifact has none"
             raise LlmcError("E206", cause, f"compile again with --draft {flag}, or use ngram")
-        return SpeculationConfig(number or compiled, max_rows=rows, head=head)
+        return SpeculationConfig(number or compiled, max_rows=rows, head=_HEADS.get(option["method"], ""))
     return SpeculationConfig(number or compiled, option[LOW], option[HIGH])
 
 

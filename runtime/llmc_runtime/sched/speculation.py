@@ -29,21 +29,21 @@ class SpeculationConfig:
     """Drafts of up to `num_tokens` tokens per row, by prompt lookup, by a draft model or head, or on the host.
 
     min_ngram, max_ngram: tokens of the suffixes that prompt lookup searches for. max_rows: maximum number of rows for
-    which a step of the draft model or head drafts; 0: there is none. head: its KV is computed by every step. host: the
-    name of the method that drafts on the host (see host_draft).
+    which a step of the draft model or head drafts; 0: there is none. head: the method of the head, whose KV is computed
+    by every step. host: the method that drafts on the host (see host_draft).
     """
 
     num_tokens: int
     min_ngram: int = 0
     max_ngram: int = 0
     max_rows: int = 0
-    head: bool = False
+    head: str = ""
     host: str = ""
 
     @property
     def method(self) -> str:
         """The name of the method, as users give it."""
-        return self.host or (("eagle" if self.head else "draft") if self.max_rows else "ngram")
+        return self.host or self.head or ("draft" if self.max_rows else "ngram")
 
     @property
     def looks_up(self) -> bool:
