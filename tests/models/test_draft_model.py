@@ -132,7 +132,7 @@ def test_reports(siblings: Path) -> None:
     found = inspect_artifact(siblings)
     assert found["speculation"] == {"drafts": 4, "methods": ["ngram", "suffix", "draft"]}
     assert found["compile"]["options"]["draft"] == SIBLING.name
-    assert "up to 4 per sequence, by ngram or draft" in render(found)
+    assert "up to 4 per sequence, by ngram or suffix or draft" in render(found)
 
 
 def test_refused(tmp_path: Path) -> None:

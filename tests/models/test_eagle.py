@@ -143,18 +143,27 @@ def test_refused(tmp_path: Path) -> None:
         assert caught.value.code == "E360" and caught.value.remedy
     with pytest.raises(LlmcError, match="vocabulary of 320 tokens, the model one of 300"):
         fitted(tmp_path / "good", vocab=300)
-    for name, text, weights in (
-        ("hidden", "reads hidden states of 32", "packed"),
-        ("good", "vocabulary of a head is in its weights", "random:1"),
-    ):
-        options = Options(cache=CACHE, draft=f"eagle:{tmp_path / name}", weights=weights)
-        with pytest.raises(LlmcError, match=text) as caught:
-            compile_model(tmp_path / "model", tmp_path / "wrong.llmc", options)
-        assert caught.value.code == "E360" and not (tmp_path / "wrong.llmc").exists()
+    with pytest.raises(LlmcError, match="reads hidden states of 32") as caught:
+        compile_model(tmp_path / "model", tmp_path / "wrong.llmc", Options(draft=f"eagle:{tmp_path / 'hidden'}"))
+    assert caught.value.code == "E360" and not (tmp_path / "wrong.llmc").exists()
     for method, rows, head in (("eagle3", 4, False), ("draft_model", 4, True), ("eagle3", 0, False)):
         with pytest.raises(LlmcError, match="the artifact has none") as caught:
             speculation_of({"method": method, "num_speculative_tokens": 2}, 4, rows, head)
         assert caught.value.code == "E206"
+
+
+@pytest.mark.usefixtures("eager")
+def test_random_weights(tmp_path: Path) -> None:
+    """A head whose weights are not read drafts, all tokens with the same logit."""
+    save(LISTED[1], tmp_path / "model")
+    save_head(tmp_path / "head", tensors(200))
+    (tmp_path / "head" / "model.safetensors").unlink()
+    options = Options(**LIMITS, draft=f"eagle:{tmp_path / 'head'}", weights="random:1")
+    compile_model(tmp_path / "model", tmp_path / "model.llmc", options)
+    bias = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logit_bias={5: 50.0})
+    with LLM(tmp_path / "model.llmc", say=quiet, speculate="eagle") as llm:
+        (out,) = llm.generate([{"prompt_token_ids": [7, 8, 9]}], bias, use_tqdm=False)
+        assert set(out.outputs[0].token_ids) == {5} and accepted(llm)[1] > 0
 
 
 @pytest.mark.usefixtures("eager")
