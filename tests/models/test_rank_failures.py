@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from kernel_cache import CACHE
 from llmc_runtime import LLM, AsyncLLM, RequestOutput, SamplingParams
 from llmc_runtime.artifact import open_artifact
+from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.exec.rank_group import RankGroup
 from llmc_runtime.exec.rank_messages import Done, Join
 from llmc_runtime.exec.rank_process import open_rank
@@ -214,6 +216,20 @@ def test_the_number_of_ranks_must_be_that_of_the_artifact(artifact: Path) -> Non
     assert failed.value.code == "E207" and "--tensor-parallel-size 2" in failed.value.remedy
     assert ranks_of(os.getpid()) == []
     LLM(artifact, tensor_parallel_size=RANKS, threads=1).close()
+
+
+def test_ray_has_to_be_installed_and_needs_several_ranks(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(LlmcError) as failed:
+        LLM(artifact, threads=1, distributed_executor_backend="ray")
+    assert failed.value.code == "E140" and "[ray]'" in failed.value.remedy
+    with pytest.raises(LlmcError, match=r"distributed_executor_backend = 'dask'") as failed:
+        LLM(artifact, distributed_executor_backend="dask")
+    assert failed.value.code == "E201" and "mp or ray" in failed.value.remedy
+    one = replace(open_artifact(artifact).manifest, ranks=1)
+    with pytest.raises(LlmcError, match="has 1 rank") as failed:
+        EngineOptions(artifact, distributed_executor_backend="ray").check_artifact(one)
+    assert failed.value.code == "E207"
 
 
 def test_a_rank_with_another_artifact_is_refused(artifact: Path) -> None:
