@@ -32,6 +32,7 @@ PROMPTS = [[7 + i, 11, 13 + i, 17] for i in range(6)]
 RANKS = 3
 SIZES = {"hidden_size": 96, "vocab_size": 321, "num_attention_heads": 6, "num_key_value_heads": 3}
 HEADS = Case("heads", "llama", SMALL | SIZES)
+LATEST = 5.0  # seconds until a request is told, on a machine that runs other tests; alone it takes 0.2
 Ended = RequestOutput | LlmcError
 
 
@@ -109,6 +110,7 @@ def test_kills_under_load(artifact: Path, tokens: list[list[int]], request: pyte
     """`--kills N` kills N times. A request ends with its tokens or with an error, soon after the kill."""
     kills, failed, right = request.config.getoption("--kills"), 0, 0
     pids: list[int] = []
+    waits: list[float] = []  # seconds from a kill until the last request has ended
 
     async def main() -> None:
         nonlocal failed, right
@@ -132,7 +134,7 @@ def test_kills_under_load(artifact: Path, tokens: list[list[int]], request: pyte
                     else:
                         assert list(one.outputs[0].token_ids) == want
                         right += 1
-                assert time.monotonic() - killed < 10  # a second, on a machine that does nothing else
+                waits.append(time.monotonic() - killed)
             await until(lambda: llm.restarts >= kills and llm.engines[0].state == "ready")
             last = [await answer(llm, p) for p in PROMPTS[:2]]
             assert [list(one.outputs[0].token_ids) for one in last if isinstance(one, RequestOutput)] == tokens[:2]
@@ -140,6 +142,10 @@ def test_kills_under_load(artifact: Path, tokens: list[list[int]], request: pyte
 
     asyncio.run(main())
     assert failed + right == kills * len(PROMPTS)
+    waits.sort()
+    shown = f"{kills} kills, {failed} errors, {right} answers; last request told after {waits[kills // 2]:.3f} s"
+    print(f"{shown} (median), {waits[kills * 99 // 100]:.3f} s (p99), {waits[-1]:.3f} s (maximum)")
+    assert waits[kills // 2] < 1 and waits[-1] < LATEST, shown
     assert ended(pids) and not [name for name in os.listdir("/dev/shm") if "llmc" in name]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -10,7 +11,8 @@ from llmc_runtime.device.device import group_ended
 from llmc_runtime.exec.rank_messages import Failed, Link, Reply
 from llmc_runtime.format.errors import LlmcError
 
-REPORT = 0.5  # seconds for the report of a rank that has failed
+REPORT = 0.5  # seconds for the reports of ranks that have failed
+_NOW = 0.001  # seconds for a report that has arrived
 
 
 class Rank(ABC):
@@ -52,9 +54,9 @@ class Rank(ABC):
             raise RuntimeError(f"rank {self.rank} sent {message!r:.80} out of turn")
         return message
 
-    def report(self) -> LlmcError | None:
-        """Return the failure that the process has reported, if it was not received yet."""
-        self.link.socket.settimeout(REPORT)
+    def report(self, until: float) -> LlmcError | None:
+        """Return the failure that the process reports before the time `until`, if it was not received yet."""
+        self.link.socket.settimeout(max(_NOW, until - time.monotonic()))
         try:
             while (message := self.link.receive()) is not None:
                 if isinstance(message, Failed):

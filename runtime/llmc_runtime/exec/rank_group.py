@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 from urllib.parse import quote_from_bytes
@@ -149,7 +150,8 @@ class RankGroup:
 
     def cause(self, error: LlmcError) -> LlmcError:
         """Return the error that ended the group, as far as the processes report it; otherwise `error`."""
-        reports = [p.report() for p in self._processes]
+        until = time.monotonic() + (0.0 if any(p.killed for p in self._processes) else REPORT)
+        reports = [p.report(until) for p in self._processes]
         causes = [e for e in reports if e is not None and e.code != error.code]
         killed = [p.ended() for p in self._processes if p.killed]
         return next((e for e in (*causes, *killed) if e is not None), error)
