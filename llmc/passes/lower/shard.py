@@ -13,7 +13,7 @@ from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Builder, Graph, Module, Node, Value
 from llmc.ir.signature import Mismatch
 from llmc.passes.base import Ctx, Pass
-from llmc.passes.lower.shard_plan import Plan, make_plan
+from llmc.passes.lower.shard_plan import Plan, make_plans
 from llmc.passes.lower.shard_rules import Relation, Split, local
 from llmc.passes.lower.shard_siblings import separate
 from llmc.targets.target import Target
@@ -44,11 +44,10 @@ class Shard(Pass):
         if RANK in m.symbols:
             raise Diagnostic("E437", f"the module has a symbol {RANK}, as a sharded one", "shard a module only once")
         m.symbols[RANK] = (0, self.ranks - 1)
-        done = 0
-        for name, g in m.graphs.items():
-            if name != "weights":
-                done += separate(g, ctx)
-                done += _Sharding(g, make_plan(g, self.ranks, ctx), self.ranks, ctx).apply()
+        graphs = [g for name, g in m.graphs.items() if name != "weights"]
+        done = sum(separate(g, ctx) for g in graphs)
+        for g, plan in make_plans(graphs, self.ranks, ctx):
+            done += _Sharding(g, plan, self.ranks, ctx).apply()
         if not done:
             del m.symbols[RANK]
         return done
