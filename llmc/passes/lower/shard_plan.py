@@ -29,7 +29,7 @@ class Plan:
 def make_plans(graphs: Sequence[Graph], ranks: int, ctx: Ctx) -> list[tuple[Graph, Plan]]:
     """Return the plan of each graph. A state is split in the same way in all of them.
 
-    Raises Diagnostic E437 if heads or the inner size of an MLP or of experts do not divide.
+    Raises Diagnostic E437 if heads, or quantised columns inside an MLP or an expert, do not divide.
     """
     plans = [make_plan(g, ranks, ctx, {}) for g in graphs]
     states = {v.name: s for plan in plans for v, s in plan.splits.items() if v.type.state and v.node is None}
@@ -96,10 +96,11 @@ def _product(g: Graph, n: Node, ranks: int, plan: Plan, weights: set[Value], ctx
         ctx.miss("shard", n, region)
         return
     reduced = any(r.partial for r in region.relations.values())
-    if size % ranks:
+    if size % ranks and n.operands[1].type.format is not None:
+        cause = f"{size} quantised columns do not divide over {ranks} ranks"
         if reduced:
-            raise _error(n, f"{size} columns do not divide over {ranks} ranks", _divisors(size))
-        ctx.miss("shard", n, f"{size} columns do not divide over {ranks} ranks; every rank computes all of them")
+            raise _error(n, cause, _divisors(size))
+        ctx.miss("shard", n, f"{cause}; every rank computes all of them")
     elif reduced or region.gathered:
         _accept(plan, region)
 
@@ -110,7 +111,7 @@ def _experts(n: Node, ranks: int, plan: Plan) -> None:
         down = n.operand("down")
         assert down is not None
         size = int(down.type.shape[2])
-        raise _error(n, f"{size} columns of an expert do not divide over {ranks} ranks", _divisors(size))
+        raise _error(n, f"{size} quantised columns of an expert do not divide over {ranks} ranks", _divisors(size))
     plan.relations[n] = relation
 
 
