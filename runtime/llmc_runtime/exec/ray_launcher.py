@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from llmc_runtime.exec.rank_messages import Failed, Link, Place, Placed
 from llmc_runtime.exec.ray_actor import RankActor
-from llmc_runtime.exec.ray_ranks import TOKEN
+from llmc_runtime.exec.ray_ranks import START, TOKEN
 from llmc_runtime.format.errors import LlmcError, as_llmc_error
 
 _HERE = 0.001  # of the resource that each node has under the name of its address
@@ -34,7 +34,7 @@ def connect() -> str:
     except ray.exceptions.AuthenticationError:
         raise LlmcError("E141", "there is no token for the Ray cluster", TOKEN) from None
     except (ConnectionError, RuntimeError, ValueError) as e:
-        raise LlmcError("E141", f"the Ray cluster cannot be reached: {str(e).splitlines()[0]}") from e
+        raise LlmcError("E141", f"the Ray cluster cannot be reached: {str(e).splitlines()[0]}", START) from e
     own = ray.get_runtime_context().get_node_id()
     return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == own)
 

@@ -29,7 +29,7 @@ _POLL = 0.2  # seconds between two looks at the messages of Ray's client
 _SOCKET = "ranks"
 _PEER = struct.Struct("3i")  # process, user and group at the other end of a Unix socket
 _TOKEN_REFUSED = b"Unauthenticated"  # in the messages of Ray's client, whose exception does not say it
-_START = "start Ray here (RAY_AUTH_MODE=token ray start --head), or set RAY_ADDRESS to its address"
+START = "start Ray here (RAY_AUTH_MODE=token ray start --head), or set RAY_ADDRESS to its address"
 TOKEN = "set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's token, or put it into ~/.ray/auth_token"
 
 
@@ -151,12 +151,12 @@ class _Launcher(LinkedProcess):
             if _TOKEN_REFUSED in self._text():
                 raise LlmcError("E141", "the Ray cluster refuses the token", TOKEN)
             if time.monotonic() > until:
-                raise LlmcError("E141", f"{late} within {seconds:g} s{self._said()}", _START)
+                raise LlmcError("E141", f"{late} within {seconds:g} s{self._said()}", START)
         answer: Any = self._link.receive()
         if answer is None:
-            raise LlmcError("E141", f"the process that talks to Ray has ended{self._said()}", _START)
+            raise LlmcError("E141", f"the process that talks to Ray has ended{self._said()}", START)
         if isinstance(answer, Failed):
-            raise LlmcError(answer.code, answer.cause, answer.remedy or _START)
+            raise LlmcError(answer.code, answer.cause, answer.remedy)
 
     def _text(self) -> bytes:
         return os.pread(self._log.fileno(), 1 << 16, 0)
