@@ -1,4 +1,4 @@
-"""Draft models, EAGLE-3 heads and models that pool give the same results with two ranks as with one.
+"""All methods of drafting, and models that pool, give the same results with two ranks as with one.
 
 That drafts of a head are those of the published algorithm is tested in test_eagle.py, with two ranks, too.
 """
@@ -16,6 +16,7 @@ from llmc_runtime import LLM
 from models.cases import LISTED
 from models.eagle import save_head, tensors
 from models.kit import save
+from models.mtp import case_of, save_with_layer
 from models.test_draft_model import LIMITS, accepted, find
 from models.test_pooling import BERT, CLS, CROSS, DECODER, LENGTH, QWEN, ROBERTA, ROWS, VOCAB, Model, numbers
 from models.test_pooling import save as save_pooled
@@ -33,18 +34,21 @@ def tokens_and_drafts(artifact: Path, prompts: list[Any], params: list[Any], met
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("method", ["eagle", pytest.param("draft", marks=pytest.mark.drawn)])
+@pytest.mark.parametrize(
+    "method", ["eagle", "mtp", *(pytest.param(name, marks=pytest.mark.drawn) for name in ("draft", "suffix"))]
+)
 def test_drafts_are_those_of_one_rank(method: str, tmp_path: Path) -> None:
-    save(find("qwen3"), tmp_path / "model", SEED)
-    if method == "eagle":
-        save_head(tmp_path / "eagle", tensors(200, seed=SEED))
+    if method == "mtp":
+        save_with_layer(case_of("deepseek_v3"), tmp_path / "model", SEED)
     else:
-        save(LISTED[0], tmp_path / "draft", SEED + 1)
-    draft = f"{'eagle:' if method == 'eagle' else ''}{tmp_path / method}"
+        save(find("qwen3"), tmp_path / "model", SEED)
+    save_head(tmp_path / "head", tensors(200, seed=SEED))
+    save(LISTED[0], tmp_path / "small", SEED + 1)
+    draft = {"eagle": f"eagle:{tmp_path / 'head'}", "mtp": "mtp", "draft": str(tmp_path / "small")}.get(method, "")
     found = []
     for ranks in (1, 2):
         path = tmp_path / f"{ranks}.llmc"
-        compile_model(tmp_path / "model", path, Options(**LIMITS, draft=draft, tensor_parallel_size=ranks))
+        compile_model(tmp_path / "model", path, Options(**LIMITS, draft=draft, speculate=4, tensor_parallel_size=ranks))
         found.append(tokens_and_drafts(path, *requests(), method))
     (tokens, (drafts, right)), (of_two, (_, right_of_two)) = found
     assert tokens == of_two and min(right, right_of_two) > 0
