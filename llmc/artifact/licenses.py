@@ -12,7 +12,7 @@ _NAMES = ("LICENSE", "LICENCE", "COPYING", "NOTICE", "AUTHORS")
 def license_of(name: str) -> tuple[str, str]:
     """Return ("name-version", all texts of licences and notices) of an installed distribution.
 
-    Raises Diagnostic E508 if it has none: a binary is not written without the licence that allows it.
+    Raises Diagnostic E506 if it has none: a binary is not written without the licence that allows it.
     """
     try:
         package = distribution(name)
@@ -23,9 +23,9 @@ def license_of(name: str) -> tuple[str, str]:
     if not own:
         raise _missing(name, f"{package.version} contains no licence")
     texts = [f"{f.name}\n\n{f.read_text()}" for f in own]
-    head = f"{name} {package.version}: {package.metadata.get('License-Expression') or package.metadata.get('License', '')}"
-    return f"{name}-{package.version}", "\n\n".join([head.strip(), *texts])
+    license = package.metadata.get("License-Expression") or package.metadata.get("License", "")
+    return f"{name}-{package.version}", "\n\n".join([f"{name} {package.version}: {license}", *texts])
 
 
 def _missing(name: str, why: str) -> Diagnostic:
-    return Diagnostic("E508", f"the licence of {name} cannot be stored: {why}", "install the package again")
+    return Diagnostic("E506", f"the licence of {name} cannot be stored: {why}", "install the package again")

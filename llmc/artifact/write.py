@@ -18,10 +18,10 @@ from llmc_runtime.format.program import Program
 
 from llmc.artifact.cost_report import roofline
 from llmc.artifact.files import Files, Hook, no_hook
+from llmc.artifact.licenses import license_of
 from llmc.artifact.publish import PART, check_free, locked, publish, sweep, temporary
 from llmc.artifact.rank_weights import write_rank_weights
 from llmc.artifact.weights import Progress
-from llmc.artifact.licenses import license_of
 from llmc.codegen.binary import Binary
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Module

@@ -92,8 +92,8 @@ class Source:
     waits for the previous kernel itself. maps: see Map. passes: the parameters that a launch passes; empty means
     operands and results, then `sizes` as i32.
     cluster: blocks of a cluster along x, y and z (at most 8 in total); empty without clusters. package: the
-    top-level module of an extension that the kernel is from, for errors; empty for llmc's own. license: the distribution
-    whose licence applies to the binary, if it contains another project's code.
+    top-level module of an extension that the kernel is from, for errors; empty for llmc's own. license: the
+    distribution whose licence applies to the binary, if it contains another project's code.
     """
 
     entry: str
@@ -147,6 +147,10 @@ class Kernel:
     def reject(self, node: Node, target: Target) -> str | None:
         """Return why the kernel cannot run the node on the target, or None if it can."""
         return None
+
+    def missing(self) -> str:
+        """Return which package the kernel needs that is not installed, or "". `select` then does without the kernel."""
+        return ""
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         """Return the candidate schedules of a node, at least one, best guess first."""

@@ -6,7 +6,7 @@ points use the same layout of a weight.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -80,7 +80,7 @@ def candidates(
             why = kernel.reject(node, target)
             if not isinstance(why, str | None):
                 raise TypeError(f"reject returned {why!r}, not None (supported) or the reason")
-            if why is not None:
+            if (why := why or kernel.missing() or None) is not None:
                 reasons.append(f"{kernel.name}: {why}")
                 continue
             found = list(_scheduled(kernel, node, target, env, tuning, kernel.opt_in and kernel.name not in prefer))
@@ -116,6 +116,13 @@ def _scheduled(
         yield Candidate(kernel, schedule, predicted, us is not None, order)
 
 
+def refusals(node: Node, kernels: Mapping[str, Kernel], target: Target) -> dict[str, str]:
+    """Return name -> reason of the kernels of the target that implement the node's op, but are not candidates."""
+    mine = [k for name in kernels for k in [kernels[name]] if k.language in target.languages and k.claims(node)]
+    reasons = {k.name: k.reject(node, target) or k.missing() for k in mine}
+    return {name: why for name, why in reasons.items() if why}
+
+
 def launched_graphs(m: Module) -> Iterator[Graph]:
     """Yield the graphs that become programs."""
     return (g for name, g in m.graphs.items() if name != WEIGHTS)
@@ -125,7 +132,8 @@ class Choices:
     """Record of the choices and their alternatives, with one row per graph for equal nodes with equal choices.
 
     A row is {"graph", "node": its text, "loc": of the first node, "count", "kernel", "schedule", "us", "measured",
-    "ways", "sizes": at which they were compared, "others": the best alternatives}. `us` is measured or estimated.
+    "ways", "sizes": at which they were compared, "others": the best alternatives, "refused": name -> reason of the
+    other kernels of the op}. `us` is measured or estimated.
     """
 
     OTHERS = 3
@@ -133,7 +141,10 @@ class Choices:
     def __init__(self) -> None:
         self.rows: dict[tuple[str, str, int], dict[str, Any]] = {}
 
-    def add(self, g: Graph, n: Node, best: Candidate, alternatives: list[Candidate], env: Mapping[str, int]) -> None:
+    def add(
+        self, g: Graph, n: Node, best: Candidate, alternatives: list[Candidate], env: Mapping[str, int],
+        refused: Callable[[Node], Mapping[str, str]],
+    ) -> None:  # fmt: skip
         """Count a node under its row."""
         key = (g.name, node_text(n), id(best))
         if key not in self.rows:
@@ -141,6 +152,7 @@ class Choices:
             self.rows[key] = {
                 "graph": g.name, "node": node_text(n), "loc": n.loc, "count": 0, **_choice(best),
                 "ways": len(alternatives), "sizes": dict(env), "others": rest[: self.OTHERS],
+                "refused": dict(refused(n)),
             }  # fmt: skip
         self.rows[key]["count"] += 1
 
@@ -179,13 +191,28 @@ class Select(Pass):
         agreed = common_layouts([(n, found) for _, n, found, _ in ranked], self.prefer, target)
         for g, n, found, env in ranked:
             best = _agreeing(n, found, agreed, target)
-            choices.add(g, n, best, found, env)
+            choices.add(g, n, best, found, env, lambda n: refusals(n, ctx.kernels, target))
             n.choice = {"kernel": best.kernel.name, **best.schedule}
             measured, open_ = measured + best.measured, open_ + (len(found) > 1)
         if open_:
             ctx.notes[tuning.summary(measured, len(ranked), target)] = None
         ctx.choices += choices.rows.values()
+        ctx.notes.update(dict.fromkeys(self._done_without(ranked, ctx, target, tuning)))
         return len(ranked)
+
+    def _done_without(self, ranked: Sequence[Ranked], ctx: Ctx, target: Target, tuning: Tuning) -> Iterator[str]:
+        """Yield a note about each kernel that is preferred or was measured, but whose package is not installed."""
+        for name in ctx.kernels:
+            kernel = ctx.kernels[name]
+            if kernel.language not in target.languages or not kernel.missing():
+                continue
+            for _, n, _, env in ranked:
+                if not kernel.claims(n) or kernel.reject(n, target) is not None:
+                    continue
+                known = (tuning.lookup(n, name, s, target, env) for s in kernel.schedules(n, target))
+                if name in self.prefer or any(us is not None for us in known):
+                    yield f"compiled without the kernel {name}: {kernel.missing()}"
+                    break
 
     def _ranked(self, m: Module, ctx: Ctx, target: Target, tuning: Tuning) -> Iterator[Ranked]:
         """Yield each node to choose for, its candidates best first, and the sizes at which they were compared."""

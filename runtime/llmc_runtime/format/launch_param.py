@@ -14,7 +14,8 @@ from llmc_runtime.format.expr import Expr
 from llmc_runtime.format.json_fields import Fields, an_integer, damaged
 
 ZERO = expr.of(0)
-TYPES: Mapping[str, str] = MappingProxyType({"i32": "<i", "i64": "<q", "f32": "<f", "u8": "<B"})  # as `struct` names them
+# Types of numbers, as `struct` names them.
+TYPES: Mapping[str, str] = MappingProxyType({"i32": "<i", "i64": "<q", "f32": "<f", "u8": "<B"})
 # Dtypes supported in tensor maps, and the size of an element in bytes.
 MAPPED: Mapping[str, int] = MappingProxyType({"bf16": 2, "f16": 2, "f8e4m3": 1, "i8": 1})
 MAX_BOX = 256  # maximum elements along an axis of a box
@@ -103,8 +104,9 @@ class TensorMap:
 
     `arg` is an index into `Launch.args`. The tensor has 2 to 5 axes of the sizes `shape` and starts `offset` bytes
     after the start of the buffer. `strides` are in elements, one for every axis except the last, whose elements are
-    adjacent; empty means row-major. All of these are evaluated at the upper bound of every symbol, except that a symbol of
-    states, such as the number of pages, has the value that they were allocated for. The tensor is copied in pieces of shape `box`. `swizzle` is a CUtensorMapSwizzle, 0 to 3.
+    adjacent; empty means row-major. All of these are evaluated at the upper bound of every symbol, except that symbols
+    of states, such as the number of pages, have the values for which the states were allocated. The tensor is copied in
+    pieces of shape `box`. `swizzle` is a CUtensorMapSwizzle, 0 to 3.
     """
 
     arg: int

@@ -73,8 +73,8 @@ class Weights:
 class KernelFile:
     """A kernel binary and its source text. `abi` names its calling convention.
 
-    `threads` is the size of a thread block, and `shared` its dynamic shared memory in bytes; both are for GPUs. `license`
-    is the file with the licence of a kernel from another project; empty for llmc's own.
+    `threads` is the size of a thread block, and `shared` its dynamic shared memory in bytes; both are for GPUs.
+    `license` is the file with the licence of a kernel from another project; empty for llmc's own.
     """
 
     hash: str
@@ -330,7 +330,8 @@ def _counts(f: Fields, *names: str) -> dict[str, int]:
 def _kernel(f: Fields) -> KernelFile:
     k = KernelFile(
         hash=f.key("hash"), file=f.name("file"), source=f.name("source", ""), entry=f.text("entry"),
-        threads=f.integer("threads", 0), shared=f.integer("shared", 0), abi=f.text("abi"), license=f.name("license", ""),
+        threads=f.integer("threads", 0), shared=f.integer("shared", 0), abi=f.text("abi"),
+        license=f.name("license", ""),
     )  # fmt: skip
     f.close()
     return k

@@ -10,12 +10,11 @@ It changes what the kernel of the package flash-attn-4 reads, not what it comput
 """
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
 import flash_attn.cute.flash_fwd_sm90 as published
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32
 from flash_attn.cute.seqlen_info import SeqlenInfoQK
 from flash_attn.cute.tile_scheduler import SingleTileVarlenScheduler
 from flash_attn.cute.utils import create_softcap_scoremod
@@ -170,20 +169,23 @@ def tensor(dtype, shape, stride):
     return cute.runtime.make_fake_tensor(dtype, sizes, stride=stride, assumed_align=ALIGN)
 
 
-def build():
-    """Compile the kernel; return the result of `cute.compile`."""
+def build(name):
+    """Compile the kernel as the function `name`, which ends in _0; return the result of `cute.compile`."""
+    PagedAttention.kernel.set_name_prefix(
+        name.removesuffix("_0"), remove_cutlass_symbol=True, keep_mangled_name=False
+    )
     element = ELEMENT[DTYPE]
     queries = tensor(element, (None, HEADS, HEAD_DIM), (HEADS * HEAD_DIM, HEAD_DIM, 1))
     token = PAGE * HEAD_DIM
     pool = tensor(element, (None, PAGE, KV_HEADS, HEAD_DIM), (2 * KV_HEADS * token, HEAD_DIM, token, 1))
     starts, rows, positions = (tensor(Int32, (None,), (1,)) for _ in range(3))
-    table = tensor(Int32, (None, TABLE_WIDTH), (TABLE_WIDTH, 1))
+    table = tensor(Int32, (TABLE_ROWS, TABLE_WIDTH), (TABLE_WIDTH, 1))
     kernel = PagedAttention(
         element, HEAD_DIM, HEAD_DIM, HEADS // KV_HEADS, is_causal=not WINDOW, is_local=bool(WINDOW), pack_gqa=PACKED,
         tile_m=TILE_M, tile_n=TILE_N, num_stages=STAGES, num_threads=2 * TILE_M + 128,
         score_mod=create_softcap_scoremod(SOFTCAP) if SOFTCAP else None,
     )  # fmt: skip
-    return cute.compile[cute.KeepCUBIN, cute.KeepPTX](
+    return cute.compile[cute.KeepCUBIN](
         kernel, queries, pool, pool, queries, None, Float32(SCALE), mCuSeqlensQ=starts, mSeqUsedQ=rows,
         mSeqUsedK=positions, mPageTable=table, window_size_left=Int32(WINDOW - 1) if WINDOW else None,
         window_size_right=Int32(0) if WINDOW else None,

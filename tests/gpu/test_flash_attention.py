@@ -1,0 +1,104 @@
+"""FlashAttention's kernel on a GPU against the reference of its op, run as in test_kernels.py.
+
+    python tests/gpu/test_flash_attention.py      compiles the kernels into build/gpu/kernels, without a GPU
+
+Where it was run before, the tests need none of the packages of the extra `flash`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "runtime"), str(ROOT / "tests")]
+
+from draw import generator  # noqa: E402
+from gpu.kernel_cases import CACHE, Job  # noqa: E402
+from gpu.launcher import Card  # noqa: E402
+from kernels.harness import Case  # noqa: E402
+from kernels.test_triton_attention import Paged  # noqa: E402
+
+from llmc.codegen.backends.cute.cute_toolchain import CuteToolchain  # noqa: E402
+from llmc.codegen.backends.cute.flash_attention import FLASH_ATTENTION  # noqa: E402
+from llmc.targets.gpu_targets import sm_90  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+TABLE = (40, 320)  # device rows, and pages of each
+LONGEST = 5000
+UNUSED = 30.0  # the kernel multiplies unused slots of pages by 0: they must be finite
+
+
+@dataclass
+class Step(Paged):
+    """A step whose page table has a fixed size, so that all steps of a variant share a binary."""
+
+    def inputs(self, rng: np.random.Generator) -> list[np.ndarray]:
+        """Slots that no row has filled are UNUSED; pages that no row needs are -1."""
+        arrays = super().inputs(rng)
+        table = np.full(TABLE, -1, np.int32)
+        table[: arrays[2].shape[0], : arrays[2].shape[1]] = arrays[2]
+        return [arrays[0], np.nan_to_num(arrays[1], nan=UNUSED), table, *arrays[3:]]
+
+
+# What a step computes, its `least` and the schedule.
+VARIANTS: tuple[tuple[Step, int, int], ...] = (
+    (Step((32, 8, 128), [], dtype="bf16"), 1, 0),
+    (Step((32, 8, 128), [], dtype="bf16"), 1, 1),
+    (Step((32, 8, 128), [], dtype="bf16"), 1, 2),
+    (Step((32, 8, 128), [], dtype="bf16"), 2, 0),
+    (Step((32, 8, 128), [], dtype="bf16", attrs={"window": 100}), 1, 0),
+    (Step((16, 2, 64), [], dtype="bf16", sinks=True, attrs={"window": 300}), 1, 0),
+    (Step((32, 8, 128), [], dtype="bf16", sinks=True, attrs={"softcap": 5.0}), 1, 1),
+    (Step((4, 4, 64), [], dtype="f16"), 1, 0),
+    (Step((16, 2, 64), [], dtype="f16", attrs={"softcap": 3.0, "window": 77}), 1, 2),
+    (Step((16, 2, 256), [], dtype="bf16"), 1, 0),
+)
+
+
+def spans_of(rng: np.random.Generator, number: int) -> list[tuple[int, int] | None]:
+    """Draw (new tokens, tokens in all) of rows: one prompt, chunks, single tokens, or all of these with padding."""
+    if number == 0:
+        return [(n := int(rng.integers(1, 1200)), n)]
+    if number == 1:
+        return [(1, int(n)) for n in rng.integers(1, 700, int(rng.integers(1, 12)))]
+    totals = [1, 16, 17, *rng.integers(1, 400, 3).tolist(), int(rng.integers(1000, LONGEST))]
+    spans = [(1 if rng.random() < 0.4 else int(rng.integers(1, min(300, n) + 1)), int(n)) for n in totals]
+    return [spans[i] if i < len(spans) else None for i in rng.permutation(len(spans) + 2)]
+
+
+def cases(rng: np.random.Generator, rounds: int) -> Iterator[Case]:
+    for step, least, schedule in VARIANTS:
+        for number in range(rounds):
+            drawn = replace(step, spans=spans_of(rng, number % 4))
+            yield drawn.case(FLASH_ATTENTION, rng, schedule, on=sm_90(), least=least)  # type: ignore[arg-type]
+
+
+def jobs(rounds: int) -> list[Job]:
+    tool = CuteToolchain(sm_90())
+    made = [(case, FLASH_ATTENTION.emit(case.node, case.schedule, sm_90())) for case in cases(generator(), rounds)]
+    return [Job(case, source, tool.key(source)) for case, source in made]
+
+
+def binaries(found: list[Job]) -> dict[str, Any]:
+    """Compile the kernels, or read them from the cache."""
+    return dict(CuteToolchain(sm_90()).compile([(job.source, "") for job in found], CACHE))
+
+
+def test_steps_of_all_kinds(card: Card) -> None:
+    from gpu.test_kernels import failures
+
+    found = jobs(8)
+    wrong = failures(card, found, binaries(found))
+    assert not wrong, f"{len(wrong)} of {len(found)} cases:\n" + "\n".join(wrong[:20])
+
+
+if __name__ == "__main__":
+    print(f"{len(binaries(jobs(1)))} binaries in {CACHE}")
