@@ -43,6 +43,7 @@ def module_of(
     attrs: str = "scale=0.088", sinks: bool = False,
 ) -> Module:  # fmt: skip
     """A module with one node of paged attention."""
+    result = f"{dtype}[T, {heads}, {size}]"
     extra, last = (f", %s: {dtype}[{heads}]", ", %s") if sinks else ("", "")
     return parse(
         f"""
@@ -51,8 +52,7 @@ sym R in [1, 256]
 sym P in [1, 65536]
 graph @step(%q: {dtype}[T, {heads}, {size}], %kv: state {pool or dtype}[P, 2, {kv}, {page}, {size}],
   %pages: state i32[256, 512], %rows: i32[R], %starts: i32[R+1], %positions: i32[T]{extra}) {{
-  %y = paged_attention(%q, %kv, %pages, %rows, %starts, %positions{last}) {{{attrs}}}
-    : {dtype}[T, {heads}, {size}]
+  %y = paged_attention(%q, %kv, %pages, %rows, %starts, %positions{last}) {{{attrs}}} : {result}
   return %y
 }}
 """,
