@@ -45,10 +45,16 @@ PEAK, BANDWIDTH = 795e12, 4.65e12
 ROUNDS, SECONDS = 5, 0.02
 # (new tokens, tokens in all) of each row
 CASES: dict[str, list[tuple[int, int]]] = {
+    "prompt-128": [(128, 128)],
+    "prompt-512": [(512, 512)],
     "prompt-2048": [(2048, 2048)],
     "prompt-8192": [(8192, 8192)],
     "chunk-1024-of-8192": [(1024, 8192)],
     "prompt-2048-and-31x4096": [(2048, 2048), *[(1, 4096)] * 31],
+    "chunk-256-of-4096": [(256, 4096)],
+    "prompt-128-and-64x1024": [(128, 128), *[(1, 1024)] * 64],
+    "prompt-512-and-63x2048": [(512, 512), *[(1, 2048)] * 63],
+    "decode-1x8192": [(1, 8192)],
     "decode-8x16384": [(1, 16384)] * 8,
     "decode-32x4096": [(1, 4096)] * 32,
     "decode-64x2048": [(1, 2048)] * 64,

@@ -96,7 +96,9 @@ def test_what_a_launch_passes() -> None:
 
 def test_unpacked_tiles_belong_to_one_head() -> None:
     source = FLASH_ATTENTION.emit(node(), {"rows": 128, "packed": 0}, sm_90())
-    assert source.maps[0].box == (128, 1, 64)
+    (queries, *_), strides = source.maps, source.maps[0].strides
+    assert [str(d) for d in queries.shape] == ["32", "T", "128"] and queries.box == (1, 128, 64)
+    assert [str(d) for d in strides] == ["128", "4096"]
     assert source.grid[0].subs({"T": 300, "R": 3}).const == 32 * ((300 + 3 * 127) // 128)
 
 

@@ -77,7 +77,7 @@ def spans_of(rng: np.random.Generator, number: int) -> list[tuple[int, int] | No
 def cases(rng: np.random.Generator, rounds: int) -> Iterator[Case]:
     for step, least, schedule in VARIANTS:
         for number in range(rounds):
-            drawn = replace(step, spans=spans_of(rng, number % 4))
+            drawn = replace(step, pages=True, spans=spans_of(rng, number % 4))
             yield drawn.case(FLASH_ATTENTION, rng, schedule, on=sm_90(), least=least)  # type: ignore[arg-type]
 
 

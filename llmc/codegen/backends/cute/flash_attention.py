@@ -133,11 +133,17 @@ class FlashAttention(Kernel):
 
 
 def maps(node: Node, tile: int, packed: bool) -> Iterator[Map]:
-    """Yield the tensor maps of the queries, the keys and the values. Axes are in the order of decreasing strides."""
+    """Yield the tensor maps of the queries, the keys and the values.
+
+    packed: the rows of a tile of queries are all heads of a group for one token, then those for the next token.
+    """
     p, kv = Problem(node), node.operands[1].type.shape
-    group = p.group if packed else 1
-    shape = (p.tokens, D(p.heads), D(p.size))
-    yield Map(0, shape, (tile // group, group, SWIZZLED), SWIZZLE)
+    if packed:
+        shape = (p.tokens, D(p.heads), D(p.size))
+        yield Map(0, shape, (tile // p.group, p.group, SWIZZLED), SWIZZLE)
+    else:
+        shape = (D(p.heads), p.tokens, D(p.size))
+        yield Map(0, shape, (1, tile, SWIZZLED), SWIZZLE, (D(p.size), D(p.heads * p.size)))
     token = PAGE * p.size
     strides = tuple(D(s) for s in (2 * p.kv_heads * token, token, p.size))
     for i in (0, 1):

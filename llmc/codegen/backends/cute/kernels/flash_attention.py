@@ -10,6 +10,7 @@ It changes what the kernel of the package flash-attn-4 reads, not what it comput
 """
 
 from dataclasses import replace
+from types import MappingProxyType
 
 import cutlass
 import cutlass.cute as cute
@@ -19,7 +20,7 @@ from flash_attn.cute.seqlen_info import SeqlenInfoQK
 from flash_attn.cute.tile_scheduler import SingleTileVarlenScheduler
 from flash_attn.cute.utils import create_softcap_scoremod
 
-ELEMENT = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16, "f32": cutlass.Float32}
+ELEMENT = MappingProxyType({"bf16": cutlass.BFloat16, "f16": cutlass.Float16, "f32": cutlass.Float32})
 PAGES = TILE_N // PAGE  # pages of a tile of keys
 ABSENT = -1  # a page number that no pool has; the copy of such a page consists of zeros
 ALIGN = 16  # bytes, of every pointer
@@ -47,7 +48,7 @@ class Rows:
 
 
 class Scheduler(SingleTileVarlenScheduler):
-    """Orders the tiles by the lengths starts[i+1] - starts[i], and waits for the previous launch before it reads them."""
+    """Finds the tiles from the lengths starts[i+1] - starts[i]. It waits for the previous launch before it reads them."""
 
     @staticmethod
     def to_underlying_arguments(args, **other):
@@ -171,9 +172,7 @@ def tensor(dtype, shape, stride):
 
 def build(name):
     """Compile the kernel as the function `name`, which ends in _0; return the result of `cute.compile`."""
-    PagedAttention.kernel.set_name_prefix(
-        name.removesuffix("_0"), remove_cutlass_symbol=True, keep_mangled_name=False
-    )
+    PagedAttention.kernel.set_name_prefix(name.removesuffix("_0"), remove_cutlass_symbol=True, keep_mangled_name=False)
     element = ELEMENT[DTYPE]
     queries = tensor(element, (None, HEADS, HEAD_DIM), (HEADS * HEAD_DIM, HEAD_DIM, 1))
     token = PAGE * HEAD_DIM
