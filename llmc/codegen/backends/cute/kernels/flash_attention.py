@@ -48,7 +48,7 @@ class Rows:
 
 
 class Scheduler(SingleTileVarlenScheduler):
-    """Finds the tiles from the lengths starts[i+1] - starts[i]. It waits for the previous launch before it reads them."""
+    """Finds the tiles from the lengths starts[i+1] - starts[i]; waits for the previous launch before it reads them."""
 
     @staticmethod
     def to_underlying_arguments(args, **other):
