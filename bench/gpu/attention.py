@@ -1,9 +1,9 @@
 """Time attention over pages on this GPU: llmc's kernels as a compile chooses them, and FlashAttention 4.
 
-    python -m bench.gpu.attention -o FOLDER [--compile-only] [--cases prompt-2048,decode-32x4096]
+    python -m bench.gpu.attention -o FOLDER [--compile-only] [--cases prompt-2048,decode-32x4096] [--heads 32,8,64]
 
-The heads are those of Llama-3.1-8B: 32 of queries, 8 of keys, of 128 elements in bf16. The results of all ways are
-compared with those of the first. FOLDER gets `attention.jsonl`, a row for every way, and the binaries, so that a
+The heads are by default those of Llama-3.1-8B: 32 of queries, 8 of keys, of 128 elements in bf16. The results of
+all ways are compared with those of the first. FOLDER gets `attention.jsonl`, a row for every way, and the binaries, so that a
 machine without compilers can repeat the run. The floor is the larger of the time to read the keys and values once at
 the bandwidth, and that of the products at the peak rate, both of a simple kernel or a library on an H200.
 """
@@ -39,8 +39,7 @@ from llmc.ir.text import parse  # noqa: E402
 from llmc.passes.split.split_kv import SplitKv  # noqa: E402
 from llmc.targets.target import Target  # noqa: E402
 
-HEADS, KV_HEADS, SIZE, PAGE, WIDTH = 32, 8, 128, 16, 1024
-KV = f"state bf16[P, 2, {KV_HEADS}, {PAGE}, {SIZE}]"
+PAGE, WIDTH = 16, 1024
 PEAK, BANDWIDTH = 795e12, 4.65e12
 ROUNDS, SECONDS = 5, 0.02
 # (new tokens, tokens in all) of each row
@@ -68,6 +67,24 @@ OPERANDS = {
 
 
 @dataclass(frozen=True)
+class Heads:
+    """Heads of queries, heads of keys, and their elements."""
+
+    q: int = 32
+    kv: int = 8
+    size: int = 128
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all cases share."""
+
+    heads: Heads
+    registry: Registry
+    target: Target
+
+
+@dataclass(frozen=True)
 class Launch:
     """One kernel of a way: the source, and the names of its operands and results."""
 
@@ -92,20 +109,22 @@ class Way:
     launches: tuple[Launch, ...]
 
 
-def node_of(op: str, tokens: str, attrs: str, registry: Registry) -> Node:
+def node_of(op: str, tokens: str, attrs: str, s: Setting) -> Node:
     """Return a node of one of the OPERANDS. tokens: the number of tokens, T, or R if every row has one."""
+    h = s.heads
     types = {
-        "q": f"bf16[{tokens}, {HEADS}, {SIZE}]", "kv": KV, "pages": f"state i32[256, {WIDTH}]", "rows": "i32[R]",
-        "starts": "i32[R+1]", "positions": f"i32[{tokens}]", "y": f"bf16[{tokens}, {HEADS}, {SIZE}]",
+        "q": f"bf16[{tokens}, {h.q}, {h.size}]", "kv": f"state bf16[P, 2, {h.kv}, {PAGE}, {h.size}]",
+        "pages": f"state i32[256, {WIDTH}]", "rows": "i32[R]",
+        "starts": "i32[R+1]", "positions": f"i32[{tokens}]", "y": f"bf16[{tokens}, {h.q}, {h.size}]",
     }  # fmt: skip
     if op == "attention_combine":
         parts = int(attrs.split("=")[1].rstrip("}"))
-        types |= {"partial": f"f32[R, {HEADS}, {parts}, {SIZE}]", "lse": f"f32[R, {HEADS}, {parts}]"}
+        types |= {"partial": f"f32[R, {h.q}, {parts}, {h.size}]", "lse": f"f32[R, {h.q}, {parts}]"}
         attrs = '{dtype="bf16"}'
     result = types["q"]
     if op == "paged_attention_split":
         parts = int(attrs.split("splits=")[1].rstrip("}"))
-        result = f"f32[R, {HEADS}, {parts}, {SIZE}], f32[R, {HEADS}, {parts}]"
+        result = f"f32[R, {h.q}, {parts}, {h.size}], f32[R, {h.q}, {parts}]"
     names = OPERANDS[op]
     inputs = ", ".join(f"%{x}: {types[x]}" for x in names)
     results = "%y0" if op != "paged_attention_split" else "%y0, %y1"
@@ -118,47 +137,46 @@ graph @main({inputs}) {{
   return {results}
 }}
 """
-    (node,) = parse(text, registry.opset()).graphs["main"].nodes
+    (node,) = parse(text, s.registry.opset()).graphs["main"].nodes
     return node
 
 
-def ours(op: str, tokens: str, attrs: str, env: dict[str, int], registry: Registry, target: Target) -> Launch:
+def ours(op: str, tokens: str, attrs: str, env: dict[str, int], s: Setting) -> Launch:
     """Return the launch of the kernel that `select` chooses among those of llmc."""
-    node = node_of(op, tokens, attrs, registry)
-    found = select.candidates(node, registry.kernels, target, env, Tuning.shipped(target))
+    node = node_of(op, tokens, attrs, s)
+    found = select.candidates(node, s.registry.kernels, s.target, env, Tuning.shipped(s.target))
     best = next(o for o in found if o.kernel.language == "triton")
     results = {"paged_attention_split": ("partial", "lse"), "paged_attention_single": ("y",)}.get(op, ("y",))
-    source = best.kernel.emit(node, best.schedule, target)
+    source = best.kernel.emit(node, best.schedule, s.target)
     return Launch(node, source, (*OPERANDS[op], *results))
 
 
-def ways(case: str, registry: Registry, target: Target) -> Iterator[Way]:
+def ways(case: str, s: Setting) -> Iterator[Way]:
     """Yield llmc's way first, then those of FlashAttention."""
     spans = CASES[case]
     decode = all(new == 1 for new, _ in spans)
     env = {"T": sum(new for new, _ in spans), "R": len(spans), "P": 256}
     tokens = "R" if decode else "T"
-    scale = f"scale={SIZE**-0.5!r}"
+    scale = f"scale={s.heads.size**-0.5!r}"
     if decode:
-        node = node_of("paged_attention", "R", f"{{{scale}}}", registry)
-        parts = parts_of(node, len(spans), target)
+        node = node_of("paged_attention", "R", f"{{{scale}}}", s)
+        parts = parts_of(node, len(spans), s.target)
         if parts > 1:
-            split = ours("paged_attention_split", "R", f"{{{scale}, splits={parts}}}", env, registry, target)
-            combine = ours("attention_combine", "R", f"{{splits={parts}}}", env, registry, target)
+            split = ours("paged_attention_split", "R", f"{{{scale}, splits={parts}}}", env, s)
+            combine = ours("attention_combine", "R", f"{{splits={parts}}}", env, s)
             yield Way(case, f"llmc, {parts} parts", (split, combine))
         else:
-            yield Way(case, "llmc", (ours("paged_attention", "R", f"{{{scale}}}", env, registry, target),))
+            yield Way(case, "llmc", (ours("paged_attention", "R", f"{{{scale}}}", env, s),))
     elif len(spans) > 1:
-        many = ours("paged_attention", "T", f"{{{scale}, least=2}}", env, registry, target)
-        single = ours("paged_attention_single", "T", f"{{{scale}}}", env, registry, target)
+        many = ours("paged_attention", "T", f"{{{scale}, least=2}}", env, s)
+        single = ours("paged_attention_single", "T", f"{{{scale}}}", env, s)
         yield Way(case, "llmc", (many, single))
     else:
-        yield Way(case, "llmc", (ours("paged_attention", "T", f"{{{scale}}}", env, registry, target),))
+        yield Way(case, "llmc", (ours("paged_attention", "T", f"{{{scale}}}", env, s),))
     for least in (1, 2) if len(spans) > 1 and not decode else (1,):
-        node = node_of("paged_attention", tokens, f"{{{scale}, least={least}}}", registry)
-        schedules = FLASH_ATTENTION.schedules(node, target)
-        for schedule in schedules if least == 1 else schedules[:1]:
-            source = FLASH_ATTENTION.emit(node, schedule, target)
+        node = node_of("paged_attention", tokens, f"{{{scale}, least={least}}}", s)
+        for schedule in [x for x in FLASH_ATTENTION.schedules(node, s.target) if x["rows"] == (64 if decode else 128)]:
+            source = FLASH_ATTENTION.emit(node, schedule, s.target)
             flash = Launch(node, source, (*OPERANDS["paged_attention"], "y"))
             name = f"flash_attention {schedule['rows']}{' packed' if schedule['packed'] else ''}"
             if least == 1:
@@ -203,7 +221,7 @@ def compile_all(found: Sequence[Way], target: Target, folder: Path) -> None:
 class Bench:
     """The buffers of a case on the device."""
 
-    def __init__(self, case: str, card: Card) -> None:
+    def __init__(self, case: str, heads: Heads, card: Card) -> None:
         import torch
 
         self.torch, self.card = torch, card
@@ -221,15 +239,15 @@ class Bench:
         tokens = int(news.sum())
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), news.cumsum(0)])
         positions = torch.cat([torch.arange(total - new, total) for new, total in spans])
-        shape = (tokens, HEADS, SIZE)
+        shape, pool = (tokens, heads.q, heads.size), (2, heads.kv, PAGE, heads.size)
         self.of: dict[str, Any] = {
             "q": torch.randn(shape, device="cuda", generator=make).to(torch.bfloat16),
-            "kv": torch.randn((pages, 2, KV_HEADS, PAGE, SIZE), device="cuda", generator=make, dtype=torch.bfloat16),
+            "kv": torch.randn((pages, *pool), device="cuda", generator=make, dtype=torch.bfloat16),
             "pages": table, "rows": torch.arange(len(spans), dtype=torch.int32, device="cuda"),
             "starts": starts.to(torch.int32).cuda(), "positions": positions.to(torch.int32).cuda(),
             "y": torch.empty(shape, device="cuda", dtype=torch.bfloat16),
-            "partial": torch.empty((len(spans) * HEADS * 64 * SIZE,), device="cuda") if tokens < 256 else None,
-            "lse": torch.empty((len(spans) * HEADS * 64,), device="cuda"),
+            "partial": torch.empty((len(spans) * heads.q * 64 * heads.size,), device="cuda") if tokens < 256 else None,
+            "lse": torch.empty((len(spans) * heads.q * 64,), device="cuda"),
         }  # fmt: skip
         self.sizes = {"T": tokens, "R": len(spans), "P": pages}
         torch.cuda.synchronize()
@@ -284,29 +302,30 @@ class Bench:
         return us
 
 
-def floor_us(case: str) -> float:
+def floor_us(case: str, heads: Heads) -> float:
     spans = CASES[case]
-    read = sum(total for _, total in spans) * 4 * KV_HEADS * SIZE / BANDWIDTH
+    read = sum(total for _, total in spans) * 4 * heads.kv * heads.size / BANDWIDTH
     pairs = sum(new * (total - new) + new * (new + 1) / 2 for new, total in spans)
-    return max(read, 4 * pairs * HEADS * SIZE / PEAK) * 1e6
+    return max(read, 4 * pairs * heads.q * heads.size / PEAK) * 1e6
 
 
 def main() -> None:
     ap = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     ap.add_argument("-o", "--out", type=Path, required=True, help="folder of the results and binaries")
     ap.add_argument("--cases", default=",".join(CASES), help="names of cases, default all")
+    ap.add_argument("--heads", default="32,8,128", help="heads of queries, of keys, elements; default 32,8,128")
     ap.add_argument("--compile-only", action="store_true", help="compile and measure nothing")
     args = ap.parse_args()
     registry = load()
-    target = registry.target("cuda:sm_90")
-    found = {case: list(ways(case, registry, target)) for case in args.cases.split(",")}
+    target, heads = registry.target("cuda:sm_90"), Heads(*(int(x) for x in args.heads.split(",")))
+    found = {case: list(ways(case, Setting(heads, registry, target))) for case in args.cases.split(",")}
     compile_all([way for some in found.values() for way in some], target, args.out / "binaries")
     if args.compile_only:
         return
     card = Card(nbytes=1 << 20)
     with (args.out / "attention.jsonl").open("w") as out:
         for case, some in found.items():
-            bench = Bench(case, card)
+            bench = Bench(case, heads, card)
             want: Any = None
             for way in some:
                 binaries = {x.key: read_entry(entry_path(args.out / "binaries", x.key)) for x in way.launches}
@@ -314,10 +333,11 @@ def main() -> None:
                 want = got if want is None else want
                 error = float((got - want).norm() / want.norm())
                 us = bench.microseconds(way, binaries)  # type: ignore[arg-type]
-                row = {"case": case, "way": way.name, "us": round(us, 1), "floor": round(floor_us(case), 1)}
+                row = {"case": case, "way": way.name, "us": round(us, 1), "floor": round(floor_us(case, heads), 1)}
                 print(json.dumps({**row, "error": error}), file=out, flush=True)
                 print(
-                    f"{case:26} {way.name:50} {us:8.1f} us, floor {floor_us(case):7.1f}, error {error:.1e}", flush=True
+                    f"{case:26} {way.name:50} {us:8.1f} us, floor {floor_us(case, heads):7.1f}, error {error:.1e}",
+                    flush=True,
                 )
 
 

@@ -156,6 +156,14 @@ class Kernel:
         """Return the candidate schedules of a node, at least one, best guess first."""
         return [{}]
 
+    def leads(self, node: Node, target: Target, env: Mapping[str, int]) -> bool:
+        """Return whether `select` takes the kernel at the sizes `env` even if others were measured and it was not.
+
+        It is a rule with evidence of its own, for a kernel that needs optional packages and is faster wherever the rule
+        holds. A measurement of the kernel at these sizes takes precedence.
+        """
+        return False
+
     def order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
         """Return a text that names the order in which the elements of a result are summed, or None.
 

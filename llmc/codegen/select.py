@@ -46,13 +46,17 @@ def typical(m: Module, g: Graph, n: Node | None = None) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A kernel and schedule that can run a node, with its measured or estimated time, and the order of its sums."""
+    """A kernel and schedule that can run a node, with its measured or estimated time, and the order of its sums.
+
+    leads: whether it precedes measured candidates (see `Kernel.leads`).
+    """
 
     kernel: Kernel
     schedule: Schedule
     us: float
     measured: bool
     order: str = ""  # set for deterministic targets only
+    leads: bool = False
 
     def layouts(self, node: Node, target: Target) -> dict[int, str]:
         """Return operand index -> packed layout, as `Kernel.layouts`."""
@@ -66,9 +70,10 @@ def candidates(
 ) -> list[Candidate]:  # fmt: skip
     """Return all pairs of kernel and schedule that can run the node, best first.
 
-    Kernels of `prefer` come first, then measured pairs, then the others by predicted time. Kernels with `opt_in` are
-    included only if they are in `prefer` or measured. For deterministic targets, only kernels that name the order of
-    their sums are included. Raises Diagnostic E430 with every kernel's reason if there is none.
+    Kernels of `prefer` come first, then those that lead, then measured pairs, then the others by predicted time.
+    Kernels with `opt_in` are included only if they are in `prefer`, lead or were measured. For deterministic targets,
+    only kernels that name the order of their sums are included. Raises Diagnostic E430 with every kernel's reason if
+    there is none.
     """
     out: list[Candidate] = []
     reasons: list[str] = []
@@ -93,7 +98,7 @@ def candidates(
         if target.deterministic:
             remedy = "compile without --deterministic, or leave out of --pipeline the pass that makes the op"
         raise Diagnostic("E430", f"no kernel can run the node: {why}", remedy, node=node)
-    return sorted(out, key=lambda o: (o.kernel.name not in prefer, not o.measured, o.us))
+    return sorted(out, key=lambda o: (o.kernel.name not in prefer, not o.leads, not o.measured, o.us))
 
 
 def _scheduled(
@@ -103,17 +108,18 @@ def _scheduled(
     offered = kernel.schedules(node, target)
     if not offered:
         raise ValueError("schedules returned no schedule; return [{}] if there is nothing to choose")
-    for schedule in offered:
+    times = [tuning.lookup(node, kernel.name, schedule, target, env) for schedule in offered]
+    leads = all(us is None for us in times) and kernel.leads(node, target, env)
+    for schedule, us in zip(offered, times, strict=True):
         order = order_of(kernel, node, schedule, target) if target.deterministic else ""
         if order is None:
             continue
-        us = tuning.lookup(node, kernel.name, schedule, target, env)
-        if us is None and measured_only:
+        if us is None and measured_only and not leads:
             continue
         predicted = kernel.cost_us(node, schedule, target, env) if us is None else us
         if not predicted >= 0:
             raise ValueError(f"cost_us returned {predicted!r}, not a number of microseconds")
-        yield Candidate(kernel, schedule, predicted, us is not None, order)
+        yield Candidate(kernel, schedule, predicted, us is not None, order, leads)
 
 
 def refusals(node: Node, kernels: Mapping[str, Kernel], target: Target) -> dict[str, str]:
@@ -201,7 +207,7 @@ class Select(Pass):
         return len(ranked)
 
     def _done_without(self, ranked: Sequence[Ranked], ctx: Ctx, target: Target, tuning: Tuning) -> Iterator[str]:
-        """Yield a note about each kernel that is preferred or was measured, but whose package is not installed."""
+        """Yield a note about each kernel that would have been chosen, but whose package is not installed."""
         for name in ctx.kernels:
             kernel = ctx.kernels[name]
             if kernel.language not in target.languages or not kernel.missing():
@@ -209,8 +215,7 @@ class Select(Pass):
             for _, n, _, env in ranked:
                 if not kernel.claims(n) or kernel.reject(n, target) is not None:
                     continue
-                known = (tuning.lookup(n, name, s, target, env) for s in kernel.schedules(n, target))
-                if name in self.prefer or any(us is not None for us in known):
+                if name in self.prefer or kernel.leads(n, target, env):
                     yield f"compiled without the kernel {name}: {kernel.missing()}"
                     break
 

@@ -29,6 +29,7 @@ ALIGN = 1024  # bytes before the buffers in shared memory, for barriers
 L2 = 50 << 20  # bytes of keys and values that the scheduler of tiles assumes to fit into the L2 cache
 LOG2_E = math.log2(math.e)
 PDL = "pdl"
+LEAST = 512  # tokens of a step from which the kernel is taken without a measurement
 _RATE, _READS = 0.78, 0.8  # shares of the peak rate of products and of the bandwidth, measured on an H200
 
 
@@ -93,8 +94,15 @@ class FlashAttention(Kernel):
         packed = [{"rows": r, "packed": 1} for r in rows]
         return [*packed, {"rows": rows[0], "packed": 0}] if Problem(node).group > 1 else packed
 
-    def early(self, node: Node) -> tuple[int, ...]:
-        return ()
+    def leads(self, node: Node, target: Target, env: Mapping[str, int]) -> bool:
+        """Whether the node is attention of prompts of at least LEAST tokens, without a window or a soft cap.
+
+        `bench.gpu.attention` compares the kernel with llmc's: it was faster for these, but not for single tokens.
+        """
+        p, a = Problem(node), node.attrs
+        plain = not a["window"] and not a["softcap"] and node.operand("sinks") is None
+        tokens = p.tokens.subs(env).const or 0
+        return plain and p.tokens != p.rows and tokens >= LEAST and not target.deterministic
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: waves of tiles at a share of the peak, or the bytes of the keys that are seen."""
