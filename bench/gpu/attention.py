@@ -2,9 +2,9 @@
 
     python -m bench.gpu.attention -o FOLDER [--compile-only] [--cases prompt-2048,decode-32x4096] [--heads 32,8,64]
 
-The heads are by default those of Llama-3.1-8B: 32 of queries, 8 of keys, of 128 elements in bf16. The results of
-all ways are compared with those of the first. FOLDER gets `attention.jsonl`, a row for every way, and the binaries, so that a
-machine without compilers can repeat the run. The floor is the larger of the time to read the keys and values once at
+The heads are by default those of Llama-3.1-8B: 32 of queries, 8 of keys, of 128 elements in bf16. The results of all
+ways are compared with those of the first. FOLDER gets `attention.jsonl`, a row for every way, and the binaries, so that
+a machine without compilers can repeat the run. The floor is the larger of the time to read the keys and values once at
 the bandwidth, and that of the products at the peak rate, both of a simple kernel or a library on an H200.
 """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import tomllib
 from dataclasses import replace
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ from llmc.codegen.backends.cute import cute_toolchain as module
 from llmc.codegen.backends.cute import flash_attention
 from llmc.codegen.backends.cute.cute_toolchain import CuteToolchain, missing
 from llmc.codegen.backends.cute.flash_attention import FLASH_ATTENTION
+from llmc.codegen.backends.triton.prefill_attention import PREFILL_ATTENTION
 from llmc.codegen.kernel import Source
 from llmc.codegen.launch_check import passed
 from llmc.codegen.select import Select, candidates, refusals
-from llmc.codegen.tuning_records import Tuning
+from llmc.codegen.tuning_records import Tuning, _indexed, record
 from llmc.diagnostics import Diagnostic
 from llmc.extension import load
 from llmc.ir.dim import D
@@ -40,18 +42,18 @@ installed = pytest.mark.skipif(bool(missing()), reason="the extra `flash` is not
 
 def module_of(
     heads: int = 32, kv: int = 8, size: int = 128, page: int = 16, dtype: str = "bf16", pool: str = "",
-    attrs: str = "scale=0.088", sinks: bool = False,
+    attrs: str = "scale=0.088", sinks: bool = False, tokens: str = "T",
 ) -> Module:  # fmt: skip
     """A module with one node of paged attention."""
-    result = f"{dtype}[T, {heads}, {size}]"
+    result = f"{dtype}[{tokens}, {heads}, {size}]"
     extra, last = (f", %s: {dtype}[{heads}]", ", %s") if sinks else ("", "")
     return parse(
         f"""
 sym T in [1, 8192]
 sym R in [1, 256]
 sym P in [1, 65536]
-graph @step(%q: {dtype}[T, {heads}, {size}], %kv: state {pool or dtype}[P, 2, {kv}, {page}, {size}],
-  %pages: state i32[256, 512], %rows: i32[R], %starts: i32[R+1], %positions: i32[T]{extra}) {{
+graph @step(%q: {result}, %kv: state {pool or dtype}[P, 2, {kv}, {page}, {size}],
+  %pages: state i32[256, 512], %rows: i32[R], %starts: i32[R+1], %positions: i32[{tokens}]{extra}) {{
   %y = paged_attention(%q, %kv, %pages, %rows, %starts, %positions{last}) {{{attrs}}} : {result}
   return %y
 }}
@@ -137,6 +139,11 @@ def test_other_architectures_are_refused() -> None:
         assert "is not the architecture" in (FLASH_ATTENTION.reject(node(), target) or "")
 
 
+@lru_cache(maxsize=1)
+def shipped() -> Tuning:
+    return Tuning.shipped(sm_90())
+
+
 def lacking(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     monkeypatch.setattr(flash_attention, "missing", lambda: why)
 
@@ -144,10 +151,42 @@ def lacking(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
 def test_a_preferred_kernel_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     lacking(monkeypatch, "")
     kernels = load().kernels
-    found = candidates(node(), kernels, sm_90(), ENV, Tuning.shipped(sm_90()), ("cute/flash_attention",))
+    found = candidates(node(), kernels, sm_90(), ENV, shipped(), ("cute/flash_attention",))
     assert found[0].kernel is FLASH_ATTENTION
-    again = candidates(node(), kernels, replace(sm_90(), deterministic=True), ENV, Tuning.shipped(sm_90()))
+    again = candidates(node(), kernels, replace(sm_90(), deterministic=True), ENV, shipped())
     assert not any(o.kernel is FLASH_ATTENTION for o in again)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens", "leads"),
+    [
+        ({}, 4096, True), ({"attrs": "scale=0.1, least=2"}, 512, True), ({}, 256, False),
+        ({"attrs": "scale=0.1, window=64"}, 4096, False), ({"attrs": "scale=0.1, softcap=9.0"}, 4096, False),
+        ({"sinks": True}, 4096, False),
+    ],
+)  # fmt: skip
+def test_the_rule_for_prompts(
+    changes: dict[str, Any], tokens: int, leads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It precedes llmc's kernels, even though they were measured, but not where it was measured itself."""
+    lacking(monkeypatch, "")
+    env, kernels = {**ENV, "T": tokens}, load().kernels
+    best, *_ = candidates(node(**changes), kernels, sm_90(), env, shipped())
+    assert (best.kernel is FLASH_ATTENTION) == leads
+    made = node(**changes)
+    slow = record(made, "cute/flash_attention", FLASH_ATTENTION.schedules(made, sm_90())[0], sm_90(), 1e6, env)
+    best, *_ = candidates(made, kernels, sm_90(), env, Tuning(_indexed([slow])))
+    assert best.kernel is FLASH_ATTENTION and best.measured  # nothing else was measured
+    other = record(made, "triton/prefill_attention", PREFILL_ATTENTION.schedules(made, sm_90())[0], sm_90(), 1.0, env)
+    best, *_ = candidates(made, kernels, sm_90(), env, Tuning(_indexed([slow, other])))
+    assert best.kernel is PREFILL_ATTENTION
+
+
+def test_single_tokens_are_not_taken_by_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking(monkeypatch, "")
+    decode = node(tokens="R")
+    best, *_ = candidates(decode, load().kernels, sm_90(), {"R": 256, "P": 256}, shipped())
+    assert best.kernel.language == "triton"
 
 
 def test_a_compile_without_the_packages_says_what_it_did_without(monkeypatch: pytest.MonkeyPatch) -> None:
