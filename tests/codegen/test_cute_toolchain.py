@@ -22,7 +22,7 @@ from llmc.codegen.backends.cute import flash_attention
 from llmc.codegen.backends.cute.cute_toolchain import CuteToolchain, missing
 from llmc.codegen.backends.cute.flash_attention import FLASH_ATTENTION
 from llmc.codegen.backends.triton.prefill_attention import PREFILL_ATTENTION
-from llmc.codegen.kernel import Source
+from llmc.codegen.kernel import Param, Source
 from llmc.codegen.launch_check import passed
 from llmc.codegen.select import Select, candidates, refusals
 from llmc.codegen.tuning_records import Tuning, _indexed, record
@@ -266,6 +266,20 @@ def test_a_binary_with_other_parameters_is_refused(tmp_path: Path, monkeypatch: 
     source = FLASH_ATTENTION.emit(node(), {"rows": 64, "packed": 1}, sm_90())
     with pytest.raises(Diagnostic, match=r"E505.*the binary takes \[4\]"):
         CuteToolchain(sm_90()).compile([(source, "")], tmp_path)
+    one = replace(source, passes=(Param("value", value=1, type="i32"),), threads=128)
+    text = text.replace("void llmc", "void __launch_bounds__(64) llmc")
+    monkeypatch.setattr(
+        module, "compile_text", lambda source, arch: (nvrtc.compile_text(text, ("-arch=sm_90a",))[0], "")
+    )
+    with pytest.raises(Diagnostic, match=r"E505.*blocks of 128 threads, the binary allows 64"):
+        CuteToolchain(sm_90()).compile([(one, "")], tmp_path)
+
+
+@installed
+def test_a_block_of_other_threads_is_refused(tmp_path: Path) -> None:
+    source = replace(FLASH_ATTENTION.emit(node(), {"rows": 64, "packed": 1}, sm_90()), threads=128)
+    with pytest.raises(Diagnostic, match=r"E505.*blocks of 128 threads, the binary needs 256"):
+        CuteToolchain.find(sm_90()).compile([(source, "")], tmp_path)
 
 
 def test_the_key_depends_on_what_the_binary_depends_on() -> None:
