@@ -23,7 +23,8 @@ def license_of(name: str) -> tuple[str, str]:
     if not own:
         raise _missing(name, f"{package.version} contains no licence")
     texts = [f"{f.name}\n\n{f.read_text()}" for f in own]
-    license = package.metadata.get("License-Expression") or package.metadata.get("License", "")
+    fields = package.metadata.json
+    license = fields.get("license_expression") or fields.get("license") or ""
     return f"{name}-{package.version}", "\n\n".join([f"{name} {package.version}: {license}", *texts])
 
 

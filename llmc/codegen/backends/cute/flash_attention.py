@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
+from types import MappingProxyType
 
 from llmc.codegen.backends.cute.cute_toolchain import missing, remedy
 from llmc.codegen.emit import Sizes, describe
@@ -20,7 +21,7 @@ from llmc.targets.target import Target
 FILE = "flash_attention.py"
 DISTRIBUTION = "flash-attn-4"
 DTYPES = ("bf16", "f16")
-HEADS = {64: 128, 128: 128, 256: 64}  # head sizes, and the keys of a tile
+HEADS: Mapping[int, int] = MappingProxyType({64: 128, 128: 128, 256: 64})  # head sizes, and the keys of a tile
 PAGE = 16  # tokens of a page
 TILE_ROWS = (128, 64)  # queries of a tile: of two warpgroups, or of one
 STAGES = 2
