@@ -33,6 +33,7 @@ from llmc.ir.graph import Module, Node
 from llmc.ir.ops import OPS
 from llmc.ir.text import parse
 from llmc.passes.base import Ctx
+from llmc.passes.split.split_single import SplitSingle
 from llmc.targets.gpu_targets import sm_80, sm_90, sm_100
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -180,6 +181,16 @@ def test_the_rule_for_prompts(
     other = record(made, "triton/prefill_attention", PREFILL_ATTENTION.schedules(made, sm_90())[0], sm_90(), 1.0, env)
     best, *_ = candidates(made, kernels, sm_90(), env, Tuning(_indexed([slow, other])))
     assert best.kernel is PREFILL_ATTENTION
+
+
+@pytest.mark.parametrize(("why", "attrs", "changes"), [("", "", 0), ("absent", "", 1), ("", ", window=9", 1)])
+def test_a_step_that_it_leads_keeps_its_single_tokens(
+    why: str, attrs: str, changes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lacking(monkeypatch, why)
+    registry = load()
+    ctx = Ctx(registry.opset(), sm_90(), registry.kernels)
+    assert SplitSingle().run(module_of(attrs=f"scale=0.1{attrs}"), ctx) == changes
 
 
 def test_single_tokens_are_not_taken_by_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
