@@ -175,7 +175,7 @@ def ways(case: str, s: Setting) -> Iterator[Way]:
         yield Way(case, "llmc", (ours("paged_attention", "T", f"{{{scale}}}", env, s),))
     for least in (1, 2) if len(spans) > 1 and not decode else (1,):
         node = node_of("paged_attention", tokens, f"{{{scale}, least={least}}}", s)
-        for schedule in [x for x in FLASH_ATTENTION.schedules(node, s.target) if x["rows"] == (64 if decode else 128)]:
+        for schedule in FLASH_ATTENTION.schedules(node, s.target)[: 1 if decode else 2]:
             source = FLASH_ATTENTION.emit(node, schedule, s.target)
             flash = Launch(node, source, (*OPERANDS["paged_attention"], "y"))
             name = f"flash_attention {schedule['rows']}{' packed' if schedule['packed'] else ''}"

@@ -128,10 +128,20 @@ def test_parameters_of_variants(changes: dict[str, Any], more: list[int]) -> Non
         ({"dtype": "f32"}, "queries of f32"),
         ({"pool": "f16"}, "a pool of f16"),
         ({"heads": 24}, "3 query heads of a key head"),
+        ({"heads": 8}, "1 query heads of a key head"),
     ],
 )
 def test_nodes_that_are_refused(changes: dict[str, Any], why: str) -> None:
     assert why in (FLASH_ATTENTION.reject(node(**changes), sm_90()) or "")
+
+
+def test_prompts_get_high_tiles() -> None:
+    prompts, single = node(), node(tokens="R")
+    assert [s["rows"] for s in FLASH_ATTENTION.schedules(prompts, sm_90())] == [128, 128]
+    assert FLASH_ATTENTION.schedules(single, sm_90())[0] == {"rows": 64, "packed": 1}
+    for env in (ENV, {**ENV, "R": 96}, {**ENV, "T": 512, "R": 1}):
+        costs = [FLASH_ATTENTION.cost_us(prompts, s, sm_90(), env) for s in FLASH_ATTENTION.schedules(prompts, sm_90())]
+        assert costs[0] <= costs[1], "packed tiles are faster in mixtures, and nearly as fast otherwise"
 
 
 def test_other_architectures_are_refused() -> None:
