@@ -61,7 +61,6 @@ class Paged:
     attrs: dict[str, Any] = field(default_factory=dict)
     behind: int = 0  # tokens behind the last row
     dynamic: bool = True
-    pages: bool = False  # the number of pages is a run-time size
 
     def inputs(self, rng: np.random.Generator) -> list[np.ndarray]:
         """Slots that no row has filled are NaN, and pages that no row needs are -1."""
@@ -121,8 +120,7 @@ class Paged:
         for slot, x in zip(slots, arrays, strict=False):
             dtype = "i32" if x.dtype.kind == "i" else slot.dtype if slot.dtype == "f32" else self.dtype
             dtype = self.pool or self.dtype if slot.name == "kv" else dtype
-            first_axis = D("P") if self.pages and slot.name == "kv" else first.get(slot.name, D(len(x)))
-            shape = (first_axis, *map(D, x.shape[1:]))
+            shape = (first.get(slot.name, D(len(x))), *map(D, x.shape[1:]))
             g.input(slot.name, Type(dtype, shape, slot.state))
         g.outputs = list(g.add(op, g.inputs, attrs).results)
         plan = kernel.schedules(g.nodes.head, on)  # type: ignore[arg-type]
