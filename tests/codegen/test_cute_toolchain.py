@@ -17,6 +17,7 @@ import pytest
 
 from llmc.artifact.licenses import license_of
 from llmc.codegen import cubin
+from llmc.codegen.backends.cuda import nvrtc_toolchain as nvrtc
 from llmc.codegen.backends.cute import cute_toolchain as module
 from llmc.codegen.backends.cute import flash_attention
 from llmc.codegen.backends.cute.cute_toolchain import CuteToolchain, missing
@@ -276,12 +277,12 @@ def test_a_process_that_fails(
 
 def test_a_binary_with_other_parameters_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real cubin, whose kernel has this name and one parameter."""
-    nvrtc = pytest.importorskip("llmc.codegen.backends.cuda.nvrtc_toolchain")
     try:
-        text = 'extern "C" __global__ void llmc_paged_attention_0(int n) {}'
-        binary, why = nvrtc.compile_text(text, ("-arch=sm_90a",))
-    except ImportError:
+        nvrtc.NvrtcToolchain.find(sm_90())
+    except Diagnostic:
         pytest.skip("NVRTC is not installed")
+    text = 'extern "C" __global__ void llmc_paged_attention_0(int n) {}'
+    binary, why = nvrtc.compile_text(text, ("-arch=sm_90a",))
     assert not why
     monkeypatch.setattr(module, "compile_text", lambda source, arch: (binary, ""))
     source = FLASH_ATTENTION.emit(node(), {"rows": 64, "packed": 1}, sm_90())
