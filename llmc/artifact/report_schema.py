@@ -11,7 +11,8 @@ from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.json_fields import damaged, load_json
 from llmc_runtime.format.manifest import Manifest
 
-# A form is a type, [form] for a list, or a mapping from required keys to forms; "*" is the form of all other keys.
+# A form is a type, [form] for a list, or a mapping from keys to forms: a key is required unless it ends in "?"; "*" is
+# the form of all other keys.
 _TEXT, _COUNT, _NUMBER = str, int, float
 _SIGNED = "signed"  # a number that may be negative
 _PLACE = MappingProxyType({"op": _TEXT, "loc": _TEXT, "count": _COUNT})
@@ -47,7 +48,7 @@ _FORMS: Mapping[str, Any] = MappingProxyType(
         "choices": [
             {
                 "graph": _TEXT, "node": _TEXT, "loc": _TEXT, **_WAY, "measured": object, "ways": _COUNT,
-                "count": _COUNT, "sizes": _SIZES, "others": [_WAY],
+                "count": _COUNT, "sizes": _SIZES, "others": [_WAY], "refused?": {"*": _TEXT},
             }
         ],
     }
@@ -86,10 +87,11 @@ def _read(folder: Folder, manifest: Manifest, name: str) -> Any:
 def _check(value: Any, form: Any, where: str) -> None:
     """Check a value against a form; raises LlmcError E103 with the path of the first mismatch."""
     if isinstance(form, Mapping):
-        if not isinstance(value, dict) or not form.keys() - {"*"} <= value.keys():
-            raise damaged(where, f"expected an object of {', '.join(form.keys() - {'*'}) or 'any keys'}")
+        required = {k for k in form if k != "*" and not k.endswith("?")}
+        if not isinstance(value, dict) or not required <= value.keys():
+            raise damaged(where, f"expected an object of {', '.join(required) or 'any keys'}")
         for key, inner in value.items():
-            if (expected := form.get(key, form.get("*"))) is not None:
+            if (expected := form.get(key, form.get(f"{key}?", form.get("*")))) is not None:
                 _check(inner, expected, f"{where}.{key[:40]}")
     elif isinstance(form, list):
         if not isinstance(value, list):

@@ -18,6 +18,7 @@ from llmc_runtime.format.program import Program
 
 from llmc.artifact.cost_report import roofline
 from llmc.artifact.files import Files, Hook, no_hook
+from llmc.artifact.licenses import license_of
 from llmc.artifact.publish import PART, check_free, locked, publish, sweep, temporary
 from llmc.artifact.rank_weights import write_rank_weights
 from llmc.artifact.weights import Progress
@@ -144,7 +145,15 @@ class _Writer:
     def _kernel(self, k: Binary) -> KernelFile:
         binary = self.put(f"kernels/{k.hash}.{k.suffix}", k.binary)
         source = self.put(f"kernels/{k.hash}.{k.language}", k.source.encode())
-        return KernelFile(k.hash, binary, source, k.entry, k.threads, k.shared, k.abi)
+        return KernelFile(k.hash, binary, source, k.entry, k.threads, k.shared, k.abi, self._license(k.license))
+
+    def _license(self, name: str) -> str:
+        """Write the licence of an installed package, once; return its file, or "" without a package."""
+        if not name:
+            return ""
+        title, text = license_of(name)
+        file = f"licenses/{title}.txt"
+        return file if file in self.hashes else self.put(file, text.encode())
 
     def _weights(self, parts: Parts, progress: Progress | None) -> Weights:
         if parts.weights is None:

@@ -14,7 +14,7 @@ class Binary:
     """A compiled unit: key, source text, binary, entry point, and launch parameters.
 
     `locs` are the module paths that use it, `abi` the calling convention, `boxes` the boxes of its tensor maps.
-    `suffix` and `language` are the extensions of its two files.
+    `suffix` and `language` are the extensions of its two files. `license`: see Source.
     """
 
     hash: str
@@ -28,6 +28,7 @@ class Binary:
     language: str = "cpp"
     abi: str = "cpu-1"
     boxes: tuple[Box, ...] = ()
+    license: str = ""
 
 
 def locations(placed: Sequence[Placed], key: Callable[[Source], str]) -> dict[str, tuple[Source, tuple[str, ...]]]:

@@ -72,7 +72,7 @@ def build(
 
 def _binary(key: str, s: Source, c: Compiled, output: Output, locs: tuple[str, ...] = ()) -> Binary:
     names = output.binary, output.source, output.abi
-    return Binary(key, s.text, c.binary, s.entry, c.threads, c.shared, locs, *names, c.boxes)
+    return Binary(key, s.text, c.binary, s.entry, c.threads, c.shared, locs, *names, c.boxes, s.license)
 
 
 def _launch_info(b: Binary) -> launch_plan.LaunchInfo:

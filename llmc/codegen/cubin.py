@@ -15,7 +15,7 @@ from llmc.codegen.launch_check import check_parameters, check_threads, differs
 from llmc.ir.dim import D
 
 _SIZED = 4  # attribute format: a value of `size` bytes follows
-_KPARAM_INFO, _MAX_THREADS, _CLUSTER = 0x17, 0x05, 0x3D
+_KPARAM_INFO, _MAX_THREADS, _THREADS, _CLUSTER = 0x17, 0x05, 0x10, 0x3D
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,14 @@ class Entry:
     """The properties of one kernel in a cubin.
 
     params: (offset, bytes) of each parameter, in order. max_threads: maximum threads per block (0: not stated).
+    threads: the only permitted number of threads per block (0: not stated).
     cluster: blocks of a cluster along x, y and z (empty: not stated).
     """
 
     params: tuple[tuple[int, int], ...]
     max_threads: int = 0
     cluster: tuple[int, ...] = ()
+    threads: int = 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -40,17 +42,17 @@ def read_entry(binary: bytes, entry: str) -> Entry:
     """Read the properties of a kernel; raises ValueError if the bytes are not a cubin or lack the kernel."""
     try:
         info = next(data for name, data in sections(binary) if name == f".nv.info.{entry}")
-        params, threads, cluster = {}, 0, ()
+        params, most, threads, cluster = {}, 0, 0, ()
         for attribute, value in _attributes(info):
             if attribute == _KPARAM_INFO:
                 _, ordinal, offset, flags = struct.unpack("<IHHI", value)
                 params[ordinal] = (offset, flags >> 18)
-            elif attribute == _MAX_THREADS:
+            elif attribute in (_MAX_THREADS, _THREADS):
                 x, y, z = struct.unpack("<III", value)
-                threads = x * y * z
+                most, threads = (x * y * z, threads) if attribute == _MAX_THREADS else (most, x * y * z)
             elif attribute == _CLUSTER:
                 cluster = struct.unpack("<III", value)
-        return Entry(tuple(params[i] for i in range(len(params))), threads, cluster)
+        return Entry(tuple(params[i] for i in range(len(params))), most, cluster, threads)
     except StopIteration:
         raise ValueError(f"it has no kernel {entry!r}") from None
     except (struct.error, LookupError, OverflowError) as e:
@@ -61,8 +63,9 @@ def check_launch(source: Source, binary: bytes, loc: str = "", scratch: int = 0)
     """Compare the parameters that launches of a source pass with those of its binary.
 
     scratch: number of additional trailing pointers that the binary may take, which launches pass as null. Raises
-    Diagnostic E505 if the parameters differ in number or size, if a block has more threads than the binary allows, or
-    if the cluster differs from the binary's, has an invalid number of blocks, or does not divide the grid.
+    Diagnostic E505 if the parameters differ in number or size, if a block has more threads than the binary allows or
+    another number than it needs, or if the cluster differs from the binary's, has an invalid number of blocks, or does
+    not divide the grid.
     """
     try:
         compiled = read_entry(binary, source.entry)
@@ -71,6 +74,9 @@ def check_launch(source: Source, binary: bytes, loc: str = "", scratch: int = 0)
     check_parameters(source, compiled.sizes, loc, scratch)
     if compiled.max_threads:
         check_threads(source, source.threads, compiled.max_threads, loc)
+    if source.threads and compiled.threads not in (0, source.threads):
+        why = f"launches have blocks of {source.threads} threads, the binary needs {compiled.threads}"
+        raise differs(source, why, loc)
     if why := _cluster_error(source, compiled.cluster):
         raise differs(source, why, loc)
 

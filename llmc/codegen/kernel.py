@@ -29,7 +29,7 @@ class Map:
     elements outside of the tensor are zeros. swizzle: the layout of a box in shared memory as a CUtensorMapSwizzle, 0
     to 3; Triton chooses its own. strides: in elements, one for every axis except the last; empty means row-major.
     offset: bytes from the start of the buffer to the tensor. Shape, strides and offset are evaluated at the symbols'
-    upper bounds.
+    upper bounds; symbols of states, at the sizes for which they were allocated.
     """
 
     param: int
@@ -50,8 +50,9 @@ class Param:
     """One parameter that a launch passes.
 
     kind: "arg" (the address of operand or result `index`, plus `offset` bytes, evaluated at the symbols' upper bounds),
+    "tensor" (16 bytes: the same address, then `size` as i32),
     "map" (tensor map `index` of `Source.maps`), "size" (`size`, as `type` i32 or i64) or "value" (`value`, as `type`
-    i32, i64 or f32).
+    i32, i64, f32 or u8).
     """
 
     kind: str
@@ -64,12 +65,14 @@ class Param:
     @property
     def nbytes(self) -> int:
         """Bytes of the parameter."""
-        return {"arg": 8, "map": 128}.get(self.kind) or struct.calcsize(TYPES[self.type])
+        return {"arg": 8, "tensor": 16, "map": 128}.get(self.kind) or struct.calcsize(TYPES[self.type])
 
     def json(self) -> dict[str, Any]:
         """Return the parameter as written in a program (`llmc_runtime.format.launch_param`)."""
         if self.kind == "arg":
             return {self.kind: self.index, "offset": str(self.offset)}
+        if self.kind == "tensor":
+            return {self.kind: self.index, "size": str(self.size), "offset": str(self.offset)}
         if self.kind == "map":
             return {self.kind: self.index}
         return {self.kind: str(self.size) if self.kind == "size" else self.value, "type": self.type}
@@ -89,7 +92,8 @@ class Source:
     waits for the previous kernel itself. maps: see Map. passes: the parameters that a launch passes; empty means
     operands and results, then `sizes` as i32.
     cluster: blocks of a cluster along x, y and z (at most 8 in total); empty without clusters. package: the
-    top-level module of an extension that the kernel is from, for errors; empty for llmc's own.
+    top-level module of an extension that the kernel is from, for errors; empty for llmc's own. license: the
+    distribution whose licence applies to the binary, if it contains another project's code.
     """
 
     entry: str
@@ -107,6 +111,7 @@ class Source:
     passes: tuple[Param, ...] = ()
     cluster: tuple[int, ...] = ()
     package: str = field(default="", compare=False)
+    license: str = ""
 
 
 # Keys that code generation adds to a schedule before `emit`, depending on the neighbouring launches:
@@ -143,9 +148,21 @@ class Kernel:
         """Return why the kernel cannot run the node on the target, or None if it can."""
         return None
 
+    def missing(self) -> str:
+        """Return which package the kernel needs that is not installed, or "". `select` then does without the kernel."""
+        return ""
+
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         """Return the candidate schedules of a node, at least one, best guess first."""
         return [{}]
+
+    def leads(self, node: Node, target: Target, env: Mapping[str, int]) -> bool:
+        """Return whether `select` takes the kernel at the sizes `env` even if others were measured and it was not.
+
+        It is a rule with evidence of its own, for a kernel that needs optional packages and is faster wherever the rule
+        holds. A measurement of the kernel at these sizes takes precedence. `split-single` leaves such nodes whole.
+        """
+        return False
 
     def order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
         """Return a text that names the order in which the elements of a result are summed, or None.

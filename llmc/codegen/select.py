@@ -7,7 +7,7 @@ points use the same layout of a weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -48,13 +48,17 @@ def typical(m: Module, g: Graph, n: Node | None = None) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A kernel and schedule that can run a node, with its measured or estimated time, and the order of its sums."""
+    """A kernel and schedule that can run a node, with its measured or estimated time, and the order of its sums.
+
+    leads: whether it precedes measured candidates (see `Kernel.leads`).
+    """
 
     kernel: Kernel
     schedule: Schedule
     us: float
     measured: bool
     order: str = ""  # set for deterministic targets only
+    leads: bool = False
 
     def layouts(self, node: Node, target: Target) -> dict[int, str]:
         """Return operand index -> packed layout, as `Kernel.layouts`."""
@@ -68,11 +72,11 @@ def candidates(
 ) -> list[Candidate]:  # fmt: skip
     """Return all pairs of kernel and schedule that can run the node, best first.
 
-    Kernels of `prefer` come first, then measured pairs, then the others by predicted time. Kernels with `opt_in` are
-    included only if they are in `prefer` or measured. For deterministic targets, only kernels that name the order of
-    their sums are included, of which those that were measured may be slow ones: pairs that are much slower than the
-    fastest measured one of the node rank with those that were not measured. Raises Diagnostic E430 with every kernel's
-    reason if there is none.
+    Kernels of `prefer` come first, then those that lead, then measured pairs, then the others by predicted time.
+    Kernels with `opt_in` are included only if they are in `prefer`, lead or were measured. For deterministic targets,
+    only kernels that name the order of their sums are included, of which those that were measured may be slow ones:
+    pairs that are much slower than the fastest measured one of the node rank with those that were not measured. Raises
+    Diagnostic E430 with every kernel's reason if there is none.
     """
     out: list[Candidate] = []
     reasons: list[str] = []
@@ -84,7 +88,7 @@ def candidates(
             why = kernel.reject(node, target)
             if not isinstance(why, str | None):
                 raise TypeError(f"reject returned {why!r}, not None (supported) or the reason")
-            if why is not None:
+            if (why := why or kernel.missing() or None) is not None:
                 reasons.append(f"{kernel.name}: {why}")
                 continue
             found = list(_scheduled(kernel, node, target, env, tuning, kernel.opt_in and kernel.name not in prefer))
@@ -98,7 +102,11 @@ def candidates(
             remedy = "compile without --deterministic, or leave out of --pipeline the pass that makes the op"
         raise Diagnostic("E430", f"no kernel can run the node: {why}", remedy, node=node)
     limit = COVERED * tuning.fastest(node, target, env) if target.deterministic else math.inf
-    return sorted(out, key=lambda o: (o.kernel.name not in prefer, not o.measured or o.us > limit, o.us))
+
+    def rank(o: Candidate) -> tuple[bool, bool, bool, float]:
+        return o.kernel.name not in prefer, not o.leads, not o.measured or o.us > limit, o.us
+
+    return sorted(out, key=rank)
 
 
 def _scheduled(
@@ -108,17 +116,25 @@ def _scheduled(
     offered = kernel.schedules(node, target)
     if not offered:
         raise ValueError("schedules returned no schedule; return [{}] if there is nothing to choose")
-    for schedule in offered:
+    times = [tuning.lookup(node, kernel.name, schedule, target, env) for schedule in offered]
+    leads = all(us is None for us in times) and kernel.leads(node, target, env)
+    for schedule, us in zip(offered, times, strict=True):
         order = order_of(kernel, node, schedule, target) if target.deterministic else ""
         if order is None:
             continue
-        us = tuning.lookup(node, kernel.name, schedule, target, env)
-        if us is None and measured_only:
+        if us is None and measured_only and not leads:
             continue
         predicted = kernel.cost_us(node, schedule, target, env) if us is None else us
         if not predicted >= 0:
             raise ValueError(f"cost_us returned {predicted!r}, not a number of microseconds")
-        yield Candidate(kernel, schedule, predicted, us is not None, order)
+        yield Candidate(kernel, schedule, predicted, us is not None, order, leads)
+
+
+def refusals(node: Node, kernels: Mapping[str, Kernel], target: Target) -> dict[str, str]:
+    """Return name -> reason of the kernels of the target that implement the node's op, but are not candidates."""
+    mine = [k for name in kernels for k in [kernels[name]] if k.language in target.languages and k.claims(node)]
+    reasons = {k.name: k.reject(node, target) or k.missing() for k in mine}
+    return {name: why for name, why in reasons.items() if why}
 
 
 def launched_graphs(m: Module) -> Iterator[Graph]:
@@ -130,7 +146,8 @@ class Choices:
     """Record of the choices and their alternatives, with one row per graph for equal nodes with equal choices.
 
     A row is {"graph", "node": its text, "loc": of the first node, "count", "kernel", "schedule", "us", "measured",
-    "ways", "sizes": at which they were compared, "others": the best alternatives}. `us` is measured or estimated.
+    "ways", "sizes": at which they were compared, "others": the best alternatives, "refused": name -> reason of the
+    other kernels of the op}. `us` is measured or estimated.
     """
 
     OTHERS = 3
@@ -138,7 +155,10 @@ class Choices:
     def __init__(self) -> None:
         self.rows: dict[tuple[str, str, int], dict[str, Any]] = {}
 
-    def add(self, g: Graph, n: Node, best: Candidate, alternatives: list[Candidate], env: Mapping[str, int]) -> None:
+    def add(
+        self, g: Graph, n: Node, best: Candidate, alternatives: list[Candidate], env: Mapping[str, int],
+        refused: Callable[[Node], Mapping[str, str]],
+    ) -> None:  # fmt: skip
         """Count a node under its row."""
         key = (g.name, node_text(n), id(best))
         if key not in self.rows:
@@ -146,6 +166,7 @@ class Choices:
             self.rows[key] = {
                 "graph": g.name, "node": node_text(n), "loc": n.loc, "count": 0, **_choice(best),
                 "ways": len(alternatives), "sizes": dict(env), "others": rest[: self.OTHERS],
+                "refused": dict(refused(n)),
             }  # fmt: skip
         self.rows[key]["count"] += 1
 
@@ -184,13 +205,27 @@ class Select(Pass):
         agreed = common_layouts([(n, found) for _, n, found, _ in ranked], self.prefer, target)
         for g, n, found, env in ranked:
             best = _agreeing(n, found, agreed, target)
-            choices.add(g, n, best, found, env)
+            choices.add(g, n, best, found, env, lambda n: refusals(n, ctx.kernels, target))
             n.choice = {"kernel": best.kernel.name, **best.schedule}
             measured, open_ = measured + best.measured, open_ + (len(found) > 1)
         if open_:
             ctx.notes[tuning.summary(measured, len(ranked), target)] = None
         ctx.choices += choices.rows.values()
+        ctx.notes.update(dict.fromkeys(self._done_without(ranked, ctx, target, tuning)))
         return len(ranked)
+
+    def _done_without(self, ranked: Sequence[Ranked], ctx: Ctx, target: Target, tuning: Tuning) -> Iterator[str]:
+        """Yield a note about each kernel that would have been chosen, but whose package is not installed."""
+        for name in ctx.kernels:
+            kernel = ctx.kernels[name]
+            if kernel.language not in target.languages or not kernel.missing():
+                continue
+            for _, n, _, env in ranked:
+                if not kernel.claims(n) or kernel.reject(n, target) is not None:
+                    continue
+                if name in self.prefer or kernel.leads(n, target, env):
+                    yield f"compiled without the kernel {name}: {kernel.missing()}"
+                    break
 
     def _ranked(self, m: Module, ctx: Ctx, target: Target, tuning: Tuning) -> Iterator[Ranked]:
         """Yield each node to choose for, its candidates best first, and the sizes at which they were compared."""

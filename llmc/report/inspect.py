@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,9 @@ def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) 
         "ranks": m.ranks,
         "memory": memory(a.programs, m.states, read),
         "kv": kv_capacity(m, kv_bytes),
-        "kernels": {"count": len(m.kernels), "largest": _largest(m, predicted, kernels)},
+        "kernels": {
+            "count": len(m.kernels), "largest": _largest(m, predicted, kernels), "licenses": _licenses(m),
+        },
         "predicted_us": {n: prediction_facts(p) for n, p in predicted.items()},
     }
 
@@ -143,6 +145,11 @@ def _largest(m: Manifest, predicted: Mapping[str, Any], count: int) -> list[dict
     return [{**r, "source": sources.get(r["kernel"], "")} for r in first]
 
 
+def _licenses(m: Manifest) -> dict[str, int]:
+    """Return file -> number of kernels of the licences of other projects' kernels."""
+    return dict(Counter(k.license for k in m.kernels if k.license))
+
+
 def render(data: Mapping[str, Any]) -> str:
     """Format the data of `inspect_artifact` as text."""
     source, target, limits, kv, mem = (data[k] for k in ("source", "target", "limits", "kv", "memory"))
@@ -181,6 +188,7 @@ def render(data: Mapping[str, Any]) -> str:
     largest = data["kernels"]["largest"]
     order = "; below, the slowest of every program by predicted time" if largest else ""
     lines.append(f"  kernels   {data['kernels']['count']}{order}")
+    lines += [f"  licence   {file}: {n} of these kernels" for file, n in data["kernels"]["licenses"].items()]
     for p in data["programs"]:
         lines.append(_program_line(p, data["predicted_us"].get(p["name"])))
         lines += [

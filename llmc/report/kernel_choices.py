@@ -80,5 +80,5 @@ def _choices(p: Program, rows: Sequence[Mapping[str, Any]], machine: Mapping[str
         "nodes": sum(r["count"] for r in rows),
         "measured": sum(r["count"] for r in rows if r["measured"]),
         "at": sizes_text({s: n for s, n in sizes.items() if s in (("R",) if p.uniform else ("T", "R"))}),
-        "rows": [{**r, "floor": floors.get((r["node"].split("(")[0], r["loc"]))} for r in rows],
+        "rows": [{"refused": {}, **r, "floor": floors.get((r["node"].split("(")[0], r["loc"]))} for r in rows],
     }

@@ -174,13 +174,13 @@ def test_the_manifest_reads_back(tmp_path: Path) -> None:
 def test_a_newer_minor_version_may_say_more(tmp_path: Path) -> None:
     manifest = write_artifact(tmp_path / "toy.llmc", tiny.parts(tmp_path))
     data = (
-        manifest.dump().replace(b'"minor": 2', b'"minor": 3, "x": 2').replace(b'"compiler"', b'"more": [], "compiler"')
+        manifest.dump().replace(b'"minor": 3', b'"minor": 4, "x": 2').replace(b'"compiler"', b'"more": [], "compiler"')
     )
     zero = data.replace(manifest.digest.encode(), b"0" * 64)
     data = zero.replace(b"0" * 64, hashing.sha256(zero).encode(), 1)
-    assert Manifest.load(data).format == (2, 3)
+    assert Manifest.load(data).format == (2, 4)
     with pytest.raises(LlmcError, match="unknown key 'more'"):
-        older = zero.replace(b'"minor": 3, "x": 2', b'"minor": 2')
+        older = zero.replace(b'"minor": 4, "x": 2', b'"minor": 3')
         Manifest.load(older.replace(b"0" * 64, hashing.sha256(older).encode(), 1))
 
 

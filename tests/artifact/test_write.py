@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from llmc_runtime.format.errors import LlmcError
 
 from llmc.artifact.write import write_artifact
 from llmc.diagnostics import Diagnostic
+from llmc.report.inspect import inspect_artifact, render
 
 
 class Killed(BaseException):
@@ -177,3 +180,26 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Diagnostic, match=r"E123.*cannot write"):
         write_artifact(tmp_path / "file/toy.llmc", tiny.parts(tmp_path))
+
+
+def test_the_licence_of_another_projects_kernel_is_in_the_artifact(tmp_path: Path) -> None:
+    """Here, of an installed package; once, although two kernels have it."""
+    plain = tiny.parts(tmp_path)
+    (first, *rest) = plain.kernels
+    borrowed = [replace(first, license="pytest"), *(replace(k, license="pytest") for k in rest)]
+    write_artifact(tmp_path / "a.llmc", replace(plain, kernels=tuple(borrowed)))
+    opened = open_artifact(tmp_path / "a.llmc")
+    (file,) = {k.license for k in opened.manifest.kernels}
+    assert file == f"licenses/pytest-{version('pytest')}.txt" and file in opened.manifest.files
+    assert "Holger Krekel" in (tmp_path / "a.llmc" / file).read_text()
+    data = inspect_artifact(tmp_path / "a.llmc")
+    assert data["kernels"]["licenses"] == {file: len(borrowed)}
+    assert f"  licence   {file}: {len(borrowed)} of these kernels" in render(data).splitlines()
+
+
+def test_no_kernel_is_written_without_its_licence(tmp_path: Path) -> None:
+    plain = tiny.parts(tmp_path)
+    kernels = tuple(replace(k, license="no-such-package-1234") for k in plain.kernels)
+    with pytest.raises(Diagnostic, match=r"E506.*no-such-package-1234"):
+        write_artifact(tmp_path / "a.llmc", replace(plain, kernels=kernels))
+    assert not (tmp_path / "a.llmc").exists()

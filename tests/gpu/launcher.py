@@ -39,6 +39,16 @@ class Map:
         return -(-ctypes.addressof(self.buffer) // 128) * 128
 
 
+class Packed:
+    """A parameter that is passed as bytes."""
+
+    def __init__(self, data: bytes) -> None:
+        self.buffer = ctypes.create_string_buffer(data, len(data))
+
+    def getPtr(self) -> int:
+        return ctypes.addressof(self.buffer)
+
+
 class Card:
     """The first device. exact: allocate every buffer separately, with its exact size, for compute-sanitizer."""
 
@@ -129,11 +139,15 @@ class Card:
         self._launch(fn, grid, compiled.threads, compiled.shared, tuple(zip(*params, strict=True)), pdl, cluster)
 
     def mapped(
-        self, address: int, dtype: str, shape: Sequence[int], box: Sequence[int], swizzle: int
-    ) -> list[tuple[Any, Any]]:
-        """Return the parameters of a tensor map as (value, C type): the map, sizes, and strides in elements."""
-        rank, steps = len(shape), [1]
-        for n in reversed(shape[1:]):
+        self, address: int, dtype: str, shape: Sequence[int], box: Sequence[int], swizzle: int,
+        strides: Sequence[int] = (),
+    ) -> list[tuple[Any, Any]]:  # fmt: skip
+        """Return the parameters of a tensor map as (value, C type): the map, sizes, and strides in elements.
+
+        strides: of all axes but the last; empty means row-major.
+        """
+        rank, steps = len(shape), [*strides, 1] if strides else [1]
+        for n in reversed(shape[1:] if not strides else ()):
             steps.insert(0, steps[0] * n)
         kind, size = _MAPPED[dtype]
         u64, u32 = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank

@@ -8,6 +8,7 @@ results are overwritten.
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu.kernel_cases import Job, all_jobs, compile_jobs, triton_kernels
-from gpu.launcher import Card
+from gpu.launcher import Card, Packed
 from kernels.cases import DECODING
 from kernels.harness import POISON, Buffer
 from kernels.triton_harness import compare
@@ -108,14 +109,16 @@ def launch(card: Card, job: Job, compiled: Compiled, p: Prepared, late: bool) ->
         card.produce_delayed([(where[id(b)], b.raw.nbytes) for b in buffers if id(b) not in on_time])
     if 0 not in grid:
         pointers: list[Any] = [where[id(b)] + (0 if card.exact else b.start) for b in [*p.operands, *p.results]]
-        plain = not any(m.strides or m.offset != 0 for m in source.maps)
-        assert plain, "tests/gpu/launcher.py makes row-major maps"
+        maps = []
         for m, (box, swizzle) in zip(source.maps, compiled.boxes, strict=True):
-            shape = [int(d.subs(p.sizes).const) for d in m.shape]  # type: ignore[arg-type]
-            pointers[m.param] = card.mapped(pointers[m.param], node.operands[m.param].type.dtype, shape, box, swizzle)
+            shape, strides = ([int(d.subs(p.sizes).const or 0) for d in x] for x in (m.shape, m.strides))
+            address = pointers[m.param] + int(m.offset.subs(p.sizes).const or 0)
+            maps.append(card.mapped(address, node.operands[m.param].type.dtype, shape, box, swizzle, strides))
         if source.passes:
-            card.launch_params(fn, compiled, grid, passed(source, pointers, p.sizes), source.pdl, source.cluster)
+            card.launch_params(fn, compiled, grid, passed(source, pointers, maps, p.sizes), source.pdl, source.cluster)
         else:
+            for m, made in zip(source.maps, maps, strict=True):
+                pointers[m.param] = made
             card.launch(fn, compiled, grid, pointers, sizes, pdl=source.pdl)
     card.wait()
     for b in buffers:
@@ -123,15 +126,20 @@ def launch(card: Card, job: Job, compiled: Compiled, p: Prepared, late: bool) ->
     card.free()
 
 
-def passed(source: Source, pointers: Sequence[Any], sizes: Mapping[str, int]) -> list[tuple[Any, Any]]:
-    """Return (value, C type) of each parameter in `Source.passes`; a mapped pointer is a list whose head is its map."""
-    types = {"i32": ctypes.c_int, "i64": ctypes.c_longlong, "f32": ctypes.c_float}
+def passed(
+    source: Source, pointers: Sequence[int], maps: Sequence[Any], sizes: Mapping[str, int]
+) -> list[tuple[Any, Any]]:
+    """Return (value, C type) of each parameter in `Source.passes`; the head of each of `maps` is a tensor map."""
+    types = {"i32": ctypes.c_int, "i64": ctypes.c_longlong, "f32": ctypes.c_float, "u8": ctypes.c_ubyte}
     out = []
     for x in source.passes:
         if x.kind == "arg":
             out.append((pointers[x.index] + int(x.offset.subs(sizes).const or 0), ctypes.c_void_p))
+        elif x.kind == "tensor":
+            address = pointers[x.index] + int(x.offset.subs(sizes).const or 0)
+            out.append((Packed(struct.pack("<qi4x", address, int(x.size.subs(sizes).const or 0))), None))
         elif x.kind == "map":
-            out.append(pointers[source.maps[x.index].param][0])
+            out.append(maps[x.index][0])
         else:
             value = x.value if x.size is None else int(x.size.subs(sizes).const or 0)
             out.append((value, types[x.type]))

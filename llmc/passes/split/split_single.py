@@ -14,14 +14,16 @@ from llmc.passes.rewrite import substitute
 class SplitSingle(Pass):
     """Compute single-token rows of mixed batches with paged_attention_single.
 
-    Applies to graphs with any number of tokens per row; paged_attention then skips those rows.
+    Applies to graphs with any number of tokens per row; paged_attention then skips those rows. A node is left whole if
+    a kernel leads it (`Kernel.leads`): such a kernel is fast for single tokens, too.
     """
 
     name: ClassVar[str] = "split-single"
 
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every graph; return the number of changes."""
-        return sum(self.split(g, n, ctx) for g, n in m.find("paged_attention") if _several(m, g, n))
+        found = [(g, n) for g, n in m.find("paged_attention") if _several(m, g, n) and not _led(m, g, n, ctx)]
+        return sum(self.split(g, n, ctx) for g, n in found)
 
     def split(self, g: Graph, n: Node, ctx: Ctx) -> bool:
         """Rewrite one node, unless it is split already or every row has one token; return whether it was rewritten."""
@@ -39,3 +41,13 @@ class SplitSingle(Pass):
 def _several(m: Module, g: Graph, n: Node) -> bool:
     """Whether a batch can have more than one row."""
     return n.operands[3].type.shape[0].bounds(m.bounds(g))[1] > 1
+
+
+def _led(m: Module, g: Graph, n: Node, ctx: Ctx) -> bool:
+    """Whether `select` will take a kernel that leads the node at its largest sizes."""
+    target, env = ctx.target, {s: high for s, (_, high) in m.bounds(g).items()}
+    if target is None:
+        return False
+    found = (ctx.kernels[name] for name in ctx.kernels)
+    mine = (k for k in found if k.language in target.languages and k.claims(n) and not k.reject(n, target))
+    return any(not k.missing() and k.leads(n, target, env) for k in mine)

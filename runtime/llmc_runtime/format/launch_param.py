@@ -14,7 +14,8 @@ from llmc_runtime.format.expr import Expr
 from llmc_runtime.format.json_fields import Fields, an_integer, damaged
 
 ZERO = expr.of(0)
-TYPES: Mapping[str, str] = MappingProxyType({"i32": "<i", "i64": "<q", "f32": "<f"})  # as `struct` names them
+# Types of numbers, as `struct` names them.
+TYPES: Mapping[str, str] = MappingProxyType({"i32": "<i", "i64": "<q", "f32": "<f", "u8": "<B"})
 # Dtypes supported in tensor maps, and the size of an element in bytes.
 MAPPED: Mapping[str, int] = MappingProxyType({"bf16": 2, "f16": 2, "f8e4m3": 1, "i8": 1})
 MAX_BOX = 256  # maximum elements along an axis of a box
@@ -36,9 +37,10 @@ class Param:
 
     - "arg": the address of the launch's argument number `index` plus `offset` bytes (a size expression, evaluated at
       the upper bounds of the symbols);
+    - "tensor": 16 bytes, of which the first 8 are the same address, the next 4 the value of `size` in this step;
     - "map": the 128 bytes of its tensor map number `index`;
     - "size": the value of `size` in this step, of `type` i32 or i64;
-    - "value": the number `value`, of `type` i32, i64 or f32.
+    - "value": the number `value`, of `type` i32, i64, f32 or u8.
     """
 
     kind: str
@@ -57,9 +59,12 @@ class Param:
     def read(value: Any, where: str, lenient: bool = False) -> Param:
         """Read a parameter from parsed JSON; raise LlmcError E103 if its kind is unknown or its value does not fit."""
         f = Fields(value, where, lenient)
-        kind = next((k for k in ("arg", "map", "size", "value") if k in value), "")
+        kind = next((k for k in ("arg", "tensor", "map", "size", "value") if k in value), "")
         if kind == "arg":
             param = Param(kind, f.integer(kind, high=4096), offset=a_size(f.get("offset", 0), f"{where}.offset"))
+        elif kind == "tensor":
+            offset = a_size(f.get("offset", 0), f"{where}.offset")
+            param = Param(kind, f.integer(kind, high=4096), a_size(f.get("size"), where), offset=offset)
         elif kind == "map":
             param = Param(kind, f.integer(kind, high=4096))
         elif kind == "size":
@@ -67,16 +72,16 @@ class Param:
         elif kind == "value":
             param = Param(kind, value=f.get(kind), type=f.text("type"))
         else:
-            raise damaged(where, "a parameter is an arg, a map, a size or a value")
+            raise damaged(where, "a parameter is an arg, a tensor, a map, a size or a value")
         f.close()
         param.check(where)
         return param
 
     def check(self, where: str) -> None:
         """Raise LlmcError E103 if the type is unknown or the number does not fit it."""
-        if self.kind in ("arg", "map"):
+        if self.kind in ("arg", "tensor", "map"):
             return
-        if self.type not in TYPES or (self.kind == "size" and self.type == "f32"):
+        if self.type not in TYPES or (self.kind == "size" and self.type not in ("i32", "i64")):
             raise damaged(where, f"a {self.kind} cannot have type {self.type[:20]!r}")
         try:
             if self.kind == "value" and isinstance(self.value, bool):
@@ -87,8 +92,9 @@ class Param:
 
     def json(self) -> dict[str, Any]:
         """Return the parameter as JSON values."""
-        if self.kind in ("arg", "map"):
-            return {self.kind: self.index, **({} if self.offset == ZERO else {"offset": str(self.offset)})}
+        if self.kind in ("arg", "tensor", "map"):
+            size = {} if self.size is None else {"size": str(self.size)}
+            return {self.kind: self.index, **size, **({} if self.offset == ZERO else {"offset": str(self.offset)})}
         return {self.kind: str(self.size) if self.kind == "size" else self.value, "type": self.type}
 
 
@@ -98,8 +104,9 @@ class TensorMap:
 
     `arg` is an index into `Launch.args`. The tensor has 2 to 5 axes of the sizes `shape` and starts `offset` bytes
     after the start of the buffer. `strides` are in elements, one for every axis except the last, whose elements are
-    adjacent; empty means row-major. All of these are evaluated at the upper bound of every symbol. The tensor is copied
-    in pieces of shape `box`. `swizzle` is a CUtensorMapSwizzle, 0 to 3.
+    adjacent; empty means row-major. All of these are evaluated at the upper bound of every symbol, except that symbols
+    of states, such as the number of pages, have the values for which the states were allocated. The tensor is copied in
+    pieces of shape `box`. `swizzle` is a CUtensorMapSwizzle, 0 to 3.
     """
 
     arg: int

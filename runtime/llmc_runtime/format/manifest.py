@@ -23,7 +23,7 @@ from llmc_runtime.format.launch_param import a_size
 from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.format.program import DTYPE_BITS, MAX_RANKS
 
-MAJOR, MINOR = 2, 2
+MAJOR, MINOR = 2, 3
 NAME = "manifest.json"
 _PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./:@+-]{0,120}\Z")
 MODES = ("packed", "random", "none")
@@ -74,6 +74,7 @@ class KernelFile:
     """A kernel binary and its source text. `abi` names its calling convention.
 
     `threads` is the size of a thread block, and `shared` its dynamic shared memory in bytes; both are for GPUs.
+    `license` is the file with the licence of a kernel from another project; empty for llmc's own.
     """
 
     hash: str
@@ -83,6 +84,7 @@ class KernelFile:
     threads: int = 0
     shared: int = 0
     abi: str = "cpu-1"
+    license: str = ""
 
 
 @dataclass(frozen=True)
@@ -329,6 +331,7 @@ def _kernel(f: Fields) -> KernelFile:
     k = KernelFile(
         hash=f.key("hash"), file=f.name("file"), source=f.name("source", ""), entry=f.text("entry"),
         threads=f.integer("threads", 0), shared=f.integer("shared", 0), abi=f.text("abi"),
+        license=f.name("license", ""),
     )  # fmt: skip
     f.close()
     return k
@@ -377,6 +380,7 @@ def _check(m: Manifest, where: str) -> None:
     for name in m.files:
         check_name(name, where)
     referenced = [*m.programs, *m.tokenizer, *(k.file for k in m.kernels), *(k.source for k in m.kernels if k.source)]
+    referenced += [k.license for k in m.kernels if k.license]
     missing = [n for n in referenced if n not in m.files]
     if missing:
         raise damaged(where, f"{missing[0]} has no hash")

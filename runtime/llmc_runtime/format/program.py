@@ -205,6 +205,15 @@ class Program:
         """Return every symbol's upper bound, which determines the sizes of buffers."""
         return {s: high for s, (_, high) in self.symbols.items()}
 
+    def state_symbols(self) -> set[str]:
+        """Return the symbols in the sizes of states, whose values are fixed when the states are allocated."""
+        return {s for b in self.buffers if b.kind == "state" for d in b.shape for s in d.symbols}
+
+    def smallest_states(self) -> dict[str, int]:
+        """Return the symbols' upper bounds, except that states have their smallest sizes."""
+        fixed = self.state_symbols()
+        return {s: low if s in fixed else high for s, (low, high) in self.symbols.items()}
+
     def fits(self, env: Mapping[str, int]) -> bool:
         """Return whether this program serves a step of these sizes."""
         return all(lo <= env[s] <= hi for s, (lo, hi) in self.serves.items()) and not (
@@ -311,9 +320,8 @@ def _check(p: Program, where: str) -> None:
                 raise damaged(path, "a tensor map has an argument index that is out of range or used twice")
             b = p.buffers[x.args[m.arg]]
             owner = _memory(b, by_name)
-            if owner.kind == "state":
-                raise damaged(path, "a tensor map refers to a state")
-            m.check(b.dtype, owner.offset, owner.bytes(top), top, path)
+            for env in (top, p.smallest_states()) if owner.kind == "state" else (top,):
+                m.check(b.dtype, owner.offset, owner.bytes(env), env, path)
         for j, param in enumerate(x.params):
             _check_param(param, x, p, by_name, f"{path}.params[{j}]")
 
@@ -330,7 +338,7 @@ def _check_cluster(x: Launch, top: Mapping[str, int], path: str) -> None:
 
 def _check_param(param: Param, x: Launch, p: Program, by_name: Mapping[str, Buffer], path: str) -> None:
     """Check that a parameter's argument, map and symbols exist, and that its offset lies inside the buffer."""
-    count = {"arg": len(x.args), "map": len(x.maps)}.get(param.kind, 1)
+    count = {"arg": len(x.args), "tensor": len(x.args), "map": len(x.maps)}.get(param.kind, 1)
     if param.index >= count:
         raise damaged(path, f"the launch has no {param.kind} {param.index}")
     if any(e is not None and not e.symbols <= p.symbols.keys() for e in (param.size, param.offset)):

@@ -128,7 +128,9 @@ def test_what_is_refused(change: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"kind": "state"}, "state"),
+        ({"kind": "state"}, ""),
+        ({"kind": "state", "shape": (expr.of("T+1"), expr.of(40))}, ""),
+        ({"kind": "state", "bytes": expr.of("160*T-1920")}, "inside its buffer"),  # if it has its smallest size
         ({"kind": "arena", "offset": 8}, "not multiples of 16 bytes"),
         ({"kind": "arena", "alias": "tiny"}, "inside its buffer"),
         ({"kind": "arena", "alias": "x"}, ""),  # an alias of itself: its own size is the limit
@@ -146,6 +148,24 @@ def test_memory_that_no_map_is_of(change: dict[str, Any], words: str) -> None:
         return
     with pytest.raises(LlmcError, match=words):
         Program.load(data, "maps")
+
+
+def test_a_map_of_a_state_has_the_size_of_its_memory(driver: Driver, tmp_path: Path) -> None:
+    """Not the upper bound: states may be allocated for fewer pages."""
+    write_artifact(
+        tmp_path / "toy.llmc", replace(toy.parts(tmp_path), kernels=(toy.kernel(KERNEL, "maps"),), programs=())
+    )
+    good = program()
+    made = replace(good, buffers=(replace(good.buffers[0], kind="state"), *good.buffers[1:]))
+    device = CudaDevice(TargetInfo("cuda:sm_90", "sm_90", ()), 1)
+    try:
+        device.load(open_artifact(tmp_path / "toy.llmc"))
+        x, w, y = (device.alloc(n) for n in (80 * ROWS, 768, 4 * WORDS))
+        device.bind(made, [m.address for m in (x, w, y)], np.array([5, 1], np.int64))()
+        got = device.read(y).view(np.uint32)
+    finally:
+        device.close()
+    assert [int(n) for n in got[4:8]] == [40, 0, 5, 0] and [int(n) for n in got[32:34]] == [5, 40]
 
 
 def test_a_driver_without_maps() -> None:

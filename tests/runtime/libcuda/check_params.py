@@ -84,6 +84,45 @@ def test_what_a_kernel_gets(driver: Driver, tmp_path: Path) -> None:
         device.close()
 
 
+# Copies out its parameters; the address of the result is the first word of the second one.
+TENSORS = """
+#include <string.h>
+extern "C" {
+extern const int num_params, param_bytes[];
+const int num_params = 4, param_bytes[] = {1, 16, 16, 8};
+void tensors(void** params, const unsigned* grid) {
+  char* out = *(char**)params[1];
+  for (int i = 0; i < num_params; i++) { memcpy(out, params[i], param_bytes[i]); out += param_bytes[i]; }
+}
+}
+"""
+
+
+def test_tensors_and_bytes(driver: Driver, tmp_path: Path) -> None:
+    """A tensor is an address and a size; the sizes follow the step."""
+    params = (
+        Param("value", value=200, type="u8"), Param("tensor", 1, expr.of("T")),
+        Param("tensor", 0, expr.of("R+1"), offset=expr.of(64)), Param("arg", 0),
+    )  # fmt: skip
+    kernels = (toy.kernel(TENSORS, "tensors"),)
+    write_artifact(tmp_path / "toy.llmc", replace(toy.parts(tmp_path), kernels=kernels, programs=()))
+    made = program(*params, kernel=kernels[0].hash, entry="tensors")
+    assert made.launches[0].params == params
+    device = CudaDevice(TargetInfo("cuda:sm_90", "sm_90", ()), 1)
+    try:
+        device.load(open_artifact(tmp_path / "toy.llmc"))
+        x, y = device.alloc(24 * 64 * 2), device.alloc(sum(BYTES))
+        symbols = np.array([5, 1], np.int64)
+        run = device.bind(made, [x.address, y.address], symbols)
+        for tokens, rows in ((5, 1), (9, 4)):
+            symbols[:] = tokens, rows
+            run()
+            got = struct.unpack_from("<BQi4xQi4xQ", device.read(y).tobytes())
+            assert got == (200, y.address, tokens, x.address + 64, rows + 1, x.address)
+    finally:
+        device.close()
+
+
 def test_offsets_strides_and_clusters(driver: Driver, tmp_path: Path) -> None:
     """The second map of the buffer begins inside it and has strides; sizes are those of the symbols' upper bounds."""
     kernels = (toy.kernel(KERNEL, "params"),)
@@ -204,6 +243,11 @@ def test_params_are_read_as_they_were_written() -> None:
         (Param("value", value=0.5, type="i64"), "does not fit i64"),
         (Param("value", value=1e39, type="f32"), "does not fit f32"),
         (Param("value", value=True, type="i32"), "not a number"),
+        (Param("value", value=256, type="u8"), "does not fit u8"),
+        (Param("size", size=expr.of("T"), type="u8"), "a size cannot have type 'u8'"),
+        (Param("tensor", 2, expr.of("T")), "no tensor 2"),
+        (Param("tensor", 0, expr.of("Q")), "an undeclared symbol"),
+        (Param("tensor", 0, expr.of("T"), offset=expr.of(24 * 128)), "is outside of the buffer"),
     ],
 )
 def test_what_is_refused(param: Param, words: str) -> None:
@@ -223,6 +267,9 @@ def test_what_is_refused(param: Param, words: str) -> None:
         {"size": [], "type": "i32"},
         {"map": 0, "offset": 0},
         {"arg": 0, "offset": []},
+        {"tensor": 0},
+        {"tensor": -1, "size": "T"},
+        {"tensor": 0, "size": "T", "type": "i32"},
     ],
 )
 def test_what_is_no_parameter(value: Any) -> None:

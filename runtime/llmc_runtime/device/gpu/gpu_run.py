@@ -37,8 +37,13 @@ class _Ready:
 
 
 def _cells_of(x: Launch) -> int:
-    """Return the number of cells for the parameters of a launch."""
-    return len(x.params) or len(x.args) + len(x.sizes) + _SCRATCH + sum(2 * len(m.box) for m in x.maps)
+    """Return the number of cells for the parameters of a launch.
+
+    A "tensor" parameter has two more cells, which follow those of all parameters: its address and its size.
+    """
+    if x.params:
+        return len(x.params) + 2 * sum(p.kind == "tensor" for p in x.params)
+    return len(x.args) + len(x.sizes) + _SCRATCH + sum(2 * len(m.box) for m in x.maps)
 
 
 class GpuRun:
@@ -67,6 +72,8 @@ class GpuRun:
         self._driver, self._enter, self._stream = driver, enter, stream
         self._program, self._symbols = program, symbols
         self._names = tuple(program.symbols)
+        allocated = {s: int(v) for s, v in zip(self._names, symbols) if s in program.state_symbols()}
+        self._env = {**program.top(), **allocated}  # for tensor maps
         self._sizes: dict[str, int] = {}  # size expression as text -> its index in self._exprs
         self._exprs: list[Expr] = []
         maps = [m for x in program.launches for m in x.maps]
@@ -93,7 +100,7 @@ class GpuRun:
             params = int(self._table.ctypes.data) + 8 * at
             if launch.params:
                 self._write_params(launch, addresses, at, num_maps, size_cells, size_index)
-                at, num_maps = at + len(launch.params), num_maps + len(launch.maps)
+                at, num_maps = at + _cells_of(launch), num_maps + len(launch.maps)
                 self._add(launch, function, params)
                 continue
             maps = {m.arg: m for m in launch.maps}
@@ -130,10 +137,16 @@ class GpuRun:
         for i, m in enumerate(launch.maps):
             arg = launch.args[m.arg]
             self._make_map(m, self._program.buffers[arg].dtype, addresses[arg], num_maps + i)
-        top = self._program.top()
+        top, more = self._program.top(), at + len(launch.params)
         for i, param in enumerate(launch.params):
             if param.kind == "arg":
                 self._cells[at + i] = addresses[launch.args[param.index]] + param.offset(top)
+            elif param.kind == "tensor":
+                self._cells[more] = addresses[launch.args[param.index]] + param.offset(top)
+                size_cells.append(more + 1)
+                size_index.append(self._index(param.size))
+                self._table[at + i] = self._cells.ctypes.data + 8 * more
+                more += 2
             elif param.kind == "map":
                 self._table[at + i] = self._maps.ctypes.data + MAP_BYTES * (num_maps + param.index)
             elif param.kind == "size":
@@ -154,9 +167,9 @@ class GpuRun:
 
     def _make_map(self, m: TensorMap, dtype: str, address: int, number: int) -> tuple[list[int], list[int]]:
         """Encode tensor map `number` of a buffer at `address`. Returns its tensor's sizes and strides in elements."""
-        top, begin = self._program.top(), MAP_BYTES * number
-        shape, strides = m.layout(top)
-        encoded = self._driver.tensor_map(address + m.offset(top), dtype, shape, strides, m.box, m.swizzle)
+        env, begin = self._env, MAP_BYTES * number
+        shape, strides = m.layout(env)
+        encoded = self._driver.tensor_map(address + m.offset(env), dtype, shape, strides, m.box, m.swizzle)
         self._maps[begin : begin + MAP_BYTES] = np.frombuffer(encoded, np.uint8)
         return shape, strides
 

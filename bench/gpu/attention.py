@@ -1,0 +1,345 @@
+"""Time attention over pages on this GPU: llmc's kernels as a compile chooses them, and FlashAttention 4.
+
+    python -m bench.gpu.attention -o FOLDER [--compile-only] [--cases prompt-2048,decode-32x4096] [--heads 32,8,64]
+
+The heads are by default those of Llama-3.1-8B: 32 of queries, 8 of keys, of 128 elements in bf16. The results of all
+ways are compared with those of the first. FOLDER gets `attention.jsonl`, a row for every way, and the binaries, so that
+a machine without compilers can repeat the run. The floor is the larger of the time to read the keys and values once at
+the bandwidth, and that of the products at the peak rate, both of a simple kernel or a library on an H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests")]
+
+from gpu.launcher import Card  # noqa: E402
+from gpu.test_kernels import passed  # noqa: E402
+from llmc.codegen import select  # noqa: E402
+from llmc.codegen.backends.cute.cute_toolchain import CuteToolchain  # noqa: E402
+from llmc.codegen.backends.cute.flash_attention import FLASH_ATTENTION  # noqa: E402
+from llmc.codegen.backends.triton.triton_toolchain import Job, compile_one  # noqa: E402
+from llmc.codegen.kernel import Source  # noqa: E402
+from llmc.codegen.kernel_cache import entry_path, read_entry, write_entry  # noqa: E402
+from llmc.codegen.toolchain import Compiled  # noqa: E402
+from llmc.codegen.tuning_records import Tuning  # noqa: E402
+from llmc.extension import Registry, load  # noqa: E402
+from llmc.ir.graph import Node  # noqa: E402
+from llmc.ir.text import parse  # noqa: E402
+from llmc.passes.split.split_kv import SplitKv  # noqa: E402
+from llmc.targets.target import Target  # noqa: E402
+
+PAGE, WIDTH = 16, 1024
+PEAK, BANDWIDTH = 795e12, 4.65e12
+ROUNDS, SECONDS = 5, 0.02
+# (new tokens, tokens in all) of each row
+CASES: dict[str, list[tuple[int, int]]] = {
+    "prompt-128": [(128, 128)],
+    "prompt-512": [(512, 512)],
+    "prompt-2048": [(2048, 2048)],
+    "prompt-8192": [(8192, 8192)],
+    "chunk-1024-of-8192": [(1024, 8192)],
+    "prompt-2048-and-31x4096": [(2048, 2048), *[(1, 4096)] * 31],
+    "chunk-256-of-4096": [(256, 4096)],
+    "prompt-128-and-64x1024": [(128, 128), *[(1, 1024)] * 64],
+    "prompt-512-and-63x2048": [(512, 512), *[(1, 2048)] * 63],
+    "decode-1x8192": [(1, 8192)],
+    "decode-8x16384": [(1, 16384)] * 8,
+    "decode-32x4096": [(1, 4096)] * 32,
+    "decode-64x2048": [(1, 2048)] * 64,
+}
+OPERANDS = {
+    "paged_attention": ("q", "kv", "pages", "rows", "starts", "positions"),
+    "paged_attention_single": ("q", "kv", "pages", "rows", "starts", "positions", "y"),
+    "paged_attention_split": ("q", "kv", "pages", "rows", "positions"),
+    "attention_combine": ("partial", "lse"),
+}
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of queries, heads of keys, and their elements."""
+
+    q: int = 32
+    kv: int = 8
+    size: int = 128
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all cases share."""
+
+    heads: Heads
+    registry: Registry
+    target: Target
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel of a way: the source, and the names of its operands and results."""
+
+    node: Node
+    source: Source
+    buffers: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """The name of the binary, which depends on the text but not on the compiler's version."""
+        s = self.source
+        what = [s.text, s.entry, s.params, s.options, s.pdl, s.threads, s.shared]
+        return hashlib.sha256(repr(what).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to compute a case: launches in order."""
+
+    case: str
+    name: str
+    launches: tuple[Launch, ...]
+
+
+def node_of(op: str, tokens: str, attrs: str, s: Setting) -> Node:
+    """Return a node of one of the OPERANDS. tokens: the number of tokens, T, or R if every row has one."""
+    h = s.heads
+    types = {
+        "q": f"bf16[{tokens}, {h.q}, {h.size}]", "kv": f"state bf16[P, 2, {h.kv}, {PAGE}, {h.size}]",
+        "pages": f"state i32[256, {WIDTH}]", "rows": "i32[R]",
+        "starts": "i32[R+1]", "positions": f"i32[{tokens}]", "y": f"bf16[{tokens}, {h.q}, {h.size}]",
+    }  # fmt: skip
+    if op == "attention_combine":
+        parts = int(attrs.split("=")[1].rstrip("}"))
+        types |= {"partial": f"f32[R, {h.q}, {parts}, {h.size}]", "lse": f"f32[R, {h.q}, {parts}]"}
+        attrs = '{dtype="bf16"}'
+    result = types["q"]
+    if op == "paged_attention_split":
+        parts = int(attrs.split("splits=")[1].rstrip("}"))
+        result = f"f32[R, {h.q}, {parts}, {h.size}], f32[R, {h.q}, {parts}]"
+    names = OPERANDS[op]
+    inputs = ", ".join(f"%{x}: {types[x]}" for x in names)
+    results = "%y0" if op != "paged_attention_split" else "%y0, %y1"
+    text = f"""
+sym T in [1, 8192]
+sym R in [1, 256]
+sym P in [1, 65536]
+graph @main({inputs}) {{
+  {results} = {op}({", ".join(f"%{x}" for x in names)}) {attrs} : {result}
+  return {results}
+}}
+"""
+    (node,) = parse(text, s.registry.opset()).graphs["main"].nodes
+    return node
+
+
+def ours(op: str, tokens: str, attrs: str, env: dict[str, int], s: Setting) -> Launch:
+    """Return the launch of the kernel that `select` chooses among those of llmc."""
+    node = node_of(op, tokens, attrs, s)
+    found = select.candidates(node, s.registry.kernels, s.target, env, Tuning.shipped(s.target))
+    best = next(o for o in found if o.kernel.language == "triton")
+    results = {"paged_attention_split": ("partial", "lse"), "paged_attention_single": ("y",)}.get(op, ("y",))
+    source = best.kernel.emit(node, best.schedule, s.target)
+    return Launch(node, source, (*OPERANDS[op], *results))
+
+
+def ways(case: str, s: Setting) -> Iterator[Way]:
+    """Yield llmc's way first, then those of FlashAttention."""
+    spans = CASES[case]
+    decode = all(new == 1 for new, _ in spans)
+    env = {"T": sum(new for new, _ in spans), "R": len(spans), "P": 256}
+    tokens = "R" if decode else "T"
+    scale = f"scale={s.heads.size**-0.5!r}"
+    if decode:
+        node = node_of("paged_attention", "R", f"{{{scale}}}", s)
+        parts = parts_of(node, len(spans), s.target)
+        if parts > 1:
+            split = ours("paged_attention_split", "R", f"{{{scale}, splits={parts}}}", env, s)
+            combine = ours("attention_combine", "R", f"{{splits={parts}}}", env, s)
+            yield Way(case, f"llmc, {parts} parts", (split, combine))
+        else:
+            yield Way(case, "llmc", (ours("paged_attention", "R", f"{{{scale}}}", env, s),))
+    elif len(spans) > 1:
+        many = ours("paged_attention", "T", f"{{{scale}, least=2}}", env, s)
+        single = ours("paged_attention_single", "T", f"{{{scale}}}", env, s)
+        yield Way(case, "llmc", (many, single))
+    else:
+        yield Way(case, "llmc", (ours("paged_attention", "T", f"{{{scale}}}", env, s),))
+    for least in (1, 2) if len(spans) > 1 and not decode else (1,):
+        node = node_of("paged_attention", tokens, f"{{{scale}, least={least}}}", s)
+        for schedule in FLASH_ATTENTION.schedules(node, s.target)[: 1 if decode else 2]:
+            source = FLASH_ATTENTION.emit(node, schedule, s.target)
+            flash = Launch(node, source, (*OPERANDS["paged_attention"], "y"))
+            name = f"flash_attention {schedule['rows']}{' packed' if schedule['packed'] else ''}"
+            if least == 1:
+                yield Way(case, name, (flash,))
+            else:
+                yield Way(case, f"{name}, single rows by llmc", (flash, single))
+
+
+def parts_of(node: Node, rows: int, target: Target) -> int:
+    """The number of parts of the range of rows that the pipeline makes."""
+    tops = [1, 4, 8, 16, 32, 64, 128, 256]
+    top = next(t for t in tops if t >= rows)
+    low = 1 if top == 1 else tops[tops.index(top) - 1] + 1
+    made = SplitKv()
+    bounds = {"R": (low, top), "T": (1, 8192), "P": (1, 65536)}
+
+    class Context:
+        target: Target
+
+    context = Context()
+    context.target = target
+    return made.choose(node, bounds, context)  # type: ignore[arg-type]
+
+
+def compile_all(found: Sequence[Way], target: Target, folder: Path) -> None:
+    """Compile what the folder does not have."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for launch in {x.key: x for way in found for x in way.launches}.values():
+        path = entry_path(folder, launch.key)
+        if read_entry(path) is not None:
+            continue
+        if launch.source.language == "triton":
+            _, made = compile_one(Job.of(launch.key, launch.source, target))
+        else:
+            tool = CuteToolchain.find(target)
+            made = tool.compile([(launch.source, "")], folder)[tool.key(launch.source)]
+        if isinstance(made, str):
+            raise SystemExit(f"{launch.source.entry}: {made}")
+        write_entry(path, made)
+
+
+class Bench:
+    """The buffers of a case on the device."""
+
+    def __init__(self, case: str, heads: Heads, card: Card) -> None:
+        import torch
+
+        self.torch, self.card = torch, card
+        spans = CASES[case]
+        make = torch.Generator(device="cuda").manual_seed(1)
+        need = [-(-total // PAGE) for _, total in spans]
+        pages = sum(need)
+        order = torch.randperm(pages, generator=make, device="cuda").to(torch.int32)
+        table = torch.full((256, WIDTH), -1, dtype=torch.int32, device="cuda")
+        at = 0
+        for i, count in enumerate(need):
+            table[i, :count] = order[at : at + count]
+            at += count
+        news = torch.tensor([new for new, _ in spans])
+        tokens = int(news.sum())
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), news.cumsum(0)])
+        positions = torch.cat([torch.arange(total - new, total) for new, total in spans])
+        shape, pool = (tokens, heads.q, heads.size), (2, heads.kv, PAGE, heads.size)
+        self.of: dict[str, Any] = {
+            "q": torch.randn(shape, device="cuda", generator=make).to(torch.bfloat16),
+            "kv": torch.randn((pages, *pool), device="cuda", generator=make, dtype=torch.bfloat16),
+            "pages": table, "rows": torch.arange(len(spans), dtype=torch.int32, device="cuda"),
+            "starts": starts.to(torch.int32).cuda(), "positions": positions.to(torch.int32).cuda(),
+            "y": torch.empty(shape, device="cuda", dtype=torch.bfloat16),
+            "partial": torch.empty((len(spans) * heads.q * 64 * heads.size,), device="cuda") if tokens < 256 else None,
+            "lse": torch.empty((len(spans) * heads.q * 64,), device="cuda"),
+        }  # fmt: skip
+        self.sizes = {"T": tokens, "R": len(spans), "P": pages}
+        torch.cuda.synchronize()
+
+    def launch(self, x: Launch, binary: Compiled) -> None:
+        card, source = self.card, x.source
+        fn = card.function(binary, source.entry)
+        grid, sizes = ([int(d.subs(self.sizes).const or 0) for d in y] for y in (source.grid, source.sizes))
+        pointers: list[Any] = [self.of[name].data_ptr() for name in x.buffers]
+        maps = []
+        for m, (box, swizzle) in zip(source.maps, binary.boxes, strict=True):
+            shape, strides = ([int(d.subs(self.sizes).const or 0) for d in y] for y in (m.shape, m.strides))
+            address = pointers[m.param] + int(m.offset.subs(self.sizes).const or 0)
+            maps.append(card.mapped(address, "bf16", shape, box, swizzle, strides))
+        if source.passes:
+            card.launch_params(fn, binary, grid, passed(source, pointers, maps, self.sizes), source.pdl)
+        else:
+            card.launch(fn, binary, grid, pointers, sizes, source.pdl)
+
+    def result(self, way: Way, binaries: dict[str, Compiled]) -> Any:
+        self.of["y"].fill_(float("nan"))
+        self.torch.cuda.synchronize()
+        for x in way.launches:
+            self.launch(x, binaries[x.key])
+        self.card.wait()
+        return self.of["y"].float()
+
+    def microseconds(self, way: Way, binaries: dict[str, Compiled]) -> float:
+        """Return the median microseconds, from a graph of several repetitions."""
+        cu, card, copies = self.card.cu, self.card, 10
+        card.ok(cu.cuStreamBeginCapture(card.stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+        for _ in range(copies):
+            for x in way.launches:
+                self.launch(x, binaries[x.key])
+        graph = card.ok(cu.cuStreamEndCapture(card.stream))
+        run = card.ok(cu.cuGraphInstantiate(graph, 0))
+        begin, end = (card.ok(cu.cuEventCreate(0)) for _ in range(2))
+
+        def timed(times: int) -> float:
+            card.ok(cu.cuEventRecord(begin, card.stream))
+            for _ in range(times):
+                card.ok(cu.cuGraphLaunch(run, card.stream))
+            card.ok(cu.cuEventRecord(end, card.stream))
+            card.wait()
+            return float(card.ok(cu.cuEventElapsedTime(begin, end))) * 1e3
+
+        timed(1)
+        times = max(1, min(50, round(SECONDS * 1e6 / max(timed(1), 1.0))))
+        us = statistics.median(timed(times) for _ in range(ROUNDS)) / times / copies
+        card.ok(cu.cuGraphExecDestroy(run))
+        card.ok(cu.cuGraphDestroy(graph))
+        return us
+
+
+def floor_us(case: str, heads: Heads) -> float:
+    spans = CASES[case]
+    read = sum(total for _, total in spans) * 4 * heads.kv * heads.size / BANDWIDTH
+    pairs = sum(new * (total - new) + new * (new + 1) / 2 for new, total in spans)
+    return max(read, 4 * pairs * heads.q * heads.size / PEAK) * 1e6
+
+
+def main() -> None:
+    ap = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    ap.add_argument("-o", "--out", type=Path, required=True, help="folder of the results and binaries")
+    ap.add_argument("--cases", default=",".join(CASES), help="names of cases, default all")
+    ap.add_argument("--heads", default="32,8,128", help="heads of queries, of keys, elements; default 32,8,128")
+    ap.add_argument("--compile-only", action="store_true", help="compile and measure nothing")
+    args = ap.parse_args()
+    registry = load()
+    target, heads = registry.target("cuda:sm_90"), Heads(*(int(x) for x in args.heads.split(",")))
+    found = {case: list(ways(case, Setting(heads, registry, target))) for case in args.cases.split(",")}
+    compile_all([way for some in found.values() for way in some], target, args.out / "binaries")
+    if args.compile_only:
+        return
+    card = Card(nbytes=1 << 20)
+    with (args.out / "attention.jsonl").open("w") as out:
+        for case, some in found.items():
+            bench = Bench(case, heads, card)
+            want: Any = None
+            for way in some:
+                binaries = {x.key: read_entry(entry_path(args.out / "binaries", x.key)) for x in way.launches}
+                got = bench.result(way, binaries)  # type: ignore[arg-type]
+                want = got if want is None else want
+                error = float((got - want).norm() / want.norm())
+                us = bench.microseconds(way, binaries)  # type: ignore[arg-type]
+                row = {"case": case, "way": way.name, "us": round(us, 1), "floor": round(floor_us(case, heads), 1)}
+                print(json.dumps({**row, "error": error}), file=out, flush=True)
+                print(
+                    f"{case:26} {way.name:50} {us:8.1f} us, floor {floor_us(case, heads):7.1f}, error {error:.1e}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,10 @@
+"""The CuTe kernels by name. A kernel's module is imported when its name is first looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+KERNELS: Mapping[str, str] = MappingProxyType(
+    {"cute/flash_attention": "llmc.codegen.backends.cute.flash_attention:FLASH_ATTENTION"}
+)
