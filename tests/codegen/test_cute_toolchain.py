@@ -174,7 +174,7 @@ def test_a_preferred_kernel_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({}, 4096, True), ({"attrs": "scale=0.1, least=2"}, 512, True), ({}, 256, False),
         ({"attrs": "scale=0.1, window=64"}, 4096, False), ({"attrs": "scale=0.1, softcap=9.0"}, 4096, False),
-        ({"sinks": True}, 4096, False),
+        ({"sinks": True}, 4096, False), ({"dtype": "f16"}, 4096, False),
     ],
 )  # fmt: skip
 def test_the_rule_for_prompts(

@@ -100,12 +100,14 @@ class FlashAttention(Kernel):
         return [{"rows": HIGH, "packed": 1}, {"rows": HIGH, "packed": 0}]
 
     def leads(self, node: Node, target: Target, env: Mapping[str, int]) -> bool:
-        """Whether the node is attention of prompts of at least LEAST tokens, without a window or a soft cap.
+        """Whether the node is attention of prompts of at least LEAST tokens in bf16, without a window or a soft cap.
 
-        `bench.gpu.attention` compares the kernel with llmc's: it was faster for these, but not for single tokens.
+        `bench.gpu.attention` compares the kernel with llmc's: it was faster for these, but not for single tokens. Keys
+        in f16 may overflow, and what is not finite in a page could reach the request that has the page next.
         """
         p, a = Problem(node), node.attrs
         plain = not a["window"] and not a["softcap"] and node.operand("sinks") is None
+        plain = plain and node.operands[0].type.dtype == "bf16"
         tokens = p.tokens.subs(env).const or 0
         return plain and p.tokens != p.rows and tokens >= LEAST and not target.deterministic
 
