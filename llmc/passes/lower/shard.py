@@ -65,9 +65,9 @@ def with_ranks(passes: Sequence[Pass], ranks: int, target: Target) -> list[Pass]
         raise Diagnostic("E439", "the pipeline has the pass shard", remedy)
     if ranks == 1:
         return list(passes)
-    if target.family != "cpu":
-        cause = f"tensor_parallel_size = {ranks} for {target.name}: ranks on GPUs are not supported yet"
-        raise Diagnostic("E439", cause, "compile for a CPU (--target cpu:native), or without --tensor-parallel-size")
+    if target.family not in ("cpu", "cuda"):
+        cause = f"tensor_parallel_size = {ranks} for {target.name}: ranks on AMD GPUs are not supported"
+        raise Diagnostic("E439", cause, "compile for a CPU or an NVIDIA GPU, or without --tensor-parallel-size")
     at = next((i for i, p in enumerate(passes) if p.name == "page-attention"), None)
     if at is None:
         cause = "--tensor-parallel-size needs the pass page-attention, which the pipeline lacks"
