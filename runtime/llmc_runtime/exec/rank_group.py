@@ -79,12 +79,14 @@ class RankGroup:
     """The ranks above 0 of an artifact's group.
 
     `member` is the place of rank 0. `alarm` is a file descriptor that is readable once a process has ended while it is
-    watched. Raises LlmcError E100 if a process cannot be created.
+    watched. `engine` is the number of the engine. Raises LlmcError E100 if a process cannot be created.
     """
 
-    def __init__(self, artifact: Artifact, threads: int | None, verify: bool = True, limit: float = LIMIT) -> None:
+    def __init__(
+        self, artifact: Artifact, threads: int | None, verify: bool = True, limit: float = LIMIT, engine: int = 0
+    ) -> None:
         ranks = artifact.manifest.ranks
-        self._artifact, self._verify = artifact, verify
+        self._artifact, self._verify, self._engine = artifact, verify, engine
         self.threads = threads or max(1, default_threads() // ranks)
         self._memory = memory_file("llmc-ranks", b"")
         self.member = Member(0, ranks, self._memory.fileno(), limit)
@@ -108,15 +110,17 @@ class RankGroup:
         path = quote_from_bytes(os.fsencode(self._artifact.root.resolve()))
         for p in self._processes:
             call = Join(
-                path, self._artifact.digest, p.rank, self.member.ranks, self.threads, kv_bytes, self.member.limit,
-                self._verify,
+                path, self._artifact.digest, p.rank, self.member.ranks, self._engine, self.threads, kv_bytes,
+                self.member.limit, self._verify,
             )  # fmt: skip
             self._send(p, p.link.encode(call))
 
-    def await_joined(self, cancel: Callable[[], None]) -> None:
-        """Wait until every process is ready, then watch them: when one ends, call `cancel` in another thread."""
-        for p in self._processes:
-            p.receive(Joined)
+    def await_joined(self) -> list[bytes]:
+        """Wait until every process has opened the artifact, and return the handles of their memories, in order."""
+        return [p.receive(Joined).handle for p in self._processes]
+
+    def watch(self, cancel: Callable[[], None]) -> None:
+        """Watch the processes from now on: when one ends, call `cancel` in another thread."""
         self._watcher = threading.Thread(target=self._watch, args=(cancel,), name="llmc-ranks", daemon=True)
         self._watcher.start()
 
@@ -138,6 +142,10 @@ class RankGroup:
     def settle(self) -> None:
         """Let every process discard its steps. Raises LlmcError as `collect` does."""
         self.send(Settle())
+        self.await_settled()
+
+    def await_settled(self) -> None:
+        """Wait for the answers to a call other than a step. Raises LlmcError as `collect` does."""
         for p in self._processes:
             while not isinstance(p.receive(Done, Settled), Settled):
                 pass

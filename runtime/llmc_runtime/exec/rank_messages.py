@@ -1,11 +1,13 @@
 """The messages between rank 0 of a group and the processes of the others, over a socket pair each.
 
-Rank 0 sends Join first, then the calls of its executor: Launch, Guide and Settle. A process answers Join by Joined, a
-step that has ended by Done, Settle by Settled. If something fails, it sends Failed and ends.
+Rank 0 sends Join first, then Meet once all have joined, then the calls of its executor: Launch, Guide, Settle and
+Prepare. A process answers Join by Joined, a step that has ended by Done, the others by Settled. If something fails, it
+sends Failed and ends.
 """
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 from typing import Any
@@ -22,7 +24,7 @@ class _Message(msgspec.Struct, array_like=True, tag=True, gc=False):
 
 
 class Join(_Message):
-    """Open the artifact at `path` (percent-encoded), which has this digest, as `rank` of `ranks`.
+    """Open the artifact at `path` (percent-encoded), which has this digest, as `rank` of `ranks` of the engine `engine`.
 
     threads:   compute threads of each rank
     kv_bytes:  size of the KV cache
@@ -34,10 +36,17 @@ class Join(_Message):
     digest: str
     rank: int
     ranks: int
+    engine: int
     threads: int
     kv_bytes: int
     limit: float
     verify: bool
+
+
+class Meet(_Message):
+    """Open the memories of all ranks by their handles, in the order of the ranks."""
+
+    handles: list[bytes]
 
 
 class Launch(_Message):
@@ -56,8 +65,14 @@ class Settle(_Message):
     """Discard the steps in flight."""
 
 
+class Prepare(_Message):
+    """Prepare every size of decode step."""
+
+
 class Joined(_Message):
-    """The rank is ready for steps."""
+    """The rank has opened the artifact; `handle` is that of the memory to which the other ranks write."""
+
+    handle: bytes
 
 
 class Done(_Message):
@@ -67,7 +82,7 @@ class Done(_Message):
 
 
 class Settled(_Message):
-    """No step is in flight."""
+    """What rank 0 has called for is done, and no step is in flight."""
 
 
 class Failed(_Message):
@@ -78,7 +93,7 @@ class Failed(_Message):
     remedy: str
 
 
-Call = Join | Launch | Guide | Settle
+Call = Join | Meet | Launch | Guide | Settle | Prepare
 Reply = Joined | Done | Settled | Failed
 
 
@@ -87,6 +102,8 @@ class Link:
 
     def __init__(self, connection: socket.socket, kinds: Any) -> None:
         self.socket = connection
+        self._poller = select.poll()
+        self._poller.register(connection, select.POLLIN)
         self._encode, self._decoder = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(kinds)
 
     def encode(self, message: Call | Reply) -> bytes:
@@ -103,6 +120,10 @@ class Link:
         head = self._read(_LENGTH.size)
         data = head and self._read(*_LENGTH.unpack(head))
         return self._decoder.decode(data) if data else None
+
+    def ready(self) -> bool:
+        """Return whether a message, or the end of the connection, can be received without waiting."""
+        return bool(self._poller.poll(0))
 
     def _read(self, count: int) -> bytearray | None:
         data = bytearray(count)
