@@ -52,8 +52,10 @@ class Collective(TritonKernel):
         """Return the number of elements that lie in a row in the operand as well as in the result."""
         raise NotImplementedError
 
-    def launched(self, u: Unit, function: str, parts: int, **arguments: Argument) -> Code:
-        """Return the call of a template whose chunks have `parts` parts of a lane per thread."""
+    def launched(self, u: Unit, function: str, parts: int, operands: str, **arguments: Argument) -> Code:
+        """Return the call of a template whose chunks have `parts` parts of a lane per thread. operands: the names of
+        its pointers.
+        """
         x = u.node.operands[0].type
         size = DTYPES[x.dtype].bits // 8
         wide = x.dtype in FLOATS and self.row(u.node).divide(LANE // size) is not None
@@ -64,7 +66,7 @@ class Collective(TritonKernel):
         code = u.launch(
             Template("collectives", function),
             (chunks,),  # the runtime launches at most PROGRAMS
-            **u.pointers("x_ptr", "y_ptr"),
+            **u.pointers(operands, "y_ptr"),
             group_ptr="group",
             NUM_LANES=u.sizes(count),
             CHUNKS=u.sizes(chunks),
@@ -80,7 +82,7 @@ class Collective(TritonKernel):
 
 
 class AllReduce(Collective):
-    """The sum over the ranks, in their order and in float32.
+    """The sum over the ranks, in their order and in float32, to which a second operand is added.
 
     Schedule: parts, 1 if every rank sends its operand to all others, else the number of ranks: each sums one part, and
     sends the sum to the others.
@@ -92,7 +94,7 @@ class AllReduce(Collective):
         return super().reject(node, target) or unsupported(node, FLOATS)
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
-        return ((0, 0),)
+        return tuple((i, 0) for i in range(len(node.operands)))
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         parts = (1,) if node.attrs["ranks"] == 2 else (1, node.attrs["ranks"])
@@ -108,7 +110,7 @@ class AllReduce(Collective):
 
     def code(self, u: Unit) -> Code:
         parts = u.schedule["parts"]
-        return self.launched(u, "all_reduce" if parts == 1 else "all_reduce_in_parts", parts)
+        return self.launched(u, "all_reduce" if parts == 1 else "all_reduce_in_parts", parts, "x_ptr r_ptr")
 
 
 class AllGather(Collective):
@@ -121,8 +123,8 @@ class AllGather(Collective):
         return product(shape[node.attrs["axis"] % len(shape) :])
 
     def code(self, u: Unit) -> Code:
-        return self.launched(u, "all_gather", 1, WIDTH=self.row(u.node))
+        return self.launched(u, "all_gather", 1, "x_ptr", WIDTH=self.row(u.node))
 
 
-ALL_REDUCE = AllReduce("triton/all_reduce", ("all_reduce",))
+ALL_REDUCE = AllReduce("triton/all_reduce", ("all_reduce", "all_reduce_add"))
 ALL_GATHER = AllGather("triton/all_gather", ("all_gather",))

@@ -99,14 +99,25 @@ def lane_of(values, DTYPE: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr)
 
 
 @triton.jit
+def added(values, others):
+    """Return the sums of the elements of two tuples."""
+    out = (values[0] + others[0],)
+    for i in tl.static_range(1, len(values)):
+        out = out + (values[i] + others[i],)
+    return out
+
+
+@triton.jit
 def sum_of_ranks(
-    low, high, inside, group_ptr, rank, exchange, lane,
+    low, high, r_ptr, at, inside, group_ptr, rank, exchange, lane,
     RANKS: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Receive the lanes of all other ranks in an exchange; return the words of their sum with this rank's own.
 
-    Elements are added in the order of the ranks, in float32.
+    Elements are added in the order of the ranks, in float32, and then those of r at the lanes `at` (r_ptr may be None).
     """
+    if r_ptr is not None:
+        r_low, r_high = load_lane(r_ptr, at, inside, BITS, WIDE, ASSEMBLY)
     for source in tl.static_range(RANKS):
         there = slot_of(group_ptr, rank, source, exchange, lane, RANKS)
         a, b = receive(there, inside & (rank != source), group_ptr, ASSEMBLY)
@@ -114,21 +125,23 @@ def sum_of_ranks(
         if source == 0:
             total = new
         else:
-            added = (total[0] + new[0],)
-            for i in tl.static_range(1, len(new)):
-                added = added + (total[i] + new[i],)
-            total = added
+            total = added(total, new)
+    if r_ptr is not None:
+        total = added(total, elements(r_low, r_high, DTYPE, BITS, WIDE))
     low, high = lane_of(total, DTYPE, BITS, WIDE)
     return tl.where(low == -1, NAN, low), tl.where(high == -1, NAN, high)
 
 
 @triton.jit
 def all_reduce(
-    x_ptr, y_ptr, group_ptr, NUM_LANES, CHUNKS,
+    x_ptr, r_ptr, y_ptr, group_ptr, NUM_LANES, CHUNKS,
     RANKS: tl.constexpr, LANES: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr,
     ASSEMBLY: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """y = the sum of x over the ranks, of NUM_LANES lanes in CHUNKS chunks; y may be x. Every rank sends x to all."""
+    """y = the sum of x over the ranks + r, of NUM_LANES lanes in CHUNKS chunks. Every rank sends x to all.
+
+    r is the same on all ranks, or None. y may be x or r.
+    """
     wait_for_previous(DEPENDENT_LAUNCH)
     rank = tl.load(group_ptr + RANK_AT).to(tl.int32)
     exchange = first_exchange(group_ptr)
@@ -143,7 +156,7 @@ def all_reduce(
             there = slot_of(group_ptr, other, rank, exchange, lane, RANKS)
             send(there, low, high, inside & (rank != other), ASSEMBLY)
         low, high = sum_of_ranks(
-            low, high, inside, group_ptr, rank, exchange, lane, RANKS, DTYPE, BITS, WIDE, ASSEMBLY
+            low, high, r_ptr, at, inside, group_ptr, rank, exchange, lane, RANKS, DTYPE, BITS, WIDE, ASSEMBLY
         )
         store_lane(y_ptr, at, low, high, inside, DTYPE, BITS, WIDE, ASSEMBLY)
         exchange += 1
@@ -152,7 +165,7 @@ def all_reduce(
 
 @triton.jit
 def all_reduce_in_parts(
-    x_ptr, y_ptr, group_ptr, NUM_LANES, CHUNKS,
+    x_ptr, r_ptr, y_ptr, group_ptr, NUM_LANES, CHUNKS,
     RANKS: tl.constexpr, LANES: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr,
     ASSEMBLY: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
@@ -174,7 +187,7 @@ def all_reduce_in_parts(
         inside = own < NUM_LANES
         low, high = load_lane(x_ptr, own, inside, BITS, WIDE, ASSEMBLY)
         low, high = sum_of_ranks(
-            low, high, inside, group_ptr, rank, exchange, lane, RANKS, DTYPE, BITS, WIDE, ASSEMBLY
+            low, high, r_ptr, own, inside, group_ptr, rank, exchange, lane, RANKS, DTYPE, BITS, WIDE, ASSEMBLY
         )
         store_lane(y_ptr, own, low, high, inside, DTYPE, BITS, WIDE, ASSEMBLY)
         for other in tl.static_range(RANKS):
