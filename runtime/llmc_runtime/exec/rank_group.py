@@ -29,7 +29,7 @@ class RankProcess(LinkedProcess):
     def __init__(self, rank: int, memory: int, limit: float) -> None:
         ours, theirs = socket.socketpair()
         ours.settimeout(limit)
-        self.rank, self.link = rank, Link(ours, Reply)
+        self.rank, self.link, self._at_end = rank, Link(ours, Reply), False
         with theirs:
             descriptors = [theirs.fileno(), memory]
             command = [*module_command("llmc_runtime.exec.rank_process"), *map(str, descriptors), str(os.getpid())]
@@ -63,6 +63,11 @@ class RankProcess(LinkedProcess):
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return group_ended(f"the process of rank {self.rank} {how}")
 
+    def killed(self) -> LlmcError | None:
+        """Return the error of a process that a signal has ended; a link that is at its end is a sign of it."""
+        error = self.ended() if self._at_end or self.process.poll() is not None else None
+        return error if (self.process.returncode or 0) < 0 else None
+
     def report(self) -> LlmcError | None:
         """Return the failure that the process has reported, if it was not received yet."""
         self.link.socket.settimeout(_REPORT)
@@ -70,6 +75,7 @@ class RankProcess(LinkedProcess):
             while (message := self.link.receive()) is not None:
                 if isinstance(message, Failed):
                     return LlmcError(message.code, f"rank {self.rank}: {message.cause}", message.remedy)
+            self._at_end = True
         except OSError:
             pass
         return None
@@ -158,7 +164,7 @@ class RankGroup:
         """Return the error that ended the group, as far as the processes report it; otherwise `error`."""
         reports = [p.report() for p in self._processes]
         causes = [e for e in reports if e is not None and e.code != error.code]
-        killed = [p.ended() for p in self._processes if (p.process.poll() or 0) < 0]  # by a signal
+        killed = [p.killed() for p in self._processes]
         return next((e for e in (*causes, *killed) if e is not None), error)
 
     def close(self) -> None:
