@@ -21,10 +21,15 @@ TARGET = "cuda:sm_90"
 
 @dataclass(frozen=True)
 class Work:
-    """A compiled graph: its program, which runs as a graph for each set of sizes, and its kernels' binaries."""
+    """A compiled graph: its program as text, and its kernels' binaries."""
 
-    program: Program
+    text: bytes
     kernels: tuple[tuple[KernelFile, bytes], ...]
+
+    @property
+    def program(self) -> Program:
+        """The program, which runs as a device graph for each set of sizes."""
+        return Program.load(self.text, "program")
 
 
 def compile_graph(text: str, cache: Path, prefer: Mapping[str, Any] | None = None) -> Work:
@@ -48,7 +53,7 @@ def compile_graph(text: str, cache: Path, prefer: Mapping[str, Any] | None = Non
     files = (
         (KernelFile(b.hash, b.hash, "", b.entry, b.threads, b.shared, b.abi), b.binary) for b in built.kernels.values()
     )
-    return Work(replace(built.programs[0], uniform=True), tuple(files))
+    return Work(replace(built.programs[0], uniform=True).dump(), tuple(files))
 
 
 class Rank:

@@ -99,8 +99,6 @@ def test_collectives_in_bursts(work: Work) -> None:
 
 
 def test_sums_in_parts(in_parts: Work) -> None:
-    gather = {"parts"}
-    assert gather
     assert run_group(RANKS, rank_work.collectives, in_parts, SEED + 1, 60) == [60] * RANKS
     assert run_group(RANKS, rank_work.bursts, in_parts, SEED + 1, 1000) == [0] * RANKS
 
@@ -131,23 +129,24 @@ def outputs(artifact: Path, prompts: list[list[int]]) -> list[tuple[list[int], l
 
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_one_rank(name: str) -> None:
-    """In float32, all tokens and log-probabilities; in bfloat16, log-probabilities up to the first other token."""
+    """In float32, all tokens and log-probabilities; in bfloat16, log-probabilities up to the first other token, whose
+    errors are those of rounding partial sums.
+    """
     make(name)
     rng = np.random.default_rng(SEED)
     prompts = [rng.integers(3, 320, n).tolist() for n in (1, 9, 45, 60, 2, 30)]
     prompts.append([*prompts[2][:32], 5, 6, 7])
     one, two = (outputs(path_of(name, ranks), prompts) for ranks in (1, RANKS))
-    tolerance = 2e-4 if "float32" in name else 0.15
-    compared = 0
+    largest, mean = (2e-4, 1e-4) if "float32" in name else (0.6, 0.06)
+    errors = []
     for (tokens, logprobs), (others, other_logprobs) in zip(one, two, strict=True):
         same = next((i for i, (a, b) in enumerate(zip(tokens, others)) if a != b), len(tokens))
         if "float32" in name:
             assert same == len(tokens), f"SEED={SEED}: {tokens} {others}"
         for a, b in zip(logprobs[:same], other_logprobs[:same]):
             for token in a.keys() & b.keys():
-                assert abs(a[token] - b[token]) < tolerance, f"SEED={SEED}"
-                compared += 1
-    assert compared > 60
+                errors.append(abs(a[token] - b[token]))
+    assert len(errors) > 60 and max(errors) < largest and np.mean(errors) < mean, f"SEED={SEED}: {sorted(errors)[-5:]}"
 
 
 def ranks_of(parent: int) -> list[int]:

@@ -147,7 +147,7 @@ def all_reduce(
     exchange = first_exchange(group_ptr)
     lane = tl.arange(0, LANES)
     for chunk in range(tl.program_id(0), CHUNKS * is_running(group_ptr), tl.num_programs(0)):
-        if chunk >= tl.num_programs(0):
+        if chunk // tl.num_programs(0) % 2 == 0 and chunk >= tl.num_programs(0):
             order_exchanges(exchange, ASSEMBLY)
         at = chunk * LANES + lane
         inside = at < NUM_LANES
@@ -215,7 +215,7 @@ def all_gather(
     exchange = first_exchange(group_ptr)
     lane = tl.arange(0, LANES)
     for chunk in range(tl.program_id(0), CHUNKS * is_running(group_ptr), tl.num_programs(0)):
-        if chunk >= tl.num_programs(0):
+        if chunk // tl.num_programs(0) % 2 == 0 and chunk >= tl.num_programs(0):
             order_exchanges(exchange, ASSEMBLY)
         at = chunk * LANES + lane
         inside = at < NUM_LANES

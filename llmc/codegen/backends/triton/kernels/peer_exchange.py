@@ -6,7 +6,7 @@ reads a lane until both of its words are there, and then empties it for a later 
 
 Exchanges are counted by each program, and use SLOTS slots in turn. All ranks run the same kernels in the same order,
 so their counters agree. A program sends its exchange n + SLOTS only after it has received those up to n + SLOTS - 1,
-and the rank that it receives from sent them after emptying the slot of exchange n; a kernel's end or `next_exchange`
+and the rank that it receives from sent them after emptying the slot of exchange n; a kernel's end or `order_exchanges`
 orders the two. A rank that waits longer than the limit, or whose group has ended, sets ENDED and stops exchanging.
 
 Without ASSEMBLY (in the interpreter), the limit is a number of reads.
@@ -99,7 +99,15 @@ mov.b64 empty, -1;
 st.global.v2.b64 [$2], {empty, empty};
 DONE:
 }""")
-FENCE = tl.constexpr("fence.acq_rel.sys; mov.u32 $0, $1;")
+# One thread's fence, between barriers, orders what all threads have done.
+FENCE = tl.constexpr("""{
+.reg .pred first;
+.reg .u32 thread;
+mov.u32 thread, %tid.x;
+setp.eq.u32 first, thread, 0;
+@first fence.acq_rel.sys;
+mov.u32 $0, $1;
+}""")
 
 
 @triton.jit
@@ -181,7 +189,12 @@ def is_running(group_ptr):
 
 @triton.jit
 def order_exchanges(exchange, ASSEMBLY: tl.constexpr):
-    """Order all lanes emptied and received so far by this program before those that it sends from now on."""
+    """Order all lanes emptied and received so far by this program before those that it sends from now on.
+
+    With SLOTS = 4, this is needed after every second exchange of a kernel: the lanes of exchange n are then empty
+    before this rank sends exchange n + 2, and the other rank receives that, and calls this, before it sends n + 4.
+    """
+    tl.debug_barrier()
     if ASSEMBLY:
         tl.inline_asm_elementwise(FENCE, "=r,r", [exchange], tl.int32, False, 1)
     tl.debug_barrier()
