@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -109,14 +110,17 @@ def run_group(ranks: int, main: Callable[..., Any], *args: Any, seconds: float =
         p.start()
     try:
         while len(results) < ranks:
-            messages = {}
-            for r in sorted(set(range(ranks)) - set(results)):
-                if not links[r][0].poll(seconds):
-                    raise TimeoutError(f"rank {r} said nothing for {seconds} s")
-                kind, value = links[r][0].recv()
-                if kind == "error":
-                    raise RuntimeError(f"rank {r}: {value}")
-                (results if kind == "result" else messages)[r] = value
+            messages: dict[int, Any] = {}
+            while waiting := {links[r][0]: r for r in range(ranks) if r not in results and r not in messages}:
+                ready = multiprocessing.connection.wait(list(waiting), seconds)
+                if not ready:
+                    raise TimeoutError(f"ranks {sorted(waiting.values())} said nothing for {seconds} s")
+                for link in ready:
+                    r = waiting[link]  # type: ignore[index]
+                    kind, value = link.recv()  # type: ignore[union-attr]
+                    if kind == "error":
+                        raise RuntimeError(f"rank {r}: {value}")
+                    (results if kind == "result" else messages)[r] = value
             for r in messages:
                 links[r][0].send([messages.get(x) for x in range(ranks)])
         return [results[r] for r in range(ranks)]

@@ -109,14 +109,18 @@ def nccl(rank: int, ranks: int, exchange: Callable[[Any], list[Any]], store: str
     import torch.distributed as dist
 
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    device = torch.device("cuda", rank)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=ranks, device_id=device)
+    stream = torch.cuda.Stream()
     out = {}
     for nbytes in SIZES:
-        x = torch.zeros(nbytes // 2, dtype=torch.bfloat16, device="cuda")
-        dist.all_reduce(x)
+        x = torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=device)
+        with torch.cuda.stream(stream):
+            dist.all_reduce(x)
         torch.cuda.synchronize()
+        exchange(None)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):
             for _ in range(CHAIN):
                 dist.all_reduce(x)
         best = 1e9
@@ -131,7 +135,6 @@ def nccl(rank: int, ranks: int, exchange: Callable[[Any], list[Any]], store: str
             best = min(best, (time.perf_counter() - begin) / REPLAYS / CHAIN * 1e6)
         out[f"NCCL {nbytes}"] = best
         exchange(None)
-    dist.destroy_process_group()
     return out
 
 
@@ -208,12 +211,12 @@ def main() -> None:
     found: dict[str, Any] = {"card": state()}
     if "collectives" in parts:
         found["collectives"] = collectives(plan, args.ranks)
+        print_collectives(found["collectives"])
     if "nccl" in parts:
         with tempfile.TemporaryDirectory() as folder:
             results = run_group(args.ranks, nccl, f"{folder}/store")
         found["nccl"] = {key: max(r[key] for r in results) for key in results[0]}
-    if tables := {**found.get("collectives", {}), **found.get("nccl", {})}:
-        print_collectives(tables)
+        print_collectives(found["nccl"])
     if "model" in parts:
         found["model"] = {}
         for ranks in (args.ranks, 1):
