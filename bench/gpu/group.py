@@ -64,7 +64,9 @@ class Rank:
         self, work: Work, rank: int, ranks: int, exchange: Callable[[Any], list[Any]], limit: float = 30.0
     ) -> None:
         self.rank, self.ranks, self.exchange = rank, ranks, exchange
-        self.device = CudaDevice(TargetInfo(TARGET, TARGET.partition(":")[2], ()), member=Member(rank, ranks, -1, limit))
+        self.device = CudaDevice(
+            TargetInfo(TARGET, TARGET.partition(":")[2], ()), member=Member(rank, ranks, -1, limit)
+        )
         binaries = {k.file: b for k, b in work.kernels}
         files = {name: SimpleNamespace(bytes=len(b)) for name, b in binaries.items()}
         manifest = SimpleNamespace(kernels=[k for k, _ in work.kernels], files=files)
@@ -86,7 +88,11 @@ class Rank:
                 self.exchange(None)  # no rank sends before all memories are ready
             of_group = self._memory.address if self._memory is not None else 0
             addresses.append(
-                of_group if b.kind == GROUP else arena.address + b.offset if b.kind == "arena" else memories[b.name].address
+                of_group
+                if b.kind == GROUP
+                else arena.address + b.offset
+                if b.kind == "arena"
+                else memories[b.name].address
             )
         symbols = np.array([1] * len(program.symbols), np.int64)
         return self.device.bind(program, addresses, symbols), symbols, memories
@@ -96,7 +102,9 @@ class Rank:
         self.device.wait(self.device.mark())
 
 
-def run_group(ranks: int, main: Callable[..., Any], *args: Any, seconds: float = 120, gone: Sequence[int] = ()) -> list[Any]:
+def run_group(
+    ranks: int, main: Callable[..., Any], *args: Any, seconds: float = 120, gone: Sequence[int] = ()
+) -> list[Any]:
     """Run `main(rank, ranks, exchange, *args)` in a process per rank and return their results.
 
     `main` is a function of a module, since processes are spawned. `exchange(x)` returns the x of all ranks, in order.

@@ -38,8 +38,8 @@ WIDTH, CHAIN = 4096, 20  # columns of an operand; collectives in a graph
 REPLAYS, ROUNDS = 20, 3
 BATCHES, PROMPT = (1, 32, 128, 256), 2048
 PARTS = ("collectives", "nccl", "model", "offline", "start")
-# Per step at batch 1, 32, 128, 256 and for a prompt, in ms, and offline in tokens/s: goals for two H200s, and vLLM 0.25.1
-# there (2026-11-22).
+# Per step at batch 1, 32, 128, 256 and for a prompt, in ms, and offline in tokens/s: goals for two H200s, and
+# vLLM 0.25.1 there (2026-11-22).
 GOALS = {"decode": (2.4, 2.85, 4.2, 6.4), "prefill": (31.0,), "offline": (17500,), "start": (3.0,)}
 VLLM = {"decode": (3.48, 3.82, 4.80, 6.89), "prefill": (33.1,), "offline": (16508,), "start": (61.5,)}
 
@@ -48,7 +48,7 @@ def chain(op: str, ranks: int) -> str:
     """A graph of CHAIN collectives; each sum is the next one's operand."""
     lines, last = [], "x"
     for i in range(CHAIN):
-        more, extra = (f", %r", "_add") if op == "all_reduce_add" else ("", "")
+        more, extra = (", %r", "_add") if op == "all_reduce_add" else ("", "")
         lines.append(f"%y{i} = all_reduce{extra}(%{last}{more}) {{ranks={ranks}}} : bf16[T, {WIDTH}]")
         last = f"y{i}"
     inputs = f"%x: bf16[T, {WIDTH}]" + (f", %r: bf16[T, {WIDTH}]" if op == "all_reduce_add" else "")

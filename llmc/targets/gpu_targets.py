@@ -2,7 +2,8 @@
 
 Peaks and bandwidth are used only to price nodes. Those of sm_90 were reached by simple kernels and libraries on an H200
 (4.65 TB/s read, 795 TFLOP/s in bf16 products, 375 GB/s sent to another GPU); the others are the vendors' dense figures,
-with the same share of a link's rate. Nothing has been measured on AMD GPUs: their limits and rates are those of AMD's data sheets, and the overhead of a launch is that of NVIDIA GPUs.
+with the same share of a link's rate. Nothing has been measured on AMD GPUs: their limits and rates are those of AMD's
+data sheets, and the overhead of a launch is that of NVIDIA GPUs.
 """
 
 from __future__ import annotations

@@ -70,7 +70,9 @@ def expected(inputs: list[dict[str, np.ndarray]]) -> list[np.ndarray]:
     return [chain[0], total(xs["b"]), total(xs["c"]), np.concatenate(xs["d"], 1), np.concatenate(xs["e"], 0)]
 
 
-def collectives(rank: int, ranks: int, exchange: Callable[[Any], list[Any]], work: Work, seed: int, replays: int) -> int:
+def collectives(
+    rank: int, ranks: int, exchange: Callable[[Any], list[Any]], work: Work, seed: int, replays: int
+) -> int:
     """Replay graphs of few sizes with new data each time, late by turns; return the number of replays that were
     compared. Raises AssertionError at the first difference, or if bytes behind a result were written."""
     own = Rank(work, rank, ranks, exchange)

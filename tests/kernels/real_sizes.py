@@ -330,5 +330,9 @@ _COLLECTIVES = {
 
 # Name of the kernel -> its nodes.
 REAL: Mapping[str, tuple[Text, ...]] = MappingProxyType(
-    {f"triton/{name}": texts for part in (_ATTENTION, _PRODUCTS, _ROWS, _SAMPLING, _COLLECTIVES) for name, texts in part.items()}
+    {
+        f"triton/{name}": texts
+        for part in (_ATTENTION, _PRODUCTS, _ROWS, _SAMPLING, _COLLECTIVES)
+        for name, texts in part.items()
+    }
 )

@@ -83,7 +83,8 @@ def test_ranks_have_equal_bits_over_many_launches(ranks: int) -> None:
 
 
 def test_words_that_mean_empty_are_sent_as_nan() -> None:
-    launch = Launch(ALL_REDUCE, Text("bf16[T, 64]", "all_reduce {ranks=2}", "bf16[T, 64]"), {"warps": 1, "parts": 1}, {"T": 1}, 1)  # fmt: skip
+    text = Text("bf16[T, 64]", "all_reduce {ranks=2}", "bf16[T, 64]")
+    launch = Launch(ALL_REDUCE, text, {"warps": 1, "parts": 1}, {"T": 1}, 1)
     memories = group_memories(2, PATIENT)
     x = np.full((1, 64), -1, np.int16).view(DTYPES["bf16"].np)
     outs = run_ranks(2, lambda rank: launch.run(x, memories[rank]).astype(np.float32))

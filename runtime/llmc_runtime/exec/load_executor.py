@@ -38,9 +38,7 @@ def load_executor(
         raise
 
 
-def start_ranks(
-    artifact: Artifact, threads: int | None, verify: bool = True, engine: int = 0
-) -> RankGroup | None:
+def start_ranks(artifact: Artifact, threads: int | None, verify: bool = True, engine: int = 0) -> RankGroup | None:
     """Start the processes of the other ranks, with `threads` threads each; None if the artifact has one rank. `engine`
     is the number of the engine.
 

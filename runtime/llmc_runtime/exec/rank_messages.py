@@ -24,8 +24,9 @@ class _Message(msgspec.Struct, array_like=True, tag=True, gc=False):
 
 
 class Join(_Message):
-    """Open the artifact at `path` (percent-encoded), which has this digest, as `rank` of `ranks` of the engine `engine`.
+    """Open the artifact at `path` (percent-encoded), which has this digest, as `rank` of `ranks`.
 
+    engine:    number of the engine, whose ranks these are
     threads:   compute threads of each rank
     kv_bytes:  size of the KV cache
     limit:     seconds that a rank waits for the others

@@ -32,7 +32,6 @@ from llmc_runtime.exec.rank_messages import (
     Link,
     Meet,
     Prepare,
-    Settle,
     Settled,
 )
 from llmc_runtime.format.errors import LlmcError, as_llmc_error

@@ -36,7 +36,11 @@ def artifact(library: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("FAKE_GPUS", "2")
     monkeypatch.setenv("FAKE_GPU_PROGRESS", "1")
     monkeypatch.setenv("LD_LIBRARY_PATH", str(library.folder))
-    programs = (toy.program("decode1", True, (1, 1)), toy.program("decode", True, (2, tiny.ROWS)), toy.program("step", False))
+    programs = (
+        toy.program("decode1", True, (1, 1)),
+        toy.program("decode", True, (2, tiny.ROWS)),
+        toy.program("step", False),
+    )
     write_artifact(tmp_path / "two.llmc", toy.parts(tmp_path, programs=tuple(map(toy.of_ranks, programs))))
     with library.reset():
         yield tmp_path / "two.llmc"
@@ -82,7 +86,9 @@ def test_steps_overlap_on_every_rank(artifact: Path) -> None:
         assert token == tiny.expected(known, known[3:].count(1))
         known.append(token)
     executor.settle()
-    assert executor.run(Step([RowInit(0, [9], 0, 1, RowParams(), [0])], [], [Work(0, 1, True)])).tokens == [tiny.expected([9])]
+    assert executor.run(Step([RowInit(0, [9], 0, 1, RowParams(), [0])], [], [Work(0, 1, True)])).tokens == [
+        tiny.expected([9])
+    ]
     executor.close()
 
 
@@ -129,7 +135,7 @@ def test_memory_that_cannot_be_shared(artifact: Path, library: Driver) -> None:
 def test_a_program_for_ranks_on_one_gpu(artifact: Path) -> None:
     opened = open_artifact(artifact)
     device = open_device(opened, 1)
-    with pytest.raises(LlmcError, match="E113.*memory of a group"):
+    with pytest.raises(LlmcError, match=r"E113.*memory of a group"):
         Executor(opened, device)
     device.close()
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from llmc_runtime.format.group_memory import CHUNK, MAX_PEERS, PROGRAMS
 
-from llmc.codegen.backends.triton.template import Argument, Template
+from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, element, unsupported
 from llmc.codegen.kernel import EXACT, Schedule
 from llmc.ir.dim import Dim, product
@@ -52,23 +52,24 @@ class Collective(TritonKernel):
         """Return the number of elements that lie in a row in the operand as well as in the result."""
         raise NotImplementedError
 
-    def launched(self, u: Unit, function: str, parts: int, operands: str, **arguments: Argument) -> Code:
-        """Return the call of a template whose chunks have `parts` parts of a lane per thread. operands: the names of
-        its pointers.
+    def launched(self, u: Unit, function: str, parts: int, operands: str, **elements: Dim) -> Code:
+        """Return the call of a template whose chunks have `parts` parts of a lane per thread.
+
+        operands: the names of its pointers. elements: numbers of elements, which the template takes in lanes.
         """
         x = u.node.operands[0].type
         size = DTYPES[x.dtype].bits // 8
         wide = x.dtype in FLOATS and self.row(u.node).divide(LANE // size) is not None
         per_lane = LANE // size if wide else 1
-        lanes, count = 32 * u.schedule["warps"], x.numel.ceildiv(per_lane)
+        lanes, total = 32 * u.schedule["warps"], x.numel.ceildiv(per_lane)
         assert lanes <= MAX_LANES
-        chunks = count.ceildiv(lanes * parts)
+        chunks = total.ceildiv(lanes * parts)
         code = u.launch(
             Template("collectives", function),
             (chunks,),  # the runtime launches at most PROGRAMS
             **u.pointers(operands, "y_ptr"),
             group_ptr="group",
-            NUM_LANES=u.sizes(count),
+            NUM_LANES=u.sizes(total),
             CHUNKS=u.sizes(chunks),
             RANKS=u.node.attrs["ranks"],
             LANES=lanes,
@@ -76,7 +77,7 @@ class Collective(TritonKernel):
             BITS=8 * size,
             WIDE=wide,
             ASSEMBLY=not u.interpret,
-            **{k: u.sizes(v.ceildiv(per_lane)) if isinstance(v, Dim) else v for k, v in arguments.items()},
+            **{name: u.sizes(count.ceildiv(per_lane)) for name, count in elements.items()},
         )
         return replace(code, group=True)
 

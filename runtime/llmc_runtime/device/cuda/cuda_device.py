@@ -21,8 +21,8 @@ class CudaDevice(GpuDevice):
     `threads` read, hash and upload weights (default: the number of physical cores, at most 16). With `careful`, graphs
     are disabled and every launch is synchronized, so that an error names the kernel that failed.
 
-    Raises LlmcError E115 if there is no driver or no such GPU, or if it cannot access those of other ranks, E116 if the driver is too old, and E117 if the GPU
-    cannot run binaries for `target`.
+    Raises LlmcError E115 if there is no driver or no such GPU, or if it cannot access the GPUs of the other ranks, E116
+    if the driver is too old, and E117 if the GPU cannot run binaries for `target`.
     """
 
     family = "cuda"

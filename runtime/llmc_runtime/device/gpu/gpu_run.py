@@ -28,8 +28,8 @@ _INT32_MAX = (1 << 31) - 1
 
 @dataclass(slots=True)
 class _Ready:
-    """A prepared launch. `config` holds the grid of the last run; `grid` holds the indices of its three sizes. `most` is
-    the maximum number of blocks along x.
+    """A prepared launch. `config` holds the grid of the last run; `grid` holds the indices of its three sizes. `most`
+    is the maximum number of blocks along x.
     """
 
     launch: Launch

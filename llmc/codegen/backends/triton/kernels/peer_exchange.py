@@ -126,9 +126,7 @@ def read_lane(address, inside, ASSEMBLY: tl.constexpr):
 def write_lane(address, low, high, inside, ASSEMBLY: tl.constexpr):
     """Write lanes to this rank's own memory."""
     if ASSEMBLY:
-        tl.inline_asm_elementwise(
-            WRITE, "=r,l,l,l,r", [address, low, high, inside.to(tl.int32)], tl.int32, False, 1
-        )
+        tl.inline_asm_elementwise(WRITE, "=r,l,l,l,r", [address, low, high, inside.to(tl.int32)], tl.int32, False, 1)
     else:
         words = address.to(tl.pointer_type(tl.int64))
         tl.store(words, low, mask=inside)
