@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from llmc_runtime.format.manifest import State
-from llmc_runtime.format.program import Launch, Program
+from llmc_runtime.format.program import GROUP, Launch, Program
 
 from llmc.ir.ops.comm import COLLECTIVES
 from llmc.targets.target import Target
@@ -70,7 +70,9 @@ def _launch(p: Program, x: Launch, peaks: Mapping[str, Any], sizes: Mapping[str,
 
 
 def memory(programs: Sequence[Program], states: Sequence[State], weights: int) -> dict[str, Any]:
-    """Return report/memory.json: bytes of weights, arenas and states, and of one KV page."""
+    """Return report/memory.json: bytes of weights, arenas and states, of one KV page, and of the memory through which
+    ranks exchange results.
+    """
     fixed = {s.name: s.nbytes({}) for s in states if "P" not in {d for e in s.shape for d in e.symbols}}
     paged = sum(s.nbytes({"P": 1}) for s in states if s.name not in fixed)
     return {
@@ -78,6 +80,7 @@ def memory(programs: Sequence[Program], states: Sequence[State], weights: int) -
         "arena_bytes": {p.name: p.arena_bytes for p in programs},
         "state_bytes": fixed,
         "kv_bytes_per_page": paged,
+        "group_bytes": max((b.bytes({}) for p in programs for b in p.buffers if b.kind == GROUP), default=0),
     }
 
 

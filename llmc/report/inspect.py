@@ -166,6 +166,7 @@ def render(data: Mapping[str, Any]) -> str:
         lines.append("  results   deterministic: the same bits in every batch")
     if data["ranks"] > 1:
         each = f"{size_text(mem['weights_bytes'])} of weights, this memory and a KV pool of this size"
+        each += f", and {size_text(mem['group_bytes'])} to exchange results" if mem.get("group_bytes") else ""
         lines.append(f"  ranks     {data['ranks']}, each with {each}")
     if drafts := data["speculation"]["drafts"]:
         lines.append(f"  drafts    up to {drafts} per sequence, by {' or '.join(data['speculation']['methods'])}")

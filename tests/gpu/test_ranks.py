@@ -6,6 +6,7 @@ pytest tests/gpu/test_ranks.py --confcutdir tests/gpu            about a minute
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -23,7 +24,7 @@ if __name__ == "__main__":
 
 from draw import SEED  # noqa: E402
 from gpu import rank_work  # noqa: E402
-from llmc_runtime import LLM, SamplingParams  # noqa: E402
+from llmc_runtime import LLM, AsyncLLM, RequestOutput, SamplingParams  # noqa: E402
 from llmc_runtime.format.errors import LlmcError  # noqa: E402
 from models.cases import LISTED, SMALL, Case  # noqa: E402
 
@@ -188,6 +189,34 @@ def test_a_killed_rank_ends_the_group() -> None:
     llm = LLM(path_of(name, RANKS), say=lambda text: None)  # the GPUs are usable
     assert llm.generate([{"prompt_token_ids": [5, 6, 7]}], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     llm.close()
+
+
+def test_a_server_s_engine_starts_again_after_a_rank_was_killed() -> None:
+    name = "llama-float32"
+    make(name)
+
+    async def answer(llm: AsyncLLM) -> RequestOutput | LlmcError:
+        try:
+            async for out in llm.generate({"prompt_token_ids": [5, 6, 7]}, GREEDY, "r", output_kind="final_only"):
+                last = out
+            return last
+        except LlmcError as e:
+            return e
+
+    async def main() -> None:
+        async with AsyncLLM(path_of(name, RANKS), say=lambda line: None, restart_delay=0.0) as llm:
+            first = await answer(llm)
+            assert isinstance(first, RequestOutput)
+            for restarts in (1, 2):
+                os.kill(ranks_of(llm.engines[0].pid or 0)[0], signal.SIGKILL)
+                async with asyncio.timeout(60):
+                    while llm.restarts < restarts or llm.engines[0].state != "ready":
+                        await asyncio.sleep(0.02)
+                again = await answer(llm)
+                assert isinstance(again, RequestOutput)
+                assert again.outputs[0].token_ids == first.outputs[0].token_ids
+
+    asyncio.run(main())
 
 
 if __name__ == "__main__":
