@@ -42,9 +42,9 @@ def dry_run(model: str | Path, options: Options, memory_bytes: int | None, conso
 
     Its keys are "model", "programs", "memory", "kv", "time" (predicted), "compile" (estimated) and "fits".
     `memory_bytes` is the device memory (None: the target's, see `Target.memory`), of which each rank on a CPU has an
-    equal part; "memory", "kv" and "fits" are those of one rank. "fits" is whether weights, states, arena and one sequence of
-    max_model_len tokens fit; it is None if the memory size is unknown. Raises the same errors as the stages of a
-    compile before its kernels.
+    equal part; "memory", "kv" and "fits" are those of one rank. "fits" is whether weights, states, arena and one
+    sequence of max_model_len tokens fit; it is None if the memory size is unknown. Raises the same errors as the stages
+    of a compile before its kernels.
     """
     job = start(model, Path(os.devnull), replace(with_draft(options), weights="none"), False, console)
     with ExitStack() as stack:
@@ -244,7 +244,8 @@ def _fits(plan: Mapping[str, Any]) -> list[str]:
     if plan["model"]["target"] == "cpu:native" and not mem["given"]:
         source = "this machine"
     if plan["model"]["ranks"] > 1:
-        source = f"a rank's part of {source}" if plan["model"]["target"].startswith("cpu:") else f"{source}, each rank's"
+        on_cpu = plan["model"]["target"].startswith("cpu:")
+        source = f"a rank's part of {source}" if on_cpu else f"{source}, each rank's"
     memory = f"{size_text(mem['device'])} ({source})"
     if plan["fits"]:
         room = f"{kv['tokens']} tokens, {kv['sequences']:g} full sequences"

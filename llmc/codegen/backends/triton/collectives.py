@@ -18,7 +18,9 @@ from llmc.targets.target import Target
 LANE = 16  # bytes
 MAX_LANES = CHUNK // LANE
 WARPS = (16, 8)  # a thread has one lane
-_FIRST_US, _PEER_US = 0.6, 0.35  # of an exchange, besides the launch and the transfer: with one rank, with each other
+# Microseconds of an exchange, besides the launch and the transfer: with one rank, and with each other one. Each further
+# chunk that a program exchanges adds _NEXT times as much (two H100s, 2026-11-25).
+_FIRST_US, _PEER_US, _NEXT = 0.6, 0.35, 1.3
 
 
 class Collective(TritonKernel):
@@ -41,7 +43,7 @@ class Collective(TritonKernel):
         others = node.attrs["ranks"] - 1
         chunks = -(-nbytes // (32 * schedule["warps"] * LANE))
         waves = -(-chunks // PROGRAMS)  # of chunks that a program exchanges one after the other
-        latency = exchanges * (_FIRST_US + _PEER_US * others) * (1 + 0.1 * (waves - 1))
+        latency = exchanges * (_FIRST_US + _PEER_US * others) * (1 + _NEXT * (waves - 1))
         return target.launch_us + latency + exchanges * others * nbytes / target.link * 1e6
 
     def traffic(self, node: Node, schedule: Schedule, env: Mapping[str, int]) -> tuple[int, int]:
