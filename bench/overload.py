@@ -7,8 +7,9 @@ peak, latencies of completed and of refused requests, and CPU time of the front,
 shares the machine with the server: its CPU share is part of the report because what it takes the server cannot have.
 `--apart` keeps it off the server's physical cores, and with `all` the front and the engine off each other's.
 `--server-cpus 0,1` gives the server these CPUs alone, from its start, and the client the CPUs of other cores: what two
-cores serve to a client on another machine. A load that is named several times is measured as often, and its median
-follows the table.
+cores serve to a client on another machine. Sending wakes a client that sleeps on the same machine, for which the server
+pays several times as much as for sending itself; `--spin` keeps the client awake, as if it were elsewhere. A load that
+is named several times is measured as often, and its median follows the table.
 
 The objective: three times the latency at the peak, plus the time in which a full queue is served at that rate. The
 peak is measured again beside each load, before and after it, since the speed of a machine drifts, with as many open
@@ -272,7 +273,7 @@ def offered(client: Client, server: Server, rate: float, warm: float, seconds: f
 
 def measured(server: Server, keep: bool, args: argparse.Namespace) -> list[Row]:
     """Measure every load over one kind of connections."""
-    client = Client(server.port, keep, requests_of(args, keep))
+    client = Client(server.port, keep, requests_of(args, keep), args.spin)
 
     def peak(width: int) -> tuple[Peak, Log]:
         log, cpu = closed(client, server, width, args.seconds)
@@ -362,6 +363,7 @@ def main() -> None:
         "--server-cpus", type=lambda text: [int(cpu) for cpu in text.split(",")], default=[], metavar="N,N",
         help="CPUs of the server; the client uses other cores",
     )  # fmt: skip
+    ap.add_argument("--spin", action="store_true", help="the client polls without sleeping; it needs a CPU of its own")
     ap.add_argument("--server-options", default="", help="further options of the server, in one argument")
     args = ap.parse_args()
     options = ["--max-num-queued-reqs", str(args.queue), *args.server_options.split()]

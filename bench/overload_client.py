@@ -72,10 +72,10 @@ class Link:
 
 class Client:
     """Sends requests to one server over kept connections, or a new one each; one thread, sockets and epoll alone, so
-    that it takes little of a machine that the server shares."""
+    that it takes little of a machine that the server shares. With `spin` it never sleeps, see overload.py."""
 
-    def __init__(self, port: int, keep: bool, requests: Sequence[bytes]) -> None:
-        self._port, self._keep, self._requests = port, keep, itertools.cycle(requests)
+    def __init__(self, port: int, keep: bool, requests: Sequence[bytes], spin: bool = False) -> None:
+        self._port, self._keep, self._requests, self._spin = port, keep, itertools.cycle(requests), spin
         self._poll = select.epoll()
         self._idle: list[Link] = []
         self._busy: dict[int, Link] = {}
@@ -107,7 +107,7 @@ class Client:
     def wait(self, seconds: float, log: Log) -> int:
         """Process responses for `seconds`; return how many requests have ended."""
         ended = 0
-        for fd, events in self._poll.poll(max(0.0, seconds)):
+        for fd, events in self._events(max(0.0, seconds)):
             link = self._busy.get(fd)
             if link is None:  # the server closed an idle connection
                 self._drop(next(one for one in self._idle if one.socket.fileno() == fd))
@@ -125,6 +125,15 @@ class Client:
                 ended += 1
                 self._end(fd, link, status, log)
         return ended
+
+    def _events(self, seconds: float) -> list[tuple[int, int]]:
+        """Return the next events, waiting up to `seconds` for the first."""
+        if not self._spin:
+            return self._poll.poll(seconds)
+        end = time.perf_counter() + seconds
+        while not (events := self._poll.poll(0)) and time.perf_counter() < end:
+            pass
+        return events
 
     def _end(self, fd: int, link: Link, status: int, log: Log) -> None:
         now = time.perf_counter()

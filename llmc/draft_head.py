@@ -1,4 +1,4 @@
-"""`llmc compile --draft eagle:PATH`: an EAGLE-3 head that drafts from the hidden states of the model that verifies."""
+"""`llmc compile --draft eagle:PATH|mtp`: a head that drafts from the hidden states of the model that verifies."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from llmc.diagnostics import Diagnostic
+from llmc.draft_mtp import MTP, MtpLayer, add_mtp, mtp_of
 from llmc.draft_tokens import check_tokens
 from llmc.frontend.eagle_config import ANOTHER, EAGLE, HeadConfig, read_head
 from llmc.ir.graph import Builder, Graph
@@ -16,11 +17,14 @@ from llmc.options import Options
 from llmc.passes.lower.page_attention import DRAFT, DRAFT_PREFIX
 
 
-def head_of(o: Options) -> HeadConfig | None:
-    """Return the config of the head that the options name, None if they name none.
+def head_of(o: Options) -> HeadConfig | MtpLayer | None:
+    """Return the head that the options name, None if they name none.
 
-    A head of a hub id is downloaded. Raises Diagnostic E360 if it is not an EAGLE-3 head, and the errors of `locate`.
+    An EAGLE-3 head of a hub id is downloaded. Raises Diagnostic E360 if it is none, or for a part of a model, and the
+    errors of `locate`.
     """
+    if o.draft == MTP:
+        return mtp_of(o)
     if not o.draft.startswith(EAGLE):
         return None
     from llmc.frontend.hub import locate
@@ -29,11 +33,14 @@ def head_of(o: Options) -> HeadConfig | None:
 
 
 def add_head(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
-    """Trace the head of a Compilation into the graph @draft of the module of `traced`, whose @main joins its inputs.
+    """Trace the head of a Compilation into the graph @draft of the module of `traced`, whose @main has its input.
 
-    @main returns, after the logits, the three hidden states side by side times the head's `fc`. Returns the head's
-    weights, which `stack` closes; None unless `packed`. Raises Diagnostic E360 if the head does not fit the model.
+    With an EAGLE-3 head, @main returns, after the logits, the three hidden states side by side times the head's `fc`.
+    Returns the head's weights, which `stack` closes; None unless `packed`. Raises Diagnostic E360 if the head does not
+    fit the model.
     """
+    if isinstance(job.head, MtpLayer):
+        return add_mtp(job, traced, stack, packed)
     from llmc.frontend.eagle_head import EMBEDDING, FC, HeadWeights, head_graph, trace_head
 
     head: HeadConfig = job.head

@@ -14,7 +14,6 @@ from llmc.console import Quiet
 from llmc.diagnostics import Diagnostic
 from llmc.draft_head import add_head
 from llmc.draft_tokens import check_tokens
-from llmc.frontend.eagle_config import EAGLE
 from llmc.ir.graph import Graph
 from llmc.ir.text import show
 from llmc.ir.weight_eval import WeightSource
@@ -41,14 +40,10 @@ class DraftSource:
 def with_draft(o: Options) -> Options:
     """Return the options with a number of drafted tokens if there is a draft model.
 
-    Raises Diagnostic E360 if the weights are packed later, which is supported for one model only, or if those of a head
-    are random, whose draft vocabulary would be too.
+    Raises Diagnostic E360 if the weights are packed later, which is supported for one model only.
     """
     if not o.draft:
         return o
-    if o.draft.startswith(EAGLE) and o.weights != "packed":
-        cause = f"--draft {EAGLE} with --weights {o.weights}: the vocabulary of a head is in its weights"
-        raise Diagnostic("E360", cause, "compile with the weights of the model and of the head")
     if o.weights == "none":
         cause = "--draft with --weights none: weights can be packed later for one model only"
         raise Diagnostic("E360", cause, "compile with the weights of both models")

@@ -22,7 +22,6 @@ from llmc.diagnostics import Diagnostic
 from llmc.draft_head import head_of
 from llmc.draft_model import DraftSource, add_draft, with_draft
 from llmc.extension import Registry, load
-from llmc.frontend.eagle_config import HeadConfig
 from llmc.frontend.hub import Located, locate
 from llmc.ir.graph import Graph, Module
 from llmc.ir.text import show
@@ -158,7 +157,7 @@ class Compilation:
         self.formats: dict[str, int] = {}  # of quantised weights of the checkpoint -> how many weights
         self.extensions: dict[str, list[str]] = {}  # that the compile has used -> what it has used of them
         self.shapes_known = False  # whether stored tensors have the shapes that the whole model's weights have
-        self.head: HeadConfig | None = head_of(options)  # the EAGLE-3 head that drafts, if there is one
+        self.head = head_of(options)  # the head that drafts, if there is one
         self.kv_dtype = ""  # of the KV cache; empty: that of the activations
         self.pool = ""  # what a model that pools returns of a prompt (see PageAttention); empty: it generates
 

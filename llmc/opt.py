@@ -50,7 +50,13 @@ def main_opt(args: argparse.Namespace, out: IO[str], registry: Registry | None =
 
 
 def _read(name: str) -> str:
-    return sys.stdin.read() if name == "-" else Path(name).read_text()
+    """Return the text of the file, or of standard input for "-". Raises Diagnostic E100 for a folder."""
+    folder = Path(name)
+    if name != "-" and folder.is_dir():
+        stages = sorted(folder.glob("ir/*.llir"))
+        remedy = f"name a file in it, such as {stages[0]}" if stages else "name a file of IR (.llir)"
+        raise Diagnostic("E100", f"{name} is a folder", remedy)
+    return sys.stdin.read() if name == "-" else folder.read_text()
 
 
 def _passes(args: argparse.Namespace, registry: Registry, target: Target) -> Sequence[Pass]:

@@ -71,7 +71,7 @@ class Options:
     )  # fmt: skip
     draft: str = _artifact(
         "", "what drafts tokens: a smaller model with the same tokenizer, a folder or a hub id, or eagle:PATH for an"
-        " EAGLE-3 head (none)", str, "MODEL",
+        " EAGLE-3 head, or mtp for the multi-token-prediction layer of the model's own checkpoint (none)", str, "MODEL",
         commands=("compile",),
     )  # fmt: skip
     pipeline: str = _artifact("", 'pass pipeline, for example "serve, after fuse-norm: my-fuse"', str, "TEXT")

@@ -36,7 +36,7 @@ DOCS = ROOT / "docs"
 PAGES = tuple(sorted([*DOCS.glob("tutorial-*.md"), *DOCS.glob("howto-*.md"), ROOT / "README.md"]))
 RUN = frozenset({"run", "serves"})
 READY = " at http://"  # in the line that a server prints once it accepts requests
-PACKAGES = ("pass", "fused-op", "target", "cuda-kernel", "call-format", "attention", "quant-scheme")
+PACKAGES = ("pass", "fused-op", "target", "cuda-kernel", "call-format", "draft-method", "attention", "quant-scheme")
 FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.S | re.M)
 LIMIT = 600.0
 

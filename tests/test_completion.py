@@ -95,7 +95,7 @@ def test_commands_of_the_runtime_are_reached(capsys: pytest.CaptureFixture[str])
     assert 'model: "m"' in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["serve"])
-    assert "usage: llmc serve" in capsys.readouterr().err
+    assert "llmc serve: error: " in capsys.readouterr().err
     assert main(["collect-env"]) == 0 and "artifact_format" in capsys.readouterr().out
 
 

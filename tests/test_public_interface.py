@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "extending.md"
 MODULES = (
     "llmc.extend", "llmc.extend.cpp", "llmc.extend.triton", "llmc.extend.device_functions", "llmc.extend.cuda",
-    "llmc.extend.quant", "llmc.testing", "llmc_runtime.call_formats",
+    "llmc.extend.quant", "llmc.testing", "llmc_runtime.call_formats", "llmc_runtime.drafts",
 )  # fmt: skip
 PROGRAMS = ("llmc_runtime",)  # what a program that runs models imports
 EXAMPLES = [p for p in sorted(ROOT.glob("examples/**/*.py")) if "training" not in p.parts and "build" not in p.parts]

@@ -1,6 +1,7 @@
 """Speed-up by speculative decoding at fixed acceptance rates, beside what step times and rate allow.
 
-    python -m bench.gpu.speculation --artifacts DIR --out DIR --limit SECONDS [--batches 1,8,32,256] [--compile-only]
+    python -m bench.gpu.speculation --artifacts DIR --out DIR --limit SECONDS [--batches 1,8,32,256]
+                                    [--methods ngram,draft,eagle] [--compile-only]
     python -m bench.gpu.speculation --model small --target cpu:native --batches 1,4 ...       a dry run without a GPU
 
 The weights are random, so the rate is set by the requests (see `requests`): verification is that of every engine.
@@ -48,6 +49,7 @@ WARM, MEASURED = 64, 192  # tokens per row before and while time is taken
 TEMPERATURE = 20.0  # makes differences between random logits small against the biases
 FIXED = (1, 2, 3, 5, 7)  # numbers of drafts of the formula
 BATCHES = (1, 8, 32, 256)
+HEAD_VOCAB = 32000  # tokens that the head can draft, as in published heads
 TINY = replace(shapes.SMALL, name="tiny", hidden=128, intermediate=256, layers=1)
 DRAFT_MODELS = {shapes.LLAMA31_8B.name: shapes.LLAMA32_1B, shapes.SMALL.name: TINY}
 MODELS = {s.name: s for s in (shapes.LLAMA31_8B, shapes.SMALL)}
@@ -67,6 +69,7 @@ PLAIN = Method("plain", None, 0.7)
 METHODS = (
     Method("prompt lookup", f"ngram:{DRAFTS}", 0.7, {1: 2.4, 8: 2.0, 32: 1.6, 256: 0.98}),
     Method("draft model", f"draft:{DRAFTS}", 0.8, {1: 1.65, 8: 1.45, 32: 1.2, 256: 0.98}),
+    Method("EAGLE-3 head", f"eagle:{DRAFTS}", 0.8, {1: 2.3, 8: 2.0, 32: 1.5, 256: 0.98}),
 )
 
 
@@ -271,6 +274,30 @@ def artifact(plan: argparse.Namespace, name: str, **more: Any) -> Path:
     return path
 
 
+def kind_of(method: Method) -> str:
+    """Return the name of the method without its number of drafts, which is that of its artifact."""
+    return (method.speculate or "plain").partition(":")[0]
+
+
+def compiled_for(plan: argparse.Namespace, kind: str) -> dict[str, Any]:
+    """Return the options of the compile of a method's artifact."""
+    if kind == "plain":
+        return {}
+    if kind == "draft":
+        return {"speculate": DRAFTS, "draft": str(shapes.folder(DRAFT_MODELS[plan.model], plan.artifacts))}
+    return {"speculate": DRAFTS, **({"draft": f"eagle:{head(plan)}"} if kind == "eagle" else {})}
+
+
+def head(plan: argparse.Namespace) -> Path:
+    """Write the config.json of an EAGLE-3 head for the model, one layer as wide as the model's; return its folder."""
+    folder: Path = plan.artifacts / f"{plan.model}-head"
+    config = json.loads((shapes.folder(MODELS[plan.model], plan.artifacts) / "config.json").read_text())
+    folder.mkdir(parents=True, exist_ok=True)
+    made = {**config, "num_hidden_layers": 1, "draft_vocab_size": min(HEAD_VOCAB, config["vocab_size"])}
+    (folder / "config.json").write_text(json.dumps(made))
+    return folder
+
+
 def run(path: Path, method: Method, results: Results) -> None:
     """Open an engine with a method and measure every batch size."""
     options = EngineOptions(path, enable_prefix_caching=False, speculate=method.speculate, threads=results.plan.threads)
@@ -313,6 +340,8 @@ def parser() -> argparse.ArgumentParser:
     ap.add_argument("--model", choices=MODELS, default=shapes.LLAMA31_8B.name, help="shape of the model")
     ap.add_argument("--target", default="cuda:sm_90", help="target of artifacts that are compiled")
     ap.add_argument("--batches", type=lambda text: tuple(map(int, text.split(","))), default=BATCHES, metavar="N,N")
+    kinds = [kind_of(method) for method in METHODS]
+    ap.add_argument("--methods", type=lambda text: text.split(","), default=kinds, metavar="A,B", help=", ".join(kinds))
     ap.add_argument("--limit", type=float, default=570, metavar="SECONDS", help="no measurement starts after this time")
     ap.add_argument("--threads", type=int, help="threads of the engine on a CPU")
     ap.add_argument("--compile-only", action="store_true", help="only compile the artifacts; needs no GPU")
@@ -323,18 +352,13 @@ def main(argv: list[str]) -> int:
     """Measure all methods; return 1 if one failed."""
     plan = parser().parse_args(argv)
     results = Results(plan, time.monotonic() + plan.limit)
-    draft = shapes.folder(DRAFT_MODELS[plan.model], plan.artifacts)
-    artifacts = {
-        "plain": artifact(plan, "plain"),
-        "ngram": artifact(plan, "ngram", speculate=DRAFTS),
-        "draft": artifact(plan, "draft", speculate=DRAFTS, draft=str(draft)),
-    }
+    methods = [PLAIN, *(m for m in METHODS if kind_of(m) in plan.methods)]
+    artifacts = {kind_of(m): artifact(plan, kind_of(m), **compiled_for(plan, kind_of(m))) for m in methods}
     if plan.compile_only:
         return 0
-    for method in (PLAIN, *METHODS):
-        kind = (method.speculate or "plain").partition(":")[0]
+    for method in methods:
         try:
-            run(artifacts[kind], method, results)
+            run(artifacts[kind_of(method)], method, results)
         except Exception as error:  # one method's failure must not cost the others' figures
             results.failed.append(f"{method.name}: {type(error).__name__}: {error}")
             print(results.failed[-1], file=sys.stderr)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from llmc.diagnostics import Diagnostic
+from llmc.frontend.mtp_names import tensors_of
 from llmc.frontend.quantization_files import FILES, MARKS
 from llmc.frontend.safetensors_reader import Stored, TensorFiles, shortened
 from llmc.frontend.trace_model import Traced, WeightInfo
@@ -100,6 +101,8 @@ class Checkpoint:
         stored = self._tensors.tensors
         if decoder is None:
             _check_not_quantised(stored)
+        if owns := getattr(traced.model, "owns", None):
+            stored = MappingProxyType({name: t for name, t in stored.items() if owns(name)})
         if traced.facts.layers:
             other = beyond(traced.model, traced.facts.layers[0])
             stored = MappingProxyType({name: t for name, t in stored.items() if not other(name)})
@@ -232,6 +235,7 @@ class Checkpoint:
             HARMLESS,
             *([HEADS] if self.traced.facts.pooling else []),
             *map(re.compile, model._keys_to_ignore_on_load_unexpected or ()),
+            *filter(None, [tensors_of(model.config)]),
         ]
         known = set(model.state_dict()) | set(self.traced.tied)
         extra = sorted(

@@ -173,21 +173,30 @@ def exported(
 
 
 def _hand_over(model: Any, numbers: Sequence[int]) -> None:
-    """Make the model return its logits and the inputs of the layers of these numbers; raises Diagnostic E305."""
+    """Make the model return its logits and the inputs of the layers of these numbers; raises Diagnostic E305.
+
+    The number of layers stands for the last hidden state, of which the logits are computed.
+    """
     if not numbers:
         return
     count = int(model.config.get_text_config().num_hidden_layers)
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
     if not lists:
-        cause = f"{type(model).__name__} has no list of its {count} decoder layers, as an EAGLE-3 head needs"
+        cause = f"{type(model).__name__} has no list of its {count} decoder layers, as a head that drafts needs"
         raise Diagnostic("E305", cause, "compile without the head")
     found: dict[int, torch.Tensor] = {}
 
     def keep(number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         found[number] = args[0] if args else kwargs["hidden_states"]
 
+    def keep_last(out: Any) -> None:
+        found[count] = out[0]
+
     for n in numbers:
-        lists[0][n].register_forward_pre_hook(lambda _, args, kwargs, n=n: keep(n, args, kwargs), with_kwargs=True)
+        if n == count:
+            model.get_decoder().register_forward_hook(lambda _, args, out: keep_last(out))
+        else:
+            lists[0][n].register_forward_pre_hook(lambda _, args, kwargs, n=n: keep(n, args, kwargs), with_kwargs=True)
     model.register_forward_hook(lambda _, args, out: (out.logits, *(found[n] for n in numbers)))
 
 
@@ -206,7 +215,7 @@ def _build(config: Any, dtype: str, pooled: PooledModel | None) -> Any:
     except Exception as e:
         found = _failed(config.model_type, "cannot be built from its config", e)
         raise Diagnostic(found.code, found.cause, f"correct config.json; {KNOWN_TO_WORK}") from e
-    _keep_wide(model, TORCH_DTYPE[dtype])
+    keep_wide(model, TORCH_DTYPE[dtype])
     model.eval()
     model.config.use_cache = False
     if pooled is None:
@@ -229,7 +238,7 @@ def _untie(model: Any, names: Iterable[str]) -> None:
         setattr(model.get_submodule(path), leaf, torch.nn.Parameter(torch.empty_like(shared)))
 
 
-def _keep_wide(model: Any, dtype: torch.dtype) -> None:
+def keep_wide(model: Any, dtype: torch.dtype) -> None:
     """Apply dtypes that transformers fixes regardless of the model's dtype, such as float32 router corrections."""
     plan = {re.compile(pattern.replace("*", ".*")): wide for pattern, wide in model._get_dtype_plan(dtype).items()}
     for name, x in itertools.chain(model.named_parameters(), model.named_buffers()):

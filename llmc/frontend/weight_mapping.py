@@ -65,7 +65,8 @@ def classes_of(model: Any) -> Callable[[str], tuple[str, ...]]:
 
 def _transforms(model: Any, tensors: Iterable[str], known: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     """The renamings and converters of a model's checkpoints."""
-    transforms = conversion_mapping.get_model_conversion_mapping(model)
+    own = getattr(model, "checkpoint_transforms", None)
+    transforms = own() if own else conversion_mapping.get_model_conversion_mapping(model)
     if any(SEPARATE_EXPERTS.search(name) for name in tensors):
         transforms = [*transforms, *_expert_converters(transforms, known)]
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc_runtime.format.manifest import Manifest
-from llmc_runtime.format.program import FILL, FIRST, Program
+from llmc_runtime.format.program import FILL, FIRST, MTP, Program
 from llmc_runtime.format.size_text import size_text
 
 from llmc.artifact.cost_report import memory
@@ -46,7 +46,7 @@ def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) 
         "weights": {"mode": m.weights.mode, "bytes": weights, "files": len(m.weights.files)},
         "bytes": a.nbytes,
         "folders": _folders(m),
-        "speculation": speculation_of(a.programs),
+        "speculation": speculation_of(a.programs, a.reports.get("compile", {}).get("options", {}).get("draft", "")),
         "programs": [{**program_facts(p), "ranks": p.ranks} for p in a.programs],
         "ranks": m.ranks,
         "memory": memory(a.programs, m.states, read),
@@ -102,12 +102,16 @@ def _folders(m: Manifest) -> dict[str, Any]:
     return dict(out)
 
 
-def speculation_of(programs: Sequence[Program]) -> dict[str, Any]:
-    """Return the maximum number of drafted tokens per row that a step verifies, and the methods that draft them."""
+def speculation_of(programs: Sequence[Program], draft: str = "") -> dict[str, Any]:
+    """Return the maximum number of drafted tokens per row that a step verifies, and the methods that draft them.
+
+    `draft` is the option with which the artifact was compiled.
+    """
     drafts = max((p.drafts for p in programs), default=0)
     roles = {p.role for p in programs}
-    model = ["draft"] if FILL in roles else ["eagle"] if FIRST in roles else []
-    return {"drafts": drafts, "methods": ["ngram", *model] if drafts else []}
+    head = MTP if draft == MTP else "eagle"
+    model = ["draft"] if FILL in roles else [head] if FIRST in roles else []
+    return {"drafts": drafts, "methods": ["ngram", "suffix", *model] if drafts else []}
 
 
 def program_facts(p: Program) -> dict[str, Any]:

@@ -33,14 +33,15 @@ class CommandParser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Print the usage and the message, with a suggestion if a flag or a choice is misspelt; exit with status 2."""
+        """Print the message, with a suggestion if a flag or a choice is misspelt, and exit with status 2."""
         known: list[str] = []
         if found := _CHOICES.search(message):
             known = re.findall(r"[^\s',()]+", found["known"])
         elif found := _UNKNOWN.search(message):
             known = self.flags()
         close = nearest(found["name"], known) if found else []
-        super().error(f"{message}; did you mean {' or '.join(close)}?" if close else message)
+        message = f"{message}; did you mean {' or '.join(close)}?" if close else message
+        self.exit(2, f"{self.prog}: error: {message}\n  Try: {self.prog} --help\n")
 
     def flags(self) -> list[str]:
         """Return the flags in the help, and those of subcommands."""

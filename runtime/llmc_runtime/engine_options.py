@@ -107,9 +107,10 @@ class EngineOptions:
         "fcfs", "order in which requests run (fcfs)", commands=_SERVE, choices=("fcfs", "priority"), engine=True
     )
     speculate: Mapping[str, Any] | str | None = option(
-        None, "draft tokens that a step verifies: ngram or ngram:K (prompt lookup, K tokens), draft or draft:K (a "
-        "model compiled with --draft), eagle or eagle:K (an EAGLE-3 head compiled with --draft), off (default), or "
-        "vLLM's JSON, such as "
+        None, "draft tokens that a step verifies: ngram or ngram:K (prompt lookup, K tokens), suffix or suffix:K (what "
+        "followed in the text and in earlier outputs), draft or draft:K (a model compiled with --draft), eagle or "
+        "mtp (a head compiled with --draft), the method of an installed package, off (default), or vLLM's "
+        "JSON, such as "
         '{"method": "ngram", "num_speculative_tokens": 4}. The model is compiled with --speculate K',
         commands=_BOTH, flags=("--speculate", "--speculative-config"), read=parse_speculate,
         metavar="METHOD[:K]", check=check_speculate, engine=True,

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.program import DRAFT_MODEL, EAGLE
+from llmc_runtime.format.program import DRAFT_MODEL, EAGLE, MTP
 from llmc_runtime.format.row_abi import MAX_DRAFTS
+from llmc_runtime.sched import draft_methods
 
 NGRAM, OFF = "ngram", "off"
 SHORT: Mapping[str, str] = MappingProxyType({"draft": DRAFT_MODEL, "eagle": EAGLE})  # names of METHOD[:K] that differ
 TOKENS, LOW, HIGH = "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"
 DEFAULTS: Mapping[str, int] = MappingProxyType({LOW: 3, HIGH: 5})  # lengths of suffixes in tokens
+# The keys of vLLM's JSON by method; those that draft on the host have no options but the number of tokens.
+KEYS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {NGRAM: ("method", TOKENS, LOW, HIGH), **dict.fromkeys((DRAFT_MODEL, EAGLE, MTP), ("method", "model", TOKENS))}
+)
 DRAFTED = 4  # tokens drafted if the number is not given and the model is compiled for it
 _MAX_NGRAM = 64
 _REMEDY = (
-    f"use {NGRAM}, draft or eagle, {NGRAM}:K, draft:K or eagle:K with K drafted tokens, or JSON such as"
+    f"use {NGRAM}, {', '.join(draft_methods.OURS)}, draft, eagle or mtp, with :K for K drafted tokens, or JSON such as"
     f' {{"method": "{NGRAM}", "{TOKENS}": 4}}'
 )
 
@@ -45,14 +50,17 @@ def check_speculate(name: str, value: Any) -> dict[str, Any] | None:
     if not isinstance(given, Mapping):
         raise LlmcError("E201", f"{name} = {value!r:.60} is not allowed", _REMEDY)
     method = given.get("method", NGRAM if not given.get("model") else DRAFT_MODEL)
-    if method not in (NGRAM, DRAFT_MODEL, EAGLE):
+    if isinstance(method, str) and method.endswith(f"_{MTP}"):
+        method = MTP  # vLLM's deepseek_mtp, glm4_moe_mtp and others
+    if not isinstance(method, str) or (method not in KEYS and not drafts_on_host(method)):
         cause = f"{name}: the method {method!r:.40} is not supported"
         remedy = (
-            f"use {NGRAM}, {DRAFT_MODEL} with an artifact compiled with --draft MODEL, {EAGLE} with one compiled with "
-            f"--draft eagle:PATH, or start without {name}"
+            f"use {NGRAM}, {', '.join(draft_methods.OURS)}, {DRAFT_MODEL} with an artifact compiled with --draft "
+            f"MODEL, {EAGLE} or {MTP} with one compiled with --draft eagle:PATH or {MTP}, install the package that "
+            f"offers the method, or start without {name}"
         )
         raise LlmcError("E206", cause, remedy)
-    keys = ("method", TOKENS, LOW, HIGH) if method == NGRAM else ("method", "model", TOKENS)
+    keys = KEYS.get(method, ("method", TOKENS))
     if unknown := sorted(map(str, given.keys() - set(keys))):
         raise LlmcError("E201", f"{name} has the unknown key {unknown[0]!r:.40}", f"use {', '.join(keys)}")
     out: dict[str, Any] = {"method": method, TOKENS: _count(name, given, TOKENS, None, MAX_DRAFTS)}
@@ -61,6 +69,11 @@ def check_speculate(name: str, value: Any) -> dict[str, Any] | None:
     out[HIGH] = _count(name, given, HIGH, given.get(LOW) or DEFAULTS[HIGH], _MAX_NGRAM)
     out[LOW] = _count(name, given, LOW, min(out[HIGH], DEFAULTS[LOW]), out[HIGH])
     return out
+
+
+def drafts_on_host(method: str) -> bool:
+    """Whether this is the name of a method that drafts on the host, ours or that of an installed package."""
+    return method in draft_methods.OURS or bool(draft_methods.offered(method))
 
 
 def _of_text(name: str, text: str) -> dict[str, Any]:

@@ -130,9 +130,9 @@ def test_reports(siblings: Path) -> None:
     from llmc.report.inspect import inspect_artifact, render
 
     found = inspect_artifact(siblings)
-    assert found["speculation"] == {"drafts": 4, "methods": ["ngram", "draft"]}
+    assert found["speculation"] == {"drafts": 4, "methods": ["ngram", "suffix", "draft"]}
     assert found["compile"]["options"]["draft"] == SIBLING.name
-    assert "up to 4 per sequence, by ngram or draft" in render(found)
+    assert "up to 4 per sequence, by ngram or suffix or draft" in render(found)
 
 
 def test_refused(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from draw import SEED
 from kernel_cache import CACHE
 from llmc_runtime import LLM, LlmcError, SamplingParams
 from llmc_runtime.engine.loader import speculation_of
-from llmc_runtime.exec.draft_steps import DraftSteps
 from models.cases import LISTED
 from models.eagle import drafted, save_head, save_speculators, tensors
 from models.kit import save
+from models.recorded_drafts import record_drafts
 from models.test_draft_model import accepted, find
 from models.test_speculation import DEMO, eager, quiet, requests, results  # noqa: F401
 
@@ -40,19 +40,7 @@ def test_drafts_are_those_of_the_published_algorithm(
     save_head(tmp_path / "head", w, norm_before_residual=before)
     draft = f"eagle:{tmp_path / 'head'}"
     compile_model(tmp_path / "model", tmp_path / "model.llmc", Options(**LIMITS, draft=draft))
-    seen: list[tuple[list[int], list[int]]] = []
-    run = DraftSteps.run
-
-    def recorded(self: DraftSteps, work: Any) -> None:
-        run(self, work)
-        history, length = (self._rows._tables[name].view for name in ("tokens", "length"))
-        for item in work:
-            if item.propose:
-                known = int(length[item.row, 0]) + 1
-                row = history[item.row].tolist()
-                seen.append((row[:known], row[known : known + item.propose]))
-
-    monkeypatch.setattr(DraftSteps, "run", recorded)
+    seen = record_drafts(monkeypatch)
     bias = {5: 5.0, 9: 5.5, 200: 5.0}
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logit_bias=bias)
     prompts = [{"prompt_token_ids": [7 * i % 311 + 3 for i in range(n)]} for n in (1, 2, 40, 17, 16)]
@@ -155,18 +143,27 @@ def test_refused(tmp_path: Path) -> None:
         assert caught.value.code == "E360" and caught.value.remedy
     with pytest.raises(LlmcError, match="vocabulary of 320 tokens, the model one of 300"):
         fitted(tmp_path / "good", vocab=300)
-    for name, text, weights in (
-        ("hidden", "reads hidden states of 32", "packed"),
-        ("good", "vocabulary of a head is in its weights", "random:1"),
-    ):
-        options = Options(cache=CACHE, draft=f"eagle:{tmp_path / name}", weights=weights)
-        with pytest.raises(LlmcError, match=text) as caught:
-            compile_model(tmp_path / "model", tmp_path / "wrong.llmc", options)
-        assert caught.value.code == "E360" and not (tmp_path / "wrong.llmc").exists()
+    with pytest.raises(LlmcError, match="reads hidden states of 32") as caught:
+        compile_model(tmp_path / "model", tmp_path / "wrong.llmc", Options(draft=f"eagle:{tmp_path / 'hidden'}"))
+    assert caught.value.code == "E360" and not (tmp_path / "wrong.llmc").exists()
     for method, rows, head in (("eagle3", 4, False), ("draft_model", 4, True), ("eagle3", 0, False)):
         with pytest.raises(LlmcError, match="the artifact has none") as caught:
             speculation_of({"method": method, "num_speculative_tokens": 2}, 4, rows, head)
         assert caught.value.code == "E206"
+
+
+@pytest.mark.usefixtures("eager")
+def test_random_weights(tmp_path: Path) -> None:
+    """A head whose weights are not read drafts, all tokens with the same logit."""
+    save(LISTED[1], tmp_path / "model")
+    save_head(tmp_path / "head", tensors(200))
+    (tmp_path / "head" / "model.safetensors").unlink()
+    options = Options(**LIMITS, draft=f"eagle:{tmp_path / 'head'}", weights="random:1")
+    compile_model(tmp_path / "model", tmp_path / "model.llmc", options)
+    bias = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logit_bias={5: 50.0})
+    with LLM(tmp_path / "model.llmc", say=quiet, speculate="eagle") as llm:
+        (out,) = llm.generate([{"prompt_token_ids": [7, 8, 9]}], bias, use_tqdm=False)
+        assert set(out.outputs[0].token_ids) == {5} and accepted(llm)[1] > 0
 
 
 @pytest.mark.usefixtures("eager")
@@ -189,5 +186,5 @@ def test_the_head_of_the_demonstration_model(tmp_path: Path) -> None:
             assert llm.engine.scheduler.pool.num_used == 0
     assert found[0] == found[1] == found[2]
     data = inspect_artifact(path)
-    assert data["speculation"] == {"drafts": 4, "methods": ["ngram", "eagle"]}
+    assert data["speculation"] == {"drafts": 4, "methods": ["ngram", "suffix", "eagle"]}
     assert data["compile"]["options"]["draft"] == "eagle:demo-model-head"

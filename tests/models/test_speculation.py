@@ -112,6 +112,23 @@ def test_nothing_changes(artifact: Path) -> None:
     tight.close()
 
 
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("method", ["suffix:4", "suffix:1"])
+def test_drafts_of_the_host_change_nothing(demo: Path, method: str) -> None:
+    """Prompts that repeat themselves and each other, greedy and sampled, alone and in company."""
+    prompts, params = requests(12)
+    plain = LLM(demo, say=quiet)
+    want = results(plain, prompts, params)
+    plain.close()
+    drafting = LLM(demo, say=quiet, speculate=method)
+    assert results(drafting, prompts, params) == want
+    assert results(drafting, prompts[::-1], params[::-1]) == want[::-1], "with what was learnt before"
+    alone = [results(drafting, [prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
+    assert alone == want
+    assert drafting.stats()["spec_decode_num_accepted_tokens"] > 0
+    drafting.close()
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demonstration model, which verifies up to 4 drafts."""

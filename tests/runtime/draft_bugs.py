@@ -8,9 +8,10 @@ from typing import Any
 
 from llmc_runtime.sched import scheduler
 from llmc_runtime.sched.draft_planner import DraftPlanner
+from llmc_runtime.sched.host_drafts import HostDrafts
 from llmc_runtime.sched.request import Request, Status
 from llmc_runtime.sched.scheduler import Scheduler
-from llmc_runtime.sched.step import Work
+from llmc_runtime.sched.step import RowDrafts, Work
 
 
 def rejected_drafts_that_stay(right: Any) -> Any:
@@ -95,6 +96,25 @@ def pages_of_a_draft_freed(right: Any) -> Any:
     return append_run
 
 
+def drafts_placed_behind_a_gap(right: Any) -> Any:
+    def placed(self: HostDrafts, request: Request, item: Work) -> RowDrafts:
+        return replace(right(self, request, item), start=len(request.tokens) + 1)
+
+    return placed
+
+
+def ids_that_the_vocabulary_lacks(right: Any) -> Any:
+    def proposal(self: HostDrafts, request: Request, most: int) -> list[int]:
+        found: list[int] = right(self, request, most)
+        return [*found, self._vocab_size]
+
+    return proposal
+
+
+def outputs_that_never_end(right: Any) -> Any:
+    return lambda self, request: None
+
+
 DRAFT_BUGS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (Scheduler, "_append_run", rejected_drafts_that_stay),
     (Scheduler, "_append_run", pages_of_drafts_that_leak),
@@ -105,4 +125,7 @@ DRAFT_BUGS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (DraftPlanner, "taken", pages_of_dropped_content),
     (DraftPlanner, "plan", drafts_behind_the_pages),
     (Scheduler, "_append_run", pages_of_a_draft_freed),
+    (HostDrafts, "placed", drafts_placed_behind_a_gap),
+    (HostDrafts, "_proposal", ids_that_the_vocabulary_lacks),
+    (HostDrafts, "end", outputs_that_never_end),
 )

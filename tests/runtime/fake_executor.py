@@ -36,6 +36,7 @@ class StepLike(Protocol):
 
     inits: list[Any]
     pages: list[Any]
+    drafts: list[Any]
     masks: list[Any]
     work: list[Any]
     open: bool
@@ -74,11 +75,12 @@ def score(head: int, token: int, vocab_size: int) -> tuple[float, int, list[int]
 
 
 class _Row:
-    __slots__ = ("length", "mask", "num_prompt", "params", "proposed", "table", "tokens")
+    __slots__ = ("length", "mask", "num_prompt", "params", "placed", "proposed", "table", "tokens")
 
     def __init__(self, init: Any) -> None:
         self.tokens, self.table, self.length = list(init.tokens), list(init.pages), init.computed
         self.proposed = 0  # tokens that a draft model has drafted behind the last one
+        self.placed: list[int] = []  # tokens that the host has drafted behind the last one
         self.num_prompt, self.params, self.mask = init.num_prompt, init.params, init.params.allowed
 
 
@@ -185,6 +187,11 @@ class FakeExecutor:
             self._check_pages(grow.pages)
             _require(grow.start <= len(table), f"row {grow.row} has {len(table)} pages, not {grow.start}")
             table[grow.start :] = grow.pages  # pages behind it were those of rejected drafts
+        for drafts in step.drafts:
+            row = self._row(drafts.row)
+            _require(drafts.start == len(row.tokens), f"row {drafts.row}: drafts at {drafts.start}")
+            _require(all(0 <= token < self.vocab_size for token in drafts.tokens), f"row {drafts.row}: {drafts}")
+            row.placed = drafts.tokens
         for new in step.masks:
             self._row(new.row).mask = new.mask
         work = step.work
@@ -207,12 +214,14 @@ class FakeExecutor:
         end = row.length + item.num_tokens
         _require(end <= min(len(row.table) * size, self.max_model_len), f"row {item.row}: drafts behind its pages")
         if not row.params.drafting[0]:
-            _require(item.drafts <= row.proposed, f"row {item.row}: {item.drafts} drafts of {row.proposed}")
+            drafted = len(row.placed) or row.proposed
+            _require(item.drafts <= drafted, f"row {item.row}: {item.drafts} drafts of {drafted}")
         first, one, run = row.length, Work(item.row, 1, True), []
-        for _ in range(item.num_tokens):
+        for index in range(item.num_tokens):
             run.append(self._work(one, None))
-            if self._rng is not None and self._rng.random() < self.rejection:
+            if self._rejects(row, index, run[-1]):
                 break
+        row.placed = []
         for position in range(first, row.length):
             slot = row.table[position // size] * size + position % size
             if self._drafted[slot] == hash(("drafted", first, position)):
@@ -221,6 +230,12 @@ class FakeExecutor:
             slot = row.table[position // size] * size + position % size
             self._kv[slot], self._position[slot] = hash((position, "rejected")), position
         return run
+
+    def _rejects(self, row: _Row, index: int, token: int | None) -> bool:
+        """Whether the draft at this index is not the token: by comparison for drafts of the host, else by chance."""
+        if row.placed:
+            return index == len(row.placed) or row.placed[index] != token
+        return self._rng is not None and self._rng.random() < self.rejection
 
     def _draft(self, item: Any) -> None:
         """Compute the KV of a draft model that a step asks for; require what its drafts need.

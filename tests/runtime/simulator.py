@@ -28,6 +28,7 @@ from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from tests.runtime.audit import audit
 from tests.runtime.fake_executor import FakeExecutor, FaultyExecutor
 from tests.runtime.oracle import Expected
+from tests.runtime.oracle_draft import draft_of
 from tests.runtime.shares import WEIGHT, Shares
 from tests.runtime.time_limit import time_limit
 from tests.runtime.world import draw_world
@@ -132,7 +133,10 @@ class Episode:
         elif self.world.kind == "failure":
             executor = FaultyExecutor(executor, rng, 700, lambda: OSError("the device is gone"))
         clock = accumulate(iter(random.Random(seed).random, None)).__next__
-        scheduler = Scheduler(config, lambda: rng.randrange(1 << 64), clock)
+        self.draft = draft_of(config, seed)
+        scheduler = Scheduler(config, lambda: rng.randrange(1 << 64), clock, self.draft)
+        if self.draft is not None:
+            self.draft.requests = scheduler.requests
         self.engine = Engine(scheduler, Watch(self, executor), grace=0.0)
 
     def run(self, most: int = EPISODE) -> None:
@@ -297,6 +301,8 @@ class Episode:
         assert not self.engine.has_work() and not self.expected and not self.backlog
         assert scheduler.pool.num_used == 0 and not any(self.engine.stats().values()), self.engine.stats()
         audit(scheduler, self.device, self.expected)
+        if self.draft is not None and self.engine.error is None:
+            assert not self.draft.known, "outputs that ended unnoticed by their Draft, or it failed"
         counters = scheduler.counters
         ended = {reason: count for reason, count in counters.request_success.items() if count}
         assert ended == dict(self.ended), f"{ended} counted, {dict(self.ended)} seen"
@@ -317,7 +323,7 @@ def make_device(config: SchedulerConfig, depth: int = 1, rng: random.Random | No
         depth,
         rng,
         config.logits,
-        config.speculation is not None and config.speculation.head,
+        config.speculation is not None and bool(config.speculation.head),
     )
 
 

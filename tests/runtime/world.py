@@ -131,7 +131,11 @@ def draw_world(seed: int) -> World:
     longest = rng.choice((6, 16, 32, 32, 64))
     drafts = rng.choice((1, 2, 5))
     most = rng.choice((1, rows, rows))
-    drafting = SpeculationConfig(drafts, 1, 3), SpeculationConfig(drafts, max_rows=most, head=rng.random() < 0.4)
+    drafting = (
+        SpeculationConfig(drafts, 1, 3),
+        SpeculationConfig(drafts, max_rows=most, head="eagle" if rng.random() < 0.4 else ""),
+        SpeculationConfig(drafts, host="oracle"),
+    )
     tokens = rng.randint(longest, longest * (1 + rows // rng.choice((1, 3))))  # of the pool: from starved to roomy
     config = SchedulerConfig(
         num_pages=max(2, tokens // page_size),

@@ -230,8 +230,6 @@ class _Rows:
                 "E435", f"values are wider than keys ({narrow} against {wide})", "pad the keys first", node=n
             )
         b = Builder(self.g, self.ops, before=n, loc=n.loc)
-        if narrow < wide:
-            v = _pad(b, v, wide)
         newest = self._append(b, self.prefix, n.attrs["layer"], k, v, self.append_at)
         attrs = {key: n.attrs[key] for key in ("scale", "window", "softcap")}
         reaches = self.attend_at if n.attrs["causal"] else self.reaches
@@ -245,8 +243,10 @@ class _Rows:
         return newest
 
     def _append(self, b: Builder, prefix: str, layer: int, k: Value, v: Value, slots: Value) -> Value:
-        """Append keys and values to the pool of a layer; return its newest version."""
+        """Append keys, and values that are as wide or narrower, to the pool of a layer; return its newest version."""
         wide, heads = k.type.shape[2], k.type.shape[1]
+        if v.type.shape[2] != wide:
+            v = _pad(b, v, int(wide))
         pool = Type(self.options.kv or k.type.dtype, (D("P"), D(2), heads, D(self.options.page), wide), True)
         kv = self.g.input(f"{prefix}kv.{layer}", pool)
         scales = []

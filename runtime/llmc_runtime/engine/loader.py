@@ -20,11 +20,12 @@ from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.exec.canary import require
 from llmc_runtime.exec.load_executor import make_executor, release, start_ranks
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.program import DRAFT_MODEL, EAGLE
+from llmc_runtime.format.program import DRAFT_MODEL, EAGLE, MTP
+from llmc_runtime.sched.draft_methods import open_draft
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.sched.speculation import SpeculationConfig
-from llmc_runtime.speculate_option import DRAFTED, HIGH, LOW, NGRAM, TOKENS
+from llmc_runtime.speculate_option import DRAFTED, HIGH, KEYS, LOW, NGRAM, TOKENS
 from llmc_runtime.trace import Trace, attach_trace
 
 if TYPE_CHECKING:
@@ -32,7 +33,14 @@ if TYPE_CHECKING:
     from llmc_runtime.exec.rank_group import RankGroup
 
 # Methods for which an artifact has programs: what drafts, and the argument of --draft.
-NEEDS = MappingProxyType({DRAFT_MODEL: ("a draft model", "MODEL"), EAGLE: ("an EAGLE-3 head", "eagle:PATH")})
+NEEDS = MappingProxyType(
+    {
+        DRAFT_MODEL: ("a draft model", "MODEL"),
+        EAGLE: ("an EAGLE-3 head", "eagle:PATH"),
+        MTP: ("a multi-token-prediction layer", "mtp"),
+    }
+)
+_HEADS = MappingProxyType({EAGLE: "eagle", MTP: "mtp"})  # methods of heads, which an artifact has one of
 
 
 @dataclass(frozen=True)
@@ -70,8 +78,8 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
     the default numbers of threads and bytes.
 
     `options.prepare` builds all device graphs now instead of each on first use. Raises LlmcError E107, E112 to E117
-    (device), E2xx (memory and limits), E125 and E126 (`options.canary`: tokens differ from the recorded ones, or none
-    are recorded).
+    (device), E2xx (memory, limits and drafts), E125 and E126 (`options.canary`: tokens differ from the recorded ones,
+    or none are recorded).
     """
     manifest, marks = artifact.manifest, [("", time.monotonic())]
     threads = options.rank_threads(manifest.ranks)
@@ -92,7 +100,8 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
             marks.append(("graphs", time.monotonic()))
         config = _scheduler_config(artifact, options, executor, eos)
         draw = random.Random(f"{options.seed} {number}" if number else options.seed)
-        engine = Engine(Scheduler(config, lambda: draw.getrandbits(64)), executor)
+        draft = open_draft(config.speculation.host) if config.speculation and config.speculation.host else None
+        engine = Engine(Scheduler(config, lambda: draw.getrandbits(64), draft=draft), executor)
         trace = None if options.trace is None else attach_trace(engine, options.trace)
     except BaseException:
         release(device, group)
@@ -151,12 +160,14 @@ def speculation_of(option: Any, compiled: int, rows: int = 0, head: bool = False
         draft = "--draft MODEL " if option["method"] == DRAFT_MODEL and not rows else ""
         remedy = f"compile again with {draft}--speculate {number or DRAFTED}, or start without speculation"
         raise LlmcError("E204", cause, f"use up to {compiled}, or {remedy}" if compiled else remedy)
+    if option["method"] not in KEYS:
+        return SpeculationConfig(number or compiled, host=option["method"])
     if option["method"] != NGRAM:
-        if not rows or (option["method"] == EAGLE) != head:
+        if not rows or (option["method"] in _HEADS) != head:
             what, flag = NEEDS[option["method"]]
             cause = f"speculate asks for drafts of {what}, and the artifact has none"
             raise LlmcError("E206", cause, f"compile again with --draft {flag}, or use ngram")
-        return SpeculationConfig(number or compiled, max_rows=rows, head=head)
+        return SpeculationConfig(number or compiled, max_rows=rows, head=_HEADS.get(option["method"], ""))
     return SpeculationConfig(number or compiled, option[LOW], option[HIGH])
 
 

@@ -10,7 +10,7 @@ from llmc_runtime.device.device import Device, Memory
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.json_fields import REMEDY
 from llmc_runtime.format.manifest import State
-from llmc_runtime.sched.step import RowInit, RowMask, RowPages
+from llmc_runtime.sched.step import RowDrafts, RowInit, RowMask, RowPages
 
 _INT, _FLOAT = np.dtype(np.int32), np.dtype(np.float32)
 _WORD = 32
@@ -51,8 +51,8 @@ class _Table:
 
 
 class Rows:
-    """Applies `RowInit`, `RowPages` and `RowMask`. The table of states in the step's ops documents the contents of a
-    row.
+    """Applies `RowInit`, `RowPages`, `RowDrafts` and `RowMask`. The table of states in the step's ops documents the
+    contents of a row.
     """
 
     def __init__(
@@ -100,6 +100,10 @@ class Rows:
             self.mask(RowMask(row, params.allowed))
         self.wants_logprobs[row] = params.want_logprobs
         self.drafts[row] = params.drafting[0] > 0
+
+    def draft(self, drafts: RowDrafts) -> None:
+        """Place drafted tokens behind those of a row."""
+        self._tables["tokens"].set(drafts.row, drafts.tokens, drafts.start)
 
     def place(self, row: int, computed: int) -> None:
         """Record that the draft model has the KV of this many first tokens of a row."""

@@ -104,6 +104,8 @@ class Executor:
             self.rows.init(init)
         if step.pages:
             self.rows.grow(step.pages)
+        for drafts in step.drafts:
+            self.rows.draft(drafts)
         for mask in step.masks:
             self.rows.mask(mask)
         ticket = self._start(step.work, step.open)

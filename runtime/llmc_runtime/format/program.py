@@ -40,7 +40,7 @@ DTYPE_BITS: Mapping[str, int] = MappingProxyType(
 # last two tokens of a row, and drafting a token from the draft before it. A head (EAGLE-3) has no FILL, and its FIRST
 # drafts from the last token.
 FILL, FIRST, NEXT = "draft_fill", "draft_first", "draft_next"
-DRAFT_MODEL, EAGLE = "draft_model", "eagle3"  # methods of drafting, by vLLM's names
+DRAFT_MODEL, EAGLE, MTP = "draft_model", "eagle3", "mtp"  # methods of drafting, by vLLM's names
 RANK = "K"  # the symbol of the rank: 0 up to the number of ranks - 1
 MAX_RANKS = 1024
 GROUP = "group"  # the kind of the buffer through which ranks on GPUs exchange results; see group_memory.py

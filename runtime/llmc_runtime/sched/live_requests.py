@@ -10,6 +10,8 @@ from llmc_runtime.kv.prefix import PrefixCache
 from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.draft_planner import DraftPlanner
 from llmc_runtime.sched.guided_requests import GuidedRequests
+from llmc_runtime.sched.host_draft import Draft
+from llmc_runtime.sched.host_drafts import HostDrafts
 from llmc_runtime.sched.request import Request, RequestDelta, Status
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.sched.speculation import Speculation
@@ -23,7 +25,7 @@ class LiveRequests:
     Invariant: a running request has a row and pages, any other has none.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, draft: Draft | None = None) -> None:
         self.config = config
         self.counters = Counters()
         self.requests: dict[str, Request] = {}  # live requests by id
@@ -37,6 +39,9 @@ class LiveRequests:
         if config.speculation is not None:
             self.counters.drafted_at_most(config.speculation.num_tokens)
         self.planner: DraftPlanner | None = None  # if a draft model drafts
+        self.host_drafts: HostDrafts | None = None
+        if draft is not None and self.speculation is not None:
+            self.host_drafts = HostDrafts(draft, self.speculation, config.vocab_size)
         self._reset()
 
     def abort(self, request_id: str) -> bool:
@@ -119,6 +124,8 @@ class LiveRequests:
         request.status = Status.FINISHED
         del self.requests[request.id]
         self.guided.remove(request)
+        if self.host_drafts is not None:
+            self.host_drafts.end(request)
         self.counters.request_success[reason] += 1
 
     def _free(self, request: Request) -> None:

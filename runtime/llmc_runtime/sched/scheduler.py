@@ -26,6 +26,8 @@ applies the changes and the work of all steps in the order in which they were pl
 - For a request with drafted tokens (see speculation), `num_total` and `num_planned` are upper bounds, which count all
   drafts of its steps in flight as accepted. Commit subtracts the rejected ones and frees the pages behind
   `num_planned`: no step in flight writes to them, since the device places tokens behind those that it accepted.
+- Tokens drafted on the host (see host_drafts) are placed by the step that verifies them, which is planned when no step
+  is in flight.
 - A draft model (see draft_planner) writes KV and tokens behind `num_planned`, for as many tokens as its plan proposes.
   The pages of a running request cover them, too.
 - A head's entry of a position depends on the token that follows. A step writes that of the position before its first
@@ -45,6 +47,7 @@ from operator import attrgetter
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.deltas import add_scores, delta_of, extend
 from llmc_runtime.sched.guided_requests import follow, known_mask, may_sample
+from llmc_runtime.sched.host_draft import Draft
 from llmc_runtime.sched.live_requests import LiveRequests
 from llmc_runtime.sched.request import Request, RequestDelta, Status
 from llmc_runtime.sched.scheduler_config import POLICIES, SchedulerConfig, admit
@@ -63,6 +66,7 @@ class Scheduler(LiveRequests):
     depth:  maximum number of steps in flight; at 1 each is committed before the next is planned
     seeds:  returns 64 random bits for a request without a seed; by default from the system
     clock:  returns seconds
+    draft:  drafts on the host; None if `config.speculation` names another method
     """
 
     def __init__(
@@ -70,8 +74,9 @@ class Scheduler(LiveRequests):
         config: SchedulerConfig,
         seeds: Callable[[], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        draft: Draft | None = None,
     ) -> None:
-        super().__init__(config)
+        super().__init__(config, draft)
         self.depth, self.clock = 1, clock
         self._seeds = seeds or partial(secrets.randbits, 64)
         self._rank = POLICIES[config.policy]
@@ -101,6 +106,9 @@ class Scheduler(LiveRequests):
         step = Step()
         if self._in_flight and self._in_flight[-1][0].open:
             return step
+        if self._in_flight and self.host_drafts is not None and self.host_drafts.wanted:
+            return step
+        began = self.clock()
         self._end_guided()
         planned: list[Request] = []
         budget, preempted = self._plan_running(step, planned)
@@ -111,7 +119,7 @@ class Scheduler(LiveRequests):
         if planned:
             self._in_flight.append((step, planned))
             if self.speculation is not None:
-                self.speculation.planned(self.clock())
+                self.speculation.planned(began)
         return step
 
     def guide(self) -> list[RowMask] | None:
@@ -183,6 +191,8 @@ class Scheduler(LiveRequests):
         self._spare = config.logits - len(running)
         if self.speculation is not None:
             self.speculation.begin(running, max(0, min(self._spare, budget - len(running))))
+        if self.host_drafts is not None and self.host_drafts.wanted:
+            self.host_drafts.propose(running)
         if self.planner is not None:
             self.planner.begin()
         while budget and index < len(running):
@@ -218,6 +228,8 @@ class Scheduler(LiveRequests):
                 request.pages += taken
             if request.needs_init:
                 step.inits.append(request.row_init())
+            if item.drafts and self.host_drafts is not None:
+                step.drafts.append(self.host_drafts.placed(request, item))
             request.num_planned = start + count
             if item.emit:
                 request.num_total = start + count + 1

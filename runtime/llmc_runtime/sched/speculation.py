@@ -17,6 +17,7 @@ from llmc_runtime.sched.step import StepOutput, Work
 PROBE = 64  # of the plans in which drafting seems not to pay, one in so many verifies a draft of some rows nevertheless
 MODEL_PROBE = 512  # the same for a draft model, which must first compute what the row has got since; one row each time
 PROBED = 16  # these are one in so many of the rows, others each time
+DEPTH = 2  # plans in a row that try drafts of the host, since at the first one a step may be in flight
 _MEMORY = 0.9  # weight of a row's past acceptance at each verification
 _REFRESH = 16  # plans after which the number of drafts is chosen anew
 _AGAIN = 2048  # plans after which costs are measured again
@@ -25,27 +26,34 @@ _PRIOR = 2.0  # verifications that the acceptance of all rows counts for in that
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """Drafts of up to `num_tokens` tokens per row, by prompt lookup, by a draft model or by a head.
+    """Drafts of up to `num_tokens` tokens per row, by prompt lookup, by a draft model or head, or on the host.
 
     min_ngram, max_ngram: tokens of the suffixes that prompt lookup searches for. max_rows: maximum number of rows for
-    which a step of the draft model or head drafts; 0: prompt lookup. head: its KV is computed by every step.
+    which a step of the draft model or head drafts; 0: there is none. head: the method of the head, whose KV is computed
+    by every step. host: the method that drafts on the host (see host_draft).
     """
 
     num_tokens: int
     min_ngram: int = 0
     max_ngram: int = 0
     max_rows: int = 0
-    head: bool = False
+    head: str = ""
+    host: str = ""
 
     @property
     def method(self) -> str:
         """The name of the method, as users give it."""
-        return ("eagle" if self.head else "draft") if self.max_rows else "ngram"
+        return self.host or self.head or ("draft" if self.max_rows else "ngram")
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether every step drafts by prompt lookup, so that the number of drafts is known before it is chosen."""
+        return not self.host and not self.max_rows
 
     @property
     def drafting(self) -> tuple[int, int, int]:
         """The columns of a device row (see RowParams)."""
-        return (0, 0, 0) if self.max_rows else (self.num_tokens, self.min_ngram, self.max_ngram)
+        return (self.num_tokens, self.min_ngram, self.max_ngram) if self.looks_up else (0, 0, 0)
 
 
 class Speculation:
@@ -54,27 +62,27 @@ class Speculation:
     def __init__(self, config: SpeculationConfig) -> None:
         self.config, self.count = config, DraftCount(config.num_tokens, config.max_rows > 0)
         self._acceptance = 0.5  # of the drafts verified lately, over all rows
-        self._planned: deque[float] = deque()  # when the steps in flight were planned
+        self._planned: deque[float] = deque()  # when the plans of the steps in flight began
         self._ended = 0.0  # when the last step ended
-        self._plans = self._rows = 0  # plans so far, and running requests of the last one
+        self.plans = self._rows = 0  # plans so far, and running requests of the last one
         self._choice = Choice(0)
         self._probes = 0  # rows of which this plan verifies a draft although drafts do not pay
 
     def begin(self, running: Sequence[Request], room: int) -> None:
         """Begin a plan in which these requests run, and whose step can verify up to `room` drafts in all."""
-        self._plans += 1
+        self.plans += 1
         self._probes, rows = 0, len(running)
-        if self._plans % _AGAIN == 0:
+        if self.plans % _AGAIN == 0:
             self.count.again(rows)
-        if not self.config.max_rows and not any(request.num_drafts for request in running):
+        if self.config.looks_up and not any(request.num_drafts for request in running):
             return
-        if rows and (self._choice.measures or rows != self._rows or self._plans % _REFRESH == 0):
+        if rows and (self._choice.measures or rows != self._rows or self.plans % _REFRESH == 0):
             self._rows = rows
             self._choice = self.count.choose([self._rate(request) for request in running], room)
         if not self._choice.most:
             if self.config.max_rows:
-                self._probes = int(self._plans % MODEL_PROBE == 0)
-            elif self._plans % PROBE == 0:
+                self._probes = int(self.plans % MODEL_PROBE == 0)
+            elif self.plans % PROBE < (DEPTH if self.config.host else 1):
                 self._probes = max(1, rows // PROBED)
 
     @property
@@ -94,16 +102,16 @@ class Speculation:
     def drafts(self, request: Request, room: int) -> int:
         """Return how many of the drafts of the request's row to verify, up to `room`."""
         room = max(0, min(room, request.num_drafts))
-        return room if self.config.max_rows or not room else self.choose(request, room)
+        return self.choose(request, room) if room and self.config.looks_up else room
 
     def choose(self, request: Request, room: int) -> int:
         """Return the number of drafts that pays for a request, up to `room`."""
         if self._choice.most:
             return min(room, self._choice.drafts(self._rate(request)))
-        if not self._probes or self._plans - request.last_probe < PROBE * min(PROBED, self._rows):
+        if not self._probes or self.plans - request.last_probe < PROBE * min(PROBED, self._rows):
             return 0
         self._probes -= 1
-        request.last_probe = self._plans
+        request.last_probe = self.plans
         return min(room, 1)
 
     def _rate(self, request: Request) -> float:
@@ -111,9 +119,9 @@ class Speculation:
         weight, accepted = request.draft_trials
         return (accepted + _PRIOR * self._acceptance) / (weight + _PRIOR)
 
-    def planned(self, now: float) -> None:
-        """Record that a step was planned."""
-        self._planned.append(now)
+    def planned(self, began: float) -> None:
+        """Record that a step was planned, from this time on."""
+        self._planned.append(began)
 
     def forget(self) -> None:
         """Drop the steps in flight."""
@@ -130,7 +138,7 @@ class Speculation:
             for index, more in output.accepted.items():
                 self._count(requests[index], work[index].drafts, len(more))
                 counters.drafted(work[index].drafts, len(more))
-        if not self.config.max_rows:
+        if self.config.looks_up:
             for request, proposed in zip(requests, output.proposed):
                 request.num_drafts = proposed
 

@@ -2,7 +2,8 @@
 
 A device row holds the state of one request: its page table, tokens, length (tokens whose KV is written), sampling
 parameters and counts. The host sends only changes. An executor applies a Step in this order: `inits` (rebuild a row
-from host data), `pages` (extend a row's page table), `masks` (restrict a row's next token), `work` (compute tokens).
+from host data), `pages` (extend a row's page table), `drafts` (place drafted tokens), `masks` (restrict a row's next
+token), `work` (compute tokens).
 An open step computes logits and samples later, when its remaining masks are known.
 """
 
@@ -100,6 +101,15 @@ class RowPages:
 
 
 @dataclass(slots=True)
+class RowDrafts:
+    """Tokens drafted on the host for a row that has `start` tokens, which are placed behind them."""
+
+    row: int
+    start: int
+    tokens: list[int]
+
+
+@dataclass(slots=True)
 class RowMask:
     """The mask of a guided row's next token (see token_guide)."""
 
@@ -113,7 +123,7 @@ class Work:
 
     emit:   they include the row's last token, so sample one
     score:  return the log-probability of the prompt's next token for each of the others, which belong to the prompt
-    drafts: the last `drafts` of them are drafted on the device. Those that agree with what is sampled are accepted
+    drafts: the last `drafts` of them are drafted. Those that agree with what is sampled are accepted
 
     After that, a draft model computes the KV of `fill` tokens of the row, beginning with the token at `fill_from`, and
     drafts `propose` tokens behind the row's last one.
@@ -175,6 +185,7 @@ class Step:
     work: list[Work] = field(default_factory=list)
     masks: list[RowMask] = field(default_factory=list)
     open: bool = False
+    drafts: list[RowDrafts] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -77,8 +77,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         return as_error(not_found("there is no such route"), request.scope["path"])
-    cause = "this route does not support the method" if error.status_code == 405 else "the request is refused"
-    refused = ApiError(cause, status=error.status_code, code="method_not_allowed", headers=dict(error.headers or {}))
+    headers = dict(error.headers or {})
+    cause = f"this route supports {headers.get('Allow')} only" if error.status_code == 405 else "the request is refused"
+    refused = ApiError(cause, status=error.status_code, code="method_not_allowed", headers=headers)
     return as_error(refused, request.scope["path"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -68,17 +69,16 @@ class Chat(GenerationResponse[ChatRequest]):
         return prompt, plan.behind(prompt, request)
 
     async def _updates(self) -> Updates:
-        """Start generation. Errors of a grammar that was derived from tools are attributed to the tools."""
+        """Start generation. Errors of a grammar that derives from tools are attributed to the tools."""
         plan = self._plan
-        call = replace(self._call, visible=plan.visible)
-        updates = self._serving.run(self._prompts, self._params, self._request, call)
         try:
-            async with aclosing(updates) as items:  # type: ignore[type-var]
+            async with aclosing(self._generate(replace(self._call, visible=plan.visible))) as items:  # type: ignore[type-var]
                 async for item in items:
                     yield item
         except ApiError as e:
-            if plan.tools is not None and e.param == "structured_outputs":
-                e.param, e.message = "tools", e.message.replace("structured_outputs: grammar", "tools: their grammar")
+            if plan.tools is not None and e.param in ("structured_outputs", "response_format"):
+                e.message = re.sub("^(structured_outputs|response_format): grammar", "tools: their grammar", e.message)
+                e.param = "tools"
             raise
 
     def _head(self, chunk: bool) -> dict[str, Any]:

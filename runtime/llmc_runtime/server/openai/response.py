@@ -14,7 +14,7 @@ from llmc_runtime.logprobs import Logprob, LogprobRows, Row
 from llmc_runtime.outputs import CompletionOutput, RequestOutput
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.sampling_params import SamplingParams
-from llmc_runtime.server.http.errors import ApiError
+from llmc_runtime.server.http.errors import ApiError, renamed
 from llmc_runtime.server.http.lazy_json import Lazy, is_lazy
 from llmc_runtime.server.http.replies import DONE, Final, Plain, event
 from llmc_runtime.server.requests.request_fields import Generation
@@ -170,7 +170,16 @@ class GenerationResponse(ABC, Generic[R]):
 
     def _updates(self) -> Updates:
         """Start generation."""
-        return self._serving.run(self._prompts, self._params, self._request, self._call)
+        return self._generate(self._call)
+
+    async def _generate(self, call: Call) -> Updates:
+        """Generate. Errors of a grammar are attributed to the field that it derives from."""
+        names = [("structured_outputs", "response_format")] if self._request.response_format is not None else []
+        updates = self._serving.run(self._prompts, self._params, self._request, call)
+        with renamed(names):
+            async with aclosing(updates) as items:  # type: ignore[type-var]
+                async for item in items:
+                    yield item
 
     @abstractmethod
     def _head(self, chunk: bool) -> dict[str, Any]:

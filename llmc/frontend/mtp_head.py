@@ -1,0 +1,107 @@
+"""Traces a multi-token-prediction layer of a checkpoint (DeepSeek-V3, arXiv 2412.19437, section 2.2) as a head.
+
+The layer is transformers' MtpLayer: a decoder layer of the model over its last hidden state and the embedding of the
+next token, with the model's embedding and output projection. Of several layers, the first one drafts all tokens. The
+graph has the interface of an EAGLE-3 head's (see eagle_head), with the model's own vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import conversion_mapping
+from transformers.core_model_loading import WeightRenaming
+from transformers.modeling_layers import MtpModel
+
+from llmc.diagnostics import Diagnostic
+from llmc.frontend import attention_interface, legacy_attention, rope_interface
+from llmc.frontend.convert import convert
+from llmc.frontend.export import TOKENS, export, exported, keep_wide, quiet
+from llmc.frontend.lowering import TORCH_DTYPE
+from llmc.frontend.mtp_names import tensors_of
+from llmc.frontend.trace_model import Traced, WeightInfo
+
+EMBEDDING, HEAD = "embed_tokens.weight", "shared_head.weight"  # those of the model
+_OTHERS = "draft with --draft MODEL or --draft eagle:PATH"
+
+
+class MtpHead(MtpModel):
+    """The first MTP layer of a model, which is on the meta device."""
+
+    def __init__(self, main: Any) -> None:
+        super().__init__(main, 1)
+        self.rotary_emb = type(main.get_decoder().rotary_emb)(config=self.config)
+        self._keep_in_fp32_modules_strict = main._keep_in_fp32_modules_strict
+        self.main = (main,)  # in a tuple, as it is no part of this module
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, hidden_states: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """ids and positions [1, T], rows [R], hidden states [1, T, H] -> logits [1, R, ids], states [1, T, H]."""
+        embedding = self.embed_tokens(input_ids)
+        tables = self.rotary_emb(embedding, position_ids)
+        x = self.layers[0](embedding, hidden_states, tables, None, position_ids, None)
+        if self.use_shared_post_norm:
+            x = self.shared_post_norm(x)
+        return self._project_to_logits(x[:, logits_to_keep]), x
+
+    def owns(self, name: str) -> bool:
+        """Whether the checkpoint's tensor of this name belongs to the layer."""
+        found = tensors_of(self.main[0].config, 1)
+        return found is not None and found.search(name) is not None
+
+    def checkpoint_transforms(self) -> list[Any]:
+        """Return the renamings and converters of the layer's tensors, as MtpModel.from_pretrained does."""
+        (main,) = self.main
+        number = int(main.config.get_text_config().num_hidden_layers)
+        own = WeightRenaming(source_patterns=f"layers.{number}.", target_patterns="layers.0.mtp_block.")
+        layers = conversion_mapping.get_checkpoint_conversion_mapping(MtpModel.__name__) or ()
+        return [own, *layers, *conversion_mapping.get_model_conversion_mapping(main)]
+
+
+@dataclass(frozen=True)
+class TracedHead:
+    """A traced MTP layer.
+
+    traced: its graph @main, and its own weights. shared: pairs of an input and the model's module that has this weight.
+    """
+
+    traced: Traced
+    shared: Sequence[tuple[str, Any]]
+
+
+def trace_mtp(traced: Traced, tokens: int, rows: int) -> TracedHead:
+    """Trace the first MTP layer of the checkpoint of `traced`; `tokens` and `rows` are upper bounds of T and R.
+
+    Raises Diagnostic E360 if the model has no such layer that is supported.
+    """
+    main, dtype = traced.model, TORCH_DTYPE[traced.facts.dtype]
+    attention_interface.register()
+    with quiet(), legacy_attention.llmc_attention(main.config.model_type):
+        try:
+            with torch.device("meta"):
+                head = MtpHead(main)
+        except Exception as e:  # transformers raises many types; each means that it has no such layer
+            reason = " ".join(str(e).split())[:200]
+            cause = f"transformers has no multi-token-prediction layer for {traced.facts.architecture}: {reason}"
+            raise Diagnostic("E360", cause, _OTHERS) from e
+        head.to(dtype).eval()
+        keep_wide(head, dtype)
+        attention_interface.read_gates(head)
+        computed = rope_interface.patch(head, traced.facts.max_positions)
+        width = torch.empty((1, TOKENS, head.config.hidden_size), dtype=dtype, device="meta")
+        program = export(head, tokens, rows, {"hidden_states": width})
+        found = exported(head, program, computed, tokens, rows, handed=1)
+    module = convert(found).module
+    names = [v for v in module.graphs["main"].inputs if v.weight and v.name not in (EMBEDDING, HEAD)]
+    weights = {v.name: WeightInfo(v.name, v.type, v.name.rpartition(".")[0]) for v in names}
+    of_head = replace(
+        traced, module=module, weights=MappingProxyType(weights), buffers=found.buffers, tied=MappingProxyType({}),
+        model=head,
+    )  # fmt: skip
+    return TracedHead(of_head, ((EMBEDDING, main.get_input_embeddings()), (HEAD, main.get_output_embeddings())))

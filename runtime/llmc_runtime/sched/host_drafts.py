@@ -1,0 +1,89 @@
+"""HostDrafts: asks a Draft for tokens that may follow those of running requests, and passes them to the device.
+
+A request is drafted for while no step of it is in flight, since only then all its tokens are known. Therefore the
+scheduler plans a step with drafts only after the steps before it were committed (see Scheduler.next).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import takewhile
+from operator import index
+
+from llmc_runtime.sched.host_draft import Draft, DraftContext
+from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.speculation import DEPTH, Speculation
+from llmc_runtime.sched.step import RowDrafts, Work
+
+RETRY = 16  # of the plans after a number of plans without drafts, one in so many asks for drafts
+_PATIENCE = 16  # that number
+
+log = logging.getLogger("llmc.engine")
+
+
+class HostDrafts:
+    """The drafts of one scheduler. Logs the first exception of the Draft, and drafts nothing from then on."""
+
+    def __init__(self, draft: Draft, speculation: Speculation, vocab_size: int) -> None:
+        self._draft: Draft | None = draft
+        self._speculation, self._vocab_size = speculation, vocab_size
+        self._contexts: dict[str, DraftContext] = {}
+        self._drafts: dict[str, list[int]] = {}  # of the plan that is being made, by request
+        self._fruitless = 0  # consecutive plans for which nothing was drafted
+
+    @property
+    def wanted(self) -> bool:
+        """Whether drafts of some rows pay, or are to be tried, so that a plan needs all tokens of the requests."""
+        speculation = self._speculation
+        tries = self._fruitless < _PATIENCE or speculation.plans % RETRY < DEPTH
+        return self._draft is not None and speculation.wants and tries
+
+    def propose(self, running: Sequence[Request]) -> None:
+        """Set the number of drafted tokens of each running request, by what pays for it."""
+        self._drafts.clear()
+        for request in running:
+            most = self._most(request)
+            drafts = self._proposal(request, most) if most else []
+            request.num_drafts = len(drafts)
+            if drafts:
+                self._drafts[request.id] = drafts
+        self._fruitless = 0 if self._drafts else self._fruitless + 1
+
+    def placed(self, request: Request, item: Work) -> RowDrafts:
+        """Return the change of the device row that places the tokens which `item` verifies behind the last token."""
+        return RowDrafts(request.row, len(request.tokens), self._drafts[request.id][: item.drafts])
+
+    def end(self, request: Request) -> None:
+        """Pass on that a request has ended."""
+        context = self._contexts.pop(request.id, None)
+        if context is not None and self._draft is not None:
+            try:
+                self._draft.end(context)
+            except Exception as error:
+                self._stop(error)
+
+    def _most(self, request: Request) -> int:
+        """The maximum number of tokens to draft for a request."""
+        decodes = request.num_total - request.num_planned == 1 and request.num_total == len(request.tokens)
+        if not decodes or request.guide is not None or self._draft is None:
+            return 0
+        room = min(self._speculation.config.num_tokens, request.limit - 1 - request.num_total)
+        return self._speculation.choose(request, room) if room > 0 else 0
+
+    def _proposal(self, request: Request, most: int) -> list[int]:
+        context = self._contexts.get(request.id)
+        if context is None:
+            scope = f"{len(request.tenant)}:{request.tenant}{request.cache_salt}"
+            context = self._contexts[request.id] = DraftContext(request.id, request.tokens, request.num_prompt, scope)
+        try:
+            proposed = () if self._draft is None else self._draft.propose(context, most)
+            return list(takewhile(lambda token: 0 <= token < self._vocab_size, map(index, proposed[:most])))
+        except Exception as error:
+            self._stop(error)
+            return []
+
+    def _stop(self, error: Exception) -> None:
+        log.error("drafting has ended: %s failed", type(self._draft).__name__, exc_info=error)
+        self._draft = None
+        self._contexts.clear()

@@ -1,0 +1,26 @@
+"""Records what a head or draft model drafts while an LLM runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from llmc_runtime.exec.draft_steps import DraftSteps
+
+
+def record_drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
+    """Return a list that gets (known tokens, drafts) of each row for which a step drafts."""
+    seen: list[tuple[list[int], list[int]]] = []
+    run = DraftSteps.run
+
+    def recorded(self: DraftSteps, work: Any) -> None:
+        run(self, work)
+        history, length = (self._rows._tables[name].view for name in ("tokens", "length"))
+        for item in work:
+            if item.propose:
+                known = int(length[item.row, 0]) + 1
+                row = history[item.row].tolist()
+                seen.append((row[:known], row[known : known + item.propose]))
+
+    monkeypatch.setattr(DraftSteps, "run", recorded)
+    return seen

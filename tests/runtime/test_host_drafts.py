@@ -1,0 +1,133 @@
+"""Drafts made on the host: a failing or nonsensical Draft of another package harms no request."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+from llmc_runtime.drafts import Draft, DraftContext
+from llmc_runtime.engine.engine import Engine
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.sched import draft_methods
+from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.sampling_params import SamplingParams
+from llmc_runtime.sched.scheduler import Scheduler
+from llmc_runtime.sched.scheduler_config import SchedulerConfig
+from llmc_runtime.sched.speculation import SpeculationConfig
+from llmc_runtime.speculate_option import check_speculate
+
+from tests.runtime.simulator import make_device
+
+CONFIG = SchedulerConfig(
+    num_pages=64, page_size=4, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32, vocab_size=40,
+    speculation=SpeculationConfig(3, host="test"), max_num_logits=16,
+)  # fmt: skip
+
+
+class Programmed(Draft):
+    """Proposes what a function returns, and records its calls."""
+
+    def __init__(self, propose: Callable[[DraftContext, int], Sequence[int]]) -> None:
+        self._propose, self.calls, self.ended = propose, 0, list[str]()
+
+    def propose(self, context: DraftContext, most: int) -> Sequence[int]:
+        self.calls += 1
+        return self._propose(context, most)
+
+    def end(self, context: DraftContext) -> None:
+        self.ended.append(context.id)
+
+
+def outputs(draft: Draft | None, depth: int = 1, count: int = 3) -> dict[str, list[int]]:
+    """Run some requests. Return the tokens of each."""
+    speculation = CONFIG.speculation if draft is not None else None
+    config = SchedulerConfig(**{f: getattr(CONFIG, f) for f in CONFIG.__slots__} | {"speculation": speculation})
+    engine = Engine(Scheduler(config, lambda: 7, draft=draft), make_device(config, depth))
+    for number in range(count):
+        engine.add(Request(str(number), [1 + number, 2, 3], SamplingParams(max_tokens=50)))
+    tokens: dict[str, list[int]] = {}
+    while engine.has_work():
+        for delta in engine.step():
+            assert delta.error is None
+            tokens.setdefault(delta.id, []).extend(delta.new_token_ids)
+    return tokens
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(
+    "propose",
+    [
+        lambda context, most: [],
+        lambda context, most: [5] * most,
+        lambda context, most: [5] * 100,
+        lambda context, most: [40, 1, -1],
+        lambda context, most: [1, -7, 1 << 40],
+        lambda context, most: context.tokens[-most:],
+    ],
+)
+def test_tokens_are_those_without_drafts(propose: Any, depth: int) -> None:
+    draft = Programmed(propose)
+    tokens = outputs(draft, depth)
+    assert tokens == outputs(None, depth)
+    assert draft.calls and sorted(draft.ended) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("value", ["x", 1.5, None, [1]])
+def test_a_draft_that_fails_ends_drafting(value: Any, caplog: pytest.LogCaptureFixture) -> None:
+    draft = Programmed(lambda context, most: [value])
+    with caplog.at_level(logging.ERROR, "llmc.engine"):
+        tokens = outputs(draft)
+    assert tokens == outputs(None)
+    assert draft.calls == 1 and not draft.ended
+    assert [r.getMessage() for r in caplog.records] == ["drafting has ended: Programmed failed"]
+    assert "TypeError" in caplog.text
+
+
+def test_a_draft_without_proposals_is_rarely_asked() -> None:
+    draft = Programmed(lambda context, most: [])
+    outputs(draft, count=1)
+    assert 16 <= draft.calls <= 16 + 3 * 2, "for 50 tokens: at the first 16, then at 2 of 16"
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Offer entry points under the name `theirs`."""
+
+    def offer(*values: str) -> None:
+        points = tuple(EntryPoint("theirs", value, draft_methods.GROUP) for value in values)
+        monkeypatch.setattr(draft_methods, "entry_points", lambda group, name: points if name == "theirs" else ())
+
+    return offer
+
+
+def test_a_package_offers_a_method(package: Any) -> None:
+    package("llmc_runtime.sched.suffix_draft:SuffixDraft")
+    assert check_speculate("speculate", "theirs:3") == {"method": "theirs", "num_speculative_tokens": 3}
+    assert isinstance(draft_methods.open_draft("theirs"), Draft)
+
+
+@pytest.mark.parametrize(
+    ("values", "cause"),
+    [
+        (("no_such_module:X",), "ModuleNotFoundError"),
+        (("builtins:list",), "is not a Draft"),
+        (("llmc_runtime.sched.host_draft:Draft",), "TypeError"),
+        (("builtins:list", "builtins:dict"), "2 packages offer it"),
+        ((), "0 packages offer it"),
+    ],
+)
+def test_a_method_that_cannot_be_opened(package: Any, values: tuple[str, ...], cause: str) -> None:
+    package(*values)
+    with pytest.raises(LlmcError, match=cause) as caught:
+        draft_methods.open_draft("theirs")
+    assert caught.value.code == "E206"
+
+
+def test_an_unknown_method_is_refused() -> None:
+    with pytest.raises(LlmcError, match="'medusa' is not supported"):
+        check_speculate("speculate", "medusa:3")
+    with pytest.raises(LlmcError, match="unknown key 'prompt_lookup_max'"):
+        check_speculate("speculate", {"method": "suffix", "num_speculative_tokens": 2, "prompt_lookup_max": 3})

@@ -1,0 +1,82 @@
+"""Drafts by suffixes: what followed in the text and in earlier outputs of the same scope, within fixed bounds."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from draw import SEED
+from llmc_runtime.drafts import DraftContext
+from llmc_runtime.sched import suffix_draft
+from llmc_runtime.sched.suffix_draft import SuffixDraft
+
+
+def context(number: int, tokens: list[int], num_prompt: int = 0, scope: str = "a") -> DraftContext:
+    return DraftContext(str(number), tokens, num_prompt, scope)
+
+
+def test_what_followed_in_the_text() -> None:
+    draft = SuffixDraft()
+    assert list(draft.propose(context(0, [1, 2, 3, 4, 5, 9, 1, 2, 3]), 4)) == [4, 5, 9, 1]
+    assert list(draft.propose(context(1, [1, 2, 3, 4, 5, 9, 1, 2, 3]), 2)) == [4, 5]
+    assert list(draft.propose(context(2, [1, 2, 3, 4, 5]), 4)) == []
+    assert list(draft.propose(context(3, [1, 2]), 4)) == []
+
+
+def test_the_longest_match_decides_and_then_the_majority() -> None:
+    draft = SuffixDraft()
+    longer = [8, 1, 2, 3, 4, 0, 7, 1, 2, 3, 5, 0, 7, 1, 2, 3, 5, 0, 8, 1, 2, 3]
+    assert list(draft.propose(context(0, longer), 2)) == [4, 0]
+    often = [1, 2, 3, 5, 0, 1, 2, 3, 4, 0, 1, 2, 3, 5, 6, 1, 2, 3]
+    assert list(draft.propose(context(1, often), 1)) == [5]
+    assert list(draft.propose(context(1, often), 2)) == [5, 0], "0.67 * 0.5 is likely enough"
+    unlike = [n for follower in range(10, 20) for n in (1, 2, 3, follower)] + [1, 2, 3]
+    assert list(draft.propose(context(2, unlike), 2)) == [], "each continuation has a probability of 0.1"
+
+
+def test_ended_outputs_serve_their_scope_alone() -> None:
+    draft = SuffixDraft()
+    first = context(0, [50, 51, 1, 2, 3, 4, 5, 6], num_prompt=2)
+    draft.propose(first, 4)
+    draft.end(first)
+    assert list(draft.propose(context(1, [9, 1, 2, 3]), 2)) == [4, 5]
+    assert list(draft.propose(context(2, [9, 1, 2, 3], scope="b"), 2)) == []
+    assert list(draft.propose(context(3, [9, 50, 51, 1]), 2)) == [], "the prompt of an output is not kept"
+
+
+def test_a_text_that_grows_is_followed() -> None:
+    draft, tokens = SuffixDraft(), [1, 2, 3]
+    one = context(0, tokens)
+    assert list(draft.propose(one, 3)) == []
+    tokens += [7, 8, 1, 2, 3]
+    assert list(draft.propose(one, 3)) == [7, 8, 1]
+
+
+def test_long_texts_are_indexed_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix_draft, "CATCH_UP", 4)
+    draft = SuffixDraft()
+    tokens = [*range(10, 30), 27, 28, 29]
+    one = context(0, tokens)
+    found = [list(draft.propose(one, 1)) for _ in range(6)]
+    assert found == [[]] * 4 + [[27]] * 2, "the first 4 of its tokens, then 4 more each time"
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random outputs of random scopes: what is kept is what is counted, and no index outlives its outputs."""
+    print(f"seed {SEED}")
+    rng = random.Random(SEED)
+    monkeypatch.setattr(suffix_draft, "KEPT", 300)
+    monkeypatch.setattr(suffix_draft, "OUTPUT", 100)
+    monkeypatch.setattr(suffix_draft, "CATCH_UP", 50)
+    draft = SuffixDraft()
+    for number in range(400):
+        tokens = rng.choices(range(5), k=rng.randrange(1, 200))
+        one = context(number, tokens, rng.randrange(len(tokens)), rng.choice("abc"))
+        if rng.random() < 0.8:
+            draft.propose(one, 3)
+        draft.end(one)
+        kept = list(draft._ended)
+        assert draft._kept == sum(len(text.tokens) for text in kept) <= 300 and not draft._live
+        places = [p for index in draft._scopes.values() for found in index._places.values() for p in found]
+        assert len(places) <= 300 and {id(tokens) for tokens, _ in places} <= {id(text.tokens) for text in kept}
+        assert set(draft._scopes) == {text.scope for text in kept}
