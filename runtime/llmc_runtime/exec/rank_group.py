@@ -116,8 +116,8 @@ class RankGroup:
         path = quote_from_bytes(os.fsencode(self._artifact.root.resolve()))
         for p in self._processes:
             call = Join(
-                path, self._artifact.digest, p.rank, self.member.ranks, self._engine, self.threads, kv_bytes,
-                self.member.limit, self._verify,
+                path, self._artifact.digest, p.rank, self.member.ranks, self.threads, kv_bytes, self.member.limit,
+                self._verify, self._engine,
             )  # fmt: skip
             self._send(p, p.link.encode(call))
 

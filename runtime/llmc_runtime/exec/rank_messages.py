@@ -26,22 +26,22 @@ class _Message(msgspec.Struct, array_like=True, tag=True, gc=False):
 class Join(_Message):
     """Open the artifact at `path` (percent-encoded), which has this digest, as `rank` of `ranks`.
 
-    engine:    number of the engine, whose ranks these are
     threads:   compute threads of each rank
     kv_bytes:  size of the KV cache
     limit:     seconds that a rank waits for the others
     verify:    whether to check the hashes of the weights
+    engine:    number of the engine, whose ranks these are
     """
 
     path: str
     digest: str
     rank: int
     ranks: int
-    engine: int
     threads: int
     kv_bytes: int
     limit: float
     verify: bool
+    engine: int = 0
 
 
 class Meet(_Message):
