@@ -64,7 +64,7 @@ def test_ranks_have_equal_bits_over_many_launches(ranks: int) -> None:
     """Ranks are late by turns; slots are used again and again, within a launch and by the next ones."""
     seed = of_test()
     rng = Random(seed)
-    work = [(*drawn(rng, ranks), rng.random() < 0.5) for _ in range(14)]
+    work = [(*drawn(rng, ranks), rng.random() < 0.5) for _ in range(10)]
     memories = group_memories(ranks, PATIENT)
 
     def run(rank: int) -> list[bytes]:
