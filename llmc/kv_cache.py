@@ -22,7 +22,7 @@ from llmc.targets.target import Target
 
 # --kv-cache-dtype -> dtype of the pools
 KV_DTYPES: Mapping[str, str] = MappingProxyType({"bf16": "bf16", "bfloat16": "bf16", "fp8": F8, "fp8_e4m3": F8})
-_REMEDY = "use --kv-cache-dtype auto, or --target cuda:sm_90 or later"
+_REMEDY = "use --kv-cache-dtype auto, or --target hip:gfx950, or cuda:sm_90 or later"
 
 
 def kv_dtype(option: str, stored: str, target: Target, registry: Registry) -> tuple[str, str]:

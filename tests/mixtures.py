@@ -1,10 +1,12 @@
 """Requests alone and in random mixtures: compares the bits of all log-probabilities of a deterministic artifact.
 
-    python tests/mixtures.py ARTIFACT [--requests 10000] [--seed N]
+    python tests/mixtures.py ARTIFACT [--requests 10000] [--seed N] [--share 0.5]
 
-Every request is computed alone first. Then engines with other limits compute all of them in random batches: in small
-chunks, with few rows, with a KV cache so small that requests are preempted, with and without the prefix cache. At last
-every text is scored as a prompt, whose log-probabilities must be those with which it was generated.
+Every request is computed alone first. Then engines with other limits compute them in random batches: in small chunks,
+with few rows, with a KV cache so small that requests are preempted, with and without the prefix cache, and on devices
+that overlap steps, all of it without overlap, too. Then engines that replace one another continue requests from a
+random number of their tokens. At last every text is scored as a prompt, whose log-probabilities must be those with
+which it was generated.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import struct
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ TOP = 2  # likeliest ids that are compared
 STEMS = 6  # beginnings that prompts share
 OUTPUTS = 40  # maximum tokens that a request generates
 SCORED = 5  # every so many requests also ask for the log-probabilities of the prompt
+RESTARTS = 4  # engines, one after another, that continue requests
+PROGRESS = 30  # seconds between two lines about the requests alone
 
 
 @dataclass(frozen=True)
@@ -126,10 +130,10 @@ def engines(manifest: Manifest, longest: int) -> Iterator[tuple[str, dict[str, A
     yield "with preemption", {"kv_cache_memory_bytes": pages * manifest.kv.bytes_per_page}
 
 
-def batches(rng: np.random.Generator, count: int, rows: int) -> Iterator[list[int]]:
-    """Yield the indices of all requests in random order, in batches of random sizes."""
-    order, at = rng.permutation(count).tolist(), 0
-    while at < count:
+def batches(rng: np.random.Generator, count: int, rows: int, share: float = 1) -> Iterator[list[int]]:
+    """Yield the indices of a share of all requests in random order, in batches of random sizes."""
+    order, at = rng.permutation(count)[: max(1, round(share * count))].tolist(), 0
+    while at < len(order):
         size = int(rng.integers(1, 4 * rows))
         yield order[at : at + size]
         at += size
@@ -147,41 +151,86 @@ def opened(path: Path, options: dict[str, Any], depth: int = 0) -> LLM:
     return llm
 
 
-def check(path: Path, requests: Sequence[Request], seed: int, say: Any = quiet) -> Report:
-    """Compute the requests alone and in mixtures, and return what was compared and what differs."""
+def check(path: Path, requests: Sequence[Request], seed: int, say: Any = quiet, share: float = 1) -> Report:
+    """Compute the requests alone and in mixtures, and return what was compared and what differs.
+
+    Every engine computes a random `share` of the requests.
+    """
     report, rng = Report(), np.random.default_rng(seed)
     manifest = Manifest.load((path / "manifest.json").read_bytes())
     longest = max(len(r.prompt) + (r.params.max_tokens or 0) for r in requests)
-    with opened(path, {"enable_prefix_caching": False}) as llm:
-        alone = [generate(llm, [r])[0] for r in requests]
-    say(f"{len(requests)} requests alone")
-    for depth in (0, 1):
+    alone, depth = one_by_one(path, requests, say)
+    for limit in (0, 1) if depth > 1 else (0,):
         for name, options in engines(manifest, longest):
-            what = f"{name}{', no overlap' if depth else ''}"
-            with opened(path, options, depth) as llm:
-                for batch in batches(rng, len(requests), manifest.limits.max_num_seqs):
-                    for i, found in zip(batch, generate(llm, [requests[i] for i in batch]), strict=True):
-                        report.compare(f"{what}: tokens", i, alone[i].tokens, found.tokens)
-                        report.compare(f"{what}: log-probabilities", i, alone[i].rows, found.rows)
-                        report.compare(f"{what}: those of the prompt", i, alone[i].prompt_rows, found.prompt_rows)
+            what = f"{name}{', no overlap' if limit else ''}"
+            with opened(path, options, limit) as llm:
+                for batch in batches(rng, len(requests), manifest.limits.max_num_seqs, share):
+                    mixed(llm, batch, requests, alone, report, what)
                 report.preemptions += llm.stats()["num_preemptions"]
                 report.hits += llm.stats()["prefix_cache_hits"]
             say(f"{what}: {len(report.differences)} differences so far")
-    rescore(path, requests, alone, rng, report)
+    for _ in range(RESTARTS):
+        with opened(path, {}) as llm:
+            for batch in batches(rng, len(requests), llm.config.max_num_seqs, share / RESTARTS):
+                resume(llm, batch, requests, alone, rng, report)
+    say(f"continued after restarts: {len(report.differences)} differences so far")
+    with opened(path, {}) as llm:
+        for batch in batches(rng, len(requests), llm.config.max_num_seqs, share):
+            rescore(llm, batch, requests, alone, report)
     say(f"scored as prompts: {len(report.differences)} differences in {report.compared} values")
     return report
 
 
-def rescore(
-    path: Path, requests: Sequence[Request], alone: Sequence[Result], rng: np.random.Generator, report: Report
+def one_by_one(path: Path, requests: Sequence[Request], say: Any) -> tuple[list[Result], int]:
+    """Return the results of the requests, each computed alone, and the number of steps that the device overlaps."""
+    alone, said = [], time.monotonic()
+    with opened(path, {"enable_prefix_caching": False}) as llm:
+        for request in requests:
+            alone += generate(llm, [request])
+            if time.monotonic() > said + PROGRESS:
+                said = time.monotonic()
+                say(f"{len(alone)} of {len(requests)} requests alone")
+        depth = llm.engine.executor.depth
+    say(f"{len(requests)} requests alone")
+    return alone, depth
+
+
+def mixed(
+    llm: LLM, batch: Sequence[int], requests: Sequence[Request], alone: Sequence[Result], report: Report, what: str
 ) -> None:
-    """Score every text as a prompt, and compare the rows of its generated tokens with those of the generation."""
+    """Compute a batch, and compare it with the requests alone."""
+    for i, found in zip(batch, generate(llm, [requests[i] for i in batch]), strict=True):
+        report.compare(f"{what}: tokens", i, alone[i].tokens, found.tokens)
+        report.compare(f"{what}: log-probabilities", i, alone[i].rows, found.rows)
+        report.compare(f"{what}: those of the prompt", i, alone[i].prompt_rows, found.prompt_rows)
+
+
+def resume(
+    llm: LLM, batch: Sequence[int], requests: Sequence[Request], alone: Sequence[Result], rng: np.random.Generator,
+    report: Report,
+) -> None:  # fmt: skip
+    """Continue requests from a random number of their tokens, as after a restart, and compare the rest."""
+    kept = {i: int(rng.integers(len(alone[i].tokens))) for i in batch}
+    rest = [resumed(requests[i], alone[i].tokens[: kept[i]]) for i in batch]
+    for i, found in zip(batch, generate(llm, rest), strict=True):
+        report.compare("continued: tokens", i, alone[i].tokens[kept[i] :], found.tokens)
+        report.compare("continued: log-probabilities", i, alone[i].rows[kept[i] :], found.rows)
+
+
+def resumed(request: Request, tokens: tuple[int, ...]) -> Request:
+    """Return the request that computes the rest, after `tokens` have been generated."""
+    params = replace(request.params, max_tokens=(request.params.max_tokens or 0) - len(tokens), prompt_logprobs=None)
+    return Request((*request.prompt, *tokens), params)
+
+
+def rescore(
+    llm: LLM, batch: Sequence[int], requests: Sequence[Request], alone: Sequence[Result], report: Report
+) -> None:
+    """Score texts as prompts, and compare the rows of the generated tokens with those of the generation."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=TOP, detokenize=False)
-    texts = [Request((*r.prompt, *x.tokens), params) for r, x in zip(requests, alone, strict=True)]
-    with opened(path, {}) as llm:
-        for batch in batches(rng, len(texts), llm.config.max_num_seqs):
-            for i, found in zip(batch, generate(llm, [texts[i] for i in batch]), strict=True):
-                report.compare("scored", i, alone[i].rows, found.prompt_rows[-len(alone[i].tokens) :])
+    texts = [Request((*requests[i].prompt, *alone[i].tokens), params) for i in batch]
+    for i, found in zip(batch, generate(llm, texts), strict=True):
+        report.compare("scored", i, alone[i].rows, found.prompt_rows[-len(alone[i].tokens) :])
 
 
 def main() -> None:
@@ -190,14 +239,18 @@ def main() -> None:
     ap.add_argument("--requests", type=int, default=10000, metavar="N")
     ap.add_argument("--longest", type=int, default=96, metavar="N", help="maximum length of a text (96)")
     ap.add_argument("--seed", type=int, default=0, metavar="N")
+    ap.add_argument("--share", type=float, default=1, metavar="X", help="of the requests, in every engine (1)")
     args = ap.parse_args()
     manifest = Manifest.load((args.artifact / "manifest.json").read_bytes())
     requests = draw(np.random.default_rng(args.seed), args.requests, manifest, args.longest)
     start = time.monotonic()
-    report = check(args.artifact, requests, args.seed, lambda text: print(text, flush=True))
+    seconds = lambda: round(time.monotonic() - start)  # noqa: E731
+    report = check(
+        args.artifact, requests, args.seed, lambda text: print(f"{seconds()} s: {text}", flush=True), args.share
+    )
     print(
         f"{args.requests} requests, {report.compared} values compared, {report.preemptions} preemptions, "
-        f"{report.hits} tokens from the prefix cache, {time.monotonic() - start:.0f} s: "
+        f"{report.hits} tokens from the prefix cache, {seconds()} s: "
         f"{len(report.differences)} requests differ"
     )
     for text in report.differences[:20]:

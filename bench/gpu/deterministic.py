@@ -19,7 +19,8 @@ from bench.gpu.plan import MODELS, Plan, parser, plan_of
 from bench.gpu.rows import Row
 from bench.shapes import Shape
 
-BATCHES, PROMPT = (1, 32, 256), 2048
+BATCHES, PROMPT = (1, 8, 32, 256), 2048
+LONG = ((1, 2048), (1, 8192), (8, 2048))  # rows, tokens before them
 
 
 def artifact(plan: Plan, shape: Shape, deterministic: bool) -> Path:
@@ -32,10 +33,12 @@ def artifact(plan: Plan, shape: Shape, deterministic: bool) -> Path:
 
 
 def measure(path: Path, shape: Shape) -> list[Row]:
-    """Return the milliseconds of decode steps and of a prompt."""
+    """Return the milliseconds of decode steps, after short prompts and after long ones, and of prompts."""
     session = Session(path, shape, H200)
     try:
-        return [*(session.decode(b, 5 if b <= 32 else 3) for b in BATCHES), session.prefill(PROMPT)]
+        rows = [session.decode(b, 5 if b <= 32 else 3) for b in BATCHES]
+        rows += [session.decode(b, 3, length) for b, length in LONG]
+        return [*rows, session.prefill(PROMPT), session.prefill(4 * PROMPT)]
     finally:
         session.close()
 
@@ -53,10 +56,10 @@ def main() -> None:
     if args.compile_only:
         return
     ordinary, fixed = (measure(p, shape) for p in paths)
-    print(f"{shape.name}, ms      ordinary  deterministic  ratio")
+    print(f"{shape.name}, ms          ordinary  deterministic  ratio")
     for a, b in zip(ordinary, fixed, strict=True):
         case = f"{a.suite} {a.case}"
-        print(f"{case:>16}  {a.measured:12.3f}  {b.measured:13.3f}  {b.measured / a.measured:5.3f}", flush=True)
+        print(f"{case:>20}  {a.measured:12.3f}  {b.measured:13.3f}  {b.measured / a.measured:5.3f}", flush=True)
 
 
 if __name__ == "__main__":

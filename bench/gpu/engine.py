@@ -53,16 +53,17 @@ class Session:
         """Return random token ids that no earlier call has used."""
         return [[random.randrange(3, self.shape.vocab) for _ in range(length)] for _ in range(count)]
 
-    def decode(self, batch: int, rounds: int = 3) -> Row:
-        """Return the milliseconds of a decode step."""
-        self.seconds(self.prompts(batch, PROMPT), 4)  # the first use of a batch size captures its graph
+    def decode(self, batch: int, rounds: int = 3, length: int = PROMPT) -> Row:
+        """Return the milliseconds of a decode step after prompts of `length` tokens."""
+        self.seconds(self.prompts(batch, length), 4)  # the first use of a batch size captures its graph
         whole, first = [], []
         for i in range(rounds):
             for new, kept in ((STEPS + 1, whole), (1, first))[:: 1 if i % 2 else -1]:
-                kept.append(self.seconds(self.prompts(batch, PROMPT), new))
+                kept.append(self.seconds(self.prompts(batch, length), new))
         ms = (statistics.median(whole) - statistics.median(first)) / STEPS * 1e3
-        floor = floors.decode_seconds(self.shape, batch, PROMPT + STEPS // 2, self.roof) * 1e3
-        return engine_row("decode", self.shape.name, str(batch), "ms", ms, floor, whole_s=whole, first_s=first)
+        floor = floors.decode_seconds(self.shape, batch, length + STEPS // 2, self.roof) * 1e3
+        case = str(batch) if length == PROMPT else f"{batch} after {length}"
+        return engine_row("decode", self.shape.name, case, "ms", ms, floor, whole_s=whole, first_s=first)
 
     def host(self, batch: int) -> Row:
         """Return the median host time exposed per step in microseconds, from the trace."""

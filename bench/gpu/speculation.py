@@ -293,7 +293,11 @@ def head(plan: argparse.Namespace) -> Path:
     folder: Path = plan.artifacts / f"{plan.model}-head"
     config = json.loads((shapes.folder(MODELS[plan.model], plan.artifacts) / "config.json").read_text())
     folder.mkdir(parents=True, exist_ok=True)
-    made = {**config, "num_hidden_layers": 1, "draft_vocab_size": min(HEAD_VOCAB, config["vocab_size"])}
+    layers = int(config["num_hidden_layers"])
+    made = {
+        **config, "num_hidden_layers": 1, "draft_vocab_size": min(HEAD_VOCAB, config["vocab_size"]),
+        "eagle_aux_hidden_state_layer_ids": [min(2, layers - 1), layers // 2, max(0, layers - 3)],
+    }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(made))
     return folder
 

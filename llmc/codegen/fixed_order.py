@@ -16,6 +16,7 @@ from llmc.targets.target import Target
 Orders = dict[str, float]  # the order of sums -> time of the best candidate with it, relative to the best of all
 Key = tuple[str, str, tuple[str, ...]]  # op, module, weights
 Member = tuple[str, Node, Orders]  # the graph's name, the node, its orders
+ATTENTION = ("paged_attention", "paged_attention_parts")  # one computation, whole or in parts
 FAMILIES = ("step", "decode", "verify")  # with which the names of the model's own entry points begin
 
 
@@ -48,6 +49,8 @@ def agreed_orders(members: Sequence[tuple[Graph, Node, Orders]]) -> dict[Key, st
 def key_of(g: Graph, n: Node) -> Key:
     """Return what the nodes of one computation have in common in all entry points."""
     kind = "" if _kind(g.name) else f"{g.name} "  # drafts do not change tokens: a draft model's graphs need not agree
+    if n.op.name in ATTENTION:  # a sink is an operand of attention_combine if there are parts
+        return kind + ATTENTION[0], n.loc, ()
     return kind + n.op.name, n.loc, tuple(v.name for v in n.operands if v.weight)
 
 

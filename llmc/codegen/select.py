@@ -6,6 +6,7 @@ points use the same layout of a weight.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from llmc.passes.base import Ctx, Pass
 from llmc.targets.target import Target
 
 TYPICAL = (("T", 256), ("R", 8), ("P", 256))  # sizes at which candidates are compared, clamped to the symbols' bounds
+COVERED = 1.25  # times the fastest: schedules that are not slower were probably measured
 MIXED_ROWS = 96  # rows assumed in a step with prompts: a prompt and 64 decoding rows need more than one tile of 64
 
 
@@ -68,7 +70,9 @@ def candidates(
 
     Kernels of `prefer` come first, then measured pairs, then the others by predicted time. Kernels with `opt_in` are
     included only if they are in `prefer` or measured. For deterministic targets, only kernels that name the order of
-    their sums are included. Raises Diagnostic E430 with every kernel's reason if there is none.
+    their sums are included, of which those that were measured may be slow ones: pairs that are much slower than the
+    fastest measured one of the node rank with those that were not measured. Raises Diagnostic E430 with every kernel's
+    reason if there is none.
     """
     out: list[Candidate] = []
     reasons: list[str] = []
@@ -93,7 +97,8 @@ def candidates(
         if target.deterministic:
             remedy = "compile without --deterministic, or leave out of --pipeline the pass that makes the op"
         raise Diagnostic("E430", f"no kernel can run the node: {why}", remedy, node=node)
-    return sorted(out, key=lambda o: (o.kernel.name not in prefer, not o.measured, o.us))
+    limit = COVERED * tuning.fastest(node, target, env) if target.deterministic else math.inf
+    return sorted(out, key=lambda o: (o.kernel.name not in prefer, not o.measured or o.us > limit, o.us))
 
 
 def _scheduled(

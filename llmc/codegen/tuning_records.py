@@ -76,11 +76,19 @@ class Tuning:
         to 2.8 times slower than the best one there (bench/cost_rule.py). All candidates of a node are compared at the
         same sizes. The node must not have a kernel choice yet.
         """
+        return self._nearest(node, target, env).get((kernel, schedule_text(schedule)))
+
+    def fastest(self, node: Node, target: Target, env: Mapping[str, int] = NO_SIZES) -> float:
+        """Return the smallest time measured for a node at these sizes; infinity if there is none."""
+        return min(self._nearest(node, target, env).values(), default=math.inf)
+
+    def _nearest(self, node: Node, target: Target, env: Mapping[str, int]) -> Mapping[Candidate, float]:
+        """The times of a node at the nearest measured sizes; empty if those are not close."""
         points = self.records.get((machine(target), node_text(node))) if self.records else None
         if not points:
-            return None
+            return {}
         sizes = min(points, key=lambda p: (_distance(p, env), p))
-        return points[sizes].get((kernel, schedule_text(schedule))) if _distance(sizes, env) <= CLOSE else None
+        return points[sizes] if _distance(sizes, env) <= CLOSE else {}
 
     def summary(self, measured: int, nodes: int, target: Target) -> str:
         """Describe in one line how the kernels of `nodes` nodes were chosen, `measured` of them by measurements."""

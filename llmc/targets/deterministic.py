@@ -9,7 +9,7 @@ from llmc.targets.target import Target
 
 GPUS = ("sm_80", "sm_90")  # whose matrix instructions `Kernel.order` of the Triton kernels knows
 # Passes that compute a value by other ops in graphs of few tokens than in those of prompts.
-BY_TOKENS = ("fuse-norm-linear", "split-single", "split-kv", "fuse-norm-quantized")
+BY_TOKENS = ("fuse-norm-linear", "split-single", "fuse-norm-quantized")
 
 
 def deterministic(target: Target, speculate: int) -> Target:
@@ -26,4 +26,5 @@ def deterministic(target: Target, speculate: int) -> Target:
         cause = f"--deterministic with --speculate is not supported for {target.name}: sampling there has other sums"
         raise Diagnostic("E512", cause, "leave out --speculate and --draft, or use a CPU target")
     without = "".join(f", without {name}" for name in BY_TOKENS if name in target.pipeline)
-    return replace(target, deterministic=True, pipeline=target.pipeline + without)
+    pipeline = target.pipeline.replace("split-kv", "split-kv{fixed=true}")
+    return replace(target, deterministic=True, pipeline=pipeline + without)

@@ -3,7 +3,8 @@
 Peaks and bandwidth are used only to price nodes. Those of sm_90 were reached by simple kernels and libraries on an H200
 (4.65 TB/s read, 795 TFLOP/s in bf16 products, 375 GB/s sent to another GPU); the others are the vendors' dense figures,
 with the same share of a link's rate. Nothing has been measured on AMD GPUs: their limits and rates are those of AMD's
-data sheets, and the overhead of a launch is that of NVIDIA GPUs.
+data sheets and white papers (`near`: the peak of the L2 cache of CDNA 2, and of the memory-side cache of CDNA 3, 17.2
+TB/s, which CDNA 4 is taken to have as well), and the overhead of a launch is that of NVIDIA GPUs.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def gfx942() -> Target:
     Its 8-bit floats are of the fnuz kind (bias 8, no negative zero). Those of checkpoints are OCP's (e4m3fn), which
     kernels convert.
     """
-    limits = Limits(units=304, shared=64 << 10, l2=4 << 20, warp=64)
+    limits = Limits(units=304, shared=64 << 10, l2=4 << 20, warp=64, near=3.2)
     return _record("hip:gfx942", "hip", (), limits, 1307, 163, 5.3, 192, float8=1)
 
 
@@ -99,5 +100,5 @@ def gfx950() -> Target:
     """MI350X and MI355X: 256 compute units with wavefronts of 64 threads, 160 KiB of shared memory per block, and 8-bit
     floats of OCP's kind.
     """
-    limits = Limits(units=256, shared=160 << 10, l2=4 << 20, warp=64)
+    limits = Limits(units=256, shared=160 << 10, l2=4 << 20, warp=64, near=2.15)
     return _record("hip:gfx950", "hip", (), limits, 2307, 144, 8, 288)

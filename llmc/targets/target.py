@@ -13,7 +13,8 @@ class Limits:
     """Sizes that kernels may rely on.
 
     threads: of the thread pool. l1, l2: cache bytes of one core. units: multiprocessors of a GPU. shared: bytes of
-    shared memory available to one block. warp: threads per warp.
+    shared memory available to one block. warp: threads per warp. near: bandwidth of the cache that all multiprocessors
+    share, relative to memory's.
     """
 
     threads: int = 1
@@ -22,6 +23,7 @@ class Limits:
     units: int = 0
     shared: int = 0
     warp: int = 32
+    near: float = 2.2
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from llmc.codegen.backends.triton.triton_toolchain import load_entry
 from llmc.codegen.kernel import Source
 from llmc.ir.dtype import DTYPES
 from llmc.targets.gpu_targets import sm_90
+from llmc.targets.target import Target
 from llmc.testing.case import Bound, Buffer, Case
 
 INTERPRETED = replace(sm_90(), name="cuda:interpret", features=frozenset({INTERPRET}))
@@ -162,15 +163,16 @@ def interpret(source: Source, buffers: Sequence[Any], sizes: Sequence[int], grid
         load_entry(source.text, source.entry)[tuple(grid)](*buffers, *sizes)
 
 
-def run_case(case: Case) -> None:
+def run_case(case: Case, on: Target = INTERPRETED) -> None:
     """Run the kernel in the interpreter on poisoned outputs between guard zones, and compare it with the reference.
 
-    Raises AssertionError if the kernel rejects its node, writes outside its buffers, or computes a wrong result.
+    `on` is INTERPRETED, or a target made of it. Raises AssertionError if the kernel rejects its node, writes outside
+    its buffers, or computes a wrong result.
     """
     node = case.node
-    why = case.kernel.reject(node, INTERPRETED)
+    why = case.kernel.reject(node, on)
     assert why is None, why
-    source = case.kernel.emit(node, case.schedule, INTERPRETED)
+    source = case.kernel.emit(node, case.schedule, on)
     bound = Bound(case)
     types = [v.type for v in [*node.operands, *node.results]]
     tensors = [tensor_of(b, t.dtype) for b, t in zip([*bound.operands, *bound.results], types, strict=True)]

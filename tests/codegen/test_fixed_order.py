@@ -7,9 +7,10 @@ import pytest
 from llmc.codegen.fixed_order import Orders, agreed_orders, key_of
 from llmc.codegen.kernel import EXACT
 from llmc.diagnostics import Diagnostic
+from llmc.ir.dim import D
 from llmc.ir.graph import Graph, Node
 from llmc.ir.ops import OPS
-from llmc.ir.types import tensor
+from llmc.ir.types import Type, tensor
 
 Member = tuple[Graph, Node, Orders]
 
@@ -49,3 +50,21 @@ def test_a_value_that_another_entry_point_lacks() -> None:
 
 def test_drafts_need_no_order() -> None:
     assert agreed(member("draft_fill", {"a": 1.0}), member("draft_next", {"b": 1.0})) == ["a", "b"]
+
+
+STATES = (("kv", "bf16", (9, 2, 1, 16, 8)), ("pages", "i32", (4, 8)))
+
+
+def test_parts_of_attention_are_the_same_computation() -> None:
+    """Whatever weights an op has: a sink is an operand of the whole attention, not of its parts."""
+    g = Graph("decode_1")
+    state = [g.input(n, Type(t, tuple(map(D, dims)), True)) for n, t, dims in STATES]
+    q, rows, starts = (
+        g.input("q", tensor("bf16", 1, 2, 8)),
+        *(g.input(x, tensor("i32", n)) for x, n in (("r", 1), ("s", 2))),
+    )
+    sinks = g.input("sinks", tensor("bf16", 2), weight=True)
+    whole = g.add(OPS["paged_attention"], [q, *state, rows, starts, rows, sinks], {"scale": 1.0}, loc="attn")
+    attrs = {"scale": 1.0, "splits": 2, "part": 64}
+    parts = g.add(OPS["paged_attention_parts"], [q, *state, rows, rows], attrs, loc="attn")
+    assert key_of(Graph("step"), whole) == key_of(g, parts) == ("paged_attention", "attn", ())

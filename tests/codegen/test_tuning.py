@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ import pytest
 from bench import cost_rule
 from llmc.codegen.backends.cuda.kernel_table import KERNELS as CUDA_KERNELS
 from llmc.codegen.backends.triton.kernel_table import KERNELS as TRITON_KERNELS
+from llmc.codegen.select import candidates
 from llmc.codegen.tuning_records import Tuning, machine, node_text, read, record, save, sizes_of
 from llmc.diagnostics import Diagnostic
+from llmc.extension import load
 from llmc.ir.graph import Node
 from llmc.ir.ops import OPS
 from llmc.ir.text import parse
@@ -126,3 +129,19 @@ def test_the_cost_rule_chooses_products_nearly_as_well_as_measurements() -> None
     """Of an H200: a rule that ranks badly costs every model that nobody has measured."""
     ratios = [ratio for ratio, _ in cost_rule.rows(cost_rule.measured(read(cost_rule.SHIPPED)))]
     assert len(ratios) > 50 and sum(ratios) / len(ratios) < 1.12 and max(ratios) < 2.0
+
+
+def test_slow_measurements_do_not_precede_the_estimates_of_deterministic_kernels() -> None:
+    """Of the kernels with a fixed order, only large tiles have been measured for one token."""
+    module = parse(
+        "graph @decode_1(%x: bf16[1, 14336], %w: weight bf16[4096, 14336], %r: bf16[1, 4096]) {\n"
+        '  %y = linear_map(%x, %w, %r) {parts=1, body="add(a1, a0)"} : bf16[1, 4096]\n  return %y\n}\n',
+        OPS,
+    )
+    (node,) = module.graphs["decode_1"].nodes
+    kernels, tuning = load().kernels, Tuning.shipped(sm_90())
+    ordinary = candidates(node, kernels, sm_90(), {}, tuning)[0]
+    assert ordinary.measured and tuning.fastest(node, sm_90()) == ordinary.us
+    fixed = candidates(node, kernels, replace(sm_90(), deterministic=True), {}, tuning)
+    assert fixed[0].kernel.name == "triton/gemm_small" and fixed[0].us < 2 * ordinary.us
+    assert any(o.measured for o in fixed[1:]) and Tuning().fastest(node, sm_90()) == float("inf")

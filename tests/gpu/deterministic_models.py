@@ -19,13 +19,15 @@ if __name__ == "__main__":
 from models.cases import SMALL, Case  # noqa: E402
 
 FOLDER = ROOT / "build" / "gpu" / "deterministic"
-ROWS, TOKENS, LENGTH = 24, 160, 512
+ROWS, TOKENS, LENGTH = 24, 160, 1536  # longer than two parts of decode attention
+MANY_ROWS, MANY_TOKENS = 256, 2048
 SEED = 5
 # Heads as wide as those of large models, and products whose sums have many steps.
 WIDE = SMALL | {
     "hidden_size": 1024, "intermediate_size": 1536, "num_attention_heads": 8, "head_dim": 128,
     "max_position_embeddings": LENGTH,
 }  # fmt: skip
+MANY = Case("many", "llama", WIDE | {"hidden_size": 512, "num_attention_heads": 4, "intermediate_size": 768})
 CASES = (
     Case("plain", "llama", WIDE),
     Case("window", "mistral", WIDE | {"sliding_window": 100}),
@@ -48,9 +50,10 @@ def make(case: Case) -> None:
     from llmc.driver import compile_model
     from llmc.options import Options
 
+    rows, tokens = (MANY_ROWS, MANY_TOKENS) if case is MANY else (ROWS, TOKENS)
     options = Options(
-        target="cuda:sm_90", deterministic=True, max_model_len=LENGTH, max_num_seqs=ROWS,
-        max_num_batched_tokens=TOKENS, cache=FOLDER / "cache", reuse=False,
+        target="cuda:sm_90", deterministic=True, max_model_len=LENGTH, max_num_seqs=rows,
+        max_num_batched_tokens=tokens, cache=FOLDER / "cache", reuse=False,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         save(case, Path(scratch) / "model", SEED, torch.bfloat16)
@@ -62,7 +65,7 @@ def make_all() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     jobs = max(1, (os.cpu_count() or 1) // 4)
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(make, CASES))
+        list(pool.map(make, (MANY, *CASES)))
 
 
 if __name__ == "__main__":

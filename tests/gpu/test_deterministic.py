@@ -1,6 +1,10 @@
 """Deterministic artifacts on the GPU: requests alone and in random mixtures, and products of all tile sizes, by bits.
 
 pytest tests/gpu/test_deterministic.py --confcutdir tests/gpu      about a minute; less if the artifacts are there
+
+10,000 requests in batches of up to 256 rows take two minutes more:
+
+python tests/mixtures.py build/gpu/deterministic/many.llmc --requests 10000 --share 0.2
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from draw import SEED, generator
-from gpu.deterministic_models import CASES, LENGTH, make_all, path_of
+from gpu.deterministic_models import CASES, LENGTH, MANY, make_all, path_of
 from gpu.kernel_cases import Job, compile_jobs
 from gpu.launcher import Card
 from gpu.test_kernels import launch, prepare
@@ -29,7 +33,7 @@ from llmc.ir.types import tensor
 from llmc.targets.gpu_targets import sm_90
 
 pytestmark = pytest.mark.gpu
-REQUESTS = 24
+REQUESTS, MANY_REQUESTS, SHORT = 24, 400, 96
 TOKENS, DEPTH, COLUMNS = (1, 7, 70, 200), 4096, 512
 
 
@@ -47,6 +51,15 @@ def test_mixtures(case: Case) -> None:
     requests = draw(np.random.default_rng(SEED), REQUESTS, manifest, LENGTH - 32)
     report = check(path, requests, SEED)
     assert report.compared > 50 * REQUESTS and report.preemptions and report.hits, report
+    assert not report.differences, f"SEED={SEED}, {report.compared} values: {report.differences[:8]}"
+
+
+@pytest.mark.usefixtures("artifacts")
+def test_many_short_requests() -> None:
+    manifest = Manifest.load((path_of(MANY) / "manifest.json").read_bytes())
+    requests = draw(np.random.default_rng(SEED), MANY_REQUESTS, manifest, SHORT)
+    report = check(path_of(MANY), requests, SEED, share=0.5)
+    assert report.compared > 50 * MANY_REQUESTS and report.preemptions and report.hits, report
     assert not report.differences, f"SEED={SEED}, {report.compared} values: {report.differences[:8]}"
 
 

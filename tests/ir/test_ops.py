@@ -60,6 +60,7 @@ def test_op(name: str) -> None:
         "row_mask",
         "row_block_max",
         "paged_attention_split",
+        "paged_attention_parts",
     )  # of masked ids, of padding rows
     assert all(np.isfinite(o).all() or name in minus_infinite for o in out)
 
@@ -79,7 +80,7 @@ def test_every_float_op_has_an_oracle_or_a_reason() -> None:
     ours = {"constant", "cast", "iota", "fused", "broadcast", "reshape", "slice", "concat", "matmul", "linear_map"}
     ours |= {"rope", "rope_tables", "attention", "paged_attention", "moe", "kv_append", "gelu_tanh", "page_put"}
     ours |= {"page_take"}
-    ours |= {"rope_append", "norm_linear", "paged_attention_split", "attention_combine"}
+    ours |= {"rope_append", "norm_linear", "paged_attention_split", "paged_attention_parts", "attention_combine"}
     ours |= {"paged_attention_single", "unpack_bits", "take_columns", "bitcast", "dequantize"}
     ours |= {"moe_route", "moe_up", "moe_down", "linear_split", "linear_combine", "quantized_linear"}
     ours |= {"quantized_moe_up", "quantized_moe_down", "scaled_moe_up", "scaled_moe_down"}

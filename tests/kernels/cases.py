@@ -37,11 +37,12 @@ ROUGH = (
     "cpu/attention",
     "triton/decode_attention",
     "triton/prefill_attention",
+    "triton/attention_parts",
     "triton/packed_attention",
     "triton/rope_append",
 )
 GPU_ONLY = (
-    "rope_append", "paged_attention_split", "paged_attention_single",
+    "rope_append", "paged_attention_split", "paged_attention_parts", "paged_attention_single",
     "attention_combine", "norm_linear", "row_begin", "all_reduce_add",
     "row_block_max",
     "row_sample_blocks", "row_finish", "linear_split", "linear_combine", "block_scaled_linear", "round_groups",

@@ -34,6 +34,15 @@ _ATTENTION = {
             "f32[R, 32, 16, 128], f32[R, 32, 16]",
         ),
     ),
+    "attention_parts": (
+        Text(
+            f"bf16[R, 32, 128]; {KV}; {PAGES}; i32[R]; i32[R]",
+            "paged_attention_parts {scale=0.088, splits=16, part=512}", "f32[R, 32, 16, 128], f32[R, 32, 16]",
+        ),
+    ),
+    "join_parts": (
+        Text("f32[R, 32, 16, 128]; f32[R, 32, 16]", 'attention_combine {dtype="bf16"}', "bf16[R, 32, 128]"),
+    ),
     "attention_combine": (
         Text("f32[R, 32, 16, 128]; f32[R, 32, 16]", 'attention_combine {dtype="bf16"}', "bf16[R, 32, 128]"),
     ),

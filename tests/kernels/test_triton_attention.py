@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from kernels.harness import Case
 from kernels.triton_harness import INTERPRETED, ONE_TARGET, TARGETS, compile_for, run_case
 from kernels.triton_order import memory_order
 
+from llmc.codegen.backends.triton.attention_parts import ATTENTION_PARTS, JOIN_PARTS
 from llmc.codegen.backends.triton.decode_attention import ATTENTION_COMBINE, DECODE_ATTENTION
 from llmc.codegen.backends.triton.prefill_attention import PACKED_ATTENTION, PREFILL_ATTENTION
 from llmc.codegen.backends.triton.single_token_attention import SINGLE_TOKEN_ATTENTION
@@ -23,6 +24,7 @@ from llmc.ir.dim import D
 from llmc.ir.graph import Graph
 from llmc.ir.ops import OPS
 from llmc.ir.types import Type
+from llmc.passes.split import split_kv
 from llmc.targets.target import Target
 
 pytestmark = pytest.mark.drawn
@@ -37,6 +39,7 @@ SHAPES = (
     (12, 2, 72),
 )  # h, g, d
 F8 = "f8e4m3"
+DETERMINISTIC = replace(INTERPRETED, deterministic=True)
 ATOL = {
     "f32": 2e-5,
     "f16": 4e-3,
@@ -100,11 +103,15 @@ class Paged:
             rows = np.concatenate([arrays[3], np.full(self.behind, -1, np.int32)])
             scales = arrays[6:7] if self.pool == F8 else []
             arrays, attrs = [*arrays[:3], rows, arrays[5], *scales], attrs | {"splits": splits}
+        if kernel is ATTENTION_PARTS:
+            attrs["part"] = split_kv.PART
         if kernel is SINGLE_TOKEN_ATTENTION:
             arrays.insert(6, rng.standard_normal(arrays[0].shape).astype(np.float32))
         elif least > 1:
             attrs["least"] = least
-        kind = "_split" if splits else "_single" if kernel is SINGLE_TOKEN_ATTENTION else ""
+        kind = "_single" if kernel is SINGLE_TOKEN_ATTENTION else ""
+        if splits:
+            kind = "_parts" if kernel is ATTENTION_PARTS else "_split"
         op = OPS[f"paged_attention{kind}"]
         g = Graph("main")
         t, r = (D("T"), D("R")) if self.dynamic else (D(len(arrays[0])), D(len(self.spans)))
@@ -174,6 +181,20 @@ MIXED = (
 def test_single_tokens(i: int, splits: int) -> None:
     rng = fresh()
     run_case(PINNED[i].case(DECODE_ATTENTION, rng, schedule=i, splits=splits))
+
+
+@pytest.mark.parametrize("i", range(len(PINNED)))
+def test_single_tokens_in_fixed_parts(i: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_kv, "PART", 64)
+    run_case(PINNED[i].case(ATTENTION_PARTS, fresh(), schedule=i, splits=4, on=DETERMINISTIC), DETERMINISTIC)
+
+
+@pytest.mark.parametrize("i", range(len(MIXED)))
+def test_mixtures_in_fixed_parts(i: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_kv, "PART", 64)
+    case = MIXED[i].case(PREFILL_ATTENTION, fresh(), i, on=DETERMINISTIC)
+    assert "PART=64" in case.kernel.emit(case.node, case.schedule, DETERMINISTIC).text
+    run_case(case, DETERMINISTIC)
 
 
 @pytest.mark.parametrize("kernel", [DECODE_ATTENTION, PREFILL_ATTENTION], ids=lambda k: k.name)
@@ -272,6 +293,7 @@ def combine(
     sinks: bool,
     at: int,
     on: Target = INTERPRETED,
+    kernel: TritonKernel = ATTENTION_COMBINE,
 ) -> Case:
     """Parts of which some, and all of the last token, are empty."""
     t, h, parts, _ = shape
@@ -289,18 +311,21 @@ def combine(
     if sinks:
         g.input("sinks", Type(dtype, (D(h),)))
     g.outputs = list(g.add(OPS["attention_combine"], g.inputs, {"dtype": dtype}).results)
-    plan = ATTENTION_COMBINE.schedules(g.nodes.head, on)  # type: ignore[arg-type]
-    return Case(f"combine-{shape}-{dtype}", g, ATTENTION_COMBINE, plan[at % len(plan)], arrays, rtol=2e-5, atol=2e-5)
+    plan = kernel.schedules(g.nodes.head, on)  # type: ignore[arg-type]
+    return Case(f"combine-{shape}-{dtype}", g, kernel, plan[at % len(plan)], arrays, rtol=2e-5, atol=2e-5)
 
 
-def combines(rng: np.random.Generator, on: Target = INTERPRETED) -> Iterator[Case]:
+def combines(
+    rng: np.random.Generator, on: Target = INTERPRETED, kernel: TritonKernel = ATTENTION_COMBINE
+) -> Iterator[Case]:
     for i, shape in enumerate([(3, 4, 1, 64), (2, 3, 5, 80), (4, 2, 16, 128), (1, 7, 64, 40)]):
-        yield combine(rng, shape, ("f32", "bf16", "f16")[i % 3], i % 2 == 1, i, on)
+        yield combine(rng, shape, ("f32", "bf16", "f16")[i % 3], i % 2 == 1, i, on, kernel)
 
 
-def test_combine() -> None:
+@pytest.mark.parametrize("kernel", [ATTENTION_COMBINE, JOIN_PARTS], ids=lambda k: k.name)
+def test_combine(kernel: TritonKernel) -> None:
     rng = fresh()
-    for case in combines(rng):
+    for case in combines(rng, kernel=kernel):
         run_case(case)
 
 

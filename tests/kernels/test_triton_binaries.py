@@ -29,6 +29,7 @@ from kernels.triton_harness import TARGETS
 
 from llmc.codegen.backends.triton.gemm_tma import has_maps
 from llmc.codegen.backends.triton.kernel_table import KERNELS
+from llmc.codegen.backends.triton.triton_kernel import has_e4m3
 from llmc.codegen.backends.triton.triton_toolchain import Compiled, Job, compile_one
 from llmc.codegen.code_object import read_kernel
 from llmc.codegen.kernel import Source
@@ -36,11 +37,11 @@ from llmc.extension import resolve
 from llmc.targets.target import Target
 
 TOKENS = {"T": 2048, "R": 16}
-HOPPER = (
-    "gemm_tma", "gemm_tma_splitk", "scaled_gemm", "scaled_gemm_tma", "scaled_gemm_small", "round_groups",
-    "scaled_moe_up", "scaled_moe_down",
-)  # fmt: skip
-NEWER = {f"triton/{name}": tuple(t for t in TARGETS if has_maps(t)) for name in HOPPER}
+MAPPED = ("gemm_tma", "gemm_tma_splitk", "scaled_gemm_tma")
+CODED = ("scaled_gemm", "scaled_gemm_small", "round_groups", "scaled_moe_up", "scaled_moe_down")  # of 8-bit floats
+NEWER = {f"triton/{name}": tuple(t for t in TARGETS if has_maps(t)) for name in MAPPED} | {
+    f"triton/{name}": tuple(t for t in TARGETS if has_e4m3(t)) for name in CODED
+}
 NVIDIA = {f"triton/{name}": tuple(t for t in TARGETS if t.family == "cuda") for name in COLLECTIVES}
 PRIVATE = 64  # bytes of memory of a thread's own: the largest tiles spill a few registers
 VGPRS = 512  # vector registers that a thread can have, accumulation registers among them

@@ -171,12 +171,41 @@ def paged_attention_split(
         per = -(-(pos // page + 1 - low // page) // splits)
         for z, first in enumerate(range(low // page, pos // page + 1, per)):
             at = np.arange(max(low, first * page), min(pos + 1, (first + per) * page))
-            k, v = (kv[pages[row, at // page], j, :, at % page] for j in (0, 1))
-            s = _scores(q[i : i + 1], k, scale, softcap)
-            mask = np.ones((1, len(at)), bool)
-            partial[i, :, z] = attend(q[i : i + 1], k, v, mask, scale, softcap, None)[0]
-            top = s.max(-1)
-            lse[i, :, z] = (top + np.log(np.exp(s - top[..., None]).sum(-1)))[:, 0]
+            partial[i, :, z], lse[i, :, z] = _part(q[i : i + 1], kv, pages[row], at, scale, softcap)
+    return partial, lse
+
+
+def _part(q: Any, kv: Any, pages: Any, at: Any, scale: float, softcap: float) -> tuple[Any, Any]:
+    """The attention [h, d] of one token over the tokens `at` of a row, and the logarithm [h] of its sum."""
+    page = kv.shape[3]
+    k, v = (kv[pages[at // page], j, :, at % page] for j in (0, 1))
+    s = _scores(q, k, scale, softcap)
+    top = s.max(-1)
+    lse = (top + np.log(np.exp(s - top[..., None]).sum(-1)))[:, 0]
+    return attend(q, k, v, np.ones((1, len(at)), bool), scale, softcap, None)[0], lse
+
+
+@op(
+    "(q: f[t, h, d], kv: state f[p, 2, g, page, d], pages: state i32[rows_max, m], rows: i32[t], positions: i32[t],"
+    " scales?kv: f32[2*g]) -> (partial: f32[t, h, splits, d], lse: f32[t, h, splits])",
+    flops="4*t*h*d*p*page", bytes="2*p*page*g*d*bytes_kv + t*h*d*bytes_q + 4*t*h*splits*d + 4*t*h*splits",
+    holds=_HOLDS, example={**_SIZES, "t": 3, "scale": 0.35, "splits": 3, "part": 4, "window": 7, "softcap": 3.0},
+)  # fmt: skip
+def paged_attention_parts(
+    q: Any, kv: Any, pages: Any, rows: Any, positions: Any, scales: Any = None, *, scale: float, splits: int,
+    part: int, window: int = 0, softcap: float = 0.0,
+) -> Any:  # fmt: skip
+    """paged_attention_split whose parts begin at multiples of `part` tokens, wherever a row ends.
+
+    A token at a position of splits * part or more is not supported.
+    """
+    (t, h, d), kv = q.shape, _unscaled(kv, scales)
+    partial, lse = np.zeros((t, h, splits, d), q.dtype), np.full((t, h, splits), -np.inf, q.dtype)
+    for i, (row, pos) in enumerate(zip(rows, positions, strict=True)):
+        low = max(0, pos + 1 - window) if window else 0
+        for z in range(low // part, pos // part + 1 if row >= 0 else 0):
+            at = np.arange(max(low, z * part), min(pos + 1, (z + 1) * part))
+            partial[i, :, z], lse[i, :, z] = _part(q[i : i + 1], kv, pages[row], at, scale, softcap)
     return partial, lse
 
 
@@ -185,7 +214,7 @@ def paged_attention_split(
     holds={"lse": contents.logits}, example={"t": 3, "h": 4, "s": 5, "d": 8, "dtype": "f32"},
 )  # fmt: skip
 def attention_combine(partial: Any, lse: Any, sinks: Any = None, *, dtype: str) -> Any:
-    """Combine the parts of paged_attention_split into one softmax, each weighted by exp(lse).
+    """Combine the parts of paged_attention_split or paged_attention_parts into one softmax, each weighted by exp(lse).
 
     A sink adds one weight per head without a value. The result is zero if all weights are zero.
     """

@@ -7,11 +7,20 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from llmc.ir.dim import Bounds
-from llmc.ir.graph import Builder, Graph, Module, Node
+from llmc.ir.graph import Builder, Graph, Module, Node, Value
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.rewrite import substitute
 
 MAX_PARTS = 64  # maximum number of parts, all read at once by the combining program
+PART = 512  # tokens of a fixed part, a multiple of every kernel's tile of keys
+
+
+def fixed_part(kv: Value, pages: Value) -> int:
+    """Return the tokens of a fixed part: PART, doubled until the longest row has at most MAX_PARTS."""
+    part, longest = PART, (pages.type.shape[1].const or 0) * int(kv.type.shape[3])
+    while part * MAX_PARTS < longest:
+        part *= 2
+    return part
 
 
 @dataclass(frozen=True)
@@ -19,12 +28,15 @@ class SplitKv(Pass):
     """Split paged_attention into paged_attention_split and attention_combine in graphs of one token per row.
 
     The number of parts is constant, so that one launch list serves any mixture of lengths. splits: number of parts (1:
-    do not split, 0: a power of two that gives every multiprocessor about `fill` programs).
+    do not split, 0: a power of two that gives every multiprocessor about `fill` programs). fixed: parts of a fixed
+    number of tokens instead (`fixed_part`), as many as the longest row has, in graphs whose rows and key heads are
+    fewer than the multiprocessors.
     """
 
     name: ClassVar[str] = "split-kv"
     splits: int = 0
     fill: float = 1.5
+    fixed: bool = False
 
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every graph; return the number of changes."""
@@ -35,15 +47,29 @@ class SplitKv(Pass):
         q, kv, pages, rows, _, positions, *_ = n.operands
         if not g.name.startswith("decode") or q.type.shape[0] != rows.type.shape[0] or not ctx.allows(n):
             return False
-        parts = self.splits or self.choose(n, bounds, ctx)
+        parts = self.splits or (self.count(n, bounds, ctx) if self.fixed else self.choose(n, bounds, ctx))
         if parts < 2 or not ctx.spend():
             return False
         b = Builder(g, ctx.opset, before=n, loc=n.loc)
-        attrs = {key: n.attrs[key] for key in ("scale", "window", "softcap")}
+        attrs = {key: n.attrs[key] for key in ("scale", "window", "softcap")} | {"splits": parts}
         scales, sinks = ([v] if (v := n.operand(name)) else [] for name in ("scales", "sinks"))
-        partial, lse = b.paged_attention_split(q, kv, pages, rows, positions, *scales, splits=parts, **attrs)
+        operands = (q, kv, pages, rows, positions, *scales)
+        if self.fixed:
+            partial, lse = b.paged_attention_parts(*operands, part=fixed_part(kv, pages), **attrs)
+        else:
+            partial, lse = b.paged_attention_split(*operands, **attrs)
         substitute(g, n, [b.attention_combine(partial, lse, *sinks, dtype=q.type.dtype)], self.name)
         return True
+
+    def count(self, n: Node, bounds: Bounds, ctx: Ctx) -> int:
+        """Return the number of fixed parts of the longest row; 1 if there are programs enough without parts."""
+        _, kv, pages, rows, *_ = n.operands
+        units, longest = ctx.target.limits.units if ctx.target else 0, pages.type.shape[1].const
+        if not units or not longest:
+            ctx.miss(self.name, n, "the number of multiprocessors or the maximum length is not known")
+            return 1
+        programs = rows.type.shape[0].bounds(bounds)[1] * int(kv.type.shape[2])
+        return -(-longest * int(kv.type.shape[3]) // fixed_part(kv, pages)) if programs < units else 1
 
     def choose(self, n: Node, bounds: Bounds, ctx: Ctx) -> int:
         """Choose the number of parts.

@@ -1,11 +1,12 @@
-"""A model compiled for an AMD GPU, on HIP's runtime without one: its code objects are loaded and launched through
+"""Models compiled for an AMD GPU, on HIP's runtime without one: their code objects are loaded and launched through
 graphs, their texts run in Triton's interpreter, and tokens and log-probabilities are held against transformers.
+
+    pytest --every tests/runtime/libamdhip64/check_model.py        all families for all GPUs; test_hip_driver.py draws
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,7 +22,7 @@ from llmc_runtime.device.hip.hip_device import HipDevice
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import TargetInfo
 from models import test_artifacts as artifacts
-from models.cases import LISTED, SEED
+from models.cases import LISTED, ROPES, SEED, UNLISTED, Case
 from models.kit import save
 
 from llmc import driver as driver_module
@@ -31,32 +32,45 @@ from llmc.options import Options
 from tests.runtime.libamdhip64.code_objects import CodeObjects
 from tests.runtime.libamdhip64.conftest import Driver
 
-CASE = dataclasses.replace(LISTED[0], config=LISTED[0].config | {"num_hidden_layers": 1})
 ARCHES = ("gfx90a", "gfx942", "gfx950")
-ARCH = Random(SEED).choice(ARCHES)
+# transformers takes the short frequencies of rope-longrope-long for short prompts.
+FAMILIES = [c for c in (*LISTED, *UNLISTED, *ROPES) if c.name != "rope-longrope-long"]
 STEPS = 2
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
-    """A compiled model and transformers' own. The texts are those for the interpreter, whose binaries are as real."""
-    print(f"seed {SEED}, {ARCH}")
-    folder = tmp_path_factory.mktemp("model")
-    own = save(CASE, folder / "model", SEED, torch.float32)
+def interpreted(arch: str, patch: pytest.MonkeyPatch) -> str:
+    """Let compiles for an AMD GPU emit texts for the interpreter, whose binaries are as real; return the target."""
     registry = driver_module.load()
-    target = dataclasses.replace(registry.target(f"hip:{ARCH}"), features=frozenset({INTERPRET}))
+    target = dataclasses.replace(registry.target(f"hip:{arch}"), features=frozenset({INTERPRET}))
     registry = dataclasses.replace(registry, targets={**registry.targets, target.name: lambda: target})
-    options = Options(target=target.name, max_model_len=64, max_num_batched_tokens=16, max_num_seqs=2, cache=CACHE)
+    patch.setattr(driver_module, "load", lambda: registry)
+    return target.name
+
+
+def compiled(case: Case, arch: str, folder: Path) -> Any:
+    """Compile a model to folder / "model.llmc", and return transformers' own."""
+    print(f"seed {SEED}, {case.name} for {arch}")
+    own = save(case, folder / "model", SEED, torch.float32)
+    length = min(case.trace.get("max_positions", 64), 64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver_module, "load", lambda: registry)
+        options = Options(
+            target=interpreted(arch, patch), dtype="float32", max_model_len=length, max_num_batched_tokens=16,
+            max_num_seqs=2, cache=CACHE,
+        )  # fmt: skip
         compile_model(folder / "model", folder / "model.llmc", options)
-    yield folder / "model.llmc", own
+    return own
 
 
-def test_tokens_of_a_model(driver: Driver, model: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.drawn
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("case", FAMILIES, ids=lambda c: c.name)
+def test_tokens_of_a_family(
+    driver: Driver, case: Case, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(artifacts, "STEPS", STEPS)
-    path, own = model
-    driver.gpu(arch=f"{ARCH}:sramecc+:xnack-")
+    own = compiled(case, arch, tmp_path)
+    path = tmp_path / "model.llmc"
+    driver.gpu(arch=f"{arch}:sramecc+:xnack-")
     objects = CodeObjects(driver, open_artifact(path))
     rng = np.random.default_rng(SEED)
     prompts = [rng.integers(3, 320, n).tolist() for n in (1, 19)]
@@ -69,11 +83,12 @@ def test_tokens_of_a_model(driver: Driver, model: tuple[Path, Any], monkeypatch:
     assert any("attention" in entry for entry in objects.launches) and len(objects.launches) > 5
 
 
-def test_code_objects_for_another_gpu(driver: Driver, model: tuple[Path, Any]) -> None:
+def test_code_objects_for_another_gpu(driver: Driver, tmp_path: Path) -> None:
     """They name their architecture, whatever the manifest says."""
-    other = next(a for a in ARCHES if a != ARCH)
+    arch, other = Random(SEED).sample(ARCHES, 2)
+    compiled(dataclasses.replace(LISTED[0], config=LISTED[0].config | {"num_hidden_layers": 1}), arch, tmp_path)
     driver.gpu(arch=other)
     device = HipDevice(TargetInfo(f"hip:{other}", other, ()), 1)
     with pytest.raises(LlmcError, match=r"E112.*hsaco cannot be loaded: hipErrorNoBinaryForGpu"):
-        device.load(open_artifact(model[0]))
+        device.load(open_artifact(tmp_path / "model.llmc"))
     device.close()

@@ -21,6 +21,7 @@ from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
 Shape = tuple[int, int, int, int, int, int]  # bm, bn, bk, warps, stages, split
+Tile = tuple[int, int, int, int, int]  # bm, bn, bk, warps, stages
 KEYS = ("bm", "bn", "bk", "warps", "stages", "split")
 LINE = 128  # bytes of one prefetch into the L2 cache
 GROUP = 8  # rows of tiles per group
@@ -61,12 +62,16 @@ LARGE = (
     (128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 3), (64, 128, 64, 4, 4), (64, 256, 64, 8, 4),
     (128, 256, 64, 8, 4), (128, 128, 64, 8, 6), (128, 128, 128, 8, 3), (64, 128, 128, 4, 4),
 )  # fmt: skip
+# The same for AMD GPUs, whose blocks prefetch one tile: published limits allow these, none has been measured.
+LARGE_AMD = (
+    (256, 256, 64, 8, 2), (256, 128, 64, 8, 2), (128, 256, 64, 8, 2), (128, 128, 64, 8, 2), (128, 128, 64, 4, 2),
+    (128, 128, 32, 4, 2), (64, 128, 64, 4, 2), (64, 256, 64, 4, 2),
+)  # fmt: skip
 LARGE_FLOAT = ((64, 64, 16, 4, 2), (32, 64, 16, 4, 2))
 SMALL = (16, 16, 32, 4, 2, 1)  # fits every target
 _SUMS = 128  # maximum float32 sums per thread
 WARPGROUP = 64  # rows of a warpgroup's instruction
 MATRIX = 16  # rows and columns of AMD's smallest instruction, and columns of NVIDIA's of 8-bit floats
-_L2 = 2.2  # bandwidth of the L2 cache relative to memory
 
 
 @dataclass(frozen=True)
@@ -85,8 +90,9 @@ class Gemm(TritonKernel):
         # Instructions of 8-bit floats have at least 16 columns, and so have those of warpgroups, by which
         # deterministic kernels multiply any number of tokens.
         least = MATRIX if p.dot == "f8e4m3" or target.deterministic else 0
-        shapes_to_try = self._narrow(p, least) if self.swap else self._large(p)
-        if target.family == "hip":  # prefetches one tile in registers; the smallest instruction has 16 rows and columns
+        amd = target.family == "hip"
+        shapes_to_try = self._narrow(p, least) if self.swap else self._large(p, LARGE_AMD if amd else LARGE)
+        if amd:  # prefetches one tile in registers; the smallest instruction has 16 rows and columns
             shapes_to_try = ((max(MATRIX, s[0]), max(MATRIX, s[1]), *s[2:4], 2, 1) for s in shapes_to_try)
         shapes = [s for s in dict.fromkeys(shapes_to_try) if fits(p, s, target)]
         return [dict(zip(KEYS, s, strict=True)) for s in shapes or [SMALL]]
@@ -100,8 +106,8 @@ class Gemm(TritonKernel):
         for bm in counts if m is None else (next((t for t in counts if t >= m), counts[-1]),):
             yield from ((bm, bn, bk * 2 // p.factor_bytes, w, s, split) for bn, bk, w, s, split in NARROW)
 
-    def _large(self, p: Product) -> Iterator[Shape]:
-        for bm, bn, bk, warps, stages in LARGE_FLOAT if p.dot == "f32" else LARGE:
+    def _large(self, p: Product, tiles: tuple[Tile, ...]) -> Iterator[Shape]:
+        for bm, bn, bk, warps, stages in LARGE_FLOAT if p.dot == "f32" else tiles:
             yield bm, bn // power(p.parts), bk if p.dot == "f32" else bk * 2 // p.factor_bytes, warps, stages, 1
 
     def order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
@@ -118,7 +124,8 @@ class Gemm(TritonKernel):
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         p, s = Product.of(node), schedule
-        return product_us(p, s, target, env, self.swap) * (penalty(p, s) if self.swap else 1.0) + target.launch_us
+        measured = self.swap and target.family == "cuda"
+        return product_us(p, s, target, env, self.swap) * (penalty(p, s) if measured else 1.0) + target.launch_us
 
     def code(self, u: Unit) -> Code:
         p, s = Product.of(u.node), u.schedule
@@ -223,7 +230,7 @@ def reading_us(p: Product, s: Schedule, target: Target, env: Mapping[str, int], 
     busy = min(1.0, 1.6 * min(blocks, units) / units, resident * ahead / (target.bandwidth * 1e-6))
     moved = p.bytes(env) + (0.1 * (passes - 1) * p.weight_bytes if swap else 0)
     near = passes * columns * (s["bn"] * p.parts + s["bm"]) * p.k * DTYPES[p.w.dtype].bits // 8
-    return max(moved / (0.86 * busy), near / _L2) / target.bandwidth * 1e6
+    return max(moved / (0.86 * busy), near / target.limits.near) / target.bandwidth * 1e6
 
 
 def penalty(p: Product, s: Schedule) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from llmc.codegen.backends.triton.gemm_small import GROUP, WARPGROUP, Gemm, Shape, common, product_us
+from llmc.codegen.backends.triton.gemm_small import GROUP, WARPGROUP, Gemm, Shape, Tile, common, product_us
 from llmc.codegen.backends.triton.gemm_splitk import splitk_us
 from llmc.codegen.backends.triton.linear_problem import Product
 from llmc.codegen.backends.triton.template import Argument, Template
@@ -63,7 +63,7 @@ class GemmTma(Gemm):
         schedules = super().schedules(node, target)
         return schedules + [{**s, "group": g} for g in GROUPS for s in schedules[:GROUPED]]
 
-    def _large(self, p: Product) -> Iterator[Shape]:
+    def _large(self, p: Product, tiles: tuple[Tile, ...]) -> Iterator[Shape]:
         for bm, bn, warps, stages in TILES:
             yield bm, bn // p.parts, STEP // p.factor_bytes, warps, stages, 1
 

@@ -12,6 +12,8 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "triton/all_gather": f"{_HERE}.collectives:ALL_GATHER",
         "triton/decode_attention": f"{_HERE}.decode_attention:DECODE_ATTENTION",
         "triton/attention_combine": f"{_HERE}.decode_attention:ATTENTION_COMBINE",
+        "triton/attention_parts": f"{_HERE}.attention_parts:ATTENTION_PARTS",
+        "triton/join_parts": f"{_HERE}.attention_parts:JOIN_PARTS",
         "triton/row_logprobs": f"{_HERE}.logprobs:LOGPROBS",
         "triton/gemm_tma": f"{_HERE}.gemm_tma:GEMM_TMA",
         "triton/gemm_tma_splitk": f"{_HERE}.gemm_tma:GEMM_TMA_SPLITK",

@@ -16,6 +16,7 @@ from llmc.codegen.backends.triton.triton_kernel import PDL, Code, TritonKernel, 
 from llmc.codegen.kernel import BY_SCHEDULE, Schedule
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
+from llmc.passes.split.split_kv import fixed_part
 from llmc.targets.target import Target
 
 FAR = 1 << 30
@@ -49,8 +50,26 @@ def tiles(width: int, item: int, wide: bool, least: int, target: Target) -> Iter
             yield {"rows": max(rows, least), "keys": keys, "warps": warps, "stages": stages}
 
 
+def blocks_us(node: Node, schedule: Schedule, target: Target, blocks: int, seen: int) -> float:
+    """Predict the microseconds of waves of blocks that attend to `seen` keys.
+
+    A step of a block costs its products at half of the peak plus a latency.
+    """
+    p, rows, keys = Problem.of(node), schedule["rows"], schedule["keys"]
+    block_bytes = shared(rows, keys, schedule["stages"], p.width, max(2, p.item), target)
+    resident = max(1, min(target.limits.shared // block_bytes, 16 // schedule["warps"]))
+    peak = target.peaks.get(node.operands[0].type.dtype, target.peaks["f32"]) / target.limits.units / 2e6
+    share = min(resident, blocks / target.limits.units + 1)  # blocks that share a multiprocessor
+    wait = 0.3 if schedule["stages"] > 2 else 1.0
+    block_us = math.ceil(seen / keys) * (wait + 4 * rows * keys * p.width / peak * share)
+    return math.ceil(blocks / (target.limits.units * resident)) * (2 + block_us)
+
+
 class PrefillAttention(TritonKernel):
-    """Paged attention of any mixture of rows and tokens; a tile belongs to one row."""
+    """Paged attention of any mixture of rows and tokens; a tile belongs to one row.
+
+    For deterministic targets, it adds the parts of a fixed number of keys in which ATTENTION_PARTS splits decoding.
+    """
 
     sums = BY_SCHEDULE
 
@@ -71,18 +90,11 @@ class PrefillAttention(TritonKernel):
         return [{**s, "keys": max(s["keys"], p.least_keys)} for s in found]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        """Predict microseconds: waves of blocks, whose steps cost their products at half of the peak plus a latency."""
-        p, rows, keys = Problem.of(node), schedule["rows"], schedule["keys"]
+        p, rows = Problem.of(node), schedule["rows"]
         tokens, count = (node.operands[i].type.shape[0].subs(env).const or 1 for i in (0, 3))
         blocks = (tokens // (rows // p.group) + count) * p.g
-        block_bytes = shared(rows, keys, schedule["stages"], p.width, max(2, p.item), target)
-        resident = max(1, min(target.limits.shared // block_bytes, 16 // schedule["warps"]))
-        peak = target.peaks.get(node.operands[0].type.dtype, target.peaks["f32"]) / target.limits.units / 2e6
         seen = min(max(CONTEXT, tokens // count // 2), p.window or FAR)
-        share = min(resident, blocks / target.limits.units + 1)  # blocks that share a multiprocessor
-        wait = 0.3 if schedule["stages"] > 2 else 1.0
-        block_us = math.ceil(seen / keys) * (wait + 4 * rows * keys * p.width / peak * share)
-        return math.ceil(blocks / (target.limits.units * resident)) * (2 + block_us) + target.launch_us
+        return blocks_us(node, schedule, target, blocks, seen) + target.launch_us
 
     def code(self, u: Unit) -> Code:
         n, p, s = u.node, Problem.of(u.node), u.schedule
@@ -97,6 +109,7 @@ class PrefillAttention(TritonKernel):
             table_width=u.sizes(n.operands[2].type.shape[1]),
             **p.constants(),
             MIN_TOKENS=n.attrs["least"],
+            PART=fixed_part(n.operands[1], n.operands[2]) if u.target.deterministic else 0,
             QUERY_ROWS=s["rows"],
             KEYS_PER_TILE=s["keys"],
             INTERPRET=u.interpret,

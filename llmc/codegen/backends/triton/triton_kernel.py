@@ -30,6 +30,7 @@ ELEMENTS = MappingProxyType(
     }
 )  # fmt: skip
 FLOATS = ("f32", "bf16", "f16")
+OCP, FNUZ = "gfx950", "gfx942"  # AMD GPUs with instructions for 8-bit floats, by the kind of these
 CODES = ("i8", "f8e4m3")  # of quantised tensors; both can be factors of tl.dot
 INTS = ("i64", "i32", "i16", "i8", "u32", "u16", "u8")
 PDL = "pdl"  # target feature: programmatic dependent launch
@@ -126,8 +127,14 @@ def unsupported_codes(node: Node, target: Target) -> str | None:
     """Return why the target does not support the node's values of dtype f8e4m3, or None."""
     if all(v.type.dtype != "f8e4m3" for v in [*node.operands, *node.results]):
         return None
-    hopper = target.family == "cuda" and capability(target) >= 89
-    return None if hopper or target.has(INTERPRET) else f"{target.name} has no instructions for f8e4m3"
+    if has_e4m3(target) or target.has(INTERPRET):
+        return None
+    return f"{target.name} has no instructions for f8e4m3{' (its 8-bit floats are fnuz)' * (target.arch == FNUZ)}"
+
+
+def has_e4m3(target: Target) -> bool:
+    """Whether the target's matrix instructions multiply f8e4m3 as checkpoints have it (OCP's)."""
+    return capability(target) >= 89 if target.family == "cuda" else target.arch == OCP
 
 
 def capability(target: Target) -> int:

@@ -92,6 +92,22 @@ def softmax_add_sink(running_max, running_sum, acc, sink):
 
 
 @triton.jit
+def softmax_part(running_max, running_sum, acc, value_scale):
+    """Return the mean of a part [ROWS, WIDTH] times `value_scale`, zeros if it has no keys, and its lse [ROWS]."""
+    mean = acc * (value_scale / tl.maximum(running_sum, 1e-30))[:, None]
+    return mean, softmax_lse(running_max, running_sum)
+
+
+@triton.jit
+def softmax_add_part(running_max, running_sum, acc, mean, lse):
+    """Return the state after one more part, whose mean has the weight exp(lse); a part without keys changes no bit."""
+    lse = lse * LOG2_E
+    new_max = tl.maximum(running_max, lse)
+    rescale, weight = tl.exp2(running_max - new_max), tl.exp2(lse - new_max)
+    return new_max, running_sum * rescale + weight, acc * rescale[:, None] + mean * weight[:, None]
+
+
+@triton.jit
 def softmax_mean(running_sum, acc):
     """Return the weighted mean of the values [ROWS, WIDTH]; zeros for queries that attend to no key."""
     return acc / tl.maximum(running_sum, 1e-30)[:, None]

@@ -10,8 +10,10 @@ import triton.language as tl
 
 from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
 from llmc.codegen.backends.triton.kernels.online_softmax import (
+    softmax_add_part,
     softmax_add_sink,
     softmax_mean,
+    softmax_part,
     softmax_start,
     softmax_tile,
 )
@@ -107,12 +109,34 @@ def attend_range(
 
 
 @triton.jit
+def key_bounds(positions, exists, WINDOW: tl.constexpr, KEYS_PER_TILE: tl.constexpr):
+    """Return bounds of the keys of query rows: begin, end of the tiles that need no mask, end, lowest key of a window.
+
+    `begin` and the end of the tiles without masks are multiples of a tile. Without a window, all queries attend to the
+    first tiles, which therefore need no masks.
+    """
+    end = tl.max(positions, 0) + 1
+    lowest = 0
+    if WINDOW:
+        lowest = tl.maximum(tl.min(tl.where(positions >= 0, positions, FAR), 0) - (WINDOW - 1), 0)
+    begin = lowest // KEYS_PER_TILE * KEYS_PER_TILE
+    whole = begin
+    if not WINDOW:
+        whole = (tl.min(tl.where(exists, positions, FAR), 0) + 1) // KEYS_PER_TILE * KEYS_PER_TILE
+    return begin, whole, end, lowest
+
+
+@triton.jit
 def attend_causal(
     query,
     kv_ptr,
     page_table_ptr,
     positions,
-    exists,
+    begin,
+    whole,
+    stop,
+    end,
+    lowest,
     scale,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -124,20 +148,12 @@ def attend_causal(
     DOT_DTYPE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Return the softmax state of query rows at `positions` [ROWS] of one sequence (-1: attends to no key).
+    """Return the softmax state of query rows at `positions` [ROWS] of one sequence (-1: attends to no key), after the
+    keys from `begin` to `stop`.
 
-    `exists` [ROWS] is false for the padding of the tile. Without a window, all queries attend to the first tiles, which
-    therefore need no masks.
+    Tiles up to `whole` need no masks; `end` and `lowest` are those of `key_bounds`.
     """
     running_max, running_sum, acc = softmax_start(query.shape[0], HEAD_DIM_PADDED)
-    end = tl.max(positions, 0) + 1
-    lowest = 0
-    if WINDOW:
-        lowest = tl.maximum(tl.min(tl.where(positions >= 0, positions, FAR), 0) - (WINDOW - 1), 0)
-    begin = lowest // KEYS_PER_TILE * KEYS_PER_TILE
-    whole = begin
-    if not WINDOW:
-        whole = (tl.min(tl.where(exists, positions, FAR), 0) + 1) // KEYS_PER_TILE * KEYS_PER_TILE
     pages = load_pages(page_table_ptr, begin + tl.arange(0, KEYS_PER_TILE), end, PAGE)
     if not WINDOW:
         running_max, running_sum, acc, pages = attend_range(
@@ -146,10 +162,88 @@ def attend_causal(
             INTERPRET,
         )  # fmt: skip
     running_max, running_sum, acc, pages = attend_range(
-        query, kv_ptr, page_table_ptr, whole, end, end, lowest, positions, running_max, running_sum, acc, pages,
+        query, kv_ptr, page_table_ptr, whole, stop, end, lowest, positions, running_max, running_sum, acc, pages,
         scale, True, KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE,
         INTERPRET,
     )  # fmt: skip
+    return running_max, running_sum, acc
+
+
+@triton.jit
+def attend_part(
+    query,
+    kv_ptr,
+    page_table_ptr,
+    positions,
+    first,
+    begin,
+    whole,
+    end,
+    lowest,
+    scale,
+    value_scale,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PART: tl.constexpr,
+    KEYS_PER_TILE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Return the attention of query rows over the keys from `first` to `first` + PART, and its lse (see softmax_part).
+
+    The bounds are those of `key_bounds`.
+    """
+    start, stop = tl.maximum(first, begin), tl.minimum(first + PART, end)
+    running_max, running_sum, acc = attend_causal(
+        query, kv_ptr, page_table_ptr, positions, start, tl.minimum(tl.maximum(whole, start), stop), stop, end, lowest,
+        scale, KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
+    )  # fmt: skip
+    return softmax_part(running_max, running_sum, acc, value_scale)
+
+
+@triton.jit
+def attend_keys(
+    query,
+    kv_ptr,
+    page_table_ptr,
+    positions,
+    exists,
+    scale,
+    value_scale,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PART: tl.constexpr,
+    KEYS_PER_TILE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Return the softmax state of query rows at `positions` [ROWS] of one sequence (-1: attends to no key).
+
+    `exists` [ROWS] is false for the padding of the tile. With PART, every part of so many keys has its own softmax,
+    and the parts, whose means are multiplied by `value_scale`, are added from the first to the last.
+    """
+    begin, whole, end, lowest = key_bounds(positions, exists, WINDOW, KEYS_PER_TILE)
+    if PART:
+        running_max, running_sum, acc = softmax_start(query.shape[0], HEAD_DIM_PADDED)
+        for first in range(begin // PART * PART, end, PART):
+            mean, lse = attend_part(
+                query, kv_ptr, page_table_ptr, positions, first, begin, whole, end, lowest, scale, value_scale,
+                KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, PART, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
+            )  # fmt: skip
+            running_max, running_sum, acc = softmax_add_part(running_max, running_sum, acc, mean, lse)
+    else:
+        running_max, running_sum, acc = attend_causal(
+            query, kv_ptr, page_table_ptr, positions, begin, whole, end, end, lowest, scale,
+            KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
+        )  # fmt: skip
     return running_max, running_sum, acc
 
 
@@ -176,6 +270,7 @@ def paged_prefill(
     WINDOW: tl.constexpr,  # keys that a query attends to, including its own; 0: all
     SOFTCAP: tl.constexpr,
     MIN_TOKENS: tl.constexpr,  # the result of rows with fewer tokens is zero
+    PART: tl.constexpr,  # keys of a part with a softmax of its own, a multiple of KEYS_PER_TILE; 0: one softmax
     QUERY_ROWS: tl.constexpr,  # rows of a tile: tokens times HEADS // KV_HEADS, and padding
     KEYS_PER_TILE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
@@ -201,12 +296,14 @@ def paged_prefill(
     column = tl.arange(0, HEAD_DIM_PADDED)[None, :]
     mask = exists[:, None] & head_mask(HEAD_DIM, HEAD_DIM_PADDED)
     query = tl.load(query_ptr + (head * HEAD_DIM)[:, None] + column, mask=mask, other=0.0)
-    running_max, running_sum, acc = attend_causal(
-        to_factor(query, DOT_DTYPE), kv_ptr, page_table_ptr, position, exists, SCALE * key_scale,
-        KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
+    running_max, running_sum, acc = attend_keys(
+        to_factor(query, DOT_DTYPE), kv_ptr, page_table_ptr, position, exists, SCALE * key_scale, value_scale,
+        KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, PART, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
     )  # fmt: skip
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + query_head)
         running_max, running_sum, acc = softmax_add_sink(running_max, running_sum, acc, sink)
-    out = softmax_mean(running_sum, acc) * value_scale
+    out = softmax_mean(running_sum, acc)
+    if not PART:
+        out *= value_scale
     tl.store(out_ptr + (head * HEAD_DIM)[:, None] + column, out.to(out_ptr.dtype.element_ty), mask=mask)

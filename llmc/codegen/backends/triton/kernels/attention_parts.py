@@ -1,0 +1,101 @@
+"""Decode attention in parts of a fixed number of keys, which are combined in one order.
+
+Tiles, products and the order of the parts are those of `prefill_attention` with the same PART, so both give a token the
+same bits: there, one program computes all parts of a row.
+"""
+
+import triton
+import triton.language as tl
+
+from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
+from llmc.codegen.backends.triton.kernels.online_softmax import (
+    softmax_add_part,
+    softmax_add_sink,
+    softmax_mean,
+    softmax_start,
+)
+from llmc.codegen.backends.triton.kernels.paged_kv import head_mask, head_scales, to_factor
+from llmc.codegen.backends.triton.kernels.prefill_attention import attend_part, key_bounds
+
+
+@triton.jit
+def attention_parts(
+    query_ptr,  # [tokens, HEADS, HEAD_DIM]
+    kv_ptr,  # [pages, 2, KV_HEADS, PAGE, HEAD_DIM]
+    page_table_ptr,  # [table rows, table_width]
+    rows_ptr,  # [tokens]: rows of the page table, -1 for padding
+    positions_ptr,  # [tokens]: the position of each token in its sequence
+    scales_ptr,  # [2 * KV_HEADS]: of the keys and values of a pool of 8-bit floats; None for other pools
+    partial_ptr,  # [tokens, HEADS, PARTS, HEAD_DIM]: float32
+    lse_ptr,  # [tokens, HEADS, PARTS]: log of the sum of exp(logit), -inf for an empty part
+    table_width,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,  # keys that a query attends to, including its own; 0: all
+    SOFTCAP: tl.constexpr,
+    PART: tl.constexpr,  # keys of a part
+    PARTS: tl.constexpr,
+    QUERY_ROWS: tl.constexpr,  # rows of a tile: HEADS // KV_HEADS, and padding
+    KEYS_PER_TILE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """One part of the keys of one token and one key head."""
+    wait_for_previous(DEPENDENT_LAUNCH)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    token, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.load(rows_ptr + token)
+    member = tl.arange(0, QUERY_ROWS)
+    exists = member < GROUP
+    position = tl.where(exists & (row >= 0), tl.load(positions_ptr + token), -1)
+    key_scale, value_scale = head_scales(scales_ptr, kv_head, KV_HEADS)
+    page_table_ptr += tl.maximum(row, 0).to(tl.int64) * table_width
+    head = token.to(tl.int64) * HEADS + kv_head * GROUP + member
+    column = tl.arange(0, HEAD_DIM_PADDED)[None, :]
+    mask = exists[:, None] & head_mask(HEAD_DIM, HEAD_DIM_PADDED)
+    query = tl.load(query_ptr + (head * HEAD_DIM)[:, None] + column, mask=mask, other=0.0)
+    begin, whole, end, lowest = key_bounds(position, exists, WINDOW, KEYS_PER_TILE)
+    mean, lse = attend_part(
+        to_factor(query, DOT_DTYPE), kv_ptr + kv_head * (PAGE * HEAD_DIM), page_table_ptr, position, part * PART, begin,
+        whole, end, lowest, SCALE * key_scale, value_scale, KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP,
+        PART, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
+    )  # fmt: skip
+    head = head * PARTS + part
+    tl.store(partial_ptr + (head * HEAD_DIM)[:, None] + column, mean, mask=mask)
+    tl.store(lse_ptr + head, lse, mask=exists)
+
+
+@triton.jit
+def join_parts(
+    partial_ptr,  # [tokens, HEADS, PARTS, HEAD_DIM]: float32
+    lse_ptr,  # [tokens, HEADS, PARTS]: float32
+    sinks_ptr,  # [HEADS], or None
+    out_ptr,  # [tokens, HEADS, HEAD_DIM]
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    PARTS: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """The attention of one head of one token: its parts, added from the first to the last."""
+    wait_for_previous(DEPENDENT_LAUNCH)
+    one = tl.arange(0, 1)
+    head = (tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)) * PARTS + one
+    column = tl.arange(0, HEAD_DIM_PADDED)[None, :]
+    in_head = head_mask(HEAD_DIM, HEAD_DIM_PADDED)
+    running_max, running_sum, acc = softmax_start(1, HEAD_DIM_PADDED)
+    for part in tl.static_range(PARTS):
+        lse = tl.load(lse_ptr + head + part)
+        mean = tl.load(partial_ptr + ((head + part) * HEAD_DIM)[:, None] + column, mask=in_head, other=0.0)
+        running_max, running_sum, acc = softmax_add_part(running_max, running_sum, acc, mean, lse)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + tl.program_id(1) + one)
+        running_max, running_sum, acc = softmax_add_sink(running_max, running_sum, acc, sink)
+    out = softmax_mean(running_sum, acc)
+    at = out_ptr + (head // PARTS * HEAD_DIM)[:, None] + column
+    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=in_head)
