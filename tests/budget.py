@@ -28,6 +28,7 @@ LIMITS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "timeout": ("server.serving", "MAX_SECONDS", "s"), "outputs": ("server.serving", "MAX_CHOICES", ""),
         "texts": ("server.serving", "MAX_TEXTS", ""), "log_lines": ("server.http.request_log", "MAX_WAITING", ""),
         "open_listed": ("server.admin", "MAX_LISTED", ""), "trace_seconds": ("engine.control_rpc", "MAX_SECONDS", "s"),
+        "drain_seconds": ("server.admin", "MAX_DRAIN", "s"),
         "trace_rows": ("engine.control_rpc", "MAX_ROWS", ""),
         "prompts": ("server.requests.request_fields", "MAX_PROMPTS", ""),
         "inputs": ("server.requests.pooling_request", "MAX_INPUTS", ""),
@@ -176,6 +177,8 @@ ROUTES: tuple[Row, ...] = (
     Row(("GET /admin/state",), _ADMIN, NONE, "{open_listed} requests", NONE, ("server.admin",)),
     Row(("GET /admin/trace",), _ADMIN, "{trace_rows} spans", "the same", "one at a time, {trace_seconds}",
         ("server.admin", "engine.control_rpc")),
+    Row(("POST /admin/restart",), _ADMIN, _BODY, "a number for each engine",
+        "one at a time, {drain_seconds} for open requests of each engine", ("server.admin",)),
     Row(("POST /admin/abort", "POST /admin/reset_prefix_cache", "POST /admin/log_level"), _ADMIN, _BODY, "one number",
         NONE, ("server.admin",)),
 )  # fmt: skip

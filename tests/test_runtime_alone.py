@@ -27,7 +27,7 @@ for name in names:
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as e:  # the extra "serve"
-        of_server = ("engine.", "api.async", "server.", "call_formats", "exec.group_", "exec.rank_")
+        of_server = ("engine.", "api.async", "server.", "call_formats", "exec.group_", "exec.rank", "exec.ray_")
         if not name.removeprefix("llmc_runtime.").startswith(of_server):
             raise ImportError(name) from e
 from llmc_runtime.format.errors import LlmcError

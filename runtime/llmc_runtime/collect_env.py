@@ -21,7 +21,7 @@ from llmc_runtime.host_info import default_threads, free_memory, this_host
 PACKAGES = (
     "numpy", "tokenizers", "jinja2", "tqdm", "torch", "transformers", "ml_dtypes", "safetensors", "huggingface-hub",
     "triton", "nvidia-cuda-nvrtc", "cuda-bindings", "hip-python", "llguidance", "starlette", "uvicorn", "h11",
-    "pyzmq", "msgspec", "prometheus-client", "pyyaml", "openai",
+    "pyzmq", "ray", "msgspec", "prometheus-client", "pyyaml", "openai",
 )  # fmt: skip
 _FEATURES = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "sve", "bf16")
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")

@@ -24,6 +24,7 @@ from llmc_runtime.speculate_option import DRAFTED, TOKENS, check_speculate, pars
 MAX_THREADS = 1024
 MAX_ENGINES = 64
 _DTYPES: Mapping[str, str] = MappingProxyType({"float32": "f32", "bfloat16": "bf16"})  # "auto" is any
+MP, RAY = "mp", "ray"  # who starts the ranks of an engine
 _SERVE, _RUN, _BOTH = ("serve",), ("run",), ("serve", "run")
 _COMPILE = ("serve", "compile")
 
@@ -50,6 +51,17 @@ def _seed(name: str, value: Any) -> int:
 
 def _engines(name: str, value: Any) -> int:
     return int(_integer("E201", 1, MAX_ENGINES)(name, 1 if value is None else value))
+
+
+def _one_of(*allowed: str) -> Any:
+    """Return a check for one of these texts."""
+
+    def check(name: str, value: Any) -> str:
+        if value not in allowed:
+            raise LlmcError("E201", f"{name} = {value!r:.60} is not allowed", f"set {name} to {' or '.join(allowed)}")
+        return str(value)
+
+    return check
 
 
 def _switch(name: str, value: Any) -> bool:
@@ -94,6 +106,10 @@ class EngineOptions:
         None, "number of ranks, processes that compute together: that of the artifact (default), or of the "
         "compilation of a folder", commands=_BOTH, flags=("--tensor-parallel-size", "-tp"), read=positive,
         metavar="N", check=_integer("E201", 1, MAX_RANKS),
+    )  # fmt: skip
+    distributed_executor_backend: str = option(
+        MP, "who starts the ranks: mp (processes of this machine) or ray (actors of a Ray cluster, on this machine)",
+        commands=_BOTH, choices=(MP, RAY), check=_one_of(MP, RAY), engine=True,
     )  # fmt: skip
     seed: int | None = option(
         0, "seed from which the seeds of requests without one are derived (0; None in Python: random)", commands=_SERVE,
@@ -185,7 +201,8 @@ class EngineOptions:
 
     def check_artifact(self, manifest: Manifest) -> None:
         """Raise LlmcError E204 if the model is this artifact, and was compiled for another target or dtype or without
-        --deterministic, E207 if for another number of ranks, and E201 if there are fewer CPUs than engines on them."""
+        --deterministic, E207 if for another number of ranks or for none that Ray can place, and E201 if there are fewer
+        CPUs than engines on them."""
         target, dtype = manifest.target.name, manifest.kv.dtype
         if self.target is not None and self.target.partition("+")[0] != target.partition("+")[0]:
             cause = f"{self.model} was compiled for {target}, not for target={self.target!r}"
@@ -202,6 +219,9 @@ class EngineOptions:
             cause = f"{self.model} was compiled for {manifest.ranks} rank(s), and {wanted}"
             remedy = f"leave it out, or compile with --tensor-parallel-size {self.tensor_parallel_size}"
             raise LlmcError("E207", cause, remedy)
+        if self.distributed_executor_backend == RAY and (manifest.ranks == 1 or not target.startswith("cpu:")):
+            cause = f"Ray places ranks on CPUs; {self.model} is for {target} and has {manifest.ranks} rank(s)"
+            raise LlmcError("E207", cause, "leave distributed_executor_backend out, or compile with several ranks")
         engines, cpus = self.data_parallel_size, usable_cpus()
         if target.startswith("cpu:") and engines > max(1, cpus):
             cause = f"data_parallel_size = {engines}: an engine needs a CPU of its own, and this process may use {cpus}"

@@ -65,7 +65,6 @@ IGNORED = (
     ),
     IgnoredFlags("--swap-space --cpu-offload-gb", "nothing is moved between device and host"),
     IgnoredFlags("--max-parallel-loading-workers", "--threads sets the number of threads that load weights"),
-    IgnoredFlags("--distributed-executor-backend", "ranks are processes of this machine"),
     _switch("--disable-frontend-multiprocessing", "the engine always runs in its own process"),
     IgnoredFlags("--limit-mm-per-prompt --mm-processor-kwargs", "prompts are text"),
     IgnoredFlags("--max-loras --max-lora-rank --max-cpu-loras", "adapters are not supported"),

@@ -1,4 +1,4 @@
-"""Starts a module of this package in a new Python process."""
+"""Starts a module of this package in a new Python process, and makes what both share: memory, a folder for sockets."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, BinaryIO
 
+_MAX_SOCKET_NAME = 107  # bytes of a Unix socket's path
+_FALLBACK_FOLDERS = ("/tmp", "/dev/shm")  # for sockets, if the default folder for temporary files is unsuitable
 # The child imports the package from its parent's sys.path, never from its working directory.
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
@@ -59,3 +63,25 @@ def memory_file(name: str, data: bytes) -> BinaryIO:
     file.write(data)
     file.seek(0)
     return file
+
+
+def socket_folder(name: str) -> Path:
+    """Make a folder for this user only, whose path is valid Unicode, and short enough for a socket with this name.
+
+    Raises OSError or UnicodeEncodeError.
+    """
+    last: Exception | None = None
+    for parent in (None, *_FALLBACK_FOLDERS):
+        try:
+            folder = tempfile.mkdtemp(prefix="llmc-", dir=parent)  # 0700
+            if len(f"{folder}/{name}".encode()) <= _MAX_SOCKET_NAME:
+                return Path(folder)
+            last = OSError(f"{folder} is too long for the name of a socket")
+        except OSError as e:
+            last = e
+            continue
+        except UnicodeEncodeError as e:
+            last = e
+        os.rmdir(folder)
+    assert last is not None
+    raise last

@@ -198,6 +198,7 @@ def test_03_without_admin_keys_there_are_no_admin_routes(draw: Random) -> None:
                 "/admin/abort",
                 "/admin/reset_prefix_cache",
                 "/admin/log_level",
+                "/admin/restart",
             ):
                 for body in (None, {}):
                     assert server.ask(path, body).status in (403, 404), path

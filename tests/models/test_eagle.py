@@ -31,15 +31,16 @@ LIMITS: dict[str, Any] = {"cache": CACHE, "max_num_seqs": 4, "max_num_batched_to
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("before", [False, pytest.param(True, marks=pytest.mark.drawn)])
+@pytest.mark.parametrize(("before", "ranks"), [(False, 1), pytest.param(True, 1, marks=pytest.mark.drawn), (True, 2)])
 def test_drafts_are_those_of_the_published_algorithm(
-    before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    before: bool, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After prompts in chunks, accepted and rejected drafts, with and without a vocabulary of its own."""
+    """After prompts in chunks, accepted and rejected drafts, with and without a vocabulary of its own, and in ranks."""
     model, w = save(LISTED[1], tmp_path / "model", SEED), tensors(200 if before else 320, seed=SEED)
     save_head(tmp_path / "head", w, norm_before_residual=before)
     draft = f"eagle:{tmp_path / 'head'}"
-    compile_model(tmp_path / "model", tmp_path / "model.llmc", Options(**LIMITS, draft=draft))
+    options = Options(**LIMITS, draft=draft, tensor_parallel_size=ranks)
+    compile_model(tmp_path / "model", tmp_path / "model.llmc", options)
     seen = record_drafts(monkeypatch)
     bias = {5: 5.0, 9: 5.5, 200: 5.0}
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logit_bias=bias)

@@ -43,11 +43,12 @@ class Served:
         return str(error["message"])
 
 
-def serve(path: Path, log: Path) -> Iterator[Served]:
+def serve(path: Path, log: Path, *options: str) -> Iterator[Served]:
+    """Run llmc-serve with these options."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
     program = "import sys; from llmc_runtime.cli import main_serve; sys.exit(main_serve(sys.argv[1:]))"
-    command = [sys.executable, "-c", program, str(path), "--port", str(port), "--served-model-name", "m"]
+    command = [sys.executable, "-c", program, str(path), "--port", str(port), "--served-model-name", "m", *options]
     with log.open("wb") as stderr, LLM(path, say=lambda line: None) as llm:
         server = subprocess.Popen(command, stderr=stderr)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from llmc.options import Options
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model-small"
 STEPS = 12
+SIZES = {"intermediate_size": 97, "vocab_size": 321}
+ODD = replace(LISTED[0], name="odd", config=LISTED[0].config | SIZES)  # padded with zeros
 PARAMS = (
     SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, logprobs=2),
     SamplingParams(temperature=1, seed=7, max_tokens=STEPS, ignore_eos=True, repetition_penalty=1.2),
@@ -47,7 +50,7 @@ def tokens_of(artifact: Path, prompts: Sequence[list[int]]) -> list[list[int]]:
 
 @pytest.mark.drawn
 @pytest.mark.parametrize("ranks", (2, 4))
-@pytest.mark.parametrize("case", (LISTED[0], *sample(3), *further(2)), ids=lambda c: c.name)
+@pytest.mark.parametrize("case", (LISTED[0], ODD, *sample(3), *further(2)), ids=lambda c: c.name)
 def test_ranks_sample_the_tokens_of_the_whole_model(case: Case, ranks: int, tmp_path: Path) -> None:
     rng = np.random.default_rng(of_test())
     save(case, tmp_path / "model", 3, torch.float32)

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from kernel_cache import CACHE
 from llmc_runtime import LLM, AsyncLLM, RequestOutput, SamplingParams
 from llmc_runtime.artifact import open_artifact
+from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.exec.rank_group import RankGroup
 from llmc_runtime.exec.rank_messages import Done, Join
 from llmc_runtime.exec.rank_process import open_rank
@@ -30,6 +32,7 @@ PROMPTS = [[7 + i, 11, 13 + i, 17] for i in range(6)]
 RANKS = 3
 SIZES = {"hidden_size": 96, "vocab_size": 321, "num_attention_heads": 6, "num_key_value_heads": 3}
 HEADS = Case("heads", "llama", SMALL | SIZES)
+LATEST = 5.0  # seconds until a request is told, on a machine that runs other tests; alone it takes 0.2
 Ended = RequestOutput | LlmcError
 
 
@@ -107,6 +110,7 @@ def test_kills_under_load(artifact: Path, tokens: list[list[int]], request: pyte
     """`--kills N` kills N times. A request ends with its tokens or with an error, soon after the kill."""
     kills, failed, right = request.config.getoption("--kills"), 0, 0
     pids: list[int] = []
+    waits: list[float] = []  # seconds from a kill until the last request has ended
 
     async def main() -> None:
         nonlocal failed, right
@@ -130,7 +134,7 @@ def test_kills_under_load(artifact: Path, tokens: list[list[int]], request: pyte
                     else:
                         assert list(one.outputs[0].token_ids) == want
                         right += 1
-                assert time.monotonic() - killed < 10  # a second, on a machine that does nothing else
+                waits.append(time.monotonic() - killed)
             await until(lambda: llm.restarts >= kills and llm.engines[0].state == "ready")
             last = [await answer(llm, p) for p in PROMPTS[:2]]
             assert [list(one.outputs[0].token_ids) for one in last if isinstance(one, RequestOutput)] == tokens[:2]
@@ -138,6 +142,10 @@ def test_kills_under_load(artifact: Path, tokens: list[list[int]], request: pyte
 
     asyncio.run(main())
     assert failed + right == kills * len(PROMPTS)
+    waits.sort()
+    shown = f"{kills} kills, {failed} errors, {right} answers; last request told after {waits[kills // 2]:.3f} s"
+    print(f"{shown} (median), {waits[kills * 99 // 100]:.3f} s (p99), {waits[-1]:.3f} s (maximum)")
+    assert waits[kills // 2] < 1 and waits[-1] < LATEST, shown
     assert ended(pids) and not [name for name in os.listdir("/dev/shm") if "llmc" in name]
 
 
@@ -214,6 +222,20 @@ def test_the_number_of_ranks_must_be_that_of_the_artifact(artifact: Path) -> Non
     assert failed.value.code == "E207" and "--tensor-parallel-size 2" in failed.value.remedy
     assert ranks_of(os.getpid()) == []
     LLM(artifact, tensor_parallel_size=RANKS, threads=1).close()
+
+
+def test_ray_has_to_be_installed_and_needs_several_ranks(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(LlmcError) as failed:
+        LLM(artifact, threads=1, distributed_executor_backend="ray")
+    assert failed.value.code == "E140" and "[ray]'" in failed.value.remedy
+    with pytest.raises(LlmcError, match=r"distributed_executor_backend = 'dask'") as failed:
+        LLM(artifact, distributed_executor_backend="dask")
+    assert failed.value.code == "E201" and "mp or ray" in failed.value.remedy
+    one = replace(open_artifact(artifact).manifest, ranks=1)
+    with pytest.raises(LlmcError, match="has 1 rank") as failed:
+        EngineOptions(artifact, distributed_executor_backend="ray").check_artifact(one)
+    assert failed.value.code == "E207"
 
 
 def test_a_rank_with_another_artifact_is_refused(artifact: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +21,29 @@ from llmc.passes.base import Ctx
 from llmc.passes.pipeline import parse_pipeline, run_pipeline
 
 pytestmark = pytest.mark.drawn
+PADDED = ("vocab_size", "intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 
 
 @pytest.mark.parametrize("ranks", (2, 4))
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in (*LISTED, *UNLISTED, *ROPES, *FURTHER)])
 def test_all_ranks_together_are_the_whole_model(case: Case, ranks: int, tmp_path: Path) -> None:
+    count = compare(case, ranks, tmp_path)
+    normed = case.model_type == "bitnet"  # norms before the products by rows keep those whole
+    layers = count["attention"] // (2 if case.model_type == "diffllama" else 1)  # two of its attentions share a product
+    assert (normed or count["all_reduce"] >= layers) and count["all_gather"] >= 1
+
+
+@pytest.mark.parametrize("ranks", (2, 4))
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in (*LISTED, *UNLISTED, *FURTHER)])
+def test_sizes_that_do_not_divide_are_padded(case: Case, ranks: int, tmp_path: Path) -> None:
+    """The inner sizes of MLPs and experts, and the vocabulary, are odd."""
+    odd = {name: case.config[name] + 1 for name in PADDED if isinstance(case.config.get(name), int)}
+    count = compare(replace(case, config=case.config | odd), ranks, tmp_path)
+    assert odd and count["all_gather"] >= 1
+
+
+def compare(case: Case, ranks: int, tmp_path: Path) -> Counter[str]:
+    """Compare the ranks with the whole model; return how often each op occurs in a rank."""
     save(case, tmp_path)
     traced = trace(tmp_path, **case.trace)
     registry = load()
@@ -40,7 +59,4 @@ def test_all_ranks_together_are_the_whole_model(case: Case, ranks: int, tmp_path
     assert show(parse(show(traced.module), registry.opset())) == show(traced.module)
     for (got,) in run_ranks(graph, [inputs] * ranks, exact=True):
         assert relative_error(got, want) <= 1e-12
-    count = Counter(n.op.name for n in graph.nodes)
-    normed = case.model_type == "bitnet"  # norms before the products by rows keep those whole
-    layers = count["attention"] // (2 if case.model_type == "diffllama" else 1)  # two of its attentions share a product
-    assert (normed or count["all_reduce"] >= layers) and count["all_gather"] >= 1
+    return Counter(n.op.name for n in graph.nodes)

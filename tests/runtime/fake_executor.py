@@ -107,6 +107,7 @@ class FakeExecutor:
     ) -> None:
         """head: drafts are those of a head, whose KV every step computes."""
         self.depth, self._rng, self._logits, self._head = depth, rng, logits or rows, head
+        self._drafts = rng and random.Random(rng.getrandbits(64))  # draws in the order of the steps, whenever they run
         self._queue: deque[StepLike] = deque()  # launched, not run
         self._outputs: deque[Any] = deque()  # run, not waited for
         self._oldest = 0  # ticket of the first of these
@@ -235,7 +236,7 @@ class FakeExecutor:
         """Whether the draft at this index is not the token: by comparison for drafts of the host, else by chance."""
         if row.placed:
             return index == len(row.placed) or row.placed[index] != token
-        return self._rng is not None and self._rng.random() < self.rejection
+        return self._drafts is not None and self._drafts.random() < self.rejection
 
     def _draft(self, item: Any) -> None:
         """Compute the KV of a draft model that a step asks for; require what its drafts need.
@@ -274,7 +275,7 @@ class FakeExecutor:
     def _propose(self, item: Any) -> int:
         """Return the number of tokens drafted for a row."""
         most = self._row(item.row).params.drafting[0] if item.emit else 0
-        return most if self._rng is None or not most else self._rng.randrange(most + 1)
+        return most if self._drafts is None or not most else self._drafts.randrange(most + 1)
 
     def _work(self, item: Any, scores: list[Any] | None) -> int | None:
         row = self._row(item.row)

@@ -27,6 +27,7 @@ from llmc_runtime.sched.scheduler_config import SchedulerConfig
 
 from tests.runtime.audit import audit
 from tests.runtime.fake_executor import FakeExecutor, FaultyExecutor
+from tests.runtime.fake_ranks import FakeRanks
 from tests.runtime.oracle import Expected
 from tests.runtime.oracle_draft import draft_of
 from tests.runtime.shares import WEIGHT, Shares
@@ -128,9 +129,13 @@ class Episode:
         self.generated = self.guided = self.scored = 0
         self.device = make_device(config, self.depth, random.Random(seed))
         executor: Any = self.device
+        if self.world.ranks > 1:
+            faults = rng if self.world.kind == "failure" else None
+            others = [make_device(config, self.depth, random.Random(seed)) for _ in range(1, self.world.ranks)]
+            executor = FakeRanks(executor, others, faults)
         if self.world.kind == "interrupts":
             executor = FaultyExecutor(executor, rng, 50, Interrupt)
-        elif self.world.kind == "failure":
+        elif self.world.kind == "failure" and self.world.ranks == 1:
             executor = FaultyExecutor(executor, rng, 700, lambda: OSError("the device is gone"))
         clock = accumulate(iter(random.Random(seed).random, None)).__next__
         self.draft = draft_of(config, seed)
@@ -283,7 +288,8 @@ class Episode:
 
     def check_failure(self, deltas: list[RequestDelta]) -> None:
         """Check that a device failure is reported once to every live request, and that no new one is accepted."""
-        assert self.world.kind == "failure" and "the device is gone" in str(self.engine.error), str(self.engine.error)
+        error, cause = str(self.engine.error), "E119" if self.world.ranks > 1 else "the device is gone"
+        assert self.world.kind == "failure" and cause in error, error
         assert [delta.id for delta in deltas] == list(self.expected), "which requests got an end"
         for delta in deltas:
             assert delta.finish_reason == "error" and delta.error is self.engine.error
@@ -313,18 +319,9 @@ class Episode:
 
 def make_device(config: SchedulerConfig, depth: int = 1, rng: random.Random | None = None) -> FakeExecutor:
     """Return a fake device of this size."""
-    return FakeExecutor(
-        config.max_num_seqs,
-        config.num_pages,
-        config.page_size,
-        config.vocab_size,
-        config.max_model_len,
-        config.max_num_batched_tokens,
-        depth,
-        rng,
-        config.logits,
-        config.speculation is not None and bool(config.speculation.head),
-    )
+    sizes = config.max_num_seqs, config.num_pages, config.page_size, config.vocab_size, config.max_model_len
+    head = config.speculation is not None and bool(config.speculation.head)
+    return FakeExecutor(*sizes, config.max_num_batched_tokens, depth, rng, config.logits, head)
 
 
 def simulate(seed: int, steps: int, stride: int = 1, depth: int | None = None) -> Counter[str]:
@@ -348,6 +345,7 @@ def summary(episode: Episode) -> Counter[str]:
     return Counter(
         episodes=1,
         steps=episode.steps,
+        in_ranks=episode.steps if episode.world.ranks > 1 else 0,
         overlapped=episode.steps if episode.depth > 1 else 0,
         guided=episode.guided,
         scored=episode.scored,

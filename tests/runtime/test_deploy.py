@@ -82,6 +82,17 @@ def test_every_metric_of_the_dashboard_exists() -> None:
     assert missing([{"expr": "rate(llmc:no_such_metric_total[5m])"}], text) == {"llmc:no_such_metric_total"}
 
 
+def test_the_metrics_of_autoscaling_exist_and_it_scales_the_deployment() -> None:
+    text = (DEPLOY / "autoscaling.yaml").read_text()
+    scaler, (deployment, _) = yaml.safe_load(text), yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+    assert scaler["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+    named = {metric["pods"]["metric"]["name"] for metric in scaler["spec"]["metrics"]}
+    assert named == {name.replace(":", "_", 1) for name in re.findall(PROMQL, text)} and len(named) == 2
+    with served(data_parallel_size=2) as server:
+        known = {s.name for family in families(httpx.get(f"{server.url}/metrics").text) for s in family.samples}
+    assert set(re.findall(PROMQL, text)) <= known
+
+
 def test_stopping_takes_longer_than_the_server_drains() -> None:
     drain = serve_parser().get_default("shutdown_timeout") or 30
     unit = (DEPLOY / "llmc-serve.service").read_text()

@@ -21,7 +21,7 @@ from tests.runtime.test_server_load import LONG, until
 ADMIN, KEY = "the-admin-key-1", "an-ordinary-key-1"
 ROUTES = (
     ("GET", "/admin/state"), ("GET", "/admin/trace"), ("POST", "/admin/reset_prefix_cache"), ("POST", "/admin/abort"),
-    ("POST", "/admin/log_level"),
+    ("POST", "/admin/log_level"), ("POST", "/admin/restart"),
 )  # fmt: skip
 
 

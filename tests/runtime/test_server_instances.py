@@ -8,6 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -95,6 +97,49 @@ def test_all_down_is_503() -> None:
         assert reply.status_code == 503 and reply.json()["error"]["code"] == "engine_unavailable"
         until(lambda: httpx.get(f"{server.url}/ready").status_code == 200)
         assert complete(server).status_code == 200
+
+
+def restart(server: Served, **fields: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/admin/restart", json=fields, headers=ADMIN, timeout=60)
+
+
+def test_engines_are_restarted_one_at_a_time_while_the_others_serve() -> None:
+    with served(pace=0.01, data_parallel_size=2, admin_keys=[KEY]) as server, ThreadPoolExecutor(8) as pool:
+        before, done = [one.pid for one in server.llm.engines], threading.Event()
+
+        def ask(number: int) -> int:
+            """Ask until the restart has ended; return the number of answers."""
+            answers = 0
+            while not done.is_set():
+                assert complete(server, prompt=[60 + number] * 9, max_tokens=30).status_code == 200
+                answers += 1
+            return answers
+
+        asking = [pool.submit(ask, i) for i in range(6)]
+        until(lambda: min(len(one.outputs) for one in server.llm.engines) > 0)
+        again = pool.submit(restart, server)
+        until(lambda: "starting" in [one.state for one in server.llm.engines])
+        assert restart(server).status_code == 409
+        assert again.result().json() == {"restarted": [0, 1]}
+        done.set()
+        assert all(one.result() > 0 for one in asking)
+        after = [one.pid for one in server.llm.engines]
+        assert not {*before} & {*after} and server.llm.restarts == 0 and server.llm.state == "ready"
+        assert restart(server, engine=1).json() == {"restarted": [1]} and server.llm.engines[0].pid == after[0]
+        assert restart(server, engine=2).status_code == restart(server, drain=-1).status_code == 400
+
+
+def test_a_restart_of_the_only_engine_refuses_requests_and_ends_those_that_take_too_long() -> None:
+    with served(pace=0.02, admin_keys=[KEY]) as server, ThreadPoolExecutor(2) as pool:
+        tokens = server.llm.stats()["generation_tokens"]
+        slow = pool.submit(complete, server, max_tokens=190)
+        until(lambda: len(server.llm.engines[0].outputs) == 1)
+        again = pool.submit(restart, server, drain=0.5)
+        until(lambda: not server.llm.is_running)
+        assert complete(server).status_code == httpx.get(f"{server.url}/ready").status_code == 503
+        assert slow.result().status_code == 503 and again.result().json() == {"restarted": [0]}
+        assert complete(server).status_code == 200
+        until(lambda: server.llm.stats()["generation_tokens"] > tokens + 6)  # those of the first process count
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ from draw import of_test
 
 from tests.runtime.bugs import BUGS, OVERLAPS
 from tests.runtime.draft_bugs import DRAFT_BUGS
-from tests.runtime.simulator import SimulationFailure, simulate
+from tests.runtime.fake_ranks import FAULTS
+from tests.runtime.simulator import Episode, SimulationFailure, simulate
+from tests.runtime.world import World, draw_world
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -75,3 +77,20 @@ def see(owner: Any, method: str, bug: Any, depth: int | None, monkeypatch: pytes
     with pytest.raises(SimulationFailure) as again:
         simulate(caught.value.seed, 1, depth=depth)
     assert str(again.value) == str(caught.value)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_rank_that_fails_ends_every_request_once(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank is dead, late or diverges, or a message to it is lost: the episode checks who is told what."""
+
+    def failing(seed: int) -> World:
+        world = draw_world(seed)
+        world.kind, world.ranks = "failure", 3
+        return world
+
+    monkeypatch.setattr("tests.runtime.simulator.draw_world", failing)
+    monkeypatch.setattr("tests.runtime.fake_ranks.FAULTS", (fault,))
+    monkeypatch.setattr("tests.runtime.fake_ranks.EVERY", 100)
+    episode = Episode(of_test())
+    episode.run()
+    assert episode.engine.error is not None and episode.engine.error.code == "E119" and episode.ended["error"]

@@ -29,6 +29,7 @@ class World:
     guides: float = 0.0  # share of requests that have one
     late_masks: bool = False
     tenants: int = 1  # whose requests they are
+    ranks: int = 1
     stems: list[list[int]] = field(default_factory=list)  # beginnings that prompts share
     busy: list[float] = field(default_factory=list)  # how much each tenant asks for, at the moment
 
@@ -159,5 +160,6 @@ def draw_world(seed: int) -> World:
     world.late_masks = bool(world.guides) and rng.random() < 0.5
     for _ in range(4):
         world.stems.append(rng.choices(range(config.vocab_size), k=rng.randint(1, longest)))
+    world.ranks = rng.choice((1, 1, 1, 2, 3))
     world.stems.append(world.stems[0] + rng.choices(range(config.vocab_size), k=rng.randint(1, longest)))
     return world

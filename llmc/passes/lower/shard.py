@@ -14,7 +14,7 @@ from llmc.ir.graph import Builder, Graph, Module, Node, Value
 from llmc.ir.signature import Mismatch
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.fuse.fuse_reduce import FuseReduce
-from llmc.passes.lower.shard_plan import Plan, make_plan
+from llmc.passes.lower.shard_plan import Plan, make_plans
 from llmc.passes.lower.shard_rules import Relation, Split, local
 from llmc.passes.lower.shard_siblings import separate
 from llmc.targets.target import Target
@@ -29,8 +29,9 @@ class Shard(Pass):
     Attention is divided by heads, and with it the KV pools; where there are fewer KV heads than ranks, ranks share
     them. Products before it and the first ones of an MLP or of experts are divided by columns, those after it by rows,
     with an all_reduce behind. The head is divided by columns, with an all_gather; embeddings, norms and routers are
-    whole on every rank. The parts of a weight are slices that begin at a multiple of K. The pass stands after
-    page-attention and before fuse-linear; `--explain` names the products that stay whole. ranks: their number.
+    whole on every rank. The parts of a weight are slices that begin at a multiple of K; columns that do not divide are
+    padded with zeros. The pass stands after page-attention and before fuse-linear; `--explain` names the products that
+    stay whole. ranks: their number.
     """
 
     name: ClassVar[str] = "shard"
@@ -45,11 +46,10 @@ class Shard(Pass):
         if RANK in m.symbols:
             raise Diagnostic("E437", f"the module has a symbol {RANK}, as a sharded one", "shard a module only once")
         m.symbols[RANK] = (0, self.ranks - 1)
-        done = 0
-        for name, g in m.graphs.items():
-            if name != "weights":
-                done += separate(g, ctx)
-                done += _Sharding(g, make_plan(g, self.ranks, ctx), self.ranks, ctx).apply()
+        graphs = [g for name, g in m.graphs.items() if name != "weights"]
+        done = sum(separate(g, ctx) for g in graphs)
+        for g, plan in make_plans(graphs, self.ranks, ctx):
+            done += _Sharding(g, plan, self.ranks, ctx).apply()
         if not done:
             del m.symbols[RANK]
         return done
@@ -138,7 +138,10 @@ class _Sharding:
         if v not in self.parts:
             return v
         if v not in self.whole:
-            self.whole[v] = b.all_gather(self.parts[v], axis=self.plan.splits[v].axis, ranks=self.ranks)
+            axis, size = self.plan.splits[v].axis, v.type.shape[self.plan.splits[v].axis]
+            whole: Value = b.all_gather(self.parts[v], axis=axis, ranks=self.ranks)
+            padded = size.divide(self.ranks) is None
+            self.whole[v] = b.slice(whole, axis=axis, start=D(0), stop=size) if padded else whole
         return self.whole[v]
 
     def _part(self, b: Builder, v: Value, s: Split, halves: bool) -> Value:
@@ -157,11 +160,22 @@ class _Sharding:
         return self.sliced[key]
 
     def _slice(self, b: Builder, x: Value, s: Split, size: Dim, offset: Dim) -> Value:
-        """A rank's part of the `size` elements from `offset` along an axis."""
+        """A rank's part of the `size` elements from `offset` along an axis, and of zeros if they do not divide."""
         width = local(size, s.parts)
+        if size.divide(s.parts) is None:
+            x, offset = self._padded(b, x, s.axis, offset, size, width * s.parts - size), D(0)
         part = D(RANK) if s.parts == self.ranks else (D(RANK) + 1).ceildiv(self.ranks // s.parts) - 1
         start = offset + width * part
         out: Value = b.slice(x, axis=s.axis, start=start, stop=start + width)
+        return out
+
+
+    def _padded(self, b: Builder, x: Value, axis: int, offset: Dim, size: Dim, zeros: Dim) -> Value:
+        """`size` elements from `offset` along an axis, and zeros behind them."""
+        if size != x.type.shape[axis]:
+            x = b.slice(x, axis=axis, start=offset, stop=offset + size)
+        shape = (*x.type.shape[:axis], zeros, *x.type.shape[axis + 1 :])
+        out: Value = b.concat(x, b.broadcast(b.constant(0.0, x.type.dtype), shape=shape), axis=axis)
         return out
 
 

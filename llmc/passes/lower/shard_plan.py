@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llmc.diagnostics import Diagnostic
@@ -25,15 +26,31 @@ class Plan:
     gathered: set[Value] = field(default_factory=set)
 
 
-def make_plan(g: Graph, ranks: int, ctx: Ctx) -> Plan:
-    """Split attention by heads, and products by columns where the split ends in products by rows or in the output.
+def make_plans(graphs: Sequence[Graph], ranks: int, ctx: Ctx) -> list[tuple[Graph, Plan]]:
+    """Return the plan of each graph. A state is split in the same way in all of them.
 
-    Raises Diagnostic E437 if heads or the inner size of an MLP or of experts do not divide.
+    Raises Diagnostic E437 if heads, or quantised columns inside an MLP or an expert, do not divide.
     """
+    plans = [make_plan(g, ranks, ctx, {}) for g in graphs]
+    states = {v.name: s for plan in plans for v, s in plan.splits.items() if v.type.state and v.node is None}
+    done = []
+    for g, plan in zip(graphs, plans, strict=True):
+        whole = [v for v in g.inputs if v.name in states and v not in plan.splits]
+        done.append((g, make_plan(g, ranks, ctx, {v: states[v.name] for v in whole}) if whole else plan))
+    return done
+
+
+def make_plan(g: Graph, ranks: int, ctx: Ctx, states: Mapping[Value, Split]) -> Plan:
+    """Split attention by heads, `states` as another graph does that reads them, and products by columns where the split
+    ends in products by rows or in the output."""
     plan, weights = Plan(), _weights(g)
     for n in g.nodes:
         if n.op.name in ATTENTION and ctx.allows(n):
             _attention(g, n, ranks, plan, weights, ctx)
+    for v, split in states.items():
+        for n in v.uses:
+            if n not in plan.relations:
+                _writer(g, n, v, split, ranks, plan, weights)
     for n in g.nodes:
         if n.op.name == "linear" and n not in plan.relations and ctx.allows(n):
             _product(g, n, ranks, plan, weights, ctx)
@@ -57,6 +74,16 @@ def _attention(g: Graph, n: Node, ranks: int, plan: Plan, weights: set[Value], c
         _accept(plan, region)
 
 
+def _writer(g: Graph, n: Node, v: Value, split: Split, ranks: int, plan: Plan, weights: set[Value]) -> None:
+    """Split a node that writes a state, such as the keys and values of another graph's attention."""
+    relation = relate(n, v, split, ranks)
+    region = "its op cannot" if relation is None else grow(g, n, relation, ranks, plan, weights, True)
+    if isinstance(region, str):
+        cause = f"{n.op.name} cannot write a part of {v.name}, which another graph divides over ranks: {region}"
+        raise Diagnostic("E437", cause, "compile without --draft, or without --tensor-parallel-size", node=n)
+    _accept(plan, region)
+
+
 def _product(g: Graph, n: Node, ranks: int, plan: Plan, weights: set[Value], ctx: Ctx) -> None:
     last = n.result.type.rank - 1
     size = n.result.type.shape[last].const
@@ -69,10 +96,11 @@ def _product(g: Graph, n: Node, ranks: int, plan: Plan, weights: set[Value], ctx
         ctx.miss("shard", n, region)
         return
     reduced = any(r.partial for r in region.relations.values())
-    if size % ranks:
+    if size % ranks and n.operands[1].type.format is not None:
+        cause = f"{size} quantised columns do not divide over {ranks} ranks"
         if reduced:
-            raise _error(n, f"{size} columns do not divide over {ranks} ranks", _divisors(size))
-        ctx.miss("shard", n, f"{size} columns do not divide over {ranks} ranks; every rank computes all of them")
+            raise _error(n, cause, _divisors(size))
+        ctx.miss("shard", n, f"{cause}; every rank computes all of them")
     elif reduced or region.gathered:
         _accept(plan, region)
 
@@ -83,7 +111,7 @@ def _experts(n: Node, ranks: int, plan: Plan) -> None:
         down = n.operand("down")
         assert down is not None
         size = int(down.type.shape[2])
-        raise _error(n, f"{size} columns of an expert do not divide over {ranks} ranks", _divisors(size))
+        raise _error(n, f"{size} quantised columns of an expert do not divide over {ranks} ranks", _divisors(size))
     plan.relations[n] = relation
 
 

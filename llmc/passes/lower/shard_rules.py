@@ -179,10 +179,11 @@ def _kv_append(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
 
 
 def experts_of(n: Node, ranks: int) -> Relation | None:
-    """Return the relation of a mixture whose experts are split by columns; None if they do not divide."""
+    """Return the relation of a mixture whose experts are split by columns; None if they are quantised and do not
+    divide."""
     down, bias = n.operand("down"), n.operand("down_bias")
     assert down is not None
-    if down.type.shape[2].divide(ranks) is None:
+    if down.type.shape[2].divide(ranks) is None and down.type.format is not None:
         return None
     at = n.op.places([x.type for x in n.operands])
     split = {at["gate_up"]: Split(1, ranks), at["down"]: Split(2, ranks)}
@@ -195,10 +196,8 @@ def experts_of(n: Node, ranks: int) -> Relation | None:
 
 
 def local(size: Dim, parts: int) -> Dim:
-    """Return the size of a part; the caller has checked that it divides."""
-    part = size.divide(parts)
-    assert part is not None
-    return part
+    """Return the size of a part. If the size does not divide, the last parts end in zeros."""
+    return size.ceildiv(parts)
 
 
 Rule = Callable[[Node, Value, Split, int], Relation | None]

@@ -217,6 +217,20 @@ class AsyncLLM(AsyncPoolingAPI):
         `outputs` (those not complete) and `age` in seconds."""
         return self._running().outputs.describe()
 
+    async def restart(self, drain: float = 30.0, engine: int | None = None) -> None:
+        """Replace the engine process by a new one, or those of several engines one after the other.
+
+        drain:   seconds for the requests of each process to end; those that are open then fail with E660
+        engine:  number of the only engine to restart
+
+        New requests go to the other engines, or fail with E660 if there are none. Raises LlmcError E201 if there is no
+        such engine, and E660 to E664 if one is not ready before or afterwards.
+        """
+        engines = self.engines
+        if engine is not None and not 0 <= engine < len(engines):
+            raise LlmcError("E201", f"engine = {engine}: there are {len(engines)}", f"use 0 to {len(engines) - 1}")
+        await (self._running() if engine is None else engines[engine]).restart(drain)
+
     async def shutdown(self, drain: float = 0.0) -> None:
         """Refuse new requests, wait up to `drain` seconds for open ones, fail the rest (E663), end the process."""
         self._started = self._stopped = True

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import weakref
 from collections import deque
@@ -39,13 +38,11 @@ from llmc_runtime.engine.messages import (
     error_of,
 )
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.python_command import module_command
+from llmc_runtime.python_command import module_command, socket_folder
 
 TICK = 0.1  # seconds between two health checks
 _STARVED_FACTOR = 5.0  # heartbeat timeout multiplier while the process is runnable but gets no processor
 _CHUNK = 128  # messages and deltas that are handled in one turn of the event loop
-_MAX_SOCKET_NAME = 107  # bytes of a Unix socket's path
-_FALLBACK_FOLDERS = ("/tmp", "/dev/shm")  # for the sockets, if the default folder for temporary files is unsuitable
 _REASONS: Mapping[int, str] = MappingProxyType(
     {
         signal.SIGKILL: "unless someone killed it, the machine ran out of memory (see dmesg)",
@@ -87,7 +84,7 @@ class EngineClient:
         self.heartbeat: Heartbeat | None = None  # the last one
         self.ready: Ready | None = None
         self._chunks: deque[list[Delta]] = deque()  # received and not handled yet
-        self._folder = _socket_folder()
+        self._folder = _folder()
         self._context = zmq.Context()
         self._loop = asyncio.get_running_loop()
         sockets: list[Any] = []
@@ -281,23 +278,12 @@ def _release(owner: int, process: subprocess.Popen[bytes], sockets: Sequence[Any
     context.term()
 
 
-def _socket_folder() -> Path:
-    """Make a private folder whose path is short enough for sockets, and valid Unicode. Raises LlmcError E100."""
-    last: Exception | None = None
-    for parent in (None, *_FALLBACK_FOLDERS):
-        try:
-            folder = tempfile.mkdtemp(prefix="llmc-", dir=parent)  # 0700
-            if len(f"{folder}/{_CONTROL}".encode()) <= _MAX_SOCKET_NAME:
-                return Path(folder)
-            last = OSError(f"{folder} is too long for the name of a socket")
-        except OSError as e:
-            last = e
-            continue
-        except UnicodeEncodeError as e:
-            last = e
-        os.rmdir(folder)
-    assert last is not None
-    raise _os_error(last) from last
+def _folder() -> Path:
+    """Make the folder of the sockets. Raises LlmcError E100."""
+    try:
+        return socket_folder(_CONTROL)
+    except (OSError, UnicodeEncodeError) as e:
+        raise _os_error(e) from e
 
 
 def _os_error(error: Exception) -> LlmcError:

@@ -205,6 +205,12 @@ class Instances:
                 self._router.forget(i)
         return next((reply for reply in replies if not reply.done), replies[0])
 
+    async def restart(self, drain: float) -> None:
+        """Restart the engines one after the other (see Supervisor.restart), so that the others serve meanwhile. Stops
+        at the first error."""
+        for engine in self.engines:
+            await engine.restart(drain)
+
     async def stop(self, drain: float) -> None:
         """Stop all engines at the same time (see Supervisor.stop)."""
         if self._watch is not None:

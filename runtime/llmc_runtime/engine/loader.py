@@ -16,7 +16,7 @@ from llmc_runtime.artifact import Artifact, open_artifact
 from llmc_runtime.device.device import Device
 from llmc_runtime.device.open_device import open_device
 from llmc_runtime.engine.engine import Engine
-from llmc_runtime.engine_options import EngineOptions
+from llmc_runtime.engine_options import RAY, EngineOptions
 from llmc_runtime.exec.canary import require
 from llmc_runtime.exec.load_executor import make_executor, release, start_ranks
 from llmc_runtime.format.errors import LlmcError
@@ -78,12 +78,13 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
     the default numbers of threads and bytes.
 
     `options.prepare` builds all device graphs now instead of each on first use. Raises LlmcError E107, E112 to E117
-    (device), E2xx (memory, limits and drafts), E125 and E126 (`options.canary`: tokens differ from the recorded ones,
-    or none are recorded).
+    (device), E140 to E142 (Ray), E2xx (memory, limits and drafts), E125 and E126 (`options.canary`: tokens differ from
+    the recorded ones, or none are recorded).
     """
     manifest, marks = artifact.manifest, [("", time.monotonic())]
     threads = options.rank_threads(manifest.ranks)
-    group = start_ranks(artifact, threads, options.verify, number)
+    ray = options.distributed_executor_backend == RAY
+    group = start_ranks(artifact, threads, options.verify, ray, number)
     device: Device | None = None
     try:
         device = open_device(artifact, threads, index=number, member=group.member if group else None)

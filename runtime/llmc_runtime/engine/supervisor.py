@@ -57,14 +57,18 @@ class Supervisor:
         self._beyond = 0  # failures in a row beyond `max_restarts`
         self._next_attempt: float | None = None  # time of the next attempt beyond `max_restarts`
         self._client: EngineClient | None = None
+        self._drain_until: float | None = None  # time when a restart that was requested stops waiting for requests
         self._first_start: asyncio.Task[Ready] | None = None
         self._watch: asyncio.Task[None] | None = None
 
     @property
     def state(self) -> str:
-        """STARTING (also between two processes), READY, DRAINING (new requests are refused) or DEAD."""
-        lost = self._state == READY and (self._client is None or not self._client.alive)
-        return STARTING if lost else self._state
+        """STARTING (also between two processes, and during `restart`), READY, DRAINING (new requests are refused) or
+        DEAD."""
+        if self._state != READY:
+            return self._state
+        lost = self._client is None or not self._client.alive
+        return STARTING if lost or self._drain_until is not None else READY
 
     @property
     def engines(self) -> tuple[Supervisor, ...]:
@@ -137,6 +141,16 @@ class Supervisor:
         assert self._client is not None  # since the engine is ready
         return await self._control.call(self._client.call, method, seconds, _CALL_TIMEOUT)
 
+    async def restart(self, drain: float) -> None:
+        """Replace the process by a new one: refuse new requests (E660), wait up to `drain` seconds for open ones, fail
+        the rest. Raises LlmcError as `require` does if the engine is not ready, or does not open again at once.
+        """
+        self.require()
+        self._drain_until = time.monotonic() + drain
+        while self._drain_until is not None and self._watch is not None:
+            await asyncio.sleep(TICK)
+        self.require()
+
     async def stop(self, drain: float) -> None:
         """Refuse new requests, wait up to `drain` seconds for open ones, fail the rest, end the process."""
         if self._state == DEAD and self._watch is None:
@@ -187,9 +201,33 @@ class Supervisor:
             now = time.monotonic()
             error = self._client.check(now - last, self._args.heartbeat_timeout, self._step_timeout)
             last = now
-            if error is not None:
-                await self._replace(error)
-                last = time.monotonic()
+            if error is None and not self._drained(now):
+                continue
+            try:
+                await (self._renew() if error is None else self._replace(error))
+            finally:
+                self._drain_until = None
+            last = time.monotonic()
+
+    def _drained(self, now: float) -> bool:
+        """Whether a restart was requested, and open requests have ended or had their time."""
+        return self._drain_until is not None and (not len(self.outputs) or now > self._drain_until)
+
+    async def _renew(self) -> None:
+        """Replace a process that works, as `restart` requests."""
+        self._past = self.stats()
+        client, self._client = self._client, None
+        assert client is not None
+        self.outputs.fail_all(LlmcError("E660", "the engine is restarted", "send the request again in a moment"))
+        self._control.fail_all(LlmcError("E660", "the engine is restarted", "send the request again in a moment"))
+        await asyncio.shield(client.stop(_STOP_TIMEOUT))
+        try:
+            await self._open()
+            self._say("the engine process was restarted as requested")
+        except Exception as e:
+            self._state, self.error = STARTING, as_llmc_error(e)
+            self._say(f"the engine did not open again: {self.error.cause}")
+            await self._reopen()
 
     async def _replace(self, error: LlmcError) -> None:
         """Fail all requests, kill the process, and start another one unless it has failed too often."""
@@ -204,7 +242,12 @@ class Supervisor:
         failed = self.outputs.fail_all(error)
         self._control.fail_all(error)
         self._say(f"{error.cause}; failed requests: {failed}")
-        while not closing:
+        if not closing:
+            await self._reopen()
+
+    async def _reopen(self) -> None:
+        """Start a new process, after a delay, until one opens or the engine has failed too often."""
+        while True:
             delay = self._delay()
             if delay is None:
                 self._give_up()

@@ -38,17 +38,19 @@ def load_executor(
         raise
 
 
-def start_ranks(artifact: Artifact, threads: int | None, verify: bool = True, engine: int = 0) -> RankGroup | None:
+def start_ranks(
+    artifact: Artifact, threads: int | None, verify: bool = True, ray: bool = False, engine: int = 0
+) -> RankGroup | None:
     """Start the processes of the other ranks, with `threads` threads each; None if the artifact has one rank. `engine`
     is the number of the engine.
 
-    Raises LlmcError E100 if a process cannot be created.
+    With `ray`, they are actors of a Ray cluster. Raises the LlmcErrors of RankGroup.
     """
     if artifact.manifest.ranks == 1:
         return None
     from llmc_runtime.exec.rank_group import RankGroup
 
-    return RankGroup(artifact, threads, verify, engine=engine)
+    return RankGroup(artifact, threads, verify, ray=ray, engine=engine)
 
 
 def make_executor(artifact: Artifact, device: Device, group: RankGroup | None, kv_bytes: int | None) -> Executor:

@@ -8,100 +8,101 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote_from_bytes
 
 from llmc_runtime.artifact import Artifact
 from llmc_runtime.device.device import Member, group_ended
-from llmc_runtime.exec.rank_messages import Call, Done, Failed, Join, Joined, Link, Reply, Settle, Settled
+from llmc_runtime.exec.rank import REPORT, Rank
+from llmc_runtime.exec.rank_messages import Call, Done, Join, Joined, Settle, Settled
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.host_info import default_threads
 from llmc_runtime.python_command import LinkedProcess, memory_file, module_command
 
+if TYPE_CHECKING:
+    from llmc_runtime.exec.ray_ranks import RayPlacement
+
 LIMIT = 300.0  # seconds that ranks wait for each other, as long as a step on a CPU may take
-_REPORT = 0.5  # seconds for the report of a rank that has failed
 
 
-class RankProcess(LinkedProcess):
-    """The process of one rank. Raises LlmcError E100 if it cannot be created."""
+class RankProcess(Rank):
+    """The process of one rank, a child of this process. Raises LlmcError E100 if it cannot be created."""
 
     def __init__(self, rank: int, memory: int, limit: float) -> None:
         ours, theirs = socket.socketpair()
         ours.settimeout(limit)
-        self.rank, self.link, self._at_end = rank, Link(ours, Reply), False
+        super().__init__(rank, ours)
         with theirs:
             descriptors = [theirs.fileno(), memory]
             command = [*module_command("llmc_runtime.exec.rank_process"), *map(str, descriptors), str(os.getpid())]
             try:
-                super().__init__(ours, command, descriptors)
+                self._child = LinkedProcess(ours, command, descriptors)
             except OSError as e:
                 cause = f"the system cannot create a process for rank {rank}: {e.strerror}"
                 raise LlmcError("E100", cause, "allow more processes (ulimit -u), files (-n) or memory (-v)") from e
 
-    def receive(self, *kinds: type[Any]) -> Any:
-        """Return the next message, which has one of these kinds. Raises the rank's LlmcError, and E119 if it has ended
-        or does not answer."""
-        try:
-            message = self.link.receive()
-        except TimeoutError:
-            raise group_ended(f"rank {self.rank} did not answer") from None
-        if isinstance(message, Failed):
-            raise LlmcError(message.code, f"rank {self.rank}: {message.cause}", message.remedy)
-        if message is None:
-            raise self.ended() or group_ended(f"rank {self.rank} has closed its link")
-        if not isinstance(message, kinds):
-            raise RuntimeError(f"rank {self.rank} sent {message!r:.80} out of turn")
-        return message
+    @property
+    def pid(self) -> int:
+        """The id of the process."""
+        return self._child.process.pid
+
+    @property
+    def killed(self) -> bool:
+        """Whether a signal has ended the process."""
+        return (self._child.process.poll() or 0) < 0
 
     def ended(self) -> LlmcError | None:
         """Return the error of a process that has ended, None while it runs."""
         try:
-            code = self.process.wait(_REPORT)
+            code = self._child.process.wait(REPORT)
         except subprocess.TimeoutExpired:
             return None
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return group_ended(f"the process of rank {self.rank} {how}")
 
-    def killed(self) -> LlmcError | None:
-        """Return the error of a process that a signal has ended; a link that is at its end is a sign of it."""
-        error = self.ended() if self._at_end or self.process.poll() is not None else None
-        return error if (self.process.returncode or 0) < 0 else None
-
-    def report(self) -> LlmcError | None:
-        """Return the failure that the process has reported, if it was not received yet."""
-        self.link.socket.settimeout(_REPORT)
-        try:
-            while (message := self.link.receive()) is not None:
-                if isinstance(message, Failed):
-                    return LlmcError(message.code, f"rank {self.rank}: {message.cause}", message.remedy)
-            self._at_end = True
-        except OSError:
-            pass
-        return None
+    def close(self) -> None:
+        """Close the link and kill the process."""
+        self._child.close()
 
 
 class RankGroup:
     """The ranks above 0 of an artifact's group.
 
-    `member` is the place of rank 0. `alarm` is a file descriptor that is readable once a process has ended while it is
-    watched. `engine` is the number of the engine. Raises LlmcError E100 if a process cannot be created.
+    They are processes that this one starts or, with `ray`, actors of a Ray cluster on this machine. `member` is the
+    place of rank 0. `alarm` is a file descriptor that is readable once a process has ended while it is watched.
+    `engine` is the number of the engine. Raises LlmcError E100 if a process cannot be created, and E140 to E142 if Ray
+    cannot place the ranks.
     """
 
     def __init__(
-        self, artifact: Artifact, threads: int | None, verify: bool = True, limit: float = LIMIT, engine: int = 0
+        self,
+        artifact: Artifact,
+        threads: int | None,
+        verify: bool = True,
+        limit: float = LIMIT,
+        ray: bool = False,
+        engine: int = 0,
     ) -> None:
         ranks = artifact.manifest.ranks
         self._artifact, self._verify, self._engine = artifact, verify, engine
         self.threads = threads or max(1, default_threads() // ranks)
         self._memory = memory_file("llmc-ranks", b"")
         self.member = Member(0, ranks, self._memory.fileno(), limit)
-        self._processes: list[RankProcess] = []
+        self._processes: list[Rank] = []
+        self._placement: RayPlacement | None = None
         self.alarm, self._end = os.eventfd(0), os.eventfd(0)
         self._watcher: threading.Thread | None = None
         try:
-            for rank in range(1, ranks):
-                self._processes.append(RankProcess(rank, self._memory.fileno(), limit))
+            if ray:
+                from llmc_runtime.exec.ray_ranks import RayPlacement
+
+                self._placement = RayPlacement(ranks, self.threads)
+                self._processes += self._placement.ranks(self._memory.fileno(), limit)
+            else:
+                for rank in range(1, ranks):
+                    self._processes.append(RankProcess(rank, self._memory.fileno(), limit))
         except BaseException:
             self.close()
             raise
@@ -109,7 +110,7 @@ class RankGroup:
     @property
     def pids(self) -> list[int]:
         """The ids of the processes."""
-        return [p.process.pid for p in self._processes]
+        return [p.pid for p in self._processes]
 
     def join(self, kv_bytes: int) -> None:
         """Let every process open the artifact, with a KV cache of this size."""
@@ -162,9 +163,12 @@ class RankGroup:
 
     def cause(self, error: LlmcError) -> LlmcError:
         """Return the error that ended the group, as far as the processes report it; otherwise `error`."""
-        reports = [p.report() for p in self._processes]
+        until = time.monotonic() + (0.0 if any(p.killed for p in self._processes) else REPORT)
+        reports = [p.report(until) for p in self._processes]
         causes = [e for e in reports if e is not None and e.code != error.code]
-        killed = [p.killed() for p in self._processes]
+        # A link is closed shortly before the process has ended.
+        ended = [(p, p.ended()) for p in self._processes if p.killed or p.closed]
+        killed = [e for p, e in ended if p.killed]
         return next((e for e in (*causes, *killed) if e is not None), error)
 
     def close(self) -> None:
@@ -176,11 +180,13 @@ class RankGroup:
             self._watcher.join()
         for p in self._processes:
             p.close()
+        if self._placement is not None:
+            self._placement.close()
         self._memory.close()
         os.close(self.alarm)
         os.close(self._end)
 
-    def _send(self, p: RankProcess, data: bytes) -> None:
+    def _send(self, p: Rank, data: bytes) -> None:
         try:
             p.link.send(data)
         except OSError as e:

@@ -3,6 +3,9 @@
 Rank 0 sends Join first, then Meet once all have joined, then the calls of its executor: Launch, Guide, Settle and
 Prepare. A process answers Join by Joined, a step that has ended by Done, the others by Settled. If something fails, it
 sends Failed and ends.
+
+If Ray places the ranks, rank 0 sends Place to the process that talks to Ray, which answers by Placed or Failed; before
+Join, each rank sends Hello, and gets the memory of the group as a file descriptor.
 """
 
 from __future__ import annotations
@@ -94,8 +97,32 @@ class Failed(_Message):
     remedy: str
 
 
+class Place(_Message):
+    """Start an actor for each of the ranks above 0, which connects to the Unix socket `path` and sends Hello.
+
+    threads:  CPUs to reserve for each rank, also for rank 0
+    seconds:  time limit of waiting for CPUs that others use
+    """
+
+    path: str
+    ranks: int
+    threads: int
+    seconds: float
+
+
+class Placed(_Message):
+    """Every actor has connected."""
+
+
+class Hello(_Message):
+    """The first message of an actor."""
+
+    rank: int
+
+
 Call = Join | Meet | Launch | Guide | Settle | Prepare
-Reply = Joined | Done | Settled | Failed
+Reply = Joined | Done | Settled | Failed | Hello
+Placement = Placed | Failed
 
 
 class Link:
@@ -107,7 +134,7 @@ class Link:
         self._poller.register(connection, select.POLLIN)
         self._encode, self._decoder = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(kinds)
 
-    def encode(self, message: Call | Reply) -> bytes:
+    def encode(self, message: _Message) -> bytes:
         """Return the bytes of a message, which `send` takes."""
         data = self._encode(message)
         return _LENGTH.pack(len(data)) + data

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from llmc_runtime.format.install_command import install_command
 
-_ENVIRONMENT = frozenset({"E100", "E109", "E110", "E115", "E116", "E117", "E332", "E501", "E503", "E504", "E640"})
+_ENVIRONMENT = frozenset("E100 E109 E110 E115 E116 E117 E140 E141 E332 E501 E503 E504 E640".split())
 
 
 # Extra of the install -> the modules that it provides and that are imported by name.
@@ -20,9 +20,10 @@ EXTRAS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "serve": ("starlette", "uvicorn", "zmq", "msgspec", "prometheus_client", "yaml"),
         "grammar": ("llguidance",),
         "tracing": ("opentelemetry",),
+        "ray": ("ray",),
     }
 )
-_CODES = MappingProxyType({"compile": "E640", "serve": "E665", "grammar": "E650", "tracing": "E665"})
+_CODES = MappingProxyType({"compile": "E640", "serve": "E665", "grammar": "E650", "tracing": "E665", "ray": "E140"})
 
 
 class LlmcError(Exception):
@@ -83,7 +84,7 @@ def require_compiler(why: str = "") -> None:
 
 
 def missing_extra(module: str) -> LlmcError | None:
-    """Return the error for a module that is not installed, E640, E650 or E665; None if no extra provides it."""
+    """Return the error for a module that is not installed, E140, E640, E650 or E665; None if no extra provides it."""
     name = module.partition(".")[0]
     extra = next((extra for extra, modules in EXTRAS.items() if name in modules), "")
     if extra == "compile":
@@ -102,7 +103,8 @@ def _not_installed(modules: Sequence[str], why: str = "") -> LlmcError:
 def as_llmc_error(error: BaseException) -> LlmcError:
     """Convert an exception for display by a command.
 
-    E100 for OS errors, E203 for lack of memory, E640, E650 and E665 for packages that are not installed, E000 for bugs.
+    E100 for OS errors, E203 for lack of memory, E140, E640, E650 and E665 for packages that are not installed, E000 for
+    bugs.
     """
     if isinstance(error, LlmcError):
         return error

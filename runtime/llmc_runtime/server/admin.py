@@ -37,6 +37,7 @@ from llmc_runtime.trace import document
 
 T = TypeVar("T", bound=msgspec.Struct)
 MAX_LISTED = 1000  # maximum number of requests listed, oldest first
+MAX_DRAIN = 3600.0  # seconds
 _MAX_BODY = 4 << 10  # bytes
 _TRACE_SECONDS = 5.0  # default duration of a trace
 _MAX_TASKS = 20  # kinds of tasks listed on SIGQUIT
@@ -54,19 +55,27 @@ class LevelRequest(msgspec.Struct):
     level: str
 
 
+class RestartRequest(msgspec.Struct):
+    """The body of POST /admin/restart: the number of one engine (default: all), and seconds for open requests."""
+
+    engine: int | None = None
+    drain: float = 30.0
+
+
 class Admin:
     """The routes under /admin/. The guard admits only admin keys to them; each route checks this again."""
 
     def __init__(self, serving: Serving, limits: Limits) -> None:
         self.serving, self.limits = serving, limits
         self._began = time.monotonic()
+        self._restart: asyncio.Task[None] | None = None
 
     def routes(self) -> list[Route]:
         """Return all routes."""
         endpoints = (
             ("GET", "/admin/state", self.state), ("GET", "/admin/trace", self.trace),
             ("POST", "/admin/reset_prefix_cache", self.reset), ("POST", "/admin/abort", self.abort),
-            ("POST", "/admin/log_level", self.log_level),
+            ("POST", "/admin/log_level", self.log_level), ("POST", "/admin/restart", self.restart),
         )  # fmt: skip
         return [Route(path, _for_admins(endpoint), methods=[method]) for method, path, endpoint in endpoints]
 
@@ -109,6 +118,29 @@ class Admin:
         if not aborted:
             raise not_found("no open request has this id", "id")
         return as_json({"aborted": aborted})
+
+    @catch_errors
+    async def restart(self, request: Request) -> Response:
+        """POST /admin/restart: replace the engine processes one after the other; answers when the last one is ready.
+
+        409 while another restart is running. It goes on if the client disconnects.
+        """
+        body = await self._read(request, RestartRequest)
+        if not 0 <= body.drain <= MAX_DRAIN:
+            raise ApiError(f"drain: a number of seconds from 0 to {MAX_DRAIN:g}", param="drain")
+        if self._restart is not None and not self._restart.done():
+            raise ApiError("the engines are being restarted", status=409, code="in_use")
+        llm = self.serving.llm
+        before = [engine.pid for engine in llm.engines]
+        self._restart = asyncio.create_task(llm.restart(body.drain, body.engine))
+        try:
+            await asyncio.shield(self._restart)
+        except LlmcError as e:
+            if e.code == "E201":
+                raise ApiError(e.cause, param="engine") from None
+            raise unavailable(e.cause, "engine_unavailable") from None
+        changed = [i for i, engine in enumerate(llm.engines) if engine.pid != before[i]]
+        return as_json({"restarted": changed})
 
     @catch_errors
     async def log_level(self, request: Request) -> Response:
