@@ -18,6 +18,7 @@ PASSES = MappingProxyType(
         "fuse-rope": "llmc.passes.fuse.fuse_rope:FuseRope",
         "page-attention": "llmc.passes.lower.page_attention:PageAttention",
         "shard": "llmc.passes.lower.shard:Shard",
+        "fuse-reduce": "llmc.passes.fuse.fuse_reduce:FuseReduce",
         "fuse-linear": "llmc.passes.fuse.fuse_linear:FuseLinear",
         "fold": "llmc.passes.weights.fold:Fold",
         "quantize": "llmc.passes.weights.quantize:Quantize",

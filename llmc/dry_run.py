@@ -29,7 +29,7 @@ from llmc.quant.make.recipes import NONE, RECIPES
 from llmc.quant.typed_weights import use_codes
 from llmc.quantized_compile import planned_recipe, quantises_first, rounding_like
 from llmc.report.formatting import count_text, us_text
-from llmc.report.inspect import program_facts
+from llmc.report.inspect import prediction_facts, program_facts
 
 # Seconds per kernel on one core, and bytes of weights packed and written per second; measured on two cores, see
 # bench/RESULTS.md.
@@ -41,10 +41,10 @@ def dry_run(model: str | Path, options: Options, memory_bytes: int | None, conso
     """Return the plan of a compile as data.
 
     Its keys are "model", "programs", "memory", "kv", "time" (predicted), "compile" (estimated) and "fits".
-    `memory_bytes` is the device memory (None: the target's, see `Target.memory`), of which each rank has an equal part;
-    "memory", "kv" and "fits" are those of one rank. "fits" is whether weights, states, arena and one sequence of
-    max_model_len tokens fit; it is None if the memory size is unknown. Raises the same errors as the stages of a
-    compile before its kernels.
+    `memory_bytes` is the device memory (None: the target's, see `Target.memory`), of which each rank on a CPU has an
+    equal part; "memory", "kv" and "fits" are those of one rank. "fits" is whether weights, states, arena and one
+    sequence of max_model_len tokens fit; it is None if the memory size is unknown. Raises the same errors as the stages
+    of a compile before its kernels.
     """
     job = start(model, Path(os.devnull), replace(with_draft(options), weights="none"), False, console)
     with ExitStack() as stack:
@@ -137,6 +137,7 @@ def _times(built: DryBuild, job: Compilation) -> list[dict[str, Any]]:
                 "program": p.name, "kind": _kind(p), "tokens": tokens,
                 "rows": sizes.get("R", 1),
                 "us": us, "roofline_us": round(floor, 3), "tokens_per_second": round(tokens / us * 1e6, 1),
+                "collectives_us": prediction_facts(predicted[p.name])["collectives_us"],
             }
         )  # fmt: skip
     return rows
@@ -173,8 +174,10 @@ def _memory(built: DryBuild, job: Compilation, traced: Any, weights: int, reques
     needed = memory(built.programs, states, weights)
     kv = kv_of(states, job.target.page_size)
     arena, rows = max(needed["arena_bytes"].values(), default=0), sum(needed["state_bytes"].values())
-    fixed = weights + arena + rows
-    device = (job.target.memory if requested is None else requested) // job.options.tensor_parallel_size
+    fixed = weights + arena + rows + needed["group_bytes"]
+    device = job.target.memory if requested is None else requested
+    if job.target.family == "cpu":
+        device //= job.options.tensor_parallel_size
     limit = traced.facts.max_positions
     sequence = -(-limit // kv.page_size) * kv.bytes_per_page
     pages = max(0, device - fixed) // kv.bytes_per_page if kv.bytes_per_page else 0
@@ -183,6 +186,7 @@ def _memory(built: DryBuild, job: Compilation, traced: Any, weights: int, reques
     return {
         "memory": {
             "device": device, "given": requested is not None, "weights": weights, "arena": arena, "rows": rows,
+            "group": needed["group_bytes"],
             "one_sequence": sequence, "needed": fixed + sequence, "left_for_kv": max(0, device - fixed),
         },
         "kv": {
@@ -209,7 +213,8 @@ def render(plan: Mapping[str, Any], argv: Sequence[str]) -> str:
         *([f"  ranks     {m['ranks']}, each with the memory and KV cache below"] if m["ranks"] > 1 else []),
         f"  programs  {len(plan['programs'])}, {launches} launches, {compiled['kernels']} kernels",
         f"  memory    weights {size_text(mem['weights'])}, rows {size_text(mem['rows'])}, "
-        f"intermediate results {size_text(mem['arena'])}",
+        f"intermediate results {size_text(mem['arena'])}"
+        + (f", exchanged between ranks {size_text(mem['group'])}" if mem["group"] else ""),
         f"  KV cache  {size_text(kv['bytes_per_token'])} per token ({kv['dtype']}, {kv['layers']} layers), "
         f"{size_text(mem['one_sequence'])} per sequence",
         *_fits(plan),
@@ -239,7 +244,8 @@ def _fits(plan: Mapping[str, Any]) -> list[str]:
     if plan["model"]["target"] == "cpu:native" and not mem["given"]:
         source = "this machine"
     if plan["model"]["ranks"] > 1:
-        source = f"a rank's part of {source}"
+        on_cpu = plan["model"]["target"].startswith("cpu:")
+        source = f"a rank's part of {source}" if on_cpu else f"{source}, each rank's"
     memory = f"{size_text(mem['device'])} ({source})"
     if plan["fits"]:
         room = f"{kv['tokens']} tokens, {kv['sequences']:g} full sequences"
@@ -260,6 +266,7 @@ def _time_lines(rows: Any) -> list[str]:
     return [
         f"  {r['kind']:8}  predicted {us_text(r['us'])} per step of {r['tokens']} token{'s' if r['tokens'] > 1 else ''}"
         f", {r['rows']} row{'s' if r['rows'] > 1 else ''} ({r['tokens_per_second']:,.0f} tokens/s; "
-        f"roofline {us_text(r['roofline_us'])})"
+        f"roofline {us_text(r['roofline_us'])}"
+        f"{'; collectives ' + us_text(r['collectives_us']) if r['collectives_us'] else ''})"
         for r in [*decode, *some]
     ]

@@ -61,7 +61,8 @@ class Options:
     max_num_seqs: int | None = _artifact(None, "maximum number of sequences in one step (CPU: 16, GPU: 256)")
     max_num_batched_tokens: int | None = _artifact(None, "maximum number of tokens in one step (CPU: 512, GPU: 8192)")
     tensor_parallel_size: int = _artifact(
-        1, "number of ranks that the model is divided over: processes that compute together, on CPU targets (1)",
+        1, "number of ranks that the model is divided over: processes that compute together, each on a GPU of its "
+        "own or on CPUs (1)",
         commands=("compile",),
     )  # fmt: skip
     speculate: int = _artifact(

@@ -49,7 +49,7 @@ def packed(plan: Plan, shape: Shape) -> Path:
 
 def with_weights(
     plan: Plan, model: Path, path: Path, weights: str, shape: Shape, tuning: Path | None = None,
-    deterministic: bool = False,
+    deterministic: bool = False, ranks: int = 1,
 ) -> None:  # fmt: skip
     """Compile as `llmc compile` does, with a kernel cache beside the artifacts."""
     from llmc.console import Console
@@ -61,7 +61,7 @@ def with_weights(
         target=plan.target, dtype="bfloat16", max_model_len=MAX_LEN, max_num_seqs=MAX_SEQS,
         max_num_batched_tokens=MAX_TOKENS, cache=plan.artifacts / "cache", reuse=False, weights=weights,
         tuning=tuning, pipeline=plan.pipeline, quant=shape.quant or NONE,
-        kv_cache_dtype=shape.kv_cache, deterministic=deterministic,
+        kv_cache_dtype=shape.kv_cache, deterministic=deterministic, tensor_parallel_size=ranks,
     )  # fmt: skip
     longest = _longest(model)
     if longest < MAX_LEN:

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from llmc_runtime.format.manifest import State
-from llmc_runtime.format.program import Launch, Program
+from llmc_runtime.format.program import GROUP, Launch, Program
 
+from llmc.ir.ops.comm import COLLECTIVES
 from llmc.targets.target import Target
 
 CONTEXT = 1024
@@ -21,6 +22,7 @@ def machine(target: Target) -> dict[str, Any]:
         "flops": dict(target.peaks),
         "bandwidth": target.bandwidth,
         "launch_us": target.launch_us,
+        "link": target.link,
     }
 
 
@@ -61,12 +63,16 @@ def _launch(p: Program, x: Launch, peaks: Mapping[str, Any], sizes: Mapping[str,
         flops //= max(1, sizes.get("R", 1))
     dtypes = [p.buffers[a].dtype for a in x.args]
     peak = next((peaks["flops"][d] for d in dtypes if d in peaks["flops"]), peaks["flops"]["f32"])
-    us = max(flops / peak, moved / peaks["bandwidth"]) * 1e6 + peaks["launch_us"]
+    link = peaks.get("link", 0) if x.op in COLLECTIVES else 0
+    rate = 2 * link if link else peaks["bandwidth"]  # a link sends and receives at the same time
+    us = max(flops / peak, moved / rate) * 1e6 + peaks["launch_us"]
     return {"op": x.op, "loc": x.loc, "kernel": x.kernel, "us": round(us, 3), "flops": flops, "bytes": moved}
 
 
 def memory(programs: Sequence[Program], states: Sequence[State], weights: int) -> dict[str, Any]:
-    """Return report/memory.json: bytes of weights, arenas and states, and of one KV page."""
+    """Return report/memory.json: bytes of weights, arenas and states, of one KV page, and of the memory through which
+    ranks exchange results.
+    """
     fixed = {s.name: s.nbytes({}) for s in states if "P" not in {d for e in s.shape for d in e.symbols}}
     paged = sum(s.nbytes({"P": 1}) for s in states if s.name not in fixed)
     return {
@@ -74,6 +80,7 @@ def memory(programs: Sequence[Program], states: Sequence[State], weights: int) -
         "arena_bytes": {p.name: p.arena_bytes for p in programs},
         "state_bytes": fixed,
         "kv_bytes_per_page": paged,
+        "group_bytes": max((b.bytes({}) for p in programs for b in p.buffers if b.kind == GROUP), default=0),
     }
 
 

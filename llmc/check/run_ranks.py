@@ -32,7 +32,8 @@ def run_ranks(
     for i, n in enumerate(g.nodes):
         operands = [[env[v] for v in n.operands] for env in envs]
         if n.op.name in COLLECTIVES:
-            results = [_collective(n, [xs[0] for xs in operands], sizes[0], exact)] * len(envs)
+            whole = operands[0][1:]  # the same on all ranks
+            results = [_collective(n, [*(xs[0] for xs in operands), *whole], sizes[0], exact)] * len(envs)
         else:
             results = [run_node(n, xs, s, exact) for xs, s in zip(operands, sizes, strict=True)]
         for env, out in zip(envs, results, strict=True):

@@ -91,7 +91,8 @@ class Source:
     options: of the compiler (num_warps, num_stages). pdl: whether the kernel uses programmatic dependent launch, and
     waits for the previous kernel itself. maps: see Map. passes: the parameters that a launch passes; empty means
     operands and results, then `sizes` as i32.
-    cluster: blocks of a cluster along x, y and z (at most 8 in total); empty without clusters. package: the
+    cluster: blocks of a cluster along x, y and z (at most 8 in total); empty without clusters. group: whether launches
+    pass the memory of a group of ranks (`llmc_runtime.format.group_memory`) behind operands and results. package: the
     top-level module of an extension that the kernel is from, for errors; empty for llmc's own. license: the
     distribution whose licence applies to the binary, if it contains another project's code.
     """
@@ -110,6 +111,7 @@ class Source:
     maps: tuple[Map, ...] = ()
     passes: tuple[Param, ...] = ()
     cluster: tuple[int, ...] = ()
+    group: bool = False
     package: str = field(default="", compare=False)
     license: str = ""
 

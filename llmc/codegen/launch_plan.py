@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from llmc_runtime.format.program import RANK, Program
+from llmc_runtime.format.group_memory import group_bytes
+from llmc_runtime.format.program import GROUP, RANK, Program
 
 from llmc.codegen.kernel import LATE, SETTLED, Box, Kernel, Source
 from llmc.codegen.memory import Storage, launched, read_slots, schedule_of, top_bytes
@@ -119,6 +120,20 @@ class Buffers:
             }
         )  # fmt: skip
 
+    def add_group(self, ranks: int) -> int:
+        """Add the memory through which this number of ranks exchange results, and return its index."""
+        nbytes = group_bytes(ranks)
+        name = GROUP
+        while name in self.names:
+            name += "."
+        self.rows.append(
+            {
+                "name": name, "kind": GROUP, "dtype": "u8", "shape": [str(nbytes)], "offset": 0, "bytes": str(nbytes),
+                "alias": None,
+            }
+        )  # fmt: skip
+        return len(self.rows) - 1
+
     def of(self, v: Value) -> int:
         """Return the index of a value's buffer."""
         return self.index[self.storage.root[v]]
@@ -177,7 +192,11 @@ def place(e: Emitted, m: Module) -> Placed:
     arena = buffers.add_all()
     hazards = Hazards(buffers)
     waits = [hazards.needs_barrier(n) for n in e.nodes]
-    args = tuple(tuple(buffers.of(v) for v in [*n.operands, *n.results]) for n in e.nodes)
+    group = (buffers.add_group(ranks_of(m)),) if any(s.group for s in e.sources) else ()
+    args = tuple(
+        (*(buffers.of(v) for v in [*n.operands, *n.results]), *(group if s.group else ()))
+        for n, s in zip(e.nodes, e.sources, strict=True)
+    )
     return Placed(e, buffers, arena, args, (*waits[1:], True))
 
 

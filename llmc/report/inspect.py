@@ -52,7 +52,9 @@ def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) 
         "memory": memory(a.programs, m.states, read),
         "kv": kv_capacity(m, kv_bytes),
         "kernels": {
-            "count": len(m.kernels), "largest": _largest(m, predicted, kernels), "licenses": _licenses(m),
+            "count": len(m.kernels),
+            "largest": _largest(m, predicted, kernels),
+            "licenses": _licenses(m),
         },
         "predicted_us": {n: prediction_facts(p) for n, p in predicted.items()},
     }
@@ -177,6 +179,7 @@ def render(data: Mapping[str, Any]) -> str:
         lines.append("  results   deterministic: the same bits in every batch")
     if data["ranks"] > 1:
         each = f"{size_text(mem['weights_bytes'])} of weights, this memory and a KV pool of this size"
+        each += f", and {size_text(mem['group_bytes'])} to exchange results" if mem.get("group_bytes") else ""
         lines.append(f"  ranks     {data['ranks']}, each with {each}")
     if drafts := data["speculation"]["drafts"]:
         lines.append(f"  drafts    up to {drafts} per sequence, by {' or '.join(data['speculation']['methods'])}")

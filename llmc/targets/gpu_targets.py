@@ -1,10 +1,10 @@
 """The GPU targets: NVIDIA Ampere, Hopper and Blackwell, and AMD CDNA 2, 3 and 4.
 
 Peaks and bandwidth are used only to price nodes. Those of sm_90 were reached by simple kernels and libraries on an H200
-(4.65 TB/s read, 795 TFLOP/s in bf16 products); the others are the vendors' dense figures. Nothing has been measured on
-AMD GPUs: their limits and rates are those of AMD's data sheets and white papers (`near`: the peak of the L2 cache of
-CDNA 2, and of the memory-side cache of CDNA 3, 17.2 TB/s, which CDNA 4 is taken to have as well), and the overhead of a
-launch is that of NVIDIA GPUs.
+(4.65 TB/s read, 795 TFLOP/s in bf16 products, 375 GB/s sent to another GPU); the others are the vendors' dense figures,
+with the same share of a link's rate. Nothing has been measured on AMD GPUs: their limits and rates are those of AMD's
+data sheets and white papers (`near`: the peak of the L2 cache of CDNA 2, and of the memory-side cache of CDNA 3, 17.2
+TB/s, which CDNA 4 is taken to have as well), and the overhead of a launch is that of NVIDIA GPUs.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _TERA = 1e12
 
 def _record(
     name: str, family: str, features: tuple[str, ...], limits: Limits, bf16: float, f32: float, bandwidth: float,
-    gib: int, int8: float = 2, float8: float = 2,
+    gib: int, int8: float = 2, float8: float = 2, link: float = 0,
 ) -> Target:  # fmt: skip
-    """A GPU target; peaks are in TFLOP/s, bandwidth in TB/s, memory in GiB. `int8` and `float8` are the rates of
-    products of 8-bit operands, divided by that of bf16.
+    """A GPU target; peaks are in TFLOP/s, bandwidth and link in TB/s, memory in GiB. `int8` and `float8` are the rates
+    of products of 8-bit operands, divided by that of bf16.
     """
     dependent = "pdl" in features  # dependent launches make a separate attention launch for decoding rows worthwhile
     peaks = {
@@ -54,24 +54,26 @@ def _record(
         rows=256,
         tokens=8192,
         memory=gib << 30,
+        link=link * _TERA,
     )
 
 
 def sm_80() -> Target:
     """A100: 108 multiprocessors, 163 KiB of shared memory per block."""
-    return _record("cuda:sm_80", "cuda", (), Limits(units=108, shared=163 << 10, l2=40 << 20), 312, 19.5, 1.9, 40)
+    limits = Limits(units=108, shared=163 << 10, l2=40 << 20)
+    return _record("cuda:sm_80", "cuda", (), limits, 312, 19.5, 1.9, 40, link=0.25)
 
 
 def sm_90() -> Target:
     """H100 and H200: 132 multiprocessors, 227 KiB of shared memory per block, programmatic dependent launch."""
-    return _record("cuda:sm_90", "cuda", ("pdl",), Limits(units=132, shared=227 << 10, l2=50 << 20), 795, 60, 4.65, 80)
+    limits = Limits(units=132, shared=227 << 10, l2=50 << 20)
+    return _record("cuda:sm_90", "cuda", ("pdl",), limits, 795, 60, 4.65, 80, link=0.375)
 
 
 def sm_100() -> Target:
     """B200: 148 multiprocessors, 227 KiB of shared memory per block, programmatic dependent launch."""
-    return _record(
-        "cuda:sm_100", "cuda", ("pdl",), Limits(units=148, shared=227 << 10, l2=126 << 20), 2250, 75, 7.7, 180
-    )
+    limits = Limits(units=148, shared=227 << 10, l2=126 << 20)
+    return _record("cuda:sm_100", "cuda", ("pdl",), limits, 2250, 75, 7.7, 180, link=0.75)
 
 
 def gfx90a() -> Target:

@@ -36,7 +36,8 @@ class Target:
     of one layer's pages. page_size: tokens per page. vector: bytes of a vector register. flags: the C++ compiler's
     flags for the machine. launch_us: overhead of a launch. rows, tokens: default limits of an artifact. memory:
     bytes of the smallest common device of the kind, for plans; 0 if unknown. deterministic: kernels must add in one
-    order for all batches (`Kernel.order`), and compilers must not fuse products into sums.
+    order for all batches (`Kernel.order`), and compilers must not fuse products into sums. link: byte/s that a rank
+    sends to the other ranks, for cost estimates; 0 if ranks exchange results through memory, at `bandwidth`.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Target:
     tokens: int = 512
     memory: int = 0
     deterministic: bool = False
+    link: float = 0
 
     def has(self, *features: str) -> bool:
         """Whether binaries for this target may use all of the named features."""

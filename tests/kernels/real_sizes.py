@@ -328,7 +328,20 @@ _SAMPLING = {
     ),
 }  # fmt: skip
 
+_COLLECTIVES = {
+    "all_reduce": (
+        Text("bf16[T, 4096]; bf16[T, 4096]", "all_reduce_add {ranks=2}", "bf16[T, 4096]"),
+        Text("bf16[T, 4096]", "all_reduce {ranks=4}", "bf16[T, 4096]"),
+        Text("f32[T, 5]", "all_reduce {ranks=3}", "f32[T, 5]"),
+    ),
+    "all_gather": (Text(f"f32[R, {V // 2}]", "all_gather {axis=1, ranks=2}", f"f32[R, {V}]"),),
+}
+
 # Name of the kernel -> its nodes.
 REAL: Mapping[str, tuple[Text, ...]] = MappingProxyType(
-    {f"triton/{name}": texts for part in (_ATTENTION, _PRODUCTS, _ROWS, _SAMPLING) for name, texts in part.items()}
+    {
+        f"triton/{name}": texts
+        for part in (_ATTENTION, _PRODUCTS, _ROWS, _SAMPLING, _COLLECTIVES)
+        for name, texts in part.items()
+    }
 )

@@ -23,6 +23,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(root), str(root / "runtime"), str(root / "tests")]
 
 from draw import SEED
+from kernels.cases import COLLECTIVES
 from kernels.real_sizes import REAL
 from kernels.triton_harness import TARGETS
 
@@ -41,6 +42,7 @@ CODED = ("scaled_gemm", "scaled_gemm_small", "round_groups", "scaled_moe_up", "s
 NEWER = {f"triton/{name}": tuple(t for t in TARGETS if has_maps(t)) for name in MAPPED} | {
     f"triton/{name}": tuple(t for t in TARGETS if has_e4m3(t)) for name in CODED
 }
+NVIDIA = {f"triton/{name}": tuple(t for t in TARGETS if t.family == "cuda") for name in COLLECTIVES}
 PRIVATE = 64  # bytes of memory of a thread's own: the largest tiles spill a few registers
 VGPRS = 512  # vector registers that a thread can have, accumulation registers among them
 
@@ -63,7 +65,7 @@ def work(every: bool) -> Iterator[tuple[Target, Job]]:
     """What costs prefer for each target, or half of it for drawn ones; for a drawn one another schedule, too."""
     rng = Random(SEED)
     for name in REAL if every else rng.sample(list(REAL), len(REAL) // 2):
-        able = NEWER.get(name, TARGETS)
+        able = (NEWER | NVIDIA).get(name, TARGETS)
         lucky = rng.choice(able)
         for target in able if every else (lucky,):
             for what, source in sources(name, target, rng if target is lucky else None):

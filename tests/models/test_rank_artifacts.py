@@ -64,7 +64,7 @@ def test_ranks_sample_the_tokens_of_the_whole_model(case: Case, ranks: int, tmp_
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"target": "cuda:sm_90", "tensor_parallel_size": 2}, ("cuda:sm_90", "not supported yet")),
+        ({"target": "hip:gfx942", "tensor_parallel_size": 2}, ("hip:gfx942", "AMD GPUs are not supported")),
         ({"pipeline": "serve, after page-attention: shard{ranks=2}"}, ("shard", "--tensor-parallel-size")),
     ],
 )

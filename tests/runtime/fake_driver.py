@@ -13,6 +13,7 @@ class FakeDriver:
     """Control functions of a fake library: faults, the log of calls, and open resources."""
 
     def __init__(self, path: Path) -> None:
+        self.folder = path.parent
         self.lib = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         self.lib.fake_log.restype = ctypes.c_char_p
         self.lib.fake_used.restype = ctypes.c_long

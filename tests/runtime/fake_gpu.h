@@ -3,6 +3,7 @@
 // then gives a wrong result. Statuses have the same numbers in both APIs. fake_fail injects faults.
 #pragma once
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -36,7 +37,8 @@ static std::map<uintptr_t, size_t> device, pinned, registered;
 static std::set<Stream*> streams;
 static std::map<std::string, std::pair<int, long>> faults;  // name -> (status, calls until then)
 static std::string log_;
-static int lost = 0, retained = 0, driver_version = 0, devices = 1;
+static int visible() { const char* n = getenv("FAKE_GPUS"); return n ? atoi(n) : 1; }
+static int lost = 0, retained = 0, driver_version = 13000, devices = visible();
 static size_t total = 1ull << 30, used = 0;
 static thread_local void* context = nullptr;
 
@@ -78,10 +80,24 @@ static void run(const Node& n) {
   n.f->entry(params.data(), n.grid);
 }
 
+// Memory of whole pages of 2 MiB is a file in memory, so that another process can map it by a handle.
+static const size_t GRAIN = 2 << 20;
+static std::map<uintptr_t, int> files;       // allocation -> its file
+static std::map<uintptr_t, size_t> mapped;   // allocations of other processes
+struct Handle { int pid, fd; uint64_t bytes; char rest[48]; };
+
 static int allocate(uintptr_t* p, size_t n) {
   if (!n) return INVALID;
   if (used + n > total) return OOM;
-  void* q = aligned_alloc(512, (n + 511) / 512 * 512);
+  void* q;
+  if (n % GRAIN) {
+    q = aligned_alloc(512, (n + 511) / 512 * 512);
+  } else {
+    int fd = memfd_create("device", MFD_CLOEXEC);
+    if (ftruncate(fd, (off_t)n)) return OOM;
+    q = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    files[(uintptr_t)q] = fd;
+  }
   memset(q, 0xA5, n);
   device[(uintptr_t)q] = n; used += n; *p = (uintptr_t)q;
   return OK;
@@ -89,7 +105,37 @@ static int allocate(uintptr_t* p, size_t n) {
 static int release(uintptr_t p) {
   for (Stream* s : streams) drain(s, s->put);
   if (!device.count(p)) return INVALID;
-  used -= device[p]; device.erase(p); free((void*)p);
+  size_t n = device[p];
+  used -= n; device.erase(p);
+  auto file = files.find(p);
+  if (file == files.end()) { free((void*)p); return OK; }
+  munmap((void*)p, n);
+  close(file->second);
+  files.erase(file);
+  return OK;
+}
+static int share(Handle* h, uintptr_t p) {
+  if (!files.count(p)) return INVALID;
+  memset(h, 0, sizeof *h);
+  *h = {getpid(), files[p], device[p], {}};
+  return OK;
+}
+static int open_shared(uintptr_t* p, const Handle* h) {
+  if (h->pid == getpid()) return INVALID_CONTEXT;  // as the driver: not in the process that has allocated it
+  char path[64];
+  snprintf(path, sizeof path, "/proc/%d/fd/%d", h->pid, h->fd);
+  int fd = open(path, O_RDWR | O_CLOEXEC);
+  if (fd < 0) return INVALID_HANDLE;
+  *p = (uintptr_t)mmap(nullptr, h->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  close(fd);
+  mapped[*p] = h->bytes;
+  return OK;
+}
+static int close_shared(uintptr_t p) {
+  auto m = mapped.find(p);
+  if (m == mapped.end()) return INVALID;
+  munmap((void*)p, m->second);
+  mapped.erase(m);
   return OK;
 }
 static int pin(void** p, size_t n) {
@@ -132,7 +178,11 @@ static int destroy_stream(Stream* s) { if (!streams.erase(s)) return INVALID_HAN
 static int synchronize(Stream* s) { if (!streams.count(s)) return INVALID_HANDLE; drain(s, s->put); return lost; }
 static int record(Event* e, Stream* s) { e->stream = s; e->at = s->put; log_ += "mark "; return OK; }
 static int wait_event(Event* e) { if (e->stream) drain(e->stream, e->at); return lost; }
-static int query(Event* e) { return lost ? lost : e->stream && e->stream->done < e->at ? NOT_READY : OK; }
+static int query(Event* e) {
+  // A process that only asks must see progress; with FAKE_GPU_PROGRESS, asking runs the work.
+  if (e->stream && getenv("FAKE_GPU_PROGRESS")) drain(e->stream, e->at);
+  return lost ? lost : e->stream && e->stream->done < e->at ? NOT_READY : OK;
+}
 
 // The bytes of an ELF file, whose sections end it.
 static size_t elf_bytes(const void* image) {
@@ -186,13 +236,13 @@ static int replay(const Graph& g, Stream* s) {
 }
 
 static void reset(int version) {
-  faults.clear(); log_.clear(); lost = 0; driver_version = version; devices = 1; total = 1ull << 30;
+  faults.clear(); log_.clear(); lost = 0; driver_version = version; devices = visible(); total = 1ull << 30;
 }
 
 extern "C" {
 // What the tests use.
 void fake_fail(const char* name, int status, long after) { faults[name] = {status, after}; }
-long fake_used() { return (long)(device.size() + pinned.size() + registered.size() + streams.size() + retained); }
+long fake_used() { return (long)(device.size() + pinned.size() + registered.size() + streams.size() + mapped.size() + retained); }
 const char* fake_log() { return log_.c_str(); }
 void fake_clear_log() { log_.clear(); }
 }

@@ -47,6 +47,23 @@ def all_reduce(*xs: Any, ranks: int) -> Any:
     return sum(others, first)
 
 
+def _add_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    if env["r"] != env["x"]:
+        raise Mismatch(f"r is {env['r']}, x is {env['x']}")
+    return _reduce_type(env, attrs)
+
+
+@op(
+    "(x: f[*s], r: f[*s]) -> x[*s]", infer=_add_type, flops="ranks*s + s", bytes="2*ranks*s*bytes_x - 2*s*bytes_x",
+    example={"*s": (2, 3), "ranks": 1},
+)  # fmt: skip
+def all_reduce_add(*xs: Any, ranks: int) -> Any:
+    """The sum of every rank's x plus r, which all ranks have; rounded once. The last argument is r."""
+    *terms, r = xs
+    first, *others = _of_all(tuple(terms), ranks)
+    return sum(others, first) + r
+
+
 def _gather_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     _check_ranks(attrs["ranks"])
     x = env["x"]

@@ -13,6 +13,7 @@ from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Builder, Graph, Module, Node, Value
 from llmc.ir.signature import Mismatch
 from llmc.passes.base import Ctx, Pass
+from llmc.passes.fuse.fuse_reduce import FuseReduce
 from llmc.passes.lower.shard_plan import Plan, make_plans
 from llmc.passes.lower.shard_rules import Relation, Split, local
 from llmc.passes.lower.shard_siblings import separate
@@ -55,7 +56,7 @@ class Shard(Pass):
 
 
 def with_ranks(passes: Sequence[Pass], ranks: int, target: Target) -> list[Pass]:
-    """Return the passes with `shard` behind page-attention, if there are several ranks.
+    """Return the passes with `shard` behind page-attention, and for GPUs `fuse-reduce`, if there are several ranks.
 
     Raises Diagnostic E421 if the passes lack page-attention, and E439 if they have `shard` already, or if ranks on the
     target are not supported.
@@ -65,14 +66,15 @@ def with_ranks(passes: Sequence[Pass], ranks: int, target: Target) -> list[Pass]
         raise Diagnostic("E439", "the pipeline has the pass shard", remedy)
     if ranks == 1:
         return list(passes)
-    if target.family != "cpu":
-        cause = f"tensor_parallel_size = {ranks} for {target.name}: ranks on GPUs are not supported yet"
-        raise Diagnostic("E439", cause, "compile for a CPU (--target cpu:native), or without --tensor-parallel-size")
+    if target.family not in ("cpu", "cuda"):
+        cause = f"tensor_parallel_size = {ranks} for {target.name}: ranks on AMD GPUs are not supported"
+        raise Diagnostic("E439", cause, "compile for a CPU or an NVIDIA GPU, or without --tensor-parallel-size")
     at = next((i for i, p in enumerate(passes) if p.name == "page-attention"), None)
     if at is None:
         cause = "--tensor-parallel-size needs the pass page-attention, which the pipeline lacks"
         raise Diagnostic("E421", cause, "add it to --pipeline")
-    return [*passes[: at + 1], Shard(ranks=ranks), *passes[at + 1 :]]
+    added = [Shard(ranks=ranks), *([FuseReduce()] if target.family == "cuda" else [])]
+    return [*passes[: at + 1], *added, *passes[at + 1 :]]
 
 
 class _Sharding:
@@ -166,7 +168,6 @@ class _Sharding:
         start = offset + width * part
         out: Value = b.slice(x, axis=s.axis, start=start, stop=start + width)
         return out
-
 
     def _padded(self, b: Builder, x: Value, axis: int, offset: Dim, size: Dim, zeros: Dim) -> Value:
         """`size` elements from `offset` along an axis, and zeros behind them."""

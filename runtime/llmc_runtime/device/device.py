@@ -140,6 +140,25 @@ class Device(ABC):
         """
         return
 
+    def group_memory(self, nbytes: int) -> Memory:
+        """Allocate the memory to which the other ranks of the group write; see `llmc_runtime.format.group_memory`.
+
+        It can be used after `connect`. Raises LlmcError E113 if the device is not in a group, or needs no such memory.
+        """
+        raise LlmcError("E113", "a program uses the memory of a group of ranks", "recompile the artifact")
+
+    @property
+    def group_handle(self) -> bytes:
+        """What the other ranks need to write to this rank's memory; empty if they do not."""
+        return b""
+
+    def connect(self, handles: Sequence[bytes]) -> None:
+        """Open the memories of all ranks by their handles, in the order of the ranks, and make this rank's own ready.
+
+        Raises LlmcError E115 if that fails.
+        """
+        return
+
     def cancel(self) -> None:
         """End the group of ranks that this device belongs to: no step waits for another rank any more, and each fails
         with LlmcError E119. May be called from any thread.

@@ -14,8 +14,9 @@ def open_device(
 
     `threads` is the number of compute threads on a CPU, and of threads that upload weights to a GPU; None selects the
     device's default. With `careful`, a GPU is synchronized after every launch, so that an error names the kernel that
-    failed; a CPU reports errors synchronously in any case. `index` is the number of the GPU among those visible.
-    `member` is the device's place in a group, if the artifact has several ranks.
+    failed; a CPU reports errors synchronously in any case. `index` is the number of the engine, which
+    determines its GPU among those visible. `member` is the device's place in a group, if the artifact has several
+    ranks.
 
     Raises LlmcError E112 if the runtime does not know the kind of device, and E115 to E117 if this machine or this
     runtime cannot run the target.
@@ -26,13 +27,13 @@ def open_device(
         from llmc_runtime.device.cpu_device import CpuDevice
 
         return CpuDevice(threads, member)
-    if artifact.manifest.ranks > 1:
-        cause = f"the artifact is for {artifact.manifest.ranks} ranks on {target.name}; ranks run on CPUs only"
-        raise LlmcError("E112", cause, "recompile it without --tensor-parallel-size")
     if family == "cuda":
         from llmc_runtime.device.cuda.cuda_device import CudaDevice
 
-        return CudaDevice(target, threads, careful=careful, index=index)
+        return CudaDevice(target, threads, careful=careful, index=index, member=member)
+    if artifact.manifest.ranks > 1:
+        cause = f"the artifact is for {artifact.manifest.ranks} ranks on {target.name}, which are not supported"
+        raise LlmcError("E112", cause, "recompile it without --tensor-parallel-size")
     if family == "hip":
         from llmc_runtime.device.hip.hip_device import HipDevice
 

@@ -83,7 +83,8 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
     """
     manifest, marks = artifact.manifest, [("", time.monotonic())]
     threads = options.rank_threads(manifest.ranks)
-    group = start_ranks(artifact, threads, options.verify, options.distributed_executor_backend == RAY)
+    ray = options.distributed_executor_backend == RAY
+    group = start_ranks(artifact, threads, options.verify, ray, number)
     device: Device | None = None
     try:
         device = open_device(artifact, threads, index=number, member=group.member if group else None)
@@ -110,7 +111,7 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
     part = f"NOT THE WHOLE MODEL, only {manifest.source.part}" if manifest.source.part else ""
     speculation = config.speculation
     drafting = f"up to {speculation.num_tokens} drafted tokens ({speculation.method})" if speculation else ""
-    ranks = f"{manifest.ranks} ranks of {threads} threads each" if group else ""
+    ranks = f"{manifest.ranks} ranks" + ("" if device.separate else f" of {threads} threads each") if group else ""
     summary = ", ".join(filter(None, (part, where, ranks, str(executor.capacity), drafting, device.upload_summary)))
     stages = {name: end - begin for (_, begin), (name, end) in pairwise(marks)}
     return Opened(engine, summary, executor.close, stages, trace, group)

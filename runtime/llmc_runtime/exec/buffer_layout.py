@@ -11,7 +11,7 @@ from llmc_runtime.exec.capacity import Need
 from llmc_runtime.exec.random_weights import RandomWeights
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.json_fields import REMEDY
-from llmc_runtime.format.program import FILL, FIRST, NEXT, Buffer, Program
+from llmc_runtime.format.program import FILL, FIRST, GROUP, NEXT, Buffer, Program
 
 INPUTS = ("rows", "qlens", "emit")
 ROLES = ("", FILL, FIRST, NEXT)  # each has inputs of its own, whose names begin with the role
@@ -27,7 +27,7 @@ def need_of(artifact: Artifact) -> Need:
         files = _round(sum(_round(b.bytes({}), _PAGE) for b in weights_of(artifact).values()), _GRAIN)
     states = sum(_round(s.nbytes({}), _GRAIN) for s in manifest.states if s.role != "kv")
     io = _round(sum(_round(n, _ALIGN) for n in _io_sizes(artifact, {}).values()), _GRAIN)
-    return Need(files, states, _round(_arena(artifact), _GRAIN) + io)
+    return Need(files, states, _round(_arena(artifact), _GRAIN) + io + _round(_group(artifact), _GRAIN))
 
 
 def weights_of(artifact: Artifact) -> dict[str, Buffer]:
@@ -49,6 +49,8 @@ class Layout:
             loading, placing = pool.submit(device.load, artifact), pool.submit(self._place_weights)
             self.states = {s.name: device.alloc(s.nbytes(env)) for s in artifact.manifest.states}
             self._arena = device.alloc(_arena(artifact))
+            shared = _group(artifact)
+            self._group = device.group_memory(shared) if shared else None
         loading.result()
         self._weights = placing.result()
         sizes = _io_sizes(artifact, env)
@@ -89,6 +91,8 @@ class Layout:
             return self.states[b.name].address + b.offset
         if b.kind == "arena":
             return self._arena.address + b.offset
+        if b.kind == GROUP and self._group is not None:
+            return self._group.address
         return self._io[b.name].address + b.offset
 
     def _place_weights(self) -> Mapping[str, int]:
@@ -127,6 +131,11 @@ def _io_sizes(artifact: Artifact, env: Mapping[str, int]) -> dict[str, int]:
 
 def _arena(artifact: Artifact) -> int:
     return max((p.arena_bytes for p in artifact.programs), default=0)
+
+
+def _group(artifact: Artifact) -> int:
+    """Return the size of the memory through which ranks exchange results; 0 if no program uses it."""
+    return max((b.bytes(p.top()) for p in artifact.programs for b in p.buffers if b.kind == GROUP), default=0)
 
 
 def _round(size: int, align: int) -> int:

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 
 from llmc_runtime.artifact import Artifact
 from llmc_runtime.device.device import Device
-from llmc_runtime.exec.capacity import plan_kv
+from llmc_runtime.exec.buffer_layout import need_of
+from llmc_runtime.exec.capacity import NOTHING, plan_kv
 from llmc_runtime.exec.executor import Executor, Ticket, digest_of
 from llmc_runtime.exec.rank_group import RankGroup
-from llmc_runtime.exec.rank_messages import Guide, Launch
+from llmc_runtime.exec.rank_messages import Guide, Launch, Meet, Prepare
 from llmc_runtime.format.errors import LlmcError, as_llmc_error
 from llmc_runtime.sched.step import RowMask, Step, StepOutput
 from llmc_runtime.signals import uninterrupted
@@ -27,10 +28,15 @@ class GroupExecutor(Executor):
     def __init__(self, artifact: Artifact, device: Device, group: RankGroup, kv_bytes: int | None = None) -> None:
         self.group = group
         self._failure: LlmcError | None = None
-        capacity = plan_kv(artifact.manifest, kv_bytes, device.free_memory(), device.share)
+        need = need_of(artifact) if device.separate else NOTHING
+        capacity = plan_kv(artifact.manifest, kv_bytes, device.free_memory(), device.share, need)
         group.join(capacity.nbytes)
         super().__init__(artifact, device, capacity.nbytes)
-        group.await_joined(device.cancel)
+        handles = [device.group_handle, *group.await_joined()]
+        group.send(Meet(handles))
+        device.connect(handles)
+        group.await_settled()
+        group.watch(device.cancel)
 
     def launch(self, step: Step) -> Ticket:
         """Start the step on all ranks."""
@@ -57,6 +63,14 @@ class GroupExecutor(Executor):
             super().settle()
             self.group.settle()
 
+    def prepare(self) -> int:
+        """Prepare every size of decode step on all ranks."""
+        with self._together():
+            self.group.send(Prepare())
+            count = super().prepare()
+            self.group.await_settled()
+            return count
+
     def close(self) -> None:
         """End the other ranks, and release the memory and threads of rank 0."""
         self.group.close()
@@ -74,7 +88,8 @@ class GroupExecutor(Executor):
             except BaseException as e:
                 self.device.cancel()
                 error = as_llmc_error(e)
-                self._failure = self.group.cause(error) if error.code == "E119" else error
+                # A GPU fails when the memory of a rank that was killed goes away.
+                self._failure = self.group.cause(error) if error.code in ("E114", "E119") else error
                 if isinstance(e, Exception):
                     raise self._failure from e
                 raise

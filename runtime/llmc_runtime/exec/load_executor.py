@@ -30,15 +30,19 @@ def load_executor(
     try:
         threads, member = (group.threads, group.member) if group else (threads, None)
         device = open_device(artifact, threads, careful=careful, member=member)
-        device.share /= artifact.manifest.ranks
+        if not device.separate:
+            device.share /= artifact.manifest.ranks
         return make_executor(artifact, device, group, kv_bytes)
     except BaseException:
         release(device, group)
         raise
 
 
-def start_ranks(artifact: Artifact, threads: int | None, verify: bool = True, ray: bool = False) -> RankGroup | None:
-    """Start the processes of the other ranks, with `threads` threads each; None if the artifact has one rank.
+def start_ranks(
+    artifact: Artifact, threads: int | None, verify: bool = True, ray: bool = False, engine: int = 0
+) -> RankGroup | None:
+    """Start the processes of the other ranks, with `threads` threads each; None if the artifact has one rank. `engine`
+    is the number of the engine.
 
     With `ray`, they are actors of a Ray cluster. Raises the LlmcErrors of RankGroup.
     """
@@ -46,7 +50,7 @@ def start_ranks(artifact: Artifact, threads: int | None, verify: bool = True, ra
         return None
     from llmc_runtime.exec.rank_group import RankGroup
 
-    return RankGroup(artifact, threads, verify, ray=ray)
+    return RankGroup(artifact, threads, verify, ray=ray, engine=engine)
 
 
 def make_executor(artifact: Artifact, device: Device, group: RankGroup | None, kv_bytes: int | None) -> Executor:

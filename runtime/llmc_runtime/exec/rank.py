@@ -16,10 +16,10 @@ _NOW = 0.001  # seconds for a report that has arrived
 
 
 class Rank(ABC):
-    """The process of one rank, at the other end of a socket."""
+    """The process of one rank, at the other end of a socket. `closed`: whether `report` has found its end."""
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
-        self.rank, self.link = rank, Link(connection, Reply)
+        self.rank, self.link, self.closed = rank, Link(connection, Reply), False
 
     @property
     @abstractmethod
@@ -61,6 +61,7 @@ class Rank(ABC):
             while (message := self.link.receive()) is not None:
                 if isinstance(message, Failed):
                     return self._error(message)
+            self.closed = True
         except OSError:
             pass
         return None

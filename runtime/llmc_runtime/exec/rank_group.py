@@ -71,15 +71,22 @@ class RankGroup:
     """The ranks above 0 of an artifact's group.
 
     They are processes that this one starts or, with `ray`, actors of a Ray cluster on this machine. `member` is the
-    place of rank 0. `alarm` is a file descriptor that is readable once a process has ended while it is watched. Raises
-    LlmcError E100 if a process cannot be created, and E140 to E142 if Ray cannot place the ranks.
+    place of rank 0. `alarm` is a file descriptor that is readable once a process has ended while it is watched.
+    `engine` is the number of the engine. Raises LlmcError E100 if a process cannot be created, and E140 to E142 if Ray
+    cannot place the ranks.
     """
 
     def __init__(
-        self, artifact: Artifact, threads: int | None, verify: bool = True, limit: float = LIMIT, ray: bool = False
+        self,
+        artifact: Artifact,
+        threads: int | None,
+        verify: bool = True,
+        limit: float = LIMIT,
+        ray: bool = False,
+        engine: int = 0,
     ) -> None:
         ranks = artifact.manifest.ranks
-        self._artifact, self._verify = artifact, verify
+        self._artifact, self._verify, self._engine = artifact, verify, engine
         self.threads = threads or max(1, default_threads() // ranks)
         self._memory = memory_file("llmc-ranks", b"")
         self.member = Member(0, ranks, self._memory.fileno(), limit)
@@ -111,14 +118,16 @@ class RankGroup:
         for p in self._processes:
             call = Join(
                 path, self._artifact.digest, p.rank, self.member.ranks, self.threads, kv_bytes, self.member.limit,
-                self._verify,
+                self._verify, self._engine,
             )  # fmt: skip
             self._send(p, p.link.encode(call))
 
-    def await_joined(self, cancel: Callable[[], None]) -> None:
-        """Wait until every process is ready, then watch them: when one ends, call `cancel` in another thread."""
-        for p in self._processes:
-            p.receive(Joined)
+    def await_joined(self) -> list[bytes]:
+        """Wait until every process has opened the artifact, and return the handles of their memories, in order."""
+        return [p.receive(Joined).handle for p in self._processes]
+
+    def watch(self, cancel: Callable[[], None]) -> None:
+        """Watch the processes from now on: when one ends, call `cancel` in another thread."""
         self._watcher = threading.Thread(target=self._watch, args=(cancel,), name="llmc-ranks", daemon=True)
         self._watcher.start()
 
@@ -140,6 +149,10 @@ class RankGroup:
     def settle(self) -> None:
         """Let every process discard its steps. Raises LlmcError as `collect` does."""
         self.send(Settle())
+        self.await_settled()
+
+    def await_settled(self) -> None:
+        """Wait for the answers to a call other than a step. Raises LlmcError as `collect` does."""
         for p in self._processes:
             while not isinstance(p.receive(Done, Settled), Settled):
                 pass
@@ -153,7 +166,9 @@ class RankGroup:
         until = time.monotonic() + (0.0 if any(p.killed for p in self._processes) else REPORT)
         reports = [p.report(until) for p in self._processes]
         causes = [e for e in reports if e is not None and e.code != error.code]
-        killed = [p.ended() for p in self._processes if p.killed]
+        # A link is closed shortly before the process has ended.
+        ended = [(p, p.ended()) for p in self._processes if p.killed or p.closed]
+        killed = [e for p, e in ended if p.killed]
         return next((e for e in (*causes, *killed) if e is not None), error)
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """The messages between rank 0 of a group and the processes of the others, over a socket pair each.
 
-Rank 0 sends Join first, then the calls of its executor: Launch, Guide and Settle. A process answers Join by Joined, a
-step that has ended by Done, Settle by Settled. If something fails, it sends Failed and ends.
+Rank 0 sends Join first, then Meet once all have joined, then the calls of its executor: Launch, Guide, Settle and
+Prepare. A process answers Join by Joined, a step that has ended by Done, the others by Settled. If something fails, it
+sends Failed and ends.
 
 If Ray places the ranks, rank 0 sends Place to the process that talks to Ray, which answers by Placed or Failed; before
 Join, each rank sends Hello, and gets the memory of the group as a file descriptor.
@@ -9,6 +10,7 @@ Join, each rank sends Hello, and gets the memory of the group as a file descript
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 from typing import Any
@@ -31,6 +33,7 @@ class Join(_Message):
     kv_bytes:  size of the KV cache
     limit:     seconds that a rank waits for the others
     verify:    whether to check the hashes of the weights
+    engine:    number of the engine, whose ranks these are
     """
 
     path: str
@@ -41,6 +44,13 @@ class Join(_Message):
     kv_bytes: int
     limit: float
     verify: bool
+    engine: int = 0
+
+
+class Meet(_Message):
+    """Open the memories of all ranks by their handles, in the order of the ranks."""
+
+    handles: list[bytes]
 
 
 class Launch(_Message):
@@ -59,8 +69,14 @@ class Settle(_Message):
     """Discard the steps in flight."""
 
 
+class Prepare(_Message):
+    """Prepare every size of decode step."""
+
+
 class Joined(_Message):
-    """The rank is ready for steps."""
+    """The rank has opened the artifact; `handle` is that of the memory to which the other ranks write."""
+
+    handle: bytes
 
 
 class Done(_Message):
@@ -70,7 +86,7 @@ class Done(_Message):
 
 
 class Settled(_Message):
-    """No step is in flight."""
+    """What rank 0 has called for is done, and no step is in flight."""
 
 
 class Failed(_Message):
@@ -104,7 +120,7 @@ class Hello(_Message):
     rank: int
 
 
-Call = Join | Launch | Guide | Settle
+Call = Join | Meet | Launch | Guide | Settle | Prepare
 Reply = Joined | Done | Settled | Failed | Hello
 Placement = Placed | Failed
 
@@ -114,6 +130,8 @@ class Link:
 
     def __init__(self, connection: socket.socket, kinds: Any) -> None:
         self.socket = connection
+        self._poller = select.poll()
+        self._poller.register(connection, select.POLLIN)
         self._encode, self._decoder = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(kinds)
 
     def encode(self, message: _Message) -> bytes:
@@ -130,6 +148,10 @@ class Link:
         head = self._read(_LENGTH.size)
         data = head and self._read(*_LENGTH.unpack(head))
         return self._decoder.decode(data) if data else None
+
+    def ready(self) -> bool:
+        """Return whether a message, or the end of the connection, can be received without waiting."""
+        return bool(self._poller.poll(0))
 
     def _read(self, count: int) -> bytearray | None:
         data = bytearray(count)

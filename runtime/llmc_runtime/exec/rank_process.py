@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from urllib.parse import unquote_to_bytes
 
@@ -20,10 +21,23 @@ from llmc_runtime.artifact import open_artifact
 from llmc_runtime.device.device import Member
 from llmc_runtime.device.open_device import open_device
 from llmc_runtime.exec.executor import Executor, Ticket, digest_of
-from llmc_runtime.exec.rank_messages import Call, Done, Failed, Guide, Join, Joined, Launch, Link, Settle, Settled
+from llmc_runtime.exec.rank_messages import (
+    Call,
+    Done,
+    Failed,
+    Guide,
+    Join,
+    Joined,
+    Launch,
+    Link,
+    Meet,
+    Prepare,
+    Settled,
+)
 from llmc_runtime.format.errors import LlmcError, as_llmc_error
 
 _POLL = 0.1  # seconds between two looks at the parent
+_LOOK = 5e-5  # seconds between two looks at a step in flight and at the link
 
 
 def open_rank(join: Join, memory: int) -> Executor:
@@ -36,7 +50,8 @@ def open_rank(join: Join, memory: int) -> Executor:
     if artifact.digest != join.digest:
         cause = f"{path} is not the artifact that rank 0 has opened"
         raise LlmcError("E118", cause, "restart, or restore the previous artifact")
-    device = open_device(artifact, join.threads, member=Member(join.rank, join.ranks, memory, join.limit))
+    member = Member(join.rank, join.ranks, memory, join.limit)
+    device = open_device(artifact, join.threads, index=join.engine, member=member)
     try:
         return Executor(artifact, device, join.kv_bytes)
     except BaseException:
@@ -46,21 +61,37 @@ def open_rank(join: Join, memory: int) -> Executor:
 
 def serve(link: Link, executor: Executor) -> None:
     """Run the steps that rank 0 sends, until it closes the link."""
-    ticket: Ticket | None = None
-    while (call := link.receive()) is not None:
-        if isinstance(call, Settle):
-            executor.settle()
-            ticket = None
-            link.send(link.encode(Settled()))
-            continue
+    tickets: deque[Ticket] = deque()  # of the steps in flight
+    while True:
+        if tickets and tickets[0].rest is None:
+            if executor.done(tickets[0]):
+                ticket = tickets.popleft()
+                executor.wait(ticket)
+                link.send(link.encode(Done(digest_of(ticket))))
+                continue
+            if not link.ready():
+                time.sleep(_LOOK)
+                continue
+        call = link.receive()
+        if call is None:
+            return
         if isinstance(call, Launch):
-            ticket = executor.launch(call.step)
-        elif isinstance(call, Guide) and ticket is not None:
-            executor.guide(ticket, call.masks)
-        if ticket is not None and ticket.rest is None:
-            executor.wait(ticket)
-            link.send(link.encode(Done(digest_of(ticket))))
-            ticket = None
+            tickets.append(executor.launch(call.step))
+        elif isinstance(call, Guide):
+            executor.guide(next(t for t in tickets if t.rest is not None), call.masks)
+        else:
+            _answer(call, executor)
+            tickets.clear()
+            link.send(link.encode(Settled()))
+
+
+def _answer(call: Call, executor: Executor) -> None:
+    """Do what a call other than a step demands; steps in flight are discarded."""
+    executor.settle()
+    if isinstance(call, Meet):
+        executor.device.connect(call.handles)
+    elif isinstance(call, Prepare):
+        executor.prepare()
 
 
 def run(link: Link, memory: int) -> int:
@@ -72,7 +103,7 @@ def run(link: Link, memory: int) -> int:
             return 0
         executor = open_rank(join, memory)
         cancel = executor.device.cancel
-        link.send(link.encode(Joined()))
+        link.send(link.encode(Joined(executor.device.group_handle)))
         serve(link, executor)
         return 0
     except Exception as e:

@@ -43,7 +43,8 @@ FILL, FIRST, NEXT = "draft_fill", "draft_first", "draft_next"
 DRAFT_MODEL, EAGLE, MTP = "draft_model", "eagle3", "mtp"  # methods of drafting, by vLLM's names
 RANK = "K"  # the symbol of the rank: 0 up to the number of ranks - 1
 MAX_RANKS = 1024
-KINDS = ("input", "output", "weight", "state", "arena")
+GROUP = "group"  # the kind of the buffer through which ranks on GPUs exchange results; see group_memory.py
+KINDS = ("input", "output", "weight", "state", "arena", GROUP)
 MAX_CLUSTER = 8  # maximum blocks of a cluster on every GPU that has clusters
 Symbols = Mapping[str, tuple[int, int]]
 

@@ -28,6 +28,15 @@ class Driver(FakeDriver):
         """Set whether the GPU can read registered memory that is mapped read-only."""
         self.lib.fake_registers(int(yes))
 
+    def reaches(self, yes: bool) -> None:
+        """Set whether GPUs can access each other's memory."""
+        self.lib.fake_reaches(int(yes))
+
+    @property
+    def device(self) -> int:
+        """The number of the GPU that was opened last."""
+        return int(self.lib.fake_device())
+
     @property
     def registrations(self) -> int:
         """The number of registrations since the start of the test."""

@@ -14,6 +14,8 @@ static_assert(sizeof(TensorMap) <= 128, "a tensor map is 128 bytes");
 
 static int major_ = 9, minor_ = 0;
 static int registers = 1;  // whether read-only memory can be registered
+static int reaches = 1;    // whether GPUs can access each other's memory
+static int gpu_ = -1;      // the GPU whose context was retained
 static size_t registrations = 0, most_registered = 0;
 static char the_context;
 
@@ -22,7 +24,9 @@ static char the_context;
 
 extern "C" {
 // What the tests use.
-void fake_reset() { reset(13000); major_ = 9; minor_ = 0; registers = 1; registrations = most_registered = 0; }
+void fake_reset() { reset(13000); major_ = 9; minor_ = 0; registers = reaches = 1; registrations = most_registered = 0; gpu_ = -1; }
+void fake_reaches(int yes) { reaches = yes; }
+int fake_device() { return gpu_; }
 void fake_registers(int yes) { registers = yes; }
 long fake_registrations() { return (long)registrations; }
 long fake_most_registered() { return (long)most_registered; }
@@ -32,13 +36,14 @@ void fake_gpu(int version, int major, int minor, int count, unsigned long long b
 CUresult cuInit(unsigned) { ENTER0("cuInit"); return devices ? OK : 100; }
 CUresult cuDriverGetVersion(int* v) { *v = driver_version; return OK; }
 CUresult cuDeviceGetCount(int* n) { *n = devices; return OK; }
-CUresult cuDeviceGet(CUdevice* d, int) { *d = 0; return OK; }
+CUresult cuDeviceGet(CUdevice* d, int n) { *d = n; return n < devices ? OK : 101; }
+CUresult cuDeviceCanAccessPeer(int* can, CUdevice a, CUdevice b) { ENTER0("cuDeviceCanAccessPeer"); *can = reaches && a != b; return OK; }
 CUresult cuDeviceGetName(char* name, int n, CUdevice) { snprintf(name, n, "Fake GPU"); return OK; }
 CUresult cuDeviceGetAttribute(int* v, int which, CUdevice) {
   *v = which == 75 ? major_ : which == 76 ? minor_ : which == 97 ? 232448 : which == 113 ? registers : 0;
   return OK;
 }
-CUresult cuDevicePrimaryCtxRetain(void** c, CUdevice) { ENTER0("cuDevicePrimaryCtxRetain"); retained++; *c = &the_context; return OK; }
+CUresult cuDevicePrimaryCtxRetain(void** c, CUdevice d) { ENTER0("cuDevicePrimaryCtxRetain"); retained++; gpu_ = d; *c = &the_context; return OK; }
 CUresult cuDevicePrimaryCtxRelease_v2(CUdevice) {
   if (--retained == 0 && lost) { device.clear(); pinned.clear(); registered.clear(); streams.clear(); used = 0; lost = 0; }
   return OK;
@@ -49,6 +54,12 @@ CUresult cuGetErrorString(int e, const char** s) { *s = "words of the driver"; r
 CUresult cuMemGetInfo_v2(size_t* f, size_t* t) { ENTER("cuMemGetInfo"); *f = total - used; *t = total; return OK; }
 CUresult cuMemAlloc_v2(CUdeviceptr* p, size_t n) { ENTER("cuMemAlloc"); return allocate((uintptr_t*)p, n); }
 CUresult cuMemFree_v2(CUdeviceptr p) { ENTER("cuMemFree"); return release(p); }
+CUresult cuIpcGetMemHandle(Handle* h, CUdeviceptr p) { ENTER("cuIpcGetMemHandle"); return share(h, p); }
+CUresult cuIpcOpenMemHandle_v2(CUdeviceptr* p, Handle h, unsigned flags) {
+  ENTER("cuIpcOpenMemHandle");
+  return flags == 1 ? open_shared((uintptr_t*)p, &h) : INVALID;
+}
+CUresult cuIpcCloseMemHandle(CUdeviceptr p) { ENTER("cuIpcCloseMemHandle"); return close_shared(p); }
 CUresult cuMemAllocHost_v2(void** p, size_t n) { ENTER("cuMemAllocHost"); return pin(p, n); }
 CUresult cuMemFreeHost(void* p) { ENTER0("cuMemFreeHost"); return unpin(p); }
 CUresult cuMemHostRegister_v2(void* p, size_t n, unsigned flags) {

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from artifact import tiny
 from llmc_runtime.format import expr
+from llmc_runtime.format import group_memory as memory
 from llmc_runtime.format.manifest import TargetInfo
 from llmc_runtime.format.program import Buffer, Launch, Program
 
@@ -41,6 +42,45 @@ extern "C" void stamp(void** params, const unsigned* grid) {
 """
 
 
+RANKS = 2
+# Exchanges the sampled ids with the other ranks: an id that another rank does not have becomes -1.
+AGREE = f"""
+#include <stdint.h>
+#include <time.h>
+static int64_t now() {{ timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec * 1000000000ll + t.tv_nsec; }}
+extern "C" {{ extern const int num_params; const int num_params = 2 + 1 + 2; }}
+extern "C" void agree(void** params, const unsigned* grid) {{
+  int32_t* ids = *(int32_t**)params[0];
+  int64_t* group = *(int64_t**)params[1];
+  int n = *(int32_t*)params[2];
+  int64_t rank = group[{memory.RANK_WORD}], limit = group[{memory.LIMIT_WORD}];
+  int32_t* status = (int32_t*)group[{memory.STATUS_WORD}];
+  uint32_t* counter = (uint32_t*)((char*)group + {memory.COUNTERS});
+  if (grid[0] != {memory.PROGRAMS}) __builtin_trap();  // of more, which the runtime does not launch
+  if (group[{memory.ENDED_WORD}]) return;
+  uint64_t slot = *counter % {memory.SLOTS};
+  auto at = [&](int owner, int source) {{
+    char* first = (char*)group[{memory.PEERS_WORD} + owner] + {memory.DATA};
+    return (int64_t*)(first + (slot * {RANKS} + source) * {memory.CHUNK});
+  }};
+  for (int r = 0; r < {RANKS}; r++)
+    for (int i = 0; i < n && r != rank; i++) __atomic_store_n(at(r, rank) + i, (int64_t)ids[i], __ATOMIC_RELEASE);
+  int64_t begin = now();
+  for (int r = 0; r < {RANKS}; r++)
+    for (int i = 0; i < n && r != rank; i++) {{
+      int64_t* word = at(rank, r) + i;
+      while (__atomic_load_n(word, __ATOMIC_ACQUIRE) == -1) {{
+        if (now() - begin > limit) *status = 110;
+        if (__atomic_load_n(status, __ATOMIC_ACQUIRE)) {{ group[{memory.ENDED_WORD}] = 1; return; }}
+      }}
+      if (*word != ids[i]) ids[i] = -1;
+      *word = -1;
+    }}
+  ++*counter;
+}}
+"""
+
+
 def kernel(text: str, entry: str, shared: int = 0) -> Binary:
     """Return a source text as a kernel for the driver without a GPU."""
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -65,12 +105,23 @@ def program(name: str, uniform: bool, rows: tuple[int, int] = (1, tiny.ROWS)) ->
     )  # fmt: skip
 
 
+def of_ranks(p: Program) -> Program:
+    """Return the program for RANKS ranks, which ends by comparing their ids."""
+    nbytes = expr.of(memory.group_bytes(RANKS))
+    group = Buffer("group", "group", "u8", (nbytes,), nbytes)
+    ids = next(i for i, b in enumerate(p.buffers) if b.name == "ids")
+    agree = Launch(
+        kernel(AGREE, "agree").hash, "agree", (ids, len(p.buffers)), (expr.of("R"),), (expr.of("300*R"),), 128
+    )
+    return replace(p, buffers=(*p.buffers, group), launches=(*p.launches, agree), ranks=RANKS)
+
+
 def parts(folder: Path, weights: object = ..., programs: tuple[Program, ...] = ()) -> Parts:
     """Return the artifact's parts, by default with decode programs for two ranges of rows, and the ragged step."""
     default = (program("decode1", True, (1, 1)), program("decode", True, (2, tiny.ROWS)), program("step", False))
     return replace(
         tiny.parts(folder, weights=weights),
         target=TargetInfo("cuda:sm_90", "sm_90", ()),
-        kernels=(kernel(KERNEL, "toy"), kernel(STAMP, "stamp", 64 << 10)),
+        kernels=(kernel(KERNEL, "toy"), kernel(STAMP, "stamp", 64 << 10), kernel(AGREE, "agree")),
         programs=programs or default,
     )

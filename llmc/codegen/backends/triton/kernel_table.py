@@ -8,6 +8,8 @@ from types import MappingProxyType
 _HERE = "llmc.codegen.backends.triton"
 KERNELS: Mapping[str, str] = MappingProxyType(
     {
+        "triton/all_reduce": f"{_HERE}.collectives:ALL_REDUCE",
+        "triton/all_gather": f"{_HERE}.collectives:ALL_GATHER",
         "triton/decode_attention": f"{_HERE}.decode_attention:DECODE_ATTENTION",
         "triton/attention_combine": f"{_HERE}.decode_attention:ATTENTION_COMBINE",
         "triton/attention_parts": f"{_HERE}.attention_parts:ATTENTION_PARTS",

@@ -1,8 +1,8 @@
 """The base class of Triton kernels: dtypes, parameters, the entry function and dependent launches.
 
 A kernel's text is one Python module with one jitted entry. Its parameters are `x0, x1, ...` (operands), `y0, ...`
-(results; the next version of a state is in the memory of its operand) and `s0, ...` (run-time sizes, i32). Constant
-sizes are literals.
+(results; the next version of a state is in the memory of its operand), `group` if the kernel exchanges data with other
+ranks, and `s0, ...` (run-time sizes, i32). Constant sizes are literals.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Code:
 
     body: statements of the entry function. grid: programs along x, y, z. helpers: module-level text before the entry
     (jitted functions, `NAME = tl.constexpr(...)`). warps, stages: num_warps and num_stages. maps: parameters that are
-    tensor descriptors in the text.
+    tensor descriptors in the text. group: whether the entry has the parameter `group`, the memory of a group of ranks.
     """
 
     body: str
@@ -54,6 +54,7 @@ class Code:
     warps: int = 4
     stages: int = 2
     maps: tuple[Map, ...] = ()
+    group: bool = False
 
 
 @dataclass
@@ -170,6 +171,7 @@ class TritonKernel(Kernel):
         entry = f"llmc_{node.op.name}"
         head = describe(self.name, node, schedule, u.sizes)
         pointers = [*(f"x{i}" for i in range(len(node.operands))), *(f"y{i}" for i in range(len(node.results)))]
+        pointers += ["group"] * code.group
         names = [*pointers, *(f"s{i}" for i in range(len(u.sizes.dims)))]
         helpers = f"{code.helpers.strip()}\n\n\n" if code.helpers.strip() else ""
         body = indent(code.body.rstrip(), 4)
@@ -187,8 +189,9 @@ class TritonKernel(Kernel):
             text,
             tuple(u.sizes.dims),
             grid=tuple(D(g) for g in (*code.grid, 1, 1, 1)[:3]),
-            params=(*types, *("i32" for _ in u.sizes.dims)),
+            params=(*types, *["*i64"] * code.group, *("i32" for _ in u.sizes.dims)),
             options=(("num_warps", code.warps), ("num_stages", code.stages)),
             pdl=u.pdl,
             maps=code.maps,
+            group=code.group,
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 from llmc_runtime.device.cuda.device_array import CudaMemory
 from llmc_runtime.device.cuda.driver import Cuda
+from llmc_runtime.device.device import Member
 from llmc_runtime.device.gpu.gpu_device import GpuDevice
 from llmc_runtime.device.gpu.weight_upload import MAPPED, PINNED
 from llmc_runtime.format.errors import LlmcError
@@ -14,13 +15,14 @@ from llmc_runtime.format.manifest import TargetInfo
 
 
 class CudaDevice(GpuDevice):
-    """A GPU, by default the first one visible to this process; `index` is its number among them.
+    """A GPU, by default the first one visible to this process; `index` is its number among them. With `member`, it is
+    that of the rank of the engine `index`.
 
     `threads` read, hash and upload weights (default: the number of physical cores, at most 16). With `careful`, graphs
     are disabled and every launch is synchronized, so that an error names the kernel that failed.
 
-    Raises LlmcError E115 if there is no driver or no such GPU, E116 if the driver is too old, and E117 if the GPU
-    cannot run binaries for `target`.
+    Raises LlmcError E115 if there is no driver or no such GPU, or if it cannot access the GPUs of the other ranks, E116
+    if the driver is too old, and E117 if the GPU cannot run binaries for `target`.
     """
 
     family = "cuda"
@@ -30,11 +32,17 @@ class CudaDevice(GpuDevice):
     visible_variable = "CUDA_VISIBLE_DEVICES"
 
     def __init__(
-        self, target: TargetInfo, threads: int | None = None, *, careful: bool = False, index: int = 0
+        self,
+        target: TargetInfo,
+        threads: int | None = None,
+        *,
+        careful: bool = False,
+        index: int = 0,
+        member: Member | None = None,
     ) -> None:
         self._cuda = cuda = Cuda()
-        super().__init__(cuda, threads, careful, index)
-        self._device = cuda.ok(cuda.cu.cuDeviceGet(index))
+        super().__init__(cuda, threads, careful, index, member)
+        self._device = cuda.ok(cuda.cu.cuDeviceGet(self.number))
         major, minor = (cuda.attribute(self._device, f"COMPUTE_CAPABILITY_{x}") for x in ("MAJOR", "MINOR"))
         self.name = cuda.ok(cuda.cu.cuDeviceGetName(128, self._device)).split(b"\0")[0].decode()
         self.arch = f"sm_{major}{minor}"

@@ -30,6 +30,7 @@ _TENSOR_MAP_TYPES: Mapping[str, str] = MappingProxyType(
 )
 _PLAIN_SHARED = 48 << 10  # bytes of shared memory that a kernel may use without opting in
 _NON_BLOCKING, _NO_TIMING, _READ_ONLY = 1, 2, 8
+_PEER_ACCESS = 1  # flag of cuIpcOpenMemHandle: enable access to the other GPU if needed
 # Statuses of a refusal to register host memory. They do not indicate a failure of the GPU.
 _REFUSALS = frozenset(
     "CUDA_ERROR_" + name
@@ -221,6 +222,25 @@ class Cuda(GpuDriver):
     def unregister(self, address: int) -> tuple[Any, ...]:
         """Release registered memory: (status,)."""
         return self.cu.cuMemHostUnregister(address)
+
+    def can_access(self, number: int, other: int) -> bool:
+        """Return whether the GPU of this number can access the memory of another one."""
+        devices = [self.ok(self.cu.cuDeviceGet(n)) for n in (number, other)]
+        return bool(self.ok(self.cu.cuDeviceCanAccessPeer(*devices)))
+
+    def share(self, address: int) -> bytes:
+        """Return a handle by which another process can open this allocation."""
+        return bytes(self.ok(self.cu.cuIpcGetMemHandle(address)).reserved)
+
+    def open_shared(self, handle: bytes) -> tuple[Any, ...]:
+        """Map an allocation of another process: (status, address)."""
+        shared = self.cu.CUipcMemHandle()
+        shared.reserved = handle
+        return self.cu.cuIpcOpenMemHandle(shared, _PEER_ACCESS)
+
+    def close_shared(self, address: int) -> None:
+        """Unmap an allocation of another process, ignoring errors."""
+        self.cu.cuIpcCloseMemHandle(address)
 
     def free_memory(self) -> int:
         """Return the bytes of device memory that are free."""

@@ -86,6 +86,22 @@ class GpuDriver(ABC):
         """Release registered memory: (status,)."""
         raise NotImplementedError("nothing can be registered")
 
+    def can_access(self, number: int, other: int) -> bool:
+        """Return whether the GPU of this number can access the memory of another one."""
+        return False
+
+    def share(self, address: int) -> bytes:
+        """Return a handle by which another process can open this allocation."""
+        raise NotImplementedError("memory cannot be shared")
+
+    def open_shared(self, handle: bytes) -> tuple[Any, ...]:
+        """Map an allocation of another process: (status, address)."""
+        raise NotImplementedError("memory cannot be shared")
+
+    def close_shared(self, address: int) -> None:
+        """Unmap an allocation of another process, ignoring errors."""
+        raise NotImplementedError("memory cannot be shared")
+
     @abstractmethod
     def free_memory(self) -> int:
         """Return the bytes of device memory that are free."""

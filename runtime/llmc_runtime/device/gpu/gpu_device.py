@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 
 from llmc_runtime.artifact import Artifact
-from llmc_runtime.device.device import Device, Event, Memory, Run
+from llmc_runtime.device.device import Device, Event, Member, Memory, Run
 from llmc_runtime.device.gpu.device_memory import Ring, Slot
 from llmc_runtime.device.gpu.driver import GpuDriver
+from llmc_runtime.device.gpu.gpu_group import GRAIN, GpuGroup
 from llmc_runtime.device.gpu.gpu_run import GpuRun
 from llmc_runtime.device.gpu.weight_upload import PINNED, Upload, upload
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.group_memory import DATA, EMPTY
 from llmc_runtime.format.manifest import KernelFile
 from llmc_runtime.format.program import Program
 from llmc_runtime.host_info import default_threads
@@ -47,8 +49,12 @@ class GpuDevice(Device):
     arch: str
     driver: str
 
-    def __init__(self, driver: GpuDriver, threads: int | None, careful: bool, index: int) -> None:
-        """Raises LlmcError E115 if fewer than `index + 1` GPUs are visible."""
+    def __init__(
+        self, driver: GpuDriver, threads: int | None, careful: bool, index: int, member: Member | None = None
+    ) -> None:
+        """`index` is the number of the engine. Raises LlmcError E115 if fewer GPUs are visible than it and the engines
+        before it need, or if its GPU cannot access those of the other ranks.
+        """
         self._driver = driver
         self._careful = careful
         self.threads = min(threads or default_threads(), _UPLOADERS)
@@ -64,10 +70,22 @@ class GpuDevice(Device):
         self._upload: Upload | None = None
         self._method = PINNED  # of copying weights, if their hashes are checked
         self._shared = 0  # bytes of shared memory available to a block
-        self.number = index
-        if index and index >= (visible := driver.device_count()):
-            cause = f"engine {index} needs a GPU of its own, and {visible} are visible: each engine uses one"
-            raise LlmcError("E115", cause, f"use --data-parallel-size {visible}, or check {self.visible_variable}")
+        self._group = None if member is None else GpuGroup(driver, member)
+        self.number = index if member is None else index * member.ranks + member.rank
+        self._check_visible(index, 1 if member is None else member.ranks)
+
+    def _check_visible(self, index: int, ranks: int) -> None:
+        """Check that there is a GPU for each rank of the engine, and that this rank's can access the others."""
+        if index + ranks > 1 and (index + 1) * ranks > (visible := self._driver.device_count()):
+            own = f"{ranks} GPUs of its own, one per rank" if ranks > 1 else "a GPU of its own"
+            cause = f"engine {index} needs {own}, and {visible} are visible"
+            fewer = f"use --data-parallel-size {visible // ranks}" if visible >= ranks else "compile for fewer ranks"
+            raise LlmcError("E115", cause, f"{fewer}, or check {self.visible_variable}")
+        for other in range(index * ranks, (index + 1) * ranks):
+            if other != self.number and not self._driver.can_access(self.number, other):
+                cause = f"GPU {self.number} cannot access the memory of GPU {other}, as ranks need"
+                remedy = f"choose GPUs that can (nvidia-smi topo -p2p r) by {self.visible_variable}, or use one rank"
+                raise LlmcError("E115", cause, remedy)
 
     def _start(self) -> None:
         """Create the stream and the staging memory; `close` releases them, and calls `_release`."""
@@ -76,6 +94,8 @@ class GpuDevice(Device):
             self._enter()
             self._stream = self._driver.stream()
             self._ring = Ring(self._driver, self._stream, self.depth + 1)
+            if self._group is not None:
+                self._group.start()
         except BaseException:
             self.close()
             raise
@@ -105,6 +125,35 @@ class GpuDevice(Device):
             raise error
         self._memories.append(int(address))
         return Memory(int(address), nbytes, np.empty(0, np.uint8))
+
+    def group_memory(self, nbytes: int) -> Memory:
+        """Allocate the memory to which the other ranks of the group write."""
+        if self._group is None:
+            return super().group_memory(nbytes)
+        memory = self.alloc(-(-nbytes // GRAIN) * GRAIN)
+        self._group.share(memory.address)
+        slots = Memory(memory.address + DATA, nbytes - DATA, memory.host)
+        self.repeat(slots, np.full(DATA, EMPTY, np.uint8), 0)
+        return memory
+
+    @property
+    def group_handle(self) -> bytes:
+        """The handle of this rank's memory."""
+        return b"" if self._group is None else self._group.handle
+
+    def connect(self, handles: Sequence[bytes]) -> None:
+        """Open the memories of the other ranks, and write the header of this rank's own."""
+        if self._group is None or not self._group.handle:
+            return
+        self._enter()
+        header = self._group.connect(handles)
+        self.write(Memory(self._group.address, DATA, np.empty(0, np.uint8)), 0, header)
+        self._driver.ok(self._driver.synchronize(self._stream))
+
+    def cancel(self) -> None:
+        """End the group of ranks, if there is one."""
+        if self._group is not None:
+            self._group.cancel()
 
     def write(self, memory: Memory, begin: int, data: np.ndarray) -> None:
         """Copy the array's bytes to offset `begin`, through pinned memory."""
@@ -163,10 +212,12 @@ class GpuDevice(Device):
         return self._slots.mark()
 
     def wait(self, event: Event) -> None:
-        """Block until the event has completed."""
+        """Block until the event has completed. Raises LlmcError E119 if the group of ranks has ended."""
         assert isinstance(event, Slot)
         self._enter()
         self._slots.wait(event)
+        if self._group is not None:
+            self._group.check()
 
     def done(self, event: Event) -> bool:
         """Return whether the event has completed, without blocking."""
@@ -226,7 +277,12 @@ class GpuDevice(Device):
         self._functions[kernel.hash, kernel.entry] = function
 
     def bind(self, program: Program, addresses: Sequence[int], symbols: np.ndarray) -> Run:
-        """Return a run of the program; raise LlmcError E113 if it launches a kernel that is not loaded."""
+        """Return a run of the program; raise LlmcError E113 if it launches a kernel that is not loaded, or is for
+        another number of ranks.
+        """
+        if program.ranks != (1 if self._group is None else self._group.member.ranks):
+            cause = f"program {program.name} is for a group of {program.ranks} ranks"
+            raise LlmcError("E113", cause, "recompile the artifact")
         functions = []
         for launch in program.launches:
             function = self._functions.get((launch.kernel, launch.entry))
@@ -257,12 +313,15 @@ class GpuDevice(Device):
         driver = self._driver
         with suppress(LlmcError):
             self._make_current()
+        self.cancel()  # kernels that wait for another rank give up
         if self._stream is not None:
             driver.synchronize(self._stream)
         for run in self._runs:
             run.free()
         if self._ring is not None:
             self._ring.free()
+        if self._group is not None:
+            self._group.close()
         for module in self._modules:
             driver.unload_module(module)
         for address in self._memories:

@@ -17,9 +17,10 @@ import numpy as np
 from llmc_runtime.device.gpu.driver import MAP_BYTES, GpuDriver
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.expr import Expr
+from llmc_runtime.format.group_memory import PROGRAMS
 from llmc_runtime.format.json_fields import REMEDY
 from llmc_runtime.format.launch_param import TensorMap
-from llmc_runtime.format.program import Launch, Program
+from llmc_runtime.format.program import GROUP, Launch, Program
 
 _SCRATCH = 2  # null pointers after the sizes: Triton's scratch arguments, which our kernels do not use
 _INT32_MAX = (1 << 31) - 1
@@ -27,13 +28,16 @@ _INT32_MAX = (1 << 31) - 1
 
 @dataclass(slots=True)
 class _Ready:
-    """A prepared launch. `config` holds the grid of the last run; `grid` holds the indices of its three sizes."""
+    """A prepared launch. `config` holds the grid of the last run; `grid` holds the indices of its three sizes. `most`
+    is the maximum number of blocks along x.
+    """
 
     launch: Launch
     function: Any
     config: Any
     params: int
     grid: tuple[int, int, int]
+    most: int
 
 
 def _cells_of(x: Launch) -> int:
@@ -122,7 +126,8 @@ class GpuRun:
         """Make a launch ready whose list of cells is at the address `params`."""
         x, y, z = (*(self._index(g) for g in launch.grid), *[self._index(None)] * 3)[:3]
         config = self._driver.launch_config(launch, self._stream)
-        self._ready.append(_Ready(launch, function, config, params, (x, y, z)))
+        shares = any(self._program.buffers[a].kind == GROUP for a in launch.args)
+        self._ready.append(_Ready(launch, function, config, params, (x, y, z), PROGRAMS if shares else _INT32_MAX))
 
     def _write_params(
         self,
@@ -253,5 +258,5 @@ class GpuRun:
             self._cells[self._size_cells] = np.array(values, np.uint64)[self._size_index]
         for ready in self._ready:
             config, (x, y, z) = ready.config, ready.grid
-            config.gridDimX, config.gridDimY, config.gridDimZ = values[x], values[y], values[z]
+            config.gridDimX, config.gridDimY, config.gridDimZ = min(values[x], ready.most), values[y], values[z]
         self._last = now

@@ -1,0 +1,236 @@
+"""Ranks on GPUs: microseconds of collectives beside NCCL, and a model on one GPU beside the same one on several.
+
+    python -m bench.gpu.ranks [--ranks 2] [--parts collectives,nccl,model,start] [--model NAME] [--artifacts DIR]
+                              [--compile-only] [--limit SECONDS] [--out DIR]
+
+Collectives are replayed one after the other in graphs; NCCL's, through torch, too. The model's weights are random and
+filled in by the runtime, those of the part "start" are files. Prints tables; --out also writes them as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench import shapes
+from bench.gpu.card import state
+from bench.gpu.engine import OFFLINE, Session
+from bench.gpu.floors import H200
+from bench.gpu.group import Rank, Work, compile_graph, run_group
+from bench.gpu.make import SEED, with_weights
+from bench.gpu.plan import MODELS, Plan, parser, plan_of
+from bench.gpu.rows import Row
+from bench.shapes import Shape
+
+KB = 1024
+SIZES = (8 * KB, 64 * KB, 256 * KB, 1024 * KB, 4096 * KB, 16384 * KB)  # bytes of bf16
+WIDTH, CHAIN = 4096, 20  # columns of an operand; collectives in a graph
+REPLAYS, ROUNDS = 20, 3
+BATCHES, PROMPT = (1, 32, 128, 256), 2048
+PARTS = ("collectives", "nccl", "model", "offline", "start")
+# Per step at batch 1, 32, 128, 256 and for a prompt, in ms, and offline in tokens/s: goals for two H200s, and
+# vLLM 0.25.1 there (2026-11-22).
+GOALS = {"decode": (2.4, 2.85, 4.2, 6.4), "prefill": (31.0,), "offline": (17500,), "start": (3.0,)}
+VLLM = {"decode": (3.48, 3.82, 4.80, 6.89), "prefill": (33.1,), "offline": (16508,), "start": (61.5,)}
+
+
+def chain(op: str, ranks: int) -> str:
+    """A graph of CHAIN collectives; each sum is the next one's operand."""
+    lines, last = [], "x"
+    for i in range(CHAIN):
+        more, extra = (", %r", "_add") if op == "all_reduce_add" else ("", "")
+        lines.append(f"%y{i} = all_reduce{extra}(%{last}{more}) {{ranks={ranks}}} : bf16[T, {WIDTH}]")
+        last = f"y{i}"
+    inputs = f"%x: bf16[T, {WIDTH}]" + (f", %r: bf16[T, {WIDTH}]" if op == "all_reduce_add" else "")
+    body = "\n  ".join([*lines, f"return %{last}"])
+    top = SIZES[-1] // WIDTH // 2
+    return f"sym T in [1, {top}]\nsym K in [0, {ranks - 1}]\ngraph @main({inputs}) {{\n  {body}\n}}\n"
+
+
+def timed(rank: int, ranks: int, exchange: Callable[[Any], list[Any]], works: dict[str, Work]) -> dict[str, float]:
+    """Microseconds of one collective of each kind and size, the best of a few rounds, on this rank."""
+    own, out, bound = None, {}, {}
+    for name, work in works.items():
+        own = own or Rank(replace_kernels(work, works), rank, ranks, exchange)
+        bound[name] = own.bind(work.program)
+    assert own is not None
+    for name, work in works.items():
+        run, symbols, _ = bound[name]
+        for nbytes in SIZES:
+            symbols[list(work.program.symbols).index("T")] = nbytes // WIDTH // 2
+            best = 1e9
+            for _ in range(ROUNDS):
+                run()
+                own.synchronize()
+                exchange(None)
+                begin = time.perf_counter()
+                for _ in range(REPLAYS):
+                    run()
+                own.synchronize()
+                best = min(best, (time.perf_counter() - begin) / REPLAYS / CHAIN * 1e6)
+            out[f"{name} {nbytes}"] = best
+    exchange(None)
+    own.device.close()
+    return out
+
+
+def replace_kernels(work: Work, works: dict[str, Work]) -> Work:
+    """The work with the kernels of all."""
+    kernels = {k.hash: (k, binary) for w in works.values() for k, binary in w.kernels}
+    return replace(work, kernels=tuple(kernels.values()))
+
+
+def collectives(plan: Plan, ranks: int) -> dict[str, float]:
+    """Microseconds of the slowest rank, by kind and size."""
+    cache = plan.artifacts / "cache"
+    works = {
+        f"{op}, {warps} warps": compile_graph(chain(op, ranks), cache, {"warps": warps})
+        for op in ("all_reduce", "all_reduce_add") for warps in (16, 8)
+    }  # fmt: skip
+    if ranks > 2:
+        works["all_reduce in parts"] = compile_graph(chain("all_reduce", ranks), cache, {"parts": ranks})
+    found = run_group(ranks, timed, works)
+    return {key: max(f[key] for f in found) for key in found[0]}
+
+
+def nccl(rank: int, ranks: int, exchange: Callable[[Any], list[Any]], store: str) -> dict[str, float]:
+    """The same of NCCL through torch, captured in graphs."""
+    import torch
+    import torch.distributed as dist
+
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=ranks, device_id=device)
+    stream = torch.cuda.Stream()
+    out = {}
+    for nbytes in SIZES:
+        x = torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=device)
+        with torch.cuda.stream(stream):
+            dist.all_reduce(x)
+        torch.cuda.synchronize()
+        exchange(None)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(CHAIN):
+                dist.all_reduce(x)
+        best = 1e9
+        for _ in range(ROUNDS):
+            graph.replay()
+            torch.cuda.synchronize()
+            exchange(None)
+            begin = time.perf_counter()
+            for _ in range(REPLAYS):
+                graph.replay()
+            torch.cuda.synchronize()
+            best = min(best, (time.perf_counter() - begin) / REPLAYS / CHAIN * 1e6)
+        out[f"NCCL {nbytes}"] = best
+        exchange(None)
+    return out
+
+
+def path_of(plan: Plan, shape: Shape, ranks: int, packed: bool = False) -> Path:
+    return plan.artifacts / f"{shape.name}-tp{ranks}{'-packed' if packed else ''}.llmc"
+
+
+def artifact(plan: Plan, shape: Shape, ranks: int) -> Path:
+    """Return the artifact for this number of ranks, compiling it if it is missing."""
+    path = path_of(plan, shape, ranks)
+    if not (path / "manifest.json").is_file():
+        with_weights(plan, shapes.folder(shape, plan.artifacts), path, f"random:{SEED}", shape, ranks=ranks)
+    return path
+
+
+def model_rows(plan: Plan, shape: Shape, ranks: int, offline: bool) -> Iterator[Row]:
+    """Yield the rows of a model on this number of GPUs."""
+    session = Session(artifact(plan, shape, ranks), shape, H200)
+    print(f"  {ranks} rank(s), opened in {session.open_seconds:.1f} s: {'; '.join(session.log_lines)}", flush=True)
+    try:
+        for batch in BATCHES:
+            yield session.decode(batch, 5 if batch <= 32 else 3)
+        yield session.prefill(PROMPT)
+        if offline:
+            yield session.offline(*OFFLINE)
+    finally:
+        session.close()
+
+
+def started(plan: Plan, shape: Shape, ranks: int) -> float:
+    """Seconds from process start to the first token of an artifact whose weights are random: without reading files."""
+    command = [sys.executable, "-m", "bench.gpu.first", str(artifact(plan, shape, ranks))]
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            times.append(time.perf_counter() - begin)
+        assert line, f"{command} failed"
+    return statistics.median(times)
+
+
+def print_collectives(found: dict[str, float]) -> None:
+    names = list(dict.fromkeys(key.rpartition(" ")[0] for key in found))
+    sizes = [f"{s // KB} KB" if s < KB * KB else f"{s // KB // KB} MB" for s in SIZES]
+    print("us, slowest rank        " + "".join(f"{s:>9}" for s in sizes))
+    for name in names:
+        print(f"{name:24}" + "".join(f"{found[f'{name} {s}']:9.2f}" for s in SIZES), flush=True)
+
+
+def options() -> argparse.ArgumentParser:
+    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap.add_argument("--ranks", type=int, default=2, metavar="N", help="number of GPUs (2)")
+    ap.add_argument("--parts", default=",".join(PARTS), metavar="A,B", help=f"of {', '.join(PARTS)} (all)")
+    ap.add_argument("--model", default="llama-3.1-8b", choices=sorted(MODELS), metavar="NAME", help="(llama-3.1-8b)")
+    ap.add_argument("--artifacts", type=Path, default=Path("build/bench/gpu/artifacts"), metavar="DIR",
+                    help="folder of artifacts and of compiled kernels")  # fmt: skip
+    ap.add_argument("--out", type=Path, metavar="DIR", help="folder for ranks.json")
+    ap.add_argument("--limit", type=float, default=570, metavar="SECONDS", help="after which no new part starts (570)")
+    ap.add_argument("--compile-only", action="store_true", help="only compile; needs no GPU")
+    return ap
+
+
+def main() -> None:
+    args = options().parse_args()
+    plan = replace(plan_of(parser().parse_args([])), artifacts=args.artifacts)
+    shape, parts, begin = MODELS[args.model], args.parts.split(","), time.monotonic()
+    if args.compile_only:
+        for ranks in (1, args.ranks):
+            artifact(plan, shape, ranks)
+        return
+    print(state(), flush=True)
+    found: dict[str, Any] = {"card": state()}
+    if "collectives" in parts:
+        found["collectives"] = collectives(plan, args.ranks)
+        print_collectives(found["collectives"])
+    if "nccl" in parts:
+        with tempfile.TemporaryDirectory() as folder:
+            results = run_group(args.ranks, nccl, f"{folder}/store")
+        found["nccl"] = {key: max(r[key] for r in results) for key in results[0]}
+        print_collectives(found["nccl"])
+    if "model" in parts:
+        found["model"] = {}
+        for ranks in (args.ranks, 1):
+            for row in model_rows(plan, shape, ranks, "offline" in parts and time.monotonic() - begin < args.limit):
+                found["model"][f"{ranks} {row.suite} {row.case}"] = row.measured
+                print(f"  {ranks} rank(s) {row.suite:8} {row.case:>26} {row.measured:10.3f} {row.unit}", flush=True)
+    if "start" in parts and time.monotonic() - begin < args.limit:
+        found["start"] = {str(ranks): started(plan, shape, ranks) for ranks in (args.ranks, 1)}
+        print(f"start to first token, s: {found['start']}", flush=True)
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "ranks.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(f"goals for two H200s: {GOALS}; vLLM 0.25.1 on two H200s: {VLLM}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Collectives between GPUs that write to each other's memory; the protocol is in kernels/peer_exchange.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from llmc_runtime.format.group_memory import CHUNK, MAX_PEERS, PROGRAMS
+
+from llmc.codegen.backends.triton.template import Template
+from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, element, unsupported
+from llmc.codegen.kernel import EXACT, Schedule
+from llmc.ir.dim import Dim, product
+from llmc.ir.dtype import DTYPES
+from llmc.ir.graph import Node
+from llmc.targets.target import Target
+
+LANE = 16  # bytes
+MAX_LANES = CHUNK // LANE
+WARPS = (16, 8)  # a thread has one lane
+# Microseconds of an exchange, besides the launch and the transfer: with one rank, and with each other one. Each further
+# chunk that a program exchanges adds _NEXT times as much (two H100s, 2026-11-25).
+_FIRST_US, _PEER_US, _NEXT = 0.6, 0.35, 1.3
+
+
+class Collective(TritonKernel):
+    """A collective of two or more ranks. Schedule: warps; a program's chunk has a lane for each of their threads."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        if target.family == "hip":
+            return "ranks on AMD GPUs are not supported"
+        ranks = node.attrs["ranks"]
+        if not 2 <= ranks <= MAX_PEERS:
+            return f"a group on GPUs has 2 to {MAX_PEERS} ranks, not {ranks}"
+        return unsupported(node)
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        return [{"warps": warps} for warps in WARPS]
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """Predict the time of the exchanges, each with a transfer over the link, in microseconds."""
+        exchanges, nbytes = self.traffic(node, schedule, env)
+        others = node.attrs["ranks"] - 1
+        chunks = -(-nbytes // (32 * schedule["warps"] * LANE))
+        waves = -(-chunks // PROGRAMS)  # of chunks that a program exchanges one after the other
+        latency = exchanges * (_FIRST_US + _PEER_US * others) * (1 + _NEXT * (waves - 1))
+        return target.launch_us + latency + exchanges * others * nbytes / target.link * 1e6
+
+    def traffic(self, node: Node, schedule: Schedule, env: Mapping[str, int]) -> tuple[int, int]:
+        """Return the number of exchanges, one after the other, and the bytes that a rank sends to each in one."""
+        return 1, int(node.operands[0].type.nbytes.subs(env))
+
+    def row(self, node: Node) -> Dim:
+        """Return the number of elements that lie in a row in the operand as well as in the result."""
+        raise NotImplementedError
+
+    def launched(self, u: Unit, function: str, parts: int, operands: str, **elements: Dim) -> Code:
+        """Return the call of a template whose chunks have `parts` parts of a lane per thread.
+
+        operands: the names of its pointers. elements: numbers of elements, which the template takes in lanes.
+        """
+        x = u.node.operands[0].type
+        size = DTYPES[x.dtype].bits // 8
+        wide = x.dtype in FLOATS and self.row(u.node).divide(LANE // size) is not None
+        per_lane = LANE // size if wide else 1
+        lanes, total = 32 * u.schedule["warps"], x.numel.ceildiv(per_lane)
+        assert lanes <= MAX_LANES
+        chunks = total.ceildiv(lanes * parts)
+        code = u.launch(
+            Template("collectives", function),
+            (chunks,),  # the runtime launches at most PROGRAMS
+            **u.pointers(operands, "y_ptr"),
+            group_ptr="group",
+            NUM_LANES=u.sizes(total),
+            CHUNKS=u.sizes(chunks),
+            RANKS=u.node.attrs["ranks"],
+            LANES=lanes,
+            DTYPE=element(x),
+            BITS=8 * size,
+            WIDE=wide,
+            ASSEMBLY=not u.interpret,
+            **{name: u.sizes(count.ceildiv(per_lane)) for name, count in elements.items()},
+        )
+        return replace(code, group=True)
+
+
+class AllReduce(Collective):
+    """The sum over the ranks, in their order and in float32, to which a second operand is added.
+
+    Schedule: parts, 1 if every rank sends its operand to all others, else the number of ranks: each sums one part, and
+    sends the sum to the others.
+    """
+
+    sums = "by rank"
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        return super().reject(node, target) or unsupported(node, FLOATS)
+
+    def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
+        return tuple((i, 0) for i in range(len(node.operands)))
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        parts = (1,) if node.attrs["ranks"] == 2 else (1, node.attrs["ranks"])
+        return [{"warps": warps, "parts": n} for n in parts for warps in WARPS]
+
+    def traffic(self, node: Node, schedule: Schedule, env: Mapping[str, int]) -> tuple[int, int]:
+        exchanges, nbytes = super().traffic(node, schedule, env)
+        parts = schedule["parts"]
+        return exchanges + (parts > 1), -(-nbytes // parts)
+
+    def row(self, node: Node) -> Dim:
+        return node.result.type.numel
+
+    def code(self, u: Unit) -> Code:
+        parts = u.schedule["parts"]
+        return self.launched(u, "all_reduce" if parts == 1 else "all_reduce_in_parts", parts, "x_ptr r_ptr")
+
+
+class AllGather(Collective):
+    """The operands of all ranks, concatenated along an axis."""
+
+    sums = EXACT
+
+    def row(self, node: Node) -> Dim:
+        shape = node.operands[0].type.shape
+        return product(shape[node.attrs["axis"] % len(shape) :])
+
+    def code(self, u: Unit) -> Code:
+        return self.launched(u, "all_gather", 1, "x_ptr", WIDTH=self.row(u.node))
+
+
+ALL_REDUCE = AllReduce("triton/all_reduce", ("all_reduce", "all_reduce_add"))
+ALL_GATHER = AllGather("triton/all_gather", ("all_gather",))
