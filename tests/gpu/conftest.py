@@ -26,3 +26,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def card(request: Any) -> Iterator[Card]:
     yield Card(exact=request.config.getoption("--exact-buffers", default=False))
+
+
+@pytest.fixture(autouse=True)
+def current(request: pytest.FixtureRequest) -> None:
+    """Tests that use the card find its context current, whatever ran before."""
+    if "card" in request.fixturenames:
+        request.getfixturevalue("card").enter()

@@ -58,7 +58,8 @@ class Card:
         self.cu, self.exact = driver, exact
         self.ok(driver.cuInit(0))
         device = self.ok(driver.cuDeviceGet(0))
-        self.ok(driver.cuCtxSetCurrent(self.ok(driver.cuDevicePrimaryCtxRetain(device))))
+        self._context = self.ok(driver.cuDevicePrimaryCtxRetain(device))
+        self.enter()
         kind = driver.CUdevice_attribute
         self.major = self.ok(driver.cuDeviceGetAttribute(kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device))
         self.minor = self.ok(driver.cuDeviceGetAttribute(kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device))
@@ -69,6 +70,10 @@ class Card:
         self.allocations: list[int] = []
         self.functions: dict[bytes, Any] = {}
         self.producer = None if exact or self.major < 9 else self._producer()
+
+    def enter(self) -> None:
+        """Make the device's context current, which an engine that is closed does not leave current."""
+        self.ok(self.cu.cuCtxSetCurrent(self._context))
 
     def ok(self, answer: Any) -> Any:
         """Return the results of a driver call; raises RuntimeError with the status if it failed."""
