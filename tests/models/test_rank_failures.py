@@ -193,6 +193,8 @@ def test_ctrl_c_leaves_the_ranks_at_the_same_step(artifact: Path, tokens: list[l
     def interrupt(seconds: float) -> None:
         subprocess.Popen([sys.executable, "-c", f"import os, time; time.sleep({seconds}); os.kill({os.getpid()}, 2)"])
 
+    # A shell starts background jobs with Ctrl-C ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     prompts = [{"prompt_token_ids": p} for p in PROMPTS]
     with opened(artifact) as llm:
         for _ in range(3):

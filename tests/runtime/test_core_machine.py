@@ -18,7 +18,7 @@ import psutil
 import pytest
 from llmc_runtime import AsyncLLM, LlmcError, SamplingParams
 from llmc_runtime.api.llm import to_stderr
-from llmc_runtime.engine.client import _socket_folder, is_runnable
+from llmc_runtime.engine.client import _folder, is_runnable
 from llmc_runtime.engine.engine_process import NICE, StepAge, open_session
 from llmc_runtime.engine.messages import Open
 from llmc_runtime.engine_options import quoted
@@ -67,12 +67,12 @@ def test_sockets_have_a_place_with_a_name_that_they_can_have(
 ) -> None:
     (tmp_path / name).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / name))
-    folder = _socket_folder()
+    folder = _folder()
     assert tmp_path not in folder.parents and folder.stat().st_mode & 0o777 == 0o700
     folder.rmdir()
-    monkeypatch.setattr("llmc_runtime.engine.client._FALLBACK_FOLDERS", (str(tmp_path / "none"),))
+    monkeypatch.setattr("llmc_runtime.python_command._FALLBACK_FOLDERS", (str(tmp_path / "none"),))
     with pytest.raises(LlmcError, match="E100"):
-        _socket_folder()
+        _folder()
     assert not list((tmp_path / name).iterdir())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -98,7 +99,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def offer(*values: str) -> None:
         points = tuple(EntryPoint("theirs", value, draft_methods.GROUP) for value in values)
-        monkeypatch.setattr(draft_methods, "entry_points", lambda group, name: points if name == "theirs" else ())
+        monkeypatch.setattr(metadata, "entry_points", lambda group, name: points if name == "theirs" else ())
 
     return offer
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import select
 import socket
 import struct
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -130,8 +131,6 @@ class Link:
 
     def __init__(self, connection: socket.socket, kinds: Any) -> None:
         self.socket = connection
-        self._poller = select.poll()
-        self._poller.register(connection, select.POLLIN)
         self._encode, self._decoder = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(kinds)
 
     def encode(self, message: _Message) -> bytes:
@@ -148,6 +147,12 @@ class Link:
         head = self._read(_LENGTH.size)
         data = head and self._read(*_LENGTH.unpack(head))
         return self._decoder.decode(data) if data else None
+
+    @cached_property
+    def _poller(self) -> select.poll:
+        poller = select.poll()
+        poller.register(self.socket, select.POLLIN)
+        return poller
 
     def ready(self) -> bool:
         """Return whether a message, or the end of the connection, can be received without waiting."""

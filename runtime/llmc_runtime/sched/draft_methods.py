@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.host_draft import Draft
 from llmc_runtime.sched.suffix_draft import SuffixDraft
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 GROUP = "llmc_runtime.drafts"
 OURS: Mapping[str, type[Draft]] = MappingProxyType({"suffix": SuffixDraft})
@@ -16,6 +19,8 @@ OURS: Mapping[str, type[Draft]] = MappingProxyType({"suffix": SuffixDraft})
 
 def offered(name: str) -> tuple[EntryPoint, ...]:
     """Return the entry points of methods that installed packages offer under this name."""
+    from importlib.metadata import entry_points  # takes a hundredth of a second, and few need it
+
     return tuple(entry_points(group=GROUP, name=name))
 
 
