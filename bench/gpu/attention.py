@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests")]
 
+from bench.gpu.graph_time import graph_microseconds  # noqa: E402
 from gpu.launcher import Card  # noqa: E402
 from gpu.test_kernels import passed  # noqa: E402
 from llmc.codegen import select  # noqa: E402
@@ -41,7 +41,7 @@ from llmc.targets.target import Target  # noqa: E402
 
 PAGE, WIDTH = 16, 1024
 PEAK, BANDWIDTH = 795e12, 4.65e12
-ROUNDS, SECONDS = 5, 0.02
+SECONDS = 0.02
 # (new tokens, tokens in all) of each row
 CASES: dict[str, list[tuple[int, int]]] = {
     "prompt-128": [(128, 128)],
@@ -277,29 +277,12 @@ class Bench:
 
     def microseconds(self, way: Way, binaries: dict[str, Compiled]) -> float:
         """Return the median microseconds, from a graph of several repetitions."""
-        cu, card, copies = self.card.cu, self.card, 10
-        card.ok(cu.cuStreamBeginCapture(card.stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
-        for _ in range(copies):
+
+        def launch(_: int) -> None:
             for x in way.launches:
                 self.launch(x, binaries[x.key])
-        graph = card.ok(cu.cuStreamEndCapture(card.stream))
-        run = card.ok(cu.cuGraphInstantiate(graph, 0))
-        begin, end = (card.ok(cu.cuEventCreate(0)) for _ in range(2))
 
-        def timed(times: int) -> float:
-            card.ok(cu.cuEventRecord(begin, card.stream))
-            for _ in range(times):
-                card.ok(cu.cuGraphLaunch(run, card.stream))
-            card.ok(cu.cuEventRecord(end, card.stream))
-            card.wait()
-            return float(card.ok(cu.cuEventElapsedTime(begin, end))) * 1e3
-
-        timed(1)
-        times = max(1, min(50, round(SECONDS * 1e6 / max(timed(1), 1.0))))
-        us = statistics.median(timed(times) for _ in range(ROUNDS)) / times / copies
-        card.ok(cu.cuGraphExecDestroy(run))
-        card.ok(cu.cuGraphDestroy(graph))
-        return us
+        return graph_microseconds(self.card, launch, 10, SECONDS)
 
 
 def floor_us(case: str, heads: Heads) -> float:

@@ -14,7 +14,6 @@ import ctypes
 import json
 import multiprocessing
 import os
-import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -25,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests")]
 
+from bench.gpu.graph_time import graph_microseconds  # noqa: E402
 from gpu.launcher import Card  # noqa: E402
 from llmc.codegen import select  # noqa: E402
 from llmc.codegen.backends.cuda.nvrtc_toolchain import NvrtcToolchain  # noqa: E402
@@ -53,7 +53,7 @@ FORMATS = {
 }  # fmt: skip
 BANDWIDTH = 4.6e12
 SPREAD = 320 << 20  # bytes through which weights are cycled
-ROUNDS, SECONDS = 5, 0.002
+SECONDS = 0.002
 WRONG = 2e-2
 
 
@@ -268,29 +268,8 @@ class Bench:
 
     def microseconds(self, way: Way, binary: Compiled) -> float:
         """Return the median microseconds of a launch, from a graph that cycles through the copies."""
-        cu, card = self.card.cu, self.card
         copies = max(2, SPREAD // max(1, way.weight_bytes))
-        card.ok(cu.cuStreamBeginCapture(card.stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
-        for i in range(copies):
-            self.launch(way, binary, i)
-        graph = card.ok(cu.cuStreamEndCapture(card.stream))
-        run = card.ok(cu.cuGraphInstantiate(graph, 0))
-        begin, end = (card.ok(cu.cuEventCreate(0)) for _ in range(2))
-
-        def timed(times: int) -> float:
-            card.ok(cu.cuEventRecord(begin, card.stream))
-            for _ in range(times):
-                card.ok(cu.cuGraphLaunch(run, card.stream))
-            card.ok(cu.cuEventRecord(end, card.stream))
-            card.wait()
-            return float(card.ok(cu.cuEventElapsedTime(begin, end))) * 1e3
-
-        timed(1)
-        times = max(1, min(50, round(SECONDS * 1e6 / max(timed(1), 1.0))))
-        us = statistics.median(timed(times) for _ in range(ROUNDS)) / times / copies
-        card.ok(cu.cuGraphExecDestroy(run))
-        card.ok(cu.cuGraphDestroy(graph))
-        return us
+        return graph_microseconds(self.card, lambda i: self.launch(way, binary, i), copies, SECONDS)
 
 
 def measure(found: Sequence[Way], binaries: Sequence[Compiled | str], target: Target) -> Iterator[dict[str, Any]]:

@@ -100,7 +100,7 @@ def test_guided_output_follows_its_schema(server: Served) -> None:
             assert json.loads(found["choices"][0]["text"])["n"] in ("one", "two")
 
 
-def test_a_rank_that_is_killed_under_load_is_told_and_returns(server: Served, texts: list[str]) -> None:
+def test_a_rank_that_is_killed_under_load_is_an_error_and_returns(server: Served, texts: list[str]) -> None:
     stop = threading.Event()
 
     def ask(text: str) -> tuple[int, float]:

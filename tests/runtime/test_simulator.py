@@ -81,7 +81,7 @@ def see(owner: Any, method: str, bug: Any, depth: int | None, monkeypatch: pytes
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_rank_that_fails_ends_every_request_once(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank is dead, late or diverges, or a message to it is lost: the episode checks who is told what."""
+    """A rank is dead, late or diverges, or a message to it is lost: the episode checks which requests get the error."""
 
     def failing(seed: int) -> World:
         world = draw_world(seed)

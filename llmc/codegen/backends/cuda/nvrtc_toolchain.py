@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from llmc_runtime.format.install_command import install_command
 
-from llmc.codegen.cubin import check_launch
+from llmc.codegen.cubin_toolchain import CubinToolchain, digest, launch_facts
 from llmc.codegen.kernel import Source
-from llmc.codegen.kernel_cache import entry_path, read_entry, write_entry
-from llmc.codegen.toolchain import Compiled, Output, Progress, compile_error, compile_in_threads
+from llmc.codegen.toolchain import Output
 from llmc.diagnostics import Diagnostic
 from llmc.targets.target import Target
 
-_DIGEST = 32
 _FEATURES = 90  # compute capability x 10 from which the suffix "a" enables architecture-specific instructions
 
 
 @dataclass(frozen=True)
-class NvrtcToolchain:
+class NvrtcToolchain(CubinToolchain):
     """NVRTC for one target. Equal text, launch and version give the same key, and one compilation.
 
     NVRTC gets no include path, so a source is self-contained and a key needs no hashes of headers. Sources have no
@@ -32,7 +27,7 @@ class NvrtcToolchain:
 
     target: Target
     version: str
-    name = "nvrtc"
+    name, suffix = "nvrtc", "cu"
     output = Output("cu", "cubin", "cuda-1")
 
     @staticmethod
@@ -58,48 +53,23 @@ class NvrtcToolchain:
 
     def key(self, source: Source) -> str:
         """Return a hash of text, launch, options and version: 32 hexadecimal digits."""
-        maps = [(m.param, len(m.shape), m.box, m.swizzle) for m in source.maps]
-        passes = [(p.kind, p.index, p.nbytes) for p in source.passes]
-        launch = [source.entry, passes, source.threads, source.shared, maps]
+        launch = launch_facts(source)
         if source.cluster:
-            grid = [str(d) for d in source.grid]
-            launch += [source.cluster, grid]
-        what = [source.text, *launch, self.options, self.version]
-        return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:_DIGEST]
+            launch += [source.cluster, [str(d) for d in source.grid]]
+        return digest([source.text, *launch, self.options, self.version])
 
-    def cached(self, key: str, cache: Path) -> bool:
-        """Whether the cache has an entry for the key."""
-        return entry_path(cache, key).is_file()
+    @property
+    def compiler(self) -> str:
+        """The name and version of the compiler."""
+        return f"NVRTC {self.version}"
 
-    def compile(
-        self, sources: Sequence[tuple[Source, str]], cache: Path, jobs: int = 2, progress: Progress | None = None
-    ) -> dict[str, Compiled]:
-        """Compile pairs (source, location) in up to `jobs` threads; return key -> cubin.
+    def translate(self, source: Source) -> tuple[bytes, str]:
+        """Compile the text in this process."""
+        return compile_text(source.text, self.options)
 
-        Raises Diagnostic E502 with the first error of the first source that does not compile, and E505 if a binary's
-        parameters differ from those that its launches pass.
-        """
-
-        def compile_one(key: str, source: Source, loc: str) -> Compiled:
-            return self._compiled(key, source, loc, cache)
-
-        return compile_in_threads(sources, self.key, compile_one, cache, jobs, progress)
-
-    def _compiled(self, key: str, source: Source, loc: str, cache: Path) -> Compiled:
-        path = entry_path(cache, key)
-        if (entry := read_entry(path)) is not None:
-            return entry
-        binary, message = compile_text(source.text, self.options)
-        if message:
-            lines = [line.strip() for line in message.splitlines()]
-            first = next((line for line in lines if "error" in line), lines[0])
-            saved = cache / f"{key}.failed.cu"
-            raise compile_error(f"NVRTC {self.version}", source, first, saved, loc, message)
-        check_launch(source, binary, loc)
-        boxes = tuple((m.box, m.swizzle) for m in source.maps)
-        compiled = Compiled(binary, source.threads, source.shared, boxes)
-        write_entry(path, compiled)
-        return compiled
+    def reason(self, lines: Sequence[str]) -> str:
+        """Return the first line that names an error."""
+        return next((line for line in lines if "error" in line), lines[0])
 
 
 def compile_text(text: str, options: Sequence[str]) -> tuple[bytes, str]:

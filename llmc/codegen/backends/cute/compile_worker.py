@@ -17,7 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_TORCH = ("torch", "torch._subclasses", "torch._subclasses.fake_tensor", "torch.library", "torch.cuda")
+_TORCH = "torch"
+_PARTS = ("_subclasses", "_subclasses.fake_tensor", "library", "cuda")  # of torch, that the packages import
 _PACKAGES = ("flash_attn", "flash_attn.cute", "quack")
 
 
@@ -36,12 +37,12 @@ class _Empty(ModuleType):
 
 def install_stubs() -> None:
     """Put the stubs of torch and of the packages into `sys.modules`; raises ModuleNotFoundError for a missing one."""
-    for name in _TORCH:
+    for name in (_TORCH, *(f"{_TORCH}.{part}" for part in _PARTS)):
         sys.modules[name] = module = _Empty(name)
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], child, module)
-    sys.modules["torch.cuda"].is_available = lambda: False  # type: ignore[attr-defined]
+    sys.modules[f"{_TORCH}.cuda"].is_available = lambda: False  # type: ignore[attr-defined]
     for name in _PACKAGES:
         parent, _, _ = name.rpartition(".")
         spec = PathFinder.find_spec(name, sys.modules[parent].__path__ if parent else None)

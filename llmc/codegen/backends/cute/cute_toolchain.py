@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from types import MappingProxyType
 
 from llmc_runtime.format.install_command import install_command
 
-from llmc.codegen.cubin import check_launch
+from llmc.codegen.cubin_toolchain import CubinToolchain, digest, launch_facts
 from llmc.codegen.kernel import Source
-from llmc.codegen.kernel_cache import entry_path, read_entry, write_entry
 from llmc.codegen.scratch_dir import scratch
-from llmc.codegen.toolchain import Compiled, Output, Progress, compile_error, compile_in_threads
+from llmc.codegen.toolchain import Output
 from llmc.diagnostics import Diagnostic
 from llmc.targets.target import Target
 
@@ -29,17 +25,16 @@ PACKAGES: Mapping[str, str] = MappingProxyType(
 )
 VERSION = " ".join(f"{name} {found}" for name, found in PACKAGES.items())
 WORKER = "llmc.codegen.backends.cute.compile_worker"
-_DIGEST = 32
 _KILLED = -9  # the status of a process that the kernel ended for lack of memory
 
 
 @dataclass(frozen=True)
-class CuteToolchain:
+class CuteToolchain(CubinToolchain):
     """The CuTe DSL for one target. Equal text, launch and versions give the same key, and one compilation."""
 
     target: Target
     version: str = VERSION
-    name = "cute"
+    name, suffix = "cute", "py"
     output = Output("cute.py", "cubin", "cuda-1")
 
     @staticmethod
@@ -51,44 +46,20 @@ class CuteToolchain:
 
     def key(self, source: Source) -> str:
         """Return a hash of text, launch, architecture and versions: 32 hexadecimal digits."""
-        maps = [(m.param, len(m.shape), m.box, m.swizzle) for m in source.maps]
-        passes = [(p.kind, p.index, p.nbytes) for p in source.passes]
-        what = [source.text, source.entry, passes, maps, source.threads, source.shared, self.target.arch, self.version]
-        return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:_DIGEST]
+        return digest([source.text, *launch_facts(source), self.target.arch, self.version])
 
-    def cached(self, key: str, cache: Path) -> bool:
-        """Whether the cache has an entry for the key."""
-        return entry_path(cache, key).is_file()
+    @property
+    def compiler(self) -> str:
+        """The name and versions of the compiler."""
+        return f"CuTe DSL ({self.version})"
 
-    def compile(
-        self, sources: Sequence[tuple[Source, str]], cache: Path, jobs: int = 2, progress: Progress | None = None
-    ) -> dict[str, Compiled]:
-        """Compile pairs (source, location) in up to `jobs` processes; return key -> cubin.
+    def translate(self, source: Source) -> tuple[bytes, str]:
+        """Compile the text in a process of its own; raises Diagnostic E503 if that was killed."""
+        return compile_text(source, self.target.arch)
 
-        Raises Diagnostic E502 if a source does not compile, E503 if its process was killed, and E505 if a binary's
-        parameters differ from those that its launches pass.
-        """
-
-        def compile_one(key: str, source: Source, loc: str) -> Compiled:
-            return self._compiled(key, source, loc, cache)
-
-        return compile_in_threads(sources, self.key, compile_one, cache, jobs, progress)
-
-    def _compiled(self, key: str, source: Source, loc: str, cache: Path) -> Compiled:
-        path = entry_path(cache, key)
-        if (entry := read_entry(path)) is not None:
-            return entry
-        binary, message = compile_text(source, self.target.arch)
-        if message:
-            lines = [line.strip() for line in message.splitlines() if line.strip()]
-            raise compile_error(
-                f"CuTe DSL ({self.version})", source, lines[-1], cache / f"{key}.failed.py", loc, message
-            )
-        check_launch(source, binary, loc)
-        boxes = tuple((m.box, m.swizzle) for m in source.maps)
-        compiled = Compiled(binary, source.threads, source.shared, boxes)
-        write_entry(path, compiled)
-        return compiled
+    def reason(self, lines: Sequence[str]) -> str:
+        """Return the last line, that of the exception."""
+        return lines[-1]
 
 
 def compile_text(source: Source, arch: str) -> tuple[bytes, str]:
