@@ -87,8 +87,8 @@ def _read(folder: Folder, manifest: Manifest, name: str) -> Any:
 def _check(value: Any, form: Any, where: str) -> None:
     """Check a value against a form; raises LlmcError E103 with the path of the first mismatch."""
     if isinstance(form, Mapping):
-        required = {k for k in form if k != "*" and not k.endswith("?")}
-        if not isinstance(value, dict) or not required <= value.keys():
+        required = [k for k in form if k != "*" and not k.endswith("?")]
+        if not isinstance(value, dict) or not value.keys() >= set(required):
             raise damaged(where, f"expected an object of {', '.join(required) or 'any keys'}")
         for key, inner in value.items():
             if (expected := form.get(key, form.get(f"{key}?", form.get("*")))) is not None:

@@ -53,17 +53,6 @@ def _engines(name: str, value: Any) -> int:
     return int(_integer("E201", 1, MAX_ENGINES)(name, 1 if value is None else value))
 
 
-def _one_of(*allowed: str) -> Any:
-    """Return a check for one of these texts."""
-
-    def check(name: str, value: Any) -> str:
-        if value not in allowed:
-            raise LlmcError("E201", f"{name} = {value!r:.60} is not allowed", f"set {name} to {' or '.join(allowed)}")
-        return str(value)
-
-    return check
-
-
 def _switch(name: str, value: Any) -> bool:
     return bool(value)
 
@@ -109,7 +98,7 @@ class EngineOptions:
     )  # fmt: skip
     distributed_executor_backend: str = option(
         MP, "who starts the ranks: mp (processes of this machine) or ray (actors of a Ray cluster, on this machine)",
-        commands=_BOTH, choices=(MP, RAY), check=_one_of(MP, RAY), engine=True,
+        commands=_BOTH, choices=(MP, RAY), engine=True,
     )  # fmt: skip
     seed: int | None = option(
         0, "seed from which the seeds of requests without one are derived (0; None in Python: random)", commands=_SERVE,
@@ -179,8 +168,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         for one in options_of(type(self)).values():
-            if one.check is not None:
-                object.__setattr__(self, one.name, one.check(one.name, getattr(self, one.name)))
+            object.__setattr__(self, one.name, one.checked(getattr(self, one.name)))
         if self.data_parallel_size > 1 and self.trace is not None:
             cause = f"trace is one file, and data_parallel_size = {self.data_parallel_size}"
             raise LlmcError("E201", cause, "trace one engine, or use /admin/trace of llmc-serve")

@@ -13,6 +13,8 @@ from decimal import Decimal
 from types import MappingProxyType
 from typing import Any
 
+from llmc_runtime.format.errors import LlmcError
+
 _DECIMAL = MappingProxyType({"k": 10**3, "m": 10**6, "g": 10**9})
 _BINARY = MappingProxyType({"K": 1 << 10, "M": 1 << 20, "G": 1 << 30})
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}.items()
@@ -78,6 +80,15 @@ class Option:
         """Return the keyword's value from the parsed flags."""
         value = getattr(args, self.dest)
         return not value if self.inverted else value
+
+    def checked(self, value: Any) -> Any:
+        """Return the value as it is stored. Raises LlmcError: that of `check`, or E201 if it is none of `choices`."""
+        if self.check is not None:
+            return self.check(self.name, value)
+        if self.choices is not None and value not in self.choices:
+            cause = f"{self.name} = {value!r:.60} is not allowed"
+            raise LlmcError("E201", cause, f"set {self.name} to {' or '.join(map(str, self.choices))}")
+        return value
 
     def add_to(self, group: Any) -> None:
         """Add the flag to a parser or an argument group."""

@@ -88,6 +88,13 @@ def test_options_that_contradict_an_artifact_are_refused(target: str | None, dty
     EngineOptions(toy).check_artifact(manifest)
 
 
+@pytest.mark.parametrize("name", ["dtype", "scheduling_policy", "distributed_executor_backend"])
+def test_a_value_that_is_none_of_the_choices_is_refused(name: str) -> None:
+    with pytest.raises(LlmcError, match=f"{name} = 'none' is not allowed") as caught:
+        EngineOptions("m", **{name: "none"})
+    assert caught.value.code == "E201" and " or " in caught.value.remedy
+
+
 def test_methods_and_types_of_programs_for_vllm() -> None:
     llm = LLM.over(Rig().engine)
     params = SamplingParams(temperature=0, max_tokens=2)
