@@ -73,7 +73,7 @@ def check_speculate(name: str, value: Any) -> dict[str, Any] | None:
 
 def drafts_on_host(method: str) -> bool:
     """Whether this is the name of a method that drafts on the host, ours or that of an installed package."""
-    return method in draft_methods.OURS or bool(draft_methods.offered(method))
+    return method in draft_methods.OURS or draft_methods.is_offered(method)
 
 
 def _of_text(name: str, text: str) -> dict[str, Any]:

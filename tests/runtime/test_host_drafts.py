@@ -116,8 +116,8 @@ def test_a_package_offers_a_method(package: Any) -> None:
         (("no_such_module:X",), "ModuleNotFoundError"),
         (("builtins:list",), "is not a Draft"),
         (("llmc_runtime.sched.host_draft:Draft",), "TypeError"),
-        (("builtins:list", "builtins:dict"), "2 packages offer it"),
-        ((), "0 packages offer it"),
+        (("builtins:list", "builtins:dict"), "more than one package offers it"),
+        ((), "no installed package offers it"),
     ],
 )
 def test_a_method_that_cannot_be_opened(package: Any, values: tuple[str, ...], cause: str) -> None:

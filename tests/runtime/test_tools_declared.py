@@ -142,7 +142,7 @@ def test_our_names_do_not_read_the_installed_packages(monkeypatch: pytest.Monkey
     def never(**_: str) -> None:
         raise AssertionError("the entry points were read")
 
-    monkeypatch.setattr("llmc_runtime.server.tool_calls.registry.entry_points", never)
+    monkeypatch.setattr("importlib.metadata.entry_points", never)
     assert all(name in FormatNames() and dialect_of(None, None, name) for name in FormatNames())
 
 

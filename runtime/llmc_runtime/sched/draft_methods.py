@@ -4,24 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
+from llmc_runtime.format.entry_point import offered_class, offers
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.host_draft import Draft
 from llmc_runtime.sched.suffix_draft import SuffixDraft
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
 
 GROUP = "llmc_runtime.drafts"
 OURS: Mapping[str, type[Draft]] = MappingProxyType({"suffix": SuffixDraft})
 
 
-def offered(name: str) -> tuple[EntryPoint, ...]:
-    """Return the entry points of methods that installed packages offer under this name."""
-    from importlib.metadata import entry_points  # takes a hundredth of a second, and few need it
-
-    return tuple(entry_points(group=GROUP, name=name))
+def is_offered(name: str) -> bool:
+    """Return whether an installed package offers a method under this name."""
+    return offers(GROUP, name)
 
 
 def open_draft(name: str) -> Draft:
@@ -31,14 +26,10 @@ def open_draft(name: str) -> Draft:
     """
     if name in OURS:
         return OURS[name]()
-    entries = offered(name)
-    cause = "" if len(entries) == 1 else f"{len(entries)} packages offer it"
-    if not cause:
+    kind, cause = offered_class(GROUP, name, Draft)  # type: ignore[type-abstract]
+    if kind is not None:
         try:
-            kind = entries[0].load()
-            if isinstance(kind, type) and issubclass(kind, Draft):
-                return kind()
-            cause = f"{entries[0].value} is not a Draft"
+            return kind()
         except Exception as error:
-            cause = f"{entries[0].value} failed: {type(error).__name__}: {error}"
+            cause = f"{kind.__name__} failed: {type(error).__name__}: {error}"
     raise LlmcError("E206", f"speculate = {name[:60]!r}: {cause}", "install, uninstall or correct the package")

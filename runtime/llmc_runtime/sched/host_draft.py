@@ -41,4 +41,4 @@ class Draft(ABC):
 
     @abstractmethod
     def end(self, context: DraftContext) -> None:
-        """Forget an output that has ended, or learn from it. Not called for outputs that nothing was proposed for."""
+        """Forget an output that has ended, or learn from it. Called only if `propose` was."""

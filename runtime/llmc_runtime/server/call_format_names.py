@@ -13,9 +13,9 @@ class FormatNames(Sequence[str]):
     """
 
     def __contains__(self, name: object) -> bool:
-        from llmc_runtime.server.tool_calls.registry import offered
+        from llmc_runtime.server.tool_calls.registry import is_offered
 
-        return isinstance(name, str) and (name in self._ours() or bool(offered(name)))
+        return isinstance(name, str) and (name in self._ours() or is_offered(name))
 
     @overload
     def __getitem__(self, index: int) -> str: ...

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from importlib.metadata import EntryPoint, entry_points
 
+from llmc_runtime.format.entry_point import offered_class, offers
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.tool_calls.call_format import CallFormat
 from llmc_runtime.server.tool_calls.json_shape import Json, JsonShape, Optional, UnmarkedJson, Word
@@ -276,9 +276,9 @@ def names() -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for form in FORMATS for name in (form.name, *form.aliases)))
 
 
-def offered(name: str) -> tuple[EntryPoint, ...]:
-    """Return the entry points of call formats that installed packages offer under this name."""
-    return tuple(entry_points(group=GROUP, name=name))
+def is_offered(name: str) -> bool:
+    """Return whether an installed package offers a call format under this name."""
+    return offers(GROUP, name)
 
 
 def call_format(name: str) -> type[CallFormat] | None:
@@ -289,16 +289,9 @@ def call_format(name: str) -> type[CallFormat] | None:
     ours = [form for form in FORMATS if name in (form.name, *form.aliases)]
     if ours:
         return ours[-1]
-    entries = offered(name)
-    if not entries:
+    if not is_offered(name):
         return None
-    form: object = None
-    cause = "more than one package offers it" if len(entries) > 1 else ""
-    try:
-        form = None if cause else entries[0].load()
-    except (ImportError, AttributeError) as e:
-        cause = f"it cannot be loaded: {e}"
-    if isinstance(form, type) and issubclass(form, CallFormat):
-        return form
-    cause = cause or f"{entries[0].value} is not a CallFormat"
-    raise LlmcError("E601", f"tool_call_parser = {name[:60]!r}: {cause}", "uninstall or correct the package")
+    form, cause = offered_class(GROUP, name, CallFormat)  # type: ignore[type-abstract]
+    if form is None:
+        raise LlmcError("E601", f"tool_call_parser = {name[:60]!r}: {cause}", "uninstall or correct the package")
+    return form
