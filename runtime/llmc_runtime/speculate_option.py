@@ -50,7 +50,7 @@ def check_speculate(name: str, value: Any) -> dict[str, Any] | None:
     if not isinstance(given, Mapping):
         raise LlmcError("E201", f"{name} = {value!r:.60} is not allowed", _REMEDY)
     method = given.get("method", NGRAM if not given.get("model") else DRAFT_MODEL)
-    if isinstance(method, str) and method.endswith(f"_{MTP}"):
+    if isinstance(method, str) and method.endswith(f"_{MTP}") and not drafts_on_host(method):
         method = MTP  # vLLM's deepseek_mtp, glm4_moe_mtp and others
     if not isinstance(method, str) or (method not in KEYS and not drafts_on_host(method)):
         cause = f"{name}: the method {method!r:.40} is not supported"

@@ -172,14 +172,10 @@ class GenerationResponse(ABC, Generic[R]):
         """Start generation."""
         return self._generate(self._call)
 
-    async def _generate(self, call: Call) -> Updates:
+    def _generate(self, call: Call) -> Updates:
         """Generate. Errors of a grammar are attributed to the field that it derives from."""
-        names = [("structured_outputs", "response_format")] if self._request.response_format is not None else []
         updates = self._serving.run(self._prompts, self._params, self._request, call)
-        with renamed(names):
-            async with aclosing(updates) as items:  # type: ignore[type-var]
-                async for item in items:
-                    yield item
+        return updates if self._request.response_format is None else _of_format(updates)
 
     @abstractmethod
     def _head(self, chunk: bool) -> dict[str, Any]:
@@ -225,3 +221,11 @@ def clamped(item: Logprob) -> float:
 def token_text(token: int, item: Logprob, as_id: bool | None = False) -> str:
     """Return a candidate's text, or "token_id:N" if it has none or `as_id` is set."""
     return f"token_id:{token}" if as_id or item.decoded_token is None else item.decoded_token
+
+
+async def _of_format(updates: Updates) -> Updates:
+    """Yield the updates, and rename the field in their errors to `response_format`."""
+    with renamed([("structured_outputs", "response_format")]):
+        async with aclosing(updates) as items:  # type: ignore[type-var]
+            async for item in items:
+                yield item
