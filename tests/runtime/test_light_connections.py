@@ -236,25 +236,38 @@ def test_a_client_that_sends_without_reading_is_ended_and_delays_nobody() -> Non
     run(main)
 
 
-def test_a_refusal_whose_body_has_arrived_reads_the_socket_twice() -> None:
-    class Counted:
-        """A socket whose calls of `recv` are counted by their sizes."""
+class Counted:
+    """A socket whose calls of `recv` are counted by the sizes of their results."""
 
-        def __init__(self, sock: socket.socket) -> None:
-            self.sock, self.sizes, self.send = sock, list[int](), sock.send
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock, self.sizes = sock, list[int]()
 
-        def recv(self, size: int, flags: int = 0) -> bytes:
-            data = self.sock.recv(size, flags)
-            self.sizes.append(len(data))
-            return data
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        data = self.sock.recv(size, flags)
+        self.sizes.append(len(data))
+        return data
 
+
+def test_a_refusal_whose_body_has_arrived_reads_the_socket_once() -> None:
     state = Server()
     ours, theirs = socket.socketpair()
     with ours, theirs:
         counted: Any = Counted(ours)
-        one = _Light(counted, lambda passed: None, ours.close, 0.0)
+        one = _Light(counted, lambda data, passed: None, ours.close, 0.0)
         theirs.send(b"a no +5\r\n\r\nabcde")
         assert _serve(one, state.refusal, 20.0) == (_State.LIGHT, REFUSED) and one.skip == 0
-        assert counted.sizes == [16, 16] and one.deadline == 20.0
+        assert counted.sizes == [16] and one.deadline == 20.0
         theirs.send(b"b no +5\r\n\r\nab")
         assert _serve(one, state.refusal, 20.0) == (_State.LIGHT, REFUSED) and one.skip == 3
+
+
+def test_the_rest_of_a_long_pipeline_is_left_to_an_ordinary_connection() -> None:
+    state = Server()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        one = _Light(ours, lambda data, passed: None, ours.close, 0.0)
+        theirs.send(b"a no\r\n\r\n" * 4)
+        assert _serve(one, state.refusal, 20.0) == (_State.LIGHT, 4 * REFUSED)
+        theirs.send(b"a no\r\n\r\n" * 4 + b"b no\r\n\r\nc")
+        assert _serve(one, state.refusal, 20.0) == (_State.ORDINARY, 4 * REFUSED)
+        assert one.data == b"b no\r\n\r\nc" and not one.passed and len(state.refused) == 8

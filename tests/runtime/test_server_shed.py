@@ -361,8 +361,15 @@ def test_what_is_free_is_given_to_one_request_at_a_time_under_overload(monkeypat
         shed.overloaded = lambda: True
         answers = [shed.answer(head(2), []) for _ in range(5)]
         assert answers[:2] == [None, None] and all(one is not None and b" 503 " in one.data for one in answers[2:])
+        clock.now += 0.1
+        assert shed.answer(head(2), []) is not None, "those have not been parsed yet"
+        for _ in range(2):
+            shed.refuse({"method": "POST", "path": PATH, "headers": [], "llmc.key": shed._passed[0][1]})
+        assert shed.answer(head(2), []) is not None, "nor reserved anything"
         clock.now += 0.006
         assert shed.answer(head(2), []) is None, "those have had their turn"
+        clock.now += 1.1
+        assert [shed.answer(head(2), []) for _ in range(2)] == [None, None], "one has been lost"
         server.serving.admission.sequences -= 2
 
 

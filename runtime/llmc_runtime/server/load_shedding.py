@@ -40,7 +40,8 @@ _MAX_CACHED, _MAX_CACHED_HEAD = 256, 2 << 10  # number of cached heads, and byte
 _STATUS: Mapping[int, str] = MappingProxyType({s.value: f"HTTP/1.1 {s.value} {s.phrase}" for s in http.HTTPStatus})
 _CLOSE = b"\r\nconnection: close"
 _FRESH_SECONDS = 0.05  # maximum age of a reused refusal, and so of its message and Retry-After
-_PASS_SECONDS = 0.005  # approximate time from passing a request on to its reservation
+_PASS_SECONDS = 0.005  # approximate time from the check in the middleware to the request's reservation
+_LOST_SECONDS = 1.0  # maximum time from passing a request on to that check; its client may have left
 _LENGTH = re.compile(rb"[0-9]{1,10}")
 _PARSER_ONLY = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # heads with these fields go to the parser
 _SINGLE = frozenset({b"content-length", b"host", b"authorization", b"x-api-key", b"connection", b"x-request-id"})
@@ -117,7 +118,8 @@ class LoadShedder:
         ]
         self._lines = dict(lines)
         self._parsed_heads: dict[bytes, _Request] = {}  # parsed requests by head
-        self._passed: deque[tuple[float, str]] = deque()  # times and keys of requests that were passed on lately
+        self._passed: deque[tuple[float, str]] = deque()  # times and keys of requests passed on to the parser
+        self._checked: deque[tuple[float, str]] = deque()  # the same once the middleware has checked them
         self._prepared: dict[tuple[str, str, bool], _Prepared] = {}  # by key, reason and the error's format
 
     @property
@@ -130,6 +132,7 @@ class LoadShedder:
         if scope["method"] != "POST" or scope["path"] not in self._paths:
             return
         try:
+            self._arrived(scope["llmc.key"])
             self._serving.check_blocked(scope["llmc.key"])
         except ApiError as e:
             if any(name == b"expect" for name, _ in scope["headers"]):  # the client may or may not send the body
@@ -192,16 +195,25 @@ class LoadShedder:
     def _crowded(self, key: str, now: float) -> str | None:
         """Return why a request is refused although a slot is free, or None, and record that it is passed on.
 
-        Under overload, requests that were passed on shortly before will use the free slots.
+        Under overload, requests that were passed on before, and have reserved nothing yet, will use the free slots.
         """
         if not self.overloaded():
             return None
-        while self._passed and self._passed[0][0] <= now - _PASS_SECONDS:
-            self._passed.popleft()
-        reason = self._serving.admission.crowded_reason(key, [passed for _, passed in self._passed])
+        for requests, seconds in ((self._passed, _LOST_SECONDS), (self._checked, _PASS_SECONDS)):
+            while requests and requests[0][0] <= now - seconds:
+                requests.popleft()
+        reason = self._serving.admission.crowded_reason(key, [of for _, of in (*self._passed, *self._checked)])
         if reason is None:
             self._passed.append((now, key))
         return reason
+
+    def _arrived(self, key: str) -> None:
+        """Record that a request of this key has arrived at the middleware, which reserves its capacity next."""
+        for request in self._passed:
+            if request[1] == key:
+                self._passed.remove(request)
+                self._checked.append((time.monotonic(), key))
+                return
 
     def _parsed(self, head: bytes) -> _Request | None:
         """Parse a plain head; return None for any other."""

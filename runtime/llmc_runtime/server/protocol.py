@@ -170,8 +170,6 @@ class HttpConnection(H11Protocol):
                 transport.abort()
                 return
         self._head_timer = self.loop.call_later(self.head_seconds, self._head_timeout)
-        if self.passed:  # light connections have left a request in the socket
-            self.loop.call_soon(transport._read_ready)  # type: ignore[attr-defined]  # of asyncio's socket transports
 
     def data_received(self, data: bytes) -> None:
         """Handle a part of a head or of a body."""
@@ -289,10 +287,10 @@ class HttpConnection(H11Protocol):
         self._light.lend(transport._sock, self._end_loan, transport.abort)
         return True
 
-    def _end_loan(self, passed: bool) -> None:
-        """Read the next request, which light connections have left in the socket."""
+    def _end_loan(self, data: bytes, passed: bool) -> None:
+        """Handle `data`, which light connections have read of the next request."""
         self.passed = passed
-        self._inner_transport._read_ready()
+        self.data_received(data)
 
     @property
     def _between(self) -> bool:

@@ -53,14 +53,22 @@ class ServerLoop(asyncio.SelectorEventLoop):
         super()._stop_serving(sock)  # type: ignore[misc]
         self.fair.remove_client(fd)
 
-    def _promote(self, factory: Any, server: Any, conn: socket.socket, address: Any, passed: bool) -> None:
-        """Make an accepted socket an ordinary connection, whose protocol gets the attribute `passed` if it is true."""
+    def _promote(self, factory: Any, server: Any, conn: socket.socket, address: Any, data: bytes, passed: bool) -> None:
+        """Make an accepted socket an ordinary connection, which begins with `data`.
+
+        Its protocol gets the attribute `passed` if it is true.
+        """
 
         def created() -> Any:
             protocol = factory()
             if passed:
                 protocol.passed = True
+            self.call_soon(self.call_soon, begin, protocol)  # after `connection_made`, before the first read
             return protocol
+
+        def begin(protocol: Any) -> None:
+            if data and not protocol.transport.is_closing():
+                protocol.data_received(data)
 
         conn.setblocking(False)
         extra = {"peername": address}

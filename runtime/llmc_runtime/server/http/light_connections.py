@@ -1,10 +1,10 @@
 """Light connections: sockets without transport and protocol, on which requests are refused cheaply under overload.
 
 asyncio's transport and protocol and the HTTP parser cost several times as much as a refusal. While the server refuses
-requests (see load_shedding), a new connection is therefore kept as a plain socket. The head of its next request is read
-with MSG_PEEK, which leaves the data in the kernel's buffer. A refused request is answered and consumed. A request that
-may be served converts the connection to an ordinary one, whose parser then reads the same data. If the first request
-has arrived when the connection is accepted, and its refusal closes the connection, the event loop never watches it.
+requests (see load_shedding), a new connection is therefore kept as a plain socket. A refused request is answered and
+consumed. A request that may be served converts the connection to an ordinary one, whose parser receives the data that
+was read here first. If the first request has arrived when the connection is accepted, and its refusal closes the
+connection, the event loop never watches it.
 
 An ordinary connection on which a request was refused is lent: its requests are handled here in the same way until one
 may be served, and the connection takes it back.
@@ -26,14 +26,14 @@ from typing import Protocol
 
 from llmc_runtime.server.http.fair_selector import FairSelector
 
-_PEEK = 16 << 10  # maximum bytes of a head; a longer one is left to the parser
-_PEEK_FLAGS = socket.MSG_PEEK | socket.MSG_DONTWAIT
+_READ = 4 << 10  # bytes read at a time, and the maximum of a head; a longer one is left to the parser
 _LAST_FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_MORE", 0)
-_MAX_READS = 4  # requests, or parts of refused bodies, handled per turn, so that pipelining clients alternate
+_MAX_READS = 4  # per turn of a connection, so that connections alternate
+_MAX_REQUESTS = 4  # in one read; an ordinary connection handles the rest of a pipeline
 _SWEEP_SECONDS = 1.0  # between two checks of deadlines
 
 
-Promote = Callable[[socket.socket, object, bool], object]
+Promote = Callable[[socket.socket, object, bytes, bool], object]
 
 
 class Refusal(Protocol):
@@ -54,19 +54,20 @@ Refuse = Callable[[bytes], Refusal | None]
 class _Light:
     """The state of a light or lent connection.
 
-    `sock` may be in blocking mode. `promote(passed)` makes it an ordinary connection (again); `passed` says that load
-    shedding has checked the head of the next request, which may be served. `close` ends the connection, at `deadline`
-    (loop time) at the latest. `skip` bytes of a refused body are still to arrive.
+    `sock` may be in blocking mode. `promote(data, passed)` makes it an ordinary connection (again), which begins with
+    `data`; `passed` says that load shedding has checked the head of the next request, which may be served. `close` ends
+    the connection, at `deadline` (loop time) at the latest. `skip` bytes of a refused body are still to arrive.
     """
 
     sock: socket.socket
-    promote: Callable[[bool], object]
+    promote: Callable[[bytes, bool], object]
     close: Callable[[], object]
     deadline: float
     lent: bool = False
     used: bool = False  # whether a request was refused
     skip: int = 0
-    passed: bool = False  # the argument of `promote`
+    data: bytes = b""  # the arguments of `promote`
+    passed: bool = False
 
 
 class _State(enum.Enum):
@@ -108,8 +109,8 @@ class LightConnections:
     def accept(self, listener: socket.socket, promote: Promote, count: int) -> bool:
         """Accept up to `count` connections that wait at `listener`, within the capacity.
 
-        `promote` takes a socket, the address of its peer, and `passed` (see _Light). Returns False if asyncio has to
-        accept further connections.
+        `promote` takes a socket, the address of its peer, `data` and `passed` (see _Light). Returns False if asyncio
+        has to accept further connections.
         """
         allowed = min(count, self._capacity())
         accepted, failed = _accept(listener, allowed)
@@ -125,7 +126,7 @@ class LightConnections:
                 self._end(light, state)
         return not failed and (allowed == count or len(accepted) < allowed)
 
-    def lend(self, sock: socket.socket, promote: Callable[[bool], object], close: Callable[[], object]) -> None:
+    def lend(self, sock: socket.socket, promote: Callable[[bytes, bool], object], close: Callable[[], object]) -> None:
         """Handle the requests of an ordinary connection on which one was refused, until `promote` is called.
 
         `close` ends the connection, which must call `take_back` as it ends.
@@ -173,7 +174,7 @@ class LightConnections:
         if state is _State.CLOSED:
             light.close()
         else:
-            light.promote(light.passed)
+            light.promote(light.data, light.passed)
 
     def _served(self, lights: list[_Light]) -> list[tuple[_Light, _State]]:
         """Refuse the requests that have arrived on these connections, and send the responses."""
@@ -222,31 +223,44 @@ def _serve(light: _Light, refuse: Refuse, deadline: float) -> tuple[_State, byte
 
     `deadline` is that of the next request.
     """
-    sock, responses = light.sock, b""
+    responses = b""
     try:
         for _ in range(_MAX_READS):
-            data = sock.recv(_PEEK, _PEEK_FLAGS)
-            if light.skip and data:
-                light.skip -= len(sock.recv(min(light.skip, len(data))))
-                continue
-            end = data.find(b"\r\n\r\n") + 4
-            refusal = refuse(data[:end]) if end >= 4 else None
+            data = light.sock.recv(_READ, socket.MSG_DONTWAIT)
             if not data:
                 return _State.CLOSED, responses
-            if refusal is None or (refusal.closes and refusal.length > len(data) - end):
-                light.passed = refusal is None and end >= 4
-                return _State.ORDINARY, responses
-            taken = len(sock.recv(min(len(data), end + refusal.length)))
-            responses += refusal.data
-            if refusal.closes:
-                return _State.CLOSED, responses
-            light.skip, light.used, light.deadline = end + refusal.length - taken, True, deadline
-            if not light.skip and len(data) == taken:
+            state, response = _refused(light, data, refuse, deadline)
+            responses += response
+            if state is not _State.LIGHT:
+                return state, responses
+            if len(data) < _READ:
                 break  # most clients wait for the response, so there is nothing to read; if there is, epoll says so
     except (BlockingIOError, InterruptedError):
         pass
     except OSError:
         return _State.CLOSED, b""
+    return _State.LIGHT, responses
+
+
+def _refused(light: _Light, data: bytes, refuse: Refuse, deadline: float) -> tuple[_State, bytes]:
+    """Take the refused requests at the start of `data`. Return the responses; `light.data` is set to what remains."""
+    responses, requests = b"", 0
+    while data:
+        if light.skip:
+            skipped = min(light.skip, len(data))
+            light.skip, data = light.skip - skipped, data[skipped:]
+            continue
+        end = data.find(b"\r\n\r\n") + 4
+        full = requests == _MAX_REQUESTS
+        refusal = refuse(data[:end]) if end >= 4 and not full else None
+        if refusal is None or (refusal.closes and refusal.length > len(data) - end):
+            light.data, light.passed = data, refusal is None and end >= 4 and not full
+            return _State.ORDINARY, responses
+        responses += refusal.data
+        if refusal.closes:
+            return _State.CLOSED, responses
+        light.skip, light.used, light.deadline, data = refusal.length, True, deadline, data[end:]
+        requests += 1
     return _State.LIGHT, responses
 
 
