@@ -132,14 +132,22 @@ class HttpConnection(H11Protocol):
     _skip = 0  # bytes of a refused body still to be discarded
     _lines = 0  # lines of the arriving head so far
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._inner, self.app = self.app, self._run
+    @property
+    def app(self) -> Any:
+        """The application that uvicorn calls."""
+        return self._run
+
+    @app.setter
+    def app(self, inner: Any) -> None:
+        self._inner = inner
 
     async def _run(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["http_version"] == "1.1":
             scope["llmc.part"] = self._part
-        await self._inner(scope, receive, send)
+        try:
+            await self._inner(scope, receive, send)
+        finally:
+            scope.pop("llmc.part", None)  # a cycle of references, see Lingering.end
 
     async def _part(self, body: bytes) -> None:
         """Send a nonempty part of a started chunked response, bypassing the layers of ASGI, as streams consist of
