@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +23,8 @@ from llmc_runtime.speculate_option import DRAFTED, TOKENS, check_speculate, pars
 
 MAX_THREADS = 1024
 MAX_ENGINES = 64
+MAX_ITL_MS = 60_000
+TARGET_ITL_MS = 20.0  # of AsyncLLM and the server
 _DTYPES: Mapping[str, str] = MappingProxyType({"float32": "f32", "bfloat16": "bf16"})  # "auto" is any
 MP, RAY = "mp", "ray"  # who starts the ranks of an engine
 _SERVE, _RUN, _BOTH = ("serve",), ("run",), ("serve", "run")
@@ -47,6 +49,13 @@ def _integer(code: str, low: int = 0, high: int = 0) -> Any:
 def _seed(name: str, value: Any) -> int:
     """Return a 64-bit integer, a random one for None."""
     return secrets.randbits(63) if value is None else int(_integer("E201", -(1 << 63), (1 << 64) - 1)(name, value))
+
+
+def _milliseconds(name: str, value: Any) -> float | None:
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_ITL_MS):
+        return value
+    cause = f"{name} = {value!r:.60} is not allowed"
+    raise LlmcError("E201", cause, f"set {name} to a number from 0 to {MAX_ITL_MS}")
 
 
 def _engines(name: str, value: Any) -> int:
@@ -80,6 +89,12 @@ class EngineOptions:
     )  # fmt: skip
     max_num_batched_tokens: int | None = option(
         None, "maximum number of tokens in a step", commands=_SERVE, read=count, metavar="N", check=_integer("E204"),
+        engine=True,
+    )  # fmt: skip
+    target_itl_ms: float | None = option(
+        None, "milliseconds that a step should take in which some requests decode and others compute their prompts: "
+        "prompts are cut into chunks that fit, as measured; 0: no target (default: 20, without "
+        "--max-num-batched-tokens; none for LLM)", commands=_SERVE, read=float, metavar="MS", check=_milliseconds,
         engine=True,
     )  # fmt: skip
     threads: int | None = option(
@@ -289,6 +304,13 @@ class EngineArgs(EngineOptions):
         "maximum interval of restarts in seconds: after max_restarts, AsyncLLM tries again at intervals that double "
         "from a second (default: it gives up)", check=_number(0.1, True),
     )  # fmt: skip
+
+    def message(self) -> dict[str, Any]:
+        """Extend EngineOptions.message by the target of steps, if neither it nor their size is given."""
+        chosen = self
+        if self.target_itl_ms is None and self.max_num_batched_tokens is None:
+            chosen = replace(self, target_itl_ms=TARGET_ITL_MS)
+        return super(EngineArgs, chosen).message()
 
 
 def quoted(path: str | Path) -> str:

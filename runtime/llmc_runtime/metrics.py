@@ -16,7 +16,7 @@ Stat = float | dict[str, int] | list[float]
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 COMPILE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 GAUGES = frozenset({"num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason",
-                    "kv_cache_usage_perc", "num_requests_open"})  # fmt: skip
+                    "kv_cache_usage_perc", "num_requests_open", "step_token_budget"})  # fmt: skip
 
 
 class Metric(NamedTuple):
@@ -106,7 +106,7 @@ class Counters:
 def initial_stats() -> dict[str, Stat]:
     """Return all statistics of an engine process, with the values at its start."""
     waiting = dict.fromkeys(("capacity", "deferred"), 0)
-    gauges = {"num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_usage_perc": 0.0}
+    gauges = {"num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_usage_perc": 0.0, "step_token_budget": 0}
     compiled = Histogram(COMPILE_SECONDS).as_list()
     others: dict[str, Stat] = {"grammar_compilation_time_seconds": compiled, "scheduler_idle_seconds": 0.0}
     return {**Counters().as_dict(), **gauges, "num_requests_waiting_by_reason": waiting, **others}

@@ -14,6 +14,7 @@ from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.speculation import Speculation, SpeculationConfig
 from llmc_runtime.sched.step import StepOutput, Work
+from llmc_runtime.sched.step_budget import StepTimer
 
 LEARNED, COUNTED = 200, 10_000  # plans of a simulation before those that are counted, and rows of all of these
 NOISE = 0.02  # standard deviation of what a step takes longer, relative to its cost
@@ -46,15 +47,16 @@ class Simulation:
 
     def run(self) -> float:
         """Return the speed-up over plain decoding."""
+        timer = StepTimer()
         policy = Speculation(SpeculationConfig(7, max_rows=256 if self.method == "draft" else 0))
         requests = [Request(str(i), [1]) for i in range(self.rows)]
         self.counters.drafted_at_most(7)
         now = 0.0
         for plan in range(LEARNED + max(400, COUNTED // self.rows)):
-            now = self.step(policy, requests, now, plan >= LEARNED)
+            now = self.step(policy, timer, requests, now, plan >= LEARNED)
         return self.tokens / self.spent * self.costs[0] / self.rows
 
-    def step(self, policy: Speculation, requests: list[Request], now: float, counted: bool) -> float:
+    def step(self, policy: Speculation, timer: StepTimer, requests: list[Request], now: float, counted: bool) -> float:
         """Plan and end a step; return the time of its end."""
         for request in requests:
             request.num_drafts = 7
@@ -63,7 +65,7 @@ class Simulation:
         for request in requests:
             drafts.append(policy.choose(request, min(7, room)) if policy.wants else 0)
             room -= drafts[-1]
-        policy.planned(now)
+        timer.planned(now)
         cost = self.seconds(max(drafts) if self.method == "draft" else sum(drafts) / self.rows)
         seconds = cost * (1 + abs(random.gauss(0, NOISE)))
         accepted = {i: [(5, None)] * self.accepted(count) for i, count in enumerate(drafts) if count}
@@ -71,7 +73,7 @@ class Simulation:
         work = [Work(i, 1 + k, True, drafts=k, propose=k * propose) for i, k in enumerate(drafts)]
         output = StepOutput([5] * self.rows, [None] * self.rows, accepted=accepted, proposed=[7] * self.rows)
         late = random.uniform(0, DELAY * seconds) if random.random() < LATE else 0.0  # the next step seems shorter
-        policy.learn(work, requests, output, now + seconds + late, self.counters)
+        policy.learn(work, requests, output, timer.ended(now + seconds + late), self.counters)
         if counted:
             self.tokens += self.rows + sum(map(len, accepted.values()))
             self.spent += cost

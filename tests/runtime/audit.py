@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 
+from llmc_runtime.engine.engine import Engine
 from llmc_runtime.kv.pages import PagePool
 from llmc_runtime.sched.request import Request, Status
 from llmc_runtime.sched.scheduler import Scheduler
@@ -136,3 +137,8 @@ def audit_device(scheduler: Scheduler, device: FakeExecutor, expected: dict[str,
         for position in range(min(row.length, len(request.tokens))):
             slot = row.table[position // size] * size + position % size
             assert device._kv[slot] == chain[position + 1], f"{request.id}: KV at position {position}"
+
+
+def idle(engine: Engine) -> bool:
+    """Whether an engine's gauges say that it has no request and no page in use."""
+    return not any(value for name, value in engine.stats().items() if name != "step_token_budget")

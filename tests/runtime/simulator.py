@@ -25,7 +25,7 @@ from llmc_runtime.sched.request import RequestDelta
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 
-from tests.runtime.audit import audit
+from tests.runtime.audit import audit, idle
 from tests.runtime.fake_executor import FakeExecutor, FaultyExecutor
 from tests.runtime.fake_ranks import FakeRanks
 from tests.runtime.oracle import Expected
@@ -305,7 +305,7 @@ class Episode:
         """Check that everything is released and counted when there are no requests."""
         scheduler = self.engine.scheduler
         assert not self.engine.has_work() and not self.expected and not self.backlog
-        assert scheduler.pool.num_used == 0 and not any(self.engine.stats().values()), self.engine.stats()
+        assert scheduler.pool.num_used == 0 and idle(self.engine), self.engine.stats()
         audit(scheduler, self.device, self.expected)
         if self.draft is not None and self.engine.error is None:
             assert not self.draft.known, "outputs that ended unnoticed by their Draft, or it failed"

@@ -10,6 +10,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import Step, StepOutput
 
+from tests.runtime.audit import idle
 from tests.runtime.rig import Rig
 
 
@@ -66,7 +67,7 @@ def test_a_broken_executor_ends_the_engine_and_everyone_is_reported_once(
     error = rig.engine.error
     assert error is not None and error.code == "E608" and words in error.cause and all(d.error is error for d in deltas)
     assert not rig.engine.has_work() and rig.engine.step() == []
-    assert not any(rig.engine.stats().values()) and rig.engine.counters.request_success["error"] == 3
+    assert idle(rig.engine) and rig.engine.counters.request_success["error"] == 3
     with pytest.raises(LlmcError, match="E608"):
         rig.engine.add(Request("d", [1]))
     assert not rig.engine.abort("a")
@@ -119,10 +120,13 @@ def test_a_refused_request_harms_nobody() -> None:
 
 def test_stats_and_counters() -> None:
     rig = rig_of_three()
-    assert rig.engine.stats() == {"num_requests_running": 0, "num_requests_waiting": 3, "kv_cache_usage_perc": 0.0}
+    budget = {"step_token_budget": rig.config.max_num_batched_tokens}
+    waiting = {"num_requests_running": 0, "num_requests_waiting": 3, "kv_cache_usage_perc": 0.0}
+    assert rig.engine.stats() == waiting | budget
     rig.step()
     stats = rig.engine.stats()
-    assert stats == {"num_requests_running": 2, "num_requests_waiting": 1, "kv_cache_usage_perc": 4 / 64}
+    running = {"num_requests_running": 2, "num_requests_waiting": 1, "kv_cache_usage_perc": 4 / 64}
+    assert stats == running | budget
     rig.drain()
     found = rig.engine.counters.as_dict()
     assert found["generation_tokens"] == 12 and found["prompt_tokens"] == 15 and found["num_steps"] == len(rig.plans)

@@ -11,6 +11,7 @@ from llmc_runtime.sched.request import Status
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.step import Step, StepOutput
 
+from tests.runtime.audit import idle
 from tests.runtime.rig import Rig
 from tests.runtime.test_llm import TOK, Script, device, make, params
 
@@ -154,7 +155,7 @@ def test_a_device_error_ends_the_engine_and_everyone_is_reported_once(part: str)
     deltas = rig.engine.step()
     assert [(delta.id, delta.finish_reason) for delta in deltas] == [(name, "error") for name in "abc"]
     assert rig.engine.error is not None and rig.engine.error.code == "E114"
-    assert rig.engine.step() == [] and not rig.engine.has_work() and not any(rig.engine.stats().values())
+    assert rig.engine.step() == [] and not rig.engine.has_work() and idle(rig.engine)
 
 
 def test_answers_do_not_depend_on_the_depth() -> None:

@@ -22,7 +22,7 @@ from tests.runtime.test_server_load import LONG, post_head, until
 
 NAMES = """
 gauge num_requests_running num_requests_waiting num_requests_waiting_by_reason num_requests_open kv_cache_usage_perc
-gauge cache_config_info startup_time_seconds
+gauge cache_config_info startup_time_seconds step_token_budget
 counter prompt_tokens prompt_tokens_cached generation_tokens request_success num_preemptions prefix_cache_queries
 counter prefix_cache_hits admission_rejections request_disconnects request_timeouts request_unknown_fields restarts
 counter num_aborted_requests scheduler_idle_seconds runtime_compiles num_steps num_scheduled_tokens

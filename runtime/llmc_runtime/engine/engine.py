@@ -164,12 +164,17 @@ class Engine:
         return self.scheduler.end_all(self.error)
 
     def stats(self) -> dict[str, float]:
-        """Return gauges: running and waiting requests, the share of the KV cache in use (0 to 1)."""
-        scheduler = self.scheduler
+        """Return gauges.
+
+        These are running and waiting requests, the share of the KV cache in use (0 to 1), and the maximum number of
+        tokens of a step in which some requests decode and others compute their prompts.
+        """
+        scheduler, budget = self.scheduler, self.scheduler.step_budget
         return {
             "num_requests_running": len(scheduler.running),
             "num_requests_waiting": len(scheduler.waiting),
             "kv_cache_usage_perc": scheduler.pool.num_used / scheduler.pool.num_pages,
+            "step_token_budget": budget.latest if budget else scheduler.config.max_num_batched_tokens,
         }
 
     def _end(self, cause: BaseException) -> list[RequestDelta]:

@@ -111,8 +111,10 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
     part = f"NOT THE WHOLE MODEL, only {manifest.source.part}" if manifest.source.part else ""
     speculation = config.speculation
     drafting = f"up to {speculation.num_tokens} drafted tokens ({speculation.method})" if speculation else ""
+    pace = f"prompts in steps of {1e3 * config.target_itl:g} ms" if config.target_itl else ""
     ranks = f"{manifest.ranks} ranks" + ("" if device.separate else f" of {threads} threads each") if group else ""
-    summary = ", ".join(filter(None, (part, where, ranks, str(executor.capacity), drafting, device.upload_summary)))
+    parts = part, where, ranks, str(executor.capacity), pace, drafting, device.upload_summary
+    summary = ", ".join(filter(None, parts))
     stages = {name: end - begin for (_, begin), (name, end) in pairwise(marks)}
     return Opened(engine, summary, executor.close, stages, trace, group)
 
@@ -142,6 +144,7 @@ def _scheduler_config(
         ),
         max_num_logits=executor.max_entries,
         pooling=pooling,
+        target_itl=0.0 if pooling else (options.target_itl_ms or 0.0) / 1e3,
     )
 
 

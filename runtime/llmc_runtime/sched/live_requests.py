@@ -16,6 +16,7 @@ from llmc_runtime.sched.request import Request, RequestDelta, Status
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.sched.speculation import Speculation
 from llmc_runtime.sched.step import Step
+from llmc_runtime.sched.step_budget import StepBudget, StepTimer
 from llmc_runtime.sched.waiting_queue import WaitingQueue
 
 
@@ -35,6 +36,10 @@ class LiveRequests:
         self._notices: list[RequestDelta] = []  # deltas of requests that ended between two steps
         # The steps in flight, oldest first, each with the requests of its `work`, in the same order.
         self._in_flight: deque[tuple[Step, list[Request]]] = deque()
+        self.timer = StepTimer()
+        self.step_budget: StepBudget | None = None
+        if config.target_itl:
+            self.step_budget = StepBudget(config.target_itl, config.max_num_batched_tokens)
         self.speculation = None if config.speculation is None else Speculation(config.speculation)
         if config.speculation is not None:
             self.counters.drafted_at_most(config.speculation.num_tokens)
@@ -90,11 +95,10 @@ class LiveRequests:
         self.prefix = PrefixCache(self.pool, config.page_size, config.context, config.prefix_caching)
         self.free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._in_flight.clear()
-        if self.speculation is not None:
-            self.speculation.forget()
-            if self.speculation.config.max_rows:
-                limits = config.max_num_batched_tokens, config.logits
-                self.planner = DraftPlanner(self.speculation, self.pool, config.page_size, *limits)
+        self.timer.forget()
+        if self.speculation is not None and self.speculation.config.max_rows:
+            limits = config.max_num_batched_tokens, config.logits
+            self.planner = DraftPlanner(self.speculation, self.pool, config.page_size, *limits)
 
     def _take(self, count: int) -> list[int]:
         """Take pages from the pool, of which `count` are free."""

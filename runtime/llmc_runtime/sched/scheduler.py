@@ -118,8 +118,7 @@ class Scheduler(LiveRequests):
             self.guided.fill(step, planned)
         if planned:
             self._in_flight.append((step, planned))
-            if self.speculation is not None:
-                self.speculation.planned(began)
+            self.timer.planned(began)
         return step
 
     def guide(self) -> list[RowMask] | None:
@@ -145,8 +144,11 @@ class Scheduler(LiveRequests):
                 add_scores(planned[index], work[index], scores)
         size, append, scheduled = self.config.page_size, self._append, 0
         deltas: list[RequestDelta] = []
+        seconds = self.timer.ended(self.clock())
+        if self.step_budget is not None:
+            self.step_budget.learn(step.work, seconds)
         if self.speculation is not None:
-            self.speculation.learn(step.work, planned, output, self.clock(), self.counters)
+            self.speculation.learn(step.work, planned, output, seconds, self.counters)
         for index, (request, item, token, row_logprobs) in enumerate(zip(planned, work, tokens, logprobs)):
             scheduled += item.num_tokens
             if request.dropped:
@@ -171,8 +173,7 @@ class Scheduler(LiveRequests):
 
     def rollback(self) -> None:
         """Drop all steps in flight. Their requests wait again and recompute, whatever the device has done."""
-        if self.speculation is not None:
-            self.speculation.forget()
+        self.timer.forget()
         if self.planner is not None:
             self.planner.forget()
         while self._in_flight:
@@ -186,6 +187,8 @@ class Scheduler(LiveRequests):
         """Plan the running requests. Return the remaining budget, and whether a request was preempted."""
         running, pool, config = self.running, self.pool, self.config
         budget = config.max_num_batched_tokens
+        if self.step_budget is not None:
+            budget = self.step_budget.tokens(running, bool(self.waiting))
         max_chunk = config.long_prefill_threshold or budget
         size, preempted, index, work = config.page_size, False, 0, step.work
         self._spare = config.logits - len(running)

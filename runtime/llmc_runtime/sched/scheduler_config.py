@@ -30,6 +30,8 @@ class SchedulerConfig:
     max_model_len:           maximum length of a sequence, in tokens
     max_num_seqs:            number of device rows
     max_num_batched_tokens:  maximum number of tokens in a step
+    target_itl:              seconds that a step should take in which some requests decode and others compute their
+                             prompts, see StepBudget; 0: such steps are as long as max_num_batched_tokens allows
     watermark:               share of the pages that admission leaves free while other requests run
     long_prefill_threshold:  maximum number of tokens of one request in a step; 0 for no limit
     context:                 the artifact's digest, part of the prefix cache's keys
@@ -54,6 +56,7 @@ class SchedulerConfig:
     speculation: SpeculationConfig | None = None
     max_num_logits: int = 0
     pooling: Pooling | None = None
+    target_itl: float = 0.0
 
     def __post_init__(self) -> None:
         sizes = "num_pages", "page_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "vocab_size"

@@ -5,7 +5,6 @@ Invariant: drafts only change how many tokens a step gives, never which ones, so
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,8 +61,6 @@ class Speculation:
     def __init__(self, config: SpeculationConfig) -> None:
         self.config, self.count = config, DraftCount(config.num_tokens, config.max_rows > 0)
         self._acceptance = 0.5  # of the drafts verified lately, over all rows
-        self._planned: deque[float] = deque()  # when the plans of the steps in flight began
-        self._ended = 0.0  # when the last step ended
         self.plans = self._rows = 0  # plans so far, and running requests of the last one
         self._choice = Choice(0)
         self._probes = 0  # rows of which this plan verifies a draft although drafts do not pay
@@ -119,21 +116,11 @@ class Speculation:
         weight, accepted = request.draft_trials
         return (accepted + _PRIOR * self._acceptance) / (weight + _PRIOR)
 
-    def planned(self, began: float) -> None:
-        """Record that a step was planned, from this time on."""
-        self._planned.append(began)
-
-    def forget(self) -> None:
-        """Drop the steps in flight."""
-        self._planned.clear()
-
     def learn(
-        self, work: Sequence[Work], requests: Sequence[Request], output: StepOutput, now: float, counters: Counters
+        self, work: Sequence[Work], requests: Sequence[Request], output: StepOutput, seconds: float, counters: Counters
     ) -> None:
         """Take the duration of the oldest step in flight and its drafts, before it is committed."""
-        began = self._planned.popleft()
-        self._measure(work, now - max(began, self._ended))
-        self._ended = now
+        self._measure(work, seconds)
         if output.accepted:
             for index, more in output.accepted.items():
                 self._count(requests[index], work[index].drafts, len(more))

@@ -1,0 +1,103 @@
+"""Step budget: how many tokens a step computes beside decoding requests, so that these keep their pace.
+
+A step that computes a long chunk of a prompt delays the next token of every decoding request. The duration of a step is
+modelled as that of a step that only decodes, plus a time for each token of a prompt; both are running means of measured
+steps. The budget is the number of prompt tokens that fits the target. Steps in which no request decodes have no budget.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.step import Work
+
+STRETCH = 4.0  # a step may take this many times as long as one that only decodes, whatever the target
+FEWEST = 16  # prompt tokens that every step may compute
+FIRST = 256  # prompt tokens of a step before any was measured
+_ROUND = ((256, 64), (64, 16))  # a budget of the first number or more is a multiple of the second: kernels have tiles
+_WEIGHT = 0.2  # of a measurement in a running mean
+_OUTLIER = 4.0  # largest ratio of a measurement to the mean, and of the mean to it, that counts
+_SMALLEST = 1e-7  # seconds; a smaller measurement counts as this
+
+
+class StepTimer:
+    """Measures the duration of steps, of which several may be in flight: from planning, or the end of the step before,
+    to the end.
+    """
+
+    def __init__(self) -> None:
+        self._planned: deque[float] = deque()  # when the plans of the steps in flight began
+        self._ended = 0.0  # when the last step ended
+
+    def planned(self, began: float) -> None:
+        """Record that a step was planned, from this time on."""
+        self._planned.append(began)
+
+    def ended(self, now: float) -> float:
+        """Return the seconds that the oldest step in flight took."""
+        began, self._ended = max(self._planned.popleft(), self._ended), now
+        return now - began
+
+    def forget(self) -> None:
+        """Drop the steps in flight."""
+        self._planned.clear()
+
+
+class StepBudget:
+    """Chooses the number of tokens of steps in which some requests decode and others compute their prompts.
+
+    target: seconds that such a step should take. It may take longer if decoding alone takes more than a quarter of it,
+    since prompts would hardly get any time otherwise. limit: maximum number of tokens in a step.
+    """
+
+    def __init__(self, target: float, limit: int) -> None:
+        self.target, self.limit = target, limit
+        self.latest = limit  # the last budget
+        self._decode = _Mean()  # seconds of a step that only decodes
+        self._token = _Mean()  # further seconds for each prompt token
+
+    def tokens(self, running: Sequence[Request], waiting: bool) -> int:
+        """Return the maximum number of tokens of the next step; `waiting` says whether requests may be admitted."""
+        rows = sum(request.num_total - request.num_planned == 1 for request in running)
+        if not rows or (rows == len(running) and not waiting):
+            return self.limit
+        prompt = self._prompt_tokens()
+        total = rows + prompt
+        total -= next((total % size for least, size in _ROUND if prompt >= least), 0)
+        self.latest = min(self.limit, total)
+        return self.latest
+
+    def learn(self, work: Sequence[Work], seconds: float) -> None:
+        """Take the duration of a step.
+
+        Steps with few prompt tokens say little about the time of one, as they run other kernels than decoding steps.
+        """
+        prompts = [item.num_tokens for item in work if item.num_tokens > 1 + item.drafts]
+        if not prompts:
+            self._decode.add(seconds)
+        elif len(prompts) < len(work) and (prompt := sum(prompts)) >= self._prompt_tokens() // 2:
+            self._token.add((seconds - self._decode.value) / prompt)
+
+    def _prompt_tokens(self) -> int:
+        if not self._token.value:
+            return FIRST
+        seconds = max(self.target, STRETCH * self._decode.value) - self._decode.value
+        return max(FEWEST, min(self.limit, int(seconds / self._token.value)))
+
+
+class _Mean:
+    """A running mean of positive numbers, which a single outlier changes little; 0 before the first."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def add(self, measured: float) -> None:
+        """Take a measurement."""
+        measured = max(measured, _SMALLEST)
+        if self.value:
+            measured = min(max(measured, self.value / _OUTLIER), self.value * _OUTLIER)
+            self.value += _WEIGHT * (measured - self.value)
+        else:
+            self.value = measured

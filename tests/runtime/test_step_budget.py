@@ -1,0 +1,136 @@
+"""The step budget: steps with prompts beside decoding requests take the target time, and prompts always advance."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.step import Work
+from llmc_runtime.sched.step_budget import FEWEST, FIRST, STRETCH, StepBudget, StepTimer
+
+from tests.runtime.rig import Rig
+
+LIMIT, TARGET = 8192, 0.02
+
+
+@dataclass
+class Machine:
+    """A model of a machine: seconds of a step that decodes, further seconds of one with prompts, and of each token."""
+
+    decode: float
+    mixed: float
+    token: float
+
+    def seconds(self, prompt: int) -> float:
+        """Draw the duration of a step."""
+        mean = self.decode + (self.mixed + prompt * self.token if prompt else 0.0)
+        return mean * random.uniform(0.97, 1.03)
+
+
+def decoding(rows: int) -> list[Request]:
+    """Requests that have one token each to compute."""
+    requests = [Request(str(i), [1, 2]) for i in range(rows)]
+    for request in requests:
+        request.num_total, request.num_planned = 2, 1
+    return requests
+
+
+def step(budget: StepBudget, machine: Machine, rows: int, prompt: int) -> tuple[int, float]:
+    """Run a step for `rows` decoding requests and a prompt with so many tokens left. Returns its tokens and seconds."""
+    tokens = min(prompt, budget.tokens(decoding(rows), prompt > 0) - rows)
+    seconds = machine.seconds(tokens)
+    work = [Work(i, 1, True) for i in range(rows)]
+    budget.learn(work + [Work(rows, tokens, False)] * (tokens > 0), seconds)
+    return tokens, seconds
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_steps_take_the_target_on_any_machine(seed: int) -> None:
+    random.seed(seed)
+    machine = Machine(random.uniform(1e-4, 8e-3), random.uniform(0, 1e-3), 10 ** random.uniform(-5.5, -3.5))
+    rows, budget = random.randint(1, 64), StepBudget(TARGET, LIMIT)
+    for _ in range(5):
+        step(budget, machine, rows, 0)
+    for i in range(200):  # prompts without end, and now and then a pause, or a stall of the whole machine
+        _, seconds = step(budget, machine, rows, 0 if i % 20 == 0 else LIMIT)
+        if i % 50 == 25:
+            budget.learn([Work(0, 1, True), Work(1, LIMIT, False)], 30 * TARGET)
+    limit = max(TARGET, STRETCH * machine.decode)
+    for _ in range(20):
+        tokens, seconds = step(budget, machine, rows, LIMIT)
+        assert tokens == LIMIT - rows or 0.75 * limit < seconds < 1.15 * limit, (tokens, machine)
+        assert tokens < 64 or tokens == LIMIT - rows or (rows + tokens) % 16 == 0
+
+
+def test_prompts_advance_where_decoding_takes_longer_than_the_target() -> None:
+    budget, machine = StepBudget(TARGET, LIMIT), Machine(0.2, 0.01, 2e-3)
+    for i in range(100):
+        tokens, seconds = step(budget, machine, 4, 0 if i < 5 else LIMIT)
+    assert tokens > 200 and seconds == pytest.approx(STRETCH * machine.decode, rel=0.15)
+
+
+def test_a_slow_machine_gives_every_step_a_few_tokens() -> None:
+    budget, machine = StepBudget(TARGET, LIMIT), Machine(1e-3, 0.0, 0.01)
+    for _ in range(100):
+        tokens, _ = step(budget, machine, 4, LIMIT)
+    assert tokens == FEWEST
+
+
+def test_steps_of_one_kind_have_no_budget() -> None:
+    budget, machine = StepBudget(TARGET, LIMIT), Machine(1e-3, 0.0, 1e-4)
+    assert budget.tokens([], True) == LIMIT
+    running = decoding(4)
+    assert budget.tokens(running, False) == LIMIT, "nothing but decoding, perhaps with drafts"
+    assert budget.tokens(running, True) == (4 + FIRST) // 64 * 64
+    running[0].num_total = 500
+    assert budget.tokens(running, False) == (3 + FIRST) // 64 * 64
+    for request in running:
+        request.num_total = 500
+    assert budget.tokens(running, True) == LIMIT, "nothing waits for the next token"
+    for _ in range(10):
+        budget.learn([Work(0, 1, True)], machine.seconds(0))
+        budget.learn([Work(0, 400, True)], 5.0)  # nobody decoded beside it
+        budget.learn([Work(0, 1, True), Work(1, 5, True)], 0.5)  # too few tokens to say what one takes
+    assert budget.tokens(decoding(1), True) == (1 + FIRST) // 64 * 64
+
+
+def test_durations_of_steps_that_overlap() -> None:
+    timer = StepTimer()
+    timer.planned(1.0)
+    timer.planned(1.5)
+    assert timer.ended(2.0) == 1.0, "from its plan"
+    timer.planned(2.25)
+    assert timer.ended(4.0) == 2.0, "from the end of the step before"
+    timer.forget()
+    timer.planned(5.0)
+    assert timer.ended(5.5) == 0.5
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_long_prompt_leaves_decoding_requests_their_pace(depth: int) -> None:
+    rig = Rig(depth, num_pages=400, max_model_len=1000, max_num_batched_tokens=900, target_itl=TARGET)
+    now, plans, wait = 0.0, 0, rig.wait
+
+    def timed(ticket: Any) -> Any:
+        nonlocal now, plans
+        now += 1e-3 + 1e-4 * sum(work.num_tokens for work in rig.plans[plans].work if work.num_tokens > 1)
+        plans += 1
+        return wait(ticket)
+
+    rig.scheduler.clock, rig.wait = lambda: now, timed  # type: ignore[method-assign]
+    rig.add("long", 800, max_tokens=2)
+    rig.step()
+    assert rig.plans[0].work[0].num_tokens == 800, "nothing decodes yet"
+    rig.drain()
+    rig.add("stream", 4, max_tokens=120)
+    for _ in range(20):
+        rig.step()
+    before = len(rig.plans)
+    rig.add("other", 950, max_tokens=2)
+    rig.drain()
+    chunks = [sum(work.num_tokens for work in plan.work) for plan in rig.plans[before:] if len(plan.work) > 1]
+    assert max(chunks) <= FIRST and sum(chunks) >= 950
+    assert 144 <= chunks[3] <= 208, "1 ms for decoding and 0.1 ms for each token of the prompt make 20 ms"
