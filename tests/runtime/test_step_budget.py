@@ -69,7 +69,7 @@ def test_prompts_advance_where_decoding_takes_longer_than_the_target() -> None:
     budget, machine = StepBudget(TARGET, LIMIT), Machine(0.2, 0.01, 2e-3)
     for i in range(100):
         tokens, seconds = step(budget, machine, 4, 0 if i < 5 else LIMIT)
-    assert tokens > 200 and seconds == pytest.approx(STRETCH * machine.decode, rel=0.15)
+    assert tokens > 60 and seconds == pytest.approx(STRETCH * machine.decode, rel=0.15)
 
 
 def test_a_slow_machine_gives_every_step_a_few_tokens() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import Work
 
-STRETCH = 4.0  # a step may take this many times as long as one that only decodes, whatever the target
+STRETCH = 2.0  # a step may take this many times as long as one that only decodes, whatever the target
 FEWEST = 16  # prompt tokens that every step may compute
 FIRST = 256  # prompt tokens of a step before any was measured
 _ROUND = ((256, 64), (64, 16))  # a budget of the first number or more is a multiple of the second: kernels have tiles
@@ -48,8 +48,8 @@ class StepTimer:
 class StepBudget:
     """Chooses the number of tokens of steps in which some requests decode and others compute their prompts.
 
-    target: seconds that such a step should take. It may take longer if decoding alone takes more than a quarter of it,
-    since prompts would hardly get any time otherwise. limit: maximum number of tokens in a step.
+    target: seconds that such a step should take. It may take longer if decoding alone takes more than half of it, since
+    prompts would hardly get any time otherwise. limit: maximum number of tokens in a step.
     """
 
     def __init__(self, target: float, limit: int) -> None:
