@@ -133,8 +133,8 @@ class OpDef:
         scales = {s.name: x for s, x in zip(self.slots(types), operands, strict=False) if s.scales}
         if not scales:
             return self.ref(*operands, **attrs)
-        scaled = {s.scales for s in self.slots(types) if s.scales} & {*self.writes}
-        scales |= {"largest": DTYPES[types[self.places(types)[name]].dtype].largest for name in scaled}
+        for name in {s.scales for s in self.slots(types) if s.scales}.intersection(self.writes):
+            scales["largest"] = DTYPES[types[self.places(types)[name]].dtype].largest
         rest = [x for s, x in zip(self.slots(types), operands, strict=False) if not s.scales]
         return self.ref(*rest, **scales, **attrs)
 

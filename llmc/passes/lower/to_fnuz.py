@@ -1,4 +1,4 @@
-"""Converts quantised tensors of 8-bit floats to the 8-bit floats of AMD's CDNA 3, which are of another format (fnuz)."""
+"""Converts quantised tensors of 8-bit floats to those of AMD's CDNA 3, which have another format (fnuz)."""
 
 from __future__ import annotations
 

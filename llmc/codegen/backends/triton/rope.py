@@ -59,9 +59,7 @@ class HeadKernel(TritonKernel):
     def dtypes(self, node: Node) -> list[Type]:
         """Return the types that must be floats of at least 16 bits: all floats except pools."""
         values = [*node.operands, *node.results]
-        return [
-            t for v in values if (t := v.type).dtype not in ("i32", "i64") and not (t.state and t.dtype in FLOAT8)
-        ]
+        return [t for v in values if (t := v.type).dtype not in ("i32", "i64") and not (t.state and t.dtype in FLOAT8)]
 
     def reject(self, node: Node, target: Target) -> str | None:
         if why := unsupported(node) or unsupported_codes(node, target):
