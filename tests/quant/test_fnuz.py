@@ -11,12 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kernels.triton_harness import INTERPRETED
 from llmc_runtime.artifact import open_artifact
 from models.cases import SEED
 from models.kit import eager_logits, ir_logits, prompts, relative_error, save
 from models.test_gpu_programs import SHALLOW, device  # noqa: F401
-from models.test_kv_cache import LIMITS, MODEL_OF_KV_SCALES, Rounded, scored
+from models.test_kv_cache import LIMITS, MODEL_OF_KV_SCALES, Rounded, plain, scored
 from quant.test_decode import FIXTURES, READ, float_model, opened
 
 from llmc import driver
@@ -85,13 +84,13 @@ def test_programs_compute_with_the_codes(name: str, tmp_path: Path, gpu: Interpr
     assert ways[0] == ways[1] and "f8e4m3" not in {
         v.type.dtype for n in module.graphs["main"].nodes if "linear" in n.op.name for v in n.operands
     }
-    plain = eager_logits(float_model(FIXTURES / name), tokens, (len(tokens),))
-    assert relative_error(want, plain) < 1.5 * relative_error(ocp, plain) + 1e-6
+    exact = eager_logits(float_model(FIXTURES / name), tokens, (len(tokens),))
+    assert relative_error(want, exact) < 1.5 * relative_error(ocp, exact) + 1e-6
     pools = "bf16" if "-kv" in name else "auto"  # those of 8-bit floats, which the reference lacks, are tested below
     options = Options(target=TARGET, dtype="float32", kv_cache_dtype=pools, **LIMITS)
     compile_model(FIXTURES / name, tmp_path / "model.llmc", options)
     got = scored(tmp_path / "model.llmc", tokens, gpu)
-    np.testing.assert_allclose(relative_error(got, want[:-1]), 0, atol=2e-2)  # codes at the edge between two
+    np.testing.assert_allclose(relative_error(got, want[:-1]), 0, atol=6e-2)  # codes at the edge between two
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
@@ -111,12 +110,12 @@ def test_a_pool_holds_halves(dtype: torch.dtype, tmp_path: Path, gpu: InterpretD
 
 
 def test_scales_of_a_checkpoint(tmp_path: Path, gpu: InterpretDevice) -> None:
-    """As on a GPU with OCP's floats: the same numbers are rounded to the same numbers."""
+    summary = compile_model(
+        MODEL_OF_KV_SCALES, tmp_path / "model.llmc", Options(target=TARGET, dtype="float32", **LIMITS)
+    )
+    assert any("checkpoint's scales" in note for note in summary.notes)
+    model, (keys, values) = plain(tmp_path / "plain")
     ids = np.random.default_rng(SEED).integers(3, 80, 50).astype(np.int32)
-    found = []
-    for target in (TARGET, INTERPRETED.name):
-        options = Options(target=target, dtype="float32", **LIMITS)
-        summary = compile_model(MODEL_OF_KV_SCALES, tmp_path / target, options)
-        assert any("checkpoint's scales" in note for note in summary.notes)
-        found.append(scored(tmp_path / target, ids, gpu))
-    assert relative_error(found[0], found[1]) < 1e-3
+    found = scored(tmp_path / "model.llmc", ids, gpu)
+    rounded = Rounded(model, (2 * keys, 2 * values), torch.float8_e4m3fnuz)
+    assert relative_error(found, rounded.logits(ids)[:-1]) < 1e-3
