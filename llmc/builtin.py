@@ -33,6 +33,7 @@ PASSES = MappingProxyType(
         "fuse-norm-linear": "llmc.passes.fuse.fuse_norm_linear:FuseNormLinear",
         "fuse-norm-quantized": "llmc.passes.fuse.fuse_norm_quantized:FuseNormQuantized",
         "lower-quantized": "llmc.passes.lower.lower_quantized:LowerQuantized",
+        "to-fnuz": "llmc.passes.lower.to_fnuz:ToFnuz",
         "specialize": "llmc.passes.lower.specialize:Specialize",
         "select": "llmc.codegen.select:Select",
         "pack": "llmc.codegen.select:Pack",

@@ -16,25 +16,28 @@ from llmc.ir.graph import Graph
 from llmc.ir.types import state, tensor
 from llmc.ir.weight_eval import WeightSource
 from llmc.passes.base import Pass
-from llmc.passes.lower.page_attention import F8, KV_SCALES
+from llmc.passes.lower.page_attention import F8, FNUZ, KV_SCALES
 from llmc.passes.pipeline import override
 from llmc.targets.target import Target
 
 # --kv-cache-dtype -> dtype of the pools
 KV_DTYPES: Mapping[str, str] = MappingProxyType({"bf16": "bf16", "bfloat16": "bf16", "fp8": F8, "fp8_e4m3": F8})
-_REMEDY = "use --kv-cache-dtype auto, or --target hip:gfx950, or cuda:sm_90 or later"
+_REMEDY = "use --kv-cache-dtype auto, or --target hip:gfx942, hip:gfx950, or cuda:sm_90 or later"
 
 
 def kv_dtype(option: str, stored: str, target: Target, registry: Registry) -> tuple[str, str]:
     """Return the dtype of the KV cache ("": that of the activations), and a note if the target lacks `stored`.
 
-    `option` is --kv-cache-dtype; with "auto", the dtype is `stored`, for which the checkpoint was made. Raises
-    Diagnostic E511 if the option names a dtype for which the target has no kernels.
+    `option` is --kv-cache-dtype; with "auto", the dtype is `stored`, for which the checkpoint was made. If the target
+    has other 8-bit floats, they are used instead. Raises Diagnostic E511 if the option names a dtype for which the
+    target has no kernels.
     """
     dtype = KV_DTYPES.get(option, stored)
     why = _unsupported(dtype, target, registry) if dtype else None
     if why is None:
         return dtype, ""
+    if dtype == F8 and _unsupported(FNUZ, target, registry) is None:
+        return FNUZ, ""
     if option in KV_DTYPES:
         raise Diagnostic("E511", f"{target.name} cannot hold a KV cache in {option}: {why}", _REMEDY)
     return "", f"the KV cache is not quantised: the checkpoint requests {dtype}, which {target.name} does not support"
@@ -44,7 +47,7 @@ def _unsupported(dtype: str, target: Target, registry: Registry) -> str | None:
     """Return why no kernel of the target appends to pools of the dtype, or None."""
     g, ops = Graph("main"), registry.opset()
     operands = [state(dtype, "P", 2, 1, 16, 64), tensor("bf16", 1, 1, 64), tensor("bf16", 1, 1, 64), tensor("i32", 1)]
-    operands += [tensor("f32", 2)] if dtype == F8 else []
+    operands += [tensor("f32", 2)] if dtype in (F8, FNUZ) else []
     inputs = [g.input(f"x{i}", t) for i, t in enumerate(operands)]
     node = g.add(ops["kv_append"], inputs)
     try:

@@ -28,10 +28,12 @@ if __name__ == "__main__":
 
 from llmc_runtime import LLM, SamplingParams
 from llmc_runtime.format.manifest import Manifest
+from llmc_runtime.sched.structured_outputs import StructuredOutputsParams
 
 TOP = 2  # likeliest ids that are compared
 STEMS = 6  # beginnings that prompts share
 OUTPUTS = 40  # maximum tokens that a request generates
+REGEXES = ("[a-z ]+", "(yes|no|perhaps)( [A-Z]+)*", r"\d{3,9}")  # of guided requests
 SCORED = 5  # every so many requests also ask for the log-probabilities of the prompt
 RESTARTS = 4  # engines, one after another, that continue requests
 PROGRESS = 30  # seconds between two lines about the requests alone
@@ -45,14 +47,32 @@ class Request:
     prompt: tuple[int, ...]
     params: SamplingParams
 
+    @property
+    def continues(self) -> bool:
+        """Whether the prompt with some tokens of the output goes on as the request does: no parameter depends on what
+        is output, and what is prompt.
+        """
+        p = self.params
+        depends = p.presence_penalty or p.frequency_penalty or p.min_tokens or p.structured_outputs is not None
+        return p.n == 1 and not depends
+
 
 @dataclass(frozen=True)
 class Result:
-    """The tokens of a request, and the bits of its rows of log-probabilities: of each token, and of the prompt's."""
+    """The texts that a request generates, as tokens with the bits of their rows of log-probabilities, one after the
+    other, the length of each, and the bits of the prompt's rows.
+    """
 
     tokens: tuple[int, ...]
     rows: tuple[bytes, ...]
     prompt_rows: tuple[bytes, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def texts(self) -> list[slice]:
+        """The place of each text in tokens and rows."""
+        ends = np.cumsum(self.lengths).tolist()
+        return [slice(end - length, end) for end, length in zip(ends, self.lengths, strict=True)]
 
 
 @dataclass
@@ -95,9 +115,26 @@ def draw(rng: np.random.Generator, count: int, manifest: Manifest, longest: int)
             prompt_logprobs=TOP if i % SCORED == 0 else None,
             detokenize=False,
             ignore_eos=True,
+            **further(rng, vocab, outputs, guided=bool(manifest.tokenizer)),
         )
         requests.append(Request(tuple(prompt), params))
     return requests
+
+
+def further(rng: np.random.Generator, vocab: int, outputs: int, guided: bool) -> dict[str, Any]:
+    """Draw parameters that a third of the requests have. guided: the artifact has a tokenizer, which grammars need."""
+    some = sorted(rng.choice(vocab, min(40, vocab), replace=False).tolist())
+    drawn: list[dict[str, Any]] = [
+        {"min_p": float(rng.uniform(0.01, 0.3))},
+        {"presence_penalty": float(rng.uniform(-2, 2)), "frequency_penalty": float(rng.uniform(-2, 2))},
+        {"logit_bias": {token: float(rng.uniform(-9, 9)) for token in some}},
+        {"allowed_token_ids": some},
+        {"min_tokens": int(rng.integers(0, outputs + 1)), "stop_token_ids": some},
+        {"n": int(rng.integers(2, 5))},
+    ]
+    if guided:
+        drawn.append({"structured_outputs": StructuredOutputsParams(regex=str(rng.choice(REGEXES)))})
+    return drawn[int(rng.integers(len(drawn)))] if rng.random() < 1 / 3 else {}
 
 
 def bits(row: Any) -> bytes:
@@ -111,9 +148,10 @@ def generate(llm: LLM, requests: Sequence[Request]) -> list[Result]:
     outputs = llm.generate(prompts, [r.params for r in requests], use_tqdm=False)
     results = []
     for o in outputs:
-        one, scores = o.outputs[0], o.prompt_logprobs or [None]
-        rows = tuple(bits(row) for row in one.logprobs or ())
-        results.append(Result(tuple(one.token_ids), rows, tuple(bits(row) for row in scores[1:])))
+        tokens = tuple(token for text in o.outputs for token in text.token_ids)
+        rows = tuple(bits(row) for text in o.outputs for row in text.logprobs or ())
+        scores = tuple(bits(row) for row in (o.prompt_logprobs or [None])[1:])
+        results.append(Result(tokens, rows, scores, tuple(len(text.token_ids) for text in o.outputs)))
     return results
 
 
@@ -214,6 +252,7 @@ def resume(
     report: Report,
 ) -> None:  # fmt: skip
     """Continue requests from a random number of their tokens, as after a restart, and compare the rest."""
+    batch = [i for i in batch if requests[i].continues]
     kept = {i: int(rng.integers(len(alone[i].tokens))) for i in batch}
     rest = [resumed(requests[i], alone[i].tokens[: kept[i]]) for i in batch]
     for i, found in zip(batch, generate(llm, rest), strict=True):
@@ -232,9 +271,11 @@ def rescore(
 ) -> None:
     """Score texts as prompts, and compare the rows of the generated tokens with those of the generation."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=TOP, detokenize=False)
-    texts = [Request((*requests[i].prompt, *alone[i].tokens), params) for i in batch]
-    for i, found in zip(batch, generate(llm, texts), strict=True):
-        report.compare("scored", i, alone[i].rows, found.prompt_rows[-len(alone[i].tokens) :])
+    places = [(i, text) for i in batch for text in alone[i].texts]
+    texts = [Request((*requests[i].prompt, *alone[i].tokens[text]), params) for i, text in places]
+    for (i, text), found in zip(places, generate(llm, texts), strict=True):
+        rows = alone[i].rows[text]
+        report.compare("scored", i, rows, found.prompt_rows[len(found.prompt_rows) - len(rows) :])
 
 
 def main() -> None:

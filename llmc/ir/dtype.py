@@ -24,6 +24,13 @@ class DType:
         """The numpy dtype."""
         return _numpy(self.numpy)
 
+    @property
+    def largest(self) -> float:
+        """The largest finite number of a float dtype."""
+        import ml_dtypes
+
+        return float(ml_dtypes.finfo(self.np).max)
+
 
 @lru_cache(maxsize=64)
 def _numpy(name: str) -> np.dtype:
@@ -44,6 +51,7 @@ DTYPES = MappingProxyType(
             DType("bf16", 16, "f", "bfloat16", 3),
             DType("f16", 16, "f", "float16", 3),
             DType("f8e4m3", 8, "f", "float8_e4m3fn", 2),
+            DType("f8e4m3fnuz", 8, "f", "float8_e4m3fnuz", 2),
             DType("f8e5m2", 8, "f", "float8_e5m2", 2),
             DType("f8e8m0", 8, "f", "float8_e8m0fnu", 1),
             DType("f4e2m1", 4, "f", "float4_e2m1fn", 0),

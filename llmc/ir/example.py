@@ -13,6 +13,7 @@ from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Module, Node, Value
 from llmc.ir.opdef import OpDef
+from llmc.ir.ops.quantize import FLOAT_CODES
 from llmc.ir.types import Type
 
 SIZES = (3, 5, 4, 6, 2, 7)
@@ -57,7 +58,7 @@ def _operands(op: OpDef) -> list[tuple[str, Shape, str]]:
     sizes = {k: v for k, v in op.example.items() if isinstance(v, int) and (k not in op.attrs)}
     out: list[tuple[str, Shape, str]] = []
     for slot in op.operands:
-        if slot.scales and op.example.get(slot.scales) != "f8e4m3":
+        if slot.scales and op.example.get(slot.scales) not in FLOAT_CODES:
             continue
         own = op.example.get(slot.name)
         dtype = own if isinstance(own, str) else {"i": "i64", "b": "bool"}.get(slot.dtype, slot.dtype)
@@ -109,7 +110,7 @@ def example_graph(op: OpDef, arrays: list[Any], attrs: dict[str, Any], dtype: st
     """
     m = Module({"main": Graph("main")})
     g = m.graphs["main"]
-    slots = [s for s in op.operands if not s.scales or op.example.get(s.scales) == "f8e4m3"]
+    slots = [s for s in op.operands if not s.scales or op.example.get(s.scales) in FLOAT_CODES]
     while slots and len(slots) < len(arrays):
         slots.append(slots[-1])
     for i, (slot, x) in enumerate(zip(slots, arrays, strict=False)):

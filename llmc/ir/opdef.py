@@ -126,10 +126,15 @@ class OpDef:
         return {slot.name: i for i, slot in enumerate(self.slots(types)[: len(types)])}
 
     def evaluate(self, types: Sequence[Type], operands: Sequence[Any], attrs: Mapping[str, Any]) -> Any:
-        """Call the reference with operands of these types; scales of 8-bit floats are keyword arguments."""
+        """Call the reference with operands of these types; scales of 8-bit floats are keyword arguments.
+
+        If the op writes the state that they scale, so is `largest`, the largest number that the state holds.
+        """
         scales = {s.name: x for s, x in zip(self.slots(types), operands, strict=False) if s.scales}
         if not scales:
             return self.ref(*operands, **attrs)
+        for name in {s.scales for s in self.slots(types) if s.scales}.intersection(self.writes):
+            scales["largest"] = DTYPES[types[self.places(types)[name]].dtype].largest
         rest = [x for s, x in zip(self.slots(types), operands, strict=False) if not s.scales]
         return self.ref(*rest, **scales, **attrs)
 

@@ -284,6 +284,12 @@ def _bitcast(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
     return blocks.rows(_operands(v)[0], lo, hi)
 
 
+def _fnuz_codes(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
+    """The op's reference for each of the 256 codes, taken by the bytes of the operand."""
+    (x,) = _operands(v)
+    return _apply(v, np.arange(256, dtype=np.uint8))[blocks.rows(x, lo, hi)]
+
+
 def _unpack_bits(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
     """Rows that are packed into words along axis 0 are read from the first value that begins a word."""
     (x,), a = _operands(v), _attrs(v)
@@ -362,6 +368,7 @@ _RULES: Mapping[str, Rule] = MappingProxyType(
         "pack_nibbles": _rowwise,
         "pack_fragments": _pack_fragments,
         "bitcast": _bitcast,
+        "fnuz_codes": _fnuz_codes,
         "unpack_bits": _unpack_bits,
         "take": _take,
         "take_columns": _take_columns,

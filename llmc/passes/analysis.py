@@ -10,6 +10,7 @@ import numpy as np
 from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Node, Value
+from llmc.ir.ops.quantize import FLOAT_CODES
 from llmc.ir.types import Type
 
 
@@ -21,9 +22,9 @@ def made_by(v: Value, *ops: str) -> Node | None:
 def widens(src: str, dst: str) -> bool:
     """Whether dtype `dst` represents every value of dtype `src` exactly."""
     a, b = DTYPES[src], DTYPES[dst]
-    exact = {"f64": ("f32", "bf16", "f16", "f8e4m3", "f8e5m2"), "f32": ("bf16", "f16", "f8e4m3", "f8e5m2")}
+    exact = {"f64": ("f32", "bf16", "f16", *FLOAT_CODES), "f32": ("bf16", "f16", *FLOAT_CODES)}
     if a.kind == b.kind == "f":
-        return src == dst or src in exact.get(dst, ()) or (dst in ("bf16", "f16") and src in ("f8e4m3", "f8e5m2"))
+        return src == dst or src in exact.get(dst, ()) or (dst in ("bf16", "f16") and src in FLOAT_CODES)
     if a.kind == b.kind == "i" and src[0] == dst[0]:
         return a.bits <= b.bits
     return src == dst

@@ -27,10 +27,11 @@ _TERA = 1e12
 
 def _record(
     name: str, family: str, features: tuple[str, ...], limits: Limits, bf16: float, f32: float, bandwidth: float,
-    gib: int, int8: float = 2, float8: float = 2, link: float = 0,
+    gib: int, int8: float = 2, float8: str = "f8e4m3", link: float = 0,
 ) -> Target:  # fmt: skip
-    """A GPU target; peaks are in TFLOP/s, bandwidth and link in TB/s, memory in GiB. `int8` and `float8` are the rates
-    of products of 8-bit operands, divided by that of bf16.
+    """A GPU target; peaks are in TFLOP/s, bandwidth and link in TB/s, memory in GiB. `int8` is the rate of products of
+    i8, divided by that of bf16. `float8` is the dtype of the 8-bit floats that it multiplies, twice as fast as bf16; ""
+    if there are none.
     """
     dependent = "pdl" in features  # dependent launches make a separate attention launch for decoding rows worthwhile
     peaks = {
@@ -38,7 +39,7 @@ def _record(
         "bf16": bf16 * _TERA,
         "f16": bf16 * _TERA,
         "i8": int8 * bf16 * _TERA,
-        "f8e4m3": float8 * bf16 * _TERA,
+        **({float8: 2 * bf16 * _TERA} if float8 else {}),
     }
     return Target(
         name=name,
@@ -49,7 +50,7 @@ def _record(
         peaks=MappingProxyType(peaks),
         bandwidth=bandwidth * _TERA,
         languages=("triton", "cuda", "cute") if family == "cuda" else ("triton",),
-        pipeline=f"{_FRONT}, {'split-single, ' * dependent}{_BACK}",
+        pipeline=f"{_FRONT}, {'split-single, ' * dependent}{'to-fnuz, ' * float8.endswith('fnuz')}{_BACK}",
         launch_us=1.3 if dependent else 1.6,
         rows=256,
         tokens=8192,
@@ -61,7 +62,7 @@ def _record(
 def sm_80() -> Target:
     """A100: 108 multiprocessors, 163 KiB of shared memory per block."""
     limits = Limits(units=108, shared=163 << 10, l2=40 << 20)
-    return _record("cuda:sm_80", "cuda", (), limits, 312, 19.5, 1.9, 40, link=0.25)
+    return _record("cuda:sm_80", "cuda", (), limits, 312, 19.5, 1.9, 40, float8="", link=0.25)
 
 
 def sm_90() -> Target:
@@ -80,20 +81,20 @@ def gfx90a() -> Target:
     """MI210, and one of the two dies of an MI250, each of which is a device: 104 compute units with wavefronts of 64
     threads, 64 KiB of shared memory per block.
 
-    It has no 8-bit floats: kernels convert them. Products of i8 are as fast as those of bf16.
+    It has no 8-bit floats. Products of i8 are as fast as those of bf16.
     """
     limits = Limits(units=104, shared=64 << 10, l2=8 << 20, warp=64)
-    return _record("hip:gfx90a", "hip", (), limits, 181, 22.6, 1.6, 64, int8=1, float8=1)
+    return _record("hip:gfx90a", "hip", (), limits, 181, 22.6, 1.6, 64, int8=1, float8="")
 
 
 def gfx942() -> Target:
     """MI300X and MI325X: 304 compute units with wavefronts of 64 threads, 64 KiB of shared memory per block.
 
-    Its 8-bit floats are of the fnuz kind (bias 8, no negative zero). Those of checkpoints are OCP's (e4m3fn), which
-    kernels convert.
+    Its 8-bit floats are fnuz (bias 8, no negative zero). Those of checkpoints are OCP's (e4m3fn), which the pass
+    `to-fnuz` converts.
     """
     limits = Limits(units=304, shared=64 << 10, l2=4 << 20, warp=64, near=3.2)
-    return _record("hip:gfx942", "hip", (), limits, 1307, 163, 5.3, 192, float8=1)
+    return _record("hip:gfx942", "hip", (), limits, 1307, 163, 5.3, 192, float8="f8e4m3fnuz")
 
 
 def gfx950() -> Target:

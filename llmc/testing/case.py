@@ -22,7 +22,9 @@ GUARD = 256  # bytes before and behind every buffer, which a kernel must not wri
 POISON = 0xFF  # of every byte that was not written: NaN in floats of every width
 ALIGNMENT = 64
 # One unit in the last place, relative to the value.
-UNITS: Mapping[str, float] = MappingProxyType({"bf16": 2.0**-7, "f16": 2.0**-10, "f8e4m3": 2.0**-3})
+UNITS: Mapping[str, float] = MappingProxyType(
+    {"bf16": 2.0**-7, "f16": 2.0**-10, "f8e4m3": 2.0**-3, "f8e4m3fnuz": 2.0**-3}
+)
 
 
 @dataclass

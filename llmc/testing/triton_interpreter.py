@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from llmc.codegen.backends.triton.template import PACKAGE, Template
-from llmc.codegen.backends.triton.triton_kernel import ELEMENTS, INTERPRET
+from llmc.codegen.backends.triton.triton_kernel import ELEMENTS, FLOAT8, INTERPRET
 from llmc.codegen.backends.triton.triton_toolchain import load_entry
 from llmc.codegen.kernel import Source
 from llmc.ir.dtype import DTYPES
+from llmc.ir.ops.quantize import FLOAT_CODES
 from llmc.targets.gpu_targets import sm_90
 from llmc.targets.target import Target
 from llmc.testing.case import Bound, Buffer, Case
@@ -27,33 +28,42 @@ TORCH_DTYPES = MappingProxyType({
     "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64, "i64": torch.int64,
     "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "u16": torch.uint16,
     "u32": torch.uint32, "bool": torch.int8, "f8e4m3": torch.float8_e4m3fn,
+    "f8e4m3fnuz": torch.float8_e4m3fnuz,
 })  # fmt: skip
+# Triton's name of each type of 8-bit floats, and the largest number.
+_FLOAT8 = MappingProxyType({ELEMENTS[dtype][1]: FLOAT_CODES[dtype] for dtype in FLOAT8})
 
 
 @contextmanager
 def interpreting() -> Any:
     """Run kernels that are loaded inside on the CPU.
 
-    Three faults of Triton 3.6 are corrected meanwhile: with numpy 2.4 it cannot use its scalars as Python integers, the
-    result of a scalar comparison has the dtype of its operands, and 8-bit floats are rounded wrongly.
+    Four faults of Triton 3.6 are corrected meanwhile: with numpy 2.4 it cannot use its scalars as Python integers, the
+    result of a scalar comparison has the dtype of its operands, 8-bit floats are rounded wrongly, and those of CDNA 3
+    are unknown.
     """
     import triton
     from triton import knobs
     from triton.runtime import interpreter
 
-    original = interpreter._patch_lang_tensor
+    original, core = interpreter._patch_lang_tensor, interpreter._patch_lang_core
     builder = interpreter.InterpreterBuilder
     splat = builder.create_splat
     convert = interpreter._convert_float
 
     def converted(x: Any, source: Any, wanted: Any, mode: Any) -> Any:
-        if "fp8e4nv" in (source.name, wanted.name):
+        if _FLOAT8.keys() & {source.name, wanted.name}:
             return _converted(x, source.name, wanted.name)
         return convert(x, source, wanted, mode)
 
     def patched(tensor: Any, scope: Any) -> None:
         original(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+
+    def patched_core(lang: Any, scope: Any) -> None:
+        core(lang, scope)
+        known = lang.dtype.to_ir
+        scope.set_attr(lang.dtype, "to_ir", lambda self, b: self if self.name == "fp8e4b8" else known(self, b))
 
     def splat_as_is(self: Any, ret_ty: Any, arg: Any) -> Any:
         return interpreter.TensorHandle(np.full(ret_ty.shape, arg.data.reshape(-1)[0]), arg.dtype.scalar)
@@ -63,21 +73,21 @@ def interpreting() -> Any:
         builder.create_splat = splat_as_is
         interpreter._convert_float = converted
         if triton.__version__.startswith("3.6"):
-            interpreter._patch_lang_tensor = patched
+            interpreter._patch_lang_tensor, interpreter._patch_lang_core = patched, patched_core
         try:
             yield
         finally:
-            interpreter._patch_lang_tensor = original
+            interpreter._patch_lang_tensor, interpreter._patch_lang_core = original, core
             builder.create_splat = splat
             interpreter._convert_float = convert
 
 
 def _converted(x: np.ndarray, source: str, wanted: str) -> np.ndarray:
-    """Convert the bits of floats from or to fp8e4nv as a GPU does: to the nearest, infinities to the largest."""
+    """Convert the bits of floats from or to 8-bit floats as a GPU does: to the nearest, infinities to the largest."""
     types = {dtype: DTYPES[name].np for name, (_, dtype) in ELEMENTS.items() if DTYPES[name].kind == "f"}
     wide = x.view(types[source]).astype(np.float32)
-    if wanted == "fp8e4nv":
-        wide = np.clip(wide, -448, 448)
+    if wanted in _FLOAT8:
+        wide = np.clip(wide, -_FLOAT8[wanted], _FLOAT8[wanted])
     return wide.astype(types[wanted]).view(f"u{types[wanted].itemsize}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,17 +11,20 @@ import pytest
 from draw import generator
 
 from llmc.ir.cost import node_cost
+from llmc.ir.dtype import DTYPES
 from llmc.ir.example import example_graph, op_example
 from llmc.ir.graph import Graph
 from llmc.ir.interp import run
 from llmc.ir.opdef import op
 from llmc.ir.ops import OPS
 from llmc.ir.ops.packed_quantized import unpack_codes
+from llmc.ir.ops.quantize import FLOAT_CODES
 from llmc.ir.scalar import evaluate, parse_expr
 from llmc.ir.signature import Mismatch
 from llmc.ir.text import parse, show
 from llmc.ir.types import state, tensor
 from llmc.ir.verify import verify
+from llmc.ir.weight_eval import Blocks
 
 torch = pytest.importorskip("torch")
 
@@ -156,6 +160,24 @@ def test_pools_of_8_bit_floats_saturate() -> None:
     assert kv[0, 0, 1, 0].tolist() == [2, -448, 448, 0.625]
     assert kv[0, 1, 1, 0].tolist() == [2**-9 * round(0.001 * 2**9), -0.5, 448, 0.0]  # a value of the second
     assert np.isfinite(kv).all() and not kv[1, :, :, 1].any()
+    (kv,) = run(pooled("f8e4m3fnuz", True), [np.zeros((2, 2, 2, 2, 4)), k, np.array([1, 0.5, 2, 1000]), np.arange(3)])
+    assert kv[0, 0, 0, 0].tolist() == [1, -240, 240, 0.3125] and np.isfinite(kv).all()
+
+
+def test_fnuz_codes_are_the_halves_of_all_codes() -> None:
+    """All 256, computed whole and, as weights are, by rows: bits stay, except those of NaN and of -0."""
+    g = Graph("weights")
+    x = g.input("x", tensor("f8e4m3", 16, 16), weight=True)
+    g.outputs = [g.add(OPS["fnuz_codes"], [x]).result]
+    octets = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    stored = octets.view(DTYPES["f8e4m3"].np)
+    (whole,) = run(g, [stored.astype(np.float32)])
+    np.testing.assert_array_equal(whole, stored.astype(np.float32) / 2)
+    rows = Blocks(g, SimpleNamespace(read=lambda name, rows: stored[rows])).rows(g.outputs[0], 3, 16)
+    np.testing.assert_array_equal(rows.view(DTYPES["f8e4m3fnuz"].np).astype(np.float32), whole[3:])
+    changed = {int(a): int(b) for a, b in zip(octets[3:].ravel(), rows.ravel(), strict=True) if a != b}
+    assert changed == {0x7F: 0x80, 0x80: 0, 0xFF: 0x80}
+    assert all(DTYPES[dtype].largest == largest for dtype, largest in FLOAT_CODES.items())
 
 
 def test_rows_of_one_token_are_what_the_others_attention_leaves_out() -> None:

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,13 +24,13 @@ if __name__ == "__main__":
     sys.path[:0] = [str(root), str(root / "runtime"), str(root / "tests")]
 
 from draw import SEED
-from kernels.cases import COLLECTIVES
+from kernels.cases import COLLECTIVES, Text
 from kernels.real_sizes import REAL
 from kernels.triton_harness import TARGETS
 
 from llmc.codegen.backends.triton.gemm_tma import has_maps
 from llmc.codegen.backends.triton.kernel_table import KERNELS
-from llmc.codegen.backends.triton.triton_kernel import has_e4m3
+from llmc.codegen.backends.triton.triton_kernel import float8
 from llmc.codegen.backends.triton.triton_toolchain import Compiled, Job, compile_one
 from llmc.codegen.code_object import read_kernel
 from llmc.codegen.kernel import Source
@@ -40,23 +41,31 @@ TOKENS = {"T": 2048, "R": 16}
 MAPPED = ("gemm_tma", "gemm_tma_splitk", "scaled_gemm_tma")
 CODED = ("scaled_gemm", "scaled_gemm_small", "round_groups", "scaled_moe_up", "scaled_moe_down")  # of 8-bit floats
 NEWER = {f"triton/{name}": tuple(t for t in TARGETS if has_maps(t)) for name in MAPPED} | {
-    f"triton/{name}": tuple(t for t in TARGETS if has_e4m3(t)) for name in CODED
+    f"triton/{name}": tuple(t for t in TARGETS if float8(t)) for name in CODED
 }
 NVIDIA = {f"triton/{name}": tuple(t for t in TARGETS if t.family == "cuda") for name in COLLECTIVES}
 PRIVATE = 64  # bytes of memory of a thread's own: the largest tiles spill a few registers
+F8 = "f8e4m3"
 VGPRS = 512  # vector registers that a thread can have, accumulation registers among them
+
+
+def own(text: Text, target: Target) -> Text:
+    """The node with the 8-bit floats of the target, if it has any."""
+    f8 = float8(target) or F8
+    changed = (part.replace(F8, f8) for part in (text.types, text.call, text.results))
+    return replace(text, **dict(zip(("types", "call", "results"), changed, strict=True)))
 
 
 def sources(name: str, target: Target, another: Random | None = None) -> Iterator[tuple[str, Source]]:
     """(what, text) of a kernel's nodes on the schedules that costs prefer; of the first on one that is drawn, too."""
     kernel = resolve(KERNELS[name])
-    for text in REAL[name]:
+    for text in (own(text, target) for text in REAL[name]):
         (node,) = text.graph().nodes
         why = kernel.reject(node, target)
         assert why is None, f"{name} rejects {text.call} for {target.name}: {why}"
         offered = kernel.schedules(node, target)
         best = min(offered, key=lambda s: kernel.cost_us(node, s, target, TOKENS))
-        drawn = [another.choice(offered)] if another and text is REAL[name][0] else []
+        drawn = [another.choice(offered)] if another and text == own(REAL[name][0], target) else []
         for schedule in (best, *drawn):
             yield f"{name}, {text.call}, for {target.name} on {schedule}", kernel.emit(node, schedule, target)
 

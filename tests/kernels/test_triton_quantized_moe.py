@@ -12,10 +12,11 @@ from draw import generator
 from kernels.cases import CLAMPED
 from kernels.harness import Case
 from kernels.test_triton_moe import ROUTINGS, chosen, first
-from kernels.triton_harness import ONE_TARGET, run_case, some
+from kernels.triton_harness import INTERPRETED, ONE_TARGET, run_case, some
 
 from llmc.codegen.backends.triton.quantized_moe import QUANTIZED_DOWN, QUANTIZED_UP, QuantizedExperts
 from llmc.codegen.backends.triton.quantized_problem import scales_factors
+from llmc.codegen.backends.triton.triton_kernel import FLOAT8
 from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Module, Node
@@ -88,7 +89,10 @@ STACKS = {
 }
 
 
-def check(s: Stack, columns: int, up: bool, t: Any, k: int, experts: int, schedule: Any = None, rows: int = 22) -> None:
+def check(
+    s: Stack, columns: int, up: bool, t: Any, k: int, experts: int, schedule: Any = None, rows: int = 22,
+    on: Target = INTERPRETED,
+) -> None:  # fmt: skip
     size = t if isinstance(t, int) else 40
     kernel, g = (QUANTIZED_UP if up else QUANTIZED_DOWN), s.graph(up, t, k, experts, rows, columns)
     rng = generator()
@@ -96,7 +100,7 @@ def check(s: Stack, columns: int, up: bool, t: Any, k: int, experts: int, schedu
     drawn: dict[str, Any] = {"order": order, "starts": starts}
     for v in g.inputs:
         shape = [int(d.subs({"T": size})) for d in v.type.shape]
-        if v.name == "code" and v.type.dtype != "f8e4m3":
+        if v.name == "code" and v.type.dtype not in FLOAT8:
             drawn[v.name] = rng.integers(*((-128, 128) if s.code == "i8" else (0, 256)), shape)
         elif v.name == "zero":
             drawn[v.name] = rng.integers(0, 16, shape)
@@ -110,7 +114,7 @@ def check(s: Stack, columns: int, up: bool, t: Any, k: int, experts: int, schedu
     name = f"{kernel.name} {s} {t} {k} {experts} {chosen_schedule}"
     # Large tiles round codes times scales to the dtype of x: an error of up to 2 ** -9 of each term.
     atol = 6e-2 if scales_factors(s.half, chosen_schedule["bm"], s.scale, s.x) else 2e-2
-    run_case(Case(name, g, kernel, chosen_schedule, arrays, atol=atol, sizes={"T": size}))
+    run_case(Case(name, g, kernel, chosen_schedule, arrays, atol=atol, sizes={"T": size}), on)
 
 
 @pytest.mark.parametrize("name", STACKS)

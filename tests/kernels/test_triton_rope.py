@@ -14,7 +14,7 @@ from kernels.triton_harness import INTERPRETED, ONE_TARGET, TARGETS, compile_for
 from kernels.triton_order import memory_order
 
 from llmc.codegen.backends.triton.rope import KV_APPEND, ROPE, ROPE_APPEND, ROPE_TABLES
-from llmc.codegen.backends.triton.triton_kernel import TritonKernel
+from llmc.codegen.backends.triton.triton_kernel import FLOAT8, TritonKernel
 from llmc.ir.dim import D
 from llmc.ir.graph import Graph
 from llmc.ir.ops import OPS
@@ -86,7 +86,7 @@ def append(rng: np.random.Generator, i: int, dtype: str, pool: str, at: int, on:
         (rng.standard_normal((tokens, (h + 2 * g) * d)).astype(np.float32), dtype),
         (rng.standard_normal((pages, 2, g, page, d)).astype(np.float32), f"state {pool}"),
         (slots_of(rng, tokens, pages, page), "i32"),
-        *([(rng.uniform(0.5, 2, 2 * g).astype(np.float32), "f32")] if pool == F8 else []),
+        *([(rng.uniform(0.5, 2, 2 * g).astype(np.float32), "f32")] if pool in FLOAT8 else []),
         *(tables(rng, tokens, pairs, dtype) if pairs else []),
     ]
     if normed:
@@ -126,15 +126,15 @@ def test_append(i: int, dtype: str) -> None:
         run_case(append(rng, i, dtype, str(rng.choice((*DTYPES, F8))), at))
 
 
-def coded(rng: np.random.Generator, dtype: str, at: int, on: Target = INTERPRETED) -> Case:
+def coded(rng: np.random.Generator, dtype: str, at: int, on: Target = INTERPRETED, pool: str = F8) -> Case:
     """An append to a pool of 8-bit floats that is rounded exactly: ties, subnormals, numbers that saturate, NaN."""
     k, v = (300 * rng.standard_normal((2, 9, 3, 20)) ** 3).astype(np.float32)
-    k[0, 0, :8] = [0.0, 448, 464, 465, 6e4, np.inf, -np.inf, np.nan]
+    k[0, 0, :10] = [0.0, 448, 464, 465, 6e4, np.inf, -np.inf, np.nan, -0.0, -1e-7]
     k[0, 1, :8] = [17, 19, 2.0**-9, 2.0**-10, 2.0**-10 * 1.5, -(2.0**-6), 240, 248]
     v[:2] *= 1e-5
     kv = rng.standard_normal((4, 2, 3, 4, 20)).astype(np.float32)
     scales = np.concatenate([[1, 0.25], rng.uniform(1e-3, 9, 4)]).astype(np.float32)
-    values = [(kv, f"state {F8}"), (k, dtype), (v, dtype), (np.arange(9)[::-1] - 1, "i32"), (scales, "weight f32")]
+    values = [(kv, f"state {pool}"), (k, dtype), (v, dtype), (np.arange(9)[::-1] - 1, "i32"), (scales, "weight f32")]
     c = case("kv_append", KV_APPEND, values, {}, at, on, axis=1)
     return replace(c, rtol=0.0, atol=0.0)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from draw import generator
 from kernels.harness import Case
-from kernels.triton_harness import run_case, some
+from kernels.triton_harness import INTERPRETED, run_case, some
 
 from llmc.codegen.backends.triton.round_groups import ROUND_GROUPS
 from llmc.codegen.backends.triton.scaled_gemm import SCALED_GEMM, SCALED_GEMM_SMALL, SCALED_GEMM_TMA
@@ -20,6 +20,7 @@ from llmc.ir.interp import run
 from llmc.ir.ops import OPS
 from llmc.ir.types import tensor
 from llmc.targets.gpu_targets import gfx942, sm_80, sm_90
+from llmc.targets.target import Target
 
 pytestmark = pytest.mark.drawn
 KERNELS = (SCALED_GEMM_SMALL, SCALED_GEMM, SCALED_GEMM_TMA)
@@ -91,12 +92,14 @@ def draw(g: Graph, rows: int) -> list[np.ndarray]:
     return [x.astype(np.float32) for x in out]
 
 
-def check(kernel: Kernel, s: Shape, rows: int, schedule: Schedule | None = None) -> None:
+def check(
+    kernel: Kernel, s: Shape, rows: int, schedule: Schedule | None = None, on: Target = INTERPRETED
+) -> None:  # fmt: skip
     g = s.graph()
     (node,) = g.nodes
     chosen = schedule or kernel.schedules(node, sm_90())[0]
     # Sums of 8-bit floats have about 14 bits on Hopper.
-    run_case(Case(f"{s.name} {rows} {chosen}", g, kernel, chosen, draw(g, rows), atol=2e-3, sizes={"T": rows}))
+    run_case(Case(f"{s.name} {rows} {chosen}", g, kernel, chosen, draw(g, rows), atol=2e-3, sizes={"T": rows}), on)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -174,7 +177,7 @@ ROUNDINGS = (
 )
 
 
-def check_rounding(s: Rounding, rows: int, schedule: Schedule | None = None) -> None:
+def check_rounding(s: Rounding, rows: int, schedule: Schedule | None = None, on: Target = INTERPRETED) -> None:
     g = s.graph()
     (node,) = g.nodes
     rng = generator()
@@ -182,7 +185,7 @@ def check_rounding(s: Rounding, rows: int, schedule: Schedule | None = None) -> 
     inputs = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
     inputs[0][0, ..., : s.group] = 0  # a group of zeros
     chosen = schedule or ROUND_GROUPS.schedules(node, sm_90())[0]
-    run_case(Case(f"{s.name} {rows} {chosen}", g, ROUND_GROUPS, chosen, inputs, sizes={"T": rows}))
+    run_case(Case(f"{s.name} {rows} {chosen}", g, ROUND_GROUPS, chosen, inputs, sizes={"T": rows}), on)
 
 
 @pytest.mark.parametrize("rows", (1, 3, 17))

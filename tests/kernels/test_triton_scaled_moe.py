@@ -12,7 +12,7 @@ from draw import generator
 from kernels.cases import CLAMPED
 from kernels.harness import Case
 from kernels.test_triton_moe import ROUTINGS, chosen, first
-from kernels.triton_harness import ONE_TARGET, run_case, some
+from kernels.triton_harness import INTERPRETED, ONE_TARGET, run_case, some
 
 from llmc.codegen.backends.triton.scaled_moe import SCALED_DOWN, SCALED_UP
 from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain
@@ -67,7 +67,10 @@ STACKS = {
 }
 
 
-def check(s: Stack, columns: int, up: bool, t: Any, k: int, experts: int, schedule: Any = None, rows: int = 22) -> None:
+def check(
+    s: Stack, columns: int, up: bool, t: Any, k: int, experts: int, schedule: Any = None, rows: int = 22,
+    on: Target = INTERPRETED,
+) -> None:  # fmt: skip
     size = t if isinstance(t, int) else 40
     kernel, g = (SCALED_UP if up else SCALED_DOWN), s.graph(up, t, k, experts, rows, columns)
     rng = generator()
@@ -85,7 +88,7 @@ def check(s: Stack, columns: int, up: bool, t: Any, k: int, experts: int, schedu
     (node,) = g.nodes
     chosen_schedule = schedule or kernel.schedules(node, sm_90())[0]
     name = f"{kernel.name} {s} {t} {k} {experts} {chosen_schedule}"
-    run_case(Case(name, g, kernel, chosen_schedule, arrays, atol=2e-3, sizes={"T": size}))
+    run_case(Case(name, g, kernel, chosen_schedule, arrays, atol=2e-3, sizes={"T": size}), on)
 
 
 @pytest.mark.parametrize("name", STACKS)

@@ -35,13 +35,14 @@ MODEL_OF_KV_SCALES = Path(__file__).parents[1] / "quant" / "fixtures" / "ct-kv-o
 class RoundedCache(transformers.DynamicCache):
     """Holds keys and values as a pool of 8-bit floats does. scales: of keys and values."""
 
-    def __init__(self, scales: tuple[float, float]) -> None:
+    def __init__(self, scales: tuple[float, float], dtype: torch.dtype) -> None:
         super().__init__()
-        self.scales = scales
+        self.scales, self.dtype = scales, dtype
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        limit = torch.finfo(self.dtype).max
         rounded = [
-            (x / s).clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) * s
+            (x / s).clamp(-limit, limit).to(self.dtype).to(x.dtype) * s
             for x, s in zip((keys, values), self.scales, strict=True)
         ]
         return super().update(*rounded, *args, **kwargs)
@@ -50,11 +51,13 @@ class RoundedCache(transformers.DynamicCache):
 class Rounded:
     """A model that is called without a cache, and reads keys and values from one that rounds."""
 
-    def __init__(self, model: Any, scales: tuple[float, float] = (1.0, 1.0)) -> None:
-        self.model, self.scales = model, scales
+    def __init__(
+        self, model: Any, scales: tuple[float, float] = (1.0, 1.0), dtype: torch.dtype = torch.float8_e4m3fn
+    ) -> None:
+        self.model, self.scales, self.dtype = model, scales, dtype
 
     def __call__(self, ids: torch.Tensor, use_cache: bool) -> Any:
-        return self.model(input_ids=ids, past_key_values=RoundedCache(self.scales), use_cache=True)
+        return self.model(input_ids=ids, past_key_values=RoundedCache(self.scales, self.dtype), use_cache=True)
 
     def logits(self, ids: np.ndarray) -> np.ndarray:
         with torch.no_grad():
@@ -103,28 +106,34 @@ def test_a_pool_takes_half_the_bytes_and_rounds(tmp_path: Path, device: Interpre
     assert relative_error(found, eager_logits(model, ids, (len(ids),))[:-1]) < 0.12
 
 
+def plain(folder: Path) -> tuple[Any, tuple[float, float]]:
+    """The model of MODEL_OF_KV_SCALES in float32 without scales, saved in a folder, and the scales."""
+    config = json.loads((MODEL_OF_KV_SCALES / "config.json").read_text())
+    del config["quantization_config"]
+    stored = load_file(MODEL_OF_KV_SCALES / "model.safetensors")
+    keys, values = (float(stored.pop(f"model.layers.0.self_attn.{x}_scale").item()) for x in "kv")
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    return model, (keys, values)
+
+
 @pytest.mark.drawn
 def test_scales_of_a_checkpoint(tmp_path: Path, device: InterpretDevice) -> None:  # noqa: F811
     """Those of llmcompressor; without an option, as the checkpoint asks."""
     options = Options(target=INTERPRETED.name, dtype="float32", **LIMITS)
     summary = compile_model(MODEL_OF_KV_SCALES, tmp_path / "model.llmc", options)
     assert any("checkpoint's scales" in note for note in summary.notes)
-    config = json.loads((MODEL_OF_KV_SCALES / "config.json").read_text())
-    del config["quantization_config"]
-    stored = load_file(MODEL_OF_KV_SCALES / "model.safetensors")
-    scales = [float(stored.pop(f"model.layers.0.self_attn.{x}_scale").item()) for x in "kv"]
-    (tmp_path / "plain").mkdir()
-    (tmp_path / "plain" / "config.json").write_text(json.dumps(config))
-    save_file(stored, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "plain", dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    model, scales = plain(tmp_path / "plain")
     ids = np.random.default_rng(SEED).integers(3, 80, 50).astype(np.int32)
     found = scored(tmp_path / "model.llmc", ids, device)
-    want = Rounded(model, (scales[0], scales[1])).logits(ids)[:-1]
+    want = Rounded(model, scales).logits(ids)[:-1]
     assert relative_error(found, want) < 1e-3
-    plain = eager_logits(model, ids, (len(ids),))[:-1]
-    assert 2 * relative_error(found, want) < relative_error(found, plain) < 0.25
+    exact = eager_logits(model, ids, (len(ids),))[:-1]
+    assert 2 * relative_error(found, want) < relative_error(found, exact) < 0.25
 
 
 def test_checkpoint_requests_unsupported_kv_dtype() -> None:

@@ -1,7 +1,8 @@
 """A device for artifacts of Triton targets that runs their kernels in Triton's CPU interpreter, without a GPU.
 
-It follows the calling convention "cuda-1" (pointers in the order of the arguments, then the sizes), and pads decode
-steps to the sizes of device graphs, so that a tiny model can be tested end to end. Otherwise it equals the CPU device.
+It follows the calling conventions "cuda-1" and "hip-1" (pointers in the order of the arguments, then the sizes), and
+pads decode steps to the sizes of device graphs, so that a tiny model can be tested end to end. Otherwise it equals the
+CPU device.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class InterpretDevice(CpuDevice):
     def load(self, artifact: Artifact) -> None:
         with interpreting():
             for kernel in artifact.manifest.kernels:
-                assert kernel.abi == "cuda-1", kernel
+                assert kernel.abi in ("cuda-1", "hip-1"), kernel
                 text = artifact.read(kernel.source).decode()
                 self._entries[kernel.hash, kernel.entry] = load_entry(text, kernel.entry)
 

@@ -1,4 +1,4 @@
-"""Matrix products. A factor may be a quantised type, or hold the codes of one (i8, f8e4m3).
+"""Matrix products. A factor may be a quantised type, or hold the codes of one (i8, f8e4m3, f8e4m3fnuz).
 
 The scales of codes are applied by the epilogue.
 """

@@ -112,6 +112,18 @@ def bitcast(x: Any, *, dtype: str) -> Any:
     return np.asarray(x).view(DTYPES[dtype].np)
 
 
+@op(
+    "(code: f8e4m3[*s]) -> f8e4m3fnuz[*s]",
+    example={"code": "f8e4m3", "*s": (3, 5)},
+)  # fmt: skip
+def fnuz_codes(code: Any) -> Any:
+    """Half of each number, exactly, in the 8-bit floats of AMD's CDNA 3: bias 8, no infinities and no negative zero.
+
+    The bits are the same, except that -0 becomes 0, and that the two NaN become the only one.
+    """
+    return code * 0.5
+
+
 def check_block(block: Ints) -> None:
     """Raise Mismatch unless `block` has the numbers of rows and of columns that share a scale."""
     if len(block) != 2 or min(block) < 0:
@@ -254,7 +266,7 @@ def _code_range(code: str) -> tuple[float, float]:
 
 
 # The largest value of a float code.
-FLOAT_CODES: Mapping[str, float] = MappingProxyType({"f8e4m3": 448.0, "f8e5m2": 57344.0})
+FLOAT_CODES: Mapping[str, float] = MappingProxyType({"f8e4m3": 448.0, "f8e4m3fnuz": 240.0, "f8e5m2": 57344.0})
 
 
 def _scale_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
@@ -304,4 +316,7 @@ def quantize_code(w: Any, scale: Any, *, code: str, block: Ints, zero_point: int
     return limited
 
 
-OPS = (unpack_bits, take_columns, argsort, bitcast, dequantize, quantize, assemble, quantize_scale, quantize_code)
+OPS = (
+    unpack_bits, take_columns, argsort, bitcast, fnuz_codes, dequantize, quantize, assemble, quantize_scale,
+    quantize_code,
+)  # fmt: skip

@@ -21,7 +21,9 @@ from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
 
 # Dtypes to which activations may be rounded, and the largest value of each.
-ACTIVATIONS: Mapping[str, float] = MappingProxyType({"i8": 127.0, "f8e4m3": FLOAT_CODES["f8e4m3"]})
+ACTIVATIONS: Mapping[str, float] = MappingProxyType(
+    {"i8": 127.0, **{dtype: FLOAT_CODES[dtype] for dtype in ("f8e4m3", "f8e4m3fnuz")}}
+)
 
 
 def multiplies_codes(f: QFormat) -> bool:
@@ -105,9 +107,9 @@ def quantized_linear(
     """linear_map over the weight dequantize(code, scale, zero): (code - zero) * scale, a scale for each block.
 
     zero_point: the zero point of all blocks; zeros: zero points are the first of the extras, one for each scale. Codes
-    are u8, i8, or f8e4m3; bits: of a code, below 8 for u8 codes (and zero points) below 2 ** bits. act: the dtype to
-    which the rows of x are rounded first, each `act_block` columns by a scale of their own (see `round_rows`); ""
-    leaves x as it is. parts, body and dtype are as in linear_map.
+    are u8, i8, f8e4m3 or f8e4m3fnuz; bits: of a code, below 8 for u8 codes (and zero points) below 2 ** bits. act: the
+    dtype to which the rows of x are rounded first, each `act_block` columns by a scale of their own (see `round_rows`);
+    "" leaves x as it is. parts, body and dtype are as in linear_map.
     """
     zero, extras = (extras[0], extras[1:]) if zeros else (None, extras)
     w = dequantize.ref(code, scale, zero, block=block, dtype="f32", zero_point=zero_point)

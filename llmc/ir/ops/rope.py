@@ -91,7 +91,7 @@ def _append_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
 )  # fmt: skip
 def rope_append(
     x: Any, kv: Any, slots: Any, cos: Any = None, sin: Any = None, qw: Any = None, kw: Any = None, scales: Any = None,
-    *, heads: int, dtype: str, eps: float = 0.0, interleaved: bool = False,
+    largest: float = 0.0, *, heads: int, dtype: str, eps: float = 0.0, interleaved: bool = False,
 ) -> Any:  # fmt: skip
     """Normalize and rotate the queries and keys of a QKV product, and append keys and values to the KV pool.
 
@@ -106,7 +106,7 @@ def rope_append(
         q, k = (_round(norm.rms_norm.ref(part, w, eps=eps), dtype) for part, w in ((q, qw), (k, kw)))
     if cos is not None:
         q, k = (_round(rope.ref(part, cos, sin, interleaved=interleaved), dtype) for part in (q, k))
-    return q, state.kv_append.ref(kv, k, v, slots, scales)
+    return q, state.kv_append.ref(kv, k, v, slots, scales, largest)
 
 
 def _round(x: Any, dtype: str) -> Any:

@@ -17,7 +17,6 @@ from llmc.ir import contents
 from llmc.ir.contents import Content
 from llmc.ir.dim import Dim
 from llmc.ir.opdef import OpDef, op
-from llmc.ir.ops.quantize import FLOAT_CODES
 
 # What the operands of ops on device rows hold, by operand name.
 HOLDS: Mapping[str, Content] = MappingProxyType(
@@ -90,16 +89,16 @@ def row_begin(rows: Any, qlens: Any, length: Any, history: Any, pages: Any, *, t
     writes=("kv",), bytes="2*t*g*d*bytes_k + 2*t*g*d*bytes_kv + 4*t", holds=HOLDS,
     example={"p": 4, "g": 2, "page": 3, "d": 5, "t": 4},
 )  # fmt: skip
-def kv_append(kv: Any, k: Any, v: Any, slots: Any, scales: Any = None) -> Any:
+def kv_append(kv: Any, k: Any, v: Any, slots: Any, scales: Any = None, largest: float = 0.0) -> Any:
     """Write keys and values to flat slots of the KV pool; slots of -1 are skipped.
 
     A pool of 8-bit floats holds them times the reciprocals of `scales`, those of the heads of keys and then of values;
-    what is larger than the largest float saturates.
+    what is larger than the pool's largest number saturates.
     """
     kv = kv.copy()
     if scales is not None:
-        limit = FLOAT_CODES["f8e4m3"]
-        k, v = (np.clip(x * (1 / s)[:, None], -limit, limit) for x, s in zip((k, v), np.split(scales, 2), strict=True))
+        pairs = zip((k, v), np.split(scales, 2), strict=True)
+        k, v = (np.clip(x * (1 / s)[:, None], -largest, largest) for x, s in pairs)
     page = kv.shape[3]
     for i, s in enumerate(slots):
         if s >= 0:

@@ -18,8 +18,8 @@ from llmc.passes.base import Ctx, Pass
 
 PAGES_MAX = 1 << 30
 _CAUSAL = "use a causal model, in which a token attends only to itself and to earlier tokens"
-F8 = "f8e4m3"
-POOLS = ("f32", "bf16", "f16", F8)
+F8, FNUZ = "f8e4m3", "f8e4m3fnuz"
+POOLS = ("f32", "bf16", "f16", F8, FNUZ)
 DRAFT = "draft"  # the graph of a draft model
 DRAFT_PREFIX = "draft."  # of the names of its weights and KV pools
 KV_SCALES = "kv_scales."  # and the layer: the name of the scales of its pool
@@ -36,7 +36,8 @@ class PageAttention(Pass):
     Ids and positions come from row states, attention appends to a paged KV pool and reads it, and the step returns a
     sampled id per row. rows: number of device rows. max_len: maximum tokens per sequence. page: tokens per page.
     tokens: maximum tokens per step (0: the bound of T). kv: dtype of the pools (empty: that of the keys); pools of
-    f8e4m3 have a weight kv_scales.LAYER, the scales of the heads of keys, then of values. speculate: maximum number of
+    f8e4m3 have a weight kv_scales.LAYER, the scales of the heads of keys, then of values; those of f8e4m3fnuz, which
+    hold half of what f8e4m3 would, are multiplied by twice these scales. speculate: maximum number of
     drafted tokens that a step verifies per row (0: none); a step then has up to rows * (1 + speculate) entries, limited
     to the tokens of a step and to 512. The graph @draft, if there is one, becomes that of a draft model. If it has an
     input `hidden`, it is a head (EAGLE-3, arXiv 2503.01840): @main returns a hidden state per token after the logits,
@@ -249,9 +250,10 @@ class _Rows:
             v = _pad(b, v, int(wide))
         pool = Type(self.options.kv or k.type.dtype, (D("P"), D(2), heads, D(self.options.page), wide), True)
         kv = self.g.input(f"{prefix}kv.{layer}", pool)
-        scales = []
-        if pool.dtype == F8:
-            scales = [self.g.input(f"{prefix}{KV_SCALES}{layer}", tensor("f32", heads * 2), weight=True)]
+        scales: list[Value] = []
+        if pool.dtype in (F8, FNUZ):
+            stored = self.g.input(f"{prefix}{KV_SCALES}{layer}", tensor("f32", heads * 2), weight=True)
+            scales = [stored if pool.dtype == F8 else b.mul(stored, b.constant(2.0, "f32"))]
         newest: Value = b.kv_append(kv, k, v, slots, *scales)
         return newest
 

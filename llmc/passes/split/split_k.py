@@ -13,7 +13,7 @@ from llmc.passes.rewrite import substitute
 TILE = 128  # tokens, and weight rows, of a large tile
 MIN_DEPTH = 1024  # minimum columns of a part
 MAX_WAVES = 1.1  # maximum waves of tiles; slightly more than one wave costs little
-DTYPES = ("bf16", "f16", "f8e4m3", "i8")
+DTYPES = ("bf16", "f16", "f8e4m3", "f8e4m3fnuz", "i8")
 
 
 def max_tokens(m: Module, g: Graph, n: Node) -> int:

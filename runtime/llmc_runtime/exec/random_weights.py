@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
 
@@ -10,6 +12,8 @@ from llmc_runtime.format.program import DTYPE_BITS
 
 _TILE = (1 << 20) - 3  # a prime, so that no two rows of a matrix are equal and every token can be the most likely one
 STD = 0.02
+# Exponent biases: OCP 8-bit Floating Point Specification 1.0; AMD CDNA 3 (fnuz: 128 is NaN, and zero has no sign).
+_BIASES: Mapping[str, int] = MappingProxyType({"f8e4m3": 7, "f8e4m3fnuz": 8})
 
 
 class RandomWeights:
@@ -45,8 +49,8 @@ class RandomWeights:
 
 def _encode(values: np.ndarray, dtype: str) -> np.ndarray | None:
     """Encode f32 values as bytes of a float dtype or of codes i8; None for other dtypes."""
-    if dtype == "f8e4m3":
-        return _encode_f8e4m3(values)
+    if dtype in _BIASES:
+        return _encode_f8(values, _BIASES[dtype])
     if dtype == "i8":
         return np.rint(values * 1600).astype(np.int8).view(np.uint8)
     if dtype == "bf16":
@@ -57,10 +61,12 @@ def _encode(values: np.ndarray, dtype: str) -> np.ndarray | None:
     return None if numpy_dtype is None else np.ascontiguousarray(values.astype(numpy_dtype)).view(np.uint8)
 
 
-def _encode_f8e4m3(values: np.ndarray) -> np.ndarray:
-    """Encode f32 values as float8 e4m3 (OCP 8-bit Floating Point Specification 1.0), rounded to nearest."""
-    code = np.arange(127)  # 127 is NaN
+def _encode_f8(values: np.ndarray, bias: int) -> np.ndarray:
+    """Encode f32 values below 240 as floats of 8 bits with 3 bits of mantissa, rounded to nearest."""
+    code = np.arange(127)
     exponent, fraction = code >> 3, code & 7
-    size = np.where(exponent, (8 + fraction) * 2.0 ** (exponent - 10), fraction * 2.0**-9).astype(np.float32)
+    size = np.where(exponent, (8 + fraction) * 2.0 ** (exponent - bias - 3), fraction * 2.0 ** (-bias - 2))
+    size = size.astype(np.float32)
     nearest = np.searchsorted((size[1:] + size[:-1]) / 2, np.abs(values))
-    return (nearest | np.signbit(values) * 128).astype(np.uint8)
+    signed = np.signbit(values) & ((nearest > 0) | (bias == _BIASES["f8e4m3"]))
+    return (nearest | signed * 128).astype(np.uint8)

@@ -22,6 +22,7 @@ DTYPE_BITS: Mapping[str, int] = MappingProxyType(
         "bf16": 16,
         "f16": 16,
         "f8e4m3": 8,
+        "f8e4m3fnuz": 8,
         "f8e5m2": 8,
         "f8e8m0": 8,
         "i64": 64,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -25,28 +26,36 @@ _EXECUTE = ctypes.CFUNCTYPE(
 
 
 class CodeObjects:
-    """The code objects of an artifact. `launches` counts what ran by entry; `errors` are those of the functions that
-    the library called, which cannot raise them.
+    """The code objects of artifacts. `launches` counts what ran by entry; `errors` are those of the functions that the
+    library called, which cannot raise them.
 
-    Steps run inside `interpreting()`. The bytes that a launch passes are cut up by the code object's own table of
-    parameters, so that a table that differs from the text does not run.
+    Steps run inside `interpreting()`, or every launch does by itself with `enter`. The bytes that a launch passes are
+    cut up by the code object's own table of parameters, so that a table that differs from the text does not run.
     """
 
-    def __init__(self, driver: Driver, artifact: Artifact) -> None:
-        self._driver = driver
+    def __init__(self, driver: Driver, artifact: Artifact | None = None, enter: bool = False) -> None:
+        self._driver, self._enter = driver, enter
         self.launches: dict[str, int] = {}
         self.errors: list[BaseException] = []
         self._kernels: dict[str, tuple[Any, tuple[str, ...]]] = {}
+        if artifact is not None:
+            self.add(artifact)
+        self._describe, self._execute = _DESCRIBE(self._sizes), _EXECUTE(self._run)  # kept alive here
+        driver.lib.fake_code_objects(self._describe, self._execute)
+
+    def add(self, artifact: Artifact) -> None:
+        """Add the kernels of an artifact."""
         dtypes: dict[tuple[str, str], tuple[str, ...]] = {}
         for p in artifact.programs:
             dtypes |= {(x.kernel, x.entry): tuple(p.buffers[a].dtype for a in x.args) for x in p.launches}
+        for k in artifact.manifest.kernels:
+            text = artifact.read(k.source).decode()
+            self.add_kernel(artifact.read(k.file), text, k.entry, dtypes[k.hash, k.entry])
+
+    def add_kernel(self, binary: bytes, text: str, entry: str, dtypes: tuple[str, ...]) -> None:
+        """Add a kernel: its code object and text, and the dtypes of the buffers that it takes."""
         with interpreting():
-            for k in artifact.manifest.kernels:
-                binary = artifact.read(k.file)
-                function = load_entry(artifact.read(k.source).decode(), k.entry)
-                self._kernels[hashlib.sha256(binary).hexdigest()] = function, dtypes[k.hash, k.entry]
-        self._describe, self._execute = _DESCRIBE(self._sizes), _EXECUTE(self._run)  # kept alive here
-        driver.lib.fake_code_objects(self._describe, self._execute)
+            self._kernels[hashlib.sha256(binary).hexdigest()] = load_entry(text, entry), dtypes
 
     def _sizes(self, image: int, nbytes: int, entry: bytes, out: Any, most: int) -> int:
         try:
@@ -60,7 +69,8 @@ class CodeObjects:
 
     def _run(self, image: int, nbytes: int, entry: bytes, params: Any, grid: Any) -> None:
         try:
-            self._interpret(ctypes.string_at(image, nbytes), entry.decode(), params, tuple(grid[:3]))
+            with interpreting() if self._enter else nullcontext():
+                self._interpret(ctypes.string_at(image, nbytes), entry.decode(), params, tuple(grid[:3]))
         except BaseException as error:  # of a function that C++ calls
             self.errors.append(error)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.tiling import power
 from llmc.codegen.backends.triton.triton_kernel import (
+    FLOAT8,
     FLOATS,
     Code,
     TritonKernel,
@@ -26,7 +27,6 @@ from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
 MAX_HEAD = 512
-F8 = "f8e4m3"
 CONTEXT = 1024  # tokens per row that the cost rule assumes
 # The template's parameters for the operands of paged_attention and of paged_attention_split.
 OPERANDS = "query_ptr kv_ptr page_table_ptr rows_ptr starts_ptr positions_ptr scales_ptr sinks_ptr"
@@ -61,7 +61,7 @@ class Problem:
         q, kv, a = node.operands[0].type, node.operands[1].type, node.attrs
         g, page, d = (int(s) for s in kv.shape[2:])
         dot = element(kv) if q.dtype == kv.dtype else "tl.float32"
-        if kv.dtype == F8 and q.dtype != "f32":
+        if kv.dtype in FLOAT8 and q.dtype != "f32":
             dot = "tl.float16"  # an instruction converts two 8-bit floats to float16; bfloat16 would take five
         item = DTYPES[kv.dtype].bits // 8
         return Problem(int(q.shape[1]), g, page, d, item, a["scale"], a["window"], a["softcap"], dot)
@@ -102,7 +102,7 @@ def reject_attention(node: Node, target: Target) -> str | None:
     if why := unsupported(node) or unsupported_codes(node, target):
         return why
     named = {name: v.type for name in ("q", "kv", "k", "v", "y", "sinks") if (v := node.operand(name))}
-    pool = (*FLOATS, F8)
+    pool = (*FLOATS, *FLOAT8)
     if bad := next((t for name, t in named.items() if t.dtype not in (pool if name == "kv" else FLOATS)), None):
         return f"{bad} is not one of {', '.join(FLOATS)}"
     q, k = named["q"], named.get("kv") or named["k"]

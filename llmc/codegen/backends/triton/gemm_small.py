@@ -13,7 +13,7 @@ from llmc.codegen.backends.triton.dot_order import dot_order
 from llmc.codegen.backends.triton.linear_problem import Product, epilogue, extra_operands, peak, reject_product
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.tiling import power
-from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit
+from llmc.codegen.backends.triton.triton_kernel import FLOAT8, Code, TritonKernel, Unit
 from llmc.codegen.kernel import Schedule
 from llmc.ir.dim import D
 from llmc.ir.dtype import DTYPES
@@ -89,7 +89,7 @@ class Gemm(TritonKernel):
         p = Product.of(node)
         # Instructions of 8-bit floats have at least 16 columns, and so have those of warpgroups, by which
         # deterministic kernels multiply any number of tokens.
-        least = MATRIX if p.dot == "f8e4m3" or target.deterministic else 0
+        least = MATRIX if p.dot in FLOAT8 or target.deterministic else 0
         amd = target.family == "hip"
         shapes_to_try = self._narrow(p, least) if self.swap else self._large(p, LARGE_AMD if amd else LARGE)
         if amd:  # prefetches one tile in registers; the smallest instruction has 16 rows and columns

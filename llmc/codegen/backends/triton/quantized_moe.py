@@ -9,7 +9,17 @@ from llmc.codegen.backends.triton.moe import NARROW, ROWS, Experts, Grouped
 from llmc.codegen.backends.triton.quantized_problem import halves, scales_factors
 from llmc.codegen.backends.triton.template import Template, function
 from llmc.codegen.backends.triton.triton_expr import helpers, inline
-from llmc.codegen.backends.triton.triton_kernel import FLOATS, INTS, Code, Unit, element, unsupported, unsupported_codes
+from llmc.codegen.backends.triton.triton_kernel import (
+    CODES,
+    FLOAT8,
+    FLOATS,
+    INTS,
+    Code,
+    Unit,
+    element,
+    unsupported,
+    unsupported_codes,
+)
 from llmc.codegen.expert_stack import Stack, pack_stack
 from llmc.codegen.kernel import Schedule, Source
 from llmc.codegen.packed_product import not_packed
@@ -89,7 +99,7 @@ class QuantizedGrouped(Grouped):
     def reject(self, node: Node, target: Target) -> str | None:
         if node.attrs["act"]:
             return f"activations rounded to {node.attrs['act']}"
-        if why := unsupported(node, (*FLOATS, *INTS, "f8e4m3")) or unsupported_codes(node, target):
+        if why := unsupported(node, (*FLOATS, *INTS, *FLOAT8)) or unsupported_codes(node, target):
             return why
         return self.reject_sizes(node) or _reject_codes(self.experts(node)) or _reject_others(Stack(node))
 
@@ -138,7 +148,7 @@ class QuantizedGrouped(Grouped):
             scale_ptr=x["scale"], zero_ptr=x["zero"], weight_ptr=x["weights"], bias_ptr=x["bias"],
             CHOICES=a["k"] if stack.up else 0, PARTS=p.parts, HALF=p.half, BLOCK_ROWS=p.block_rows, GROUP=p.group,
             ENTRIES=rows * groups, ROW_STRIDE=1 if p.half else groups, GROUP_STRIDE=rows if p.half else 1,
-            ZERO_POINT=a["zero_point"], E2M1=a["values"] == "e2m1", E4M3=p.w.dtype == "f8e4m3",
+            ZERO_POINT=a["zero_point"], E2M1=a["values"] == "e2m1", E4M3=p.w.dtype in FLOAT8,
             SCALED=scales_factors(p.half, s["bm"], scale.dtype, p.left.dtype),
             FACTOR="tl.float32" if u.interpret else element(p.left),
             ASSEMBLY=u.target.family == "cuda" and not u.interpret and p.left.dtype in ("bf16", "f16"),
@@ -169,7 +179,7 @@ def _reject_codes(p: QuantizedExperts) -> str | None:
         if not p.half:
             return f"{p.k} columns in blocks of {p.group}; both must be multiples of 32, and codes known when compiled"
         return None
-    if p.w.dtype not in ("i8", "f8e4m3"):
+    if p.w.dtype not in CODES:
         return f"codes of dtype {p.w.dtype}"
     if a["zeros"] or a["zero_point"]:
         return f"codes of dtype {p.w.dtype} with zero points"

@@ -12,6 +12,7 @@ from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.tiling import power
 from llmc.codegen.backends.triton.triton_kernel import (
     ELEMENTS,
+    FLOAT8,
     FLOATS,
     Code,
     TritonKernel,
@@ -58,9 +59,7 @@ class HeadKernel(TritonKernel):
     def dtypes(self, node: Node) -> list[Type]:
         """Return the types that must be floats of at least 16 bits: all floats except pools."""
         values = [*node.operands, *node.results]
-        return [
-            t for v in values if (t := v.type).dtype not in ("i32", "i64") and not (t.state and t.dtype == "f8e4m3")
-        ]
+        return [t for v in values if (t := v.type).dtype not in ("i32", "i64") and not (t.state and t.dtype in FLOAT8)]
 
     def reject(self, node: Node, target: Target) -> str | None:
         if why := unsupported(node) or unsupported_codes(node, target):

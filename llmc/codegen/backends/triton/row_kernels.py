@@ -33,6 +33,7 @@ from llmc.codegen.backends.triton.triton_expr import (
     stored,
 )
 from llmc.codegen.backends.triton.triton_kernel import (
+    FLOAT8,
     FLOATS,
     INTS,
     Code,
@@ -68,9 +69,9 @@ class Rows(TritonKernel):
         return expressions(node) is not None
 
     def reject(self, node: Node, target: Target) -> str | None:
-        if any(v.type.dtype == "f8e4m3" for v in node.operands):
-            return "an operand of dtype f8e4m3"
-        return unsupported(node, (*FLOATS, *INTS, "bool", "f8e4m3")) or unsupported_codes(node, target)
+        if any(v.type.dtype in FLOAT8 for v in node.operands):
+            return "an operand of 8-bit floats"
+        return unsupported(node, (*FLOATS, *INTS, "bool", *FLOAT8)) or unsupported_codes(node, target)
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
         return same_layout(node)

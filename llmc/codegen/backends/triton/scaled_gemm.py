@@ -17,6 +17,7 @@ from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.tiling import power
 from llmc.codegen.backends.triton.triton_kernel import (
     CODES,
+    FLOAT8,
     FLOATS,
     Code,
     TritonKernel,
@@ -91,8 +92,8 @@ class ScaledGemm(TritonKernel):
         x, code = node.operands[0].type, node.operands[1].type
         if code.shape[0].const is None or code.shape[1].const is None:
             return f"the weight's sizes {code.shape[0]} x {code.shape[1]} are not constant"
-        if not x.dtype == code.dtype == "f8e4m3":
-            return f"codes of {x.dtype} and {code.dtype} in blocks; f8e4m3 is supported"
+        if x.dtype != code.dtype or x.dtype not in FLOAT8:
+            return f"codes of {x.dtype} and {code.dtype} in blocks; two of one dtype of 8-bit floats are supported"
         p = ScaledProduct.of(node)
         if not 1 <= p.parts <= MAX_PARTS:
             return f"{p.parts} parts; the maximum is {MAX_PARTS}"

@@ -54,13 +54,13 @@ class ScaledGrouped(Grouped):
         return ScaledExperts.of(node)
 
     def reject(self, node: Node, target: Target) -> str | None:
-        if why := unsupported(node, (*FLOATS, *INTS, "f8e4m3")) or unsupported_codes(node, target):
+        if why := unsupported(node, (*FLOATS, *CODES, *INTS)) or unsupported_codes(node, target):
             return why
         if why := self.reject_sizes(node):
             return why
         p, stack = self.experts(node), Stack(node)
         if p.left.dtype != p.w.dtype or p.w.dtype not in CODES:
-            return f"codes of {p.left.dtype} and {p.w.dtype}; two of i8 or of f8e4m3 are supported"
+            return f"codes of {p.left.dtype} and {p.w.dtype}; two of i8 or of one dtype of 8-bit floats are supported"
         for name in ("scale", "weights", "bias"):
             t = stack.type(name)
             if t is not None and t.dtype not in FLOATS:

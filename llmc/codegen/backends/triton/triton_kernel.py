@@ -26,12 +26,13 @@ ELEMENTS = MappingProxyType(
         "f64": ("tl.float64", "fp64"), "i64": ("tl.int64", "i64"), "i32": ("tl.int32", "i32"),
         "i16": ("tl.int16", "i16"), "i8": ("tl.int8", "i8"), "u32": ("tl.uint32", "u32"),
         "u16": ("tl.uint16", "u16"), "u8": ("tl.uint8", "u8"), "bool": ("tl.int8", "i8"),
-        "f8e4m3": ("tl.float8e4nv", "fp8e4nv"),
+        "f8e4m3": ("tl.float8e4nv", "fp8e4nv"), "f8e4m3fnuz": ("tl.float8e4b8", "fp8e4b8"),
     }
 )  # fmt: skip
 FLOATS = ("f32", "bf16", "f16")
-OCP, FNUZ = "gfx950", "gfx942"  # AMD GPUs with instructions for 8-bit floats, by the kind of these
-CODES = ("i8", "f8e4m3")  # of quantised tensors; both can be factors of tl.dot
+FLOAT8 = ("f8e4m3", "f8e4m3fnuz")
+AMD_FLOAT8 = MappingProxyType({"gfx942": "f8e4m3fnuz", "gfx950": "f8e4m3"})  # of matrix instructions
+CODES = ("i8", *FLOAT8)  # of quantised tensors; two of one dtype can be factors of tl.dot
 INTS = ("i64", "i32", "i16", "i8", "u32", "u16", "u8")
 PDL = "pdl"  # target feature: programmatic dependent launch
 INTERPRET = "interpret"  # target feature: Triton's interpreter on the CPU, which has no bfloat16 arithmetic
@@ -124,17 +125,18 @@ class Unit:
 
 
 def unsupported_codes(node: Node, target: Target) -> str | None:
-    """Return why the target does not support the node's values of dtype f8e4m3, or None."""
-    if all(v.type.dtype != "f8e4m3" for v in [*node.operands, *node.results]):
+    """Return why the target does not support the node's values of 8-bit floats, or None."""
+    found, own = {v.type.dtype for v in [*node.operands, *node.results]} & {*FLOAT8}, float8(target)
+    if not found - {own}:
         return None
-    if has_e4m3(target) or target.has(INTERPRET):
-        return None
-    return f"{target.name} has no instructions for f8e4m3{' (its 8-bit floats are fnuz)' * (target.arch == FNUZ)}"
+    return f"{target.name} has no instructions for {min(found)}{f', only for {own}' if own else ''}"
 
 
-def has_e4m3(target: Target) -> bool:
-    """Whether the target's matrix instructions multiply f8e4m3 as checkpoints have it (OCP's)."""
-    return capability(target) >= 89 if target.family == "cuda" else target.arch == OCP
+def float8(target: Target) -> str:
+    """The dtype of 8-bit floats, 3 bits of which are mantissa, of the target's instructions; "" if it has none."""
+    if target.family == "cuda":
+        return "f8e4m3" if capability(target) >= 89 else ""
+    return AMD_FLOAT8.get(target.arch, "")
 
 
 def capability(target: Target) -> int:

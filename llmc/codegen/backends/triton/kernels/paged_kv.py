@@ -7,7 +7,6 @@ A pool of 8-bit floats has scales [2 * KV_HEADS] by which its keys, then its val
 import triton
 import triton.language as tl
 
-LARGEST = tl.constexpr(448.0)  # of 8-bit floats with three bits of mantissa
 LARGEST_HALF = tl.constexpr(65504.0)
 
 
@@ -24,8 +23,9 @@ def head_scales(scales_ptr, kv_head, KV_HEADS: tl.constexpr):
 
 
 @triton.jit
-def to_pool(x, inverse_scale):
+def to_pool(x, inverse_scale, POOL_DTYPE: tl.constexpr):
     """Return keys or values as a pool of 8-bit floats holds them, in float32: what is too large saturates."""
+    LARGEST: tl.constexpr = 240.0 if POOL_DTYPE == tl.float8e4b8 else 448.0
     return tl.clamp(x * inverse_scale, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
 
 

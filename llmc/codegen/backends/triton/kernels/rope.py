@@ -147,7 +147,9 @@ def store_in_pool(
     """Store the blocks of heads in their slots; `head` counts the heads of keys, then those of values."""
     if scales_ptr is not None:
         inverse = tl.div_rn(1.0, tl.load(scales_ptr + head, mask=rows, other=1.0))[:, None]
-        first, second, rest = to_pool(first, inverse), to_pool(second, inverse), to_pool(rest, inverse)
+        first = to_pool(first, inverse, kv_ptr.dtype.element_ty)
+        second = to_pool(second, inverse, kv_ptr.dtype.element_ty)
+        rest = to_pool(rest, inverse, kv_ptr.dtype.element_ty)
     pool_row = ((slot // PAGE).to(tl.int64) * (2 * KV_HEADS) + head) * PAGE + slot % PAGE
     store_head(
         kv_ptr + pool_row * HEAD_DIM, first, second, rest, rows,
@@ -277,8 +279,8 @@ def kv_append(
     if scales_ptr is not None:
         key_scale = tl.load(scales_ptr + head, mask=exists, other=1.0)
         value_scale = tl.load(scales_ptr + KV_HEADS + head, mask=exists, other=1.0)
-        key = to_pool(key, tl.div_rn(1.0, key_scale)[:, None])
-        value = to_pool(value, tl.div_rn(1.0, value_scale)[:, None])
+        key = to_pool(key, tl.div_rn(1.0, key_scale)[:, None], kv_ptr.dtype.element_ty)
+        value = to_pool(value, tl.div_rn(1.0, value_scale)[:, None], kv_ptr.dtype.element_ty)
     keys_ptr = kv_ptr + pool_row * HEAD_DIM
     tl.store(keys_ptr[:, None] + column, key.to(kv_ptr.dtype.element_ty), mask=stored)
     values_ptr = kv_ptr + (pool_row + KV_HEADS * PAGE) * HEAD_DIM
