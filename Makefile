@@ -7,6 +7,7 @@
 #   make clients other projects' clients and a browser against the demonstration model (CLIENTS_ARGS="-k node")
 #   make docs    the documentation as a site in build/site
 #   make notebooks   run examples/notebooks as they stand
+#   make image   build the image of examples/deploy/Dockerfile with podman or docker, and serve the demonstration from it
 #   make bench   benchmarks, as a table and as JSON in build/bench
 #   make bench-gpu   the same on an NVIDIA GPU
 #   make test-gpu    device, kernels and models on an NVIDIA GPU, then a sample of the kernels under compute-sanitizer
@@ -31,7 +32,7 @@ SEED ?= $(shell date +%s)
 STEPS ?= 1000000
 FUZZ_SECONDS ?= 600
 
-.PHONY: install setup demo test test-gpu lint docs notebooks clients clients-setup bench bench-gpu bench-peers sim corpus attacks clean
+.PHONY: install setup demo test test-gpu lint docs notebooks image clients clients-setup bench bench-gpu bench-peers sim corpus attacks clean
 install: $(VENV)/.stamp-compile
 	@echo "make: installed; next: . $(VENV)/bin/activate" >&2
 
@@ -118,6 +119,11 @@ $(NOTEBOOKS_VENV)/.stamp: examples/notebooks/requirements.txt $(VENV)/.stamp-ven
 	$(NOTEBOOKS_VENV)/bin/pip install --disable-pip-version-check --no-deps --no-compile -r $<
 	$(NOTEBOOKS_VENV)/bin/pip check
 	@touch $@
+
+# Without podman and docker nothing is built; where python:3.12-slim cannot be pulled, mmdebstrap makes a base image.
+image: $(DEMO)/manifest.json $(VENV)/.stamp-dev
+	@echo "make: building an image (a minute or two, the first time)" >&2
+	$(BIN)/python tests/image.py $(DEMO)
 
 bench: $(VENV)/.stamp-dev
 	@mkdir -p build/bench
