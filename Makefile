@@ -66,7 +66,7 @@ clients: clients-setup $(DEMO)/manifest.json $(VENV)/.stamp-dev
 	  $(CLIENTS_ARGS)
 	VENV=$(VENV) $(BIN)/python -m pytest -c tests/clients/pytest.ini tests/clients/test_openai*.py -q $(CLIENTS_ARGS)
 
-clients-setup: $(CLIENTS)/venv/.stamp $(CLIENTS)/agents/.stamp $(CLIENTS)/node/.stamp
+clients-setup: $(CLIENTS)/venv/.stamp $(CLIENTS)/agents/.stamp $(CLIENTS)/node/.stamp $(CLIENTS)/prometheus/.stamp
 
 $(CLIENTS)/venv/.stamp: tests/clients/requirements.txt $(VENV)/.stamp-venv
 	@echo "make: installing clients into $(CLIENTS)/venv (a minute or two, once)" >&2
@@ -88,6 +88,16 @@ $(CLIENTS)/node/.stamp: $(wildcard tests/clients/node/*)
 	@rm -rf $(@D) && mkdir -p $(@D) && cp tests/clients/node/* $(@D)
 	@echo "make: installing node's packages into $(@D)" >&2
 	cd $(@D) && npm ci --no-audit --no-fund --ignore-scripts
+	@touch $@
+
+# Unpacked, not installed: Debian's package would start a service.
+$(CLIENTS)/prometheus/.stamp:
+	@rm -rf $(@D) && mkdir -p $(@D)
+	@if ! command -v prometheus >/dev/null; then \
+	  command -v apt-get >/dev/null || { echo "make: prometheus was not found; tests/clients needs it." >&2; exit 2; }; \
+	  echo "make: unpacking Prometheus into $(@D)" >&2; \
+	  (cd $(@D) && { apt-get download -q prometheus || { apt-get update -qq && apt-get download -q prometheus; }; }); \
+	  dpkg -x $(@D)/prometheus_*.deb $(@D); fi
 	@touch $@
 
 lint: $(VENV)/.stamp-dev
