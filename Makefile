@@ -7,6 +7,7 @@
 #   make clients other projects' clients and a browser against the demonstration model (CLIENTS_ARGS="-k node")
 #   make docs    the documentation as a site in build/site
 #   make notebooks   run examples/notebooks as they stand
+#   make image   build the image of examples/deploy/Dockerfile with podman or docker, and serve the demonstration from it
 #   make bench   benchmarks, as a table and as JSON in build/bench
 #   make bench-gpu   the same on an NVIDIA GPU
 #   make test-gpu    device, kernels and models on an NVIDIA GPU, then a sample of the kernels under compute-sanitizer
@@ -31,7 +32,7 @@ SEED ?= $(shell date +%s)
 STEPS ?= 1000000
 FUZZ_SECONDS ?= 600
 
-.PHONY: install setup demo test test-gpu lint docs notebooks clients clients-setup bench bench-gpu bench-peers sim corpus attacks clean
+.PHONY: install setup demo test test-gpu lint docs notebooks image clients clients-setup bench bench-gpu bench-peers sim corpus attacks clean
 install: $(VENV)/.stamp-compile
 	@echo "make: installed; next: . $(VENV)/bin/activate" >&2
 
@@ -65,7 +66,7 @@ clients: clients-setup $(DEMO)/manifest.json $(VENV)/.stamp-dev
 	  $(CLIENTS_ARGS)
 	VENV=$(VENV) $(BIN)/python -m pytest -c tests/clients/pytest.ini tests/clients/test_openai*.py -q $(CLIENTS_ARGS)
 
-clients-setup: $(CLIENTS)/venv/.stamp $(CLIENTS)/agents/.stamp $(CLIENTS)/node/.stamp
+clients-setup: $(CLIENTS)/venv/.stamp $(CLIENTS)/agents/.stamp $(CLIENTS)/node/.stamp $(CLIENTS)/prometheus/.stamp
 
 $(CLIENTS)/venv/.stamp: tests/clients/requirements.txt $(VENV)/.stamp-venv
 	@echo "make: installing clients into $(CLIENTS)/venv (a minute or two, once)" >&2
@@ -87,6 +88,16 @@ $(CLIENTS)/node/.stamp: $(wildcard tests/clients/node/*)
 	@rm -rf $(@D) && mkdir -p $(@D) && cp tests/clients/node/* $(@D)
 	@echo "make: installing node's packages into $(@D)" >&2
 	cd $(@D) && npm ci --no-audit --no-fund --ignore-scripts
+	@touch $@
+
+# Unpacked, not installed: Debian's package would start a service.
+$(CLIENTS)/prometheus/.stamp:
+	@rm -rf $(@D) && mkdir -p $(@D)
+	@if ! command -v prometheus >/dev/null; then \
+	  command -v apt-get >/dev/null || { echo "make: prometheus was not found; tests/clients needs it." >&2; exit 2; }; \
+	  echo "make: unpacking Prometheus into $(@D)" >&2; \
+	  (cd $(@D) && { apt-get download -q prometheus || { apt-get update -qq && apt-get download -q prometheus; }; }); \
+	  dpkg -x $(@D)/prometheus_*.deb $(@D); fi
 	@touch $@
 
 lint: $(VENV)/.stamp-dev
@@ -118,6 +129,11 @@ $(NOTEBOOKS_VENV)/.stamp: examples/notebooks/requirements.txt $(VENV)/.stamp-ven
 	$(NOTEBOOKS_VENV)/bin/pip install --disable-pip-version-check --no-deps --no-compile -r $<
 	$(NOTEBOOKS_VENV)/bin/pip check
 	@touch $@
+
+# Without podman and docker nothing is built; where python:3.12-slim cannot be pulled, mmdebstrap makes a base image.
+image: $(DEMO)/manifest.json $(VENV)/.stamp-dev
+	@echo "make: building an image (a minute or two, the first time)" >&2
+	$(BIN)/python tests/image.py $(DEMO)
 
 bench: $(VENV)/.stamp-dev
 	@mkdir -p build/bench

@@ -15,6 +15,7 @@ from urllib.parse import quote_from_bytes, unquote_to_bytes
 from llmc_runtime.defaults import parse_override
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Manifest
+from llmc_runtime.format.pooling import GENERATE, TASKS
 from llmc_runtime.format.program import MAX_RANKS
 from llmc_runtime.host_info import default_threads, usable_cpus
 from llmc_runtime.ignored_options import check_keywords
@@ -160,6 +161,10 @@ class EngineOptions:
         "that an artifact must have", commands=_COMPILE,
         choices=("auto", "float32", "bfloat16"),
     )  # fmt: skip
+    task: str = option(
+        "auto", "what the model does in the compilation of a folder (auto: as its files say), or what an artifact must "
+        "do", commands=_COMPILE, choices=("auto", GENERATE, *TASKS),
+    )  # fmt: skip
     cache_dir: str | Path | None = option(
         None, "folder for compiled models ($LLMC_CACHE, ~/.cache/llmc)", commands=_COMPILE, flags=("--cache",),
         read=Path, metavar="DIR",
@@ -203,9 +208,9 @@ class EngineOptions:
         return cls(model, **{k: v for k, v in values.items() if k in own})
 
     def check_artifact(self, manifest: Manifest) -> None:
-        """Raise LlmcError E204 if the model is this artifact, and was compiled for another target or dtype or without
-        --deterministic, E207 if for another number of ranks or for none that Ray can place, and E201 if there are fewer
-        CPUs than engines on them."""
+        """Raise LlmcError E204 if the model is this artifact, and was compiled for another target, dtype or task, or
+        without --deterministic, E207 if for another number of ranks or for none that Ray can place, and E201 if there
+        are fewer CPUs than engines on them."""
         target, dtype = manifest.target.name, manifest.kv.dtype
         if self.target is not None and self.target.partition("+")[0] != target.partition("+")[0]:
             cause = f"{self.model} was compiled for {target}, not for target={self.target!r}"
@@ -217,6 +222,10 @@ class EngineOptions:
         if dtype in _DTYPES.values() and wanted != dtype:
             cause = f"{self.model} computes in {dtype}, not in dtype={self.dtype!r}"
             raise LlmcError("E204", cause, "leave dtype out, or compile the model with that dtype")
+        task = manifest.pooling.task if manifest.pooling else GENERATE
+        if self.task not in ("auto", task):
+            cause = f"the task of {self.model} is {task}, not task={self.task!r}"
+            raise LlmcError("E204", cause, f"leave task out, or compile the model with --task {self.task}")
         if self.tensor_parallel_size not in (None, manifest.ranks):
             wanted = f"tensor_parallel_size = {self.tensor_parallel_size}"
             cause = f"{self.model} was compiled for {manifest.ranks} rank(s), and {wanted}"
@@ -249,6 +258,7 @@ class EngineOptions:
         sizes["tensor-parallel-size"] = self.tensor_parallel_size
         own = {"target": self.target or "cpu:native", "dtype": self.dtype}
         own |= {"deterministic": ""} if self.deterministic else {}
+        own |= {"task": self.task} if self.task != "auto" else {}
         return own | {k: str(v) for k, v in sizes.items() if v is not None}
 
     def message(self) -> dict[str, Any]:

@@ -49,6 +49,7 @@ _COMPILED = "fixed at compile time: compile another artifact"
 _FILES = "the artifact has its own, from the model's folder: change it there, and compile again"
 _ADAPTERS = "adapters are not supported: merge them into the weights, and compile"
 _NO_CODE = "the server runs no code from outside"
+_TASK = "use --task embed or classify: how a folder is compiled, or what an artifact must be for"
 _BACKENDS = ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")
 _GRAMMARS = "llguidance compiles all grammars; set options of a grammar in the request's structured_outputs"
 
@@ -92,6 +93,7 @@ IGNORED = (
     IgnoredFlags("--allowed-local-media-path --allowed-media-domains", "prompts are text"),
     IgnoredFlags("--hf-token", "models are downloaded with the token in HF_TOKEN, or that of `hf auth login`"),
     _switch("--use-tqdm-on-load", "progress is in the log"),
+    IgnoredFlags("--profiler-config", "/admin/trace records the engine's loop"),
     IgnoredFlags("--h11-max-incomplete-event-size --h11-max-header-count", "the limits on headers are fixed"),
 )
 REFUSED = (
@@ -107,16 +109,18 @@ REFUSED = (
     _refused("--logprobs-mode", "log-probabilities are those of the model, before penalties", "raw_logprobs"),
     _refused("--model-impl", "models are compiled from transformers", "auto", "transformers", "vllm"),
     _refused("--calculate-kv-scales", "compile with --kv-cache-dtype fp8 --calibrate FILE", values=""),
-    _refused("--pooler-config --override-pooler-config", "models here generate text"),
+    _refused("--pooler-config --override-pooler-config", "fixed at compile time: llmc compile --pooling KIND"),
     _refused("--enable-prompt-embeds", "prompts are text or token ids", values=""),
+    _refused("--additional-config", "it is for plugins of other platforms", "{}"),
     _refused("--kv-transfer-config", "the KV cache stays in one engine"),
     _refused("--revision", "name it with the model: llmc compile owner/name@REVISION -o DIR"),
     _refused("--trust-remote-code", "code of a model is never run; leave the flag out", values=""),
-    _refused("--task --runner --convert", "models here generate text", "auto", "generate", "none"),
+    _refused("--runner --convert", _TASK, "auto", "generate", "none"),
     _refused("--enable-lora", _ADAPTERS, values=""),
     _refused("--lora-modules", _ADAPTERS, values="+"),
     _refused("--logits-processors --middleware", _NO_CODE, values="+"),
     _refused("--tool-parser-plugin", _NO_CODE),
+    _refused("--worker-cls --worker-extension-cls", _NO_CODE, "auto", ""),
     _refused("--guided-decoding-backend", _GRAMMARS, *_BACKENDS),
     _refused("--structured-outputs-config", _GRAMMARS, *(f'{{"backend": "{name}"}}' for name in _BACKENDS)),
     _refused("--max-logprobs", "the maximum is 20", *map(str, range(21))),

@@ -43,6 +43,21 @@ def test_pip_is_named_if_it_is_the_one_of_this_environment(monkeypatch: pytest.M
     assert install_command.install_command("serve").startswith(f"{sys.executable} -m pip install ")
 
 
+def test_a_checkout_that_is_gone_is_not_named_as_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    origin = json.dumps({"url": (tmp_path / "src").as_uri(), "dir_info": {}})
+    monkeypatch.setattr(install_command, "_origin", lambda: origin)
+    command = install_command.install_command("serve", "grammar")
+    assert f" install '.[serve,grammar]' in a clone (llmc was installed from {tmp_path}/src, which is gone)" in command
+    (tmp_path / "src").mkdir()
+    assert install_command.install_command("serve").endswith(f" install '{tmp_path}/src[serve]'")
+
+
+def test_every_package_that_an_extra_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    error = missing_extra("transformers")
+    assert error is not None and f"({', '.join(EXTRAS['compile'])} missing)" in error.cause
+
+
 def test_each_module_of_an_extra_names_its_extra() -> None:
     for extra, modules in EXTRAS.items():
         for module in modules:

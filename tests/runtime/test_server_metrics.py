@@ -29,6 +29,7 @@ counter num_aborted_requests scheduler_idle_seconds runtime_compiles num_steps n
 histogram time_to_first_token_seconds inter_token_latency_seconds request_time_per_output_token_seconds
 histogram e2e_request_latency_seconds request_queue_time_seconds request_inference_time_seconds iteration_tokens_total
 histogram request_prefill_time_seconds request_decode_time_seconds request_prompt_tokens request_generation_tokens
+histogram request_max_num_generation_tokens request_prefill_kv_computed_tokens
 histogram request_params_n request_params_max_tokens grammar_compilation_time_seconds
 """
 
@@ -78,6 +79,7 @@ def test_every_name_is_there_from_the_beginning_with_its_kind() -> None:
         assert reasons == {"reason=capacity", "reason=deferred"}
         mine, other = ([line for line in text.splitlines() if p in line.split("{")[0]] for p in ("llmc:", "vllm:"))
         assert [line.replace("llmc:", "vllm:") for line in mine] == other and len(mine) > 100
+        assert len(helps := re.findall(r"^# HELP (\S+)", text, re.M)) == len(set(helps))  # Prometheus' rule
         own = {family.name: family.samples[0].value for family in families(text, "process_")}
         assert own["process_resident_memory_bytes"] > 1 << 20 and own["process_cpu_seconds"] > 0
         info = httpx.get(f"{server.url}/server_info").json()
@@ -110,6 +112,8 @@ def test_times_of_the_engine_and_the_front_add_up() -> None:
             inference == pytest.approx(prefill + decode)
             and queue + inference < found["e2e_request_latency_seconds_sum", ""]
         )
+        assert found["request_generation_tokens_sum", ""] == 30
+        assert found["request_max_num_generation_tokens_sum", ""] == 20
         assert 2 * 0.02 <= prefill < 20 and 2 * 8 * 0.02 < decode < 20
         mean = found["request_time_per_output_token_seconds_sum", ""] / 2
         assert 0.015 < mean < 2 and found["request_time_per_output_token_seconds_count", ""] == 2
@@ -118,6 +122,17 @@ def test_times_of_the_engine_and_the_front_add_up() -> None:
         assert found["iteration_tokens_total_bucket", "le=+Inf"] == found["num_steps_total", ""]
         idle = found["scheduler_idle_seconds_total", ""]
         until(lambda: scrape(server)["scheduler_idle_seconds_total", ""] > idle + 0.3, 5)
+
+
+def test_prompt_tokens_from_the_cache_are_not_computed() -> None:
+    with served() as server:
+        for _ in range(2):
+            complete(server, prompt=[*range(5, 14)], max_tokens=1)
+            server.rest()
+        found = scrape(server)
+        assert found["request_prompt_tokens_sum", ""] == 18 and found["prompt_tokens_cached_total", ""] == 8
+        assert found["request_prefill_kv_computed_tokens_sum", ""] == 10
+        assert found["request_prefill_kv_computed_tokens_count", ""] == 2
 
 
 def test_a_request_that_waits_is_reported_so() -> None:

@@ -75,24 +75,42 @@ def test_async_llm_from_engine_args() -> None:
     assert AsyncLLM.from_engine_args(args).args is args
 
 
-@pytest.mark.parametrize("target, dtype", [("cuda:sm_90", "auto"), (None, "bfloat16"), ("cpu:x86-64-v3", "float32")])
-def test_options_that_contradict_an_artifact_are_refused(target: str | None, dtype: str, toy: Path) -> None:
-    """The toy's is for another CPU target, and computes in float32."""
+@pytest.mark.parametrize(
+    "options",
+    [{"target": "cuda:sm_90"}, {"dtype": "bfloat16"}, {"target": "cpu:x86-64-v3", "dtype": "float32"},
+     {"task": "embed"}, {"task": "classify", "dtype": "float32"}],
+)  # fmt: skip
+def test_options_that_contradict_an_artifact_are_refused(options: dict[str, str], toy: Path) -> None:
+    """The toy's is for another CPU target, computes in float32, and generates."""
     with pytest.raises(LlmcError, match="E204") as e:
-        LLM(toy, target=target, dtype=dtype, say=lambda line: None)
+        LLM(toy, say=lambda line: None, **options)
     assert str(toy) in e.value.cause and "leave" in e.value.remedy
     from llmc_runtime.artifact import open_artifact
 
     manifest = open_artifact(toy).manifest
-    EngineOptions(toy, target=manifest.target.name, dtype="float32").check_artifact(manifest)
+    EngineOptions(toy, target=manifest.target.name, dtype="float32", task="generate").check_artifact(manifest)
     EngineOptions(toy).check_artifact(manifest)
 
 
-@pytest.mark.parametrize("name", ["dtype", "scheduling_policy", "distributed_executor_backend"])
+@pytest.mark.parametrize("name", ["dtype", "task", "scheduling_policy", "distributed_executor_backend"])
 def test_a_value_that_is_none_of_the_choices_is_refused(name: str) -> None:
     with pytest.raises(LlmcError, match=f"{name} = 'none' is not allowed") as caught:
         EngineOptions("m", **{name: "none"})
     assert caught.value.code == "E201" and " or " in caught.value.remedy
+
+
+def test_a_task_goes_to_the_compiler() -> None:
+    assert EngineOptions("m", task="embed").compile_options["task"] == "embed"
+    assert "task" not in EngineOptions("m").compile_options
+
+
+def test_methods_that_are_not_here_say_what_to_do_instead() -> None:
+    llm = LLM.over(Rig().engine)
+    with pytest.raises(AttributeError, match=r"^LLM has no sleep: close it; opening it again takes seconds$"):
+        llm.sleep(1)  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"^LLM has no nothing_like_it$"):
+        llm.nothing_like_it()  # type: ignore[attr-defined]
+    assert not hasattr(llm, "wake_up")
 
 
 def test_methods_and_types_of_programs_for_vllm() -> None:

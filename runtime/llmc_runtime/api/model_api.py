@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
 
 from llmc_runtime.defaults import default_params
 from llmc_runtime.format.errors import LlmcError
@@ -15,6 +16,16 @@ from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
 _MAX_CACHED_DEFAULTS = 16
+# Attributes of vLLM's classes that are not here, and what to do instead.
+_ELSEWHERE: Mapping[str, str] = MappingProxyType({
+    "sleep": "close it; opening it again takes seconds",
+    "wake_up": "open it again; that takes seconds",
+    "start_profile": "open it with trace=FILE for a trace of the engine's steps",
+    "stop_profile": "open it with trace=FILE for a trace of the engine's steps",
+    "collective_rpc": "workers run no code from outside",
+    "apply_model": "the runtime has no torch module",
+    "llm_engine": "use its own methods: stats, get_metrics, config",
+})  # fmt: skip
 
 
 class Limits(Protocol):
@@ -44,6 +55,12 @@ class ModelAPI:
     def __init__(self, tokenizer: Tokenizer | None, generation: Mapping[str, Any]) -> None:
         self.tokenizer, self.generation = tokenizer, generation
         self._defaults: dict[int | None, SamplingParams] = {}  # by max_tokens
+
+    if not TYPE_CHECKING:  # type checkers still report unknown attributes
+
+        def __getattr__(self, name: str) -> Any:
+            remedy = _ELSEWHERE.get(name)
+            raise AttributeError(f"{type(self).__name__} has no {name}" + (f": {remedy}" if remedy else ""))
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises LlmcError E620 if the artifact has none."""

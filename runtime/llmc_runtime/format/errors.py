@@ -88,7 +88,7 @@ def missing_extra(module: str) -> LlmcError | None:
     name = module.partition(".")[0]
     extra = next((extra for extra, modules in EXTRAS.items() if name in modules), "")
     if extra == "compile":
-        return _not_installed([name])
+        return _not_installed([m for m in EXTRAS[extra] if m == name or importlib.util.find_spec(m) is None])
     cause = f"the package {name} is needed here, and is not installed"
     return LlmcError(_CODES[extra], cause, install_command(extra)) if extra else None
 

@@ -15,25 +15,39 @@ DISTRIBUTION = "llmc-aot"
 def install_command(*extras: str) -> str:
     """Return the command that installs llmc with `extras`, such as `pip install 'llmc-aot[serve]'`.
 
-    If llmc was installed from a checkout or a file, the command names that checkout or file.
+    If llmc was installed from a checkout or a file, the command names that checkout or file; if that is gone, as in a
+    container, it is for a clone.
     """
-    return f"{_pip()} install {requirement(','.join(extras), _origin())}"
+    names, origin = ",".join(extras), _origin()
+    gone = _removed(origin)
+    where = f" in a clone (llmc was installed from {gone}, which is gone)" if gone else ""
+    return f"{_pip()} install {shlex.quote(f'.[{names}]') if gone else requirement(names, origin)}{where}"
 
 
 def requirement(extras: str, origin: str) -> str:
     """Return pip's arguments for llmc with `extras`. `origin` is the text of the distribution's `direct_url.json`
     (PEP 610), or "" if it was installed from an index.
     """
-    record = json.loads(origin) if origin else {}
-    url = urlsplit(record.get("url", ""))
-    if url.scheme != "file":
+    path, folder = _source(origin)
+    if not path:
         return shlex.quote(f"{DISTRIBUTION}[{extras}]")
-    path = unquote(url.path)
-    folder = record.get("dir_info")
     if folder is None:
         return shlex.quote(f"{path}[{extras}]")
     option = "-e " if folder.get("editable") else ""
     return option + shlex.quote(f"{path}[{extras}]")
+
+
+def _source(origin: str) -> tuple[str, dict[str, bool] | None]:
+    """Return the path of the checkout or file in the text of a `direct_url.json`, and what it says of a checkout."""
+    record = json.loads(origin) if origin else {}
+    url = urlsplit(record.get("url", ""))
+    return (unquote(url.path), record.get("dir_info")) if url.scheme == "file" else ("", None)
+
+
+def _removed(origin: str) -> str:
+    """Return the path of the checkout or file if it is no more, else ""."""
+    path, _ = _source(origin)
+    return path if path and not Path(path).exists() else ""
 
 
 def _origin() -> str:

@@ -36,7 +36,7 @@ def report_of(options: Options) -> dict[str, Any]:
         report |= {"compiled": False, "fits": None, "why": why}
     else:
         artifact = open_artifact(resolve(options.model, {}, None, lambda line: None), verify=False)
-        names = ("target", "dtype", "deterministic", "data_parallel_size", "tensor_parallel_size")
+        names = ("target", "dtype", "task", "deterministic", "data_parallel_size", "tensor_parallel_size")
         named = {name: options.engine[name] for name in names if name in options.engine}
         EngineOptions(options.model, **named).check_artifact(artifact.manifest)
         report |= {"compiled": True, **_artifact(artifact, options)}

@@ -43,6 +43,8 @@ _HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = MappingProxyType({
     "request_inference_time_seconds": ("Time from the start in the engine to the last token", _LONG),
     "request_prompt_tokens": ("Prompt tokens per request", _SIZES),
     "request_generation_tokens": ("Generated tokens per request", _SIZES),
+    "request_max_num_generation_tokens": ("Tokens of the longest output of a request", _SIZES),
+    "request_prefill_kv_computed_tokens": ("Prompt tokens per request that were not in the prefix cache", _SIZES),
     "request_params_n": ("Outputs requested (n)", _COUNTS),
     "request_params_max_tokens": ("Maximum tokens requested (max_tokens)", _SIZES),
 })  # fmt: skip
@@ -105,7 +107,8 @@ class ServerMetrics:
         text = generate_latest(self.registry)
         if self._alias is None:
             return text
-        return text + re.sub(rb"(?m)^(# (?:HELP|TYPE) )?llmc:", rb"\1" + self._alias.encode() + b":", text)
+        own = b"".join(re.findall(rb"(?m)^(?:# (?:HELP|TYPE) )?llmc:.*\n", text))  # process_* have no prefix
+        return text + re.sub(rb"(?m)^(# (?:HELP|TYPE) )?llmc:", rb"\1" + self._alias.encode() + b":", own)
 
     def refused(self, reason: str) -> None:
         """Count a refused request; `reason` is one of admission.REASONS."""
@@ -218,12 +221,15 @@ class RequestMetrics:
         self._first: float | None = None
         self._prefill = 0.0
         self.tokens = 0
+        self._lengths = dict[int, int]()  # of outputs, by index
 
     def take(self, output: RequestOutput) -> None:
         """Record an update of the request."""
         new = 0
         for completion in output.outputs:
-            new += len(completion.token_ids)
+            count = len(completion.token_ids)
+            new += count
+            self._lengths[completion.index] = self._lengths.get(completion.index, 0) + count
             if completion.finish_reason is not None:
                 self._open -= 1
                 self._metrics.ended(completion.finish_reason)
@@ -246,6 +252,7 @@ class RequestMetrics:
             self._open = 0
         histograms["e2e_request_latency_seconds"].add(time.monotonic() - self._began)
         histograms["request_generation_tokens"].add(self.tokens)
+        histograms["request_max_num_generation_tokens"].add(max(self._lengths.values(), default=0))
         if self._first is None:
             return
         decode = self._last - self._first
@@ -259,6 +266,7 @@ class RequestMetrics:
         histograms["time_to_first_token_seconds"].add(now - self._began)
         self._metrics.used(self._key, "key_prompt_tokens", self._prompt_tokens)
         self._metrics.used(self._key, "key_prompt_tokens_cached", output.num_cached_tokens)
+        histograms["request_prefill_kv_computed_tokens"].add(self._prompt_tokens - output.num_cached_tokens)
         if output.times is not None:
             queued, self._prefill = output.times
             histograms["request_queue_time_seconds"].add(queued)

@@ -1,0 +1,446 @@
+"""Embeddings and scores of pairs beside sentence-transformers, from texts to numbers, with random weights.
+
+    python -m bench.embeddings [--models A,B] [--device cpu|cuda] [--loads A,B] [--rounds N] [--threads N]
+        [--artifacts DIR] [--compile-only] [--served] [--json FILE] [--peer PYTHON]
+
+Contenders take turns, each in a process of its own, and medians are compared; `--served` adds llmc-serve's
+/v1/embeddings. Peers run in their best of the settings tried (dtype, batch size) with PYTHON, this one by default, and
+sort texts by length; without sentence-transformers, the same work is done with transformers alone. Results agree or the
+bench fails. On the CPU, `cpu` is the processor time per text: it counts where other processes share the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO = ROOT / "examples" / "demo-model"
+AGREE = 0.98  # the least cosine of a contender's embedding and the first contender's
+CHECKED = 8  # texts whose results are compared
+Texts = list[str] | list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of a published one's sizes. `task`: embed, or score for pairs; `pooling`: sentence-transformers' name."""
+
+    name: str
+    task: str
+    owner: str
+    config: dict[str, Any]
+    pooling: str = ""
+    length: int = 512
+
+
+_BERT = {"vocab_size": 30522, "max_position_embeddings": 512, "num_attention_heads": 12}
+MODELS = {
+    m.name: m
+    for m in (
+        Model(
+            "bge-base", "embed", "BertModel",
+            {**_BERT, "hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 3072}, "cls_token",
+        ),
+        Model(
+            "e5-small", "embed", "BertModel",
+            {**_BERT, "hidden_size": 384, "num_hidden_layers": 12, "intermediate_size": 1536}, "mean_tokens",
+        ),
+        Model(
+            "qwen3-embedding-0.6b", "embed", "Qwen3Model",
+            {"vocab_size": 151936, "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
+             "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072, "max_position_embeddings": 32768},
+            "lasttoken", 4096,
+        ),
+        Model(
+            "minilm-l6-cross", "score", "BertForSequenceClassification",
+            {**_BERT, "hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1536, "num_labels": 1},
+        ),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Load:
+    """Texts of one measurement: how many, and the median and the spread (of the logarithm) of their tokens."""
+
+    name: str
+    texts: int
+    tokens: int
+    spread: float
+    times: int = 1  # how many such calls one measurement has
+
+
+LOADS = {
+    load.name: load
+    for load in (Load("queries", 128, 12, 0.4), Load("passages", 64, 120, 0.6), Load("one query", 1, 12, 0.0, 20))
+}
+
+
+def tokenizer(encoder: bool) -> Any:
+    """The demonstration model's tokenizer with the special tokens of an encoder, or with an end token behind."""
+    from tokenizers import Tokenizer, processors
+
+    one = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    names = ("<|bos|>", "<|eos|>")
+    special = [(name, one.token_to_id(name)) for name in names]
+    single, pair = ("<|bos|> $A <|eos|>", "<|bos|> $A <|eos|> $B:1 <|eos|>:1") if encoder else ("$A <|eos|>", "$A $B:1 <|eos|>:1")
+    one.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
+    return one
+
+
+def checkpoint(model: Model, folder: Path, dtype: str) -> Path:
+    """A folder with the model, random weights, its tokenizer and sentence-transformers' files."""
+    import torch
+    import transformers
+
+    out = folder / f"{model.name}-{dtype}"
+    if (out / "done").exists():
+        return out
+    torch.manual_seed(0)
+    kind = "bert" if model.owner.startswith("Bert") else "qwen3"
+    config = transformers.AutoConfig.for_model(kind, **model.config, pad_token_id=2)
+    drawn = getattr(transformers, model.owner)._from_config(config, dtype=getattr(torch, dtype))
+    drawn.save_pretrained(out)
+    tokenizer(kind == "bert").save(str(out / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<|pad|>", "model_max_length": model.length}
+    (out / "tokenizer_config.json").write_text(json.dumps(settings))
+    if model.task == "embed":
+        kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+        modules = [
+            {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{name}"}
+            for i, (path, name) in enumerate(kinds)
+        ]
+        (out / "modules.json").write_text(json.dumps(modules))
+        (out / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": model.length}))
+        (out / "1_Pooling").mkdir(exist_ok=True)
+        (out / "2_Normalize").mkdir(exist_ok=True)
+        modes = {f"pooling_mode_{name}": name == model.pooling for name in ("cls_token", "mean_tokens", "lasttoken")}
+        sizes = {"word_embedding_dimension": model.config["hidden_size"]}
+        (out / "1_Pooling" / "config.json").write_text(json.dumps(sizes | modes))
+    (out / "done").touch()
+    return out
+
+
+def artifact(model: Model, folder: Path, device: str) -> Path:
+    """The compiled model; for a GPU without weights, which `packed` adds on the machine that measures."""
+    target = "cuda:sm_90" if device == "cuda" else "cpu:native"
+    out = folder / f"{model.name}-{target.replace(':', '-')}.llmc"
+    if not (out / "manifest.json").exists():
+        source = checkpoint(model, folder, "bfloat16")
+        more = ["--no-weights"] if device == "cuda" else []
+        command = [sys.executable, "-m", "llmc.cli", "compile", source, "-o", out, "--target", target]
+        subprocess.run([*command, "--max-model-len", str(model.length), *more], check=True, cwd=ROOT)
+    return out
+
+
+def packed(model: Model, folder: Path, device: str) -> Path:
+    """The same with the weights of the checkpoint."""
+    out = artifact(model, folder, device)
+    if device == "cuda" and not (done := out.with_suffix(".packed")).exists():
+        source = checkpoint(model, folder, "bfloat16")
+        subprocess.run([sys.executable, "-m", "llmc.cli", "pack", out, source], check=True, cwd=ROOT)
+        done.touch()
+    return out
+
+
+def texts(model: Model, load: Load, seed: int) -> Texts:
+    """Random sentences of words that the tokenizer knows; pairs for models that score."""
+    draw = random.Random(seed)
+    words = [w for w in (DEMO / "README.md").read_text().split() if w.isalpha()]
+
+    def one(tokens: float) -> str:
+        return " ".join(draw.choice(words) for _ in range(max(1, round(tokens / 1.6))))
+
+    sizes = [min(model.length * 0.6, load.tokens * math.exp(draw.gauss(0, load.spread))) for _ in range(load.texts)]
+    if model.task == "score":
+        return [(one(12), one(size)) for size in sizes]
+    return [one(size) for size in sizes]
+
+
+Run = Callable[[Texts], Sequence[Any]]
+
+
+def ours(path: str, task: str, threads: int) -> tuple[Run, str]:
+    """LLM.embed or LLM.score over an artifact."""
+    from llmc_runtime import LLM, __version__
+
+    options: dict[str, Any] = {"threads": threads} if "cpu-" in Path(path).name else {}
+    llm = LLM(path, enable_prefix_caching=False, say=lambda line: None, **options)
+
+    def score(pairs: Any) -> Sequence[Any]:
+        first, second = zip(*pairs)
+        return [[o.outputs.score] for o in llm.score(list(first), list(second), use_tqdm=False)]
+
+    def embed(prompts: Any) -> Sequence[Any]:
+        return [o.outputs.embedding for o in llm.embed(prompts, use_tqdm=False)]
+
+    return score if task == "score" else embed, f"llmc_runtime {__version__}"
+
+
+def sentence_transformers(path: str, task: str, batch: int, device: str) -> tuple[Run, str]:
+    """SentenceTransformer.encode or CrossEncoder.predict, with the checkpoint's dtype."""
+    import sentence_transformers as st
+    import torch
+
+    dtype = torch.bfloat16 if path.endswith("bfloat16") else torch.float32
+    version = f"sentence-transformers {st.__version__}"
+    if task == "score":
+        cross = st.CrossEncoder(path, device=device, model_kwargs={"dtype": dtype})
+        return lambda pairs: cross.predict(pairs, batch_size=batch, show_progress_bar=False).reshape(-1, 1), version
+    net = st.SentenceTransformer(path, device=device, model_kwargs={"dtype": dtype})
+    return lambda prompts: net.encode(prompts, batch_size=batch, show_progress_bar=False), version
+
+
+def transformers(path: str, task: str, batch: int, device: str) -> tuple[Run, str]:
+    """The same with transformers alone: batches of texts in order of length, and the pooling by hand."""
+    import numpy as np
+    import torch
+    import transformers as hf
+
+    dtype = torch.bfloat16 if path.endswith("bfloat16") else torch.float32
+    owner = hf.AutoModelForSequenceClassification if task == "score" else hf.AutoModel
+    net = owner.from_pretrained(path, dtype=dtype).to(device).eval()
+    words = hf.AutoTokenizer.from_pretrained(path)
+    pooling = {}
+    if task == "embed":
+        pooling = json.loads((Path(path) / "1_Pooling" / "config.json").read_text())
+
+    def pooled(hidden: Any, mask: Any) -> Any:
+        if pooling["pooling_mode_cls_token"]:
+            rows = hidden[:, 0]
+        elif pooling["pooling_mode_lasttoken"]:
+            rows = hidden[torch.arange(len(hidden), device=hidden.device), mask.sum(1) - 1]
+        else:
+            rows = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        return torch.nn.functional.normalize(rows.float(), dim=1)
+
+    def run(prompts: Any) -> Sequence[Any]:
+        order = sorted(range(len(prompts)), key=lambda i: -len("".join(prompts[i])))
+        found: list[Any] = [None] * len(prompts)
+        for start in range(0, len(prompts), batch):
+            chosen = order[start : start + batch]
+            part = [prompts[i] for i in chosen]
+            pairs = [list(side) for side in zip(*part)] if task == "score" else [part]
+            given = words(*pairs, padding=True, truncation=True, return_tensors="pt").to(device)
+            with torch.inference_mode():
+                out = net(**given)
+                rows = (
+                    torch.sigmoid(out.logits.float())
+                    if task == "score"
+                    else pooled(out.last_hidden_state, given["attention_mask"])
+                )
+            for i, row in zip(chosen, rows.cpu().numpy()):
+                found[i] = row
+        return np.array(found)
+
+    return run, f"transformers {hf.__version__}"
+
+
+def contend(kind: str, path: str, task: str, batch: int, device: str, threads: int) -> None:
+    """Load the model, print the contender's name, then answer texts until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # output of libraries goes to stderr
+    if kind == "llmc":
+        run, version = ours(path, task, threads)
+    else:
+        import torch
+
+        torch.set_num_threads(threads)
+        peer = sentence_transformers if kind == "sentence-transformers" else transformers
+        run, version = peer(path, task, batch, device)
+    print(json.dumps({"version": version}), file=answers, flush=True)
+    for line in sys.stdin:
+        calls = [[tuple(t) if isinstance(t, list) else t for t in call] for call in json.loads(line)]
+        begin, busy = time.perf_counter(), time.process_time()
+        rows, *_ = [run(call) for call in calls]
+        found = {"seconds": time.perf_counter() - begin, "cpu": time.process_time() - busy}
+        shown = [[float(x) for x in row] for row in rows[:CHECKED]]
+        print(json.dumps(found | {"rows": shown}), file=answers, flush=True)
+
+
+class Contender:
+    """A process that embeds on request."""
+
+    def __init__(self, name: str, python: str, *words: str) -> None:
+        self.name, self.log = name, tempfile.TemporaryFile("w+")
+        env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'runtime'}:{os.environ.get('PYTHONPATH', '')}"}
+        env |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        self.process = subprocess.Popen(
+            [python, "-m", "bench.embeddings", "--contender", *words],
+            cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
+        )  # fmt: skip
+        self.version = str(self._answer()["version"])
+
+    def measure(self, calls: Sequence[Texts]) -> dict[str, Any]:
+        """Embed the texts of each call; return the seconds and the first call's first rows."""
+        assert self.process.stdin is not None
+        print(json.dumps(calls), file=self.process.stdin, flush=True)
+        return self._answer()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(60)
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            self.log.seek(0)
+            raise RuntimeError(f"{self.name} ended: {self.log.read()[-1500:]}")
+        return dict(json.loads(line))
+
+
+class Served:
+    """llmc-serve with /v1/embeddings or /v1/score, and one client that sends the texts of a call in one request."""
+
+    def __init__(self, path: Path, task: str, threads: int) -> None:
+        self.name, self.task, self.version = "llmc-serve", task, "llmc-serve"
+        options = ["--threads", str(threads)] if "cpu-" in path.name else []
+        env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'runtime'}:{os.environ.get('PYTHONPATH', '')}"}
+        program = "from llmc_runtime.cli import main_serve; raise SystemExit(main_serve())"
+        command = [sys.executable, "-c", program, str(path), "--port", "0", "--no-enable-prefix-caching", *options]
+        self.process = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            if " at http" in line:
+                self.url = line[line.index("http") :].split()[0]
+                break
+        else:
+            raise RuntimeError("llmc-serve ended")
+
+    def measure(self, calls: Sequence[Texts]) -> dict[str, Any]:
+        """Send a request for each call; return the seconds and the first rows."""
+        begin = time.perf_counter()
+        first, *_ = [self._ask(call) for call in calls]
+        return {"seconds": time.perf_counter() - begin, "cpu": 0.0, "rows": first[:CHECKED]}
+
+    def _ask(self, call: Texts) -> list[list[float]]:
+        if self.task == "score":
+            first, second = zip(*call)
+            path, body = "/v1/score", {"text_1": first, "text_2": second}
+        else:
+            path, body = "/v1/embeddings", {"input": call}
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=300) as reply:
+            data = json.loads(reply.read())["data"]
+        return [row["embedding"] if "embedding" in row else [row["score"]] for row in data]
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(60)
+
+
+def agree(names: Sequence[str], rows: Sequence[Any]) -> None:
+    """Raise RuntimeError if a contender's results differ from the first one's by more than rounding does."""
+    import numpy as np
+
+    one = np.array(rows[0])
+    for name, row in zip(names[1:], rows[1:]):
+        other = np.array(row)
+        if one.shape[1] == 1:
+            good = np.allclose(one, other, atol=0.02)
+        else:
+            cosines = (one * other).sum(1) / np.linalg.norm(one, axis=1) / np.linalg.norm(other, axis=1)
+            good = bool((cosines > AGREE).all())
+        if not good:
+            raise RuntimeError(f"{name} and {names[0]} differ: {other[:2, :4]} and {one[:2, :4]}")
+
+
+def bench(model: Model, args: argparse.Namespace, say: Callable[[dict[str, Any]], None]) -> None:
+    """Measure all loads of a model, a row for each contender and load."""
+    folder = Path(args.artifacts)
+    path = packed(model, folder, args.device)
+    peers = [("bfloat16", 32)] if args.device == "cpu" else [("bfloat16", 32), ("bfloat16", 128)]
+    if args.device == "cpu":
+        peers += [("float32", 32), ("float32", 8)]
+    contenders: list[Any] = []
+    common = (args.device, str(args.threads))
+    try:
+        contenders.append(Contender("llmc", sys.executable, "llmc", str(path), model.task, "0", *common))
+        for dtype, batch in peers:
+            words = (args.peer_kind, str(checkpoint(model, folder, dtype)), model.task, str(batch), *common)
+            contenders.append(Contender(f"{args.peer_kind} {dtype}, batches of {batch}", args.peer, *words))
+        if args.served:
+            contenders.append(Served(path, model.task, args.threads))
+        for name in args.loads.split(","):
+            _load(model, LOADS[name], contenders, args.rounds, say)
+    finally:
+        for one in contenders:
+            one.close()
+
+
+def _load(model: Model, load: Load, contenders: Sequence[Any], rounds: int, say: Callable[..., None]) -> None:
+    encode = tokenizer(model.owner.startswith("Bert")).encode
+    warm = [texts(model, load, 1)]
+    agree([c.name for c in contenders], [c.measure(warm)["rows"] for c in contenders])
+    found: dict[str, list[dict[str, Any]]] = {c.name: [] for c in contenders}
+    tokens = 0
+    for i in range(rounds):
+        calls = [texts(model, load, 1000 * i + call) for call in range(load.times)]
+        tokens += sum(len(encode(*t if isinstance(t, tuple) else (t,)).ids) for call in calls for t in call)
+        for one in contenders if i % 2 == 0 else contenders[::-1]:
+            found[one.name].append(one.measure(calls))
+    count = load.texts * load.times
+    for one in contenders:
+        seconds = statistics.median(row["seconds"] for row in found[one.name])
+        busy = statistics.median(row["cpu"] for row in found[one.name])
+        say({
+            "model": model.name, "load": load.name, "contender": one.name, "version": one.version,
+            "texts_per_s": round(count / seconds, 1), "tokens_per_s": round(tokens / rounds / seconds),
+            "ms_per_call": round(1e3 * seconds / load.times, 2), "cpu_ms_per_text": round(1e3 * busy / count, 3),
+        })  # fmt: skip
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--contender"]:
+        kind, path, task, batch, device, threads = sys.argv[2:8]
+        contend(kind, path, task, int(batch), device, int(threads))
+        return
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--loads", default=",".join(LOADS))
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--artifacts", default=str(ROOT / "build" / "bench" / "embeddings"))
+    parser.add_argument("--compile-only", action="store_true")
+    parser.add_argument("--served", action="store_true")
+    parser.add_argument("--json", default="")
+    parser.add_argument("--peer", default=sys.executable)
+    parser.add_argument(
+        "--peer-kind", choices=("sentence-transformers", "transformers"), default="sentence-transformers"
+    )
+    args = parser.parse_args()
+    Path(args.artifacts).mkdir(parents=True, exist_ok=True)
+
+    def say(row: dict[str, Any]) -> None:
+        print("  ".join(f"{v}" for k, v in row.items() if k != "version"), flush=True)
+        if args.json:
+            with Path(args.json).open("a") as file:
+                print(json.dumps(row), file=file)
+
+    for name in args.models.split(","):
+        if args.compile_only:
+            artifact(MODELS[name], Path(args.artifacts), args.device)
+        else:
+            bench(MODELS[name], args, say)
+
+
+if __name__ == "__main__":
+    main()
