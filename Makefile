@@ -26,7 +26,8 @@ DEMO_MODEL ?= examples/demo-model
 DEMO := build/demo.llmc
 PROMPT ?= When the morning came,
 SOURCES := $(shell find llmc runtime/llmc_runtime/format -name '*.py' -o -name '*.h' 2>/dev/null)
-JOBS ?= auto
+# Workers of the tests: three on two cores, because many tests wait for processes and timers.
+JOBS ?= $(shell cores=$$(nproc); echo $$((cores + cores / 2)))
 SEED ?= $(shell date +%s)
 STEPS ?= 1000000
 FUZZ_SECONDS ?= 600
@@ -147,7 +148,7 @@ corpus: $(VENV)/.stamp-dev
 # The fuzzer is judged by times, so that no other test runs beside it. 5: ATTACK_ARGS selects none.
 ATTACKS = $(BIN)/python -m pytest --attacks full --attack-seed $(SEED) -q
 attacks: $(VENV)/.stamp-dev
-	$(ATTACKS) -n $(JOBS) --dist worksteal --ignore tests/attacks/test_fuzz.py tests/attacks $(ATTACK_ARGS) || [ $$? -eq 5 ]
+	$(ATTACKS) -n auto --dist worksteal --ignore tests/attacks/test_fuzz.py tests/attacks $(ATTACK_ARGS) || [ $$? -eq 5 ]
 	$(ATTACKS) -n 0 --fuzz-seconds $(FUZZ_SECONDS) tests/attacks/test_fuzz.py $(ATTACK_ARGS) || [ $$? -eq 5 ]
 
 clean:
