@@ -34,8 +34,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Servers under test take SIGHUP and SIGINT as they would from a shell, also if the tests themselves run under nohup
-    or in the background of a script."""
+    """Servers under test take SIGHUP and SIGINT as they would from a shell, also if the tests themselves run under
+    nohup or in the background of a script."""
     for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
