@@ -27,7 +27,8 @@ DEMO_MODEL ?= examples/demo-model
 DEMO := build/demo.llmc
 PROMPT ?= When the morning came,
 SOURCES := $(shell find llmc runtime/llmc_runtime/format -name '*.py' -o -name '*.h' 2>/dev/null)
-JOBS ?= auto
+# Workers of the tests: three on two cores, because many tests wait for processes and timers.
+JOBS ?= $(shell cores=$$(nproc); echo $$((cores + cores / 2)))
 SEED ?= $(shell date +%s)
 STEPS ?= 1000000
 FUZZ_SECONDS ?= 600
@@ -49,7 +50,7 @@ $(DEMO)/manifest.json: $(VENV)/.stamp-compile $(SOURCES) $(wildcard $(DEMO_MODEL
 
 test: $(VENV)/.stamp-dev
 	@echo "make: running the test suite (two cores: under ten minutes)" >&2
-	$(BIN)/python -m pytest -n $(JOBS) -q $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q $(PYTEST_ARGS)
 
 # On a machine with an NVIDIA GPU: about five minutes; SAMPLE=N takes every Nth case under compute-sanitizer.
 test-gpu: $(VENV)/.stamp-dev
@@ -163,7 +164,7 @@ corpus: $(VENV)/.stamp-dev
 # The fuzzer is judged by times, so that no other test runs beside it. 5: ATTACK_ARGS selects none.
 ATTACKS = $(BIN)/python -m pytest --attacks full --attack-seed $(SEED) -q
 attacks: $(VENV)/.stamp-dev
-	$(ATTACKS) -n $(JOBS) --ignore tests/attacks/test_fuzz.py tests/attacks $(ATTACK_ARGS) || [ $$? -eq 5 ]
+	$(ATTACKS) -n auto --dist worksteal --ignore tests/attacks/test_fuzz.py tests/attacks $(ATTACK_ARGS) || [ $$? -eq 5 ]
 	$(ATTACKS) -n 0 --fuzz-seconds $(FUZZ_SECONDS) tests/attacks/test_fuzz.py $(ATTACK_ARGS) || [ $$? -eq 5 ]
 
 clean:

@@ -20,21 +20,25 @@ from filecheck.parser import Parser
 RUN = re.compile(r"^// RUN: (.*)$", re.M)
 
 
-SHARE = 1 / 10
+SHARE = 1 / 20
+SLOW = 6  # tests marked `slow` are drawn this many times as often
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--every", action="store_true", help="all tests marked `drawn`, not only those that SEED draws")
     parser.addoption(
-        "--share", type=float, default=SHARE, metavar="X", help=f"share of the tests marked `drawn` to run ({SHARE})"
+        "--every", action="store_true", help="all tests marked `drawn` or `slow`, not only those that SEED draws"
     )
+    share = f"share of the tests marked `drawn` to run ({SHARE}), and {SLOW} times this of those marked `slow`"
+    parser.addoption("--share", type=float, default=SHARE, metavar="X", help=share)
     parser.addoption("--kills", type=int, default=3, metavar="N", help="how often ranks under load are killed (3)")
 
 
 def pytest_configure() -> None:
-    """Servers under test take SIGHUP as they would from a shell, also where the tests themselves run under nohup."""
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    """Servers under test take SIGHUP and SIGINT as they would from a shell, also if the tests themselves run under
+    nohup or in the background of a script."""
+    for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def pytest_report_header() -> str:
@@ -47,20 +51,32 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that are one of many of a kind are drawn; what is named on the command line by its node id runs."""
+    """Tests that are one of many of a kind, or slow, are drawn; slow ones of a file that is named on the command line
+    all run, and so does everything that is named by its node id."""
     full = config.getoption("--attacks", "sample") == "full"
     if full or config.getoption("--every") or any("::" in arg for arg in config.args):
         return
-    out = left_out([item.nodeid for item in items if item.get_closest_marker("drawn")], config.getoption("--share"))
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in out])
-    items[:] = [item for item in items if item.nodeid not in out]
+    named = any(arg.endswith(".py") for arg in config.args)
+    share = config.getoption("--share")
+    drawn = [item.nodeid for item in items if item.get_closest_marker("drawn")]
+    out = left_out(drawn, share) | left_out([*{*map(slow, items)} - {""}], 1.0 if named else min(1.0, SLOW * share))
+    left = [item for item in items if item.nodeid in out or slow(item) in out]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if not (item.nodeid in out or slow(item) in out)]
+
+
+def slow(item: pytest.Item) -> str:
+    """The test that is marked `slow`, or its whole file, whose fixtures may be what is slow; "" for other tests."""
+    nodes = (node for node, _ in item.iter_markers_with_node("slow"))
+    return "" if item.get_closest_marker("drawn") else next((node.nodeid for node in nodes), "")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Say that tests were left out, also with -q: a file that is run alone is otherwise taken for checked."""
     count = len(terminalreporter.stats.get("deselected", ()))
     if count and not (config.getoption("keyword") or config.getoption("markexpr")):
-        terminalreporter.write_line(f"{count} tests marked `drawn` were left out at random (SEED={SEED}); all: --every")
+        marks = "marked `drawn` or `slow`"
+        terminalreporter.write_line(f"{count} tests {marks} were left out at random (SEED={SEED}); all: --every")
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:

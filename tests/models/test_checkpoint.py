@@ -176,6 +176,7 @@ def with_a_head_of_its_own(folder: Path, token: int) -> None:
     rewrite(folder, change)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("token", [0, 1, 30, 319])
 def test_a_stored_head_beside_a_tied_embedding_is_used(token: int, tmp_path: Path) -> None:
     """As transformers does, even if they differ in a single element."""
@@ -210,6 +211,7 @@ def test_equal_heads_of_another_dtype_stay_tied(tmp_path: Path) -> None:
         assert "lm_head.weight" not in checkpoint.names
 
 
+@pytest.mark.slow
 def test_a_compile_uses_the_stored_head_and_says_so(tmp_path: Path) -> None:
     case = BY_NAME["llama"]
     folder = tmp_path / "model"

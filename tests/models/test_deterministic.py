@@ -34,6 +34,7 @@ from llmc.targets.target import Target
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 LIMITS: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 96}
 WINDOW = 40
+pytestmark = pytest.mark.slow
 
 
 @dataclass(frozen=True)

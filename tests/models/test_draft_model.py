@@ -21,6 +21,7 @@ from llmc.options import Options
 
 SIBLING = DEMO.parent / "demo-model-small"
 LIMITS: dict[str, Any] = {"cache": CACHE, "max_num_seqs": 4, "max_num_batched_tokens": 24}
+pytestmark = pytest.mark.slow
 
 
 def find(name: str) -> Case:

@@ -17,7 +17,9 @@ from llmc_runtime.host_info import usable_cpus
 from llmc.driver import compile_model
 from llmc.options import Options
 
-pytestmark = pytest.mark.skipif(usable_cpus() < 2, reason="two engines need two CPUs")
+pytestmark = [
+    pytest.mark.slow, pytest.mark.skipif(usable_cpus() < 2, reason="two engines need two CPUs"),
+]  # fmt: skip
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 OPENINGS = ("Once upon a time", "The kernel", "What is a river?", "In the beginning")
 TURN, LONG = (SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (12, 300))

@@ -25,6 +25,7 @@ from llmc.options import Options
 from llmc.report.inspect import inspect_artifact
 
 LIMITS: dict[str, Any] = {"cache": CACHE, "max_num_seqs": 4, "max_num_batched_tokens": 24}
+pytestmark = pytest.mark.slow
 NAMES = ("deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.drawn))
 
 
@@ -46,7 +47,7 @@ def test_drafts_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch
         verified, right = accepted(llm)
     assert found == want
     assert 0 < right < verified and len(seen) > 24
-    for known, drafts in Random(SEED).sample(seen, 24):
+    for known, drafts in Random(SEED).sample(seen, 8):
         assert drafted(model, head, known, len(drafts), bias) == drafts, f"after {len(known)} tokens"
 
 

@@ -38,6 +38,7 @@ def test_logits_equal_transformers(case: Case, tmp_path: Path) -> None:
     assert relative_error(got, want) <= 1e-4
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in LISTED])
 def test_packing_matters(case: Case, tmp_path: Path) -> None:
     """The test above can fail: without the restart of positions the second sequence sees the first."""
@@ -63,6 +64,7 @@ def test_values_wider_than_keys(tmp_path: Path) -> None:
     assert relative_error(got, eager_logits(model, tokens, case.lengths)) <= 1e-4
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt2", "codegen"])
 def test_bfloat16_is_as_exact_as_transformers(name: str, tmp_path: Path) -> None:
     case = next(c for c in (*LISTED, *FURTHER) if c.name == name)
@@ -77,6 +79,7 @@ def test_bfloat16_is_as_exact_as_transformers(name: str, tmp_path: Path) -> None
     assert relative_error(got, exact) <= 1.5 * relative_error(theirs, exact)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 def test_the_text_of_a_model_parses_back(name: str, tmp_path: Path) -> None:
     case = next(c for c in LISTED if c.name == name)

@@ -23,6 +23,8 @@ from models.test_pooling import BERT, CROSS, LENGTH, ROWS, VOCAB, save
 from llmc.driver import compile_model
 from llmc.options import Options
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True)
 class Served:

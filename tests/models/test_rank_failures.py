@@ -34,6 +34,7 @@ SIZES = {"hidden_size": 96, "vocab_size": 321, "num_attention_heads": 6, "num_ke
 HEADS = Case("heads", "llama", SMALL | SIZES)
 LATEST = 5.0  # seconds until a request gets its error, on a machine that runs other tests; alone it takes 0.2
 Ended = RequestOutput | LlmcError
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

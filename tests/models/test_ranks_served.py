@@ -24,7 +24,9 @@ from llmc.driver import compile_model
 from llmc.options import Options
 
 pytest.importorskip("starlette")
-pytestmark = pytest.mark.skipif(usable_cpus() < 2, reason="two engines need two CPUs")
+pytestmark = [
+    pytest.mark.slow, pytest.mark.skipif(usable_cpus() < 2, reason="two engines need two CPUs"),
+]  # fmt: skip
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model-small"
 TEXTS = ("The river", "Once upon a time", "The kernel", "In the beginning")
 KEY = "an-admin-key"

@@ -92,6 +92,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Speculation, "wants", True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eager")
 def test_nothing_changes(artifact: Path) -> None:
     """Batched, with preemption and the prefix cache: what is drafted depends on the company, the tokens do not."""
@@ -112,6 +113,7 @@ def test_nothing_changes(artifact: Path) -> None:
     tight.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("method", ["suffix:4", "suffix:1"])
 def test_drafts_of_the_host_change_nothing(demo: Path, method: str) -> None:

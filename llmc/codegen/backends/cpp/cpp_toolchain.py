@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from llmc.codegen.backends.cpp.precompiled_headers import SLOW, precompiled
 from llmc.codegen.backends.cpp.step_unit import step_source
 from llmc.codegen.kernel import Source
 from llmc.codegen.toolchain import Compiled, Output, Progress, compile_error, compile_in_threads
@@ -73,20 +74,31 @@ class CppToolchain:
 
         Raises Diagnostic E502 with the first error of the first source that does not compile.
         """
+        headers = self._headers(sources, cache)
 
         def compile_one(key: str, source: Source, loc: str) -> Compiled:
-            return Compiled(self._binary(key, source, loc, cache), source.threads, source.shared)
+            return Compiled(self._binary(key, source, loc, cache, headers), source.threads, source.shared)
 
         return compile_in_threads(sources, self.key, compile_one, cache, jobs, progress)
 
-    def _binary(self, key: str, source: Source, loc: str, cache: Path) -> bytes:
+    def _headers(self, sources: Sequence[tuple[Source, str]], cache: Path) -> Path | None:
+        """Return the precompiled headers for those sources that have to be compiled, as `precompiled` does."""
+        slow = {self.key(s) for s, _ in sources if SLOW in s.text}
+        missing = sum(not self.cached(key, cache) for key in slow)
+        if not missing or self.name != "g++":
+            return None
+        cache.mkdir(parents=True, exist_ok=True)
+        return precompiled([self.compiler, *self.flags], self.version, cache.resolve(), missing)
+
+    def _binary(self, key: str, source: Source, loc: str, cache: Path, headers: Path | None) -> bytes:
         entry = cache / f"{key}.so"
         if (binary := _read_entry(entry)) is not None:
             return binary
         with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as tmp:
             text, target = Path(tmp, "kernel.cpp"), Path(tmp, "kernel.so")
             text.write_text(source.text)
-            argv = [self.compiler, *self.flags, *_extra(source), text.name, "-o", target.name, "-lm"]
+            first = ["-include", str(headers)] if headers and SLOW in source.text else []
+            argv = [self.compiler, *self.flags, *_extra(source), *first, text.name, "-o", target.name, "-lm"]
             r = subprocess.run(argv, cwd=tmp, capture_output=True, text=True)
             if r.returncode:
                 raise self._failed(r.stderr, r.returncode, source, loc, cache / f"{key}.failed.cpp")
