@@ -14,6 +14,7 @@ import numpy as np
 
 from llmc.ir.opdef import OpDef, op
 from llmc.ir.ops.common import axis_of
+from llmc.ir.ops.norm import rms_norm
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
 
@@ -62,6 +63,28 @@ def all_reduce_add(*xs: Any, ranks: int) -> Any:
     *terms, r = xs
     first, *others = _of_all(tuple(terms), ranks)
     return sum(others, first) + r
+
+
+def _norm_types(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    if "r" in env and env["r"] != env["x"]:
+        raise Mismatch(f"r is {env['r']}, x is {env['x']}")
+    return _reduce_type(env, attrs) * 2
+
+
+@op(
+    "(x: f[*b, d], w: f[d], r?: f[*b, d]) -> (total: x[*b, d], normed: x[*b, d])", infer=_norm_types,
+    flops="ranks*b*d + 5*b*d", bytes="2*ranks*b*d*bytes_x - 2*b*d*bytes_x",
+    example={"*b": (3,), "d": 8, "ranks": 1, "eps": 1e-5},
+)  # fmt: skip
+def all_reduce_norm(*xs: Any, eps: float, ranks: int) -> Any:
+    """The sum of every rank's x, plus r if there is one, and the rms_norm of this sum with the gain w.
+
+    All ranks have the same w and r, which follow the ranks' x among the arguments.
+    """
+    terms, (w, *residual) = xs[:ranks], xs[ranks:]
+    first, *others = _of_all(terms, ranks)
+    total = sum([*others, *residual], first)
+    return total, rms_norm.ref(total, w, eps=eps)
 
 
 def _gather_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:

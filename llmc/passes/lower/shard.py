@@ -14,6 +14,7 @@ from llmc.ir.graph import Builder, Graph, Module, Node, Value
 from llmc.ir.signature import Mismatch
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.fuse.fuse_reduce import FuseReduce
+from llmc.passes.fuse.fuse_reduce_norm import FuseReduceNorm
 from llmc.passes.lower.shard_plan import Plan, make_plans
 from llmc.passes.lower.shard_rules import Relation, Split, local
 from llmc.passes.lower.shard_siblings import separate
@@ -56,7 +57,10 @@ class Shard(Pass):
 
 
 def with_ranks(passes: Sequence[Pass], ranks: int, target: Target) -> list[Pass]:
-    """Return the passes with `shard` behind page-attention, and for GPUs `fuse-reduce`, if there are several ranks.
+    """Return the passes with `shard` behind page-attention if there are several ranks.
+
+    On GPUs, `fuse-reduce` follows it, and `fuse-reduce-norm` precedes select unless the target is deterministic: the
+    final norm follows a sum in the graphs of decoding only.
 
     Raises Diagnostic E421 if the passes lack page-attention, and E439 if they have `shard` already, or if ranks on the
     target are not supported.
@@ -73,8 +77,12 @@ def with_ranks(passes: Sequence[Pass], ranks: int, target: Target) -> list[Pass]
     if at is None:
         cause = "--tensor-parallel-size needs the pass page-attention, which the pipeline lacks"
         raise Diagnostic("E421", cause, "add it to --pipeline")
-    added = [Shard(ranks=ranks), *([FuseReduce()] if target.family == "cuda" else [])]
-    return [*passes[: at + 1], *added, *passes[at + 1 :]]
+    front, back = [*passes[: at + 1], Shard(ranks=ranks)], list(passes[at + 1 :])
+    if target.family == "cuda":
+        front.append(FuseReduce())
+        end = next((i for i, p in enumerate(back) if p.name == "select"), len(back))
+        back[end:end] = [] if target.deterministic else [FuseReduceNorm()]
+    return front + back
 
 
 class _Sharding:
