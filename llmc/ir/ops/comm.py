@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from llmc.ir.opdef import OpDef, op
+from llmc.ir.ops import norm
 from llmc.ir.ops.common import axis_of
-from llmc.ir.ops.norm import rms_norm
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
 
@@ -66,15 +66,16 @@ def all_reduce_add(*xs: Any, ranks: int) -> Any:
 
 
 def _norm_types(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
-    if "r" in env and env["r"] != env["x"]:
-        raise Mismatch(f"r is {env['r']}, x is {env['x']}")
-    return _reduce_type(env, attrs) * 2
+    x, w = env["x"], env["w"]
+    if x.shape[-1:] != w.shape:
+        raise Mismatch(f"w is {w}, not a vector of the last axis of {x}")
+    return (_add_type if "r" in env else _reduce_type)(env, attrs) * 2
 
 
 @op(
-    "(x: f[*b, d], w: f[d], r?: f[*b, d]) -> (total: x[*b, d], normed: x[*b, d])", infer=_norm_types,
-    flops="ranks*b*d + 5*b*d", bytes="2*ranks*b*d*bytes_x - 2*b*d*bytes_x",
-    example={"*b": (3,), "d": 8, "ranks": 1, "eps": 1e-5},
+    "(x: f[*s], w: f[d], r?: f[*s]) -> (total: x[*s], normed: x[*s])", infer=_norm_types,
+    flops="ranks*s + 5*s", bytes="2*ranks*s*bytes_x - 2*s*bytes_x",
+    example={"*s": (3, 8), "d": 8, "ranks": 1, "eps": 1e-5},
 )  # fmt: skip
 def all_reduce_norm(*xs: Any, eps: float, ranks: int) -> Any:
     """The sum of every rank's x, plus r if there is one, and the rms_norm of this sum with the gain w.
@@ -84,7 +85,7 @@ def all_reduce_norm(*xs: Any, eps: float, ranks: int) -> Any:
     terms, (w, *residual) = xs[:ranks], xs[ranks:]
     first, *others = _of_all(terms, ranks)
     total = sum([*others, *residual], first)
-    return total, rms_norm.ref(total, w, eps=eps)
+    return total, norm.rms_norm.ref(total, w, eps=eps)
 
 
 def _gather_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:

@@ -56,7 +56,6 @@ class FuseReduceNorm(Pass):
 
 def _fuse(g: Graph, n: Node, norm: Node, ctx: Ctx) -> bool:
     """Replace both nodes; leave them if no kernel of the target supports the new one."""
-    _move_before(g, norm.operands[1], n)
     x, *residual = n.operands
     attrs = {"eps": norm.attrs["eps"], "ranks": n.attrs["ranks"]}
     b = Builder(g, ctx.opset, before=n, loc=norm.loc or n.loc)
@@ -65,6 +64,7 @@ def _fuse(g: Graph, n: Node, norm: Node, ctx: Ctx) -> bool:
         g.erase(total.node)
         ctx.miss(NAME, n, why)
         return False
+    _move_before(g, norm.operands[1], total.node)
     total.name, out.name = n.result.name, norm.result.name
     g.replace(n.result, total)
     g.replace(norm.result, out)

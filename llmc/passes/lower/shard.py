@@ -29,8 +29,8 @@ class Shard(Pass):
 
     Attention is divided by heads, and with it the KV pools; where there are fewer KV heads than ranks, ranks share
     them. Products before it and the first ones of an MLP or of experts are divided by columns, those after it by rows,
-    with an all_reduce behind. The head is divided by columns, with an all_gather; embeddings, norms and routers are
-    whole on every rank. The parts of a weight are slices that begin at a multiple of K; columns that do not divide are
+    with an all_reduce behind. The head is divided by columns, with an all_gather, and embeddings by rows, with an
+    all_reduce; norms, routers and small tables are whole on every rank. The parts of a weight are slices that begin at a multiple of K; columns that do not divide are
     padded with zeros. The pass stands after page-attention and before fuse-linear; `--explain` names the products that
     stay whole. ranks: their number.
     """
@@ -129,11 +129,13 @@ class _Sharding:
             if i == r.bias:
                 x = b.mul(x, b.constant(1 / self.ranks, x.type.dtype))
             operands.append(x)
-        attrs: dict[str, Any] = dict(n.attrs)
+        op, attrs = n.op, dict[str, Any](n.attrs)
+        if r.partial and op.name == "take":
+            op, attrs = self.ops["take_part"], {"start": local(n.operands[0].type.shape[0], self.ranks) * D(RANK)}
         if n.op.name in SHAPED and r.results[0] is not None:
             attrs["shape"] = _local_shape(n.result.type.shape, r.results[0])
         names = [v.name for v in n.results] if not r.partial else []
-        new = self.g.add(n.op, operands, attrs, n, n.loc, names)
+        new = self.g.add(op, operands, attrs, n, n.loc, names)
         if not r.partial:
             self.parts |= dict(zip(n.results, new.results, strict=True))
             return
