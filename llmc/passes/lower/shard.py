@@ -30,9 +30,9 @@ class Shard(Pass):
     Attention is divided by heads, and with it the KV pools; where there are fewer KV heads than ranks, ranks share
     them. Products before it and the first ones of an MLP or of experts are divided by columns, those after it by rows,
     with an all_reduce behind. The head is divided by columns, with an all_gather, and embeddings by rows, with an
-    all_reduce; norms, routers and small tables are whole on every rank. The parts of a weight are slices that begin at a multiple of K; columns that do not divide are
-    padded with zeros. The pass stands after page-attention and before fuse-linear; `--explain` names the products that
-    stay whole. ranks: their number.
+    all_reduce; norms, routers and small tables are whole on every rank. The parts of a weight are slices that begin at
+    a multiple of K; columns and rows of tables that do not divide are padded with zeros. The pass stands after
+    page-attention and before fuse-linear; `--explain` names the products that stay whole. ranks: their number.
     """
 
     name: ClassVar[str] = "shard"

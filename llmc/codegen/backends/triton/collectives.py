@@ -125,8 +125,9 @@ class AllReduce(Collective):
 
 
 class AllReduceNorm(Collective):
-    """The sum over the ranks, in their order and in float32, plus a residual, and its RMS norm. A program computes whole
-    rows. Schedule: warps.
+    """The sum over the ranks, in their order and in float32, plus a residual, and its RMS norm. Schedule: warps.
+
+    A program computes whole rows.
     """
 
     sums = BY_SCHEDULE

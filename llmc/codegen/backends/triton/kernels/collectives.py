@@ -9,8 +9,8 @@ import triton.language as tl
 
 from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
 from llmc.codegen.backends.triton.kernels.peer_exchange import (
-    SLOT_LANES,
     RANK_AT,
+    SLOT_LANES,
     end_exchanges,
     first_exchange,
     is_running,
@@ -148,9 +148,7 @@ def sum_of_ranks(
     RANKS: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """The same, as the words of lanes that can be sent."""
-    total = add_ranks(
-        low, high, r_ptr, at, inside, group_ptr, rank, exchange, lane, RANKS, DTYPE, BITS, WIDE, ASSEMBLY
-    )
+    total = add_ranks(low, high, r_ptr, at, inside, group_ptr, rank, exchange, lane, RANKS, DTYPE, BITS, WIDE, ASSEMBLY)
     low, high = lane_of(total, DTYPE, BITS, WIDE)
     return tl.where(low == -1, NAN, low), tl.where(high == -1, NAN, high)
 
