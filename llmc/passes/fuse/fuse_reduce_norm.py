@@ -19,8 +19,9 @@ class FuseReduceNorm(Pass):
     """Replace all_reduce or all_reduce_add and an rms_norm of its result by all_reduce_norm, which saves a launch.
 
     Every rank sends its whole operand to all others: with more than two ranks, this is fast in graphs of at most
-    `rows` tokens only, and all other graphs keep the sum in parts. The pass stands before `select`, behind those that
-    fuse norms into products. Nodes that no kernel of the target supports remain.
+    `rows` tokens only, and all other graphs keep the sum in parts. The pass stands behind `specialize` and before those
+    that fuse norms into products, each program of which would compute the norm again. Nodes that no kernel of the
+    target supports remain.
     """
 
     rows: int = 256

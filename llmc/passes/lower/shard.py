@@ -20,6 +20,7 @@ from llmc.passes.lower.shard_rules import Relation, Split, local
 from llmc.passes.lower.shard_siblings import separate
 from llmc.targets.target import Target
 
+BEHIND_SUMS = ("fuse-norm-linear", "fuse-norm-quantized", "select")  # the first of these follows fuse-reduce-norm
 SHAPED = ("reshape", "broadcast")  # ops with the attribute shape
 
 
@@ -59,8 +60,8 @@ class Shard(Pass):
 def with_ranks(passes: Sequence[Pass], ranks: int, target: Target) -> list[Pass]:
     """Return the passes with `shard` behind page-attention if there are several ranks.
 
-    On GPUs, `fuse-reduce` follows it, and `fuse-reduce-norm` precedes select unless the target is deterministic: the
-    final norm follows a sum in the graphs of decoding only.
+    On GPUs, `fuse-reduce` follows it, and `fuse-reduce-norm` precedes the passes that fuse norms into products, unless
+    the target is deterministic: the final norm follows a sum in the graphs of decoding only.
 
     Raises Diagnostic E421 if the passes lack page-attention, and E439 if they have `shard` already, or if ranks on the
     target are not supported.
@@ -80,7 +81,7 @@ def with_ranks(passes: Sequence[Pass], ranks: int, target: Target) -> list[Pass]
     front, back = [*passes[: at + 1], Shard(ranks=ranks)], list(passes[at + 1 :])
     if target.family == "cuda":
         front.append(FuseReduce())
-        end = next((i for i, p in enumerate(back) if p.name == "select"), len(back))
+        end = next((i for i, p in enumerate(back) if p.name in BEHIND_SUMS), len(back))
         back[end:end] = [] if target.deterministic else [FuseReduceNorm()]
     return front + back
 
