@@ -1,7 +1,7 @@
 """Ranks on GPUs: microseconds of collectives beside NCCL, and a model on one GPU beside the same one on several.
 
     python -m bench.gpu.ranks [--ranks 2] [--parts collectives,nccl,model,start] [--model NAME] [--artifacts DIR]
-                              [--compile-only] [--limit SECONDS] [--out DIR]
+                              [--alone] [--compile-only] [--limit SECONDS] [--out DIR]
 
 Collectives are replayed one after the other in graphs; NCCL's, through torch, too. The model's weights are random and
 filled in by the runtime, those of the part "start" are files. Prints tables; --out also writes them as JSON.
@@ -238,6 +238,7 @@ def options() -> argparse.ArgumentParser:
                     help="folder of artifacts and of compiled kernels")  # fmt: skip
     ap.add_argument("--out", type=Path, metavar="DIR", help="folder for ranks.json")
     ap.add_argument("--limit", type=float, default=570, metavar="SECONDS", help="after which no new part starts (570)")
+    ap.add_argument("--alone", action="store_true", help="without the same model on one GPU")
     ap.add_argument("--compile-only", action="store_true", help="only compile; needs no GPU")
     return ap
 
@@ -246,8 +247,9 @@ def main() -> None:
     args = options().parse_args()
     plan = replace(plan_of(parser().parse_args([])), artifacts=args.artifacts)
     shape, parts, begin = MODELS[args.model], args.parts.split(","), time.monotonic()
+    measured = (args.ranks,) if args.alone else (args.ranks, 1)
     if args.compile_only:
-        for ranks in (1, args.ranks):
+        for ranks in measured:
             artifact(plan, shape, ranks)
         return
     print(state(), flush=True)
@@ -262,12 +264,12 @@ def main() -> None:
         print_collectives(found["nccl"])
     if "model" in parts:
         found["model"] = {}
-        for ranks in (args.ranks, 1):
+        for ranks in measured:
             for row in model_rows(plan, shape, ranks, "offline" in parts and time.monotonic() - begin < args.limit):
                 found["model"][f"{ranks} {row.suite} {row.case}"] = row.measured
                 print(f"  {ranks} rank(s) {row.suite:8} {row.case:>26} {row.measured:10.3f} {row.unit}", flush=True)
     if "start" in parts and time.monotonic() - begin < args.limit:
-        found["start"] = {str(ranks): started(plan, shape, ranks) for ranks in (args.ranks, 1)}
+        found["start"] = {str(ranks): started(plan, shape, ranks) for ranks in measured}
         print(f"start to first token, s: {found['start']}", flush=True)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
