@@ -266,7 +266,7 @@ def main() -> None:
         found["model"] = {}
         for ranks in measured:
             for row in model_rows(plan, shape, ranks, "offline" in parts and time.monotonic() - begin < args.limit):
-                found["model"][f"{ranks} {row.suite} {row.case}"] = row.measured
+                found["model"][f"{ranks} {row.suite} {row.case}"] = {"measured": row.measured, **row.extra}
                 print(f"  {ranks} rank(s) {row.suite:8} {row.case:>26} {row.measured:10.3f} {row.unit}", flush=True)
     if "start" in parts and time.monotonic() - begin < args.limit:
         found["start"] = {str(ranks): started(plan, shape, ranks) for ranks in measured}

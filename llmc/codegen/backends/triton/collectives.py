@@ -23,8 +23,8 @@ NORM_WARPS = (16, 8, 4, 2, 1)  # a thread has one lane or more
 # Microseconds of an exchange, besides the launch and the transfer: with one rank, and with each other one. Each further
 # chunk that a program exchanges adds _NEXT times as much (two H100s, 2026-11-25).
 _FIRST_US, _PEER_US, _NEXT = 0.6, 0.35, 1.3
-# Microseconds of a norm behind the sum, and of each further lane of a thread (two H200s, 2026-11-22).
-_NORM_US, _LANE_US = 0.5, 0.1
+# Microseconds of a norm behind the sum, and of each further lane of a thread (two H200s, 2026-11-26).
+_NORM_US, _LANE_US = 0.5, 0.4
 
 
 class Collective(TritonKernel):
@@ -154,11 +154,9 @@ class AllReduceNorm(Collective):
         return int(product(node.operands[0].type.shape[:-1]).subs(env))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        _, nbytes = self.traffic(node, schedule, env)
         lanes, _ = row_lanes(node)
         per_thread = -(-lanes // (32 * schedule["warps"]))  # lanes that a thread computes one after the other
-        own = _NORM_US + _LANE_US * (per_thread - 1) + 4 * nbytes / target.bandwidth * 1e6
-        return super().cost_us(node, schedule, target, env) + own
+        return super().cost_us(node, schedule, target, env) + _NORM_US + _LANE_US * (per_thread - 1)
 
     def code(self, u: Unit) -> Code:
         x = u.node.operands[0].type
