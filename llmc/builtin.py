@@ -19,6 +19,7 @@ PASSES = MappingProxyType(
         "page-attention": "llmc.passes.lower.page_attention:PageAttention",
         "shard": "llmc.passes.lower.shard:Shard",
         "fuse-reduce": "llmc.passes.fuse.fuse_reduce:FuseReduce",
+        "fuse-reduce-norm": "llmc.passes.fuse.fuse_reduce_norm:FuseReduceNorm",
         "fuse-linear": "llmc.passes.fuse.fuse_linear:FuseLinear",
         "fold": "llmc.passes.weights.fold:Fold",
         "quantize": "llmc.passes.weights.quantize:Quantize",

@@ -63,7 +63,6 @@ class Options:
     tensor_parallel_size: int = _artifact(
         1, "number of ranks that the model is divided over: processes that compute together, each on a GPU of its "
         "own or on CPUs (1)",
-        commands=("compile",),
     )  # fmt: skip
     speculate: int = _artifact(
         0, f"maximum number of drafted tokens that a step verifies per sequence, 0 to {MAX_DRAFTS} (0; with --draft 4)",

@@ -19,9 +19,10 @@ from llmc.options import Options
 
 TEXTS = sorted([*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "DEVELOPING.md"])
 GROUPS = ("llmc.extensions", "llmc_runtime.call_formats")  # of entry points
-# Flags of programs that are not ours: pip, lm-eval, docker, systemctl, kubectl.
+# Flags of programs that are not ours: pip, lm-eval, docker, systemctl, kubectl, SGLang's router.
 OTHER_FLAGS = frozenset(
-    "--index-url --model --tasks --model_args --rm --read-only --tmpfs --now --from-file --gpus --build-arg".split()
+    "--index-url --model --tasks --model_args --rm --read-only --tmpfs --now --from-file --gpus --build-arg --policy "
+    "--worker-urls".split()
 )
 
 

@@ -1,7 +1,7 @@
 """Ranks on GPUs: microseconds of collectives beside NCCL, and a model on one GPU beside the same one on several.
 
     python -m bench.gpu.ranks [--ranks 2] [--parts collectives,nccl,model,start] [--model NAME] [--artifacts DIR]
-                              [--compile-only] [--limit SECONDS] [--out DIR]
+                              [--alone] [--compile-only] [--limit SECONDS] [--out DIR]
 
 Collectives are replayed one after the other in graphs; NCCL's, through torch, too. The model's weights are random and
 filled in by the runtime, those of the part "start" are files. Prints tables; --out also writes them as JSON.
@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from bench import shapes
 from bench.gpu.card import state
@@ -45,13 +47,25 @@ VLLM = {"decode": (3.48, 3.82, 4.80, 6.89), "prefill": (33.1,), "offline": (1650
 
 
 def chain(op: str, ranks: int) -> str:
-    """A graph of CHAIN collectives; each sum is the next one's operand."""
-    lines, last = [], "x"
+    """A graph of CHAIN collectives; each sum, or its norm, is the next one's operand."""
+    rows = f"bf16[T, {WIDTH}]"
+    lines, last, rest = [], "x", "r"
     for i in range(CHAIN):
-        more, extra = (", %r", "_add") if op == "all_reduce_add" else ("", "")
-        lines.append(f"%y{i} = all_reduce{extra}(%{last}{more}) {{ranks={ranks}}} : bf16[T, {WIDTH}]")
+        if op == "all_reduce_norm":
+            attrs = f"{{eps=1e-05, ranks={ranks}}}"
+            lines.append(f"%r{i}, %y{i} = all_reduce_norm(%{last}, %w, %{rest}) {attrs} : {rows}, {rows}")
+            rest = f"r{i}"
+        elif op == "all_reduce_add, rms_norm":
+            lines.append(f"%r{i} = all_reduce_add(%{last}, %{rest}) {{ranks={ranks}}} : {rows}")
+            lines.append(f"%y{i} = rms_norm(%r{i}, %w) {{eps=1e-05}} : {rows}")
+            rest = f"r{i}"
+        elif op == "all_reduce_add":
+            lines.append(f"%y{i} = all_reduce_add(%{last}, %r) {{ranks={ranks}}} : {rows}")
+        else:
+            lines.append(f"%y{i} = all_reduce(%{last}) {{ranks={ranks}}} : {rows}")
         last = f"y{i}"
-    inputs = f"%x: bf16[T, {WIDTH}]" + (f", %r: bf16[T, {WIDTH}]" if op == "all_reduce_add" else "")
+    used = ["x", *(["r"] if op != "all_reduce" else []), *(["w"] if "norm" in op else [])]
+    inputs = ", ".join(f"%{name}: {f'bf16[{WIDTH}]' if name == 'w' else rows}" for name in used)
     body = "\n  ".join([*lines, f"return %{last}"])
     top = SIZES[-1] // WIDTH // 2
     return f"sym T in [1, {top}]\nsym K in [0, {ranks - 1}]\ngraph @main({inputs}) {{\n  {body}\n}}\n"
@@ -65,7 +79,9 @@ def timed(rank: int, ranks: int, exchange: Callable[[Any], list[Any]], works: di
         bound[name] = own.bind(work.program)
     assert own is not None
     for name, work in works.items():
-        run, symbols, _ = bound[name]
+        run, symbols, memories = bound[name]
+        for operand in (b.name for b in work.program.buffers if b.kind == "input"):
+            own.device.write(memories[operand], 0, noise(memories[operand].nbytes))
         for nbytes in SIZES:
             symbols[list(work.program.symbols).index("T")] = nbytes // WIDTH // 2
             best = 1e9
@@ -84,6 +100,12 @@ def timed(rank: int, ranks: int, exchange: Callable[[Any], list[Any]], works: di
     return out
 
 
+def noise(nbytes: int) -> np.ndarray:
+    """Random bf16 numbers of about 1e-3, u8[nbytes]: a chain of sums doubles them CHAIN times."""
+    values = np.random.default_rng(0).standard_normal(nbytes // 2, np.float32) * 1e-3
+    return np.ascontiguousarray((values.view(np.uint32) >> 16).astype(np.uint16)).view(np.uint8)
+
+
 def replace_kernels(work: Work, works: dict[str, Work]) -> Work:
     """The work with the kernels of all."""
     kernels = {k.hash: (k, binary) for w in works.values() for k, binary in w.kernels}
@@ -95,8 +117,11 @@ def collectives(plan: Plan, ranks: int) -> dict[str, float]:
     cache = plan.artifacts / "cache"
     works = {
         f"{op}, {warps} warps": compile_graph(chain(op, ranks), cache, {"warps": warps})
-        for op in ("all_reduce", "all_reduce_add") for warps in (16, 8)
-    }  # fmt: skip
+        for op in ("all_reduce", "all_reduce_add", "all_reduce_norm")
+        for warps in (16, 8)
+    }
+    two = "all_reduce_add, rms_norm"
+    works[two] = compile_graph(chain(two, ranks), cache, {"warps": 16})
     if ranks > 2:
         works["all_reduce in parts"] = compile_graph(chain("all_reduce", ranks), cache, {"parts": ranks})
     found = run_group(ranks, timed, works)
@@ -104,7 +129,7 @@ def collectives(plan: Plan, ranks: int) -> dict[str, float]:
 
 
 def nccl(rank: int, ranks: int, exchange: Callable[[Any], list[Any]], store: str) -> dict[str, float]:
-    """The same of NCCL through torch, captured in graphs."""
+    """The same of NCCL through torch, alone and with torch's addition and norm behind it, captured in graphs."""
     import torch
     import torch.distributed as dist
 
@@ -114,28 +139,46 @@ def nccl(rank: int, ranks: int, exchange: Callable[[Any], list[Any]], store: str
     stream = torch.cuda.Stream()
     out = {}
     for nbytes in SIZES:
-        x = torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=device)
-        with torch.cuda.stream(stream):
-            dist.all_reduce(x)
-        torch.cuda.synchronize()
-        exchange(None)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(CHAIN):
-                dist.all_reduce(x)
-        best = 1e9
-        for _ in range(ROUNDS):
-            graph.replay()
-            torch.cuda.synchronize()
-            exchange(None)
-            begin = time.perf_counter()
-            for _ in range(REPLAYS):
-                graph.replay()
-            torch.cuda.synchronize()
-            best = min(best, (time.perf_counter() - begin) / REPLAYS / CHAIN * 1e6)
-        out[f"NCCL {nbytes}"] = best
+        x, r = (torch.randn(nbytes // 2 // WIDTH, WIDTH, device=device).bfloat16() * 1e-3 for _ in range(2))
+        gain = torch.ones(WIDTH, dtype=torch.bfloat16, device=device)
+
+        def normed(x: Any = x, r: Any = r, gain: Any = gain) -> None:
+            dist.all_reduce(x, dist.ReduceOp.AVG)
+            r.add_(x)
+            x.copy_(torch.nn.functional.rms_norm(r, (WIDTH,), gain, 1e-5))
+
+        def alone(x: Any = x) -> None:
+            dist.all_reduce(x, dist.ReduceOp.AVG)  # a sum would grow without limit
+
+        out[f"NCCL {nbytes}"] = captured(alone, stream, exchange)
+        out[f"NCCL, add, rms_norm {nbytes}"] = captured(normed, stream, exchange)
         exchange(None)
     return out
+
+
+def captured(work: Callable[[], Any], stream: Any, exchange: Callable[[Any], list[Any]]) -> float:
+    """Microseconds of torch's `work`, the best of a few rounds of replays of a graph of CHAIN of them."""
+    import torch
+
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.synchronize()
+    exchange(None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(CHAIN):
+            work()
+    best = 1e9
+    for _ in range(ROUNDS):
+        graph.replay()
+        torch.cuda.synchronize()
+        exchange(None)
+        begin = time.perf_counter()
+        for _ in range(REPLAYS):
+            graph.replay()
+        torch.cuda.synchronize()
+        best = min(best, (time.perf_counter() - begin) / REPLAYS / CHAIN * 1e6)
+    return best
 
 
 def path_of(plan: Plan, shape: Shape, ranks: int, packed: bool = False) -> Path:
@@ -195,6 +238,7 @@ def options() -> argparse.ArgumentParser:
                     help="folder of artifacts and of compiled kernels")  # fmt: skip
     ap.add_argument("--out", type=Path, metavar="DIR", help="folder for ranks.json")
     ap.add_argument("--limit", type=float, default=570, metavar="SECONDS", help="after which no new part starts (570)")
+    ap.add_argument("--alone", action="store_true", help="without the same model on one GPU")
     ap.add_argument("--compile-only", action="store_true", help="only compile; needs no GPU")
     return ap
 
@@ -203,8 +247,9 @@ def main() -> None:
     args = options().parse_args()
     plan = replace(plan_of(parser().parse_args([])), artifacts=args.artifacts)
     shape, parts, begin = MODELS[args.model], args.parts.split(","), time.monotonic()
+    measured = (args.ranks,) if args.alone else (args.ranks, 1)
     if args.compile_only:
-        for ranks in (1, args.ranks):
+        for ranks in measured:
             artifact(plan, shape, ranks)
         return
     print(state(), flush=True)
@@ -219,12 +264,12 @@ def main() -> None:
         print_collectives(found["nccl"])
     if "model" in parts:
         found["model"] = {}
-        for ranks in (args.ranks, 1):
+        for ranks in measured:
             for row in model_rows(plan, shape, ranks, "offline" in parts and time.monotonic() - begin < args.limit):
-                found["model"][f"{ranks} {row.suite} {row.case}"] = row.measured
+                found["model"][f"{ranks} {row.suite} {row.case}"] = {"measured": row.measured, **row.extra}
                 print(f"  {ranks} rank(s) {row.suite:8} {row.case:>26} {row.measured:10.3f} {row.unit}", flush=True)
     if "start" in parts and time.monotonic() - begin < args.limit:
-        found["start"] = {str(ranks): started(plan, shape, ranks) for ranks in (args.ranks, 1)}
+        found["start"] = {str(ranks): started(plan, shape, ranks) for ranks in measured}
         print(f"start to first token, s: {found['start']}", flush=True)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)

@@ -37,13 +37,14 @@ def at_rank(graph: Graph, rank: int) -> Graph:
     """Return a copy of a weights graph for one rank: the symbol of the rank has this value."""
     out = graph.copy()
     for n in out.nodes:
-        n.attrs = {name: _at(value, rank) for name, value in n.attrs.items()}
+        n.attrs = {name: value_at(value, rank) for name, value in n.attrs.items()}
     return out
 
 
-def _at(value: Any, rank: int) -> Any:
+def value_at(value: Any, rank: int) -> Any:
+    """Return the value of an attribute for one rank."""
     if isinstance(value, tuple):
-        return tuple(_at(x, rank) for x in value)
+        return tuple(value_at(x, rank) for x in value)
     return value.subs({RANK: rank}) if isinstance(value, Dim) else value
 
 

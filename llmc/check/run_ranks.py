@@ -44,6 +44,8 @@ def run_ranks(
 
 
 def _collective(n: Node, xs: Sequence[np.ndarray], sizes: Mapping[str, int], exact: bool) -> list[np.ndarray]:
-    """The result of a collective, which is the same on all ranks."""
+    """The results of a collective, which are the same on all ranks."""
     attrs = {k: concrete(v, sizes) for k, v in n.attrs.items()}
-    return [round_to_type(n.op.ref(*xs, **attrs), n.result.type, exact)]
+    found = n.op.ref(*xs, **attrs)
+    results = found if isinstance(found, tuple) else (found,)
+    return [round_to_type(x, r.type, exact) for x, r in zip(results, n.results, strict=True)]

@@ -18,9 +18,10 @@ from llmc_runtime.device.device import Artifact, Device, Memory
 from llmc_runtime.device.open_device import open_device
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import Limits, Source, TargetInfo
-from llmc_runtime.format.program import Buffer, Program
+from llmc_runtime.format.program import RANK, Buffer, Program
 
 from llmc import __version__
+from llmc.artifact.rank_weights import value_at
 from llmc.artifact.write import Parts, write_artifact
 from llmc.codegen.build import Built, build
 from llmc.codegen.kernel import Kernel, Schedule
@@ -99,8 +100,11 @@ def copies_of(n: Node, env: Mapping[str, int], target: Target) -> int:
 
 
 def module_of(candidates: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]], target: Target) -> Module:
-    """Return a module with one graph per candidate, @c0, @c1, ..., whose kernel choice is set."""
-    m = Module({}, dict(symbols))
+    """Return a module with one graph per candidate, @c0, @c1, ..., whose kernel choice is set.
+
+    Of a model that is divided over ranks, these are the nodes of rank 0.
+    """
+    m = Module({}, {s: bounds for s, bounds in symbols.items() if s != RANK})
     for i, c in enumerate(candidates):
         g = m.graphs[f"c{i}"] = Graph(f"c{i}")
         g.ranges = dict(c.graph.ranges)
@@ -125,7 +129,7 @@ def _copy(g: Graph, c: Candidate, weights: set[Value], shared: dict[Value, Value
         made = g.input(f"{g.name}.{name}.{len(g.inputs)}", v.type, weight=v in weights and not table)
         (shared if table else own)[v] = made
     inputs = [own.get(v) or shared[v] for v in c.node.operands]
-    new = g.add(c.node.op, inputs, c.node.attrs)
+    new = g.add(c.node.op, inputs, {name: value_at(value, 0) for name, value in c.node.attrs.items()})
     new.choice = {"kernel": c.kernel.name, **c.schedule}
     slots = [s.name for s in new.op.operands]
     for r, written in zip([r for r in new.results if r.type.state], new.op.writes, strict=True):

@@ -25,6 +25,7 @@ from llmc.codegen.tuning_records import Record, Sizes, Tuning, machine, node_tex
 from llmc.diagnostics import Diagnostic
 from llmc.extension import Registry, load
 from llmc.ir.graph import Graph, Module, Node
+from llmc.ir.ops.comm import COLLECTIVES
 from llmc.ir.text import parse as parse_text
 from llmc.measure.timing import Candidate, Timer, unknown_operand
 from llmc.passes.analysis import weight_only
@@ -172,11 +173,17 @@ def works(
                 candidates = _named(candidates, kernels, {kernel for kernel, _ in points.get(key[1], {})})
             distinct[key] = Work(n, g, env, 1, roofline_us(n, target, env), tuple(candidates[:SCHEDULES]))
     some = [w for w in distinct.values() if w.candidates]
-    for w in some:
-        if name := unknown_operand(w.node):
-            tuned.skipped.append(f"{w.node.op.name}: `holds` does not declare the operand {name!r}")
-    some = [w for w in some if unknown_operand(w.node) is None]
-    return sorted(some, key=lambda w: -w.launches * w.floor_us)
+    reasons = {w.node: _why_not(w.node) for w in some}
+    tuned.skipped += dict.fromkeys(f"{w.node.op.name}: {why}" for w in some if (why := reasons[w.node]))
+    return sorted((w for w in some if not reasons[w.node]), key=lambda w: -w.launches * w.floor_us)
+
+
+def _why_not(n: Node) -> str | None:
+    """Return why a node cannot be timed by itself, or None."""
+    if n.op.name in COLLECTIVES:
+        return "it needs all ranks, and a single process measures"
+    name = unknown_operand(n)
+    return f"`holds` does not declare the operand {name!r}" if name else None
 
 
 def _named(offered: Sequence[KernelCandidate], kernels: Sequence[str], measured: set[str]) -> list[KernelCandidate]:

@@ -25,7 +25,7 @@ NAMES = (
     "row_extend", "row_first", "row_reach", "row_mean", "row_advance", "row_penalize", "row_mask",
     "row_block_max",
     "row_sample_blocks", "row_sample", "row_finish", "row_logprobs", "round_groups", "scaled_gemm", "scaled_gemm_small",
-    "scaled_gemm_tma", "all_reduce", "all_gather",
+    "scaled_gemm_tma", "all_reduce", "all_reduce_norm", "all_gather",
 )  # fmt: skip
 
 

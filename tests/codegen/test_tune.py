@@ -62,6 +62,28 @@ def test_the_fastest_way_is_measured_and_then_chosen(tmp_path: Path) -> None:
     assert [n.choice["kernel"] for n in m.graphs["main"].nodes] == [best.kernel.name] * 2
 
 
+SHARDED = """sym T in [1, 8]
+sym K in [0, 1]
+graph @main(%ids: i32[T], %table: weight bf16[300, 64]) {
+  %part = slice(%table) {axis=0, start=150*K, stop=150*K+150} : bf16[150, 64]
+  %x = take_part(%part, %ids) {start=150*K} : bf16[T, 64]
+  %s = all_reduce(%x) {ranks=2} : bf16[T, 64]
+  return %s
+}
+"""
+
+
+def test_nodes_of_a_rank_are_measured_without_the_others(tmp_path: Path) -> None:
+    registry, target, tuned = load(), native(), tuning.Tuned("")
+    m = parse(SHARDED, OPS)
+    (work,) = tuning.works(m, registry, target, tuned, every=True)
+    assert work.node.op.name == "take_part"
+    assert tuned.skipped == ["all_reduce: it needs all ranks, and a single process measures"]
+    timer = Timer(target, registry, tmp_path / "cache", jobs=1, context=64, page=16)
+    found = [Candidate(work.node, work.graph, work.env, o.kernel, o.schedule) for o in work.candidates]
+    assert all(us > 0 for us in timer.microseconds(found, m.symbols))
+
+
 @pytest.mark.drawn
 def test_a_model_is_tuned_within_its_limit(tmp_path: Path) -> None:
     """Every node of a small model, by the command line; an artifact of it, stopped at once."""

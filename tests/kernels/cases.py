@@ -43,7 +43,7 @@ ROUGH = (
 )
 GPU_ONLY = (
     "rope_append", "paged_attention_split", "paged_attention_parts", "paged_attention_single",
-    "attention_combine", "norm_linear", "row_begin", "all_reduce_add",
+    "attention_combine", "norm_linear", "row_begin", "all_reduce_add", "all_reduce_norm",
     "row_block_max",
     "row_sample_blocks", "row_finish", "linear_split", "linear_combine", "block_scaled_linear", "round_groups",
     "scaled_moe_up", "scaled_moe_down",

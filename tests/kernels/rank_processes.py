@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mmap
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from llmc.ir.dtype import DTYPES
 from llmc.ir.interp import bind_symbols
 from llmc.testing.case import POISON, Buffer
 from llmc.testing.triton_interpreter import INTERPRETED, interpret, tensor_of
+
+NONE: Mapping[int, int] = MappingProxyType({})
 
 
 def shared(nbytes: int) -> np.ndarray:
@@ -55,25 +58,35 @@ class Launch:
         graph = text.graph()
         (node,) = graph.nodes
         assert kernel.reject(node, INTERPRETED) is None
+        self.node, self.kernel, self.schedule = node, kernel, schedule
         self.source = kernel.emit(node, schedule, INTERPRETED)
-        self.types = node.operands[0].type, node.result.type
-        self.shapes = [tuple(int(d.subs(sizes)) for d in t.shape) for t in self.types]
-        bound = bind_symbols(graph, [np.zeros(self.shapes[0])], {})
+        self.operands, self.results = [v.type for v in node.operands], [v.type for v in node.results]
+        self.shapes = [tuple(int(d.subs(sizes)) for d in t.shape) for t in (*self.operands, *self.results)]
+        bound = bind_symbols(graph, [np.zeros(s) for s in self.shapes[: len(self.operands)]], {})
         self.sizes = [int(d.subs(bound)) for d in self.source.sizes]
         chunks = int(self.source.grid[0].subs(bound))
         self.grid = (min(chunks, programs), 1, 1)
 
-    def run(self, x: np.ndarray, memory: np.ndarray, inplace: bool = False) -> np.ndarray:
-        """Return this rank's result in its dtype; raises AssertionError if bytes outside of it are written."""
-        operand, result = self.types
-        source = Buffer.holding(x, operand)
-        target = source if inplace else Buffer(int(np.prod(self.shapes[1])) * DTYPES[result.dtype].bits // 8)
-        tensors = [tensor_of(b, t.dtype) for b, t in zip((source, target), self.types, strict=True)]
+    def run(self, xs: Sequence[np.ndarray], memory: np.ndarray, inplace: Mapping[int, int] = NONE) -> list[np.ndarray]:
+        """Return this rank's results in their dtypes; raises AssertionError if bytes outside of them are written.
+
+        inplace: result -> the operand whose memory it is in.
+        """
+        sources = [Buffer.holding(x, t) for x, t in zip(xs, self.operands, strict=True)]
+        shapes = self.shapes[len(sources) :]
+        targets = [
+            sources[inplace[i]] if i in inplace else Buffer(int(np.prod(shape)) * DTYPES[t.dtype].bits // 8)
+            for i, (t, shape) in enumerate(zip(self.results, shapes, strict=True))
+        ]
+        every = zip([*sources, *targets], [*self.operands, *self.results], strict=True)
         words = torch.from_numpy(memory).view(torch.int64)
-        interpret(self.source, [*tensors, words], self.sizes, self.grid)
-        source.check("the operand")
-        target.check("the result")
-        return target.get(result, self.shapes[1])
+        interpret(self.source, [*(tensor_of(b, t.dtype) for b, t in every), words], self.sizes, self.grid)
+        for b in (*sources, *targets):
+            b.check("an operand or a result")
+        for i, (x, t) in enumerate(zip(xs, self.operands, strict=True)):
+            if i not in inplace.values():
+                np.testing.assert_array_equal(sources[i].get(t, x.shape).view(np.uint8), x.view(np.uint8))
+        return [b.get(t, shape) for b, t, shape in zip(targets, self.results, shapes, strict=True)]
 
 
 def is_poisoned(y: np.ndarray) -> bool:

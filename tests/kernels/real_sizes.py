@@ -334,6 +334,15 @@ _COLLECTIVES = {
         Text("bf16[T, 4096]", "all_reduce {ranks=4}", "bf16[T, 4096]"),
         Text("f32[T, 5]", "all_reduce {ranks=3}", "f32[T, 5]"),
     ),
+    "all_reduce_norm": (
+        Text(
+            "bf16[T, 4096]; bf16[4096]; bf16[T, 4096]",
+            "all_reduce_norm {eps=1e-05, ranks=2}",
+            "bf16[T, 4096], bf16[T, 4096]",
+        ),
+        Text("bf16[T, 7168]; f32[7168]", "all_reduce_norm {eps=1e-06, ranks=4}", "bf16[T, 7168], bf16[T, 7168]"),
+        Text("f32[T, 5]; f32[5]; f32[T, 5]", "all_reduce_norm {eps=1e-06, ranks=3}", "f32[T, 5], f32[T, 5]"),
+    ),
     "all_gather": (Text(f"f32[R, {V // 2}]", "all_gather {axis=1, ranks=2}", f"f32[R, {V}]"),),
 }
 

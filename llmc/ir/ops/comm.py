@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from llmc.ir.opdef import OpDef, op
+from llmc.ir.ops import norm
 from llmc.ir.ops.common import axis_of
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
@@ -62,6 +63,29 @@ def all_reduce_add(*xs: Any, ranks: int) -> Any:
     *terms, r = xs
     first, *others = _of_all(tuple(terms), ranks)
     return sum(others, first) + r
+
+
+def _norm_types(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    x, w = env["x"], env["w"]
+    if x.shape[-1:] != w.shape:
+        raise Mismatch(f"w is {w}, not a vector of the last axis of {x}")
+    return (_add_type if "r" in env else _reduce_type)(env, attrs) * 2
+
+
+@op(
+    "(x: f[*s], w: f[d], r?: f[*s]) -> (total: x[*s], normed: x[*s])", infer=_norm_types,
+    flops="ranks*s + 5*s", bytes="2*ranks*s*bytes_x - 2*s*bytes_x",
+    example={"*s": (3, 8), "d": 8, "ranks": 1, "eps": 1e-5},
+)  # fmt: skip
+def all_reduce_norm(*xs: Any, eps: float, ranks: int) -> Any:
+    """The sum of every rank's x, plus r if there is one, and the rms_norm of this sum with the gain w.
+
+    All ranks have the same w and r, which follow the ranks' x among the arguments.
+    """
+    terms, (w, *residual) = xs[:ranks], xs[ranks:]
+    first, *others = _of_all(terms, ranks)
+    total = sum([*others, *residual], first)
+    return total, norm.rms_norm.ref(total, w, eps=eps)
 
 
 def _gather_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:

@@ -111,6 +111,17 @@ def take(x: Any, idx: Any) -> Any:
     return np.where((idx >= 0).reshape(idx.shape + (1,) * (x.ndim - 1)), x[np.maximum(idx, 0)], 0)
 
 
+@op(
+    "(x: t[n, *d], idx: i[*b]) -> x[*b, *d]", bytes="2*out*bytes_x",
+    holds={"idx": index("x")}, example={"n": 7, "*d": (5,), "*b": (2, 3), "start": 3},
+)  # fmt: skip
+def take_part(x: Any, idx: Any, *, start: Dim) -> Any:
+    """Rows of x, which is a part of a table from its row `start` on, by index into the table; zeros for other rows."""
+    at = idx - start
+    inside = (at >= 0) & (at < len(x))
+    return np.where(inside.reshape(idx.shape + (1,) * (x.ndim - 1)), x[np.where(inside, at, 0)], 0)
+
+
 def _gather_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     x, idx = env["x"], env["idx"]
     a = axis_of(x.rank, attrs["axis"])

@@ -14,11 +14,13 @@ from llmc.ir.graph import Builder, Graph, Module, Node, Value
 from llmc.ir.signature import Mismatch
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.fuse.fuse_reduce import FuseReduce
+from llmc.passes.fuse.fuse_reduce_norm import FuseReduceNorm
 from llmc.passes.lower.shard_plan import Plan, make_plans
 from llmc.passes.lower.shard_rules import Relation, Split, local
 from llmc.passes.lower.shard_siblings import separate
 from llmc.targets.target import Target
 
+BEHIND_SUMS = ("fuse-norm-linear", "fuse-norm-quantized", "select")  # the first of these follows fuse-reduce-norm
 SHAPED = ("reshape", "broadcast")  # ops with the attribute shape
 
 
@@ -28,10 +30,10 @@ class Shard(Pass):
 
     Attention is divided by heads, and with it the KV pools; where there are fewer KV heads than ranks, ranks share
     them. Products before it and the first ones of an MLP or of experts are divided by columns, those after it by rows,
-    with an all_reduce behind. The head is divided by columns, with an all_gather; embeddings, norms and routers are
-    whole on every rank. The parts of a weight are slices that begin at a multiple of K; columns that do not divide are
-    padded with zeros. The pass stands after page-attention and before fuse-linear; `--explain` names the products that
-    stay whole. ranks: their number.
+    with an all_reduce behind. The head is divided by columns, with an all_gather, and embeddings by rows, with an
+    all_reduce; norms, routers and small tables are whole on every rank. The parts of a weight are slices that begin at
+    a multiple of K; columns and rows of tables that do not divide are padded with zeros. The pass stands after
+    page-attention and before fuse-linear; `--explain` names the products that stay whole. ranks: their number.
     """
 
     name: ClassVar[str] = "shard"
@@ -56,7 +58,10 @@ class Shard(Pass):
 
 
 def with_ranks(passes: Sequence[Pass], ranks: int, target: Target) -> list[Pass]:
-    """Return the passes with `shard` behind page-attention, and for GPUs `fuse-reduce`, if there are several ranks.
+    """Return the passes with `shard` behind page-attention if there are several ranks.
+
+    On GPUs, `fuse-reduce` follows it, and `fuse-reduce-norm` precedes the passes that fuse norms into products, unless
+    the target is deterministic: the final norm follows a sum in the graphs of decoding only.
 
     Raises Diagnostic E421 if the passes lack page-attention, and E439 if they have `shard` already, or if ranks on the
     target are not supported.
@@ -73,8 +78,12 @@ def with_ranks(passes: Sequence[Pass], ranks: int, target: Target) -> list[Pass]
     if at is None:
         cause = "--tensor-parallel-size needs the pass page-attention, which the pipeline lacks"
         raise Diagnostic("E421", cause, "add it to --pipeline")
-    added = [Shard(ranks=ranks), *([FuseReduce()] if target.family == "cuda" else [])]
-    return [*passes[: at + 1], *added, *passes[at + 1 :]]
+    front, back = [*passes[: at + 1], Shard(ranks=ranks)], list(passes[at + 1 :])
+    if target.family == "cuda":
+        front.append(FuseReduce())
+        end = next((i for i, p in enumerate(back) if p.name in BEHIND_SUMS), len(back))
+        back[end:end] = [] if target.deterministic else [FuseReduceNorm()]
+    return front + back
 
 
 class _Sharding:
@@ -121,11 +130,13 @@ class _Sharding:
             if i == r.bias:
                 x = b.mul(x, b.constant(1 / self.ranks, x.type.dtype))
             operands.append(x)
-        attrs: dict[str, Any] = dict(n.attrs)
+        op, attrs = n.op, dict[str, Any](n.attrs)
+        if r.partial and op.name == "take":
+            op, attrs = self.ops["take_part"], {"start": local(n.operands[0].type.shape[0], self.ranks) * D(RANK)}
         if n.op.name in SHAPED and r.results[0] is not None:
             attrs["shape"] = _local_shape(n.result.type.shape, r.results[0])
         names = [v.name for v in n.results] if not r.partial else []
-        new = self.g.add(n.op, operands, attrs, n, n.loc, names)
+        new = self.g.add(op, operands, attrs, n, n.loc, names)
         if not r.partial:
             self.parts |= dict(zip(n.results, new.results, strict=True))
             return

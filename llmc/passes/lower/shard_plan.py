@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 
 from llmc.diagnostics import Diagnostic
 from llmc.ir import contents
+from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Node, Value
 from llmc.passes.base import Ctx
 from llmc.passes.lower.shard_rules import Relation, Split, experts_of, heads_of, kv_parts, relate, splits_of
 
+TABLE_ROWS = 256  # of a table that is worth dividing, as the rows that are read are added up over the ranks
 ATTENTION = ("attention", "paged_attention")
 
 
@@ -52,6 +54,9 @@ def make_plan(g: Graph, ranks: int, ctx: Ctx, states: Mapping[Value, Split]) -> 
             if n not in plan.relations:
                 _writer(g, n, v, split, ranks, plan, weights)
     for n in g.nodes:
+        if n.op.name == "take" and ctx.allows(n):
+            _table(n, ranks, plan, weights)
+    for n in g.nodes:
         if n.op.name == "linear" and n not in plan.relations and ctx.allows(n):
             _product(g, n, ranks, plan, weights, ctx)
         elif n.op.name == "moe" and ctx.allows(n):
@@ -82,6 +87,14 @@ def _writer(g: Graph, n: Node, v: Value, split: Split, ranks: int, plan: Plan, w
         cause = f"{n.op.name} cannot write a part of {v.name}, which another graph divides over ranks: {region}"
         raise Diagnostic("E437", cause, "compile without --draft, or without --tensor-parallel-size", node=n)
     _accept(plan, region)
+
+
+def _table(n: Node, ranks: int, plan: Plan, weights: set[Value]) -> None:
+    """Split a large table of floats, such as an embedding, by rows."""
+    table, large = n.operands[0], n.operands[0].type.shape[0].const or 0
+    if table in weights and n.result not in weights and table.type.rank == 2 and large >= TABLE_ROWS:
+        if table.type.format is None and DTYPES[table.type.dtype].kind == "f":
+            plan.relations[n] = Relation((Split(0, ranks), None), (None,), partial=True)
 
 
 def _product(g: Graph, n: Node, ranks: int, plan: Plan, weights: set[Value], ctx: Ctx) -> None:

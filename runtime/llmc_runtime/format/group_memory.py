@@ -17,7 +17,7 @@ WORD = 8  # bytes
 COUNTERS = 1024  # offset of the counters in bytes
 PROGRAMS = 256  # maximum number of programs of a kernel that exchanges
 DATA = 4096  # offset of the slots in bytes; they are multiples of 16
-SLOTS = 4  # exchanges of a program that may be under way; a power of two, as counters wrap around
+SLOTS = 8  # exchanges of a program that may be under way; a power of two, as counters wrap around
 CHUNK = 8192  # bytes that a program sends to a rank in one exchange, at most
 EMPTY = 0xFF  # every byte of a slot that holds no data
 

@@ -100,7 +100,7 @@ class Endpoints(Endpoint):
         endpoints: tuple[tuple[str, str, Any], ...] = (
             ("GET", "/health", self.health), ("GET", "/ping", self.health), ("GET", "/ready", self.ready),
             ("GET", "/version", self.version), ("GET", "/load", self.load), ("GET", "/metrics", self.metrics),
-            ("GET", "/server_info", self.server_info),
+            ("GET", "/server_info", self.server_info), ("GET", "/model_info", self.model_info),
             ("GET", "/openapi.json", self.openapi),
             ("GET", "/tokenizer_info", self.tokenizer_info), ("GET", "/v1/models", self.models),
             ("POST", "/v1/completions", self.completions), ("POST", "/v1/chat/completions", self.chat),
@@ -202,7 +202,7 @@ class Endpoints(Endpoint):
         config, calls = self.serving.llm.config, self.serving.dialect.calls
         return as_json(
             {
-                "version": __version__, "models": self.serving.names,
+                "version": __version__, "models": self.serving.names, "served_model_name": self.serving.names[0],
                 "data_parallel_size": len(self.serving.llm.engines), "max_model_len": config.max_model_len,
                 "max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.max_num_batched_tokens,
                 "block_size": config.page_size, "num_blocks": config.num_pages, "vocab_size": config.vocab_size,
@@ -213,6 +213,10 @@ class Endpoints(Endpoint):
                 "task": GENERATE if self.serving.llm.pooling is None else self.serving.llm.pooling.task,
             }
         )  # fmt: skip
+
+    async def model_info(self, request: Request) -> Response:
+        """GET /model_info: the name of the model and whether it generates, under SGLang's names."""
+        return as_json({"model_path": self.serving.names[0], "is_generation": self.serving.llm.pooling is None})
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics, for Prometheus."""

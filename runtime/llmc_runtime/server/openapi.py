@@ -47,6 +47,7 @@ _GETS = (
     ("/tokenizer_info", "The named special tokens"),
     ("/version", "The server's version"),
     ("/server_info", "The version, the model and the limits of the engine"),
+    ("/model_info", "The name and the kind of the model"),
     ("/metrics", "Metrics for Prometheus"),
     ("/load", "The number of open requests"),
     ("/openapi.json", "This description"),

@@ -73,7 +73,7 @@ class Concat(CppKernel):
 
 
 class Take(CppKernel):
-    """Rows by index: embeddings, last tokens."""
+    """Rows by index: embeddings, parts of them, last tokens."""
 
     sums = EXACT
     headers = ("llmc_abi.h", "llmc_shape.h")
@@ -86,8 +86,9 @@ class Take(CppKernel):
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         x, idx = (v.type for v in node.operands)
         count, nbytes = sizes(idx.numel), sizes(product(x.shape[1:]) * item(node))
+        part = f", {sizes(node.attrs['start'])}, {sizes(x.shape[0])}" if "start" in node.attrs else ""
         i = ctype(idx)
-        return f"take_rows(ctx, (char*)args[2], (const char*)args[0], (const {i}*)args[1], {count}, {nbytes});"
+        return f"take_rows(ctx, (char*)args[2], (const char*)args[0], (const {i}*)args[1], {count}, {nbytes}{part});"
 
 
 class PageTake(Take):
@@ -165,7 +166,7 @@ COPY = Copy("cpu/copy", ("reshape",))
 TRANSPOSE = Strided("cpu/transpose", ("transpose",))
 SLICE = Strided("cpu/slice", ("slice",))
 CONCAT = Concat("cpu/concat", ("concat",))
-TAKE = Take("cpu/take", ("take",))
+TAKE = Take("cpu/take", ("take", "take_part"))
 PAGE_TAKE = PageTake("cpu/page_take", ("page_take",))
 PAGE_PUT = PagePut("cpu/page_put", ("page_put",))
 PACKED_TAKE = PackedTake("cpu/packed_take", ("packed_take",))

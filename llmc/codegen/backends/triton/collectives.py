@@ -8,8 +8,9 @@ from dataclasses import replace
 from llmc_runtime.format.group_memory import CHUNK, MAX_PEERS, PROGRAMS
 
 from llmc.codegen.backends.triton.template import Template
+from llmc.codegen.backends.triton.tiling import power
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, element, unsupported
-from llmc.codegen.kernel import EXACT, Schedule
+from llmc.codegen.kernel import BY_SCHEDULE, EXACT, Schedule
 from llmc.ir.dim import Dim, product
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
@@ -18,9 +19,12 @@ from llmc.targets.target import Target
 LANE = 16  # bytes
 MAX_LANES = CHUNK // LANE
 WARPS = (16, 8)  # a thread has one lane
+NORM_WARPS = (16, 8, 4, 2, 1)  # a thread has one lane or more
 # Microseconds of an exchange, besides the launch and the transfer: with one rank, and with each other one. Each further
 # chunk that a program exchanges adds _NEXT times as much (two H100s, 2026-11-25).
 _FIRST_US, _PEER_US, _NEXT = 0.6, 0.35, 1.3
+# Microseconds of a norm behind the sum, and of each further lane of a thread (two H200s, 2026-11-26).
+_NORM_US, _LANE_US = 0.5, 0.4
 
 
 class Collective(TritonKernel):
@@ -41,7 +45,7 @@ class Collective(TritonKernel):
         """Predict the time of the exchanges, each with a transfer over the link, in microseconds."""
         exchanges, nbytes = self.traffic(node, schedule, env)
         others = node.attrs["ranks"] - 1
-        chunks = -(-nbytes // (32 * schedule["warps"] * LANE))
+        chunks = self.chunks(node, schedule, env, nbytes)
         waves = -(-chunks // PROGRAMS)  # of chunks that a program exchanges one after the other
         latency = exchanges * (_FIRST_US + _PEER_US * others) * (1 + _NEXT * (waves - 1))
         return target.launch_us + latency + exchanges * others * nbytes / target.link * 1e6
@@ -49,6 +53,10 @@ class Collective(TritonKernel):
     def traffic(self, node: Node, schedule: Schedule, env: Mapping[str, int]) -> tuple[int, int]:
         """Return the number of exchanges, one after the other, and the bytes that a rank sends to each in one."""
         return 1, int(node.operands[0].type.nbytes.subs(env))
+
+    def chunks(self, node: Node, schedule: Schedule, env: Mapping[str, int], nbytes: int) -> int:
+        """Return the number of chunks of an exchange of `nbytes` bytes; programs take them in turn."""
+        return -(-nbytes // (32 * schedule["warps"] * LANE))
 
     def row(self, node: Node) -> Dim:
         """Return the number of elements that lie in a row in the operand as well as in the result."""
@@ -116,6 +124,71 @@ class AllReduce(Collective):
         return self.launched(u, "all_reduce" if parts == 1 else "all_reduce_in_parts", parts, "x_ptr r_ptr")
 
 
+class AllReduceNorm(Collective):
+    """The sum over the ranks, in their order and in float32, plus a residual, and its RMS norm. Schedule: warps.
+
+    A program computes whole rows.
+    """
+
+    sums = BY_SCHEDULE
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        x = node.operands[0].type
+        if why := super().reject(node, target) or unsupported(node, FLOATS):
+            return why
+        if x.shape[-1].const is None:
+            return f"the size of a row, {x.shape[-1]}, is not constant"
+        most = 2 * CHUNK // LANE
+        lanes, _ = row_lanes(node)
+        return f"a row of {x.shape[-1]} elements has {lanes} lanes, more than {most}" if lanes > most else None
+
+    def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
+        return tuple((i, r) for i in (0, 2)[: len(node.operands) - 1] for r in (0, 1))
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        lanes, _ = row_lanes(node)
+        some = [warps for warps in NORM_WARPS if 32 * warps <= max(32, power(lanes))]
+        return [{"warps": warps} for warps in some[:3]]
+
+    def chunks(self, node: Node, schedule: Schedule, env: Mapping[str, int], nbytes: int) -> int:
+        return int(product(node.operands[0].type.shape[:-1]).subs(env))
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        lanes, _ = row_lanes(node)
+        per_thread = -(-lanes // (32 * schedule["warps"]))  # lanes that a thread computes one after the other
+        return super().cost_us(node, schedule, target, env) + _NORM_US + _LANE_US * (per_thread - 1)
+
+    def code(self, u: Unit) -> Code:
+        x = u.node.operands[0].type
+        lanes, per_lane = row_lanes(u.node)
+        rows = product(x.shape[:-1])
+        code = u.launch(
+            Template("collectives", "all_reduce_norm"),
+            (rows,),  # the runtime launches at most PROGRAMS
+            **u.pointers("x_ptr w_ptr r_ptr", "sum_ptr y_ptr"),
+            group_ptr="group",
+            ROWS=u.sizes(rows),
+            WIDTH=lanes,
+            EPS=u.node.attrs["eps"],
+            ELEMENTS=int(x.shape[-1]),
+            RANKS=u.node.attrs["ranks"],
+            LANES=max(32 * u.schedule["warps"], power(lanes)),
+            PER_LANE=per_lane,
+            DTYPE=element(x),
+            BITS=DTYPES[x.dtype].bits,
+            WIDE=per_lane > 1,
+            ASSEMBLY=not u.interpret,
+        )
+        return replace(code, group=True)
+
+
+def row_lanes(node: Node) -> tuple[int, int]:
+    """Return the number of lanes of a row of the first operand, and that of a lane's elements."""
+    x = node.operands[0].type
+    width, per_lane = int(x.shape[-1]), LANE * 8 // DTYPES[x.dtype].bits
+    return (width // per_lane, per_lane) if width % per_lane == 0 else (width, 1)
+
+
 class AllGather(Collective):
     """The operands of all ranks, concatenated along an axis."""
 
@@ -130,4 +203,5 @@ class AllGather(Collective):
 
 
 ALL_REDUCE = AllReduce("triton/all_reduce", ("all_reduce", "all_reduce_add"))
+ALL_REDUCE_NORM = AllReduceNorm("triton/all_reduce_norm", ("all_reduce_norm",))
 ALL_GATHER = AllGather("triton/all_gather", ("all_gather",))

@@ -9,6 +9,7 @@ _HERE = "llmc.codegen.backends.triton"
 KERNELS: Mapping[str, str] = MappingProxyType(
     {
         "triton/all_reduce": f"{_HERE}.collectives:ALL_REDUCE",
+        "triton/all_reduce_norm": f"{_HERE}.collectives:ALL_REDUCE_NORM",
         "triton/all_gather": f"{_HERE}.collectives:ALL_GATHER",
         "triton/decode_attention": f"{_HERE}.decode_attention:DECODE_ATTENTION",
         "triton/attention_combine": f"{_HERE}.decode_attention:ATTENTION_COMBINE",

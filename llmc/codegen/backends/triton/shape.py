@@ -213,7 +213,9 @@ class Indexed(Moving):
 
 
 class Take(Indexed):
-    """Rows by index: embeddings and last tokens. Previous kernels write the index, so all loads follow the wait."""
+    """Rows by index: embeddings, parts of them, and last tokens. Previous kernels write the index, so all loads follow
+    the wait.
+    """
 
     def space(self, node: Node) -> tuple[Dim, Dim]:
         rows = node.operands[1].type.numel
@@ -226,11 +228,15 @@ class Take(Indexed):
         one = rows.const == 1
         at = "x1" if one else "x1 + row"
         to = "" if one else f" + {times('row', cols, u.node.result.type.numel, u.sizes)}"
+        exists, start = "(index >= 0)", ""
+        if "start" in u.node.attrs:
+            start = f" - {u.sizes(u.node.attrs['start'])}"
+            exists += f" & (index < {u.sizes(u.node.operands[0].type.shape[0])})"
         lines = [
             *head,
             u.wait,
-            f"index = tl.load({at}{masked(known, other='-1')}).to(tl.int64)",
-            f"v = tl.load(x0 + {self.source(u, cols)}{masked(inside, '(index >= 0)', other='0')})",
+            f"index = tl.load({at}{masked(known, other='-1')}).to(tl.int64){start}",
+            f"v = tl.load(x0 + {self.source(u, cols)}{masked(inside, exists, other='0')})",
             f"tl.store(y0{to} + col, v{masked(inside)})",
         ]
         return self.finish(u, lines)
@@ -346,7 +352,7 @@ class Iota(Moving):
 
 COPY = Copy("triton/copy", ("reshape", "transpose", "slice"))
 CONCAT = Concat("triton/concat", ("concat",))
-TAKE = Take("triton/take", ("take",))
+TAKE = Take("triton/take", ("take", "take_part"))
 PAGE_TAKE = PageTake("triton/page_take", ("page_take",))
 PAGE_PUT = PagePut("triton/page_put", ("page_put",))
 PACKED_TAKE = PackedTake("triton/packed_take", ("packed_take",))

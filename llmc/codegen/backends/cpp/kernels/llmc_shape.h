@@ -32,15 +32,17 @@ static inline void copy_strided(const llmc_ctx* ctx, T* y, const T* x, const int
     else for (int64_t j = 0; j < n; j++) to[j] = from[j * s];
   }
 }
-// y[i] = x[idx[i]] for rows of `bytes` bytes; zeros if the index is negative.
+// y[i] = x[idx[i] - start] for rows of `bytes` bytes; zeros if x, which has `rows` rows, has no such row.
 template <class I>
-static inline void take_rows(const llmc_ctx* ctx, char* y, const char* x, const I* idx, int64_t count, int64_t bytes) {
+static inline void take_rows(const llmc_ctx* ctx, char* y, const char* x, const I* idx, int64_t count, int64_t bytes,
+                             int64_t start = 0, int64_t rows = INT64_MAX) {
   int64_t lo, hi;
   llmc_split(ctx, count * bytes, 1024, &lo, &hi);
   while (lo < hi) {
     int64_t r = lo / bytes, at = lo % bytes, n = bytes - at < hi - lo ? bytes - at : hi - lo;
-    if (idx[r] < 0) memset(y + r * bytes + at, 0, n);
-    else memcpy(y + r * bytes + at, x + (int64_t)idx[r] * bytes + at, n);
+    int64_t row = (int64_t)idx[r] - start;
+    if (row < 0 || row >= rows) memset(y + r * bytes + at, 0, n);
+    else memcpy(y + r * bytes + at, x + row * bytes + at, n);
     lo += n;
   }
 }

@@ -10,6 +10,7 @@ import triton.language as tl
 from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
 from llmc.codegen.backends.triton.kernels.peer_exchange import (
     RANK_AT,
+    SLOT_LANES,
     end_exchanges,
     first_exchange,
     is_running,
@@ -108,11 +109,21 @@ def added(values, others):
 
 
 @triton.jit
-def sum_of_ranks(
+def send_to_all(
+    low, high, inside, group_ptr, rank, exchange, lane, RANKS: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """Send lanes to every other rank."""
+    for other in tl.static_range(RANKS):
+        there = slot_of(group_ptr, other, rank, exchange, lane, RANKS)
+        send(there, low, high, inside & (rank != other), ASSEMBLY)
+
+
+@triton.jit
+def add_ranks(
     low, high, r_ptr, at, inside, group_ptr, rank, exchange, lane,
     RANKS: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Receive the lanes of all other ranks in an exchange; return the words of their sum with this rank's own.
+    """Receive the lanes of all other ranks in an exchange; return the elements of their sum with this rank's own.
 
     Elements are added in the order of the ranks, in float32, and then those of r at the lanes `at` (r_ptr may be None).
     """
@@ -128,6 +139,16 @@ def sum_of_ranks(
             total = added(total, new)
     if r_ptr is not None:
         total = added(total, elements(r_low, r_high, DTYPE, BITS, WIDE))
+    return total
+
+
+@triton.jit
+def sum_of_ranks(
+    low, high, r_ptr, at, inside, group_ptr, rank, exchange, lane,
+    RANKS: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """The same, as the words of lanes that can be sent."""
+    total = add_ranks(low, high, r_ptr, at, inside, group_ptr, rank, exchange, lane, RANKS, DTYPE, BITS, WIDE, ASSEMBLY)
     low, high = lane_of(total, DTYPE, BITS, WIDE)
     return tl.where(low == -1, NAN, low), tl.where(high == -1, NAN, high)
 
@@ -152,9 +173,7 @@ def all_reduce(
         at = chunk * LANES + lane
         inside = at < NUM_LANES
         low, high = load_lane(x_ptr, at, inside, BITS, WIDE, ASSEMBLY)
-        for other in tl.static_range(RANKS):
-            there = slot_of(group_ptr, other, rank, exchange, lane, RANKS)
-            send(there, low, high, inside & (rank != other), ASSEMBLY)
+        send_to_all(low, high, inside, group_ptr, rank, exchange, lane, RANKS, ASSEMBLY)
         low, high = sum_of_ranks(
             low, high, r_ptr, at, inside, group_ptr, rank, exchange, lane, RANKS, DTYPE, BITS, WIDE, ASSEMBLY
         )
@@ -190,9 +209,7 @@ def all_reduce_in_parts(
             low, high, r_ptr, own, inside, group_ptr, rank, exchange, lane, RANKS, DTYPE, BITS, WIDE, ASSEMBLY
         )
         store_lane(y_ptr, own, low, high, inside, DTYPE, BITS, WIDE, ASSEMBLY)
-        for other in tl.static_range(RANKS):
-            there = slot_of(group_ptr, other, rank, exchange + 1, lane, RANKS)
-            send(there, low, high, inside & (rank != other), ASSEMBLY)
+        send_to_all(low, high, inside, group_ptr, rank, exchange + 1, lane, RANKS, ASSEMBLY)
         for source in tl.static_range(RANKS):
             at = first + source * LANES
             inside = (at < NUM_LANES) & (rank != source)
@@ -200,6 +217,83 @@ def all_reduce_in_parts(
             low, high = receive(there, inside, group_ptr, ASSEMBLY)
             store_lane(y_ptr, at, low, high, inside, DTYPE, BITS, WIDE, ASSEMBLY)
         exchange += 2
+    end_exchanges(group_ptr, exchange)
+
+
+@triton.jit
+def send_row(
+    x_ptr, row, rows, WIDTH, group_ptr, rank, exchange, lane,
+    RANKS: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """Send a row of x to every other rank, unless there are no more rows; return its lanes."""
+    inside = (lane < WIDTH) & (row < rows)
+    low, high = load_lane(x_ptr, row * WIDTH + lane, inside, BITS, WIDE, ASSEMBLY)
+    send_to_all(low, high, inside, group_ptr, rank, exchange, lane, RANKS, ASSEMBLY)
+    return low, high
+
+
+@triton.jit
+def gain_of(w_ptr, lane, inside, PER_LANE: tl.constexpr):
+    """Return the elements of a norm's gain at these lanes in float32, as a tuple."""
+    gain = (tl.load(w_ptr + lane * PER_LANE, mask=inside, other=0.0).to(tl.float32),)
+    for i in tl.static_range(1, PER_LANE):
+        gain = gain + (tl.load(w_ptr + lane * PER_LANE + i, mask=inside, other=0.0).to(tl.float32),)
+    return gain
+
+
+@triton.jit
+def normed(values, gain, EPS: tl.constexpr, ELEMENTS: tl.constexpr):
+    """Return the RMS norm of a row's elements, of which there are ELEMENTS; those outside of the row are 0."""
+    squares = values[0] * values[0]
+    for i in tl.static_range(1, len(values)):
+        squares += values[i] * values[i]
+    scale = tl.rsqrt(tl.sum(squares) / ELEMENTS + EPS)
+    out = (values[0] * scale * gain[0],)
+    for i in tl.static_range(1, len(values)):
+        out = out + (values[i] * scale * gain[i],)
+    return out
+
+
+@triton.jit
+def all_reduce_norm(
+    x_ptr, w_ptr, r_ptr, sum_ptr, y_ptr, group_ptr, ROWS, WIDTH,
+    EPS: tl.constexpr, ELEMENTS: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, PER_LANE: tl.constexpr,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr, ASSEMBLY: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):  # fmt: skip
+    """sum = the sum of x over the ranks + r; y = its RMS norm with gain w, of float32 sums.
+
+    There are ROWS rows of WIDTH lanes (ELEMENTS elements). A program computes whole rows, and sends its next row before
+    it receives the present one. The results may be x or r, which may be None.
+    """
+    wait_for_previous(DEPENDENT_LAUNCH)
+    rank = tl.load(group_ptr + RANK_AT).to(tl.int32)
+    exchange = first_exchange(group_ptr)
+    lane = tl.arange(0, LANES)
+    inside = lane < WIDTH
+    per_row: tl.constexpr = (LANES + SLOT_LANES - 1) // SLOT_LANES  # exchanges
+    rows = ROWS * is_running(group_ptr)
+    step = tl.num_programs(0)
+    low, high = send_row(
+        x_ptr, tl.program_id(0), rows, WIDTH, group_ptr, rank, exchange, lane, RANKS, BITS, WIDE, ASSEMBLY
+    )
+    gain = gain_of(w_ptr, lane, inside, PER_LANE)
+    for row in range(tl.program_id(0), rows, step):
+        if row // step * per_row % 2 == 0 and row >= step:
+            order_exchanges(exchange, ASSEMBLY)
+        next_low, next_high = send_row(
+            x_ptr, row + step, rows, WIDTH, group_ptr, rank, exchange + per_row, lane, RANKS, BITS, WIDE, ASSEMBLY
+        )
+        at = row * WIDTH + lane
+        total = add_ranks(
+            low, high, r_ptr, at, inside, group_ptr, rank, exchange, lane, RANKS, DTYPE, BITS, WIDE, ASSEMBLY
+        )
+        low, high = lane_of(total, DTYPE, BITS, WIDE)
+        store_lane(sum_ptr, at, low, high, inside, DTYPE, BITS, WIDE, ASSEMBLY)
+        low, high = lane_of(normed(total, gain, EPS, ELEMENTS), DTYPE, BITS, WIDE)
+        store_lane(y_ptr, at, low, high, inside, DTYPE, BITS, WIDE, ASSEMBLY)
+        low, high = next_low, next_high
+        exchange += per_row
     end_exchanges(group_ptr, exchange)
 
 
@@ -220,9 +314,7 @@ def all_gather(
         at = chunk * LANES + lane
         inside = at < NUM_LANES
         low, high = load_lane(x_ptr, at, inside, BITS, WIDE, ASSEMBLY)
-        for other in tl.static_range(RANKS):
-            there = slot_of(group_ptr, other, rank, exchange, lane, RANKS)
-            send(there, low, high, inside & (rank != other), ASSEMBLY)
+        send_to_all(low, high, inside, group_ptr, rank, exchange, lane, RANKS, ASSEMBLY)
         begin = (at // WIDTH) * (RANKS * WIDTH) + at % WIDTH
         for source in tl.static_range(RANKS):
             there = slot_of(group_ptr, rank, source, exchange, lane, RANKS)

@@ -5,9 +5,9 @@ of lanes of two words of 8 bytes. A word whose bits are all set has not arrived:
 reads a lane until both of its words are there, and then empties it for a later exchange.
 
 Exchanges are counted by each program, and use SLOTS slots in turn. All ranks run the same kernels in the same order,
-so their counters agree. A program sends its exchange n + SLOTS only after it has received those up to n + SLOTS - 1,
-and the rank that it receives from sent them after emptying the slot of exchange n; a kernel's end or `order_exchanges`
-orders the two. A rank that waits longer than the limit, or whose group has ended, sets ENDED and stops exchanging.
+so their counters agree. A program sends its exchange n + SLOTS only after it has received an exchange that the other
+rank sent after emptying the slot of exchange n; kernel ends and `order_exchanges` order the two on both ranks. A rank
+that waits longer than the limit, or whose group has ended, sets ENDED and stops exchanging.
 
 Without ASSEMBLY (in the interpreter), the limit is a number of reads.
 """
@@ -36,6 +36,7 @@ FIRST_SLOT = tl.constexpr(DATA)
 SLOT_COUNT = tl.constexpr(SLOTS)
 SLOT_BYTES = tl.constexpr(CHUNK)
 LANE_BYTES = tl.constexpr(16)
+SLOT_LANES = tl.constexpr(CHUNK // 16)
 
 READ = tl.constexpr("""{
 .reg .pred inside;
@@ -135,7 +136,13 @@ def write_lane(address, low, high, inside, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def slot_of(group_ptr, owner, source, exchange, lane, RANKS: tl.constexpr):
-    """Return the addresses of the lanes that `source` sends to `owner` in this program's exchange of this number."""
+    """Return the addresses of the lanes that `source` sends to `owner` in this program's exchange of this number.
+
+    Lanes beyond those of a chunk are sent in the next exchange.
+    """
+    if lane.shape[0] > SLOT_LANES:
+        exchange = exchange + lane // SLOT_LANES
+        lane = lane % SLOT_LANES
     memory = tl.load(group_ptr + PEERS_AT + owner)
     slot = (tl.program_id(0) * SLOT_COUNT + (exchange & (SLOT_COUNT - 1))) * RANKS + source
     return memory + FIRST_SLOT + slot.to(tl.int64) * SLOT_BYTES + lane * LANE_BYTES
@@ -189,8 +196,10 @@ def is_running(group_ptr):
 def order_exchanges(exchange, ASSEMBLY: tl.constexpr):
     """Order all lanes emptied and received so far by this program before those that it sends from now on.
 
-    With SLOTS = 4, this is needed after every second exchange of a kernel: the lanes of exchange n are then empty
-    before this rank sends exchange n + 2, and the other rank receives that, and calls this, before it sends n + 4.
+    With SLOTS = 8, this is needed after every second exchange of a kernel: the lanes of exchange n are then empty
+    before this rank sends exchange n + 2, and the other rank receives that, and calls this, before it sends n + 4. If
+    a kernel sends one exchange ahead, these are n + 3 and n + 6; if it sends two ahead, and calls this after every
+    second one, they are n + 4 and n + 8.
     """
     tl.debug_barrier()
     if ASSEMBLY:

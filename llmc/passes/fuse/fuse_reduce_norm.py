@@ -1,0 +1,88 @@
+"""Fuses an RMS norm into the sum over the ranks before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from llmc.ir.dim import product
+from llmc.ir.graph import Builder, Graph, Module, Node, Value
+from llmc.passes.analysis import weight_only
+from llmc.passes.base import Ctx, Pass, rejected
+
+NAME = "fuse-reduce-norm"
+SUMS = ("all_reduce", "all_reduce_add")
+
+
+@dataclass(frozen=True)
+class FuseReduceNorm(Pass):
+    """Replace all_reduce or all_reduce_add and an rms_norm of its result by all_reduce_norm, which saves a launch.
+
+    Every rank sends its whole operand to all others: with more than two ranks, this is fast in graphs of at most
+    `rows` tokens only, and all other graphs keep the sum in parts. The pass stands behind `specialize` and before those
+    that fuse norms into products, each program of which would compute the norm again. Nodes that no kernel of the
+    target supports remain.
+    """
+
+    rows: int = 256
+    name: ClassVar[str] = NAME
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
+        return sum(self._graph(m, g, ctx) for g in m.graphs.values())
+
+    def _graph(self, m: Module, g: Graph, ctx: Ctx) -> int:
+        weights, done = weight_only(g), 0
+        for n in list(g.nodes):
+            if n.op.name not in SUMS or not ctx.allows(n):
+                continue
+            norm = next((u for u in n.result.uses if u.op.name == "rms_norm" and u.operands[0] is n.result), None)
+            if why := self._why_not(m, g, n, norm, weights):
+                ctx.miss(NAME, n, why)
+            elif norm is not None and ctx.spend():
+                done += _fuse(g, n, norm, ctx)
+        return done
+
+    def _why_not(self, m: Module, g: Graph, n: Node, norm: Node | None, weights: set[Value]) -> str | None:
+        if norm is None:
+            return "no rms_norm reads it"
+        if norm.operands[1] not in weights:
+            return "the norm's gain is not computed from weights alone"
+        tokens = product(n.result.type.shape[:-1]).bounds(m.bounds(g))[1]
+        ranks = n.attrs["ranks"]
+        if ranks > 2 and tokens > self.rows:
+            return f"the graph has up to {tokens} tokens, more than {self.rows}, and {ranks} ranks"
+        return None
+
+
+def _fuse(g: Graph, n: Node, norm: Node, ctx: Ctx) -> bool:
+    """Replace both nodes; leave them if no kernel of the target supports the new one."""
+    x, *residual = n.operands
+    attrs = {"eps": norm.attrs["eps"], "ranks": n.attrs["ranks"]}
+    b = Builder(g, ctx.opset, before=n, loc=norm.loc or n.loc)
+    total, out = b.all_reduce_norm(x, norm.operands[1], *residual, **attrs)
+    if why := rejected(total.node, ctx):
+        g.erase(total.node)
+        ctx.miss(NAME, n, why)
+        return False
+    _move_before(g, norm.operands[1], total.node)
+    total.name, out.name = n.result.name, norm.result.name
+    g.replace(n.result, total)
+    g.replace(norm.result, out)
+    g.erase(norm)
+    g.erase(n)
+    return True
+
+
+def _move_before(g: Graph, v: Value, at: Node) -> None:
+    """Move the nodes that compute a value from weights before the node `at`, if they stand behind it."""
+    place = {n: i for i, n in enumerate(g.nodes)}
+    late: list[Node] = []
+    todo = [v]
+    while todo:
+        node = todo.pop().node
+        if node is not None and node not in late and place[node] > place[at]:
+            late.append(node)
+            todo += node.operands
+    for node in sorted(late, key=lambda n: place[n]):
+        g.move_before(node, at)
