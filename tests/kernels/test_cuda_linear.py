@@ -50,20 +50,20 @@ def test_every_way_becomes_a_binary_of_sm_90(tmp_path: Path) -> None:
     ways = GEMM_WGMMA.schedules(node, target)
     sources = [GEMM_WGMMA.emit(node, s, target) for s in ways]
     made = tool.compile([(s, "") for s in sources], tmp_path, jobs=2)
-    assert len(made) == len(ways) == 6
+    assert len(made) == len(ways) == 14
     for way, source in zip(ways, sources, strict=True):
         c = made[tool.key(source)]
         assert c.threads == 384 and c.shared <= target.limits.shared
-        assert c.boxes == (((128, 64), 3), ((way["bn"], 64), 3))
+        assert c.boxes == (((128, 64), 3), ((way["bn"] // 2, 64), 3))
         assert read_entry(c.binary, source.entry).sizes == (128, 128, 8, 4)
-        assert str(source.grid[0]) == f"{-(-264 // way['bn'])}*ceil(T, 128)"
+        assert source.grid[0] == 132 and source.cluster == ((2, 1, 1) if way["cluster"] == 2 else ())
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
         (("bf16", "f16"), "operand type f16"),
-        (("520", "516"), "264 x 516 are not constant multiples of 8"),
+        (("520", "516"), "264 x 516 are not constant multiples of 8 and 8"),
         (("264", "260"), "260 x 520 are not"),
     ],
 )
@@ -90,7 +90,8 @@ def test_it_is_chosen_by_name_or_measurement(tmp_path: Path) -> None:
     assert product(chosen()).choice["kernel"].startswith("triton/")
     assert product(chosen(prefer=("cuda/gemm_wgmma",))).choice == {
         "kernel": "cuda/gemm_wgmma",
-        **GEMM_WGMMA.all_schedules()[1],
+        "bn": 128,
+        "cluster": 2,
     }
     node, path = product(module()), tmp_path / "tuning.jsonl"
     way = GEMM_WGMMA.schedules(node, sm_90())[2]
@@ -108,10 +109,10 @@ def test_one_program_mixes_triton_and_cuda(tmp_path: Path) -> None:
     assert (launch.threads, launch.pdl, len(launch.args)) == (384, True, 3)
     assert [x.json() for x in launch.params] == [{"map": 0}, {"map": 1}, {"arg": 2}, {"size": "T", "type": "i32"}]
     assert Program.load(program.dump(), "a program") == program
-    assert [(m.arg, m.box, m.swizzle) for m in launch.maps] == [(0, (128, 64), 3), (1, (128, 64), 3)]
+    assert [(m.arg, m.box, m.swizzle) for m in launch.maps] == [(0, (128, 64), 3), (1, (64, 64), 3)]
     assert set(built.toolchains) == {"triton", "nvrtc"}
     head = kernels[1].source.partition("\n")[0]
-    assert head == "// cuda/gemm_wgmma: linear(bf16[s0, 520], bf16[264, 520]) -> bf16[s0, 264] bn=128 stages=6 group=16"
+    assert head == "// cuda/gemm_wgmma: linear(bf16[s0, 520], bf16[264, 520]) -> bf16[s0, 264] bn=128 cluster=2"
 
 
 def test_tuning_measures_it_where_it_is_named() -> None:

@@ -67,3 +67,31 @@ def epilogue(body: str, parts: int, operands: Sequence[Type], result: Type, befo
         f"__device__ inline float epilogue(const float (&a)[{parts}], int token, int column{passed}) {{\n"
         f"  return {value};\n}}"
     )
+
+
+def pair_epilogue(body: str, parts: int, operands: Sequence[Type], result: Type) -> str:
+    """Generate OTHER_PARAMETERS, OTHER_ARGUMENTS, OTHERS and a function `epilogue` of two neighbouring columns.
+
+    It is `epilogue(y, sums, token, column OTHERS)`, with y[2], sums[parts][2] and an even column. It needs pairs.cuh.
+    """
+    names = [f"e{i}" for i in range(len(operands))]
+    parameters = [f"const {CTYPES[t.dtype]}* {name}" for t, name in zip(operands, names, strict=True)]
+    lines = [f"float {', '.join(f'v{i}[2]' for i in range(len(names)))};"] if names else []
+    for i, (t, name) in enumerate(zip(operands, names, strict=True)):
+        at = offset_of(t, result)
+        varies = at is not None and "column" in at
+        lines.append(f"load_pair(v{i}, {name} + ({at}));" if varies else f"v{i}[0] = v{i}[1] = to_float({name}[{at}]);")
+    value = inline(
+        parse_expr(body), [*(f"a[{p}][i]" for p in range(parts)), *(f"v{i}[i]" for i in range(len(names)))], FLOAT
+    )
+    arguments = "".join(f", {p}" for p in parameters)
+    taken = f"float (&y)[2], const float (&a)[{parts}][2], int token, int column{arguments}"
+    inner = "".join(f"  {line}\n" for line in lines)
+    return (
+        f"#define OTHER_PARAMETERS {''.join(f'{p}, ' for p in parameters)}\n"
+        f"#define OTHER_ARGUMENTS {arguments}\n"
+        f"#define OTHERS {''.join(f', {name}' for name in names)}\n"
+        f"__device__ inline void epilogue({taken}) {{\n"
+        f"{inner}#pragma unroll\n"
+        f"  for (int i = 0; i < 2; i++) y[i] = {value};\n}}"
+    )
