@@ -59,7 +59,12 @@ CASES: dict[str, list[tuple[int, int]]] = {
     "chunk-256-of-4096": [(256, 4096)],
     "prompt-128-and-64x1024": [(128, 128), *[(1, 1024)] * 64],
     "prompt-512-and-63x2048": [(512, 512), *[(1, 2048)] * 63],
+    "decode-1x256": [(1, 256)],
+    "decode-1x1024": [(1, 1024)],
     "decode-1x8192": [(1, 8192)],
+    "decode-4x1024": [(1, 1024)] * 4,
+    "decode-4x8192": [(1, 8192)] * 4,
+    "decode-8x2048": [(1, 2048)] * 8,
     "decode-8x16384": [(1, 16384)] * 8,
     "decode-32x4096": [(1, 4096)] * 32,
     "decode-64x2048": [(1, 2048)] * 64,
@@ -175,10 +180,11 @@ def mixed(case: str) -> bool:
 
 
 def xqa(case: str, s: Setting) -> Iterator[Way]:
-    """Yield the ways of XQA: the numbers of parts that give the multiprocessors enough and not too many blocks."""
+    """Yield the ways of XQA: the parts of llmc's way, and those that give the multiprocessors enough blocks."""
     env = {"T": len(CASES[case]), "R": len(CASES[case]), "P": 256}
     scale, blocks = f"scale={s.heads.size**-0.5!r}", len(CASES[case]) * s.heads.kv
-    fit = [n for n in PARTS if n == 1 or BLOCKS[0] <= n * blocks <= BLOCKS[1]]
+    chosen = parts_of(node_of("paged_attention", "R", f"{{{scale}}}", s), len(CASES[case]), s.target)
+    fit = [n for n in PARTS if n in (1, chosen) or BLOCKS[0] <= n * blocks <= BLOCKS[1]]
     for parts in (*fit, *((UNEVEN,) if mixed(case) else ())):
         op = "paged_attention_split" if parts > 1 else "paged_attention"
         attrs = f"{scale}, splits={parts}" if parts > 1 else scale

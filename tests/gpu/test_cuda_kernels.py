@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,6 +42,8 @@ PRODUCTS = (
     (700, 1000, 392, 2, "add(mul(a0, sigmoid(a1)), a2)", "f32"),
     (2100, 640, 320, 1, "", "bf16"),
     (4096, 2056, 136, 1, "add(mul(a0, a2), a1)", "f16"),
+    (200, 4096, 512, 1, "add(a0, a1)", "bf16"),
+    (40, 2048, 1024, 2, SILU, "f32"),
 )
 
 
@@ -142,7 +145,7 @@ def check(cases: Sequence[Case], card: Card, cache: Path) -> None:
     tool = NvrtcToolchain.find(target)
     sources = [c.kernel.emit(c.node, c.schedule, target) for c in cases]
     jobs = [Job(c, s, tool.key(s)) for c, s in zip(cases, sources, strict=True)]
-    binaries: dict[str, Any] = dict(tool.compile([(s, "") for s in sources], cache))
+    binaries: dict[str, Any] = dict(tool.compile([(s, "") for s in sources], cache, jobs=os.cpu_count() or 1))
     found = failures(card, jobs, binaries)
     assert not found, "\n".join(found)
 

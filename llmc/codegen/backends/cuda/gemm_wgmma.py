@@ -1,4 +1,4 @@
-"""The binding of `kernels/gemm_wgmma.cu`: bf16 products of many tokens on Hopper by wgmma, tensor maps and clusters."""
+"""The binding of `kernels/gemm_wgmma.cu`: bf16 products on Hopper by wgmma and tensor maps, split over clusters."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ from llmc.ir.graph import Node
 from llmc.passes.analysis import Origin, origin
 from llmc.targets.target import Target
 
-TILE_M, TILE_K = 128, 64
+TILE_K = 64
+HEIGHTS = (128, 64)  # tokens of a tile
 COLUMNS = (256, 224, 192, 160, 128, 96, 64)  # of a tile, in all parts
-CLUSTERS = (2, 1)  # blocks that share tiles of the weight
+SPLITS, SPLIT_COLUMNS = (2, 4, 8), (256, 192, 128, 96, 64)  # blocks that share the depth of a tile, and its columns
+LEAST_BLOCKS = 60  # of a split product of one tile of tokens
 GROUP = 16  # tiles of tokens that are processed together, to share tiles of the weight in the L2 cache
 MOST_STAGES, MAX_PARTS = 8, 2
-THREADS = 384  # one producer warpgroup and two consumer warpgroups
+WARPGROUP = 128  # threads
 SWIZZLE = 3  # 128 bytes
 ALIGN = 1024  # alignment of the buffers in shared memory, in bytes
 RESERVED = 1024  # bytes of shared memory for barriers
-_SHARE = 0.86  # share of the peak that the instructions of a tile reach
-_TILE_US, _START_US = 1.6, 3.5  # of a tile: its epilogue; of a launch
+PADDING = 8  # floats behind a token's sums in shared memory
+_SHARE, _READS = 0.86, 0.8  # share of the peak that the instructions of a tile reach, and of the bandwidth
+_TILE_US, _START_US, _CLUSTER_US = 1.6, 3.5, 1.5  # of a tile: its epilogue; of a launch; of sums over a cluster
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,14 @@ class WgmmaProduct(ProductNode):
         parts, w = node.attrs.get("parts", 1), node.operands[1].type
         return WgmmaProduct(node, parts, int(w.shape[0]) // parts, int(w.shape[1]))
 
-    def tiles(self, schedule: Schedule, tokens: int) -> int:
-        """Tiles of all blocks of a launch, in whole clusters."""
-        cluster = schedule["cluster"]
-        return -(-tokens // (TILE_M * cluster)) * cluster * -(-self.n * self.parts // schedule["bn"])
+    def columns(self, bn: int) -> int:
+        """Tiles along the columns."""
+        return -(-self.n * self.parts // bn)
+
+    @property
+    def steps(self) -> int:
+        """Steps of a tile."""
+        return -(-self.k // TILE_K)
 
 
 @dataclass(frozen=True)
@@ -78,51 +85,64 @@ class GemmWgmma(CudaKernel):
         return ""
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        return list(_schedules(target))
+        return list(_schedules(WgmmaProduct.of(node), target))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: whole rounds of tiles on all multiprocessors, or the bytes of the operands."""
-        p, units = WgmmaProduct.of(node), target.limits.units
-        rounds = -(-p.tiles(schedule, int(p.m.subs(env))) // units)
-        flops = 2.0 * TILE_M * max(128, schedule["bn"]) * p.k  # narrow tiles are bound by reads of shared memory
+        p, s, units = WgmmaProduct.of(node), schedule, target.limits.units
+        blocks = -(-int(p.m.subs(env)) // s["bm"]) * p.columns(s["bn"]) * s["split"]
+        rounds = -(-blocks // units)
+        flops = 2.0 * s["bm"] * max(128, s["bn"]) * p.k / s["split"]  # narrow tiles are bound by shared memory
         tile = flops * units / target.peaks["bf16"] / _SHARE * 1e6 + _TILE_US
-        moved = int(node_cost(node)[1].subs(env)) / target.bandwidth * 1e6
-        return max(rounds * tile, moved) + _START_US + target.launch_us
+        busy = min(1.0, blocks / (0.8 * units))  # fewer blocks do not reach the bandwidth
+        moved = int(node_cost(node)[1].subs(env)) / target.bandwidth / _READS / busy * 1e6
+        return max(rounds * tile, moved) + _START_US + _CLUSTER_US * (s["split"] > 1) + target.launch_us
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
-        p, bn, cluster = WgmmaProduct.of(node), schedule["bn"], schedule["cluster"]
+        p, bm, bn, split = WgmmaProduct.of(node), schedule["bm"], schedule["bn"], schedule["split"]
         half = Map(1, (D(p.parts * p.n), D(p.k)), (bn // 2, TILE_K), SWIZZLE)
+        tiles = p.m.ceildiv(bm) * p.columns(bn)
         return Binding(
-            grid=(target.limits.units // cluster * cluster,),
-            threads=THREADS,
+            grid=(tiles * split if split > 1 else target.limits.units,),
+            threads=bm // 64 * WARPGROUP + WARPGROUP,
             constants={
-                "N": p.n, "K": p.k, "PARTS": p.parts, "TILE_N": bn, "STAGES": stages(bn, target),
-                "GROUP": GROUP // cluster, "CLUSTER": cluster,
+                "N": p.n, "K": p.k, "PARTS": p.parts, "TILE_M": bm, "TILE_N": bn, "STAGES": stages(schedule, target),
+                "GROUP": GROUP * 128 // bm, "SPLIT": split,
                 "EARLY": int(origin(node.operands[1]) is not Origin.INPUTS), "OUT": CTYPES[node.result.type.dtype],
             },
-            shared=stages(bn, target) * stage_bytes(bn) + ALIGN,
+            shared=max(stages(schedule, target) * stage_bytes(schedule), sum_bytes(schedule)) + ALIGN,
             sizes=(p.m,),
-            maps=(Map(0, (p.m, D(p.k)), (TILE_M, TILE_K), SWIZZLE), half),
-            cluster=(cluster, 1, 1) if cluster > 1 else (),
+            maps=(Map(0, (p.m, D(p.k)), (bm, TILE_K), SWIZZLE), half),
+            cluster=(split, 1, 1) if split > 1 else (),
             text="\n\n".join(
                 (multiply(bn), pair_epilogue(node.attrs.get("body", "a0"), p.parts, p.extras, node.result.type))
             ),
         )  # fmt: skip
 
 
-def stage_bytes(columns: int) -> int:
+def stage_bytes(s: Schedule) -> int:
     """Bytes of a buffer of the ring."""
-    return 2 * TILE_K * (TILE_M + columns)
+    return int(2 * TILE_K * (s["bm"] + s["bn"]))
 
 
-def stages(columns: int, target: Target) -> int:
+def sum_bytes(s: Schedule) -> int:
+    """Bytes of the sums in shared memory, which take the place of the buffers."""
+    return int(s["bm"] * (s["bn"] + PADDING) * 4 if s["split"] > 1 else 0)
+
+
+def stages(s: Schedule, target: Target) -> int:
     """Buffers that fit into shared memory."""
-    return min(MOST_STAGES, (target.limits.shared - ALIGN - RESERVED) // stage_bytes(columns))
+    return min(MOST_STAGES, (target.limits.shared - ALIGN - RESERVED) // stage_bytes(s))
 
 
-def _schedules(target: Target) -> Iterator[Schedule]:
-    for cluster in CLUSTERS:
-        yield from ({"bn": bn, "cluster": cluster} for bn in COLUMNS)
+def _schedules(p: WgmmaProduct, target: Target) -> Iterator[Schedule]:
+    """Yield whole tiles, and split ones that occupy the multiprocessors if there is one tile of tokens."""
+    for bm in HEIGHTS:
+        yield from ({"bm": bm, "bn": bn, "split": 1} for bn in COLUMNS)
+        for split in SPLITS:
+            for bn in SPLIT_COLUMNS:
+                if p.steps % split == 0 and LEAST_BLOCKS <= p.columns(bn) * split <= target.limits.units:
+                    yield {"bm": bm, "bn": bn, "split": split}
 
 
 GEMM_WGMMA = GemmWgmma(

@@ -1,5 +1,8 @@
 // Loads and stores of neighbouring numbers by the threads of a product of warpgroups.
 
+// 1 / (1 + exp(-x)), to about 21 bits.
+__device__ inline float fast_sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+
 // Loads two neighbouring numbers; packs two into a word.
 __device__ inline void load_pair(float (&to)[2], const float* from) {
   const float2 pair = *(const float2*)from;
@@ -12,6 +15,10 @@ template <typename T> __device__ inline void load_pair(float (&to)[2], const T* 
 template <typename T> __device__ inline unsigned pack(const float (&from)[2]) {
   return from_float<T>(from[0]).bits | (unsigned)from_float<T>(from[1]).bits << 16;
 }
+
+// Stores two neighbouring numbers.
+__device__ inline void store_pair(float* y, const float (&from)[2]) { *(float2*)y = make_float2(from[0], from[1]); }
+template <typename T> __device__ inline void store_pair(T* y, const float (&from)[2]) { *(unsigned*)y = pack<T>(from); }
 
 // Stores columns j and j + 8 of a row, two neighbours each, that this thread has: `inside` tells which are in y. The
 // threads of a row write 32 bytes together.

@@ -74,12 +74,6 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT)
 #endif
     ) {
   int const part = blockIdx.x, head = blockIdx.y, token = blockIdx.z;
-  float const* head_sinks = nullptr;
-#if HAS_SINKS
-  __shared__ float sink_of[HEADS / KV_HEADS];
-  if (threadIdx.x < HEADS / KV_HEADS) sink_of[threadIdx.x] = float(sinks[head * (HEADS / KV_HEADS) + threadIdx.x]);
-  head_sinks = sink_of - head * (HEADS / KV_HEADS);  // XQA adds the block's first head; a barrier precedes its reads
-#endif
 #if !SETTLED
   wait_for_previous();
 #endif
@@ -98,6 +92,12 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT)
 #endif
 #if PDL
   asm volatile("griddepcontrol.launch_dependents;");
+#endif
+  float const* head_sinks = nullptr;
+#if HAS_SINKS
+  __shared__ float sink_of[HEADS / KV_HEADS];
+  if (threadIdx.x < HEADS / KV_HEADS) sink_of[threadIdx.x] = float(sinks[head * (HEADS / KV_HEADS) + threadIdx.x]);
+  head_sinks = sink_of - head * (HEADS / KV_HEADS);  // XQA adds the block's first head; a barrier precedes its reads
 #endif
   float const* head_scales = nullptr;
 #if HAS_SCALES
