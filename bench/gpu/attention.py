@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,15 +29,11 @@ from bench.gpu.graph_time import graph_microseconds  # noqa: E402
 from gpu.launcher import Card  # noqa: E402
 from gpu.test_kernels import passed  # noqa: E402
 from llmc.codegen import select  # noqa: E402
-from llmc.codegen.backends.cute.cute_toolchain import CuteToolchain  # noqa: E402
 from llmc.codegen.backends.cute.flash_attention import FLASH_ATTENTION  # noqa: E402
-from llmc.codegen.backends.flashinfer.flashinfer_toolchain import FlashinferToolchain  # noqa: E402
 from llmc.codegen.backends.flashinfer.xqa import XQA  # noqa: E402
-from llmc.codegen.backends.triton.triton_toolchain import Job, compile_one  # noqa: E402
-from llmc.codegen.cubin_toolchain import CubinToolchain  # noqa: E402
 from llmc.codegen.kernel import Source  # noqa: E402
 from llmc.codegen.kernel_cache import entry_path, read_entry, write_entry  # noqa: E402
-from llmc.codegen.toolchain import Compiled  # noqa: E402
+from llmc.codegen.toolchain import Compiled, Toolset  # noqa: E402
 from llmc.codegen.tuning_records import Tuning  # noqa: E402
 from llmc.extension import Registry, load  # noqa: E402
 from llmc.ir.dtype import DTYPES  # noqa: E402
@@ -249,22 +246,15 @@ def parts_of(node: Node, rows: int, target: Target) -> int:
     return made.choose(node, bounds, context)  # type: ignore[arg-type]
 
 
-def compile_all(found: Sequence[Way], target: Target, folder: Path) -> None:
-    """Compile what the folder does not have."""
+def compile_all(found: Sequence[Way], s: Setting, folder: Path) -> None:
+    """Compile what the folder does not have, on all cores."""
     folder.mkdir(parents=True, exist_ok=True)
-    for launch in {x.key: x for way in found for x in way.launches}.values():
-        path = entry_path(folder, launch.key)
-        if read_entry(path) is not None:
-            continue
-        if launch.source.language == "triton":
-            _, made = compile_one(Job.of(launch.key, launch.source, target))
-        else:
-            cute = launch.source.language == "cute"
-            tool: CubinToolchain = CuteToolchain.find(target) if cute else FlashinferToolchain.find(target)
-            made = tool.compile([(launch.source, "")], folder)[tool.key(launch.source)]
-        if isinstance(made, str):
-            raise SystemExit(f"{launch.source.entry}: {made}")
-        write_entry(path, made)
+    launches = {x.key: x for way in found for x in way.launches}.values()
+    missing = [x for x in launches if read_entry(entry_path(folder, x.key)) is None]
+    tools = Toolset(s.target, s.registry.toolchains)
+    made = tools.compile([(x.source, "") for x in missing], folder, os.cpu_count() or 1)
+    for x in missing:
+        write_entry(entry_path(folder, x.key), made[tools.key(x.source)])
 
 
 class Bench:
@@ -356,7 +346,7 @@ def main() -> None:
     target, heads = registry.target("cuda:sm_90"), Heads(*(int(x) for x in args.heads.split(",")))
     setting = Setting(heads, registry, target, args.pool)
     found = {case: list(ways(case, setting)) for case in args.cases.split(",")}
-    compile_all([way for some in found.values() for way in some], target, args.out / "binaries")
+    compile_all([way for some in found.values() for way in some], setting, args.out / "binaries")
     if args.compile_only:
         return
     card = Card(nbytes=1 << 20)

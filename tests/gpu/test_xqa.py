@@ -7,6 +7,7 @@ After this command, the tests need none of the packages of the extra `flashinfer
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -110,7 +111,7 @@ def jobs() -> list[Job]:
 
 def binaries(found: list[Job]) -> dict[str, Any]:
     """Compile the kernels, or read them from the cache."""
-    return dict(TOOL.compile([(job.source, "") for job in found], CACHE))
+    return dict(TOOL.compile([(job.source, "") for job in found], CACHE, jobs=os.cpu_count() or 1))
 
 
 def test_steps_of_all_kinds(card: Card) -> None:
