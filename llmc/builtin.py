@@ -7,6 +7,7 @@ from types import MappingProxyType
 from llmc.codegen.backends.cpp.kernel_table import KERNELS as CPU
 from llmc.codegen.backends.cuda.kernel_table import KERNELS as CUDA
 from llmc.codegen.backends.cute.kernel_table import KERNELS as CUTE
+from llmc.codegen.backends.flashinfer.kernel_table import KERNELS as FLASHINFER
 from llmc.codegen.backends.triton.kernel_table import KERNELS as TRITON
 from llmc.extension import Extension
 from llmc.targets.cpu_targets import PIPELINE
@@ -48,13 +49,14 @@ PASSES = MappingProxyType(
 EXTENSION = Extension(
     name="llmc",
     passes=PASSES,
-    kernels=MappingProxyType({**CPU, **TRITON, **CUDA, **CUTE}),
+    kernels=MappingProxyType({**CPU, **TRITON, **CUDA, **CUTE, **FLASHINFER}),
     toolchains=MappingProxyType(
         {
             "cpp": "llmc.codegen.backends.cpp.cpp_toolchain:CppToolchain.find",
             "triton": "llmc.codegen.backends.triton.triton_toolchain:TritonToolchain.find",
             "cuda": "llmc.codegen.backends.cuda.nvrtc_toolchain:NvrtcToolchain.find",
             "cute": "llmc.codegen.backends.cute.cute_toolchain:CuteToolchain.find",
+            "flashinfer": "llmc.codegen.backends.flashinfer.flashinfer_toolchain:FlashinferToolchain.find",
         }
     ),
     targets=MappingProxyType(

@@ -156,18 +156,25 @@ def test_launches_of_one_place_are_distinguished_by_their_nodes() -> None:
     assert "bf16[96, 64]" in first.key[0] and "bf16[64, 96]" in second.key[0]
 
 
-def test_the_ways_to_multiply_are_triton_s_best_and_all_of_cuda() -> None:
-    found = products.candidates(264, 520, 512, 3, load(), sm_90())
-    assert [c.kernel.name == "cuda/gemm_wgmma" for c in found] == [False] * 3 + [True] * len(GEMM_WGMMA.all_schedules())
-    assert all(c.env == {"T": 512} for c in found)
+@pytest.mark.parametrize("text", ["264x520", "264x520:residual", "264x520:gated"])
+def test_the_ways_to_multiply_are_triton_s_best_and_all_of_cuda(text: str) -> None:
+    product, registry = products.Product.read(text), load()
+    found = products.candidates(product, 512, 3, registry, sm_90())
+    ours = GEMM_WGMMA.schedules(product.node(registry)[1], sm_90())
+    assert [c.kernel.name == "cuda/gemm_wgmma" for c in found] == [False] * 3 + [True] * len(ours)
+    assert all(c.env == {"T": 512} for c in found) and product.name == text
+    assert product.rows == (528 if text.endswith("gated") else 264)
 
 
 def test_a_report_of_products(capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"tokens": 512, "weight": "264x520", "schedule": "{}", "tflops": 1.0}
-    products.report([{**row, "kernel": "triton/gemm", "us": 2.0}, {**row, "kernel": "cuda/gemm_wgmma", "us": 4.0}])
+    product = products.Product(264, 520)
+    ways = [("triton/gemm", 2.0), ("cuda/gemm_wgmma", 4.0), ("cuda/gemm_wgmma", 5.0), ("cublas", 8.0)]
+    rows = [products.row(product, 512, kernel, "{}", us) for kernel, us in ways]
+    assert rows[0]["tflops"] == round(2e-6 * 512 * 264 * 520 / 2, 1)
+    products.report(rows)
     first, *rest = capsys.readouterr().out.splitlines()
-    assert first == "512 tokens x 264x520: CUDA C++ has 0.50 of the speed of Triton's best"
-    assert len(rest) == 2 and "2.0 us" in rest[0] and "triton/gemm" in rest[0]
+    assert first == "512 tokens x 264x520: triton 2.0 us, cuda/gemm_wgmma 4.0 us, cublas 8.0 us"
+    assert len(rest) == 4 and "2.0 us" in rest[0] and "triton/gemm" in rest[0]
 
 
 def test_the_bench_of_speculation_runs_dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

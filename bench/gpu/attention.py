@@ -1,9 +1,11 @@
-"""Time attention over pages on this GPU: llmc's kernels as a compile chooses them, and FlashAttention 4.
+"""Time attention over pages on this GPU: llmc's kernels as a compile chooses them, FlashAttention 4 and XQA.
 
     python -m bench.gpu.attention -o FOLDER [--compile-only] [--cases prompt-2048,decode-32x4096] [--heads 32,8,64]
+                                  [--pool f8e4m3]
 
 The heads are by default those of Llama-3.1-8B: 32 of queries, 8 of keys, of 128 elements in bf16. The results of all
-ways are compared with those of the first. FOLDER gets `attention.jsonl`, a row for every way, and the binaries, so that
+ways are compared with those of the first. XQA, FlashInfer's kernel for decoding, is timed with several numbers of
+parts. FOLDER gets `attention.jsonl`, a row for every way, and the binaries, so that
 a machine without compilers can repeat the run. The floor is the larger of the time to read the keys and values once at
 the bandwidth, and that of the products at the peak rate, both of a simple kernel or a library on an H200.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,20 +29,20 @@ from bench.gpu.graph_time import graph_microseconds  # noqa: E402
 from gpu.launcher import Card  # noqa: E402
 from gpu.test_kernels import passed  # noqa: E402
 from llmc.codegen import select  # noqa: E402
-from llmc.codegen.backends.cute.cute_toolchain import CuteToolchain  # noqa: E402
 from llmc.codegen.backends.cute.flash_attention import FLASH_ATTENTION  # noqa: E402
-from llmc.codegen.backends.triton.triton_toolchain import Job, compile_one  # noqa: E402
+from llmc.codegen.backends.flashinfer.xqa import XQA  # noqa: E402
 from llmc.codegen.kernel import Source  # noqa: E402
 from llmc.codegen.kernel_cache import entry_path, read_entry, write_entry  # noqa: E402
-from llmc.codegen.toolchain import Compiled  # noqa: E402
+from llmc.codegen.toolchain import Compiled, Toolset  # noqa: E402
 from llmc.codegen.tuning_records import Tuning  # noqa: E402
 from llmc.extension import Registry, load  # noqa: E402
+from llmc.ir.dtype import DTYPES  # noqa: E402
 from llmc.ir.graph import Node  # noqa: E402
 from llmc.ir.text import parse  # noqa: E402
 from llmc.passes.split.split_kv import SplitKv  # noqa: E402
 from llmc.targets.target import Target  # noqa: E402
 
-PAGE, WIDTH = 16, 1024
+PAGE, WIDTH = 16, 2048
 PEAK, BANDWIDTH = 795e12, 4.65e12
 SECONDS = 0.02
 # (new tokens, tokens in all) of each row
@@ -53,10 +56,17 @@ CASES: dict[str, list[tuple[int, int]]] = {
     "chunk-256-of-4096": [(256, 4096)],
     "prompt-128-and-64x1024": [(128, 128), *[(1, 1024)] * 64],
     "prompt-512-and-63x2048": [(512, 512), *[(1, 2048)] * 63],
+    "decode-1x256": [(1, 256)],
+    "decode-1x1024": [(1, 1024)],
     "decode-1x8192": [(1, 8192)],
+    "decode-4x1024": [(1, 1024)] * 4,
+    "decode-4x8192": [(1, 8192)] * 4,
+    "decode-8x2048": [(1, 2048)] * 8,
     "decode-8x16384": [(1, 16384)] * 8,
     "decode-32x4096": [(1, 4096)] * 32,
     "decode-64x2048": [(1, 2048)] * 64,
+    "decode-128x512": [(1, 512)] * 128,
+    "decode-64-of-16-to-32768": [(1, 1 << (4 + i % 12)) for i in range(64)],
 }
 OPERANDS = {
     "paged_attention": ("q", "kv", "pages", "rows", "starts", "positions"),
@@ -64,6 +74,10 @@ OPERANDS = {
     "paged_attention_split": ("q", "kv", "pages", "rows", "positions"),
     "attention_combine": ("partial", "lse"),
 }
+F8 = "f8e4m3"
+PARTS = (1, 2, 4, 8, 16, 32)  # of XQA
+BLOCKS = (100, 600)  # least and most blocks of XQA, where more parts are an alternative
+UNEVEN = 8  # parts of rows of several lengths, as another alternative
 
 
 @dataclass(frozen=True)
@@ -82,6 +96,12 @@ class Setting:
     heads: Heads
     registry: Registry
     target: Target
+    pool: str = "bf16"
+
+    def operands(self, op: str) -> tuple[str, ...]:
+        """The names of an op's operands."""
+        reads = op != "attention_combine" and self.pool == F8
+        return (*OPERANDS[op], *(("scales",) if reads else ()))
 
 
 @dataclass(frozen=True)
@@ -113,8 +133,8 @@ def node_of(op: str, tokens: str, attrs: str, s: Setting) -> Node:
     """Return a node of one of the OPERANDS. tokens: the number of tokens, T, or R if every row has one."""
     h = s.heads
     types = {
-        "q": f"bf16[{tokens}, {h.q}, {h.size}]", "kv": f"state bf16[P, 2, {h.kv}, {PAGE}, {h.size}]",
-        "pages": f"state i32[256, {WIDTH}]", "rows": "i32[R]",
+        "q": f"bf16[{tokens}, {h.q}, {h.size}]", "kv": f"state {s.pool}[P, 2, {h.kv}, {PAGE}, {h.size}]",
+        "scales": f"f32[{2 * h.kv}]", "pages": f"state i32[256, {WIDTH}]", "rows": "i32[R]",
         "starts": "i32[R+1]", "positions": f"i32[{tokens}]", "y": f"bf16[{tokens}, {h.q}, {h.size}]",
     }  # fmt: skip
     if op == "attention_combine":
@@ -125,7 +145,7 @@ def node_of(op: str, tokens: str, attrs: str, s: Setting) -> Node:
     if op == "paged_attention_split":
         parts = int(attrs.split("splits=")[1].rstrip("}"))
         result = f"f32[R, {h.q}, {parts}, {h.size}], f32[R, {h.q}, {parts}]"
-    names = OPERANDS[op]
+    names = s.operands(op)
     inputs = ", ".join(f"%{x}: {types[x]}" for x in names)
     results = "%y0" if op != "paged_attention_split" else "%y0, %y1"
     text = f"""
@@ -148,36 +168,61 @@ def ours(op: str, tokens: str, attrs: str, env: dict[str, int], s: Setting) -> L
     best = next(o for o in found if o.kernel.language == "triton")
     results = {"paged_attention_split": ("partial", "lse"), "paged_attention_single": ("y",)}.get(op, ("y",))
     source = best.kernel.emit(node, best.schedule, s.target)
-    return Launch(node, source, (*OPERANDS[op], *results))
+    return Launch(node, source, (*s.operands(op), *results))
+
+
+def mixed(case: str) -> bool:
+    """Whether the rows of a case have several lengths."""
+    return len({total for _, total in CASES[case]}) > 1
+
+
+def xqa(case: str, s: Setting) -> Iterator[Way]:
+    """Yield the ways of XQA: the parts of llmc's way, and those that give the multiprocessors enough blocks."""
+    env = {"T": len(CASES[case]), "R": len(CASES[case]), "P": 256}
+    scale, blocks = f"scale={s.heads.size**-0.5!r}", len(CASES[case]) * s.heads.kv
+    chosen = parts_of(node_of("paged_attention", "R", f"{{{scale}}}", s), len(CASES[case]), s.target)
+    fit = [n for n in PARTS if n in (1, chosen) or BLOCKS[0] <= n * blocks <= BLOCKS[1]]
+    for parts in (*fit, *((UNEVEN,) if mixed(case) else ())):
+        op = "paged_attention_split" if parts > 1 else "paged_attention"
+        attrs = f"{scale}, splits={parts}" if parts > 1 else scale
+        node = node_of(op, "R", f"{{{attrs}}}", s)
+        results = ("partial", "lse") if parts > 1 else ("y",)
+        launch = Launch(node, XQA.emit(node, {}, s.target), (*s.operands(op), *results))
+        combine = [ours("attention_combine", "R", f"{{splits={parts}}}", env, s)] if parts > 1 else []
+        yield Way(case, f"xqa, {parts} parts", (launch, *combine))
 
 
 def ways(case: str, s: Setting) -> Iterator[Way]:
-    """Yield llmc's way first, then those of FlashAttention."""
+    """Yield llmc's way first, then those of FlashAttention and XQA."""
     spans = CASES[case]
     decode = all(new == 1 for new, _ in spans)
     env = {"T": sum(new for new, _ in spans), "R": len(spans), "P": 256}
     tokens = "R" if decode else "T"
     scale = f"scale={s.heads.size**-0.5!r}"
     if decode:
-        node = node_of("paged_attention", "R", f"{{{scale}}}", s)
-        parts = parts_of(node, len(spans), s.target)
-        if parts > 1:
-            split = ours("paged_attention_split", "R", f"{{{scale}, splits={parts}}}", env, s)
-            combine = ours("attention_combine", "R", f"{{splits={parts}}}", env, s)
-            yield Way(case, f"llmc, {parts} parts", (split, combine))
-        else:
-            yield Way(case, "llmc", (ours("paged_attention", "R", f"{{{scale}}}", env, s),))
+        chosen = parts_of(node_of("paged_attention", "R", f"{{{scale}}}", s), len(spans), s.target)
+        for parts in (chosen, *((UNEVEN,) if mixed(case) else ())):
+            if parts > 1:
+                split = ours("paged_attention_split", "R", f"{{{scale}, splits={parts}}}", env, s)
+                combine = ours("attention_combine", "R", f"{{splits={parts}}}", env, s)
+                yield Way(case, f"llmc, {parts} parts", (split, combine))
+            else:
+                yield Way(case, "llmc", (ours("paged_attention", "R", f"{{{scale}}}", env, s),))
     elif len(spans) > 1:
         many = ours("paged_attention", "T", f"{{{scale}, least=2}}", env, s)
         single = ours("paged_attention_single", "T", f"{{{scale}}}", env, s)
         yield Way(case, "llmc", (many, single))
     else:
         yield Way(case, "llmc", (ours("paged_attention", "T", f"{{{scale}}}", env, s),))
+    if decode:
+        yield from xqa(case, s)
+    if s.pool == F8:
+        return
     for least in (1, 2) if len(spans) > 1 and not decode else (1,):
         node = node_of("paged_attention", tokens, f"{{{scale}, least={least}}}", s)
         for schedule in FLASH_ATTENTION.schedules(node, s.target)[: 1 if decode else 2]:
             source = FLASH_ATTENTION.emit(node, schedule, s.target)
-            flash = Launch(node, source, (*OPERANDS["paged_attention"], "y"))
+            flash = Launch(node, source, (*s.operands("paged_attention"), "y"))
             name = f"flash_attention {schedule['rows']}{' packed' if schedule['packed'] else ''}"
             if least == 1:
                 yield Way(case, name, (flash,))
@@ -201,30 +246,24 @@ def parts_of(node: Node, rows: int, target: Target) -> int:
     return made.choose(node, bounds, context)  # type: ignore[arg-type]
 
 
-def compile_all(found: Sequence[Way], target: Target, folder: Path) -> None:
-    """Compile what the folder does not have."""
+def compile_all(found: Sequence[Way], s: Setting, folder: Path) -> None:
+    """Compile what the folder does not have, on all cores."""
     folder.mkdir(parents=True, exist_ok=True)
-    for launch in {x.key: x for way in found for x in way.launches}.values():
-        path = entry_path(folder, launch.key)
-        if read_entry(path) is not None:
-            continue
-        if launch.source.language == "triton":
-            _, made = compile_one(Job.of(launch.key, launch.source, target))
-        else:
-            tool = CuteToolchain.find(target)
-            made = tool.compile([(launch.source, "")], folder)[tool.key(launch.source)]
-        if isinstance(made, str):
-            raise SystemExit(f"{launch.source.entry}: {made}")
-        write_entry(path, made)
+    launches = {x.key: x for way in found for x in way.launches}.values()
+    missing = [x for x in launches if read_entry(entry_path(folder, x.key)) is None]
+    tools = Toolset(s.target, s.registry.toolchains)
+    made = tools.compile([(x.source, "") for x in missing], folder, os.cpu_count() or 1)
+    for x in missing:
+        write_entry(entry_path(folder, x.key), made[tools.key(x.source)])
 
 
 class Bench:
     """The buffers of a case on the device."""
 
-    def __init__(self, case: str, heads: Heads, card: Card) -> None:
+    def __init__(self, case: str, s: Setting, card: Card) -> None:
         import torch
 
-        self.torch, self.card = torch, card
+        self.torch, self.card, heads = torch, card, s.heads
         spans = CASES[case]
         make = torch.Generator(device="cuda").manual_seed(1)
         need = [-(-total // PAGE) for _, total in spans]
@@ -243,12 +282,15 @@ class Bench:
         self.of: dict[str, Any] = {
             "q": torch.randn(shape, device="cuda", generator=make).to(torch.bfloat16),
             "kv": torch.randn((pages, *pool), device="cuda", generator=make, dtype=torch.bfloat16),
+            "scales": torch.rand(2 * heads.kv, device="cuda", generator=make) + 0.5,
             "pages": table, "rows": torch.arange(len(spans), dtype=torch.int32, device="cuda"),
             "starts": starts.to(torch.int32).cuda(), "positions": positions.to(torch.int32).cuda(),
             "y": torch.empty(shape, device="cuda", dtype=torch.bfloat16),
             "partial": torch.empty((len(spans) * heads.q * 64 * heads.size,), device="cuda") if tokens < 256 else None,
             "lse": torch.empty((len(spans) * heads.q * 64,), device="cuda"),
         }  # fmt: skip
+        if s.pool == F8:
+            self.of["kv"] = self.of["kv"].to(torch.float8_e4m3fn)
         self.sizes = {"T": tokens, "R": len(spans), "P": pages}
         torch.cuda.synchronize()
 
@@ -285,9 +327,9 @@ class Bench:
         return graph_microseconds(self.card, launch, 10, SECONDS)
 
 
-def floor_us(case: str, heads: Heads) -> float:
-    spans = CASES[case]
-    read = sum(total for _, total in spans) * 4 * heads.kv * heads.size / BANDWIDTH
+def floor_us(case: str, s: Setting) -> float:
+    spans, heads = CASES[case], s.heads
+    read = sum(total for _, total in spans) * DTYPES[s.pool].bits / 4 * heads.kv * heads.size / BANDWIDTH
     pairs = sum(new * (total - new) + new * (new + 1) / 2 for new, total in spans)
     return max(read, 4 * pairs * heads.q * heads.size / PEAK) * 1e6
 
@@ -297,18 +339,20 @@ def main() -> None:
     ap.add_argument("-o", "--out", type=Path, required=True, help="folder of the results and binaries")
     ap.add_argument("--cases", default=",".join(CASES), help="names of cases, default all")
     ap.add_argument("--heads", default="32,8,128", help="heads of queries, of keys, elements; default 32,8,128")
+    ap.add_argument("--pool", default="bf16", choices=("bf16", F8), help="dtype of keys and values; default bf16")
     ap.add_argument("--compile-only", action="store_true", help="compile and measure nothing")
     args = ap.parse_args()
     registry = load()
     target, heads = registry.target("cuda:sm_90"), Heads(*(int(x) for x in args.heads.split(",")))
-    found = {case: list(ways(case, Setting(heads, registry, target))) for case in args.cases.split(",")}
-    compile_all([way for some in found.values() for way in some], target, args.out / "binaries")
+    setting = Setting(heads, registry, target, args.pool)
+    found = {case: list(ways(case, setting)) for case in args.cases.split(",")}
+    compile_all([way for some in found.values() for way in some], setting, args.out / "binaries")
     if args.compile_only:
         return
     card = Card(nbytes=1 << 20)
     with (args.out / "attention.jsonl").open("w") as out:
         for case, some in found.items():
-            bench = Bench(case, heads, card)
+            bench = Bench(case, setting, card)
             want: Any = None
             for way in some:
                 binaries = {x.key: read_entry(entry_path(args.out / "binaries", x.key)) for x in way.launches}
@@ -316,10 +360,17 @@ def main() -> None:
                 want = got if want is None else want
                 error = float((got - want).norm() / want.norm())
                 us = bench.microseconds(way, binaries)  # type: ignore[arg-type]
-                row = {"case": case, "way": way.name, "us": round(us, 1), "floor": round(floor_us(case, heads), 1)}
+                row = {
+                    "case": case,
+                    "way": way.name,
+                    "us": round(us, 1),
+                    "floor": round(floor_us(case, setting), 1),
+                    "heads": args.heads,
+                    "pool": args.pool,
+                }
                 print(json.dumps({**row, "error": error}), file=out, flush=True)
                 print(
-                    f"{case:26} {way.name:50} {us:8.1f} us, floor {floor_us(case, heads):7.1f}, error {error:.1e}",
+                    f"{case:26} {way.name:50} {us:8.1f} us, floor {floor_us(case, setting):7.1f}, error {error:.1e}",
                     flush=True,
                 )
 

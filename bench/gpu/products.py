@@ -1,49 +1,88 @@
-"""Time the CUDA C++ product and Triton's best schedules on this GPU.
+"""Time products with their epilogues on this GPU: Triton's best schedules, all of the CUDA C++ kernel, and cuBLAS.
 
-    python -m bench.gpu.products [--tokens 512,2048,8192] [--weights 6144x4096,...] [--ways 4] [--json FILE]
+    python -m bench.gpu.products [--tokens 64,128,256,512,2048,8192] [--weights 6144x4096,14336x4096:gated,...]
+                                 [--ways 3] [--seconds 0.003] [--cache DIR] [--compile-only] [--json FILE]
+                                 [--record FILE]
 
-The candidates are Triton's best schedules for the size, by measurement or cost rule, and all of the CUDA kernel. Each
-is timed as by `llmc tune`: many copies over distinct memory, medians. tests/gpu/test_cuda_kernels.py checks results.
+The products are by default those of a layer of Llama-3.1-8B. Every way is timed as by `llmc tune`: many copies over
+distinct memory, medians of five rounds of `--seconds`. cuBLAS is torch's product of the same factors, in a CUDA graph,
+without the epilogue. FILE of --record gets the times as a tuning file. tests/gpu/test_cuda_kernels.py checks results.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from llmc.codegen import select
 from llmc.codegen.scratch_dir import scratch
-from llmc.codegen.tuning_records import Tuning, schedule_text
+from llmc.codegen.tuning_records import Tuning, record, save, schedule_text
 from llmc.extension import Registry, load
 from llmc.ir.graph import Graph, Node
 from llmc.ir.text import parse
-from llmc.measure.timing import Candidate, Timer
+from llmc.measure.timing import Candidate, Timer, copies_of
 from llmc.targets.target import Target
 
-OURS = "cuda/gemm_wgmma"
+OURS, CUBLAS = "cuda/gemm_wgmma", "cublas"
 MOST_TOKENS = 8192
-TOKENS = "512,2048,8192"
-WEIGHTS = "6144x4096,4096x4096,4096x14336,2048x2048"  # rows x columns: of an 8B model's layers, and of a 1B model's
+TOKENS = "64,128,256,512,2048,8192"
+WEIGHTS = "6144x4096,4096x4096:residual,14336x4096:gated,4096x14336:residual"
+EPILOGUES = {
+    "": ("linear(%x, %w)", 1, ""),
+    "residual": ('linear_map(%x, %w, %r) {parts=1, body="add(a0, a1)"}', 1, ", %r: bf16[T, {n}]"),
+    "gated": ('linear_map(%x, %w) {parts=2, body="mul(mul(a0, sigmoid(a0)), a1)"}', 2, ""),
+}  # the op, the parts of its weight, other inputs
+ROUNDS = 5
 
 
-def product(n: int, k: int, registry: Registry) -> tuple[Graph, Node]:
-    """Return a graph of one linear: bf16[T, k] times a weight [n, k]."""
-    text = f"""
+@dataclass(frozen=True)
+class Product:
+    """A product of k columns with n columns of results. kind: one of EPILOGUES."""
+
+    n: int
+    k: int
+    kind: str = ""
+
+    @staticmethod
+    def read(text: str) -> Product:
+        """Read "4096x14336:residual": columns of results, columns, epilogue."""
+        sizes, _, kind = text.partition(":")
+        n, k = map(int, sizes.split("x"))
+        return Product(n, k, kind)
+
+    @property
+    def name(self) -> str:
+        return f"{self.n}x{self.k}{':' * bool(self.kind)}{self.kind}"
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight."""
+        return self.n * EPILOGUES[self.kind][1]
+
+    def node(self, registry: Registry) -> tuple[Graph, Node]:
+        """Return a graph of the product with any number of tokens, and its node."""
+        op, _, others = EPILOGUES[self.kind]
+        inputs = f"%x: bf16[T, {self.k}], %w: weight bf16[{self.rows}, {self.k}]{others.format(n=self.n)}"
+        text = f"""
 sym T in [1, {MOST_TOKENS}]
-graph @main(%x: bf16[T, {k}], %w: weight bf16[{n}, {k}]) {{
-  %y = linear(%x, %w) : bf16[T, {n}]
+graph @main({inputs}) {{
+  %y = {op} : bf16[T, {self.n}]
   return %y
 }}
 """
-    graph = parse(text, registry.opset()).graphs["main"]
-    return graph, next(iter(graph.nodes))
+        graph = parse(text, registry.opset()).graphs["main"]
+        return graph, next(iter(graph.nodes))
 
 
-def candidates(n: int, k: int, tokens: int, ways: int, registry: Registry, target: Target) -> list[Candidate]:
+def candidates(p: Product, tokens: int, ways: int, registry: Registry, target: Target) -> list[Candidate]:
     """Return the best `ways` Triton schedules and every schedule of the CUDA kernel for a size."""
-    graph, node = product(n, k, registry)
+    graph, node = p.node(registry)
     env = {"T": tokens}
     found = select.candidates(node, registry.kernels, target, env, Tuning.shipped(target), prefer=(OURS,))
     ours = [o for o in found if o.kernel.name == OURS]
@@ -51,49 +90,101 @@ def candidates(n: int, k: int, tokens: int, ways: int, registry: Registry, targe
     return [Candidate(node, graph, env, o.kernel, o.schedule) for o in (*theirs, *ours)]
 
 
-def measure(n: int, k: int, tokens: int, ways: int, timer: Timer) -> list[dict[str, object]]:
-    """Return a row per schedule, fastest first: microseconds of one launch, and TFLOP/s."""
-    found = candidates(n, k, tokens, ways, timer.registry, timer.target)
-    times = timer.microseconds(found, {"T": (1, MOST_TOKENS)})
-    rows = [
-        {
-            "tokens": tokens, "weight": f"{n}x{k}", "kernel": c.kernel.name, "schedule": schedule_text(c.schedule),
-            "us": round(us, 2), "tflops": round(2e-6 * tokens * n * k / us, 1),
-        }
-        for c, us in zip(found, times, strict=True)
-    ]  # fmt: skip
-    return sorted(rows, key=lambda r: float(str(r["us"])))
+def cublas_us(p: Product, tokens: int, copies: int, seconds: float) -> float:
+    """Return the microseconds of torch's product, of `copies` over distinct memory in one CUDA graph."""
+    import torch
+
+    def drawn(*shape: int) -> Any:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    factors = [(drawn(tokens, p.k), drawn(p.rows, p.k)) for _ in range(copies)]
+    results = [torch.empty(tokens, p.rows, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+
+    def run() -> None:
+        for (x, w), y in zip(factors, results, strict=True):
+            torch.matmul(x, w.T, out=y)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+
+    def timed(times: int) -> float:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(times):
+            graph.replay()
+        torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    timed(1)
+    times = max(1, min(200, round(seconds / max(timed(1), 1e-6))))
+    return statistics.median(timed(times) for _ in range(ROUNDS)) / times / copies * 1e6
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    ap = argparse.ArgumentParser(description="time the CUDA C++ product beside Triton's")
+    ap = argparse.ArgumentParser(description="time products in CUDA C++ beside Triton's and cuBLAS")
     ap.add_argument("--target", default="cuda:sm_90")
     ap.add_argument("--tokens", default=TOKENS)
-    ap.add_argument("--weights", default=WEIGHTS, help="rows x columns, separated by commas")
-    ap.add_argument("--ways", type=int, default=4, help="number of Triton schedules")
+    ap.add_argument("--weights", default=WEIGHTS, help="columns of results x columns[:residual|:gated]")
+    ap.add_argument("--ways", type=int, default=3, help="number of Triton schedules")
+    ap.add_argument("--seconds", type=float, default=0.003, help="of a round")
+    ap.add_argument("--no-cublas", action="store_true", help="torch is not needed then")
+    ap.add_argument("--cache", type=Path, help="folder of compiled kernels that is kept")
+    ap.add_argument("--compile-only", action="store_true", help="compile into --cache; needs no GPU")
     ap.add_argument("--json", type=Path, help="file for all rows, one JSON object per line")
+    ap.add_argument("--record", type=Path, help="tuning file for all times")
     args = ap.parse_args(argv)
+    with scratch() as folder:
+        run(args, args.cache or folder)
+
+
+def run(args: argparse.Namespace, cache: Path) -> None:
+    """Compile or measure what the arguments name."""
     registry = load()
     target = registry.target(args.target)
-    rows: list[dict[str, object]] = []
-    with scratch() as folder:
-        timer = Timer(target, registry, folder, jobs=None, context=1024, page=target.page_size)
+    timer = Timer(target, registry, cache, jobs=None, context=1024, page=target.page_size, seconds=args.seconds)
+    if not args.compile_only:
         timer.reach()
-        for weight in args.weights.split(","):
-            n, k = map(int, weight.split("x"))
-            for tokens in map(int, args.tokens.split(",")):
-                found = measure(n, k, tokens, args.ways, timer)
-                rows += found
-                report(found)
-                if args.json:
-                    args.json.write_text("".join(f"{json.dumps(r)}\n" for r in rows))
+    rows: list[dict[str, object]] = []
+    for p in map(Product.read, args.weights.split(",")):
+        for tokens in map(int, args.tokens.split(",")):
+            found = candidates(p, tokens, args.ways, registry, target)
+            if args.compile_only:
+                timer.compile(found, {"T": (1, MOST_TOKENS)})
+                continue
+            times = timer.microseconds(found, {"T": (1, MOST_TOKENS)})
+            named = [(c.kernel.name, schedule_text(c.schedule), us) for c, us in zip(found, times, strict=True)]
+            if not args.no_cublas:
+                copies = copies_of(found[0].node, found[0].env, target)
+                named.append((CUBLAS, "without epilogue", cublas_us(p, tokens, copies, args.seconds)))
+            some = [row(p, tokens, *x) for x in sorted(named, key=lambda x: x[2])]
+            rows += some
+            report(some)
+            if args.json:
+                args.json.write_text("".join(f"{json.dumps(r)}\n" for r in rows))
+            if args.record:
+                lines = zip(found, times, strict=True)
+                save(args.record, [record(c.node, c.kernel.name, c.schedule, target, us, c.env) for c, us in lines])
+
+
+def row(p: Product, tokens: int, kernel: str, schedule: str, us: float) -> dict[str, object]:
+    """Return the row of one way: microseconds of one launch, and TFLOP/s."""
+    return {
+        "tokens": tokens, "weight": p.name, "kernel": kernel, "schedule": schedule,
+        "us": round(us, 2), "tflops": round(2e-6 * tokens * p.rows * p.k / us, 1),
+    }  # fmt: skip
 
 
 def report(found: Sequence[dict[str, object]]) -> None:
-    """Print the best schedule of each side for one size, then all schedules."""
-    best = {mine: next(r for r in found if (r["kernel"] == OURS) is mine) for mine in (True, False)}
-    ratio = float(str(best[False]["us"])) / float(str(best[True]["us"]))
-    print(f"{found[0]['tokens']} tokens x {found[0]['weight']}: CUDA C++ has {ratio:.2f} of the speed of Triton's best")
+    """Print the best of Triton, of CUDA C++ and of cuBLAS for one size, then all rows."""
+    best: dict[str, object] = {}
+    for r in found:
+        side = str(r["kernel"]) if r["kernel"] in (OURS, CUBLAS) else "triton"
+        best.setdefault(side, r["us"])
+    shown = ", ".join(f"{side} {us} us" for side, us in best.items())
+    print(f"{found[0]['tokens']} tokens x {found[0]['weight']}: {shown}")
     for r in found:
         print(f"  {r['us']:>9} us  {r['tflops']:>6} TFLOP/s  {r['kernel']} {r['schedule']}", flush=True)
 

@@ -140,13 +140,19 @@ def _copy(g: Graph, c: Candidate, weights: set[Value], shared: dict[Value, Value
 
 
 class Timer:
-    """Compiles and runs candidates. `jobs`: parallel compilations. `context`: tokens of each row in the KV cache."""
+    """Compiles and runs candidates.
+
+    jobs: parallel compilations. context: tokens of each row in the KV cache. seconds: of a round, by default those of
+    the target's family; a GPU lowers its clock in long rounds of large products.
+    """
 
     def __init__(
-        self, target: Target, registry: Registry, cache: Path, *, jobs: int | None, context: int, page: int
-    ) -> None:
+        self, target: Target, registry: Registry, cache: Path, *, jobs: int | None, context: int, page: int,
+        seconds: float | None = None,
+    ) -> None:  # fmt: skip
         self.target, self.registry, self.cache, self.jobs = target, registry, cache, jobs
         self.context, self.page = context, page
+        self.seconds = seconds or ROUND_SECONDS[target.family]
         self.rng = np.random.default_rng(0)
         self.tile = noise(_TILE, self.rng)
 
@@ -172,6 +178,10 @@ class Timer:
                 return [self._time(device, memory, p) for p in placed]
             finally:
                 device.close()
+
+    def compile(self, candidates: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]]) -> None:
+        """Compile the candidates into the cache. It needs no device; raises Diagnostic E5xx if one does not compile."""
+        self._build(candidates, symbols)
 
     def _build(self, candidates: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]]) -> Built:
         m = module_of(candidates, symbols, self.target)
@@ -217,8 +227,7 @@ class Timer:
             return time.perf_counter() - begin
 
         seconds(1)
-        length = ROUND_SECONDS[self.target.family]
-        times = max(1, min(200, round(length / max(seconds(1), 1e-6))))
+        times = max(1, min(200, round(self.seconds / max(seconds(1), 1e-6))))
         median = statistics.median(seconds(times) for _ in range(ROUNDS))
         return median / times / len(p.program.launches) * 1e6
 

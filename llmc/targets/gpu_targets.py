@@ -49,7 +49,7 @@ def _record(
         limits=limits,
         peaks=MappingProxyType(peaks),
         bandwidth=bandwidth * _TERA,
-        languages=("triton", "cuda", "cute") if family == "cuda" else ("triton",),
+        languages=("triton", "cuda", "cute", "flashinfer") if family == "cuda" else ("triton",),
         pipeline=f"{_FRONT}, {'split-single, ' * dependent}{'to-fnuz, ' * float8.endswith('fnuz')}{_BACK}",
         launch_us=1.3 if dependent else 1.6,
         rows=256,

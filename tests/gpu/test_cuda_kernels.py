@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from draw import generator
-from gpu.kernel_cases import Job
+from gpu.kernel_cases import CACHE, Job
 from gpu.launcher import Card
 from gpu.test_kernels import failures
 from kernels.harness import Case
@@ -30,22 +31,40 @@ from llmc.targets.gpu_targets import sm_90
 pytestmark = pytest.mark.gpu
 SILU = "mul(mul(a0, sigmoid(a0)), a1)"
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cuda-kernel"
-# Tokens, columns and depth: a single token, partial tiles in every direction, depths below and above the ring's.
-SIZES = ((1, 8, 8), (3, 264, 72), (128, 256, 64), (130, 520, 1032), (300, 1536, 1024), (2100, 640, 320))
+# Tokens, columns, depth, parts, epilogue, dtype of the result: a single token, partial tiles in every direction, depths
+# below and above the ring's, several tiles of a block, operands that vary by token, by column and by neither.
+PRODUCTS = (
+    (1, 8, 8, 1, "", "bf16"),
+    (3, 264, 72, 1, "add(a0, a1)", "bf16"),
+    (128, 256, 64, 2, SILU, "bf16"),
+    (130, 520, 1032, 1, "add(mul(a0, a2), a1)", "bf16"),
+    (300, 1536, 1024, 2, SILU, "bf16"),
+    (700, 1000, 392, 2, "add(mul(a0, sigmoid(a1)), a2)", "f32"),
+    (2100, 640, 320, 1, "", "bf16"),
+    (4096, 2056, 136, 1, "add(mul(a0, a2), a1)", "f16"),
+    (200, 4096, 512, 1, "add(a0, a1)", "bf16"),
+    (40, 2048, 1024, 2, SILU, "f32"),
+)
 
 
-def product(m: int, n: int, k: int, schedule: Schedule) -> Case:
-    """y[m, n] = x[m, k] @ w[n, k].T; the number of tokens is a run-time size."""
+def product(m: int, n: int, k: int, parts: int, body: str, out: str, schedule: Schedule) -> Case:
+    """A product of m tokens, a run-time size; its body may have a residual and a factor of each column."""
+    others = sum(f"a{parts + i}" in body for i in range(2))
+    kinds = [(f"bf16[T, {n}]", (m, n)), (f"f32[{n}]", (n,))][:others]
+    more = "".join(f", %e{i}: {kind}" for i, (kind, _) in enumerate(kinds))
+    passed = "".join(f", %e{i}" for i in range(others))
+    op = f'linear_map(%x, %w{passed}) {{parts={parts}, body="{body}", dtype="{out}"}}' if body else "linear(%x, %w)"
     text = f"""
 sym T in [1, 4096]
-graph @main(%x: bf16[T, {k}], %w: weight bf16[{n}, {k}]) {{
-  %y = linear(%x, %w) : bf16[T, {n}]
+graph @main(%x: bf16[T, {k}], %w: weight bf16[{n * parts}, {k}]{more}) {{
+  %y = {op} : {out}[T, {n}]
   return %y
 }}
 """
-    rng = np.random.default_rng(m + n + k)
-    inputs = [rng.standard_normal(s).astype(np.float32) for s in ((m, k), (n, k))]
-    name = f"{m}x{n}x{k}-{schedule}"
+    rng = generator()
+    sizes = ((m, k), (n * parts, k), *(size for _, size in kinds))
+    inputs = [rng.standard_normal(s).astype(np.float32) / (k**0.25 if i < 2 else 1) for i, s in enumerate(sizes)]
+    name = f"{m}x{n}x{k} parts={parts} {body} {out} {schedule}"
     return Case(name, parse(text, OPS).graphs["main"], GEMM_WGMMA, schedule, inputs, atol=1e-2)
 
 
@@ -126,14 +145,22 @@ def check(cases: Sequence[Case], card: Card, cache: Path) -> None:
     tool = NvrtcToolchain.find(target)
     sources = [c.kernel.emit(c.node, c.schedule, target) for c in cases]
     jobs = [Job(c, s, tool.key(s)) for c, s in zip(cases, sources, strict=True)]
-    binaries: dict[str, Any] = dict(tool.compile([(s, "") for s in sources], cache))
+    binaries: dict[str, Any] = dict(tool.compile([(s, "") for s in sources], cache, jobs=os.cpu_count() or 1))
     found = failures(card, jobs, binaries)
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("schedule", GEMM_WGMMA.all_schedules(), ids=str)
-def test_linear(schedule: Schedule, card: Card, tmp_path: Path) -> None:
-    check([product(*size, schedule) for size in SIZES], card, tmp_path)
+def ways(problem: tuple[Any, ...]) -> list[Case]:
+    """A product by every schedule."""
+    found = product(*problem, {})
+    assert GEMM_WGMMA.reject(found.node, sm_90()) is None
+    schedules = GEMM_WGMMA.schedules(found.node, sm_90())
+    return [replace(found, schedule=s, name=f"{found.name} {s}") for s in schedules]
+
+
+@pytest.mark.parametrize("problem", PRODUCTS, ids=str)
+def test_products(problem: tuple[Any, ...], card: Card) -> None:
+    check(ways(problem), card, CACHE)
 
 
 @pytest.mark.parametrize("problem", CODES, ids=str)

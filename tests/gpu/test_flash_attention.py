@@ -7,9 +7,7 @@ After this command, the tests need none of the packages of the extra `flash`.
 
 from __future__ import annotations
 
-import json
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +24,7 @@ from draw import generator  # noqa: E402
 from gpu.kernel_cases import CACHE, Job  # noqa: E402
 from gpu.launcher import Card  # noqa: E402
 from gpu.model_cases import FOLDER  # noqa: E402
+from gpu.small_llama import compile_llama, differences, launched, likeliest  # noqa: E402
 from kernels.harness import Case  # noqa: E402
 from kernels.test_triton_attention import Paged  # noqa: E402
 
@@ -117,77 +116,25 @@ def test_steps_of_all_kinds(card: Card) -> None:
     assert not wrong, f"{len(wrong)} of {len(found)} cases:\n" + "\n".join(wrong[:20])
 
 
-# A Llama of two layers, with graphs of up to 8 decoding rows, of more, and of up to 256 tokens of prompts.
-PIPELINE = "serve, without specialize, after fuse-qkv: specialize{decode=[8], step=[]}"
 FORCED = ', without split-kv, without select, before pack: select{prefer=["cute/flash_attention"]}'
-PROMPTS = (1, 2, 15, 16, 17, 100, 255, 256, 257, 600, 900)
-TOLERANCE = 0.15  # of log-probabilities, in bf16; those of other prompts differ by more than 1
+MODELS = {"llmc": "", "flash": FORCED}
 
 
 def model(kind: str) -> Path:
     return FOLDER / f"flash-attention-{kind}.llmc"
 
 
-def make_model(kind: str) -> None:
-    """Compile the model with llmc's kernels ("llmc") or with FlashAttention for prompts and single tokens ("flash")."""
-    from transformers import LlamaConfig
-
-    from llmc.driver import compile_model
-    from llmc.options import Options
-
-    config = LlamaConfig(
-        hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
-        head_dim=128, vocab_size=1024, max_position_embeddings=1024, architectures=["LlamaForCausalLM"],
-        dtype="bfloat16",
-    )  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        options = Options(
-            target="cuda:sm_90", dtype="bfloat16", max_model_len=1024, max_num_seqs=16, max_num_batched_tokens=256,
-            weights="random:3", pipeline=PIPELINE + (FORCED if kind == "flash" else ""), cache=CACHE.parent / "cache",
-        )  # fmt: skip
-        compile_model(Path(folder), model(kind), options)
-
-
-def launched(kind: str) -> set[str]:
-    """The functions of the kernels of a model's programs."""
-    folder = model(kind) / "programs"
-    return {x["entry"] for p in folder.glob("*.json") for x in json.loads(p.read_text())["launches"]}
-
-
-def answers(kind: str) -> list[dict[int, float]]:
-    """Return the log-probabilities of the likeliest next tokens, two for each prompt; all prompts are in one batch."""
-    from llmc_runtime import LLM, SamplingParams
-
-    rng = np.random.default_rng(5)
-    prompts = [{"prompt_token_ids": rng.integers(0, 1024, n).tolist()} for n in PROMPTS]
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=20)
-    llm = LLM(model(kind), say=lambda text: None)
-    try:
-        found = [out.outputs[0] for out in llm.generate(prompts, params, use_tqdm=False)]
-    finally:
-        llm.close()
-    return [{i: x.logprob for i, x in out.logprobs[0].items()} for out in found]
-
-
 def test_a_model_with_it_answers_as_without_it() -> None:
-    if not all((model(kind) / "manifest.json").is_file() for kind in ("llmc", "flash")):
+    if not all((model(kind) / "manifest.json").is_file() for kind in MODELS):
         pytest.skip("compile the models first: python tests/gpu/test_flash_attention.py")
-    assert "llmc_paged_attention_0" in launched("flash") and not launched("flash") & {
-        "llmc_paged_attention", "llmc_paged_attention_split"
-    }  # fmt: skip
-    assert "llmc_paged_attention_0" not in launched("llmc")
-    ours, theirs = answers("llmc"), answers("flash")
-    for length, a, b in zip(PROMPTS, ours, theirs, strict=True):
-        both = a.keys() & b.keys()
-        assert len(both) >= 10, f"prompt of {length}: only {len(both)} of 20 likeliest tokens are the same"
-        assert max(abs(a[i] - b[i]) for i in both) < TOLERANCE, f"prompt of {length}"
-    others = [abs(ours[0][i] - b[i]) for b in ours[1:] for i in ours[0].keys() & b.keys()]
-    assert not others or max(others) > TOLERANCE, "the answers of all prompts are equal"
+    ours, theirs = launched(model("llmc")), launched(model("flash"))
+    assert "llmc_paged_attention_0" in theirs - ours
+    assert not theirs & {"llmc_paged_attention", "llmc_paged_attention_split"}
+    assert not differences(likeliest(model("llmc"), 0), likeliest(model("flash"), 0))
 
 
 if __name__ == "__main__":
     print(f"{len(binaries(jobs()))} binaries in {CACHE}")
-    for kind in ("flash", "llmc"):
+    for kind, more in MODELS.items():
         if not (model(kind) / "manifest.json").is_file():
-            make_model(kind)
+            compile_llama(model(kind), more)

@@ -50,20 +50,37 @@ def test_every_way_becomes_a_binary_of_sm_90(tmp_path: Path) -> None:
     ways = GEMM_WGMMA.schedules(node, target)
     sources = [GEMM_WGMMA.emit(node, s, target) for s in ways]
     made = tool.compile([(s, "") for s in sources], tmp_path, jobs=2)
-    assert len(made) == len(ways) == 6
+    assert len(made) == len(ways) == 14
     for way, source in zip(ways, sources, strict=True):
         c = made[tool.key(source)]
-        assert c.threads == 384 and c.shared <= target.limits.shared
-        assert c.boxes == (((128, 64), 3), ((way["bn"], 64), 3))
+        assert c.threads == 128 + 2 * way["bm"] and c.shared <= target.limits.shared
+        assert c.boxes == (((way["bm"], 64), 3), ((way["bn"] // 2, 64), 3))
         assert read_entry(c.binary, source.entry).sizes == (128, 128, 8, 4)
-        assert str(source.grid[0]) == f"{-(-264 // way['bn'])}*ceil(T, 128)"
+        assert source.grid[0] == 132 and source.cluster == ()
+
+
+def test_deep_products_are_split_over_clusters(tmp_path: Path) -> None:
+    node, target = product(module(TEXT.replace("520", "1024").replace("264", "4096"))), sm_90()
+    ways = [s for s in GEMM_WGMMA.schedules(node, target) if s["split"] > 1]
+    assert {(s["bn"], s["split"]) for s in ways} == {
+        (256, 4), (256, 8), (192, 4), (128, 2), (128, 4), (96, 2), (64, 2)
+    }  # fmt: skip
+    tool = load().toolchains["cuda"](target)
+    source = GEMM_WGMMA.emit(node, {"bm": 64, "bn": 128, "split": 4}, target)
+    assert source.cluster == (4, 1, 1) and str(source.grid[0]) == "128*ceil(T, 64)"
+    made = tool.compile([(source, "")], tmp_path)[tool.key(source)]
+    assert made.threads == 256 and made.shared <= target.limits.shared
+    few, many = ({"T": n} for n in (64, 4096))
+    split, whole = {"bm": 64, "bn": 128, "split": 4}, {"bm": 128, "bn": 256, "split": 1}
+    assert GEMM_WGMMA.cost_us(node, split, target, few) < GEMM_WGMMA.cost_us(node, whole, target, few)
+    assert GEMM_WGMMA.cost_us(node, split, target, many) > GEMM_WGMMA.cost_us(node, whole, target, many)
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
         (("bf16", "f16"), "operand type f16"),
-        (("520", "516"), "264 x 516 are not constant multiples of 8"),
+        (("520", "516"), "264 x 516 are not constant multiples of 8 and 8"),
         (("264", "260"), "260 x 520 are not"),
     ],
 )
@@ -88,10 +105,7 @@ def chosen(**options: object) -> Module:
 
 def test_it_is_chosen_by_name_or_measurement(tmp_path: Path) -> None:
     assert product(chosen()).choice["kernel"].startswith("triton/")
-    assert product(chosen(prefer=("cuda/gemm_wgmma",))).choice == {
-        "kernel": "cuda/gemm_wgmma",
-        **GEMM_WGMMA.all_schedules()[1],
-    }
+    assert product(chosen(prefer=("cuda/gemm_wgmma",))).choice["kernel"] == "cuda/gemm_wgmma"
     node, path = product(module()), tmp_path / "tuning.jsonl"
     way = GEMM_WGMMA.schedules(node, sm_90())[2]
     path.write_text(record(node, "cuda/gemm_wgmma", way, sm_90(), 1.0, {"T": 256}).line() + "\n")
@@ -105,13 +119,14 @@ def test_one_program_mixes_triton_and_cuda(tmp_path: Path) -> None:
     kernels = [built.kernels[x.kernel] for x in program.launches]
     assert [(k.language, k.suffix, k.abi) for k in kernels] == [("py", "cubin", "cuda-1"), ("cu", "cubin", "cuda-1")]
     launch = program.launches[1]
-    assert (launch.threads, launch.pdl, len(launch.args)) == (384, True, 3)
+    way = product(chosen(prefer=("cuda/gemm_wgmma",))).choice
+    assert (launch.threads, launch.pdl, len(launch.args)) == (128 + 2 * way["bm"], True, 3)
     assert [x.json() for x in launch.params] == [{"map": 0}, {"map": 1}, {"arg": 2}, {"size": "T", "type": "i32"}]
     assert Program.load(program.dump(), "a program") == program
-    assert [(m.arg, m.box, m.swizzle) for m in launch.maps] == [(0, (128, 64), 3), (1, (128, 64), 3)]
+    assert [(m.arg, m.box, m.swizzle) for m in launch.maps] == [(0, (way["bm"], 64), 3), (1, (way["bn"] // 2, 64), 3)]
     assert set(built.toolchains) == {"triton", "nvrtc"}
     head = kernels[1].source.partition("\n")[0]
-    assert head == "// cuda/gemm_wgmma: linear(bf16[s0, 520], bf16[264, 520]) -> bf16[s0, 264] bn=128 stages=6 group=16"
+    assert head.startswith("// cuda/gemm_wgmma: linear(bf16[s0, 520], bf16[264, 520]) -> bf16[s0, 264] bm=")
 
 
 def test_tuning_measures_it_where_it_is_named() -> None:

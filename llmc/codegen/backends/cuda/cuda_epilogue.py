@@ -22,6 +22,8 @@ FLOAT: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "not": ("(!{0})", "m", "m"),
     }
 )
+# The same over two neighbours, in files that include pairs.cuh.
+PAIR: Mapping[str, tuple[str, str, str]] = MappingProxyType({**FLOAT, "sigmoid": ("fast_sigmoid({0})", "f", "f")})
 
 
 def offset_of(operand: Type, result: Type) -> str | None:
@@ -66,4 +68,35 @@ def epilogue(body: str, parts: int, operands: Sequence[Type], result: Type, befo
         f"#define OTHERS {''.join(f', {name}' for name in names)}\n"
         f"__device__ inline float epilogue(const float (&a)[{parts}], int token, int column{passed}) {{\n"
         f"  return {value};\n}}"
+    )
+
+
+def pair_epilogue(body: str, parts: int, operands: Sequence[Type], result: Type) -> str:
+    """Generate OTHER_PARAMETERS, OTHER_ARGUMENTS, OTHERS, and an epilogue of two neighbouring columns in two functions.
+
+    `load_others(loaded, token, column OTHERS)` loads the other operands, for an even column, into a `Loaded`;
+    `epilogue(y, sums, loaded)` computes y[2] from sums[parts][2]. They need pairs.cuh.
+    """
+    names = [f"e{i}" for i in range(len(operands))]
+    parameters = [f"const {CTYPES[t.dtype]}* {name}" for t, name in zip(operands, names, strict=True)]
+    arguments = "".join(f", {p}" for p in parameters)
+    loads = []
+    for t, name in zip(operands, names, strict=True):
+        at, to = offset_of(t, result) or "0", f"to.{name}"
+        loads.append(
+            f"load_pair({to}, {name} + ({at}));" if "column" in at else f"{to}[0] = {to}[1] = to_float({name}[{at}]);"
+        )
+    values = [*(f"a[{p}][i]" for p in range(parts)), *(f"x.{name}[i]" for name in names)]
+    value = inline(parse_expr(body), values, PAIR)
+    members = "".join(f" float {name}[2];" for name in names)
+    taken = f"Loaded& to, int token, int column{arguments}"
+    return (
+        f"#define OTHER_PARAMETERS {''.join(f'{p}, ' for p in parameters)}\n"
+        f"#define OTHER_ARGUMENTS {arguments}\n"
+        f"#define OTHERS {''.join(f', {name}' for name in names)}\n"
+        f"struct Loaded {{{members} }};\n"
+        f"__device__ inline void load_others({taken}) {{ {' '.join(loads)} }}\n"
+        f"__device__ inline void epilogue(float (&y)[2], const float (&a)[{parts}][2], const Loaded& x) {{\n"
+        f"#pragma unroll\n"
+        f"  for (int i = 0; i < 2; i++) y[i] = {value};\n}}"
     )

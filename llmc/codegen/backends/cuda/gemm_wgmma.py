@@ -1,79 +1,156 @@
-"""The binding of `kernels/gemm_wgmma.cu`: large bf16 products on Hopper by wgmma and tensor maps."""
+"""The binding of `kernels/gemm_wgmma.cu`: bf16 products on Hopper by wgmma and tensor maps, split over clusters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from llmc.codegen.backends.cuda.cuda_kernel import HOPPER, Binding, CudaKernel
+from llmc_runtime.format.install_command import install_command
+
+from llmc.codegen.backends.cuda.cuda_epilogue import pair_epilogue, reject_operands
+from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, HOPPER, PAIRS, SCALAR_MATH, Binding, CudaKernel
+from llmc.codegen.backends.cuda.nvrtc_toolchain import nvrtc_version
+from llmc.codegen.backends.cuda.wgmma_text import multiply
 from llmc.codegen.kernel import Map, Schedule
+from llmc.codegen.product import ProductNode
 from llmc.ir.cost import node_cost
-from llmc.ir.dim import D, product
+from llmc.ir.dim import D
 from llmc.ir.graph import Node
+from llmc.passes.analysis import Origin, origin
 from llmc.targets.target import Target
 
-TILE_M, TILE_K = 128, 64
-TILES = ((256, 4), (128, 6), (128, 4))  # columns of a tile, stages
-GROUPS = (16, 8)  # row tiles that are processed together, to share tiles of the weight in the L2 cache
-THREADS = 384  # one producer warpgroup and two consumer warpgroups
+TILE_K = 64
+HEIGHTS = (128, 64)  # tokens of a tile
+COLUMNS = (256, 224, 192, 160, 128, 96, 64)  # of a tile, in all parts
+SPLITS, SPLIT_COLUMNS = (2, 4, 8), (256, 192, 128, 96, 64)  # blocks that share the depth of a tile, and its columns
+LEAST_BLOCKS = 60  # of a split product of one tile of tokens
+GROUP = 16  # tiles of tokens that are processed together, to share tiles of the weight in the L2 cache
+MOST_STAGES, MAX_PARTS = 8, 2
+WARPGROUP = 128  # threads
 SWIZZLE = 3  # 128 bytes
 ALIGN = 1024  # alignment of the buffers in shared memory, in bytes
-_SHARE = 0.75  # share of peak arithmetic that the kernel reaches; an estimate, not measured
+RESERVED = 1024  # bytes of shared memory for barriers
+PADDING = 8  # floats behind a token's sums in shared memory
+_SHARE, _READS = 0.86, 0.8  # share of the peak that the instructions of a tile reach, and of the bandwidth
+_TILE_US, _START_US, _CLUSTER_US = 1.6, 3.5, 1.5  # of a tile: its epilogue; of a launch; of sums over a cluster
+
+
+@dataclass(frozen=True)
+class WgmmaProduct(ProductNode):
+    """y[m, n] = epilogue(x @ w_0.T, x @ w_1.T, others) of k columns."""
+
+    n: int
+    k: int
+
+    @staticmethod
+    def of(node: Node) -> WgmmaProduct:
+        """Read the problem from a node whose weight has constant sizes."""
+        parts, w = node.attrs.get("parts", 1), node.operands[1].type
+        return WgmmaProduct(node, parts, int(w.shape[0]) // parts, int(w.shape[1]))
+
+    def columns(self, bn: int) -> int:
+        """Tiles along the columns."""
+        return -(-self.n * self.parts // bn)
+
+    @property
+    def steps(self) -> int:
+        """Steps of a tile."""
+        return -(-self.k // TILE_K)
 
 
 @dataclass(frozen=True)
 class GemmWgmma(CudaKernel):
-    """linear in bf16 with a weight whose sizes are constant multiples of 8, on sm_90."""
+    """linear and linear_map of one or two parts in bf16, with a weight whose sizes are multiples of 8, on sm_90."""
 
     def reject(self, node: Node, target: Target) -> str | None:
         if target.family != "cuda" or target.arch != "sm_90" or target.has("interpret"):
             return f"{target.name} does not have wgmma, the matrix instructions of sm_90"
-        for v in [*node.operands, *node.results]:
+        for v in node.operands[:2]:
             if v.type.format is not None or v.type.dtype != "bf16":
                 return f"operand type {v.type} is not bf16"
-        n, k = (d.const for d in node.operands[1].type.shape)
-        if not n or not k or n % 8 or k % 8:
-            return f"the weight's sizes {n} x {k} are not constant multiples of 8"
-        return None
+        parts, (rows, k) = node.attrs.get("parts", 1), (d.const for d in node.operands[1].type.shape)
+        if not 1 <= parts <= MAX_PARTS:
+            return f"{parts} parts; the maximum is {MAX_PARTS}"
+        if not rows or not k or rows % (8 * parts) or k % 8:
+            return f"the weight's sizes {rows} x {k} are not constant multiples of {8 * parts} and 8"
+        if node.result.type.dtype not in FLOATS:
+            return f"a result of {node.result.type.dtype}"
+        return reject_operands(WgmmaProduct.of(node).extras, node.result.type)
+
+    def missing(self) -> str:
+        try:
+            nvrtc_version()
+        except ModuleNotFoundError as e:
+            return f"{e}; {install_command('nvrtc')} (no GPU is needed to compile)"
+        return ""
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        return self.all_schedules()
-
-    def all_schedules(self) -> list[Schedule]:
-        """Return all schedules; each is valid for every node."""
-        return [{"bn": bn, "stages": stages, "group": g} for g in GROUPS for bn, stages in TILES]
+        return list(_schedules(WgmmaProduct.of(node), target))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        """Predict the larger of arithmetic time, in whole waves of tiles, and memory time, in microseconds."""
-        x, w = (v.type for v in node.operands)
-        m, n, k = int(product(x.shape[:-1]).subs(env)), int(w.shape[0]), int(w.shape[1])
-        tiles = -(-m // TILE_M) * -(-n // schedule["bn"])
-        rounds = -(-tiles // target.limits.units)
-        flops = 2.0 * TILE_M * schedule["bn"] * k * rounds * target.limits.units
-        moved = int(node_cost(node)[1].subs(env)) / target.bandwidth
-        return max(flops / target.peaks["bf16"] / _SHARE, moved) * 1e6 + target.launch_us
+        """Predict microseconds: whole rounds of tiles on all multiprocessors, or the bytes of the operands."""
+        p, s, units = WgmmaProduct.of(node), schedule, target.limits.units
+        blocks = -(-int(p.m.subs(env)) // s["bm"]) * p.columns(s["bn"]) * s["split"]
+        rounds = -(-blocks // units)
+        flops = 2.0 * s["bm"] * max(128, s["bn"]) * p.k / s["split"]  # narrow tiles are bound by shared memory
+        tile = flops * units / target.peaks["bf16"] / _SHARE * 1e6 + _TILE_US
+        busy = min(1.0, blocks / (0.8 * units))  # fewer blocks do not reach the bandwidth
+        moved = int(node_cost(node)[1].subs(env)) / target.bandwidth / _READS / busy * 1e6
+        return max(rounds * tile, moved) + _START_US + _CLUSTER_US * (s["split"] > 1) + target.launch_us
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
-        x, w = (v.type for v in node.operands)
-        m, n, k = product(x.shape[:-1]), int(w.shape[0]), int(w.shape[1])
-        bn, stages = schedule["bn"], schedule["stages"]
-        stage = 2 * TILE_K * (TILE_M + bn)  # bytes
+        p, bm, bn, split = WgmmaProduct.of(node), schedule["bm"], schedule["bn"], schedule["split"]
+        half = Map(1, (D(p.parts * p.n), D(p.k)), (bn // 2, TILE_K), SWIZZLE)
+        tiles = p.m.ceildiv(bm) * p.columns(bn)
         return Binding(
-            grid=(m.ceildiv(TILE_M) * -(-n // bn),),
-            threads=THREADS,
-            constants={"N": n, "K": k, "TILE_N": bn, "STAGES": stages, "GROUP": schedule["group"]},
-            shared=stages * stage + ALIGN,
-            sizes=(m,),
-            maps=(Map(0, (m, D(k)), (TILE_M, TILE_K), SWIZZLE), Map(1, (D(n), D(k)), (bn, TILE_K), SWIZZLE)),
-        )
+            grid=(tiles * split if split > 1 else target.limits.units,),
+            threads=bm // 64 * WARPGROUP + WARPGROUP,
+            constants={
+                "N": p.n, "K": p.k, "PARTS": p.parts, "TILE_M": bm, "TILE_N": bn, "STAGES": stages(schedule, target),
+                "GROUP": GROUP * 128 // bm, "SPLIT": split,
+                "EARLY": int(origin(node.operands[1]) is not Origin.INPUTS), "OUT": CTYPES[node.result.type.dtype],
+            },
+            shared=max(stages(schedule, target) * stage_bytes(schedule), sum_bytes(schedule)) + ALIGN,
+            sizes=(p.m,),
+            maps=(Map(0, (p.m, D(p.k)), (bm, TILE_K), SWIZZLE), half),
+            cluster=(split, 1, 1) if split > 1 else (),
+            text="\n\n".join(
+                (multiply(bn), pair_epilogue(node.attrs.get("body", "a0"), p.parts, p.extras, node.result.type))
+            ),
+        )  # fmt: skip
+
+
+def stage_bytes(s: Schedule) -> int:
+    """Bytes of a buffer of the ring."""
+    return int(2 * TILE_K * (s["bm"] + s["bn"]))
+
+
+def sum_bytes(s: Schedule) -> int:
+    """Bytes of the sums in shared memory, which take the place of the buffers."""
+    return int(s["bm"] * (s["bn"] + PADDING) * 4 if s["split"] > 1 else 0)
+
+
+def stages(s: Schedule, target: Target) -> int:
+    """Buffers that fit into shared memory."""
+    return min(MOST_STAGES, (target.limits.shared - ALIGN - RESERVED) // stage_bytes(s))
+
+
+def _schedules(p: WgmmaProduct, target: Target) -> Iterator[Schedule]:
+    """Yield whole tiles, and split ones that occupy the multiprocessors if there is one tile of tokens."""
+    for bm in HEIGHTS:
+        yield from ({"bm": bm, "bn": bn, "split": 1} for bn in COLUMNS)
+        for split in SPLITS:
+            for bn in SPLIT_COLUMNS:
+                if p.steps % split == 0 and LEAST_BLOCKS <= p.columns(bn) * split <= target.limits.units:
+                    yield {"bm": bm, "bn": bn, "split": split}
 
 
 GEMM_WGMMA = GemmWgmma(
     "cuda/gemm_wgmma",
-    ("linear",),
+    ("linear", "linear_map"),
     crowds=True,
     opt_in=True,
     file="llmc.codegen.backends.cuda.kernels:gemm_wgmma.cu",
     entry="llmc_linear",
-    headers=(HOPPER,),
+    headers=(HOPPER, SCALAR_MATH, PAIRS),
 )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from llmc_runtime.format.install_command import install_command
@@ -34,22 +35,15 @@ class NvrtcToolchain(CubinToolchain):
     def find(target: Target) -> NvrtcToolchain:
         """Return the toolchain of `target`; raises Diagnostic E501 if NVRTC or its bindings are not installed."""
         try:
-            from cuda.bindings import nvrtc
-
-            status, major, minor = nvrtc.nvrtcVersion()
-        except (ImportError, RuntimeError, OSError):
-            cause = f"a kernel for {target.name} is written in CUDA C++, but NVRTC is not installed"
+            return NvrtcToolchain(target, nvrtc_version())
+        except ModuleNotFoundError as e:
+            cause = f"a kernel for {target.name} is written in CUDA C++, but {e}"
             raise Diagnostic("E501", cause, _remedy()) from None
-        if status:
-            raise Diagnostic("E501", f"NVRTC cannot be started: {status.name}", _remedy())
-        return NvrtcToolchain(target, f"{major}.{minor}")
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The compiler's arguments; the suffix in `sm_90a` enables instructions that only this architecture has."""
-        arch = self.target.arch
-        exact = arch[-1] in "af" or int(arch.removeprefix("sm_")) < _FEATURES
-        return f"-arch={arch}{'' if exact else 'a'}", "-std=c++17"
+        """The compiler's arguments."""
+        return options(self.target)
 
     def key(self, source: Source) -> str:
         """Return a hash of text, launch, options and version: 32 hexadecimal digits."""
@@ -69,14 +63,47 @@ class NvrtcToolchain(CubinToolchain):
 
     def reason(self, lines: Sequence[str]) -> str:
         """Return the first line that names an error."""
-        return next((line for line in lines if "error" in line), lines[0])
+        return first_error(lines)
 
 
-def compile_text(text: str, options: Sequence[str]) -> tuple[bytes, str]:
-    """Return (cubin, ""), or (b"", the compiler's messages) if the text does not compile."""
+def first_error(lines: Sequence[str]) -> str:
+    """Return the first of NVRTC's messages that names an error."""
+    return next((line for line in lines if "error" in line), lines[0])
+
+
+def nvrtc_version() -> str:
+    """Return the version of NVRTC; raises ModuleNotFoundError if it or its bindings cannot be used."""
+    try:
+        from cuda.bindings import nvrtc
+
+        status, major, minor = nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError, OSError):
+        raise ModuleNotFoundError("NVRTC is not installed") from None
+    if status:
+        raise ModuleNotFoundError(f"NVRTC cannot be started: {status.name}")
+    return f"{major}.{minor}"
+
+
+def options(target: Target) -> tuple[str, ...]:
+    """Return the compiler's arguments for a target.
+
+    The suffix in `sm_90a` enables instructions that only this architecture has.
+    """
+    exact = target.arch[-1] in "af" or int(target.arch.removeprefix("sm_")) < _FEATURES
+    return f"-arch={target.arch}{'' if exact else 'a'}", "-std=c++17"
+
+
+def compile_text(
+    text: str, options: Sequence[str], headers: Mapping[str, str] = MappingProxyType({})
+) -> tuple[bytes, str]:
+    """Return (cubin, ""), or (b"", the compiler's messages) if the text does not compile.
+
+    headers: name -> text of what it may include.
+    """
     from cuda.bindings import nvrtc
 
-    program = _ok(nvrtc.nvrtcCreateProgram(text.encode(), b"kernel.cu", 0, [], []))
+    names, texts = ([s.encode() for s in x] for x in (headers.keys(), headers.values()))
+    program = _ok(nvrtc.nvrtcCreateProgram(text.encode(), b"kernel.cu", len(names), texts, names))
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
         if status:

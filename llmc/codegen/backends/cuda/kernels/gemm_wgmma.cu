@@ -1,116 +1,245 @@
-// y[M, N] = x[M, K] @ w[N, K].T in bf16 with f32 sums, for Hopper (sm_90a).
+// y[M, N] = epilogue(x[M, K] @ w[0].T, .., x @ w[PARTS - 1].T, others) with f32 sums, for Hopper (sm_90a).
 //
-// A block computes a tile of TILE_M x TILE_N elements of y. One thread of its first warpgroup (the producer) issues bulk
-// copies of tiles of x and w into a ring of STAGES buffers in shared memory; the other two warpgroups (consumers)
-// multiply them, each for 64 rows of the tile. Two barriers guard each buffer: `full` completes when its bytes have
-// arrived, `empty` when every consumer warp has finished reading it.
+// A block computes tiles of TILE_M tokens times TILE_N / PARTS columns of y. One thread of its first warpgroup (the
+// producer) issues bulk copies of tiles of x and w into a ring of STAGES buffers in shared memory; the other warpgroups
+// (consumers) multiply them, each for 64 tokens. The rows of w of all parts lie side by side in a buffer, so that one
+// instruction multiplies them all. Two barriers guard each buffer: `full` completes when its bytes have arrived, `empty`
+// when every consumer warp has finished reading it.
 //
-// Constants: N and K (multiples of 8), TILE_N (128 or 256), STAGES, GROUP (row tiles that are processed together, so that
-// they share tiles of w in the L2 cache).
+// SPLIT = 1: the grid is as large as the GPU, and a block computes one tile after another: the producer copies the first
+// steps of the next one while the consumers finish. Otherwise a cluster of SPLIT blocks computes one tile, each a part of
+// its depth, and every block adds up the sums of all for its share of the tokens.
+//
+// Constants: N and K (multiples of 8), PARTS (1 or 2), TILE_M (64 or 128), TILE_N (a multiple of 16, at most 256),
+// STAGES, GROUP (tiles of tokens that are processed together, so that they share tiles of w in the L2 cache), SPLIT (1, 2,
+// 4 or 8; it divides the steps), EARLY (whether w may be read before the previous kernel has completed), OUT (the type of
+// y). The generated text before this file defines `multiply`, OTHER_PARAMETERS, OTHER_ARGUMENTS, OTHERS, Loaded, and the
+// functions `load_others` and `epilogue`.
 
-constexpr int TILE_M = 128, TILE_K = 64;        // TILE_K bf16 are 128 bytes, the width of the swizzle
-constexpr int CONSUMERS = 2, WARPGROUP = 128;   // consumer warpgroups; threads of a warpgroup
-constexpr int HALVES = TILE_N / 128;            // one instruction multiplies 64 x 128 x 16
+constexpr int TILE_K = 64;                     // bf16 of 128 bytes, the width of the swizzle
+constexpr int CONSUMERS = TILE_M / 64, WARPGROUP = 128;  // consumer warpgroups; threads of a warpgroup
+constexpr int WIDTH = TILE_N / PARTS;          // columns of y of a tile
 constexpr int X_BYTES = TILE_M * TILE_K * 2, W_BYTES = TILE_N * TILE_K * 2, STAGE_BYTES = X_BYTES + W_BYTES;
-constexpr int K_TILES = (K + TILE_K - 1) / TILE_K;
+constexpr int STEPS = (K + TILE_K - 1) / TILE_K / SPLIT;  // of a block and tile
+constexpr int SUMS = TILE_N / 2;               // of a thread
+constexpr int SUMS_STRIDE = TILE_N + 8;        // floats of a token's sums in shared memory
 
-// d[64, 128] += a[64, 16] @ b[128, 16].T by one warpgroup, asynchronously: `d` is valid after `wait_products`.
-__device__ inline void multiply(float (&d)[64], unsigned long long a, unsigned long long b) {
-#define R4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define R16(i) R4(i), R4(i + 4), R4(i + 8), R4(i + 12)
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-      "%64, %65, 1, 1, 1, 0, 0;"
-      : R16(0), R16(16), R16(32), R16(48)
-      : "l"(a), "l"(b));
-#undef R16
-#undef R4
-}
-
-// The first row and column of this block's tile. Blocks cover GROUP row tiles at a time, column by column.
-__device__ inline void find_tile(int m, int& row, int& column) {
-  const int rows = (m + TILE_M - 1) / TILE_M, columns = (N + TILE_N - 1) / TILE_N;
-  const int group = blockIdx.x / (GROUP * columns), inside = blockIdx.x % (GROUP * columns);
+// The first token and column of a tile. Tiles cover GROUP times TILE_M tokens, column by column.
+__device__ inline void find_tile(int tile, int m, int& token, int& column) {
+  constexpr int columns = (N + WIDTH - 1) / WIDTH;
+  const int rows = (m + TILE_M - 1) / TILE_M;
+  const int group = tile / (GROUP * columns), inside = tile % (GROUP * columns);
   const int height = min(GROUP, rows - group * GROUP);
-  row = (group * GROUP + inside % height) * TILE_M;
-  column = inside / height * TILE_N;
+  token = (group * GROUP + inside % height) * TILE_M;
+  column = inside / height * WIDTH;
 }
 
-// The producer: one thread issues the copies of all tiles, each when its buffer is free.
-__device__ inline void produce(const TensorMap& x, const TensorMap& w, int row, int column, unsigned buffers,
-                               unsigned full, unsigned empty) {
-  for (int i = 0; i < K_TILES; i++) {
-    const int stage = i % STAGES, round = i / STAGES;
-    const unsigned buffer = buffers + stage * STAGE_BYTES;
-    barrier_wait(empty + 8 * stage, (round & 1) ^ 1);
-    barrier_expect(full + 8 * stage, STAGE_BYTES);
-    copy_box(buffer, x, row, i * TILE_K, full + 8 * stage);
-    copy_box(buffer + X_BYTES, w, column, i * TILE_K, full + 8 * stage);
+__device__ inline int tiles_of(int m) { return (m + TILE_M - 1) / TILE_M * ((N + WIDTH - 1) / WIDTH); }
+
+// A position in the ring of buffers.
+struct Ring {
+  unsigned buffers, full, empty;  // addresses in shared memory
+  int stage = 0, parity = 0;
+
+  __device__ Ring(unsigned buffers, unsigned full, unsigned empty) : buffers(buffers), full(full), empty(empty) {}
+  __device__ unsigned buffer() const { return buffers + stage * STAGE_BYTES; }
+  __device__ unsigned arrived() const { return full + 8 * stage; }
+  __device__ unsigned freed() const { return empty + 8 * stage; }
+  __device__ void advance() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+};
+
+// Copies the rows of w of one step, in two boxes: halves of its columns, or its parts.
+__device__ inline void copy_weights(const Ring& ring, const TensorMap& w, int column, int k) {
+#pragma unroll
+  for (int half = 0; half < 2; half++)
+    copy_box(ring.buffer() + X_BYTES + half * (W_BYTES / 2), w, column + half * (PARTS == 2 ? N : TILE_N / 2), k,
+             ring.arrived());
+}
+
+// The producer: one thread issues the copies of all tiles, each when its buffer is free. The weights of the first steps
+// are copied before the previous kernel has completed.
+__device__ inline void produce(Ring ring, int m, const TensorMap& x, const TensorMap& w) {
+  const int count = tiles_of(m), first = blockIdx.x / SPLIT, begin = blockIdx.x % SPLIT * STEPS;
+  int early = 0;  // steps whose weights have been requested
+  if (EARLY && first < count) {
+    int token, column;
+    find_tile(first, m, token, column);
+    Ring ahead = ring;
+    for (; early < min(STAGES, STEPS); early++, ahead.advance()) {
+      barrier_expect(ahead.arrived(), STAGE_BYTES);
+      copy_weights(ahead, w, column, (begin + early) * TILE_K);
+    }
+  }
+  wait_for_previous();
+  launch_dependents();
+  for (int tile = first; tile < count; tile += gridDim.x / SPLIT) {
+    int token, column;
+    find_tile(tile, m, token, column);
+    for (int i = begin; i < begin + STEPS; i++, ring.advance()) {
+      if (early > 0) {
+        early--;
+      } else {
+        barrier_wait(ring.freed(), ring.parity ^ 1);
+        barrier_expect(ring.arrived(), STAGE_BYTES);
+        copy_weights(ring, w, column, i * TILE_K);
+      }
+      copy_box(ring.buffer(), x, token, i * TILE_K, ring.arrived());
+    }
   }
 }
 
-// A consumer warpgroup: `sums[h]` is 64 rows times columns 128 h to 128 h + 127 of the tile. A buffer is released one
-// step late, when the products that read it have completed; the products of the next step already run.
-__device__ inline void consume(float (&sums)[HALVES][64], int consumer, unsigned buffers, unsigned full,
-                               unsigned empty) {
-  const bool arrives = threadIdx.x % 32 == 0;
-  for (int i = 0; i < K_TILES; i++) {
-    const int stage = i % STAGES, round = i / STAGES;
-    const unsigned x = buffers + stage * STAGE_BYTES + consumer * 64 * TILE_K * 2;
-    const unsigned w = buffers + stage * STAGE_BYTES + X_BYTES;
-    barrier_wait(full + 8 * stage, round & 1);
+// The products of one tile by a consumer warpgroup. A buffer is released one step late, when the products that read it
+// have completed; the products of the next step already run.
+__device__ inline void consume(float (&sums)[SUMS], int consumer, Ring& ring) {
+  const bool releases = threadIdx.x % 32 == 0;
+  unsigned previous = 0;
+#pragma unroll 1
+  for (int i = 0; i < STEPS; i++) {
+    const unsigned x = ring.buffer() + consumer * 64 * TILE_K * 2, w = ring.buffer() + X_BYTES;
+    barrier_wait(ring.arrived(), ring.parity);
     begin_products();
 #pragma unroll
-    for (int k = 0; k < TILE_K; k += 16)
-#pragma unroll
-      for (int h = 0; h < HALVES; h++) multiply(sums[h], matrix(x + 2 * k), matrix(w + h * 128 * TILE_K * 2 + 2 * k));
+    for (int k = 0; k < TILE_K; k += 16) multiply(sums, matrix(x + 2 * k), matrix(w + 2 * k), i > 0 || k > 0);
     end_products();
-    wait_products<1>();
-    if (arrives && i > 0) barrier_arrive(empty + 8 * ((i - 1) % STAGES));
+    if (i > 0) {
+      wait_products<1>();
+      if (releases) barrier_arrive(previous);
+    }
+    previous = ring.freed();
+    ring.advance();
   }
   wait_products<0>();
+  if (releases) barrier_arrive(previous);
 }
 
-// The accumulator layout of wgmma: a thread has two rows, 8 apart, and in each two adjacent columns of every 8.
-__device__ inline void store(bf16* y, const float (&sums)[HALVES][64], int m, int row, int column) {
+// Writes y of a tile from the accumulators of a warpgroup: a thread has two rows, 8 apart, and in each two adjacent
+// columns of every 8. Other operands of BATCH such pairs are loaded before the first is used.
+__device__ inline void finish(const float (&sums)[SUMS], int m, int token, int column OTHER_ARGUMENTS, OUT* y) {
+  constexpr int PAIRS = WIDTH / 8, BATCH = 8;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int first = row + warp * 16 + lane / 4;
+  const int row = token + warp * 16 + lane / 4, first = column + lane % 4 * 2;
 #pragma unroll
-  for (int h = 0; h < HALVES; h++)
+  for (int half = 0; half < 2; half++) {
+    const int t = row + 8 * half;
 #pragma unroll
-    for (int j = 0; j < 16; j++)
+    for (int b = 0; b < PAIRS; b += BATCH) {
+      Loaded loaded[BATCH];
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int r = first + 8 * half, c = column + h * 128 + j * 8 + lane % 4 * 2;
-        if (r < m && c < N) {  // N is even, so that both columns are inside
-          const unsigned low = from_float<bf16>(sums[h][4 * j + 2 * half]).bits;
-          const unsigned high = from_float<bf16>(sums[h][4 * j + 2 * half + 1]).bits;
-          *(unsigned*)(y + (long long)r * N + c) = low | high << 16;
+      for (int j = 0; j < BATCH; j++)
+        if (b + j < PAIRS && t < m && first + (b + j) * 8 < N) load_others(loaded[j], t, first + (b + j) * 8 OTHERS);
+#pragma unroll
+      for (int j = b; j < min(b + BATCH, PAIRS); j += 2) {
+        float out[2][2] = {};
+        bool inside[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          inside[i] = j + i < PAIRS && t < m && first + (j + i) * 8 < N;
+          float a[PARTS][2];
+#pragma unroll
+          for (int p = 0; p < PARTS; p++)
+#pragma unroll
+            for (int n = 0; n < 2; n++) a[p][n] = j + i < PAIRS ? sums[4 * (p * PAIRS + j + i) + 2 * half + n] : 0;
+          if (inside[i]) epilogue(out[i], a, loaded[j - b + i]);
         }
+        store(y + (long long)t * N + first + j * 8, out, inside);
       }
+    }
+  }
+}
+
+// Writes a warpgroup's sums to shared memory as [TILE_M][SUMS_STRIDE].
+__device__ inline void share(float* shared, const float (&sums)[SUMS], int consumer) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  float* to = shared + (consumer * 64 + warp * 16 + lane / 4) * SUMS_STRIDE + lane % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < SUMS; i += 2)  // 4 j + 2 half
+    *(float2*)(to + i / 2 % 2 * 8 * SUMS_STRIDE + i / 4 * 8) = make_float2(sums[i], sums[i + 1]);
+}
+
+// Two neighbouring sums, added over the blocks of the cluster.
+__device__ inline void add_up(float (&out)[2], const float* shared) {
+  const unsigned address = shared_address(shared);
+#pragma unroll
+  for (int rank = 0; rank < SPLIT; rank++) {
+    float v[2];
+    unsigned peer = address;
+    if (SPLIT > 1) asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer) : "r"(address), "r"(rank));
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v[0]), "=f"(v[1]) : "r"(peer) : "memory");
+#pragma unroll
+    for (int i = 0; i < 2; i++) out[i] = rank == 0 ? v[i] : out[i] + v[i];
+  }
+}
+
+// Writes y for this block's share of the tokens of a tile, from the sums of all blocks of the cluster.
+__device__ inline void finish_share(const float* shared, int m, int token, int column OTHER_ARGUMENTS, OUT* y) {
+  constexpr int SHARE = TILE_M / SPLIT, PAIRS = WIDTH / 2, THREADS = CONSUMERS * WARPGROUP;
+  const int rank = blockIdx.x % SPLIT;
+  for (int i = threadIdx.x - WARPGROUP; i < SHARE * PAIRS; i += THREADS) {
+    const int row = rank * SHARE + i / PAIRS, c = i % PAIRS * 2;
+    if (token + row >= m || column + c >= N) continue;
+    Loaded loaded;
+    load_others(loaded, token + row, column + c OTHERS);
+    float a[PARTS][2], out[2];
+#pragma unroll
+    for (int p = 0; p < PARTS; p++) add_up(a[p], shared + row * SUMS_STRIDE + p * WIDTH + c);
+    epilogue(out, a, loaded);
+    store_pair(y + (long long)(token + row) * N + column + c, out);
+  }
+}
+
+__device__ inline void wait_for_cluster() {
+  if (SPLIT > 1) {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+  } else {
+    __syncthreads();
+  }
+}
+
+// A consumer warpgroup for all tiles of the block, and for the only one of a cluster.
+__device__ inline void compute(Ring ring, int consumer, int m OTHER_ARGUMENTS, OUT* y, float* shared) {
+  float sums[SUMS];
+  int token, column;
+  if (SPLIT > 1) {
+    find_tile(blockIdx.x / SPLIT, m, token, column);
+    consume(sums, consumer, ring);
+    asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS * WARPGROUP) : "memory");  // no consumer reads the buffers any more
+    share(shared, sums, consumer);
+    wait_for_cluster();
+    finish_share(shared, m, token, column OTHERS, y);
+  } else {
+    for (int tile = blockIdx.x; tile < tiles_of(m); tile += gridDim.x) {
+      find_tile(tile, m, token, column);
+      consume(sums, consumer, ring);
+      finish(sums, m, token + consumer * 64, column OTHERS, y);
+    }
+  }
 }
 
 extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
-    llmc_linear(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, bf16* y, int m) {
+    llmc_linear(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, OTHER_PARAMETERS OUT* y, int m) {
   extern __shared__ unsigned char memory[];
   __shared__ unsigned long long barriers[2 * STAGES];
   const unsigned buffers = (shared_address(memory) + 1023) & ~1023u;  // a swizzled box begins at a multiple of 1024
   const unsigned full = shared_address(barriers), empty = full + 8 * STAGES;
   init_ring(full, empty, STAGES, CONSUMERS * WARPGROUP / 32);
-  begin_launch();
 
-  int row, column;
-  find_tile(m, row, column);
+  const Ring ring(buffers, full, empty);
   const int warpgroup = threadIdx.x / WARPGROUP;
   if (warpgroup == 0) {
-    if (threadIdx.x == 0) produce(x, w, row, column, buffers, full, empty);
-    return;
+    if (CONSUMERS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (threadIdx.x == 0) {
+      produce(ring, m, x, w);
+    } else {
+      begin_launch();
+    }
+    __syncwarp();
+    if (SPLIT > 1) wait_for_cluster();
+  } else {
+    if (CONSUMERS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    begin_launch();
+    compute(ring, warpgroup - 1, m OTHERS, y, (float*)(memory + (buffers - shared_address(memory))));
   }
-  float sums[HALVES][64] = {};
-  consume(sums, warpgroup - 1, buffers, full, empty);
-  store(y, sums, m, row + (warpgroup - 1) * 64, column);
+  if (SPLIT > 1) wait_for_cluster();  // no block of the cluster reads this one's sums any more
 }
