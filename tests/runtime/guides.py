@@ -25,7 +25,9 @@ class Wandering:
         self.left, self.closed = 0, False
         self.begun = False
         self.drafts: list[int] = []
-        self.shown = self.late = 0  # masks behind drafts that are known, and how often the next one is asked for in vain
+        self.shown = self.late = (
+            0  # masks behind drafts that are known, and how often the next one is asked for in vain
+        )
 
     def mask(self) -> bytes | None:
         """Return a mask of two thirds of the vocabulary."""

@@ -19,7 +19,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.host_drafts import HostDrafts
 from llmc_runtime.sched.request import Request, Status
 from llmc_runtime.sched.speculation import Speculation
-from llmc_runtime.sched.step import RowMasks, Step, Work
+from llmc_runtime.sched.step import RowMasks, Step, StepOutput, Work
 from llmc_runtime.sched.token_guide import Guide, allows
 from llmc_runtime.sched.waiting_queue import WaitingQueue
 
@@ -125,9 +125,7 @@ class GuidedRequests:
             else:
                 step.open = True
 
-    def complete(
-        self, step: Step, planned: Sequence[Request], proposals: int, anything: bytes
-    ) -> list[RowMasks]:
+    def complete(self, step: Step, planned: Sequence[Request], proposals: int, anything: bytes) -> list[RowMasks]:
         """Close an open step: return the masks that it lacks. A row whose mask is late, or whose request has ended,
         gets the mask `anything`, and the tokens without masks are dropped."""
         sent, masks = {mask.row for mask in step.masks}, []
@@ -175,6 +173,33 @@ def pending(request: Request) -> bool:
 def expects(request: Request) -> bool:
     """Whether more masks of the request will be known, of its next token or behind drafts."""
     return pending(request) or (request.guide is not None and request.guide.looking())
+
+
+def masked_room(request: Request, speculation: Speculation, room: int) -> int:
+    """Return how many drafts of a request a plan may verify, up to `room`, as far as their masks matter."""
+    if request.num_total > len(request.tokens):
+        return room  # its tokens are not known: the step will be open
+    assert request.guide is not None
+    if not request.verifiable and request.looked and not request.guide.looking():
+        speculation.refused(request)
+    return min(room, request.verifiable)
+
+
+def take_drafts(
+    request: Request, work: Work, output: StepOutput, proposals: int, count: int = 1, whole: bool = True
+) -> None:
+    """Take what a step has drafted behind the `count` tokens that it gave a request with a guide.
+
+    `whole`: it gave no other ones, which were sampled without their masks. `proposals`: see GuidedRequests.fill.
+    """
+    request.num_masked = None
+    if request.guide is None or request.status is not Status.RUNNING:
+        return
+    if whole:
+        looked = output.looked.get(work.row, ())
+        request.take_drafts(looked[count : count + (work.propose or proposals)])
+    else:
+        request.restart()
 
 
 def _masks_of(request: Request, work: Work, mask: bytes, proposals: int, anything: bytes) -> RowMasks:

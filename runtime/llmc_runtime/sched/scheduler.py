@@ -47,7 +47,7 @@ from operator import attrgetter
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.deltas import add_scores, delta_of, extend
-from llmc_runtime.sched.guided_requests import follow, known_mask, may_sample
+from llmc_runtime.sched.guided_requests import follow, known_mask, masked_room, may_sample, take_drafts
 from llmc_runtime.sched.host_draft import Draft
 from llmc_runtime.sched.live_requests import LiveRequests
 from llmc_runtime.sched.request import Request, RequestDelta, Status
@@ -165,7 +165,7 @@ class Scheduler(LiveRequests):
                 run = [(token, row_logprobs), *output.accepted[index]]
                 masked = run[: request.num_masked]
                 deltas.append(self._append_run(request, item, masked))
-                self._take_drafts(request, item, output, len(masked), len(masked) == len(run))
+                take_drafts(request, item, output, self._proposals, len(masked), len(masked) == len(run))
                 continue
             if request.status is _RUNNING:
                 done = request.num_computed = request.num_computed + item.num_tokens
@@ -176,7 +176,7 @@ class Scheduler(LiveRequests):
                 deltas.append(
                     self._end_pooled(request, pooled[index]) if pooled else append(request, token, row_logprobs)
                 )
-                self._take_drafts(request, item, output, 1, True)
+                take_drafts(request, item, output, self._proposals)
         self.counters.step(scheduled)
         return deltas
 
@@ -254,11 +254,7 @@ class Scheduler(LiveRequests):
         rows = self._spare - min(len(self.waiting), len(self.free_rows))
         pages = (len(request.pages) + self.pool.num_free) * self.config.page_size - request.num_total
         room = min(budget - 1 - bool(self.waiting), rows, request.limit - 1 - request.num_total, pages)
-        if request.guide is not None and request.num_total == len(request.tokens):
-            if not request.verifiable and request.looked and not request.guide.looking():
-                speculation.refused(request)
-            room = min(room, request.verifiable)
-        drafts = speculation.drafts(request, room)
+        drafts = speculation.drafts(request, room if request.guide is None else masked_room(request, speculation, room))
         self._spare -= drafts
         return Work(request.row, 1 + drafts, True, drafts=drafts) if drafts else request.decode
 
@@ -358,20 +354,6 @@ class Scheduler(LiveRequests):
                 break
         assert delta is not None
         return delta
-
-    def _take_drafts(self, request: Request, item: Work, output: StepOutput, count: int, whole: bool) -> None:
-        """Take what a step has drafted behind the `count` tokens that it gave a request with a guide.
-
-        `whole`: it gave no other ones, which were sampled without their masks.
-        """
-        request.num_masked = None
-        if request.guide is None or request.status is not _RUNNING:
-            return
-        if whole:
-            looked = output.looked.get(item.row, ())
-            request.take_drafts(looked[count : count + (item.propose or self._proposals)])
-        else:
-            request.restart()
 
     def _append(self, request: Request, token: int | None, logprobs: TokenLogprobs | None) -> RequestDelta:
         if token is None or not 0 <= token < self.config.vocab_size:

@@ -38,7 +38,8 @@ def row_arguments(node: Node) -> dict[str, Argument]:
     """Return the template arguments of a node whose first operands are those of row_block_max."""
     return {
         **{name: f"x{i}" for i, name in enumerate(OPERANDS)}, "VOCAB": vocabulary(node), "WORDS": width(node, 7),
-        "MASKS": width(node, 11) // width(node, 7), "STOPS": width(node, 6), "BIASES": width(node, 9), "BLOCK": node.attrs["block"],
+        "MASKS": width(node, 11) // width(node, 7),
+        "STOPS": width(node, 6), "BIASES": width(node, 9), "BLOCK": node.attrs["block"],
     }  # fmt: skip
 
 
