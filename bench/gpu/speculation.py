@@ -1,7 +1,7 @@
 """Speed-up by speculative decoding at fixed acceptance rates, beside what step times and rate allow.
 
     python -m bench.gpu.speculation --artifacts DIR --out DIR --limit SECONDS [--batches 1,8,32,256]
-                                    [--methods ngram,draft,eagle] [--compile-only]
+                                    [--methods ngram,suffix,draft,eagle] [--nothing] [--compile-only]
     python -m bench.gpu.speculation --model small --target cpu:native --batches 1,4 ...       a dry run without a GPU
 
 The weights are random, so the rate is set by the requests (see `requests`): verification is that of every engine.
@@ -10,6 +10,9 @@ DIR gets results.json and tables.md after every measurement.
 For each batch and method: the time per token of plain decoding, of the cost model's choice, and of each fixed number of
 drafts k. With the rate r, a step of k drafts gives (1 - r^(k+1)) / (1 - r) tokens per row (Leviathan et al. 2023), so
 the times of the steps with k drafts allow a speed-up of max over k of tokens(k) * plain step / step(k), at least 1.
+
+With --nothing, requests draw from the whole vocabulary at a temperature at which no draft is right, so that what is
+measured is the cost of a method that is switched on in vain.
 """
 
 from __future__ import annotations
@@ -63,11 +66,18 @@ class Method:
     speculate: str | None
     rate: float
     gates: Mapping[int, float] = field(default_factory=dict)
+    likeliest: bool = False  # drafts are the likeliest of the two tokens, not drawn like them
+
+    @property
+    def share(self) -> float:
+        """The probability of the likelier of the two tokens: two draws, or it and a draw, are equal at `rate`."""
+        return self.rate if self.likeliest else (1 + sqrt(2 * self.rate - 1)) / 2
 
 
 PLAIN = Method("plain", None, 0.7)
 METHODS = (
     Method("prompt lookup", f"ngram:{DRAFTS}", 0.7, {1: 2.4, 8: 2.0, 32: 1.6, 256: 0.98}),
+    Method("suffix matching", f"suffix:{DRAFTS}", 0.7, likeliest=True),
     Method("draft model", f"draft:{DRAFTS}", 0.8, {1: 1.65, 8: 1.45, 32: 1.2, 256: 0.98}),
     Method("EAGLE-3 head", f"eagle:{DRAFTS}", 0.8, {1: 2.3, 8: 2.0, 32: 1.5, 256: 0.98}),
 )
@@ -115,27 +125,27 @@ class Totals:
         )
 
 
-def requests(count: int, shape: Shape, rate: float, tokens: int) -> Iterator[Request]:
+def requests(count: int, shape: Shape, method: Method, tokens: int) -> Iterator[Request]:
     """Yield requests whose tokens are drawn from two ids, independently of the text, with probabilities p and 1 - p.
 
-    p is such that two draws, such as a draft and the next token, are equal with probability p^2 + (1 - p)^2 = rate.
+    Two draws, such as a draft and the next token, are equal with probability p^2 + (1 - p)^2. At rate 0, tokens are
+    drawn from the whole vocabulary.
     """
-    p = (1 + sqrt(2 * rate - 1)) / 2
-    params: dict[str, Any] = {
-        "temperature": TEMPERATURE, "allowed_token_ids": [5, 6], "logit_bias": {5: TEMPERATURE * log(p / (1 - p))},
-        "ignore_eos": True, "max_tokens": tokens,
-    }  # fmt: skip
+    params: dict[str, Any] = {"temperature": TEMPERATURE, "ignore_eos": True, "max_tokens": tokens}
+    if method.rate:
+        p = method.share
+        params |= {"allowed_token_ids": [5, 6], "logit_bias": {5: TEMPERATURE * log(p / (1 - p))}}
     for _ in range(count):
         prompt = [random.randrange(7, shape.vocab) for _ in range(PROMPT)]
         seed = random.getrandbits(62)
         yield Request(f"{seed}", prompt, SamplingParams(seed=seed, **params))
 
 
-def measure(opened: Opened, batch: int, shape: Shape, rate: float) -> Measured:
+def measure(opened: Opened, batch: int, shape: Shape, method: Method) -> Measured:
     """Measure decoding of `batch` rows, in more rounds if they are few."""
     totals = Totals()
     for _ in range(max(1, 8 // batch)):
-        one_round(opened, list(requests(batch, shape, rate, WARM + MEASURED + 4 * DRAFTS)), totals)
+        one_round(opened, list(requests(batch, shape, method, WARM + MEASURED + 4 * DRAFTS)), totals)
     return totals.measured(batch)
 
 
@@ -185,12 +195,9 @@ class Results:
         if time.monotonic() > self.end:
             self.failed.append(f"{name}: no time left")
             return
-        one = self.found[batch, method.name, drafts] = measure(opened, batch, MODELS[self.plan.model], method.rate)
-        print(
-            f"{name}: {one.seconds_per_token * 1e3:.3f} ms a token, {one.step * 1e3:.3f} ms a step,"
-            f" {one.tokens_per_step:.2f} tokens a step, {one.rate:.2f} of first drafts accepted",
-            flush=True,
-        )
+        one = self.found[batch, method.name, drafts] = measure(opened, batch, MODELS[self.plan.model], method)
+        times = f"{one.seconds_per_token * 1e3:.3f} ms a token, {one.step * 1e3:.3f} ms a step"
+        print(f"{name}: {times}, {one.tokens_per_step:.2f} tokens a step, {one.rate:.2f} accepted first", flush=True)
         self.save()
 
     def save(self) -> None:
@@ -203,8 +210,8 @@ class Results:
     def table(self) -> str:
         """Return the table of speed-ups."""
         head = "method | batch | plain ms | speed-up | gate | allowed (drafts) | of it | tokens a step | accepted"
-        lines = [f"| {head} |", "|" + "---|" * 9]
-        for method in METHODS:
+        lines = self.vain() if self.plan.nothing else [f"| {head} |", "|" + "---|" * 9]
+        for method in () if self.plan.nothing else METHODS:
             for batch in self.plan.batches:
                 plain, own = (self.found.get((batch, m.name, "chosen")) for m in (PLAIN, method))
                 if plain is None or own is None:
@@ -218,6 +225,16 @@ class Results:
                     f" {own.tokens_per_step:.2f} | {own.rate:.2f} |"
                 )
         return "\n".join([*lines, *(f"\nFailed: {x}" for x in self.failed)]) + "\n"
+
+    def vain(self) -> list[str]:
+        """Return the lines of the table of methods that have nothing to draft."""
+        lines = ["| method | batch | plain, ms a token | with the method | ratio |", "|" + "---|" * 5]
+        for (batch, name, _), own in self.found.items():
+            plain = self.found.get((batch, PLAIN.name, "chosen"))
+            if plain is not None and name != PLAIN.name:
+                a, b = plain.seconds_per_token * 1e3, own.seconds_per_token * 1e3
+                lines.append(f"| {name} | {batch} | {a:.3f} | {b:.3f} | **{b / a:.3f}** |")
+        return lines
 
     def allowed(self, batch: int, method: Method, plain: float) -> tuple[float, int]:
         """Return the largest speed-up that the fixed numbers of drafts allow, and its number; 1 and 0 for none."""
@@ -279,6 +296,11 @@ def kind_of(method: Method) -> str:
     return (method.speculate or "plain").partition(":")[0]
 
 
+def artifact_of(method: Method) -> str:
+    """Return the name of the artifact that a method runs on: the host's methods need no other than prompt lookup."""
+    return "ngram" if kind_of(method) == "suffix" else kind_of(method)
+
+
 def compiled_for(plan: argparse.Namespace, kind: str) -> dict[str, Any]:
     """Return the options of the compile of a method's artifact."""
     if kind == "plain":
@@ -309,9 +331,9 @@ def run(path: Path, method: Method, results: Results) -> None:
     scheduler = opened.engine.scheduler
     try:
         for batch in results.plan.batches:
-            measure(opened, batch, MODELS[results.plan.model], method.rate)  # captures graphs, learns costs
+            measure(opened, batch, MODELS[results.plan.model], method)  # captures graphs, learns costs
             results.add(batch, method, "chosen", opened)
-            if (chosen := scheduler.speculation) is None:
+            if results.plan.nothing or (chosen := scheduler.speculation) is None:
                 continue
             costs = {drafts: chosen.count.costs.seconds(batch, drafts) for drafts in (0, *FIXED)}
             print("  ms a step by drafts, as the engine measured:", {k: round(1e3 * v, 3) for k, v in costs.items()})
@@ -336,18 +358,19 @@ def _draft_by(scheduler: Scheduler, speculation: Speculation) -> None:
 
 def parser() -> argparse.ArgumentParser:
     ap = argparse.ArgumentParser(prog="python -m bench.gpu.speculation", description=(__doc__ or "").splitlines()[0])
+    ap.add_argument("--out", type=Path, default=Path("build/bench/speculation"), metavar="DIR", help="results")
+    folder = Path("build/bench/gpu/artifacts")
     ap.add_argument(
-        "--out", type=Path, default=Path("build/bench/speculation"), metavar="DIR", help="folder of results"
+        "--artifacts", type=Path, default=folder, metavar="DIR", help="folder of artifacts, made if missing"
     )
-    ap.add_argument("--artifacts", type=Path, default=Path("build/bench/gpu/artifacts"), metavar="DIR",
-                    help="folder of artifacts; missing ones are compiled")  # fmt: skip
     ap.add_argument("--model", choices=MODELS, default=shapes.LLAMA31_8B.name, help="shape of the model")
-    ap.add_argument("--target", default="cuda:sm_90", help="target of artifacts that are compiled")
+    ap.add_argument("--target", default="cuda:sm_90", help="target of artifacts that are made")
     ap.add_argument("--batches", type=lambda text: tuple(map(int, text.split(","))), default=BATCHES, metavar="N,N")
     kinds = [kind_of(method) for method in METHODS]
     ap.add_argument("--methods", type=lambda text: text.split(","), default=kinds, metavar="A,B", help=", ".join(kinds))
     ap.add_argument("--limit", type=float, default=570, metavar="SECONDS", help="no measurement starts after this time")
     ap.add_argument("--threads", type=int, help="threads of the engine on a CPU")
+    ap.add_argument("--nothing", action="store_true", help="measure requests for which no draft is right")
     ap.add_argument("--compile-only", action="store_true", help="only compile the artifacts; needs no GPU")
     return ap
 
@@ -357,12 +380,14 @@ def main(argv: list[str]) -> int:
     plan = parser().parse_args(argv)
     results = Results(plan, time.monotonic() + plan.limit)
     methods = [PLAIN, *(m for m in METHODS if kind_of(m) in plan.methods)]
-    artifacts = {kind_of(m): artifact(plan, kind_of(m), **compiled_for(plan, kind_of(m))) for m in methods}
+    if plan.nothing:
+        methods = [replace(m, rate=0.0) for m in methods]
+    artifacts = {kind: artifact(plan, kind, **compiled_for(plan, kind)) for kind in map(artifact_of, methods)}
     if plan.compile_only:
         return 0
     for method in methods:
         try:
-            run(artifacts[kind_of(method)], method, results)
+            run(artifacts[artifact_of(method)], method, results)
         except Exception as error:  # one method's failure must not cost the others' figures
             results.failed.append(f"{method.name}: {type(error).__name__}: {error}")
             print(results.failed[-1], file=sys.stderr)

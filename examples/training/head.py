@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-INTERMEDIATE = 384  # width of the head's feed-forward network
+INTERMEDIATE = 512  # width of the head's feed-forward network
 
 
 def aux_layers(layers: int) -> tuple[int, int, int]:
-    """The layers whose inputs are joined: low, middle and high."""
-    return 2, layers // 2, layers - 3
+    """The layers whose inputs are joined: low, middle, and the last one."""
+    return layers // 4, layers // 2 + 1, layers - 1
 
 
 @torch.no_grad()
@@ -137,9 +137,11 @@ class Head(nn.Module):
             "intermediate_size": INTERMEDIATE,
             "tie_word_embeddings": False,
             "draft_vocab_size": len(self.kept),
+            "eagle_aux_hidden_state_layer_ids": list(aux_layers(self.shape.num_hidden_layers)),
         }
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         tensors = {name: x.detach().to("cpu", torch.bfloat16).contiguous() for name, x in self.state_dict().items()}
-        tensors["d2t"] = self.kept - torch.arange(len(self.kept))
-        tensors["t2d"] = torch.zeros(self.shape.vocab_size, dtype=torch.bool).index_fill(0, self.kept, True)
+        kept = self.kept.cpu()
+        tensors["d2t"] = kept - torch.arange(len(kept))
+        tensors["t2d"] = torch.zeros(self.shape.vocab_size, dtype=torch.bool).index_fill(0, kept, True)
         save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})

@@ -303,7 +303,7 @@ def seen(d: Drawing, shape: Shape) -> Array:
 
 
 def allowed(d: Drawing, shape: Shape) -> Array:
-    """A bitmap of allowed ids, among them every third."""
+    """Bitmaps of allowed ids, among them every third."""
     return np.full(shape, -1) if d.step.greedy else d.rng.integers(-(2**31), 2**31, shape) | EVERY_THIRD
 
 
@@ -358,7 +358,7 @@ def iparams(d: Drawing, shape: Shape) -> Array:
         "top_k": d.rng.choice([0, 5], n), "seed_lo": integers(-(2**31), 2**31, n),
         "seed_hi": integers(-(2**31), 2**31, n), "prompt_len": d.rng.choice([0, 2, 6], n),
         "min_len": integers(2, 12, n), "want_logprobs": integers(0, 2, n),
-        "num_biases": integers(0, 1 + min(3, d.vocabulary), n), "masked": integers(0, 2, n),
+        "num_biases": integers(0, 1 + min(3, d.vocabulary), n), "masked": integers(0, 4, n),
     }  # fmt: skip
     return _columns(shape, INT_COLUMNS, values)
 

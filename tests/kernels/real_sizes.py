@@ -261,7 +261,7 @@ _SAMPLING = {
     ),
     "row_mask": (
         Text(
-            f"f32[R, {V}]; {ROWS}; state i32[256, 8]; state i32[256, 32]; state i32[256, {V // 32}]", "row_mask",
+            f"f32[R, {V}]; {ROWS}; state i32[256, 8]; state i32[256, 32]; state i32[256, {5 * V // 32}]", "row_mask",
             f"f32[R, {V}]",
         ),
     ),

@@ -25,7 +25,9 @@ SETTINGS = {
     "filters": {"temperature": 1.2, "top_p": 0.85, "top_k": 3},
     "penalties": {"temperature": 1.0, "repetition": 1.6, "presence": 0.5, "frequency": 0.7},
     "mask": {"temperature": 1.0, "masked": 1},
+    "guide": {"temperature": 1.0, "top_p": 0.9, "masked": 1 + DRAFTS},
 }
+GUIDE = np.array([0b1011, 0b1101, 0b0110, 0b1001], np.int32)  # the bitmap after each id, for rows with several
 
 
 class Device:
@@ -42,7 +44,7 @@ class Device:
         self.f[:, : len(names)] = [setting.get(name, defaults.get(name, 0.0)) for name in names]
         self.i[:, 0], self.i[:, 3], self.i[:, 7] = setting.get("top_k", 0), PROMPT, setting.get("masked", 0)
         self.i[:, 1:3] = rng.integers(-(2**31), 2**31, (m, 2))
-        self.seen, self.allowed = np.full((m, 1), 0b0011, np.int32), np.full((m, 1), 0b1011, np.int32)
+        self.seen, self.allowed = np.full((m, 1), 0b0011, np.int32), np.full((m, 1 + DRAFTS), 0b1011, np.int32)
         self.bias_ids, self.biases = np.zeros((m, 1), np.int32), np.zeros((m, 1), np.float32)
         self.stops, self.rng = np.full((m, 1), -1, np.int32), rng
 
@@ -54,6 +56,12 @@ class Device:
         x = OPS["row_penalize"].ref(x, rows, *states, *drafted)
         return np.asarray(OPS["row_mask"].ref(x, rows, starts, positions, self.i, self.stops, self.allowed))
 
+    def guide(self, rows: np.ndarray, drafts: int) -> None:
+        """Give guided rows a bitmap for the next token and one behind each draft."""
+        for at in (self.length[rows] + j for j in range(drafts + 1)):
+            if self.i[0, 7] > 1:
+                self.allowed[rows, (at + 1) % (1 + DRAFTS)] = GUIDE[self.tokens[rows, at]]
+
     def step(self, drafts: int, accept: Callable[..., Any], counting: bool = True) -> None:
         """Draft ids at random, mostly likely ones, and verify them."""
         live = np.nonzero(self.length < PROMPT + LENGTH - 1)[0]
@@ -61,6 +69,7 @@ class Device:
             likely = TABLE[self.tokens[live, at - 1]].argmax(-1)
             other = self.rng.integers(0, V, len(live))
             self.tokens[live, at] = np.where(self.rng.random(len(live)) < 0.6, likely, other)
+        self.guide(live, drafts)
         rows = np.repeat(live, 1 + drafts).astype(np.int32)
         starts, _, positions = OPS["row_spans"].ref(rows, np.ones_like(rows), self.length, tokens=len(rows))
         x = self.logits(rows, starts, positions, counting)
@@ -85,6 +94,7 @@ def expected(setting: dict[str, float]) -> np.ndarray:
         device, p = Device(setting, 1), 1.0
         for token in continuation:
             one, at = np.zeros(1, np.int32), device.length
+            device.guide(one, 0)
             x = device.logits(one, np.array([0, 1]), at, True)[0]
             probabilities, mask = kept(x, device.f[0], int(device.i[0, 0]))
             p *= float(np.where(mask, probabilities, 0)[token] / probabilities[mask].sum())
@@ -160,6 +170,16 @@ def test_an_error_in_the_rule_is_seen(rule: Callable[..., Any]) -> None:
 def test_penalties_that_ignore_drafts_are_seen() -> None:
     setting = SETTINGS["penalties"]
     assert score(Device(setting).observed(DRAFTS, ACCEPT, counting=False), expected(setting)) > LIMIT
+
+
+def test_one_mask_for_all_drafts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def guide(self: Device, rows: np.ndarray, drafts: int) -> None:
+        self.allowed[rows] = GUIDE[self.tokens[rows, self.length[rows]]][:, None]
+
+    setting = SETTINGS["guide"]
+    p = expected(setting)
+    monkeypatch.setattr(Device, "guide", guide)
+    assert score(Device(setting).observed(DRAFTS, ACCEPT), p) > LIMIT
 
 
 def main(rows: int) -> None:

@@ -68,11 +68,11 @@ class Step:
         self.i[:, 5], self.i[:, 6], self.i[:, 7] = (
             rng.integers(0, 2, m),
             rng.choice([0, 5, 11], m),
-            rng.integers(0, 2, m),
+            rng.integers(0, 5, m),  # bitmaps of a row; there is room for 3
         )
         self.bias_ids = np.stack([np.sort(rng.permutation(v)[:11]) for _ in range(m)]).astype(I32)
         self.biases = rng.choice([-100.0, -2.5, 0.5, 3.0], (m, 11)).astype(F32)
-        self.allowed = rng.integers(-(2**31), 2**31, (m, -(-v // 32))).astype(I32)
+        self.allowed = rng.integers(-(2**31), 2**31, (m, 3 * -(-v // 32))).astype(I32)
         self.stops = np.full((m, 32), -1, I32)
         self.stops[:, :3] = rng.integers(-1, v, (m, 3))
         self.seen = rng.integers(-(2**31), 2**31, (m, -(-v // 32))).astype(I32)

@@ -11,7 +11,7 @@ from llmc_runtime.kv.pages import PagePool
 from llmc_runtime.kv.prefix import PrefixCache
 from llmc_runtime.sched.request import Request, Status
 from llmc_runtime.sched.scheduler import Scheduler
-from llmc_runtime.sched.step import RowMask, Step, Work
+from llmc_runtime.sched.step import RowMasks, Step, Work
 from llmc_runtime.sched.token_guide import Banned
 from llmc_runtime.sched.waiting_queue import WaitingQueue
 
@@ -195,7 +195,8 @@ def masked_without_its_last_token(right: Any) -> Any:
             step.open = False
             for request, work in zip(self._in_flight[-1][1], step.work):
                 if request.guide is not None and work.emit:
-                    step.masks.append(RowMask(work.row, request.guide.mask()))
+                    masks = [request.guide.mask()] * (1 + work.drafts)
+                    step.masks.append(RowMasks(work.row, len(request.tokens), masks))
         return step
 
     return next
@@ -217,7 +218,7 @@ def planned_behind_an_open_step(right: Any) -> Any:
 def guided_too_freely(right: Any) -> Any:
     def guide(self: Scheduler) -> Any:
         masks = right(self)
-        return masks and [RowMask(m.row, self._anything) for m in masks]
+        return masks and [replace(m, masks=[self._anything] * len(m.masks)) for m in masks]
 
     return guide
 

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from llmc_runtime.sched import scheduler
+from llmc_runtime.sched import guided_requests, scheduler
 from llmc_runtime.sched.draft_planner import DraftPlanner
 from llmc_runtime.sched.host_drafts import HostDrafts
 from llmc_runtime.sched.request import Request, Status
 from llmc_runtime.sched.scheduler import Scheduler
-from llmc_runtime.sched.step import RowDrafts, Work
+from llmc_runtime.sched.step import RowDrafts, RowMasks, Work
+from llmc_runtime.sched.token_guide import Banned
 
 
 def rejected_drafts_that_stay(right: Any) -> Any:
@@ -115,6 +116,46 @@ def outputs_that_never_end(right: Any) -> Any:
     return lambda self, request: None
 
 
+def one_mask_for_all_drafts(right: Any) -> Any:
+    def masks_of(request: Request, work: Work, *more: Any) -> RowMasks:
+        made: RowMasks = right(request, work, *more)
+        return replace(made, masks=made.masks[:1] * len(made.masks))
+
+    return masks_of
+
+
+def tokens_kept_without_masks(right: Any) -> Any:
+    return lambda request, work, mask: None
+
+
+def masks_behind_other_drafts(right: Any) -> Any:
+    def take_drafts(request: Request, work: Work, output: Any, proposals: int, count: int = 1, *more: bool) -> None:
+        right(request, work, output, proposals, count - 1, *more)
+
+    return take_drafts
+
+
+def planned_behind_tokens_without_masks(right: Any) -> Any:
+    def may_sample(request: Request) -> bool:
+        masked, request.num_masked = request.num_masked, request.num_masked or None
+        if masked:
+            request.num_masked = None
+        can: bool = right(request)
+        request.num_masked = masked
+        return can
+
+    return may_sample
+
+
+def masks_of_rejected_drafts(right: Any) -> Any:
+    def accept(self: Banned, token: int) -> None:
+        ahead = self._ahead
+        right(self, token)
+        self._mask = ahead[0] if ahead else None
+
+    return accept
+
+
 DRAFT_BUGS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (Scheduler, "_append_run", rejected_drafts_that_stay),
     (Scheduler, "_append_run", pages_of_drafts_that_leak),
@@ -128,4 +169,9 @@ DRAFT_BUGS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (HostDrafts, "placed", drafts_placed_behind_a_gap),
     (HostDrafts, "_proposal", ids_that_the_vocabulary_lacks),
     (HostDrafts, "end", outputs_that_never_end),
+    (guided_requests, "_masks_of", one_mask_for_all_drafts),
+    (guided_requests, "_masked", tokens_kept_without_masks),
+    (scheduler, "take_drafts", masks_behind_other_drafts),
+    (scheduler, "may_sample", planned_behind_tokens_without_masks),
+    (Banned, "accept", masks_of_rejected_drafts),
 )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 ROOT = 0x6C6C6D63  # the chain of the empty prefix
@@ -43,7 +43,7 @@ class StepLike(Protocol):
 
     def reply(
         self, tokens: list[int | None], logprobs: list[Any] | None, scores: dict[int, Any], accepted: dict[int, Any],
-        proposed: list[int],
+        proposed: list[int], looked: dict[int, list[int]],
     ) -> Any:  # fmt: skip
         """Build the output of the step."""
 
@@ -75,13 +75,16 @@ def score(head: int, token: int, vocab_size: int) -> tuple[float, int, list[int]
 
 
 class _Row:
-    __slots__ = ("length", "mask", "num_prompt", "params", "placed", "proposed", "table", "tokens")
+    __slots__ = ("ahead", "length", "look", "masks", "num_prompt", "params", "placed", "proposed", "table", "tokens")
 
     def __init__(self, init: Any) -> None:
         self.tokens, self.table, self.length = list(init.tokens), list(init.pages), init.computed
         self.proposed = 0  # tokens that a draft model has drafted behind the last one
         self.placed: list[int] = []  # tokens that the host has drafted behind the last one
-        self.num_prompt, self.params, self.mask = init.num_prompt, init.params, init.params.allowed
+        self.ahead: list[int] = []  # tokens that the device has drafted, if the row is guided
+        self.look = 0, 0  # the tokens that the step returns: where they begin, and how many
+        self.num_prompt, self.params = init.num_prompt, init.params
+        self.masks: list[bytes] = [init.params.allowed] * (init.params.guided or 1)  # b"": none
 
 
 class FakeExecutor:
@@ -143,7 +146,7 @@ class FakeExecutor:
         _require(self._held and ticket == self._oldest, f"ticket {ticket} is guided, {self._oldest} is the oldest")
         self._held = False
         for new in masks:
-            self._row(new.row).mask = new.mask
+            self._mask(new)
         if self._rng is not None:
             self._go(self._rng.randrange(2))
 
@@ -194,7 +197,7 @@ class FakeExecutor:
             _require(all(0 <= token < self.vocab_size for token in drafts.tokens), f"row {drafts.row}: {drafts}")
             row.placed = drafts.tokens
         for new in step.masks:
-            self._row(new.row).mask = new.mask
+            self._mask(new)
         work = step.work
         _require(len({item.row for item in work}) == len(work), "a row occurs twice")
         _require(sum(item.num_tokens for item in work) <= self.max_tokens, "more tokens than the program serves")
@@ -206,7 +209,35 @@ class FakeExecutor:
         proposed = [self._propose(item) for item in work]
         for item in work:
             self._draft(item)
-        return step.reply([run[0][0] for run in rows], [run[0][1] for run in rows], scores, accepted, proposed)
+        looked = {item.row: found for item in work if (found := self._looked(self._row(item.row)))}
+        return step.reply([run[0][0] for run in rows], [run[0][1] for run in rows], scores, accepted, proposed, looked)
+
+    def _mask(self, new: Any) -> None:
+        row = self._row(new.row)
+        _require(0 < len(new.masks) <= len(row.masks), f"row {new.row}: {len(new.masks)} masks")
+        for index, mask in enumerate(new.masks):
+            row.masks[(new.start + index) % len(row.masks)] = mask
+        row.look = new.start, new.look
+
+    def _looked(self, row: _Row) -> list[int]:
+        """Return the tokens that the host asks for, and forget the masks of the step."""
+        (start, count), row.look = row.look, (0, 0)
+        if row.params.guided:
+            row.masks = [b""] * len(row.masks)
+        return [*row.tokens, *row.ahead][start : start + count]
+
+    def _guess(self, row: _Row, count: int) -> list[int]:
+        """Draft tokens of a guided row without its masks; some are wrong."""
+        tokens, vocab, rng = list(row.tokens), self.vocab_size, self._drafts
+        chain = list(accumulate(tokens, link, initial=ROOT))
+        for _ in range(count):
+            length, head = len(tokens), chain[-1]
+            token = draw(head, chain[head % length + 1], row.num_prompt, length, row.params, b"", vocab)
+            if rng is not None and rng.random() < self.rejection / 2:
+                token = rng.randrange(vocab)
+            tokens.append(token)
+            chain.append(link(head, token))
+        return tokens[len(row.tokens) :]
 
     def _run(self, item: Any) -> list[int | None]:
         """Verify drafts: compute one token after the other until a draft is rejected."""
@@ -222,7 +253,7 @@ class FakeExecutor:
             run.append(self._work(one, None))
             if self._rejects(row, index, run[-1]):
                 break
-        row.placed = []
+        row.placed, row.ahead = [], []
         for position in range(first, row.length):
             slot = row.table[position // size] * size + position % size
             if self._drafted[slot] == hash(("drafted", first, position)):
@@ -236,6 +267,8 @@ class FakeExecutor:
         """Whether the draft at this index is not the token: by comparison for drafts of the host, else by chance."""
         if row.placed:
             return index == len(row.placed) or row.placed[index] != token
+        if row.params.guided:
+            return index == len(row.ahead) or row.ahead[index] != token
         return self._drafts is not None and self._drafts.random() < self.rejection
 
     def _draft(self, item: Any) -> None:
@@ -245,6 +278,8 @@ class FakeExecutor:
         """
         row, size, kv = self._row(item.row), self.page_size, self._drafted
         row.proposed = item.propose
+        if row.params.guided and not row.params.drafting[0]:
+            row.ahead = self._guess(row, item.propose)
         end = max(item.fill_from + item.fill, row.length + item.propose)
         _require(end <= min(len(row.table) * size, self.max_model_len), f"row {item.row}: drafts behind its pages")
 
@@ -274,7 +309,10 @@ class FakeExecutor:
 
     def _propose(self, item: Any) -> int:
         """Return the number of tokens drafted for a row."""
-        most = self._row(item.row).params.drafting[0] if item.emit else 0
+        row = self._row(item.row)
+        most = row.params.drafting[0] if item.emit else 0
+        if row.params.guided and most:
+            row.ahead = self._guess(row, most)
         return most if self._drafts is None or not most else self._drafts.randrange(most + 1)
 
     def _work(self, item: Any, scores: list[Any] | None) -> int | None:
@@ -296,10 +334,9 @@ class FakeExecutor:
         if not item.emit:
             return None
         earlier = self._read(row, head % stop)
-        _require(not row.params.guided or bool(row.mask), f"row {item.row}: it is guided and has no mask")
-        token = draw(head, earlier, row.num_prompt, stop, row.params, row.mask, self.vocab_size)
-        if row.params.guided:
-            row.mask = b""
+        mask = row.masks[stop % len(row.masks)]
+        _require(not row.params.guided or bool(mask), f"row {item.row}: it is guided and has no mask at {stop}")
+        token = draw(head, earlier, row.num_prompt, stop, row.params, mask, self.vocab_size)
         if stop < self.max_model_len:
             tokens.append(token)
         return token
@@ -325,43 +362,6 @@ class FakeExecutor:
         top = min(20, self.vocab_size)
         ids = [(token + i) % self.vocab_size for i in range(top)]
         return (-0.5, 1, ids, [-0.5 - i for i in range(top)])
-
-
-class FaultyExecutor:
-    """Wraps an executor and fails on average in one step of `every`, in launch or wait, before or after the call."""
-
-    def __init__(self, inner: Any, rng: random.Random, every: int, fault: Callable[[], BaseException]) -> None:
-        self.inner, self.rng, self.every, self.fault = inner, rng, every, fault
-
-    @property
-    def depth(self) -> int:
-        """The wrapped executor's depth."""
-        return int(self.inner.depth)
-
-    def launch(self, step: StepLike) -> Any:
-        """Launch the step, or fail."""
-        return self._perhaps(self.inner.launch, step)
-
-    def guide(self, ticket: Any, masks: Any) -> None:
-        """Guide the step, or fail."""
-        self._perhaps(lambda masks: self.inner.guide(ticket, masks), masks)
-
-    def wait(self, ticket: Any) -> Any:
-        """Return the ticket's output, or fail."""
-        return self._perhaps(self.inner.wait, ticket)
-
-    def settle(self) -> None:
-        """Settle the wrapped executor."""
-        self.inner.settle()
-
-    def _perhaps(self, call: Callable[[Any], Any], what: Any) -> Any:
-        strikes = self.rng.randrange(2 * self.every) == 0
-        if strikes and self.rng.random() < 0.5:
-            raise self.fault()
-        done = call(what)
-        if strikes:
-            raise self.fault()
-        return done
 
 
 def _require(holds: bool, message: str) -> None:

@@ -24,6 +24,10 @@ class Wandering:
         self.vocab_size, self.state, self._delay = vocab_size, 0, delay
         self.left, self.closed = 0, False
         self.begun = False
+        self.drafts: list[int] = []
+        self.shown = self.late = (
+            0  # masks behind drafts that are known, and how often the next one is asked for in vain
+        )
 
     def mask(self) -> bytes | None:
         """Return a mask of two thirds of the vocabulary."""
@@ -38,7 +42,41 @@ class Wandering:
     def accept(self, token: int) -> None:
         """Accept a token."""
         assert not self.left and not self.closed, "its mask was not known"
-        self.state, self.left, self.begun = follow(self.state, token), self._delay(), True
+        known = self.shown > 0 and self.drafts[0] == token
+        self.state, self.left, self.begun = follow(self.state, token), 0 if known else self._delay(), True
+        self.drafts, self.shown = (self.drafts[1:], self.shown - 1) if known else ([], 0)
+
+    def look(self, drafts: Sequence[int]) -> None:
+        """Follow drafts."""
+        assert not self.closed
+        self.drafts, self.shown, self.late = list(drafts), 0, self._delay()
+
+    def ahead(self) -> list[bytes]:
+        """Return the masks behind the first drafts."""
+        return self._all()[: self.shown]
+
+    def looking(self) -> bool:
+        """Show another mask behind drafts now and then."""
+        if self.left or self.shown >= len(self._all()):
+            return False
+        self.late -= 1
+        if self.late < 0:
+            self.shown, self.late = self.shown + 1, self._delay()
+        return self.shown < len(self._all())
+
+    def _all(self) -> list[bytes]:
+        """The masks behind all drafts that are allowed."""
+        state, found = self.state, []
+        for token in self.drafts:
+            if (token + state) % 3 == 0:
+                break
+            state = follow(state, token)
+            if state % FAIL == 0:
+                break
+            found.append(b"" if state % END == 0 else wander(state % 3, self.vocab_size))
+            if not found[-1]:
+                break
+        return found
 
     def close(self) -> None:
         """Release the output; may be called once."""

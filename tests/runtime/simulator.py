@@ -26,8 +26,9 @@ from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 
 from tests.runtime.audit import audit, idle
-from tests.runtime.fake_executor import FakeExecutor, FaultyExecutor
+from tests.runtime.fake_executor import FakeExecutor
 from tests.runtime.fake_ranks import FakeRanks
+from tests.runtime.faulty_executor import FaultyExecutor
 from tests.runtime.oracle import Expected
 from tests.runtime.oracle_draft import draft_of
 from tests.runtime.shares import WEIGHT, Shares

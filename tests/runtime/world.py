@@ -153,6 +153,7 @@ def draw_world(seed: int) -> World:
         context=f"artifact {seed}",
         speculation=rng.choice((None, *drafting)),
         max_num_logits=rng.choice((0, 2 * rows, 6 * rows)),
+        max_masks=rng.choice((1, 1 + drafts, 1 + drafts)),
         target_itl=rng.choice((0.0, 0.0, 1.0, 9.0)),
     )
     habits = (rng.choice(KINDS), rng.choice((20, 50, 1000)), rng.choice((2, 8, 16, 32)), longest)

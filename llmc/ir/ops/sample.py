@@ -62,7 +62,7 @@ _OF_BLOCKS: Mapping[str, Content] = MappingProxyType(
 )
 # A step with three entries over 41 ids, for examples.
 _SIZES: Mapping[str, Any] = MappingProxyType(
-    {"r": 3, "v": 41, "t": 5, "m": 3, "s": 32, "w": 2, "b": 8, "l": 12, "n": 3}
+    {"r": 3, "v": 41, "t": 5, "m": 3, "s": 32, "w": 2, "a": 4, "b": 8, "l": 12, "n": 3}
 )
 
 
@@ -122,21 +122,26 @@ def _bits(words: Any, v: int) -> Any:
 
 @op(
     "(logits: f32[r, v], rows: i32[r], starts: i32[r+1], positions: i32[t], iparams: state i32[m, 8],"
-    " stops: state i32[m, s], allowed: state i32[m, w]) -> f32[r, v]", bytes="8*r*v", holds=_HOLDS,
+    " stops: state i32[m, s], allowed: state i32[m, a]) -> f32[r, v]", bytes="8*r*v", holds=_HOLDS,
     example=_SIZES,
 )  # fmt: skip
 def row_mask(logits: Any, rows: Any, starts: Any, positions: Any, iparams: Any, stops: Any, allowed: Any) -> Any:
     """Set logits of forbidden ids to -inf.
 
     The row's stop ids (-1: none) are forbidden until its length reaches min_len. If `masked` is not 0, so are all
-    ids that are not in the bitmap `allowed` (bit id % 32 of word id // 32).
+    ids that are not in a bitmap of `allowed` (bit id % 32 of word id // 32). `masked` is the number of the row's
+    bitmaps, which lie side by side: the token at position p has bitmap p % masked, so that an entry that verifies a
+    draft has one of its own. A row with more bitmaps than `allowed` has room for is not masked: what drafts tokens does
+    not know their bitmaps.
     """
     out = np.array(logits)
+    words = -(-out.shape[1] // 32)
     for i, (row, end) in enumerate(zip(rows, ends(rows, starts, positions), strict=True)):
         if row >= 0 and end < param(iparams[row], "min_len"):
             out[i, stops[row][stops[row] >= 0]] = -np.inf
-        if row >= 0 and param(iparams[row], "masked"):
-            out[i, ~_bits(allowed[row], out.shape[1])] = -np.inf
+        count = int(param(iparams[row], "masked"))
+        if row >= 0 and 0 < count <= allowed.shape[1] // words:
+            out[i, ~_bits(allowed[row, int(end) % count * words :], out.shape[1])] = -np.inf
     return out
 
 
@@ -202,7 +207,7 @@ def _blocks_types(env: dict[str, Any], attrs: Any) -> list[Type]:
 @op(
     "(logits: f[r, v], rows: i32[r], starts: i32[r+1], positions: i32[t], fparams: state f32[m, 8],"
     " iparams: state i32[m, 8], stops: state i32[m, s], seen: state i32[m, w], counts: state i32[m, v],"
-    " bias_ids: state i32[m, b], biases: state f32[m, b], allowed: state i32[m, w])"
+    " bias_ids: state i32[m, b], biases: state f32[m, b], allowed: state i32[m, a])"
     " -> (best: f32[r, n], ids: i32[r, n], sums: f32[r, n])",
     flops="8*r*v", bytes="r*v*bytes_logits", infer=_blocks_types, holds=_HOLDS,
     example={**_SIZES, "block": 16},
@@ -233,7 +238,7 @@ def row_block_max(
 @op(
     "(logits: f[r, v], rows: i32[r], starts: i32[r+1], positions: i32[t], fparams: state f32[m, 8],"
     " iparams: state i32[m, 8], stops: state i32[m, s], seen: state i32[m, w], counts: state i32[m, v],"
-    " bias_ids: state i32[m, b], biases: state f32[m, b], allowed: state i32[m, w], tokens: state i32[m, l],"
+    " bias_ids: state i32[m, b], biases: state f32[m, b], allowed: state i32[m, a], tokens: state i32[m, l],"
     " best: f32[r, n], ids: i32[r, n], sums: f32[r, n]) -> i32[r]",
     flops="8*r*v", bytes="12*r*n + r*v*bytes_logits", holds=_OF_BLOCKS,
     example={**_SIZES, "block": 16},
@@ -276,7 +281,7 @@ def row_logprobs(logits: Any, ids: Any, rows: Any = None, iparams: Any = None, *
 @op(
     "(logits: f[r, v], rows: i32[r], starts: i32[r+1], positions: i32[t], fparams: state f32[m, 8],"
     " iparams: state i32[m, 8], stops: state i32[m, s], seen: state i32[m, w], counts: state i32[m, v],"
-    " bias_ids: state i32[m, b], biases: state f32[m, b], allowed: state i32[m, w], tokens: state i32[m, l],"
+    " bias_ids: state i32[m, b], biases: state f32[m, b], allowed: state i32[m, a], tokens: state i32[m, l],"
     " best: f32[r, n], ids: i32[r, n], sums: f32[r, n], length: state i32[m], emit: i32[r])"
     " -> (drawn: i32[r], logprob: f32[r], rank: i32[r], top_ids: i32[r, k], top_logprobs: f32[r, k],"
     " history: state i32[m, l], lengths: state i32[m], c: state i32[m, v])",

@@ -143,7 +143,7 @@ class _Rows:
         self.length = g.input("row.length", state("i32", n))
         self.pages = g.input("row.pages", state("i32", n, D(length).ceildiv(options.page)))
         if not options.pool:
-            self._sampling(g.outputs[0].type.shape[-1])
+            self._sampling(g.outputs[0].type.shape[-1], drafts)
         at = self.length
         if drafts:
             at = self.reach = g.input("row.reach", state("i32", n))
@@ -210,8 +210,12 @@ class _Rows:
             known |= dict(zip(v.node.results, new.results, strict=True))
         return known[v]
 
-    def _sampling(self, vocab: Dim) -> None:
-        """Add the inputs that sampling reads and updates."""
+    def _sampling(self, vocab: Dim, drafts: bool) -> None:
+        """Add the inputs that sampling reads and updates.
+
+        A row that verifies drafts has a mask for each of its entries. A draft model reads those masks that hold for all
+        tokens of a row, from a state of its own.
+        """
         g, n = self.g, self.options.rows
         self.fparams = g.input("row.fparams", state("f32", n, 8))
         self.iparams = g.input("row.iparams", state("i32", n, 8))
@@ -220,7 +224,8 @@ class _Rows:
         self.counts = g.input("row.counts", state("i32", n, vocab))
         self.bias_ids = g.input("row.bias_ids", state("i32", n, BIASES))
         self.biases = g.input("row.biases", state("f32", n, BIASES))
-        self.allowed = g.input("row.allowed", state("i32", n, vocab.ceildiv(32)))
+        name, masks = ("row.draft_allowed", 1) if drafts else ("row.allowed", 1 + self.options.speculate)
+        self.allowed = g.input(name, state("i32", n, vocab.ceildiv(32) * masks))
 
     def attention(self, n: Node) -> Value:
         """Replace one attention node; return the newest version of its layer's pool."""

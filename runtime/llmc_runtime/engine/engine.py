@@ -16,7 +16,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.request import Request, RequestDelta
 from llmc_runtime.sched.scheduler import Scheduler
-from llmc_runtime.sched.step import RowMask, Step, StepOutput
+from llmc_runtime.sched.step import RowMasks, Step, StepOutput
 
 _GRACE = 0.001  # seconds that a step waits for the masks of guided requests
 _IDLE_WAIT = 0.02  # seconds that `step` waits for a mask if nothing else can run
@@ -33,7 +33,7 @@ class Executor(Protocol):
     def launch(self, step: Step) -> Any:
         """Start a step: apply its changes, compute its rows, sample tokens. Return a ticket for the output."""
 
-    def guide(self, ticket: Any, masks: Sequence[RowMask]) -> None:
+    def guide(self, ticket: Any, masks: Sequence[RowMasks]) -> None:
         """Let an open step, the only one in flight, sample with these additional masks."""
 
     def wait(self, ticket: Any) -> StepOutput:
@@ -100,6 +100,7 @@ class Engine:
                 executor.settle()
                 outside = self._unsettled = False
             if scheduler.guided:
+                scheduler.look()
                 self._await_masks()
             if (masks := scheduler.guide()) is not None:
                 outside = True

@@ -143,6 +143,7 @@ def _scheduler_config(
             options.speculate, executor.max_drafts, executor.draft_model.max_rows, executor.draft_model.is_head
         ),
         max_num_logits=executor.max_entries,
+        max_masks=executor.rows.masks or 1,
         pooling=pooling,
         target_itl=0.0 if pooling else (options.target_itl_ms or 0.0) / 1e3,
     )

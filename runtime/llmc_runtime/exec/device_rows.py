@@ -10,14 +10,14 @@ from llmc_runtime.device.device import Device, Memory
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.json_fields import REMEDY
 from llmc_runtime.format.manifest import State
-from llmc_runtime.sched.step import RowDrafts, RowInit, RowMask, RowPages
+from llmc_runtime.sched.step import RowDrafts, RowInit, RowMasks, RowPages
 
 _INT, _FLOAT = np.dtype(np.int32), np.dtype(np.float32)
 _WORD = 32
 _WRITE_COST = 32 << 10  # the overhead of a copy, as the number of bytes copied in the same time
 ROLES = (
     "tokens", "length", "pages", "fparams", "iparams", "stops", "seen", "counts", "bias_ids", "biases", "allowed",
-    "drafts", "reach",
+    "draft_allowed", "drafts", "reach",
 )  # fmt: skip
 
 
@@ -45,13 +45,18 @@ class _Table:
         """Write whole rows from `row` on, [n, width] of the state's dtype."""
         self._device.write(self._memory, row * self.width * 4, rows)
 
+    def fetch(self, row: int, start: int, count: int) -> np.ndarray:
+        """Start reading elements of a row; see `Device.fetch`. Returns u8[4 * count]."""
+        at = (row * self.width + start) * 4
+        return self._device.fetch(self._memory, at, at + 4 * count)
+
     def clear(self, row: int) -> None:
         """Zero a row."""
         self._device.zero(self._memory, row * self.width * 4, (row + 1) * self.width * 4)
 
 
 class Rows:
-    """Applies `RowInit`, `RowPages`, `RowDrafts` and `RowMask`. The table of states in the step's ops documents the
+    """Applies `RowInit`, `RowPages`, `RowDrafts` and `RowMasks`. The table of states in the step's ops documents the
     contents of a row.
     """
 
@@ -69,7 +74,11 @@ class Rows:
         pages = self._tables["pages"]
         self._pages = np.zeros((pages.rows, pages.width), np.int32)  # page tables; only the host writes them
         self._used = [False] * self.count  # whether a row's counts may be nonzero
-        self._masks: list[bytes | None] = [None] * self.count  # the mask now on the device per row; None: unknown
+        words = -(-vocab // _WORD)
+        self.masks = self._tables["allowed"].width // words if "allowed" in self._tables else 0  # room per row
+        self._mask_words = words
+        self._masks: list[list[bytes | None]] = [[None] * self.masks for _ in range(self.count)]  # None: unknown
+        self._guided = [0] * self.count  # number of masks that the tokens of a row take in turn; 0: no guide
         self.wants_logprobs = [False] * self.count
         self.drafts = [False] * self.count  # whether tokens are drafted for a row
 
@@ -96,8 +105,11 @@ class Rows:
         if params.biases and "biases" in tables:
             tables["bias_ids"].set(row, [token for token, _ in params.biases])
             tables["biases"].set(row, [bias for _, bias in params.biases])
+        self._guided[row] = params.guided
         if params.allowed:
-            self.mask(RowMask(row, params.allowed))
+            self._write_mask(row, 0, params.allowed)
+            if "draft_allowed" in tables:
+                tables["draft_allowed"].set(row, np.frombuffer(params.allowed, np.int32))
         self.wants_logprobs[row] = params.want_logprobs
         self.drafts[row] = params.drafting[0] > 0
 
@@ -109,12 +121,16 @@ class Rows:
         """Record that the draft model has the KV of this many first tokens of a row."""
         self._tables["reach"].set(row, [computed])
 
-    def mask(self, new: RowMask) -> None:
-        """Write a row's mask, unless the device has it already."""
-        if "allowed" in self._tables and self._masks[new.row] is not new.mask:
-            self._masks[new.row] = None  # unknown if the write fails
-            self._tables["allowed"].set(new.row, np.frombuffer(new.mask, np.int32))
-            self._masks[new.row] = new.mask
+    def mask(self, new: RowMasks) -> None:
+        """Write the masks of a guided row's next tokens, except those that the device has already."""
+        count = self._guided[new.row]
+        for index, mask in enumerate(new.masks):
+            self._write_mask(new.row, (new.start + index) % count, mask)
+
+    def history(self, row: int, start: int, count: int) -> np.ndarray:
+        """Start reading up to `count` tokens of a row from position `start` on; see `Device.fetch`. Returns u8."""
+        table = self._tables["tokens"]
+        return table.fetch(row, start, min(count, table.width - start))
 
     def grow(self, grown: Sequence[RowPages]) -> None:
         """Append pages to the rows' tables: one write per row, or a single write of all rows in the range if that is
@@ -129,6 +145,12 @@ class Rows:
             return
         for g in grown:
             table.set(g.row, g.pages, g.start)
+
+    def _write_mask(self, row: int, slot: int, mask: bytes) -> None:
+        if "allowed" in self._tables and self._masks[row][slot] is not mask:
+            self._masks[row][slot] = None  # unknown if the write fails
+            self._tables["allowed"].set(row, np.frombuffer(mask, np.int32), slot * self._mask_words)
+            self._masks[row][slot] = mask
 
     def _write_seen(self, row: int, prompt: np.ndarray) -> None:
         """Write the bitmap of the prompt's ids: id i is bit i % 32 of word i // 32."""

@@ -22,7 +22,7 @@ from llmc_runtime.exec.logits import as_f32, find_logits, row_bytes
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.pooling import POOLED
 from llmc_runtime.format.program import RANK, Program
-from llmc_runtime.sched.step import RowMask, Step, StepOutput, TokenLogprobs, Work
+from llmc_runtime.sched.step import RowMasks, Step, StepOutput, TokenLogprobs, Work
 
 _LOGPROBS = (("logprob", np.float32), ("rank", np.int32), ("top_ids", np.int32), ("top_logprobs", np.float32))
 
@@ -34,7 +34,8 @@ class Ticket:
     `ids` are the sampled ids, or what is pooled. `entries` are the rows of logits. They equal `work`, except that work
     whose prompt is scored or that has drafts is split into one entry per token. `needs_logprobs` flags the entries that
     need log-probabilities; it is empty if none does. `proposed` are the numbers of tokens drafted per entry; None if
-    none are. `rest` runs the second half of an open step; its event is recorded after that.
+    none are. `rest` runs the second half of an open step; its event is recorded after that. `looks` asks for tokens of
+    rows, and `looked` has them, by row.
     """
 
     work: list[Work]
@@ -46,6 +47,8 @@ class Ticket:
     proposed: np.ndarray | None = None
     width: int = 0
     rest: Run | None = None
+    looks: list[RowMasks] = field(default_factory=list)
+    looked: dict[int, np.ndarray] = field(default_factory=dict)
 
 
 class Executor:
@@ -106,18 +109,19 @@ class Executor:
             self.rows.grow(step.pages)
         for drafts in step.drafts:
             self.rows.draft(drafts)
-        for mask in step.masks:
-            self.rows.mask(mask)
-        ticket = self._start(step.work, step.open)
+        for masks in step.masks:
+            self.rows.mask(masks)
+        ticket = self._start(step)
         self._open.append(ticket)
         return ticket
 
-    def guide(self, ticket: Ticket, masks: Sequence[RowMask]) -> None:
+    def guide(self, ticket: Ticket, masks: Sequence[RowMasks]) -> None:
         """Supply the token masks of an open step and run its second half."""
         if ticket.rest is None:
             raise RuntimeError("only an open step can be guided, and only once")
-        for mask in masks:
-            self.rows.mask(mask)
+        for new in masks:
+            self.rows.mask(new)
+        ticket.looks += [new for new in masks if new.look]
         ticket.rest()
         ticket.rest = None
         self._end(ticket)
@@ -141,8 +145,11 @@ class Executor:
         logprobs: list[TokenLogprobs | None] = _logprobs(ticket) if ticket.needs_logprobs else [None] * len(tokens)
         proposed = [] if ticket.proposed is None else ticket.proposed.view(np.int32).tolist()
         if ticket.entries is ticket.work:
-            return StepOutput(tokens, logprobs, proposed=proposed)
-        return _merge(ticket.work, tokens, logprobs, proposed)
+            out = StepOutput(tokens, logprobs, proposed=proposed)
+        else:
+            out = _merge(ticket.work, tokens, logprobs, proposed)
+        out.looked = {row: found.view(np.int32).tolist() for row, found in ticket.looked.items()}
+        return out
 
     def _pool(self, ticket: Ticket) -> StepOutput:
         """Return the output of a step of a model that pools."""
@@ -188,7 +195,8 @@ class Executor:
         self._open.clear()
         self.device.close()
 
-    def _start(self, work: list[Work], open: bool) -> Ticket:
+    def _start(self, step: Step) -> Ticket:
+        work = step.work
         verifies = any(w.drafts for w in work)
         splits = verifies or any(w.score for w in work)
         entries = [entry for w in work for entry in _entries(w)] if splits else work
@@ -200,8 +208,9 @@ class Executor:
         self._last = bound.program, count
         enabled = self.rows.wants_logprobs
         needed = [] if self._width else [(w.emit or w.score) and enabled[w.row] for w in entries]
-        ticket = Ticket(work, entries, needs_logprobs=needed, width=bound.width)
-        if open:
+        looks = [masks for masks in step.masks if masks.look]
+        ticket = Ticket(work, entries, needs_logprobs=needed, width=bound.width, looks=looks)
+        if step.open:
             first, ticket.rest = self._halves(bound)
             first()
         else:
@@ -225,6 +234,8 @@ class Executor:
             ticket.needs_logprobs = []
         if self.draft_model:
             self.draft_model.run(ticket.work)
+        for look in ticket.looks:
+            ticket.looked[look.row] = self.rows.history(look.row, look.start, look.look)
         ticket.event = device.mark()
 
     def _halves(self, bound: Bound) -> list[Run]:

@@ -13,7 +13,7 @@ from llmc_runtime.exec.executor import Executor, Ticket, digest_of
 from llmc_runtime.exec.rank_group import RankGroup
 from llmc_runtime.exec.rank_messages import Guide, Launch, Meet, Prepare
 from llmc_runtime.format.errors import LlmcError, as_llmc_error
-from llmc_runtime.sched.step import RowMask, Step, StepOutput
+from llmc_runtime.sched.step import RowMasks, Step, StepOutput
 from llmc_runtime.signals import uninterrupted
 
 
@@ -44,7 +44,7 @@ class GroupExecutor(Executor):
             self.group.send(Launch(step))
             return super().launch(step)
 
-    def guide(self, ticket: Ticket, masks: Sequence[RowMask]) -> None:
+    def guide(self, ticket: Ticket, masks: Sequence[RowMasks]) -> None:
         """Supply the token masks of an open step on all ranks."""
         with self._together():
             self.group.send(Guide(list(masks)))

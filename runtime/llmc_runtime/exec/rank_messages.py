@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from llmc_runtime.sched.step import RowMask, Step
+from llmc_runtime.sched.step import RowMasks, Step
 
 _LENGTH = struct.Struct("<I")
 
@@ -63,7 +63,7 @@ class Launch(_Message):
 class Guide(_Message):
     """Supply the masks of the open step and wait for it."""
 
-    masks: list[RowMask]
+    masks: list[RowMasks]
 
 
 class Settle(_Message):

@@ -83,9 +83,7 @@ def start(group: Any, place: Place) -> list[Any]:
     except ray.exceptions.RayError as e:
         raise _of_actor(e) from e
     if not all(modes):
-        cause = (
-            "the Ray cluster runs without authentication: any process that can connect can run code as this user"
-        )
+        cause = "the Ray cluster runs without authentication: any process that can connect can run code as this user"
         raise LlmcError("E141", cause, _AUTHENTICATE)
     for actor in actors:
         actor.run.remote()

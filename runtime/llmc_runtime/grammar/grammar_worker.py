@@ -2,7 +2,7 @@
 
 The kernel enforces the limits: RLIMIT_AS bounds the memory, and a timer of CPU time (ITIMER_PROF) kills the process,
 even inside native code. In addition, every output has its own budget of CPU time; an output that exceeds it fails,
-while the others continue.
+while the others continue. Masks behind drafts have another budget; beyond it they are not computed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import resource
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from llmc_runtime.grammar import wire
@@ -19,6 +20,8 @@ from llmc_runtime.grammar.definition import Definition, Refused, compile_matcher
 from llmc_runtime.grammar.limits import (
     COMPILE_CPU_SECONDS,
     GUIDE_CPU_SECONDS,
+    LOOK_CPU_SECONDS,
+    LOOK_TOKEN_CPU_SECONDS,
     MEMORY_BYTES,
     OPERATION_CPU_SECONDS,
     TOKEN_CPU_SECONDS,
@@ -28,10 +31,16 @@ OUT_OF_MEMORY = 3  # exit status; native code that runs out of memory aborts ins
 
 
 class _Follower:
-    """An output: its matcher, the last mask sent, and the tokens and CPU seconds so far."""
+    """An output: its matcher, the last mask sent, and the tokens and CPU seconds so far, those for drafts apart."""
 
     def __init__(self, matcher: Any) -> None:
-        self.matcher, self.mask, self.tokens, self.seconds = matcher, b"", 0, 0.0
+        self.matcher, self.mask, self.tokens = matcher, b"", 0
+        self.seconds = self.look_seconds = 0.0
+
+    @property
+    def may_look(self) -> bool:
+        """Whether masks behind drafts may be computed."""
+        return self.look_seconds < LOOK_CPU_SECONDS + LOOK_TOKEN_CPU_SECONDS * self.tokens
 
 
 class Worker:
@@ -49,54 +58,96 @@ class Worker:
         try:
             matcher = compile_matcher(llguidance, self._vocabulary, Definition.decode(definition))
         except Refused as e:
-            self._send(0, wire.REFUSED, str(e).encode())
+            self._send(0, wire.REFUSED, 0, str(e).encode())
             return
         _limit_cpu(0.0)
-        self._send(0, wire.COMPILED, str(_private_bytes()).encode())
-        while data := self._link.recv(wire.OPERATION.size):
-            number, kind, token = wire.OPERATION.unpack(data)
+        self._send(0, wire.COMPILED, 0, str(_private_bytes()).encode())
+        while data := self._link.recv(wire.MAX_BYTES):
+            number, kind, serial = wire.OPERATION.unpack_from(data)
+            tokens = wire.unpack_tokens(data[wire.OPERATION.size :])
             if kind == wire.CLOSE:
                 self._followers.pop(number, None)
+                continue
+            if kind == wire.LOOK:
+                self._look(number, serial, tokens)
                 continue
             _limit_cpu(OPERATION_CPU_SECONDS)
             if kind == wire.OPEN:
                 self._followers[number] = _Follower(matcher.deep_copy())
-            self._advance(number, token if kind == wire.ACCEPT else None)
+            self._advance(number, serial, tokens)
             _limit_cpu(0.0)
 
-    def _advance(self, number: int, token: int | None) -> None:
-        """Accept a token, if there is one, and send the next mask."""
+    def _advance(self, number: int, serial: int, tokens: Sequence[int]) -> None:
+        """Accept tokens and send the next mask."""
         follower = self._followers[number]
         began = time.thread_time()
-        kind, payload = self._next(follower, token)
+        kind, payload = self._next(follower, tokens)
         follower.seconds += time.thread_time() - began
-        follower.tokens += token is not None
+        follower.tokens += len(tokens)
         budget = GUIDE_CPU_SECONDS + TOKEN_CPU_SECONDS * follower.tokens
         if follower.seconds > budget and kind in (wire.MASK, wire.SAME):
             kind = wire.BROKEN
             payload = f"it took {follower.seconds:.1f} s of CPU time for {follower.tokens} tokens".encode()
         if kind in (wire.STOPPED, wire.BROKEN):
             del self._followers[number]
-        self._send(number, kind, payload)
+        self._send(number, kind, serial, payload)
 
-    def _next(self, follower: _Follower, token: int | None) -> tuple[int, bytes]:
+    def _look(self, number: int, serial: int, drafts: Sequence[int]) -> None:
+        """Send the masks behind drafts. The matcher stays where it is: a copy of it follows them."""
+        follower = self._followers.get(number)
+        matcher = None if follower is None else follower.matcher.deep_copy()
+        for draft in drafts:
+            if follower is None or not follower.may_look:
+                break
+            _limit_cpu(OPERATION_CPU_SECONDS)
+            began = time.thread_time()
+            mask = self._mask_behind(matcher, draft)
+            follower.look_seconds += time.thread_time() - began
+            _limit_cpu(0.0)
+            if mask is None:
+                break
+            same = mask == follower.mask
+            self._send(number, wire.SAME_AHEAD if same else wire.AHEAD, serial, b"" if same else mask)
+            if not mask:
+                break
+            follower.mask = mask
+        if follower is not None:
+            self._send(number, wire.AHEAD_END, serial, b"")
+
+    def _mask_behind(self, matcher: Any, draft: int) -> bytes | None:
+        """Accept a draft; return the next mask, empty if the text has ended, None if the draft is not allowed."""
+        if not matcher.validate_tokens([draft]):
+            return None
+        matcher.consume_token(draft)
+        if matcher.is_error():
+            return None
+        return b"" if matcher.is_stopped() else self._mask_of(matcher)
+
+    def _mask_of(self, matcher: Any) -> bytes | None:
+        """Return the next mask; None if no token is allowed."""
+        mask: bytes = matcher.compute_bitmask()
+        if matcher.is_error() or mask.count(0) == len(mask):
+            return None
+        return mask[: self._size].ljust(self._size, b"\0")
+
+    def _next(self, follower: _Follower, tokens: Sequence[int]) -> tuple[int, bytes]:
         matcher = follower.matcher
-        if token is not None:
+        for token in tokens:
             matcher.consume_token(token)
             if matcher.is_error():
                 return wire.BROKEN, _reason(matcher)
             if matcher.is_stopped():
                 return wire.STOPPED, b""
-        mask: bytes = matcher.compute_bitmask()
-        if matcher.is_error() or mask.count(0) == len(mask):
+        mask = self._mask_of(matcher)
+        if mask is None:
             return wire.BROKEN, _reason(matcher)
         if mask == follower.mask:
             return wire.SAME, b""
         follower.mask = mask
-        return wire.MASK, mask[: self._size].ljust(self._size, b"\0")
+        return wire.MASK, mask
 
-    def _send(self, number: int, kind: int, payload: bytes) -> None:
-        self._link.send(wire.RESULT.pack(number, kind) + payload)
+    def _send(self, number: int, kind: int, serial: int, payload: bytes) -> None:
+        self._link.send(wire.RESULT.pack(number, kind, serial) + payload)
 
 
 def run_worker(link: socket.socket, definition: int, vocabulary: Any, mask_bytes: int, nice: int) -> int:

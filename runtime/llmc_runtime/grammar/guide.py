@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.grammar import wire
 
 
 class GrammarGuide:
     """The Guide (see sched.guide) of one output, whose masks a worker process computes.
 
-    `send` makes the worker accept a token and compute the next mask, or with None the first mask. `leave` makes it
-    forget the output. `end_ids` are the tokens that end the text where the mask allows them.
+    `send` makes the worker do an operation (see wire) with tokens; its last argument is the operation's number. `leave`
+    makes it forget the output. `end_ids` are the tokens that end the text where the mask allows them.
+
+    Accepting a draft whose mask is known needs no worker: it gets such tokens with the next one.
     """
 
     def __init__(
         self,
-        send: Callable[[GrammarGuide, int | None], None],
+        send: Callable[[GrammarGuide, int, Sequence[int], int], None],
         leave: Callable[[], None],
         end_ids: frozenset[int],
     ) -> None:
         self._send, self._leave, self._end_ids = send, leave, end_ids
         self._mask: bytes | None = None
-        self._last = b""  # the mask before the one being computed
+        self._last = b""  # the mask that was received last
+        self._behind: list[int] = []  # accepted tokens that the worker does not have yet
+        self._drafts: Sequence[int] = ()
+        self._ahead: list[bytes] = []  # the masks behind the first drafts
+        self._serial = self._looking = 0  # the number of operations, and that of the pending LOOK (0: none)
+        self._known = 0  # results of the pending LOOK that are masks of accepted tokens
         self._error: LlmcError | None = None
         self._open = False
         self.sent = 0.0  # monotonic time of the pending request to the worker; 0: nothing is pending
@@ -42,7 +50,7 @@ class GrammarGuide:
         """Request the first mask, if that has not been done."""
         if not self._open and self._error is None:
             self._open = True
-            self._request(None)
+            self._request(wire.OPEN, ())
 
     def mask(self) -> bytes | None:
         """See Guide. Raises LlmcError E652 or E653."""
@@ -56,26 +64,70 @@ class GrammarGuide:
         if token in self._end_ids:
             self._mask = b""
             self.close()
+        elif self._ahead and self._drafts[0] == token:
+            self._behind.append(token)
+            self._drafts, self._mask = self._drafts[1:], self._ahead.pop(0)
         else:
-            self._request(token)
+            self._forget()
+            tokens, self._behind = [*self._behind, token], []
+            self._request(wire.ACCEPT, tokens)
+
+    def look(self, drafts: Sequence[int]) -> None:
+        """See Guide."""
+        self._forget()
+        end = next((i for i, token in enumerate(drafts) if token in self._end_ids), len(drafts))
+        self._drafts = drafts[:end]
+        if end and self._mask != b"" and self._error is None:
+            self._known = len(self._behind)
+            self._looking = self._do(wire.LOOK, [*self._behind, *self._drafts])
+
+    def ahead(self) -> Sequence[bytes]:
+        """See Guide."""
+        return self._ahead
+
+    def looking(self) -> bool:
+        """See Guide."""
+        return self._looking > 0 and self._mask != b"" and self._error is None
 
     def close(self) -> None:
         """See Guide: release the output."""
         self._leave()
         self.sent = 0.0
 
-    def take(self, mask: bytes | None) -> None:
-        """Store the worker's answer: a mask, empty if the text has ended, or None if the mask did not change."""
-        self._mask, self.sent = self._last if mask is None else mask, 0.0
+    def take(self, kind: int, serial: int, payload: bytes) -> None:
+        """Store a result of the worker (see wire)."""
+        if kind == wire.AHEAD_END:
+            self._looking = 0 if serial == self._looking else self._looking
+            return
+        mask = self._last if kind in (wire.SAME, wire.SAME_AHEAD) else payload
+        self._last = mask or self._last
+        if kind not in (wire.AHEAD, wire.SAME_AHEAD):
+            self._mask, self.sent = mask, 0.0
+        elif serial == self._looking and self._known:
+            self._known -= 1
+        elif serial == self._looking:
+            self._ahead.append(mask)
 
     def fail(self, error: LlmcError) -> None:
         """Mark the text as failed. The first error is kept."""
         self._error, self.sent = self._error or error, 0.0
 
-    def _request(self, token: int | None) -> None:
-        self._last, self._mask = self._mask or b"", None
+    def _forget(self) -> None:
+        """Forget the drafts and their masks."""
+        self._drafts, self._looking = (), 0
+        self._ahead.clear()
+
+    def _request(self, kind: int, tokens: Sequence[int]) -> None:
+        """Request the next mask."""
+        self._mask = None
         self.sent = time.monotonic()
-        self._send(self, token)
+        self._do(kind, tokens)
+
+    def _do(self, kind: int, tokens: Sequence[int]) -> int:
+        """Let the worker do an operation; return its number."""
+        self._serial += 1
+        self._send(self, kind, tokens, self._serial)
+        return self._serial
 
 
 class Opening:

@@ -14,6 +14,8 @@ OPERATION_CPU_SECONDS = 1.0  # to accept a token and compute a mask; the process
 OPERATION_SECONDS = 30.0  # wall time of the same
 GUIDE_CPU_SECONDS = 2.0  # per output, plus, for each of its tokens:
 TOKEN_CPU_SECONDS = 0.02
+LOOK_CPU_SECONDS = 0.2  # per output to compute masks behind drafts, plus, for each of its tokens:
+LOOK_TOKEN_CPU_SECONDS = 0.01
 VOCABULARY_SECONDS = 120.0  # to build the vocabulary, once per process
 
 SLOTS = 4  # concurrent compilations
@@ -23,6 +25,7 @@ TENANT_BYTES = 1 << 30  # memory of all compiled grammar processes of one tenant
 SMALL_BYTES = 32 << 20  # that a process may use regardless of the tenant's total
 KEPT = 16  # processes kept without guides
 KEPT_BYTES = 64 << 20  # private memory above which a process without guides is not kept
+UNSENT = 4096  # operations that wait for a process to read
 GUIDES = 16  # per process, before another one is started for the same grammar
 EAGER = 1024  # open guides below which first masks are computed before the request is scheduled
 REFUSALS = 4096  # rejected grammars to remember

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import selectors
@@ -26,6 +27,7 @@ from llmc_runtime.grammar.limits import (
     SLOTS,
     SMALL_BYTES,
     TENANT_BYTES,
+    UNSENT,
     VOCABULARY_SECONDS,
     WORKERS,
 )
@@ -72,7 +74,17 @@ class Worker:
         self.began = 0.0  # monotonic time of the fork
         self.link: socket.socket | None = None
         self.guides: dict[int, GrammarGuide] = {}
+        self.unsent: deque[bytes] = deque()  # operations for which the link had no room
         self.private = 0  # bytes of private memory after compilation
+
+    def flush(self) -> None:
+        """Send the operations for which the link had no room, as far as it has now. Raises OSError if it is closed."""
+        while self.unsent and self.link is not None:
+            try:
+                self.link.send(self.unsent[0])
+            except BlockingIOError:
+                return
+            self.unsent.popleft()
 
     def fail(self, error: LlmcError) -> None:
         """Fail all outputs that the worker follows."""
@@ -209,15 +221,15 @@ class WorkerPool:
             self._dismiss(next(iter(self._idle)))
         return len(self._workers) < WORKERS
 
-    def _send(self, worker: Worker, number: int, guide: GrammarGuide, token: int | None) -> None:
-        operation = wire.OPERATION.pack(number, wire.OPEN if token is None else wire.ACCEPT, token or 0)
-        try:
-            if worker.link is not None:
-                worker.link.send(operation)
-        except BlockingIOError:  # it does not read
+    def _send(
+        self, worker: Worker, number: int, guide: GrammarGuide, kind: int, tokens: Sequence[int], serial: int
+    ) -> None:
+        if len(worker.unsent) >= UNSENT:  # it does not read
             guide.fail(_GONE)
-        except OSError:  # it has ended; the guide fails when the host reports how
-            pass
+            return
+        worker.unsent.append(wire.OPERATION.pack(number, kind, serial) + wire.pack_tokens(tokens))
+        with contextlib.suppress(OSError):  # it has ended; the guide fails when the host reports how
+            worker.flush()
 
     def _close_guide(self, worker: Worker, number: int) -> None:
         if worker.guides.pop(number, None) is None:
@@ -225,8 +237,9 @@ class WorkerPool:
         self.guides -= 1
         if worker.link is None:
             return
+        worker.unsent.append(wire.OPERATION.pack(number, wire.CLOSE, 0))
         try:
-            worker.link.send(wire.OPERATION.pack(number, wire.CLOSE, 0))
+            worker.flush()
         except OSError:  # it has ended, which `read` will notice
             return
         if not worker.guides:
@@ -263,10 +276,12 @@ class WorkerPool:
             if not data:
                 self._unlink(worker)  # the host reports how it ended
                 return
-            guide, kind = wire.RESULT.unpack_from(data)
-            self._take(worker, guide, kind, data[wire.RESULT.size :])
+            self._take(worker, wire.RESULT.unpack_from(data), data[wire.RESULT.size :])
+        with contextlib.suppress(OSError):  # the host reports how it ended
+            worker.flush()
 
-    def _take(self, worker: Worker, number: int, kind: int, payload: bytes) -> None:
+    def _take(self, worker: Worker, result: tuple[int, int, int], payload: bytes) -> None:
+        number, kind, serial = result
         grammar = worker.grammar
         if kind == wire.COMPILED and self._too_large(worker, int(payload)):
             cause = f"the grammars of this tenant use {TENANT_BYTES >> 20} MiB of memory already"
@@ -284,7 +299,7 @@ class WorkerPool:
             if kind == wire.BROKEN:
                 guide.fail(_failed(f"the grammar cannot continue: {payload.decode()}"))
             else:
-                guide.take(None if kind == wire.SAME else payload)
+                guide.take(kind, serial, payload)
 
     def _too_large(self, worker: Worker, private: int) -> bool:
         """Return whether a newly compiled worker exceeds its tenant's memory limit."""

@@ -56,7 +56,7 @@ class DraftPlanner:
         """
         followed = request.num_drafts > 0
         request.num_drafts = request.lookahead = 0
-        wanted = 0 if request.guide is not None else self.speculation.proposals(request)
+        wanted = self.speculation.proposals(request) if request.may_draft else 0
         if not wanted:
             return item
         missing = 0 if followed or self.speculation.config.head else max(0, end - request.reach)

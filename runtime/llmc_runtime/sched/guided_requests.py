@@ -3,6 +3,12 @@
 Guides compute masks asynchronously (see token_guide). A request whose mask is late is left out of steps, without effect
 on others. A step waits a short time for masks, since most of them come soon. After a late mask, steps do not wait for
 that request for a number of tokens that doubles each time.
+
+A step that verifies drafts of a guided request samples each of its tokens with a mask of its own: the one behind the
+draft before it. Once the drafts are known, the guide is asked for these masks. A plan made then verifies the drafts
+whose masks have come. An open step verifies drafts that the host does not know yet: if some masks are late, the tokens
+behind the last one that came are dropped. A mask behind a draft that the mask before excludes does not matter, since
+the draft is rejected.
 """
 
 from __future__ import annotations
@@ -10,9 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.sched.host_drafts import HostDrafts
 from llmc_runtime.sched.request import Request, Status
-from llmc_runtime.sched.step import RowMask, Step
-from llmc_runtime.sched.token_guide import Guide
+from llmc_runtime.sched.speculation import Speculation
+from llmc_runtime.sched.step import RowMasks, Step, StepOutput, Work
+from llmc_runtime.sched.token_guide import Guide, allows
 from llmc_runtime.sched.waiting_queue import WaitingQueue
 
 _MAX_IDLE_PLANS = 8  # plans that leave out a request before its row may go to another tenant
@@ -88,34 +96,54 @@ class GuidedRequests:
                     request.status, request.idle_plans = Status.PARKED, 0
             self.left_out |= request.status is Status.PARKED
 
-    def fill(self, step: Step, planned: Sequence[Request]) -> None:
-        """Add the known masks to a plan. It is open if one is not known yet."""
+    def look(self, speculation: Speculation, host: HostDrafts | None) -> None:
+        """Let the guides compute the masks behind drafts that the next plan, or the open step, may verify."""
+        for request in self._live:
+            if request.status is not Status.RUNNING or not request.may_draft:
+                continue
+            flying = request.num_total - len(request.tokens)  # tokens in flight, of a step that verifies one draft less
+            if host is not None and not flying:
+                host.look(request)
+            count = flying - 1 if flying else speculation.looks(request, request.num_drafts or len(request.drafted))
+            if request.drafted and count > 0 and not request.looked:
+                assert request.guide is not None
+                request.guide.look(request.drafted[:count])
+                request.looked = True
+
+    def fill(self, step: Step, planned: Sequence[Request], proposals: int, anything: bytes) -> None:
+        """Add the known masks to a plan. It is open if one is not known yet.
+
+        `proposals` is the number of tokens that every step drafts for a row besides those that its work proposes.
+        """
         for request, work in zip(planned, step.work):
             if request.guide is None or not work.emit:
                 continue
             request.idle_plans = 0
-            mask = known_mask(request) if request.num_total == len(request.tokens) + 1 else None
-            if mask:
-                step.masks.append(RowMask(request.row, mask))
+            known = request.num_total - work.drafts == len(request.tokens) + 1
+            if known and (mask := known_mask(request)) is not None:
+                step.masks.append(_masks_of(request, work, mask, proposals, anything))
             else:
                 step.open = True
 
-    def complete(self, step: Step, planned: Sequence[Request], anything: bytes) -> list[RowMask]:
+    def complete(self, step: Step, planned: Sequence[Request], proposals: int, anything: bytes) -> list[RowMasks]:
         """Close an open step: return the masks that it lacks. A row whose mask is late, or whose request has ended,
-        gets the mask `anything`, and its token is dropped."""
+        gets the mask `anything`, and the tokens without masks are dropped."""
         sent, masks = {mask.row for mask in step.masks}, []
         step.open = False
         for request, work in zip(planned, step.work):
             if request.guide is None or not work.emit or work.row in sent:
                 continue
-            mask = known_mask(request) if request.status is Status.RUNNING else anything
-            request.dropped = mask is None
-            masks.append(RowMask(work.row, mask or anything))
+            if request.status is not Status.RUNNING:
+                masks.append(RowMasks(work.row, 0, [anything] * request.row_params.guided))
+                continue
+            mask = known_mask(request)
+            masks.append(_masks_of(request, work, mask or anything, proposals, anything))
+            request.num_masked = 0 if mask is None else _masked(request, work, mask)
         return masks
 
     def awaited(self) -> bool:
         """Whether planning should wait for a mask that is expected soon."""
-        return any(pending(r) and r.status is Status.RUNNING and not is_slow(r) for r in self._live)
+        return any(expects(r) and r.status is Status.RUNNING and not is_slow(r) for r in self._live)
 
     def stop_waiting(self) -> None:
         """Note that the awaited masks are late."""
@@ -142,6 +170,58 @@ def pending(request: Request) -> bool:
         return False
 
 
+def expects(request: Request) -> bool:
+    """Whether more masks of the request will be known, of its next token or behind drafts."""
+    return pending(request) or (request.guide is not None and request.guide.looking())
+
+
+def masked_room(request: Request, speculation: Speculation, room: int) -> int:
+    """Return how many drafts of a request a plan may verify, up to `room`, as far as their masks matter."""
+    if request.num_total > len(request.tokens):
+        return room  # its tokens are not known: the step will be open
+    assert request.guide is not None
+    if not request.verifiable and request.looked and not request.guide.looking():
+        speculation.refused(request)
+    return min(room, request.verifiable)
+
+
+def take_drafts(
+    request: Request, work: Work, output: StepOutput, proposals: int, count: int = 1, whole: bool = True
+) -> None:
+    """Take what a step has drafted behind the `count` tokens that it gave a request with a guide.
+
+    `whole`: it gave no other ones, which were sampled without their masks. `proposals`: see GuidedRequests.fill.
+    """
+    request.num_masked = None
+    if request.guide is None or request.status is not Status.RUNNING:
+        return
+    if whole:
+        looked = output.looked.get(work.row, ())
+        request.take_drafts(looked[count : count + (work.propose or proposals)])
+    else:
+        request.restart()
+
+
+def _masks_of(request: Request, work: Work, mask: bytes, proposals: int, anything: bytes) -> RowMasks:
+    """Return the masks of the tokens that a step samples for a request; `mask` is that of the first one."""
+    assert request.guide is not None
+    count, more = 1 + work.drafts, work.propose or (proposals if request.may_draft else 0)
+    ahead = [one or anything for one in request.guide.ahead()[: work.drafts]]
+    masks = [mask, *ahead, *[anything] * (work.drafts - len(ahead))]
+    return RowMasks(work.row, len(request.tokens), masks, count + more if more else 0)
+
+
+def _masked(request: Request, work: Work, mask: bytes) -> int | None:
+    """Return how many tokens of an open step are sampled with their masks; None for all, as far as they can come."""
+    assert request.guide is not None
+    ahead = request.guide.ahead()
+    known = len(ahead)
+    if known >= work.drafts or not (ahead[-1] if ahead else mask):
+        return None
+    excluded = known < len(request.drafted) and not allows(ahead[-1] if ahead else mask, request.drafted[known])
+    return None if excluded else 1 + known
+
+
 def follow(guide: Guide, token: int) -> tuple[tuple[str, None] | None, LlmcError | None]:
     """Pass a token to the guide. Return why the request ends with it, if that is known at once, and the error."""
     guide.accept(token)
@@ -159,8 +239,8 @@ def is_slow(request: Request) -> bool:
 def may_sample(request: Request) -> bool:
     """Whether a step may sample the request's next token: its mask is known, or a token is in flight and the mask after
     it is expected in time."""
-    if request.dropped:
-        return False
+    if request.num_masked is not None:
+        return False  # tokens of the step in flight may be dropped
     if request.num_total > len(request.tokens):
         return not is_slow(request)
     return known_mask(request) is not None

@@ -43,12 +43,22 @@ class HostDrafts:
         """Set the number of drafted tokens of each running request, by what pays for it."""
         self._drafts.clear()
         for request in running:
-            most = self._most(request)
-            drafts = self._proposal(request, most) if most else []
+            room = self._room(request)
+            if request.guide is not None:
+                drafts = list(request.drafted[: min(room, request.verifiable)])
+            else:
+                most = self._speculation.choose(request, room) if room else 0
+                drafts = self._proposal(request, most) if most else []
             request.num_drafts = len(drafts)
             if drafts:
                 self._drafts[request.id] = drafts
         self._fruitless = 0 if self._drafts else self._fruitless + 1
+
+    def look(self, request: Request) -> None:
+        """Draft for a request with a guide, which can thus compute the masks behind the drafts before the next plan."""
+        most = 0 if request.drafted or not self.wanted else self._speculation.looks(request, self._room(request))
+        if most:
+            request.take_drafts(self._proposal(request, most))
 
     def placed(self, request: Request, item: Work) -> RowDrafts:
         """Return the change of the device row that places the tokens which `item` verifies behind the last token."""
@@ -63,13 +73,12 @@ class HostDrafts:
             except Exception as error:
                 self._stop(error)
 
-    def _most(self, request: Request) -> int:
+    def _room(self, request: Request) -> int:
         """The maximum number of tokens to draft for a request."""
         decodes = request.num_total - request.num_planned == 1 and request.num_total == len(request.tokens)
-        if not decodes or request.guide is not None or self._draft is None:
+        if not decodes or not request.may_draft or self._draft is None:
             return 0
-        room = min(self._speculation.config.num_tokens, request.limit - 1 - request.num_total)
-        return self._speculation.choose(request, room) if room > 0 else 0
+        return max(0, min(self._speculation.config.num_tokens, request.limit - 1 - request.num_total))
 
     def _proposal(self, request: Request, most: int) -> list[int]:
         context = self._contexts.get(request.id)

@@ -82,9 +82,13 @@ class Request:
     stops: frozenset[int] = field(default=frozenset(), init=False)
     scores: PackedLogprobs | None = field(default=None, init=False)  # of the prompt from its second token, if requested
     needs_init: bool = field(default=False, init=False)  # the next step that runs it builds its row
-    dropped: bool = field(default=False, init=False)  # its mask was late: the token of the step in flight is dropped
+    num_masked: int | None = field(
+        default=None, init=False
+    )  # tokens that the step in flight samples with their masks; the others are dropped. None: all
     late_masks: int = field(default=0, init=False)
     num_drafts: int = field(default=0, init=False)  # tokens drafted for its row, as known to the host
+    drafted: Sequence[int] = field(default=(), init=False)  # if it has a guide: tokens drafted behind its last one
+    looked: bool = field(default=False, init=False)  # its guide was asked for the masks behind them
     lookahead: int = field(default=0, init=False)  # tokens that the last plan drafts, for which `pages` has room
     reach: int = field(default=0, init=False)  # tokens whose KV the draft model has (see draft_planner)
     draft_trials: tuple[float, float] = field(default=(0.0, 0.0), init=False)  # drafts tested lately, and accepted
@@ -93,6 +97,25 @@ class Request:
     )  # the plan that last verified a draft to learn whether it pays
     idle_plans: int = field(default=0, init=False)  # consecutive plans that left it out because its mask was not known
     slow_until: int = field(default=0, init=False)  # below this many tokens steps do not wait for its mask
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether its steps can verify drafts: if it has a guide, the device must have room for a mask behind each."""
+        return self.guide is None or self.row_params.guided > 1
+
+    @property
+    def verifiable(self) -> int:
+        """The number of drafts that a step can verify now, if it has a guide and all its tokens are known."""
+        return 0 if self.guide is None or not self.may_draft else len(self.guide.ahead())
+
+    @property
+    def dropped(self) -> bool:
+        """Whether its mask was late, so that the output of the step in flight is dropped."""
+        return self.num_masked == 0
+
+    def take_drafts(self, drafts: Sequence[int]) -> None:
+        """Set the tokens that are drafted behind its last one."""
+        self.drafted, self.looked = drafts, False
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -111,6 +134,7 @@ class Request:
         self.row, self.pages, self.num_published, self.needs_init = row, pages, hits, True
         self.num_total, self.num_planned, self.num_computed = len(self.tokens), cached, cached
         self.num_drafts = self.lookahead = self.reach = 0
+        self.take_drafts(())
         self.decode, self.status = Work(row, 1, True), Status.RUNNING
 
     def row_init(self) -> RowInit:
@@ -120,9 +144,11 @@ class Request:
         return RowInit(self.row, tokens, computed, self.num_prompt, self.row_params, list(self.pages))
 
     def restart(self) -> None:
-        """Drop the token of the step in flight: the row, if there is one, is rebuilt as it was before that step."""
-        self.dropped = False
+        """Drop the tokens of the step in flight that are not appended: the row, if there is one, is rebuilt without."""
+        self.num_masked = None
         if self.status is Status.RUNNING:
+            self.num_drafts = self.lookahead = 0
+            self.take_drafts(())
             self.num_planned, self.num_total, self.needs_init = self.num_computed, len(self.tokens), True
 
     def finish_of(self, token: int) -> tuple[str, int | None] | None:

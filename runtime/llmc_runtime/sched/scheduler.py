@@ -23,6 +23,7 @@ applies the changes and the work of all steps in the order in which they were pl
 - The mask of a guided request (see guided_requests) depends on its tokens. A step planned before they are known is
   open: it computes its logits, and samples when guide() has given the masks, after all earlier steps are committed.
   Nothing is planned after an open step. A row whose mask is late samples anything, and is rebuilt without that token.
+  The same holds for the masks behind drafts, which the host learns at commit (RowMasks.look).
 - For a request with drafted tokens (see speculation), `num_total` and `num_planned` are upper bounds, which count all
   drafts of its steps in flight as accepted. Commit subtracts the rejected ones and frees the pages behind
   `num_planned`: no step in flight writes to them, since the device places tokens behind those that it accepted.
@@ -46,13 +47,13 @@ from operator import attrgetter
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.deltas import add_scores, delta_of, extend
-from llmc_runtime.sched.guided_requests import follow, known_mask, may_sample
+from llmc_runtime.sched.guided_requests import follow, known_mask, masked_room, may_sample, take_drafts
 from llmc_runtime.sched.host_draft import Draft
 from llmc_runtime.sched.live_requests import LiveRequests
 from llmc_runtime.sched.request import Request, RequestDelta, Status
 from llmc_runtime.sched.scheduler_config import POLICIES, SchedulerConfig, admit
 from llmc_runtime.sched.speculation import Speculation
-from llmc_runtime.sched.step import RowMask, RowPages, Step, StepOutput, TokenLogprobs, Work
+from llmc_runtime.sched.step import RowMasks, RowPages, Step, StepOutput, TokenLogprobs, Work
 from llmc_runtime.sched.token_guide import mask_of
 from llmc_runtime.sched.waiting_queue import OUTPUT_WEIGHT, prompt_service
 
@@ -83,6 +84,7 @@ class Scheduler(LiveRequests):
         self._reserve = int(config.watermark * config.num_pages)
         self._arrivals = self._spare = 0  # spare: free rows of logits of the step being planned
         self._anything = mask_of(None, config.vocab_size)
+        self._proposals = 0 if config.speculation is None else config.speculation.proposals
 
     def add(self, request: Request) -> None:
         """Queue a new request. Raises LlmcError E601 to E607 if it can never run; then nothing changes."""
@@ -115,18 +117,23 @@ class Scheduler(LiveRequests):
         if not preempted and self.waiting:
             self._admit(step, planned, budget)
         if self.guided:
-            self.guided.fill(step, planned)
+            self.guided.fill(step, planned, self._proposals, self._anything)
         if planned:
             self._in_flight.append((step, planned))
             self.timer.planned(began)
         return step
 
-    def guide(self) -> list[RowMask] | None:
+    def look(self) -> None:
+        """Let the guides compute masks behind drafts, which the next plan or the open step needs."""
+        if self.speculation is not None:
+            self.guided.look(self.speculation, self.host_drafts)
+
+    def guide(self) -> list[RowMasks] | None:
         """Close the oldest step in flight: return the masks that it lacks, None if it is not open."""
         if not self._in_flight or not self._in_flight[0][0].open:
             return None
         self._end_guided()
-        return self.guided.complete(*self._in_flight[0], self._anything)
+        return self.guided.complete(*self._in_flight[0], self._proposals, self._anything)
 
     def commit(self, output: StepOutput) -> list[RequestDelta]:
         """Take the output of the oldest step in flight, and return a delta for each request that got a token.
@@ -157,7 +164,10 @@ class Scheduler(LiveRequests):
             if request.status is _FINISHED:
                 continue  # it ended while the step ran
             if item.drafts:
-                deltas.append(self._append_run(request, item, [(token, row_logprobs), *output.accepted[index]]))
+                run = [(token, row_logprobs), *output.accepted[index]]
+                masked = run[: request.num_masked]
+                deltas.append(self._append_run(request, item, masked))
+                take_drafts(request, item, output, self._proposals, len(masked), len(masked) == len(run))
                 continue
             if request.status is _RUNNING:
                 done = request.num_computed = request.num_computed + item.num_tokens
@@ -168,6 +178,7 @@ class Scheduler(LiveRequests):
                 deltas.append(
                     self._end_pooled(request, pooled[index]) if pooled else append(request, token, row_logprobs)
                 )
+                take_drafts(request, item, output, self._proposals)
         self.counters.step(scheduled)
         return deltas
 
@@ -178,7 +189,7 @@ class Scheduler(LiveRequests):
             self.planner.forget()
         while self._in_flight:
             for request in reversed(self._in_flight.pop()[1]):
-                request.dropped = False
+                request.num_masked = None
                 if request.status is _RUNNING:
                     self.running.remove(request)
                     self._preempt(request)
@@ -206,11 +217,11 @@ class Scheduler(LiveRequests):
                 continue  # its last token is in flight
             missing = total - start
             item = request.decode if missing == 1 else self._chunk(request, missing, min(max_chunk, budget))
-            if request.num_drafts and missing == 1 and self.speculation is not None and self.speculation.verifies:
-                item = self._with_drafts(self.speculation, request, budget - (len(running) - index))
             if request.guide is not None and item.emit and not may_sample(request):
                 self.guided.leave_out(request)
                 continue
+            if request.num_drafts and missing == 1 and self.speculation is not None and self.speculation.verifies:
+                item = self._with_drafts(self.speculation, request, budget - (len(running) - index))
             count = item.num_tokens
             need = -(-(start + count) // size) - len(request.pages)
             # Victims are taken from the end of `running`, so none of them is in the plan yet.
@@ -246,7 +257,7 @@ class Scheduler(LiveRequests):
         rows = self._spare - min(len(self.waiting), len(self.free_rows))
         pages = (len(request.pages) + self.pool.num_free) * self.config.page_size - request.num_total
         room = min(budget - 1 - bool(self.waiting), rows, request.limit - 1 - request.num_total, pages)
-        drafts = speculation.drafts(request, room)
+        drafts = speculation.drafts(request, room if request.guide is None else masked_room(request, speculation, room))
         self._spare -= drafts
         return Work(request.row, 1 + drafts, True, drafts=drafts) if drafts else request.decode
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from llmc_runtime.format.errors import LlmcError
@@ -37,6 +37,7 @@ class SchedulerConfig:
     context:                 the artifact's digest, part of the prefix cache's keys
     speculation:             how tokens are drafted; None: they are not
     max_num_logits:          maximum number of rows of logits in a step; 0: max_num_seqs
+    max_masks:               number of masks that a device row has room for
     pooling:                 of a model that pools: requests end with their prompts, which may be as long as
                              max_model_len; None: it generates
     """
@@ -55,6 +56,7 @@ class SchedulerConfig:
     context: str = ""
     speculation: SpeculationConfig | None = None
     max_num_logits: int = 0
+    max_masks: int = 1
     pooling: Pooling | None = None
     target_itl: float = 0.0
 
@@ -127,10 +129,10 @@ def admit(request: Request, config: SchedulerConfig, seed: int) -> None:
         stops=tuple(sorted(masked)),
         biases=tuple(sorted(params.logit_bias.items())) if params.logit_bias else (),
         allowed=allowed,
-        guided=request.guide is not None,
-        # The mask of a guided request's next token is known only after the token before it: nothing is drafted for it.
-        drafting=(0, 0, 0) if config.speculation is None or request.guide else config.speculation.drafting,
+        guided=0 if request.guide is None else config.max_masks,
     )
+    if config.speculation is not None and request.may_draft:
+        request.row_params = replace(request.row_params, drafting=config.speculation.drafting)
 
 
 def _restrict(request: Request, masked: frozenset[int], config: SchedulerConfig) -> bytes:

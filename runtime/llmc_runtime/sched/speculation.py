@@ -50,6 +50,11 @@ class SpeculationConfig:
         return not self.host and not self.max_rows
 
     @property
+    def proposals(self) -> int:
+        """The number of tokens that every step drafts for a row, whatever is planned."""
+        return self.num_tokens if self.looks_up else 0
+
+    @property
     def drafting(self) -> tuple[int, int, int]:
         """The columns of a device row (see RowParams)."""
         return (self.num_tokens, self.min_ngram, self.max_ngram) if self.looks_up else (0, 0, 0)
@@ -100,6 +105,16 @@ class Speculation:
         """Return how many of the drafts of the request's row to verify, up to `room`."""
         room = max(0, min(room, request.num_drafts))
         return self.choose(request, room) if room and self.config.looks_up else room
+
+    def looks(self, request: Request, room: int) -> int:
+        """Return behind how many drafts of a request with a guide the next plan needs masks, up to `room`."""
+        if self._choice.most:
+            return min(room, self._choice.drafts(self._rate(request)))
+        return min(room, 1) if (self.plans + 1) % PROBE < DEPTH else 0
+
+    def refused(self, request: Request) -> None:
+        """Record that the guide of a request excludes its first draft."""
+        self._count(request, 1, 0)
 
     def choose(self, request: Request, room: int) -> int:
         """Return the number of drafts that pays for a request, up to `room`."""

@@ -3,7 +3,7 @@
 A device row holds the state of one request: its page table, tokens, length (tokens whose KV is written), sampling
 parameters and counts. The host sends only changes. An executor applies a Step in this order: `inits` (rebuild a row
 from host data), `pages` (extend a row's page table), `drafts` (place drafted tokens), `masks` (restrict a row's next
-token), `work` (compute tokens).
+tokens), `work` (compute tokens).
 An open step computes logits and samples later, when its remaining masks are known.
 """
 
@@ -38,7 +38,7 @@ class RowParams(_Columns):
     stops: tuple[int, ...] = ()  # excluded until min_tokens are generated; empty if min_tokens is 0
     biases: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit), by id
     allowed: bytes = b""  # a mask (see token_guide) for all tokens; empty: none
-    guided: bool = False  # each token has its own mask, see RowMask
+    guided: int = 0  # the number of masks that the row has room for, if each token has one of its own (see RowMasks)
     drafting: tuple[int, int, int] = (0, 0, 0)  # max_drafts, min_ngram, max_ngram (see format.row_abi)
 
     @classmethod
@@ -56,7 +56,7 @@ class RowParams(_Columns):
             "seed_lo": _signed(self.seed & 0xFFFFFFFF), "seed_hi": _signed(self.seed >> 32 & 0xFFFFFFFF),
             "prompt_len": num_prompt, "min_len": num_prompt + self.min_tokens,
             "want_logprobs": int(self.want_logprobs), "num_biases": len(self.biases),
-            "masked": int(self.guided or bool(self.allowed)),
+            "masked": self.guided or int(bool(self.allowed)),
         }  # fmt: skip
         return [made[name] if name in made else getattr(self, name) for name in INT_COLUMNS]
 
@@ -110,11 +110,17 @@ class RowDrafts:
 
 
 @dataclass(slots=True)
-class RowMask:
-    """The mask of a guided row's next token (see token_guide)."""
+class RowMasks:
+    """The masks of the next tokens of a guided row (see token_guide), of which the first has the position `start`: one
+    for the next token, and one behind each draft that the step verifies.
+
+    look:  if it is not 0, the step returns that many of the row's tokens, from `start` on, with drafts behind the last
+    """
 
     row: int
-    mask: bytes
+    start: int
+    masks: list[bytes]
+    look: int = 0
 
 
 @dataclass(slots=True)
@@ -165,6 +171,7 @@ class StepOutput:
     scores:    those of the prompt's next tokens, by the index of the Work
     accepted:  the tokens after the first one, with their log-probabilities, by the index of a Work with drafts
     proposed:  the number of tokens drafted now for each Work's row; empty if none are
+    looked:    the tokens that RowMasks with `look` ask for, by row
     pooled:    for a model that pools, which samples nothing: f32 numbers, empty without `emit`; else empty
     """
 
@@ -174,6 +181,7 @@ class StepOutput:
     accepted: Mapping[int, Sequence[tuple[int, TokenLogprobs | None]]] = field(default_factory=dict)
     proposed: Sequence[int] = ()
     pooled: Sequence[bytes] = ()
+    looked: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -183,7 +191,7 @@ class Step:
     inits: list[RowInit] = field(default_factory=list)
     pages: list[RowPages] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
-    masks: list[RowMask] = field(default_factory=list)
+    masks: list[RowMasks] = field(default_factory=list)
     open: bool = False
     drafts: list[RowDrafts] = field(default_factory=list)
 
@@ -199,13 +207,14 @@ class Step:
         scores: Mapping[int, Sequence[LogprobsTuple]] | None = None,
         accepted: Mapping[int, Sequence[tuple[int, LogprobsTuple | None]]] | None = None,
         proposed: Sequence[int] = (),
+        looked: Mapping[int, Sequence[int]] | None = None,
     ) -> StepOutput:
         """Make the output of this step from tuples in the order of TokenLogprobs' fields, for executors that do not
         import this module. `logprobs` is None if none are requested."""
         rows: list[TokenLogprobs | None] = [None] * len(tokens) if logprobs is None else [*map(_packed, logprobs)]
         packed = {index: [TokenLogprobs(*one) for one in row] for index, row in (scores or {}).items()}
         runs = {index: [(token, _packed(one)) for token, one in run] for index, run in (accepted or {}).items()}
-        return StepOutput(tokens, rows, packed, runs, proposed)
+        return StepOutput(tokens, rows, packed, runs, proposed, looked=looked or {})
 
 
 def _packed(one: LogprobsTuple | None) -> TokenLogprobs | None:

@@ -25,6 +25,18 @@ class Guide(Protocol):
     def accept(self, token: int) -> None:
         """Continue with `token`, which the mask allowed."""
 
+    def look(self, drafts: Sequence[int]) -> None:
+        """Compute the masks behind tokens that may follow, too, in place of those of an earlier call. Called when no
+        mask is late. Accepting the first of them leaves the others."""
+
+    def ahead(self) -> Sequence[bytes]:
+        """Return the masks behind the drafts of `look` as far as they are known, in order, each the same object until a
+        token is accepted. They end before the first draft that is not allowed, and with one behind which the text has
+        ended (empty)."""
+
+    def looking(self) -> bool:
+        """Whether more masks behind drafts will be known."""
+
     def close(self) -> None:
         """Free the guide: the request has ended."""
 
@@ -64,6 +76,11 @@ def both(a: bytes, b: bytes) -> bytes:
     """Return the intersection of two masks."""
     value = int.from_bytes(a, "little") & int.from_bytes(b, "little")
     return value.to_bytes(len(a), "little")
+
+
+def allows(mask: bytes, token: int) -> bool:
+    """Whether the mask allows a token."""
+    return token >> 3 < len(mask) and bool(mask[token >> 3] >> (token & 7) & 1)
 
 
 def empty(mask: bytes) -> bool:
@@ -108,31 +125,65 @@ class Banned:
         self._bans, self._inner = bans, inner
         self._past: list[int] = []
         self._mask: bytes | None = None
+        self._drafts: list[int] = []
+        self._ahead: list[bytes] = []  # the masks behind the first drafts
 
     def mask(self) -> bytes | None:
         """See Guide. Raises LlmcError E610 if all tokens that may follow are banned."""
         if self._mask is None:
-            self._mask = self._next()
+            self._mask = self._next(self._past, None if self._inner is None else self._inner.mask())
         return self._mask
 
     def accept(self, token: int) -> None:
         """See Guide."""
         if self._inner is not None:
             self._inner.accept(token)
-        window = self._bans.window
-        self._past = [*self._past, token][-window:] if window else []
-        self._mask = None
+        self._past = self._behind([token])
+        follows = bool(self._drafts) and self._drafts[0] == token
+        self._mask = self._ahead[0] if follows and self._ahead else None
+        self._drafts, self._ahead = (self._drafts[1:], self._ahead[1:]) if follows else ([], [])
+
+    def look(self, drafts: Sequence[int]) -> None:
+        """See Guide."""
+        self._drafts, self._ahead = list(drafts), []
+        if self._inner is not None:
+            self._inner.look(drafts)
+
+    def ahead(self) -> Sequence[bytes]:
+        """See Guide."""
+        inner = None if self._inner is None else self._inner.ahead()
+        known = len(self._drafts) if inner is None else min(len(self._drafts), len(inner))
+        last = self._ahead[-1] if self._ahead else self.mask()
+        while last and len(self._ahead) < known:
+            count = len(self._ahead)
+            if not allows(last, self._drafts[count]):
+                break
+            try:
+                last = self._next(self._behind(self._drafts[: count + 1]), None if inner is None else inner[count])
+            except LlmcError:  # it is raised when the draft is accepted
+                break
+            self._ahead.append(last or b"")
+        return self._ahead
+
+    def looking(self) -> bool:
+        """See Guide."""
+        return self._inner is not None and self._inner.looking()
 
     def close(self) -> None:
         """See Guide."""
         if self._inner is not None:
             self._inner.close()
 
-    def _next(self) -> bytes | None:
+    def _behind(self, tokens: Sequence[int]) -> list[int]:
+        """Return the last tokens that determine the bans, with `tokens` at the end of the output."""
+        window = self._bans.window
+        return [*self._past, *tokens][-window:] if window else []
+
+    def _next(self, past: Sequence[int], inner: bytes | None) -> bytes | None:
+        """Return the mask after `past`; `inner` is that of the guide below."""
         bans = self._bans
-        mask = bans.after(self._past)
+        mask = bans.after(past)
         if self._inner is not None:
-            inner = self._inner.mask()
             if not inner:
                 return inner
             mask = both(inner, mask)

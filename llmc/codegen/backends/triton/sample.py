@@ -38,6 +38,7 @@ def row_arguments(node: Node) -> dict[str, Argument]:
     """Return the template arguments of a node whose first operands are those of row_block_max."""
     return {
         **{name: f"x{i}" for i, name in enumerate(OPERANDS)}, "VOCAB": vocabulary(node), "WORDS": width(node, 7),
+        "MASKS": width(node, 11) // width(node, 7),
         "STOPS": width(node, 6), "BIASES": width(node, 9), "BLOCK": node.attrs["block"],
     }  # fmt: skip
 
@@ -105,14 +106,15 @@ class Mask(Sampling):
         return ((0, 0),)
 
     def code(self, u: Unit) -> Code:
-        n, stops = u.node, width(u.node, 5)
+        n, stops, words = u.node, width(u.node, 5), -(-vocabulary(u.node) // 32)
         return u.launch(
             Template("row_logits", "row_mask"),
             (n.operands[0].type.shape[0],),
             4,
             **u.pointers("logits_ptr rows_ptr starts_ptr positions_ptr ints_ptr stops_ptr allowed_ptr", "out_ptr"),
             VOCAB=vocabulary(n),
-            WORDS=width(n, 6),
+            WORDS=words,
+            MASKS=width(n, 6) // words,
             STOPS=stops,
             STOPS_PADDED=power(stops),
             TILE=4096,

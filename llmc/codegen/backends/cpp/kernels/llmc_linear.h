@@ -26,8 +26,10 @@ LLMC_INLINE vf panel_load(const bf16* p, int j) {
   return j ? as_f(v & 0xffff0000u) : as_f(v << 16);
 }
 
-// Software prefetch of two cache lines at `at`, which advances by `step` bytes per depth step of the tile. With one row
-// of x nothing is prefetched: the hardware prefetcher keeps up with memory, and more requests slow it down.
+// Software prefetch of two cache lines at `at`, which advances by `step` bytes per depth step of the tile. With fewer
+// rows of x than PREFETCHED nothing is prefetched: the hardware prefetcher keeps up with memory, and more requests slow
+// it down.
+constexpr int PREFETCHED = 4;
 struct ahead { const char* at; int64_t step; };
 
 // c[MR][NV * VN] (+)= x[MR][steps * PAIR] @ panel.T; consecutive rows of x are ldx elements apart.
@@ -71,7 +73,7 @@ template <int MR, int NV, int PAIR, class X, class W> struct tile {
           }
         }
       }
-      if (MR > 1) {
+      if (MR >= PREFETCHED) {
         __builtin_prefetch(soon.at, 0, 3);
         __builtin_prefetch(soon.at + 64, 0, 3);
         soon.at += soon.step;

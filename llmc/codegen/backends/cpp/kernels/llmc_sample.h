@@ -80,7 +80,8 @@ static inline void row_penalize(const llmc_ctx* ctx, float* y, const T* x, const
     }
   }
 }
-// Threads divide the ids. `width` is the number of stop ids per row, `words` the width of a row of `allowed`.
+// Threads divide the ids. `width` is the number of stop ids per row, `words` the width of a row of `allowed`, which has
+// several bitmaps.
 static inline void row_mask(const llmc_ctx* ctx, float* y, const float* x, const int32_t* rows, const int32_t* starts,
                             const int32_t* positions, const int32_t* iparams, const int32_t* stops,
                             const int32_t* allowed, int64_t r, int64_t v, int64_t width, int64_t words) {
@@ -90,10 +91,13 @@ static inline void row_mask(const llmc_ctx* ctx, float* y, const float* x, const
     if (y != x) memcpy(y + i * v + lo, x + i * v + lo, (hi - lo) * sizeof(float));
     int64_t row = rows[i];
     if (row < 0) continue;
-    if (iparams[row * 8 + MASKED])
+    int64_t bitmap = (v + 31) / 32, count = iparams[row * 8 + MASKED], end = end_of(starts, positions, i);
+    if (count > 0 && count <= words / bitmap) {
+      const int32_t* bits = allowed + row * words + end % count * bitmap;
       for (int64_t j = lo; j < hi; j++)
-        if (!((uint32_t)allowed[row * words + j / 32] >> (j % 32) & 1u)) y[i * v + j] = -INFINITY;
-    if (end_of(starts, positions, i) >= iparams[row * 8 + MIN_LEN]) continue;
+        if (!((uint32_t)bits[j / 32] >> (j % 32) & 1u)) y[i * v + j] = -INFINITY;
+    }
+    if (end >= iparams[row * 8 + MIN_LEN]) continue;
     for (int64_t s = 0; s < width; s++) {
       int64_t id = stops[row * width + s];
       if (id >= lo && id < hi) y[i * v + id] = -INFINITY;

@@ -94,6 +94,17 @@ def next_position(entry, starts_ptr, positions_ptr):
 
 
 @triton.jit
+def bitmap_of(allowed_ptr, ints_ptr, live, position, MASKS: tl.constexpr, WORDS: tl.constexpr):
+    """Return (whether the token at this position is masked, its bitmap).
+
+    `ints_ptr` are the row's integers. A row with more bitmaps than the state has room for, MASKS, is not masked.
+    """
+    count = tl.load(ints_ptr + MASKED)
+    slot = position % tl.maximum(count, 1)
+    return (count > 0) & (count <= MASKS), allowed_ptr + live * (MASKS * WORDS) + slot * WORDS
+
+
+@triton.jit
 def load_row(
     row,
     entry,
@@ -110,6 +121,7 @@ def load_row(
     allowed_ptr,
     VOCAB: tl.constexpr,
     WORDS: tl.constexpr,
+    MASKS: tl.constexpr,
     STOPS: tl.constexpr,
     BIASES: tl.constexpr,
 ):
@@ -126,10 +138,11 @@ def load_row(
     has_penalties = (row >= 0) & penalizes(penalties)
     masks_stops = (row >= 0) & (position < tl.load(ints_ptr + MIN_LEN))
     num_biases = tl.where(row >= 0, tl.load(ints_ptr + NUM_BIASES), 0)
-    masked = (row >= 0) & (tl.load(ints_ptr + MASKED) != 0)
+    masked, allowed_ptr = bitmap_of(allowed_ptr, ints_ptr, live, position, MASKS, WORDS)
+    masked &= row >= 0
     state = (
         raw_ptr, seen_ptr + live * WORDS, counts_ptr + live * VOCAB, stops_ptr + live * STOPS, STOPS,
-        bias_ids_ptr + live * BIASES, biases_ptr + live * BIASES, allowed_ptr + live * WORDS, has_penalties,
+        bias_ids_ptr + live * BIASES, biases_ptr + live * BIASES, allowed_ptr, has_penalties,
         masks_stops, num_biases, masked, penalties,
     )  # fmt: skip
     return state, temperature, position
@@ -210,10 +223,11 @@ def row_mask(
     positions_ptr,  # [tokens]
     ints_ptr,  # [rows, PARAMS]
     stops_ptr,  # [rows, STOPS]: ids, -1 for none
-    allowed_ptr,  # [rows, WORDS]
+    allowed_ptr,  # [rows, MASKS, WORDS]
     out_ptr,  # [entries, VOCAB]; may be logits_ptr
     VOCAB: tl.constexpr,
     WORDS: tl.constexpr,
+    MASKS: tl.constexpr,
     STOPS: tl.constexpr,
     STOPS_PADDED: tl.constexpr,
     TILE: tl.constexpr,
@@ -226,7 +240,8 @@ def row_mask(
     live = tl.maximum(row, 0)
     position = next_position(entry, starts_ptr, positions_ptr)
     masks_stops = (row >= 0) & (position < tl.load(ints_ptr + live * PARAMS + MIN_LEN))
-    masked = (row >= 0) & (tl.load(ints_ptr + live * PARAMS + MASKED) != 0)
+    masked, allowed_ptr = bitmap_of(allowed_ptr, ints_ptr + live * PARAMS, live, position, MASKS, WORDS)
+    masked &= row >= 0
     logits = logits_ptr + entry.to(tl.int64) * VOCAB
     out = out_ptr + entry.to(tl.int64) * VOCAB
     stop = tl.arange(0, STOPS_PADDED)
@@ -239,6 +254,6 @@ def row_mask(
     if masked:
         for at in range(0, VOCAB, TILE):
             ids = at + tl.arange(0, TILE)
-            word = tl.load(allowed_ptr + live * WORDS + (ids >> 5), mask=ids < VOCAB, other=-1)
+            word = tl.load(allowed_ptr + (ids >> 5), mask=ids < VOCAB, other=-1)
             tl.store(out + ids, tl.full([TILE], float("-inf"), tl.float32), mask=contains(word, ids) == 0)
     tl.store(out + stop_id, tl.full([STOPS_PADDED], float("-inf"), tl.float32), mask=stop_id >= 0)

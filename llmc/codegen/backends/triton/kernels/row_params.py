@@ -17,4 +17,4 @@ PROMPT_LEN = tl.constexpr(INT_COLUMNS.index("prompt_len"))
 MIN_LEN = tl.constexpr(INT_COLUMNS.index("min_len"))  # stop ids are masked until the row has this many tokens
 WANT_LOGPROBS = tl.constexpr(INT_COLUMNS.index("want_logprobs"))
 NUM_BIASES = tl.constexpr(INT_COLUMNS.index("num_biases"))
-MASKED = tl.constexpr(INT_COLUMNS.index("masked"))  # nonzero: only ids in the row's bitmap `allowed` may be sampled
+MASKED = tl.constexpr(INT_COLUMNS.index("masked"))  # number of the row's bitmaps `allowed` (see row_mask)

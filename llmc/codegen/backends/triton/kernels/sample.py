@@ -120,12 +120,13 @@ def row_block_max(
     counts_ptr,  # [rows, VOCAB]
     bias_ids_ptr,  # [rows, BIASES]
     biases_ptr,  # [rows, BIASES]
-    allowed_ptr,  # [rows, WORDS]
+    allowed_ptr,  # [rows, MASKS, WORDS]
     best_ptr,  # [entries, BLOCKS]: result
     best_ids_ptr,  # [entries, BLOCKS]: result
     masses_ptr,  # [entries, BLOCKS]: result
     VOCAB: tl.constexpr,
     WORDS: tl.constexpr,
+    MASKS: tl.constexpr,
     STOPS: tl.constexpr,
     BIASES: tl.constexpr,
     BLOCK: tl.constexpr,  # ids per block
@@ -143,7 +144,7 @@ def row_block_max(
     raw = tl.load(logits_ptr + first * BLOCK + lanes, mask=first * BLOCK + lanes < VOCAB, other=0.0)
     state, t, _ = load_row(
         row, entry, logits_ptr, starts_ptr, positions_ptr, floats_ptr, ints_ptr, stops_ptr, seen_ptr, counts_ptr,
-        bias_ids_ptr, biases_ptr, allowed_ptr, VOCAB, WORDS, STOPS, BIASES,
+        bias_ids_ptr, biases_ptr, allowed_ptr, VOCAB, WORDS, MASKS, STOPS, BIASES,
     )  # fmt: skip
     if BLOCKS_PER_PROGRAM == 1:
         ids = first * BLOCK + lanes
@@ -204,6 +205,7 @@ def draw_from_blocks(
     VOCAB: tl.constexpr,
     LOG_VOCAB: tl.constexpr,
     WORDS: tl.constexpr,
+    MASKS: tl.constexpr,
     STOPS: tl.constexpr,
     BIASES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -220,7 +222,7 @@ def draw_from_blocks(
     best_id = tl.load(best_ids_ptr + at, mask=block < BLOCKS, other=0)
     state, t, position = load_row(
         row, entry, logits_ptr, starts_ptr, positions_ptr, floats_ptr, ints_ptr, stops_ptr, seen_ptr, counts_ptr,
-        bias_ids_ptr, biases_ptr, allowed_ptr, VOCAB, WORDS, STOPS, BIASES,
+        bias_ids_ptr, biases_ptr, allowed_ptr, VOCAB, WORDS, MASKS, STOPS, BIASES,
     )  # fmt: skip
     pair = tl.max(packed(tl.where(block < BLOCKS, key_of(best), LOWEST_KEY), best_id), 0)
     out = tl.where(row >= 0, packed_id(pair), 0)
@@ -263,6 +265,7 @@ def row_sample_blocks(
     VOCAB: tl.constexpr,
     LOG_VOCAB: tl.constexpr,
     WORDS: tl.constexpr,
+    MASKS: tl.constexpr,
     STOPS: tl.constexpr,
     BIASES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -279,7 +282,7 @@ def row_sample_blocks(
     out, _, _ = draw_from_blocks(
         entry, logits_ptr, rows_ptr, starts_ptr, positions_ptr, floats_ptr, ints_ptr, stops_ptr, seen_ptr, counts_ptr,
         bias_ids_ptr, biases_ptr, allowed_ptr, token_ids_ptr, best_ptr, best_ids_ptr, masses_ptr, max_length,
-        VOCAB, LOG_VOCAB, WORDS, STOPS, BIASES, BLOCK, BLOCKS, BLOCKS_PADDED, TILE, TILES_PADDED,
+        VOCAB, LOG_VOCAB, WORDS, MASKS, STOPS, BIASES, BLOCK, BLOCKS, BLOCKS_PADDED, TILE, TILES_PADDED,
     )  # fmt: skip
     tl.store(out_ptr + entry, out)
 
@@ -341,6 +344,7 @@ def row_finish(
     VOCAB: tl.constexpr,
     LOG_VOCAB: tl.constexpr,
     WORDS: tl.constexpr,
+    MASKS: tl.constexpr,
     STOPS: tl.constexpr,
     BIASES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -361,7 +365,7 @@ def row_finish(
     out, row, position = draw_from_blocks(
         entry, logits_ptr, rows_ptr, starts_ptr, positions_ptr, floats_ptr, ints_ptr, stops_ptr, seen_ptr, counts_ptr,
         bias_ids_ptr, biases_ptr, allowed_ptr, token_ids_ptr, best_ptr, best_ids_ptr, masses_ptr, max_length,
-        VOCAB, LOG_VOCAB, WORDS, STOPS, BIASES, BLOCK, BLOCKS, BLOCKS_PADDED, TILE, TILES_PADDED,
+        VOCAB, LOG_VOCAB, WORDS, MASKS, STOPS, BIASES, BLOCK, BLOCKS, BLOCKS_PADDED, TILE, TILES_PADDED,
     )  # fmt: skip
     tl.store(out_ptr + entry, out)
     wanted = (row >= 0) & (tl.load(ints_ptr + tl.maximum(row, 0) * PARAMS + WANT_LOGPROBS) != 0)
