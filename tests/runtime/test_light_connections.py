@@ -271,3 +271,12 @@ def test_the_rest_of_a_long_pipeline_is_left_to_an_ordinary_connection() -> None
         theirs.send(b"a no\r\n\r\n" * 4 + b"b no\r\n\r\nc")
         assert _serve(one, state.refusal, 20.0) == (_State.ORDINARY, 4 * REFUSED)
         assert one.data == b"b no\r\n\r\nc" and not one.passed and len(state.refused) == 8
+
+
+def test_a_body_of_ordinary_size_is_refused_with_its_head() -> None:
+    state = Server()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        one = _Light(ours, lambda data, passed: None, ours.close, 0.0)
+        theirs.send(b"no close +10000\r\n\r\n" + bytes(10_000))
+        assert _serve(one, state.refusal, 20.0) == (_State.CLOSED, REFUSED)

@@ -26,7 +26,7 @@ from typing import Protocol
 
 from llmc_runtime.server.http.fair_selector import FairSelector
 
-_READ = 4 << 10  # bytes read at a time, and the maximum of a head; a longer one is left to the parser
+_READ = 16 << 10  # bytes read at a time, and the maximum of a head; a longer one is left to the parser
 _LAST_FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_MORE", 0)
 _MAX_READS = 4  # per turn of a connection, so that connections alternate
 _MAX_REQUESTS = 4  # in one read; an ordinary connection handles the rest of a pipeline
