@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -46,12 +46,14 @@ TINY = shapes.Shape(
 class Plan:
     """What is compared and measured.
 
-    tokens: that each prompt generates. sample: of the cases of kernels, every so many-th runs. models: shapes with
+    model: for comparisons; None is a random checkpoint of the first of `models`. prompts: texts, or token ids. tokens:
+    that each generates. sample: of the cases of kernels, every so many-th runs. models: shapes with
     random weights that are timed. batches, lengths: of latency, with the tokens of a prompt and of an output. rounds:
     further options of `llmc bench`. requests: of offline throughput, with these lengths. limits: options of compiles.
     """
 
-    model: Path = DEMO
+    model: Path | None = DEMO
+    prompts: tuple[Any, ...] = PROMPTS
     tokens: int = 48
     sample: int = 1
     models: tuple[shapes.Shape, ...] = (shapes.QWEN3_06B, shapes.LLAMA31_8B)
@@ -64,7 +66,7 @@ class Plan:
 
 
 QUICK = Plan(
-    ROOT / "examples" / "demo-model-small", 3, 60, (TINY,), (1, 2), (3, 2), ("--num-iters", "1"), (2, 5, 2),
+    None, ((5, 6, 7), (8,), (9, 10, 11, 12, 13)), 3, 120, (TINY,), (1, 2), (3, 2), ("--num-iters", "1"), (2, 5, 2),
     ("--max-num-seqs", "2", "--max-num-batched-tokens", "16"), "triton/rope_append",
 )  # fmt: skip
 
@@ -103,6 +105,11 @@ class Bench:
         found |= {f"speed of {s.name}": partial(self.speed, s) for s in (*plan.models, *quantised)}
         return found | ({"schedules": self.schedules} if self.tune else {})
 
+    @cached_property
+    def model(self) -> Path:
+        """The model that is compared."""
+        return self.plan.model or shapes.checkpoint(self.plan.models[0], self.out)
+
     def compiled(self, model: Path, name: str, *options: object) -> Path:
         """Compile a model, unless that has been done, and return the artifact."""
         path = self.out / f"{name}.llmc"
@@ -125,12 +132,12 @@ class Bench:
         decide.
         """
         options, tolerance = DTYPES[dtype]
-        model, demo = self.plan.model, ("--target", "cpu:portable", "--dtype", "float32")
+        model, demo = self.model, ("--target", "cpu:portable", "--dtype", "float32")
         quantised = options[2:4] if "--quant" in options else ()
         reference = self.compiled(model, "cpu-fp8" if quantised else "cpu", *demo, *quantised)
         artifact = self.compiled(model, dtype, "--target", self.target, *options)
         worst, equal, total = 0.0, 0, 0
-        for want, got in zip(*(scores(path, self.plan.tokens) for path in (reference, artifact)), strict=True):
+        for want, got in zip(*(scores(path, self.plan) for path in (reference, artifact)), strict=True):
             same = next((i for i, (a, b) in enumerate(zip(want, got)) if a[0] != b[0]), len(want))
             worst = max([worst, *(abs(a[1] - b[1]) / max(1.0, abs(a[1])) for a, b in zip(want[:same], got[:same]))])
             equal, total = equal + same, total + len(want)
@@ -144,7 +151,7 @@ class Bench:
         from llmc_runtime.exec import canary
         from llmc_runtime.exec.load_executor import load_executor
 
-        path = self.compiled(self.plan.model, "bfloat16", "--target", self.target, *DTYPES["bfloat16"][0])
+        path = self.compiled(self.model, "bfloat16", "--target", self.target, *DTYPES["bfloat16"][0])
         found = []
         for careful in (False, True):
             executor = load_executor(path, careful=careful)
@@ -163,7 +170,7 @@ class Bench:
     def another_architecture(self) -> dict[str, Any]:
         """An artifact for another architecture is refused with E117."""
         other = "hip:gfx90a" if self.target == "hip:gfx942" else "hip:gfx942"
-        artifact = self.compiled(self.plan.model, "other", "--target", other, "--weights", "random:1")
+        artifact = self.compiled(self.model, "other", "--target", other, "--weights", "random:1")
         return refused("E117", "verify", artifact, "--record")
 
     def too_little_memory(self) -> dict[str, Any]:
@@ -191,7 +198,7 @@ class Bench:
         """Measure the schedules of the kernels of the demonstration model."""
         options = ("--target", self.target, "--limit", self.tune, "-o", self.out / "tuning.jsonl", *self.plan.limits)
         some = ("--kernels", self.plan.kernels) if self.plan.kernels else ()
-        return {"output": command("tune", self.plan.model, *options, *some)[-2000:]}
+        return {"output": command("tune", self.model, *options, *some)[-2000:]}
 
 
 def environment() -> dict[str, Any]:
@@ -199,13 +206,14 @@ def environment() -> dict[str, Any]:
     return dict(json.loads(command("collect-env", "--json")))
 
 
-def scores(artifact: Path, tokens: int) -> list[list[tuple[int, float]]]:
+def scores(artifact: Path, plan: Plan) -> list[list[tuple[int, float]]]:
     """Return the greedy tokens of each prompt with their log-probabilities."""
     from llmc_runtime import LLM, SamplingParams
 
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=1)
+    params = SamplingParams(temperature=0.0, max_tokens=plan.tokens, ignore_eos=True, logprobs=1)
     with LLM(artifact, say=lambda text: None) as llm:
-        outs = llm.generate(list(PROMPTS), params, use_tqdm=False)
+        prompts = [p if isinstance(p, str) else {"prompt_token_ids": list(p)} for p in plan.prompts]
+        outs = llm.generate(prompts, params, use_tqdm=False)
     done = [out.outputs[0] for out in outs]
     return [[(t, row[t].logprob) for t, row in zip(o.token_ids, o.logprobs or ())] for o in done]
 

@@ -104,18 +104,21 @@ def draw(rng: np.random.Generator, count: int, manifest: Manifest, longest: int)
         outputs = int(rng.integers(1, min(OUTPUTS, longest // 4)))
         own = rng.integers(3, vocab, int(rng.integers(1, longest // 2 - outputs))).tolist()
         prompt = [*stems[int(rng.integers(STEMS))], *own] if rng.random() < 0.5 else own
+        drawn: dict[str, Any] = {
+            "temperature": float(rng.choice([0.0, 0.8, 1.4])),
+            "top_p": float(rng.choice([1.0, 0.9])),
+            "top_k": int(rng.choice([0, 20])),
+            "repetition_penalty": float(rng.choice([1.0, 1.2])),
+        }
+        drawn |= further(rng, vocab, outputs, guided=any("tokenizer.json" in name for name in manifest.tokenizer))
         params = SamplingParams(
-            temperature=float(rng.choice([0.0, 0.8, 1.4])),
-            top_p=float(rng.choice([1.0, 0.9])),
-            top_k=int(rng.choice([0, 20])),
-            repetition_penalty=float(rng.choice([1.0, 1.2])),
+            **drawn,
             max_tokens=outputs,
             seed=i,
             logprobs=TOP,
             prompt_logprobs=TOP if i % SCORED == 0 else None,
             detokenize=False,
             ignore_eos=True,
-            **further(rng, vocab, outputs, guided=bool(manifest.tokenizer)),
         )
         requests.append(Request(tuple(prompt), params))
     return requests
@@ -129,8 +132,8 @@ def further(rng: np.random.Generator, vocab: int, outputs: int, guided: bool) ->
         {"presence_penalty": float(rng.uniform(-2, 2)), "frequency_penalty": float(rng.uniform(-2, 2))},
         {"logit_bias": {token: float(rng.uniform(-9, 9)) for token in some}},
         {"allowed_token_ids": some},
-        {"min_tokens": int(rng.integers(0, outputs + 1)), "stop_token_ids": some},
-        {"n": int(rng.integers(2, 5))},
+        {"min_tokens": int(rng.integers(0, outputs + 1)), "stop_token_ids": some[:20]},
+        {"n": int(rng.integers(2, 5)), "temperature": 1.0},
     ]
     if guided:
         drawn.append({"structured_outputs": StructuredOutputsParams(regex=str(rng.choice(REGEXES)))})

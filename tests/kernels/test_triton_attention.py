@@ -40,12 +40,8 @@ SHAPES = (
 )  # h, g, d
 F8 = "f8e4m3"
 DETERMINISTIC = replace(INTERPRETED, deterministic=True)
-ATOL = {
-    "f32": 2e-5,
-    "f16": 4e-3,
-    "bf16": 3e-2,
-    **dict.fromkeys(FLOAT8, 0.0),
-}  # a bfloat16 softmax; Triton's interpreter cuts where others round
+# A bfloat16 softmax; Triton's interpreter cuts where others round.
+ATOL = {"f32": 2e-5, "f16": 4e-3, "bf16": 3e-2, **dict.fromkeys(FLOAT8, 0.0)}
 
 
 @dataclass

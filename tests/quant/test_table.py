@@ -14,7 +14,6 @@ from models.kit import eager_logits, ir_logits, prompts, relative_error
 from pages import DOCS
 from quant.test_decode import FIXTURES, READ, decoder, float_model
 
-from llmc.codegen.backends.triton.triton_kernel import CODES
 from llmc.extension import load
 from llmc.frontend.checkpoint import Checkpoint
 from llmc.frontend.trace_model import trace
@@ -25,12 +24,9 @@ from llmc.quant.typed_weights import use_codes
 
 PAGE = DOCS / "howto-quantization.md"
 START, END = "<!-- table of formats -->\n", "<!-- end of the table -->\n"
-# Target -> dtype of the model, and what lowers quantised tensors in the target's pipeline.
-TARGETS = {
-    "cpu:x86-64-v4": ("f32", "lower-quantized{act=i8, act_block=64}"), "cuda:sm_90": ("bf16", "lower-quantized"),
-    "hip:gfx942": ("bf16", "to-fnuz, lower-quantized"),
-}  # fmt: skip
-HEAD = "| checkpoint | written by | formats | CPU | `cuda:sm_90` | `hip:gfx942` |\n|---|---|---|---|---|---|\n"
+# Target -> dtype of the model, and the options of lower-quantized in the target's pipeline.
+TARGETS = {"cpu:x86-64-v4": ("f32", "{act=i8, act_block=64}"), "cuda:sm_90": ("bf16", "")}
+HEAD = "| checkpoint | written by | formats | CPU | GPU (`cuda:sm_90`) |\n|---|---|---|---|---|\n"
 PRODUCTS = ("linear_map", "linear", "block_scaled_linear")
 EXACT = 1e-4
 ROW = re.compile(r"([\d.]+) %")
@@ -45,21 +41,21 @@ def ways(module: Module, dequantised: bool) -> str:
             found.append(f"{floats} codes" if floats[:1] in ("e", "f") else f"{n.attrs['bits']}-bit codes")
         elif n.op.name in ("scaled_moe_up", "scaled_moe_down"):
             found.append(f"{n.operands[3].type.dtype} codes x {n.operands[0].type.dtype}")
-        elif n.op.name in PRODUCTS and n.operands[1].type.dtype in CODES:
+        elif n.op.name in PRODUCTS and n.operands[1].type.dtype in ("i8", "f8e4m3"):
             x = n.operands[0].type.dtype
-            found.append(f"{n.operands[1].type.dtype} codes" + (f" x {x}" if x in CODES else ""))
+            found.append(f"{n.operands[1].type.dtype} codes" + (f" x {x}" if x in ("i8", "f8e4m3") else ""))
     return ", ".join(dict.fromkeys([*sorted(found), *(["dequantised"] if dequantised else [])])) or "not quantised"
 
 
 def cell(name: str, target: str, want: np.ndarray, tokens: np.ndarray, positions: np.ndarray) -> tuple[str, str]:
     """The formats of a checkpoint, and what a target makes of it with the error of its logits."""
-    registry, (dtype, lower) = load(), TARGETS[target]
+    registry, (dtype, options) = load(), TARGETS[target]
     found = decoder(FIXTURES / name)
     with Checkpoint(trace(FIXTURES / name, dtype=dtype), decoder=found) as checkpoint:
         module = checkpoint.traced.module
         kept = use_codes(module, checkpoint, registry.opset())
         ctx = Ctx(registry.opset(), registry.target(target), registry.kernels)
-        text = f"canonicalize, fuse-linear, split-moe{{quantized=true}}, {lower}"
+        text = f"canonicalize, fuse-linear, split-moe{{quantized=true}}, lower-quantized{options}"
         passes = parse_pipeline(text, registry.passes)
         run_pipeline(module, passes, ctx)
         got = ir_logits(module, checkpoint.traced, checkpoint, tokens, positions, np.arange(len(tokens)))

@@ -75,7 +75,7 @@ def objects(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> CodeObjects:
 def test_the_whole_program(
     driver: Driver, objects: CodeObjects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver.gpu(arch="gfx942:sramecc+:xnack-", nbytes=8 << 30)
+    driver.gpu(arch="gfx942:sramecc+:xnack-", nbytes=2 << 30)
     target = interpreted("gfx942", monkeypatch)
     monkeypatch.setattr(hip_kernels, "load", driver_module.load)
     monkeypatch.setattr(amd, "program", program)
@@ -87,8 +87,8 @@ def test_the_whole_program(
     assert not objects.errors, objects.errors
     assert list(report) == STEPS and code == 0 and not any(s["error"] for s in report.values())
     found = {name: s["found"] for name, s in report.items()}
-    assert found["kernels"]["cases"] > 20 and not found["kernels"]["failed"]
-    assert found["parity in float32"]["equal_tokens"] == found["parity in float32"]["tokens"] == 12
+    assert found["kernels"]["cases"] > 10 and not found["kernels"]["failed"]
+    assert found["parity in float32"]["equal_tokens"] == found["parity in float32"]["tokens"] == 9
     assert found["graphs"]["tokens"] and found["canary"]["ok"]
     assert "E117" in found["another architecture"]["message"] and "E205" in found["too little memory"]["message"]
     for name in ("speed of tiny", "speed of tiny-fp8-fp8kv"):
