@@ -167,6 +167,21 @@ def segments_of(config: Any) -> int:
     return int(getattr(config, "type_vocab_size", 1) or 1) if config.model_type in ENCODERS else 1
 
 
+def returns_segments(source: Source) -> bool:
+    """Return whether transformers' tokenizer of the folder returns token types, without which all tokens of a pair are
+    of the first segment: as tokenizer_config.json names its inputs, else as the class does that it names. Without a
+    class it is that of the model's type, which returns them.
+    """
+    path = source.folder / "tokenizer_config.json"
+    config = read_json(path) if path.is_file() else {}
+    names = config.get("model_input_names")
+    if not isinstance(names, list):
+        import transformers
+
+        names = getattr(getattr(transformers, str(config.get("tokenizer_class")), None), "model_input_names", None)
+    return names is None or "token_type_ids" in names
+
+
 def position_offset(config: Any) -> int:
     """Return the position of a prompt's first token."""
     return int(config.pad_token_id) + 1 if config.model_type in BEHIND_PADDING else 0

@@ -191,6 +191,24 @@ def test_scores(opened: Callable[..., tuple[Any, LLM]]) -> None:
     assert np.allclose([o.outputs.score for o in found], [vectors[0] @ vectors[1], 1.0], atol=1e-6)
 
 
+def test_segments_are_those_that_the_tokenizer_returns(tmp_path: Path) -> None:
+    """transformers passes no token types where the tokenizer's class, or its list of inputs, has none."""
+    save(CROSS, tmp_path)
+    settings = tmp_path / "tokenizer_config.json"
+    names = {"model_input_names": ["input_ids", "attention_mask"]}
+    more = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
+    cases: list[tuple[dict[str, Any], int]] = [
+        ({}, 2), ({"tokenizer_class": "BertTokenizerFast"}, 2), ({"tokenizer_class": "PreTrainedTokenizerFast"}, 1),
+        ({"tokenizer_class": "BertTokenizer", **names}, 1), ({"tokenizer_class": "PreTrainedTokenizerFast", **more}, 2),
+    ]  # fmt: skip
+    for config, segments in cases:
+        settings.write_text(json.dumps(config))
+        found = transformers.AutoTokenizer.from_pretrained(tmp_path)("w5", "w6")
+        assert ("token_type_ids" in found) == (segments == 2), config
+        pooling = trace(tmp_path).facts.pooling
+        assert pooling is not None and pooling.segments == segments, config
+
+
 def test_refused(opened: Callable[..., tuple[Any, LLM]]) -> None:
     _, llm = opened(BERT)
     for do in (
