@@ -1,7 +1,7 @@
 """Embeddings and scores of pairs beside sentence-transformers, from texts to numbers, with random weights.
 
-    python -m bench.embeddings [--models A,B] [--device cpu|cuda] [--loads A,B] [--rounds N] [--threads N]
-        [--artifacts DIR] [--compile-only] [--served] [--json FILE] [--peer PYTHON]
+    python -m bench.embeddings [--models A,B] [--device cpu|cuda] [--loads A,B] [--rounds N] [--scale N]
+        [--threads N] [--artifacts DIR] [--compile-only] [--served] [--json FILE] [--peer PYTHON]
 
 Contenders take turns, each in a process of its own, and medians are compared; `--served` adds llmc-serve's
 /v1/embeddings. Peers run in their best of the settings tried (dtype, batch size) with PYTHON, this one by default, and
@@ -23,7 +23,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,9 @@ def tokenizer(encoder: bool) -> Any:
     one = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     names = ("<|bos|>", "<|eos|>")
     special = [(name, one.token_to_id(name)) for name in names]
-    single, pair = ("<|bos|> $A <|eos|>", "<|bos|> $A <|eos|> $B:1 <|eos|>:1") if encoder else ("$A <|eos|>", "$A $B:1 <|eos|>:1")
+    single, pair = (
+        ("<|bos|> $A <|eos|>", "<|bos|> $A <|eos|> $B:1 <|eos|>:1") if encoder else ("$A <|eos|>", "$A $B:1 <|eos|>:1")
+    )
     one.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
     return one
 
@@ -277,7 +279,7 @@ class Contender:
     def __init__(self, name: str, python: str, *words: str) -> None:
         self.name, self.log = name, tempfile.TemporaryFile("w+")
         env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'runtime'}:{os.environ.get('PYTHONPATH', '')}"}
-        env |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        env |= {"HF_HUB_OFFLINE": "1"}
         self.process = subprocess.Popen(
             [python, "-m", "bench.embeddings", "--contender", *words],
             cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
@@ -379,7 +381,10 @@ def bench(model: Model, args: argparse.Namespace, say: Callable[[dict[str, Any]]
         if args.served:
             contenders.append(Served(path, model.task, args.threads))
         for name in args.loads.split(","):
-            _load(model, LOADS[name], contenders, args.rounds, say)
+            load = LOADS[name]
+            if load.texts > 1:
+                load = replace(load, texts=load.texts * args.scale)
+            _load(model, load, contenders, args.rounds, say)
     finally:
         for one in contenders:
             one.close()
@@ -417,6 +422,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--loads", default=",".join(LOADS))
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--scale", type=int, default=1)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--artifacts", default=str(ROOT / "build" / "bench" / "embeddings"))
     parser.add_argument("--compile-only", action="store_true")
