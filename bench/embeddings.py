@@ -61,7 +61,10 @@ def ours(path: str, task: str, threads: int) -> tuple[Run, str]:
     """LLM.embed or LLM.score over an artifact."""
     from llmc_runtime import LLM, __version__
 
-    options: dict[str, Any] = {"threads": threads} if "cpu-" in Path(path).name else {}
+    on_cpu = "cpu-" in Path(path).name
+    options: dict[str, Any] = (
+        {"threads": threads} if on_cpu else {"kv_cache_memory_bytes": 8 << 30}
+    )  # peers need memory
     llm = LLM(path, enable_prefix_caching=False, say=lambda line: None, **options)
 
     def score(pairs: Any) -> Sequence[Any]:

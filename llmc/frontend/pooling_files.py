@@ -152,7 +152,7 @@ def _kind(config: Mapping[str, Any], folder: Path) -> str:
 
 
 def _max_length(folder: Path) -> int | None:
-    """Return the maximum length of a prompt in sentence_bert_config.json, else the tokenizer's; None if there is none."""
+    """Return the maximum length of a prompt in sentence_bert_config.json, else the tokenizer's, or None."""
     path = folder / "sentence_bert_config.json"
     config = read_json(path) if path.is_file() else {}
     if config.get("do_lower_case"):
