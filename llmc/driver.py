@@ -32,7 +32,7 @@ from llmc.passes.lower.page_attention import DRAFT_PREFIX
 from llmc.passes.lower.shard import with_ranks
 from llmc.passes.pass_report import Record
 from llmc.passes.pipeline import override, parse_pipeline, run_pipeline
-from llmc.pooled_compile import check_pooled, describe
+from llmc.pooled_compile import check_pooled, pooling_notes
 from llmc.provenance import compiler_text, related_extensions, source_of, used_extensions, versions
 from llmc.targets.deterministic import deterministic
 from llmc.targets.target import Target
@@ -282,7 +282,8 @@ class Compilation:
         if (pooling := f.pooling) is not None:
             self.tokens = check_pooled(o, pooling, f.max_positions, self.tokens)
             self.pool = pooling.kind
-            self.note(describe(pooling))
+            for note in pooling_notes(pooling, traced.source):
+                self.note(note)
             self.summary.next = next_command(self.model, self.output, o, self.target, pooling.task)
         stored = kv_dtype_of(traced.source.config) if o.kv_cache_dtype == "auto" else ""
         self.kv_dtype, note = kv_dtype(o.kv_cache_dtype, stored, self.target, self.registry)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from llmc_runtime.format.pooling import CLASSIFY, Pooling
+from collections.abc import Iterator
+
+from llmc_runtime.format.pooling import CLASSIFY, EMBED, Pooling
 
 from llmc.diagnostics import Diagnostic
+from llmc.frontend.model_folder import Source
+from llmc.frontend.pooling_files import embedding_notes
 from llmc.options import Options
 
 
@@ -19,8 +23,14 @@ def check_pooled(o: Options, pooling: Pooling, max_positions: int, tokens: int) 
     return max(tokens, max_positions) if pooling.whole else tokens
 
 
-def describe(pooling: Pooling) -> str:
-    """Return a note about what the artifact returns for a prompt."""
+def pooling_notes(pooling: Pooling, source: Source) -> Iterator[str]:
+    """Yield notes: what the artifact returns for a prompt, and what sentence-transformers does otherwise."""
+    yield _describe(pooling)
+    if pooling.task == EMBED:
+        yield from embedding_notes(source)
+
+
+def _describe(pooling: Pooling) -> str:
     what = f"{pooling.width} logits" if pooling.task == CLASSIFY else f"an embedding of {pooling.width} numbers"
     of = {"last": "the last token", "cls": "the first token", "mean": "the mean of all tokens"}[pooling.kind]
     done = ", normalised" if pooling.normalize else ""

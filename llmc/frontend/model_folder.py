@@ -36,7 +36,7 @@ TOKENIZER_FILES = (
 
 MODULES = "modules.json"  # of sentence-transformers
 # Files that are read when a model pools, and that are not part of the artifact.
-POOLING_FILES = (MODULES, "sentence_bert_config.json")
+POOLING_FILES = (MODULES, "sentence_bert_config.json", "config_sentence_transformers.json")
 
 DOWNLOAD_AGAIN = "download the file again"
 TEMPLATES = "additional_chat_templates"  # folder of additional chat templates, NAME.jinja

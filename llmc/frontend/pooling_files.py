@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +23,8 @@ _MODES = MappingProxyType(
         "cls": CLS, "mean": MEAN, "lasttoken": LAST,
     }
 )  # fmt: skip
+SETTINGS = "config_sentence_transformers.json"
+_NO_LIMIT = 1_000_000  # tokenizers without a limit say 10^30
 _ACTIVATIONS = MappingProxyType({"Sigmoid": "sigmoid", "Identity": "none", "Softmax": "softmax"})
 
 
@@ -104,6 +106,27 @@ def _embedding(source: Source, encoder: bool) -> PooledModel:
     return PooledModel(Pooling(EMBED, kind, 1, normalize), _max_length(source.folder))
 
 
+def _settings(folder: Path) -> dict[str, Any]:
+    """Return the contents of config_sentence_transformers.json, {} without it."""
+    path = folder / SETTINGS
+    return read_json(path) if path.is_file() else {}
+
+
+def embedding_notes(source: Source) -> Iterator[str]:
+    """Yield what sentence-transformers' settings do to texts and embeddings, and requests have to do here."""
+    settings = _settings(source.folder)
+    prompts, name = settings.get("prompts"), settings.get("default_prompt_name")
+    text = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None
+    if text:
+        yield (
+            f"{SETTINGS}: sentence-transformers puts {str(text)[:200]!r} in front of texts; an artifact embeds texts "
+            "as they are, so put it there"
+        )
+    if settings.get("truncate_dim"):
+        size = str(settings["truncate_dim"])[:20]
+        yield f"{SETTINGS}: sentence-transformers keeps {size} dimensions; ask for them with dimensions={size}"
+
+
 def _modules(folder: Path) -> list[tuple[str, Path]]:
     """Return (class, folder) of each module."""
     entries = read_list(folder / MODULES)
@@ -129,14 +152,16 @@ def _kind(config: Mapping[str, Any], folder: Path) -> str:
 
 
 def _max_length(folder: Path) -> int | None:
-    """Return the maximum length of a prompt in sentence_bert_config.json, None if there is none."""
+    """Return the maximum length of a prompt in sentence_bert_config.json, else the tokenizer's, or None."""
     path = folder / "sentence_bert_config.json"
     config = read_json(path) if path.is_file() else {}
     if config.get("do_lower_case"):
         remedy = "put a Lowercase normalizer into tokenizer.json"
         raise Diagnostic("E313", f"{path}: do_lower_case is not supported", remedy)
     length = config.get("max_seq_length")
-    return length if isinstance(length, int) and length > 0 else None
+    if length is None and (folder / "tokenizer_config.json").is_file():  # as transformers' tokenizers limit it
+        length = read_json(folder / "tokenizer_config.json").get("model_max_length")
+    return length if isinstance(length, int) and 0 < length < _NO_LIMIT else None
 
 
 def _classifier(source: Source, encoder: bool) -> PooledModel:
@@ -148,9 +173,9 @@ def _classifier(source: Source, encoder: bool) -> PooledModel:
     labels = tuple(map(str, names.values())) if isinstance(names, dict) else ()
     count = len(labels) or int(config.get("num_labels") or 2)
     beside = config.get("sentence_transformers")
-    named = (beside.get("activation_fn") if isinstance(beside, dict) else None) or config.get(
-        "sbert_ce_default_activation_function"
-    )
+    named = _settings(source.folder).get("activation_fn")
+    named = named or (beside.get("activation_fn") if isinstance(beside, dict) else None)
+    named = named or config.get("sbert_ce_default_activation_function")
     activation = "sigmoid" if count == 1 else "softmax"
     if named:
         known = _ACTIVATIONS.get(str(named).rpartition(".")[2])
@@ -165,6 +190,21 @@ def _classifier(source: Source, encoder: bool) -> PooledModel:
 def segments_of(config: Any) -> int:
     """Return the number of token types that a prompt can have."""
     return int(getattr(config, "type_vocab_size", 1) or 1) if config.model_type in ENCODERS else 1
+
+
+def returns_segments(source: Source) -> bool:
+    """Return whether transformers' tokenizer of the folder returns token types, without which all tokens of a pair are
+    of the first segment: as tokenizer_config.json names its inputs, else as the class does that it names. Without a
+    class it is that of the model's type, which returns them.
+    """
+    path = source.folder / "tokenizer_config.json"
+    config = read_json(path) if path.is_file() else {}
+    names = config.get("model_input_names")
+    if not isinstance(names, list):
+        import transformers
+
+        names = getattr(getattr(transformers, str(config.get("tokenizer_class")), None), "model_input_names", None)
+    return names is None or "token_type_ids" in names
 
 
 def position_offset(config: Any) -> int:

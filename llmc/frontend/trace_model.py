@@ -14,7 +14,7 @@ from llmc_runtime.format.pooling import Pooling
 from llmc.diagnostics import Diagnostic
 from llmc.frontend.config_limits import check_layers, check_sizes
 from llmc.frontend.model_folder import Source, open_source
-from llmc.frontend.pooling_files import PooledModel, position_offset, read_pooled, segments_of
+from llmc.frontend.pooling_files import PooledModel, position_offset, read_pooled, returns_segments, segments_of
 from llmc.frontend.truncate import first_layers
 from llmc.ir.graph import Module
 from llmc.ir.types import Type
@@ -132,7 +132,7 @@ def trace(
         generation=MappingProxyType(_generation(source)),
         heads=tuple(_heads(converted.module)),
         layers=cut,
-        pooling=_pooling(pooled, converted.module, text),
+        pooling=_pooling(source, pooled, converted.module, text),
     )
     inputs = converted.module.graphs["main"].inputs
     weights = {v.name: WeightInfo(v.name, v.type, v.name.rpartition(".")[0]) for v in inputs if v.weight}
@@ -208,7 +208,7 @@ def limits_of(path: str | Path) -> tuple[int, int]:
     return int(text.vocab_size), _limit(text)
 
 
-def _pooling(pooled: PooledModel | None, module: Module, text: Any) -> Pooling | None:
+def _pooling(source: Source, pooled: PooledModel | None, module: Module, text: Any) -> Pooling | None:
     """The pooling with what the traced graph says about it. Raises Diagnostic E313 if the labels do not fit."""
     if pooled is None:
         return None
@@ -216,7 +216,8 @@ def _pooling(pooled: PooledModel | None, module: Module, text: Any) -> Pooling |
     if pooled.pooling.labels and len(pooled.pooling.labels) != width:
         cause = f"config.json names {len(pooled.pooling.labels)} labels, and the model has {width}"
         raise Diagnostic("E313", cause, "correct id2label")
-    return replace(pooled.pooling, width=width, segments=segments_of(text))
+    segments = segments_of(text) if returns_segments(source) else 1
+    return replace(pooled.pooling, width=width, segments=segments)
 
 
 def _heads(module: Module) -> Iterator[tuple[int, int, int, int]]:

@@ -39,12 +39,14 @@ def paired(first: Any, second: Any) -> list[tuple[str, str]]:
     return list(zip(left, right))
 
 
-def pair_prompt(tokenizer: Tokenizer | None, first: str, second: str, pooling: Pooling, vocab_size: int) -> Prompt:
-    """Return the prompt of a cross-encoder for two texts. `vocab_size` is that of all segments together.
+def pair_prompts(
+    tokenizer: Tokenizer | None, pairs: Sequence[tuple[str, str]], pooling: Pooling, vocab_size: int
+) -> list[Prompt]:
+    """Return the prompts of a cross-encoder for pairs of texts. `vocab_size` is that of all segments together.
 
     Raises LlmcError E620 and E621.
     """
     if tokenizer is None:
         raise LlmcError("E620", "the artifact has no tokenizer.json, and pairs are texts", TOKENIZE)
     segment = vocab_size // pooling.segments if pooling.segments > 1 else 0
-    return Prompt(tokenizer.encode_pair(first, second, segment))
+    return [Prompt(ids) for ids in tokenizer.encode_pairs(pairs, segment)]

@@ -50,12 +50,16 @@ def as_prompts(prompts: Any, tokenizer: Tokenizer | None) -> list[Prompt]:
         return [as_prompt(prompts, tokenizer)]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray | range):
         raise LlmcError("E625", f"prompts has the type {type(prompts).__name__}", _FORMS)
-    out = []
-    for i, prompt in enumerate(prompts):
-        try:
-            out.append(as_prompt(prompt, tokenizer))
-        except LlmcError as e:
-            raise numbered(e, i, len(prompts)) from e
+    out: list[Prompt] = []
+    try:
+        if tokenizer is not None and all(isinstance(prompt, str) for prompt in prompts):
+            for text, ids in zip(prompts, tokenizer.encode_all(prompts)):
+                out.append(Prompt(ids, text))
+        else:
+            for prompt in prompts:
+                out.append(as_prompt(prompt, tokenizer))
+    except LlmcError as e:
+        raise numbered(e, len(out), len(prompts)) from e
     return out
 
 

@@ -21,8 +21,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from llmc.driver import compile_model
 from llmc.frontend.export import quiet
+from llmc.frontend.model_folder import open_source
+from llmc.frontend.pooling_files import read_pooled
 from llmc.frontend.trace_model import trace
 from llmc.options import Options
+from llmc.pooled_compile import pooling_notes
 
 VOCAB, LENGTH, ROWS = 96, 64, 4
 SIZES: dict[str, Any] = {
@@ -189,6 +192,50 @@ def test_scores(opened: Callable[..., tuple[Any, LLM]]) -> None:
     vectors = [np.array(o.outputs.embedding) for o in llm.embed(["w5 w6", "w7", "w5 w6"], use_tqdm=False)]
     found = llm.score(["w5 w6", "w5 w6"], ["w7", "w5 w6"], use_tqdm=False)
     assert np.allclose([o.outputs.score for o in found], [vectors[0] @ vectors[1], 1.0], atol=1e-6)
+
+
+def test_segments_are_those_that_the_tokenizer_returns(tmp_path: Path) -> None:
+    """transformers passes no token types where the tokenizer's class, or its list of inputs, has none."""
+    save(CROSS, tmp_path)
+    settings = tmp_path / "tokenizer_config.json"
+    names = {"model_input_names": ["input_ids", "attention_mask"]}
+    more = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
+    cases: list[tuple[dict[str, Any], int]] = [
+        ({}, 2), ({"tokenizer_class": "BertTokenizerFast"}, 2), ({"tokenizer_class": "PreTrainedTokenizerFast"}, 1),
+        ({"tokenizer_class": "BertTokenizer", **names}, 1), ({"tokenizer_class": "PreTrainedTokenizerFast", **more}, 2),
+    ]  # fmt: skip
+    for config, segments in cases:
+        settings.write_text(json.dumps(config))
+        found = transformers.AutoTokenizer.from_pretrained(tmp_path)("w5", "w6")
+        assert ("token_type_ids" in found) == (segments == 2), config
+        pooling = trace(tmp_path).facts.pooling
+        assert pooling is not None and pooling.segments == segments, config
+
+
+def test_settings_of_sentence_transformers_6(tmp_path: Path) -> None:
+    """The activation, the default prompt, the dimensions and the maximum length are where version 6 writes them."""
+    save(CROSS, tmp_path / "cross")
+    save(BERT, tmp_path / "bert")
+    settings = "config_sentence_transformers.json"
+    for name, activation in (("linear.Identity", "none"), ("activation.Sigmoid", "sigmoid")):
+        (tmp_path / "cross" / settings).write_text(json.dumps({"activation_fn": f"torch.nn.modules.{name}"}))
+        model = read_pooled(open_source(tmp_path / "cross"))
+        assert model is not None and model.pooling.activation == activation
+    (tmp_path / "cross" / settings).write_text(json.dumps({"activation_fn": "somewhere.Else"}))
+    fails("E313", "somewhere.Else", do=lambda: read_pooled(open_source(tmp_path / "cross")))
+    prompts = {"query": "query: ", "document": ""}
+    (tmp_path / "bert" / "tokenizer_config.json").write_text('{"model_max_length": 48}')
+    for more, words in (
+        ({"default_prompt_name": "query"}, "'query: ' in front"),
+        ({"default_prompt_name": "document"}, ""),
+        ({"truncate_dim": 8}, "dimensions=8"),
+    ):
+        (tmp_path / "bert" / settings).write_text(json.dumps({"prompts": prompts, **more}))
+        source = open_source(tmp_path / "bert")
+        model = read_pooled(source)
+        assert model is not None and model.max_length == 48
+        first, *rest = pooling_notes(model.pooling, source)
+        assert "mean of all tokens" in first and len(rest) == bool(words) and words in "".join(rest)
 
 
 def test_refused(opened: Callable[..., tuple[Any, LLM]]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import textkit
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.prompts import as_prompts
 from llmc_runtime.text.tokenizer import Tokenizer
 
 TEXTS = (
@@ -127,3 +129,17 @@ def test_an_unpaired_surrogate_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LlmcError) as e:
         ours.encode("a\ud800b")
     assert e.value.code == "E621"
+
+
+def test_texts_in_batches_are_encoded_as_alone() -> None:
+    """Also with a text in the middle of a batch that cannot be encoded: the error names its number."""
+    tok = Tokenizer(textkit.byte_level(bos=True), {}, {})
+    draw = random.Random(5)
+    texts = ["".join(chr(draw.choice((32, 97, 228, 0x4E2D, 0x1F600))) for _ in range(i % 40)) for i in range(700)]
+    assert [prompt.ids for prompt in as_prompts(texts, tok)] == [tok.encode(text) for text in texts]
+    pairs = list(zip(texts, texts[::-1]))
+    assert list(tok.encode_pairs(pairs, 1000)) == [tok.encode_pair(a, b, 1000) for a, b in pairs]
+    texts[300] = "\ud800"
+    with pytest.raises(LlmcError, match=r"E621.*prompt 300 of 700.*surrogates"):
+        as_prompts(texts, tok)
+    assert as_prompts([], tok) == []

@@ -8,7 +8,7 @@ from typing import Any
 from llmc_runtime.api.model_api import ModelAPI
 from llmc_runtime.format.pooling import CLASSIFY, EMBED, Pooling
 from llmc_runtime.outputs import RequestOutput
-from llmc_runtime.pairs import pair_prompt, paired, require_scores
+from llmc_runtime.pairs import pair_prompts, paired, require_scores
 from llmc_runtime.pooled_outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -98,7 +98,7 @@ class PoolingAPI(ModelAPI):
         pooling, pairs = require_scores(self.pooling), paired(text_1, text_2)
         if pooling.task == EMBED:
             return self._similarities(pairs, pooling_params or PoolingParams(), pooling, use_tqdm)
-        prompts = [pair_prompt(self.tokenizer, a, b, pooling, self.config.vocab_size) for a, b in pairs]
+        prompts = pair_prompts(self.tokenizer, pairs, pooling, self.config.vocab_size)
         rows = self._pool(prompts, pooling_params, use_tqdm, CLASSIFY)
         return [
             ScoringRequestOutput(o.request_id, ScoringOutput(values[0]), o.prompt_token_ids, o.num_cached_tokens)

@@ -7,7 +7,7 @@ The files are those of the Hugging Face folder, unmodified. They are interpreted
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILE = "tokenizer.json"
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_BATCH = 256  # texts that are encoded together; their encodings are in memory at a time
 _OTHER_FORMATS = ("tokenizer.model", "spiece.model", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt")
 
 
@@ -58,6 +59,27 @@ class Tokenizer:
         Raises LlmcError E621 if the text is not valid Unicode or the tokenizer fails.
         """
         return list(self._encoded(text, add_special_tokens).ids)
+
+    def encode_all(self, texts: Sequence[str]) -> Iterator[list[int]]:
+        """Yield the ids of each text as `encode` does; the library encodes a batch of texts on all CPUs."""
+        for found in self._all(texts):
+            yield list(found.ids)
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]], segment: int = 0) -> Iterator[list[int]]:
+        """Yield the ids of each pair as `encode_pair` does, a batch at a time."""
+        for found in self._all(pairs):
+            yield [i + segment * kind for i, kind in zip(found.ids, found.type_ids)]
+
+    def _all(self, texts: Sequence[str] | Sequence[tuple[str, str]]) -> Iterator[Any]:
+        for start in range(0, len(texts), _BATCH):
+            part = list(texts[start : start + _BATCH])
+            try:
+                found = self.backend.encode_batch_fast(part)
+            except BaseException as e:
+                if not isinstance(e, Exception) and not files.is_panic(e):
+                    raise
+                found = (self._encoded(text, True) for text in part)  # reports the error at the text that has it
+            yield from found
 
     def _encoded(self, text: str | tuple[str, str], add_special_tokens: bool) -> Any:
         """Encode a text or a pair of texts; see `encode`."""
