@@ -29,7 +29,7 @@ PROMPT ?= When the morning came,
 SOURCES := $(shell find llmc runtime/llmc_runtime/format -name '*.py' -o -name '*.h' 2>/dev/null)
 # Workers of the tests: three on two cores, because many tests wait for processes and timers.
 JOBS ?= $(shell cores=$$(nproc); echo $$((cores + cores / 2)))
-SEED ?= $(shell date +%s)
+SEED := $(or $(SEED),$(shell date +%s))
 STEPS ?= 1000000
 FUZZ_SECONDS ?= 600
 
@@ -49,8 +49,8 @@ $(DEMO)/manifest.json: $(VENV)/.stamp-compile $(SOURCES) $(wildcard $(DEMO_MODEL
 	$(BIN)/llmc compile $(DEMO_MODEL) -o $(DEMO) --target cpu:native
 
 test: $(VENV)/.stamp-dev
-	@echo "make: running the test suite (two cores: under ten minutes)" >&2
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q $(PYTEST_ARGS)
+	@echo "make: running the test suite (two cores: under ten minutes); SEED=$(SEED) repeats what it draws" >&2
+	SEED=$(SEED) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q $(PYTEST_ARGS)
 
 # On a machine with an NVIDIA GPU: about five minutes; SAMPLE=N takes every Nth case under compute-sanitizer.
 test-gpu: $(VENV)/.stamp-dev

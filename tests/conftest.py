@@ -66,9 +66,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def slow(item: pytest.Item) -> str:
-    """The test that is marked `slow`, or its whole file, whose fixtures may be what is slow; "" for other tests."""
-    nodes = (node for node, _ in item.iter_markers_with_node("slow"))
-    return "" if item.get_closest_marker("drawn") else next((node.nodeid for node in nodes), "")
+    """What is drawn with a test that is marked `slow`: itself, its file if that is marked as a whole, or all tests
+    with the same argument of the mark, which share a slow fixture; "" for other tests."""
+    found = (mark.args[0] if mark.args else node.nodeid for node, mark in item.iter_markers_with_node("slow"))
+    return "" if item.get_closest_marker("drawn") else next(found, "")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

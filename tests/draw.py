@@ -48,6 +48,7 @@ def seed_test() -> None:
 
 
 def left_out(names: Sequence[str], share: float, seed: int = SEED) -> set[str]:
-    """What a run leaves out of these: all but `share` of them."""
-    kept = Random(seed).sample(sorted(names), round(share * len(names)))
+    """What a run leaves out of these: all but `share` of them; a part of one is kept as often as its share says."""
+    rng = Random(seed)
+    kept = rng.sample(sorted(names), int(share * len(names) + rng.random()))
     return set(names) - set(kept)

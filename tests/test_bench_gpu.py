@@ -177,6 +177,7 @@ def test_a_report_of_products(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(rest) == 4 and "2.0 us" in rest[0] and "triton/gemm" in rest[0]
 
 
+@pytest.mark.slow
 def test_the_bench_of_speculation_runs_dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU with a small model: every method and fixed number of drafts, at about the rates that are asked for."""
     monkeypatch.setattr(speculation, "FIXED", (1, 3))

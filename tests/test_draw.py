@@ -26,6 +26,7 @@ def test_a_run_leaves_out_its_share_and_every_seed_another_one() -> None:
     assert out == left_out(names[::-1], 0.5, SEED) and out < set(names) and 20 <= len(out) <= 21
     assert set.union(*(set(names) - left_out(names, 0.5, seed) for seed in range(20))) == set(names)
     assert not left_out(names, 1.0) and not left_out([], 0.5)
+    assert 20 < sum(not left_out(["one"], 0.3, seed) for seed in range(100)) < 40
 
 
 def test_a_test_has_random_numbers_of_its_own_that_the_seed_repeats(monkeypatch: pytest.MonkeyPatch) -> None:

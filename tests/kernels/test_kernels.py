@@ -50,7 +50,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", [LEVELS[0], pytest.param(LEVELS[1], marks=pytest.mark.slow(LEVELS[1]))])
 @pytest.mark.parametrize("op", [*OPS, "texts"])
 def test_kernel(op: str, level: str, compiled: Any) -> None:
     """All cases of one op (a text's case is named by its op as well) but the slow ones."""
