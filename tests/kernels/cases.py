@@ -171,6 +171,7 @@ TEXTS = (
     Text("bf16[T, 3]; bf16[R, 3]", "concat {axis=0}", "bf16[T+R, 3]"),
     Text("bf16[9, 33]; i32[T]", "take", "bf16[T, 33]"),
     Text("i32[9]; i64[2, R]", "take", "i32[2, R]"),
+    Text("bf16[9, 33]; i32[T]", "take_part {start=4}", "bf16[T, 33]", ints=27),
     Text("state bf16[4, 8, 33]; i32[T]", "page_take", "bf16[T, 33]"),
     Text("state bf16[4, 8, 33]; bf16[T, 33]; i32[T]", "page_put", "state bf16[4, 8, 33]"),
     Text("state f32[4, 8, 16]; f32[1, 16]; i32[1]", "page_put", "state f32[4, 8, 16]"),

@@ -243,7 +243,10 @@ _ROWS = {
     "concat": (Text("bf16[T, 32, 64]; bf16[T, 32, 128]", "concat {axis=2}", "bf16[T, 32, 192]"),),
     "page_take": (Text(f"{HIDDEN}; i32[T]", "page_take", "bf16[T, 4096]"),),
     "page_put": (Text(f"{HIDDEN}; bf16[T, 4096]; i32[T]", "page_put", HIDDEN),),
-    "take": (Text(f"weight bf16[{V}, 4096]; i32[T]", "take", "bf16[T, 4096]"),),
+    "take": (
+        Text(f"weight bf16[{V}, 4096]; i32[T]", "take", "bf16[T, 4096]"),
+        Text(f"weight bf16[{V // 2}, 4096]; i32[T]", f"take_part {{start={V // 2}}}", "bf16[T, 4096]"),
+    ),
     "packed_take": (Text("weight bf16[8016, 2048, 16, 2]; i32[T]", "packed_take {k=4096}", "bf16[T, 4096]"),),
     "gather": (Text("f32[T, 128]; i64[T, 8]", "gather {axis=1}", "f32[T, 8]"),),
     "iota": (Text("", 'iota {size=T, dtype="i32"}', "i32[T]"),),

@@ -93,6 +93,15 @@ def test_beyond_a_tile() -> None:
     run_case(case(IOTA, Text("", 'iota {size=2100, dtype="i32"}', "i32[2100]")))
 
 
+@pytest.mark.parametrize("start", (0, 40, 80))
+def test_rows_of_a_part_of_a_table(start: int) -> None:
+    """Zeros for the rows of other parts, and for padding."""
+    text = Text("bf16[40, 700]; i32[T]", f"take_part {{start={start}}}", "bf16[T, 700]", ints=120)
+    run_case(case(TAKE, text))
+    x = np.random.default_rng(0).standard_normal((40, 700))
+    run_case(case(TAKE, text, [x, np.array([-1, 0, 1, 38, 39, 40, 41, 79, 80, 119, 120], np.int64)]))
+
+
 def test_one_row_by_index() -> None:
     """The step of one sequence: sizes are constants, nothing is divided."""
     for idx in (5, -1):
