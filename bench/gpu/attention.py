@@ -61,6 +61,7 @@ CASES: dict[str, list[tuple[int, int]]] = {
     "decode-1x8192": [(1, 8192)],
     "decode-4x1024": [(1, 1024)] * 4,
     "decode-4x8192": [(1, 8192)] * 4,
+    "decode-8x512": [(1, 512)] * 8,
     "decode-8x2048": [(1, 2048)] * 8,
     "decode-8x16384": [(1, 16384)] * 8,
     "decode-32x4096": [(1, 4096)] * 32,
@@ -201,7 +202,7 @@ def ways(case: str, s: Setting) -> Iterator[Way]:
     scale = f"scale={s.heads.size**-0.5!r}"
     if decode:
         chosen = parts_of(node_of("paged_attention", "R", f"{{{scale}}}", s), len(spans), s.target)
-        for parts in (chosen, *((UNEVEN,) if mixed(case) else ())):
+        for parts in dict.fromkeys((chosen, 2 * chosen, 4 * chosen, *((UNEVEN,) if mixed(case) else ()))):
             if parts > 1:
                 split = ours("paged_attention_split", "R", f"{{{scale}, splits={parts}}}", env, s)
                 combine = ours("attention_combine", "R", f"{{splits={parts}}}", env, s)

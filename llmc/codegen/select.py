@@ -175,6 +175,13 @@ def _choice(o: Candidate) -> dict[str, Any]:
     return {"kernel": o.kernel.name, "schedule": dict(o.schedule), "us": round(o.us, 3), "measured": o.measured}
 
 
+def _fastest(kernel: Kernel, n: Node, target: Target, env: Mapping[str, int], tuning: Tuning) -> bool:
+    """Whether a schedule of the kernel is the fastest measured one of a node at the sizes `env`."""
+    times = (tuning.lookup(n, kernel.name, s, target, env) for s in kernel.schedules(n, target))
+    least = min((us for us in times if us is not None), default=math.inf)
+    return least < math.inf and least <= tuning.fastest(n, target, env)
+
+
 Ranked = tuple[Graph, Node, list[Candidate], dict[str, int]]  # candidates best first, compared at these sizes
 
 
@@ -223,7 +230,7 @@ class Select(Pass):
             for _, n, _, env in ranked:
                 if not kernel.claims(n) or kernel.reject(n, target) is not None:
                     continue
-                if name in self.prefer or kernel.leads(n, target, env):
+                if name in self.prefer or kernel.leads(n, target, env) or _fastest(kernel, n, target, env, tuning):
                     yield f"compiled without the kernel {name}: {kernel.missing()}"
                     break
 

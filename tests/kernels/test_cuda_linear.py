@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from llmc_runtime.format.program import Program
 
+from llmc.codegen.backends.cuda import gemm_wgmma
 from llmc.codegen.backends.cuda.gemm_wgmma import GEMM_WGMMA
 from llmc.codegen.build import build
 from llmc.codegen.cubin import read_entry
@@ -110,6 +111,22 @@ def test_it_is_chosen_by_name_or_measurement(tmp_path: Path) -> None:
     way = GEMM_WGMMA.schedules(node, sm_90())[2]
     path.write_text(record(node, "cuda/gemm_wgmma", way, sm_90(), 1.0, {"T": 256}).line() + "\n")
     assert product(chosen(tuning=str(path))).choice == {"kernel": "cuda/gemm_wgmma", **way}
+
+
+def test_without_nvrtc_another_kernel_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node, path = product(module()), tmp_path / "tuning.jsonl"
+    way = GEMM_WGMMA.schedules(node, sm_90())[0]
+    path.write_text(record(node, "cuda/gemm_wgmma", way, sm_90(), 1.0, {"T": 256}).line() + "\n")
+
+    def absent() -> str:
+        raise ModuleNotFoundError("NVRTC is not installed")
+
+    monkeypatch.setattr(gemm_wgmma, "nvrtc_version", absent)
+    m, ctx = module(), Ctx(OPS, sm_90(), load().kernels)
+    Select(tuning=str(path)).run(m, ctx)
+    assert product(m).choice["kernel"].startswith("triton/")
+    (note,) = [n for n in ctx.notes if "without the kernel" in n]
+    assert "cuda/gemm_wgmma: NVRTC is not installed; " in note and "[nvrtc]" in note
 
 
 def test_one_program_mixes_triton_and_cuda(tmp_path: Path) -> None:

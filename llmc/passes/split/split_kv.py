@@ -12,6 +12,7 @@ from llmc.passes.base import Ctx, Pass
 from llmc.passes.rewrite import substitute
 
 MAX_PARTS = 64  # maximum number of parts, all read at once by the combining program
+NARROW = 64  # elements of a head, up to which twice as many programs are needed to read at the full bandwidth
 PART = 512  # tokens of a fixed part, a multiple of every kernel's tile of keys
 
 
@@ -28,9 +29,9 @@ class SplitKv(Pass):
     """Split paged_attention into paged_attention_split and attention_combine in graphs of one token per row.
 
     The number of parts is constant, so that one launch list serves any mixture of lengths. splits: number of parts (1:
-    do not split, 0: a power of two that gives every multiprocessor about `fill` programs). fixed: parts of a fixed
-    number of tokens instead (`fixed_part`), as many as the longest row has, in graphs whose rows and key heads are
-    fewer than the multiprocessors.
+    do not split, 0: a power of two that gives every multiprocessor about `fill` programs, of narrow heads twice as
+    many). fixed: parts of a fixed number of tokens instead (`fixed_part`), as many as the longest row has, in graphs
+    whose rows and key heads are fewer than the multiprocessors.
     """
 
     name: ClassVar[str] = "split-kv"
@@ -83,7 +84,8 @@ class SplitKv(Pass):
         low, high = n.operands[3].type.shape[0].bounds(bounds)
         programs = math.sqrt(max(1, low) * max(1, high)) * int(n.operands[1].type.shape[2])
         table = n.operands[2].type.shape[1].const or MAX_PARTS
-        parts = min(self.fill * units / programs, MAX_PARTS, table)
+        fill = self.fill * (2 if int(n.operands[1].type.shape[4]) <= NARROW else 1)
+        parts = min(fill * units / programs, MAX_PARTS, table)
         if parts >= 2:
             return 1 << int(math.log2(parts))
         return min(2, table) if programs < 2 * units else 1  # unsplit rows are slow if too few hide latency
