@@ -1,7 +1,7 @@
 """Tokens per second with and without speculative decoding, on repetitive and on held-out text.
 
     python -m bench.speculation [--model DIR] [--draft DIR] [--head DIR] [--drafts K] [--every]
-                                [--rounds N] [--threads N]
+                                [--loads TEXT] [--rounds N] [--threads N]
 
 The contenders take turns: the model compiled without --speculate, compiled with --speculate and --draft but not
 speculating, speculating by prompt lookup, by the draft model, and by the EAGLE-3 head of an artifact of its own. They
@@ -30,7 +30,7 @@ from llmc.options import Options
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "demo-model"
 DRAFT = MODEL.parent / "demo-model-small"
 HEAD = MODEL.parent / "demo-model-head"
-METHODS = ("ngram", "draft", "eagle")
+METHODS = ("ngram", "suffix", "draft", "eagle")
 REPETITIVE = (
     "The cat sat on the mat. The dog lay on the rug. The cat sat on the mat. The dog lay on the rug. The cat sat",
     "one two three four five one two three four five one two three four five one two",
@@ -43,28 +43,30 @@ HELD_OUT = (
     "She opened the letter and began to read it slowly, for",
     "In the middle of the forest there was a house in which",
 )
-CHATS = tuple(f"<|user|>{question}<|end|><|assistant|>" for question in ("What is a river?", "Define courage."))
+QUESTIONS = ("What is a river?", "Define courage.", 'What does "amber" mean?', "Give me another word for quick.")
+CHATS = tuple(f"<|user|>{question}<|end|><|assistant|>" for question in QUESTIONS)
 TOKENS = 256  # generated per request
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that run together: prompts, how often each, and the temperature."""
+    """Requests, and their temperature; `batch` of them run together."""
 
     name: str
     prompts: tuple[str, ...]
     temperature: float
+    batch: int = 1
 
 
 LOADS = (
-    Load("repetitive, greedy, batch 1", REPETITIVE[:1], 0.0),
-    Load("repetitive, greedy, batch 8", REPETITIVE * 2, 0.0),
-    Load("held-out, greedy, batch 1", HELD_OUT[:1], 0.0),
-    Load("held-out, temperature 0.7, batch 1", HELD_OUT[1:2], 0.7),
-    Load("held-out, temperature 1, batch 1", HELD_OUT[2:3], 1.0),
-    Load("held-out, temperature 1, batch 8", HELD_OUT * 2, 1.0),
-    Load("chat, greedy, batch 1", CHATS[:1], 0.0),
-    Load("chat, temperature 0.7, batch 1", CHATS[1:], 0.7),
+    Load("repetitive, greedy, batch 1", REPETITIVE, 0.0),
+    Load("repetitive, greedy, batch 8", REPETITIVE * 2, 0.0, 8),
+    Load("held-out, greedy, batch 1", HELD_OUT, 0.0),
+    Load("held-out, temperature 0.7, batch 1", HELD_OUT, 0.7),
+    Load("held-out, temperature 1, batch 1", HELD_OUT, 1.0),
+    Load("held-out, temperature 1, batch 8", HELD_OUT * 2, 1.0, 8),
+    Load("chat, greedy, batch 1", CHATS, 0.0),
+    Load("chat, temperature 0.7, batch 1", CHATS, 0.7),
 )
 
 
@@ -96,9 +98,12 @@ def run(llm: LLM, load: Load) -> tuple[float, list[list[int]]]:
         SamplingParams(temperature=load.temperature, max_tokens=TOKENS, ignore_eos=True, seed=i)
         for i in range(len(load.prompts))
     ]
-    begin = time.process_time()
-    out = llm.generate(list(load.prompts), params, use_tqdm=False)
-    return time.process_time() - begin, [list(one.outputs[0].token_ids) for one in out]
+    begin, tokens = time.process_time(), []
+    for at in range(0, len(params), load.batch):
+        part = slice(at, at + load.batch)
+        out = llm.generate(list(load.prompts[part]), params[part], use_tqdm=False)
+        tokens += [list(one.outputs[0].token_ids) for one in out]
+    return time.process_time() - begin, tokens
 
 
 def counts(llm: LLM) -> list[float]:
@@ -120,7 +125,11 @@ def row(llms: Mapping[str, LLM], load: Load, rounds: int) -> str:
     for name in METHODS:
         steps, drafted, accepted = (now - b for now, b in zip(counts(llms[name]), before[name], strict=True))
         share = accepted / drafted if drafted else 0.0
-        cells += [f"**{best['plain'] / best[name]:.2f}**", f"{TOKENS * rounds / steps:.2f}", f"{share:.2f}"]
+        cells += [
+            f"**{best['plain'] / best[name]:.2f}**",
+            f"{TOKENS * len(load.prompts) // load.batch * rounds / steps:.2f}",
+            f"{share:.2f}",
+        ]
     return f"| {load.name} | {' | '.join(cells)} |"
 
 
@@ -130,6 +139,7 @@ def main() -> None:
     p.add_argument("--model", type=Path, default=MODEL, help="folder of a model")
     p.add_argument("--draft", type=Path, default=DRAFT, help="folder of a smaller model with the same tokenizer")
     p.add_argument("--head", type=Path, default=HEAD, help="folder of an EAGLE-3 head for the model")
+    p.add_argument("--loads", default="", metavar="TEXT", help="only loads whose names have this text")
     p.add_argument("--every", action="store_true", help="draft in every step, whether it pays or not")
     p.add_argument("--drafts", type=int, default=4, help="drafted tokens per row and step (4)")
     p.add_argument("--rounds", type=int, default=12, help="rounds of each contender (12)")
@@ -142,7 +152,7 @@ def main() -> None:
         of_method = " | ".join(f"{name}/plain | tokens a step and row | accepted" for name in METHODS)
         print(f"| load | plain tok/s | off/plain | {of_method} |")
         print("|---" * (3 + 3 * len(METHODS)) + "|")
-        for load in LOADS:
+        for load in (load for load in LOADS if args.loads in load.name):
             print(row(llms, load, args.rounds), flush=True)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from llmc_runtime.format.row_abi import MAX_DRAFTS
 from llmc_runtime.speculate_option import DRAFTED
 
 from llmc.console import Quiet
@@ -40,8 +41,12 @@ class DraftSource:
 def with_draft(o: Options) -> Options:
     """Return the options with a number of drafted tokens if there is a draft model.
 
-    Raises Diagnostic E360 if the weights are packed later, which is supported for one model only.
+    Raises Diagnostic E421 for a number that is not supported, and E360 if the weights are packed later, which is
+    supported for one model only.
     """
+    if not 0 <= o.speculate <= MAX_DRAFTS:
+        cause = f"--speculate {o.speculate} is not a number of drafted tokens"
+        raise Diagnostic("E421", cause, f"use 0 to {MAX_DRAFTS}")
     if not o.draft:
         return o
     if o.weights == "none":

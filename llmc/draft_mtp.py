@@ -44,9 +44,7 @@ def add_mtp(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
 
     tensors = tensors_of(traced.model.config)
     if tensors is None or (packed and not _stores(traced, tensors)):
-        where = "config.json declares" if tensors is None else "the checkpoint stores"
-        cause = f"{where} no multi-token-prediction layer of {traced.facts.architecture}"
-        raise Diagnostic("E360", cause, _ANOTHER)
+        raise Diagnostic("E360", _lacks(traced, tensors is None), _ANOTHER)
     head = trace_mtp(traced, job.tokens, job.rows)
     checkpoint = stack.enter_context(job.checkpoint(head.traced)) if packed else None
     graph: Graph = head.traced.module.graphs["main"]
@@ -59,6 +57,16 @@ def add_mtp(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
     job.ir.append(("with-draft", show(traced.module)))
     job.done("draft", f"multi-token-prediction layer, {len(graph.nodes)} nodes, {traced.facts.dtype}")
     return checkpoint
+
+
+def _lacks(traced: Any, undeclared: bool) -> str:
+    """Return why a model has no layer that drafts."""
+    kind = traced.facts.architecture
+    if not undeclared:
+        return f"the checkpoint stores no multi-token-prediction layer of {kind}"
+    if getattr(traced.model.config.get_text_config(), "num_nextn_predict_layers", None):
+        return f"the multi-token-prediction layers of {kind} are not supported: transformers does not define them"
+    return f"config.json declares no multi-token-prediction layer of {kind}"
 
 
 def _stores(traced: Any, tensors: Any) -> bool:

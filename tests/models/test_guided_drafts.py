@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +126,7 @@ def test_a_stream_has_the_same_text(artifacts: dict[str, Path], plain: dict[str,
     """Several tokens of a grammar arrive in one part."""
     with LLM(artifacts["draft"], say=lambda text: None, speculate="ngram:4") as llm:
         parts = list(llm.stream(REPEAT, CASES[0]))
-    assert "".join(part.outputs[0].text for part in parts) == plain["draft"][0][0]
+    assert "".join(part.text for part in parts) == plain["draft"][0][0]
     assert len(parts) < len(plain["draft"][0][1])
 
 
@@ -135,10 +134,9 @@ def test_masks_that_come_late(artifacts: dict[str, Path], monkeypatch: pytest.Mo
     """Drafts whose masks have not come are not verified; the tokens are the same."""
     from llmc_runtime.grammar.guide import GrammarGuide
 
-    counts: Iterator[int] = iter(range(1 << 30))
     right = GrammarGuide.ahead
     monkeypatch.setattr(GrammarGuide, "looking", lambda self: False)
-    monkeypatch.setattr(GrammarGuide, "ahead", lambda self: right(self)[: next(counts) // 3 % 3])
+    monkeypatch.setattr(GrammarGuide, "ahead", lambda self: right(self)[:1])
     with LLM(artifacts["draft"], say=lambda text: None) as llm:
         want = run(llm, CASES[:4])
     with LLM(artifacts["draft"], say=lambda text: None, speculate="draft:4") as llm:

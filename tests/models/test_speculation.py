@@ -176,7 +176,7 @@ def test_stop_strings_and_several_outputs(pair: tuple[LLM, LLM]) -> None:
 
 @pytest.mark.usefixtures("eager")
 def test_structured_outputs_beside_drafts(pair: tuple[LLM, LLM]) -> None:
-    """Requests whose masks depend on their tokens are decoded plainly, in the steps in which others are drafted for."""
+    """Requests whose masks depend on their tokens, in steps with others (see also test_guided_drafts)."""
     from llmc_runtime import StructuredOutputsParams
 
     guided = SamplingParams(
