@@ -7,13 +7,15 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gpu import hip_kernels
+from gpu.hip_card import HipCard
 from kernel_cache import CACHE
+from kernels.triton_harness import interpreting
 from llmc_runtime.device.hip.hip_device import HipDevice
 
 from bench import amd
@@ -50,14 +52,30 @@ def apart(name: str, argv: Sequence[str]) -> amd.Step:
 
 
 @pytest.fixture
-def objects(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> CodeObjects:
-    """The code objects of everything that is loaded, each of which runs in the interpreter."""
-    found = CodeObjects(driver, enter=True)
-    load, compiled = HipDevice.load, hip_kernels.compile_jobs
+def objects(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[CodeObjects]:
+    """The code objects of everything that is loaded. The interpreter is on while a device or a card is open; kernels
+    are compiled before.
+    """
+    found, open_now = CodeObjects(driver), contextlib.ExitStack()
+    load, close, compiled = HipDevice.load, HipDevice.close, hip_kernels.compile_jobs
+    begin, end = HipCard.__init__, HipCard.close
 
     def loaded(self: HipDevice, artifact: Any) -> None:
         found.add(artifact)
+        open_now.enter_context(interpreting())
         load(self, artifact)
+
+    def closed(self: HipDevice) -> None:
+        close(self)
+        open_now.close()
+
+    def begun(self: HipCard) -> None:
+        open_now.enter_context(interpreting())
+        begin(self)
+
+    def ended(self: HipCard) -> None:
+        end(self)
+        open_now.close()
 
     def compile_jobs(jobs: Any, target: Any) -> Any:
         binaries = compiled(jobs, target, CACHE)
@@ -67,11 +85,16 @@ def objects(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> CodeObjects:
                 found.add_kernel(one.binary, job.source.text, job.source.entry, dtypes)
         return binaries
 
-    monkeypatch.setattr(HipDevice, "load", loaded)
-    monkeypatch.setattr(hip_kernels, "compile_jobs", compile_jobs)
-    return found
+    for owner, name, function in (
+        (HipDevice, "load", loaded), (HipDevice, "close", closed), (HipCard, "__init__", begun),
+        (HipCard, "close", ended), (hip_kernels, "compile_jobs", compile_jobs),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, function)
+    with open_now:
+        yield found
 
 
+@pytest.mark.drawn
 def test_the_whole_program(
     driver: Driver, objects: CodeObjects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -29,12 +28,12 @@ class CodeObjects:
     """The code objects of artifacts. `launches` counts what ran by entry; `errors` are those of the functions that the
     library called, which cannot raise them.
 
-    Steps run inside `interpreting()`, or every launch does by itself with `enter`. The bytes that a launch passes are
-    cut up by the code object's own table of parameters, so that a table that differs from the text does not run.
+    Steps run inside `interpreting()`. The bytes that a launch passes are cut up by the code object's own table of
+    parameters, so that a table that differs from the text does not run.
     """
 
-    def __init__(self, driver: Driver, artifact: Artifact | None = None, enter: bool = False) -> None:
-        self._driver, self._enter = driver, enter
+    def __init__(self, driver: Driver, artifact: Artifact | None = None) -> None:
+        self._driver = driver
         self.launches: dict[str, int] = {}
         self.errors: list[BaseException] = []
         self._kernels: dict[str, tuple[Any, tuple[str, ...]]] = {}
@@ -69,8 +68,7 @@ class CodeObjects:
 
     def _run(self, image: int, nbytes: int, entry: bytes, params: Any, grid: Any) -> None:
         try:
-            with interpreting() if self._enter else nullcontext():
-                self._interpret(ctypes.string_at(image, nbytes), entry.decode(), params, tuple(grid[:3]))
+            self._interpret(ctypes.string_at(image, nbytes), entry.decode(), params, tuple(grid[:3]))
         except BaseException as error:  # of a function that C++ calls
             self.errors.append(error)
 
