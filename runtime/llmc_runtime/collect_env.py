@@ -20,8 +20,9 @@ from llmc_runtime.host_info import default_threads, free_memory, this_host
 
 PACKAGES = (
     "numpy", "tokenizers", "jinja2", "tqdm", "torch", "transformers", "ml_dtypes", "safetensors", "huggingface-hub",
-    "triton", "nvidia-cuda-nvrtc", "nvidia-cutlass-dsl", "flash-attn-4", "flashinfer-python", "cuda-bindings", "hip-python",
-    "llguidance", "starlette", "uvicorn", "h11", "pyzmq", "ray", "msgspec", "prometheus-client", "pyyaml", "openai",
+    "triton", "nvidia-cuda-nvrtc", "nvidia-cutlass-dsl", "flash-attn-4", "flashinfer-python", "cuda-bindings",
+    "hip-python", "llguidance", "starlette", "uvicorn", "h11", "pyzmq", "ray", "msgspec", "prometheus-client", "pyyaml",
+    "openai",
 )  # fmt: skip
 _FEATURES = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "sve", "bf16")
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
