@@ -207,8 +207,8 @@ FIELDS: tuple[Row, ...] = (
         "rejected by their length if they cannot fit; else tokenized, once for each pair of a cross-encoder",
         "{inputs} texts; the body's limit", "`rerank` repeats the documents", "counted as tokens, see the queue",
         ("server.requests.pooling_request", "server.pooled_prompts", "server.prompting")),
-    Row(("encoding_format", "dimensions", "use_activation", "top_n", "return_documents"), "a few comparisons", NONE,
-        "at most {width} numbers, {inputs} documents", NONE,
+    Row(("encoding_format", "dimensions", "use_activation", "normalize", "top_n", "return_documents"),
+        "a few comparisons", NONE, "at most {width} numbers, {inputs} documents", NONE,
         ("server.requests.pooling_request", "pooling_params", "server.openai.pooled")),
     Row(("previous_response_id", "path response_id"), "a look-up for each response of the chain",
         "{conversation} of earlier items, copied only for a text process (over {small_body}); {messages} with those of "

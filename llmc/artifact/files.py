@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,6 +95,15 @@ def sync_folder(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def check_writable(out: Path) -> None:
+    """Raise Diagnostic E123 if `out` cannot be created: checked before the work whose result it is."""
+    place = out.absolute().parent
+    with writing(place):
+        while not os.path.lexists(place):
+            place = place.parent
+        os.rmdir(tempfile.mkdtemp(prefix=".llmc-", dir=place))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import NAME
 
-from llmc.artifact.files import Files, Hook, no_hook, sync_folder, writing
+from llmc.artifact.files import Files, Hook, check_writable, no_hook, sync_folder, writing
 from llmc.diagnostics import Diagnostic
 
 PART = "manifest.json.part"
@@ -56,7 +56,10 @@ def _same(fd: int, path: Path) -> bool:
 
 
 def check_free(out: Path, force: bool) -> None:
-    """Raise Diagnostic E120 if `out` exists and `force` is not set, E122 if it is not an artifact."""
+    """Raise Diagnostic E120 if `out` exists and `force` is not set, E122 if it is not an artifact, E123 if it cannot be
+    written.
+    """
+    check_writable(out)
     if not os.path.lexists(out) or _is_remains(out):
         return
     if out.is_symlink() or not out.is_dir() or not (out / NAME).is_file():

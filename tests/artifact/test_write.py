@@ -16,8 +16,10 @@ from artifact import tiny
 from llmc_runtime.artifact import open_artifact
 from llmc_runtime.format.errors import LlmcError
 
+from llmc.artifact.files import check_writable
 from llmc.artifact.write import write_artifact
 from llmc.diagnostics import Diagnostic
+from llmc.driver import compile_model
 from llmc.report.inspect import inspect_artifact, render
 
 
@@ -108,6 +110,7 @@ import os, sys
 from pathlib import Path
 sys.path[:0] = {path!r}
 from artifact import tiny
+from llmc.artifact.files import check_writable
 from llmc.artifact.write import write_artifact
 left = int(sys.argv[2])
 def hook(operation, path):
@@ -180,6 +183,15 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Diagnostic, match=r"E123.*cannot write"):
         write_artifact(tmp_path / "file/toy.llmc", tiny.parts(tmp_path))
+
+
+def test_a_place_that_cannot_be_written_is_found_first(tmp_path: Path) -> None:
+    """Before the model is opened; a place that can be is left as it was."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Diagnostic, match=r"E123.*cannot write"):
+        compile_model(tmp_path / "no-model", tmp_path / "file/more/toy.llmc")
+    check_writable(tmp_path / "new/more/toy.llmc")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
 def test_the_licence_of_another_projects_kernel_is_in_the_artifact(tmp_path: Path) -> None:

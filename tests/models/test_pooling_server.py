@@ -109,6 +109,16 @@ def test_embeddings(embedder: Served) -> None:
     assert abs(np.linalg.norm(item["embedding"]) - 1) < 1e-6
 
 
+def test_normalize_is_another_name(embedder: Served) -> None:
+    raw = vectors(embedder.llm, ["w7"], PoolingParams(use_activation=False))[0]
+    for fields, want in (
+        ({"normalize": False}, raw), ({"normalize": True}, raw / np.linalg.norm(raw)),
+        ({"normalize": True, "use_activation": False}, raw),
+    ):  # fmt: skip
+        (item,) = embedder.post("/v1/embeddings", input="w7", **fields)["data"]
+        assert np.allclose(item["embedding"], want, atol=1e-6), fields
+
+
 def test_openai_client(embedder: Served) -> None:
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=f"{embedder.http.base_url}/v1", api_key="x")

@@ -304,6 +304,7 @@ BAD: tuple[tuple[dict[str, Any], int, str | None, str], ...] = (
     ({"prompt": "x", "vllm_xargs": {"a": 1}}, 400, "vllm_xargs", "unsupported_parameter"),
     ({"prompt": "x", "kv_transfer_params": {"a": 1}}, 400, "kv_transfer_params", "unsupported_parameter"),
     ({"prompt": "x", "thinking_token_budget": 5}, 400, "thinking_token_budget", "unsupported_parameter"),
+    ({"prompt": "x", "thinking_token_budget": 0}, 400, "thinking_token_budget", "unsupported_parameter"),
     ({"prompt": "x", "stream_options": {}}, 400, "stream_options", "invalid_value"),
     ({"prompt": "x", "cache_salt": "s" * 300}, 400, "cache_salt", "invalid_value"),
     ({"prompt": "x", "priority": 1 << 40}, 400, "priority", "invalid_value"),

@@ -72,7 +72,8 @@ class Tokenizer:
 
     def _all(self, texts: Sequence[str] | Sequence[tuple[str, str]]) -> Iterator[Any]:
         for start in range(0, len(texts), _BATCH):
-            part = list(texts[start : start + _BATCH])
+            part: list[Any] = list(texts[start : start + _BATCH])
+            found: Iterable[Any]
             try:
                 found = self.backend.encode_batch_fast(part)
             except BaseException as e:

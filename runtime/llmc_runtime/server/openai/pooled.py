@@ -26,6 +26,7 @@ from llmc_runtime.server.requests.pooling_request import (
     Pooled,
     RerankRequest,
     ScoreRequest,
+    activation_of,
     check_pooled,
     count_of,
 )
@@ -48,7 +49,7 @@ class PooledResponse:
         serving.check_model(request.model)
         try:
             pooling = require_pooled(request, serving.llm.pooling)
-            params = PoolingParams(getattr(request, "dimensions", None), request.use_activation)
+            params = PoolingParams(getattr(request, "dimensions", None), activation_of(request))
             params.check(pooling)
         except LlmcError as e:
             raise to_api_error(e, call.prompt_param) from None

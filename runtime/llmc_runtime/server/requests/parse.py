@@ -88,7 +88,7 @@ def parse(body: bytes | bytearray, kind: type[T], unknown: Callable[[int], None]
     ignored = _IGNORED | getattr(kind, "ignored", frozenset())
     unknown(len(fields.keys() - set(known) - ignored - refused.keys() - {"tool_choice", "modalities"}))
     for name, remedy in refused.items():
-        if fields.get(name) and name not in known and (name, fields[name]) not in _NO_EFFECT:
+        if name not in known and _is_set(fields.get(name)) and (name, fields[name]) not in _NO_EFFECT:
             raise _unsupported(name, f"{name} is not supported: {remedy}")
     if "tool_choice" not in known and fields.get("tool_choice") not in (None, "none", "auto"):
         raise _unsupported("tool_choice", "tool_choice is not supported: use /v1/chat/completions")
@@ -103,6 +103,11 @@ def parse(body: bytes | bytearray, kind: type[T], unknown: Callable[[int], None]
         missing = message.partition("missing required field `")[2]
         param = path.rstrip("`") or missing.rstrip("`") or None
         raise ApiError(f"{param}: {message}" if path else message, param=param, code="invalid_type") from None
+
+
+def _is_set(value: Any) -> bool:
+    """Return whether a field has a value: not null, false, or empty. Zero is a value."""
+    return bool(value) or (isinstance(value, int | float) and value is not False)
 
 
 def _unsupported(name: str, message: str) -> ApiError:

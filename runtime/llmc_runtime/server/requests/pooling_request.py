@@ -55,7 +55,7 @@ class EmbeddingRequest(Pooled, kw_only=True):
 
     refused: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
-            "messages": "send texts as input", "normalize": "use use_activation", "task": "write it into the input",
+            "messages": "send texts as input", "task": "write it into the input",
             "embed_dtype": "embeddings are float32", "endianness": "base64 is little-endian",
             "chunked_processing": "split long texts",
         }
@@ -64,6 +64,7 @@ class EmbeddingRequest(Pooled, kw_only=True):
     input: str | Inputs
     encoding_format: Encoding | None = None
     dimensions: Dimensions | None = None
+    normalize: bool | None = None  # the earlier name of use_activation in vLLM
     add_special_tokens: bool | None = None
 
 
@@ -101,6 +102,13 @@ class RerankRequest(Pooled, kw_only=True):
     documents: Documents
     top_n: Top | None = None
     return_documents: bool | None = None
+
+
+def activation_of(request: Pooled) -> bool | None:
+    """Return whether embeddings are normalised or the activation is applied; None: as the model does."""
+    if request.use_activation is None and isinstance(request, EmbeddingRequest):
+        return request.normalize
+    return request.use_activation
 
 
 def documents_of(request: RerankRequest) -> list[str]:
