@@ -1,14 +1,14 @@
 """Tokens per second with and without speculative decoding, on repetitive and on held-out text.
 
     python -m bench.speculation [--model DIR] [--draft DIR] [--head DIR] [--drafts K] [--every]
-                                [--loads TEXT] [--rounds N] [--threads N]
+                                [--loads TEXT] [--rounds N] [--threads N] [--artifacts DIR]
 
 The contenders take turns: the model compiled without --speculate, compiled with --speculate and --draft but not
 speculating, speculating by prompt lookup, by the draft model, and by the EAGLE-3 head of an artifact of its own. They
 give the same tokens. With --every, K tokens are drafted in every step, whether it pays or not, so that the numbers of
 accepted tokens are those of the method alone. The best round of each is
 reported, in processor time of this process, which other jobs on the machine disturb less than wall time; with one
-thread the two are the same on an idle machine.
+thread the two are the same on an idle machine. In rounds after the first, suffix matching finds its earlier outputs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmc_runtime import LLM, SamplingParams
+from llmc_runtime import LLM, SamplingParams, StructuredOutputsParams
 from llmc_runtime.sched.speculation import Speculation
 
 from llmc.driver import compile_model
@@ -46,16 +46,24 @@ HELD_OUT = (
 QUESTIONS = ("What is a river?", "Define courage.", 'What does "amber" mean?', "Give me another word for quick.")
 CHATS = tuple(f"<|user|>{question}<|end|><|assistant|>" for question in QUESTIONS)
 TOKENS = 256  # generated per request
+TEXT = {"type": "string", "maxLength": 200}
+SCHEMA = {
+    "type": "object",
+    "properties": {"word": TEXT, "meaning": TEXT, "example": TEXT},
+    "required": ["word", "meaning", "example"],
+    "additionalProperties": False,
+}
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests, and their temperature; `batch` of them run together."""
+    """Requests, and their temperature; `batch` of them run together. With `grammar`, they follow a JSON schema."""
 
     name: str
     prompts: tuple[str, ...]
     temperature: float
     batch: int = 1
+    grammar: bool = False
 
 
 LOADS = (
@@ -67,14 +75,20 @@ LOADS = (
     Load("held-out, temperature 1, batch 8", HELD_OUT * 2, 1.0, 8),
     Load("chat, greedy, batch 1", CHATS, 0.0),
     Load("chat, temperature 0.7, batch 1", CHATS, 0.7),
+    Load("JSON, greedy, batch 1", CHATS, 0.0, grammar=True),
 )
 
 
 def contenders(model: Path, draft: Path, head: Path, drafts: int, threads: int, folder: Path) -> Mapping[str, LLM]:
-    """Compile the model three times and open the contenders."""
-    compile_model(model, folder / "plain.llmc", Options())
-    compile_model(model, folder / "drafts.llmc", Options(speculate=drafts, draft=str(draft)))
-    compile_model(model, folder / "head.llmc", Options(speculate=drafts, draft=f"eagle:{head}"))
+    """Compile the model three times, unless the folder has the artifacts, and open the contenders."""
+    made = {
+        "plain": Options(),
+        "drafts": Options(speculate=drafts, draft=str(draft)),
+        "head": Options(speculate=drafts, draft=f"eagle:{head}"),
+    }
+    for name, options in made.items():
+        if not (folder / f"{name}.llmc").exists():
+            compile_model(model, folder / f"{name}.llmc", options)
     fixed: dict[str, Any] = {"threads": threads, "enable_prefix_caching": False}
     return {
         "plain": LLM(folder / "plain.llmc", **fixed),
@@ -88,14 +102,17 @@ def contenders(model: Path, draft: Path, head: Path, drafts: int, threads: int, 
 
 def always() -> None:
     """Make every step draft and verify as many tokens as it can."""
-    Speculation.choose = lambda self, request, room: room  # type: ignore[method-assign]
+    Speculation.choose = Speculation.looks = lambda self, request, room: room  # type: ignore[method-assign]
     Speculation.wants = True  # type: ignore[assignment,method-assign]
 
 
 def run(llm: LLM, load: Load) -> tuple[float, list[list[int]]]:
     """Return the processor seconds of a load, and its tokens."""
+    more: dict[str, Any] = (
+        {"structured_outputs": StructuredOutputsParams(json=SCHEMA)} if load.grammar else {"ignore_eos": True}
+    )
     params = [
-        SamplingParams(temperature=load.temperature, max_tokens=TOKENS, ignore_eos=True, seed=i)
+        SamplingParams(temperature=load.temperature, max_tokens=TOKENS, seed=i, **more)
         for i in range(len(load.prompts))
     ]
     begin, tokens = time.process_time(), []
@@ -116,18 +133,20 @@ def row(llms: Mapping[str, LLM], load: Load, rounds: int) -> str:
     """Measure one load; return its row of the table."""
     before = {name: counts(llms[name]) for name in METHODS}
     best: dict[str, float] = {}
+    count = 0
     for _ in range(rounds):
         results = {name: run(llm, load) for name, llm in llms.items()}
         if any(tokens != results["plain"][1] for _, tokens in results.values()):
             raise SystemExit(f"{load.name}: the contenders' tokens differ")
+        count = sum(map(len, results["plain"][1]))
         best = {name: min(best.get(name, seconds), seconds) for name, (seconds, _) in results.items()}
-    cells = [f"{TOKENS * len(load.prompts) / best['plain']:.0f}", f"{best['plain'] / best['off']:.2f}"]
+    cells = [f"{count / best['plain']:.0f}", f"{best['plain'] / best['off']:.2f}"]
     for name in METHODS:
         steps, drafted, accepted = (now - b for now, b in zip(counts(llms[name]), before[name], strict=True))
         share = accepted / drafted if drafted else 0.0
         cells += [
             f"**{best['plain'] / best[name]:.2f}**",
-            f"{TOKENS * len(load.prompts) // load.batch * rounds / steps:.2f}",
+            f"{count * rounds / load.batch / steps:.2f}",
             f"{share:.2f}",
         ]
     return f"| {load.name} | {' | '.join(cells)} |"
@@ -144,11 +163,13 @@ def main() -> None:
     p.add_argument("--drafts", type=int, default=4, help="drafted tokens per row and step (4)")
     p.add_argument("--rounds", type=int, default=12, help="rounds of each contender (12)")
     p.add_argument("--threads", type=int, default=1, help="threads of the engine (1)")
+    p.add_argument("--artifacts", type=Path, metavar="DIR", help="folder that keeps the artifacts")
     args = p.parse_args()
     if args.every:
         always()
     with tempfile.TemporaryDirectory() as folder:
-        llms = contenders(args.model, args.draft, args.head, args.drafts, args.threads, Path(folder))
+        place = args.artifacts or Path(folder)
+        llms = contenders(args.model, args.draft, args.head, args.drafts, args.threads, place)
         of_method = " | ".join(f"{name}/plain | tokens a step and row | accepted" for name in METHODS)
         print(f"| load | plain tok/s | off/plain | {of_method} |")
         print("|---" * (3 + 3 * len(METHODS)) + "|")

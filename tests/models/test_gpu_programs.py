@@ -4,7 +4,8 @@ tokens and log-probabilities held against transformers. No binary is made here; 
 from __future__ import annotations
 
 import dataclasses
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -108,13 +109,24 @@ class Upwards:
 
     def __init__(self, last: int) -> None:
         self.last = last
+        self.drafts: Sequence[int] = ()
 
     def mask(self) -> bytes:
         return mask_of(range(self.last + 1, self.last + 4), 320)
 
     def accept(self, token: int) -> None:
         assert self.last < token < self.last + 4
-        self.last = token
+        self.last, self.drafts = token, self.drafts[1:] if self.drafts[:1] == [token] else ()
+
+    def look(self, drafts: Sequence[int]) -> None:
+        self.drafts = list(drafts)
+
+    def ahead(self) -> list[bytes]:
+        allowed = takewhile(lambda pair: pair[0] < pair[1] < pair[0] + 4, pairwise([self.last, *self.drafts]))
+        return [mask_of(range(token + 1, token + 4), 320) for _, token in allowed]
+
+    def looking(self) -> bool:
+        return False
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -163,6 +175,35 @@ def test_scored_prompts_and_masks(tmp_path: Path, device: InterpretDevice, monke
         found.append(tokens)
         assert cut == (depth == 2)
     assert found[0] == found[1] and all(a < b < a + 4 for a, b in pairwise([11, *found[0][:4]]))
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("depth", [1, 2])
+def test_masks_behind_drafts(tmp_path: Path, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts of a guided request are verified with a mask each, also by programs cut in front of their sampling."""
+    save(SHALLOW, tmp_path / "model", SEED)
+    options = Options(target=INTERPRETED.name, max_model_len=64, max_num_batched_tokens=16, max_num_seqs=3, speculate=2)
+    compile_model(tmp_path / "model", tmp_path / "model.llmc", options)
+    made = InterpretDevice()
+    made.depth = depth
+    monkeypatch.setattr("llmc_runtime.engine.loader.open_device", lambda *args, made=made, **options: made)
+    ids = [5, 6, 7, 8, 9, 10, 11, 30, 5, 6]
+    params = SamplingParams(
+        temperature=0.0, max_tokens=6, ignore_eos=True, logit_bias={i: 90.0 - 2 * i for i in (7, 8, 9, 10, 11, 12, 20)}
+    )
+    found = []
+    for speculate in (None, {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}):
+        with LLM(tmp_path / "model.llmc", say=lambda text: None, speculate=speculate) as llm:
+            requests = [Request("guided", ids, params, guide=Upwards(ids[-1])), Request("free", ids[:3], params)]
+            for request in requests:
+                llm.engine.add(request)
+            while llm.engine.has_work():
+                llm.engine.step()
+            assert llm.engine.error is None
+            found.append([request.output_token_ids for request in requests])
+            steps, accepted = (llm.stats()[n] for n in ("num_steps", "spec_decode_num_accepted_tokens"))
+    assert found[0] == found[1] and found[0][0] == [7, 8, 9, 10, 11, 12]
+    assert accepted >= 3 and steps < 7, (accepted, steps)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,6 +11,7 @@ class Followed:
 
     def __init__(self, grammars: Grammars, guide: GrammarGuide) -> None:
         self._grammars, self.guide = grammars, guide
+        self.accepted: list[int] = []
 
     @classmethod
     def of(cls, grammars: Grammars, wanted: StructuredOutputsParams) -> Followed:
@@ -27,7 +28,15 @@ class Followed:
         assert mask is not None
         return mask
 
+    def look(self, drafts: list[int]) -> list[bytes]:
+        """Return the masks behind drafts."""
+        self.guide.look(drafts)
+        while self.guide.looking():
+            self._grammars.pump(0.05)
+        return list(self.guide.ahead())
+
     def accept(self, token: int) -> bool:
         """Accept a token, and return whether the text has ended with it."""
         self.guide.accept(token)
+        self.accepted.append(token)
         return self.mask() == b""

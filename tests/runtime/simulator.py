@@ -81,7 +81,7 @@ class Watch:
         for request in scheduler.running:
             if any(work.row == request.row for work in step.work):
                 break
-            if request.guide is not None and episode.world.late_masks:
+            if request.guide is not None and (episode.world.late_masks or request.num_masked is not None):
                 continue  # it may wait for its mask
             assert request.num_total == request.limit, "the first running request does not run"
         episode.shares.launched(step, scheduler)

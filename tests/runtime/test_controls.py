@@ -42,6 +42,30 @@ def test_a_banned_sequence_needs_its_beginning() -> None:
     assert result == [[], [6, 7], [], [7], [], [], [6, 7]]
 
 
+def test_bans_behind_drafts() -> None:
+    """They are those behind the same tokens when they are accepted, up to the first banned draft."""
+    whole, rng = mask_of(None, 8), random.Random(of_test())
+    for _ in range(300):
+        words = [rng.choices(range(8), k=rng.randint(1, 3)) for _ in range(5)]
+        bans = Bans(whole, words, whole)
+        guide, plain = Banned(bans), Banned(bans)
+        for _ in range(12):
+            drafts = rng.choices(range(8), k=4)
+            guide.look(drafts)
+            ahead, other = list(guide.ahead()), Banned(bans)
+            other._past = list(plain._past)
+            for index in range(len(drafts)):
+                if drafts[index] not in ids_of(other.mask() or b""):
+                    assert len(ahead) == index
+                    break
+                other.accept(drafts[index])
+                assert ahead[index] == other.mask()
+            for token in drafts[: rng.randint(0, len(ahead))] + rng.choices(range(8)):
+                guide.accept(token)
+                plain.accept(token)
+                assert guide.mask() == plain.mask()
+
+
 def test_a_request_whose_every_token_is_banned_ends_alone() -> None:
     rig = Rig()
     rig.add("other", 9, max_tokens=12)

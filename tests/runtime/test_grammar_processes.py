@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
@@ -11,9 +12,10 @@ from typing import Any
 
 import psutil
 import pytest
+from draw import of_test
 from llmc_runtime import LlmcError, SamplingParams, StructuredOutputsParams
 from llmc_runtime.engine.engine_loop import EngineLoop
-from llmc_runtime.grammar import Grammars, client, host_process, limits, worker_pool
+from llmc_runtime.grammar import Grammars, client, grammar_worker, host_process, limits, worker_pool
 from llmc_runtime.grammar.fair_queue import FairQueue
 
 from tests.runtime.followed import Followed
@@ -63,6 +65,67 @@ def test_the_vocabulary_is_built_once(grammars: Grammars) -> None:
         assert len(grammars.wait(grammars.open(regex(text), count=3))) == 3
     assert len(workers_of(grammars)) == 2, "one a grammar"
     assert host.is_running()
+
+
+def test_masks_behind_drafts(grammars: Grammars) -> None:
+    """They are those behind the same tokens when they are accepted; a copy of the state follows the drafts."""
+    rng = random.Random(of_test())
+    for _ in range(20):
+        one, plain = Followed.of(grammars, regex()), Followed.of(grammars, regex())
+        assert one.mask() == plain.mask()
+        while mask := plain.mask():
+            drafts, other = [], Followed.of(grammars, regex())
+            for token in plain.accepted:
+                other.accept(token)
+            want = []
+            for _ in range(rng.randint(1, 5)):
+                if not (after := other.mask()):
+                    break
+                likely = [i for i in range(TOK.vocab_size) if after[i >> 3] >> (i & 7) & 1 and i != END]
+                right = bool(likely) and rng.random() < 0.8
+                drafts.append(rng.choice(likely) if right else rng.randrange(TOK.vocab_size))
+                if drafts[-1] == END or drafts[-1] not in likely:
+                    break
+                other.accept(drafts[-1])
+                want.append(other.mask())
+            assert one.look(drafts) == want
+            allowed = [i for i in range(TOK.vocab_size) if mask[i >> 3] >> (i & 7) & 1]
+            taken = drafts[: rng.randint(0, len(want))] or [rng.choice(allowed)]
+            for token in taken:
+                ended = one.accept(token)
+                assert plain.accept(token) == ended and one.mask() == plain.mask()
+            if len(plain.accepted) > 12:
+                break
+
+
+def test_masks_behind_drafts_have_a_budget(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond it there are none, and the output goes on."""
+    monkeypatch.setattr(grammar_worker, "LOOK_CPU_SECONDS", 0.0)
+    monkeypatch.setattr(grammar_worker, "LOOK_TOKEN_CPU_SECONDS", 0.0)
+    follower = grammar_worker._Follower(None)
+    assert not follower.may_look
+    follower.look_seconds = -1.0
+    assert follower.may_look
+    one = Followed.of(grammars, regex("a{30}"))
+    (a,) = TOK.encode("a", add_special_tokens=False)[:1]
+    assert one.mask() and len(one.look([a, a])) == 2 and not one.accept(a)
+
+
+def test_a_process_that_is_busy_gets_its_operations_later(grammars: Grammars) -> None:
+    """More operations than its link has room for wait, and none is lost."""
+    guides = [Followed.of(grammars, regex("[ab]{40}")) for _ in range(200)]
+    (a,) = TOK.encode("a", add_special_tokens=False)[:1]
+    for one in guides:
+        one.mask()
+    for one in guides:
+        one.guide.accept(a)
+        for _ in range(4):
+            one.guide.look([a, a, a])
+    for one in guides:
+        assert one.mask()
+        while one.guide.looking():
+            grammars.pump(0.05)
+        assert len(one.guide.ahead()) == 3
 
 
 def test_a_vocabulary_that_cannot_be_built(tmp_path: Any) -> None:

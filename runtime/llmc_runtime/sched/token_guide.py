@@ -153,16 +153,14 @@ class Banned:
         """See Guide."""
         inner = None if self._inner is None else self._inner.ahead()
         known = len(self._drafts) if inner is None else min(len(self._drafts), len(inner))
-        last = self._ahead[-1] if self._ahead else self.mask()
-        while last and len(self._ahead) < known:
-            count = len(self._ahead)
-            if not allows(last, self._drafts[count]):
-                break
-            try:
+        try:
+            last = self._ahead[-1] if self._ahead else self.mask()
+            while last and len(self._ahead) < known and allows(last, self._drafts[len(self._ahead)]):
+                count = len(self._ahead)
                 last = self._next(self._behind(self._drafts[: count + 1]), None if inner is None else inner[count])
-            except LlmcError:  # it is raised when the draft is accepted
-                break
-            self._ahead.append(last or b"")
+                self._ahead.append(last or b"")
+        except LlmcError:  # `mask` raises it, now or when the draft is accepted
+            pass
         return self._ahead
 
     def looking(self) -> bool:
