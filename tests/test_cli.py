@@ -172,7 +172,7 @@ def test_tables_print_json_too(model: Path) -> None:
     assert "fuse-norm" in {p["name"] for p in passes["passes"]} and "serve" in passes["pipelines"]
     assert "split-kv" in passes["serve"]["cuda:sm_90"] and "split-kv" not in passes["serve"]["cpu:native"]
     output = run("passes")
-    assert "serve of cuda:sm_80, hip:gfx90a, hip:gfx942, hip:gfx950:" in output
+    assert "serve of cuda:sm_80, hip:gfx90a, hip:gfx950:" in output and "serve of hip:gfx942:" in output
     assert "serve of cuda:sm_90, cuda:sm_100:" in output
     assert "split-single" in passes["serve"]["cuda:sm_90"] and "split-single" not in passes["serve"]["cuda:sm_80"]
 

@@ -4,7 +4,6 @@ together."""
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import logging
 import re
@@ -19,10 +18,8 @@ pytest.importorskip("starlette")
 import httpx
 from llmc_runtime.server import load_shedding
 from llmc_runtime.server.http.auth import Guard, Keys, Limits
-from llmc_runtime.server.http.lingering_close import Lingering
 from llmc_runtime.server.http.request_log import RefusalLog
 from llmc_runtime.server.load_shedding import MAX_SKIPPED, LoadShedder
-from llmc_runtime.server.protocol import HttpConnection
 from llmc_runtime.server.requests import parse
 from starlette.applications import Starlette
 
@@ -374,24 +371,6 @@ def test_what_is_free_is_given_to_one_request_at_a_time_under_overload(monkeypat
         clock.now += 1.1
         assert [shed.answer(head(2), []) for _ in range(2)] == [None, None], "one has been lost"
         server.serving.admission.sequences -= 2
-
-
-@own_loop
-def test_closed_connections_are_freed_without_the_garbage_collector(own_loop: bool) -> None:
-    with served(own_loop=own_loop) as server:
-        gc.collect()
-        gc.disable()
-        try:
-            for more in ((), ("Connection: close",), ("Expect: nothing",)):
-                link = Link(server)
-                link.send(head(len(BODY), *more, key=""), BODY)
-                link.answer()
-                link.close()
-            occupy(server).close()  # its answer is cut off
-            gone = (HttpConnection, Lingering, asyncio.Transport)
-            until(lambda: not any(isinstance(one, gone) for one in gc.get_objects()))
-        finally:
-            gc.enable()
 
 
 def test_a_connection_that_was_passed_on_meets_no_second_check(parsed: list[str]) -> None:
