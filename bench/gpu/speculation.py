@@ -66,18 +66,12 @@ class Method:
     speculate: str | None
     rate: float
     gates: Mapping[int, float] = field(default_factory=dict)
-    likeliest: bool = False  # drafts are the likeliest of the two tokens, not drawn like them
-
-    @property
-    def share(self) -> float:
-        """The probability of the likelier of the two tokens: two draws, or it and a draw, are equal at `rate`."""
-        return self.rate if self.likeliest else (1 + sqrt(2 * self.rate - 1)) / 2
 
 
 PLAIN = Method("plain", None, 0.7)
 METHODS = (
     Method("prompt lookup", f"ngram:{DRAFTS}", 0.7, {1: 2.4, 8: 2.0, 32: 1.6, 256: 0.98}),
-    Method("suffix matching", f"suffix:{DRAFTS}", 0.7, likeliest=True),
+    Method("suffix matching", f"suffix:{DRAFTS}", 0.7),
     Method("draft model", f"draft:{DRAFTS}", 0.8, {1: 1.65, 8: 1.45, 32: 1.2, 256: 0.98}),
     Method("EAGLE-3 head", f"eagle:{DRAFTS}", 0.8, {1: 2.3, 8: 2.0, 32: 1.5, 256: 0.98}),
 )
@@ -128,16 +122,15 @@ class Totals:
 def requests(count: int, shape: Shape, method: Method, tokens: int) -> Iterator[Request]:
     """Yield requests whose tokens are drawn from two ids, independently of the text, with probabilities p and 1 - p.
 
-    Two draws, such as a draft and the next token, are equal with probability p^2 + (1 - p)^2. At rate 0, tokens are
-    drawn from the whole vocabulary.
+    p is such that two draws, such as a draft and the next token, are equal with probability p^2 + (1 - p)^2, the rate.
+    Suffix matching drafts the likelier id more often than it is drawn. At rate 0, all ids of the vocabulary are drawn.
     """
     params: dict[str, Any] = {"temperature": TEMPERATURE, "ignore_eos": True, "max_tokens": tokens}
     if method.rate:
-        p = method.share
+        p = (1 + sqrt(2 * method.rate - 1)) / 2
         params |= {"allowed_token_ids": [5, 6], "logit_bias": {5: TEMPERATURE * log(p / (1 - p))}}
     for _ in range(count):
-        prompt = [random.randrange(7, shape.vocab) for _ in range(PROMPT)]
-        seed = random.getrandbits(62)
+        prompt, seed = [random.randrange(7, shape.vocab) for _ in range(PROMPT)], random.getrandbits(62)
         yield Request(f"{seed}", prompt, SamplingParams(seed=seed, **params))
 
 
@@ -352,8 +345,9 @@ def run(path: Path, method: Method, results: Results) -> None:
 def _draft_by(scheduler: Scheduler, speculation: Speculation) -> None:
     """Replace what decides about drafts; nothing may run."""
     scheduler.speculation = speculation
-    if scheduler.planner is not None:
-        scheduler.planner.speculation = speculation
+    for user in (scheduler.planner, scheduler.host_drafts):
+        if user is not None:
+            user.speculation = speculation
 
 
 def parser() -> argparse.ArgumentParser:

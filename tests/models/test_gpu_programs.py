@@ -188,9 +188,8 @@ def test_masks_behind_drafts(tmp_path: Path, depth: int, monkeypatch: pytest.Mon
     made.depth = depth
     monkeypatch.setattr("llmc_runtime.engine.loader.open_device", lambda *args, made=made, **options: made)
     ids = [5, 6, 7, 8, 9, 10, 11, 30, 5, 6]
-    params = SamplingParams(
-        temperature=0.0, max_tokens=6, ignore_eos=True, logit_bias={i: 90.0 - 2 * i for i in (7, 8, 9, 10, 11, 12, 20)}
-    )
+    bias = {i: 100.0 - 20 * (i - 7) for i in range(7, 15)}
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logit_bias=bias)
     found = []
     for speculate in (None, {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}):
         with LLM(tmp_path / "model.llmc", say=lambda text: None, speculate=speculate) as llm:

@@ -27,7 +27,7 @@ class HostDrafts:
 
     def __init__(self, draft: Draft, speculation: Speculation, vocab_size: int) -> None:
         self._draft: Draft | None = draft
-        self._speculation, self._vocab_size = speculation, vocab_size
+        self.speculation, self._vocab_size = speculation, vocab_size
         self._contexts: dict[str, DraftContext] = {}
         self._drafts: dict[str, list[int]] = {}  # of the plan that is being made, by request
         self._fruitless = 0  # consecutive plans for which nothing was drafted
@@ -35,7 +35,7 @@ class HostDrafts:
     @property
     def wanted(self) -> bool:
         """Whether drafts of some rows pay, or are to be tried, so that a plan needs all tokens of the requests."""
-        speculation = self._speculation
+        speculation = self.speculation
         tries = self._fruitless < _PATIENCE or speculation.plans % RETRY < DEPTH
         return self._draft is not None and speculation.wants and tries
 
@@ -47,7 +47,7 @@ class HostDrafts:
             if request.guide is not None:
                 drafts = list(request.drafted[: min(room, request.verifiable)])
             else:
-                most = self._speculation.choose(request, room) if room else 0
+                most = self.speculation.choose(request, room) if room else 0
                 drafts = self._proposal(request, most) if most else []
             request.num_drafts = len(drafts)
             if drafts:
@@ -56,7 +56,7 @@ class HostDrafts:
 
     def look(self, request: Request) -> None:
         """Draft for a request with a guide, which can thus compute the masks behind the drafts before the next plan."""
-        most = 0 if request.drafted or not self.wanted else self._speculation.looks(request, self._room(request))
+        most = 0 if request.drafted or not self.wanted else self.speculation.looks(request, self._room(request))
         if most:
             request.take_drafts(self._proposal(request, most))
 
@@ -78,7 +78,7 @@ class HostDrafts:
         decodes = request.num_total - request.num_planned == 1 and request.num_total == len(request.tokens)
         if not decodes or not request.may_draft or self._draft is None:
             return 0
-        return max(0, min(self._speculation.config.num_tokens, request.limit - 1 - request.num_total))
+        return max(0, min(self.speculation.config.num_tokens, request.limit - 1 - request.num_total))
 
     def _proposal(self, request: Request, most: int) -> list[int]:
         context = self._contexts.get(request.id)
