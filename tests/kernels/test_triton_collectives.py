@@ -72,7 +72,11 @@ def check(launch: Launch, got: list[np.ndarray], every: list[list[np.ndarray]], 
         unit = {"bf16": 2.0**-7, "f16": 2.0**-10, "f32": 2e-6}.get(launch.results[0].dtype, 0)
         unit = unit if not exact or y.dtype == DTYPES["bf16"].np else 0
         np.testing.assert_allclose(
-            y.astype(np.float64), exactly.astype(y.dtype).astype(np.float64), rtol=unit, atol=unit / 64, err_msg=what
+            y.astype(np.float64),
+            exactly.astype(y.dtype).astype(np.float64),
+            rtol=unit,
+            atol=unit and max(unit / 64, 1e-6),
+            err_msg=what,
         )
 
 

@@ -288,7 +288,12 @@ class Episode:
         self.ended[reason] += 1
 
     def check_failure(self, deltas: list[RequestDelta]) -> None:
-        """Check that a device failure is reported once to every live request, and that no new one is accepted."""
+        """Check that a device failure is reported once to every live request, that those which had ended for another
+        reason get that one, and that no new request is accepted.
+        """
+        for delta in [delta for delta in deltas if delta.error is not self.engine.error]:
+            self.check(delta)
+            deltas.remove(delta)
         error, cause = str(self.engine.error), "E119" if self.world.ranks > 1 else "the device is gone"
         assert self.world.kind == "failure" and cause in error, error
         assert [delta.id for delta in deltas] == list(self.expected), "which requests got an end"

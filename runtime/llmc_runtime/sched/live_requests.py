@@ -67,19 +67,19 @@ class LiveRequests:
         return notices
 
     def end_all(self, error: LlmcError) -> list[RequestDelta]:
-        """End every live request with `error`. Return their deltas in order of arrival.
+        """End every live request with `error`. Return the notices, and the requests' deltas in order of arrival.
 
         A failure may have left the scheduler inconsistent, so this relies on `requests` only, and empties the cache.
         """
-        ended = sorted(self.requests.values(), key=lambda request: request.key[1])
+        notices, ended = self.take_notices(), sorted(self.requests.values(), key=lambda request: request.key[1])
         for request in ended:
             request.status, request.pages, request.row = Status.FINISHED, [], -1
         self.counters.request_success["error"] += len(ended)
         self.waiting.clear()
-        for queue in (self.requests, self.running, self.guided, self._notices):
+        for queue in (self.requests, self.running, self.guided):
             queue.clear()
         self._reset()
-        return [RequestDelta(r.id, [], "error", num_cached=r.num_cached or 0, error=error) for r in ended]
+        return notices + [RequestDelta(r.id, [], "error", num_cached=r.num_cached or 0, error=error) for r in ended]
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. Returns False, and does nothing, while a page is in use."""
