@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from llmc_runtime.engine.engine import Engine
 from llmc_runtime.kv.pages import PagePool
-from llmc_runtime.sched.request import Request, Status
+from llmc_runtime.sched.request import Request, RequestDelta, Status
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.step import Step, Work
 
@@ -144,3 +144,11 @@ def audit_device(scheduler: Scheduler, device: FakeExecutor, expected: dict[str,
 def idle(engine: Engine) -> bool:
     """Whether an engine's gauges say that it has no request and no page in use."""
     return not any(value for name, value in engine.stats().items() if name != "step_token_budget")
+
+
+def check_logprobs(delta: RequestDelta, most: int | None) -> None:
+    """Check that every token has log-probabilities if they are requested."""
+    assert (delta.logprobs is None) == (most is None), f"{delta.id}: log-probabilities"
+    if delta.logprobs is not None:
+        assert len(delta.logprobs) == len(delta.new_token_ids), f"{delta.id}: {delta.logprobs}"
+        assert all(len(one.top_ids) == most for one in delta.logprobs), f"{delta.id}: {delta.logprobs}"

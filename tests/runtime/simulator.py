@@ -25,7 +25,7 @@ from llmc_runtime.sched.request import RequestDelta
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 
-from tests.runtime.audit import audit, idle
+from tests.runtime.audit import audit, check_logprobs, idle
 from tests.runtime.fake_executor import FakeExecutor
 from tests.runtime.fake_ranks import FakeRanks
 from tests.runtime.faulty_executor import FaultyExecutor
@@ -250,17 +250,10 @@ class Episode:
             assert got == token, f"{delta.id}: {got}, expected {token}"
         found = (delta.finish_reason, delta.stop_reason)
         assert found == (finish, stop), f"{delta.id}: {found}, expected {finish, stop}"
-        self.check_logprobs(delta, expected.request.params.logprobs)
+        check_logprobs(delta, expected.request.params.logprobs)
         self.scored += len(delta.prompt_logprobs or ())
         self.account(expected, len(delta.new_token_ids))
         self.check_end(delta, expected, finish)
-
-    def check_logprobs(self, delta: RequestDelta, most: int | None) -> None:
-        """Check that every token has log-probabilities if they are requested."""
-        assert (delta.logprobs is None) == (most is None), f"{delta.id}: log-probabilities"
-        if delta.logprobs is not None:
-            assert len(delta.logprobs) == len(delta.new_token_ids), f"{delta.id}: {delta.logprobs}"
-            assert all(len(one.top_ids) == most for one in delta.logprobs), f"{delta.id}: {delta.logprobs}"
 
     def account(self, expected: Expected, tokens: int) -> None:
         """Count generated tokens."""

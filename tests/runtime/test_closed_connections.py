@@ -29,6 +29,6 @@ def test_closed_connections_are_freed_without_the_garbage_collector(own_loop: bo
                 link.close()
             occupy(server).close()  # its answer is cut off
             gone = (HttpConnection, Lingering, asyncio.Transport)
-            until(lambda: not any(isinstance(one, gone) for one in gc.get_objects()))
+            until(lambda: not any(issubclass(type(one), gone) for one in gc.get_objects()))
         finally:
             gc.enable()
