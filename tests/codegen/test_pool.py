@@ -112,8 +112,8 @@ def test_there_is_no_data_race(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
 
 
-# A pool of one thread, and a second one that waits for more parts of a step that is over long since: it was not scheduled
-# while `done` took any other value than the one that it waits to change, which the end of the pool makes it once more.
+# A pool of one thread, and a second one that waits for more parts of a step that is long over: it was not scheduled
+# while `done` had any other value than the one that it waits to change, and adding one at the end gives that value.
 STALE = r"""
 #define LLMC_MAX_ARGS 1
 #define LLMC_MAX_SIZES 1
