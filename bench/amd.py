@@ -67,7 +67,7 @@ class Plan:
 
 QUICK = Plan(
     None, ((5, 6, 7), (8,), (9, 10, 11, 12, 13)), 3, 120, (TINY,), (1, 2), (3, 2), ("--num-iters", "1"), (2, 5, 2),
-    ("--max-num-seqs", "2", "--max-num-batched-tokens", "16"), "triton/rope_append",
+    ("--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "64"), "triton/rope_append",
 )  # fmt: skip
 
 

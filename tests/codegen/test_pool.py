@@ -110,3 +110,41 @@ def test_there_is_no_data_race(tmp_path: Path) -> None:
     if "unexpected memory mapping" in done.stderr:
         pytest.skip("the thread sanitizer does not run on this kernel")
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+
+
+# A pool of one thread, and a second one that waits for more parts of a step that is long over: it was not scheduled
+# while `done` had any other value than the one that it waits to change, and adding one at the end gives that value.
+STALE = r"""
+#define LLMC_MAX_ARGS 1
+#define LLMC_MAX_SIZES 1
+#define LLMC_MAX_LAUNCHES 1
+#define LLMC_SCRATCH INT64_C(64)
+#include "llmc_abi.h"
+#include "llmc_pool.h"
+static llmc_pool* pool;
+static llmc_thread second;
+static void* wait(void*) {
+  llmc_until(pool, &second, 1000, 0);
+  return nullptr;
+}
+int main() {
+  pool = (llmc_pool*)llmc_open(1);
+  pool->started = 2;  // so that the end of the pool waits for it
+  pool->threads = (llmc_thread*)realloc(pool->threads, 2 * sizeof(llmc_thread));
+  second.crowded = INT64_MAX;
+  pool->done.v = 12;
+  if (pthread_create(&pool->threads[1].id, nullptr, wait, nullptr)) return 2;
+  while (!llmc_get(pool->sleepers)) sched_yield();
+  usleep(50000);
+  __atomic_store_n(&pool->done.v, 11u, __ATOMIC_SEQ_CST);
+  llmc_close(pool);
+  return 0;
+}
+"""
+
+
+def test_the_end_wakes_a_thread_that_waits_for_an_earlier_step(tmp_path: Path) -> None:
+    (tmp_path / "stale.cpp").write_text(STALE)
+    command = ["g++", "-O1", "-std=c++17", "-pthread", f"-I{HEADERS}", "-o", tmp_path / "stale", tmp_path / "stale.cpp"]
+    subprocess.run([str(c) for c in command], check=True)
+    subprocess.run([tmp_path / "stale"], check=True, timeout=60)

@@ -197,6 +197,8 @@ LLMC_EXPORT void llmc_close(void* pool) {
   if (!p) return;
   __atomic_store_n(&p->quit, true, __ATOMIC_SEQ_CST);
   llmc_turn(p);
+  // A thread that was not scheduled since an earlier step may wait for a change of any count that a step has.
+  __atomic_store_n(&p->done.v, 1u << 31, __ATOMIC_SEQ_CST);
   llmc_signal(p->done, p->sleepers);
   llmc_signal(p->job, p->waiters);
   for (int i = 1; i < p->started; i++) pthread_join(p->threads[i].id, nullptr);
