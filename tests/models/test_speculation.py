@@ -226,7 +226,7 @@ def test_refused(demo: Path, tmp_path: Path) -> None:
             LLM(demo, say=quiet, speculate=value)
         assert caught.value.code == code, value
     save(LISTED[0], tmp_path / "model")
-    with pytest.raises(LlmcError, match="speculate=33"):
+    with pytest.raises(LlmcError, match="--speculate 33"):
         compile_model(tmp_path / "model", tmp_path / "wrong.llmc", Options(cache=CACHE, speculate=33))
     compile_model(tmp_path / "model", tmp_path / "plain.llmc", Options(cache=CACHE))
     with pytest.raises(LlmcError, match="no drafted tokens") as caught:
