@@ -150,7 +150,7 @@ def test_refused(tmp_path: Path) -> None:
         with pytest.raises(LlmcError, match=text) as caught:
             compile_model(tmp_path / "model", tmp_path / "wrong.llmc", Options(cache=CACHE, **more))
         assert caught.value.code == "E360" and caught.value.remedy
-    with pytest.raises(LlmcError, match="speculate=33"):
+    with pytest.raises(LlmcError, match="--speculate 33"):
         wrong = Options(cache=CACHE, draft=str(tmp_path / "model"), speculate=33)
         compile_model(tmp_path / "model", tmp_path / "wrong.llmc", wrong)
     with pytest.raises(LlmcError, match="does not exist") as caught:

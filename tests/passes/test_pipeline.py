@@ -21,7 +21,7 @@ from llmc.opt import main_opt
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.pipeline import override, parse_pipeline, run_pipeline, spell_pass
 from llmc.passes.rewrite import Pat, Rewrite, apply, either, through
-from llmc.targets.gpu_targets import sm_90
+from llmc.targets.gpu_targets import gfx942, sm_90
 
 HERE = Path(__file__).parent
 NORMS = HERE / "fuse_norm.llir"
@@ -68,7 +68,8 @@ def test_the_default_pipeline_has_every_pass_of_ours_once() -> None:
     serve = names("serve")
     gpu = [p.name for p in parse_pipeline(sm_90().pipeline, load().passes)]
     assert len(serve) == len(set(serve)) and len(gpu) == len(set(gpu))
-    assert set(serve) | set(gpu) | BY_NAME == set(load().passes)
+    amd = [p.name for p in parse_pipeline(gfx942().pipeline, load().passes)]
+    assert set(serve) | set(gpu) | set(amd) | BY_NAME == set(load().passes)
     assert serve.index("page-attention") < serve.index("specialize") < serve.index("select") < serve.index("memory")
 
 

@@ -53,7 +53,8 @@ class Parrot(FakeExecutor):
 
     def _work(self, item: Any, scores: Any) -> int | None:
         row = self._row(item.row)
-        mask, count = row.mask, len(row.tokens)
+        count = len(row.tokens)
+        mask = row.masks[count % len(row.masks)]
         token = super()._work(item, scores)
         if token is None:
             return None
