@@ -43,7 +43,8 @@ CODED = ("scaled_gemm", "scaled_gemm_small", "round_groups", "scaled_moe_up", "s
 NEWER = {f"triton/{name}": tuple(t for t in TARGETS if has_maps(t)) for name in MAPPED} | {
     f"triton/{name}": tuple(t for t in TARGETS if float8(t)) for name in CODED
 }
-NVIDIA = {f"triton/{name}": tuple(t for t in TARGETS if t.family == "cuda") for name in COLLECTIVES}
+RANKS = (*COLLECTIVES, "all_reduce_norm")
+NVIDIA = {f"triton/{name}": tuple(t for t in TARGETS if t.family == "cuda") for name in RANKS}
 PRIVATE = 64  # bytes of memory of a thread's own: the largest tiles spill a few registers
 F8 = "f8e4m3"
 VGPRS = 512  # vector registers that a thread can have, accumulation registers among them
