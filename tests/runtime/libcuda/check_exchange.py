@@ -25,7 +25,7 @@ TORCH = {
     "i8": torch.int8, "i16": torch.int16, "i32": torch.int32, "i64": torch.int64, "u8": torch.uint8,
     "u16": torch.uint16, "u32": torch.uint32, "f16": torch.float16, "f32": torch.float32, "f64": torch.float64,
     "bf16": torch.bfloat16, "bool": torch.bool, "f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2,
-    "f8e8m0": torch.float8_e8m0fnu,
+    "f8e8m0": torch.float8_e8m0fnu, "f8e4m3fnuz": torch.float8_e4m3fnuz,
 }  # fmt: skip
 SHAPES = [(), (1,), (7,), (3, 5), (2, 1, 4, 3), (0,), (4, 0, 2)]
 
