@@ -308,7 +308,7 @@ def _quantize(args: argparse.Namespace, out: IO[str]) -> int:
 
     given = {name: getattr(args, name) for name in Settings.__dataclass_fields__} | {"ignore": tuple(args.ignore)}
     made = quantize_model(args.model, args.output, Settings(**given), console, read_hub(args))
-    _print(made, args.json, lambda m: m.text(), out)
+    _print(made.as_json(), args.json, lambda _: made.text(), out)
     return 0
 
 
