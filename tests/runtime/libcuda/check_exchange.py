@@ -64,7 +64,7 @@ def test_the_fields(device: CudaDevice, dtype: str, max_version: tuple[int, int]
         assert tensor.data == (memory.address if nbytes else None) and tensor.byte_offset == 0
         assert (tensor.device_type, tensor.device_id) == (2, 0) == memory.array(dtype, shape).__dlpack_device__()
         kinds = {"i": 0, "u": 1, "f": 2}
-        assert tensor.code == {"bf16": 4, "bool": 6, "f8e4m3": 10, "f8e5m2": 12, "f8e8m0": 14}.get(
+        assert tensor.code == {"bf16": 4, "bool": 6, "f8e4m3": 10, "f8e4m3fnuz": 11, "f8e5m2": 12, "f8e8m0": 14}.get(
             dtype, kinds[dtype[0]] if dtype[0] in kinds else -1
         )
         assert (tensor.bits, tensor.lanes, tensor.ndim) == (DTYPE_BITS[dtype], 1, len(shape))
