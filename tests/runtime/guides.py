@@ -26,7 +26,7 @@ class Wandering:
         self.begun = False
         self.drafts: list[int] = []
         self.shown = self.late = (
-            0  # masks behind drafts that are known, and how often the next one is asked for in vain
+            0  # masks behind drafts that are known, and how often the next one is requested in vain
         )
 
     def mask(self) -> bytes | None:

@@ -88,7 +88,7 @@ class Request:
     late_masks: int = field(default=0, init=False)
     num_drafts: int = field(default=0, init=False)  # tokens drafted for its row, as known to the host
     drafted: Sequence[int] = field(default=(), init=False)  # if it has a guide: tokens drafted behind its last one
-    looked: bool = field(default=False, init=False)  # its guide was asked for the masks behind them
+    looked: bool = field(default=False, init=False)  # the masks behind them were requested
     lookahead: int = field(default=0, init=False)  # tokens that the last plan drafts, for which `pages` has room
     reach: int = field(default=0, init=False)  # tokens whose KV the draft model has (see draft_planner)
     draft_trials: tuple[float, float] = field(default=(0.0, 0.0), init=False)  # drafts tested lately, and accepted
