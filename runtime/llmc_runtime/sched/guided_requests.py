@@ -5,10 +5,10 @@ on others. A step waits a short time for masks, since most of them come soon. Af
 that request for a number of tokens that doubles each time.
 
 A step that verifies drafts of a guided request samples each of its tokens with a mask of its own: the one behind the
-draft before it. Once the drafts are known, these masks are requested from the guide. A plan made then verifies the drafts
-whose masks have come. An open step verifies drafts that the host does not know yet: if some masks are late, the tokens
-behind the last one that came are dropped. A mask behind a draft that the mask before excludes does not matter, since
-the draft is rejected.
+draft before it. Once the drafts are known, these masks are requested from the guide. A plan made then verifies the
+drafts whose masks have come. An open step verifies drafts that the host does not know yet: if some masks are late, the
+tokens behind the last one that came are dropped. A mask behind a draft that the mask before excludes does not matter,
+since the draft is rejected.
 """
 
 from __future__ import annotations
