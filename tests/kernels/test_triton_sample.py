@@ -19,7 +19,7 @@ from llmc.codegen.backends.triton.triton_kernel import TritonKernel
 from llmc.codegen.backends.triton.triton_toolchain import load_entry
 from llmc.ir.example import example_graph, op_example
 from llmc.ir.ops import OPS
-from llmc.ir.ops.sample import kept, uniform
+from llmc.ir.ops.sample import exponentials, kept, row_exponentials
 
 KERNELS: Mapping[str, TritonKernel] = {
     "row_penalize": PENALIZE, "row_mask": MASK, "row_block_max": BLOCK_MAX,
@@ -108,18 +108,15 @@ class Step:
         return OPS["row_mask"].ref(x, *self.where(), self.i, self.stops, self.allowed)
 
     def check(self, got: np.ndarray, x: np.ndarray) -> None:
-        """Every id is the reference's, or the draw fell on a boundary between two ids up to rounding."""
+        """Every id is the reference's, or its score is the largest one up to rounding."""
         want = OPS["row_sample"].ref(*self.plain(x))
         for n in np.nonzero(got != want)[0]:
             row, id = self.rows[n], int(got[n])
             end = int(self.length[row] + self.qlens[n])
             assert row >= 0 and self.f[row, 0] > 0 and end >= self.i[row, 3], f"row {n}: {id}, not {want[n]}"
             p, mask = kept(x[n], self.f[row], int(self.i[row, 0]))
-            cum = np.cumsum(np.where(mask, p, 0))
-            lo, hi = (int(s) & 0xFFFFFFFF for s in self.i[row, 1:3])
-            at = uniform(lo | hi << 32, end) * cum[-1]
-            before = cum[id - 1] if id else 0.0
-            assert before - 1e-5 <= at <= cum[id] + 1e-5, f"row {n}: {id}, not {want[n]}"
+            scores = np.where(mask, p / row_exponentials(self.i[row], end, len(p)), 0)
+            assert scores[id] >= scores[want[n]] * (1 - 1e-4), f"row {n}: {id}, not {want[n]}"
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
@@ -129,22 +126,26 @@ def test_examples(op: str, dtype: str) -> None:
     run_case(case(op, arrays, attrs, {}, dtype))
 
 
-def test_uniform_is_the_references_bit_for_bit() -> None:
+def test_exponential_random_variables_equal_the_reference() -> None:
     rng = generator()
-    n = 512
+    n, draws = 512, 8
+    functions = "\n\n\n".join(Template("sampling_math", name).text() for name in ("draw_key", "exponential"))
     text = (
-        f"import triton\nimport triton.language as tl\n\n\n{Template('sampling_math', 'uniform').text()}\n\n\n"
-        "@triton.jit\ndef entry(lo, hi, at, y):\n"
-        f"    i = tl.arange(0, {n})\n    u = uniform(tl.load(lo + i), tl.load(hi + i), tl.load(at + i))\n"
-        "    tl.store(y + i, u)\n"
+        f"import triton\nimport triton.language as tl\n\n\n{functions}\n\n\n"
+        "@triton.jit\ndef entry(lo, hi, at, ids, y):\n"
+        f"    d, i = tl.program_id(0), tl.arange(0, {n})\n"
+        "    key = draw_key(tl.load(lo + d), tl.load(hi + d), tl.load(at + d))\n"
+        f"    tl.store(y + d * {n} + i, exponential(key, tl.load(ids + i)))\n"
     )
-    lo, hi = rng.integers(-(2**31), 2**31, (2, n)).astype(I32)
+    lo, hi = rng.integers(-(2**31), 2**31, (2, draws)).astype(I32)
     hi[:4], lo[:4] = [-1, -(2**31), 2**31 - 1, 0], [-1, 0, -1, 0]
-    at, got = rng.integers(0, 2**31, n).astype(I32), np.zeros(n)
+    at, ids = (rng.integers(0, 2**31, k).astype(I32) for k in (draws, n))
+    got = np.zeros((draws, n), F32)
     with interpreting():
-        load_entry(text, "entry")[(1,)](*(torch.from_numpy(x) for x in (lo, hi, at, got)))
-    want = [uniform(int(a) & 0xFFFFFFFF | (int(b) & 0xFFFFFFFF) << 32, int(p)) for a, b, p in zip(lo, hi, at)]
-    assert got.tolist() == want
+        load_entry(text, "entry")[(draws,)](*(torch.from_numpy(x) for x in (lo, hi, at, ids, got)))
+    seeds = [int(a) & 0xFFFFFFFF | (int(b) & 0xFFFFFFFF) << 32 for a, b in zip(lo, hi)]
+    want = np.array([exponentials(seed, int(p), ids) for seed, p in zip(seeds, at)])
+    np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])

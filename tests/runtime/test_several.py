@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -13,7 +14,7 @@ from llmc_runtime.sched import scheduler_config
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.token_guide import mask_of
 
-from llmc.ir.ops.sample import uniform
+from llmc.ir.ops.sample import exponentials
 from tests.runtime.oracle import Expected
 from tests.runtime.rig import Rig
 from tests.runtime.test_llm import device, make
@@ -35,16 +36,19 @@ def test_output_i_is_that_of_seed_plus_i() -> None:
 
 
 def test_draws_of_neighbours_are_independent() -> None:
-    """Chi-square of pairs of draws: seeds that follow each other at one position, positions under one seed; 99 degrees
-    of freedom, and a bound that fails by chance once in a hundred million."""
+    """Chi-square of pairs of random variables: seeds that follow each other at one position, positions under one seed,
+    ids of one draw; 99 degrees of freedom, and a bound that fails by chance once in a hundred million."""
     rng = random.Random(of_test())
-    for seed, position in ((1, 0), (0, 1), (1, 1), (2**32, 0), (0, 7)):
-        at, here = rng.randrange(2**64), rng.randrange(1000)
-        draws = [uniform(at + seed * i & 2**64 - 1, here + position * i) for i in range(20_000)]
+    for seed, position, id in ((1, 0, 0), (0, 1, 0), (1, 1, 0), (2**32, 0, 0), (0, 7, 0), (0, 0, 1), (0, 1, 1)):
+        at, here, first = rng.randrange(2**64), rng.randrange(1000), rng.randrange(100_000)
+        draws = [
+            math.exp(-float(exponentials(at + seed * i & 2**64 - 1, here + position * i, first + id * i)))
+            for i in range(20_000)
+        ]
         counts = [0] * 100
         for one, other in zip(draws[::2], draws[1::2]):
             counts[int(one * 10) * 10 + int(other * 10)] += 1
-        assert sum((count - 100) ** 2 / 100 for count in counts) < 200, (at, here, seed, position)
+        assert sum((count - 100) ** 2 / 100 for count in counts) < 200, (at, here, first, seed, position, id)
 
 
 def test_seeds_wrap_and_none_is_drawn_for_each() -> None:

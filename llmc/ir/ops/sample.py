@@ -17,6 +17,7 @@ from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
 
 _MASK64 = (1 << 64) - 1
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64
 
 
 def param(values: Any, name: str) -> Any:
@@ -24,17 +25,25 @@ def param(values: Any, name: str) -> Any:
     return values[..., (FLOAT_COLUMNS if name in FLOAT_COLUMNS else INT_COLUMNS).index(name)]
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) determined by (seed, position): splitmix64 (Steele, Lea, Flood 2014) applied to both."""
-    z = _mix(_mix(seed & _MASK64) ^ (position & _MASK64))
-    return float(z >> 11) * 2.0**-53
+def exponentials(seed: int, position: int, ids: Any) -> Any:
+    """Return the exponential random variables of token ids for a draw, float64[len(ids)], positive.
+
+    Each is determined by (seed, position, id): the upper half of the output number `id` of a SplitMix64 generator
+    (Steele, Lea, Flood 2014), which is seeded with (seed, position), and the inverse of the exponential distribution.
+    """
+    key = _mix(_mix(np.uint64(seed & _MASK64)) ^ np.uint64(position & _MASK64))
+    with np.errstate(over="ignore"):
+        high = _mix(key + np.asarray(ids, np.uint64) * _GAMMA) >> np.uint64(32)
+    return -np.log1p(-(np.float64(high) + 0.5) * 2.0**-32)
 
 
-def _mix(z: int) -> int:
-    z = (z + 0x9E3779B97F4A7C15) & _MASK64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return z ^ (z >> 31)
+def _mix(z: Any) -> Any:
+    """The output of SplitMix64 for a state, or for an array of states."""
+    with np.errstate(over="ignore"):
+        z = z + _GAMMA
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
 
 
 def _block_maximum(result: int) -> Content:
@@ -58,7 +67,7 @@ _HOLDS: Mapping[str, Content] = MappingProxyType(
     }
 )  # fmt: skip
 _OF_BLOCKS: Mapping[str, Content] = MappingProxyType(
-    {**_HOLDS, "best": _block_maximum(0), "ids": _block_maximum(1), "sums": _block_maximum(2)}
+    {**_HOLDS, "best": _block_maximum(0), "ids": _block_maximum(1), "scores": _block_maximum(2)}
 )
 # A step with three entries over 41 ids, for examples.
 _SIZES: Mapping[str, Any] = MappingProxyType(
@@ -175,9 +184,12 @@ def kept(x: Any, fparams: Any, top_k: int) -> tuple[Any, Any]:
 def row_sample(logits: Any, rows: Any, starts: Any, positions: Any, tokens: Any, fparams: Any, iparams: Any) -> Any:
     """Choose one id per entry.
 
-    Within the prompt (prompt_len tokens) it is the prompt's next token. With temperature 0 it is the largest
-    logit, the lowest id among equals. Otherwise the ids kept by temperature, min_p, top_k and top_p are sampled in id
-    order by inverting their cumulative probability at uniform(seed, position of the new token). Padding rows give 0.
+    Within the prompt (prompt_len tokens) it is the prompt's next token. With temperature 0 it is the largest logit, the
+    lowest id among equals. Otherwise, of the ids that temperature, min_p, top_k and top_p keep, it is the one with the
+    largest quotient of its probability and its exponential random variable for (seed, position of the new token): a
+    sample of their distribution by the Gumbel-max trick (Maddison et al. 2014, arXiv 1411.0030). Two models that sample
+    with the same seed agree almost as often as is possible (Daliri et al. 2024, arXiv 2408.07978), so that drafts which
+    are sampled are accepted. Padding rows give 0.
     """
     out = np.zeros(len(rows), np.int32)
     for i, (row, end) in enumerate(zip(rows, ends(rows, starts, positions), strict=True)):
@@ -190,11 +202,20 @@ def row_sample(logits: Any, rows: Any, starts: Any, positions: Any, tokens: Any,
             out[i] = np.argmax(logits[i])
             continue
         p, mask = kept(logits[i], fparams[row], int(param(iparams[row], "top_k")))
-        lo, hi = (int(param(iparams[row], half)) & 0xFFFFFFFF for half in ("seed_lo", "seed_hi"))
-        cum = np.cumsum(np.where(mask, p, 0))
-        at = int(np.searchsorted(cum, uniform(lo | hi << 32, int(end)) * cum[-1], "right"))
-        out[i] = min(at, int(np.nonzero(mask & (p > 0))[0][-1]))
+        out[i] = np.argmax(np.where(mask, p / row_exponentials(iparams[row], int(end), len(p)), -1))
     return out
+
+
+def row_exponentials(iparams: Any, position: int, vocabulary: int) -> Any:
+    """Return the exponential random variables of all ids for a row's draw of the token at `position`."""
+    lo, hi = (int(param(iparams, half)) & 0xFFFFFFFF for half in ("seed_lo", "seed_hi"))
+    return exponentials(lo | hi << 32, position, np.arange(vocabulary))
+
+
+def _filters(fparams: Any, iparams: Any, vocabulary: int) -> bool:
+    """Return whether top_p, min_p or top_k may exclude ids of a row."""
+    top_k = int(param(iparams, "top_k"))
+    return bool(param(fparams, "top_p") < 1 or param(fparams, "min_p") > 0 or 0 < top_k < vocabulary)
 
 
 def _blocks_types(env: dict[str, Any], attrs: Any) -> list[Type]:
@@ -208,7 +229,7 @@ def _blocks_types(env: dict[str, Any], attrs: Any) -> list[Type]:
     "(logits: f[r, v], rows: i32[r], starts: i32[r+1], positions: i32[t], fparams: state f32[m, 8],"
     " iparams: state i32[m, 8], stops: state i32[m, s], seen: state i32[m, w], counts: state i32[m, v],"
     " bias_ids: state i32[m, b], biases: state f32[m, b], allowed: state i32[m, a])"
-    " -> (best: f32[r, n], ids: i32[r, n], sums: f32[r, n])",
+    " -> (best: f32[r, n], ids: i32[r, n], scores: f32[r, n])",
     flops="8*r*v", bytes="r*v*bytes_logits", infer=_blocks_types, holds=_HOLDS,
     example={**_SIZES, "block": 16},
 )  # fmt: skip
@@ -218,8 +239,10 @@ def row_block_max(
 ) -> Any:  # fmt: skip
     """The first phase of row_sample over row_mask over row_penalize, per block of ids.
 
-    For each block: the largest logit, its lowest id, and, in rows with a temperature, the sum of exp((logit - largest)
-    / temperature). Padding rows give 0.
+    For each block: the largest logit, an id, and its score. In rows with a temperature that no filter (top_p, min_p,
+    top_k) limits, it is the id with the largest score: exp((logit - largest) / temperature), divided by the
+    exponential random variable of the id. In other rows it is the lowest id of the largest logit, and the score is 0.
+    Padding rows give 0.
     """
     x = row_penalize.ref(logits, rows, fparams, iparams, seen, counts, bias_ids, biases)
     x = row_mask.ref(x, rows, starts, positions, iparams, stops, allowed)
@@ -230,22 +253,26 @@ def row_block_max(
     best = np.take_along_axis(x, top[..., None], -1)
     t = param(fparams[np.maximum(rows, 0)], "temperature")[:, None, None]
     e = np.exp(np.where(x == best, 0, x - best) / np.where(t > 0, t, 1)) * (np.arange(n * block) < v).reshape(n, block)
+    scores = np.zeros((r, n))
+    for i, (row, end) in enumerate(zip(rows, ends(rows, starts, positions), strict=True)):
+        if row >= 0 and t[i, 0, 0] > 0 and not _filters(fparams[row], iparams[row], v):
+            e[i] /= row_exponentials(iparams[row], int(end), n * block).reshape(n, block)
+            top[i], scores[i] = np.argmax(e[i], -1), np.max(e[i], -1)
     live = (rows >= 0)[:, None]
-    sums = np.where(live & (t[..., 0] > 0), e.sum(-1), 0)
-    return np.where(live, best[..., 0], 0), np.where(live, top + np.arange(n) * block, 0), sums
+    return np.where(live, best[..., 0], 0), np.where(live, top + np.arange(n) * block, 0), scores
 
 
 @op(
     "(logits: f[r, v], rows: i32[r], starts: i32[r+1], positions: i32[t], fparams: state f32[m, 8],"
     " iparams: state i32[m, 8], stops: state i32[m, s], seen: state i32[m, w], counts: state i32[m, v],"
     " bias_ids: state i32[m, b], biases: state f32[m, b], allowed: state i32[m, a], tokens: state i32[m, l],"
-    " best: f32[r, n], ids: i32[r, n], sums: f32[r, n]) -> i32[r]",
+    " best: f32[r, n], ids: i32[r, n], scores: f32[r, n]) -> i32[r]",
     flops="8*r*v", bytes="12*r*n + r*v*bytes_logits", holds=_OF_BLOCKS,
     example={**_SIZES, "block": 16},
 )  # fmt: skip
 def row_sample_blocks(
     logits: Any, rows: Any, starts: Any, positions: Any, fparams: Any, iparams: Any, stops: Any, seen: Any,
-    counts: Any, bias_ids: Any, biases: Any, allowed: Any, tokens: Any, best: Any, ids: Any, sums: Any, *, block: int,
+    counts: Any, bias_ids: Any, biases: Any, allowed: Any, tokens: Any, best: Any, ids: Any, scores: Any, *, block: int,
 ) -> Any:  # fmt: skip
     """The second phase: the id that row_sample gives for the penalized and masked logits.
 
@@ -282,7 +309,7 @@ def row_logprobs(logits: Any, ids: Any, rows: Any = None, iparams: Any = None, *
     "(logits: f[r, v], rows: i32[r], starts: i32[r+1], positions: i32[t], fparams: state f32[m, 8],"
     " iparams: state i32[m, 8], stops: state i32[m, s], seen: state i32[m, w], counts: state i32[m, v],"
     " bias_ids: state i32[m, b], biases: state f32[m, b], allowed: state i32[m, a], tokens: state i32[m, l],"
-    " best: f32[r, n], ids: i32[r, n], sums: f32[r, n], length: state i32[m], emit: i32[r])"
+    " best: f32[r, n], ids: i32[r, n], scores: f32[r, n], length: state i32[m], emit: i32[r])"
     " -> (drawn: i32[r], logprob: f32[r], rank: i32[r], top_ids: i32[r, k], top_logprobs: f32[r, k],"
     " history: state i32[m, l], lengths: state i32[m], c: state i32[m, v])",
     writes=("tokens", "length", "counts"), flops="8*r*v", bytes="12*r*n + r*v*bytes_logits", holds=_OF_BLOCKS,
@@ -290,12 +317,12 @@ def row_logprobs(logits: Any, ids: Any, rows: Any = None, iparams: Any = None, *
 )  # fmt: skip
 def row_finish(
     logits: Any, rows: Any, starts: Any, positions: Any, fparams: Any, iparams: Any, stops: Any, seen: Any,
-    counts: Any, bias_ids: Any, biases: Any, allowed: Any, tokens: Any, best: Any, ids: Any, sums: Any, length: Any,
+    counts: Any, bias_ids: Any, biases: Any, allowed: Any, tokens: Any, best: Any, ids: Any, scores: Any, length: Any,
     emit: Any, *, block: int, k: int = 20,
 ) -> Any:  # fmt: skip
     """row_sample_blocks, then row_logprobs of the raw logits, then row_commit: everything after row_block_max."""
     states = (fparams, iparams, stops, seen, counts, bias_ids, biases, allowed, tokens)
-    drawn = row_sample_blocks.ref(logits, rows, starts, positions, *states, best, ids, sums, block=block)
+    drawn = row_sample_blocks.ref(logits, rows, starts, positions, *states, best, ids, scores, block=block)
     logprobs = row_logprobs.ref(logits, drawn, rows, iparams, k=k)
     return drawn, *logprobs, *row_commit.ref(tokens, length, counts, rows, starts, positions, emit, drawn)
 

@@ -39,7 +39,7 @@ def row_arguments(node: Node) -> dict[str, Argument]:
     return {
         **{name: f"x{i}" for i, name in enumerate(OPERANDS)}, "VOCAB": vocabulary(node), "WORDS": width(node, 7),
         "MASKS": width(node, 11) // width(node, 7),
-        "STOPS": width(node, 6), "BIASES": width(node, 9), "BLOCK": node.attrs["block"],
+        "STOPS": width(node, 6), "BIASES": width(node, 9),
     }  # fmt: skip
 
 
@@ -140,8 +140,9 @@ class BlockMax(Sampling):
         return u.launch(
             Template("sample", "row_block_max"),
             (blocks.ceildiv(per), rows),
-            **u.pointers("", "best_ptr best_ids_ptr masses_ptr"),
+            **u.pointers("", "best_ptr drawn_ptr scores_ptr"),
             **row_arguments(n),
+            BLOCK=n.attrs["block"],
             BLOCKS=int(blocks),
             BLOCKS_PER_PROGRAM=per,
         )
@@ -172,7 +173,7 @@ class Draws(Sampling):
 
 
 class SampleBlocks(Draws):
-    """row_sample_blocks: greedy rows read only the maxima of the blocks, rows without filters one block of logits."""
+    """row_sample_blocks: rows without filters read only the summaries of the blocks."""
 
     def code(self, u: Unit) -> Code:
         return u.launch(
@@ -184,7 +185,7 @@ class SampleBlocks(Draws):
         """Return the template arguments of row_sample_blocks, which are also arguments of row_finish."""
         blocks, length = width(u.node, 13), u.node.operands[12].type.shape[1]
         return {
-            **row_arguments(u.node), "best_ptr": "x13", "best_ids_ptr": "x14", "masses_ptr": "x15", "out_ptr": "y0",
+            **row_arguments(u.node), "best_ptr": "x13", "drawn_ptr": "x14", "scores_ptr": "x15", "out_ptr": "y0",
             "max_length": u.sizes(length), "BLOCKS": blocks, "BLOCKS_PADDED": power(blocks), **self.tiles(u),
         }  # fmt: skip
 

@@ -110,9 +110,25 @@ static inline uint64_t mix64(uint64_t z) {  // splitmix64 (Steele, Lea, Flood 20
   z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
   return z ^ (z >> 31);
 }
-static inline double uniform(uint64_t seed, uint64_t position) {
-  return (double)(mix64(mix64(seed) ^ position) >> 11) * 0x1p-53;
-}
+// Exponential random variables of the ids j to j + VN - 1 for the draw `key`: see `exponentials` of ir/ops/sample.py.
+// They are -log(1 - w) and at least w, in (0, 1).
+struct Waits {
+  float w[VN];
+  uint32_t high[VN];
+  Waits(uint64_t key, int64_t j) {
+    for (int k = 0; k < VN; k++) {
+      high[k] = mix64(key + (uint64_t)(j + k) * 0x9E3779B97F4A7C15u) >> 32;
+      w[k] = ((float)high[k] + 0.5f) * 0x1p-32f;
+    }
+  }
+  vf exponential() const {
+    float rest[VN];  // 1 - w
+    for (int k = 0; k < VN; k++) rest[k] = ((float)~high[k] + 0.5f) * 0x1p-32f;
+    vf x = vload(w, VN);  // a series where 1 - w would lose the lower bits of w
+    vf series = x * (1.0f + x * (0.5f + x * (0.33333333f + x * 0.25f)));
+    return x < 0.00390625f ? series : -m_log(vload(rest, VN));
+  }
+};
 static inline int64_t argmax_row(const float* x, int64_t n) {  // the lowest index among the largest
   vf top = splat(-INFINITY);
   for (int64_t j = 0; j + VN <= n; j += VN) top = m_max(vload(x + j), top);
@@ -203,19 +219,22 @@ struct Draw {
       return;
     }
   }
-  // Returns the kept id at which the cumulative mass, in the order of ids, exceeds u of the total.
-  int64_t draw(double u) {
-    double total = 0, at = 0;
-    int64_t last = 0;
-    for (int64_t j = 0; j < v; j++)
-      if (kept(cut, e[j], j)) total += e[j];
-    for (int64_t j = 0; j < v; j++)
-      if (kept(cut, e[j], j)) {
-        at += e[j];
-        if (e[j] > 0) last = j;
-        if (at > u * total) return j;
+  // Returns the kept id with the largest quotient of its mass and its exponential random variable, the lowest of equals.
+  // `best` is an id that is kept, whose mass is 1.
+  int64_t draw(uint64_t key, int64_t best) {
+    float most = 1.0f / Waits(key, best).exponential()[0];
+    for (int64_t j = 0; j < v; j += VN) {
+      Waits waits(key, j);
+      vf mass = vload(e + j, v - j < VN ? (int)(v - j) : VN);
+      vi may = vload(waits.w, VN) * most <= mass;
+      if (!any(may)) continue;
+      vf score = mass / waits.exponential();
+      for (int k = 0; k < VN && j + k < v; k++) {
+        bool more = score[k] > most || (score[k] == most && j + k < best);
+        if (more && kept(cut, e[j + k], j + k)) most = score[k], best = j + k;
       }
-    return last;
+    }
+    return best;
   }
 };
 // scratch: BUCKETS masses, v floats rounded up to whole vectors, v picks. `position` is that of the new token.
@@ -235,7 +254,7 @@ static inline int64_t sample_row(const float* x, int64_t v, const float* f, cons
   if (ip[TOP_K] > 0 && ip[TOP_K] < v) d.top_k(ip[TOP_K]);
   if (f[TOP_P] < 1.0f) d.top_p(f[TOP_P]);
   uint64_t seed = (uint32_t)ip[SEED_LO] | (uint64_t)(uint32_t)ip[SEED_HI] << 32;
-  return d.draw(uniform(seed, (uint64_t)position));
+  return d.draw(mix64(mix64(seed) ^ (uint64_t)position), best);
 }
 // Threads divide the entries. `width` is the length of a row of `tokens`.
 static inline void row_sample(const llmc_ctx* ctx, int32_t* ids, const float* x, const int32_t* rows,

@@ -2,7 +2,7 @@
 
 `row_sample` samples a row of masked logits with one program. The other kernels sample raw logits in two launches:
 `row_block_max` summarizes blocks of ids with many programs, and `row_sample_blocks` samples from the summaries. In the
-second launch, greedy rows read no logits, and rows without top_k, top_p and min_p read those of one block.
+second launch, only rows with top_k, top_p or min_p read logits.
 """
 
 import triton
@@ -28,20 +28,25 @@ from llmc.codegen.backends.triton.kernels.row_params import (
     TOP_P,
     WANT_LOGPROBS,
 )
-from llmc.codegen.backends.triton.kernels.sampling_math import draw_filtered, find_lane, uniform
+from llmc.codegen.backends.triton.kernels.sampling_math import draw_filtered, draw_key, exponential
 from llmc.codegen.backends.triton.kernels.sampling_rules import least_probability
 
 
 @triton.jit
-def load_draw(floats_ptr, ints_ptr, row, position):
-    """Return (top_p, the least relative probability, top_k, the uniform random number of the position) of a row."""
+def load_filters(floats_ptr, ints_ptr, row, VOCAB: tl.constexpr):
+    """Return (whether ids may be excluded, top_p, the least relative probability, top_k) of a row."""
     floats_ptr += row * PARAMS
-    ints_ptr += row * PARAMS
     top_p = tl.load(floats_ptr + TOP_P)
     least_p = least_probability(floats_ptr)
-    top_k = tl.load(ints_ptr + TOP_K)
-    u = uniform(tl.load(ints_ptr + SEED_LO), tl.load(ints_ptr + SEED_HI), position)
-    return top_p, least_p, top_k, u
+    top_k = tl.load(ints_ptr + row * PARAMS + TOP_K)
+    return (top_p < 1.0) | (least_p > 0.0) | ((top_k > 0) & (top_k < VOCAB)), top_p, least_p, top_k
+
+
+@triton.jit
+def load_draw(ints_ptr, row, position):
+    """Return the key of a row's draw of the token at a position."""
+    ints_ptr += row * PARAMS
+    return draw_key(tl.load(ints_ptr + SEED_LO), tl.load(ints_ptr + SEED_HI), position)
 
 
 @triton.jit
@@ -79,10 +84,11 @@ def row_sample(
         out = packed_id(first)
         in_prompt = position < tl.load(ints_ptr + row * PARAMS + PROMPT_LEN)
         if (t > 0) & (in_prompt == 0):
-            top_p, least_p, top_k, u = load_draw(floats_ptr, ints_ptr, row, position)
+            _, top_p, least_p, top_k = load_filters(floats_ptr, ints_ptr, row, VOCAB)
+            draw = load_draw(ints_ptr, row, position)
             top = value_of(packed_key(first))
             out = draw_filtered(
-                logits_ptr, top, t, top_p, least_p, top_k, u, plain_logits, VOCAB, LOG_VOCAB, TILE, TILES_PADDED
+                logits_ptr, top, t, top_p, least_p, top_k, draw, plain_logits, VOCAB, LOG_VOCAB, TILE, TILES_PADDED
             )
         prompt_id = tl.load(token_ids_ptr + row * max_length + position, mask=in_prompt, other=0)
         out = tl.where(in_prompt, prompt_id, out)
@@ -91,20 +97,37 @@ def row_sample(
 
 @triton.jit
 def store_summary(
-    entry, row, state, t, block, raw, ids, best_ptr, best_ids_ptr, masses_ptr, VOCAB: tl.constexpr, BLOCKS: tl.constexpr
+    entry,
+    row,
+    state,
+    t,
+    draws,
+    draw,
+    block,
+    raw,
+    ids,
+    best_ptr,
+    drawn_ptr,
+    scores_ptr,
+    VOCAB: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    """Store the largest logit of a block, its lowest id, and the mass of the block if the row has a temperature."""
+    """Store the largest logit of a block, an id and its score; see the op row_block_max.
+
+    `draws` says whether the row has a temperature and no filters, and `draw` is the key of its draw.
+    """
     logits = change_logits(raw.to(tl.float32), state, ids, ids < VOCAB)
     pair = tl.max(packed(tl.where(ids < VOCAB, key_of(logits), LOWEST_KEY), ids), 0)
     best = value_of(packed_key(pair))
-    mass = tl.zeros([], tl.float32)
-    if (row >= 0) & (t > 0):
-        terms = tl.exp(tl.where(logits == best, 0.0, logits - best) / t)
-        mass = tl.sum(tl.where(ids < VOCAB, terms, 0.0), 0)
+    score = tl.zeros([], tl.float32)
+    if draws:
+        scores = tl.exp(tl.where(logits == best, 0.0, logits - best) / t) / exponential(draw, ids)
+        pair = tl.max(packed(tl.where(ids < VOCAB, key_of(scores), LOWEST_KEY), ids), 0)
+        score = value_of(packed_key(pair))
     at = entry.to(tl.int64) * BLOCKS + block
     tl.store(best_ptr + at, tl.where(row >= 0, best, 0.0))
-    tl.store(best_ids_ptr + at, tl.where(row >= 0, packed_id(pair), 0))
-    tl.store(masses_ptr + at, mass)
+    tl.store(drawn_ptr + at, tl.where(row >= 0, packed_id(pair), 0))
+    tl.store(scores_ptr + at, score)
 
 
 @triton.jit
@@ -122,8 +145,8 @@ def row_block_max(
     biases_ptr,  # [rows, BIASES]
     allowed_ptr,  # [rows, MASKS, WORDS]
     best_ptr,  # [entries, BLOCKS]: result
-    best_ids_ptr,  # [entries, BLOCKS]: result
-    masses_ptr,  # [entries, BLOCKS]: result
+    drawn_ptr,  # [entries, BLOCKS]: result
+    scores_ptr,  # [entries, BLOCKS]: result
     VOCAB: tl.constexpr,
     WORDS: tl.constexpr,
     MASKS: tl.constexpr,
@@ -142,44 +165,28 @@ def row_block_max(
     wait_for_previous(DEPENDENT_LAUNCH)
     row = tl.load(rows_ptr + entry).to(tl.int64)
     raw = tl.load(logits_ptr + first * BLOCK + lanes, mask=first * BLOCK + lanes < VOCAB, other=0.0)
-    state, t, _ = load_row(
+    state, t, position = load_row(
         row, entry, logits_ptr, starts_ptr, positions_ptr, floats_ptr, ints_ptr, stops_ptr, seen_ptr, counts_ptr,
         bias_ids_ptr, biases_ptr, allowed_ptr, VOCAB, WORDS, MASKS, STOPS, BIASES,
     )  # fmt: skip
+    live = tl.maximum(row, 0)
+    filters, _, _, _ = load_filters(floats_ptr, ints_ptr, live, VOCAB)
+    draws = (row >= 0) & (t > 0) & (filters == 0)
+    draw = load_draw(ints_ptr, live, position)
     if BLOCKS_PER_PROGRAM == 1:
         ids = first * BLOCK + lanes
-        store_summary(entry, row, state, t, first, raw, ids, best_ptr, best_ids_ptr, masses_ptr, VOCAB, BLOCKS)
+        store_summary(
+            entry, row, state, t, draws, draw, first, raw, ids, best_ptr, drawn_ptr, scores_ptr, VOCAB, BLOCKS
+        )
     else:
         for block in range(first, tl.minimum(first + BLOCKS_PER_PROGRAM, BLOCKS)):
             ids = block * BLOCK + lanes
             this = raw
             more = (ids + BLOCK < VOCAB) & (block + 1 < first + BLOCKS_PER_PROGRAM)
             raw = tl.load(logits_ptr + ids + BLOCK, mask=more, other=0.0)
-            store_summary(entry, row, state, t, block, this, ids, best_ptr, best_ids_ptr, masses_ptr, VOCAB, BLOCKS)
-
-
-@triton.jit
-def draw_plain(
-    state,
-    best,
-    mass,
-    block,
-    top,
-    t,
-    u,
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    """Return the id that the row samples at u in [0, 1) from all ids, using the summaries of its blocks."""
-    weights = tl.where(block < BLOCKS, mass * tl.exp((best - top) / t), 0.0).to(tl.float64)
-    target = u * tl.sum(weights, 0)
-    chosen, before = find_lane(weights, block, target)
-    ids = chosen * BLOCK + tl.arange(0, BLOCK)
-    logits = changed_logits(state, ids, ids < VOCAB)
-    terms = tl.where(ids < VOCAB, tl.exp((logits - top) / t), 0.0).to(tl.float64)
-    lane, _ = find_lane(terms, tl.arange(0, BLOCK), target - before)
-    return chosen * BLOCK + lane
+            store_summary(
+                entry, row, state, t, draws, draw, block, this, ids, best_ptr, drawn_ptr, scores_ptr, VOCAB, BLOCKS
+            )
 
 
 @triton.jit
@@ -199,8 +206,8 @@ def draw_from_blocks(
     allowed_ptr,
     token_ids_ptr,
     best_ptr,
-    best_ids_ptr,
-    masses_ptr,
+    drawn_ptr,
+    scores_ptr,
     max_length,
     VOCAB: tl.constexpr,
     LOG_VOCAB: tl.constexpr,
@@ -208,7 +215,6 @@ def draw_from_blocks(
     MASKS: tl.constexpr,
     STOPS: tl.constexpr,
     BIASES: tl.constexpr,
-    BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
     TILE: tl.constexpr,
@@ -219,25 +225,26 @@ def draw_from_blocks(
     at = entry.to(tl.int64) * BLOCKS + block
     row = tl.load(rows_ptr + entry).to(tl.int64)
     best = tl.load(best_ptr + at, mask=block < BLOCKS, other=0.0)
-    best_id = tl.load(best_ids_ptr + at, mask=block < BLOCKS, other=0)
+    drawn = tl.load(drawn_ptr + at, mask=block < BLOCKS, other=0)
     state, t, position = load_row(
         row, entry, logits_ptr, starts_ptr, positions_ptr, floats_ptr, ints_ptr, stops_ptr, seen_ptr, counts_ptr,
         bias_ids_ptr, biases_ptr, allowed_ptr, VOCAB, WORDS, MASKS, STOPS, BIASES,
     )  # fmt: skip
-    pair = tl.max(packed(tl.where(block < BLOCKS, key_of(best), LOWEST_KEY), best_id), 0)
+    pair = tl.max(packed(tl.where(block < BLOCKS, key_of(best), LOWEST_KEY), drawn), 0)
     out = tl.where(row >= 0, packed_id(pair), 0)
     live = tl.maximum(row, 0)
     in_prompt = (row >= 0) & (position < tl.load(ints_ptr + live * PARAMS + PROMPT_LEN))
     if (row >= 0) & (t > 0) & (in_prompt == 0):
-        top_p, least_p, top_k, u = load_draw(floats_ptr, ints_ptr, live, position)
+        filters, top_p, least_p, top_k = load_filters(floats_ptr, ints_ptr, live, VOCAB)
         top = value_of(packed_key(pair))
-        if (top_p < 1.0) | (least_p > 0.0) | ((top_k > 0) & (top_k < VOCAB)):
+        if filters:
+            draw = load_draw(ints_ptr, live, position)
             out = draw_filtered(
-                state, top, t, top_p, least_p, top_k, u, changed_logits, VOCAB, LOG_VOCAB, TILE, TILES_PADDED
+                state, top, t, top_p, least_p, top_k, draw, changed_logits, VOCAB, LOG_VOCAB, TILE, TILES_PADDED
             )
         else:
-            mass = tl.load(masses_ptr + at, mask=block < BLOCKS, other=0.0)
-            out = draw_plain(state, best, mass, block, top, t, u, VOCAB, BLOCK, BLOCKS)
+            score = tl.load(scores_ptr + at, mask=block < BLOCKS, other=0.0) * tl.exp((best - top) / t)
+            out = packed_id(tl.max(packed(tl.where(block < BLOCKS, key_of(score), LOWEST_KEY), drawn), 0))
     prompt_id = tl.load(token_ids_ptr + live * max_length + position, mask=in_prompt, other=0)
     return tl.where(in_prompt, prompt_id, out), row, position
 
@@ -258,8 +265,8 @@ def row_sample_blocks(
     allowed_ptr,
     token_ids_ptr,  # [rows, max_length]
     best_ptr,  # [entries, BLOCKS]: results of row_block_max
-    best_ids_ptr,
-    masses_ptr,
+    drawn_ptr,
+    scores_ptr,
     out_ptr,  # [entries]
     max_length,
     VOCAB: tl.constexpr,
@@ -268,7 +275,6 @@ def row_sample_blocks(
     MASKS: tl.constexpr,
     STOPS: tl.constexpr,
     BIASES: tl.constexpr,
-    BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
     TILE: tl.constexpr,
@@ -281,8 +287,8 @@ def row_sample_blocks(
     wait_for_previous(DEPENDENT_LAUNCH)
     out, _, _ = draw_from_blocks(
         entry, logits_ptr, rows_ptr, starts_ptr, positions_ptr, floats_ptr, ints_ptr, stops_ptr, seen_ptr, counts_ptr,
-        bias_ids_ptr, biases_ptr, allowed_ptr, token_ids_ptr, best_ptr, best_ids_ptr, masses_ptr, max_length,
-        VOCAB, LOG_VOCAB, WORDS, MASKS, STOPS, BIASES, BLOCK, BLOCKS, BLOCKS_PADDED, TILE, TILES_PADDED,
+        bias_ids_ptr, biases_ptr, allowed_ptr, token_ids_ptr, best_ptr, drawn_ptr, scores_ptr, max_length,
+        VOCAB, LOG_VOCAB, WORDS, MASKS, STOPS, BIASES, BLOCKS, BLOCKS_PADDED, TILE, TILES_PADDED,
     )  # fmt: skip
     tl.store(out_ptr + entry, out)
 
@@ -330,8 +336,8 @@ def row_finish(
     allowed_ptr,
     token_ids_ptr,  # [rows, max_length]
     best_ptr,  # [entries, BLOCKS]: results of row_block_max
-    best_ids_ptr,
-    masses_ptr,
+    drawn_ptr,
+    scores_ptr,
     emit_ptr,  # [entries]: nonzero if the id is output
     out_ptr,  # [entries]: result
     logprob_ptr,  # [entries]: result, as are the next three; see row_logprobs
@@ -347,7 +353,6 @@ def row_finish(
     MASKS: tl.constexpr,
     STOPS: tl.constexpr,
     BIASES: tl.constexpr,
-    BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
     TILE: tl.constexpr,
@@ -364,8 +369,8 @@ def row_finish(
     wait_for_previous(DEPENDENT_LAUNCH)
     out, row, position = draw_from_blocks(
         entry, logits_ptr, rows_ptr, starts_ptr, positions_ptr, floats_ptr, ints_ptr, stops_ptr, seen_ptr, counts_ptr,
-        bias_ids_ptr, biases_ptr, allowed_ptr, token_ids_ptr, best_ptr, best_ids_ptr, masses_ptr, max_length,
-        VOCAB, LOG_VOCAB, WORDS, MASKS, STOPS, BIASES, BLOCK, BLOCKS, BLOCKS_PADDED, TILE, TILES_PADDED,
+        bias_ids_ptr, biases_ptr, allowed_ptr, token_ids_ptr, best_ptr, drawn_ptr, scores_ptr, max_length,
+        VOCAB, LOG_VOCAB, WORDS, MASKS, STOPS, BIASES, BLOCKS, BLOCKS_PADDED, TILE, TILES_PADDED,
     )  # fmt: skip
     tl.store(out_ptr + entry, out)
     wanted = (row >= 0) & (tl.load(ints_ptr + tl.maximum(row, 0) * PARAMS + WANT_LOGPROBS) != 0)

@@ -1,14 +1,15 @@
-"""Sampling one token id: the cut by top_k, min_p and top_p, and the inverse of the cumulative distribution.
+"""Sampling one token id: the cut by top_k, min_p and top_p, and the random draw among the ids that are kept.
 
 A program samples a row of VOCAB logits. `LOGITS(row, ids, mask)` loads logits of the row, `top` is its largest logit
 and `t` its temperature; the mass of an id is exp((logit - top) / t). An id is kept if its key is above `cut`, or if its
-key equals `cut` and the id is at most `until`.
+key equals `cut` and the id is at most `until`. The draw is the kept id with the largest quotient of its mass and its
+exponential random variable (see the op row_sample).
 """
 
 import triton
 import triton.language as tl
 
-from llmc.codegen.backends.triton.kernels.logit_keys import HIGHEST_KEY, LOWEST_KEY, key_of, value_of
+from llmc.codegen.backends.triton.kernels.logit_keys import HIGHEST_KEY, LOWEST_KEY, key_of, packed, packed_id, value_of
 
 
 @triton.jit
@@ -21,25 +22,24 @@ def splitmix64(z):
 
 
 @triton.jit
-def uniform(seed_low, seed_high, position):
-    """Return a float64 in [0, 1) for a seed and a position, bit for bit as `uniform` of llmc/ir/ops/sample.py."""
+def draw_key(seed_low, seed_high, position):
+    """Return the state of the SplitMix64 generator of a draw, as a uint64."""
     low = seed_low.to(tl.int64).to(tl.uint64) & 0xFFFFFFFF
     high = seed_high.to(tl.int64).to(tl.uint64) & 0xFFFFFFFF
-    z = splitmix64(splitmix64(low | (high << 32)) ^ position.to(tl.int64).to(tl.uint64))
-    return (z >> 11).to(tl.int64).to(tl.float64) * 1.1102230246251565e-16
+    return splitmix64(splitmix64(low | (high << 32)) ^ position.to(tl.int64).to(tl.uint64))
 
 
 @triton.jit
-def find_lane(weights, lanes, target):
-    """Return (the first lane whose cumulative weight exceeds the target, the sum of the weights before it).
+def exponential(key, ids):
+    """Return the exponential random variables of token ids for a draw; see `exponentials` of llmc/ir/ops/sample.py.
 
-    If no lane exceeds the target, the lane is the last one with a weight. Weights are not negative.
+    They are -log(1 - w), with w in (0, 1); a series where 1 - w would lose the lower bits of w.
     """
-    sums = tl.cumsum(weights, 0)
-    first = tl.min(tl.where((sums > target) & (weights > 0), lanes, HIGHEST_KEY), 0)
-    last = tl.max(tl.where(weights > 0, lanes, 0), 0)
-    lane = tl.minimum(first, last)
-    return lane, tl.sum(tl.where(lanes < lane, weights, 0.0), 0)
+    high = (splitmix64(key + ids.to(tl.int64).to(tl.uint64) * 0x9E3779B97F4A7C15) >> 32).to(tl.uint32)
+    w = (high.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    rest = ((high ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    series = w * (1.0 + w * (0.5 + w * (0.3333333333 + w * 0.25)))
+    return tl.where(w < 0.00390625, series, -tl.log(rest))
 
 
 @triton.jit
@@ -101,58 +101,39 @@ def search(
 
 
 @triton.jit
-def tile_weights(
-    row,
-    top,
-    t,
-    cut,
-    until,
-    at,
-    TIES: tl.constexpr,
-    LOGITS: tl.constexpr,
-    VOCAB: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Return the masses of the kept ids of one tile; with TIES, 1 for each id whose key equals the cut."""
+def count_equal(row, cut, at, LOGITS: tl.constexpr, VOCAB: tl.constexpr, TILE: tl.constexpr):
+    """Return 1 for each id of a tile whose key equals the cut, and 0 for the others."""
     ids = at + tl.arange(0, TILE)
     logit = LOGITS(row, ids, ids < VOCAB)
-    key = tl.where(ids < VOCAB, key_of(logit), LOWEST_KEY)
-    if TIES:
-        weights = (key == cut).to(tl.float64)
-    else:
-        kept = (key > cut) | ((key == cut) & (ids <= until))
-        weights = tl.where(kept, tl.exp((logit - top) / t), 0.0).to(tl.float64)
-    return weights
+    return (tl.where(ids < VOCAB, key_of(logit), LOWEST_KEY) == cut).to(tl.int32)
 
 
 @triton.jit
-def walk(
+def lane_of(counts, lanes, number):
+    """Return (the first lane up to which the counts reach a number, the sum of the counts before it)."""
+    lane = tl.min(tl.where(tl.cumsum(counts, 0) >= number, lanes, HIGHEST_KEY), 0)
+    return lane, tl.sum(tl.where(lanes < lane, counts, 0), 0)
+
+
+@triton.jit
+def last_equal(
     row,
-    top,
-    t,
     cut,
-    until,
-    target,
-    TIES: tl.constexpr,
+    number,
     LOGITS: tl.constexpr,
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
     TILES_PADDED: tl.constexpr,
 ):
-    """Return the id at which the cumulative weight, in the order of ids, exceeds the target.
-
-    With TIES, the target is a number of ids; otherwise it is a fraction of the mass of all kept ids.
-    """
+    """Return the id that is the `number`-th one, in ascending order, whose key equals the cut. There are as many."""
     lanes = tl.arange(0, TILES_PADDED)
-    sums = tl.zeros([TILES_PADDED], tl.float64)
+    counts = tl.zeros([TILES_PADDED], tl.int32)
     for tile in range((VOCAB + TILE - 1) // TILE):
-        weights = tile_weights(row, top, t, cut, until, tile * TILE, TIES, LOGITS, VOCAB, TILE)
-        sums = tl.where(lanes == tile, tl.sum(weights, 0), sums)
-    if not TIES:
-        target = target * tl.sum(sums, 0)
-    tile, before = find_lane(sums, lanes, target)
-    weights = tile_weights(row, top, t, cut, until, tile * TILE, TIES, LOGITS, VOCAB, TILE)
-    lane, _ = find_lane(weights, tl.arange(0, TILE), target - before)
+        equal = count_equal(row, cut, tile * TILE, LOGITS, VOCAB, TILE)
+        counts = tl.where(lanes == tile, tl.sum(equal, 0), counts)
+    tile, before = lane_of(counts, lanes, number)
+    equal = count_equal(row, cut, tile * TILE, LOGITS, VOCAB, TILE)
+    lane, _ = lane_of(equal, tl.arange(0, TILE), number - before)
     return tile * TILE + lane
 
 
@@ -210,17 +191,24 @@ def draw_filtered(
     top_p,
     least_p,
     top_k,
-    u,
+    draw,
     LOGITS: tl.constexpr,
     VOCAB: tl.constexpr,
     LOG_VOCAB: tl.constexpr,
     TILE: tl.constexpr,
     TILES_PADDED: tl.constexpr,
 ):
-    """Return the id that the row samples at u in [0, 1)."""
+    """Return the id that the row samples; `draw` is a result of draw_key."""
     cut, ties = find_cut(row, top, t, top_p, least_p, top_k, LOGITS, VOCAB, LOG_VOCAB, TILE)
     until = tl.full([], VOCAB, tl.int32)
     if ties < VOCAB:
-        last = (ties - 1).to(tl.float64)
-        until = walk(row, top, t, cut, until, last, True, LOGITS, VOCAB, TILE, TILES_PADDED)
-    return walk(row, top, t, cut, until, u, False, LOGITS, VOCAB, TILE, TILES_PADDED)
+        until = last_equal(row, cut, ties, LOGITS, VOCAB, TILE, TILES_PADDED)
+    best = tl.full([TILE], -9223372036854775808, tl.int64)
+    for at in range(0, VOCAB, TILE):
+        ids = at + tl.arange(0, TILE)
+        logit = LOGITS(row, ids, ids < VOCAB)
+        key = tl.where(ids < VOCAB, key_of(logit), LOWEST_KEY)
+        kept = (key > cut) | ((key == cut) & (ids <= until))
+        score = tl.where(kept, tl.exp((logit - top) / t) / exponential(draw, ids), -1.0)
+        best = tl.maximum(best, packed(key_of(score), ids))
+    return packed_id(tl.max(best, 0))
