@@ -19,7 +19,7 @@ def test_read_pages_of_a_file_are_released(tmp_path: Path) -> None:
         for start in range(0, 4096, 1000):  # blocks that begin within pages
             assert np.array_equal(files.read("w", slice(start, start + 1000)), stored[start : start + 1000])
         resident = 0
-        lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+        lines = iter(Path("/proc/self/smaps").read_text(errors="replace").splitlines())
         for line in lines:
             if line.endswith(str(file)):
                 resident += int(next(x for x in lines if x.startswith("Rss:")).split()[1]) << 10
