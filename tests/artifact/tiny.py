@@ -6,13 +6,10 @@ The toy has the states, inputs and outputs of a real one, so device, executor an
 from __future__ import annotations
 
 import hashlib
-import shutil
-import subprocess
-import tempfile
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+from kernel_cache import library
 from llmc_runtime.format import expr
 from llmc_runtime.format.manifest import Limits, Source, State, TargetInfo
 from llmc_runtime.format.program import Buffer, Launch, Program
@@ -89,19 +86,8 @@ class Checkpoint:
         return x[rows] if x.ndim else x
 
 
-@lru_cache(maxsize=4)
-def binary(text: str) -> bytes:
-    compiler = shutil.which("g++") or shutil.which("c++")
-    assert compiler, "the tests need a C++ compiler"
-    with tempfile.TemporaryDirectory() as folder:
-        source, out = Path(folder, "x.cpp"), Path(folder, "x.so")
-        source.write_text(text)
-        subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", out, source], check=True)
-        return out.read_bytes()
-
-
 def _kernel(text: str, entry: str) -> Binary:
-    return Binary(hashlib.sha256(text.encode()).hexdigest()[:32], text, binary(text), entry)
+    return Binary(hashlib.sha256(text.encode()).hexdigest()[:32], text, library(text, "-O1"), entry)
 
 
 def _buffer(name: str, kind: str, dtype: str, *shape: object, alias: str | None = None) -> Buffer:

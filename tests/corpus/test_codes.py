@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,13 +17,17 @@ CODE = re.compile(r"E\d{3}\Z")
 ROOMS = ("llmc", "runtime/llmc_runtime")
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
+@cache
+def nodes() -> tuple[tuple[str, ast.AST], ...]:
+    """(file, node) of every call and constant of the sources."""
     listed = subprocess.run(["git", "ls-files", "-z", *ROOMS], cwd=ROOT, capture_output=True, text=True, check=False)
     names = listed.stdout.split("\0") if not listed.returncode else []
     found = [ROOT / n for n in names if n] or [p for room in ROOMS for p in (ROOT / room).rglob("*.py")]
-    for path in found:
-        if path.suffix == ".py" and path.is_file():
-            yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+    return tuple(
+        (str(path.relative_to(ROOT)), n)
+        for path in found if path.suffix == ".py" and path.is_file()
+        for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, (ast.Call, ast.Constant))
+    )  # fmt: skip
 
 
 def test_the_page_names_the_codes_of_the_sources() -> None:
@@ -31,7 +35,7 @@ def test_the_page_names_the_codes_of_the_sources() -> None:
     codes = [code for code, _, _ in rows]
     assert codes == sorted(set(codes)), "every code once, in order"
     used = {
-        n.value for _, tree in trees() for n in ast.walk(tree)
+        n.value for _, n in nodes()
         if isinstance(n, ast.Constant) and isinstance(n.value, str) and CODE.match(n.value)
     }  # fmt: skip
     assert not used - set(codes), f"give each a row in {PAGE.name}: {sorted(used - set(codes))}"
@@ -40,13 +44,12 @@ def test_the_page_names_the_codes_of_the_sources() -> None:
 
 def test_every_error_has_a_remedy() -> None:
     bare = []
-    for name, tree in trees():
-        for n in ast.walk(tree):
-            if not isinstance(n, ast.Call) or getattr(n.func, "id", "") not in ("LlmcError", "Diagnostic"):
-                continue
-            given = n.args[2:3] or [k.value for k in n.keywords if k.arg == "remedy"]
-            if n.args and (not given or (isinstance(given[0], ast.Constant) and not given[0].value)):
-                bare.append(f"{name}:{n.lineno}")
+    for name, n in nodes():
+        if not isinstance(n, ast.Call) or getattr(n.func, "id", "") not in ("LlmcError", "Diagnostic"):
+            continue
+        given = n.args[2:3] or [k.value for k in n.keywords if k.arg == "remedy"]
+        if n.args and (not given or (isinstance(given[0], ast.Constant) and not given[0].value)):
+            bare.append(f"{name}:{n.lineno}")
     assert not bare, bare
 
 

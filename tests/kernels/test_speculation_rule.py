@@ -122,6 +122,7 @@ LIMIT = 3.8  # exceeded by chance with a probability below 1e-4
 ACCEPT = OPS["row_accept"].ref
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_continuations_have_the_distribution_of_the_model(name: str) -> None:
     p = expected(SETTINGS[name])

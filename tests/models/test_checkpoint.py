@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from kernel_cache import CACHE
 from llmc_runtime import LLM, SamplingParams
 from models.cases import LISTED, UNLISTED, Case
 from models.kit import eager_logits, ir_logits, loaded, prompts, relative_error, save
@@ -216,7 +217,7 @@ def test_a_compile_uses_the_stored_head_and_says_so(tmp_path: Path) -> None:
     case = BY_NAME["llama"]
     folder = tmp_path / "model"
     save(dataclasses.replace(case, config=case.config | {"tie_word_embeddings": True}), folder)
-    options = Options(target="cpu:portable", max_model_len=64, max_num_seqs=2, max_num_batched_tokens=16, cache=None)
+    options = Options(cache=CACHE, reuse=False, max_num_seqs=4, max_num_batched_tokens=24)
     planned = dry_run(folder, options, None, Quiet())
     with_a_head_of_its_own(folder, 30)
     summary = compile_model(folder, tmp_path / "model.llmc", options)

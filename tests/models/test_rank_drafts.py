@@ -34,9 +34,8 @@ def tokens_and_drafts(artifact: Path, prompts: list[Any], params: list[Any], met
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize(
-    "method", ["eagle", "mtp", *(pytest.param(name, marks=pytest.mark.drawn) for name in ("draft", "suffix"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["eagle", "mtp", "draft", "suffix"])
 def test_drafts_are_those_of_one_rank(method: str, tmp_path: Path) -> None:
     if method == "mtp":
         save_with_layer(case_of("deepseek_v3"), tmp_path / "model", SEED)
@@ -55,11 +54,8 @@ def test_drafts_are_those_of_one_rank(method: str, tmp_path: Path) -> None:
     assert abs(right - right_of_two) < 0.01 * drafts  # drafts of which two are nearly tied
 
 
-@pytest.mark.parametrize(
-    "model",
-    [QWEN, BERT, *(pytest.param(one, marks=pytest.mark.drawn) for one in (ROBERTA, CROSS, DECODER))],
-    ids=lambda model: model.owner,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [QWEN, BERT, ROBERTA, CROSS, DECODER], ids=lambda model: model.owner)
 def test_pooled_numbers_are_those_of_one_rank(model: Model, tmp_path: Path) -> None:
     save_pooled(model, tmp_path / "model")
     rng = np.random.default_rng(SEED)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from kernel_cache import library, preprocessed
 
 
 class FakeDriver:
@@ -48,6 +49,5 @@ class FakeDriver:
 def build(source: Path, folder: Path, name: str, *flags: str) -> Path:
     """Compile a fake library as `name`, under which the bindings look for it."""
     out = folder / name
-    command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", f"-Wl,-soname,{name}", *flags, "-o", out, source, "-ldl"]
-    subprocess.run([str(c) for c in command], check=True)
+    out.write_bytes(library(preprocessed(source), "-std=c++17", "-O1", f"-Wl,-soname,{name}", *flags))
     return out

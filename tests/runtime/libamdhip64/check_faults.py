@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from artifact import tiny
+from kernel_cache import library
 from llmc_runtime.artifact import Artifact, open_artifact
 from llmc_runtime.device.hip.driver import Hip
 from llmc_runtime.device.hip.hip_device import HipDevice
@@ -111,7 +112,7 @@ def opened_once(artifact: Artifact, driver: Driver, code: str) -> None:
 @pytest.mark.parametrize("binary, words", [(b"not a code object", "InvalidImage"), (None, "NotFound")])
 def test_a_kernel_that_does_not_load(driver: Driver, tmp_path: Path, binary: bytes | None, words: str) -> None:
     parts = toy.parts(tmp_path)
-    bad = replace(parts.kernels[0], binary=binary or tiny.binary("int nothing;"))
+    bad = replace(parts.kernels[0], binary=binary or library("int nothing;", "-O1"))
     write_artifact(tmp_path / "toy.llmc", replace(parts, kernels=(bad, parts.kernels[1])))
     opened(open_artifact(tmp_path / "toy.llmc"), "E112", rf"{bad.hash}.hsaco cannot be loaded: hipError{words}")
 

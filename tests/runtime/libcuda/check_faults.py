@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from artifact import tiny
+from kernel_cache import library
 from llmc_runtime.artifact import Artifact, open_artifact
 from llmc_runtime.device.cuda.cuda_device import CudaDevice, check_arch
 from llmc_runtime.device.cuda.driver import Cuda
@@ -138,7 +139,7 @@ def opened_once(artifact: Artifact, driver: Driver, code: str) -> None:
 @pytest.mark.parametrize("binary, words", [(b"not a cubin at all", "INVALID_IMAGE"), (None, "NOT_FOUND")])
 def test_a_kernel_that_does_not_load(driver: Driver, tmp_path: Path, binary: bytes | None, words: str) -> None:
     parts = toy.parts(tmp_path)
-    bad = replace(parts.kernels[0], binary=binary or tiny.binary("int nothing;"))
+    bad = replace(parts.kernels[0], binary=binary or library("int nothing;", "-O1"))
     write_artifact(tmp_path / "toy.llmc", replace(parts, kernels=(bad, parts.kernels[1])))
     opened(open_artifact(tmp_path / "toy.llmc"), "E112", rf"{bad.hash}.cubin cannot be loaded: CUDA_ERROR_{words}")
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from artifact import tiny
+from kernel_cache import library
 from llmc_runtime.format import expr
 from llmc_runtime.format import group_memory as memory
 from llmc_runtime.format.manifest import TargetInfo
@@ -84,7 +85,7 @@ extern "C" void agree(void** params, const unsigned* grid) {{
 def kernel(text: str, entry: str, shared: int = 0) -> Binary:
     """Return a source text as a kernel for the driver without a GPU."""
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
-    return Binary(key, text, tiny.binary(text), entry, 128, shared, suffix="cubin", abi="cuda-1")
+    return Binary(key, text, library(text, "-O1"), entry, 128, shared, suffix="cubin", abi="cuda-1")
 
 
 def program(name: str, uniform: bool, rows: tuple[int, int] = (1, tiny.ROWS)) -> Program:
