@@ -66,8 +66,9 @@ class Plan:
 
 
 QUICK = Plan(
-    None, ((5, 6, 7), (8,), (9, 10, 11, 12, 13)), 3, 120, (TINY,), (1, 2), (3, 2), ("--num-iters", "1"), (2, 5, 2),
-    ("--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "64"), "triton/rope_append",
+    None, ((5, 6, 7), (8,), (9, 10, 11, 12, 13)), 3, 120, (TINY,), (1, 2), (3, 2),
+    ("--num-iters", "1", "--num-iters-warmup", "0"), (2, 5, 2),
+    ("--max-num-seqs", "2", "--max-num-batched-tokens", "8", "--max-model-len", "12"), "triton/rope_append",
 )  # fmt: skip
 
 
