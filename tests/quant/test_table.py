@@ -24,10 +24,17 @@ from llmc.quant.typed_weights import use_codes
 
 PAGE = DOCS / "howto-quantization.md"
 START, END = "<!-- table of formats -->\n", "<!-- end of the table -->\n"
-# Target -> dtype of the model, and the options of lower-quantized in the target's pipeline.
-TARGETS = {"cpu:x86-64-v4": ("f32", "{act=i8, act_block=64}"), "cuda:sm_90": ("bf16", "")}
-HEAD = "| checkpoint | written by | formats | CPU | GPU (`cuda:sm_90`) |\n|---|---|---|---|---|\n"
+# Target -> dtype of the model, and the passes of the target's pipeline that lower quantised weights.
+TARGETS = {
+    "cpu:x86-64-v4": ("f32", "split-moe{quantized=true}, lower-quantized{act=i8, act_block=64}"),
+    "cuda:sm_90": ("bf16", "split-moe{quantized=true}, lower-quantized"),
+    "hip:gfx942": ("bf16", "to-fnuz, split-moe{quantized=true}, lower-quantized"),
+}
+HEAD = (
+    "| checkpoint | written by | formats | CPU | GPU (`cuda:sm_90`) | GPU (`hip:gfx942`) |\n|---|---|---|---|---|---|\n"
+)
 PRODUCTS = ("linear_map", "linear", "block_scaled_linear")
+CODES = ("i8", "f8e4m3", "f8e4m3fnuz")
 EXACT = 1e-4
 ROW = re.compile(r"([\d.]+) %")
 
@@ -41,21 +48,21 @@ def ways(module: Module, dequantised: bool) -> str:
             found.append(f"{floats} codes" if floats[:1] in ("e", "f") else f"{n.attrs['bits']}-bit codes")
         elif n.op.name in ("scaled_moe_up", "scaled_moe_down"):
             found.append(f"{n.operands[3].type.dtype} codes x {n.operands[0].type.dtype}")
-        elif n.op.name in PRODUCTS and n.operands[1].type.dtype in ("i8", "f8e4m3"):
+        elif n.op.name in PRODUCTS and n.operands[1].type.dtype in CODES:
             x = n.operands[0].type.dtype
-            found.append(f"{n.operands[1].type.dtype} codes" + (f" x {x}" if x in ("i8", "f8e4m3") else ""))
+            found.append(f"{n.operands[1].type.dtype} codes" + (f" x {x}" if x in CODES else ""))
     return ", ".join(dict.fromkeys([*sorted(found), *(["dequantised"] if dequantised else [])])) or "not quantised"
 
 
 def cell(name: str, target: str, want: np.ndarray, tokens: np.ndarray, positions: np.ndarray) -> tuple[str, str]:
     """The formats of a checkpoint, and what a target makes of it with the error of its logits."""
-    registry, (dtype, options) = load(), TARGETS[target]
+    registry, (dtype, lowering) = load(), TARGETS[target]
     found = decoder(FIXTURES / name)
     with Checkpoint(trace(FIXTURES / name, dtype=dtype), decoder=found) as checkpoint:
         module = checkpoint.traced.module
         kept = use_codes(module, checkpoint, registry.opset())
         ctx = Ctx(registry.opset(), registry.target(target), registry.kernels)
-        text = f"canonicalize, fuse-linear, split-moe{{quantized=true}}, lower-quantized{options}"
+        text = f"canonicalize, fuse-linear, {lowering}"
         passes = parse_pipeline(text, registry.passes)
         run_pipeline(module, passes, ctx)
         got = ir_logits(module, checkpoint.traced, checkpoint, tokens, positions, np.arange(len(tokens)))

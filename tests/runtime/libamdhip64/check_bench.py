@@ -21,6 +21,8 @@ from llmc_runtime.device.hip.hip_device import HipDevice
 from bench import amd
 from llmc import cli
 from llmc import driver as driver_module
+from llmc.artifact.write import write_artifact
+from tests.runtime.libamdhip64 import toy
 from tests.runtime.libamdhip64.check_model import interpreted
 from tests.runtime.libamdhip64.code_objects import CodeObjects
 from tests.runtime.libamdhip64.conftest import Driver
@@ -98,7 +100,7 @@ def objects(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[CodeObj
 def test_the_whole_program(
     driver: Driver, objects: CodeObjects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver.gpu(arch="gfx942:sramecc+:xnack-", nbytes=2 << 30)
+    driver.gpu(arch="gfx942:sramecc+:xnack-", nbytes=256 << 20)
     target = interpreted("gfx942", monkeypatch)
     monkeypatch.setattr(hip_kernels, "load", driver_module.load)
     monkeypatch.setattr(amd, "program", program)
@@ -110,6 +112,8 @@ def test_the_whole_program(
     assert not objects.errors, objects.errors
     assert list(report) == STEPS and code == 0 and not any(s["error"] for s in report.values())
     found = {name: s["found"] for name, s in report.items()}
+    device = found["environment"]["device"]
+    assert device["name"] == "Fake GPU" and device["arch"] == "gfx942:sramecc+:xnack-" and device["rocm"] == "7.2"
     assert found["kernels"]["cases"] > 10 and not found["kernels"]["failed"]
     assert found["parity in float32"]["equal_tokens"] == found["parity in float32"]["tokens"] == 9
     assert found["graphs"]["tokens"] and found["canary"]["ok"]
@@ -121,6 +125,14 @@ def test_the_whole_program(
     pages = text + (tmp_path / "report.md").read_text()
     assert str(tmp_path) not in pages and str(amd.ROOT) not in pages and str(Path.home()) not in pages
     assert pages.count("\n| ") >= len(STEPS)
+
+
+def test_memory_is_taken_and_given_back(driver: Driver, tmp_path: Path) -> None:
+    driver.gpu(nbytes=64 << 20)
+    write_artifact(tmp_path / "bfloat16.llmc", toy.parts(tmp_path))
+    found = amd.Bench(tmp_path, "hip:gfx942", amd.QUICK, 0).too_little_memory()
+    assert found["held_bytes"] > 60 << 20 and "E205" in found["message"]
+    assert driver.used == 0
 
 
 def test_a_step_that_ends_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

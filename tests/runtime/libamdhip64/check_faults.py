@@ -15,15 +15,13 @@ from llmc_runtime.artifact import Artifact, open_artifact
 from llmc_runtime.device.hip.driver import Hip
 from llmc_runtime.device.hip.hip_device import HipDevice
 from llmc_runtime.device.open_device import open_device
-from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine.loader import open_engine
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.exec.executor import Executor
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.sched.request import Request
-from llmc_runtime.sched.sampling_params import SamplingParams
 
 from llmc.artifact.write import write_artifact
+from tests.runtime import gpu_faults
 from tests.runtime.gpu_faults import DECODE, STEP, opened
 from tests.runtime.libamdhip64 import toy
 from tests.runtime.libamdhip64.conftest import Driver
@@ -84,7 +82,12 @@ def test_another_architecture(artifact: Artifact, driver: Driver, arch: str) -> 
 
 def test_too_little_memory(artifact: Artifact, driver: Driver) -> None:
     driver.gpu(nbytes=1 << 20)
-    opened(artifact, "E205", r"1.0 MiB free; .* are needed: weights 2.0 MiB")
+    opened(artifact, "E205", r"1.0 MiB free; .* are needed: weights 2.0 MiB, rows .*, KV of one sequence of 32 tokens")
+    gpu_faults.too_little_memory_for_a_text(artifact, driver)
+
+
+def test_a_kv_cache_larger_than_what_is_left(artifact: Artifact, driver: Driver) -> None:
+    gpu_faults.kv_cache_larger_than_what_is_left(artifact, driver)
 
 
 def test_memory_that_is_refused_all_the_same(artifact: Artifact, driver: Driver) -> None:
@@ -124,6 +127,7 @@ def test_kernels_of_another_kind(driver: Driver, tmp_path: Path) -> None:
         folder = tmp_path / f"{len(words)}.llmc"
         write_artifact(folder, replace(parts, kernels=odd))
         opened(open_artifact(folder), "E112", words)
+    gpu_faults.launches_of_no_kernel(parts, tmp_path)
 
 
 def test_launches_that_only_other_gpus_have(driver: Driver, tmp_path: Path) -> None:
@@ -179,18 +183,13 @@ def test_a_careful_device_names_the_kernel(artifact: Artifact, driver: Driver) -
     executor.close()
 
 
+def test_a_refused_launch_says_where(artifact: Artifact, driver: Driver) -> None:
+    gpu_faults.refused_launch_says_where(artifact, driver, "hipModuleLaunchKernel", "hipErrorLaunchOutOfResources")
+
+
+def test_a_size_that_does_not_fit(driver: Driver, tmp_path: Path) -> None:
+    gpu_faults.size_that_does_not_fit(toy.parts(tmp_path), tmp_path)
+
+
 def test_every_request_is_reported_of_a_failure(artifact: Artifact, driver: Driver) -> None:
-    opened = open_engine(artifact, EngineOptions(""))
-    engine: Engine = opened.engine
-    for i in range(3):
-        engine.add(Request(str(i), [1 + i, 2, 3], SamplingParams(max_tokens=9, temperature=0.0), 0))
-    result: dict[str, str] = {}
-    engine.step()
-    driver.fail("kernel", 719, 2)
-    for _ in range(12):
-        for delta in engine.step() if engine.error is None else ():
-            if delta.finish_reason == "error":
-                result[delta.id] = str(delta.error)
-    assert sorted(result) == ["0", "1", "2"] and all("hipErrorLaunchFailure" in text for text in result.values())
-    driver.lib.fake_reset()
-    opened.close()
+    gpu_faults.every_request_is_reported(artifact, driver, "hipErrorLaunchFailure")

@@ -15,17 +15,14 @@ from llmc_runtime.artifact import Artifact, open_artifact
 from llmc_runtime.device.cuda.cuda_device import CudaDevice, check_arch
 from llmc_runtime.device.cuda.driver import Cuda
 from llmc_runtime.device.open_device import open_device
-from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine.loader import open_engine
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.exec.executor import Executor
-from llmc_runtime.format import expr
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import TargetInfo
-from llmc_runtime.sched.request import Request
-from llmc_runtime.sched.sampling_params import SamplingParams
 
 from llmc.artifact.write import write_artifact
+from tests.runtime import gpu_faults
 from tests.runtime.gpu_faults import DECODE, STEP, opened
 from tests.runtime.libcuda import toy
 from tests.runtime.libcuda.conftest import Driver
@@ -103,17 +100,11 @@ def test_what_runs_where(arch: str, gpu: str, fits: bool) -> None:
 def test_too_little_memory(artifact: Artifact, driver: Driver) -> None:
     driver.gpu(nbytes=1 << 20)
     opened(artifact, "E205", r"1.0 MiB free; .* are needed: weights 2.0 MiB, rows .*, KV of one sequence of 32 tokens")
-    big = replace(artifact.manifest, kv=replace(artifact.manifest.kv, bytes_per_page=1 << 30))
-    driver.gpu(nbytes=1 << 28)
-    with pytest.raises(LlmcError, match=r"E205.*256.0 MiB free; 8.0 GiB are needed.*\n.*--max-model-len"):
-        open_engine(replace(artifact, manifest=big), EngineOptions(""))
+    gpu_faults.too_little_memory_for_a_text(artifact, driver)
 
 
 def test_a_kv_cache_larger_than_what_is_left(artifact: Artifact, driver: Driver) -> None:
-    driver.gpu(nbytes=64 << 20)
-    big = replace(artifact.manifest, kv=replace(artifact.manifest.kv, bytes_per_page=2 << 20))
-    with pytest.raises(LlmcError, match=r"E205.*needs 60.0 MiB; .* are left beside .*\n.*enough for \d+ tokens"):
-        open_engine(replace(artifact, manifest=big), EngineOptions("", kv_cache_memory_bytes=60 << 20))
+    gpu_faults.kv_cache_larger_than_what_is_left(artifact, driver)
 
 
 def test_memory_that_is_refused_all_the_same(artifact: Artifact, driver: Driver) -> None:
@@ -151,10 +142,7 @@ def test_kernels_of_another_kind(driver: Driver, tmp_path: Path) -> None:
         folder = tmp_path / f"{len(words)}.llmc"
         write_artifact(folder, replace(parts, kernels=odd))
         opened(open_artifact(folder), "E112", words)
-    away = replace(parts.programs[0].launches[0], entry="nobody")
-    lost = replace(parts.programs[0], launches=(away,))
-    write_artifact(tmp_path / "c.llmc", replace(parts, programs=(lost, *parts.programs[1:])))
-    opened(open_artifact(tmp_path / "c.llmc"), "E113", "launches nobody")
+    gpu_faults.launches_of_no_kernel(parts, tmp_path)
 
 
 def test_a_failure_amid_steps(artifact: Artifact, driver: Driver) -> None:
@@ -183,11 +171,7 @@ def test_a_launch_that_is_refused(artifact: Artifact, driver: Driver, name: str)
 
 
 def test_a_refused_launch_says_where(artifact: Artifact, driver: Driver) -> None:
-    executor = Executor(artifact, open_device(artifact, 2))
-    driver.fail("cuLaunchKernelEx", 701, 1)
-    with pytest.raises(LlmcError, match=r"E114.*LAUNCH_OUT_OF_RESOURCES.* at toy \(model.toy\)"):
-        executor.run(STEP)
-    executor.close()
+    gpu_faults.refused_launch_says_where(artifact, driver, "cuLaunchKernelEx", "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
 
 
 def test_a_careful_device_names_the_kernel(artifact: Artifact, driver: Driver) -> None:
@@ -203,31 +187,8 @@ def test_a_careful_device_names_the_kernel(artifact: Artifact, driver: Driver) -
 
 
 def test_a_size_that_does_not_fit(driver: Driver, tmp_path: Path) -> None:
-    parts = toy.parts(tmp_path)
-    step = parts.programs[2]
-    wide = replace(step.launches[1], sizes=(*step.launches[1].sizes[:5], expr.parse("T*2147483647")))
-    big = replace(step, launches=(step.launches[0], wide))
-    write_artifact(tmp_path / "toy.llmc", replace(parts, programs=(*parts.programs[:2], big)))
-    artifact = open_artifact(tmp_path / "toy.llmc")
-    executor = Executor(artifact, open_device(artifact, 2))
-    with pytest.raises(LlmcError, match=r"E113.*T\*2147483647 is negative or too large"):
-        executor.run(STEP)
-    executor.close()
+    gpu_faults.size_that_does_not_fit(toy.parts(tmp_path), tmp_path)
 
 
 def test_every_request_is_reported_of_a_failure(artifact: Artifact, driver: Driver) -> None:
-    opened = open_engine(artifact, EngineOptions(""))
-    engine: Engine = opened.engine
-    for i in range(3):
-        engine.add(Request(str(i), [1 + i, 2, 3], SamplingParams(max_tokens=9, temperature=0.0), 0))
-    result: dict[str, str] = {}
-    engine.step()
-    driver.fail("kernel", 719, 2)
-    for _ in range(12):
-        for delta in engine.step() if engine.error is None else ():
-            if delta.finish_reason == "error":
-                result[delta.id] = str(delta.error)
-    assert sorted(result) == ["0", "1", "2"] and all("CUDA_ERROR_LAUNCH_FAILED" in text for text in result.values())
-    with pytest.raises(LlmcError, match="E114"):
-        engine.add(Request("4", [1], SamplingParams(), 0))
-    opened.close()
+    gpu_faults.every_request_is_reported(artifact, driver, "CUDA_ERROR_LAUNCH_FAILED")
