@@ -21,8 +21,8 @@ pytest.importorskip("starlette")
 import httpx
 from llmc_runtime.cli import main_serve
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.server.http.connection_limit import allowed, set_descriptor_limit
 from llmc_runtime.server.http.errors import ApiError
-from llmc_runtime.server.protocol import allowed, set_descriptor_limit
 from llmc_runtime.server.serving import MAX_TEXTS
 
 from tests.runtime.fake_core import ROWS
