@@ -159,6 +159,7 @@ async def serve_over(
         protocol: Any = config.http_protocol_class
         if isinstance(loop, ServerLoop):
             loop.light = light_connections(loop, protocol, server.server_state, options.keep_alive)
+            loop.handshakes_allowed = protocol.limit.handshakes
         failed = loop.create_task(_end_with_engine(llm, server, say))
         try:
             await server.serve([bound])

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.server.http.event_loop import MIN_HANDSHAKES
 from llmc_runtime.server.http.lingering_close import LingerCount
 from llmc_runtime.server.http.read_turns import BodyTurns, HeadTurns
 
 MAX_CONNECTIONS = 4096  # default maximum number of connections
 MAX_UNSENT = 128 << 20  # bytes of responses that wait for slow clients
-_RESERVED, _MIN_RESERVED = 128, 40  # descriptors reserved for the server itself and for open files, and their minimum
+_RESERVED, _MIN_RESERVED = 128, 40  # descriptors reserved for the server, open files, handshakes, and their minimum
 _MAX_REFUSED = 64  # connections over the limit that receive an error response; further ones are closed at once
 
 
@@ -94,6 +95,10 @@ class ConnectionLimit:
         return cls(
             maximum, on_refused, max_refused=_MAX_REFUSED if soft == resource.RLIM_INFINITY else allowed(soft)[1]
         )
+
+    def handshakes(self) -> int:
+        """Return how many connections may be in a TLS handshake: these do not count yet, but have descriptors."""
+        return max(MIN_HANDSHAKES, self.maximum - self.open)
 
     def enter(self, connection: Connection) -> int:
         """Count a new connection, for which an idle one may be closed. Returns by how many the limit is exceeded."""
