@@ -22,7 +22,8 @@ LIMITS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "head_seconds": ("server.protocol", "HttpConnection.head_seconds", "s"),
         "write_seconds": ("server.protocol", "HttpConnection.write_seconds", "s"),
         "read": ("server.protocol", "_READ", "bytes"),
-        "connections": ("server.protocol", "MAX_CONNECTIONS", ""), "depth": ("server.requests.parse", "MAX_DEPTH", ""),
+        "connections": ("server.http.connection_limit", "MAX_CONNECTIONS", ""),
+        "depth": ("server.requests.parse", "MAX_DEPTH", ""),
         "queued": ("server.server_options", "Options.max_queued_requests", ""),
         "queue_wait": ("server.server_options", "Options.max_queue_wait", "s"),
         "timeout": ("server.serving", "MAX_SECONDS", "s"), "outputs": ("server.serving", "MAX_CHOICES", ""),
@@ -81,6 +82,10 @@ LIMITS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "score_weight": ("server.requests.response_size", "SCORE_WEIGHT", ""),
         "skipped": ("server.load_shedding", "MAX_SKIPPED", "bytes"),
         "lines": ("server.protocol", "_MAX_HEAD_LINES", ""),
+        "unparsed": ("server.protocol", "_MAX_UNPARSED", "bytes"),
+        "unsent": ("server.http.connection_limit", "MAX_UNSENT", "bytes"),
+        "unsent_kernel": ("server.protocol", "_MAX_UNSENT", "bytes"),
+        "request_share": ("server.http.request_shares", "SHARE", ""),
     }
 )  # fmt: skip
 
@@ -106,9 +111,12 @@ _COMPARED = "one comparison"
 # What holds for every connection and request, whatever the route.
 COMMON: tuple[Row, ...] = (
     Row(("a connection",), "{read} are read at a time", "{head} of a head, {body} of a body, of each connection",
-        "a client that takes nothing for {write_seconds} is disconnected",
-        "{connections} connections (`--max-connections`), idle ones for 15 s (`--timeout-keep-alive`)",
-        ("server.protocol",)),
+        "a client that takes nothing for {write_seconds} is disconnected; {unsent} wait for all slow clients together, "
+        "and {unsent_kernel} for each in the kernel",
+        "{connections} connections (`--max-connections`), idle ones for 15 s (`--timeout-keep-alive`) or until a new "
+        "one takes their place; one of several keys has at most {request_share} times as many open requests as it "
+        "leaves to others",
+        ("server.protocol", "server.http.connection_limit", "server.http.request_shares")),
     Row(("the head of a request",), "{header_count} headers, {lines} lines", "{headers}", "400, 408 or 431",
         "{head_seconds} to arrive", ("server.protocol", "server.http.auth")),
     Row(("the request target",), "one pass over it", "the head's limit",
@@ -118,6 +126,8 @@ COMMON: tuple[Row, ...] = (
         "401 or 403", NONE, ("server.http.auth",)),
     Row(("the headers Host, Content-Type, Content-Length, Content-Encoding",), _COMPARED, "the head's limit",
         "400, 413, 415 or 421", NONE, ("server.http.auth",)),
+    Row(("the line before a chunk, the trailers of a body",), "{unparsed} at a time", "{unparsed}", "431", NONE,
+        ("server.protocol",)),
     Row(("a body",), "over {small_body} in a text process: {text_cpu} of CPU time, {containers} objects and lists, "
         "{values} values; nesting of {depth} levels",
         _BODY + "; {text_memory} for a text process; {bodies} for all unfinished bodies over {free_body}, which keys "
@@ -172,7 +182,8 @@ ROUTES: tuple[Row, ...] = (
          "GET /openapi.json", "GET /"), _FIXED, NONE, _FIXED, NONE, ("server.app", "server.page")),
     Row(("GET /health", "GET /ping", "GET /ready"), "a few comparisons; never logged above debug", NONE,
         "a status without a body", NONE, ("server.app", "server.http.replies")),
-    Row(("GET /metrics",), "the number of metrics, which requests cannot change", NONE, "a line for each", NONE,
+    Row(("GET /metrics",), "the number of metrics, which requests cannot change; made in steps of 1 ms", NONE,
+        "a line for each", "one at a time, shared by the requests that wait for it",
         ("server.operations.metrics_exporter",)),
     Row(("GET /admin/state",), _ADMIN, NONE, "{open_listed} requests", NONE, ("server.admin",)),
     Row(("GET /admin/trace",), _ADMIN, "{trace_rows} spans", "the same", "one at a time, {trace_seconds}",

@@ -17,11 +17,12 @@ import uvicorn
 from llmc_runtime import LLM, AsyncLLM
 from llmc_runtime.server.app import application
 from llmc_runtime.server.http.auth import Limits
+from llmc_runtime.server.http.connection_limit import ConnectionLimit
 from llmc_runtime.server.http.event_loop import ServerLoop
 from llmc_runtime.server.load_shedding import LoadShedder
 from llmc_runtime.server.operations.admission import Admission
 from llmc_runtime.server.operations.metrics_exporter import ServerMetrics, about
-from llmc_runtime.server.protocol import MAX_HEAD_BYTES, ConnectionLimit, HttpConnection, light_connections
+from llmc_runtime.server.protocol import MAX_HEAD_BYTES, HttpConnection, light_connections
 from llmc_runtime.server.serving import Serving
 from llmc_runtime.text.tokenizer import Tokenizer
 
@@ -90,7 +91,15 @@ def served(
             shed = LoadShedder(serving)
             hosts = ("localhost", "127.0.0.1", "[::1]")
             app = application(
-                serving, keys, limits, hosts, admin_keys=admin_keys, key_scope=key_scope, shed=shed, origins=origins
+                serving,
+                keys,
+                limits,
+                hosts,
+                admin_keys=admin_keys,
+                key_scope=key_scope,
+                shed=shed,
+                origins=origins,
+                connections=connections,
             )
             protocol: Any = type("Bounded", (Quick,), {"limit": limit, "shed": shed})
             config = uvicorn.Config(

@@ -96,6 +96,24 @@ def test_a_process_that_waits_for_a_processor_has_longer(goes_on: bool, monkeypa
     run(strike())
 
 
+def test_one_look_finds_a_starved_process_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its threads wait for each other at most checks: that it was runnable at one of them is enough."""
+    looks = iter([False, True])
+    monkeypatch.setattr("llmc_runtime.engine.client.is_runnable", lambda pid: next(looks, False))
+
+    async def strike() -> None:
+        async with fake(0.004, heartbeat_timeout=0.8) as llm:
+            tasks = await busy(llm, 3)
+            assert llm.engine_pid is not None
+            os.kill(llm.engine_pid, signal.SIGSTOP)
+            await asyncio.sleep(1.4)
+            assert llm.is_running and not llm.restarts
+            os.kill(llm.engine_pid, signal.SIGCONT)
+            assert all(one.finished for one in await asyncio.gather(*tasks)) and not llm.restarts
+
+    run(strike())
+
+
 def test_who_wants_a_processor() -> None:
     for wants, program in {True: "while True: pass", False: "import time; time.sleep(60)"}.items():
         with subprocess.Popen(

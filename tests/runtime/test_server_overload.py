@@ -21,8 +21,8 @@ pytest.importorskip("starlette")
 import httpx
 from llmc_runtime.cli import main_serve
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.server.http.connection_limit import allowed, set_descriptor_limit
 from llmc_runtime.server.http.errors import ApiError
-from llmc_runtime.server.protocol import allowed, set_descriptor_limit
 from llmc_runtime.server.serving import MAX_TEXTS
 
 from tests.runtime.fake_core import ROWS
@@ -182,18 +182,17 @@ def test_the_pages_of_a_client_that_leaves_are_free_within_two_steps(stream: boo
 
 
 def test_connections_are_bounded_and_who_is_too_many_is_reported() -> None:
-    with served(connections=3) as server:
-        host, port = server.url.removeprefix("http://").split(":")
-        idle = [socket.create_connection((host, int(port))) for _ in range(2)]
+    with served(connections=3, pace=0.05) as server:
+        links = [post_head(server, LONG) for _ in range(2)]
         assert httpx.get(f"{server.url}/health").status_code == 200
-        idle.append(socket.create_connection((host, int(port))))
-        time.sleep(0.1)
+        links.append(post_head(server, LONG))
+        until(lambda: server.llm.stats().get("num_requests_running") == 3)
         with httpx.Client(base_url=server.url) as client:
             reply = client.post("/v1/completions", json={"prompt": "x"})
         assert reply.status_code == 503 and reply.json()["error"]["code"] == "too_many_connections"
         assert reply.headers["connection"] == "close" and reply.headers["retry-after"] == "1"
-        for one in idle:
-            one.close()
+        for link in links:
+            link.close()
         until(lambda: httpx.get(f"{server.url}/health").status_code == 200)
         assert metric(server, "admission_rejections_total", ',reason="connections"') >= 1
 

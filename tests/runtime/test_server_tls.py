@@ -139,6 +139,29 @@ def until_said(command: Command, words: str, seconds: float = 30.0) -> None:
         time.sleep(0.05)
 
 
+def test_handshakes_that_do_not_end_give_way(pem: Path) -> None:
+    """They are no more than connections may be: the oldest are cut off, and descriptors are left for others."""
+    trusting = ssl.create_default_context(cafile=pem / "cert.pem")
+    words = ("--ssl-certfile", str(pem / "cert.pem"), "--ssl-keyfile", str(pem / "key.pem"), "--max-connections", "90")
+    with (
+        started(*words) as command,
+        httpx.Client(verify=trusting, timeout=20) as client,
+        contextlib.ExitStack() as stack,
+    ):
+        assert client.get(f"{command.url}/health").status_code == 200
+        host, port = command.url.removeprefix("https://").split(":")
+        silent = [stack.enter_context(socket.create_connection((host, int(port)), timeout=5)) for _ in range(150)]
+        for link in silent[:50]:
+            with contextlib.suppress(ConnectionError):
+                assert link.recv(1) == b""
+        silent[-1].settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            silent[-1].recv(1)
+        with httpx.Client(verify=trusting, timeout=20) as other:
+            assert other.get(f"{command.url}/health").status_code == 200
+        assert client.get(f"{command.url}/health").status_code == 200
+
+
 def test_new_certificates_are_taken_up_and_open_connections_go_on(pem: Path, tmp_path: Path) -> None:
     live, key, new = tmp_path / "live.pem", tmp_path / "key.pem", tmp_path / "new.pem"
     shutil.copy(pem / "cert.pem", live)

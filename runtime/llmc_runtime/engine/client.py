@@ -81,6 +81,7 @@ class EngineClient:
         self._decoder, self._encode = msgspec.msgpack.Decoder(Report), msgspec.msgpack.Encoder().encode
         self._error: LlmcError | None = None
         self._silence = 0.0  # seconds since the last message, as `check` counts them
+        self._starved = False  # whether the process was runnable at a check during the silence
         self.heartbeat: Heartbeat | None = None  # the last one
         self.ready: Ready | None = None
         self._chunks: deque[list[Delta]] = deque()  # received and not handled yet
@@ -171,17 +172,20 @@ class EngineClient:
     def check(self, seconds: float, heartbeat_timeout: float, step_timeout: float) -> LlmcError | None:
         """Return the error of an engine that has ended or hangs, else None. `seconds` have passed since the last call.
 
-        A pause of this event loop counts as two ticks at most. A process that is runnable but gets no processor has
-        _STARVED_FACTOR times the heartbeat timeout.
+        A pause of this event loop counts as two ticks at most. A process that is runnable at one of the checks, and
+        so waits for a processor, has _STARVED_FACTOR times the heartbeat timeout.
         """
         error = self._exit_error()
         if error is not None or self.heartbeat is None:
             return error
         self._silence += min(seconds, 2 * TICK)
         remedy = "send the request again; if it happens again, report it"
-        timeout = heartbeat_timeout
-        if self._silence > timeout and is_runnable(self.process.pid):
-            timeout *= _STARVED_FACTOR
+        # One look is too few: the threads of a starved process sleep briefly while they wait for each other.
+        if self._silence <= heartbeat_timeout / 2:
+            self._starved = False
+        elif not self._starved:
+            self._starved = is_runnable(self.process.pid)
+        timeout = heartbeat_timeout * (_STARVED_FACTOR if self._starved else 1.0)
         if self._silence > timeout:
             cause = f"the engine process sent no heartbeat for {timeout:g} s"
             return LlmcError("E662", cause, remedy)

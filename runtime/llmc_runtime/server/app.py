@@ -18,9 +18,11 @@ from llmc_runtime.format.pooling import GENERATE
 from llmc_runtime.server.admin import Admin
 from llmc_runtime.server.endpoint import Endpoint
 from llmc_runtime.server.http.auth import Guard, Keys, Limits
+from llmc_runtime.server.http.connection_limit import MAX_CONNECTIONS
 from llmc_runtime.server.http.cors import allow_origins
 from llmc_runtime.server.http.errors import ApiError, not_found
 from llmc_runtime.server.http.replies import as_error, as_json, catch_errors
+from llmc_runtime.server.http.request_shares import RequestShares
 from llmc_runtime.server.http.request_target import NormalizeTarget, normalize_root
 from llmc_runtime.server.load_shedding import LoadShedder
 from llmc_runtime.server.messages_routes import MessagesRoutes
@@ -52,13 +54,14 @@ def application(
     key_scope: str = "all",
     shed: LoadShedder | None = None,
     origins: Sequence[str] = (),
+    connections: int = MAX_CONNECTIONS,
 ) -> ASGIApp:
     """Return the server as an ASGI application.
 
     `hosts` are the accepted names in Host headers (None: any). `root_path` is a path prefix that a proxy may or may not
     strip. Without `admin_keys` there are no routes under /admin/. `key_scope` names the paths that require one of
     `keys` (auth.KEY_SCOPES). `shed` refuses requests from their heads; its check of keys is set here. Web
-    pages of `origins` may use the server.
+    pages of `origins` may use the server, which has at most `connections` connections.
     """
     limits, root_path = limits or Limits(), normalize_root(root_path)
     routes = [*Endpoints(serving, limits, root_path).routes(), page_route(needs_key=bool(keys))]
@@ -67,7 +70,8 @@ def application(
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
     shed = shed or LoadShedder(serving)
-    guarded = Guard(app, Keys(keys), limits, hosts, Keys(admin_keys), key_scope, shed.refuse)
+    shared = RequestShares(app, connections, serving.too_many_requests) if len(keys) > 1 else app
+    guarded = Guard(shared, Keys(keys), limits, hosts, Keys(admin_keys), key_scope, shed.refuse)
     shed.check = guarded.check
     server = NormalizeTarget(guarded, root_path)
     return allow_origins(server, origins) if origins else server
@@ -220,7 +224,7 @@ class Endpoints(Endpoint):
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics, for Prometheus."""
-        return Response(self.serving.meters.text(), media_type=CONTENT_TYPE)
+        return Response(await self.serving.meters.shared_text(), media_type=CONTENT_TYPE)
 
     async def openapi(self, request: Request) -> Response:
         """GET /openapi.json."""

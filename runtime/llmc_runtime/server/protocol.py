@@ -7,10 +7,7 @@ bodies apply where the body is read (see auth.read_body); uvicorn closes idle co
 from __future__ import annotations
 
 import asyncio
-import resource
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
@@ -19,75 +16,20 @@ import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.server.http.connection_limit import ConnectionLimit
 from llmc_runtime.server.http.errors import ApiError, unavailable
 from llmc_runtime.server.http.event_loop import ServerLoop
 from llmc_runtime.server.http.fair_selector import FairSelector
 from llmc_runtime.server.http.light_connections import LightConnections
-from llmc_runtime.server.http.lingering_close import LingerCount, Lingering
-from llmc_runtime.server.http.read_turns import BodyTurns, HeadTurns
+from llmc_runtime.server.http.lingering_close import Lingering
 from llmc_runtime.server.load_shedding import LoadShedder
 
 MAX_HEAD_BYTES = 64 << 10  # bytes; longer heads are rejected
-MAX_CONNECTIONS = 4096  # default maximum number of connections
 _READ = 16 << 10  # bytes read at a time from a body of known length
 _READ_PARSED = 2 << 10  # the same for heads and chunked bodies: chunks of one byte take 3 ms to parse
 _MAX_HEAD_LINES = 256  # of a head; longer heads are rejected before they are parsed
-_RESERVED, _MIN_RESERVED = 128, 40  # descriptors reserved for the server itself and for open files, and their minimum
-_MAX_REFUSED = 64  # connections over the limit that receive an error response; further ones are closed at once
-
-
-@dataclass
-class ConnectionLimit:
-    """The limit on connections, and the state that the connections of a server share.
-
-    `on_refused` is called for each connection over the limit. The first `max_refused` of these receive an error
-    response.
-    """
-
-    maximum: int = MAX_CONNECTIONS
-    on_refused: Callable[[], None] = lambda: None
-    open: int = 0
-    max_refused: int = _MAX_REFUSED
-    lingering: LingerCount = field(default_factory=LingerCount)
-    body_turns: BodyTurns = field(default_factory=BodyTurns)
-    head_turns: HeadTurns = field(default_factory=HeadTurns)
-
-    @classmethod
-    def within_descriptors(cls, maximum: int, on_refused: Callable[[], None]) -> ConnectionLimit:
-        """Return a limit with as many error responses as the process's descriptors allow."""
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return cls(
-            maximum, on_refused, max_refused=_MAX_REFUSED if soft == resource.RLIM_INFINITY else allowed(soft)[1]
-        )
-
-
-def set_descriptor_limit(requested: int | None) -> int:
-    """Return the maximum number of connections: `requested`, or MAX_CONNECTIONS and at most what the system allows.
-
-    The process's soft limit of file descriptors is raised if necessary. Raises LlmcError E667 if `requested`
-    connections need more descriptors than the hard limit.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = (requested or MAX_CONNECTIONS) + _MAX_REFUSED + _RESERVED
-    if soft != resource.RLIM_INFINITY and soft < need:
-        soft = need if hard == resource.RLIM_INFINITY else min(need, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        if soft < need and requested is not None:
-            cause = f"{requested} connections need {need} file descriptors, the limit is {hard}"
-            raise LlmcError("E667", cause, f"--max-connections {allowed(hard)[0]}, or a higher ulimit -n")
-        return min(requested or MAX_CONNECTIONS, allowed(soft)[0])
-    return requested or MAX_CONNECTIONS
-
-
-def allowed(soft: int) -> tuple[int, int]:
-    """Split `soft` descriptors into connections to serve and connections over the limit to answer with an error.
-
-    If there are few descriptors, half of them are reserved for the server, and a quarter of the rest is for errors.
-    """
-    available = soft - min(_RESERVED, max(_MIN_RESERVED, soft // 2))
-    refused = min(_MAX_REFUSED, max(1, available // 4))
-    return max(1, available - refused), refused
+_MAX_UNPARSED = 2 << 10  # bytes of a chunked body that are not parsed yet: the line before a chunk, or trailers
+_MAX_UNSENT = 128 << 10  # bytes per connection in the kernel that have never been sent
 
 
 def light_connections(
@@ -104,7 +46,7 @@ def light_connections(
     def capacity() -> int:
         return max(0, limit.maximum - limit.open) if shed.active else 0
 
-    return LightConnections(
+    light = LightConnections(
         fair,
         capacity=capacity,
         refusals=lambda: shed.turn(state.default_headers),
@@ -113,6 +55,8 @@ def light_connections(
         head_seconds=protocol.head_seconds,
         keep_alive=keep_alive,
     )
+    limit.evict_light = light.evict
+    return light
 
 
 class HttpConnection(H11Protocol):
@@ -169,8 +113,7 @@ class HttpConnection(H11Protocol):
             self._fair, self._fd = self.loop.fair, transport.get_extra_info("socket").fileno()
             self._fair.add_client(self._fd)
             self._light = self.loop.light if transport.get_extra_info("sslcontext") is None else None
-        self.limit.open += 1
-        over = self.limit.open - self.limit.maximum
+        over = self.limit.enter(self)
         if over > 0:
             self._extra = True
             self.limit.on_refused()
@@ -212,9 +155,13 @@ class HttpConnection(H11Protocol):
         if not self._idle:
             self._lines = 0
             self._cancel_head_timer()
+            self.limit.begin(self)
         known = not self._idle and any(name == b"content-length" for name, _ in self.headers)
         self._inner_transport.max_size = _READ if known else _READ_PARSED
         sending_body = self.conn.their_state is h11.SEND_BODY
+        if sending_body and not known and len(self.conn.trailing_data[0]) > _MAX_UNPARSED:
+            self._reject_body()
+            return
         if self._fair is not None:
             self._fair.set_sending_body(self._fd, sending_body)
         if sending_body and not self._lingering.lingers:
@@ -230,6 +177,18 @@ class HttpConnection(H11Protocol):
         """Continue reading; see read_turns."""
         if not self.flow.read_paused:
             self._inner_transport.resume_reading()
+
+    @property
+    def key(self) -> str:
+        """The API key of the latest request; "" for none."""
+        return str((self.scope or {}).get("llmc.key", ""))
+
+    def evict(self) -> None:
+        """Close the connection at once, because there are too many."""
+        if self._inner_transport.get_write_buffer_size():
+            self._inner_transport.abort()
+        else:
+            self._inner_transport.close()
 
     def _too_many_lines(self, data: bytes) -> bool:
         """Count the lines of the arriving head and return whether they are too many."""
@@ -283,6 +242,8 @@ class HttpConnection(H11Protocol):
     def on_response_complete(self) -> None:
         """Wait for the next request. If it will probably be refused, the connection is lent to the light ones."""
         super().on_response_complete()
+        if self._idle:
+            self.limit.rest(self)
         closing = self.transport.is_closing()
         if self.shed is not None and self.shed.overloaded() and self._between and not closing and self._lend():
             self._unset_keepalive_if_required()
@@ -308,13 +269,11 @@ class HttpConnection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Release everything that belongs to the connection."""
-        self.limit.open -= 1
+        self.limit.leave(self)
         if self._light is not None:
             self._light.take_back(self._fd)
         if self._fair is not None:
             self._fair.remove_client(self._fd)
-        self.limit.body_turns.leave(self)
-        self.limit.head_turns.leave(self)
         self._lingering.end()
         self._cancel_head_timer()
         self._stop_watching()
@@ -323,11 +282,14 @@ class HttpConnection(H11Protocol):
     def pause_writing(self) -> None:
         """Start to watch the client, as the write buffer is full."""
         super().pause_writing()
-        self._watch(self.transport.get_write_buffer_size())
+        unsent = self.transport.get_write_buffer_size()
+        self._watch(unsent)
+        self.limit.unsent.add(self, unsent)
 
     def resume_writing(self) -> None:
         """Stop watching the client."""
         self._stop_watching()
+        self.limit.unsent.remove(self)
         super().resume_writing()
 
     def _watch(self, unsent: int) -> None:
@@ -351,6 +313,18 @@ class HttpConnection(H11Protocol):
         if self._idle:
             cause = "this is not an HTTP/1.1 request, or its head is too long"
             self._refuse(ApiError(cause, code="invalid_http"))
+        self.transport.close()
+
+    def _reject_body(self) -> None:
+        """Close the connection, which ends its request: a line before a chunk, or the trailers, are too long.
+
+        The parser keeps them until they are complete, and then takes tens of milliseconds.
+        """
+        if not self.cycle.response_started:
+            cause = f"the line before a chunk, or the trailers of the body, have more than {_MAX_UNPARSED} bytes"
+            self.transport.write(_refusal(ApiError(cause, status=431, code="headers_too_large")))
+        self.cycle.disconnected = True
+        self.cycle.message_event.set()
         self.transport.close()
 
     def _unread(self) -> bool:
@@ -394,7 +368,11 @@ def _late(seconds: float) -> bytes:
 
 
 def _limit_unsent(transport: asyncio.Transport, seconds: float) -> None:
-    """Have the kernel drop a connection whose peer does not acknowledge data, even after it was closed here."""
+    """Have the kernel drop a connection whose peer does not acknowledge data, even after it was closed here.
+
+    The kernel keeps at most _MAX_UNSENT bytes that the peer has no room for; by default it keeps megabytes.
+    """
     sock = transport.get_extra_info("socket")
     if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6) and hasattr(socket, "TCP_USER_TIMEOUT"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT)

@@ -24,6 +24,7 @@ from llmc_runtime.defaults import described
 from llmc_runtime.server.admin import dump_on_quit
 from llmc_runtime.server.app import application
 from llmc_runtime.server.http.auth import LOOPBACK, Limits, key_id
+from llmc_runtime.server.http.connection_limit import MAX_CONNECTIONS, ConnectionLimit, set_descriptor_limit
 from llmc_runtime.server.http.event_loop import ServerLoop
 from llmc_runtime.server.http.listen import listening, name_of
 from llmc_runtime.server.http.request_log import RefusalLog, RequestLog, configure_logging, startup_printer
@@ -33,14 +34,7 @@ from llmc_runtime.server.operations.admission import Admission
 from llmc_runtime.server.operations.malloc import return_freed_memory
 from llmc_runtime.server.operations.metrics_exporter import ServerMetrics, about
 from llmc_runtime.server.operations.service_manager import READY, STOPPING, notify
-from llmc_runtime.server.protocol import (
-    MAX_CONNECTIONS,
-    MAX_HEAD_BYTES,
-    ConnectionLimit,
-    HttpConnection,
-    light_connections,
-    set_descriptor_limit,
-)
+from llmc_runtime.server.protocol import MAX_HEAD_BYTES, HttpConnection, light_connections
 from llmc_runtime.server.server_options import Options
 from llmc_runtime.server.serving import Serving
 from llmc_runtime.signals import ENDING, unwinding
@@ -165,6 +159,7 @@ async def serve_over(
         protocol: Any = config.http_protocol_class
         if isinstance(loop, ServerLoop):
             loop.light = light_connections(loop, protocol, server.server_state, options.keep_alive)
+            loop.handshakes_allowed = protocol.limit.handshakes
         failed = loop.create_task(_end_with_engine(llm, server, say))
         try:
             await server.serve([bound])
@@ -215,7 +210,7 @@ def _config(options: Options, serving: Serving, connections: int, tracer: Reques
     hosts = (*LOOPBACK, options.host, *options.hosts) if options.local or options.hosts else None
     app = application(
         serving, options.keys, Limits(body=options.max_body), hosts, options.root_path, options.admin_keys,
-        options.key_scope, shed, options.origins,
+        options.key_scope, shed, options.origins, connections,
     )  # fmt: skip
     if options.access_log or tracer:
         names = _key_names(options)

@@ -157,6 +157,12 @@ class Serving:
         error.headers["Connection"] = "close"
         return error
 
+    def too_many_requests(self) -> ApiError:
+        """Count a refusal and return its error: a key has so many open requests that others find no connection."""
+        error = self.admission.too_many("connections", "this API key has too many open requests")
+        error.headers["Connection"] = "close"
+        return error
+
     def _no_room(self) -> ApiError:
         return self.admission.refuse("answer_bytes", "responses that are to be stored take too much memory")
 

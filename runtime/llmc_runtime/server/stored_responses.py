@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -39,6 +40,16 @@ class StoredResponse:
         """The bytes that are counted for it."""
         items = sum(len(item) + _ITEM_OVERHEAD for item in (*self.items, *self.output.values()))
         return _OVERHEAD + len(self.body) + items
+
+    @cached_property
+    def length(self) -> int:
+        """The bytes of the items of a complete response."""
+        return sum(map(len, self.items)) + sum(map(len, self.output.values()))
+
+    @cached_property
+    def count(self) -> int:
+        """The number of items of a complete response, at least 1."""
+        return max(1, len(self.items) + len(self.output))
 
     def document(self) -> list[bytes]:
         """Return the parts of the response's JSON."""
@@ -78,8 +89,7 @@ class ResponseStore:
         """Return a response of this key. Raises ApiError 404."""
         found = self._keys[key].entries.get(name) if key in self._keys else None
         if found is None:
-            cause = f"the response {name[:80]!r} is not stored" + ("" if self.enabled else ": this server stores none")
-            raise not_found(cause, "response_id", "response_not_found")
+            raise self._missing(name)
         return found
 
     def delete(self, key: str, name: str) -> None:
@@ -137,15 +147,8 @@ class ResponseStore:
         self, key: str, name: str | None, references: Sequence[str]
     ) -> tuple[list[bytes], dict[str, bytes], int]:
         """Return the items of a chain of responses, the oldest first, those of `references`, and the bytes of all."""
-        chain, count, total = list[StoredResponse](), 0, 0
-        for entry in self._chain(key, name):
-            chain.append(entry)
-            count += max(1, len(entry.items) + len(entry.output))
-            if count > MAX_MESSAGES:
-                cause = f"the earlier responses have more than {MAX_MESSAGES} items"
-                raise ApiError(cause, param="previous_response_id", code="context_length_exceeded")
-            total += sum(map(len, entry.items)) + sum(map(len, entry.output.values()))
-            self._check_length(total)
+        chain = self._chain(key, name)
+        total = sum(entry.length for entry in chain)
         referenced = dict[str, bytes]()
         for item in references:
             if (found := self._item(key, item)) is not None:
@@ -154,19 +157,40 @@ class ResponseStore:
         previous = [item for entry in reversed(chain) for item in (*entry.items, *entry.output.values())]
         return previous, referenced, total
 
-    def _chain(self, key: str, name: str | None) -> Iterator[StoredResponse]:
-        """Yield a response and those that it continues, the newest first. Raises ApiError 404 if one is missing."""
-        first = name
+    def _chain(self, key: str, name: str | None) -> list[StoredResponse]:
+        """Return a response and those that it continues, the newest first.
+
+        Raises ApiError 404 if one is missing, and 400 if their items are too many or too long. A chain has up to
+        MAX_MESSAGES responses, so that each may take no longer than a microsecond.
+        """
+        entries = self._keys[key].entries if key in self._keys else {}
+        chain, count, total, first = list[StoredResponse](), 0, 0, name
         while name is not None:
-            try:
-                entry = self.get(key, name)
-            except ApiError as e:
-                e.param, e.code = "previous_response_id", "previous_response_not_found"
-                if name != first:
-                    e.message += "; the response that was named continues it"
-                raise
-            yield entry
+            entry = entries.get(name)
+            if entry is None:
+                raise self._broken(name, first)
+            chain.append(entry)
+            count += entry.count
+            total += entry.length
+            if count > MAX_MESSAGES:
+                cause = f"the earlier responses have more than {MAX_MESSAGES} items"
+                raise ApiError(cause, param="previous_response_id", code="context_length_exceeded")
+            if total > MAX_CONVERSATION:
+                self._check_length(total)
             name = entry.previous
+        return chain
+
+    def _broken(self, name: str, first: str | None) -> ApiError:
+        """Return the error for a chain that begins with the response `first`, as `name` is not stored."""
+        error = self._missing(name)
+        error.param, error.code = "previous_response_id", "previous_response_not_found"
+        if name != first:
+            error.message += "; the response that was named continues it"
+        return error
+
+    def _missing(self, name: str) -> ApiError:
+        cause = f"the response {name[:80]!r} is not stored" + ("" if self.enabled else ": this server stores none")
+        return not_found(cause, "response_id", "response_not_found")
 
     def _use(self, key: str, name: str | None) -> None:
         """Mark a response and those that it continues as used, the last ones as the most recent."""

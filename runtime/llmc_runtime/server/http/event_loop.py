@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
+from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from llmc_runtime.server.http.fair_selector import FairSelector
 from llmc_runtime.server.http.light_connections import LightConnections
+
+MIN_HANDSHAKES = 64  # TLS handshakes that may be open even if there are as many connections as allowed
 
 
 class ServerLoop(asyncio.SelectorEventLoop):
@@ -17,6 +21,7 @@ class ServerLoop(asyncio.SelectorEventLoop):
 
     Connections over the limit are thus detected before descriptors run out, and many clients that send at once do not
     delay the engine's tokens. TLS handshakes have a time limit; connections do not count before their handshake ends.
+    `handshakes_allowed` returns how many may be open; beyond that, the oldest is aborted.
     """
 
     handshake_seconds = 10.0
@@ -26,6 +31,8 @@ class ServerLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         self.fair = FairSelector()
+        self.handshakes_allowed: Callable[[], int] = lambda: MIN_HANDSHAKES
+        self._handshakes = OrderedDict[Any, None]()  # transports, the oldest first
         super().__init__(self.fair)
 
     async def create_server(self, *args: Any, **options: Any) -> Any:
@@ -77,6 +84,10 @@ class ServerLoop(asyncio.SelectorEventLoop):
     def _make_ssl_transport(self, *args: Any, **options: Any) -> Any:
         """Create the transport with a smaller buffer than asyncio's 256 KiB per connection, to save memory and time."""
         transport = super()._make_ssl_transport(*args, **options)  # type: ignore[misc]
+        self._handshakes[transport] = None
+        options["waiter"].add_done_callback(lambda _: self._handshakes.pop(transport, None))
+        while len(self._handshakes) > self.handshakes_allowed():
+            self._handshakes.popitem(last=False)[0].abort()
         protocol = transport._ssl_protocol
         protocol.max_size = self.tls_buffer
         protocol._ssl_buffer = bytearray(self.tls_buffer)

@@ -138,6 +138,15 @@ class LightConnections:
         if self._watched.pop(fd, None) is not None:
             self._fair.unwatch(fd)
 
+    def evict(self) -> bool:
+        """Close the light connection that was accepted first, but none that is lent. Returns False without one."""
+        light = next((light for light in self._watched.values() if not light.lent), None)
+        if light is None:
+            return False
+        self._release(light)
+        light.close()
+        return True
+
     def close(self) -> None:
         """Close all light connections. Those that are lent are left to their owners."""
         for light in list(self._watched.values()):

@@ -156,8 +156,8 @@ class Admission:
             return self.refuse(reason, f"the request would wait about {self.wait(key) or 0.0:.0f} s")
         used = self.by_key[key] if key in self.by_key else 0
         if reason == "key_limit":
-            return self._too_many(reason, f"this API key has {used} open sequences, of {self.per_key} allowed")
-        return self._too_many(reason, f"this API key has {used} open sequences; the rest is for others")
+            return self.too_many(reason, f"this API key has {used} open sequences, of {self.per_key} allowed")
+        return self.too_many(reason, f"this API key has {used} open sequences; the rest is for others")
 
     def reserve(self, sequences: int, prompts: int, outputs: int, key: str, within: float = math.inf) -> AdmissionSlot:
         """Reserve capacity for sequences and for the tokens of prompts and maximum outputs; the caller closes the slot.
@@ -183,7 +183,7 @@ class Admission:
         of_key, of_all = self.answer_bytes[key], self.answer_bytes.total()
         if of_key and self.keys > 1 and of_key + nbytes > self.answers // 2:
             cause = f"this API key has {of_key:,} bytes of open responses; another {nbytes:,} would exceed"
-            raise self._too_many("answer_bytes", f"{cause} {self.answers // 2:,}")
+            raise self.too_many("answer_bytes", f"{cause} {self.answers // 2:,}")
         if of_all and of_all + nbytes > self.answers:
             raise self.refuse("answer_bytes", "open responses take too much memory")
         return ResponseReservation(self, key, nbytes)
@@ -206,7 +206,8 @@ class Admission:
                 return "key_share"
         return None
 
-    def _too_many(self, reason: str, cause: str) -> ApiError:
+    def too_many(self, reason: str, cause: str) -> ApiError:
+        """Count a refusal of one key's request and return its ApiError 429."""
         kind, code = "rate_limit_error", "rate_limit_exceeded"
         return self._refusal(reason, ApiError(cause, status=429, kind=kind, code=code, headers=retry_after(self.retry)))
 

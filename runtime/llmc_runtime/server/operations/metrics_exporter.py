@@ -7,10 +7,11 @@ and metrics with another prefix are derived from the finished text.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,7 @@ _BY_KEY: Mapping[str, str] = MappingProxyType({
     "key_prompt_tokens_cached": "Those of them that were in the prefix cache",
     "key_generation_tokens": "Generated tokens",
 })  # fmt: skip
+_STEP_SECONDS = 0.001  # for which the event loop is held at a time
 _ENDS = ("stop", "length", "abort", "error")
 
 
@@ -100,15 +102,37 @@ class ServerMetrics:
         self.key_names = key_names
         self._by_key = {name: dict.fromkeys(key_names.values(), 0) for name in _BY_KEY}
         self.registry.register(self)
+        self._begun, self._shared, self._turn = 0, b"", asyncio.Lock()  # of `shared_text`
         ProcessCollector(registry=self.registry)  # process_*: the server's process, not the engine's
 
     def text(self) -> bytes:
         """Return all metrics in text format."""
-        text = generate_latest(self.registry)
-        if self._alias is None:
-            return text
-        own = b"".join(re.findall(rb"(?m)^(?:# (?:HELP|TYPE) )?llmc:.*\n", text))  # process_* have no prefix
-        return text + re.sub(rb"(?m)^(# (?:HELP|TYPE) )?llmc:", rb"\1" + self._alias.encode() + b":", own)
+        return b"".join(self._parts())
+
+    async def shared_text(self) -> bytes:
+        """Return `text`, made in steps between which the event loop serves others; concurrent callers share it."""
+        wanted = self._begun + 1  # a text that is begun from now on
+        async with self._turn:
+            if self._begun < wanted:
+                self._begun += 1
+                parts, until = list[bytes](), time.monotonic() + _STEP_SECONDS
+                for part in self._parts():
+                    parts.append(part)
+                    if time.monotonic() > until:
+                        await asyncio.sleep(0)
+                        until = time.monotonic() + _STEP_SECONDS
+                self._shared = b"".join(parts)
+            return self._shared
+
+    def _parts(self) -> Iterator[bytes]:
+        """Yield the text of each metric family; with `alias`, its repetition at the end."""
+        repeated = list[bytes]()
+        for family in self.registry.collect():
+            part = generate_latest(_OneFamily(family))
+            yield part
+            if self._alias is not None and family.name.startswith(PREFIX):  # process_* have no prefix
+                repeated.append(re.sub(rb"(?m)^(# (?:HELP|TYPE) )?llmc:", rb"\1" + self._alias.encode() + b":", part))
+        yield from repeated
 
     def refused(self, reason: str) -> None:
         """Count a refused request; `reason` is one of admission.REASONS."""
@@ -208,6 +232,18 @@ class ServerMetrics:
             buckets: Any = list(zip(names, itertools.accumulate(counts[1:]), strict=True))
             family.add_metric([self._model, *filter(None, [engine])], buckets, counts[0])
         return family
+
+
+class _OneFamily(CollectorRegistry):
+    """A registry with one metric family."""
+
+    def __init__(self, family: Metric) -> None:
+        super().__init__()
+        self._family = family
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the family."""
+        yield self._family
 
 
 class RequestMetrics:

@@ -1,0 +1,170 @@
+"""The limit on connections: descriptors for them, which connection gives way when they are too many, unsent responses.
+
+At the limit, a new connection takes the place of one without an open request, so that clients who send nothing cannot
+keep others out. Light connections are closed first, then those that have never sent a request with a valid API key, and
+then the others; of the same kind, the one that has waited longest.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.server.http.event_loop import MIN_HANDSHAKES
+from llmc_runtime.server.http.lingering_close import LingerCount
+from llmc_runtime.server.http.read_turns import BodyTurns, HeadTurns
+
+MAX_CONNECTIONS = 4096  # default maximum number of connections
+MAX_UNSENT = 128 << 20  # bytes of responses that wait for slow clients
+_RESERVED, _MIN_RESERVED = 128, 40  # descriptors reserved for the server, open files, handshakes, and their minimum
+_MAX_REFUSED = 64  # connections over the limit that receive an error response; further ones are closed at once
+
+
+class Connection(Protocol):
+    """A connection that counts towards the limits."""
+
+    @property
+    def key(self) -> str:
+        """The API key of its latest request; "" for none."""
+
+    def evict(self) -> None:
+        """Close the connection at once."""
+
+
+class UnsentResponses:
+    """The bytes of responses that wait because their clients read slowly, at most `maximum`.
+
+    Beyond it, the key with the most bytes gives way: its connection that has waited longest is closed.
+    """
+
+    def __init__(self, maximum: int = MAX_UNSENT) -> None:
+        self.maximum, self.used = maximum, 0
+        self._by_key: Counter[str] = Counter()
+        self._waiting: dict[Connection, tuple[str, int]] = {}  # the longest waiting first
+
+    def add(self, connection: Connection, size: int) -> None:
+        """Count `size` bytes that wait for the client of this connection."""
+        self.remove(connection)
+        self._waiting[connection] = connection.key, size
+        self._by_key[connection.key] += size
+        self.used += size
+        while self.used > self.maximum:
+            heaviest = max(self._by_key, key=lambda key: self._by_key[key])
+            longest = next(one for one, (key, _) in self._waiting.items() if key == heaviest)
+            self.remove(longest)
+            longest.evict()
+
+    def remove(self, connection: Connection) -> None:
+        """Forget a connection whose client has read its response, or which is closed."""
+        key, size = self._waiting.pop(connection, ("", 0))
+        self.used -= size
+        self._by_key[key] -= size
+        if not self._by_key[key]:
+            del self._by_key[key]
+
+
+@dataclass
+class ConnectionLimit:
+    """The limit on connections, and the state that the connections of a server share.
+
+    `on_refused` is called for each connection over the limit that finds no place. The first `max_refused` of these
+    receive an error response. `evict_light` closes a light connection and returns True, or returns False without one.
+    """
+
+    maximum: int = MAX_CONNECTIONS
+    on_refused: Callable[[], None] = lambda: None
+    open: int = 0
+    max_refused: int = _MAX_REFUSED
+    lingering: LingerCount = field(default_factory=LingerCount)
+    body_turns: BodyTurns = field(default_factory=BodyTurns)
+    head_turns: HeadTurns = field(default_factory=HeadTurns)
+    evict_light: Callable[[], bool] = lambda: False
+    unsent: UnsentResponses = field(default_factory=UnsentResponses)
+    _unknown: OrderedDict[Connection, None] = field(default_factory=OrderedDict)  # idle, never with a valid key
+    _known: OrderedDict[Connection, None] = field(default_factory=OrderedDict)  # idle after a request with one
+    _evicted: set[Connection] = field(default_factory=set)  # closed, but still counted as open
+
+    @classmethod
+    def within_descriptors(cls, maximum: int, on_refused: Callable[[], None]) -> ConnectionLimit:
+        """Return a limit with as many error responses as the process's descriptors allow."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return cls(
+            maximum, on_refused, max_refused=_MAX_REFUSED if soft == resource.RLIM_INFINITY else allowed(soft)[1]
+        )
+
+    def handshakes(self) -> int:
+        """Return how many connections may be in a TLS handshake: these do not count yet, but have descriptors."""
+        return max(MIN_HANDSHAKES, self.maximum - self.open)
+
+    def enter(self, connection: Connection) -> int:
+        """Count a new connection, for which an idle one may be closed. Returns by how many the limit is exceeded."""
+        self.open += 1
+        over = self.open - len(self._evicted) - self.maximum
+        if over > 0 and self._evict():
+            over -= 1
+        if over <= 0:
+            self._unknown[connection] = None
+        return over
+
+    def _evict(self) -> bool:
+        """Close an idle connection. Returns False without one."""
+        if self.evict_light():
+            return True
+        idle = self._unknown or self._known
+        if not idle:
+            return False
+        victim, _ = idle.popitem(last=False)
+        self._evicted.add(victim)
+        victim.evict()
+        return True
+
+    def begin(self, connection: Connection) -> None:
+        """Record that a request has begun, so that the connection is not idle."""
+        self._unknown.pop(connection, None)
+        self._known.pop(connection, None)
+
+    def rest(self, connection: Connection) -> None:
+        """Record that the connection is idle after a request."""
+        if connection not in self._evicted:
+            (self._known if connection.key else self._unknown)[connection] = None
+
+    def leave(self, connection: Connection) -> None:
+        """Forget a connection that is closed."""
+        self.open -= 1
+        self.begin(connection)
+        self._evicted.discard(connection)
+        self.unsent.remove(connection)
+        self.body_turns.leave(connection)  # type: ignore[arg-type]
+        self.head_turns.leave(connection)  # type: ignore[arg-type]
+
+
+def set_descriptor_limit(requested: int | None) -> int:
+    """Return the maximum number of connections: `requested`, or MAX_CONNECTIONS and at most what the system allows.
+
+    The process's soft limit of file descriptors is raised if necessary. Raises LlmcError E667 if `requested`
+    connections need more descriptors than the hard limit.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = (requested or MAX_CONNECTIONS) + _MAX_REFUSED + _RESERVED
+    if soft != resource.RLIM_INFINITY and soft < need:
+        soft = need if hard == resource.RLIM_INFINITY else min(need, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if soft < need and requested is not None:
+            cause = f"{requested} connections need {need} file descriptors, the limit is {hard}"
+            raise LlmcError("E667", cause, f"--max-connections {allowed(hard)[0]}, or a higher ulimit -n")
+        return min(requested or MAX_CONNECTIONS, allowed(soft)[0])
+    return requested or MAX_CONNECTIONS
+
+
+def allowed(soft: int) -> tuple[int, int]:
+    """Split `soft` descriptors into connections to serve and connections over the limit to answer with an error.
+
+    If there are few descriptors, half of them are reserved for the server, and a quarter of the rest is for errors.
+    """
+    available = soft - min(_RESERVED, max(_MIN_RESERVED, soft // 2))
+    refused = min(_MAX_REFUSED, max(1, available // 4))
+    return max(1, available - refused), refused
