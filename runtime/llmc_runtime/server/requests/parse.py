@@ -37,7 +37,7 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
         "thinking_token_budget": "use max_tokens", "guided_decoding_backend": "grammars are compiled by llguidance",
         "use_beam_search": "use n", "logits_processors": "use logit_bias or allowed_token_ids",
         "truncate_prompt_tokens": "shorten the prompt", "chat_template": "the server's own template is used",
-        "echo": "use /v1/completions", "documents": "use /v1/chat/completions", "prompt_logprobs": "use /v1/completions",
+        **dict.fromkeys(("echo", "prompt_logprobs"), "use /v1/completions"), "documents": "use /v1/chat/completions",
         "moderation": "text is not classified", "repetition_detection": "use repetition_penalty",
         "structural_tag": "use structured_outputs", "logprob_token_ids": "use logprobs",
         # Fields of other servers, or of vLLM's Python API.
@@ -45,7 +45,8 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
         "reasoning": "use reasoning_effort", "do_sample": "use temperature; 0 is greedy",
         **dict.fromkeys(("max_new_tokens", "n_predict"), "use max_tokens"),
         **dict.fromkeys(("regex", "ebnf", "grammar", "json_schema"), "use structured_outputs or response_format"),
-        "stop_regex": "use stop", "repeat_penalty": "use repetition_penalty", "num_beams": "use n", "beam_width": "use n",
+        "stop_regex": "use stop", "repeat_penalty": "use repetition_penalty",
+        **dict.fromkeys(("num_beams", "beam_width"), "use n"),
         **dict.fromkeys(("lora_request", "lora_path", "adapter_id"), "merge the adapter into the weights, and compile"),
         **dict.fromkeys(
             ("typical_p", "top_a", "tfs_z", "mirostat", "dry_multiplier", "xtc_probability", "no_repeat_ngram_size"),
