@@ -217,13 +217,11 @@ class Prompting:
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: dict[str, Any], short: bool
     ) -> str:
         template = self._template(tools is not None)
-        shown = {"tools": template.reads.tools, "documents": template.reads.documents}
-        for name, value in (("tools", tools), ("documents", variables.get("documents"))):
-            if value and not shown[name]:
-                cause = f"{name}: the model's chat template does not show {name}"
-                raise ApiError(
-                    f"{cause}. Try: serve with --chat-template FILE, with a template that shows them", param=name
-                )
+        if (name := template.unshown({**variables, "tools": tools})) is not None:
+            cause = f"{name}: the model's chat template does not show {name}"
+            raise ApiError(
+                f"{cause}. Try: serve with --chat-template FILE, with a template that shows them", param=name
+            )
         _check_roles(messages, template.reads.roles)
         return template.render(for_template(messages, template.reads, short), tools=tools, **variables)
 

@@ -121,6 +121,11 @@ class ChatTemplate:
             self.reads = reads(environment.parse(text))
             self._template: jinja2.Template = environment.from_string(text)
 
+    def unshown(self, variables: Mapping[str, Any]) -> str | None:
+        """Return which of tools and documents are among the variables although the template does not show them."""
+        shown = {"tools": self.reads.tools, "documents": self.reads.documents}
+        return next((name for name, is_shown in shown.items() if variables.get(name) and not is_shown), None)
+
     def render(
         self,
         messages: Sequence[Message],
@@ -133,13 +138,9 @@ class ChatTemplate:
     ) -> str:
         """Render the prompt for `messages` (dicts with "role" and "content").
 
-        Raises LlmcError E630 (the template shows no tools or documents, and some are passed), E631 (invalid messages),
-        E632 (the template rejects them), E633 (the template fails) or E634 (limits).
+        Raises LlmcError E631 (invalid messages), E632 (the template rejects them), E633 (the template fails) or E634
+        (limits).
         """
-        for name, value, shown in (("tools", tools, self.reads.tools), ("documents", documents, self.reads.documents)):
-            if value and not shown:
-                cause = f"{name}: the chat template does not show {name}"
-                raise LlmcError("E630", cause, "pass another template (chat_template=TEXT)")
         chat = [self._flat(m) for m in checked_messages(messages)]
         if continue_final_message:
             if add_generation_prompt:
