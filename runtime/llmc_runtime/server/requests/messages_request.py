@@ -172,6 +172,8 @@ def to_chat(request: CountRequest) -> ChatRequest:
         fields |= {"stream": request.stream, "priority": request.priority, "cache_salt": request.cache_salt}
         fields["stop"] = request.stop_sequences
     choice = request.tool_choice
+    if choice is not None and choice.type == "any" and not request.tools:
+        raise ApiError("tool_choice: any needs tools", param="tool_choice")
     return ChatRequest(
         **fields, **_thinking(request), messages=talk.messages, model=request.model,
         response_format=_format_of(request), continue_final_message=continues or None,
