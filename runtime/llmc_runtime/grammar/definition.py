@@ -59,7 +59,8 @@ def compile_matcher(llguidance: Any, vocabulary: Any, definition: Definition) ->
     limits = llguidance.LLParserLimits(**PARSER_LIMITS)
     matcher = llguidance.LLMatcher(vocabulary, text, log_level=0, limits=limits)
     if matcher.is_error():
-        raise Refused(first_line(matcher.get_error()))
+        cause = first_line(matcher.get_error())
+        raise Refused("options of oneOf that do not exclude each other; use anyOf" if "coerce_one_of" in cause else cause)
     return matcher
 
 
