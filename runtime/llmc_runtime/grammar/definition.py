@@ -10,6 +10,8 @@ from llmc_runtime.grammar.limits import PARSER_LIMITS
 from llmc_runtime.grammar.structural_tag import structural_rules, vocabulary_marker
 from llmc_runtime.sched.structured_outputs import StructuredOutputsParams
 
+_EXCLUDE = "options of oneOf that do not exclude each other; use anyOf"
+
 
 class Refused(Exception):
     """llguidance rejected the grammar."""
@@ -60,7 +62,7 @@ def compile_matcher(llguidance: Any, vocabulary: Any, definition: Definition) ->
     matcher = llguidance.LLMatcher(vocabulary, text, log_level=0, limits=limits)
     if matcher.is_error():
         cause = first_line(matcher.get_error())
-        raise Refused("options of oneOf that do not exclude each other; use anyOf" if "coerce_one_of" in cause else cause)
+        raise Refused(_EXCLUDE if "coerce_one_of" in cause else cause)
     return matcher
 
 
