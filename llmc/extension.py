@@ -64,12 +64,10 @@ def resolve(text: str, what: str = "") -> Any:
         raise
     except Exception as e:
         head = f"{what}: " if what else ""
-        kind = "" if isinstance(e, ImportError | AttributeError | ValueError) else f"{type(e).__name__}: "
-        raise Diagnostic(
-            "E423",
-            f"{head}{text!r} cannot be loaded: {kind}{e}",
-            "use the form module:object, and check that the module can be imported",
-        ) from e
+        by_name = isinstance(e, ImportError | AttributeError | ValueError)
+        cause = f"{head}{text!r} cannot be loaded: {'' if by_name else f'{type(e).__name__}: '}{e}"
+        remedy = "use the form module:object, and check that the module can be imported"
+        raise Diagnostic("E423", cause, remedy if by_name else f"correct the module {module}") from e
 
 
 def _check(kind: str, name: str, value: Any) -> None:
@@ -174,9 +172,25 @@ def _clash(kind: str, name: str, first: str, second: str) -> Diagnostic:
     return Diagnostic("E422", cause, f"uninstall one of them, or rename it in {second}")
 
 
+def _check_texts(e: Extension) -> None:
+    """Raise Diagnostic E423 unless each kind maps names to texts."""
+    for kind in KINDS:
+        texts = getattr(e, kind)
+        wrong = [texts] if not isinstance(texts, Mapping) else [v for v in texts.values() if not isinstance(v, str)]
+        if wrong:
+            cause = f"extension {e.name!r}: {kind} has {wrong[0]!r:.80}"
+            value = "TEXT" if kind == "pipelines" else "module:object"
+            raise Diagnostic("E423", cause, f'map names to texts: {kind}={{"NAME": "{value}"}}')
+
+
 def combine(extensions: Iterable[Extension]) -> Registry:
-    """Merge extensions into one registry; raises Diagnostic E422 if two provide the same name of a kind."""
+    """Merge extensions into one registry.
+
+    Raises Diagnostic E422 if two provide the same name of a kind, and E423 if a kind does not map names to texts.
+    """
     members = tuple(extensions)
+    for one in members:
+        _check_texts(one)
     contributions = {}
     for kind in KINDS:
         texts: dict[str, str] = {}

@@ -21,11 +21,10 @@ from llmc.ir.text import parse
 
 def main_roofline(args: Namespace, out: IO[str]) -> int:
     """Run `llmc roofline`: print one table (or JSON object) per graph."""
+    sizes, target = parse_sizes(args.bind), load().target(args.target)  # checked before the trace, which takes seconds
     module = load_module(args.model)
-    target = load().target(args.target)
     peak = args.peak or target.peaks.get(_dtype(module), target.peaks["f32"])
     bandwidth = args.bandwidth or target.bandwidth
-    sizes = parse_sizes(args.bind)
     priced = [price(g, sizes, peak, bandwidth, args.by) for g in module.graphs.values()]
     erase_line(sys.stderr)
     if args.json:

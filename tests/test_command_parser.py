@@ -24,6 +24,9 @@ from llmc.cli import main
         ("bench offline m --num-promts 3", "did you mean --num-prompts?"),
         ("collect-env --jsn", "did you mean --json?"),
         ("serve m --max-model-length 3", "did you mean --max-model-len?"),
+        ("compile m --binds T=1", "llmc compile: error: unrecognized arguments: --binds T=1\n"),
+        ("compile m -p fuse-norm", "llmc compile: error: unrecognized arguments: -p fuse-norm\n"),
+        ("bench latency m --goodputt 3", "llmc bench latency: error: unrecognized arguments: --goodputt 3\n"),
     ],
 )
 def test_misspelt_words_end_with_2_and_the_nearest(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.option_type import options_of
 
 from llmc.builtin import EXTENSION
+from llmc.console import Quiet
+from llmc.driver import MAX_LIMITS, start
 from llmc.frontend.hub import Hub
 from llmc.options import FILES, Options, add_options, read_options
 from llmc.quantized_compile import unread_codes
@@ -53,6 +56,12 @@ def test_an_artifact_records_what_determines_its_contents() -> None:
     assert recorded == Options().recorded()
     assert set(recorded) == {n for n, o in options_of(Options).items() if o.group != FILES}
     assert {"target", "dtype", "weights", "layers", "pipeline"} <= set(recorded)
+
+
+@pytest.mark.parametrize("name", MAX_LIMITS)
+def test_limits_are_refused_before_the_model_is_traced(name: str, tmp_path: Path) -> None:
+    with pytest.raises(LlmcError, match=f"E201.*{name} = {MAX_LIMITS[name] + 1} is too large"):
+        start(tmp_path / "nothing", tmp_path / "out", Options(**{name: MAX_LIMITS[name] + 1}), False, Quiet())
 
 
 def test_help_names_the_targets_of_the_registry(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,13 +54,13 @@ def emit_graph(
                 done[key] = kernel.emit(n, schedule, target)
                 if not isinstance(done[key], Source):
                     raise TypeError(f"emit returned {done[key]!r:.80}, not a Source")
-            done[key] = replace(done[key], package=_package(kernel))
+            done[key] = replace(done[key], package=package_of(kernel))
         sources.append(done[key])
     return Emitted(g, tuple(nodes), tuple(sources))
 
 
-def _package(kernel: Kernel) -> str:
-    """The top-level module of a kernel's class; empty for llmc's own."""
+def package_of(kernel: Kernel) -> str:
+    """Return the top-level module of a kernel's class; empty for llmc's own."""
     package = type(kernel).__module__.partition(".")[0]
     return "" if package == "llmc" else package
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from llmc.codegen.kernel import Kernel
+from llmc.codegen.launch_plan import package_of
 from llmc.codegen.toolchain import Compiled
 from llmc.diagnostics import Diagnostic
 from llmc.extension import load
@@ -26,7 +28,7 @@ def compile_for(case: Case, target: Target, cache: Path) -> Compiled:
     """
     why = case.kernel.reject(case.node, target)
     assert why is None, why
-    source = case.kernel.emit(case.node, case.schedule, target)
+    source = replace(case.kernel.emit(case.node, case.schedule, target), package=package_of(case.kernel))
     toolchain = load().toolchains[source.language](target)
     return toolchain.compile([(source, "")], cache, jobs=1)[toolchain.key(source)]
 

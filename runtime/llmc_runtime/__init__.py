@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from llmc_runtime.api.async_llm import AsyncLLM
+    from llmc_runtime.api.async_llm import AsyncLLM as AsyncLLMEngine
     from llmc_runtime.api.llm import LLM
     from llmc_runtime.engine_options import EngineArgs
+    from llmc_runtime.engine_options import EngineArgs as AsyncEngineArgs
     from llmc_runtime.format.errors import LlmcError
     from llmc_runtime.outputs import CompletionOutput, Logprob, Piece, RequestOutput
     from llmc_runtime.pooled_outputs import (
@@ -60,13 +62,29 @@ _MODULES = MappingProxyType(
 )
 
 __all__ = [
-    "LLM", "AsyncLLM", "ClassificationRequestOutput", "CompletionOutput", "EmbeddingRequestOutput", "EngineArgs",
-    "LlmcError", "Logprob", "Piece", "PoolingParams", "PoolingRequestOutput", "RequestOutput", "SamplingParams",
-    "ScoringRequestOutput", "StructuredOutputsParams", "TextPrompt", "TokensPrompt",
+    "LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "ClassificationRequestOutput", "CompletionOutput",
+    "EmbeddingRequestOutput", "EngineArgs", "LlmcError", "Logprob", "Piece", "PoolingParams", "PoolingRequestOutput",
+    "RequestOutput", "SamplingParams", "ScoringRequestOutput", "StructuredOutputsParams", "TextPrompt",
+    "TokensPrompt",
 ]  # fmt: skip
+
+_ALIASES = MappingProxyType({"AsyncEngineArgs": "EngineArgs", "AsyncLLMEngine": "AsyncLLM"})  # vLLM's names
+# Names of vLLM that are not here, and what to do instead.
+_ELSEWHERE = MappingProxyType({
+    "LLMEngine": "use LLM, or AsyncLLM",
+    "LoRARequest": "adapters are not supported; merge them into the weights, and compile",
+    "GuidedDecodingParams": "use StructuredOutputsParams",
+    "BeamSearchParams": "beam search is not supported; use SamplingParams(n=N, temperature=1)",
+    "ModelRegistry": "models are traced from transformers by llmc compile",
+    "EmbedsPrompt": "prompts are text or token ids",
+    "RequestOutputKind": "AsyncLLM.generate has output_kind",
+})  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
+    name = _ALIASES.get(name, name)
+    if name in _ELSEWHERE:  # an AttributeError would reach `from llmc_runtime import NAME` without its message
+        raise ImportError(f"llmc_runtime has no {name}: {_ELSEWHERE[name]}")
     if name not in _MODULES:
         raise AttributeError(f"module 'llmc_runtime' has no attribute {name!r}")
     try:

@@ -216,13 +216,16 @@ def _run(args: argparse.Namespace, compiles: bool) -> int:
     with _traceback(args.verbose):
         changed = _changed(args)
         prompt = _prompt(args)
+        chat = args.chat or args.system is not None
+        if prompt is not None and args.chat_template is not None and not chat:
+            raise LlmcError("E643", "--chat-template has no effect on a plain prompt", "add --chat")
         session = _open(args, changed, compiles)
         try:
             if args.embed or args.classify:
                 return _print(_pooled(args, session.llm, prompt))
             if prompt is None:
                 return session.talk()
-            return session.once(prompt, chat=args.chat or args.system is not None, as_json=args.json)
+            return session.once(prompt, chat=chat, as_json=args.json)
         finally:
             if session.llm.trace is not None:
                 session.llm.close()
@@ -312,8 +315,15 @@ def _refuse_sources(model: str) -> None:
 
 
 def _template(name: str | None) -> str | None:
-    """The text of the file with this name, else the name itself, of one of the model's templates."""
-    if name is None or not Path(name).is_file():
+    """The text of the file with this name, else the name itself, of one of the model's templates.
+
+    Raises LlmcError E643 for a file that does not exist or cannot be read.
+    """
+    if name is None or "{{" in name or "{%" in name:
+        return name
+    if not Path(name).is_file():
+        if "/" in name or Path(name).suffix in (".jinja", ".jinja2", ".j2", ".txt", ".json"):
+            raise LlmcError("E643", f"there is no file {name}", "check the path, or name a template of the model")
         return name
     try:
         return Path(name).read_text(encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from typing import Any, NoReturn
 
 from llmc_runtime.format.nearest import nearest
@@ -29,8 +30,16 @@ class CommandParser(argparse.ArgumentParser):
         """Parse, and end the process with status 2 and a message if an argument is not known."""
         parsed, rest = self.parse_known_args(args, namespace)
         if rest:
-            self.error(f"unrecognized arguments: {' '.join(rest)}")
+            self._of_command(sys.argv[1:] if args is None else args).error(f"unrecognized arguments: {' '.join(rest)}")
         return parsed
+
+    def _of_command(self, args: Any) -> CommandParser:
+        """Return the parser of the command in `args`: this one if they name none."""
+        commands = self.commands.choices if self.commands else {}
+        for i, word in enumerate(args):
+            if isinstance(commands.get(word), CommandParser):
+                return commands[word]._of_command(args[i + 1 :])
+        return self
 
     def error(self, message: str) -> NoReturn:
         """Print the message, with a suggestion if a flag or a choice is misspelt, and exit with status 2."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -21,6 +23,7 @@ from llmc_runtime.host_info import default_threads, usable_cpus
 from llmc_runtime.ignored_options import check_keywords
 from llmc_runtime.option_type import count, option, options_of, parse_bytes, positive
 from llmc_runtime.speculate_option import DRAFTED, TOKENS, check_speculate, parse_speculate
+from llmc_runtime.vllm_keywords import KeywordChecks
 
 MAX_THREADS = 1024
 MAX_ENGINES = 64
@@ -67,9 +70,17 @@ def _switch(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def to_stderr(line: str) -> None:
+    """Print a log line to stderr. A stderr that is closed or full is ignored."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            print(f"llmc: {line}", file=sys.stderr, flush=True)
+
+
 @dataclass(frozen=True)
-class EngineOptions:
-    """The options of an engine. Raises LlmcError E201 and E204 for values that are not allowed.
+class EngineOptions(metaclass=KeywordChecks):
+    """The options of an engine. Raises LlmcError E201 and E204 for values that are not allowed, and E648 for options of
+    vLLM that are not supported.
 
     `model` is an artifact, or a Hugging Face folder or id (owner/name), which is compiled first.
     """
@@ -200,12 +211,21 @@ class EngineOptions:
         Keywords of vLLM that have no meaning here are reported by `say`. Raises LlmcError E648 for those that would
         change responses and for unknown ones, E201 and E204 for values that are not allowed.
         """
+        return cls(model, **cls.without_unknown(values, say))
+
+    @classmethod
+    def without_unknown(cls, values: Mapping[str, Any], say: Callable[[str], None] | None = None) -> dict[str, Any]:
+        """Return the options among the keywords, by their names; the others are treated as in `of_keywords`.
+
+        `say` defaults to a line on stderr.
+        """
         own = options_of(cls)
         flags = {flag.removeprefix("--").replace("-", "_"): name for name, o in own.items() for flag in o.spellings}
         values = {k if k in own else flags.get(k, k): v for k, v in values.items()}  # as --speculative-config
-        for message in check_keywords({k: v for k, v in values.items() if k not in own}, own):
-            say(message)
-        return cls(model, **{k: v for k, v in values.items() if k in own})
+        known = cls.__dataclass_fields__.keys()
+        for message in check_keywords({k: v for k, v in values.items() if k not in known}, own):
+            (say or to_stderr)(message)
+        return {k: v for k, v in values.items() if k in known}
 
     def check_artifact(self, manifest: Manifest) -> None:
         """Raise LlmcError E204 if the model is this artifact, and was compiled for another target, dtype or task, or

@@ -18,10 +18,14 @@ TOKENIZE = "pass token ids, or put a tokenizer.json into the model folder and co
 _FORMS = 'pass a string, a list of token ids, {"prompt": TEXT} or {"prompt_token_ids": IDS}, or a list of these'
 
 
+_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt", "type"})  # of a prompt
+
+
 class TextPrompt(TypedDict):
-    """A prompt of text."""
+    """A prompt of text. `cache_salt` has no effect on results: one LLM is one user."""
 
     prompt: str
+    cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
@@ -29,6 +33,7 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ def as_prompt(prompt: Any, tokenizer: Tokenizer | None) -> Prompt:
     if isinstance(prompt, Prompt):
         return prompt
     if isinstance(prompt, Mapping):
+        _check_keys(prompt)
         ids = prompt.get("prompt_token_ids")
         if _is_array(ids):
             return Prompt(_ids(ids), prompt.get("prompt"))
@@ -79,6 +85,13 @@ def as_prompt(prompt: Any, tokenizer: Tokenizer | None) -> Prompt:
     if _is_array(prompt):
         return Prompt(_ids(prompt))
     raise LlmcError("E625", f"a prompt has the type {type(prompt).__name__}", _FORMS)
+
+
+def _check_keys(prompt: Mapping[str, Any]) -> None:
+    """Raise LlmcError E625 if a prompt has other keys than text, ids and a cache_salt, and a value for one of them."""
+    for name, value in prompt.items():
+        if name not in _KEYS and value is not None and not (isinstance(value, Mapping) and not value):
+            raise LlmcError("E625", f"a prompt has {str(name)[:60]!r}: prompts are text or token ids", _FORMS)
 
 
 def _is_array(value: Any) -> bool:
@@ -141,6 +154,27 @@ def numbered(error: LlmcError, index: int, count: int) -> LlmcError:
     if count == 1:
         return error
     return LlmcError(error.code, f"prompt {index} of {count}: {error.cause}", error.remedy)
+
+
+def refuse_tokenization(tokenization_kwargs: Any) -> None:
+    """Raise LlmcError E648 unless `tokenization_kwargs` is None or empty."""
+    if tokenization_kwargs:
+        cause = f"tokenization_kwargs={tokenization_kwargs!r:.60} is not supported"
+        raise LlmcError("E648", cause, 'pass token ids: {"prompt_token_ids": IDS}')
+
+
+def template_variables(template: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables of a chat template among vLLM's keywords of LLM.chat, those in chat_template_kwargs
+    included. Raises LlmcError E648 for keywords with an effect that is not supported.
+    """
+    variables = {**template}
+    refuse_tokenization(variables.pop("tokenization_kwargs", None))
+    form = variables.pop("chat_template_content_format", "auto")
+    if form not in ("auto", "string"):
+        raise LlmcError("E648", f"chat_template_content_format={form!r:.60} is not supported", "content is text")
+    if value := variables.pop("mm_processor_kwargs", None):
+        raise LlmcError("E648", f"mm_processor_kwargs={value!r:.60} is not supported", "prompts are text")
+    return variables | dict(variables.pop("chat_template_kwargs", None) or {})
 
 
 def refuse_adapter(lora_request: Any) -> None:

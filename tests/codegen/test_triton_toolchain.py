@@ -138,6 +138,20 @@ def test_the_end_of_tritons_message_is_shown_and_all_of_it_kept(tmp_path: Path) 
     assert "".join(traceback.format_exception(e.value)).count(log.read_text()) == 1  # what -v prints
 
 
+def test_an_error_in_a_called_function_has_the_reason(tmp_path: Path) -> None:
+    """Triton's message about the kernel ends at the call; the one about the function has the reason."""
+    head, _, body = BAD.text.partition("@triton.jit")
+    called = "@triton.jit\ndef inner(x):\n    tl.store(x, tl.arange(0, 48))\n\n\n"
+    line = next(line for line in body.splitlines() if "undeclared" in line)
+    indent = line[: len(line) - len(line.lstrip())]
+    text = f"{head}{called}@triton.jit{body.replace(line, f'{indent}inner(x0)')}"
+    with pytest.raises(Diagnostic, match="E502") as e:
+        TritonToolchain.find(sm_90()).compile([(replace(BAD, text=text), "")], tmp_path)
+    assert "'tl.store(x, tl.arange(0, 48))': arange's range must be a power of 2" in e.value.cause
+    (log,) = tmp_path.glob("*.failed.log")
+    assert "inner(x0)" in log.read_text() and "power of 2" in log.read_text()
+
+
 def test_the_reason_of_a_message() -> None:
     quoted = "CompilationError: at 3:4:\ndef f(x):\n    y = g(x)\n        ^\nNameError('g is not defined')"
     assert reason_of(quoted) == "CompilationError: 'y = g(x)': NameError('g is not defined')"

@@ -240,7 +240,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"name": "not a name", "input_schema": {}}]}, "tools[0].name"),
     ({"tools": [{"name": "x", "input_schema": []}]}, "tools[0].input_schema"),
     ({"tools": TOOLS, "tool_choice": {"type": "all"}}, "tool_choice"),
-    ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"tool_choice": {"type": "any"}}, "any needs tools"),
+    ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+    ({"tools": [{**TOOLS[0], "defer_loading": True}]}, "tools[0].defer_loading"),
+    ({"tools": [{**TOOLS[0], "input_examples": [{}]}]}, "tools[0].input_examples"),
+    ({"tools": [{**TOOLS[0], "allowed_callers": ["code_execution_20250825"]}]}, "tools[0].allowed_callers"),
+    ({"tools": [{**TOOLS[0], "allowed_callers": 7}]}, "tools[0].allowed_callers"),
+    ({"thinking": {"type": "enabled", "display": "all"}}, "thinking.display"),
+    ({"output_config": {"task_budget": {"type": "tokens", "total": 10}}}, "output_config.task_budget"),
     ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "none"}}, "tool_choice"),
     ({"thinking": {"type": "between_tools"}}, "thinking"), ({"container": "x"}, "container"),
     ({"mcp_servers": [{}]}, "mcp_servers"), ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
@@ -269,6 +276,7 @@ def test_what_has_no_effect_is_accepted(servers: Servers) -> None:
     body = {
         "messages": [say("x")], "metadata": {"user_id": "me"}, "service_tier": "auto", "speed": "standard",
         "cache_control": {"type": "ephemeral"}, "inference_geo": "x",
+        "tools": [{**TOOLS[0], "defer_loading": False, "allowed_callers": ["direct"], "eager_input_streaming": True}],
         "context_management": {
             "edits": [{"type": "clear_thinking_20251015", "keep": keep} for keep in ("all", {"type": "all"})]
         },

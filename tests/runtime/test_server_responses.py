@@ -274,6 +274,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"include": ["message.output_text.logprobs"]}, "include"), ({"truncation": "auto"}, "truncation"),
     ({"reasoning": {"summary": "detailed"}}, "reasoning"), ({"background": True}, "background"),
     ({"conversation": "x"}, "conversation"), ({"prompt": {"id": "x"}}, "prompt"), ({"top_logprobs": 2}, "top_logprobs"),
+    ({"enable_response_messages": True}, "enable_response_messages"),
+    ({"previous_input_messages": [{}]}, "previous_input_messages"),
     ({"max_tokens": 5}, "max_tokens"), ({"n": 2}, "n"), ({"response_format": {"type": "text"}}, "response_format"),
     ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
     ({"metadata": {"a": "b" * 513}}, "metadata"), ({"metadata": {"a": 1}}, "metadata"),

@@ -6,12 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmc_runtime import LLM, AsyncLLM, EngineArgs, LlmcError, SamplingParams, TextPrompt, TokensPrompt
+from llmc_runtime import (
+    LLM,
+    AsyncLLM,
+    EngineArgs,
+    LlmcError,
+    SamplingParams,
+    StructuredOutputsParams,
+    TextPrompt,
+    TokensPrompt,
+)
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.ignored_options import IGNORED, REFUSED
+from llmc_runtime.vllm_keywords import OF_SAMPLING
 
 from tests.runtime.rig import Rig
+from tests.runtime.test_llm import make
 
+TEMPLATE = "{{ messages[0].content }}{% if loud %}!{% endif %}"
 NAMES = {flag.removeprefix("--").replace("-", "_") for row in (*IGNORED, *REFUSED) for flag in row.flags}
 
 
@@ -143,3 +155,87 @@ def test_other_spellings_of_a_flag_are_keywords_too() -> None:
     assert said == []
     assert args.speculate == EngineOptions("m", speculate={"method": "ngram", "num_speculative_tokens": 4}).speculate
     assert args.kv_cache_memory_bytes == 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("best_of", 3, "use n"), ("use_beam_search", True, "use n"), ("length_penalty", 0.5, "use n"),
+        ("logits_processors", [print], "logit_bias"), ("guided_decoding", {"choice": ["a"]}, "StructuredOutputsParams"),
+        ("truncate_prompt_tokens", 8, "shorten"), ("extra_args", {"a": 1}, "no extensions"),
+        ("thinking_token_budget", 0, "max_tokens"), ("output_kind", 1, "AsyncLLM.generate"),
+    ],
+)  # fmt: skip
+def test_sampling_parameters_that_would_change_outputs_are_refused(name: str, value: Any, remedy: str) -> None:
+    with pytest.raises(LlmcError, match=f"E648.*SamplingParams: {name}=") as e:
+        SamplingParams(**{name: value})
+    assert remedy in e.value.remedy
+
+
+def test_sampling_parameters_without_an_effect_are_ignored() -> None:
+    harmless: dict[str, Any] = {
+        **dict.fromkeys(OF_SAMPLING), "best_of": 1, "length_penalty": 1.0, "early_stopping": False,
+        "spaces_between_special_tokens": True, "logits_processors": [], "output_kind": 0,
+    }  # fmt: skip
+    assert SamplingParams(max_tokens=3, seed=1, **harmless) == SamplingParams(max_tokens=3, seed=1)
+    assert StructuredOutputsParams(regex="a", disable_fallback=True) == StructuredOutputsParams(regex="a")  # type: ignore[call-arg]
+
+
+def test_misspelt_parameters_get_the_nearest() -> None:
+    with pytest.raises(TypeError, match=r"^SamplingParams has no parameter 'temprature'; did you mean 'temperature'"):
+        SamplingParams(temprature=1.0)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^SamplingParams has no parameter 'zzzzqqqq'$"):
+        SamplingParams(zzzzqqqq=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^StructuredOutputsParams has no parameter 'regx'; did you mean 'regex'"):
+        StructuredOutputsParams(regx="a")  # type: ignore[call-arg]
+
+
+def test_engine_args_take_the_same_keywords(capsys: pytest.CaptureFixture[str]) -> None:
+    made = EngineArgs("m", gpu_memory_utilization=0.9, max_num_seqs=3, kv_cache_memory=1 << 20)  # type: ignore[call-arg]
+    assert made == EngineArgs("m", max_num_seqs=3, kv_cache_memory_bytes=1 << 20)
+    assert capsys.readouterr().err.startswith("llmc: gpu_memory_utilization=0.9 is ignored: ")
+    with pytest.raises(LlmcError, match=r"E648.*pipeline_parallel_size=2"):
+        EngineArgs(model="m", pipeline_parallel_size=2)  # type: ignore[call-arg]
+    with pytest.raises(LlmcError, match=r"E648[^']*'max_num_seq'"):
+        EngineArgs("m", max_num_seq=3)  # type: ignore[call-arg]
+
+
+def test_names_of_vllm() -> None:
+    import llmc_runtime
+
+    assert llmc_runtime.AsyncEngineArgs is EngineArgs and llmc_runtime.AsyncLLMEngine is AsyncLLM
+    with pytest.raises(ImportError, match=r"^llmc_runtime has no GuidedDecodingParams: use StructuredOutputsParams$"):
+        from llmc_runtime import GuidedDecodingParams  # type: ignore[attr-defined]  # noqa: F401
+    with pytest.raises(ImportError, match="adapters are not supported"):
+        from llmc_runtime import LoRARequest  # type: ignore[attr-defined]  # noqa: F401
+    assert not hasattr(llmc_runtime, "nothing_like_it")
+
+
+def test_prompts_are_text_or_ids() -> None:
+    llm = LLM.over(Rig().engine)
+    same: Any = {"prompt_token_ids": [1, 2], "multi_modal_data": None, "mm_processor_kwargs": {}, "cache_salt": "a"}
+    assert llm.generate(same, SamplingParams(max_tokens=1), tokenization_kwargs=None)[0].prompt_token_ids == [1, 2]
+    for name in ("multi_modal_data", "prompt_embeds", "encoder_prompt", "promt"):
+        with pytest.raises(LlmcError, match=f"E625.*a prompt has '{name}'"):
+            llm.generate({"prompt_token_ids": [1], name: {"image": 1}}, SamplingParams(max_tokens=1))
+    with pytest.raises(LlmcError, match=r"E648.*tokenization_kwargs"):
+        llm.generate([[1]], SamplingParams(), tokenization_kwargs={"truncation": True})  # type: ignore[arg-type]
+
+
+def test_a_chat_takes_vllms_keywords() -> None:
+    llm, talk = make(), [{"role": "user", "content": "hi"}]
+
+    def prompt(**more: Any) -> str:
+        return str(
+            llm.chat(talk, SamplingParams(max_tokens=1), use_tqdm=False, chat_template=TEMPLATE, **more)[0].prompt
+        )
+
+    assert prompt() == "hi" and prompt(chat_template_kwargs={"loud": True}) == prompt(loud=True) == "hi!"
+    assert prompt(chat_template_content_format="auto", mm_processor_kwargs=None, tokenization_kwargs={}) == "hi"
+    for name, value in (("chat_template_content_format", "openai"), ("mm_processor_kwargs", {"a": 1})):
+        with pytest.raises(LlmcError, match=f"E648.*{name}"):
+            prompt(**{name: value})
+    for name in ("tools", "documents"):
+        with pytest.raises(LlmcError, match=f"E630.*{name}: the chat template does not show {name}"):
+            prompt(**{name: [{"type": "function", "function": {"name": "f"}}]})
+        assert prompt(**{name: []}) == "hi"

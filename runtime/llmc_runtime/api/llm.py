@@ -5,9 +5,7 @@ Any number of threads may use one LLM: the requests of `generate` and of open st
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +21,7 @@ from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine.input_processor import bad_word_tokens, prepare
 from llmc_runtime.engine.output_processor import OutputProcessor
 from llmc_runtime.engine_options import EngineOptions
+from llmc_runtime.engine_options import to_stderr as to_stderr
 from llmc_runtime.fair_lock import FairLock
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import NAME as MANIFEST
@@ -31,7 +30,17 @@ from llmc_runtime.grammar import GrammarGuide, Grammars, Opening
 from llmc_runtime.metrics import Metric, as_metrics
 from llmc_runtime.outputs import RequestOutput, RequestState
 from llmc_runtime.pooling_params import require_task
-from llmc_runtime.prompts import Prompt, as_params, as_priorities, as_prompt, as_prompts, numbered, refuse_adapter
+from llmc_runtime.prompts import (
+    Prompt,
+    as_params,
+    as_priorities,
+    as_prompt,
+    as_prompts,
+    numbered,
+    refuse_adapter,
+    refuse_tokenization,
+    template_variables,
+)
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.text.chat_template import ChatTemplate, choose_template
@@ -140,6 +149,7 @@ class LLM(PoolingAPI):
         lora_request: None = None,
         *,
         priority: Sequence[int] | None = None,
+        tokenization_kwargs: None = None,
     ) -> list[RequestOutput]:
         """Continue one or several prompts. Return their outputs in the same order.
 
@@ -147,11 +157,13 @@ class LLM(PoolingAPI):
         sampling_params:  for all prompts, or one for each. Default: the model's, with 16 tokens unless it says more
         use_tqdm:         show a progress bar on stderr
         lora_request:     None: adapters are not supported
+        tokenization_kwargs:  None or empty: prompts are tokenized whole, with special tokens
         priority:         of each prompt; smaller runs first under the scheduling policy "priority"
 
         Raises LlmcError E6xx if a prompt or its parameters are refused; then none of them runs.
         """
         refuse_adapter(lora_request)
+        refuse_tokenization(tokenization_kwargs)
         ready = as_prompts(prompts, self.tokenizer)
         params = self._params(sampling_params, ready, 16)
         return self._run(ready, params, use_tqdm, as_priorities(priority, len(ready)))
@@ -167,7 +179,8 @@ class LLM(PoolingAPI):
         """Answer one conversation, a list of {"role": ..., "content": ...}, or a list of conversations.
 
         `template` holds the chat template's variables: tools, add_generation_prompt, continue_final_message,
-        chat_template (a name or a text) and the model's own. Without sampling_params an answer may fill the context.
+        chat_template (a name or a text) and the model's own, which may also be in chat_template_kwargs. Without
+        sampling_params an answer may fill the context.
         Raises LlmcError as `generate`, and E630 to E634 from the template.
         """
         refuse_adapter(lora_request)
@@ -196,13 +209,17 @@ class LLM(PoolingAPI):
         return bool(self._chat_template or (self.tokenizer and self.tokenizer.chat_templates))
 
     def chat_prompt(self, messages: Any, *, chat_template: str | None = None, **template: Any) -> Prompt:
-        """Render `messages` with the chat template and tokenize them. Raises LlmcError E620, E630 to E634."""
+        """Render `messages` with the chat template and tokenize them. Raises LlmcError E620, E630 to E634, E648."""
+        template = template_variables(template)
         tokenizer = self.get_tokenizer()
         text = choose_template(tokenizer.chat_templates, chat_template or self._chat_template, template.get("tools"))
         if text not in self._templates:
             if len(self._templates) >= _MAX_TEMPLATES:
                 self._templates.clear()
             self._templates[text] = ChatTemplate(text, tokenizer.named_tokens)
+        if (name := self._templates[text].unshown(template)) is not None:
+            cause = f"{name}: the chat template does not show {name}"
+            raise LlmcError("E630", cause, "pass another template (chat_template=TEXT)")
         rendered = self._templates[text].render(messages, **template)
         return Prompt(tokenizer.encode(rendered, add_special_tokens=False), rendered)
 
@@ -342,10 +359,3 @@ def resolve(model: str | Path, options: Mapping[str, str], root: Path | None, sa
         cause = f"{path} is neither an artifact (manifest.json) nor a Hugging Face folder (config.json)"
         remedy = "an artifact whose compile was killed has no manifest: llmc compile MODEL -o DIR again"
     raise LlmcError("E101", cause, remedy)
-
-
-def to_stderr(line: str) -> None:
-    """Print a log line to stderr. A stderr that is closed or full is ignored."""
-    if sys.stderr is not None:
-        with contextlib.suppress(OSError, ValueError):
-            print(f"llmc: {line}", file=sys.stderr, flush=True)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
+from llmc_runtime.grammar.json_schema import OF_NAMED_SCHEMAS, OF_SCHEMAS, supported
 from llmc_runtime.grammar.limits import PARSER_LIMITS
 from llmc_runtime.grammar.structural_tag import structural_rules, vocabulary_marker
 from llmc_runtime.sched.structured_outputs import StructuredOutputsParams
 
-# JSON Schema keywords whose value is a schema or a list of schemas, and those whose value maps names to schemas.
-_OF_SCHEMAS = ("items", "additionalProperties", "anyOf", "oneOf", "allOf", "prefixItems", "additionalItems")
-_OF_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_EXCLUDE = "options of oneOf that do not exclude each other; use anyOf"
 
 
 class Refused(Exception):
@@ -62,7 +61,8 @@ def compile_matcher(llguidance: Any, vocabulary: Any, definition: Definition) ->
     limits = llguidance.LLParserLimits(**PARSER_LIMITS)
     matcher = llguidance.LLMatcher(vocabulary, text, log_level=0, limits=limits)
     if matcher.is_error():
-        raise Refused(first_line(matcher.get_error()))
+        cause = first_line(matcher.get_error())
+        raise Refused(_EXCLUDE if "coerce_one_of" in cause else cause)
     return matcher
 
 
@@ -77,7 +77,7 @@ def _llguidance_text(llguidance: Any, vocabulary: Any, definition: Definition) -
         if definition.disable_additional_properties:
             close_objects(schema)
         overrides = definition.json_options
-        return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides))
+        return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(supported(schema)), overrides=overrides))
     if definition.kind == "choice":
         texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(definition.text))
         return str(llguidance.LLMatcher.grammar_from_lark(f"start: {texts}"))
@@ -109,11 +109,11 @@ def _close(schema: Any) -> None:
         return
     if isinstance(schema.get("properties"), dict):
         schema.setdefault("additionalProperties", False)
-    for key in _OF_NAMED_SCHEMAS:
+    for key in OF_NAMED_SCHEMAS:
         if isinstance(schema.get(key), dict):
             for part in schema[key].values():
                 _close(part)
-    for key in _OF_SCHEMAS:
+    for key in OF_SCHEMAS:
         parts = schema.get(key)
         for part in parts if isinstance(parts, list) else [parts]:
             _close(part)

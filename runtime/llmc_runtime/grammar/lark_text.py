@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from llmc_runtime.grammar.json_schema import supported
+
 Marker = Callable[[str], str]  # returns the Lark expression of a text that may consist of special tokens
 AS_TEMPLATES_DO = MappingProxyType({"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "})
 ANY = "(?s:.*)"
@@ -44,9 +46,9 @@ def json_rule(schema: Mapping[str, Any], options: Mapping[str, Any] = AS_TEMPLAT
     """Return a Lark expression for JSON of a schema.
 
     By default, it uses the white space of Python's json module, as templates do. The result contains no "::=", so that
-    it is not mistaken for GBNF.
+    it is not mistaken for GBNF. Raises ValueError for a schema that `supported` refuses.
     """
-    text = json.dumps({**schema, "x-guidance": dict(options)}, ensure_ascii=False)
+    text = json.dumps({**supported(schema), "x-guidance": dict(options)}, ensure_ascii=False)
     return f"%json {text.replace('::=', ':' + chr(92) + 'u003a=')}"
 
 

@@ -26,6 +26,7 @@ from llmc_runtime.sched.parameter_type import (
 )
 from llmc_runtime.sched.structured_outputs import StructuredOutputsParams
 from llmc_runtime.sched.token_guide import TokenMask
+from llmc_runtime.vllm_keywords import OF_SAMPLING, KeywordChecks, known_keywords
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024  # of one stop string
@@ -43,8 +44,9 @@ _SEED = integers(-(2**63), 2**64 - 1, optional=True, allowed="none, or an intege
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How a request is sampled. Raises LlmcError E601, which names the field, its value and what is allowed.
+class SamplingParams(metaclass=KeywordChecks):
+    """How a request is sampled. Raises LlmcError E601, which names the field, its value and what is allowed, and E648
+    for a parameter of vLLM that is not supported.
 
     Values are normalised: a temperature below 1e-5 is 0 (greedy: top_p, top_k and min_p are then off), any other is at
     least 0.01; a top_k of -1 is 0; a seed of -1 is None; a string in `stop` and other iterables become tuples.
@@ -146,6 +148,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the most likely token is always chosen."""
         return self.temperature == 0.0
+
+    @classmethod
+    def without_unknown(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keywords that are parameters. Raises LlmcError E648 or TypeError for others with an effect."""
+        return known_keywords(cls, values, OF_SAMPLING)
 
     def clone(self) -> SamplingParams:
         """Return a copy."""

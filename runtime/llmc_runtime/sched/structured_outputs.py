@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.vllm_keywords import OF_STRUCTURED_OUTPUTS, KeywordChecks, known_keywords
 
 MAX_BYTES = 64 << 10  # of a schema, expression, grammar or all choices together
 MAX_CHOICES = 1024
@@ -16,7 +17,7 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 @dataclass(frozen=True, slots=True)
-class StructuredOutputsParams:
+class StructuredOutputsParams(metaclass=KeywordChecks):
     """The format of a text: exactly one of the first six fields. Raises LlmcError E601 otherwise, or above a limit.
 
     json      a JSON schema, as a text or an object, up to 64 KiB;   json_object  True: any JSON object
@@ -59,6 +60,11 @@ class StructuredOutputsParams:
         size = len(self.text.encode(errors="replace")) + len(self.whitespace_pattern or "")
         if size > MAX_BYTES:
             raise _refused(f"{kinds[0]} of {size} bytes", f"up to {MAX_BYTES} bytes")
+
+    @classmethod
+    def without_unknown(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keywords that are fields. Raises LlmcError E648 or TypeError for others with an effect."""
+        return known_keywords(cls, values, OF_STRUCTURED_OUTPUTS)
 
     @property
     def kind(self) -> str:

@@ -217,10 +217,10 @@ class Prompting:
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: dict[str, Any], short: bool
     ) -> str:
         template = self._template(tools is not None)
-        if tools is not None and not template.reads.tools:
-            cause = "tools: the model's chat template does not show tools"
+        if (name := template.unshown({**variables, "tools": tools})) is not None:
+            cause = f"{name}: the model's chat template does not show {name}"
             raise ApiError(
-                f"{cause}. Try: serve with --chat-template FILE, with a template that shows them", param="tools"
+                f"{cause}. Try: serve with --chat-template FILE, with a template that shows them", param=name
             )
         _check_roles(messages, template.reads.roles)
         return template.render(for_template(messages, template.reads, short), tools=tools, **variables)

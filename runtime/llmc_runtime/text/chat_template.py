@@ -121,6 +121,11 @@ class ChatTemplate:
             self.reads = reads(environment.parse(text))
             self._template: jinja2.Template = environment.from_string(text)
 
+    def unshown(self, variables: Mapping[str, Any]) -> str | None:
+        """Return which of tools and documents are among the variables although the template does not show them."""
+        shown = {"tools": self.reads.tools, "documents": self.reads.documents}
+        return next((name for name, is_shown in shown.items() if variables.get(name) and not is_shown), None)
+
     def render(
         self,
         messages: Sequence[Message],

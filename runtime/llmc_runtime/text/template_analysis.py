@@ -18,6 +18,7 @@ class Reads:
     - `calls`: it shows the tool calls of earlier messages.
     - `arguments_as_text`: it concatenates a call's arguments with text, so they must be a string instead of an object.
     - `roles`: the roles that it compares with a message's role, or looks up by it.
+    - `documents`: it shows documents.
     """
 
     parts: bool
@@ -25,13 +26,15 @@ class Reads:
     calls: bool
     arguments_as_text: bool
     roles: frozenset[str] = frozenset()
+    documents: bool = False
 
 
 def reads(tree: Any) -> Reads:
     """Analyze a template parsed by Jinja2."""
     loops = any("content" in _names(loop.iter) for loop in tree.find_all(nodes.For))
-    tools = any(name.name == "tools" and name.ctx == "load" for name in tree.find_all(nodes.Name))
-    return Reads(loops, tools, "tool_calls" in _names(tree), _joins_arguments(tree), frozenset(_roles(tree)))
+    used = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "load"}
+    calls, roles = "tool_calls" in _names(tree), frozenset(_roles(tree))
+    return Reads(loops, "tools" in used, calls, _joins_arguments(tree), roles, "documents" in used)
 
 
 def _names(node: Any) -> Iterator[Any]:

@@ -33,6 +33,7 @@ BINARY: Mapping[str, str] = MappingProxyType({"cuda": "cubin", "hip": "hsaco"})
 _DIGEST = 32
 _QUOTED = 100  # characters of the line with the error that it quotes
 _REASON = 400  # characters of the end of a message that an error shows
+_CALLED = "\nin a function that it calls: "  # precedes the message about the called function
 
 
 @dataclass(frozen=True)
@@ -133,14 +134,27 @@ class TritonToolchain:
 def reason_of(message: str) -> str:
     """Return the reason in a message of Triton's compiler on one line: its kind, and what follows the quoted source.
 
-    A message quotes the kernel up to the error, marks the place with ^ and ends with the reason.
+    A message quotes the kernel up to the error, marks the place with ^ and ends with the reason. Of several, the last
+    one has the reason: it is about the innermost function.
     """
+    message = message.rpartition(_CALLED)[2]
     kind, _, rest = message.partition(":")
     lines = rest.splitlines()
     mark = max((i for i, line in enumerate(lines) if line.strip() == "^"), default=-1)
     end = " ".join(" ".join(lines[mark + 1 :]).split())
     place = f"{lines[mark - 1].strip()[:_QUOTED]!r}: " if mark > 0 else ""
     return f"{kind}: {place}{end[-_REASON:]}"
+
+
+def message_of(error: Exception) -> str:
+    """Return the messages of an error of Triton's compiler and of those that it wraps, one for each called function."""
+    from triton.compiler.errors import CompilationError
+
+    texts, inner = [f"{type(error).__name__}: {error}"], error.__cause__
+    while isinstance(inner, CompilationError):
+        texts.append(f"{type(inner).__name__}: {inner}")
+        inner = inner.__cause__
+    return _CALLED.join(texts)
 
 
 def end_with_parent() -> None:
@@ -200,7 +214,7 @@ def compile_one(job: Job) -> tuple[str, Compiled | str]:
                 options["launch_pdl"] = True
             built = triton.compile(ast, target=gpu, options=options)
         except Exception as e:  # Triton raises exceptions of many types; any means that the emitted text is wrong
-            return key, f"{type(e).__name__}: {e}"
+            return key, message_of(e)
         meta = built.metadata
         if getattr(meta, "global_scratch_size", 0):
             return key, "the kernel needs global scratch memory, which launches do not provide"

@@ -36,6 +36,10 @@ from llmc_runtime.server.requests.request_fields import (
 
 _TEXTS: Mapping[str, str] = MappingProxyType({"text": "text"})
 _CHOICES: Mapping[str, str] = MappingProxyType({"auto": "auto", "any": "required", "none": "none"})
+# Fields of a tool that would change the prompt or who calls it, and what to do instead.
+_TOOL_FIELDS: Mapping[str, str] = MappingProxyType(
+    {"defer_loading": "leave tools out until they are needed", "input_examples": "show examples in the description"}
+)
 
 ClientTools = Annotated[
     list[
@@ -86,10 +90,11 @@ class OutputFormat(msgspec.Struct, kw_only=True):
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
-    """`effort` is the reasoning effort of chats."""
+    """`effort` is the reasoning effort of chats. `task_budget` is refused: the model is not told of a budget."""
 
     effort: Name | None = None
     format: OutputFormat | None = None
+    task_budget: dict[str, Any] | None = None
 
 
 class ContextManagement(msgspec.Struct, kw_only=True):
@@ -167,6 +172,8 @@ def to_chat(request: CountRequest) -> ChatRequest:
         fields |= {"stream": request.stream, "priority": request.priority, "cache_salt": request.cache_salt}
         fields["stop"] = request.stop_sequences
     choice = request.tool_choice
+    if choice is not None and choice.type == "any" and not request.tools:
+        raise ApiError("tool_choice: any needs tools", param="tool_choice")
     return ChatRequest(
         **fields, **_thinking(request), messages=talk.messages, model=request.model,
         response_format=_format_of(request), continue_final_message=continues or None,
@@ -239,6 +246,8 @@ def _thinking(request: CountRequest) -> dict[str, Any]:
         return fields | {"reasoning_effort": "none"}
     on = {"enable_thinking": True, "thinking": True}  # the names that templates read
     fields["chat_template_kwargs"] = on | (request.chat_template_kwargs or {})
+    if thinking.display not in (None, "summarized", "omitted"):
+        raise _refused("thinking.display", f"{thinking.display[:64]!r}, only summarized and omitted", "thinking")
     if thinking.display == "omitted":
         fields["include_reasoning"] = False
     return fields
@@ -249,6 +258,8 @@ def _format_of(request: CountRequest) -> ResponseFormat | None:
     for edit in (request.context_management and request.context_management.edits) or ():
         if not str(edit.get("type")).startswith("clear_thinking_") or edit.get("keep") not in ("all", {"type": "all"}):
             raise _refused("context_management", "edits; leave messages out instead", "context_management")
+    if request.output_config and request.output_config.task_budget:
+        raise _refused("output_config.task_budget", "use max_tokens", "output_config")
     form = (request.output_config and request.output_config.format) or request.output_format
     if form is None:
         return None
@@ -264,12 +275,20 @@ def _refused(where: str, cause: str, param: str) -> ApiError:
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
         raise _refused(f"{where}.type", f"{str(tool['type'])[:64]!r}, only tools of the client", f"{where}.type")
+    for name, remedy in _TOOL_FIELDS.items():
+        if tool.get(name):
+            raise _refused(f"{where}.{name}", remedy, f"{where}.{name}")
+    callers = tool.get("allowed_callers")
+    if callers and (not isinstance(callers, list) or "direct" not in callers):
+        raise _refused(f"{where}.allowed_callers", "code is not executed; include direct", f"{where}.allowed_callers")
     return function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"), tool.get("strict"))
 
 
 def _choice(choice: ToolChoiceOptions) -> str | dict[str, Any]:
     """Return the choice in the form of chats."""
     if choice.type == "tool":
+        if not choice.name:
+            raise ApiError("tool_choice.name: the name of one of the tools", param="tool_choice")
         return {"type": "function", "function": {"name": choice.name}}
     if choice.type not in _CHOICES:
         raise _refused("tool_choice.type", f"{choice.type[:64]!r}, only auto, any, tool and none", "tool_choice")

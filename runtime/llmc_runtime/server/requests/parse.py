@@ -37,10 +37,33 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
         "thinking_token_budget": "use max_tokens", "guided_decoding_backend": "grammars are compiled by llguidance",
         "use_beam_search": "use n", "logits_processors": "use logit_bias or allowed_token_ids",
         "truncate_prompt_tokens": "shorten the prompt", "chat_template": "the server's own template is used",
+        **dict.fromkeys(("echo", "prompt_logprobs"), "use /v1/completions"), "documents": "use /v1/chat/completions",
+        "moderation": "text is not classified", "repetition_detection": "use repetition_penalty",
+        "structural_tag": "use structured_outputs", "logprob_token_ids": "use logprobs",
+        # Fields of other servers, or of vLLM's Python API.
+        **dict.fromkeys(("thinking", "enable_thinking"), "use chat_template_kwargs, or reasoning_effort"),
+        "reasoning": "use reasoning_effort", "do_sample": "use temperature; 0 is greedy",
+        **dict.fromkeys(("max_new_tokens", "n_predict"), "use max_tokens"),
+        **dict.fromkeys(("regex", "ebnf", "grammar", "json_schema"), "use structured_outputs or response_format"),
+        "stop_regex": "use stop", "repeat_penalty": "use repetition_penalty",
+        **dict.fromkeys(("num_beams", "beam_width"), "use n"),
+        **dict.fromkeys(("lora_request", "lora_path", "adapter_id"), "merge the adapter into the weights, and compile"),
+        **dict.fromkeys(
+            ("typical_p", "top_a", "tfs_z", "mirostat", "dry_multiplier", "xtc_probability", "no_repeat_ngram_size"),
+            "use temperature, top_p, top_k, min_p and penalties",
+        ),
+        "custom_logit_processor": "use logit_bias or allowed_token_ids", "return_hidden_states": "use /v1/embeddings",
     }
 )  # fmt: skip
+# Refused fields for which false and empty values have a meaning, too.
+_ANY_VALUE = frozenset({"web_search_options", "thinking", "enable_thinking", "do_sample", "lora_request"})
 # Values of refused fields that have no effect.
-_NO_EFFECT = (("function_call", "none"), ("function_call", "auto"), ("n", 1), ("best_of", 1))
+_NO_EFFECT = (
+    ("function_call", "none"), ("function_call", "auto"), ("n", 1), ("best_of", 1), ("top_logprobs", 0),
+    ("do_sample", True), ("num_beams", 1), ("beam_width", 1), ("typical_p", 1), ("tfs_z", 1), ("repeat_penalty", 1),
+    *((name, 0) for name in ("top_a", "mirostat", "dry_multiplier", "xtc_probability", "no_repeat_ngram_size")),
+    *(("guided_decoding_backend", name) for name in ("auto", "guidance", "xgrammar")),
+)  # fmt: skip
 _BOM = b"\xef\xbb\xbf"  # some editors and shells write it at the start
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -88,7 +111,9 @@ def parse(body: bytes | bytearray, kind: type[T], unknown: Callable[[int], None]
     ignored = _IGNORED | getattr(kind, "ignored", frozenset())
     unknown(len(fields.keys() - set(known) - ignored - refused.keys() - {"tool_choice", "modalities"}))
     for name, remedy in refused.items():
-        if name not in known and _is_set(fields.get(name)) and (name, fields[name]) not in _NO_EFFECT:
+        value = fields.get(name)
+        used = value is not None if name in _ANY_VALUE else _is_set(value)
+        if name not in known and used and (name, value) not in _NO_EFFECT:
             raise _unsupported(name, f"{name} is not supported: {remedy}")
     if "tool_choice" not in known and fields.get("tool_choice") not in (None, "none", "auto"):
         raise _unsupported("tool_choice", "tool_choice is not supported: use /v1/chat/completions")

@@ -114,6 +114,8 @@ class ResponsesRequest(OneOutputFields, msgspec.Struct, kw_only=True):
             "logprobs": "use /v1/chat/completions", "top_logprobs": "use /v1/chat/completions",
             "prompt_logprobs": "use /v1/completions", "moderation": "text is not classified", "best_of": "use n",
             "prompt": "send the text of the prompt in instructions and input",
+            "previous_input_messages": "send them as items of input",
+            "enable_response_messages": "/tokenize shows the prompt",
         }
     )  # fmt: skip
     ignored: ClassVar[frozenset[str]] = frozenset(

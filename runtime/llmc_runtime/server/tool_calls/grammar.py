@@ -27,7 +27,10 @@ def calls_of(tools: Tools, form: type[CallFormat], marker: Marker, free: bool = 
     most = MAX_CALLS if tools.several and form.several else 1
     texts = [form.free_rules(rules, marker, most, tools.known) if free else form.rules(rules, marker, most)]
     for name, schema in tools.schemas.items():
-        texts.append(form.arguments(rules[name], schema, marker, not free or name in tools.strict))
+        try:
+            texts.append(form.arguments(rules[name], schema, marker, not free or name in tools.strict))
+        except ValueError as e:
+            raise ApiError(f"tools: the parameters of {name} cannot be enforced: {e}", param="tools") from None
     return "\n".join(texts)
 
 

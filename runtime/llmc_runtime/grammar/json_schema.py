@@ -1,0 +1,127 @@
+"""Rewrites JSON schemas into equivalent ones that llguidance supports.
+
+- Integer formats (`int32`, `uint8`, ...) become bounds, as in OpenAPI's registry of formats: llguidance ignores them.
+- `propertyNames` with a `pattern`, an `enum` or a `const` becomes `patternProperties` or `properties`, if the schema
+  has neither of them.
+- Keywords whose value allows everything, such as `"uniqueItems": false`, are left out.
+- With a `discriminator`, OpenAPI requires its property: each option of `oneOf` gets it in `required`, so that the
+  options exclude each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+# Keywords whose value is a schema or a list of schemas, and those whose value maps names to schemas.
+OF_SCHEMAS = ("items", "additionalProperties", "anyOf", "oneOf", "allOf", "prefixItems", "additionalItems")
+OF_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_BITS_64 = 2**63 - 1024  # llguidance reads bounds as doubles; this is the largest one below 2**63
+_FORMATS: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32)}
+    | {f"uint{bits}": (0, 2**bits - 1) for bits in (8, 16, 32)}
+    | dict.fromkeys(("int64", "int"), (-_BITS_64, _BITS_64))
+    | dict.fromkeys(("uint64", "uint"), (0, _BITS_64))
+)
+_NUMBERS = frozenset({"float", "double", "decimal", "number"})  # formats of all numbers
+_ALLOW_ALL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "uniqueItems": (False,), "unevaluatedProperties": (True, {}), "unevaluatedItems": (True, {}), "not": (False,),
+        "propertyNames": (True, {}, {"type": "string"}), "dependentRequired": ({},), "dependentSchemas": ({},),
+        "dependencies": ({},),
+    }
+)  # fmt: skip
+
+
+def supported(schema: Any) -> Any:
+    """Return an equivalent schema; parts that are not schemas are returned as they are.
+
+    Formats of 64 bits exclude the 1,024 outermost values at each end. Raises ValueError for another format of integers.
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    out = {key: value for key, value in schema.items() if not _allows_all(key, value)}
+    for key in OF_NAMED_SCHEMAS:
+        if isinstance(out.get(key), Mapping):
+            out[key] = {name: supported(part) for name, part in out[key].items()}
+    for key in OF_SCHEMAS:
+        if key in out:
+            parts = out[key]
+            out[key] = [supported(part) for part in parts] if isinstance(parts, list) else supported(parts)
+    _discriminate(out)
+    _name_properties(out)
+    _bound_integers(out)
+    return out
+
+
+def _allows_all(key: str, value: Any) -> bool:
+    return any(type(value) is type(one) and value == one for one in _ALLOW_ALL.get(key, ()))
+
+
+def _discriminate(schema: dict[str, Any]) -> None:
+    """Require the property of the discriminator in each option."""
+    name, options = schema.get("discriminator"), schema.get("oneOf")
+    name = name.get("propertyName") if isinstance(name, Mapping) else None
+    if not isinstance(name, str) or not isinstance(options, list):
+        return
+    schema["oneOf"] = [_requiring(option, name) for option in options]
+
+
+def _requiring(option: Any, name: str) -> Any:
+    required = option.get("required", []) if isinstance(option, Mapping) else None
+    if not isinstance(required, list) or name in required:
+        return option
+    return {**option, "required": [*required, name]}
+
+
+def _name_properties(schema: dict[str, Any]) -> None:
+    """Replace `propertyNames` if it is a pattern or a list of names."""
+    names = schema.get("propertyNames")
+    if not isinstance(names, Mapping) or "properties" in schema or "patternProperties" in schema:
+        return
+    value, kind = schema.get("additionalProperties", True), {**names}
+    if kind.pop("type", "string") != "string":
+        return
+    if kind.keys() == {"pattern"}:
+        schema["patternProperties"] = {kind["pattern"]: value}
+    elif kind.keys() in ({"enum"}, {"const"}):
+        listed = kind["enum"] if "enum" in kind else [kind["const"]]
+        if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
+            return
+        schema["properties"] = dict.fromkeys(listed, value)
+    else:
+        return
+    schema["additionalProperties"] = False
+    del schema["propertyNames"]
+
+
+def _bound_integers(schema: dict[str, Any]) -> None:
+    """Replace the format of an integer by bounds."""
+    kind, form = schema.get("type"), schema.get("format")
+    kinds = kind if isinstance(kind, list) else [] if kind is None else [kind]
+    if not isinstance(form, str) or "string" in kinds:
+        return
+    if form not in _FORMATS:
+        if "integer" in kinds and form not in _NUMBERS:
+            raise ValueError(f"unknown format of integers: {form[:64]!r}; use minimum and maximum")
+        return
+    if kinds and not {"integer", "number"} & set(kinds):
+        return
+    del schema["format"]
+    if kind is not None:
+        listed = ["integer" if one == "number" else one for one in kinds]
+        schema["type"] = listed if isinstance(kind, list) else listed[0]
+    low, high = _FORMATS[form]
+    _bound(schema, "minimum", "exclusiveMinimum", low, 1)
+    _bound(schema, "maximum", "exclusiveMaximum", high, -1)
+
+
+def _bound(schema: dict[str, Any], name: str, exclusive: str, bound: int, sign: int) -> None:
+    """Set a bound unless the schema's own is stricter: larger if `sign` is 1, smaller if it is -1."""
+    value = schema.get(name)
+    if isinstance(value, int | float) and not isinstance(value, bool) and sign * value >= sign * bound:
+        return
+    schema[name] = bound
+    if isinstance(schema.get(exclusive), bool):  # of draft 4, where it belongs to the schema's own bound
+        del schema[exclusive]

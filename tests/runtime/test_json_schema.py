@@ -1,0 +1,139 @@
+"""Rewritten JSON schemas: what their grammars accept is what the schema means."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from llmc_runtime.grammar.definition import Definition, Refused, compile_matcher
+from llmc_runtime.grammar.json_schema import supported
+from llmc_runtime.sched.structured_outputs import StructuredOutputsParams
+
+llguidance = pytest.importorskip("llguidance")
+BYTES = llguidance.LLTokenizer("byte")
+BITS = {"int8": 8, "int16": 16, "int32": 32, "uint8": 8, "uint16": 16, "uint32": 32}
+
+
+def accepts(schema: Any, value: Any) -> bool:
+    definition = Definition.of(StructuredOutputsParams(json=schema))
+    matcher = compile_matcher(llguidance, BYTES, definition)
+    text = json.dumps(value).encode()
+    return matcher.try_consume_tokens(list(text)) == len(text) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("form", BITS)
+def test_integer_formats_are_bounds(form: str) -> None:
+    bits = BITS[form]
+    low, high = (0, 2**bits - 1) if form.startswith("u") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+
+    inner = [random.randint(low, high) for _ in range(8)]
+    for value in (low, high, *inner):
+        assert accepts({"type": "integer", "format": form}, value), value
+    for value in (low - 1, high + 1, 10 * high + 7):
+        assert not accepts({"type": "integer", "format": form}, value), value
+
+
+def test_formats_join_a_schemas_own_bounds() -> None:
+
+    for _ in range(40):
+        low, high = sorted(random.randint(-300, 300) for _ in range(2))
+        exclusive: Any = random.choice([None, True, False, random.randint(-300, 300)])
+        schema: dict[str, Any] = {"type": "integer", "format": "int8", "minimum": low, "maximum": high}
+        first = low
+        if exclusive is not None:
+            schema["exclusiveMinimum"] = exclusive
+            first = low + exclusive if isinstance(exclusive, bool) else max(low, exclusive + 1)
+        first, last = max(first, -128), min(high, 127)
+        for value in {first - 1, first, last, last + 1, random.randint(-300, 300)}:
+            if first <= last:
+                assert accepts(schema, value) == (first <= value <= last), (schema, value)
+
+
+@pytest.mark.parametrize("form, low", [("int64", -(2**63)), ("uint64", 0), ("int", -(2**63)), ("uint", 0)])
+def test_formats_of_64_bits_exclude_a_few_values(form: str, low: int) -> None:
+    schema = {"type": "integer", "format": form}
+    for value in (low + 1024 * (low < 0), 2**63 - 1024, 2**53 + 1):
+        assert accepts(schema, value), value
+    for value in (low - 1, 2**64, -(2**70)):
+        assert not accepts(schema, value), value
+
+
+def test_formats_hold_in_every_part() -> None:
+    byte = {"type": "integer", "format": "uint8"}
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": {"type": "array", "items": {"$ref": "#/$defs/b"}},
+            "c": {"anyOf": [byte, {"type": "null"}]},
+        },
+        "required": ["a", "c"],
+        "additionalProperties": False,
+        "$defs": {"b": byte},
+    }
+    assert accepts(schema, {"a": [255, 0], "c": None}) and accepts(schema, {"a": [], "c": 255})
+    assert not accepts(schema, {"a": [256], "c": None}) and not accepts(schema, {"a": [], "c": 256})
+    assert accepts({"type": ["integer", "null"], "format": "int8"}, None)
+    assert accepts({"type": "number", "format": "int8"}, -128) and not accepts(
+        {"type": "number", "format": "int8"}, 0.5
+    )
+    assert accepts({"type": "number", "format": "float"}, 0.5)
+    example = {"const": {"type": "integer", "format": "int8"}}
+    assert supported(example) == example  # a value, not a schema
+
+
+@pytest.mark.parametrize(
+    "schema, message",
+    [
+        ({"type": "integer", "format": "unix-time"}, "unknown format of integers: 'unix-time'"),
+        ({"type": "object", "properties": {"a": {"type": "integer", "format": "int128"}}}, "'int128'"),
+        ({"type": "string", "format": "int64"}, "Unknown format: int64"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "object", "propertyNames": {"maxLength": 3}}, "propertyNames"),
+        ({"type": "object", "propertyNames": {"pattern": "a"}, "properties": {"b": {}}}, "propertyNames"),
+    ],
+)
+def test_what_no_grammar_follows_is_refused_by_name(schema: Any, message: str) -> None:
+    with pytest.raises(Refused, match=message):
+        accepts(schema, 0)
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"uniqueItems": False}, {"propertyNames": {"type": "string"}}, {"propertyNames": True}, {"propertyNames": {}},
+        {"unevaluatedProperties": True}, {"not": False}, {"dependentRequired": {}}, {"dependencies": {}},
+    ],
+)  # fmt: skip
+def test_keywords_that_allow_everything_are_left_out(keywords: dict[str, Any]) -> None:
+    for value in ([1, 1], {"a": 1}):
+        assert accepts({"type": ["array", "object"], **keywords}, value)
+
+
+def test_names_of_properties() -> None:
+    pattern = {"type": "object", "propertyNames": {"pattern": "^a"}, "additionalProperties": {"type": "integer"}}
+    assert accepts(pattern, {"ab": 1, "ac": 2}) and accepts(pattern, {})
+    assert not accepts(pattern, {"b": 1}) and not accepts(pattern, {"a": "x"})
+    names = {"type": "object", "propertyNames": {"type": "string", "enum": ["a", "b"]}}
+    assert accepts(names, {"a": [1], "b": 2}) and not accepts(names, {"c": 1})
+
+
+def test_options_with_a_discriminator() -> None:
+    """As pydantic writes unions of classes whose kind has a default, and which therefore is not required."""
+
+    def one(kind: str, form: str) -> dict[str, Any]:
+        kinds = {"const": kind, "default": kind, "type": "string"}
+        return {"type": "object", "properties": {"kind": kinds, "x": {"type": form}}, "required": ["x"]}
+
+    schema = {
+        "$defs": {"A": one("a", "integer"), "B": one("b", "string")},
+        "discriminator": {"mapping": {"a": "#/$defs/A", "b": "#/$defs/B"}, "propertyName": "kind"},
+        "oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}],
+    }
+    before = json.dumps(schema)
+    assert accepts(schema, {"kind": "a", "x": 1}) and accepts(schema, {"kind": "b", "x": "1"})
+    assert not accepts(schema, {"kind": "b", "x": 1}) and not accepts(schema, {"x": 1})
+    assert json.dumps(schema) == before
+    with pytest.raises(Refused, match="options of oneOf that do not exclude each other; use anyOf"):
+        accepts({name: value for name, value in schema.items() if name != "discriminator"}, {})
