@@ -12,6 +12,7 @@ import numpy as np
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend.mtp_names import tensors_of
+from llmc.frontend.not_finite import NotFinite
 from llmc.frontend.quantization_files import FILES, MARKS
 from llmc.frontend.safetensors_reader import Stored, TensorFiles, shortened
 from llmc.frontend.trace_model import Traced, WeightInfo
@@ -97,6 +98,7 @@ class Checkpoint:
             cause = f"{traced.source.folder} contains quantised weights, which need a decoder"
             raise Diagnostic("E307", cause, "compile it with llmc compile, which finds the decoder")
         self.traced = traced
+        self.not_finite = NotFinite()  # of the rows that were read
         self._tensors = TensorFiles(folder or traced.source.folder)
         stored = self._tensors.tensors
         if decoder is None:
@@ -198,6 +200,7 @@ class Checkpoint:
             return np.array(buffer[start:stop] if shape else buffer, dtype=want)
         value = self._values[name]
         rows_read = self._blocks.rows(value, start, max(start, stop)) if shape else self._blocks.whole(value)
+        self.not_finite.look(name, rows_read, self._type(name).dtype)
         return rows_read.view(want)
 
     def _located(self, known: Mapping[str, Value]) -> Mapping[str, Value]:
@@ -216,14 +219,16 @@ class Checkpoint:
             else:
                 found[name] = known[at]
         if missing:
-            have = len(self._tensors.tensors)
+            stored = self._tensors.tensors
+            unknown = next((n for n in known if n not in self.traced.model.state_dict()), "")
+            have = f"{len(stored)} tensors{unknown and f', one named {unknown[:120]}'}"
             remedy = "fetch the whole checkpoint; config.json and weights must be of one model"
             if missing == [f"{_head(self.traced.model)}.weight"]:
                 remedy += "; where the head is the embedding: set tie_word_embeddings to true"
             raise Diagnostic(
                 "E323",
                 f"{self._tensors.folder} lacks tensors that {self.traced.facts.architecture} needs: "
-                f"{shortened(missing)} (the files hold {have} tensors)",
+                f"{shortened(missing)} (the files hold {have})",
                 remedy,
             )
         return MappingProxyType(found)

@@ -89,6 +89,13 @@ class Stored:
         if shape_of(value) != shape:
             raise Diagnostic("E341", f"{value.name} is {value.type}; its shape should be {list(shape)}", AGAIN)
 
+    def number(self, name: str, dtypes: Sequence[str]) -> Value:
+        """Return a part of one element as f[1, 1]; raises Diagnostic E340 if it is missing, E341 if it has more."""
+        value = self.part(name, dtypes)
+        if int(np.prod(shape_of(value))) != 1:
+            raise Diagnostic("E341", f"{value.name} is {value.type}; one number is expected", AGAIN)
+        return self.build.reshape(value, shape=(1, 1))
+
     def check_scales(self, value: Value) -> None:
         """Raise Diagnostic E342 if a scale is NaN, infinite or zero (scales of eight bits may be zero)."""
         scales = self.load(value.name)
