@@ -251,8 +251,7 @@ class Compilation:
         Toolset(self.target, self.registry.toolchains).of(self.target.languages[0])  # build needs it after the passes
         self.console.begin("trace", f"{self.model.name} (imports torch and transformers)")
         from llmc.frontend.checkpoint import check_shapes
-        from llmc.frontend.generation_config import generation_notes
-        from llmc.frontend.trace_model import trace
+        from llmc.frontend.trace_model import notes_of, trace
         from llmc.kv_cache import kv_dtype
         from llmc.quant.kv_scales import kv_dtype_of
 
@@ -291,7 +290,7 @@ class Compilation:
         stored = kv_dtype_of(traced.source.config) if o.kv_cache_dtype == "auto" else ""
         self.kv_dtype, note = kv_dtype(o.kv_cache_dtype, stored, self.target, self.registry)
         self.note(note)
-        for text in generation_notes(traced.source.generation) if f.pooling is None else ():
+        for text in notes_of(traced):
             self.note(text)
         if f.layers:
             self.note(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -234,7 +234,10 @@ class Checkpoint:
         return MappingProxyType(found)
 
     def _check_extra(self, found: Mapping[str, Value]) -> None:
-        """Raise Diagnostic E324 for stored tensors that the model does not use, except known harmless ones."""
+        """Raise Diagnostic E324 for stored tensors that the model does not use, except known harmless ones.
+
+        Zeros as the bias of a product without one are harmless; old GPTQ checkpoints have them.
+        """
         model = self.traced.model
         ignored = [
             HARMLESS,
@@ -246,6 +249,7 @@ class Checkpoint:
         extra = sorted(
             n for n, v in found.items() if n not in known and not any(r.search(n) for r in ignored) and not _mask(n, v)
         )
+        extra = [n for n in extra if not self._no_bias(n, found, known)]
         if extra:
             raise Diagnostic(
                 "E324",
@@ -253,6 +257,13 @@ class Checkpoint:
                 f"{shortened(extra)}",
                 "config.json and weights must be of one model; check its sizes and options",
             )
+
+    def _no_bias(self, name: str, found: Mapping[str, Value], known: Container[str]) -> bool:
+        """Whether a tensor is a bias of zeros of a module that has a weight."""
+        value, (module, _, part) = found[name], name.rpartition(".")
+        if part != "bias" or f"{module}.weight" not in known or value.type.rank != 1 or value.type.dtype not in FLOATS:
+            return False
+        return not widen(self._blocks.whole(value), value.type.dtype).any()
 
     def _check_dtype(self, name: str, value: Value) -> None:
         if value.type.dtype not in FLOATS:

@@ -13,8 +13,8 @@ from llmc_runtime.format.pooling import Pooling
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend.config_limits import check_layers, check_sizes
-from llmc.frontend.generation_config import sampling_defaults
-from llmc.frontend.model_folder import Source, open_source
+from llmc.frontend.generation_config import generation_notes, sampling_defaults
+from llmc.frontend.model_folder import Source, adapter_note, open_source
 from llmc.frontend.pooling_files import PooledModel, position_offset, read_pooled, returns_segments, segments_of
 from llmc.frontend.truncate import first_layers
 from llmc.ir.graph import Module
@@ -133,6 +133,14 @@ def trace(
     weights = {v.name: WeightInfo(v.name, v.type, v.name.rpartition(".")[0]) for v in inputs if v.weight}
     tied = MappingProxyType(dict(converted.tied))
     return Traced(source, converted.module, facts, MappingProxyType(weights), exported.buffers, tied, exported.model)
+
+
+def notes_of(traced: Traced) -> Iterator[str]:
+    """Yield notes about files of the model's folder: an adapter, and a generation_config.json."""
+    if note := adapter_note(traced.source.folder):
+        yield note
+    if traced.facts.pooling is None:
+        yield from generation_notes(traced.source.generation)
 
 
 def _cut(config: Any, layers: int | None) -> tuple[Any, tuple[int, int] | None]:

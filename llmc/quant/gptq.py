@@ -51,8 +51,12 @@ class Gptq:
                     raise left_out(stored.module, f"dynamic {pattern.pattern!r} (gptq)")
                 return scheme.decode(stored)
         codes = unpack(stored, self.bits, self.group_size, self.less_one)
-        if self.indexed and shape_of(codes.scale)[1] > 1:
-            stored.part("g_idx", ("i32",))
+        count = shape_of(codes.scale)[1]
+        if self.indexed and count > 1:
+            index = stored.part("g_idx", ("i32",))
+            if not stored.load(index.name).any():
+                cause = f"{index.name} puts all columns in group 0; there are {count} groups of scales"
+                raise Diagnostic("E342", cause, AGAIN)
         return codes
 
 

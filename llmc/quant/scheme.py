@@ -111,6 +111,7 @@ class Stored:
     def groups(self, part: str, columns: int, count: int, size: int) -> Groups | None:
         """Return the groups of the columns, or None if the part is missing or groups are runs of `size` columns.
 
+        So they are if all columns are in group 0 of several: some tools store zeros where the order is the natural one.
         Raises Diagnostic E341 if the part does not have `columns` entries, E342 if one is not below `count`.
         """
         if part not in self.parts:
@@ -122,7 +123,7 @@ class Stored:
             worst = index[(index < 0) | (index >= count)][0]
             raise Diagnostic("E342", f"{value.name} names group {worst}; there are {count} groups of scales", AGAIN)
         runs = np.arange(columns) // size
-        if np.array_equal(index, runs):
+        if np.array_equal(index, runs) or not index.any():
             return None
         return Groups(value, index.tobytes(), np.array_equal(np.sort(index), runs))
 

@@ -11,16 +11,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from draw import of_test
 from llmc_runtime import LLM, SamplingParams
 from models.cases import LISTED, UNLISTED, Case
-from models.kit import eager_logits, ir_logits, loaded, prompts, relative_error, save
+from models.kit import eager_logits, fails, ir_logits, loaded, prompts, relative_error, save
 from safetensors.numpy import load_file, save_file
 
 from llmc.console import Quiet
 from llmc.driver import compile_model
 from llmc.dry_run import dry_run
 from llmc.frontend.checkpoint import Checkpoint, TiedWeightsDiffer
-from llmc.frontend.trace_model import Traced, trace
+from llmc.frontend.not_finite import BITS, NotFinite
+from llmc.frontend.trace_model import Traced, notes_of, trace
+from llmc.ir.dtype import DTYPES
 from llmc.options import Options
 
 BY_NAME = {c.name: c for c in (*LISTED, *UNLISTED)}
@@ -138,6 +141,81 @@ def test_computed_buffers_are_weights_too(low: tuple[Any, Traced]) -> None:
         assert set(checkpoint.names) == set(traced.weights)
 
 
+@pytest.mark.parametrize("second", ["norm.weight", "model.layers.1.mlp.experts.down_proj"])
+def test_a_weight_that_is_stored_twice(second: str, tmp_path: Path) -> None:
+    """Under the base model's name and its own, or as a stack beside the experts one by one: neither is chosen."""
+    save(BY_NAME["qwen3_moe"], tmp_path)
+    tensors = load_file(tmp_path / FILE)
+    more = np.ones(64 if "norm" in second else (4, 64, 24), np.float32)
+    save_file({**tensors, second: more}, tmp_path / FILE)
+    fails("E324", "is stored twice", second, do=lambda: Checkpoint(trace(tmp_path)))
+
+
+def test_biases_of_zeros(tmp_path: Path) -> None:
+    """Products that have no bias may store zeros as one; other numbers would change the result."""
+    case = BY_NAME["llama"]
+    model = save(case, tmp_path)
+    name = "model.layers.1.self_attn.o_proj.bias"
+    tensors = load_file(tmp_path / FILE)
+    save_file({**tensors, name: np.zeros(64, np.float16)}, tmp_path / FILE)
+    agrees(case, model, tmp_path)
+    bias = np.zeros(64, np.float16)
+    bias[63] = 1e-7
+    save_file({**tensors, name: bias}, tmp_path / FILE)
+    fails("E324", name, do=lambda: Checkpoint(trace(tmp_path)))
+    unknown = {"model.layers.1.nothing.bias": np.zeros(64, np.float32)}
+    save_file({**tensors, **unknown}, tmp_path / FILE)
+    fails("E324", "model.layers.1.nothing.bias", do=lambda: Checkpoint(trace(tmp_path)))
+
+
+def test_names_of_another_prefix(tmp_path: Path) -> None:
+    save(BY_NAME["llama"], tmp_path)
+    rewrite(tmp_path, lambda n, x: {f"module.{n}": x})
+    fails("E323", "lacks tensors", "one named module.", do=lambda: Checkpoint(trace(tmp_path)))
+
+
+@pytest.mark.parametrize("dtype", sorted(BITS))
+def test_numbers_that_are_not_finite_are_counted(dtype: str) -> None:
+    """Of every bit pattern of narrow dtypes, and of random ones of wide dtypes with each that is special."""
+    kind, _, least = BITS[dtype]
+    bits = np.dtype(kind).itemsize * 8
+    if bits <= 16:
+        patterns = np.arange(1 << bits).astype(kind)
+    else:
+        rng = np.random.default_rng(of_test())
+        patterns = rng.integers(0, 1 << bits, 5000, np.dtype(kind), endpoint=False)
+        patterns = np.concatenate([patterns, np.array([least - 1, least, least + 1, (1 << bits) - 1], kind)])
+    values = patterns.view(DTYPES[dtype].np)
+    found = NotFinite()
+    found.look("w", values, dtype)
+    assert found.found == [("w", int((~np.isfinite(values.astype(np.float64))).sum()))]
+    found = NotFinite()
+    found.look("w", values[np.isfinite(values.astype(np.float64))], dtype)
+    found.look("codes", np.array([255], np.uint8), "u8")
+    assert not found.found and found.note == ""
+
+
+def test_a_note_names_weights_that_are_not_finite(tmp_path: Path) -> None:
+    """As they are stored, or because the dtype of the compiled model does not hold them."""
+    save(BY_NAME["llama"], tmp_path)
+    name = "model.layers.0.mlp.up_proj.weight"
+
+    def change(n: str, x: np.ndarray) -> dict[str, np.ndarray]:
+        if n == name:
+            x[3, 4], x[5, 6] = np.nan, -np.inf
+        if n == "model.norm.weight":
+            x[7] = 1e6
+        return {n: x}
+
+    rewrite(tmp_path, change)
+    for dtype, count, words in (("f32", 2, name), ("f16", 3, f"{name}, model.norm.weight")):
+        with Checkpoint(trace(tmp_path, dtype=dtype)) as checkpoint:
+            assert not checkpoint.not_finite.note
+            for one in sorted(checkpoint.names):
+                checkpoint.read(one)
+            assert checkpoint.not_finite.note.startswith(f"{count} numbers of {words} are NaN or infinite")
+
+
 def test_reading_rows_of_a_big_tensor_takes_little_memory(tmp_path: Path) -> None:
     """Rows are copied from the mapped file: 2 MiB of 256 MiB grow anonymous memory by far less than 256 MiB."""
     case = Case("wide", "llama", BY_NAME["llama"].config | {"vocab_size": 1 << 20, "tie_word_embeddings": True})
@@ -209,6 +287,21 @@ def test_equal_heads_of_another_dtype_stay_tied(tmp_path: Path) -> None:
     rewrite(tmp_path, change)
     with Checkpoint(trace(tmp_path)) as checkpoint:
         assert "lm_head.weight" not in checkpoint.names
+
+
+def test_notes_on_files_beside_the_weights(tmp_path: Path) -> None:
+    save(BY_NAME["llama"], tmp_path)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    traced = trace(tmp_path)
+    assert not [*notes_of(traced)]
+    neutral = {"num_beams": 1, "no_repeat_ngram_size": 0, "typical_p": 1.0, "bad_words_ids": None, "stop_strings": []}
+    given = {"num_beams": 4, "suppress_tokens": [5], "top_k": 3, "max_length": 20}
+    (tmp_path / "adapter_config.json").write_text("{}")
+    for generation, count in ((neutral, 1), (given, 3)):
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        notes = [*notes_of(trace(tmp_path))]
+        assert len(notes) == count and "adapter" in notes[0]
+    assert "top_k 3" in notes[1] and "has num_beams, suppress_tokens: not applied" in notes[2]
 
 
 @pytest.mark.slow
