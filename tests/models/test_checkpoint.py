@@ -22,7 +22,7 @@ from llmc.driver import compile_model
 from llmc.dry_run import dry_run
 from llmc.frontend.checkpoint import Checkpoint, TiedWeightsDiffer
 from llmc.frontend.not_finite import BITS, NotFinite
-from llmc.frontend.trace_model import Traced, notes_of, trace
+from llmc.frontend.trace_model import Traced, trace
 from llmc.ir.dtype import DTYPES
 from llmc.options import Options
 
@@ -139,6 +139,20 @@ def test_computed_buffers_are_weights_too(low: tuple[Any, Traced]) -> None:
         scale = checkpoint.read("model.embed_tokens.embed_scale")
         assert scale.shape == () and scale == 8.0
         assert set(checkpoint.names) == set(traced.weights)
+
+
+def test_a_tensor_in_two_files(tmp_path: Path) -> None:
+    """The index names one of them; transformers reads the other one, the last."""
+    case = BY_NAME["llama"]
+    model = save(case, tmp_path, max_shard_size="60KB")
+    where = json.loads((tmp_path / f"{FILE}.index.json").read_text())["weight_map"]
+    other = next(n for n in sorted(set(where.values())) if n != where["model.norm.weight"])
+    tensors, norm = load_file(tmp_path / other), model.model.norm.weight.detach().numpy()
+    save_file({**tensors, "model.norm.weight": norm}, tmp_path / other)
+    agrees(case, model, tmp_path)
+    for changed in (norm + np.eye(1, 64, 63, dtype=np.float32)[0], norm.astype(np.float16), norm[:63]):
+        save_file({**tensors, "model.norm.weight": changed}, tmp_path / other)
+        fails("E322", "model.norm.weight", other, "differ", do=lambda: Checkpoint(trace(tmp_path)))
 
 
 @pytest.mark.parametrize("second", ["norm.weight", "model.layers.1.mlp.experts.down_proj"])
@@ -287,21 +301,6 @@ def test_equal_heads_of_another_dtype_stay_tied(tmp_path: Path) -> None:
     rewrite(tmp_path, change)
     with Checkpoint(trace(tmp_path)) as checkpoint:
         assert "lm_head.weight" not in checkpoint.names
-
-
-def test_notes_on_files_beside_the_weights(tmp_path: Path) -> None:
-    save(BY_NAME["llama"], tmp_path)
-    (tmp_path / "generation_config.json").unlink(missing_ok=True)
-    traced = trace(tmp_path)
-    assert not [*notes_of(traced)]
-    neutral = {"num_beams": 1, "no_repeat_ngram_size": 0, "typical_p": 1.0, "bad_words_ids": None, "stop_strings": []}
-    given = {"num_beams": 4, "suppress_tokens": [5], "top_k": 3, "max_length": 20}
-    (tmp_path / "adapter_config.json").write_text("{}")
-    for generation, count in ((neutral, 1), (given, 3)):
-        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-        notes = [*notes_of(trace(tmp_path))]
-        assert len(notes) == count and "adapter" in notes[0]
-    assert "top_k 3" in notes[1] and "has num_beams, suppress_tokens: not applied" in notes[2]
 
 
 @pytest.mark.slow
