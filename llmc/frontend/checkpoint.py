@@ -121,7 +121,7 @@ class Checkpoint:
         self.kv_scales = decoder.kv_scales(stored, read) if decoder else {}
         self._blocks = Blocks(graph, self._tensors)
         located = self._located(known)
-        self._check_extra(known)
+        self._check_extra(known, values)
         for name, value in located.items():
             _check_shape(traced.weights[name], value)
             self._check_dtype(name, value)
@@ -233,10 +233,11 @@ class Checkpoint:
             )
         return MappingProxyType(found)
 
-    def _check_extra(self, found: Mapping[str, Value]) -> None:
+    def _check_extra(self, found: Mapping[str, Value], stored: Container[str]) -> None:
         """Raise Diagnostic E324 for stored tensors that the model does not use, except known harmless ones.
 
-        Zeros as the bias of a product without one are harmless; old GPTQ checkpoints have them.
+        Zeros as the bias of a product without one are harmless; old GPTQ checkpoints have them. `stored` are the names
+        of the stored tensors, and of the weights that were decoded from them.
         """
         model = self.traced.model
         ignored = [
@@ -249,7 +250,7 @@ class Checkpoint:
         extra = sorted(
             n for n, v in found.items() if n not in known and not any(r.search(n) for r in ignored) and not _mask(n, v)
         )
-        extra = [n for n in extra if not self._no_bias(n, found, known)]
+        extra = [n for n in extra if not self._no_bias(found[n], stored)]
         if extra:
             raise Diagnostic(
                 "E324",
@@ -258,10 +259,10 @@ class Checkpoint:
                 "config.json and weights must be of one model; check its sizes and options",
             )
 
-    def _no_bias(self, name: str, found: Mapping[str, Value], known: Container[str]) -> bool:
-        """Whether a tensor is a bias of zeros of a module that has a weight."""
-        value, (module, _, part) = found[name], name.rpartition(".")
-        if part != "bias" or f"{module}.weight" not in known or value.type.rank != 1 or value.type.dtype not in FLOATS:
+    def _no_bias(self, value: Value, stored: Container[str]) -> bool:
+        """Whether a stored tensor is a bias of zeros beside a weight."""
+        module, _, part = (value.name if value.node is None else "").rpartition(".")
+        if part != "bias" or f"{module}.weight" not in stored or value.type.rank != 1 or value.type.dtype not in FLOATS:
             return False
         return not widen(self._blocks.whole(value), value.type.dtype).any()
 
