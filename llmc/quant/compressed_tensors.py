@@ -239,9 +239,11 @@ class CompressedTensors:
 
 def compressed_tensors(config: Mapping[str, Any]) -> CompressedTensors:
     """The scheme of a quantization_config; raises Diagnostic E307 or E340."""
-    for key in ("sparsity_config", "transform_config"):
-        if config.get(key) and (key != "sparsity_config" or config[key].get("format", "dense") != "dense"):
-            raise refuse(METHOD, key, config[key], ("none",))
+    sparsity, dense = config.get("sparsity_config"), (None, "dense")
+    if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") in dense):
+        raise refuse(METHOD, "sparsity_config", sparsity, ("none",))
+    if config.get("transform_config"):
+        raise refuse(METHOD, "transform_config", config["transform_config"], ("none",))
     found = config.get("config_groups") or {}
     if not isinstance(found, dict):
         raise Diagnostic("E340", f"quantization_config ({METHOD}) has config_groups that are not a table", AGAIN)
