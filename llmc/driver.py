@@ -195,7 +195,9 @@ class Compilation:
             self.optimise(traced.module, traced.facts.max_positions)
             built = self.build(traced.module)
             weights = self.weights(traced.module.graphs["weights"], checkpoint, draft) if checkpoint else seed
-            return self.write(traced, weights, built)
+            manifest = self.write(traced, weights, built)
+            self.note(checkpoint.not_finite.note if checkpoint else None)
+            return manifest
 
     def weights(self, graph: Graph, checkpoint: Any, draft: Any = None) -> Any:
         """Return the weights to evaluate: the checkpoint's, the draft model's, and the scales of the KV cache."""
@@ -253,7 +255,7 @@ class Compilation:
         Toolset(self.target, self.registry.toolchains).of(self.target.languages[0])  # build needs it after the passes
         self.console.begin("trace", f"{self.model.name} (imports torch and transformers)")
         from llmc.frontend.checkpoint import check_shapes
-        from llmc.frontend.trace_model import trace
+        from llmc.frontend.trace_model import notes_of, trace
         from llmc.kv_cache import kv_dtype
         from llmc.quant.kv_scales import kv_dtype_of
 
@@ -291,11 +293,9 @@ class Compilation:
             self.summary.next = next_command(self.model, self.output, o, self.target, pooling.task)
         stored = kv_dtype_of(traced.source.config) if o.kv_cache_dtype == "auto" else ""
         self.kv_dtype, note = kv_dtype(o.kv_cache_dtype, stored, self.target, self.registry)
-        if note:
-            self.note(note)
-        if f.generation:
-            defaults = ", ".join(f"{k} {v}" for k, v in f.generation.items())
-            self.note(f"sampling defaults from generation_config.json: {defaults}; requests may override them")
+        self.note(note)
+        for text in notes_of(traced):
+            self.note(text)
         if f.layers:
             self.note(
                 f"--layers: {Source('', '', '', {}, *f.layers).part} only; the output differs from the full model's"

@@ -57,6 +57,8 @@ def pack_model(artifact: Path, model: str | Path, console: Console | None = None
         done = pack_weights(
             artifact, graph, WithKvScales(checkpoint, graph), lambda n, of: console.part("weights", n, of, "B")
         )
+        if text := checkpoint.not_finite.note:
+            console.note(f"note: {text}")
     console.note(f"{artifact}: {size_text(weight_bytes(done))} packed and hashed")
     tokenizer = any(Path(name).name == TOKENIZER for name in done.tokenizer)
     if line := run_command(artifact, done.target.name, done.target.arch, tokenizer, pooling.task if pooling else ""):

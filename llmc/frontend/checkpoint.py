@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -12,6 +12,7 @@ import numpy as np
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend.mtp_names import tensors_of
+from llmc.frontend.not_finite import NotFinite
 from llmc.frontend.quantization_files import FILES, MARKS
 from llmc.frontend.safetensors_reader import Stored, TensorFiles, shortened
 from llmc.frontend.trace_model import Traced, WeightInfo
@@ -97,6 +98,7 @@ class Checkpoint:
             cause = f"{traced.source.folder} contains quantised weights, which need a decoder"
             raise Diagnostic("E307", cause, "compile it with llmc compile, which finds the decoder")
         self.traced = traced
+        self.not_finite = NotFinite()  # of the rows that were read
         self._tensors = TensorFiles(folder or traced.source.folder)
         stored = self._tensors.tensors
         if decoder is None:
@@ -119,7 +121,7 @@ class Checkpoint:
         self.kv_scales = decoder.kv_scales(stored, read) if decoder else {}
         self._blocks = Blocks(graph, self._tensors)
         located = self._located(known)
-        self._check_extra(known)
+        self._check_extra(known, values)
         for name, value in located.items():
             _check_shape(traced.weights[name], value)
             self._check_dtype(name, value)
@@ -198,6 +200,7 @@ class Checkpoint:
             return np.array(buffer[start:stop] if shape else buffer, dtype=want)
         value = self._values[name]
         rows_read = self._blocks.rows(value, start, max(start, stop)) if shape else self._blocks.whole(value)
+        self.not_finite.look(name, rows_read, self._type(name).dtype)
         return rows_read.view(want)
 
     def _located(self, known: Mapping[str, Value]) -> Mapping[str, Value]:
@@ -216,20 +219,26 @@ class Checkpoint:
             else:
                 found[name] = known[at]
         if missing:
-            have = len(self._tensors.tensors)
+            stored = self._tensors.tensors
+            unknown = next((n for n in known if n not in self.traced.model.state_dict()), "")
+            have = f"{len(stored)} tensors{unknown and f', one named {unknown[:120]}'}"
             remedy = "fetch the whole checkpoint; config.json and weights must be of one model"
             if missing == [f"{_head(self.traced.model)}.weight"]:
                 remedy += "; where the head is the embedding: set tie_word_embeddings to true"
             raise Diagnostic(
                 "E323",
                 f"{self._tensors.folder} lacks tensors that {self.traced.facts.architecture} needs: "
-                f"{shortened(missing)} (the files hold {have} tensors)",
+                f"{shortened(missing)} (the files hold {have})",
                 remedy,
             )
         return MappingProxyType(found)
 
-    def _check_extra(self, found: Mapping[str, Value]) -> None:
-        """Raise Diagnostic E324 for stored tensors that the model does not use, except known harmless ones."""
+    def _check_extra(self, found: Mapping[str, Value], stored: Container[str]) -> None:
+        """Raise Diagnostic E324 for stored tensors that the model does not use, except known harmless ones.
+
+        Zeros as the bias of a product without one are harmless; old GPTQ checkpoints have them. `stored` are the names
+        of the stored tensors, and of the weights that were decoded from them.
+        """
         model = self.traced.model
         ignored = [
             HARMLESS,
@@ -241,6 +250,7 @@ class Checkpoint:
         extra = sorted(
             n for n, v in found.items() if n not in known and not any(r.search(n) for r in ignored) and not _mask(n, v)
         )
+        extra = [n for n in extra if not self._no_bias(found[n], stored)]
         if extra:
             raise Diagnostic(
                 "E324",
@@ -248,6 +258,13 @@ class Checkpoint:
                 f"{shortened(extra)}",
                 "config.json and weights must be of one model; check its sizes and options",
             )
+
+    def _no_bias(self, value: Value, stored: Container[str]) -> bool:
+        """Whether a stored tensor is a bias of zeros beside a weight."""
+        module, _, part = (value.name if value.node is None else "").rpartition(".")
+        if part != "bias" or f"{module}.weight" not in stored or value.type.rank != 1 or value.type.dtype not in FLOATS:
+            return False
+        return not widen(self._blocks.whole(value), value.type.dtype).any()
 
     def _check_dtype(self, name: str, value: Value) -> None:
         if value.type.dtype not in FLOATS:

@@ -34,6 +34,7 @@ TOKENIZER_FILES = (
     "config.json",
 )
 
+ADAPTER = "adapter_config.json"
 MODULES = "modules.json"  # of sentence-transformers
 # Files that are read when a model pools, and that are not part of the artifact.
 POOLING_FILES = (MODULES, "sentence_bert_config.json", "config_sentence_transformers.json")
@@ -96,8 +97,8 @@ def open_source(path: str | Path) -> Source:
         raise unsupported.refuse_without_config(names, str(folder))
     check_files(folder)
     config = read_config(folder)
-    if "adapter_config.json" in names and not any(n in names for n in (unsupported.SINGLE, unsupported.INDEX)):
-        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path", "not named")
+    if ADAPTER in names and not any(n in names for n in (unsupported.SINGLE, unsupported.INDEX)):
+        base = read_json(folder / ADAPTER).get("base_model_name_or_path", "not named")
         raise unsupported.refuse_adapter(str(folder), base)
     generation = folder / "generation_config.json"
     source = Source(
@@ -105,6 +106,12 @@ def open_source(path: str | Path) -> Source:
     )
     _check(source)
     return source
+
+
+def adapter_note(folder: Path) -> str:
+    """Return a note about an adapter beside a model's weights, which is not applied; "" if there is none."""
+    found = (folder / ADAPTER).exists()
+    return f"{ADAPTER}: the adapter in the folder is not applied; its weights are compiled as they are" if found else ""
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:

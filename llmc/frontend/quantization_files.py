@@ -43,8 +43,8 @@ def with_quantization(config: Mapping[str, Any], beside: Mapping[str, Mapping[st
     """Return a config.json whose `quantization_config` has the keys of all places that describe the quantisation.
 
     These are `quantization_config` and `compression_config` of config.json and of its `text_config`, and the files
-    beside it, by name. If several places have a key, the first one is used. Raises Diagnostic E340 for places that
-    contradict one another.
+    beside it, by name. If several places have a key, the first one is used. Raises Diagnostic E340 for places, or
+    synonyms in one place, that contradict one another.
     """
     known, source = config.get(KEY), "config.json"
     if known is not None and not isinstance(known, Mapping):
@@ -56,6 +56,8 @@ def with_quantization(config: Mapping[str, Any], beside: Mapping[str, Mapping[st
             known = {**found, **{key: value for key, value in known.items() if value is not None}}
         elif found["quant_method"]:
             known, source = found, name
+    if known:
+        _compare(source, known, source, known)
     return {**config, KEY: known} if known else config
 
 
@@ -73,11 +75,15 @@ def _places(
 
 
 def _compare(name: str, found: Mapping[str, Any], source: str, known: Mapping[str, Any]) -> None:
+    """Raise Diagnostic E340 if two places, or two synonyms in one of them, give a decisive key different values."""
     for keys in DECISIVE:
-        a, b = (next((c[k] for k in keys if c.get(k) is not None), None) for c in (found, known))
-        if a is not None and b is not None and _plain(a) != _plain(b):
-            cause = f"{name} has {keys[0]} = {str(a)[:80]!r}; {source} has {str(b)[:80]!r}"
-            raise Diagnostic("E340", cause, "download the checkpoint again; its files must be of one revision")
+        given = [(at, k, c[k]) for at, c in ((name, found), (source, known)) for k in keys if c.get(k) is not None]
+        for at, key, value in given[:-1]:
+            last, synonym, other = given[-1]
+            if _plain(value) != _plain(other):
+                where = f"{last} has " if last != at else "and "
+                cause = f"{at} has {key} = {str(value)[:80]!r}; {where}{synonym} = {str(other)[:80]!r}"
+                raise Diagnostic("E340", cause, "download the checkpoint again; its files must be of one revision")
 
 
 def _plain(value: Any) -> Any:

@@ -21,6 +21,7 @@ from llmc.frontend.model_folder import check_weights, is_regular, read_json
 from llmc.frontend.unsupported import INDEX, SINGLE
 from llmc.ir.dtype import DTYPES
 
+_COMPARED = 1 << 20  # bytes that are compared at a time
 MAX_VALUES = 500_000  # limit of one header; about 60,000 tensors
 
 
@@ -48,10 +49,14 @@ class TensorFiles:
         self._data: dict[Path, mmap] = {}
         listed = _listed(folder)
         found: dict[str, Stored] = {}
+        again: list[Stored] = []  # tensors in another file than the index says
         for file in sorted(set(listed.values()), key=str) if listed else [folder / SINGLE]:
             for t in self._header(file).values():
+                stored = Stored(t.name, file, t.dtype, t.shape, t.begin)
                 if not listed or listed.get(t.name) == file:
-                    found[t.name] = Stored(t.name, file, t.dtype, t.shape, t.begin)
+                    found[t.name] = stored
+                elif t.name in listed:
+                    again.append(stored)
         self.tensors: Mapping[str, Stored] = MappingProxyType(found)
         if absent := sorted(listed.keys() - found.keys()):
             raise Diagnostic(
@@ -60,6 +65,10 @@ class TensorFiles:
                 f"({shortened(absent)})",
                 f"download the index and the files again, from one revision; or {unsupported.SAVE_AGAIN.format('')}",
             )
+        for stored in again:
+            if not self._equal(stored, first := found[stored.name]):
+                cause = f"{stored.name[:200]!r} is in {first.file.name} and in {stored.file.name}, and they differ"
+                raise Diagnostic("E322", cause, "download the index and the files again, from one revision")
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -89,6 +98,14 @@ class TensorFiles:
         """Close all files."""
         self._open.close()
         self._data.clear()
+
+    def _equal(self, a: Stored, b: Stored) -> bool:
+        """Whether two stored tensors have the same dtype, shape and bytes."""
+        if (a.dtype, a.shape) != (b.dtype, b.shape) or a.dtype not in DTYPES:
+            return False
+        size, x, y = prod(a.shape) * DTYPES[a.dtype].np.itemsize, self._data[a.file], self._data[b.file]
+        ranges = ((i, min(size, i + _COMPARED)) for i in range(0, size, _COMPARED))
+        return all(x[a.begin + i : a.begin + j] == y[b.begin + i : b.begin + j] for i, j in ranges)
 
     def _header(self, file: Path) -> Mapping[str, TensorInfo]:
         """Map a file and return its tensors; raises Diagnostic E321 if it is missing, damaged or excessively large."""

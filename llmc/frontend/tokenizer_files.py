@@ -59,6 +59,4 @@ def _open(path: Path) -> None:
 def _check(found: Any) -> None:
     if not isinstance(found, dict):
         raise ValueError(f"expected an object, found {type(found).__name__}")
-    template = found.get("chat_template")
-    if template and not isinstance(template, str | dict | list):
-        raise ValueError(f"its chat_template is a {type(template).__name__}, not a text")
+    tokenizer_files.templates(found.get("chat_template"))

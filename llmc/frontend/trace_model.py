@@ -13,7 +13,8 @@ from llmc_runtime.format.pooling import Pooling
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend.config_limits import check_layers, check_sizes
-from llmc.frontend.model_folder import Source, open_source
+from llmc.frontend.generation_config import generation_notes, sampling_defaults
+from llmc.frontend.model_folder import Source, adapter_note, open_source
 from llmc.frontend.pooling_files import PooledModel, position_offset, read_pooled, returns_segments, segments_of
 from llmc.frontend.truncate import first_layers
 from llmc.ir.graph import Module
@@ -23,12 +24,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 FLOATS = ("f32", "bf16", "f16")
-
-LARGEST = 1 << 53  # largest integer that every JSON parser represents exactly
-# Sampling defaults that a request may override; other keys of generation_config.json concern only transformers.
-GENERATION_KEYS = (
-    "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -129,7 +124,7 @@ def trace(
         vocab_size=int(text.vocab_size),
         max_positions=longest,
         eos_token_ids=eos,
-        generation=MappingProxyType(_generation(source)),
+        generation=MappingProxyType(sampling_defaults(source.generation)),
         heads=tuple(_heads(converted.module)),
         layers=cut,
         pooling=_pooling(source, pooled, converted.module, text),
@@ -138,6 +133,14 @@ def trace(
     weights = {v.name: WeightInfo(v.name, v.type, v.name.rpartition(".")[0]) for v in inputs if v.weight}
     tied = MappingProxyType(dict(converted.tied))
     return Traced(source, converted.module, facts, MappingProxyType(weights), exported.buffers, tied, exported.model)
+
+
+def notes_of(traced: Traced) -> Iterator[str]:
+    """Yield notes about files of the model's folder: an adapter, and a generation_config.json."""
+    if note := adapter_note(traced.source.folder):
+        yield note
+    if traced.facts.pooling is None:
+        yield from generation_notes(traced.source.generation)
 
 
 def _cut(config: Any, layers: int | None) -> tuple[Any, tuple[int, int] | None]:
@@ -229,19 +232,10 @@ def _heads(module: Module) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _ids(source: Source, config: Any, key: str) -> tuple[int, ...]:
-    """Token ids of a role from generation_config.json, else from config.json. Each may hold one id, several or null."""
-    value = source.generation.get(key)
-    value = getattr(config, key, None) if value is None or value == [] else value
+    """Token ids of a role, one, several or null, from generation_config.json, else config.json, else its text half."""
+    found = (source.generation.get(key), source.config.get(key), getattr(config, key, None))
+    value = next((x for x in found if x is not None and x != []), None)
     ids = tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise Diagnostic("E302", f"{source.folder}: {key} is {value!r}, not a token id", "correct the configuration")
     return tuple(i for i in ids if i >= 0)
-
-
-def _generation(source: Source) -> dict[str, Any]:
-    found = {k: v for k in GENERATION_KEYS if (v := source.generation.get(k)) is not None}
-    for key, value in found.items():
-        if not isinstance(value, int | float) or not -LARGEST < value < LARGEST:  # also rejects NaN
-            shown = repr(value)[:40]
-            raise Diagnostic("E302", f"generation_config.json: {key} is {shown}, not a number", "correct the file")
-    return found

@@ -27,22 +27,29 @@ def resolve(model: Any, tensors: Mapping[str, Value], build: Builder) -> dict[st
     """Return the value of each state-dict name, for every stored tensor, known to the model or not.
 
     `tensors` are values of a graph by their names in the checkpoint; `build` adds nodes to that graph. Raises
-    Diagnostic E323 or E325 if parts are missing or have different shapes, E326 for an unsupported conversion.
+    Diagnostic E323 or E325 if parts are missing or have different shapes, E324 if several tensors are stored for one
+    weight, E326 for an unsupported conversion.
     """
     known = model.state_dict()
     renamings, converters = _transforms(model, tensors, known)
     by_pattern = {p: c for c in converters for p in c.source_patterns}
     out: dict[str, Value] = {}
+    origin: dict[str, str] = {}
     groups: dict[str, Group] = {}
     for name in sorted(tensors, key=core_model_loading.dot_natural_key):
         target, pattern = _rename(model, name, renamings, converters, known)
         if pattern is None:
-            out[target] = tensors[name]
+            if target in out and target in known:
+                raise _twice(target, origin[target], name)
+            out[target], origin[target] = tensors[name], name
         else:
             groups.setdefault(target, {}).setdefault(pattern, []).append(tensors[name])
     for target, group in groups.items():
         converter = by_pattern[next(iter(group))]
-        out |= _convert(build, converter, target, group, known)
+        made = _convert(build, converter, target, group, known)
+        if both := sorted(made.keys() & out.keys() & known.keys()):
+            raise _twice(both[0], origin[both[0]], f"parts named {next(iter(group))}")
+        out |= made
     return out
 
 
@@ -161,6 +168,11 @@ def _one_dtype(b: Builder, values: list[Value]) -> list[Value]:
     """The values in the dtype that holds all of theirs."""
     dtype = reduce(promote, (v.type.dtype for v in values))
     return [v if v.type.dtype == dtype else b.cast(v, dtype=dtype) for v in values]
+
+
+def _twice(target: str, first: str, second: str) -> Diagnostic:
+    cause = f"{target} is stored twice, as {first[:120]} and as {second[:120]}"
+    return Diagnostic("E324", cause, "save the model again with transformers 5, which stores each weight once")
 
 
 def _unequal(target: str, values: list[Value]) -> Diagnostic:

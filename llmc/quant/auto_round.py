@@ -1,8 +1,8 @@
 """AutoRound checkpoints (`quant_method: auto-round`): another scheme's packing, with exceptions for some modules.
 
-`packing_format` names the packing of the whole file; `extra_config` maps a module's name, the end of one or a regular
-expression to the keys in which it differs. Integers in the packing "auto_gptq" are those of GPTQ's first version, in
-the packing "auto_round" those of its second; there is no g_idx.
+`packing_format` names the packing of the whole file; `extra_config` maps a module's name, or a regular expression that
+is searched in names, to the keys in which it differs. Integers in the packing "auto_gptq" are those of GPTQ's first
+version, in the packing "auto_round" those of its second; there is no g_idx.
 """
 
 from __future__ import annotations
@@ -110,18 +110,15 @@ class AutoRound:
         return replace(self.packing.decode(stored, keys), act=_act(stored.module, keys))
 
     def _changes(self, module: str) -> Mapping[str, Any]:
-        """The keys that a module overrides: by its name, by the end of its name, by a regular expression."""
+        """The keys that a module overrides: by its name, else by the first pattern found in it that has some."""
         if module in self.extra:
             return self.extra[module]
         for name, changes in self.extra.items():
-            if module.endswith(f".{name}"):
-                return changes
-        for name, changes in self.extra.items():
             try:
-                if re.search(name, module):
+                if changes and re.search(name, module):
                     return changes
             except re.error:
-                continue  # a plain name that is not a valid regular expression
+                continue  # as AutoRound does
         return {}
 
 

@@ -34,6 +34,7 @@ from llmc.quant.fp8 import tile
 from llmc.quant.scheme import (
     AGAIN,
     Codes,
+    Groups,
     Stored,
     activations,
     block_of,
@@ -75,6 +76,23 @@ def _tile(size: Any) -> tuple[int, int]:
     return tile(size, METHOD)
 
 
+def _groups(stored: Stored, args: Mapping[str, Any], k: int) -> Groups | None:
+    """The group of each column, if groups are not runs of neighbours (`actorder` "group", which old files have)."""
+    size = _columns(args, k)
+    if size and str(args.get("actorder")).lower() in ("group", "true"):
+        stored.part("weight_g_idx", ("i32",))
+    return stored.groups("weight_g_idx", k, -(-k // size), size) if size else None
+
+
+def _blocks(stored: Stored, scale: Value, n: int, k: int, size: tuple[int, int]) -> tuple[Value, tuple[int, int]]:
+    """As `block_of`; groups and tiles that the configuration names need scales of their own. Raises Diagnostic E341."""
+    value, block = block_of(stored, scale, n, k, size)
+    rows, columns = (-(-length // part) if part else 1 for length, part in zip((n, k), size, strict=True))
+    if size != (1, 0) and shape_of(value) != (rows, columns):
+        stored.expect(scale, rows, columns)
+    return value, block
+
+
 def _pack(stored: Stored, args: Mapping[str, Any]) -> Codes:
     b, bits = stored.build, integer(args, "num_bits", METHOD)
     if not 2 <= bits <= 8:
@@ -87,8 +105,8 @@ def _pack(stored: Stored, args: Mapping[str, Any]) -> Codes:
     stored.check_scales(scale)
     code = b.unpack_bits(words, bits=bits, axis=1, size=k)
     size = _columns(args, k)
-    index = stored.groups("weight_g_idx", k, -(-k // size), size) if size else None
-    scale, block = block_of(stored, scale, n, k, (1, size))
+    index = _groups(stored, args, k)
+    scale, block = _blocks(stored, scale, n, k, (1, size))
     zero: Value | int = 1 << (bits - 1)
     if "weight_zero_point" in stored.parts:
         zeros = stored.part("weight_zero_point", ("i32",), 2)
@@ -109,14 +127,17 @@ def _plain(label: str, *dtypes: str) -> Decode:
         size = (1, _columns(args, k))
         if args.get("strategy") == "block":
             size = _tile(args.get("block_structure"))
-        value, block = block_of(stored, scale, n, k, size)
+        value, block = _blocks(stored, scale, n, k, size)
         zero: Value | int = 0
         if "weight_zero_point" in stored.parts:
             found = stored.part("weight_zero_point", ("i8",))
             zero, _ = block_of(stored, found, n, k, size)
             if shape_of(zero) != shape_of(value):
                 stored.expect(found, *shape_of(stored.parts["weight_scale"]))
-        return Codes(code, value, block, label, zero)
+        elif args.get("symmetric") is False:
+            stored.part("weight_zero_point", ("i8",))
+        index = _groups(stored, args, k) if size[0] == 1 else None  # tiles have no groups of columns
+        return Codes(code, value, block, label, zero, groups=index)
 
     return decode
 
@@ -126,10 +147,10 @@ def _nvfp4(stored: Stored, args: Mapping[str, Any]) -> Codes:
     packed, scale = stored.part("weight_packed", ("u8",), 2), stored.part("weight_scale", ("f8e4m3",), 2)
     n, k = shape_of(packed)[0], shape_of(packed)[1] * 2
     stored.expect(scale, n, -(-k // 16))
-    divisor = stored.part("weight_global_scale", ("f32",))
-    for value in (scale, divisor):
+    divisor = stored.number("weight_global_scale", ("f32",))
+    for value in (scale, stored.parts["weight_global_scale"]):
         stored.check_scales(value)
-    factor = b.div(b.cast(scale, dtype="f32"), b.reshape(divisor, shape=(1, 1)))
+    factor = b.div(b.cast(scale, dtype="f32"), divisor)
     code = b.unpack_bits(packed, bits=4, axis=1, size=k)
     return Codes(code, factor, (1, 16), "nvfp4", values="e2m1")
 
@@ -218,9 +239,11 @@ class CompressedTensors:
 
 def compressed_tensors(config: Mapping[str, Any]) -> CompressedTensors:
     """The scheme of a quantization_config; raises Diagnostic E307 or E340."""
-    for key in ("sparsity_config", "transform_config"):
-        if config.get(key) and (key != "sparsity_config" or config[key].get("format", "dense") != "dense"):
-            raise refuse(METHOD, key, config[key], ("none",))
+    sparsity, dense = config.get("sparsity_config"), (None, "dense")
+    if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") in dense):
+        raise refuse(METHOD, "sparsity_config", sparsity, ("none",))
+    if config.get("transform_config"):
+        raise refuse(METHOD, "transform_config", config["transform_config"], ("none",))
     found = config.get("config_groups") or {}
     if not isinstance(found, dict):
         raise Diagnostic("E340", f"quantization_config ({METHOD}) has config_groups that are not a table", AGAIN)

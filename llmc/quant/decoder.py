@@ -13,6 +13,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.ir.dim import Dim
 from llmc.ir.graph import Builder, Node, QuantisedWeight, Value
 from llmc.ir.qformat import ENCODINGS, QFormat
+from llmc.ir.signature import Mismatch
 from llmc.quant.kv_scales import KV_SCALES, Scales, kv_scales_of
 from llmc.quant.scheme import AGAIN, LINEAR, Codes, Scheme, SchemeOf, Stored
 
@@ -68,11 +69,15 @@ class Decoder:
         if len({"weight", "qweight", "weight_packed"} & stored.parts.keys()) > 1:
             have = ", ".join(sorted(stored.parts))
             raise Diagnostic("E340", f"{stored.module} is stored both quantised and unquantised: {have}", AGAIN)
-        codes = self.scheme.decode(stored)
-        if TRANSPOSED in stored.classes:  # quantised as the Linear that computes the same
-            codes = replace(codes, transposed=not codes.transposed)
+        try:
+            codes = self.scheme.decode(stored)
+            if TRANSPOSED in stored.classes:  # quantised as the Linear that computes the same
+                codes = replace(codes, transposed=not codes.transposed)
+            weight = dequantized(codes, stored.build)
+        except Mismatch as e:  # of shapes that the scheme does not compare
+            shapes = ", ".join(f"{part} {value.type}" for part, value in sorted(stored.parts.items()))
+            raise Diagnostic("E341", f"the parts of {stored.module} do not fit each other: {shapes}: {e}", AGAIN) from e
         self.labels[codes.label] += 1
-        weight = dequantized(codes, stored.build)
         self._codes[weight] = codes
         return weight
 

@@ -28,11 +28,15 @@ FORMATS = ("gptq", "gptq_v2")
 
 @dataclass(frozen=True)
 class Gptq:
-    """The scheme of one checkpoint. `dynamic`: (pattern, scheme of its modules or None for plain), the first match."""
+    """The scheme of one checkpoint. `dynamic`: (pattern, scheme of its modules or None for plain), the first match.
+
+    indexed: every weight has a g_idx, because its columns were quantised in another order (`desc_act`).
+    """
 
     bits: int
     group_size: int
     less_one: bool
+    indexed: bool = False
     dynamic: tuple[tuple[re.Pattern[str], Gptq | None], ...] = ()
 
     def split(self, name: str) -> tuple[str, str] | None:
@@ -46,7 +50,14 @@ class Gptq:
                 if scheme is None:
                     raise left_out(stored.module, f"dynamic {pattern.pattern!r} (gptq)")
                 return scheme.decode(stored)
-        return unpack(stored, self.bits, self.group_size, self.less_one)
+        codes = unpack(stored, self.bits, self.group_size, self.less_one)
+        count = shape_of(codes.scale)[1]
+        if self.indexed and count > 1:
+            index = stored.part("g_idx", ("i32",))
+            if not stored.load(index.name).any():
+                cause = f"{index.name} puts all columns in group 0; there are {count} groups of scales"
+                raise Diagnostic("E342", cause, AGAIN)
+        return codes
 
 
 def gptq(config: Mapping[str, Any]) -> Gptq:
@@ -65,6 +76,7 @@ def gptq(config: Mapping[str, Any]) -> Gptq:
         raise Diagnostic("E340", f"quantization_config (gptq) has dynamic = {str(rules)[:80]!r}, not a table", AGAIN)
     return Gptq(
         integer(config, "bits", "gptq"), integer(config, "group_size", "gptq", -1), kind == "gptq",
+        bool(config.get("desc_act")) and not config.get("static_groups"),
         tuple(_rule(key, value, config) for key, value in rules.items()),
     )  # fmt: skip
 

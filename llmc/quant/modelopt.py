@@ -52,14 +52,12 @@ def _tiles(stored: Stored) -> Codes:
 def _nvfp4(stored: Stored) -> Codes:
     b = stored.build
     packed, scale = stored.part("weight", ("u8",), 2), stored.part("weight_scale", ("f8e4m3",), 2)
-    whole = stored.part("weight_scale_2", ("f32",))
+    whole = stored.number("weight_scale_2", ("f32",))
     n, k = shape_of(packed)[0], shape_of(packed)[1] * 2
     stored.expect(scale, n, -(-k // GROUP))
-    if shape_of(whole) not in ((), (1,)):
-        raise Diagnostic("E341", f"{whole.name} is {whole.type}; one number is expected", AGAIN)
-    for value in (scale, whole):
+    for value in (scale, stored.parts["weight_scale_2"]):
         stored.check_scales(value)
-    factor = b.mul(b.cast(scale, dtype="f32"), b.reshape(whole, shape=(1, 1)))
+    factor = b.mul(b.cast(scale, dtype="f32"), whole)
     code = b.unpack_bits(packed, bits=4, axis=1, size=k)
     return Codes(code, factor, (1, GROUP), "nvfp4", values="e2m1")
 

@@ -89,6 +89,13 @@ class Stored:
         if shape_of(value) != shape:
             raise Diagnostic("E341", f"{value.name} is {value.type}; its shape should be {list(shape)}", AGAIN)
 
+    def number(self, name: str, dtypes: Sequence[str]) -> Value:
+        """Return a part of one element as f[1, 1]; raises Diagnostic E340 if it is missing, E341 if it has more."""
+        value = self.part(name, dtypes)
+        if int(np.prod(shape_of(value))) != 1:
+            raise Diagnostic("E341", f"{value.name} is {value.type}; one number is expected", AGAIN)
+        return self.build.reshape(value, shape=(1, 1))
+
     def check_scales(self, value: Value) -> None:
         """Raise Diagnostic E342 if a scale is NaN, infinite or zero (scales of eight bits may be zero)."""
         scales = self.load(value.name)
@@ -104,6 +111,7 @@ class Stored:
     def groups(self, part: str, columns: int, count: int, size: int) -> Groups | None:
         """Return the groups of the columns, or None if the part is missing or groups are runs of `size` columns.
 
+        So they are if all columns are in group 0 of several: some tools store zeros where the order is the natural one.
         Raises Diagnostic E341 if the part does not have `columns` entries, E342 if one is not below `count`.
         """
         if part not in self.parts:
@@ -115,7 +123,7 @@ class Stored:
             worst = index[(index < 0) | (index >= count)][0]
             raise Diagnostic("E342", f"{value.name} names group {worst}; there are {count} groups of scales", AGAIN)
         runs = np.arange(columns) // size
-        if np.array_equal(index, runs):
+        if np.array_equal(index, runs) or not index.any():
             return None
         return Groups(value, index.tobytes(), np.array_equal(np.sort(index), runs))
 

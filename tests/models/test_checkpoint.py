@@ -11,17 +11,21 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from draw import of_test
 from kernel_cache import CACHE
 from llmc_runtime import LLM, SamplingParams
 from models.cases import LISTED, UNLISTED, Case
-from models.kit import eager_logits, ir_logits, loaded, prompts, relative_error, save
+from models.kit import eager_logits, fails, ir_logits, loaded, prompts, relative_error, save
 from safetensors.numpy import load_file, save_file
 
 from llmc.console import Quiet
 from llmc.driver import compile_model
 from llmc.dry_run import dry_run
 from llmc.frontend.checkpoint import Checkpoint, TiedWeightsDiffer
+from llmc.frontend.not_finite import BITS, NotFinite
+from llmc.frontend.safetensors_reader import TensorFiles
 from llmc.frontend.trace_model import Traced, trace
+from llmc.ir.dtype import DTYPES
 from llmc.options import Options
 
 BY_NAME = {c.name: c for c in (*LISTED, *UNLISTED)}
@@ -137,6 +141,95 @@ def test_computed_buffers_are_weights_too(low: tuple[Any, Traced]) -> None:
         scale = checkpoint.read("model.embed_tokens.embed_scale")
         assert scale.shape == () and scale == 8.0
         assert set(checkpoint.names) == set(traced.weights)
+
+
+def test_a_tensor_in_two_files(tmp_path: Path) -> None:
+    """The index names one of them; transformers reads the other one, the last."""
+    case = BY_NAME["llama"]
+    model = save(case, tmp_path, max_shard_size="60KB")
+    where = json.loads((tmp_path / f"{FILE}.index.json").read_text())["weight_map"]
+    other = next(n for n in sorted(set(where.values())) if n != where["model.norm.weight"])
+    tensors, norm = load_file(tmp_path / other), model.model.norm.weight.detach().numpy()
+    save_file({**tensors, "model.norm.weight": norm}, tmp_path / other)
+    agrees(case, model, tmp_path)
+    for changed in (norm + np.eye(1, 64, 63, dtype=np.float32)[0], norm.astype(np.float16), norm[:63]):
+        save_file({**tensors, "model.norm.weight": changed}, tmp_path / other)
+        fails("E322", "model.norm.weight", other, "differ", do=lambda: TensorFiles(tmp_path))
+
+
+@pytest.mark.parametrize("second", ["norm.weight", "model.layers.1.mlp.experts.down_proj"])
+def test_a_weight_that_is_stored_twice(second: str, tmp_path: Path) -> None:
+    """Under the base model's name and its own, or as a stack beside the experts one by one: neither is chosen."""
+    save(BY_NAME["qwen3_moe"], tmp_path)
+    tensors = load_file(tmp_path / FILE)
+    more = np.ones(64 if "norm" in second else (4, 64, 24), np.float32)
+    save_file({**tensors, second: more}, tmp_path / FILE)
+    fails("E324", "is stored twice", second, do=lambda: Checkpoint(trace(tmp_path)))
+
+
+def test_biases_of_zeros(tmp_path: Path) -> None:
+    """Products that have no bias may store zeros as one; other numbers would change the result."""
+    case = BY_NAME["llama"]
+    model = save(case, tmp_path)
+    name = "model.layers.1.self_attn.o_proj.bias"
+    tensors = load_file(tmp_path / FILE)
+    save_file({**tensors, name: np.zeros(64, np.float16)}, tmp_path / FILE)
+    agrees(case, model, tmp_path)
+    bias = np.zeros(64, np.float16)
+    bias[63] = 1e-7
+    save_file({**tensors, name: bias}, tmp_path / FILE)
+    fails("E324", name, do=lambda: Checkpoint(trace(tmp_path)))
+    unknown = {"model.layers.1.nothing.bias": np.zeros(64, np.float32)}
+    save_file({**tensors, **unknown}, tmp_path / FILE)
+    fails("E324", "model.layers.1.nothing.bias", do=lambda: Checkpoint(trace(tmp_path)))
+
+
+def test_names_of_another_prefix(tmp_path: Path) -> None:
+    save(BY_NAME["llama"], tmp_path)
+    rewrite(tmp_path, lambda n, x: {f"module.{n}": x})
+    fails("E323", "lacks tensors", "one named module.", do=lambda: Checkpoint(trace(tmp_path)))
+
+
+@pytest.mark.parametrize("dtype", sorted(BITS))
+def test_numbers_that_are_not_finite_are_counted(dtype: str) -> None:
+    """Of every bit pattern of narrow dtypes, and of random ones of wide dtypes with each that is special."""
+    kind, _, least = BITS[dtype]
+    bits = np.dtype(kind).itemsize * 8
+    if bits <= 16:
+        patterns = np.arange(1 << bits).astype(kind)
+    else:
+        rng = np.random.default_rng(of_test())
+        patterns = rng.integers(0, 1 << bits, 5000, np.dtype(kind), endpoint=False)
+        patterns = np.concatenate([patterns, np.array([least - 1, least, least + 1, (1 << bits) - 1], kind)])
+    values = patterns.view(DTYPES[dtype].np)
+    found = NotFinite()
+    found.look("w", values, dtype)
+    assert found.found == [("w", int((~np.isfinite(values.astype(np.float64))).sum()))]
+    found = NotFinite()
+    found.look("w", values[np.isfinite(values.astype(np.float64))], dtype)
+    found.look("codes", np.array([255], np.uint8), "u8")
+    assert not found.found and found.note == ""
+
+
+def test_a_note_names_weights_that_are_not_finite(tmp_path: Path) -> None:
+    """As they are stored, or because the dtype of the compiled model does not hold them."""
+    save(BY_NAME["llama"], tmp_path)
+    name = "model.layers.0.mlp.up_proj.weight"
+
+    def change(n: str, x: np.ndarray) -> dict[str, np.ndarray]:
+        if n == name:
+            x[3, 4], x[5, 6] = np.nan, -np.inf
+        if n == "model.norm.weight":
+            x[7] = 1e6
+        return {n: x}
+
+    rewrite(tmp_path, change)
+    for dtype, count, words in (("f32", 2, name), ("f16", 3, f"{name}, model.norm.weight")):
+        with Checkpoint(trace(tmp_path, dtype=dtype)) as checkpoint:
+            assert not checkpoint.not_finite.note
+            for one in sorted(checkpoint.names):
+                checkpoint.read(one)
+            assert checkpoint.not_finite.note.startswith(f"{count} numbers of {words} are NaN or infinite")
 
 
 def test_reading_rows_of_a_big_tensor_takes_little_memory(tmp_path: Path) -> None:

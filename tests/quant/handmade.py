@@ -106,6 +106,24 @@ def packed(bits: int = 4, size: int = 32, sym: bool = True, dtype: Any = torch.b
     return encode
 
 
+def actorder(bits: int, size: int, words: bool, sym: bool = True) -> Encode:
+    """Groups of any columns in old files of compressed-tensors: pack-quantized (`words`) or int-quantized."""
+
+    def encode(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        n, k = w.shape
+        group = (torch.arange(k) // size)[torch.randperm(k, generator=torch.Generator().manual_seed(k))]
+        code, scale, zero, value = rounded(w, bits, size, group, sym, torch.bfloat16)
+        parts = {"weight_scale": scale, "weight_g_idx": group.to(torch.int32)}
+        if words:
+            parts |= {"weight_packed": stream(code, bits, 1), "weight_shape": torch.tensor([n, k])}
+            return parts | ({} if sym else {"weight_zero_point": stream(zero, bits, 0)}), value
+        middle = 1 << (bits - 1)
+        parts["weight"] = (code - middle).to(torch.int8)
+        return parts | ({} if sym else {"weight_zero_point": (zero - middle).to(torch.int8)}), value
+
+    return encode
+
+
 def int8(dtype: Any = torch.bfloat16) -> Encode:
     """int-quantized of compressed-tensors, a scale for each row."""
 
@@ -151,6 +169,17 @@ def fp8_tiles(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     """8-bit floats of ModelOpt with a scale for each tile of 128 x 128, of four axes."""
     parts, value = fp8((128, 128), "weight_scale")(w)
     return {**parts, "weight_scale": parts["weight_scale"][:, None, :, None]}, value
+
+
+def fp4(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """nvfp4-pack-quantized of compressed-tensors: the number that all scales share is a divisor."""
+    divisor = 448 * 6 / w.float().abs().amax()
+    scale = (w.float().unflatten(1, (-1, 16)).abs().amax(-1) / 6 * divisor).clamp(min=2**-9).to(E4M3)
+    spread = (scale.float() / divisor).repeat_interleave(16, 1)
+    code = ((w.float() / spread)[..., None] - E2M1).abs().argmin(-1)
+    words = (code[:, ::2] | code[:, 1::2] << 4).to(torch.uint8)
+    parts = {"weight_packed": words, "weight_scale": scale, "weight_global_scale": divisor.reshape(1)}
+    return parts | {"input_global_scale": torch.ones(1)}, E2M1[code] * spread
 
 
 def mxfp8(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:

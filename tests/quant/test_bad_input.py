@@ -54,6 +54,8 @@ MISSING = [
     ("bnb-nf4", f"{Q}.weight.quant_map", "lacks quant_map"),
     ("gpt-oss-mxfp4", f"{EXPERTS}.down_proj_scales", "lacks scales"),
     ("gptq-4bit-moe", f"{EXPERTS}.1.up_proj.scales", "lacks scales"),
+    ("gptq-4bit-desc-act", f"{Q}.g_idx", "lacks g_idx"),
+    ("ct-w8a16-asym", f"{Q}.weight_zero_point", "lacks weight_zero_point"),
 ]
 
 
@@ -101,6 +103,10 @@ def test_scales_that_are_zero_or_not_finite(
         ("ct-nvfp4", cut(f"{Q}.weight_scale", 8), {}, "E341", (f"{Q}.weight_scale",)),
         ("gpt-oss-mxfp4", cut(f"{EXPERTS}.down_proj_scales", 1), {}, "E341", ("down_proj_scales",)),
         ("ct-w4a16-gptq", lambda t: t.update({f"{Q}.weight_shape": torch.tensor([64])}), {}, "E341", ("weight_shape",)),
+        ("ct-nvfp4", lambda t: t.update({f"{Q}.weight_global_scale": torch.ones(2)}), {}, "E341", ("one number",)),
+        ("mo-nvfp4", lambda t: t.update({f"{Q}.weight_scale_2": torch.ones(3)}), {}, "E341", ("one number",)),
+        ("ct-w4a16-gptq", lambda t: t.update({f"{Q}.weight_scale": t[f"{Q}.weight_scale"][:, :1]}), {}, "E341",
+         (f"{Q}.weight_scale", "its shape should be")),
         ("gptq-4bit", lambda t: None, {"group_size": "all"}, "E340", ("group_size", "all")),
         ("gptq-4bit", lambda t: None, {"bits": None}, "E340", ("bits",)),
         ("ct-w8a8", lambda t: None, {"format": "sparse-24-bitmask", "config_groups": {"a": {"targets": ["Linear"]}}},

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from models.kit import eager_logits, fails, ir_logits, prompts, relative_error
-from quant.handmade import Encode, Handmade, awq, fp8, gptq, int8, packed, transposed, with_parts, write
+from quant.handmade import Encode, Handmade, actorder, awq, fp4, fp8, gptq, int8, packed, transposed, with_parts, write
 from quant.test_compiled import compiled, expected, scored
 from quant.test_decode import opened
 
@@ -106,6 +106,35 @@ COMPRESSED = {
         ), 23, MOE,
     ),
     "ct-some-experts": Case(((r"experts\.[12]\.", packed(4, 32)),), groups("pack-quantized", INT4), 0, MOE),
+    "ct-any-columns": Case(
+        ((PROJ, actorder(4, 32, words=True, sym=False)),),
+        groups("pack-quantized", group("Linear", 4, 32, symmetric=False, actorder="group")), 14,
+    ),
+    "ct-any-columns-of-int8": Case(
+        ((PROJ, actorder(8, 32, words=False)),), groups("int-quantized", group("Linear", 8, 32, actorder="group")), 14,
+    ),
+    "ct-any-columns-of-int4": Case(
+        ((PROJ, actorder(4, 16, words=False, sym=False)),),
+        groups("int-quantized", group("Linear", 4, 16, symmetric=False, actorder=True)), 14,
+    ),
+    "ct-sorted-columns": Case(
+        ((PROJ, packed(4, 32)),), groups("pack-quantized", group("Linear", 4, 32, actorder="weight")), 14,
+    ),
+    "ct-7-bit": Case(
+        ((r"layers\.0", None), (PROJ, packed(7, 16, sym=False))),
+        groups("pack-quantized", group("Linear", 7, 16, symmetric=False), ignore=["lm_head", r"re:.*layers\.0\..*"]), 7,
+    ),
+    "ct-fp4-and-fp8": Case(
+        (("mlp", fp4), (PROJ, fp8("channel", "weight_scale", BF16))),
+        groups(
+            "mixed-precision", group("re:.*mlp.*", 4, 16, "nvfp4-pack-quantized", type="float"),
+            group("re:.*self_attn.*", 8, 0, "float-quantized", "float", type="float"),
+        ), 8,
+    ),
+    "ct-odd-tiles": Case(
+        ((PROJ, fp8((48, 80), "weight_scale", BF16)),),
+        groups("float-quantized", group("Linear", 8, type="float", strategy="block", block_structure=[48, 80])), 14,
+    ),
     "ct-router": Case(
         ((EXPERT, packed(4, 32)), (r"mlp\.gate$", packed(8, 32))),
         groups("pack-quantized", INT4, group("re:.*mlp.gate$", 8, 32)), 13, MOE,
@@ -133,6 +162,18 @@ WORDS = {
         ((PROJ, gptq(8, 32, sym=False, v1=False, dtype=BF16)),),
         GPTQ | {"bits": 8, "checkpoint_format": "gptq_v2", "sym": False}, 14,
     ),
+    "gptq-48-columns": Case(((PROJ, gptq(4, 48, order="shuffled")),), GPTQ | {"group_size": 48, "desc_act": True}, 14),
+    "gptq-2-bit-v2": Case(
+        ((PROJ, gptq(2, 16, sym=False, v1=False)),),
+        GPTQ | {"bits": 2, "group_size": 16, "checkpoint_format": "gptq_v2", "sym": False}, 14,
+    ),
+    "gptq-dynamic-order": Case(
+        (("q_proj", None), ("mlp", gptq(8, 32, order="shuffled")), (PROJ, gptq())),
+        GPTQ | {"dynamic": {r"-:.*q_proj$": {}, r"+:^(?!.*self_attn).*mlp": {"bits": 8, "desc_act": True}}}, 12,
+    ),
+    "gptq-8-bit-head": Case(
+        (("lm_head", gptq(8)), (PROJ, gptq())), GPTQ | {"lm_head": True, "dynamic": {"lm_head": {"bits": 8}}}, 15,
+    ),
     "gptq-3-bit": Case(((PROJ, gptq(3, 32, sym=False)),), GPTQ | {"bits": 3, "sym": False}, 14),
     "gptq-static-groups": Case(
         ((PROJ, gptq(4, 128, order="shuffled")),),
@@ -144,7 +185,9 @@ WORDS = {
         {"beside": {"quantize_config.json": GPTQ | {"checkpoint_format": "gptq_v2"}}},
     ),
     "gptq-side-file-alone": Case(((PROJ, gptq()),), {}, 14, {"beside": {"quantize_config.json": GPTQ}}),
-    "gptq-mixture": Case(((EXPERT, gptq()), ("self_attn", gptq(order="shuffled"))), GPTQ | {"desc_act": True}, 20, MOE),
+    "gptq-mixture": Case(
+        ((EXPERT, gptq(order="runs")), ("self_attn", gptq(order="shuffled"))), GPTQ | {"desc_act": True}, 20, MOE,
+    ),
     "gptq-ordered-experts": Case(
         ((EXPERT, gptq(4, 16, order="shuffled")),), GPTQ | {"group_size": 16, "desc_act": True}, 0, MOE,
     ),
@@ -154,6 +197,7 @@ WORDS = {
         ((r"0\.self_attn", None), (PROJ, awq())),
         AWQ | {"modules_to_not_convert": ["model.layers.0.self_attn", "lm_head"]}, 10,
     ),
+    "awq-48-columns": Case(((PROJ, awq(48)),), AWQ | {"group_size": 48, "zero_point": False}, 14),
     "awq-rows": Case(((r"_proj|lm_head", awq(-1, BF16)),), AWQ | {"group_size": -1}, 15),
     "ar-extra": Case(
         ((r"0\.self_attn\.q", gptq(8, -1)), ("k_proj", None), (r"1\.mlp\.up", gptq(4, 16, sym=False)), (PROJ, gptq())),
@@ -163,6 +207,30 @@ WORDS = {
                 "k_proj": {"bits": 16, "data_type": "fp"}, r".*1\.mlp\.up.*": {"group_size": 16, "sym": False},
             }
         }, 12,
+    ),
+    "ar-patterns": Case(
+        ((r"0\.self_attn\.[qk]", gptq(8, -1)), (r"1\.mlp", gptq(2, 16)), (r"0\.mlp\.up", gptq(3)), (PROJ, gptq())),
+        ROUND | {
+            "extra_config": {
+                r"model\.layers\.0\.self_attn\.(q|k)_proj": {"bits": 8, "group_size": -1},
+                r"1\.mlp\..*": {"bits": 2, "group_size": 16}, "model.layers.0.mlp.up_proj": {"bits": 3},
+            }
+        }, 14,
+    ),
+    "ar-order-of-patterns": Case(  # a name, then the first pattern in the order of the file
+        ((r"0\.mlp\.up", gptq(3)), ("mlp", gptq(8, -1)), (PROJ, gptq())),
+        ROUND | {
+            "extra_config": {
+                "up_proj": {}, r".*\.mlp\..*": {"bits": 8, "group_size": -1}, "down_proj": {"bits": 2},
+                "model.layers.0.mlp.up_proj": {"bits": 3},
+            }
+        }, 14,
+    ),
+    "ar-awq": Case(
+        ((r"1\.mlp", None), (PROJ, awq())),
+        ROUND | {
+            "packing_format": "auto_round:auto_awq", "sym": False, "extra_config": {r"layers\.1\.mlp": {"bits": 16}},
+        }, 11,
     ),
     "ar-layer-config": Case(
         ((r"0\.self_attn\.q", gptq(8, -1)), (PROJ, gptq())),
@@ -178,6 +246,7 @@ FLOATS = {
         ((r"q_proj|0\.mlp", None), (PROJ, fp8((64, 64)))),
         FP8 | {"modules_to_not_convert": ["lm_head", "q_proj", "model.layers.0.mlp"]}, 9,
     ),
+    "fp8-odd-tiles": Case(((PROJ, fp8((40, 56), dtype=BF16)),), FP8 | {"weight_block_size": [40, 56]}, 14),
     "fp8-ignored-layers": Case(
         ((r"0\.mlp", None), (PROJ, fp8("channel", "weight_scale", BF16))),
         FP8_WHOLE | {"ignored_layers": ["lm_head", "model.layers.0.mlp"]}, 11,
@@ -257,6 +326,15 @@ REFUSED: Mapping[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
     "preset": ("ct-head", {"config_groups": {"W4A16": ["Linear"]}}, "E307", ("preset", "W4A16")),
     "no-target": ("ct-embedding", groups("pack-quantized", INT4), "E340", ("embed_tokens", "no target")),
     "dynamic-format": ("gptq-dynamic", {"dynamic": {"+:.*": {"format": "marlin"}}}, "E307", ("marlin", "gptq_v2")),
+    "lost-columns": (
+        "ct-sorted-columns", groups("pack-quantized", group("Linear", 4, 32, actorder="group")), "E340",
+        ("lacks weight_g_idx",),
+    ),
+    "lost-order": ("gptq-8-bit-head", {"desc_act": True}, "E340", ("lacks g_idx",)),
+    "lost-zeros": (
+        "ct-any-columns-of-int8", groups("int-quantized", group("Linear", 8, 32, symmetric=False)), "E340",
+        ("lacks weight_zero_point",),
+    ),
     "dynamic-list": ("gptq-dynamic", {"dynamic": ["a"]}, "E340", ("dynamic",)),
     "adapter": ("gptq-head", {"adapter": {"name": "lora"}}, "E307", ("adapter", "lora")),
     "awq-plain": ("awq-rows", {"modules_to_not_convert": ["lm_head"]}, "E340", ("lm_head", "modules_to_not_convert")),

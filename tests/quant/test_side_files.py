@@ -66,6 +66,13 @@ def test_contradictions(files: dict[str, Any], code: str, words: tuple[str, ...]
     fails(code, *words, do=lambda: open_source(at))
 
 
+def test_synonyms_that_contradict_one_another(tmp_path: Path) -> None:
+    """In one place, too: which of them counts differs between tools."""
+    twice = GPTQ | {"checkpoint_format": "gptq_v2", "format": "gptq"}
+    at = folder("gptq-4bit", tmp_path / "model", {"quantize_config.json": twice}, keep=False)
+    fails("E340", "quantize_config.json has", "checkpoint_format", "and format", do=lambda: open_source(at))
+
+
 def test_files_that_contradict_one_another(tmp_path: Path) -> None:
     files = {"quantize_config.json": GPTQ, "quantization_config.json": GPTQ | {"bits": 3}}
     at = folder("gptq-4bit", tmp_path / "model", files, keep=False)

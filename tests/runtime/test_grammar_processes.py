@@ -19,7 +19,7 @@ from llmc_runtime.grammar import Grammars, client, grammar_worker, host_process,
 from llmc_runtime.grammar.fair_queue import FairQueue
 
 from tests.runtime.followed import Followed
-from tests.runtime.test_llm import TOK, device, make, params
+from tests.runtime.test_llm import TOK, device, make, params, tokenizer
 
 pytest.importorskip("llguidance")
 END = TOK.named_id("eos_token") or 0
@@ -134,6 +134,23 @@ def test_a_vocabulary_that_cannot_be_built(tmp_path: Any) -> None:
     assert refused(made, regex()).code == "E651"
     made.close()
     assert "lacks" in EngineLoop(make().engine, lambda: None).prepare()
+
+
+def test_tokens_that_the_model_lacks() -> None:
+    """A tokenizer may have more tokens than the model, such as a padding token that was added: they are not allowed."""
+    larger = tokenizer()
+    larger.backend.add_tokens(["padding"])
+    added = larger.token_id("padding")
+    found = {}
+    for rows in (TOK.vocab_size, TOK.vocab_size + 1):
+        made = Grammars(larger, rows, [END])
+        try:
+            mask = Followed.of(made, regex("[a-z]{9}")).mask()
+        finally:
+            made.close()
+        assert len(mask) == -(-rows // 32) * 4
+        found[rows] = {i for i in range(8 * len(mask)) if mask[i >> 3] >> (i & 7) & 1}
+    assert found[added + 1] - found[added] == {added} and len(found[added]) > 20
 
 
 @pytest.mark.drawn

@@ -149,6 +149,24 @@ def test_the_processor_file_is_read_where_there_is_no_other(tmp_path: Path) -> N
     assert dict(Tokenizer.open(tmp_path).chat_templates) == {"default": "P"}
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        3,
+        [{"name": "default", "template": None}],
+        [{"nam": "default", "template": "A"}],
+        ["A"],
+        {"default": ["A"]},
+        [[]],
+    ],
+)
+def test_what_is_no_template_is_refused(value: Any, tmp_path: Path) -> None:
+    """It would become the prompt, or be passed over."""
+    textkit.write_folder(tmp_path, textkit.byte_level(), config={"chat_template": value})
+    with pytest.raises(LlmcError, match=r"E151.*tokenizer_config\.json: its chat_template"):
+        Tokenizer.open(tmp_path)
+
+
 def test_a_template_is_chosen_by_name_by_tools_or_by_default() -> None:
     both = {"default": "A", "tool_use": "T", "rag": "R"}
     assert choose_template(both, None, None) == "A"

@@ -45,6 +45,26 @@ def document(path: Path) -> Any:
     return value
 
 
+def templates(value: Any) -> dict[str, str]:
+    """Return chat templates by name from the `chat_template` of a tokenizer_config.json, whose usual name is "default".
+
+    It is a text, an object of texts by name, or a list of objects with "name" and "template". Raises ValueError if it
+    is something else.
+    """
+    if not value:
+        return {}
+    if isinstance(value, str):
+        return {"default": value}
+    if not isinstance(value, dict | list):
+        raise ValueError(f"its chat_template is a {type(value).__name__}, not a text")
+    rows = value if isinstance(value, list) else [{"name": name, "template": text} for name, text in value.items()]
+    found = [(row.get("name"), row.get("template")) if isinstance(row, dict) else (row, None) for row in rows]
+    for name, text in found:
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise ValueError(f"its chat_template has an entry {str(name)[:60]!r} that is not a text with a name")
+    return dict(found)
+
+
 def check_charsmaps(data: bytes) -> None:
     """Raise ValueError if a SentencePiece charsmap in a tokenizer.json claims a table larger than its data.
 

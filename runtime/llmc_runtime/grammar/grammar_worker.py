@@ -44,10 +44,10 @@ class _Follower:
 
 
 class Worker:
-    """Serves one grammar on `link` until the other end closes it."""
+    """Serves one grammar on `link` until the other end closes it. Masks have a bit for each of the first `size` ids."""
 
-    def __init__(self, link: socket.socket, vocabulary: Any, mask_bytes: int) -> None:
-        self._link, self._vocabulary, self._size = link, vocabulary, mask_bytes
+    def __init__(self, link: socket.socket, vocabulary: Any, size: int) -> None:
+        self._link, self._vocabulary, self._size = link, vocabulary, size
         self._followers: dict[int, _Follower] = {}
 
     def run(self, definition: bytes) -> None:
@@ -126,9 +126,12 @@ class Worker:
     def _mask_of(self, matcher: Any) -> bytes | None:
         """Return the next mask; None if no token is allowed."""
         mask: bytes = matcher.compute_bitmask()
+        whole, bits = divmod(self._size, 8)
+        if 8 * len(mask) > self._size:
+            mask = mask[:whole] + (bytes([mask[whole] & (1 << bits) - 1]) if bits else b"")
         if matcher.is_error() or mask.count(0) == len(mask):
             return None
-        return mask[: self._size].ljust(self._size, b"\0")
+        return mask.ljust(-(-self._size // 32) * 4, b"\0")
 
     def _next(self, follower: _Follower, tokens: Sequence[int]) -> tuple[int, bytes]:
         matcher = follower.matcher
@@ -150,12 +153,12 @@ class Worker:
         self._link.send(wire.RESULT.pack(number, kind, serial) + payload)
 
 
-def run_worker(link: socket.socket, definition: int, vocabulary: Any, mask_bytes: int, nice: int) -> int:
+def run_worker(link: socket.socket, definition: int, vocabulary: Any, size: int, nice: int) -> int:
     """Run the worker for the definition in the file descriptor `definition`. Returns the exit status."""
     _confine(nice)
     try:
         with open(definition, "rb") as file:
-            Worker(link, vocabulary, mask_bytes).run(file.read())
+            Worker(link, vocabulary, size).run(file.read())
     except MemoryError:
         return OUT_OF_MEMORY
     except OSError:  # the engine has exited

@@ -31,8 +31,8 @@ _libc = ctypes.CDLL(None)
 class Host:
     """Forks and kills workers at the engine's request, and reports how each of them ended."""
 
-    def __init__(self, control: socket.socket, vocabulary: Any, mask_bytes: int, nice: int) -> None:
-        self._control, self._vocabulary, self._mask_bytes, self._nice = control, vocabulary, mask_bytes, nice
+    def __init__(self, control: socket.socket, vocabulary: Any, size: int, nice: int) -> None:
+        self._control, self._vocabulary, self._size, self._nice = control, vocabulary, size, nice
         self._workers: dict[int, int] = {}  # worker number -> process id
 
     def run(self) -> None:
@@ -91,7 +91,7 @@ class Host:
             self._control.close()
             if os.getppid() == host:
                 end = socket.socket(fileno=link)
-                code = run_worker(end, definition, self._vocabulary, self._mask_bytes, self._nice)
+                code = run_worker(end, definition, self._vocabulary, self._size, self._nice)
         finally:
             os._exit(code)
 
@@ -115,7 +115,10 @@ def _wake(number: int, frame: object) -> None:
 
 
 def build_vocabulary(source: str, size: int, eos: Sequence[int]) -> Any:
-    """Build llguidance's vocabulary. May raise exceptions of any type."""
+    """Build llguidance's vocabulary of at least `size` ids. May raise exceptions of any type.
+
+    It has more if the tokenizer has tokens beyond those of the model, as a padding token that was added to it.
+    """
     import llguidance
 
     if source.isdecimal():
@@ -123,7 +126,14 @@ def build_vocabulary(source: str, size: int, eos: Sequence[int]) -> Any:
             text = file.read()
     else:
         text = Tokenizer.open(source).backend.to_str()
-    return llguidance.LLTokenizer(text, n_vocab=size, eos_token=list(eos) or None)
+    ends = list(eos) or None
+    try:
+        return llguidance.LLTokenizer(text, n_vocab=size, eos_token=ends)
+    except ValueError:
+        vocabulary = llguidance.LLTokenizer(text, eos_token=ends)
+        if vocabulary.vocab_size <= size:
+            raise
+        return vocabulary
 
 
 def main(argv: Sequence[str]) -> int:
@@ -140,7 +150,7 @@ def main(argv: Sequence[str]) -> int:
     gc.freeze()  # garbage collection in the workers leaves the shared pages alone
     try:
         control.send(wire.READY)
-        Host(control, vocabulary, -(-size // 32) * 4, int(argv[4])).run()
+        Host(control, vocabulary, size, int(argv[4])).run()
     except OSError:  # the engine has exited
         return 0
     except Exception:

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from llmc_runtime.format import tokenizer_files
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.tokenizer_files import plain_bytes
 from llmc_runtime.text.json_file import read_json
 
 if TYPE_CHECKING:
@@ -43,20 +43,16 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> Mapping[str, str]
     if from_files:
         return MappingProxyType(from_files)
     value = config.get("chat_template") or read_json(folder / LEGACY_FILE, {}).get("chat_template")
-    if isinstance(value, str):
-        return MappingProxyType({"default": value})
-    if isinstance(value, dict):
-        return MappingProxyType({str(k): str(v) for k, v in value.items()})
-    if not isinstance(value or [], list):
-        cause = f"{folder / 'tokenizer_config.json'}: chat_template is a {type(value).__name__}, not a text"
-        raise LlmcError("E151", cause, "copy the file again from the model's folder")
-    rows = [row for row in value or () if isinstance(row, dict) and {"name", "template"} <= row.keys()]
-    return MappingProxyType({str(row["name"]): str(row["template"]) for row in rows})
+    try:
+        return MappingProxyType(tokenizer_files.templates(value))
+    except ValueError as e:
+        cause = f"{folder / 'tokenizer_config.json'}: {e}"
+        raise LlmcError("E151", cause, "copy the file again from the model's folder") from e
 
 
 def _read(path: Path) -> str:
     try:
-        return plain_bytes(path, _MAX_CHARACTERS * 4).decode("utf-8")
+        return tokenizer_files.plain_bytes(path, _MAX_CHARACTERS * 4).decode("utf-8")
     except (OSError, ValueError) as e:
         raise LlmcError("E151", f"{path} cannot be read: {e}", "copy the file again from the model's folder") from e
 
@@ -73,7 +69,7 @@ def choose_template(templates: Mapping[str, str], option: str | None, tools: Seq
     if "default" in templates:
         return templates["default"]
     if templates:
-        cause = f"the model has {len(templates)} chat templates and no default"
+        cause = f"the model has {len(templates)} chat template{'s' * (len(templates) > 1)} and no default"
         raise LlmcError("E630", cause, f"choose one of {sorted(templates)}")
     remedy = "use a plain prompt, or pass a template (chat_template=TEXT)"
     raise LlmcError("E630", "the model has no chat template", remedy)

@@ -1,0 +1,45 @@
+"""Counts the numbers of weights that are NaN or infinite while the weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import numpy as np
+
+# By dtype: an integer of its width, the bits without the sign, and the smallest value of those that is not a finite
+# number. Comparing integers is several times faster than converting narrow floats.
+BITS: Mapping[str, tuple[str, int, int]] = MappingProxyType(
+    {
+        "f64": ("u8", (1 << 63) - 1, 0x7FF << 52), "f32": ("u4", (1 << 31) - 1, 0x7F800000),
+        "bf16": ("u2", 0x7FFF, 0x7F80), "f16": ("u2", 0x7FFF, 0x7C00), "f8e4m3": ("u1", 0x7F, 0x7F),
+        "f8e5m2": ("u1", 0x7F, 0x7C),
+    }
+)  # fmt: skip
+
+
+class NotFinite:
+    """How many numbers of each weight were not finite. Rows may be looked at by several threads at a time."""
+
+    def __init__(self) -> None:
+        """Start with no weights."""
+        self.found: list[tuple[str, int]] = []  # a weight's name and a number of its values, for each block of rows
+
+    def look(self, name: str, rows: np.ndarray, dtype: str) -> None:
+        """Count the numbers of rows of a weight that are not finite; `dtype` is the IR's name of the dtype."""
+        if dtype not in BITS or not rows.size:
+            return
+        kind, mask, least = BITS[dtype]
+        magnitude = rows.view(kind) & np.array(mask, kind)
+        if magnitude.max() >= least:
+            self.found.append((name, int((magnitude >= least).sum())))
+
+    @property
+    def note(self) -> str:
+        """A sentence that names weights with such numbers; "" if there are none."""
+        if not self.found:
+            return ""
+        names = list(dict.fromkeys(name for name, _ in self.found))
+        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more weights" if len(names) > 3 else "")
+        count = sum(n for _, n in self.found)
+        return f"{count} numbers of {listed} are NaN or infinite, as stored or in the dtype of the compiled model"
