@@ -37,7 +37,7 @@ class CubinToolchain(ABC):
 
     @abstractmethod
     def reason(self, lines: Sequence[str]) -> str:
-        """Return the line of the compiler's messages, none of them empty, that says why it failed."""
+        """Return the line of the compiler's messages that names the cause of a failure; no line is empty."""
 
     def cached(self, key: str, cache: Path) -> bool:
         """Whether the cache has an entry for the key."""

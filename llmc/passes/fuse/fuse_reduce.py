@@ -30,7 +30,7 @@ RULES = (
 
 @dataclass(frozen=True)
 class FuseReduce(Pass):
-    """Replace add(all_reduce(x), r) by all_reduce_add, which saves a launch. The pass stands after shard."""
+    """Replace add(all_reduce(x), r) by all_reduce_add, which saves a launch. The pass runs after `shard`."""
 
     name: ClassVar[str] = "fuse-reduce"
 

@@ -1,4 +1,4 @@
-"""Runs a draft model behind the steps of the model that verifies, without a host round trip in between."""
+"""Runs a draft model after the steps of the model that verifies, without a host round trip in between."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _HOPE, _MARGIN = 0.95, 0.15  # acceptance that is hoped for: the mean of the row
 class StepCosts:
     """The seconds of a step by its rows and drafts per row: running means of what is not far from them.
 
-    A step seems short if the end of the previous one was noticed late, so that the shortest ones say nothing.
+    A step seems short if the end of the previous one was noticed late, so the shortest ones are not reliable.
 
     The seconds of a step with drafts of a model include drafting as many. Verifying a single draft may cost far more
     than none, since another program runs: a step with few drafts costs as much as the smallest that was measured.

@@ -51,7 +51,7 @@ class SpeculationConfig:
 
     @property
     def proposals(self) -> int:
-        """The number of tokens that every step drafts for a row, whatever is planned."""
+        """The number of tokens that every step drafts for a row, regardless of the plan."""
         return self.num_tokens if self.looks_up else 0
 
     @property
@@ -107,7 +107,7 @@ class Speculation:
         return self.choose(request, room) if room and self.config.looks_up else room
 
     def looks(self, request: Request, room: int) -> int:
-        """Return behind how many drafts of a request with a guide the next plan needs masks, up to `room`."""
+        """Return the number of drafts, up to `room`, whose following masks the next plan needs, of a guided request."""
         if self._choice.most:
             return min(room, self._choice.drafts(self._rate(request)))
         return min(room, 1) if (self.plans + 1) % PROBE < DEPTH else 0

@@ -102,7 +102,7 @@ class RowPages:
 
 @dataclass(slots=True)
 class RowDrafts:
-    """Tokens drafted on the host for a row that has `start` tokens, which are placed behind them."""
+    """Tokens drafted on the host for a row that has `start` tokens, which are placed after them."""
 
     row: int
     start: int
@@ -112,9 +112,9 @@ class RowDrafts:
 @dataclass(slots=True)
 class RowMasks:
     """The masks of the next tokens of a guided row (see token_guide), of which the first has the position `start`: one
-    for the next token, and one behind each draft that the step verifies.
+    for the next token, and one after each draft that the step verifies.
 
-    look:  if it is not 0, the step returns that many of the row's tokens, from `start` on, with drafts behind the last
+    look:  if it is not 0, the step returns that many of the row's tokens, from `start` on, with drafts after the last
     """
 
     row: int
@@ -132,7 +132,7 @@ class Work:
     drafts: the last `drafts` of them are drafted. Those that agree with what is sampled are accepted
 
     After that, a draft model computes the KV of `fill` tokens of the row, beginning with the token at `fill_from`, and
-    drafts `propose` tokens behind the row's last one.
+    drafts `propose` tokens after the row's last one.
     """
 
     row: int

@@ -93,5 +93,5 @@ def missing() -> str:
 
 
 def remedy() -> str:
-    """Return the text that says how to install the packages."""
+    """Return the instruction to install the packages."""
     return f"{install_command('flash')} (no GPU is needed to compile)"

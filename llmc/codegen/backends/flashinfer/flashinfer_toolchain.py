@@ -69,7 +69,7 @@ class FlashinferToolchain(CubinToolchain):
 
 
 def missing() -> str:
-    """Return what is not installed or has a version that is not supported, or ""."""
+    """Return the first package that is not installed or has an unsupported version, or ""."""
     for name, supported in ((DISTRIBUTION, SUPPORTED), (CUDA_HEADERS, MAJOR)):
         try:
             found = version(name)
@@ -85,5 +85,5 @@ def missing() -> str:
 
 
 def remedy() -> str:
-    """Return the text that says how to install what is needed."""
+    """Return the instruction to install the packages."""
     return f"{install_command('flashinfer')} (no GPU is needed to compile)"

@@ -68,7 +68,7 @@ class ToolChoiceOptions(msgspec.Struct, kw_only=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """`type`: enabled, adaptive or disabled. The model decides how long it thinks, whatever `budget_tokens` is.
+    """`type`: enabled, adaptive or disabled. The model decides how long it thinks; `budget_tokens` has no effect.
 
     `display`: omitted leaves the text out of the response.
     """
