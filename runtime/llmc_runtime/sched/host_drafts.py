@@ -16,8 +16,8 @@ from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.speculation import DEPTH, Speculation
 from llmc_runtime.sched.step import RowDrafts, Work
 
-RETRY = 16  # after a number of plans without drafts, one plan in so many requests drafts
-_PATIENCE = 16  # that number
+_PATIENCE = 16  # plans without drafts after which only one plan in RETRY requests drafts
+RETRY = 16
 
 log = logging.getLogger("llmc.engine")
 

@@ -151,7 +151,7 @@ class Work:
 
 
 class TokenLogprobs(NamedTuple):
-    """Of one token: its log-probability (natural), its rank (1 is the most likely), the most likely ids and theirs."""
+    """The (natural) log-probability of a token, its rank (1: most likely), and the most likely ids with theirs."""
 
     logprob: float
     rank: int
@@ -171,7 +171,7 @@ class StepOutput:
     scores:    those of the prompt's next tokens, by the index of the Work
     accepted:  the tokens after the first one, with their log-probabilities, by the index of a Work with drafts
     proposed:  the number of tokens drafted now for each Work's row; empty if none are
-    looked:    the tokens that RowMasks with `look` ask for, by row
+    looked:    the tokens that RowMasks with `look` request, by row
     pooled:    for a model that pools, which samples nothing: f32 numbers, empty without `emit`; else empty
     """
 
