@@ -176,7 +176,7 @@ def expects(request: Request) -> bool:
 
 
 def masked_room(request: Request, speculation: Speculation, room: int) -> int:
-    """Return how many drafts of a request a plan may verify, up to `room`, as far as their masks matter."""
+    """Return how many drafts of a request a plan may verify, up to `room`, considering the masks that they need."""
     if request.num_total > len(request.tokens):
         return room  # its tokens are not known: the step will be open
     assert request.guide is not None

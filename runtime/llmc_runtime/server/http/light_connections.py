@@ -71,7 +71,7 @@ class _Light:
 
 
 class _State(enum.Enum):
-    """What happens to a light connection after its data was handled: it stays, is promoted, or is closed."""
+    """The state of a light connection after its data was handled: it stays, is promoted, or is closed."""
 
     LIGHT = enum.auto()
     ORDINARY = enum.auto()

@@ -1,7 +1,7 @@
 """The requests to models that pool: embeddings, classification, scores of pairs, and reranking.
 
 Names are OpenAI's for embeddings, vLLM's for classification and scores, and Jina's for reranking. Fields that would
-change the response and are not supported are refused by name.
+change the response and are not supported are refused with an error that names them.
 """
 
 from __future__ import annotations
