@@ -196,11 +196,11 @@ def _model_arguments(sub: Any) -> None:
 
 def _artifact_arguments(sub: Any) -> None:
     p = _command(sub, "pack", _pack, "put a checkpoint's weights into an artifact that was compiled without them")
-    p.add_argument("artifact")
+    p.add_argument("artifact", help="folder of the artifact")
     p.add_argument("checkpoint", help="Hugging Face folder or hub id that the artifact was compiled from")
     add_hub_options(p)
     p = _command(sub, "inspect", _inspect, "print the contents of an artifact", as_json=True)
-    p.add_argument("artifact")
+    p.add_argument("artifact", help="folder of the artifact")
     memory = "memory of the KV pool, for example 8GiB (all rows at full length)"
     flags = options_of(EngineOptions)["kv_cache_memory_bytes"].spellings
     p.add_argument(*flags, dest="kv_cache_memory", metavar="BYTES", type=parse_bytes, help=memory)
@@ -210,16 +210,16 @@ def _artifact_arguments(sub: Any) -> None:
         p.add_argument(name, metavar=name.upper(), help="artifact, ARTIFACT:STAGE (the name of a pass), or .llir file")
     p.add_argument("--all", action="store_true", help="print all lines (60 per section)")
     p = _command(sub, "report", _html, "write the build report of an artifact as one HTML file")
-    p.add_argument("artifact")
+    p.add_argument("artifact", help="folder of the artifact")
     p.add_argument("-o", "--output", type=Path, metavar="FILE", help="HTML file (model.llmc: model.html)")
     summary = "check an artifact's hashes, and open it if this machine has its device"
     p = _command(sub, "verify", _verify, summary, as_json=True)
-    p.add_argument("artifact")
+    p.add_argument("artifact", help="folder of the artifact")
     p.add_argument("--record", action="store_true", help="run fixed prompts, and record the results as the canary")
     p.add_argument("--canary", action="store_true", help="compare with the recorded canary, too")
     summary = "measure perplexity on a text, and agreement with the unquantised model"
     p = _command(sub, "eval", _eval, summary, as_json=True)
-    p.add_argument("artifact")
+    p.add_argument("artifact", help="folder of the artifact")
     p.add_argument("text", type=Path, help="UTF-8 text file")
     reference = "artifact of the unquantised model, or its Hugging Face folder or hub id, which is compiled first"
     p.add_argument("--against", default="", metavar="PATH", help=reference)

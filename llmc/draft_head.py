@@ -20,8 +20,8 @@ from llmc.passes.lower.page_attention import DRAFT, DRAFT_PREFIX
 def head_of(o: Options) -> HeadConfig | MtpLayer | None:
     """Return the head that the options name, None if they name none.
 
-    An EAGLE-3 head of a hub id is downloaded. Raises Diagnostic E360 if it is none, or for a part of a model, and the
-    errors of `locate`.
+    An EAGLE-3 head of a hub id is downloaded. Raises Diagnostic E360 if the folder is not an EAGLE-3 head or only a
+    part of the model is compiled, and the errors of `locate`.
     """
     if o.draft == MTP:
         return mtp_of(o)

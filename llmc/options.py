@@ -50,12 +50,12 @@ class Options:
         None, choices=("auto", "bf16", "bfloat16", "fp8", "fp8_e4m3"),
     )  # fmt: skip
     task: str = _artifact(
-        "auto", "what the model does: generate text, embed prompts, or classify them (auto: as its files say)", str,
+        "auto", "what the model does: generate text, embed prompts, or classify them (auto: from its files)", str,
         None, choices=("auto", GENERATE, *TASKS),
     )  # fmt: skip
     pooling: str = _artifact(
-        "auto", "what is pooled into an embedding: the last token, the first (cls), or the mean of all (auto: as the "
-        "model's files say)", str, None, choices=("auto", *KINDS),
+        "auto", "what is pooled into an embedding: the last token, the first (cls), or the mean of all (auto: from "
+        "the model's files)", str, None, choices=("auto", *KINDS),
     )  # fmt: skip
     max_model_len: int | None = _artifact(None, "maximum length of a sequence in tokens (the model's, at most 32768)")
     max_num_seqs: int | None = _artifact(None, "maximum number of sequences in one step (CPU: 16, GPU: 256)")

@@ -14,8 +14,9 @@ LLM_METHODS: Mapping[str, str] = {
     "reset_prefix_cache": "", "encode": "raises E648: use `embed`, `classify` or `score`",
     "embed": "", "classify": "", "reward": "raises E648: hidden states of single tokens are not returned", "score": "",
     "beam_search": "raises E648: use `n` with sampling", "sleep": "close the LLM; opening it again takes seconds",
-    "wake_up": "", "start_profile": "`LLM(..., trace=N)`: a trace of the engine's steps", "stop_profile": "",
-    "collective_rpc": "the engine is one process", "apply_model": "the runtime has no torch module",
+    "wake_up": "", "start_profile": "`LLM(..., trace=FILE)`: a trace of the engine's steps", "stop_profile": "",
+    "collective_rpc": "engine processes take no calls",
+    "apply_model": "the runtime has no torch module",
 }  # fmt: skip
 CLASSES: Mapping[str, str] = {
     "LLM": "", "SamplingParams": "", "StructuredOutputsParams": "", "TextPrompt": "", "TokensPrompt": "",

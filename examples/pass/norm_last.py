@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from llmc.extend import Ctx, Extension, Match, Module, Pass, Pat, Rewrite, apply
+from llmc.extend import Ctx, Extension, Graph, Match, Pass, Pat, Rewrite, apply
 
 p = Pat()
 
@@ -30,8 +30,8 @@ class NormLast(Pass):
 
     name: ClassVar[str] = "norm-last"
 
-    def run(self, m: Module, ctx: Ctx) -> int:
-        return sum(apply(g, [NORM_LAST], ctx) for g in m.graphs.values())
+    def graph(self, g: Graph, ctx: Ctx) -> int:
+        return apply(g, [NORM_LAST], ctx)
 
 
 EXTENSION = Extension("norm-last", passes={"norm-last": "norm_last:NormLast"})

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,9 @@ class CubinToolchain(ABC):
     def translate(self, source: Source) -> tuple[bytes, str]:
         """Return (cubin, ""), or (b"", the compiler's messages) if the text does not compile."""
 
-    @abstractmethod
     def reason(self, lines: Sequence[str]) -> str:
-        """Return the line of the compiler's messages, none of them empty, that says why it failed."""
+        """Return the line of the compiler's messages that names the cause of a failure; no line is empty."""
+        return next((line for line in lines if "error" in line), lines[0])
 
     def cached(self, key: str, cache: Path) -> bool:
         """Whether the cache has an entry for the key."""
@@ -70,6 +71,18 @@ class CubinToolchain(ABC):
         compiled = Compiled(binary, source.threads, source.shared, tuple((m.box, m.swizzle) for m in source.maps))
         write_entry(path, compiled)
         return compiled
+
+
+def lacking(packages: Mapping[str, str]) -> str:
+    """Return which package is not installed or has another version, or "". "13." is any version that begins so."""
+    for name, supported in packages.items():
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            return f"{name} is not installed"
+        if found != supported and not (supported.endswith(".") and found.startswith(supported)):
+            return f"{name} {found} is installed, and only {supported.rstrip('.')} is supported"
+    return ""
 
 
 def launch_facts(source: Source) -> list[Any]:

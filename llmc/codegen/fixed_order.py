@@ -47,7 +47,7 @@ def agreed_orders(members: Sequence[tuple[Graph, Node, Orders]]) -> dict[Key, st
 
 
 def key_of(g: Graph, n: Node) -> Key:
-    """Return what the nodes of one computation have in common in all entry points."""
+    """Return the key that the nodes of one computation share in all entry points."""
     kind = "" if _kind(g.name) else f"{g.name} "  # drafts do not change tokens: a draft model's graphs need not agree
     if n.op.name in ATTENTION:  # a sink is an operand of attention_combine if there are parts
         return kind + ATTENTION[0], n.loc, ()

@@ -92,7 +92,7 @@ class Source:
     waits for the previous kernel itself. maps: see Map. passes: the parameters that a launch passes; empty means
     operands and results, then `sizes` as i32.
     cluster: blocks of a cluster along x, y and z (at most 8 in total); empty without clusters. group: whether launches
-    pass the memory of a group of ranks (`llmc_runtime.format.group_memory`) behind operands and results. package: the
+    pass the memory of a group of ranks (`llmc_runtime.format.group_memory`) after operands and results. package: the
     top-level module of an extension that the kernel is from, for errors; empty for llmc's own. license: the
     distribution whose licence applies to the binary, if it contains another project's code.
     """
@@ -151,7 +151,7 @@ class Kernel:
         return None
 
     def missing(self) -> str:
-        """Return which package the kernel needs that is not installed, or "". `select` then does without the kernel."""
+        """Return which package the kernel needs that is not installed, or "". `select` then uses another kernel."""
         return ""
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
@@ -169,11 +169,11 @@ class Kernel:
     def order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
         """Return a text that names the order in which the elements of a result are summed, or None.
 
-        Kernels and schedules with equal texts give a token's or a row's results the same bits, whatever else a launch
-        computes: other rows, their number, the chunk of a prompt. EXACT is the text of kernels that do not round, or
-        round every element by itself in one way. None means that the bits may depend on the batch, or that this is
-        unknown; compiles with --deterministic do not use such a kernel. The default is the class's `sums`, to which
-        BY_SCHEDULE adds the schedule.
+        Kernels and schedules with equal texts give a token's or a row's results the same bits, regardless of what else
+        a launch computes: other rows, their number, the chunk of a prompt. EXACT is the text of kernels that do not
+        round, or round every element by itself in one way. None means that the bits may depend on the batch, or that
+        this is unknown; compiles with --deterministic do not use such a kernel. The default is the class's `sums`, to
+        which BY_SCHEDULE adds the schedule.
         """
         return f"{self.name} {schedule_text(schedule)}" if self.sums == BY_SCHEDULE else self.sums
 

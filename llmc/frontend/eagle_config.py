@@ -22,11 +22,11 @@ _SPECULATORS = "transformer_layer_config"
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """What an EAGLE-3 head's config.json says.
+    """The contents of an EAGLE-3 head's config.json.
 
     decoder: the config of its decoder layer, a Llama's. draft_vocab: number of tokens that it can draft. aux: numbers
     of the model's layers whose inputs it reads; empty for the usual ones. norm_before_residual: whether the residual
-    stream begins behind the norm of the hidden state.
+    stream begins after the norm of the hidden state.
     """
 
     folder: Path

@@ -86,7 +86,7 @@ def trace_mtp(traced: Traced, tokens: int, rows: int) -> TracedHead:
         try:
             with torch.device("meta"):
                 head = MtpHead(main)
-        except Exception as e:  # transformers raises many types; each means that it has no such layer
+        except Exception as e:  # transformers raises many types; each means that the model has no such layer
             reason = " ".join(str(e).split())[:200]
             cause = f"transformers has no multi-token-prediction layer for {traced.facts.architecture}: {reason}"
             raise Diagnostic("E360", cause, _OTHERS) from e

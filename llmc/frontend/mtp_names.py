@@ -7,7 +7,7 @@ from typing import Any
 
 
 def tensors_of(config: Any, count: int | None = None) -> re.Pattern[str] | None:
-    """Return what the names of the tensors of the first `count` MTP layers match (None: all layers).
+    """Return a pattern of the tensor names of the first `count` MTP layers (None: of all).
 
     `config` is that of the model. None if it declares no MTP layers.
     """

@@ -1,4 +1,4 @@
-"""Reads what a model folder says about pooling: embedding models and classifiers, with sentence-transformers' files."""
+"""Reads how a model folder pools: embedding models and classifiers, with sentence-transformers' files."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class PooledModel:
 def read_pooled(source: Source, task: str = "auto", kind: str = "auto") -> PooledModel | None:
     """Return how the model of a folder pools; None if it generates.
 
-    task: "generate", "embed", "classify", or "auto": as config.json and modules.json say. kind: "last", "cls", "mean",
-    or "auto": as the folder says, else the last token of a decoder, the first token of a classifying encoder, and the
-    mean of other encoders. Raises Diagnostic E302 or E313.
+    task: "generate", "embed", "classify", or "auto": derived from config.json and modules.json. kind: "last", "cls",
+    "mean", or "auto": that of the folder, else the last token of a decoder, the first token of a classifying encoder,
+    and the mean of other encoders. Raises Diagnostic E302 or E313.
     """
     named = _architecture(source)
     if task == "auto":
@@ -67,7 +67,7 @@ def read_pooled(source: Source, task: str = "auto", kind: str = "auto") -> Poole
 
 
 def refuse_pooled(source: Source, why: str) -> None:
-    """Raise Diagnostic E313 if the model of a folder pools; `why` says what it cannot do."""
+    """Raise Diagnostic E313 if the model of a folder pools; `why` names what it cannot do."""
     if (found := read_pooled(source)) is not None:
         cause = f"{source.folder} is a model that pools ({found.pooling.task}): {why}"
         raise Diagnostic("E313", cause, "compile it as it is, or with a --quant recipe that rounds weights")
@@ -113,7 +113,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def embedding_notes(source: Source) -> Iterator[str]:
-    """Yield what sentence-transformers' settings do to texts and embeddings, and requests have to do here."""
+    """Yield the effects of sentence-transformers' settings on texts and embeddings that requests have to reproduce."""
     settings = _settings(source.folder)
     prompts, name = settings.get("prompts"), settings.get("default_prompt_name")
     text = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None

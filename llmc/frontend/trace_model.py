@@ -212,7 +212,7 @@ def limits_of(path: str | Path) -> tuple[int, int]:
 
 
 def _pooling(source: Source, pooled: PooledModel | None, module: Module, text: Any) -> Pooling | None:
-    """The pooling with what the traced graph says about it. Raises Diagnostic E313 if the labels do not fit."""
+    """Complete the pooling by its width and segments. Raises Diagnostic E313 if the labels do not fit."""
     if pooled is None:
         return None
     width = int(module.graphs["main"].outputs[0].type.shape[-1])

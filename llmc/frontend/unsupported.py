@@ -148,7 +148,7 @@ def refuse_weights(names: Collection[str], where: str) -> Diagnostic:
 
 
 def check_config(config: Mapping[str, Any], where: str) -> None:
-    """Raise Diagnostic E303 (not a text generation model) or E307 (weights quantised by MLX) if config.json says so."""
+    """Raise Diagnostic E303 (not a text generation model) or E307 (weights quantised by MLX), by config.json."""
     if "quantization" in config and "quantization_config" not in config:
         raise Diagnostic("E307", f"{where} contains weights quantised by MLX, which are not supported", FLOAT)
     named = config.get("architectures")

@@ -3,10 +3,10 @@
     (x: f[*b, k], w: fq[n, k]) -> x[*b, n]
 
 A name is bound to the size of its first match and must match it afterwards; `*b` binds any number of axes; an
-expression (`r+1`) must equal the size. `xs*: t[*s]` takes any number of operands, `s?: f[h]` is an optional last
-operand, `s?kv: f[h]` exists if and only if the earlier operand kv has 8-bit floats, `kv: state t[p, d]` is a state.
-Dtype classes are f (float), fq (float or quantised), i (integer), b (bool) and
-t (any). A result's dtype is a dtype, an operand's name (the same dtype), or a str attribute that holds a dtype.
+expression (`r+1`) of bound names must equal the size. `xs*: t[*s]` takes any number of operands, `s?: f[h]` is an
+optional last operand, `s?kv: f[h]` exists if and only if the earlier operand kv has 8-bit floats, and
+`kv: state t[p, d]` is a state. Dtype classes are f (float), fq (float or quantised), i (integer), b (bool) and t (any).
+A result's dtype is a dtype, an operand's name (the same dtype), or a str attribute that holds a dtype.
 """
 
 from __future__ import annotations
@@ -42,8 +42,12 @@ _SLOT = re.compile(r"(?:(\w+)([*?]?)(\w*)\s*:\s*)?(state\s+)?(\w+)\[([^\]]*)\]")
 
 
 def parse_signature(text: str) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
-    """Parse a signature into operand slots and result slots."""
-    ins, outs = text.split("->")
+    """Parse a signature into operand slots and result slots; raises ValueError if it is malformed."""
+    ins, arrow, outs = text.partition("->")
+    if not arrow:
+        raise ValueError(f"signature {text!r} has no ->")
+    if rest := _SLOT.sub("", ins + outs).strip(" (),"):
+        raise ValueError(f"signature {text!r}: {rest!r} is not an operand or a result")
 
     def slot(m: re.Match[str]) -> Slot:
         name, mark, scales, state, dtype, dims = m.groups(default="")
@@ -51,7 +55,22 @@ def parse_signature(text: str) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
             name, dtype, tuple(split_commas(dims)), bool(state), mark == "*", mark == "?" and not scales, scales
         )
 
-    return tuple(map(slot, _SLOT.finditer(ins))), tuple(map(slot, _SLOT.finditer(outs)))
+    operands = tuple(map(slot, _SLOT.finditer(ins)))
+    if unbound := _unbound(operands):
+        raise ValueError(f"signature {text!r}: {unbound}")
+    return operands, tuple(map(slot, _SLOT.finditer(outs)))
+
+
+def _unbound(operands: Sequence[Slot]) -> str:
+    """Describe an expression of a size that uses a name before a size binds it; "" if there is none."""
+    bound: set[str] = set()
+    for operand in operands:
+        for dim in () if operand.many else operand.dims:
+            if dim.isidentifier():
+                bound.add(dim)
+            elif dim[0] != "*" and (names := sorted(Dim.of(dim).symbols - bound)):
+                return f"{dim} of operand {operand.name} uses {names[0]}, which no size before it binds"
+    return ""
 
 
 def present(slots: Sequence[Slot], types: Sequence[Type]) -> tuple[Slot, ...]:
@@ -137,10 +156,7 @@ def _unify_size(op: str, slot: Slot, ty: Type, env: dict[str, Any], text: str, s
         if env.setdefault(text, size) != size:
             raise _fail(op, slot, ty, f"{text} is {env[text]}")
         return
-    expected = Dim.of(text)
-    if not expected.symbols <= env.keys():
-        raise _fail(op, slot, ty, f"{text} uses a size that no earlier operand binds")
-    if expected.subs(sizes_of(env)) != size:
+    if Dim.of(text).subs(sizes_of(env)) != size:
         raise _fail(op, slot, ty, f"{size} is not {text}")
 
 

@@ -1,7 +1,7 @@
-"""`llmc tune --compare`: the time of kernels beside that of others, on this machine.
+"""`llmc tune --compare`: compares the times of kernels on this machine.
 
-Either all nodes of a model that the named kernels can run, with their best schedule and that of the other kernels; or
-the launches that two artifacts do not share, such as a fused op and the ops that it replaces.
+It compares the best schedules of the named kernels with those of the other kernels, for all nodes of a model that the
+named ones can run; or the launches that two artifacts do not share, such as a fused op and the ops that it replaces.
 """
 
 from __future__ import annotations

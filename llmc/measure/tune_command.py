@@ -1,4 +1,4 @@
-"""The command `llmc tune`: its arguments, and what it prints."""
+"""The command `llmc tune`: its arguments and its output."""
 
 from __future__ import annotations
 

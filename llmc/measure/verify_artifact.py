@@ -24,8 +24,8 @@ def verify_artifact(path: Path, record: bool = False, canary: bool = False) -> d
     """Check the artifact; in the result, "ok" is the verdict and "problems" lists the failures.
 
     record: run the artifact and write its canary, replacing an existing one. canary: compare with the recorded one. If
-    the machine lacks the artifact's device, only the files are checked and "not_opened" says why; with `record` or
-    `canary`, LlmcError E110 or E115 to E117 is raised instead. An unreadable manifest raises LlmcError E101 to E104.
+    the machine lacks the artifact's device, only the files are checked and "not_opened" has the reason; with `record`
+    or `canary`, LlmcError E110 or E115 to E117 is raised instead. An unreadable manifest raises LlmcError E101 to E104.
     """
     begin = time.monotonic()
     folder = Folder(path)

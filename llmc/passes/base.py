@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from llmc.diagnostics import extension_code
-from llmc.ir.graph import Module, Node
+from llmc.ir.graph import Graph, Module, Node
 from llmc.ir.opdef import OpDef
 
 NO_KERNELS: Mapping[str, Any] = MappingProxyType({})
@@ -72,13 +72,17 @@ class Pass:
     """Base class of passes. A pass has no state.
 
     A subclass is a frozen dataclass with the class variable `name`, its options as fields with defaults, a docstring
-    that describes it (`llmc passes` prints it), and `run`.
+    that describes it (`llmc passes` prints it), and `graph` or, if it needs the whole module, `run`.
     """
 
     name: ClassVar[str]
 
     def run(self, m: Module, ctx: Ctx) -> int:
-        """Transform the module in place and return the number of changes."""
+        """Transform the module in place and return the number of changes; by default, transform every graph."""
+        return sum(self.graph(g, ctx) for g in m.graphs.values())
+
+    def graph(self, g: Graph, ctx: Ctx) -> int:
+        """Transform one graph in place and return the number of changes."""
         raise NotImplementedError
 
 

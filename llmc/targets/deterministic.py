@@ -7,7 +7,7 @@ from dataclasses import replace
 from llmc.diagnostics import Diagnostic
 from llmc.targets.target import Target
 
-GPUS = ("sm_80", "sm_90")  # whose matrix instructions `Kernel.order` of the Triton kernels knows
+GPUS = ("sm_80", "sm_90")  # for whose matrix instructions Triton kernels declare an order of sums
 # Passes that compute a value by other ops in graphs of few tokens than in those of prompts.
 BY_TOKENS = ("fuse-norm-linear", "split-single", "fuse-norm-quantized")
 

@@ -18,7 +18,7 @@ from llmc.ir.interp import bind_symbols, round_to_type, run
 from llmc.ir.opdef import OpDef
 from llmc.ir.types import Type
 
-GUARD = 256  # bytes before and behind every buffer, which a kernel must not write
+GUARD = 256  # bytes before and after every buffer, which a kernel must not write
 POISON = 0xFF  # of every byte that was not written: NaN in floats of every width
 ALIGNMENT = 64
 # One unit in the last place, relative to the value.
@@ -103,7 +103,7 @@ class Buffer:
     def check(self, what: str) -> None:
         """Raise AssertionError if bytes outside the buffer were written."""
         assert (self.raw[: self.start] == POISON).all(), f"{what}: bytes before the buffer were written"
-        assert (self.raw[self.end :] == POISON).all(), f"{what}: bytes behind the buffer were written"
+        assert (self.raw[self.end :] == POISON).all(), f"{what}: bytes after the buffer were written"
 
 
 class Bound:

@@ -164,17 +164,17 @@ class EngineOptions(metaclass=KeywordChecks):
         metavar="JSON", group="chats and sampling",
     )  # fmt: skip
     target: str | None = option(
-        None, "target of the compilation of a folder (cpu:native), or the one that an artifact must be for",
+        None, "target for which a folder is compiled (cpu:native), or that an artifact must have",
         commands=_COMPILE,
     )  # fmt: skip
     dtype: str = option(
-        "auto", "dtype of weights and activations in the compilation of a folder (auto: the checkpoint's), or the one "
-        "that an artifact must have", commands=_COMPILE,
+        "auto", "dtype of weights and activations for which a folder is compiled (auto: the checkpoint's), or that an "
+        "artifact must have", commands=_COMPILE,
         choices=("auto", "float32", "bfloat16"),
     )  # fmt: skip
     task: str = option(
-        "auto", "what the model does in the compilation of a folder (auto: as its files say), or what an artifact must "
-        "do", commands=_COMPILE, choices=("auto", GENERATE, *TASKS),
+        "auto", "task for which a folder is compiled (auto: from its files), or that an artifact must have",
+        commands=_COMPILE, choices=("auto", GENERATE, *TASKS),
     )  # fmt: skip
     cache_dir: str | Path | None = option(
         None, "folder for compiled models ($LLMC_CACHE, ~/.cache/llmc)", commands=_COMPILE, flags=("--cache",),
@@ -228,9 +228,9 @@ class EngineOptions(metaclass=KeywordChecks):
         return {k: v for k, v in values.items() if k in known}
 
     def check_artifact(self, manifest: Manifest) -> None:
-        """Raise LlmcError E204 if the model is this artifact, and was compiled for another target, dtype or task, or
-        without --deterministic, E207 if for another number of ranks or for none that Ray can place, and E201 if there
-        are fewer CPUs than engines on them."""
+        """Check the options if the model is this artifact. Raises LlmcError E204 if it was compiled for another target,
+        dtype or task, or without --deterministic; E207 if it was compiled for another number of ranks, or Ray cannot
+        place them; E201 if there are fewer CPUs than engines."""
         target, dtype = manifest.target.name, manifest.kv.dtype
         if self.target is not None and self.target.partition("+")[0] != target.partition("+")[0]:
             cause = f"{self.model} was compiled for {target}, not for target={self.target!r}"
@@ -336,7 +336,7 @@ class EngineArgs(EngineOptions):
     )  # fmt: skip
 
     def message(self) -> dict[str, Any]:
-        """Extend EngineOptions.message by the target of steps, if neither it nor their size is given."""
+        """Add the default time of a step to EngineOptions.message, if neither time nor size of steps is given."""
         chosen = self
         if self.target_itl_ms is None and self.max_num_batched_tokens is None:
             chosen = replace(self, target_itl_ms=TARGET_ITL_MS)

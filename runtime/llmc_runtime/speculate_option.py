@@ -65,7 +65,7 @@ def check_speculate(name: str, value: Any) -> dict[str, Any] | None:
         raise LlmcError("E201", f"{name} has the unknown key {unknown[0]!r:.40}", f"use {', '.join(keys)}")
     out: dict[str, Any] = {"method": method, TOKENS: _count(name, given, TOKENS, None, MAX_DRAFTS)}
     if method != NGRAM:
-        return out  # the draft model or head is the one that was compiled into the artifact, whatever `model` names
+        return out  # the draft model or head is the one in the artifact, regardless of `model`
     out[HIGH] = _count(name, given, HIGH, given.get(LOW) or DEFAULTS[HIGH], _MAX_NGRAM)
     out[LOW] = _count(name, given, LOW, min(out[HIGH], DEFAULTS[LOW]), out[HIGH])
     return out

@@ -51,7 +51,10 @@ def test_every_nvidia_target_gets_a_cubin(make, tmp_path: Path) -> None:
     assert made.binary[:4] == b"\x7fELF" and (made.threads, made.shared, made.boxes) == (256, 0, ())
     entry = cubin.read_entry(made.binary, "twice")
     assert entry.sizes == (8, 8, 4) and entry.max_threads == 256
-    assert tool.options[0] == {"sm_80": "-arch=sm_80", "sm_90": "-arch=sm_90a", "sm_100": "-arch=sm_100a"}[make().arch]
+    assert (
+        module.options(make())[0]
+        == {"sm_80": "-arch=sm_80", "sm_90": "-arch=sm_90a", "sm_100": "-arch=sm_100a"}[make().arch]
+    )
 
 
 def test_equal_sources_are_compiled_once_and_give_equal_bytes(

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from llmc.artifact.licenses import license_of
-from llmc.codegen import cubin
+from llmc.codegen import cubin, cubin_toolchain
 from llmc.codegen.backends.cuda import nvrtc_toolchain as nvrtc
 from llmc.codegen.backends.cute import cute_toolchain as module
 from llmc.codegen.backends.cute import flash_attention
@@ -235,10 +235,10 @@ def test_missing_packages_and_other_versions(monkeypatch: pytest.MonkeyPatch) ->
     def absent(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(module, "version", absent)
+    monkeypatch.setattr(cubin_toolchain, "version", absent)
     with pytest.raises(Diagnostic, match=r"E501.*nvidia-cutlass-dsl is not installed[^$]*\[flash\]"):
         CuteToolchain.find(sm_90())
-    monkeypatch.setattr(module, "version", lambda name: "1.0")
+    monkeypatch.setattr(cubin_toolchain, "version", lambda name: "1.0")
     with pytest.raises(Diagnostic, match=r"nvidia-cutlass-dsl 1\.0 is installed, and only 4\.8\.1 is supported"):
         CuteToolchain.find(sm_90())
 

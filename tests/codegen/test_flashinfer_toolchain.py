@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from llmc.artifact.licenses import license_of
-from llmc.codegen import cubin
+from llmc.codegen import cubin, cubin_toolchain
 from llmc.codegen.backends.flashinfer import flashinfer_toolchain as module
 from llmc.codegen.backends.flashinfer import xqa, xqa_source
 from llmc.codegen.backends.flashinfer.flashinfer_toolchain import FlashinferToolchain, missing
@@ -183,17 +183,17 @@ def test_missing_packages_and_other_versions(monkeypatch: pytest.MonkeyPatch) ->
     def absent(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(module, "version", absent)
+    monkeypatch.setattr(cubin_toolchain, "version", absent)
     with pytest.raises(Diagnostic, match=r"E501.*flashinfer-python is not installed[^$]*\[flashinfer\]"):
         FlashinferToolchain.find(sm_90())
-    monkeypatch.setattr(module, "version", lambda name: "0.7.3" if "flash" in name else "13.0.1")
+    monkeypatch.setattr(cubin_toolchain, "version", lambda name: "0.7.3" if "flash" in name else "13.0.1")
     with pytest.raises(
         Diagnostic, match=r"flashinfer-python 0\.7\.3 is installed, and only 0\.7\.2\.post1 is supported"
     ):
         FlashinferToolchain.find(sm_90())
-    monkeypatch.setattr(module, "version", lambda name: "0.7.2.post1" if "flash" in name else "12.9.79")
+    monkeypatch.setattr(cubin_toolchain, "version", lambda name: "0.7.2.post1" if "flash" in name else "12.9.79")
     assert missing() == "nvidia-cuda-runtime 12.9.79 is installed, and only 13 is supported"
-    monkeypatch.setattr(module, "version", lambda name: "0.7.2.post1" if "flash" in name else "13.0.96")
+    monkeypatch.setattr(cubin_toolchain, "version", lambda name: "0.7.2.post1" if "flash" in name else "13.0.96")
 
     def no_nvrtc() -> str:
         raise ModuleNotFoundError("NVRTC is not installed")

@@ -250,3 +250,16 @@ def test_a_price_with_an_unknown_name_is_refused_when_the_op_is_declared(more: d
         def mine(x: Any, *, scale: int) -> Any:
             """An op."""
             return x
+
+
+@pytest.mark.parametrize(
+    ("signature", "fault"),
+    [
+        ("(x: f[n, d], starts: i[r+1]) -> x[r, d]", r"r\+1 of operand starts uses r, which no size before it binds"),
+        ("(x: f[n], y f[n]) -> x[n]", "'y' is not an operand or a result"),
+        ("(x: f[n]) x[n]", "has no ->"),
+    ],
+)
+def test_a_malformed_signature_is_refused_when_the_op_is_declared(signature: str, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        op(signature, flops="0")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from llmc.extend import Ctx, Module, Pass, Pat, Rewrite, apply
+from llmc.extend import Ctx, Graph, Pass, Pat, Rewrite, apply
 
 p = Pat()
 TAKE_NORM = Rewrite(
@@ -21,5 +21,5 @@ class FuseTakeNorm(Pass):
 
     name: ClassVar[str] = "fuse-take-norm"
 
-    def run(self, m: Module, ctx: Ctx) -> int:
-        return sum(apply(g, [TAKE_NORM], ctx) for g in m.graphs.values())
+    def graph(self, g: Graph, ctx: Ctx) -> int:
+        return apply(g, [TAKE_NORM], ctx)

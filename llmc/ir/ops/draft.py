@@ -1,6 +1,6 @@
 """Speculative decoding on the device: accepting drafted tokens, drafting by prompt lookup and by a draft model.
 
-Drafted tokens are in the row's history behind its last token. A step verifies k of them with k + 1 entries of one token
+Drafted tokens are in the row's history after its last token. A step verifies k of them with k + 1 entries of one token
 each that all emit: the row's last token, then the drafts. Whatever the history holds there, the output is that of plain
 decoding, so a draft only decides how many tokens a step gives.
 """
@@ -90,7 +90,7 @@ def row_propose(tokens: Any, drafts: Any, length: Any, rows: Any, starts: Any, e
 
     The row's tokens, length + 1 of them, end with a suffix that also occurs earlier; the longest suffix of min_ngram to
     max_ngram tokens is chosen (columns of `drafts`, see format.row_abi), at its latest earlier occurrence. The tokens
-    that follow it there, up to max_drafts and continued periodically, become the history behind the row's last token.
+    that follow it there, up to max_drafts and continued periodically, become the history after the row's last token.
     Without such a suffix it is filled with the last token, so that it always holds ids of the vocabulary. num_drafts
     becomes the number of tokens drafted; `proposed` is this number at the row's last entry and 0 at all others.
     """
@@ -136,7 +136,7 @@ def row_extend(tokens: Any, reach: Any, rows: Any, starts: Any, positions: Any, 
     """Append the tokens that a draft model sampled to the rows' drafts.
 
     For the last entry of each row, unless it has no tokens: reach becomes the number of tokens whose KV the draft model
-    has; if emit is set, the id is written behind them, unless the row is full.
+    has; if emit is set, the id is written after them, unless the row is full.
     """
     tokens, reach = tokens.copy(), reach.copy()
     for i, (row, end) in enumerate(zip(rows, ends(rows, starts, positions), strict=True)):
@@ -149,7 +149,7 @@ def row_extend(tokens: Any, reach: Any, rows: Any, starts: Any, positions: Any, 
 
 
 def lookup(tokens: Any, low: int, high: int) -> int:
-    """Return the index behind the latest earlier occurrence of the longest suffix of `low` to `high` tokens, or 0."""
+    """Return the index after the latest earlier occurrence of the longest suffix of `low` to `high` tokens, or 0."""
     known = len(tokens)
     for n in range(min(high, known - 1), max(low, 1) - 1, -1):
         for end in range(known - 1, n - 1, -1):

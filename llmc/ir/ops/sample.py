@@ -90,7 +90,7 @@ def row_penalize(
     The biases are those of the row's first num_biases ids, in ascending order. The repetition penalty (Keskar et al.
     2019, arXiv 1909.05858) covers prompt and output, the others only the output. `seen` is a bitmap of the prompt's
     ids: bit id % 32 of word id // 32. With `tokens`, an entry also counts as output the drafted tokens that precede its
-    new one (see row_accept): the last tokens of the row's entries after its first, up to this entry, behind the prompt.
+    new one (see row_accept): the last tokens of the row's entries after its first, up to this entry, after the prompt.
     """
     out = np.array(logits)
     v = out.shape[1]
@@ -137,11 +137,11 @@ def _bits(words: Any, v: int) -> Any:
 def row_mask(logits: Any, rows: Any, starts: Any, positions: Any, iparams: Any, stops: Any, allowed: Any) -> Any:
     """Set logits of forbidden ids to -inf.
 
-    The row's stop ids (-1: none) are forbidden until its length reaches min_len. If `masked` is not 0, so are all
-    ids that are not in a bitmap of `allowed` (bit id % 32 of word id // 32). `masked` is the number of the row's
-    bitmaps, which lie side by side: the token at position p has bitmap p % masked, so that an entry that verifies a
-    draft has one of its own. A row with more bitmaps than `allowed` has room for is not masked: what drafts tokens does
-    not know their bitmaps.
+    The row's stop ids (-1: none) are forbidden until its length reaches min_len. If `masked` is not 0, so are all ids
+    that are not in a bitmap of `allowed` (bit id % 32 of word id // 32). `masked` is the number of the row's bitmaps,
+    which lie side by side: the token at position p has bitmap p % masked, so that an entry that verifies a draft has
+    one of its own. A row with more bitmaps than `allowed` has room for is not masked: a draft model has no bitmaps for
+    its positions.
     """
     out = np.array(logits)
     words = -(-out.shape[1] // 32)

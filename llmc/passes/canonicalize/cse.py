@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from llmc.ir.graph import Graph, Module, Node
+from llmc.ir.graph import Graph, Node
 from llmc.passes.base import Ctx, Pass
 
 
@@ -16,9 +16,23 @@ class Cse(Pass):
 
     name: ClassVar[str] = "cse"
 
-    def run(self, m: Module, ctx: Ctx) -> int:
-        """Apply the pass to every graph; return the number of changes."""
-        return sum(_graph(g, ctx) for g in m.graphs.values())
+    def graph(self, g: Graph, ctx: Ctx) -> int:
+        """Merge the equal nodes of a graph; return the number of nodes that are removed."""
+        done = 0
+        seen: dict[Hashable, Node] = {}
+        for n in g.nodes:
+            if n.op.writes:
+                continue
+            first = seen.setdefault(_key(n), n)
+            if first is n or not ctx.allows(n):
+                continue
+            if not ctx.spend():
+                return done
+            for a, b in zip(n.results, first.results, strict=True):
+                g.replace(a, b)
+            g.erase(n)
+            done += 1
+        return done
 
 
 def _key(n: Node) -> Hashable:
@@ -30,21 +44,3 @@ def _key(n: Node) -> Hashable:
 
 def _frozen(value: Any) -> Hashable:
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
-
-
-def _graph(g: Graph, ctx: Ctx) -> int:
-    done = 0
-    seen: dict[Hashable, Node] = {}
-    for n in g.nodes:
-        if n.op.writes:
-            continue
-        first = seen.setdefault(_key(n), n)
-        if first is n or not ctx.allows(n):
-            continue
-        if not ctx.spend():
-            return done
-        for a, b in zip(n.results, first.results, strict=True):
-            g.replace(a, b)
-        g.erase(n)
-        done += 1
-    return done

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from llmc.ir.graph import Graph, Module
+from llmc.ir.graph import Graph
 from llmc.passes.base import Ctx, Pass
 
 
@@ -15,9 +15,9 @@ class Dce(Pass):
 
     name: ClassVar[str] = "dce"
 
-    def run(self, m: Module, ctx: Ctx) -> int:
-        """Apply the pass to every graph; return the number of changes."""
-        return sum(_nodes(g, ctx) + _weights(g, ctx) for g in m.graphs.values())
+    def graph(self, g: Graph, ctx: Ctx) -> int:
+        """Remove what a graph does not read; return the number of changes."""
+        return _nodes(g, ctx) + _weights(g, ctx)
 
 
 def _nodes(g: Graph, ctx: Ctx) -> int:

@@ -1,4 +1,4 @@
-"""Rules that move transposes behind ops on the last axis, so that pairs of transposes cancel."""
+"""Rules that move transposes past ops on the last axis, so that pairs of transposes cancel."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from llmc.ir.graph import Module, Value
+from llmc.ir.graph import Graph, Value
 from llmc.passes.analysis import core, made_by
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.rewrite import Match, Op, Pat, Rewrite, apply, const, shared, through
@@ -108,6 +108,6 @@ class FuseNorm(Pass):
 
     name: ClassVar[str] = "fuse-norm"
 
-    def run(self, m: Module, ctx: Ctx) -> int:
-        """Apply the pass to every graph; return the number of changes."""
-        return sum(apply(g, RULES, ctx) for g in m.graphs.values())
+    def graph(self, g: Graph, ctx: Ctx) -> int:
+        """Replace the norms of a graph; return the number of changes."""
+        return apply(g, RULES, ctx)

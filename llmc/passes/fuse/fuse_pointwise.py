@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from llmc.ir.dtype import DTYPES
-from llmc.ir.graph import Graph, Module, Node, Value
+from llmc.ir.graph import Graph, Node, Value
 from llmc.ir.opdef import OpDef
 from llmc.ir.scalar import E, arg, parse_expr, substitute
 from llmc.passes.analysis import const_value, rounds_little
@@ -24,9 +24,9 @@ class FusePointwise(Pass):
     name: ClassVar[str] = "fuse-pointwise"
     limit: int = 256
 
-    def run(self, m: Module, ctx: Ctx) -> int:
-        """Apply the pass to every graph; return the number of changes."""
-        return sum(_Groups(g, self.limit, ctx).run() for g in m.graphs.values())
+    def graph(self, g: Graph, ctx: Ctx) -> int:
+        """Fuse the groups of a graph; return their number."""
+        return _Groups(g, self.limit, ctx).run()
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from llmc.ir.graph import Module
+from llmc.ir.graph import Graph
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.rewrite import Match, Pat, Rewrite, apply
 
@@ -30,10 +30,10 @@ RULES = (
 
 @dataclass(frozen=True)
 class FuseReduce(Pass):
-    """Replace add(all_reduce(x), r) by all_reduce_add, which saves a launch. The pass stands after shard."""
+    """Replace add(all_reduce(x), r) by all_reduce_add, which saves a launch. The pass runs after `shard`."""
 
     name: ClassVar[str] = "fuse-reduce"
 
-    def run(self, m: Module, ctx: Ctx) -> int:
-        """Apply the pass to every graph; return the number of changes."""
-        return sum(apply(g, RULES, ctx) for g in m.graphs.values())
+    def graph(self, g: Graph, ctx: Ctx) -> int:
+        """Replace the sums of a graph; return the number of changes."""
+        return apply(g, RULES, ctx)

@@ -18,8 +18,8 @@ SUMS = ("all_reduce", "all_reduce_add")
 class FuseReduceNorm(Pass):
     """Replace all_reduce or all_reduce_add and an rms_norm of its result by all_reduce_norm, which saves a launch.
 
-    Every rank sends its whole operand to all others: with more than two ranks, this is fast in graphs of at most
-    `rows` tokens only, and all other graphs keep the sum in parts. The pass stands behind `specialize` and before those
+    Every rank sends its whole operand to all others. With more than two ranks, this is fast only in graphs of at most
+    `rows` tokens, and all other graphs keep the sum in parts. The pass runs after `specialize`, and before the passes
     that fuse norms into products, each program of which would compute the norm again. Nodes that no kernel of the
     target supports remain.
     """
@@ -75,7 +75,7 @@ def _fuse(g: Graph, n: Node, norm: Node, ctx: Ctx) -> bool:
 
 
 def _move_before(g: Graph, v: Value, at: Node) -> None:
-    """Move the nodes that compute a value from weights before the node `at`, if they stand behind it."""
+    """Move the nodes that compute a value from weights in front of the node `at`, if they come after it."""
     place = {n: i for i, n in enumerate(g.nodes)}
     late: list[Node] = []
     todo = [v]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from llmc.ir.dim import Dim
-from llmc.ir.graph import Graph, Module, Value
+from llmc.ir.graph import Graph, Value
 from llmc.passes.analysis import core, drop_ones, made_by, squeezed
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.canonicalize.shape_rules import MOVES
@@ -219,10 +219,6 @@ class FuseRope(Pass):
     """
 
     name: ClassVar[str] = "fuse-rope"
-
-    def run(self, m: Module, ctx: Ctx) -> int:
-        """Apply the pass to every graph; return the number of changes."""
-        return sum(self.graph(g, ctx) for g in m.graphs.values())
 
     def graph(self, g: Graph, ctx: Ctx) -> int:
         """Fuse the rotations as written; then sink transposes, and join partial rotations with the rest of the head."""

@@ -28,12 +28,12 @@ SHAPED = ("reshape", "broadcast")  # ops with the attribute shape
 class Shard(Pass):
     """Divide the graphs over ranks, which are the values of the symbol K (tensor parallelism).
 
-    Attention is divided by heads, and with it the KV pools; where there are fewer KV heads than ranks, ranks share
-    them. Products before it and the first ones of an MLP or of experts are divided by columns, those after it by rows,
-    with an all_reduce behind. The head is divided by columns, with an all_gather, and embeddings by rows, with an
-    all_reduce; norms, routers and small tables are whole on every rank. The parts of a weight are slices that begin at
-    a multiple of K; columns and rows of tables that do not divide are padded with zeros. The pass stands after
-    page-attention and before fuse-linear; `--explain` names the products that stay whole. ranks: their number.
+    Attention and the KV pools are divided by heads; if there are fewer KV heads than ranks, ranks share them. Products
+    before attention and the first ones of an MLP or of experts are divided by columns, those after them by rows,
+    followed by an all_reduce. The head is divided by columns, followed by an all_gather, and embeddings by rows,
+    followed by an all_reduce; norms, routers and small tables are whole on every rank. The parts of a weight are slices
+    that begin at a multiple of K; columns and rows of tables that do not divide are padded with zeros. The pass runs
+    after page-attention and before fuse-linear; `--explain` names the products that stay whole. ranks: their number.
     """
 
     name: ClassVar[str] = "shard"
@@ -58,7 +58,7 @@ class Shard(Pass):
 
 
 def with_ranks(passes: Sequence[Pass], ranks: int, target: Target) -> list[Pass]:
-    """Return the passes with `shard` behind page-attention if there are several ranks.
+    """Return the passes with `shard` after page-attention if there are several ranks.
 
     On GPUs, `fuse-reduce` follows it, and `fuse-reduce-norm` precedes the passes that fuse norms into products, unless
     the target is deterministic: the final norm follows a sum in the graphs of decoding only.
@@ -181,7 +181,7 @@ class _Sharding:
         return out
 
     def _padded(self, b: Builder, x: Value, axis: int, offset: Dim, size: Dim, zeros: Dim) -> Value:
-        """`size` elements from `offset` along an axis, and zeros behind them."""
+        """`size` elements from `offset` along an axis, and zeros after them."""
         if size != x.type.shape[axis]:
             x = b.slice(x, axis=axis, start=offset, stop=offset + size)
         shape = (*x.type.shape[:axis], zeros, *x.type.shape[axis + 1 :])

@@ -15,7 +15,7 @@ from llmc.ir.scalar import walk
 class Split(NamedTuple):
     """A value of which each rank holds one of `parts` equal parts along `axis`.
 
-    Rank r of W holds part floor(r * parts / W), so that ranks share a part where there are fewer parts than ranks.
+    Rank r of W holds part floor(r * parts / W), so that ranks share a part if there are fewer parts than ranks.
     """
 
     axis: int

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from llmc.ir.graph import Graph, Module, Node, Value
+from llmc.ir.graph import Graph, Node, Value
 from llmc.passes.analysis import Origin, const_value, made_by, origin
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.rewrite import Build, Match, Pat, Rewrite, Rule, Simplify, apply, const, through
@@ -115,10 +115,6 @@ class Fold(Pass):
     """
 
     name: ClassVar[str] = "fold"
-
-    def run(self, m: Module, ctx: Ctx) -> int:
-        """Apply the pass to every graph; return the number of changes."""
-        return sum(self.graph(g, ctx) for g in m.graphs.values())
 
     def graph(self, g: Graph, ctx: Ctx) -> int:
         """Fold the factors of one graph; return the number of changes."""

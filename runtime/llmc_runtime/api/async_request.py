@@ -1,6 +1,6 @@
 """AsyncRequestState: an open request of AsyncLLM, whose outputs a coroutine awaits.
 
-A slow reader delays nobody: deltas are merged into the request's state, and a flag says that it has changed. Waking a
+A slow reader delays no other request: deltas are merged into the request's state, and a flag marks the change. Waking a
 reader costs more than merging a delta, so a reader that needs nothing at once is woken at intervals.
 """
 

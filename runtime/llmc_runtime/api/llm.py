@@ -154,7 +154,7 @@ class LLM(PoolingAPI):
         """Continue one or several prompts. Return their outputs in the same order.
 
         prompts:          a text, a list of token ids, {"prompt": TEXT}, {"prompt_token_ids": IDS}, or a list of these
-        sampling_params:  for all prompts, or one for each. Default: the model's, with 16 tokens unless it says more
+        sampling_params:  for all prompts, or one for each. Default: the model's, with 16 tokens unless it sets more
         use_tqdm:         show a progress bar on stderr
         lora_request:     None: adapters are not supported
         tokenization_kwargs:  None or empty: prompts are tokenized whole, with special tokens

@@ -18,7 +18,7 @@ def open_device(
     determines its GPU among those visible. `member` is the device's place in a group, if the artifact has several
     ranks.
 
-    Raises LlmcError E112 if the runtime does not know the kind of device, and E115 to E117 if this machine or this
+    Raises LlmcError E112 if the runtime has no such kind of device, and E115 to E117 if this machine or this
     runtime cannot run the target.
     """
     target = artifact.manifest.target

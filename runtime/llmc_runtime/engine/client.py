@@ -299,7 +299,7 @@ def _os_error(error: Exception) -> LlmcError:
 def is_runnable(pid: int) -> bool:
     """Whether a thread of the process runs, or waits for a processor or in uninterruptible sleep (states R and D).
 
-    False if /proc does not say.
+    False if /proc has no answer.
     """
     threads = Path(f"/proc/{pid}/task")
     with contextlib.suppress(OSError):

@@ -114,7 +114,7 @@ class Rows:
         self.drafts[row] = params.drafting[0] > 0
 
     def draft(self, drafts: RowDrafts) -> None:
-        """Place drafted tokens behind those of a row."""
+        """Place drafted tokens after those of a row."""
         self._tables["tokens"].set(drafts.row, drafts.tokens, drafts.start)
 
     def place(self, row: int, computed: int) -> None:

@@ -1,4 +1,4 @@
-"""Runs a draft model behind the steps of the model that verifies, without a host round trip in between."""
+"""Runs a draft model after the steps of the model that verifies, without a host round trip in between."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class DraftSteps:
         return 1 if self.is_head else 2
 
     def run(self, work: Sequence[Work]) -> None:
-        """Compute the KV that the draft model lacks, and draft the tokens that a step's work asks for."""
+        """Compute the KV that the draft model lacks, and draft the tokens that a step's work requests."""
         if fills := [w for w in work if w.fill]:
             for w in fills:
                 self._rows.place(w.row, w.fill_from)

@@ -34,8 +34,8 @@ class Ticket:
     `ids` are the sampled ids, or what is pooled. `entries` are the rows of logits. They equal `work`, except that work
     whose prompt is scored or that has drafts is split into one entry per token. `needs_logprobs` flags the entries that
     need log-probabilities; it is empty if none does. `proposed` are the numbers of tokens drafted per entry; None if
-    none are. `rest` runs the second half of an open step; its event is recorded after that. `looks` asks for tokens of
-    rows, and `looked` has them, by row.
+    none are. `rest` runs the second half of an open step; its event is recorded after that. `looks` are requests for
+    tokens of rows, and `looked` has these tokens, by row.
     """
 
     work: list[Work]

@@ -87,7 +87,7 @@ class Done(_Message):
 
 
 class Settled(_Message):
-    """What rank 0 has called for is done, and no step is in flight."""
+    """The call of rank 0 is done, and no step is in flight."""
 
 
 class Failed(_Message):

@@ -28,7 +28,7 @@ _HELLO_SECONDS = 5.0
 _POLL = 0.2  # seconds between two looks at the messages of Ray's client
 _SOCKET = "ranks"
 _PEER = struct.Struct("3i")  # process, user and group at the other end of a Unix socket
-_TOKEN_REFUSED = b"Unauthenticated"  # in the messages of Ray's client, whose exception does not say it
+_TOKEN_REFUSED = b"Unauthenticated"  # in the messages of Ray's client, whose exception lacks it
 START = "start Ray here (RAY_AUTH_MODE=token ray start --head), or set RAY_ADDRESS to its address"
 TOKEN = "set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's token, or put it into ~/.ray/auth_token"
 

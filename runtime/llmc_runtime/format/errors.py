@@ -64,10 +64,11 @@ def brief(text: str, lines: int) -> str:
         text = f"{text[: _MAX_CHARACTERS - 150]} [...] {text[-100:]}"
     rows = text.split("\n")
     shown = rows if len(rows) <= lines else [*rows[: lines - 1], f"[{len(rows) - lines + 1} more lines]"]
-    return "\n".join(map(_printable, shown))
+    return "\n".join(map(printable, shown))
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """Return a text with control characters, unpaired surrogates and direction marks escaped."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

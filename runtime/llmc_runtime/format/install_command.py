@@ -38,7 +38,7 @@ def requirement(extras: str, origin: str) -> str:
 
 
 def _source(origin: str) -> tuple[str, dict[str, bool] | None]:
-    """Return the path of the checkout or file in the text of a `direct_url.json`, and what it says of a checkout."""
+    """Return the path of the checkout or file in the text of a `direct_url.json`, and its entry about a checkout."""
     record = json.loads(origin) if origin else {}
     url = urlsplit(record.get("url", ""))
     return (unquote(url.path), record.get("dir_info")) if url.scheme == "file" else ("", None)

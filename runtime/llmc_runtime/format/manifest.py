@@ -156,7 +156,7 @@ class Kv:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything that the runtime has to know before it opens other files.
+    """Everything that the runtime needs before it opens other files.
 
     deterministic: whether the results of a request have the same bits in every batch (compiled with --deterministic).
     pooling: None if the model generates.

@@ -26,7 +26,7 @@ class Pooling:
     width:       the size of the hidden states, or the number of labels
     normalize:   embeddings are divided by their length
     activation:  of logits: "none", "sigmoid" or "softmax"
-    whole:       a prompt runs in a single step, and shares no prefix: what is pooled depends on all its tokens
+    whole:       a prompt runs in a single step, and shares no prefix: the result depends on all of its tokens
     segments:    kinds of tokens: the ids of segment i are those of the vocabulary plus i times its size
     labels:      the names of the logits
     """
@@ -66,7 +66,7 @@ class Pooling:
 
 
 def require_generation(pooling: Pooling | None, what: str) -> None:
-    """Raise LlmcError E616 if the model pools; `what` names what needs one that generates."""
+    """Raise LlmcError E616 if the model pools; `what` is the request that needs one that generates."""
     if pooling is not None:
         cause = f"{what}, and the model pools its prompts ({pooling.task})"
         raise LlmcError("E616", cause, "use an artifact of a model that generates text")

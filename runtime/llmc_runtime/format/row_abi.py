@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 WIDTH = 8  # float columns, and as many integer columns, for sampling parameters (see sched.row_columns)
-# The columns of a row's drafts, i32[DRAFT_WIDTH]: the number of tokens drafted behind the row's last token, its maximum
+# The columns of a row's drafts, i32[DRAFT_WIDTH]: the number of tokens drafted after the row's last token, its maximum
 # (0: none are drafted), and the lengths in tokens of the suffixes that prompt lookup searches for.
 DRAFT_COLUMNS = ("num_drafts", "max_drafts", "min_ngram", "max_ngram")
 DRAFT_WIDTH = 4

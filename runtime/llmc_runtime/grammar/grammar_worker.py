@@ -2,7 +2,7 @@
 
 The kernel enforces the limits: RLIMIT_AS bounds the memory, and a timer of CPU time (ITIMER_PROF) kills the process,
 even inside native code. In addition, every output has its own budget of CPU time; an output that exceeds it fails,
-while the others continue. Masks behind drafts have another budget; beyond it they are not computed.
+while the others continue. Masks after drafts have another budget; beyond it they are not computed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Follower:
 
     @property
     def may_look(self) -> bool:
-        """Whether masks behind drafts may be computed."""
+        """Whether masks after drafts may be computed."""
         return self.look_seconds < LOOK_CPU_SECONDS + LOOK_TOKEN_CPU_SECONDS * self.tokens
 
 
@@ -93,7 +93,7 @@ class Worker:
         self._send(number, kind, serial, payload)
 
     def _look(self, number: int, serial: int, drafts: Sequence[int]) -> None:
-        """Send the masks behind drafts. The matcher stays where it is: a copy of it follows them."""
+        """Send the masks after drafts. The matcher stays where it is: a copy of it follows them."""
         follower = self._followers.get(number)
         matcher = None if follower is None else follower.matcher.deep_copy()
         for draft in drafts:

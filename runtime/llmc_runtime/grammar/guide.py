@@ -29,7 +29,7 @@ class GrammarGuide:
         self._last = b""  # the mask that was received last
         self._behind: list[int] = []  # accepted tokens that the worker does not have yet
         self._drafts: Sequence[int] = ()
-        self._ahead: list[bytes] = []  # the masks behind the first drafts
+        self._ahead: list[bytes] = []  # the masks after the first drafts
         self._serial = self._looking = 0  # the number of operations, and that of the pending LOOK (0: none)
         self._known = 0  # results of the pending LOOK that are masks of accepted tokens
         self._error: LlmcError | None = None

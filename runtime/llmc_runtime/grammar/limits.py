@@ -14,7 +14,7 @@ OPERATION_CPU_SECONDS = 1.0  # to accept a token and compute a mask; the process
 OPERATION_SECONDS = 30.0  # wall time of the same
 GUIDE_CPU_SECONDS = 2.0  # per output, plus, for each of its tokens:
 TOKEN_CPU_SECONDS = 0.02
-LOOK_CPU_SECONDS = 0.2  # per output to compute masks behind drafts, plus, for each of its tokens:
+LOOK_CPU_SECONDS = 0.2  # per output to compute masks after drafts, plus, for each of its tokens:
 LOOK_TOKEN_CPU_SECONDS = 0.01
 VOCABULARY_SECONDS = 120.0  # to build the vocabulary, once per process
 

@@ -60,7 +60,7 @@ def _format_of(document: Any) -> Mapping[str, Any]:
 class _Rules:
     """Writes rules. Its methods return a Lark expression of a format, and add the rules that it needs to `lines`.
 
-    `where` is the place of a format in the document, for errors. `last` says that nothing follows the format's text.
+    `where` is the place of a format in the document, for errors. `last`: nothing follows the format's text.
     """
 
     def __init__(self, marker: Marker, json_options: Mapping[str, Any]) -> None:

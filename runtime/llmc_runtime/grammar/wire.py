@@ -6,7 +6,7 @@
 - Engine to worker: OPEN, ACCEPT (with tokens), LOOK (with drafted tokens) and CLOSE, with the guide's number and the
   number of the operation.
 - Worker to engine: COMPILED or REFUSED, then for each OPEN and ACCEPT one of MASK, SAME (the mask is the one sent
-  before), STOPPED and BROKEN (with a text). For each LOOK the masks behind the drafts, AHEAD or SAME_AHEAD, up to the
+  before), STOPPED and BROKEN (with a text). For each LOOK the masks after the drafts, AHEAD or SAME_AHEAD, up to the
   first draft that is not allowed, or is the last of the text (AHEAD without a mask), then AHEAD_END. A result has the
   number of the operation.
 """

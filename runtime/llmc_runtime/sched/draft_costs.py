@@ -11,16 +11,16 @@ from math import ceil, log
 _WEIGHT = 0.05  # of a measurement in a running mean
 _OUTLIER = 0.5  # largest relative distance of a measurement from the mean that counts
 _OFTEN = 5  # measurements after which a number of drafts counts as measured
-_TRIES = 8 * _OFTEN  # plans after which a number of drafts is given up that too few steps had
-_GAIN = 1.07  # drafts are made if they give so many times the tokens per second of plain decoding
-_FEWEST = 1e-6  # drafts per row of a step with hardly any
-_HOPE, _MARGIN = 0.95, 0.15  # acceptance that is hoped for: the mean of the rows' and a margin, limited
+_TRIES = 8 * _OFTEN  # plans after which a number of drafts is given up if too few steps had it
+_GAIN = 1.07  # minimum ratio of the tokens per second with drafts to those of plain decoding
+_FEWEST = 1e-6  # drafts per row of a step with the fewest drafts
+_HOPE, _MARGIN = 0.95, 0.15  # optimistic acceptance: the rows' mean plus _MARGIN, at most _HOPE
 
 
 class StepCosts:
-    """The seconds of a step by its rows and drafts per row: running means of what is not far from them.
+    """The seconds of a step by its rows and drafts per row: running means, without outliers.
 
-    A step seems short if the end of the previous one was noticed late, so that the shortest ones say nothing.
+    A step seems short if the end of the previous one was noticed late, so the shortest ones are not reliable.
 
     The seconds of a step with drafts of a model include drafting as many. Verifying a single draft may cost far more
     than none, since another program runs: a step with few drafts costs as much as the smallest that was measured.
@@ -109,9 +109,9 @@ class DraftCount:
     def choose(self, rates: Sequence[float], room: int) -> Choice:
         """Return the number of drafts that gives the most tokens per second; `rates` are the rows' probabilities.
 
-        room: the maximum number of drafts of all rows together, 0 at least. All rows have drafts, or, where as many do
-        not fit, as many rows as can, or half, a quarter, an eighth and so on of these: those whose drafts are most
-        likely accepted. For a draft model, all rows or none.
+        room: the maximum number of drafts of all rows together, at least 0. Drafts are made for all rows, for as many
+        as fit, or for half, a quarter, an eighth and so on of these; rows whose drafts are most likely accepted come
+        first. A draft model drafts for all rows or none.
         """
         rows, likely = len(rates), sorted(rates, reverse=True)
         hope = min(_HOPE, sum(rates) / rows + _MARGIN)
@@ -128,7 +128,7 @@ class DraftCount:
                 self._tries[key] = self._tries.get(key, 0) + 1
                 return Choice(drafts, measures=True)
             some, rate = self._best_part(likely, drafts, limit)
-            # The rows that seem likeliest to have drafts accepted are so in part by chance.
+            # The highest estimates of acceptance are partly due to chance, hence _GAIN.
             if rate > top * (1 if best.most and some == rows else _GAIN):
                 # Between the last row with drafts and the first without, so that neither changes with each estimate.
                 least = (likely[some - 1] + likely[some]) / 2 if some < rows else 0.0
@@ -157,7 +157,7 @@ class DraftCount:
         """Return the seconds of one more draft of one row, if `some` of the rows have more than `below` drafts."""
         if self.together:
             return 0.0
-        # What any draft costs, as another program runs, is not the cost of one more.
+        # A step with any drafts runs another program: that fixed cost is not part of the cost of one more draft.
         fewer = self.costs.seconds(rows, max(below * some / rows, _FEWEST))
         more = self.costs.seconds(rows, drafts * some / rows) - fewer
         return max(0.0, more / (some * (drafts - below))) if drafts > below else 0.0

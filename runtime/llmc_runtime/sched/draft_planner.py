@@ -1,4 +1,4 @@
-"""Plans the work of a draft model: the KV that it computes behind a step, and the tokens that it drafts.
+"""Plans the work of a draft model: the KV that it computes after a step, and the tokens that it drafts.
 
 The draft model has KV pools of its own, with the pages and page tables of the model that verifies. Which KV is there
 affects only how many drafts are accepted. A request's `reach` is the number of its first tokens whose KV the draft
@@ -49,7 +49,7 @@ class DraftPlanner:
         request.reach = count * self.page_size
 
     def plan(self, request: Request, item: Work, end: int) -> Work:
-        """Return the work of a request in a step, with that of the draft model behind it.
+        """Return the work of a request in a step, with that of the draft model after it.
 
         `end` is the maximum number of tokens whose KV the request has after the step. Drafts are limited to the pages
         that are free; the caller takes those for `end + propose` tokens.

@@ -4,11 +4,11 @@ Guides compute masks asynchronously (see token_guide). A request whose mask is l
 on others. A step waits a short time for masks, since most of them come soon. After a late mask, steps do not wait for
 that request for a number of tokens that doubles each time.
 
-A step that verifies drafts of a guided request samples each of its tokens with a mask of its own: the one behind the
-draft before it. Once the drafts are known, these masks are requested from the guide. A plan made then verifies the
-drafts whose masks have come. An open step verifies drafts that the host does not know yet: if some masks are late, the
-tokens behind the last one that came are dropped. A mask behind a draft that the mask before excludes does not matter,
-since the draft is rejected.
+A step that verifies drafts of a guided request samples each of its tokens with the mask that follows the draft before
+it. Once the drafts are known, these masks are requested from the guide. A plan made then verifies the drafts whose
+masks have come. An open step verifies drafts that the host does not know yet: if some masks are late, the tokens after
+the last one that came are dropped. If a mask excludes a draft, the later masks do not matter, since the draft is
+rejected.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class GuidedRequests:
             self.left_out |= request.status is Status.PARKED
 
     def look(self, speculation: Speculation, host: HostDrafts | None) -> None:
-        """Let the guides compute the masks behind drafts that the next plan, or the open step, may verify."""
+        """Let the guides compute the masks after drafts that the next plan, or the open step, may verify."""
         for request in self._live:
             if request.status is not Status.RUNNING or not request.may_draft:
                 continue
@@ -127,7 +127,7 @@ class GuidedRequests:
 
     def complete(self, step: Step, planned: Sequence[Request], proposals: int, anything: bytes) -> list[RowMasks]:
         """Close an open step: return the masks that it lacks. A row whose mask is late, or whose request has ended,
-        gets the mask `anything`, and the tokens without masks are dropped."""
+        gets the mask `anything`; tokens without masks are dropped."""
         sent, masks = {mask.row for mask in step.masks}, []
         step.open = False
         for request, work in zip(planned, step.work):
@@ -171,12 +171,12 @@ def pending(request: Request) -> bool:
 
 
 def expects(request: Request) -> bool:
-    """Whether more masks of the request will be known, of its next token or behind drafts."""
+    """Whether more masks of the request will be known, of its next token or after drafts."""
     return pending(request) or (request.guide is not None and request.guide.looking())
 
 
 def masked_room(request: Request, speculation: Speculation, room: int) -> int:
-    """Return how many drafts of a request a plan may verify, up to `room`, as far as their masks matter."""
+    """Return how many drafts of a request a plan may verify, up to `room`, considering the masks that they need."""
     if request.num_total > len(request.tokens):
         return room  # its tokens are not known: the step will be open
     assert request.guide is not None
@@ -188,7 +188,7 @@ def masked_room(request: Request, speculation: Speculation, room: int) -> int:
 def take_drafts(
     request: Request, work: Work, output: StepOutput, proposals: int, count: int = 1, whole: bool = True
 ) -> None:
-    """Take what a step has drafted behind the `count` tokens that it gave a request with a guide.
+    """Take what a step has drafted after the `count` tokens that it gave a request with a guide.
 
     `whole`: it gave no other ones, which were sampled without their masks. `proposals`: see GuidedRequests.fill.
     """

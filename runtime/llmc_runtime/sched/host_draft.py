@@ -12,7 +12,7 @@ class DraftContext:
     """The tokens of one output while it is generated.
 
     id:          unique among all outputs of the engine
-    tokens:      prompt and output so far; the engine appends to this list, and nobody else may change it
+    tokens:      prompt and output so far; the engine appends to this list, which no other code may change
     num_prompt:  this many first tokens are the prompt
     scope:       what a method has learnt from an output may be used for outputs of the same scope only: requests of the
                  same API key and `cache_salt`
@@ -36,7 +36,7 @@ class Draft(ABC):
     def propose(self, context: DraftContext, most: int) -> Sequence[int]:
         """Return up to `most` token ids that are likely to follow `context.tokens`; none if nothing is likely.
 
-        Ids behind the first `most`, and those from the first on that the vocabulary lacks, are dropped.
+        Ids after the first `most`, and those from the first on that the vocabulary lacks, are dropped.
         """
 
     @abstractmethod

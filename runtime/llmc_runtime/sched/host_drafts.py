@@ -16,8 +16,8 @@ from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.speculation import DEPTH, Speculation
 from llmc_runtime.sched.step import RowDrafts, Work
 
-RETRY = 16  # of the plans after a number of plans without drafts, one in so many asks for drafts
-_PATIENCE = 16  # that number
+_PATIENCE = 16  # plans without drafts after which only one plan in RETRY requests drafts
+RETRY = 16
 
 log = logging.getLogger("llmc.engine")
 
@@ -55,13 +55,13 @@ class HostDrafts:
         self._fruitless = 0 if self._drafts else self._fruitless + 1
 
     def look(self, request: Request) -> None:
-        """Draft for a request with a guide, which can thus compute the masks behind the drafts before the next plan."""
+        """Draft for a request with a guide, which can thus compute the masks after the drafts before the next plan."""
         most = 0 if request.drafted or not self.wanted else self.speculation.looks(request, self._room(request))
         if most:
             request.take_drafts(self._proposal(request, most))
 
     def placed(self, request: Request, item: Work) -> RowDrafts:
-        """Return the change of the device row that places the tokens which `item` verifies behind the last token."""
+        """Return the change of the device row that places the tokens which `item` verifies after the last token."""
         return RowDrafts(request.row, len(request.tokens), self._drafts[request.id][: item.drafts])
 
     def end(self, request: Request) -> None:

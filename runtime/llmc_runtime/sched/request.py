@@ -87,8 +87,8 @@ class Request:
     )  # tokens that the step in flight samples with their masks; the others are dropped. None: all
     late_masks: int = field(default=0, init=False)
     num_drafts: int = field(default=0, init=False)  # tokens drafted for its row, as known to the host
-    drafted: Sequence[int] = field(default=(), init=False)  # if it has a guide: tokens drafted behind its last one
-    looked: bool = field(default=False, init=False)  # the masks behind them were requested
+    drafted: Sequence[int] = field(default=(), init=False)  # if it has a guide: tokens drafted after its last one
+    looked: bool = field(default=False, init=False)  # the masks after them were requested
     lookahead: int = field(default=0, init=False)  # tokens that the last plan drafts, for which `pages` has room
     reach: int = field(default=0, init=False)  # tokens whose KV the draft model has (see draft_planner)
     draft_trials: tuple[float, float] = field(default=(0.0, 0.0), init=False)  # drafts tested lately, and accepted
@@ -100,7 +100,7 @@ class Request:
 
     @property
     def may_draft(self) -> bool:
-        """Whether its steps can verify drafts: if it has a guide, the device must have room for a mask behind each."""
+        """Whether its steps can verify drafts: if it has a guide, the device must have room for a mask after each."""
         return self.guide is None or self.row_params.guided > 1
 
     @property
@@ -114,7 +114,7 @@ class Request:
         return self.num_masked == 0
 
     def take_drafts(self, drafts: Sequence[int]) -> None:
-        """Set the tokens that are drafted behind its last one."""
+        """Set the tokens that are drafted after its last one."""
         self.drafted, self.looked = drafts, False
 
     @property
@@ -123,7 +123,7 @@ class Request:
         return self.tokens[self.num_prompt :]
 
     def inherit(self, page_size: int) -> None:
-        """Copy the prefix digests of the prompt that the leader knows."""
+        """Copy the prompt's prefix digests that the leader has computed."""
         leader = self.leader
         if leader is not None and len(self.chain) == 1 and leader.chain[:1] == self.chain:
             if leader.prompt_token_ids is self.prompt_token_ids:
@@ -170,7 +170,7 @@ class RequestDelta:
     """The result of one step for one request.
 
     new_token_ids:    includes a stop token, in which case `stopped` is True
-    finish_reason:    None while the request goes on, else "stop", "length" or "error" (with `error`)
+    finish_reason:    None while the request runs, else "stop", "length" or "error" (with `error`)
     num_cached:       prompt tokens found in the prefix cache
     prompt_logprobs:  with the first token only, if requested: of the prompt's tokens from the second on
     times:            with the first token only: seconds in the queue, and from the start to that token

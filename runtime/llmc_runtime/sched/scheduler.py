@@ -8,8 +8,8 @@ running request cover its planned tokens and, from admission, all tokens known t
 Steps in flight. A step is planned while up to depth - 1 earlier ones run, whose tokens the host does not know yet: a
 request counts them in `num_total`, and the device feeds them to the next step. This is correct because *the device
 applies the changes and the work of all steps in the order in which they were planned*. It follows:
-- A row or page that is freed may be reused by the next plan: whatever a step in flight still does with it happens
-  before its new owner uses it. A row is rebuilt by its RowInit. Of a page, the owner reads only positions that it has
+- A row or page that is freed may be reused by the next plan: a step in flight that uses it completes before its new
+  owner uses it. A row is rebuilt by its RowInit. Of a page, the owner reads only positions that it has
   written since it got the page, except for published pages.
 - A page is published at commit: all its tokens are known, and the step that completed it has run. Its owner writes only
   after it, so no step in flight writes a published page, not even for a request that has ended meanwhile.
@@ -22,14 +22,14 @@ applies the changes and the work of all steps in the order in which they were pl
   Scores are read at commit and survive a preemption. Tokens not scored yet are never taken from the prefix cache.
 - The mask of a guided request (see guided_requests) depends on its tokens. A step planned before they are known is
   open: it computes its logits, and samples when guide() has given the masks, after all earlier steps are committed.
-  Nothing is planned after an open step. A row whose mask is late samples anything, and is rebuilt without that token.
-  The same holds for the masks behind drafts, which the host learns at commit (RowMasks.look).
+  Nothing is planned after an open step. A row whose mask is late samples without it, and is rebuilt without that token.
+  The same holds for the masks after drafts, which the host learns at commit (RowMasks.look).
 - For a request with drafted tokens (see speculation), `num_total` and `num_planned` are upper bounds, which count all
-  drafts of its steps in flight as accepted. Commit subtracts the rejected ones and frees the pages behind
-  `num_planned`: no step in flight writes to them, since the device places tokens behind those that it accepted.
+  drafts of its steps in flight as accepted. Commit subtracts the rejected ones and frees the pages after
+  `num_planned`: no step in flight writes to them, since the device places tokens after those that it accepted.
 - Tokens drafted on the host (see host_drafts) are placed by the step that verifies them, which is planned when no step
   is in flight.
-- A draft model (see draft_planner) writes KV and tokens behind `num_planned`, for as many tokens as its plan proposes.
+- A draft model (see draft_planner) writes KV and tokens after `num_planned`, for as many tokens as its plan proposes.
   The pages of a running request cover them, too.
 - A head's entry of a position depends on the token that follows. A step writes that of the position before its first
   token, perhaps in a published page that other requests share. Only drafts depend on it.
@@ -124,7 +124,7 @@ class Scheduler(LiveRequests):
         return step
 
     def look(self) -> None:
-        """Let the guides compute masks behind drafts, which the next plan or the open step needs."""
+        """Let the guides compute masks after drafts, which the next plan or the open step needs."""
         if self.speculation is not None:
             self.guided.look(self.speculation, self.host_drafts)
 
@@ -253,7 +253,7 @@ class Scheduler(LiveRequests):
         return budget, preempted
 
     def _with_drafts(self, speculation: Speculation, request: Request, budget: int) -> Work:
-        """Return work for the next token of a request and for drafts behind it, as many as pay and fit."""
+        """Return work for the next token of a request, and for as many of the drafts after it as save time and fit."""
         rows = self._spare - min(len(self.waiting), len(self.free_rows))
         pages = (len(request.pages) + self.pool.num_free) * self.config.page_size - request.num_total
         room = min(budget - 1 - bool(self.waiting), rows, request.limit - 1 - request.num_total, pages)

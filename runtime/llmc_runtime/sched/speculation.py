@@ -13,14 +13,14 @@ from llmc_runtime.sched.draft_costs import Choice, DraftCount, share
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import StepOutput, Work
 
-PROBE = 64  # of the plans in which drafting seems not to pay, one in so many verifies a draft of some rows nevertheless
-MODEL_PROBE = 512  # the same for a draft model, which must first compute what the row has got since; one row each time
-PROBED = 16  # these are one in so many of the rows, others each time
+PROBE = 64  # while drafting does not pay, one plan in so many verifies a draft of some rows, to measure acceptance
+MODEL_PROBE = 512  # the same for a draft model, which must first compute the KV that it lacks; one row each time
+PROBED = 16  # one row in so many is probed, other rows each time
 DEPTH = 2  # plans in a row that try drafts of the host, since at the first one a step may be in flight
 _MEMORY = 0.9  # weight of a row's past acceptance at each verification
 _REFRESH = 16  # plans after which the number of drafts is chosen anew
 _AGAIN = 2048  # plans after which costs are measured again
-_PRIOR = 2.0  # verifications that the acceptance of all rows counts for in that of a row
+_PRIOR = 2.0  # weight of the acceptance of all rows in the estimate of one row, in verifications
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class SpeculationConfig:
 
     @property
     def proposals(self) -> int:
-        """The number of tokens that every step drafts for a row, whatever is planned."""
+        """The number of tokens that every step drafts for a row, regardless of the plan."""
         return self.num_tokens if self.looks_up else 0
 
     @property
@@ -68,7 +68,7 @@ class Speculation:
         self._acceptance = 0.5  # of the drafts verified lately, over all rows
         self.plans = self._rows = 0  # plans so far, and running requests of the last one
         self._choice = Choice(0)
-        self._probes = 0  # rows of which this plan verifies a draft although drafts do not pay
+        self._probes = 0  # rows of which this plan verifies a draft to measure acceptance
 
     def begin(self, running: Sequence[Request], room: int) -> None:
         """Begin a plan in which these requests run, and whose step can verify up to `room` drafts in all."""
@@ -107,7 +107,7 @@ class Speculation:
         return self.choose(request, room) if room and self.config.looks_up else room
 
     def looks(self, request: Request, room: int) -> int:
-        """Return behind how many drafts of a request with a guide the next plan needs masks, up to `room`."""
+        """Return the number of drafts, up to `room`, whose following masks the next plan needs, of a guided request."""
         if self._choice.most:
             return min(room, self._choice.drafts(self._rate(request)))
         return min(room, 1) if (self.plans + 1) % PROBE < DEPTH else 0

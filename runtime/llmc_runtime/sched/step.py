@@ -102,7 +102,7 @@ class RowPages:
 
 @dataclass(slots=True)
 class RowDrafts:
-    """Tokens drafted on the host for a row that has `start` tokens, which are placed behind them."""
+    """Tokens drafted on the host for a row that has `start` tokens, which are placed after them."""
 
     row: int
     start: int
@@ -112,9 +112,9 @@ class RowDrafts:
 @dataclass(slots=True)
 class RowMasks:
     """The masks of the next tokens of a guided row (see token_guide), of which the first has the position `start`: one
-    for the next token, and one behind each draft that the step verifies.
+    for the next token, and one after each draft that the step verifies.
 
-    look:  if it is not 0, the step returns that many of the row's tokens, from `start` on, with drafts behind the last
+    look:  if it is not 0, the step returns that many of the row's tokens, from `start` on, with drafts after the last
     """
 
     row: int
@@ -132,7 +132,7 @@ class Work:
     drafts: the last `drafts` of them are drafted. Those that agree with what is sampled are accepted
 
     After that, a draft model computes the KV of `fill` tokens of the row, beginning with the token at `fill_from`, and
-    drafts `propose` tokens behind the row's last one.
+    drafts `propose` tokens after the row's last one.
     """
 
     row: int
@@ -151,7 +151,7 @@ class Work:
 
 
 class TokenLogprobs(NamedTuple):
-    """Of one token: its log-probability (natural), its rank (1 is the most likely), the most likely ids and theirs."""
+    """The (natural) log-probability of a token, its rank (1: most likely), and the most likely ids with theirs."""
 
     logprob: float
     rank: int
@@ -171,7 +171,7 @@ class StepOutput:
     scores:    those of the prompt's next tokens, by the index of the Work
     accepted:  the tokens after the first one, with their log-probabilities, by the index of a Work with drafts
     proposed:  the number of tokens drafted now for each Work's row; empty if none are
-    looked:    the tokens that RowMasks with `look` ask for, by row
+    looked:    the tokens that RowMasks with `look` request, by row
     pooled:    for a model that pools, which samples nothing: f32 numbers, empty without `emit`; else empty
     """
 

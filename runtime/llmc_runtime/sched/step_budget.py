@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import Work
 
-STRETCH = 2.0  # a step may take this many times as long as one that only decodes, whatever the target
+STRETCH = 2.0  # a step may take this many times as long as one that only decodes, regardless of the target
 FEWEST = 16  # prompt tokens that every step may compute
 FIRST = 256  # prompt tokens of a step before any was measured
 _ROUND = ((256, 64), (64, 16))  # a budget of the first number or more is a multiple of the second: kernels have tiles
@@ -59,7 +59,7 @@ class StepBudget:
         self._token = _Mean()  # further seconds for each prompt token
 
     def tokens(self, running: Sequence[Request], waiting: bool) -> int:
-        """Return the maximum number of tokens of the next step; `waiting` says whether requests may be admitted."""
+        """Return the maximum number of tokens of the next step; `waiting`: whether requests may be admitted."""
         rows = sum(request.num_total - request.num_planned == 1 for request in running)
         if not rows or (rows == len(running) and not waiting):
             return self.limit
@@ -72,7 +72,8 @@ class StepBudget:
     def learn(self, work: Sequence[Work], seconds: float) -> None:
         """Take the duration of a step.
 
-        Steps with few prompt tokens say little about the time of one, as they run other kernels than decoding steps.
+        Steps with few prompt tokens are a poor estimate of the time per token, as they run other kernels than decoding
+        steps.
         """
         prompts = [item.num_tokens for item in work if item.num_tokens > 1 + item.drafts]
         if not prompts:

@@ -27,7 +27,7 @@ _Place = tuple[Sequence[int], int]  # tokens, and a position in them
 
 
 class _Index:
-    """The latest occurrences of each sequence of SEED tokens: the tokens in which it is, and the position behind it."""
+    """The latest occurrences of each sequence of SEED tokens: the tokens in which it is, and the position after it."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, ...], deque[_Place]] = {}

@@ -26,16 +26,15 @@ class Guide(Protocol):
         """Continue with `token`, which the mask allowed."""
 
     def look(self, drafts: Sequence[int]) -> None:
-        """Compute the masks behind tokens that may follow, too, in place of those of an earlier call. Called when no
-        mask is late. Accepting the first of them leaves the others."""
+        """Also compute the masks after `drafts`, in place of those of an earlier call. Called when no mask is late. If
+        the first draft is accepted, the other masks remain valid."""
 
     def ahead(self) -> Sequence[bytes]:
-        """Return the masks behind the drafts of `look` as far as they are known, in order, each the same object until a
-        token is accepted. They end before the first draft that is not allowed, and with one behind which the text has
-        ended (empty)."""
+        """Return the known masks after the drafts of `look`, in order, each the same object until a token is accepted.
+        The first draft that is not allowed has no mask. The last mask is empty if the text has ended there."""
 
     def looking(self) -> bool:
-        """Whether more masks behind drafts will be known."""
+        """Whether more masks after drafts will be known."""
 
     def close(self) -> None:
         """Free the guide: the request has ended."""
@@ -126,7 +125,7 @@ class Banned:
         self._past: list[int] = []
         self._mask: bytes | None = None
         self._drafts: list[int] = []
-        self._ahead: list[bytes] = []  # the masks behind the first drafts
+        self._ahead: list[bytes] = []  # the masks after the first drafts
 
     def mask(self) -> bytes | None:
         """See Guide. Raises LlmcError E610 if all tokens that may follow are banned."""

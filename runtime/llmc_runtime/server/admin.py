@@ -123,7 +123,7 @@ class Admin:
     async def restart(self, request: Request) -> Response:
         """POST /admin/restart: replace the engine processes one after the other; answers when the last one is ready.
 
-        409 while another restart is running. It goes on if the client disconnects.
+        409 while another restart is running. It continues if the client disconnects.
         """
         body = await self._read(request, RestartRequest)
         if not 0 <= body.drain <= MAX_DRAIN:

@@ -87,7 +87,7 @@ def ctype(t: Type) -> str:
 
 
 def unsupported(node: Node, dtypes: Sequence[str] = tuple(CTYPES)) -> str | None:
-    """Return why a CPU kernel does not support the node's values, or None."""
+    """Return which operand or result of the node has none of these dtypes, as a reason; None if all have one."""
     return unsupported_dtype(node, dtypes)
 
 

@@ -105,9 +105,6 @@ class PagePut(CppKernel):
 
     headers = ("llmc_abi.h", "llmc_shape.h")
 
-    def reject(self, node: Node, target: Target) -> str | None:
-        return unsupported(node)
-
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         x = node.operands[1].type
         count, nbytes = sizes(x.shape[0]), sizes(x.shape[1] * item(node))

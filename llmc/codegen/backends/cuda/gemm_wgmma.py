@@ -30,7 +30,7 @@ WARPGROUP = 128  # threads
 SWIZZLE = 3  # 128 bytes
 ALIGN = 1024  # alignment of the buffers in shared memory, in bytes
 RESERVED = 1024  # bytes of shared memory for barriers
-PADDING = 8  # floats behind a token's sums in shared memory
+PADDING = 8  # floats after a token's sums in shared memory
 _SHARE, _READS = 0.86, 0.8  # share of the peak that the instructions of a tile reach, and of the bandwidth
 _TILE_US, _START_US, _CLUSTER_US = 1.6, 3.5, 1.5  # of a tile: its epilogue; of a launch; of sums over a cluster
 

@@ -40,17 +40,12 @@ class NvrtcToolchain(CubinToolchain):
             cause = f"a kernel for {target.name} is written in CUDA C++, but {e}"
             raise Diagnostic("E501", cause, _remedy()) from None
 
-    @property
-    def options(self) -> tuple[str, ...]:
-        """The compiler's arguments."""
-        return options(self.target)
-
     def key(self, source: Source) -> str:
         """Return a hash of text, launch, options and version: 32 hexadecimal digits."""
         launch = launch_facts(source)
         if source.cluster:
             launch += [source.cluster, [str(d) for d in source.grid]]
-        return digest([source.text, *launch, self.options, self.version])
+        return digest([source.text, *launch, options(self.target), self.version])
 
     @property
     def compiler(self) -> str:
@@ -59,16 +54,7 @@ class NvrtcToolchain(CubinToolchain):
 
     def translate(self, source: Source) -> tuple[bytes, str]:
         """Compile the text in this process."""
-        return compile_text(source.text, self.options)
-
-    def reason(self, lines: Sequence[str]) -> str:
-        """Return the first line that names an error."""
-        return first_error(lines)
-
-
-def first_error(lines: Sequence[str]) -> str:
-    """Return the first of NVRTC's messages that names an error."""
-    return next((line for line in lines if "error" in line), lines[0])
+        return compile_text(source.text, options(self.target))
 
 
 def nvrtc_version() -> str:

@@ -6,12 +6,11 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 
 from llmc_runtime.format.install_command import install_command
 
-from llmc.codegen.cubin_toolchain import CubinToolchain, digest, launch_facts
+from llmc.codegen.cubin_toolchain import CubinToolchain, digest, lacking, launch_facts
 from llmc.codegen.kernel import Source
 from llmc.codegen.scratch_dir import scratch
 from llmc.codegen.toolchain import Output
@@ -82,16 +81,9 @@ def compile_text(source: Source, arch: str) -> tuple[bytes, str]:
 
 def missing() -> str:
     """Return which package is not installed or has a version that is not supported, or ""."""
-    for name, supported in PACKAGES.items():
-        try:
-            found = version(name)
-        except PackageNotFoundError:
-            return f"{name} is not installed"
-        if found != supported:
-            return f"{name} {found} is installed, and only {supported} is supported"
-    return ""
+    return lacking(PACKAGES)
 
 
 def remedy() -> str:
-    """Return the text that says how to install the packages."""
+    """Return the instruction to install the packages."""
     return f"{install_command('flash')} (no GPU is needed to compile)"

@@ -68,7 +68,7 @@ class Problem:
 class FlashAttention(Kernel):
     """Paged attention by FlashAttention 4; a tile belongs to one row and, if packed, to all query heads of a key head.
 
-    The keys and values of the pool must be finite: those of a page behind the end of its row are multiplied by 0.
+    The keys and values of the pool must be finite: those of a page after the end of its row are multiplied by 0.
     """
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -103,7 +103,7 @@ class FlashAttention(Kernel):
         """Whether the node is attention of prompts of at least LEAST tokens in bf16, without a window or a soft cap.
 
         `bench.gpu.attention` compares the kernel with llmc's: it was faster for these, but not for single tokens. Keys
-        in f16 may overflow, and what is not finite in a page could reach the request that has the page next.
+        in f16 may overflow, and numbers that are not finite could reach the next request that uses the page.
         """
         p, a = Problem(node), node.attrs
         plain = not a["window"] and not a["softcap"] and node.operand("sinks") is None

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.metadata import distribution, version
 
 from llmc_runtime.format.install_command import install_command
 
-from llmc.codegen.backends.cuda.nvrtc_toolchain import compile_text, first_error, nvrtc_version, options
+from llmc.codegen.backends.cuda.nvrtc_toolchain import compile_text, nvrtc_version, options
 from llmc.codegen.backends.flashinfer.xqa_source import CHANGES, DISTRIBUTION, END, FILES, headers
-from llmc.codegen.cubin_toolchain import CubinToolchain, digest, launch_facts
+from llmc.codegen.cubin_toolchain import CubinToolchain, digest, lacking, launch_facts
 from llmc.codegen.kernel import Source
 from llmc.codegen.toolchain import Output
 from llmc.diagnostics import Diagnostic
@@ -63,20 +62,11 @@ class FlashinferToolchain(CubinToolchain):
         folder = distribution(CUDA_HEADERS).locate_file(FOLDER)
         return compile_text(source.text, (*options(self.target), "-default-device", f"-I{folder}"), included)
 
-    def reason(self, lines: Sequence[str]) -> str:
-        """Return the first line that names an error."""
-        return first_error(lines)
-
 
 def missing() -> str:
-    """Return what is not installed or has a version that is not supported, or ""."""
-    for name, supported in ((DISTRIBUTION, SUPPORTED), (CUDA_HEADERS, MAJOR)):
-        try:
-            found = version(name)
-        except PackageNotFoundError:
-            return f"{name} is not installed"
-        if not found.startswith(supported):
-            return f"{name} {found} is installed, and only {supported.rstrip('.')} is supported"
+    """Return the first package that is not installed or has an unsupported version, or ""."""
+    if why := lacking({DISTRIBUTION: SUPPORTED, CUDA_HEADERS: MAJOR}):
+        return why
     try:
         nvrtc_version()
     except ModuleNotFoundError as e:
@@ -85,5 +75,5 @@ def missing() -> str:
 
 
 def remedy() -> str:
-    """Return the text that says how to install what is needed."""
+    """Return the instruction to install the packages."""
     return f"{install_command('flashinfer')} (no GPU is needed to compile)"

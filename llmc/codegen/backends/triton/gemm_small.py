@@ -195,11 +195,11 @@ def gemm_small_template(u: Unit, p: Product) -> tuple[Template, dict[str, Argume
     }
 
 
-def fits(p: Product, s: Shape, target: Target) -> bool:
-    """Whether a block's tiles fit shared memory and its sums fit registers."""
+def fits(p: Product, s: Shape, target: Target, sums: int = _SUMS) -> bool:
+    """Whether a block's tiles fit shared memory, and a thread has at most `sums` float32 sums."""
     bm, bn, _, warps, _, split = s
     shared = tiles_bytes(p, dict(zip(KEYS, s, strict=True)), target)
-    return shared <= target.limits.shared and bm * bn * p.parts * split <= _SUMS * warps * target.limits.warp
+    return shared <= target.limits.shared and bm * bn * p.parts * split <= sums * warps * target.limits.warp
 
 
 def tiles_bytes(p: Product, s: Schedule, target: Target) -> int:

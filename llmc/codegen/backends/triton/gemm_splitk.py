@@ -9,7 +9,7 @@ from llmc.codegen.backends.triton.gemm_small import Gemm, gemm_template, product
 from llmc.codegen.backends.triton.linear_problem import Product, epilogue, extra_operands
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, unsupported
-from llmc.codegen.kernel import Schedule, roofline_us
+from llmc.codegen.kernel import Schedule
 from llmc.ir.dim import D, product
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
@@ -78,9 +78,6 @@ class SplitKCombine(TritonKernel):
         wide = 1 << (PartialSums.of(node).n - 1).bit_length()
         for block in (BLOCK, BLOCK // 2, 2 * BLOCK):
             yield max(16, min(block, wide)), _WARPS
-
-    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        return roofline_us(node, target, env)
 
     def code(self, u: Unit) -> Code:
         p, block = PartialSums.of(u.node), u.schedule["block"]

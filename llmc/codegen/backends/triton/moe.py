@@ -31,7 +31,7 @@ FLOAT = ((16, 32, 32, 4, 2), (32, 32, 16, 4, 2))  # float32 is multiplied withou
 
 
 class Route(TritonKernel):
-    """moe_route, one program per expert: counts the pairs of earlier experts, then stores its own behind them."""
+    """moe_route, one program per expert: counts the pairs of earlier experts, then stores its own after them."""
 
     sums = EXACT
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from llmc.codegen.backends.triton.gemm_small import GROUP, KEYS, Shape, joins, penalty, product_us, tiles_bytes
+from llmc.codegen.backends.triton.gemm_small import GROUP, KEYS, Shape, fits, joins, penalty, product_us
 from llmc.codegen.backends.triton.gemm_tma import gain, has_maps
 from llmc.codegen.backends.triton.linear_problem import MAX_PARTS, Product, epilogue, extra_operands
 from llmc.codegen.backends.triton.template import Argument, Template
@@ -103,7 +103,7 @@ class ScaledGemm(TritonKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = ScaledProduct.of(node)
-        shapes = [s for s in dict.fromkeys(_narrow(p) if self.swap else _large(p)) if _fits(p, s, target)]
+        shapes = [s for s in dict.fromkeys(_narrow(p) if self.swap else _large(p)) if fits(p, s, target, _SUMS)]
         schedules: list[Schedule] = [dict(zip(KEYS, s, strict=True)) for s in shapes or [(16, 16, p.step, 4, 2, 1)]]
         return schedules + [{**s, "group": g} for g in GROUPS for s in schedules[:1] if self.mapped]
 
@@ -174,13 +174,6 @@ def _large(p: ScaledProduct) -> Iterator[Shape]:
     """Shapes for many tokens."""
     for bm, bn, warps, stages in MANY:
         yield bm, max(16, bn // power(p.parts)), p.step, warps, stages, 1
-
-
-def _fits(p: ScaledProduct, s: Shape, target: Target) -> bool:
-    """Whether a block's tiles fit shared memory and its sums fit registers."""
-    bm, bn, _, warps, _, slices = s
-    shared = tiles_bytes(p, dict(zip(KEYS, s, strict=True)), target)
-    return shared <= target.limits.shared and bm * bn * p.parts * slices <= _SUMS * warps * target.limits.warp
 
 
 SCALED_GEMM_SMALL = ScaledGemm("triton/scaled_gemm_small", ("block_scaled_linear",), swap=True)

@@ -256,9 +256,6 @@ class PageTake(Take):
 class PagePut(Moving):
     """Write rows to slots of a pool of pages."""
 
-    def reject(self, node: Node, target: Target) -> str | None:
-        return unsupported(node)
-
     def space(self, node: Node) -> tuple[Dim, Dim]:
         return node.operands[1].type.shape[0], node.operands[1].type.shape[1]
 

@@ -150,7 +150,7 @@ def element(t: Type) -> str:
 
 
 def unsupported(node: Node, dtypes: Sequence[str] = tuple(ELEMENTS)) -> str | None:
-    """Return why a Triton kernel of these dtypes does not support the node's values, or None."""
+    """Return which operand or result of the node has none of these dtypes, as a reason; None if all have one."""
     return unsupported_dtype(node, dtypes)
 
 

@@ -170,7 +170,7 @@ def end_with_parent() -> None:
 
 
 class Job(NamedTuple):
-    """A source to compile, and what the compiler must know of the target.
+    """A source to compile, and the facts about the target that the compiler needs.
 
     warp: threads of a warp or wavefront. fusion: whether a product may be fused into a sum, which rounds once instead
     of twice.

@@ -178,8 +178,8 @@ class GpuDriver(ABC):
     def launch_config(self, launch: Launch, stream: Any) -> Any:
         """Return the configuration of a launch in a stream, with a grid of 1.
 
-        Its fields gridDimX, gridDimY and gridDimZ are set before each launch. Raises LlmcError E113 if the launch asks
-        for what the API lacks.
+        Its fields gridDimX, gridDimY and gridDimZ are set before each launch. Raises LlmcError E113 if the launch needs
+        a feature that the API lacks.
         """
 
     def tensor_map(

@@ -1,6 +1,6 @@
 """The HIP device: one AMD GPU, driven through the HIP API (hip-python).
 
-No test has run on AMD hardware; docs/amd.md says what is known.
+No test has run on AMD hardware; docs/amd.md describes what has been tested.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class _Light:
     """The state of a light or lent connection.
 
     `sock` may be in blocking mode. `promote(data, passed)` makes it an ordinary connection (again), which begins with
-    `data`; `passed` says that load shedding has checked the head of the next request, which may be served. `close` ends
+    `data`; `passed`: load shedding has checked the head of the next request, which may be served. `close` ends
     the connection, at `deadline` (loop time) at the latest. `skip` bytes of a refused body are still to arrive.
     """
 
@@ -71,7 +71,7 @@ class _Light:
 
 
 class _State(enum.Enum):
-    """What happens to a light connection after its data was handled: it stays, is promoted, or is closed."""
+    """The state of a light connection after its data was handled: it stays, is promoted, or is closed."""
 
     LIGHT = enum.auto()
     ORDINARY = enum.auto()
@@ -243,7 +243,7 @@ def _serve(light: _Light, refuse: Refuse, deadline: float) -> tuple[_State, byte
             if state is not _State.LIGHT:
                 return state, responses
             if len(data) < _READ:
-                break  # most clients wait for the response, so there is nothing to read; if there is, epoll says so
+                break  # most clients wait for the response, so there is nothing to read; if there is, epoll reports it
     except (BlockingIOError, InterruptedError):
         pass
     except OSError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-# Path -> what it tells.
+# Path -> the state that it reports.
 PROBES: Mapping[str, str] = MappingProxyType(
     {
         "/health": "Whether the engine is alive",

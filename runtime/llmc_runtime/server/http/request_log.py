@@ -20,6 +20,7 @@ from typing import Any, Protocol, TextIO
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmc_runtime.api.llm import to_stderr as print_to_stderr
+from llmc_runtime.format.errors import printable
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.sampling_params import SamplingParams
@@ -114,7 +115,7 @@ class TextFormatter(logging.Formatter):
         at = datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds")
         fields = "".join(f" {name}={_quoted(value)}" for name, value in _fields(record).items())
         message = f"{record.getMessage()}{_exception(record)}"[:_MAX_LINE]
-        return _printable(f"{at} {record.levelname} {record.name}: {message}{fields}")
+        return printable(f"{at} {record.levelname} {record.name}: {message}{fields}")
 
 
 class JsonFormatter(logging.Formatter):
@@ -307,12 +308,6 @@ def _exception(record: logging.LogRecord) -> str:
 def _quoted(value: Any) -> str:
     plain = isinstance(value, int | float) or (value.isprintable() and not set(value) & set(' "=\\'))
     return str(value) if plain else json.dumps(value)
-
-
-def _printable(line: str) -> str:
-    if line.isprintable():
-        return line
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 def _ms(seconds: float) -> float:

@@ -62,7 +62,7 @@ class Responses(NamedEvents):
             except ApiError:
                 if self._asked.store:
                     raise
-                self._stores = False  # storing is the default: without room, it is answered without
+                self._stores = False  # storing is the default: without room, the response is not stored
 
     def failed(self, error: ApiError) -> bytes:
         """Return the events after an error during the stream."""

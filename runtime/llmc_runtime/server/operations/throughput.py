@@ -1,6 +1,6 @@
 """Estimates the throughput of the queue: the work that left it, per second in which there was a queue.
 
-Time without a queue says nothing about the engine's capacity and is not counted.
+Time without a queue is not counted, because it does not measure the engine's capacity.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ Content = str | list[dict[str, Any]]
 
 
 class Conversation:
-    """The messages of a chat. What a model generates at once becomes one message: reasoning, a text and calls."""
+    """The messages of a chat. The output of one turn of the model is one message: reasoning, a text and calls."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []

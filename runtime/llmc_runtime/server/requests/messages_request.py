@@ -1,7 +1,7 @@
 """The bodies of /v1/messages and /v1/messages/count_tokens as msgspec types, and their conversion to chat requests.
 
-Names are those of Anthropic's Messages API. Unsupported fields and values that would change the response are refused by
-name.
+Names are those of Anthropic's Messages API. Unsupported fields and values that would change the response are refused
+with an error that names them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ToolChoiceOptions(msgspec.Struct, kw_only=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """`type`: enabled, adaptive or disabled. The model decides how long it thinks, whatever `budget_tokens` is.
+    """`type`: enabled, adaptive or disabled. The model decides how long it thinks; `budget_tokens` has no effect.
 
     `display`: omitted leaves the text out of the response.
     """

@@ -1,7 +1,7 @@
 """The requests to models that pool: embeddings, classification, scores of pairs, and reranking.
 
 Names are OpenAI's for embeddings, vLLM's for classification and scores, and Jina's for reranking. Fields that would
-change the response and are not supported are refused by name.
+change the response and are not supported are refused with an error that names them.
 """
 
 from __future__ import annotations
@@ -14,16 +14,10 @@ import msgspec
 
 from llmc_runtime.format.pooling import MAX_WIDTH
 from llmc_runtime.server.http.errors import ApiError
-from llmc_runtime.server.requests.request_fields import Name, Priority, Salt, TruncateTo, schema_of
+from llmc_runtime.server.requests.request_fields import Name, Priority, Salt, TruncateTo, prompts_schema, schema_of
 
 MAX_INPUTS = 2048  # texts or lists of token ids in one request, as many as OpenAI allows
 FLOAT, BASE64 = "float", "base64"
-
-
-def _inputs() -> Any:
-    token = {"type": "integer", "minimum": 0}
-    many = {"items": {"type": "array", "items": token, "minItems": 1}, "maxItems": MAX_INPUTS}
-    return schema_of(minItems=1, anyOf=[{"items": {"type": "string"}, "maxItems": MAX_INPUTS}, {"items": token}, many])
 
 
 def _documents() -> Any:
@@ -32,7 +26,7 @@ def _documents() -> Any:
     return schema_of(minItems=1, maxItems=MAX_INPUTS, items={"anyOf": [text, document]})
 
 
-Inputs = Annotated[list[Any], _inputs()]
+Inputs = Annotated[list[Any], prompts_schema(MAX_INPUTS)]
 Texts = Annotated[list[str], schema_of(minItems=1, maxItems=MAX_INPUTS)]
 Documents = Annotated[list[Any], _documents()]
 Encoding = Annotated[str, schema_of(enum=[FLOAT, BASE64], maxLength=16)]

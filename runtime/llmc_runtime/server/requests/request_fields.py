@@ -48,14 +48,15 @@ def _tool() -> Meta:
     return schema_of(properties={"type": {"const": "function"}, "function": inner}, required=["type", "function"])
 
 
-def _prompts() -> Meta:
+def prompts_schema(most: int) -> Meta:
+    """Describe a list of up to `most` texts or lists of token ids, or a list of token ids."""
     token = {"type": "integer", "minimum": 0}
-    many = {"items": {"type": "array", "items": token, "minItems": 1}, "maxItems": MAX_PROMPTS}
-    return schema_of(minItems=1, anyOf=[{"items": {"type": "string"}, "maxItems": MAX_PROMPTS}, {"items": token}, many])
+    many = {"items": {"type": "array", "items": token, "minItems": 1}, "maxItems": most}
+    return schema_of(minItems=1, anyOf=[{"items": {"type": "string"}, "maxItems": most}, {"items": token}, many])
 
 
 Ids = list[Annotated[int, schema_of(minimum=0)]]
-Prompts = Annotated[list[Any], _prompts()]
+Prompts = Annotated[list[Any], prompts_schema(MAX_PROMPTS)]
 Messages = Annotated[list[dict[str, Any]], schema_of(minItems=1, maxItems=MAX_MESSAGES)]
 Documents = Annotated[list[dict[str, Any]], schema_of(maxItems=MAX_DOCUMENTS)]
 Tools = Annotated[list[Annotated[dict[str, Any], _tool()]], schema_of(maxItems=MAX_TOOLS)]

@@ -1,6 +1,6 @@
 """The body of POST /v1/responses as a msgspec type, and its conversion to the chat request that it stands for.
 
-Unsupported fields and values that would change the response are refused by name.
+Unsupported fields and values that would change the response are refused with an error that names them.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ class Done(msgspec.Struct):
     """The end of a job.
 
     `leaves` means that the process exits; `unknown` is the number of unknown fields in the body. For a chat, `reasons`
-    and `opened` say whether the output has reasoning, and whether it starts inside of it; `earlier` is the number of
-    earlier tool calls. `items` is the JSON of each item of the input of a response that is to be stored.
+    is true if the output has reasoning, and `opened` if it starts inside of it; `earlier` is the number of earlier tool
+    calls. `items` is the JSON of each item of the input of a response that is to be stored.
     """
 
     leaves: bool = False

@@ -1,7 +1,7 @@
 """Call formats with JSON arguments, declared as a sequence of parts from which the reader and the grammar derive.
 
-A part is a text, or one of the parts below. In a grammar, a text stands as it is (one of the format's `markers` may be
-a special token). A reader allows white space before every text, and skips texts that are white space.
+A part is a text, or one of the parts below. A grammar requires a text literally (one of the format's `markers` may be a
+special token). A reader allows white space before every text, and skips texts that are white space.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class XmlShape(ArguedFormat):
     call: ClassVar[Sequence[Part]]
     field: ClassVar[Sequence[Part]]
 
-    # --- what the declaration says
+    # --- the declaration
 
     @classmethod
     def openers(cls) -> Sequence[str]:
