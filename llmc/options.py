@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.pooling import GENERATE, KINDS, TASKS
 from llmc_runtime.format.row_abi import MAX_DRAFTS
 from llmc_runtime.option_type import of_command, option, options_of, positive
@@ -17,8 +20,12 @@ from llmc.frontend.eagle_config import EAGLE
 from llmc.frontend.hub import PUBLIC, Hub
 from llmc.frontend.unsupported import refuse_code
 from llmc.quant.make.recipes import NONE, RECIPES, ROUNDED
+from llmc.targets.target import Target
 
 BOTH = ("compile", "tune")
+MAX_LIMITS: Mapping[str, int] = MappingProxyType(
+    {"max_num_seqs": 1 << 16, "max_num_batched_tokens": 1 << 20}
+)  # of any target
 FILES = "files and caches"  # heading of the options that do not change what an artifact contains
 
 
@@ -160,3 +167,12 @@ def random_seed(weights: str) -> int | None:
     if colon or kind not in ("packed", "none"):
         raise Diagnostic("E127", f"unknown value --weights {weights!r}", "use packed, none or random:SEED")
     return None
+
+
+def with_limits(o: Options, target: Target) -> Options:
+    """Replace limits that are None by the target's defaults. Raises LlmcError E201 above MAX_LIMITS."""
+    for name, most in MAX_LIMITS.items():
+        if (value := getattr(o, name) or 0) > most:
+            raise LlmcError("E201", f"{name} = {value} is too large", f"set it to at most {most}")
+    rows, tokens = o.max_num_seqs or target.rows, o.max_num_batched_tokens or target.tokens
+    return replace(o, max_num_seqs=rows, max_num_batched_tokens=tokens)
