@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from llmc_runtime.format.errors import LlmcError, require_compiler
+from llmc_runtime.format.errors import require_compiler
 from llmc_runtime.format.manifest import Limits, Manifest, Source, TargetInfo
 from llmc_runtime.format.size_text import size_text
 
@@ -26,7 +26,7 @@ from llmc.frontend.hub import Located, locate
 from llmc.ir.graph import Graph, Module
 from llmc.ir.text import show
 from llmc.next_command import next_command
-from llmc.options import Options, random_seed
+from llmc.options import Options, check_limits, random_seed
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.lower.page_attention import DRAFT_PREFIX
 from llmc.passes.lower.shard import with_ranks
@@ -39,7 +39,6 @@ from llmc.targets.target import Target
 
 DTYPES = (("float32", "f32"), ("bfloat16", "bf16"))
 MAX_LEN = 32768
-MAX_LIMITS: Mapping[str, int] = MappingProxyType({"max_num_seqs": 1 << 16, "max_num_batched_tokens": 1 << 20})
 # Target family -> checkpoint dtype -> dtype that is compiled instead. CPU kernels multiply bfloat16, but not float16.
 SUBSTITUTE_DTYPES: Mapping[str, Mapping[str, str]] = MappingProxyType({"cpu": {"f16": "bf16"}})
 
@@ -113,10 +112,8 @@ def start(model: str | Path, output: Path, options: Options, force: bool, consol
 
 
 def with_limits(o: Options, target: Target) -> Options:
-    """Replace limits that are None by the target's defaults. Raises LlmcError E201 above MAX_LIMITS."""
-    for name, most in MAX_LIMITS.items():
-        if (value := getattr(o, name) or 0) > most:
-            raise LlmcError("E201", f"{name} = {value} is too large", f"set it to at most {most}")
+    """Replace limits that are None by the target's defaults. Raises LlmcError E201 for limits that are too large."""
+    check_limits(o)
     rows, tokens = o.max_num_seqs or target.rows, o.max_num_batched_tokens or target.tokens
     return replace(o, max_num_seqs=rows, max_num_batched_tokens=tokens)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.pooling import GENERATE, KINDS, TASKS
 from llmc_runtime.format.row_abi import MAX_DRAFTS
 from llmc_runtime.option_type import of_command, option, options_of, positive
@@ -19,6 +22,7 @@ from llmc.frontend.unsupported import refuse_code
 from llmc.quant.make.recipes import NONE, RECIPES, ROUNDED
 
 BOTH = ("compile", "tune")
+MAX_LIMITS: Mapping[str, int] = MappingProxyType({"max_num_seqs": 1 << 16, "max_num_batched_tokens": 1 << 20})
 FILES = "files and caches"  # heading of the options that do not change what an artifact contains
 
 
@@ -109,6 +113,13 @@ class Options:
         if path and Path(path).is_dir():
             values["draft"] = f"{prefix}:{Path(path).resolve().name}" if prefix else Path(path).resolve().name
         return {name: value.name if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def check_limits(o: Options) -> None:
+    """Raise LlmcError E201 for a limit above MAX_LIMITS, whose memory no machine has."""
+    for name, most in MAX_LIMITS.items():
+        if (value := getattr(o, name) or 0) > most:
+            raise LlmcError("E201", f"{name} = {value} is too large", f"set it to at most {most}")
 
 
 def add_options(p: argparse.ArgumentParser, command: str) -> None:

@@ -14,9 +14,9 @@ from llmc_runtime.option_type import options_of
 
 from llmc.builtin import EXTENSION
 from llmc.console import Quiet
-from llmc.driver import MAX_LIMITS, start
+from llmc.driver import start
 from llmc.frontend.hub import Hub
-from llmc.options import FILES, Options, add_options, read_options
+from llmc.options import FILES, MAX_LIMITS, Options, add_options, read_options
 from llmc.quantized_compile import unread_codes
 
 
