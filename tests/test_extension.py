@@ -9,8 +9,12 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from llmc.diagnostics import Diagnostic
+from llmc.extension import Extension, combine
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -53,6 +57,20 @@ def test_a_pass_is_there_when_its_package_is(tmp_path: Path) -> None:
     assert "miss: norm-last: take at permuted: no row is left out" in done.stdout
     assert "check: @last: 1 output agrees" in done.stdout
     assert "norm-last" in llmc(tmp_path, "passes").stdout
+
+
+@pytest.mark.parametrize(
+    "kinds, words",
+    [
+        ({"passes": {"mine": 5}}, "extension 'bad': passes has 5"),
+        ({"ops": [print]}, "extension 'bad': ops has [<built-in"),
+        ({"pipelines": {"serve": ("a", "b")}}, "extension 'bad': pipelines has ('a', 'b')"),
+    ],
+)
+def test_kinds_map_names_to_texts(kinds: dict[str, Any], words: str) -> None:
+    with pytest.raises(Diagnostic, match="E423") as e:
+        combine([Extension("bad", **kinds)])
+    assert e.value.cause.startswith(words) and "map names to texts" in e.value.remedy
 
 
 @pytest.mark.parametrize(

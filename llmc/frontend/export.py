@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from llmc_runtime.format.nearest import did_you_mean
 from torch.export.graph_signature import InputKind
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
@@ -96,7 +97,9 @@ def load_config(source: Source, pools: bool = False) -> Any:
             raise unsupported.refuse_code(f"model_type {name!r} is only in auto_map")
         if pools and name in CONFIG_MAPPING_NAMES:
             raise Diagnostic("E313", f"encoders of model_type {name!r} are not supported", pooled_model.SUPPORTED)
-        raise Diagnostic("E303", f"model_type {name!r} {_what(name)} ({transformers.__version__})", KNOWN_TO_WORK)
+        near = did_you_mean(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "") if name not in CONFIG_MAPPING_NAMES else ""
+        remedy = f"{near} {KNOWN_TO_WORK}".lstrip()
+        raise Diagnostic("E303", f"model_type {name!r} {_what(name)} ({transformers.__version__})", remedy)
     if (why := unsupported.outside(source.config)) is not None:
         raise Diagnostic("E305", f"model_type {name!r} is not supported: {why}", KNOWN_TO_WORK)
     rope_interface.check_config(dict(source.config))

@@ -87,7 +87,12 @@ def test_config_file(tmp_path: Path) -> None:
 
 def test_architecture(tmp_path: Path) -> None:
     fails("E303", "no model_type", do=lambda: trace(config(tmp_path, model_type=None)))
-    fails("E303", "'llamma'", "qwen2", do=lambda: trace(config(tmp_path, model_type="llamma")))
+    fails(
+        "E303",
+        "'llamma'",
+        "did you mean 'llama'? tested architectures: llama, qwen2",
+        do=lambda: trace(config(tmp_path, model_type="llamma")),
+    )
     fails("E303", "'vit'", "no causal", do=lambda: trace(config(tmp_path, model_type="vit")))
     custom = {"AutoConfig": "configuration_x.XConfig", "AutoModelForCausalLM": "modeling_x.X"}
     (tmp_path / "configuration_x.py").write_text("raise SystemExit('this must not run')")
