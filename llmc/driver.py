@@ -26,7 +26,7 @@ from llmc.frontend.hub import Located, locate
 from llmc.ir.graph import Graph, Module
 from llmc.ir.text import show
 from llmc.next_command import next_command
-from llmc.options import Options, check_limits, random_seed
+from llmc.options import Options, random_seed, with_limits
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.lower.page_attention import DRAFT_PREFIX
 from llmc.passes.lower.shard import with_ranks
@@ -111,13 +111,6 @@ def start(model: str | Path, output: Path, options: Options, force: bool, consol
     return Compilation(at, output, limited, registry, target, force, console)
 
 
-def with_limits(o: Options, target: Target) -> Options:
-    """Replace limits that are None by the target's defaults. Raises LlmcError E201 for limits that are too large."""
-    check_limits(o)
-    rows, tokens = o.max_num_seqs or target.rows, o.max_num_batched_tokens or target.tokens
-    return replace(o, max_num_seqs=rows, max_num_batched_tokens=tokens)
-
-
 def locate_model(model: str | Path, o: Options, registry: Registry, console: Console) -> Located:
     """Return the model's folder, downloading it first if `model` is a hub id (see `locate`)."""
     from llmc.quant.decoder import decoder_of
@@ -192,7 +185,9 @@ class Compilation:
             self.optimise(traced.module, traced.facts.max_positions)
             built = self.build(traced.module)
             weights = self.weights(traced.module.graphs["weights"], checkpoint, draft) if checkpoint else seed
-            return self.write(traced, weights, built)
+            manifest = self.write(traced, weights, built)
+            self.note(checkpoint.not_finite.note if checkpoint else None)
+            return manifest
 
     def weights(self, graph: Graph, checkpoint: Any, draft: Any = None) -> Any:
         """Return the weights to evaluate: the checkpoint's, the draft model's, and the scales of the KV cache."""
@@ -224,7 +219,8 @@ class Compilation:
             return traced, stack.enter_context(self.checkpoint(traced))
 
     def checkpoint(self, traced: Any) -> Any:
-        """Open the model's weights; if they are quantised, give them quantised types in the graph, and say how."""
+        """Open the model's weights; if they are quantised, give them quantised types in the graph, and note the
+        formats."""
         from llmc.frontend.checkpoint import Checkpoint
         from llmc.quant.decoder import decoder_of
         from llmc.quant.typed_weights import use_codes
@@ -250,7 +246,7 @@ class Compilation:
         Toolset(self.target, self.registry.toolchains).of(self.target.languages[0])  # build needs it after the passes
         self.console.begin("trace", f"{self.model.name} (imports torch and transformers)")
         from llmc.frontend.checkpoint import check_shapes
-        from llmc.frontend.trace_model import trace
+        from llmc.frontend.trace_model import notes_of, trace
         from llmc.kv_cache import kv_dtype
         from llmc.quant.kv_scales import kv_dtype_of
 
@@ -288,11 +284,9 @@ class Compilation:
             self.summary.next = next_command(self.model, self.output, o, self.target, pooling.task)
         stored = kv_dtype_of(traced.source.config) if o.kv_cache_dtype == "auto" else ""
         self.kv_dtype, note = kv_dtype(o.kv_cache_dtype, stored, self.target, self.registry)
-        if note:
-            self.note(note)
-        if f.generation:
-            defaults = ", ".join(f"{k} {v}" for k, v in f.generation.items())
-            self.note(f"sampling defaults from generation_config.json: {defaults}; requests may override them")
+        self.note(note)
+        for text in notes_of(traced):
+            self.note(text)
         if f.layers:
             self.note(
                 f"--layers: {Source('', '', '', {}, *f.layers).part} only; the output differs from the full model's"

@@ -20,9 +20,12 @@ from llmc.frontend.eagle_config import EAGLE
 from llmc.frontend.hub import PUBLIC, Hub
 from llmc.frontend.unsupported import refuse_code
 from llmc.quant.make.recipes import NONE, RECIPES, ROUNDED
+from llmc.targets.target import Target
 
 BOTH = ("compile", "tune")
-MAX_LIMITS: Mapping[str, int] = MappingProxyType({"max_num_seqs": 1 << 16, "max_num_batched_tokens": 1 << 20})
+MAX_LIMITS: Mapping[str, int] = MappingProxyType(
+    {"max_num_seqs": 1 << 16, "max_num_batched_tokens": 1 << 20}
+)  # of any target
 FILES = "files and caches"  # heading of the options that do not change what an artifact contains
 
 
@@ -54,12 +57,12 @@ class Options:
         None, choices=("auto", "bf16", "bfloat16", "fp8", "fp8_e4m3"),
     )  # fmt: skip
     task: str = _artifact(
-        "auto", "what the model does: generate text, embed prompts, or classify them (auto: as its files say)", str,
+        "auto", "what the model does: generate text, embed prompts, or classify them (auto: from its files)", str,
         None, choices=("auto", GENERATE, *TASKS),
     )  # fmt: skip
     pooling: str = _artifact(
-        "auto", "what is pooled into an embedding: the last token, the first (cls), or the mean of all (auto: as the "
-        "model's files say)", str, None, choices=("auto", *KINDS),
+        "auto", "what is pooled into an embedding: the last token, the first (cls), or the mean of all (auto: from "
+        "the model's files)", str, None, choices=("auto", *KINDS),
     )  # fmt: skip
     max_model_len: int | None = _artifact(None, "maximum length of a sequence in tokens (the model's, at most 32768)")
     max_num_seqs: int | None = _artifact(None, "maximum number of sequences in one step (CPU: 16, GPU: 256)")
@@ -115,13 +118,6 @@ class Options:
         return {name: value.name if isinstance(value, Path) else value for name, value in values.items()}
 
 
-def check_limits(o: Options) -> None:
-    """Raise LlmcError E201 for a limit above MAX_LIMITS, whose memory no machine has."""
-    for name, most in MAX_LIMITS.items():
-        if (value := getattr(o, name) or 0) > most:
-            raise LlmcError("E201", f"{name} = {value} is too large", f"set it to at most {most}")
-
-
 def add_options(p: argparse.ArgumentParser, command: str) -> None:
     """Add the flags of the options of `command` ("compile" or "tune"), and those of the hub."""
     groups: dict[str, Any] = {}
@@ -171,3 +167,12 @@ def random_seed(weights: str) -> int | None:
     if colon or kind not in ("packed", "none"):
         raise Diagnostic("E127", f"unknown value --weights {weights!r}", "use packed, none or random:SEED")
     return None
+
+
+def with_limits(o: Options, target: Target) -> Options:
+    """Replace limits that are None by the target's defaults. Raises LlmcError E201 above MAX_LIMITS."""
+    for name, most in MAX_LIMITS.items():
+        if (value := getattr(o, name) or 0) > most:
+            raise LlmcError("E201", f"{name} = {value} is too large", f"set it to at most {most}")
+    rows, tokens = o.max_num_seqs or target.rows, o.max_num_batched_tokens or target.tokens
+    return replace(o, max_num_seqs=rows, max_num_batched_tokens=tokens)

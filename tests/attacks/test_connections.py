@@ -1,0 +1,93 @@
+"""Clients that hold connections: silent, slow, with a key or without one, or unwilling to read. Others are served."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.attacks.target import Target, target
+from tests.attacks.wire import Link, head
+
+KEYS = ("neighbour-secret-key", "attacker-secret-key")
+MOST = 120  # connections
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Target]:
+    """A server with few connections and two keys."""
+    with target("--max-num-seqs", "8", "--max-connections", str(MOST), keys=KEYS) as server:
+        server.steady()
+        yield server
+
+
+def occupied(server: Target, sent: bytes, count: int = 2 * MOST) -> list[Link]:
+    """Connections that each send some bytes, and then nothing."""
+    links = []
+    for _ in range(count):
+        with contextlib.suppress(OSError):
+            links.append(link := Link(server))
+            link.send_some(sent)
+    time.sleep(0.5)
+    return links
+
+
+def others_are_served(server: Target) -> None:
+    """A key that no attacker has gets answers on new connections, and so do probes."""
+    for _ in range(20):
+        with Link(server) as link:
+            link.send_some(head(server, "/v1/models", "GET"))
+            assert link.answer().status == 200
+        with Link(server) as link:
+            link.send_some(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert link.answer().status == 200
+
+
+def test_25_connections_without_a_key(small: Target) -> None:
+    """Silent ones, and halves of heads, twice as many as there are places."""
+    for sent in (b"", b"GET /health HTTP/1.1\r\nHost: loc", b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+        links = occupied(small, sent)
+        others_are_served(small)
+        for link in links:
+            link.close()
+    small.steady("silent connections")
+
+
+def test_25_connections_with_a_key(small: Target) -> None:
+    """Bodies that do not arrive, and long streams: the attacker's key gets 429, the others their answers."""
+    attacker = head(small, Authorization=f"Bearer {KEYS[1]}", Content_Length=8000) + b"{"
+    links = occupied(small, attacker)
+    others_are_served(small)
+    statuses = set()
+    for link in links[-20:]:
+        with contextlib.suppress(TimeoutError):
+            link.settimeout(0.2)
+            statuses.add(link.answer().status)
+    assert statuses <= {0, 429}, statuses
+    for link in links:
+        link.close()
+    small.steady("bodies that do not arrive")
+
+
+def test_25_clients_that_do_not_read(small: Target) -> None:
+    """Pipelines of responses that nobody reads: memory is limited, and others are served."""
+    before = small.memory()
+    sent = head(small, "/openapi.json", "GET", Authorization=f"Bearer {KEYS[1]}") * 40
+    links = []
+    for _ in range(MOST):
+        link = socket.socket()
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        link.settimeout(20)
+        with contextlib.suppress(OSError):
+            link.connect((small.host, small.port))
+            link.sendall(sent)
+        links.append(link)
+    time.sleep(0.5)
+    others_are_served(small)
+    assert small.memory() - before < 200 << 20
+    for link in links:
+        link.close()
+    small.steady("clients that do not read")
