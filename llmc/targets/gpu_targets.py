@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from llmc.targets.target import Limits, Target
+from llmc.targets.target import PDL, Limits, Target
 
 _FRONT = (
     "canonicalize, fuse-norm, fuse-rope, page-attention, fuse-linear, fold, quantize, fuse-pointwise, fuse-qkv, "
@@ -33,7 +33,7 @@ def _record(
     i8, divided by that of bf16. `float8` is the dtype of the 8-bit floats that it multiplies, twice as fast as bf16; ""
     if there are none.
     """
-    dependent = "pdl" in features  # dependent launches make a separate attention launch for decoding rows worthwhile
+    dependent = PDL in features  # dependent launches make a separate attention launch for decoding rows worthwhile
     peaks = {
         "f32": f32 * _TERA,
         "bf16": bf16 * _TERA,
@@ -68,13 +68,13 @@ def sm_80() -> Target:
 def sm_90() -> Target:
     """H100 and H200: 132 multiprocessors, 227 KiB of shared memory per block, programmatic dependent launch."""
     limits = Limits(units=132, shared=227 << 10, l2=50 << 20)
-    return _record("cuda:sm_90", "cuda", ("pdl",), limits, 795, 60, 4.65, 80, link=0.375)
+    return _record("cuda:sm_90", "cuda", (PDL,), limits, 795, 60, 4.65, 80, link=0.375)
 
 
 def sm_100() -> Target:
     """B200: 148 multiprocessors, 227 KiB of shared memory per block, programmatic dependent launch."""
     limits = Limits(units=148, shared=227 << 10, l2=126 << 20)
-    return _record("cuda:sm_100", "cuda", ("pdl",), limits, 2250, 75, 7.7, 180, link=0.75)
+    return _record("cuda:sm_100", "cuda", (PDL,), limits, 2250, 75, 7.7, 180, link=0.75)
 
 
 def gfx90a() -> Target:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-FAMILIES = ("cpu", "cuda", "hip")  # kinds of devices; the runtime opens the first two
+PDL = "pdl"  # feature: programmatic dependent launch
+FAMILIES = ("cpu", "cuda", "hip")  # kinds of devices
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from llmc.codegen.emit import Sizes, describe, unsupported_dtype
 from llmc.codegen.kernel import Kernel, Map, Param, Schedule, Source
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
-from llmc.targets.target import Target
+from llmc.targets.target import PDL, Target
 
 # The element types of the IR in CUDA C++.
 CTYPES: Mapping[str, str] = MappingProxyType(
@@ -38,7 +38,6 @@ INT4_TO_BF16 = "llmc.codegen.backends.cuda.kernels:int4_to_bf16.cuh"
 STREAMING = "llmc.codegen.backends.cuda.kernels:streaming.cuh"
 PAIRS = "llmc.codegen.backends.cuda.kernels:pairs.cuh"
 SCALAR_MATH = "llmc.codegen.backends.cuda.kernels:scalar_math.cuh"
-PDL = "pdl"  # target feature: programmatic dependent launch
 
 
 @dataclass(frozen=True)

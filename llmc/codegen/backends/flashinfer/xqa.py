@@ -18,7 +18,7 @@ from llmc.codegen.kernel import SETTLED, Kernel, Param, Schedule, Source
 from llmc.ir.dim import D
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
-from llmc.targets.target import Target
+from llmc.targets.target import PDL, Target
 
 FILE, ENTRY = "xqa.cu", "llmc_xqa"
 WHOLE, SPLIT = "paged_attention", "paged_attention_split"
@@ -31,7 +31,6 @@ THREADS, WARPS, TOKENS = 256, 4, 64  # threads; warps of each of two kinds; toke
 BUFFERS, ROWS, ROW_BYTES, CHUNK = 2, 16, 128, 128  # of keys and of values; of a tile; of one warp's maxima; of a key
 RESERVED = 1024  # bytes of shared memory that CUDA reserves for each block
 CTYPES: Mapping[str, str] = MappingProxyType({"f32": "float", "bf16": "__nv_bfloat16", "f16": "__half"})
-PDL = "pdl"
 CONTEXT = 1024  # tokens per row that the cost rule assumes
 _READS, _TILE_US, _START_US = 0.75, 1.9, 3.0  # share of the bandwidth; of a block: a tile of 256 tokens, the rest
 

@@ -12,12 +12,12 @@ from llmc.codegen.backends.triton.decode_attention import CONTEXT, OPERANDS, Pro
 from llmc.codegen.backends.triton.dot_order import dot_order
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import power
-from llmc.codegen.backends.triton.triton_kernel import PDL, Code, TritonKernel, Unit, element
+from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, element
 from llmc.codegen.kernel import BY_SCHEDULE, Schedule
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
 from llmc.passes.split.split_kv import fixed_part
-from llmc.targets.target import Target
+from llmc.targets.target import PDL, Target
 
 FAR = 1 << 30
 WARP_ROWS = 16  # rows of a tile that a warp of a warpgroup multiplies

@@ -17,7 +17,7 @@ from llmc.codegen.kernel import LATE, SETTLED, Kernel, Map, Schedule, Source
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
 from llmc.ir.types import Type
-from llmc.targets.target import Target
+from llmc.targets.target import PDL, Target
 
 # dtype -> Triton's dtype of a stored element, and its name in pointer types; a bool is one byte, 0 or 1.
 ELEMENTS = MappingProxyType(
@@ -34,7 +34,6 @@ FLOAT8 = ("f8e4m3", "f8e4m3fnuz")
 AMD_FLOAT8 = MappingProxyType({"gfx942": "f8e4m3fnuz", "gfx950": "f8e4m3"})  # of matrix instructions
 CODES = ("i8", *FLOAT8)  # of quantised tensors; two of one dtype can be factors of tl.dot
 INTS = ("i64", "i32", "i16", "i8", "u32", "u16", "u8")
-PDL = "pdl"  # target feature: programmatic dependent launch
 INTERPRET = "interpret"  # target feature: Triton's interpreter on the CPU, which has no bfloat16 arithmetic
 WAIT = "tl.extra.cuda.gdc_wait()"
 GO = "tl.extra.cuda.gdc_launch_dependents()"

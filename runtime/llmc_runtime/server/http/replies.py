@@ -24,7 +24,7 @@ log = logging.getLogger("llmc.serve")
 DONE = b"data: [DONE]\n\n"
 _MAX_UNCHUNKED = 256 << 10  # bytes up to which a response is sent at once
 _SLICE = 64 << 10  # bytes
-_CLIENT_CLOSED_REQUEST = 499  # status in the log; never sent, as the client has disconnected
+CLIENT_CLOSED_REQUEST = 499  # status in the log; never sent, as the client has disconnected
 
 Handler = Callable[[Any, Request], Awaitable[Response]]
 Write = Callable[[bytes], Awaitable[None]]
@@ -254,7 +254,7 @@ def catch_errors(handler: Handler) -> Handler:
             return as_error(e, request.scope["path"])
         except (ClientDisconnected, ClientDisconnect):
             self.serving.meters.gone()
-            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
         except Exception as e:
             log.error("%s failed%s", request.scope["llmc.id"], code_location(e))
             return as_error(internal(), request.scope["path"])

@@ -25,13 +25,12 @@ from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.server.http.probes import PROBES
-from llmc_runtime.server.http.replies import code_location
+from llmc_runtime.server.http.replies import CLIENT_CLOSED_REQUEST, code_location
 
 log = logging.getLogger("llmc.request")
 _FREQUENT = frozenset({*PROBES, "/metrics"})  # logged at level debug and not traced
 MAX_WAITING = 10_000  # lines
 _TEMPORARY = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EAGAIN})
-_CLIENT_CLOSED_REQUEST = 499  # the client disconnected before the response ended
 _MAX_PATH, _MAX_TEXT, _MAX_LINE = 200, 2000, 8000  # characters
 
 
@@ -179,7 +178,7 @@ class Record:
 
     def fields(self) -> dict[str, Any]:
         """Return the fields known so far."""
-        status = self.status if self.complete else _CLIENT_CLOSED_REQUEST
+        status = self.status if self.complete else CLIENT_CLOSED_REQUEST
         fields: dict[str, Any] = {"status": status, "duration_ms": _ms(time.monotonic() - self._began)}
         if self._id is not None:
             fields |= {
