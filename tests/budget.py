@@ -232,7 +232,7 @@ FIELDS: tuple[Row, ...] = (
         ("server.stored_responses", "server.requests.responses_request", "server.responses_routes")),
     Row(("truncation", "text", "text.verbosity", "reasoning", "reasoning.summary", "reasoning.generate_summary",
          "stream_options.include_obfuscation", "context_management", "context_management.edits", "thinking",
-         "thinking.type", "thinking.budget_tokens", "thinking.display", "output_config"),
+         "thinking.type", "thinking.budget_tokens", "thinking.display", "output_config", "output_config.task_budget"),
         "a few comparisons", "{word} each, {tools} edits", NONE, NONE,
         ("server.requests.responses_request", "server.requests.messages_request")),
     Row(("documents", "documents[].text", "chat_template_kwargs", "reasoning_effort", "reasoning.effort",
