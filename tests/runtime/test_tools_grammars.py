@@ -23,7 +23,7 @@ from llmc_runtime.server.tool_calls.definitions import tools_of
 from llmc_runtime.server.tool_calls.grammar import answer, calls_of
 from llmc_runtime.server.tool_calls.parser_select import Dialect
 from llmc_runtime.server.tool_calls.python_shape import PythonShape
-from llmc_runtime.server.tool_calls.registry import FORMATS, OpenAI
+from llmc_runtime.server.tool_calls.registry import FORMATS, Hermes, OpenAI, Pythonic, Qwen3Coder
 from llmc_runtime.server.tool_calls.xml_shape import XmlShape
 
 from tests.runtime.followed import Followed
@@ -315,3 +315,14 @@ def test_any_schema_has_a_grammar_or_is_refused_and_types_its_values(schema: Any
     text = "<tool_call><function=f><parameter=a>1</parameter><parameter=b>x</parameter></function></tool_call>"
     content, [(name, arguments)] = parsed(registry.Qwen3Coder, [text], {"f": schema})
     assert (content, name) == ("", "f") and json.loads(arguments).keys() == {"a", "b"}
+
+
+@pytest.mark.parametrize("form", [Hermes, Qwen3Coder, Pythonic], ids=lambda f: f.name)
+def test_a_format_that_no_grammar_follows_is_refused(form: type[CallFormat]) -> None:
+    """Of an integer within the arguments, in each shape."""
+    items = {"type": "array", "items": {"type": "integer", "format": "unix-time"}}
+    schema = {"type": "object", "properties": {"times": items}, "required": ["times"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    with pytest.raises(ApiError, match=r"the parameters of f cannot be enforced: .*'unix-time'") as e:
+        calls_of(tools_of([tool], "required", None), form, json.dumps, False)
+    assert e.value.param == "tools"
