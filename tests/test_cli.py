@@ -372,3 +372,12 @@ def test_llmc_run_links_what_llmc_compile_has_compiled(
     assert (entry / "manifest.json").is_file()
     output = capfd.readouterr().err
     assert "reuse: linked" in output and "trace:" not in output
+
+
+def test_importing_the_command_line_loads_no_torch() -> None:
+    code = (
+        "import sys, llmc.cli, llmc.frontend, llmc.frontend.model_folder\n"
+        "print(sorted(m for m in ('torch', 'transformers', 'safetensors') if m in sys.modules))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

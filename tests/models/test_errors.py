@@ -359,15 +359,6 @@ def test_an_expert_is_missing(tmp_path: Path) -> None:
 # The front end as a library
 
 
-def test_importing_the_command_line_loads_no_torch() -> None:
-    code = (
-        "import sys, llmc.cli, llmc.frontend, llmc.frontend.model_folder\n"
-        "print(sorted(m for m in ('torch', 'transformers', 'safetensors') if m in sys.modules))"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"
-
-
 @pytest.mark.drawn
 def test_nothing_is_printed(saved: Traced) -> None:
     code = (
