@@ -270,7 +270,7 @@ def _group(name: str, group: Any, default: Any) -> Group:
     weights = group.get("weights") if isinstance(group, dict) else None
     targets = _targets(group.get("targets") if isinstance(group, dict) else None, f"group {name[:80]!r}")
     kind = group.get("format") or default
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise refuse(METHOD, f"format of group {name[:80]!r}", kind, tuple(KINDS))
     return Group(targets, kind, weights if isinstance(weights, dict) else {}, _act(name, group))
 

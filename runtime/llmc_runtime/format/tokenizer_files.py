@@ -58,7 +58,7 @@ def templates(value: Any) -> dict[str, str]:
     if not isinstance(value, dict | list):
         raise ValueError(f"its chat_template is a {type(value).__name__}, not a text")
     rows = value if isinstance(value, list) else [{"name": name, "template": text} for name, text in value.items()]
-    found = {}
+    found: dict[str, str] = {}
     for row in rows:
         name, text = (row.get("name"), row.get("template")) if isinstance(row, dict) else (row, None)
         if not isinstance(name, str) or not isinstance(text, str):
