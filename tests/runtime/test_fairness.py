@@ -6,7 +6,9 @@ import random
 from collections import Counter
 from typing import Any
 
+import pytest
 from llmc_runtime.sched.request import Request, Status
+from llmc_runtime.sched.row_shares import ROW_WAIT
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.waiting_queue import _MIN_KEPT, OUTPUT_WEIGHT, WaitingQueue
@@ -137,6 +139,63 @@ def test_preempted_requests_go_before_new_ones_of_anybody() -> None:
         rig.step()
     assert [r.id for r in (rig.scheduler.waiting.first(),) if r] == ["b"] or "c" not in rig.expected
     rig.drain()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_tenant_that_waits_gets_rows_of_one_that_has_all(depth: int) -> None:
+    """Until both have as many; no tokens change, and requests that lost a row continue."""
+    now, rig = [0.0], Rig(depth, max_num_seqs=4, num_pages=128)
+    rig.scheduler.clock = lambda: now[0]
+    for i in range(8):
+        add(rig, f"a{i}", 8, "many", max_tokens=100)
+    for _ in range(20):
+        rig.step()
+    light = [add(rig, f"b{i}", 8, "few", max_tokens=60) for i in range(4)]
+    now[0] = 0.9 * ROW_WAIT
+    for _ in range(10):
+        rig.step()
+    assert not any(name.startswith("b") for name in rig.running())
+    now[0] = ROW_WAIT
+    for _ in range(10):
+        rig.step()
+    counts = Counter(name[0] for name in rig.running())
+    assert counts == {"a": 2, "b": 2}
+    assert light[0].output_token_ids
+    while any(name.startswith("b") for name in rig.expected):
+        rig.step()
+    rig.drain()
+
+
+def test_a_tenant_that_waits_gets_pages_of_one_that_has_all() -> None:
+    now, rig = [0.0], Rig(max_num_seqs=16, num_pages=27, prefix_caching=False)
+    rig.scheduler.clock = lambda: now[0]
+    for i in range(3):
+        add(rig, f"a{i}", 28, "many", max_tokens=30)
+    for _ in range(4):
+        rig.step()
+    late = add(rig, "b", 28, "few", max_tokens=4)
+    for seconds in (0.9 * ROW_WAIT, ROW_WAIT):
+        assert not late.output_token_ids
+        now[0] = seconds
+        for _ in range(3):
+            rig.step()
+    assert late.output_token_ids
+    rig.drain()
+
+
+def test_rows_are_not_taken_from_requests_of_higher_priority_or_of_the_same_tenant() -> None:
+    for one, other, priority in (("a", "b", -1), ("a", "a", 0)):
+        now, rig = [0.0], Rig(policy="priority")
+        rig.scheduler.clock = lambda now=now: now[0]
+        for i in range(4):
+            add(rig, f"a{i}", 8, one, priority, max_tokens=40)
+        rig.step()
+        late = add(rig, "b", 8, other, max_tokens=4)
+        now[0] = 2 * ROW_WAIT
+        for _ in range(5):
+            rig.step()
+        assert late.status is Status.WAITING and not rig.scheduler.counters.num_preemptions
+        rig.drain()
 
 
 def test_times_are_those_of_the_clock() -> None:

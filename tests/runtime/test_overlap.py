@@ -104,7 +104,7 @@ def test_the_last_token_under_way_survives_a_preemption() -> None:
     assert rig.scheduler.running[1].num_total == rig.scheduler.running[1].limit
     rig.scheduler.running[0].pages += rig.scheduler.pool.take(rig.scheduler.pool.num_free)
     victim = rig.scheduler.running.pop()
-    rig.scheduler._preempt(victim)
+    rig.scheduler._preempt(victim, 0.0)
     (delta,) = rig.scheduler.commit(rig.device.wait(rig.engine._tickets.popleft()))[1:]
     assert (delta.id, delta.finish_reason) == ("b", "length") and victim.status is Status.FINISHED
     assert not rig.scheduler.waiting

@@ -13,6 +13,7 @@ from llmc_runtime.sched.guided_requests import GuidedRequests
 from llmc_runtime.sched.host_draft import Draft
 from llmc_runtime.sched.host_drafts import HostDrafts
 from llmc_runtime.sched.request import Request, RequestDelta, Status
+from llmc_runtime.sched.row_shares import ROW_WAIT, row_to_share
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.sched.speculation import Speculation
 from llmc_runtime.sched.step import Step
@@ -112,11 +113,25 @@ class LiveRequests:
         self.prefix.publish(request.chain, request.tokens, request.pages, request.num_published, full)
         request.num_published = full
 
-    def _preempt(self, request: Request) -> None:
-        """Free everything but the tokens of a request that was removed from `running`, and let it wait."""
+    def _preempt(self, request: Request, now: float, *, first: bool = True) -> None:
+        """Free everything but the tokens of a request that was removed from `running`, and let it wait.
+
+        `first`: it is admitted before requests that were not preempted.
+        """
         self._free(request)
-        request.status = Status.PREEMPTED
-        self.waiting.add(request)
+        request.status, request.queued = Status.PREEMPTED, now
+        self.waiting.add(request, first=first)
+
+    def _share_rows(self, now: float) -> None:
+        """Let a request wait again whose tenant has too many rows, if one of another tenant has waited for long."""
+        head = self.waiting.first()
+        if head is None or now - head.queued < ROW_WAIT:
+            return
+        victim = row_to_share(self.running, head)
+        if victim is not None:
+            self.running.remove(victim)
+            self._preempt(victim, now, first=False)
+            self.counters.num_preemptions += 1
 
     def _finish(self, request: Request, reason: str) -> None:
         if request.status is Status.RUNNING:

@@ -75,6 +75,7 @@ class Request:
     account: Account = field(default_factory=Account, init=False)  # of its tenant
     silent: bool = field(default=True, init=False)  # no token was generated yet
     arrived: float = field(default=0.0, init=False)  # time at which it was added, by the scheduler's clock
+    queued: float = field(default=0.0, init=False)  # time at which it last began to wait for a row
     started: float = field(default=0.0, init=False)  # time of its first admission
     limit: int = field(default=0, init=False)  # maximum number of tokens, including the prompt
     gate: int = field(default=0, init=False)  # below this many tokens no stop token ends it

@@ -83,6 +83,7 @@ class Scheduler(LiveRequests):
         self._rank = POLICIES[config.policy]
         self._reserve = int(config.watermark * config.num_pages)
         self._arrivals = self._spare = 0  # spare: free rows of logits of the step being planned
+        self._short = False  # whether the last admission lacked pages
         self._anything = mask_of(None, config.vocab_size)
         self._proposals = 0 if config.speculation is None else config.speculation.proposals
 
@@ -97,7 +98,7 @@ class Scheduler(LiveRequests):
         request.status = Status.WAITING
         self.requests[request.id] = request
         self.guided.add(request)
-        request.arrived = self.clock()
+        request.arrived = request.queued = self.clock()
         self.waiting.enter(request)
         self.waiting.add(request)
 
@@ -113,6 +114,8 @@ class Scheduler(LiveRequests):
         began = self.clock()
         self._end_guided()
         planned: list[Request] = []
+        if self.waiting and (self._short or not self.free_rows):
+            self._share_rows(began)
         budget, preempted = self._plan_running(step, planned)
         if not preempted and self.waiting:
             self._admit(step, planned, budget)
@@ -192,7 +195,7 @@ class Scheduler(LiveRequests):
                 request.num_masked = None
                 if request.status is _RUNNING:
                     self.running.remove(request)
-                    self._preempt(request)
+                    self._preempt(request, self.clock())
 
     def _plan_running(self, step: Step, planned: list[Request]) -> tuple[int, bool]:
         """Plan the running requests. Return the remaining budget, and whether a request was preempted."""
@@ -227,7 +230,7 @@ class Scheduler(LiveRequests):
             # Victims are taken from the end of `running`, so none of them is in the plan yet.
             while need > pool.num_free:
                 victim = running.pop()
-                self._preempt(victim)
+                self._preempt(victim, self.clock())
                 self.counters.num_preemptions += 1
                 preempted = True
                 if victim is request:
@@ -263,7 +266,7 @@ class Scheduler(LiveRequests):
 
     def _admit(self, step: Step, planned: list[Request], budget: int) -> None:
         """Admit waiting requests in order, up to the first one that does not fit."""
-        config, pool, waiting = self.config, self.pool, self.waiting
+        config, pool, waiting, self._short = self.config, self.pool, self.waiting, False
         max_chunk = budget if config.whole_prompts else config.long_prefill_threshold or budget
         while budget and self._spare > 0 and self.free_rows and (request := waiting.first()) is not None:
             if request.status is Status.PREEMPTED and any(request in late for _, late in self._in_flight):
@@ -278,6 +281,7 @@ class Scheduler(LiveRequests):
             fresh = config.pages_for(len(request.tokens)) - len(hits)
             idle = sum(1 for page in hits if not pool.refs[page])
             if fresh + idle + (self._reserve if self.running else 0) > pool.num_free:
+                self._short = True
                 break
             for page in hits:
                 pool.share(page)

@@ -4,8 +4,8 @@ The tenant that has received the least service is next (the virtual token counte
 Large Language Models", OSDI 2024). Service is counted in tokens: 1 for each prompt token that was computed when its
 request first received a row, OUTPUT_WEIGHT for each generated token and each scored prompt token, as both need a row
 of logits. A tenant without waiting requests accumulates no credit: when it gets one, its count is raised to the
-minimum of the waiting tenants. Preempted requests come before all others, the oldest first, unless their tenant has an
-earlier request waiting. Within a tenant, requests are ordered by their keys.
+minimum of the waiting tenants. Requests that were preempted for lack of memory come before all others, the oldest
+first, unless their tenant has an earlier request waiting. Within a tenant, requests are ordered by their keys.
 
 Counts only grow, so entries of the tenants' heap may be outdated: they are corrected when they reach the top.
 """
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from heapq import heappop, heappush, heapreplace
 from operator import attrgetter
 
-from llmc_runtime.sched.request import Account, Request, Status
+from llmc_runtime.sched.request import Account, Request
 
 OUTPUT_WEIGHT = 2
 _MIN_KEPT = 256  # tenants without requests that are remembered at least
@@ -119,14 +119,14 @@ class WaitingQueue:
         if not self._live:
             self.clear()
 
-    def add(self, request: Request) -> None:
-        """Insert a request by its key."""
+    def add(self, request: Request, *, first: bool = False) -> None:
+        """Insert a request by its key. If `first`, it comes before the requests of all tenants that are not."""
         tenant = self.tenants[request.tenant]
         if not len(tenant):
             self._start_waiting(tenant)
         tenant.add(request)
         self._count += 1
-        if request.status is Status.PREEMPTED:
+        if first:
             self._preempted.add(request)
 
     def remove(self, request: Request) -> None:

@@ -1,0 +1,31 @@
+"""Row shares: which running request gives its row to a tenant that has waited for one.
+
+Admission is fair, but a tenant may hold every row when another one arrives, for as long as its outputs are long. A
+waiting request therefore takes a row after ROW_WAIT seconds, if its tenant has fewer rows and has received less service
+than the tenant that gives it. The request that loses its row waits like any other, and is computed again later.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from llmc_runtime.sched.request import Request
+
+ROW_WAIT = 1.0  # seconds
+
+
+def row_to_share(running: Sequence[Request], waiting: Request) -> Request | None:
+    """Return the running request whose row goes to `waiting`, or None if there is none.
+
+    Of the tenant with the most rows it is the last one in the order of `running`. The tenant keeps at least as many
+    rows as the other one then has, so that two tenants never take the same row from each other in turns. A request
+    whose priority is higher than that of `waiting` keeps its row.
+    """
+    rows = Counter(request.tenant for request in running)
+    tenant, most = max(rows.items(), key=lambda item: item[1], default=("", 0))
+    if most < rows[waiting.tenant] + 2:
+        return None
+    victim = next(request for request in reversed(running) if request.tenant == tenant)
+    served_more = victim.account.service > waiting.account.service
+    return victim if served_more and victim.key[0] >= waiting.key[0] else None
