@@ -9,6 +9,7 @@ from typing import Any
 
 from llmc_runtime.kv.pages import PagePool
 from llmc_runtime.kv.prefix import PrefixCache
+from llmc_runtime.sched import scheduler as scheduler_module
 from llmc_runtime.sched.request import Request, Status
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.step import RowMasks, Step, Work
@@ -125,9 +126,9 @@ def budget_overdrawn(self: Scheduler, step: Step) -> None:
 
 
 def preempted_but_still_computed(right: Any) -> Any:
-    def preempt(self: Scheduler, request: Request) -> None:
+    def preempt(self: Scheduler, request: Request, now: float) -> None:
         computed = request.num_computed
-        right(self, request)
+        right(self, request, now)
         request.num_computed = computed
 
     return preempt
@@ -166,12 +167,11 @@ def service_saved_up(right: Any) -> Any:
     return begin
 
 
-def preempted_who_wait_their_turn(right: Any) -> Any:
-    def add(self: WaitingQueue, request: Request) -> None:
-        right(self, request)
-        self._preempted.discard(request)
+def victim_that_came_first(right: Any) -> Any:
+    def victim(running: list[Request]) -> Request:
+        return running[0]
 
-    return add
+    return victim
 
 
 def stops_that_the_row_does_not_mask(self: Scheduler, step: Step) -> None:
@@ -366,5 +366,5 @@ BUGS: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
     (WaitingQueue, "first", first_of_all_tenants),
     (WaitingQueue, "first", the_tenant_with_the_most_service),
     (WaitingQueue, "_start_waiting", service_saved_up),
-    (WaitingQueue, "add", preempted_who_wait_their_turn),
+    (scheduler_module, "last_of_most_served", victim_that_came_first),
 )

@@ -129,15 +129,17 @@ def test_within_a_tenant_the_policy_counts() -> None:
     assert rig.drain() == ["a1", "b0", "a5", "b9"], "a's smaller number is no claim against b's"
 
 
-def test_preempted_requests_go_before_new_ones_of_anybody() -> None:
-    rig = Rig(num_pages=7, max_num_seqs=3, prefix_caching=False)
-    add(rig, "a", 8, "a", max_tokens=12)
-    late = add(rig, "b", 8, "b", max_tokens=12)
-    rig.step()
-    add(rig, "c", 4, "c", max_tokens=2)
-    while late.status is not Status.PREEMPTED:
+def test_the_tenant_that_has_received_most_gives_pages_first() -> None:
+    """The light tenant's request came last, but is not preempted; the heavy one's last request is."""
+    rig = Rig(num_pages=12, max_num_seqs=4, prefix_caching=False)
+    for name in ("a0", "a1"):
+        add(rig, name, 12, "heavy", max_tokens=20)
+    for _ in range(4):
         rig.step()
-    assert [r.id for r in (rig.scheduler.waiting.first(),) if r] == ["b"] or "c" not in rig.expected
+    light, given = add(rig, "b", 4, "light", max_tokens=20), rig.engine.scheduler.requests["a1"]
+    while given.status is not Status.PREEMPTED:
+        rig.step()
+        assert light.status is not Status.PREEMPTED
     rig.drain()
 
 

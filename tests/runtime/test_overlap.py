@@ -103,7 +103,7 @@ def test_the_last_token_under_way_survives_a_preemption() -> None:
     rig.step()
     assert rig.scheduler.running[1].num_total == rig.scheduler.running[1].limit
     rig.scheduler.running[0].pages += rig.scheduler.pool.take(rig.scheduler.pool.num_free)
-    victim = rig.scheduler.running.pop()
+    victim = rig.scheduler.running[-1]
     rig.scheduler._preempt(victim, 0.0)
     (delta,) = rig.scheduler.commit(rig.device.wait(rig.engine._tickets.popleft()))[1:]
     assert (delta.id, delta.finish_reason) == ("b", "length") and victim.status is Status.FINISHED

@@ -84,7 +84,7 @@ class GuidedRequests:
         for request in self._live:
             if request.status is Status.PARKED and known_mask(request) is not None:
                 request.status = Status.PREEMPTED
-                waiting.add(request, first=True)
+                waiting.add(request)
             elif (
                 request.idle_plans >= _MAX_IDLE_PLANS
                 and request.status is Status.RUNNING

@@ -113,14 +113,12 @@ class LiveRequests:
         self.prefix.publish(request.chain, request.tokens, request.pages, request.num_published, full)
         request.num_published = full
 
-    def _preempt(self, request: Request, now: float, *, first: bool = True) -> None:
-        """Free everything but the tokens of a request that was removed from `running`, and let it wait.
-
-        `first`: it is admitted before requests that were not preempted.
-        """
+    def _preempt(self, request: Request, now: float) -> None:
+        """Remove a running request, free everything but its tokens, and let it wait."""
+        self.running.remove(request)
         self._free(request)
         request.status, request.queued = Status.PREEMPTED, now
-        self.waiting.add(request, first=first)
+        self.waiting.add(request)
 
     def _share_rows(self, now: float) -> None:
         """Let a request wait again whose tenant has too many rows, if one of another tenant has waited for long."""
@@ -129,8 +127,7 @@ class LiveRequests:
             return
         victim = row_to_share(self.running, head)
         if victim is not None:
-            self.running.remove(victim)
-            self._preempt(victim, now, first=False)
+            self._preempt(victim, now)
             self.counters.num_preemptions += 1
 
     def _finish(self, request: Request, reason: str) -> None:

@@ -1,8 +1,9 @@
-"""Row shares: which running request gives its row to a tenant that has waited for one.
+"""Row shares: which running request loses its row and its pages, so that tenants get equal service.
 
 Admission is fair, but a tenant may hold every row when another one arrives, for as long as its outputs are long. A
 waiting request therefore takes a row after ROW_WAIT seconds, if its tenant has fewer rows and has received less service
-than the tenant that gives it. The request that loses its row waits like any other, and is computed again later.
+than the tenant that gives it. If pages run out, the tenant that has received most gives some. The request that loses
+its row waits like any other, and is computed again later.
 """
 
 from __future__ import annotations
@@ -29,3 +30,8 @@ def row_to_share(running: Sequence[Request], waiting: Request) -> Request | None
     victim = next(request for request in reversed(running) if request.tenant == tenant)
     served_more = victim.account.service > waiting.account.service
     return victim if served_more and victim.key[0] >= waiting.key[0] else None
+
+
+def last_of_most_served(running: Sequence[Request]) -> Request:
+    """Return the last request of the tenant that has received the most service, of these in order of their keys."""
+    return max(reversed(running), key=lambda request: request.account.service)

@@ -51,6 +51,7 @@ from llmc_runtime.sched.guided_requests import follow, known_mask, masked_room, 
 from llmc_runtime.sched.host_draft import Draft
 from llmc_runtime.sched.live_requests import LiveRequests
 from llmc_runtime.sched.request import Request, RequestDelta, Status
+from llmc_runtime.sched.row_shares import last_of_most_served
 from llmc_runtime.sched.scheduler_config import POLICIES, SchedulerConfig, admit
 from llmc_runtime.sched.speculation import Speculation
 from llmc_runtime.sched.step import RowMasks, RowPages, Step, StepOutput, TokenLogprobs, Work
@@ -194,7 +195,6 @@ class Scheduler(LiveRequests):
             for request in reversed(self._in_flight.pop()[1]):
                 request.num_masked = None
                 if request.status is _RUNNING:
-                    self.running.remove(request)
                     self._preempt(request, self.clock())
 
     def _plan_running(self, step: Step, planned: list[Request]) -> tuple[int, bool]:
@@ -227,14 +227,14 @@ class Scheduler(LiveRequests):
                 item = self._with_drafts(self.speculation, request, budget - (len(running) - index))
             count = item.num_tokens
             need = -(-(start + count) // size) - len(request.pages)
-            # Victims are taken from the end of `running`, so none of them is in the plan yet.
-            while need > pool.num_free:
-                victim = running.pop()
-                self._preempt(victim, self.clock())
+            while need > pool.num_free and request.status is _RUNNING:
+                # None of the victims is in the plan yet.
+                self._preempt(last_of_most_served(running[index - 1 :]), self.clock())
                 self.counters.num_preemptions += 1
                 preempted = True
-                if victim is request:
-                    return budget, True
+            if request.status is not _RUNNING:
+                index -= 1
+                continue
             if self.planner is not None and (request.num_drafts or self.planner.speculation.wants):
                 item = self.planner.plan(request, item, start + count)
                 need = -(-(start + count + item.propose) // size) - len(request.pages)

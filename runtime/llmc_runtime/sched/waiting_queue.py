@@ -4,8 +4,8 @@ The tenant that has received the least service is next (the virtual token counte
 Large Language Models", OSDI 2024). Service is counted in tokens: 1 for each prompt token that was computed when its
 request first received a row, OUTPUT_WEIGHT for each generated token and each scored prompt token, as both need a row
 of logits. A tenant without waiting requests accumulates no credit: when it gets one, its count is raised to the
-minimum of the waiting tenants. Requests that were preempted for lack of memory come before all others, the oldest
-first, unless their tenant has an earlier request waiting. Within a tenant, requests are ordered by their keys.
+minimum of the waiting tenants. Within a tenant, requests are ordered by their keys, so that those that were preempted
+come before those that arrived later.
 
 Counts only grow, so entries of the tenants' heap may be outdated: they are corrected when they reach the top.
 """
@@ -89,7 +89,6 @@ class WaitingQueue:
     def __init__(self) -> None:
         self.tenants: dict[str, Tenant] = {}
         self._heap: list[tuple[int, int, Tenant]] = []  # (service, turn) of each waiting tenant, and outdated entries
-        self._preempted: set[Request] = set()
         self._count = self._live = self._turns = 0
         self._last: Tenant | None = None  # the last one whose queue became empty
         self._max_tenants = _MIN_KEPT
@@ -119,31 +118,24 @@ class WaitingQueue:
         if not self._live:
             self.clear()
 
-    def add(self, request: Request, *, first: bool = False) -> None:
-        """Insert a request by its key. If `first`, it comes before the requests of all tenants that are not."""
+    def add(self, request: Request) -> None:
+        """Insert a request by its key."""
         tenant = self.tenants[request.tenant]
         if not len(tenant):
             self._start_waiting(tenant)
         tenant.add(request)
         self._count += 1
-        if first:
-            self._preempted.add(request)
 
     def remove(self, request: Request) -> None:
         """Remove a request."""
         tenant = self.tenants[request.tenant]
         tenant.remove(request)
         self._count -= 1
-        self._preempted.discard(request)
         if not len(tenant):
             self._last = tenant
 
     def first(self) -> Request | None:
         """Return the request that is admitted next, None if none waits."""
-        if self._preempted:
-            heads = [r for r in self._preempted if self.tenants[r.tenant].head is r]
-            if heads:
-                return min(heads, key=_KEY)
         least = self._least()
         return None if least is None else least.head
 
@@ -155,7 +147,6 @@ class WaitingQueue:
         """Remove all requests and tenants."""
         self.tenants.clear()
         self._heap.clear()
-        self._preempted.clear()
         self._count = self._live = 0
         self._last = None
 
