@@ -310,7 +310,7 @@ FIELDS: tuple[Row, ...] = (
     Row(("truncate_prompt_tokens",),
         "the whole prompt is tokenized, at most {listed} tokens, or as many as the context has", "the body's limit",
         NONE, "the kept tokens are counted", ("server.requests.sampling_fields", "server.prompting")),
-    Row(("priority", "cache_salt"), "a comparison; a hash a page", "{salt}", NONE,
+    Row(("priority", "cache_salt", "service_tier"), "a comparison; a hash a page; none", "{salt}", NONE,
         "priority matters only with `--scheduling-policy priority`",
         ("server.requests.request_fields", "server.serving")),
     Row(("add_special_tokens", "add_generation_prompt", "continue_final_message", "include_reasoning"), "flags", NONE,

@@ -25,7 +25,7 @@ def fake(pace: float = 0.0, path: str = "ok", tok: Tokenizer | None = None, **op
 
     Timeouts are long, so that a busy machine causes no failures.
     """
-    opening = Open(path)
+    opening = Open(path, digest="5e" * 32)
     front = Front([sys.executable, "-P", str(PROGRAM), str(pace)], opening, tok)
     calm = {"heartbeat_timeout": 20.0, "restart_delay": 0.0, "say": lambda line: None}
     return AsyncLLM.over(front, **(calm | options))

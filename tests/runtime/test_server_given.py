@@ -188,3 +188,15 @@ def test_calls_of_the_old_kind_that_ask_for_nothing(server: Served) -> None:
         assert chat(server, CHAT, functions=[], function_call=choice)["choices"] == usual
     for more in ({"functions": [{"name": "f"}]}, {"function_call": {"name": "f"}}, {"function_call": "f"}):
         assert chat(server, CHAT, **more)["code"] == "unsupported_parameter"
+
+
+@pytest.mark.parametrize("tier", [None, "auto", "flex"])
+def test_fingerprint_and_service_tier(server: Served, tier: str | None) -> None:
+    """As OpenAI's: every object has the model's fingerprint, and the tier if the request names one."""
+    asked: dict[str, Any] = {"max_tokens": 2, **({} if tier is None else {"service_tier": tier})}
+    found = [
+        chat(server, CHAT, **asked), *stream(server, "/v1/chat/completions", messages=CHAT, **asked),
+        ask(server, prompt="x", **asked), *stream(server, "/v1/completions", prompt="x", **asked),
+    ]  # fmt: skip
+    assert len(found) >= 5 and {one["system_fingerprint"] for one in found} == {"fp_" + "5e" * 5}
+    assert {one.get("service_tier", "absent") for one in found} == {"absent" if tier is None else "default"}

@@ -71,6 +71,7 @@ class AsyncLLM(AsyncPoolingAPI):
         self._say = partial(_say_safely, say or to_stderr)
         self.args = EngineArgs.of_keywords(model, options, self._say)
         self._front: Front | None = None
+        self.digest = ""  # of the artifact, once it is opened
         self._supervisor: Supervisor | Instances | None = None
         self._started = self._stopped = False
         self._waiting_for_bad_words = 0
@@ -109,7 +110,7 @@ class AsyncLLM(AsyncPoolingAPI):
         if self._front is None:
             self._front = await asyncio.to_thread(_read, self.args, self._say)
         front, args = self._front, self.args
-        self.tokenizer, self.pooling = front.tokenizer, front.pooling
+        self.tokenizer, self.pooling, self.digest = front.tokenizer, front.pooling, front.opening.digest
         self.generation = generation_of(front.generation, args.generation_config, args.override_generation_config)
         step_timeout = args.step_timeout or front.step_timeout
         kind = Supervisor if args.data_parallel_size == 1 else Instances

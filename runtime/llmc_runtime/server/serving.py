@@ -125,6 +125,7 @@ class Serving:
         self.llm, self.names = llm, tuple(names)
         self.admission, self.meters, self.timeout = admission, meters, timeout
         self.created = int(time.time())
+        self.fingerprint = f"fp_{llm.digest[:10]}" if llm.digest else None  # OpenAI's system_fingerprint
         self.encoding = Encoding()
         self._texts: Counter[str] = Counter()  # concurrent /tokenize and /detokenize requests by key
         self._pool = ThreadPoolExecutor(_THREADS, "llmc-text")

@@ -83,7 +83,7 @@ class Chat(GenerationResponse[ChatRequest]):
 
     def _head(self, chunk: bool) -> dict[str, Any]:
         kind = "chat.completion.chunk" if chunk else "chat.completion"
-        return {"id": self._call.id, "created": self._created, "model": self._serving.names[0], "object": kind}
+        return self._common_head(kind)
 
     def _body(self, choices: list[list[Choice]], scores: list[Scores]) -> dict[str, Any]:
         built = [self._choice(i, choice) for i, choice in enumerate(choices[0])]  # counts the reasoning tokens

@@ -56,10 +56,7 @@ class Completion(GenerationResponse[CompletionRequest]):
             self._prompts = await serving.prompting.in_thread(list, serving.prompting.completion(request))
 
     def _head(self, chunk: bool) -> dict[str, Any]:
-        return {
-            "id": self._call.id, "object": "text_completion", "created": self._created,
-            "model": self._serving.names[0],
-        }  # fmt: skip
+        return self._common_head("text_completion")
 
     def _body(self, choices: list[list[Choice]], scores: list[Scores]) -> dict[str, Any]:
         if self._silent:

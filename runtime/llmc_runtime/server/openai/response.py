@@ -177,6 +177,14 @@ class GenerationResponse(ABC, Generic[R]):
         updates = self._serving.run(self._prompts, self._params, self._request, call)
         return updates if self._request.response_format is None else _of_format(updates)
 
+    def _common_head(self, kind: str) -> dict[str, Any]:
+        """Return OpenAI's first fields of an object of this kind. Every request is served in the default tier."""
+        head = {
+            "id": self._call.id, "created": self._created, "model": self._serving.names[0], "object": kind,
+            "system_fingerprint": self._serving.fingerprint,
+        }  # fmt: skip
+        return head if self._request.service_tier is None else {**head, "service_tier": "default"}
+
     @abstractmethod
     def _head(self, chunk: bool) -> dict[str, Any]:
         """Return the first fields of the response, or of a chunk."""

@@ -158,6 +158,7 @@ class Generation(SamplingFields, msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: TruncateTo | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
+    service_tier: Name | None = None
     best_of: int | None = None
 
 
