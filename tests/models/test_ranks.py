@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,9 +37,17 @@ def test_all_ranks_together_are_the_whole_model(case: Case, tmp_path: Path) -> N
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in (*LISTED, *UNLISTED, *FURTHER)])
 def test_sizes_that_do_not_divide_are_padded(case: Case, tmp_path: Path) -> None:
     """The inner sizes of MLPs and experts, and the vocabulary, are odd."""
-    odd = {name: case.config[name] + 1 for name in PADDED if isinstance(case.config.get(name), int)}
-    for count in compare(replace(case, config=case.config | odd), tmp_path):
-        assert odd and count["all_gather"] >= 1 and count["take_part"] >= 1
+    config = with_odd_sizes(case.config)
+    assert config != case.config
+    for count in compare(replace(case, config=config), tmp_path):
+        assert count["all_gather"] >= 1 and count["take_part"] >= 1
+
+
+def with_odd_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config, whose text model may have one of its own, with each size of PADDED larger by one."""
+    odd = {name: config[name] + 1 for name in PADDED if isinstance(config.get(name), int)}
+    inner = {name: with_odd_sizes(value) for name, value in config.items() if name == "text_config"}
+    return {**config, **odd, **inner}
 
 
 def compare(case: Case, tmp_path: Path) -> Iterator[Counter[str]]:
