@@ -70,7 +70,7 @@ def audit(tmp_path: Path) -> tuple[dict[str, str], Callable[[], tuple[int, list[
 
 def command(*words: str, env: dict[str, str] | None = None, seconds: float = 300) -> tuple[int, str]:
     """A Python process: its exit code, and what it said."""
-    env = env or {**os.environ, "PYTHONPATH": python_path()}
+    env = env or {**os.environ, "PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "0"}  # fixtures' modules set it
     done = subprocess.run(
         [sys.executable, *words], env=env, capture_output=True, text=True, timeout=seconds, check=False
     )
