@@ -246,7 +246,7 @@ def test_damaged_tensors(
 @pytest.mark.parametrize(
     ("source", "config", "code", "words"),
     [
-        ("gptq-4bit", {"checkpoint_format": "gptq_p"}, "E307", ("gptq_p", "gptq_v2")),
+        ("gptq-4bit", {"checkpoint_format": "gptq_p", "format": "gptq_p"}, "E307", ("gptq_p", "gptq_v2")),
         ("gptq-4bit", {"bits": 5}, "E307", ("5", "8")),
         ("gptq-4bit", {"bits": "4"}, "E340", ("bits",)),
         ("gptq-4bit", {"group_size": 7}, "E341", ("scales",)),
