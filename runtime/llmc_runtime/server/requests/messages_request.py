@@ -90,7 +90,7 @@ class OutputFormat(msgspec.Struct, kw_only=True):
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
-    """`effort` is the reasoning effort of chats. `task_budget` is refused: the model is not told of a budget."""
+    """`effort` is the reasoning effort of chats. Requests with `task_budget` are rejected, as models do not see it."""
 
     effort: Name | None = None
     format: OutputFormat | None = None
