@@ -1,7 +1,7 @@
 """An engine process over the simulated device, for tests: `fake_core.py SECONDS_A_STEP PARENT FOLDER HEARTBEAT`.
 
-A prompt that begins with one of these ids triggers a failure: 1 kills the process, 2 hangs the step, and 3 makes the
-executor raise an exception.
+A prompt that begins with CRASH kills the process, one that begins with HANG hangs the step, and one that begins with
+FAIL makes the executor raise an exception. None of them is a prompt that a test of random messages makes by chance.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from llmc_runtime.text.tokenizer import Tokenizer
 from tests.runtime.fake_executor import FakeExecutor
 
 VOCAB, PAGE, PAGES, ROWS, LENGTH, TOKENS = 428, 4, 512, 16, 256, 64
-CRASH, HANG, FAIL = 1, 2, 3
+CRASH, HANG, FAIL = [1, 2, 1, 3], [2, 3, 2, 1], [3, 1, 3, 2]
 
 
 class Mischief:
@@ -39,11 +39,11 @@ class Mischief:
 
     def launch(self, step: Any) -> Any:
         for init in step.inits:
-            if init.tokens[0] == CRASH:
+            if init.tokens[:4] == CRASH:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if init.tokens[0] == HANG:
+            if init.tokens[:4] == HANG:
                 time.sleep(3600)
-            if init.tokens[0] == FAIL:
+            if init.tokens[:4] == FAIL:
                 raise RuntimeError("the device fell off")
         time.sleep(self.pace)
         return self.inner.launch(step)

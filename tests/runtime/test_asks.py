@@ -68,7 +68,7 @@ def test_the_prefix_cache_is_forgotten_when_nothing_runs() -> None:
 def test_who_asks_an_engine_that_dies_is_reported() -> None:
     async def main() -> None:
         async with fake(0.0, step_timeout=0.5) as llm:
-            hanging = asyncio.create_task(last(llm, {"prompt_token_ids": [HANG, 9]}))
+            hanging = asyncio.create_task(last(llm, {"prompt_token_ids": [*HANG, 9]}))
             await asyncio.sleep(0.1)
             with pytest.raises(LlmcError) as error:
                 await llm.record(5.0)

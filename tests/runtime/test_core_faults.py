@@ -128,11 +128,11 @@ def test_who_wants_a_processor() -> None:
 
 
 @pytest.mark.parametrize(("deed", "code"), [(CRASH, "E661"), (HANG, "E662"), (FAIL, "E608")])
-def test_a_request_that_ends_the_engine_is_reported_and_so_are_the_others(deed: int, code: str) -> None:
+def test_a_request_that_ends_the_engine_is_reported_and_so_are_the_others(deed: list[int], code: str) -> None:
     async def strike() -> None:
         async with fake(0.004, step_timeout=0.8) as llm:
             tasks = await busy(llm, 5)
-            tasks.append(asyncio.create_task(last(llm, {"prompt_token_ids": [deed]})))
+            tasks.append(asyncio.create_task(last(llm, {"prompt_token_ids": deed})))
             codes, seconds = await errors_of(tasks)
             assert codes == {code} and seconds < 3.0
             await ready_again(llm)
@@ -149,7 +149,7 @@ def test_after_too_many_ends_it_gives_up_and_says_why(tmp_path: Path) -> None:
             for _ in range(times):
                 await ready_again(llm)
                 with pytest.raises(LlmcError, match="SIGKILL"):
-                    await last(llm, {"prompt_token_ids": [CRASH]})
+                    await last(llm, {"prompt_token_ids": CRASH})
             while not llm.errored:
                 await asyncio.sleep(0.02)
             with pytest.raises(LlmcError) as refused:

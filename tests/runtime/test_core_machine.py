@@ -83,7 +83,7 @@ def test_an_engine_is_replaced_without_open_requests() -> None:
     async def strike() -> None:
         async with fake(say=say) as llm:
             with pytest.raises(LlmcError, match="E661"):
-                await last(llm, {"prompt_token_ids": [CRASH]})
+                await last(llm, {"prompt_token_ids": CRASH})
             await ready_again(llm)
             assert (await last(llm, IDS, SHORT)).finished and llm.restarts == 1
 
@@ -97,7 +97,7 @@ def test_a_system_that_starts_no_process_is_asked_again_and_then_the_engine_is_g
             supervisor = llm._running()
             command, supervisor._command = supervisor._command, ["/nowhere/python"]
             with pytest.raises(LlmcError, match="E661"):
-                await last(llm, {"prompt_token_ids": [CRASH]})
+                await last(llm, {"prompt_token_ids": CRASH})
             if restarts == 1:
                 while not llm.errored:
                     await asyncio.sleep(0.01)

@@ -126,7 +126,7 @@ def test_all_engines_down_is_what_one_engine_down_is() -> None:
         async with fake(data_parallel_size=2, max_restarts=0) as llm:
             for left in (1, 0):
                 with pytest.raises(LlmcError) as e:
-                    await last(llm, {"prompt_token_ids": [CRASH, 9]})
+                    await last(llm, {"prompt_token_ids": [*CRASH, 9]})
                 assert e.value.code == "E661" and not (left and llm.gave_up)
                 if left:
                     assert (await last(llm, {"prompt_token_ids": [20]}, SHORT)).finished

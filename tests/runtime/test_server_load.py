@@ -117,7 +117,7 @@ def test_an_engine_that_dies_is_reported_to_streams_and_replaced() -> None:
         with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}) as reply:
             lines = reply.iter_lines()
             assert next(lines).startswith("data: {")
-            dying = httpx.post(f"{server.url}/v1/completions", json={**LONG, "prompt": [CRASH, 9]}, timeout=30)
+            dying = httpx.post(f"{server.url}/v1/completions", json={**LONG, "prompt": [*CRASH, 9]}, timeout=30)
             assert dying.status_code == 503 and dying.json()["error"]["code"] == "engine_unavailable"
             last = [line for line in lines if line][-1]
         assert json.loads(last[6:])["error"]["code"] == "engine_unavailable"
