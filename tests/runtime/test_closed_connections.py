@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
+import struct
 
 import pytest
 
 pytest.importorskip("starlette")
-from llmc_runtime.server.http.lingering_close import Lingering
+from llmc_runtime.server.http.lingering_close import LingerCount, Lingering
 from llmc_runtime.server.protocol import HttpConnection
 
 from tests.runtime.served import served
@@ -32,3 +34,31 @@ def test_closed_connections_are_freed_without_the_garbage_collector(own_loop: bo
             until(lambda: not any(issubclass(type(one), gone) for one in gc.get_objects()))
         finally:
             gc.enable()
+
+
+def test_a_connection_that_the_client_has_reset_does_not_linger() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        listener = socket.create_server(("127.0.0.1", 0))
+        client = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+        transport, _ = await loop.connect_accepted_socket(asyncio.Protocol, accepted)
+        transport.pause_reading()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()  # with a reset
+        await asyncio.to_thread(until, lambda: not _connected(accepted))
+        count = LingerCount()
+        lingering = Lingering(transport, lambda: True, count)
+        lingering.close()
+        assert transport.is_closing() and not lingering.lingers and count.used == 0
+        listener.close()
+
+    asyncio.run(main())
+
+
+def _connected(one: socket.socket) -> bool:
+    try:
+        one.getpeername()
+    except OSError:
+        return False
+    return True

@@ -56,6 +56,17 @@ def post_head(server: Served, body: dict[str, Any]) -> socket.socket:
     return link
 
 
+def test_the_load_counts_open_sequences_and_their_tokens() -> None:
+    with served(pace=0.05) as server:
+        load = {"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 0}
+        assert httpx.get(f"{server.url}/get_load").json() == [load]
+        with post_head(server, LONG), post_head(server, LONG):
+            until(lambda: server.serving.admission.open_sequences == 2)
+            tokens = 2 * (len(LONG["prompt"]) + LONG["max_tokens"])
+            assert httpx.get(f"{server.url}/get_load").json() == [load | {"num_reqs": 2, "num_tokens": tokens}]
+        until(lambda: httpx.get(f"{server.url}/get_load").json() == [load])
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_ends_its_request(stream: bool) -> None:
     with served(pace=0.02) as server:

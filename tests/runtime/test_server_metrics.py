@@ -86,6 +86,8 @@ def test_every_name_is_there_from_the_beginning_with_its_kind() -> None:
         assert info["models"] == ["toy", "other"] and info["max_model_len"] == server.serving.llm.config.max_model_len
         kind = httpx.get(f"{server.url}/model_info").json()
         assert kind == {"model_path": "toy", "is_generation": True} and info["served_model_name"] == "toy"
+        for path in ("server_info", "model_info"):
+            assert httpx.get(f"{server.url}/get_{path}").json() == httpx.get(f"{server.url}/{path}").json()
         head = httpx.head(f"{server.url}/metrics")
         assert head.status_code == 200 and not head.content
 

@@ -103,9 +103,10 @@ class Endpoints(Endpoint):
         stored = "/v1/responses/{response_id}"
         endpoints: tuple[tuple[str, str, Any], ...] = (
             ("GET", "/health", self.health), ("GET", "/ping", self.health), ("GET", "/ready", self.ready),
-            ("GET", "/version", self.version), ("GET", "/load", self.load), ("GET", "/metrics", self.metrics),
-            ("GET", "/server_info", self.server_info), ("GET", "/model_info", self.model_info),
-            ("GET", "/openapi.json", self.openapi),
+            ("GET", "/version", self.version), ("GET", "/metrics", self.metrics), ("GET", "/openapi.json", self.openapi),
+            ("GET", "/load", self.load), ("GET", "/get_load", self.get_load),
+            *(("GET", path, self.server_info) for path in ("/server_info", "/get_server_info")),
+            *(("GET", path, self.model_info) for path in ("/model_info", "/get_model_info")),
             ("GET", "/tokenizer_info", self.tokenizer_info), ("GET", "/v1/models", self.models),
             ("POST", "/v1/completions", self.completions), ("POST", "/v1/chat/completions", self.chat),
             ("POST", "/tokenize", self.tokenize), ("POST", "/detokenize", self.detokenize),
@@ -201,8 +202,17 @@ class Endpoints(Endpoint):
         """GET /load: the number of sequences that are running or waiting, under vLLM's name."""
         return as_json({"server_load": self.serving.admission.open_sequences})
 
+    async def get_load(self, request: Request) -> Response:
+        """GET /get_load: the load as SGLang's router reads it, in one entry for all engines of the server.
+
+        `num_tokens` counts the prompts and the maximum outputs of the open sequences, running or waiting.
+        """
+        admission, waiting = self.serving.admission, self.serving.llm.num_waiting
+        tokens = {"num_waiting_reqs": waiting, "num_tokens": admission.open_tokens}
+        return as_json([{"dp_rank": 0, "num_reqs": admission.open_sequences, **tokens}])
+
     async def server_info(self, request: Request) -> Response:
-        """GET /server_info: the version, the names of the model, and the limits of the engine."""
+        """GET /server_info, /get_server_info: the version, the names of the model, and the limits of the engine."""
         config, calls = self.serving.llm.config, self.serving.dialect.calls
         return as_json(
             {
@@ -219,7 +229,7 @@ class Endpoints(Endpoint):
         )  # fmt: skip
 
     async def model_info(self, request: Request) -> Response:
-        """GET /model_info: the name of the model and whether it generates, under SGLang's names."""
+        """GET /model_info, /get_model_info: the name of the model and whether it generates, under SGLang's names."""
         return as_json({"model_path": self.serving.names[0], "is_generation": self.serving.llm.pooling is None})
 
     async def metrics(self, request: Request) -> Response:

@@ -46,10 +46,11 @@ _GETS = (
     ("/v1/models/{name}", "One served model"),
     ("/tokenizer_info", "The named special tokens"),
     ("/version", "The server's version"),
-    ("/server_info", "The version, the model and the limits of the engine"),
-    ("/model_info", "The name and the kind of the model"),
+    *((path, "The version, the model and the limits of the engine") for path in ("/server_info", "/get_server_info")),
+    *((path, "The name and the kind of the model") for path in ("/model_info", "/get_model_info")),
     ("/metrics", "Metrics for Prometheus"),
     ("/load", "The number of open requests"),
+    ("/get_load", "The numbers of open requests and tokens, as SGLang's router reads them"),
     ("/openapi.json", "This description"),
     ("/", "A chat and metrics, for a browser"),
 )

@@ -47,10 +47,14 @@ class Lingering:
         if self._count.used >= MAX_LINGERING or not (self._unread() and self._inner.can_write_eof()):
             self._inner.close()
             return
+        try:
+            self._inner.write_eof()
+        except OSError:  # the client has reset the connection
+            self._inner.close()
+            return
         self.lingers = True
         self._count.used += 1
         self._inner.max_size = _READ  # type: ignore[attr-defined]  # of asyncio's socket transports
-        self._inner.write_eof()
         self._inner.resume_reading()
         asyncio.get_running_loop().call_later(SECONDS, self._inner.close)
 
