@@ -24,7 +24,7 @@ from kit import CHAT, DEMO, PROJECT, QUESTIONS, STARTS, Server, user
 LONG: dict[str, Any] = {"model": "demo", "messages": CHAT, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
 EAGER = (
     "--health-check-interval-secs=1", "--health-success-threshold=1", "--health-failure-threshold=1",
-    "--worker-startup-check-interval=1",
+    "--worker-startup-check-interval=1", "--cb-timeout-duration-secs=1",
 )  # fmt: skip
 
 
@@ -176,15 +176,20 @@ def test_round_robin_sends_the_same_answers_from_both(tmp_path: Path) -> None:
 
 def test_conversations_stay_on_a_server(tmp_path: Path) -> None:
     with fleet(tmp_path, "cache_aware") as all_of_it:
-        for number in range(6):
-            messages, cached = user(" ".join([f"{number}", *"abcdefgh"[number:], *"abcdefgh"[:number]] * 6)), []
+
+        def converse(number: int) -> list[float]:
+            messages, cached = user(" ".join([str(number), *"abcdefgh"[number:], *"abcdefgh"[:number]] * 6)), []
             for _ in range(3):
-                answer = chat(all_of_it.router, messages=messages, max_tokens=20)
+                answer = chat(all_of_it.router, messages=messages, max_tokens=100)
                 usage = answer["usage"]
                 cached.append((usage["prompt_tokens_details"] or {}).get("cached_tokens", 0) / usage["prompt_tokens"])
                 messages += [answer["choices"][0]["message"], *user("And then?")]
-            assert min(cached[1:]) > 0.7, cached
-        assert min(all_of_it.counts()) >= 3, all_of_it.counts()
+            return cached[1:]
+
+        with ThreadPoolExecutor(6) as threads:
+            shares = list(threads.map(converse, range(6)))
+        assert min(map(min, shares)) > 0.3, shares  # another server has only the template
+        assert min(all_of_it.counts()) > 0
 
 
 def test_a_server_that_is_killed_and_one_that_drains(tmp_path: Path) -> None:
@@ -199,7 +204,6 @@ def test_a_server_that_is_killed_and_one_that_drains(tmp_path: Path) -> None:
                 later = {text: text_of(chat(all_of_it.router, messages=user(text))) for text in QUESTIONS}
                 texts = [text_of(one.result()) for one in whole]
                 streams = [one.result() for one in parts]
-            print(number, status, sum(done for _, done in streams))
             assert later == want and texts == 2 * [want[text] for text in QUESTIONS]
             for (text, done), question in zip(streams, itertools.cycle(QUESTIONS), strict=False):
                 assert text == want[question] if done else want[question].startswith(text)
@@ -208,8 +212,7 @@ def test_a_server_that_is_killed_and_one_that_drains(tmp_path: Path) -> None:
             all_of_it.processes[0].again()
             until(lambda: all_of_it.healthy() == [True, True])
             before = all_of_it.counts()[0]
-            assert {text_of(chat(all_of_it.router, messages=user(text))) for text in QUESTIONS} == set(want.values())
-            until(lambda: all_of_it.counts()[0] > before)
+            until(lambda before=before: text_of(chat(all_of_it.router)) and all_of_it.counts()[0] > before)
 
 
 def busy(server: Server) -> bool:

@@ -216,9 +216,25 @@ def refused(artifact: Path, code: str, *words: str, **options: Any) -> None:
 
 def test_a_cluster_that_is_too_small(artifact: Path, two_nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     use(two_nodes.variables, monkeypatch)
-    words = "2 ranks of 2 threads need 4 CPUs", "the largest has 2", "cannot span nodes (the cluster has 4 CPUs in all)"
-    refused(artifact, "E142", *words, "ray start --num-cpus 4", threads=2)
-    refused(artifact, "E142", "need 6 CPUs on one Ray node of this machine, and the largest has 2\n", threads=3)
+    words = "2 ranks of 3 threads need 6 CPUs", "one Ray node of this machine, whose nodes have 2, 2\n"
+    refused(artifact, "E142", *words, "ray start --num-cpus 6", threads=3)
+
+
+def test_a_group_is_on_two_nodes_if_none_has_the_cpus(
+    artifact: Path, two_nodes: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(two_nodes.variables, monkeypatch)
+    with opened(artifact, distributed_executor_backend="mp") as llm:
+        want = tokens_of(llm)
+    with opened(artifact, threads=2) as llm:
+        ray = pytest.importorskip("ray")
+        ray.init(address=two_nodes.variables["RAY_ADDRESS"], log_to_driver=False, logging_level="ERROR")
+        try:
+            (group,) = (one for one in ray.util.placement_group_table().values() if one["state"] == "CREATED")
+        finally:
+            ray.shutdown()
+        assert len(set(group["bundles_to_node_id"].values())) == 2
+        assert tokens_of(llm) == want
 
 
 def test_a_group_does_not_leave_this_machine(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +242,7 @@ def test_a_group_does_not_leave_this_machine(artifact: Path, monkeypatch: pytest
     with cluster(1) as small:
         small.node(4, "127.0.0.2")
         use(small.variables, monkeypatch)
-        refused(artifact, "E142", "need 2 CPUs", "the largest has 1", "cannot span nodes")
+        refused(artifact, "E142", "need 2 CPUs", "whose nodes have 1;", "cannot run on other machines", "5 CPUs in all")
 
 
 @pytest.mark.parametrize(

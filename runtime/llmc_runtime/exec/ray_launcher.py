@@ -40,28 +40,33 @@ def connect() -> str:
 
 
 def reserve(here: str, place: Place) -> Any:
-    """Return a placement group of the ranks on one node of this machine, whose address is `here`.
+    """Return a placement group of the ranks on as few nodes of this machine, whose address is `here`, as have the CPUs.
 
-    Raises LlmcError E142 if no node has the CPUs, or if they do not become free in time.
+    Raises LlmcError E142 if the nodes do not have the CPUs, or if they do not become free in time.
     """
-    cpus = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]}
-    local = {node["NodeID"] for node in ray.nodes() if node["NodeManagerAddress"] == here}
-    need, largest = place.ranks * place.threads, max(cpus.get(node, 0) for node in local)
-    wanted = f"{place.ranks} ranks of {place.threads} threads need {need} CPUs on one Ray node of this machine"
-    remedy = f"use fewer --threads, or start the node with more: ray start --num-cpus {need}"
-    if largest < need:
-        more = ""
-        if sum(cpus.values()) >= need:
-            more = f"; a group of ranks cannot span nodes (the cluster has {sum(cpus.values())} CPUs in all)"
-        raise LlmcError("E142", f"{wanted}, and the largest has {largest}{more}", remedy)
-    bundles = [{"CPU": float(place.threads)} for _ in range(place.ranks)]
-    bundles[0][f"node:{here}"] = _HERE
-    group = placement_group(bundles, strategy="STRICT_PACK")
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    cpus = [int(node["Resources"].get("CPU", 0)) for node in nodes]
+    local = [count for count, node in zip(cpus, nodes, strict=True) if node["NodeManagerAddress"] == here]
+    need = f"{place.ranks} ranks of {place.threads} threads need {place.ranks * place.threads} CPUs"
+    if _places(local, place) < place.ranks:
+        held = ", ".join(map(str, sorted(local, reverse=True)))
+        cause = f"{need}, those of a rank on one Ray node of this machine, whose nodes have {held}"
+        if _places(cpus, place) >= place.ranks:
+            cause += f"; ranks share memory and cannot run on other machines (the cluster has {sum(cpus)} CPUs in all)"
+        remedy = f"use fewer --threads, or start a node with more: ray start --num-cpus {place.ranks * place.threads}"
+        raise LlmcError("E142", cause, remedy)
+    bundles = [{"CPU": float(place.threads), f"node:{here}": _HERE} for _ in range(place.ranks)]
+    group = placement_group(bundles, strategy="PACK")
     if not group.wait(place.seconds):
         free = int(ray.available_resources().get("CPU", 0))
-        cause = f"{wanted}, and others use them: {free} of {sum(cpus.values())} CPUs of the cluster are free"
+        cause = f"{need}, and others use them: {free} of {sum(cpus)} CPUs of the cluster are free"
         raise LlmcError("E142", cause, "stop other Ray jobs, or start a node with more CPUs")
     return group
+
+
+def _places(cpus: Sequence[int], place: Place) -> int:
+    """Return the number of ranks for which nodes with these numbers of CPUs have room."""
+    return sum(count // place.threads for count in cpus)
 
 
 def start(group: Any, place: Place) -> list[Any]:
