@@ -341,25 +341,26 @@ class Pack(Pass):
                     if kernel.layouts(n, schedule, target):
                         kernel.pack(g, n, schedule, target, ctx.opset)
                         count += 1
-            count += sum(_share(g, n, ctx) for n in list(g.nodes) if n.op.name == "take")
+            weights = weight_only(g)
+            count += sum(_share(g, n, weights, ctx) for n in list(g.nodes) if n.op.name in ("take", "take_part"))
         return count
 
 
-def _share(g: Graph, n: Node, ctx: Ctx) -> bool:
-    """Let an embedding whose weight is also packed (a tied output projection) read the packed weight.
+def _share(g: Graph, n: Node, weights: Collection[Value], ctx: Ctx) -> bool:
+    """Let an embedding, or a rank's part of one, whose weight is also packed (a tied output projection) read that.
 
-    The weight is then stored only once.
+    The weight is then stored only once. `weights`: the values that depend on weights alone.
     """
-    table, idx = n.operands
+    (table, idx), op = n.operands, ctx.opset[f"packed_{n.op.name}"]
     packed = next((u for u in table.uses if u.op.name == "pack_panel" and u.attrs["parts"] == 1), None)
     languages = _target(ctx).languages
-    takers = (k for k, x in ctx.kernels.items() if "packed_take" in x.ops and x.language in languages)
+    takers = (k for k, x in ctx.kernels.items() if op.name in x.ops and x.language in languages)
     name = next(takers, "")
     only = all(u is n or u is packed for u in table.uses) and not any(table is o for o in g.outputs)
-    if not (table.weight and table.type.rank == 2 and packed and name and only):
+    if not (table in weights and table.type.rank == 2 and packed and name and only):
         return False
     g.move_before(packed, n)
-    new = g.add(ctx.opset["packed_take"], [packed.result, idx], {"k": table.type.shape[1]}, before=n, loc=n.loc)
+    new = g.add(op, [packed.result, idx], {**n.attrs, "k": table.type.shape[1]}, before=n, loc=n.loc)
     new.choice = {"kernel": name}
     g.replace(n.result, new.result)
     g.erase(n)

@@ -202,11 +202,13 @@ def test_passes_out_of_order_say_which_is_missing(tmp_path: Path) -> None:
         Pack().run(m, Ctx(OPS, None, load().kernels))
 
 
-def test_a_tied_embedding_reads_the_packed_weight_of_the_output_projection() -> None:
+@pytest.mark.parametrize("take", ("take", "take_part"))
+def test_a_tied_embedding_reads_the_packed_weight_of_the_output_projection(take: str) -> None:
+    start = " {start=96*K}" if take == "take_part" else ""
     m = parse(
-        "sym T in [1, 64]\n"
+        "sym T in [1, 64]\nsym K in [0, 1]\n"
         "graph @step(%ids: i32[T], %w: weight f32[96, 64]) {\n"
-        "  %x = take(%w, %ids) : f32[T, 64]\n  %y = linear(%x, %w) : f32[T, 96]\n  return %y\n}\n",
+        f"  %x = {take}(%w, %ids){start} : f32[T, 64]\n  %y = linear(%x, %w) : f32[T, 96]\n  return %y\n}}\n",
         OPS,
     )
     ctx = Ctx(OPS, load().target("cpu:native"), load().kernels)
@@ -214,5 +216,5 @@ def test_a_tied_embedding_reads_the_packed_weight_of_the_output_projection() -> 
         p.run(m, ctx)
         verify(m)
     nodes = {n.op.name: n for n in m.graphs["step"].nodes}
-    assert nodes.keys() == {"pack_panel", "packed_take", "packed_linear"}
-    assert nodes["packed_take"].choice == {"kernel": "cpu/packed_take"}
+    assert nodes.keys() == {"pack_panel", f"packed_{take}", "packed_linear"}
+    assert nodes[f"packed_{take}"].choice == {"kernel": "cpu/packed_take"}

@@ -99,7 +99,11 @@ def test_rows_of_a_part_of_a_table(start: int) -> None:
     text = Text("bf16[40, 700]; i32[T]", f"take_part {{start={start}}}", "bf16[T, 700]", ints=120)
     run_case(case(TAKE, text))
     x = np.random.default_rng(0).standard_normal((40, 700))
-    run_case(case(TAKE, text, [x, np.array([-1, 0, 1, 38, 39, 40, 41, 79, 80, 119, 120], np.int64)]))
+    idx = np.array([-1, 0, 1, 38, 39, 40, 41, 79, 80, 119, 120], np.int64)
+    run_case(case(TAKE, text, [x, idx]))
+    panels = Text("bf16[5, 350, 8, 2]; i32[T]", f"packed_take_part {{k=700, start={start}}}", "bf16[T, 700]", ints=120)
+    run_case(case(PACKED_TAKE, panels))
+    run_case(case(PACKED_TAKE, panels, [x.reshape(5, 350, 8, 2), idx]))
 
 
 def test_one_row_by_index() -> None:

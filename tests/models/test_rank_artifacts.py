@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors
 import torch
 from draw import of_test
 from kernel_cache import CACHE
@@ -23,6 +24,7 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo-model-small"
 STEPS = 12
 SIZES = {"intermediate_size": 97, "vocab_size": 321}
 ODD = replace(LISTED[0], name="odd", config=LISTED[0].config | SIZES)  # padded with zeros
+TIED = replace(ODD, name="tied-odd", config=ODD.config | {"tie_word_embeddings": True})
 PARAMS = (
     SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, logprobs=2),
     SamplingParams(temperature=1, seed=7, max_tokens=STEPS, ignore_eos=True, repetition_penalty=1.2),
@@ -50,7 +52,7 @@ def tokens_of(artifact: Path, prompts: Sequence[list[int]]) -> list[list[int]]:
 
 @pytest.mark.drawn
 @pytest.mark.parametrize("ranks", (2, 4))
-@pytest.mark.parametrize("case", (LISTED[0], ODD, *sample(3), *further(2)), ids=lambda c: c.name)
+@pytest.mark.parametrize("case", (LISTED[0], ODD, TIED, *sample(3), *further(2)), ids=lambda c: c.name)
 def test_ranks_sample_the_tokens_of_the_whole_model(case: Case, ranks: int, tmp_path: Path) -> None:
     rng = np.random.default_rng(of_test())
     save(case, tmp_path / "model", 3, torch.float32)
@@ -59,6 +61,14 @@ def test_ranks_sample_the_tokens_of_the_whole_model(case: Case, ranks: int, tmp_
     length = min(case.trace.get("max_positions", 96), 96)
     one, several = (compiled(tmp_path / "model", n, max_model_len=length) for n in (1, ranks))
     assert tokens_of(several, prompts) == tokens_of(one, prompts)
+
+
+def test_a_rank_stores_its_part_of_a_tied_embedding_once(tmp_path: Path) -> None:
+    save(TIED, tmp_path / "model", 3, torch.float32)
+    artifact = compiled(tmp_path / "model", 2)
+    for rank in range(2):
+        with safetensors.safe_open(artifact / "weights" / f"rank{rank}" / "00000.safetensors", "np") as file:
+            assert len([name for name in file.keys() if "embed_tokens" in name]) == 1  # noqa: SIM118
 
 
 @pytest.mark.parametrize(

@@ -131,5 +131,18 @@ def packed_take(wp: Any, idx: Any, *, k: int) -> Any:
     return np.where((idx >= 0)[..., None], values, 0)
 
 
-OPS = (pack_panel, packed_linear, packed_take)
+@op(
+    "(wp: f[panels, depth, rows, pair], idx: i[*b]) -> wp[*b, k]", infer=_take_type, bytes="2*out*bytes_wp",
+    holds={"wp": _packed, "idx": contents.index("wp", 0, 2, padding=True)}, example={**_PANEL, "start": 3},
+)  # fmt: skip
+def packed_take_part(wp: Any, idx: Any, *, k: int, start: Dim) -> Any:
+    """take_part over a packed weight of one part, which is a part of a table from its row `start` on.
+
+    Rows outside the panels are zeros, and so is the padding.
+    """
+    at = idx - start
+    return packed_take.ref(wp, np.where(at < wp.shape[0] * wp.shape[2], at, -1), k=k)
+
+
+OPS = (pack_panel, packed_linear, packed_take, packed_take_part)
 assert all(isinstance(o, OpDef) for o in OPS)

@@ -112,14 +112,15 @@ class PagePut(CppKernel):
 
 
 class PackedTake(Take):
-    """Rows by index of a packed weight."""
+    """Rows by index of a packed weight, or of a packed part of one."""
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         wp, idx = (v.type for v in node.operands)
         t, i = raw(node), ctype(idx)
         shape = f"{node.attrs['k']}, {wp.shape[1]}, {wp.shape[2]}, {wp.shape[3]}"
         ptrs = f"({t}*)args[2], (const {t}*)args[0], (const {i}*)args[1]"
-        return f"take_packed<{t}, {i}, {shape}>(ctx, {ptrs}, {sizes(idx.numel)});"
+        part = f", {sizes(node.attrs['start'])}, {sizes(wp.shape[0] * wp.shape[2])}" if "start" in node.attrs else ""
+        return f"take_packed<{t}, {i}, {shape}>(ctx, {ptrs}, {sizes(idx.numel)}{part});"
 
 
 class Gather(CppKernel):
@@ -166,7 +167,7 @@ CONCAT = Concat("cpu/concat", ("concat",))
 TAKE = Take("cpu/take", ("take", "take_part"))
 PAGE_TAKE = PageTake("cpu/page_take", ("page_take",))
 PAGE_PUT = PagePut("cpu/page_put", ("page_put",))
-PACKED_TAKE = PackedTake("cpu/packed_take", ("packed_take",))
+PACKED_TAKE = PackedTake("cpu/packed_take", ("packed_take", "packed_take_part"))
 GATHER = Gather("cpu/gather", ("gather",))
 TAKE_COLUMNS = TakeColumns("cpu/take_columns", ("take_columns",))
 IOTA = Iota("cpu/iota", ("iota",))

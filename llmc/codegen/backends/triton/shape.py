@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 
 from llmc.codegen.backends.triton.tiling import cost_us, decompose, factored, masked, tiles, times, wide
@@ -231,7 +231,7 @@ class Take(Indexed):
         exists, start = "(index >= 0)", ""
         if "start" in u.node.attrs:
             start = f" - {u.sizes(u.node.attrs['start'])}"
-            exists += f" & (index < {u.sizes(u.node.operands[0].type.shape[0])})"
+            exists += f" & (index < {u.sizes(self.height(u.node.operands[0].type.shape))})"
         lines = [
             *head,
             u.wait,
@@ -240,6 +240,10 @@ class Take(Indexed):
             f"tl.store(y0{to} + col, v{masked(inside)})",
         ]
         return self.finish(u, lines)
+
+    def height(self, shape: Sequence[Dim]) -> Dim:
+        """Return the number of rows of an operand with this shape."""
+        return shape[0]
 
     def source(self, u: Unit, cols: Dim) -> str:
         """Print the offset of column `col` of row `index` in the operand."""
@@ -280,7 +284,10 @@ class PagePut(Moving):
 
 
 class PackedTake(Take):
-    """Rows by index of a weight in panels."""
+    """Rows by index of a weight in panels, or of a part of one."""
+
+    def height(self, shape: Sequence[Dim]) -> Dim:
+        return shape[0] * shape[2]
 
     def source(self, u: Unit, cols: Dim) -> str:
         _, depth, rows, pair = u.node.operands[0].type.shape
@@ -352,7 +359,7 @@ CONCAT = Concat("triton/concat", ("concat",))
 TAKE = Take("triton/take", ("take", "take_part"))
 PAGE_TAKE = PageTake("triton/page_take", ("page_take",))
 PAGE_PUT = PagePut("triton/page_put", ("page_put",))
-PACKED_TAKE = PackedTake("triton/packed_take", ("packed_take",))
+PACKED_TAKE = PackedTake("triton/packed_take", ("packed_take", "packed_take_part"))
 GATHER = Gather("triton/gather", ("gather",))
 TAKE_COLUMNS = TakeColumns("triton/take_columns", ("take_columns",))
 IOTA = Iota("triton/iota", ("iota",))

@@ -57,16 +57,18 @@ static inline void put_rows(const llmc_ctx* ctx, char* y, const char* x, const i
     lo += n;
   }
 }
-// y[i] = row idx[i] of a weight in panels [.., DEPTH, ROWS, PAIR] with K elements; zeros if the index is negative.
+// y[i] = row idx[i] - start of a weight in panels [.., DEPTH, ROWS, PAIR] with K elements; zeros outside 0 .. rows-1.
 template <class T, class I, int64_t K, int64_t DEPTH, int ROWS, int PAIR>
-static inline void take_packed(const llmc_ctx* ctx, T* y, const T* x, const I* idx, int64_t count) {
+static inline void take_packed(const llmc_ctx* ctx, T* y, const T* x, const I* idx, int64_t count, int64_t start = 0,
+                               int64_t rows = INT64_MAX) {
   int64_t lo, hi;
   llmc_split(ctx, count * DEPTH, 64, &lo, &hi);
   for (int64_t p = lo; p < hi; p++) {
     int64_t r = p / DEPTH, j = p % DEPTH, n = K - j * PAIR < PAIR ? K - j * PAIR : PAIR;
     T* to = y + r * K + j * PAIR;
-    if (idx[r] < 0) memset((void*)to, 0, n * sizeof(T));
-    else memcpy((void*)to, x + ((idx[r] / ROWS * DEPTH + j) * ROWS + idx[r] % ROWS) * PAIR, n * sizeof(T));
+    int64_t row = (int64_t)idx[r] - start;
+    if (row < 0 || row >= rows) memset((void*)to, 0, n * sizeof(T));
+    else memcpy((void*)to, x + ((row / ROWS * DEPTH + j) * ROWS + row % ROWS) * PAIR, n * sizeof(T));
   }
 }
 // y[r, j] = x[r, idx[j]] for rows of n elements of x and k of y
