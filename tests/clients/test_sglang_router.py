@@ -21,7 +21,7 @@ from typing import Any
 
 from kit import CHAT, DEMO, PROJECT, QUESTIONS, STARTS, Server, user
 
-LONG: dict[str, Any] = {"model": "demo", "messages": CHAT, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+LONG: dict[str, Any] = {"model": "demo", "messages": CHAT, "max_tokens": 900, "temperature": 0, "ignore_eos": True}
 EAGER = (
     "--health-check-interval-secs=1", "--health-success-threshold=1", "--health-failure-threshold=1",
     "--worker-startup-check-interval=1", "--cb-timeout-duration-secs=1",
@@ -119,7 +119,7 @@ def until(condition: Callable[[], object]) -> None:
     end = time.monotonic() + STARTS
     while not condition():
         assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.1)
+        time.sleep(0.02)
 
 
 def text_of(answer: Any) -> str:
@@ -207,7 +207,7 @@ def test_a_server_that_is_killed_and_one_that_drains(tmp_path: Path) -> None:
             assert later == want and texts == 2 * [want[text] for text in QUESTIONS]
             for (text, done), question in zip(streams, itertools.cycle(QUESTIONS), strict=False):
                 assert text == want[question] if done else want[question].startswith(text)
-            assert status == 0 and all(done for _, done in streams) or number == signal.SIGKILL
+            assert (status == 0 and all(done for _, done in streams)) or number == signal.SIGKILL
             until(lambda: all_of_it.healthy() == [False, True])
             all_of_it.processes[0].again()
             until(lambda: all_of_it.healthy() == [True, True])

@@ -68,7 +68,7 @@ def test_a_rank_stores_its_part_of_a_tied_embedding_once(tmp_path: Path) -> None
     artifact = compiled(tmp_path / "model", 2)
     for rank in range(2):
         with safetensors.safe_open(artifact / "weights" / f"rank{rank}" / "00000.safetensors", "np") as file:
-            assert len([name for name in file.keys() if "embed_tokens" in name]) == 1  # noqa: SIM118
+            assert len([name for name in file.keys() if "embed_tokens" in name]) == 1
 
 
 @pytest.mark.parametrize(

@@ -103,8 +103,8 @@ class Endpoints(Endpoint):
         stored = "/v1/responses/{response_id}"
         endpoints: tuple[tuple[str, str, Any], ...] = (
             ("GET", "/health", self.health), ("GET", "/ping", self.health), ("GET", "/ready", self.ready),
-            ("GET", "/version", self.version), ("GET", "/metrics", self.metrics), ("GET", "/openapi.json", self.openapi),
-            ("GET", "/load", self.load), ("GET", "/get_load", self.get_load),
+            ("GET", "/version", self.version), ("GET", "/metrics", self.metrics), ("GET", "/load", self.load),
+            ("GET", "/get_load", self.get_load), ("GET", "/openapi.json", self.openapi),
             *(("GET", path, self.server_info) for path in ("/server_info", "/get_server_info")),
             *(("GET", path, self.model_info) for path in ("/model_info", "/get_model_info")),
             ("GET", "/tokenizer_info", self.tokenizer_info), ("GET", "/v1/models", self.models),
