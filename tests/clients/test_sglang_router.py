@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -80,7 +79,7 @@ class Fleet:
         """Whether the router sends requests to each of the servers."""
         try:
             workers = {one["url"]: one["is_healthy"] for one in self.router.get_json("/workers")["workers"]}
-        except urllib.error.URLError:
+        except OSError:
             workers = {}
         return [workers.get(one.url, False) for one in self.servers]
 
