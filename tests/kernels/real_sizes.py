@@ -247,8 +247,8 @@ _ROWS = {
         Text(f"weight bf16[{V}, 4096]; i32[T]", "take", "bf16[T, 4096]"),
         Text(f"weight bf16[{V // 2}, 4096]; i32[T]", f"take_part {{start={V // 2}}}", "bf16[T, 4096]"),
     ),
-    "packed_take": (Text("weight bf16[8016, 2048, 16, 2]; i32[T]", "packed_take {k=4096}", "bf16[T, 4096]"),),
-    "packed_take_part": (
+    "packed_take": (
+        Text("weight bf16[8016, 2048, 16, 2]; i32[T]", "packed_take {k=4096}", "bf16[T, 4096]"),
         Text("weight bf16[4008, 2048, 16, 2]; i32[T]", "packed_take_part {k=4096, start=64128}", "bf16[T, 4096]"),
     ),
     "gather": (Text("f32[T, 128]; i64[T, 8]", "gather {axis=1}", "f32[T, 8]"),),
