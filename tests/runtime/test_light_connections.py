@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("uvicorn")
 from llmc_runtime.server.http.event_loop import ServerLoop
+from llmc_runtime.server.http.head_turns import HeadTurns
 from llmc_runtime.server.http.light_connections import LightConnections, _Light, _serve, _State
 from llmc_runtime.server.load_shedding import Answer
 
@@ -61,8 +62,9 @@ async def serving(head_seconds: float = 20.0, keep_alive: float = 20.0) -> Async
     state, loop = Server(), asyncio.get_running_loop()
     assert isinstance(loop, ServerLoop)
     light = LightConnections(
-        loop.fair, lambda: 100 * state.busy, lambda: state.refusal, state.count, LATE, head_seconds, keep_alive
-    )
+        loop.fair, lambda: 100 * state.busy, lambda: state.refusal, state.count, LATE, head_seconds, keep_alive,
+        HeadTurns(),
+    )  # fmt: skip
     loop.light = light
     server = await loop.create_server(Echo, sock=socket.create_server(("127.0.0.1", 0)))
     state.port = server.sockets[0].getsockname()[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from llmc_runtime.server.http.read_turns import HEAD_SECONDS, HeadTurns
+from llmc_runtime.server.http.head_turns import HEAD_SECONDS, HeadTurns
 
 
 class Connection:

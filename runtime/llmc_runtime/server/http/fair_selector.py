@@ -1,12 +1,13 @@
 """A selector that limits how many client connections it reports per call, so that they do not delay others' streams.
 
 An event loop handles all events of one `select` call before the next call. If hundreds of connections send at the same
-time, that takes tens of milliseconds, during which no tokens are forwarded. The selector therefore has three epoll
+time, that takes tens of milliseconds, during which no tokens are forwarded. The selector therefore has four epoll
 objects:
 
-- `_clients` watches client connections; `select` takes at most MAX_CLIENTS of its events.
+- `_probes` watches clients whose last request was a health probe; `select` takes at most MAX_PROBES of its events.
+- `_clients` watches other client connections; `select` takes at most MAX_CLIENTS of its events.
 - `_bodies` watches clients that are sending a body; `select` takes at most MAX_BODIES of its events.
-- `_main` watches all other descriptors, and the two objects above.
+- `_main` watches all other descriptors, and the three objects above.
 
 An epoll object reports the descriptors first that it reported least recently, so all clients are served equally often.
 Clients of light connections are not reported one by one, but together to `on_input`.
@@ -26,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from select import EPOLLIN, EPOLLOUT, epoll
 from typing import Any
 
+MAX_PROBES = 4  # events of `_probes` per call
 MAX_CLIENTS = 16  # events of `_clients` per call
 MAX_BODIES = 4  # events of `_bodies` per call
 BATCH_SECONDS = 0.008  # minimum time between two batches
@@ -84,10 +86,10 @@ class FairSelector(selectors.BaseSelector):
 
     def __init__(self) -> None:
         self._keys = _Keys()
-        self._main, self._clients, self._bodies = (epoll() for _ in range(3))
+        self._main, self._clients, self._bodies, self._probes = (epoll() for _ in range(4))
         self._client_epolls: dict[int, epoll] = {}  # by descriptor of a client, registered or not
         self._nested = frozenset((self._clients.fileno(), self._bodies.fileno()))
-        for fd in self._nested:
+        for fd in (*self._nested, self._probes.fileno()):
             self._main.register(fd, EPOLLIN)
         self.batches = BatchTimer()
         self.batching = False  # whether the last `select` call polled clients in batches
@@ -100,9 +102,11 @@ class FairSelector(selectors.BaseSelector):
 
     def set_sending_body(self, fd: int, sending: bool) -> None:
         """Set whether the client is sending a body. Descriptors that are not clients are ignored."""
-        target = self._bodies if sending else self._clients
-        if self._client_epolls.get(fd, target) is not target:
-            self._move(fd, target)
+        self._set_kind(fd, self._bodies if sending else self._clients)
+
+    def set_probing(self, fd: int) -> None:
+        """Serve the client first until `set_sending_body`. Descriptors that are not clients are ignored."""
+        self._set_kind(fd, self._probes)
 
     def remove_client(self, fd: int) -> None:
         """Stop treating a descriptor as a client connection."""
@@ -157,7 +161,7 @@ class FairSelector(selectors.BaseSelector):
 
     def close(self) -> None:
         """See selectors.BaseSelector."""
-        for poll in (self._main, self._clients, self._bodies):
+        for poll in (self._main, self._clients, self._bodies, self._probes):
             poll.close()
         self._keys.by_fd.clear()
 
@@ -170,6 +174,8 @@ class FairSelector(selectors.BaseSelector):
         else:
             ready = self._main.poll(timeout)
             poll_clients = not self._nested.isdisjoint([fd for fd, _ in ready])
+        if (self._probes.fileno(), EPOLLIN) in ready:
+            ready += self._probes.poll(0, MAX_PROBES)
         return self._events([*ready, *self._ready_clients()] if poll_clients else ready)
 
     def _set_batching(self, batching: bool) -> None:
@@ -198,6 +204,10 @@ class FairSelector(selectors.BaseSelector):
         if watched:
             self.on_input(watched)
         return found
+
+    def _set_kind(self, fd: int, target: epoll) -> None:
+        if self._client_epolls.get(fd, target) is not target:
+            self._move(fd, target)
 
     def _move(self, fd: int, target: epoll | None) -> None:
         """Move a descriptor to the epoll object of clients `target`, or, if it is None, to `_main`."""
