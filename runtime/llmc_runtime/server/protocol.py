@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from http import HTTPStatus
 from typing import Any
 
 import h11
-import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from llmc_runtime.server.http.connection_limit import ConnectionLimit
-from llmc_runtime.server.http.errors import ApiError, unavailable
+from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.http.event_loop import ServerLoop
 from llmc_runtime.server.http.fair_selector import FairSelector
 from llmc_runtime.server.http.light_connections import LightConnections, Refuse
 from llmc_runtime.server.http.lingering_close import Lingering
+from llmc_runtime.server.http.plain_errors import late, refusal, too_many
 from llmc_runtime.server.http.probes import PROBES
 from llmc_runtime.server.load_shedding import LoadShedder
 
@@ -44,6 +43,10 @@ def light_connections(
     def on_change(change: int) -> None:
         limit.open += change
 
+    def full_response() -> bytes:
+        limit.on_refused()
+        return refusal(too_many())
+
     def refusals() -> Refuse | None:
         return shed.turn(state.default_headers) if shed.active else None
 
@@ -52,10 +55,11 @@ def light_connections(
         capacity=lambda: max(0, limit.maximum - limit.open),
         refusals=refusals,
         on_change=on_change,
-        timeout_response=_late(protocol.head_seconds),
+        timeout_response=late(protocol.head_seconds),
         head_seconds=protocol.head_seconds,
         keep_alive=keep_alive,
         turns=limit.head_turns,
+        full_response=full_response,
     )
     limit.evict_light = light.evict
     return light
@@ -132,7 +136,7 @@ class HttpConnection(H11Protocol):
             self.limit.body_turns.leave(self)
             return
         if self._extra:  # answered once it has sent something, as the client might miss the response otherwise
-            self._refuse(unavailable("the server has too many connections", "too_many_connections"))
+            self._refuse(too_many())
             return
         granted, self.granted = self.granted, False
         if self.passed:
@@ -343,7 +347,7 @@ class HttpConnection(H11Protocol):
         """
         if not self.cycle.response_started:
             cause = f"the line before a chunk, or the trailers of the body, have more than {_MAX_UNPARSED} bytes"
-            self.transport.write(_refusal(ApiError(cause, status=431, code="headers_too_large")))
+            self.transport.write(refusal(ApiError(cause, status=431, code="headers_too_large")))
         self.cycle.disconnected = True
         self.cycle.message_event.set()
         self.transport.close()
@@ -360,7 +364,7 @@ class HttpConnection(H11Protocol):
     def _head_timeout(self) -> None:
         self._head_timer = None
         if self._idle and not self.transport.is_closing():
-            self.transport.write(_late(self.head_seconds))
+            self.transport.write(late(self.head_seconds))
             self.transport.close()
 
     def _cancel_head_timer(self) -> None:
@@ -370,22 +374,8 @@ class HttpConnection(H11Protocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Send an error without the parser, and close the connection."""
-        self.transport.write(_refusal(error))
+        self.transport.write(refusal(error))
         self.transport.close()
-
-
-def _refusal(error: ApiError) -> bytes:
-    """Return a complete response that closes the connection."""
-    body, phrase = msgspec.json.encode(error.body()), HTTPStatus(error.status).phrase
-    head = f"HTTP/1.1 {error.status} {phrase}\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    head += "".join(f"{name}: {value}\r\n" for name, value in error.headers.items())
-    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
-
-
-def _late(seconds: float) -> bytes:
-    """Return the response to a client that sent no head in time."""
-    cause = f"the head of the request did not arrive within {seconds:g} s"
-    return _refusal(ApiError(cause, status=408, code="timeout"))
 
 
 def _limit_unsent(transport: asyncio.Transport, seconds: float) -> None:

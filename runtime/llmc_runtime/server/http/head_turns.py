@@ -15,7 +15,7 @@ import asyncio
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from llmc_runtime.server.http.probes import PROBES
@@ -84,6 +84,11 @@ class HeadTurns:
         """Forget a closed connection."""
         if connection in self._waiting:
             self._take(connection)
+
+    def latest_of_longest(self) -> Iterable[Connection]:
+        """Return the connections of the longest lane, the latest first."""
+        longest = max(self._lanes.values(), key=len) if self._lanes else OrderedDict[Connection, bytes]()
+        return reversed(longest)
 
     def _may_begin(self, probe: bool) -> bool:
         """Return whether another head may be parsed in this iteration."""

@@ -110,7 +110,8 @@ class LightConnections:
     be refused now. Requests that may be served begin when it is their turn in `turns`.
     `timeout_response` is sent to a client that sends no request within `head_seconds`; after a response, the next
     request must begin within `keep_alive` seconds. `on_change` is called with +1 and -1 as light connections are opened
-    and closed.
+    and closed. `full_response` counts a connection that is refused because there are too many, and returns the
+    response.
     """
 
     def __init__(
@@ -123,10 +124,11 @@ class LightConnections:
         head_seconds: float,
         keep_alive: float,
         turns: HeadTurns,
+        full_response: Callable[[], bytes],
     ) -> None:
         self._loop, self._fair = asyncio.get_running_loop(), fair
         self._capacity, self._refusals, self._on_change = capacity, refusals, on_change
-        self._timeout_response = timeout_response
+        self._timeout_response, self._full_response = timeout_response, full_response
         self._head_seconds, self._keep_alive, self._turns = head_seconds, keep_alive, turns
         self._watched: dict[int, _Light] = {}  # by descriptor
         self._ready: dict[int, None] = {}  # descriptors of those that have sent something, the first first
@@ -173,12 +175,23 @@ class LightConnections:
             self._fair.unwatch(fd)
 
     def evict(self) -> bool:
-        """Close the light connection that was accepted first, but none that is lent. Returns False without one."""
+        """Close the light connection that was accepted first, but none that is lent. Returns False without one.
+
+        If all of them have begun a request, refuse the latest of the API key that has the most.
+        """
         light = next((light for light in self._watched.values() if not light.lent), None)
-        if light is None:
+        if light is not None:
+            self._release(light)
+            light.close()
+            return True
+        begun = next((one for one in self._turns.latest_of_longest() if one in self._begun), None)
+        if not isinstance(begun, _Begun):
             return False
-        self._release(light)
-        light.close()
+        self._turns.leave(begun)
+        self._begun.remove(begun)
+        self._on_change(-1)
+        _sent(begun.light.sock, self._full_response(), last=True)
+        begun.light.close()
         return True
 
     def close(self) -> None:
