@@ -285,7 +285,7 @@ def test_a_body_of_ordinary_size_is_refused_with_its_head() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         one = _Light(ours, lambda data, passed: None, ours.close, 0.0)
-        theirs.send(b"no close +10000\r\n\r\n" + bytes(10_000))
+        theirs.send(b"no close +10000\r\nContent-Length: 10000\r\n\r\n" + bytes(10_000))
         assert _serve(one, state.refusal, 20.0) == (_State.CLOSED, REFUSED)
 
 
@@ -376,3 +376,17 @@ def test_accepting_and_reading_take_limited_time_per_iteration(monkeypatch: pyte
 
     monkeypatch.setattr(light_connections, "time", Clock())
     run(main)
+
+
+def test_a_chunked_body_is_read_in_small_parts() -> None:
+    """Chunks of a byte take 10 us each to parse, so that little of them is handed over at a time."""
+    state = Server()
+    chunked = b"Transfer-Encoding: chunked\r\n", b"content-length: 9000\r\ntransfer-encoding: chunked\r\n", b""
+    for fields, refuse in itertools.product(chunked, (state.refusal, None)):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            one = _Light(ours, lambda data, passed: None, ours.close, 0.0)
+            sent = b"yes\r\n" + fields + b"\r\n" + b"1\r\na\r\n" * 1500
+            theirs.send(sent)
+            assert _serve(one, refuse, 20.0) == (_State.ORDINARY, b"")
+            assert one.data == sent[:2048] and one.passed is (refuse is not None)

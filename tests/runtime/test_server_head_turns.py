@@ -202,6 +202,43 @@ def test_the_longest_lane_is_known_and_a_head_that_was_received_before_is_classi
     asyncio.run(run())
 
 
+def test_longer_bodies_are_parsed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most one of an iteration, and those of a key with many of them do not delay another key's."""
+    pytest.importorskip("starlette")
+    from llmc_runtime.server.endpoint import _SHORT, Endpoint
+    from llmc_runtime.server.fair_slots import FairSlots
+    from llmc_runtime.server.http.auth import Limits
+    from llmc_runtime.server.http.body_budget import Body, BodyBudget
+
+    log: list[str] = []
+
+    async def run() -> list[list[str]]:
+        serving: Any = type("Serving", (), {"parsing": FairSlots(1, OSError)})()
+        budget = BodyBudget(OSError)
+        endpoint, laps = Endpoint(serving, Limits()), list[list[str]]()
+
+        def parse(key: str, size: int) -> asyncio.Task[Any]:
+            body = Body(budget, key)
+            body.take(b" " * size)
+            return asyncio.create_task(endpoint._in_turn(body, object, key))  # type: ignore[type-var]
+
+        tasks = [parse("a", _SHORT + 1) for _ in range(5)] + [parse("b", _SHORT + 1), parse("c", _SHORT)]
+        cancelled = parse("a", _SHORT + 1)
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0)
+            turns_of(log, laps)
+            cancelled.cancel()
+        assert cancelled.cancelled() and not budget._bodies and not serving.parsing.waiting
+        return [lap for lap in laps if lap]
+
+    def small(self: Endpoint, body: Body, kind: Any, offload: Any) -> None:
+        log.append(body.key)
+        body.drop()
+
+    monkeypatch.setattr(Endpoint, "_small", small)
+    assert asyncio.run(run()) == [["a", "c"], ["a"], ["b"], ["a"], ["a"], ["a"]]
+
+
 def test_the_lane_of_a_head_is_that_of_its_valid_key() -> None:
     pytest.importorskip("starlette")
     from llmc_runtime.server.http.auth import Guard, Keys, Limits, key_id

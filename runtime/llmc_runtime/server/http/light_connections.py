@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -30,9 +31,12 @@ from typing import Protocol
 from llmc_runtime.server.http.fair_selector import FairSelector
 from llmc_runtime.server.http.head_turns import HeadTurns
 
-_READ = 16 << 10  # bytes read at a time, and the maximum of a head; a longer one is left to the parser
+_READ = 2 << 10  # bytes read at a time, and the maximum of a head; a longer one is left to the parser
+_READ_BODY = 14 << 10  # bytes of a body read together with its head: it has to arrive before a connection is closed
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,10})[ \t]*\r\n", re.IGNORECASE)
+_CHUNKED = re.compile(rb"\r\ntransfer-encoding:", re.IGNORECASE)
 _LAST_FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_MORE", 0)
-_MAX_READS = 4  # per turn of a connection, so that connections alternate
+_MAX_READS = 16  # per turn of a connection, so that connections alternate
 _MAX_REQUESTS = 4  # in one read; an ordinary connection handles the rest of a pipeline
 _SWEEP_SECONDS = 1.0  # between two checks of deadlines, at most
 _TURN_SECONDS = 0.001  # time of accepting, and of reading and refusing, per iteration of the event loop
@@ -315,6 +319,8 @@ def _serve(light: _Light, refuse: Refuse | None, deadline: float) -> tuple[_Stat
             data = light.sock.recv(_READ, socket.MSG_DONTWAIT)
             if not data:
                 return _State.CLOSED, responses
+            if refuse is not None and not light.skip and (missing := _missing(data)):
+                data += _arrived(light.sock, missing)
             state, response = _refused(light, data, refuse, deadline)
             responses += response
             if state is not _State.LIGHT:
@@ -326,6 +332,23 @@ def _serve(light: _Light, refuse: Refuse | None, deadline: float) -> tuple[_Stat
     except OSError:
         return _State.CLOSED, b""
     return _State.LIGHT, responses
+
+
+def _missing(data: bytes) -> int:
+    """Return how many bytes of a body of known length are to be read after `data`, which begins with its head."""
+    end = data.find(b"\r\n\r\n") + 4
+    found = _LENGTH.search(data, 0, max(0, end))
+    if end < 4 or found is None or _CHUNKED.search(data, 0, end):
+        return 0
+    return min(_READ_BODY, max(0, end + int(found[1]) - len(data)))
+
+
+def _arrived(sock: socket.socket, size: int) -> bytes:
+    """Return up to `size` bytes that have arrived. Errors are left to the next read."""
+    try:
+        return sock.recv(size, socket.MSG_DONTWAIT)
+    except OSError:
+        return b""
 
 
 def _refused(light: _Light, data: bytes, refuse: Refuse | None, deadline: float) -> tuple[_State, bytes]:
