@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import time
 from typing import Any
 
 import pytest
@@ -58,6 +59,16 @@ class Connection:
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\n"
 PROBE = b"GET /health HTTP/1.1\r\n\r\n"
+
+
+def received(client: socket.socket, count: int) -> bytes:
+    """Return responses whose bodies are JSON objects."""
+    got = b""
+    while got.count(b"HTTP/1.1 ") < count or not got.endswith(b"}"):
+        part = client.recv(1 << 16)
+        assert part, got
+        got += part
+    return got
 
 
 def turns_of(log: list[str], laps: list[list[str]]) -> None:
@@ -239,6 +250,28 @@ def test_longer_bodies_are_parsed_one_by_one(monkeypatch: pytest.MonkeyPatch) ->
     assert asyncio.run(run()) == [["a", "c"], ["a"], ["b"], ["a"], ["a"], ["a"]]
 
 
+def test_a_request_that_waits_for_its_turn_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the first of a connection, after the time for a head, nor the next, after the time between requests."""
+    pytest.importorskip("uvicorn")
+    from tests.runtime.served import Quick, served
+
+    held, may_begin = [False], HeadTurns._may_begin
+    monkeypatch.setattr(HeadTurns, "_may_begin", lambda *args: not held[0] and may_begin(*args))
+    request = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for own_loop in (False, True):
+        with (
+            served(own_loop=own_loop, keep_alive=1) as server,
+            socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20) as client,
+        ):
+            for seconds in (Quick.head_seconds, 1):
+                held[0] = True
+                client.sendall(request)
+                time.sleep(seconds + 0.3)
+                held[0] = False
+                got = received(client, 1)
+                assert got.startswith(b"HTTP/1.1 200"), got
+
+
 def test_the_lane_of_a_head_is_that_of_its_valid_key() -> None:
     pytest.importorskip("starlette")
     from llmc_runtime.server.http.auth import Guard, Keys, Limits, key_id
@@ -284,11 +317,7 @@ def test_each_request_of_a_pipeline_takes_a_turn(monkeypatch: pytest.MonkeyPatch
             heads.clear()
             with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20) as client:
                 client.sendall(sent.encode())
-                got = b""
-                while got.count(b"HTTP/1.1 200") < len(names) or not got.endswith(b"}"):
-                    part = client.recv(1 << 16)
-                    assert part
-                    got += part
+                got = received(client, len(names))
             assert re.findall(rb"x-request-id: (\S+)", got) == [name.encode() for name in names]
             firsts = [head.count(b"GET ") for head in heads]
             assert firsts == list(range(len(names), 0, -1)), "each finds itself and those after it"

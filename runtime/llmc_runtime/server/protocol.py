@@ -146,6 +146,7 @@ class HttpConnection(H11Protocol):
             if not data:
                 return
         if not granted and (self._between or self.limit.head_turns.waits(self)):
+            self._unset_keepalive_if_required()
             self.limit.head_turns.begin(self, data)
         else:
             self.parse(data)
@@ -363,7 +364,9 @@ class HttpConnection(H11Protocol):
 
     def _head_timeout(self) -> None:
         self._head_timer = None
-        if self._idle and not self.transport.is_closing():
+        if self.limit.head_turns.waits(self):
+            self._head_timer = self.loop.call_later(self.head_seconds, self._head_timeout)
+        elif self._idle and not self.transport.is_closing():
             self.transport.write(late(self.head_seconds))
             self.transport.close()
 
