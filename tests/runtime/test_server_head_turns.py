@@ -97,12 +97,12 @@ def test_short_heads_share_a_turn() -> None:
     async def run() -> list[str]:
         log: list[str] = []
         turns, first = HeadTurns(), Connection("first", log)
-        for one in (first, *(Connection(str(i), log, 0.0) for i in range(5))):
+        for one in (first, *(Connection(str(i), log, 0.0) for i in range(MAX_HEADS))):
             turns.begin(one, HEAD)
         await asyncio.sleep(0)
         return log
 
-    assert asyncio.run(run()) == ["first", "0", "1", "2", "3", "4"]
+    assert asyncio.run(run()) == ["first", "0", "1", "2", "3"]
 
 
 def test_probes_do_not_wait_and_closed_connections_are_forgotten() -> None:
@@ -168,9 +168,9 @@ def test_a_key_with_many_heads_delays_its_own() -> None:
             turns.begin(Connection(f"b{number}", log, 0.0), b"POST key=b")
         turns.begin(Connection("c", log, 0.0), b"POST key=c")
         await asyncio.sleep(0)
-        return log
+        return log[:]
 
-    assert asyncio.run(run())[:MAX_HEADS] == ["first", "a0", "b0", "c", "a1", "b1", "a2", "a3"]
+    assert asyncio.run(run()) == ["first", "a0", "b0", "c", "a1"]
 
 
 def test_probes_come_first_and_have_a_limit_of_their_own() -> None:

@@ -12,6 +12,7 @@ from llmc_runtime.server.http.fair_selector import (
     BATCH_SECONDS,
     BATCHING_SECONDS,
     EXPECTED_SECONDS,
+    LONG_SECONDS,
     MAX_BODIES,
     MAX_CLIENTS,
     MAX_PROBES,
@@ -51,16 +52,19 @@ def test_clients_take_turns_and_others_are_always_reported(ready: tuple[FairSele
     assert len(fair.select(0)) == len(pairs)
 
 
-def test_fewer_bodies_than_heads_are_read_per_call(ready: tuple[FairSelector, Pairs]) -> None:
+def test_fewer_bodies_than_heads_are_read_per_call_and_one_after_a_long_one(
+    ready: tuple[FairSelector, Pairs], clock: Clock
+) -> None:
     fair, pairs = ready
     fds = [left.fileno() for left, _ in pairs]
     for fd in fds:
         fair.add_client(fd)
     for fd in fds[2:]:
         fair.set_sending_body(fd, True)
-    for _ in range(3):
+    for took, most in ((0.0, MAX_BODIES), (0.0, MAX_BODIES), (2 * LONG_SECONDS, 1), (2 * LONG_SECONDS, 1), (0.0, 2)):
+        clock.now += took
         found = [key.fd for key, _ in fair.select(0)]
-        assert set(fds[:2]) <= set(found) and len(found) == 2 + MAX_BODIES
+        assert set(fds[:2]) <= set(found) and len(found) == 2 + most
     fair.set_sending_body(fds[5], False)
     assert fds[5] in [key.fd for key, _ in fair.select(0)]
 

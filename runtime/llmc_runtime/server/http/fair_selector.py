@@ -29,7 +29,8 @@ from typing import Any
 
 MAX_PROBES = 4  # events of `_probes` per call
 MAX_CLIENTS = 16  # events of `_clients` per call
-MAX_BODIES = 4  # events of `_bodies` per call
+MAX_BODIES = 4  # events of `_bodies` per call; one after an iteration of the event loop that took LONG_SECONDS
+LONG_SECONDS = 0.002  # a body in chunks of a byte takes 3 ms to parse for each read
 BATCH_SECONDS = 0.008  # minimum time between two batches
 MAX_BATCH_SECONDS = 0.012  # maximum time between two batches
 EXPECTED_SECONDS = 0.001  # maximum time until the next batch when a request is about to arrive
@@ -91,6 +92,8 @@ class FairSelector(selectors.BaseSelector):
         self._nested = frozenset((self._clients.fileno(), self._bodies.fileno()))
         for fd in (*self._nested, self._probes.fileno()):
             self._main.register(fd, EPOLLIN)
+        self._returned = math.inf  # time at which the last `select` call returned
+        self._most_bodies = MAX_BODIES  # of the next call
         self.batches = BatchTimer()
         self.batching = False  # whether the last `select` call polled clients in batches
         self._watched: set[int] = set()  # descriptors whose input is reported to `on_input`
@@ -167,6 +170,8 @@ class FairSelector(selectors.BaseSelector):
 
     def select(self, timeout: float | None = None) -> Events:
         """See selectors.BaseSelector. While clients are polled in batches, it may return early and without events."""
+        long = time.monotonic() - self._returned > LONG_SECONDS
+        self._most_bodies = 1 if long else min(MAX_BODIES, self._most_bodies + 1)
         self._set_batching(self.batches.active())
         if self.batching:
             ready = self._main.poll(self.batches.limit(timeout))
@@ -176,7 +181,9 @@ class FairSelector(selectors.BaseSelector):
             poll_clients = not self._nested.isdisjoint([fd for fd, _ in ready])
         if (self._probes.fileno(), EPOLLIN) in ready:
             ready += self._probes.poll(0, MAX_PROBES)
-        return self._events([*ready, *self._ready_clients()] if poll_clients else ready)
+        events = self._events([*ready, *self._ready_clients()] if poll_clients else ready)
+        self._returned = time.monotonic()
+        return events
 
     def _set_batching(self, batching: bool) -> None:
         """Set whether data of clients wakes `select`: only while they are not polled in batches."""
@@ -187,7 +194,7 @@ class FairSelector(selectors.BaseSelector):
 
     def _ready_clients(self) -> list[tuple[int, int]]:
         """Return descriptors of clients with their events, up to the limits of one call."""
-        clients, bodies = self._clients.poll(0, MAX_CLIENTS), self._bodies.poll(0, MAX_BODIES)
+        clients, bodies = self._clients.poll(0, MAX_CLIENTS), self._bodies.poll(0, self._most_bodies)
         self.batches.polled(more=bool(bodies) or len(clients) == MAX_CLIENTS)
         return clients + bodies
 

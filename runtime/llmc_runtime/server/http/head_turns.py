@@ -20,7 +20,7 @@ from typing import Protocol
 
 from llmc_runtime.server.http.probes import PROBES
 
-MIN_HEADS, MAX_HEADS = 2, 8  # limits of the heads parsed per iteration of the event loop
+MIN_HEADS, MAX_HEADS = 2, 4  # limits of the heads parsed per iteration of the event loop
 MAX_PROBES = 4  # heads of probes parsed per iteration
 HEAD_SECONDS = 0.001  # maximum time of parsing heads per iteration, but for the last one
 ITERATION_SECONDS = 0.002  # after a longer iteration, half as many heads are parsed; after a shorter one, one more
