@@ -192,6 +192,39 @@ def test_probes_come_first_and_have_a_limit_of_their_own() -> None:
     assert second == [f"probe {MAX_PROBES}", f"probe {MAX_PROBES + 1}"] + ["head"] * MAX_HEADS
 
 
+def test_while_connections_wait_to_be_accepted_one_head_is_parsed_per_iteration() -> None:
+    async def run() -> list[int]:
+        log: list[str] = []
+        laps: list[list[str]] = []
+        turns = HeadTurns()
+        for number in range(50):
+            turns.begin(Connection(str(number), log, 0.0), HEAD)
+        turns_of(log, laps)
+        for held_back in (True, True, False, False):
+            if held_back:
+                turns.hold_back()
+            await asyncio.sleep(0)
+            turns_of(log, laps)
+        return [len(lap) for lap in laps]
+
+    assert asyncio.run(run()) == [MAX_HEADS, 1, 1, 2, 3]
+
+
+def test_unfinished_heads_of_probes_wait_like_others() -> None:
+    """So that thousands of them do not delay probes."""
+
+    async def run() -> list[str]:
+        log: list[str] = []
+        turns = HeadTurns()
+        turns.begin(Connection("first", log), HEAD)
+        for number in range(9):
+            turns.begin(Connection(f"half {number}", log, 0.0), PROBE[:-2])
+        turns.begin(Connection("probe", log, 0.0), PROBE)
+        return log[:]
+
+    assert asyncio.run(run()) == ["first", "probe"]
+
+
 def test_the_longest_lane_is_known_and_a_head_that_was_received_before_is_classified() -> None:
     async def run() -> None:
         log: list[str] = []

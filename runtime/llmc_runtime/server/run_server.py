@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 ENGINE_FAILED = 4  # exit code
 _EXTRA_SECONDS = 5  # after the shutdown timeout, for connections whose requests were aborted
 _NOTICE_SECONDS = 0.5  # in which requests still get an error, before a server without an engine ends
-_ACCEPT_QUEUE = 2048  # connections
+_ACCEPT_QUEUE = 4096  # connections; beyond net.core.somaxconn, clients try again after a second
 _MAX_LARGE_RESPONSES = 4  # responses of the maximum size that may be open at a time
 _MALLOC_ARENAS = 4
 _SWITCH_SECONDS = 0.0005  # after which a thread that renders a template yields to the event loop

@@ -28,6 +28,11 @@ _PROBES = tuple(f"GET {path} ".encode() for path in PROBES)
 _PROBE_LANE = None
 
 
+def is_probe(head: bytes) -> bool:
+    """Return whether this is the head of a health probe, complete: others could be held back in any number."""
+    return head.startswith(_PROBES) and b"\r\n\r\n" in head
+
+
 class Connection(Protocol):
     """A connection whose reading can be paused."""
 
@@ -52,6 +57,7 @@ class HeadTurns:
         self._lanes = OrderedDict[str | None, OrderedDict[Connection, bytes]]()  # the next lane first; none is empty
         self._waiting: dict[Connection, str | None] = {}  # the lanes of connections
         self._maximum = MAX_HEADS  # heads of an iteration
+        self._held_back = False
         self._begun = self._begun_probes = 0  # heads parsed in this iteration
         self._spent = 0.0  # seconds of parsing in this iteration
         self._turned = -math.inf  # when it began
@@ -62,7 +68,7 @@ class HeadTurns:
 
         `head`: the beginning of the head, if the connection has received it before.
         """
-        probe = (data if head is None else head).startswith(_PROBES)
+        probe = is_probe(data if head is None else head)
         if connection in self._waiting:  # TLS may hand over several pieces before the pause takes effect
             self._lanes[self._waiting[connection]][connection] += data
         elif self._may_begin(probe) and (_PROBE_LANE not in self._lanes if probe else not self._lanes):
@@ -85,6 +91,10 @@ class HeadTurns:
         if connection in self._waiting:
             self._take(connection)
 
+    def hold_back(self) -> None:
+        """Parse at most one head in the next iteration, because more connections wait to be accepted."""
+        self._held_back = True
+
     def latest_of_longest(self) -> Iterable[Connection]:
         """Return the connections of the longest lane, the latest first."""
         longest = max(self._lanes.values(), key=len) if self._lanes else OrderedDict[Connection, bytes]()
@@ -100,7 +110,10 @@ class HeadTurns:
         """Begin a new iteration: parse heads that wait, of each lane in turn."""
         now = time.monotonic()
         long = now - self._turned > ITERATION_SECONDS
-        self._maximum = max(MIN_HEADS, self._maximum // 2) if long else min(MAX_HEADS, self._maximum + 1)
+        if self._held_back:
+            self._maximum, self._held_back = 1, False
+        else:
+            self._maximum = max(MIN_HEADS, self._maximum // 2) if long else min(MAX_HEADS, self._maximum + 1)
         self._turned, self._next = now, None
         self._begun, self._begun_probes, self._spent = 0, 0, 0.0
         while (probes := self._lanes.get(_PROBE_LANE)) and self._may_begin(True):

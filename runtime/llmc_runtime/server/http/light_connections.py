@@ -164,6 +164,8 @@ class LightConnections:
                         self._fair.batches.expect()
                 else:
                     self._end(light, state)
+        if waiting and accepted:
+            self._turns.hold_back()
         return not failed and (allowed == count or accepted < allowed)
 
     def lend(self, sock: socket.socket, promote: Callable[[bytes, bool], object], close: Callable[[], object]) -> None:
