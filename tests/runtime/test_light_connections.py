@@ -374,6 +374,7 @@ def test_accepting_and_reading_take_limited_time_per_iteration(monkeypatch: pyte
                 assert await asyncio.to_thread(client.recv, 100) == REFUSED
                 client.close()
 
+    monkeypatch.setattr(light_connections, "_STEP", 8)
     monkeypatch.setattr(light_connections, "time", Clock())
     run(main)
 

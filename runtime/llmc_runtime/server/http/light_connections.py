@@ -11,7 +11,7 @@ An ordinary connection on which a request was refused is lent: its requests are 
 may be served, and the connection takes it back.
 
 The connections that have sent something are handled in turns of limited time; the others of a turn are handled in the
-next iteration of the event loop. The responses of a turn are sent at its end, one after the other: sending wakes a
+next iteration of the event loop. The responses of several are sent together, one after the other: sending wakes a
 client on the same machine, which costs several times as much as sending to one that is awake.
 """
 
@@ -40,7 +40,7 @@ _MAX_READS = 16  # per turn of a connection, so that connections alternate
 _MAX_REQUESTS = 4  # in one read; an ordinary connection handles the rest of a pipeline
 _SWEEP_SECONDS = 1.0  # between two checks of deadlines, at most
 _TURN_SECONDS = 0.001  # time of accepting, and of reading and refusing, per iteration of the event loop
-_STEP = 8  # connections between two looks at the clock
+_STEP = 32  # connections between two looks at the clock, whose responses are sent together
 
 
 Promote = Callable[[socket.socket, object, bytes, bool], object]
