@@ -114,8 +114,8 @@ class HeadTurns:
             self._maximum, self._held_back = 1, False
         else:
             self._maximum = max(MIN_HEADS, self._maximum // 2) if long else min(MAX_HEADS, self._maximum + 1)
-        self._turned, self._next = now, None
-        self._begun, self._begun_probes, self._spent = 0, 0, 0.0
+        self._begun, self._begun_probes, self._spent, self._turned = 0, 0, 0.0, now
+        self._next = asyncio.get_running_loop().call_soon(self._turn) if self._waiting else None
         while (probes := self._lanes.get(_PROBE_LANE)) and self._may_begin(True):
             self._continue(next(iter(probes)), True)
         while self._may_begin(False):
@@ -124,8 +124,6 @@ class HeadTurns:
                 break
             self._lanes.move_to_end(lane)
             self._continue(next(iter(self._lanes[lane])), False)
-        if self._waiting or self._begun or self._begun_probes:
-            self._next = asyncio.get_running_loop().call_soon(self._turn)
 
     def _continue(self, connection: Connection, probe: bool) -> None:
         data = self._take(connection)
