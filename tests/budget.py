@@ -22,6 +22,8 @@ LIMITS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "head_seconds": ("server.protocol", "HttpConnection.head_seconds", "s"),
         "write_seconds": ("server.protocol", "HttpConnection.write_seconds", "s"),
         "read": ("server.protocol", "_READ", "bytes"),
+        "heads": ("server.http.head_turns", "MAX_HEADS", ""), "short_body": ("server.endpoint", "_SHORT", "bytes"),
+        "accept_seconds": ("server.http.light_connections", "_TURN_SECONDS", "s"),
         "connections": ("server.http.connection_limit", "MAX_CONNECTIONS", ""),
         "depth": ("server.requests.parse", "MAX_DEPTH", ""),
         "queued": ("server.server_options", "Options.max_queued_requests", ""),
@@ -110,15 +112,20 @@ _COMPARED = "one comparison"
 
 # What holds for every connection and request, whatever the route.
 COMMON: tuple[Row, ...] = (
-    Row(("a connection",), "{read} are read at a time", "{head} of a head, {body} of a body, of each connection",
+    Row(("a connection",),
+        "{read} are read at a time; accepting takes {accept_seconds} in an iteration of the event loop",
+        "{head} of a head, {body} of a body, of each connection",
         "a client that takes nothing for {write_seconds} is disconnected; {unsent} wait for all slow clients together, "
         "and {unsent_kernel} for each in the kernel",
         "{connections} connections (`--max-connections`), idle ones for 15 s (`--timeout-keep-alive`) or until a new "
         "one takes their place; one of several keys has at most {request_share} times as many open requests as it "
         "leaves to others",
-        ("server.protocol", "server.http.connection_limit", "server.http.request_shares")),
+        ("server.protocol", "server.http.connection_limit", "server.http.light_connections",
+         "server.http.request_shares")),
     Row(("the head of a request",), "{header_count} headers, {lines} lines", "{headers}", "400, 408 or 431",
-        "{head_seconds} to arrive", ("server.protocol", "server.http.auth")),
+        "{head_seconds} to arrive; at most {heads} are parsed per iteration of the event loop, fewer if iterations are "
+        "long, and keys take turns",
+        ("server.protocol", "server.http.auth", "server.http.head_turns")),
     Row(("the request target",), "one pass over it", "the head's limit",
         "400 unless it is a path, or an absolute URL of this server", NONE,
         ("server.http.request_target", "server.http.auth")),
@@ -128,8 +135,9 @@ COMMON: tuple[Row, ...] = (
         "400, 413, 415 or 421", NONE, ("server.http.auth",)),
     Row(("the line before a chunk, the trailers of a body",), "{unparsed} at a time", "{unparsed}", "431", NONE,
         ("server.protocol",)),
-    Row(("a body",), "over {small_body} in a text process: {text_cpu} of CPU time, {containers} objects and lists, "
-        "{values} values; nesting of {depth} levels",
+    Row(("a body",),
+        "over {short_body} one in an iteration of the event loop; over {small_body} in a text process: {text_cpu} of "
+        "CPU time, {containers} objects and lists, {values} values; nesting of {depth} levels",
         _BODY + "; {text_memory} for a text process; {bodies} for all unfinished bodies over {free_body}, which keys "
         "share",
         "400, 408, 413 or 503", "{body_seconds} to arrive; {text_processes} text processes, in which keys take turns: "

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,7 +16,8 @@ pytest.importorskip("psutil")
 from llmc_runtime.bench.http_client import Reply
 
 from bench.attacks.figures import answers_text, gaps_of, memory_window, quantile, table
-from bench.attacks.link import Answer, error_of
+from bench.attacks.link import Answer, Door, error_of
+from bench.attacks.many import burst, flood, head_without_body, pipeline
 from bench.attacks.rows import ATTACKS, BODIES, BODY, patterns
 from bench.attacks.watch import Asker, Streams, code_of, request
 from bench.gpu.attacks import verdicts
@@ -92,7 +98,7 @@ def test_large_bodies_are_json_within_the_limit(name: str) -> None:
 
 
 def test_every_row_has_its_attacks_under_names_of_their_own() -> None:
-    assert {one.row for one in ATTACKS} == set(range(1, 9))
+    assert {one.row for one in ATTACKS} == set(range(1, 11))
     assert len({one.name for one in ATTACKS}) == len(ATTACKS)
     form = patterns(lambda i: (chr(97 + i % 26), "xy"[i // 26]))["response_format"]["json_schema"]["schema"]
     assert len({one["pattern"] for one in form["allOf"]}) == 32
@@ -118,3 +124,47 @@ def test_a_reply_in_chunks_is_read_as_the_bench_reads_it() -> None:
     reply = Reply()
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     assert reply.feed(head + b"7\r\ndata: x\r\n0\r\n\r\n") == b"data: x" and reply.complete
+
+
+@contextmanager
+def answering() -> Iterator[Door]:
+    """A server that answers each request without a body: /health with 200, others with 400."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while head := await reader.readline():
+            while (await reader.readline()).strip():
+                pass
+            status = b"200 OK" if b"/health" in head else b"400 Bad Request"
+            writer.write(b"HTTP/1.1 " + status + b"\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    async def main() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        ports.append(server.sockets[0].getsockname()[1])
+        there.set()
+        while not over.is_set():
+            await asyncio.sleep(0.01)
+
+    ports, there, over = list[int](), threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    thread.start()
+    assert there.wait(30)
+    yield Door("127.0.0.1", ports[0], "k", time.monotonic() + 60)
+    over.set()
+    thread.join(30)
+
+
+def test_a_burst_counts_its_responses_and_probes_after_all_connections() -> None:
+    with answering() as door:
+        opened, health, *ends = burst(door, request("localhost", "k", "/nothing"), count=20, hold=1.0)
+        assert (opened.label, health.status) == ("20 connections", 200)
+        assert [(one.label, one.status) for one in ends] == [("20 of 20 connections", 400)]
+        assert [one.status for one in burst(door, b"", count=3, hold=0.0)] == [0, 200, 0]
+    assert pipeline("h", "k", "/", 3) == request("h", "k", "/") * 3
+    assert head_without_body("k").endswith(b"Bearer k\r\nContent-Length: 3000\r\n\r\n")
+
+
+def test_a_flood_repeats_a_request_on_kept_connections() -> None:
+    with answering() as door:
+        found = flood(door, request("localhost", "k", "/nothing"), clients=3, seconds=0.3)
+    assert [one.status for one in found] == [400] and found[0].seconds > 0

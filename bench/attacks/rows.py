@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from bench.attacks.link import Answer, Door, together
+from bench.attacks.many import burst, flood, head_without_body, pipeline
 from bench.attacks.server import KEYS, Server, python_path
 from bench.attacks.watch import request
 
@@ -259,6 +260,17 @@ def flooded(ground: Field) -> list[Answer]:
     return [Answer(f"{got['offered']:.0f}/s", 200, got["seconds"], f"{share}, {refused}")]
 
 
+def bursts(make: Callable[[Field], bytes]) -> Run:
+    """Open thousands of connections at the same time, each with these bytes."""
+    return lambda ground: burst(ground.door, make(ground))
+
+
+def floods(clients: int, path: str, body: Any = None, key: str = KEYS["attacker"]) -> Run:
+    """Repeat a small request on some connections."""
+    return lambda ground: flood(ground.door, request(ground.server.host, key, path, body), clients)
+
+
+INVALID = {"prompt": "x", "max_tokens": -1}
 ATTACKS: tuple[Attack, ...] = (
     Attack(1, "multipleOf 99999989 and 99999971",
            forms([schema({"type": "integer", "multipleOf": n}) for n in (99999989, 99999971)])),
@@ -280,5 +292,18 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(5, "unfinished bodies of 8 MB", unfinished),
     Attack(7, "128 prompts of 1,000 ids, prompt_logprobs 20", scored),
     Attack(8, "ten times the peak", flooded),
+    Attack(9, "4,000 silent connections", bursts(lambda ground: b"")),
+    Attack(9, "4,000 halves of heads", bursts(lambda ground: b"GET /health HTTP/1.1\r\nHost: loc")),
+    Attack(9, "4,000 heads without a body", bursts(lambda ground: head_without_body(KEYS["attacker"]))),
+    Attack(9, "4,000 invalid requests",
+           bursts(lambda ground: request(ground.server.host, KEYS["attacker"], "/v1/completions", INVALID))),
+    Attack(9, "4,000 pipelines of 40 requests, unread",
+           bursts(lambda ground: pipeline(ground.server.host, KEYS["attacker"], "/openapi.json", 40))),
+    Attack(10, "8 x small invalid requests", floods(8, "/v1/completions", INVALID)),
+    Attack(10, "8 x invalid requests with 1,400 lists", floods(8, "/v1/completions", {**INVALID, "x": [[]] * 1400})),
+    Attack(10, "8 x wrong key", floods(8, "/v1/completions", INVALID, key="unknown")),
+    Attack(10, "8 x unknown path", floods(8, "/nothing")),
+    Attack(10, "24 x max_tokens 1", floods(24, "/v1/completions", completion(max_tokens=1))),
+    Attack(10, "24 x /tokenize", floods(24, "/tokenize", {"prompt": "hello world"})),
     Attack(6, "four ends of the engine", kills, ends=True),
 )  # fmt: skip

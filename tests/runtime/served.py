@@ -101,6 +101,7 @@ def served(
                 origins=origins,
                 connections=connections,
             )
+            limit.head_turns.lane_of = shed.lane_of
             protocol: Any = type("Bounded", (Quick,), {"limit": limit, "shed": shed})
             config = uvicorn.Config(
                 app,

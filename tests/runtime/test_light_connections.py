@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -12,11 +14,13 @@ from typing import Any, ClassVar
 import pytest
 
 pytest.importorskip("uvicorn")
+from llmc_runtime.server.http import light_connections
 from llmc_runtime.server.http.event_loop import ServerLoop
+from llmc_runtime.server.http.head_turns import HeadTurns
 from llmc_runtime.server.http.light_connections import LightConnections, _Light, _serve, _State
 from llmc_runtime.server.load_shedding import Answer
 
-REFUSED, LATE = b"HTTP/1.1 503 X\r\ncontent-length: 2\r\n\r\nno", b"late"
+REFUSED, LATE, FULL = b"HTTP/1.1 503 X\r\ncontent-length: 2\r\n\r\nno", b"late", b"full"
 
 
 class Echo(asyncio.Protocol):
@@ -42,6 +46,8 @@ class Server:
     open: int = 0
     opened: int = 0
     refused: list[bytes] = field(default_factory=list)
+    turns: Held = field(default_factory=lambda: Held())
+    light: LightConnections | None = None
 
     def refusal(self, head: bytes) -> Answer | None:
         """Heads with "no" are refused; "close" among them closes, and "+N" is the length of their body."""
@@ -61,9 +67,10 @@ async def serving(head_seconds: float = 20.0, keep_alive: float = 20.0) -> Async
     state, loop = Server(), asyncio.get_running_loop()
     assert isinstance(loop, ServerLoop)
     light = LightConnections(
-        loop.fair, lambda: 100 * state.busy, lambda: state.refusal, state.count, LATE, head_seconds, keep_alive
-    )
-    loop.light = light
+        loop.fair, lambda: 100 * state.busy, lambda: state.refusal, state.count, LATE, head_seconds, keep_alive,
+        state.turns, lambda: FULL,
+    )  # fmt: skip
+    loop.light = state.light = light
     server = await loop.create_server(Echo, sock=socket.create_server(("127.0.0.1", 0)))
     state.port = server.sockets[0].getsockname()[1]
     yield state
@@ -278,5 +285,109 @@ def test_a_body_of_ordinary_size_is_refused_with_its_head() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         one = _Light(ours, lambda data, passed: None, ours.close, 0.0)
-        theirs.send(b"no close +10000\r\n\r\n" + bytes(10_000))
+        theirs.send(b"no close +10000\r\nContent-Length: 10000\r\n\r\n" + bytes(10_000))
         assert _serve(one, state.refusal, 20.0) == (_State.CLOSED, REFUSED)
+
+
+class Held(HeadTurns):
+    """No head has its turn while `held` is set."""
+
+    held = False
+
+    def _may_begin(self, probe: bool) -> bool:
+        return not self.held and super()._may_begin(probe)
+
+
+def begun(state: Server, heads: list[bytes]) -> list[socket.socket]:
+    """Connections that have each sent a head."""
+    clients = [socket.create_connection(("127.0.0.1", state.port), timeout=10) for _ in heads]
+    for client, head in zip(clients, heads, strict=True):
+        client.sendall(head + b"\r\n\r\n")
+    return clients
+
+
+def test_requests_wait_for_their_turn_as_sockets_and_the_longest_lane_gives_way() -> None:
+    async def main() -> None:
+        async with serving() as state:
+            assert state.light is not None
+            state.turns.held, state.turns.lane_of = True, lambda head: head[:1].decode()
+            clients = begun(state, [b"a1", b"b1", b"a2"])
+            while state.open < 3:
+                await asyncio.sleep(0.001)
+            assert state.light.evict() and state.open == 2 and state.light.evict() and state.open == 1
+            state.turns.held = False
+            got = [await asyncio.to_thread(client.recv, 100) for client in clients]
+            assert got in ([FULL, b"[b1\r\n\r\n]", FULL], [b"[a1\r\n\r\n]", FULL, FULL]) and state.open == 0
+            assert not state.light.evict()
+            for client in clients:
+                client.close()
+
+    run(main)
+
+
+def test_requests_that_wait_for_their_turn_end_with_the_server() -> None:
+    async def main() -> None:
+        async with serving() as state:
+            state.turns.held = True
+            clients = begun(state, [b"a", b"b"])
+            while state.open < 2:
+                await asyncio.sleep(0.001)
+            assert state.light is not None
+            state.light.close()
+            assert state.open == 0
+            for client in clients:
+                with contextlib.suppress(ConnectionResetError):
+                    assert await asyncio.to_thread(client.recv, 100) == b""
+                client.close()
+
+    run(main)
+
+
+def test_accepting_and_reading_take_limited_time_per_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the clock finds that half of the time is over, so that one step fits into an iteration."""
+
+    class Clock:
+        now = 0.0
+
+        def monotonic(self) -> float:
+            self.now += light_connections._TURN_SECONDS / 2
+            return self.now
+
+    async def main() -> None:
+        async with serving() as state:
+            clients = [socket.create_connection(("127.0.0.1", state.port), timeout=10) for _ in range(60)]
+            opened = []
+            while state.open < 60:
+                opened.append(state.open)
+                await asyncio.sleep(0)
+            steps = [b - a for a, b in itertools.pairwise([*opened, state.open])]
+            assert max(steps) == light_connections._STEP, steps
+            for client in clients:
+                client.sendall(b"no\r\n\r\n")
+            done = [0]
+            while done[-1] < 60:
+                await asyncio.sleep(0)
+                done.append(len(state.refused))
+            steps = [b - a for a, b in itertools.pairwise(done)]
+            assert max(steps) == light_connections._STEP, steps
+            for client in clients:
+                assert await asyncio.to_thread(client.recv, 100) == REFUSED
+                client.close()
+
+    monkeypatch.setattr(light_connections, "_STEP", 8)
+    monkeypatch.setattr(light_connections, "time", Clock())
+    run(main)
+
+
+def test_a_chunked_body_is_read_in_small_parts() -> None:
+    """Chunks of a byte take 10 us each to parse, so that little of them is handed over at a time."""
+    state = Server()
+    chunked = b"Transfer-Encoding: chunked\r\n", b"content-length: 9000\r\ntransfer-encoding: chunked\r\n", b""
+    for fields, refuse in itertools.product(chunked, (state.refusal, None)):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            one = _Light(ours, lambda data, passed: None, ours.close, 0.0)
+            sent = b"yes\r\n" + fields + b"\r\n" + b"1\r\na\r\n" * 1500
+            theirs.send(sent)
+            assert _serve(one, refuse, 20.0) == (_State.ORDINARY, b"")
+            assert one.data == sent[:2048] and one.passed is (refuse is not None)

@@ -272,7 +272,7 @@ def test_health_is_that_of_the_engine() -> None:
 
 def test_while_it_drains_streams_end_well_and_whoever_comes_is_reported() -> None:
     command = Command(str(Path(__file__).with_name("serve_fake.py")), "0.01", "30")
-    body = {**LONG, "stream": True, "max_tokens": 60}
+    body = {**LONG, "stream": True, "max_tokens": 100}
 
     async def stream(client: httpx.AsyncClient, begun: list[int]) -> str:
         async with client.stream("POST", "/v1/completions", json=body) as reply:
@@ -287,7 +287,11 @@ def test_while_it_drains_streams_end_well_and_whoever_comes_is_reported() -> Non
         async with httpx.AsyncClient(base_url=command.url, timeout=60, limits=limits) as client:
             begun: list[int] = []
             tasks = [asyncio.ensure_future(stream(client, begun)) for _ in range(50)]
-            while len(begun) < ROWS:
+
+            async def admitted() -> int:
+                return sum(task.done() for task in tasks) + (await client.get("/load")).json()["server_load"]
+
+            while len(begun) < ROWS or await admitted() < len(tasks):
                 await asyncio.sleep(0.01)
             command.process.send_signal(signal.SIGTERM)
             await asyncio.sleep(0.2)

@@ -12,8 +12,10 @@ from llmc_runtime.server.http.fair_selector import (
     BATCH_SECONDS,
     BATCHING_SECONDS,
     EXPECTED_SECONDS,
+    LONG_SECONDS,
     MAX_BODIES,
     MAX_CLIENTS,
+    MAX_PROBES,
     FairSelector,
 )
 
@@ -50,18 +52,43 @@ def test_clients_take_turns_and_others_are_always_reported(ready: tuple[FairSele
     assert len(fair.select(0)) == len(pairs)
 
 
-def test_fewer_bodies_than_heads_are_read_per_call(ready: tuple[FairSelector, Pairs]) -> None:
+def test_fewer_bodies_than_heads_are_read_per_call_and_one_after_a_long_one(
+    ready: tuple[FairSelector, Pairs], clock: Clock
+) -> None:
     fair, pairs = ready
     fds = [left.fileno() for left, _ in pairs]
     for fd in fds:
         fair.add_client(fd)
     for fd in fds[2:]:
         fair.set_sending_body(fd, True)
-    for _ in range(3):
+    for took, most in ((0.0, MAX_BODIES), (0.0, MAX_BODIES), (2 * LONG_SECONDS, 1), (2 * LONG_SECONDS, 1), (0.0, 2)):
+        clock.now += took
         found = [key.fd for key, _ in fair.select(0)]
-        assert set(fds[:2]) <= set(found) and len(found) == 2 + MAX_BODIES
+        assert set(fds[:2]) <= set(found) and len(found) == 2 + most
     fair.set_sending_body(fds[5], False)
     assert fds[5] in [key.fd for key, _ in fair.select(0)]
+
+
+def test_clients_that_probe_are_reported_before_all_others(ready: tuple[FairSelector, Pairs]) -> None:
+    fair, pairs = ready
+    fds = [left.fileno() for left, _ in pairs]
+    for fd in fds:
+        fair.add_client(fd)
+    probing = fds[-2 * MAX_PROBES :]
+    for fd in probing:
+        fair.set_probing(fd)
+    fair.set_probing(10**6)  # not a client
+    for _ in range(2):
+        found = [key.fd for key, _ in fair.select(0)]
+        assert len(found) == MAX_PROBES + MAX_CLIENTS and set(found[:MAX_PROBES]) <= set(probing)
+        assert not set(found[MAX_PROBES:]) & set(probing)
+    for fd in probing:
+        fair.set_sending_body(fd, False)
+    assert len(fair.select(0)) == MAX_CLIENTS, "they are clients like others again"
+    fair.set_probing(fds[0])
+    fair.batches.refused(2)
+    fair.batches.polled(more=False)
+    assert [key.fd for key, _ in fair.select(0)] == [fds[0]], "and do not wait for a batch"
 
 
 def test_input_of_watched_clients_is_reported_together(ready: tuple[FairSelector, Pairs]) -> None:

@@ -72,7 +72,7 @@ def application(
     shed = shed or LoadShedder(serving)
     shared = RequestShares(app, connections, serving.too_many_requests) if len(keys) > 1 else app
     guarded = Guard(shared, Keys(keys), limits, hosts, Keys(admin_keys), key_scope, shed.refuse)
-    shed.check = guarded.check
+    shed.check, shed.lane_of = guarded.check, guarded.lane_of
     server = NormalizeTarget(guarded, root_path)
     return allow_origins(server, origins) if origins else server
 

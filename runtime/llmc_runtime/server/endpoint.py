@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from llmc_runtime.server.serving import Call, Serving
 from llmc_runtime.server.text_pool.pool import OffloadedJob
 
 T = TypeVar("T", bound=msgspec.Struct)
+_SHORT = 2 << 10  # bytes of a body that is parsed at once
 
 
 class Endpoint:
@@ -38,7 +40,7 @@ class Endpoint:
         """
         body = await read_body(request, self.limits, self.serving.bodies)
         if not is_large(body.data, SMALL_BODY):
-            fields = self._small(body, kind, offload)
+            fields = await self._in_turn(body, kind, request.scope["llmc.key"], offload)
             if fields is not None:
                 yield fields, None
                 return
@@ -47,6 +49,21 @@ class Endpoint:
             yield msgspec.json.decode(job.parsed.fields, type=kind), job
         finally:
             job.close()
+
+    async def _in_turn(
+        self, body: Body, kind: type[T], key: str, offload: Callable[[T], bool] = lambda fields: False
+    ) -> T | None:
+        """Return `_small`. In an iteration of the event loop, at most one body of more than _SHORT bytes is parsed."""
+        turns = self.serving.parsing
+        if len(body) <= _SHORT:
+            return self._small(body, kind, offload)
+        try:
+            await turns.acquire(key)
+        except BaseException:
+            body.drop()
+            raise
+        asyncio.get_running_loop().call_soon(turns.release, key)
+        return self._small(body, kind, offload)
 
     def _small(self, body: Body, kind: type[T], offload: Callable[[T], bool] = lambda fields: False) -> T | None:
         """Parse a body and drop it; return None, with the body kept, if `offload` returns true."""
@@ -73,7 +90,7 @@ class Endpoint:
                 job = await while_connected(request.receive, serving.offload.begin(name, body))
                 job.close()
                 return JsonSlices([job.answer], serving.admission.reserve_response(key, len(job.answer)).close)
-            fields: Any = self._small(body, kind)
+            fields: Any = await self._in_turn(body, kind, key)
             serving.check_model(fields.model)
             return await run(fields)
 

@@ -101,12 +101,13 @@ class _Request:
 class LoadShedder:
     """Refuses requests for generation. `root_path` is as in `application`.
 
-    `check` is the method of Guard; without it, `answer` leaves every request to the parser. `overloaded` returns
+    `check` and `lane_of` are methods of Guard; without `check`, `answer` leaves all to the parser. `overloaded` returns
     whether requests are being refused at a high rate. Many requests are then handled in one batch, before any of them
     reserves a free slot; only as many as there are free slots are passed on to the parser.
     """
 
     check: Callable[[Any, dict[bytes, bytes]], None] | None = None
+    lane_of: Callable[[bytes], str] = staticmethod(lambda head: "")
     overloaded: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(self, serving: Serving, root_path: str = "", refusals: RefusalLog | None = None) -> None:

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from http import HTTPStatus
 from typing import Any
 
 import h11
-import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from llmc_runtime.server.http.connection_limit import ConnectionLimit
-from llmc_runtime.server.http.errors import ApiError, unavailable
+from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.http.event_loop import ServerLoop
 from llmc_runtime.server.http.fair_selector import FairSelector
-from llmc_runtime.server.http.light_connections import LightConnections
+from llmc_runtime.server.http.light_connections import LightConnections, Refuse
 from llmc_runtime.server.http.lingering_close import Lingering
+from llmc_runtime.server.http.plain_errors import late, refusal, too_many
+from llmc_runtime.server.http.probes import PROBES
 from llmc_runtime.server.load_shedding import LoadShedder
 
 MAX_HEAD_BYTES = 64 << 10  # bytes; longer heads are rejected
@@ -43,17 +43,23 @@ def light_connections(
     def on_change(change: int) -> None:
         limit.open += change
 
-    def capacity() -> int:
-        return max(0, limit.maximum - limit.open) if shed.active else 0
+    def full_response() -> bytes:
+        limit.on_refused()
+        return refusal(too_many())
+
+    def refusals() -> Refuse | None:
+        return shed.turn(state.default_headers) if shed.active else None
 
     light = LightConnections(
         fair,
-        capacity=capacity,
-        refusals=lambda: shed.turn(state.default_headers),
+        capacity=lambda: max(0, limit.maximum - limit.open),
+        refusals=refusals,
         on_change=on_change,
-        timeout_response=_late(protocol.head_seconds),
+        timeout_response=late(protocol.head_seconds),
         head_seconds=protocol.head_seconds,
         keep_alive=keep_alive,
+        turns=limit.head_turns,
+        full_response=full_response,
     )
     limit.evict_light = light.evict
     return light
@@ -73,6 +79,8 @@ class HttpConnection(H11Protocol):
     _fd = -1
     _extra = False  # whether the connection is over the limit
     passed = False  # whether `shed` has seen the head of the next request, and passed it on
+    granted = False  # whether the head of the next request has had its turn, see HeadTurns
+    _completing = False  # whether the next request of a pipeline has to wait for its turn
     _skip = 0  # bytes of a refused body still to be discarded
     _lines = 0  # lines of the arriving head so far
 
@@ -128,21 +136,23 @@ class HttpConnection(H11Protocol):
             self.limit.body_turns.leave(self)
             return
         if self._extra:  # answered once it has sent something, as the client might miss the response otherwise
-            self._refuse(unavailable("the server has too many connections", "too_many_connections"))
+            self._refuse(too_many())
             return
+        granted, self.granted = self.granted, False
         if self.passed:
             self.passed = False
         elif self._skip or (self.shed is not None and self.shed.active and self._between):
             data = self._shed(data)
             if not data:
                 return
-        if self._between:
+        if not granted and (self._between or self.limit.head_turns.waits(self)):
+            self._unset_keepalive_if_required()
             self.limit.head_turns.begin(self, data)
         else:
             self.parse(data)
 
     def parse(self, data: bytes) -> None:
-        """Parse part of a head or of a body."""
+        """Parse part of a head or of a body; b"": what the parser has received already."""
         if self.transport.is_closing():
             return
         if self._head_timer is None and self._idle:
@@ -151,7 +161,10 @@ class HttpConnection(H11Protocol):
             cause = f"the head of the request has more than {_MAX_HEAD_LINES} lines"
             self._refuse(ApiError(cause, status=431, code="headers_too_large"))
             return
-        super().data_received(data)
+        if data:
+            super().data_received(data)
+        else:
+            super().handle_events()
         if not self._idle:
             self._lines = 0
             self._cancel_head_timer()
@@ -162,7 +175,9 @@ class HttpConnection(H11Protocol):
         if sending_body and not known and len(self.conn.trailing_data[0]) > _MAX_UNPARSED:
             self._reject_body()
             return
-        if self._fair is not None:
+        if self._fair is not None and not (sending_body or self._idle) and self.scope["path"] in PROBES:
+            self._fair.set_probing(self._fd)
+        elif self._fair is not None:
             self._fair.set_sending_body(self._fd, sending_body)
         if sending_body and not self._lingering.lingers:
             self.limit.body_turns.read(self, len(data))
@@ -241,12 +256,23 @@ class HttpConnection(H11Protocol):
 
     def on_response_complete(self) -> None:
         """Wait for the next request. If it will probably be refused, the connection is lent to the light ones."""
+        self._completing = True
         super().on_response_complete()
+        self._completing = False
         if self._idle:
             self.limit.rest(self)
         closing = self.transport.is_closing()
         if self.shed is not None and self.shed.overloaded() and self._between and not closing and self._lend():
             self._unset_keepalive_if_required()
+
+    def handle_events(self) -> None:
+        """Handle what the parser has received. The next request of a pipeline waits for its turn."""
+        waiting = self.conn.trailing_data[0] if self._completing else b""
+        if waiting:
+            self._unset_keepalive_if_required()
+            self.limit.head_turns.begin(self, b"", waiting)
+        else:
+            super().handle_events()
 
     def _lend(self) -> bool:
         """Lend the connection to the light ones, if there are any and the client has been sent everything."""
@@ -322,7 +348,7 @@ class HttpConnection(H11Protocol):
         """
         if not self.cycle.response_started:
             cause = f"the line before a chunk, or the trailers of the body, have more than {_MAX_UNPARSED} bytes"
-            self.transport.write(_refusal(ApiError(cause, status=431, code="headers_too_large")))
+            self.transport.write(refusal(ApiError(cause, status=431, code="headers_too_large")))
         self.cycle.disconnected = True
         self.cycle.message_event.set()
         self.transport.close()
@@ -338,8 +364,10 @@ class HttpConnection(H11Protocol):
 
     def _head_timeout(self) -> None:
         self._head_timer = None
-        if self._idle and not self.transport.is_closing():
-            self.transport.write(_late(self.head_seconds))
+        if self.limit.head_turns.waits(self):
+            self._head_timer = self.loop.call_later(self.head_seconds, self._head_timeout)
+        elif self._idle and not self.transport.is_closing():
+            self.transport.write(late(self.head_seconds))
             self.transport.close()
 
     def _cancel_head_timer(self) -> None:
@@ -349,22 +377,8 @@ class HttpConnection(H11Protocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Send an error without the parser, and close the connection."""
-        self.transport.write(_refusal(error))
+        self.transport.write(refusal(error))
         self.transport.close()
-
-
-def _refusal(error: ApiError) -> bytes:
-    """Return a complete response that closes the connection."""
-    body, phrase = msgspec.json.encode(error.body()), HTTPStatus(error.status).phrase
-    head = f"HTTP/1.1 {error.status} {phrase}\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    head += "".join(f"{name}: {value}\r\n" for name, value in error.headers.items())
-    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
-
-
-def _late(seconds: float) -> bytes:
-    """Return the response to a client that sent no head in time."""
-    cause = f"the head of the request did not arrive within {seconds:g} s"
-    return _refusal(ApiError(cause, status=408, code="timeout"))
 
 
 def _limit_unsent(transport: asyncio.Transport, seconds: float) -> None:

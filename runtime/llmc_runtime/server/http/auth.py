@@ -31,6 +31,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0")  # 0.0.0.0 also reache
 REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
 _READS = frozenset({"GET", "HEAD"})
+_AUTHORIZATION = re.compile(rb"\r\n(authorization|x-api-key):([^\r\n]*)", re.IGNORECASE)
 _API_KEY = b"x-api-key"  # the Messages API's header for the key, which is read if there is no Authorization
 _METRICS = ("/metrics", "/metrics/")
 _OUTSIDE_V1 = ("/", *(path + end for path in ("/version", "/openapi.json", "/tokenizer_info") for end in ("", "/")))
@@ -135,6 +136,17 @@ class Guard:
             record_error(scope, e)
             return await as_error(e, scope["path"])(scope, receive, named)
         return await self._app(scope, receive, named)
+
+    def lane_of(self, head: bytes) -> str:
+        """Return an identifier of the valid API key in the beginning of a head; "" if there is none."""
+        if not len(self._keys):
+            return ""
+        found = _AUTHORIZATION.findall(head.partition(b"\r\n\r\n")[0])
+        fields = {name.lower(): value.strip(b" \t") for name, value in reversed(found)}
+        authorization = fields.get(b"authorization", b"")
+        if not authorization and _API_KEY in fields:
+            authorization = b"Bearer " + fields[_API_KEY]
+        return self._keys.name_of(authorization) or ""
 
     def check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Check the host, headers and key, and set `llmc.key` and `llmc.admin` in the scope. Raises ApiError."""

@@ -15,8 +15,9 @@ from typing import Protocol
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.http.event_loop import MIN_HANDSHAKES
+from llmc_runtime.server.http.head_turns import HeadTurns
 from llmc_runtime.server.http.lingering_close import LingerCount
-from llmc_runtime.server.http.read_turns import BodyTurns, HeadTurns
+from llmc_runtime.server.http.read_turns import BodyTurns
 
 MAX_CONNECTIONS = 4096  # default maximum number of connections
 MAX_UNSENT = 128 << 20  # bytes of responses that wait for slow clients

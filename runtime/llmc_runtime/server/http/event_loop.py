@@ -26,8 +26,8 @@ class ServerLoop(asyncio.SelectorEventLoop):
 
     handshake_seconds = 10.0
     tls_buffer = 16 << 10  # bytes decrypted at a time
-    at_once = 32  # connections accepted per iteration; for the time of parsing their heads, see read_turns
-    light: LightConnections | None = None  # takes new connections without TLS while requests are refused
+    at_once = 64  # light connections accepted per iteration, within their time; 8 that asyncio has to accept
+    light: LightConnections | None = None  # takes new connections without TLS
 
     def __init__(self) -> None:
         self.fair = FairSelector()
@@ -40,7 +40,7 @@ class ServerLoop(asyncio.SelectorEventLoop):
         if options.get("ssl") is not None:
             options["ssl_handshake_timeout"] = self.handshake_seconds
         waiting, (soft, _) = options.pop("backlog", 100), resource.getrlimit(resource.RLIMIT_NOFILE)
-        few = self.at_once if soft == resource.RLIM_INFINITY else max(1, min(self.at_once, soft // 16))
+        few = self.at_once if soft == resource.RLIM_INFINITY else max(1, min(8, soft // 16))
         self.fair.add_client(options["sock"].fileno())
         server = await super().create_server(*args, **options, backlog=few)
         options["sock"].listen(waiting)  # asyncio uses one number for both
@@ -63,13 +63,12 @@ class ServerLoop(asyncio.SelectorEventLoop):
     def _promote(self, factory: Any, server: Any, conn: socket.socket, address: Any, data: bytes, passed: bool) -> None:
         """Make an accepted socket an ordinary connection, which begins with `data`.
 
-        Its protocol gets the attribute `passed` if it is true.
+        Its protocol gets the attribute `granted`, and `passed` if that is true.
         """
 
         def created() -> Any:
             protocol = factory()
-            if passed:
-                protocol.passed = True
+            protocol.granted, protocol.passed = True, passed
             self.call_soon(self.call_soon, begin, protocol)  # after `connection_made`, before the first read
             return protocol
 

@@ -1,12 +1,13 @@
 """A selector that limits how many client connections it reports per call, so that they do not delay others' streams.
 
 An event loop handles all events of one `select` call before the next call. If hundreds of connections send at the same
-time, that takes tens of milliseconds, during which no tokens are forwarded. The selector therefore has three epoll
+time, that takes tens of milliseconds, during which no tokens are forwarded. The selector therefore has four epoll
 objects:
 
-- `_clients` watches client connections; `select` takes at most MAX_CLIENTS of its events.
+- `_probes` watches clients whose last request was a health probe; `select` takes at most MAX_PROBES of its events.
+- `_clients` watches other client connections; `select` takes at most MAX_CLIENTS of its events.
 - `_bodies` watches clients that are sending a body; `select` takes at most MAX_BODIES of its events.
-- `_main` watches all other descriptors, and the two objects above.
+- `_main` watches all other descriptors, and the three objects above.
 
 An epoll object reports the descriptors first that it reported least recently, so all clients are served equally often.
 Clients of light connections are not reported one by one, but together to `on_input`.
@@ -26,8 +27,10 @@ from collections.abc import Callable, Iterator, Mapping
 from select import EPOLLIN, EPOLLOUT, epoll
 from typing import Any
 
+MAX_PROBES = 4  # events of `_probes` per call
 MAX_CLIENTS = 16  # events of `_clients` per call
-MAX_BODIES = 4  # events of `_bodies` per call
+MAX_BODIES = 4  # events of `_bodies` per call; one after an iteration of the event loop that took LONG_SECONDS
+LONG_SECONDS = 0.002  # a body in chunks of a byte takes 3 ms to parse for each read
 BATCH_SECONDS = 0.008  # minimum time between two batches
 MAX_BATCH_SECONDS = 0.012  # maximum time between two batches
 EXPECTED_SECONDS = 0.001  # maximum time until the next batch when a request is about to arrive
@@ -84,11 +87,13 @@ class FairSelector(selectors.BaseSelector):
 
     def __init__(self) -> None:
         self._keys = _Keys()
-        self._main, self._clients, self._bodies = (epoll() for _ in range(3))
+        self._main, self._clients, self._bodies, self._probes = (epoll() for _ in range(4))
         self._client_epolls: dict[int, epoll] = {}  # by descriptor of a client, registered or not
         self._nested = frozenset((self._clients.fileno(), self._bodies.fileno()))
-        for fd in self._nested:
+        for fd in (*self._nested, self._probes.fileno()):
             self._main.register(fd, EPOLLIN)
+        self._returned = math.inf  # time at which the last `select` call returned
+        self._most_bodies = MAX_BODIES  # of the next call
         self.batches = BatchTimer()
         self.batching = False  # whether the last `select` call polled clients in batches
         self._watched: set[int] = set()  # descriptors whose input is reported to `on_input`
@@ -100,9 +105,11 @@ class FairSelector(selectors.BaseSelector):
 
     def set_sending_body(self, fd: int, sending: bool) -> None:
         """Set whether the client is sending a body. Descriptors that are not clients are ignored."""
-        target = self._bodies if sending else self._clients
-        if self._client_epolls.get(fd, target) is not target:
-            self._move(fd, target)
+        self._set_kind(fd, self._bodies if sending else self._clients)
+
+    def set_probing(self, fd: int) -> None:
+        """Serve the client first until `set_sending_body`. Descriptors that are not clients are ignored."""
+        self._set_kind(fd, self._probes)
 
     def remove_client(self, fd: int) -> None:
         """Stop treating a descriptor as a client connection."""
@@ -157,12 +164,14 @@ class FairSelector(selectors.BaseSelector):
 
     def close(self) -> None:
         """See selectors.BaseSelector."""
-        for poll in (self._main, self._clients, self._bodies):
+        for poll in (self._main, self._clients, self._bodies, self._probes):
             poll.close()
         self._keys.by_fd.clear()
 
     def select(self, timeout: float | None = None) -> Events:
         """See selectors.BaseSelector. While clients are polled in batches, it may return early and without events."""
+        long = time.monotonic() - self._returned > LONG_SECONDS
+        self._most_bodies = 1 if long else min(MAX_BODIES, self._most_bodies + 1)
         self._set_batching(self.batches.active())
         if self.batching:
             ready = self._main.poll(self.batches.limit(timeout))
@@ -170,7 +179,11 @@ class FairSelector(selectors.BaseSelector):
         else:
             ready = self._main.poll(timeout)
             poll_clients = not self._nested.isdisjoint([fd for fd, _ in ready])
-        return self._events([*ready, *self._ready_clients()] if poll_clients else ready)
+        if (self._probes.fileno(), EPOLLIN) in ready:
+            ready += self._probes.poll(0, MAX_PROBES)
+        events = self._events([*ready, *self._ready_clients()] if poll_clients else ready)
+        self._returned = time.monotonic()
+        return events
 
     def _set_batching(self, batching: bool) -> None:
         """Set whether data of clients wakes `select`: only while they are not polled in batches."""
@@ -181,7 +194,7 @@ class FairSelector(selectors.BaseSelector):
 
     def _ready_clients(self) -> list[tuple[int, int]]:
         """Return descriptors of clients with their events, up to the limits of one call."""
-        clients, bodies = self._clients.poll(0, MAX_CLIENTS), self._bodies.poll(0, MAX_BODIES)
+        clients, bodies = self._clients.poll(0, MAX_CLIENTS), self._bodies.poll(0, self._most_bodies)
         self.batches.polled(more=bool(bodies) or len(clients) == MAX_CLIENTS)
         return clients + bodies
 
@@ -198,6 +211,10 @@ class FairSelector(selectors.BaseSelector):
         if watched:
             self.on_input(watched)
         return found
+
+    def _set_kind(self, fd: int, target: epoll) -> None:
+        if self._client_epolls.get(fd, target) is not target:
+            self._move(fd, target)
 
     def _move(self, fd: int, target: epoll | None) -> None:
         """Move a descriptor to the epoll object of clients `target`, or, if it is None, to `_main`."""

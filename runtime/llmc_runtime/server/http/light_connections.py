@@ -1,36 +1,46 @@
-"""Light connections: sockets without transport and protocol, on which requests are refused cheaply under overload.
+"""Light connections: sockets without transport and protocol, which are accepted and refused cheaply.
 
-asyncio's transport and protocol and the HTTP parser cost several times as much as a refusal. While the server refuses
-requests (see load_shedding), a new connection is therefore kept as a plain socket. A refused request is answered and
-consumed. A request that may be served converts the connection to an ordinary one, whose parser receives the data that
-was read here first. If the first request has arrived when the connection is accepted, and its refusal closes the
-connection, the event loop never watches it.
+asyncio's transport and protocol and the HTTP parser cost several times as much as accepting a connection or refusing a
+request. A new connection is therefore kept as a plain socket. While the server refuses requests (see load_shedding), a
+refused request is answered and consumed. A request that may be served converts the connection to an ordinary one, whose
+parser receives the data that was read here first; if many connections begin requests at the same time, they wait for
+their turn as plain sockets (see head_turns). If the first request has arrived when the connection is accepted, and its
+refusal closes the connection, the event loop never watches it.
 
 An ordinary connection on which a request was refused is lent: its requests are handled here in the same way until one
 may be served, and the connection takes it back.
 
-The connections that have sent something are handled in turns. The responses of a turn are sent at its end, one after
-the other: sending wakes a client on the same machine, which costs several times as much as sending to one that is
-awake.
+The connections that have sent something are handled in turns of limited time; the others of a turn are handled in the
+next iteration of the event loop. The responses of several are sent together, one after the other: sending wakes a
+client on the same machine, which costs several times as much as sending to one that is awake.
 """
 
 from __future__ import annotations
 
 import asyncio
 import enum
+import re
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Protocol
 
 from llmc_runtime.server.http.fair_selector import FairSelector
+from llmc_runtime.server.http.head_turns import HeadTurns
 
-_READ = 16 << 10  # bytes read at a time, and the maximum of a head; a longer one is left to the parser
+_READ = 2 << 10  # bytes read at a time, and the maximum of a head; a longer one is left to the parser
+_READ_BODY = 14 << 10  # bytes of a body read together with its head: it has to arrive before a connection is closed
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,10})[ \t]*\r\n", re.IGNORECASE)
+_CHUNKED = re.compile(rb"\r\ntransfer-encoding:", re.IGNORECASE)
 _LAST_FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_MORE", 0)
-_MAX_READS = 4  # per turn of a connection, so that connections alternate
+_MAX_READS = 16  # per turn of a connection, so that connections alternate
 _MAX_REQUESTS = 4  # in one read; an ordinary connection handles the rest of a pipeline
-_SWEEP_SECONDS = 1.0  # between two checks of deadlines
+_SWEEP_SECONDS = 1.0  # between two checks of deadlines, at most
+_TURN_SECONDS = 0.001  # time of accepting, and of reading and refusing, per iteration of the event loop
+_STEP = 32  # connections between two looks at the clock, whose responses are sent together
 
 
 Promote = Callable[[socket.socket, object, bytes, bool], object]
@@ -70,6 +80,24 @@ class _Light:
     passed: bool = False
 
 
+@dataclass(eq=False, slots=True)
+class _Begun:
+    """A light connection that has begun a request, and becomes an ordinary one when it is its turn."""
+
+    light: _Light
+    convert: Callable[[_Begun], None]
+
+    def parse(self, data: bytes) -> None:
+        """See head_turns.Connection."""
+        self.convert(self)
+
+    def pause_reading(self) -> None:
+        """See head_turns.Connection. Nothing is read while it waits."""
+
+    def resume_reading(self) -> None:
+        """See head_turns.Connection. Nothing is read until it is an ordinary connection."""
+
+
 class _State(enum.Enum):
     """The state of a light connection after its data was handled: it stays, is promoted, or is closed."""
 
@@ -81,30 +109,38 @@ class _State(enum.Enum):
 class LightConnections:
     """The light and lent connections of the server whose event loop is running, with the selector `fair`.
 
-    `capacity` returns how many connections may become light now; 0 if no request would be refused. `refusals` returns a
-    function for one turn, which takes a head and returns the response, or None if the request may be served.
+    `capacity` returns how many connections may become light now. `refusals` returns a function for one turn, which
+    takes a head and returns the response, or None if the request may be served; or it returns None if no request would
+    be refused now. Requests that may be served begin when it is their turn in `turns`.
     `timeout_response` is sent to a client that sends no request within `head_seconds`; after a response, the next
     request must begin within `keep_alive` seconds. `on_change` is called with +1 and -1 as light connections are opened
-    and closed.
+    and closed. `full_response` counts a connection that is refused because there are too many, and returns the
+    response.
     """
 
     def __init__(
         self,
         fair: FairSelector,
         capacity: Callable[[], int],
-        refusals: Callable[[], Refuse],
+        refusals: Callable[[], Refuse | None],
         on_change: Callable[[int], None],
         timeout_response: bytes,
         head_seconds: float,
         keep_alive: float,
+        turns: HeadTurns,
+        full_response: Callable[[], bytes],
     ) -> None:
         self._loop, self._fair = asyncio.get_running_loop(), fair
         self._capacity, self._refusals, self._on_change = capacity, refusals, on_change
-        self._timeout_response = timeout_response
-        self._head_seconds, self._keep_alive = head_seconds, keep_alive
+        self._timeout_response, self._full_response = timeout_response, full_response
+        self._head_seconds, self._keep_alive, self._turns = head_seconds, keep_alive, turns
         self._watched: dict[int, _Light] = {}  # by descriptor
+        self._ready: dict[int, None] = {}  # descriptors of those that have sent something, the first first
+        self._begun: set[_Begun] = set()
+        self._next: asyncio.Handle | None = None  # the call of _turn in the next iteration
         self._sweeping: asyncio.TimerHandle | None = None
-        fair.on_input = lambda fds: self._loop.call_soon(self._turn, fds)
+        self._sweep_seconds = min(_SWEEP_SECONDS, head_seconds / 10)
+        fair.on_input = self._has_input
 
     def accept(self, listener: socket.socket, promote: Promote, count: int) -> bool:
         """Accept up to `count` connections that wait at `listener`, within the capacity.
@@ -112,19 +148,25 @@ class LightConnections:
         `promote` takes a socket, the address of its peer, `data` and `passed` (see _Light). Returns False if asyncio
         has to accept further connections.
         """
-        allowed = min(count, self._capacity())
-        accepted, failed = _accept(listener, allowed)
-        deadline = self._loop.time() + self._head_seconds
-        lights = [_Light(conn, partial(promote, conn, address), conn.close, deadline) for conn, address in accepted]
-        for light, state in self._served(lights):
-            if state is _State.LIGHT:
-                self._watch(light)
-                self._on_change(1)
-                if not light.used:
-                    self._fair.batches.expect()
-            else:
-                self._end(light, state)
-        return not failed and (allowed == count or len(accepted) < allowed)
+        allowed, accepted, failed = min(count, self._capacity()), 0, False
+        deadline, end, waiting = self._loop.time() + self._head_seconds, time.monotonic() + _TURN_SECONDS, True
+        while waiting and accepted < allowed and not failed and time.monotonic() < end:
+            step = min(_STEP, allowed - accepted)
+            found, failed = _accept(listener, step)
+            accepted, waiting = accepted + len(found), len(found) == step
+            for light, state in self._served(
+                [_Light(conn, partial(promote, conn, address), conn.close, deadline) for conn, address in found]
+            ):
+                if state is _State.LIGHT:
+                    self._watch(light)
+                    self._on_change(1)
+                    if not light.used:
+                        self._fair.batches.expect()
+                else:
+                    self._end(light, state)
+        if waiting and accepted:
+            self._turns.hold_back()
+        return not failed and (allowed == count or accepted < allowed)
 
     def lend(self, sock: socket.socket, promote: Callable[[bytes, bool], object], close: Callable[[], object]) -> None:
         """Handle the requests of an ordinary connection on which one was refused, until `promote` is called.
@@ -139,12 +181,23 @@ class LightConnections:
             self._fair.unwatch(fd)
 
     def evict(self) -> bool:
-        """Close the light connection that was accepted first, but none that is lent. Returns False without one."""
+        """Close the light connection that was accepted first, but none that is lent. Returns False without one.
+
+        If all of them have begun a request, refuse the latest of the API key that has the most.
+        """
         light = next((light for light in self._watched.values() if not light.lent), None)
-        if light is None:
+        if light is not None:
+            self._release(light)
+            light.close()
+            return True
+        begun = next((one for one in self._turns.latest_of_longest() if one in self._begun), None)
+        if not isinstance(begun, _Begun):
             return False
-        self._release(light)
-        light.close()
+        self._turns.leave(begun)
+        self._begun.remove(begun)
+        self._on_change(-1)
+        _sent(begun.light.sock, self._full_response(), last=True)
+        begun.light.close()
         return True
 
     def close(self) -> None:
@@ -153,6 +206,11 @@ class LightConnections:
             self._release(light)
             if not light.lent:
                 light.close()
+        for begun in self._begun:
+            self._turns.leave(begun)
+            self._on_change(-1)
+            begun.light.close()
+        self._begun.clear()
         if self._sweeping is not None:
             self._sweeping.cancel()
             self._sweeping = None
@@ -163,27 +221,52 @@ class LightConnections:
         self._watched[fd] = light
         self._fair.watch(fd)
         if self._sweeping is None:
-            self._sweeping = self._loop.call_later(_SWEEP_SECONDS, self._sweep)
+            self._sweeping = self._loop.call_later(self._sweep_seconds, self._sweep)
 
     def _release(self, light: _Light) -> None:
         self.take_back(light.sock.fileno())
         if not light.lent:
             self._on_change(-1)
 
-    def _turn(self, fds: list[int]) -> None:
-        """Handle what watched connections have sent."""
-        lights = [light for fd in fds if (light := self._watched.get(fd)) is not None]
-        for light, state in self._served(lights):
-            if state is not _State.LIGHT:
-                self._release(light)
-                self._end(light, state)
+    def _has_input(self, fds: list[int]) -> None:
+        """Note that watched connections have sent something."""
+        self._ready |= dict.fromkeys(fds)
+        if self._next is None:
+            self._next = self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        """Handle what watched connections have sent, for a limited time."""
+        self._next, end = None, time.monotonic() + _TURN_SECONDS
+        while self._ready and time.monotonic() < end:
+            fds = list(islice(self._ready, _STEP))
+            for fd in fds:
+                del self._ready[fd]
+            for light, state in self._served([light for fd in fds if (light := self._watched.get(fd)) is not None]):
+                if state is not _State.LIGHT:
+                    self._release(light)
+                    self._end(light, state)
+        if self._ready:
+            self._next = self._loop.call_soon(self._turn)
 
     def _end(self, light: _Light, state: _State) -> None:
         """Close or promote a connection that is not watched."""
         if state is _State.CLOSED:
             light.close()
-        else:
+        elif light.lent:
             light.promote(light.data, light.passed)
+        else:
+            begun = _Begun(light, self._convert)
+            self._turns.begin(begun, light.data)
+            if self._turns.waits(begun):
+                self._begun.add(begun)
+                self._on_change(1)
+
+    def _convert(self, begun: _Begun) -> None:
+        """Make a light connection an ordinary one."""
+        if begun in self._begun:
+            self._begun.remove(begun)
+            self._on_change(-1)
+        begun.light.promote(begun.light.data, begun.light.passed)
 
     def _served(self, lights: list[_Light]) -> list[tuple[_Light, _State]]:
         """Refuse the requests that have arrived on these connections, and send the responses."""
@@ -209,7 +292,7 @@ class LightConnections:
                 _sent(light.sock, self._timeout_response)
             self._release(light)
             light.close()
-        self._sweeping = self._loop.call_later(_SWEEP_SECONDS, self._sweep) if self._watched else None
+        self._sweeping = self._loop.call_later(self._sweep_seconds, self._sweep) if self._watched else None
 
 
 def _accept(listener: socket.socket, count: int) -> tuple[list[tuple[socket.socket, object]], bool]:
@@ -227,7 +310,7 @@ def _accept(listener: socket.socket, count: int) -> tuple[list[tuple[socket.sock
     return accepted, False
 
 
-def _serve(light: _Light, refuse: Refuse, deadline: float) -> tuple[_State, bytes]:
+def _serve(light: _Light, refuse: Refuse | None, deadline: float) -> tuple[_State, bytes]:
     """Take the requests that are refused, up to the first that must be served. Return the responses as bytes.
 
     `deadline` is that of the next request.
@@ -238,6 +321,8 @@ def _serve(light: _Light, refuse: Refuse, deadline: float) -> tuple[_State, byte
             data = light.sock.recv(_READ, socket.MSG_DONTWAIT)
             if not data:
                 return _State.CLOSED, responses
+            if refuse is not None and not light.skip and (missing := _missing(data)):
+                data += _arrived(light.sock, missing)
             state, response = _refused(light, data, refuse, deadline)
             responses += response
             if state is not _State.LIGHT:
@@ -251,7 +336,24 @@ def _serve(light: _Light, refuse: Refuse, deadline: float) -> tuple[_State, byte
     return _State.LIGHT, responses
 
 
-def _refused(light: _Light, data: bytes, refuse: Refuse, deadline: float) -> tuple[_State, bytes]:
+def _missing(data: bytes) -> int:
+    """Return how many bytes of a body of known length are to be read after `data`, which begins with its head."""
+    end = data.find(b"\r\n\r\n") + 4
+    found = _LENGTH.search(data, 0, max(0, end))
+    if end < 4 or found is None or _CHUNKED.search(data, 0, end):
+        return 0
+    return min(_READ_BODY, max(0, end + int(found[1]) - len(data)))
+
+
+def _arrived(sock: socket.socket, size: int) -> bytes:
+    """Return up to `size` bytes that have arrived. Errors are left to the next read."""
+    try:
+        return sock.recv(size, socket.MSG_DONTWAIT)
+    except OSError:
+        return b""
+
+
+def _refused(light: _Light, data: bytes, refuse: Refuse | None, deadline: float) -> tuple[_State, bytes]:
     """Take the refused requests at the start of `data`. Return the responses; `light.data` is set to what remains."""
     responses, requests = b"", 0
     while data:
@@ -261,9 +363,10 @@ def _refused(light: _Light, data: bytes, refuse: Refuse, deadline: float) -> tup
             continue
         end = data.find(b"\r\n\r\n") + 4
         full = requests == _MAX_REQUESTS
-        refusal = refuse(data[:end]) if end >= 4 and not full else None
+        checks = refuse is not None and end >= 4 and not full
+        refusal = refuse(data[:end]) if refuse is not None and checks else None
         if refusal is None or (refusal.closes and refusal.length > len(data) - end):
-            light.data, light.passed = data, refusal is None and end >= 4 and not full
+            light.data, light.passed = data, refusal is None and checks
             return _State.ORDINARY, responses
         responses += refusal.data
         if refusal.closes:

@@ -1,21 +1,16 @@
-"""Limits on reading requests, so that many clients that send at the same time do not delay the tokens of open streams.
+"""Turns for bodies, so that many clients that send at the same time do not delay the tokens of open streams.
 
-`HeadTurns` limits the time for which one iteration of the event loop parses heads. `BodyTurns` limits the number of
-bodies that are read at a time. The other connections are paused until it is their turn: then the event loop does not
-poll them (hundreds of readable sockets make each iteration slow), and TCP's flow control slows their clients down.
+`BodyTurns` limits the number of bodies that are read at a time. The other connections are paused until it is their
+turn: then the event loop does not poll them (hundreds of readable sockets make each iteration slow), and TCP's flow
+control slows their clients down. `head_turns` does the same for heads.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import OrderedDict
 from typing import Protocol
 
-from llmc_runtime.server.http.probes import PROBES
-
-HEAD_SECONDS = 0.001  # maximum time of parsing heads per iteration of the event loop
-_PROBES = tuple(f"GET {path} ".encode() for path in PROBES)  # their heads never wait
 MAX_BODIES = 8  # connections whose bodies are read at a time
 BODY_BYTES = 512 << 10  # maximum bytes of a turn, if other connections wait
 BODY_SECONDS = 0.02  # maximum time of a turn, if other connections wait
@@ -24,54 +19,11 @@ BODY_SECONDS = 0.02  # maximum time of a turn, if other connections wait
 class Connection(Protocol):
     """A connection whose reading can be paused."""
 
-    def parse(self, data: bytes) -> None:
-        """Parse the beginning of a request."""
-
     def pause_reading(self) -> None:
         """Stop reading."""
 
     def resume_reading(self) -> None:
         """Continue reading, unless the part of the body read so far has not been consumed."""
-
-
-class HeadTurns:
-    """A queue of the connections of one server whose heads are parsed in later iterations, first in, first out."""
-
-    def __init__(self) -> None:
-        self._waiting: OrderedDict[Connection, bytes] = OrderedDict()
-        self._spent = 0.0  # seconds of parsing in this iteration of the event loop
-        self._next: asyncio.Handle | None = None  # the call of _turn in the next iteration
-
-    def begin(self, connection: Connection, data: bytes) -> None:
-        """Parse `data`, the beginning of a request, in this iteration or a later one."""
-        if connection in self._waiting:  # TLS may hand over several pieces before the pause takes effect
-            self._waiting[connection] += data
-        elif (self._waiting or self._spent >= HEAD_SECONDS) and not data.startswith(_PROBES):
-            self._waiting[connection] = data
-            connection.pause_reading()
-        else:
-            self._parse(connection, data)
-        if self._next is None:
-            self._next = asyncio.get_running_loop().call_soon(self._turn)
-
-    def leave(self, connection: Connection) -> None:
-        """Forget a closed connection."""
-        self._waiting.pop(connection, None)
-
-    def _turn(self) -> None:
-        """Begin a new iteration: parse heads of the queue until its time is used up."""
-        self._spent, self._next = 0.0, None
-        while self._waiting and self._spent < HEAD_SECONDS:
-            connection, data = self._waiting.popitem(last=False)
-            connection.resume_reading()
-            self._parse(connection, data)
-        if self._spent:
-            self._next = asyncio.get_running_loop().call_soon(self._turn)
-
-    def _parse(self, connection: Connection, data: bytes) -> None:
-        began = time.monotonic()
-        connection.parse(data)
-        self._spent += time.monotonic() - began
 
 
 class BodyTurns:

@@ -1,0 +1,149 @@
+"""Turns for the beginnings of requests, so that many of them at the same time do not delay the tokens of open streams.
+
+Parsing a head starts a request, whose first steps take place in the next iterations of the event loop. `HeadTurns`
+therefore limits how many heads are parsed in one iteration: fewer if iterations take long. The other connections are
+paused until it is their turn: then the event loop does not poll them (hundreds of readable sockets make each iteration
+slow), and TCP's flow control slows their clients down.
+
+The connections of each API key wait in a lane of their own, and lanes take turns: a key that sends thousands of
+requests delays its own. Probes have a lane that comes first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from llmc_runtime.server.http.probes import PROBES
+
+MIN_HEADS, MAX_HEADS = 2, 4  # limits of the heads parsed per iteration of the event loop
+MAX_PROBES = 4  # heads of probes parsed per iteration
+HEAD_SECONDS = 0.001  # maximum time of parsing heads per iteration, but for the last one
+ITERATION_SECONDS = 0.002  # after a longer iteration, half as many heads are parsed; after a shorter one, one more
+_PROBES = tuple(f"GET {path} ".encode() for path in PROBES)
+_PROBE_LANE = None
+
+
+def is_probe(head: bytes) -> bool:
+    """Return whether this is the head of a health probe, complete: others could be held back in any number."""
+    return head.startswith(_PROBES) and b"\r\n\r\n" in head
+
+
+class Connection(Protocol):
+    """A connection whose reading can be paused."""
+
+    def parse(self, data: bytes) -> None:
+        """Parse the beginning of a request."""
+
+    def pause_reading(self) -> None:
+        """Stop reading."""
+
+    def resume_reading(self) -> None:
+        """Continue reading, unless the part of the body read so far has not been consumed."""
+
+
+class HeadTurns:
+    """The connections of one server that have begun a request.
+
+    `lane_of` returns the lane of a head: an identifier of its API key, "" without a valid one.
+    """
+
+    def __init__(self) -> None:
+        self.lane_of: Callable[[bytes], str] = lambda head: ""
+        self._lanes = OrderedDict[str | None, OrderedDict[Connection, bytes]]()  # the next lane first; none is empty
+        self._waiting: dict[Connection, str | None] = {}  # the lanes of connections
+        self._maximum = MAX_HEADS  # heads of an iteration
+        self._held_back = False
+        self._begun = self._begun_probes = 0  # heads parsed in this iteration
+        self._spent = 0.0  # seconds of parsing in this iteration
+        self._turned = -math.inf  # when it began
+        self._next: asyncio.Handle | None = None  # the call of _turn in the next iteration
+
+    def begin(self, connection: Connection, data: bytes, head: bytes | None = None) -> None:
+        """Parse `data`, the beginning of a request, in this iteration or a later one.
+
+        `head`: the beginning of the head, if the connection has received it before.
+        """
+        probe = is_probe(data if head is None else head)
+        if connection in self._waiting:  # TLS may hand over several pieces before the pause takes effect
+            self._lanes[self._waiting[connection]][connection] += data
+        elif self._may_begin(probe) and (_PROBE_LANE not in self._lanes if probe else not self._lanes):
+            self._parse(connection, data, probe)
+        else:
+            lane = _PROBE_LANE if probe else self.lane_of(data if head is None else head)
+            self._waiting[connection] = lane
+            self._lanes.setdefault(lane, OrderedDict())[connection] = data
+            connection.pause_reading()
+        if self._next is None:
+            self._turned = time.monotonic()
+            self._next = asyncio.get_running_loop().call_soon(self._turn)
+
+    def waits(self, connection: Connection) -> bool:
+        """Return whether the beginning of a request of this connection is still to be parsed."""
+        return connection in self._waiting
+
+    def leave(self, connection: Connection) -> None:
+        """Forget a closed connection."""
+        if connection in self._waiting:
+            self._take(connection)
+
+    def hold_back(self) -> None:
+        """Parse at most one head in the next iteration, because more connections wait to be accepted."""
+        self._held_back = True
+
+    def latest_of_longest(self) -> Iterable[Connection]:
+        """Return the connections of the longest lane, the latest first."""
+        longest = max(self._lanes.values(), key=len) if self._lanes else OrderedDict[Connection, bytes]()
+        return reversed(longest)
+
+    def _may_begin(self, probe: bool) -> bool:
+        """Return whether another head may be parsed in this iteration."""
+        if probe:
+            return self._begun_probes < MAX_PROBES
+        return self._begun < self._maximum and self._spent < HEAD_SECONDS
+
+    def _turn(self) -> None:
+        """Begin a new iteration: parse heads that wait, of each lane in turn."""
+        now = time.monotonic()
+        long = now - self._turned > ITERATION_SECONDS
+        if self._held_back:
+            self._maximum, self._held_back = 1, False
+        else:
+            self._maximum = max(MIN_HEADS, self._maximum // 2) if long else min(MAX_HEADS, self._maximum + 1)
+        self._begun, self._begun_probes, self._spent, self._turned = 0, 0, 0.0, now
+        self._next = asyncio.get_running_loop().call_soon(self._turn) if self._waiting else None
+        while (probes := self._lanes.get(_PROBE_LANE)) and self._may_begin(True):
+            self._continue(next(iter(probes)), True)
+        while self._may_begin(False):
+            lane = next((lane for lane in self._lanes if lane is not _PROBE_LANE), None)
+            if lane is None:
+                break
+            self._lanes.move_to_end(lane)
+            self._continue(next(iter(self._lanes[lane])), False)
+
+    def _continue(self, connection: Connection, probe: bool) -> None:
+        data = self._take(connection)
+        connection.resume_reading()
+        self._parse(connection, data, probe)
+
+    def _take(self, connection: Connection) -> bytes:
+        """Remove a waiting connection and return its data."""
+        lane = self._waiting.pop(connection)
+        data = self._lanes[lane].pop(connection)
+        if not self._lanes[lane]:
+            del self._lanes[lane]
+        return data
+
+    def _parse(self, connection: Connection, data: bytes, probe: bool) -> None:
+        if probe:
+            self._begun_probes += 1
+            connection.parse(data)
+            return
+        self._begun += 1
+        began = time.monotonic()
+        connection.parse(data)
+        self._spent += time.monotonic() - began
