@@ -1,11 +1,12 @@
 """Embeddings and scores of pairs beside sentence-transformers, from texts to numbers, with random weights.
 
     python -m bench.embeddings [--models A,B] [--device cpu|cuda] [--loads A,B] [--rounds N] [--scale N]
-        [--threads N] [--artifacts DIR] [--compile-only] [--served] [--json FILE] [--peer PYTHON]
+        [--threads N] [--artifacts DIR] [--compile-only] [--served] [--json FILE] [--peer PYTHON] [--peer-kind KIND]
 
 Contenders take turns, each in a process of its own, and medians are compared; `--served` adds llmc-serve's
 /v1/embeddings. Peers run in their best of the settings tried (dtype, batch size) with PYTHON, this one by default, and
-sort texts by length; without sentence-transformers, the same work is done with transformers alone. Results agree or the
+sort texts by length. `--peer-kind`: without sentence-transformers, the same work is done with transformers alone; vllm
+makes batches of its own. Results agree or the
 bench fails. On the CPU, `cpu` is the processor time per text: it counts where other processes share the machine.
 """
 
@@ -136,12 +137,32 @@ def transformers(path: str, task: str, batch: int, device: str) -> tuple[Run, st
     return run, f"transformers {hf.__version__}"
 
 
+def vllm(path: str, task: str, threads: int) -> tuple[Run, str]:
+    """vLLM's LLM.embed or LLM.score on CPUs, with the checkpoint's dtype and without prefix caching."""
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", DO_NOT_TRACK="1")
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(["0" if threads == 1 else f"0-{threads - 1}"])
+    import vllm as peer
+
+    dtype = "bfloat16" if path.endswith("bfloat16") else "float32"
+    llm = peer.LLM(path, runner="pooling", dtype=dtype, enforce_eager=True, enable_prefix_caching=False)
+
+    def run(prompts: Any) -> Sequence[Any]:
+        if task == "score":
+            first, second = zip(*prompts)
+            return [[o.outputs.score] for o in llm.score(list(first), list(second), use_tqdm=False)]
+        return [o.outputs.embedding for o in llm.embed(prompts, use_tqdm=False)]
+
+    return run, f"vllm {peer.__version__}"
+
+
 def contend(kind: str, path: str, task: str, batch: int, device: str, threads: int) -> None:
     """Load the model, print the contender's name, then answer texts until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of libraries goes to stderr
     if kind == "llmc":
         run, version = ours(path, task, threads)
+    elif kind == "vllm":
+        run, version = vllm(path, task, threads)
     else:
         import torch
 
@@ -180,7 +201,10 @@ class Contender:
     def close(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(60)
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:  # vLLM's process stays
+            self.process.kill()
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -256,13 +280,16 @@ def bench(model: Model, args: argparse.Namespace, say: Callable[[dict[str, Any]]
     peers = [("bfloat16", 32)] if args.device == "cpu" else [("bfloat16", 32), ("bfloat16", 128)]
     if args.device == "cpu":
         peers += [("float32", 32), ("float32", 8)]
+    if args.peer_kind == "vllm":
+        peers = [("bfloat16", 0)]  # on CPUs, float32 takes seven times as long
     contenders: list[Any] = []
     common = (args.device, str(args.threads))
     try:
         contenders.append(Contender("llmc", sys.executable, "llmc", str(path), model.task, "0", *common))
         for dtype, batch in peers:
             words = (args.peer_kind, str(checkpoint(model, folder, dtype)), model.task, str(batch), *common)
-            contenders.append(Contender(f"{args.peer_kind} {dtype}, batches of {batch}", args.peer, *words))
+            name = f"{args.peer_kind} {dtype}" + (f", batches of {batch}" if batch else "")
+            contenders.append(Contender(name, args.peer, *words))
         if args.served:
             contenders.append(Served(path, model.task, args.threads))
         for name in args.loads.split(","):
@@ -315,7 +342,7 @@ def main() -> None:
     parser.add_argument("--json", default="")
     parser.add_argument("--peer", default=sys.executable)
     parser.add_argument(
-        "--peer-kind", choices=("sentence-transformers", "transformers"), default="sentence-transformers"
+        "--peer-kind", choices=("sentence-transformers", "transformers", "vllm"), default="sentence-transformers"
     )
     args = parser.parse_args()
     Path(args.artifacts).mkdir(parents=True, exist_ok=True)

@@ -101,7 +101,7 @@ def _mask_hook(*_: Any, **kw: Any) -> MaskTag:
         raise Diagnostic("E305", "the model uses its own attention mask", _OTHER)
     if kw.get("local_size") and getattr(kw.get("config"), "attention_chunk_size", None) == kw["local_size"]:
         raise Diagnostic("E305", f"the model attends in chunks of {kw['local_size']} tokens", _OTHER)
-    return MaskTag(int(kw.get("local_size") or 0))
+    return MaskTag(checked_window(kw.get("local_size")))
 
 
 _OTHER = "only causal attention, with or without a sliding window, is supported"
@@ -128,7 +128,7 @@ def _attention_hook(
     causal = is_causal is not False and getattr(module, "is_causal", True) is not False
     check_causal(name, causal or hasattr(module, ENCODER), mask)
     # Eager attention applies the window through its mask, so a mask's window takes precedence over the argument.
-    window = mask.window if isinstance(mask, MaskTag) else int(sliding_window or 0)
+    window = mask.window if isinstance(mask, MaskTag) else checked_window(sliding_window)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = getattr(module, ENCODER, getattr(module, "layer_idx", None))
     if not isinstance(layer, int):
@@ -137,6 +137,20 @@ def _attention_hook(
         raise Diagnostic("E305", f"{name} attends to later tokens within a window", _OTHER)
     out = torch.ops.llmc.attention(query, key, value, layer, float(scale), window, float(softcap or 0), s_aux, causal)
     return out, None
+
+
+def checked_window(width: int | None) -> int:
+    """Return the tokens of a sliding window, 0 for None: attention without one.
+
+    Raises Diagnostic E305 for a width below 1, in which a token would not even attend to itself; transformers' own
+    attention fails with it.
+    """
+    if width is None:
+        return 0
+    if width < 1:
+        remedy = "set the width of the window in config.json; sliding_window: null is attention to all earlier tokens"
+        raise Diagnostic("E305", f"the model attends within a sliding window of {width} tokens", remedy)
+    return int(width)
 
 
 def check_causal(name: str, causal: bool, mask: Any) -> None:

@@ -237,7 +237,7 @@ class Checkpoint:
         """Raise Diagnostic E324 for stored tensors that the model does not use, except known harmless ones.
 
         Zeros as the bias of a product without one are harmless; old GPTQ checkpoints have them. `stored` are the names
-        of the stored tensors, and of the weights that were decoded from them.
+        of the stored tensors, and of the weights that were decoded from them. Tensors that the index lacks are ignored.
         """
         model = self.traced.model
         ignored = [
@@ -250,7 +250,7 @@ class Checkpoint:
         extra = sorted(
             n for n, v in found.items() if n not in known and not any(r.search(n) for r in ignored) and not _mask(n, v)
         )
-        extra = [n for n in extra if not self._no_bias(found[n], stored)]
+        extra = [n for n in extra if n not in self._tensors.unlisted and not self._no_bias(found[n], stored)]
         if extra:
             raise Diagnostic(
                 "E324",

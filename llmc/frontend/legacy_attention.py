@@ -25,17 +25,21 @@ FAMILIES = frozenset({"falcon", "gptj"})
 
 @dataclass(frozen=True)
 class Method:
-    """A class whose attention is all in `_attn(q, k, v, mask)`; its scale (None: d ** -0.5) and its window."""
+    """A class whose attention is all in `_attn(q, k, v, mask)`; its scale (None: d ** -0.5) and its window, if any."""
 
     owner: str
     scale: float | None = None
-    window: Callable[[Any], int] = lambda module: 0
+    window: Callable[[Any], int | None] = lambda module: None
+
+
+def _local_window(attention: Any) -> int | None:
+    return int(attention.config.window_size) if attention.attention_type == "local" else None
 
 
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
         "codegen": Method("CodeGenAttention"),
-        "gpt_neo": Method("GPTNeoSelfAttention", 1.0, lambda m: m.attention_type == "local" and m.config.window_size),
+        "gpt_neo": Method("GPTNeoSelfAttention", 1.0, _local_window),
         "gpt_neox_japanese": Method("GPTNeoXJapaneseAttention"),
     }
 )
@@ -65,7 +69,8 @@ def _method(module: Any, classes: dict[str, Any], method: Method) -> Iterator[No
         attention_interface.check_causal(method.owner, True, attention_mask)
         scale = query.shape[-1] ** -0.5 if method.scale is None else method.scale
         q, k = query.to(value.dtype), key.to(value.dtype)
-        out = torch.ops.llmc.attention(q, k, value, 0, scale, int(method.window(self)), 0.0, None)
+        window = attention_interface.checked_window(method.window(self))
+        out = torch.ops.llmc.attention(q, k, value, 0, scale, window, 0.0, None)
         return out.transpose(1, 2), None
 
     owner = getattr(module, method.owner)
@@ -140,7 +145,9 @@ def _attention(
     """q, k, v [1,T,H,D] -> [1,T,H,D]. The layer is unknown here; `convert` numbers layers afterwards."""
     attention_interface.check_causal(CALL, is_causal, attention_mask)
     window = (
-        attention_mask.window if isinstance(attention_mask, attention_interface.MaskTag) else int(sliding_window or 0)
+        attention_mask.window
+        if isinstance(attention_mask, attention_interface.MaskTag)
+        else attention_interface.checked_window(sliding_window)
     )
     scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))

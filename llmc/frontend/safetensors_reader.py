@@ -40,7 +40,10 @@ class Stored:
 
 
 class TensorFiles:
-    """All tensors of a checkpoint. Files are memory-mapped: memory use grows only with the rows that are read."""
+    """All tensors of a checkpoint. Files are memory-mapped: memory use grows only with the rows that are read.
+
+    `unlisted` are the names of tensors that the index lacks, in files that it names: transformers loads them, too.
+    """
 
     def __init__(self, folder: Path):
         """Open all files and read their headers; raises Diagnostic E320, E321 or E322."""
@@ -49,15 +52,18 @@ class TensorFiles:
         self._data: dict[Path, mmap] = {}
         listed = _listed(folder)
         found: dict[str, Stored] = {}
-        again: list[Stored] = []  # tensors in another file than the index says
+        again: list[Stored] = []  # further tensors of the same names
         for file in sorted(set(listed.values()), key=str) if listed else [folder / SINGLE]:
             for t in self._header(file).values():
                 stored = Stored(t.name, file, t.dtype, t.shape, t.begin)
                 if not listed or listed.get(t.name) == file:
                     found[t.name] = stored
-                elif t.name in listed:
+                elif t.name in listed or t.name in found:
                     again.append(stored)
+                else:
+                    found[t.name] = stored
         self.tensors: Mapping[str, Stored] = MappingProxyType(found)
+        self.unlisted = frozenset(found.keys() - listed.keys()) if listed else frozenset[str]()
         if absent := sorted(listed.keys() - found.keys()):
             raise Diagnostic(
                 "E322",

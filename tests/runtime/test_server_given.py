@@ -69,11 +69,14 @@ def test_contents_that_are_not_there_are_empty(server: Served) -> None:
 def test_parts_that_are_text_under_any_name(server: Served) -> None:
     usual = chat(server, [{"role": "user", "content": [{"type": "text", "text": "a river"}]}])["choices"]
     parts: list[Any] = ["a river", {"type": "input_text", "text": "a river"}, {"type": "refusal", "refusal": "a river"}]
+    image = {"type": "image_url", "image_url": {"url": "file:///etc"}}
     for part in [*parts, {"type": "output_text", "text": "a river", "annotations": []}]:
         assert chat(server, [{"role": "user", "content": [part]}])["choices"] == usual
     parts = [None, 3, {}, {"type": "text"}, {"type": "text", "text": None}, {"type": ["text"]}, {"text": "x"}]
-    for part in [*parts, {"type": "refusal", "text": "x"}, {"type": "image_url", "image_url": {"url": "file:///etc"}}]:
-        assert chat(server, [*CHAT, {"role": "user", "content": ["x", part]}])["param"] == "messages[1].content"
+    for part in [*parts, {"type": "refusal", "text": "x"}, image]:
+        refused = chat(server, [*CHAT, {"role": "user", "content": ["x", part]}])
+        assert refused["param"] == "messages[1].content"
+        assert ("'image_url' are not supported" in refused["message"]) == (part == image)
 
 
 def test_defaults_that_clients_spell_out(server: Served) -> None:

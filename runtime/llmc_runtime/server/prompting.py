@@ -302,7 +302,12 @@ def _with_text(message: dict[str, Any], i: int) -> dict[str, Any]:
         return message
     parts = [{"type": "text", "text": part} if isinstance(part, str) else _part(part) for part in content]
     if None in parts:
-        cause = f'messages[{i}].content: only parts of the form {{"type": "text", "text": TEXT}}'
+        other = content[parts.index(None)]
+        kind = other.get("type") if isinstance(other, dict) else None
+        named = (
+            f"parts of type {kind[:64]!r} are not supported, " if isinstance(kind, str) and kind not in _TEXTS else ""
+        )
+        cause = f'messages[{i}].content: {named}only parts of the form {{"type": "text", "text": TEXT}}'
         raise ApiError(cause, param=f"messages[{i}].content")
     return {**message, "content": parts}
 

@@ -81,7 +81,8 @@ class Call:
 
     `key` identifies the API key ("" for none), `prompt_param` the field that contains the prompt, and `request_id` the
     request in the log and for the client. The special tokens in `visible` appear in the response's text. Updates of an
-    output are at least `interval` seconds apart, except the last one.
+    output are at least `interval` seconds apart, except the last one. The response has its log-probabilities `repeats`
+    times.
     """
 
     id: str
@@ -91,6 +92,7 @@ class Call:
     request_id: str = ""
     visible: frozenset[int] = frozenset()
     interval: float = 0.0
+    repeats: int = 1
     hold: Hold = field(default_factory=Hold)
 
     @property
@@ -284,7 +286,7 @@ class Serving:
         if not limited:
             context = min(config.max_model_len, config.num_pages * config.page_size + 1)
             each = [fitted(params, context - length) for length in lengths]
-        size = size_of(request, params, lengths, self._tokens(each, lengths))
+        size = size_of(request, params, lengths, self._tokens(each, lengths), call.repeats)
         if not limited and size.total > self.max_answer:  # shorten the outputs
             each = [cut(own, size, self.max_answer, params.n * len(prompts)) for own in each]
             size = replace(size, tokens=self._tokens(each, lengths))

@@ -59,6 +59,11 @@ def named_event(value: dict[str, Any]) -> bytes:
     return b"event: " + value["type"].encode() + b"\n" + event(value)
 
 
+def _before(value: dict[str, Any]) -> bytes:
+    """Return what precedes the data of an event; an object with a field `type` is a named event."""
+    return b"event: %b\ndata: " % value["type"].encode() if "type" in value else b"data: "
+
+
 async def as_answer(
     value: Any, encoding: Encoding, on_disconnect: Callable[[], None], on_sent: Callable[[], None] = lambda: None
 ) -> Response:
@@ -219,7 +224,7 @@ class Events(Stream):
                     elif isinstance(chunk, bytes):
                         await write(chunk)
                     elif is_lazy(chunk):
-                        async for part in self._encoding.parts(chunk, b"data: ", b"\n\n"):
+                        async for part in self._encoding.parts(chunk, _before(chunk), b"\n\n"):
                             await write(part)
                     else:
                         await write(encoded := event(chunk))

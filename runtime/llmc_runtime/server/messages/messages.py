@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.server.http.errors import ApiError, named_body, to_api_error
 from llmc_runtime.server.http.replies import named_event
 from llmc_runtime.server.messages.content_blocks import ContentBlocks
+from llmc_runtime.server.openai.message_tokens import ScoredToken
 from llmc_runtime.server.openai.named_events import NamedEvents
 from llmc_runtime.server.requests.messages_request import MessagesRequest, to_chat
 from llmc_runtime.server.serving import Call, Serving
@@ -41,7 +42,7 @@ class Messages(NamedEvents):
     def _opening(self) -> Iterator[dict[str, Any]]:
         yield {"type": "message_start", "message": self._document()}
 
-    def _take(self, delta: Delta) -> Iterator[dict[str, Any]]:
+    def _take(self, delta: Delta, tokens: Sequence[ScoredToken]) -> Iterator[dict[str, Any]]:
         return self._output.take(delta)
 
     def _closing(self, finish: str, stop: int | str | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
+from llmc_runtime.outputs import CompletionOutput
+from llmc_runtime.server.http.lazy_json import is_lazy
 from llmc_runtime.server.http.replies import Final, named_event
 from llmc_runtime.server.openai.chat import Chat
-from llmc_runtime.server.openai.response import Choice, Scores
-from llmc_runtime.server.tool_calls.message import Delta, is_cut
+from llmc_runtime.server.openai.message_tokens import MessageTokens, Piece, ScoredToken, TokenTexts
+from llmc_runtime.server.openai.response import WHOLE_INTERVAL, Choice, Scores
+from llmc_runtime.server.tool_calls.message import Delta, MessageParser, is_cut
 from llmc_runtime.server.updates import Updates
 
 
@@ -18,48 +22,89 @@ class NamedEvents(Chat):
     """A chat with one output. Subclasses make parts and events from its deltas."""
 
     end = b""
+    _last: list[dict[str, Any]]  # the events after generation
+    _whole: dict[str, Any]  # the complete response
 
     @abstractmethod
     def _opening(self) -> Iterable[dict[str, Any]]:
         """Return the events before the output."""
 
     @abstractmethod
-    def _take(self, delta: Delta) -> Iterable[dict[str, Any]]:
-        """Add new output, and return its events."""
+    def _take(self, delta: Delta, tokens: Sequence[ScoredToken]) -> Iterable[dict[str, Any]]:
+        """Add new output, and return its events. `tokens` are those of its content, if log-probabilities are sent."""
 
     @abstractmethod
     def _closing(self, finish: str, stop: int | str | None) -> tuple[Iterable[dict[str, Any]], dict[str, Any]]:
         """Return the last events and the complete response. `finish` and `stop` are the reasons of chats."""
+
+    async def complete(self) -> dict[str, Any]:
+        """See GenerationResponse. The tokens of a message are found piece by piece, as in a stream."""
+        if not self._request.logprobs:
+            return await super().complete()
+        self._call = replace(self._call, interval=WHOLE_INTERVAL)
+        async with aclosing(self._events(await self._started())) as events:
+            async for _ in events:
+                pass
+        return self._whole
 
     def _body(self, choices: list[list[Choice]], scores: list[Scores]) -> dict[str, Any]:
         choice, parser = choices[0][0], self._parser()
         cut = is_cut(choice.finish_reason, choice.stop_reason)
         delta = parser.take("".join(choice.text), choice.token_ids, True, cut)
         self._usage.reasoning = parser.reasoning_tokens
-        for _ in self._take(delta):
+        for _ in self._take(delta, ()):
             pass
         finish = parser.finish_reason(choice.finish_reason) or "stop"
         return self._closing(finish, choice.stop_reason)[1]
 
     async def _chunks(self, updates: Updates) -> AsyncIterator[dict[str, Any] | bytes]:
         """Yield the events. The opening follows the first update, which reports the cached tokens."""
-        parser, opened, last = self._parser(), False, b""
+        async with aclosing(self._events(updates)) as events:
+            async for one in events:
+                yield one if is_lazy(one) else named_event(one)
+        last = b""
+        for one in self._last:
+            if is_lazy(one):
+                if last:
+                    yield last
+                yield one
+                last = b""
+            else:
+                last += named_event(one)
+        yield Final(last)
+
+    async def _events(self, updates: Updates) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the events up to the end of generation, and set `_last` to those after it."""
+        parser, opened = self._parser(), False
+        pieces = TokenTexts(self._serving.prompting), MessageTokens()
         async with aclosing(updates) as items:  # type: ignore[type-var]
             async for index, update in items:
                 self._usage.take(index, update)
                 if not opened:
                     opened = True
                     for one in self._opening():
-                        yield named_event(one)
+                        yield one
                 (output,) = update.outputs
                 finish = output.finish_reason
-                delta = parser.take(
-                    output.text, output.token_ids, finish is not None, is_cut(finish, output.stop_reason)
-                )
-                self._usage.reasoning = parser.reasoning_tokens
-                for one in self._take(delta):
-                    yield named_event(one)
+                for delta, tokens in self._parsed(output, parser, *pieces):
+                    self._usage.reasoning = parser.reasoning_tokens
+                    for one in self._take(delta, tokens):
+                        yield one
                 if finish is not None:
-                    events, _ = self._closing(parser.finish_reason(finish) or "stop", output.stop_reason)
-                    last = b"".join(map(named_event, events))
-        yield Final(last)
+                    events, self._whole = self._closing(parser.finish_reason(finish) or "stop", output.stop_reason)
+                    self._last = list(events)
+
+    def _parsed(
+        self, output: CompletionOutput, parser: MessageParser, texts: TokenTexts, message: MessageTokens
+    ) -> Iterator[tuple[Delta, list[ScoredToken]]]:
+        """Yield what the parser makes of an update, with log-probabilities piece by piece with the content's tokens."""
+        final, cut = output.finish_reason is not None, is_cut(output.finish_reason, output.stop_reason)
+        if not self._request.logprobs:
+            yield parser.take(output.text, output.token_ids, final, cut), []
+            return
+        for piece in texts.push(output):
+            delta = parser.take(piece.text, [token.id for token in piece.tokens], False)
+            yield delta, message.take(piece, delta)
+        if final:
+            delta = parser.take("", (), True, cut)
+            yield delta, message.take(Piece(""), delta)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.http.replies import named_event
+from llmc_runtime.server.openai.message_tokens import ScoredToken
 from llmc_runtime.server.openai.named_events import NamedEvents
-from llmc_runtime.server.openai.response_items import OutputItems
+from llmc_runtime.server.openai.response_items import OutputItems, without_logprobs
 from llmc_runtime.server.requests.responses_request import (
     ENCRYPTED,
     Earlier,
@@ -23,6 +25,10 @@ from llmc_runtime.server.requests.responses_request import (
 from llmc_runtime.server.serving import Call, Serving
 from llmc_runtime.server.text_pool.pool import OffloadedJob
 from llmc_runtime.server.tool_calls.message import Delta
+
+_REPEATS = (
+    5  # a stream has a message in deltas, and in the last events of its text, its part, its item and the response
+)
 
 
 class Responses(NamedEvents):
@@ -42,9 +48,9 @@ class Responses(NamedEvents):
             chat = to_chat(request, decoded.previous, own)
         else:
             chat = to_chat(request, [], [])
-        super().__init__(serving, chat, call, job)
+        super().__init__(serving, chat, replace(call, repeats=_REPEATS) if request.stream else call, job)
         self._count = 0  # events so far
-        self._output = OutputItems(self._event, ENCRYPTED in (request.include or ()))
+        self._output = OutputItems(self._event, self._entry, ENCRYPTED in (request.include or ()))
 
     def _earlier(self) -> bytes:
         """See Chat. Nothing keeps these bytes: they may be many, and are not counted."""
@@ -67,7 +73,7 @@ class Responses(NamedEvents):
     def failed(self, error: ApiError) -> bytes:
         """Return the events after an error during the stream."""
         code = {"code": error.code or error.kind, "message": error.message}
-        response = self._document("failed") | {"error": code}
+        response = _plain(self._document("failed")) | {"error": code}
         events = self._event("error", **code, param=error.param), self._event("response.failed", response=response)
         return b"".join(map(named_event, events))
 
@@ -79,8 +85,16 @@ class Responses(NamedEvents):
         for name in ("response.created", "response.in_progress"):
             yield self._event(name, response=self._document("in_progress"))
 
-    def _take(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        return self._output.take(delta)
+    def _take(self, delta: Delta, tokens: Sequence[ScoredToken]) -> Iterator[dict[str, Any]]:
+        return self._output.take(delta, tokens)
+
+    def _entry(self, token: ScoredToken, with_bytes: bool) -> dict[str, Any]:
+        """Return the log-probabilities of a token. Events have no bytes, but content parts do."""
+        (entry,) = self._content([token.id], [token.row])
+        if not with_bytes:
+            for one in (entry, *entry["top_logprobs"]):
+                del one["bytes"]
+        return entry
 
     def _closing(self, finish: str, stop: int | str | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         status = "incomplete" if finish == "length" else "completed"
@@ -91,7 +105,7 @@ class Responses(NamedEvents):
         else:
             response["completed_at"] = int(time.time())
         stored = self._call.hold.stored
-        response["store"] = stored is not None and stored.finish(response)
+        response["store"] = stored is not None and stored.finish(_plain(response))
         return [*events, self._event(f"response.{status}", response=response)], response
 
     def _usage_object(self) -> dict[str, Any]:
@@ -117,8 +131,13 @@ class Responses(NamedEvents):
             "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},
             "service_tier": "default", "store": self._stores, "temperature": params.temperature,
             "text": _text(asked), "tool_choice": asked.tool_choice or "auto", "tools": _tools(asked),
-            "top_logprobs": 0, "top_p": params.top_p, "truncation": "disabled", "usage": None,
+            "top_logprobs": asked.top_logprobs or 0, "top_p": params.top_p, "truncation": "disabled", "usage": None,
         }  # fmt: skip
+
+
+def _plain(response: dict[str, Any]) -> dict[str, Any]:
+    """Return a response without log-probabilities."""
+    return {**response, "output": [without_logprobs(item) for item in response["output"]]}
 
 
 def _text(asked: ResponsesRequest) -> dict[str, Any]:

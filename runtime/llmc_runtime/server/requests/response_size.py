@@ -39,12 +39,15 @@ class Size:
         return self.fixed + self.each * self.tokens
 
 
-def size_of(request: Generation, params: SamplingParams, lengths: list[int], tokens: int) -> Size:
-    """Estimate the response to prompts of `lengths` tokens with up to `tokens` generated tokens in total."""
+def size_of(request: Generation, params: SamplingParams, lengths: list[int], tokens: int, repeats: int = 1) -> Size:
+    """Estimate the response to prompts of `lengths` tokens with up to `tokens` generated tokens in total.
+
+    The log-probabilities of generated tokens are sent `repeats` times.
+    """
     chat = isinstance(request, ChatRequest)
     each, prompt = _TOKEN, 0
     if params.logprobs is not None:
-        each += (params.logprobs + 2) * (_CHAT if chat else _COMPLETION)
+        each += (params.logprobs + 2) * (_CHAT if chat else _COMPLETION) * repeats
     if request.prompt_logprobs is not None:
         prompt += (request.prompt_logprobs + 1) * _SCORED
     if getattr(request, "echo", None):

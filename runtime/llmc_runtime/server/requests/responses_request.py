@@ -28,6 +28,7 @@ from llmc_runtime.server.requests.request_fields import (
     Priority,
     ResponseFormat,
     Salt,
+    Scores,
     TemplateKwargs,
     ToolChoice,
     schema_of,
@@ -36,7 +37,7 @@ from llmc_runtime.server.requests.request_fields import (
 MAX_METADATA = 16  # entries of `metadata`
 MAX_METADATA_TEXT = 512  # characters of one of its values
 MAX_INCLUDE = 16
-ENCRYPTED = "reasoning.encrypted_content"  # the only value of `include` that is supported
+ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"  # values of `include`
 _PREFIXES: Mapping[str, str] = MappingProxyType(
     {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 )  # of the ids of items
@@ -111,8 +112,8 @@ class ResponsesRequest(OneOutputFields, msgspec.Struct, kw_only=True):
             "max_completion_tokens": "use max_output_tokens", "response_format": "use text.format",
             "reasoning_effort": "use reasoning.effort", "stop": "use /v1/chat/completions",
             "structured_outputs": "use text.format, or /v1/chat/completions",
-            "logprobs": "use /v1/chat/completions", "top_logprobs": "use /v1/chat/completions",
-            "prompt_logprobs": "use /v1/completions", "moderation": "text is not classified", "best_of": "use n",
+            "logprobs": "use include and top_logprobs", "best_of": "use n", "moderation": "text is not classified",
+            "prompt_logprobs": "use /v1/completions",
             "prompt": "send the text of the prompt in instructions and input",
             "previous_input_messages": "send them as items of input",
             "enable_response_messages": "/tokenize shows the prompt",
@@ -128,6 +129,7 @@ class ResponsesRequest(OneOutputFields, msgspec.Struct, kw_only=True):
     previous_response_id: Name | None = None
     store: bool | None = None
     include: Include | None = None
+    top_logprobs: Scores | None = None
     metadata: Metadata | None = None
     tools: FunctionTools | None = None
     tool_choice: ToolChoice | AllowedTools | None = None
@@ -153,8 +155,11 @@ class Earlier(msgspec.Struct):
 def check(request: ResponsesRequest) -> None:
     """Raise ApiError 400 for values that are not supported."""
     for i, name in enumerate(request.include or ()):
-        if name != ENCRYPTED:
-            raise _refused(f"include[{i}]", f"{name[:64]!r} is not supported, only {ENCRYPTED}", "include")
+        if name not in (ENCRYPTED, LOGPROBS):
+            cause = f"{name[:64]!r} is not supported, only {ENCRYPTED} and {LOGPROBS}"
+            raise _refused(f"include[{i}]", cause, "include")
+    if request.top_logprobs and not _has_logprobs(request):
+        raise ApiError(f'top_logprobs needs include: ["{LOGPROBS}"]', param="top_logprobs")
     for name, value in (request.metadata or {}).items():
         if len(value) > MAX_METADATA_TEXT or len(name) > MAX_METADATA_TEXT:
             raise ApiError(f"metadata: keys and values of up to {MAX_METADATA_TEXT} characters", param="metadata")
@@ -168,6 +173,10 @@ def check(request: ResponsesRequest) -> None:
             raise _refused(f"reasoning.{name}", "only auto is supported: reasoning is not summarized", "reasoning")
     if request.input is None and request.previous_response_id is None:
         raise ApiError("input is missing", param="input")
+
+
+def _has_logprobs(request: ResponsesRequest) -> bool:
+    return LOGPROBS in (request.include or ())
 
 
 def _refused(where: str, cause: str, param: str) -> ApiError:
@@ -229,6 +238,7 @@ def to_chat(
         chat_template_kwargs=request.chat_template_kwargs, response_format=_format_of(request.text),
         reasoning_effort=request.reasoning.effort if request.reasoning else None,
         tools=[_tool(one, f"tools[{i}]") for i, one in enumerate(request.tools or ())] or None,
+        logprobs=_has_logprobs(request), top_logprobs=request.top_logprobs,
         tool_choice=_choice(request.tool_choice), parallel_tool_calls=request.parallel_tool_calls,
     )  # fmt: skip
 

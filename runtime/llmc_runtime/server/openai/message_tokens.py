@@ -1,0 +1,146 @@
+"""The tokens of a message's text: log-probabilities of /v1/responses belong to messages, not to reasoning or calls."""
+
+from __future__ import annotations
+
+import codecs
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from llmc_runtime.logprobs import Row
+from llmc_runtime.outputs import CompletionOutput
+from llmc_runtime.server.openai.response import token_text
+from llmc_runtime.server.prompting import Prompting
+from llmc_runtime.server.tool_calls.message import Delta
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredToken:
+    """A generated token, with the place of its log-probabilities."""
+
+    id: int
+    rows: Sequence[Row | None]
+    index: int
+
+    @property
+    def row(self) -> Row:
+        """The candidates at this position by id, the token itself among them."""
+        row = self.rows[self.index]
+        assert row is not None  # generated tokens always have a row
+        return row
+
+
+@dataclass
+class Piece:
+    """A part of an output's text, and the tokens that it was decoded from."""
+
+    text: str
+    tokens: list[ScoredToken] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """The text of tokens, to be found in the output; that of a special token may be left out."""
+
+    text: str
+    special: bool
+    tokens: list[ScoredToken]
+
+
+class TokenTexts:
+    """Divides the text of an output into the texts of its tokens. Text may arrive later than its tokens.
+
+    The tokens of one character form one piece. A special token that the text does not show has an empty piece.
+    """
+
+    def __init__(self, prompting: Prompting) -> None:
+        self._prompting = prompting
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._partial: list[ScoredToken] = []  # tokens of an incomplete character
+        self._expected = deque[_Expected]()
+        self._text, self._at = "", 0  # the text that has arrived, and the end of its pieces so far
+
+    def push(self, output: CompletionOutput) -> Iterator[Piece]:
+        """Append an update of the output, and yield the pieces that are complete; with the last update, all."""
+        self._text, self._at = self._text[self._at :] + output.text, 0
+        for i, token in enumerate(output.token_ids):
+            self._expect(ScoredToken(token, output.logprobs or [], i))
+        final = output.finish_reason is not None
+        while self._expected:
+            first = self._expected[0]
+            width = self._width(first)
+            if width is None and not final:
+                return
+            self._expected.popleft()
+            yield self._piece(len(self._text) - self._at if width is None else width, first.tokens)
+        if final and (self._partial or self._at < len(self._text)):
+            yield self._piece(len(self._text) - self._at, self._partial)
+
+    def _expect(self, token: ScoredToken) -> None:
+        shown = token_text(token.id, token.row[token.id])
+        if special := self._prompting.is_special(token.id):
+            text = shown
+        else:
+            text = self._decoder.decode(self._prompting.raw(token.id, shown))
+        self._partial.append(token)
+        if text:
+            self._expected.append(_Expected(text, special, self._partial))
+            self._partial = []
+
+    def _width(self, first: _Expected) -> int | None:
+        """Return how many of the next characters are the token's, or None if its text has not arrived."""
+        rest = len(self._text) - self._at
+        if self._text.startswith(first.text, self._at):
+            return len(first.text)
+        if rest < len(first.text) and first.text.startswith(self._text[self._at :]):
+            return None
+        if first.special:
+            return 0
+        bare = first.text.lstrip()  # the decoder may drop the space before the first word
+        return len(bare) if self._text.startswith(bare, self._at) else min(rest, len(first.text))
+
+    def _piece(self, width: int, tokens: list[ScoredToken]) -> Piece:
+        begin, self._at = self._at, self._at + width
+        return Piece(self._text[begin : self._at], tokens)
+
+
+class MessageTokens:
+    """Finds the tokens of a message's text, while a parser takes an output piece by piece."""
+
+    def __init__(self) -> None:
+        self._pending = deque[Piece]()  # neither reasoning, a message nor a call yet
+
+    def take(self, piece: Piece, delta: Delta) -> list[ScoredToken]:
+        """Return the tokens of `delta.content`. `delta` is what the parser made of the piece."""
+        if piece.text:
+            self._pending.append(piece)
+        self._cut(delta.reasoning)
+        found = self._cut(delta.content)
+        if delta.calls:
+            self._pending.clear()
+        return found
+
+    def _cut(self, text: str) -> list[ScoredToken]:
+        """Drop the pending pieces up to the end of `text`, and return the tokens that overlap it."""
+        if not text or not self._pending:
+            return []
+        begin = self._begin(text)
+        end, at, found = begin + len(text), 0, list[ScoredToken]()
+        while self._pending and at < end:
+            piece = self._pending.popleft()
+            if at + len(piece.text) > begin:
+                found += piece.tokens
+            if at + len(piece.text) > end:
+                self._pending.appendleft(Piece(piece.text[end - at :]))
+            at += len(piece.text)
+        return found
+
+    def _begin(self, text: str) -> int:
+        """Return where `text` begins in the pending pieces. Before it are markup and spaces, behind it the beginning of
+        what may be markup: text that leaves out pieces before the last one is in the last one.
+        """
+        whole, last = "".join(piece.text for piece in self._pending), self._pending[-1].text
+        before = len(whole) - len(last)
+        if whole.startswith(text) and len(text) >= before:
+            return 0
+        return before + last.find(text) if text in last else max(whole.rfind(text), 0)
