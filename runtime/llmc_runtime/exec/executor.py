@@ -204,7 +204,7 @@ class Executor:
         if not count:
             return Ticket(work, entries, self.device.mark())
         columns = [w.row for w in entries], [w.num_tokens for w in entries], [int(w.emit) for w in entries]
-        bound = self._steps.ready(columns, verifies)
+        bound = self._steps.ready(columns, verifies, step.plain)
         self._last = bound.program, count
         enabled = self.rows.wants_logprobs
         needed = [] if self._width else [(w.emit or w.score) and enabled[w.row] for w in entries]

@@ -16,6 +16,8 @@ from llmc_runtime.sched.step import StepOutput, Work
 PROBE = 64  # while drafting does not pay, one plan in so many verifies a draft of some rows, to measure acceptance
 MODEL_PROBE = 512  # the same for a draft model, which must first compute the KV that it lacks; one row each time
 PROBED = 16  # one row in so many is probed, other rows each time
+LINGER = 16  # plans after the last ones with drafts or new requests in which a head computes its entries
+WARM = 8  # plans before a probe in which it does too: a head needs about as many entries to draft well again
 DEPTH = 2  # plans in a row that try drafts of the host, since at the first one a step may be in flight
 _MEMORY = 0.9  # weight of a row's past acceptance at each verification
 _REFRESH = 16  # plans after which the number of drafts is chosen anew
@@ -69,6 +71,7 @@ class Speculation:
         self.plans = self._rows = 0  # plans so far, and running requests of the last one
         self._choice = Choice(0)
         self._probes = 0  # rows of which this plan verifies a draft to measure acceptance
+        self._used = 0  # the last plan in which a head's entries were of use
 
     def begin(self, running: Sequence[Request], room: int) -> None:
         """Begin a plan in which these requests run, and whose step can verify up to `room` drafts in all."""
@@ -96,6 +99,14 @@ class Speculation:
     def verifies(self) -> bool:
         """Whether this plan may verify drafts; those of a model were wanted when they were made."""
         return self.config.max_rows > 0 or self.wants
+
+    def skips_head(self, work: Sequence[Work]) -> bool:
+        """Whether the step planned now need not compute the entries of a head, since drafts are unlikely to follow."""
+        if not self.config.head:
+            return True
+        if any(item.num_tokens > 1 or item.propose for item in work):
+            self._used = self.plans
+        return self.plans - self._used >= LINGER and self.plans % MODEL_PROBE < MODEL_PROBE - WARM
 
     def proposals(self, request: Request) -> int:
         """Return how many tokens the draft model drafts for a request."""
