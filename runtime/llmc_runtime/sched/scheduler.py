@@ -122,7 +122,7 @@ class Scheduler(LiveRequests):
         if self.guided:
             self.guided.fill(step, planned, self._proposals, self._anything)
         if planned:
-            step.plain = self.speculation is None or self.speculation.skips_head(step.work)
+            step.plain = self.speculation is None or self.speculation.plain(step.work)
             self._in_flight.append((step, planned))
             self.timer.planned(began)
         return step

@@ -189,7 +189,7 @@ class Step:
     """One step. A row occurs at most once in each list.
 
     open:  it samples when the masks of guided rows follow
-    plain: no row drafts, so that it may store zeros as the keys and values of a head, instead of computing them
+    plain: no program of a draft model or head follows, and it may store zeros as the head's keys and values
     """
 
     inits: list[RowInit] = field(default_factory=list)
