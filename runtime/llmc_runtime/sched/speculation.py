@@ -15,14 +15,15 @@ from llmc_runtime.sched.step import StepOutput, Work
 
 PROBE = 64  # while drafting does not pay, one plan in so many verifies a draft of some rows, to measure acceptance
 MODEL_PROBE = 512  # the same for a draft model, which must first compute the KV that it lacks; one row each time
-SOON, LATE = 4, 128  # the same if a draft model has a single row: at first, and at most; doubled after each probe
+SOON, LATE = 4, 256  # the same if a head has a single row: at first, and at most. Doubled after each probe
+MODEL_FACTOR = 4  # SOON and LATE of a draft model, in those of a head
 PROBED = 16  # one row in so many is probed, other rows each time
 WARM = 8  # plans before a probe in which a head computes its entries, which it needs to draft as well as before
 DEPTH = 2  # plans in a row that try drafts of the host, since at the first one a step may be in flight
 _MEMORY = 0.9  # weight of a row's past acceptance at each verification
 _MODEL_MEMORY = 0.7  # the same for a draft model: its drafts are accepted where the text is easy, many in a row
 _REFRESH = 16  # plans after which the number of drafts is chosen anew
-_AGAIN = 2048  # plans after which costs are measured again
+_AGAIN = 4096  # plans after which costs are measured again
 _SELDOM = 4  # one plan in so many is measured if it has no drafts and its cost is known
 _PRIOR = 2.0  # weight of the acceptance of all rows in the estimate of one row, in verifications
 
@@ -76,7 +77,9 @@ class Speculation:
         self._model, self._memory = config.max_rows > 0, _MODEL_MEMORY if config.max_rows else _MEMORY
         self._single: dict[float, Choice] = {}  # choices of this period for a single row, by its rounded acceptance
         self._request = ""  # the id of the single row's request
-        self._wait, self._probe = SOON, 0  # plans between probes of a draft model, and the plan of the next one
+        factor = 1 if config.head else MODEL_FACTOR
+        self._soon, self._late = factor * SOON, factor * LATE
+        self._wait, self._probe = self._soon, 0  # plans between probes of a draft model, and the plan of the next one
 
     def begin(self, running: Sequence[Request], room: int) -> None:
         """Begin a plan in which these requests run, and whose step can verify up to `room` drafts in all."""
@@ -92,18 +95,24 @@ class Speculation:
             self._rows = rows
             self._choice = self.count.choose([self._rate(request) for request in running], room)
         if self._choice.most:
-            self._wait, self._probe = SOON, self.plans + SOON
+            if not self._choice.measures:
+                self._next_probe(self._soon)
         elif self._model:
             if self.plans >= self._probe:
-                self._probes, self._wait = 1, min(2 * self._wait, LATE) if rows == 1 else MODEL_PROBE
-                self._probe = self.plans + self._wait
+                self._probes = 1
+                self._next_probe(min(2 * self._wait, self._late) if rows == 1 else MODEL_PROBE)
         elif self.plans % PROBE < (DEPTH if self.config.host else 1):
             self._probes = max(1, rows // PROBED)
+
+    def _next_probe(self, wait: int) -> None:
+        """Let this many plans pass before the next probe of a draft model."""
+        self._wait, self._probe = wait, self.plans + wait
 
     def _choose_single(self, request: Request, room: int) -> None:
         """Choose the number of drafts of the only row anew in every plan, since its acceptance changes quickly."""
         if self._rows != 1 or request.id != self._request:
-            self._rows, self._request, self._wait, self._probe = 1, request.id, SOON, self.plans + SOON
+            self._rows, self._request = 1, request.id
+            self._next_probe(max(self._soon, self._wait // 16))  # requests that follow each other are often alike
         if self.plans % _REFRESH == 0:
             self._single.clear()
         rate = round(self._rate(request), 2)
