@@ -16,7 +16,7 @@ from llmc_runtime.sched.step import StepOutput, Work
 PROBE = 64  # while drafting does not pay, one plan in so many verifies a draft of some rows, to measure acceptance
 MODEL_PROBE = 512  # the same for a draft model, which must first compute the KV that it lacks; one row each time
 SOON, LATE = 4, 256  # the same if a head has a single row: at first, and at most. Doubled after each probe
-MODEL_FACTOR = 4  # SOON and LATE of a draft model, in those of a head
+MODEL_FACTOR = 16  # SOON and LATE of a draft model, in those of a head
 PROBED = 16  # one row in so many is probed, other rows each time
 WARM = 8  # plans before a probe in which a head computes its entries, which it needs to draft as well as before
 DEPTH = 2  # plans in a row that try drafts of the host, since at the first one a step may be in flight
@@ -74,9 +74,10 @@ class Speculation:
         self.plans = self._rows = 0  # plans so far, and running requests of the last one
         self._choice = Choice(0)
         self._probes = 0  # rows of which this plan verifies a draft to measure acceptance
+        self._looks_up = config.looks_up
         self._model, self._memory = config.max_rows > 0, _MODEL_MEMORY if config.max_rows else _MEMORY
         self._single: dict[float, Choice] = {}  # choices of this period for a single row, by its rounded acceptance
-        self._request = ""  # the id of the single row's request
+        self._request, self._trials = "", (0.0, 0.0)  # the id of the single row's request, and its last draft_trials
         factor = 1 if config.head else MODEL_FACTOR
         self._soon, self._late = factor * SOON, factor * LATE
         self._wait, self._probe = self._soon, 0  # plans between probes of a draft model, and the plan of the next one
@@ -87,7 +88,7 @@ class Speculation:
         self._probes, rows = 0, len(running)
         if self.plans % _AGAIN == 0:
             self.count.again(rows)
-        if self.config.looks_up and not any(request.num_drafts for request in running):
+        if self._looks_up and not any(request.num_drafts for request in running):
             return
         if rows == 1 and self._model:
             self._choose_single(running[0], room)
@@ -110,9 +111,13 @@ class Speculation:
 
     def _choose_single(self, request: Request, room: int) -> None:
         """Choose the number of drafts of the only row anew in every plan, since its acceptance changes quickly."""
+        trials = request.draft_trials
         if self._rows != 1 or request.id != self._request:
             self._rows, self._request = 1, request.id
             self._next_probe(max(self._soon, self._wait // 16))  # requests that follow each other are often alike
+        elif trials is self._trials and self.plans % _REFRESH and not self._choice.measures:
+            return  # nothing was learned since the last plan
+        self._trials = trials
         if self.plans % _REFRESH == 0:
             self._single.clear()
         rate = round(self._rate(request), 2)
@@ -131,7 +136,7 @@ class Speculation:
     @property
     def verifies(self) -> bool:
         """Whether this plan may verify drafts; those of a model were wanted when they were made."""
-        return self.config.max_rows > 0 or self.wants
+        return self._model or self.wants
 
     def plain(self, work: Sequence[Work]) -> bool:
         """Whether the draft model does nothing after the step planned now, and a head's entries are hardly of use."""
@@ -189,7 +194,7 @@ class Speculation:
             for index, more in output.accepted.items():
                 self._count(requests[index], work[index].drafts, len(more))
                 counters.drafted(work[index].drafts, len(more))
-        if self.config.looks_up:
+        if self._looks_up:
             for request, proposed in zip(requests, output.proposed):
                 request.num_drafts = proposed
 
