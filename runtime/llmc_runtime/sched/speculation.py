@@ -15,7 +15,7 @@ from llmc_runtime.sched.step import StepOutput, Work
 
 PROBE = 64  # while drafting does not pay, one plan in so many verifies a draft of some rows, to measure acceptance
 MODEL_PROBE = 512  # the same for a draft model, which must first compute the KV that it lacks; one row each time
-SOON, LATE = 4, 256  # the same if a head has a single row: at first, and at most. Doubled after each probe
+SOON, LATE = 4, 128  # the same if a head has a single row: at first, and at most. Doubled after each probe
 MODEL_FACTOR = 16  # SOON and LATE of a draft model, in those of a head
 PROBED = 16  # one row in so many is probed, other rows each time
 WARM = 8  # plans before a probe in which a head computes its entries, which it needs to draft as well as before
