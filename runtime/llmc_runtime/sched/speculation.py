@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmc_runtime.metrics import Counters
-from llmc_runtime.sched.draft_costs import Choice, DraftCount, share
+from llmc_runtime.sched.draft_costs import BRIEF_GAIN, Choice, DraftCount, share
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import StepOutput, Work
 
@@ -123,7 +123,7 @@ class Speculation:
         rate = round(self._rate(request), 2)
         choice = self._single.get(rate)
         if choice is None:
-            choice = self.count.choose([rate], room)
+            choice = self.count.choose([rate], room, BRIEF_GAIN)
             if not choice.measures:
                 self._single[rate] = choice
         self._choice = choice
