@@ -92,7 +92,7 @@ def test_steps_that_skip_the_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     params = [SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logit_bias={5: 5.0, 9: 5.5})] * 3
     with LLM(tmp_path / "model.llmc", say=quiet) as llm:
         want = results(llm, prompts, params)
-    drafting = [True, *(rng.random() < 0.5 for _ in range(9))]  # of eight plans each, again and again
+    drafting = [True, False, *(rng.random() < 0.5 for _ in range(8))]  # of eight plans each, again and again
     wants = property(lambda self: drafting[self.plans // 8 % 10])
     monkeypatch.setattr(Speculation, "wants", wants)
     monkeypatch.setattr(Speculation, "choose", lambda self, request, room: room if self.wants else 0)
