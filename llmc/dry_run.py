@@ -149,7 +149,7 @@ def _kind(p: Program) -> str:
         return "draft"
     if not p.uniform:
         return "prefill"
-    return "verify" if p.drafts else "decode"
+    return "verify" if p.drafts else "plain" if p.is_plain else "decode"
 
 
 def _compile(built: DryBuild, job: Compilation, weights: int, kind: str) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from draw import SEED
 from kernel_cache import CACHE
 from llmc_runtime import LLM, LlmcError, SamplingParams
 from llmc_runtime.engine.loader import speculation_of
+from llmc_runtime.exec.entry_points import EntryPoints
+from llmc_runtime.sched.speculation import Speculation
 from models.cases import LISTED
 from models.eagle import drafted, save_head, save_speculators, tensors
 from models.kit import save
@@ -78,6 +80,47 @@ def test_nothing_changes(tmp_path: Path) -> None:
     with pytest.raises(LlmcError, match="none") as caught:
         LLM(tmp_path / "both.llmc", say=quiet, speculate="draft")
     assert caught.value.code == "E206" and "--draft MODEL" in caught.value.remedy
+
+
+def test_steps_that_skip_the_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They store zeros, whatever the pages held before, and drafting goes on after them; tokens stay the same."""
+    save(find("llama"), tmp_path / "model", SEED)
+    save_head(tmp_path / "head", tensors(200, seed=SEED))
+    compile_model(tmp_path / "model", tmp_path / "model.llmc", Options(**LIMITS, draft=f"eagle:{tmp_path / 'head'}"))
+    rng = Random(SEED)
+    prompts = [{"prompt_token_ids": [rng.randrange(3, 320) for _ in range(rng.randrange(1, 40))]} for _ in range(3)]
+    params = [SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logit_bias={5: 5.0, 9: 5.5})] * 3
+    with LLM(tmp_path / "model.llmc", say=quiet) as llm:
+        want = results(llm, prompts, params)
+    drafting = [True, False, *(rng.random() < 0.5 for _ in range(8))]  # of eight plans each, again and again
+    wants = property(lambda self: drafting[self.plans // 8 % 10])
+    monkeypatch.setattr(Speculation, "wants", wants)
+    monkeypatch.setattr(Speculation, "choose", lambda self, request, room: room if self.wants else 0)
+    monkeypatch.setattr(
+        Speculation, "plain", lambda self, work: not any(item.propose or item.num_tokens > 1 for item in work)
+    )
+    programs: list[str] = []
+    ready = EntryPoints.ready
+
+    def recorded(self: EntryPoints, columns: Any, *kind: bool) -> Any:
+        bound = ready(self, columns, *kind)
+        programs.append(bound.program.name)
+        return bound
+
+    monkeypatch.setattr(EntryPoints, "ready", recorded)
+    with LLM(tmp_path / "model.llmc", say=quiet, speculate="eagle:2", enable_prefix_caching=False) as llm:
+        states = llm.engine.executor._layout.states
+        for name in ("draft.kv.hidden", "draft.kv.0"):
+            states[name].host[:] = 0xFF  # NaN in every float type
+        assert results(llm, prompts, params) == want
+        assert [results(llm, [prompt], [one])[0] for prompt, one in zip(prompts, params, strict=True)] == want
+        drafted, right = accepted(llm)
+        hidden = states["draft.kv.hidden"].host.view(np.float32).reshape(-1, 64)
+    written = hidden[~np.isnan(hidden).any(axis=1)]
+    zeros = int((written == 0).all(axis=1).sum())
+    print(f"seed {SEED}: {drafted} drafts, {right} accepted, {zeros} of {len(written)} hidden states are zeros")
+    assert {"decode_plain", "verify", "draft_first", "draft_next"} <= set(programs)
+    assert 0 < right < drafted and 0 < zeros < len(written)
 
 
 def test_both_formats(tmp_path: Path) -> None:

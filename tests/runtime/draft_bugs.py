@@ -11,6 +11,7 @@ from llmc_runtime.sched.draft_planner import DraftPlanner
 from llmc_runtime.sched.host_drafts import HostDrafts
 from llmc_runtime.sched.request import Request, Status
 from llmc_runtime.sched.scheduler import Scheduler
+from llmc_runtime.sched.speculation import Speculation
 from llmc_runtime.sched.step import RowDrafts, RowMasks, Work
 from llmc_runtime.sched.token_guide import Banned
 
@@ -156,6 +157,10 @@ def masks_of_rejected_drafts(right: Any) -> Any:
     return accept
 
 
+def steps_that_skip_what_drafts_need(right: Any) -> Any:
+    return lambda self, work: True
+
+
 DRAFT_BUGS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (Scheduler, "_append_run", rejected_drafts_that_stay),
     (Scheduler, "_append_run", pages_of_drafts_that_leak),
@@ -174,4 +179,5 @@ DRAFT_BUGS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (scheduler, "take_drafts", masks_behind_other_drafts),
     (scheduler, "may_sample", planned_behind_tokens_without_masks),
     (Banned, "accept", masks_of_rejected_drafts),
+    (Speculation, "plain", steps_that_skip_what_drafts_need),
 )

@@ -40,6 +40,7 @@ class StepLike(Protocol):
     masks: list[Any]
     work: list[Any]
     open: bool
+    plain: bool
 
     def reply(
         self, tokens: list[int | None], logprobs: list[Any] | None, scores: dict[int, Any], accepted: dict[int, Any],
@@ -208,6 +209,7 @@ class FakeExecutor:
         accepted = {i: run[1:] for i, (item, run) in enumerate(zip(work, rows)) if item.drafts}
         proposed = [self._propose(item) for item in work]
         for item in work:
+            _require(not (step.plain and (item.propose or item.fill)), f"row {item.row}: drafts after a plain step")
             self._draft(item)
         looked = {item.row: found for item in work if (found := self._looked(self._row(item.row)))}
         return step.reply([run[0][0] for run in rows], [run[0][1] for run in rows], scores, accepted, proposed, looked)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from llmc_runtime.format.pooling import POOLED
-from llmc_runtime.format.program import FILL, FIRST, NEXT
+from llmc_runtime.format.program import FILL, FIRST, NEXT, PLAIN
 
 from llmc.ir.dim import Dim
 from llmc.ir.graph import Builder, Graph, Module, Value
 from llmc.passes.analysis import made_by, same_type
 from llmc.passes.base import Ctx, Pass
-from llmc.passes.lower.page_attention import DRAFT, HIDDEN_POOL
+from llmc.passes.lower.page_attention import DRAFT, DRAFT_PREFIX, HIDDEN_POOL
 from llmc.passes.rewrite import substitute
 
 
@@ -27,7 +27,7 @@ class Specialize(Pass):
     number replaces the symbol by that number. A draft model, @draft, becomes @draft_fill (any number of tokens per row,
     whose KV it computes), @draft_first (the last two tokens of each row, one per entry) and @draft_next (one token per
     row). A head needs no @draft_fill, since the steps of @main compute its KV, and its @draft_first has the last token
-    of each row only.
+    of each row only; @decode_plain is @decode with zeros as the head's entries, for steps after which no row drafts.
     """
 
     decode: tuple[int, ...] = ()
@@ -51,14 +51,18 @@ class Specialize(Pass):
             kinds.clear()
         if any(n.op.name == "row_accept" for n in g.nodes):
             kinds.append(("verify", m.symbols["R"], self.verify))
+        if any(v.name == HIDDEN_POOL for v in g.inputs):
+            kinds.append((PLAIN, *kinds[0][1:]))
         for kind, limits, ends in kinds:
             for name, bounds in ranges(kind, limits, ends):
                 rows = Dim.of(bounds[0] if bounds[0] == bounds[1] else "R")
                 m.graphs[name] = clone = substituted(g, name, {"T": rows, "R": rows})
                 clone.ranges = {} if bounds == m.symbols["R"] else {"R": bounds}
                 count += 1 + _drop_row_last(clone)
-                if kind == "decode":
+                if kind in ("decode", PLAIN):
                     _drop_drafts(clone, ctx)
+                if kind == PLAIN:
+                    _drop_head(clone, ctx)
         return count
 
     def _draft(self, m: Module, ctx: Ctx) -> int:
@@ -141,6 +145,21 @@ def _drop_drafts(g: Graph, ctx: Ctx) -> None:
             b = Builder(g, ctx.opset, before=n, loc=n.loc)
             n.operands[7].name = n.results[0].name
             substitute(g, n, [n.operands[7], *b.row_commit(*n.operands)], "one-token-a-row")
+
+
+def _drop_head(g: Graph, ctx: Ctx) -> None:
+    """Store zeros as the keys, values and hidden states of a head, whose drafts are not needed."""
+    for n in list(g.nodes):
+        if n.op.name not in ("kv_append", "page_put") or not n.operands[0].name.startswith(DRAFT_PREFIX):
+            continue
+        b = Builder(g, ctx.opset, before=n, loc=n.loc)
+        last = 3 if n.op.name == "kv_append" else 2
+        zeros = [b.broadcast(b.constant(0.0, v.type.dtype), shape=v.type.shape) for v in n.operands[1:last]]
+        g.set_operands(n, [n.operands[0], *zeros, *n.operands[last:]])
+    for n in reversed(g.nodes):
+        if not g.is_used(n):
+            g.erase(n)
+    g.inputs = [v for v in g.inputs if v.uses]
 
 
 def ranges(name: str, bounds: tuple[int, int], ends: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, int]]]:

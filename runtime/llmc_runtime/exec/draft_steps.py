@@ -29,6 +29,8 @@ class DraftSteps:
             EntryPoints(artifact, device, layout, env, role) for role in (FILL, FIRST, NEXT)
         )
 
+        self._begins = 1 if self.is_head else 2  # tokens of each row by which its first draft is sampled
+
     def __bool__(self) -> bool:
         return bool(self._first.bound)
 
@@ -41,11 +43,6 @@ class DraftSteps:
     def max_rows(self) -> int:
         """The maximum number of rows for which one step drafts."""
         return min(self._first.max_entries // self._begins, self._next.max_entries)
-
-    @property
-    def _begins(self) -> int:
-        """The number of tokens of each row by which its first draft is sampled."""
-        return 1 if self.is_head else 2
 
     def run(self, work: Sequence[Work]) -> None:
         """Compute the KV that the draft model lacks, and draft the tokens that a step's work requests."""

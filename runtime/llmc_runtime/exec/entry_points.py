@@ -55,15 +55,16 @@ class EntryPoints:
         self._memory, self._stride = layout.inputs[role], layout.strides[role]
         self._table = np.zeros((len(INPUTS), self._stride // 4), np.int32)  # host copy of the inputs
         self._sent: object = None  # the inputs now on the device; None: unknown
-        self._decodes: dict[tuple[int, bool], tuple[Bound, int]] = {}  # by number of rows, and whether drafts follow
+        self._decodes: dict[tuple[int, bool, bool], tuple[Bound, int]] = {}  # by rows, `verifies` and `plain`
 
-    def ready(self, columns: Columns, verifies: bool = False) -> Bound:
+    def ready(self, columns: Columns, verifies: bool = False, plain: bool = False) -> Bound:
         """Upload the inputs of a step, and return the program that serves it, ready to run.
 
-        `verifies`: entries may be drafts. Raises LlmcError E614 if no program serves a step of this size.
+        `verifies`: entries may be drafts. `plain`: a program that skips a head is preferred, as no row drafts. Raises
+        LlmcError E614 if no program serves a step of this size.
         """
         tokens, count = sum(columns[1]), len(columns[0])
-        bound, size = self._pick(tokens, count, verifies)
+        bound, size = self._pick(tokens, count, verifies, plain)
         self._feed(size, columns)
         bound.size(size if bound.program.uniform else tokens, size)
         return bound
@@ -93,18 +94,19 @@ class EntryPoints:
         self._device.write(self._memory, 0, self._table)
         self._sent = key
 
-    def _pick(self, tokens: int, rows: int, verifies: bool) -> tuple[Bound, int]:
+    def _pick(self, tokens: int, rows: int, verifies: bool, plain: bool) -> tuple[Bound, int]:
         """Return the program that serves a step of this size, and the number of rows in which it runs."""
-        if tokens == rows and (rows, verifies) in self._decodes:
-            return self._decodes[rows, verifies]
+        key = rows, verifies, plain
+        if tokens == rows and key in self._decodes:
+            return self._decodes[key]
         env = {TOKENS: tokens, ROWS: rows}
-        for bound in self.bound:
-            if bound.program.fits(env) and (bound.program.drafts or not verifies):
-                if not bound.program.uniform:
-                    return bound, rows
-                top = top_rows(bound.program, self._rows)
-                self._decodes[rows, verifies] = bound, bucket(rows, top) if self._device.replays else rows
-                return self._decodes[rows, verifies]
+        fit = [b for b in self.bound if b.program.fits(env) and (b.program.drafts or not verifies)]
+        for bound in sorted((b for b in fit if plain or not b.program.is_plain), key=lambda b: not b.program.is_plain):
+            if not bound.program.uniform:
+                return bound, rows
+            top = top_rows(bound.program, self._rows)
+            self._decodes[key] = bound, bucket(rows, top) if self._device.replays else rows
+            return self._decodes[key]
         served = "; ".join(f"{b.program.name}: {dict(b.program.serves)}" for b in self.bound)
         cause = f"no program serves a step of {tokens} tokens in {rows} rows ({served})"
         raise LlmcError("E614", cause, "recompile with larger --max-num-batched-tokens or --max-num-seqs")

@@ -35,7 +35,7 @@ class Ticket:
     whose prompt is scored or that has drafts is split into one entry per token. `needs_logprobs` flags the entries that
     need log-probabilities; it is empty if none does. `proposed` are the numbers of tokens drafted per entry; None if
     none are. `rest` runs the second half of an open step; its event is recorded after that. `looks` are requests for
-    tokens of rows, and `looked` has these tokens, by row.
+    tokens of rows, and `looked` has these tokens, by row. `plain`: the draft model does nothing after it.
     """
 
     work: list[Work]
@@ -48,6 +48,7 @@ class Ticket:
     width: int = 0
     rest: Run | None = None
     looks: list[RowMasks] = field(default_factory=list)
+    plain: bool = False
     looked: dict[int, np.ndarray] = field(default_factory=dict)
 
 
@@ -204,12 +205,12 @@ class Executor:
         if not count:
             return Ticket(work, entries, self.device.mark())
         columns = [w.row for w in entries], [w.num_tokens for w in entries], [int(w.emit) for w in entries]
-        bound = self._steps.ready(columns, verifies)
+        bound = self._steps.ready(columns, verifies, step.plain)
         self._last = bound.program, count
         enabled = self.rows.wants_logprobs
         needed = [] if self._width else [(w.emit or w.score) and enabled[w.row] for w in entries]
         looks = [masks for masks in step.masks if masks.look]
-        ticket = Ticket(work, entries, needs_logprobs=needed, width=bound.width, looks=looks)
+        ticket = Ticket(work, entries, needs_logprobs=needed, width=bound.width, looks=looks, plain=step.plain)
         if step.open:
             first, ticket.rest = self._halves(bound)
             first()
@@ -232,7 +233,7 @@ class Executor:
             ticket.logprobs = tuple(device.fetch(m, 0, count * n) for m, n in zip(self._outputs, each))
         else:
             ticket.needs_logprobs = []
-        if self.draft_model:
+        if not ticket.plain and self.draft_model:
             self.draft_model.run(ticket.work)
         for look in ticket.looks:
             ticket.looked[look.row] = self.rows.history(look.row, look.start, look.look)

@@ -41,6 +41,7 @@ DTYPE_BITS: Mapping[str, int] = MappingProxyType(
 # last two tokens of a row, and drafting a token from the draft before it. A head (EAGLE-3) has no FILL, and its FIRST
 # drafts from the last token.
 FILL, FIRST, NEXT = "draft_fill", "draft_first", "draft_next"
+PLAIN = "decode_plain"  # with which the names of programs begin that decode without computing a head's entries
 DRAFT_MODEL, EAGLE, MTP = "draft_model", "eagle3", "mtp"  # methods of drafting, by vLLM's names
 RANK = "K"  # the symbol of the rank: 0 up to the number of ranks - 1
 MAX_RANKS = 1024
@@ -202,6 +203,11 @@ class Program:
     def role(self) -> str:
         """FILL, FIRST or NEXT for a program of a draft model, else ""."""
         return next((role for role in (FILL, FIRST, NEXT) if self.name.startswith(role)), "")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it stores zeros as the keys, values and hidden states of a head, instead of computing them."""
+        return self.name.startswith(PLAIN)
 
     def top(self) -> dict[str, int]:
         """Return every symbol's upper bound, which determines the sizes of buffers."""

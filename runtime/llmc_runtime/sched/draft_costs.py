@@ -13,6 +13,7 @@ _OUTLIER = 0.5  # largest relative distance of a measurement from the mean that 
 _OFTEN = 5  # measurements after which a number of drafts counts as measured
 _TRIES = 8 * _OFTEN  # plans after which a number of drafts is given up if too few steps had it
 _GAIN = 1.07  # minimum ratio of the tokens per second with drafts to those of plain decoding
+BRIEF_GAIN = 1.03  # the same for a choice that is made anew after each verification
 _FEWEST = 1e-6  # drafts per row of a step with the fewest drafts
 _HOPE, _MARGIN = 0.95, 0.15  # optimistic acceptance: the rows' mean plus _MARGIN, at most _HOPE
 
@@ -106,8 +107,11 @@ class DraftCount:
         self._ladder = [0, *(k for k in (1, 2, 3, 5, 8, 12, 16, 24) if k < most), most]
         self._tries: dict[tuple[int, int], int] = {}
 
-    def choose(self, rates: Sequence[float], room: int) -> Choice:
+    def choose(self, rates: Sequence[float], room: int, gain: float = _GAIN) -> Choice:
         """Return the number of drafts that gives the most tokens per second; `rates` are the rows' probabilities.
+
+        gain: the minimum ratio of these tokens per second to those of plain decoding, above 1, because the highest
+        estimates of acceptance are partly due to chance.
 
         room: the maximum number of drafts of all rows together, at least 0. Drafts are made for all rows, for as many
         as fit, or for half, a quarter, an eighth and so on of these; rows whose drafts are most likely accepted come
@@ -128,8 +132,7 @@ class DraftCount:
                 self._tries[key] = self._tries.get(key, 0) + 1
                 return Choice(drafts, measures=True)
             some, rate = self._best_part(likely, drafts, limit)
-            # The highest estimates of acceptance are partly due to chance, hence _GAIN.
-            if rate > top * (1 if best.most and some == rows else _GAIN):
+            if rate > top * (1 if best.most and some == rows else gain):
                 # Between the last row with drafts and the first without, so that neither changes with each estimate.
                 least = (likely[some - 1] + likely[some]) / 2 if some < rows else 0.0
                 best, top = Choice(drafts, least, self._slope(rows, some, below, drafts) * rate), rate

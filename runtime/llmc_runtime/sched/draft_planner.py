@@ -10,7 +10,6 @@ A head (EAGLE-3) never falls behind: the steps of the model that verifies comput
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from llmc_runtime.kv.pages import PagePool
 from llmc_runtime.sched.request import Request
@@ -73,7 +72,9 @@ class DraftPlanner:
             self._rows -= 1
             self._advance(request, len(request.tokens))
         request.num_drafts = request.lookahead = propose
-        return replace(item, fill=fill, fill_from=start, propose=propose) if fill or propose else item
+        if not (fill or propose):
+            return item
+        return Work(item.row, item.num_tokens, item.emit, item.score, item.drafts, fill, start, propose)
 
     def _advance(self, request: Request, reach: int) -> None:
         """Record that the draft model gets the KV of the first `reach` tokens, as far as they are known."""

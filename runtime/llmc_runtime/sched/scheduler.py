@@ -108,9 +108,8 @@ class Scheduler(LiveRequests):
         if len(self._in_flight) >= self.depth:
             raise RuntimeError("the last step was neither committed nor rolled back")
         step = Step()
-        if self._in_flight and self._in_flight[-1][0].open:
-            return step
-        if self._in_flight and self.host_drafts is not None and self.host_drafts.wanted:
+        hosted = self.host_drafts is not None and self.host_drafts.wanted
+        if self._in_flight and (hosted or self._in_flight[-1][0].open):
             return step
         began = self.clock()
         self._end_guided()
@@ -123,6 +122,7 @@ class Scheduler(LiveRequests):
         if self.guided:
             self.guided.fill(step, planned, self._proposals, self._anything)
         if planned:
+            step.plain = self.speculation is None or self.speculation.plain(step.work)
             self._in_flight.append((step, planned))
             self.timer.planned(began)
         return step

@@ -9,17 +9,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmc_runtime.metrics import Counters
-from llmc_runtime.sched.draft_costs import Choice, DraftCount, share
+from llmc_runtime.sched.draft_costs import BRIEF_GAIN, Choice, DraftCount, share
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import StepOutput, Work
 
 PROBE = 64  # while drafting does not pay, one plan in so many verifies a draft of some rows, to measure acceptance
 MODEL_PROBE = 512  # the same for a draft model, which must first compute the KV that it lacks; one row each time
+SOON, LATE = 4, 128  # the same if a head has a single row: at first, and at most. Doubled after each probe
+MODEL_FACTOR = 16  # SOON and LATE of a draft model, in those of a head
 PROBED = 16  # one row in so many is probed, other rows each time
+WARM = 8  # plans before a probe in which a head computes its entries, which it needs to draft as well as before
 DEPTH = 2  # plans in a row that try drafts of the host, since at the first one a step may be in flight
 _MEMORY = 0.9  # weight of a row's past acceptance at each verification
+_MODEL_MEMORY = 0.7  # the same for a draft model: its drafts are accepted where the text is easy, many in a row
 _REFRESH = 16  # plans after which the number of drafts is chosen anew
-_AGAIN = 2048  # plans after which costs are measured again
+_AGAIN = 4096  # plans after which costs are measured again
+_SELDOM = 4  # one plan in so many is measured if it has no drafts and its cost is known
 _PRIOR = 2.0  # weight of the acceptance of all rows in the estimate of one row, in verifications
 
 
@@ -69,6 +74,13 @@ class Speculation:
         self.plans = self._rows = 0  # plans so far, and running requests of the last one
         self._choice = Choice(0)
         self._probes = 0  # rows of which this plan verifies a draft to measure acceptance
+        self._looks_up = config.looks_up
+        self._model, self._memory = config.max_rows > 0, _MODEL_MEMORY if config.max_rows else _MEMORY
+        self._single: dict[float, Choice] = {}  # choices of this period for a single row, by its rounded acceptance
+        self._request, self._trials = "", (0.0, 0.0)  # the id of the single row's request, and its last draft_trials
+        factor = 1 if config.head else MODEL_FACTOR
+        self._soon, self._late = factor * SOON, factor * LATE
+        self._wait, self._probe = self._soon, 0  # plans between probes of a draft model, and the plan of the next one
 
     def begin(self, running: Sequence[Request], room: int) -> None:
         """Begin a plan in which these requests run, and whose step can verify up to `room` drafts in all."""
@@ -76,16 +88,45 @@ class Speculation:
         self._probes, rows = 0, len(running)
         if self.plans % _AGAIN == 0:
             self.count.again(rows)
-        if self.config.looks_up and not any(request.num_drafts for request in running):
+        if self._looks_up and not any(request.num_drafts for request in running):
             return
-        if rows and (self._choice.measures or rows != self._rows or self.plans % _REFRESH == 0):
+        if rows == 1 and self._model:
+            self._choose_single(running[0], room)
+        elif rows and (self._choice.measures or rows != self._rows or self.plans % _REFRESH == 0):
             self._rows = rows
             self._choice = self.count.choose([self._rate(request) for request in running], room)
-        if not self._choice.most:
-            if self.config.max_rows:
-                self._probes = int(self.plans % MODEL_PROBE == 0)
-            elif self.plans % PROBE < (DEPTH if self.config.host else 1):
-                self._probes = max(1, rows // PROBED)
+        if self._choice.most:
+            if not self._choice.measures:
+                self._next_probe(self._soon)
+        elif self._model:
+            if self.plans >= self._probe:
+                self._probes = 1
+                self._next_probe(min(2 * self._wait, self._late) if rows == 1 else MODEL_PROBE)
+        elif self.plans % PROBE < (DEPTH if self.config.host else 1):
+            self._probes = max(1, rows // PROBED)
+
+    def _next_probe(self, wait: int) -> None:
+        """Let this many plans pass before the next probe of a draft model."""
+        self._wait, self._probe = wait, self.plans + wait
+
+    def _choose_single(self, request: Request, room: int) -> None:
+        """Choose the number of drafts of the only row anew in every plan, since its acceptance changes quickly."""
+        trials = request.draft_trials
+        if self._rows != 1 or request.id != self._request:
+            self._rows, self._request = 1, request.id
+            self._next_probe(max(self._soon, self._wait // 16))  # requests that follow each other are often alike
+        elif trials is self._trials and self.plans % _REFRESH and not self._choice.measures:
+            return  # nothing was learned since the last plan
+        self._trials = trials
+        if self.plans % _REFRESH == 0:
+            self._single.clear()
+        rate = round(self._rate(request), 2)
+        choice = self._single.get(rate)
+        if choice is None:
+            choice = self.count.choose([rate], room, BRIEF_GAIN)
+            if not choice.measures:
+                self._single[rate] = choice
+        self._choice = choice
 
     @property
     def wants(self) -> bool:
@@ -95,7 +136,14 @@ class Speculation:
     @property
     def verifies(self) -> bool:
         """Whether this plan may verify drafts; those of a model were wanted when they were made."""
-        return self.config.max_rows > 0 or self.wants
+        return self._model or self.wants
+
+    def plain(self, work: Sequence[Work]) -> bool:
+        """Whether the draft model does nothing after the step planned now, and a head's entries are hardly of use."""
+        for item in work:
+            if item.propose or item.num_tokens > 1 or item.fill:
+                return False
+        return not self.config.head or self._probe - self.plans > WARM
 
     def proposals(self, request: Request) -> int:
         """Return how many tokens the draft model drafts for a request."""
@@ -120,11 +168,16 @@ class Speculation:
         """Return the number of drafts that pays for a request, up to `room`."""
         if self._choice.most:
             return min(room, self._choice.drafts(self._rate(request)))
-        if not self._probes or self.plans - request.last_probe < PROBE * min(PROBED, self._rows):
+        if not self._probes or self.plans - request.last_probe < self._apart:
             return 0
         self._probes -= 1
         request.last_probe = self.plans
         return min(room, 1)
+
+    @property
+    def _apart(self) -> int:
+        """The minimum number of plans between two probes of a row."""
+        return 0 if self._model and self._rows == 1 else PROBE * min(PROBED, self._rows)
 
     def _rate(self, request: Request) -> float:
         """The estimated probability that a draft of the request is accepted."""
@@ -135,12 +188,13 @@ class Speculation:
         self, work: Sequence[Work], requests: Sequence[Request], output: StepOutput, seconds: float, counters: Counters
     ) -> None:
         """Take the duration of the oldest step in flight and its drafts, before it is committed."""
-        self._measure(work, seconds)
+        if output.accepted or self._choice.measures or self.plans % _SELDOM == 1:
+            self._measure(work, seconds)
         if output.accepted:
             for index, more in output.accepted.items():
                 self._count(requests[index], work[index].drafts, len(more))
                 counters.drafted(work[index].drafts, len(more))
-        if self.config.looks_up:
+        if self._looks_up:
             for request, proposed in zip(requests, output.proposed):
                 request.num_drafts = proposed
 
@@ -160,5 +214,5 @@ class Speculation:
         """Record that the first `accepted` of a number of drafts were accepted."""
         trials = accepted + (accepted < drafts)
         weight, past = request.draft_trials
-        request.draft_trials = (_MEMORY * weight + trials, _MEMORY * past + accepted)
+        request.draft_trials = (self._memory * weight + trials, self._memory * past + accepted)
         self._acceptance += 0.02 * (accepted - trials * self._acceptance)

@@ -186,7 +186,11 @@ class StepOutput:
 
 @dataclass(slots=True)
 class Step:
-    """One step. A row occurs at most once in each list. `open`: it samples when the masks of guided rows follow."""
+    """One step. A row occurs at most once in each list.
+
+    open:  it samples when the masks of guided rows follow
+    plain: no program of a draft model or head follows, and it may store zeros as the head's keys and values
+    """
 
     inits: list[RowInit] = field(default_factory=list)
     pages: list[RowPages] = field(default_factory=list)
@@ -194,6 +198,7 @@ class Step:
     masks: list[RowMasks] = field(default_factory=list)
     open: bool = False
     drafts: list[RowDrafts] = field(default_factory=list)
+    plain: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,114 @@
+"""When a draft model or head tries drafts of a single row that do not pay, and which steps are plain meanwhile."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from draw import SEED
+from llmc_runtime.metrics import Counters
+from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.speculation import (
+    LATE,
+    MODEL_FACTOR,
+    MODEL_PROBE,
+    SOON,
+    WARM,
+    Speculation,
+    SpeculationConfig,
+)
+from llmc_runtime.sched.step import StepOutput, Work
+
+DRAFT, HEAD = SpeculationConfig(4, max_rows=4), SpeculationConfig(4, max_rows=4, head="eagle")
+SECONDS = (1.0, 1.35, 1.7, 2.1, 2.5)  # of a step by its drafts: the demonstration model and its head, relative
+
+
+class Driver:
+    """Plans and ends the steps of one request, of whose drafts `accepted` are."""
+
+    def __init__(self, config: SpeculationConfig) -> None:
+        self.policy, self.behind, self.counters = Speculation(config), 0, Counters()
+        self.counters.drafted_at_most(4)
+        for drafts, seconds in enumerate(SECONDS):
+            for _ in range(5):
+                self.policy.count.costs.add(1, drafts, seconds)
+
+    def step(self, request: Request, accepted: int) -> tuple[int, bool]:
+        """Return how many tokens the step drafts, and whether it is plain."""
+        policy = self.policy
+        policy.begin([request], 100)
+        propose = policy.proposals(request) if policy.wants else 0
+        work = Work(0, 1 + self.behind, True, drafts=self.behind, propose=propose)
+        plain, more = policy.plain([work]), [(5, None)] * min(self.behind, accepted)
+        output = StepOutput([5], [None], accepted={0: more} if self.behind else {})
+        policy.learn([work], [request], output, SECONDS[self.behind], self.counters)
+        self.behind = propose
+        return propose, plain
+
+    def steps(self, request: Request, plans: int, accepted: int) -> tuple[list[int], list[int]]:
+        """Return the plans among the next ones that draft, and those whose steps are plain."""
+        first = self.policy.plans + 1
+        done = [self.step(request, accepted) for _ in range(plans)]
+        numbered = list(enumerate(done, first))
+        return [n for n, (propose, _) in numbered if propose], [n for n, (_, plain) in numbered if plain]
+
+
+@pytest.mark.parametrize(("config", "factor"), [(HEAD, 1), (DRAFT, MODEL_FACTOR)])
+def test_a_single_row_is_tried_less_and_less(config: SpeculationConfig, factor: int) -> None:
+    """The plans between two tries double; a head computes its entries before them."""
+    driver, request, latest = Driver(config), Request("r", [1]), factor * LATE
+    request.draft_trials = (9.0, 0.0)
+    drafting, plain = driver.steps(request, 31 * latest // 16, accepted=0)
+    assert [b - a for a, b in pairwise([1, *drafting])] == [factor * SOON * 2**i for i in range(5)]
+    verifying = {n + 1 for n in drafting}
+    warm = {n - i for n in drafting for i in range(1, WARM + 1)} if config.head else set()
+    every = set(range(1, drafting[-1] + 1))
+    assert every - set(plain) == (verifying | set(drafting) | warm) & every
+    later, _ = driver.steps(request, 5 * latest // 2, accepted=0)
+    assert not config.head or later[1] - later[0] == latest
+    drafting, plain = driver.steps(request, 3 * latest, accepted=4)
+    assert len(drafting) > latest // 2 and not set(plain) & set(drafting), "text that has become predictable"
+    drafting, _ = driver.steps(Request("s", [1]), 16, accepted=4)
+    assert len(drafting) > 12, "the next request is expected to be like the one before"
+
+
+@pytest.mark.parametrize("config", [HEAD, DRAFT])
+def test_drafts_follow_a_text_that_changes(config: SpeculationConfig) -> None:
+    """Faster than plain where easy and hard stretches take turns; hardly slower where drafts are never accepted."""
+    print(f"seed {SEED}")
+    rng = random.Random(SEED)
+    for easy, least in ((0.95, 1.03 if config.head else 0.98), (0.0, 0.98)):
+        driver, seconds, tokens, stretch, rate = Driver(config), 0.0, 0, 0, easy
+        request = Request("r", [1])
+        for _ in range(20_000):
+            if stretch <= 0:
+                stretch, rate = rng.randrange(100, 300), easy - rate
+            accepted = next((i for i in range(4) if rng.random() >= rate), 4)
+            seconds, got = seconds + SECONDS[driver.behind], 1 + min(driver.behind, accepted)
+            tokens, stretch = tokens + got, stretch - got
+            driver.step(request, accepted)
+        print(f"share of accepted drafts {easy}: {tokens / seconds:.3f}")
+        assert tokens / seconds >= least
+
+
+def test_steps_are_plain_if_no_row_drafts() -> None:
+    """Also of several rows, which are tried seldom, and of methods without a draft model; prompts are not plain."""
+    policy, rows = Speculation(HEAD), [Request("r", [1]), Request("s", [1])]
+    for request in rows:
+        request.draft_trials = (900.0, 0.0)
+    for drafts, seconds in enumerate(SECONDS):
+        for _ in range(5):
+            policy.count.costs.add(2, drafts, 9 * seconds)
+    tries: list[Any] = []
+    for _ in range(3 * MODEL_PROBE):
+        policy.begin(rows, 100)
+        tries.append(policy.wants)
+    assert sum(tries[MODEL_PROBE:]) == 2
+    while policy.wants or policy._probe - policy.plans <= WARM:
+        policy.begin(rows, 100)
+    assert policy.plain([Work(0, 1, True), Work(1, 1, True)])
+    assert not policy.plain([Work(0, 7, True), Work(1, 1, True)])
+    assert not policy.plain([Work(0, 1, True), Work(1, 1, True, propose=1)])
+    assert Speculation(SpeculationConfig(4, 3, 5)).plain([Work(0, 1, True)])
