@@ -43,7 +43,7 @@ def emit_graph(
     sources: list[Source] = []
     for i, (n, kernel) in enumerate(zip(nodes, chosen, strict=True)):
         schedule = schedule_of(n)
-        if i and settled(kernel.early(n), n, nodes[i - 1], sources[-1], storage, bounds):
+        if i and may_read_early(kernel.early(n), n, nodes[i - 1], sources[-1], storage, bounds):
             schedule = {**schedule, SETTLED: 1}
         if kernel.yields and i + 1 < len(nodes) and chosen[i + 1].crowds:
             schedule = {**schedule, LATE: 1}
@@ -65,7 +65,9 @@ def package_of(kernel: Kernel) -> str:
     return "" if package == "llmc" else package
 
 
-def settled(early: Sequence[int], n: Node, before: Node, source: Source, storage: Storage, bounds: Bounds) -> bool:
+def may_read_early(
+    early: Sequence[int], n: Node, before: Node, source: Source, storage: Storage, bounds: Bounds
+) -> bool:
     """Whether `n` may read these operands before it waits for the launch of `before`, its immediate predecessor.
 
     With programmatic dependent launch, a kernel starts once every program of its predecessor has passed its own wait,

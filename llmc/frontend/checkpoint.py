@@ -16,7 +16,7 @@ from llmc.frontend.not_finite import NotFinite
 from llmc.frontend.quantization_files import FILES, MARKS
 from llmc.frontend.safetensors_reader import Stored, TensorFiles, shortened
 from llmc.frontend.trace_model import Traced, WeightInfo
-from llmc.frontend.truncate import beyond
+from llmc.frontend.truncate import outside_layers
 from llmc.frontend.weight_mapping import classes_of, resolve
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Builder, Graph, QuantisedWeight, Value
@@ -106,7 +106,7 @@ class Checkpoint:
         if owns := getattr(traced.model, "owns", None):
             stored = MappingProxyType({name: t for name, t in stored.items() if owns(name)})
         if traced.facts.layers:
-            other = beyond(traced.model, traced.facts.layers[0])
+            other = outside_layers(traced.model, traced.facts.layers[0])
             stored = MappingProxyType({name: t for name, t in stored.items() if not other(name)})
         graph = Graph("checkpoint")
         build = Builder(graph, OPS)
@@ -200,7 +200,7 @@ class Checkpoint:
             return np.array(buffer[start:stop] if shape else buffer, dtype=want)
         value = self._values[name]
         rows_read = self._blocks.rows(value, start, max(start, stop)) if shape else self._blocks.whole(value)
-        self.not_finite.look(name, rows_read, self._type(name).dtype)
+        self.not_finite.count(name, rows_read, self._type(name).dtype)
         return rows_read.view(want)
 
     def _located(self, known: Mapping[str, Value]) -> Mapping[str, Value]:

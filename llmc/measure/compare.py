@@ -32,7 +32,7 @@ from llmc.measure.tune import (
     check_names,
     compiled_artifact,
     times_of,
-    works,
+    tuning_work,
 )
 from llmc.passes.analysis import weight_only
 
@@ -68,8 +68,8 @@ def compare_kernels(source: Path, kernels: Sequence[str], settings: Settings, op
             target, registry, (settings.cache or folder) / "kernels", jobs=settings.jobs, context=settings.context,
             page=page,
         )  # fmt: skip
-        timer.reach()
-        work = works(m, registry, target, tuned, True, kernels)
+        timer.check_device()
+        work = tuning_work(m, registry, target, tuned, True, kernels)
         if not work:
             cause = f"no node can be run by {', '.join(kernels)} on {target.name}"
             raise Diagnostic("E433", cause, "name kernels of the target")
@@ -130,7 +130,7 @@ def compare_artifacts(mine: Path, other: Path, settings: Settings) -> list[Any]:
     with scratch() as folder:
         cache, page = (settings.cache or folder) / "kernels", my_manifest.kv.page_size
         timer = Timer(target, registry, cache, jobs=settings.jobs, context=settings.context, page=page)
-        timer.reach()
+        timer.check_device()
         graphs = dict.fromkeys([*sides[0].launches, *sides[1].launches])
         compared = [_compared(graph, *sides, timer, settings, tuned) for graph in graphs]
     _report(tuned, settings)

@@ -156,7 +156,7 @@ class Timer:
         self.rng = np.random.default_rng(0)
         self.tile = noise(_TILE, self.rng)
 
-    def reach(self) -> None:
+    def check_device(self) -> None:
         """Check that this machine has the target's device, without compiling anything. Raises LlmcError."""
         with scratch() as folder:
             open_device(self._artifact(Built((), {}), folder / "tune.llmc"), None).close()

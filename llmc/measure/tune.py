@@ -104,10 +104,10 @@ def tune(
         path = compiled_artifact(source, folder, options, settings, known)
         m, target, page = before_select(path, known, settings.target)
         timer = Timer(target, known, kept / "kernels", jobs=settings.jobs, context=settings.context, page=page)
-        timer.reach()
+        timer.check_device()
         tuned = Tuned(str(output))
         measured = Tuning.load(output) if output.exists() else Tuning()
-        work = works(m, known, target, tuned, settings.every, settings.kernels, measured)
+        work = tuning_work(m, known, target, tuned, settings.every, settings.kernels, measured)
         if settings.kernels and not work:
             cause = f"no node that has a choice can be run by {', '.join(settings.kernels)} on {target.name}"
             raise Diagnostic("E433", cause, "name kernels of the target, or leave --kernels out")
@@ -141,7 +141,7 @@ def before_select(path: Path, registry: Registry, target: str = "") -> tuple[Mod
     return m, registry.target(name), manifest.kv.page_size
 
 
-def works(
+def tuning_work(
     m: Module,
     registry: Registry,
     target: Target,
@@ -262,7 +262,7 @@ def compiled_artifact(model: Path, scratch: Path, options: Any, settings: Settin
 
     settled = replace(options or Options(), weights="none", reuse=False)
     target = registry.target(settled.target)
-    Timer(target, registry, scratch, jobs=1, context=1, page=target.page_size).reach()
+    Timer(target, registry, scratch, jobs=1, context=1, page=target.page_size).check_device()
     settings.progress(f"compiling {model} without weights (imports torch and transformers)")
     out = scratch / "model.llmc"
     compile_model(str(model), out, settled)

@@ -40,15 +40,15 @@ def _align(a: GraphText, b: GraphText) -> tuple[list[dict[str, Any]], list[tuple
     only_a, only_b = Counter(a.inputs), Counter(b.inputs)
     for side, inputs in (("a", only_a - only_b), ("b", only_b - only_a)):
         counts.update((side, f"input {pattern_name(x)}", "") for x in inputs.elements())
-    left, right = [(n.what, n.loc) for n in a.nodes], [(n.what, n.loc) for n in b.nodes]
+    left, right = [(n.text, n.loc) for n in a.nodes], [(n.text, n.loc) for n in b.nodes]
     pairs: list[tuple[Line, Line]] = []
     for kind, i0, i1, j0, j1 in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
         if kind == "equal":
             pairs += zip(a.nodes[i0:i1], b.nodes[j0:j1], strict=True)
             continue
-        counts.update(("a", what, pattern(loc)) for what, loc in left[i0:i1])
-        counts.update(("b", what, pattern(loc)) for what, loc in right[j0:j1])
-    rows = [{"side": s, "count": n, "node": what, "loc": loc} for (s, what, loc), n in _excess(counts).items()]
+        counts.update(("a", text, pattern(loc)) for text, loc in left[i0:i1])
+        counts.update(("b", text, pattern(loc)) for text, loc in right[j0:j1])
+    rows = [{"side": s, "count": n, "node": text, "loc": loc} for (s, text, loc), n in _excess(counts).items()]
     order = {loc: i for i, loc in enumerate(dict.fromkeys(r["loc"] for r in rows))}
     return sorted(rows, key=lambda r: (order[r["loc"]], r["side"])), pairs
 
@@ -56,10 +56,10 @@ def _align(a: GraphText, b: GraphText) -> tuple[list[dict[str, Any]], list[tuple
 def _excess(counts: Counter[tuple[str, str, str]]) -> dict[tuple[str, str, str], int]:
     """Subtract what both sides have: nodes that are only in a different order."""
     out = {}
-    for (side, what, loc), n in counts.items():
-        other = counts[("b" if side == "a" else "a"), what, loc]
+    for (side, text, loc), n in counts.items():
+        other = counts[("b" if side == "a" else "a"), text, loc]
         if n > other:
-            out[side, what, loc] = n - other
+            out[side, text, loc] = n - other
     return out
 
 
@@ -71,7 +71,7 @@ def pattern_name(text: str) -> str:
 
 def _wiring(a: GraphText, b: GraphText) -> str:
     """Describe the first node or output that reads different values, for graphs with the same nodes."""
-    if [(n.what, n.loc) for n in a.nodes] != [(n.what, n.loc) for n in b.nodes]:
+    if [(n.text, n.loc) for n in a.nodes] != [(n.text, n.loc) for n in b.nodes]:
         return "the same nodes in a different order"
     ours, theirs = _numbered(a), _numbered(b)
     for x, y in zip(a.nodes, b.nodes, strict=True):
@@ -92,5 +92,5 @@ def _choices(pairs: Sequence[tuple[Line, Line]]) -> list[dict[str, Any]]:
     for x, y in pairs:
         left, right = _ARENA.sub("", x.choice), _ARENA.sub("", y.choice)
         if left != right:
-            rows[x.what, pattern(x.loc), left, right] += 1
+            rows[x.text, pattern(x.loc), left, right] += 1
     return [{"node": w, "loc": loc, "count": n, "a": a, "b": b} for (w, loc, a, b), n in rows.items()]

@@ -26,7 +26,7 @@ class Line:
     loc: str
 
     @property
-    def what(self) -> str:
+    def text(self) -> str:
         """The node without value names and without its kernel choice."""
         return f"{self.op}{f' {{{self.attributes}}}' if self.attributes else ''} : {self.types}"
 

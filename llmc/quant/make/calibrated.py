@@ -16,7 +16,7 @@ from llmc.quant.make.kv_ranges import KvRanges
 from llmc.quant.make.layer_runs import Layer, LayerRuns
 from llmc.quant.make.methods import METHODS, REFERENCE
 from llmc.quant.make.model_source import ModelSource
-from llmc.quant.make.plan import Plan, some
+from llmc.quant.make.plan import Plan, first_names
 from llmc.quant.make.rounding import Quantised, finite, round_to_nearest
 
 SPILL = "activations"  # folder of the hidden states, removed at the end
@@ -103,7 +103,7 @@ def _layer(source: ModelSource, plan: Plan, layer: Layer, out: Output) -> set[st
     dtypes |= _experts(source, plan, layer)
     found = METHODS[plan.recipe.method](layer, linears, plan.recipe, dtypes) if dtypes else {}
     if unused := sorted(linears.keys() - found.keys()):
-        cause = f"{some(unused)} in {layer.path} are not used while the layer runs"
+        cause = f"{first_names(unused)} in {layer.path} are not used while the layer runs"
         raise Diagnostic("E354", cause, f"--ignore {plan.weights[stored[f'{unused[0]}.weight']]}")
     for name in layer.experts:
         layer.experts[name].of(layer.module).copy_(found[name].values())

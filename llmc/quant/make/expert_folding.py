@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from llmc.quant.make.expert_weights import expert_inputs, few
+from llmc.quant.make.expert_weights import expert_inputs, too_few_tokens
 from llmc.quant.make.folding import TOLERANCE, Scales
 from llmc.quant.make.layer_runs import Layer
 from llmc.quant.make.model_source import ExpertWeight, Slice
@@ -22,7 +22,7 @@ from llmc.quant.make.model_source import ExpertWeight, Slice
 def fold_experts(layer: Layer, scales: Scales) -> set[str]:
     """Scale the inputs of the second products by `scales(inputs, their weights)`, in the layer.
 
-    Returns the names of the weights that were scaled. Experts with too few tokens are left as they are.
+    Returns the names of the weights that were scaled. Experts with too too_few_tokens tokens are left as they are.
     """
     found = _wanted(layer, scales)
     done: set[str] = set()
@@ -46,7 +46,7 @@ def _wanted(layer: Layer, scales: Scales) -> dict[Slice, Tensor]:
     for at, inputs in expert_inputs(layer):
         weights = [layer.experts[name].of(layer.module) for name in inputs.linears]
         alone = len(weights) == 1 and (at[1], weights[0].shape[1]) in rows
-        if alone and not few(inputs.tokens, weights[0]):
+        if alone and not too_few_tokens(inputs.tokens, weights[0]):
             found[at] = scales(inputs, weights)
     return found
 

@@ -284,7 +284,7 @@ class LLM(PoolingAPI):
                 for state in states:
                     while not state.finished:
                         with self._lock:
-                            self._outputs.take(self._core.step())
+                            self._outputs.process(self._core.step())
                         bar.show(states)
                 bar.show(states, last=True)
         finally:

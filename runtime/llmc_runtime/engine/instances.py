@@ -37,12 +37,12 @@ class MeteredOutputs(OutputProcessor):
         self.load.queued_tokens += request.uncached
         self.load.sequences += len(state.ids)
 
-    def take(self, deltas: Iterable[RequestDelta]) -> None:
+    def process(self, deltas: Iterable[RequestDelta]) -> None:
         """Add the deltas of a step to their requests."""
         arrived = tuple(deltas)
         for delta in arrived if self._queued else ():
             self._begin(delta.id)
-        super().take(arrived)
+        super().process(arrived)
 
     def drop(self, state: RequestState) -> None:
         """Close a request."""

@@ -90,7 +90,7 @@ class Rows(TritonKernel):
 
     def code(self, u: Unit) -> Code:
         w = Writer(u, program(u.node))
-        body = w.looped() if w.loops else w.straight()
+        body = w.looped() if w.loops else w.unrolled()
         rows, cols = programs(w.p, u.schedule)
         used = [fn for fn, _ in w.p.dag.nodes]
         return Code(body, (rows * cols,), helpers(used, u.interpret), u.schedule["warps"])
@@ -251,7 +251,7 @@ class Writer:
 
     # -- bodies ---------------------------------------------------------------------------------------------------
 
-    def straight(self) -> str:
+    def unrolled(self) -> str:
         """Code without loops: weights are loaded before the wait, all other operands right after it."""
         needed = self.p.dag.below(self.p.roots)
         args = [i for i in needed if self.p.dag.nodes[i][0] == "arg"]

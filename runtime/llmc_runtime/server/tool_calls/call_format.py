@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from llmc_runtime.grammar.lark_text import Marker, after_text, json_rule, lark, repeated, without
+from llmc_runtime.grammar.lark_text import Marker, after_text, json_rule, lark, repeated, text_without
 from llmc_runtime.server.tool_calls.definitions import NAME, enforced
 from llmc_runtime.server.tool_calls.json_stream import JsonText
 
@@ -156,7 +156,7 @@ class CallFormat(ABC):
         begin, openers = cls.markers[0], cls.openers()
         times = most if cls.between is not None else 1
         lead, rules = after_text(begin, marker, openers)
-        parts = [f"calls: one{{0,{times}}} FREE?", f"one: {lead} behind", f"FREE: {without(openers)}", *rules]
+        parts = [f"calls: one{{0,{times}}} FREE?", f"one: {lead} behind", f"FREE: {text_without(openers)}", *rules]
         return "\n".join([*parts, cls.behind(tools, marker, most)])
 
     @classmethod

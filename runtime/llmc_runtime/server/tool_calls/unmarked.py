@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar
 
-from llmc_runtime.grammar.lark_text import Marker, led, regex
+from llmc_runtime.grammar.lark_text import Marker, calls_without_marks, regex
 from llmc_runtime.server.tool_calls.call_format import CallFormat, Steps
 
 
@@ -52,7 +52,8 @@ class Unmarked(CallFormat):
         _, end = cls._marks(marker)
         calls = [(cls._opening(regex(name)), cls._closing(rule, most)) for name, rule in tools.items()]
         never = cls._openings("|".join(map(regex, known)))
-        return f"{led(calls, never, cls.markers[0], marker, end and f'{end}?')}\n{cls.behind(tools, marker, most)}"
+        unmarked = calls_without_marks(calls, never, cls.markers[0], marker, end and f"{end}?")
+        return f"{unmarked}\n{cls.behind(tools, marker, most)}"
 
     @classmethod
     def _marks(cls, marker: Marker) -> tuple[str, str]:
