@@ -113,7 +113,7 @@ def trace_head(head: HeadConfig, dtype: str, vocab: int, positions: int, tokens:
         computed = rope_interface.patch(model, positions)
         width = torch.empty((1, TOKENS, config.hidden_size), dtype=TORCH_DTYPE[dtype], device="meta")
         program = export(model, tokens, rows, {"hidden_states": width})
-        return exported(model, program, computed, tokens, rows, handed=1)
+        return exported(model, program, computed, tokens, rows, num_hidden=1)
 
 
 def head_graph(found: Exported, vocab: int) -> Graph:
