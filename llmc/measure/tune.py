@@ -155,6 +155,7 @@ def tuning_work(
     If `kernels` are named, only nodes they can run are returned, with their schedules and those of other kernels that
     `measured`, the measurements so far, lacks for comparison.
     """
+    measurements = (measured or Tuning()).records
     distinct: dict[tuple[str, Sizes], Work] = {}
     for g in launched_graphs(m):
         weights = weight_only(g)
@@ -169,13 +170,21 @@ def tuning_work(
             offered = kernel_candidates(n, registry.kernels, target, env, Tuning(), kernels)
             candidates = offered if every or len(offered) > 1 else []
             if kernels:
-                points = (measured or Tuning()).records.get((machine(target), key[0]), {})
-                candidates = _named(candidates, kernels, {kernel for kernel, _ in points.get(key[1], {})})
+                text, sizes = key
+                known = measurements.get((machine(target), text), {}).get(sizes, {})  # by kernel and schedule
+                candidates = _named(candidates, kernels, {kernel for kernel, _ in known})
             distinct[key] = Work(n, g, env, 1, roofline_us(n, target, env), tuple(candidates[:SCHEDULES]))
-    some = [w for w in distinct.values() if w.candidates]
-    reasons = {w.node: _why_not(w.node) for w in some}
-    tuned.skipped += dict.fromkeys(f"{w.node.op.name}: {why}" for w in some if (why := reasons[w.node]))
-    return sorted((w for w in some if not reasons[w.node]), key=lambda w: -w.launches * w.floor_us)
+    measurable = []
+    for w in distinct.values():
+        if not w.candidates:
+            continue
+        if why := _why_not(w.node):
+            reason = f"{w.node.op.name}: {why}"
+            if reason not in tuned.skipped:
+                tuned.skipped.append(reason)
+        else:
+            measurable.append(w)
+    return sorted(measurable, key=lambda w: -w.launches * w.floor_us)
 
 
 def _why_not(n: Node) -> str | None:

@@ -155,40 +155,54 @@ def _uniform(p: RowProgram, names: dict[int, tuple[str, str]], level: int) -> li
 
 
 def _pass(p: RowProgram, targets: list[int], names: dict[int, tuple[str, str]], k: int, flat: bool) -> list[str]:
-    """One pass over the row: accumulate the reductions of this level, or store results."""
+    """One pass over the row: accumulate the reductions of this level, or store results.
+
+    names: the C++ variables that hold nodes, with their kinds. Nodes that the pass computes have variables that are
+    valid within its body only; `names` gets those of the reductions.
+    """
     local = dict(names)
-    inner: list[str] = []
-    for i in p.work(targets):
-        fn, args = p.dag.nodes[i]
-        if p.cached.get(i, k) < k:
-            inner.append(f"const vf t{i} = get(c{i} + j, m);")
-            local[i] = (f"t{i}", "f")
-        elif not _only_for_cached(p, i, targets, k):
-            if fn == "arg":
-                inner.append(f"const vf t{i} = get(q{int(args[0])} + j, m);")
-                local[i] = (f"t{i}", "f")
-            else:
-                inner += statements(p.dag, [i], local, VECTOR)
-            if p.cached.get(i) == k:
-                inner.append(f"set(c{i} + j, {local[i][0]}, m);")
+    body = _pass_values(p, targets, local, k)
     before, after = [], []
     for t in targets:
-        if p.reduction(t):
-            start, fold, finish = _fold(p.dag.nodes[t][0])
-            value = convert(*local[p.dag.operands(t)[0]], "f")
-            before.append(f"vf s{t} = splat({start});")
-            inner.append(f"s{t} = {fold.format(t, f'keep({value}, {start}, m)')};")
-            mean = " / (float)n" if p.dag.nodes[t][0] == "row_mean" else ""
-            after.append(f"const vf t{t} = splat({finish}(s{t}){mean});")
-            names[t] = (f"t{t}", "f")
+        if not p.reduction(t):
+            continue
+        start, fold, finish = _fold(p.dag.nodes[t][0])
+        value = convert(*local[p.dag.operands(t)[0]], "f")
+        before.append(f"vf s{t} = splat({start});")
+        body.append(f"s{t} = {fold.format(t, f'keep({value}, {start}, m)')};")
+        mean = " / (float)n" if p.dag.nodes[t][0] == "row_mean" else ""
+        after.append(f"const vf t{t} = splat({finish}(s{t}){mean});")
+        names[t] = (f"t{t}", "f")
     for q, t in enumerate(p.roots):
         if p.varies[t] and t in targets:
-            inner.append(f"set(r{q} + j, {convert(*local[t], 'f')}, m);")
+            body.append(f"set(r{q} + j, {convert(*local[t], 'f')}, m);")
     head, n = ("lo", "hi") if flat else ("0", "n")
-    text = [*before, f"auto pass{k} = [&](int64_t j, auto m) {{", indent("\n".join(inner)), "};"]
+    text = [*before, f"auto pass{k} = [&](int64_t j, auto m) {{", indent("\n".join(body)), "};"]
     text.append(f"for (int64_t j = {head}; j < {n}; j += VN) {{")
     text.append(f"  if (j + VN <= {n}) pass{k}(j, Full{{}});\n  else pass{k}(j, Part{{(int)({n} - j)}});\n}}")
     return [*text, *after]
+
+
+def _pass_values(p: RowProgram, targets: list[int], local: dict[int, tuple[str, str]], k: int) -> list[str]:
+    """Statements that load or compute the nodes that pass `k` needs for `targets`, and add them to `local`.
+
+    Values that an earlier pass has stored in the scratch memory are read from there.
+    """
+    lines: list[str] = []
+    for i in p.work(targets):
+        fn, args = p.dag.nodes[i]
+        if p.cached.get(i, k) < k:
+            lines.append(f"const vf t{i} = get(c{i} + j, m);")
+            local[i] = (f"t{i}", "f")
+        elif not _only_for_cached(p, i, targets, k):
+            if fn == "arg":
+                lines.append(f"const vf t{i} = get(q{int(args[0])} + j, m);")
+                local[i] = (f"t{i}", "f")
+            else:
+                lines += statements(p.dag, [i], local, VECTOR)
+            if p.cached.get(i) == k:
+                lines.append(f"set(c{i} + j, {local[i][0]}, m);")
+    return lines
 
 
 def _fold(fn: str) -> tuple[str, str, str]:

@@ -290,26 +290,30 @@ class Writer:
         return lines
 
     def _pass(self, targets: Sequence[int], last: bool) -> list[str]:
-        shape = f"({self.rows}, {self.cols})" if self.tall else f"({self.cols},)"
-        known = dict(self.names)
-        inner = self._columns("at + ")
+        """A loop over the columns that accumulates the reductions among `targets`; the last one stores results.
+
+        Nodes that it computes have names within the loop only. Without reductions and stores, there is no loop.
+        """
+        outer_names = dict(self.names)
+        body = self._columns("at + ")
         for i in self.p.work(targets):
-            inner += [self.load(i)] if self.p.dag.nodes[i][0] == "arg" else self.compute(i)
-        folds = [t for t in targets if self.p.reduction(t)]
-        before, after = [], []
-        for t in folds:
+            body += [self.load(i)] if self.p.dag.nodes[i][0] == "arg" else self.compute(i)
+        reductions = [t for t in targets if self.p.reduction(t)]
+        shape = f"({self.rows}, {self.cols})" if self.tall else f"({self.cols},)"
+        before = []
+        for t in reductions:
             fn = self.p.dag.nodes[t][0]
             before.append(f"sum{t} = tl.full({shape}, {START[fn]}, tl.float32)")
-            both = f"larger(sum{t}, {self.inner(t)})" if fn == "row_max" else f"sum{t} + {self.inner(t)}"
-            inner.append(f"sum{t} = {both}")
-        if last:
-            inner += [self.store(k) for k in range(len(self.p.roots)) if self.p.space.has[self.p.count + k][-1]]
-        self.names = known
-        after = [self.folded(t, f"sum{t}") for t in folds]
-        if not folds and not (last and any(self.p.space.has[self.p.count + k][-1] for k in range(len(self.p.roots)))):
+            updated = f"larger(sum{t}, {self.inner(t)})" if fn == "row_max" else f"sum{t} + {self.inner(t)}"
+            body.append(f"sum{t} = {updated}")
+        stored = [k for k in range(len(self.p.roots)) if self.p.space.has[self.p.count + k][-1]] if last else []
+        body += [self.store(k) for k in stored]
+        self.names = outer_names
+        after = [self.folded(t, f"sum{t}") for t in reductions]
+        if not reductions and not stored:
             return []
         loop = f"for at in range(0, {self.width()}, {self.cols}):"
-        return [*before, loop, indent("\n".join(inner), 4), *after]
+        return [*before, loop, indent("\n".join(body), 4), *after]
 
 
 ROWS = Rows("triton/rows")
