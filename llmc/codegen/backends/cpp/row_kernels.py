@@ -39,7 +39,7 @@ class Rows(CppKernel):
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         p = RowProgram(node, expressions(node) or [])
-        flat = not p.space.outer and len(p.passes) == 1 and all(h[-1] for h in p.space.has[p.count :])
+        flat = not p.space.outer and len(p.passes) == 1 and all(h[-1] for h in p.space.varies[p.count :])
         return row_loops(p, sizes, _row_text(p, sizes, flat), flat)
 
 
@@ -66,19 +66,19 @@ class Elements(CppKernel):
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         p = RowProgram(node, expressions(node) or [])
-        flat = not p.space.outer and all(h[-1] for h in p.space.has[p.count :])
+        flat = not p.space.outer and all(h[-1] for h in p.space.varies[p.count :])
         names: dict[int, tuple[str, str]] = {}
         lines = []
         for i in p.dag.below(p.roots):
             fn, args = p.dag.nodes[i]
             if fn == "arg":
                 k = int(args[0])
-                lines.append(f"const auto t{i} = scalar(q{k}[{'j' if p.space.has[k][-1] else 0}]);")
+                lines.append(f"const auto t{i} = scalar(q{k}[{'j' if p.space.varies[k][-1] else 0}]);")
                 names[i] = (f"t{i}", "s")
             else:
                 lines += statements(p.dag, [i], names, ELEMENT)
         for k, root in enumerate(p.roots):
-            at = "j" if p.space.has[p.count + k][-1] else "0"
+            at = "j" if p.space.varies[p.count + k][-1] else "0"
             lines.append(f"put(r{k} + {at}, {names[root][0]});")
         head, n = ("lo", "hi") if flat else ("0", "n")
         loop = f"for (int64_t j = {head}; j < {n}; j++) {{\n{indent(chr(10).join(lines))}\n}}"
@@ -97,7 +97,7 @@ def row_loops(p: RowProgram, sizes: Sizes, row: str, flat: bool) -> str:
     lines += [f"llmc_split(ctx, {sizes(product(sp.outer))}, 1, &lo, &hi);", "for (int64_t row = lo; row < hi; row++) {"]
     inner = _indices(sp, sizes)
     for v, (q, x, i) in enumerate(values):
-        terms = [f"i{a} * {sizes(sp.stride(v, a))}" for a in range(len(sp.outer)) if sp.has[v][a]]
+        terms = [f"i{a} * {sizes(sp.stride(v, a))}" for a in range(len(sp.outer)) if sp.varies[v][a]]
         inner.append(f"const auto {q}{i} = {' + '.join([f'{x}{i}', *terms])};")
     return "\n".join([*lines, indent("\n".join([*inner, row])), "}"])
 
@@ -130,7 +130,7 @@ def _row_text(p: RowProgram, sizes: Sizes, flat: bool) -> str:
     lines += _uniform(p, names, len(p.passes))
     for k, root in enumerate(p.roots):
         if not p.varies[root]:
-            if p.space.has[p.count + k][-1]:
+            if p.space.varies[p.count + k][-1]:
                 lines.append(f"for (int64_t j = 0; j < n; j++) put(r{k} + j, {convert(*names[root], 'f')}[0]);")
             else:
                 lines.append(f"put(r{k}, {convert(*names[root], 'f')}[0]);")

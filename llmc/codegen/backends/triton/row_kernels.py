@@ -98,7 +98,7 @@ class Rows(TritonKernel):
 
 def rowless(p: RowProgram) -> bool:
     """Whether a result has no row axis: every program then writes the same value to it."""
-    return any(not any(has[:-1]) for has in p.space.has[p.count :])
+    return any(not any(has[:-1]) for has in p.space.varies[p.count :])
 
 
 def programs(p: RowProgram, schedule: Schedule) -> tuple[Dim, Dim]:
@@ -184,7 +184,7 @@ class Writer:
 
     def place(self, v: int) -> tuple[str, str]:
         """Return (offset terms, mask argument) of value `v` (operands first, then results)."""
-        has, sp = self.p.space.has[v], self.p.space
+        has, sp = self.p.space.varies[v], self.p.space
         terms = [times(f"i{a}", sp.stride(v, a), self.totals[v], self.u.sizes) for a in range(len(sp.outer)) if has[a]]
         masks = ["valid"] if self.row_mask and any(has[:-1]) else []
         if has[-1]:
@@ -274,7 +274,7 @@ class Writer:
             lines += self._uniform(level)
             lines += self._pass(targets, level == len(self.p.passes) - 1)
         for k, root in enumerate(self.p.roots):
-            if not self.p.space.has[self.p.count + k][-1]:
+            if not self.p.space.varies[self.p.count + k][-1]:
                 if root not in self.names:
                     lines += self._uniform(len(self.p.passes))
                 lines.append(self.store(k))
@@ -306,7 +306,7 @@ class Writer:
             before.append(f"sum{t} = tl.full({shape}, {START[fn]}, tl.float32)")
             updated = f"larger(sum{t}, {self.inner(t)})" if fn == "row_max" else f"sum{t} + {self.inner(t)}"
             body.append(f"sum{t} = {updated}")
-        stored = [k for k in range(len(self.p.roots)) if self.p.space.has[self.p.count + k][-1]] if last else []
+        stored = [k for k in range(len(self.p.roots)) if self.p.space.varies[self.p.count + k][-1]] if last else []
         body += [self.store(k) for k in stored]
         self.names = outer_names
         after = [self.folded(t, f"sum{t}") for t in reductions]
