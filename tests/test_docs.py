@@ -65,7 +65,7 @@ def lines_of(op: OpDef) -> Iterator[str]:
     for name, a in op.attrs.items():
         default = "required" if a.default is REQUIRED else f"default `{show_attr(a.default)}`"
         yield f"- `{name}`: {kind(a)}, {default}"
-    yield f"- price: `{op.flops}` flops" + (f", `{op.bytes}` bytes" if op.bytes else "")
+    yield f"- cost: `{op.flops}` flops" + (f", `{op.bytes}` bytes" if op.bytes else "")
     if op.writes:
         yield f"- writes: {', '.join(op.writes)}"
     if how := generated(op):

@@ -33,7 +33,7 @@ def roofline(programs: Sequence[Program], target: Target) -> dict[str, Any]:
 
 
 def typical(p: Program) -> dict[str, int]:
-    """Return the sizes at which a program is priced.
+    """Return the sizes for which the time of a program is predicted.
 
     Decode programs: the fewest rows they serve, one token each after `CONTEXT` others. Others: one prompt of about 512
     tokens. The pool holds the pages of those rows.
@@ -52,7 +52,7 @@ def _page_size(p: Program) -> int:
 
 
 def predict(p: Program, peaks: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Price a program's launches at `sizes`: the larger of compute and memory time, plus the launch overhead."""
+    """Predict the time of each launch at `sizes`: the larger of compute and memory time, plus the launch overhead."""
     rows = [_launch(p, x, peaks, sizes) for x in p.launches]
     return {"sizes": dict(sizes), "us": round(sum(r["us"] for r in rows), 3), "launches": rows}
 
