@@ -149,7 +149,7 @@ class Compilation:
         self.ir: list[tuple[str, str]] = []
         self.reports: dict[str, Any] = {}
         self.formats: dict[str, int] = {}  # of quantised weights of the checkpoint -> how many weights
-        self.extensions: dict[str, list[str]] = {}  # that the compile has used -> what it has used of them
+        self.extensions: dict[str, list[str]] = {}  # extension -> what the compile used of it
         self.shapes_known = False  # whether stored tensors have the shapes that the whole model's weights have
         self.head = head_of(options)  # the head that drafts, if there is one
         self.kv_dtype = ""  # of the KV cache; empty: that of the activations

@@ -142,7 +142,7 @@ class Buffers:
 
 
 class Hazards:
-    """Finds launches that must wait for earlier ones because they touch bytes that one of the two writes."""
+    """Finds launches that must wait for earlier ones: both access the same bytes, and at least one writes them."""
 
     def __init__(self, buffers: Buffers):
         self.buffers = buffers

@@ -74,8 +74,8 @@ def candidates(
 
     Kernels of `prefer` come first, then those that lead, then measured pairs, then the others by predicted time.
     Kernels with `opt_in` are included only if they are in `prefer`, lead or were measured. For deterministic targets,
-    only kernels that name the order of their sums are included, of which those that were measured may be slow ones:
-    pairs that are much slower than the fastest measured one of the node rank with those that were not measured. Raises
+    only kernels that name the order of their sums are included. The measured ones among these may be slow: a pair that
+    is much slower than the fastest measured pair of the node ranks with the pairs that were not measured. Raises
     Diagnostic E430 with every kernel's reason if there is none.
     """
     out: list[Candidate] = []

@@ -117,7 +117,7 @@ def trace_head(head: HeadConfig, dtype: str, vocab: int, positions: int, tokens:
 
 
 def head_graph(found: Exported, vocab: int) -> Graph:
-    """Return the head's graph; its logits are those of all `vocab` tokens, low for those that it cannot draft."""
+    """Return the head's graph; it has logits for all `vocab` tokens, very low ones for tokens that it cannot draft."""
     graph: Graph = convert(found).module.graphs["main"]
     logits, states = graph.outputs
     drafts = logits.type.shape[-1].const

@@ -157,7 +157,7 @@ class Collector:
             self._scores = PackedLogprobs(self.params.prompt_logprobs or 0)
             self._scores.extend(delta.prompt_logprobs)
         rows, last = delta.logprobs, len(delta.new_token_ids) - 1
-        self.num_accepted += max(0, last)  # a step gives one token, and the drafts before it that it accepts
+        self.num_accepted += max(0, last)  # a step yields the drafts that it accepts, and one token
         for i, token in enumerate(delta.new_token_ids):
             self.token_ids.append(token)
             if rows:

@@ -21,7 +21,7 @@ from llmc.passes.lower.round_activations import Rounded, product_of_codes, produ
 MOVES = ("slice", "concat")  # ops that move the parts of a quantised tensor as they move the tensor
 EXPERTS = ("moe_up", "moe_down")
 WEIGHT: Mapping[str, int] = MappingProxyType({**dict.fromkeys(PRODUCTS, 1), **dict.fromkeys(EXPERTS, 3)})  # its place
-EXACT = "bf16"  # the dtype of scales of dtype f8e8m0 in products: it holds every power of two that they have
+EXACT = "bf16"  # the dtype to which f8e8m0 scales are converted in products; it represents every power of two
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ def _dropped(candidates: dict[str, str], ignore: Sequence[str]) -> set[str]:
 
 
 def _routers(source: ModelSource, candidates: dict[str, str]) -> set[str]:
-    """Matrices of a mixture other than its experts, which other loaders keep in linear modules: routers and gates."""
+    """Routers and gates: the matrices of a mixture besides its experts, which other loaders keep in linear modules."""
     parents = {stored.partition(".experts.")[0] for stored in source.experts()}
     return {
         path_of(name)

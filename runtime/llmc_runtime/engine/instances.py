@@ -206,8 +206,7 @@ class Instances:
         return next((reply for reply in replies if not reply.done), replies[0])
 
     async def restart(self, drain: float) -> None:
-        """Restart the engines one after the other (see Supervisor.restart), so that the others serve meanwhile. Stops
-        at the first error."""
+        """Restart one engine after another (see Supervisor.restart) while the others serve. Stop at the first error."""
         for engine in self.engines:
             await engine.restart(drain)
 

@@ -214,7 +214,7 @@ def _closure(module: str, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _ordered(name: str) -> list[Module]:
-    """The modules that a module imports, directly or not, before those that import them."""
+    """The module and all modules that it imports, directly or not; each comes after those that it imports itself."""
     modules: dict[str, Module] = {}
 
     def visit(at: str) -> None:
