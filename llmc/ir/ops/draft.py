@@ -45,9 +45,10 @@ def row_accept(
     """Update the rows after a step that may verify drafted tokens, up to `limit` per row.
 
     The entries of a row that emit are its last ones; the token of each, except the first, is a draft. The first takes
-    its sampled id. Each further one takes its own id if the entry before it took one and that equals the draft. `taken` is -1 for all other entries. The ids taken are counted as output, the last one becomes the
-    row's next token (unless the row is full), and length becomes the number of tokens that are computed and not
-    rejected. A row without an entry that emits is updated as by row_commit.
+    its sampled id. Each further one takes its own id if the entry before it took one and that equals the draft. `taken`
+    is -1 for all other entries. The ids taken are counted as output, the last one becomes the row's next token (unless
+    the row is full), and length becomes the number of tokens that are computed and not rejected. A row without an entry
+    that emits is updated as by row_commit.
 
     This is the rejection rule of speculative sampling (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv
     2302.01318) for a draft t that is certain, q(t) = 1: `ids` are samples of p, so that t is accepted with probability
