@@ -49,18 +49,18 @@ class ArguedFormat(CallFormat):
     def _key(self, key: str) -> None:
         """Emit the key of an argument; its value follows."""
         self._certain()
-        self._argue(f"{', ' if self._fields else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+        self._emit_arguments(f"{', ' if self._fields else '{'}{json.dumps(key, ensure_ascii=False)}: ")
         self._fields += 1
 
     def _close(self) -> None:
         """End the call."""
         self._certain()
-        self._argue("}" if self._fields else "{}")
+        self._emit_arguments("}" if self._fields else "{}")
         self._mark = self._at
 
     def _certain(self) -> None:
         if self._call is not None:
-            self._begin(self._call)
+            self._emit_name(self._call)
             self._call = None
 
     # --- grammars

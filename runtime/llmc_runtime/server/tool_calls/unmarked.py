@@ -29,14 +29,14 @@ class Unmarked(CallFormat):
     def _is_name(self, name: str) -> bool:
         return name in self._tools
 
-    def _after(self, opener: str) -> Steps[None]:
+    def _closing_marks(self, opener: str) -> Steps[None]:
         yield from super()._after(opener)
         if opener != self.bracket and self.markers[1:]:
             yield from self._optional(self.markers[1])
         if self.separator and (yield from self._optional(self.separator)):
-            another = yield from self._either(self.markers[0], self.bracket, consume=False)
+            another = yield from self._next_marker(self.markers[0], self.bracket, consume=False)
             if another is None and not self._cut:
-                self._say(self.separator)
+                self._emit_content(self.separator)
 
     # --- grammar
 

@@ -82,11 +82,11 @@ class XmlShape(ArguedFormat):
 
     # --- reader
 
-    def _after(self, opener: str) -> Steps[None]:
+    def _closing_marks(self, opener: str) -> Steps[None]:
         if opener == self.markers[0]:
             yield from self._optional(self.markers[1])
 
-    def _calls(self, opener: str) -> Steps[None]:
+    def _parse_calls(self, opener: str) -> Steps[None]:
         start = self._start_tag()
         if not start or opener in start:
             yield from self._one(known=opener in start)
@@ -110,7 +110,7 @@ class XmlShape(ArguedFormat):
         if not self._is_name(name) or (known and name not in self._tools):
             raise Malformed
         self._open(name)
-        while (tag := (yield from self._either(first, end))) == first:
+        while (tag := (yield from self._next_marker(first, end))) == first:
             yield from self._argument(name)
         if tag is None or not (stop or self._fields or name in self._tools):
             raise Malformed
@@ -136,7 +136,7 @@ class XmlShape(ArguedFormat):
         text = yield from self._raw(*ends, most=None)
         value = json_of(text.removesuffix("\n") if self._framed() else text, types)
         self._key(key)
-        self._argue(value)
+        self._emit_arguments(value)
         self._mark = self._at
 
     def _text_value(self, key: str, ends: Sequence[str]) -> Steps[None]:
@@ -150,13 +150,13 @@ class XmlShape(ArguedFormat):
             held = "\n" if self._framed() and text.endswith("\n") else ""
             if not begun:
                 self._key(key)
-                self._argue('"')
+                self._emit_arguments('"')
                 begun = True
-            self._argue(json.dumps(text[: len(text) - len(held)], ensure_ascii=False)[1:-1])
+            self._emit_arguments(json.dumps(text[: len(text) - len(held)], ensure_ascii=False)[1:-1])
             self._mark = self._at - len(held)
             if found is not None:
                 self._at += len(ends[0]) if found[1] == ends[0] else 0
-                self._argue('"')
+                self._emit_arguments('"')
                 self._mark = self._at
                 return
             if self._ended:
