@@ -30,7 +30,7 @@ class Unmarked(CallFormat):
         return name in self._tools
 
     def _closing_marks(self, opener: str) -> Steps[None]:
-        yield from super()._after(opener)
+        yield from super()._closing_marks(opener)
         if opener != self.bracket and self.markers[1:]:
             yield from self._optional(self.markers[1])
         if self.separator and (yield from self._optional(self.separator)):
