@@ -73,13 +73,13 @@ def memory(programs: Sequence[Program], states: Sequence[State], weights: int) -
     """Return report/memory.json: bytes of weights, arenas and states, of one KV page, and of the memory through which
     ranks exchange results.
     """
-    fixed = {s.name: s.nbytes({}) for s in states if "P" not in {d for e in s.shape for d in e.symbols}}
-    paged = sum(s.nbytes({"P": 1}) for s in states if s.name not in fixed)
+    paged = [s for s in states if any("P" in size.symbols for size in s.shape)]
+    fixed = {s.name: s.nbytes({}) for s in states if s not in paged}
     return {
         "weights_bytes": weights,
         "arena_bytes": {p.name: p.arena_bytes for p in programs},
         "state_bytes": fixed,
-        "kv_bytes_per_page": paged,
+        "kv_bytes_per_page": sum(s.nbytes({"P": 1}) for s in paged),
         "group_bytes": max((b.bytes({}) for p in programs for b in p.buffers if b.kind == GROUP), default=0),
     }
 

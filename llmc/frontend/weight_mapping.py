@@ -46,10 +46,10 @@ def resolve(model: Any, tensors: Mapping[str, Value], build: Builder) -> dict[st
             groups.setdefault(target, {}).setdefault(pattern, []).append(tensors[name])
     for target, group in groups.items():
         converter = by_pattern[next(iter(group))]
-        made = _convert(build, converter, target, group, known)
-        if both := sorted(made.keys() & out.keys() & known.keys()):
-            raise _twice(both[0], origin[both[0]], f"parts named {next(iter(group))}")
-        out |= made
+        converted = _convert(build, converter, target, group, known)
+        if repeated := sorted(converted.keys() & out.keys() & known.keys()):
+            raise _twice(repeated[0], origin[repeated[0]], f"parts named {next(iter(group))}")
+        out |= converted
     return out
 
 

@@ -22,21 +22,21 @@ from llmc.quant.make.model_source import ExpertWeight, Slice
 def fold_experts(layer: Layer, scales: Scales) -> set[str]:
     """Scale the inputs of the second products by `scales(inputs, their weights)`, in the layer.
 
-    Returns the names of the weights that were scaled. Experts with too too_few_tokens tokens are left as they are.
+    Returns the names of the weights that were scaled. Experts with too few tokens are left as they are.
     """
-    found = _wanted(layer, scales)
-    done: set[str] = set()
-    for stack in dict.fromkeys(at[0] for at in found):
-        wanted = {at[1]: scale for at, scale in found.items() if at[0] == stack}
-        second = [e for e in layer.experts.values() if e.stack == stack and e.expert in wanted]
-        size = len(next(iter(wanted.values())))
-        first = [e for e in layer.experts.values() if e.stack != stack and e.rows == size and e.expert in wanted]
+    all_scales = _wanted(layer, scales)
+    scaled: set[str] = set()
+    for stack in dict.fromkeys(stack for stack, _ in all_scales):
+        by_expert = {expert: scale for (of, expert), scale in all_scales.items() if of == stack}
+        second = [e for e in layer.experts.values() if e.stack == stack and e.expert in by_expert]
+        size = len(next(iter(by_expert.values())))
+        first = [e for e in layer.experts.values() if e.stack != stack and e.rows == size and e.expert in by_expert]
         for place in sorted({(e.stack, e.row) for e in first}, reverse=True):  # up usually follows the gate
             rows = [e for e in first if (e.stack, e.row) == place]
-            if len(rows) == len(second) and _fold(layer, rows, second, wanted):
-                done |= {e.stored for e in (*rows, *second)}
+            if len(rows) == len(second) and _fold(layer, rows, second, by_expert):
+                scaled |= {e.stored for e in (*rows, *second)}
                 break
-    return done
+    return scaled
 
 
 def _wanted(layer: Layer, scales: Scales) -> dict[Slice, Tensor]:

@@ -92,7 +92,7 @@ def sign_rounding(
 
 
 def _rounded_experts(layer: Layer, recipe: Recipe, dtypes: Mapping[str, torch.dtype]) -> dict[str, Quantised]:
-    """Round the weights of experts with too too_few_tokens tokens to nearest, also in the layer; return them."""
+    """Round the weights of experts with too few tokens to nearest, also in the layer; return them."""
     found = {}
     counts = expert_tokens(layer)
     for name, expert in layer.experts.items():
