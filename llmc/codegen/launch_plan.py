@@ -29,9 +29,9 @@ class Emitted:
 
 
 def emit_graph(
-    g: Graph, bounds: Bounds, kernels: Mapping[str, Kernel], target: Target, done: dict[Any, Source]
+    g: Graph, bounds: Bounds, kernels: Mapping[str, Kernel], target: Target, emitted: dict[Any, Source]
 ) -> Emitted:
-    """Emit the sources of all launched nodes; `done` caches sources across graphs.
+    """Emit the sources of all launched nodes; `emitted` caches sources across graphs.
 
     Raises Diagnostic E433 if a node has no kernel.
     """
@@ -49,13 +49,13 @@ def emit_graph(
             schedule = {**schedule, LATE: 1}
         types = tuple(v.type for v in [*n.operands, *n.results])
         key = (n.op.name, types, repr(n.attrs), kernel.name, repr(schedule))
-        if key not in done:
+        if key not in emitted:
             with extension_code(f"kernel {kernel.name!r}", type(kernel), n):
-                done[key] = kernel.emit(n, schedule, target)
-                if not isinstance(done[key], Source):
-                    raise TypeError(f"emit returned {done[key]!r:.80}, not a Source")
-            done[key] = replace(done[key], package=package_of(kernel))
-        sources.append(done[key])
+                emitted[key] = kernel.emit(n, schedule, target)
+                if not isinstance(emitted[key], Source):
+                    raise TypeError(f"emit returned {emitted[key]!r:.80}, not a Source")
+            emitted[key] = replace(emitted[key], package=package_of(kernel))
+        sources.append(emitted[key])
     return Emitted(g, tuple(nodes), tuple(sources))
 
 

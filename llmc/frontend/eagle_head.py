@@ -116,9 +116,9 @@ def trace_head(head: HeadConfig, dtype: str, vocab: int, positions: int, tokens:
         return exported(model, program, computed, tokens, rows, num_hidden=1)
 
 
-def head_graph(found: Exported, vocab: int) -> Graph:
+def head_graph(exported_head: Exported, vocab: int) -> Graph:
     """Return the head's graph; it has logits for all `vocab` tokens, very low ones for tokens that it cannot draft."""
-    graph: Graph = convert(found).module.graphs["main"]
+    graph: Graph = convert(exported_head).module.graphs["main"]
     logits, states = graph.outputs
     drafts = logits.type.shape[-1].const
     if drafts != vocab:

@@ -41,25 +41,25 @@ class _Lifted:
         self.names: dict[Value, str] = {}
         self.taken: set[str] = set()
 
-    def take(self, v: Value, done: dict[Value, Value]) -> Value:
+    def take(self, v: Value, copies: dict[Value, Value]) -> Value:
         """Copy `v` of an entry point, with everything it depends on, and return the copy."""
-        if v not in done:
+        if v not in copies:
             if v.node is None:
-                done[v] = self.inputs.get(v.name) or self._input(v)
+                copies[v] = self.inputs.get(v.name) or self._input(v)
             else:
-                self._node(v.node, done)
-        return done[v]
+                self._node(v.node, copies)
+        return copies[v]
 
     def _input(self, v: Value) -> Value:
         self.inputs[v.name] = self.graph.input(v.name, v.type, weight=True)
         return self.inputs[v.name]
 
-    def _node(self, n: Node, done: dict[Value, Value]) -> None:
-        operands = [self.take(v, done) for v in n.operands]
+    def _node(self, n: Node, copies: dict[Value, Value]) -> None:
+        operands = [self.take(v, copies) for v in n.operands]
         key = (n.op.name, tuple(map(id, operands)), repr(n.attrs))
         if key not in self.nodes:
             self.nodes[key] = self.graph.add(n.op, operands, n.attrs, loc=n.loc)
-        done.update(zip(n.results, self.nodes[key].results, strict=True))
+        copies.update(zip(n.results, self.nodes[key].results, strict=True))
 
     def output(self, v: Value, inner: Value) -> str:
         """Return the name of output `inner`; a weight that passes through keeps its checkpoint name."""

@@ -52,18 +52,18 @@ def _wanted(layer: Layer, scales: Scales) -> dict[Slice, Tensor]:
 
 
 def _fold(
-    layer: Layer, first: list[ExpertWeight], second: list[ExpertWeight], wanted: Mapping[int, Tensor]
+    layer: Layer, first: list[ExpertWeight], second: list[ExpertWeight], by_expert: Mapping[int, Tensor]
 ) -> bool:  # fmt: skip
     """Fold the scales into rows of the first products; restore everything and return False if the output changes."""
-    want = layer.call(layer.state(0))
+    expected = layer.call(layer.state(0))
     changed = [e.of(layer.module) for e in (*first, *second)]
     saved = [w.clone() for w in changed]
     for e in first:
-        e.of(layer.module).div_(wanted[e.expert][:, None])
+        e.of(layer.module).div_(by_expert[e.expert][:, None])
     for e in second:
-        e.of(layer.module).mul_(wanted[e.expert])
-    got = layer.call(layer.state(0))
-    if float((got - want).norm()) <= TOLERANCE * float(want.norm()):
+        e.of(layer.module).mul_(by_expert[e.expert])
+    actual = layer.call(layer.state(0))
+    if float((actual - expected).norm()) <= TOLERANCE * float(expected.norm()):
         return True
     for w, before in zip(changed, saved, strict=True):
         w.copy_(before)

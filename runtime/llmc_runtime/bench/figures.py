@@ -58,10 +58,10 @@ def figures(records: Sequence[Record], start: float, spec: ReportSpec) -> dict[s
     }
 
 
-def _latencies(done: Sequence[Record], streamed: Sequence[Record], spec: ReportSpec) -> dict[str, float | None]:
+def _latencies(completed: Sequence[Record], streamed: Sequence[Record], spec: ReportSpec) -> dict[str, float | None]:
     out: dict[str, float | None] = {}
     for name in spec.metrics:
-        values = _values(name, done, streamed)
+        values = _values(name, completed, streamed)
         summary: dict[str, Any] = {"mean": np.mean, "median": np.median, "std": np.std}
         for statistic, reduce in summary.items():
             out[f"{statistic}_{name}_ms"] = float(reduce(values)) if values.size else None
@@ -70,11 +70,11 @@ def _latencies(done: Sequence[Record], streamed: Sequence[Record], spec: ReportS
     return out
 
 
-def _values(name: str, done: Sequence[Record], streamed: Sequence[Record]) -> np.ndarray:
+def _values(name: str, completed: Sequence[Record], streamed: Sequence[Record]) -> np.ndarray:
     if name == "itl":
         gaps = [np.frombuffer(r.gaps, np.float32) for r in streamed if len(r.gaps)]
         return 1e3 * np.concatenate(gaps).astype(np.float64) if gaps else np.empty(0)
-    chosen = [r for r in (done if name == "e2el" else streamed) if name != "tpot" or r.output_tokens > 1]
+    chosen = [r for r in (completed if name == "e2el" else streamed) if name != "tpot" or r.output_tokens > 1]
     return np.array([_metric(r, name) for r in chosen], np.float64)
 
 
