@@ -298,32 +298,32 @@ def _check(p: Program, where: str) -> None:
         raise damaged(where, "two buffers have the same name")
     if not set(p.serves) <= frozenset(p.symbols):
         raise damaged(where, "'serves' uses an undeclared symbol")
+    top = p.top()
     for i, buffer in enumerate(p.buffers):
-        _check_buffer(buffer, p, by_name, f"{where}.buffers[{i}]")
+        _check_buffer(buffer, p, top, by_name, f"{where}.buffers[{i}]")
     for i, launch in enumerate(p.launches):
-        _check_launch(launch, p, by_name, f"{where}.launches[{i}]")
+        _check_launch(launch, p, top, by_name, f"{where}.launches[{i}]")
 
 
-def _check_buffer(buffer: Buffer, p: Program, by_name: Mapping[str, Buffer], path: str) -> None:
+def _check_buffer(buffer: Buffer, p: Program, top: Mapping[str, int], by_name: Mapping[str, Buffer], path: str) -> None:
     """Check that sizes use declared symbols, that an alias exists, and that the buffer lies inside the arena."""
     for size in (*buffer.shape, buffer.bytes):
-        if not size.symbols <= frozenset(p.symbols):
+        if not size.symbols <= top.keys():
             raise damaged(path, f"size {size} uses an undeclared symbol")
     if buffer.alias is not None and buffer.alias not in by_name:
         raise damaged(path, f"alias of unknown buffer {buffer.alias[:80]!r}")
     in_arena = buffer.kind == "arena" and buffer.alias is None
-    if in_arena and buffer.offset + buffer.bytes(p.top()) > p.arena_bytes:
+    if in_arena and buffer.offset + buffer.bytes(top) > p.arena_bytes:
         raise damaged(path, f"ends past the arena of {p.arena_bytes} bytes")
 
 
-def _check_launch(x: Launch, p: Program, by_name: Mapping[str, Buffer], path: str) -> None:
+def _check_launch(x: Launch, p: Program, top: Mapping[str, int], by_name: Mapping[str, Buffer], path: str) -> None:
     """Check a launch's indices and symbols, its cluster, and that tensor maps and parameters lie inside buffers."""
     if any(not 0 <= index < len(p.buffers) for index in x.args):
         raise damaged(path, "an argument's index is out of range")
     map_sizes = (size for m in x.maps for size in (*m.shape, *m.strides, m.offset))
-    if any(not size.symbols <= frozenset(p.symbols) for size in (*x.sizes, *x.grid, *map_sizes)):
+    if any(not size.symbols <= top.keys() for size in (*x.sizes, *x.grid, *map_sizes)):
         raise damaged(path, "a size uses an undeclared symbol")
-    top = p.top()
     _check_cluster(x, top, path)
     map_args = [m.arg for m in x.maps]
     for m in x.maps:
