@@ -72,9 +72,9 @@ def _report(e: Exception, verbose: bool) -> int:
         traceback.print_exc()
     error = as_llmc_error(e)
     if error.code == "E000":
-        from llmc.extension import blamed
+        from llmc.extension import extension_at_fault
 
-        error = blamed(e) or error
+        error = extension_at_fault(e) or error
     print(error, file=sys.stderr)
     return 3 if error.of_environment else 1
 

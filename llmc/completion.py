@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-SHELLS = ("bash", "zsh", "fish")
 _FILES, _FOLDERS = "files", "folders"
 
 
@@ -39,7 +38,7 @@ class Node:
 
 
 def script(shell: str, parsers: Mapping[str, argparse.ArgumentParser]) -> str:
-    """Return the completion script for one of SHELLS.
+    """Return the completion script for a shell: bash, zsh or fish.
 
     `parsers` maps each command to its parser; "command subcommand" keys override the parser of a subcommand.
     """

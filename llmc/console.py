@@ -43,8 +43,7 @@ class Summary:
 class Console:
     """Progress as lines on a stream; on a terminal, a running stage rewrites its line.
 
-    Elsewhere, such as in a pipe, a stage has a line when it begins and one when it ends, and one every ten seconds
-    between them.
+    In a pipe or a file, a stage prints a line when it begins, every ten seconds, and when it ends.
     """
 
     def __init__(self, out: IO[str] | None = None):

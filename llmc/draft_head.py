@@ -46,21 +46,21 @@ def add_head(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
     head: HeadConfig = job.head
     facts, main = traced.facts, traced.module.graphs["main"]
     logits, *states = main.outputs
-    hidden, own = int(states[0].type.shape[-1]), int(head.decoder["hidden_size"])
+    model_width, head_width = int(states[0].type.shape[-1]), int(head.decoder["hidden_size"])
     check_tokens(job.model, head.folder, f"the head {head.folder}", ANOTHER)
-    weights = HeadWeights(head, hidden, facts.vocab_size) if packed else None
+    weights = HeadWeights(head, model_width, facts.vocab_size) if packed else None
     if weights:
         stack.callback(weights.close)
-    found = trace_head(head, facts.dtype, facts.vocab_size, facts.max_positions, job.tokens, job.rows)
-    graph: Graph = head_graph(found, facts.vocab_size)
+    traced_head = trace_head(head, facts.dtype, facts.vocab_size, facts.max_positions, job.tokens, job.rows)
+    graph: Graph = head_graph(traced_head, facts.vocab_size)
     graph.name = DRAFT
     shared = "" if weights and weights.embeds else _embedding(traced, graph, EMBEDDING)
     b = Builder(main, OPS, loc="fc")
-    fc = main.input(FC, tensor(facts.dtype, own, 3 * hidden), weight=True)
-    mine = [v for v in (fc, *graph.inputs) if v.weight and v.name != shared]
+    fc = main.input(FC, tensor(facts.dtype, head_width, 3 * model_width), weight=True)
+    head_inputs = [v for v in (fc, *graph.inputs) if v.weight and v.name != shared]
     if weights:
-        weights.serve({v.name: v.type for v in mine}, found.buffers)
-    for v in mine:
+        weights.serve({v.name: v.type for v in head_inputs}, traced_head.buffers)
+    for v in head_inputs:
         v.name = DRAFT_PREFIX + v.name
     parts = [x if x.type.dtype == facts.dtype else b.cast(x, dtype=facts.dtype) for x in states]
     main.outputs = [logits, b.linear(b.concat(*parts, axis=1), fc)]

@@ -70,12 +70,12 @@ def add_draft(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
     from llmc.frontend.hub import locate
     from llmc.quant.decoder import decoder_of
 
-    at = locate(o.draft, o.hub, packed, check=lambda config: decoder_of(config, job.registry.schemes))
-    _check(job.model, at.folder, traced)
-    own = replace(o, draft="", speculate=0, layers=None, max_model_len=traced.facts.max_positions)
-    other = type(job)(at, job.output, own, job.registry, job.target, job.force, Quiet())
-    drafts, checkpoint = other.opened(stack) if packed else (other.trace(), None)
-    for note in other.summary.notes:
+    located = locate(o.draft, o.hub, packed, check=lambda config: decoder_of(config, job.registry.schemes))
+    _check(job.model, located.folder, traced)
+    draft_options = replace(o, draft="", speculate=0, layers=None, max_model_len=traced.facts.max_positions)
+    draft_job = type(job)(located, job.output, draft_options, job.registry, job.target, job.force, Quiet())
+    drafts, checkpoint = draft_job.opened(stack) if packed else (draft_job.trace(), None)
+    for note in draft_job.summary.notes:
         if not note.startswith("sampling defaults"):  # requests are sampled with those of the model
             job.note(f"draft model: {note}")
     graph: Graph = drafts.module.graphs["main"]

@@ -1,4 +1,4 @@
-"""Checks that what drafts tokens has the tokenizer of the model that verifies them."""
+"""Checks that a draft model or head has the tokenizer of the model that verifies its drafts."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class Compilation:
         self.ir: list[tuple[str, str]] = []
         self.reports: dict[str, Any] = {}
         self.formats: dict[str, int] = {}  # of quantised weights of the checkpoint -> how many weights
-        self.extensions: dict[str, list[str]] = {}  # that the compile has used -> what it has used of them
+        self.extensions: dict[str, list[str]] = {}  # extension -> what the compile used of it
         self.shapes_known = False  # whether stored tensors have the shapes that the whole model's weights have
         self.head = head_of(options)  # the head that drafts, if there is one
         self.kv_dtype = ""  # of the KV cache; empty: that of the activations
@@ -254,16 +254,16 @@ class Compilation:
         traced = trace(
             self.model,
             dtype,
-            o.max_model_len,
-            self.tokens,
-            self.rows,
-            o.layers,
-            SUBSTITUTE_DTYPES.get(self.target.family, {}),
-            untied,
-            partial(check_shapes, folder=self.model) if self.shapes_known else None,
-            self.head.aux_layers if self.head else lambda total: (),
-            o.task,
-            o.pooling,
+            max_positions=o.max_model_len,
+            max_tokens=self.tokens,
+            max_rows=self.rows,
+            layers=o.layers,
+            substitutes=SUBSTITUTE_DTYPES.get(self.target.family, {}),
+            untied=untied,
+            check=partial(check_shapes, folder=self.model) if self.shapes_known else None,
+            aux_layers=self.head.aux_layers if self.head else lambda total: (),
+            task=o.task,
+            pooling=o.pooling,
         )
         if not dtype and traced.facts.dtype != traced.facts.stored_dtype:
             self.note("the checkpoint is float16, compiled as bfloat16; --dtype float32 keeps every bit")

@@ -200,21 +200,27 @@ def _memory(built: DryBuild, job: Compilation, traced: Any, weights: int, reques
 
 def render(plan: Mapping[str, Any], argv: Sequence[str]) -> str:
     """Format the plan as text; `argv` is the command line that requested it."""
-    m, mem, kv, compiled = plan["model"], plan["memory"], plan["kv"], plan["compile"]
-    stages = ", ".join(f"{k} {v:.1f}" for k, v in compiled["seconds"].items())
-    launches = sum(p["launches"] for p in plan["programs"])
+    model, mem, kv, compiled = plan["model"], plan["memory"], plan["kv"], plan["compile"]
+    stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in compiled["seconds"].items())
+    launches = sum(program["launches"] for program in plan["programs"])
     lines = [
-        f"{m['name']} for {m['target']}: a plan; nothing was compiled",
-        f"  model     {m['architecture']}, {m['layers']} layers, {count_text(m['parameters'])} parameters, "
-        f"{m['dtype']}",
-        *(["  weights   " + "; ".join(m["quantised"])] if m["quantised"] else []),
-        f"  limits    {m['max_model_len']} tokens per sequence, {m['max_num_seqs']} sequences, "
-        f"{m['max_num_batched_tokens']} tokens per step",
-        *([f"  ranks     {m['ranks']}, each with the memory and KV cache below"] if m["ranks"] > 1 else []),
+        f"{model['name']} for {model['target']}: a plan; nothing was compiled",
+        f"  model     {model['architecture']}, {model['layers']} layers, "
+        f"{count_text(model['parameters'])} parameters, {model['dtype']}",
+    ]
+    if model["quantised"]:
+        lines.append("  weights   " + "; ".join(model["quantised"]))
+    lines.append(
+        f"  limits    {model['max_model_len']} tokens per sequence, {model['max_num_seqs']} sequences, "
+        f"{model['max_num_batched_tokens']} tokens per step"
+    )
+    if model["ranks"] > 1:
+        lines.append(f"  ranks     {model['ranks']}, each with the memory and KV cache below")
+    exchanged = f", exchanged between ranks {size_text(mem['group'])}" if mem["group"] else ""
+    lines += [
         f"  programs  {len(plan['programs'])}, {launches} launches, {compiled['kernels']} kernels",
         f"  memory    weights {size_text(mem['weights'])}, rows {size_text(mem['rows'])}, "
-        f"intermediate results {size_text(mem['arena'])}"
-        + (f", exchanged between ranks {size_text(mem['group'])}" if mem["group"] else ""),
+        f"intermediate results {size_text(mem['arena'])}{exchanged}",
         f"  KV cache  {size_text(kv['bytes_per_token'])} per token ({kv['dtype']}, {kv['layers']} layers), "
         f"{size_text(mem['one_sequence'])} per sequence",
         *_fits(plan),
@@ -222,7 +228,9 @@ def render(plan: Mapping[str, Any], argv: Sequence[str]) -> str:
         f"  compile   about {compiled['total']:.0f} s here ({stages}); {compiled['cached']} of {compiled['kernels']} "
         "kernels are in the cache",
     ]
-    return "\n".join([*lines, f"next: {_command(argv)}"] if plan["fits"] is not False else lines)
+    if plan["fits"] is not False:
+        lines.append(f"next: {_command(argv)}")
+    return "\n".join(lines)
 
 
 def _command(argv: Sequence[str]) -> str:

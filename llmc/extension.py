@@ -224,7 +224,7 @@ def load(more: Iterable[Extension] = ()) -> Registry:
     return replace(combine([*extensions, *more]), versions=MappingProxyType(versions), points=MappingProxyType(names))
 
 
-def blamed(error: Exception) -> Diagnostic | None:
+def extension_at_fault(error: Exception) -> Diagnostic | None:
     """Return Diagnostic E427 if the code of an installed extension was running when `error` was raised, else None."""
     try:
         extensions = load().extensions

@@ -16,6 +16,7 @@ from llmc.driver import locate_model
 from llmc.extension import load
 from llmc.frontend.hub import PUBLIC, Hub
 from llmc.frontend.tokenizer_files import TOKENIZER
+from llmc.ir.graph import Graph
 from llmc.ir.text import parse
 from llmc.kv_cache import WithKvScales
 from llmc.next_command import run_command
@@ -34,33 +35,41 @@ def pack_model(artifact: Path, model: str | Path, console: Console | None = None
 
     console, registry = console or Quiet(), load()
     manifest, text = last_stage(artifact)
-    limits = manifest.limits
     graph = parse(text, registry.opset()).graphs["weights"]
     dtypes = [v.type.dtype for v in graph.inputs if v.type.rank > 1]
-    at = locate_model(model, Options(hub=hub), registry, console)
+    located = locate_model(model, Options(hub=hub), registry, console)
     pooling = manifest.pooling
     traced = trace(
-        at.folder,
+        located.folder,
         max(set(dtypes), key=dtypes.count),
-        limits.max_model_len,
+        manifest.limits.max_model_len,
         layers=manifest.source.layers or None,
         task=pooling.task if pooling else GENERATE,
         pooling=pooling.kind if pooling else "auto",
     )
-    ours = {v.name: v.type for v in graph.inputs if not v.name.startswith(KV_SCALES)}
-    theirs = {v.name: v.type for v in traced.module.graphs["main"].inputs if v.weight and v.uses}
-    for name in sorted(ours.keys() | theirs.keys()):
-        if ours.get(name) != theirs.get(name):
-            cause = f"{name} is {ours.get(name, 'absent')} in the artifact, {theirs.get(name, 'absent')} in {model}"
-            raise Diagnostic("E328", cause, "use the checkpoint of the model that the artifact was compiled from")
+    _check_same_weights(graph, traced.module.graphs["main"], model)
     with Checkpoint(traced, decoder=decoder_of(traced.source.config, registry.schemes)) as checkpoint:
-        done = pack_weights(
+        packed = pack_weights(
             artifact, graph, WithKvScales(checkpoint, graph), lambda n, of: console.part("weights", n, of, "B")
         )
         if text := checkpoint.not_finite.note:
             console.note(f"note: {text}")
-    console.note(f"{artifact}: {size_text(weight_bytes(done))} packed and hashed")
-    tokenizer = any(Path(name).name == TOKENIZER for name in done.tokenizer)
-    if line := run_command(artifact, done.target.name, done.target.arch, tokenizer, pooling.task if pooling else ""):
+    console.note(f"{artifact}: {size_text(weight_bytes(packed))} packed and hashed")
+    target, task = packed.target, pooling.task if pooling else ""
+    tokenizer = any(Path(name).name == TOKENIZER for name in packed.tokenizer)
+    if line := run_command(artifact, target.name, target.arch, tokenizer, task):
         console.note(line)
-    return done
+    return packed
+
+
+def _check_same_weights(compiled: Graph, traced: Graph, model: str | Path) -> None:
+    """Raise Diagnostic E328 if a weight that the artifact reads has another type in the model, or one of them lacks it.
+
+    compiled: the artifact's graph @weights. traced: @main of the model.
+    """
+    read = {v.name: v.type for v in compiled.inputs if not v.name.startswith(KV_SCALES)}
+    offered = {v.name: v.type for v in traced.inputs if v.weight and v.uses}
+    for name in sorted(read.keys() | offered.keys()):
+        if read.get(name) != offered.get(name):
+            cause = f"{name} is {read.get(name, 'absent')} in the artifact, {offered.get(name, 'absent')} in {model}"
+            raise Diagnostic("E328", cause, "use the checkpoint of the model that the artifact was compiled from")

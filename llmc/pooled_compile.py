@@ -1,4 +1,4 @@
-"""Compiling a model that pools: the options that do not fit it, and the note about what it returns."""
+"""Compiling a model that pools: checks of options, and notes about what the model returns."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from llmc_runtime.format.manifest import Source
 from llmc import __version__
 from llmc.builtin import EXTENSION as BUILTIN
 from llmc.codegen.kernel import Kernel
-from llmc.extension import Registry
+from llmc.extension import Extension, Registry
 from llmc.frontend.hub import Located
 from llmc.ir.graph import Module
 from llmc.ir.ops import OPS
@@ -28,29 +28,31 @@ def used_extensions(
     """
     nodes = [n for g in module.graphs.values() for n in g.nodes]
     kernels = {str(n.choice["kernel"]) for n in nodes if n.choice.get("kernel")}
-    quantisation = config.get("quantization_config")
-    scheme = str(quantisation.get("quant_method", "")) if isinstance(quantisation, dict) else ""
     used: dict[str, Iterable[str]] = {
         "targets": [target.partition("+")[0]],
         "passes": [p.name for p in passes],
         "ops": {n.op.name for n in nodes},
         "kernels": kernels,
         "toolchains": {registry.kernels[k].language for k in kernels if k in registry.kernels},
-        "schemes": [scheme],
+        "schemes": [_scheme_of(config)],
     }
-    out: dict[str, list[str]] = {}
+    by_extension: dict[str, list[str]] = {}
     for extension in registry.extensions:
         if extension is BUILTIN:
             continue
-        parts = [
-            f"{getattr(registry, kind).kind} {name}"
-            for kind, names in used.items()
-            for name in sorted(set(names))
-            if name in getattr(extension, kind)
-        ]
+        parts: list[str] = []
+        for kind, names in used.items():
+            provided = getattr(extension, kind)
+            parts += [f"{getattr(registry, kind).kind} {name}" for name in sorted(set(names)) if name in provided]
         if parts:
-            out[extension.name] = parts
-    return out
+            by_extension[extension.name] = parts
+    return by_extension
+
+
+def _scheme_of(config: Mapping[str, Any]) -> str:
+    """The quantisation method that a model's config names, or ""."""
+    quantisation = config.get("quantization_config")
+    return str(quantisation.get("quant_method", "")) if isinstance(quantisation, dict) else ""
 
 
 def related_extensions(registry: Registry, target: Target, text: str, config: Mapping[str, Any]) -> set[str]:
@@ -60,26 +62,25 @@ def related_extensions(registry: Registry, target: Target, text: str, config: Ma
     schemes and pipelines, passes that do not run, and kernels of ops that therefore do not occur, changes nothing.
     """
     passes = {p.name for p in parse_pipeline(text, registry.passes, registry.pipelines_for(target))}
-    quantisation = config.get("quantization_config")
-    method = str(quantisation.get("quant_method", "")) if isinstance(quantisation, dict) else ""
+    scheme = _scheme_of(config)
     outside = [e for e in registry.extensions if e is not BUILTIN]
-    changed = any(passes & e.passes.keys() for e in outside)  # a graph may then have ops of extensions
+    new_ops = any(passes & e.passes.keys() for e in outside)  # passes of extensions may insert their ops
 
-    def matters(name: str) -> bool:
-        kernel = registry.kernels[name]
-        claims = type(kernel).claims is not Kernel.claims  # it may claim any op
-        return kernel.language in target.languages and (changed or claims or any(o in OPS for o in kernel.ops))
+    def may_run(kernel: Kernel) -> bool:
+        claims_any = type(kernel).claims is not Kernel.claims
+        return kernel.language in target.languages and (new_ops or claims_any or any(op in OPS for op in kernel.ops))
 
-    return {
-        e.name
-        for e in outside
-        if passes & e.passes.keys()
-        or target.name.partition("+")[0] in e.targets
-        or {method, method.lower().replace("_", "-")} & e.schemes.keys()
-        or any(name in text for name in e.pipelines)
-        or e.toolchains.keys() & set(target.languages)
-        or any(matters(name) for name in e.kernels)
-    }
+    def is_related(e: Extension) -> bool:
+        return bool(
+            passes & e.passes.keys()
+            or target.name.partition("+")[0] in e.targets
+            or {scheme, scheme.lower().replace("_", "-")} & e.schemes.keys()
+            or any(name in text for name in e.pipelines)
+            or e.toolchains.keys() & set(target.languages)
+            or any(may_run(registry.kernels[name]) for name in e.kernels)
+        )
+
+    return {e.name for e in outside if is_related(e)}
 
 
 def compiler_text(registry: Registry, used: Iterable[str]) -> str:

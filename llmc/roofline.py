@@ -25,12 +25,12 @@ def main_roofline(args: Namespace, out: IO[str]) -> int:
     module = load_module(args.model)
     peak = args.peak or target.peaks.get(_dtype(module), target.peaks["f32"])
     bandwidth = args.bandwidth or target.bandwidth
-    priced = [price(g, sizes, peak, bandwidth, args.by) for g in module.graphs.values()]
+    costs = [time_table(g, sizes, peak, bandwidth, args.by) for g in module.graphs.values()]
     erase_line(sys.stderr)
     if args.json:
-        print(json.dumps({"peak": peak, "bandwidth": bandwidth, "sizes": sizes, "graphs": priced}, indent=2), file=out)
+        print(json.dumps({"peak": peak, "bandwidth": bandwidth, "sizes": sizes, "graphs": costs}, indent=2), file=out)
     else:
-        print("\n\n".join(_table(f, sizes, peak, bandwidth) for f in priced), file=out)
+        print("\n\n".join(_table(f, sizes, peak, bandwidth) for f in costs), file=out)
     return 0
 
 
@@ -62,18 +62,18 @@ def _dtype(m: Module) -> str:
     return max(set(weights), key=weights.count) if weights else "f32"
 
 
-def price(g: Graph, sizes: Mapping[str, int], peak: float, bandwidth: float, by: str) -> dict[str, Any]:
-    """Cost every node of `g` at `sizes` and merge the rows by op, node or module, slowest first.
+def time_table(g: Graph, sizes: Mapping[str, int], peak: float, bandwidth: float, by: str) -> dict[str, Any]:
+    """Predict the time of every node of `g` at `sizes` and merge the rows by op, node or module, slowest first.
 
     `peak` is in flop/s and `bandwidth` in byte/s. The result also holds the symbolic totals.
     """
     flops, moved = graph_cost(g)
     try:
-        priced = rows(g, sizes, peak, bandwidth)
+        costs = rows(g, sizes, peak, bandwidth)
     except ValueError as e:
         raise Diagnostic("E426", f"@{g.name}: {e}", "add it to --bind, as in --bind T=128,R=1") from None
     merged: dict[str, dict[str, Any]] = {}
-    for i, r in enumerate(priced):
+    for i, r in enumerate(costs):
         _merge(merged.setdefault(_key(r, by, i), {"count": 0, "flops": 0, "bytes": 0, "seconds": 0.0}), r, sizes)
     table = [{"name": k.split("\0")[0], **v} for k, v in merged.items()]
     table.sort(key=lambda row: -row["seconds"])

@@ -44,7 +44,7 @@ def test_floors_are_those_of_the_reference(
     assert floors.offline_tokens_per_second(shape) == pytest.approx(offline, rel=5e-3)
 
 
-def test_attention_is_priced_by_what_its_queries_see() -> None:
+def test_the_cost_of_attention_is_given_by_what_its_queries_see() -> None:
     streams = 64 * (1000 + STEPS)
     load = Load(64, 1000, 512)  # 448 tokens of a prompt behind two such parts
     assert load.attended("paged_attention_single", True) == (streams, streams)

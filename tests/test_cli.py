@@ -202,7 +202,7 @@ def test_a_compile_tells_what_comes_next(tmp_path: Path) -> None:
     assert Summary("m.llmc", next="next: x").text().endswith("\nnext: x")
 
 
-def test_roofline_prices_a_model(model: Path) -> None:
+def test_roofline_predicts_the_time_of_a_model(model: Path) -> None:
     found = json.loads(run("roofline", str(model), "--bind", "T=3,R=1", "--json", "--by", "node"))
     (graph,) = found["graphs"]
     assert "T" in graph["flops"]

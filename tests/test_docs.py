@@ -27,7 +27,7 @@ also of an installed extension, and `llmc ops --json` prints all as data. [ir.md
   the types of the results; `x[...]` as a result has the dtype of `x`. Dtype classes: `f` float, `fq` float or
   quantised, `i` integer, `b` boolean, `t` any. `xs*` is any number of operands, `s?` an optional one, `s?kv` one
   that exists only if kv has 8-bit floats; `state` is memory that is updated in place.
-- **Price**: flops and minimum bytes moved, as size text over the signature's names; `out` is the number of elements of
+- **Cost**: flops and minimum bytes moved, as size text over the signature's names; `out` is the number of elements of
   the first result, `bytes_x` the element size of x. If no bytes are given, every operand and result moves once, except
   states.
 - **Generated**: kernels are generated from the op's scalar expression per element (or row), and the op can be fused
@@ -65,7 +65,7 @@ def lines_of(op: OpDef) -> Iterator[str]:
     for name, a in op.attrs.items():
         default = "required" if a.default is REQUIRED else f"default `{show_attr(a.default)}`"
         yield f"- `{name}`: {kind(a)}, {default}"
-    yield f"- price: `{op.flops}` flops" + (f", `{op.bytes}` bytes" if op.bytes else "")
+    yield f"- cost: `{op.flops}` flops" + (f", `{op.bytes}` bytes" if op.bytes else "")
     if op.writes:
         yield f"- writes: {', '.join(op.writes)}"
     if how := generated(op):

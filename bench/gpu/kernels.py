@@ -188,7 +188,7 @@ def kernel_rows(path: Path, shape: Shape, load: Load, roof: Roof) -> Iterator[Ro
 
 
 def _floor(x: Launch, env: dict[str, int], attended: tuple[float, int], page: int, roof: Roof) -> float:
-    """Return the floor in seconds. Attention is priced by the keys that its queries read, not by the whole pool."""
+    """Return the floor in seconds. Attention costs as much as the keys that its queries read, not as the whole pool."""
     flops = x.flops(env) if x.flops is not None else 0
     moved = x.bytes(env) if x.bytes is not None else 0
     if x.op.startswith("paged_attention") and x.flops is not None and x.bytes is not None:

@@ -146,7 +146,7 @@ def run(args: argparse.Namespace, cache: Path) -> None:
     target = registry.target(args.target)
     timer = Timer(target, registry, cache, jobs=None, context=1024, page=target.page_size, seconds=args.seconds)
     if not args.compile_only:
-        timer.reach()
+        timer.check_device()
     rows: list[dict[str, object]] = []
     for p in map(Product.read, args.weights.split(",")):
         for tokens in map(int, args.tokens.split(",")):

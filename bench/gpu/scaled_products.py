@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with scratch() as folder:
         timer = Timer(target, registry, folder, jobs=None, context=1024, page=target.page_size)
         if not args.list:
-            timer.reach()
+            timer.check_device()
         for shape in args.shapes.split(","):
             for tokens in map(int, args.tokens.split(",")):
                 size = (shape, tokens)

@@ -13,7 +13,7 @@ def small_box() -> Target:
     return replace(
         cpu_targets.portable(),
         name="cpu:small-box",
-        limits=Limits(threads=2, l1=32 << 10, l2=512 << 10),
+        limits=Limits(threads=2, l2=512 << 10),
         bandwidth=10e9,
         rows=2,
         tokens=64,

@@ -33,7 +33,7 @@ def roofline(programs: Sequence[Program], target: Target) -> dict[str, Any]:
 
 
 def typical(p: Program) -> dict[str, int]:
-    """Return the sizes at which a program is priced.
+    """Return the sizes for which the time of a program is predicted.
 
     Decode programs: the fewest rows they serve, one token each after `CONTEXT` others. Others: one prompt of about 512
     tokens. The pool holds the pages of those rows.
@@ -52,7 +52,7 @@ def _page_size(p: Program) -> int:
 
 
 def predict(p: Program, peaks: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Price a program's launches at `sizes`: the larger of compute and memory time, plus the launch overhead."""
+    """Predict the time of each launch at `sizes`: the larger of compute and memory time, plus the launch overhead."""
     rows = [_launch(p, x, peaks, sizes) for x in p.launches]
     return {"sizes": dict(sizes), "us": round(sum(r["us"] for r in rows), 3), "launches": rows}
 
@@ -73,13 +73,13 @@ def memory(programs: Sequence[Program], states: Sequence[State], weights: int) -
     """Return report/memory.json: bytes of weights, arenas and states, of one KV page, and of the memory through which
     ranks exchange results.
     """
-    fixed = {s.name: s.nbytes({}) for s in states if "P" not in {d for e in s.shape for d in e.symbols}}
-    paged = sum(s.nbytes({"P": 1}) for s in states if s.name not in fixed)
+    paged = [s for s in states if any("P" in size.symbols for size in s.shape)]
+    fixed = {s.name: s.nbytes({}) for s in states if s not in paged}
     return {
         "weights_bytes": weights,
         "arena_bytes": {p.name: p.arena_bytes for p in programs},
         "state_bytes": fixed,
-        "kv_bytes_per_page": paged,
+        "kv_bytes_per_page": sum(s.nbytes({"P": 1}) for s in paged),
         "group_bytes": max((b.bytes({}) for p in programs for b in p.buffers if b.kind == GROUP), default=0),
     }
 

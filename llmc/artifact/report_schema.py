@@ -87,25 +87,33 @@ def _read(folder: Folder, manifest: Manifest, name: str) -> Any:
 def _check(value: Any, form: Any, where: str) -> None:
     """Check a value against a form; raises LlmcError E103 with the path of the first mismatch."""
     if isinstance(form, Mapping):
-        required = [k for k in form if k != "*" and not k.endswith("?")]
-        if not isinstance(value, dict) or not value.keys() >= set(required):
-            raise damaged(where, f"expected an object of {', '.join(required) or 'any keys'}")
-        for key, inner in value.items():
-            if (expected := form.get(key, form.get(f"{key}?", form.get("*")))) is not None:
-                _check(inner, expected, f"{where}.{key[:40]}")
+        _check_object(value, form, where)
     elif isinstance(form, list):
         if not isinstance(value, list):
             raise damaged(where, "expected a list")
         for i, inner in enumerate(value):
             _check(inner, form[0], f"{where}[{i}]")
-    elif form is _SIGNED:
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < 1 << 62:
-            raise damaged(where, "expected a number")
-    elif form is _NUMBER or form is _COUNT:
-        numbers = (int, float) if form is _NUMBER else int
-        if not isinstance(value, numbers) or isinstance(value, bool) or not 0 <= value < 1 << 62:
-            raise damaged(where, "expected a number that is not negative" if form is _NUMBER else "expected a count")
-        if where.startswith(_PEAKS) and not value > 0:
-            raise damaged(where, "expected a number above zero")
+    elif form in (_SIGNED, _NUMBER, _COUNT):
+        _check_number(value, form, where)
     elif not isinstance(value, form):
         raise damaged(where, f"expected {form.__name__}")
+
+
+def _check_object(value: Any, form: Mapping[str, Any], where: str) -> None:
+    """Check an object. "*" in the form stands for any key, and a key that ends in "?" may be missing."""
+    required = [k for k in form if k != "*" and not k.endswith("?")]
+    if not isinstance(value, dict) or not value.keys() >= set(required):
+        raise damaged(where, f"expected an object of {', '.join(required) or 'any keys'}")
+    for key, inner in value.items():
+        if (expected := form.get(key, form.get(f"{key}?", form.get("*")))) is not None:
+            _check(inner, expected, f"{where}.{key[:40]}")
+
+
+def _check_number(value: Any, form: Any, where: str) -> None:
+    """Check a number: finite, an integer for a count, not negative unless signed, positive for a machine's rates."""
+    is_number = isinstance(value, int if form is _COUNT else (int, float)) and not isinstance(value, bool)
+    if not is_number or not abs(value) < 1 << 62 or (value < 0 and form is not _SIGNED):
+        expected = {_SIGNED: "a number", _NUMBER: "a number that is not negative", _COUNT: "a count"}
+        raise damaged(where, f"expected {expected[form]}")
+    if form is not _SIGNED and where.startswith(_PEAKS) and not value > 0:
+        raise damaged(where, "expected a number above zero")

@@ -31,26 +31,33 @@ def compare(before: Module, after: Module, seed: int = 0, rounded: bool = False)
             "E425", f"--check would interpret {elements(before) / 1e6:.0f} million elements", "check a smaller model"
         )
     rng = np.random.default_rng(seed)
-    done = []
-    for name, g in before.graphs.items():
-        for other in _counterparts(name, g, after):
-            inputs = draw(before, g, rng)
-            if is_prompt(g) and not is_prompt(other):
-                inputs = _with_weights(inputs, after, other, rng)
-                evaluated = serving_results(before, g, after, other, _rounded(inputs, g) if rounded else inputs)
-                names, dtypes = map(list, SERVED)
-            else:
-                if other.name == "decode" and name != "decode":
-                    inputs = _decoding(inputs, draw(after, other, rng), other)
-                evaluated = _results(before, g, after, other, _rounded(inputs, g) if rounded else inputs)
-                names, dtypes = [v.name for v in other.outputs], [v.type.dtype for v in other.outputs]
-            want, got = evaluated(True)
-            compared = judged(other.name, want, got, names)
-            if rounded:
-                rounding = judged_rounding(other.name, want, *evaluated(False), dtypes, unit_of(g))
-                compared = replace(compared, rounding=rounding)
-            done.append(compared)
-    return done
+    return [
+        _compared(before, g, after, counterpart, rng, rounded)
+        for g in before.graphs.values()
+        for counterpart in _counterparts(g.name, after)
+    ]
+
+
+def _compared(
+    before: Module, g: Graph, after: Module, other: Graph, rng: np.random.Generator, rounded: bool
+) -> Compared:
+    """Compare the graph `g` of `before` with the graph `other` of `after`, as `compare` describes."""
+    inputs = draw(before, g, rng)
+    if is_prompt(g) and not is_prompt(other):
+        inputs = _with_weights(inputs, after, other, rng)
+        evaluated = serving_results(before, g, after, other, _rounded(inputs, g) if rounded else inputs)
+        names, dtypes = map(list, SERVED)
+    else:
+        if other.name == "decode" and g.name != "decode":
+            inputs = _decoding(inputs, draw(after, other, rng), other)
+        evaluated = _results(before, g, after, other, _rounded(inputs, g) if rounded else inputs)
+        names, dtypes = [v.name for v in other.outputs], [v.type.dtype for v in other.outputs]
+    expected, actual = evaluated(True)
+    compared = judged(other.name, expected, actual, names)
+    if not rounded:
+        return compared
+    rounding = judged_rounding(other.name, expected, *evaluated(False), dtypes, unit_of(g))
+    return replace(compared, rounding=rounding)
 
 
 def _results(before: Module, g: Graph, after: Module, other: Graph, inputs: Inputs) -> Evaluated:
@@ -65,7 +72,8 @@ def _rounded(inputs: Inputs, g: Graph) -> Inputs:
     return Inputs(arrays, inputs.sizes)
 
 
-def _counterparts(name: str, g: Graph, after: Module) -> list[Graph]:
+def _counterparts(name: str, after: Module) -> list[Graph]:
+    """The graphs of `after` that correspond to the graph `name` of the earlier module."""
     if name == "weights" or (name == DRAFT and DRAFT not in after.graphs):
         return []  # the entry points of a draft model return drafts, not logits
     if name in after.graphs:

@@ -24,23 +24,27 @@ def run_ranks(
     inputs: per rank, one array per graph input: the whole weights, and the rank's own part of a sharded state. symbols
     and exact: as for `llmc.ir.interp.run`.
     """
-    envs = [{v: round_to_type(x, v.type, exact) for v, x in zip(g.inputs, own, strict=True)} for own in inputs]
+    values = [
+        {v: round_to_type(x, v.type, exact) for v, x in zip(g.inputs, arrays, strict=True)} for arrays in inputs
+    ]  # per rank, the live values
     sizes = [
-        bind_symbols(g, [env[v] for v in g.inputs], {**(symbols or {}), RANK: rank}) for rank, env in enumerate(envs)
+        bind_symbols(g, [of_rank[v] for v in g.inputs], {**(symbols or {}), RANK: rank})
+        for rank, of_rank in enumerate(values)
     ]
     last = last_uses(g)
     for i, n in enumerate(g.nodes):
-        operands = [[env[v] for v in n.operands] for env in envs]
+        operands = [[of_rank[v] for v in n.operands] for of_rank in values]
         if n.op.name in COLLECTIVES:
-            whole = operands[0][1:]  # the same on all ranks
-            results = [_collective(n, [*(xs[0] for xs in operands), *whole], sizes[0], exact)] * len(envs)
+            exchanged = [of_rank[0] for of_rank in operands]
+            shared = operands[0][1:]  # the other operands are the same on all ranks
+            results = [_collective(n, [*exchanged, *shared], sizes[0], exact)] * len(values)
         else:
-            results = [run_node(n, xs, s, exact) for xs, s in zip(operands, sizes, strict=True)]
-        for env, out in zip(envs, results, strict=True):
-            env |= dict(zip(n.results, out, strict=True))
+            results = [run_node(n, arrays, env, exact) for arrays, env in zip(operands, sizes, strict=True)]
+        for of_rank, result in zip(values, results, strict=True):
+            of_rank |= dict(zip(n.results, result, strict=True))
             for v in last.get(i, ()):
-                del env[v]
-    return [[env[v] for v in g.outputs] for env in envs]
+                del of_rank[v]
+    return [[of_rank[v] for v in g.outputs] for of_rank in values]
 
 
 def _collective(n: Node, xs: Sequence[np.ndarray], sizes: Mapping[str, int], exact: bool) -> list[np.ndarray]:

@@ -29,9 +29,9 @@ class Emitted:
 
 
 def emit_graph(
-    g: Graph, bounds: Bounds, kernels: Mapping[str, Kernel], target: Target, done: dict[Any, Source]
+    g: Graph, bounds: Bounds, kernels: Mapping[str, Kernel], target: Target, emitted: dict[Any, Source]
 ) -> Emitted:
-    """Emit the sources of all launched nodes; `done` caches sources across graphs.
+    """Emit the sources of all launched nodes; `emitted` caches sources across graphs.
 
     Raises Diagnostic E433 if a node has no kernel.
     """
@@ -43,19 +43,19 @@ def emit_graph(
     sources: list[Source] = []
     for i, (n, kernel) in enumerate(zip(nodes, chosen, strict=True)):
         schedule = schedule_of(n)
-        if i and settled(kernel.early(n), n, nodes[i - 1], sources[-1], storage, bounds):
+        if i and may_read_early(kernel.early(n), n, nodes[i - 1], sources[-1], storage, bounds):
             schedule = {**schedule, SETTLED: 1}
         if kernel.yields and i + 1 < len(nodes) and chosen[i + 1].crowds:
             schedule = {**schedule, LATE: 1}
         types = tuple(v.type for v in [*n.operands, *n.results])
         key = (n.op.name, types, repr(n.attrs), kernel.name, repr(schedule))
-        if key not in done:
+        if key not in emitted:
             with extension_code(f"kernel {kernel.name!r}", type(kernel), n):
-                done[key] = kernel.emit(n, schedule, target)
-                if not isinstance(done[key], Source):
-                    raise TypeError(f"emit returned {done[key]!r:.80}, not a Source")
-            done[key] = replace(done[key], package=package_of(kernel))
-        sources.append(done[key])
+                emitted[key] = kernel.emit(n, schedule, target)
+                if not isinstance(emitted[key], Source):
+                    raise TypeError(f"emit returned {emitted[key]!r:.80}, not a Source")
+            emitted[key] = replace(emitted[key], package=package_of(kernel))
+        sources.append(emitted[key])
     return Emitted(g, tuple(nodes), tuple(sources))
 
 
@@ -65,7 +65,9 @@ def package_of(kernel: Kernel) -> str:
     return "" if package == "llmc" else package
 
 
-def settled(early: Sequence[int], n: Node, before: Node, source: Source, storage: Storage, bounds: Bounds) -> bool:
+def may_read_early(
+    early: Sequence[int], n: Node, before: Node, source: Source, storage: Storage, bounds: Bounds
+) -> bool:
     """Whether `n` may read these operands before it waits for the launch of `before`, its immediate predecessor.
 
     With programmatic dependent launch, a kernel starts once every program of its predecessor has passed its own wait,
@@ -140,7 +142,7 @@ class Buffers:
 
 
 class Hazards:
-    """Finds launches that must wait for earlier ones because they touch bytes that one of the two writes."""
+    """Finds launches that must wait for earlier ones: both access the same bytes, and at least one writes them."""
 
     def __init__(self, buffers: Buffers):
         self.buffers = buffers

@@ -50,15 +50,14 @@ class Storage:
         outputs = set(g.outputs)
         for v in g.inputs:
             self.root[v] = v
-            self.kind[v] = "state" if v.type.state else "weight" if v.weight else "input"
-        claimed: set[Value] = set()
+            self.kind[v] = _kind_of_input(v)
         for n in g.nodes:
-            states = iter(n.op.writes)
             slots = [s.name for s in n.op.operands]
+            written = iter(n.op.writes)  # the states whose next versions are results, in the same order
             for r in n.results:
                 if r.type.state:
-                    self.root[r] = self.root[n.operands[slots.index(next(states))]]
-                elif n.op.name == "reshape" and self._can_alias(n, r, outputs, claimed):
+                    self.root[r] = self.root[n.operands[slots.index(next(written))]]
+                elif n.op.name == "reshape" and self._can_alias(n, r, outputs):
                     self.root[r] = self.root[n.operands[0]]
                 else:
                     self.root[r] = r
@@ -66,17 +65,22 @@ class Storage:
                     if n.op.name == "reshape":
                         self.copies.add(n)
                 if r in outputs and not r.type.state:
-                    claimed.add(self.root[r])
                     self.kind[self.root[r]] = "output"
         for v in g.outputs:
             if not v.type.state and self.kind[self.root[v]] != "output":
                 cause = f"@{g.name} returns its input %{v.name} unchanged"
                 raise Diagnostic("E440", cause, "return a value that the graph computes")
 
-    def _can_alias(self, n: Node, r: Value, outputs: set[Value], claimed: set[Value]) -> bool:
-        """Whether a reshape can alias its operand."""
+    def _can_alias(self, n: Node, r: Value, outputs: set[Value]) -> bool:
+        """Whether a reshape can alias its operand: an output must not share memory with another output."""
         root = self.root[n.operands[0]]
-        return r not in outputs or (self.kind[root] == "arena" and root not in outputs and root not in claimed)
+        return r not in outputs or (self.kind[root] == "arena" and root not in outputs)
+
+
+def _kind_of_input(v: Value) -> str:
+    if v.type.state:
+        return "state"
+    return "weight" if v.weight else "input"
 
 
 def launched(n: Node, storage: Storage) -> bool:

@@ -39,11 +39,11 @@ def expressions(node: Node) -> list[E] | None:
 
 def _row_reduction(node: Node) -> E | None:
     """A reduction op over the last axis of floats as an expression, or None."""
-    of = {"sum": "row_sum", "mean": "row_mean", "amax": "row_max", "amin": "row_max"}.get(node.op.name)
+    reduction = {"sum": "row_sum", "mean": "row_mean", "amax": "row_max", "amin": "row_max"}.get(node.op.name)
     x = node.operands[0].type if node.operands else None
-    if of is None or x is None or x.dtype not in FLOATS or node.attrs["axis"] % x.rank != x.rank - 1:
+    if reduction is None or x is None or x.dtype not in FLOATS or node.attrs["axis"] % x.rank != x.rank - 1:
         return None
-    return -E(of, (-arg(0),)) if node.op.name == "amin" else E(of, (arg(0),))
+    return -E(reduction, (-arg(0),)) if node.op.name == "amin" else E(reduction, (arg(0),))
 
 
 def result_shapes(node: Node) -> list[tuple[Dim, ...]]:
@@ -58,17 +58,17 @@ def result_shapes(node: Node) -> list[tuple[Dim, ...]]:
 class Space:
     """The iteration space: outer axes and the row.
 
-    `has[value][axis]` is true if the value varies along the axis; operands precede results.
+    `varies[value][axis]` is true if the value varies along the axis; operands precede results.
     """
 
     outer: tuple[Dim, ...]
     row: Dim
-    has: tuple[tuple[bool, ...], ...]
+    varies: tuple[tuple[bool, ...], ...]
 
     def stride(self, value: int, axis: int) -> Dim:
         """Return the distance in elements between neighbours of `value` along an outer axis."""
         axes = [*self.outer, self.row]
-        return product([d for d, h in zip(axes[axis + 1 :], self.has[value][axis + 1 :]) if h])
+        return product([d for d, varies in zip(axes[axis + 1 :], self.varies[value][axis + 1 :]) if varies])
 
 
 def space(shapes: Sequence[tuple[Dim, ...]], reduces: bool) -> Space:
@@ -76,26 +76,25 @@ def space(shapes: Sequence[tuple[Dim, ...]], reduces: bool) -> Space:
 
     `reduces` keeps the last axis separate.
     """
-    rank = max((len(s) for s in shapes), default=0)
-    rank = max(rank, 1)
-    padded = [(D(1),) * (rank - len(s)) + tuple(s) for s in shapes]
-    axes: list[tuple[Dim, tuple[bool, ...]]] = []
+    rank = max([len(shape) for shape in shapes] + [1])
+    padded = [(D(1),) * (rank - len(shape)) + tuple(shape) for shape in shapes]
+    axes: list[tuple[Dim, tuple[bool, ...]]] = []  # size, and which values vary along it
     for i in range(rank):
-        sizes = [p[i] for p in padded]
-        full = next((d for d in sizes if d.const != 1), D(1))
-        last = i == rank - 1
-        if full.const == 1 and not last:
+        sizes = [shape[i] for shape in padded]
+        size = next((d for d in sizes if d.const != 1), D(1))
+        is_last = i == rank - 1
+        if size.const == 1 and not is_last:
             continue
-        has = tuple(d == full for d in sizes)
-        keep = last and reduces
-        if axes and axes[-1][1] == has and not keep:
-            axes[-1] = (axes[-1][0] * full, has)
-        elif full.const == 1 and axes and not keep:
+        varies = tuple(d == size for d in sizes)
+        separate = is_last and reduces
+        if axes and axes[-1][1] == varies and not separate:
+            axes[-1] = (axes[-1][0] * size, varies)
+        elif size.const == 1 and axes and not separate:
             continue
         else:
-            axes.append((full, has))
-    dims = [d for d, _ in axes]
-    return Space(tuple(dims[:-1]), dims[-1], tuple(zip(*(h for _, h in axes))))
+            axes.append((size, varies))
+    dims = [size for size, _ in axes]
+    return Space(tuple(dims[:-1]), dims[-1], tuple(zip(*(varies for _, varies in axes))))
 
 
 class RowProgram:
@@ -115,7 +114,7 @@ class RowProgram:
         for i, (fn, args) in enumerate(self.dag.nodes):
             below = self.dag.operands(i)
             if fn == "arg":
-                self.varies.append(self.space.has[int(args[0])][-1])
+                self.varies.append(self.space.varies[int(args[0])][-1])
             else:
                 self.varies.append(not fn.startswith("row_") and any(self.varies[b] for b in below))
             self.level.append(max((self.level[b] + self.reduction(b) for b in below), default=0))
@@ -162,7 +161,7 @@ def same_layout(node: Node) -> tuple[tuple[int, int], ...]:
     Each of their elements is read and written at a single, common place, so the pair can share memory.
     """
     p = RowProgram(node, expressions(node) or [])
-    full = [i for i, has in enumerate(p.space.has) if all(has)]
+    full = [i for i, has in enumerate(p.space.varies) if all(has)]
     return tuple(
         (i, k)
         for k, r in enumerate(node.results)

@@ -74,8 +74,8 @@ def candidates(
 
     Kernels of `prefer` come first, then those that lead, then measured pairs, then the others by predicted time.
     Kernels with `opt_in` are included only if they are in `prefer`, lead or were measured. For deterministic targets,
-    only kernels that name the order of their sums are included, of which those that were measured may be slow ones:
-    pairs that are much slower than the fastest measured one of the node rank with those that were not measured. Raises
+    only kernels that name the order of their sums are included. The measured ones among these may be slow: a pair that
+    is much slower than the fastest measured pair of the node ranks with the pairs that were not measured. Raises
     Diagnostic E430 with every kernel's reason if there is none.
     """
     out: list[Candidate] = []
@@ -285,20 +285,22 @@ def common_layouts(
     Of the layouts that every user of a weight supports, it is the one with the smallest mean time of its users, each
     relative to the user's best candidate.
     """
-    found: dict[frozenset[str], list[dict[Layouts, float]]] = {}
-    for n, all_of in ranked:
-        options: dict[Layouts, float] = {}
-        for o in [o for o in all_of if o.kernel.name in prefer] or all_of:
-            layouts = tuple(sorted((_origin(n.operands[i]), text) for i, text in o.layouts(n, target).items()))
-            options.setdefault(layouts, o.us / max(all_of[0].us, 1e-9))
-        if any(options):
-            found.setdefault(frozenset(w for layouts in options for w, _ in layouts), []).append(options)
+    users: dict[frozenset[str], list[dict[Layouts, float]]] = {}  # weights -> relative times by layouts, of each user
+    for n, candidates_of in ranked:
+        times: dict[Layouts, float] = {}
+        for c in [c for c in candidates_of if c.kernel.name in prefer] or candidates_of:
+            layouts = tuple(sorted((_origin(n.operands[i]), text) for i, text in c.layouts(n, target).items()))
+            times.setdefault(layouts, c.us / max(candidates_of[0].us, 1e-9))
+        if any(times):
+            weights = frozenset(weight for layouts in times for weight, _ in layouts)
+            users.setdefault(weights, []).append(times)
     agreed: dict[str, str] = {}
-    for users in found.values():
-        total: dict[Layouts, float] = {x: sum(o[x] for o in users) for x in users[0] if all(x in o for o in users)}
-        if total:
-            best: Layouts = min(total, key=lambda x: total[x])
-            agreed.update(best)
+    for of_users in users.values():
+        supported = [layouts for layouts in of_users[0] if all(layouts in times for times in of_users)]
+        if supported:
+            total = {layouts: sum(times[layouts] for times in of_users) for layouts in supported}
+            fastest: Layouts = min(supported, key=lambda layouts: total[layouts])
+            agreed.update(fastest)
     return agreed
 
 

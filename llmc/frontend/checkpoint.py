@@ -16,7 +16,7 @@ from llmc.frontend.not_finite import NotFinite
 from llmc.frontend.quantization_files import FILES, MARKS
 from llmc.frontend.safetensors_reader import Stored, TensorFiles, shortened
 from llmc.frontend.trace_model import Traced, WeightInfo
-from llmc.frontend.truncate import beyond
+from llmc.frontend.truncate import outside_layers
 from llmc.frontend.weight_mapping import classes_of, resolve
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Builder, Graph, QuantisedWeight, Value
@@ -100,14 +100,9 @@ class Checkpoint:
         self.traced = traced
         self.not_finite = NotFinite()  # of the rows that were read
         self._tensors = TensorFiles(folder or traced.source.folder)
-        stored = self._tensors.tensors
         if decoder is None:
-            _check_not_quantised(stored)
-        if owns := getattr(traced.model, "owns", None):
-            stored = MappingProxyType({name: t for name, t in stored.items() if owns(name)})
-        if traced.facts.layers:
-            other = beyond(traced.model, traced.facts.layers[0])
-            stored = MappingProxyType({name: t for name, t in stored.items() if not other(name)})
+            _check_not_quantised(self._tensors.tensors)
+        stored = self._stored()
         graph = Graph("checkpoint")
         build = Builder(graph, OPS)
 
@@ -131,16 +126,32 @@ class Checkpoint:
         self.transposed: set[str] = set()  # names of `formats` whose parts are the weight's transpose
         self.counts: dict[str, int] = {}  # of `formats`: how many stored weights it consists of
         self.orders: dict[str, str] = {}  # the name under which the order of a weight's columns is read, if it has one
-        shared: dict[Value, str] = {}
+        if decoder:
+            self._add_parts(located, decoder, build)
+
+    def _stored(self) -> Mapping[str, Stored]:
+        """Return the stored tensors of the traced model, without those of other heads and of left-out layers."""
+        traced, stored = self.traced, self._tensors.tensors
+        if owns := getattr(traced.model, "owns", None):
+            stored = MappingProxyType({name: t for name, t in stored.items() if owns(name)})
+        if traced.facts.layers:
+            is_outside = outside_layers(traced.model, traced.facts.layers[0])
+            stored = MappingProxyType({name: t for name, t in stored.items() if not is_outside(name)})
+        return stored
+
+    def _add_parts(self, located: Mapping[str, Value], decoder: WeightDecoder, build: Builder) -> None:
+        """Make the codes, scales and zeros of quantised weights readable as WEIGHT.PART, and the orders of columns."""
+        names_of_orders: dict[Value, str] = {}  # weights may share an order
         for name, value in located.items():
-            if decoder and (found := decoder.parts(value, build)):
-                self.formats[name], self.counts[name] = found.format, found.count
-                if found.transposed:
-                    self.transposed.add(name)
-                self._values |= {f"{name}.{part}": v for part, v in zip(PARTS, found.parts, strict=False)}
-                if found.order:
-                    self.orders[name] = shared.setdefault(found.order, f"{name}.order")
-                    self._values[self.orders[name]] = found.order
+            if (weight := decoder.parts(value, build)) is None:
+                continue
+            self.formats[name], self.counts[name] = weight.format, weight.count
+            if weight.transposed:
+                self.transposed.add(name)
+            self._values |= {f"{name}.{part}": v for part, v in zip(PARTS, weight.parts, strict=False)}
+            if weight.order:
+                self.orders[name] = names_of_orders.setdefault(weight.order, f"{name}.order")
+                self._values[self.orders[name]] = weight.order
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -200,7 +211,7 @@ class Checkpoint:
             return np.array(buffer[start:stop] if shape else buffer, dtype=want)
         value = self._values[name]
         rows_read = self._blocks.rows(value, start, max(start, stop)) if shape else self._blocks.whole(value)
-        self.not_finite.look(name, rows_read, self._type(name).dtype)
+        self.not_finite.count(name, rows_read, self._type(name).dtype)
         return rows_read.view(want)
 
     def _located(self, known: Mapping[str, Value]) -> Mapping[str, Value]:

@@ -123,7 +123,7 @@ class _Lowering:
 
     def _output(self, n: Any) -> None:
         outputs = [x for x in torch.utils._pytree.tree_leaves(n.args) if x is not None]
-        if len(outputs) != 1 + self.exported.handed:
+        if len(outputs) != 1 + self.exported.num_hidden:
             name = type(self.exported.model).__name__
             raise Diagnostic("E305", f"{name} returns {len(outputs)} tensors instead of logits only", KNOWN_TO_WORK)
         values = [self.env[x] for x in outputs]

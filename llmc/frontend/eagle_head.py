@@ -113,12 +113,12 @@ def trace_head(head: HeadConfig, dtype: str, vocab: int, positions: int, tokens:
         computed = rope_interface.patch(model, positions)
         width = torch.empty((1, TOKENS, config.hidden_size), dtype=TORCH_DTYPE[dtype], device="meta")
         program = export(model, tokens, rows, {"hidden_states": width})
-        return exported(model, program, computed, tokens, rows, handed=1)
+        return exported(model, program, computed, tokens, rows, num_hidden=1)
 
 
-def head_graph(found: Exported, vocab: int) -> Graph:
-    """Return the head's graph; its logits are those of all `vocab` tokens, low for those that it cannot draft."""
-    graph: Graph = convert(found).module.graphs["main"]
+def head_graph(exported_head: Exported, vocab: int) -> Graph:
+    """Return the head's graph; it has logits for all `vocab` tokens, very low ones for tokens that it cannot draft."""
+    graph: Graph = convert(exported_head).module.graphs["main"]
     logits, states = graph.outputs
     drafts = logits.type.shape[-1].const
     if drafts != vocab:

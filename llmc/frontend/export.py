@@ -56,7 +56,7 @@ TOKENS, ROWS = 24, 3  # sizes of the traced example
 class Exported:
     """A traced model: the meta-device module, the exported program, and its computed buffers by state-dict name.
 
-    `handed` is the number of hidden states that it returns after the logits.
+    `num_hidden` is the number of hidden states that it returns after the logits.
     """
 
     model: Any
@@ -64,7 +64,7 @@ class Exported:
     buffers: Mapping[str, np.ndarray]
     max_tokens: int
     max_rows: int
-    handed: int = 0
+    num_hidden: int = 0
 
 
 @contextlib.contextmanager
@@ -141,12 +141,12 @@ def export_model(
     max_rows: int,
     untied: Iterable[str] = (),
     check: Callable[[Any], None] = accept,
-    handed: Sequence[int] = (),
+    aux_layers: Sequence[int] = (),
     pooled: PooledModel | None = None,
 ) -> Exported:
     """Trace `forward(input_ids [1,T], position_ids [1,T], logits_to_keep [R])` with dynamic T and R.
 
-    `handed` are numbers of decoder layers whose inputs [1,T,H] the trace returns after the logits. `untied` are
+    `aux_layers` are numbers of decoder layers whose inputs [1,T,H] the trace returns after the logits. `untied` are
     parameters that config.json ties to others, and that are parameters of their own nevertheless. `check` is called
     with the model on the meta device before the trace, and may raise. Raises Diagnostic E305 (the model cannot be
     traced) and E306 (unsupported rope type).
@@ -158,24 +158,24 @@ def export_model(
         check(model)
         attention_interface.read_gates(model)
         computed = rope_interface.patch(model, max_positions)
-        _hand_over(model, handed)
+        _return_hidden_states(model, aux_layers)
         program = export(model, max_tokens, max_rows)
-        return exported(model, program, computed, max_tokens, max_rows, len(handed))
+        return exported(model, program, computed, max_tokens, max_rows, len(aux_layers))
 
 
 def exported(
     model: Any, program: torch.export.ExportedProgram, computed: Mapping[str, torch.Tensor], max_tokens: int,
-    max_rows: int, handed: int = 0,
+    max_rows: int, num_hidden: int = 0,
 ) -> Exported:  # fmt: skip
     """Return a trace with its computed buffers: those in `computed`, its constants, and what the model initializes."""
     names = _computed_names(model, program)
     made = {**{n: t for n, t in program.constants.items() if t.device.type != "meta"}, **computed}
     buffers = {n: made[n] if n in made else recompute(model, n) for n in names}
     arrays = {n: t.detach().float().numpy() for n, t in buffers.items()}
-    return Exported(model, program, types.MappingProxyType(arrays), max_tokens, max_rows, handed)
+    return Exported(model, program, types.MappingProxyType(arrays), max_tokens, max_rows, num_hidden)
 
 
-def _hand_over(model: Any, numbers: Sequence[int]) -> None:
+def _return_hidden_states(model: Any, numbers: Sequence[int]) -> None:
     """Make the model return its logits and the inputs of the layers of these numbers; raises Diagnostic E305.
 
     The number of layers stands for the last hidden state, of which the logits are computed.

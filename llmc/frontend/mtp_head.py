@@ -96,7 +96,7 @@ def trace_mtp(traced: Traced, tokens: int, rows: int) -> TracedHead:
         computed = rope_interface.patch(head, traced.facts.max_positions)
         width = torch.empty((1, TOKENS, head.config.hidden_size), dtype=dtype, device="meta")
         program = export(head, tokens, rows, {"hidden_states": width})
-        found = exported(head, program, computed, tokens, rows, handed=1)
+        found = exported(head, program, computed, tokens, rows, num_hidden=1)
     module = convert(found).module
     names = [v for v in module.graphs["main"].inputs if v.weight and v.name not in (EMBEDDING, HEAD)]
     weights = {v.name: WeightInfo(v.name, v.type, v.name.rpartition(".")[0]) for v in names}

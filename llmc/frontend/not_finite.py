@@ -25,7 +25,7 @@ class NotFinite:
         """Start with no weights."""
         self.found: list[tuple[str, int]] = []  # a weight's name and a number of its values, for each block of rows
 
-    def look(self, name: str, rows: np.ndarray, dtype: str) -> None:
+    def count(self, name: str, rows: np.ndarray, dtype: str) -> None:
         """Count the numbers of rows of a weight that are not finite; `dtype` is the IR's name of the dtype."""
         if dtype not in BITS or not rows.size:
             return

@@ -193,9 +193,11 @@ def segments_of(config: Any) -> int:
 
 
 def returns_segments(source: Source) -> bool:
-    """Return whether transformers' tokenizer of the folder returns token types, without which all tokens of a pair are
-    of the first segment: as tokenizer_config.json names its inputs, else as the class does that it names. Without a
-    class it is that of the model's type, which returns them.
+    """Return whether transformers' tokenizer of the folder returns token types.
+
+    If it does not, all tokens of a pair are of the first segment. tokenizer_config.json may list the tokenizer's
+    outputs; otherwise they are those of the class that it names. If it names none, transformers uses the class of the
+    model's type, which returns token types.
     """
     path = source.folder / "tokenizer_config.json"
     config = read_json(path) if path.is_file() else {}

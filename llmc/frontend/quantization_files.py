@@ -76,13 +76,15 @@ def _places(
 
 def _compare(name: str, found: Mapping[str, Any], source: str, known: Mapping[str, Any]) -> None:
     """Raise Diagnostic E340 if two places, or two synonyms in one of them, give a decisive key different values."""
-    for keys in DECISIVE:
-        given = [(at, k, c[k]) for at, c in ((name, found), (source, known)) for k in keys if c.get(k) is not None]
-        for at, key, value in given[:-1]:
-            last, synonym, other = given[-1]
-            if _plain(value) != _plain(other):
-                where = f"{last} has " if last != at else "and "
-                cause = f"{at} has {key} = {str(value)[:80]!r}; {where}{synonym} = {str(other)[:80]!r}"
+    for synonyms in DECISIVE:
+        values = []  # (place, key, value)
+        for place, config in ((name, found), (source, known)):
+            values += [(place, key, config[key]) for key in synonyms if config.get(key) is not None]
+        for place, key, value in values[:-1]:
+            last_place, last_key, last_value = values[-1]
+            if _plain(value) != _plain(last_value):
+                where = f"{last_place} has " if last_place != place else "and "
+                cause = f"{place} has {key} = {str(value)[:80]!r}; {where}{last_key} = {str(last_value)[:80]!r}"
                 raise Diagnostic("E340", cause, "download the checkpoint again; its files must be of one revision")
 
 

@@ -81,20 +81,21 @@ def trace(
     max_tokens: int = 131072,
     max_rows: int = 1024,
     layers: int | None = None,
-    instead: Mapping[str, str] = MappingProxyType({}),
+    substitutes: Mapping[str, str] = MappingProxyType({}),
     untied: Collection[str] = (),
     check: Callable[[Any], None] | None = None,
-    handed: Callable[[int], Sequence[int]] = lambda total: (),
+    aux_layers: Callable[[int], Sequence[int]] = lambda total: (),
     task: str = "auto",
     pooling: str = "auto",
 ) -> Traced:
     """Trace the model of a folder without reading weights. Raises Diagnostic E301-E313.
 
-    dtype: "f32", "bf16" or "f16" (default: the checkpoint's, mapped through `instead`). max_positions: longest sequence
-    in tokens (default: the config's limit); it selects the frequencies of a longrope model. max_tokens, max_rows: upper
-    bounds of T and R. layers: trace only the first layers. untied: parameters that config.json ties to others although
-    the checkpoint stores different ones. check: called with the transformers module before the trace; it may raise.
-    handed: returns, for the number of layers, the numbers of those whose inputs @main returns after the logits.
+    dtype: "f32", "bf16" or "f16" (default: the checkpoint's, mapped through `substitutes`). max_positions: longest
+    sequence in tokens (default: the config's limit); it selects the frequencies of a longrope model. max_tokens,
+    max_rows: upper bounds of T and R. layers: trace only the first layers. untied: parameters that config.json ties to
+    others although the checkpoint stores different ones. check: called with the transformers module before the trace;
+    it may raise. aux_layers: returns, for the number of layers, the numbers of those whose inputs @main returns after
+    the logits.
     """
     from llmc.frontend import check_token_mixing, convert, export
 
@@ -106,12 +107,12 @@ def trace(
     check_sizes(text)
     check_layers(source.folder, int(text.num_hidden_layers))
     stored = _stored_dtype(source, config)
-    dtype = dtype or instead.get(stored, stored)
+    dtype = dtype or substitutes.get(stored, stored)
     if dtype not in FLOATS:
         raise Diagnostic("E302", f"dtype {dtype!r} is not one of {', '.join(FLOATS)}", "choose one with --dtype")
     longest = _longest(source, text, max_positions, pooled)
     eos, _, _ = (_ids(source, text, f"{role}_token_id") for role in ("eos", "bos", "pad"))  # checks all three
-    numbers = handed(int(text.num_hidden_layers))
+    numbers = aux_layers(int(text.num_hidden_layers))
     exported = export.export_model(
         config, dtype, longest, max_tokens, max_rows, untied, check or export.accept, numbers, pooled
     )

@@ -41,14 +41,14 @@ def _is_of(value: Any, text: Any) -> bool:
     return isinstance(value, dict) and value.get("model_type") == text.model_type
 
 
-def beyond(model: Any, count: int) -> Callable[[str], bool]:
+def outside_layers(model: Any, count: int) -> Callable[[str], bool]:
     """Return a predicate on names of stored tensors: whether one belongs to a layer after the first `count`."""
     lists = [path for path, m in model.named_modules() if type(m).__name__ == "ModuleList" and len(m) == count]
     path = min(lists, key=lambda p: p.count("."), default="layers")
     layer = re.compile(rf"(?:^|\.){re.escape(path.rpartition('.')[2])}\.(\d+)\.")
 
-    def is_beyond(name: str) -> bool:
+    def is_outside(name: str) -> bool:
         found = layer.search(name)
         return found is not None and int(found[1]) >= count
 
-    return is_beyond
+    return is_outside

@@ -46,10 +46,10 @@ def resolve(model: Any, tensors: Mapping[str, Value], build: Builder) -> dict[st
             groups.setdefault(target, {}).setdefault(pattern, []).append(tensors[name])
     for target, group in groups.items():
         converter = by_pattern[next(iter(group))]
-        made = _convert(build, converter, target, group, known)
-        if both := sorted(made.keys() & out.keys() & known.keys()):
-            raise _twice(both[0], origin[both[0]], f"parts named {next(iter(group))}")
-        out |= made
+        converted = _convert(build, converter, target, group, known)
+        if repeated := sorted(converted.keys() & out.keys() & known.keys()):
+            raise _twice(repeated[0], origin[repeated[0]], f"parts named {next(iter(group))}")
+        out |= converted
     return out
 
 
@@ -122,7 +122,7 @@ def _convert(build: Builder, converter: Any, target: str, group: Group, known: A
     return {head + key + tail if key != target else key: values[0] for key, values in group.items()}
 
 
-def _stack(b: Builder, op: Any, c: Any, group: Group, want: Any, target: str) -> Group:
+def _stack(b: Builder, op: Any, c: Any, group: Group, parameter: Any, target: str) -> Group:
     if op.dim != 0:
         raise Diagnostic("E326", f"{target}: experts merged along axis {op.dim} are not supported", _AGAIN)
     out: Group = {}
@@ -134,7 +134,7 @@ def _stack(b: Builder, op: Any, c: Any, group: Group, want: Any, target: str) ->
     return out
 
 
-def _concatenate(b: Builder, op: Any, c: Any, group: Group, want: Any, target: str) -> Group:
+def _concatenate(b: Builder, op: Any, c: Any, group: Group, parameter: Any, target: str) -> Group:
     values = [v for pattern in c.source_patterns for v in group.get(pattern, ())]
     axis = op.dim % values[0].type.rank
     if len({(*v.type.shape[:axis], *v.type.shape[axis + 1 :]) for v in values}) > 1:
@@ -142,7 +142,7 @@ def _concatenate(b: Builder, op: Any, c: Any, group: Group, want: Any, target: s
     return {c.target_patterns[0]: [b.concat(*_one_dtype(b, values), axis=axis)]}
 
 
-def _chunk(b: Builder, op: Any, c: Any, group: Group, want: Any, target: str) -> Group:
+def _chunk(b: Builder, op: Any, c: Any, group: Group, parameter: Any, target: str) -> Group:
     """Split into pieces of equal size as torch.chunk does; the last may be shorter."""
     if op.num_shards_attribute is not None:
         raise Diagnostic("E326", f"{target}: pieces counted by {op.num_shards_attribute} are not supported", _AGAIN)
@@ -155,9 +155,9 @@ def _chunk(b: Builder, op: Any, c: Any, group: Group, want: Any, target: str) ->
     return {name: [piece] for name, piece in zip(c.target_patterns, pieces, strict=True)}
 
 
-def _transpose(b: Builder, op: Any, c: Any, group: Group, want: Any, target: str) -> Group:
+def _transpose(b: Builder, op: Any, c: Any, group: Group, parameter: Any, target: str) -> Group:
     ((value, *_),) = group.values()
-    if op.check_dims and want is not None and tuple(d.const for d in value.type.shape) == tuple(want.shape):
+    if op.check_dims and parameter is not None and tuple(d.const for d in value.type.shape) == tuple(parameter.shape):
         return {c.target_patterns[0]: [value]}
     perm = list(range(value.type.rank))
     perm[op.dim0], perm[op.dim1] = perm[op.dim1], perm[op.dim0]

@@ -136,9 +136,9 @@ class Drawing:
 
     def operand(self, name: str) -> Array:
         """Return the values of an operand in the numpy type of its dtype (bf16 and f16 as float32)."""
-        return self.once(name, lambda: self.draw(name, self.shapes[name], self.dtypes[name]))
+        return self.shared(name, lambda: self.draw(name, self.shapes[name], self.dtypes[name]))
 
-    def once(self, key: str, make: Callable[[], Any]) -> Any:
+    def shared(self, key: str, make: Callable[[], Any]) -> Any:
         """Return the value that `make` returned at the first call with this key, so that operands share it."""
         if key not in self.made:
             self.made[key] = make()
@@ -387,7 +387,7 @@ def probability(d: Drawing, shape: Shape) -> Array:
 
 
 def _angle(d: Drawing, shape: Shape) -> Array:
-    return np.asarray(d.once("angle", lambda: d.rng.uniform(0, 6, shape)))
+    return np.asarray(d.shared("angle", lambda: d.rng.uniform(0, 6, shape)))
 
 
 def cosine(d: Drawing, shape: Shape) -> Array:

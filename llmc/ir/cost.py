@@ -36,7 +36,7 @@ class Row:
 
 
 def rows(g: Graph, sizes: Mapping[str, int], peak: float, bandwidth: float) -> list[Row]:
-    """Price every node at `sizes`, with `peak` in flop/s and `bandwidth` in byte/s.
+    """Predict the time of every node at `sizes`, with `peak` in flop/s and `bandwidth` in byte/s.
 
     Raises ValueError if a cost depends on a symbol that `sizes` lacks.
     """

@@ -209,13 +209,13 @@ def op(signature: str, **fields: Any) -> Callable[[Callable[..., Any]], OpDef]:
         fields["holds"] = MappingProxyType(holds)
         doc = fields.pop("doc", None) or inspect.getdoc(fn) or ""
         made = OpDef(name, operands, results, MappingProxyType(attrs), fn, doc=doc, signature=signature, **fields)
-        _check_prices(made)
+        _check_costs(made)
         return made
 
     return wrap
 
 
-def _check_prices(o: OpDef) -> None:
+def _check_costs(o: OpDef) -> None:
     """Raise ValueError if `flops` or `bytes` use a name that neither the signature nor an attribute binds."""
     dims = [d for slot in o.operands for d in slot.dims if d != "..."]
     sizes = {name for d in dims for name in Dim.of(d.removeprefix("*")).symbols}

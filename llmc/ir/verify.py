@@ -45,18 +45,17 @@ def _broken(g: Graph, n: Node, why: str) -> Diagnostic:
 
 
 def _check_symbols(g: Graph, m: Module) -> None:
-    for s, (lo, hi) in g.ranges.items():
-        low, high = m.symbols.get(s, (1, 0))
-        if not low <= lo <= hi <= high:
-            cause = f"@{g.name}: {s} in [{lo}, {hi}] is not inside the symbol's bounds"
-            raise Diagnostic("E402", cause, f"sym {s} in [{lo}, {hi}]")
+    """Raise Diagnostic E402 if a type has an undeclared symbol, or if a range of the graph exceeds the symbol's."""
+    for symbol, (low, high) in g.ranges.items():
+        minimum, maximum = m.symbols.get(symbol, (1, 0))
+        if not minimum <= low <= high <= maximum:
+            cause = f"@{g.name}: {symbol} in [{low}, {high}] is not inside the symbol's bounds"
+            raise Diagnostic("E402", cause, f"sym {symbol} in [{low}, {high}]")
     for v in [*g.inputs, *(r for n in g.nodes for r in n.results)]:
-        for d in v.type.shape:
-            if missing := d.symbols - m.symbols.keys():
-                name = sorted(missing)[0]
-                raise Diagnostic(
-                    "E402", f"@{g.name}: %{v.name} has the undeclared symbol {name}", f"sym {name} in [..]"
-                )
+        used = {symbol for size in v.type.shape for symbol in size.symbols}
+        if undeclared := sorted(used - m.symbols.keys()):
+            cause = f"@{g.name}: %{v.name} has the undeclared symbol {undeclared[0]}"
+            raise Diagnostic("E402", cause, f"sym {undeclared[0]} in [..]")
 
 
 def _check_operand(g: Graph, n: Node, v: Value, seen: set[Value], overwritten_by: dict[Value, Node]) -> None:

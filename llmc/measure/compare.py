@@ -20,7 +20,7 @@ from llmc.codegen.select import launched_graphs, typical
 from llmc.codegen.tuning_records import Sizes, node_text, sizes_of
 from llmc.diagnostics import Diagnostic
 from llmc.extension import Registry, load
-from llmc.ir.graph import Module, Node
+from llmc.ir.graph import Graph, Module, Node
 from llmc.ir.text import parse
 from llmc.measure.timing import Candidate, Timer, unknown_operand
 from llmc.measure.tune import (
@@ -32,7 +32,7 @@ from llmc.measure.tune import (
     check_names,
     compiled_artifact,
     times_of,
-    works,
+    tuning_work,
 )
 from llmc.passes.analysis import weight_only
 
@@ -68,22 +68,22 @@ def compare_kernels(source: Path, kernels: Sequence[str], settings: Settings, op
             target, registry, (settings.cache or folder) / "kernels", jobs=settings.jobs, context=settings.context,
             page=page,
         )  # fmt: skip
-        timer.reach()
-        work = works(m, registry, target, tuned, True, kernels)
+        timer.check_device()
+        work = tuning_work(m, registry, target, tuned, True, kernels)
         if not work:
             cause = f"no node can be run by {', '.join(kernels)} on {target.name}"
             raise Diagnostic("E433", cause, "name kernels of the target")
         settings.progress(f"measuring {len(work)} nodes with {sum(len(w.candidates) for w in work)} candidates")
-        rows = [_node_row(w, times, kernels) for some in batches(work) for w, times in _timed(some, timer, m, tuned)]
+        rows = [_node_row(w, times, kernels) for batch in batches(work) for w, times in _timed(batch, timer, m, tuned)]
     _report(tuned, settings)
     return sorted(rows, key=lambda r: -(r["mine_us"] or 0))
 
 
-def _timed(some: Sequence[Work], timer: Timer, m: Module, tuned: Tuned) -> Iterator[tuple[Work, list[float | None]]]:
+def _timed(batch: Sequence[Work], timer: Timer, m: Module, tuned: Tuned) -> Iterator[tuple[Work, list[float | None]]]:
     """Yield each node with the times of its candidates."""
-    found = [Candidate(w.node, w.graph, w.env, o.kernel, o.schedule) for w in some for o in w.candidates]
-    times = iter(times_of(timer, found, m, tuned))
-    for w in some:
+    candidates = [Candidate(w.node, w.graph, w.env, c.kernel, c.schedule) for w in batch for c in w.candidates]
+    times = iter(times_of(timer, candidates, m, tuned))
+    for w in batch:
         yield w, [next(times) for _ in w.candidates]
 
 
@@ -100,6 +100,19 @@ def _node_row(w: Work, times: Sequence[float | None], kernels: Sequence[str]) ->
     return _comparison(w.graph.name, dict(sizes_of(w.node, w.env)), rows.get(True, []), rows.get(False, []))
 
 
+@dataclass(frozen=True)
+class _Side:
+    """One of two compared artifacts: its module after `select`, and its launches, graph -> key -> launch."""
+
+    path: Path
+    module: Module
+    launches: Mapping[str, Mapping[Key, Launch]]
+
+    def missing_in(self, other: _Side, graph: str) -> list[Launch]:
+        """Return the launches of a graph that the other artifact lacks, or has fewer of."""
+        return _only(self.launches.get(graph, {}), other.launches.get(graph, {}))
+
+
 def compare_artifacts(mine: Path, other: Path, settings: Settings) -> list[Any]:
     """Measure the launches that two artifacts of one target do not share, graph by graph.
 
@@ -107,53 +120,63 @@ def compare_artifacts(mine: Path, other: Path, settings: Settings) -> list[Any]:
     different targets or without the text of the pass `select`, and the errors of compiling and measuring.
     """
     registry, tuned = load(), Tuned("")
-    a, b = Folder(mine).manifest(), Folder(other).manifest()
-    if a.target.name != b.target.name:
-        cause = f"{mine} was compiled for {a.target.name}, {other} for {b.target.name}"
+    my_manifest, other_manifest = Folder(mine).manifest(), Folder(other).manifest()
+    name = my_manifest.target.name
+    if name != other_manifest.target.name:
+        cause = f"{mine} was compiled for {name}, {other} for {other_manifest.target.name}"
         raise Diagnostic("E433", cause, "compare artifacts of one target")
-    target = registry.target(a.target.name)
-    sides = [_chosen(path, registry) for path in (mine, other)]
+    target = registry.target(name)
+    sides = (_side(mine, registry), _side(other, registry))
     with scratch() as folder:
-        cache = (settings.cache or folder) / "kernels"
-        timer = Timer(target, registry, cache, jobs=settings.jobs, context=settings.context, page=a.kv.page_size)
-        timer.reach()
-        rows = []
-        for name in dict.fromkeys([*sides[0][1], *sides[1][1]]):
-            of_graph = [launches.get(name, {}) for _, launches in sides]
-            ours, theirs = _only(of_graph[0], of_graph[1]), _only(of_graph[1], of_graph[0])
-            if not ours and not theirs:
-                continue
-            settings.progress(f"@{name}: measuring {len(ours)} launches of {mine}, {len(theirs)} of {other}")
-            timed = [
-                [x.row(us) for x, us in zip(some, _times(some, timer, m, tuned), strict=True)]
-                for some, (m, _) in zip((ours, theirs), sides, strict=True)
-            ]
-            env = (ours or theirs)[0].candidate.env
-            rows.append(_comparison(name, {k: v for k, v in env.items() if k != "P"}, *timed))
+        cache, page = (settings.cache or folder) / "kernels", my_manifest.kv.page_size
+        timer = Timer(target, registry, cache, jobs=settings.jobs, context=settings.context, page=page)
+        timer.check_device()
+        graphs = dict.fromkeys([*sides[0].launches, *sides[1].launches])
+        compared = [_compared(graph, *sides, timer, settings, tuned) for graph in graphs]
     _report(tuned, settings)
-    return rows
+    return [comparison for comparison in compared if comparison is not None]
 
 
-def _chosen(path: Path, registry: Registry) -> tuple[Module, dict[str, dict[Key, Launch]]]:
-    """Return an artifact's module after `select`, and its launches: graph -> key -> launch."""
+def _compared(
+    graph: str, mine: _Side, other: _Side, timer: Timer, settings: Settings, tuned: Tuned
+) -> dict[str, Any] | None:
+    """Measure the launches of a graph that the sides do not share; None if there are none."""
+    my_launches, other_launches = mine.missing_in(other, graph), other.missing_in(mine, graph)
+    if not my_launches and not other_launches:
+        return None
+    settings.progress(
+        f"@{graph}: measuring {len(my_launches)} launches of {mine.path}, {len(other_launches)} of {other.path}"
+    )
+    rows = []
+    for side, launches in ((mine, my_launches), (other, other_launches)):
+        times = _times(launches, timer, side.module, tuned)
+        rows.append([launch.row(us) for launch, us in zip(launches, times, strict=True)])
+    sizes = (my_launches or other_launches)[0].candidate.env
+    return _comparison(graph, {symbol: size for symbol, size in sizes.items() if symbol != "P"}, *rows)
+
+
+def _side(path: Path, registry: Registry) -> _Side:
+    """Read an artifact's text after `select`. Raises Diagnostic E433 if it has none."""
     stage = next((p for p in sorted((path / "ir").glob("*.llir")) if p.stem.partition("-")[2] == "select"), None)
     if stage is None:
         raise Diagnostic("E433", f"{path} has no text of the pass `select`", "compile it again")
     m = parse(stage.read_text(), registry.opset())
-    out: dict[str, dict[Key, Launch]] = {}
-    for g in launched_graphs(m):
-        weights, found = weight_only(g), Counter[Key]()
-        first: dict[Key, Candidate] = {}
-        for n in g.nodes:
-            if all(r in weights for r in n.results) or not n.choice:
-                continue
-            env = typical(m, g, n)
-            kernel, schedule = _choice(n, registry)
-            key = (node_text(n), sizes_of(n, env), kernel.name, schedule_text(schedule))
-            found[key] += 1
-            first.setdefault(key, Candidate(n, g, env, kernel, schedule))
-        out[g.name] = {key: Launch(key, first[key], count) for key, count in found.items()}
-    return m, out
+    return _Side(path, m, {g.name: _launches(g, m, registry) for g in launched_graphs(m)})
+
+
+def _launches(g: Graph, m: Module, registry: Registry) -> dict[Key, Launch]:
+    """Return the launches of a graph; equal ones are counted."""
+    weights, counts = weight_only(g), Counter[Key]()
+    first: dict[Key, Candidate] = {}
+    for n in g.nodes:
+        if all(r in weights for r in n.results) or not n.choice:
+            continue
+        env = typical(m, g, n)
+        kernel, schedule = _choice(n, registry)
+        key = (node_text(n), sizes_of(n, env), kernel.name, schedule_text(schedule))
+        counts[key] += 1
+        first.setdefault(key, Candidate(n, g, env, kernel, schedule))
+    return {key: Launch(key, first[key], count) for key, count in counts.items()}
 
 
 def _choice(n: Node, registry: Registry) -> tuple[Any, dict[str, Any]]:
@@ -175,14 +198,14 @@ def _only(mine: Mapping[Key, Launch], other: Mapping[Key, Launch]) -> list[Launc
     return out
 
 
-def _times(some: Sequence[Launch], timer: Timer, m: Module, tuned: Tuned) -> list[float | None]:
+def _times(launches: Sequence[Launch], timer: Timer, m: Module, tuned: Tuned) -> list[float | None]:
     """Return the microseconds of each launch; None for ops whose operands cannot be drawn."""
-    drawn = [x for x in some if unknown_operand(x.candidate.node) is None]
-    found = dict(zip([x.key for x in drawn], times_of(timer, [x.candidate for x in drawn], m, tuned), strict=True))
-    for x in some:
-        if x.key not in found:
+    drawn = [x for x in launches if unknown_operand(x.candidate.node) is None]
+    times = dict(zip([x.key for x in drawn], times_of(timer, [x.candidate for x in drawn], m, tuned), strict=True))
+    for x in launches:
+        if x.key not in times:
             tuned.skipped.append(f"{x.key[0]}: `holds` does not declare {unknown_operand(x.candidate.node)!r}")
-    return [found.get(x.key) for x in some]
+    return [times.get(x.key) for x in launches]
 
 
 def _comparison(graph: str, sizes: Mapping[str, int], mine: list[Any], other: list[Any]) -> dict[str, Any]:

@@ -234,7 +234,7 @@ def _score(
     ours: _Model, theirs: _Model | None, work: _Work, console: Console
 ) -> tuple[dict[str, Any], Mapping[str, object]]:
     """Score all windows. Returns the measures and a description of the artifact's device."""
-    own, other, differences = _Measures(), _Measures(), _Differences()
+    measured, reference, differences = _Measures(), _Measures(), _Differences()
     with ExitStack() as stack:
         executors: list[Executor] = []
         for model in (ours, theirs):
@@ -245,19 +245,19 @@ def _score(
         per_step = min(map(max_scored, executors))
         for tokens in windows(read_pieces(work.path), ours.encode, ours.prefix, work.context, work.windows):
             steps = [score_tokens(e, tokens, per_step, work.first, theirs is not None) for e in executors]
-            for scores in zip(*steps, strict=True):
-                own.add(scores[0])
+            for scores in zip(*steps, strict=True):  # the same tokens, of each model
+                measured.add(scores[0])
                 if theirs is not None:
-                    other.add(scores[1])
+                    reference.add(scores[1])
                     differences.add(*scores)
-                console.part("tokens scored", own.losses.count, work.tokens)
+                console.part("tokens scored", measured.losses.count, work.tokens)
         device = dict(executors[0].device.describe())
-    if own.losses.count != work.tokens:
+    if measured.losses.count != work.tokens:
         raise changed(work.path)
-    measures = own.result(work.text)
+    measures = measured.result(work.text)
     if theirs is None:
         return {**measures, "against": None}, device
-    against = _against(theirs.manifest, measures, other.result(work.text), differences)
+    against = _against(theirs.manifest, measures, reference.result(work.text), differences)
     return {**measures, "against": against}, device
 
 

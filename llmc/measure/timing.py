@@ -121,14 +121,14 @@ def _copy(g: Graph, c: Candidate, weights: set[Value], shared: dict[Value, Value
     Copies share integer tables; a new version of one goes to the next copy. Weights of bytes are codes, not tables:
     each copy has its own, of any values.
     """
-    own: dict[Value, Value] = {}
+    private: dict[Value, Value] = {}
     for name, v in named_operands(c.node):
-        if v in own or v in shared:
+        if v in private or v in shared:
             continue
-        table = DTYPES[v.type.dtype].kind != "f" and not (v in weights and v.type.dtype in CODES)
-        made = g.input(f"{g.name}.{name}.{len(g.inputs)}", v.type, weight=v in weights and not table)
-        (shared if table else own)[v] = made
-    inputs = [own.get(v) or shared[v] for v in c.node.operands]
+        is_table = DTYPES[v.type.dtype].kind != "f" and not (v in weights and v.type.dtype in CODES)
+        operand = g.input(f"{g.name}.{name}.{len(g.inputs)}", v.type, weight=v in weights and not is_table)
+        (shared if is_table else private)[v] = operand
+    inputs = [private.get(v) or shared[v] for v in c.node.operands]
     new = g.add(c.node.op, inputs, {name: value_at(value, 0) for name, value in c.node.attrs.items()})
     new.choice = {"kernel": c.kernel.name, **c.schedule}
     slots = [s.name for s in new.op.operands]
@@ -156,7 +156,7 @@ class Timer:
         self.rng = np.random.default_rng(0)
         self.tile = noise(_TILE, self.rng)
 
-    def reach(self) -> None:
+    def check_device(self) -> None:
         """Check that this machine has the target's device, without compiling anything. Raises LlmcError."""
         with scratch() as folder:
             open_device(self._artifact(Built((), {}), folder / "tune.llmc"), None).close()

@@ -104,10 +104,10 @@ def tune(
         path = compiled_artifact(source, folder, options, settings, known)
         m, target, page = before_select(path, known, settings.target)
         timer = Timer(target, known, kept / "kernels", jobs=settings.jobs, context=settings.context, page=page)
-        timer.reach()
+        timer.check_device()
         tuned = Tuned(str(output))
         measured = Tuning.load(output) if output.exists() else Tuning()
-        work = works(m, known, target, tuned, settings.every, settings.kernels, measured)
+        work = tuning_work(m, known, target, tuned, settings.every, settings.kernels, measured)
         if settings.kernels and not work:
             cause = f"no node that has a choice can be run by {', '.join(settings.kernels)} on {target.name}"
             raise Diagnostic("E433", cause, "name kernels of the target, or leave --kernels out")
@@ -141,7 +141,7 @@ def before_select(path: Path, registry: Registry, target: str = "") -> tuple[Mod
     return m, registry.target(name), manifest.kv.page_size
 
 
-def works(
+def tuning_work(
     m: Module,
     registry: Registry,
     target: Target,
@@ -155,6 +155,7 @@ def works(
     If `kernels` are named, only nodes they can run are returned, with their schedules and those of other kernels that
     `measured`, the measurements so far, lacks for comparison.
     """
+    measurements = (measured or Tuning()).records
     distinct: dict[tuple[str, Sizes], Work] = {}
     for g in launched_graphs(m):
         weights = weight_only(g)
@@ -169,13 +170,21 @@ def works(
             offered = kernel_candidates(n, registry.kernels, target, env, Tuning(), kernels)
             candidates = offered if every or len(offered) > 1 else []
             if kernels:
-                points = (measured or Tuning()).records.get((machine(target), key[0]), {})
-                candidates = _named(candidates, kernels, {kernel for kernel, _ in points.get(key[1], {})})
+                text, sizes = key
+                known = measurements.get((machine(target), text), {}).get(sizes, {})  # by kernel and schedule
+                candidates = _named(candidates, kernels, {kernel for kernel, _ in known})
             distinct[key] = Work(n, g, env, 1, roofline_us(n, target, env), tuple(candidates[:SCHEDULES]))
-    some = [w for w in distinct.values() if w.candidates]
-    reasons = {w.node: _why_not(w.node) for w in some}
-    tuned.skipped += dict.fromkeys(f"{w.node.op.name}: {why}" for w in some if (why := reasons[w.node]))
-    return sorted((w for w in some if not reasons[w.node]), key=lambda w: -w.launches * w.floor_us)
+    measurable = []
+    for w in distinct.values():
+        if not w.candidates:
+            continue
+        if why := _why_not(w.node):
+            reason = f"{w.node.op.name}: {why}"
+            if reason not in tuned.skipped:
+                tuned.skipped.append(reason)
+        else:
+            measurable.append(w)
+    return sorted(measurable, key=lambda w: -w.launches * w.floor_us)
 
 
 def _why_not(n: Node) -> str | None:
@@ -262,7 +271,7 @@ def compiled_artifact(model: Path, scratch: Path, options: Any, settings: Settin
 
     settled = replace(options or Options(), weights="none", reuse=False)
     target = registry.target(settled.target)
-    Timer(target, registry, scratch, jobs=1, context=1, page=target.page_size).reach()
+    Timer(target, registry, scratch, jobs=1, context=1, page=target.page_size).check_device()
     settings.progress(f"compiling {model} without weights (imports torch and transformers)")
     out = scratch / "model.llmc"
     compile_model(str(model), out, settled)

@@ -211,15 +211,15 @@ def _match_all(ps: Sequence[Pattern], vs: Sequence[Value], s: State, t: Tracker)
 
 def _outside(inner: Sequence[tuple[Node, bool]], g: Graph, root: Node) -> str | None:
     """The reason why an inner node cannot be removed, or None if all can be."""
-    nodes = {id(n) for n, _ in inner}
+    matched = {id(n) for n, _ in inner}
+    outputs = {id(v) for v in g.outputs}
     for n, is_shared in inner:
         if n is root or is_shared:
             continue
-        outside = [u for r in n.results for u in r.uses if id(u) not in nodes]
-        if outside:
-            users = len({id(u) for r in n.results for u in r.uses})
-            return f"{n.op.name} has {users} users"
-        if any(r is o for r in n.results for o in g.outputs):
+        users = {id(u) for r in n.results for u in r.uses}
+        if not users <= matched:
+            return f"{n.op.name} has {len(users)} users"
+        if any(id(r) in outputs for r in n.results):
             return f"{n.op.name} is an output of the graph"
     return None
 
@@ -261,18 +261,26 @@ def check(p: Pattern, ops: Mapping[str, OpDef], rule: str, partly: bool = False)
 
 
 def _check_op(p: Op, op: OpDef, rule: str) -> None:
-    least = sum(1 for s in op.operands if not (s.optional or s.many or s.scales))
-    most = None if any(s.many for s in op.operands) else len(op.operands)
-    see = f"`llmc ops {p.op}` prints its signature"
-    if len(p.args) < least or (most is not None and len(p.args) > most):
-        takes = str(least) if least == most else f"{least} or more" if most is None else f"{least} to {most}"
-        raise Diagnostic("E424", f"{rule}: {p.op} takes {takes} operands, the pattern has {len(p.args)}", see)
+    remedy = f"`llmc ops {p.op}` prints its signature"
+    if wrong := _wrong_count(len(p.args), op):
+        raise Diagnostic("E424", f"{rule}: {p.op} takes {wrong} operands, the pattern has {len(p.args)}", remedy)
     for key, expected in p.attrs:
         if key not in op.attrs:
-            known = ", ".join(op.attrs) or "none"
-            raise Diagnostic("E424", f"{rule}: {p.op} has no attribute {key!r} (its attributes: {known})", see)
+            attributes = ", ".join(op.attrs) or "none"
+            raise Diagnostic("E424", f"{rule}: {p.op} has no attribute {key!r} (its attributes: {attributes})", remedy)
         if not isinstance(expected, Var):
             try:
                 op.attrs[key].normal(p.op, key, expected)
             except Mismatch as e:
-                raise Diagnostic("E424", f"{rule}: {e}", see) from None
+                raise Diagnostic("E424", f"{rule}: {e}", remedy) from None
+
+
+def _wrong_count(count: int, op: OpDef) -> str:
+    """How many operands the op takes, such as "2 to 3"; empty if `count` is one of these numbers."""
+    minimum = sum(1 for s in op.operands if not (s.optional or s.many or s.scales))
+    if any(s.many for s in op.operands):
+        return "" if count >= minimum else f"{minimum} or more"
+    maximum = len(op.operands)
+    if minimum <= count <= maximum:
+        return ""
+    return str(minimum) if minimum == maximum else f"{minimum} to {maximum}"

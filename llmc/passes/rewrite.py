@@ -26,8 +26,20 @@ from llmc.passes.base import Ctx
 from llmc.passes.pattern import Match, Op, Pat, check, const, either, match, named, shared, size, through
 
 __all__ = [
-    "Match", "Pat", "Rewrite", "Simplify", "alive", "apply", "const", "either", "match", "named", "shared",
-    "substitute", "sweep", "through",
+    "Match",
+    "Pat",
+    "Rewrite",
+    "Simplify",
+    "apply",
+    "const",
+    "either",
+    "in_graph",
+    "match",
+    "named",
+    "shared",
+    "substitute",
+    "sweep",
+    "through",
 ]  # fmt: skip
 
 Build = Callable[[Any], Value]
@@ -39,7 +51,7 @@ class Misses(dict[tuple[Node, str], str]):
     def report(self, g: Graph, ctx: Ctx) -> None:
         """Record the misses of nodes that still exist in `ctx`."""
         for (n, rule), why in self.items():
-            if alive(g, n):
+            if in_graph(g, n):
                 ctx.miss(rule, n, why)
 
 
@@ -139,7 +151,7 @@ def apply(g: Graph, rules: Sequence[Rule], ctx: Ctx, misses: Misses | None = Non
 
 def _once(g: Graph, n: Node, rules: Sequence[Rule], ctx: Ctx, misses: Misses) -> int:
     """Apply the first matching rule at the node; return the number of rewrites, 0 or 1."""
-    if not alive(g, n) or len(n.results) != 1 or not ctx.allows(n):
+    if not in_graph(g, n) or len(n.results) != 1 or not ctx.allows(n):
         return 0
     for r in rules:
         build = r.attempt(g, n, misses)
@@ -154,7 +166,7 @@ def _once(g: Graph, n: Node, rules: Sequence[Rule], ctx: Ctx, misses: Misses) ->
     return 0
 
 
-def alive(g: Graph, n: Node) -> bool:
+def in_graph(g: Graph, n: Node) -> bool:
     """Whether the node has not been erased."""
     return n.prev is not None or g.nodes.head is n
 
@@ -180,7 +192,7 @@ def sweep(g: Graph, n: Node) -> int:
     erased, work = 0, [n]
     while work:
         n = work.pop()
-        if alive(g, n) and not g.is_used(n):
+        if in_graph(g, n) and not g.is_used(n):
             work += [v.node for v in n.operands if v.node is not None]
             g.erase(n)
             erased += 1

@@ -110,7 +110,7 @@ class AutoRound:
         return replace(self.packing.decode(stored, keys), act=_act(stored.module, keys))
 
     def _changes(self, module: str) -> Mapping[str, Any]:
-        """The keys that a module overrides: by its name, else by the first pattern found in it that has some."""
+        """The keys that are overridden for a module: under its name, or under the first pattern that occurs in it."""
         if module in self.extra:
             return self.extra[module]
         for name, changes in self.extra.items():

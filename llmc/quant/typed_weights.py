@@ -36,65 +36,71 @@ def use_codes(m: Module, source: QuantisedSource, ops: Mapping[str, OpDef]) -> i
     Return the number of stored weights that were replaced.
     """
     g = m.graphs["main"]
-    done = 0
+    count = 0
     orders: dict[str, Value] = {}
     moved: dict[tuple[Value, Value], Value] = {}
     for v in list(g.inputs):
         if not (v.weight and v.uses and v.name in source.formats):
             continue
-        f, transposed = source.formats[v.name], v.name in source.transposed
-        moves = _moves(v, f, transposed)
+        f = source.formats[v.name]
+        moves = _moves(v, f, v.name in source.transposed)
         if moves is None:
             continue
         parts = [g.input(name, t, weight=True) for name, t in source.part_types(v.name).items()]
         b: Any = Builder(g, ops, before=g.nodes.head, loc=v.uses[0].loc)
-        whole = b.assemble(*parts, code=f.code, block=f.block, zero=f.zero, act=f.act, dtype=v.type.dtype)
-        if name := source.orders.get(v.name):
-            if name not in orders:
-                orders[name] = g.input(name, tensor("i32", v.type.shape[1]), weight=True)
-            _reorder(g, v, orders[name], moved, ops)
-        _replace(g, v, whole, moves)
+        assembled = b.assemble(*parts, code=f.code, block=f.block, zero=f.zero, act=f.act, dtype=v.type.dtype)
+        if order := source.orders.get(v.name):
+            if order not in orders:
+                orders[order] = g.input(order, tensor("i32", v.type.shape[1]), weight=True)
+            _reorder(g, v, orders[order], moved, ops)
+        _replace(g, v, assembled, moves)
         g.inputs.remove(v)
-        done += source.counts[v.name]
-    return done
+        count += source.counts[v.name]
+    return count
 
 
 def _moves(v: Value, f: QFormat, transposed: bool) -> list[Node] | None:
     """The nodes that move a weight on its way to products, in order; None if it has other readers.
 
     A weight that is the transpose of its parts has only readers that transpose it back.
+
+    Invariant of the search: `types` has the type that the weight and each moved value will have, None for the
+    transpose of the parts. A concatenation waits until all of its operands have one.
     """
     types = {v: None if transposed else Type(v.type.dtype, v.type.shape, format=f)}
     moves: list[Node] = []
-    todo = [v]
-    while todo:
-        u = todo.pop(0)
-        for n in dict.fromkeys(u.uses):
+    pending = [v]
+    while pending:
+        source = pending.pop(0)
+        for n in dict.fromkeys(source.uses):
             if n in moves:
                 continue
             if n.op.name not in MOVES:
-                if types[u] is None or not _reads(n, u, f):
+                if types[source] is None or not _reads(n, source, f):
                     return None
                 continue
-            t = _moved_type(n, [types.get(o) for o in n.operands], types[u], f)
-            if t is None:
+            moved = _moved_type(n, [types.get(o) for o in n.operands], types[source], f)
+            if moved is None:
                 if n.op.name == "concat" and any(o not in types for o in n.operands):
-                    continue  # until the other operands are known
+                    continue
                 return None
-            types[n.result] = t
+            types[n.result] = moved
             moves.append(n)
-            todo.append(n.result)
-    whole = all(n in moves for u in types for n in u.uses if n.op.name in MOVES)
-    return moves if whole else None
+            pending.append(n.result)
+    all_moved = all(n in moves for source in types for n in source.uses if n.op.name in MOVES)
+    return moves if all_moved else None
 
 
-def _moved_type(n: Node, operands: list[Type | None], of: Type | None, f: QFormat) -> Type | None:
-    """The type of a moved stack; None if the parts cannot be moved so."""
+def _moved_type(n: Node, operands: list[Type | None], source: Type | None, f: QFormat) -> Type | None:
+    """The type of the result of `n`, which moves a value of type `source`; None if parts cannot be moved this way.
+
+    `operands` are the types of all operands of `n`, and None types are as in `_moves`.
+    """
     t = n.result.type
     if n.op.name == "transpose":
         last = t.rank - 1
         back = tuple(n.attrs["perm"]) == (*range(t.rank - 2), last, last - 1)
-        return Type(t.dtype, t.shape, format=f) if of is None and back else None
+        return Type(t.dtype, t.shape, format=f) if source is None and back else None
     if t.rank < 3 or not all(operands):
         return None
     try:
@@ -109,12 +115,12 @@ def _reads(n: Node, v: Value, f: QFormat) -> bool:
     return all(i in places for i, o in enumerate(n.operands) if o is v) and not (f.values and n.op.name == "linear")
 
 
-def _replace(g: Graph, v: Value, whole: Value, moves: list[Node]) -> None:
-    """Make the products that read `v`, directly or through `moves`, read `whole` instead."""
-    new = {v: whole}
+def _replace(g: Graph, v: Value, assembled: Value, moves: list[Node]) -> None:
+    """Make the products that read `v`, directly or through `moves`, read `assembled` instead."""
+    new = {v: assembled}
     for n in moves:
         if n.op.name == "transpose":
-            new[n.result] = whole
+            new[n.result] = assembled
         else:
             new[n.result] = g.add(n.op, [new[o] for o in n.operands], n.attrs, before=n, loc=n.loc).result
     for old, value in new.items():

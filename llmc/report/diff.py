@@ -109,13 +109,13 @@ def _rows(a: Mapping[str, Any], b: Mapping[str, Any]) -> Rows:
 
 def _kernels(a: Opened, b: Opened) -> Rows:
     """Kernels that only one side has, grouped by entry; a kernel's key is a hash of its text and compiler."""
-    ours, theirs = ({k.hash: k.entry for k in x.manifest.kernels} for x in (a, b))
-    left = {k: e for k, e in ours.items() if k not in theirs}
-    right = {k: e for k, e in theirs.items() if k not in ours}
-    entries = dict.fromkeys([*left.values(), *right.values()])
-    return [
-        {"entry": e, "a": [k for k in left if left[k] == e], "b": [k for k in right if right[k] == e]} for e in entries
-    ]
+    entries_a, entries_b = ({k.hash: k.entry for k in x.manifest.kernels} for x in (a, b))
+    rows: dict[str, dict[str, Any]] = {}
+    for side, entries, others in (("a", entries_a, entries_b), ("b", entries_b, entries_a)):
+        for key, entry in entries.items():
+            if key not in others:
+                rows.setdefault(entry, {"entry": entry, "a": [], "b": []})[side].append(key)
+    return list(rows.values())
 
 
 def render(data: Mapping[str, Any], max_lines: int = 60) -> str:

@@ -36,30 +36,37 @@ def compare_graphs(a: Mapping[str, GraphText], b: Mapping[str, GraphText]) -> di
 
 def _align(a: GraphText, b: GraphText) -> tuple[list[dict[str, Any]], list[tuple[Line, Line]]]:
     """Return the rows of inputs and nodes that only one side has, and the pairs of corresponding nodes."""
-    counts: Counter[tuple[str, str, str]] = Counter()
-    only_a, only_b = Counter(a.inputs), Counter(b.inputs)
-    for side, inputs in (("a", only_a - only_b), ("b", only_b - only_a)):
-        counts.update((side, f"input {pattern_name(x)}", "") for x in inputs.elements())
-    left, right = [(n.what, n.loc) for n in a.nodes], [(n.what, n.loc) for n in b.nodes]
+    counts: Counter[tuple[str, str, str]] = Counter()  # (side, text, loc) of what has no counterpart in its place
+    inputs_a, inputs_b = Counter(a.inputs), Counter(b.inputs)
+    for side, only_here in (("a", inputs_a - inputs_b), ("b", inputs_b - inputs_a)):
+        counts.update((side, f"input {pattern_name(x)}", "") for x in only_here.elements())
+    lines_a, lines_b = _lines(a), _lines(b)
     pairs: list[tuple[Line, Line]] = []
-    for kind, i0, i1, j0, j1 in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
+    for kind, a0, a1, b0, b1 in SequenceMatcher(None, lines_a, lines_b, autojunk=False).get_opcodes():
         if kind == "equal":
-            pairs += zip(a.nodes[i0:i1], b.nodes[j0:j1], strict=True)
+            pairs += zip(a.nodes[a0:a1], b.nodes[b0:b1], strict=True)
             continue
-        counts.update(("a", what, pattern(loc)) for what, loc in left[i0:i1])
-        counts.update(("b", what, pattern(loc)) for what, loc in right[j0:j1])
-    rows = [{"side": s, "count": n, "node": what, "loc": loc} for (s, what, loc), n in _excess(counts).items()]
-    order = {loc: i for i, loc in enumerate(dict.fromkeys(r["loc"] for r in rows))}
-    return sorted(rows, key=lambda r: (order[r["loc"]], r["side"])), pairs
+        counts.update(("a", text, pattern(loc)) for text, loc in lines_a[a0:a1])
+        counts.update(("b", text, pattern(loc)) for text, loc in lines_b[b0:b1])
+    rows = [
+        {"side": side, "count": count, "node": text, "loc": loc} for (side, text, loc), count in _excess(counts).items()
+    ]
+    first_row = {loc: i for i, loc in enumerate(dict.fromkeys(row["loc"] for row in rows))}
+    return sorted(rows, key=lambda row: (first_row[row["loc"]], row["side"])), pairs
+
+
+def _lines(g: GraphText) -> list[tuple[str, str]]:
+    """The text and location of each node."""
+    return [(n.text, n.loc) for n in g.nodes]
 
 
 def _excess(counts: Counter[tuple[str, str, str]]) -> dict[tuple[str, str, str], int]:
     """Subtract what both sides have: nodes that are only in a different order."""
     out = {}
-    for (side, what, loc), n in counts.items():
-        other = counts[("b" if side == "a" else "a"), what, loc]
+    for (side, text, loc), n in counts.items():
+        other = counts[("b" if side == "a" else "a"), text, loc]
         if n > other:
-            out[side, what, loc] = n - other
+            out[side, text, loc] = n - other
     return out
 
 
@@ -71,7 +78,7 @@ def pattern_name(text: str) -> str:
 
 def _wiring(a: GraphText, b: GraphText) -> str:
     """Describe the first node or output that reads different values, for graphs with the same nodes."""
-    if [(n.what, n.loc) for n in a.nodes] != [(n.what, n.loc) for n in b.nodes]:
+    if _lines(a) != _lines(b):
         return "the same nodes in a different order"
     ours, theirs = _numbered(a), _numbered(b)
     for x, y in zip(a.nodes, b.nodes, strict=True):
@@ -92,5 +99,5 @@ def _choices(pairs: Sequence[tuple[Line, Line]]) -> list[dict[str, Any]]:
     for x, y in pairs:
         left, right = _ARENA.sub("", x.choice), _ARENA.sub("", y.choice)
         if left != right:
-            rows[x.what, pattern(x.loc), left, right] += 1
+            rows[x.text, pattern(x.loc), left, right] += 1
     return [{"node": w, "loc": loc, "count": n, "a": a, "b": b} for (w, loc, a, b), n in rows.items()]

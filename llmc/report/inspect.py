@@ -154,14 +154,19 @@ def _licenses(m: Manifest) -> dict[str, int]:
 
 def render(data: Mapping[str, Any]) -> str:
     """Format the data of `inspect_artifact` as text."""
+    return "\n".join([*_summary_lines(data), *_optional_lines(data), *_kernel_lines(data)])
+
+
+def _summary_lines(data: Mapping[str, Any]) -> list[str]:
+    """Return the lines that every artifact has: origin, limits, sizes, KV pool, recorded outputs and accuracy."""
     source, target, limits, kv, mem = (data[k] for k in ("source", "target", "limits", "kv", "memory"))
     weights = data["weights"]
     files = weights["files"]
     revision = f" @ {source['revision'][:12]}" if source["revision"] else ""
+    part = f", ONLY {source['part']}" if source["part"] else ""
     features = f" ({len(target['features'])} features)" if target["features"] else ""
     arena = max(mem["arena_bytes"].values(), default=0)
-    part = f", ONLY {source['part']}" if source["part"] else ""
-    lines = [
+    return [
         f"{data['artifact']}: {source['name']}{revision}{part}, {size_text(data['bytes'])}, "
         f"digest {data['digest'][:16]}",
         f"  compiled by {data['compiler']}, format {data['format']}, for {target['name']}{features}",
@@ -175,31 +180,42 @@ def render(data: Mapping[str, Any]) -> str:
         f"  canary    {'recorded' if data['canary'] else 'not recorded (llmc verify --record)'}",
         f"  accuracy  {accuracy_line(data['eval']) if data['eval'] else 'not recorded (llmc eval --record)'}",
     ]
+
+
+def _optional_lines(data: Mapping[str, Any]) -> list[str]:
+    """Return the lines about what only some artifacts have: ranks, drafts, options that were set, notes."""
+    lines = []
     if data["deterministic"]:
         lines.append("  results   deterministic: the same bits in every batch")
     if data["ranks"] > 1:
-        each = f"{size_text(mem['weights_bytes'])} of weights, this memory and a KV pool of this size"
-        each += f", and {size_text(mem['group_bytes'])} to exchange results" if mem.get("group_bytes") else ""
-        lines.append(f"  ranks     {data['ranks']}, each with {each}")
+        mem = data["memory"]
+        per_rank = f"{size_text(mem['weights_bytes'])} of weights, this memory and a KV pool of this size"
+        if mem.get("group_bytes"):
+            per_rank += f", and {size_text(mem['group_bytes'])} to exchange results"
+        lines.append(f"  ranks     {data['ranks']}, each with {per_rank}")
     if drafts := data["speculation"]["drafts"]:
         lines.append(f"  drafts    up to {drafts} per sequence, by {' or '.join(data['speculation']['methods'])}")
-    versions = data["compile"].get("versions", {})
-    lines += ["  versions  " + ", ".join(f"{k} {v}" for k, v in versions.items())] if versions else []
+    if versions := data["compile"].get("versions"):
+        lines.append("  versions  " + ", ".join(f"{k} {v}" for k, v in versions.items()))
     if changed := _changed_options(data["compile"].get("options", {})):
         lines.append("  options   " + ", ".join(f"{k} {v}" for k, v in changed.items()))
-    lines += [f"  note      {n}" for n in data["compile"].get("notes", ())]
-    largest = data["kernels"]["largest"]
-    order = "; below, the slowest of every program by predicted time" if largest else ""
-    lines.append(f"  kernels   {data['kernels']['count']}{order}")
-    lines += [f"  licence   {file}: {n} of these kernels" for file, n in data["kernels"]["licenses"].items()]
-    for p in data["programs"]:
-        lines.append(_program_line(p, data["predicted_us"].get(p["name"])))
+    return lines + [f"  note      {note}" for note in data["compile"].get("notes", ())]
+
+
+def _kernel_lines(data: Mapping[str, Any]) -> list[str]:
+    """Return the number of kernels, their licences, and the programs with the slowest kernels of each."""
+    kernels = data["kernels"]
+    order = "; below, the slowest of every program by predicted time" if kernels["largest"] else ""
+    lines = [f"  kernels   {kernels['count']}{order}"]
+    lines += [f"  licence   {file}: {count} of these kernels" for file, count in kernels["licenses"].items()]
+    for program in data["programs"]:
+        lines.append(_program_line(program, data["predicted_us"].get(program["name"])))
         lines += [
-            f"    {r['us']:>10.1f} us  {r['launches']:>4} x {r['op']:<22} {r['source']}"
-            for r in largest
-            if r["program"] == p["name"]
+            f"    {row['us']:>10.1f} us  {row['launches']:>4} x {row['op']:<22} {row['source']}"
+            for row in kernels["largest"]
+            if row["program"] == program["name"]
         ]
-    return "\n".join(lines)
+    return lines
 
 
 def _changed_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class Line:
     loc: str
 
     @property
-    def what(self) -> str:
+    def text(self) -> str:
         """The node without value names and without its kernel choice."""
         return f"{self.op}{f' {{{self.attributes}}}' if self.attributes else ''} : {self.types}"
 
@@ -61,15 +61,16 @@ def _graphs(text: str, where: str) -> Iterator[GraphText]:
         if not (head := _GRAPH.match(block)):
             continue
         lines = block.splitlines()
-        at = next((i for i, line in enumerate(lines) if line.endswith("{")), None)
-        if at is None:
+        opening = next((i for i, line in enumerate(lines) if line.endswith("{")), None)
+        if opening is None:
             raise damaged(where, f"graph @{head[1]} has no end")
-        inputs = [f"{n}: {t.strip()}" for line in lines[: at + 1] for n, t in _INPUT.findall(line)]
-        ranges = lines[at].removesuffix("{").partition(") where ")[2].strip()
-        inputs += [f"where: {ranges}"] if ranges else []
+        signature, body = lines[: opening + 1], lines[opening + 1 :]
+        inputs = [f"{name}: {kind.strip()}" for line in signature for name, kind in _INPUT.findall(line)]
+        if ranges := signature[-1].removesuffix("{").partition(") where ")[2].strip():
+            inputs.append(f"where: {ranges}")
         nodes: list[Line] = []
         outputs: tuple[str, ...] = ()
-        for line in lines[at + 1 :]:
+        for line in body:
             if line.startswith("  return"):
                 outputs = tuple(x.strip() for x in line[8:].split(","))
             elif line.startswith("  %"):

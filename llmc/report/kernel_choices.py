@@ -41,32 +41,41 @@ def kernel_names(a: Opened) -> dict[str, str]:
 
 
 def _kernel(a: Opened, k: KernelFile, times: Mapping[tuple[str, str], float]) -> dict[str, Any]:
-    counts = {p.name: Counter((x.op, pattern(x.loc)) for x in p.launches if x.kernel == k.hash) for p in a.programs}
-    uses: list[dict[str, Any]] = [
-        {
-            "program": program,
-            "us": times[program, k.hash] if (program, k.hash) in times else None,
-            "places": "; ".join(f"{n} x {op} at {loc or 'no module'}" for (op, loc), n in count.items()),
-        }
-        for program, count in counts.items()
-        if count
-    ]
-    launches = sum(count.total() for count in counts.values())
-    summary = (
-        f"{count_noun(launches, 'launch', 'launches')} in {count_noun(len(uses), 'program')}"
-        if uses
-        else "runs the launches"
-    )
-    source = a.kernel_source(k.hash)
-    known = [u["us"] for u in uses if u["us"] is not None]
-    more = {"us": sum(known) if known else None, "where": summary, "uses": uses, "source": source}
-    return {**vars(k), "size": a.manifest.files[k.file].bytes, **more}
+    uses: list[dict[str, Any]] = []
+    launches = 0
+    for program in a.programs:
+        places = Counter((x.op, pattern(x.loc)) for x in program.launches if x.kernel == k.hash)
+        if not places:
+            continue
+        launches += places.total()
+        uses.append(
+            {
+                "program": program.name,
+                "us": times.get((program.name, k.hash)),
+                "places": "; ".join(f"{n} x {op} at {loc or 'no module'}" for (op, loc), n in places.items()),
+            }
+        )
+    summary = "runs the launches"  # of a program that is one compiled function
+    if uses:
+        summary = f"{count_noun(launches, 'launch', 'launches')} in {count_noun(len(uses), 'program')}"
+    predicted = [use["us"] for use in uses if use["us"] is not None]
+    return {
+        **vars(k),
+        "size": a.manifest.files[k.file].bytes,
+        "us": sum(predicted) if predicted else None,
+        "where": summary,
+        "uses": uses,
+        "source": a.kernel_source(k.hash),
+    }
 
 
 def choices(a: Opened, predictions: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the decisions of `select` per program: chosen kernel and schedule, roofline, and alternatives."""
-    by_program = ((p, [r for r in a.reports["choices"] if r["graph"] == p.name]) for p in a.programs)
-    return [_choices(p, rows, predictions.get("machine")) for p, rows in by_program if rows]
+    decisions = []
+    for program in a.programs:
+        if rows := [r for r in a.reports["choices"] if r["graph"] == program.name]:
+            decisions.append(_choices(program, rows, predictions.get("machine")))
+    return decisions
 
 
 def _choices(p: Program, rows: Sequence[Mapping[str, Any]], machine: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -75,10 +84,11 @@ def _choices(p: Program, rows: Sequence[Mapping[str, Any]], machine: Mapping[str
     if machine:
         for x in predict(p, machine, sizes)["launches"]:
             floors.setdefault((x["op"], x["loc"]), x["us"] - machine["launch_us"])
+    symbols = ("R",) if p.uniform else ("T", "R")
     return {
         "program": p.name,
         "nodes": sum(r["count"] for r in rows),
         "measured": sum(r["count"] for r in rows if r["measured"]),
-        "at": sizes_text({s: n for s, n in sizes.items() if s in (("R",) if p.uniform else ("T", "R"))}),
+        "at": sizes_text({symbol: size for symbol, size in sizes.items() if symbol in symbols}),
         "rows": [{"refused": {}, **r, "floor": floors.get((r["node"].split("(")[0], r["loc"]))} for r in rows],
     }

@@ -45,7 +45,7 @@ def _record(
         family="cpu",
         arch=arch,
         features=features,
-        limits=Limits(threads=threads, l1=32 << 10, l2=1 << 20),
+        limits=Limits(threads=threads, l2=1 << 20),
         peaks=MappingProxyType(peaks),
         bandwidth=min(threads, 8) * 20 * _GIGA,
         languages=("cpp",),

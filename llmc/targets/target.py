@@ -13,13 +13,12 @@ FAMILIES = ("cpu", "cuda", "hip")  # kinds of devices
 class Limits:
     """Sizes that kernels may rely on.
 
-    threads: of the thread pool. l1, l2: cache bytes of one core. units: multiprocessors of a GPU. shared: bytes of
-    shared memory available to one block. warp: threads per warp. near: bandwidth of the cache that all multiprocessors
-    share, relative to memory's.
+    threads: of the thread pool. l2: bytes of the second-level cache of one core. units: multiprocessors of a GPU.
+    shared: bytes of shared memory available to one block. warp: threads per warp. near: bandwidth of the cache that all
+    multiprocessors share, relative to memory's.
     """
 
     threads: int = 1
-    l1: int = 32 << 10
     l2: int = 1 << 20
     units: int = 0
     shared: int = 0
@@ -33,12 +32,12 @@ class Target:
 
     features: the instruction-set features that binaries may use (for CPUs by their names in /proc/cpuinfo); the
     loader checks them. peaks: flop/s by dtype, and bandwidth: byte/s, both only for cost estimates. pipeline: text
-    of the pass pipeline. languages: those of kernels that the device can run, the usual one first. kv_layout: shape
-    of one layer's pages. page_size: tokens per page. vector: bytes of a vector register. flags: the C++ compiler's
-    flags for the machine. launch_us: overhead of a launch. rows, tokens: default limits of an artifact. memory:
-    bytes of the smallest common device of the kind, for plans; 0 if unknown. deterministic: kernels must add in one
-    order for all batches (`Kernel.order`), and compilers must not fuse products into sums. link: byte/s that a rank
-    sends to the other ranks, for cost estimates; 0 if ranks exchange results through memory, at `bandwidth`.
+    of the pass pipeline. languages: those of kernels that the device can run, the usual one first. page_size: tokens
+    per page. vector: bytes of a vector register. flags: the C++ compiler's flags for the machine. launch_us: overhead
+    of a launch. rows, tokens: default limits of an artifact. memory: bytes of the smallest common device of the kind,
+    for plans; 0 if unknown. deterministic: kernels must add in one order for all batches (`Kernel.order`), and
+    compilers must not fuse products into sums. link: byte/s that a rank sends to the other ranks, for cost estimates; 0
+    if ranks exchange results through memory, at `bandwidth`.
     """
 
     name: str
@@ -50,7 +49,6 @@ class Target:
     bandwidth: float
     languages: tuple[str, ...]
     pipeline: str
-    kv_layout: str = "P,2,H,page,D"
     page_size: int = 16
     vector: int = 16
     flags: tuple[str, ...] = ()

@@ -224,8 +224,8 @@ def _run(args: argparse.Namespace, compiles: bool) -> int:
             if args.embed or args.classify:
                 return _print(_pooled(args, session.llm, prompt))
             if prompt is None:
-                return session.talk()
-            return session.once(prompt, chat=chat, as_json=args.json)
+                return session.run_dialog()
+            return session.answer(prompt, chat=chat, as_json=args.json)
         finally:
             if session.llm.trace is not None:
                 session.llm.close()

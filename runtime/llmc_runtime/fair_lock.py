@@ -16,7 +16,7 @@ class FairLock:
     """A context manager that threads enter in order of arrival.
 
     While it is held, no handler of SIGINT and no action of `run_soon` runs; both run when it is released. Entering it
-    raises LlmcError E609 in a process forked from the one that made it, RuntimeError in the thread that holds it.
+    raises LlmcError E609 in a forked process, and RuntimeError in the thread that holds it.
     """
 
     def __init__(self) -> None:

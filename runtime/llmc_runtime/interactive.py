@@ -67,7 +67,7 @@ class Session:
         base = self.llm.get_default_sampling_params(max_tokens=None if chat else MAX_TOKENS)
         return replace(base, **self.overrides)
 
-    def once(self, prompt: str, *, chat: bool, as_json: bool) -> int:
+    def answer(self, prompt: str, *, chat: bool, as_json: bool) -> int:
         """Answer one prompt on stdout, and return the exit code. Raises LlmcError E6xx."""
         stream = self._open_stream([*self._opening(), {"role": "user", "content": prompt}], chat=chat)
         began = time.perf_counter()
@@ -81,7 +81,7 @@ class Session:
             self._report(stream.output, time.perf_counter() - began)
         return 0
 
-    def talk(self) -> int:
+    def run_dialog(self) -> int:
         """Read and answer prompts until the input ends. Return the exit code."""
         chat = self.llm.has_chat_template
         if not self.quiet:

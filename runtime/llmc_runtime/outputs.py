@@ -108,7 +108,7 @@ class Collector:
             skip_special_tokens=params.skip_special_tokens,
             visible=self.visible,
         )
-        self._num_returned = 0  # tokens that `news` has returned
+        self._num_returned = 0  # tokens that `new_output` has returned
         self._total = 0.0  # log-probability of all tokens
         self._rows = PackedLogprobs(params.logprobs or 0)
         self._scores: PackedLogprobs | None = None  # of the prompt, from its second token
@@ -120,8 +120,8 @@ class Collector:
         return self.finish_reason is not None
 
     @property
-    def fresh(self) -> bool:
-        """Whether there are tokens that `news` has not returned yet."""
+    def has_new_tokens(self) -> bool:
+        """Whether there are tokens that `new_output` has not returned yet."""
         return len(self.token_ids) > self._num_returned
 
     @property
@@ -146,7 +146,7 @@ class Collector:
             self._listed = list(scores)
         return self._listed
 
-    def take(self, delta: RequestDelta) -> bool:
+    def add(self, delta: RequestDelta) -> bool:
         """Add a delta. Return True if a stop string ended the output, which must then be aborted in the engine."""
         if self.finished:
             return False
@@ -157,7 +157,7 @@ class Collector:
             self._scores = PackedLogprobs(self.params.prompt_logprobs or 0)
             self._scores.extend(delta.prompt_logprobs)
         rows, last = delta.logprobs, len(delta.new_token_ids) - 1
-        self.num_accepted += max(0, last)  # a step gives one token, and the drafts before it that it accepts
+        self.num_accepted += max(0, last)  # a step yields the drafts that it accepts, and one token
         for i, token in enumerate(delta.new_token_ids):
             self.token_ids.append(token)
             if rows:
@@ -178,19 +178,19 @@ class Collector:
             self._end("abort", None)
 
     def piece(self) -> Piece:
-        """Return what is new since the last call of `piece` or `news`."""
-        new = self.news()
+        """Return what is new since the last call of `piece` or `new_output`."""
+        new = self.new_output()
         rows = None if new.logprobs is None else list(new.logprobs)
         return Piece(new.text, new.token_ids, rows, new.finish_reason, new.stop_reason, new.index)
 
-    def news(self) -> CompletionOutput:
+    def new_output(self) -> CompletionOutput:
         """The same, as a CompletionOutput."""
         start, self._num_returned = self._num_returned, len(self.token_ids)
         tokens, total, logprobs = self.token_ids[start:], None, None
         if self.params.logprobs is not None:
             logprobs = LogprobRows(self.token_ids, self._rows, self._decoded, start, self._num_returned)
             total = sum(self._rows.own(i)[0] for i in range(start, self._num_returned))
-        text = self._text.take(final=self.finished)
+        text = self._text.new_text(final=self.finished)
         return CompletionOutput(self.index, text, tokens, total, logprobs, self.finish_reason, self.stop_reason)
 
     def output(self) -> CompletionOutput:

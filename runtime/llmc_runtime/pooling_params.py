@@ -52,10 +52,10 @@ class PoolingParams:
 
 
 def require_task(pooling: Pooling | None, *tasks: str) -> Pooling | None:
-    """Return `pooling`, if it is that of a model for one of these tasks. Raises LlmcError E616 otherwise."""
-    own = GENERATE if pooling is None else pooling.task
-    if own not in tasks:
-        raise LlmcError("E616", f"the model {_DOES[own]}; this is a request to {' or '.join(tasks)}", _USE[own])
+    """Return `pooling` if the model is for one of these tasks. Raises LlmcError E616 otherwise."""
+    task = GENERATE if pooling is None else pooling.task
+    if task not in tasks:
+        raise LlmcError("E616", f"the model {_DOES[task]}; this is a request to {' or '.join(tasks)}", _USE[task])
     return pooling
 
 

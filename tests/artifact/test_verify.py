@@ -65,7 +65,7 @@ def test_inspect_refuses_what_does_not_open(toy: Path) -> None:
         inspection.inspect_artifact(toy)
 
 
-def test_programs_are_priced_at_sizes_that_they_serve(toy: Path) -> None:
+def test_times_of_programs_are_predicted_at_sizes_that_they_serve(toy: Path) -> None:
     decode, step = (Program.load((toy / f"programs/{n}.json").read_bytes(), n, True) for n in ("decode", "step"))
     some = replace(decode, serves=MappingProxyType({"T": (3, 4), "R": (3, 4)}))
     assert {s: typical(some)[s] for s in "TR"} == {"T": 3, "R": 3}

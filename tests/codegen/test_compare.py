@@ -36,7 +36,7 @@ class FixedTimes:
     def __init__(self, *args: Any, **more: Any) -> None:
         pass
 
-    def reach(self) -> None:
+    def check_device(self) -> None:
         pass
 
     def microseconds(self, candidates: Sequence[Any], symbols: Any) -> list[float]:

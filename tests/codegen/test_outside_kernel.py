@@ -60,7 +60,7 @@ def test_select_finds_it_by_its_op() -> None:
 
 
 def test_measurements_decide(tmp_path: Path) -> None:
-    """cpu/elements is priced above cpu/rows; a record that says otherwise wins."""
+    """The predicted time of cpu/elements is above that of cpu/rows; a record that says otherwise wins."""
     g = Graph("main")
     m = Module({"main": g})
     x = example_graph(OPS["exp"], [np.zeros((3, 5), np.float32)], {})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from llmc.codegen.kernel import LATE, SETTLED, Kernel, Schedule, Source
-from llmc.codegen.launch_plan import emit_graph, settled
+from llmc.codegen.launch_plan import emit_graph, may_read_early
 from llmc.codegen.memory import Storage
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Builder, Graph, Node
@@ -56,7 +56,7 @@ def test_settled(early: tuple[int, ...], grid: Dim, expected: bool) -> None:
     _, before, *_, last = g.nodes
     assert (before.op.name, last.op.name) == ("exp", "add")
     source = Source("f", "triton", "", (), grid=(grid,))
-    assert settled(early, last, before, source, storage, BOUNDS) == expected
+    assert may_read_early(early, last, before, source, storage, BOUNDS) == expected
 
 
 def test_a_state_that_the_launch_in_front_writes_is_not_settled() -> None:
@@ -69,8 +69,8 @@ def test_a_state_that_the_launch_in_front_writes_is_not_settled() -> None:
     g.outputs = [second]
     before, last = g.nodes
     source = Source("f", "triton", "", (), grid=(D("T"),))
-    assert not settled((0,), last, before, source, Storage(g), BOUNDS)
-    assert settled((1, 2, 3), last, before, source, Storage(g), BOUNDS)
+    assert not may_read_early((0,), last, before, source, Storage(g), BOUNDS)
+    assert may_read_early((1, 2, 3), last, before, source, Storage(g), BOUNDS)
 
 
 @pytest.mark.parametrize(("yields", "crowds"), [(True, True), (True, False), (False, True)])

@@ -40,16 +40,16 @@ def test_the_fastest_way_is_measured_and_then_chosen(tmp_path: Path) -> None:
     registry, target = load(), native()
     m = parse(TEXT, OPS)
     tuned = tuning.Tuned("")
-    (work,) = tuning.works(m, registry, target, tuned)
+    (work,) = tuning.tuning_work(m, registry, target, tuned)
     assert work.launches == 2 and {o.kernel.name for o in work.candidates} >= {"cpu/rows", "cpu/elements"}
-    (beside,) = tuning.works(m, registry, target, tuned, kernels=("cpu/elements",))
+    (beside,) = tuning.tuning_work(m, registry, target, tuned, kernels=("cpu/elements",))
     assert {o.kernel.name for o in beside.candidates} == {"cpu/elements", "cpu/rows"}
     assert len([o for o in beside.candidates if o.kernel.name == "cpu/rows"]) <= tuning.RIVALS
     held = record(work.node, "cpu/rows", {}, target, 1.0, work.env)
     for at, kernels in ((held, {"cpu/elements"}), (replace(held, sizes=(("T", 3),)), {"cpu/elements", "cpu/rows"})):
         save(tmp_path / f"{len(kernels)}.jsonl", [at])
         known = Tuning.load(tmp_path / f"{len(kernels)}.jsonl")
-        (added,) = tuning.works(m, registry, target, tuned, kernels=("cpu/elements",), measured=known)
+        (added,) = tuning.tuning_work(m, registry, target, tuned, kernels=("cpu/elements",), measured=known)
         assert {o.kernel.name for o in added.candidates} == kernels
     timer = Timer(target, registry, tmp_path / "cache", jobs=2, context=64, page=16)
     found = [Candidate(work.node, work.graph, work.env, o.kernel, o.schedule) for o in work.candidates]
@@ -76,7 +76,7 @@ graph @main(%ids: i32[T], %table: weight bf16[300, 64]) {
 def test_nodes_of_a_rank_are_measured_without_the_others(tmp_path: Path) -> None:
     registry, target, tuned = load(), native(), tuning.Tuned("")
     m = parse(SHARDED, OPS)
-    (work,) = tuning.works(m, registry, target, tuned, every=True)
+    (work,) = tuning.tuning_work(m, registry, target, tuned, every=True)
     assert work.node.op.name == "take_part"
     assert tuned.skipped == ["all_reduce: it needs all ranks, and a single process measures"]
     timer = Timer(target, registry, tmp_path / "cache", jobs=1, context=64, page=16)
@@ -138,7 +138,7 @@ def test_a_batch_with_a_way_that_fails_is_halved() -> None:
 
     m = parse(TEXT, OPS)
     tuned = tuning.Tuned("")
-    (work,) = tuning.works(m, load(), native(), tuned)
+    (work,) = tuning.tuning_work(m, load(), native(), tuned)
     good, bad = (Candidate(work.node, work.graph, work.env, work.candidates[0].kernel, s) for s in ({}, {"broken": 1}))
     assert tuning.times_of(Broken(), [good, good, bad, good], m, tuned) == [1.0, 1.0, None, 1.0]  # type: ignore[arg-type]
     assert len(tuned.failed) == 1 and "does not compile" in tuned.failed[0]

@@ -1,4 +1,4 @@
-"""The sizes that nodes are priced and measured at."""
+"""The sizes for which times of nodes are predicted and measured."""
 
 from __future__ import annotations
 

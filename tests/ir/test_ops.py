@@ -243,7 +243,7 @@ def test_traits_follow_from_declarations() -> None:
 
 
 @pytest.mark.parametrize("more", [{"flops": "4*z*d"}, {"bytes": "z*bytes_x"}, {"flops": "bytes_w"}])
-def test_a_price_with_an_unknown_name_is_refused_when_the_op_is_declared(more: dict[str, str]) -> None:
+def test_a_cost_with_an_unknown_name_is_refused_when_the_op_is_declared(more: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="known names: bytes_x, d, n, out, scale"):
 
         @op("(x: f[n, d]) -> x[n, d]", **more)

@@ -22,7 +22,7 @@ from llmc.extension import load
 from llmc.ir.graph import Module
 from llmc.ir.ops import OPS
 from llmc.ir.text import parse
-from llmc.measure.tune import Tuned, works
+from llmc.measure.tune import Tuned, tuning_work
 from llmc.passes.base import Ctx
 from llmc.passes.weights.lift_weights import LiftWeights
 from llmc.targets.gpu_targets import sm_90, sm_100
@@ -149,7 +149,7 @@ def test_one_program_mixes_triton_and_cuda(tmp_path: Path) -> None:
 def test_tuning_measures_it_where_it_is_named() -> None:
     def measured(*kernels: str) -> set[str]:
         (work,) = [
-            w for w in works(module(), load(), sm_90(), Tuned(""), kernels=kernels) if w.node.op.name == "linear"
+            w for w in tuning_work(module(), load(), sm_90(), Tuned(""), kernels=kernels) if w.node.op.name == "linear"
         ]
         return {o.kernel.name for o in work.candidates}
 

@@ -203,11 +203,11 @@ def test_numbers_that_are_not_finite_are_counted(dtype: str) -> None:
         patterns = np.concatenate([patterns, np.array([least - 1, least, least + 1, (1 << bits) - 1], kind)])
     values = patterns.view(DTYPES[dtype].np)
     found = NotFinite()
-    found.look("w", values, dtype)
+    found.count("w", values, dtype)
     assert found.found == [("w", int((~np.isfinite(values.astype(np.float64))).sum()))]
     found = NotFinite()
-    found.look("w", values[np.isfinite(values.astype(np.float64))], dtype)
-    found.look("codes", np.array([255], np.uint8), "u8")
+    found.count("w", values[np.isfinite(values.astype(np.float64))], dtype)
+    found.count("codes", np.array([255], np.uint8), "u8")
     assert not found.found and found.note == ""
 
 

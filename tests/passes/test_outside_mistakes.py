@@ -14,7 +14,7 @@ from llmc.cli import _report
 from llmc.codegen.kernel import Kernel
 from llmc.codegen.launch_plan import emit_graph
 from llmc.diagnostics import Diagnostic
-from llmc.extension import Extension, blamed, combine, load
+from llmc.extension import Extension, combine, extension_at_fault, load
 from llmc.ir.graph import Graph, Module
 from llmc.ir.interp import run
 from llmc.ir.opdef import op
@@ -227,7 +227,7 @@ def test_any_other_error_with_an_extensions_code_on_the_stack_is_its(
     try:
         raise ValueError("deep inside")
     except ValueError as e:
-        found = blamed(e)
+        found = extension_at_fault(e)
         assert _report(e, False) == 1
     assert found is not None and found.code == "E427"
     assert "the extension 'mine'" in found.cause and "test_outside_mistakes.py" in found.cause

@@ -18,7 +18,7 @@ from llmc.console import Quiet
 from llmc.frontend.model_folder import open_source
 from llmc.quant.make import sign_rounding
 from llmc.quant.make.expert_folding import fold_experts
-from llmc.quant.make.expert_weights import expert_inputs, expert_tokens, few
+from llmc.quant.make.expert_weights import expert_inputs, expert_tokens, too_few_tokens
 from llmc.quant.make.layer_runs import Layer, LayerRuns
 from llmc.quant.make.model_source import ModelSource
 from llmc.quant.make.plan import Settings
@@ -166,4 +166,4 @@ def test_a_fold_keeps_the_output_of_the_layer(layer: Layer) -> None:
 
 def test_what_few_tokens_are() -> None:
     """Fewer than columns: the sums x xT then say nothing of some directions."""
-    assert few(127, torch.zeros(4, 128)) and not few(128, torch.zeros(4, 128))
+    assert too_few_tokens(127, torch.zeros(4, 128)) and not too_few_tokens(128, torch.zeros(4, 128))

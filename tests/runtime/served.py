@@ -21,7 +21,7 @@ from llmc_runtime.server.http.connection_limit import ConnectionLimit
 from llmc_runtime.server.http.event_loop import ServerLoop
 from llmc_runtime.server.load_shedding import LoadShedder
 from llmc_runtime.server.operations.admission import Admission
-from llmc_runtime.server.operations.metrics_exporter import ServerMetrics, about
+from llmc_runtime.server.operations.metrics_exporter import ServerMetrics, engine_info
 from llmc_runtime.server.protocol import MAX_HEAD_BYTES, HttpConnection, light_connections
 from llmc_runtime.server.serving import Serving
 from llmc_runtime.text.tokenizer import Tokenizer
@@ -82,7 +82,7 @@ def served(
         async with fake(pace, tok=TOK, **options) as llm:
             engines = len(llm.engines)
             stats = llm.stats if engines == 1 else llm.stats_by_engine
-            meters = ServerMetrics("toy", stats, lambda: about(llm, "toy"), alias, names or {})
+            meters = ServerMetrics("toy", stats, lambda: engine_info(llm, "toy"), alias, names or {})
             admission = Admission(
                 sequences, tokens, per_key, meters.refused, ROWS * engines, len(keys), max_wait, lambda: llm.num_waiting
             )

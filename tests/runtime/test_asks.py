@@ -82,12 +82,12 @@ def test_who_asks_an_engine_that_dies_is_reported() -> None:
 def test_a_recording_is_bounded() -> None:
     engine = build(0.0, depth=1)
     answers = ControlServer(engine)
-    assert answers.wait_ms is None and answers.due() is None
-    assert answers.take(ControlRequest(1, "record", 1e9)) is None
+    assert answers.wait_ms is None and answers.finished_recording() is None
+    assert answers.handle(ControlRequest(1, "record", 1e9)) is None
     assert 0 < (answers.wait_ms or 0) <= 60_001
-    second = answers.take(ControlRequest(2, "record", 1.0))
+    second = answers.handle(ControlRequest(2, "record", 1.0))
     assert second is not None and not second.done
-    unknown = answers.take(ControlRequest(3, "no such thing", 1.0))
+    unknown = answers.handle(ControlRequest(3, "no such thing", 1.0))
     assert unknown is not None and not unknown.done
     note = engine.note
     for _ in range(MAX_ROWS // 3):

@@ -85,7 +85,7 @@ def test_a_stream_s_times_are_those_of_its_chunks_with_text() -> None:
     script = [(11.0, event("")), (12.0, b": ping\n\n" + event("a")[:9]), (12.5, event("a")[9:]),
               (12.75, event("b") + event("c")), (14.0, event("d", "length")), (15.0, usage), (16.0, DONE)]  # fmt: skip
     for now[0], data in script:
-        stream.take(data)
+        stream.feed(data)
     assert stream.complete and record.counted
     assert (record.first, record.last, record.chunks) == (12.5, 14.0, 4)
     assert record.gaps.tolist() == [0.25, 0.0, 1.25]
@@ -94,10 +94,10 @@ def test_a_stream_s_times_are_those_of_its_chunks_with_text() -> None:
 
 def test_an_error_event_or_no_end_is_no_whole_stream() -> None:
     broken = Stream(Record(0, 0.0), time.monotonic)
-    broken.take(event("a") + b'data: {"error": {"message": "gone"}}\n\n')
+    broken.feed(event("a") + b'data: {"error": {"message": "gone"}}\n\n')
     assert not broken.complete and broken.error == "gone"
     cut = Stream(Record(0, 0.0), time.monotonic)
-    cut.take(event("a"))
+    cut.feed(event("a"))
     assert not cut.complete and not cut.error
 
 
@@ -111,20 +111,20 @@ def test_streams_of_other_servers_are_read_as_events_are_defined() -> None:
     for data in sent:
         assert stream.complete == (record.chunks == 3)
         for one in split(data, random.Random(of_test())):
-            stream.take(one)
+            stream.feed(one)
     assert stream.complete and record.chunks == 3
     both = Stream(Record(0, 0.0), time.monotonic)
     for index, finish in ((0, None), (1, None), (1, "stop"), (0, "length")):
         assert not both.complete
         choice = {"index": index, "delta": {"content": "x"}, "finish_reason": finish}
-        both.take(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+        both.feed(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
     assert both.complete
 
 
 @pytest.mark.parametrize("sent", ["null", '"ping"', '{"choices": [null]}', '{"choices": 5}', "{", '{"usage": 3}'])
 def test_what_is_no_event_of_a_completion_is_reported(sent: str) -> None:
     with pytest.raises(ValueError):
-        Stream(Record(0, 0.0), time.monotonic).take(f"data: {sent}\n\n".encode())
+        Stream(Record(0, 0.0), time.monotonic).feed(f"data: {sent}\n\n".encode())
 
 
 def test_figures_are_those_of_the_records() -> None:

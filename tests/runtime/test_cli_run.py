@@ -100,7 +100,7 @@ def test_verbose_tells_the_time_to_the_first_token(toy: Path, capsys: pytest.Cap
 def test_sampling_options_reach_the_model(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(
-        interactive.Session, "once", lambda self, prompt, **how: seen.append((self.params(chat=False), how)) or 0
+        interactive.Session, "answer", lambda self, prompt, **how: seen.append((self.params(chat=False), how)) or 0
     )
     given = (
         "-n 5 --min-tokens 2 -t 0.5 --top-p 0.9 --top-k 7 --min-p 0.1 --repetition-penalty 1.1 --presence-penalty 0.2"

@@ -9,7 +9,7 @@ import pytest
 from draw import of_test
 from llmc_runtime import LlmcError, SamplingParams
 from llmc_runtime.sched.request import Request
-from llmc_runtime.sched.token_guide import Banned, Bans, both, empty, mask_of, without
+from llmc_runtime.sched.token_guide import Banned, Bans, both, empty, mask_of, without_ids
 from llmc_runtime.text.bad_words import bad_word_ids
 
 from tests.runtime.guides import Wandering, bits
@@ -28,7 +28,7 @@ def test_masks(vocab: int) -> None:
     a, b = mask_of(some, vocab), mask_of(other, vocab)
     assert a == bits(some, vocab) and len(a) == -(-vocab // 32) * 4
     assert ids_of(mask_of(None, vocab)) == set(range(vocab))
-    assert ids_of(without(a, other)) == some - other and ids_of(both(a, b)) == some & other
+    assert ids_of(without_ids(a, other)) == some - other and ids_of(both(a, b)) == some & other
     assert empty(a) == (not some)
 
 

@@ -55,7 +55,14 @@ def host_of(grammars: Grammars) -> psutil.Process:
 
 def workers_of(grammars: Grammars) -> list[psutil.Process]:
     """Its worker processes that have not ended."""
-    return [one for one in host_of(grammars).children() if one.status() != psutil.STATUS_ZOMBIE]
+    return [one for one in host_of(grammars).children() if _runs(one)]
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it has ended since the list was made
+        return False
 
 
 def test_the_vocabulary_is_built_once(grammars: Grammars) -> None:

@@ -33,9 +33,9 @@ def test_the_whole_is_known_without_reading_it_again() -> None:
     messages = []
     for i, (token, value) in enumerate(zip(ids, values)):
         end = "length" if i == len(ids) - 1 else None
-        part.take(RequestDelta("1", [token], end, logprobs=[TokenLogprobs(value, 1, [], [])]))
+        part.add(RequestDelta("1", [token], end, logprobs=[TokenLogprobs(value, 1, [], [])]))
         if rng.random() < 0.5 or end:
-            messages.append(part.news())
+            messages.append(part.new_output())
         whole = part.output()
         assert whole.cumulative_logprob == pytest.approx(sum(values[: i + 1]))
         assert len(part._text._returned_pieces) + len(part._text._new_pieces) < 5 + i - sum(
@@ -67,7 +67,7 @@ def test_the_scores_of_a_long_prompt_hold_nobody(length: int, apart: bool, monke
         packed = PackedLogprobs(1)
         packed.extend(scores)
         rows = Rows(1, bytes(packed.data))
-        outputs.take([delta_of(Delta(request.first, [50], "length", None, None, 0, None, rows, False))])
+        outputs.process([delta_of(Delta(request.first, [50], "length", None, None, 0, None, rows, False))])
         assert not where
         output = await reader.next()
         assert output is not None and output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
@@ -97,7 +97,7 @@ def test_a_reader_with_an_interval_is_woken_for_the_first_output_and_the_end(mon
         following = asyncio.ensure_future(follow())
         for token, time in enumerate((100.0, 100.01, 100.04, 100.06, 100.07, 100.08), 60):
             now, reason = time, "length" if token == 65 else None
-            outputs.take([delta_of(Delta(request.first, [token], reason, None, None, 0, None, None, False))])
+            outputs.process([delta_of(Delta(request.first, [token], reason, None, None, 0, None, None, False))])
             for _ in range(3):
                 await asyncio.sleep(0)
         await following
@@ -112,7 +112,7 @@ def test_an_error_does_not_wait_for_the_interval() -> None:
         request = prepare(Prompt([50]), SamplingParams(max_tokens=9), [], 512)
         reader = AsyncRequestState("delta", 1e6, "r", None, [50], request.params, None)
         outputs.add(request, reader)
-        outputs.take([delta_of(Delta(request.first, [60], None, None, None, 0, None, None, False))])
+        outputs.process([delta_of(Delta(request.first, [60], None, None, None, 0, None, None, False))])
         assert await reader.next() is not None
         outputs.expire(reader, 1.0)
         with pytest.raises(LlmcError, match="E666"):

@@ -39,8 +39,8 @@ def test_whatever_the_pieces_the_result_is_that_of_the_whole_text(
             assert (grown[: hit.cut], hit.string) == expected
             assert shown <= hit.cut, "text of a stop string was shown"
             return
-        assert rule.safe(grown) >= shown
-        shown = rule.safe(grown)
+        assert rule.num_certain(grown) >= shown
+        shown = rule.num_certain(grown)
         assert shown == max(0, len(grown) - (0 if include or not stops else max(map(len, stops)) - 1))
     assert expected == (text, None)
 
@@ -50,11 +50,11 @@ def run(text: str, **options: object) -> tuple[list[str], OutputText]:
     pieces = []
     for token in TOK.encode(text):
         out.push(token)
-        pieces.append(out.take())
+        pieces.append(out.new_text())
         if out.stopped_by:
             break
     out.finish()
-    return [*pieces, out.take(final=True)], out
+    return [*pieces, out.new_text(final=True)], out
 
 
 def test_the_string_that_completes_earliest_wins() -> None:

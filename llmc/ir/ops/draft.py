@@ -44,11 +44,11 @@ def row_accept(
 ) -> Any:
     """Update the rows after a step that may verify drafted tokens, up to `limit` per row.
 
-    A row's first entry that emits takes its sampled id. The entry after one that takes its id does too if it emits and
-    its token, the draft at that position, equals the id before it. `taken` is -1 for all other entries. The ids
-    taken are counted as output, the last one becomes the row's next token (unless the row is full), and length becomes
-    the number of tokens that are computed and not rejected. The entries of a row that emit are its last ones; a row
-    without any is updated as by row_commit.
+    The entries of a row that emit are its last ones; the token of each, except the first, is a draft. The first takes
+    its sampled id. Each further one takes its own id if the entry before it took one and that equals the draft. `taken`
+    is -1 for all other entries. The ids taken are counted as output, the last one becomes the row's next token (unless
+    the row is full), and length becomes the number of tokens that are computed and not rejected. A row without an entry
+    that emits is updated as by row_commit.
 
     This is the rejection rule of speculative sampling (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv
     2302.01318) for a draft t that is certain, q(t) = 1: `ids` are samples of p, so that t is accepted with probability
@@ -91,7 +91,7 @@ def row_propose(tokens: Any, drafts: Any, length: Any, rows: Any, starts: Any, e
     The row's tokens, length + 1 of them, end with a suffix that also occurs earlier; the longest suffix of min_ngram to
     max_ngram tokens is chosen (columns of `drafts`, see format.row_abi), at its latest earlier occurrence. The tokens
     that follow it there, up to max_drafts and continued periodically, become the history after the row's last token.
-    Without such a suffix it is filled with the last token, so that it always holds ids of the vocabulary. num_drafts
+    Without such a suffix, the last token fills this place, so that it always holds ids of the vocabulary. num_drafts
     becomes the number of tokens drafted; `proposed` is this number at the row's last entry and 0 at all others.
     """
     tokens, drafts = tokens.copy(), drafts.copy()

@@ -105,7 +105,7 @@ def up_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
 def _routed(d: Drawing) -> tuple[Any, Any]:
     """The results of moe_route for random experts; `order` and `starts` of one node agree."""
     experts, pairs = d.shapes["starts"][0] - 1, d.shapes["order"][0]
-    return tuple(d.once("routed", lambda: moe_route.ref(d.rng.integers(0, experts, pairs), experts=experts)))
+    return tuple(d.shared("routed", lambda: moe_route.ref(d.rng.integers(0, experts, pairs), experts=experts)))
 
 
 def drawn_order(d: Drawing, shape: Shape) -> Any:

@@ -21,8 +21,6 @@ from llmc.ir.scalar import call, evaluate, flops, parse_expr, trace
 from llmc.ir.signature import Mismatch, parse_signature
 from llmc.ir.types import Type
 
-BOOL = ("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not")
-
 
 def pointwise(
     name: str,

@@ -1,7 +1,7 @@
 """Ops of quantised weights: unpacking integers from words, and converting between floats and codes with scales.
 
-A value of a quantised type (`Type.format`) stands for its dequantised numbers: an op that takes one computes with
-those. `quantize` and `assemble` create such values; the pass `lower-quantized` replaces them by their parts.
+A value of a quantised type (`Type.format`) stands for its dequantised numbers, and ops compute with these numbers.
+`quantize` and `assemble` create such values; the pass `lower-quantized` replaces them by their parts.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def _block_maximum(result: int) -> Content:
         if not d.exact:
             return np.resize(np.arange(shape[-1]) * d.attrs["block"], shape)
         operands = [slot.name for slot in row_block_max.operands]
-        results = d.once("blocks", lambda: row_block_max.ref(*map(d.operand, operands), block=d.attrs["block"]))
+        results = d.shared("blocks", lambda: row_block_max.ref(*map(d.operand, operands), block=d.attrs["block"]))
         return results[result]
 
     return draw

@@ -147,17 +147,21 @@ def _concat(n: Node) -> Build | None:
     axis = axis_of(n)
     if len(n.operands) == 1:
         return _same(n.operands[0])
-    if len(some := [v for v in n.operands if v.type.shape[axis] != 0]) < len(n.operands):
-        return (lambda b: b.concat(*some, axis=axis)) if some else None
-    if (whole := _whole_of_slices(n.operands, axis)) is not None:
-        return _same(whole)
-    nested = [made_by(v, "concat") for v in n.operands]
-    if any(c and axis_of(c) == axis and len(v.uses) == 1 for c, v in zip(nested, n.operands, strict=True)):
-        flat: list[Value] = []
-        for c, v in zip(nested, n.operands, strict=True):
-            flat += c.operands if c and axis_of(c) == axis else [v]
-        return lambda b: b.concat(*flat, axis=axis)
-    return None
+    non_empty = [v for v in n.operands if v.type.shape[axis] != 0]
+    if len(non_empty) < len(n.operands):
+        return (lambda b: b.concat(*non_empty, axis=axis)) if non_empty else None
+    if (source := _whole_of_slices(n.operands, axis)) is not None:
+        return _same(source)
+    flat: list[Value] = []
+    shrinks = False  # only if a nested concatenation has no other reader, since it remains otherwise
+    for v in n.operands:
+        inner = made_by(v, "concat")
+        if inner is not None and axis_of(inner) == axis:
+            flat += inner.operands
+            shrinks = shrinks or len(v.uses) == 1
+        else:
+            flat.append(v)
+    return (lambda b: b.concat(*flat, axis=axis)) if shrinks else None
 
 
 def _whole_of_slices(parts: Sequence[Value], axis: int) -> Value | None:

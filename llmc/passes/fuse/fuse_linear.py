@@ -131,16 +131,19 @@ def _body(n: Node) -> E:
 
 
 def _emit(g: Graph, n: Node, group: Sequence[Value], ctx: Ctx) -> None:
-    """Build the fused product in the place of `n`."""
+    """Build the fused product in the place of `n`.
+
+    Arguments of its body: first the sums of the products of `group`, one per part, then the extra operands.
+    """
     nodes = [v.node for v in group if v.node is not None]
     parts = sum(map(_parts, nodes))
     extras: list[Value] = []
-    exprs: dict[Value, E] = {}
-    at = 0
+    exprs: dict[Value, E] = {}  # operand of `n` -> its value as an expression of those arguments
+    first_part = 0
     for v, p in zip(group, nodes, strict=True):
-        accs = [arg(at + i) for i in range(_parts(p))]
-        exprs[v] = substitute(_body(p), [*accs, *(_extra(e, extras, parts) for e in p.operands[2:])])
-        at += _parts(p)
+        sums = [arg(first_part + i) for i in range(_parts(p))]
+        exprs[v] = substitute(_body(p), [*sums, *(_extra(e, extras, parts) for e in p.operands[2:])])
+        first_part += _parts(p)
     for v in n.operands:
         if v not in exprs:
             value = const_value(v)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from llmc.ir.graph import Builder, Graph, Module, Node, Value
 from llmc.passes.analysis import made_by
 from llmc.passes.base import Ctx, Pass
-from llmc.passes.rewrite import alive, sweep
+from llmc.passes.rewrite import in_graph, sweep
 
 RULE = "rope-append"
 
@@ -70,7 +70,7 @@ class FuseQkv(Pass):
             new.name = old.name
             g.replace(old, new)
         for end in (n, q.last.node, k.last.node, v.last.node):
-            if end is not None and alive(g, end):
+            if end is not None and in_graph(g, end):
                 sweep(g, end)
         return True
 

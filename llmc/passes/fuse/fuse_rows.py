@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from llmc.ir.graph import Builder, Graph, Module, Node
 from llmc.passes.base import Ctx, Pass
-from llmc.passes.rewrite import alive, substitute
+from llmc.passes.rewrite import in_graph, substitute
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def _fuse(g: Graph, spans: Node, ctx: Ctx) -> int:
     new = b.row_begin(*spans.operands, *states, tokens=spans.attrs["tokens"], page=slots.attrs["page"])
     substitute(g, ids, new[3:4], "fuse-rows")
     substitute(g, slots, new[4:], "fuse-rows")
-    if alive(g, spans):
+    if in_graph(g, spans):
         substitute(g, spans, new[:3], "fuse-rows")
     return 1
 

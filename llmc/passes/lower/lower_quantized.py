@@ -21,7 +21,7 @@ from llmc.passes.lower.round_activations import Rounded, product_of_codes, produ
 MOVES = ("slice", "concat")  # ops that move the parts of a quantised tensor as they move the tensor
 EXPERTS = ("moe_up", "moe_down")
 WEIGHT: Mapping[str, int] = MappingProxyType({**dict.fromkeys(PRODUCTS, 1), **dict.fromkeys(EXPERTS, 3)})  # its place
-EXACT = "bf16"  # the dtype of scales of dtype f8e8m0 in products: it holds every power of two that they have
+EXACT = "bf16"  # the dtype to which f8e8m0 scales are converted in products; it represents every power of two
 
 
 @dataclass(frozen=True)
@@ -54,24 +54,25 @@ class LowerQuantized(Pass):
         return done
 
     def _graph(self, g: Graph, ctx: Ctx, refused: Counter[tuple[str, str]]) -> int:
+        """Lower the readers of quantised values; count in `refused` why products got the dequantised weight."""
         parts, rounded = _Parts(g, ctx), Rounded(g, ctx)
-        done = 0
+        count = 0
         for n in list(g.nodes):
             if n.op.name in MOVES or not any(v.type.format for v in n.operands):
                 continue
+            count += 1
             place = WEIGHT.get(n.op.name)
             f = None if place is None else n.operands[place].type.format
             if f and ctx.allows(n) and ctx.spend():
-                if (why := self._lower(g, n, parts, rounded, ctx)) is None:
-                    done += 1
+                why = self._lower(g, n, parts, rounded, ctx)
+                if why is None:
                     continue
                 refused[f.name, why] += 1
             g.set_operands(n, [parts.dequantized(v, n) if v.type.format else v for v in n.operands])
-            done += 1
         for n in reversed(list(g.nodes)):
             if n.results[0].type.format and not g.is_used(n):
                 g.erase(n)
-        return done
+        return count
 
     def _lower(self, g: Graph, n: Node, parts: _Parts, rounded: Rounded, ctx: Ctx) -> str | None:
         """Replace a product by one over codes; return the reason if no kernel of the target supports it."""

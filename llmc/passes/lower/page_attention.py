@@ -63,18 +63,10 @@ class PageAttention(Pass):
         return sum(self._graph(m, g, ctx, head) for g in graphs)
 
     def _graph(self, m: Module, g: Graph, ctx: Ctx, head: Graph | None) -> int:
+        """Turn one graph into a step; return the number of changes, 0 if it is not a prompt graph."""
         inputs = {v.name: v for v in g.inputs}
-        if self.kv and self.kv not in POOLS:
-            cause = f"pass page-attention: kv={self.kv} is not a dtype of KV pools"
-            raise Diagnostic("E421", cause, f"use one of {', '.join(POOLS)}")
-        if not 0 <= self.speculate <= MAX_DRAFTS:
-            cause = f"pass page-attention: speculate={self.speculate} is not a number of drafted tokens"
-            raise Diagnostic("E421", cause, f"use 0 to {MAX_DRAFTS}")
-        if self.pool and self.pool not in KINDS:
-            raise Diagnostic("E421", f"pass page-attention: pool={self.pool} is not known", f"use {', '.join(KINDS)}")
-        if not {"tokens", "positions", "last"} <= inputs.keys():
-            return 0
-        if not ctx.spend():
+        self._check_options()
+        if not {"tokens", "positions", "last"} <= inputs.keys() or not ctx.spend():
             return 0
         _check(g, 1 if head is None else 2, bool(self.pool))
         drafts = g.name == DRAFT
@@ -96,6 +88,17 @@ class PageAttention(Pass):
         else:
             rows.sample(pools)
         return 1 + len(pools)
+
+    def _check_options(self) -> None:
+        """Raise Diagnostic E421 for an option out of range."""
+        if self.kv and self.kv not in POOLS:
+            cause = f"pass page-attention: kv={self.kv} is not a dtype of KV pools"
+            raise Diagnostic("E421", cause, f"use one of {', '.join(POOLS)}")
+        if not 0 <= self.speculate <= MAX_DRAFTS:
+            cause = f"pass page-attention: speculate={self.speculate} is not a number of drafted tokens"
+            raise Diagnostic("E421", cause, f"use 0 to {MAX_DRAFTS}")
+        if self.pool and self.pool not in KINDS:
+            raise Diagnostic("E421", f"pass page-attention: pool={self.pool} is not known", f"use {', '.join(KINDS)}")
 
 
 def _takes_hidden(g: Graph) -> bool:
@@ -133,8 +136,8 @@ class _Rows:
         """
         self.g, self.options, self.ops, self.prefix = g, options, ops, DRAFT_PREFIX if drafts else ""
         head = _takes_hidden(g)
-        others = list(g.inputs)
-        g.inputs.clear()
+        prompt_inputs = list(g.inputs)
+        g.inputs.clear()  # those of a step come first
         self.rows, self.qlens = (g.input(n, tensor("i32", "R")) for n in ("rows", "qlens"))
         if not options.pool:
             self.emit = g.input("emit", tensor("i32", "R"))
@@ -144,28 +147,28 @@ class _Rows:
         self.pages = g.input("row.pages", state("i32", n, D(length).ceildiv(options.page)))
         if not options.pool:
             self._sampling(g.outputs[0].type.shape[-1], drafts)
-        at = self.length
+        first_position = self.length  # of each row's new tokens
         if drafts:
-            at = self.reach = g.input("row.reach", state("i32", n))
+            first_position = self.reach = g.input("row.reach", state("i32", n))
         elif options.speculate:
             self.drafts = g.input("row.drafts", state("i32", n, DRAFT_WIDTH))
-        g.inputs += others
+        g.inputs += prompt_inputs
         b = Builder(g, ops, before=g.nodes.head)
-        self.starts, self.token_row, self.positions = b.row_spans(self.rows, self.qlens, at, tokens=D("T"))
+        self.starts, self.token_row, self.positions = b.row_spans(self.rows, self.qlens, first_position, tokens=D("T"))
         self.slots = b.row_slots(self.pages, self.token_row, self.positions, page=options.page)
         self.ids = b.row_ids(self.tokens, self.token_row, self.positions)
         last = b.row_first(self.starts) if options.pool == CLS else b.row_last(self.starts)
         self.replacement = {"tokens": self.ids, "positions": self.positions, "last": last}
         if head:
-            (hidden,) = (v for v in others if v.name == HIDDEN)
+            (hidden,) = (v for v in prompt_inputs if v.name == HIDDEN)
             self.hidden = self._hidden_pool(hidden.type)
             before, slots = self._before(b)
             self.replacement |= {"positions": before, HIDDEN: b.page_take(self.hidden, slots)}
             self.append_at, self.attend_at = slots, before
         else:
             self.append_at, self.attend_at = self.slots, self.positions
-        both = any(not n.attrs["causal"] for n in g.nodes if n.op.name == "attention")
-        self.reaches = b.row_reach(self.starts, self.positions) if both else self.attend_at
+        bidirectional = any(not n.attrs["causal"] for n in g.nodes if n.op.name == "attention")
+        self.reaches = b.row_reach(self.starts, self.positions) if bidirectional else self.attend_at
 
     def _before(self, b: Builder) -> tuple[Value, Value]:
         """Return the positions before those of the tokens, and their slots."""

@@ -62,7 +62,7 @@ class Rounded:
             self.g.erase(codes.node)
 
     def _source(self, x: Value) -> tuple[E, list[Value]]:
-        """Return x as an expression over values: that of its norm, if only products read it, else x itself."""
+        """Return x as an expression over values: the norm that computes x, if only products read x; otherwise x."""
         n, shape = x.node, x.type.shape
         e = expression(n) if n is not None and all(u.op.name in PRODUCTS for u in x.uses) else None
         if n is None or e is None or any(x is o for o in self.g.outputs):

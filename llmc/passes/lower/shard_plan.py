@@ -194,14 +194,14 @@ class _Region:
                 if v in self.found.splits:
                     return v, f"{n.op.name} needs it whole"
                 continue
-            made = any(v is x for x in n.results)
             if v in self.found.splits:
                 if self.found.splits[v] != s:
                     return v, f"{n.op.name} needs another axis of it"
                 continue
-            if not made and not self._can_make(v, s):
+            is_operand = all(v is not result for result in n.results)
+            if is_operand and not self._can_make(v, s):
                 continue
-            if not made:
+            if is_operand:
                 self.demanded.add(v)
             self.found.splits[v] = s
             self.work.append(v)
@@ -221,28 +221,29 @@ class _Region:
         """Add the nodes that make or read split values until there are no more."""
         while self.work:
             v = self.work.pop()
-            if stuck := self._around(v, self.found.splits[v]):
+            if stuck := self._neighbours(v, self.found.splits[v]):
                 return stuck
         return None
 
-    def _around(self, v: Value, s: Split) -> Stuck:
+    def _neighbours(self, v: Value, s: Split) -> Stuck:
+        """Add the node that makes a split value and those that read it; a reader that cannot gathers the value."""
         if v.node is not None and v.node not in self.found.relations:
-            r = relate(v.node, v, s, self.ranks)
-            if r is None:
+            relation = relate(v.node, v, s, self.ranks)
+            if relation is None:
                 return v, f"{v.node.op.name} cannot make a part of it"
-            if stuck := self.add(v.node, r):
+            if stuck := self.add(v.node, relation):
                 return stuck
-        for n in dict.fromkeys(v.uses):
-            if n in self.found.relations:
-                if (v, s) not in splits_of(n, self.found.relations[n]):
-                    return v, f"{n.op.name} needs it otherwise"
+        for reader in dict.fromkeys(v.uses):
+            if reader in self.found.relations:
+                if (v, s) not in splits_of(reader, self.found.relations[reader]):
+                    return v, f"{reader.op.name} needs it otherwise"
                 continue
-            r = None if n in self.plan.relations else relate(n, v, s, self.ranks)
-            if r is None:
-                if not self._may_gather(v, s, n):
-                    return v, f"{n.op.name} cannot read a part of it"
+            relation = None if reader in self.plan.relations else relate(reader, v, s, self.ranks)
+            if relation is None:
+                if not self._may_gather(v, s, reader):
+                    return v, f"{reader.op.name} cannot read a part of it"
                 self.found.gathered.add(v)
-            elif stuck := self.add(n, r):
+            elif stuck := self.add(reader, relation):
                 return stuck
         if v in self.outputs and not v.type.state:
             if s.parts != self.ranks:

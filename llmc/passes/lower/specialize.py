@@ -69,9 +69,12 @@ class Specialize(Pass):
         """Make the entry points of a draft model; return the number of graphs."""
         g, entries = m.graphs.pop(DRAFT), m.symbols["R"]
         head = any(v.name == HIDDEN_POOL for v in g.inputs)
-        single = (_device_rows(g, entries), self.decode)
-        model = ((FILL, m.symbols["T"], self.step), (FIRST, entries, self.verify))
-        plans = (*(((FIRST, *single),) if head else model), (NEXT, *single))
+        one_per_row = (_device_rows(g, entries), self.decode)
+        plans = [(NEXT, *one_per_row)]
+        if head:
+            plans.insert(0, (FIRST, *one_per_row))
+        else:
+            plans[:0] = [(FILL, m.symbols["T"], self.step), (FIRST, entries, self.verify)]
         count = 0
         for role, limits, ends in plans:
             for name, bounds in ranges(role, limits, ends):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -40,25 +41,25 @@ class _Lifted:
         self.names: dict[Value, str] = {}
         self.taken: set[str] = set()
 
-    def take(self, v: Value, done: dict[Value, Value]) -> Value:
+    def take(self, v: Value, copies: dict[Value, Value]) -> Value:
         """Copy `v` of an entry point, with everything it depends on, and return the copy."""
-        if v not in done:
+        if v not in copies:
             if v.node is None:
-                done[v] = self.inputs.get(v.name) or self._input(v)
+                copies[v] = self.inputs.get(v.name) or self._input(v)
             else:
-                self._node(v.node, done)
-        return done[v]
+                self._node(v.node, copies)
+        return copies[v]
 
     def _input(self, v: Value) -> Value:
         self.inputs[v.name] = self.graph.input(v.name, v.type, weight=True)
         return self.inputs[v.name]
 
-    def _node(self, n: Node, done: dict[Value, Value]) -> None:
-        operands = [self.take(v, done) for v in n.operands]
+    def _node(self, n: Node, copies: dict[Value, Value]) -> None:
+        operands = [self.take(v, copies) for v in n.operands]
         key = (n.op.name, tuple(map(id, operands)), repr(n.attrs))
         if key not in self.nodes:
             self.nodes[key] = self.graph.add(n.op, operands, n.attrs, loc=n.loc)
-        done.update(zip(n.results, self.nodes[key].results, strict=True))
+        copies.update(zip(n.results, self.nodes[key].results, strict=True))
 
     def output(self, v: Value, inner: Value) -> str:
         """Return the name of output `inner`; a weight that passes through keeps its checkpoint name."""
@@ -82,24 +83,38 @@ def _origin(v: Value) -> str:
 
 
 def _lift(g: Graph, lifted: _Lifted) -> int:
-    """Move the weight-only nodes of one entry point; return how many there were."""
-    known = weight_only(g)
-    inside = [n for n in g.nodes if n.results[0] in known]
-    read = [v for v in known if any(u.results[0] not in known for u in v.uses) or any(v is o for o in g.outputs)]
-    order = {v: i for i, v in enumerate([*g.inputs, *(r for n in g.nodes for r in n.results)])}
-    done: dict[Value, Value] = {}
-    read_as: dict[str, Value] = {}  # equal nodes share one output and one name
-    inputs = [v for v in g.inputs if not v.weight]
-    for v in sorted(read, key=order.__getitem__):
-        name = lifted.output(v, lifted.take(v, done))
-        new = read_as.setdefault(name, Value(v.type, name, weight=True))
-        outside = [u for u in v.uses if u.results[0] not in known]
-        for user in set(outside):
-            user.operands = [new if o is v else o for o in user.operands]
-        new.uses += outside
-        v.uses = [u for u in v.uses if u.results[0] in known]
-        g.outputs = [new if o is v else o for o in g.outputs]
-    g.inputs = [*inputs, *read_as.values()]
-    for n in reversed(inside):
+    """Move the weight-only nodes of one entry point; return how many there were.
+
+    A value that leaves the weight-only part (a reader outside of it, or an output of `g`) becomes an output of
+    @weights, and an input of `g` of that name. Equal nodes share one output, hence also one input.
+    """
+    lifted_values = weight_only(g)
+    lifted_nodes = [n for n in g.nodes if n.results[0] in lifted_values]
+    outputs = set(g.outputs)
+    boundary = [v for v in _in_order(g) if v in lifted_values and (v in outputs or _readers(v, lifted_values))]
+    copies: dict[Value, Value] = {}
+    new_inputs: dict[str, Value] = {}
+    other_inputs = [v for v in g.inputs if not v.weight]
+    for v in boundary:
+        name = lifted.output(v, lifted.take(v, copies))
+        new = new_inputs.setdefault(name, Value(v.type, name, weight=True))
+        readers = _readers(v, lifted_values)
+        for reader in set(readers):
+            reader.operands = [new if operand is v else operand for operand in reader.operands]
+        new.uses += readers
+        v.uses = [u for u in v.uses if u.results[0] in lifted_values]
+        g.outputs = [new if output is v else output for output in g.outputs]
+    g.inputs = [*other_inputs, *new_inputs.values()]
+    for n in reversed(lifted_nodes):
         g.erase(n)
-    return len(inside)
+    return len(lifted_nodes)
+
+
+def _in_order(g: Graph) -> list[Value]:
+    """The graph's inputs and results, in order of definition."""
+    return [*g.inputs, *(r for n in g.nodes for r in n.results)]
+
+
+def _readers(v: Value, lifted_values: Collection[Value]) -> list[Node]:
+    """The uses of a value by nodes that stay in the entry point."""
+    return [u for u in v.uses if u.results[0] not in lifted_values]

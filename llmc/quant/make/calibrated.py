@@ -16,7 +16,7 @@ from llmc.quant.make.kv_ranges import KvRanges
 from llmc.quant.make.layer_runs import Layer, LayerRuns
 from llmc.quant.make.methods import METHODS, REFERENCE
 from llmc.quant.make.model_source import ModelSource
-from llmc.quant.make.plan import Plan, some
+from llmc.quant.make.plan import Plan, first_names
 from llmc.quant.make.rounding import Quantised, finite, round_to_nearest
 
 SPILL = "activations"  # folder of the hidden states, removed at the end
@@ -101,26 +101,29 @@ def _layer(source: ModelSource, plan: Plan, layer: Layer, out: Output) -> set[st
     stored = {n.removeprefix(prefix): s for n, s in source.plain_names().items() if n.startswith(prefix)}
     linears, dtypes = _targets(source, plan, layer, stored)
     dtypes |= _experts(source, plan, layer)
-    found = METHODS[plan.recipe.method](layer, linears, plan.recipe, dtypes) if dtypes else {}
-    if unused := sorted(linears.keys() - found.keys()):
-        cause = f"{some(unused)} in {layer.path} are not used while the layer runs"
+    quantised = METHODS[plan.recipe.method](layer, linears, plan.recipe, dtypes) if dtypes else {}
+    if unused := sorted(linears.keys() - quantised.keys()):
+        cause = f"{first_names(unused)} in {layer.path} are not used while the layer runs"
         raise Diagnostic("E354", cause, f"--ignore {plan.weights[stored[f'{unused[0]}.weight']]}")
     for name in layer.experts:
-        layer.experts[name].of(layer.module).copy_(found[name].values())
+        layer.experts[name].of(layer.module).copy_(quantised[name].values())
     for name in linears:
-        linears[name].weight.data = found[name].values()
-    names = {name: name if name in layer.experts else stored[f"{name}.weight"] for name in found}
-    for name, q in found.items():
-        out.add_weight(plan.weights[names[name]], q)
+        linears[name].weight.data = quantised[name].values()
+    written: set[str] = set()  # names in the checkpoint
+    for name, weight in quantised.items():
+        stored_name = name if name in layer.experts else stored[f"{name}.weight"]
+        out.add_weight(plan.weights[stored_name], weight)
+        written.add(stored_name)
     layer.kv = KvRanges() if plan.kv else None
     layer.advance()
-    written = set(names.values())
     for name, parameter in layer.module.named_parameters():
-        if (at := stored.get(name)) is not None and at not in written:
-            before = source.weight(prefix + name)
-            same = before is not None and torch.equal(before, parameter.data)
-            out.add(at, source.read(at) if same else parameter.data.to(source.dtype(at)))
-            written.add(at)
+        stored_name = stored.get(name, "")
+        if not stored_name or stored_name in written:
+            continue
+        before = source.weight(prefix + name)
+        unchanged = before is not None and torch.equal(before, parameter.data)
+        out.add(stored_name, source.read(stored_name) if unchanged else parameter.data.to(source.dtype(stored_name)))
+        written.add(stored_name)
     return written
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from llmc.quant.make.expert_weights import expert_inputs, few
+from llmc.quant.make.expert_weights import expert_inputs, too_few_tokens
 from llmc.quant.make.folding import TOLERANCE, Scales
 from llmc.quant.make.layer_runs import Layer
 from llmc.quant.make.model_source import ExpertWeight, Slice
@@ -24,19 +24,19 @@ def fold_experts(layer: Layer, scales: Scales) -> set[str]:
 
     Returns the names of the weights that were scaled. Experts with too few tokens are left as they are.
     """
-    found = _wanted(layer, scales)
-    done: set[str] = set()
-    for stack in dict.fromkeys(at[0] for at in found):
-        wanted = {at[1]: scale for at, scale in found.items() if at[0] == stack}
-        second = [e for e in layer.experts.values() if e.stack == stack and e.expert in wanted]
-        size = len(next(iter(wanted.values())))
-        first = [e for e in layer.experts.values() if e.stack != stack and e.rows == size and e.expert in wanted]
+    all_scales = _wanted(layer, scales)
+    scaled: set[str] = set()
+    for stack in dict.fromkeys(stack for stack, _ in all_scales):
+        by_expert = {expert: scale for (of, expert), scale in all_scales.items() if of == stack}
+        second = [e for e in layer.experts.values() if e.stack == stack and e.expert in by_expert]
+        size = len(next(iter(by_expert.values())))
+        first = [e for e in layer.experts.values() if e.stack != stack and e.rows == size and e.expert in by_expert]
         for place in sorted({(e.stack, e.row) for e in first}, reverse=True):  # up usually follows the gate
             rows = [e for e in first if (e.stack, e.row) == place]
-            if len(rows) == len(second) and _fold(layer, rows, second, wanted):
-                done |= {e.stored for e in (*rows, *second)}
+            if len(rows) == len(second) and _fold(layer, rows, second, by_expert):
+                scaled |= {e.stored for e in (*rows, *second)}
                 break
-    return done
+    return scaled
 
 
 def _wanted(layer: Layer, scales: Scales) -> dict[Slice, Tensor]:
@@ -46,24 +46,24 @@ def _wanted(layer: Layer, scales: Scales) -> dict[Slice, Tensor]:
     for at, inputs in expert_inputs(layer):
         weights = [layer.experts[name].of(layer.module) for name in inputs.linears]
         alone = len(weights) == 1 and (at[1], weights[0].shape[1]) in rows
-        if alone and not few(inputs.tokens, weights[0]):
+        if alone and not too_few_tokens(inputs.tokens, weights[0]):
             found[at] = scales(inputs, weights)
     return found
 
 
 def _fold(
-    layer: Layer, first: list[ExpertWeight], second: list[ExpertWeight], wanted: Mapping[int, Tensor]
+    layer: Layer, first: list[ExpertWeight], second: list[ExpertWeight], by_expert: Mapping[int, Tensor]
 ) -> bool:  # fmt: skip
     """Fold the scales into rows of the first products; restore everything and return False if the output changes."""
-    want = layer.call(layer.state(0))
+    expected = layer.call(layer.state(0))
     changed = [e.of(layer.module) for e in (*first, *second)]
     saved = [w.clone() for w in changed]
     for e in first:
-        e.of(layer.module).div_(wanted[e.expert][:, None])
+        e.of(layer.module).div_(by_expert[e.expert][:, None])
     for e in second:
-        e.of(layer.module).mul_(wanted[e.expert])
-    got = layer.call(layer.state(0))
-    if float((got - want).norm()) <= TOLERANCE * float(want.norm()):
+        e.of(layer.module).mul_(by_expert[e.expert])
+    actual = layer.call(layer.state(0))
+    if float((actual - expected).norm()) <= TOLERANCE * float(expected.norm()):
         return True
     for w, before in zip(changed, saved, strict=True):
         w.copy_(before)

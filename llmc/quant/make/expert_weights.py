@@ -20,7 +20,7 @@ from llmc.quant.make.model_source import Slice
 TOKENS = 1  # tokens for each column of an expert's weight below which it is rounded to nearest
 
 
-def few(tokens: int, weight: Tensor) -> bool:
+def too_few_tokens(tokens: int, weight: Tensor) -> bool:
     """Whether this number of tokens is too small to calibrate an expert's weight [n, k]."""
     return tokens < TOKENS * weight.shape[1]
 

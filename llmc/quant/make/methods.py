@@ -10,7 +10,7 @@ from torch.nn import Linear
 
 from llmc.quant.make.awq_scales import awq_scales
 from llmc.quant.make.expert_folding import fold_experts
-from llmc.quant.make.expert_weights import expert_inputs, few
+from llmc.quant.make.expert_weights import expert_inputs, too_few_tokens
 from llmc.quant.make.folding import fold_all
 from llmc.quant.make.gptq_codes import gptq
 from llmc.quant.make.layer_runs import Layer
@@ -35,7 +35,7 @@ def by_gptq(layer: Layer, linears: Mapping[str, Linear], recipe: Recipe, dtypes:
     for _, group in expert_inputs(layer):
         for name in group.linears:
             w = layer.experts[name].of(layer.module)
-            if few(group.tokens, w):
+            if too_few_tokens(group.tokens, w):
                 layer.rounded.add(name)
                 found[name] = round_to_nearest(w, recipe, dtypes[name])
             else:

@@ -85,7 +85,7 @@ class Plan:
         count = sum(prod(source.shape(name)) for name in self.weights)
         tensors = source.files.tensors
         kept = len(tensors) - len(self.weights)
-        linears = f" (of these, linear: {some(self.ignored)})" if self.ignored else ""
+        linears = f" (of these, linear: {first_names(self.ignored)})" if self.ignored else ""
         before, after = size_text(self.bytes_before), size_text(self.bytes_after)
         lines = [
             f"{source.source.model_type}: {len(self.weights)} weights ({count / 1e6:.1f} million parameters) "
@@ -146,7 +146,7 @@ def _dropped(candidates: dict[str, str], ignore: Sequence[str]) -> set[str]:
 
 
 def _routers(source: ModelSource, candidates: dict[str, str]) -> set[str]:
-    """Matrices of a mixture other than its experts, which other loaders keep in linear modules: routers and gates."""
+    """Routers and gates: the matrices of a mixture besides its experts, which other loaders keep in linear modules."""
     parents = {stored.partition(".experts.")[0] for stored in source.experts()}
     return {
         path_of(name)
@@ -169,6 +169,6 @@ def _size(name: str, shape: tuple[int, ...], recipe: Recipe, scale: int) -> int:
     return n * k * recipe.bits // 8 + blocks * scale + (0 if recipe.symmetric else blocks * recipe.bits // 8)
 
 
-def some(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     """Return the first four names, and how many more there are."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Linear
 
-from llmc.quant.make.expert_weights import expert_tokens, few
+from llmc.quant.make.expert_weights import expert_tokens, too_few_tokens
 from llmc.quant.make.layer_runs import Layer
 from llmc.quant.make.recipes import Recipe
 from llmc.quant.make.rounding import Grid, Quantised, extremes, grid_from, round_to_nearest
@@ -97,7 +97,7 @@ def _rounded_experts(layer: Layer, recipe: Recipe, dtypes: Mapping[str, torch.dt
     counts = expert_tokens(layer)
     for name, expert in layer.experts.items():
         w = expert.of(layer.module)
-        if few(counts[expert.slice], w):
+        if too_few_tokens(counts[expert.slice], w):
             found[name] = round_to_nearest(w, recipe, dtypes[name])
             w.copy_(found[name].values())
     layer.rounded |= found.keys()

@@ -74,9 +74,9 @@ class AsyncRequestState(RequestState):
         """Return the outputs that have changed, or all of them for "cumulative"; none if nothing has changed."""
         changed = []
         for part in tuple(self._open):
-            if not (part.fresh or part.finished):
+            if not (part.has_new_tokens or part.finished):
                 continue
-            changed.append(new := part.news())
+            changed.append(new := part.new_output())
             if self._kind != "delta":
                 self._texts[new.index] += new.text
             if part.finished:

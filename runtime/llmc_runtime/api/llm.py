@@ -271,20 +271,20 @@ class LLM(PoolingAPI):
         self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool, priorities: list[int]
     ) -> list[RequestOutput]:
         states: list[RequestState] = []
-        openings = [self._open_grammar(one) for one in params]
+        openings = [self._open_grammar(sampling) for sampling in params]
         try:
-            for i, (prompt, one, priority) in enumerate(zip(prompts, params, priorities)):
+            for i, (prompt, sampling, priority) in enumerate(zip(prompts, params, priorities)):
                 try:
                     guides = self._guides(openings[i])
                     with self._lock:
-                        states.append(self._submit(prompt, one, priority, guides))
+                        states.append(self._submit(prompt, sampling, priority, guides))
                 except LlmcError as e:
                     raise numbered(e, i, len(prompts)) from e
             with Bar(len(prompts), use_tqdm) as bar:
                 for state in states:
                     while not state.finished:
                         with self._lock:
-                            self._outputs.take(self._core.step())
+                            self._outputs.process(self._core.step())
                         bar.show(states)
                 bar.show(states, last=True)
         finally:

@@ -32,11 +32,11 @@ class Stream:
         try:
             while self._open:
                 with self._lock:
-                    if not any(part.finished or part.fresh for part in self._open):
-                        self._outputs.take(self._core.step())
+                    if not any(part.finished or part.has_new_tokens for part in self._open):
+                        self._outputs.process(self._core.step())
                     if self._state.error is not None:
                         raise self._state.error
-                    part = next((part for part in self._open if part.finished or part.fresh), None)
+                    part = next((part for part in self._open if part.finished or part.has_new_tokens), None)
                     if part is not None:
                         if part.finished:
                             self._open.remove(part)

@@ -94,7 +94,7 @@ class Load:
     async def _drive(self, number: int, start: float) -> None:
         """Start the requests of one mix on schedule, and wait until they have ended."""
         mix = self._mixes[number]
-        sharers, until = mix.sharers(self._processes), start + (mix.duration or math.inf)
+        participants, until = mix.participants(self._processes), start + (mix.duration or math.inf)
         share = mix.share(self._process, self._processes)
         gate = asyncio.Semaphore(share or sys.maxsize)
         running: set[asyncio.Task[None]] = set()
@@ -102,9 +102,9 @@ class Load:
         if mix.closed and mix.duration is not None:
             cut = loop.call_later(until + _AFTER - time.monotonic(), _cancel, running)
         for i, at in enumerate(mix.arrivals(str(self._recipe.seed))):
-            if self._process >= sharers:
+            if self._process >= participants:
                 break
-            if i % sharers != self._process:
+            if i % participants != self._process:
                 continue
             if (wait := start + at - time.monotonic()) > 0:
                 await asyncio.sleep(wait)
@@ -146,7 +146,7 @@ class Load:
 
         def on_data(reply: Reply, part: bytes) -> None:
             if reply.status == 200:
-                stream.take(part)
+                stream.feed(part)
             elif len(error_body) < 1 << 16:
                 error_body.extend(part)
 

@@ -48,9 +48,9 @@ class Recipe:
 
         The number is 0 if only the server can count them.
         """
-        sharers = mix.sharers(processes)
+        participants = mix.participants(processes)
         for i, (input_len, output_len) in enumerate(mix.sizes(str(self.seed))):
-            if i % sharers != process:
+            if i % participants != process:
                 continue
             prompt: Any
             if self.items:

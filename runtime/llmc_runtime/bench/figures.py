@@ -33,37 +33,35 @@ class ReportSpec:
 
 def figures(records: Sequence[Record], start: float, spec: ReportSpec) -> dict[str, Any]:
     """Return counts, throughputs and latencies. `duration` is the time from `start` to the end of the last request."""
-    done = [record for record in records if record.status == OK]
+    completed = [record for record in records if record.status == OK]
     streamed = [record for record in records if record.status != FAILED and record.chunks]
     duration = max((record.end for record in records), default=start) - start
     read, written = sum(r.prompt_tokens for r in streamed), sum(r.output_tokens for r in streamed)
     span = max(duration, 1e-9)
-    good = None
-    if spec.goals:
-        good = sum(all(_metric(r, name) <= goal for name, goal in spec.goals.items()) for r in done) / span
+    goodput = sum(_meets_goals(record, spec.goals) for record in completed) / span if spec.goals else None
     return {
         "duration": duration,
-        "completed": len(done),
+        "completed": len(completed),
         "failed": sum(r.status == FAILED for r in records),
         "cut": sum(r.status == CUT for r in records),
         "total_input_tokens": read,
         "total_output_tokens": written,
-        "request_throughput": len(done) / span,
-        "request_goodput": good,
+        "request_throughput": len(completed) / span,
+        "request_goodput": goodput,
         "output_throughput": written / span,
         "total_token_throughput": (read + written) / span,
         "tokens_per_chunk": written / max(sum(r.chunks for r in streamed), 1),
         "max_concurrent_requests": _peak_concurrency(records),
         "max_send_delay_ms": 1e3 * max((r.sent - r.due for r in records if r.sent), default=0.0),
-        **_latencies(done, streamed, spec),
+        **_latencies(completed, streamed, spec),
         "errors": _errors(records),
     }
 
 
-def _latencies(done: Sequence[Record], streamed: Sequence[Record], spec: ReportSpec) -> dict[str, float | None]:
+def _latencies(completed: Sequence[Record], streamed: Sequence[Record], spec: ReportSpec) -> dict[str, float | None]:
     out: dict[str, float | None] = {}
     for name in spec.metrics:
-        values = _values(name, done, streamed)
+        values = _values(name, completed, streamed)
         summary: dict[str, Any] = {"mean": np.mean, "median": np.median, "std": np.std}
         for statistic, reduce in summary.items():
             out[f"{statistic}_{name}_ms"] = float(reduce(values)) if values.size else None
@@ -72,12 +70,17 @@ def _latencies(done: Sequence[Record], streamed: Sequence[Record], spec: ReportS
     return out
 
 
-def _values(name: str, done: Sequence[Record], streamed: Sequence[Record]) -> np.ndarray:
+def _values(name: str, completed: Sequence[Record], streamed: Sequence[Record]) -> np.ndarray:
     if name == "itl":
         gaps = [np.frombuffer(r.gaps, np.float32) for r in streamed if len(r.gaps)]
         return 1e3 * np.concatenate(gaps).astype(np.float64) if gaps else np.empty(0)
-    chosen = [r for r in (done if name == "e2el" else streamed) if name != "tpot" or r.output_tokens > 1]
+    chosen = [r for r in (completed if name == "e2el" else streamed) if name != "tpot" or r.output_tokens > 1]
     return np.array([_metric(r, name) for r in chosen], np.float64)
+
+
+def _meets_goals(record: Record, goals: Mapping[str, float]) -> bool:
+    """Whether a request meets every service-level objective (metric to milliseconds)."""
+    return all(_metric(record, name) <= limit for name, limit in goals.items())
 
 
 def _metric(record: Record, name: str) -> float:

@@ -45,7 +45,7 @@ class Stream:
         self._ended: dict[int, bool] = {}  # choice -> whether it has a finish reason
         self.error = ""
 
-    def take(self, data: bytes) -> None:
+    def feed(self, data: bytes) -> None:
         """Process a part of the body. Raises ValueError if an event is not a chunk of a completion."""
         now = self._clock()
         if b"\r" in data:  # JSON contains none, so these are line ends

@@ -211,26 +211,27 @@ def _report(
 ) -> dict[str, Any]:
     late = float(np.percentile(results.late, 99)) * 1e3 if results.late else 0.0
     total = figures(results.records, results.start, spec)
-    each = {
+    by_mix = {
         mix.name: figures([r for r in results.records if r.mix == i], results.start, spec)
         for i, mix in enumerate(mixes)
     }
-    one = mixes[0] if len(mixes) == 1 else None
+    only_mix = mixes[0] if len(mixes) == 1 else None
     report = {
         "date": time.strftime("%Y%m%d-%H%M%S"), "backend": args.backend or "openai", "endpoint": args.endpoint,
         "model_id": plan["recipe"]["model"], "version": __version__, "seed": args.seed,
         "num_prompts": len(results.records), "client_processes": args.client_processes,
-        "request_rate": one.to_json()["rate"] if one else None, "burstiness": one.burstiness if one else None,
-        "max_concurrency": one.max_concurrency if one else None,
+        "request_rate": only_mix.to_json()["rate"] if only_mix else None,
+        "burstiness": only_mix.burstiness if only_mix else None,
+        "max_concurrency": only_mix.max_concurrency if only_mix else None,
         **total,
         "goals": dict(spec.goals or {}),
         "client": {"busiest_process": results.busy, "p99_late_ms": late},
     }  # fmt: skip
-    if one is None:
-        report["mixes"] = {mix.name: {"mix": mix.to_json(), **each[mix.name]} for mix in mixes}
+    if only_mix is None:
+        report["mixes"] = {mix.name: {"mix": mix.to_json(), **by_mix[mix.name]} for mix in mixes}
     if args.save_detailed:
         report |= _detailed(results)
-    return report | {"warnings": _warnings(results.busy, late, mixes, each)}
+    return report | {"warnings": _warnings(results.busy, late, mixes, by_mix)}
 
 
 def _detailed(results: workers.ClientResults) -> dict[str, list[Any]]:

@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,24 +45,17 @@ async def run(
 
     `show` is called with the elapsed seconds and the counts by mix, summed over the processes.
     """
-    line = (json.dumps(plan) + "\n").encode()
     clients = [await _start(i, processes) for i in range(processes)]
     try:
-        for client in clients:
-            assert client.stdin is not None
-            client.stdin.write(line)
-        await asyncio.gather(*(_ready(client) for client in clients))
+        _write(clients, json.dumps(plan))
+        await asyncio.gather(*map(_line, clients))  # every process reports that it is ready
         start = time.monotonic() + _AHEAD
-        for client in clients:
-            assert client.stdin is not None
-            client.stdin.write(f"{start!r}\n".encode())
-        latest: dict[int, dict[str, list[int]]] = {}
+        _write(clients, repr(start))
+        counts_by_process: dict[int, dict[str, list[int]]] = {}
 
         def on_progress(process: int, counts: dict[str, list[int]]) -> None:
-            latest[process] = counts
-            every = latest.values()
-            summed = {name: [sum(column) for column in zip(*(part[name] for part in every))] for name in counts}
-            show(time.monotonic() - start, summed)
+            counts_by_process[process] = counts
+            show(time.monotonic() - start, _summed(list(counts_by_process.values())))
 
         results = await asyncio.gather(*(_listen(i, client, on_progress) for i, client in enumerate(clients)))
     finally:
@@ -70,10 +63,24 @@ async def run(
             if client.returncode is None:
                 client.kill()
             await client.wait()
-    late = [value for _, _, values in results for value in values]
     return ClientResults(
-        [r for records, _, _ in results for r in records], start, max(busy for _, busy, _ in results), late
+        records=[record for records, _, _ in results for record in records],
+        start=start,
+        busy=max(busy for _, busy, _ in results),
+        late=[seconds for _, _, late in results for seconds in late],
     )
+
+
+def _write(clients: Sequence[asyncio.subprocess.Process], line: str) -> None:
+    """Write a line to the standard input of every process."""
+    for client in clients:
+        assert client.stdin is not None
+        client.stdin.write(f"{line}\n".encode())
+
+
+def _summed(parts: Sequence[Mapping[str, list[int]]]) -> dict[str, list[int]]:
+    """Add up the counts of processes by mix; all processes have the same mixes."""
+    return {mix: [sum(column) for column in zip(*(part[mix] for part in parts))] for mix in parts[0]}
 
 
 async def _start(process: int, processes: int) -> asyncio.subprocess.Process:
@@ -93,10 +100,6 @@ async def _line(client: asyncio.subprocess.Process) -> dict[str, Any]:
             "E671", f"the server cannot be measured: {message['failed']}", "check that it runs and serves the model"
         )
     return message
-
-
-async def _ready(client: asyncio.subprocess.Process) -> None:
-    await _line(client)
 
 
 async def _listen(

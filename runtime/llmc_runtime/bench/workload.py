@@ -1,7 +1,7 @@
 """A traffic mix: the number, sizes and arrival times of requests.
 
-If several processes share a mix, request i belongs to process i % sharers. Each process draws all arrival times and
-sizes from the same seed, so that the requests do not depend on the number of processes.
+If several processes share a mix, request i belongs to process i % participants. Each process draws all arrival times
+and sizes from the same seed, so that the requests do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Mix:
         """Whether a request is sent when another one ends (a closed loop), instead of at its own time."""
         return self.rate == math.inf
 
-    def sharers(self, processes: int) -> int:
+    def participants(self, processes: int) -> int:
         """Return how many of the client processes take part."""
         return min(processes, self.max_concurrency or processes, self.num_prompts or processes)
 
@@ -84,8 +84,8 @@ class Mix:
         """Return this process's share of `max_concurrency`; None: unlimited."""
         if self.max_concurrency is None:
             return None
-        sharers = self.sharers(processes)
-        return self.max_concurrency // sharers + (process < self.max_concurrency % sharers)
+        participants = self.participants(processes)
+        return self.max_concurrency // participants + (process < self.max_concurrency % participants)
 
     def arrivals(self, seed: str) -> Iterator[float]:
         """Yield the seconds after the start at which requests 0, 1, ... are due.

@@ -42,7 +42,7 @@ class ControlClient:
         finally:
             del self._pending[number]
 
-    def take(self, reply: ControlReply) -> None:
+    def deliver(self, reply: ControlReply) -> None:
         """Deliver a reply."""
         future = self._pending.get(reply.number)
         if future is not None and not future.done():
@@ -62,9 +62,11 @@ class ControlServer:
         self._engine = engine
         self._recording: tuple[ControlRequest, float, Recorder, Callable[[], None]] | None = None
 
-    def take(self, request: ControlRequest) -> ControlReply | None:
-        """Return the reply, or None for a recording that starts, whose reply `due` returns. There is one recording at a
-        time."""
+    def handle(self, request: ControlRequest) -> ControlReply | None:
+        """Return the reply; None for a recording that starts, whose reply `finished_recording` returns.
+
+        There is one recording at a time.
+        """
         if request.method == RECORD and self._recording is None:
             seconds = min(max(request.seconds, 0.0), MAX_SECONDS)
             self._recording = (request, time.monotonic() + seconds, *attach_recorder(self._engine, MAX_ROWS))
@@ -72,7 +74,7 @@ class ControlServer:
         done = request.method == RESET and self._engine.scheduler.reset_prefix_cache()
         return ControlReply(request.number, done, [])
 
-    def due(self) -> ControlReply | None:
+    def finished_recording(self) -> ControlReply | None:
         """Return the reply of a recording whose time is over, else None."""
         if self._recording is None or time.monotonic() < self._recording[1]:
             return None
@@ -82,5 +84,5 @@ class ControlServer:
 
     @property
     def wait_ms(self) -> int | None:
-        """Milliseconds until `due` returns a reply; None if nothing is being recorded."""
+        """Milliseconds until `finished_recording` returns a reply; None if nothing is being recorded."""
         return None if self._recording is None else max(1, int((self._recording[1] - time.monotonic()) * 1000) + 1)

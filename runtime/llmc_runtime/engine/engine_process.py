@@ -269,7 +269,7 @@ class EngineProcess:
                     self._send(Outputs(deltas))
                 if error is not None:
                     return 1
-            if (reply := control.due()) is not None:
+            if (reply := control.finished_recording()) is not None:
                 self._send(reply)
             if not loop.busy:
                 self._began = 0.0
@@ -299,7 +299,7 @@ class EngineProcess:
             if isinstance(message, Abort):
                 loop.abort(message.ids)
             elif isinstance(message, ControlRequest):
-                if (reply := control.take(message)) is not None:
+                if (reply := control.handle(message)) is not None:
                     self._send(reply)
             else:
                 self._invalid_messages += 1

@@ -37,12 +37,12 @@ class MeteredOutputs(OutputProcessor):
         self.load.queued_tokens += request.uncached
         self.load.sequences += len(state.ids)
 
-    def take(self, deltas: Iterable[RequestDelta]) -> None:
+    def process(self, deltas: Iterable[RequestDelta]) -> None:
         """Add the deltas of a step to their requests."""
         arrived = tuple(deltas)
         for delta in arrived if self._queued else ():
             self._begin(delta.id)
-        super().take(arrived)
+        super().process(arrived)
 
     def drop(self, state: RequestState) -> None:
         """Close a request."""
@@ -206,8 +206,7 @@ class Instances:
         return next((reply for reply in replies if not reply.done), replies[0])
 
     async def restart(self, drain: float) -> None:
-        """Restart the engines one after the other (see Supervisor.restart), so that the others serve meanwhile. Stops
-        at the first error."""
+        """Restart one engine after another (see Supervisor.restart) while the others serve. Stop at the first error."""
         for engine in self.engines:
             await engine.restart(drain)
 

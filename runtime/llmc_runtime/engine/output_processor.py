@@ -45,7 +45,7 @@ class OutputProcessor:
         self._parts |= {one: (state, part) for one, part in zip(state.ids, state.parts, strict=True)}
         self._states[state] = None
 
-    def take(self, deltas: Iterable[RequestDelta]) -> None:
+    def process(self, deltas: Iterable[RequestDelta]) -> None:
         """Add the deltas of a step to their requests. Outputs that ended by a stop string, or that belong to no open
         request, are aborted."""
         unwanted: list[str] = []
@@ -56,7 +56,7 @@ class OutputProcessor:
                     unwanted.append(delta.id)
                 continue
             state, part = entry
-            if part.take(delta):
+            if part.add(delta):
                 unwanted.append(delta.id)
             if part.finished:
                 del self._parts[delta.id]

@@ -178,12 +178,12 @@ class Supervisor:
             self._client.abort([*map(int, ids)])
 
     def _take(self, deltas: list[Delta]) -> None:
-        self.outputs.take(map(delta_of, deltas))
+        self.outputs.process(map(delta_of, deltas))
 
     async def _open(self) -> Ready:
         heartbeat = min(0.2, self._args.heartbeat_timeout / 5)
         began = time.monotonic()
-        client = EngineClient(self._command, heartbeat, self._take, self._control.take, self._say)
+        client = EngineClient(self._command, heartbeat, self._take, self._control.deliver, self._say)
         try:
             self.ready = await client.open(self._opening, self._args.start_timeout)
         except BaseException:

@@ -70,7 +70,7 @@ class DraftSteps:
 
 
 def _drafting(work: Sequence[Work]) -> Iterator[list[int]]:
-    """Yield the rows of each draft: those with at least one, then those with at least two, and so on."""
+    """Yield the rows that draft a first token, then those that draft a second one, and so on."""
     drafting = [w for w in work if w.propose]
     for index in range(max((w.propose for w in drafting), default=0)):
         yield [w.row for w in drafting if w.propose > index]

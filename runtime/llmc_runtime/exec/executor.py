@@ -31,8 +31,8 @@ _LOGPROBS = (("logprob", np.float32), ("rank", np.int32), ("top_ids", np.int32),
 class Ticket:
     """A step in flight: its work, the event at its end, and the u8 output buffers, which are valid after the event.
 
-    `ids` are the sampled ids, or what is pooled. `entries` are the rows of logits. They equal `work`, except that work
-    whose prompt is scored or that has drafts is split into one entry per token. `needs_logprobs` flags the entries that
+    `ids` are the sampled ids, or what is pooled. `entries` are the rows of logits: one per item of `work`, or one per
+    token if the item has drafts or its prompt is scored. `needs_logprobs` flags the entries that
     need log-probabilities; it is empty if none does. `proposed` are the numbers of tokens drafted per entry; None if
     none are. `rest` runs the second half of an open step; its event is recorded after that. `looks` are requests for
     tokens of rows, and `looked` has these tokens, by row. `plain`: the draft model does nothing after it.

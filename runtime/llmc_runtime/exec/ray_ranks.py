@@ -21,7 +21,7 @@ from llmc_runtime.exec.rank_messages import Failed, Hello, Link, Place, Placemen
 from llmc_runtime.format.errors import LlmcError, missing_extra
 from llmc_runtime.python_command import LinkedProcess, memory_file, module_command, socket_folder
 
-_CPU_SECONDS = 60.0  # for CPUs that others use, such as a group that is ending
+_CPU_SECONDS = 60.0  # to wait for CPUs, for example those of a group that is ending
 _CONNECT_SECONDS = 40.0  # for the connection to the cluster
 _START_SECONDS = 60.0  # for the actors' processes
 _HELLO_SECONDS = 5.0

@@ -18,7 +18,7 @@ def offers(group: str, name: str) -> bool:
 def offered_class(group: str, name: str, base: type[_T]) -> tuple[type[_T] | None, str]:
     """Return (subclass of `base`, "") or (None, why there is none).
 
-    Its package is imported, so that its code runs.
+    Importing the class runs code of its package.
     """
     points = _points(group, name)
     if len(points) != 1:

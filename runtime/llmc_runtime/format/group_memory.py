@@ -13,7 +13,6 @@ STATUS_WORD = 2  # word: address of the group's status in host memory, an i32: 0
 ENDED_WORD = 3  # word: 1 once a kernel of this rank has given up
 PEERS_WORD = 4  # first of MAX_PEERS words: the address of every rank's memory in this process
 MAX_PEERS = 64  # maximum number of ranks
-WORD = 8  # bytes
 COUNTERS = 1024  # offset of the counters in bytes
 PROGRAMS = 256  # maximum number of programs of a kernel that exchanges
 DATA = 4096  # offset of the slots in bytes; they are multiples of 16

@@ -42,7 +42,7 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A weight file, with one SHA-256 for every `block` bytes. `rank` is the one that reads it; None: every rank."""
+    """A weight file, with one SHA-256 for every `block` bytes. Only `rank` reads it; None: all ranks."""
 
     file: str
     bytes: int

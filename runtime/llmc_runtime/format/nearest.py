@@ -10,8 +10,9 @@ _PART = 0.7  # similarity of a part of a name from which it is suggested
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Return up to three names like `name`, the most similar first: those that are close, else those with a part that
-    is, as rms_norm for nrom.
+    """Return up to three names like `name`, the most similar first.
+
+    If no name is similar as a whole, these are names of which a part is, such as rms_norm for nrom.
     """
     names = list(known)
     if close := get_close_matches(name, names, 1, 0.7):

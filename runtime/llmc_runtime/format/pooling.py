@@ -65,8 +65,8 @@ class Pooling:
         return pooling
 
 
-def require_generation(pooling: Pooling | None, what: str) -> None:
-    """Raise LlmcError E616 if the model pools; `what` is the request that needs one that generates."""
+def require_generation(pooling: Pooling | None, request: str) -> None:
+    """Raise LlmcError E616 if the model pools. `request` names what was requested of a model that generates."""
     if pooling is not None:
-        cause = f"{what}, and the model pools its prompts ({pooling.task})"
+        cause = f"{request}, and the model pools its prompts ({pooling.task})"
         raise LlmcError("E616", cause, "use an artifact of a model that generates text")

@@ -300,38 +300,47 @@ def _rows(values: list[Any]) -> str:
 def _check(p: Program, where: str) -> None:
     """Check constraints between fields: indices in range, symbols declared, arena offsets inside the arena."""
     by_name = {b.name: b for b in p.buffers}
-    known = frozenset(p.symbols)
-    top = p.top()
     if len(by_name) != len(p.buffers):
         raise damaged(where, "two buffers have the same name")
-    if not set(p.serves) <= known:
+    if not set(p.serves) <= frozenset(p.symbols):
         raise damaged(where, "'serves' uses an undeclared symbol")
-    for i, b in enumerate(p.buffers):
-        path = f"{where}.buffers[{i}]"
-        for e in (*b.shape, b.bytes):
-            if not e.symbols <= known:
-                raise damaged(path, f"size {e} uses an undeclared symbol")
-        if b.alias is not None and b.alias not in by_name:
-            raise damaged(path, f"alias of unknown buffer {b.alias[:80]!r}")
-        if b.kind == "arena" and b.alias is None and b.offset + b.bytes(top) > p.arena_bytes:
-            raise damaged(path, f"ends past the arena of {p.arena_bytes} bytes")
-    for i, x in enumerate(p.launches):
-        path = f"{where}.launches[{i}]"
-        if any(not 0 <= a < len(p.buffers) for a in x.args):
-            raise damaged(path, "an argument's index is out of range")
-        mapped = (e for m in x.maps for e in (*m.shape, *m.strides, m.offset))
-        if any(not e.symbols <= known for e in (*x.sizes, *x.grid, *mapped)):
-            raise damaged(path, "a size uses an undeclared symbol")
-        _check_cluster(x, top, path)
-        for m in x.maps:
-            if m.arg >= len(x.args) or (not x.params and sum(m.arg == other.arg for other in x.maps) > 1):
-                raise damaged(path, "a tensor map has an argument index that is out of range or used twice")
-            b = p.buffers[x.args[m.arg]]
-            owner = _memory(b, by_name)
-            for env in (top, p.smallest_states()) if owner.kind == "state" else (top,):
-                m.check(b.dtype, owner.offset, owner.bytes(env), env, path)
-        for j, param in enumerate(x.params):
-            _check_param(param, x, p, by_name, f"{path}.params[{j}]")
+    top = p.top()
+    for i, buffer in enumerate(p.buffers):
+        _check_buffer(buffer, p, top, by_name, f"{where}.buffers[{i}]")
+    for i, launch in enumerate(p.launches):
+        _check_launch(launch, p, top, by_name, f"{where}.launches[{i}]")
+
+
+def _check_buffer(buffer: Buffer, p: Program, top: Mapping[str, int], by_name: Mapping[str, Buffer], path: str) -> None:
+    """Check that sizes use declared symbols, that an alias exists, and that the buffer lies inside the arena."""
+    for size in (*buffer.shape, buffer.bytes):
+        if not size.symbols <= top.keys():
+            raise damaged(path, f"size {size} uses an undeclared symbol")
+    if buffer.alias is not None and buffer.alias not in by_name:
+        raise damaged(path, f"alias of unknown buffer {buffer.alias[:80]!r}")
+    in_arena = buffer.kind == "arena" and buffer.alias is None
+    if in_arena and buffer.offset + buffer.bytes(top) > p.arena_bytes:
+        raise damaged(path, f"ends past the arena of {p.arena_bytes} bytes")
+
+
+def _check_launch(x: Launch, p: Program, top: Mapping[str, int], by_name: Mapping[str, Buffer], path: str) -> None:
+    """Check a launch's indices and symbols, its cluster, and that tensor maps and parameters lie inside buffers."""
+    if any(not 0 <= index < len(p.buffers) for index in x.args):
+        raise damaged(path, "an argument's index is out of range")
+    map_sizes = (size for m in x.maps for size in (*m.shape, *m.strides, m.offset))
+    if any(not size.symbols <= top.keys() for size in (*x.sizes, *x.grid, *map_sizes)):
+        raise damaged(path, "a size uses an undeclared symbol")
+    _check_cluster(x, top, path)
+    map_args = [m.arg for m in x.maps]
+    for m in x.maps:
+        if m.arg >= len(x.args) or (not x.params and map_args.count(m.arg) > 1):
+            raise damaged(path, "a tensor map has an argument index that is out of range or used twice")
+        mapped = p.buffers[x.args[m.arg]]
+        owner = _memory(mapped, by_name)
+        for env in (top, p.smallest_states()) if owner.kind == "state" else (top,):
+            m.check(mapped.dtype, owner.offset, owner.bytes(env), env, path)
+    for j, param in enumerate(x.params):
+        _check_param(param, x, p, by_name, f"{path}.params[{j}]")
 
 
 def _check_cluster(x: Launch, top: Mapping[str, int], path: str) -> None:

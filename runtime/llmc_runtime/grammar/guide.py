@@ -94,7 +94,7 @@ class GrammarGuide:
         self._leave()
         self.sent = 0.0
 
-    def take(self, kind: int, serial: int, payload: bytes) -> None:
+    def receive(self, kind: int, serial: int, payload: bytes) -> None:
         """Store a result of the worker (see wire)."""
         if kind == wire.AHEAD_END:
             self._looking = 0 if serial == self._looking else self._looking

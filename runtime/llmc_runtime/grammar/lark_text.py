@@ -58,7 +58,7 @@ def repeated(one: str, between: str, most: int) -> str:
     return one if most == 1 else f"{one} ({joined}){{0,{most - 1}}}"
 
 
-def without(texts: Sequence[str]) -> str:
+def text_without(texts: Sequence[str]) -> str:
     """Return an expression for any text that contains none of `texts`."""
     return " & ".join([f"/{ANY}/", *(f"~/{ANY}{regex(one)}{ANY}/" for one in texts)])
 
@@ -75,9 +75,9 @@ def text_until(
     if mark.startswith('"'):
         parts = [f"/{one}{regex(before + end)}/" for one in patterns]
         parts.append(f"~/{ANY}{regex(end)}(?s:.+)/")
-        return f"{rule}[lazy]: {name}\n{name}: {' & '.join(parts)} & {without(others)}"
+        return f"{rule}[lazy]: {name}\n{name}: {' & '.join(parts)} & {text_without(others)}"
     parts = [f"/{one}{regex(before)}/" for one in patterns]
-    return f"{rule}: {name}{'' if before else '?'} {mark}\n{name}: {' & '.join(parts)} & {without([end, *others])}"
+    return f"{rule}: {name}{'' if before else '?'} {mark}\n{name}: {' & '.join(parts)} & {text_without([end, *others])}"
 
 
 def after_text(begin: str, marker: Marker, never: Sequence[str]) -> tuple[str, list[str]]:
@@ -88,7 +88,7 @@ def after_text(begin: str, marker: Marker, never: Sequence[str]) -> tuple[str, l
     return "lead", [text_until("lead", begin, marker, never=never)]
 
 
-def led(calls: Sequence[tuple[str, str]], never: str, begin: str, marker: Marker, end: str) -> str:
+def calls_without_marks(calls: Sequence[tuple[str, str]], never: str, begin: str, marker: Marker, end: str) -> str:
     """Return rules in which `calls` matches a text with calls of a format without required marks.
 
     A call starts a line with one of `calls`: a regular expression of what precedes the arguments, and a Lark expression
@@ -97,6 +97,6 @@ def led(calls: Sequence[tuple[str, str]], never: str, begin: str, marker: Marker
     """
     leads = [f"lead_{i}[lazy]: /{_LINE}{opening}/" for i, (opening, _) in enumerate(calls)]
     ones = [f"lead_{i} {rest}" for i, (_, rest) in enumerate(calls)]
-    free = f"FREE: {without([begin])} & ~/{_LINE}{never}{ANY}/"
+    free = f"FREE: {text_without([begin])} & ~/{_LINE}{never}{ANY}/"
     tagged, rules = after_text(begin, marker, [])
     return "\n".join([f"calls: ({' | '.join([*ones, f'{tagged} behind {end}'])})? FREE?", free, *leads, *rules])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from llmc_runtime.grammar.lark_text import ANY, Marker, json_rule, lark, slashed, text_until, with_special, without
+from llmc_runtime.grammar.lark_text import ANY, Marker, json_rule, lark, slashed, text_until, text_without, with_special
 
 _MAX_DEPTH = 16  # of formats in formats
 _EQUALS = "\\u003d"  # "=" in strings and regular expressions: with ::= llguidance would take the rules for GBNF
@@ -114,7 +114,7 @@ class _Rules:
 
     def _free(self, excluded: list[str]) -> str:
         name = self._name().upper()
-        self.lines.append(f"{name}: {without(excluded) if excluded else f'/{ANY}/'}")
+        self.lines.append(f"{name}: {text_without(excluded) if excluded else f'/{ANY}/'}")
         return f"{name}?"
 
     def _sequence(self, form: Any, where: str, depth: int, last: bool) -> str:

@@ -299,7 +299,7 @@ class WorkerPool:
             if kind == wire.BROKEN:
                 guide.fail(_failed(f"the grammar cannot continue: {payload.decode()}"))
             else:
-                guide.take(kind, serial, payload)
+                guide.receive(kind, serial, payload)
 
     def _too_large(self, worker: Worker, private: int) -> bool:
         """Return whether a newly compiled worker exceeds its tenant's memory limit."""

@@ -1,4 +1,4 @@
-"""Plans the work of a draft model: the KV that it computes after a step, and the tokens that it drafts.
+"""Plans the work of a draft model after a step: for which tokens to compute KV, and how many tokens to draft.
 
 The draft model has KV pools of its own, with the pages and page tables of the model that verifies. Which KV is there
 affects only how many drafts are accepted. A request's `reach` is the number of its first tokens whose KV the draft

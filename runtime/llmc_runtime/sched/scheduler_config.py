@@ -14,7 +14,7 @@ from llmc_runtime.sched.parameter_type import refused
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.speculation import SpeculationConfig
 from llmc_runtime.sched.step import RowParams
-from llmc_runtime.sched.token_guide import Banned, Bans, TokenMask, both, empty, mask_of, mask_size, without
+from llmc_runtime.sched.token_guide import Banned, Bans, TokenMask, both, empty, mask_of, mask_size, without_ids
 
 # A policy returns a request's order in queues: smaller runs first, then earlier arrival.
 POLICIES: Mapping[str, Callable[[Request], int]] = MappingProxyType(
@@ -168,7 +168,7 @@ def _bans(request: Request, masked: frozenset[int], config: SchedulerConfig) -> 
         raise refused("allowed_token_ids", ids, f"ids of the vocabulary, 0 to {top}")
     if any(not word or min(word) < 0 or max(word) > top for word in request.bad_words):
         raise refused("bad_words", request.params.bad_words, f"words that are tokens of the vocabulary, 0 to {top}")
-    needed = without(mask_of(None, config.vocab_size), masked)
+    needed = without_ids(mask_of(None, config.vocab_size), masked)
     allowed = ids.mask if isinstance(ids, TokenMask) else mask_of(ids, config.vocab_size)
     bans = Bans(allowed, request.bad_words, needed)
     if empty(both(bans.mask, needed)):

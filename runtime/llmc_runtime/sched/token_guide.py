@@ -63,7 +63,7 @@ def mask_of(ids: Iterable[int] | None, vocab_size: int) -> bytes:
     return bytes(out)
 
 
-def without(mask: bytes, ids: Iterable[int]) -> bytes:
+def without_ids(mask: bytes, ids: Iterable[int]) -> bytes:
     """Return the mask without `ids`."""
     out = bytearray(mask)
     for token in ids:
@@ -95,7 +95,7 @@ class Bans:
     """
 
     def __init__(self, allowed: bytes, sequences: Sequence[Sequence[int]], needed: bytes) -> None:
-        self.mask, self.needed = without(allowed, [s[0] for s in sequences if len(s) == 1]), needed
+        self.mask, self.needed = without_ids(allowed, [s[0] for s in sequences if len(s) == 1]), needed
         self.window = max(map(len, sequences), default=1) - 1  # number of last tokens that determine the next mask
         self._behind: dict[int, list[tuple[bytes, int]]] = {}  # by the token before the banned one
         for s in sequences:
@@ -114,7 +114,7 @@ class Bans:
             return self.mask
         text = array("I", past).tobytes()  # comparing bytes is fast for long words, too
         hits = [last for prefix, last in endings if text.endswith(prefix)]
-        return without(self.mask, hits) if hits else self.mask
+        return without_ids(self.mask, hits) if hits else self.mask
 
 
 class Banned:

@@ -172,17 +172,8 @@ def _of_file(path: Path, known: Mapping[str, Option]) -> dict[str, Any]:
     ignored, parser, values = by_flag(), serve_parser(exit_on_error=False), dict[str, Any](ignored_flags=[])
     for key, value in _load(path).items():
         name = str(key).replace("_", "-")
-        option = by_key.get(name)
-        if option is not None and option.read is None:
-            if not isinstance(value, bool):
-                raise _unusable(path, f"{key} has to be true or false")
-            values[option.dest] = value
-        elif option is not None:
-            arguments = _as_flags(path, name, option, value)
-            try:
-                values[option.dest] = getattr(parser.parse_args(arguments), option.dest)
-            except argparse.ArgumentError as e:
-                raise _unusable(path, f"{key}: {e.message}") from None
+        if (option := by_key.get(name)) is not None:
+            values[option.dest] = _option_value(path, key, option, value, parser)
         elif name == "model":
             values[name] = _texts(path, name, value, many=False)[0]
         elif f"--{name}" not in ignored:
@@ -190,6 +181,19 @@ def _of_file(path: Path, known: Mapping[str, Option]) -> dict[str, Any]:
         elif value is not False:
             values["ignored_flags"].append((f"--{name}", [] if value is True else _texts(path, name, value)))
     return values
+
+
+def _option_value(path: Path, key: object, option: Option, value: Any, parser: argparse.ArgumentParser) -> Any:
+    """Return the value of an option in a file as its flag would set it."""
+    if option.read is None:
+        if not isinstance(value, bool):
+            raise _unusable(path, f"{key} has to be true or false")
+        return value
+    arguments = _as_flags(path, str(key).replace("_", "-"), option, value)
+    try:
+        return getattr(parser.parse_args(arguments), option.dest)
+    except argparse.ArgumentError as e:
+        raise _unusable(path, f"{key}: {e.message}") from None
 
 
 def _as_flags(path: Path, key: str, option: Option, value: Any) -> list[str]:

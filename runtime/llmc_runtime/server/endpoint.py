@@ -111,7 +111,7 @@ class Endpoint:
 
         Generation releases the admission slot; it is released here if generation never starts.
         """
-        encoding, gone, sent = self.serving.encoding, self.serving.meters.gone, call.hold.sent
+        encoding, gone, sent = self.serving.encoding, self.serving.meters.count_disconnect, call.hold.sent
 
         async def complete() -> Response:
             return await as_answer(await answer.complete(), encoding, gone, sent)

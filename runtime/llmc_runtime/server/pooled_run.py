@@ -35,7 +35,7 @@ async def run(serving: Serving, prompts: Sequence[Prompt], priority: int, salt: 
     record, slot = call.record or Record(), call.hold.slot
     assert slot is not None
     record.begin(call.id, prompts, call.request_id)
-    serving.meters.used(call.key, "key_requests")
+    serving.meters.count_for_key(call.key, "key_requests")
     outputs: list[RequestOutput | None] = [None] * len(prompts)
     waiting = iter(range(len(prompts)))
 

@@ -32,7 +32,7 @@ from llmc_runtime.server.http.tls import ReloadingContext, context_of
 from llmc_runtime.server.load_shedding import LoadShedder
 from llmc_runtime.server.operations.admission import Admission
 from llmc_runtime.server.operations.malloc import return_freed_memory
-from llmc_runtime.server.operations.metrics_exporter import ServerMetrics, about
+from llmc_runtime.server.operations.metrics_exporter import ServerMetrics, engine_info
 from llmc_runtime.server.operations.service_manager import READY, STOPPING, notify
 from llmc_runtime.server.protocol import MAX_HEAD_BYTES, HttpConnection, light_connections
 from llmc_runtime.server.server_options import Options
@@ -243,7 +243,9 @@ def _serving(options: Options, llm: AsyncLLM) -> Serving:
     names = names_of(options)
     engines = llm.args.data_parallel_size
     stats: Any = llm.stats if engines == 1 else llm.stats_by_engine
-    meters = ServerMetrics(names[0], stats, partial(about, llm, names[0]), options.metrics_alias, _key_names(options))
+    meters = ServerMetrics(
+        names[0], stats, partial(engine_info, llm, names[0]), options.metrics_alias, _key_names(options)
+    )
     rows, length = llm.config.max_num_seqs * engines, llm.config.max_model_len
     queued_tokens = options.max_queued_tokens
     if queued_tokens is None:

@@ -316,7 +316,7 @@ class Serving:
         record, hold = call.record or Record(), call.hold
         record.begin(call.id, [prompt for prompt, _ in jobs], call.request_id, jobs[0][1])
         meters = [self.meters.begin(len(prompt.ids), params, call.key) for prompt, params in jobs]
-        self.meters.used(call.key, "key_requests")
+        self.meters.count_for_key(call.key, "key_requests")
         assert hold.slot is not None  # reserved in `run`
         try:
             outputs = sum((params.max_tokens or 0) * params.n for _, params in jobs)
@@ -355,7 +355,7 @@ class Serving:
                     yield output
         except LlmcError as e:
             if e.code == "E666":
-                self.meters.late()
+                self.meters.count_timeout()
                 raise late(call.hold.seconds or 0.0) from None
             if e.code in OF_ENGINE and not self.admission.draining:
                 cause, seconds = self._absence()

@@ -1,7 +1,7 @@
 """Responses of /v1/responses that are stored in memory: within limits on bytes and entries, and a share for each key.
 
-When there is no room, the least recently used response of the key with the most bytes is dropped. A response that
-continues another one is less recent than that, so that it is dropped first.
+When there is no room, the least recently used response of the key with the most bytes is dropped. Using a response
+also uses the responses that it continues, after it: the end of a conversation is dropped before its beginning.
 """
 
 from __future__ import annotations

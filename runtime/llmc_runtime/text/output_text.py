@@ -49,7 +49,7 @@ class StopStrings:
         end, start, stop = best
         return StopHit(stop, end if self.include else start)
 
-    def safe(self, text: str) -> int:
+    def num_certain(self, text: str) -> int:
         """Return how many characters of an unfinished `text` may be output."""
         return max(0, len(text) - self.hold)
 
@@ -110,7 +110,7 @@ class OutputText:
         self._returned_pieces[:] = ["".join(self._returned_pieces)]  # join once: this is read after every token
         return "".join((*self._returned_pieces, *self._new_pieces))
 
-    def take(self, *, final: bool = False) -> str:
+    def new_text(self, *, final: bool = False) -> str:
         """Return the text not returned before. Unless `final`, text that might become part of a stop string is held
         back.
         """
@@ -118,7 +118,7 @@ class OutputText:
             self._returned_pieces.append(piece := "".join(self._new_pieces))
             self._new_pieces.clear()
             return piece
-        end = len(self._text) if final or self.stopped_by is not None else self._stops.safe(self._text)
+        end = len(self._text) if final or self.stopped_by is not None else self._stops.num_certain(self._text)
         piece = self._text[self._num_returned : end]
         self._num_returned = max(self._num_returned, end)
         return piece

@@ -39,7 +39,7 @@ class Rows(CppKernel):
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         p = RowProgram(node, expressions(node) or [])
-        flat = not p.space.outer and len(p.passes) == 1 and all(h[-1] for h in p.space.has[p.count :])
+        flat = not p.space.outer and len(p.passes) == 1 and all(h[-1] for h in p.space.varies[p.count :])
         return row_loops(p, sizes, _row_text(p, sizes, flat), flat)
 
 
@@ -66,19 +66,19 @@ class Elements(CppKernel):
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         p = RowProgram(node, expressions(node) or [])
-        flat = not p.space.outer and all(h[-1] for h in p.space.has[p.count :])
+        flat = not p.space.outer and all(h[-1] for h in p.space.varies[p.count :])
         names: dict[int, tuple[str, str]] = {}
         lines = []
         for i in p.dag.below(p.roots):
             fn, args = p.dag.nodes[i]
             if fn == "arg":
                 k = int(args[0])
-                lines.append(f"const auto t{i} = scalar(q{k}[{'j' if p.space.has[k][-1] else 0}]);")
+                lines.append(f"const auto t{i} = scalar(q{k}[{'j' if p.space.varies[k][-1] else 0}]);")
                 names[i] = (f"t{i}", "s")
             else:
                 lines += statements(p.dag, [i], names, ELEMENT)
         for k, root in enumerate(p.roots):
-            at = "j" if p.space.has[p.count + k][-1] else "0"
+            at = "j" if p.space.varies[p.count + k][-1] else "0"
             lines.append(f"put(r{k} + {at}, {names[root][0]});")
         head, n = ("lo", "hi") if flat else ("0", "n")
         loop = f"for (int64_t j = {head}; j < {n}; j++) {{\n{indent(chr(10).join(lines))}\n}}"
@@ -97,7 +97,7 @@ def row_loops(p: RowProgram, sizes: Sizes, row: str, flat: bool) -> str:
     lines += [f"llmc_split(ctx, {sizes(product(sp.outer))}, 1, &lo, &hi);", "for (int64_t row = lo; row < hi; row++) {"]
     inner = _indices(sp, sizes)
     for v, (q, x, i) in enumerate(values):
-        terms = [f"i{a} * {sizes(sp.stride(v, a))}" for a in range(len(sp.outer)) if sp.has[v][a]]
+        terms = [f"i{a} * {sizes(sp.stride(v, a))}" for a in range(len(sp.outer)) if sp.varies[v][a]]
         inner.append(f"const auto {q}{i} = {' + '.join([f'{x}{i}', *terms])};")
     return "\n".join([*lines, indent("\n".join([*inner, row])), "}"])
 
@@ -130,7 +130,7 @@ def _row_text(p: RowProgram, sizes: Sizes, flat: bool) -> str:
     lines += _uniform(p, names, len(p.passes))
     for k, root in enumerate(p.roots):
         if not p.varies[root]:
-            if p.space.has[p.count + k][-1]:
+            if p.space.varies[p.count + k][-1]:
                 lines.append(f"for (int64_t j = 0; j < n; j++) put(r{k} + j, {convert(*names[root], 'f')}[0]);")
             else:
                 lines.append(f"put(r{k}, {convert(*names[root], 'f')}[0]);")
@@ -155,40 +155,54 @@ def _uniform(p: RowProgram, names: dict[int, tuple[str, str]], level: int) -> li
 
 
 def _pass(p: RowProgram, targets: list[int], names: dict[int, tuple[str, str]], k: int, flat: bool) -> list[str]:
-    """One pass over the row: accumulate the reductions of this level, or store results."""
+    """One pass over the row: accumulate the reductions of this level, or store results.
+
+    names: the C++ variables that hold nodes, with their kinds. Nodes that the pass computes have variables that are
+    valid within its body only; `names` gets those of the reductions.
+    """
     local = dict(names)
-    inner: list[str] = []
-    for i in p.work(targets):
-        fn, args = p.dag.nodes[i]
-        if p.cached.get(i, k) < k:
-            inner.append(f"const vf t{i} = get(c{i} + j, m);")
-            local[i] = (f"t{i}", "f")
-        elif not _only_for_cached(p, i, targets, k):
-            if fn == "arg":
-                inner.append(f"const vf t{i} = get(q{int(args[0])} + j, m);")
-                local[i] = (f"t{i}", "f")
-            else:
-                inner += statements(p.dag, [i], local, VECTOR)
-            if p.cached.get(i) == k:
-                inner.append(f"set(c{i} + j, {local[i][0]}, m);")
+    body = _pass_values(p, targets, local, k)
     before, after = [], []
     for t in targets:
-        if p.reduction(t):
-            start, fold, finish = _fold(p.dag.nodes[t][0])
-            value = convert(*local[p.dag.operands(t)[0]], "f")
-            before.append(f"vf s{t} = splat({start});")
-            inner.append(f"s{t} = {fold.format(t, f'keep({value}, {start}, m)')};")
-            mean = " / (float)n" if p.dag.nodes[t][0] == "row_mean" else ""
-            after.append(f"const vf t{t} = splat({finish}(s{t}){mean});")
-            names[t] = (f"t{t}", "f")
+        if not p.reduction(t):
+            continue
+        start, fold, finish = _fold(p.dag.nodes[t][0])
+        value = convert(*local[p.dag.operands(t)[0]], "f")
+        before.append(f"vf s{t} = splat({start});")
+        body.append(f"s{t} = {fold.format(t, f'keep({value}, {start}, m)')};")
+        mean = " / (float)n" if p.dag.nodes[t][0] == "row_mean" else ""
+        after.append(f"const vf t{t} = splat({finish}(s{t}){mean});")
+        names[t] = (f"t{t}", "f")
     for q, t in enumerate(p.roots):
         if p.varies[t] and t in targets:
-            inner.append(f"set(r{q} + j, {convert(*local[t], 'f')}, m);")
+            body.append(f"set(r{q} + j, {convert(*local[t], 'f')}, m);")
     head, n = ("lo", "hi") if flat else ("0", "n")
-    text = [*before, f"auto pass{k} = [&](int64_t j, auto m) {{", indent("\n".join(inner)), "};"]
+    text = [*before, f"auto pass{k} = [&](int64_t j, auto m) {{", indent("\n".join(body)), "};"]
     text.append(f"for (int64_t j = {head}; j < {n}; j += VN) {{")
     text.append(f"  if (j + VN <= {n}) pass{k}(j, Full{{}});\n  else pass{k}(j, Part{{(int)({n} - j)}});\n}}")
     return [*text, *after]
+
+
+def _pass_values(p: RowProgram, targets: list[int], local: dict[int, tuple[str, str]], k: int) -> list[str]:
+    """Statements that load or compute the nodes that pass `k` needs for `targets`, and add them to `local`.
+
+    Values that an earlier pass has stored in the scratch memory are read from there.
+    """
+    lines: list[str] = []
+    for i in p.work(targets):
+        fn, args = p.dag.nodes[i]
+        if p.cached.get(i, k) < k:
+            lines.append(f"const vf t{i} = get(c{i} + j, m);")
+            local[i] = (f"t{i}", "f")
+        elif not _only_for_cached(p, i, targets, k):
+            if fn == "arg":
+                lines.append(f"const vf t{i} = get(q{int(args[0])} + j, m);")
+                local[i] = (f"t{i}", "f")
+            else:
+                lines += statements(p.dag, [i], local, VECTOR)
+            if p.cached.get(i) == k:
+                lines.append(f"set(c{i} + j, {local[i][0]}, m);")
+    return lines
 
 
 def _fold(fn: str) -> tuple[str, str, str]:

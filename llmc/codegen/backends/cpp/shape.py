@@ -111,16 +111,21 @@ class PagePut(CppKernel):
         return f"put_rows(ctx, (char*)args[3], (const char*)args[1], (const int32_t*)args[2], {count}, {nbytes});"
 
 
+def indexed_pointers(node: Node) -> str:
+    """Return the arguments of functions that read by index: pointers to the result, the elements and the indices."""
+    element, index = raw(node), ctype(node.operands[1].type)
+    return f"({element}*)args[2], (const {element}*)args[0], (const {index}*)args[1]"
+
+
 class PackedTake(Take):
     """Rows by index of a packed weight, or of a packed part of one."""
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         wp, idx = (v.type for v in node.operands)
-        t, i = raw(node), ctype(idx)
         shape = f"{node.attrs['k']}, {wp.shape[1]}, {wp.shape[2]}, {wp.shape[3]}"
-        ptrs = f"({t}*)args[2], (const {t}*)args[0], (const {i}*)args[1]"
+        types = f"{raw(node)}, {ctype(idx)}, {shape}"
         part = f", {sizes(node.attrs['start'])}, {sizes(wp.shape[0] * wp.shape[2])}" if "start" in node.attrs else ""
-        return f"take_packed<{t}, {i}, {shape}>(ctx, {ptrs}, {sizes(idx.numel)}{part});"
+        return f"take_packed<{types}>(ctx, {indexed_pointers(node)}, {sizes(idx.numel)}{part});"
 
 
 class Gather(CppKernel):
@@ -132,10 +137,8 @@ class Gather(CppKernel):
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         x, idx = (v.type for v in node.operands)
         a = node.attrs["axis"] % x.rank
-        outer, n, k, inner = product(x.shape[:a]), x.shape[a], idx.shape[a], product(x.shape[a + 1 :])
-        t, i = raw(node), ctype(idx)
-        ptrs = f"({t}*)args[2], (const {t}*)args[0], (const {i}*)args[1]"
-        return f"gather(ctx, {ptrs}, {sizes(outer)}, {sizes(n)}, {sizes(k)}, {sizes(inner)});"
+        numbers = product(x.shape[:a]), x.shape[a], idx.shape[a], product(x.shape[a + 1 :])
+        return f"gather(ctx, {indexed_pointers(node)}, {', '.join(map(sizes, numbers))});"
 
 
 class TakeColumns(Take):
@@ -143,9 +146,8 @@ class TakeColumns(Take):
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         x, idx = (v.type for v in node.operands)
-        t, i = raw(node), ctype(idx)
-        ptrs = f"({t}*)args[2], (const {t}*)args[0], (const {i}*)args[1]"
-        return f"take_columns(ctx, {ptrs}, {sizes(product(x.shape[:-1]))}, {sizes(x.shape[-1])}, {sizes(idx.numel)});"
+        numbers = product(x.shape[:-1]), x.shape[-1], idx.numel
+        return f"take_columns(ctx, {indexed_pointers(node)}, {', '.join(map(sizes, numbers))});"
 
 
 class Iota(CppKernel):

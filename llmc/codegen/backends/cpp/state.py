@@ -73,31 +73,37 @@ class States(CppKernel):
         return unsupported(node, (*FLOATS, "i32"))
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        numbers = self._numbers(node, sizes)
+        ctypes = ["float" if v.type.dtype == "f32" else "int32_t" for v in node.operands]
+        operands = [f"({ctype}*)args[{i}]" for i, ctype in enumerate(ctypes)]
+        results = [  # the next version of a state has the memory of its operand
+            f"(int32_t*)args[{len(operands) + i}]" for i, r in enumerate(node.results) if not r.type.state
+        ]
+        return f"{node.op.name}(ctx, {', '.join([*results, *operands, *numbers])});"
+
+    @staticmethod
+    def _numbers(node: Node, sizes: Sizes) -> list[str]:
+        """The sizes and attributes that the op's C++ function takes after its pointers."""
         shape = [[sizes(d) for d in v.type.shape] for v in node.operands]
-        p = [f"({'float' if v.type.dtype == 'f32' else 'int32_t'}*)args[{i}]" for i, v in enumerate(node.operands)]
-        n = len(p)
-        y = [f"(int32_t*)args[{n + i}]" for i in range(len(node.results))]
-        name = node.op.name
-        if name == "row_spans":
-            t = sizes(node.results[1].type.shape[0])
-            return f"row_spans(ctx, {y[0]}, {y[1]}, {y[2]}, {p[0]}, {p[1]}, {p[2]}, {shape[0][0]}, {t});"
-        if name == "row_ids":
-            return f"row_ids(ctx, {y[0]}, {p[0]}, {p[1]}, {p[2]}, {shape[1][0]}, {shape[0][1]});"
-        if name == "row_slots":
-            sizes_text = f"{shape[1][0]}, {shape[0][1]}, {node.attrs['page']}"
-            return f"row_slots(ctx, {y[0]}, {p[0]}, {p[1]}, {p[2]}, {sizes_text});"
-        if name == "row_last":
-            return f"row_last(ctx, {y[0]}, {p[0]}, {sizes(node.result.type.shape[0])});"
-        if name == "row_propose":
-            return f"row_propose(ctx, {y[0]}, {', '.join(p)}, {shape[3][0]}, {shape[0][1]});"
-        if name == "row_rewind":
-            return f"row_rewind(ctx, {', '.join(p)}, {shape[2][0]});"
-        if name == "row_extend":
-            return f"row_extend(ctx, {', '.join(p)}, {shape[2][0]}, {shape[0][1]});"
-        sizes_text = f"{shape[3][0]}, {shape[0][1]}, {shape[2][1]}"
-        if name == "row_accept":
-            return f"row_accept(ctx, {y[0]}, {', '.join(p)}, {sizes_text}, {node.attrs['limit']});"
-        return f"row_commit(ctx, {', '.join(p)}, {sizes_text});"
+        match node.op.name:
+            case "row_spans":
+                return [shape[0][0], sizes(node.results[1].type.shape[0])]
+            case "row_ids":
+                return [shape[1][0], shape[0][1]]
+            case "row_slots":
+                return [shape[1][0], shape[0][1], str(node.attrs["page"])]
+            case "row_last":
+                return [sizes(node.result.type.shape[0])]
+            case "row_propose":
+                return [shape[3][0], shape[0][1]]
+            case "row_rewind":
+                return [shape[2][0]]
+            case "row_extend":
+                return [shape[2][0], shape[0][1]]
+            case "row_accept":
+                return [shape[3][0], shape[0][1], shape[2][1], str(node.attrs["limit"])]
+            case _:  # row_commit
+                return [shape[3][0], shape[0][1], shape[2][1]]
 
 
 class Drafts(States):
@@ -127,25 +133,26 @@ class Sampling(CppKernel):
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
 
-        def widths(*operands: int) -> str:
-            return "".join(f", {sizes(node.operands[i].type.shape[1])}" for i in operands)
+        def width(operand: int) -> str:
+            return sizes(node.operands[operand].type.shape[1])
 
-        r, v = (sizes(s) for s in node.operands[0].type.shape)
-        arguments = {
-            "row_penalize": lambda: widths(4, 6),
-            "row_mask": lambda: widths(5, 6),
-            "row_logprobs": lambda: f", {node.attrs['k']}",
-            "row_sample": lambda: widths(4),
-        }[node.op.name]()
-        ins = ", ".join(f"x{i}" for i in range(len(node.operands)))
-        if node.op.name == "row_penalize":
-            ins = ", ".join(f"x{i}" for i in range(8))
-            drafted = f"x8, x9, x10, {sizes(node.operands[10].type.shape[1])}" if len(node.operands) > 8 else ""
-            ins += f", Drafted{{{drafted}}}"
-        if node.op.name == "row_logprobs" and len(node.operands) == 2:
-            ins += ", nullptr, nullptr"
-        outs = ", ".join(f"y{i}" for i in range(len(node.results)))
-        return f"{pointers(node)}\n{node.op.name}(ctx, {outs}, {ins}, {r}, {v}{arguments});"
+        numbers = [sizes(size) for size in node.operands[0].type.shape]  # rows, vocabulary
+        operands = [f"x{i}" for i in range(len(node.operands))]
+        match node.op.name:
+            case "row_penalize":
+                numbers += [width(4), width(6)]
+                drafted = [*operands[8:], width(10)] if len(operands) > 8 else []
+                operands = [*operands[:8], f"Drafted{{{', '.join(drafted)}}}"]
+            case "row_mask":
+                numbers += [width(5), width(6)]
+            case "row_sample":
+                numbers.append(width(4))
+            case "row_logprobs":
+                numbers.append(str(node.attrs["k"]))
+                if len(operands) == 2:  # without the ids whose log-probabilities are requested
+                    operands += ["nullptr", "nullptr"]
+        results = [f"y{i}" for i in range(len(node.results))]
+        return f"{pointers(node)}\n{node.op.name}(ctx, {', '.join([*results, *operands, *numbers])});"
 
 
 ROPE = Rope("cpu/rope", ("rope",))

@@ -49,7 +49,7 @@ class AttentionParts(PrefillAttention):
 
 
 class JoinParts(AttentionCombine):
-    """The parts of one head of one token, one after another, as PREFILL_ATTENTION adds them."""
+    """Adds the parts of a token and head one after another, in the order in which PREFILL_ATTENTION adds them."""
 
     sums = EXACT
 

@@ -20,8 +20,8 @@ LANE = 16  # bytes
 MAX_LANES = CHUNK // LANE
 WARPS = (16, 8)  # a thread has one lane
 NORM_WARPS = (16, 8, 4, 2, 1)  # a thread has one lane or more
-# Microseconds of an exchange, besides the launch and the transfer: with one rank, and with each other one. Each further
-# chunk that a program exchanges adds _NEXT times as much (two H100s, 2026-11-25).
+# Microseconds of an exchange, besides the launch and the transfer: once, and for each other rank. Each further chunk
+# that a program exchanges adds _NEXT times as much (two H100s, 2026-11-25).
 _FIRST_US, _PEER_US, _NEXT = 0.6, 0.35, 1.3
 # Microseconds of a norm after the sum, and of each further lane of a thread (two H200s, 2026-11-26).
 _NORM_US, _LANE_US = 0.5, 0.4

@@ -101,18 +101,17 @@ def reject_attention(node: Node, target: Target) -> str | None:
     """Return why no attention kernel supports the node, or None."""
     if why := unsupported(node) or unsupported_codes(node, target):
         return why
-    named = {name: v.type for name in ("q", "kv", "k", "v", "y", "sinks") if (v := node.operand(name))}
-    pool = (*FLOATS, *FLOAT8)
-    if bad := next((t for name, t in named.items() if t.dtype not in (pool if name == "kv" else FLOATS)), None):
-        return f"{bad} is not one of {', '.join(FLOATS)}"
-    q, k = named["q"], named.get("kv") or named["k"]
-    sizes = [q.shape[1].const, q.shape[2].const, *(s.const for s in k.shape[1:])]
-    if None in sizes:
+    types = {name: v.type for name in ("q", "kv", "k", "v", "y", "sinks") if (v := node.operand(name))}
+    for name, t in types.items():
+        if t.dtype not in ((*FLOATS, *FLOAT8) if name == "kv" else FLOATS):
+            return f"{t} is not one of {', '.join(FLOATS)}"
+    q, k = types["q"], types.get("kv") or types["k"]  # k: the pool [P, 2, heads, page, size], or [T, heads, size]
+    if None in [size.const for size in (*q.shape[1:3], *k.shape[1:])]:
         return "heads, page and head size must be constant"
-    h, g = int(q.shape[1]), int(k.shape[2] if k.rank == 5 else k.shape[1])
-    if h % g:
-        return f"{h} query heads are not a multiple of {g} key heads"
-    widest = max(int(t.shape[-1]) for name, t in named.items() if name != "sinks")
+    query_heads, key_heads = int(q.shape[1]), int(k.shape[2] if k.rank == 5 else k.shape[1])
+    if query_heads % key_heads:
+        return f"{query_heads} query heads are not a multiple of {key_heads} key heads"
+    widest = max(int(t.shape[-1]) for name, t in types.items() if name != "sinks")
     return f"head size {widest} is above {MAX_HEAD}" if widest > MAX_HEAD else None
 
 

@@ -7,8 +7,8 @@ previous kernels, and reduces its sums once, at the end.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import ClassVar, TypeVar
 
 from llmc.codegen.backends.triton.linear_problem import Product, epilogue, extra_operands, reject_product
 from llmc.codegen.backends.triton.template import Template, function
@@ -21,6 +21,7 @@ from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
 Shape = tuple[int, int, int, int]  # bn, bk, warps, stages
+Block = TypeVar("Block", bound=tuple[int, ...])
 Measured = tuple[int, int, Shape]
 MAX_ROWS = 8  # maximum tokens per program
 MAX_TOKENS = 16  # with more, every weight would be read too often
@@ -50,6 +51,25 @@ _KEYS = ("bn", "bk", "warps", "stages")
 _READ = 0.96  # share of the bandwidth that the best of these schedules reach
 
 
+def by_tokens(
+    tokens: int | None, keys: Sequence[str], shapes: Iterable[Block], fits: Callable[[Block, int], bool]
+) -> list[Schedule]:
+    """Return the schedules of `shapes`, whose numbers are named by `keys`, with tokens per program (`rows`) that fit.
+
+    If the number of tokens is known, these are as many tokens per program as fit with any shape; else, all that fit.
+    """
+    if tokens is None:
+        counts: tuple[int, ...] = (2, 4, MAX_ROWS)
+    else:
+        counts = (min(tokens, MAX_ROWS), 4, 2, 1)
+    schedules: list[Schedule] = []
+    for rows in counts:
+        schedules += [dict(zip(keys, shape, strict=True)) | {"rows": rows} for shape in shapes if fits(shape, rows)]
+        if schedules and tokens is not None:
+            break
+    return schedules
+
+
 class Gemv(TritonKernel):
     """linear and linear_map; fast for 1 to about 4 tokens, correct for any number."""
 
@@ -66,12 +86,7 @@ class Gemv(TritonKernel):
         best = nearest(p, self.measured)
         near = sorted((r[2] for r in self.measured), key=lambda s: _distance(s, best))
         shapes = list(dict.fromkeys(_fit(p, s) for s in near))
-        m = p.m.const
-        counts = (2, 4, MAX_ROWS) if m is None else (min(m, MAX_ROWS), 4, 2, 1)
-        by_count = [
-            [dict(zip(_KEYS, s, strict=True)) | {"rows": r} for s in shapes if _fits_registers(p, s, r)] for r in counts
-        ]
-        return [x for schedules in by_count for x in schedules] if m is None else next(filter(None, by_count))
+        return by_tokens(p.m.const, _KEYS, shapes, lambda shape, rows: _fits_registers(p, shape, rows))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         p, s = Product.of(node), schedule

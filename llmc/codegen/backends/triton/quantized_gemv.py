@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from llmc.codegen.backends.triton.gemv import MAX_ROWS, MAX_TOKENS, joint_sum
+from llmc.codegen.backends.triton.gemv import MAX_TOKENS, by_tokens, joint_sum
 from llmc.codegen.backends.triton.linear_problem import epilogue
 from llmc.codegen.backends.triton.quantized_problem import (
     QuantizedKernel,
@@ -45,24 +45,19 @@ class QuantizedGemv(QuantizedKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = QuantizedProduct.of(node)
-        length = power(p.k // (2 if p.half else 1))
-        shapes = dict.fromkeys(
-            (min(max(1, n // power(p.parts)), power(p.n)), max(_CHUNK, min(b, length)), w) for n, b, w in _TILES
-        )
-        m = p.m.const
-        counts = (2, 4, MAX_ROWS) if m is None else (min(m, MAX_ROWS), 4, 2, 1)
-        found: list[list[Schedule]] = [
-            [dict(zip(_KEYS, s, strict=True)) | {"rows": r} for s in shapes if self._fits(p, s, r, target)]
-            for r in counts
-        ]
-        return [s for some in found for s in some] if m is None else next(filter(None, found))
+        row_bytes = power(p.k // (2 if p.half else 1))
+        shapes: dict[tuple[int, int, int], None] = {}  # without duplicates, in order
+        for rows_of_parts, nbytes, warps in _TILES:
+            bn = min(max(1, rows_of_parts // power(p.parts)), power(p.n))
+            shapes[bn, max(_CHUNK, min(nbytes, row_bytes)), warps] = None
+        return by_tokens(p.m.const, _KEYS, shapes, lambda shape, rows: self._fits(p, shape, rows, target))
 
     @staticmethod
     def _fits(p: QuantizedProduct, shape: tuple[int, int, int], rows: int, target: Target) -> bool:
         """Whether a thread's factors fit its registers; tiles of one token always do."""
         bn, nbytes, warps = shape
-        each = bn * nbytes * p.parts * (2 if p.half else 1) // (warps * target.limits.warp)
-        return rows == 1 or (each <= _TILE and rows * each <= _STEP)
+        factors = bn * nbytes * p.parts * (2 if p.half else 1) // (warps * target.limits.warp)  # per thread
+        return rows == 1 or (factors <= _TILE and rows * factors <= _STEP)
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         p, s = QuantizedProduct.of(node), schedule

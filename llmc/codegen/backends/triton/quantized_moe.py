@@ -135,9 +135,10 @@ class QuantizedGrouped(Grouped):
 
     def code(self, u: Unit) -> Code:
         p, stack, a, s = self.experts(u.node), Stack(u.node), u.node.attrs, u.schedule
-        rows, groups = -(-p.parts * p.n // p.block_rows), -(-p.k // p.group)
-        at = {name: stack.operand(name) for name in ("scale", "zero", "weights", "bias")}
-        x = {name: None if i is None else f"x{i}" for name, i in at.items()}
+        scale_rows, groups = -(-p.parts * p.n // p.block_rows), -(-p.k // p.group)  # of the scales of an expert
+        places = {name: stack.operand(name) for name in ("scale", "zero", "weights", "bias")}
+        pointers = {f"{name}_ptr": None if i is None else f"x{i}" for name, i in places.items()}
+        pointers["weight_ptr"] = pointers.pop("weights_ptr")  # of the routing weights
         scale = stack.type("scale")
         assert scale is not None
         arguments = self.common(u, p)
@@ -145,9 +146,10 @@ class QuantizedGrouped(Grouped):
         arguments["code_ptr"] = arguments.pop("weight_ptr")
         return self.grouped(
             u, p, Template("quantized_moe", "quantized_moe"), epilogue(u.node), **arguments,
-            scale_ptr=x["scale"], zero_ptr=x["zero"], weight_ptr=x["weights"], bias_ptr=x["bias"],
+            **pointers,
             CHOICES=a["k"] if stack.up else 0, PARTS=p.parts, HALF=p.half, BLOCK_ROWS=p.block_rows, GROUP=p.group,
-            ENTRIES=rows * groups, ROW_STRIDE=1 if p.half else groups, GROUP_STRIDE=rows if p.half else 1,
+            ENTRIES=scale_rows * groups,
+            ROW_STRIDE=1 if p.half else groups, GROUP_STRIDE=scale_rows if p.half else 1,
             ZERO_POINT=a["zero_point"], E2M1=a["values"] == "e2m1", E4M3=p.w.dtype in FLOAT8,
             SCALED=scales_factors(p.half, s["bm"], scale.dtype, p.left.dtype),
             FACTOR="tl.float32" if u.interpret else element(p.left),

@@ -154,26 +154,29 @@ class Reduce(Lines):
     """sum, mean, amax, amin. The minimum is the negated maximum of negated values (integers: complements)."""
 
     def code(self, u: Unit) -> Code:
-        w, name = Walk(u), u.node.op.name
-        t = u.node.operands[0].type.dtype
-        real = t in FLOATS
-        largest = name in ("amax", "amin")
-        start = smallest_value(t) if largest else "0.0" if real else "0"
-        flip = ("-" if real else "~") if name == "amin" else ""
-        value = w.value(f"{flip}({start})" if flip else start)
-        value = f"({flip}{value})" if flip else value
-        both = f"best + {value}"
-        if largest:
-            both = f"larger(best, {value})" if real else f"tl.maximum(best, {value})"
-        lines = [*w.head(), u.wait, f"best = tl.full({w.shape}, {start}, {computed(t)})", w.loop([f"best = {both}"])]
-        if largest:
-            text = f"largest(best, {w.axis}, True)" if real else f"tl.max(best, {w.axis}, keep_dims=True)"
+        w, op = Walk(u), u.node.op.name
+        dtype = u.node.operands[0].type.dtype
+        is_float, is_sum = dtype in FLOATS, op in ("sum", "mean")
+        inverse = ("-" if is_float else "~") if op == "amin" else ""
+        if is_sum:
+            start = "0.0" if is_float else "0"
         else:
-            text = f"tl.sum(best, {w.axis}, keep_dims=True)"
-        text = f"{text} / {u.sizes(w.n)}" if name == "mean" else text
-        text = f"({flip}{text})" if flip else f"({text})"
-        lines.append(w.result(0, text, element(u.node.result.type)))
-        return self.finish(u, lines, helpers(["row_max"], u.interpret) if largest and real else "")
+            start = smallest_value(dtype)
+        tile = w.value(f"{inverse}({start})" if inverse else start)
+        if inverse:
+            tile = f"({inverse}{tile})"
+        if is_sum:
+            updated, reduced = f"best + {tile}", f"tl.sum(best, {w.axis}, keep_dims=True)"
+        elif is_float:
+            updated, reduced = f"larger(best, {tile})", f"largest(best, {w.axis}, True)"
+        else:
+            updated, reduced = f"tl.maximum(best, {tile})", f"tl.max(best, {w.axis}, keep_dims=True)"
+        lines = [*w.head(), u.wait, f"best = tl.full({w.shape}, {start}, {computed(dtype)})"]
+        lines.append(w.loop([f"best = {updated}"]))
+        if op == "mean":
+            reduced += f" / {u.sizes(w.n)}"
+        lines.append(w.result(0, f"({inverse}{reduced})", element(u.node.result.type)))
+        return self.finish(u, lines, "" if is_sum or not is_float else helpers(["row_max"], u.interpret))
 
 
 class Argmax(Lines):

@@ -61,7 +61,7 @@ class RoundGroups(TritonKernel):
 
     def code(self, u: Unit) -> Code:
         w = GroupWriter(u, program(u.node))
-        body = w.looped() if w.loops else w.straight()
+        body = w.looped() if w.loops else w.unrolled()
         rows, cols = programs(w.p, u.schedule)
         called = helpers([fn for fn, _ in w.p.dag.nodes], u.interpret)
         text = Template("round_groups", "round_groups").text()

@@ -90,7 +90,7 @@ class Rows(TritonKernel):
 
     def code(self, u: Unit) -> Code:
         w = Writer(u, program(u.node))
-        body = w.looped() if w.loops else w.straight()
+        body = w.looped() if w.loops else w.unrolled()
         rows, cols = programs(w.p, u.schedule)
         used = [fn for fn, _ in w.p.dag.nodes]
         return Code(body, (rows * cols,), helpers(used, u.interpret), u.schedule["warps"])
@@ -98,7 +98,7 @@ class Rows(TritonKernel):
 
 def rowless(p: RowProgram) -> bool:
     """Whether a result has no row axis: every program then writes the same value to it."""
-    return any(not any(has[:-1]) for has in p.space.has[p.count :])
+    return any(not any(has[:-1]) for has in p.space.varies[p.count :])
 
 
 def programs(p: RowProgram, schedule: Schedule) -> tuple[Dim, Dim]:
@@ -184,7 +184,7 @@ class Writer:
 
     def place(self, v: int) -> tuple[str, str]:
         """Return (offset terms, mask argument) of value `v` (operands first, then results)."""
-        has, sp = self.p.space.has[v], self.p.space
+        has, sp = self.p.space.varies[v], self.p.space
         terms = [times(f"i{a}", sp.stride(v, a), self.totals[v], self.u.sizes) for a in range(len(sp.outer)) if has[a]]
         masks = ["valid"] if self.row_mask and any(has[:-1]) else []
         if has[-1]:
@@ -251,7 +251,7 @@ class Writer:
 
     # -- bodies ---------------------------------------------------------------------------------------------------
 
-    def straight(self) -> str:
+    def unrolled(self) -> str:
         """Code without loops: weights are loaded before the wait, all other operands right after it."""
         needed = self.p.dag.below(self.p.roots)
         args = [i for i in needed if self.p.dag.nodes[i][0] == "arg"]
@@ -274,7 +274,7 @@ class Writer:
             lines += self._uniform(level)
             lines += self._pass(targets, level == len(self.p.passes) - 1)
         for k, root in enumerate(self.p.roots):
-            if not self.p.space.has[self.p.count + k][-1]:
+            if not self.p.space.varies[self.p.count + k][-1]:
                 if root not in self.names:
                     lines += self._uniform(len(self.p.passes))
                 lines.append(self.store(k))
@@ -290,26 +290,30 @@ class Writer:
         return lines
 
     def _pass(self, targets: Sequence[int], last: bool) -> list[str]:
-        shape = f"({self.rows}, {self.cols})" if self.tall else f"({self.cols},)"
-        known = dict(self.names)
-        inner = self._columns("at + ")
+        """A loop over the columns that accumulates the reductions among `targets`; the last one stores results.
+
+        Nodes that it computes have names within the loop only. Without reductions and stores, there is no loop.
+        """
+        outer_names = dict(self.names)
+        body = self._columns("at + ")
         for i in self.p.work(targets):
-            inner += [self.load(i)] if self.p.dag.nodes[i][0] == "arg" else self.compute(i)
-        folds = [t for t in targets if self.p.reduction(t)]
-        before, after = [], []
-        for t in folds:
+            body += [self.load(i)] if self.p.dag.nodes[i][0] == "arg" else self.compute(i)
+        reductions = [t for t in targets if self.p.reduction(t)]
+        shape = f"({self.rows}, {self.cols})" if self.tall else f"({self.cols},)"
+        before = []
+        for t in reductions:
             fn = self.p.dag.nodes[t][0]
             before.append(f"sum{t} = tl.full({shape}, {START[fn]}, tl.float32)")
-            both = f"larger(sum{t}, {self.inner(t)})" if fn == "row_max" else f"sum{t} + {self.inner(t)}"
-            inner.append(f"sum{t} = {both}")
-        if last:
-            inner += [self.store(k) for k in range(len(self.p.roots)) if self.p.space.has[self.p.count + k][-1]]
-        self.names = known
-        after = [self.folded(t, f"sum{t}") for t in folds]
-        if not folds and not (last and any(self.p.space.has[self.p.count + k][-1] for k in range(len(self.p.roots)))):
+            updated = f"larger(sum{t}, {self.inner(t)})" if fn == "row_max" else f"sum{t} + {self.inner(t)}"
+            body.append(f"sum{t} = {updated}")
+        stored = [k for k in range(len(self.p.roots)) if self.p.space.varies[self.p.count + k][-1]] if last else []
+        body += [self.store(k) for k in stored]
+        self.names = outer_names
+        after = [self.folded(t, f"sum{t}") for t in reductions]
+        if not reductions and not stored:
             return []
         loop = f"for at in range(0, {self.width()}, {self.cols}):"
-        return [*before, loop, indent("\n".join(inner), 4), *after]
+        return [*before, loop, indent("\n".join(body), 4), *after]
 
 
 ROWS = Rows("triton/rows")

@@ -20,6 +20,11 @@ from llmc.ir.scalar import E
 COMPARE = MappingProxyType({"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="})
 ARITHMETIC = MappingProxyType({"add": "({0} + {1})", "sub": "({0} - {1})", "mul": "({0} * {1})"})
 LOGIC = MappingProxyType({"and": "({0} & {1})", "or": "({0} | {1})", "not": "({0} == 0)"})
+_LARGER = """
+@triton.jit
+def larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+"""
 # Primitives over float32. Division and square root are correctly rounded.
 FLOAT = MappingProxyType(
     {
@@ -54,11 +59,8 @@ def scalar_pow(x, y):
     one = (x == 1.0) | (y == 0.0) | ((a == 1.0) & (tl.abs(y) == float("inf")))
     return tl.where(one, 1.0, size)
 ''',
-        "row_max": """
-@triton.jit
-def larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
+        "row_max": _LARGER
+        + """
 
 @triton.jit
 def largest(x, axis: tl.constexpr, keep: tl.constexpr):
@@ -69,11 +71,8 @@ def largest(x, axis: tl.constexpr, keep: tl.constexpr):
 # In the interpreter, tl.reduce with a custom function runs element by element, which is too slow.
 INTERPRETED = MappingProxyType(
     {
-        "row_max": """
-@triton.jit
-def larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
+        "row_max": _LARGER
+        + """
 
 @triton.jit
 def largest(x, axis: tl.constexpr, keep: tl.constexpr):

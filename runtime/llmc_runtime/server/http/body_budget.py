@@ -16,8 +16,8 @@ STEP_BYTES, STEP_SECONDS = 64 << 10, 5.0  # beyond it: minimum bytes per interva
 class BodyBudget:
     """The bytes of all bodies, at most `maximum`.
 
-    If a growing body exceeds the limit, the key with the most bytes gives way: the growing body if it belongs to that
-    key, else that key's largest body. `refusal` creates the exception raised to the reader of that body.
+    If a growing body exceeds the limit, a body of the key with the most bytes is refused: the growing body itself if it
+    has this key, otherwise the key's largest. `refusal` creates the exception that the reader of that body gets.
     """
 
     def __init__(self, refusal: Callable[[], Exception], maximum: int = MAX_BYTES) -> None:

@@ -68,7 +68,7 @@ def _unix(path: Path) -> socket.socket:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove a socket file without a listener. Other files are left, so that `bind` reports them."""
+    """Remove a socket file without a listener. Other files remain, and `bind` reports them."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             return

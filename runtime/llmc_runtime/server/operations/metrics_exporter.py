@@ -78,7 +78,7 @@ _ENDS = ("stop", "length", "abort", "error")
 class ServerMetrics:
     """The metrics of one served model.
 
-    `stats` returns the engine's figures by name (see metrics), or a list of those of several engines, and `about`
+    `stats` returns the engine's figures by name (see metrics), or a list of those of several engines, and `engine_info`
     metric families that are constant while the engine runs. The metrics of several engines have the label `engine`.
     `gauges` are current values of the server. With `alias`, all metrics are repeated with that prefix. `key_names` has
     the names of API keys by their identifiers.
@@ -88,12 +88,12 @@ class ServerMetrics:
         self,
         model: str,
         stats: Callable[[], Mapping[str, Any] | Sequence[Mapping[str, Any]]],
-        about: Callable[[], Iterable[Metric]] = tuple,
+        engine_info: Callable[[], Iterable[Metric]] = tuple,
         alias: str | None = None,
         key_names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.registry = CollectorRegistry()
-        self._model, self._stats, self._about, self._alias = model, stats, about, alias
+        self._model, self._stats, self._about, self._alias = model, stats, engine_info, alias
         self.gauges: dict[str, tuple[str, Callable[[], float | None]]] = {}
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._counts = dict.fromkeys(_COUNTERS, 0)
@@ -142,11 +142,11 @@ class ServerMetrics:
         """Count unknown fields of a request."""
         self._counts["request_unknown_fields"] += fields
 
-    def gone(self) -> None:
+    def count_disconnect(self) -> None:
         """Count a client that disconnected before its response ended."""
         self._counts["request_disconnects"] += 1
 
-    def late(self) -> None:
+    def count_timeout(self) -> None:
         """Count a request that timed out."""
         self._counts["request_timeouts"] += 1
 
@@ -156,7 +156,7 @@ class ServerMetrics:
         if reason == "abort":
             self._counts["num_aborted_requests"] += count
 
-    def used(self, key: str, measure: str, count: int = 1) -> None:
+    def count_for_key(self, key: str, measure: str, count: int = 1) -> None:
         """Add to a measure of _BY_KEY. Keys without a name are not counted."""
         if key in self.key_names:
             self._by_key[measure][self.key_names[key]] += count
@@ -278,7 +278,7 @@ class RequestMetrics:
             self._next((now - self._last) / new, new)  # tokens that arrive together share the time since the last ones
         self._last = now
         self.tokens += new
-        self._metrics.used(self._key, "key_generation_tokens", new)
+        self._metrics.count_for_key(self._key, "key_generation_tokens", new)
 
     def end(self, rest: str) -> None:
         """Record the end of the request. Outputs that have not ended count as ended by `rest`."""
@@ -300,8 +300,8 @@ class RequestMetrics:
     def _begin(self, now: float, output: RequestOutput) -> None:
         histograms, self._first = self._metrics.histograms, now
         histograms["time_to_first_token_seconds"].add(now - self._began)
-        self._metrics.used(self._key, "key_prompt_tokens", self._prompt_tokens)
-        self._metrics.used(self._key, "key_prompt_tokens_cached", output.num_cached_tokens)
+        self._metrics.count_for_key(self._key, "key_prompt_tokens", self._prompt_tokens)
+        self._metrics.count_for_key(self._key, "key_prompt_tokens_cached", output.num_cached_tokens)
         histograms["request_prefill_kv_computed_tokens"].add(self._prompt_tokens - output.num_cached_tokens)
         if output.times is not None:
             queued, self._prefill = output.times
@@ -309,7 +309,7 @@ class RequestMetrics:
             histograms["request_prefill_time_seconds"].add(self._prefill)
 
 
-def about(llm: AsyncLLM, model: str) -> Iterable[Metric]:
+def engine_info(llm: AsyncLLM, model: str) -> Iterable[Metric]:
     """Yield the configuration of the engines' caches, and the duration of each stage of their startup."""
     engines = [(engine.ready or llm.config, engine.startup) for engine in llm.engines]
     several = len(engines) > 1

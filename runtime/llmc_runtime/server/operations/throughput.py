@@ -20,7 +20,7 @@ class Throughput:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._since: float | None = None  # start of the current queue; None: there is none
-        self._busy = self._work = 0.0  # seconds with a queue; work that left it in that time
+        self._busy = self._work = 0.0  # seconds with a queue; work that left the queue meanwhile
         self._samples: deque[tuple[float, float]] = deque([(0.0, 0.0)])  # pairs of these, since the start of the window
 
     def queue(self, there: bool) -> None:

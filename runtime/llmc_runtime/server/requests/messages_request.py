@@ -212,7 +212,7 @@ def _add_texts(talk: Conversation, role: str, blocks: list[Any], where: str) -> 
 
 
 def _add_turn(talk: Conversation, blocks: list[Any], where: str) -> None:
-    """Add what a model has generated: its thinking, its texts as one, and its calls."""
+    """Add a turn that a model has generated: its thinking, its texts (joined), and its calls."""
     thoughts, texts, calls = [], [], []
     for i, block in enumerate(blocks):
         kind = block.get("type") if isinstance(block, dict) else None

@@ -89,7 +89,7 @@ def sampling_fields(name: str, without: Collection[str] = (), base: type[msgspec
     return msgspec.defstruct(name, [_field(parameter) for parameter in used], bases=bases, kw_only=True)
 
 
-# Parameters that APIs with one output per request lack, or for which they have other names.
+# Parameters that APIs with one output per request do not have, or have under other names.
 NOT_OF_ONE_OUTPUT = ("n", "max_tokens", "stop", "prompt_logprobs")
 SamplingFields: Any = sampling_fields("SamplingFields")
 OneOutputFields: Any = sampling_fields("OneOutputFields", NOT_OF_ONE_OUTPUT)

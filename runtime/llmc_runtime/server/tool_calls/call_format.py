@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from llmc_runtime.grammar.lark_text import Marker, after_text, json_rule, lark, repeated, without
+from llmc_runtime.grammar.lark_text import Marker, after_text, json_rule, lark, repeated, text_without
 from llmc_runtime.server.tool_calls.definitions import NAME, enforced
 from llmc_runtime.server.tool_calls.json_stream import JsonText
 
@@ -156,7 +156,7 @@ class CallFormat(ABC):
         begin, openers = cls.markers[0], cls.openers()
         times = most if cls.between is not None else 1
         lead, rules = after_text(begin, marker, openers)
-        parts = [f"calls: one{{0,{times}}} FREE?", f"one: {lead} behind", f"FREE: {without(openers)}", *rules]
+        parts = [f"calls: one{{0,{times}}} FREE?", f"one: {lead} behind", f"FREE: {text_without(openers)}", *rules]
         return "\n".join([*parts, cls.behind(tools, marker, most)])
 
     @classmethod
@@ -170,7 +170,7 @@ class CallFormat(ABC):
         self._text, self._at = self._text[start:] + text, self._at - start
         self._mark = None if self._mark is None else 0
         next(self._work)
-        return self._taken()
+        return self._take_output()
 
     def finish(self, *, cut: bool = False) -> list[str | CallPiece]:
         """End the text and return the remaining output.
@@ -183,30 +183,30 @@ class CallFormat(ABC):
             next(self._work, None)
         if self._space and not self._count:
             self._out.append(self._space)
-        return self._taken()
+        return self._take_output()
 
-    def _reading(self) -> Steps[None]:
+    def _parse(self) -> Steps[None]:
         """Parse the whole text."""
-        while (opener := (yield from self._until(*self.openers()))) is not None:
+        while (opener := (yield from self._content_until(*self.openers()))) is not None:
             if opener == self.bracket and not self._fresh_line:
                 self._mark = None
-                self._say(opener)
+                self._emit_content(opener)
                 continue
             self._at -= opener == self.bracket or opener.endswith("[")  # the bracket is part of the call
-            if (yield from self._attempt(self._calls(opener))):
-                yield from self._after(opener)
+            if (yield from self._attempt(self._parse_calls(opener))):
+                yield from self._closing_marks(opener)
 
     @abstractmethod
-    def _calls(self, opener: str) -> Steps[None]:
+    def _parse_calls(self, opener: str) -> Steps[None]:
         """Parse the calls behind `opener`. Raises Malformed."""
 
-    def _after(self, opener: str) -> Steps[None]:
+    def _closing_marks(self, opener: str) -> Steps[None]:
         """Consume the marks that may follow the calls behind `opener`."""
         yield from ()
 
     def _read(self) -> Steps[None]:
         yield
-        yield from self._reading()
+        yield from self._parse()
 
     def _in_call(self) -> bool:
         """Return whether the current text is part of a call, or of another call after the first."""
@@ -215,13 +215,13 @@ class CallFormat(ABC):
         marks = tuple(one for one in self.openers() if one not in _BRACKETS)
         return self._is_call or self._count > 0 or self._text.startswith(marks, self._mark)
 
-    def _taken(self) -> list[str | CallPiece]:
+    def _take_output(self) -> list[str | CallPiece]:
         out, self._out = self._out, []
         return out
 
     # --- output
 
-    def _say(self, text: str) -> None:
+    def _emit_content(self, text: str) -> None:
         """Emit content."""
         *lines, last = text.split("\n")
         self._fresh_line = (bool(lines) or self._fresh_line) and not last.strip(_SPACE)
@@ -231,19 +231,19 @@ class CallFormat(ABC):
         if sure:
             self._out.append(text[:sure])
 
-    def _begin(self, name: str) -> None:
+    def _emit_name(self, name: str) -> None:
         """Emit the start of a call."""
         self._out.append(CallPiece(self._count, name, ""))
         self._count += 1
         self._space, self._mark, self._fresh_line = "", None, True
 
-    def _argue(self, text: str) -> None:
+    def _emit_arguments(self, text: str) -> None:
         if text:
             self._out.append(CallPiece(self._count - 1, None, text))
 
     # --- input
 
-    def _until(self, *openers: str) -> Steps[str | None]:
+    def _content_until(self, *openers: str) -> Steps[str | None]:
         """Emit everything before the first of `openers` as content. Returns the opener, which is consumed, or None at
         the end.
         """
@@ -251,7 +251,7 @@ class CallFormat(ABC):
             rest = self._text[self._at :]
             found = min(((rest.index(one), one) for one in openers if one in rest), default=None)
             length = len(rest) - self._partial(rest, openers) if found is None else found[0]
-            self._say(rest[:length])
+            self._emit_content(rest[:length])
             self._at += length
             if found is not None:
                 self._mark, self._at = self._at, self._at + len(found[1])
@@ -276,11 +276,11 @@ class CallFormat(ABC):
             yield from reader
         except Malformed:
             if self._mark is not None:
-                self._say(self._text[self._mark : self._at])
+                self._emit_content(self._text[self._mark : self._at])
         self._mark = None
         return self._count > before
 
-    def _either(self, *markers: str, consume: bool = True) -> Steps[str | None]:
+    def _next_marker(self, *markers: str, consume: bool = True) -> Steps[str | None]:
         """Return which of `markers` follows, after white space, and consume both; consume nothing if there is none."""
         while True:
             rest = self._text[self._at :]
@@ -299,7 +299,7 @@ class CallFormat(ABC):
 
     def _optional(self, marker: str, *, consume: bool = True) -> Steps[bool]:
         """Return whether `marker` follows, after white space, and consume both; consume nothing otherwise."""
-        return (yield from self._either(marker, consume=consume)) is not None
+        return (yield from self._next_marker(marker, consume=consume)) is not None
 
     def _expect(self, marker: str) -> Steps[None]:
         """Consume `marker`, after white space, or raise Malformed."""
@@ -369,8 +369,8 @@ class CallFormat(ABC):
         first = yield from self._next()
         if first == "n" and (yield from self._value()) == "null":
             if name is not None:
-                self._begin(name)
-                self._argue("{}")
+                self._emit_name(name)
+                self._emit_arguments("{}")
             return "{}"
         if first != "{":
             raise Malformed
@@ -381,8 +381,8 @@ class CallFormat(ABC):
         def take(text: str) -> None:
             nonlocal begun
             if not begun:
-                self._begin(name)
+                self._emit_name(name)
             begun = True
-            self._argue(text)
+            self._emit_arguments(text)
 
         return (yield from self._value(take))

@@ -110,11 +110,11 @@ class JsonShape(CallFormat):
 
     # --- reader
 
-    def _after(self, opener: str) -> Steps[None]:
+    def _closing_marks(self, opener: str) -> Steps[None]:
         if self.end:
             yield from self._optional(self.end)
 
-    def _calls(self, opener: str) -> Steps[None]:
+    def _parse_calls(self, opener: str) -> Steps[None]:
         mark = self._call_mark()
         if not mark:
             yield from self._parts((yield from self._notation()))
@@ -194,8 +194,8 @@ class JsonShape(CallFormat):
         if name is None:
             raise Malformed
         if not begun:
-            self._begin(name)
-            self._argue(arguments or "{}")
+            self._emit_name(name)
+            self._emit_arguments(arguments or "{}")
 
     def _optional_parts(self, parts: Sequence[str | Word]) -> Steps[None]:
         """Consume the parts if the first one follows; then the words have to be valid."""

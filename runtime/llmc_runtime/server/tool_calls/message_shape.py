@@ -78,15 +78,15 @@ class MessageShape(CallFormat):
 
     # --- reader
 
-    def _reading(self) -> Steps[None]:
+    def _parse(self) -> Steps[None]:
         openers = ("".join(self.start), self.channel, self.end)
-        while (opener := (yield from self._until(*openers))) is not None:
+        while (opener := (yield from self._content_until(*openers))) is not None:
             if opener == self.end:
                 self._mark = None
                 continue
-            yield from self._attempt(self._calls(opener))
+            yield from self._attempt(self._parse_calls(opener))
 
-    def _calls(self, opener: str) -> Steps[None]:
+    def _parse_calls(self, opener: str) -> Steps[None]:
         header = ""
         while not (yield from self._optional(self.message)):
             char = yield from self._next(solid=False)

@@ -30,7 +30,7 @@ class PythonShape(Unmarked, ArguedFormat):
 
     # --- reader
 
-    def _calls(self, opener: str) -> Steps[None]:
+    def _parse_calls(self, opener: str) -> Steps[None]:
         yield from self._symbol(self.bracket)
         more = end = self._BETWEEN.strip()
         while end == more:
@@ -67,7 +67,7 @@ class PythonShape(Unmarked, ArguedFormat):
             if not begun:
                 self._key(key)
             begun = True
-            self._argue(text)
+            self._emit_arguments(text)
             self._mark = self._at - scan.unsaid
 
         yield from self._value(take, scan)

@@ -15,7 +15,7 @@ from llmc_runtime.grammar.lark_text import ANY, Marker, json_rule, slashed
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.tool_calls.call_format import CallFormat
 from llmc_runtime.server.tool_calls.definitions import enforced
-from llmc_runtime.server.tool_calls.text_values import MOST_PARTS, resolved
+from llmc_runtime.server.tool_calls.text_values import PartBudget, resolved
 
 APART = ("allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames", "dependentSchemas", "$ref")
 KINDS = ("string", "integer", "number", "boolean", "null", "array", "object")
@@ -49,18 +49,18 @@ class ArguedFormat(CallFormat):
     def _key(self, key: str) -> None:
         """Emit the key of an argument; its value follows."""
         self._certain()
-        self._argue(f"{', ' if self._fields else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+        self._emit_arguments(f"{', ' if self._fields else '{'}{json.dumps(key, ensure_ascii=False)}: ")
         self._fields += 1
 
     def _close(self) -> None:
         """End the call."""
         self._certain()
-        self._argue("}" if self._fields else "{}")
+        self._emit_arguments("}" if self._fields else "{}")
         self._mark = self._at
 
     def _certain(self) -> None:
         if self._call is not None:
-            self._begin(self._call)
+            self._emit_name(self._call)
             self._call = None
 
     # --- grammars
@@ -146,24 +146,24 @@ class Inexpressible(Exception):
     """A part of a schema that a grammar of plain values cannot express; the message names it."""
 
 
-def alternatives(schema: Any, root: Mapping[str, Any], left: list[int] | None = None) -> list[dict[str, Any]]:
+def alternatives(schema: Any, root: Mapping[str, Any], budget: PartBudget | None = None) -> list[dict[str, Any]]:
     """Resolve a schema into alternatives of which a value matches one, without references and with a single type each.
 
-    Raises Inexpressible if there are more than `left` of them, or if references cannot be resolved.
+    Raises Inexpressible if there are more than `budget` covers, or if references cannot be resolved.
     """
-    left = [MOST_PARTS] if left is None else left
-    left[0] -= 1
-    found = {} if schema is True else resolved(schema, root)
-    if found is None or left[0] < 0 or (found is not schema and isinstance(schema, dict) and len(schema) > 1):
+    budget = budget or PartBudget()
+    target = {} if schema is True else resolved(schema, root)
+    has_siblings = target is not schema and isinstance(schema, dict) and len(schema) > 1  # keywords beside a $ref
+    if not budget.spend() or target is None or has_siblings:
         raise Inexpressible("a $ref that cannot be resolved or has other keywords beside it")
-    if list(found) == ["allOf"] and isinstance(found["allOf"], list) and len(found["allOf"]) == 1:
-        return alternatives(found["allOf"][0], root, left)
+    if list(target) == ["allOf"] and isinstance(target["allOf"], list) and len(target["allOf"]) == 1:
+        return alternatives(target["allOf"][0], root, budget)
     for key in ("anyOf", "oneOf"):
-        if isinstance(found.get(key), list) and not set(found) - {key}:
-            return [one for part in found[key] for one in alternatives(part, root, left)]
-    if isinstance(found.get("type"), list):
-        return [{**found, "type": one} for one in found["type"]]
-    return [found]
+        if list(target) == [key] and isinstance(target[key], list):
+            return [option for part in target[key] for option in alternatives(part, root, budget)]
+    if isinstance(target.get("type"), list):
+        return [{**target, "type": name} for name in target["type"]]
+    return [target]
 
 
 def whole(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,15 +11,27 @@ from llmc_runtime.server.tool_calls.json_stream import JsonText
 from llmc_runtime.server.tool_calls.python_literals import python_json
 
 STRING = frozenset({"string"})
+_MAX_PARTS = 256
 _SPACE = " \t\r\n"
 _MOST_REFS = 16
-MOST_PARTS = 256
 # Includes Python's names for JSON types, which some clients' tools use.
 _TYPES = MappingProxyType(
     {one: one for one in ("string", "integer", "number", "boolean", "null", "array", "object")}
     | {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "list": "array", "dict": "object"}
 )
 _FIRST = MappingProxyType({"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"})
+
+
+class PartBudget:
+    """How many more parts of a schema may be read: references can make a small schema infinite."""
+
+    def __init__(self) -> None:
+        self._remaining = _MAX_PARTS
+
+    def spend(self) -> bool:
+        """Count one part. Return whether the budget covers it."""
+        self._remaining -= 1
+        return self._remaining >= 0
 
 
 def property_of(schema: Mapping[str, Any], name: str) -> Any:
@@ -31,32 +43,47 @@ def property_of(schema: Mapping[str, Any], name: str) -> Any:
     return more if isinstance(more, dict) else None
 
 
-def types_of(schema: Any, root: Mapping[str, Any], left: list[int] | None = None) -> frozenset[str]:
+def types_of(schema: Any, root: Mapping[str, Any], budget: PartBudget | None = None) -> frozenset[str]:
     """Return the JSON types that a part of the schema `root` allows.
 
-    The result is empty if the schema does not restrict them, or has more than `left` parts including references.
+    The result is empty if the schema does not restrict them, or if it has more parts, including references, than
+    `budget` covers.
     """
-    left = [MOST_PARTS] if left is None else left
-    left[0] -= 1
+    budget = budget or PartBudget()
     schema = resolved(schema, root)
-    if schema is None or left[0] < 0:
+    if not budget.spend() or schema is None:
         return frozenset()
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
         return frozenset(_type_of(json.dumps(value)) for value in values)
-    kinds = schema.get("type")
-    names = kinds if isinstance(kinds, list) else [kinds]
-    found = {_TYPES[one] for one in names if isinstance(one, str) and one in _TYPES}
+    types = _declared_types(schema) or _combined_types(schema, root, budget)
+    if not types:
+        types = {kind for key, kind in (("properties", "object"), ("items", "array")) if key in schema}
+    if types and schema.get("nullable") is True:
+        types.add("null")
+    return frozenset(types)
+
+
+def _declared_types(schema: Mapping[str, Any]) -> set[str]:
+    """Return the JSON types that the keyword `type` names."""
+    names = schema.get("type")
+    listed = names if isinstance(names, list) else [names]
+    return {_TYPES[name] for name in listed if isinstance(name, str) and name in _TYPES}
+
+
+def _combined_types(schema: Mapping[str, Any], root: Mapping[str, Any], budget: PartBudget) -> set[str]:
+    """Return the types of `anyOf`, `oneOf` (all alternatives must restrict them), or the first part of `allOf` that
+    does.
+    """
     for key in ("anyOf", "oneOf"):
-        if not found and isinstance(schema.get(key), list):
-            parts = [types_of(one, root, left) for one in schema[key]]
-            found = set[str]().union(*parts) if all(parts) else set()
-    if not found and isinstance(schema.get("allOf"), list):
-        found = set(next((types for one in schema["allOf"] if (types := types_of(one, root, left))), ()))
-    found |= {kind for key, kind in (("properties", "object"), ("items", "array")) if not found and key in schema}
-    if found and schema.get("nullable") is True:
-        found.add("null")
-    return frozenset(found)
+        if isinstance(schema.get(key), list):
+            alternatives = [types_of(part, root, budget) for part in schema[key]]
+            if alternatives and all(alternatives):
+                return set().union(*alternatives)
+    for part in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
+        if types := types_of(part, root, budget):
+            return set(types)
+    return set()
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any] | None:

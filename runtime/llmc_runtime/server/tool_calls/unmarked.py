@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar
 
-from llmc_runtime.grammar.lark_text import Marker, led, regex
+from llmc_runtime.grammar.lark_text import Marker, calls_without_marks, regex
 from llmc_runtime.server.tool_calls.call_format import CallFormat, Steps
 
 
@@ -29,14 +29,14 @@ class Unmarked(CallFormat):
     def _is_name(self, name: str) -> bool:
         return name in self._tools
 
-    def _after(self, opener: str) -> Steps[None]:
-        yield from super()._after(opener)
+    def _closing_marks(self, opener: str) -> Steps[None]:
+        yield from super()._closing_marks(opener)
         if opener != self.bracket and self.markers[1:]:
             yield from self._optional(self.markers[1])
         if self.separator and (yield from self._optional(self.separator)):
-            another = yield from self._either(self.markers[0], self.bracket, consume=False)
+            another = yield from self._next_marker(self.markers[0], self.bracket, consume=False)
             if another is None and not self._cut:
-                self._say(self.separator)
+                self._emit_content(self.separator)
 
     # --- grammar
 
@@ -52,7 +52,8 @@ class Unmarked(CallFormat):
         _, end = cls._marks(marker)
         calls = [(cls._opening(regex(name)), cls._closing(rule, most)) for name, rule in tools.items()]
         never = cls._openings("|".join(map(regex, known)))
-        return f"{led(calls, never, cls.markers[0], marker, end and f'{end}?')}\n{cls.behind(tools, marker, most)}"
+        unmarked = calls_without_marks(calls, never, cls.markers[0], marker, end and f"{end}?")
+        return f"{unmarked}\n{cls.behind(tools, marker, most)}"
 
     @classmethod
     def _marks(cls, marker: Marker) -> tuple[str, str]:

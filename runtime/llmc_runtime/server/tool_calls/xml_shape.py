@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from llmc_runtime.grammar.lark_text import ANY, Marker, lark, repeated, text_until
 from llmc_runtime.server.tool_calls.call_format import Malformed, Steps
@@ -82,11 +82,11 @@ class XmlShape(ArguedFormat):
 
     # --- reader
 
-    def _after(self, opener: str) -> Steps[None]:
+    def _closing_marks(self, opener: str) -> Steps[None]:
         if opener == self.markers[0]:
             yield from self._optional(self.markers[1])
 
-    def _calls(self, opener: str) -> Steps[None]:
+    def _parse_calls(self, opener: str) -> Steps[None]:
         start = self._start_tag()
         if not start or opener in start:
             yield from self._one(known=opener in start)
@@ -110,7 +110,7 @@ class XmlShape(ArguedFormat):
         if not self._is_name(name) or (known and name not in self._tools):
             raise Malformed
         self._open(name)
-        while (tag := (yield from self._either(first, end))) == first:
+        while (tag := (yield from self._next_marker(first, end))) == first:
             yield from self._argument(name)
         if tag is None or not (stop or self._fields or name in self._tools):
             raise Malformed
@@ -136,7 +136,7 @@ class XmlShape(ArguedFormat):
         text = yield from self._raw(*ends, most=None)
         value = json_of(text.removesuffix("\n") if self._framed() else text, types)
         self._key(key)
-        self._argue(value)
+        self._emit_arguments(value)
         self._mark = self._at
 
     def _text_value(self, key: str, ends: Sequence[str]) -> Steps[None]:
@@ -150,13 +150,13 @@ class XmlShape(ArguedFormat):
             held = "\n" if self._framed() and text.endswith("\n") else ""
             if not begun:
                 self._key(key)
-                self._argue('"')
+                self._emit_arguments('"')
                 begun = True
-            self._argue(json.dumps(text[: len(text) - len(held)], ensure_ascii=False)[1:-1])
+            self._emit_arguments(json.dumps(text[: len(text) - len(held)], ensure_ascii=False)[1:-1])
             self._mark = self._at - len(held)
             if found is not None:
                 self._at += len(ends[0]) if found[1] == ends[0] else 0
-                self._argue('"')
+                self._emit_arguments('"')
                 self._mark = self._at
                 return
             if self._ended:
@@ -229,32 +229,41 @@ class XmlShape(ArguedFormat):
             raise cls._inexpressible(f"the property {field.key[:60]!r}")
         frame, ends = "\n" if cls._framed() else "", cls._ends()
         close = f"{lark(frame)} {marker(ends[0])}" if frame else marker(ends[0])
-        lines, values = [], []
-        for i, one in enumerate(cls._alternatives(field)):
-            rule, types = f"{field.rule}_{i}", types_of(one, field.root)
-            if "enum" in one or "const" in one:
-                listed = [one["const"]] if "const" in one else one["enum"]
-                if not isinstance(listed, list):
-                    raise cls._inexpressible(f"an enum that is not a list for the property {field.key[:60]!r}")
-                values += [f"{lark(text)} {close}" for text in cls._texts(field, listed)]
-            elif (not types or "string" in types) and (patterns := cls._patterns(field, one)) == [ANY]:
+        rules: list[str] = []
+        values: list[str] = []  # expressions of a value together with its end tag
+        for i, schema in enumerate(cls._alternatives(field)):
+            rule, types = f"{field.rule}_{i}", types_of(schema, field.root)
+            if "enum" in schema or "const" in schema:
+                values += [f"{lark(text)} {close}" for text in cls._texts(field, cls._listed(field, schema))]
+            elif types and "string" not in types:
+                json_name, json_rules = cls._json(rule, schema, field.root)
+                values.append(f"{json_name} {close}")
+                rules += json_rules
+            elif (patterns := cls._patterns(field, schema)) == [ANY]:
                 values.append("any_text")
-            elif not types or "string" in types:
-                lines.append(text_until(rule, ends[0], marker, patterns, frame, ends))
-                values.append(rule)
             else:
-                found, more = cls._json(rule, one, field.root)
-                values.append(f"{found} {close}")
-                lines += more
-        return [f"{field.rule}: {head} ({' | '.join(values)}) {tail}", *lines]
+                rules.append(text_until(rule, ends[0], marker, patterns, frame, ends))
+                values.append(rule)
+        return [f"{field.rule}: {head} ({' | '.join(values)}) {tail}", *rules]
+
+    @classmethod
+    def _listed(cls, field: Field, schema: Mapping[str, Any]) -> Sequence[object]:
+        """Return the values of a schema with an enum or a const. Raises ApiError 400 if the enum is not a list."""
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        if not isinstance(values, list):
+            raise cls._inexpressible(f"an enum that is not a list for the property {field.key[:60]!r}")
+        return values
 
     @classmethod
     def _texts(cls, field: Field, values: Sequence[object]) -> list[str]:
         """Return the texts of an enum's values, except those that would be parsed as different values."""
         types = types_of(field.schema, field.root)
-        written = [(one, one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)) for one in values]
-        whole = [(one, text) for one, text in written if _first(text, cls._ends(), 0) is None]
-        texts = [text for one, text in whole if _read(text, types) == (type(one), one)]
+        texts = []
+        for value in values:
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            has_end = _first(text, cls._ends(), 0) is not None
+            if not has_end and _read(text, types) == (type(value), value):
+                texts.append(text)
         if not texts:
             raise cls._inexpressible(f"values of {field.key[:60]!r} that cannot be distinguished from others")
         return texts
