@@ -23,7 +23,7 @@ from llmc_runtime.format.launch_param import a_size
 from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.format.program import DTYPE_BITS, MAX_RANKS
 
-MAJOR, MINOR = 2, 3
+MAJOR, MINOR = 2, 4
 NAME = "manifest.json"
 _PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./:@+-]{0,120}\Z")
 MODES = ("packed", "random", "none")
