@@ -56,11 +56,11 @@ def test_the_pieces_joined_are_the_whole_and_stop_strings_end_it() -> None:
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, n=1)
 
     async def both() -> None:
-        async with fake(tok=TOK) as llm:
+        async with fake(0.005, tok=TOK) as llm:
             whole = await last(llm, "The kernel", params)
             text = whole.outputs[0].text
             stop = text[len(text) // 2 :][:2]
-            limited = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, stop=[stop])
+            limited = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, stop=[stop])  # aborted long before
             pieces, seen = [], ""
             async for output in llm.generate("The kernel", limited, "p", output_kind="delta"):
                 pieces += output.outputs

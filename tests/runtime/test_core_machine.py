@@ -135,7 +135,7 @@ def test_shutdown_ends_a_start(moment: float, tmp_path: Path, monkeypatch: pytes
         llm = fake()
         assert llm._front is not None
         if moment == 0.0:  # while the folder is read
-            monkeypatch.setattr("llmc_runtime.api.async_llm._read", lambda *a, f=llm._front: time.sleep(0.2) or f)
+            monkeypatch.setattr("llmc_runtime.api.async_llm.read_front", lambda *a, f=llm._front: time.sleep(0.2) or f)
             llm._front = None
         else:
             llm._front = replace(llm._front, command=never)

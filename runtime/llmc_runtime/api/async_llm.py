@@ -7,52 +7,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from llmc_runtime.api.async_pooling import AsyncPoolingAPI
 from llmc_runtime.api.async_request import OUTPUT_KINDS, AsyncRequestState, check_timeout
-from llmc_runtime.api.llm import resolve, to_stderr
-from llmc_runtime.api.model_api import fit_prompt, open_tokenizer
+from llmc_runtime.api.front import Front, compiled, read_front
+from llmc_runtime.api.llm import to_stderr
+from llmc_runtime.api.model_api import fit_prompt
 from llmc_runtime.defaults import generation_of
-from llmc_runtime.engine.client import default_command
 from llmc_runtime.engine.control_rpc import MAX_SECONDS, RECORD, RESET
 from llmc_runtime.engine.input_processor import EngineRequest, bad_word_tokens, prepare
 from llmc_runtime.engine.instances import Instances
-from llmc_runtime.engine.messages import Open, Ready
+from llmc_runtime.engine.messages import Ready
 from llmc_runtime.engine.supervisor import DEAD, READY, STARTING, Supervisor
-from llmc_runtime.engine_options import EngineArgs, quoted
+from llmc_runtime.engine_options import EngineArgs
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.folder import Folder
-from llmc_runtime.format.pooling import GENERATE, Pooling
+from llmc_runtime.format.pooling import GENERATE
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.pooling_params import require_task
 from llmc_runtime.prompts import Prompt, as_params, as_prompt, refuse_adapter
 from llmc_runtime.sched.parameter_type import refused
 from llmc_runtime.sched.sampling_params import SamplingParams
-from llmc_runtime.text.tokenizer import Tokenizer
 from llmc_runtime.trace import Row
 
 _INLINE, _INLINE_BAD_WORDS = 4096, 512  # characters of a prompt and of bad words that are tokenized without a thread
-_GPU_STEP, _CPU_STEP = 30.0, 300.0  # default of step_timeout, in seconds
-
-
-@dataclass(frozen=True)
-class Front:
-    """A model as the front needs it: the engine's command line and first message, and the text side.
-
-    `generation` are the sampling defaults of the artifact; `step_timeout` is the default of that option, in seconds.
-    """
-
-    command: Sequence[str]
-    opening: Open
-    tokenizer: Tokenizer | None = None
-    generation: Mapping[str, Any] = field(default_factory=dict)
-    step_timeout: float = _CPU_STEP
-    pooling: Pooling | None = None
 
 
 class AsyncLLM(AsyncPoolingAPI):
@@ -62,8 +44,8 @@ class AsyncLLM(AsyncPoolingAPI):
             async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=50), "request-1"):
                 print(output.outputs[0].text)
 
-    `start`, or entering the context, starts the engine process. If it ends or hangs, every open request fails with
-    LlmcError E661 or E662, and the process is replaced.
+    `start`, entering the context, or the first request starts the engine process. If it ends or hangs, every open
+    request fails with LlmcError E661 or E662, and the process is replaced.
     """
 
     def __init__(self, model: str | Path, *, say: Callable[[str], None] | None = None, **options: Any) -> None:
@@ -74,6 +56,7 @@ class AsyncLLM(AsyncPoolingAPI):
         self.digest = ""  # of the artifact, once it is opened
         self._supervisor: Supervisor | Instances | None = None
         self._started = self._stopped = False
+        self._starting: asyncio.Task[Ready] | None = None  # the start that requests wait for
         self._waiting_for_bad_words = 0
         self._recent_bad_words: tuple[Any, asyncio.Task[list[list[int]]]] | None = None
 
@@ -97,7 +80,7 @@ class AsyncLLM(AsyncPoolingAPI):
         In the main thread a signal ends the compilation and leaves no files.
         """
         if self._front is None:
-            self.args = replace(self.args, model=_artifact(self.args, self._say))
+            self.args = replace(self.args, model=compiled(self.args, self._say))
 
     async def start(self) -> Ready:
         """Open the model and return the limits in force. Can be called once.
@@ -108,7 +91,7 @@ class AsyncLLM(AsyncPoolingAPI):
             raise LlmcError("E660", "AsyncLLM was started before", "make another one")
         self._started = True
         if self._front is None:
-            self._front = await asyncio.to_thread(_read, self.args, self._say)
+            self._front = await asyncio.to_thread(read_front, self.args, self._say)
         front, args = self._front, self.args
         self.tokenizer, self.pooling, self.digest = front.tokenizer, front.pooling, front.opening.digest
         self.generation = generation_of(front.generation, args.generation_config, args.override_generation_config)
@@ -120,6 +103,13 @@ class AsyncLLM(AsyncPoolingAPI):
         ready = await self._supervisor.start()
         self._say(ready.summary)
         return ready
+
+    async def ensure_started(self) -> None:
+        """Start the engine unless `start` was called, and wait until it is ready. Raises LlmcError as `start` does."""
+        if self._starting is None and not self._started:
+            self._starting = asyncio.create_task(self.start())
+        if self._starting is not None:
+            await asyncio.shield(self._starting)
 
     async def generate(
         self,
@@ -152,6 +142,7 @@ class AsyncLLM(AsyncPoolingAPI):
         Raises LlmcError E6xx if the request is refused, E660 to E664 if the engine process is not available.
         """
         refuse_adapter(lora_request)
+        await self.ensure_started()
         require_task(self.pooling, GENERATE)
         if output_kind not in OUTPUT_KINDS:
             raise refused("output_kind", output_kind, f"one of {', '.join(OUTPUT_KINDS)}")
@@ -374,24 +365,6 @@ class AsyncLLM(AsyncPoolingAPI):
 
 def _stats_of(engine: Supervisor | Instances) -> dict[str, Any]:
     return {**engine.stats(), "restarts": engine.restarts, "num_requests_open": len(engine.outputs)}
-
-
-def _artifact(args: EngineArgs, say: Callable[[str], None]) -> Path:
-    return resolve(args.model, args.compile_options, Path(args.cache_dir) if args.cache_dir else None, say)
-
-
-def _read(args: EngineArgs, say: Callable[[str], None]) -> Front:
-    """Read the text side of the artifact, compiling it first if needed. Raises LlmcError E1xx, E64x."""
-    path = _artifact(args, say)
-    folder = Folder(path)
-    manifest = folder.manifest()
-    args.check_artifact(manifest)
-    for error in folder.check_small(manifest.files):
-        raise error
-    tokenizer, eos = open_tokenizer(path / "tokenizer", manifest)
-    opening = Open(quoted(path), args.message(), eos, manifest.digest)
-    step = _CPU_STEP if manifest.target.name.startswith("cpu") else _GPU_STEP
-    return Front(default_command(), opening, tokenizer, manifest.generation, step, manifest.pooling)
 
 
 def _say_safely(say: Callable[[str], None], line: str) -> None:

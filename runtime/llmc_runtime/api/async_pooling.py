@@ -30,6 +30,10 @@ class AsyncPoolingAPI(ModelAPI):
         """The limits in force."""
         raise NotImplementedError
 
+    async def ensure_started(self) -> None:
+        """Start the engine unless it was started, and wait until it is ready."""
+        raise NotImplementedError
+
     def require_running(self) -> None:
         """Raise LlmcError E660 to E664 if no request would be accepted now."""
         raise NotImplementedError
@@ -60,6 +64,7 @@ class AsyncPoolingAPI(ModelAPI):
         `generate`.
         """
         refuse_adapter(lora_request)
+        await self.ensure_started()
         pooling, params = require_task(self.pooling, EMBED, CLASSIFY), pooling_params or PoolingParams()
         assert pooling is not None
         params.check(pooling)
@@ -90,6 +95,7 @@ class AsyncPoolingAPI(ModelAPI):
 
         Raises LlmcError as `encode`.
         """
+        await self.ensure_started()
         require_task(self.pooling, EMBED, CLASSIFY)
         check_timeout(timeout)
         self.require_running()

@@ -1,0 +1,53 @@
+"""What the process that serves requests reads of an artifact: its text side, and how its engine is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmc_runtime.api.llm import resolve
+from llmc_runtime.api.model_api import open_tokenizer
+from llmc_runtime.engine.client import default_command
+from llmc_runtime.engine.messages import Open
+from llmc_runtime.engine_options import EngineArgs, quoted
+from llmc_runtime.format.folder import Folder
+from llmc_runtime.format.pooling import Pooling
+from llmc_runtime.text.tokenizer import Tokenizer
+
+_GPU_STEP, _CPU_STEP = 30.0, 300.0  # default of step_timeout, in seconds
+
+
+@dataclass(frozen=True)
+class Front:
+    """A model as the front needs it: the engine's command line and first message, and the text side.
+
+    `generation` are the sampling defaults of the artifact; `step_timeout` is the default of that option, in seconds.
+    """
+
+    command: Sequence[str]
+    opening: Open
+    tokenizer: Tokenizer | None = None
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    step_timeout: float = _CPU_STEP
+    pooling: Pooling | None = None
+
+
+def compiled(args: EngineArgs, say: Callable[[str], None]) -> Path:
+    """Return the path of the artifact, compiling the model first if it is none. Raises LlmcError as LLM does."""
+    return resolve(args.model, args.compile_options, Path(args.cache_dir) if args.cache_dir else None, say)
+
+
+def read_front(args: EngineArgs, say: Callable[[str], None]) -> Front:
+    """Read the text side of the artifact, compiling it first if needed. Raises LlmcError E1xx, E64x."""
+    path = compiled(args, say)
+    folder = Folder(path)
+    manifest = folder.manifest()
+    args.check_artifact(manifest)
+    for error in folder.check_small(manifest.files):
+        raise error
+    tokenizer, eos = open_tokenizer(path / "tokenizer", manifest)
+    opening = Open(quoted(path), args.message(), eos, manifest.digest)
+    step = _CPU_STEP if manifest.target.name.startswith("cpu") else _GPU_STEP
+    return Front(default_command(), opening, tokenizer, manifest.generation, step, manifest.pooling)
