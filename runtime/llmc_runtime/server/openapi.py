@@ -54,6 +54,13 @@ _GETS = (
     ("/openapi.json", "This description"),
     ("/", "A chat and metrics, for a browser"),
 )
+_CONTENT = MappingProxyType(  # of GET responses that are not JSON objects: the media type and the schema's type
+    {
+        "/metrics": ("text/plain", "string"),
+        "/get_load": ("application/json", "array"),
+        "/": ("text/html", "string"),
+    }
+)
 _ERRORS = (400, 401, 404, 408, 413, 415, 421, 429, 431, 500, 503, 504)
 _REF = "#/components/schemas/{name}"
 _HEADERS = ("X-Request-Id", "Retry-After", "retry-after-ms", "x-should-retry", "WWW-Authenticate")
@@ -129,9 +136,9 @@ def _post(name: str, summary: str, streams: bool, error: str) -> dict[str, Any]:
 
 
 def _get(path: str, summary: str) -> dict[str, Any]:
-    text = {"/metrics": "text/plain", "/": "text/html"}.get(path)
+    media, kind = _CONTENT.get(path, ("application/json", "object"))
     responses = _responses(summary, (400, 401, 421, 431))
-    responses["200"]["content"] = {text or "application/json": {"schema": {"type": "string" if text else "object"}}}
+    responses["200"]["content"] = {media: {"schema": {"type": kind}}}
     return {"summary": summary, "responses": responses}
 
 
