@@ -12,7 +12,6 @@ from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.speculation import (
     LATE,
-    MODEL_FACTOR,
     MODEL_PROBE,
     SOON,
     WARM,
@@ -55,23 +54,31 @@ class Driver:
         return [n for n, (propose, _) in numbered if propose], [n for n, (_, plain) in numbered if plain]
 
 
-@pytest.mark.parametrize(("config", "factor"), [(HEAD, 1), (DRAFT, MODEL_FACTOR)])
-def test_a_single_row_is_tried_less_and_less(config: SpeculationConfig, factor: int) -> None:
-    """The plans between two tries double; a head computes its entries before them."""
-    driver, request, latest = Driver(config), Request("r", [1]), factor * LATE
+def test_a_single_row_is_tried_less_and_less() -> None:
+    """The plans between two tries of a head double; it computes its entries before them."""
+    driver, request = Driver(HEAD), Request("r", [1])
     request.draft_trials = (9.0, 0.0)
-    drafting, plain = driver.steps(request, 31 * latest // 16, accepted=0)
-    assert [b - a for a, b in pairwise([1, *drafting])] == [factor * SOON * 2**i for i in range(5)]
+    drafting, plain = driver.steps(request, 31 * LATE // 16, accepted=0)
+    assert [b - a for a, b in pairwise([1, *drafting])] == [SOON * 2**i for i in range(5)]
     verifying = {n + 1 for n in drafting}
-    warm = {n - i for n in drafting for i in range(1, WARM + 1)} if config.head else set()
+    warm = {n - i for n in drafting for i in range(1, WARM + 1)}
     every = set(range(1, drafting[-1] + 1))
     assert every - set(plain) == (verifying | set(drafting) | warm) & every
-    later, _ = driver.steps(request, 5 * latest // 2, accepted=0)
-    assert not config.head or later[1] - later[0] == latest
-    drafting, plain = driver.steps(request, 3 * latest, accepted=4)
-    assert len(drafting) > latest // 2 and not set(plain) & set(drafting), "text that has become predictable"
+    later, _ = driver.steps(request, 5 * LATE // 2, accepted=0)
+    assert later[1] - later[0] == LATE
+    drafting, plain = driver.steps(request, 3 * LATE, accepted=4)
+    assert len(drafting) > LATE // 2 and not set(plain) & set(drafting), "text that has become predictable"
     drafting, _ = driver.steps(Request("s", [1]), 16, accepted=4)
     assert len(drafting) > 12, "the next request is expected to be like the one before"
+
+
+def test_a_draft_model_is_tried_seldom() -> None:
+    """It first has to compute the KV that it lacks, which costs as much as many steps; all other steps are plain."""
+    driver, request = Driver(DRAFT), Request("r", [1])
+    request.draft_trials = (9.0, 0.0)
+    drafting, plain = driver.steps(request, 4 * MODEL_PROBE, accepted=0)
+    assert len(drafting) in (3, 4) and {b - a for a, b in pairwise(drafting)} == {MODEL_PROBE}
+    assert len(plain) == 4 * MODEL_PROBE - 2 * len(drafting)
 
 
 @pytest.mark.parametrize("config", [HEAD, DRAFT])

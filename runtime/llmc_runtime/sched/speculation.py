@@ -16,12 +16,11 @@ from llmc_runtime.sched.step import StepOutput, Work
 PROBE = 64  # while drafting does not pay, one plan in so many verifies a draft of some rows, to measure acceptance
 MODEL_PROBE = 512  # the same for a draft model, which must first compute the KV that it lacks; one row each time
 SOON, LATE = 4, 128  # the same if a head has a single row: at first, and at most. Doubled after each probe
-MODEL_FACTOR = 16  # SOON and LATE of a draft model, in those of a head
 PROBED = 16  # one row in so many is probed, other rows each time
 WARM = 8  # plans before a probe in which a head computes its entries, which it needs to draft as well as before
 DEPTH = 2  # plans in a row that try drafts of the host, since at the first one a step may be in flight
 _MEMORY = 0.9  # weight of a row's past acceptance at each verification
-_MODEL_MEMORY = 0.7  # the same for a draft model: its drafts are accepted where the text is easy, many in a row
+_HEAD_MEMORY = 0.7  # the same for a head: its drafts are accepted where the text is easy, many in a row
 _REFRESH = 16  # plans after which the number of drafts is chosen anew
 _AGAIN = 4096  # plans after which costs are measured again
 _SELDOM = 4  # one plan in so many is measured if it has no drafts and its cost is known
@@ -75,11 +74,10 @@ class Speculation:
         self._choice = Choice(0)
         self._probes = 0  # rows of which this plan verifies a draft to measure acceptance
         self._looks_up = config.looks_up
-        self._model, self._memory = config.max_rows > 0, _MODEL_MEMORY if config.max_rows else _MEMORY
+        self._model, self._memory = config.max_rows > 0, _HEAD_MEMORY if config.head else _MEMORY
         self._single: dict[float, Choice] = {}  # choices of this period for a single row, by its rounded acceptance
         self._request, self._trials = "", (0.0, 0.0)  # the id of the single row's request, and its last draft_trials
-        factor = 1 if config.head else MODEL_FACTOR
-        self._soon, self._late = factor * SOON, factor * LATE
+        self._soon = SOON if config.head else MODEL_PROBE
         self._wait, self._probe = self._soon, 0  # plans between probes of a draft model, and the plan of the next one
 
     def begin(self, running: Sequence[Request], room: int) -> None:
@@ -90,7 +88,8 @@ class Speculation:
             self.count.again(rows)
         if self._looks_up and not any(request.num_drafts for request in running):
             return
-        if rows == 1 and self._model:
+        single = rows == 1 and self.config.head != ""
+        if single:
             self._choose_single(running[0], room)
         elif rows and (self._choice.measures or rows != self._rows or self.plans % _REFRESH == 0):
             self._rows = rows
@@ -101,7 +100,7 @@ class Speculation:
         elif self._model:
             if self.plans >= self._probe:
                 self._probes = 1
-                self._next_probe(min(2 * self._wait, self._late) if rows == 1 else MODEL_PROBE)
+                self._next_probe(min(2 * self._wait, LATE) if single else MODEL_PROBE)
         elif self.plans % PROBE < (DEPTH if self.config.host else 1):
             self._probes = max(1, rows // PROBED)
 
@@ -110,7 +109,7 @@ class Speculation:
         self._wait, self._probe = wait, self.plans + wait
 
     def _choose_single(self, request: Request, room: int) -> None:
-        """Choose the number of drafts of the only row anew in every plan, since its acceptance changes quickly."""
+        """Choose the number of drafts of a head's only row anew in every plan, since its acceptance changes quickly."""
         trials = request.draft_trials
         if self._rows != 1 or request.id != self._request:
             self._rows, self._request = 1, request.id
@@ -177,7 +176,7 @@ class Speculation:
     @property
     def _apart(self) -> int:
         """The minimum number of plans between two probes of a row."""
-        return 0 if self._model and self._rows == 1 else PROBE * min(PROBED, self._rows)
+        return 0 if self.config.head and self._rows == 1 else PROBE * min(PROBED, self._rows)
 
     def _rate(self, request: Request) -> float:
         """The estimated probability that a draft of the request is accepted."""
