@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc_runtime import AsyncLLM
-from llmc_runtime.api.front import Front
+from llmc_runtime.api.async_front import Front
 from llmc_runtime.engine.messages import Open
 from llmc_runtime.server.run_server import serve_over
 from llmc_runtime.server.server_options import Options

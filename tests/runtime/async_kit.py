@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc_runtime import AsyncLLM, RequestOutput, SamplingParams
-from llmc_runtime.api.front import Front
+from llmc_runtime.api.async_front import Front
 from llmc_runtime.engine.messages import Open
 from llmc_runtime.text.tokenizer import Tokenizer
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import uvicorn
 from llmc_runtime import AsyncLLM
-from llmc_runtime.api.front import Front
+from llmc_runtime.api.async_front import Front
 from llmc_runtime.engine.messages import Open
 from llmc_runtime.server.app import application
 from llmc_runtime.server.operations.admission import Admission

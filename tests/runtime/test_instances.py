@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from llmc_runtime import LLM, AsyncLLM, RequestOutput, SamplingParams
-from llmc_runtime.api.front import Front
+from llmc_runtime.api.async_front import Front
 from llmc_runtime.engine.instances import Instances, MeteredOutputs
 from llmc_runtime.engine.messages import Open
 from llmc_runtime.engine.supervisor import Supervisor

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from llmc_runtime.api.async_front import Front, compiled, read_front
 from llmc_runtime.api.async_pooling import AsyncPoolingAPI
 from llmc_runtime.api.async_request import OUTPUT_KINDS, AsyncRequestState, check_timeout
-from llmc_runtime.api.front import Front, compiled, read_front
 from llmc_runtime.api.llm import to_stderr
 from llmc_runtime.api.model_api import fit_prompt
 from llmc_runtime.defaults import generation_of
