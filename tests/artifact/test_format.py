@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from llmc_runtime.format import expr, hashing, safetensors
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.json_fields import check_name, load_json
-from llmc_runtime.format.manifest import Manifest, check_digest
+from llmc_runtime.format.manifest import MAJOR, MINOR, Manifest, check_digest
 from llmc_runtime.format.program import Program
 
 from llmc.artifact.write import write_artifact
@@ -173,14 +173,13 @@ def test_the_manifest_reads_back(tmp_path: Path) -> None:
 
 def test_a_newer_minor_version_may_say_more(tmp_path: Path) -> None:
     manifest = write_artifact(tmp_path / "toy.llmc", tiny.parts(tmp_path))
-    data = (
-        manifest.dump().replace(b'"minor": 3', b'"minor": 4, "x": 2').replace(b'"compiler"', b'"more": [], "compiler"')
-    )
+    this, newer = b'"minor": %d' % MINOR, b'"minor": %d, "x": 2' % (MINOR + 1)
+    data = manifest.dump().replace(this, newer).replace(b'"compiler"', b'"more": [], "compiler"')
     zero = data.replace(manifest.digest.encode(), b"0" * 64)
     data = zero.replace(b"0" * 64, hashing.sha256(zero).encode(), 1)
-    assert Manifest.load(data).format == (2, 4)
+    assert Manifest.load(data).format == (MAJOR, MINOR + 1)
     with pytest.raises(LlmcError, match="unknown key 'more'"):
-        older = zero.replace(b'"minor": 4, "x": 2', b'"minor": 3')
+        older = zero.replace(newer, this)
         Manifest.load(older.replace(b"0" * 64, hashing.sha256(older).encode(), 1))
 
 

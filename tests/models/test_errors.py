@@ -136,7 +136,7 @@ def test_dtype_of_a_config_that_names_none(tmp_path: Path) -> None:
     save_file({"a": np.ones(4, ml_dtypes.bfloat16), "b": np.ones(4, np.int8)}, tmp_path / FILE)
     assert trace(tmp_path).facts.dtype == "bf16"
     save_file({"a": np.ones(4, np.float16)}, tmp_path / FILE)
-    narrow = trace(tmp_path, instead={"f16": "bf16"}).facts
+    narrow = trace(tmp_path, substitutes={"f16": "bf16"}).facts
     assert (narrow.stored_dtype, narrow.dtype, trace(tmp_path).facts.dtype) == ("f16", "bf16", "f16")
 
 

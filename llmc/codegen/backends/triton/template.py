@@ -123,14 +123,14 @@ def load(name: str) -> Module:
     declared: dict[str, Any] = {}
     nodes: dict[str, ast.stmt] = {}
     for statement in tree.body:
-        if isinstance(statement, ast.ImportFrom):
-            source_module, names = statement.module or "", [a.name for a in statement.names]
-            if template := _template_name(source_module, name):
-                if any(a.asname for a in statement.names):
-                    raise ValueError(f"{path.name}:{statement.lineno}: templates import each other without `as`")
-                imported |= {n: (_public_module(n) if template == PUBLIC else template, n) for n in names}
-            elif source_module.startswith(CONSTANTS):
-                declared |= {n: getattr(import_module(source_module), n) for n in names}
+        if isinstance(statement, ast.ImportFrom) and (module := _template_name(statement.module or "", name)):
+            if any(a.asname for a in statement.names):
+                raise ValueError(f"{path.name}:{statement.lineno}: templates import each other without `as`")
+            names = [a.name for a in statement.names]
+            imported |= {n: (_public_module(n) if module == PUBLIC else module, n) for n in names}
+        elif isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith(CONSTANTS):
+            module_object = import_module(statement.module or "")
+            declared |= {a.name: getattr(module_object, a.name) for a in statement.names}
         elif isinstance(statement, ast.FunctionDef):
             nodes[statement.name] = statement
         elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
