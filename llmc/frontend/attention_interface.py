@@ -31,7 +31,7 @@ HARMLESS = frozenset(
 class MaskTag:
     """Returned instead of an attention mask, to pass the requested window to the attention hook."""
 
-    window: int = 0
+    window: int | None = None
 
 
 @torch.library.custom_op("llmc::attention", mutates_args=())
@@ -101,7 +101,7 @@ def _mask_hook(*_: Any, **kw: Any) -> MaskTag:
         raise Diagnostic("E305", "the model uses its own attention mask", _OTHER)
     if kw.get("local_size") and getattr(kw.get("config"), "attention_chunk_size", None) == kw["local_size"]:
         raise Diagnostic("E305", f"the model attends in chunks of {kw['local_size']} tokens", _OTHER)
-    return MaskTag(checked_window(kw.get("local_size")))
+    return MaskTag(kw.get("local_size"))  # checked where a layer uses it: qwen2_moe makes a mask of width 0 for none
 
 
 _OTHER = "only causal attention, with or without a sliding window, is supported"
@@ -128,7 +128,7 @@ def _attention_hook(
     causal = is_causal is not False and getattr(module, "is_causal", True) is not False
     check_causal(name, causal or hasattr(module, ENCODER), mask)
     # Eager attention applies the window through its mask, so a mask's window takes precedence over the argument.
-    window = mask.window if isinstance(mask, MaskTag) else checked_window(sliding_window)
+    window = checked_window(mask.window if isinstance(mask, MaskTag) else sliding_window)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = getattr(module, ENCODER, getattr(module, "layer_idx", None))
     if not isinstance(layer, int):

@@ -144,11 +144,8 @@ def _attention(
 ) -> Tensor:
     """q, k, v [1,T,H,D] -> [1,T,H,D]. The layer is unknown here; `convert` numbers layers afterwards."""
     attention_interface.check_causal(CALL, is_causal, attention_mask)
-    window = (
-        attention_mask.window
-        if isinstance(attention_mask, attention_interface.MaskTag)
-        else attention_interface.checked_window(sliding_window)
-    )
+    tagged = isinstance(attention_mask, attention_interface.MaskTag)
+    window = attention_interface.checked_window(attention_mask.window if tagged else sliding_window)
     scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return torch.ops.llmc.attention(q, k, v, 0, float(scale), window, float(softcap or 0), None)
