@@ -10,10 +10,17 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
+
+from llmc.extend import OPS, Ctx
+from llmc.ir.interp import run
+from llmc.ir.text import parse
+from llmc.ir.verify import verify
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "extending.md"
@@ -105,6 +112,25 @@ def table() -> str:
 def test_the_table_is_that_of_the_code() -> None:
     text = PAGE.read_text()
     assert text.partition(BEGIN)[2].partition(END)[0] == table(), "run: python tests/test_public_interface.py"
+
+
+def test_the_pass_on_the_page_edits_a_graph() -> None:
+    block = re.search(
+        r"^```python\n(@dataclass\(frozen=True\)\nclass MirroredSub.*?)^```", PAGE.read_text(), re.M | re.S
+    )
+    assert block
+    public = importlib.import_module("llmc.extend")
+    names: dict[str, Any] = {name: getattr(public, name) for name in ("Ctx", "Graph", "Node", "Pass", "Value")}
+    names |= {"dataclass": dataclass, "ClassVar": ClassVar}
+    exec(compile(block[1], str(PAGE), "exec"), names)
+    nodes = " %d = sub(%a, %b) : f32[4]\n %e = sub(%b, %a) : f32[4]\n"
+    m = parse(f"graph @g(%a: f32[4], %b: f32[4]) {{\n{nodes} return %d, %e\n}}\n", OPS)
+    assert names["MirroredSub"]().run(m, Ctx(OPS)) == 1
+    verify(m)
+    assert [n.op.name for n in m.graphs["g"].nodes] == ["sub", "neg"]
+    a, b = np.arange(4, dtype=np.float32), np.ones(4, np.float32)
+    difference, mirrored = run(m.graphs["g"], [a, b])
+    assert (difference == a - b).all() and (mirrored == b - a).all()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -230,19 +230,24 @@ class Checkpoint:
             else:
                 found[name] = known[at]
         if missing:
-            stored = self._tensors.tensors
-            unknown = next((n for n in known if n not in self.traced.model.state_dict()), "")
-            have = f"{len(stored)} tensors{unknown and f', one named {unknown[:120]}'}"
-            remedy = "fetch the whole checkpoint; config.json and weights must be of one model"
-            if missing == [f"{_head(self.traced.model)}.weight"]:
-                remedy += "; where the head is the embedding: set tie_word_embeddings to true"
-            raise Diagnostic(
-                "E323",
-                f"{self._tensors.folder} lacks tensors that {self.traced.facts.architecture} needs: "
-                f"{shortened(missing)} (the files hold {have})",
-                remedy,
-            )
+            raise self._lacks(missing, known)
         return MappingProxyType(found)
+
+    def _lacks(self, missing: Sequence[str], known: Mapping[str, Value]) -> Diagnostic:
+        """Return the error for weights that the files lack; `known` is what they hold, by state-dict name."""
+        stored, model = self._tensors.tensors, self.traced.model
+        unknown = next((n for n in known if n not in model.state_dict()), "")
+        have = f"{len(stored)} tensors{unknown and f', one named {unknown[:120]}'}"
+        remedy = "fetch the whole checkpoint; config.json and weights must be of one model"
+        if prefix := _wrapper_prefix(missing, stored):
+            remedy = f"the names begin with {prefix!r}, those of a wrapped model: save the model inside of the wrapper"
+        elif missing == [f"{_head(model)}.weight"]:
+            remedy += "; where the head is the embedding: set tie_word_embeddings to true"
+        cause = (
+            f"{self._tensors.folder} lacks tensors that {self.traced.facts.architecture} needs: "
+            f"{shortened(missing)} (the files hold {have})"
+        )
+        return Diagnostic("E323", cause, remedy)
 
     def _check_extra(self, found: Mapping[str, Value], stored: Container[str]) -> None:
         """Raise Diagnostic E324 for stored tensors that the model does not use, except known harmless ones.
@@ -328,6 +333,12 @@ def check_shapes(model: Any, folder: Path) -> None:
         if name in want:
             weight = WeightInfo(name, tensor(value.type.dtype, *want[name].shape), name.rpartition(".")[0])
             _check_shape(weight, value)
+
+
+def _wrapper_prefix(missing: Sequence[str], stored: Collection[str]) -> str:
+    """Return what precedes each missing name in the files, such as torch.compile's `_orig_mod.`; "" if nothing does."""
+    prefixes = (name.removesuffix(missing[0]) for name in stored if name.endswith(missing[0]))
+    return next((prefix for prefix in prefixes if all(prefix + name in stored for name in missing)), "")
 
 
 def _check_not_quantised(stored: Mapping[str, Stored]) -> None:

@@ -32,12 +32,19 @@ def verify_graph(g: Graph, m: Module) -> None:
         seen |= set(n.results)
     for v in g.outputs:
         if v not in seen:
-            raise Diagnostic("E402", f"@{g.name}: output %{v.name} is never computed", REMEDY)
+            raise Diagnostic("E402", f"@{g.name}: output {_described(v)} is never computed", REMEDY)
         if v in overwritten_by:
             raise Diagnostic(
-                "E402", f"@{g.name}: output %{v.name} was overwritten by {overwritten_by[v].op.name}", REMEDY
+                "E402", f"@{g.name}: output {_described(v)} was overwritten by {overwritten_by[v].op.name}", REMEDY
             )
     _check_uses(g)
+
+
+def _described(v: Value) -> str:
+    """A value's name, or the op that computes it: values that a pass has made are named when the module is printed."""
+    if v.name or v.node is None:
+        return f"%{v.name}"
+    return f"the result of {v.node.op.name} ({v.node.loc or 'no loc'})"
 
 
 def _broken(g: Graph, n: Node, why: str) -> Diagnostic:
@@ -54,15 +61,15 @@ def _check_symbols(g: Graph, m: Module) -> None:
     for v in [*g.inputs, *(r for n in g.nodes for r in n.results)]:
         used = {symbol for size in v.type.shape for symbol in size.symbols}
         if undeclared := sorted(used - m.symbols.keys()):
-            cause = f"@{g.name}: %{v.name} has the undeclared symbol {undeclared[0]}"
+            cause = f"@{g.name}: {_described(v)} has the undeclared symbol {undeclared[0]}"
             raise Diagnostic("E402", cause, f"sym {undeclared[0]} in [..]")
 
 
 def _check_operand(g: Graph, n: Node, v: Value, seen: set[Value], overwritten_by: dict[Value, Node]) -> None:
     if v not in seen:
-        raise _broken(g, n, f"%{v.name} is used before it is computed")
+        raise _broken(g, n, f"{_described(v)} is used before it is computed")
     if v in overwritten_by:
-        raise _broken(g, n, f"%{v.name} was overwritten by {overwritten_by[v].op.name}; read its new version")
+        raise _broken(g, n, f"{_described(v)} was overwritten by {overwritten_by[v].op.name}; read its new version")
 
 
 def _check_types(g: Graph, n: Node) -> None:
@@ -83,6 +90,6 @@ def _check_uses(g: Graph) -> None:
             readers.setdefault(v, []).append(n)
     for v in [*g.inputs, *(r for n in g.nodes for r in n.results)]:
         if sorted(map(id, v.uses)) != sorted(map(id, readers.get(v, []))):
-            raise Diagnostic("E402", f"@{g.name}: the use list of %{v.name} does not match its readers", REMEDY)
+            raise Diagnostic("E402", f"@{g.name}: the use list of {_described(v)} does not match its readers", REMEDY)
         if v.node is not None and not any(v is r for r in v.node.results):
-            raise Diagnostic("E402", f"@{g.name}: %{v.name} does not belong to its node", REMEDY)
+            raise Diagnostic("E402", f"@{g.name}: {_described(v)} does not belong to its node", REMEDY)

@@ -187,7 +187,8 @@ def test_biases_of_zeros(tmp_path: Path) -> None:
 def test_names_of_another_prefix(tmp_path: Path) -> None:
     save(BY_NAME["llama"], tmp_path)
     rewrite(tmp_path, lambda n, x: {f"module.{n}": x})
-    fails("E323", "lacks tensors", "one named module.", do=lambda: Checkpoint(trace(tmp_path)))
+    words = "lacks tensors", "one named module.", "begin with 'module.'", "save the model inside of the wrapper"
+    fails("E323", *words, do=lambda: Checkpoint(trace(tmp_path)))
 
 
 @pytest.mark.parametrize("dtype", sorted(BITS))
