@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -64,6 +65,34 @@ def test_a_tool_and_its_result(client: anthropic.Anthropic) -> None:
     messages += [{"role": "assistant", "content": whole.content}, {"role": "user", "content": [result]}]
     answer = client.messages.create(messages=messages, tool_choice={"type": "none"}, system="Be brief.", **asked)
     assert answer.content[0].type == "text" and answer.content[0].text
+
+
+def grammar(events: list[Any]) -> str:
+    """The order of a stream's events: s, e of a message, b, x of a block, d of a delta, m of the final counts."""
+    letters = {
+        "message_start": "s", "content_block_start": "b", "content_block_delta": "d", "content_block_stop": "x",
+        "message_delta": "m", "message_stop": "e",
+    }  # fmt: skip
+    return "".join(letters[one.type] for one in events)
+
+
+def test_events_in_order_and_counts(client: anthropic.Anthropic) -> None:
+    messages: Any = user("What is the weather in Bonn?")
+    forced: Any = {"tools": TOOLS, "tool_choice": {"type": "tool", "name": "get_weather"}}
+    text = list(client.messages.create(messages=messages, stream=True, **ASKED))
+    call = list(client.messages.create(messages=messages, stream=True, **{**ASKED, "max_tokens": 200}, **forced))
+    cut = list(client.messages.create(messages=messages, stream=True, **{**ASKED, "max_tokens": 2}, **forced))
+    assert re.fullmatch("sbd+xme", grammar(text)) and re.fullmatch("sbd+xme", grammar(call))
+    assert re.fullmatch("s(bd*x)?me", grammar(cut))
+    assert {one.delta.type for one in text[2:-3]} == {"text_delta"}
+    assert {one.delta.type for one in call[2:-3]} == {"input_json_delta"} and call[1].content_block.input == {}
+    assert [one[-2].delta.stop_reason for one in (call, cut)] == ["tool_use", "max_tokens"]
+    assert [one.index for one in call if hasattr(one, "index")] == [0] * (len(call) - 3)
+    counted = client.messages.count_tokens(model="demo", messages=messages, **forced).input_tokens
+    for events in (call, cut):
+        usage = events[-2].usage
+        assert usage.input_tokens + usage.cache_read_input_tokens == counted
+    assert cut[-2].usage.output_tokens == 2
 
 
 def test_structured_outputs_and_stop_sequences(client: anthropic.Anthropic) -> None:
