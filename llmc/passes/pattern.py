@@ -150,14 +150,21 @@ def _match(p: Pattern, v: Value, s: State, t: Tracker) -> Iterator[State]:
         for option in p.options:
             yield from _match(option, v, s, t)
     elif isinstance(p, Through):
-        while True:
-            yield from _match(p.inner, v, (bound, inner), t)
-            if v.node is None or v.node.op.name != "cast" or not rounds_little(v.node):
-                return
-            inner = (*inner, (v.node, False))
-            v = v.node.operands[0]
+        yield from _match_through(p, v, s, t)
     else:
         yield from _match_op(p, v, s, t)
+
+
+def _match_through(p: Through, v: Value, s: State, t: Tracker) -> Iterator[State]:
+    """Match the inner pattern at `v`, then below each of the casts that `v` is made by."""
+    bound, inner = s
+    while True:
+        yield from _match(p.inner, v, (bound, inner), t)
+        cast = v.node
+        if cast is None or cast.op.name != "cast" or not rounds_little(cast):
+            return
+        inner = (*inner, (cast, False))
+        v = cast.operands[0]
 
 
 def _match_const(p: Const, v: Value, s: State, t: Tracker) -> Iterator[State]:
@@ -180,25 +187,30 @@ def _match_op(p: Op, v: Value, s: State, t: Tracker) -> Iterator[State]:
         t.fail(len(inner), f"expected {p.op}, got {n.op.name if n else 'an input'}")
         return
     bound = dict(bound)
-    for key, expected in p.attrs:
-        got = n.attrs.get(key)
-        if isinstance(expected, Var):
-            if bound.setdefault(expected.name, got) != got:
-                t.fail(len(inner), f"{p.op} has {key}={got}, not {bound[expected.name]}")
-                return
-        elif got != expected:
-            t.fail(len(inner), f"{p.op} has {key}={got}, not {expected}")
-            return
+    why = _bind_attrs(p, n, bound)
+    if why is None and len(p.args) != len(n.operands):
+        why = f"{p.op} has {len(n.operands)} operands"
+    if why is not None:
+        t.fail(len(inner), why)
+        return
     if p.bind:
         bound[p.bind] = v
-    if len(p.args) != len(n.operands):
-        t.fail(len(inner), f"{p.op} has {len(n.operands)} operands")
-        return
     orders: Sequence[Sequence[Value]] = (n.operands,)
     if n.op.commutes and len(p.args) == 2:
         orders = (n.operands, n.operands[::-1])
     for operands in orders:
         yield from _match_all(p.args, operands, (bound, (*inner, (n, p.shared))), t)
+
+
+def _bind_attrs(p: Op, n: Node, bound: dict[str, Any]) -> str | None:
+    """Add the attributes that the pattern binds to `bound`; return why the node's attributes do not match, or None."""
+    for key, expected in p.attrs:
+        got = n.attrs.get(key)
+        if isinstance(expected, Var):
+            expected = bound.setdefault(expected.name, got)
+        if got != expected:
+            return f"{p.op} has {key}={got}, not {expected}"
+    return None
 
 
 def _match_all(ps: Sequence[Pattern], vs: Sequence[Value], s: State, t: Tracker) -> Iterator[State]:

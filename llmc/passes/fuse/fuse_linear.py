@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -43,32 +43,38 @@ class FuseLinear(Pass):
 
 def _split(g: Graph, n: Node, known: set[Value], ctx: Ctx) -> bool:
     """A linear read only through slices of its last axis -> one linear per distinct slice (phi3's gate and up)."""
-    y, (x, w) = n.result, n.operands
-    users = list(dict.fromkeys(y.uses))
-    if not users or any(y is o for o in g.outputs) or w not in known or not ctx.allows(n):
+    product, (x, weight) = n.result, n.operands
+    readers = list(dict.fromkeys(product.uses))
+    if not readers or any(product is o for o in g.outputs) or weight not in known or not ctx.allows(n):
         return False
-    last = y.type.rank - 1
-    if any(u.op.name != "slice" or u.attrs["axis"] % y.type.rank != last or u.attrs["step"] != 1 for u in users):
+    if not all(_slices_columns(reader, product.type.rank) for reader in readers):
         return False
-    if any(w.type.format is not None and _cuts_block(u, w) for u in users):
+    if weight.type.format is not None and any(_cuts_block(reader, weight) for reader in readers):
         ctx.miss("split", n, "a slice would cut a block of the quantised weight")
         return False
     if not ctx.spend():
         return False
     b = Builder(g, ctx.opset, before=n, loc=n.loc)
-    made: dict[tuple[Dim, Dim], Value] = {}
-    for u in users:
-        span = (u.attrs["start"], u.attrs["stop"])
-        if span not in made:
-            made[span] = b.linear(x, b.slice(w, axis=0, start=span[0], stop=span[1]))
-        g.replace(u.result, made[span])
-        g.erase(u)
+    parts: dict[tuple[Dim, Dim], Value] = {}  # products by their columns
+    for reader in readers:
+        start, stop = columns = (reader.attrs["start"], reader.attrs["stop"])
+        if columns not in parts:
+            parts[columns] = b.linear(x, b.slice(weight, axis=0, start=start, stop=stop))
+        g.replace(reader.result, parts[columns])
+        g.erase(reader)
     g.erase(n)
     return True
 
 
-def _cuts_block(u: Node, w: Value) -> bool:
-    return not (w.type.whole_blocks(0, u.attrs["start"]) and w.type.whole_blocks(0, u.attrs["stop"]))
+def _slices_columns(n: Node, rank: int) -> bool:
+    """Whether a node takes adjacent columns of the last axis of a value of this rank."""
+    return n.op.name == "slice" and n.attrs["axis"] % rank == rank - 1 and n.attrs["step"] == 1
+
+
+def _cuts_block(columns: Node, weight: Value) -> bool:
+    """Whether a slice of the product's columns begins or ends inside of a block of the weight's rows."""
+    ends = columns.attrs["start"], columns.attrs["stop"]
+    return not all(weight.type.whole_blocks(0, end) for end in ends)
 
 
 def _is_float(v: Value) -> bool:
@@ -135,34 +141,41 @@ def _emit(g: Graph, n: Node, group: Sequence[Value], ctx: Ctx) -> None:
 
     Arguments of its body: first the sums of the products of `group`, one per part, then the extra operands.
     """
-    nodes = [v.node for v in group if v.node is not None]
-    parts = sum(map(_parts, nodes))
+    products = [v.node for v in group if v.node is not None]
+    parts = sum(map(_parts, products))
     extras: list[Value] = []
-    exprs: dict[Value, E] = {}  # operand of `n` -> its value as an expression of those arguments
+    body = _fused_body(n, dict(zip(group, products, strict=True)), extras, parts)
+    b = Builder(g, ctx.opset, before=n, loc=n.loc)
+    weights = [product.operands[1] for product in products]
+    weight = weights[0] if len(weights) == 1 else b.concat(*weights, axis=0)
+    x, result = products[0].operands[0], n.results[0]
+    dtype = "" if result.type.dtype == x.type.dtype else result.type.dtype
+    out = b.linear_map(x, weight, *extras, parts=parts, body=str(body), dtype=dtype)
+    out.name = result.name
+    g.replace(result, out)
+    g.erase(n)
+    for product in products:
+        g.erase(product)
+
+
+def _fused_body(n: Node, products: Mapping[Value, Node], extras: list[Value], parts: int) -> E:
+    """Return the body that computes `n` from the sums of `products`; its extra operands are appended to `extras`."""
+    exprs: dict[Value, E] = {}  # operand of `n` -> its value as an expression of the body's arguments
     first_part = 0
-    for v, p in zip(group, nodes, strict=True):
-        sums = [arg(first_part + i) for i in range(_parts(p))]
-        exprs[v] = substitute(_body(p), [*sums, *(_extra(e, extras, parts) for e in p.operands[2:])])
-        first_part += _parts(p)
+    for v, product in products.items():
+        sums = [arg(first_part + i) for i in range(_parts(product))]
+        exprs[v] = substitute(_body(product), [*sums, *(_extra(e, extras, parts) for e in product.operands[2:])])
+        first_part += _parts(product)
     for v in n.operands:
         if v not in exprs:
             value = const_value(v)
             exprs[v] = _extra(v, extras, parts) if value is None else E("const", (value,))
     scalar = n.op.scalar(n.attrs) if n.op.scalar else arg(0)  # a cast is the identity
-    body = substitute(scalar, [exprs[v] for v in n.operands])
-    b = Builder(g, ctx.opset, before=n, loc=n.loc)
-    weights = [p.operands[1] for p in nodes]
-    w = weights[0] if len(weights) == 1 else b.concat(*weights, axis=0)
-    x, dtype = nodes[0].operands[0], n.results[0].type.dtype
-    out = b.linear_map(x, w, *extras, parts=parts, body=str(body), dtype="" if dtype == x.type.dtype else dtype)
-    out.name = n.results[0].name
-    g.replace(n.results[0], out)
-    g.erase(n)
-    for p in nodes:
-        g.erase(p)
+    return substitute(scalar, [exprs[v] for v in n.operands])
 
 
 def _extra(v: Value, extras: list[Value], parts: int) -> E:
+    """Return the body's argument for an extra operand, which is appended to `extras` when it is first used."""
     if v not in extras:
         extras.append(v)
     return arg(parts + extras.index(v))

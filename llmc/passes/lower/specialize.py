@@ -37,39 +37,39 @@ class Specialize(Pass):
 
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every graph; return the number of changes."""
-        g = m.graphs.get("main")
-        if g is None or "rows" not in {v.name for v in g.inputs} or not ctx.spend():
+        main = m.graphs.get("main")
+        if main is None or "rows" not in {v.name for v in main.inputs} or not ctx.spend():
             return 0
         del m.graphs["main"]
         count = self._draft(m, ctx) if DRAFT in m.graphs else 0
         for name, bounds in ranges("step", m.symbols["T"], self.step):
-            m.graphs[name] = clone = substituted(g, name, {})
-            clone.ranges = {} if bounds == m.symbols["T"] else {"T": bounds}
+            _entry(m, main, name, "T", bounds, {})
             count += 1
-        kinds = [("decode", _device_rows(g, m.symbols["R"]), self.decode)]
-        if any(v.name == POOLED for v in g.outputs):
-            kinds.clear()
-        if any(n.op.name == "row_accept" for n in g.nodes):
-            kinds.append(("verify", m.symbols["R"], self.verify))
-        if any(v.name == HIDDEN_POOL for v in g.inputs):
-            kinds.append((PLAIN, *kinds[0][1:]))
-        for kind, limits, ends in kinds:
+        for kind, limits, ends in self._kinds(main, m.symbols["R"]):
             for name, bounds in ranges(kind, limits, ends):
-                rows = Dim.of(bounds[0] if bounds[0] == bounds[1] else "R")
-                m.graphs[name] = clone = substituted(g, name, {"T": rows, "R": rows})
-                clone.ranges = {} if bounds == m.symbols["R"] else {"R": bounds}
-                count += 1 + _drop_row_last(clone)
+                entry = _one_token_entry(m, main, name, bounds)
+                count += 1 + _drop_row_last(entry)
                 if kind in ("decode", PLAIN):
-                    _drop_drafts(clone, ctx)
+                    _drop_drafts(entry, ctx)
                 if kind == PLAIN:
-                    _drop_head(clone, ctx)
+                    _drop_head(entry, ctx)
         return count
+
+    def _kinds(self, main: Graph, entries: tuple[int, int]) -> list[tuple[str, tuple[int, int], tuple[int, ...]]]:
+        """Return (name, bounds of R, upper bounds of ranges) of the entry points that have one token per entry."""
+        decode = (_device_rows(main, entries), self.decode)
+        kinds = [] if any(v.name == POOLED for v in main.outputs) else [("decode", *decode)]
+        if any(n.op.name == "row_accept" for n in main.nodes):
+            kinds.append(("verify", entries, self.verify))
+        if any(v.name == HIDDEN_POOL for v in main.inputs):
+            kinds.append((PLAIN, *decode))
+        return kinds
 
     def _draft(self, m: Module, ctx: Ctx) -> int:
         """Make the entry points of a draft model; return the number of graphs."""
-        g, entries = m.graphs.pop(DRAFT), m.symbols["R"]
-        head = any(v.name == HIDDEN_POOL for v in g.inputs)
-        one_per_row = (_device_rows(g, entries), self.decode)
+        draft, entries = m.graphs.pop(DRAFT), m.symbols["R"]
+        head = any(v.name == HIDDEN_POOL for v in draft.inputs)
+        one_per_row = (_device_rows(draft, entries), self.decode)
         plans = [(NEXT, *one_per_row)]
         if head:
             plans.insert(0, (FIRST, *one_per_row))
@@ -78,22 +78,33 @@ class Specialize(Pass):
         count = 0
         for role, limits, ends in plans:
             for name, bounds in ranges(role, limits, ends):
-                rows = Dim.of(bounds[0] if bounds[0] == bounds[1] else "R")
-                m.graphs[name] = clone = substituted(g, name, {} if role == FILL else {"T": rows, "R": rows})
-                symbol = "T" if role == FILL else "R"
-                clone.ranges = {} if bounds == m.symbols[symbol] else {symbol: bounds}
-                _name_inputs(clone, role)
                 if role == FILL:
-                    _only_pools(clone)
+                    entry = _entry(m, draft, name, "T", bounds, {})
+                    _only_pools(entry)
                 else:
-                    _drop_row_last(clone)
+                    entry = _one_token_entry(m, draft, name, bounds)
+                    _drop_row_last(entry)
+                _name_inputs(entry, role)
                 if role == FIRST and head:
-                    _begin_last(clone)
+                    _begin_last(entry)
                 elif role == FIRST:
-                    _rewind(clone, ctx)
-                clone.inputs = [v for v in clone.inputs if v.uses]
+                    _rewind(entry, ctx)
+                entry.inputs = [v for v in entry.inputs if v.uses]
                 count += 1
         return count
+
+
+def _entry(m: Module, g: Graph, name: str, symbol: str, bounds: tuple[int, int], sizes: Mapping[str, Dim]) -> Graph:
+    """Add a copy of `g`, with these sizes in place of symbols, for the calls in which `symbol` is within `bounds`."""
+    entry = m.graphs[name] = substituted(g, name, sizes)
+    entry.ranges = {} if bounds == m.symbols[symbol] else {symbol: bounds}
+    return entry
+
+
+def _one_token_entry(m: Module, g: Graph, name: str, bounds: tuple[int, int]) -> Graph:
+    """Add a copy of `g` for calls with one token per entry: T is R, and a number if `bounds` has a single one."""
+    rows = Dim.of(bounds[0] if bounds[0] == bounds[1] else "R")
+    return _entry(m, g, name, "R", bounds, {"T": rows, "R": rows})
 
 
 def _name_inputs(g: Graph, role: str) -> None:
