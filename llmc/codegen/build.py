@@ -52,17 +52,19 @@ def build(
     tools = Toolset(target, toolchains)
     placed = place_graphs(m, target, kernels)
     located = locations(placed, tools.key)
-    sources = [(s, locs[0] if locs else "") for s, locs in located.values()]
     unit, entries = tools.step_unit(placed, m)
-    compiled = tools.compile(
-        [*([(unit, "")] if unit else []), *sources], cache, jobs or min(os.cpu_count() or 1, 16), progress
-    )
-    binaries = {k: _binary(k, s, compiled[k], tools.of(s.language).output, locs) for k, (s, locs) in located.items()}
-    steps: list[tuple[str, str] | None] = [None] * len(placed)
+    sources = [(unit, "")] if unit else []
+    sources += [(source, locs[0] if locs else "") for source, locs in located.values()]
+    compiled = tools.compile(sources, cache, jobs or min(os.cpu_count() or 1, 16), progress)
+    binaries = {
+        key: _binary(key, source, compiled[key], tools.of(source.language).output, locs)
+        for key, (source, locs) in located.items()
+    }
+    steps: list[tuple[str, str] | None] = [None] * len(placed)  # (hash of the step unit, its entry) of each graph
     if unit:
-        key = tools.key(unit)
-        binaries[key] = _binary(key, unit, compiled[key], tools.of(unit.language).output)
-        steps = [(key, entry) for entry in entries]
+        unit_key = tools.key(unit)
+        binaries[unit_key] = _binary(unit_key, unit, compiled[unit_key], tools.of(unit.language).output)
+        steps = [(unit_key, entry) for entry in entries]
     programs = tuple(
         launch_plan.program(p, m, [_launch_info(binaries[tools.key(s)]) for s in p.emitted.sources], step)
         for p, step in zip(placed, steps, strict=True)

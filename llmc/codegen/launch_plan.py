@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from llmc_runtime.format.group_memory import group_bytes
 from llmc_runtime.format.program import GROUP, RANK, Program
 
-from llmc.codegen.kernel import LATE, SETTLED, Box, Kernel, Source
+from llmc.codegen.kernel import LATE, SETTLED, Box, Kernel, Schedule, Source
 from llmc.codegen.memory import Storage, launched, read_slots, schedule_of, top_bytes
 from llmc.diagnostics import Diagnostic, extension_code
 from llmc.ir.cost import node_cost
@@ -50,13 +50,18 @@ def emit_graph(
         types = tuple(v.type for v in [*n.operands, *n.results])
         key = (n.op.name, types, repr(n.attrs), kernel.name, repr(schedule))
         if key not in emitted:
-            with extension_code(f"kernel {kernel.name!r}", type(kernel), n):
-                emitted[key] = kernel.emit(n, schedule, target)
-                if not isinstance(emitted[key], Source):
-                    raise TypeError(f"emit returned {emitted[key]!r:.80}, not a Source")
-            emitted[key] = replace(emitted[key], package=package_of(kernel))
+            emitted[key] = _source(n, kernel, schedule, target)
         sources.append(emitted[key])
     return Emitted(g, tuple(nodes), tuple(sources))
+
+
+def _source(n: Node, kernel: Kernel, schedule: Schedule, target: Target) -> Source:
+    """Emit one node; the source names the package of its kernel."""
+    with extension_code(f"kernel {kernel.name!r}", type(kernel), n):
+        source = kernel.emit(n, schedule, target)
+        if not isinstance(source, Source):
+            raise TypeError(f"emit returned {source!r:.80}, not a Source")
+    return replace(source, package=package_of(kernel))
 
 
 def package_of(kernel: Kernel) -> str:

@@ -52,24 +52,28 @@ class Storage:
             self.root[v] = v
             self.kind[v] = _kind_of_input(v)
         for n in g.nodes:
-            slots = [s.name for s in n.op.operands]
-            written = iter(n.op.writes)  # the states whose next versions are results, in the same order
-            for r in n.results:
-                if r.type.state:
-                    self.root[r] = self.root[n.operands[slots.index(next(written))]]
-                elif n.op.name == "reshape" and self._can_alias(n, r, outputs):
-                    self.root[r] = self.root[n.operands[0]]
-                else:
-                    self.root[r] = r
-                    self.kind[r] = "arena"
-                    if n.op.name == "reshape":
-                        self.copies.add(n)
-                if r in outputs and not r.type.state:
-                    self.kind[self.root[r]] = "output"
+            self._add_results(n, outputs)
         for v in g.outputs:
             if not v.type.state and self.kind[self.root[v]] != "output":
                 cause = f"@{g.name} returns its input %{v.name} unchanged"
                 raise Diagnostic("E440", cause, "return a value that the graph computes")
+
+    def _add_results(self, n: Node, outputs: set[Value]) -> None:
+        """Set the roots of a node's results: a state's next version has the memory of the state that it replaces."""
+        slots = [s.name for s in n.op.operands]
+        written = iter(n.op.writes)  # the states whose next versions are results, in the same order
+        for r in n.results:
+            if r.type.state:
+                self.root[r] = self.root[n.operands[slots.index(next(written))]]
+            elif n.op.name == "reshape" and self._can_alias(n, r, outputs):
+                self.root[r] = self.root[n.operands[0]]
+            else:
+                self.root[r] = r
+                self.kind[r] = "arena"
+                if n.op.name == "reshape":
+                    self.copies.add(n)
+            if r in outputs and not r.type.state:
+                self.kind[self.root[r]] = "output"
 
     def _can_alias(self, n: Node, r: Value, outputs: set[Value]) -> bool:
         """Whether a reshape can alias its operand: an output must not share memory with another output."""

@@ -88,25 +88,31 @@ def candidates(
             why = kernel.reject(node, target)
             if not isinstance(why, str | None):
                 raise TypeError(f"reject returned {why!r}, not None (supported) or the reason")
-            if (why := why or kernel.missing() or None) is not None:
+            if why := why or kernel.missing():
                 reasons.append(f"{kernel.name}: {why}")
                 continue
-            found = list(_scheduled(kernel, node, target, env, tuning, kernel.opt_in and kernel.name not in prefer))
-            if target.deterministic and not found:
+            measured_only = kernel.opt_in and kernel.name not in prefer
+            scheduled = list(_scheduled(kernel, node, target, env, tuning, measured_only))
+            if target.deterministic and not scheduled:
                 reasons.append(f"{kernel.name}: its results may depend on the batch")
-            out += found
+            out += scheduled
     if not out:
-        why = "; ".join(reasons) or f"target {target.name} has no kernel for the op {node.op.name!r}"
-        remedy = "write a Kernel for it (DEVELOPING.md), or choose another target"
-        if target.deterministic:
-            remedy = "compile without --deterministic, or leave out of --pipeline the pass that makes the op"
-        raise Diagnostic("E430", f"no kernel can run the node: {why}", remedy, node=node)
+        raise _no_kernel(node, target, reasons)
     limit = COVERED * tuning.fastest(node, target, env) if target.deterministic else math.inf
 
     def rank(o: Candidate) -> tuple[bool, bool, bool, float]:
         return o.kernel.name not in prefer, not o.leads, not o.measured or o.us > limit, o.us
 
     return sorted(out, key=rank)
+
+
+def _no_kernel(node: Node, target: Target, reasons: Sequence[str]) -> Diagnostic:
+    """Return the error for a node without candidates; `reasons` has one for each kernel of its op."""
+    why = "; ".join(reasons) or f"target {target.name} has no kernel for the op {node.op.name!r}"
+    remedy = "write a Kernel for it (DEVELOPING.md), or choose another target"
+    if target.deterministic:
+        remedy = "compile without --deterministic, or leave out of --pipeline the pass that makes the op"
+    return Diagnostic("E430", f"no kernel can run the node: {why}", remedy, node=node)
 
 
 def _scheduled(
@@ -285,23 +291,36 @@ def common_layouts(
     Of the layouts that every user of a weight supports, it is the one with the smallest mean time of its users, each
     relative to the user's best candidate.
     """
-    users: dict[frozenset[str], list[dict[Layouts, float]]] = {}  # weights -> relative times by layouts, of each user
+    users: dict[frozenset[str], list[dict[Layouts, float]]] = {}  # by the weights that the user reads
     for n, candidates_of in ranked:
-        times: dict[Layouts, float] = {}
-        for c in [c for c in candidates_of if c.kernel.name in prefer] or candidates_of:
-            layouts = tuple(sorted((_origin(n.operands[i]), text) for i, text in c.layouts(n, target).items()))
-            times.setdefault(layouts, c.us / max(candidates_of[0].us, 1e-9))
-        if any(times):
-            weights = frozenset(weight for layouts in times for weight, _ in layouts)
+        times = _times_by_layouts(n, candidates_of, prefer, target)
+        weights = frozenset(weight for layouts in times for weight, _ in layouts)
+        if weights:
             users.setdefault(weights, []).append(times)
     agreed: dict[str, str] = {}
-    for of_users in users.values():
-        supported = [layouts for layouts in of_users[0] if all(layouts in times for times in of_users)]
-        if supported:
-            total = {layouts: sum(times[layouts] for times in of_users) for layouts in supported}
-            fastest: Layouts = min(supported, key=lambda layouts: total[layouts])
-            agreed.update(fastest)
+    for times_of_users in users.values():
+        agreed.update(_fastest_layouts(times_of_users))
     return agreed
+
+
+def _times_by_layouts(
+    n: Node, candidates_of: list[Candidate], prefer: Collection[str], target: Target
+) -> dict[Layouts, float]:
+    """Return the time of the best candidate for each choice of layouts, relative to the best candidate of all.
+
+    Candidates without packed weights have the empty choice. If there are kernels of `prefer`, only these count.
+    """
+    times: dict[Layouts, float] = {}
+    for c in [c for c in candidates_of if c.kernel.name in prefer] or candidates_of:
+        layouts = tuple(sorted((_origin(n.operands[i]), text) for i, text in c.layouts(n, target).items()))
+        times.setdefault(layouts, c.us / max(candidates_of[0].us, 1e-9))
+    return times
+
+
+def _fastest_layouts(times_of_users: Sequence[Mapping[Layouts, float]]) -> Layouts:
+    """Return the layouts with the smallest sum of times among those that all users support; () if there are none."""
+    supported = [layouts for layouts in times_of_users[0] if all(layouts in times for times in times_of_users)]
+    return min(supported, key=lambda layouts: sum(times[layouts] for times in times_of_users), default=())
 
 
 def _agreeing(n: Node, ranked: list[Candidate], agreed: dict[str, str], target: Target) -> Candidate:

@@ -119,29 +119,33 @@ def load(name: str) -> Module:
     path = _path(name)
     source = path.read_text(encoding="utf-8")
     tree = ast.parse(source, str(path))
-    imported: dict[str, tuple[str, str]] = {}
-    declared: dict[str, Any] = {}
+    imported: dict[str, tuple[str, str]] = {}  # name -> (template module, name in it)
+    constants: dict[str, Any] = {}  # values of names that are imported from modules of constants
     nodes: dict[str, ast.stmt] = {}
     for statement in tree.body:
-        if isinstance(statement, ast.ImportFrom) and (module := _template_name(statement.module or "", name)):
-            if any(a.asname for a in statement.names):
-                raise ValueError(f"{path.name}:{statement.lineno}: templates import each other without `as`")
-            names = [a.name for a in statement.names]
-            imported |= {n: (_public_module(n) if module == PUBLIC else module, n) for n in names}
-        elif isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith(CONSTANTS):
-            module_object = import_module(statement.module or "")
-            declared |= {a.name: getattr(module_object, a.name) for a in statement.names}
-        elif isinstance(statement, ast.FunctionDef):
-            nodes[statement.name] = statement
-        elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-            nodes[statement.targets[0].id] = statement
-        elif not isinstance(statement, ast.Import | ast.Expr):
-            raise ValueError(f"{path.name}:{statement.lineno}: a template holds functions, constants and imports")
+        match statement:
+            case ast.ImportFrom(module=str(module)) if _template_name(module, name):
+                imported |= _imported_functions(statement, _template_name(module, name), path)
+            case ast.ImportFrom(module=str(module)) if module.startswith(CONSTANTS):
+                constants |= {a.name: getattr(import_module(module), a.name) for a in statement.names}
+            case ast.FunctionDef(name=defined) | ast.Assign(targets=[ast.Name(id=defined), *_]):
+                nodes[defined] = statement
+            case ast.Import() | ast.Expr():
+                pass
+            case _:
+                raise ValueError(f"{path.name}:{statement.lineno}: a template holds functions, constants and imports")
     known = {**imported, **{n: (name, n) for n in nodes}}
     lines = source.splitlines()
-    definitions = {n: _definition(n, node, lines, known, declared) for n, node in nodes.items()}
+    definitions = {n: _definition(n, node, lines, known, constants) for n, node in nodes.items()}
     modules = tuple(dict.fromkeys(m for m, _ in imported.values()))
     return Module(name, ast.get_docstring(tree) or "", MappingProxyType(definitions), modules)
+
+
+def _imported_functions(statement: ast.ImportFrom, module: str, path: Path) -> dict[str, tuple[str, str]]:
+    """Return (template module, name) of each name that is imported; raises ValueError for `as`."""
+    if any(a.asname for a in statement.names):
+        raise ValueError(f"{path.name}:{statement.lineno}: templates import each other without `as`")
+    return {a.name: (_public_module(a.name) if module == PUBLIC else module, a.name) for a in statement.names}
 
 
 def _path(name: str) -> Path:

@@ -153,6 +153,20 @@ def unsupported(node: Node, dtypes: Sequence[str] = tuple(ELEMENTS)) -> str | No
     return unsupported_dtype(node, dtypes)
 
 
+def _params(u: Unit, code: Code) -> dict[str, str]:
+    """Return the entry's parameters with their Triton types: operands, results, the group's memory, and sizes."""
+    node = u.node
+    names = [*(f"x{i}" for i in range(len(node.operands))), *(f"y{i}" for i in range(len(node.results)))]
+    elements = [ELEMENTS[v.type.dtype][1] for v in [*node.operands, *node.results]]
+    types = [f"*{element}" for element in elements]
+    for m in code.maps:
+        types[m.param] = f"tensordesc<{elements[m.param]}{list(m.box)}>"
+    params = dict(zip(names, types, strict=True))
+    if code.group:
+        params["group"] = "*i64"
+    return params | {f"s{i}": "i32" for i in range(len(u.sizes.dims))}
+
+
 @dataclass(frozen=True)
 class TritonKernel(Kernel):
     """Base class of Triton kernels: `code` returns the entry's statements; the rest of the text is common."""
@@ -171,26 +185,19 @@ class TritonKernel(Kernel):
         code = self.code(u)
         entry = f"llmc_{node.op.name}"
         head = describe(self.name, node, schedule, u.sizes)
-        pointers = [*(f"x{i}" for i in range(len(node.operands))), *(f"y{i}" for i in range(len(node.results)))]
-        pointers += ["group"] * code.group
-        names = [*pointers, *(f"s{i}" for i in range(len(u.sizes.dims)))]
         helpers = f"{code.helpers.strip()}\n\n\n" if code.helpers.strip() else ""
-        body = indent(code.body.rstrip(), 4)
+        params = _params(u, code)
         text = (
             f"# {head}\nimport triton\nimport triton.language as tl\n\n\n{helpers}"
-            f"@triton.jit\ndef {entry}({', '.join(names)}):\n{body}\n"
+            f"@triton.jit\ndef {entry}({', '.join(params)}):\n{indent(code.body.rstrip(), 4)}\n"
         )
-        elements = [ELEMENTS[v.type.dtype][1] for v in [*node.operands, *node.results]]
-        types = [f"*{x}" for x in elements]
-        for m in code.maps:
-            types[m.param] = f"tensordesc<{elements[m.param]}{list(m.box)}>"
         return Source(
             entry,
             "triton",
             text,
             tuple(u.sizes.dims),
             grid=tuple(D(g) for g in (*code.grid, 1, 1, 1)[:3]),
-            params=(*types, *["*i64"] * code.group, *("i32" for _ in u.sizes.dims)),
+            params=tuple(params.values()),
             options=(("num_warps", code.warps), ("num_stages", code.stages)),
             pdl=u.pdl,
             maps=code.maps,
