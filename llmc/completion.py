@@ -94,21 +94,8 @@ def _all(nodes: list[Node]) -> Iterator[Node]:
 
 def _bash(roots: list[Node]) -> str:
     """Two case statements, candidates by command and values by option, and one function that reads them."""
-    words, values = [], []
-    for node in _all(roots):
-        path = " ".join(node.path)
-        flags = [flag for option in node.options for flag in option.flags]
-        first = [n.name for n in node.subcommands] or ([] if node.arguments == _FILES else list(node.arguments))
-        kind = _FILES if node.arguments == _FILES and not node.subcommands else ""
-        words.append(f"        {shlex.quote(path)}) words={shlex.quote(' '.join([*first, *flags]))} kind={kind} ;;")
-        for option in node.options:
-            if option.value is None:
-                continue
-            keys = " | ".join(shlex.quote(f"{path} {flag}") for flag in option.flags)
-            value = f"kind= words={shlex.quote(' '.join(option.value))}"
-            if isinstance(option.value, str):
-                value = f"kind={option.value or 'nothing'} words="
-            values.append(f"        {keys}) {value} ;;")
+    words = [_bash_words(node) for node in _all(roots)]
+    values = [case for node in _all(roots) for case in _bash_values(node)]
     names = " ".join(node.name for node in roots)
     nested = " | ".join(shlex.quote(" ".join(node.path)) for node in _all(roots) if len(node.path) > 1)
     return f"""# bash completion of {names}
@@ -142,6 +129,28 @@ _llmc_complete() {{
 }}
 complete -F _llmc_complete {names}
 """
+
+
+def _bash_words(node: Node) -> str:
+    """The case of a command: its subcommands or arguments, then its options."""
+    flags = [flag for option in node.options for flag in option.flags]
+    takes_files = node.arguments == _FILES
+    first = [n.name for n in node.subcommands] or ([] if takes_files else list(node.arguments))
+    kind = _FILES if takes_files and not node.subcommands else ""
+    return f"        {shlex.quote(' '.join(node.path))}) words={shlex.quote(' '.join([*first, *flags]))} kind={kind} ;;"
+
+
+def _bash_values(node: Node) -> Iterator[str]:
+    """Yield a case for each option that takes a value: the values, or the kind of path."""
+    path = " ".join(node.path)
+    for option in node.options:
+        if option.value is None:
+            continue
+        keys = " | ".join(shlex.quote(f"{path} {flag}") for flag in option.flags)
+        value = f"kind= words={shlex.quote(' '.join(option.value))}"
+        if isinstance(option.value, str):
+            value = f"kind={option.value or 'nothing'} words="
+        yield f"        {keys}) {value} ;;"
 
 
 def _zsh(roots: list[Node]) -> str:

@@ -30,22 +30,21 @@ def main_opt(args: argparse.Namespace, out: IO[str], registry: Registry | None =
     ctx = Ctx(ops, target, registry.kernels, args.fuel, args.only)
     check = args.check or args.rounded
     before = m.clone() if check else Module()
-    lines: list[str] = []
+    times: list[str] = []
 
     def observe(i: int, p: Pass, changes: int, seconds: float, m: Module) -> None:
-        lines.append(f"// time: {p.name}: {seconds * 1e3:.1f} ms, {changes} changes")
+        times.append(f"// time: {p.name}: {seconds * 1e3:.1f} ms, {changes} changes\n")
         if args.print_after in (p.name, "all"):
             print(f"// after {p.name}: {changes} changes\n{show(m)}", file=out)
 
     run_pipeline(m, passes, ctx, observe)
     print(show(m), end="", file=out)
-    for line in [f"// miss: {n}" for n in ctx.misses] if args.explain else []:
-        print(line, file=out)
-    for line in lines if args.time else []:
-        print(line, file=out)
+    if args.explain:
+        out.writelines(f"// miss: {miss}\n" for miss in ctx.misses)
+    if args.time:
+        out.writelines(times)
     if check:
-        for c in compare(before, m, rounded=args.rounded):
-            print(f"// check: {c}", file=out)
+        out.writelines(f"// check: {result}\n" for result in compare(before, m, rounded=args.rounded))
     return 0
 
 

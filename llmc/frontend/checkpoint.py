@@ -233,7 +233,7 @@ class Checkpoint:
             raise self._lacks(missing, known)
         return MappingProxyType(found)
 
-    def _lacks(self, missing: Sequence[str], known: Mapping[str, Value]) -> Diagnostic:
+    def _lacks(self, missing: list[str], known: Mapping[str, Value]) -> Diagnostic:
         """Return the error for weights that the files lack; `known` is what they hold, by state-dict name."""
         stored, model = self._tensors.tensors, self.traced.model
         unknown = next((n for n in known if n not in model.state_dict()), "")
@@ -335,7 +335,7 @@ def check_shapes(model: Any, folder: Path) -> None:
             _check_shape(weight, value)
 
 
-def _wrapper_prefix(missing: Sequence[str], stored: Collection[str]) -> str:
+def _wrapper_prefix(missing: list[str], stored: Collection[str]) -> str:
     """Return what precedes each missing name in the files, such as torch.compile's `_orig_mod.`; "" if nothing does."""
     prefixes = (name.removesuffix(missing[0]) for name in stored if name.endswith(missing[0]))
     return next((prefix for prefix in prefixes if all(prefix + name in stored for name in missing)), "")

@@ -51,17 +51,7 @@ class TensorFiles:
         self._open = ExitStack()
         self._data: dict[Path, mmap] = {}
         listed = _listed(folder)
-        found: dict[str, Stored] = {}
-        again: list[Stored] = []  # further tensors of the same names
-        for file in sorted(set(listed.values()), key=str) if listed else [folder / SINGLE]:
-            for t in self._header(file).values():
-                stored = Stored(t.name, file, t.dtype, t.shape, t.begin)
-                if not listed or listed.get(t.name) == file:
-                    found[t.name] = stored
-                elif t.name in listed or t.name in found:
-                    again.append(stored)
-                else:
-                    found[t.name] = stored
+        found, again = self._collect(listed)
         self.tensors: Mapping[str, Stored] = MappingProxyType(found)
         self.unlisted = frozenset(found.keys() - listed.keys()) if listed else frozenset[str]()
         if absent := sorted(listed.keys() - found.keys()):
@@ -75,6 +65,24 @@ class TensorFiles:
             if not self._equal(stored, first := found[stored.name]):
                 cause = f"{stored.name[:200]!r} is in {first.file.name} and in {stored.file.name}, and they differ"
                 raise Diagnostic("E322", cause, "download the index and the files again, from one revision")
+
+    def _collect(self, listed: Mapping[str, Path]) -> tuple[dict[str, Stored], list[Stored]]:
+        """Return the tensors by name, each from the file that `listed`, the index, places it in, and all others.
+
+        A tensor that the index lacks is taken from the first file that has it.
+        """
+        found: dict[str, Stored] = {}
+        others: list[Stored] = []  # further tensors of the same names
+        for file in sorted(set(listed.values()), key=str) if listed else [self.folder / SINGLE]:
+            for t in self._header(file).values():
+                stored = Stored(t.name, file, t.dtype, t.shape, t.begin)
+                is_listed_elsewhere = t.name in listed and listed[t.name] != file
+                is_found_unlisted = bool(listed) and t.name not in listed and t.name in found
+                if is_listed_elsewhere or is_found_unlisted:
+                    others.append(stored)
+                else:
+                    found[t.name] = stored
+        return found, others
 
     @property
     def files(self) -> tuple[Path, ...]:

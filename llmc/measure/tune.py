@@ -157,34 +157,40 @@ def tuning_work(
     """
     measurements = (measured or Tuning()).records
     distinct: dict[tuple[str, Sizes], Work] = {}
+    for g, n in _launched_nodes(m):
+        env = typical(m, g, n)
+        text, sizes = key = (node_text(n), sizes_of(n, env))
+        if key in distinct:
+            distinct[key] = replace(distinct[key], launches=distinct[key].launches + 1)
+            continue
+        offered = kernel_candidates(n, registry.kernels, target, env, Tuning(), kernels)
+        candidates = offered if every or len(offered) > 1 else []
+        if kernels:
+            known = measurements.get((machine(target), text), {}).get(sizes, {})  # by kernel and schedule
+            candidates = _named(candidates, kernels, {kernel for kernel, _ in known})
+        distinct[key] = Work(n, g, env, 1, roofline_us(n, target, env), tuple(candidates[:SCHEDULES]))
+    measurable = _measurable([w for w in distinct.values() if w.candidates], tuned)
+    return sorted(measurable, key=lambda w: -w.launches * w.floor_us)
+
+
+def _launched_nodes(m: Module) -> Iterator[tuple[Graph, Node]]:
+    """Yield the nodes that a step launches, not those that depend on weights alone."""
     for g in launched_graphs(m):
         weights = weight_only(g)
-        for n in g.nodes:
-            if all(r in weights for r in n.results):
-                continue
-            env = typical(m, g, n)
-            key = (node_text(n), sizes_of(n, env))
-            if key in distinct:
-                distinct[key] = replace(distinct[key], launches=distinct[key].launches + 1)
-                continue
-            offered = kernel_candidates(n, registry.kernels, target, env, Tuning(), kernels)
-            candidates = offered if every or len(offered) > 1 else []
-            if kernels:
-                text, sizes = key
-                known = measurements.get((machine(target), text), {}).get(sizes, {})  # by kernel and schedule
-                candidates = _named(candidates, kernels, {kernel for kernel, _ in known})
-            distinct[key] = Work(n, g, env, 1, roofline_us(n, target, env), tuple(candidates[:SCHEDULES]))
+        yield from ((g, n) for n in g.nodes if not all(r in weights for r in n.results))
+
+
+def _measurable(work: Sequence[Work], tuned: Tuned) -> list[Work]:
+    """Return the work whose nodes can be timed; the reasons of the others are added to `tuned.skipped`, each once."""
     measurable = []
-    for w in distinct.values():
-        if not w.candidates:
-            continue
+    for w in work:
         if why := _why_not(w.node):
             reason = f"{w.node.op.name}: {why}"
             if reason not in tuned.skipped:
                 tuned.skipped.append(reason)
         else:
             measurable.append(w)
-    return sorted(measurable, key=lambda w: -w.launches * w.floor_us)
+    return measurable
 
 
 def _why_not(n: Node) -> str | None:

@@ -246,20 +246,23 @@ def row_block_max(
     """
     x = row_penalize.ref(logits, rows, fparams, iparams, seen, counts, bias_ids, biases)
     x = row_mask.ref(x, rows, starts, positions, iparams, stops, allowed)
-    r, v = x.shape
-    n = -(-v // block)
-    x = np.concatenate([x, np.full((r, n * block - v), -np.inf, x.dtype)], 1).reshape(r, n, block)
-    top = np.argmax(x, -1)
-    best = np.take_along_axis(x, top[..., None], -1)
-    t = param(fparams[np.maximum(rows, 0)], "temperature")[:, None, None]
-    e = np.exp(np.where(x == best, 0, x - best) / np.where(t > 0, t, 1)) * (np.arange(n * block) < v).reshape(n, block)
-    scores = np.zeros((r, n))
+    entries, vocab = x.shape
+    blocks = -(-vocab // block)
+    is_id = (np.arange(blocks * block) < vocab).reshape(blocks, block)  # the last block is padded
+    padding = np.full((entries, blocks * block - vocab), -np.inf, x.dtype)
+    x = np.concatenate([x, padding], 1).reshape(entries, blocks, block)
+    chosen = np.argmax(x, -1)  # within the block
+    best = np.take_along_axis(x, chosen[..., None], -1)
+    temperature = param(fparams[np.maximum(rows, 0)], "temperature")[:, None, None]
+    distance = np.where(x == best, 0, x - best)  # infinite logits, too, are equal to themselves
+    weights = np.exp(distance / np.where(temperature > 0, temperature, 1)) * is_id
+    scores = np.zeros((entries, blocks))
     for i, (row, end) in enumerate(zip(rows, ends(rows, starts, positions), strict=True)):
-        if row >= 0 and t[i, 0, 0] > 0 and not _filters(fparams[row], iparams[row], v):
-            e[i] /= row_exponentials(iparams[row], int(end), n * block).reshape(n, block)
-            top[i], scores[i] = np.argmax(e[i], -1), np.max(e[i], -1)
+        if row >= 0 and temperature[i, 0, 0] > 0 and not _filters(fparams[row], iparams[row], vocab):
+            weights[i] /= row_exponentials(iparams[row], int(end), blocks * block).reshape(blocks, block)
+            chosen[i], scores[i] = np.argmax(weights[i], -1), np.max(weights[i], -1)
     live = (rows >= 0)[:, None]
-    return np.where(live, best[..., 0], 0), np.where(live, top + np.arange(n) * block, 0), scores
+    return np.where(live, best[..., 0], 0), np.where(live, chosen + np.arange(blocks) * block, 0), scores
 
 
 @op(

@@ -59,24 +59,29 @@ class _Plan:
 
     def of(self, n: Node) -> tuple[list[Value], Mapping[str, Any]] | None:
         """Return the operands and attributes of the rebuilt node, or None."""
-        name, rank = n.op.name, n.results[0].type.rank
-        if is_pointwise(n):
+        rank = n.results[0].type.rank
+        if is_pointwise(n):  # operands of lower rank are broadcast
             return [self.drop(v) if v.type.rank == rank else v for v in n.operands], n.attrs
         if n.op.elementwise:
             return [self.drop(v) for v in n.operands], n.attrs
         if n.op.row_wise:
-            leading = [n.op.leading(slot) for slot in n.op.operands]
-            dropped = [self.drop(v) if axes else v for v, axes in zip(n.operands, leading, strict=True)]
-            return (dropped, n.attrs) if rank >= 3 else None
+            has_rows = [bool(n.op.leading(slot)) for slot in n.op.operands]
+            operands = [self.drop(v) if rows else v for v, rows in zip(n.operands, has_rows, strict=True)]
+            return (operands, n.attrs) if rank >= 3 else None
         if "axis" in n.op.attrs:
-            axis, x = n.attrs["axis"], n.operands[0].type
-            if axis % x.rank == 0 or (x.rank < 3 and name != "concat"):
-                return None
-            return [self.drop(v) for v in n.operands], {**n.attrs, "axis": axis - (axis > 0)}
-        rule = getattr(self, f"of_{name}", None)
+            return self.of_axis(n)
+        rule = getattr(self, f"of_{n.op.name}", None)
         return rule(n) if rule else None
 
+    def of_axis(self, n: Node) -> Any:
+        """The axis, unless it is counted from the end, moves by one. Ops along the dropped axis stay as they are."""
+        axis, x = n.attrs["axis"], n.operands[0].type
+        if axis % x.rank == 0 or (x.rank < 3 and n.op.name != "concat"):
+            return None
+        return [self.drop(v) for v in n.operands], {**n.attrs, "axis": axis - (axis > 0)}
+
     def drop(self, v: Value) -> Value:
+        """Return a value without its first axis."""
         if v in self.without:
             return self.without[v]
         return self.b.reshape(v, shape=v.type.shape[1:])

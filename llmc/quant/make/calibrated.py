@@ -102,6 +102,7 @@ def _layer(source: ModelSource, plan: Plan, layer: Layer, out: Output) -> set[st
     linears, dtypes = _targets(source, plan, layer, stored)
     dtypes |= _experts(source, plan, layer)
     quantised = METHODS[plan.recipe.method](layer, linears, plan.recipe, dtypes) if dtypes else {}
+    # The layers after this one are calibrated with the results of its quantised weights.
     if unused := sorted(linears.keys() - quantised.keys()):
         cause = f"{first_names(unused)} in {layer.path} are not used while the layer runs"
         raise Diagnostic("E354", cause, f"--ignore {plan.weights[stored[f'{unused[0]}.weight']]}")
@@ -116,11 +117,19 @@ def _layer(source: ModelSource, plan: Plan, layer: Layer, out: Output) -> set[st
         written.add(stored_name)
     layer.kv = KvRanges() if plan.kv else None
     layer.advance()
+    return written | _plain(source, layer, {name: s for name, s in stored.items() if s not in written}, out)
+
+
+def _plain(source: ModelSource, layer: Layer, stored: Mapping[str, str], out: Output) -> set[str]:
+    """Write a layer's parameters that are not quantised, which the method may have changed; return their names.
+
+    `stored`: parameter -> its name in the checkpoint.
+    """
+    written: set[str] = set()
     for name, parameter in layer.module.named_parameters():
-        stored_name = stored.get(name, "")
-        if not stored_name or stored_name in written:
+        if not (stored_name := stored.get(name, "")) or stored_name in written:
             continue
-        before = source.weight(prefix + name)
+        before = source.weight(f"{layer.path}.{name}")
         unchanged = before is not None and torch.equal(before, parameter.data)
         out.add(stored_name, source.read(stored_name) if unchanged else parameter.data.to(source.dtype(stored_name)))
         written.add(stored_name)

@@ -33,16 +33,23 @@ def run(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
     batch_seconds: list[float] = []
     first_seconds: list[float] = []
     with LLM(args.model, **common.options(args, err)) as llm:
+
+        def seconds(seed: int, tokens: int) -> float:
+            """Return the time of a batch of random prompts with so many output tokens."""
+            prompts = common.prompts(seed, [args.input_len] * args.batch_size, llm.config.vocab_size)
+            params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens)
+            start = time.perf_counter()
+            llm.generate(prompts, params, use_tqdm=False)
+            return time.perf_counter() - start
+
         for number in range(-args.num_iters_warmup, args.num_iters):
-            for tokens, measured in ((1, first_seconds), (args.output_len, batch_seconds)):
-                seed = args.seed + 2 * (number + args.num_iters_warmup) + (tokens > 1)
-                prompts = common.prompts(seed, [args.input_len] * args.batch_size, llm.config.vocab_size)
-                params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens)
-                start = time.perf_counter()
-                llm.generate(prompts, params, use_tqdm=False)
-                if number >= 0:
-                    measured.append(time.perf_counter() - start)
-            if not args.disable_tqdm and number >= 0:
+            seed = args.seed + 2 * (number + args.num_iters_warmup)
+            first, batch = seconds(seed, 1), seconds(seed + (args.output_len > 1), args.output_len)
+            if number < 0:
+                continue
+            first_seconds.append(first)
+            batch_seconds.append(batch)
+            if not args.disable_tqdm:
                 print(f"llmc: {number + 1} of {args.num_iters}: {batch_seconds[-1]:.4f} s", file=err, flush=True)
     percentiles = {str(p): float(np.percentile(batch_seconds, p)) for p in PERCENTILES}
     middle, steps = float(np.median(first_seconds)), args.output_len - 1

@@ -20,6 +20,7 @@ from llmc_runtime.engine_options import RAY, EngineOptions
 from llmc_runtime.exec.canary import require
 from llmc_runtime.exec.load_executor import make_executor, release, start_ranks
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.manifest import Manifest
 from llmc_runtime.format.program import DRAFT_MODEL, EAGLE, MTP
 from llmc_runtime.sched.draft_methods import open_draft
 from llmc_runtime.sched.scheduler import Scheduler
@@ -29,6 +30,7 @@ from llmc_runtime.speculate_option import DRAFTED, HIGH, KEYS, LOW, NGRAM, TOKEN
 from llmc_runtime.trace import Trace, attach_trace
 
 if TYPE_CHECKING:
+    from llmc_runtime.exec.capacity import KvCapacity
     from llmc_runtime.exec.executor import Executor
     from llmc_runtime.exec.rank_group import RankGroup
 
@@ -107,16 +109,29 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
     except BaseException:
         release(device, group)
         raise
-    where = f"{manifest.target.name} on {device.name}" if device.separate else manifest.target.name
-    part = f"NOT THE WHOLE MODEL, only {manifest.source.part}" if manifest.source.part else ""
-    speculation = config.speculation
-    drafting = f"up to {speculation.num_tokens} drafted tokens ({speculation.method})" if speculation else ""
-    pace = f"prompts in steps of {1e3 * config.target_itl:g} ms" if config.target_itl else ""
-    ranks = f"{manifest.ranks} ranks" + ("" if device.separate else f" of {threads} threads each") if group else ""
-    parts = part, where, ranks, str(executor.capacity), pace, drafting, device.upload_summary
-    summary = ", ".join(filter(None, parts))
+    summary = _summary(manifest, device, config, executor.capacity, threads if group else None)
     stages = {name: end - begin for (_, begin), (name, end) in pairwise(marks)}
     return Opened(engine, summary, executor.close, stages, trace, group)
+
+
+def _summary(
+    manifest: Manifest, device: Device, config: SchedulerConfig, capacity: KvCapacity, rank_threads: int | None
+) -> str:
+    """Describe an open engine in one line. `rank_threads`: threads of each rank, None without ranks."""
+    target, speculation = manifest.target.name, config.speculation
+    ranks = ""
+    if rank_threads is not None:
+        ranks = f"{manifest.ranks} ranks" + ("" if device.separate else f" of {rank_threads} threads each")
+    parts = (
+        f"NOT THE WHOLE MODEL, only {manifest.source.part}" if manifest.source.part else "",
+        f"{target} on {device.name}" if device.separate else target,
+        ranks,
+        str(capacity),
+        f"prompts in steps of {1e3 * config.target_itl:g} ms" if config.target_itl else "",
+        f"up to {speculation.num_tokens} drafted tokens ({speculation.method})" if speculation else "",
+        device.upload_summary,
+    )
+    return ", ".join(filter(None, parts))
 
 
 def _scheduler_config(

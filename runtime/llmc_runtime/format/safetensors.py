@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -153,22 +153,21 @@ def plan(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[byte
     Returns the prefix (length and header), the tensors' positions and the file's size. Tensors are aligned to 64 bytes,
     those of 64 KiB and more to 4096. The positions include padding tensors.
     """
-    items: list[tuple[str, str, tuple[int, ...], int]] = []
-    at = 0
+    placed: list[TensorInfo] = []  # positions relative to the end of the header
+    end = 0
     for name, dtype, shape, nbytes in tensors:
-        pad = -at % (_PAGE if nbytes >= _BIG else _MIN_ALIGN)
-        if pad:
-            items.append((f"{PAD}{len(items)}", "u8", (pad,), pad))
-        items.append((name, dtype, shape if dtype in NAMES else (nbytes,), nbytes))
-        at += pad + nbytes
-    doc: dict[str, Any] = {}
-    at = 0
-    for name, dtype, shape, nbytes in items:
-        doc[name] = {"dtype": NAMES.get(dtype, "U8"), "shape": list(shape), "data_offsets": [at, at + nbytes]}
-        at += nbytes
-    text = json.dumps(doc, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _PAGE)
-    base = 8 + len(text)
-    spans = [doc[n]["data_offsets"] for n, *_ in items]
-    positions = [TensorInfo(n, d, s, base + b, base + e) for (n, d, s, _), (b, e) in zip(items, spans)]
-    return len(text).to_bytes(8, "little") + text, positions, base + at
+        padding = -end % (_PAGE if nbytes >= _BIG else _MIN_ALIGN)
+        begin = end + padding
+        if padding:
+            placed.append(TensorInfo(f"{PAD}{len(placed)}", "u8", (padding,), end, begin))
+        end = begin + nbytes
+        placed.append(TensorInfo(name, dtype, shape if dtype in NAMES else (nbytes,), begin, end))
+    entries = {
+        t.name: {"dtype": NAMES.get(t.dtype, "U8"), "shape": list(t.shape), "data_offsets": [t.begin, t.end]}
+        for t in placed
+    }
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-(8 + len(header)) % _PAGE)
+    base = 8 + len(header)
+    positions = [replace(t, begin=base + t.begin, end=base + t.end) for t in placed]
+    return len(header).to_bytes(8, "little") + header, positions, base + end

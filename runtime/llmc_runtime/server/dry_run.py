@@ -47,35 +47,14 @@ def report_of(options: Options) -> dict[str, Any]:
 
 def render(report: Mapping[str, Any]) -> str:
     """Format the report as text."""
-    lines = [f"{report['model']}, served as {', '.join(report['names'])}"]
-    if report["compiled"]:
-        limits, kv, memory = report["limits"], report["kv"], report["memory"]
-        free = "free memory unknown"
-        if memory["free"] is not None:
-            free = f"{human(memory['free'])} free on {memory['device']}"
-        cache = "unknown"
-        if kv is not None:
-            cache = f"{kv['tokens']} tokens in {kv['pages']} pages of {kv['page_size']} ({human(kv['bytes'])}); "
-            cache += f"{kv['concurrency_at_max_model_len']} sequences of maximum length at a time"
-        lines += [
-            f"  model     {report['source']}, for {report['target']}, digest {report['digest'][:16]}",
-            f"  memory    weights {human(memory['weights'])}, rows {human(memory['rows'])}, "
-            f"intermediate results {human(memory['intermediate'])}; {free}",
-            f"  limits    {limits['max_model_len']} tokens per sequence, {limits['max_num_seqs']} sequences, "
-            f"{limits['max_num_batched_tokens']} tokens per step",
-            f"  KV cache  {cache}",
-        ]
-        if report["ranks"] > 1:
-            lines.append(f"  ranks     {report['ranks']}, each with this memory and KV cache")
-        if report["data_parallel_size"] > 1:
-            lines.append(f"  engines   {report['data_parallel_size']}, each with this KV cache and these limits")
     server = report["server"]
     scope = f" (for {server['api_key_scope']})" if server["api_keys"] else ""
     keys = f"{_count(server['api_keys'], 'API key')}{scope}, {_count(server['admin_keys'], 'admin key')}"
     fits = {True: "yes", False: "NO", None: "unknown"}[report["fits"]]
     return "\n".join(
         [
-            *lines,
+            f"{report['model']}, served as {', '.join(report['names'])}",
+            *(_artifact_lines(report) if report["compiled"] else ()),
             f"  address   {server['address']}, {'TLS' if server['tls'] else 'no TLS'}, {keys}",
             f"  load      up to {server['max_num_queued_reqs']} queued sequences, "
             f"bodies of up to {human(server['max_body_bytes'])}",
@@ -83,6 +62,31 @@ def render(report: Mapping[str, Any]) -> str:
             f"  fits      {fits}" + (f": {report['why']}" if report["why"] else ""),
         ]
     )
+
+
+def _artifact_lines(report: Mapping[str, Any]) -> list[str]:
+    """Format what the report says of a compiled artifact and of its memory."""
+    limits, kv, memory = report["limits"], report["kv"], report["memory"]
+    free = "free memory unknown"
+    if memory["free"] is not None:
+        free = f"{human(memory['free'])} free on {memory['device']}"
+    cache = "unknown"
+    if kv is not None:
+        cache = f"{kv['tokens']} tokens in {kv['pages']} pages of {kv['page_size']} ({human(kv['bytes'])}); "
+        cache += f"{kv['concurrency_at_max_model_len']} sequences of maximum length at a time"
+    lines = [
+        f"  model     {report['source']}, for {report['target']}, digest {report['digest'][:16]}",
+        f"  memory    weights {human(memory['weights'])}, rows {human(memory['rows'])}, "
+        f"intermediate results {human(memory['intermediate'])}; {free}",
+        f"  limits    {limits['max_model_len']} tokens per sequence, {limits['max_num_seqs']} sequences, "
+        f"{limits['max_num_batched_tokens']} tokens per step",
+        f"  KV cache  {cache}",
+    ]
+    if report["ranks"] > 1:
+        lines.append(f"  ranks     {report['ranks']}, each with this memory and KV cache")
+    if report["data_parallel_size"] > 1:
+        lines.append(f"  engines   {report['data_parallel_size']}, each with this KV cache and these limits")
+    return lines
 
 
 def _count(number: int, what: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,36 +46,37 @@ def _names(node: Any) -> Iterator[Any]:
 
 def _roles(tree: Any) -> Iterator[str]:
     """Yield the strings that a role is compared with or set to, and the keys of dicts that are indexed with a role."""
-
-    def is_role(node: Any) -> bool:
-        node = _bare(node)
-        if isinstance(node, nodes.Name):
-            return node.name in named
-        if isinstance(node, nodes.Getattr):
-            return bool(node.attr == "role")
-        if isinstance(node, nodes.Getitem):
-            return getattr(node.arg, "value", None) == "role"
-        if isinstance(node, nodes.Call):  # message.get("role")
-            return getattr(node.node, "attr", None) == "get" and "role" in (
-                getattr(a, "value", None) for a in node.args
-            )
-        return isinstance(node, nodes.Filter) and is_role(node.node)
-
-    named = {"role"}  # variables that contain roles
     assigned = [node for node in tree.find_all(nodes.Assign) if isinstance(node.target, nodes.Name)]
-    named |= {node.target.name for node in assigned if is_role(node.node)}
-    candidates = [node.node for node in assigned if node.target.name in named]
+    variables = {"role", *(node.target.name for node in assigned if _is_role(node.node, {"role"}))}
+    candidates = [node.node for node in assigned if node.target.name in variables]
     for item in tree.find_all(nodes.Getitem):
         mapping = _bare(item.node)
-        if is_role(item.arg) and isinstance(mapping, nodes.Dict):
+        if _is_role(item.arg, variables) and isinstance(mapping, nodes.Dict):
             candidates += [pair.key for pair in mapping.items]
     for comparison in tree.find_all(nodes.Compare):
         sides = [comparison.expr, *(operand.expr for operand in comparison.ops)]
-        candidates += sides if any(map(is_role, sides)) else []
+        if any(_is_role(side, variables) for side in sides):
+            candidates += sides
     for node in candidates:
-        if not is_role(node):
+        if not _is_role(node, variables):
             texts = [node] if isinstance(node, nodes.Const) else node.find_all(nodes.Const)
             yield from (text.value for text in texts if isinstance(text.value, str))
+
+
+def _is_role(node: Any, variables: Collection[str]) -> bool:
+    """Whether an expression is a message's role, perhaps filtered; `variables` are the names of those that hold one."""
+    match _bare(node):
+        case nodes.Name(name=name):
+            return name in variables
+        case nodes.Getattr(attr=attribute):
+            return bool(attribute == "role")
+        case nodes.Getitem(arg=key):
+            return getattr(key, "value", None) == "role"
+        case nodes.Call(node=method, args=arguments):  # message.get("role")
+            return getattr(method, "attr", None) == "get" and "role" in [getattr(a, "value", None) for a in arguments]
+        case nodes.Filter(node=filtered):
+            return _is_role(filtered, variables)
+    return False
 
 
 def _bare(node: Any) -> Any:
