@@ -38,14 +38,10 @@ def used_extensions(
     }
     by_extension: dict[str, list[str]] = {}
     for extension in registry.extensions:
-        if extension is BUILTIN:
-            continue
-        parts: list[str] = []
-        for kind, names in used.items():
-            provided = getattr(extension, kind)
-            parts += [f"{getattr(registry, kind).kind} {name}" for name in sorted(set(names)) if name in provided]
-        if parts:
-            by_extension[extension.name] = parts
+        for kind, names in used.items() if extension is not BUILTIN else ():
+            noun, provided = getattr(registry, kind).kind, getattr(extension, kind)
+            for name in sorted(provided.keys() & set(names)):
+                by_extension.setdefault(extension.name, []).append(f"{noun} {name}")
     return by_extension
 
 

@@ -27,10 +27,12 @@ Progress = Callable[[int, int], None]  # (bytes written, bytes in total)
 def weight_shapes(graph: Graph) -> list[tuple[str, str, tuple[int, ...], int]]:
     """Return (name, dtype, shape, bytes) of every output in order; raises Diagnostic E124 for a repeated name."""
     out = [(v.name, v.type.dtype, shape_of(v), v.type.nbytes.const or 0) for v in graph.outputs]
-    names = [t[0] for t in out]
-    twice = next((n for n in names if names.count(n) > 1), None) if len(set(names)) < len(names) else None
-    if twice is not None or "" in names:
-        raise Diagnostic("E124", f"the weights graph has two outputs named {twice!r}", "name every output once")
+    seen: set[str] = set()
+    for name, *_ in out:
+        if name in seen or not name:
+            what = f"two outputs named {name!r}" if name else "an output without a name"
+            raise Diagnostic("E124", f"the weights graph has {what}", "name every output once")
+        seen.add(name)
     return out
 
 

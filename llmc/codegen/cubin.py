@@ -42,17 +42,19 @@ def read_entry(binary: bytes, entry: str) -> Entry:
     """Read the properties of a kernel; raises ValueError if the bytes are not a cubin or lack the kernel."""
     try:
         info = next(data for name, data in sections(binary) if name == f".nv.info.{entry}")
-        params, most, threads, cluster = {}, 0, 0, ()
+        params: dict[int, tuple[int, int]] = {}
+        max_threads, threads, cluster = 0, 0, ()
         for attribute, value in _attributes(info):
             if attribute == _KPARAM_INFO:
                 _, ordinal, offset, flags = struct.unpack("<IHHI", value)
                 params[ordinal] = (offset, flags >> 18)
-            elif attribute in (_MAX_THREADS, _THREADS):
-                x, y, z = struct.unpack("<III", value)
-                most, threads = (x * y * z, threads) if attribute == _MAX_THREADS else (most, x * y * z)
+            elif attribute == _MAX_THREADS:
+                max_threads = math.prod(struct.unpack("<III", value))
+            elif attribute == _THREADS:
+                threads = math.prod(struct.unpack("<III", value))
             elif attribute == _CLUSTER:
                 cluster = struct.unpack("<III", value)
-        return Entry(tuple(params[i] for i in range(len(params))), most, cluster, threads)
+        return Entry(tuple(params[i] for i in range(len(params))), max_threads, cluster, threads)
     except StopIteration:
         raise ValueError(f"it has no kernel {entry!r}") from None
     except (struct.error, LookupError, OverflowError) as e:

@@ -121,22 +121,28 @@ def _copy(g: Graph, c: Candidate, weights: set[Value], shared: dict[Value, Value
     Copies share integer tables; a new version of one goes to the next copy. Weights of bytes are codes, not tables:
     each copy has its own, of any values.
     """
+    node = c.node
     private: dict[Value, Value] = {}
-    for name, v in named_operands(c.node):
+    for name, v in named_operands(node):
         if v in private or v in shared:
             continue
-        is_table = DTYPES[v.type.dtype].kind != "f" and not (v in weights and v.type.dtype in CODES)
-        operand = g.input(f"{g.name}.{name}.{len(g.inputs)}", v.type, weight=v in weights and not is_table)
-        (shared if is_table else private)[v] = operand
-    inputs = [private.get(v) or shared[v] for v in c.node.operands]
-    new = g.add(c.node.op, inputs, {name: value_at(value, 0) for name, value in c.node.attrs.items()})
-    new.choice = {"kernel": c.kernel.name, **c.schedule}
-    slots = [s.name for s in new.op.operands]
-    for r, written in zip([r for r in new.results if r.type.state], new.op.writes, strict=True):
-        v = c.node.operands[slots.index(written)]
-        if v in shared:
-            shared[v] = r
-    g.outputs += [r for r in new.results if not r.type.state]
+        is_weight = v in weights
+        is_table = DTYPES[v.type.dtype].kind != "f" and not (is_weight and v.type.dtype in CODES)
+        operand = g.input(f"{g.name}.{name}.{len(g.inputs)}", v.type, weight=is_weight and not is_table)
+        if is_table:
+            shared[v] = operand
+        else:
+            private[v] = operand
+    operands = [private.get(v) or shared[v] for v in node.operands]
+    copy = g.add(node.op, operands, {name: value_at(value, 0) for name, value in node.attrs.items()})
+    copy.choice = {"kernel": c.kernel.name, **c.schedule}
+    slots = [s.name for s in node.op.operands]
+    states = [r for r in copy.results if r.type.state]
+    for version, written in zip(states, node.op.writes, strict=True):
+        state = node.operands[slots.index(written)]
+        if state in shared:
+            shared[state] = version
+    g.outputs += [r for r in copy.results if not r.type.state]
 
 
 class Timer:

@@ -46,20 +46,20 @@ def pack_panel(w: Any, *, rows: int, pair: int = 1, parts: int = 1) -> Any:
     and zero beyond the block's rows and beyond k. Elements are moved, not converted, so any dtype works.
     """
     m, k = w.shape
-    n, s = m // parts, rows // parts
-    panels, depth = -(-n // s), -(-k // pair)
-    out = np.zeros((panels, depth, parts, s, pair), w.dtype)
-    split = w.reshape(parts, n, k)
+    part_rows, panel_rows = m // parts, rows // parts  # of one part: in all, and in a panel
+    panels, depth = -(-part_rows // panel_rows), -(-k // pair)
+    out = np.zeros((panels, depth, parts, panel_rows, pair), w.dtype)
+    split = w.reshape(parts, part_rows, k)
     step = max(1, (4 << 20) // max(1, out[:1].nbytes))  # number of panels whose copy fits the cache
-    for p in range(0, panels, step):
-        q = min(p + step, panels)
-        block = np.zeros((parts, (q - p) * s, depth * pair), w.dtype)
-        rows_read = split[:, p * s : q * s]
-        block[:, : rows_read.shape[1], :k] = rows_read
-        to = out[p:q]
+    for begin in range(0, panels, step):
+        end = min(begin + step, panels)
+        source = split[:, begin * panel_rows : end * panel_rows]
+        padded = np.zeros((parts, (end - begin) * panel_rows, depth * pair), w.dtype)
+        padded[:, : source.shape[1], :k] = source
+        target = out[begin:end]
         if pair > 1 and pair * w.itemsize in (4, 8):  # move each pair as one word
-            block, to = (a.view(f"u{pair * w.itemsize}") for a in (block, to))
-        to[:] = block.reshape(parts, q - p, s, depth, -1).transpose(1, 3, 0, 2, 4)
+            padded, target = (a.view(f"u{pair * w.itemsize}") for a in (padded, target))
+        target[:] = padded.reshape(parts, end - begin, panel_rows, depth, -1).transpose(1, 3, 0, 2, 4)
     return out.reshape(panels, depth, rows, pair)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _MAX_HEAD = 64 << 10
@@ -54,16 +54,21 @@ class Reply:
             raise WireError(f"the response starts with {first!r:.60}")
         if parts[1].startswith("1"):
             return self._head(data[end + 4 :])
-        headers = {name.strip().lower(): value.strip() for name, _, value in (x.partition(":") for x in lines)}
         self.status = int(parts[1])
+        self._frame({name.strip().lower(): value.strip() for name, _, value in (x.partition(":") for x in lines)})
+        return data[end + 4 :]
+
+    def _frame(self, headers: Mapping[str, str]) -> None:
+        """Determine how the body ends: by chunks, by a length or, with neither, with the connection."""
         self._chunked = "chunked" in headers.get("transfer-encoding", "").lower()
         length = headers.get("content-length", "")
-        self._remaining = 0 if self._chunked else int(length) if length.isdecimal() else None
-        self.reusable = (self._chunked or self._remaining is not None) and headers.get(
-            "connection", ""
-        ).lower() != "close"
+        if self._chunked:
+            self._remaining = 0  # of the current chunk
+        else:
+            self._remaining = int(length) if length.isdecimal() else None
+        ends_by_itself = self._chunked or self._remaining is not None
+        self.reusable = ends_by_itself and headers.get("connection", "").lower() != "close"
         self.complete = not self._chunked and self._remaining == 0
-        return data[end + 4 :]
 
     def _chunks(self, data: bytes) -> bytes:
         parts, at = [], 0

@@ -163,23 +163,22 @@ def _pass(p: RowProgram, targets: list[int], names: dict[int, tuple[str, str]], 
     local = dict(names)
     body = _pass_values(p, targets, local, k)
     before, after = [], []
-    for t in targets:
-        if not p.reduction(t):
-            continue
-        start, fold, finish = _fold(p.dag.nodes[t][0])
-        value = convert(*local[p.dag.operands(t)[0]], "f")
-        before.append(f"vf s{t} = splat({start});")
-        body.append(f"s{t} = {fold.format(t, f'keep({value}, {start}, m)')};")
-        mean = " / (float)n" if p.dag.nodes[t][0] == "row_mean" else ""
-        after.append(f"const vf t{t} = splat({finish}(s{t}){mean});")
-        names[t] = (f"t{t}", "f")
-    for q, t in enumerate(p.roots):
-        if p.varies[t] and t in targets:
-            body.append(f"set(r{q} + j, {convert(*local[t], 'f')}, m);")
-    head, n = ("lo", "hi") if flat else ("0", "n")
+    for target in filter(p.reduction, targets):
+        fn, value = p.dag.nodes[target][0], local[p.dag.operands(target)[0]]
+        start, fold, finish = _fold(fn)
+        before.append(f"vf s{target} = splat({start});")
+        kept = f"keep({convert(*value, 'f')}, {start}, m)"  # `start` beyond the end of the row
+        body.append(f"s{target} = {fold.format(target, kept)};")
+        mean = " / (float)n" if fn == "row_mean" else ""
+        after.append(f"const vf t{target} = splat({finish}(s{target}){mean});")
+        names[target] = (f"t{target}", "f")
+    for result, root in enumerate(p.roots):
+        if p.varies[root] and root in targets:
+            body.append(f"set(r{result} + j, {convert(*local[root], 'f')}, m);")
+    begin, end = ("lo", "hi") if flat else ("0", "n")
     text = [*before, f"auto pass{k} = [&](int64_t j, auto m) {{", indent("\n".join(body)), "};"]
-    text.append(f"for (int64_t j = {head}; j < {n}; j += VN) {{")
-    text.append(f"  if (j + VN <= {n}) pass{k}(j, Full{{}});\n  else pass{k}(j, Part{{(int)({n} - j)}});\n}}")
+    text.append(f"for (int64_t j = {begin}; j < {end}; j += VN) {{")
+    text.append(f"  if (j + VN <= {end}) pass{k}(j, Full{{}});\n  else pass{k}(j, Part{{(int)({end} - j)}});\n}}")
     return [*text, *after]
 
 

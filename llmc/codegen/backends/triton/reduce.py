@@ -154,29 +154,34 @@ class Reduce(Lines):
     """sum, mean, amax, amin. The minimum is the negated maximum of negated values (integers: complements)."""
 
     def code(self, u: Unit) -> Code:
-        w, op = Walk(u), u.node.op.name
+        walk, op = Walk(u), u.node.op.name
         dtype = u.node.operands[0].type.dtype
-        is_float, is_sum = dtype in FLOATS, op in ("sum", "mean")
-        inverse = ("-" if is_float else "~") if op == "amin" else ""
-        if is_sum:
+        is_float = dtype in FLOATS
+        negate, helper = "", ""
+        if op in ("sum", "mean"):
             start = "0.0" if is_float else "0"
+            update, reduce = "best + {}", f"tl.sum(best, {walk.axis}, keep_dims=True)"
+        elif is_float:
+            start, helper = smallest_value(dtype), helpers(["row_max"], u.interpret)
+            update, reduce = "larger(best, {})", f"largest(best, {walk.axis}, True)"
         else:
             start = smallest_value(dtype)
-        tile = w.value(f"{inverse}({start})" if inverse else start)
-        if inverse:
-            tile = f"({inverse}{tile})"
-        if is_sum:
-            updated, reduced = f"best + {tile}", f"tl.sum(best, {w.axis}, keep_dims=True)"
-        elif is_float:
-            updated, reduced = f"larger(best, {tile})", f"largest(best, {w.axis}, True)"
+            update, reduce = "tl.maximum(best, {})", f"tl.max(best, {walk.axis}, keep_dims=True)"
+        if op == "amin":
+            negate = "-" if is_float else "~"
+            tile = f"({negate}{walk.value(f'{negate}({start})')})"
         else:
-            updated, reduced = f"tl.maximum(best, {tile})", f"tl.max(best, {w.axis}, keep_dims=True)"
-        lines = [*w.head(), u.wait, f"best = tl.full({w.shape}, {start}, {computed(dtype)})"]
-        lines.append(w.loop([f"best = {updated}"]))
+            tile = walk.value(start)
         if op == "mean":
-            reduced += f" / {u.sizes(w.n)}"
-        lines.append(w.result(0, f"({inverse}{reduced})", element(u.node.result.type)))
-        return self.finish(u, lines, "" if is_sum or not is_float else helpers(["row_max"], u.interpret))
+            reduce += f" / {u.sizes(walk.n)}"
+        lines = [
+            *walk.head(),
+            u.wait,
+            f"best = tl.full({walk.shape}, {start}, {computed(dtype)})",
+            walk.loop([f"best = {update.format(tile)}"]),
+            walk.result(0, f"({negate}{reduce})", element(u.node.result.type)),
+        ]
+        return self.finish(u, lines, helper)
 
 
 class Argmax(Lines):
@@ -271,18 +276,18 @@ class Topk(Lines):
         x, n = u.node.operands[0].type, split(u.node)[1]
         block, k = u.schedule["cols"], u.node.attrs["k"]
         single_tile = n.const is not None and n.const <= block
-        inside = "" if n.divisible(block) else "inside"
-        load = loaded(f"tl.load(x0 + base + col{masked(inside)})", x.dtype)
-        keys = f"(key({load}).to(tl.int64) << 32) | (0x7FFFFFFF - col).to(tl.int64)"
-        tile = [f"keys = {keys}"] + ([f"keys = tl.where(inside, keys, {-(2**63)})"] if inside else [])
-        head = [f"inside = col < {u.sizes(n)}"] * bool(inside)
+        bounds, keep = [], []  # statements that mask the row's last tile, if it is not full
+        if not n.divisible(block):
+            bounds, keep = [f"inside = col < {u.sizes(n)}"], [f"keys = tl.where(inside, keys, {-(2**63)})"]
+        load = loaded(f"tl.load(x0 + base + col{masked('inside' if bounds else '')})", x.dtype)
+        tile = [f"keys = (key({load}).to(tl.int64) << 32) | (0x7FFFFFFF - col).to(tl.int64)", *keep]
         below = f"tl.where(keys < last, keys, {-(2**63)})"
         if single_tile:
-            first = [f"col = tl.arange(0, {block})", *head, u.wait, *tile]
+            first = [f"col = tl.arange(0, {block})", *bounds, u.wait, *tile]
             find = [f"last = tl.max({below}, 0)"]
         else:
             first = [u.wait]
-            inner = [f"col = at + tl.arange(0, {block})", *head, *tile, f"best = tl.maximum(best, {below})"]
+            inner = [f"col = at + tl.arange(0, {block})", *bounds, *tile, f"best = tl.maximum(best, {below})"]
             find = [
                 f"best = tl.full(({block},), {-(2**63)}, tl.int64)",
                 f"for at in range(0, {factored(n, u.sizes)}, {block}):\n{indent(chr(10).join(inner), 4)}",

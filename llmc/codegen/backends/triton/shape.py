@@ -129,21 +129,21 @@ class Copy(Moving):
 
     def _crossed(self, u: Unit, axes: Axes, a: int) -> tuple[list[str], str, list[str], str]:
         """Code of a tile with rows along axis `a` and columns along the last; programs enumerate the other axes."""
-        r, c = u.schedule["rows"], u.schedule["cols"]
-        others = [i for i in range(len(axes) - 1) if i != a]
-        sizes = [*(axes[i][0] for i in others), axes[a][0].ceildiv(r), axes[-1][0].ceildiv(c)]
+        rows, cols = u.schedule["rows"], u.schedule["cols"]  # of a tile
+        num_rows, num_cols = axes[a][0], axes[-1][0]
+        others = [i for i in range(len(axes) - 1) if i != a]  # p0, p1, ... are the program's indices along these
+        sizes = [*(axes[i][0] for i in others), num_rows.ceildiv(rows), num_cols.ceildiv(cols)]
         lines = decompose("tl.program_id(0)", sizes, u.sizes, "p")
-        k = len(others)
         lines += [
-            f"row = p{k} * {r} + tl.arange(0, {r})[:, None]",
-            f"col = p{k + 1} * {c} + tl.arange(0, {c})[None, :]",
+            f"row = p{len(others)} * {rows} + tl.arange(0, {rows})[:, None]",
+            f"col = p{len(others) + 1} * {cols} + tl.arange(0, {cols})[None, :]",
         ]
-        lines, inside = bounded(lines, u, (axes[a][0], r), (axes[-1][0], c), False)
-        total, made = u.node.operands[0].type.numel, u.node.result.type.numel
-        behind = [product([n for n, _ in axes[i + 1 :]]) for i in range(len(axes))]
-        source = [times(f"p{j}", axes[i][1], total, u.sizes) for j, i in enumerate(others)] + ["row"]
-        target = [times(f"p{j}", behind[i], made, u.sizes) for j, i in enumerate(others)]
-        target += [times("row", behind[a], made, u.sizes), "col"]
+        lines, inside = bounded(lines, u, (num_rows, rows), (num_cols, cols), False)
+        read, written = u.node.operands[0].type.numel, u.node.result.type.numel
+        strides = [product([n for n, _ in axes[i + 1 :]]) for i in range(len(axes))]  # of the result
+        source = [times(f"p{j}", axes[i][1], read, u.sizes) for j, i in enumerate(others)] + ["row"]
+        target = [times(f"p{j}", strides[i], written, u.sizes) for j, i in enumerate(others)]
+        target += [times("row", strides[a], written, u.sizes), "col"]
         return lines, inside, source, " + ".join(target)
 
 

@@ -191,11 +191,8 @@ class Job(NamedTuple):
 
 def compile_one(job: Job) -> tuple[str, Compiled | str]:
     """Compile one source in this process; return (key, Compiled or an error message)."""
-    key, source, family, arch, warp, fusion = job
-    import triton
+    key, source, family, _, warp, _ = job
     from triton import knobs
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     unknown = [k for k, _ in source.options if k not in OPTIONS]
     if unknown:
@@ -204,15 +201,7 @@ def compile_one(job: Job) -> tuple[str, Compiled | str]:
         knobs.cache.dir = str(folder)
         knobs.compilation.disable_line_info = True  # file names would make equal compiles differ
         try:
-            fn = load_entry(source.text, source.entry)
-            names = fn.arg_names
-            aligned = {(i,): [["tt.divisibility", 16]] for i, p in enumerate(source.params) if p.startswith("*")}
-            ast = ASTSource(fn, dict(zip(names, source.params, strict=True)), {}, aligned)
-            gpu = GPUTarget(family, int(arch.removeprefix("sm_")) if family == "cuda" else arch, warp)
-            options = {"enable_fp_fusion": fusion, **dict(source.options)}
-            if source.pdl:
-                options["launch_pdl"] = True
-            built = triton.compile(ast, target=gpu, options=options)
+            built = _compiled(job)
         except Exception as e:  # Triton raises exceptions of many types; any means that the emitted text is wrong
             return key, message_of(e)
         meta = built.metadata
@@ -222,6 +211,23 @@ def compile_one(job: Job) -> tuple[str, Compiled | str]:
         if len(boxes) != len(source.maps):
             return key, "the target does not support tensor maps"
         return key, Compiled(built.asm[BINARY[family]], meta.num_warps * warp, meta.shared, boxes)
+
+
+def _compiled(job: Job) -> Any:
+    """Compile one source with Triton, with all pointers aligned to 16 bytes; it raises what Triton raises."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    _, source, family, arch, warp, fusion = job
+    fn = load_entry(source.text, source.entry)
+    aligned = {(i,): [["tt.divisibility", 16]] for i, p in enumerate(source.params) if p.startswith("*")}
+    ast = ASTSource(fn, dict(zip(fn.arg_names, source.params, strict=True)), {}, aligned)
+    gpu = GPUTarget(family, int(arch.removeprefix("sm_")) if family == "cuda" else arch, warp)
+    options = {"enable_fp_fusion": fusion, **dict(source.options)}
+    if source.pdl:
+        options["launch_pdl"] = True
+    return triton.compile(ast, target=gpu, options=options)
 
 
 class _Text(importlib.abc.InspectLoader):

@@ -142,16 +142,17 @@ class GpuRun:
         for i, m in enumerate(launch.maps):
             arg = launch.args[m.arg]
             self._make_map(m, self._program.buffers[arg].dtype, addresses[arg], num_maps + i)
-        top, more = self._program.top(), at + len(launch.params)
+        top = self._program.top()
+        descriptor = at + len(launch.params)  # the next free pair of cells: address and size of a tensor
         for i, param in enumerate(launch.params):
             if param.kind == "arg":
                 self._cells[at + i] = addresses[launch.args[param.index]] + param.offset(top)
             elif param.kind == "tensor":
-                self._cells[more] = addresses[launch.args[param.index]] + param.offset(top)
-                size_cells.append(more + 1)
+                self._cells[descriptor] = addresses[launch.args[param.index]] + param.offset(top)
+                size_cells.append(descriptor + 1)
                 size_index.append(self._index(param.size))
-                self._table[at + i] = self._cells.ctypes.data + 8 * more
-                more += 2
+                self._table[at + i] = self._cells.ctypes.data + 8 * descriptor
+                descriptor += 2
             elif param.kind == "map":
                 self._table[at + i] = self._maps.ctypes.data + MAP_BYTES * (num_maps + param.index)
             elif param.kind == "size":
