@@ -14,6 +14,7 @@ from typing import Any
 
 from llmc_runtime.format.errors import require_compiler
 from llmc_runtime.format.manifest import Limits, Manifest, Source, TargetInfo
+from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.format.size_text import size_text
 
 from llmc.codegen.toolchain import Toolset, installed
@@ -275,24 +276,27 @@ class Compilation:
             traced = replace(traced, facts=replace(traced.facts, max_positions=MAX_LEN))
         self.ir.append(("traced", show(traced.module)))
         self.config = traced.source.config
-        f = traced.facts
-        if (pooling := f.pooling) is not None:
-            self.tokens = check_pooled(o, pooling, f.max_positions, self.tokens)
-            self.pool = pooling.kind
-            for note in pooling_notes(pooling, traced.source):
-                self.note(note)
-            self.summary.next = next_command(self.model, self.output, o, self.target, pooling.task)
+        facts = traced.facts
+        if facts.pooling is not None:
+            self._pool(facts.pooling, traced)
         stored = kv_dtype_of(traced.source.config) if o.kv_cache_dtype == "auto" else ""
         self.kv_dtype, note = kv_dtype(o.kv_cache_dtype, stored, self.target, self.registry)
         self.note(note)
         for text in notes_of(traced):
             self.note(text)
-        if f.layers:
-            self.note(
-                f"--layers: {Source('', '', '', {}, *f.layers).part} only; the output differs from the full model's"
-            )
-        self.done("trace", f"{f.architecture}, {len(traced.module.graphs['main'].nodes)} nodes, {f.dtype}")
+        if facts.layers:
+            part = Source("", "", "", {}, *facts.layers).part
+            self.note(f"--layers: {part} only; the output differs from the full model's")
+        self.done("trace", f"{facts.architecture}, {len(traced.module.graphs['main'].nodes)} nodes, {facts.dtype}")
         return traced
+
+    def _pool(self, pooling: Pooling, traced: Any) -> None:
+        """Set the limits and the next command of a model that pools."""
+        self.tokens = check_pooled(self.options, pooling, traced.facts.max_positions, self.tokens)
+        self.pool = pooling.kind
+        for note in pooling_notes(pooling, traced.source):
+            self.note(note)
+        self.summary.next = next_command(self.model, self.output, self.options, self.target, pooling.task)
 
     def passes(self, max_len: int) -> list[Pass]:
         """Parse the pipeline and set its size options."""

@@ -134,19 +134,19 @@ def plan_graph(g: Graph, symbols: Mapping[str, tuple[int, int]], inplace: InPlac
     storage = Storage(g)
     nodes = list(g.nodes)
     last = _last_uses(nodes, storage)
-    arena, at = Arena(), dict[Value, int]()
+    arena, offsets = Arena(), dict[Value, int]()  # the offsets of all roots so far, also of those that are released
     slots: list[Slot] = []
     for i, n in enumerate(nodes):
-        reused = _reused(n, i, storage, last, at, symbols, inplace(n) if n.choice else ())
+        reused = _reused(n, i, storage, last, offsets, symbols, inplace(n) if n.choice else ())
         own = [r for r in n.results if storage.root[r] is r and storage.kind[r] == "arena"]
         for r in own:
             size = top_bytes(r, symbols)
-            at[r] = at[reused[r]] if r in reused else arena.allocate(size)
-            slots.append(Slot(r.name, str(r.type), at[r], size, i, last.get(r, i), n.loc))
-        dying = {storage.root[v] for v in [*n.operands, *n.results]}
-        for v in sorted((v for v in dying if v in at and last.get(v, i) <= i), key=lambda v: at[v]):
-            if v not in reused.values():
-                arena.release(at[v], top_bytes(v, symbols))
+            offsets[r] = offsets[reused[r]] if r in reused else arena.allocate(size)
+            slots.append(Slot(r.name, str(r.type), offsets[r], size, i, last.get(r, i), n.loc))
+        touched = {storage.root[v] for v in [*n.operands, *n.results]}
+        dead = [v for v in touched if v in offsets and last.get(v, i) <= i and v not in reused.values()]
+        for v in sorted(dead, key=lambda v: offsets[v]):
+            arena.release(offsets[v], top_bytes(v, symbols))
     return slots
 
 

@@ -10,8 +10,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -230,18 +230,24 @@ def _plan(ours: _Model, theirs: _Model | None, text: Path, settings: Settings) -
     return _Work(text, found, context, count, ours.first)
 
 
+@contextmanager
+def _loaded(models: Sequence[_Model], context: int, console: Console) -> Iterator[list[Executor]]:
+    """Yield an executor for each model, and close them at the end."""
+    with ExitStack() as stack:
+        executors: list[Executor] = []
+        for model in models:
+            console.begin("load", str(model.path))
+            executors.append(model.load(context))
+            stack.callback(executors[-1].close)
+        yield executors
+
+
 def _score(
     ours: _Model, theirs: _Model | None, work: _Work, console: Console
 ) -> tuple[dict[str, Any], Mapping[str, object]]:
     """Score all windows. Returns the measures and a description of the artifact's device."""
     measured, reference, differences = _Measures(), _Measures(), _Differences()
-    with ExitStack() as stack:
-        executors: list[Executor] = []
-        for model in (ours, theirs):
-            if model is not None:
-                console.begin("load", str(model.path))
-                executors.append(model.load(work.context))
-                stack.callback(executors[-1].close)
+    with _loaded([ours] if theirs is None else [ours, theirs], work.context, console) as executors:
         per_step = min(map(max_scored, executors))
         for tokens in windows(read_pieces(work.path), ours.encode, ours.prefix, work.context, work.windows):
             steps = [score_tokens(e, tokens, per_step, work.first, theirs is not None) for e in executors]

@@ -119,23 +119,28 @@ def _parts(g: Graph, n: Node) -> tuple[Part, Part, Part]:
     k, v = _trace_back(keys, "keys"), _trace_back(values, "values")
     if v.norm or v.rope:
         raise NoMatch(f"values pass through {(v.rope or v.norm or n).op.name}")
-    y = k.product
-    if v.product is not y:
+    if v.product is not k.product:
         raise NoMatch("keys and values are slices of two different products")
-    first = [u for u in y.uses if u.op.name == "slice" and u.attrs["start"] == 0 and u.attrs["axis"] % 2 == 1]
+    columns = [u for u in k.product.uses if u.op.name == "slice" and u.attrs["axis"] % 2 == 1]
+    first = [cut for cut in columns if cut.attrs["start"] == 0]
     if len(first) != 1 or first[0] in (k.cut, v.cut):
         raise NoMatch("the product has no slice of queries before those of keys and values")
     q = _trace_forward(g, first[0])
-    spans = [(p.cut.attrs["start"], p.cut.attrs["stop"]) for p in (q, k, v)]
-    if [a for a, _ in spans] != [0, spans[0][1], spans[1][1]] or spans[2][1] != y.type.shape[1]:
-        raise NoMatch(
-            f"the slices {', '.join(f'{a}..{b}' for a, b in spans)} do not cover all {y.type.shape[1]} columns"
-        )
+    _check_adjacent([part.cut for part in (q, k, v)], k.product)
     if q.last.type.shape[2] != kv.type.shape[4]:
         raise NoMatch(f"heads of queries have {q.last.type.shape[2]} elements, those of the pool {kv.type.shape[4]}")
     _same(q, k)
     _only_here(g, n, [*k.nodes, *v.nodes])
     return q, k, v
+
+
+def _check_adjacent(cuts: Sequence[Node], product: Value) -> None:
+    """Raise NoMatch unless the slices, in this order, are all columns of the product."""
+    starts, stops = [cut.attrs["start"] for cut in cuts], [cut.attrs["stop"] for cut in cuts]
+    width = product.type.shape[1]
+    if [*starts, width] != [0, *stops]:
+        spans = ", ".join(f"{start}..{stop}" for start, stop in zip(starts, stops, strict=True))
+        raise NoMatch(f"the slices {spans} do not cover all {width} columns")
 
 
 def _same(q: Part, k: Part) -> None:

@@ -144,8 +144,9 @@ def _run(prompt: tuple[int, ...], tokens: list[int], outputs: list[TokenLogprobs
         cause = "the model computes log-probabilities that are not finite"
         raise LlmcError("E125", cause, "check the checkpoint's weights, and the target's kernels")
     tops = [[(int(i), float(x)) for i, x in _tops(t) if math.isfinite(x)][:TOP] for t in outputs]
-    ids, logprobs = (tuple(tuple(pair[k] for pair in top) for top in tops) for k in (0, 1))
-    return Run(prompt, tuple(tokens), tuple(t.logprob for t in outputs), ids, logprobs)  # type: ignore[arg-type]
+    top_ids = tuple(tuple(token for token, _ in top) for top in tops)
+    top_logprobs = tuple(tuple(logprob for _, logprob in top) for top in tops)
+    return Run(prompt, tuple(tokens), tuple(t.logprob for t in outputs), top_ids, top_logprobs)
 
 
 def _tops(logprobs: TokenLogprobs) -> Iterator[tuple[int, float]]:
