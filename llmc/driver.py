@@ -64,6 +64,7 @@ def compile_model(
 
 
 def _compile(model: str | Path, output: Path, options: Options, force: bool, console: Console) -> Summary:
+    """Link an identical artifact from the cache, or compile the model and store the artifact there."""
     from llmc.artifact.publish import check_free
     from llmc.frontend.model_folder import open_source
     from llmc.report.inspect import facts_of

@@ -103,6 +103,7 @@ def _has_weights(job: Compilation) -> bool:
 
 
 def _model(job: Compilation, traced: Any) -> dict[str, Any]:
+    """The facts about the model that do not depend on the target's kernels."""
     facts = traced.facts
     sizes = [w.type.numel.const or 0 for name, w in traced.weights.items() if name not in traced.buffers]
     found = [f"{count} in {label}" for label, count in job.formats.items()]

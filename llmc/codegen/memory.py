@@ -222,6 +222,11 @@ class Memory(Pass):
         return changes
 
     def _graph(self, g: Graph, symbols: Mapping[str, tuple[int, int]], ctx: Ctx) -> int:
+        """Record the offsets of a graph's results on its nodes; return the number of nodes that changed.
+
+        Raises Diagnostic E433 for a node without a kernel whose result needs memory.
+        """
+
         def inplace(n: Node) -> tuple[tuple[int, int], ...]:
             kernel = ctx.kernels.get(n.choice.get("kernel", ""))
             with extension_code(f"kernel {n.choice.get('kernel')!r}", type(kernel), n):

@@ -57,6 +57,7 @@ def stage(text: str, where: str) -> Stage:
 
 
 def _graphs(text: str, where: str) -> Iterator[GraphText]:
+    """Yield the graphs of a stage's text; raises LlmcError E103 for one without an end."""
     for block in re.split(r"^(?=graph @)", text, flags=re.M):
         if not (head := _GRAPH.match(block)):
             continue

@@ -41,6 +41,7 @@ def kernel_names(a: Opened) -> dict[str, str]:
 
 
 def _kernel(a: Opened, k: KernelFile, times: Mapping[tuple[str, str], float]) -> dict[str, Any]:
+    """Return a kernel's facts, source and launches. `times`: (program, hash) to predicted microseconds per step."""
     uses: list[dict[str, Any]] = []
     launches = 0
     for program in a.programs:

@@ -273,6 +273,10 @@ def _changed(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _open(args: argparse.Namespace, changed: dict[str, Any], compiles: bool) -> Session:
+    """Open the model of the command line; `changed`: the sampling parameters that it sets.
+
+    With `compiles`, a folder or hub id is compiled first. Raises the errors of opening a model.
+    """
     from llmc_runtime.interactive import Clock, Session
 
     if not compiles and not (Path(args.model) / "manifest.json").is_file():

@@ -164,6 +164,7 @@ class Session:
         self.clock.say(f"{prompt}, {tokens} tokens in {seconds:.3f} s: {tokens / max(seconds, 1e-9):.1f} tok/s")
 
     def _document(self, output: RequestOutput, seconds: float) -> dict[str, Any]:
+        """Return what `--json` prints; times are in seconds."""
         completion = output.outputs[0]
         document: dict[str, Any] = {
             "model": self.llm.model,

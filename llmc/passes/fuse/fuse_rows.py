@@ -22,6 +22,7 @@ class FuseRows(Pass):
 
 
 def _fuse(g: Graph, spans: Node, ctx: Ctx) -> int:
+    """Fuse one row_spans with its row_ids and row_slots; return 1, or 0 after recording a near miss."""
     ids, slots = (_reader(spans, op) for op in ("row_ids", "row_slots"))
     if ids is None or slots is None:
         ctx.miss(

@@ -98,6 +98,11 @@ def _table(n: Node, ranks: int, plan: Plan, weights: set[Value]) -> None:
 
 
 def _product(g: Graph, n: Node, ranks: int, plan: Plan, weights: set[Value], ctx: Ctx) -> None:
+    """Divide the columns of a product, if the region that follows ends in a sum over ranks or is gathered.
+
+    Otherwise every rank computes all columns; a near miss has the reason. Raises Diagnostic E437 if the region ends in
+    a sum, and its quantised columns do not divide.
+    """
     last = n.result.type.rank - 1
     size = n.result.type.shape[last].const
     split = Split(last, ranks)

@@ -41,6 +41,10 @@ class Quantize(Pass):
         return sum(self._graph(g, body, head, ctx) for name, g in m.graphs.items() if name != "weights")
 
     def _graph(self, g: Graph, body: Recipe | None, head: Recipe | None, ctx: Ctx) -> int:
+        """Quantise the weights of a graph's products: that of the last one by `head`, the others by `body`.
+
+        Return the number of weights that change; a weight of several products is quantised once.
+        """
         known = weight_only(g)
         products = [n for n in g.nodes if n.op.name in PRODUCTS and n.operands[1] in known]
         done: dict[tuple[Value, QFormat], Value] = {}

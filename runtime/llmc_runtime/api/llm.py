@@ -270,6 +270,10 @@ class LLM(PoolingAPI):
     def _run(
         self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool, priorities: list[int]
     ) -> list[RequestOutput]:
+        """Submit all prompts, and run steps until each is finished; other threads may take turns between steps.
+
+        Raises the LlmcError of the first prompt that is refused, before any of them runs, or that fails.
+        """
         states: list[RequestState] = []
         openings = [self._open_grammar(sampling) for sampling in params]
         try:

@@ -210,6 +210,10 @@ def _send_message(message: Mapping[str, Any]) -> None:
 
 
 async def _serve(plan: Mapping[str, Any], process: int, processes: int) -> None:
+    """Send this process's part of the requests of a plan, when the parent sends the time to start.
+
+    Messages to the parent: ready or failed, the progress, and the records, followed by their times between chunks.
+    """
     load = Load(plan, process, processes)
     try:
         if process == 0:

@@ -71,6 +71,10 @@ class Reply:
         self.complete = not self._chunked and self._remaining == 0
 
     def _chunks(self, data: bytes) -> bytes:
+        """Return the body's bytes in `data`, which may begin and end anywhere in a chunk; an incomplete rest is kept.
+
+        Raises WireError for a malformed length of a chunk.
+        """
         parts, at = [], 0
         while not self.complete:
             if self._remaining:

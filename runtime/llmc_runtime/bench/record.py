@@ -65,6 +65,7 @@ class Stream:
         return (self._done or (bool(self._ended) and all(self._ended.values()))) and not self.error
 
     def _payload(self, payload: bytes, now: float) -> None:
+        """Record one event of a stream (a chunk, the usage, an error or the end); `now`: its time in seconds."""
         if payload == b"[DONE]":
             self._done = True
             return

@@ -216,6 +216,10 @@ class EngineProcess:
         return code
 
     def _open_and_serve(self) -> int:
+        """Open the model that the first message names, report its sizes, and serve it; return the exit status.
+
+        If it cannot be opened, the error is sent instead.
+        """
         opening = self._control_message()
         if not isinstance(opening, Open):
             return 0
@@ -246,6 +250,10 @@ class EngineProcess:
             session.close()
 
     def _serve(self, loop: EngineLoop, engine: Engine, control: ControlServer, group: RankGroup | None) -> int:
+        """Run steps, and receive requests and control messages between them, until a message ends the process.
+
+        Return the exit status: 1 if a step fails or a rank ends. While nothing is to be computed, wait for the sockets.
+        """
         poller = zmq.Poller()
         poller.register(self._adds, zmq.POLLIN)
         poller.register(self._control, zmq.POLLIN)

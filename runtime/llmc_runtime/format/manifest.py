@@ -272,6 +272,7 @@ def _recompile(doc: dict[str, Any], where: str) -> str:
 
 
 def _read(doc: Any, where: str, lenient: bool, digest: str) -> Manifest:
+    """Read a manifest's JSON (`lenient`: with unknown fields). Raises LlmcError E103 or E104 if it is invalid."""
     f = Fields(doc, where, lenient)
     f.text("digest")
     version = f.get("format")

@@ -123,6 +123,8 @@ def parse_header(header: bytes, size: int, where: str) -> dict[str, TensorInfo]:
 
 
 def _tensor(name: str, value: Any, base: int, where: str) -> TensorInfo:
+    """Return one entry of a header whose data begins at byte `base`; raises LlmcError E105 if it is malformed."""
+
     def bad(reason: str) -> LlmcError:
         return broken(where, f"tensor {name[:80]!r} {reason}")
 

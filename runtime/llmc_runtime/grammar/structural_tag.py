@@ -148,6 +148,11 @@ class _Rules:
         return f"{inner} ({' | '.join(map(self._literal, ends or ['']))})"
 
     def _triggered(self, form: Any, where: str, depth: int, last: bool) -> str:
+        """Return the expression of free text in which each trigger begins a tag.
+
+        Tags are grouped by trigger: after one, the rest of the begin of any of its tags may follow. Raises ValueError
+        for a malformed form, or if further text follows it (`last` is false).
+        """
         if not last:
             raise ValueError(f"{where}: triggered_tags are supported at the end")
         triggers, tags = _texts(form, "triggers", where), _some(form, "tags", where)

@@ -281,6 +281,7 @@ class WorkerPool:
             worker.flush()
 
     def _take(self, worker: Worker, result: tuple[int, int, int], payload: bytes) -> None:
+        """Apply a worker's message, (number of the guide, kind, serial), to its grammar or to one of its guides."""
         number, kind, serial = result
         grammar = worker.grammar
         if kind == wire.COMPILED and self._too_large(worker, int(payload)):

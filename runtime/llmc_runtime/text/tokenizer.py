@@ -164,6 +164,7 @@ def _kept(found: Any, sequence: int, keep: int | None) -> Iterable[int]:
 
 
 def _backend(folder: Path) -> tokenizers.Tokenizer:
+    """Load tokenizer.json. Raises LlmcError E150 if the folder has none, E151 if it is malformed or too large."""
     from tokenizers import Tokenizer as Backend
 
     path = folder / TOKENIZER_FILE

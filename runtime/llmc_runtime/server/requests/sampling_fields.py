@@ -101,6 +101,10 @@ def of_chat(request: ChatRequest, llm: Defaults) -> SamplingParams:
 
 
 def _params(request: Generation, llm: Defaults, default: SamplingParams, own: dict[str, Any]) -> SamplingParams:
+    """Return the parameters of a request: the model's defaults, the request's fields, and `own`, the route's values.
+
+    Raises ApiError 400, which names the field.
+    """
     values: dict[str, Any] = {name: getattr(default, name) for name in of_model(llm.generation)}
     values |= {name: value for name in _COPIED if (value := getattr(request, name)) is not None}
     if request.best_of is not None and request.best_of != (request.n or 1):
@@ -138,6 +142,7 @@ def _structured_outputs(request: Generation) -> StructuredOutputsParams | None:
 
 
 def _of_format(form: ResponseFormat) -> StructuredOutputsParams | None:
+    """Return the structured outputs that a response_format requests, None for text. Raises ApiError 400."""
     if form.schema is not None and form.type != "json_object":
         raise ApiError("response_format.schema needs the type json_object", param="response_format.schema")
     if form.type == "text":

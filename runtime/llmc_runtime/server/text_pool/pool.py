@@ -136,6 +136,7 @@ class TextPool:
             log.warning("%s", e.message)
 
     async def _start(self) -> TextProcess:
+        """Start a process and wait until it is ready. Raises ApiError 503 if it does not start in time."""
         self._starting += 1
         try:
             if self._file is None:
