@@ -34,7 +34,7 @@ from llmc.passes.lower.shard import with_ranks
 from llmc.passes.pass_report import Record
 from llmc.passes.pipeline import override, parse_pipeline, run_pipeline
 from llmc.pooled_compile import check_pooled, pooling_notes
-from llmc.provenance import compiler_text, related_extensions, source_of, used_extensions, versions
+from llmc.provenance import compiler_text, idle_passes, related_extensions, source_of, used_extensions, versions
 from llmc.targets.deterministic import deterministic
 from llmc.targets.target import Target
 
@@ -331,7 +331,7 @@ class Compilation:
         self.reports |= {"passes.json": record.data, "choices.json": ctx.choices}
         self.extensions = used_extensions(self.registry, self.options.target, passes, module, self.config)
         self.done("passes", record.summary())
-        for line in ctx.notes:
+        for line in [*ctx.notes, *idle_passes(self.extensions, record.data)]:
             self.note(line)
 
     def build(self, module: Module) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from llmc_runtime.format.manifest import Source
@@ -43,6 +43,20 @@ def used_extensions(
             for name in sorted(provided.keys() & set(names)):
                 by_extension.setdefault(extension.name, []).append(f"{noun} {name}")
     return by_extension
+
+
+def idle_passes(used: Mapping[str, Sequence[str]], report: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return a note for each pass of an extension that has changed nothing.
+
+    used: as `used_extensions` returns it. report: the entries of report/passes.json.
+    """
+    changed = {entry["pass"].partition("{")[0] for entry in report if entry["changes"]}
+    parts = [(extension, *part.split(" ", 1)) for extension, parts in used.items() for part in parts]
+    return [
+        f"the pass {name} of the extension {extension} changed nothing (llmc opt --explain prints near misses)"
+        for extension, kind, name in parts
+        if kind == "pass" and name not in changed
+    ]
 
 
 def _scheme_of(config: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from llmc.extension import Extension, Registry, combine, load
 from llmc.ir.graph import Module, Node
 from llmc.ir.opdef import op
 from llmc.passes.base import Ctx, Pass
-from llmc.provenance import related_extensions
+from llmc.provenance import idle_passes, related_extensions, used_extensions
 from llmc.reuse import Reuse
 
 THERE = f"{__name__}:"
@@ -71,6 +71,17 @@ def test_whatever_may_change_the_artifact_matters() -> None:
     assert related(kernels={"mine/claims": THERE + "CLAIMS"})
     assert related({"quantization_config": {"quant_method": "MINE"}}, schemes={"mine": THERE + "x"})
     assert related(text="short", pipelines={"short": "cse"})
+
+
+def test_a_pass_of_an_extension_that_changes_nothing_is_noted() -> None:
+    registry = combine([*load().extensions, Extension("mine", passes=PASS, ops=OP)])
+    m = Module()
+    used = used_extensions(registry, "cpu:portable", [registry.passes["cse"](), Mine()], m, {})
+    assert used == {"mine": ["pass mine"]}
+    report = [{"pass": "cse", "changes": 0}, {"pass": "mine{depth=2}", "changes": 0}]
+    (note,) = idle_passes(used, report)
+    assert "the pass mine of the extension mine changed nothing" in note
+    assert not idle_passes(used, [*report, {"pass": "mine", "changes": 1}])
 
 
 def test_kernels_of_one_extension_run_ops_that_the_pass_of_another_makes() -> None:

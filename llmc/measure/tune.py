@@ -228,11 +228,11 @@ def _measure(work: Sequence[Work], m: Module, timer: Timer, output: Path, settin
     """Measure and save batch by batch until the time limit."""
     begin = time.monotonic()
     save(output, [])  # report an unwritable file before the work
-    for some in batches(work):
+    for batch in batches(work):
         if time.monotonic() - begin >= settings.limit:
-            tuned.left += len(some)
+            tuned.left += len(batch)
             continue
-        candidates = [Candidate(w.node, w.graph, w.env, o.kernel, o.schedule) for w in some for o in w.candidates]
+        candidates = [Candidate(w.node, w.graph, w.env, o.kernel, o.schedule) for w in batch for o in w.candidates]
         times = times_of(timer, candidates, m, tuned)
         records = [
             record(c.node, c.kernel.name, c.schedule, timer.target, us, c.env)
@@ -240,7 +240,7 @@ def _measure(work: Sequence[Work], m: Module, timer: Timer, output: Path, settin
             if us is not None
         ]
         save(output, records)
-        tuned.nodes, tuned.measured = tuned.nodes + len(some), tuned.measured + len(records)
+        tuned.nodes, tuned.measured = tuned.nodes + len(batch), tuned.measured + len(records)
         tuned.seconds = time.monotonic() - begin
         settings.progress(
             f"[{tuned.seconds:6.1f} s] {tuned.measured} measurements of {tuned.nodes} of {len(work)} nodes"
@@ -290,13 +290,13 @@ def choices(records: Iterable[Record]) -> list[dict[str, Any]]:
     for r in records:
         groups.setdefault((r.target, r.node, r.sizes), []).append(r)
     out = []
-    for (target, node, sizes), some in groups.items():
-        best, *rest = sorted(some, key=lambda r: r.us)
+    for (target, node, sizes), measured in groups.items():
+        best, *rest = sorted(measured, key=lambda r: r.us)
         out.append(
             {
                 "target": target, "node": node, "sizes": dict(sizes), "kernel": best.kernel,
                 "schedule": best.schedule, "us": best.us, "next_us": rest[0].us if rest else None,
-                "measured": len(some),
+                "measured": len(measured),
             }
         )  # fmt: skip
     return out
