@@ -135,7 +135,7 @@ def _compile_arguments(sub: Any) -> None:
 def _quantize_arguments(sub: Any) -> None:
     from llmc.quant.make.recipes import BY_HEAD, BY_LAYER, KV_FP8, NONE, RECIPES
 
-    p = _command(sub, "quantize", _quantize, "quantise a checkpoint into one of compressed-tensors", as_json=True)
+    p = _command(sub, "quantize", _quantize, "quantise a checkpoint, in compressed-tensors' format", as_json=True)
     p.add_argument("model", help="Hugging Face folder, or owner/name@revision")
     p.add_argument("output", type=Path, help="new folder of the quantised checkpoint")
     schemes = "; ".join(f"{r.name}: {r.summary}" for r in RECIPES.values())
@@ -151,9 +151,9 @@ def _quantize_arguments(sub: Any) -> None:
     p.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the choice of windows (0)")
     ignore = "module to leave as it is: its name, or re: and a regular expression; may be repeated"
     p.add_argument("--ignore", action="append", default=[], metavar="PATTERN", help=ignore)
-    cache = "fp8: store scales of a KV cache of float8_e4m3, which --calibrate decides (auto: none)"
+    cache = "fp8: store the scales of a float8_e4m3 KV cache, computed with the texts of --calibrate (auto: none)"
     p.add_argument("--kv-cache-dtype", default="auto", choices=("auto", *KV_FP8), help=cache)
-    shared = "what shares a scale of the KV cache: a layer, which every engine reads, or a KV head (layer)"
+    shared = "one scale of the KV cache per layer, which every engine supports, or per KV head (layer)"
     p.add_argument("--kv-scales", default=BY_LAYER, choices=(BY_LAYER, BY_HEAD), help=shared)
     add_hub_options(p)
 
@@ -170,7 +170,7 @@ def _ir_arguments(sub: Any) -> None:
     p.add_argument("--fuel", type=int, default=-1, metavar="N", help="maximum number of changes, to bisect (no limit)")
     check = "interpret before and after in float64 on random inputs, and compare"
     p.add_argument("--check", action="store_true", help=check)
-    rounded = "--check, and also with each op's result rounded to its dtype: compare the rounding errors"
+    rounded = "like --check, and also compare the rounding errors, with each op's result rounded to its dtype"
     p.add_argument("--rounded", action="store_true", help=rounded)
     p.add_argument("--time", action="store_true", help="print the milliseconds and changes of every pass")
     p = _command(sub, "ops", "llmc.listing:main_ops", "print the op set", as_json=True)

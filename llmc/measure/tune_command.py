@@ -24,7 +24,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     compare = "print a comparison instead: of kernels with all others, or of launches that another artifact lacks"
     p.add_argument("--compare", metavar="A,B|ARTIFACT", help=compare)
     p.add_argument("--all", action="store_true", help="also measure nodes that have a single candidate")
-    p.add_argument("--show", metavar="FILE", help="file of measurements to print the choices of, without measuring")
+    p.add_argument(
+        "--show", metavar="FILE", help="print the choices that a file of measurements gives, and measure nothing"
+    )
     add_options(p, "tune")
     p.set_defaults(target="")
 

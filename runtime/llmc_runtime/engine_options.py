@@ -104,9 +104,9 @@ class EngineOptions(metaclass=KeywordChecks):
         engine=True,
     )  # fmt: skip
     target_itl_ms: float | None = option(
-        None, "milliseconds that a step should take in which some requests decode and others compute their prompts: "
-        "prompts are cut into chunks that fit, as measured; 0: no target (default: 20, without "
-        "--max-num-batched-tokens; none for LLM)", commands=_SERVE, read=float, metavar="MS", check=_milliseconds,
+        None, "target duration in milliseconds of steps in which some requests decode and others compute their "
+        "prompts: prompts are cut into chunks that fit, by measured step times; 0: no target (default: 20; none with "
+        "--max-num-batched-tokens, and for LLM)", commands=_SERVE, read=float, metavar="MS", check=_milliseconds,
         engine=True,
     )  # fmt: skip
     threads: int | None = option(

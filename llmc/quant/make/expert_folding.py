@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from llmc.quant.make.expert_weights import expert_inputs, too_few_tokens
-from llmc.quant.make.folding import TOLERANCE, Scales
+from llmc.quant.make.folding import Scales, same_output
 from llmc.quant.make.layer_runs import Layer
 from llmc.quant.make.model_source import ExpertWeight, Slice
 
@@ -24,7 +24,7 @@ def fold_experts(layer: Layer, scales: Scales) -> set[str]:
 
     Returns the names of the weights that were scaled. Experts with too few tokens are left as they are.
     """
-    all_scales = _wanted(layer, scales)
+    all_scales = _input_scales(layer, scales)
     scaled: set[str] = set()
     for stack in dict.fromkeys(stack for stack, _ in all_scales):
         by_expert = {expert: scale for (of, expert), scale in all_scales.items() if of == stack}
@@ -39,7 +39,7 @@ def fold_experts(layer: Layer, scales: Scales) -> set[str]:
     return scaled
 
 
-def _wanted(layer: Layer, scales: Scales) -> dict[Slice, Tensor]:
+def _input_scales(layer: Layer, scales: Scales) -> dict[Slice, Tensor]:
     """The scales of the input channels of each slice that has enough tokens and reads what another stack computes."""
     rows = {(e.expert, e.rows) for e in layer.experts.values()}
     found = {}
@@ -62,8 +62,7 @@ def _fold(
         e.of(layer.module).div_(by_expert[e.expert][:, None])
     for e in second:
         e.of(layer.module).mul_(by_expert[e.expert])
-    actual = layer.call(layer.state(0))
-    if float((actual - expected).norm()) <= TOLERANCE * float(expected.norm()):
+    if same_output(layer.call(layer.state(0)), expected):
         return True
     for w, before in zip(changed, saved, strict=True):
         w.copy_(before)

@@ -43,21 +43,20 @@ def before(layer: Layer, group: Inputs, linears: Mapping[str, Linear]) -> list[s
 
 
 def _fold(
-    layer: Layer, group: Inputs, linears: Mapping[str, Linear], name: str, wanted: Tensor, dtype: torch.dtype
+    layer: Layer, group: Inputs, linears: Mapping[str, Linear], name: str, scales: Tensor, dtype: torch.dtype
 ) -> bool:
     """Fold scales into the module `name`; restore everything and return False if the layer's output changes."""
     producer = layer.module.get_submodule(name)
     weight = getattr(producer, "weight", None)
-    if weight is None or len(weight) != len(wanted):
+    if weight is None or len(weight) != len(scales):
         return False
-    want = layer.call(layer.state(0))
+    expected = layer.call(layer.state(0))
     changed: list[Module] = [producer, *(linears[n] for n in group.linears)]
     saved = [{k: p.data.clone() for k, p in m.named_parameters(recurse=False)} for m in changed]
-    scale = _divide(producer, wanted, dtype)
+    scale = _divide(producer, scales, dtype)
     for n in group.linears:
         linears[n].weight.data *= scale
-    got = layer.call(layer.state(0))
-    if float((got - want).norm()) <= TOLERANCE * float(want.norm()):
+    if same_output(layer.call(layer.state(0)), expected):
         group.gram /= scale[:, None] * scale
         group.largest /= scale
         group.total /= scale
@@ -66,6 +65,11 @@ def _fold(
         for k, value in values.items():
             module._parameters[k].data.copy_(value)
     return False
+
+
+def same_output(actual: Tensor, expected: Tensor) -> bool:
+    """Whether two outputs of a layer differ by rounding alone."""
+    return float((actual - expected).norm()) <= TOLERANCE * float(expected.norm())
 
 
 def _divide(producer: Module, wanted: Tensor, dtype: torch.dtype) -> Tensor:

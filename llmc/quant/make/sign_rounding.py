@@ -74,21 +74,22 @@ def sign_rounding(
     """Quantise the linear modules of a layer; see `methods.Method`."""
     layer.advance_reference()
     assert layer.reference is not None
-    found = _rounded_experts(layer, recipe, dtypes)
+    rounded = _rounded_experts(layer, recipe, dtypes)  # those that too few tokens reach
     weights = {name: m.weight.data for name, m in linears.items()}
-    weights |= {name: e.of(layer.module).clone() for name, e in layer.experts.items() if name not in found}
+    weights |= {name: e.of(layer.module).clone() for name, e in layer.experts.items() if name not in rounded}
     learned = {name: _Learned(w, recipe, dtypes[name]) for name, w in weights.items()}
     draw = torch.Generator().manual_seed(layer.seed)
     for step in range(STEPS):
-        chosen = torch.randint(len(layer.hidden), (BATCH,), generator=draw).tolist()
-        values = {name: x.values() for name, x in learned.items()}
-        given = {f"{name}.weight": values[name] for name in linears} | _stacks(layer, values)
-        got = layer.call(torch.from_numpy(layer.hidden[chosen]), given)
-        loss: Tensor = ((got - torch.from_numpy(layer.reference[chosen])) ** 2).mean()
+        samples = torch.randint(len(layer.hidden), (BATCH,), generator=draw).tolist()
+        values = {name: weight.values() for name, weight in learned.items()}
+        parameters = {f"{name}.weight": values[name] for name in linears} | _stacks(layer, values)
+        output = layer.call(torch.from_numpy(layer.hidden[samples]), parameters)
+        loss: Tensor = ((output - torch.from_numpy(layer.reference[samples])) ** 2).mean()
         loss.backward()
-        for x in learned.values():
-            x.step((1 - step / STEPS) / STEPS)
-    return found | {name: x.quantised() for name, x in learned.items()}
+        rate = (1 - step / STEPS) / STEPS  # decreases to 0
+        for weight in learned.values():
+            weight.step(rate)
+    return rounded | {name: weight.quantised() for name, weight in learned.items()}
 
 
 def _rounded_experts(layer: Layer, recipe: Recipe, dtypes: Mapping[str, torch.dtype]) -> dict[str, Quantised]:
