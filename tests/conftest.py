@@ -16,9 +16,13 @@ from filecheck.finput import FInput
 from filecheck.matcher import Matcher
 from filecheck.options import Options
 from filecheck.parser import Parser
+from hypothesis import HealthCheck, settings
 
 RUN = re.compile(r"^// RUN: (.*)$", re.M)
 
+# Examples may take any time: on a busy machine, time limits would fail tests that have found nothing.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 SHARE = 1 / 20
 SLOW = 6  # tests marked `slow` are drawn this many times as often

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llmc.diagnostics import Diagnostic
@@ -106,7 +106,6 @@ def modules(draw: st.DrawFn) -> Module:
     return m
 
 
-@settings(deadline=None)
 @given(modules())
 def test_module_text(m: Module) -> None:
     text = show(m)
