@@ -37,7 +37,7 @@ class Slot:
 
 
 class Storage:
-    """Which values share memory: the root of every value, and the kind of every root.
+    """The sharing of memory among values: the root of every value, and the kind of every root.
 
     Kinds are input, weight, state, output and arena. `copies` are the reshapes that must copy, because their result is
     an output and their operand's memory cannot serve as that output.

@@ -370,7 +370,7 @@ class Pack(Pass):
 def _share(g: Graph, n: Node, weights: Collection[Value], ctx: Ctx) -> bool:
     """Let an embedding, or a rank's part of one, whose weight is also packed (a tied output projection) read that.
 
-    The weight is then stored only once. `weights`: the values that depend on weights alone.
+    The weight is then stored only once. `weights`: the values that depend only on weights.
     """
     (table, idx), op = n.operands, ctx.opset[f"packed_{n.op.name}"]
     packed = next((u for u in table.uses if u.op.name == "pack_panel" and u.attrs["parts"] == 1), None)

@@ -38,7 +38,7 @@ Check = Callable[[Mapping[str, Any]], object]  # of a config.json; raises if the
 
 @dataclass(frozen=True)
 class Hub:
-    """Where hub ids are looked up."""
+    """The hub that resolves model ids: its address, the download folder, and whether the network may be used."""
 
     endpoint: str | None = option(
         None, "address of the hub for model ids (the public one)", flags=("--hub-endpoint",), metavar="URL"

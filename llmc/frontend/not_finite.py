@@ -19,7 +19,7 @@ BITS: Mapping[str, tuple[str, int, int]] = MappingProxyType(
 
 
 class NotFinite:
-    """How many numbers of each weight were not finite. Rows may be looked at by several threads at a time."""
+    """The numbers of each weight that were not finite, counted. Rows may be looked at by several threads at a time."""
 
     def __init__(self) -> None:
         """Start with no weights."""

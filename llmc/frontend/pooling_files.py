@@ -30,7 +30,7 @@ _ACTIVATIONS = MappingProxyType({"Sigmoid": "sigmoid", "Identity": "none", "Soft
 
 @dataclass(frozen=True)
 class PooledModel:
-    """What to trace: the pooling, without its width, and the maximum length of a prompt (None: the config's)."""
+    """The pooling to trace, without its width, and the maximum length of a prompt (None: the config's)."""
 
     pooling: Pooling
     max_length: int | None = None

@@ -203,7 +203,7 @@ def _limit(config: Any) -> int:
 
 
 def limits_of(path: str | Path) -> tuple[int, int]:
-    """Return the vocabulary size and the longest sequence of a model folder, from its config alone."""
+    """Return the vocabulary size and the longest sequence of a model folder; only its config is read."""
     from llmc.frontend import export
 
     config = export.load_config(open_source(path))

@@ -16,7 +16,7 @@ ENCODINGS: Mapping[str, str] = MappingProxyType({"f4e2m1": "e2m1"})
 
 @dataclass(frozen=True)
 class QFormat:
-    """How a logical float tensor [*stack, n, k] is stored.
+    """The storage of a logical float tensor [*stack, n, k].
 
     code: dtype of the codes (u4, i8, f8e4m3, f4e2m1, ...). block: (rows, columns) that share one scale; 0 means the
     whole axis. scale: dtype of the scales. zero: "" (none), an integer used for all codes, or the dtype of an array of

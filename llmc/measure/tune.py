@@ -174,7 +174,7 @@ def tuning_work(
 
 
 def _launched_nodes(m: Module) -> Iterator[tuple[Graph, Node]]:
-    """Yield the nodes that a step launches, not those that depend on weights alone."""
+    """Yield the nodes that a step launches, not those that depend only on weights."""
     for g in launched_graphs(m):
         weights = weight_only(g)
         yield from ((g, n) for n in g.nodes if not all(r in weights for r in n.results))

@@ -89,7 +89,7 @@ def is_pointwise(n: Node) -> bool:
 
 
 class Origin(IntEnum):
-    """What a value can depend on, in ascending order. A node depends on the largest of its operands' origins."""
+    """The kinds of inputs that a value can depend on; a node has the largest origin of its operands."""
 
     CONSTANTS = 0
     WEIGHTS = 1

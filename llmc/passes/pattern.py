@@ -288,7 +288,7 @@ def _check_op(p: Op, op: OpDef, rule: str) -> None:
 
 
 def _wrong_count(count: int, op: OpDef) -> str:
-    """How many operands the op takes, such as "2 to 3"; empty if `count` is one of these numbers."""
+    """The numbers of operands that the op takes, such as "2 to 3"; empty if `count` is one of these numbers."""
     minimum = sum(1 for s in op.operands if not (s.optional or s.many or s.scales))
     if any(s.many for s in op.operands):
         return "" if count >= minimum else f"{minimum} or more"

@@ -34,7 +34,7 @@ class ClassificationOutput:
 
 @dataclass
 class ScoringOutput:
-    """How well two texts fit: the output of a cross-encoder, or the cosine similarity of two embeddings."""
+    """The relevance of two texts: the output of a cross-encoder, or the cosine similarity of two embeddings."""
 
     score: float
 

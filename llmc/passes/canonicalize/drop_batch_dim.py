@@ -52,7 +52,7 @@ def _rebuild(g: Graph, n: Node, b: Builder, plan: tuple[list[Value], Mapping[str
 
 
 class _Plan:
-    """How one node is rebuilt: (operands, attributes), or None if the op depends on the axis."""
+    """Rules that rebuild a node without the axis: (operands, attributes), or None if the op depends on the axis."""
 
     def __init__(self, b: Builder, without: Mapping[Value, Value]) -> None:
         self.b, self.without = b, without

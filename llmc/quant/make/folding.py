@@ -68,7 +68,7 @@ def _fold(
 
 
 def same_output(actual: Tensor, expected: Tensor) -> bool:
-    """Whether two outputs of a layer differ by rounding alone."""
+    """Whether two outputs of a layer differ only by rounding."""
     return float((actual - expected).norm()) <= TOLERANCE * float(expected.norm())
 
 

@@ -256,7 +256,7 @@ class AsyncLLM(AsyncPoolingAPI):
 
     @property
     def failures(self) -> int:
-        """How often the engine process ended or failed to open in the hour before the last failure."""
+        """The number of times that the engine process ended or failed to open in the hour before the last failure."""
         return 0 if self._supervisor is None else self._supervisor.failures
 
     @property

@@ -21,7 +21,7 @@ MAX_PAGES = 1024  # pages of a prompt that are compared; the time to hash more w
 
 @dataclass(slots=True)
 class Load:
-    """What an engine has been sent: prompt tokens of requests without a first token yet, and open sequences."""
+    """The load that was sent to an engine: prompt tokens of requests without a first token yet, and open sequences."""
 
     queued_tokens: int = 0
     sequences: int = 0

@@ -81,7 +81,7 @@ class Supervisor:
 
     @property
     def failures(self) -> int:
-        """How often the engine ended or failed to open in the hour before the last failure."""
+        """The number of times that the engine ended or failed to open in the hour before the last failure."""
         return len(self._failures)
 
     @property

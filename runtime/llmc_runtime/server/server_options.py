@@ -102,7 +102,7 @@ class Invocation:
 
 @dataclass(frozen=True)
 class KeySources:
-    """Where API keys and admin keys are read from."""
+    """The sources of API keys and admin keys: files and environment variables."""
 
     api_key_file: Sequence[Path] = _access(
         (),

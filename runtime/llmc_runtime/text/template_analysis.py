@@ -11,7 +11,7 @@ from jinja2 import nodes
 
 @dataclass(frozen=True)
 class Reads:
-    """How a template uses messages and tools.
+    """The parts of messages and tools that a template uses.
 
     - `parts`: it iterates over the parts of a message's content itself.
     - `tools`: it shows tools.

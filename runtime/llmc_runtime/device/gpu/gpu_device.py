@@ -348,7 +348,7 @@ class GpuDevice(Device):
 
     @property
     def upload_summary(self) -> str:
-        """How the weights were uploaded, for example "weights 15.0 GB/s (16 threads, mapped)"; empty before `place`."""
+        """The upload of the weights, for example "weights 15.0 GB/s (16 threads, mapped)"; empty before `place`."""
         return str(self._upload) if self._upload else ""
 
     @property

@@ -146,7 +146,7 @@ class ResponsesRequest(OneOutputFields, msgspec.Struct, kw_only=True):
 
 
 class Earlier(msgspec.Struct):
-    """What a request refers to: the items before its own, and the items of its item_references by id."""
+    """The stored items that a request refers to: those before its own, and the items of its item_references by id."""
 
     previous: list[dict[str, Any]] = []
     referenced: dict[str, dict[str, Any]] = {}

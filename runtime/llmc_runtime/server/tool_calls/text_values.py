@@ -23,7 +23,7 @@ _FIRST = MappingProxyType({"{": "object", "[": "array", '"': "string", "t": "boo
 
 
 class PartBudget:
-    """How many more parts of a schema may be read: references can make a small schema infinite."""
+    """The number of parts of a schema that may still be read: references can make a small schema infinite."""
 
     def __init__(self) -> None:
         self._remaining = _MAX_PARTS
