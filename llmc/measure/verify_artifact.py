@@ -31,11 +31,13 @@ def verify_artifact(path: Path, record: bool = False, canary: bool = False) -> d
     folder = Folder(path)
     manifest = folder.manifest()
     problems = find_damage(folder, manifest, THREADS)
+    sizes = [file.bytes for file in manifest.files.values()]
+    sizes += [file.bytes for file in manifest.weights.files]
     result: dict[str, Any] = {
         "artifact": str(path),
         "digest": manifest.digest,
-        "files": len(manifest.files) + len(manifest.weights.files),
-        "bytes": sum(i.bytes for i in manifest.files.values()) + sum(w.bytes for w in manifest.weights.files),
+        "files": len(sizes),
+        "bytes": sum(sizes),
         "canary": {"state": "recorded" if canaries.NAME in manifest.files else "absent"},
     }
     if not problems:
@@ -50,7 +52,8 @@ def verify_artifact(path: Path, record: bool = False, canary: bool = False) -> d
                 result["not_opened"] = f"LLMC-{error.code}: {error.cause}"
     result["problems"] = [{"code": e.code, "cause": e.cause, "remedy": e.remedy} for e in problems]
     result["ok"] = not problems
-    result["digest"] = Folder(path).manifest().digest if result["ok"] else manifest.digest
+    if result["ok"]:
+        result["digest"] = Folder(path).manifest().digest  # a recorded canary has changed it
     result["seconds"] = round(time.monotonic() - begin, 3)
     return result
 

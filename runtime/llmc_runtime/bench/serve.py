@@ -209,7 +209,7 @@ def _report(
     results: workers.ClientResults,
     spec: ReportSpec,
 ) -> dict[str, Any]:
-    late = float(np.percentile(results.late, 99)) * 1e3 if results.late else 0.0
+    late = float(np.percentile(results.late, 99)) * 1e3 if results.late else 0.0  # p99 of delays in sending, ms
     total = figures(results.records, results.start, spec)
     by_mix = {
         mix.name: figures([r for r in results.records if r.mix == i], results.start, spec)

@@ -94,6 +94,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _artifact(artifact: Artifact, options: Options) -> dict[str, Any]:
+    """Return the facts about an artifact, the memory that its engines need, and whether they fit ("why": a reason)."""
     m, engine = artifact.manifest, options.engine
     names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
     limits = {name: limit_of(name, engine.get(name), getattr(m.limits, name)) for name in names}
@@ -115,13 +116,13 @@ def _artifact(artifact: Artifact, options: Options) -> dict[str, Any]:
         kv = plan_kv(m, kv_bytes, (1 << 60) if free is None else free, share, need)
     except LlmcError as e:
         return report | {"fits": False, "why": f"{e.cause}. Try: {e.remedy}"}
-    pages = -(-limits["max_model_len"] // kv.page_size)
+    pages_per_sequence = -(-limits["max_model_len"] // kv.page_size)
     report["kv"] = {
         "bytes": kv.nbytes, "pages": kv.pages, "page_size": kv.page_size, "tokens": kv.tokens,
-        "concurrency_at_max_model_len": min(limits["max_num_seqs"], kv.pages // pages),
+        "concurrency_at_max_model_len": min(limits["max_num_seqs"], kv.pages // pages_per_sequence),
     }  # fmt: skip
-    total = need.total + kv.nbytes  # of a device; engines on a CPU share it, and the weights
-    if on_cpu:
+    total = need.total + kv.nbytes  # of one device
+    if on_cpu:  # all engines use the same memory, and share the weights
         total += (engines - 1) * (need.total - need.weights + kv.nbytes)
     if free is None:
         return report | {"why": f"{human(total)} are needed, and no GPU is visible"}
