@@ -31,7 +31,8 @@ class Senders:
     """The clients of an attack: their shared connections, the end, and the number of each status."""
 
     def __init__(self, door: Door) -> None:
-        self.door, self.end = door, time.monotonic() + min(SECONDS, door.left)
+        self.door, self.began = door, time.monotonic()
+        self.end = self.began + min(SECONDS, door.left)
         self.pool = Pool(door.host, door.port, None)
         self.statuses: Counter[int] = Counter()
 
@@ -64,7 +65,8 @@ def clients(count: int, client: Client) -> Callable[[Door], list[Answer]]:
         senders = Senders(door)
         await asyncio.wait([asyncio.create_task(client(senders, i)) for i in range(count)], timeout=door.left)
         senders.pool.close()
-        return [Answer(f"{n / SECONDS:.0f}/s", status, SECONDS) for status, n in sorted(senders.statuses.items())]
+        seconds = time.monotonic() - senders.began
+        return [Answer(f"{n / seconds:.0f}/s", status, seconds) for status, n in sorted(senders.statuses.items())]
 
     return lambda door: asyncio.run(attack(door))
 
@@ -143,7 +145,7 @@ def raw(make: Callable[[Door], bytes], responses: int = 1) -> Client:
     """Return a client that sends the same bytes on a new connection each time and reads `responses` responses."""
 
     async def client(senders: Senders, number: int) -> None:
-        data, door = make(senders.door), senders.door
+        data = make(senders.door)
         while not senders.over:
             with contextlib.suppress(OSError):
                 reader, link = await senders.open()

@@ -7,9 +7,7 @@ import string
 from collections.abc import Callable
 from typing import Any
 
-from bench.attacks.further import (
-    CHAT, COMPLETIONS, Body, chain, clients, dropped, fixed, raw, repeat, slow,
-)  # fmt: skip
+from bench.attacks.further import CHAT, COMPLETIONS, Body, chain, clients, dropped, fixed, raw, repeat, slow
 from bench.attacks.link import Answer, Door
 from bench.attacks.watch import request
 

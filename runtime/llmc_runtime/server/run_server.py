@@ -30,6 +30,7 @@ from llmc_runtime.server.http.listen import listening, name_of
 from llmc_runtime.server.http.request_log import RefusalLog, RequestLog, configure_logging, startup_printer
 from llmc_runtime.server.http.tls import ReloadingContext, context_of
 from llmc_runtime.server.load_shedding import LoadShedder
+from llmc_runtime.server.openapi import prepare_checks
 from llmc_runtime.server.operations.admission import Admission
 from llmc_runtime.server.operations.malloc import return_freed_memory
 from llmc_runtime.server.operations.metrics_exporter import ServerMetrics, engine_info
@@ -131,7 +132,9 @@ async def serve_over(
     connections = set_descriptor_limit(options.max_connections)
     if connections < MAX_CONNECTIONS and options.max_connections is None:
         say(f"at most {connections} connections: ulimit -n allows no more")
+    prepared = asyncio.get_running_loop().run_in_executor(None, prepare_checks)  # while the engine opens
     async with llm:
+        await prepared
         serving = _serving(options, llm)
         serving.offload.warm()
         gc.collect()
