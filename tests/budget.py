@@ -24,6 +24,7 @@ LIMITS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "read": ("server.protocol", "_READ", "bytes"),
         "heads": ("server.http.head_turns", "MAX_HEADS", ""), "short_body": ("server.endpoint", "_SHORT", "bytes"),
         "accept_seconds": ("server.http.light_connections", "_TURN_SECONDS", "s"),
+        "queue_seconds": ("server.http.light_connections", "_QUEUE_SECONDS", "s"),
         "connections": ("server.http.connection_limit", "MAX_CONNECTIONS", ""),
         "depth": ("server.requests.parse", "MAX_DEPTH", ""),
         "queued": ("server.server_options", "Options.max_queued_requests", ""),
@@ -113,7 +114,8 @@ _COMPARED = "one comparison"
 # What holds for every connection and request, whatever the route.
 COMMON: tuple[Row, ...] = (
     Row(("a connection",),
-        "{read} are read at a time; accepting takes {accept_seconds} in an iteration of the event loop",
+        "{read} are read at a time; accepting takes {accept_seconds} in an iteration of the event loop, "
+        "{queue_seconds} while more wait",
         "{head} of a head, {body} of a body, of each connection",
         "a client that takes nothing for {write_seconds} is disconnected; {unsent} wait for all slow clients together, "
         "and {unsent_kernel} for each in the kernel",
