@@ -87,7 +87,7 @@ LIMITS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "lines": ("server.protocol", "_MAX_HEAD_LINES", ""),
         "unparsed": ("server.protocol", "_MAX_UNPARSED", "bytes"),
         "unsent": ("server.http.connection_limit", "MAX_UNSENT", "bytes"),
-        "unsent_kernel": ("server.protocol", "_MAX_UNSENT", "bytes"),
+        "unsent_kernel": ("server.http.connection_limit", "MAX_UNSENT_KERNEL", "bytes"),
         "request_share": ("server.http.request_shares", "SHARE", ""),
     }
 )  # fmt: skip

@@ -22,7 +22,8 @@ from llmc_runtime.server.http.event_loop import ServerLoop
 from llmc_runtime.server.load_shedding import LoadShedder
 from llmc_runtime.server.operations.admission import Admission
 from llmc_runtime.server.operations.metrics_exporter import ServerMetrics, engine_info
-from llmc_runtime.server.protocol import MAX_HEAD_BYTES, HttpConnection, light_connections
+from llmc_runtime.server.protocol import MAX_HEAD_BYTES, HttpConnection
+from llmc_runtime.server.run_server import light_connections
 from llmc_runtime.server.serving import Serving
 from llmc_runtime.text.tokenizer import Tokenizer
 

@@ -29,7 +29,7 @@ from llmc_runtime.server.requests.responses_request import ResponsesRequest
 from llmc_runtime.server.responses_routes import LISTED, MAX_LISTED
 from llmc_runtime.server.serving import MAX_SECONDS
 
-_POSTS = (
+_POSTS: tuple[tuple[str, type[msgspec.Struct], str, bool], ...] = (
     ("/v1/completions", CompletionRequest, "Continue prompts", True),
     ("/v1/chat/completions", ChatRequest, "Answer a conversation", True),
     ("/v1/responses", ResponsesRequest, "Create a response", True),
