@@ -67,6 +67,7 @@ class Bench:
         assert self.watch is not None
         sampler = Sampler(server)
         quiet = self.quiet or self._quiet()
+        sampler.take()
         begin, cpu = time.monotonic(), sampler.cpu()
         ground = Field(server, time.monotonic() + max(self.limit, attack.least), self.connections, tokens=self.attacked)
         answers = attack.run(ground)
@@ -74,6 +75,7 @@ class Bench:
         time.sleep(max(0.2, LEAST - seconds))
         end = time.monotonic()
         beside = self.watch.window(begin, end)
+        sampler.take()
         spent = sampler.cpu() - cpu
         time.sleep(self.rest)
         after = self.quiet = self._quiet()

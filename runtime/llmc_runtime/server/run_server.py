@@ -17,7 +17,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from uvicorn.server import ServerState
 
 from llmc_runtime.api.async_llm import AsyncLLM
 from llmc_runtime.compile_cache import is_id
@@ -27,12 +26,11 @@ from llmc_runtime.server.app import application
 from llmc_runtime.server.http.auth import LOOPBACK, Limits, key_id
 from llmc_runtime.server.http.connection_limit import MAX_CONNECTIONS, ConnectionLimit, set_descriptor_limit
 from llmc_runtime.server.http.event_loop import ServerLoop
-from llmc_runtime.server.http.light_connections import LightConnections, Refuse
 from llmc_runtime.server.http.listen import listening, name_of
-from llmc_runtime.server.http.plain_errors import late, refusal, too_many
 from llmc_runtime.server.http.request_log import RefusalLog, RequestLog, configure_logging, startup_printer
 from llmc_runtime.server.http.tls import ReloadingContext, context_of
 from llmc_runtime.server.load_shedding import LoadShedder
+from llmc_runtime.server.new_connections import light_connections
 from llmc_runtime.server.openapi import prepare_checks
 from llmc_runtime.server.operations.admission import Admission
 from llmc_runtime.server.operations.malloc import return_freed_memory
@@ -177,39 +175,6 @@ async def serve_over(
                 loop.light.close()
             serving.close()
     return ENGINE_FAILED if llm.gave_up else 0
-
-
-def light_connections(
-    loop: ServerLoop, protocol: type[HttpConnection], state: ServerState, keep_alive: float
-) -> LightConnections:
-    """Return the light connections of a server whose others are instances of `protocol` and share `state`."""
-    limit, shed, fair = protocol.limit, protocol.shed, loop.fair
-    assert shed is not None
-    shed.overloaded = lambda: fair.batching
-
-    def on_change(change: int) -> None:
-        limit.open += change
-
-    def full_response() -> bytes:
-        limit.on_refused()
-        return refusal(too_many())
-
-    def refusals() -> Refuse | None:
-        return shed.turn(state.default_headers) if shed.active else None
-
-    light = LightConnections(
-        fair,
-        capacity=lambda: max(0, limit.maximum - limit.open),
-        refusals=refusals,
-        on_change=on_change,
-        timeout_response=late(protocol.head_seconds),
-        head_seconds=protocol.head_seconds,
-        keep_alive=keep_alive,
-        turns=limit.head_turns,
-        full_response=full_response,
-    )
-    limit.evict_light = light.evict
-    return light
 
 
 def _announce(options: Options, serving: Serving, address: str, say: Callable[[str], None]) -> None:
