@@ -18,7 +18,6 @@ from bench.attacks.watch import Watch
 SETTLE = 1.5  # seconds of streams before anything is measured
 PAUSE = 0.5  # seconds after a window, in which the watching process computes figures and cannot watch
 PATIENCE = 3.0  # maximum seconds of a small request after an attack if the server is reused
-LEAST = 2.0  # seconds of a window during an attack
 
 
 Save = Callable[[list[dict[str, Any]]], None]
@@ -39,6 +38,7 @@ class Bench:
     rest: float = 3.0
     connections: int = 400
     start: float = 120.0
+    least: float = 2.0  # seconds of a window during an attack
     server: Server | None = None
     watch: Watch | None = None
     quiet: dict[str, Any] | None = None  # the last window without an attack, if the server is still the same
@@ -72,7 +72,7 @@ class Bench:
         ground = Field(server, time.monotonic() + max(self.limit, attack.least), self.connections, tokens=self.attacked)
         answers = attack.run(ground)
         seconds = time.monotonic() - begin
-        time.sleep(max(0.2, LEAST - seconds))
+        time.sleep(max(0.2, self.least - seconds))
         end = time.monotonic()
         beside = self.watch.window(begin, end)
         sampler.take()
@@ -126,7 +126,7 @@ def run_all(
     try:
         for attack in attacks:
             left = end - time.monotonic()
-            if left < bench.seconds + bench.rest + max(LEAST, attack.least):
+            if left < bench.seconds + bench.rest + max(bench.least, attack.least):
                 print(f"\n[{attack.row}] {attack.name}: no time left", flush=True)
                 continue
             bench.limit = min(limit, left)
