@@ -59,6 +59,7 @@ LIMITS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "stop_bytes": ("sched.sampling_params", "MAX_STOP_BYTES", "bytes"), "stop_ids": ("format.row_abi", "STOPS", ""),
         "biases": ("format.row_abi", "BIASES", ""), "allowed": ("sched.sampling_params", "MAX_ALLOWED", ""),
         "bad_words": ("sched.sampling_params", "MAX_BAD_WORDS", ""),
+        "text_threads": ("server.serving", "_THREADS", ""),
         "bad_word_bytes": ("sched.sampling_params", "MAX_BAD_WORD_BYTES", "bytes"),
         "form_bytes": ("sched.structured_outputs", "MAX_BYTES", "bytes"),
         "choices": ("sched.structured_outputs", "MAX_CHOICES", ""),
@@ -310,7 +311,8 @@ FIELDS: tuple[Row, ...] = (
     Row(("allowed_token_ids",), "one mask for all outputs, made by the front",
         "{allowed} ids; a bit an id of the vocabulary", NONE, NONE,
         ("server.requests.request_fields", "engine.input_processor", "sched.token_guide")),
-    Row(("bad_words",), "tokenized in a thread once a request; bytes are compared after each token",
+    Row(("bad_words",), "tokenized in a thread once a request, of {text_threads} in which keys take turns; "
+        "bytes are compared after each token",
         "{bad_words} words, {bad_word_bytes} together", NONE, NONE,
         ("server.requests.request_fields", "sched.sampling_params", "sched.token_guide")),
     Row(("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",

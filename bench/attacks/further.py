@@ -47,7 +47,11 @@ class Senders:
         status = 0
         with contextlib.suppress(OSError, WireError):
             link = await self.pool.acquire()
-            reply = await link.send(data, lambda _, body: heard.append(body))
+            try:
+                reply = await link.send(data, lambda _, body: heard.append(body))
+            except asyncio.CancelledError:
+                link.transport.abort()
+                raise
             status = reply.status
             self.pool.release(link, reply)
         self.statuses[status] += 1
@@ -63,7 +67,11 @@ def clients(count: int, client: Client) -> Callable[[Door], list[Answer]]:
 
     async def attack(door: Door) -> list[Answer]:
         senders = Senders(door)
-        await asyncio.wait([asyncio.create_task(client(senders, i)) for i in range(count)], timeout=door.left)
+        tasks = [asyncio.create_task(client(senders, i)) for i in range(count)]
+        _, late = await asyncio.wait(tasks, timeout=door.left)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
         senders.pool.close()
         seconds = time.monotonic() - senders.began
         return [Answer(f"{n / seconds:.0f}/s", status, seconds) for status, n in sorted(senders.statuses.items())]
@@ -150,8 +158,10 @@ def raw(make: Callable[[Door], bytes], responses: int = 1) -> Client:
             with contextlib.suppress(OSError):
                 reader, link = await senders.open()
                 link.write(data)
-                await _responses(senders, reader, responses)
-                link.transport.abort()
+                try:
+                    await _responses(senders, reader, responses)
+                finally:
+                    link.transport.abort()
 
     return client
 
