@@ -24,6 +24,7 @@ LIMITS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "read": ("server.protocol", "_READ", "bytes"),
         "heads": ("server.http.head_turns", "MAX_HEADS", ""), "short_body": ("server.endpoint", "_SHORT", "bytes"),
         "accept_seconds": ("server.http.light_connections", "_TURN_SECONDS", "s"),
+        "queue_seconds": ("server.http.light_connections", "_QUEUE_SECONDS", "s"),
         "connections": ("server.http.connection_limit", "MAX_CONNECTIONS", ""),
         "depth": ("server.requests.parse", "MAX_DEPTH", ""),
         "queued": ("server.server_options", "Options.max_queued_requests", ""),
@@ -58,6 +59,7 @@ LIMITS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "stop_bytes": ("sched.sampling_params", "MAX_STOP_BYTES", "bytes"), "stop_ids": ("format.row_abi", "STOPS", ""),
         "biases": ("format.row_abi", "BIASES", ""), "allowed": ("sched.sampling_params", "MAX_ALLOWED", ""),
         "bad_words": ("sched.sampling_params", "MAX_BAD_WORDS", ""),
+        "text_threads": ("server.serving", "_THREADS", ""),
         "bad_word_bytes": ("sched.sampling_params", "MAX_BAD_WORD_BYTES", "bytes"),
         "form_bytes": ("sched.structured_outputs", "MAX_BYTES", "bytes"),
         "choices": ("sched.structured_outputs", "MAX_CHOICES", ""),
@@ -86,7 +88,7 @@ LIMITS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "lines": ("server.protocol", "_MAX_HEAD_LINES", ""),
         "unparsed": ("server.protocol", "_MAX_UNPARSED", "bytes"),
         "unsent": ("server.http.connection_limit", "MAX_UNSENT", "bytes"),
-        "unsent_kernel": ("server.protocol", "_MAX_UNSENT", "bytes"),
+        "unsent_kernel": ("server.http.connection_limit", "MAX_UNSENT_KERNEL", "bytes"),
         "request_share": ("server.http.request_shares", "SHARE", ""),
     }
 )  # fmt: skip
@@ -113,7 +115,8 @@ _COMPARED = "one comparison"
 # What holds for every connection and request, whatever the route.
 COMMON: tuple[Row, ...] = (
     Row(("a connection",),
-        "{read} are read at a time; accepting takes {accept_seconds} in an iteration of the event loop",
+        "{read} are read at a time; accepting takes {accept_seconds} in an iteration of the event loop, "
+        "{queue_seconds} while more wait",
         "{head} of a head, {body} of a body, of each connection",
         "a client that takes nothing for {write_seconds} is disconnected; {unsent} wait for all slow clients together, "
         "and {unsent_kernel} for each in the kernel",
@@ -308,7 +311,8 @@ FIELDS: tuple[Row, ...] = (
     Row(("allowed_token_ids",), "one mask for all outputs, made by the front",
         "{allowed} ids; a bit an id of the vocabulary", NONE, NONE,
         ("server.requests.request_fields", "engine.input_processor", "sched.token_guide")),
-    Row(("bad_words",), "tokenized in a thread once a request; bytes are compared after each token",
+    Row(("bad_words",), "tokenized in a thread once a request, of {text_threads} in which keys take turns; "
+        "bytes are compared after each token",
         "{bad_words} words, {bad_word_bytes} together", NONE, NONE,
         ("server.requests.request_fields", "sched.sampling_params", "sched.token_guide")),
     Row(("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",

@@ -6,8 +6,11 @@ import asyncio
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +18,12 @@ import pytest
 pytest.importorskip("psutil")
 from llmc_runtime.bench.http_client import Reply
 
+from bench.attacks import run
 from bench.attacks.figures import answers_text, gaps_of, memory_window, quantile, table
 from bench.attacks.link import Answer, Door, error_of
 from bench.attacks.many import burst, flood, head_without_body, pipeline
-from bench.attacks.rows import ATTACKS, BODIES, BODY, patterns
+from bench.attacks.rows import ATTACKS, BODIES, BODY, Attack, patterns
+from bench.attacks.run import chosen
 from bench.attacks.watch import Asker, Streams, code_of, request
 from bench.gpu.attacks import verdicts
 
@@ -98,10 +103,43 @@ def test_large_bodies_are_json_within_the_limit(name: str) -> None:
 
 
 def test_every_row_has_its_attacks_under_names_of_their_own() -> None:
-    assert {one.row for one in ATTACKS} == set(range(1, 11))
+    assert {one.row for one in ATTACKS} == set(range(1, 13))
     assert len({one.name for one in ATTACKS}) == len(ATTACKS)
     form = patterns(lambda i: (chr(97 + i % 26), "xy"[i // 26]))["response_format"]["json_schema"]["schema"]
     assert len({one["pattern"] for one in form["allOf"]}) == 32
+
+
+def test_attacks_are_chosen_by_row_and_by_a_regular_expression() -> None:
+    assert {one.row for one in chosen("9,10", "")} == {9, 10}
+    assert [one.name for one in chosen("", "^ten times|engine$")] == ["ten times the peak", "four ends of the engine"]
+    with pytest.raises(ValueError, match="no attack"):
+        chosen("1", "^ten times")
+
+
+def test_a_window_without_an_attack_is_shared_by_two_attacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The one after an attack is the one before the next, on the same server alone."""
+    order: list[str] = []
+    bench = run.Bench(tmp_path, tmp_path, [], rest=0.0, least=0.0)
+
+    class Idle:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args: {} if name != "cpu" else Counter()
+
+    def opened() -> Any:
+        bench.watch = Idle()  # type: ignore[assignment]
+        return SimpleNamespace(changes=lambda: "same", log=tmp_path / "log")
+
+    (tmp_path / "log").touch()
+    monkeypatch.setattr(run, "Sampler", lambda server: Idle())
+    monkeypatch.setattr(bench, "open", opened)
+    monkeypatch.setattr(bench, "serves", lambda server: True)
+    monkeypatch.setattr(bench, "_quiet", lambda: order.append("quiet") or {"window": len(order)})
+    attack = Attack(1, "x", lambda ground: order.append("attack") or [])  # type: ignore[func-returns-value]
+    first, second = bench.run(attack, True), bench.run(attack, False)
+    assert order == ["quiet", "attack", "quiet", "attack", "quiet"]
+    assert first["after"] is second["quiet"] and first["quiet"] is not first["after"]
+    bench.run(attack, True)
+    assert order[5:] == ["quiet", "attack", "quiet"], "another server"
 
 
 def figures(p99: float) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The table of resource attacks: the effect of each on a neighbour, and its cost for the server.
 
-    python -m bench.attacks ARTIFACT [--rows 1,2,3] [--only TEXT] [--neighbours N] [--limit S] [--json FILE] ...
+    python -m bench.attacks ARTIFACT [--rows 1,2,3] [--only REGEX] [--neighbours N] [--limit S] [--json FILE] ...
 
 Each attack meets a server of its own (`--keep`: one for all while its processes live). First the neighbour's streams,
 /health and small requests of the neighbour's key are measured in quiet; then beside the attack, at most
@@ -27,7 +27,7 @@ def main() -> int:
     ap = argparse.ArgumentParser(prog="python -m bench.attacks", description="Measure resource attacks on a server.")
     ap.add_argument("artifact", type=Path)
     ap.add_argument("--rows", default="", metavar="N,N", help="rows of the table (default: all)")
-    ap.add_argument("--only", default="", metavar="TEXT", help="only attacks whose names contain this")
+    ap.add_argument("--only", default="", metavar="REGEX", help="only attacks whose names match")
     ap.add_argument(
         "--neighbours", type=int, default=1, metavar="N", help="number of greedy streams of the neighbour (1)"
     )

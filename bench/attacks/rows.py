@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from bench.attacks.further_rows import refused_work, valid_work
 from bench.attacks.link import Answer, Door, together
 from bench.attacks.many import burst, flood, head_without_body, pipeline
 from bench.attacks.server import KEYS, Server, python_path
@@ -52,12 +53,13 @@ Run = Callable[[Field], list[Answer]]
 
 @dataclass(frozen=True)
 class Attack:
-    """An attack with a unique `name`. `ends`: the server cannot be used afterwards."""
+    """An attack with a unique `name`. `ends`: the server cannot be used afterwards. `least`: seconds that it needs."""
 
     row: int
     name: str
     run: Run
     ends: bool = False
+    least: float = 0.0
 
 
 def completion(**more: Any) -> dict[str, Any]:
@@ -244,9 +246,9 @@ def scored(ground: Field) -> list[Answer]:
 def flooded(ground: Field) -> list[Answer]:
     """Send more requests than can be served, from a separate process."""
     server = ground.server
-    seconds = max(2.0, min(8.0, ground.door.left / 4))
+    seconds = max(2.0, min(8.0, ground.door.left / 4 - 0.5))
     options = {"host": server.host, "port": server.port, "key": KEYS["attacker"], "seconds": seconds, "times": 10}
-    options["drain"] = max(1.0, ground.door.left - 1.5 * seconds - 4.0)  # what remains of the time limit after the load
+    options["drain"] = max(1.0, ground.door.left - 2 * seconds - 5.0)  # what remains of the time limit after the load
     command = [sys.executable, "-m", "bench.attacks.flood", json.dumps(options)]
     try:
         env = {**os.environ, "PYTHONPATH": python_path()}
@@ -270,6 +272,11 @@ def floods(clients: int, path: str, body: Any = None, key: str = KEYS["attacker"
     return lambda ground: flood(ground.door, request(ground.server.host, key, path, body), clients)
 
 
+def repeated(make: Callable[[Door], list[Answer]]) -> Run:
+    """Repeat the requests of rows 11 and 12."""
+    return lambda ground: make(ground.door)
+
+
 INVALID = {"prompt": "x", "max_tokens": -1}
 ATTACKS: tuple[Attack, ...] = (
     Attack(1, "multipleOf 99999989 and 99999971",
@@ -291,7 +298,7 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(4, "32 prompts of 1 MB", prompts(32, 1_000_000)),
     Attack(5, "unfinished bodies of 8 MB", unfinished),
     Attack(7, "128 prompts of 1,000 ids, prompt_logprobs 20", scored),
-    Attack(8, "ten times the peak", flooded),
+    Attack(8, "ten times the peak", flooded, least=16.0),
     Attack(9, "4,000 silent connections", bursts(lambda ground: b"")),
     Attack(9, "4,000 halves of heads", bursts(lambda ground: b"GET /health HTTP/1.1\r\nHost: loc")),
     Attack(9, "4,000 heads without a body", bursts(lambda ground: head_without_body(KEYS["attacker"]))),
@@ -305,5 +312,7 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(10, "8 x unknown path", floods(8, "/nothing")),
     Attack(10, "24 x max_tokens 1", floods(24, "/v1/completions", completion(max_tokens=1))),
     Attack(10, "24 x /tokenize", floods(24, "/tokenize", {"prompt": "hello world"})),
+    *(Attack(11, name, repeated(make)) for name, make in valid_work().items()),
+    *(Attack(12, name, repeated(make)) for name, make in refused_work().items()),
     Attack(6, "four ends of the engine", kills, ends=True),
 )  # fmt: skip

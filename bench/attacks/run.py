@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from bench.attacks.watch import Watch
 SETTLE = 1.5  # seconds of streams before anything is measured
 PAUSE = 0.5  # seconds after a window, in which the watching process computes figures and cannot watch
 PATIENCE = 3.0  # maximum seconds of a small request after an attack if the server is reused
-LEAST = 3.0  # seconds of a window during an attack
 
 
 Save = Callable[[list[dict[str, Any]]], None]
@@ -38,8 +38,10 @@ class Bench:
     rest: float = 3.0
     connections: int = 400
     start: float = 120.0
+    least: float = 2.0  # seconds of a window during an attack
     server: Server | None = None
     watch: Watch | None = None
+    quiet: dict[str, Any] | None = None  # the last window without an attack, if the server is still the same
 
     def open(self) -> Server:
         """Start a server with its neighbours, and warm it up."""
@@ -57,24 +59,26 @@ class Bench:
             self.watch.end()
         if self.server is not None:
             self.server.end()
-        self.server = self.watch = None
+        self.server = self.watch = self.quiet = None
 
     def run(self, attack: Attack, keep: bool) -> dict[str, Any]:
         """Run one attack and return its figures."""
         server = self.open()
         assert self.watch is not None
         sampler = Sampler(server)
-        quiet = self._quiet()
+        quiet = self.quiet or self._quiet()
+        sampler.take()
         begin, cpu = time.monotonic(), sampler.cpu()
-        ground = Field(server, time.monotonic() + self.limit, self.connections, tokens=self.attacked)
+        ground = Field(server, time.monotonic() + max(self.limit, attack.least), self.connections, tokens=self.attacked)
         answers = attack.run(ground)
         seconds = time.monotonic() - begin
-        time.sleep(max(0.2, LEAST - seconds))
+        time.sleep(max(0.2, self.least - seconds))
         end = time.monotonic()
         beside = self.watch.window(begin, end)
+        sampler.take()
         spent = sampler.cpu() - cpu
         time.sleep(self.rest)
-        after = self._quiet()
+        after = self.quiet = self._quiet()
         changes = server.changes()
         sampler.stop()
         found = {
@@ -105,11 +109,11 @@ class Bench:
 
 
 def chosen(rows: str, only: str) -> list[Attack]:
-    """Return the attacks of some rows whose names contain some text. Raises ValueError if there are none."""
+    """Return the attacks of some rows whose names match a regular expression. Raises ValueError if there are none."""
     wanted = {int(row) for row in rows.split(",") if row}
-    found = [one for one in ATTACKS if (not wanted or one.row in wanted) and only in one.name]
+    found = [one for one in ATTACKS if (not wanted or one.row in wanted) and re.search(only, one.name)]
     if not found:
-        raise ValueError(f"no attack has --rows {rows or 'any'} and {only!r} in its name")
+        raise ValueError(f"no attack has --rows {rows or 'any'} and a name that matches {only!r}")
     return found
 
 
@@ -122,7 +126,7 @@ def run_all(
     try:
         for attack in attacks:
             left = end - time.monotonic()
-            if left < bench.seconds + bench.rest + LEAST:
+            if left < bench.seconds + bench.rest + max(bench.least, attack.least):
                 print(f"\n[{attack.row}] {attack.name}: no time left", flush=True)
                 continue
             bench.limit = min(limit, left)

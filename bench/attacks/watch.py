@@ -42,7 +42,10 @@ def request(host: str, key: str, path: str, body: Any = None) -> bytes:
 
 
 class Streams:
-    """Greedy streams of one API key, each restarted when it ends; arrival times of their events."""
+    """Greedy streams of one API key, each restarted when it ends; arrival times of their events.
+
+    The first ones are of different lengths, so that their ends, and the lengths of the contexts, are evenly spread.
+    """
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
@@ -54,16 +57,18 @@ class Streams:
 
     async def run(self, number: int) -> None:
         """Run one stream after another."""
+        tokens = max(1, self.settings["tokens"] * (number + 1) // self.settings["streams"])
         while True:
             status = 0
             with contextlib.suppress(OSError, WireError):
-                status = await self._one(number)
+                status = await self._one(number, tokens)
+            tokens = self.settings["tokens"]
             self.latest.pop(number, None)
             self.statuses.append((time.monotonic(), status))
             if status != 200:
                 await asyncio.sleep(RETRY)
 
-    async def _one(self, number: int) -> int:
+    async def _one(self, number: int, tokens: int) -> int:
         host, port, lines, events = self.settings["host"], self.settings["port"], 0, 0
         failed = False
         began = self.asked.setdefault(number, time.monotonic())
@@ -86,7 +91,7 @@ class Streams:
             self.gaps += [(now, 0.0)] * (came - 1)
             self.latest[number] = now
 
-        body = {"prompt": f"Stream {number}: the river", "max_tokens": self.settings["tokens"], "temperature": 0,
+        body = {"prompt": f"Stream {number}: the river", "max_tokens": tokens, "temperature": 0,
                 "ignore_eos": True, "stream": True}  # fmt: skip
         _, connection = await asyncio.get_running_loop().create_connection(Connection, host, port)
         try:

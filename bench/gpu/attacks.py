@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ap.add_argument("--model", default="llama-3.1-8b", help=f"one of {', '.join(MODELS)}")
     ap.add_argument("--artifact", type=Path, metavar="DIR", help="artifact to serve instead of the model")
     ap.add_argument("--rows", default="", metavar="N,N", help="numbers of the table's rows to run; default all")
-    ap.add_argument("--only", default="", metavar="TEXT", help="run only attacks whose names contain TEXT")
+    ap.add_argument("--only", default="", metavar="REGEX", help="run only attacks whose names match")
     ap.add_argument("--neighbours", type=int, default=64, metavar="N", help="number of greedy streams; default 64")
     ap.add_argument(
         "--neighbour-tokens", type=int, default=4000, metavar="N", help="tokens of each stream; default 4000"

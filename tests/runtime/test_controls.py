@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from draw import of_test
 from llmc_runtime import LlmcError, SamplingParams
+from llmc_runtime.device.device import Memory
+from llmc_runtime.engine.core import EngineCore
+from llmc_runtime.engine.input_processor import EngineRequest
+from llmc_runtime.exec.device_rows import Rows
+from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.step import RowInit, RowParams
 from llmc_runtime.sched.token_guide import Banned, Bans, both, empty, mask_of, without_ids
 from llmc_runtime.text.bad_words import bad_word_ids
 
@@ -149,6 +157,60 @@ def test_bad_words_are_tokens_with_and_without_a_space() -> None:
         spaced = TOK.encode(" " + word.lstrip(), add_special_tokens=False)
         want = [bare] + ([spaced] if len(spaced) == len(bare) and spaced[0] != bare[0] else [])
         assert bad_word_ids(TOK, [word]) == want
+
+
+def test_many_bad_words_are_tokenized_like_each_alone() -> None:
+    rng = random.Random(of_test())
+    words = ["".join(rng.choices("abc éß東🙂", k=rng.randint(1, 40))) for _ in range(300)]
+    assert bad_word_ids(TOK, words) == [ids for word in words for ids in bad_word_ids(TOK, [word])]
+    with pytest.raises(LlmcError, match="E621"):
+        bad_word_ids(TOK, [*words, "\ud800"])
+
+
+def test_outputs_share_the_biases_of_their_request() -> None:
+    rig = Rig(1, max_num_seqs=8)
+    core = EngineCore(rig.engine, lambda: None)
+    biases = [{5: 1.0, 3: -2.0}, {7: 0.5}]
+    for first, bias in zip((0, 4), biases):
+        wanted = SamplingParams(n=4, max_tokens=2, temperature=1.0, seed=1, logit_bias=bias)
+        core.submit(EngineRequest(first, Prompt([1, 2, 3]), wanted))
+    rows = [rig.scheduler.requests[str(i)].row_params for i in range(8)]
+    assert [row.biases for row in rows] == [((3, -2.0), (5, 1.0))] * 4 + [((7, 0.5),)] * 4
+    assert len({id(row.biases) for row in rows}) == 2
+    top = rig.scheduler.config.vocab_size
+    with pytest.raises(LlmcError, match="E601"):
+        core.submit(EngineRequest(8, Prompt([1]), SamplingParams(n=4, temperature=1.0, logit_bias={top: 1.0})))
+    assert len(rig.scheduler.requests) == 8
+
+
+class HostDevice:
+    """A device whose memory is the host's."""
+
+    def write(self, memory: Memory, at: int, values: np.ndarray) -> None:
+        memory.host[at : at + values.nbytes] = values.view(np.uint8).reshape(-1)
+
+
+def test_rows_have_the_biases_of_their_own_request() -> None:
+    shapes = {
+        "tokens": ("i32", 8),
+        "length": ("i32", 1),
+        "pages": ("i32", 4),
+        "bias_ids": ("i32", 6),
+        "biases": ("f32", 6),
+    }
+    states = {}
+    for role, (dtype, width) in shapes.items():
+        memory = Memory(0, 16 * width, np.full(16 * width, 0xAB, np.uint8))
+        states[role] = SimpleNamespace(dtype=dtype, shape=[lambda env: 4]), memory
+    rows = Rows(HostDevice(), states, {}, 64)  # type: ignore[arg-type]
+    shared, other = ((3, -2.0), (5, 1.0)), ((7, 0.5),)
+    wanted = {0: shared, 1: shared, 2: other, 3: shared}
+    for row, biases in wanted.items():
+        rows.init(RowInit(row, [1], 0, 1, RowParams(biases=biases), [0]))
+    for row, biases in wanted.items():
+        ids, values = (states[role][1].host.view(kind).reshape(4, 6)[row] for role, kind in
+                       (("bias_ids", np.int32), ("biases", np.float32)))  # fmt: skip
+        assert tuple(zip(ids[: len(biases)].tolist(), values[: len(biases)].tolist())) == biases
 
 
 def test_bad_words_are_not_generated() -> None:

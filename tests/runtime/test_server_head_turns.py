@@ -12,6 +12,7 @@ import pytest
 from llmc_runtime.server.http import head_turns
 from llmc_runtime.server.http.head_turns import (
     HEAD_SECONDS,
+    HELD_ITERATIONS,
     ITERATION_SECONDS,
     MAX_HEADS,
     MAX_PROBES,
@@ -192,7 +193,7 @@ def test_probes_come_first_and_have_a_limit_of_their_own() -> None:
     assert second == [f"probe {MAX_PROBES}", f"probe {MAX_PROBES + 1}"] + ["head"] * MAX_HEADS
 
 
-def test_while_connections_wait_to_be_accepted_one_head_is_parsed_per_iteration() -> None:
+def test_while_connections_wait_to_be_accepted_one_head_is_parsed_in_some_iterations() -> None:
     async def run() -> list[int]:
         log: list[str] = []
         laps: list[list[str]] = []
@@ -200,14 +201,35 @@ def test_while_connections_wait_to_be_accepted_one_head_is_parsed_per_iteration(
         for number in range(50):
             turns.begin(Connection(str(number), log, 0.0), HEAD)
         turns_of(log, laps)
-        for held_back in (True, True, False, False):
+        for held_back in (*(True,) * (2 * HELD_ITERATIONS), False, False, True):
             if held_back:
                 turns.hold_back()
             await asyncio.sleep(0)
             turns_of(log, laps)
         return [len(lap) for lap in laps]
 
-    assert asyncio.run(run()) == [MAX_HEADS, 1, 1, 2, 3]
+    held = [1] + [0] * (HELD_ITERATIONS - 1)
+    assert asyncio.run(run()) == [MAX_HEADS, *held, *held, 1, 2, 1]
+
+
+def test_probes_are_not_held_back() -> None:
+    async def run() -> list[list[str]]:
+        log: list[str] = []
+        laps: list[list[str]] = []
+        turns = HeadTurns()
+        for number in range(20):
+            turns.begin(Connection(str(number), log, 0.0), HEAD)
+        for number in range(HELD_ITERATIONS):
+            turns_of(log, laps)
+            turns.hold_back()
+            await asyncio.sleep(0)
+            turns.begin(Connection(f"probe {number}", log), PROBE)
+        turns_of(log, laps)
+        return laps[1:]
+
+    laps = asyncio.run(run())
+    assert [lap[-1] for lap in laps] == [f"probe {number}" for number in range(HELD_ITERATIONS)]
+    assert sum(map(len, laps)) == HELD_ITERATIONS + 1
 
 
 def test_unfinished_heads_of_probes_wait_like_others() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from llmc_runtime.engine.messages import params_message, params_of
 from llmc_runtime.sched.sampling_params import MAX_ALLOWED, MAX_BAD_WORD_BYTES
 from llmc_runtime.sched.structured_outputs import MAX_BYTES, StructuredOutputsParams, is_over
 from llmc_runtime.sched.token_guide import Bans, TokenMask, mask_of, mask_size
-from llmc_runtime.server.http.errors import ApiError
+from llmc_runtime.server.http.errors import ApiError, unavailable
 from llmc_runtime.server.requests.messages_request import CountRequest, MessagesRequest
 from llmc_runtime.server.requests.parse import check_lengths, max_characters, max_items, parse
 from llmc_runtime.server.requests.request_fields import MAX_CALLS, ChatRequest, CompletionRequest, TokenizeRequest
@@ -176,6 +177,35 @@ def test_bad_words_of_many_prompts_are_tokenized_once(server: Served, monkeypatc
     banned = httpx.post(f"{server.url}/v1/completions", json={**body, "bad_words": words}, timeout=60).json()["choices"]
     assert made == [tuple(words)]
     assert [one["text"] for one in banned] == [one["text"] for one in plain]
+
+
+def test_long_bad_words_are_tokenized_in_the_turn_of_their_key(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[Any] = []
+
+    @asynccontextmanager
+    async def turn(tenant: str) -> AsyncIterator[None]:
+        turns.append(tenant)
+        yield
+        turns.append("end")
+
+    monkeypatch.setattr(server.serving.llm, "text_turn", turn)
+    long = [f"{'y' * 60}{i:04}" for i in range(100)]
+    for words in (["short"], long):
+        body = {"prompt": "one", "max_tokens": 2, "bad_words": words}
+        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
+    assert len(turns) == 2 and turns[1] == "end", turns
+
+
+def test_long_bad_words_without_a_turn_are_refused(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    @asynccontextmanager
+    async def full(tenant: str) -> AsyncIterator[None]:
+        raise unavailable("too many texts", "texts")
+        yield
+
+    monkeypatch.setattr(server.serving.llm, "text_turn", full)
+    body = {"prompt": "one", "max_tokens": 2, "bad_words": [f"{'z' * 60}{i:04}" for i in range(100)]}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 503 and "retry-after" in answer.headers, answer.text
 
 
 def test_copies_with_other_values_have_all_the_others() -> None:

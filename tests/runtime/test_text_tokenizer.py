@@ -143,3 +143,23 @@ def test_texts_in_batches_are_encoded_as_alone() -> None:
     with pytest.raises(LlmcError, match=r"E621.*prompt 300 of 700.*surrogates"):
         as_prompts(texts, tok)
     assert as_prompts([], tok) == []
+
+
+def test_entries_of_ids_are_looked_up_once() -> None:
+    backend = textkit.byte_level()
+    asked: list[int] = []
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(backend, name)
+
+        def id_to_token(self, token: int) -> str | None:
+            asked.append(token)
+            return backend.id_to_token(token)
+
+    tokenizer = Tokenizer(Counting(), {}, {})  # type: ignore[arg-type]
+    beyond = tokenizer.vocab_size + 7
+    ids = [5, 3, 5, beyond, 3]
+    for _ in range(3):
+        assert tokenizer.tokens(ids) == [backend.id_to_token(i) for i in ids] and tokenizer.tokens([beyond]) == [None]
+    assert sorted(asked) == [3, 5, beyond]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,6 +47,9 @@ class AsyncLLM(AsyncPoolingAPI):
 
     `start`, entering the context, or the first request starts the engine process. If it ends or hangs, every open
     request fails with LlmcError E661 or E662, and the process is replaced.
+
+    `text_turn` returns a context in which the long bad words of a tenant are tokenized: servers limit how many are at
+    a time.
     """
 
     def __init__(self, model: str | Path, *, say: Callable[[str], None] | None = None, **options: Any) -> None:
@@ -57,6 +61,7 @@ class AsyncLLM(AsyncPoolingAPI):
         self._supervisor: Supervisor | Instances | None = None
         self._started = self._stopped = False
         self._starting: asyncio.Task[Ready] | None = None  # the start that requests wait for
+        self.text_turn: Callable[[str], AbstractAsyncContextManager[None]] = lambda tenant: contextlib.nullcontext()
         self._waiting_for_bad_words = 0
         self._recent_bad_words: tuple[Any, asyncio.Task[list[list[int]]]] | None = None
 
@@ -153,7 +158,7 @@ class AsyncLLM(AsyncPoolingAPI):
             params = fit_prompt(self.get_default_sampling_params(), ready, config)
         else:
             (params,) = as_params(sampling_params, 1)
-        bad_words, size = await self._bad_words(params), config.vocab_size
+        bad_words, size = await self._bad_words(params, tenant), config.vocab_size
         request = prepare(ready, params, bad_words, size, priority=priority, cache_salt=cache_salt, tenant=tenant)
         state = AsyncRequestState(
             output_kind, interval, request_id, ready.text, ready.ids, request.params, self.tokenizer, visible
@@ -343,13 +348,13 @@ class AsyncLLM(AsyncPoolingAPI):
             return await asyncio.to_thread(as_prompt, prompt, self.tokenizer)
         return as_prompt(prompt, self.tokenizer)
 
-    async def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+    async def _bad_words(self, params: SamplingParams, tenant: str) -> list[list[int]]:
         """Tokenize the bad words: many of them in a thread, and once for all prompts that share the parameters."""
         bad_words = params.bad_words
         if sum(map(len, bad_words or ())) <= _INLINE_BAD_WORDS:
             return bad_word_tokens(params, self.tokenizer)
         if self._recent_bad_words is None or self._recent_bad_words[0] is not bad_words:
-            task = asyncio.create_task(asyncio.to_thread(bad_word_tokens, params, self.tokenizer))
+            task = asyncio.create_task(self._bad_words_in_turn(params, tenant))
             self._recent_bad_words = bad_words, task
         task = self._recent_bad_words[1]
         if not task.done():
@@ -361,6 +366,10 @@ class AsyncLLM(AsyncPoolingAPI):
             for _ in range(before // 4):  # let a few prompts continue in each iteration of the event loop
                 await asyncio.sleep(0)
         return task.result()
+
+    async def _bad_words_in_turn(self, params: SamplingParams, tenant: str) -> list[list[int]]:
+        async with self.text_turn(tenant):
+            return await asyncio.to_thread(bad_word_tokens, params, self.tokenizer)
 
 
 def _stats_of(engine: Supervisor | Instances) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -55,6 +56,15 @@ class _Table:
         self._device.zero(self._memory, row * self.width * 4, (row + 1) * self.width * 4)
 
 
+@dataclass(frozen=True, slots=True)
+class _Biases:
+    """The biases that were written last, as they are in a row."""
+
+    source: tuple[tuple[int, float], ...] = ()
+    ids: np.ndarray = field(default_factory=lambda: np.empty(0, _INT))
+    values: np.ndarray = field(default_factory=lambda: np.empty(0, _FLOAT))
+
+
 class Rows:
     """Applies `RowInit`, `RowPages`, `RowDrafts` and `RowMasks`. The table of states in the step's ops documents the
     contents of a row.
@@ -78,6 +88,7 @@ class Rows:
         self.masks = self._tables["allowed"].width // words if "allowed" in self._tables else 0  # room per row
         self._mask_words = words
         self._masks: list[list[bytes | None]] = [[None] * self.masks for _ in range(self.count)]  # None: unknown
+        self._biases = _Biases()
         self._guided = [0] * self.count  # number of masks that the tokens of a row take in turn; 0: no guide
         self.wants_logprobs = [False] * self.count
         self.drafts = [False] * self.count  # whether tokens are drafted for a row
@@ -103,8 +114,7 @@ class Rows:
         if "counts" in tables:
             self._write_counts(row, tokens[init.num_prompt :])
         if params.biases and "biases" in tables:
-            tables["bias_ids"].set(row, [token for token, _ in params.biases])
-            tables["biases"].set(row, [bias for _, bias in params.biases])
+            self._write_biases(row, params.biases)
         self._guided[row] = params.guided
         if params.allowed:
             self._write_mask(row, 0, params.allowed)
@@ -151,6 +161,13 @@ class Rows:
             self._masks[row][slot] = None  # unknown if the write fails
             self._tables["allowed"].set(row, np.frombuffer(mask, np.int32), slot * self._mask_words)
             self._masks[row][slot] = mask
+
+    def _write_biases(self, row: int, biases: tuple[tuple[int, float], ...]) -> None:
+        if self._biases.source is not biases:  # the outputs of a request share them, and begin one after the other
+            ids, values = zip(*biases)
+            self._biases = _Biases(biases, np.asarray(ids, _INT), np.asarray(values, _FLOAT))
+        self._tables["bias_ids"].set(row, self._biases.ids)
+        self._tables["biases"].set(row, self._biases.values)
 
     def _write_seen(self, row: int, prompt: np.ndarray) -> None:
         """Write the bitmap of the prompt's ids: id i is bit i % 32 of word i // 32."""

@@ -127,7 +127,7 @@ def admit(request: Request, config: SchedulerConfig, seed: int) -> None:
         min_tokens=params.min_tokens,
         want_logprobs=params.logprobs is not None or params.prompt_logprobs is not None,
         stops=tuple(sorted(masked)),
-        biases=tuple(sorted(params.logit_bias.items())) if params.logit_bias else (),
+        biases=_biases(request),
         allowed=allowed,
         guided=0 if request.guide is None else config.max_masks,
     )
@@ -138,7 +138,7 @@ def admit(request: Request, config: SchedulerConfig, seed: int) -> None:
 def _restrict(request: Request, masked: frozenset[int], config: SchedulerConfig) -> bytes:
     """Return the mask for all tokens of the request, empty for none. If it depends on them, set a guide instead."""
     params, top = request.params, config.vocab_size - 1
-    if params.logit_bias and max(params.logit_bias) > top:
+    if params.logit_bias and not _same_biases(request) and max(params.logit_bias) > top:
         raise refused("logit_bias", params.logit_bias, f"ids of the vocabulary, 0 to {top}")
     if params.allowed_token_ids is None and not request.bad_words:
         return b""
@@ -149,6 +149,17 @@ def _restrict(request: Request, masked: frozenset[int], config: SchedulerConfig)
     guide.mask()  # raises LlmcError if the bans leave no first token
     request.guide = guide
     return b""
+
+
+def _same_biases(request: Request) -> bool:
+    """Whether the leader has the same logit_bias, so that it is checked and sorted once for all outputs."""
+    return request.leader is not None and request.leader.params.logit_bias is request.params.logit_bias
+
+
+def _biases(request: Request) -> tuple[tuple[int, float], ...]:
+    if request.leader is not None and _same_biases(request):
+        return request.leader.row_params.biases
+    return tuple(sorted(request.params.logit_bias.items())) if request.params.logit_bias else ()
 
 
 def _shared(request: Request) -> Bans | None:

@@ -3,6 +3,9 @@
 A step that computes a long chunk of a prompt delays the next token of every decoding request. The duration of a step is
 modelled as that of a step that only decodes, plus a time for each token of a prompt; both are running means of measured
 steps. The budget is the number of prompt tokens that fits the target. Steps in which no request decodes have no budget.
+
+If decoding is much faster than the target, a shorter step loses little: a step with prompts then takes at most EASE
+times as long as one that only decodes, but SHORTEST of the target.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import Work
 
 STRETCH = 2.0  # a step may take this many times as long as one that only decodes, regardless of the target
+EASE = 4.0  # a step need not take more than this many times as long as one that only decodes
+SHORTEST = 0.4  # of the target, which a step may always take
 FEWEST = 16  # prompt tokens that every step may compute
 FIRST = 256  # prompt tokens of a step before any was measured
 _ROUND = ((256, 64), (64, 16))  # a budget of the first number or more is a multiple of the second: kernels have tiles
@@ -48,8 +53,9 @@ class StepTimer:
 class StepBudget:
     """Chooses the number of tokens of steps in which some requests decode and others compute their prompts.
 
-    target: seconds that such a step should take. It may take longer if decoding alone takes more than half of it, since
-    prompts would hardly get any time otherwise. limit: maximum number of tokens in a step.
+    target: seconds that such a step should take at most. It takes less if decoding alone takes less than a quarter of
+    it, and may take longer if decoding alone takes more than half of it, since prompts would hardly get any time
+    otherwise. limit: maximum number of tokens in a step.
     """
 
     def __init__(self, target: float, limit: int) -> None:
@@ -84,8 +90,13 @@ class StepBudget:
     def _prompt_tokens(self) -> int:
         if not self._token.value:
             return FIRST
-        seconds = max(self.target, STRETCH * self._decode.value) - self._decode.value
+        seconds = step_seconds(self.target, self._decode.value) - self._decode.value
         return max(FEWEST, min(self.limit, int(seconds / self._token.value)))
+
+
+def step_seconds(target: float, decode: float) -> float:
+    """Return how long a step with prompts should take, if one that only decodes takes `decode` seconds."""
+    return max(min(target, max(SHORTEST * target, EASE * decode)), STRETCH * decode)
 
 
 class _Mean:

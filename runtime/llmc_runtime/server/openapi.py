@@ -11,6 +11,7 @@ from llmc_runtime import __version__
 from llmc_runtime.server.http.errors import MESSAGES_PATH
 from llmc_runtime.server.http.probes import PROBES
 from llmc_runtime.server.requests.messages_request import CountRequest, MessagesRequest
+from llmc_runtime.server.requests.parse import check_lengths
 from llmc_runtime.server.requests.pooling_request import (
     ClassifyRequest,
     EmbeddingRequest,
@@ -28,7 +29,7 @@ from llmc_runtime.server.requests.responses_request import ResponsesRequest
 from llmc_runtime.server.responses_routes import LISTED, MAX_LISTED
 from llmc_runtime.server.serving import MAX_SECONDS
 
-_POSTS = (
+_POSTS: tuple[tuple[str, type[msgspec.Struct], str, bool], ...] = (
     ("/v1/completions", CompletionRequest, "Continue prompts", True),
     ("/v1/chat/completions", ChatRequest, "Answer a conversation", True),
     ("/v1/responses", ResponsesRequest, "Create a response", True),
@@ -65,6 +66,12 @@ _ERRORS = (400, 401, 404, 408, 413, 415, 421, 429, 431, 500, 503, 504)
 _REF = "#/components/schemas/{name}"
 _HEADERS = ("X-Request-Id", "Retry-After", "retry-after-ms", "x-should-retry", "WWW-Authenticate")
 _HEADERS_OF = MappingProxyType({401: (0, 4), 429: (0, 1, 2), 500: (0, 3), 503: (0, 1, 2), 504: (0, 3)})  # by status
+
+
+def prepare_checks() -> None:
+    """Read the limits of all types of requests, which takes 2 to 8 ms for each: otherwise its first request does."""
+    for _, kind, _, _ in _POSTS:
+        check_lengths({}, kind)
 
 
 def description() -> dict[str, Any]:

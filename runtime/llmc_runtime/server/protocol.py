@@ -7,18 +7,17 @@ bodies apply where the body is read (see auth.read_body); uvicorn closes idle co
 from __future__ import annotations
 
 import asyncio
-import socket
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.server import ServerState
 
-from llmc_runtime.server.http.connection_limit import ConnectionLimit
+from llmc_runtime.server.http.chunk_slices import first_slice
+from llmc_runtime.server.http.connection_limit import ConnectionLimit, limit_unsent
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.http.event_loop import ServerLoop
 from llmc_runtime.server.http.fair_selector import FairSelector
-from llmc_runtime.server.http.light_connections import LightConnections, Refuse
+from llmc_runtime.server.http.light_connections import LightConnections
 from llmc_runtime.server.http.lingering_close import Lingering
 from llmc_runtime.server.http.plain_errors import late, refusal, too_many
 from llmc_runtime.server.http.probes import PROBES
@@ -29,40 +28,6 @@ _READ = 16 << 10  # bytes read at a time from a body of known length
 _READ_PARSED = 2 << 10  # the same for heads and chunked bodies: chunks of one byte take 3 ms to parse
 _MAX_HEAD_LINES = 256  # of a head; longer heads are rejected before they are parsed
 _MAX_UNPARSED = 2 << 10  # bytes of a chunked body that are not parsed yet: the line before a chunk, or trailers
-_MAX_UNSENT = 128 << 10  # bytes per connection in the kernel that have never been sent
-
-
-def light_connections(
-    loop: ServerLoop, protocol: type[HttpConnection], state: ServerState, keep_alive: float
-) -> LightConnections:
-    """Return the light connections of a server whose others are instances of `protocol` and share `state`."""
-    limit, shed, fair = protocol.limit, protocol.shed, loop.fair
-    assert shed is not None
-    shed.overloaded = lambda: fair.batching
-
-    def on_change(change: int) -> None:
-        limit.open += change
-
-    def full_response() -> bytes:
-        limit.on_refused()
-        return refusal(too_many())
-
-    def refusals() -> Refuse | None:
-        return shed.turn(state.default_headers) if shed.active else None
-
-    light = LightConnections(
-        fair,
-        capacity=lambda: max(0, limit.maximum - limit.open),
-        refusals=refusals,
-        on_change=on_change,
-        timeout_response=late(protocol.head_seconds),
-        head_seconds=protocol.head_seconds,
-        keep_alive=keep_alive,
-        turns=limit.head_turns,
-        full_response=full_response,
-    )
-    limit.evict_light = light.evict
-    return light
 
 
 class HttpConnection(H11Protocol):
@@ -83,6 +48,7 @@ class HttpConnection(H11Protocol):
     _completing = False  # whether the next request of a pipeline has to wait for its turn
     _skip = 0  # bytes of a refused body still to be discarded
     _lines = 0  # lines of the arriving head so far
+    _rest = b""  # received data that is parsed in later slices
 
     @property
     def app(self) -> Any:
@@ -116,7 +82,7 @@ class HttpConnection(H11Protocol):
         super().connection_made(self._lingering)  # type: ignore[arg-type]
         self._inner_transport: Any = transport
         transport.max_size = _READ_PARSED  # type: ignore[attr-defined]  # of asyncio's socket transports
-        _limit_unsent(transport, self.write_seconds)
+        limit_unsent(transport, self.write_seconds)
         if isinstance(self.loop, ServerLoop):
             self._fair, self._fd = self.loop.fair, transport.get_extra_info("socket").fileno()
             self._fair.add_client(self._fd)
@@ -137,6 +103,10 @@ class HttpConnection(H11Protocol):
             return
         if self._extra:  # answered once it has sent something, as the client might miss the response otherwise
             self._refuse(too_many())
+            return
+        if self._rest:
+            self._rest += data
+            self.pause_reading()
             return
         granted, self.granted = self.granted, False
         if self.passed:
@@ -162,6 +132,7 @@ class HttpConnection(H11Protocol):
             self._refuse(ApiError(cause, status=431, code="headers_too_large"))
             return
         if data:
+            data = self._slice(data)
             super().data_received(data)
         else:
             super().handle_events()
@@ -169,7 +140,7 @@ class HttpConnection(H11Protocol):
             self._lines = 0
             self._cancel_head_timer()
             self.limit.begin(self)
-        known = not self._idle and any(name == b"content-length" for name, _ in self.headers)
+        known = self._known_length
         self._inner_transport.max_size = _READ if known else _READ_PARSED
         sending_body = self.conn.their_state is h11.SEND_BODY
         if sending_body and not known and len(self.conn.trailing_data[0]) > _MAX_UNPARSED:
@@ -184,13 +155,34 @@ class HttpConnection(H11Protocol):
         else:
             self.limit.body_turns.leave(self)
 
+    def _slice(self, data: bytes) -> bytes:
+        """Return the first slice of received data, and parse the others later, unless they are of a known length."""
+        head = data[: data.find(b"\r\n\r\n") + 4] if self._idle else b""
+        if not self._known_length and b"content-length" not in head.lower():
+            data, self._rest = first_slice(data, len(head))
+        if self._rest:
+            self.pause_reading()
+            self.limit.slice_turns.add(self._parse_rest)
+        return data
+
+    def _parse_rest(self) -> None:
+        rest, self._rest = self._rest, b""
+        if not self.transport.is_closing():
+            self.resume_reading()
+            self.data_received(rest)
+
+    @property
+    def _known_length(self) -> bool:
+        """Whether a request is being answered whose head has the length of its body."""
+        return not self._idle and any(name == b"content-length" for name, _ in self.headers)
+
     def pause_reading(self) -> None:
         """Stop reading; see read_turns."""
         self._inner_transport.pause_reading()
 
     def resume_reading(self) -> None:
         """Continue reading; see read_turns."""
-        if not self.flow.read_paused:
+        if not (self.flow.read_paused or self._rest):
             self._inner_transport.resume_reading()
 
     @property
@@ -291,7 +283,8 @@ class HttpConnection(H11Protocol):
     def _between(self) -> bool:
         """Whether the connection is between two requests, with nothing of the next one received."""
         states = self.conn.states
-        return states[h11.CLIENT] is states[h11.SERVER] is h11.IDLE and not self.conn.trailing_data[0] and self._idle
+        unread = self.conn.trailing_data[0] or self._rest
+        return states[h11.CLIENT] is states[h11.SERVER] is h11.IDLE and not unread and self._idle
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Release everything that belongs to the connection."""
@@ -379,14 +372,3 @@ class HttpConnection(H11Protocol):
         """Send an error without the parser, and close the connection."""
         self.transport.write(refusal(error))
         self.transport.close()
-
-
-def _limit_unsent(transport: asyncio.Transport, seconds: float) -> None:
-    """Have the kernel drop a connection whose peer does not acknowledge data, even after it was closed here.
-
-    The kernel keeps at most _MAX_UNSENT bytes that the peer has no room for; by default it keeps megabytes.
-    """
-    sock = transport.get_extra_info("socket")
-    if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6) and hasattr(socket, "TCP_USER_TIMEOUT"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT)

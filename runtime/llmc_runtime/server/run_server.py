@@ -30,11 +30,13 @@ from llmc_runtime.server.http.listen import listening, name_of
 from llmc_runtime.server.http.request_log import RefusalLog, RequestLog, configure_logging, startup_printer
 from llmc_runtime.server.http.tls import ReloadingContext, context_of
 from llmc_runtime.server.load_shedding import LoadShedder
+from llmc_runtime.server.new_connections import light_connections
+from llmc_runtime.server.openapi import prepare_checks
 from llmc_runtime.server.operations.admission import Admission
 from llmc_runtime.server.operations.malloc import return_freed_memory
 from llmc_runtime.server.operations.metrics_exporter import ServerMetrics, engine_info
 from llmc_runtime.server.operations.service_manager import READY, STOPPING, notify
-from llmc_runtime.server.protocol import MAX_HEAD_BYTES, HttpConnection, light_connections
+from llmc_runtime.server.protocol import MAX_HEAD_BYTES, HttpConnection
 from llmc_runtime.server.server_options import Options
 from llmc_runtime.server.serving import Serving
 from llmc_runtime.signals import ENDING, unwinding
@@ -131,7 +133,9 @@ async def serve_over(
     connections = set_descriptor_limit(options.max_connections)
     if connections < MAX_CONNECTIONS and options.max_connections is None:
         say(f"at most {connections} connections: ulimit -n allows no more")
+    prepared = asyncio.get_running_loop().run_in_executor(None, prepare_checks)  # while the engine opens
     async with llm:
+        await prepared
         serving = _serving(options, llm)
         serving.offload.warm()
         gc.collect()

@@ -135,6 +135,7 @@ class Serving:
         self.prompting = Prompting(llm.tokenizer, llm.config.vocab_size, template, self._pool, llm.config.max_model_len)
         self.bodies = BodyBudget(self._too_many_bodies)
         self.lanes = FairSlots(_THREADS, self._too_many_texts, reserved=1 if admission.keys > 1 else 0)
+        llm.text_turn = self.lanes.slot
         self.parsing = FairSlots(1, self._too_many_texts)  # of bodies, in the event loop
         self.stored = ResponseStore(store_bytes, admission.keys, self._no_room)
         self._options = template, calls, thoughts

@@ -13,8 +13,9 @@ def bad_word_ids(tokenizer: Tokenizer, words: Iterable[str]) -> list[list[int]]:
     Each word yields its ids, and its ids after a space if they are equally many and differ in the first one.
     """
     out: list[list[int]] = []
-    for word in words:
-        bare, spaced = (tokenizer.encode(lead + word.lstrip(), add_special_tokens=False) for lead in ("", " "))
+    texts = [lead + word.lstrip() for word in words for lead in ("", " ")]
+    found = tokenizer.encode_all(texts, add_special_tokens=False)  # one call: each of many would take the GIL
+    for bare, spaced in zip(found, found):
         out.append(bare)
         if len(spaced) == len(bare) and spaced[:1] != bare[:1]:
             out.append(spaced)

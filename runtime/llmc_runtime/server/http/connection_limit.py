@@ -7,13 +7,16 @@ then the others; of the same kind, the one that has waited longest.
 
 from __future__ import annotations
 
+import asyncio
 import resource
+import socket
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.server.http.chunk_slices import SliceTurns
 from llmc_runtime.server.http.event_loop import MIN_HANDSHAKES
 from llmc_runtime.server.http.head_turns import HeadTurns
 from llmc_runtime.server.http.lingering_close import LingerCount
@@ -21,6 +24,7 @@ from llmc_runtime.server.http.read_turns import BodyTurns
 
 MAX_CONNECTIONS = 4096  # default maximum number of connections
 MAX_UNSENT = 128 << 20  # bytes of responses that wait for slow clients
+MAX_UNSENT_KERNEL = 128 << 10  # bytes per connection in the kernel that have never been sent
 _RESERVED, _MIN_RESERVED = 128, 40  # descriptors reserved for the server, open files, handshakes, and their minimum
 _MAX_REFUSED = 64  # connections over the limit that receive an error response; further ones are closed at once
 
@@ -83,6 +87,7 @@ class ConnectionLimit:
     lingering: LingerCount = field(default_factory=LingerCount)
     body_turns: BodyTurns = field(default_factory=BodyTurns)
     head_turns: HeadTurns = field(default_factory=HeadTurns)
+    slice_turns: SliceTurns = field(default_factory=SliceTurns)
     evict_light: Callable[[], bool] = lambda: False
     unsent: UnsentResponses = field(default_factory=UnsentResponses)
     _unknown: OrderedDict[Connection, None] = field(default_factory=OrderedDict)  # idle, never with a valid key
@@ -169,3 +174,14 @@ def allowed(soft: int) -> tuple[int, int]:
     available = soft - min(_RESERVED, max(_MIN_RESERVED, soft // 2))
     refused = min(_MAX_REFUSED, max(1, available // 4))
     return max(1, available - refused), refused
+
+
+def limit_unsent(transport: asyncio.Transport, seconds: float) -> None:
+    """Have the kernel drop a connection whose peer does not acknowledge data, even after it was closed here.
+
+    The kernel keeps at most MAX_UNSENT_KERNEL bytes that the peer has no room for; by default it keeps megabytes.
+    """
+    sock = transport.get_extra_info("socket")
+    if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6) and hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_KERNEL)

@@ -26,7 +26,7 @@ class ServerLoop(asyncio.SelectorEventLoop):
 
     handshake_seconds = 10.0
     tls_buffer = 16 << 10  # bytes decrypted at a time
-    at_once = 64  # light connections accepted per iteration, within their time; 8 that asyncio has to accept
+    at_once = 256  # light connections accepted per iteration, within their time; 8 that asyncio has to accept
     light: LightConnections | None = None  # takes new connections without TLS
 
     def __init__(self) -> None:

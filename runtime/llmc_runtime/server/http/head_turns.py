@@ -23,6 +23,7 @@ from llmc_runtime.server.http.probes import PROBES
 MIN_HEADS, MAX_HEADS = 2, 4  # limits of the heads parsed per iteration of the event loop
 MAX_PROBES = 4  # heads of probes parsed per iteration
 HEAD_SECONDS = 0.001  # maximum time of parsing heads per iteration, but for the last one
+HELD_ITERATIONS = 4  # while connections wait to be accepted, one head is parsed in so many iterations
 ITERATION_SECONDS = 0.002  # after a longer iteration, half as many heads are parsed; after a shorter one, one more
 _PROBES = tuple(f"GET {path} ".encode() for path in PROBES)
 _PROBE_LANE = None
@@ -58,6 +59,7 @@ class HeadTurns:
         self._waiting: dict[Connection, str | None] = {}  # the lanes of connections
         self._maximum = MAX_HEADS  # heads of an iteration
         self._held_back = False
+        self._num_held = 0  # iterations that were held back
         self._begun = self._begun_probes = 0  # heads parsed in this iteration
         self._spent = 0.0  # seconds of parsing in this iteration
         self._turned = -math.inf  # when it began
@@ -92,7 +94,9 @@ class HeadTurns:
             self._take(connection)
 
     def hold_back(self) -> None:
-        """Parse at most one head in the next iteration, because more connections wait to be accepted."""
+        """Parse at most one head in HELD_ITERATIONS iterations such as the next one, because more connections wait to
+        be accepted: a probe may be the last of them.
+        """
         self._held_back = True
 
     def latest_of_longest(self) -> Iterable[Connection]:
@@ -111,7 +115,8 @@ class HeadTurns:
         now = time.monotonic()
         long = now - self._turned > ITERATION_SECONDS
         if self._held_back:
-            self._maximum, self._held_back = 1, False
+            self._maximum, self._held_back = int(self._num_held % HELD_ITERATIONS == 0), False
+            self._num_held += 1
         else:
             self._maximum = max(MIN_HEADS, self._maximum // 2) if long else min(MAX_HEADS, self._maximum + 1)
         self._begun, self._begun_probes, self._spent, self._turned = 0, 0, 0.0, now

@@ -40,6 +40,7 @@ _MAX_READS = 16  # per turn of a connection, so that connections alternate
 _MAX_REQUESTS = 4  # in one read; an ordinary connection handles the rest of a pipeline
 _SWEEP_SECONDS = 1.0  # between two checks of deadlines, at most
 _TURN_SECONDS = 0.001  # time of accepting, and of reading and refusing, per iteration of the event loop
+_QUEUE_SECONDS = 0.002  # time of accepting if connections were left waiting in the iteration before
 _STEP = 32  # connections between two looks at the clock, whose responses are sent together
 
 
@@ -137,6 +138,7 @@ class LightConnections:
         self._watched: dict[int, _Light] = {}  # by descriptor
         self._ready: dict[int, None] = {}  # descriptors of those that have sent something, the first first
         self._begun: set[_Begun] = set()
+        self._queued = False  # whether connections were left waiting to be accepted
         self._next: asyncio.Handle | None = None  # the call of _turn in the next iteration
         self._sweeping: asyncio.TimerHandle | None = None
         self._sweep_seconds = min(_SWEEP_SECONDS, head_seconds / 10)
@@ -149,7 +151,8 @@ class LightConnections:
         has to accept further connections.
         """
         allowed, accepted, failed = min(count, self._capacity()), 0, False
-        deadline, end, waiting = self._loop.time() + self._head_seconds, time.monotonic() + _TURN_SECONDS, True
+        deadline, waiting = self._loop.time() + self._head_seconds, True
+        end = time.monotonic() + (_QUEUE_SECONDS if self._queued else _TURN_SECONDS)
         while waiting and accepted < allowed and not failed and time.monotonic() < end:
             step = min(_STEP, allowed - accepted)
             found, failed = _accept(listener, step)
@@ -164,7 +167,8 @@ class LightConnections:
                         self._fair.batches.expect()
                 else:
                     self._end(light, state)
-        if waiting and accepted:
+        self._queued = waiting and accepted > 0
+        if self._queued:
             self._turns.hold_back()
         return not failed and (allowed == count or accepted < allowed)
 

@@ -241,7 +241,7 @@ def counted(request: CountRequest, dialect: Dialect) -> tuple[ChatRequest, list[
 
 def token_list(prompting: Prompting, ids: list[int], request: TokenizeRequest, length: int) -> dict[str, Any]:
     """Return the response of /tokenize. `length` is the model's maximum context length."""
-    names = [prompting.tokenizer.token(i) for i in ids] if request.return_token_strs else None
+    names = prompting.tokenizer.tokens(ids) if request.return_token_strs else None
     return {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": names}
 
 

@@ -1,0 +1,32 @@
+"""Repeated requests of `bench.attacks`, rows 11 and 12: each is answered or refused, and nothing remains of them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from bench.attacks import further
+from bench.attacks.further_rows import refused_work, valid_work
+from bench.attacks.link import Door
+from tests.attacks.conftest import KEYS
+from tests.attacks.target import Target
+
+ANSWERED = {200, 400, 404, 413, 429, 431, 503}
+DROPPED = ("dropped", "slow readers")  # attacks that do not read the answers
+LIMIT = 30.0  # seconds
+GROWTH = 256 << 20  # bytes
+
+
+@pytest.mark.parametrize("name", [*valid_work(), *refused_work()])
+def test_24_repeated(steady: Target, name: str, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(further, "SECONDS", 4.0 if full else 0.5)
+    before = steady.memory()
+    door = Door(steady.host, steady.port, KEYS[1], time.monotonic() + LIMIT)
+    statuses = {answer.status for answer in {**valid_work(), **refused_work()}[name](door)}
+    if any(word in name for word in DROPPED):
+        assert statuses == {0}
+    else:
+        assert statuses and statuses <= ANSWERED
+        assert 200 in statuses or name in refused_work() or statuses <= {400, 429, 503}
+    assert steady.memory() - before < GROWTH
