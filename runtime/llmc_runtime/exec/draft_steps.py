@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+
 from llmc_runtime.artifact import Artifact
 from llmc_runtime.device.device import Device
 from llmc_runtime.exec.buffer_layout import Layout
 from llmc_runtime.exec.device_rows import Rows
 from llmc_runtime.exec.entry_points import Bound, EntryPoints
-from llmc_runtime.format.program import FILL, FIRST, NEXT
+from llmc_runtime.format.program import DRAFT_LOGPROB, FILL, FIRST, NEXT
 from llmc_runtime.sched.step import Work
 
 
@@ -21,6 +23,9 @@ class DraftSteps:
 
     A head (EAGLE-3) has no program FILL, as the steps of the model that verifies compute its KV; its first draft is
     sampled by a step over the row's last token.
+
+    If the device's calls return after completion, each draft's probability is known before the next one is made, and
+    rows stop drafting (see sched.draft_stops). Programs launched in advance, as on a GPU, draft a fixed number.
     """
 
     def __init__(self, artifact: Artifact, device: Device, layout: Layout, env: Mapping[str, int], rows: Rows) -> None:
@@ -30,6 +35,9 @@ class DraftSteps:
         )
 
         self._begins = 1 if self.is_head else 2  # tokens of each row by which its first draft is sampled
+        alone = artifact.manifest.ranks == 1  # ranks must run the same programs
+        self._device = device
+        self._logprob = layout.outputs.get(DRAFT_LOGPROB) if device.depth == 1 and alone else None
 
     def __bool__(self) -> bool:
         return bool(self._first.bound)
@@ -44,19 +52,49 @@ class DraftSteps:
         """The maximum number of rows for which one step drafts."""
         return min(self._first.max_entries // self._begins, self._next.max_entries)
 
-    def run(self, work: Sequence[Work]) -> None:
-        """Compute the KV that the draft model lacks, and draft the tokens that a step's work requests."""
+    @property
+    def stops(self) -> bool:
+        """Whether drafting can stop after an unlikely token."""
+        return self._logprob is not None
+
+    def run(self, work: Sequence[Work]) -> dict[int, list[float]]:
+        """Compute the KV that the draft model lacks, and draft the tokens that a step's work requests.
+
+        Returns the probabilities of the drafts of each index of `work`, as many as were made; empty unless `stops`.
+        """
         if fills := [w for w in work if w.fill]:
             for w in fills:
                 self._rows.place(w.row, w.fill_from)
             self._fill.ready(([w.row for w in fills], [w.fill for w in fills], [0] * len(fills))).run()
-        for index, rows in enumerate(_drafting(work)):
-            if index:
-                self._next.ready((rows, [1] * len(rows), [1] * len(rows))).run()
-            else:
-                entries = [row for row in rows for _ in range(self._begins)]
-                emits = [*[0] * (self._begins - 1), 1] * len(rows)
-                self._first.ready((entries, [1] * len(entries), emits)).run()
+        going = [i for i, w in enumerate(work) if w.propose]
+        likely: dict[int, list[float]] = {i: [] for i in going} if self.stops else {}
+        chances, made = dict.fromkeys(going, 1.0), 0
+        while going:
+            self._draft([work[i].row for i in going], made == 0)
+            made += 1
+            if self.stops:
+                for i, probability in zip(going, self._probabilities(len(going), made == 1)):
+                    likely[i].append(probability)
+                    if (stop := work[i].stop) is not None:
+                        chances[i] *= stop.chance(probability)
+            going = [i for i in going if made < work[i].propose and not _ends(work[i], chances[i])]
+        return likely
+
+    def _draft(self, rows: list[int], first: bool) -> None:
+        """Draft a token of each of these rows, the `first` one after its last token or the next one."""
+        if not first:
+            self._next.ready((rows, [1] * len(rows), [1] * len(rows))).run()
+            return
+        entries = [row for row in rows for _ in range(self._begins)]
+        emits = [*[0] * (self._begins - 1), 1] * len(rows)
+        self._first.ready((entries, [1] * len(entries), emits)).run()
+
+    def _probabilities(self, rows: int, first: bool) -> list[float]:
+        """Return the probabilities of the tokens that were drafted last."""
+        assert self._logprob is not None
+        each = self._begins if first else 1
+        found = self._device.fetch(self._logprob, 0, 4 * rows * each).view(np.float32)
+        return np.exp(found[each - 1 :: each]).tolist()
 
     def sizes(self) -> Iterator[Bound]:
         """Yield the programs with one token per entry in every size in which they run, with the size set."""
@@ -69,8 +107,6 @@ class DraftSteps:
             points.close()
 
 
-def _drafting(work: Sequence[Work]) -> Iterator[list[int]]:
-    """Yield the rows that draft a first token, then those that draft a second one, and so on."""
-    drafting = [w for w in work if w.propose]
-    for index in range(max((w.propose for w in drafting), default=0)):
-        yield [w.row for w in drafting if w.propose > index]
+def _ends(work: Work, chance: float) -> bool:
+    """Whether drafting ends for a row whose drafts are all accepted with this probability."""
+    return work.stop is not None and chance < work.stop.least
