@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import exp
 
 import numpy as np
 
@@ -36,8 +37,8 @@ class DraftSteps:
 
         self._begins = 1 if self.is_head else 2  # tokens of each row by which its first draft is sampled
         alone = artifact.manifest.ranks == 1  # ranks must run the same programs
-        self._device = device
-        self._logprob = layout.outputs.get(DRAFT_LOGPROB) if device.depth == 1 and alone else None
+        known = layout.outputs.get(DRAFT_LOGPROB) if device.depth == 1 and alone else None
+        self._logprobs = np.empty(0, np.float32) if known is None else known.host.view(np.float32)
 
     def __bool__(self) -> bool:
         return bool(self._first.bound)
@@ -55,7 +56,7 @@ class DraftSteps:
     @property
     def stops(self) -> bool:
         """Whether drafting can stop after an unlikely token."""
-        return self._logprob is not None
+        return self._logprobs.size > 0
 
     def run(self, work: Sequence[Work]) -> dict[int, list[float]]:
         """Compute the KV that the draft model lacks, and draft the tokens that a step's work requests.
@@ -66,35 +67,47 @@ class DraftSteps:
             for w in fills:
                 self._rows.place(w.row, w.fill_from)
             self._fill.ready(([w.row for w in fills], [w.fill for w in fills], [0] * len(fills))).run()
-        going = [i for i, w in enumerate(work) if w.propose]
-        likely: dict[int, list[float]] = {i: [] for i in going} if self.stops else {}
-        chances, made = dict.fromkeys(going, 1.0), 0
-        while going:
-            self._draft([work[i].row for i in going], made == 0)
-            made += 1
+        drafting = [i for i, w in enumerate(work) if w.propose]
+        if len(drafting) == 1:
+            likely = {drafting[0]: self._run_single(work[drafting[0]])}
+        else:
+            likely = self._run_rows(work, drafting)
+        return likely if self.stops else {}
+
+    def _run_single(self, item: Work) -> list[float]:
+        """Draft for a single row, for which all drafts but the first one have the same inputs."""
+        begins, stop, chance = self._begins, item.stop, 1.0
+        likely: list[float] = []
+        bound = self._first.ready(([item.row] * begins, [1] * begins, [*[0] * (begins - 1), 1]))
+        for made in range(1, item.propose + 1):
+            bound.run()
             if self.stops:
-                for i, probability in zip(going, self._probabilities(len(going), made == 1)):
-                    likely[i].append(probability)
-                    if (stop := work[i].stop) is not None:
-                        chances[i] *= stop.chance(probability)
-            going = [i for i in going if made < work[i].propose and not _ends(work[i], chances[i])]
+                likely.append(exp(self._logprobs[begins - 1 if made == 1 else 0]))
+                if stop is not None:
+                    chance *= stop.chance(likely[-1])
+                    if chance < stop.least:
+                        break
+            if made == 1 < item.propose:
+                bound = self._next.ready(([item.row], [1], [1]))
         return likely
 
-    def _draft(self, rows: list[int], first: bool) -> None:
-        """Draft a token of each of these rows, the `first` one after its last token or the next one."""
-        if not first:
-            self._next.ready((rows, [1] * len(rows), [1] * len(rows))).run()
-            return
-        entries = [row for row in rows for _ in range(self._begins)]
-        emits = [*[0] * (self._begins - 1), 1] * len(rows)
-        self._first.ready((entries, [1] * len(entries), emits)).run()
-
-    def _probabilities(self, rows: int, first: bool) -> list[float]:
-        """Return the probabilities of the tokens that were drafted last."""
-        assert self._logprob is not None
-        each = self._begins if first else 1
-        found = self._device.fetch(self._logprob, 0, 4 * rows * each).view(np.float32)
-        return np.exp(found[each - 1 :: each]).tolist()
+    def _run_rows(self, work: Sequence[Work], going: list[int]) -> dict[int, list[float]]:
+        """Draft for the rows of these indices of `work`, a token of each at a time."""
+        likely: dict[int, list[float]] = {i: [] for i in going}
+        chances, made = dict.fromkeys(going, 1.0), 0
+        while going:
+            each = 1 if made else self._begins
+            entries = [work[i].row for i in going for _ in range(each)]
+            points = self._next if made else self._first
+            points.ready((entries, [1] * len(entries), [*[0] * (each - 1), 1] * len(going))).run()
+            made += 1
+            if self.stops:
+                for i, logprob in zip(going, self._logprobs[each - 1 : len(entries) : each].tolist()):
+                    likely[i].append(exp(logprob))
+                    if (stop := work[i].stop) is not None:
+                        chances[i] *= stop.chance(likely[i][-1])
+            going = [i for i in going if made < work[i].propose and not _ends(work[i], chances[i])]
+        return likely
 
     def sizes(self) -> Iterator[Bound]:
         """Yield the programs with one token per entry in every size in which they run, with the size set."""

@@ -64,8 +64,10 @@ class StepCosts:
     def seconds(self, rows: int, drafts: float) -> float:
         """Return the seconds of a step, interpolated between those that were measured; 0 if none was."""
         known = self._seconds.get(size(rows), {})
+        if drafts in known:
+            return known[drafts]
         if not drafts or not known:
-            return known.get(0, 0.0)
+            return 0.0
         below = max((k for k in known if 0 < k <= drafts), default=0)
         above = min((k for k in known if k >= drafts), default=0)
         if not above:

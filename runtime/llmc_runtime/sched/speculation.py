@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.draft_costs import BRIEF_GAIN, Choice, DraftCount
 from llmc_runtime.sched.draft_stops import Stop, worth_verifying
-from llmc_runtime.sched.draft_trials import TrialsByKind, kind_of
+from llmc_runtime.sched.draft_trials import Trials, TrialsByKind, kind_of
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import StepOutput, Work
 
@@ -87,6 +87,7 @@ class Speculation:
         elif config.head:
             self._memory = _HEAD_MEMORY
         self._single: dict[float, Choice] = {}  # choices of this period for a single row, by its rounded acceptance
+        self._slope, self._verification = 0.0, list[float]()  # costs of drafts in this period; empty: not computed yet
         self._request, self._known = "", (0.0, 0.0)  # the id of the single row's request, and its last draft_trials
         self._soon, self._late = (SOON, LATE) if config.head else (MODEL_SOON, MODEL_PROBE)
         self._trials = TrialsByKind(lambda: self._soon)
@@ -103,6 +104,8 @@ class Speculation:
         if self.plans < self._wake and rows == 1 and running[0].id == self._request:
             return
         self._probes = self._wake = 0
+        if self.plans % _REFRESH == 0 or rows != self._rows:
+            self._slope, self._verification = 0.0, []
         if self._looks_up and not any(request.num_drafts for request in running):
             return
         if rows == 1 and self._model:
@@ -191,7 +194,7 @@ class Speculation:
     def proposals(self, request: Request) -> int:
         """Return how many tokens the draft model drafts for a request."""
         most = self.choose(request, self.config.num_tokens)
-        return self.config.num_tokens if most and self.stop(request) is not None else most
+        return self.config.num_tokens if most and self._stops else most
 
     def drafts(self, request: Request, room: int) -> int:
         """Return how many of the drafts of the request's row to verify, up to `room`."""
@@ -205,18 +208,29 @@ class Speculation:
 
     def stop(self, request: Request) -> Stop | None:
         """Return when the draft model stops drafting for a request; None: when it has drafted what was planned."""
-        if not self.config.stops or not self._choice.most or self._choice.measures:
+        if not self._stops:
             return None
-        rate = self._rate(request)
-        cost = self.count.slope(max(1, self._rows))
-        return Stop(self._trials[kind_of(request)].chances.of(rate), cost / max(rate, cost, _RARE))
+        if not self._slope:
+            self._slope = self.count.slope(max(1, self._rows))
+        rate, cost = self._rate(request), self._slope
+        return Stop(self._kind_of(request).chances.of(rate), cost / max(rate, cost, _RARE))
+
+    @property
+    def _stops(self) -> bool:
+        """Whether drafting stops after unlikely drafts, whose number is not chosen to learn something."""
+        return self.config.stops and self._choice.most > 0 and not self._choice.measures
+
+    def _kind_of(self, request: Request) -> Trials:
+        return self._kind if request.id == self._request else self._trials[kind_of(request)]
 
     def _likely_ones(self, request: Request, room: int) -> int:
         """Return how many of the drafts of a request to verify, by the probabilities that the draft model gives."""
-        if not self._choice.most or self._choice.measures:
+        if not self._stops:
             return room  # to learn whether they are accepted, or what verification costs
-        stop = Stop(self._trials[kind_of(request)].chances.of(self._rate(request)), 0.0)
-        count = worth_verifying(stop, request.likely, self.count.verification(max(1, self._rows), room))
+        if not self._verification:
+            self._verification = self.count.verification(max(1, self._rows), self.config.num_tokens)
+        stop = Stop(self._kind_of(request).chances.of(self._rate(request)), 0.0)
+        count = worth_verifying(stop, request.likely[:room], self._verification)
         if not count:
             weight, accepted = request.draft_trials
             chance = stop.chance(request.likely[0])
@@ -253,7 +267,7 @@ class Speculation:
     def _rate(self, request: Request) -> float:
         """The estimated probability that a draft of the request is accepted."""
         weight, accepted = request.draft_trials
-        return (accepted + _PRIOR * self._trials[kind_of(request)].acceptance) / (weight + _PRIOR)
+        return (accepted + _PRIOR * self._kind_of(request).acceptance) / (weight + _PRIOR)
 
     def learn(
         self, work: Sequence[Work], requests: Sequence[Request], output: StepOutput, seconds: float, counters: Counters
@@ -295,7 +309,7 @@ class Speculation:
 
     def _calibrate(self, request: Request, drafts: int, accepted: int) -> None:
         """Record which drafts were accepted, by the probabilities that the draft model gave them."""
-        chances, rate = self._trials[kind_of(request)].chances, self._rate(request)
+        chances, rate = self._kind_of(request).chances, self._rate(request)
         for index, probability in enumerate(request.verified[: min(drafts, accepted + 1)]):
             chances.add(rate, probability, index < accepted)
 
@@ -304,4 +318,4 @@ class Speculation:
         trials = accepted + (accepted < drafts)
         weight, past = request.draft_trials
         request.draft_trials = (self._memory * weight + trials, self._memory * past + accepted)
-        self._trials[kind_of(request)].count(trials, accepted)
+        self._kind_of(request).count(trials, accepted)
