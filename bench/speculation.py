@@ -104,6 +104,8 @@ def always() -> None:
     """Make every step draft and verify as many tokens as it can."""
     Speculation.choose = Speculation.looks = lambda self, request, room: room  # type: ignore[method-assign]
     Speculation.wants = True  # type: ignore[assignment,method-assign]
+    Speculation.stop = lambda self, request: None  # type: ignore[method-assign]
+    Speculation.drafts = lambda self, request, room: max(0, min(room, request.num_drafts))  # type: ignore[method-assign]
 
 
 def run(llm: LLM, load: Load) -> tuple[float, list[list[int]]]:

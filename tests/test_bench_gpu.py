@@ -194,3 +194,12 @@ def test_the_bench_of_speculation_runs_dry(tmp_path: Path, monkeypatch: pytest.M
     for x in rows:
         assert x["drafts"] == "chosen" or abs(x["rate"] - rates[x["method"]]) < 0.12, x
     assert "draft model, rate 0.8" in (tmp_path / "out" / "tables.md").read_text()
+    both = [*plan, "--methods", "suffix,eagle", "--nothing", "too", "--rounds", "1", "--out", str(tmp_path / "both")]
+    assert speculation.main([*both, "--artifacts", str(tmp_path / "artifacts")]) == 0
+    rows = json.loads((tmp_path / "both" / "results.json").read_text())["rows"]
+    assert {(x["method"], x["drafts"]) for x in rows} == {
+        *(("plain", drafts) for drafts in ("chosen", "nothing")), ("suffix matching", "nothing"),
+        *(("EAGLE-3 head", drafts) for drafts in ("chosen", "1", "3", "nothing")),
+    }  # fmt: skip
+    assert all(x["rate"] < 0.1 for x in rows if x["drafts"] == "nothing")
+    assert (tmp_path / "both" / "tables.md").read_text().count("| EAGLE-3 head") == 2

@@ -1,7 +1,8 @@
 """Speed-up by speculative decoding at fixed acceptance rates, beside what step times and rate allow.
 
     python -m bench.gpu.speculation --artifacts DIR --out DIR --limit SECONDS [--batches 1,8,32,256]
-                                    [--methods ngram,suffix,draft,eagle] [--nothing] [--compile-only]
+                                    [--methods ngram,suffix,draft,eagle] [--nothing [too]] [--rounds N]
+                                    [--compile-only]
     python -m bench.gpu.speculation --model small --target cpu:native --batches 1,4 ...       a dry run without a GPU
 
 The weights are random, so the rate is set by the requests (see `requests`): verification is that of every engine.
@@ -12,7 +13,8 @@ drafts k. With the rate r, a step of k drafts gives (1 - r^(k+1)) / (1 - r) toke
 the times of the steps with k drafts allow a speed-up of max over k of tokens(k) * plain step / step(k), at least 1.
 
 With --nothing, requests draw from the whole vocabulary at a temperature at which no draft is right, so that what is
-measured is the cost of a method that is switched on in vain.
+measured is the cost of a method that is switched on in vain. With `--nothing too`, both are measured, methods without
+a gate only in vain.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import log, sqrt
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from llmc_runtime import SamplingParams
 from llmc_runtime.engine.loader import Opened, open_engine, open_model
@@ -37,19 +39,18 @@ from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.speculation import Speculation
 
 from bench import shapes
+from bench.gpu.independent_drafts import IndependentDrafts
 from bench.shapes import Shape
 from llmc.console import Console
 from llmc.draft_model import with_draft
 from llmc.driver import start
 from llmc.extension import Contributions
-from llmc.ir.graph import Builder, Module
 from llmc.options import Options
-from llmc.passes.base import Ctx, Pass
-from llmc.passes.lower.page_attention import DRAFT
 
 SEED, DRAFTS, PROMPT = 1, 7, 128
 WARM, MEASURED = 64, 192  # tokens per row before and while time is taken
 TEMPERATURE = 20.0  # makes differences between random logits small against the biases
+TOO, IN_VAIN = "too", "nothing"
 FIXED = (1, 2, 3, 5, 7)  # numbers of drafts of the formula
 BATCHES = (1, 8, 32, 256)
 HEAD_VOCAB = 32000  # tokens that the head can draft, as in published heads
@@ -134,10 +135,10 @@ def requests(count: int, shape: Shape, method: Method, tokens: int) -> Iterator[
         yield Request(f"{seed}", prompt, SamplingParams(seed=seed, **params))
 
 
-def measure(opened: Opened, batch: int, shape: Shape, method: Method) -> Measured:
-    """Measure decoding of `batch` rows, in more rounds if they are few."""
+def measure(opened: Opened, batch: int, shape: Shape, method: Method, most: int) -> Measured:
+    """Measure decoding of `batch` rows, in up to `most` rounds if they are few."""
     totals = Totals()
-    for _ in range(max(1, 8 // batch)):
+    for _ in range(min(most, max(1, 8 // batch))):
         one_round(opened, list(requests(batch, shape, method, WARM + MEASURED + 4 * DRAFTS)), totals)
     return totals.measured(batch)
 
@@ -188,7 +189,8 @@ class Results:
         if time.monotonic() > self.end:
             self.failed.append(f"{name}: no time left")
             return
-        one = self.found[batch, method.name, drafts] = measure(opened, batch, MODELS[self.plan.model], method)
+        one = measure(opened, batch, MODELS[self.plan.model], method, self.plan.rounds)
+        self.found[batch, method.name, drafts] = one
         times = f"{one.seconds_per_token * 1e3:.3f} ms a token, {one.step * 1e3:.3f} ms a step"
         print(f"{name}: {times}, {one.tokens_per_step:.2f} tokens a step, {one.rate:.2f} accepted first", flush=True)
         self.save()
@@ -203,8 +205,8 @@ class Results:
     def table(self) -> str:
         """Return the table of speed-ups."""
         head = "method | batch | plain ms | speed-up | gate | allowed (drafts) | of it | tokens a step | accepted"
-        lines = self.vain() if self.plan.nothing else [f"| {head} |", "|" + "---|" * 9]
-        for method in () if self.plan.nothing else METHODS:
+        lines = [f"| {head} |", "|" + "---|" * 9]
+        for method in METHODS:
             for batch in self.plan.batches:
                 plain, own = (self.found.get((batch, m.name, "chosen")) for m in (PLAIN, method))
                 if plain is None or own is None:
@@ -217,14 +219,16 @@ class Results:
                     f" {gate} | {allowed:.2f} ({drafts}) | {gain / allowed:.2f} |"
                     f" {own.tokens_per_step:.2f} | {own.rate:.2f} |"
                 )
+        if self.plan.nothing:
+            lines = [*(lines if self.plan.nothing == TOO else ()), "", *self.vain()]
         return "\n".join([*lines, *(f"\nFailed: {x}" for x in self.failed)]) + "\n"
 
     def vain(self) -> list[str]:
         """Return the lines of the table of methods that have nothing to draft."""
         lines = ["| method | batch | plain, ms a token | with the method | ratio |", "|" + "---|" * 5]
-        for (batch, name, _), own in self.found.items():
-            plain = self.found.get((batch, PLAIN.name, "chosen"))
-            if plain is not None and name != PLAIN.name:
+        for (batch, name, drafts), own in self.found.items():
+            plain = self.found.get((batch, PLAIN.name, IN_VAIN))
+            if plain is not None and name != PLAIN.name and drafts == IN_VAIN:
                 a, b = plain.seconds_per_token * 1e3, own.seconds_per_token * 1e3
                 lines.append(f"| {name} | {batch} | {a:.3f} | {b:.3f} | **{b / a:.3f}** |")
         return lines
@@ -239,30 +243,6 @@ class Results:
         return best
 
 
-@dataclass(frozen=True)
-class IndependentDrafts(Pass):
-    """Let the draft model sample with random numbers of its own, those of positions far behind every sequence.
-
-    In an engine it samples with the number of the position, as the model does. Both would then draw the same one of two
-    ids, whatever their weights.
-    """
-
-    name: ClassVar[str] = "independent-drafts"
-
-    def run(self, m: Module, ctx: Ctx) -> int:
-        """Apply the pass to @draft; return the number of changes."""
-        g = m.graphs.get(DRAFT)
-        nodes = [n for n in g.nodes if n.op.name in ("row_mask", "row_sample")] if g else []
-        if g is None or not nodes:
-            return 0
-        b: Any = Builder(g, ctx.opset, before=nodes[0], loc="bench")
-        positions = nodes[0].operands[3]
-        moved = b.add(positions, b.broadcast(b.constant(1 << 20, "i32"), shape=list(positions.type.shape)))
-        for n in nodes:
-            g.set_operands(n, [moved if v is positions else v for v in n.operands])
-        return len(nodes)
-
-
 def artifact(plan: argparse.Namespace, name: str, **more: Any) -> Path:
     """Return an artifact of the model without weight files; compile it if it is missing. `more` are Options."""
     path: Path = plan.artifacts / f"{plan.model}-{name}.llmc"
@@ -274,7 +254,7 @@ def artifact(plan: argparse.Namespace, name: str, **more: Any) -> Path:
         ))  # fmt: skip
         job = start(shapes.folder(MODELS[plan.model], plan.artifacts), path, options, True, Console(sys.stderr))
         if options.draft:
-            name, place = IndependentDrafts.name, f"bench.gpu.speculation:{IndependentDrafts.__name__}"
+            name, place = IndependentDrafts.name, f"{IndependentDrafts.__module__}:{IndependentDrafts.__name__}"
             known = {**job.registry.passes.texts, name: place}
             job.registry = replace(job.registry, passes=Contributions(job.registry.passes.kind, known))
             job.options = replace(
@@ -321,25 +301,37 @@ def run(path: Path, method: Method, results: Results) -> None:
     """Open an engine with a method and measure every batch size."""
     options = EngineOptions(path, enable_prefix_caching=False, speculate=method.speculate, threads=results.plan.threads)
     opened = open_engine(open_model(path, options), options)
-    scheduler = opened.engine.scheduler
+    scheduler, vain = opened.engine.scheduler, results.plan.nothing
+    chosen = scheduler.speculation
     try:
         for batch in results.plan.batches:
-            measure(opened, batch, MODELS[results.plan.model], method)  # captures graphs, learns costs
-            results.add(batch, method, "chosen", opened)
-            if results.plan.nothing or (chosen := scheduler.speculation) is None:
-                continue
-            costs = {drafts: chosen.count.costs.seconds(batch, drafts) for drafts in (0, *FIXED)}
-            print("  ms a step by drafts, as the engine measured:", {k: round(1e3 * v, 3) for k, v in costs.items()})
-            for drafts in FIXED:
-                if batch * (1 + drafts) > scheduler.config.logits:
-                    continue  # not all rows can have as many
-                fixed = FixedDrafts(chosen.config)
-                fixed.fixed = drafts
-                _draft_by(scheduler, fixed)
-                results.add(batch, method, str(drafts), opened)
-            _draft_by(scheduler, chosen)
+            if not vain or (vain == TOO and (chosen is None or method.gates)):
+                _choose(opened, batch, method, "chosen", results)
+                if chosen is not None:
+                    _fix(opened, batch, method, chosen, results)
+                    _draft_by(scheduler, chosen)
+            if vain:
+                _choose(opened, batch, replace(method, rate=0.0), IN_VAIN, results)
     finally:
         opened.close()
+
+
+def _choose(opened: Opened, batch: int, method: Method, name: str, results: Results) -> None:
+    """Measure the cost model's choice, after a measurement that captures graphs and learns costs."""
+    measure(opened, batch, MODELS[results.plan.model], method, results.plan.rounds)
+    results.add(batch, method, name, opened)
+
+
+def _fix(opened: Opened, batch: int, method: Method, chosen: Speculation, results: Results) -> None:
+    """Measure each fixed number of drafts that all rows can have."""
+    costs = {drafts: chosen.count.costs.seconds(batch, drafts) for drafts in (0, *FIXED)}
+    print("  ms a step by drafts, as the engine measured:", {k: round(1e3 * v, 3) for k, v in costs.items()})
+    for drafts in FIXED:
+        if batch * (1 + drafts) <= opened.engine.scheduler.config.logits:
+            fixed = FixedDrafts(chosen.config)
+            fixed.fixed = drafts
+            _draft_by(opened.engine.scheduler, fixed)
+            results.add(batch, method, str(drafts), opened)
 
 
 def _draft_by(scheduler: Scheduler, speculation: Speculation) -> None:
@@ -364,7 +356,10 @@ def parser() -> argparse.ArgumentParser:
     ap.add_argument("--methods", type=lambda text: text.split(","), default=kinds, metavar="A,B", help=", ".join(kinds))
     ap.add_argument("--limit", type=float, default=570, metavar="SECONDS", help="no measurement starts after this time")
     ap.add_argument("--threads", type=int, help="threads of the engine on a CPU")
-    ap.add_argument("--nothing", action="store_true", help="measure requests for which no draft is right")
+    ap.add_argument(
+        "--nothing", nargs="?", const="only", choices=("only", TOO), help="measure requests for which no draft is right"
+    )
+    ap.add_argument("--rounds", type=int, default=8, metavar="N", help="maximum number of rounds of small batches")
     ap.add_argument("--compile-only", action="store_true", help="only compile the artifacts; needs no GPU")
     return ap
 
@@ -374,8 +369,6 @@ def main(argv: list[str]) -> int:
     plan = parser().parse_args(argv)
     results = Results(plan, time.monotonic() + plan.limit)
     methods = [PLAIN, *(m for m in METHODS if kind_of(m) in plan.methods)]
-    if plan.nothing:
-        methods = [replace(m, rate=0.0) for m in methods]
     artifacts = {kind: artifact(plan, kind, **compiled_for(plan, kind)) for kind in map(artifact_of, methods)}
     if plan.compile_only:
         return 0

@@ -49,12 +49,15 @@ SHAPES = (
     Shape("sinks", "bf16", "bf16", 8, 2, 128, 16, 33, 2.0, True),
     Shape("widest", "bf16", "bf16", 4, 1, 512),
 )
-# (row, tokens already there, tokens of the step) of each span; -1 is a padding row
+# (row, tokens already there, tokens of the step) of each entry; -1 is a padding row. Drafts are verified by adjacent
+# entries of one row
 STEPS = (
     ((0, 0, 1),),
     ((3, 150, 1), (1, 0, 1), (2, 63, 1), (5, 31, 1)),
     ((4, 0, 97),),
     ((2, 40, 61), (0, 99, 1), (-1, 0, 3), (1, 0, 17), (5, 7, 2)),
+    ((2, 29, 1), (2, 30, 1), (2, 31, 1), (2, 32, 1), (2, 33, 1), (0, 0, 1), (0, 1, 1), (-1, 0, 1), (-1, 0, 1)),
+    ((4, 0, 1), (4, 1, 70), (4, 71, 1), (3, 5, 1), (1, 18, 1), (1, 19, 1)),
 )
 
 
@@ -89,7 +92,8 @@ def draw(s: Shape, step: Sequence[tuple[int, int, int]], pad: int, rng: np.rando
             continue
         positions[at : at + n] = held + np.arange(n)
         need = -(-(held + n) // s.page)
-        pages[row, :need] = [free.pop() for _ in range(need)]
+        held_pages = int((pages[row] >= 0).sum())  # by an earlier entry of the row
+        pages[row, held_pages:need] = [free.pop() for _ in range(need - held_pages)]
         for t in range(held + n):
             kv[pages[row, t // s.page], :, :, t % s.page] = rng.standard_normal((2, s.g, s.d))
     out = [rng.standard_normal((total, s.h, s.d)).astype(np.float32), kv, pages]

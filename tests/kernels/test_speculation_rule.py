@@ -62,15 +62,18 @@ class Device:
             if self.i[0, 7] > 1:
                 self.allowed[rows, (at + 1) % (1 + DRAFTS)] = GUIDE[self.tokens[rows, at]]
 
-    def step(self, drafts: int, accept: Callable[..., Any], counting: bool = True) -> None:
-        """Draft ids at random, mostly likely ones, and verify them."""
+    def step(self, drafts: int, accept: Callable[..., Any], counting: bool = True, stops: bool = False) -> None:
+        """Draft ids at random, mostly likely ones, and verify them; if it `stops`, those before an unlikely one."""
         live = np.nonzero(self.length < PROMPT + LENGTH - 1)[0]
-        for at in (self.length[live] + j for j in range(1, drafts + 1)):
+        made = np.zeros(len(live), np.int64)
+        for j in range(1, drafts + 1):
+            at = self.length[live] + j
             likely = TABLE[self.tokens[live, at - 1]].argmax(-1)
             other = self.rng.integers(0, V, len(live))
             self.tokens[live, at] = np.where(self.rng.random(len(live)) < 0.6, likely, other)
+            made += (made == j - 1) & ((self.tokens[live, at] == likely) | (not stops))
         self.guide(live, drafts)
-        rows = np.repeat(live, 1 + drafts).astype(np.int32)
+        rows = np.repeat(live, 1 + made).astype(np.int32)
         starts, _, positions = OPS["row_spans"].ref(rows, np.ones_like(rows), self.length, tokens=len(rows))
         x = self.logits(rows, starts, positions, counting)
         ids = OPS["row_sample"].ref(x, rows, starts, positions, self.tokens, self.f, self.i)
@@ -79,10 +82,12 @@ class Device:
             self.tokens, self.length, self.counts, rows, starts, positions, emit, ids, limit=max(1, drafts)
         )
 
-    def observed(self, drafts: int, accept: Callable[..., Any], counting: bool = True) -> np.ndarray:
+    def observed(
+        self, drafts: int, accept: Callable[..., Any], counting: bool = True, stops: bool = False
+    ) -> np.ndarray:
         """How often each continuation is generated."""
         while (self.length < PROMPT + LENGTH - 1).any():
-            self.step(drafts, accept, counting)
+            self.step(drafts, accept, counting, stops)
         found = self.tokens[:, PROMPT : PROMPT + LENGTH] @ (V ** np.arange(LENGTH)[::-1])
         return np.bincount(found, minlength=V**LENGTH)
 
@@ -127,19 +132,19 @@ ACCEPT = OPS["row_accept"].ref
 def test_continuations_have_the_distribution_of_the_model(name: str) -> None:
     p = expected(SETTINGS[name])
     assert abs(p.sum() - 1) < 1e-9
-    for drafts in (1, DRAFTS):
-        assert score(Device(SETTINGS[name]).observed(drafts, ACCEPT), p) < LIMIT, drafts
+    for drafts, stops in ((1, False), (DRAFTS, False), (DRAFTS, True)):
+        assert score(Device(SETTINGS[name]).observed(drafts, ACCEPT, stops=stops), p) < LIMIT, (drafts, stops)
 
 
 def test_tokens_are_those_of_plain_decoding() -> None:
     """With the same seeds not only the distribution is the same."""
     for setting in SETTINGS.values():
         found = []
-        for drafts in (0, DRAFTS):
+        for drafts, stops in ((0, False), (DRAFTS, False), (DRAFTS, True)):
             device = Device(setting, 500)
-            device.observed(drafts, ACCEPT)
+            device.observed(drafts, ACCEPT, stops=stops)
             found.append(device.tokens[:, : PROMPT + LENGTH].tolist())
-        assert found[0] == found[1]
+        assert found[0] == found[1] == found[2]
 
 
 def every_draft(tokens: Any, length: Any, counts: Any, rows: Any, *step: Any, limit: int) -> Any:
@@ -163,9 +168,21 @@ def rejected_sample(tokens: Any, length: Any, counts: Any, rows: Any, *step: Any
     return ACCEPT(tokens, length, counts, rows, starts, positions, emit, ids, limit=limit)
 
 
-@pytest.mark.parametrize("rule", [every_draft, rejected_sample])
+def sure_drafts(tokens: Any, length: Any, counts: Any, rows: Any, *step: Any, limit: int) -> Any:
+    """A rule that accepts one likely draft in four without a look at the sample, where drafting stops at others."""
+    starts, positions, emit, ids = step
+    ids, sure = ids.copy(), np.random.default_rng(4).random(len(ids)) < 0.25
+    for i in np.nonzero(sure[:-1] & (rows[1:] == rows[:-1]))[0]:
+        draft = tokens[rows[i], positions[starts[i + 1]]]
+        if draft == TABLE[tokens[rows[i], positions[starts[i]]]].argmax():
+            ids[i] = draft
+    return ACCEPT(tokens, length, counts, rows, starts, positions, emit, ids, limit=limit)
+
+
+@pytest.mark.parametrize("rule", [every_draft, rejected_sample, sure_drafts])
 def test_an_error_in_the_rule_is_seen(rule: Callable[..., Any]) -> None:
-    assert score(Device(SETTINGS["plain"]).observed(DRAFTS, rule), expected(SETTINGS["plain"])) > LIMIT
+    stops = rule is sure_drafts
+    assert score(Device(SETTINGS["plain"]).observed(DRAFTS, rule, stops=stops), expected(SETTINGS["plain"])) > LIMIT
 
 
 def test_penalties_that_ignore_drafts_are_seen() -> None:
@@ -187,9 +204,11 @@ def main(rows: int) -> None:
     """Print the deviate of each setting with `rows` continuations; exit with 1 if one is too large."""
     largest = 0.0
     for name, setting in SETTINGS.items():
-        deviate = score(Device(setting, rows).observed(DRAFTS, ACCEPT), expected(setting))
-        print(f"{name}: chi-square of {rows} continuations, as a normal deviate: {deviate:.2f}", flush=True)
-        largest = max(largest, deviate)
+        for stops in (False, True):
+            deviate = score(Device(setting, rows).observed(DRAFTS, ACCEPT, stops=stops), expected(setting))
+            what = f"{rows} continuations{' with stops' if stops else ''}"
+            print(f"{name}: chi-square of {what}, as a normal deviate: {deviate:.2f}", flush=True)
+            largest = max(largest, deviate)
     sys.exit(largest > LIMIT)
 
 

@@ -13,14 +13,15 @@ def record_drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list
     seen: list[tuple[list[int], list[int]]] = []
     run = DraftSteps.run
 
-    def recorded(self: DraftSteps, work: Any) -> None:
-        run(self, work)
+    def recorded(self: DraftSteps, work: Any) -> dict[int, list[float]]:
+        likely = run(self, work)
         history, length = (self._rows._tables[name].view for name in ("tokens", "length"))
-        for item in work:
+        for index, item in enumerate(work):
             if item.propose:
                 known = int(length[item.row, 0]) + 1
-                row = history[item.row].tolist()
-                seen.append((row[:known], row[known : known + item.propose]))
+                row, made = history[item.row].tolist(), len(likely.get(index, ())) or item.propose
+                seen.append((row[:known], row[known : known + made]))
+        return likely
 
     monkeypatch.setattr(DraftSteps, "run", recorded)
     return seen

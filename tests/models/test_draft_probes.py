@@ -10,9 +10,11 @@ import pytest
 from draw import SEED
 from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.speculation import (
     LATE,
     MODEL_PROBE,
+    MODEL_SOON,
     SOON,
     WARM,
     Speculation,
@@ -77,8 +79,36 @@ def test_a_draft_model_is_tried_seldom() -> None:
     driver, request = Driver(DRAFT), Request("r", [1])
     request.draft_trials = (9.0, 0.0)
     drafting, plain = driver.steps(request, 4 * MODEL_PROBE, accepted=0)
-    assert len(drafting) in (3, 4) and {b - a for a, b in pairwise(drafting)} == {MODEL_PROBE}
+    apart = [b - a for a, b in pairwise(drafting)]
+    assert apart == [min(MODEL_PROBE, 2 * MODEL_SOON << i) for i in range(len(apart))] and len(apart) > 5
     assert len(plain) == 4 * MODEL_PROBE - 2 * len(drafting)
+
+
+@pytest.mark.parametrize("config", [HEAD, DRAFT])
+@pytest.mark.parametrize("length", [24, 300])
+def test_what_trials_cost(config: SpeculationConfig, length: int) -> None:
+    """However short the requests are: at most 1 % of the time, and what the first trials may cost once."""
+    driver, seconds, tokens = Driver(config), 0.0, 0
+    for number in range(12_000 // length):
+        request = Request(f"r{number}", [1], SamplingParams(temperature=0.7))
+        for _ in range(length):
+            seconds, tokens = seconds + SECONDS[driver.behind], tokens + 1
+            driver.step(request, accepted=0)
+        driver.behind = 0
+    print(f"{tokens} tokens, {seconds - tokens:.1f} steps lost")
+    assert 1.0 < seconds - tokens < 0.01 * tokens + 12
+
+
+def test_kinds_of_requests_are_told_apart() -> None:
+    """What greedy requests have taught is not applied to sampled ones, and is still known after them."""
+    driver = Driver(HEAD)
+    for number in range(4):
+        greedy = Request(f"g{number}", [1], SamplingParams(temperature=0.0))
+        drafting, _ = driver.steps(greedy, 40, accepted=4)
+        assert len(drafting) > (30 if number else 20)
+        sampled = Request(f"s{number}", [1], SamplingParams(temperature=1.0))
+        drafting, _ = driver.steps(sampled, 300, accepted=0)
+        assert len(drafting) < (10 if number else 30), f"request {number}"
 
 
 @pytest.mark.parametrize("config", [HEAD, DRAFT])

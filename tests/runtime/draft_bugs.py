@@ -161,6 +161,15 @@ def steps_that_skip_what_drafts_need(right: Any) -> Any:
     return lambda self, work: True
 
 
+def drafts_that_were_not_made(right: Any) -> Any:
+    def learn(self: Speculation, work: Any, requests: Any, output: Any, *more: Any) -> None:
+        right(self, work, requests, output, *more)
+        for index in output.likely:
+            requests[index].num_drafts, requests[index].likely = work[index].propose, []
+
+    return learn
+
+
 DRAFT_BUGS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (Scheduler, "_append_run", rejected_drafts_that_stay),
     (Scheduler, "_append_run", pages_of_drafts_that_leak),
@@ -180,4 +189,5 @@ DRAFT_BUGS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (scheduler, "may_sample", planned_behind_tokens_without_masks),
     (Banned, "accept", masks_of_rejected_drafts),
     (Speculation, "plain", steps_that_skip_what_drafts_need),
+    (Speculation, "learn", drafts_that_were_not_made),
 )

@@ -108,9 +108,10 @@ class FakeExecutor:
         rng: random.Random | None = None,
         logits: int = 0,
         head: bool = False,
+        stops: bool = False,
     ) -> None:
-        """head: drafts are those of a head, whose KV every step computes."""
-        self.depth, self._rng, self._logits, self._head = depth, rng, logits or rows, head
+        """head: drafts are those of a head, whose KV every step computes. stops: it may stop drafting."""
+        self.depth, self._rng, self._logits, self._head, self._stops = depth, rng, logits or rows, head, stops
         self._drafts = rng and random.Random(rng.getrandbits(64))  # draws in the order of the steps, whenever they run
         self._queue: deque[StepLike] = deque()  # launched, not run
         self._outputs: deque[Any] = deque()  # run, not waited for
@@ -210,9 +211,11 @@ class FakeExecutor:
         proposed = [self._propose(item) for item in work]
         for item in work:
             _require(not (step.plain and (item.propose or item.fill)), f"row {item.row}: drafts after a plain step")
-            self._draft(item)
+        likely = {i: found for i, item in enumerate(work) if (found := self._draft(item))}
         looked = {item.row: found for item in work if (found := self._looked(self._row(item.row)))}
-        return step.reply([run[0][0] for run in rows], [run[0][1] for run in rows], scores, accepted, proposed, looked)
+        return step.reply(
+            [run[0][0] for run in rows], [run[0][1] for run in rows], scores, accepted, proposed, looked, likely
+        )
 
     def _mask(self, new: Any) -> None:
         row = self._row(new.row)
@@ -273,15 +276,16 @@ class FakeExecutor:
             return index == len(row.ahead) or row.ahead[index] != token
         return self._drafts is not None and self._drafts.random() < self.rejection
 
-    def _draft(self, item: Any) -> None:
+    def _draft(self, item: Any) -> list[float]:
         """Compute the KV of a draft model that a step asks for; require what its drafts need.
 
-        A draft is marked in its KV slot until it is verified: it may be the token, or not.
+        Returns their probabilities if it may stop drafting. A draft is marked in its KV slot until it is verified: it
+        may be the token, or not.
         """
-        row, size, kv = self._row(item.row), self.page_size, self._drafted
-        row.proposed = item.propose
+        row, size, kv, rng = self._row(item.row), self.page_size, self._drafted, self._drafts or random.Random(0)
+        row.proposed = made = rng.randint(1, item.propose) if self._stops and item.stop is not None else item.propose
         if row.params.guided and not row.params.drafting[0]:
-            row.ahead = self._guess(row, item.propose)
+            row.ahead = self._guess(row, made)
         end = max(item.fill_from + item.fill, row.length + item.propose)
         _require(end <= min(len(row.table) * size, self.max_model_len), f"row {item.row}: drafts behind its pages")
 
@@ -298,7 +302,7 @@ class FakeExecutor:
             _require(item.emit and len(row.tokens) == row.length + 1, f"row {item.row}: drafts without a last token")
         if self._head:
             _require(not item.fill, f"row {item.row}: a head computes KV behind a step")
-            return
+            return self._likely(made)
         extend(item.fill_from, item.fill_from + item.fill)
         if item.propose:
             begin = max(0, row.length - 1)
@@ -306,8 +310,14 @@ class FakeExecutor:
                 known = kv[slot(begin - 1)] == self._kv[slot(begin - 1)]
                 _require(known, f"row {item.row}: the draft model lacks the KV before token {begin}")
             extend(begin, row.length + 1)
-            for position in range(row.length + 1, row.length + item.propose):
+            for position in range(row.length + 1, row.length + made):
                 kv[slot(position)] = hash(("drafted", row.length, position))
+        return self._likely(made)
+
+    def _likely(self, count: int) -> list[float]:
+        """Draw the probabilities of drafts."""
+        rng = self._drafts or random.Random(0)
+        return [rng.random() for _ in range(count)] if self._stops else []
 
     def _propose(self, item: Any) -> int:
         """Return the number of tokens drafted for a row."""

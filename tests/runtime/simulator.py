@@ -320,7 +320,8 @@ def make_device(config: SchedulerConfig, depth: int = 1, rng: random.Random | No
     """Return a fake device of this size."""
     sizes = config.max_num_seqs, config.num_pages, config.page_size, config.vocab_size, config.max_model_len
     head = config.speculation is not None and bool(config.speculation.head)
-    return FakeExecutor(*sizes, config.max_num_batched_tokens, depth, rng, config.logits, head)
+    stops = depth == 1 and config.speculation is not None and config.speculation.stops
+    return FakeExecutor(*sizes, config.max_num_batched_tokens, depth, rng, config.logits, head, stops)
 
 
 def simulate(seed: int, steps: int, stride: int = 1, depth: int | None = None) -> Counter[str]:

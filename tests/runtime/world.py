@@ -163,5 +163,8 @@ def draw_world(seed: int) -> World:
     for _ in range(4):
         world.stems.append(rng.choices(range(config.vocab_size), k=rng.randint(1, longest)))
     world.ranks = rng.choice((1, 1, 1, 2, 3))
+    drafts_by = config.speculation
+    if seed % 2 and world.ranks == 1 and drafts_by is not None and drafts_by.max_rows:
+        world.depth, world.config = 1, replace(config, speculation=replace(drafts_by, stops=True))
     world.stems.append(world.stems[0] + rng.choices(range(config.vocab_size), k=rng.randint(1, longest)))
     return world

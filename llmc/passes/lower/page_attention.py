@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from llmc_runtime.format.pooling import CLS, KINDS, MEAN, POOLED
+from llmc_runtime.format.program import DRAFT_LOGPROB
 from llmc_runtime.format.row_abi import BIASES, DRAFT_WIDTH, MAX_DRAFTS, STOPS, TOP_LOGPROBS
 
 from llmc.diagnostics import Diagnostic
@@ -41,9 +42,10 @@ class PageAttention(Pass):
     drafted tokens that a step verifies per row (0: none); a step then has up to rows * (1 + speculate) entries, limited
     to the tokens of a step and to 512. The graph @draft, if there is one, becomes that of a draft model. If it has an
     input `hidden`, it is a head (EAGLE-3, arXiv 2503.01840): @main returns a hidden state per token after the logits,
-    which the step stores in a pool of pages, with the head's keys and values of the same tokens. pool: "last", "cls" or
-    "mean" (empty: the step samples): @main is that of a model that pools, and the step returns the output `pooled`,
-    f32[R, width], instead of ids.
+    which the step stores in a pool of pages, with the head's keys and values of the same tokens. draft_logprobs: @draft
+    also returns the natural log-probability of each token that it drafts, f32[R], among those that a row allows. pool:
+    "last", "cls" or "mean" (empty: the step samples): @main is that of a model that pools, and the step returns the
+    output `pooled`, f32[R, width], instead of ids.
     """
 
     name: ClassVar[str] = "page-attention"
@@ -53,6 +55,7 @@ class PageAttention(Pass):
     tokens: int = 0
     kv: str = ""
     speculate: int = 0
+    draft_logprobs: bool = False
     pool: str = ""
 
     def run(self, m: Module, ctx: Ctx) -> int:
@@ -269,7 +272,7 @@ class _Rows:
         """Replace the logits by the step's outputs: ids and log-probabilities, then the new versions of all states."""
         b, logits = self._logits()
         step = (self.rows, self.starts, self.positions)
-        ids = self._ids(b, logits, (self.starts, self.positions, self.tokens) if self.options.speculate else ())
+        ids, _ = self._ids(b, logits, (self.starts, self.positions, self.tokens) if self.options.speculate else ())
         top = min(TOP_LOGPROBS, int(logits.type.shape[-1]))
         results = [ids, *b.row_logprobs(logits, ids, self.rows, self.iparams, k=top)]
         operands = (self.tokens, self.length, self.counts, *step, self.emit, ids)
@@ -290,9 +293,13 @@ class _Rows:
     def draft(self, pools: list[Value]) -> None:
         """Replace the logits by the drafts that are sampled from them, as the model samples at the same position."""
         b, logits = self._logits()
-        ids = self._ids(b, logits, ())
+        ids, allowed = self._ids(b, logits, ())
         states = b.row_extend(self.tokens, self.reach, self.rows, self.starts, self.positions, self.emit, ids)
         self.g.outputs = [*states, *pools]
+        if self.options.draft_logprobs:
+            logprob, *_ = b.row_logprobs(allowed, ids, k=1)
+            logprob.name = DRAFT_LOGPROB
+            self.g.outputs.insert(0, logprob)
 
     def _logits(self) -> tuple[Builder, Value]:
         b = Builder(self.g, self.ops, loc="sample")
@@ -301,14 +308,17 @@ class _Rows:
             logits = b.reshape(logits, shape=[D("R"), logits.type.shape[-1]])
         return b, logits
 
-    def _ids(self, b: Builder, logits: Value, drafted: tuple[Value, ...]) -> Value:
-        """Sample an id per entry. Penalties count the tokens that were drafted before an entry, if given."""
+    def _ids(self, b: Builder, logits: Value, drafted: tuple[Value, ...]) -> tuple[Value, Value]:
+        """Sample an id per entry; return the ids, and the logits with penalties and masks.
+
+        Penalties count the tokens that were drafted before an entry, if given.
+        """
         params, step = (self.fparams, self.iparams), (self.rows, self.starts, self.positions)
         penalties = (self.seen, self.counts, self.bias_ids, self.biases)
         x = b.row_penalize(logits, self.rows, *params, *penalties, *drafted)
         x = b.row_mask(x, *step, self.iparams, self.stops, self.allowed)
         ids: Value = b.row_sample(x, *step, self.tokens, *params)
-        return ids
+        return ids, x
 
     def _accept(self, b: Builder, operands: tuple[Value, ...], results: list[Value]) -> list[Value]:
         """Accept and propose drafts: update the results, and return the new versions of the states."""

@@ -116,7 +116,7 @@ def _name_inputs(g: Graph, role: str) -> None:
 
 def _only_pools(g: Graph) -> None:
     """Reduce a graph to the KV that it writes."""
-    g.outputs = [v for v in g.outputs if not made_by(v, "row_extend")]
+    g.outputs = [v for v in g.outputs if not made_by(v, "row_extend", "row_logprobs")]
     for n in reversed(g.nodes):
         if not g.is_used(n):
             g.erase(n)

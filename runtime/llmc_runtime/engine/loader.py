@@ -155,7 +155,11 @@ def _scheduler_config(
         prefix_caching=options.enable_prefix_caching and not (pooling and pooling.whole),
         context=artifact.digest,
         speculation=speculation_of(
-            options.speculate, executor.max_drafts, executor.draft_model.max_rows, executor.draft_model.is_head
+            options.speculate,
+            executor.max_drafts,
+            executor.draft_model.max_rows,
+            executor.draft_model.is_head,
+            executor.draft_model.stops,
         ),
         max_num_logits=executor.max_entries,
         max_masks=executor.rows.masks or 1,
@@ -164,12 +168,15 @@ def _scheduler_config(
     )
 
 
-def speculation_of(option: Any, compiled: int, rows: int = 0, head: bool = False) -> SpeculationConfig | None:
+def speculation_of(
+    option: Any, compiled: int, rows: int = 0, head: bool = False, stops: bool = False
+) -> SpeculationConfig | None:
     """Return how tokens are drafted, from the normal form of the option `speculate`.
 
     `rows` is the maximum number of rows for which the artifact's draft model or, if `head`, its head drafts; 0 without
-    one. Raises LlmcError E204 if the artifact verifies at most `compiled` drafted tokens, and more are requested, and
-    E206 if the method needs a draft model or a head, and the artifact does not have it.
+    one. `stops`: see SpeculationConfig. Raises LlmcError E204 if the artifact verifies at most `compiled` drafted
+    tokens, and more are requested, and E206 if the method needs a draft model or a head, and the artifact does not
+    have it.
     """
     if option is None:
         return None
@@ -187,7 +194,7 @@ def speculation_of(option: Any, compiled: int, rows: int = 0, head: bool = False
             what, flag = NEEDS[option["method"]]
             cause = f"speculate asks for drafts of {what}, and the artifact has none"
             raise LlmcError("E206", cause, f"compile again with --draft {flag}, or use ngram")
-        return SpeculationConfig(number or compiled, max_rows=rows, head=_HEADS.get(option["method"], ""))
+        return SpeculationConfig(number or compiled, max_rows=rows, head=_HEADS.get(option["method"], ""), stops=stops)
     return SpeculationConfig(number or compiled, option[LOW], option[HIGH])
 
 

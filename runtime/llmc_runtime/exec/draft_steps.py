@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import exp
+
+import numpy as np
 
 from llmc_runtime.artifact import Artifact
 from llmc_runtime.device.device import Device
 from llmc_runtime.exec.buffer_layout import Layout
 from llmc_runtime.exec.device_rows import Rows
 from llmc_runtime.exec.entry_points import Bound, EntryPoints
-from llmc_runtime.format.program import FILL, FIRST, NEXT
+from llmc_runtime.format.program import DRAFT_LOGPROB, FILL, FIRST, NEXT
 from llmc_runtime.sched.step import Work
 
 
@@ -21,6 +24,9 @@ class DraftSteps:
 
     A head (EAGLE-3) has no program FILL, as the steps of the model that verifies compute its KV; its first draft is
     sampled by a step over the row's last token.
+
+    If the device's calls return after completion, each draft's probability is known before the next one is made, and
+    rows stop drafting (see sched.draft_stops). Programs launched in advance, as on a GPU, draft a fixed number.
     """
 
     def __init__(self, artifact: Artifact, device: Device, layout: Layout, env: Mapping[str, int], rows: Rows) -> None:
@@ -30,6 +36,9 @@ class DraftSteps:
         )
 
         self._begins = 1 if self.is_head else 2  # tokens of each row by which its first draft is sampled
+        alone = artifact.manifest.ranks == 1  # ranks must run the same programs
+        known = layout.outputs.get(DRAFT_LOGPROB) if device.depth == 1 and alone else None
+        self._logprobs = np.empty(0, np.float32) if known is None else known.host.view(np.float32)
 
     def __bool__(self) -> bool:
         return bool(self._first.bound)
@@ -44,19 +53,61 @@ class DraftSteps:
         """The maximum number of rows for which one step drafts."""
         return min(self._first.max_entries // self._begins, self._next.max_entries)
 
-    def run(self, work: Sequence[Work]) -> None:
-        """Compute the KV that the draft model lacks, and draft the tokens that a step's work requests."""
+    @property
+    def stops(self) -> bool:
+        """Whether drafting can stop after an unlikely token."""
+        return self._logprobs.size > 0
+
+    def run(self, work: Sequence[Work]) -> dict[int, list[float]]:
+        """Compute the KV that the draft model lacks, and draft the tokens that a step's work requests.
+
+        Returns the probabilities of the drafts of each index of `work`, as many as were made; empty unless `stops`.
+        """
         if fills := [w for w in work if w.fill]:
             for w in fills:
                 self._rows.place(w.row, w.fill_from)
             self._fill.ready(([w.row for w in fills], [w.fill for w in fills], [0] * len(fills))).run()
-        for index, rows in enumerate(_drafting(work)):
-            if index:
-                self._next.ready((rows, [1] * len(rows), [1] * len(rows))).run()
-            else:
-                entries = [row for row in rows for _ in range(self._begins)]
-                emits = [*[0] * (self._begins - 1), 1] * len(rows)
-                self._first.ready((entries, [1] * len(entries), emits)).run()
+        drafting = [i for i, w in enumerate(work) if w.propose]
+        if len(drafting) == 1:
+            likely = {drafting[0]: self._run_single(work[drafting[0]])}
+        else:
+            likely = self._run_rows(work, drafting)
+        return likely if self.stops else {}
+
+    def _run_single(self, item: Work) -> list[float]:
+        """Draft for a single row, for which all drafts but the first one have the same inputs."""
+        begins, stop, chance = self._begins, item.stop, 1.0
+        likely: list[float] = []
+        bound = self._first.ready(([item.row] * begins, [1] * begins, [*[0] * (begins - 1), 1]))
+        for made in range(1, item.propose + 1):
+            bound.run()
+            if self.stops:
+                likely.append(exp(self._logprobs[begins - 1 if made == 1 else 0]))
+                if stop is not None:
+                    chance *= stop.chance(likely[-1])
+                    if chance < stop.least:
+                        break
+            if made == 1 < item.propose:
+                bound = self._next.ready(([item.row], [1], [1]))
+        return likely
+
+    def _run_rows(self, work: Sequence[Work], going: list[int]) -> dict[int, list[float]]:
+        """Draft for the rows of these indices of `work`, a token of each at a time."""
+        likely: dict[int, list[float]] = {i: [] for i in going}
+        chances, made = dict.fromkeys(going, 1.0), 0
+        while going:
+            each = 1 if made else self._begins
+            entries = [work[i].row for i in going for _ in range(each)]
+            points = self._next if made else self._first
+            points.ready((entries, [1] * len(entries), [*[0] * (each - 1), 1] * len(going))).run()
+            made += 1
+            if self.stops:
+                for i, logprob in zip(going, self._logprobs[each - 1 : len(entries) : each].tolist()):
+                    likely[i].append(exp(logprob))
+                    if (stop := work[i].stop) is not None:
+                        chances[i] *= stop.chance(likely[i][-1])
+            going = [i for i in going if made < work[i].propose and not _ends(work[i], chances[i])]
+        return likely
 
     def sizes(self) -> Iterator[Bound]:
         """Yield the programs with one token per entry in every size in which they run, with the size set."""
@@ -69,8 +120,6 @@ class DraftSteps:
             points.close()
 
 
-def _drafting(work: Sequence[Work]) -> Iterator[list[int]]:
-    """Yield the rows that draft a first token, then those that draft a second one, and so on."""
-    drafting = [w for w in work if w.propose]
-    for index in range(max((w.propose for w in drafting), default=0)):
-        yield [w.row for w in drafting if w.propose > index]
+def _ends(work: Work, chance: float) -> bool:
+    """Whether drafting ends for a row whose drafts are all accepted with this probability."""
+    return work.stop is not None and chance < work.stop.least

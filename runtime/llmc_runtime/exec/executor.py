@@ -35,7 +35,8 @@ class Ticket:
     token if the item has drafts or its prompt is scored. `needs_logprobs` flags the entries that
     need log-probabilities; it is empty if none does. `proposed` are the numbers of tokens drafted per entry; None if
     none are. `rest` runs the second half of an open step; its event is recorded after that. `looks` are requests for
-    tokens of rows, and `looked` has these tokens, by row. `plain`: the draft model does nothing after it.
+    tokens of rows, and `looked` has these tokens, by row. `plain`: the draft model does nothing after it. `likely`: see
+    StepOutput.
     """
 
     work: list[Work]
@@ -50,6 +51,7 @@ class Ticket:
     looks: list[RowMasks] = field(default_factory=list)
     plain: bool = False
     looked: dict[int, np.ndarray] = field(default_factory=dict)
+    likely: dict[int, list[float]] = field(default_factory=dict)
 
 
 class Executor:
@@ -149,6 +151,7 @@ class Executor:
             out = StepOutput(tokens, logprobs, proposed=proposed)
         else:
             out = _merge(ticket.work, tokens, logprobs, proposed)
+        out.likely = ticket.likely
         out.looked = {row: found.view(np.int32).tolist() for row, found in ticket.looked.items()}
         return out
 
@@ -234,7 +237,7 @@ class Executor:
         else:
             ticket.needs_logprobs = []
         if not ticket.plain and self.draft_model:
-            self.draft_model.run(ticket.work)
+            ticket.likely = self.draft_model.run(ticket.work)
         for look in ticket.looks:
             ticket.looked[look.row] = self.rows.history(look.row, look.start, look.look)
         ticket.event = device.mark()

@@ -41,6 +41,7 @@ DTYPE_BITS: Mapping[str, int] = MappingProxyType(
 # last two tokens of a row, and drafting a token from the draft before it. A head (EAGLE-3) has no FILL, and its FIRST
 # drafts from the last token.
 FILL, FIRST, NEXT = "draft_fill", "draft_first", "draft_next"
+DRAFT_LOGPROB = "draft_logprob"  # output of FIRST and NEXT: log-probabilities of the tokens that they draft
 PLAIN = "decode_plain"  # with which the names of programs begin that decode without computing a head's entries
 DRAFT_MODEL, EAGLE, MTP = "draft_model", "eagle3", "mtp"  # methods of drafting, by vLLM's names
 RANK = "K"  # the symbol of the rank: 0 up to the number of ranks - 1

@@ -21,7 +21,9 @@ _HOPE, _MARGIN = 0.95, 0.15  # optimistic acceptance: the rows' mean plus _MARGI
 class StepCosts:
     """The seconds of a step by its rows and drafts per row: running means, without outliers.
 
-    A step seems short if the end of the previous one was noticed late, so the shortest ones are not reliable.
+    A change of the duration without drafts, as by other programs on the machine, applies to all numbers of drafts,
+    since those that are not chosen are not measured. A step seems short if the end of the previous one was noticed
+    late, so the shortest ones are not reliable.
 
     The seconds of a step with drafts of a model include drafting as many. Verifying a single draft may cost far more
     than none, since another program runs: a step with few drafts costs as much as the smallest that was measured.
@@ -37,10 +39,18 @@ class StepCosts:
         first = self._first.setdefault((size(rows), drafts), [])
         if len(first) < _OFTEN:  # one of them may include the capture of a graph
             first.append(seconds)
-            known[drafts] = sorted(first)[(len(first) - 1) // 2]
+            known[drafts] = sorted(first)[(len(first) - 1) // 3]
         else:
-            limit = _OUTLIER * known[drafts]
-            known[drafts] += _WEIGHT * max(-limit, min(limit, seconds - known[drafts]))
+            limit, before = _OUTLIER * known[drafts], known[drafts]
+            known[drafts] += _WEIGHT * max(-limit, min(limit, seconds - before))
+            if not drafts:
+                self.scale(rows, known[0] / before)
+
+    def scale(self, rows: int, factor: float) -> None:
+        """Multiply the durations of steps with drafts."""
+        known = self._seconds.get(size(rows), {})
+        for drafts in known:
+            known[drafts] *= factor if drafts else 1.0
 
     def again(self, rows: int) -> None:
         """Let all steps of this many rows be measured again."""
@@ -54,8 +64,10 @@ class StepCosts:
     def seconds(self, rows: int, drafts: float) -> float:
         """Return the seconds of a step, interpolated between those that were measured; 0 if none was."""
         known = self._seconds.get(size(rows), {})
+        if drafts in known:
+            return known[drafts]
         if not drafts or not known:
-            return known.get(0, 0.0)
+            return 0.0
         below = max((k for k in known if 0 < k <= drafts), default=0)
         above = min((k for k in known if k >= drafts), default=0)
         if not above:
@@ -104,6 +116,7 @@ class DraftCount:
 
     def __init__(self, most: int, together: bool) -> None:
         self.costs, self.together = StepCosts(), together
+        self.drafting = StepCosts()  # what a step takes longer if it drafts, by the number of drafts per row
         self._ladder = [0, *(k for k in (1, 2, 3, 5, 8, 12, 16, 24) if k < most), most]
         self._tries: dict[tuple[int, int], int] = {}
 
@@ -142,7 +155,52 @@ class DraftCount:
     def again(self, rows: int) -> None:
         """Measure all numbers of drafts again, since costs change with the length of the sequences."""
         self.costs.again(rows)
+        self.drafting.again(rows)
         self._tries = {key: count for key, count in self._tries.items() if key[0] != size(rows)}
+
+    def learn(self, rows: int, verified: float, proposed: float, seconds: float, stops: bool) -> None:
+        """Record the duration of a step of a draft model, by the drafts per row that it verified and proposed.
+
+        Without `stops`, steps with different numbers do not count. Otherwise the time of drafting is known, and the
+        duration is converted to that of a step with as many drafts as were verified.
+        """
+        if share(verified) == share(proposed):
+            before = self.costs.seconds(rows, 0)
+            self.costs.add(rows, verified, seconds)
+            if before and not verified:
+                self.drafting.scale(rows, self.costs.seconds(rows, 0) / before)
+        elif stops and not verified:
+            if plain := self.costs.seconds(rows, 0):
+                self.drafting.add(rows, proposed, max(0.0, seconds - plain))
+        elif stops and (same := self.drafting.seconds(rows, verified)):
+            self.costs.add(rows, verified, seconds + same - self.drafting.seconds(rows, proposed))
+
+    def steps(self, rows: int, verified: float, proposed: float) -> float:
+        """Return the duration of a step that verifies and proposes so many drafts per row, relative to one without any.
+
+        It is that of the running means, since a single step may take long for other reasons; 1 if it is not known.
+        """
+        plain, same = self.costs.seconds(rows, 0), self.costs.seconds(rows, verified)
+        if not plain or not same:
+            return 1.0
+        if not (made := self.drafting.seconds(rows, 1)):  # drafting ends as often as it begins
+            return (same + self.costs.seconds(rows, proposed)) / (2 * plain)
+        made = self.drafting.seconds(rows, proposed) - self.drafting.seconds(rows, verified)
+        return (same + made) / plain
+
+    def slope(self, rows: int) -> float:
+        """Return the duration of making and verifying one more draft of each row, relative to a step without drafts."""
+        plain, most = self.costs.seconds(rows, 0), self._ladder[-1]
+        if most < 2 or not plain:
+            return 0.0
+        return max(0.0, (self.costs.seconds(rows, most) - self.costs.seconds(rows, 1)) / (most - 1) / plain)
+
+    def verification(self, rows: int, most: int) -> list[float]:
+        """Return what verifying 0, 1, 2 up to `most` drafts of each row costs, relative to a step without drafts."""
+        costs, drafting = self.costs, self.drafting
+        plain = costs.seconds(rows, 0) or 1.0
+        verified = [costs.seconds(rows, k) - drafting.seconds(rows, k) - plain for k in range(1, most + 1)]
+        return [0.0, *(max(0.0, seconds / plain) for seconds in verified)]
 
     def _best_part(self, likely: Sequence[float], drafts: int, limit: int) -> tuple[int, float]:
         """Return how many of the rows, up to `limit`, should have this many drafts, and the tokens per second."""

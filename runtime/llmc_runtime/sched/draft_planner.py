@@ -55,6 +55,7 @@ class DraftPlanner:
         """
         followed = request.num_drafts > 0
         request.num_drafts = request.lookahead = 0
+        request.likely = []
         wanted = self.speculation.proposals(request) if request.may_draft else 0
         if not wanted:
             return item
@@ -74,7 +75,8 @@ class DraftPlanner:
         request.num_drafts = request.lookahead = propose
         if not (fill or propose):
             return item
-        return Work(item.row, item.num_tokens, item.emit, item.score, item.drafts, fill, start, propose)
+        stop = self.speculation.stop(request) if propose > 1 else None
+        return Work(item.row, item.num_tokens, item.emit, item.score, item.drafts, fill, start, propose, stop)
 
     def _advance(self, request: Request, reach: int) -> None:
         """Record that the draft model gets the KV of the first `reach` tokens, as far as they are known."""

@@ -197,7 +197,8 @@ def take_drafts(
         return
     if whole:
         looked = output.looked.get(work.row, ())
-        request.take_drafts(looked[count : count + (work.propose or proposals)])
+        made = request.num_drafts if output.likely else work.propose or proposals
+        request.take_drafts(looked[count : count + made])
     else:
         request.restart()
 

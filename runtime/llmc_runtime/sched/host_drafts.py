@@ -16,8 +16,8 @@ from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.speculation import DEPTH, Speculation
 from llmc_runtime.sched.step import RowDrafts, Work
 
-_PATIENCE = 16  # plans without drafts after which only one plan in RETRY requests drafts
-RETRY = 16
+_PATIENCE = 16  # fruitless tries in a row after which plans pass before the next one
+RETRY, LAST_RETRY = 16, 128  # plans between such tries: at first, and at most. Doubled after each fruitless one
 
 log = logging.getLogger("llmc.engine")
 
@@ -30,29 +30,45 @@ class HostDrafts:
         self.speculation, self._vocab_size = speculation, vocab_size
         self._contexts: dict[str, DraftContext] = {}
         self._drafts: dict[str, list[int]] = {}  # of the plan that is being made, by request
-        self._fruitless = 0  # consecutive plans for which nothing was drafted
+        self._fruitless = 0  # consecutive tries for which nothing was drafted
+        self._wait, self._next = RETRY, 0  # plans between tries, and the plan of the next one
 
     @property
     def wanted(self) -> bool:
         """Whether drafts of some rows pay, or are to be tried, so that a plan needs all tokens of the requests."""
         speculation = self.speculation
-        tries = self._fruitless < _PATIENCE or speculation.plans % RETRY < DEPTH
+        tries = self._fruitless < _PATIENCE or speculation.plans >= self._next
         return self._draft is not None and speculation.wants and tries
 
     def propose(self, running: Sequence[Request]) -> None:
         """Set the number of drafted tokens of each running request, by what pays for it."""
         self._drafts.clear()
+        tried = new = False
         for request in running:
             room = self._room(request)
+            tried = tried or room > 0
             if request.guide is not None:
                 drafts = list(request.drafted[: min(room, request.verifiable)])
             else:
+                new = new or (room > 0 and request.id not in self._contexts)
                 most = self.speculation.choose(request, room) if room else 0
                 drafts = self._proposal(request, most) if most else []
             request.num_drafts = len(drafts)
             if drafts:
                 self._drafts[request.id] = drafts
-        self._fruitless = 0 if self._drafts else self._fruitless + 1
+        if tried:
+            self._wait_after(bool(self._drafts), new)
+        elif self.speculation.plans >= self._next + DEPTH:  # no request decodes
+            self._next = self.speculation.plans + RETRY
+
+    def _wait_after(self, fruitful: bool, new: bool) -> None:
+        """Set when to try again; requests that were not drafted for before may have something to draft."""
+        self._fruitless = 0 if fruitful else self._fruitless + 1
+        if fruitful or new or self._fruitless <= _PATIENCE:
+            self._wait = RETRY
+        else:
+            self._wait = min(2 * self._wait, LAST_RETRY)
+        self._next = self.speculation.plans + self._wait
 
     def look(self, request: Request) -> None:
         """Draft for a request with a guide, which can thus compute the masks after the drafts before the next plan."""

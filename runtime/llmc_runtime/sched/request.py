@@ -90,6 +90,8 @@ class Request:
     num_drafts: int = field(default=0, init=False)  # tokens drafted for its row, as known to the host
     drafted: Sequence[int] = field(default=(), init=False)  # if it has a guide: tokens drafted after its last one
     looked: bool = field(default=False, init=False)  # the masks after them were requested
+    likely: list[float] = field(default_factory=list, init=False)  # probabilities of these tokens, if known
+    verified: list[float] = field(default_factory=list, init=False)  # those of the drafts that the last step verified
     lookahead: int = field(default=0, init=False)  # tokens that the last plan drafts, for which `pages` has room
     reach: int = field(default=0, init=False)  # tokens whose KV the draft model has (see draft_planner)
     draft_trials: tuple[float, float] = field(default=(0.0, 0.0), init=False)  # drafts tested lately, and accepted

@@ -9,18 +9,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmc_runtime.metrics import Counters
-from llmc_runtime.sched.draft_costs import BRIEF_GAIN, Choice, DraftCount, share
+from llmc_runtime.sched.draft_costs import BRIEF_GAIN, Choice, DraftCount
+from llmc_runtime.sched.draft_stops import Stop, worth_verifying
+from llmc_runtime.sched.draft_trials import Trials, TrialsByKind, kind_of
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import StepOutput, Work
 
 PROBE = 64  # while drafting does not pay, one plan in so many verifies a draft of some rows, to measure acceptance
 MODEL_PROBE = 512  # the same for a draft model, which must first compute the KV that it lacks; one row each time
 SOON, LATE = 4, 128  # the same if a head has a single row: at first, and at most. Doubled after each probe
+MODEL_SOON = 32  # the same if a draft model has a single row: at first
 PROBED = 16  # one row in so many is probed, other rows each time
 WARM = 8  # plans before a probe in which a head computes its entries, which it needs to draft as well as before
 DEPTH = 2  # plans in a row that try drafts of the host, since at the first one a step may be in flight
 _MEMORY = 0.9  # weight of a row's past acceptance at each verification
 _HEAD_MEMORY = 0.7  # the same for a head: its drafts are accepted where the text is easy, many in a row
+_BRIEF_MEMORY = 0.5  # the same if drafting stops after unlikely drafts, so that a wrong estimate costs little
+_UNVERIFIED = 0.5  # weight of a draft that was not verified, as unlikely, in a row's past acceptance
+_RARE = 0.01  # lowest rate of acceptance for which a limit is computed
 _REFRESH = 16  # plans after which the number of drafts is chosen anew
 _AGAIN = 4096  # plans after which costs are measured again
 _SELDOM = 4  # one plan in so many is measured if it has no drafts and its cost is known
@@ -33,7 +39,8 @@ class SpeculationConfig:
 
     min_ngram, max_ngram: tokens of the suffixes that prompt lookup searches for. max_rows: maximum number of rows for
     which a step of the draft model or head drafts; 0: there is none. head: the method of the head, whose KV is computed
-    by every step. host: the method that drafts on the host (see host_draft).
+    by every step. host: the method that drafts on the host (see host_draft). stops: the draft model or head can stop
+    after an unlikely token (see draft_stops).
     """
 
     num_tokens: int
@@ -42,6 +49,7 @@ class SpeculationConfig:
     max_rows: int = 0
     head: str = ""
     host: str = ""
+    stops: bool = False
 
     @property
     def method(self) -> str:
@@ -69,55 +77,94 @@ class Speculation:
 
     def __init__(self, config: SpeculationConfig) -> None:
         self.config, self.count = config, DraftCount(config.num_tokens, config.max_rows > 0)
-        self._acceptance = 0.5  # of the drafts verified lately, over all rows
         self.plans = self._rows = 0  # plans so far, and running requests of the last one
         self._choice = Choice(0)
         self._probes = 0  # rows of which this plan verifies a draft to measure acceptance
         self._looks_up = config.looks_up
-        self._model, self._memory = config.max_rows > 0, _HEAD_MEMORY if config.head else _MEMORY
+        self._model, self._memory = config.max_rows > 0, _MEMORY
+        if config.stops:
+            self._memory = _BRIEF_MEMORY
+        elif config.head:
+            self._memory = _HEAD_MEMORY
         self._single: dict[float, Choice] = {}  # choices of this period for a single row, by its rounded acceptance
-        self._request, self._trials = "", (0.0, 0.0)  # the id of the single row's request, and its last draft_trials
-        self._soon = SOON if config.head else MODEL_PROBE
-        self._wait, self._probe = self._soon, 0  # plans between probes of a draft model, and the plan of the next one
+        self._slope, self._verification = 0.0, list[float]()  # costs of drafts in this period; empty: not computed yet
+        self._request, self._known = "", (0.0, 0.0)  # the id of the single row's request, and its last draft_trials
+        self._soon, self._late = (SOON, LATE) if config.head else (MODEL_SOON, MODEL_PROBE)
+        self._trials = TrialsByKind(lambda: self._soon)
+        self._kind = self._trials[0]  # that of the single row
+        self._probe = 0  # the plan of the next probe of a draft model
+        self._wake = 0  # the plan before which nothing is to be decided for the single row, which does not draft
 
     def begin(self, running: Sequence[Request], room: int) -> None:
         """Begin a plan in which these requests run, and whose step can verify up to `room` drafts in all."""
         self.plans += 1
-        self._probes, rows = 0, len(running)
+        rows = len(running)
         if self.plans % _AGAIN == 0:
             self.count.again(rows)
+        if self.plans < self._wake and rows == 1 and running[0].id == self._request:
+            return
+        self._probes = self._wake = 0
+        if self.plans % _REFRESH == 0 or rows != self._rows:
+            self._slope, self._verification = 0.0, []
         if self._looks_up and not any(request.num_drafts for request in running):
             return
-        single = rows == 1 and self.config.head != ""
-        if single:
+        if rows == 1 and self._model:
             self._choose_single(running[0], room)
-        elif rows and (self._choice.measures or rows != self._rows or self.plans % _REFRESH == 0):
+            return
+        if rows and (self._choice.measures or rows != self._rows or self.plans % _REFRESH == 0):
             self._rows = rows
             self._choice = self.count.choose([self._rate(request) for request in running], room)
         if self._choice.most:
             if not self._choice.measures:
-                self._next_probe(self._soon)
+                self._next_probe(MODEL_PROBE)
         elif self._model:
             if self.plans >= self._probe:
                 self._probes = 1
-                self._next_probe(min(2 * self._wait, LATE) if single else MODEL_PROBE)
+                self._next_probe(MODEL_PROBE)
         elif self.plans % PROBE < (DEPTH if self.config.host else 1):
             self._probes = max(1, rows // PROBED)
 
     def _next_probe(self, wait: int) -> None:
         """Let this many plans pass before the next probe of a draft model."""
-        self._wait, self._probe = wait, self.plans + wait
+        self._probe = self.plans + wait
 
     def _choose_single(self, request: Request, room: int) -> None:
-        """Choose the number of drafts of a head's only row anew in every plan, since its acceptance changes quickly."""
-        trials = request.draft_trials
+        """Choose the number of drafts of a draft model's only row, or whether to try them."""
         if self._rows != 1 or request.id != self._request:
-            self._rows, self._request = 1, request.id
-            self._next_probe(max(self._soon, self._wait // 16))  # requests that follow each other are often alike
-        elif trials is self._trials and self.plans % _REFRESH and not self._choice.measures:
+            if self._rows == 1:
+                self._kind.ran(self.plans)
+            self._rows, self._request, self._choice = 1, request.id, Choice(0, measures=True)
+            self._kind = self._trials[kind_of(request)]
+            self._kind.began(self.plans)
+            if self.config.head:
+                self._wait_for_probe(max(self._soon, self._kind.wait // 16))  # it may differ from those before it
+        self._choose_rate(request, room)
+        if self._choice.most and not self._choice.measures:
+            self._wait_for_probe(self._soon)
+        if self._choice.most or self._choice.measures:
+            return
+        if self.plans >= self._probe:
+            if not (missing := self._kind.affords(self.plans)):
+                self._probes = 1
+                self._wait_for_probe(min(2 * self._kind.wait, self._late))
+                return
+            self._next_probe(missing + WARM)
+        self._wake = self._probe - (WARM if self.config.head else 0)
+
+    def _wait_for_probe(self, wait: int) -> None:
+        self._kind.wait = wait
+        self._next_probe(wait)
+
+    def _choose_rate(self, request: Request, room: int) -> None:
+        """Choose the number of drafts of the only row: with a head in every plan, as its acceptance changes fast."""
+        trials, refreshes = request.draft_trials, self.plans % _REFRESH == 0
+        if (trials is self._known or not self.config.head) and not refreshes and not self._choice.measures:
             return  # nothing was learned since the last plan
-        self._trials = trials
-        if self.plans % _REFRESH == 0:
+        self._known = trials
+        if self._kind.credit < 0 and self._kind.affords(self.plans):
+            self._choice = Choice(0)
+            return
+        if refreshes:
             self._single.clear()
         rate = round(self._rate(request), 2)
         choice = self._single.get(rate)
@@ -146,12 +193,51 @@ class Speculation:
 
     def proposals(self, request: Request) -> int:
         """Return how many tokens the draft model drafts for a request."""
-        return self.choose(request, self.config.num_tokens)
+        most = self.choose(request, self.config.num_tokens)
+        return self.config.num_tokens if most and self._stops else most
 
     def drafts(self, request: Request, room: int) -> int:
         """Return how many of the drafts of the request's row to verify, up to `room`."""
         room = max(0, min(room, request.num_drafts))
-        return self.choose(request, room) if room and self.config.looks_up else room
+        if room and self.config.looks_up:
+            return self.choose(request, room)
+        if request.likely and room:
+            room = self._likely_ones(request, room)
+        request.verified = request.likely[:room]
+        return room
+
+    def stop(self, request: Request) -> Stop | None:
+        """Return when the draft model stops drafting for a request; None: when it has drafted what was planned."""
+        if not self._stops:
+            return None
+        if not self._slope:
+            self._slope = self.count.slope(max(1, self._rows))
+        rate, cost = self._rate(request), self._slope
+        return Stop(self._kind_of(request).chances.of(rate), cost / max(rate, cost, _RARE))
+
+    @property
+    def _stops(self) -> bool:
+        """Whether drafting stops after unlikely drafts, whose number is not chosen to learn something."""
+        return self.config.stops and self._choice.most > 0 and not self._choice.measures
+
+    def _kind_of(self, request: Request) -> Trials:
+        return self._kind if request.id == self._request else self._trials[kind_of(request)]
+
+    def _likely_ones(self, request: Request, room: int) -> int:
+        """Return how many of the drafts of a request to verify, by the probabilities that the draft model gives."""
+        if not self._stops:
+            return room  # to learn whether they are accepted, or what verification costs
+        if not self._verification:
+            self._verification = self.count.verification(max(1, self._rows), self.config.num_tokens)
+        stop = Stop(self._kind_of(request).chances.of(self._rate(request)), 0.0)
+        count = worth_verifying(stop, request.likely[:room], self._verification)
+        if not count:
+            weight, accepted = request.draft_trials
+            chance = stop.chance(request.likely[0])
+            request.draft_trials = (
+                self._memory * weight + _UNVERIFIED, self._memory * accepted + _UNVERIFIED * chance,
+            )  # fmt: skip
+        return count
 
     def looks(self, request: Request, room: int) -> int:
         """Return the number of drafts, up to `room`, whose following masks the next plan needs, of a guided request."""
@@ -181,37 +267,55 @@ class Speculation:
     def _rate(self, request: Request) -> float:
         """The estimated probability that a draft of the request is accepted."""
         weight, accepted = request.draft_trials
-        return (accepted + _PRIOR * self._acceptance) / (weight + _PRIOR)
+        return (accepted + _PRIOR * self._kind_of(request).acceptance) / (weight + _PRIOR)
 
     def learn(
         self, work: Sequence[Work], requests: Sequence[Request], output: StepOutput, seconds: float, counters: Counters
     ) -> None:
         """Take the duration of the oldest step in flight and its drafts, before it is committed."""
-        if output.accepted or self._choice.measures or self.plans % _SELDOM == 1:
-            self._measure(work, seconds)
+        for index, likely in output.likely.items():
+            requests[index].likely, requests[index].num_drafts = likely, len(likely)
+        if output.accepted or output.likely or self._choice.measures or self.plans % _SELDOM == 1:
+            self._measure(work, output, seconds)
         if output.accepted:
             for index, more in output.accepted.items():
+                self._calibrate(requests[index], work[index].drafts, len(more))
                 self._count(requests[index], work[index].drafts, len(more))
                 counters.drafted(work[index].drafts, len(more))
         if self._looks_up:
             for request, proposed in zip(requests, output.proposed):
                 request.num_drafts = proposed
 
-    def _measure(self, work: Sequence[Work], seconds: float) -> None:
-        """Record the duration of a step, unless it has a prompt, or drafts another number than it verifies."""
-        verified = proposed = 0
-        for item in work:
-            if item.num_tokens > 1 + item.drafts or item.fill:
+    def _measure(self, work: Sequence[Work], output: StepOutput, seconds: float) -> None:
+        """Record the duration of a step, unless it has a prompt."""
+        verified = proposed = fill = 0
+        for index, item in enumerate(work):
+            if item.num_tokens > 1 + item.drafts:
                 return
             verified += item.drafts
-            proposed += item.propose
+            proposed += len(output.likely.get(index, ())) if self.config.stops else item.propose
+            fill += item.fill
         rows = len(work)
-        if not self.config.max_rows or share(verified / rows) == share(proposed / rows):
+        if not self._model:
             self.count.costs.add(rows, verified / rows, seconds)
+            return
+        if not fill:
+            self.count.learn(rows, verified / rows, proposed / rows, seconds, self.config.stops)
+        if rows == 1 and (verified or proposed or fill) and not self._choice.measures:
+            steps = self.count.steps(1, verified, proposed)
+            if fill and (plain := self.count.costs.seconds(1, 0)):
+                steps = seconds / plain
+            self._kind.gained(1 + sum(map(len, output.accepted.values())), steps)
+
+    def _calibrate(self, request: Request, drafts: int, accepted: int) -> None:
+        """Record which drafts were accepted, by the probabilities that the draft model gave them."""
+        chances, rate = self._kind_of(request).chances, self._rate(request)
+        for index, probability in enumerate(request.verified[: min(drafts, accepted + 1)]):
+            chances.add(rate, probability, index < accepted)
 
     def _count(self, request: Request, drafts: int, accepted: int) -> None:
         """Record that the first `accepted` of a number of drafts were accepted."""
         trials = accepted + (accepted < drafts)
         weight, past = request.draft_trials
         request.draft_trials = (self._memory * weight + trials, self._memory * past + accepted)
-        self._acceptance += 0.02 * (accepted - trials * self._acceptance)
+        self._kind_of(request).count(trials, accepted)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, make_dataclass
 from typing import Any, NamedTuple
 
 from llmc_runtime.format.row_abi import STOPS, WIDTH
+from llmc_runtime.sched.draft_stops import Stop
 from llmc_runtime.sched.row_columns import FLOAT_COLUMNS, INT_COLUMNS, OFF
 from llmc_runtime.sched.sampling_params import PARAMETERS, SamplingParams
 
@@ -132,7 +133,7 @@ class Work:
     drafts: the last `drafts` of them are drafted. Those that agree with what is sampled are accepted
 
     After that, a draft model computes the KV of `fill` tokens of the row, beginning with the token at `fill_from`, and
-    drafts `propose` tokens after the row's last one.
+    drafts `propose` tokens after the row's last one, or fewer if `stop` ends drafting.
     """
 
     row: int
@@ -143,6 +144,7 @@ class Work:
     fill: int = 0
     fill_from: int = 0
     propose: int = 0
+    stop: Stop | None = None
 
     @property
     def rows(self) -> int:
@@ -172,6 +174,8 @@ class StepOutput:
     accepted:  the tokens after the first one, with their log-probabilities, by the index of a Work with drafts
     proposed:  the number of tokens drafted now for each Work's row; empty if none are
     looked:    the tokens that RowMasks with `look` request, by row
+    likely:    the probabilities that a draft model gives to the tokens which it has drafted, by index of the Work;
+               empty if the device does not return them
     pooled:    for a model that pools, which samples nothing: f32 numbers, empty without `emit`; else empty
     """
 
@@ -182,6 +186,7 @@ class StepOutput:
     proposed: Sequence[int] = ()
     pooled: Sequence[bytes] = ()
     looked: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    likely: Mapping[int, list[float]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -213,13 +218,14 @@ class Step:
         accepted: Mapping[int, Sequence[tuple[int, LogprobsTuple | None]]] | None = None,
         proposed: Sequence[int] = (),
         looked: Mapping[int, Sequence[int]] | None = None,
+        likely: Mapping[int, list[float]] | None = None,
     ) -> StepOutput:
         """Make the output of this step from tuples in the order of TokenLogprobs' fields, for executors that do not
         import this module. `logprobs` is None if none are requested."""
         rows: list[TokenLogprobs | None] = [None] * len(tokens) if logprobs is None else [*map(_packed, logprobs)]
         packed = {index: [TokenLogprobs(*one) for one in row] for index, row in (scores or {}).items()}
         runs = {index: [(token, _packed(one)) for token, one in run] for index, run in (accepted or {}).items()}
-        return StepOutput(tokens, rows, packed, runs, proposed, looked=looked or {})
+        return StepOutput(tokens, rows, packed, runs, proposed, looked=looked or {}, likely=likely or {})
 
 
 def _packed(one: LogprobsTuple | None) -> TokenLogprobs | None:

@@ -183,7 +183,7 @@ template <class C> struct attend {
 #endif
 
   // ---- one block of rows ----
-  // Flat row f of span i is token starts[i] + f / HG, head g * HG + f % HG.
+  // Flat row f of the span that begins with entry i is token starts[i] + f / HG, head g * HG + f % HG.
   LLMC_METHOD void load_queries(int64_t i, int64_t g, int64_t f0, int64_t rows) const {
     for (int64_t r = 0; r < rows; r++) {
       int64_t t = a->starts[i] + (f0 + r) / HG, h = g * HG + (f0 + r) % HG;
@@ -291,10 +291,12 @@ template <class C> struct attend {
   }
 
   // ---- the step ----
-  // Calls fn(span, group, first flat row, rows, cost) for every unit, in the same order on every thread.
+  // Calls fn(span, group, first flat row, rows, cost) for every unit, in the same order on every thread. Adjacent spans
+  // of one device row, such as the entries that verify drafts, form a single one: their keys are packed once.
   template <class F> LLMC_METHOD void units(int64_t size, F fn) const {
-    for (int64_t i = 0; i < a->count; i++) {
-      int64_t flat = (int64_t)(a->starts[i + 1] - a->starts[i]) * HG;
+    for (int64_t i = 0, end; i < a->count; i = end) {
+      for (end = i + 1; end < a->count && a->rows[end] == a->rows[i]; end++) {}
+      int64_t flat = (int64_t)(a->starts[end] - a->starts[i]) * HG;
       if (a->rows[i] < 0 || flat <= 0) continue;
       int64_t parts = (flat + size - 1) / size;
       for (int64_t g = 0; g < C::G; g++)

@@ -1,0 +1,76 @@
+"""Where a draft model or head stops drafting: after tokens that are unlikely to be accepted.
+
+A device whose calls return after completion returns the probability that the draft model gives to each token that it
+drafts before the next one is drafted. How often drafts of such a probability were accepted lately tells how likely the
+next step accepts all drafts so far. Drafting ends where that is less than what one more draft costs.
+
+The output is not affected. A step samples the tokens from the model's own distribution, with random numbers that depend
+on seed and position only, and accepts a draft only if it equals its sample (see the op row_accept): for any
+number of drafts, the tokens are those of plain decoding. The number also depends on nothing that the step has yet to
+sample: on drafts, their probabilities, and tokens that are known.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from dataclasses import dataclass
+
+_BOUNDS = (0.1, 0.25, 0.45, 0.7, 0.9)  # between intervals of probabilities
+_RATES = 4  # intervals of a row's rate of acceptance
+_PRIOR = 4.0  # weight of the estimate before any draft was verified, in drafts
+_MEMORY = 0.98  # weight of earlier drafts at each further one
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """When to stop drafting for a row.
+
+    chances: the probability that a draft is accepted if those before it are, by the interval of the draft's own
+    probability. least: drafting ends when the probability that all drafts are accepted falls below it.
+    """
+
+    chances: tuple[float, ...]
+    least: float
+
+    def chance(self, probability: float) -> float:
+        """Return the probability of acceptance of a draft to which the draft model gives this probability."""
+        return self.chances[bisect(_BOUNDS, probability)]
+
+
+class Chances:
+    """How often drafts were accepted, by their probabilities and by the rate of acceptance of their rows."""
+
+    def __init__(self) -> None:
+        middles = [(a + b) / 2 for a, b in zip((0.0, *_BOUNDS), (*_BOUNDS, 1.0))]
+        rates = [(i + 0.5) / _RATES for i in range(_RATES)]
+        self._known = [[(_PRIOR, _PRIOR * (p + rate) / 2) for p in middles] for rate in rates]  # drafts, accepted
+        self._chances: list[tuple[float, ...] | None] = [None] * _RATES
+
+    def of(self, rate: float) -> tuple[float, ...]:
+        """Return the probabilities of acceptance (see Stop.chances) for a row with this rate of acceptance."""
+        at = min(_RATES - 1, int(rate * _RATES))
+        chances = self._chances[at]
+        if chances is None:
+            chances = self._chances[at] = tuple(accepted / drafts for drafts, accepted in self._known[at])
+        return chances
+
+    def add(self, rate: float, probability: float, accepted: bool) -> None:
+        """Record whether a draft was accepted whose predecessors were."""
+        at, column = min(_RATES - 1, int(rate * _RATES)), bisect(_BOUNDS, probability)
+        drafts, before = self._known[at][column]
+        self._known[at][column] = (_MEMORY * drafts + 1, _MEMORY * before + accepted)
+        self._chances[at] = None
+
+
+def worth_verifying(stop: Stop, probabilities: list[float], costs: list[float]) -> int:
+    """Return how many of the drafts with these probabilities to verify.
+
+    costs: the cost of verifying 0, 1, 2 and so on of them, in units of the time that a token takes without drafts.
+    """
+    chance, tokens, best, count = 1.0, 0.0, -costs[0], 0
+    for number, (probability, cost) in enumerate(zip(probabilities, costs[1:]), 1):
+        chance *= stop.chance(probability)
+        tokens += chance
+        if tokens - cost > best:
+            best, count = tokens - cost, number
+    return count

@@ -1,0 +1,84 @@
+"""What drafting has gained and cost in requests of one kind, so that trials of drafts cost little.
+
+The unit is the duration of a step that decodes one row without drafts. A step with drafts gains its tokens less its
+duration. Trials are paid from a credit, to which every plan adds _SHARE: drafts thus cost at most this share of the
+decoding time, and the initial credit once. Gains add to it up to the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import ceil
+
+from llmc_runtime.sched.draft_stops import Chances
+from llmc_runtime.sched.request import Request
+
+_SHARE = 0.005  # of the decoding time that trials may cost
+_CREDIT, _LIMIT = 6.0, 32.0  # initial credit, and its limit
+_MEMORY = 0.98  # weight of the past acceptance at each verification
+_TRIAL = 1.0  # what a trial is expected to cost
+_WORST = 4.0  # maximum loss of a step that counts; a longer one was interrupted
+
+
+def kind_of(request: Request) -> int:
+    """Return the kind of a request: guided, greedy, or its temperature in steps of a half, up to 2."""
+    if request.guide is not None:
+        return -1
+    temperature = request.params.temperature
+    return 0 if temperature <= 0 else min(4, ceil(2 * temperature))
+
+
+@dataclass(slots=True)
+class Trials:
+    """What is known of requests of one kind, over all of them.
+
+    trials, accepted: drafts verified lately, and accepted. wait: plans from the last trial to the next. credit: see
+    above. chances: how often drafts are accepted by their probabilities.
+    """
+
+    wait: int
+    trials: float = 0.0
+    accepted: float = 0.0
+    credit: float = _CREDIT
+    chances: Chances = field(default_factory=Chances)
+    _paid: int = 0  # the plan up to which plans were added to the credit
+
+    @property
+    def acceptance(self) -> float:
+        """The estimated probability that a draft is accepted."""
+        return (self.accepted + 1) / (self.trials + 2)
+
+    def count(self, trials: int, accepted: int) -> None:
+        """Record how many of the drafts that were compared were accepted."""
+        self.trials, self.accepted = _MEMORY * self.trials + trials, _MEMORY * self.accepted + accepted
+
+    def ran(self, plan: int) -> None:
+        """Add to the credit what the plans up to this one, after the last call, are worth."""
+        self.credit = min(_LIMIT, self.credit + _SHARE * (plan - self._paid))
+        self._paid = plan
+
+    def affords(self, plan: int) -> int:
+        """Return after how many plans a trial can be paid, at plan number `plan`; 0 if it can be now."""
+        self.ran(plan)
+        return max(0, ceil((_TRIAL - self.credit) / _SHARE))
+
+    def gained(self, tokens: int, steps: float) -> None:
+        """Record a step with drafts that gave `tokens` tokens and took as long as `steps` steps without."""
+        self.credit = min(_LIMIT, self.credit + max(-_WORST, tokens - steps))
+
+    def began(self, plan: int) -> None:
+        """Begin to count plans: a request of this kind runs alone from this plan on."""
+        self._paid = plan
+
+
+class TrialsByKind(dict[int, Trials]):
+    """The trials of each kind of request; those of a new kind wait for `first()` plans."""
+
+    def __init__(self, first: Callable[[], int]) -> None:
+        super().__init__()
+        self._first = first
+
+    def __missing__(self, kind: int) -> Trials:
+        made = self[kind] = Trials(self._first())
+        return made
