@@ -58,7 +58,7 @@ MODELS = {
     "wide-fp8": Model(Case("wide", "llama", WIDE), "bfloat16", 0.6, 0.06, "fp8"),
 }
 STEPS = 24
-GREEDY = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, logprobs=2)
+GREEDY = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, logprobs=8)
 DRAWN = SamplingParams(temperature=1, seed=7, max_tokens=STEPS, ignore_eos=True, repetition_penalty=1.2)
 
 
@@ -102,7 +102,7 @@ def gpus() -> int:
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(params=RANKS, scope="module")
+@pytest.fixture(params=RANKS, scope="module", ids="{}ranks".format)
 def ranks(request: pytest.FixtureRequest) -> int:
     """The number of ranks, each on a GPU of its own."""
     count: int = request.param
@@ -124,7 +124,7 @@ def in_parts(ranks: int) -> Work:
 
 def test_collectives_on_changing_data(ranks: int) -> None:
     print(f"SEED={SEED}")
-    assert run_group(ranks, rank_work.collectives, work(ranks), SEED, 120) == [120] * ranks
+    assert run_group(ranks, rank_work.collectives, work(ranks), SEED, 120 // ranks) == [120 // ranks] * ranks
 
 
 def test_collectives_in_bursts(ranks: int) -> None:
@@ -132,7 +132,7 @@ def test_collectives_in_bursts(ranks: int) -> None:
 
 
 def test_sums_in_parts(ranks: int) -> None:
-    assert run_group(ranks, rank_work.collectives, in_parts(ranks), SEED + 1, 60) == [60] * ranks
+    assert run_group(ranks, rank_work.collectives, in_parts(ranks), SEED + 1, 30) == [30] * ranks
     assert run_group(ranks, rank_work.bursts, in_parts(ranks), SEED + 1, 1000) == [0] * ranks
 
 
