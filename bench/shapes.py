@@ -177,6 +177,7 @@ QWEN25_05B = Shape(
     MappingProxyType({"rope_theta": 1e6}), bias=True,
 )  # fmt: skip
 LLAMA31_8B = Shape("llama-3.1-8b", "llama", 4096, 14336, 32, 32, 8, 128, 128256, 131072, False, LLAMA3_ROPE, eps=1e-5)
+LLAMA33_70B = Shape("llama-3.3-70b", "llama", 8192, 28672, 80, 64, 8, 128, 128256, 131072, False, LLAMA3_ROPE, eps=1e-5)
 LLAMA32_1B = Shape(
     "llama-3.2-1b", "llama", 2048, 8192, 16, 32, 8, 64, 128256, 131072, True,
     MappingProxyType({**LLAMA3_ROPE, "factor": 32.0}), eps=1e-5,
@@ -193,7 +194,7 @@ QWEN3_30B_A3B = Shape(
 SMALL = Shape(
     "small", "llama", 256, 512, 2, 4, 2, 64, 1024, 2048, False, MappingProxyType({"rope_theta": 1e4}), eps=1e-5
 )
-SHAPES = (QWEN25_05B, LLAMA31_8B, LLAMA32_1B, QWEN3_06B, QWEN3_30B_A3B, SMALL)
+SHAPES = (QWEN25_05B, LLAMA31_8B, LLAMA33_70B, LLAMA32_1B, QWEN3_06B, QWEN3_30B_A3B, SMALL)
 
 
 def folder(shape: Shape, root: Path) -> Path:

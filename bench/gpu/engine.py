@@ -1,6 +1,7 @@
 """Decode, prefill and offline throughput of an artifact through the whole LLM.generate; prompts are token ids.
 
 The peers' protocol: decode = (seconds for 129 tokens - seconds for 1) / 128 of `batch` prompts of 128 random tokens.
+`steps` measures the same steps within one call, which the time of prompts does not affect.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmc_runtime import LLM, SamplingParams
+from llmc_runtime.trace import attach_recorder
 
 from bench.gpu import floors
 from bench.gpu.floors import Roof
@@ -24,6 +27,16 @@ BATCHES = (1, 8, 16, 32, 64, 128, 256)
 PROMPTS = (512, 2048, 8192)
 TRACED = (1, 32)  # batches whose host time is measured
 OFFLINE = (512, 512, 256)  # requests, tokens in, tokens out
+LEAST = 32  # steps between which a decode step is measured
+
+
+class Step(NamedTuple):
+    """A step as the host sees it: its rows and tokens, and when it began and ended on the device, in ns."""
+
+    rows: int
+    tokens: int
+    begin: int
+    end: int
 
 
 class Session:
@@ -65,6 +78,26 @@ class Session:
         case = str(batch) if length == PROMPT else f"{batch} after {length}"
         return engine_row("decode", self.shape.name, case, "ms", ms, floor, whole_s=whole, first_s=first)
 
+    def recorded(self, prompts: Sequence[Sequence[int]], new: int) -> tuple[float, list[Step]]:
+        """Return the seconds of a call as `seconds` does, and its steps in order."""
+        recorder, stop = attach_recorder(self.llm.engine, 16 * (new + len(prompts)))
+        try:
+            seconds = self.seconds(prompts, new)
+        finally:
+            stop()
+        rows = [row for row in recorder.rows() if row[1] == "step"]
+        return seconds, [Step(rows, tokens, begin, end) for _, _, begin, end, _, rows, tokens in rows]
+
+    def steps(self, batch: int, rounds: int = 3, length: int = PROMPT) -> Row:
+        """Return the milliseconds of a decode step after prompts of `length` tokens: in each of several calls, the time
+        between the ends of the first and the last step in which every row decodes, by the number of steps; the median
+        of the calls."""
+        self.seconds(self.prompts(batch, length), 4)
+        calls = [decode_steps(self.recorded(self.prompts(batch, length), STEPS + 1)[1], batch) for _ in range(rounds)]
+        ms = statistics.median(statistics.mean(times) for times in calls)
+        floor = floors.decode_seconds(self.shape, batch, length + STEPS // 2, self.roof) * 1e3
+        return engine_row("decode", self.shape.name, str(batch), "ms", ms, floor, **samples(calls))
+
     def host(self, batch: int) -> Row:
         """Return the median host time exposed per step in microseconds, from the trace."""
         trace = self.llm.trace
@@ -76,11 +109,14 @@ class Session:
         return engine_row("host", self.shape.name, str(batch), "us", found["exposed_us"], None, **found)
 
     def prefill(self, length: int, rounds: int = 5) -> Row:
-        """Return the milliseconds of one prompt and one token."""
+        """Return the milliseconds of one prompt and one token; `device_ms` is what its steps took on the device."""
         self.seconds(self.prompts(1, length), 1)
-        times = [self.seconds(self.prompts(1, length), 1) * 1e3 for _ in range(rounds)]
+        calls = [self.recorded(self.prompts(1, length), 1) for _ in range(rounds)]
+        times = [seconds * 1e3 for seconds, _ in calls]
+        device = [sum(step.end - step.begin for step in steps) / 1e6 for _, steps in calls]
         floor = floors.prefill_seconds(self.shape, length, self.roof) * 1e3
-        return engine_row("prefill", self.shape.name, str(length), "ms", statistics.median(times), floor, all_ms=times)
+        ms = statistics.median(times)
+        return engine_row("prefill", self.shape.name, str(length), "ms", ms, floor, all_ms=times, device_ms=device)
 
     def offline(self, requests: int, length: int, new: int) -> Row:
         """Return output tokens per second of many concurrent requests, after a short warm-up."""
@@ -90,6 +126,23 @@ class Session:
         floor = floors.offline_tokens_per_second(self.shape, length, new, rows, self.roof)
         case = f"{requests} of {length} in, {new} out"
         return engine_row("offline", self.shape.name, case, "tok/s", requests * new / seconds, floor, seconds=seconds)
+
+
+def decode_steps(steps: Sequence[Step], batch: int) -> list[float]:
+    """Return the milliseconds of each decode step of `batch` rows that follows another one."""
+    ends = [step.end for step in steps if (step.rows, step.tokens) == (batch, batch)]
+    assert len(ends) > LEAST, f"{len(ends)} of {len(steps)} steps decoded {batch} rows"
+    return [(b - a) / 1e6 for a, b in pairwise(ends)]
+
+
+def samples(calls: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Return the mean, the median and the maximum of each call's steps in milliseconds, and their number."""
+    return {
+        "mean_ms": [statistics.mean(times) for times in calls],
+        "median_ms": [statistics.median(times) for times in calls],
+        "max_ms": [max(times) for times in calls],
+        "steps": [len(times) for times in calls],
+    }
 
 
 def measure(session: Session, plan: Any) -> Iterator[Row]:

@@ -11,7 +11,9 @@ from bench.gpu.engine import BATCHES, OFFLINE, PROMPTS
 from bench.gpu.kernels import Load
 from bench.shapes import Shape
 
-_SHAPES = (shapes.LLAMA31_8B, shapes.LLAMA32_1B, shapes.QWEN3_06B, shapes.QWEN3_30B_A3B, shapes.SMALL)
+_SHAPES = (
+    shapes.LLAMA31_8B, shapes.LLAMA33_70B, shapes.LLAMA32_1B, shapes.QWEN3_06B, shapes.QWEN3_30B_A3B, shapes.SMALL,
+)  # fmt: skip
 RECIPES = ("fp8", "fp8-block", "w8a8", "int8", "int4")  # of `llmc compile --quant`
 KV_CACHES = ("auto", "fp8")  # of `llmc compile --kv-cache-dtype`; MODEL-RECIPE and MODEL-RECIPE-fp8kv are models, too
 _QUANTISED = [Shape.quantised(s, r, kv) for s in _SHAPES for r in RECIPES for kv in KV_CACHES]

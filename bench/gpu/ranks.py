@@ -1,10 +1,12 @@
 """Ranks on GPUs: microseconds of collectives beside NCCL, and a model on one GPU beside the same one on several.
 
-    python -m bench.gpu.ranks [--ranks 2] [--parts collectives,nccl,model,start] [--model NAME] [--artifacts DIR]
-                              [--alone] [--compile-only] [--limit SECONDS] [--out DIR]
+    python -m bench.gpu.ranks [--ranks 2] [--parts collectives,nccl,model,offline,start,account] [--model NAME]
+                              [--batches 1,32] [--artifacts DIR] [--alone] [--compile-only] [--limit SECONDS]
+                              [--out DIR]
 
 Collectives are replayed one after the other in graphs; NCCL's, through torch, too. The model's weights are random and
-filled in by the runtime, those of the part "start" are files. Prints tables; --out also writes them as JSON.
+filled in by the runtime. A decode step is measured within one call (bench.gpu.engine.Session.steps). Prints tables;
+--out also writes them as JSON, after each part, and with "account" the kernels of rank 0 (bench.gpu.account).
 """
 
 from __future__ import annotations
@@ -17,14 +19,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench import shapes
+from bench.gpu import account
 from bench.gpu.card import state
 from bench.gpu.engine import OFFLINE, Session
 from bench.gpu.floors import H200
@@ -39,11 +43,24 @@ SIZES = (8 * KB, 64 * KB, 256 * KB, 1024 * KB, 4096 * KB, 16384 * KB)  # bytes o
 WIDTH, CHAIN = 4096, 20  # columns of an operand; collectives in a graph
 REPLAYS, ROUNDS = 20, 3
 BATCHES, PROMPT = (1, 32, 128, 256), 2048
-PARTS = ("collectives", "nccl", "model", "offline", "start")
-# Per step at batch 1, 32, 128, 256 and for a prompt, in ms, and offline in tokens/s: goals for two H200s, and
-# vLLM 0.25.1 there (2026-11-22).
-GOALS = {"decode": (2.4, 2.85, 4.2, 6.4), "prefill": (31.0,), "offline": (17500,), "start": (3.0,)}
-VLLM = {"decode": (3.48, 3.82, 4.80, 6.89), "prefill": (33.1,), "offline": (16508,), "start": (61.5,)}
+PARTS = ("collectives", "nccl", "model", "offline", "start", "account")
+# Goals for H200s by model and ranks, and vLLM 0.25.1 on two (2026-11-22): ms a step by batch, ms of a prompt of 2,048,
+# tokens/s offline, seconds to the first token.
+GOALS = {
+    ("llama-3.1-8b", 2): {
+        "decode 1": 2.4, "decode 32": 2.85, "decode 128": 4.2, "decode 256": 6.4, "prefill 2048": 31, "offline": 17500,
+        "start": 3,
+    },
+    ("llama-3.1-8b", 4): {
+        "decode 1": 1.7, "decode 32": 2.2, "decode 128": 3.3, "decode 256": 4.8, "prefill 2048": 22, "offline": 25000,
+        "start": 4,
+    },
+    ("llama-3.3-70b", 4): {"decode 1": 9.6, "decode 32": 10.6, "start": 12},
+}  # fmt: skip
+VLLM = {
+    "decode 1": 3.48, "decode 32": 3.82, "decode 128": 4.80, "decode 256": 6.89, "prefill 2048": 33.1, "offline": 16508,
+    "start": 61.5,
+}  # fmt: skip
 
 
 def chain(op: str, ranks: int) -> str:
@@ -181,34 +198,36 @@ def captured(work: Callable[[], Any], stream: Any, exchange: Callable[[Any], lis
     return best
 
 
-def path_of(plan: Plan, shape: Shape, ranks: int, packed: bool = False) -> Path:
-    return plan.artifacts / f"{shape.name}-tp{ranks}{'-packed' if packed else ''}.llmc"
-
-
 def artifact(plan: Plan, shape: Shape, ranks: int) -> Path:
     """Return the artifact for this number of ranks, compiling it if it is missing."""
-    path = path_of(plan, shape, ranks)
+    path = plan.artifacts / f"{shape.name}-tp{ranks}.llmc"
     if not (path / "manifest.json").is_file():
         with_weights(plan, shapes.folder(shape, plan.artifacts), path, f"random:{SEED}", shape, ranks=ranks)
     return path
 
 
-def model_rows(plan: Plan, shape: Shape, ranks: int, offline: bool) -> Iterator[Row]:
-    """Yield the rows of a model on this number of GPUs."""
-    session = Session(artifact(plan, shape, ranks), shape, H200)
-    print(f"  {ranks} rank(s), opened in {session.open_seconds:.1f} s: {'; '.join(session.log_lines)}", flush=True)
-    try:
-        for batch in BATCHES:
-            yield session.decode(batch, 5 if batch <= 32 else 3)
-        yield session.prefill(PROMPT)
-        if offline:
-            yield session.offline(*OFFLINE)
-    finally:
-        session.close()
+def model_rows(session: Session, batches: Sequence[int], parts: Sequence[str]) -> Iterator[Row]:
+    """Yield the rows of a model that is open."""
+    if "model" in parts:
+        for batch in batches:
+            yield session.steps(batch, 5 if batch <= 32 else 3)
+        yield session.prefill(PROMPT, 9)
+    if "offline" in parts:
+        yield session.offline(*OFFLINE)
+
+
+def accounts(session: Session, batches: Sequence[int], prefix: Path) -> None:
+    """Write the kernels of steps of each batch size, and of a prompt, to files that begin with `prefix`."""
+    for batch in batches:
+        prompts = session.prompts(batch, 128)
+        account.save(Path(f"{prefix}-{batch}.json"), account.recorded(partial(session.seconds, prompts, 33)))
+    prompts = session.prompts(1, PROMPT)
+    account.save(Path(f"{prefix}-prompt.json"), account.recorded(partial(session.seconds, prompts, 1)))
 
 
 def started(plan: Plan, shape: Shape, ranks: int) -> float:
-    """Seconds from process start to the first token of an artifact whose weights are random: without reading files."""
+    """Seconds from process start to the first token of an artifact whose weights are random: without reading files.
+    The median of three."""
     command = [sys.executable, "-m", "bench.gpu.first", str(artifact(plan, shape, ranks))]
     times = []
     for _ in range(3):
@@ -232,15 +251,52 @@ def print_collectives(found: dict[str, float]) -> None:
 def options() -> argparse.ArgumentParser:
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--ranks", type=int, default=2, metavar="N", help="number of GPUs (2)")
-    ap.add_argument("--parts", default=",".join(PARTS), metavar="A,B", help=f"of {', '.join(PARTS)} (all)")
+    ap.add_argument("--parts", default="collectives,nccl,model,offline,start", metavar="A,B",
+                    help=f"of {', '.join(PARTS)} (all but account)")  # fmt: skip
     ap.add_argument("--model", default="llama-3.1-8b", choices=sorted(MODELS), metavar="NAME", help="(llama-3.1-8b)")
+    ap.add_argument("--batches", type=lambda text: tuple(map(int, text.split(","))), default=BATCHES, metavar="N,N",
+                    help="rows of decode steps (1,32,128,256)")  # fmt: skip
     ap.add_argument("--artifacts", type=Path, default=Path("build/bench/gpu/artifacts"), metavar="DIR",
                     help="folder of artifacts and of compiled kernels")  # fmt: skip
-    ap.add_argument("--out", type=Path, metavar="DIR", help="folder for ranks.json")
+    ap.add_argument("--out", type=Path, metavar="DIR", help="folder for ranks-N.json and the files of account")
     ap.add_argument("--limit", type=float, default=570, metavar="SECONDS", help="after which no new part starts (570)")
     ap.add_argument("--alone", action="store_true", help="without the same model on one GPU")
     ap.add_argument("--compile-only", action="store_true", help="only compile; needs no GPU")
     return ap
+
+
+class Report:
+    """What was measured, written to a file after each part if there is a folder."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.found: dict[str, Any] = {"card": state()}
+        print(self.found["card"], flush=True)
+
+    def keep(self, name: str, value: Any) -> None:
+        self.found[name] = value
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(self.found, indent=1) + "\n")
+
+
+def measure_model(args: argparse.Namespace, plan: Plan, ranks: int, parts: Sequence[str], report: Report) -> None:
+    """Measure the model on this number of GPUs."""
+    shape, goals = MODELS[args.model], GOALS.get((args.model, ranks), {})
+    session = Session(artifact(plan, shape, ranks), shape, H200)
+    print(f"  {ranks} rank(s), opened in {session.open_seconds:.1f} s: {'; '.join(session.log_lines)}", flush=True)
+    try:
+        for row in model_rows(session, args.batches, parts):
+            report.keep(f"{ranks} {row.suite} {row.case}", {"measured": row.measured, **row.extra})
+            goal = goals.get(row.suite if row.suite == "offline" else f"{row.suite} {row.case}", "-")
+            print(
+                f"  {ranks} rank(s) {row.suite:8} {row.case:>26} {row.measured:10.3f} {row.unit}, goal {goal}",
+                flush=True,
+            )
+        if "account" in parts and args.out is not None:
+            accounts(session, args.batches, args.out / f"kernels-{shape.name}-tp{ranks}")
+    finally:
+        session.close()
 
 
 def main() -> None:
@@ -252,29 +308,23 @@ def main() -> None:
         for ranks in measured:
             artifact(plan, shape, ranks)
         return
-    print(state(), flush=True)
-    found: dict[str, Any] = {"card": state()}
+    report = Report(args.out and args.out / f"ranks-{args.ranks}-{shape.name}.json")
     if "collectives" in parts:
-        found["collectives"] = collectives(plan, args.ranks)
-        print_collectives(found["collectives"])
+        report.keep("collectives", collectives(plan, args.ranks))
+        print_collectives(report.found["collectives"])
     if "nccl" in parts:
         with tempfile.TemporaryDirectory() as folder:
             results = run_group(args.ranks, nccl, f"{folder}/store")
-        found["nccl"] = {key: max(r[key] for r in results) for key in results[0]}
-        print_collectives(found["nccl"])
-    if "model" in parts:
-        found["model"] = {}
-        for ranks in measured:
-            for row in model_rows(plan, shape, ranks, "offline" in parts and time.monotonic() - begin < args.limit):
-                found["model"][f"{ranks} {row.suite} {row.case}"] = {"measured": row.measured, **row.extra}
-                print(f"  {ranks} rank(s) {row.suite:8} {row.case:>26} {row.measured:10.3f} {row.unit}", flush=True)
+        report.keep("nccl", {key: max(r[key] for r in results) for key in results[0]})
+        print_collectives(report.found["nccl"])
+    for ranks in measured:
+        if {"model", "offline", "account"} & set(parts) and time.monotonic() - begin < args.limit:
+            measure_model(args, plan, ranks, parts, report)
     if "start" in parts and time.monotonic() - begin < args.limit:
-        found["start"] = {str(ranks): started(plan, shape, ranks) for ranks in measured}
-        print(f"start to first token, s: {found['start']}", flush=True)
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "ranks.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(f"goals for two H200s: {GOALS}; vLLM 0.25.1 on two H200s: {VLLM}", flush=True)
+        report.keep("start", {str(ranks): started(plan, shape, ranks) for ranks in measured})
+        goal = GOALS.get((args.model, args.ranks), {}).get("start", "-")
+        print(f"start to first token, s: {report.found['start']}, goal with {args.ranks}: {goal}", flush=True)
+    print(f"vLLM 0.25.1, Llama-3.1-8B on two H200s: {VLLM}", flush=True)
 
 
 if __name__ == "__main__":

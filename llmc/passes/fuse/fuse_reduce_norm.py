@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from llmc.ir.dim import product
 from llmc.ir.graph import Builder, Graph, Module, Node, Value
 from llmc.passes.analysis import weight_only
 from llmc.passes.base import Ctx, Pass, rejected
@@ -18,13 +17,15 @@ SUMS = ("all_reduce", "all_reduce_add")
 class FuseReduceNorm(Pass):
     """Replace all_reduce or all_reduce_add and an rms_norm of its result by all_reduce_norm, which saves a launch.
 
-    Every rank sends its whole operand to all others. With more than two ranks, this is fast only in graphs of at most
-    `rows` tokens, and all other graphs keep the sum in parts. The pass runs after `specialize`, and before the passes
-    that fuse norms into products, each program of which would compute the norm again. Nodes that no kernel of the
-    target supports remain.
+    Every rank sends its whole operand to all others. With more than two ranks, this is faster than a sum in parts only
+    if a rank sends at most `sent` bytes; graphs that may have more tokens keep the sum in parts. The pass runs after
+    `specialize`, and before the passes that fuse norms into products, each program of which would compute the norm
+    again. Nodes that no kernel of the target supports remain.
+
+    sent: on four H200s, rows of 8 KiB cost 5.9 us fused and 7.3 in parts for 32 rows, 16.8 and 11.3 for 128.
     """
 
-    rows: int = 256
+    sent: int = 1 << 20
     name: ClassVar[str] = NAME
 
     def run(self, m: Module, ctx: Ctx) -> int:
@@ -48,10 +49,10 @@ class FuseReduceNorm(Pass):
             return "no rms_norm reads it"
         if norm.operands[1] not in weights:
             return "the norm's gain is not computed from weights alone"
-        tokens = product(n.result.type.shape[:-1]).bounds(m.bounds(g))[1]
         ranks = n.attrs["ranks"]
-        if ranks > 2 and tokens > self.rows:
-            return f"the graph has up to {tokens} tokens, more than {self.rows}, and {ranks} ranks"
+        nbytes = (ranks - 1) * n.result.type.nbytes.bounds(m.bounds(g))[1]
+        if ranks > 2 and nbytes > self.sent:
+            return f"each of {ranks} ranks would send up to {nbytes} bytes, more than {self.sent}"
         return None
 
 

@@ -1,0 +1,70 @@
+"""Embeddings and output projections that a checkpoint stores as codes, divided over ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from models.kit import prompts, relative_error
+from quant.make import common
+from quant.test_compiled import compiled, scored
+from quant.test_decode import opened
+from quant.test_handmade import CASES, made
+
+from llmc.check.run_ranks import run_ranks
+from llmc.extension import load
+from llmc.ir.interp import run
+from llmc.ir.text import parse, show
+from llmc.passes.base import Ctx
+from llmc.passes.pipeline import parse_pipeline, run_pipeline
+from llmc.quant.typed_weights import use_codes
+
+NAMES = ("ct-embedding", "ct-embedding-tied", "ct-head")
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256}  # the parts are whole blocks
+PASSES = "canonicalize, fuse-norm, fuse-rope"
+
+
+@pytest.fixture(params=(320, 321))
+def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Make the base models' tables large enough to be divided; return their rows, which need not divide."""
+    rows: int = request.param
+    sizes = common.SMALL | HEADS | {"vocab_size": rows}
+    tied = sizes | {"num_hidden_layers": 1, "tie_word_embeddings": True}
+    monkeypatch.setattr(common, "BASES", {**common.BASES, "llama": ("llama", sizes), "qwen2": ("qwen2", tied)})
+    return rows
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("name", NAMES)
+def test_all_ranks_together_are_the_whole_model(name: str, model: int, tmp_path: Path) -> None:
+    """A table that is looked up is divided as numbers, and takes 1/W of the memory; a projection's codes are divided
+    where their rows divide."""
+    tokens, positions = prompts((9,), model)
+    passes, ops = load().passes, load().opset()
+    with opened(made(CASES[name], tmp_path / "model").folder) as checkpoint:
+        module = checkpoint.traced.module
+        use_codes(module, checkpoint, ops)
+        run_pipeline(module, parse_pipeline(PASSES, passes), Ctx(ops))
+        fixed = {"tokens": tokens, "positions": positions, "last": np.arange(9, dtype=np.int32)}
+        graph = module.graphs["main"]
+        inputs = [checkpoint.read(v.name) if v.weight else fixed[v.name] for v in graph.inputs]
+    (want,) = run(graph, inputs, exact=True)
+    whole = show(module)
+    for ranks in (2, 4):
+        part = parse(whole, ops)
+        run_pipeline(part, parse_pipeline(f"shard{{ranks={ranks}}}", passes), Ctx(ops))
+        (lookup,) = [n for n in part.graphs["main"].nodes if n.op.name == "take_part"]
+        assert lookup.operands[0].type.shape[0].const == -(-model // ranks)
+        for (got,) in run_ranks(part.graphs["main"], [inputs] * ranks, exact=True):
+            assert relative_error(got, want) <= 1e-12
+
+
+@pytest.mark.drawn
+def test_an_artifact_of_two_ranks_scores_as_the_whole_model(model: int, tmp_path: Path) -> None:
+    """A few activations are rounded to another code than by one rank, hence the mean."""
+    tokens, _ = prompts((37,), model)
+    folder = made(CASES["ct-embedding-tied"], tmp_path / "model").folder
+    one = scored(compiled(folder, tmp_path / "one.llmc"), tokens)
+    two = scored(compiled(folder, tmp_path / "two.llmc", tensor_parallel_size=2), tokens)
+    assert np.abs(one - two).mean() < 1e-3
