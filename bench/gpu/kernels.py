@@ -137,10 +137,14 @@ class Bench:
         many = [launches[i % len(launches)] for i in range(max(len(launches), LAUNCHES))]
         return self._median(many) / len(many)
 
-    def step_seconds(self, without: Sequence[Launch] = ()) -> float:
-        """Return the seconds of the whole step, replayed as a graph, or of the step without some of its launches."""
-        left_out = {id(x) for x in without}
-        return self._median([x for x in self.step.program.launches if id(x) not in left_out])
+    def step_seconds(self) -> float:
+        """Return the seconds of the whole step, replayed as a graph. The requests advance: call this last."""
+        return self._median(self.step.program.launches)
+
+    def seconds_without(self, launches: Sequence[Launch] = ()) -> float:
+        """Return the seconds of the step without these launches, and without the last one, which advances requests."""
+        left_out = {id(x) for x in launches}
+        return self._median([x for x in self.step.program.launches[:-1] if id(x) not in left_out])
 
     def _median(self, launches: Sequence[Launch]) -> float:
         program = replace(self.step.program, launches=tuple(launches))
@@ -171,31 +175,37 @@ def groups(program: Program) -> dict[tuple[str, str], list[Launch]]:
 def kernel_rows(path: Path, shape: Shape, load: Load, roof: Roof) -> Iterator[Row]:
     """Return a row per group, one of their sum, and one of the whole step; a launch's floor is its roofline time.
 
-    `in_step_us` of a group within the layers is what the step's time shrinks by without it: launches overlap, so this
-    may be less than the time of the group alone.
+    `in_step_us` of a group is what the step's time shrinks by without it: launches overlap, so this may be less than
+    the time of the group alone. It is not measured for the first launch, whose tables the others read.
     """
     bench, suite = Bench(path, load), "mixed" if load.tokens else "kernels"
     try:
-        env, whole = bench.env(), bench.step_seconds()
+        env = bench.env()
         page = bench.executor.capacity.page_size
-        apart = any(x.op.endswith("_single") for x in bench.step.program.launches)
-        total = floor = 0.0
+        program = bench.step.program
+        apart = any(x.op.endswith("_single") for x in program.launches)
+        found = groups(program)
+        # In this order, since a step overwrites the tables of its first launch with later results.
+        alone = {key: bench.seconds(launches) * len(launches) for key, launches in found.items()}
+        whole = bench.seconds_without()
+        floor = 0.0
         seen: Counter[str] = Counter()
-        for (kernel, place), launches in groups(bench.step.program).items():
-            each = bench.seconds(launches) * len(launches)
+        for (kernel, place), launches in found.items():
+            each = alone[kernel, place]
             least = sum(_floor(x, env, load.attended(x.op, apart), page, roof) for x in launches)
-            total, floor = total + each, floor + least
+            floor += least
             x = launches[0]
             case = f"{load.name} {x.op} {place} x{len(launches)}"
             seen[case] += 1
             case += f", {seen[case]}" if seen[case] > 1 else ""  # two products at one place are two rows
             extra = {"each_us": each / len(launches) * 1e6, "kernel": kernel, "grid": [d(env) for d in x.grid]}
-            if len(launches) > 1:
-                extra["in_step_us"] = (whole - bench.step_seconds(launches)) * 1e6
+            if x is not program.launches[0]:
+                extra["in_step_us"] = (whole - bench.seconds_without(launches)) * 1e6
             yield Row(suite, shape.name, case, "us", each * 1e6, least * 1e6, extra=extra)
-        extra = {"launches": len(bench.step.program.launches)}
+        extra = {"launches": len(program.launches)}
+        total = sum(alone.values())
         yield Row(suite, shape.name, f"{load.name} all", "us", total * 1e6, floor * 1e6, extra=extra)
-        yield Row(suite, shape.name, f"{load.name} step", "us", whole * 1e6, floor * 1e6, extra=extra)
+        yield Row(suite, shape.name, f"{load.name} step", "us", bench.step_seconds() * 1e6, floor * 1e6, extra=extra)
     finally:
         bench.close()
 
