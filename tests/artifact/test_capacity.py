@@ -27,8 +27,8 @@ def test_rows_of_a_graph() -> None:
 
 
 def test_tokens_of_a_step_with_prompts() -> None:
-    found = [token_bucket(t, 8192) for t in (1, 16, 17, 250, 256, 257, 320, 321, 8129)]
-    assert found == [16, 16, 32, 256, 256, 320, 320, 384, 8192]
+    found = [token_bucket(t, 8192) for t in (1, 3, 5, 9, 16, 17, 250, 256, 257, 320, 321, 8129)]
+    assert found == [1, 4, 8, 16, 16, 32, 256, 256, 320, 320, 384, 8192]
     assert token_bucket(117, 120) == 120
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from llmc_runtime.format.program import FIRST, Program
 
 ROWS, TOKENS = "R", "T"
-_TILES = ((256, 64), (0, 16))  # steps of more than the first number of tokens are a multiple of the second
+_TILES = ((256, 64), (16, 16))  # steps of more than the first number of tokens are a multiple of the second
 
 
 def bucket(rows: int, top: int) -> int:
@@ -17,12 +17,13 @@ def bucket(rows: int, top: int) -> int:
 
 
 def token_bucket(tokens: int, top: int) -> int:
-    """Round the tokens of a step with prompts up to a multiple of 16, from 257 on of 64, limited to `top`.
+    """Round the tokens of a step with prompts up to 1, 2, 4, 8, a multiple of 16, or from 257 on of 64; limited to
+    `top`.
 
     Kernels compute tiles of tokens, so that most of the padding costs nothing.
     """
-    size = next(size for least, size in _TILES if tokens > least)
-    return min(-(-tokens // size) * size, top)
+    size = next((size for least, size in _TILES if tokens > least), 0)
+    return min(-(-tokens // size) * size, top) if size else bucket(tokens, top)
 
 
 def top_rows(program: Program, max_rows: int) -> int:
