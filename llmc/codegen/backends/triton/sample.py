@@ -54,17 +54,16 @@ class Sampling(TritonKernel):
         return unsupported(node, (*FLOATS, "i32"))
 
 
-def _programs_us(node: Node, ids: int, per: int, warps: int, target: Target, env: Mapping[str, int]) -> float:
+def _programs_us(node: Node, ids: int, per: int, target: Target, env: Mapping[str, int]) -> float:
     """Predict the microseconds of reading the logits with programs of `per` blocks of `ids` ids.
 
-    The larger of the traffic and of waves of programs (32 warps at a time on a multiprocessor), each of which waits for
-    memory a few times, less often for the blocks after its first. A single warp needs no barrier for its maxima, but
-    more instructions for each block.
+    The larger of the traffic and of waves of programs (8 at a time on a multiprocessor), each of which waits for memory
+    a few times, less often for the blocks after its first.
     """
     rows, v = node.operands[0].type.shape[0].subs(env).const or 1, vocabulary(node)
     nbytes = rows * v * (2 if node.operands[0].type.dtype != "f32" else 4)
-    waves = -(-rows * -(-v // (per * ids)) // (32 // warps * max(1, target.limits.units)))
-    program_us = BLOCK_US + 0.4 * (per - 1) + ids / (2048 * warps)
+    waves = -(-rows * -(-v // (per * ids)) // (8 * max(1, target.limits.units)))
+    program_us = BLOCK_US + 0.4 * (per - 1) + ids / 8192
     return max(nbytes / target.bandwidth * 1e6, waves * program_us) + target.launch_us
 
 
@@ -97,7 +96,7 @@ class Penalize(Sampling):
         )
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        return _programs_us(node, schedule["block"], 1, schedule["warps"], target, env)
+        return _programs_us(node, schedule["block"], 1, target, env)
 
 
 class Mask(Sampling):
@@ -129,7 +128,7 @@ class BlockMax(Sampling):
     """row_block_max: a program summarizes `per` blocks of a row."""
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        return [{"per": per, "warps": warps} for warps in (4, 1, 2) for per in (1, 2, 4, 8)]
+        return [{"per": per, "warps": 4} for per in (1, 2, 4, 8)]
 
     def reject(self, node: Node, target: Target) -> str | None:
         block = node.attrs["block"]
@@ -149,7 +148,7 @@ class BlockMax(Sampling):
         )
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        return _programs_us(node, node.attrs["block"], schedule["per"], schedule["warps"], target, env)
+        return _programs_us(node, node.attrs["block"], schedule["per"], target, env)
 
 
 class Draws(Sampling):
