@@ -52,6 +52,7 @@ def test_the_cost_of_attention_is_given_by_what_its_queries_see() -> None:
     assert tokens == 3 * 448 and 2 * 448 * 448 < pairs < 3 * 448 * 448
     assert load.attended("paged_attention", False) == (streams + pairs, streams + tokens)
     assert Load(32).attended("paged_attention", False) == (32 * (128 + STEPS),) * 2
+    assert (Load(32).name, Load(32, temperature=0.5).name) == ("b32", "b32 at temperature 0.5")
 
 
 def decode(batch: int, measured: float, floor: float | None = 3.23) -> Row:
@@ -63,7 +64,7 @@ def test_a_row_knows_its_peer_its_goals_and_whether_they_are_met() -> None:
     row = decode(1, 3.8)
     assert (row.peer, row.gate, row.aim) == (4.972, 3.9, 3.5)
     assert row.share == pytest.approx(0.85) and row.peer_share == pytest.approx(3.23 / 4.972)
-    assert decode(64, 5.0).gate is None and decode(64, 5.0).verdict == "" and decode(64, 5.0).peer == 5.91
+    assert decode(16, 5.0).gate is None and decode(16, 5.0).verdict == "" and decode(64, 5.0).peer == 5.91
 
 
 def test_a_rate_meets_its_goals_from_above() -> None:

@@ -50,15 +50,19 @@ class Bound:
 
 @dataclass(frozen=True)
 class Load:
-    """A step of `batch` rows after prompts of `prompt` tokens; with `tokens`, of that many with part of a prompt."""
+    """A step of `batch` rows after prompts of `prompt` tokens; with `tokens`, of that many with part of a prompt.
+    `temperature`: that of every row.
+    """
 
     batch: int
     prompt: int = 128
     tokens: int = 0
+    temperature: float = 0.0
 
     @property
     def name(self) -> str:
-        return f"b{self.batch}+{self.tokens - self.batch}" if self.tokens else f"b{self.batch}"
+        rows = f"b{self.batch}+{self.tokens - self.batch}" if self.tokens else f"b{self.batch}"
+        return f"{rows} at temperature {self.temperature:g}" if self.temperature else rows
 
     @property
     def rows(self) -> int:
@@ -96,7 +100,7 @@ class Bench:
             vocab_size=m.vocab_size, eos_token_ids=(), prefix_caching=False, context=artifact.digest,
         )  # fmt: skip
         self.engine = Engine(Scheduler(config, lambda: 0), self.executor)
-        self._vocab = m.vocab_size
+        self._vocab, self._temperature = m.vocab_size, load.temperature
         for i in range(load.batch):
             self._add(str(i), load.prompt, config.max_model_len - load.prompt)
         self._steps(STEPS + load.batch * load.prompt // config.max_num_batched_tokens + 2)
@@ -108,7 +112,8 @@ class Bench:
 
     def _add(self, name: str, length: int, new: int) -> None:
         ids = [random.randrange(3, self._vocab) for _ in range(length)]
-        self.engine.add(Request(name, ids, SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)))
+        params = SamplingParams(temperature=self._temperature, max_tokens=new, ignore_eos=True)
+        self.engine.add(Request(name, ids, params))
 
     def _steps(self, count: int) -> None:
         for _ in range(count):
@@ -133,8 +138,13 @@ class Bench:
         return self._median(many) / len(many)
 
     def step_seconds(self) -> float:
-        """Return the seconds of the whole step, replayed as a graph."""
+        """Return the seconds of the whole step, replayed as a graph. The requests advance: call this last."""
         return self._median(self.step.program.launches)
+
+    def seconds_without(self, launches: Sequence[Launch] = ()) -> float:
+        """Return the seconds of the step without these launches, and without the last one, which advances requests."""
+        left_out = {id(x) for x in launches}
+        return self._median([x for x in self.step.program.launches[:-1] if id(x) not in left_out])
 
     def _median(self, launches: Sequence[Launch]) -> float:
         program = replace(self.step.program, launches=tuple(launches))
@@ -146,6 +156,7 @@ class Bench:
             run()
             self.device.wait(self.device.mark())
             times.append(time.perf_counter() - begin)
+        run.free()
         return statistics.median(times[1:])
 
     def close(self) -> None:
@@ -162,25 +173,37 @@ def groups(program: Program) -> dict[tuple[str, str], list[Launch]]:
 
 
 def kernel_rows(path: Path, shape: Shape, load: Load, roof: Roof) -> Iterator[Row]:
-    """Return a row per group, one of their sum, and one of the whole step; a launch's floor is its roofline time."""
+    """Return a row per group, one of their sum, and one of the whole step; a launch's floor is its roofline time.
+
+    `in_step_us` of a group is what the step's time shrinks by without it: launches overlap, so this may be less than
+    the time of the group alone. It is not measured for the first launch, whose tables the others read.
+    """
     bench, suite = Bench(path, load), "mixed" if load.tokens else "kernels"
     try:
         env = bench.env()
         page = bench.executor.capacity.page_size
-        apart = any(x.op.endswith("_single") for x in bench.step.program.launches)
-        total = floor = 0.0
+        program = bench.step.program
+        apart = any(x.op.endswith("_single") for x in program.launches)
+        found = groups(program)
+        # In this order, since a step overwrites the tables of its first launch with later results.
+        alone = {key: bench.seconds(launches) * len(launches) for key, launches in found.items()}
+        whole = bench.seconds_without()
+        floor = 0.0
         seen: Counter[str] = Counter()
-        for (kernel, place), launches in groups(bench.step.program).items():
-            each = bench.seconds(launches) * len(launches)
+        for (kernel, place), launches in found.items():
+            each = alone[kernel, place]
             least = sum(_floor(x, env, load.attended(x.op, apart), page, roof) for x in launches)
-            total, floor = total + each, floor + least
+            floor += least
             x = launches[0]
             case = f"{load.name} {x.op} {place} x{len(launches)}"
             seen[case] += 1
             case += f", {seen[case]}" if seen[case] > 1 else ""  # two products at one place are two rows
             extra = {"each_us": each / len(launches) * 1e6, "kernel": kernel, "grid": [d(env) for d in x.grid]}
+            if x is not program.launches[0]:
+                extra["in_step_us"] = (whole - bench.seconds_without(launches)) * 1e6
             yield Row(suite, shape.name, case, "us", each * 1e6, least * 1e6, extra=extra)
-        extra = {"launches": len(bench.step.program.launches)}
+        extra = {"launches": len(program.launches)}
+        total = sum(alone.values())
         yield Row(suite, shape.name, f"{load.name} all", "us", total * 1e6, floor * 1e6, extra=extra)
         yield Row(suite, shape.name, f"{load.name} step", "us", bench.step_seconds() * 1e6, floor * 1e6, extra=extra)
     finally:

@@ -41,6 +41,7 @@ class Plan:
     limit: float
     pipeline: str = ""
     mixed: Load = MIXED
+    temperature: float = 0.0
 
     def artifact(self, shape: Shape) -> Path:
         """Random weights, filled by the runtime."""
@@ -70,6 +71,9 @@ def parser() -> argparse.ArgumentParser:
     ap.add_argument("--batches", type=_ints, default=BATCHES, metavar="N,N", help="batch sizes of the decode suite")
     ap.add_argument(
         "--kernel-batches", type=_ints, default=(1, 32), metavar="N,N", help="batch sizes of the kernels suite"
+    )
+    ap.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="temperature of the rows of the kernels suite"
     )
     ap.add_argument("--mixed", type=_ints, default=(MIXED.batch, MIXED.prompt, MIXED.tokens), metavar="ROWS,N,TOKENS",
                     help="mixed suite: rows, tokens of context of each, and tokens of the step")  # fmt: skip
@@ -102,7 +106,7 @@ def plan_of(a: argparse.Namespace) -> Plan:
             raise ValueError(f"{name!r} is not known; there are: {', '.join(known)}")
     return Plan(
         a.out, a.artifacts, tuple(MODELS[n] for n in names), suites, a.batches, a.kernel_batches, a.prompts,
-        a.offline_requests, a.target, a.limit, a.pipeline, Load(*a.mixed),
+        a.offline_requests, a.target, a.limit, a.pipeline, Load(*a.mixed), a.temperature,
     )  # fmt: skip
 
 

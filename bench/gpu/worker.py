@@ -34,7 +34,8 @@ def rows_of(plan: Plan, shape: Shape, what: str, roof: Roof) -> Iterator[Row]:
             session.close()
     elif what == "kernels":
         for batch in plan.kernel_batches:
-            yield from kernel_rows(artifact(plan, shape), shape, Load(batch), roof)
+            load = Load(batch, temperature=plan.temperature)
+            yield from kernel_rows(artifact(plan, shape), shape, load, roof)
     elif what == "mixed":
         yield from kernel_rows(artifact(plan, shape), shape, plan.mixed, roof)
     else:

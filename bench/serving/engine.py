@@ -17,7 +17,7 @@ from llmc_runtime.engine.engine_process import Session, main
 from llmc_runtime.engine.messages import Open
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
-from llmc_runtime.sched.step import RowMask, Step, StepOutput
+from llmc_runtime.sched.step import RowMasks, Step, StepOutput
 from llmc_runtime.text.tokenizer import Tokenizer
 
 from bench.serving.front import MODEL
@@ -39,7 +39,7 @@ class Paced:
         self._free = max(self._free, time.monotonic()) + self._pace
         self._under_way.append((step, self._free))
 
-    def guide(self, ticket: None, masks: Sequence[RowMask]) -> None:
+    def guide(self, ticket: None, masks: Sequence[RowMasks]) -> None:
         """Not supported: requests of this bench have no grammar."""
         raise AssertionError("the bench asks for no grammar")
 

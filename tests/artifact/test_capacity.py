@@ -9,7 +9,7 @@ import pytest
 from artifact import tiny
 from llmc_runtime.artifact import open_artifact
 from llmc_runtime.device.cpu_device import CpuDevice
-from llmc_runtime.exec.buckets import bucket, buckets
+from llmc_runtime.exec.buckets import bucket, buckets, token_bucket
 from llmc_runtime.exec.buffer_layout import need_of
 from llmc_runtime.exec.capacity import Need, plan_kv
 from llmc_runtime.exec.executor import Executor
@@ -24,6 +24,12 @@ STEP = Step([RowInit(0, [1, 2, 3], 0, 3, RowParams(), [0])], [], [Work(0, 3, Tru
 def test_rows_of_a_graph() -> None:
     assert [bucket(r, 99) for r in (1, 2, 3, 4, 5, 8, 9, 16, 17, 33)] == [1, 2, 4, 4, 8, 8, 16, 16, 24, 40]
     assert bucket(18, 20) == 20
+
+
+def test_tokens_of_a_step_with_prompts() -> None:
+    found = [token_bucket(t, 8192) for t in (1, 3, 5, 9, 16, 17, 250, 256, 257, 320, 321, 8129)]
+    assert found == [1, 4, 8, 16, 16, 32, 256, 256, 320, 320, 384, 8192]
+    assert token_bucket(117, 120) == 120
 
 
 def test_sizes_of_a_program() -> None:

@@ -1,7 +1,7 @@
 """A device for artifacts of Triton targets that runs their kernels in Triton's CPU interpreter, without a GPU.
 
 It follows the calling conventions "cuda-1" and "hip-1" (pointers in the order of the arguments, then the sizes), and
-pads decode steps to the sizes of device graphs, so that a tiny model can be tested end to end. Otherwise it equals the
+pads steps to the sizes of device graphs, so that a tiny model can be tested end to end. Otherwise it equals the
 CPU device.
 """
 

@@ -1,4 +1,4 @@
-"""Selects the batch size in which a decode step runs. There are few sizes, so that each can be one device graph."""
+"""Selects the sizes in which a step runs. There are few of them, so that each can be one device graph."""
 
 from __future__ import annotations
 
@@ -7,12 +7,23 @@ from collections.abc import Iterator
 from llmc_runtime.format.program import FIRST, Program
 
 ROWS, TOKENS = "R", "T"
+_TILES = ((256, 64), (16, 16))  # steps of more than the first number of tokens are a multiple of the second
 
 
 def bucket(rows: int, top: int) -> int:
     """Round `rows` up to 1, 2, 4 or a multiple of 8, limited to `top`."""
     size = rows if rows <= 2 else 4 if rows <= 4 else -(-rows // 8) * 8
     return min(size, top)
+
+
+def token_bucket(tokens: int, top: int) -> int:
+    """Round the tokens of a step with prompts up to 1, 2, 4, 8, a multiple of 16, or from 257 on of 64; limited to
+    `top`.
+
+    Kernels compute tiles of tokens, so that most of the padding costs nothing.
+    """
+    size = next((size for least, size in _TILES if tokens > least), 0)
+    return min(-(-tokens // size) * size, top) if size else bucket(tokens, top)
 
 
 def top_rows(program: Program, max_rows: int) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 
 from llmc_runtime.artifact import Artifact
 from llmc_runtime.device.device import Device, Run
-from llmc_runtime.exec.buckets import ROWS, TOKENS, bucket, buckets, top_rows
+from llmc_runtime.exec.buckets import ROWS, TOKENS, bucket, buckets, token_bucket, top_rows
 from llmc_runtime.exec.buffer_layout import INPUTS, Layout
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.json_fields import REMEDY
@@ -55,7 +55,7 @@ class EntryPoints:
         self._memory, self._stride = layout.inputs[role], layout.strides[role]
         self._table = np.zeros((len(INPUTS), self._stride // 4), np.int32)  # host copy of the inputs
         self._sent: object = None  # the inputs now on the device; None: unknown
-        self._decodes: dict[tuple[int, bool, bool], tuple[Bound, int]] = {}  # by rows, `verifies` and `plain`
+        self._decodes: dict[tuple[int, bool, bool], tuple[Bound, int, int]] = {}  # by rows, `verifies` and `plain`
 
     def ready(self, columns: Columns, verifies: bool = False, plain: bool = False) -> Bound:
         """Upload the inputs of a step, and return the program that serves it, ready to run.
@@ -64,9 +64,9 @@ class EntryPoints:
         LlmcError E614 if no program serves a step of this size.
         """
         tokens, count = sum(columns[1]), len(columns[0])
-        bound, size = self._pick(tokens, count, verifies, plain)
-        self._feed(size, columns)
-        bound.size(size if bound.program.uniform else tokens, size)
+        bound, tokens, rows = self._pick(tokens, count, verifies, plain)
+        self._feed(rows, columns)
+        bound.size(tokens, rows)
         return bound
 
     def sizes(self) -> Iterator[Bound]:
@@ -94,22 +94,32 @@ class EntryPoints:
         self._device.write(self._memory, 0, self._table)
         self._sent = key
 
-    def _pick(self, tokens: int, rows: int, verifies: bool, plain: bool) -> tuple[Bound, int]:
-        """Return the program that serves a step of this size, and the number of rows in which it runs."""
+    def _pick(self, tokens: int, rows: int, verifies: bool, plain: bool) -> tuple[Bound, int, int]:
+        """Return the program that serves a step of this size, and the tokens and rows in which it runs: on a device
+        with graphs rounded up, so that sizes recur.
+        """
         key = rows, verifies, plain
         if tokens == rows and key in self._decodes:
             return self._decodes[key]
         env = {TOKENS: tokens, ROWS: rows}
         fit = [b for b in self.bound if b.program.fits(env) and (b.program.drafts or not verifies)]
         for bound in sorted((b for b in fit if plain or not b.program.is_plain), key=lambda b: not b.program.is_plain):
+            if self._device.replays:
+                rows = bucket(rows, top_rows(bound.program, self._rows))
             if not bound.program.uniform:
-                return bound, rows
-            top = top_rows(bound.program, self._rows)
-            self._decodes[key] = bound, bucket(rows, top) if self._device.replays else rows
+                return bound, self._tokens(bound.program, tokens), rows
+            self._decodes[key] = bound, rows, rows
             return self._decodes[key]
         served = "; ".join(f"{b.program.name}: {dict(b.program.serves)}" for b in self.bound)
         cause = f"no program serves a step of {tokens} tokens in {rows} rows ({served})"
         raise LlmcError("E614", cause, "recompile with larger --max-num-batched-tokens or --max-num-seqs")
+
+    def _tokens(self, program: Program, tokens: int) -> int:
+        """Return the number of tokens, padding included, with which a program runs a step."""
+        if not self._device.replays:
+            return tokens
+        top = program.serves.get(TOKENS, program.symbols.get(TOKENS, (tokens, tokens)))[1]
+        return token_bucket(tokens, top)
 
     def _bind(self, program: Program) -> Bound:
         names = list(program.symbols)

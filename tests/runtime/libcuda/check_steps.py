@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from artifact import tiny
 from llmc_runtime.artifact import open_artifact
+from llmc_runtime.device.gpu import gpu_run
 from llmc_runtime.device.open_device import open_device
 from llmc_runtime.exec.executor import Executor
 from llmc_runtime.format.errors import LlmcError
@@ -118,6 +119,48 @@ def test_a_decode_step_sends_only_what_changed(executor: Executor, driver: Drive
     assert driver.log() == ["up", "graph2", "replay", "down", "mark"]
     executor.run(Step([], [RowPages(0, 2, [20])], [*decode.work[:2]]))
     assert driver.log() == ["up", "up", "graph2", "replay", "down", "mark"]
+
+
+def prompt(length: int, row: int = 0) -> tuple[Step, int]:
+    """Return the step of a prompt of some length, and the token that it samples."""
+    tokens = [(7 * length + i) % tiny.V for i in range(length)]
+    return Step([init(row, tokens, [*range(tiny.M)])], [], [Work(row, length, True)]), tiny.expected(tokens)
+
+
+def run_prompts(executor: Executor, driver: Driver, lengths: list[int]) -> list[str]:
+    """Run prompts one after the other, check their tokens, and return how each was launched."""
+    ways = {("launch", "launch-pdl"): "launches", ("graph2", "replay"): "captured", ("replay",): "replayed"}
+    found = []
+    for length in lengths:
+        step, want = prompt(length)
+        driver.log()
+        assert executor.run(step).tokens == [want]
+        found.append(ways[tuple(x for x in driver.log() if x not in ("up", "zero", "down", "mark"))])
+    return found
+
+
+def test_steps_with_prompts_whose_size_recurs_are_graphs(executor: Executor, driver: Driver) -> None:
+    """Of prompts rounded up to 16 tokens, the second is captured, and further ones are replayed."""
+    assert run_prompts(executor, driver, [9, 12, 16, 17, 9, 30]) == [
+        "launches", "captured", "replayed", "launches", "replayed", "captured",
+    ]  # fmt: skip
+
+
+def test_a_graph_of_prompts_gives_way_if_it_is_not_used(
+    executor: Executor, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_run, "_GRAPHS", 1)
+    monkeypatch.setattr(gpu_run, "_IDLE", 3)
+    assert run_prompts(executor, driver, [3, 3, 20, 20, 20, 3, 20]) == [
+        "launches", "captured", "launches", "launches", "captured", "launches", "replayed",
+    ]  # fmt: skip
+
+
+def test_only_the_latest_sizes_of_prompts_are_remembered(
+    executor: Executor, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_run, "_REMEMBERED", 1)
+    assert run_prompts(executor, driver, [3, 20, 3, 3]) == ["launches", "launches", "launches", "captured"]
 
 
 def test_padding_harms_no_row(executor: Executor) -> None:

@@ -125,7 +125,7 @@ class Gemm(TritonKernel):
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         p, s = Product.of(node), schedule
         measured = self.swap and target.family == "cuda"
-        return product_us(p, s, target, env, self.swap) * (penalty(p, s) if measured else 1.0) + target.launch_us
+        return product_us(p, s, target, env, self.swap) * (penalty(p, s, env) if measured else 1.0) + target.launch_us
 
     def code(self, u: Unit) -> Code:
         p, s = Product.of(u.node), u.schedule
@@ -233,13 +233,15 @@ def reading_us(p: Product, s: Schedule, target: Target, env: Mapping[str, int], 
     return max(moved / (0.86 * busy), near / target.limits.near) / target.bandwidth * 1e6
 
 
-def penalty(p: Product, s: Schedule) -> float:
+def penalty(p: Product, s: Schedule, env: Mapping[str, int]) -> float:
     """Return the measured factor (H200) by which some schedules are slower than `product_us` predicts.
 
-    Warps that split the columns need many steps and few tokens; tiles of few weight rows and many tokens are slow.
+    Warps that split the columns need many steps and few tiles of tokens; tiles of few weight rows and many tokens are
+    slow.
     """
     if s["split"] > 1:
-        return 1.4 if s["bm"] > 32 else 1.25 if p.k < 8 * s["bk"] else 1.0
+        passes = -(-p.tokens(env) // s["bm"])
+        return (1.4 if s["bm"] > 32 else 1.25 if p.k < 8 * s["bk"] else 1.0) * (1 + 0.09 * (passes - 1))
     return 1.5 if s["bn"] < 64 and s["bm"] >= 64 else 1.0
 
 

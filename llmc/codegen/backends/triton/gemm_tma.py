@@ -29,6 +29,7 @@ TILES = (
 )  # fmt: skip
 GROUPS, GROUPED = (16, 32), 3  # larger groups of row tiles, tried with the first GROUPED schedules
 _GAIN = 1.1  # speed-up over pointers, measured on an H200
+DEEP, SHALLOW, LARGE = 6, 0.12, 128 * 128  # stages; slowdown for each that is missing; most elements of such a tile
 
 
 def has_maps(target: Target) -> bool:
@@ -68,7 +69,8 @@ class GemmTma(Gemm):
             yield bm, bn // p.parts, STEP // p.factor_bytes, warps, stages, 1
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        us = product_us(Product.of(node), schedule, target, env, False)
+        p = Product.of(node)
+        us = product_us(p, schedule, target, env, False) * shallow(p, schedule)
         return us / gain(node, env) + target.launch_us
 
     def code(self, u: Unit) -> Code:
@@ -82,6 +84,12 @@ class GemmTma(Gemm):
 
     def joined(self, p: Product, s: Schedule) -> bool:
         return p.parts == 2
+
+
+def shallow(p: Product, s: Schedule) -> float:
+    """Return the measured factor by which small tiles are slower with fewer steps in flight than DEEP."""
+    missing = DEEP - s["stages"] if s["bm"] * s["bn"] * p.parts <= LARGE else 0
+    return 1.0 + SHALLOW * max(0, missing)
 
 
 def gemm_tma_template(u: Unit, p: Product, splits: int) -> tuple[Template, dict[str, Argument]]:

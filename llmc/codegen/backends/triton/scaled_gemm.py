@@ -111,7 +111,7 @@ class ScaledGemm(TritonKernel):
         p, s = ScaledProduct.of(node), schedule
         sums = -(-p.tokens(env) // s["bm"]) * s["bm"] * p.parts * p.n
         scaling = sums * (p.k / p.step) * _RESCALE / target.peaks["f32"] * 1e6
-        us = product_us(p, s, target, env, self.swap) * (penalty(p, s) if self.swap else 1.0)
+        us = product_us(p, s, target, env, self.swap) * (penalty(p, s, env) if self.swap else 1.0)
         us /= gain(node, env) if self.mapped else 1.0
         return us + scaling / 2 + target.launch_us
 

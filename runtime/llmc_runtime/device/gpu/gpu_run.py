@@ -24,6 +24,9 @@ from llmc_runtime.format.program import GROUP, Launch, Program
 
 _SCRATCH = 2  # null pointers after the sizes: Triton's scratch arguments, which our kernels do not use
 _INT32_MAX = (1 << 31) - 1
+# Graphs of a program whose sequences have several tokens: at most so many, of sizes that recurred within the last
+# _REMEMBERED different ones. A graph gives way to that of another size if it was not used in the last _IDLE runs.
+_GRAPHS, _REMEMBERED, _IDLE = 32, 256, 1000
 
 
 @dataclass(slots=True)
@@ -54,7 +57,8 @@ class GpuRun:
     """Runs one program on a stream.
 
     If every sequence in the program has one token (`program.uniform`), each set of sizes is captured as a graph once
-    and replayed; otherwise the kernels are launched one by one.
+    and replayed. Other programs run in many sizes: one that recurs is captured and replayed, and otherwise the kernels
+    are launched one by one.
     """
 
     def __init__(
@@ -72,7 +76,7 @@ class GpuRun:
         `enter` makes the GPU current in the calling thread. `careful` disables graphs and synchronizes after every
         launch, to find the one that fails.
         """
-        self._careful, self._graphed = careful, program.uniform and not careful
+        self._careful = careful
         self._driver, self._enter, self._stream = driver, enter, stream
         self._program, self._symbols = program, symbols
         self._names = tuple(program.symbols)
@@ -91,7 +95,10 @@ class GpuRun:
         cells, index = self._fill(functions, addresses)
         self._size_cells, self._size_index = np.array(cells, np.intp), np.array(index, np.intp)
         self._last: bytes | None = None  # the symbol values that the cells and grids are set for
-        self._graphs: dict[bytes, Any] = {}
+        self._graphs: dict[bytes, Any] = {}  # by symbol values, the one that was used last at the end
+        self._used: dict[bytes, int] = {}  # the number of the run that used a graph last
+        self._seen: dict[bytes, None] = {}  # symbol values that ran without a graph, in order of their first run
+        self._runs = 0
 
     def _fill(self, functions: Sequence[Any], addresses: Sequence[int]) -> tuple[list[int], list[int]]:
         """Write the pointers and prepare the launches. Returns the cells that hold sizes, and the size index of
@@ -189,25 +196,51 @@ class GpuRun:
     def __call__(self) -> None:
         """Submit one run to the stream. Raises LlmcError E114 if a launch fails."""
         self._enter()
-        if not self._graphed:
+        self._runs += 1
+        key = self._symbols.tobytes()
+        graph = self._graphs.pop(key, None)
+        if graph is not None:
+            self._graphs[key] = graph
+        elif self._captures(key):
+            graph = self._capture()
+        if graph is None:
             self._launch()
             return
-        graph = self._graphs.get(self._symbols.tobytes())
-        if graph is None:
-            graph = self._capture()
+        self._used[key] = self._runs
         self._driver.ok(self._driver.launch_graph(graph, self._stream))
 
     def prepare(self) -> None:
         """Capture the graph for the current symbol values, if it does not exist yet, and upload it to the GPU."""
         self._enter()
-        if self._graphed and self._symbols.tobytes() not in self._graphs:
+        key = self._symbols.tobytes()
+        if not self._careful and key not in self._graphs:
             self._driver.upload_graph(self._capture(), self._stream)
+            self._used[key] = self._runs
+
+    def _captures(self, key: bytes) -> bool:
+        """Whether to capture a graph for symbol values that have none; makes room for it."""
+        if self._careful or self._program.uniform:
+            return not self._careful
+        if key not in self._seen:
+            self._seen[key] = None
+            if len(self._seen) > _REMEMBERED:
+                del self._seen[next(iter(self._seen))]
+            return False
+        if len(self._graphs) >= _GRAPHS:
+            oldest = next(iter(self._graphs))
+            if self._runs - self._used[oldest] < _IDLE:
+                return False
+            self._driver.destroy_executable(self._graphs.pop(oldest))
+            del self._used[oldest]
+        del self._seen[key]
+        return True
 
     def free(self) -> None:
         """Destroy the graphs."""
         for graph in self._graphs.values():
             self._driver.destroy_executable(graph)
         self._graphs.clear()
+        self._used.clear()
 
     def _capture(self) -> Any:
         driver = self._driver
