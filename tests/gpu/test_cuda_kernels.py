@@ -21,7 +21,6 @@ from llmc.codegen.backends.cuda.gemm_wgmma import GEMM_WGMMA
 from llmc.codegen.backends.cuda.nvrtc_toolchain import NvrtcToolchain
 from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA
 from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_GEMM
-from llmc.codegen.backends.cuda.skinny_scaled import SKINNY_SCALED
 from llmc.codegen.kernel import Kernel, Schedule
 from llmc.extension import resolve
 from llmc.ir.example import example_graph
@@ -91,51 +90,6 @@ FEW = (
     (16, 448, 8192, 1, 128, False, "add(a1, a0)", "bf16"),
     (19, 192, 1024, 1, 128, False, "a0", "bf16"),
 )
-
-
-# Few tokens by codes of 8 bits: tokens, columns of a part, depth, parts, whether a residual is added, dtypes of the codes
-# and of the result. 16 rows of w, fewer strips than blocks, several strips of a block, depths that do not divide evenly.
-SCALED = (
-    (1, 16, 512, 1, False, "f8e4m3", "bf16"),
-    (1, 4112, 576, 1, True, "i8", "f16"),
-    (3, 208, 1216, 2, False, "i8", "bf16"),
-    (8, 2176, 4096, 2, True, "f8e4m3", "bf16"),
-    (9, 4096, 1024, 1, True, "f8e4m3", "f32"),
-    (16, 448, 14336, 1, True, "i8", "bf16"),
-    (16, 2128, 1152, 2, False, "f8e4m3", "f16"),
-    (21, 192, 2048, 1, True, "f8e4m3", "bf16"),
-)
-
-
-def codes(m: int, n: int, k: int, parts: int, residual: bool, code: str, out: str) -> Case:
-    """A product of codes of 8 bits with a scale for each row of both factors; above 16, m is a run-time size."""
-    tokens = str(m) if m <= 16 else "T"
-    scales = [f"a{parts + i}" for i in range(parts)]
-    sums = [f"mul(mul(a{i}, {scales[i]}), a{2 * parts})" for i in range(parts)]
-    body = f"mul(mul({sums[0]}, sigmoid({sums[0]})), {sums[1]})" if parts == 2 else sums[0]
-    others = [(f"f32[{n}]", (n,))] * parts + [(f"f32[{tokens}, 1]", (m, 1))]
-    if residual:
-        body = f"add({body}, a{2 * parts + 1})"
-        others.append((f"{out}[{tokens}, {n}]", (m, n)))
-    more = "".join(f", %e{i}: {kind}" for i, (kind, _) in enumerate(others))
-    passed = "".join(f", %e{i}" for i in range(len(others)))
-    text = f"""
-sym T in [1, 4096]
-graph @main(%x: {code}[{tokens}, {k}], %w: weight {code}[{n * parts}, {k}]{more}) {{
-  %y = linear_map(%x, %w{passed}) {{parts={parts}, body="{body}", dtype="{out}"}} : {out}[{tokens}, {n}]
-  return %y
-}}
-"""
-    rng = generator()
-    size, half = (127, 40.0) if code == "i8" else (448, 120.0)
-    factors = [np.clip(rng.standard_normal(s) * half, -size, size) for s in ((m, k), (n * parts, k))]
-    factors = [np.rint(x).astype(np.int8) if code == "i8" else x.astype(np.float32) for x in factors]
-    unit = 1 / (half * k**0.25)
-    rows = [rng.uniform(0.5, 2.0, s) * unit for _, s in others[: parts + 1]]
-    inputs = [*factors, *(x.astype(np.float32) for x in rows)]
-    inputs += [rng.standard_normal((m, n)).astype(np.float32)] * residual
-    name = f"{m}x{n}x{k} parts={parts} residual={residual} {code} {out}"
-    return Case(name, parse(text, OPS).graphs["main"], SKINNY_SCALED, {}, inputs, atol=2e-3)
 
 
 def fragments(
@@ -237,15 +191,6 @@ def test_4_bit_codes_few_tokens(problem: tuple[Any, ...], normed: bool, card: Ca
         [replace(case, kernel=SKINNY_GEMM, schedule=s, name=f"{case.name} {s}", atol=tolerance) for s in found],
         card, tmp_path,
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("problem", SCALED, ids=str)
-def test_8_bit_codes_few_tokens(problem: tuple[Any, ...], card: Card, tmp_path: Path) -> None:
-    case = codes(*problem)
-    assert SKINNY_SCALED.reject(case.node, sm_90()) is None
-    found = SKINNY_SCALED.schedules(case.node, sm_90())
-    assert found
-    check([replace(case, schedule=s, name=f"{case.name} {s}") for s in found], card, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from llmc.codegen.backends.cuda import strip_division as strips
 from llmc.codegen.backends.cuda.cuda_kernel import (
     CTYPES,
     HOPPER,
@@ -29,6 +29,16 @@ from llmc.ir.graph import Node
 from llmc.ir.ops.packed_fragments import BLOCK
 from llmc.targets.target import Target
 
+TOKENS = (8, 16)  # of a tile
+STRIP = 16  # rows of a product
+WARPS = (16, 8, 14, 12, 10)  # of a block
+CHUNKS = MappingProxyType({8: (4, 2, 1, 8), 16: (4, 2, 1)})  # blocks of columns of a warp, by tokens
+DEPTHS = (2, 3, 1, 4)  # strips that are copied ahead
+# Blocks of a cluster. With clusters of four, an H200 took more than twice as long.
+SPLITS = (1, 2)
+RESERVED = 1024  # bytes of shared memory that CUDA reserves for each block
+BARRIERS = 16  # bytes of shared memory
+WASTE = 1.15  # maximum columns of all warps, relative to those of the weight
 # Fitted to measurements on an H200 (bench.gpu.quantized_products): microseconds that do not depend on the weights, and
 # the share of the bandwidth that is reached, by tokens; what a second block on a multiprocessor adds.
 _START, _SHARE = MappingProxyType({8: 2.6, 16: 3.9}), MappingProxyType({8: 0.76, 16: 0.58})
@@ -46,8 +56,8 @@ class SkinnyGemm(FragmentKernel):
         if why := super().reject(node, target):
             return why
         p = FragmentProduct.of(node)
-        if p.m.const is not None and p.m.const > strips.TOKENS[-1]:
-            return f"{p.m} tokens; at most {strips.TOKENS[-1]} are supported"
+        if p.m.const is not None and p.m.const > TOKENS[-1]:
+            return f"{p.m} tokens; at most {TOKENS[-1]} are supported"
         return None if list(_schedules(p, target)) else f"{p.k} columns with {p.group} for each scale"
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
@@ -56,23 +66,23 @@ class SkinnyGemm(FragmentKernel):
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: the copies of all blocks in whole rounds, plus a constant per number of tokens."""
         p, s = FragmentProduct.of(node), schedule
-        tokens = s["tokens"]
-        copied = strips.units(p.n, p.parts, s, target) * strips.clusters(s, target) * strips.STRIP * strips.columns(s)
+        tokens, columns = s["tokens"], s["warps"] * s["chunks"] * s["split"] * BLOCK
+        copied = _units(p, s, target) * _clusters(s, target) * STRIP * columns
         nbytes = p.weight_bytes / (p.parts * p.n * p.k) * copied
         tiles = -(-int(p.m.subs(env)) // tokens)
         us = tiles * nbytes / (target.bandwidth * _SHARE[tokens]) * 1e6 + _START[tokens]
-        return us + _SECOND * (strips.resident(s) - 1)
+        return us + _SECOND * (_resident(s) - 1)
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
         p, s = FragmentProduct.of(node), schedule
-        clusters, tokens = strips.clusters(s, target), s["tokens"]
+        clusters, tokens = _clusters(s, target), s["tokens"]
         return Binding(
             grid=(p.m.ceildiv(tokens) * (clusters * s["split"]),),
             threads=s["warps"] * 32,
             constants={
                 "N": p.n, "PARTS": p.parts, "K": p.k, "GROUP": p.group, "ZERO_POINT": p.zero_point, "TOKENS": tokens,
                 "WARPS": s["warps"], "CHUNKS": s["chunks"], "SPLIT": s["split"], "CLUSTERS": clusters,
-                "DEPTH": s["depth"], "RESIDENT": strips.registers(s), "NORMED": int(p.normed),
+                "DEPTH": s["depth"], "RESIDENT": _registers(s), "NORMED": int(p.normed),
                 "EPS": float(node.attrs.get("eps", 0.0)), "SCALE": p.scale,
                 "OUT": CTYPES[node.result.type.dtype],
             },
@@ -83,23 +93,49 @@ class SkinnyGemm(FragmentKernel):
         )  # fmt: skip
 
 
+def _clusters(s: Schedule, target: Target) -> int:
+    """Clusters that run at once."""
+    return target.limits.units * _resident(s) // int(s["split"])
+
+
+def _units(p: FragmentProduct, s: Schedule, target: Target) -> int:
+    """Strips of a block, in all parts."""
+    return -(-(p.n // STRIP) // _clusters(s, target)) * p.parts
+
+
+def _resident(s: Schedule) -> int:
+    """Resident blocks of a multiprocessor."""
+    return max(1, WARPS[0] // int(s["warps"]))
+
+
+def _registers(s: Schedule) -> int:
+    """Blocks of a multiprocessor for which registers suffice; spare ones let the next kernel begin early."""
+    return _resident(s) * (2 if s["chunks"] * s["tokens"] <= 16 else 1)
+
+
 def _shared(p: FragmentProduct, s: Schedule, target: Target) -> int:
-    """Bytes of shared memory of a block: what all strip products have, the sums of squares and of x."""
-    columns = s["chunks"] * BLOCK
+    """Bytes of shared memory: sums of two strips of all warps, of all strips, of squares and of x, slots, barriers."""
+    sums, columns = STRIP * s["tokens"] * 4, s["chunks"] * BLOCK
     entries = max(1, columns // p.group)
-    slot = strips.STRIP * (columns // 2 + entries * (3 if p.node.attrs["zeros"] else 2))
+    slot = STRIP * (columns // 2 + entries * (3 if p.node.attrs["zeros"] else 2))
     squares = (s["warps"] + 1) * s["tokens"] * 4 if p.normed else 0
     of_x = s["warps"] * entries * s["tokens"] * 4
-    return int(strips.shared(p.n, p.parts, slot, s, target) + squares + of_x)
+    totals = (2 * s["warps"] + _units(p, s, target)) * sums
+    return int(totals + squares + of_x + s["warps"] * s["depth"] * slot + BARRIERS)
 
 
 def _schedules(p: FragmentProduct, target: Target) -> Iterator[Schedule]:
-    """Yield the divisions whose warps have whole groups of columns or parts of one, if they fit."""
-    for s in strips.divisions(p.m, p.k):
-        columns = s["chunks"] * BLOCK
-        even = columns % p.group == 0 or p.group % columns == 0
-        if even and strips.fits(_shared(p, s, target), s, target):
-            yield s
+    """Yield the divisions of all columns among warps and blocks with little waste, with the depths that fit."""
+    fitting = [t for t in TOKENS if p.m.const is None or t >= p.m.const]
+    for tokens in fitting if p.m.const is None else fitting[:1]:
+        for chunks, split, warps in itertools.product(CHUNKS[tokens], SPLITS, WARPS):
+            columns = chunks * BLOCK
+            even = columns % p.group == 0 or p.group % columns == 0
+            if even and 1 <= warps * columns * split / p.k <= WASTE:
+                for depth in DEPTHS:
+                    s = {"tokens": tokens, "warps": warps, "chunks": chunks, "split": split, "depth": depth}
+                    if (_shared(p, s, target) + RESERVED) * _resident(s) <= target.limits.shared:
+                        yield s
 
 
 SKINNY_GEMM = SkinnyGemm(

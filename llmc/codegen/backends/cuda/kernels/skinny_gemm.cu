@@ -180,15 +180,18 @@ __device__ constexpr bool last_of_group(int step) {
 // Adds up the columns of each group of the tokens: to [ENTRIES][TOKENS].
 __device__ inline void sum_tokens(float* to, const Tokens& x, int lane) {
   const unsigned one = 0x3F803F80, ones[4] = {one, one, one, one};
-  float sums[TILES][4];
+  float sums[2][TILES][4];  // of even and odd steps
 #pragma unroll
   for (int step = 0; step < COLUMNS / 16; step++)
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
-      if (first_of_group(step)) sums[t][0] = sums[t][1] = sums[t][2] = sums[t][3] = 0.0f;
-      add_product(sums[t], ones, x.of[step / 4][step % 4][t]);
+      float(&own)[4] = sums[step % 2][t], (&other)[4] = sums[1 - step % 2][t];
+      if (first_of_group(step))
+#pragma unroll
+        for (int j = 0; j < 4; j++) own[j] = other[j] = 0.0f;
+      add_product(own, ones, x.of[step / 4][step % 4][t]);
       if (last_of_group(step) && lane < 4)
-        *(float2*)(to + group_of(step) * TOKENS + t * 8 + lane * 2) = make_float2(sums[t][0], sums[t][1]);
+        *(float2*)(to + group_of(step) * TOKENS + t * 8 + lane * 2) = make_float2(own[0] + other[0], own[1] + other[1]);
     }
   __syncwarp();
 }

@@ -4,31 +4,26 @@
 // A unit is a strip of one part. Its sums are [tiles][16 rows][8 tokens], `count` in all; the thread 4 g + q of a warp has
 // those of the rows g and g + 8 for the tokens 2 q and 2 q + 1 of every tile.
 
-__device__ inline unsigned bits_of(float x) { return __float_as_uint(x); }
-__device__ inline unsigned bits_of(int x) { return (unsigned)x; }
-
 // Writes the sums of a unit of this warp.
-template <int tiles, typename Sum> __device__ inline void store_sums(Sum* to, const Sum (&sums)[tiles][4]) {
+template <int tiles> __device__ inline void store_sums(float* to, const float (&sums)[tiles][4]) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int t = 0; t < tiles; t++)
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      Sum* pair = to + ((t * 2 + half) * 32 + lane) * 2;
-      *(uint2*)pair = make_uint2(bits_of(sums[t][2 * half]), bits_of(sums[t][2 * half + 1]));
-    }
+    for (int half = 0; half < 2; half++)
+      ((float2*)to)[(t * 2 + half) * 32 + lane] = make_float2(sums[t][2 * half], sums[t][2 * half + 1]);
 }
 
 // Adds the sums of the warps of a unit, when all have written them: from [warps][count] to [count], one each by `count`
 // threads. `turn` is the first of these threads, and moves on.
-template <int warps, int count, typename Sum>
-__device__ inline void add_warps(Sum* to, const Sum* from, unsigned written, int parity, int& turn) {
+template <int warps, int count>
+__device__ inline void add_warps(float* to, const float* from, unsigned written, int parity, int& turn) {
   constexpr int threads = warps * 32;
   static_assert(threads >= count, "a thread adds one sum");
   const int i = threadIdx.x - turn + (threadIdx.x < turn ? threads : 0);
   barrier_wait(written, parity);
   if (i < count) {
-    Sum total = from[i];
+    float total = from[i];
 #pragma unroll
     for (int w = 1; w < warps; w++) total += from[w * count + i];
     to[i] = total;
@@ -43,13 +38,13 @@ __device__ inline void add_warps(Sum* to, const Sum* from, unsigned written, int
 //
 // The sums of the warps are added one unit late, so that a warp may be a unit ahead of the slowest one: when all warps
 // have written the sums of a unit, they have read those of the unit before.
-template <int units, int depth, int warps, int tiles, typename Sum, typename Multiply, typename Copy>
-__device__ inline void multiply_units(Sum* shared, Sum* totals, unsigned written, Multiply multiply, Copy copy) {
+template <int units, int depth, int warps, int tiles, typename Multiply, typename Copy>
+__device__ inline void multiply_units(float* shared, float* totals, unsigned written, Multiply multiply, Copy copy) {
   constexpr int count = tiles * 16 * 8, last = units - 1;
   const int warp = threadIdx.x / 32;
   int turn = 0;
   for (int u = 0, slot = 0; u < units; u++, slot = slot + 1 < depth ? slot + 1 : 0) {
-    Sum sums[tiles][4];
+    float sums[tiles][4];
     wait_copies<depth - 1>();
     __syncwarp();
     multiply(sums, slot);
@@ -74,11 +69,4 @@ template <int blocks> __device__ inline float add_blocks(const float* sum) {
 #pragma unroll
   for (int rank = 0; rank < blocks; rank++) total += load_from_block(shared_address(sum), rank);
   return total;
-}
-template <int blocks> __device__ inline float add_blocks(const int* sum) {
-  if (blocks == 1) return (float)*sum;
-  int total = 0;
-#pragma unroll
-  for (int rank = 0; rank < blocks; rank++) total += __float_as_int(load_from_block(shared_address(sum), rank));
-  return (float)total;
 }
