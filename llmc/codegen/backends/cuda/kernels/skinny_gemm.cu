@@ -8,8 +8,9 @@
 // memory meanwhile. The WARPS warps of a block, and the SPLIT blocks of a cluster, have different columns; strip_sums.cuh
 // adds their sums. Clusters process the strips in turn.
 //
-// A code c is multiplied as 8 + c / 2, which takes no subtraction. (8 + zero / 2) times the sum of x over the columns of
-// the group is subtracted from the sum instead, and the sums are doubled.
+// A code c is multiplied as 128 + c in the upper 8 rows of a strip, and as 8 + c / 2 in the lower ones, which takes the
+// fewest instructions. The same of the zero point, times the sum of x over the columns of the group, is subtracted from
+// the sums, and those of the lower rows are doubled.
 //
 // Constants: N, PARTS, K, GROUP, ZERO_POINT (of all groups, or -1: the pointer ZEROS has one for each), TOKENS (8 or 16),
 // WARPS, CHUNKS (blocks of 64 columns of a warp), SPLIT, CLUSTERS, DEPTH, RESIDENT (blocks that a multiprocessor has
@@ -27,6 +28,8 @@ constexpr int STRIPS = N / STRIP;
 constexpr int UNITS = (STRIPS + CLUSTERS - 1) / CLUSTERS * PARTS;  // strips of w that a cluster computes, at most
 constexpr int SUMS = STRIP * TOKENS;   // of a strip, in shared memory as [TILES][STRIP][8]
 // What a warp copies of a strip: codes [CHUNKS][32][16 bytes], scales [ENTRIES][STRIP], zero points [ENTRIES][STRIP].
+constexpr int BLOCK_BYTES = BLOCK * BLOCK / 2;
+constexpr int COPIES = ENTRIES * (HAS_ZEROS ? 3 : 2);  // of 16 bytes: two for the scales of a group, one for zero points
 constexpr int CODE_BYTES = CHUNKS * 512, SCALE_BYTES = ENTRIES * STRIP * 2;
 constexpr int SLOT_BYTES = CODE_BYTES + SCALE_BYTES + (HAS_ZEROS ? ENTRIES * STRIP : 0);
 // Shared memory: the sums of two strips [2][WARPS][SUMS], all sums of the block [UNITS][SUMS], with NORMED the sums of
@@ -39,7 +42,7 @@ constexpr int SLOTS_AT = X_SUMS_AT + WARPS * ENTRIES * TOKENS, BARRIERS_AT = SLO
 struct Problem {
   const bf16* x;                // [m][K]
   const bf16* gain;             // [K], or null
-  const unsigned char* codes;   // [PARTS * N / 64][K / 64][2048]
+  const unsigned char* codes;   // [PARTS * N / 64][K / 64][2048], from this thread's part of a strip on
   const SCALE* scales;          // [K / GROUP][PARTS * N]
   const unsigned char* zeros;   // [K / GROUP][PARTS * N], or null
   int m, token;                 // tokens, and the first of this block
@@ -51,26 +54,23 @@ struct Problem {
 };
 
 // Starts to copy the weights of the unit u of this cluster, a strip of one part, to a slot of the ring, as one group of
-// copies; zeros if it does not exist.
+// copies. Nothing is copied for a unit that does not exist, whose sums are not used; columns that do not exist are zeros.
 __device__ inline void copy_unit(const Problem& p, int u, int to) {
   const unsigned slot = p.slots + to * SLOT_BYTES;
   const int strip = p.cluster + u / PARTS * CLUSTERS, row = u % PARTS * N + strip * STRIP;
-  const bool exists = strip < STRIPS;
+  if (strip < STRIPS) {
+    const unsigned char* codes = p.codes + (long long)(row / BLOCK) * (K / BLOCK * BLOCK_BYTES) + row % BLOCK * 32;
 #pragma unroll
-  for (int i = 0; i < CHUNKS; i++) {
-    const bool needed = exists && p.has(i);
-    const long long block = (long long)(row / BLOCK) * (K / BLOCK) + p.chunk + i;
-    const unsigned char* from = p.codes + block * (BLOCK * BLOCK / 2) + (row % BLOCK / STRIP * 32 + p.lane) * 16;
-    copy_async(slot + i * 512 + p.lane * 16, needed ? from : p.codes, needed);
-  }
-  constexpr int COPIES = ENTRIES * (HAS_ZEROS ? 3 : 2);  // of 16 bytes: two for the scales of a group, one for zero points
-  for (int j = p.lane; j < COPIES; j += 32) {
-    const bool scale = j < 2 * ENTRIES;
-    const int entry = scale ? j / 2 : j - 2 * ENTRIES, column = p.chunk * BLOCK + entry * GROUP;
-    const long long at = (long long)(column / GROUP) * (PARTS * N) + row;
-    const bool needed = exists && (WHOLE || column < K);
-    const void* from = scale ? (const void*)(p.scales + at + j % 2 * 8) : (const void*)(p.zeros + at);
-    copy_async(slot + CODE_BYTES + j * 16, needed ? from : p.codes, needed);
+    for (int i = 0; i < CHUNKS; i++) copy_async(slot + (i * 32 + p.lane) * 16, codes + i * BLOCK_BYTES, p.has(i));
+#pragma unroll
+    for (int i = 0; i < COPIES; i += 32)
+      if (i + p.lane < COPIES) {
+        const bool scale = i + p.lane < 2 * ENTRIES;
+        const int entry = scale ? (i + p.lane) / 2 : i + p.lane - 2 * ENTRIES, column = p.chunk * BLOCK + entry * GROUP;
+        const long long at = (long long)(column / GROUP) * (PARTS * N) + row;
+        const void* from = scale ? (const void*)(p.scales + at + p.lane % 2 * 8) : (const void*)(p.zeros + at);
+        copy_async(slot + CODE_BYTES + (i + p.lane) * 16, from, WHOLE || column < K);
+      }
   }
   commit_copies();
 }
@@ -196,15 +196,20 @@ __device__ inline void sum_tokens(float* to, const Tokens& x, int lane) {
   __syncwarp();
 }
 
-// Two codes as 8 + code / 2 in bf16, from the bits 4 r to 4 r + 3 of both halves of a word.
-__device__ inline unsigned code_halves(unsigned word, int r, unsigned mask, unsigned base) {
-  return code_pair(r == 0 ? word << 3 : word >> (4 * r - 3), mask, base);
-}
+// Constants in registers, with which codes are converted: of the upper and the lower rows of a strip.
+struct Masks {
+  unsigned mask[2] = {opaque(0x000F000F), opaque(0x00780078)}, base[2] = {opaque(0x43004300), opaque(0x41004100)};
+
+  // Two codes in bf16, from the bits 4 r to 4 r + 3 of both halves of a word; an odd r belongs to the lower rows.
+  __device__ unsigned pair(unsigned word, int r) const {
+    return code_pair(word >> (r % 2 ? 4 * r - 3 : 4 * r), mask[r % 2], base[r % 2]);
+  }
+};
 
 // Multiplies a unit by the tokens: the sums of a group of columns are multiplied by its scale. Even and odd steps have
 // separate sums, since a product waits for the previous one that adds to the same sums. x_sums: as `sum_tokens` wrote it.
 __device__ inline void multiply_unit(float (&sums)[TILES][4], const Unit& w, const Tokens& x, const float* x_sums,
-                                     unsigned mask, unsigned base) {
+                                     const Masks& masks) {
   float fresh[2][TILES][4];
   uint4 codes;
 #pragma unroll
@@ -220,16 +225,12 @@ __device__ inline void multiply_unit(float (&sums)[TILES][4], const Unit& w, con
     const unsigned words[4] = {codes.x, codes.y, codes.z, codes.w};
     unsigned a[4];
 #pragma unroll
-    for (int r = 0; r < 4; r++) a[r] = code_halves(words[step % 4], r, mask, base);
+    for (int r = 0; r < 4; r++) a[r] = masks.pair(words[step % 4], r);
 #pragma unroll
     for (int t = 0; t < TILES; t++) add_product(fresh[step % 2][t], a, x.of[step / 4][step % 4][t]);
     if (last_of_group(step)) {
-      float scale[2], offset[2];
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        scale[half] = 2.0f * w.scale(entry, half);
-        offset[half] = 8.0f + 0.5f * w.zero(entry, half);
-      }
+      const float scale[2] = {w.scale(entry, 0), 2.0f * w.scale(entry, 1)};
+      const float offset[2] = {128.0f + w.zero(entry, 0), 8.0f + 0.5f * w.zero(entry, 1)};
 #pragma unroll
       for (int t = 0; t < TILES; t++) {
         const float2 x_sum = *(const float2*)(x_sums + entry * TOKENS + t * 8 + w.lane % 4 * 2);
@@ -252,11 +253,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % SPLIT;
   const int cluster = blockIdx.x / SPLIT % CLUSTERS, token = blockIdx.x / (SPLIT * CLUSTERS) * TOKENS;
   const unsigned char* slots = (const unsigned char*)(shared + SLOTS_AT) + warp * (DEPTH * SLOT_BYTES);
-  const Problem p = {x, GAIN, codes, scales, ZEROS, m, token, cluster, (rank * WARPS + warp) * CHUNKS, lane,
-                     shared_address(slots)};
+  const int chunk = (rank * WARPS + warp) * CHUNKS;
+  const unsigned char* own = codes + (long long)chunk * BLOCK_BYTES + lane * 16;
+  const Problem p = {x, GAIN, own, scales, ZEROS, m, token, cluster, chunk, lane, shared_address(slots)};
   float *squares = shared + SQUARES_AT, *block_squares = squares + WARPS * TOKENS;
   float* x_sums = shared + X_SUMS_AT + warp * (ENTRIES * TOKENS);
-  const unsigned mask = opaque(0x00780078), base = opaque(0x41004100), written = shared_address(shared + BARRIERS_AT);
+  const unsigned written = shared_address(shared + BARRIERS_AT);
+  const Masks masks;
   launch_dependents();
   for (int u = 0; u < DEPTH; u++) copy_unit(p, u, u);
   if (threadIdx.x < 2) barrier_init(written + 8 * threadIdx.x, WARPS);
@@ -276,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   multiply_units<UNITS, DEPTH, WARPS, TILES>(
       shared, totals, written,
       [&](float (&sums)[TILES][4], int slot) {
-        multiply_unit(sums, Unit{slots + slot * SLOT_BYTES, lane}, tokens, x_sums, mask, base);
+        multiply_unit(sums, Unit{slots + slot * SLOT_BYTES, lane}, tokens, x_sums, masks);
       },
       [&](int u, int slot) { copy_unit(p, u, slot); });
   wait_for_cluster<SPLIT>();
