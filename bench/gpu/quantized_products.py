@@ -29,7 +29,7 @@ from gpu.launcher import Card  # noqa: E402
 from llmc.codegen import select  # noqa: E402
 from llmc.codegen.backends.cuda.nvrtc_toolchain import NvrtcToolchain  # noqa: E402
 from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA  # noqa: E402
-from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_GEMM  # noqa: E402
+from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_FIXED, SKINNY_GEMM  # noqa: E402
 from llmc.codegen.backends.triton.quantized_gemm import QUANTIZED_GEMM  # noqa: E402
 from llmc.codegen.backends.triton.quantized_gemv import QUANTIZED_GEMV  # noqa: E402
 from llmc.codegen.backends.triton.quantized_problem import halves  # noqa: E402
@@ -143,7 +143,7 @@ def ways(
 
 def _ours(shape: str, form: str, m: int, node: Node, most: int, target: Target) -> Iterator[Way]:
     if form in FRAGMENTS:
-        for kernel in (QUANTIZED_WGMMA, SKINNY_GEMM):
+        for kernel in (QUANTIZED_WGMMA, SKINNY_GEMM, SKINNY_FIXED):
             if kernel.reject(node, target) is None:
                 found = sorted(kernel.schedules(node, target), key=lambda s: kernel.cost_us(node, s, target, {}))
                 for schedule in found[: 2 * most]:

@@ -245,6 +245,20 @@ __device__ inline void multiply_unit(float (&sums)[TILES][4], const Unit& w, con
   }
 }
 
+// The sums of a thread 4 g + q: of the rows g and g + 8 and the tokens 2 q and 2 q + 1 of every tile.
+struct Sums {
+  float of[TILES][4];
+};
+
+// Writes the sums of a unit of this warp.
+__device__ inline void store_sums(float* to, const Sums& sums, int lane) {
+#pragma unroll
+  for (int t = 0; t < TILES; t++)
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      ((float2*)to)[(t * 2 + half) * 32 + lane] = make_float2(sums.of[t][2 * half], sums.of[t][2 * half + 1]);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     llmc_skinny_gemm(const bf16* x, const unsigned char* codes, const SCALE* scales, OTHER_PARAMETERS OUT* y, int m) {
   extern __shared__ uint4 dynamic_memory[];
@@ -276,11 +290,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     block_squares[threadIdx.x] = sum;  // read behind the barriers of the rounds
   }
 
-  multiply_units<UNITS, DEPTH, WARPS, TILES>(
+  multiply_units<Sums, UNITS, DEPTH, WARPS, SUMS>(
       shared, totals, written,
-      [&](float (&sums)[TILES][4], int slot) {
-        multiply_unit(sums, Unit{slots + slot * SLOT_BYTES, lane}, tokens, x_sums, masks);
+      [&](Sums& sums, int slot) {
+        multiply_unit(sums.of, Unit{slots + slot * SLOT_BYTES, lane}, tokens, x_sums, masks);
       },
+      [&](float* to, const Sums& sums) { store_sums(to, sums, lane); },
       [&](int u, int slot) { copy_unit(p, u, slot); });
   wait_for_cluster<SPLIT>();
 
