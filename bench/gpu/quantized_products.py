@@ -29,7 +29,7 @@ from gpu.launcher import Card  # noqa: E402
 from llmc.codegen import select  # noqa: E402
 from llmc.codegen.backends.cuda.nvrtc_toolchain import NvrtcToolchain  # noqa: E402
 from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA  # noqa: E402
-from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_GEMM  # noqa: E402
+from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_FIXED, SKINNY_GEMM  # noqa: E402
 from llmc.codegen.backends.triton.quantized_gemm import QUANTIZED_GEMM  # noqa: E402
 from llmc.codegen.backends.triton.quantized_gemv import QUANTIZED_GEMV  # noqa: E402
 from llmc.codegen.backends.triton.quantized_problem import halves  # noqa: E402
@@ -46,11 +46,14 @@ from llmc.targets.target import Target  # noqa: E402
 SILU = "mul(mul(a0, sigmoid(a0)), a1)"
 SHAPES = {"qkv": (6144, 4096, 1), "o": (4096, 4096, 1), "up": (14336, 4096, 2), "down": (4096, 14336, 1)}
 TOKENS = "1,2,4,8,16,32,64,128,256,2048"
-# dtype of the codes, columns that share a scale (0: all), dtype of zero points. wgmma: as pack_fragments packs them.
+# dtype of the codes, columns that share a scale (0: all), dtype of zero points. wgmma: as pack_fragments packs them;
+# normed: the same behind a norm, for the products that have one.
 FORMATS = {
-    "g128": ("u8", 128, ""), "wgmma": ("u8", 128, ""), "g32": ("u8", 32, ""), "zeros": ("u8", 128, "u8"),
-    "int8": ("i8", 0, ""),
+    "g128": ("u8", 128, ""), "wgmma": ("u8", 128, ""), "normed": ("u8", 128, ""), "g32": ("u8", 32, ""),
+    "zeros": ("u8", 128, "u8"), "int8": ("i8", 0, ""),
 }  # fmt: skip
+FRAGMENTS, EPS = ("wgmma", "normed"), 1e-5
+NORMED_SHAPES = ("qkv", "up")
 BANDWIDTH = 4.6e12
 SPREAD = 320 << 20  # bytes through which weights are cycled
 SECONDS = 0.002
@@ -103,9 +106,12 @@ def node_of(shape: str, form: str, m: int, registry: Registry) -> Node:
         if code == "i8":
             weights = {"w": f"i8[{rows}, {k}]", "s": f"f32[{rows}, 1]"}
             call = f"quantized_linear(%x, %w, %s) {{{attrs}}}"
-        elif form == "wgmma":
+        elif form in FRAGMENTS:
             weights = {"w": f"u8[{rows}, {k // 2}]", "s": f"bf16[{blocks}, {rows}]"}
             call = f"packed_fragments_linear(%x, %w, %s) {{{attrs}, zero_point=8}}"
+            if form == "normed":
+                weights["g"] = f"bf16[{k}]"
+                call = f"norm_fragments_linear(%x, %w, %s, %g) {{{attrs}, zero_point=8, eps={EPS}}}"
         else:
             weights = {"w": f"u8[{rows}, {k // 2}]", "s": f"bf16[{blocks}, {rows}]"}
             weights |= {"z": f"u8[{blocks}, {rows}]"} if zero else {}
@@ -129,14 +135,15 @@ def ways(
             for o in [o for o in found if o.kernel.language == "triton"][:2]:
                 yield Way(shape, "bf16", m, o.kernel.name, o.schedule, o.kernel.emit(node, o.schedule, target))
             for form in forms:
-                if form in ("g128", "wgmma") or (shape in ("qkv", "up") and m in (1, 16, 64)):
+                whole = form in ("g128", "wgmma") or (form == "normed" and shape in NORMED_SHAPES)
+                if whole or (form != "normed" and shape in ("qkv", "up") and m in (1, 16, 64)):
                     node = node_of(shape, form, m, registry)
-                    yield from _ours(shape, form, m, node, most if form in ("g128", "wgmma") else 3, target)
+                    yield from _ours(shape, form, m, node, most if whole else 3, target)
 
 
 def _ours(shape: str, form: str, m: int, node: Node, most: int, target: Target) -> Iterator[Way]:
-    if form == "wgmma":
-        for kernel in (QUANTIZED_WGMMA, SKINNY_GEMM):
+    if form in FRAGMENTS:
+        for kernel in (QUANTIZED_WGMMA, SKINNY_GEMM, SKINNY_FIXED):
             if kernel.reject(node, target) is None:
                 found = sorted(kernel.schedules(node, target), key=lambda s: kernel.cost_us(node, s, target, {}))
                 for schedule in found[: 2 * most]:
@@ -184,6 +191,7 @@ class Bench:
         self.scales16 = self.scales.to(torch.bfloat16)
         self.zeros = torch.randint(0, 16, (32 << 20,), dtype=torch.uint8, device="cuda", generator=make)
         self.plain = torch.randn((SPREAD // 2 + (128 << 20),), device="cuda", generator=make).to(torch.bfloat16)
+        self.gain = torch.rand((1 << 14,), device="cuda", generator=make).to(torch.bfloat16) + 0.5
         self.x = torch.randn((2048 * 14336,), device="cuda", generator=make).to(torch.bfloat16)
         self.out = torch.empty((2048 * 14336,), dtype=torch.bfloat16, device="cuda")
         torch.cuda.synchronize()
@@ -201,7 +209,8 @@ class Bench:
         entries = rows * (k // block)
         at = i % (len(self.zeros) // entries) * entries
         tables = [self.scales16.data_ptr() + at * 2] + [self.zeros.data_ptr() + at] * bool(zero)
-        return [x, codes, *tables, out]
+        gain = [self.gain.data_ptr()] * (way.form == "normed")
+        return [x, codes, *tables, *gain, out]
 
     def launch(self, way: Way, binary: Compiled, i: int) -> None:
         if way.source.passes:
@@ -238,7 +247,7 @@ class Bench:
             return self.codes[: rows * k].view(t.int8).view(rows, k).float() * self.scales[:rows, None]
         half, blocks = halves(k, block), k // block
         scales = self.scales16[: rows * blocks].view(blocks, rows).T[:, :, None].float()
-        if way.form == "wgmma":
+        if way.form in FRAGMENTS:
             codes = unpack_fragments(self.codes[: rows * k // 2].view(rows, k // 2).cpu().numpy())
             return ((t.from_numpy(codes).cuda().view(rows, blocks, block).float() - 8.0) * scales).view(rows, k)
         packed = self.codes[: rows * k // 2].view(rows, k // (2 * half), 1, half)
@@ -248,7 +257,10 @@ class Bench:
 
     def reference(self, way: Way) -> Any:
         n, k, parts = way.sizes
-        sums = self.x[: way.m * k].view(way.m, k).float() @ self.weights(way).T
+        x = self.x[: way.m * k].view(way.m, k).float()
+        if way.form == "normed":
+            x = x * (x.square().mean(1, keepdim=True) + EPS).rsqrt() * self.gain[:k].float()
+        sums = x @ self.weights(way).T
         if parts == 1:
             return sums
         return self.torch.nn.functional.silu(sums[:, :n]) * sums[:, n:]

@@ -36,6 +36,7 @@ HOPPER = "llmc.codegen.backends.cuda.kernels:hopper.cuh"
 WGMMA_REGISTERS = "llmc.codegen.backends.cuda.kernels:wgmma_registers.cuh"
 INT4_TO_BF16 = "llmc.codegen.backends.cuda.kernels:int4_to_bf16.cuh"
 STREAMING = "llmc.codegen.backends.cuda.kernels:streaming.cuh"
+STRIP_SUMS = "llmc.codegen.backends.cuda.kernels:strip_sums.cuh"
 PAIRS = "llmc.codegen.backends.cuda.kernels:pairs.cuh"
 SCALAR_MATH = "llmc.codegen.backends.cuda.kernels:scalar_math.cuh"
 

@@ -1,4 +1,4 @@
-"""The binding of `kernels/skinny_gemm.cu`: few tokens times weights of 4 bits, which are read once."""
+"""The bindings of `kernels/skinny_gemm.cu` and `skinny_fixed.cu`: few tokens times weights of 4 bits, read once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, INT4_TO_BF16, SCALAR_MATH, STREAMING, Binding
+from llmc.codegen.backends.cuda.cuda_kernel import (
+    CTYPES,
+    HOPPER,
+    INT4_TO_BF16,
+    SCALAR_MATH,
+    STREAMING,
+    STRIP_SUMS,
+    Binding,
+)
 from llmc.codegen.backends.cuda.fragment_product import (
     NORMED,
     NORMED_PACKED,
@@ -21,20 +29,22 @@ from llmc.ir.graph import Node
 from llmc.ir.ops.packed_fragments import BLOCK
 from llmc.targets.target import Target
 
-TOKENS = (8, 16)  # of a tile
+Tiles = Mapping[int, tuple[int, ...]]
+# Blocks of columns of a warp by tokens of a tile: of tokens in bf16, and in fixed point.
+BF16: Tiles = MappingProxyType({8: (4, 2, 1, 8), 16: (4, 2, 1)})
+FIXED: Tiles = MappingProxyType({4: (4, 8, 2, 1), 8: (4, 2, 1, 8), 16: (4, 2, 1)})
 STRIP = 16  # rows of a product
+ENTRY = 256  # maximum columns of a scale of tokens in fixed point; groups are multiples of 32 columns there
 WARPS = (16, 8, 14, 12, 10)  # of a block
-CHUNKS = (4, 2, 1)  # blocks of columns of a warp
-DEPTHS = MappingProxyType({8: (2, 1), 16: (1, 2)})  # rounds that are copied ahead, by tokens
-ROUND = 2  # strips of a round
-# Blocks of a cluster. Clusters of four cannot use all multiprocessors: an H200 ran 32 of them, with one block on each
-# multiprocessor, in two rounds.
+DEPTHS = (2, 3, 1, 4)  # strips that are copied ahead
+# Blocks of a cluster. With clusters of four, an H200 took more than twice as long.
 SPLITS = (1, 2)
 RESERVED = 1024  # bytes of shared memory that CUDA reserves for each block
+BARRIERS = 16  # bytes of shared memory
 WASTE = 1.15  # maximum columns of all warps, relative to those of the weight
 # Fitted to measurements on an H200 (bench.gpu.quantized_products): microseconds that do not depend on the weights, and
 # the share of the bandwidth that is reached, by tokens; what a second block on a multiprocessor adds.
-_START, _SHARE = MappingProxyType({8: 2.6, 16: 3.9}), MappingProxyType({8: 0.76, 16: 0.58})
+_START, _SHARE = MappingProxyType({4: 2.6, 8: 2.6, 16: 3.9}), MappingProxyType({4: 0.8, 8: 0.76, 16: 0.58})
 _SECOND = 0.7
 
 
@@ -42,25 +52,37 @@ _SECOND = 0.7
 class SkinnyGemm(FragmentKernel):
     """Few tokens: quantized_linear over codes of 4 bits, on sm_90, also of normed tokens.
 
-    More tokens than a tile read the weights again.
+    More tokens than a tile read the weights again. fixed: tokens become codes of 16 bits, and sums are integers.
     """
+
+    fixed: bool = False
 
     def reject(self, node: Node, target: Target) -> str | None:
         if why := super().reject(node, target):
             return why
         p = FragmentProduct.of(node)
-        if p.m.const is not None and p.m.const > TOKENS[-1]:
-            return f"{p.m} tokens; at most {TOKENS[-1]} are supported"
-        return None if list(_schedules(p, target)) else f"{p.k} columns with {p.group} for each scale"
+        most = max(self.tiles)
+        if p.m.const is not None and p.m.const > most:
+            return f"{p.m} tokens; at most {most} are supported"
+        if self.fixed and p.group % 32:
+            return f"groups of {p.group} columns are not a multiple of 32"
+        return None if self.schedules(node, target) else f"{p.k} columns with {p.group} for each scale"
+
+    @property
+    def tiles(self) -> Tiles:
+        """Blocks of columns of a warp, by tokens of a tile."""
+        return FIXED if self.fixed else BF16
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        return list(_schedules(FragmentProduct.of(node), target))
+        p = FragmentProduct.of(node)
+        found = _schedules(p, self.tiles)
+        return [s for s in found if (self._shared(p, s, target) + RESERVED) * _resident(s) <= target.limits.shared]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: the copies of all blocks in whole rounds, plus a constant per number of tokens."""
         p, s = FragmentProduct.of(node), schedule
         tokens, columns = s["tokens"], s["warps"] * s["chunks"] * s["split"] * BLOCK
-        copied = _rounds(p, s, target) * ROUND * _clusters(s, target) * STRIP * columns
+        copied = _units(p, s, target) * _clusters(s, target) * STRIP * columns
         nbytes = p.weight_bytes / (p.parts * p.n * p.k) * copied
         tiles = -(-int(p.m.subs(env)) // tokens)
         us = tiles * nbytes / (target.bandwidth * _SHARE[tokens]) * 1e6 + _START[tokens]
@@ -79,11 +101,21 @@ class SkinnyGemm(FragmentKernel):
                 "EPS": float(node.attrs.get("eps", 0.0)), "SCALE": p.scale,
                 "OUT": CTYPES[node.result.type.dtype],
             },
-            shared=_shared(p, s, target),
+            shared=self._shared(p, s, target),
             sizes=(p.m,),
             cluster=(s["split"], 1, 1) if s["split"] > 1 else (),
             text=p.epilogue(),
         )  # fmt: skip
+
+    def _shared(self, p: FragmentProduct, s: Schedule, target: Target) -> int:
+        """Bytes of shared memory: sums of two strips of all warps, of all strips, of squares, of x; slots; barriers."""
+        sums, columns = STRIP * s["tokens"] * 4, s["chunks"] * BLOCK
+        entries = max(1, columns // p.group)
+        slot = STRIP * (columns // 2 + entries * (3 if p.node.attrs["zeros"] else 2))
+        squares = (s["warps"] + 1) * s["tokens"] * 4 if p.normed else 0
+        of_x = s["warps"] * s["tokens"] * (8 * columns // min(p.group, columns, ENTRY) if self.fixed else 4 * entries)
+        totals = (2 * s["warps"] + _units(p, s, target)) * sums
+        return int(totals + squares + of_x + s["warps"] * s["depth"] * slot + BARRIERS)
 
 
 def _clusters(s: Schedule, target: Target) -> int:
@@ -91,10 +123,9 @@ def _clusters(s: Schedule, target: Target) -> int:
     return target.limits.units * _resident(s) // int(s["split"])
 
 
-def _rounds(p: FragmentProduct, s: Schedule, target: Target) -> int:
-    """Rounds of a block."""
-    strips = -(-(p.n // STRIP) // _clusters(s, target))
-    return -(-strips * p.parts // ROUND)
+def _units(p: FragmentProduct, s: Schedule, target: Target) -> int:
+    """Strips of a block, in all parts."""
+    return -(-(p.n // STRIP) // _clusters(s, target)) * p.parts
 
 
 def _resident(s: Schedule) -> int:
@@ -107,28 +138,16 @@ def _registers(s: Schedule) -> int:
     return _resident(s) * (2 if s["chunks"] * s["tokens"] <= 16 else 1)
 
 
-def _shared(p: FragmentProduct, s: Schedule, target: Target) -> int:
-    """Bytes of shared memory: every warp's sums of two rounds, those of all strips of the block, of squares, slots."""
-    sums, columns = STRIP * s["tokens"] * 4, s["chunks"] * BLOCK
-    entries = max(1, columns // p.group)
-    slot = STRIP * (columns // 2 + entries * (3 if p.node.attrs["zeros"] else 2))
-    squares = (s["warps"] + 1) * s["tokens"] * 4 if p.normed else 0
-    totals = (2 * ROUND * s["warps"] + _rounds(p, s, target) * ROUND) * sums
-    return int(totals + squares + s["warps"] * s["depth"] * ROUND * slot)
-
-
-def _schedules(p: FragmentProduct, target: Target) -> Iterator[Schedule]:
-    """Yield the divisions of all columns among warps and blocks with little waste, with the depths that fit."""
-    fitting = [t for t in TOKENS if p.m.const is None or t >= p.m.const]
+def _schedules(p: FragmentProduct, tiles: Tiles) -> Iterator[Schedule]:
+    """Yield the divisions of all columns among warps and blocks with little waste."""
+    fitting = [t for t in tiles if p.m.const is None or t >= p.m.const]
     for tokens in fitting if p.m.const is None else fitting[:1]:
-        for chunks, split, warps in itertools.product(CHUNKS, SPLITS, WARPS):
+        for chunks, split, warps in itertools.product(tiles[tokens], SPLITS, WARPS):
             columns = chunks * BLOCK
             even = columns % p.group == 0 or p.group % columns == 0
             if even and 1 <= warps * columns * split / p.k <= WASTE:
-                for depth in DEPTHS[tokens]:
-                    s = {"tokens": tokens, "warps": warps, "chunks": chunks, "split": split, "depth": depth}
-                    if (_shared(p, s, target) + RESERVED) * _resident(s) <= target.limits.shared:
-                        yield s
+                for depth in DEPTHS:
+                    yield {"tokens": tokens, "warps": warps, "chunks": chunks, "split": split, "depth": depth}
 
 
 SKINNY_GEMM = SkinnyGemm(
@@ -136,5 +155,14 @@ SKINNY_GEMM = SkinnyGemm(
     (PLAIN, PACKED, NORMED, NORMED_PACKED),
     file="llmc.codegen.backends.cuda.kernels:skinny_gemm.cu",
     entry="llmc_skinny_gemm",
-    headers=(SCALAR_MATH, INT4_TO_BF16, STREAMING),
+    headers=(HOPPER, SCALAR_MATH, INT4_TO_BF16, STREAMING, STRIP_SUMS),
+)
+
+SKINNY_FIXED = SkinnyGemm(
+    "cuda/skinny_fixed",
+    (PLAIN, PACKED, NORMED, NORMED_PACKED),
+    fixed=True,
+    file="llmc.codegen.backends.cuda.kernels:skinny_fixed.cu",
+    entry="llmc_skinny_fixed",
+    headers=(HOPPER, SCALAR_MATH, STREAMING, STRIP_SUMS),
 )

@@ -4,10 +4,13 @@
 // of a row. Weights are read once; x stays in registers.
 //
 // A warp keeps x in registers, COLUMNS columns of TOKENS tokens, and multiplies it by its columns of one strip of 16 rows
-// of w after the other (mma.m16n8k16), two strips in a round. It copies the codes, scales and zero points of the next
-// DEPTH rounds to shared memory meanwhile. The WARPS warps of a block, and the SPLIT blocks of a cluster, have different
-// columns: in every round the sums of the warps are added in shared memory, and at the end those of the blocks. Clusters
-// process the strips in turn.
+// of w after the other (mma.m16n8k16). It copies the codes, scales and zero points of the next DEPTH strips to shared
+// memory meanwhile. The WARPS warps of a block, and the SPLIT blocks of a cluster, have different columns; strip_sums.cuh
+// adds their sums. Clusters process the strips in turn.
+//
+// A code c is multiplied as 128 + c in the upper 8 rows of a strip, and as 8 + c / 2 in the lower ones, which takes the
+// fewest instructions. The same of the zero point, times the sum of x over the columns of the group, is subtracted from
+// the sums, and those of the lower rows are doubled.
 //
 // Constants: N, PARTS, K, GROUP, ZERO_POINT (of all groups, or -1: the pointer ZEROS has one for each), TOKENS (8 or 16),
 // WARPS, CHUNKS (blocks of 64 columns of a warp), SPLIT, CLUSTERS, DEPTH, RESIDENT (blocks that a multiprocessor has
@@ -24,22 +27,22 @@ constexpr bool WHOLE = SPLIT * WARPS * COLUMNS == K;  // every warp has as many 
 constexpr int STRIPS = N / STRIP;
 constexpr int UNITS = (STRIPS + CLUSTERS - 1) / CLUSTERS * PARTS;  // strips of w that a cluster computes, at most
 constexpr int SUMS = STRIP * TOKENS;   // of a strip, in shared memory as [TILES][STRIP][8]
-constexpr int ROUND = 2;               // strips of a cluster, one part after the other
-constexpr int ROUNDS = (UNITS + ROUND - 1) / ROUND;
 // What a warp copies of a strip: codes [CHUNKS][32][16 bytes], scales [ENTRIES][STRIP], zero points [ENTRIES][STRIP].
+constexpr int BLOCK_BYTES = BLOCK * BLOCK / 2;
+constexpr int COPIES = ENTRIES * (HAS_ZEROS ? 3 : 2);  // of 16 bytes: two for the scales of a group, one for zero points
 constexpr int CODE_BYTES = CHUNKS * 512, SCALE_BYTES = ENTRIES * STRIP * 2;
 constexpr int SLOT_BYTES = CODE_BYTES + SCALE_BYTES + (HAS_ZEROS ? ENTRIES * STRIP : 0);
-// Shared memory: the sums of two rounds [2][ROUND][WARPS][SUMS], all sums of the block [ROUNDS][ROUND][SUMS], with NORMED
-// the sums of squares of the warps and of the block [WARPS + 1][TOKENS], and the slots [WARPS][DEPTH][ROUND]. Tokens pass
-// through the first part.
-constexpr int TOTALS_AT = 2 * ROUND * WARPS * SUMS, SQUARES_AT = TOTALS_AT + ROUNDS * ROUND * SUMS;  // floats
-constexpr int SLOTS_AT = SQUARES_AT + (NORMED ? (WARPS + 1) * TOKENS : 0);
-constexpr int TOKEN_STRIDE = BLOCK * 2 + 16;  // bytes of a token's columns of a block in shared memory; no bank conflicts
+// Shared memory: the sums of two strips [2][WARPS][SUMS], all sums of the block [UNITS][SUMS], with NORMED the sums of
+// squares of the warps and of the block [WARPS + 1][TOKENS], the sums of x [WARPS][ENTRIES][TOKENS], the slots
+// [WARPS][DEPTH], and two barriers. Tokens pass through the first part.
+constexpr int TOTALS_AT = 2 * WARPS * SUMS, SQUARES_AT = TOTALS_AT + UNITS * SUMS;  // floats
+constexpr int X_SUMS_AT = SQUARES_AT + (NORMED ? (WARPS + 1) * TOKENS : 0);
+constexpr int SLOTS_AT = X_SUMS_AT + WARPS * ENTRIES * TOKENS, BARRIERS_AT = SLOTS_AT + WARPS * DEPTH * SLOT_BYTES / 4;
 
 struct Problem {
   const bf16* x;                // [m][K]
   const bf16* gain;             // [K], or null
-  const unsigned char* codes;   // [PARTS * N / 64][K / 64][2048]
+  const unsigned char* codes;   // [PARTS * N / 64][K / 64][2048], from this thread's part of a strip on
   const SCALE* scales;          // [K / GROUP][PARTS * N]
   const unsigned char* zeros;   // [K / GROUP][PARTS * N], or null
   int m, token;                 // tokens, and the first of this block
@@ -50,32 +53,25 @@ struct Problem {
   __device__ bool has(int i) const { return WHOLE || chunk + i < K / BLOCK; }
 };
 
-// Starts to copy the weights of the unit u of this cluster, a strip of one part, to a slot; zeros if it does not exist.
-__device__ inline void copy_unit(const Problem& p, int u, unsigned slot) {
+// Starts to copy the weights of the unit u of this cluster, a strip of one part, to a slot of the ring, as one group of
+// copies. Nothing is copied for a unit that does not exist, whose sums are not used; columns that do not exist are zeros.
+__device__ inline void copy_unit(const Problem& p, int u, int to) {
+  const unsigned slot = p.slots + to * SLOT_BYTES;
   const int strip = p.cluster + u / PARTS * CLUSTERS, row = u % PARTS * N + strip * STRIP;
-  const bool exists = strip < STRIPS;
+  if (strip < STRIPS) {
+    const unsigned char* codes = p.codes + (long long)(row / BLOCK) * (K / BLOCK * BLOCK_BYTES) + row % BLOCK * 32;
 #pragma unroll
-  for (int i = 0; i < CHUNKS; i++) {
-    const bool needed = exists && p.has(i);
-    const long long block = (long long)(row / BLOCK) * (K / BLOCK) + p.chunk + i;
-    const unsigned char* from = p.codes + block * (BLOCK * BLOCK / 2) + (row % BLOCK / STRIP * 32 + p.lane) * 16;
-    copy_async(slot + i * 512 + p.lane * 16, needed ? from : p.codes, needed);
-  }
-  constexpr int COPIES = ENTRIES * (HAS_ZEROS ? 3 : 2);  // of 16 bytes: two for the scales of a group, one for zero points
-  for (int j = p.lane; j < COPIES; j += 32) {
-    const bool scale = j < 2 * ENTRIES;
-    const int entry = scale ? j / 2 : j - 2 * ENTRIES, column = p.chunk * BLOCK + entry * GROUP;
-    const long long at = (long long)(column / GROUP) * (PARTS * N) + row;
-    const bool needed = exists && (WHOLE || column < K);
-    const void* from = scale ? (const void*)(p.scales + at + j % 2 * 8) : (const void*)(p.zeros + at);
-    copy_async(slot + CODE_BYTES + j * 16, needed ? from : p.codes, needed);
-  }
-}
-
-// Starts to copy the units of a round, as one group of copies. slot: of the ring of DEPTH.
-__device__ inline void copy_round(const Problem& p, int round, int slot) {
+    for (int i = 0; i < CHUNKS; i++) copy_async(slot + (i * 32 + p.lane) * 16, codes + i * BLOCK_BYTES, p.has(i));
 #pragma unroll
-  for (int d = 0; d < ROUND; d++) copy_unit(p, round * ROUND + d, p.slots + (slot * ROUND + d) * SLOT_BYTES);
+    for (int i = 0; i < COPIES; i += 32)
+      if (i + p.lane < COPIES) {
+        const bool scale = i + p.lane < 2 * ENTRIES;
+        const int entry = scale ? (i + p.lane) / 2 : i + p.lane - 2 * ENTRIES, column = p.chunk * BLOCK + entry * GROUP;
+        const long long at = (long long)(column / GROUP) * (PARTS * N) + row;
+        const void* from = scale ? (const void*)(p.scales + at + p.lane % 2 * 8) : (const void*)(p.zeros + at);
+        copy_async(slot + CODE_BYTES + (i + p.lane) * 16, from, WHOLE || column < K);
+      }
+  }
   commit_copies();
 }
 
@@ -135,7 +131,8 @@ __device__ inline void norm_tokens(uint4 (&raw)[CHUNKS][LOADS], const Gains& gai
 struct Tokens {
   unsigned of[CHUNKS][4][TILES][2];
 
-  // `memory`: TOKENS * TOKEN_STRIDE bytes of shared memory of this warp. squares: of this warp, with NORMED.
+  // `memory`: TOKENS rows of 128 bytes of shared memory of this warp, whose 16-byte pieces change places row by row, as
+  // matrices are loaded without bank conflicts then. squares: of this warp, with NORMED.
   __device__ void load(const Problem& p, const Gains& gains, unsigned char* memory, float* squares) {
     uint4 raw[CHUNKS][LOADS];
 #pragma unroll
@@ -152,13 +149,14 @@ struct Tokens {
       __syncwarp();
 #pragma unroll
       for (int j = 0; j < LOADS; j++)
-        *(uint4*)(memory + (j * 4 + p.lane / 8) * TOKEN_STRIDE + p.lane % 8 * 16) = raw[i][j];
+        *(uint4*)(memory + (j * 4 + p.lane / 8) * 128 + (p.lane ^ (j * 4 + p.lane / 8)) % 8 * 16) = raw[i][j];
       __syncwarp();
       // Four matrices of 8 tokens and 8 columns at a time: two for a tile and step.
       const int tile = TILES > 1 ? p.lane / 16 : 0, next = TILES > 1 ? 0 : p.lane / 16;
-      const unsigned from = shared_address(memory) + (tile * 8 + p.lane % 8) * TOKEN_STRIDE + p.lane / 8 % 2 * 16;
+      const unsigned row = shared_address(memory) + (tile * 8 + p.lane % 8) * 128;
 #pragma unroll
-      for (int s = 0; s < 4; s += 2 / TILES) load_matrices(&of[i][s][0][0], from + (s + next) * 32);
+      for (int s = 0; s < 4; s += 2 / TILES)
+        load_matrices(&of[i][s][0][0], row + ((2 * (s + next) + p.lane / 8 % 2) ^ p.lane % 8) * 16);
     }
     __syncwarp();
   }
@@ -172,21 +170,52 @@ __device__ inline void add_product(float (&d)[4], const unsigned (&a)[4], const 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// Whether a step of 16 columns is the first or the last one of a group, and which group of the warp's columns that is.
+__device__ constexpr int group_of(int step) { return ENTRIES > 1 ? step * 16 / GROUP : 0; }
+__device__ constexpr bool first_of_group(int step) { return step == 0 || group_of(step) != group_of(step - 1); }
+__device__ constexpr bool last_of_group(int step) {
+  return step == COLUMNS / 16 - 1 || group_of(step) != group_of(step + 1);
+}
+
+// Adds up the columns of each group of the tokens: to [ENTRIES][TOKENS].
+__device__ inline void sum_tokens(float* to, const Tokens& x, int lane) {
+  const unsigned one = 0x3F803F80, ones[4] = {one, one, one, one};
+  float sums[2][TILES][4];  // of even and odd steps
+#pragma unroll
+  for (int step = 0; step < COLUMNS / 16; step++)
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+      float(&own)[4] = sums[step % 2][t], (&other)[4] = sums[1 - step % 2][t];
+      if (first_of_group(step))
+#pragma unroll
+        for (int j = 0; j < 4; j++) own[j] = other[j] = 0.0f;
+      add_product(own, ones, x.of[step / 4][step % 4][t]);
+      if (last_of_group(step) && lane < 4)
+        *(float2*)(to + group_of(step) * TOKENS + t * 8 + lane * 2) = make_float2(own[0] + other[0], own[1] + other[1]);
+    }
+  __syncwarp();
+}
+
+// Constants in registers, with which codes are converted: of the upper and the lower rows of a strip.
+struct Masks {
+  unsigned mask[2] = {opaque(0x000F000F), opaque(0x00780078)}, base[2] = {opaque(0x43004300), opaque(0x41004100)};
+
+  // Two codes in bf16, from the bits 4 r to 4 r + 3 of both halves of a word; an odd r belongs to the lower rows.
+  __device__ unsigned pair(unsigned word, int r) const {
+    return code_pair(word >> (r % 2 ? 4 * r - 3 : 4 * r), mask[r % 2], base[r % 2]);
+  }
+};
+
 // Multiplies a unit by the tokens: the sums of a group of columns are multiplied by its scale. Even and odd steps have
-// separate sums, since a product waits for the previous one that adds to the same sums.
-__device__ inline void multiply_unit(float (&sums)[TILES][4], const Unit& w, const Tokens& x, unsigned mask,
-                                     unsigned base) {
+// separate sums, since a product waits for the previous one that adds to the same sums. x_sums: as `sum_tokens` wrote it.
+__device__ inline void multiply_unit(float (&sums)[TILES][4], const Unit& w, const Tokens& x, const float* x_sums,
+                                     const Masks& masks) {
   float fresh[2][TILES][4];
-  unsigned offset[2];
   uint4 codes;
 #pragma unroll
   for (int step = 0; step < COLUMNS / 16; step++) {
-    const int entry = ENTRIES > 1 ? step * 16 / GROUP : 0;
-    const bool first = step == 0 || (ENTRIES > 1 && step * 16 % GROUP == 0);
-    const bool last = step == COLUMNS / 16 - 1 || (ENTRIES > 1 && (step + 1) * 16 % GROUP == 0);
-    if (first) {
-#pragma unroll
-      for (int half = 0; half < 2; half++) offset[half] = twice(0x4300 + w.zero(entry, half));
+    const int entry = group_of(step);
+    if (first_of_group(step)) {
 #pragma unroll
       for (int t = 0; t < TILES; t++)
 #pragma unroll
@@ -196,41 +225,38 @@ __device__ inline void multiply_unit(float (&sums)[TILES][4], const Unit& w, con
     const unsigned words[4] = {codes.x, codes.y, codes.z, codes.w};
     unsigned a[4];
 #pragma unroll
-    for (int r = 0; r < 4; r++) a[r] = subtract(code_pair(words[step % 4] >> 4 * r, mask, base), offset[r % 2]);
+    for (int r = 0; r < 4; r++) a[r] = masks.pair(words[step % 4], r);
 #pragma unroll
     for (int t = 0; t < TILES; t++) add_product(fresh[step % 2][t], a, x.of[step / 4][step % 4][t]);
-    if (last) {
-      const float scale[2] = {w.scale(entry, 0), w.scale(entry, 1)};
+    if (last_of_group(step)) {
+      const float scale[2] = {w.scale(entry, 0), 2.0f * w.scale(entry, 1)};
+      const float offset[2] = {128.0f + w.zero(entry, 0), 8.0f + 0.5f * w.zero(entry, 1)};
 #pragma unroll
-      for (int t = 0; t < TILES; t++)
+      for (int t = 0; t < TILES; t++) {
+        const float2 x_sum = *(const float2*)(x_sums + entry * TOKENS + t * 8 + w.lane % 4 * 2);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-          const float scaled = (fresh[0][t][j] + fresh[1][t][j]) * scale[j / 2];
+          const float less = offset[j / 2] * (j % 2 ? x_sum.y : x_sum.x);
+          const float scaled = (fresh[0][t][j] + fresh[1][t][j] - less) * scale[j / 2];
           sums[t][j] = entry == 0 ? scaled : sums[t][j] + scaled;
         }
+      }
     }
   }
 }
 
-// Adds the sums of the warps of a round: from [ROUND][WARPS][SUMS] to [ROUND][SUMS].
-__device__ inline void add_warps(float* to, const float* from) {
-#pragma unroll
-  for (int i = threadIdx.x; i < ROUND * SUMS; i += THREADS) {
-    const float* sums = from + i / SUMS * (WARPS * SUMS) + i % SUMS;
-    float total = sums[0];
-#pragma unroll
-    for (int w = 1; w < WARPS; w++) total += sums[w * SUMS];
-    to[i] = total;
-  }
-}
+// The sums of a thread 4 g + q: of the rows g and g + 8 and the tokens 2 q and 2 q + 1 of every tile.
+struct Sums {
+  float of[TILES][4];
+};
 
-// Adds one sum over the blocks of the cluster.
-__device__ inline float add_blocks(const float* sum) {
-  if (SPLIT == 1) return *sum;
-  float total = 0.0f;
+// Writes the sums of a unit of this warp.
+__device__ inline void store_sums(float* to, const Sums& sums, int lane) {
 #pragma unroll
-  for (int rank = 0; rank < SPLIT; rank++) total += load_from_block(shared_address(sum), rank);
-  return total;
+  for (int t = 0; t < TILES; t++)
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      ((float2*)to)[(t * 2 + half) * 32 + lane] = make_float2(sums.of[t][2 * half], sums.of[t][2 * half + 1]);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
@@ -240,18 +266,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   float* totals = shared + TOTALS_AT;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % SPLIT;
   const int cluster = blockIdx.x / SPLIT % CLUSTERS, token = blockIdx.x / (SPLIT * CLUSTERS) * TOKENS;
-  const unsigned char* slots = (const unsigned char*)(shared + SLOTS_AT) + warp * (DEPTH * ROUND * SLOT_BYTES);
-  const Problem p = {x, GAIN, codes, scales, ZEROS, m, token, cluster, (rank * WARPS + warp) * CHUNKS, lane,
-                     shared_address(slots)};
+  const unsigned char* slots = (const unsigned char*)(shared + SLOTS_AT) + warp * (DEPTH * SLOT_BYTES);
+  const int chunk = (rank * WARPS + warp) * CHUNKS;
+  const unsigned char* own = codes + (long long)chunk * BLOCK_BYTES + lane * 16;
+  const Problem p = {x, GAIN, own, scales, ZEROS, m, token, cluster, chunk, lane, shared_address(slots)};
   float *squares = shared + SQUARES_AT, *block_squares = squares + WARPS * TOKENS;
-  const unsigned mask = opaque(0x000F000F), base = opaque(0x43004300);
+  float* x_sums = shared + X_SUMS_AT + warp * (ENTRIES * TOKENS);
+  const unsigned written = shared_address(shared + BARRIERS_AT);
+  const Masks masks;
   launch_dependents();
-  for (int round = 0; round < DEPTH; round++) copy_round(p, round, round);
+  for (int u = 0; u < DEPTH; u++) copy_unit(p, u, u);
+  if (threadIdx.x < 2) barrier_init(written + 8 * threadIdx.x, WARPS);
   Gains gains;
   gains.load(p);
   wait_for_previous();
   Tokens tokens;
-  tokens.load(p, gains, (unsigned char*)(shared + warp * (2 * ROUND * SUMS)), squares + warp * TOKENS);
+  tokens.load(p, gains, (unsigned char*)(shared + warp * (2 * SUMS)), squares + warp * TOKENS);
+  sum_tokens(x_sums, tokens, lane);
   __syncthreads();  // the sums overwrite the tokens of other warps, which must have been read
   if (NORMED && threadIdx.x < TOKENS) {
     float sum = 0.0f;
@@ -259,28 +290,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     block_squares[threadIdx.x] = sum;  // read behind the barriers of the rounds
   }
 
-  for (int round = 0, slot = 0; round < ROUNDS; round++, slot = slot + 1 < DEPTH ? slot + 1 : 0) {
-    float* own = shared + round % 2 * (ROUND * WARPS * SUMS);  // of this round; the other half is still being read
-    float sums[ROUND][TILES][4];
-    wait_copies<DEPTH - 1>();
-    __syncwarp();
-#pragma unroll
-    for (int d = 0; d < ROUND; d++)
-      multiply_unit(sums[d], Unit{slots + (slot * ROUND + d) * SLOT_BYTES, lane}, tokens, mask, base);
-    __syncwarp();  // every thread has read the slot
-    copy_round(p, round + DEPTH, slot);
-#pragma unroll
-    for (int d = 0; d < ROUND; d++) {
-      float2* to = (float2*)(own + (d * WARPS + warp) * SUMS) + lane;
-#pragma unroll
-      for (int t = 0; t < TILES; t++)
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-          to[(t * 2 + half) * 32] = make_float2(sums[d][t][2 * half], sums[d][t][2 * half + 1]);
-    }
-    __syncthreads();
-    add_warps(totals + round * ROUND * SUMS, own);
-  }
+  multiply_units<Sums, UNITS, DEPTH, WARPS, SUMS>(
+      shared, totals, written,
+      [&](Sums& sums, int slot) {
+        multiply_unit(sums.of, Unit{slots + slot * SLOT_BYTES, lane}, tokens, x_sums, masks);
+      },
+      [&](float* to, const Sums& sums) { store_sums(to, sums, lane); },
+      [&](int u, int slot) { copy_unit(p, u, slot); });
   wait_for_cluster<SPLIT>();
 
   // Each block computes its share of the cluster's results.
@@ -288,11 +304,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     const int unit = i / SUMS * PARTS, r = i % STRIP, t = i % SUMS / STRIP;
     const int column = (cluster + i / SUMS * CLUSTERS) * STRIP + r;
     if (token + t >= m || column >= N) continue;
-    const float scale = NORMED ? rsqrtf(add_blocks(block_squares + t) / K + EPS) : 1.0f;
+    const float scale = NORMED ? rsqrtf(add_blocks<SPLIT>(block_squares + t) / K + EPS) : 1.0f;
     float a[PARTS];
 #pragma unroll
     for (int part = 0; part < PARTS; part++)
-      a[part] = add_blocks(totals + (unit + part) * SUMS + t / 8 * (STRIP * 8) + r * 8 + t % 8) * scale;
+      a[part] = add_blocks<SPLIT>(totals + (unit + part) * SUMS + t / 8 * (STRIP * 8) + r * 8 + t % 8) * scale;
     y[(long long)(token + t) * N + column] = from_float<OUT>(epilogue(a, token + t, column OTHERS));
   }
   if (SPLIT > 1) wait_for_cluster<SPLIT>();  // no block exits while others read its sums
