@@ -1,8 +1,8 @@
-"""Mixture of experts, as one op (`moe`) or as three (`moe_route`, `moe_up`, `moe_down`).
+"""Mixture of experts, as one op (`moe`) or as several (`moe_route`, `moe_up`, `moe_down`, `moe_combine`).
 
-The three work on (token, expert) pairs sorted by expert. Ordinary ops before them select the experts. The attribute
-`body` is the activation between an expert's two products: a scalar expression of the gate value a0 and the up value a1.
-Biases have one row per expert; either both products have one or neither.
+The first three of these work on (token, expert) pairs sorted by expert. Ordinary ops before them select the experts.
+The attribute `body` is the activation between an expert's two products: a scalar expression of the gate value a0 and
+the up value a1. Biases have one row per expert; either both products have one or neither.
 """
 
 from __future__ import annotations
@@ -154,6 +154,23 @@ def moe_down(h: Any, order: Any, starts: Any, down: Any, weights: Any, bias: Any
         r = slice(starts[expert], starts[expert + 1])
         out[order[r]] = h[r] @ w.T + (0 if bias is None else bias[expert])
     return out.reshape(*weights.shape, -1) * weights[..., None]
+
+
+def _combined_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    residual = env.get("residual")
+    return [tensor(attrs["dtype"] or (residual or env["y"]).dtype, env["t"], env["d"])]
+
+
+@op(
+    "(y: f[t, k, d], residual?: f[t, d]) -> y[t, d]", infer=_combined_type, flops="t*k*d",
+    example={"t": 7, "k": 3, "d": 8},
+)  # fmt: skip
+def moe_combine(y: Any, residual: Any = None, *, dtype: str = "") -> Any:
+    """The sum of a token's k results, and of `residual`.
+
+    dtype: of the result; by default that of `residual`, else that of y.
+    """
+    return y.sum(1) + (0 if residual is None else residual)
 
 
 OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

@@ -38,9 +38,9 @@ class GroupedWgmma(CudaKernel):
         if target.family != "cuda" or target.arch != "sm_90" or target.has("interpret"):
             return f"{target.name} does not have wgmma, the matrix instructions of sm_90"
         for i in (0, CODE):
-            v = node.operands[i].type
-            if v.format is not None or v.dtype != "bf16":
-                return f"operand type {v} is not bf16"
+            t = node.operands[i].type
+            if t.format is not None or t.dtype != "bf16":
+                return f"operand type {t} is not bf16"
         for v in [*node.operands[CODE + 1 :], node.result]:
             if v.type.format is not None or v.type.dtype not in FLOATS:
                 return f"operand type {v.type} is not among {', '.join(FLOATS)}"

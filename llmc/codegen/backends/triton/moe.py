@@ -1,4 +1,4 @@
-"""Mixtures of experts in Triton: routing, and the grouped products of the experts.
+"""Mixtures of experts in Triton: routing, the grouped products of the experts, and the sum of a token's experts.
 
 The kernels are in `kernels/moe.py`.
 """
@@ -14,6 +14,7 @@ from llmc.codegen.backends.triton.tiling import power
 from llmc.codegen.backends.triton.triton_expr import helpers, inline
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, INTS, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import BY_SCHEDULE, EXACT, Schedule
+from llmc.ir.cost import node_cost
 from llmc.ir.dim import D, Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
@@ -22,7 +23,9 @@ from llmc.ir.scalar import walk
 from llmc.ir.types import Type
 from llmc.targets.target import Target
 
-CHUNK = 1024  # pairs that a routing program reads at once
+CHUNKS = ((1024, 4), (8192, 8))  # pairs that a routing program reads at once, and its warps
+COMBINED = ((1024, 4), (512, 4), (256, 2))  # columns of a program that adds up choices, and its warps
+MAX_CHOICES = 64  # of a token, whose loads are unrolled
 MAX_EXPERTS = 4096  # experts whose pairs a program can count at once
 KEYS = ("bm", "bn", "bk", "warps", "stages")
 NARROW = ((32, 128, 4, 4), (64, 128, 4, 4), (64, 64, 4, 3), (32, 64, 4, 2), (16, 32, 4, 2))
@@ -38,23 +41,27 @@ class Route(TritonKernel):
     def reject(self, node: Node, target: Target) -> str | None:
         return unsupported(node, INTS)
 
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        pairs = node.operands[0].type.numel.const
+        if pairs is not None and pairs <= CHUNKS[0][0]:
+            return [{"chunk": power(max(16, pairs)), "warps": CHUNKS[0][1]}]
+        return [{"chunk": chunk, "warps": warps} for chunk, warps in CHUNKS]
+
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        pairs = int(node.operands[0].type.numel.subs(env))
-        return target.launch_us + 2.0 + 0.3 * pairs / CHUNK
+        pairs, chunk = int(node.operands[0].type.numel.subs(env)), schedule["chunk"]
+        return target.launch_us + 0.5 + 2 * -(-pairs // chunk) * (0.5 + 0.1 * chunk / 1024)
 
     def code(self, u: Unit) -> Code:
         experts, numel = u.node.attrs["experts"], u.node.operands[0].type.numel
-        pairs = u.sizes(numel)
-        chunk = CHUNK if numel.const is None else min(CHUNK, power(max(16, numel.const)))
         return u.launch(
             Template("moe", "moe_route"),
             (experts,),
-            4,
+            u.schedule["warps"],
             1,
             **u.pointers("experts_ptr", "order_ptr starts_ptr"),
-            pairs=pairs,
+            pairs=u.sizes(numel),
             EXPERTS=experts,
-            CHUNK=chunk,
+            CHUNK=u.schedule["chunk"],
         )
 
 
@@ -253,6 +260,46 @@ class Down(FloatGrouped):
         return self.grouped(u, p, template, **self.common(u, p), scale_ptr="x4", bias_ptr=bias(p, 5))
 
 
+class Combine(TritonKernel):
+    """moe_combine: a program adds up the choices of one token for some columns."""
+
+    sums = BY_SCHEDULE
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        _, choices, columns = node.operands[0].type.shape
+        if choices.const is None or columns.const is None:
+            return f"the sizes {choices} and {columns} are not constant"
+        if choices.const > MAX_CHOICES:
+            return f"{choices} choices; the maximum is {MAX_CHOICES}"
+        return unsupported(node, FLOATS)
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        columns = power(int(node.result.type.shape[-1]))
+        found = [{"cols": min(columns, cols), "warps": warps} for cols, warps in COMBINED]
+        return [s for i, s in enumerate(found) if s not in found[:i]]
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        tokens, columns = (int(d.subs(env)) for d in node.result.type.shape)
+        programs = tokens * -(-columns // schedule["cols"])
+        busy = min(1.0, programs * schedule["warps"] / (8 * target.limits.units))  # share of the bandwidth
+        moved = int(node_cost(node)[1].subs(env)) / target.bandwidth / busy * 1e6
+        return moved + 0.002 * programs / schedule["warps"] + target.launch_us
+
+    def code(self, u: Unit) -> Code:
+        tokens, columns = u.node.result.type.shape
+        return u.launch(
+            Template("moe", "moe_combine"),
+            (tokens, columns.ceildiv(u.schedule["cols"])),
+            0,
+            1,
+            **u.pointers("y_ptr residual_ptr", "out_ptr"),
+            CHOICES=int(u.node.operands[0].type.shape[1]),
+            N=int(columns),
+            BLOCK_N=u.schedule["cols"],
+        )
+
+
 ROUTE = Route("triton/moe_route", ("moe_route",))
 UP = Up("triton/moe_up", ("moe_up",))
 DOWN = Down("triton/moe_down", ("moe_down",))
+COMBINE = Combine("triton/moe_combine", ("moe_combine",))
