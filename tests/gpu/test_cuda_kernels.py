@@ -24,7 +24,7 @@ from llmc.codegen.backends.cuda.grouped_wgmma import GROUPED_WGMMA
 from llmc.codegen.backends.cuda.nvrtc_toolchain import NvrtcToolchain
 from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA
 from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_GEMM
-from llmc.codegen.kernel import Kernel, Schedule
+from llmc.codegen.kernel import SETTLED, Kernel, Schedule
 from llmc.extension import resolve
 from llmc.ir.example import example_graph
 from llmc.ir.ops import OPS
@@ -182,10 +182,9 @@ def mixture(
         node = next(iter(graph.nodes))
         assert GROUPED_WGMMA.reject(node, sm_90()) is None
         name = f"{node.op.name} {t} {k} {experts} {n} {d} {bias} {choice}"
-        found += [
-            Case(f"{name} {s}", graph, GROUPED_WGMMA, s, inputs, atol=1e-2, sizes={"T": t})
-            for s in rng.permutation(GROUPED_WGMMA.schedules(node, sm_90()))[:SOME]  # type: ignore[arg-type]
-        ]
+        for i, at in enumerate(rng.permutation(len(schedules := GROUPED_WGMMA.schedules(node, sm_90())))[:SOME]):
+            s = {**schedules[at], **({SETTLED: 1} if i % 2 else {})}
+            found.append(Case(f"{name} {s}", graph, GROUPED_WGMMA, s, inputs, atol=1e-2, sizes={"T": t}))
     return found
 
 
@@ -194,7 +193,8 @@ def check(cases: Sequence[Case], card: Card, cache: Path) -> None:
     target = sm_90()
     tool = NvrtcToolchain.find(target)
     sources = [c.kernel.emit(c.node, c.schedule, target) for c in cases]
-    jobs = [Job(c, s, tool.key(s)) for c, s in zip(cases, sources, strict=True)]
+    settled = [c.kernel.early(c.node) if SETTLED in c.schedule else () for c in cases]
+    jobs = [Job(c, s, tool.key(s), early) for c, s, early in zip(cases, sources, settled, strict=True)]
     binaries: dict[str, Any] = dict(tool.compile([(s, "") for s in sources], cache, jobs=os.cpu_count() or 1))
     found = failures(card, jobs, binaries)
     assert not found, "\n".join(found)

@@ -11,7 +11,7 @@ from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, HOPPER, PAIRS
 from llmc.codegen.backends.cuda.nvrtc_toolchain import nvrtc_version
 from llmc.codegen.backends.cuda.wgmma_text import multiply
 from llmc.codegen.expert_stack import CODE, Stack
-from llmc.codegen.kernel import Map, Schedule
+from llmc.codegen.kernel import SETTLED, Map, Schedule
 from llmc.codegen.print_expr import inline
 from llmc.ir.dim import D
 from llmc.ir.graph import Node
@@ -21,6 +21,7 @@ from llmc.targets.target import Target
 TILE_K = 64
 HEIGHTS = (64, 128)  # rows of a tile
 COLUMNS = (256, 192, 128, 96, 64)  # of a tile, in all parts
+STARTS = 2  # the operand that has the first row of each expert
 GROUP = 16  # tiles of rows that are processed together, to share tiles of the weights in the L2 cache
 MOST_STAGES, LEAST_STAGES = 8, 3
 MAX_EXPERTS = 512  # whose rows are counted in shared memory
@@ -59,6 +60,9 @@ class GroupedWgmma(CudaKernel):
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         return [{"bm": bm, "bn": bn} for bm in HEIGHTS for bn in COLUMNS]
 
+    def early(self, node: Node) -> tuple[int, ...]:
+        return STARTS, CODE
+
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
         p, s = Stack(node), schedule
         experts, n = int(p.code.shape[0]), p.rows // p.parts
@@ -69,7 +73,7 @@ class GroupedWgmma(CudaKernel):
             constants={
                 "EXPERTS": experts, "N": n, "K": p.k, "PARTS": p.parts, "TILE_M": s["bm"], "TILE_N": s["bn"],
                 "STAGES": count, "GROUP": GROUP * 128 // s["bm"], "CHOICES": node.attrs["k"] if p.up else 0,
-                "SCATTER": int(not p.up), "OUT": CTYPES[node.result.type.dtype],
+                "SCATTER": int(not p.up), "SETTLED": int(SETTLED in s), "OUT": CTYPES[node.result.type.dtype],
             },
             shared=count * stage_bytes(s) + ALIGN,
             maps=(Map(CODE, (D(experts * p.rows), D(p.k)), (s["bn"] // 2, TILE_K), SWIZZLE),),

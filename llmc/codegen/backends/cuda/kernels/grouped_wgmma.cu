@@ -10,7 +10,7 @@
 // reading it.
 //
 // Constants: EXPERTS, N and K (multiples of 8), PARTS (1 or 2), TILE_M (64 or 128), TILE_N (a multiple of 16, at most 256),
-// STAGES (at least 3), GROUP (tiles of rows that are processed together, so that they share tiles of w in the L2 cache),
+// STAGES (at least 3), SETTLED (whether the previous kernel wrote neither `starts` nor w), GROUP (tiles of rows that are processed together, so that they share tiles of w in the L2 cache),
 // CHOICES (row r is that of token order[r] / CHOICES; 0 if it is row r of x), SCATTER (whether row r is written to row
 // order[r] of y), OUT (the type of y). The generated text before this file defines `multiply`, OTHER_PARAMETERS,
 // OTHER_ARGUMENTS, OTHERS and the functions `row_factor`, `add_bias` and `epilogue`.
@@ -124,8 +124,23 @@ template <int left> __device__ inline void announce(Ring& ring) {
   ring.advance();
 }
 
+// Copies the weights of the first steps, as many as there are buffers; returns their number.
+__device__ inline int copy_first_weights(Ring ring, const Blocks& blocks, const TensorMap& w) {
+  if (blockIdx.x >= tiles_of(blocks)) return 0;
+  constexpr int COUNT = STEPS < STAGES ? STEPS : STAGES;
+  const Tile tile = find_tile(blocks, blockIdx.x);
+  if (threadIdx.x == 0)
+    for (int i = 0; i < COUNT; i++, ring.advance()) {
+      barrier_expect(ring.arrived(), W_BYTES);
+      copy_weights(ring, w, tile, i * TILE_K);
+    }
+  return COUNT;
+}
+
 // The producer: the warpgroup copies the steps of all tiles, each when its buffer is free.
 __device__ inline void produce(Ring ring, const Blocks& blocks, const bf16* x, const int* order, const TensorMap& w) {
+  int early = copy_first_weights(ring, blocks, w);  // steps whose weights have been requested
+  if (SETTLED) begin_launch();
   const int chunk = threadIdx.x % 8, line = threadIdx.x / 8, count = tiles_of(blocks);
   const int place = line * TILE_K * 2 + (chunk ^ line % 8) * 16;
   Ring behind = ring;
@@ -140,10 +155,14 @@ __device__ inline void produce(Ring ring, const Blocks& blocks, const bf16* x, c
       if (row < tile.stop) from[p] = x + (long long)(CHOICES ? order[row] / max(CHOICES, 1) : row) * K + chunk * 8;
     }
     for (int k = 0; k < STEPS * TILE_K; k += TILE_K) {
-      barrier_wait(ring.freed(), ring.parity ^ 1);
-      if (threadIdx.x == 0) {
-        barrier_expect(ring.arrived(), W_BYTES);
-        copy_weights(ring, w, tile, k);
+      if (early > 0) {
+        early--;
+      } else {
+        barrier_wait(ring.freed(), ring.parity ^ 1);
+        if (threadIdx.x == 0) {
+          barrier_expect(ring.arrived(), W_BYTES);
+          copy_weights(ring, w, tile, k);
+        }
       }
       const bool inside = k + chunk * 8 < K;
 #pragma unroll
@@ -244,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  begin_launch();
+  if (!SETTLED) begin_launch();
   count_blocks(blocks, starts);
 
   Ring ring(buffers, full, empty);
@@ -254,6 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     produce(ring, blocks, x, order, w);
   } else {
     if (CONSUMERS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+    if (SETTLED) begin_launch();
     const int consumer = warpgroup - 1, count = tiles_of(blocks);
     float sums[SUMS];
     for (int i = blockIdx.x; i < count; i += gridDim.x) {
