@@ -3,7 +3,8 @@ group.
 
 A step decodes `batch` rows, optionally with the next tokens of a prompt. A group's launches of all layers run
 repeatedly in a separate program on the real buffers of the step. As in a step, the weights of other layers are read in
-between, so that those of a layer are not in the cache when they are read again.
+between, so that those of a layer are not in the cache when they are read again. Products of experts need the places of
+rows that only a step writes: each of them runs twice within a step, and its time is the increase of the step's.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from bench.gpu.rows import Row
 from bench.shapes import Shape
 
 LAUNCHES = 400  # of one timed program
+EXPERTS = ("moe_up", "moe_down")  # ends of the names of products of experts
 ROUNDS = 7
 STEPS = 64
 
@@ -132,6 +134,12 @@ class Bench:
         many = [launches[i % len(launches)] for i in range(max(len(launches), LAUNCHES))]
         return self._median(many) / len(many)
 
+    def seconds_in_step(self, launches: Sequence[Launch]) -> float:
+        """Return the seconds of one of these launches: the increase of the step's time if each of them runs twice."""
+        places = {id(x) for x in launches}
+        doubled = [x for each in self.step.program.launches for x in [each] * (2 if id(each) in places else 1)]
+        return (self._median(doubled) - self.step_seconds()) / len(launches)
+
     def step_seconds(self) -> float:
         """Return the seconds of the whole step, replayed as a graph."""
         return self._median(self.step.program.launches)
@@ -171,8 +179,11 @@ def kernel_rows(path: Path, shape: Shape, load: Load, roof: Roof) -> Iterator[Ro
         total = floor = 0.0
         seen: Counter[str] = Counter()
         for (kernel, place), launches in groups(bench.step.program).items():
-            each = bench.seconds(launches) * len(launches)
+            timed = bench.seconds_in_step if launches[0].op.endswith(EXPERTS) else bench.seconds
+            each = timed(launches) * len(launches)
             least = sum(_floor(x, env, load.attended(x.op, apart), page, roof) for x in launches)
+            if launches[0].op.endswith(EXPERTS):
+                least *= shape.chosen_share(load.tokens or load.batch)
             total, floor = total + each, floor + least
             x = launches[0]
             case = f"{load.name} {x.op} {place} x{len(launches)}"
