@@ -62,7 +62,7 @@ class Mixture:
             call = f'moe_up(%x, %o, %s, %w) {{k={k}, body="{SWIGLU}"}} : bf16[{pairs}, {i}]'
         else:
             inputs = f"%x: bf16[{pairs}, {i}], {routed}, %w: weight bf16[{e}, {d}, {i}], %f: bf16[{tokens}, {k}]"
-            call = f"moe_down(%x, %o, %s, %w, %f) : f32[{tokens}, {k}, {d}]"
+            call = f'moe_down(%x, %o, %s, %w, %f) {{dtype="bf16"}} : bf16[{tokens}, {k}, {d}]'
         symbols = "" if tokens.isdigit() else f"sym {tokens} in [1, {MOST_TOKENS}]\n"
         text = f"{symbols}graph @main({inputs}) {{\n  %y = {call}\n  return %y\n}}\n"
         graph = parse(text, registry.opset()).graphs["main"]

@@ -138,7 +138,7 @@ def down_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     """The type of moe_down's result, also over codes: a row for each token and expert."""
     if env["p"] != env["t"] * env["k"] or env["s"] != env["e"] + 1:
         raise Mismatch(f"{env['p']} pairs for {env['t']} x {env['k']} weights, {env['s']} starts of {env['e']} experts")
-    return [tensor("f32", env["t"], env["k"], env["d"])]
+    return [tensor(attrs.get("dtype") or "f32", env["t"], env["k"], env["d"])]
 
 
 @op(
@@ -147,8 +147,13 @@ def down_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     holds={"order": drawn_order, "starts": drawn_starts, "weights": contents.probability},
     example={"p": 14, "i": 5, "s": 7, "e": 6, "d": 8, "t": 7, "k": 2},
 )  # fmt: skip
-def moe_down(h: Any, order: Any, starts: Any, down: Any, weights: Any, bias: Any = None) -> Any:
-    """weight * down(h) for every pair, scattered to the pair's token and position k (f32)."""
+def moe_down(
+    h: Any, order: Any, starts: Any, down: Any, weights: Any, bias: Any = None, *, dtype: str = ""
+) -> Any:  # fmt: skip
+    """weight * down(h) for every pair, scattered to the pair's token and position k.
+
+    dtype: of the result, f32 by default.
+    """
     out = np.zeros((len(order), down.shape[1]), h.dtype)
     for expert, w in enumerate(down):
         r = slice(starts[expert], starts[expert + 1])

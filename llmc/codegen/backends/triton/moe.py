@@ -13,6 +13,7 @@ from llmc.codegen.backends.triton.template import Argument, Template, function
 from llmc.codegen.backends.triton.tiling import power
 from llmc.codegen.backends.triton.triton_expr import helpers, inline
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, INTS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.expert_stack import chosen_experts, overlapped, row_blocks
 from llmc.codegen.kernel import BY_SCHEDULE, EXACT, Schedule
 from llmc.ir.cost import node_cost
 from llmc.ir.dim import D, Dim
@@ -24,12 +25,15 @@ from llmc.ir.types import Type
 from llmc.targets.target import Target
 
 CHUNKS = ((1024, 4), (8192, 8))  # pairs that a routing program reads at once, and its warps
-COMBINED = ((1024, 4), (512, 4), (256, 2))  # columns of a program that adds up choices, and its warps
+COMBINED = ((512, 4), (256, 2))  # columns of a program that adds up choices, and its warps
 MAX_CHOICES = 64  # of a token, whose loads are unrolled
 MAX_EXPERTS = 4096  # experts whose pairs a program can count at once
 KEYS = ("bm", "bn", "bk", "warps", "stages")
 NARROW = ((32, 128, 4, 4), (64, 128, 4, 4), (64, 64, 4, 3), (32, 64, 4, 2), (16, 32, 4, 2))
 ROWS = (16, 32, 64, 128)
+# Of bf16 products: the share of the bandwidth, and of the peak in blocks of _BLOCK elements; the exponent of the share
+# of multiprocessors with a program; the time of a program and of its steps.
+_READS, _BLOCK_SHARE, _BLOCK, _BUSY, _PROGRAM_US, _STEP_US = 0.94, 0.57, 128 * 128, 0.45, 3.0, 0.8
 FLOAT = ((16, 32, 32, 4, 2), (32, 32, 16, 4, 2))  # float32 is multiplied without tensor cores
 
 
@@ -165,10 +169,15 @@ class Grouped(TritonKernel):
 
     def fits(self, p: Experts, s: tuple[int, int, int, int, int], target: Target) -> bool:
         """Whether a shape fits shared memory and registers."""
-        bm, bn, bk, warps, stages = s
-        buffers = stages if target.family == "cuda" else stages - 1
-        shared = buffers * (bn * p.parts + bm) * bk * DTYPES[p.dot].bits // 8
+        bm, bn, _, warps, _ = s
+        shared = self.shared_bytes(p, dict(zip(KEYS, s, strict=True)), target)
         return shared <= target.limits.shared and bm * bn * p.parts <= 128 * 32 * warps
+
+    @staticmethod
+    def shared_bytes(p: Experts, s: Schedule, target: Target) -> int:
+        """The bytes of the buffers of a program in shared memory."""
+        buffers = s["stages"] if target.family == "cuda" else s["stages"] - 1
+        return int(buffers * (s["bn"] * p.parts + s["bm"]) * s["bk"] * DTYPES[p.dot].bits // 8)
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: the larger of two times.
@@ -226,6 +235,28 @@ def bias(p: Experts, operand: int) -> str | None:
 
 class FloatGrouped(Grouped):
     """The base class of products whose weights are factors as they are stored."""
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """Predict microseconds: the time of reading the chosen experts and that of the arithmetic, which overlap.
+
+        The share of the peak depends on a block's elements. Measured on an H200 (bench.gpu.experts).
+        """
+        p, s = self.experts(node), schedule
+        if p.dot == "f32":
+            return super().cost_us(node, schedule, target, env)
+        pairs, columns = int(p.pairs.subs(env)), -(-p.n // s["bn"])
+        chosen, blocks = chosen_experts(pairs, p.count), row_blocks(pairs, p.count, s["bm"])
+        again = min(2.0, blocks / chosen - 1)  # times that a weight is read again, partly from the L2 cache
+        read = chosen * p.expert_bytes * (1 + 0.25 * again) / target.bandwidth
+        programs = blocks * columns
+        busy = min(1.0, programs / target.limits.units) ** _BUSY
+        area = s["bm"] * s["bn"] * p.parts
+        share = _BLOCK_SHARE * (area / _BLOCK) ** 0.35 * (1.0 if s["bn"] >= 64 else 0.7)
+        if s["bm"] >= 64 and area < _BLOCK and 2 * self.shared_bytes(p, s, target) > target.limits.shared:
+            share *= 0.8  # no second program hides the waits of a small one
+        products = 2.0 * programs * area * p.k / target.peaks[p.dot] / share
+        least = _PROGRAM_US + -(-p.k // s["bk"]) * _STEP_US * (s["bk"] / 128) ** 0.5
+        return max(overlapped(read / busy / _READS * 1e6, products * 1e6), least) + target.launch_us
 
     def order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
         return dot_order(target, self.experts(node).dot, schedule["bn"], schedule["bm"], schedule["warps"])

@@ -197,7 +197,8 @@ def moe_down(
         mask = (row < stop)[None, :] & (column < N)[:, None]
         sums = add_bias(sums, bias_ptr, expert, column, N, 1)
         scale = tl.load(scale_ptr + pair).to(tl.float32)
-        tl.store(out_ptr + pair[None, :] * N + column[:, None], sums[0] * scale[None, :], mask=mask)
+        out = (sums[0] * scale[None, :]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + pair[None, :] * N + column[:, None], out, mask=mask)
 
 
 @triton.jit
