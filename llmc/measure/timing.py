@@ -153,8 +153,7 @@ class Timer:
         self.target, self.registry, self.cache, self.jobs = target, registry, cache, jobs
         self.context, self.page = context, page
         self.seconds = seconds or ROUND_SECONDS[target.family]
-        self.rng = np.random.default_rng(0)
-        self.tile = noise(_TILE, self.rng)
+        self.tile = noise(_TILE, np.random.default_rng(0))
 
     def check_device(self) -> None:
         """Check that this machine has the target's device, without compiling anything. Raises LlmcError."""

@@ -23,7 +23,7 @@ from llmc.codegen.backends.triton.reduce import TOPK
 from llmc.codegen.backends.triton.row_kernels import ROWS
 from llmc.codegen.backends.triton.scaled_moe import SCALED_DOWN, SCALED_UP
 from llmc.codegen.backends.triton.shape import COPY, TAKE
-from llmc.codegen.backends.triton.topk_map import TOPK_MAP
+from llmc.codegen.backends.triton.topk_map import TOPK_MAP, TOPK_ROUTE
 from llmc.codegen.kernel import Kernel
 from llmc.ir.ops import OPS
 from llmc.ir.text import parse
@@ -90,6 +90,11 @@ NODES: dict[str, tuple[Kernel, str, str]] = {
         TOPK_MAP, "%x: f32[T, 128]",
         'topk_map(%x) {k=8, before="div(exp(sub(a0, row_max(a0))), row_sum(exp(sub(a0, row_max(a0)))))", '
         'after="div(a0, row_sum(a0))", dtype="bf16"} : bf16[T, 8], i32[T, 8]',
+    ),
+    "topk_route": (
+        TOPK_ROUTE, "%x: bf16[1, 32]",
+        'topk_route(%x) {k=4, after="div(exp(sub(a0, row_max(a0))), row_sum(exp(sub(a0, row_max(a0)))))"} '
+        ": bf16[1, 4], i32[4], i32[33]",
     ),
     "quantized_moe_up": (
         QUANTIZED_UP,

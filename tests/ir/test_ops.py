@@ -86,7 +86,16 @@ def test_every_float_op_has_an_oracle_or_a_reason() -> None:
     ours |= {"page_take"}
     ours |= {"rope_append", "norm_linear", "paged_attention_split", "paged_attention_parts", "attention_combine"}
     ours |= {"paged_attention_single", "unpack_bits", "take_columns", "bitcast", "dequantize"}
-    ours |= {"moe_route", "moe_up", "moe_down", "moe_combine", "topk_map", "linear_split", "linear_combine"}
+    ours |= {
+        "moe_route",
+        "moe_up",
+        "moe_down",
+        "moe_combine",
+        "topk_map",
+        "topk_route",
+        "linear_split",
+        "linear_combine",
+    }
     ours |= {"quantized_linear", "quantized_moe_up", "quantized_moe_down", "scaled_moe_up", "scaled_moe_down"}
     ours |= {"block_scaled_linear", "round_groups", "norm_quantized_linear", "norm_fragments_linear"}
     ours |= {"quantize", "quantize_scale", "quantize_code", "assemble", "argsort", "fnuz_codes"}

@@ -214,6 +214,12 @@ _PRODUCTS = {
         Text("f32[T, 128]", f'topk_map {{k=8, before="{SOFTMAX}", after="{SHARES}"}}', "f32[T, 8], i32[T, 8]"),
         Text("bf16[T, 32]", f'topk_map {{k=4, after="{SOFTMAX}"}}', "bf16[T, 4], i32[T, 4]"),
     ),
+    "topk_route": (
+        Text(
+            "f32[1, 128]", f'topk_route {{k=8, before="{SOFTMAX}", after="{SHARES}", dtype="bf16"}}',
+            "bf16[1, 8], i32[8], i32[129]",
+        ),
+    ),
     "moe_combine": (
         Text("bf16[T, 8, 2048]; bf16[T, 2048]", "moe_combine", "bf16[T, 2048]"),
         Text("f32[T, 4, 2880]", 'moe_combine {dtype="bf16"}', "bf16[T, 2880]"),

@@ -13,7 +13,7 @@ from kernels.harness import Case
 from kernels.triton_harness import ONE_TARGET, run_case, some
 
 from llmc.codegen.backends.triton.moe import COMBINE, DOWN, ROUTE, UP
-from llmc.codegen.backends.triton.topk_map import TOPK_MAP
+from llmc.codegen.backends.triton.topk_map import TOPK_MAP, TOPK_ROUTE
 from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain
 from llmc.codegen.kernel import Kernel
 from llmc.ir.graph import Graph, Node
@@ -171,6 +171,15 @@ def test_selection(n: int, k: int, before: str, after: str, x: str, dtype: str) 
     drawn = generator().permuted(np.tile(np.linspace(-3, 3, n), (7, 1)), axis=1).astype(np.float32)
     for s in TOPK_MAP.schedules(node, sm_90()):
         run_case(Case(f"topk_map {n} {k} {s}", g, TOPK_MAP, s, [drawn], sizes={"T": 7}))
+
+
+@pytest.mark.parametrize(("n", "k", "before", "after", "x", "dtype"), SELECTED[:4])
+def test_selection_and_routing_of_one_token(n: int, k: int, before: str, after: str, x: str, dtype: str) -> None:
+    g = graph("topk_route", [tensor(x, 1, n)], {"k": k, "before": before, "after": after, "dtype": dtype})
+    (node,) = g.nodes
+    drawn = generator().permutation(np.linspace(-3, 3, n)).astype(np.float32)[None]
+    for s in TOPK_ROUTE.schedules(node, sm_90()):
+        run_case(Case(f"topk_route {n} {k} {s}", g, TOPK_ROUTE, s, [drawn]))
 
 
 def test_selection_among_equals_and_odd_values() -> None:

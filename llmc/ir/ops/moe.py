@@ -16,6 +16,7 @@ from llmc.ir import contents
 from llmc.ir.contents import Drawing, Shape
 from llmc.ir.opdef import OpDef, op
 from llmc.ir.ops.common import NUMPY
+from llmc.ir.ops.reduce import row_expr, topk_map
 from llmc.ir.scalar import E, evaluate, parse_expr, walk
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type, tensor
@@ -88,6 +89,24 @@ def moe_route(idx: Any, *, experts: int) -> Any:
     flat = idx.reshape(-1)
     order = np.argsort(flat, kind="stable")
     return order, np.searchsorted(flat[order], np.arange(experts + 1))
+
+
+def _topk_route_types(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    x, k = env["x"], attrs["k"]
+    row_expr(attrs["before"]), row_expr(attrs["after"])
+    if env["t"].const != 1 or not 1 <= k <= (env["n"].const or k):
+        raise Mismatch(f"{k} of {env['n']} experts for {env['t']} tokens; it routes one token")
+    return [tensor(attrs["dtype"] or x.dtype, 1, k), tensor("i32", k), tensor("i32", env["n"] + 1)]
+
+
+@op(
+    "(x: f[t, n]) -> (values: x[t, k], order: i32[k], starts: i32[m])", infer=_topk_route_types, flops="6*n",
+    example={"t": 1, "n": 9, "k": 4, "after": "div(a0, row_sum(a0))"},
+)  # fmt: skip
+def topk_route(x: Any, *, k: int, before: str = "a0", after: str = "a0", dtype: str = "") -> Any:
+    """topk_map of the scores of one token over n experts, followed by moe_route of the indices."""
+    values, indices = topk_map.ref(x, k=k, before=before, after=after)
+    return values, *moe_route.ref(indices, experts=x.shape[-1])
 
 
 def up_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:

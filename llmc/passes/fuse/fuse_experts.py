@@ -43,9 +43,10 @@ class FuseExperts(Pass):
     """Replace topk and the row ops around it by topk_map, and the sum of a token's experts by moe_combine.
 
     Of topk, these are the ops of one operand that compute its operand, those that read its values, sums of them
-    included, and casts of its indices to i32. The sum of the experts takes a cast and the addition of a residual; its
-    terms are then rounded to the dtype of the experts' other activations, unless weights are quantised, which halves
-    the bytes between the two kernels. The pass runs after `split-moe`.
+    included, and casts of its indices to i32; of one token, topk_route also sorts the pairs. The sum of the experts
+    takes a cast and the addition of a residual. Its terms are then rounded to the dtype of the experts' other
+    activations, unless weights are quantised, which halves the bytes between the two kernels. The pass runs after
+    `split-moe`.
     """
 
     name: ClassVar[str] = NAME
@@ -54,6 +55,7 @@ class FuseExperts(Pass):
         """Replace the nodes of a graph; return the number of changes."""
         found = [n for n in g.nodes if n.op.name == "topk"]
         done = sum(_fuse_topk(g, n, ctx) for n in found)
+        done += sum(_fuse_route(g, n, ctx) for n in [n for n in g.nodes if n.op.name == "moe_route"])
         done += apply(g, (ADD,), ctx) + apply(g, (CAST,), ctx)
         for n in [n for n in g.nodes if n.op.name == "moe_down"]:
             _round(g, n, ctx)
@@ -91,6 +93,25 @@ def _fuse_topk(g: Graph, n: Node, ctx: Ctx) -> bool:
         g.replace(c.result, indices)
     for old in (*casts, *erased, n, *first):
         g.erase(old)
+    return True
+
+
+def _fuse_route(g: Graph, n: Node, ctx: Ctx) -> bool:
+    """Replace the topk_map of one token and its moe_route by topk_route; return whether they were replaced."""
+    indices = n.operands[0]
+    made = indices.node
+    if made is None or made.op.name != "topk_map" or not ctx.allows(n):
+        return False
+    x = made.operands[0].type
+    alone = len(indices.uses) == 1 and not any(v is indices for v in g.outputs)
+    if not alone or x.rank != 2 or x.shape[0].const != 1 or x.shape[1].const != n.attrs["experts"] or not ctx.spend():
+        return False
+    b = Builder(g, ctx.opset, before=made, loc=made.loc)
+    values, order, starts = b.topk_route(*made.operands, **made.attrs)
+    for old, new in ((n.results[0], order), (n.results[1], starts), (made.results[0], values)):
+        g.replace(old, new)
+    g.erase(n)
+    g.erase(made)
     return True
 
 

@@ -36,6 +36,7 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "triton/softmax": f"{_HERE}.reduce:SOFTMAX",
         "triton/topk": f"{_HERE}.reduce:TOPK",
         "triton/topk_map": f"{_HERE}.topk_map:TOPK_MAP",
+        "triton/topk_route": f"{_HERE}.topk_map:TOPK_ROUTE",
         "triton/rope_append": f"{_HERE}.rope:ROPE_APPEND",
         "triton/rope": f"{_HERE}.rope:ROPE",
         "triton/rope_tables": f"{_HERE}.rope:ROPE_TABLES",

@@ -1,4 +1,4 @@
-"""topk_map in Triton (generated): a program selects the largest elements of one row, between two row expressions."""
+"""topk_map and topk_route in Triton (generated): a program selects the largest elements of one row."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from llmc.targets.target import Target
 
 MAX_COLUMNS = 4096  # of a row, which is kept in registers
 MAX_K = 64
-LEAST, MOST = -(2**63), 2**63 - 1  # keys below and above all others
+LEAST = -(2**31)  # a key below those of all numbers
 VALUE = '''
 @triton.jit
 def value_of(key):
-    """The float of a key's upper half, as `ordered` made it."""
-    bits = (key >> 32).to(tl.int32)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+    """The float of which `ordered` made a key."""
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 '''
 
 
 class TopkMap(TritonKernel):
-    """The k largest elements, one after the other, as `Topk` finds them; a program per row."""
+    """The k largest elements, one after the other: the lowest column of the largest key; a program per row."""
 
     sums = BY_SCHEDULE
 
@@ -53,15 +52,27 @@ class TopkMap(TritonKernel):
         return cost_us(node, target, env, rows, warps) + 0.1 * int(node.attrs["k"]) * warps**0.5
 
     def code(self, u: Unit) -> Code:
+        k = u.node.attrs["k"]
+        return self.selection(u, [f"tl.store(y1 + row * {k} + slot, which, mask=some)"])
+
+    def selection(self, u: Unit, stores: list[str], counted: tuple[str, str] | None = None) -> Code:
+        """Return the code that stores the values, and whose statements `stores` store the rest.
+
+        These have `slot` (numbers of the selected elements), `some` (which of those exist) and `which` (their columns).
+        counted: a statement before the loop over them, and one for each, whose column is `at`.
+        """
         x, k = u.node.operands[0].type, u.node.attrs["k"]
         n = int(x.shape[-1])
         before, after = (fold(row_expr(u.node.attrs[name])) for name in ("before", "after"))
         read, keyed = row_statements(before, "x", "inside", n, "b")
         made, value = row_statements(after, "best", "some", k, "c")
         loop = [
-            f"last = tl.max(tl.where(keys < last, keys, {LEAST}), 0)",
+            "last = tl.max(keys, 0)",
+            f"at = tl.min(tl.where(keys == last, col, {power(n)}), 0)",
+            f"keys = tl.where(col == at, {LEAST}, keys)",
             "best = tl.where(slot == j, value_of(last), best)",
-            "which = tl.where(slot == j, (0x7FFFFFFF - (last & 0x7FFFFFFF)).to(tl.int32), which)",
+            "which = tl.where(slot == j, at, which)",
+            *(counted or ())[1:],
         ]
         lines = [
             "row = tl.program_id(0).to(tl.int64)",
@@ -70,22 +81,36 @@ class TopkMap(TritonKernel):
             u.wait,
             f"x = {loaded(f'tl.load(x0 + row * {n} + col, mask=inside, other=0)', x.dtype)}",
             *read,
-            f"keys = (key({keyed}).to(tl.int64) << 32) | (0x7FFFFFFF - col).to(tl.int64)",
-            f"keys = tl.where(inside, keys, {LEAST})",
+            f"keys = tl.where(inside, key({keyed}), {LEAST})",
             f"slot = tl.arange(0, {power(k)})",
             f"some = slot < {k}",
             f"best = tl.zeros(({power(k)},), tl.float32)",
             f"which = tl.zeros(({power(k)},), tl.int32)",
-            f"last = tl.full((), {MOST}, tl.int64)",
+            *(counted or ())[:1],
             f"for j in range({k}):\n{indent(chr(10).join(loop), 4)}",
             *made,
             f"tl.store(y0 + row * {k} + slot, {value}.to({element(u.node.results[0].type)}), mask=some)",
-            f"tl.store(y1 + row * {k} + slot, which, mask=some)",
+            *stores,
         ]
         rows = product(x.shape[:-1])
         used = [e.fn for whole in (before, after) for e in walk(whole)]
         text = "\n\n\n".join(t.strip() for t in (key_function("-0x7FFFFFFF"), VALUE, helpers(used, u.interpret)) if t)
         return Code("\n".join(x for x in lines if x), (rows,), text, u.schedule["warps"])
+
+
+class TopkRoute(TopkMap):
+    """topk_route: the selection of one row, and its pairs sorted by expert."""
+
+    def code(self, u: Unit) -> Code:
+        n, k = int(u.node.operands[0].type.shape[-1]), u.node.attrs["k"]
+        stores = [
+            "before = (which[None, :] < which[:, None]) & some[None, :]",
+            "tl.store(y1 + tl.sum(before.to(tl.int32), 1), slot, mask=some)",
+            "tl.store(y2 + col, starts, mask=inside)",
+            f"tl.store(y2 + {n}, {k})",
+        ]
+        counted = ("starts = tl.zeros_like(col)", "starts += (col > at).to(tl.int32)")
+        return self.selection(u, stores, counted)
 
 
 def row_statements(e: E, operand: str, mask: str, width: int, prefix: str) -> tuple[list[str], str]:
@@ -118,3 +143,4 @@ def row_statements(e: E, operand: str, mask: str, width: int, prefix: str) -> tu
 
 
 TOPK_MAP = TopkMap("triton/topk_map", ("topk_map",))
+TOPK_ROUTE = TopkRoute("triton/topk_route", ("topk_route",))
