@@ -34,7 +34,11 @@ ALIGN = 1024  # alignment of the buffers in shared memory, in bytes
 RESERVED = 1024  # bytes of shared memory for barriers and counts
 _SHARE, _READS = 0.94, 0.96  # share of the peak that the instructions of a tile reach, and of the bandwidth
 _COLUMN_US: Mapping[int, float] = MappingProxyType({64: 0.0042, 128: 0.0068})  # at least, of a tile and column of depth
-_TILE_US, _ELEMENT_US, _START_US = 1.8, 0.6 / 8192, 2.0  # of a tile, and of each of its sums; of a launch
+_TILE_US, _ELEMENT_US = 1.8, 0.6 / 8192  # of a tile, and of each of its sums
+_START_US, _UP_US = (
+    2.0,
+    6.0,
+)  # of a launch; more of the first product: within a step its neighbours overlap less with it
 _L2_BYTES_US = 1e5  # that a multiprocessor reads in a microsecond
 _BUSY = 0.45  # exponent of the share of multiprocessors that have a tile
 
@@ -81,7 +85,8 @@ class GroupedWgmma(CudaKernel):
         tile = p.k * max(column, copied, _COLUMN_US[s["bm"]]) + _TILE_US + _ELEMENT_US * s["bm"] * s["bn"]
         busy = min(1.0, tiles / units) ** _BUSY
         read = chosen_experts(pairs, experts) * p.rows * p.k * 2 / target.bandwidth / _READS / busy * 1e6
-        return overlapped(read, max(1, math.ceil(tiles / units)) * tile) + _START_US + target.launch_us
+        start = _START_US + _UP_US * p.up + target.launch_us
+        return overlapped(read, max(1, math.ceil(tiles / units)) * tile) + start
 
     def early(self, node: Node) -> tuple[int, ...]:
         return STARTS, CODE
