@@ -38,7 +38,7 @@ _TILE_US, _ELEMENT_US = 1.8, 0.6 / 8192  # of a tile, and of each of its sums
 _START_US, _UP_US = (
     2.0,
     6.0,
-)  # of a launch; more of the first product: within a step its neighbours overlap less with it
+)  # of a launch; of the first product: its neighbours in a step overlap less
 _L2_BYTES_US = 1e5  # that a multiprocessor reads in a microsecond
 _BUSY = 0.45  # exponent of the share of multiprocessors that have a tile
 
