@@ -1,4 +1,5 @@
-"""Compare the cost rule's choices for products with measurements: its first choice with the best measured one.
+"""Compare the cost rule's choices for products with measurements: its first choice with the best measured one of the
+kernels that it may choose. Kernels that are used only where they were measured (`opt_in`) do not count.
 
     python -m bench.cost_rule [FILE]          a tuning file; default: the one shipped for the H200. Needs no GPU.
 
@@ -56,8 +57,9 @@ def rows(points: Mapping[str, Mapping[int, Ways]]) -> Iterator[tuple[float, str]
         node = product(text)
         for tokens, ways in sorted(sizes.items()) if node else ():
             first = candidates(node, kernels, sm_90(), {"T": tokens, "R": tokens, "P": 1}, Tuning())[0]
-            us, best = ways.get((first.kernel.name, schedule_text(first.schedule))), min(ways.values())
+            us = ways.get((first.kernel.name, schedule_text(first.schedule)))
             if us is not None:
+                best = min(us for (kernel, _), us in ways.items() if not kernels[kernel].opt_in)
                 line = f"{us / best:5.2f}  {us:8.2f} {best:8.2f}  {tokens:6d}  {first.kernel.name}  {text[:90]}"
                 yield us / best, line
 

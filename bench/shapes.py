@@ -154,8 +154,11 @@ class Shape:
 
     def parameters_read(self, tokens: int) -> float:
         """Return the number of weights that the layers' products read in one step, if experts are chosen evenly."""
-        read = self.experts * (1 - (1 - self.chosen / self.experts) ** tokens) if self.experts else 0
-        return self.dense_parameters + read * self.expert_parameters
+        return self.dense_parameters + self.experts * self.chosen_share(tokens) * self.expert_parameters
+
+    def chosen_share(self, tokens: int) -> float:
+        """Return the share of a layer's experts that at least one token chooses, if they are chosen evenly."""
+        return 1 - (1 - self.chosen / self.experts) ** tokens if self.experts else 0.0
 
     @property
     def kv_bytes_per_token(self) -> int:

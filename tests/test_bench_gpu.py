@@ -12,13 +12,14 @@ import pytest
 from llmc_runtime.format.program import Launch, Program
 
 from bench import shapes
-from bench.gpu import floors, in_step, products, speculation
+from bench.gpu import experts, floors, in_step, products, speculation
 from bench.gpu.kernels import STEPS, Load, groups
 from bench.gpu.plan import parser, plan_of
 from bench.gpu.plot import svg
 from bench.gpu.rows import Row, Rows, engine_row, read, tables
 from llmc.codegen.backends.cuda.gemm_wgmma import GEMM_WGMMA
 from llmc.codegen.tuning_records import Record
+from llmc.codegen.tuning_records import read as read_records
 from llmc.extension import load
 from llmc.ir.graph import Builder, Graph, Module
 from llmc.ir.ops import OPS
@@ -176,6 +177,20 @@ def test_a_report_of_products(capsys: pytest.CaptureFixture[str]) -> None:
     first, *rest = capsys.readouterr().out.splitlines()
     assert first == "512 tokens x 264x520: triton 2.0 us, cuda/gemm_wgmma 4.0 us, cublas 8.0 us"
     assert len(rest) == 4 and "2.0 us" in rest[0] and "triton/gemm" in rest[0]
+
+
+@pytest.mark.parametrize(("tokens", "symbols"), [(1, [""]), (64, ["T", "R"]), (512, ["T"])])
+def test_experts_are_timed_and_recorded_for_rows_and_tokens(tokens: int, symbols: list[str], tmp_path: Path) -> None:
+    m, registry, path = experts.MIXTURES["qwen3-30b-a3b"], load(), tmp_path / "tuning.jsonl"
+    for op in ("moe_up", "moe_down"):
+        found = experts.candidates(m, op, tokens, 3, registry, sm_90())
+        assert [c.kernel.name == experts.OURS for c in found] == [False] * 3 + [True] * 10
+        experts.store(path, m, op, tokens, [(c, 2.0) for c in found], registry, sm_90())
+    records = read_records(path)
+    assert len(records) == 2 * 13 * len(symbols)
+    assert {r.sizes for r in records} == {((s, tokens),) if s else () for s in symbols}
+    row = experts.row(m, "moe_up", tokens, found[0], 2.0)
+    assert row["floor_us"] == round(m.floor_us("moe_up", tokens), 2) and m.touched(tokens) <= min(128, 8 * tokens)
 
 
 @pytest.mark.slow

@@ -3,7 +3,8 @@ group.
 
 A step decodes `batch` rows, optionally with the next tokens of a prompt. A group's launches of all layers run
 repeatedly in a separate program on the real buffers of the step. As in a step, the weights of other layers are read in
-between, so that those of a layer are not in the cache when they are read again.
+between, so that those of a layer are not in the cache when they are read again. Products of experts need the places of
+rows that only a step writes: each of them runs twice within a step, and its time is the increase of the step's.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from bench.gpu.rows import Row
 from bench.shapes import Shape
 
 LAUNCHES = 400  # of one timed program
+EXPERTS = ("moe_up", "moe_down")  # ends of the names of products of experts
 ROUNDS = 7
 STEPS = 64
 
@@ -137,6 +139,16 @@ class Bench:
         many = [launches[i % len(launches)] for i in range(max(len(launches), LAUNCHES))]
         return self._median(many) / len(many)
 
+    def seconds_in_step(self, launches: Sequence[Launch]) -> float:
+        """Return the seconds of one of these launches: the increase of the step's time if each of them runs twice.
+
+        The step runs without its last launch, so that the requests do not advance.
+        """
+        places = {id(x) for x in launches}
+        step = [x for x in self.step.program.launches if x.op != "row_finish"]
+        doubled = [x for each in step for x in [each] * (2 if id(each) in places else 1)]
+        return (self._median(doubled) - self._median(step)) / len(launches)
+
     def step_seconds(self) -> float:
         """Return the seconds of the whole step, replayed as a graph. The requests advance: call this last."""
         return self._median(self.step.program.launches)
@@ -186,13 +198,17 @@ def kernel_rows(path: Path, shape: Shape, load: Load, roof: Roof) -> Iterator[Ro
         apart = any(x.op.endswith("_single") for x in program.launches)
         found = groups(program)
         # In this order, since a step overwrites the tables of its first launch with later results.
-        alone = {key: bench.seconds(launches) * len(launches) for key, launches in found.items()}
+        experts = {key: launches for key, launches in found.items() if launches[0].op.endswith(EXPERTS)}
+        alone = {key: bench.seconds(found[key]) * len(found[key]) for key in found if key not in experts}
+        alone |= {key: bench.seconds_in_step(launches) * len(launches) for key, launches in experts.items()}
         whole = bench.seconds_without()
         floor = 0.0
         seen: Counter[str] = Counter()
         for (kernel, place), launches in found.items():
             each = alone[kernel, place]
             least = sum(_floor(x, env, load.attended(x.op, apart), page, roof) for x in launches)
+            if launches[0].op.endswith(EXPERTS):
+                least *= shape.chosen_share(load.tokens or load.batch)
             floor += least
             x = launches[0]
             case = f"{load.name} {x.op} {place} x{len(launches)}"

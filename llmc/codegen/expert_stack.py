@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -77,6 +78,29 @@ class Stack:
         """Return operand -> layout of a stack that is packed with this `half` (see `Kernel.layouts`)."""
         transposed = [i for i in (self.operand("scale"), self.operand("zero")) if i is not None]
         return {CODE: f"pack_nibbles{{half={half}}}", **dict.fromkeys(transposed, "transpose{perm=[0, 2, 1]}")}
+
+
+def chosen_experts(pairs: int, experts: int) -> float:
+    """Return the mean number of experts that have rows, if every pair chooses one of them evenly."""
+    return experts * (1 - (1 - 1 / experts) ** pairs)
+
+
+def row_blocks(pairs: int, experts: int, height: int) -> float:
+    """Return the mean number of blocks of at most `height` rows of one expert, if pairs choose experts evenly.
+
+    The rows of an expert are Poisson distributed; more than a block of them, nearly normally.
+    """
+    mean = pairs / experts
+    blocks, least = chosen_experts(pairs, experts), height
+    while least < mean + 6 * math.sqrt(mean):
+        blocks += experts * 0.5 * math.erfc((least + 0.5 - mean) / math.sqrt(2 * mean))
+        least += height
+    return blocks
+
+
+def overlapped(read: float, products: float) -> float:
+    """Return the time of a kernel that needs `read` to read its weights and `products` to multiply."""
+    return float((read**3 + products**3) ** (1 / 3))
 
 
 def pack_stack(g: Graph, node: Node, half: int, operands: Sequence[int], ops: Mapping[str, OpDef]) -> None:

@@ -15,7 +15,7 @@ from llmc.codegen.backends.triton.gemm_splitk import GEMM_SPLITK, SPLITK_COMBINE
 from llmc.codegen.backends.triton.gemm_tma import GEMM_TMA
 from llmc.codegen.backends.triton.gemv import GEMV, NORM_GEMV
 from llmc.codegen.backends.triton.matmul import MATMUL
-from llmc.codegen.backends.triton.moe import DOWN, ROUTE, UP
+from llmc.codegen.backends.triton.moe import COMBINE, DOWN, ROUTE, UP
 from llmc.codegen.backends.triton.quantized_gemm import QUANTIZED_GEMM
 from llmc.codegen.backends.triton.quantized_gemv import QUANTIZED_GEMV
 from llmc.codegen.backends.triton.quantized_moe import QUANTIZED_DOWN, QUANTIZED_UP
@@ -23,6 +23,7 @@ from llmc.codegen.backends.triton.reduce import TOPK
 from llmc.codegen.backends.triton.row_kernels import ROWS
 from llmc.codegen.backends.triton.scaled_moe import SCALED_DOWN, SCALED_UP
 from llmc.codegen.backends.triton.shape import COPY, TAKE
+from llmc.codegen.backends.triton.topk_map import TOPK_MAP, TOPK_ROUTE
 from llmc.codegen.kernel import Kernel
 from llmc.ir.ops import OPS
 from llmc.ir.text import parse
@@ -83,6 +84,17 @@ NODES: dict[str, tuple[Kernel, str, str]] = {
     "moe_down": (
         DOWN, f"%x: bf16[8*T, 768], {PAIRS}, %w: weight bf16[128, 2048, 768], %a: f32[T, 8]",
         "moe_down(%x, %p, %s, %w, %a) : f32[T, 8, 2048]",
+    ),
+    "moe_combine": (COMBINE, "%x: bf16[T, 8, 2048], %r: bf16[T, 2048]", "moe_combine(%x, %r) : bf16[T, 2048]"),
+    "topk_map": (
+        TOPK_MAP, "%x: f32[T, 128]",
+        'topk_map(%x) {k=8, before="div(exp(sub(a0, row_max(a0))), row_sum(exp(sub(a0, row_max(a0)))))", '
+        'after="div(a0, row_sum(a0))", dtype="bf16"} : bf16[T, 8], i32[T, 8]',
+    ),
+    "topk_route": (
+        TOPK_ROUTE, "%x: bf16[1, 32]",
+        'topk_route(%x) {k=4, after="div(exp(sub(a0, row_max(a0))), row_sum(exp(sub(a0, row_max(a0)))))"} '
+        ": bf16[1, 4], i32[4], i32[33]",
     ),
     "quantized_moe_up": (
         QUANTIZED_UP,

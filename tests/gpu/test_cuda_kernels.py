@@ -15,16 +15,25 @@ from draw import generator
 from gpu.kernel_cases import CACHE, Job
 from gpu.launcher import Card
 from gpu.test_kernels import failures
+from kernels.cases import CLAMPED
 from kernels.harness import Case
+from kernels.test_triton_moe import down, up
 
 from llmc.codegen.backends.cuda.gemm_wgmma import GEMM_WGMMA
+from llmc.codegen.backends.cuda.grouped_wgmma import GROUPED_WGMMA
 from llmc.codegen.backends.cuda.nvrtc_toolchain import NvrtcToolchain
 from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA
+<<<<<<< HEAD
 from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_FIXED, SKINNY_GEMM
 from llmc.codegen.kernel import Kernel, Schedule
+=======
+from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_GEMM
+from llmc.codegen.kernel import SETTLED, Kernel, Schedule
+>>>>>>> part-H
 from llmc.extension import resolve
 from llmc.ir.example import example_graph
 from llmc.ir.ops import OPS
+from llmc.ir.ops.moe import SWIGLU, moe_route
 from llmc.ir.text import parse
 from llmc.targets.gpu_targets import sm_90
 
@@ -139,12 +148,58 @@ def norm(rows: int, width: int, dtype: str, kernel: Kernel, schedule: Schedule) 
     return Case(f"{dtype}-{rows}x{width}-{schedule}", graph, kernel, schedule, inputs)
 
 
+# Tokens, experts of each, experts, columns, depth, the bias's dtype, and how tokens choose their experts. Sizes are no
+# multiples of tiles; an expert has several tiles of rows, a single row, or none.
+MIXTURES = (
+    (1, 8, 128, 48, 72, "", "even"),
+    (5, 2, 6, 136, 200, "bf16", "even"),
+    (40, 4, 9, 264, 64, "f32", "even"),
+    (33, 2, 400, 40, 392, "", "even"),
+    (300, 8, 32, 96, 520, "bf16", "even"),
+    (700, 2, 8, 520, 136, "", "even"),
+    (260, 4, 64, 128, 256, "bf16", "the same"),
+    (1, 1, 1, 8, 8, "", "even"),
+    (64, 1, 64, 200, 320, "", "one each"),
+    (2100, 1, 3, 72, 328, "", "the same"),
+)
+
+
+SOME = 4  # schedules of a mixture's product
+
+
+def mixture(
+    t: int, k: int, experts: int, n: int, d: int, bias: str, choice: str, body: str = SWIGLU
+) -> list[Case]:  # fmt: skip
+    """The two products of a mixture of experts, by some schedules."""
+    rng = generator()
+    if choice == "even":
+        chosen = np.stack([rng.permutation(experts)[:k] for _ in range(t)])
+    else:
+        chosen = (
+            np.arange(t)[:, None] % experts if choice == "one each" else np.tile(rng.permutation(experts)[:k], (t, 1))
+        )
+    routed = [x.astype(np.int32) for x in moe_route.ref(chosen, experts=experts)]
+    found = []
+    for graph in (up("T", k, experts, n, d, body=body, bias=bias), down("T", k, experts, n, d, bias=bias)):
+        shapes = [[int(size.subs({"T": t})) for size in v.type.shape] for v in graph.inputs]
+        drawn = [rng.standard_normal(s).astype(np.float32) for s in shapes]
+        inputs = [drawn[0], *routed, drawn[3] / shapes[3][-1] ** 0.5, *drawn[4:]]
+        node = next(iter(graph.nodes))
+        assert GROUPED_WGMMA.reject(node, sm_90()) is None
+        name = f"{node.op.name} {t} {k} {experts} {n} {d} {bias} {choice}"
+        for i, at in enumerate(rng.permutation(len(schedules := GROUPED_WGMMA.schedules(node, sm_90())))[:SOME]):
+            s = {**schedules[at], **({SETTLED: 1} if i % 2 else {})}
+            found.append(Case(f"{name} {s}", graph, GROUPED_WGMMA, s, inputs, atol=1e-2, sizes={"T": t}))
+    return found
+
+
 def check(cases: Sequence[Case], card: Card, cache: Path) -> None:
     """Run every case alone and after a kernel that writes its operands with a delay."""
     target = sm_90()
     tool = NvrtcToolchain.find(target)
     sources = [c.kernel.emit(c.node, c.schedule, target) for c in cases]
-    jobs = [Job(c, s, tool.key(s)) for c, s in zip(cases, sources, strict=True)]
+    settled = [c.kernel.early(c.node) if SETTLED in c.schedule else () for c in cases]
+    jobs = [Job(c, s, tool.key(s), early) for c, s, early in zip(cases, sources, settled, strict=True)]
     binaries: dict[str, Any] = dict(tool.compile([(s, "") for s in sources], cache, jobs=os.cpu_count() or 1))
     found = failures(card, jobs, binaries)
     assert not found, "\n".join(found)
@@ -161,6 +216,15 @@ def ways(problem: tuple[Any, ...]) -> list[Case]:
 @pytest.mark.parametrize("problem", PRODUCTS, ids=str)
 def test_products(problem: tuple[Any, ...], card: Card) -> None:
     check(ways(problem), card, CACHE)
+
+
+@pytest.mark.parametrize("problem", MIXTURES, ids=str)
+def test_experts(problem: tuple[Any, ...], card: Card) -> None:
+    check(mixture(*problem), card, CACHE)
+
+
+def test_experts_with_a_clamped_gate(card: Card) -> None:
+    check(mixture(90, 4, 32, 96, 200, "bf16", "even", CLAMPED), card, CACHE)
 
 
 @pytest.mark.parametrize("problem", CODES, ids=str)

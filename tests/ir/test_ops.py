@@ -86,8 +86,17 @@ def test_every_float_op_has_an_oracle_or_a_reason() -> None:
     ours |= {"page_take"}
     ours |= {"rope_append", "norm_linear", "paged_attention_split", "paged_attention_parts", "attention_combine"}
     ours |= {"paged_attention_single", "unpack_bits", "take_columns", "bitcast", "dequantize"}
-    ours |= {"moe_route", "moe_up", "moe_down", "linear_split", "linear_combine", "quantized_linear"}
-    ours |= {"quantized_moe_up", "quantized_moe_down", "scaled_moe_up", "scaled_moe_down"}
+    ours |= {
+        "moe_route",
+        "moe_up",
+        "moe_down",
+        "moe_combine",
+        "topk_map",
+        "topk_route",
+        "linear_split",
+        "linear_combine",
+    }
+    ours |= {"quantized_linear", "quantized_moe_up", "quantized_moe_down", "scaled_moe_up", "scaled_moe_down"}
     ours |= {"block_scaled_linear", "round_groups", "norm_quantized_linear", "norm_fragments_linear"}
     ours |= {"quantize", "quantize_scale", "quantize_code", "assemble", "argsort", "fnuz_codes"}
     ours |= {"all_reduce", "all_reduce_add", "all_reduce_norm", "all_gather", "take_part"}
@@ -236,7 +245,7 @@ def test_traits_follow_from_declarations() -> None:
     assert not flip.row_wise and not flip.elementwise and flip.axes({}) == ()
     assert joined.elementwise and not joined.row_wise
     assert OPS["matmul"].axes({}) == OPS["rms_norm"].axes({}) == (-1,) and OPS["sum"].axes({"axis": 1}) == (1,)
-    by_rows = {"topk", "linear", "matmul", "rms_norm", "layer_norm", "take_columns", "dequantize"}
+    by_rows = {"topk", "topk_map", "linear", "matmul", "rms_norm", "layer_norm", "take_columns", "dequantize"}
     by_rows |= {"quantize", "quantize_code", "assemble"}
     assert {name for name, one in OPS.items() if one.row_wise} == by_rows
     assert {name for name, one in OPS.items() if one.elementwise} == {"cast"}

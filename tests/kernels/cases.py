@@ -46,7 +46,7 @@ GPU_ONLY = (
     "attention_combine", "norm_linear", "row_begin", "all_reduce_add", "all_reduce_norm",
     "row_block_max",
     "row_sample_blocks", "row_finish", "linear_split", "linear_combine", "block_scaled_linear", "round_groups",
-    "scaled_moe_up", "scaled_moe_down",
+    "scaled_moe_up", "scaled_moe_down", "moe_combine", "topk_map", "topk_route",
 )  # fmt: skip
 
 

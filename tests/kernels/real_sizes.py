@@ -22,6 +22,7 @@ NORM = "mul(mul(a0, rsqrt(add(row_mean(mul(a0, a0)), 1e-06))), a1)"
 ADDED_NORM = "mul(mul(add(a0, a1), rsqrt(add(row_mean(mul(add(a0, a1), add(a0, a1))), 1e-06))), a2)"
 HEADS = 'rope_append {heads=32, dtype="bf16", eps=1e-06}'
 EXPERTS = "weight bf16[128, 1536, 2048]"
+SOFTMAX, SHARES = "div(exp(sub(a0, row_max(a0))), row_sum(exp(sub(a0, row_max(a0)))))", "div(a0, row_sum(a0))"
 
 _ATTENTION = {
     "decode_attention": (
@@ -208,6 +209,20 @@ _PRODUCTS = {
             "f8e4m3[8*T, 768]; i32[8*T]; i32[129]; weight f8e4m3[128, 2048, 768]; weight f32[128, 16, 6]; f32[8*T, 6];"
             " f32[T, 8]", "scaled_moe_down {block=[128, 128]}", "f32[T, 8, 2048]",
         ),
+    ),
+    "topk_map": (
+        Text("f32[T, 128]", f'topk_map {{k=8, before="{SOFTMAX}", after="{SHARES}"}}', "f32[T, 8], i32[T, 8]"),
+        Text("bf16[T, 32]", f'topk_map {{k=4, after="{SOFTMAX}"}}', "bf16[T, 4], i32[T, 4]"),
+    ),
+    "topk_route": (
+        Text(
+            "f32[1, 128]", f'topk_route {{k=8, before="{SOFTMAX}", after="{SHARES}", dtype="bf16"}}',
+            "bf16[1, 8], i32[8], i32[129]",
+        ),
+    ),
+    "moe_combine": (
+        Text("bf16[T, 8, 2048]; bf16[T, 2048]", "moe_combine", "bf16[T, 2048]"),
+        Text("f32[T, 4, 2880]", 'moe_combine {dtype="bf16"}', "bf16[T, 2880]"),
     ),
     "moe_route": (Text("i32[T, 8]", "moe_route {experts=128}", "i32[8*T], i32[129]"),),
     "moe_up": (Text(f"bf16[T, 2048]; i32[8*T]; i32[129]; {EXPERTS}", "moe_up {k=8}", "bf16[8*T, 768]"),),

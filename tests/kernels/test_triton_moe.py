@@ -12,7 +12,8 @@ from kernels.cases import CLAMPED
 from kernels.harness import Case
 from kernels.triton_harness import ONE_TARGET, run_case, some
 
-from llmc.codegen.backends.triton.moe import DOWN, ROUTE, UP
+from llmc.codegen.backends.triton.moe import COMBINE, DOWN, ROUTE, UP
+from llmc.codegen.backends.triton.topk_map import TOPK_MAP, TOPK_ROUTE
 from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain
 from llmc.codegen.kernel import Kernel
 from llmc.ir.graph import Graph, Node
@@ -68,9 +69,9 @@ def chosen(t: int, k: int, experts: int) -> np.ndarray:
     return np.stack([rng.permutation(free)[:k] for _ in range(t)]).astype(np.int32)
 
 
-def check(kernel: Kernel, g: Graph, t: int, k: int, experts: int, schedule: Any = None) -> None:
+def check(kernel: Kernel, g: Graph, t: int, k: int, experts: int, schedule: Any = None, idx: Any = None) -> None:
     rng = generator()
-    order, starts = moe_route.ref(chosen(t, k, experts), experts=experts)
+    order, starts = moe_route.ref(chosen(t, k, experts) if idx is None else idx, experts=experts)
     drawn = [rng.standard_normal([int(d.subs({"T": t})) for d in v.type.shape]).astype(np.float32) for v in g.inputs]
     arrays = [drawn[0], order.astype(np.int32), starts.astype(np.int32), drawn[3] / 4, *drawn[4:]]
     (node,) = g.nodes
@@ -78,17 +79,25 @@ def check(kernel: Kernel, g: Graph, t: int, k: int, experts: int, schedule: Any 
     run_case(Case(f"{kernel.name} {t} {k} {experts} {s}", g, kernel, s, arrays, atol=2e-2, sizes={"T": t}))
 
 
+def check_routing(g: Graph, idx: np.ndarray) -> None:
+    """Run every schedule."""
+    (node,) = g.nodes
+    for s in ROUTE.schedules(node, sm_90()):
+        run_case(Case(f"route {idx.shape} {s}", g, ROUTE, s, [idx], sizes={"T": len(idx)}))
+
+
 @pytest.mark.parametrize(("t", "k", "experts"), ROUTINGS)
 @pytest.mark.parametrize("dtype", ("i32", "i64"))
 def test_routing(t: int, k: int, experts: int, dtype: str) -> None:
     for size in (t, "T"):
-        g = route(size, k, experts, dtype)
-        run_case(Case(f"route {size}", g, ROUTE, {}, [chosen(t, k, experts)], sizes={"T": t}))
+        check_routing(route(size, k, experts, dtype), chosen(t, k, experts))
 
 
 def test_routing_of_more_pairs_than_a_chunk() -> None:
-    g = route("T", 2, 3)
-    run_case(Case("many", g, ROUTE, {}, [chosen(700, 2, 3)], sizes={"T": 700}))
+    """Of all tokens the same expert, or another one for each."""
+    check_routing(route("T", 2, 3), chosen(700, 2, 3))
+    check_routing(route("T", 1, 3), np.full((1100, 1), 1, np.int32))
+    check_routing(route("T", 1, 80), np.arange(80, dtype=np.int32)[:, None])
 
 
 @pytest.mark.parametrize(("t", "k", "experts"), ROUTINGS)
@@ -119,6 +128,65 @@ def test_every_schedule(dtype: str) -> None:
     for kernel, g in ((UP, up("T", 2, 3, 70, 150, dtype, dtype)), (DOWN, down("T", 2, 3, 150, 70, dtype, dtype))):
         for s in some(kernel.schedules(next(iter(g.nodes)), sm_90()), 0.4):
             check(kernel, g, 40, 2, 3, s)
+
+
+@pytest.mark.parametrize("choice", ("the same", "one each"))
+def test_skewed_choices(choice: str) -> None:
+    """All tokens choose the same experts, or each another one."""
+    t, k, experts = 50, 1 if choice == "one each" else 2, 50
+    idx = np.arange(t)[:, None] if choice == "one each" else np.tile(generator().permutation(experts)[:k], (t, 1))
+    check(UP, up("T", k, experts, 10, 37), t, k, experts, idx=idx)
+    check(DOWN, down("T", k, experts, 21, 34), t, k, experts, idx=idx)
+
+
+COMBINED = ((1, 5, "", "bf16"), (8, 300, "bf16", ""), (3, 1100, "f32", ""), (2, 64, "f16", "bf16"))
+
+
+@pytest.mark.parametrize(("choices", "columns", "residual", "dtype"), COMBINED)
+@pytest.mark.parametrize("y", ("f32", "bf16"))
+def test_sums_of_choices(choices: int, columns: int, residual: str, dtype: str, y: str) -> None:
+    types = [tensor(y, "T", choices, columns)] + ([tensor(residual, "T", columns)] if residual else [])
+    g = graph("moe_combine", types, {"dtype": dtype})
+    (node,) = g.nodes
+    drawn = [generator().standard_normal([int(d.subs({"T": 7})) for d in t.shape]).astype(np.float32) for t in types]
+    for s in COMBINE.schedules(node, sm_90()):
+        run_case(Case(f"combine {choices} {columns} {s}", g, COMBINE, s, drawn, sizes={"T": 7}))
+
+
+SOFTMAX = "div(exp(sub(a0, row_max(a0))), row_sum(exp(sub(a0, row_max(a0)))))"
+SELECTED = (
+    (128, 8, SOFTMAX, "div(a0, row_sum(a0))", "f32", "bf16"),
+    (37, 4, "a0", SOFTMAX, "bf16", ""),
+    (60, 6, "sigmoid(a0)", "mul(div(a0, add(row_sum(a0), 1e-20)), 2.5)", "f32", ""),
+    (5, 5, "a0", "a0", "f16", "f32"),
+    (9, 1, "neg(a0)", "row_mean(a0)", "f32", ""),
+    (4096, 3, "tanh(a0)", "sub(a0, row_max(a0))", "f32", ""),
+)
+
+
+@pytest.mark.parametrize(("n", "k", "before", "after", "x", "dtype"), SELECTED)
+def test_selection(n: int, k: int, before: str, after: str, x: str, dtype: str) -> None:
+    g = graph("topk_map", [tensor(x, "T", n)], {"k": k, "before": before, "after": after, "dtype": dtype})
+    (node,) = g.nodes
+    drawn = generator().permuted(np.tile(np.linspace(-3, 3, n), (7, 1)), axis=1).astype(np.float32)
+    for s in TOPK_MAP.schedules(node, sm_90()):
+        run_case(Case(f"topk_map {n} {k} {s}", g, TOPK_MAP, s, [drawn], sizes={"T": 7}))
+
+
+@pytest.mark.parametrize(("n", "k", "before", "after", "x", "dtype"), SELECTED[:4])
+def test_selection_and_routing_of_one_token(n: int, k: int, before: str, after: str, x: str, dtype: str) -> None:
+    g = graph("topk_route", [tensor(x, 1, n)], {"k": k, "before": before, "after": after, "dtype": dtype})
+    (node,) = g.nodes
+    drawn = generator().permutation(np.linspace(-3, 3, n)).astype(np.float32)[None]
+    for s in TOPK_ROUTE.schedules(node, sm_90()):
+        run_case(Case(f"topk_route {n} {k} {s}", g, TOPK_ROUTE, s, [drawn]))
+
+
+def test_selection_among_equals_and_odd_values() -> None:
+    """The lower index comes first among equals; infinities are numbers, and NaN is below all of them."""
+    x = np.array([[1, 2, 2, 2, -1, 2], [np.inf, -np.inf, np.nan, 0, 5, -0.0]], np.float32)
+    g = graph("topk_map", [tensor("f32", 2, 6)], {"k": 5})
+    run_case(Case("equals", g, TOPK_MAP, {"warps": 1}, [x]))
 
 
 def first(kernel: Kernel, node: Node, target: Target, tokens: int) -> dict[str, int]:

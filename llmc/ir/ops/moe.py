@@ -1,8 +1,8 @@
-"""Mixture of experts, as one op (`moe`) or as three (`moe_route`, `moe_up`, `moe_down`).
+"""Mixture of experts, as one op (`moe`) or as several (`moe_route`, `moe_up`, `moe_down`, `moe_combine`).
 
-The three work on (token, expert) pairs sorted by expert. Ordinary ops before them select the experts. The attribute
-`body` is the activation between an expert's two products: a scalar expression of the gate value a0 and the up value a1.
-Biases have one row per expert; either both products have one or neither.
+The first three of these work on (token, expert) pairs sorted by expert. Ordinary ops before them select the experts.
+The attribute `body` is the activation between an expert's two products: a scalar expression of the gate value a0 and
+the up value a1. Biases have one row per expert; either both products have one or neither.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from llmc.ir import contents
 from llmc.ir.contents import Drawing, Shape
 from llmc.ir.opdef import OpDef, op
 from llmc.ir.ops.common import NUMPY
+from llmc.ir.ops.reduce import row_expr, topk_map
 from llmc.ir.scalar import E, evaluate, parse_expr, walk
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type, tensor
@@ -90,6 +91,24 @@ def moe_route(idx: Any, *, experts: int) -> Any:
     return order, np.searchsorted(flat[order], np.arange(experts + 1))
 
 
+def _topk_route_types(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    x, k = env["x"], attrs["k"]
+    row_expr(attrs["before"]), row_expr(attrs["after"])
+    if env["t"].const != 1 or not 1 <= k <= (env["n"].const or k):
+        raise Mismatch(f"{k} of {env['n']} experts for {env['t']} tokens; it routes one token")
+    return [tensor(attrs["dtype"] or x.dtype, 1, k), tensor("i32", k), tensor("i32", env["n"] + 1)]
+
+
+@op(
+    "(x: f[t, n]) -> (values: x[t, k], order: i32[k], starts: i32[m])", infer=_topk_route_types, flops="6*n",
+    example={"t": 1, "n": 9, "k": 4, "after": "div(a0, row_sum(a0))"},
+)  # fmt: skip
+def topk_route(x: Any, *, k: int, before: str = "a0", after: str = "a0", dtype: str = "") -> Any:
+    """topk_map of the scores of one token over n experts, followed by moe_route of the indices."""
+    values, indices = topk_map.ref(x, k=k, before=before, after=after)
+    return values, *moe_route.ref(indices, experts=x.shape[-1])
+
+
 def up_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     """The type of moe_up's result, also over codes: a row for each pair."""
     gate(attrs["body"])
@@ -138,7 +157,7 @@ def down_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     """The type of moe_down's result, also over codes: a row for each token and expert."""
     if env["p"] != env["t"] * env["k"] or env["s"] != env["e"] + 1:
         raise Mismatch(f"{env['p']} pairs for {env['t']} x {env['k']} weights, {env['s']} starts of {env['e']} experts")
-    return [tensor("f32", env["t"], env["k"], env["d"])]
+    return [tensor(attrs.get("dtype") or "f32", env["t"], env["k"], env["d"])]
 
 
 @op(
@@ -147,13 +166,35 @@ def down_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     holds={"order": drawn_order, "starts": drawn_starts, "weights": contents.probability},
     example={"p": 14, "i": 5, "s": 7, "e": 6, "d": 8, "t": 7, "k": 2},
 )  # fmt: skip
-def moe_down(h: Any, order: Any, starts: Any, down: Any, weights: Any, bias: Any = None) -> Any:
-    """weight * down(h) for every pair, scattered to the pair's token and position k (f32)."""
+def moe_down(
+    h: Any, order: Any, starts: Any, down: Any, weights: Any, bias: Any = None, *, dtype: str = ""
+) -> Any:  # fmt: skip
+    """weight * down(h) for every pair, scattered to the pair's token and position k.
+
+    dtype: of the result, f32 by default.
+    """
     out = np.zeros((len(order), down.shape[1]), h.dtype)
     for expert, w in enumerate(down):
         r = slice(starts[expert], starts[expert + 1])
         out[order[r]] = h[r] @ w.T + (0 if bias is None else bias[expert])
     return out.reshape(*weights.shape, -1) * weights[..., None]
+
+
+def _combined_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    residual = env.get("residual")
+    return [tensor(attrs["dtype"] or (residual or env["y"]).dtype, env["t"], env["d"])]
+
+
+@op(
+    "(y: f[t, k, d], residual?: f[t, d]) -> y[t, d]", infer=_combined_type, flops="t*k*d",
+    example={"t": 7, "k": 3, "d": 8},
+)  # fmt: skip
+def moe_combine(y: Any, residual: Any = None, *, dtype: str = "") -> Any:
+    """The sum of a token's k results, and of `residual`.
+
+    dtype: of the result; by default that of `residual`, else that of y.
+    """
+    return y.sum(1) + (0 if residual is None else residual)
 
 
 OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

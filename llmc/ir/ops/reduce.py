@@ -10,8 +10,8 @@ import numpy as np
 
 from llmc.ir.dim import Dim
 from llmc.ir.opdef import OpDef, op
-from llmc.ir.ops.common import axis_of
-from llmc.ir.scalar import E, arg, call
+from llmc.ir.ops.common import NUMPY, axis_of
+from llmc.ir.scalar import E, arg, call, evaluate, parse_expr, walk
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
 
@@ -102,6 +102,40 @@ def topk(x: Any, *, k: int) -> Any:
     """The k largest elements along the last axis in descending order; the lower index comes first among equals."""
     idx = np.argsort(-x, axis=-1, kind="stable")[..., :k]
     return np.take_along_axis(x, idx, -1), idx
+
+
+def row_expr(text: str) -> E:
+    """Parse an expression of one operand a0 and of its rows; raises Mismatch if it is anything else."""
+    try:
+        e = parse_expr(text)
+    except ValueError as error:
+        raise Mismatch(str(error)) from None
+    if odd := [x for x in walk(e) if x.fn == "arg" and x.args[0] > 0]:
+        raise Mismatch(f"{text!r} uses {odd[0]}; the only operand is a0")
+    return e
+
+
+def _topk_map_types(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    row_expr(attrs["before"]), row_expr(attrs["after"])
+    values, indices = _topk_types(env, attrs)
+    return [Type(attrs["dtype"] or values.dtype, values.shape), Type("i32", indices.shape)]
+
+
+@op(
+    "(x: f[*b, n]) -> (values: x[*b, k], indices: i32[*b, k])", infer=_topk_map_types, flops="6*b*n",
+    example={
+        "*b": (3,), "n": 9, "k": 4, "before": "div(exp(sub(a0, row_max(a0))), row_sum(exp(sub(a0, row_max(a0)))))",
+        "after": "div(a0, row_sum(a0))",
+    },
+)  # fmt: skip
+def topk_map(x: Any, *, k: int, before: str = "a0", after: str = "a0", dtype: str = "") -> Any:
+    """The k largest of `before` of each row in descending order, `after` of them as a row, and their indices.
+
+    before, after: expressions of a0 and of reductions of its row. The lower index comes first among equals.
+    """
+    with np.errstate(all="ignore"):
+        values, indices = topk.ref(np.broadcast_to(evaluate(row_expr(before), NUMPY, [x]), x.shape), k=k)
+        return np.broadcast_to(evaluate(row_expr(after), NUMPY, [values]), values.shape), indices
 
 
 OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

@@ -149,8 +149,9 @@ class LowerQuantized(Pass):
         b = Builder(g, ctx.opset, before=n, loc=n.loc)
         if scale.type.dtype == "f8e8m0":
             scale = b.cast(scale, dtype=EXACT)
+        own = {name: value for name, value in n.attrs.items() if name != "dtype"}  # the result is cast instead
         attrs = {
-            **n.attrs, "block": f.block, "zero_point": f.zero_point, "zeros": f.has_zeros, "values": f.values,
+            **own, "block": f.block, "zero_point": f.zero_point, "zeros": f.has_zeros, "values": f.values,
             "bits": DTYPES[f.code].bits,
         }  # fmt: skip
         operands = (x, order, starts, code, scale, *weights, *zeros, *bias)
@@ -162,8 +163,10 @@ class LowerQuantized(Pass):
                 g.erase(new)
                 refused = refused or why
                 continue
-            new.result.name = n.result.name
-            g.replace(n.result, new.result)
+            dtype = n.result.type.dtype
+            value = new.result if new.result.type.dtype == dtype else b.cast(new.result, dtype=dtype)
+            value.name = n.result.name
+            g.replace(n.result, value)
             g.erase(n)
             return None
         return refused

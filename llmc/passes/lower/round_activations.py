@@ -113,11 +113,12 @@ def product_of_experts(
     """
     codes, stack = factors
     operands = codes, *n.operands[1:3], stack, _float32(b, scales[1]), scales[0], *n.operands[4:]
-    if n.op.name == "moe_down":
-        value: Value = b.scaled_moe_down(*operands, block=block)
-    else:
-        value = b.scaled_moe_up(*operands, block=block, dtype=n.result.type.dtype, **n.attrs)
-    return value
+    dtype = n.result.type.dtype
+    if n.op.name == "moe_up":
+        up: Value = b.scaled_moe_up(*operands, block=block, dtype=dtype, **n.attrs)
+        return up
+    down: Value = b.scaled_moe_down(*operands, block=block)
+    return down if down.type.dtype == dtype else b.cast(down, dtype=dtype)
 
 
 def _float32(b: Any, scale: Value) -> Value:

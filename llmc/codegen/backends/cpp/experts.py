@@ -55,6 +55,8 @@ class Experts(CppKernel):
         p = Stack(node)
         if why := unsupported(node, (*FLOATS, *INTS, "f8e4m3", "f8e5m2")):
             return why
+        if not p.up and node.result.type.dtype != "f32":
+            return f"a result of {node.result.type.dtype}, not f32"
         for name, known in (("code", tuple(CODES)), ("scale", FLOATS), ("zero", (*FLOATS, "u8", "i8"))):
             t = p.type(name)
             if t is not None and t.dtype not in known:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 KERNELS: Mapping[str, str] = MappingProxyType(
     {
         "cuda/gemm_wgmma": "llmc.codegen.backends.cuda.gemm_wgmma:GEMM_WGMMA",
+        "cuda/grouped_wgmma": "llmc.codegen.backends.cuda.grouped_wgmma:GROUPED_WGMMA",
         "cuda/quantized_wgmma": "llmc.codegen.backends.cuda.quantized_wgmma:QUANTIZED_WGMMA",
         "cuda/skinny_fixed": "llmc.codegen.backends.cuda.skinny_gemm:SKINNY_FIXED",
         "cuda/skinny_gemm": "llmc.codegen.backends.cuda.skinny_gemm:SKINNY_GEMM",

@@ -1,4 +1,4 @@
-"""Mixtures of experts in Triton: routing, and the grouped products of the experts.
+"""Mixtures of experts in Triton: routing, the grouped products of the experts, and the sum of a token's experts.
 
 The kernels are in `kernels/moe.py`.
 """
@@ -13,7 +13,9 @@ from llmc.codegen.backends.triton.template import Argument, Template, function
 from llmc.codegen.backends.triton.tiling import power
 from llmc.codegen.backends.triton.triton_expr import helpers, inline
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, INTS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.expert_stack import chosen_experts, overlapped, row_blocks
 from llmc.codegen.kernel import BY_SCHEDULE, EXACT, Schedule
+from llmc.ir.cost import node_cost
 from llmc.ir.dim import D, Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
@@ -22,11 +24,16 @@ from llmc.ir.scalar import walk
 from llmc.ir.types import Type
 from llmc.targets.target import Target
 
-CHUNK = 1024  # pairs that a routing program reads at once
+CHUNKS = ((1024, 4), (8192, 8))  # pairs that a routing program reads at once, and its warps
+COMBINED = ((512, 4), (256, 2))  # columns of a program that adds up choices, and its warps
+MAX_CHOICES = 64  # of a token, whose loads are unrolled
 MAX_EXPERTS = 4096  # experts whose pairs a program can count at once
 KEYS = ("bm", "bn", "bk", "warps", "stages")
 NARROW = ((32, 128, 4, 4), (64, 128, 4, 4), (64, 64, 4, 3), (32, 64, 4, 2), (16, 32, 4, 2))
 ROWS = (16, 32, 64, 128)
+# Of bf16 products: the share of the bandwidth, and of the peak in blocks of _BLOCK elements; the exponent of the share
+# of multiprocessors with a program; the time of a program and of its steps.
+_READS, _BLOCK_SHARE, _BLOCK, _BUSY, _PROGRAM_US, _STEP_US = 0.94, 0.57, 128 * 128, 0.45, 3.0, 0.8
 FLOAT = ((16, 32, 32, 4, 2), (32, 32, 16, 4, 2))  # float32 is multiplied without tensor cores
 
 
@@ -38,23 +45,27 @@ class Route(TritonKernel):
     def reject(self, node: Node, target: Target) -> str | None:
         return unsupported(node, INTS)
 
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        pairs = node.operands[0].type.numel.const
+        if pairs is not None and pairs <= CHUNKS[0][0]:
+            return [{"chunk": power(max(16, pairs)), "warps": CHUNKS[0][1]}]
+        return [{"chunk": chunk, "warps": warps} for chunk, warps in CHUNKS]
+
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        pairs = int(node.operands[0].type.numel.subs(env))
-        return target.launch_us + 2.0 + 0.3 * pairs / CHUNK
+        pairs, chunk = int(node.operands[0].type.numel.subs(env)), schedule["chunk"]
+        return target.launch_us + 0.5 + 2 * -(-pairs // chunk) * (0.5 + 0.1 * chunk / 1024)
 
     def code(self, u: Unit) -> Code:
         experts, numel = u.node.attrs["experts"], u.node.operands[0].type.numel
-        pairs = u.sizes(numel)
-        chunk = CHUNK if numel.const is None else min(CHUNK, power(max(16, numel.const)))
         return u.launch(
             Template("moe", "moe_route"),
             (experts,),
-            4,
+            u.schedule["warps"],
             1,
             **u.pointers("experts_ptr", "order_ptr starts_ptr"),
-            pairs=pairs,
+            pairs=u.sizes(numel),
             EXPERTS=experts,
-            CHUNK=chunk,
+            CHUNK=u.schedule["chunk"],
         )
 
 
@@ -158,10 +169,15 @@ class Grouped(TritonKernel):
 
     def fits(self, p: Experts, s: tuple[int, int, int, int, int], target: Target) -> bool:
         """Whether a shape fits shared memory and registers."""
-        bm, bn, bk, warps, stages = s
-        buffers = stages if target.family == "cuda" else stages - 1
-        shared = buffers * (bn * p.parts + bm) * bk * DTYPES[p.dot].bits // 8
+        bm, bn, _, warps, _ = s
+        shared = self.shared_bytes(p, dict(zip(KEYS, s, strict=True)), target)
         return shared <= target.limits.shared and bm * bn * p.parts <= 128 * 32 * warps
+
+    @staticmethod
+    def shared_bytes(p: Experts, s: Schedule, target: Target) -> int:
+        """The bytes of the buffers of a program in shared memory."""
+        buffers = s["stages"] if target.family == "cuda" else s["stages"] - 1
+        return int(buffers * (s["bn"] * p.parts + s["bm"]) * s["bk"] * DTYPES[p.dot].bits // 8)
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: the larger of two times.
@@ -220,6 +236,28 @@ def bias(p: Experts, operand: int) -> str | None:
 class FloatGrouped(Grouped):
     """The base class of products whose weights are factors as they are stored."""
 
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """Predict microseconds: the time of reading the chosen experts and that of the arithmetic, which overlap.
+
+        The share of the peak depends on a block's elements. Measured on an H200 (bench.gpu.experts).
+        """
+        p, s = self.experts(node), schedule
+        if p.dot == "f32":
+            return super().cost_us(node, schedule, target, env)
+        pairs, columns = int(p.pairs.subs(env)), -(-p.n // s["bn"])
+        chosen, blocks = chosen_experts(pairs, p.count), row_blocks(pairs, p.count, s["bm"])
+        again = min(2.0, blocks / chosen - 1)  # times that a weight is read again, partly from the L2 cache
+        read = chosen * p.expert_bytes * (1 + 0.25 * again) / target.bandwidth
+        programs = blocks * columns
+        busy = min(1.0, programs / target.limits.units) ** _BUSY
+        area = s["bm"] * s["bn"] * p.parts
+        share = _BLOCK_SHARE * (area / _BLOCK) ** 0.35 * (1.0 if s["bn"] >= 64 else 0.7)
+        if s["bm"] >= 64 and area < _BLOCK and 2 * self.shared_bytes(p, s, target) > target.limits.shared:
+            share *= 0.8  # no second program hides the waits of a small one
+        products = 2.0 * programs * area * p.k / target.peaks[p.dot] / share
+        least = _PROGRAM_US + -(-p.k // s["bk"]) * _STEP_US * (s["bk"] / 128) ** 0.5
+        return max(overlapped(read / busy / _READS * 1e6, products * 1e6), least) + target.launch_us
+
     def order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
         return dot_order(target, self.experts(node).dot, schedule["bn"], schedule["bm"], schedule["warps"])
 
@@ -253,6 +291,46 @@ class Down(FloatGrouped):
         return self.grouped(u, p, template, **self.common(u, p), scale_ptr="x4", bias_ptr=bias(p, 5))
 
 
+class Combine(TritonKernel):
+    """moe_combine: a program adds up the choices of one token for some columns."""
+
+    sums = BY_SCHEDULE
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        _, choices, columns = node.operands[0].type.shape
+        if choices.const is None or columns.const is None:
+            return f"the sizes {choices} and {columns} are not constant"
+        if choices.const > MAX_CHOICES:
+            return f"{choices} choices; the maximum is {MAX_CHOICES}"
+        return unsupported(node, FLOATS)
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        columns = power(int(node.result.type.shape[-1]))
+        found = [{"cols": min(columns, cols), "warps": warps} for cols, warps in COMBINED]
+        return [s for i, s in enumerate(found) if s not in found[:i]]
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        tokens, columns = (int(d.subs(env)) for d in node.result.type.shape)
+        programs = tokens * -(-columns // schedule["cols"])
+        busy = min(1.0, programs * schedule["warps"] / (8 * target.limits.units))  # share of the bandwidth
+        moved = int(node_cost(node)[1].subs(env)) / target.bandwidth / busy * 1e6
+        return moved + 0.002 * programs / schedule["warps"] + target.launch_us
+
+    def code(self, u: Unit) -> Code:
+        tokens, columns = u.node.result.type.shape
+        return u.launch(
+            Template("moe", "moe_combine"),
+            (tokens, columns.ceildiv(u.schedule["cols"])),
+            0,
+            1,
+            **u.pointers("y_ptr residual_ptr", "out_ptr"),
+            CHOICES=int(u.node.operands[0].type.shape[1]),
+            N=int(columns),
+            BLOCK_N=u.schedule["cols"],
+        )
+
+
 ROUTE = Route("triton/moe_route", ("moe_route",))
 UP = Up("triton/moe_up", ("moe_up",))
 DOWN = Down("triton/moe_down", ("moe_down",))
+COMBINE = Combine("triton/moe_combine", ("moe_combine",))

@@ -1,4 +1,4 @@
-"""Mixtures of experts: (token, expert) pairs sorted by expert, and the grouped products of the experts.
+"""Mixtures of experts: (token, expert) pairs sorted by expert, the grouped products, and the sum of their results.
 
 Pair p is choice p % CHOICES of token p // CHOICES. `moe_route` sorts the pairs by expert. A program of the products
 finds its expert and its block of rows from the starts of the experts' pairs. The grid has enough programs for any
@@ -197,4 +197,28 @@ def moe_down(
         mask = (row < stop)[None, :] & (column < N)[:, None]
         sums = add_bias(sums, bias_ptr, expert, column, N, 1)
         scale = tl.load(scale_ptr + pair).to(tl.float32)
-        tl.store(out_ptr + pair[None, :] * N + column[:, None], sums[0] * scale[None, :], mask=mask)
+        out = (sums[0] * scale[None, :]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + pair[None, :] * N + column[:, None], out, mask=mask)
+
+
+@triton.jit
+def moe_combine(
+    y_ptr,  # [tokens, CHOICES, N]
+    residual_ptr,  # [tokens, N], or None
+    out_ptr,  # [tokens, N]
+    CHOICES: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """The sum of a token's choices in order, and of the residual, for BLOCK_N columns."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = column < N
+    wait_for_previous(DEPENDENT_LAUNCH)
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for choice in tl.static_range(CHOICES):
+        total += tl.load(y_ptr + (token * CHOICES + choice) * N + column, mask=mask, other=0).to(tl.float32)
+    if residual_ptr is not None:
+        total += tl.load(residual_ptr + token * N + column, mask=mask, other=0).to(tl.float32)
+    tl.store(out_ptr + token * N + column, total.to(out_ptr.dtype.element_ty), mask=mask)

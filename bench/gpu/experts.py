@@ -1,0 +1,167 @@
+"""Time the products of experts on this GPU: Triton's best schedules and all of the CUDA C++ kernel.
+
+    python -m bench.gpu.experts [--tokens 1,16,64,128,256,512,2048,8192] [--models qwen3-30b-a3b,mixtral-8x7b,...]
+                                [--ways 6] [--cache DIR] [--compile-only] [--json FILE] [--record FILE]
+
+A layer's first product (gate and up) and its second one, for tokens that choose their experts evenly at random. Every
+schedule is timed as by `llmc tune`. FILE of --record gets the times as a tuning file, for steps of rows (up to 256) and
+of tokens. tests/gpu/test_cuda_kernels.py checks results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.gpu.floors import H200
+from llmc.codegen import select
+from llmc.codegen.scratch_dir import scratch
+from llmc.codegen.tuning_records import Tuning, record, save, schedule_text
+from llmc.extension import Registry, load
+from llmc.ir.graph import Graph, Node
+from llmc.ir.text import parse
+from llmc.measure.timing import Candidate, Timer
+from llmc.targets.target import Target
+
+OURS = "cuda/grouped_wgmma"
+MOST_TOKENS, MOST_ROWS = 8192, 256
+TOKENS = "1,16,64,128,256,512,2048,8192"
+SWIGLU = "mul(mul(a0, sigmoid(a0)), a1)"
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A mixture's layer. inner: columns of an expert's first product; chosen: experts of a token."""
+
+    name: str
+    hidden: int
+    inner: int
+    experts: int
+    chosen: int
+
+    def touched(self, tokens: int) -> float:
+        """Return the mean number of experts that `tokens` tokens choose, if they choose evenly."""
+        return self.experts * (1 - (1 - self.chosen / self.experts) ** tokens)
+
+    def floor_us(self, op: str, tokens: int) -> float:
+        """Return the lower bound of a product on an H200: the weights of chosen experts are read once."""
+        weights = (2 if op == "moe_up" else 1) * self.hidden * self.inner
+        read = 2 * weights * self.touched(tokens) / H200.read
+        return max(read, 2 * weights * tokens * self.chosen / H200.product) * 1e6
+
+    def node(self, op: str, tokens: str, registry: Registry) -> tuple[Graph, Node]:
+        """Return a graph of one product and its node. tokens: a symbol, or a number."""
+        d, i, e, k = self.hidden, self.inner, self.experts, self.chosen
+        pairs = f"{k * int(tokens)}" if tokens.isdigit() else f"{k}*{tokens}"
+        routed = f"%o: i32[{pairs}], %s: i32[{e + 1}]"
+        if op == "moe_up":
+            inputs = f"%x: bf16[{tokens}, {d}], {routed}, %w: weight bf16[{e}, {2 * i}, {d}]"
+            call = f'moe_up(%x, %o, %s, %w) {{k={k}, body="{SWIGLU}"}} : bf16[{pairs}, {i}]'
+        else:
+            inputs = f"%x: bf16[{pairs}, {i}], {routed}, %w: weight bf16[{e}, {d}, {i}], %f: bf16[{tokens}, {k}]"
+            call = f'moe_down(%x, %o, %s, %w, %f) {{dtype="bf16"}} : bf16[{tokens}, {k}, {d}]'
+        symbols = "" if tokens.isdigit() else f"sym {tokens} in [1, {MOST_TOKENS}]\n"
+        text = f"{symbols}graph @main({inputs}) {{\n  %y = {call}\n  return %y\n}}\n"
+        graph = parse(text, registry.opset()).graphs["main"]
+        return graph, next(iter(graph.nodes))
+
+
+MIXTURES = {
+    m.name: m
+    for m in (
+        Mixture("qwen3-30b-a3b", 2048, 768, 128, 8),
+        Mixture("mixtral-8x7b", 4096, 14336, 8, 2),
+        Mixture("gpt-oss-20b", 2880, 2880, 32, 4),
+        Mixture("deepseek-v3", 7168, 2048, 256, 8),
+    )
+}
+
+
+def candidates(m: Mixture, op: str, tokens: int, ways: int, registry: Registry, target: Target) -> list[Candidate]:
+    """Return the best `ways` Triton schedules and every schedule of the CUDA kernel for a size."""
+    graph, node = m.node(op, "1" if tokens == 1 else "T", registry)
+    env = {"T": tokens}
+    found = select.candidates(node, registry.kernels, target, env, Tuning(), prefer=(OURS,))
+    ours = [o for o in found if o.kernel.name == OURS]
+    theirs = [o for o in found if o.kernel.name != OURS][:ways]
+    return [Candidate(node, graph, env, o.kernel, o.schedule) for o in (*theirs, *ours)]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    ap = argparse.ArgumentParser(description="time the products of experts in CUDA C++ beside Triton's")
+    ap.add_argument("--target", default="cuda:sm_90")
+    ap.add_argument("--tokens", default=TOKENS)
+    ap.add_argument("--models", default="qwen3-30b-a3b", help=f"of {', '.join(MIXTURES)}")
+    ap.add_argument("--ways", type=int, default=6, help="number of Triton schedules")
+    ap.add_argument("--seconds", type=float, default=0.003, help="of a round")
+    ap.add_argument("--cache", type=Path, help="folder of compiled kernels that is kept")
+    ap.add_argument("--compile-only", action="store_true", help="compile into --cache; needs no GPU")
+    ap.add_argument("--json", type=Path, help="file for all rows, one JSON object per line")
+    ap.add_argument("--record", type=Path, help="tuning file for all times")
+    args = ap.parse_args(argv)
+    with scratch() as folder:
+        run(args, args.cache or folder)
+
+
+def run(args: argparse.Namespace, cache: Path) -> None:
+    """Compile or measure what the arguments name."""
+    registry = load()
+    target = registry.target(args.target)
+    timer = Timer(target, registry, cache, jobs=None, context=1024, page=target.page_size, seconds=args.seconds)
+    if not args.compile_only:
+        timer.check_device()
+    bounds = {"T": (1, MOST_TOKENS)}
+    sizes = [int(n) for n in args.tokens.split(",")]
+    for m in (MIXTURES[name] for name in args.models.split(",")):
+        ways = {
+            (op, n): candidates(m, op, n, args.ways, registry, target) for n in sizes for op in ("moe_up", "moe_down")
+        }
+        timer.compile([c for found in ways.values() for c in found], bounds)
+        for (op, tokens), found in () if args.compile_only else ways.items():
+            times = timer.microseconds(found, bounds)
+            rows = [row(m, op, tokens, c, us) for c, us in zip(found, times, strict=True)]
+            report(sorted(rows, key=lambda r: float(str(r["us"]))))
+            if args.json:
+                with args.json.open("a") as f:
+                    f.writelines(f"{json.dumps(r)}\n" for r in rows)
+            if args.record:
+                store(args.record, m, op, tokens, list(zip(found, times, strict=True)), registry, target)
+
+
+def store(
+    path: Path, m: Mixture, op: str, tokens: int, timed: Sequence[tuple[Candidate, float]], registry: Registry,
+    target: Target,
+) -> None:  # fmt: skip
+    """Add the times to a tuning file, for a step of as many tokens and for one of as many rows."""
+    symbols = ["1"] if tokens == 1 else ["T"] + ["R"] * (tokens <= MOST_ROWS)
+    for symbol in symbols:
+        _, node = m.node(op, symbol, registry)
+        env = {symbol: tokens}
+        save(path, [record(node, c.kernel.name, c.schedule, target, us, env) for c, us in timed])
+
+
+def row(m: Mixture, op: str, tokens: int, c: Candidate, us: float) -> dict[str, object]:
+    """Return the row of one way: microseconds of one launch, and its lower bound on an H200."""
+    return {
+        "model": m.name, "op": op, "tokens": tokens, "kernel": c.kernel.name, "schedule": schedule_text(c.schedule),
+        "us": round(us, 2), "floor_us": round(m.floor_us(op, tokens), 2),
+    }  # fmt: skip
+
+
+def report(found: Sequence[dict[str, object]]) -> None:
+    """Print the best of Triton and of CUDA C++ for one size, then all rows."""
+    best: dict[str, object] = {}
+    for r in found:
+        best.setdefault("CUDA C++" if r["kernel"] == OURS else "Triton", r["us"])
+    first = found[0]
+    shown = ", ".join(f"{side} {us} us" for side, us in best.items())
+    print(f"{first['model']} {first['op']}, {first['tokens']} tokens: {shown}, floor {first['floor_us']} us")
+    for r in found:
+        print(f"  {r['us']:>9} us  {r['kernel']} {r['schedule']}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""The binding of `kernels/grouped_wgmma.cu`: the products of experts in bf16 on Hopper, by wgmma and bulk copies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from llmc_runtime.format.install_command import install_command
+
+from llmc.codegen.backends.cuda.cuda_epilogue import PAIR
+from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, HOPPER, PAIRS, SCALAR_MATH, Binding, CudaKernel
+from llmc.codegen.backends.cuda.nvrtc_toolchain import nvrtc_version
+from llmc.codegen.backends.cuda.wgmma_text import multiply
+from llmc.codegen.expert_stack import CODE, Stack, chosen_experts, overlapped, row_blocks
+from llmc.codegen.kernel import SETTLED, Map, Schedule
+from llmc.codegen.print_expr import inline
+from llmc.ir.dim import D
+from llmc.ir.graph import Node
+from llmc.ir.ops.moe import gate
+from llmc.targets.target import Target
+
+TILE_K = 64
+HEIGHTS = (64, 128)  # rows of a tile
+COLUMNS = (256, 192, 128, 96, 64)  # of a tile, in all parts
+STARTS = 2  # the operand that has the first row of each expert
+GROUP = 16  # tiles of rows that are processed together, to share tiles of the weights in the L2 cache
+MOST_STAGES, LEAST_STAGES = 8, 3
+MAX_EXPERTS = 512  # whose rows are counted in shared memory
+WARPGROUP = 128  # threads
+SWIZZLE = 3  # 128 bytes
+ALIGN = 1024  # alignment of the buffers in shared memory, in bytes
+RESERVED = 1024  # bytes of shared memory for barriers and counts
+_SHARE, _READS = 0.94, 0.96  # share of the peak that the instructions of a tile reach, and of the bandwidth
+_COLUMN_US: Mapping[int, float] = MappingProxyType({64: 0.0042, 128: 0.0068})  # at least, of a tile and column of depth
+_TILE_US, _ELEMENT_US = 1.8, 0.6 / 8192  # of a tile, and of each of its sums
+_START_US, _UP_US = (
+    2.0,
+    6.0,
+)  # of a launch; of the first product: its neighbours in a step overlap less
+_L2_BYTES_US = 1e5  # that a multiprocessor reads in a microsecond
+_BUSY = 0.45  # exponent of the share of multiprocessors that have a tile
+
+
+@dataclass(frozen=True)
+class GroupedWgmma(CudaKernel):
+    """moe_up and moe_down in bf16, with weights whose sizes are multiples of 8, on sm_90."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        if target.family != "cuda" or target.arch != "sm_90" or target.has("interpret"):
+            return f"{target.name} does not have wgmma, the matrix instructions of sm_90"
+        for i in (0, CODE):
+            t = node.operands[i].type
+            if t.format is not None or t.dtype != "bf16":
+                return f"operand type {t} is not bf16"
+        for v in [*node.operands[CODE + 1 :], node.result]:
+            if v.type.format is not None or v.type.dtype not in FLOATS:
+                return f"operand type {v.type} is not among {', '.join(FLOATS)}"
+        for v in node.operands[1:3]:
+            if v.type.dtype != "i32":
+                return f"the pairs and their starts have the dtype {v.type.dtype}, not i32"
+        return _reject_sizes(node)
+
+    def missing(self) -> str:
+        try:
+            nvrtc_version()
+        except ModuleNotFoundError as e:
+            return f"{e}; {install_command('nvrtc')} (no GPU is needed to compile)"
+        return ""
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        return [{"bm": bm, "bn": bn} for bm in HEIGHTS for bn in COLUMNS]
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """Predict microseconds: the time of reading the chosen experts and that of rounds of tiles, which overlap.
+
+        Measured on an H200 (bench.gpu.experts).
+        """
+        p, s, units = Stack(node), schedule, target.limits.units
+        experts, pairs = int(p.code.shape[0]), int(node.operands[1].type.shape[0].subs(env))
+        tiles = row_blocks(pairs, experts, s["bm"]) * -(-p.rows // s["bn"])
+        column = 2.0 * s["bm"] * s["bn"] * units / target.peaks["bf16"] / _SHARE * 1e6
+        copied = 2 * (s["bm"] + s["bn"]) / _L2_BYTES_US
+        tile = p.k * max(column, copied, _COLUMN_US[s["bm"]]) + _TILE_US + _ELEMENT_US * s["bm"] * s["bn"]
+        busy = min(1.0, tiles / units) ** _BUSY
+        read = chosen_experts(pairs, experts) * p.rows * p.k * 2 / target.bandwidth / _READS / busy * 1e6
+        start = _START_US + _UP_US * p.up + target.launch_us
+        return overlapped(read, max(1, math.ceil(tiles / units)) * tile) + start
+
+    def early(self, node: Node) -> tuple[int, ...]:
+        return STARTS, CODE
+
+    def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
+        p, s = Stack(node), schedule
+        experts, n = int(p.code.shape[0]), p.rows // p.parts
+        count = stages(s, experts, target)
+        return Binding(
+            grid=(target.limits.units,),
+            threads=s["bm"] // 64 * WARPGROUP + WARPGROUP,
+            constants={
+                "EXPERTS": experts, "N": n, "K": p.k, "PARTS": p.parts, "TILE_M": s["bm"], "TILE_N": s["bn"],
+                "STAGES": count, "GROUP": GROUP * 128 // s["bm"], "CHOICES": node.attrs["k"] if p.up else 0,
+                "SCATTER": int(not p.up), "SETTLED": int(SETTLED in s), "OUT": CTYPES[node.result.type.dtype],
+            },
+            shared=count * stage_bytes(s) + ALIGN,
+            maps=(Map(CODE, (D(experts * p.rows), D(p.k)), (s["bn"] // 2, TILE_K), SWIZZLE),),
+            text="\n\n".join((multiply(s["bn"]), epilogue(p))),
+        )  # fmt: skip
+
+
+def _reject_sizes(node: Node) -> str | None:
+    """Why the sizes of the stack are not supported, or None."""
+    experts, rows, k = (d.const for d in node.operands[CODE].type.shape)
+    parts = Stack(node).parts
+    if not experts or not rows or not k or rows % (8 * parts) or k % 8:
+        return f"the experts' sizes {rows} x {k} are not constant multiples of {8 * parts} and 8"
+    if experts * rows >= 1 << 31:
+        return f"{experts} experts of {rows} rows; the maximum is 2^31 rows"
+    return f"{experts} experts; the maximum is {MAX_EXPERTS}" if experts > MAX_EXPERTS else None
+
+
+def epilogue(p: Stack) -> str:
+    """Generate OTHER_PARAMETERS, OTHER_ARGUMENTS, OTHERS and the functions of the epilogue (see the `.cu` file).
+
+    `row_factor(pair OTHERS)` is the factor of a row, `add_bias(a, expert, column OTHERS)` adds the bias of two
+    neighbouring columns to the sums a[parts][2], and `epilogue(y, a, factor)` computes y[2].
+    """
+    types = {name: t for name in ("weights", "bias") if (t := p.type(name)) is not None}
+    arguments = "".join(f", const {CTYPES[t.dtype]}* {name}" for name, t in types.items())
+    value = f"{inline(gate(p.node.attrs['body']), ['a[0][i]', 'a[1][i]'], PAIR)}" if p.up else "a[0][i] * factor"
+    bias = (
+        "float b[2];\n"
+        "#pragma unroll\n"
+        f"  for (int p = 0; p < {p.parts}; p++) {{\n"
+        f"    load_pair(b, bias + (long long)expert * {p.rows} + p * N + column);\n"
+        "    a[p][0] += b[0], a[p][1] += b[1];\n"
+        "  }"
+    )
+    return (
+        f"#define OTHER_PARAMETERS {''.join(f'const {CTYPES[t.dtype]}* {name}, ' for name, t in types.items())}\n"
+        f"#define OTHER_ARGUMENTS {arguments}\n"
+        f"#define OTHERS {''.join(f', {name}' for name in types)}\n"
+        f"__device__ inline float row_factor(int pair{arguments}) {{\n"
+        f"  return {'1' if p.up else 'to_float(weights[pair])'};\n}}\n"
+        f"__device__ inline void add_bias(float (&a)[{p.parts}][2], int expert, int column{arguments}) {{\n"
+        f"  {bias if 'bias' in types else ''}\n}}\n"
+        f"__device__ inline void epilogue(float (&y)[2], const float (&a)[{p.parts}][2], float factor) {{\n"
+        f"#pragma unroll\n"
+        f"  for (int i = 0; i < 2; i++) y[i] = {value};\n}}"
+    )
+
+
+def stage_bytes(s: Schedule) -> int:
+    """Bytes of a buffer of the ring."""
+    return int(2 * TILE_K * (s["bm"] + s["bn"]))
+
+
+def stages(s: Schedule, experts: int, target: Target) -> int:
+    """Buffers that fit into shared memory."""
+    left = target.limits.shared - ALIGN - RESERVED - 8 * experts
+    return min(MOST_STAGES, left // stage_bytes(s))
+
+
+GROUPED_WGMMA = GroupedWgmma(
+    "cuda/grouped_wgmma",
+    ("moe_up", "moe_down"),
+    crowds=True,
+    file="llmc.codegen.backends.cuda.kernels:grouped_wgmma.cu",
+    entry="llmc_experts",
+    headers=(HOPPER, SCALAR_MATH, PAIRS),
+)

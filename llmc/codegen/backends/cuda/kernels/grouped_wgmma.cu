@@ -1,0 +1,289 @@
+// The products of the experts of a mixture, for Hopper (sm_90a): y[r, N] = epilogue(x[source(r), K] @ w[e, p, N, K].T) for
+// the rows r of every expert e, in the order of the experts, with f32 sums.
+//
+// A block computes tiles of TILE_M rows of one expert times TILE_N / PARTS columns of y. The grid is as large as the GPU,
+// and a block finds its tiles from the starts of the experts' rows: an expert without rows has none. The tiles of an
+// expert follow each other column by column, so that its weights are read from memory once. The first warpgroup (the
+// producer) copies tiles of w by bulk copies, and the rows of x, which need not be neighbours, by copies of 16 bytes each
+// into a ring of STAGES buffers in shared memory; the other warpgroups (consumers) multiply them, each for 64 rows. Two
+// barriers guard each buffer: `full` completes when its bytes have arrived, `empty` when every consumer warp has finished
+// reading it.
+//
+// Constants: EXPERTS, N and K (multiples of 8), PARTS (1 or 2), TILE_M (64 or 128), TILE_N (a multiple of 16, at most 256),
+// STAGES (at least 3), SETTLED (whether the previous kernel wrote neither `starts` nor w), GROUP (tiles of rows that are processed together, so that they share tiles of w in the L2 cache),
+// CHOICES (row r is that of token order[r] / CHOICES; 0 if it is row r of x), SCATTER (whether row r is written to row
+// order[r] of y), OUT (the type of y). The generated text before this file defines `multiply`, OTHER_PARAMETERS,
+// OTHER_ARGUMENTS, OTHERS and the functions `row_factor`, `add_bias` and `epilogue`.
+
+constexpr int TILE_K = 64;                     // bf16 of 128 bytes, the width of the swizzle
+constexpr int CONSUMERS = TILE_M / 64, WARPGROUP = 128, THREADS = (CONSUMERS + 1) * WARPGROUP;
+constexpr int WIDTH = TILE_N / PARTS;          // columns of y of a tile
+constexpr int COLUMN_TILES = (N + WIDTH - 1) / WIDTH;
+constexpr int X_BYTES = TILE_M * TILE_K * 2, W_BYTES = TILE_N * TILE_K * 2, STAGE_BYTES = X_BYTES + W_BYTES;
+constexpr int STEPS = (K + TILE_K - 1) / TILE_K;
+constexpr int SUMS = TILE_N / 2;               // of a thread
+constexpr int LAG = STAGES - 2;                // steps whose rows of x may still be on their way
+constexpr int LINES = WARPGROUP / 8, PASSES = TILE_M / LINES;  // rows that a warpgroup copies at once, 16 bytes a thread
+
+// The rows of the experts, in shared memory: expert e has the rows [starts[e], starts[e + 1]), and the blocks of rows of
+// the experts up to e end at ends[e].
+struct Blocks {
+  int starts[EXPERTS + 1], ends[EXPERTS];
+};
+
+struct Tile {
+  int expert, row, stop, column;  // its first row, the end of the expert's rows, the first column
+};
+
+// A position in the ring of buffers.
+struct Ring {
+  unsigned buffers, full, empty;  // addresses in shared memory
+  int stage = 0, parity = 0;
+
+  __device__ Ring(unsigned buffers, unsigned full, unsigned empty) : buffers(buffers), full(full), empty(empty) {}
+  __device__ unsigned buffer() const { return buffers + stage * STAGE_BYTES; }
+  __device__ unsigned arrived() const { return full + 8 * stage; }
+  __device__ unsigned freed() const { return empty + 8 * stage; }
+  __device__ void advance() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+};
+
+// Fills `blocks`; all threads of the block call it.
+__device__ inline void count_blocks(Blocks& blocks, const int* starts) {
+  __shared__ int counts[THREADS / 32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int before = 0;  // blocks of the experts before `base`
+  for (int base = 0; base < EXPERTS; base += THREADS) {
+    const int e = base + threadIdx.x;
+    const int first = e <= EXPERTS ? starts[e] : 0, next = e < EXPERTS ? starts[e + 1] : first;
+    int count = (next - first + TILE_M - 1) / TILE_M;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int other = __shfl_up_sync(0xFFFFFFFF, count, d);
+      if (lane >= d) count += other;
+    }
+    __syncthreads();  // `counts` of the round before have been read
+    if (lane == 31) counts[warp] = count;
+    __syncthreads();
+    int all = 0;
+#pragma unroll
+    for (int i = 0; i < THREADS / 32; i++) {
+      if (i == warp) count += before + all;
+      all += counts[i];
+    }
+    before += all;
+    if (e < EXPERTS) blocks.starts[e] = first, blocks.ends[e] = count;
+    if (e == EXPERTS - 1) blocks.starts[EXPERTS] = next;
+  }
+  __syncthreads();
+}
+
+__device__ inline int tiles_of(const Blocks& blocks) { return blocks.ends[EXPERTS - 1] * COLUMN_TILES; }
+
+// Tiles of an expert cover GROUP times TILE_M rows, column by column.
+__device__ inline Tile find_tile(const Blocks& blocks, int tile) {
+  const int block = tile / COLUMN_TILES;
+  int low = 0, high = EXPERTS - 1;  // the first expert whose blocks end behind `block`
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (blocks.ends[middle] > block) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  const int first = low > 0 ? blocks.ends[low - 1] : 0, rows = blocks.ends[low] - first;
+  const int inside = tile - first * COLUMN_TILES;
+  const int group = inside / (GROUP * COLUMN_TILES), place = inside % (GROUP * COLUMN_TILES);
+  const int height = min(GROUP, rows - group * GROUP);
+  return {low, blocks.starts[low] + (group * GROUP + place % height) * TILE_M, blocks.starts[low + 1],
+          place / height * WIDTH};
+}
+
+// Starts to copy 16 bytes to shared memory, or writes zeros there.
+__device__ inline void copy_or_clear(unsigned to, const void* from, bool copies) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(copies ? 16 : 0) : "memory");
+}
+
+// Copies the rows of w of one step, in two boxes: halves of its columns, or its parts.
+__device__ inline void copy_weights(const Ring& ring, const TensorMap& w, const Tile& tile, int k) {
+  const int row = tile.expert * (PARTS * N) + tile.column;
+#pragma unroll
+  for (int half = 0; half < 2; half++)
+    copy_box(ring.buffer() + X_BYTES + half * (W_BYTES / 2), w, row + half * (PARTS == 2 ? N : TILE_N / 2), k,
+             ring.arrived());
+}
+
+// Waits until at most `left` of this thread's newest groups of copies are on their way, and announces the step before
+// them: its rows of x become visible to the products.
+template <int left> __device__ inline void announce(Ring& ring) {
+  asm volatile("cp.async.wait_group %0;\nfence.proxy.async.shared::cta;" ::"n"(left) : "memory");
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(ring.arrived());
+  ring.advance();
+}
+
+// Copies the weights of the first steps, as many as there are buffers; returns their number.
+__device__ inline int copy_first_weights(Ring ring, const Blocks& blocks, const TensorMap& w) {
+  if (blockIdx.x >= tiles_of(blocks)) return 0;
+  constexpr int COUNT = STEPS < STAGES ? STEPS : STAGES;
+  const Tile tile = find_tile(blocks, blockIdx.x);
+  if (threadIdx.x == 0)
+    for (int i = 0; i < COUNT; i++, ring.advance()) {
+      barrier_expect(ring.arrived(), W_BYTES);
+      copy_weights(ring, w, tile, i * TILE_K);
+    }
+  return COUNT;
+}
+
+// The producer: the warpgroup copies the steps of all tiles, each when its buffer is free.
+__device__ inline void produce(Ring ring, const Blocks& blocks, const bf16* x, const int* order, const TensorMap& w) {
+  int early = copy_first_weights(ring, blocks, w);  // steps whose weights have been requested
+  if (SETTLED) begin_launch();
+  const int chunk = threadIdx.x % 8, line = threadIdx.x / 8, count = tiles_of(blocks);
+  const int place = line * TILE_K * 2 + (chunk ^ line % 8) * 16;
+  Ring behind = ring;
+  int pending = 0;  // steps that have not been announced
+  for (int i = blockIdx.x; i < count; i += gridDim.x) {
+    const Tile tile = find_tile(blocks, i);
+    const bf16* from[PASSES];
+#pragma unroll
+    for (int p = 0; p < PASSES; p++) {
+      const int row = tile.row + p * LINES + line;
+      from[p] = nullptr;
+      if (row < tile.stop) from[p] = x + (long long)(CHOICES ? order[row] / max(CHOICES, 1) : row) * K + chunk * 8;
+    }
+    for (int k = 0; k < STEPS * TILE_K; k += TILE_K) {
+      if (early > 0) {
+        early--;
+      } else {
+        barrier_wait(ring.freed(), ring.parity ^ 1);
+        if (threadIdx.x == 0) {
+          barrier_expect(ring.arrived(), W_BYTES);
+          copy_weights(ring, w, tile, k);
+        }
+      }
+      const bool inside = k + chunk * 8 < K;
+#pragma unroll
+      for (int p = 0; p < PASSES; p++)
+        if (from[p]) copy_or_clear(ring.buffer() + place + p * LINES * TILE_K * 2, from[p] + (inside ? k : 0), inside);
+      asm volatile("cp.async.commit_group;" ::: "memory");
+      if (pending == LAG) {
+        announce<LAG>(behind);
+      } else {
+        pending++;
+      }
+      ring.advance();
+    }
+  }
+  for (; pending > 0; pending--) announce<0>(behind);
+}
+
+// The products of one tile by a consumer warpgroup. A buffer is released one step late, when the products that read it
+// have completed; the products of the next step already run.
+__device__ inline void consume(float (&sums)[SUMS], int consumer, Ring& ring) {
+  const bool releases = threadIdx.x % 32 == 0;
+  unsigned previous = 0;
+#pragma unroll 1
+  for (int i = 0; i < STEPS; i++) {
+    const unsigned x = ring.buffer() + consumer * 64 * TILE_K * 2, w = ring.buffer() + X_BYTES;
+    barrier_wait(ring.arrived(), ring.parity);
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < TILE_K; k += 16) multiply(sums, matrix(x + 2 * k), matrix(w + 2 * k), i > 0 || k > 0);
+    end_products();
+    if (i > 0) {
+      wait_products<1>();
+      if (releases) barrier_arrive(previous);
+    }
+    previous = ring.freed();
+    ring.advance();
+  }
+  wait_products<0>();
+  if (releases) barrier_arrive(previous);
+}
+
+// Releases the buffers of a tile whose rows are all those of other consumers.
+__device__ inline void skip(Ring& ring) {
+  for (int i = 0; i < STEPS; i++, ring.advance()) {
+    barrier_wait(ring.arrived(), ring.parity);
+    if (threadIdx.x % 32 == 0) barrier_arrive(ring.freed());
+  }
+}
+
+// Writes y of a tile from the accumulators of a warpgroup: a thread has two rows, 8 apart, and in each two adjacent
+// columns of every 8.
+__device__ inline void finish(const float (&sums)[SUMS], const Tile& tile, int consumer, const int* order
+                              OTHER_ARGUMENTS, OUT* y) {
+  constexpr int PAIRS = WIDTH / 8;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int first = tile.column + lane % 4 * 2;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int row = tile.row + consumer * 64 + warp * 16 + lane / 4 + 8 * half;
+    const bool valid = row < tile.stop;
+    const int to = valid && SCATTER ? order[row] : row;
+    const float factor = valid ? row_factor(to OTHERS) : 0;
+#pragma unroll
+    for (int j = 0; j < PAIRS; j += 2) {
+      float out[2][2] = {};
+      bool inside[2];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int column = first + (j + i) * 8;
+        inside[i] = j + i < PAIRS && valid && column < N;
+        float a[PARTS][2];
+#pragma unroll
+        for (int p = 0; p < PARTS; p++)
+#pragma unroll
+          for (int n = 0; n < 2; n++) a[p][n] = j + i < PAIRS ? sums[4 * (p * PAIRS + j + i) + 2 * half + n] : 0;
+        if (inside[i]) {
+          add_bias(a, tile.expert, column OTHERS);
+          epilogue(out[i], a, factor);
+        }
+      }
+      store(y + (long long)to * N + first + j * 8, out, inside);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    llmc_experts(const bf16* x, const int* order, const int* starts, const __grid_constant__ TensorMap w,
+                 OTHER_PARAMETERS OUT* y) {
+  extern __shared__ unsigned char memory[];
+  __shared__ unsigned long long barriers[2 * STAGES];
+  __shared__ Blocks blocks;
+  const unsigned buffers = (shared_address(memory) + 1023) & ~1023u;  // a swizzled box begins at a multiple of 1024
+  const unsigned full = shared_address(barriers), empty = full + 8 * STAGES;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full + 8 * i, 1 + WARPGROUP / 32);  // bulk copies, and the warps that copy rows
+      barrier_init(empty + 8 * i, CONSUMERS * WARPGROUP / 32);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  if (!SETTLED) begin_launch();
+  count_blocks(blocks, starts);
+
+  Ring ring(buffers, full, empty);
+  const int warpgroup = threadIdx.x / WARPGROUP;
+  if (warpgroup == 0) {
+    if (CONSUMERS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    produce(ring, blocks, x, order, w);
+  } else {
+    if (CONSUMERS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+    if (SETTLED) begin_launch();
+    const int consumer = warpgroup - 1, count = tiles_of(blocks);
+    float sums[SUMS];
+    for (int i = blockIdx.x; i < count; i += gridDim.x) {
+      const Tile tile = find_tile(blocks, i);
+      if (tile.row + consumer * 64 < tile.stop) {
+        consume(sums, consumer, ring);
+        finish(sums, tile, consumer, order OTHERS, y);
+      } else {
+        skip(ring);
+      }
+    }
+  }
+}

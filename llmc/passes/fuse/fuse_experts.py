@@ -1,0 +1,178 @@
+"""Fuses the small ops around the experts of a mixture: those that choose experts, and the sum of their results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from llmc.ir.graph import Builder, Graph, Node, Value
+from llmc.ir.scalar import E, arg, call, substitute
+from llmc.passes.analysis import const_value
+from llmc.passes.base import Ctx, Pass
+from llmc.passes.fuse.fuse_pointwise import expression
+from llmc.passes.rewrite import Match, Pat, Rewrite, apply, through
+
+NAME = "fuse-experts"
+MOST_COLUMNS, MOST_K = 4096, 64  # of a row that one program keeps in registers
+p = Pat()
+TOTAL = p.sum(p.y, axis=1, keepdim=False)
+
+
+def _of_experts(m: Match) -> str | None:
+    y: Value = m["y"]
+    made = y.node.op.name if y.node else "an input"
+    return None if made.endswith("moe_down") else f"the sum is over the results of {made}, not of experts"
+
+
+def _added(m: Match) -> str | None:
+    y, r = m["y"].type, m["r"].type
+    if r.shape != (y.shape[0], y.shape[2]):
+        return f"the other operand is {r}, the sum is over {y}"
+    return _of_experts(m)
+
+
+ADD = Rewrite("combine-add", p.add(through(TOTAL), p.r), lambda b, m: b.moe_combine(m["y"], m["r"]), _added)
+CAST = Rewrite(
+    "combine", p.cast(TOTAL, dtype=p.dtype), lambda b, m: b.moe_combine(m["y"], dtype=m["dtype"]), _of_experts
+)
+
+
+@dataclass(frozen=True)
+class FuseExperts(Pass):
+    """Replace topk and the row ops around it by topk_map, and the sum of a token's experts by moe_combine.
+
+    Of topk, these are the ops of one operand that compute its operand, those that read its values, sums of them
+    included, and casts of its indices to i32; of one token, topk_route also sorts the pairs. The sum of the experts
+    takes a cast and the addition of a residual. Its terms are then rounded to the dtype of the experts' other
+    activations, unless weights are quantised, which halves the bytes between the two kernels. The pass runs after
+    `split-moe`.
+    """
+
+    name: ClassVar[str] = NAME
+
+    def graph(self, g: Graph, ctx: Ctx) -> int:
+        """Replace the nodes of a graph; return the number of changes."""
+        found = [n for n in g.nodes if n.op.name == "topk"]
+        done = sum(_fuse_topk(g, n, ctx) for n in found)
+        done += sum(_fuse_route(g, n, ctx) for n in [n for n in g.nodes if n.op.name == "moe_route"])
+        done += apply(g, (ADD,), ctx) + apply(g, (CAST,), ctx)
+        for n in [n for n in g.nodes if n.op.name == "moe_down"]:
+            _round(g, n, ctx)
+        return done
+
+
+def _round(g: Graph, n: Node, ctx: Ctx) -> None:
+    """Round the terms of a moe_combine to the dtype of the rows of its moe_down."""
+    dtype = n.operands[0].type.dtype
+    summed = all(u.op.name == "moe_combine" for u in n.result.uses) and not any(n.result is v for v in g.outputs)
+    if n.result.type.dtype == dtype or any(v.type.format for v in n.operands) or not summed:
+        return
+    b = Builder(g, ctx.opset, before=n, loc=n.loc)
+    g.replace(n.result, b.moe_down(*n.operands, dtype=dtype))
+    g.erase(n)
+
+
+def _fuse_topk(g: Graph, n: Node, ctx: Ctx) -> bool:
+    """Replace a topk, or record why it remains; return whether it was replaced."""
+    casts = list(dict.fromkeys(n.results[1].uses))
+    if not ctx.allows(n):
+        return False
+    if why := _why_not(g, n, casts):
+        ctx.miss(NAME, n, why)
+        return False
+    if not ctx.spend():
+        return False
+    x, before, first = _before(g, n)
+    last, after, erased = _after(g, n)
+    b = Builder(g, ctx.opset, before=n, loc=n.loc)
+    dtype = "" if last.type.dtype == x.type.dtype else last.type.dtype
+    values, indices = b.topk_map(x, k=n.attrs["k"], before=str(before), after=str(after), dtype=dtype)
+    g.replace(last, values)
+    for c in casts:
+        g.replace(c.result, indices)
+    for old in (*casts, *erased, n, *first):
+        g.erase(old)
+    return True
+
+
+def _fuse_route(g: Graph, n: Node, ctx: Ctx) -> bool:
+    """Replace the topk_map of one token and its moe_route by topk_route; return whether they were replaced."""
+    indices = n.operands[0]
+    made = indices.node
+    if made is None or made.op.name != "topk_map" or not ctx.allows(n):
+        return False
+    x = made.operands[0].type
+    alone = len(indices.uses) == 1 and not any(v is indices for v in g.outputs)
+    if not alone or x.rank != 2 or x.shape[0].const != 1 or x.shape[1].const != n.attrs["experts"] or not ctx.spend():
+        return False
+    b = Builder(g, ctx.opset, before=made, loc=made.loc)
+    values, order, starts = b.topk_route(*made.operands, **made.attrs)
+    for old, new in ((n.results[0], order), (n.results[1], starts), (made.results[0], values)):
+        g.replace(old, new)
+    g.erase(n)
+    g.erase(made)
+    return True
+
+
+def _why_not(g: Graph, n: Node, casts: Sequence[Node]) -> str | None:
+    columns, k = n.operands[0].type.shape[-1].const, n.attrs["k"]
+    if columns is None or columns > MOST_COLUMNS or k > MOST_K:
+        return f"it selects {k} of {n.operands[0].type.shape[-1]} elements; at most {MOST_K} of {MOST_COLUMNS}"
+    if any(v is n.results[1] for v in g.outputs):
+        return "its indices are a result of the graph"
+    odd = [u for u in casts if u.op.name != "cast" or u.result.type.dtype != "i32"]
+    return f"{odd[0].op.name} reads its indices; only casts to i32 may" if odd else None
+
+
+def _before(g: Graph, n: Node) -> tuple[Value, E, list[Node]]:
+    """The operand of the replacement, the expression of its rows that topk reads, and the nodes that this replaces."""
+    x = n.operands[0]
+    made = x.node
+    if made is None or len(set(x.uses)) > 1 or any(v is x for v in g.outputs):
+        return x, arg(0), []
+    e = _row_expression(made, [v for v in made.operands if const_value(v) is None][:1])
+    source = next((v for v in made.operands if const_value(v) is None), x)
+    if e is None or source.type.shape != x.type.shape:
+        return x, arg(0), []
+    return source, e, [made]
+
+
+def _after(g: Graph, n: Node) -> tuple[Value, E, list[Node]]:
+    """The value that the replacement computes, as an expression of the selected ones, and the nodes it replaces."""
+    values = n.results[0]
+    users = list(dict.fromkeys(values.uses))
+    sums = [u for u in users if _is_row_sum(u)]
+    others = list(dict.fromkeys([*(u for u in users if u not in sums), *(r for s in sums for r in s.result.uses)]))
+    kept = [values, *(s.result for s in sums)]
+    if len(others) != 1 or any(v is o for v in kept for o in g.outputs):
+        return values, arg(0), []
+    (last,) = others
+    e = _row_expression(last, kept)
+    if e is None or last.result.type.shape != values.type.shape:
+        return values, arg(0), []
+    return last.result, e, [last, *sums]
+
+
+def _is_row_sum(n: Node) -> bool:
+    """Whether a node is the sum of the last axis, which stays as an axis of size 1."""
+    rank = n.operands[0].type.rank
+    return n.op.name == "sum" and n.attrs["keepdim"] and n.attrs["axis"] % rank == rank - 1
+
+
+def _row_expression(n: Node, known: Sequence[Value]) -> E | None:
+    """A node as an expression of known[0] and its row sums, the other known values; None if it reads anything else."""
+    e = expression(n)
+    if e is None:
+        return None
+    operands: list[E] = []
+    for v in n.operands:
+        value = const_value(v)
+        at = next((i for i, o in enumerate(known) if o is v), None)
+        if value is None and at is None:
+            return None
+        if value is not None:
+            operands.append(E("const", (value,)))
+        else:
+            operands.append(call("row_sum", arg(0)) if at else arg(0))
+    return substitute(e, operands)
