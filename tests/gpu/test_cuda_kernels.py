@@ -23,13 +23,8 @@ from llmc.codegen.backends.cuda.gemm_wgmma import GEMM_WGMMA
 from llmc.codegen.backends.cuda.grouped_wgmma import GROUPED_WGMMA
 from llmc.codegen.backends.cuda.nvrtc_toolchain import NvrtcToolchain
 from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA
-<<<<<<< HEAD
 from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_FIXED, SKINNY_GEMM
-from llmc.codegen.kernel import Kernel, Schedule
-=======
-from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_GEMM
 from llmc.codegen.kernel import SETTLED, Kernel, Schedule
->>>>>>> part-H
 from llmc.extension import resolve
 from llmc.ir.example import example_graph
 from llmc.ir.ops import OPS
