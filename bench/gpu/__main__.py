@@ -48,7 +48,8 @@ class Run:
     def child(self, name: str, command: list[str]) -> str:
         """Run a module of this repository within the remaining time; print and return its output."""
         self.log_line(f"{name} ({state()})")
-        env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'runtime'}", "PYTHONUNBUFFERED": "1"}
+        paths = [str(ROOT), str(ROOT / "runtime"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
         process = subprocess.Popen(
             [sys.executable, "-m", *command],
             cwd=ROOT,
