@@ -21,7 +21,7 @@ from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.speculation import Speculation
 from llmc_runtime.sched.token_guide import mask_of
 from models import test_artifacts as artifacts
-from models.cases import LISTED, SEED, Case, sample
+from models.cases import LISTED, SEED, UNLISTED, Case, sample
 from models.eagle import save_head, tensors
 from models.kit import eager_logits, relative_error, save
 
@@ -84,6 +84,20 @@ def test_float32(case: Case, tmp_path: Path, device: InterpretDevice) -> None:
 
 def test_bfloat16(tmp_path: Path, device: InterpretDevice) -> None:
     run_case(SHALLOW, tmp_path, device, (1, 5), torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_mixtures_choose_and_add_up_experts_in_one_launch_each(
+    name: str, tmp_path: Path, device: InterpretDevice
+) -> None:  # fmt: skip
+    """Of one layer; a single row is also sorted by the launch that chooses its experts."""
+    case = next(c for c in UNLISTED if c.name == name)
+    config = case.config | {"num_hidden_layers": 1}
+    config |= {"layer_types": config["layer_types"][:1]} if "layer_types" in config else {}
+    run_case(dataclasses.replace(case, config=config), tmp_path, device, (5,), torch.bfloat16)
+    ran = {op for op, _ in device.launches}
+    assert {"topk_map", "topk_route", "moe_route", "moe_up", "moe_down", "moe_combine"} <= ran
+    assert not {"topk", "softmax", "sum"} & ran
 
 
 def test_rows_that_decode_beside_prompts_apart(tmp_path: Path, device: InterpretDevice) -> None:
