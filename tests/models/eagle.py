@@ -96,11 +96,11 @@ def layer(w: dict[str, Tensor], embedding: Tensor, hidden: Tensor, before: bool)
 @torch.no_grad()
 def drafted(
     model: Any, w: dict[str, Tensor], tokens: list[int], count: int, bias: Mapping[int, float], before: bool = False
-) -> list[int]:
-    """The greedy drafts behind `tokens`, of which the model has computed all but the last."""
+) -> tuple[list[int], list[float]]:
+    """The greedy drafts behind `tokens`, of which the model has computed all but the last, and their probabilities."""
     states = model(torch.tensor([tokens[:-1]]), output_hidden_states=True, use_cache=False).hidden_states
     hidden = torch.cat([states[n][0] for n in AUX], -1) @ w["fc.weight"].T
-    table, known, out = model.get_input_embeddings().weight, list(tokens), []
+    table, known, out, chances = model.get_input_embeddings().weight, list(tokens), list[int](), list[float]()
     for _ in range(count):
         x = layer(w, table[torch.tensor(known[1:])], hidden, before)
         logits = norm(x[-1], w["norm.weight"]) @ w["lm_head.weight"].T
@@ -110,6 +110,7 @@ def drafted(
         for token, value in bias.items():
             full[token] += value
         out.append(int(full.argmax()))
+        chances.append(float(full.softmax(-1).max()))
         known.append(out[-1])
         hidden = torch.cat((hidden, x[-1:]))
-    return out
+    return out, chances

@@ -8,8 +8,13 @@ import pytest
 from llmc_runtime.exec.draft_steps import DraftSteps
 
 
-def record_drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
-    """Return a list that gets (known tokens, drafts) of each row for which a step drafts."""
+def record_drafts(
+    monkeypatch: pytest.MonkeyPatch, chances: list[list[float]] | None = None
+) -> list[tuple[list[int], list[int]]]:
+    """Return a list that gets (known tokens, drafts) of each row for which a step drafts.
+
+    `chances` gets the probabilities of the drafts, in the same order; empty ones if the device does not return them.
+    """
     seen: list[tuple[list[int], list[int]]] = []
     run = DraftSteps.run
 
@@ -21,6 +26,8 @@ def record_drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list
                 known = int(length[item.row, 0]) + 1
                 row, made = history[item.row].tolist(), len(likely.get(index, ())) or item.propose
                 seen.append((row[:known], row[known : known + made]))
+                if chances is not None:
+                    chances.append(likely.get(index, []))
         return likely
 
     monkeypatch.setattr(DraftSteps, "run", recorded)

@@ -319,3 +319,4 @@ class Speculation:
         weight, past = request.draft_trials
         request.draft_trials = (self._memory * weight + trials, self._memory * past + accepted)
         self._kind_of(request).count(trials, accepted)
+        self._wake = 0  # a trial may have succeeded
