@@ -12,7 +12,8 @@ import pytest
 from llmc_runtime.format.program import Launch, Program
 
 from bench import shapes
-from bench.gpu import experts, floors, in_step, products, speculation
+from bench.gpu import account, experts, floors, in_step, products, speculation
+from bench.gpu.engine import LEAST, Step, decode_steps
 from bench.gpu.kernels import STEPS, Load, groups
 from bench.gpu.plan import parser, plan_of
 from bench.gpu.plot import svg
@@ -108,6 +109,31 @@ def test_the_run_says_what_it_does_not_know() -> None:
     for bad in (["--models", "gpt"], ["--suites", "decode,nonsense"]):
         with pytest.raises(ValueError, match="is not known; there are"):
             plan_of(parser().parse_args(bad))
+
+
+def test_decode_steps_are_measured_between_steps_in_which_every_row_decodes() -> None:
+    prompts = [Step(2, 400, 100), Step(4, 202, 5_000_000)]
+    steps = [Step(4, 4, 7_000_000 + 2_000_000 * i) for i in range(LEAST + 1)]
+    assert decode_steps([*prompts, *steps, Step(2, 2, 999_000_000)], 4) == [2.0] * LEAST
+    with pytest.raises(AssertionError, match=f"{LEAST} of {LEAST + 1} steps"):
+        decode_steps([prompts[0], *steps[:LEAST]], 4)
+
+
+def test_an_account_counts_overlapping_kernels_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = [account.Kernel("a", 0, 1000, 1), account.Kernel("b", 900, 1000, 1)]
+    steps = [first, [k._replace(begin=k.begin + 9000, call=2) for k in first]]
+    alone = account.Kernel("c", 5000, 10, 3)
+    account.save(tmp_path / "k.json", [*first, alone, *steps[1]])
+    assert account.steps_of(account.load(tmp_path / "k.json")) == steps
+    assert account.table(steps, ["x", "y"]) == [("x", 1, 1.0, 1.0), ("y", 1, 0.9, 1.0)]
+    launches = tuple(Launch("k", e, (), (), loc=f"model.layers.3.{e}", op="linear") for e in "ab")
+    assert account.places([Program("p", {}, {}, (), launches, 0)], first) == [
+        "linear model.layers.a",
+        "linear model.layers.b",
+    ]
+    assert account.places([Program("p", {}, {}, (), launches[:1], 0)], first) == ["a", "b"]
+    account.main([str(tmp_path / "k.json")])
+    assert "1 steps of 2 kernels" in capsys.readouterr().out
 
 
 def test_launches_of_one_kernel_in_equal_places_are_a_group() -> None:

@@ -31,11 +31,10 @@ LEAST = 32  # steps between which a decode step is measured
 
 
 class Step(NamedTuple):
-    """A step as the host sees it: its rows and tokens, and when it began and ended on the device, in ns."""
+    """A step: its rows and tokens, and when the host saw its end, in ns."""
 
     rows: int
     tokens: int
-    begin: int
     end: int
 
 
@@ -78,22 +77,21 @@ class Session:
         case = str(batch) if length == PROMPT else f"{batch} after {length}"
         return engine_row("decode", self.shape.name, case, "ms", ms, floor, whole_s=whole, first_s=first)
 
-    def recorded(self, prompts: Sequence[Sequence[int]], new: int) -> tuple[float, list[Step]]:
-        """Return the seconds of a call as `seconds` does, and its steps in order."""
+    def recorded(self, prompts: Sequence[Sequence[int]], new: int) -> list[Step]:
+        """Return the steps of a call of `seconds`, in order."""
         recorder, stop = attach_recorder(self.llm.engine, 16 * (new + len(prompts)))
         try:
-            seconds = self.seconds(prompts, new)
+            self.seconds(prompts, new)
         finally:
             stop()
-        rows = [row for row in recorder.rows() if row[1] == "step"]
-        return seconds, [Step(rows, tokens, begin, end) for _, _, begin, end, _, rows, tokens in rows]
+        return [Step(rows, tokens, end) for _, name, _, end, _, rows, tokens in recorder.rows() if name == "step"]
 
     def steps(self, batch: int, rounds: int = 3, length: int = PROMPT) -> Row:
         """Return the milliseconds of a decode step after prompts of `length` tokens: in each of several calls, the time
         between the ends of the first and the last step in which every row decodes, by the number of steps; the median
         of the calls."""
         self.seconds(self.prompts(batch, length), 4)
-        calls = [decode_steps(self.recorded(self.prompts(batch, length), STEPS + 1)[1], batch) for _ in range(rounds)]
+        calls = [decode_steps(self.recorded(self.prompts(batch, length), STEPS + 1), batch) for _ in range(rounds)]
         ms = statistics.median(statistics.mean(times) for times in calls)
         floor = floors.decode_seconds(self.shape, batch, length + STEPS // 2, self.roof) * 1e3
         return engine_row("decode", self.shape.name, str(batch), "ms", ms, floor, **samples(calls))
@@ -109,14 +107,11 @@ class Session:
         return engine_row("host", self.shape.name, str(batch), "us", found["exposed_us"], None, **found)
 
     def prefill(self, length: int, rounds: int = 5) -> Row:
-        """Return the milliseconds of one prompt and one token; `device_ms` is what its steps took on the device."""
+        """Return the milliseconds of one prompt and one token."""
         self.seconds(self.prompts(1, length), 1)
-        calls = [self.recorded(self.prompts(1, length), 1) for _ in range(rounds)]
-        times = [seconds * 1e3 for seconds, _ in calls]
-        device = [sum(step.end - step.begin for step in steps) / 1e6 for _, steps in calls]
+        times = [self.seconds(self.prompts(1, length), 1) * 1e3 for _ in range(rounds)]
         floor = floors.prefill_seconds(self.shape, length, self.roof) * 1e3
-        ms = statistics.median(times)
-        return engine_row("prefill", self.shape.name, str(length), "ms", ms, floor, all_ms=times, device_ms=device)
+        return engine_row("prefill", self.shape.name, str(length), "ms", statistics.median(times), floor, all_ms=times)
 
     def offline(self, requests: int, length: int, new: int) -> Row:
         """Return output tokens per second of many concurrent requests, after a short warm-up."""
