@@ -32,7 +32,7 @@ from llmc.targets.target import Target
 Tiles = Mapping[int, tuple[int, ...]]
 # Blocks of columns of a warp by tokens of a tile: of tokens in bf16, and in fixed point.
 BF16: Tiles = MappingProxyType({8: (4, 2, 1, 8), 16: (4, 2, 1)})
-FIXED: Tiles = MappingProxyType({4: (4, 8, 2, 1), 8: (4, 2, 1, 8), 16: (4, 2, 1)})
+FIXED: Tiles = MappingProxyType({4: (4, 8, 2, 1)})  # for more tokens, an H200 is faster in bf16
 STRIP = 16  # rows of a product
 ENTRY = 256  # maximum columns of a scale of tokens in fixed point; groups are multiples of 32 columns there
 WARPS = (16, 8, 14, 12, 10)  # of a block
@@ -44,7 +44,7 @@ BARRIERS = 16  # bytes of shared memory
 WASTE = 1.15  # maximum columns of all warps, relative to those of the weight
 # Fitted to measurements on an H200 (bench.gpu.quantized_products): microseconds that do not depend on the weights, and
 # the share of the bandwidth that is reached, by tokens; what a second block on a multiprocessor adds.
-_START, _SHARE = MappingProxyType({4: 2.6, 8: 2.6, 16: 3.9}), MappingProxyType({4: 0.8, 8: 0.76, 16: 0.58})
+_START, _SHARE = MappingProxyType({4: 2.4, 8: 2.6, 16: 3.9}), MappingProxyType({4: 0.76, 8: 0.76, 16: 0.58})
 _SECOND = 0.7
 
 

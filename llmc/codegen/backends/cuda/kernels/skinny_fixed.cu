@@ -8,7 +8,7 @@
 // The WARPS warps of a block, and the SPLIT blocks of a cluster, have different columns; strip_sums.cuh adds their sums.
 // Clusters process the strips in turn.
 //
-// Constants: those of skinny_gemm.cu, with TOKENS 4, 8 or 16 and GROUP a multiple of 32.
+// Constants: those of skinny_gemm.cu, with TOKENS 4 (or a multiple, which is slower than bf16) and GROUP a multiple of 32.
 
 constexpr int BLOCK = 64, STRIP = 16;  // rows and columns of a block of codes; rows of a product
 constexpr int THREADS = WARPS * 32, COLUMNS = CHUNKS * BLOCK;
