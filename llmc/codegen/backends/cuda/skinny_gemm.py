@@ -12,6 +12,7 @@ from llmc.codegen.backends.cuda.cuda_kernel import (
     HOPPER,
     INT4_TO_BF16,
     SCALAR_MATH,
+    SKINNY_WEIGHTS,
     STREAMING,
     STRIP_SUMS,
     Binding,
@@ -156,6 +157,7 @@ SKINNY_GEMM = SkinnyGemm(
     file="llmc.codegen.backends.cuda.kernels:skinny_gemm.cu",
     entry="llmc_skinny_gemm",
     headers=(HOPPER, SCALAR_MATH, INT4_TO_BF16, STREAMING, STRIP_SUMS),
+    before=(SKINNY_WEIGHTS,),
 )
 
 SKINNY_FIXED = SkinnyGemm(
@@ -165,4 +167,5 @@ SKINNY_FIXED = SkinnyGemm(
     file="llmc.codegen.backends.cuda.kernels:skinny_fixed.cu",
     entry="llmc_skinny_fixed",
     headers=(HOPPER, SCALAR_MATH, STREAMING, STRIP_SUMS),
+    before=(SKINNY_WEIGHTS,),
 )
