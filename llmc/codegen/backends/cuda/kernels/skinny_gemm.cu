@@ -14,9 +14,9 @@
 //
 // Constants: N, PARTS, K, GROUP, ZERO_POINT (of all groups, or -1: the pointer ZEROS has one for each), TOKENS (8 or 16),
 // WARPS, CHUNKS (blocks of 64 columns of a warp), SPLIT, CLUSTERS, DEPTH, RESIDENT (blocks that a multiprocessor has
-// registers for), NORMED and EPS (of the norm), and the types SCALE (bf16 or f16) and OUT. N and K are multiples of 64; GROUP divides COLUMNS or is a
-// multiple of it. The generated text before this file defines OTHER_PARAMETERS, GAIN, ZEROS, OTHERS and the function
-// `epilogue`.
+// registers for), NORMED and EPS (of the norm), and the types SCALE (bf16 or f16) and OUT. N and K are multiples of 64;
+// GROUP divides COLUMNS or is a multiple of it. The generated text before this file defines OTHER_PARAMETERS, GAIN, ZEROS,
+// OTHERS and the function `epilogue`.
 
 constexpr int TILES = TOKENS / 8;  // of 8 tokens, for one instruction each; sums are [TILES][STRIP][8]
 // Shared memory: the sums of two strips [2][WARPS][SUMS], all sums of the block [UNITS][SUMS], with NORMED the sums of
