@@ -23,7 +23,7 @@ from llmc.codegen.backends.cuda.gemm_wgmma import GEMM_WGMMA
 from llmc.codegen.backends.cuda.grouped_wgmma import GROUPED_WGMMA
 from llmc.codegen.backends.cuda.nvrtc_toolchain import NvrtcToolchain
 from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA
-from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_FIXED, SKINNY_GEMM
+from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_FIXED, SKINNY_GEMM, SkinnyGemm
 from llmc.codegen.kernel import SETTLED, Kernel, Schedule
 from llmc.extension import resolve
 from llmc.ir.example import example_graph
@@ -244,7 +244,8 @@ def test_4_bit_codes(problem: tuple[Any, ...], card: Card, tmp_path: Path) -> No
 def test_4_bit_codes_few_tokens(
     problem: tuple[Any, ...], normed: bool, kernel: Kernel, card: Card, tmp_path: Path
 ) -> None:
-    case = fragments(*problem, tokens=str(problem[0]) if problem[0] <= 16 else "T", normed=normed)
+    assert isinstance(kernel, SkinnyGemm)
+    case = fragments(*problem, tokens=str(problem[0]) if problem[0] <= max(kernel.tiles) else "T", normed=normed)
     found = kernel.schedules(case.node, sm_90())
     assert found and kernel.reject(case.node, sm_90()) is None
     # A token times the gain is rounded to bf16: an error of up to 2 ** -9 of each term.

@@ -16,7 +16,7 @@ from draw import generator
 from llmc.codegen.backends.cuda.cuda_epilogue import epilogue
 from llmc.codegen.backends.cuda.cuda_kernel import SCALAR_MATH, _text
 from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA
-from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_GEMM
+from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_FIXED, SKINNY_GEMM, SkinnyGemm
 from llmc.codegen.cubin import read_entry
 from llmc.codegen.select import Pack, Select
 from llmc.diagnostics import Diagnostic
@@ -91,7 +91,7 @@ def test_entry_points_share_the_layout_that_suits_them_together() -> None:
     ]
     m = packed(Select(), *large, (" : bf16[1, 128]", " : bf16[1, 14336]"))
     chosen = {name: the_product(g).choice["kernel"] for name, g in m.graphs.items()}
-    assert chosen == {"main": "cuda/quantized_wgmma", "one": "cuda/skinny_gemm"}
+    assert chosen == {"main": "cuda/quantized_wgmma", "one": "cuda/skinny_fixed"}
     for g in m.graphs.values():
         assert [n.op.name for n in g.nodes] == ["pack_fragments", "transpose", "transpose", "packed_fragments_linear"]
     small = packed(Select())
@@ -125,16 +125,17 @@ def test_ways_become_binaries_of_sm_90(tmp_path: Path) -> None:
         assert source.cluster == ((way["split"], 1, 1) if way["split"] > 1 else ())
 
 
-def test_ways_for_few_tokens_become_binaries_of_sm_90(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernel", [SKINNY_GEMM, SKINNY_FIXED], ids=lambda k: k.name)
+def test_ways_for_few_tokens_become_binaries_of_sm_90(kernel: SkinnyGemm, tmp_path: Path) -> None:
     """Every way of few tokens: all columns have a warp, and what the blocks copy and share fits."""
     target = sm_90()
     tool = load().toolchains["cuda"](target)
-    node = the_product(packed(Select(prefer=("cuda/skinny_gemm",))).graphs["one"])
-    ways = SKINNY_GEMM.schedules(node, target)
-    assert {w["tokens"] for w in ways} == {8} and node.choice["kernel"] == "cuda/skinny_gemm"
+    node = the_product(packed(Select(prefer=(kernel.name,))).graphs["one"])
+    ways = kernel.schedules(node, target)
+    assert {w["tokens"] for w in ways} == {min(kernel.tiles)} and node.choice["kernel"] == kernel.name
     for way in ways:
         assert 64 * way["chunks"] * way["warps"] * way["split"] >= 512
-        source = SKINNY_GEMM.emit(node, way, target)
+        source = kernel.emit(node, way, target)
         made = tool.compile([(source, "")], tmp_path)[tool.key(source)]
         assert made.shared <= target.limits.shared and made.threads == 32 * way["warps"] and not made.boxes
         assert read_entry(made.binary, source.entry).sizes == (8, 8, 8, 8, 8, 4)
@@ -157,11 +158,11 @@ graph @one(
     for p in (FuseNormQuantized(), Select(), Pack()):
         p.run(m, ctx)
     node = the_product(m.graphs["one"])
-    assert node.op.name == "norm_fragments_linear" and node.choice["kernel"] == "cuda/skinny_gemm"
+    assert node.op.name == "norm_fragments_linear" and node.choice["kernel"] == "cuda/skinny_fixed"
     assert [v.name for v in node.operands if v.name in ("x", "g")] == ["x", "g"]
     tool = load().toolchains["cuda"](target)
-    for way in SKINNY_GEMM.schedules(node, target):
-        source = SKINNY_GEMM.emit(node, way, target)
+    for kernel, way in [(k, way) for k in (SKINNY_GEMM, SKINNY_FIXED) for way in k.schedules(node, target)]:
+        source = kernel.emit(node, way, target)
         made = tool.compile([(source, "")], tmp_path)[tool.key(source)]
         assert made.shared <= target.limits.shared
         assert read_entry(made.binary, source.entry).sizes == (8, 8, 8, 8, 8, 8, 4)
@@ -175,6 +176,12 @@ def test_what_few_tokens_refuse() -> None:
     assert "17 tokens; at most 16" in str(SKINNY_GEMM.reject(many, sm_90()))
     odd = the_product(module(("512]", "832]"), ("block=[1, 128]", "block=[1, 208]")).graphs["main"])
     assert "208 for each scale" in str(SKINNY_GEMM.reject(odd, sm_90()))
+    some = the_product(module(("bf16[T", "bf16[5"), ("sym T in [1, 4096]\n", "")).graphs["main"])
+    assert SKINNY_GEMM.reject(some, sm_90()) is None
+    assert "5 tokens; at most 4" in str(SKINNY_FIXED.reject(some, sm_90()))
+    narrow = the_product(module(("[256, 4]", "[256, 32]"), ("block=[1, 128]", "block=[1, 16]")).graphs["main"])
+    assert SKINNY_GEMM.reject(narrow, sm_90()) is None
+    assert "groups of 16 columns are not a multiple of 32" in str(SKINNY_FIXED.reject(narrow, sm_90()))
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ WGMMA_REGISTERS = "llmc.codegen.backends.cuda.kernels:wgmma_registers.cuh"
 INT4_TO_BF16 = "llmc.codegen.backends.cuda.kernels:int4_to_bf16.cuh"
 STREAMING = "llmc.codegen.backends.cuda.kernels:streaming.cuh"
 STRIP_SUMS = "llmc.codegen.backends.cuda.kernels:strip_sums.cuh"
+SKINNY_WEIGHTS = "llmc.codegen.backends.cuda.kernels:skinny_weights.cuh"
 PAIRS = "llmc.codegen.backends.cuda.kernels:pairs.cuh"
 SCALAR_MATH = "llmc.codegen.backends.cuda.kernels:scalar_math.cuh"
 
@@ -76,12 +77,13 @@ class CudaKernel(Kernel):
     """A kernel in CUDA C++.
 
     file: "package:name.cu", a resource of an importable package. entry: the name of its kernel function. headers:
-    resources whose text precedes the constants.
+    resources whose text precedes the constants. before: resources whose text uses the constants, before the file's.
     """
 
     language: str = "cuda"
     file: str = ""
     headers: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
     entry: str = ""
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -101,7 +103,7 @@ class CudaKernel(Kernel):
             *(_text(header) for header in (DEVICE, *self.headers)),
             constants,
             *([b.text] if b.text else []),
-            _text(self.file),
+            *(_text(part) for part in (*self.before, self.file)),
         ]
         return Source(
             self.entry, self.language, "\n\n".join(p.strip() for p in parts) + "\n", threads=b.threads,

@@ -12,6 +12,7 @@ from llmc.codegen.backends.cuda.cuda_kernel import (
     HOPPER,
     INT4_TO_BF16,
     SCALAR_MATH,
+    SKINNY_WEIGHTS,
     STREAMING,
     STRIP_SUMS,
     Binding,
@@ -32,7 +33,7 @@ from llmc.targets.target import Target
 Tiles = Mapping[int, tuple[int, ...]]
 # Blocks of columns of a warp by tokens of a tile: of tokens in bf16, and in fixed point.
 BF16: Tiles = MappingProxyType({8: (4, 2, 1, 8), 16: (4, 2, 1)})
-FIXED: Tiles = MappingProxyType({4: (4, 8, 2, 1), 8: (4, 2, 1, 8), 16: (4, 2, 1)})
+FIXED: Tiles = MappingProxyType({4: (4, 8, 2, 1)})  # for more tokens, an H200 is faster in bf16
 STRIP = 16  # rows of a product
 ENTRY = 256  # maximum columns of a scale of tokens in fixed point; groups are multiples of 32 columns there
 WARPS = (16, 8, 14, 12, 10)  # of a block
@@ -44,7 +45,7 @@ BARRIERS = 16  # bytes of shared memory
 WASTE = 1.15  # maximum columns of all warps, relative to those of the weight
 # Fitted to measurements on an H200 (bench.gpu.quantized_products): microseconds that do not depend on the weights, and
 # the share of the bandwidth that is reached, by tokens; what a second block on a multiprocessor adds.
-_START, _SHARE = MappingProxyType({4: 2.6, 8: 2.6, 16: 3.9}), MappingProxyType({4: 0.8, 8: 0.76, 16: 0.58})
+_START, _SHARE = MappingProxyType({4: 2.4, 8: 2.6, 16: 3.9}), MappingProxyType({4: 0.76, 8: 0.76, 16: 0.58})
 _SECOND = 0.7
 
 
@@ -156,6 +157,7 @@ SKINNY_GEMM = SkinnyGemm(
     file="llmc.codegen.backends.cuda.kernels:skinny_gemm.cu",
     entry="llmc_skinny_gemm",
     headers=(HOPPER, SCALAR_MATH, INT4_TO_BF16, STREAMING, STRIP_SUMS),
+    before=(SKINNY_WEIGHTS,),
 )
 
 SKINNY_FIXED = SkinnyGemm(
@@ -165,4 +167,5 @@ SKINNY_FIXED = SkinnyGemm(
     file="llmc.codegen.backends.cuda.kernels:skinny_fixed.cu",
     entry="llmc_skinny_fixed",
     headers=(HOPPER, SCALAR_MATH, STREAMING, STRIP_SUMS),
+    before=(SKINNY_WEIGHTS,),
 )

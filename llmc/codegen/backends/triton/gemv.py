@@ -49,6 +49,7 @@ NORM_MEASURED: tuple[Measured, ...] = (
 )
 _KEYS = ("bn", "bk", "warps", "stages")
 _READ = 0.96  # share of the bandwidth that the best of these schedules reach
+_I8 = 8  # operations that converting an i8 to float32 costs, fitted to an H200
 
 
 def by_tokens(
@@ -93,8 +94,9 @@ class Gemv(TritonKernel):
         m = p.tokens(env)
         passes = -(-m // s["rows"])
         moved = (p.bytes(env) + (passes - 1) * p.weight_bytes) / target.bandwidth / _READ
-        # Operations per weight: one conversion, and per token one product plus its share of converting and scaling x.
-        steps = 1 + s["rows"] * (1 + 1.2 / (s["bn"] * p.parts))
+        # Operations per weight: a conversion, and per token one product plus its share of converting and scaling x.
+        conversion = _I8 if p.w.dtype == "i8" else 1
+        steps = conversion + s["rows"] * (1 + 1.2 / (s["bn"] * p.parts))
         arithmetic = passes * p.parts * p.n * p.k * steps * 2 / target.peaks["f32"] / 0.85
         far = _distance(tuple(s[k] for k in _KEYS), _fit(p, nearest(p, self.measured)))
         return math.hypot(moved, arithmetic) * 1e6 * (1 + 0.02 * far) + target.launch_us

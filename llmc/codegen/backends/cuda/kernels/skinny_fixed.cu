@@ -8,25 +8,12 @@
 // The WARPS warps of a block, and the SPLIT blocks of a cluster, have different columns; strip_sums.cuh adds their sums.
 // Clusters process the strips in turn.
 //
-// Constants: those of skinny_gemm.cu, with TOKENS 4, 8 or 16 and GROUP a multiple of 32.
+// Constants: those of skinny_gemm.cu, with TOKENS 4 (or a multiple, which is slower than bf16) and GROUP a multiple of 32.
 
-constexpr int BLOCK = 64, STRIP = 16;  // rows and columns of a block of codes; rows of a product
-constexpr int THREADS = WARPS * 32, COLUMNS = CHUNKS * BLOCK;
-constexpr int TILES = TOKENS / 4;      // of 4 tokens, for one instruction each
-constexpr int ENTRIES = GROUP < COLUMNS ? COLUMNS / GROUP : 1;  // scales of a row of w that a warp needs
+constexpr int TILES = TOKENS / 4;  // of 4 tokens, for one instruction each; sums are [TILES][STRIP][4]
 constexpr int ENTRY = GROUP < COLUMNS ? GROUP : COLUMNS < 256 ? COLUMNS : 256;  // columns of a scale of x
 constexpr int X_ENTRIES = COLUMNS / ENTRY;
 static_assert(ENTRY <= 256, "a sum of an entry is below 2^27, and a warp has an entry at once");
-constexpr bool HAS_ZEROS = ZERO_POINT < 0;
-constexpr bool WHOLE = SPLIT * WARPS * COLUMNS == K;  // every warp has as many columns as the others
-constexpr int STRIPS = N / STRIP;
-constexpr int UNITS = (STRIPS + CLUSTERS - 1) / CLUSTERS * PARTS;  // strips of w that a cluster computes, at most
-constexpr int SUMS = STRIP * TOKENS;   // of a strip, in shared memory as [TILES][STRIP][4]
-// What a warp copies of a strip: codes [CHUNKS][32][16 bytes], scales [ENTRIES][STRIP], zero points [ENTRIES][STRIP].
-constexpr int BLOCK_BYTES = BLOCK * BLOCK / 2;
-constexpr int COPIES = ENTRIES * (HAS_ZEROS ? 3 : 2);  // of 16 bytes: two for the scales of a group, one for zero points
-constexpr int CODE_BYTES = CHUNKS * 512, SCALE_BYTES = ENTRIES * STRIP * 2;
-constexpr int SLOT_BYTES = CODE_BYTES + SCALE_BYTES + (HAS_ZEROS ? ENTRIES * STRIP : 0);
 // Shared memory: the sums of two strips [2][WARPS][SUMS], all sums of the block [UNITS][SUMS], with NORMED the sums of
 // squares of the warps and of the block [WARPS + 1][TOKENS], the scales and sums of x [WARPS][X_ENTRIES][TOKENS][2], the
 // slots [WARPS][DEPTH], and two barriers. Tokens pass through the first part.
@@ -34,56 +21,6 @@ constexpr int TOTALS_AT = 2 * WARPS * SUMS, SQUARES_AT = TOTALS_AT + UNITS * SUM
 constexpr int X_SUMS_AT = SQUARES_AT + (NORMED ? (WARPS + 1) * TOKENS : 0);
 constexpr int SLOTS_AT = X_SUMS_AT + WARPS * X_ENTRIES * TOKENS * 2;
 constexpr int BARRIERS_AT = SLOTS_AT + WARPS * DEPTH * SLOT_BYTES / 4;
-
-struct Problem {
-  const bf16* x;                // [m][K]
-  const bf16* gain;             // [K], or null
-  const unsigned char* codes;   // [PARTS * N / 64][K / 64][2048], from this thread's part of a strip on
-  const SCALE* scales;          // [K / GROUP][PARTS * N]
-  const unsigned char* zeros;   // [K / GROUP][PARTS * N], or null
-  int m, token;                 // tokens, and the first of this block
-  int cluster, chunk, lane;     // this warp's cluster, first block of columns, and thread
-  unsigned slots;               // the address of this warp's slots in shared memory
-
-  // Whether the i-th block of columns of this warp exists.
-  __device__ bool has(int i) const { return WHOLE || chunk + i < K / BLOCK; }
-};
-
-// Starts to copy the weights of the unit u of this cluster, a strip of one part, to a slot of the ring, as one group of
-// copies. Nothing is copied for a unit that does not exist, whose sums are not used; columns that do not exist are zeros.
-__device__ inline void copy_unit(const Problem& p, int u, int to) {
-  const unsigned slot = p.slots + to * SLOT_BYTES;
-  const int strip = p.cluster + u / PARTS * CLUSTERS, row = u % PARTS * N + strip * STRIP;
-  if (strip < STRIPS) {
-    const unsigned char* codes = p.codes + (long long)(row / BLOCK) * (K / BLOCK * BLOCK_BYTES) + row % BLOCK * 32;
-#pragma unroll
-    for (int i = 0; i < CHUNKS; i++) copy_async(slot + (i * 32 + p.lane) * 16, codes + i * BLOCK_BYTES, p.has(i));
-#pragma unroll
-    for (int i = 0; i < COPIES; i += 32)
-      if (i + p.lane < COPIES) {
-        const bool scale = i + p.lane < 2 * ENTRIES;
-        const int entry = scale ? (i + p.lane) / 2 : i + p.lane - 2 * ENTRIES, column = p.chunk * BLOCK + entry * GROUP;
-        const long long at = (long long)(column / GROUP) * (PARTS * N) + row;
-        const void* from = scale ? (const void*)(p.scales + at + p.lane % 2 * 8) : (const void*)(p.zeros + at);
-        copy_async(slot + CODE_BYTES + (i + p.lane) * 16, from, WHOLE || column < K);
-      }
-  }
-  commit_copies();
-}
-
-// A copied unit as the thread 4 g + q needs it: codes, and scales and zero points of the rows g and g + 8.
-struct Unit {
-  const unsigned char* slot;
-  int lane;
-
-  __device__ uint4 codes(int chunk) const { return *(const uint4*)(slot + chunk * 512 + lane * 16); }
-  __device__ float scale(int entry, int half) const {
-    return to_float(((const SCALE*)(slot + CODE_BYTES))[entry * STRIP + half * 8 + lane / 4]);
-  }
-  __device__ int zero(int entry, int half) const {
-    return HAS_ZEROS ? slot[CODE_BYTES + SCALE_BYTES + entry * STRIP + half * 8 + lane / 4] : ZERO_POINT;
-  }
-};
 
 // A thread has pieces of 8 columns of the tokens, and of the gain of a norm.
 constexpr int PIECES = COLUMNS / 8, JOBS = TOKENS * PIECES / 32, GAINS = PIECES > 32 ? PIECES / 32 : 1;
