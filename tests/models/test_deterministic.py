@@ -15,7 +15,7 @@ from kernel_cache import CACHE
 from llmc_runtime import LLM, LlmcError
 from llmc_runtime.format.manifest import Manifest
 from mixtures import check, draw, quiet
-from models.cases import FURTHER, LISTED, SMALL, Case
+from models.cases import FURTHER, LISTED, SMALL, UNLISTED, Case
 from models.kit import fails, save
 
 from llmc import driver
@@ -48,7 +48,7 @@ class Family:
     @property
     def case(self) -> Case:
         """The model's configuration, with long texts and a window that tiles of keys do not divide."""
-        case = next(c for c in (*LISTED, *FURTHER) if c.name == self.name)
+        case = next(c for c in (*LISTED, *UNLISTED, *FURTHER) if c.name == self.name)
         window = {"sliding_window": WINDOW} if "sliding_window" in case.config else {}
         return replace(case, config=case.config | {"max_position_embeddings": 1024} | window)
 
