@@ -16,7 +16,7 @@ from kernels.cases import CLAMPED
 from kernels.test_triton_moe import down, up
 
 from llmc.codegen import select
-from llmc.codegen.backends.cuda import grouped_wgmma
+from llmc.codegen.backends.cuda import nvrtc_toolchain
 from llmc.codegen.backends.cuda.grouped_wgmma import GROUPED_WGMMA
 from llmc.codegen.cubin import read_entry
 from llmc.codegen.expert_stack import chosen_experts, row_blocks
@@ -90,7 +90,7 @@ def test_prompts_take_it_without_measurements(g: Graph, monkeypatch: pytest.Monk
     def absent() -> None:
         raise ModuleNotFoundError("NVRTC is not installed")
 
-    monkeypatch.setattr(grouped_wgmma, "nvrtc_version", absent)
+    monkeypatch.setattr(nvrtc_toolchain, "nvrtc_version", absent)
     assert first(g, 2048).kernel.name.startswith("triton/moe_")
 
 

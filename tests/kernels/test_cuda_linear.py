@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from llmc_runtime.format.program import Program
 
-from llmc.codegen.backends.cuda import gemm_wgmma
+from llmc.codegen.backends.cuda import nvrtc_toolchain
 from llmc.codegen.backends.cuda.gemm_wgmma import GEMM_WGMMA
 from llmc.codegen.build import build
 from llmc.codegen.cubin import read_entry
@@ -121,7 +121,7 @@ def test_without_nvrtc_another_kernel_is_chosen(tmp_path: Path, monkeypatch: pyt
     def absent() -> str:
         raise ModuleNotFoundError("NVRTC is not installed")
 
-    monkeypatch.setattr(gemm_wgmma, "nvrtc_version", absent)
+    monkeypatch.setattr(nvrtc_toolchain, "nvrtc_version", absent)
     m, ctx = module(), Ctx(OPS, sm_90(), load().kernels)
     Select(tuning=str(path)).run(m, ctx)
     assert product(m).choice["kernel"].startswith("triton/")

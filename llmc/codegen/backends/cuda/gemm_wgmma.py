@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from llmc_runtime.format.install_command import install_command
-
+from llmc.codegen.backends.cuda import nvrtc_toolchain
 from llmc.codegen.backends.cuda.cuda_epilogue import pair_epilogue, reject_operands
 from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, HOPPER, PAIRS, SCALAR_MATH, Binding, CudaKernel
-from llmc.codegen.backends.cuda.nvrtc_toolchain import nvrtc_version
 from llmc.codegen.backends.cuda.wgmma_text import multiply
 from llmc.codegen.kernel import Map, Schedule
 from llmc.codegen.product import ProductNode
@@ -78,11 +76,7 @@ class GemmWgmma(CudaKernel):
         return reject_operands(WgmmaProduct.of(node).extras, node.result.type)
 
     def missing(self) -> str:
-        try:
-            nvrtc_version()
-        except ModuleNotFoundError as e:
-            return f"{e}; {install_command('nvrtc')} (no GPU is needed to compile)"
-        return ""
+        return nvrtc_toolchain.missing()
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         return list(_schedules(WgmmaProduct.of(node), target))

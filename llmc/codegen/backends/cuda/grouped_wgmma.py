@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from llmc_runtime.format.install_command import install_command
-
+from llmc.codegen.backends.cuda import nvrtc_toolchain
 from llmc.codegen.backends.cuda.cuda_epilogue import PAIR
 from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, HOPPER, PAIRS, SCALAR_MATH, Binding, CudaKernel
-from llmc.codegen.backends.cuda.nvrtc_toolchain import nvrtc_version
 from llmc.codegen.backends.cuda.wgmma_text import multiply
 from llmc.codegen.expert_stack import CODE, Stack, chosen_experts, overlapped, row_blocks
 from llmc.codegen.kernel import SETTLED, Map, Schedule
@@ -63,11 +61,7 @@ class GroupedWgmma(CudaKernel):
         return _reject_sizes(node)
 
     def missing(self) -> str:
-        try:
-            nvrtc_version()
-        except ModuleNotFoundError as e:
-            return f"{e}; {install_command('nvrtc')} (no GPU is needed to compile)"
-        return ""
+        return nvrtc_toolchain.missing()
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         return [{"bm": bm, "bn": bn} for bm in HEIGHTS for bn in COLUMNS]

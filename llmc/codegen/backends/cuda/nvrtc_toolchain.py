@@ -70,6 +70,15 @@ def nvrtc_version() -> str:
     return f"{major}.{minor}"
 
 
+def missing() -> str:
+    """Return why NVRTC cannot be used and what installs it, or ""."""
+    try:
+        nvrtc_version()
+    except ModuleNotFoundError as e:
+        return f"{e}; {_remedy()}"
+    return ""
+
+
 def options(target: Target) -> tuple[str, ...]:
     """Return the compiler's arguments for a target.
 
