@@ -12,7 +12,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from llmc_runtime.device.gpu.driver import MAP_BYTES, GpuDriver
+from llmc_runtime.device.gpu.driver import MAP_BYTES, GpuDriver, dotted
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.install_command import install_command
 from llmc_runtime.format.launch_param import MAPPED
@@ -29,8 +29,19 @@ _TENSOR_MAP_TYPES: Mapping[str, str] = MappingProxyType(
     {"bf16": "BFLOAT16", "f16": "FLOAT16", "i8": "UINT8", "f8e4m3": "UINT8"}
 )
 _PLAIN_SHARED = 48 << 10  # bytes of shared memory that a kernel may use without opting in
-_NON_BLOCKING, _NO_TIMING, _READ_ONLY = 1, 2, 8
+_READ_ONLY = 8  # flag of cuMemHostRegister
 _PEER_ACCESS = 1  # flag of cuIpcOpenMemHandle: enable access to the other GPU if needed
+_RENAMED: Mapping[str, str] = MappingProxyType(
+    {
+        "GetDeviceCount": "DeviceGetCount",
+        "Free": "MemFree",
+        "HostFree": "MemFreeHost",
+        "MemsetAsync": "MemsetD8Async",
+        "StreamCreateWithFlags": "StreamCreate",
+        "EventCreateWithFlags": "EventCreate",
+        "GraphInstantiateWithFlags": "GraphInstantiate",
+    }
+)
 # Statuses of a refusal to register host memory. They do not indicate a failure of the GPU.
 _REFUSALS = frozenset(
     "CUDA_ERROR_" + name
@@ -50,6 +61,10 @@ _FATAL = frozenset(
 class Cuda(GpuDriver):
     """The initialized driver API. `cu` is the bindings' module, whose functions return (CUresult, *values)."""
 
+    api = "CUDA"
+    prefix = "cu"
+    renamed = _RENAMED
+    statuses = "CUresult"
     out_of_memory = "CUDA_ERROR_OUT_OF_MEMORY"
     not_ready = "CUDA_ERROR_NOT_READY"
     fatal = _FATAL
@@ -57,6 +72,7 @@ class Cuda(GpuDriver):
     def __init__(self, cu: Any = None) -> None:
         """Raises LlmcError E115 if there is no driver or no GPU."""
         self.cu = cu if cu is not None else _bindings()
+        super().__init__(self.cu)
         try:
             status = int(self.cu.cuInit(0)[0])
         except RuntimeError as error:  # raised by the bindings if libcuda cannot be loaded or lacks a function
@@ -68,13 +84,6 @@ class Cuda(GpuDriver):
             if name == "CUDA_ERROR_NO_DEVICE":
                 cause = "the NVIDIA driver finds no GPU (CUDA_ERROR_NO_DEVICE)"
             raise LlmcError("E115", cause, f"check nvidia-smi and CUDA_VISIBLE_DEVICES, {_CPU}")
-
-    def name(self, status: int) -> str:
-        """Return the status's name, such as "CUDA_ERROR_ILLEGAL_ADDRESS"."""
-        try:
-            return str(self.cu.CUresult(status).name)
-        except ValueError:  # the driver is newer than the bindings
-            return f"CUDA error {status}"
 
     def _text(self, status: int) -> str:
         try:
@@ -90,21 +99,9 @@ class Cuda(GpuDriver):
         version = int(self.ok(self.cu.cuDriverGetVersion()))
         minimum = max(_MIN_DRIVER, _MIN_DRIVER_BY_ARCH.get(arch.rstrip("af"), 0))
         if version < minimum:
-            cause = f"the NVIDIA driver supports CUDA {_dotted(version)}; kernels for {arch} need {_dotted(minimum)}"
+            cause = f"the NVIDIA driver supports CUDA {dotted(version)}; kernels for {arch} need {dotted(minimum)}"
             raise LlmcError("E116", cause, _UPGRADE)
-        return _dotted(version)
-
-    def stream(self) -> Any:
-        """Create a stream that does not synchronize with the default stream."""
-        return self.ok(self.cu.cuStreamCreate(_NON_BLOCKING))
-
-    def event(self) -> Any:
-        """Create an event without timing."""
-        return self.ok(self.cu.cuEventCreate(_NO_TIMING))
-
-    def completed(self, event: Any) -> bool:
-        """Return whether a recorded event has completed, or never will because the GPU failed."""
-        return self.name(int(self.cu.cuEventQuery(event)[0])) != self.not_ready
+        return dotted(version)
 
     def follow(self, stream: int, other: int) -> None:
         """Make later work in `stream` wait for the work already in `other`. The values 1 and 2 are default streams."""
@@ -199,137 +196,47 @@ class Cuda(GpuDriver):
             config.attrs, config.numAttrs = attributes, len(attributes)
         return config
 
-    def device_count(self) -> int:
-        """Return the number of GPUs that are visible to this process."""
-        return int(self.ok(self.cu.cuDeviceGetCount()))
-
     def allocate(self, nbytes: int) -> tuple[Any, ...]:
-        """Allocate device memory: (status, address)."""
         return self.cu.cuMemAlloc(nbytes)
 
-    def release(self, address: int) -> None:
-        """Free device memory, ignoring errors."""
-        self.cu.cuMemFree(address)
-
     def pin(self, nbytes: int) -> int:
-        """Allocate pinned host memory."""
         return int(self.ok(self.cu.cuMemAllocHost(nbytes)))
 
-    def unpin(self, address: int) -> None:
-        """Free pinned host memory, ignoring errors."""
-        self.cu.cuMemFreeHost(address)
-
     def unregister(self, address: int) -> tuple[Any, ...]:
-        """Release registered memory: (status,)."""
         return self.cu.cuMemHostUnregister(address)
 
     def can_access(self, number: int, other: int) -> bool:
-        """Return whether the GPU of this number can access the memory of another one."""
         devices = [self.ok(self.cu.cuDeviceGet(n)) for n in (number, other)]
         return bool(self.ok(self.cu.cuDeviceCanAccessPeer(*devices)))
 
     def share(self, address: int) -> bytes:
-        """Return a handle by which another process can open this allocation."""
         return bytes(self.ok(self.cu.cuIpcGetMemHandle(address)).reserved)
 
     def open_shared(self, handle: bytes) -> tuple[Any, ...]:
-        """Map an allocation of another process: (status, address)."""
         shared = self.cu.CUipcMemHandle()
         shared.reserved = handle
         return self.cu.cuIpcOpenMemHandle(shared, _PEER_ACCESS)
 
     def close_shared(self, address: int) -> None:
-        """Unmap an allocation of another process, ignoring errors."""
         self.cu.cuIpcCloseMemHandle(address)
 
-    def free_memory(self) -> int:
-        """Return the bytes of device memory that are free."""
-        free, _ = self.ok(self.cu.cuMemGetInfo())
-        return int(free)
-
     def copy_in(self, target: int, source: int, nbytes: int, stream: Any) -> None:
-        """Copy pinned host memory to the device, in the stream."""
         self.ok(self.cu.cuMemcpyHtoDAsync(target, source, nbytes, stream))
 
     def copy_out(self, target: int, source: int, nbytes: int, stream: Any) -> None:
-        """Copy device memory to pinned host memory, in the stream."""
         self.ok(self.cu.cuMemcpyDtoHAsync(target, source, nbytes, stream))
 
     def copy_within(self, target: int, source: int, nbytes: int, stream: Any) -> None:
-        """Copy device memory to device memory, in the stream."""
         self.ok(self.cu.cuMemcpyDtoDAsync(target, source, nbytes, stream))
 
     def read(self, target: int, source: int, nbytes: int) -> None:
-        """Copy device memory to any host memory, and wait for the end."""
         self.ok(self.cu.cuMemcpyDtoH(target, source, nbytes))
 
-    def zero(self, address: int, nbytes: int, stream: Any) -> None:
-        """Zero device memory, in the stream."""
-        self.ok(self.cu.cuMemsetD8Async(address, 0, nbytes, stream))
-
-    def destroy_stream(self, stream: Any) -> None:
-        """Destroy a stream, ignoring errors."""
-        self.cu.cuStreamDestroy(stream)
-
-    def synchronize(self, stream: Any) -> tuple[Any, ...]:
-        """Wait until a stream is idle: (status,)."""
-        return self.cu.cuStreamSynchronize(stream)
-
-    def destroy_event(self, event: Any) -> None:
-        """Destroy an event, ignoring errors."""
-        self.cu.cuEventDestroy(event)
-
-    def record(self, event: Any, stream: Any) -> None:
-        """Record an event in a stream."""
-        self.ok(self.cu.cuEventRecord(event, stream))
-
-    def wait(self, event: Any) -> None:
-        """Block until a recorded event has completed."""
-        self.ok(self.cu.cuEventSynchronize(event))
-
-    def load_module(self, binary: bytes) -> Any:
-        """Load a binary with kernels."""
-        return self.ok(self.cu.cuModuleLoadData(binary))
-
-    def unload_module(self, module: Any) -> None:
-        """Unload a binary, ignoring errors."""
-        self.cu.cuModuleUnload(module)
-
-    def function(self, module: Any, entry: str) -> Any:
-        """Return a kernel of a loaded binary."""
-        return self.ok(self.cu.cuModuleGetFunction(module, entry.encode()))
-
     def launch(self, config: Any, function: Any, params: int) -> tuple[Any, ...]:
-        """Launch a kernel, whose parameters are at the addresses in the table at `params`: (status,)."""
         return self.cu.cuLaunchKernelEx(config, function, params, 0)
 
     def begin_capture(self, stream: Any) -> None:
-        """Capture what this thread submits to the stream as a graph from now on."""
         self.ok(self.cu.cuStreamBeginCapture(stream, self.cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))
-
-    def end_capture(self, stream: Any) -> tuple[Any, ...]:
-        """End the capture: (status, graph)."""
-        return self.cu.cuStreamEndCapture(stream)
-
-    def instantiate(self, graph: Any) -> Any:
-        """Make a captured graph executable."""
-        return self.ok(self.cu.cuGraphInstantiate(graph, 0))
-
-    def destroy_graph(self, graph: Any) -> None:
-        """Destroy a captured graph, ignoring errors."""
-        self.cu.cuGraphDestroy(graph)
-
-    def destroy_executable(self, graph: Any) -> None:
-        """Destroy an executable graph, ignoring errors."""
-        self.cu.cuGraphExecDestroy(graph)
-
-    def upload_graph(self, graph: Any, stream: Any) -> None:
-        """Prepare an executable graph on the GPU before its first launch."""
-        self.ok(self.cu.cuGraphUpload(graph, stream))
-
-    def launch_graph(self, graph: Any, stream: Any) -> tuple[Any, ...]:
-        """Launch an executable graph: (status,)."""
-        return self.cu.cuGraphLaunch(graph, stream)
 
 
 def _longs(values: Iterable[int]) -> Any:
@@ -349,7 +256,3 @@ def _bindings() -> Any:
         remedy = f"{install_command('cuda13')} (cuda12, if the driver supports CUDA 12 only)"
         raise LlmcError("E115", f"the package cuda-bindings cannot be imported: {error}", remedy) from None
     return driver
-
-
-def _dotted(version: int) -> str:
-    return f"{version // 1000}.{version % 1000 // 10}"

@@ -1,32 +1,47 @@
 """What the GPU devices need of a driver API: errors, memory, streams, events, kernels and graphs.
 
-The functions of both APIs return (status, *values). An address is an int; handles of streams, events, modules,
-functions and graphs are of the API's own types.
+The functions of both APIs return (status, *values), and most have the same parameters and, after a prefix, the same
+names: `GpuDriver` calls these. An address is an int; handles of streams, events, modules, functions and graphs are of
+the API's own types.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.program import Launch
 
 MAP_BYTES = 128  # of a tensor map
+_NON_BLOCKING, _NO_TIMING = 1, 2  # flags of streams and events
 
 
 class GpuDriver(ABC):
     """An initialized driver API.
 
-    Class attributes are names of statuses: `out_of_memory`, `not_ready` for events, and `fatal` for errors of executed
-    work after which the GPU is unusable to this process.
+    Class attributes: `api`, its name; `prefix` of its functions; `renamed`, the functions whose names after the prefix
+    differ from HIP's; `statuses`, its enumeration of statuses. Names of statuses: `out_of_memory`, `not_ready` for
+    events, and `fatal` for errors of executed work after which the GPU is unusable to this process.
     """
 
+    api: str
+    prefix: str
+    statuses: str
+    renamed: Mapping[str, str] = MappingProxyType({})
     out_of_memory: str
     not_ready: str
     fatal: frozenset[str]
     lost = ""  # the error that made the GPU unusable; empty as long as it works
+
+    def __init__(self, bindings: Any) -> None:
+        self._bindings = bindings
+
+    def _call(self, name: str, *args: Any) -> tuple[Any, ...]:
+        """Call a function of the API by HIP's name without the prefix: (status, *values)."""
+        return getattr(self._bindings, self.prefix + self.renamed.get(name, name))(*args)
 
     def ok(self, result: tuple[Any, ...]) -> Any:
         """Return the values of a call's result. Raises LlmcError E203 if memory ran out, and E114 for other
@@ -47,33 +62,36 @@ class GpuDriver(ABC):
             self.lost = cause
         return LlmcError("E114", cause, "start the program again; if it fails again, run llmc verify on the artifact")
 
-    @abstractmethod
     def name(self, status: int) -> str:
         """Return the status's name, such as "CUDA_ERROR_ILLEGAL_ADDRESS" or "hipErrorIllegalAddress"."""
+        try:
+            return str(getattr(self._bindings, self.statuses)(status).name)
+        except ValueError:  # the driver is newer than the bindings
+            return f"{self.api} error {status}"
 
     @abstractmethod
     def _text(self, status: int) -> str:
         """Return the driver's description of a status."""
 
-    @abstractmethod
     def device_count(self) -> int:
         """Return the number of GPUs that are visible to this process."""
+        return int(self.ok(self._call("GetDeviceCount")))
 
     @abstractmethod
     def allocate(self, nbytes: int) -> tuple[Any, ...]:
         """Allocate device memory: (status, address)."""
 
-    @abstractmethod
     def release(self, address: int) -> None:
         """Free device memory, ignoring errors."""
+        self._call("Free", address)
 
     @abstractmethod
     def pin(self, nbytes: int) -> int:
         """Allocate pinned host memory."""
 
-    @abstractmethod
     def unpin(self, address: int) -> None:
         """Free pinned host memory, ignoring errors."""
+        self._call("HostFree", address)
 
     def register(self, address: int, nbytes: int) -> str:
         """Pin pages of mapped memory for reading by the GPU. Returns "", or the reason why the driver refuses.
@@ -102,9 +120,10 @@ class GpuDriver(ABC):
         """Unmap an allocation of another process, ignoring errors."""
         raise NotImplementedError("memory cannot be shared")
 
-    @abstractmethod
     def free_memory(self) -> int:
         """Return the bytes of device memory that are free."""
+        free, _ = self.ok(self._call("MemGetInfo"))
+        return int(free)
 
     @abstractmethod
     def copy_in(self, target: int, source: int, nbytes: int, stream: Any) -> None:
@@ -122,53 +141,53 @@ class GpuDriver(ABC):
     def read(self, target: int, source: int, nbytes: int) -> None:
         """Copy device memory to any host memory, and wait for the end."""
 
-    @abstractmethod
     def zero(self, address: int, nbytes: int, stream: Any) -> None:
         """Zero device memory, in the stream."""
+        self.ok(self._call("MemsetAsync", address, 0, nbytes, stream))
 
-    @abstractmethod
     def stream(self) -> Any:
         """Create a stream that does not synchronize with the default stream."""
+        return self.ok(self._call("StreamCreateWithFlags", _NON_BLOCKING))
 
-    @abstractmethod
     def destroy_stream(self, stream: Any) -> None:
         """Destroy a stream, ignoring errors."""
+        self._call("StreamDestroy", stream)
 
-    @abstractmethod
     def synchronize(self, stream: Any) -> tuple[Any, ...]:
         """Wait until a stream is idle: (status,)."""
+        return self._call("StreamSynchronize", stream)
 
-    @abstractmethod
     def event(self) -> Any:
         """Create an event without timing."""
+        return self.ok(self._call("EventCreateWithFlags", _NO_TIMING))
 
-    @abstractmethod
     def destroy_event(self, event: Any) -> None:
         """Destroy an event, ignoring errors."""
+        self._call("EventDestroy", event)
 
-    @abstractmethod
     def record(self, event: Any, stream: Any) -> None:
         """Record an event in a stream."""
+        self.ok(self._call("EventRecord", event, stream))
 
-    @abstractmethod
     def wait(self, event: Any) -> None:
         """Block until a recorded event has completed."""
+        self.ok(self._call("EventSynchronize", event))
 
-    @abstractmethod
     def completed(self, event: Any) -> bool:
         """Return whether a recorded event has completed, or never will because the GPU failed."""
+        return self.name(int(self._call("EventQuery", event)[0])) != self.not_ready
 
-    @abstractmethod
     def load_module(self, binary: bytes) -> Any:
         """Load a binary with kernels."""
+        return self.ok(self._call("ModuleLoadData", binary))
 
-    @abstractmethod
     def unload_module(self, module: Any) -> None:
         """Unload a binary, ignoring errors."""
+        self._call("ModuleUnload", module)
 
-    @abstractmethod
     def function(self, module: Any, entry: str) -> Any:
         """Return a kernel of a loaded binary."""
+        return self.ok(self._call("ModuleGetFunction", module, entry.encode()))
 
     def allow_shared(self, function: Any, nbytes: int) -> None:
         """Allow launches of the kernel with `nbytes` of dynamic shared memory, if that takes a call."""
@@ -196,26 +215,31 @@ class GpuDriver(ABC):
     def begin_capture(self, stream: Any) -> None:
         """Capture what this thread submits to the stream as a graph from now on."""
 
-    @abstractmethod
     def end_capture(self, stream: Any) -> tuple[Any, ...]:
         """End the capture: (status, graph)."""
+        return self._call("StreamEndCapture", stream)
 
-    @abstractmethod
     def instantiate(self, graph: Any) -> Any:
         """Make a captured graph executable."""
+        return self.ok(self._call("GraphInstantiateWithFlags", graph, 0))
 
-    @abstractmethod
     def destroy_graph(self, graph: Any) -> None:
         """Destroy a captured graph, ignoring errors."""
+        self._call("GraphDestroy", graph)
 
-    @abstractmethod
     def destroy_executable(self, graph: Any) -> None:
         """Destroy an executable graph, ignoring errors."""
+        self._call("GraphExecDestroy", graph)
 
-    @abstractmethod
     def upload_graph(self, graph: Any, stream: Any) -> None:
         """Prepare an executable graph on the GPU before its first launch."""
+        self.ok(self._call("GraphUpload", graph, stream))
 
-    @abstractmethod
     def launch_graph(self, graph: Any, stream: Any) -> tuple[Any, ...]:
         """Launch an executable graph: (status,)."""
+        return self._call("GraphLaunch", graph, stream)
+
+
+def dotted(version: int) -> str:
+    """Print a version 1000 * major + 10 * minor."""
+    return f"{version // 1000}.{version % 1000 // 10}"

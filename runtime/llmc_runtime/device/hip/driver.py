@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from llmc_runtime.device.gpu.driver import GpuDriver
+from llmc_runtime.device.gpu.driver import GpuDriver, dotted
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.install_command import install_command
 from llmc_runtime.format.program import Launch
@@ -21,7 +21,6 @@ _MIN_ROCM = 6030
 _MIN_ROCM_BY_ARCH: Mapping[str, int] = MappingProxyType({"gfx950": 7000})
 _CPU = "or compile for the CPU: llmc compile MODEL --target cpu:native"
 _CHECK = "check rocminfo, HIP_VISIBLE_DEVICES and the access to /dev/kfd and /dev/dri"
-_NON_BLOCKING, _NO_TIMING = 1, 2
 _FATAL = frozenset(
     "hipError" + name
     for name in (
@@ -57,6 +56,9 @@ class GpuProperties:
 class Hip(GpuDriver):
     """The initialized API. `hip` is the bindings' module, whose functions return (hipError_t, *values)."""
 
+    api = "HIP"
+    prefix = "hip"
+    statuses = "hipError_t"
     out_of_memory = "hipErrorOutOfMemory"
     not_ready = "hipErrorNotReady"
     fatal = _FATAL
@@ -64,6 +66,7 @@ class Hip(GpuDriver):
     def __init__(self, hip: Any = None) -> None:
         """Raises LlmcError E115 if there is no ROCm or no GPU."""
         self.hip = hip if hip is not None else _bindings()
+        super().__init__(self.hip)
         try:
             status = int(self.hip.hipInit(0)[0]) or int(self.hip.hipGetDeviceCount()[0])
         except RuntimeError as error:  # raised by the bindings if libamdhip64 cannot be loaded or lacks a function
@@ -81,13 +84,6 @@ class Hip(GpuDriver):
         self._in, self._out = kinds.hipMemcpyHostToDevice, kinds.hipMemcpyDeviceToHost
         self._within, self._capture_mode = kinds.hipMemcpyDeviceToDevice, modes.hipStreamCaptureModeThreadLocal
 
-    def name(self, status: int) -> str:
-        """Return the status's name, such as "hipErrorIllegalAddress"."""
-        try:
-            return str(self.hip.hipError_t(status).name)
-        except ValueError:  # ROCm is newer than the bindings
-            return f"HIP error {status}"
-
     def _text(self, status: int) -> str:
         try:
             result = self.hip.hipGetErrorString(self.hip.hipError_t(status))
@@ -101,9 +97,9 @@ class Hip(GpuDriver):
         found = 1000 * (version // 10_000_000) + 10 * (version % 10_000_000 // 100_000)
         minimum = max(_MIN_ROCM, _MIN_ROCM_BY_ARCH.get(arch, 0))
         if found < minimum:
-            cause = f"this machine has ROCm {_dotted(found)}; kernels for {arch} need {_dotted(minimum)}"
+            cause = f"this machine has ROCm {dotted(found)}; kernels for {arch} need {dotted(minimum)}"
             raise LlmcError("E116", cause, "upgrade ROCm and the amdgpu driver")
-        return _dotted(found)
+        return dotted(found)
 
     def properties(self, index: int) -> GpuProperties:
         """Return the properties of a GPU."""
@@ -114,99 +110,28 @@ class Hip(GpuDriver):
         self.ok(self.hip.hipGetDeviceProperties(found, index))
         return GpuProperties(found.name.decode(), found.gcnArchName.decode(), found.sharedMemPerBlock)
 
-    def device_count(self) -> int:
-        """Return the number of GPUs that are visible to this process."""
-        return int(self.ok(self.hip.hipGetDeviceCount()))
-
     def set_device(self, index: int) -> None:
         """Make a GPU current in the calling thread."""
         self.ok(self.hip.hipSetDevice(index))
 
     def allocate(self, nbytes: int) -> tuple[Any, ...]:
-        """Allocate device memory: (status, address)."""
         status, memory = self.hip.hipMalloc(nbytes)
         return status, 0 if status else int(memory)
 
-    def release(self, address: int) -> None:
-        """Free device memory, ignoring errors."""
-        self.hip.hipFree(address)
-
     def pin(self, nbytes: int) -> int:
-        """Allocate pinned host memory."""
         return int(self.ok(self.hip.hipHostMalloc(nbytes, 0)))
 
-    def unpin(self, address: int) -> None:
-        """Free pinned host memory, ignoring errors."""
-        self.hip.hipHostFree(address)
-
-    def free_memory(self) -> int:
-        """Return the bytes of device memory that are free."""
-        free, _ = self.ok(self.hip.hipMemGetInfo())
-        return int(free)
-
     def copy_in(self, target: int, source: int, nbytes: int, stream: Any) -> None:
-        """Copy pinned host memory to the device, in the stream."""
         self.ok(self.hip.hipMemcpyAsync(target, source, nbytes, self._in, stream))
 
     def copy_out(self, target: int, source: int, nbytes: int, stream: Any) -> None:
-        """Copy device memory to pinned host memory, in the stream."""
         self.ok(self.hip.hipMemcpyAsync(target, source, nbytes, self._out, stream))
 
     def copy_within(self, target: int, source: int, nbytes: int, stream: Any) -> None:
-        """Copy device memory to device memory, in the stream."""
         self.ok(self.hip.hipMemcpyAsync(target, source, nbytes, self._within, stream))
 
     def read(self, target: int, source: int, nbytes: int) -> None:
-        """Copy device memory to any host memory, and wait for the end."""
         self.ok(self.hip.hipMemcpy(target, source, nbytes, self._out))
-
-    def zero(self, address: int, nbytes: int, stream: Any) -> None:
-        """Zero device memory, in the stream."""
-        self.ok(self.hip.hipMemsetAsync(address, 0, nbytes, stream))
-
-    def stream(self) -> Any:
-        """Create a stream that does not synchronize with the default stream."""
-        return self.ok(self.hip.hipStreamCreateWithFlags(_NON_BLOCKING))
-
-    def destroy_stream(self, stream: Any) -> None:
-        """Destroy a stream, ignoring errors."""
-        self.hip.hipStreamDestroy(stream)
-
-    def synchronize(self, stream: Any) -> tuple[Any, ...]:
-        """Wait until a stream is idle: (status,)."""
-        return self.hip.hipStreamSynchronize(stream)
-
-    def event(self) -> Any:
-        """Create an event without timing."""
-        return self.ok(self.hip.hipEventCreateWithFlags(_NO_TIMING))
-
-    def destroy_event(self, event: Any) -> None:
-        """Destroy an event, ignoring errors."""
-        self.hip.hipEventDestroy(event)
-
-    def record(self, event: Any, stream: Any) -> None:
-        """Record an event in a stream."""
-        self.ok(self.hip.hipEventRecord(event, stream))
-
-    def wait(self, event: Any) -> None:
-        """Block until a recorded event has completed."""
-        self.ok(self.hip.hipEventSynchronize(event))
-
-    def completed(self, event: Any) -> bool:
-        """Return whether a recorded event has completed, or never will because the GPU failed."""
-        return self.name(int(self.hip.hipEventQuery(event)[0])) != self.not_ready
-
-    def load_module(self, binary: bytes) -> Any:
-        """Load a code object."""
-        return self.ok(self.hip.hipModuleLoadData(binary))
-
-    def unload_module(self, module: Any) -> None:
-        """Unload a code object, ignoring errors."""
-        self.hip.hipModuleUnload(module)
-
-    def function(self, module: Any, entry: str) -> Any:
-        """Return a kernel of a loaded code object."""
-        return self.ok(self.hip.hipModuleGetFunction(module, entry.encode()))
 
     def launch_config(self, launch: Launch, stream: Any) -> LaunchConfig:
         """Return the configuration of a launch with a grid of 1. Raises LlmcError E113 for dependent launches and
@@ -218,38 +143,12 @@ class Hip(GpuDriver):
         return LaunchConfig(launch.threads, launch.shared, stream)
 
     def launch(self, config: LaunchConfig, function: Any, params: int) -> tuple[Any, ...]:
-        """Launch a kernel, whose parameters are at the addresses in the table at `params`: (status,)."""
         grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
         block = (config.threads, 1, 1)
         return self.hip.hipModuleLaunchKernel(function, *grid, *block, config.shared, config.stream, params, None)
 
     def begin_capture(self, stream: Any) -> None:
-        """Capture what this thread submits to the stream as a graph from now on."""
         self.ok(self.hip.hipStreamBeginCapture(stream, self._capture_mode))
-
-    def end_capture(self, stream: Any) -> tuple[Any, ...]:
-        """End the capture: (status, graph)."""
-        return self.hip.hipStreamEndCapture(stream)
-
-    def instantiate(self, graph: Any) -> Any:
-        """Make a captured graph executable."""
-        return self.ok(self.hip.hipGraphInstantiateWithFlags(graph, 0))
-
-    def destroy_graph(self, graph: Any) -> None:
-        """Destroy a captured graph, ignoring errors."""
-        self.hip.hipGraphDestroy(graph)
-
-    def destroy_executable(self, graph: Any) -> None:
-        """Destroy an executable graph, ignoring errors."""
-        self.hip.hipGraphExecDestroy(graph)
-
-    def upload_graph(self, graph: Any, stream: Any) -> None:
-        """Prepare an executable graph on the GPU before its first launch."""
-        self.ok(self.hip.hipGraphUpload(graph, stream))
-
-    def launch_graph(self, graph: Any, stream: Any) -> tuple[Any, ...]:
-        """Launch an executable graph: (status,)."""
-        return self.hip.hipGraphLaunch(graph, stream)
 
 
 def _bindings() -> Any:
@@ -260,7 +159,3 @@ def _bindings() -> Any:
         cause = f"AMD GPUs need the package hip-python, which cannot be imported: {error}"
         raise LlmcError("E115", cause, remedy) from None
     return hip
-
-
-def _dotted(version: int) -> str:
-    return f"{version // 1000}.{version % 1000 // 10}"
