@@ -187,7 +187,7 @@ def _model_arguments(sub: Any) -> None:
     p.add_argument("--peak", type=float, metavar="FLOPS", help="peak rate in flop/s (the target's)")
     p.add_argument("--bandwidth", type=float, metavar="BYTES", help="memory bandwidth in byte/s (the target's)")
     p.add_argument(
-        "--by", choices=("op", "node", "module"), default="op", help="what each line of the table sums up (op)"
+        "--by", choices=("op", "node", "module"), default="op", help="grouping of the lines of the table (op)"
     )
     tune_command.add_arguments(
         _command(sub, "tune", _tune, "measure a model's candidate kernels on this machine", as_json=True)

@@ -57,11 +57,11 @@ class Options:
         None, choices=("auto", "bf16", "bfloat16", "fp8", "fp8_e4m3"),
     )  # fmt: skip
     task: str = _artifact(
-        "auto", "what the model does: generate text, embed prompts, or classify them (auto: from its files)", str,
+        "auto", "task of the model: generate text, embed prompts, or classify them (auto: from its files)", str,
         None, choices=("auto", GENERATE, *TASKS),
     )  # fmt: skip
     pooling: str = _artifact(
-        "auto", "what is pooled into an embedding: the last token, the first (cls), or the mean of all (auto: from "
+        "auto", "token whose state is the embedding: last, or the first (cls); or mean for the mean of all (auto: from "
         "the model's files)", str, None, choices=("auto", *KINDS),
     )  # fmt: skip
     max_model_len: int | None = _artifact(None, "maximum length of a sequence in tokens (the model's, at most 32768)")
@@ -76,8 +76,8 @@ class Options:
         int, commands=("compile",),
     )  # fmt: skip
     draft: str = _artifact(
-        "", "what drafts tokens: a smaller model with the same tokenizer, a folder or a hub id, or eagle:PATH for an"
-        " EAGLE-3 head, or mtp for the multi-token-prediction layer of the model's own checkpoint (none)", str, "MODEL",
+        "", "source of drafted tokens: a smaller model with the same tokenizer (folder or hub id), eagle:PATH (an "
+        "EAGLE-3 head), or mtp (the multi-token-prediction layer of the model's own checkpoint) (none)", str, "MODEL",
         commands=("compile",),
     )  # fmt: skip
     pipeline: str = _artifact("", 'pass pipeline, for example "serve, after fuse-norm: my-fuse"', str, "TEXT")

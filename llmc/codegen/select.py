@@ -88,14 +88,15 @@ def candidates(
             why = kernel.reject(node, target)
             if not isinstance(why, str | None):
                 raise TypeError(f"reject returned {why!r}, not None (supported) or the reason")
-            if why := why or kernel.missing():
-                reasons.append(f"{kernel.name}: {why}")
-                continue
-            measured_only = kernel.opt_in and kernel.name not in prefer
-            scheduled = list(_scheduled(kernel, node, target, env, tuning, measured_only))
-            if target.deterministic and not scheduled:
-                reasons.append(f"{kernel.name}: its results may depend on the batch")
-            out += scheduled
+            scheduled: list[Candidate] = []
+            if not (why := why or kernel.missing()):
+                measured_only = kernel.opt_in and kernel.name not in prefer
+                scheduled = list(_scheduled(kernel, node, target, env, tuning, measured_only))
+                if target.deterministic and not scheduled:
+                    why = "its results may depend on the batch"
+        out += scheduled
+        if why:
+            reasons.append(f"{kernel.name}: {why}")
     if not out:
         raise _no_kernel(node, target, reasons)
     limit = COVERED * tuning.fastest(node, target, env) if target.deterministic else math.inf

@@ -85,35 +85,39 @@ def quiet() -> Iterator[None]:
         log.set_verbosity(level)
 
 
+def _check_model_type(source: Source, pools: bool) -> None:
+    """Raise Diagnostic E303, E304 or E313 for a model type that transformers does not have or that is not supported."""
+    name = source.model_type
+    in_transformers = name in CONFIG_MAPPING_NAMES
+    if in_transformers and (name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (pools and name in ENCODERS)):
+        return
+    if source.config.get("auto_map"):
+        raise unsupported.refuse_code(f"model_type {name!r} is only in auto_map")
+    if pools and in_transformers:
+        raise Diagnostic("E313", f"encoders of model_type {name!r} are not supported", pooled_model.SUPPORTED)
+    near = "" if in_transformers else did_you_mean(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "")
+    cause = f"model_type {name!r} {_what(name)} ({transformers.__version__})"
+    raise Diagnostic("E303", cause, f"{near} {KNOWN_TO_WORK}".lstrip())
+
+
 def load_config(source: Source, pools: bool = False) -> Any:
     """Load the transformers config of a folder, offline and without remote code; raises Diagnostic E302-E306, E313.
 
     `pools`: the model may be an encoder of a supported type.
     """
     name = source.model_type
-    known = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (pools and name in ENCODERS)
-    if name not in CONFIG_MAPPING_NAMES or not known:
-        if source.config.get("auto_map"):
-            raise unsupported.refuse_code(f"model_type {name!r} is only in auto_map")
-        if pools and name in CONFIG_MAPPING_NAMES:
-            raise Diagnostic("E313", f"encoders of model_type {name!r} are not supported", pooled_model.SUPPORTED)
-        near = did_you_mean(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "") if name not in CONFIG_MAPPING_NAMES else ""
-        remedy = f"{near} {KNOWN_TO_WORK}".lstrip()
-        raise Diagnostic("E303", f"model_type {name!r} {_what(name)} ({transformers.__version__})", remedy)
+    _check_model_type(source, pools)
     if (why := unsupported.outside(source.config)) is not None:
         raise Diagnostic("E305", f"model_type {name!r} is not supported: {why}", KNOWN_TO_WORK)
     rope_interface.check_config(dict(source.config))
     try:
         with quiet():
-            config = transformers.AutoConfig.from_pretrained(
-                str(source.folder), local_files_only=True, trust_remote_code=False
-            )
+            local = {"local_files_only": True, "trust_remote_code": False}
+            config = transformers.AutoConfig.from_pretrained(str(source.folder), **local)
             text = config.get_text_config()
     except Exception as e:  # transformers raises many types; each means that it rejects this config.json
-        reason = " ".join(str(e).split())[:200]
-        raise Diagnostic(
-            "E302", f"transformers refuses {source.folder / 'config.json'}: {reason}", "correct config.json"
-        ) from e
+        cause = f"transformers refuses {source.folder / 'config.json'}: {' '.join(str(e).split())[:200]}"
+        raise Diagnostic("E302", cause, "correct config.json") from e
     for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
         if not isinstance(getattr(text, key, None), int):
             cause = f"model_type {name!r} is not supported: its config has no {key}, as a decoder's does"

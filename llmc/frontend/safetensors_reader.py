@@ -162,19 +162,14 @@ def _listed(folder: Path) -> dict[str, Path]:
         raise Diagnostic("E322", f"{folder / INDEX} has no weight_map of names", "download the index again")
     if (folder / SINGLE).exists() and SINGLE not in entries.values():
         return {}
-    named = {name: folder / name for name in sorted(set(entries.values())) if is_safe_name(name) and "/" not in name}
-    for name in entries.values():
-        if name not in named:
-            cause = f"{folder / INDEX} has no plain file names in its weight_map: {name[:80]!r}"
-            raise Diagnostic("E322", cause, "download the index again")
-    missing = [name for name, file in named.items() if not file.exists()]
-    if missing:
-        raise Diagnostic(
-            "E322",
-            f"{INDEX} names files that {folder} lacks: {shortened(missing)}",
-            "download the missing files into the folder",
-        )
-    return {name: named[f] for name, f in entries.items()}
+    files = sorted(set(entries.values()))
+    if unsafe := [name for name in files if not is_safe_name(name) or "/" in name]:
+        cause = f"{folder / INDEX} has no plain file names in its weight_map: {unsafe[0][:80]!r}"
+        raise Diagnostic("E322", cause, "download the index again")
+    if missing := [name for name in files if not (folder / name).exists()]:
+        cause = f"{INDEX} names files that {folder} lacks: {shortened(missing)}"
+        raise Diagnostic("E322", cause, "download the missing files into the folder")
+    return {name: folder / file for name, file in entries.items()}
 
 
 def shortened(names: list[str]) -> str:

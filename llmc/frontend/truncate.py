@@ -22,19 +22,23 @@ def first_layers(config: Any, count: int) -> tuple[Any, int]:
         raise Diagnostic("E312", f"--layers {count}: the model has {total}", remedy)
     data = config.to_dict()
     inner = data if text is config else next(v for v in data.values() if _is_of(v, text))
-    key = text.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    for name, value in inner.items():
-        if isinstance(value, list) and len(value) == total:
-            inner[name] = value[:count]
-        if isinstance(value, dict) and value and all(str(k).isdigit() for k in value):
-            inner[name] = {k: v for k, v in value.items() if int(k) < count}
-    inner[key] = count
+    inner.update({name: _shortened(value, total, count) for name, value in inner.items()})
+    inner[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = count
     try:
         return type(config).from_dict(data), total
     except Exception as e:  # transformers raises many types; each means that it rejects the shortened config
         reason = " ".join(str(e).split())[:200]
         cause = f"--layers {count}: transformers refuses the model of {count} layers: {reason}"
         raise Diagnostic("E312", cause, "give another number of layers") from e
+
+
+def _shortened(value: Any, total: int, count: int) -> Any:
+    """Return the first `count` layers of a list with one entry per layer, or of a dict by layer; else the value."""
+    if isinstance(value, list) and len(value) == total:
+        return value[:count]
+    if isinstance(value, dict) and value and all(str(layer).isdigit() for layer in value):
+        return {layer: entry for layer, entry in value.items() if int(layer) < count}
+    return value
 
 
 def _is_of(value: Any, text: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,19 +63,23 @@ def _operands(op: OpDef) -> list[tuple[str, Shape, str]]:
         own = op.example.get(slot.name)
         dtype = own if isinstance(own, str) else {"i": "i64", "b": "bool"}.get(slot.dtype, slot.dtype)
         dtype = dtype if dtype in DTYPES else "f32"
-        if isinstance(own, list):  # the shapes of a variadic operand
-            out += [(slot.name, shape, dtype) for shape in own]
-            continue
-        shape: list[int] = []
-        for d in slot.dims:
-            if d[0] == "*":
-                shape += op.example.get(d, (2, 3))
-                continue
-            for s in sorted(Dim.of(d).symbols):
-                sizes.setdefault(s, SIZES[len(sizes) % len(SIZES)])
-            shape.append(int(Dim.of(d).subs(sizes).const or 0))
-        out.append((slot.name, tuple(shape), dtype))
+        shapes = own if isinstance(own, list) else [_shape(op, slot.dims, sizes)]  # a list: of a variadic operand
+        out += [(slot.name, shape, dtype) for shape in shapes]
     return out
+
+
+def _shape(op: OpDef, dims: Sequence[str], sizes: dict[str, int]) -> Shape:
+    """The shape of an operand with these axes. Symbols that `sizes` lacks are added to it."""
+    shape: list[int] = []
+    for dim in dims:
+        if dim[0] == "*":
+            shape += op.example.get(dim, (2, 3))
+            continue
+        size = Dim.of(dim)
+        for symbol in sorted(size.symbols):
+            sizes.setdefault(symbol, SIZES[len(sizes) % len(SIZES)])
+        shape.append(int(size.subs(sizes).const or 0))
+    return tuple(shape)
 
 
 def random_step(

@@ -56,26 +56,32 @@ def read_pieces(path: Path, piece: int = PIECE, observe: Callable[[bytes], None]
     """
     if path.exists() and not path.is_file():
         raise _unusable(path, "is not a regular file")
-    decoder, at, rest = codecs.getincrementaldecoder("utf-8")(), 0, ""
-    try:
-        with path.open("rb") as file:
-            while True:
-                data = file.read(piece)
-                if observe is not None:
-                    observe(data)
-                rest += _decoded(path, decoder, data, at)
-                rest = rest.removeprefix("\ufeff") if at == 0 else rest
-                at += len(data)
-                while len(rest) > piece:
-                    cut = max((m.end() for m in _CUT.finditer(rest, 0, piece)), default=piece)
-                    yield rest[:cut]
-                    rest = rest[cut:]
-                if not data:
-                    break
-    except OSError as e:
-        raise _unusable(path, f"cannot be read: {e.strerror}") from None
+    rest = ""
+    for text in _decoded_blocks(path, piece, observe):
+        rest += text
+        while len(rest) > piece:
+            cut = max((m.end() for m in _CUT.finditer(rest, 0, piece)), default=piece)
+            yield rest[:cut]
+            rest = rest[cut:]
     if rest:
         yield rest
+
+
+def _decoded_blocks(path: Path, size: int, observe: Callable[[bytes], None] | None) -> Iterator[str]:
+    """Yield the text of blocks of `size` bytes; the last one is empty, so that an incomplete character is found."""
+    decoder, at = codecs.getincrementaldecoder("utf-8")(), 0
+    try:
+        with path.open("rb") as file:
+            data = b"-"
+            while data:
+                data = file.read(size)
+                if observe is not None:
+                    observe(data)
+                text = _decoded(path, decoder, data, at)
+                yield text.removeprefix("\ufeff") if at == 0 else text
+                at += len(data)
+    except OSError as e:
+        raise _unusable(path, f"cannot be read: {e.strerror}") from None
 
 
 def _decoded(path: Path, decoder: codecs.IncrementalDecoder, data: bytes, at: int) -> str:

@@ -122,19 +122,20 @@ def _copy(g: Graph, c: Candidate, weights: set[Value], shared: dict[Value, Value
     each copy has its own, of any values.
     """
     node = c.node
-    private: dict[Value, Value] = {}
+    inputs: dict[Value, Value] = {}  # of this copy, in place of the node's operands
     for name, v in named_operands(node):
-        if v in private or v in shared:
+        if v in inputs:
             continue
         is_weight = v in weights
         is_table = DTYPES[v.type.dtype].kind != "f" and not (is_weight and v.type.dtype in CODES)
-        operand = g.input(f"{g.name}.{name}.{len(g.inputs)}", v.type, weight=is_weight and not is_table)
+        if is_table and v in shared:
+            inputs[v] = shared[v]
+            continue
+        inputs[v] = g.input(f"{g.name}.{name}.{len(g.inputs)}", v.type, weight=is_weight and not is_table)
         if is_table:
-            shared[v] = operand
-        else:
-            private[v] = operand
-    operands = [private.get(v) or shared[v] for v in node.operands]
-    copy = g.add(node.op, operands, {name: value_at(value, 0) for name, value in node.attrs.items()})
+            shared[v] = inputs[v]
+    attrs = {name: value_at(value, 0) for name, value in node.attrs.items()}
+    copy = g.add(node.op, [inputs[v] for v in node.operands], attrs)
     copy.choice = {"kernel": c.kernel.name, **c.schedule}
     slots = [s.name for s in node.op.operands]
     states = [r for r in copy.results if r.type.state]

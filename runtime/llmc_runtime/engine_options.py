@@ -30,7 +30,7 @@ MAX_ENGINES = 64
 MAX_ITL_MS = 60_000
 TARGET_ITL_MS = 20.0  # of AsyncLLM and the server
 _DTYPES: Mapping[str, str] = MappingProxyType({"float32": "f32", "bfloat16": "bf16"})  # "auto" is any
-MP, RAY = "mp", "ray"  # who starts the ranks of an engine
+MP, RAY = "mp", "ray"  # launchers of the ranks of an engine
 _SERVE, _RUN, _BOTH = ("serve",), ("run",), ("serve", "run")
 _COMPILE = ("serve", "compile")
 
@@ -124,7 +124,7 @@ class EngineOptions(metaclass=KeywordChecks):
         metavar="N", check=_integer("E201", 1, MAX_RANKS),
     )  # fmt: skip
     distributed_executor_backend: str = option(
-        MP, "who starts the ranks: mp (processes of this machine) or ray (actors of a Ray cluster, on this machine)",
+        MP, "launcher of the ranks: mp (processes of this machine) or ray (actors of a Ray cluster on this machine)",
         commands=_BOTH, choices=(MP, RAY), engine=True,
     )  # fmt: skip
     seed: int | None = option(
@@ -181,7 +181,7 @@ class EngineOptions(metaclass=KeywordChecks):
         read=Path, metavar="DIR",
     )  # fmt: skip
     verify: bool = option(
-        True, "check the hashes of the weights at startup (--no-verify: skip the check)", commands=_RUN,
+        True, "check the hashes of the weights at startup; --no-verify skips the check", commands=_RUN,
         flags=("--no-verify",), read=None, check=_switch, engine=True,
     )  # fmt: skip
     canary: bool = option(

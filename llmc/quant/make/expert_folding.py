@@ -24,13 +24,15 @@ def fold_experts(layer: Layer, scales: Scales) -> set[str]:
 
     Returns the names of the weights that were scaled. Experts with too few tokens are left as they are.
     """
-    all_scales = _input_scales(layer, scales)
+    by_stack: dict[str, dict[int, Tensor]] = {}  # scales by expert, for each stack of second products
+    for (stack, expert), scale in _input_scales(layer, scales).items():
+        by_stack.setdefault(stack, {})[expert] = scale
     scaled: set[str] = set()
-    for stack in dict.fromkeys(stack for stack, _ in all_scales):
-        by_expert = {expert: scale for (of, expert), scale in all_scales.items() if of == stack}
-        second = [e for e in layer.experts.values() if e.stack == stack and e.expert in by_expert]
+    for stack, by_expert in by_stack.items():
         size = len(next(iter(by_expert.values())))
-        first = [e for e in layer.experts.values() if e.stack != stack and e.rows == size and e.expert in by_expert]
+        experts = [e for e in layer.experts.values() if e.expert in by_expert]
+        second = [e for e in experts if e.stack == stack]
+        first = [e for e in experts if e.stack != stack and e.rows == size]
         for place in sorted({(e.stack, e.row) for e in first}, reverse=True):  # up usually follows the gate
             rows = [e for e in first if (e.stack, e.row) == place]
             if len(rows) == len(second) and _fold(layer, rows, second, by_expert):

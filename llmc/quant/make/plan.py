@@ -52,19 +52,25 @@ class Settings:
             return UNCHANGED
         if self.scheme not in RECIPES:
             raise Diagnostic("E351", f"there is no scheme {self.scheme!r}", f"use one of {', '.join(RECIPES)}")
-        recipe = RECIPES[self.scheme]
-        if self.group_size is not None:
-            if recipe.layout != "pack-quantized":
-                whole = ", ".join(r.name for r in RECIPES.values() if r.layout == "pack-quantized")
-                raise Diagnostic("E351", f"{self.scheme} has no groups of columns", f"omit --group-size; {whole} do")
-            if self.group_size < 1:
-                raise Diagnostic("E351", f"a group of {self.group_size} columns", "use 32, 64 or 128")
-            recipe = recipe.grouped(self.group_size)
-        if recipe.calibrated and self.calibrate is None:
+        recipe = self._grouped(RECIPES[self.scheme])
+        has_texts = self.calibrate is not None
+        if recipe.calibrated and not has_texts:
             raise Diagnostic("E351", f"{self.scheme} needs texts", "add --calibrate FILE; int4 needs none")
-        if self.calibrate is not None and not recipe.calibrated and self.scheme != "w8a8" and not self.kv:
+        smooths = self.scheme == "w8a8" and has_texts
+        if has_texts and not (recipe.calibrated or smooths or self.kv):
             raise Diagnostic("E351", f"{self.scheme} uses no texts", "omit --calibrate")
-        return replace(recipe, method=SMOOTH) if self.calibrate is not None and self.scheme == "w8a8" else recipe
+        return replace(recipe, method=SMOOTH) if smooths else recipe
+
+    def _grouped(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with the requested group size; raises Diagnostic E351 if it cannot have it."""
+        if self.group_size is None:
+            return recipe
+        if recipe.layout != "pack-quantized":
+            whole = ", ".join(r.name for r in RECIPES.values() if r.layout == "pack-quantized")
+            raise Diagnostic("E351", f"{self.scheme} has no groups of columns", f"omit --group-size; {whole} do")
+        if self.group_size < 1:
+            raise Diagnostic("E351", f"a group of {self.group_size} columns", "use 32, 64 or 128")
+        return recipe.grouped(self.group_size)
 
 
 @dataclass(frozen=True)

@@ -169,23 +169,26 @@ def statement(dag: Dag, i: int, names: Mapping[int, str], kinds: Sequence[str]) 
     fn, args = dag.nodes[i]
     if fn == "const":
         return number(args[0])
-    below = dag.operands(i)
-    if fn in LOGIC:
-        expected = ["bool"] * len(below)
-    elif fn in COMPARE:
-        expected = [common_dtype(kinds[b] for b in below)] * 2
-    elif fn == "select":
-        expected = ["bool", kinds[i], kinds[i]]
-    else:
-        expected = [kinds[i]] * len(below)
-    if fn == "pow":  # the function takes values, not literals
-        names = {b: f"tl.full((), {names[b]}, tl.float32)" if dag.nodes[b][0] == "const" else names[b] for b in below}
-    literal = [dag.nodes[b][0] == "const" for b in below]
-    operands = [
-        names[b] if c and w == "f32" else convert(names[b], kinds[b], w)
-        for b, w, c in zip(below, expected, literal, strict=True)
-    ]
+    operands = []
+    for operand, dtype in zip(dag.operands(i), _operand_dtypes(dag, i, kinds), strict=True):
+        text = names[operand]
+        is_literal = dag.nodes[operand][0] == "const"
+        if fn == "pow" and is_literal:  # the function takes values, not literals
+            text = f"tl.full((), {text}, tl.float32)"
+        operands.append(text if is_literal and dtype == "f32" else convert(text, kinds[operand], dtype))
     return _template(fn, kinds[i]).format(*operands)
+
+
+def _operand_dtypes(dag: Dag, i: int, kinds: Sequence[str]) -> list[str]:
+    """Return the dtypes to which node `i` converts its operands; `kinds` are the computed dtypes of all nodes."""
+    fn, below = dag.nodes[i][0], dag.operands(i)
+    if fn in LOGIC:
+        return ["bool"] * len(below)
+    if fn in COMPARE:
+        return [common_dtype(kinds[b] for b in below)] * 2
+    if fn == "select":
+        return ["bool", kinds[i], kinds[i]]
+    return [kinds[i]] * len(below)
 
 
 def _template(fn: str, kind: str) -> str:

@@ -130,15 +130,8 @@ class Chat(GenerationResponse[ChatRequest]):
 
         Tool calls and the finish reason are sent in separate chunks, as some clients check the finish reason first.
         """
-        logprobs, finish = self._logprobs(output.token_ids, output.logprobs or []), output.finish_reason
-        if not self._parsers:
-            delta: dict[str, Any] = {"content": output.text} if output.text else {}
-        else:
-            parser, cut = self._parsers[index], is_cut(finish, output.stop_reason)
-            delta = parser.take(output.text, output.token_ids, finish is not None, cut).fields()
-            finish = parser.finish_reason(finish)
-            if self._plan.thoughts is not None:
-                self._usage.reasoning = sum(parser.reasoning_tokens for parser in self._parsers)
+        logprobs = self._logprobs(output.token_ids, output.logprobs or [])
+        delta, finish = self._message_delta(index, output)
         ids = self._request.return_token_ids and output.token_ids
         if not delta and finish is None and logprobs is None and not ids:
             return []
@@ -151,6 +144,17 @@ class Chat(GenerationResponse[ChatRequest]):
                 choices.append(_choice(index, {}))
             choices[-1] |= {"finish_reason": finish, "stop_reason": output.stop_reason}
         return choices
+
+    def _message_delta(self, index: int, output: CompletionOutput) -> tuple[dict[str, Any], str | None]:
+        """Return (what an output adds to its message, its finish reason, which may be that of tool calls)."""
+        finish = output.finish_reason
+        if not self._parsers:
+            return {"content": output.text} if output.text else {}, finish
+        parser, cut = self._parsers[index], is_cut(finish, output.stop_reason)
+        delta = parser.take(output.text, output.token_ids, finish is not None, cut).fields()
+        if self._plan.thoughts is not None:
+            self._usage.reasoning = sum(parser.reasoning_tokens for parser in self._parsers)
+        return delta, parser.finish_reason(finish)
 
     def _logprobs(self, tokens: list[int], rows: Sequence[Row | None]) -> dict[str, Any] | None:
         if not self._request.logprobs:

@@ -5,7 +5,7 @@ Ranges are checked where values are used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -110,15 +110,7 @@ def parse(body: bytes | bytearray, kind: type[T], unknown: Callable[[int], None]
     known, refused = kind.__struct_fields__, {**_REFUSED, **getattr(kind, "refused", {})}
     ignored = _IGNORED | getattr(kind, "ignored", frozenset())
     unknown(len(fields.keys() - set(known) - ignored - refused.keys() - {"tool_choice", "modalities"}))
-    for name, remedy in refused.items():
-        value = fields.get(name)
-        used = value is not None if name in _ANY_VALUE else _is_set(value)
-        if name not in known and used and (name, value) not in _NO_EFFECT:
-            raise _unsupported(name, f"{name} is not supported: {remedy}")
-    if "tool_choice" not in known and fields.get("tool_choice") not in (None, "none", "auto"):
-        raise _unsupported("tool_choice", "tool_choice is not supported: use /v1/chat/completions")
-    if fields.get("modalities") not in (None, ["text"]):
-        raise _unsupported("modalities", "modalities: only text is generated")
+    _refuse_unsupported(fields, known, refused)
     check_lengths({name: fields[name] for name in known if name in fields}, kind)
     values = {name: _with_integers(fields[name]) for name in known if fields.get(name) is not None}
     try:
@@ -128,6 +120,19 @@ def parse(body: bytes | bytearray, kind: type[T], unknown: Callable[[int], None]
         missing = message.partition("missing required field `")[2]
         param = path.rstrip("`") or missing.rstrip("`") or None
         raise ApiError(f"{param}: {message}" if path else message, param=param, code="invalid_type") from None
+
+
+def _refuse_unsupported(fields: Mapping[str, Any], known: Sequence[str], refused: Mapping[str, str]) -> None:
+    """Raise ApiError 400 for a field of `refused` (name -> remedy) that is not `known` and would have an effect."""
+    for name, remedy in refused.items():
+        value = fields.get(name)
+        used = value is not None if name in _ANY_VALUE else _is_set(value)
+        if name not in known and used and (name, value) not in _NO_EFFECT:
+            raise _unsupported(name, f"{name} is not supported: {remedy}")
+    if "tool_choice" not in known and fields.get("tool_choice") not in (None, "none", "auto"):
+        raise _unsupported("tool_choice", "tool_choice is not supported: use /v1/chat/completions")
+    if fields.get("modalities") not in (None, ["text"]):
+        raise _unsupported("modalities", "modalities: only text is generated")
 
 
 def _is_set(value: Any) -> bool:

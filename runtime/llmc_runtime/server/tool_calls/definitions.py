@@ -45,25 +45,31 @@ def tools_of(tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | N
     """Parse `tools`, `tool_choice` and `parallel_tool_calls`. Returns None if nothing may be called. Raises ApiError
     400.
     """
-    if len(tools or ()) > MAX_TOOLS:
-        raise ApiError(f"tools: up to {MAX_TOOLS}, not {len(tools or ())}", param="tools")
-    definitions = [_definition(one, f"tools[{i}]") for i, one in enumerate(tools or ())]
-    if is_over(definitions, MAX_BYTES) or len(msgspec.json.encode(definitions)) > MAX_BYTES:
-        raise ApiError(f"tools: their definitions have more than {MAX_BYTES} bytes", param="tools")
-    functions = [one["function"] for one in definitions]
-    names = [one["name"] for one in functions]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ApiError(f"tools: {twice!r} is defined twice", param="tools")
-    wanted, forced = _choice(choice, names)
+    tools = tools or []
+    definitions = _definitions(tools)
+    known = {one["function"]["name"]: one["function"].get("parameters") or {} for one in definitions}
+    wanted, forced = _choice(choice, list(known))
     if not wanted:
         return None
-    known = {one["name"]: one.get("parameters") or {} for one in functions}
     schemas = {name: schema for name, schema in known.items() if name in wanted}
-    strict = frozenset(one["function"]["name"] for one in tools or () if one["function"].get("strict"))
+    strict = frozenset(one["function"]["name"] for one in tools if one["function"].get("strict"))
     shown = definitions if forced else [one for one in definitions if one["function"]["name"] in schemas]
     named = isinstance(choice, dict) and choice.get("type") == "function"  # it is called once
     return Tools(shown, known, schemas, forced, parallel is not False and not named, strict & schemas.keys())
+
+
+def _definitions(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Check the definitions of tools and their number, size and names. Raises ApiError 400."""
+    if len(tools) > MAX_TOOLS:
+        raise ApiError(f"tools: up to {MAX_TOOLS}, not {len(tools)}", param="tools")
+    definitions = [_definition(one, f"tools[{i}]") for i, one in enumerate(tools)]
+    if is_over(definitions, MAX_BYTES) or len(msgspec.json.encode(definitions)) > MAX_BYTES:
+        raise ApiError(f"tools: their definitions have more than {MAX_BYTES} bytes", param="tools")
+    names = [one["function"]["name"] for one in definitions]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ApiError(f"tools: {twice!r} is defined twice", param="tools")
+    return definitions
 
 
 def _definition(definition: dict[str, Any], where: str) -> dict[str, Any]:

@@ -67,12 +67,7 @@ def dialect_of(tokenizer: Tokenizer | None, template: str | None, calls: str = A
     formats, "auto" or "none". Raises LlmcError E601 for unknown names.
     """
     text = _text(tokenizer, template)
-    fitting = next((one for one in FORMATS if one.fits(text) and calls in (AUTO, one.name, *one.aliases)), None)
-    if fitting is None and calls == AUTO and "tools" in text and "tool_calls" not in text:  # the template shows none
-        fitting = next((one for one in FORMATS if one.token and _has(tokenizer, one.token)), None)
-    if fitting is None and calls not in (AUTO, NONE):
-        fitting = call_format(calls)
-    named = fitting or _named("tool_call_parser", calls, {one.name: one for one in FORMATS}, None)
+    named = _call_format(tokenizer, text, calls)
     marked = [form for form, words in _SHOWN if all(word in text for word in words)]
     marked += [one for one in _MARKS if _has(tokenizer, one.end)]
     thought = _named("reasoning_parser", thoughts, reasoning.FORMATS, next(iter(marked), None))
@@ -80,6 +75,21 @@ def dialect_of(tokenizer: Tokenizer | None, template: str | None, calls: str = A
     if named is None and calls == AUTO and "tools" in text:
         lines.append("tool calls: unknown format; set it with --tool-call-parser NAME")
     return Dialect(named, thought, tuple(lines), tokenizer)
+
+
+def _call_format(tokenizer: Tokenizer | None, text: str, calls: str) -> type[CallFormat] | None:
+    """Return the format of calls of the option's name or, for "auto", of the template's text or the vocabulary.
+
+    Several formats may have a name; the one that fits the template takes precedence. Raises LlmcError E601.
+    """
+    fitting = next((one for one in FORMATS if one.fits(text) and calls in (AUTO, one.name, *one.aliases)), None)
+    if fitting is not None or calls == NONE:
+        return fitting
+    if calls != AUTO:
+        return call_format(calls) or _named("tool_call_parser", calls, {one.name: one for one in FORMATS}, None)
+    if "tools" in text and "tool_calls" not in text:  # the template shows no calls
+        return next((one for one in FORMATS if one.token and _has(tokenizer, one.token)), None)
+    return None
 
 
 def _text(tokenizer: Tokenizer | None, template: str | None) -> str:
