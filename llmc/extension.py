@@ -1,4 +1,4 @@
-"""How packages extend the compiler.
+"""Extensions: the interface by which packages add passes, ops, kernels, targets and more to the compiler.
 
 A package names its `Extension` under the entry-point group `llmc.extensions`. Every value is a "module:object" text
 that is imported when the name is first looked up; importing a package registers nothing. If two packages provide the

@@ -99,17 +99,18 @@ def judged_rounding(
     An output fails if its error is more than twice that before the change, and more than twice `unit`, one unit in the
     last place (see `unit_of`). Outputs that are not floats, such as token ids, may differ if results are nearly tied.
     """
-    errors, changed, total = [(0.0, 0.0)], 0, 0
-    for i, (x, a, b, dtype) in enumerate(zip(exact, before, after, dtypes, strict=True)):
-        changed, total = changed + int((a != b).sum()), total + a.size
+    largest_old = largest_new = 0.0
+    changed = total = 0
+    for i, (value, old, new, dtype) in enumerate(zip(exact, before, after, dtypes, strict=True)):
+        changed, total = changed + int((old != new).sum()), total + old.size
         if DTYPES[dtype].kind != "f":
             continue
-        old, new = difference(x, a), difference(x, b)
-        errors.append((old, new))
-        if new > max(GROWTH * old, UNITS * unit):
-            cause = f"@{name}: the rounding error of output {i} ({dtype}) is {new:.3g} of its size; it was {old:.3g}"
+        was, error = difference(value, old), difference(value, new)
+        if error > max(GROWTH * was, UNITS * unit):
+            cause = f"@{name}: the rounding error of output {i} ({dtype}) is {error:.3g} of its size; it was {was:.3g}"
             raise Diagnostic("E425", cause, "round once, at the end; or omit --rounded if this is intended")
-    return Rounding(max(e for e, _ in errors), max(e for _, e in errors), changed / max(1, total))
+        largest_old, largest_new = max(largest_old, was), max(largest_new, error)
+    return Rounding(largest_old, largest_new, changed / max(1, total))
 
 
 def judged(name: str, want: Sequence[Array], got: Sequence[Array], names: Sequence[str]) -> Compared:

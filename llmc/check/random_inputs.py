@@ -62,15 +62,15 @@ def _holding(g: Graph, content: Content) -> list[tuple[Node, Value]]:
 
 def _sizes(m: Module, g: Graph) -> dict[str, int]:
     """Choose the sizes of all symbols: small, within their bounds, and consistent with the step's rows and tokens."""
-    sizes = {s: int(np.clip(5 + i, lo, hi)) for i, (s, (lo, hi)) in enumerate(m.symbols.items())}
-    for n, v in _holding(g, contents.qlens)[:1]:
-        (rows,), states = v.type.shape, [v for v in g.inputs if v.type.state]
-        r = rows.const or min(ROWS, *(v.type.shape[0].const or ROWS for v in states), m.symbols[str(rows)][1])
-        if rows.const is None:
-            sizes[str(rows)] = r
-        tokens = n.attrs["tokens"]
+    sizes = {symbol: int(np.clip(5 + i, lo, hi)) for i, (symbol, (lo, hi)) in enumerate(m.symbols.items())}
+    for node, qlens in _holding(g, contents.qlens)[:1]:
+        (rows,), tokens = qlens.type.shape, node.attrs["tokens"]
+        count = rows.const
+        if count is None:
+            device_rows = (v.type.shape[0].const or ROWS for v in g.inputs if v.type.state)
+            count = sizes[str(rows)] = min(ROWS, *device_rows, m.symbols[str(rows)][1])
         if tokens.const is None and tokens != rows:
-            sizes[str(tokens)] = min(r * MAX_TOKENS - 2, m.symbols[str(tokens)][1])
+            sizes[str(tokens)] = min(count * MAX_TOKENS - 2, m.symbols[str(tokens)][1])
     pools = {str(v.type.shape[0]) for _, v in _holding(g, contents.kv_pool) if v.type.state}
     return sizes | dict.fromkeys((p for p in pools if p.isidentifier()), _pages(g))
 

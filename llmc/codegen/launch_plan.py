@@ -224,16 +224,15 @@ def program(p: Placed, m: Module, kernels: Sequence[LaunchInfo], step: tuple[str
     """Return the Program. `kernels` is in launch order; `step` is the (key, entry) of the step unit, if any."""
     g = p.emitted.graph
     serves = serves_of(g, m)
+    launches = zip(p.emitted.nodes, p.emitted.sources, p.args, kernels, strict=True)
     data = {
         "name": g.name,
-        "symbols": {s: list(r) for s, r in m.bounds(g).items()},
-        "serves": {s: list(r) for s, r in serves.items() if s != "uniform"},
+        "symbols": {symbol: list(bounds) for symbol, bounds in m.bounds(g).items()},
+        "serves": {symbol: list(bounds) for symbol, bounds in serves.items() if symbol != "uniform"},
         "uniform": int(bool(serves.get("uniform", 0))),
         "buffers": p.buffers.rows,
         "arena_bytes": p.arena,
-        "launches": [
-            _launch(n, s, x, k) for n, s, x, k in zip(p.emitted.nodes, p.emitted.sources, p.args, kernels, strict=True)
-        ],
+        "launches": [_launch(*launch) for launch in launches],
         "step": {"kernel": step[0], "entry": step[1]} if step else None,
         "ranks": ranks_of(m),
         "drafts": max((n.attrs["limit"] for n in p.emitted.nodes if n.op.name == "row_accept"), default=0),

@@ -293,7 +293,7 @@ def logits(d: Drawing, shape: Shape) -> Array:
 
 
 def counts(d: Drawing, shape: Shape) -> Array:
-    """How often each id was sampled: 0 to 2."""
+    """The number of times that each id was sampled: 0 to 2."""
     return np.zeros(shape) if d.step.greedy else d.rng.integers(0, 3, shape)
 
 
@@ -364,7 +364,7 @@ def iparams(d: Drawing, shape: Shape) -> Array:
 
 
 def drafts(d: Drawing, shape: Shape) -> Array:
-    """How many tokens are drafted for each device row, and the lengths of the suffixes that are searched for."""
+    """The number of drafted tokens of each device row, and the lengths of the suffixes that are searched for."""
     if d.step.greedy:
         return _columns(shape, DRAFT_COLUMNS, {"max_drafts": 4, "min_ngram": 1, "max_ngram": 3})
     n, integers = shape[0], d.rng.integers

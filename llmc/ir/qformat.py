@@ -100,21 +100,23 @@ _FIELD = re.compile(r"(\w+)=(\[[^\]]*\]|[^,{}]+)")
 
 def parse_qformat(line: str) -> QFormat:
     """Parse the text form, the inverse of `str(format)`; raises ValueError or KeyError if it is malformed."""
-    m = re.fullmatch(r"format (\w+) = \{(.*)\}", line.strip())
-    if not m:
+    match = re.fullmatch(r"format (\w+) = \{(.*)\}", line.strip())
+    if not match:
         raise ValueError(f"not a format: {line!r}")
-    f = {k: v.strip() for k, v in _FIELD.findall(m[2])}
-    if unknown := set(f) - {"code", "block", "scale", "zero", "table", "logical", "act"}:
-        raise ValueError(f"format {m[1]}: unknown field {sorted(unknown)[0]!r}")
-    numbers = lambda text: tuple(x for x in text.strip("[]").split(",") if x.strip())  # noqa: E731
-    block = numbers(f.get("block", "[1, 0]"))
+    fields = {name: text.strip() for name, text in _FIELD.findall(match[2])}
+    if unknown := set(fields) - {"code", "block", "scale", "zero", "table", "logical", "act"}:
+        raise ValueError(f"format {match[1]}: unknown field {sorted(unknown)[0]!r}")
+    block, table = (
+        [text for text in fields.get(name, default).strip("[]").split(",") if text.strip()]
+        for name, default in (("block", "[1, 0]"), ("table", "[]"))
+    )
     return QFormat(
-        m[1],
-        f["code"],
+        match[1],
+        fields["code"],
         (int(block[0]), int(block[1])),
-        f["scale"],
-        f.get("zero", ""),
-        tuple(float(x) for x in numbers(f.get("table", "[]"))),
-        f.get("logical", "bf16"),
-        f.get("act", ""),
+        fields["scale"],
+        fields.get("zero", ""),
+        tuple(map(float, table)),
+        fields.get("logical", "bf16"),
+        fields.get("act", ""),
     )

@@ -311,9 +311,11 @@ def render(chosen: Sequence[Mapping[str, Any]]) -> str:
     """Format choices as a table, in the file's order."""
     head = ("sizes", "us", "next", "of", "kernel", "schedule", "node")
     rows = [head]
-    for c in chosen:
-        sizes = " ".join(f"{k}={v}" for k, v in c["sizes"].items()) or "-"
-        after = "" if c["next_us"] is None else f"{c['next_us']:.4g}"
-        rows.append((sizes, f"{c['us']:.4g}", after, str(c["measured"]), c["kernel"], c["schedule"], c["node"]))
-    widths = [max(len(r[i]) for r in rows) for i in range(len(head) - 1)]
-    return "\n".join("  ".join([*(x.ljust(w) for x, w in zip(r, widths)), r[-1]]) for r in rows)
+    for choice in chosen:
+        sizes = " ".join(f"{symbol}={size}" for symbol, size in choice["sizes"].items()) or "-"
+        us, after = f"{choice['us']:.4g}", "" if choice["next_us"] is None else f"{choice['next_us']:.4g}"
+        texts = (choice["kernel"], choice["schedule"], choice["node"])
+        rows.append((sizes, us, after, str(choice["measured"]), *texts))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    widths[-1] = 0  # nothing follows the last column
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)) for row in rows)

@@ -39,23 +39,24 @@ def use_codes(m: Module, source: QuantisedSource, ops: Mapping[str, OpDef]) -> i
     count = 0
     orders: dict[str, Value] = {}
     moved: dict[tuple[Value, Value], Value] = {}
-    for v in list(g.inputs):
-        if not (v.weight and v.uses and v.name in source.formats):
+    for weight in list(g.inputs):
+        name = weight.name
+        if not (weight.weight and weight.uses and name in source.formats):
             continue
-        f = source.formats[v.name]
-        moves = _moves(v, f, v.name in source.transposed)
+        f = source.formats[name]
+        moves = _moves(weight, f, name in source.transposed)
         if moves is None:
             continue
-        parts = [g.input(name, t, weight=True) for name, t in source.part_types(v.name).items()]
-        b: Any = Builder(g, ops, before=g.nodes.head, loc=v.uses[0].loc)
-        assembled = b.assemble(*parts, code=f.code, block=f.block, zero=f.zero, act=f.act, dtype=v.type.dtype)
-        if order := source.orders.get(v.name):
+        parts = [g.input(part, t, weight=True) for part, t in source.part_types(name).items()]
+        b: Any = Builder(g, ops, before=g.nodes.head, loc=weight.uses[0].loc)
+        assembled = b.assemble(*parts, code=f.code, block=f.block, zero=f.zero, act=f.act, dtype=weight.type.dtype)
+        if order := source.orders.get(name):
             if order not in orders:
-                orders[order] = g.input(order, tensor("i32", v.type.shape[1]), weight=True)
-            _reorder(g, v, orders[order], moved, ops)
-        _replace(g, v, assembled, moves)
-        g.inputs.remove(v)
-        count += source.counts[v.name]
+                orders[order] = g.input(order, tensor("i32", weight.type.shape[1]), weight=True)
+            _reorder(g, weight, orders[order], moved, ops)
+        _replace(g, weight, assembled, moves)
+        g.inputs.remove(weight)
+        count += source.counts[name]
     return count
 
 

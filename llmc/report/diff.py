@@ -73,21 +73,34 @@ def _artifacts(a: Opened, b: Opened) -> dict[str, Any]:
     }
 
 
-def _about(a: Opened) -> dict[str, Any]:
-    """The facts about an artifact that are compared, by name."""
-    m = a.manifest
-    compiled = a.reports.get("compile", {})
-    source = {f"source.{k}": v for k, v in vars(m.source).items() if k != "files"}
-    files = {f"source file {n}": h[:16] for n, h in m.source.files.items()}
-    options = {f"option {k}": v for k, v in compiled.get("options", {}).items()}
-    versions = {f"version of {k}": v for k, v in compiled.get("versions", {}).items()}
-    target = {"target": m.target.name, "arch": m.target.arch, "features": " ".join(m.target.features)}
-    limits = dict(vars(m.limits)) | {"page_size": m.kv.page_size, "vocab_size": m.vocab_size}
-    tokens = {"eos_token_ids": list(m.eos_token_ids), **{f"generation {k}": v for k, v in m.generation.items()}}
-    texts = {f"file {n}": i.sha256[:16] for n, i in m.files.items() if n.startswith("tokenizer/")}
-    canary = {"canary": m.files["canary.json"].sha256[:16] if "canary.json" in m.files else None}
-    weights = {"weights": m.weights.mode, "seed": m.weights.seed, "compiler": m.compiler}
-    return {**source, **files, **target, **limits, **tokens, **options, **versions, **weights, **texts, **canary}
+def _about(artifact: Opened) -> dict[str, Any]:
+    """The facts about an artifact that are compared, by name; hashes by their first 16 digits."""
+    m = artifact.manifest
+    compiled = artifact.reports.get("compile", {})
+
+    def named(prefix: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+        return {f"{prefix}{name}": fact for name, fact in facts.items()}
+
+    tokenizer = {name: entry.sha256[:16] for name, entry in m.files.items() if name.startswith("tokenizer/")}
+    return {
+        **named("source.", {name: fact for name, fact in vars(m.source).items() if name != "files"}),
+        **named("source file ", {name: digest[:16] for name, digest in m.source.files.items()}),
+        "target": m.target.name,
+        "arch": m.target.arch,
+        "features": " ".join(m.target.features),
+        **vars(m.limits),
+        "page_size": m.kv.page_size,
+        "vocab_size": m.vocab_size,
+        "eos_token_ids": list(m.eos_token_ids),
+        **named("generation ", m.generation),
+        **named("option ", compiled.get("options", {})),
+        **named("version of ", compiled.get("versions", {})),
+        "weights": m.weights.mode,
+        "seed": m.weights.seed,
+        "compiler": m.compiler,
+        **named("file ", tokenizer),
+        "canary": m.files["canary.json"].sha256[:16] if "canary.json" in m.files else None,
+    }
 
 
 def _memory(a: Opened) -> dict[str, int]:

@@ -96,8 +96,11 @@ def _numbered(g: GraphText) -> dict[str, str]:
 
 def _choices(pairs: Sequence[tuple[Line, Line]]) -> list[dict[str, Any]]:
     rows: Counter[tuple[str, str, str, str]] = Counter()
-    for x, y in pairs:
-        left, right = _ARENA.sub("", x.choice), _ARENA.sub("", y.choice)
+    for line, other in pairs:
+        left, right = _ARENA.sub("", line.choice), _ARENA.sub("", other.choice)
         if left != right:
-            rows[x.text, pattern(x.loc), left, right] += 1
-    return [{"node": w, "loc": loc, "count": n, "a": a, "b": b} for (w, loc, a, b), n in rows.items()]
+            rows[line.text, pattern(line.loc), left, right] += 1
+    return [
+        {"node": node, "loc": loc, "count": count, "a": left, "b": right}
+        for (node, loc, left, right), count in rows.items()
+    ]

@@ -122,14 +122,14 @@ class Bound:
         self.wanted = run(g, self.inputs, self.sizes, exact=case.exact)
         self.of = {v: Buffer.holding(x, v.type) for v, x in zip(g.inputs, self.inputs, strict=True)}
         self.operands = [self.of[v] for v in node.operands]
+        slots = [slot.name for slot in node.op.operands]
         written = iter(node.op.writes)
         self.results = []
-        for r, w in zip(node.results, self.wanted, strict=True):
-            if r.type.state:
-                name = next(written)
-                self.results.append(self.of[node.operands[[s.name for s in node.op.operands].index(name)]])
+        for result, wanted in zip(node.results, self.wanted, strict=True):
+            if result.type.state:
+                self.results.append(self.operands[slots.index(next(written))])
             else:
-                self.results.append(Buffer(w.size * DTYPES[r.type.dtype].bits // 8))
+                self.results.append(Buffer(wanted.size * DTYPES[result.type.dtype].bits // 8))
 
     def value(self, size: Dim) -> int:
         """Return the value of a symbolic size."""
@@ -140,13 +140,14 @@ class Bound:
     def check(self) -> None:
         """Raise AssertionError if a result is wrong, an operand changed, or bytes outside a buffer were written."""
         case = self.case
-        for i, b in enumerate([*self.operands, *self.results]):
-            b.check(f"{case.name}: buffer {i}")
-        for x, v in zip(self.inputs, case.graph.inputs, strict=True):
+        for i, buffer in enumerate([*self.operands, *self.results]):
+            buffer.check(f"{case.name}: buffer {i}")
+        for array, v in zip(self.inputs, case.graph.inputs, strict=True):
             if self.of[v] not in self.results:
-                np.testing.assert_array_equal(self.of[v].body, Buffer.holding(x, v.type).body, "an operand changed")
-        for r, w, b in zip(case.node.results, self.wanted, self.results, strict=True):
-            compare(case, r.type.dtype, round_to_type(b.get(r.type, w.shape), r.type), w)
+                np.testing.assert_array_equal(self.of[v].body, Buffer.holding(array, v.type).body, "an operand changed")
+        for result, wanted, buffer in zip(case.node.results, self.wanted, self.results, strict=True):
+            t = result.type
+            compare(case, t.dtype, round_to_type(buffer.get(t, wanted.shape), t), wanted)
 
 
 def compare(case: Case, dtype: str, got: np.ndarray, want: np.ndarray) -> None:

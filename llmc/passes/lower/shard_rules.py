@@ -1,4 +1,4 @@
-"""How a sharded axis passes through an op: which axis of every operand and result is then sharded."""
+"""The propagation of a sharded axis through an op: the sharded axis of every operand and result."""
 
 from __future__ import annotations
 

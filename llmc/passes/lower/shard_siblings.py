@@ -12,22 +12,23 @@ def separate(g: Graph, ctx: Ctx) -> int:
     A product that has other readers stays as it is.
     """
     done = 0
-    for n in list(g.nodes):
-        if n.op.name == "slice" and ctx.allows(n) and (made := _product_of(n)):
-            product, bias = made
-            b = Builder(g, ctx.opset, before=n, loc=product.loc)
-            x, w = product.operands
-            cut = {k: n.attrs[k] for k in ("start", "stop", "step")}
-            part: Value = b.linear(x, b.slice(w, axis=0, **cut))
-            if bias is not None:
-                part = b.add(part, b.slice(bias, axis=0, **cut))
-            part.name = n.result.name
-            g.replace(n.result, part)
-            done += 1
-    if done:
-        for n in reversed(list(g.nodes)):
-            if n.op.name in ("slice", "add", "linear") and not g.is_used(n):
-                g.erase(n)
+    for node in list(g.nodes):
+        found = _product_of(node) if node.op.name == "slice" and ctx.allows(node) else None
+        if found is None:
+            continue
+        product, bias = found
+        b = Builder(g, ctx.opset, before=node, loc=product.loc)
+        x, weight = product.operands
+        cut = {name: node.attrs[name] for name in ("start", "stop", "step")}
+        part: Value = b.linear(x, b.slice(weight, axis=0, **cut))
+        if bias is not None:
+            part = b.add(part, b.slice(bias, axis=0, **cut))
+        part.name = node.result.name
+        g.replace(node.result, part)
+        done += 1
+    for node in reversed(list(g.nodes)) if done else ():
+        if node.op.name in ("slice", "add", "linear") and not g.is_used(node):
+            g.erase(node)
     return done
 
 

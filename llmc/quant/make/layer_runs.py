@@ -123,16 +123,16 @@ class _Watch:
     def _reader(self, name: str) -> Callable[..., None]:
         def hook(module: Module, args: tuple[Tensor, ...]) -> None:
             x = args[0]
-            same = next((group for other, group in self.read if other is x), None)
+            same = next((group for tensor, group in self.read if tensor is x), None)
             if same is not None:
                 if name not in same.linears:
                     same.linears.append(name)
                 return
-            group = next((g for g in self.layer.inputs if name in g.linears), None)
+            group = next((one for one in self.layer.inputs if name in one.linears), None)
             if group is None:
-                producer = next((n for y, n in self.made if y is x), "")
-                k = x.shape[-1]
-                group = Inputs([name], producer, torch.zeros(k, k), torch.zeros(k), torch.zeros(k))
+                producer = next((module_name for tensor, module_name in self.made if tensor is x), "")
+                width = x.shape[-1]
+                group = Inputs([name], producer, torch.zeros(width, width), torch.zeros(width), torch.zeros(width))
                 self.layer.inputs.append(group)
             group.add(x.float())
             self.read.append((x, group))

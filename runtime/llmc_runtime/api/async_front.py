@@ -1,4 +1,4 @@
-"""What the process that serves requests reads of an artifact: its text side, and how its engine is started."""
+"""The part of an artifact that the serving process reads: tokenizer, templates, defaults, and the engine's start."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class Device(ABC):
 
     @property
     def upload_summary(self) -> str:
-        """How `place` uploaded the weights, with throughput, as text; empty if no upload was needed."""
+        """The method and throughput of the upload by `place`, as text; empty if no upload was needed."""
         return ""
 
     @abstractmethod
@@ -149,7 +149,7 @@ class Device(ABC):
 
     @property
     def group_handle(self) -> bytes:
-        """What the other ranks need to write to this rank's memory; empty if they do not."""
+        """A handle with which the other ranks write to this rank's memory; empty if they do not."""
         return b""
 
     def connect(self, handles: Sequence[bytes]) -> None:

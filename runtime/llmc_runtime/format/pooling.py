@@ -19,7 +19,7 @@ POOLED = "pooled"  # the output of programs
 
 @dataclass(frozen=True)
 class Pooling:
-    """What the programs of an artifact return for a prompt: the output POOLED, f32[R, width].
+    """The results of a model that pools, as its programs return them: the output POOLED, f32[R, width].
 
     task:        "embed" (a vector of hidden states) or "classify" (a logit per label)
     kind:        what is pooled: the hidden state of the "last" token, of the first ("cls"), or the "mean" of all

@@ -45,8 +45,8 @@ _SEED = integers(-(2**63), 2**64 - 1, optional=True, allowed="none, or an intege
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams(metaclass=KeywordChecks):
-    """How a request is sampled. Raises LlmcError E601, which names the field, its value and what is allowed, and E648
-    for a parameter of vLLM that is not supported.
+    """The sampling parameters of a request. Raises LlmcError E601, which names the field, its value and what is
+    allowed, and E648 for a parameter of vLLM that is not supported.
 
     Values are normalised: a temperature below 1e-5 is 0 (greedy: top_p, top_k and min_p are then off), any other is at
     least 0.01; a top_k of -1 is 0; a seed of -1 is None; a string in `stop` and other iterables become tuples.

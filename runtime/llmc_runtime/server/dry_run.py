@@ -65,7 +65,7 @@ def render(report: Mapping[str, Any]) -> str:
 
 
 def _artifact_lines(report: Mapping[str, Any]) -> list[str]:
-    """Format what the report says of a compiled artifact and of its memory."""
+    """Return the lines of the report about a compiled artifact and its memory."""
     limits, kv, memory = report["limits"], report["kv"], report["memory"]
     free = "free memory unknown"
     if memory["free"] is not None:

@@ -1,4 +1,4 @@
-"""What endpoints share: reading a request, in the event loop or in a text process, and sending its response."""
+"""Shared code of the endpoints: reading a request, in the event loop or a text process, and sending its response."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class KeySources:
 
 @dataclass(frozen=True)
 class Options:
-    """How a model is served. `engine` are keyword arguments of AsyncLLM, `keys` and `admin_keys` the keys themselves,
+    """The options of a server. `engine` are keyword arguments of AsyncLLM, `keys` and `admin_keys` the keys themselves,
     `notes` messages to print at startup, and `notify_socket` the address of a service manager ($NOTIFY_SOCKET).
     """
 

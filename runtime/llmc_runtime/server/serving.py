@@ -97,7 +97,7 @@ class Call:
 
     @property
     def logged_characters(self) -> int:
-        """How many characters of a prompt's text to log."""
+        """The number of characters of a prompt's text to log."""
         return 0 if self.record is None else self.record.prompt_characters
 
 

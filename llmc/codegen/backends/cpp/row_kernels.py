@@ -87,18 +87,21 @@ class Elements(CppKernel):
 
 def row_loops(p: RowProgram, sizes: Sizes, row: str, flat: bool) -> str:
     """Return the loops around a row's text: this thread's rows, and pointers to each value's part of the row."""
-    sp = p.space
-    lines = [pointers(p.node), f"const int64_t n = {sizes(sp.row)};", "int64_t lo, hi;"]
-    values = [*(("q", "x", i) for i in range(p.count)), *(("r", "y", i) for i in range(len(p.node.results)))]
+    space = p.space
+    lines = [pointers(p.node), f"const int64_t n = {sizes(space.row)};", "int64_t lo, hi;"]
+    # (the pointer to a row's part, the pointer to the whole) of each value
+    values = [(f"q{i}", f"x{i}") for i in range(p.count)] + [(f"r{i}", f"y{i}") for i in range(len(p.node.results))]
     if flat:
         lines += ["llmc_split(ctx, n, 256, &lo, &hi);"]
-        lines += [f"const auto {q}{i} = {x}{i};" for q, x, i in values]
+        lines += [f"const auto {part} = {whole};" for part, whole in values]
         return "\n".join([*lines, row])
-    lines += [f"llmc_split(ctx, {sizes(product(sp.outer))}, 1, &lo, &hi);", "for (int64_t row = lo; row < hi; row++) {"]
-    inner = _indices(sp, sizes)
-    for v, (q, x, i) in enumerate(values):
-        terms = [f"i{a} * {sizes(sp.stride(v, a))}" for a in range(len(sp.outer)) if sp.varies[v][a]]
-        inner.append(f"const auto {q}{i} = {' + '.join([f'{x}{i}', *terms])};")
+    lines.append(f"llmc_split(ctx, {sizes(product(space.outer))}, 1, &lo, &hi);")
+    lines.append("for (int64_t row = lo; row < hi; row++) {")
+    inner = _indices(space, sizes)
+    for v, (part, whole) in enumerate(values):
+        axes = [axis for axis in range(len(space.outer)) if space.varies[v][axis]]
+        terms = [f"i{axis} * {sizes(space.stride(v, axis))}" for axis in axes]
+        inner.append(f"const auto {part} = {' + '.join([whole, *terms])};")
     return "\n".join([*lines, indent("\n".join([*inner, row])), "}"])
 
 

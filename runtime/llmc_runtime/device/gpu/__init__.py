@@ -1,1 +1,1 @@
-"""What the GPU devices share: rings of staging memory, uploads, graphs from lists of launches."""
+"""Shared code of the GPU devices: rings of staging memory, uploads, graphs from lists of launches."""

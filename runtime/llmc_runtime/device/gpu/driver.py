@@ -1,4 +1,4 @@
-"""What the GPU devices need of a driver API: errors, memory, streams, events, kernels and graphs.
+"""The interface of a GPU's driver API: errors, memory, streams, events, kernels and graphs.
 
 The functions of both APIs return (status, *values), and most have the same parameters and, after a prefix, the same
 names: `GpuDriver` calls these. An address is an int; handles of streams, events, modules, functions and graphs are of

@@ -1,4 +1,4 @@
-"""What GPU devices have in common: one GPU, driven through a `GpuDriver` on a single stream."""
+"""The base class of GPU devices: one GPU, driven through a `GpuDriver` on a single stream."""
 
 from __future__ import annotations
 
