@@ -5,6 +5,7 @@ reasoning. The first part of a request's path selects the server.
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import sys
 import threading
@@ -27,6 +28,7 @@ from tests.runtime.parrot_core import tokenizer
 FOLDER = Path(__file__).parent / "chat_templates"
 PROGRAM = Path(__file__).with_name("parrot_core.py")
 TOK = tokenizer()
+Servers = tuple[str, Mapping[str, Serving]]  # the address, to which a server's name is appended, and the servers
 # name: the template, and the parsers unless they are detected
 SERVERS: Mapping[str, tuple[str, str, str]] = {
     "hermes": ("qwen2.5", "auto", "none"),
@@ -45,6 +47,23 @@ SERVERS: Mapping[str, tuple[str, str, str]] = {
 }
 
 
+def client(servers: Servers, name: str) -> Any:
+    """OpenAI's client of the server `name`."""
+    import openai
+
+    return openai.OpenAI(base_url=f"{servers[0]}/{name}/v1", api_key="none", max_retries=0)
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """Return the events of a stream, whose names are their types."""
+    found = []
+    for block in text.strip().split("\n\n"):
+        name, _, data = block.partition("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
 def say(text: str) -> dict[str, str]:
     """Return a message that makes the parrot generate `text`, including special tokens."""
     return {"role": "user", "content": f"<|user|>{text}<|assistant|>"}
@@ -56,8 +75,8 @@ def template(name: str) -> str:
 
 
 @contextmanager
-def parrots() -> Iterator[tuple[str, Mapping[str, Serving]]]:
-    """Yield the address, to which a server's name is appended, and the servers."""
+def parrots() -> Iterator[Servers]:
+    """Run the servers."""
     listening = socket.create_server(("127.0.0.1", 0))
     there, stop, found = threading.Event(), list[uvicorn.Server](), dict[str, Serving]()
 

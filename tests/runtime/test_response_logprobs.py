@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,11 +12,10 @@ pytest.importorskip("starlette")
 openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 import httpx  # noqa: E402
-from llmc_runtime.server.serving import Serving  # noqa: E402
 from openai.types.responses import Response, response_output_text, response_text_delta_event  # noqa: E402
 
 from tests.runtime.families import DUMPED, FAMILIES, WRITTEN  # noqa: E402
-from tests.runtime.parrots import parrots, say  # noqa: E402
+from tests.runtime.parrots import Servers, client, parrots, say  # noqa: E402
 
 INCLUDE = ["message.output_text.logprobs"]
 TOOLS: list[dict[str, Any]] = [
@@ -24,7 +23,6 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "name": "now", "parameters": None, "strict": None},
 ]
 SAID = ("Hello, wörld! 🌍 日本", "<tag> & a < b", " spaced  out \n\n twice", "x")
-Servers = tuple[str, Mapping[str, Serving]]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +32,7 @@ def servers() -> Iterator[Servers]:
 
 
 def ask(servers: Servers, name: str) -> Any:
-    return openai.OpenAI(base_url=f"{servers[0]}/{name}/v1", api_key="none", max_retries=0).responses
+    return client(servers, name).responses
 
 
 def post(servers: Servers, body: dict[str, Any], name: str = "bare") -> httpx.Response:

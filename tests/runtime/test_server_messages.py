@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,10 +11,9 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("llguidance")
 import httpx
-from llmc_runtime.server.serving import Serving
 
 from tests.runtime.families import CALL, DUMPED, FAMILIES, WRITTEN
-from tests.runtime.parrots import parrots, say
+from tests.runtime.parrots import Servers, events, parrots, say
 from tests.runtime.served import served
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "array"}}, "required": ["city"]}
@@ -23,7 +22,6 @@ TOOLS: list[dict[str, Any]] = [
      "cache_control": {"type": "ephemeral"}},
     {"type": "custom", "name": "now", "input_schema": {"type": "object"}},
 ]  # fmt: skip
-Servers = tuple[str, Mapping[str, Serving]]
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +35,6 @@ def post(servers: Servers, body: dict[str, Any], name: str = "think", path: str 
     if path:
         whole = {key: value for key, value in whole.items() if key not in ("temperature", "max_tokens")}
     return httpx.post(f"{servers[0]}/{name}/v1/messages{path}", json=whole, timeout=60)
-
-
-def events(reply: httpx.Response) -> list[dict[str, Any]]:
-    """The events of a stream, whose names are their types."""
-    found = []
-    for block in reply.text.strip().split("\n\n"):
-        name, _, data = block.partition("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
 
 
 FIELDS = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "signature"}
@@ -100,7 +88,7 @@ def test_blocks_of_each_family_whole_and_streamed(servers: Servers, name: str) -
         assert [one["name"] for one in whole["content"][-2:]] == ["get_weather", "now"]
         assert not thought or (whole["content"][0]["thinking"] == "Hm, so." and whole["content"][0]["signature"])
         assert not text or whole["content"][bool(thought)]["text"] == "Let me see."
-        streamed = message_of(events(post(servers, {**body, "stream": True}, name)))
+        streamed = message_of(events(post(servers, {**body, "stream": True}, name).text))
         assert plain(streamed) == plain(whole)
 
 
@@ -110,7 +98,7 @@ def test_stop_reasons_and_usage(servers: Servers) -> None:
         def ask(**more: Any) -> Any:
             body = {"messages": [say("One two three four")], "stream": stream, **more}  # noqa: B023
             reply = post(servers, body, "hermes")
-            return message_of(events(reply)) if stream else reply.json()  # noqa: B023
+            return message_of(events(reply.text)) if stream else reply.json()  # noqa: B023
 
         ended = ask()
         assert ended["content"] == [{"type": "text", "text": "One two three four"}]
@@ -138,12 +126,12 @@ def test_a_cut_call_and_an_empty_output(servers: Servers) -> None:
     for stream in (False, True):
         reply = post(servers, {"messages": [say(text)], "tools": TOOLS, "max_tokens": 60, "stream": stream})
         if stream:
-            found = events(reply)
+            found = events(reply.text)
             assert found[-2]["delta"]["stop_reason"] == "max_tokens"
         else:
             assert reply.json()["stop_reason"] == "max_tokens" and reply.json()["content"][-1]["type"] == "tool_use"
         reply = post(servers, {"messages": [say("")], "stream": stream})
-        message = message_of(events(reply)) if stream else reply.json()
+        message = message_of(events(reply.text)) if stream else reply.json()
         assert message["content"] == [] and message["stop_reason"] == "end_turn"
 
 

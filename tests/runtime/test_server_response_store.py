@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 pytest.importorskip("starlette")
 import httpx
-from llmc_runtime.server.serving import Serving
 
-from tests.runtime.parrots import parrots, say
-
-Servers = tuple[str, Mapping[str, Serving]]
+from tests.runtime.parrots import Servers, parrots, say
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,10 +12,9 @@ pytest.importorskip("starlette")
 openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 import httpx  # noqa: E402
-from llmc_runtime.server.serving import Serving  # noqa: E402
 
 from tests.runtime.families import DUMPED, FAMILIES, WRITTEN  # noqa: E402
-from tests.runtime.parrots import parrots, say  # noqa: E402
+from tests.runtime.parrots import Servers, client, events, parrots, say  # noqa: E402
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "array"}}, "required": ["city"]}
 TOOLS: list[dict[str, Any]] = [
@@ -23,17 +22,12 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "name": "now", "parameters": None, "strict": None},
 ]
 HELLO = say("Hello")["content"]
-Servers = tuple[str, Mapping[str, Serving]]
 
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[Servers]:
     with parrots() as found:
         yield found
-
-
-def client(servers: Servers, name: str) -> Any:
-    return openai.OpenAI(base_url=f"{servers[0]}/{name}/v1", api_key="none", max_retries=0)
 
 
 def post(servers: Servers, body: dict[str, Any], name: str = "think") -> httpx.Response:
@@ -48,16 +42,6 @@ def shown(items: list[Any]) -> list[tuple[str, str]]:
         fields = item if isinstance(item, dict) else item.to_dict()
         text = fields.get("arguments") or "".join(part["text"] for part in fields.get("content") or ())
         found.append((fields["type"], text))
-    return found
-
-
-def events(reply: httpx.Response) -> list[dict[str, Any]]:
-    """The events of a stream, whose names are their types."""
-    found = []
-    for block in reply.text.strip().split("\n\n"):
-        name, _, data = block.partition("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
     return found
 
 
@@ -114,9 +98,9 @@ def test_events_come_in_order_with_the_fields_of_the_items(servers: Servers) -> 
     calls, thought = WRITTEN["think"]
     text = thought + "Well.\n" + calls.replace("%s", DUMPED)
     body = {"input": [say(text)], "tools": TOOLS, "stream": True, "store": False}
-    final = check_order(events(post(servers, body)), "response.completed")
+    final = check_order(events(post(servers, body).text), "response.completed")
     assert final["store"] is False and final["completed_at"] and final["usage"]["input_tokens"] > 10
-    found = events(post(servers, {**body, "max_output_tokens": 4}))
+    found = events(post(servers, {**body, "max_output_tokens": 4}).text)
     final = check_order(found, "response.incomplete")
     assert final["incomplete_details"] == {"reason": "max_output_tokens"} and final["usage"]["output_tokens"] == 4
     assert final["output"][-1]["status"] == "incomplete"
@@ -128,7 +112,7 @@ def test_an_output_without_a_text_has_an_empty_message(servers: Servers) -> None
     for text, kinds in (("", ["message"]), ("<think>\nHm.\n</think>\n\n", ["reasoning", "message"])):
         for stream in (False, True):
             reply = post(servers, {"input": [say(text)], "stream": stream})
-            body = check_order(events(reply), "response.completed") if stream else reply.json()
+            body = check_order(events(reply.text), "response.completed") if stream else reply.json()
             assert [item["type"] for item in body["output"]] == kinds and shown(body["output"])[-1][1] == ""
 
 
@@ -158,7 +142,7 @@ def test_text_formats_and_tool_choices_are_enforced(servers: Servers) -> None:
         for stream in (False, True):
             body = {"input": HELLO, "text": {"format": one}, "max_output_tokens": 200, "stream": stream, "seed": 1}
             reply = post(servers, body, "hermes")
-            final = check_order(events(reply), "response.completed") if stream else reply.json()
+            final = check_order(events(reply.text), "response.completed") if stream else reply.json()
             assert isinstance(json.loads(shown(final["output"])[-1][1]), dict)
     named = {"type": "function", "name": "now"}
     for choice in (named, {"type": "allowed_tools", "mode": "required", "tools": [named]}):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import pytest
@@ -13,12 +13,11 @@ pytest.importorskip("starlette")
 openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 import httpx  # noqa: E402
-from llmc_runtime.server.serving import Serving  # noqa: E402
 from llmc_runtime.server.tool_calls.history import for_template  # noqa: E402
 from pydantic import BaseModel  # noqa: E402
 
 from tests.runtime.families import BEGINS, DUMPED, ENDS, FAMILIES, WRITTEN  # noqa: E402
-from tests.runtime.parrots import TOK, parrots, say  # noqa: E402
+from tests.runtime.parrots import TOK, Servers, client, parrots, say  # noqa: E402
 
 WEATHER = {
     "type": "function",
@@ -42,7 +41,6 @@ BOUNDED: dict[str, Any] = {
     "required": ["kind", "more"],
     "$defs": {"kind": {"enum": ["red::=", "green é", None]}},
 }
-Servers = tuple[str, Mapping[str, Serving]]
 Ask = Callable[..., Any]
 
 
@@ -50,10 +48,6 @@ Ask = Callable[..., Any]
 def servers() -> Iterator[Servers]:
     with parrots() as found:
         yield found
-
-
-def client(servers: Servers, name: str) -> Any:
-    return openai.OpenAI(base_url=f"{servers[0]}/{name}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,13 +11,10 @@ import pytest
 pytest.importorskip("starlette")
 openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance")
-from llmc_runtime.server.serving import Serving  # noqa: E402
 
 from tests.runtime.families import BEGINS, DUMPED, FAMILIES, WRITTEN  # noqa: E402
-from tests.runtime.parrots import TOK, parrots, say  # noqa: E402
-from tests.runtime.test_server_tools import TOOLS, Ask, client, joined, simple  # noqa: E402
-
-Servers = tuple[str, Mapping[str, Serving]]
+from tests.runtime.parrots import TOK, Servers, client, parrots, say  # noqa: E402
+from tests.runtime.test_server_tools import TOOLS, Ask, joined, simple  # noqa: E402
 
 
 @pytest.fixture(scope="module")
