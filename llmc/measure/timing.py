@@ -110,16 +110,16 @@ def module_of(candidates: Sequence[Candidate], symbols: Mapping[str, tuple[int, 
         g.ranges = dict(c.graph.ranges)
         weights = weight_only(c.graph)
         shared: dict[Value, Value] = {}
-        for k in range(copies_of(c.node, c.env, target)):
-            _copy(g, c, weights, shared, k)
+        for _ in range(copies_of(c.node, c.env, target)):
+            _copy(g, c, weights, shared)
     return m
 
 
-def _copy(g: Graph, c: Candidate, weights: set[Value], shared: dict[Value, Value], k: int) -> None:
-    """Add the k-th copy of the node.
+def _copy(g: Graph, c: Candidate, weights: set[Value], shared: dict[Value, Value]) -> None:
+    """Add a copy of the node.
 
-    Copies share integer tables; a new version of one goes to the next copy. Weights of bytes are codes, not tables:
-    each copy has its own, of any values.
+    `shared` has the integer tables that copies share; a new version of one goes to the next copy. Weights of bytes are
+    codes, not tables: each copy has its own, of any values.
     """
     node = c.node
     inputs: dict[Value, Value] = {}  # of this copy, in place of the node's operands

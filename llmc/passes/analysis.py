@@ -75,7 +75,7 @@ def squeezed(v: Value) -> Value:
     """Return `v` without casts, broadcasts and reshapes that only add or remove axes of size 1."""
     while n := made_by(v, "cast", "broadcast", "reshape"):
         inner = n.operands[0]
-        if n.op.name == "cast" and not (DTYPES[v.type.dtype].kind == "f"):
+        if n.op.name == "cast" and DTYPES[v.type.dtype].kind != "f":
             return v
         if n.op.name != "cast" and drop_ones(inner.type.shape) != drop_ones(v.type.shape):
             return v

@@ -67,7 +67,7 @@ def build(s: Shape, target: Target) -> Graph:
     node = g.add(OPS["linear_map"], [x, w, *extras], attrs)
     g.outputs = [node.result]
     assert LINEAR.reject(node, target) is None
-    new = pack_node(g, node, LINEAR.schedules(node, target)[0], target, OPS)
+    new = pack_node(g, node, LINEAR.schedules(node, target)[0], OPS)
     verify(Module({"test": g}, {"T": (1, 512)}))
     packed = new.operands[1]
     assert packed.node is not None

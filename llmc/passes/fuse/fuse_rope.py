@@ -50,11 +50,13 @@ def table(v: Value) -> Table:
         if not same or (n.op.name == "cast" and n.operands[0].type.dtype not in ("f32", "bf16", "f16", dtype)):
             break
         v = n.operands[0]
-    n = made_by(v, "concat")
-    if n and len(n.operands) == 2 and core(n.operands[0]) is core(n.operands[1]):
-        if n.attrs["axis"] % v.type.rank == v.type.rank - 1:
-            return Table(n.operands[0], "half")
-    wide = made_by(n.operands[0], "broadcast") if (n := made_by(v, "reshape")) else None
+    halves = made_by(v, "concat")
+    if halves and len(halves.operands) == 2 and halves.attrs["axis"] % v.type.rank == v.type.rank - 1:
+        first, second = halves.operands
+        if core(first) is core(second):
+            return Table(first, "half")
+    flat = made_by(v, "reshape")
+    wide = made_by(flat.operands[0], "broadcast") if flat else None
     if wide and wide.result.type.shape[-1] == 2 and wide.operands[0].type.shape[-1] == 1:
         return Table(squeezed(wide.operands[0]), "pairs")
     return Table(v, "plain")

@@ -33,6 +33,7 @@ from llmc_runtime.engine.messages import (
     Control,
     ControlReply,
     ControlRequest,
+    Delta,
     Failed,
     Heartbeat,
     Open,
@@ -44,7 +45,7 @@ from llmc_runtime.engine.messages import (
 )
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.exec.rank_group import RankGroup
-from llmc_runtime.format.errors import as_llmc_error, brief
+from llmc_runtime.format.errors import LlmcError, as_llmc_error, brief
 from llmc_runtime.grammar import Grammars
 from llmc_runtime.host_info import usable_cpus
 from llmc_runtime.metrics import Stat
@@ -270,12 +271,7 @@ class EngineProcess:
                 began = time.monotonic()
                 deltas = loop.step()
                 last = time.monotonic() - began
-                error = engine.error
-                if error is not None:  # sent first, so that the front sends no new requests
-                    self._send(Failed(error_message(error)))
-                if deltas:
-                    self._send(Outputs(deltas))
-                if error is not None:
+                if not self._report(deltas, engine.error):
                     return 1
             if (reply := control.finished_recording()) is not None:
                 self._send(reply)
@@ -289,6 +285,14 @@ class EngineProcess:
                 if group is not None and group.alarm in ready:
                     self._send(Failed(error_message(group.failure())))
                     return 1
+
+    def _report(self, deltas: list[Delta], error: LlmcError | None) -> bool:
+        """Send the outputs of a step, and its error, if there is one. Return whether the engine still works."""
+        if error is not None:  # sent first, so that the front sends no new requests
+            self._send(Failed(error_message(error)))
+        if deltas:
+            self._send(Outputs(deltas))
+        return error is None
 
     def _wait(self, poller: Any, timeout_ms: float | None) -> set[Any]:
         """Wait for messages, at most `timeout_ms`. Return what can be read."""

@@ -128,9 +128,10 @@ class Request:
     def inherit(self, page_size: int) -> None:
         """Copy the prompt's prefix digests that the leader has computed."""
         leader = self.leader
-        if leader is not None and len(self.chain) == 1 and leader.chain[:1] == self.chain:
-            if leader.prompt_token_ids is self.prompt_token_ids:
-                self.chain += leader.chain[1 : 1 + self.num_prompt // page_size]
+        if leader is None or leader.prompt_token_ids is not self.prompt_token_ids:
+            return
+        if len(self.chain) == 1 and leader.chain[:1] == self.chain:
+            self.chain += leader.chain[1 : 1 + self.num_prompt // page_size]
 
     def start(self, row: int, pages: list[int], hits: int, cached: int) -> None:
         """Run on these pages, of which the first `hits` hold the KV of the first `cached` tokens."""

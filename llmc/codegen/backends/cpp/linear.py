@@ -153,7 +153,7 @@ class Linear(PackedProduct):
 
     def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:
         """Replace the node by one that reads a packed weight."""
-        pack_node(g, node, schedule, target, ops)
+        pack_node(g, node, schedule, ops)
 
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
         p, s = Problem.of(node), schedule
@@ -212,7 +212,7 @@ def _argument(p: Problem, j: int, stride: int) -> str:
     return f"get({at} + n, mask)" if columns else f"splat(widen(*({at})))"
 
 
-def pack_node(g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> Node:
+def pack_node(g: Graph, node: Node, schedule: Schedule, ops: Mapping[str, OpDef]) -> Node:
     """Replace a linear or linear_map by packed_linear over pack_panel of its weight, keeping the kernel choice."""
     p = Problem.of(node)
     layout = {"rows": schedule["rows"], "pair": p.pair, "parts": p.parts}

@@ -40,7 +40,7 @@ class Rows(CppKernel):
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         p = RowProgram(node, expressions(node) or [])
         flat = not p.space.outer and len(p.passes) == 1 and all(h[-1] for h in p.space.varies[p.count :])
-        return row_loops(p, sizes, _row_text(p, sizes, flat), flat)
+        return row_loops(p, sizes, _row_text(p, flat), flat)
 
 
 class Elements(CppKernel):
@@ -120,7 +120,7 @@ def _indices(sp: Space, sizes: Sizes) -> list[str]:
     return lines
 
 
-def _row_text(p: RowProgram, sizes: Sizes, flat: bool) -> str:
+def _row_text(p: RowProgram, flat: bool) -> str:
     """The passes over one row, and the stores of results that are constant along the row."""
     names: dict[int, tuple[str, str]] = {}
     lines: list[str] = []
