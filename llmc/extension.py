@@ -99,7 +99,7 @@ class Contributions(Mapping[str, Any]):
     """All names of one kind; looking one up imports its object. llmc's own come first, then packages by name."""
 
     def __init__(self, kind: str, texts: Mapping[str, str], literal: bool = False) -> None:
-        """Take the texts of one kind; `literal` texts are returned as they are instead of imported."""
+        """Take the texts of one kind; `literal` texts are returned unchanged instead of imported."""
         self.kind, self.texts, self.literal = kind, texts, literal
 
     def __getitem__(self, name: str) -> Any:

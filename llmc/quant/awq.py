@@ -1,7 +1,7 @@
 """AWQ checkpoints in the layout "gemm" (AutoAWQ): 4-bit integers packed along n, eight to a word, interleaved.
 
 Tensors of a weight [n, k]: qweight int32 [k, n / 8], qzeros int32 [groups, n / 8], scales [groups, n]. Column c of the
-eight in a word is in bits 4 * ORDER[c]. Zero points are stored as they are.
+eight in a word is in bits 4 * ORDER[c]. Zero points are stored unchanged.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Tensors of a weight [n, k]: qweight int32 [k * bits / 32, n], qzeros int32 [groups, n * bits / 32], scales [groups, n]
 and, optionally, g_idx int32 [k], the group of each column. Format "gptq" stores zero points minus one. For 2, 4 and 8
 bits, writers subtract 1 from all fields of a 32-bit word at once, so a borrow runs into the next field; for 3 bits,
-they subtract from each field. Format "gptq_v2" stores them as they are.
+they subtract from each field. Format "gptq_v2" stores them unchanged.
 """
 
 from __future__ import annotations

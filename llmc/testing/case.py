@@ -29,7 +29,7 @@ UNITS: Mapping[str, float] = MappingProxyType(
 
 @dataclass
 class Case:
-    """One node in a graph of its own, the kernel and schedule to run it with, and its operands.
+    """One node in a separate graph, the kernel and schedule to run it with, and its operands.
 
     rtol, atol: permitted errors of floats, to which one unit in the last place of the result's dtype is added (unless
     rtol is 0). sizes: symbols that no operand's shape binds. exact: compare with the reference in float64, whose result

@@ -1,7 +1,7 @@
 """Codes of quantised weights in the layout that the CPU's integer products read, and the products over it.
 
 Codes are padded to a multiple of 32 columns and stored in bytes (`pack_codes`), and the bytes in panels of 4
-neighbouring columns (`pack_panel`). Scales and zero points are in panels of their own, with one column per entry.
+neighbouring columns (`pack_panel`). Scales and zero points are in separate panels, with one column per entry.
 """
 
 from __future__ import annotations

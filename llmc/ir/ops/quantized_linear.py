@@ -109,7 +109,7 @@ def quantized_linear(
     zero_point: the zero point of all blocks; zeros: zero points are the first of the extras, one for each scale. Codes
     are u8, i8, f8e4m3 or f8e4m3fnuz; bits: of a code, below 8 for u8 codes (and zero points) below 2 ** bits. act: the
     dtype to which the rows of x are rounded first, each `act_block` columns by a scale of their own (see `round_rows`);
-    "" leaves x as it is. parts, body and dtype are as in linear_map.
+    "" leaves x unchanged. parts, body and dtype are as in linear_map.
     """
     zero, extras = (extras[0], extras[1:]) if zeros else (None, extras)
     w = dequantize.ref(code, scale, zero, block=block, dtype="f32", zero_point=zero_point)

@@ -9,7 +9,7 @@ from llmc.passes.base import Ctx
 def separate(g: Graph, ctx: Ctx) -> int:
     """Compute slices of a product, biased or not, as products with slices of the weight; return the number of slices.
 
-    A product that has other readers stays as it is.
+    A product that has other readers stays unchanged.
     """
     done = 0
     for node in list(g.nodes):

@@ -26,7 +26,7 @@ class Output(Protocol):
     """The destination of the new checkpoint's tensors."""
 
     def add(self, name: str, x: Tensor) -> None:
-        """Write a tensor as it is."""
+        """Write a tensor unchanged."""
 
     def add_weight(self, module: str, q: Quantised) -> None:
         """Write a quantised weight."""

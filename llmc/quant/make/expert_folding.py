@@ -22,7 +22,7 @@ from llmc.quant.make.model_source import ExpertWeight, Slice
 def fold_experts(layer: Layer, scales: Scales) -> set[str]:
     """Scale the inputs of the second products by `scales(inputs, their weights)`, in the layer.
 
-    Returns the names of the weights that were scaled. Experts with too few tokens are left as they are.
+    Returns the names of the weights that were scaled. Experts with too few tokens stay unchanged.
     """
     by_stack: dict[str, dict[int, Tensor]] = {}  # scales by expert, for each stack of second products
     for (stack, expert), scale in _input_scales(layer, scales).items():

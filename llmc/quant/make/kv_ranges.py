@@ -38,7 +38,7 @@ class KvRanges(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Take keys and values, [1, KV heads, T, size], and return them as they are."""
+        """Take keys and values, [1, KV heads, T, size], and return them unchanged."""
         new = key_states.abs().amax((0, 2, 3)), value_states.abs().amax((0, 2, 3))
         old = self.largest or new
         self.largest = torch.maximum(old[0], new[0]), torch.maximum(old[1], new[1])

@@ -1,4 +1,4 @@
-"""AsyncLLM: a compiled model for asyncio, its engine in a process of its own.
+"""AsyncLLM: a compiled model for asyncio, its engine in a separate process.
 
 Prompts are tokenized and outputs detokenized in this process, long prompts in a thread.
 """

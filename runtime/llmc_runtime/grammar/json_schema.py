@@ -35,7 +35,7 @@ _ALLOW_ALL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 
 
 def supported(schema: Any) -> Any:
-    """Return an equivalent schema; parts that are not schemas are returned as they are.
+    """Return an equivalent schema; parts that are not schemas are returned unchanged.
 
     Formats of 64 bits exclude the 1,024 outermost values at each end. Raises ValueError for another format of integers.
     """

@@ -282,7 +282,7 @@ def _checked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _check_roles(messages: list[dict[str, Any]], template_roles: frozenset[str]) -> None:
     """Raise ApiError 400 for a role that is neither one of OpenAI's nor named by the chat template.
 
-    Templates copy a role into the prompt as it is.
+    Templates copy a role into the prompt unchanged.
     """
     for i, message in enumerate(messages):
         role = message.get("role")

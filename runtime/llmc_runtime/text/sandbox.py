@@ -193,7 +193,7 @@ class Generation(jinja2.ext.Extension):
     tags = frozenset({"generation"})  # type: ignore[assignment]
 
     def parse(self, parser: Any) -> nodes.Node:
-        """Parse the body into a scope of its own, as transformers' call block does."""
+        """Parse the body into a separate scope, as transformers' call block does."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("body"), [], [], body).set_lineno(line)

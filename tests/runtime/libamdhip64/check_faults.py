@@ -135,8 +135,8 @@ def test_launches_that_only_other_gpus_have(driver: Driver, tmp_path: Path) -> N
     step = parts.programs[2]
     early = replace(step, launches=(step.launches[0], replace(step.launches[1], pdl=True)))
     write_artifact(tmp_path / "early.llmc", replace(parts, programs=(*parts.programs[:2], early)))
-    opened(open_artifact(tmp_path / "early.llmc"), "E113", "asks for a dependent launch")
-    with pytest.raises(LlmcError, match=r"E113.*asks for a cluster of blocks"):
+    opened(open_artifact(tmp_path / "early.llmc"), "E113", "uses a dependent launch")
+    with pytest.raises(LlmcError, match=r"E113.*uses a cluster of blocks"):
         Hip().launch_config(replace(step.launches[0], cluster=(2, 1, 1)), None)
     with pytest.raises(LlmcError, match=r"E113.*a tensor map"):
         Hip().tensor_map(256, "bf16", (8, 8), (8, 1), (8, 8), 0)

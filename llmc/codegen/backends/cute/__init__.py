@@ -1,1 +1,1 @@
-"""The language "cute": kernels in the CuTe DSL, compiled ahead of time in a process of their own, without a GPU."""
+"""The language "cute": kernels in the CuTe DSL, compiled ahead of time in a separate process, without a GPU."""

@@ -1,4 +1,4 @@
-"""The toolchain of the language "cute": CuTe DSL texts to cubins, each in a process of its own and without a GPU."""
+"""The toolchain of the language "cute": CuTe DSL texts to cubins, each in a separate process and without a GPU."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class CuteToolchain(CubinToolchain):
         return f"CuTe DSL ({self.version})"
 
     def translate(self, source: Source) -> tuple[bytes, str]:
-        """Compile the text in a process of its own; raises Diagnostic E503 if that was killed."""
+        """Compile the text in a separate process; raises Diagnostic E503 if that was killed."""
         return compile_text(source, self.target.arch)
 
     def reason(self, lines: Sequence[str]) -> str:

@@ -47,7 +47,7 @@ CHANGES: Mapping[str, Sequence[Change]] = MappingProxyType(
             Change("threadIdx.", "xqa_thread().", 8),
             # Every block is a request of its own: its pointers begin at its token and its pages.
             Change("uint32_t const idxReq = blockIdx.z;", "uint32_t const idxReq = 0;"),
-            # Keys and values have scales of their own.
+            # Keys and values have separate scales.
             Change(
                 "float const kvCacheScaleValue = kvScalePtr != nullptr ? kvScalePtr[0] : kvCacheScale;",
                 "float const kvCacheScaleValue = kvScalePtr != nullptr ? kvScalePtr[0] : kvCacheScale;\n"

@@ -139,7 +139,7 @@ class Hip(GpuDriver):
         """
         if launch.pdl or launch.cluster:
             what = "a dependent launch" if launch.pdl else "a cluster of blocks"
-            raise LlmcError("E113", f"{launch.entry} asks for {what}, which AMD GPUs lack", "recompile the artifact")
+            raise LlmcError("E113", f"{launch.entry} uses {what}, which AMD GPUs lack", "recompile the artifact")
         return LaunchConfig(launch.threads, launch.shared, stream)
 
     def launch(self, config: LaunchConfig, function: Any, params: int) -> tuple[Any, ...]:

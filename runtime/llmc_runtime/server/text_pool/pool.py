@@ -1,4 +1,4 @@
-"""The pool of text processes. Jobs are queued fairly by API key, and each runs in a process of its own."""
+"""The pool of text processes. Jobs are queued fairly by API key, and each runs in a separate process."""
 
 from __future__ import annotations
 
