@@ -127,12 +127,6 @@ class SamplingParams(metaclass=KeywordChecks):
             value = getattr(self, name)
             if (normal := check(value)) is not value:
                 object.__setattr__(self, name, normal)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise refused("min_tokens", self.min_tokens, f"0 to max_tokens, {self.max_tokens}")
-        if self.stop and not self.detokenize:
-            raise refused("detokenize", False, "true with stop strings, which are searched for in the text")
-        if self.structured_outputs is not None and self.min_tokens:
-            raise refused("min_tokens", self.min_tokens, "0 with structured_outputs, which say where the text may end")
         if self.top_k < 0:
             self._set(top_k=0)
         if self.seed == -1:
@@ -141,6 +135,16 @@ class SamplingParams(metaclass=KeywordChecks):
             self._set(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         elif self.temperature < _MIN_TEMPERATURE:
             self._set(temperature=_MIN_TEMPERATURE)
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        """Raise LlmcError E601 for parameters that exclude each other."""
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise refused("min_tokens", self.min_tokens, f"0 to max_tokens, {self.max_tokens}")
+        if self.stop and not self.detokenize:
+            raise refused("detokenize", False, "true with stop strings, which are searched for in the text")
+        if self.structured_outputs is not None and self.min_tokens:
+            raise refused("min_tokens", self.min_tokens, "0 with structured_outputs, which say where the text may end")
         if self.greedy and self.n > 1:
             raise refused("n", self.n, "1 where temperature is 0: the outputs would be equal")
 

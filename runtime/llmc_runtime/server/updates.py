@@ -11,6 +11,7 @@ from llmc_runtime.outputs import RequestOutput
 _STARTED_TOGETHER = 4  # prompts of one request that are started in one iteration of the loop
 
 Updates = AsyncIterator[tuple[int, RequestOutput]]  # the index of a prompt, and an update of its outputs
+Items = asyncio.Queue[tuple[int, RequestOutput | Exception | None]]  # the index of a source, and an item or its end
 
 
 async def merged(sources: list[AsyncIterator[RequestOutput]]) -> Updates:
@@ -20,25 +21,13 @@ async def merged(sources: list[AsyncIterator[RequestOutput]]) -> Updates:
             async for output in only:
                 yield 0, output
         return
-    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue()
-
-    async def follow(index: int) -> None:
-        for _ in range(index // _STARTED_TOGETHER):
-            await asyncio.sleep(0)  # let others run between the starts of many prompts
-        try:
-            async with aclosing(sources[index]) as source:  # type: ignore[type-var]
-                async for item in source:
-                    queue.put_nowait((index, item))
-            queue.put_nowait((index, None))
-        except Exception as e:
-            queue.put_nowait((index, e))
-
-    tasks = [asyncio.ensure_future(follow(i)) for i in range(len(sources))]
+    queue: Items = asyncio.Queue()
+    tasks = [asyncio.ensure_future(_follow(i, source, queue)) for i, source in enumerate(sources)]
     running = len(tasks)
     try:
         while running:
             index, item = await queue.get()
-            if isinstance(item, BaseException):
+            if isinstance(item, Exception):
                 raise item
             if item is None:
                 running -= 1
@@ -48,6 +37,19 @@ async def merged(sources: list[AsyncIterator[RequestOutput]]) -> Updates:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _follow(index: int, source: AsyncIterator[RequestOutput], queue: Items) -> None:
+    """Put the items of a source into the queue, and then None, or the error that ended it."""
+    for _ in range(index // _STARTED_TOGETHER):
+        await asyncio.sleep(0)  # let others run between the starts of many prompts
+    try:
+        async with aclosing(source) as items:  # type: ignore[type-var]
+            async for item in items:
+                queue.put_nowait((index, item))
+        queue.put_nowait((index, None))
+    except Exception as e:
+        queue.put_nowait((index, e))
 
 
 async def started(updates: Updates) -> Updates:

@@ -152,14 +152,19 @@ class Earlier(msgspec.Struct):
     referenced: dict[str, dict[str, Any]] = {}
 
 
-def check(request: ResponsesRequest) -> None:
-    """Raise ApiError 400 for values that are not supported."""
+def _check_include(request: ResponsesRequest) -> None:
+    """Raise ApiError 400 for an unknown name in `include`, and for `top_logprobs` without log-probabilities."""
     for i, name in enumerate(request.include or ()):
         if name not in (ENCRYPTED, LOGPROBS):
             cause = f"{name[:64]!r} is not supported, only {ENCRYPTED} and {LOGPROBS}"
             raise _refused(f"include[{i}]", cause, "include")
     if request.top_logprobs and not _has_logprobs(request):
         raise ApiError(f'top_logprobs needs include: ["{LOGPROBS}"]', param="top_logprobs")
+
+
+def check(request: ResponsesRequest) -> None:
+    """Raise ApiError 400 for values that are not supported."""
+    _check_include(request)
     for name, value in (request.metadata or {}).items():
         if len(value) > MAX_METADATA_TEXT or len(name) > MAX_METADATA_TEXT:
             raise ApiError(f"metadata: keys and values of up to {MAX_METADATA_TEXT} characters", param="metadata")
