@@ -215,7 +215,7 @@ class Compilation:
         try:
             return traced, stack.enter_context(self.checkpoint(traced))
         except TiedWeightsDiffer as differ:
-            self.note(f"{differ.cause}; each is used where it is stored for, as transformers does")
+            self.note(f"{differ.cause}; each is used as it is stored, as transformers does")
             self.ir.clear()
             traced = self.trace(differ.names)
             return traced, stack.enter_context(self.checkpoint(traced))

@@ -68,7 +68,7 @@ def test_the_message_names_field_value_and_range() -> None:
     assert str(caught.value) == "LLMC-E601: top_p = 1.5 is not allowed\n  Try: top_p: a number above 0, up to 1"
     with pytest.raises(LlmcError, match=r"min_tokens = 9 .*\n.*0 to max_tokens, 8"):
         SamplingParams(min_tokens=9, max_tokens=8)
-    with pytest.raises(LlmcError, match=r"n = 2 .*\n.*1 where temperature is 0"):
+    with pytest.raises(LlmcError, match=r"n = 2 .*\n.*1 if temperature is 0"):
         SamplingParams(n=2, temperature=0)
     with pytest.raises(LlmcError, match="detokenize = False"):
         SamplingParams(stop="x", detokenize=False)

@@ -144,9 +144,9 @@ class SamplingParams(metaclass=KeywordChecks):
         if self.stop and not self.detokenize:
             raise refused("detokenize", False, "true with stop strings, which are searched for in the text")
         if self.structured_outputs is not None and self.min_tokens:
-            raise refused("min_tokens", self.min_tokens, "0 with structured_outputs, which say where the text may end")
+            raise refused("min_tokens", self.min_tokens, "0 with structured_outputs: their grammar ends the text")
         if self.greedy and self.n > 1:
-            raise refused("n", self.n, "1 where temperature is 0: the outputs would be equal")
+            raise refused("n", self.n, "1 if temperature is 0: the outputs would be equal")
 
     @property
     def greedy(self) -> bool:
