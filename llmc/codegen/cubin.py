@@ -65,9 +65,8 @@ def check_launch(source: Source, binary: bytes, loc: str = "", scratch: int = 0)
     """Compare the parameters that launches of a source pass with those of its binary.
 
     scratch: number of additional trailing pointers that the binary may take, which launches pass as null. Raises
-    Diagnostic E505 if the parameters differ in number or size, if a block has more threads than the binary allows or
-    another number than it needs, or if the cluster differs from the binary's, has an invalid number of blocks, or does
-    not divide the grid.
+    Diagnostic E505 if one of these does not fit the binary: number and sizes of the parameters, threads of a block,
+    blocks of a cluster. The cluster must also be valid and divide the grid.
     """
     try:
         compiled = read_entry(binary, source.entry)

@@ -1,7 +1,7 @@
 """Traces an EAGLE-3 head, and reads its weights by the names of its graph.
 
-The head's graph takes a token and a hidden state per position, the model's or its own of the position before, and
-returns the logits of the token after that token, and its next hidden state.
+At each position, the head's graph takes a token, and the hidden state of the position before: the model's, or the
+head's own. It returns the logits of the token that follows, and the head's hidden state.
 """
 
 from __future__ import annotations

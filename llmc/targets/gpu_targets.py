@@ -3,8 +3,8 @@
 Peaks and bandwidth are used only to predict times. Those of sm_90 were reached by simple kernels and libraries on an
 H200 (4.65 TB/s read, 795 TFLOP/s in bf16 products, 375 GB/s sent to another GPU); the others are the vendors' dense
 figures, with the same share of a link's rate. Nothing has been measured on AMD GPUs: their limits and rates are those
-of AMD's data sheets and white papers (`near`: the peak of the L2 cache of CDNA 2, and of the memory-side cache of CDNA
-3, 17.2 TB/s, which CDNA 4 is taken to have as well), and the overhead of a launch is that of NVIDIA GPUs.
+of AMD's data sheets and white papers, and the overhead of a launch is that of NVIDIA GPUs. `near` is the peak of the L2
+cache for CDNA 2, and of the memory-side cache for CDNA 3 (17.2 TB/s); CDNA 4 is assumed to have the latter as well.
 """
 
 from __future__ import annotations

@@ -2,11 +2,15 @@
 
 *Host time exposed* is the time before a step in which the device had no queued work although requests were live, as
 far as the host can tell. It is 0 if the previous step still runs when the launch ends. Otherwise it is the time from
-the last moment at which the device was known to have work until the end of the launch. The device is known to have work
-when a launch ends, when `done` reports at the beginning of a call or after a wait that the newest step still runs, and
-when the only step in flight has been waited for. The result is an upper bound, except for open steps: these count as
-running until they have sampled, although the device may wait for their masks. The first step after an idle period has
-no exposed time. If the executor has no `done(ticket)`, every step counts as done.
+the last moment at which the device was known to have work until the end of the launch. These moments are
+
+- the end of a launch,
+- the beginning of a call or the end of a wait at which `done` reports that the newest step still runs,
+- the end of the wait for the only step in flight.
+
+The result is an upper bound, except for open steps: these count as running until they have sampled, although the device
+may wait for their masks. The first step after an idle period has no exposed time. If the executor has no
+`done(ticket)`, every step counts as done.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ def too_few_tokens(tokens: int, weight: Tensor) -> bool:
 def expert_inputs(layer: Layer, limit: int = 0) -> Iterator[tuple[Slice, Inputs]]:
     """Yield each slice of the layer's stacks with the inputs of its products over all samples.
 
-    Slices are observed in as many runs of the samples as are necessary for the sums x xT of a run to have at most
-    `limit` elements, or, if it is 0, as many as the weights of the layer have.
+    The sums x xT of the slices that are observed in one run of the samples have at most `limit` elements; 0: as many as
+    the layer's weights. Further slices are observed in further runs.
     """
     limit = limit or sum(p.numel() for p in layer.module.parameters())
     waiting = sorted({e.slice for e in layer.experts.values()})

@@ -1,8 +1,8 @@
 """The Jinja2 environment of chat templates: transformers' dialect in a sandbox, with limits on time and size.
 
-Invariant: whatever a template does, rendering ends within the budget's time (plus one bounded operation), no value that
-it builds is longer than the budget's size, and the values it builds take at most `_TOTAL_BYTES` in total. Attribute
-access beyond Jinja2's immutable sandbox is an error.
+Invariants for any template: rendering ends within the budget's time (plus one bounded operation); no value that it
+builds is longer than the budget's size; all of them take at most `_TOTAL_BYTES`. Attribute access beyond Jinja2's
+immutable sandbox is an error.
 
 Templates of artifacts are rendered for every chat, most of them in threads of the server, which the system cannot limit
 one by one. Jinja2's own sandbox limits only `range`, so the checks are inserted here.

@@ -16,7 +16,7 @@ from llmc_runtime.format.manifest import TargetInfo
 
 class CudaDevice(GpuDevice):
     """A GPU, by default the first one visible to this process; `index` is its number among them. With `member`, it is
-    that of the rank of the engine `index`.
+    the GPU of that rank of the engine number `index`.
 
     `threads` read, hash and upload weights (default: the number of physical cores, at most 16). With `careful`, graphs
     are disabled and every launch is synchronized, so that an error names the kernel that failed.
