@@ -3,9 +3,9 @@
 There are two differences: nesting is limited to MAX_DEPTH and numbers to MAX_LITERAL characters; and control characters
 in strings, which models write, are converted to escapes.
 
-A stream needs the text of the arguments as the model writes it, and the character at which the value ends. A parser such
-as jiter's partial mode returns values instead; it also parses the whole prefix again for every piece, so that a response
-costs quadratic time.
+A stream needs the text of the arguments as the model writes it, and the character at which the value ends. A parser
+such as jiter's partial mode returns values instead; it also parses the whole prefix again for every piece, so that a
+response costs quadratic time.
 """
 
 from __future__ import annotations
