@@ -71,28 +71,34 @@ def operands(seed: int, rank: int, tokens: int) -> dict[str, np.ndarray]:
     return out
 
 
+def in_order(xs: list[np.ndarray], dtype: type) -> np.ndarray:
+    """The sum in this dtype, term by term."""
+    out = xs[0].astype(dtype)
+    for x in xs[1:]:
+        out += x.astype(dtype)
+    return out
+
+
 def total(xs: list[np.ndarray]) -> np.ndarray:
     """The float64 sum; in order, float32 sums of a few bf16 or f16 numbers, rounded once, are the same bits."""
-    out = xs[0].astype(np.float32)
-    for x in xs[1:]:
-        out = out + x.astype(np.float32)
-    exact = np.sum([x.astype(np.float64) for x in xs], axis=0)
-    np.testing.assert_allclose(out, exact, rtol=1e-5, atol=1e-5)
+    out = in_order(xs, np.float32)
+    np.testing.assert_allclose(out, in_order(xs, np.float64), rtol=1e-5, atol=1e-5)
     return out.astype(xs[0].dtype)
 
 
 def expected(inputs: list[dict[str, np.ndarray]]) -> list[tuple[np.ndarray, float]]:
     """The results, the same on every rank, each with the relative error that is allowed: none but for norms."""
     xs = {name: [x[name] for x in inputs] for name in (*INPUTS, *NORMS)}
-    chain = xs["a"]
-    for _ in range(8):
-        y = (total(chain).astype(np.float32) * 0.5).astype(chain[0].dtype)
-        chain = [y] * len(chain)
+    y = total(xs["a"])
+    chain = [(y.astype(np.float32) * 0.5).astype(y.dtype)] * len(inputs)
+    for _ in range(7):
+        y = in_order(chain, np.float32).astype(y.dtype)
+        chain = [(y.astype(np.float32) * 0.5).astype(y.dtype)] * len(chain)
     exact = [chain[0], total(xs["b"]), total(xs["c"]), np.concatenate(xs["d"], 1), np.concatenate(xs["e"], 0)]
     out = [(x, 0.0) for x in exact]
     for name, (dtype, _) in NORMS.items():
         terms = xs[name] + ([inputs[0][f"{name}_rest"]] if name in RESIDUALS else [])
-        whole, gain = np.sum([x.astype(np.float64) for x in terms], 0), inputs[0][f"{name}_gain"].astype(np.float64)
+        whole, gain = in_order(terms, np.float64), inputs[0][f"{name}_gain"].astype(np.float64)
         norm = whole / np.sqrt(np.mean(whole**2, -1, keepdims=True) + EPS) * gain
         out += [(total(terms), 0.0), (norm.astype(DTYPES[dtype].np), UNITS[dtype])]
     return out

@@ -40,7 +40,12 @@ RANKS = (2, 4)  # with four, ranks share the two KV heads of every model
 
 
 class Model(NamedTuple):
-    """A model to compile, and the errors of log-probabilities that are allowed: the largest, and the mean."""
+    """A model to compile, and the errors of log-probabilities that are allowed: the largest, and the mean.
+
+    Activations in float8 have a scale for each token and rank, so that other ranks round them to other numbers: errors
+    are those of float8, 2**-4, not of bfloat16, 2**-8. The same products in torch, of 4 sets of prompts on two and four
+    ranks, differ by 0.30 to 0.35, at most 2.1, where those in bfloat16 differ by 0.04, at most 0.32.
+    """
 
     case: Case
     dtype: str
@@ -54,8 +59,8 @@ MODELS = {
     "tied-float32": Model(LISTED[1], "float32", 2e-4, 1e-4),
     "wide-bfloat16": Model(Case("wide", "llama", WIDE), "bfloat16", 0.6, 0.06),
     "mixture-bfloat16": Model(Case("mixture", "qwen3_moe", MOE), "bfloat16", 0.6, 0.06),
-    "wide-int4": Model(Case("wide", "llama", WIDE), "bfloat16", 0.6, 0.06, "int4"),
-    "wide-fp8": Model(Case("wide", "llama", WIDE), "bfloat16", 0.6, 0.06, "fp8"),
+    "wide-int4": Model(Case("wide", "llama", WIDE), "bfloat16", 0.6, 0.1, "int4"),
+    "wide-fp8": Model(Case("wide", "llama", WIDE), "bfloat16", 3.0, 0.5, "fp8"),
 }
 STEPS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, logprobs=8)
@@ -175,9 +180,10 @@ def outputs(name: str, ranks: int) -> list[Output]:
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_one_rank(name: str, ranks: int) -> None:
     """In float32, all tokens and log-probabilities. In bfloat16, log-probabilities up to the first other token, whose
-    errors are those of rounding partial sums, and a greedy token differs only where two are nearly tied.
+    errors are those of rounding partial sums, and a greedy token differs only where two are nearly tied. Most of the
+    eight likeliest tokens of a step are the same.
     """
-    model, errors = MODELS[name], []
+    model, errors, steps = MODELS[name], [], 0
     for (tokens, logprobs), (others, other_logprobs) in zip(outputs(name, 1), outputs(name, ranks), strict=True):
         same = next((i for i, (a, b) in enumerate(zip(tokens, others)) if a != b), len(tokens))
         if model.dtype == "float32":
@@ -185,11 +191,12 @@ def test_tokens_are_those_of_one_rank(name: str, ranks: int) -> None:
         if same < len(logprobs):
             best, other = logprobs[same][tokens[same]], logprobs[same].get(others[same], -np.inf)
             assert best - other < 2 * model.largest, f"SEED={SEED}: step {same}: {logprobs[same]} {others[same]}"
-        for a, b in zip(logprobs[:same], other_logprobs[:same]):
-            for token in a.keys() & b.keys():
-                errors.append(abs(a[token] - b[token]))
+        for a, b in zip(logprobs[: same + 1], other_logprobs[: same + 1]):
+            errors += [abs(a[token] - b[token]) for token in a.keys() & b.keys()]
+            steps += 1
     print(f"{name}, {ranks} ranks: errors of {np.mean(errors):.2g}, at most {max(errors):.2g}")
-    assert len(errors) > 60 and max(errors) < model.largest and np.mean(errors) < model.mean, f"SEED={SEED}"
+    assert steps >= len(prompts()) and len(errors) >= 5 * steps, f"SEED={SEED}: {len(errors)} in {steps} steps"
+    assert max(errors) < model.largest and np.mean(errors) < model.mean, f"SEED={SEED}"
 
 
 def ranks_of(parent: int) -> list[int]:
