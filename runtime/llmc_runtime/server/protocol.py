@@ -121,6 +121,11 @@ class HttpConnection(H11Protocol):
         else:
             self.parse(data)
 
+    def refuse(self, data: bytes) -> None:
+        """Refuse the request that `data` begins with, which has waited for its turn."""
+        if not self.transport.is_closing() and (rest := self._shed(data)):
+            self.limit.head_turns.begin(self, rest)
+
     def parse(self, data: bytes) -> None:
         """Parse part of a head or of a body; b"": what the parser has received already."""
         if self.transport.is_closing():
