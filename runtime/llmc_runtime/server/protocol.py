@@ -342,8 +342,8 @@ class HttpConnection(H11Protocol):
             self._reject_body(ApiError("the chunks of the body are malformed", code="invalid_http"))
 
     def _reject_body(self, error: ApiError) -> None:
-        """Close the connection, which ends its request: its chunks are malformed, or a line before one, or the trailers,
-        are too long (the parser keeps these until they are complete, and then takes tens of milliseconds).
+        """Close the connection, which ends its request: its chunks are malformed, or a line before one, or the
+        trailers, are too long (the parser keeps these until they are complete, and then takes tens of milliseconds).
         """
         if not (self.cycle.response_started or self.transport.is_closing()):
             self.transport.write(refusal(error))
