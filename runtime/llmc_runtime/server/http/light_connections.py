@@ -29,7 +29,7 @@ from typing import Protocol
 
 from llmc_runtime.server.http.fair_selector import FairSelector
 from llmc_runtime.server.http.head_turns import HeadTurns
-from llmc_runtime.server.http.light_sockets import accept_waiting, missing_body, receive_now, send_now
+from llmc_runtime.server.http.light_sockets import accept_waiting, receive_now, send_now
 
 _READ = 2 << 10  # bytes read at a time, and the maximum of a head; a longer one is left to the parser
 _MAX_READS = 16  # per turn of a connection, so that connections alternate
@@ -323,8 +323,6 @@ def _serve(light: _Light, refuse: Refuse | None, deadline: float) -> tuple[_Stat
             data = data or light.sock.recv(_READ, socket.MSG_DONTWAIT)
             if not data:
                 return _State.CLOSED, responses
-            if refuse is not None and not light.skip and (missing := missing_body(data)):
-                data += receive_now(light.sock, missing)
             state, response = _refused(light, data, refuse, deadline)
             responses += response
             if state is not _State.LIGHT:
@@ -350,6 +348,8 @@ def _refused(light: _Light, data: bytes, refuse: Refuse | None, deadline: float)
         full = requests == _MAX_REQUESTS
         checks = refuse is not None and end >= 4 and not full
         refusal = refuse(data[:end]) if refuse is not None and checks else None
+        if refusal is not None and (missing := end + refusal.length - len(data)) > 0:
+            data += receive_now(light.sock, missing)
         if refusal is None or (refusal.closes and refusal.length > len(data) - end):
             light.data, light.passed = data, refusal is None and checks
             return _State.ORDINARY, responses

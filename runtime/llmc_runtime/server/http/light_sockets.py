@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import socket
 
 _READ_BODY = 14 << 10  # bytes of a body read together with its head: it has to arrive before a connection is closed
-_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,10})[ \t]*\r\n", re.IGNORECASE)
-_CHUNKED = re.compile(rb"\r\ntransfer-encoding:", re.IGNORECASE)
 _LAST_FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_MORE", 0)
 
 
@@ -26,19 +23,10 @@ def accept_waiting(listener: socket.socket, count: int) -> tuple[list[tuple[sock
     return accepted, False
 
 
-def missing_body(data: bytes) -> int:
-    """Return how many bytes of a body of known length are to be read after `data`, which begins with its head."""
-    end = data.find(b"\r\n\r\n") + 4
-    found = _LENGTH.search(data, 0, max(0, end))
-    if end < 4 or found is None or _CHUNKED.search(data, 0, end):
-        return 0
-    return min(_READ_BODY, max(0, end + int(found[1]) - len(data)))
-
-
 def receive_now(sock: socket.socket, size: int) -> bytes:
-    """Return up to `size` bytes that have arrived. Errors are left to the next read."""
+    """Return up to `size` bytes of a body that have arrived, at most _READ_BODY. Errors are left to the next read."""
     try:
-        return sock.recv(size, socket.MSG_DONTWAIT)
+        return sock.recv(min(size, _READ_BODY), socket.MSG_DONTWAIT)
     except OSError:
         return b""
 
