@@ -319,6 +319,16 @@ def test_27_files_images_and_names_of_others(steady: Target) -> None:
     assert raw(steady, mine.replace(b"GET", b"DELETE")).status == 200 and raw(steady, mine).status == 404
 
 
+def test_27_roles_that_no_template_knows(steady: Target) -> None:
+    """They never reach the template, with any endpoint that takes messages."""
+    for role in ("", "root", "__class__", "user ", "USER", "{{ 7 * 7 }}", "x" * 100_000, "us\u0435r"):
+        for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize"):
+            messages = [{"role": role, "content": "x"}]
+            body: dict[str, Any] = {"input": messages} if path == "/v1/responses" else {"messages": messages}
+            reply = steady.ask(path, {**body, "model": "toy", "max_tokens": 2} if "v1/m" in path else body)
+            assert reply.status == 400 and "role" in reply.json["error"]["message"], (path, role[:20], reply)
+
+
 def test_27_scores_are_the_same_from_the_cache(steady: Target) -> None:
     """A prompt whose pages are cached has the log-probabilities that it had without, and as many."""
     body = {"prompt": "the river and the mill " * 8, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 3}
