@@ -160,16 +160,18 @@ def test_a_burst_is_refused_before_its_heads_are_parsed(own_loop: bool, monkeypa
         def waiting(key: str) -> int:
             return server.shed.waiting[key_id(key)]
 
-        first = [connect() for _ in range(6)]
-        for number, link in enumerate(first):
+        first = []
+        for number in range(6):
+            first.append(link := connect())  # a head has to arrive within half a second
             link.send(head(len(BODY)), BODY)
             until(lambda number=number: waiting(KEYS[0]) == number + 1)  # type: ignore[misc]
         late = connect()
         late.send(head(len(BODY)), BODY)
         assert late.answer()[0] == 429, "the key's requests that wait are open requests"
-        other, models = connect(), connect()
+        other = connect()
         other.send(head(len(BODY), key=KEYS[1]), BODY)
         until(lambda: waiting(KEYS[1]) == 1)
+        models = connect()
         models.send(head(None, line="GET /v1/models HTTP/1.1"))
         server.serving.admission.per_key = 0
         for link in (*first, other):
