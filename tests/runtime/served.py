@@ -52,6 +52,7 @@ class Served:
     serving: Serving
     llm: AsyncLLM
     loop: asyncio.AbstractEventLoop
+    shed: LoadShedder
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine in the server's loop and return its result."""
@@ -102,7 +103,7 @@ def served(
                 origins=origins,
                 connections=connections,
             )
-            limit.head_turns.lane_of = shed.lane_of
+            shed.attach(limit.head_turns)
             protocol: Any = type("Bounded", (Quick,), {"limit": limit, "shed": shed})
             config = uvicorn.Config(
                 app,
@@ -117,7 +118,7 @@ def served(
             url, loop = f"http://127.0.0.1:{listening.getsockname()[1]}", asyncio.get_running_loop()
             if isinstance(loop, ServerLoop):
                 loop.light = light_connections(loop, protocol, stop[0].server_state, keep_alive)
-            found.append(Served(url, serving, llm, loop))
+            found.append(Served(url, serving, llm, loop, shed))
             there.set()
             await stop[0].serve([listening])
             serving.close()

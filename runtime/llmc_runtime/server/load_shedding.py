@@ -26,6 +26,7 @@ from starlette.types import Scope
 
 from llmc_runtime.server.http.auth import REQUEST_ID
 from llmc_runtime.server.http.errors import MESSAGES_PATH, ApiError, body_of
+from llmc_runtime.server.http.head_turns import HeadTurns
 from llmc_runtime.server.http.request_log import Record, RefusalLog, log_request
 from llmc_runtime.server.http.request_target import normalize_root
 
@@ -108,6 +109,7 @@ class LoadShedder:
 
     check: Callable[[Any, dict[bytes, bytes]], None] | None = None
     lane_of: Callable[[bytes], str] = staticmethod(lambda head: "")
+    waiting: Mapping[str, int] = MappingProxyType({})
     overloaded: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(self, serving: Serving, root_path: str = "", refusals: RefusalLog | None = None) -> None:
@@ -126,7 +128,24 @@ class LoadShedder:
     @property
     def active(self) -> bool:
         """Whether a request might be refused now."""
-        return self.check is not None and self._serving.busy
+        return self.check is not None and (self._serving.busy or bool(self.waiting))
+
+    def attach(self, turns: HeadTurns) -> None:
+        """Count the requests that wait for their turn as open requests, and refuse them if their key is refused."""
+        turns.lane_of, turns.sheds, turns.refused = self.lane_of, self._sheds, self._forget
+        turns.blocked = lambda key: self._serving.blocked_reason(key) is not None
+        self.waiting = turns.waiting
+
+    def _sheds(self, data: bytes) -> bool:
+        """Return whether `data` begins with the whole head of a request that `answer` may refuse."""
+        end = data.find(b"\r\n\r\n") + 4
+        return end >= 4 and self._plain(data[:end]) is not None
+
+    def _forget(self, key: str) -> None:
+        """Record that a request of this key, which was passed on, is refused before it reaches the middleware."""
+        request = next((request for request in self._passed if request[1] == key), None)
+        if request is not None:
+            self._passed.remove(request)
 
     def refuse(self, scope: Scope) -> None:
         """Raise ApiError if the request, whose key was checked, will be refused regardless of its body."""
@@ -169,7 +188,7 @@ class LoadShedder:
         `common` are the headers of every response. Returns None if the request may be admitted or its head is not
         plain. The response of a refused key is added to `refusals`.
         """
-        request = self._parsed_heads.get(head) or self._parsed(head)
+        request = self._plain(head)
         if request is None or self.check is None:
             return None
         now = time.monotonic()
@@ -196,14 +215,18 @@ class LoadShedder:
     def _crowded(self, key: str, now: float) -> str | None:
         """Return why a request is refused although a slot is free, or None, and record that it is passed on.
 
-        Under overload, requests that were passed on before, and have reserved nothing yet, will use the free slots.
+        Requests of the key that wait for their turn will use the free slots. Under overload, so will the other requests
+        that were passed on before and have reserved nothing yet.
         """
+        waiting = [key] * self.waiting.get(key, 0)
         if not self.overloaded():
-            return None
+            return self._serving.admission.crowded_reason(key, waiting) if waiting else None
         for requests, seconds in ((self._passed, _LOST_SECONDS), (self._checked, _PASS_SECONDS)):
             while requests and requests[0][0] <= now - seconds:
                 requests.popleft()
-        reason = self._serving.admission.crowded_reason(key, [of for _, of in (*self._passed, *self._checked)])
+        reason = self._serving.admission.crowded_reason(
+            key, [*waiting, *(of for _, of in (*self._passed, *self._checked))]
+        )
         if reason is None:
             self._passed.append((now, key))
         return reason
@@ -215,6 +238,9 @@ class LoadShedder:
                 self._passed.remove(request)
                 self._checked.append((time.monotonic(), key))
                 return
+
+    def _plain(self, head: bytes) -> _Request | None:
+        return self._parsed_heads.get(head) or self._parsed(head)
 
     def _parsed(self, head: bytes) -> _Request | None:
         """Parse a plain head; return None for any other."""

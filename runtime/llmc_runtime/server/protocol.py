@@ -121,6 +121,11 @@ class HttpConnection(H11Protocol):
         else:
             self.parse(data)
 
+    def refuse(self, data: bytes) -> None:
+        """Refuse the request that `data` begins with, which has waited for its turn."""
+        if not self.transport.is_closing() and (rest := self._shed(data)):
+            self.limit.head_turns.begin(self, rest)
+
     def parse(self, data: bytes) -> None:
         """Parse part of a head or of a body; b"": what the parser has received already."""
         if self.transport.is_closing():
@@ -144,7 +149,8 @@ class HttpConnection(H11Protocol):
         self._inner_transport.max_size = _READ if known else _READ_PARSED
         sending_body = self.conn.their_state is h11.SEND_BODY
         if sending_body and not known and len(self.conn.trailing_data[0]) > _MAX_UNPARSED:
-            self._reject_body()
+            cause = f"the line before a chunk, or the trailers of the body, have more than {_MAX_UNPARSED} bytes"
+            self._reject_body(ApiError(cause, status=431, code="headers_too_large"))
             return
         if self._fair is not None and not (sending_body or self._idle) and self.scope["path"] in PROBES:
             self._fair.set_probing(self._fd)
@@ -332,16 +338,15 @@ class HttpConnection(H11Protocol):
         if self._idle:
             cause = "this is not an HTTP/1.1 request, or its head is too long"
             self._refuse(ApiError(cause, code="invalid_http"))
-        self.transport.close()
+        else:
+            self._reject_body(ApiError("the chunks of the body are malformed", code="invalid_http"))
 
-    def _reject_body(self) -> None:
-        """Close the connection, which ends its request: a line before a chunk, or the trailers, are too long.
-
-        The parser keeps them until they are complete, and then takes tens of milliseconds.
+    def _reject_body(self, error: ApiError) -> None:
+        """Close the connection, which ends its request: its chunks are malformed, or a line before one, or the
+        trailers, are too long (the parser keeps these until they are complete, and then takes tens of milliseconds).
         """
-        if not self.cycle.response_started:
-            cause = f"the line before a chunk, or the trailers of the body, have more than {_MAX_UNPARSED} bytes"
-            self.transport.write(refusal(ApiError(cause, status=431, code="headers_too_large")))
+        if not (self.cycle.response_started or self.transport.is_closing()):
+            self.transport.write(refusal(error))
         self.cycle.disconnected = True
         self.cycle.message_event.set()
         self.transport.close()

@@ -218,7 +218,7 @@ def _config(options: Options, serving: Serving, connections: int, tracer: Reques
         serving, options.keys, Limits(body=options.max_body), hosts, options.root_path, options.admin_keys,
         options.key_scope, shed, options.origins, connections,
     )  # fmt: skip
-    limit.head_turns.lane_of = shed.lane_of
+    shed.attach(limit.head_turns)
     if options.access_log or tracer:
         names = _key_names(options)
         app = RequestLog(app, options.log_requests, shed.refusals, names, options.access_log, tracer)

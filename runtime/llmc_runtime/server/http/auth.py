@@ -154,6 +154,9 @@ class Guard:
         if len(raw) > self._limits.header_count or sum(len(k) + len(v) for k, v in raw) > self._limits.headers:
             cause = f"at most {self._limits.header_count} headers of {self._limits.headers} bytes together"
             raise ApiError(cause, status=431, code="headers_too_large")
+        if not scope.get("http_version", "1.1").startswith("1."):
+            close = {"Connection": "close"}
+            raise ApiError("the server speaks HTTP/1.1", status=505, code="http_version", headers=close)
         if b"transfer-encoding" in headers and b"content-length" in headers:  # against request smuggling
             close = {"Connection": "close"}
             raise ApiError("send Content-Length or Transfer-Encoding, not both", code="invalid_http", headers=close)

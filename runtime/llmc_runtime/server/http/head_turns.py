@@ -7,6 +7,10 @@ slow), and TCP's flow control slows their clients down.
 
 The connections of each API key wait in a lane of their own, and lanes take turns: a key that sends thousands of
 requests delays its own. Probes have a lane that comes first.
+
+Requests for generation that wait here count as open requests of their key (see load_shedding), so that those which it
+cannot have admitted are refused as they arrive. If the key is refused while they wait, they are refused at once, before
+it is their turn.
 """
 
 from __future__ import annotations
@@ -14,14 +18,16 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Protocol
 
 from llmc_runtime.server.http.probes import PROBES
 
 MIN_HEADS, MAX_HEADS = 2, 4  # limits of the heads parsed per iteration of the event loop
 MAX_PROBES = 4  # heads of probes parsed per iteration
+MAX_CHECKED = 32  # waiting heads of a lane that are checked for a refusal per iteration
 HEAD_SECONDS = 0.001  # maximum time of parsing heads per iteration, but for the last one
 HELD_ITERATIONS = 4  # while connections wait to be accepted, one head is parsed in so many iterations
 ITERATION_SECONDS = 0.002  # after a longer iteration, half as many heads are parsed; after a shorter one, one more
@@ -46,17 +52,28 @@ class Connection(Protocol):
     def resume_reading(self) -> None:
         """Continue reading, unless the part of the body read so far has not been consumed."""
 
+    def refuse(self, data: bytes) -> None:
+        """Refuse the request that `data` begins with. The connection has left its lane."""
+
 
 class HeadTurns:
     """The connections of one server that have begun a request.
 
-    `lane_of` returns the lane of a head: an identifier of its API key, "" without a valid one.
+    `lane_of` returns the lane of a head: an identifier of its API key, "" without a valid one. `sheds` returns
+    whether it can be refused without the parser, and `blocked` whether those of a lane are refused now. `waiting`
+    counts those that wait, by lane; it has no lane without one. `refused` is called with the lane of each that is
+    refused.
     """
 
     def __init__(self) -> None:
         self.lane_of: Callable[[bytes], str] = lambda head: ""
+        self.sheds: Callable[[bytes], bool] = lambda data: False
+        self.blocked: Callable[[str], bool] = lambda lane: False
+        self.refused: Callable[[str], None] = lambda lane: None
+        self.waiting = Counter[str]()
         self._lanes = OrderedDict[str | None, OrderedDict[Connection, bytes]]()  # the next lane first; none is empty
         self._waiting: dict[Connection, str | None] = {}  # the lanes of connections
+        self._counted: set[Connection] = set()  # those that `waiting` counts
         self._maximum = MAX_HEADS  # heads of an iteration
         self._held_back = False
         self._num_held = 0  # iterations that were held back
@@ -76,9 +93,7 @@ class HeadTurns:
         elif self._may_begin(probe) and (_PROBE_LANE not in self._lanes if probe else not self._lanes):
             self._parse(connection, data, probe)
         else:
-            lane = _PROBE_LANE if probe else self.lane_of(data if head is None else head)
-            self._waiting[connection] = lane
-            self._lanes.setdefault(lane, OrderedDict())[connection] = data
+            self._wait(connection, data, _PROBE_LANE if probe else self.lane_of(data if head is None else head))
             connection.pause_reading()
         if self._next is None:
             self._turned = time.monotonic()
@@ -104,6 +119,13 @@ class HeadTurns:
         longest = max(self._lanes.values(), key=len) if self._lanes else OrderedDict[Connection, bytes]()
         return reversed(longest)
 
+    def _wait(self, connection: Connection, data: bytes, lane: str | None) -> None:
+        self._waiting[connection] = lane
+        self._lanes.setdefault(lane, OrderedDict())[connection] = data
+        if lane is not None and self.sheds(data):
+            self._counted.add(connection)
+            self.waiting[lane] += 1
+
     def _may_begin(self, probe: bool) -> bool:
         """Return whether another head may be parsed in this iteration."""
         if probe:
@@ -123,12 +145,25 @@ class HeadTurns:
         self._next = asyncio.get_running_loop().call_soon(self._turn) if self._waiting else None
         while (probes := self._lanes.get(_PROBE_LANE)) and self._may_begin(True):
             self._continue(next(iter(probes)), True)
+        self._refuse_blocked(now + HEAD_SECONDS)
         while self._may_begin(False):
             lane = next((lane for lane in self._lanes if lane is not _PROBE_LANE), None)
             if lane is None:
                 break
             self._lanes.move_to_end(lane)
             self._continue(next(iter(self._lanes[lane])), False)
+
+    def _refuse_blocked(self, end: float) -> None:
+        """Refuse waiting requests whose key is refused now, the first of each lane, until the time `end`."""
+        for lane in [lane for lane in self.waiting if self.blocked(lane)]:
+            for connection in list(islice(self._lanes.get(lane, ()), MAX_CHECKED)):
+                if time.monotonic() >= end:
+                    return
+                if connection in self._counted:
+                    data = self._take(connection)
+                    self.refused(lane)
+                    connection.resume_reading()
+                    connection.refuse(data)
 
     def _continue(self, connection: Connection, probe: bool) -> None:
         data = self._take(connection)
@@ -139,6 +174,11 @@ class HeadTurns:
         """Remove a waiting connection and return its data."""
         lane = self._waiting.pop(connection)
         data = self._lanes[lane].pop(connection)
+        if connection in self._counted and lane is not None:
+            self._counted.remove(connection)
+            self.waiting[lane] -= 1
+            if not self.waiting[lane]:
+                del self.waiting[lane]
         if not self._lanes[lane]:
             del self._lanes[lane]
         return data

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import re
 import socket
 import time
 from collections.abc import Callable
@@ -30,12 +29,9 @@ from typing import Protocol
 
 from llmc_runtime.server.http.fair_selector import FairSelector
 from llmc_runtime.server.http.head_turns import HeadTurns
+from llmc_runtime.server.http.light_sockets import accept_waiting, receive_now, send_now
 
 _READ = 2 << 10  # bytes read at a time, and the maximum of a head; a longer one is left to the parser
-_READ_BODY = 14 << 10  # bytes of a body read together with its head: it has to arrive before a connection is closed
-_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,10})[ \t]*\r\n", re.IGNORECASE)
-_CHUNKED = re.compile(rb"\r\ntransfer-encoding:", re.IGNORECASE)
-_LAST_FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_MORE", 0)
 _MAX_READS = 16  # per turn of a connection, so that connections alternate
 _MAX_REQUESTS = 4  # in one read; an ordinary connection handles the rest of a pipeline
 _SWEEP_SECONDS = 1.0  # between two checks of deadlines, at most
@@ -87,6 +83,7 @@ class _Begun:
 
     light: _Light
     convert: Callable[[_Begun], None]
+    reconsider: Callable[[_Begun], None]
 
     def parse(self, data: bytes) -> None:
         """See head_turns.Connection."""
@@ -97,6 +94,10 @@ class _Begun:
 
     def resume_reading(self) -> None:
         """See head_turns.Connection. Nothing is read until it is an ordinary connection."""
+
+    def refuse(self, data: bytes) -> None:
+        """See head_turns.Connection."""
+        self.reconsider(self)
 
 
 class _State(enum.Enum):
@@ -155,18 +156,12 @@ class LightConnections:
         end = time.monotonic() + (_QUEUE_SECONDS if self._queued else _TURN_SECONDS)
         while waiting and accepted < allowed and not failed and time.monotonic() < end:
             step = min(_STEP, allowed - accepted)
-            found, failed = _accept(listener, step)
+            found, failed = accept_waiting(listener, step)
             accepted, waiting = accepted + len(found), len(found) == step
             for light, state in self._served(
                 [_Light(conn, partial(promote, conn, address), conn.close, deadline) for conn, address in found]
             ):
-                if state is _State.LIGHT:
-                    self._watch(light)
-                    self._on_change(1)
-                    if not light.used:
-                        self._fair.batches.expect()
-                else:
-                    self._end(light, state)
+                self._add(light, state)
         self._queued = waiting and accepted > 0
         if self._queued:
             self._turns.hold_back()
@@ -200,7 +195,7 @@ class LightConnections:
         self._turns.leave(begun)
         self._begun.remove(begun)
         self._on_change(-1)
-        _sent(begun.light.sock, self._full_response(), last=True)
+        send_now(begun.light.sock, self._full_response(), last=True)
         begun.light.close()
         return True
 
@@ -218,6 +213,16 @@ class LightConnections:
         if self._sweeping is not None:
             self._sweeping.cancel()
             self._sweeping = None
+
+    def _add(self, light: _Light, state: _State) -> None:
+        """Watch, promote or close a connection that is neither watched nor counted."""
+        if state is not _State.LIGHT:
+            self._end(light, state)
+            return
+        self._watch(light)
+        self._on_change(1)
+        if not light.used:
+            self._fair.batches.expect()
 
     def _watch(self, light: _Light) -> None:
         """Wait for the next request."""
@@ -259,7 +264,7 @@ class LightConnections:
         elif light.lent:
             light.promote(light.data, light.passed)
         else:
-            begun = _Begun(light, self._convert)
+            begun = _Begun(light, self._convert, self._reconsider)
             self._turns.begin(begun, light.data)
             if self._turns.waits(begun):
                 self._begun.add(begun)
@@ -272,6 +277,13 @@ class LightConnections:
             self._on_change(-1)
         begun.light.promote(begun.light.data, begun.light.passed)
 
+    def _reconsider(self, begun: _Begun) -> None:
+        """Refuse the request of a connection that has waited for its turn."""
+        self._begun.remove(begun)
+        self._on_change(-1)
+        for light, state in self._served([begun.light]):
+            self._add(light, state)
+
     def _served(self, lights: list[_Light]) -> list[tuple[_Light, _State]]:
         """Refuse the requests that have arrived on these connections, and send the responses."""
         if not lights:
@@ -282,7 +294,7 @@ class LightConnections:
         for light, state, response in results:
             if response:
                 refused += 1
-                state = state if _sent(light.sock, response, state is _State.CLOSED) else _State.CLOSED
+                state = state if send_now(light.sock, response, state is _State.CLOSED) else _State.CLOSED
             states.append((light, state))
         if refused:
             self._fair.batches.refused(refused)
@@ -293,25 +305,10 @@ class LightConnections:
         now = self._loop.time()
         for light in [light for light in self._watched.values() if light.deadline <= now]:
             if not light.used:
-                _sent(light.sock, self._timeout_response)
+                send_now(light.sock, self._timeout_response)
             self._release(light)
             light.close()
         self._sweeping = self._loop.call_later(self._sweep_seconds, self._sweep) if self._watched else None
-
-
-def _accept(listener: socket.socket, count: int) -> tuple[list[tuple[socket.socket, object]], bool]:
-    """Return up to `count` waiting connections with their addresses, and whether accepting failed."""
-    accepted: list[tuple[socket.socket, object]] = []
-    family, kind = int(listener.family), int(listener.type)
-    try:
-        while len(accepted) < count:  # the method `accept` looks up enumerations, which takes as long as accepting
-            fd, address = listener._accept()  # type: ignore[attr-defined]
-            accepted.append((socket.socket(family, kind, listener.proto, fd), address))
-    except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-        pass
-    except OSError:  # asyncio's method reports it, and tries again later
-        return accepted, True
-    return accepted, False
 
 
 def _serve(light: _Light, refuse: Refuse | None, deadline: float) -> tuple[_State, bytes]:
@@ -322,11 +319,10 @@ def _serve(light: _Light, refuse: Refuse | None, deadline: float) -> tuple[_Stat
     responses = b""
     try:
         for _ in range(_MAX_READS):
-            data = light.sock.recv(_READ, socket.MSG_DONTWAIT)
+            data, light.data = light.data, b""
+            data = data or light.sock.recv(_READ, socket.MSG_DONTWAIT)
             if not data:
                 return _State.CLOSED, responses
-            if refuse is not None and not light.skip and (missing := _missing(data)):
-                data += _arrived(light.sock, missing)
             state, response = _refused(light, data, refuse, deadline)
             responses += response
             if state is not _State.LIGHT:
@@ -338,23 +334,6 @@ def _serve(light: _Light, refuse: Refuse | None, deadline: float) -> tuple[_Stat
     except OSError:
         return _State.CLOSED, b""
     return _State.LIGHT, responses
-
-
-def _missing(data: bytes) -> int:
-    """Return how many bytes of a body of known length are to be read after `data`, which begins with its head."""
-    end = data.find(b"\r\n\r\n") + 4
-    found = _LENGTH.search(data, 0, max(0, end))
-    if end < 4 or found is None or _CHUNKED.search(data, 0, end):
-        return 0
-    return min(_READ_BODY, max(0, end + int(found[1]) - len(data)))
-
-
-def _arrived(sock: socket.socket, size: int) -> bytes:
-    """Return up to `size` bytes that have arrived. Errors are left to the next read."""
-    try:
-        return sock.recv(size, socket.MSG_DONTWAIT)
-    except OSError:
-        return b""
 
 
 def _refused(light: _Light, data: bytes, refuse: Refuse | None, deadline: float) -> tuple[_State, bytes]:
@@ -369,6 +348,8 @@ def _refused(light: _Light, data: bytes, refuse: Refuse | None, deadline: float)
         full = requests == _MAX_REQUESTS
         checks = refuse is not None and end >= 4 and not full
         refusal = refuse(data[:end]) if refuse is not None and checks else None
+        if refusal is not None and (missing := end + refusal.length - len(data)) > 0:
+            data += receive_now(light.sock, missing)
         if refusal is None or (refusal.closes and refusal.length > len(data) - end):
             light.data, light.passed = data, refusal is None and checks
             return _State.ORDINARY, responses
@@ -378,14 +359,3 @@ def _refused(light: _Light, data: bytes, refuse: Refuse | None, deadline: float)
         light.skip, light.used, light.deadline, data = refusal.length, True, deadline, data[end:]
         requests += 1
     return _State.LIGHT, responses
-
-
-def _sent(sock: socket.socket, data: bytes, last: bool = False) -> bool:
-    """Send without blocking. Returns False if the client does not take it.
-
-    The `last` data leaves together with the end of the connection, when the socket is closed.
-    """
-    try:
-        return sock.send(data, _LAST_FLAGS if last else socket.MSG_DONTWAIT) == len(data)
-    except OSError:
-        return False
