@@ -200,19 +200,9 @@ class Scheduler(LiveRequests):
 
     def _plan_running(self, step: Step, planned: list[Request]) -> tuple[int, bool]:
         """Plan the running requests. Return the remaining budget, and whether a request was preempted."""
-        running, pool, config = self.running, self.pool, self.config
-        budget = config.max_num_batched_tokens
-        if self.step_budget is not None:
-            budget = self.step_budget.tokens(running, bool(self.waiting))
+        running, pool, config, budget = self.running, self.pool, self.config, self._begin_step()
         max_chunk = config.long_prefill_threshold or budget
         size, preempted, index, work = config.page_size, False, 0, step.work
-        self._spare = config.logits - len(running)
-        if self.speculation is not None:
-            self.speculation.begin(running, max(0, min(self._spare, budget - len(running))))
-        if self.host_drafts is not None and self.host_drafts.wanted:
-            self.host_drafts.propose(running)
-        if self.planner is not None:
-            self.planner.begin()
         plain = self.speculation is None and self.planner is None and self.host_drafts is None
         while budget and index < len(running):
             request = running[index]
@@ -263,6 +253,20 @@ class Scheduler(LiveRequests):
             planned.append(request)
             budget -= count
         return budget, preempted
+
+    def _begin_step(self) -> int:
+        """Prepare the drafts of a step. Return the number of its tokens at most."""
+        running, budget = self.running, self.config.max_num_batched_tokens
+        if self.step_budget is not None:
+            budget = self.step_budget.tokens(running, bool(self.waiting))
+        self._spare = self.config.logits - len(running)
+        if self.speculation is not None:
+            self.speculation.begin(running, max(0, min(self._spare, budget - len(running))))
+        if self.host_drafts is not None and self.host_drafts.wanted:
+            self.host_drafts.propose(running)
+        if self.planner is not None:
+            self.planner.begin()
+        return budget
 
     def _with_drafts(self, speculation: Speculation, request: Request, budget: int) -> Work:
         """Return work for the next token of a request, and for as many of the drafts after it as save time and fit."""
@@ -392,6 +396,5 @@ class Scheduler(LiveRequests):
     def _end_pooled(self, request: Request, pooled: bytes) -> RequestDelta:
         """End a request of a model that pools."""
         times = (request.started - request.arrived, self.clock() - request.started)
-        cached = request.num_cached or 0
         self._finish(request, "stop")
-        return RequestDelta(request.id, [], "stop", num_cached=cached, times=times, pooled=pooled)
+        return RequestDelta(request.id, [], "stop", num_cached=request.num_cached or 0, times=times, pooled=pooled)
