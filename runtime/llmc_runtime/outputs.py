@@ -148,15 +148,22 @@ class Collector:
 
     def add(self, delta: RequestDelta) -> bool:
         """Add a delta. Return True if a stop string ended the output, which must then be aborted in the engine."""
-        if self.finished:
+        if self.finish_reason is not None:
             return False
+        rows, last = delta.logprobs, len(delta.new_token_ids) - 1
         self.num_cached = delta.num_cached
         if delta.times is not None:
             self.times = delta.times
+        elif last == 0 and rows is None and delta.finish_reason is None:  # the usual case, without the others' tests
+            token = delta.new_token_ids[0]
+            self.token_ids.append(token)
+            if (stop := self._text.push(token)) is None:
+                return False
+            self._end("stop", stop)
+            return True
         if delta.prompt_logprobs is not None:
             self._scores = PackedLogprobs(self.params.prompt_logprobs or 0)
             self._scores.extend(delta.prompt_logprobs)
-        rows, last = delta.logprobs, len(delta.new_token_ids) - 1
         self.num_accepted += max(0, last)  # a step yields the drafts that it accepts, and one token
         for i, token in enumerate(delta.new_token_ids):
             self.token_ids.append(token)

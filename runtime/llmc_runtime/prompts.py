@@ -102,7 +102,7 @@ def _ids(array: Any) -> list[int]:
     values = array.tolist() if hasattr(array, "tolist") else list(array)
     if not isinstance(values, list):
         values = [values]
-    if all(type(v) is int for v in values):
+    if set(map(type, values)) <= {int}:
         return values
     bad = [v for v in values if not isinstance(v, Integral) or isinstance(v, bool)]
     if bad:
@@ -114,7 +114,11 @@ def _is_single(prompts: Any) -> bool:
     """Whether this is a text, a dict, or a list of ids. An empty list is an empty list of prompts."""
     if isinstance(prompts, str | Mapping | Prompt):
         return True
-    return isinstance(prompts, list | tuple) and bool(prompts) and all(isinstance(v, Integral) for v in prompts)
+    return (
+        isinstance(prompts, list | tuple)
+        and bool(prompts)
+        and all(issubclass(t, Integral) for t in {*map(type, prompts)})
+    )
 
 
 def as_params(params: Any, count: int) -> list[SamplingParams]:

@@ -36,7 +36,8 @@ pytestmark = pytest.mark.gpu
 SILU = "mul(mul(a0, sigmoid(a0)), a1)"
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cuda-kernel"
 # Tokens, columns, depth, parts, epilogue, dtype of the result: a single token, partial tiles in every direction, depths
-# below and above the ring's, several tiles of a block, operands that vary by token, by column and by neither.
+# below and above the ring's, several tiles of a block, odd numbers of tiles for pairs, operands that vary by token, by
+# column and by neither.
 PRODUCTS = (
     (1, 8, 8, 1, "", "bf16"),
     (3, 264, 72, 1, "add(a0, a1)", "bf16"),
@@ -48,6 +49,9 @@ PRODUCTS = (
     (4096, 2056, 136, 1, "add(mul(a0, a2), a1)", "f16"),
     (200, 4096, 512, 1, "add(a0, a1)", "bf16"),
     (40, 2048, 1024, 2, SILU, "f32"),
+    (256, 1536, 1024, 2, SILU, "bf16"),
+    (255, 4096, 2048, 1, "add(a0, a1)", "bf16"),
+    (385, 2304, 4096, 1, "", "bf16"),
 )
 
 

@@ -5,6 +5,7 @@ tests/gpu/test_cuda_kernels.py runs it.
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,21 +52,25 @@ def test_every_way_becomes_a_binary_of_sm_90(tmp_path: Path) -> None:
     ways = GEMM_WGMMA.schedules(node, target)
     sources = [GEMM_WGMMA.emit(node, s, target) for s in ways]
     made = tool.compile([(s, "") for s in sources], tmp_path, jobs=2)
-    assert len(made) == len(ways) == 14
+    assert len(made) == len(ways) == 23
     for way, source in zip(ways, sources, strict=True):
         c = made[tool.key(source)]
         assert c.threads == 128 + 2 * way["bm"] and c.shared <= target.limits.shared
-        assert c.boxes == (((way["bm"], 64), 3), ((way["bn"] // 2, 64), 3))
+        along_m, along_n = way.get("along_m", 1), way.get("along_n", 1)
+        assert c.boxes == (((way["bm"] // along_n, 64), 3), ((way["bn"] // 2, 64), 3))
         assert read_entry(c.binary, source.entry).sizes == (128, 128, 8, 4)
-        assert source.grid[0] == 132 and source.cluster == ()
+        assert source.grid[0] == 132 and source.cluster == ((2, 1, 1) if along_m * along_n == 2 else ())
 
 
 def test_deep_products_are_split_over_clusters(tmp_path: Path) -> None:
     node, target = product(module(TEXT.replace("520", "1024").replace("264", "4096"))), sm_90()
     ways = [s for s in GEMM_WGMMA.schedules(node, target) if s["split"] > 1]
-    assert {(s["bn"], s["split"]) for s in ways} == {
-        (256, 4), (256, 8), (192, 4), (128, 2), (128, 4), (96, 2), (64, 2)
+    assert {(s["bn"], s["split"]) for s in ways if len(s) == 3} == {
+        (256, 2), (256, 4), (256, 8), (192, 2), (192, 4), (128, 2), (128, 4), (96, 2), (64, 2)
     }  # fmt: skip
+    assert {(s["bn"], s["split"]) for s in ways if "along_n" in s} == {(128, 2), (96, 2), (64, 2)}
+    pair = GEMM_WGMMA.emit(node, {"bm": 128, "bn": 128, "split": 2, "along_m": 2}, target)
+    assert pair.cluster == (4, 1, 1) and str(pair.grid[0]) == "128*ceil(T, 256)"
     tool = load().toolchains["cuda"](target)
     source = GEMM_WGMMA.emit(node, {"bm": 64, "bn": 128, "split": 4}, target)
     assert source.cluster == (4, 1, 1) and str(source.grid[0]) == "128*ceil(T, 64)"
@@ -75,6 +80,31 @@ def test_deep_products_are_split_over_clusters(tmp_path: Path) -> None:
     split, whole = {"bm": 64, "bn": 128, "split": 4}, {"bm": 128, "bn": 256, "split": 1}
     assert GEMM_WGMMA.cost_us(node, split, target, few) < GEMM_WGMMA.cost_us(node, whole, target, few)
     assert GEMM_WGMMA.cost_us(node, split, target, many) > GEMM_WGMMA.cost_us(node, whole, target, many)
+
+
+def test_pairs_of_tiles_share_an_operand_without_a_fence_in_every_step(tmp_path: Path) -> None:
+    """A fence of the whole GPU in the loop made shared tiles twice as slow as separate ones."""
+    node, target = product(module(TEXT.replace("520", "1024").replace("264", "4096"))), sm_90()
+    tool = load().toolchains["cuda"](target)
+    sources = [
+        GEMM_WGMMA.emit(node, {"bm": 128, "bn": 128, "split": split, along: 2}, target)
+        for along in ("along_m", "along_n")
+        for split in (1, 2)
+    ]
+    made = tool.compile([(s, "") for s in sources], tmp_path)
+    for source in sources:
+        assembly = disassembled(made[tool.key(source)].binary, tmp_path)
+        fences = 2 if "SPLIT = 2" in source.text else 0  # the sums of a split tile are published once by each role
+        assert assembly.count("UTMALDG.2D.MULTICAST") > 0 and assembly.count("MEMBAR.ALL.GPU") == fences
+
+
+def disassembled(binary: bytes, folder: Path) -> str:
+    """Return the machine code of a cubin as text, by the disassembler that comes with Triton."""
+    import triton
+
+    tool, path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm", folder / "kernel.cubin"
+    path.write_bytes(binary)
+    return subprocess.run([str(tool), "-c", str(path)], check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 @pytest.mark.parametrize(

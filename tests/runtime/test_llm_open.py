@@ -45,6 +45,16 @@ def test_the_artifact_runs_and_its_capacity_is_said_first(toy: Path) -> None:
         assert llm.get_tokenizer().encode("abc") == outputs[0].prompt_token_ids
 
 
+def test_an_open_llm_spares_garbage_collections_what_exists(toy: Path) -> None:
+    before = gc.get_freeze_count()
+    with quiet(toy) as llm:
+        assert gc.get_freeze_count() > before
+        gc.collect()
+        assert len(gc.get_objects()) < gc.get_freeze_count()
+        assert llm.generate("abc", GREEDY, use_tqdm=False)[0].finished
+    assert gc.get_freeze_count() == 0
+
+
 def test_a_caller_may_ask_for_less_than_was_compiled_and_not_for_more(toy: Path) -> None:
     with quiet(toy, max_num_seqs=1, max_num_batched_tokens=2, max_model_len=16) as llm:
         config = llm.config

@@ -5,6 +5,7 @@ Any number of threads may use one LLM: the requests of `generate` and of open st
 
 from __future__ import annotations
 
+import gc
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -58,6 +59,9 @@ class LLM(PoolingAPI):
     options:  the fields of EngineOptions (see docs/running.md). Limits among them apply to the compilation, or lower
               those of an artifact
 
+    Objects that exist when it is open are left out of garbage collections until `close` (gc.freeze), which would
+    delay a step by tens of milliseconds.
+
     Raises LlmcError E1xx (artifact), E2xx (memory and limits), E64x (compilation).
     """
 
@@ -86,6 +90,8 @@ class LLM(PoolingAPI):
         self._start(opened.engine, tokenizer, generation, args.chat_template)
         if args.prepare and tokenizer is not None and (failure := self._core.grammars().prepare()):
             self._say(failure)
+        gc.collect()
+        gc.freeze()
 
     @classmethod
     def over(
@@ -260,6 +266,7 @@ class LLM(PoolingAPI):
             self._core.close()
             if self.trace is not None:
                 self.trace.finish()
+        gc.unfreeze()
 
     def __enter__(self) -> LLM:
         return self

@@ -58,10 +58,10 @@ class OutputProcessor:
             state, part = entry
             if part.add(delta):
                 unwanted.append(delta.id)
-            if part.finished:
+            if part.finish_reason is not None:
                 del self._parts[delta.id]
-            if part.error is not None:
-                unwanted += self._end(state, part.error)
+                if part.error is not None:
+                    unwanted += self._end(state, part.error)
             state.notify()
         if unwanted:
             self._abort(unwanted)

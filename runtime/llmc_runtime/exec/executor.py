@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from llmc_runtime.exec.buffer_layout import Layout, need_of
 from llmc_runtime.exec.capacity import NOTHING, KvCapacity, plan_kv
 from llmc_runtime.exec.device_rows import Rows
 from llmc_runtime.exec.draft_steps import DraftSteps
-from llmc_runtime.exec.entry_points import Bound, EntryPoints
+from llmc_runtime.exec.entry_points import Bound, Columns, EntryPoints
 from llmc_runtime.exec.logits import as_f32, find_logits, row_bytes
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.pooling import POOLED
@@ -52,6 +52,17 @@ class Ticket:
     plain: bool = False
     looked: dict[int, np.ndarray] = field(default_factory=dict)
     likely: dict[int, list[float]] = field(default_factory=dict)
+
+
+class _Entries(NamedTuple):
+    """The rows of logits of a step's work, as columns of a program's inputs too, whether they verify drafts, and which
+    need log-probabilities (see Ticket)."""
+
+    work: list[Work]
+    entries: list[Work]
+    columns: Columns
+    verifies: bool
+    needed: list[bool]
 
 
 class Executor:
@@ -89,6 +100,7 @@ class Executor:
         self._proposed = self._layout.output("proposed") if self.max_drafts else None
         self._outputs = () if self._width else tuple(self._layout.output(name) for name, _ in _LOGPROBS)
         self._open: deque[Ticket] = deque()
+        self._entries = _Entries([], [], ([], [], []), False, [])  # of the last step
         self._last: tuple[Program, int] | None = None  # the program of the last step, and its entries
 
     def run(self, step: Step) -> StepOutput:
@@ -200,18 +212,14 @@ class Executor:
         self.device.close()
 
     def _start(self, step: Step) -> Ticket:
-        work = step.work
-        verifies = any(w.drafts for w in work)
-        splits = verifies or any(w.score for w in work)
-        entries = [entry for w in work for entry in _entries(w)] if splits else work
+        if step.inits or step.work != self._entries.work:  # the rows of consecutive steps are often the same
+            self._entries = self._entries_of(step.work)
+        work, entries, columns, verifies, needed = self._entries
         count = len(entries)
         if not count:
             return Ticket(work, entries, self.device.mark())
-        columns = [w.row for w in entries], [w.num_tokens for w in entries], [int(w.emit) for w in entries]
         bound = self._steps.ready(columns, verifies, step.plain)
         self._last = bound.program, count
-        enabled = self.rows.wants_logprobs
-        needed = [] if self._width else [(w.emit or w.score) and enabled[w.row] for w in entries]
         looks = [masks for masks in step.masks if masks.look]
         ticket = Ticket(work, entries, needs_logprobs=needed, width=bound.width, looks=looks, plain=step.plain)
         if step.open:
@@ -222,6 +230,15 @@ class Executor:
             self._end(ticket)
         return ticket
 
+    def _entries_of(self, work: list[Work]) -> _Entries:
+        verifies = any(w.drafts for w in work)
+        splits = verifies or any(w.score for w in work)
+        entries = [entry for w in work for entry in _entries(w)] if splits else work
+        columns = [w.row for w in entries], [w.num_tokens for w in entries], [int(w.emit) for w in entries]
+        enabled = self.rows.wants_logprobs
+        needed = [] if self._width else [(w.emit or w.score) and enabled[w.row] for w in entries]
+        return _Entries(work, entries, columns, verifies, needed if True in needed else [])
+
     def _end(self, ticket: Ticket) -> None:
         """Fetch the outputs and record the event, once everything in the step is launched."""
         device, count, width = self.device, len(ticket.entries), ticket.width
@@ -231,11 +248,9 @@ class Executor:
             ticket.ids = device.fetch(self._ids, 0, count * 4)
         if self._proposed is not None and True in self.rows.drafts:
             ticket.proposed = device.fetch(self._proposed, 0, count * 4)
-        if any(ticket.needs_logprobs):
+        if ticket.needs_logprobs:
             each = (4, 4, 4 * width, 4 * width)
             ticket.logprobs = tuple(device.fetch(m, 0, count * n) for m, n in zip(self._outputs, each))
-        else:
-            ticket.needs_logprobs = []
         if not ticket.plain and self.draft_model:
             ticket.likely = self.draft_model.run(ticket.work)
         for look in ticket.looks:

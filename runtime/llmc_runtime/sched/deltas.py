@@ -13,22 +13,26 @@ def delta_of(request: Request, token: int, logprobs: TokenLogprobs | None, clock
 
     Raises RuntimeError if requested log-probabilities, or scores of the prompt, are missing.
     """
-    delta = RequestDelta(request.id, [token], num_cached=request.num_cached or 0)
+    delta = RequestDelta(request.id, [token], None, None, None, request.num_cached or 0)
     if request.silent:
         request.silent = False
         delta.times = (request.started - request.arrived, clock() - request.started)
+        delta.prompt_logprobs = _scores_of(request)
     num_logprobs = request.params.logprobs
     if num_logprobs is not None:
         if logprobs is None:
             raise RuntimeError(f"row {request.row} of request {request.id!r}: log-probabilities are missing")
         ids, values = logprobs.top_ids[:num_logprobs], logprobs.top_logprobs[:num_logprobs]
         delta.logprobs = [TokenLogprobs(logprobs.logprob, logprobs.rank, tuple(ids), tuple(values))]
-    if request.scores is not None and len(request.tokens) == request.num_prompt + 1:
-        if len(request.scores) != request.num_prompt - 1:
-            count = f"{len(request.scores)} scores of a prompt of {request.num_prompt}"
-            raise RuntimeError(f"request {request.id!r}: {count}")
-        delta.prompt_logprobs = request.scores
     return delta
+
+
+def _scores_of(request: Request) -> Sequence[TokenLogprobs] | None:
+    """Return the log-probabilities of the prompt, if they were requested."""
+    if request.scores is not None and len(request.scores) != request.num_prompt - 1:
+        count = f"{len(request.scores)} scores of a prompt of {request.num_prompt}"
+        raise RuntimeError(f"request {request.id!r}: {count}")
+    return request.scores
 
 
 def extend(delta: RequestDelta | None, more: RequestDelta) -> RequestDelta:

@@ -113,6 +113,14 @@ class LiveRequests:
         self.prefix.publish(request.chain, request.tokens, request.pages, request.num_published, full)
         request.num_published = full
 
+    def _end_guided(self) -> None:
+        """End the requests whose guides have ended or failed."""
+        self.guided.park(self.running, self.waiting, self._free)
+        for request, error in self.guided.ended():
+            reason = "stop" if error is None else "error"
+            self._notices.append(RequestDelta(request.id, [], reason, num_cached=request.num_cached or 0, error=error))
+            self._finish(request, reason)
+
     def _preempt(self, request: Request, now: float) -> None:
         """Remove a running request, free everything but its tokens, and let it wait."""
         self.running.remove(request)

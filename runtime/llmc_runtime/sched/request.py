@@ -111,11 +111,6 @@ class Request:
         """The number of drafts that a step can verify now, if it has a guide and all its tokens are known."""
         return 0 if self.guide is None or not self.may_draft else len(self.guide.ahead())
 
-    @property
-    def dropped(self) -> bool:
-        """Whether its mask was late, so that the output of the step in flight is dropped."""
-        return self.num_masked == 0
-
     def take_drafts(self, drafts: Sequence[int]) -> None:
         """Set the tokens that are drafted after its last one."""
         self.drafted, self.looked = drafts, False

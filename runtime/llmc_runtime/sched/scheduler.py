@@ -162,7 +162,7 @@ class Scheduler(LiveRequests):
             self.speculation.learn(step.work, planned, output, seconds, self.counters)
         for index, (request, item, token, row_logprobs) in enumerate(zip(planned, work, tokens, logprobs)):
             scheduled += item.num_tokens
-            if request.dropped:
+            if request.num_masked == 0:  # its mask was late
                 request.restart()
                 continue
             if request.status is _FINISHED:
@@ -182,7 +182,8 @@ class Scheduler(LiveRequests):
                 deltas.append(
                     self._end_pooled(request, pooled[index]) if pooled else append(request, token, row_logprobs)
                 )
-                take_drafts(request, item, output, self._proposals)
+                if request.guide is not None:
+                    take_drafts(request, item, output, self._proposals)
         self.counters.step(scheduled)
         return deltas
 
@@ -199,19 +200,10 @@ class Scheduler(LiveRequests):
 
     def _plan_running(self, step: Step, planned: list[Request]) -> tuple[int, bool]:
         """Plan the running requests. Return the remaining budget, and whether a request was preempted."""
-        running, pool, config = self.running, self.pool, self.config
-        budget = config.max_num_batched_tokens
-        if self.step_budget is not None:
-            budget = self.step_budget.tokens(running, bool(self.waiting))
+        running, pool, config, budget = self.running, self.pool, self.config, self._begin_step()
         max_chunk = config.long_prefill_threshold or budget
         size, preempted, index, work = config.page_size, False, 0, step.work
-        self._spare = config.logits - len(running)
-        if self.speculation is not None:
-            self.speculation.begin(running, max(0, min(self._spare, budget - len(running))))
-        if self.host_drafts is not None and self.host_drafts.wanted:
-            self.host_drafts.propose(running)
-        if self.planner is not None:
-            self.planner.begin()
+        plain = self.speculation is None and self.planner is None and self.host_drafts is None
         while budget and index < len(running):
             request = running[index]
             index += 1
@@ -219,6 +211,13 @@ class Scheduler(LiveRequests):
             if total == request.limit:
                 continue  # its last token is in flight
             missing = total - start
+            if plain and missing == 1 and request.guide is None and not request.needs_init:
+                if start < len(request.pages) * size:  # it has the page: no test of other cases is needed
+                    request.num_planned, request.num_total = total, total + 1
+                    work.append(request.decode)
+                    planned.append(request)
+                    budget -= 1
+                    continue
             item = request.decode if missing == 1 else self._chunk(request, missing, min(max_chunk, budget))
             if request.guide is not None and item.emit and not may_sample(request):
                 self.guided.leave_out(request)
@@ -254,6 +253,20 @@ class Scheduler(LiveRequests):
             planned.append(request)
             budget -= count
         return budget, preempted
+
+    def _begin_step(self) -> int:
+        """Prepare the drafts of a step. Return the number of its tokens at most."""
+        running, budget = self.running, self.config.max_num_batched_tokens
+        if self.step_budget is not None:
+            budget = self.step_budget.tokens(running, bool(self.waiting))
+        self._spare = self.config.logits - len(running)
+        if self.speculation is not None:
+            self.speculation.begin(running, max(0, min(self._spare, budget - len(running))))
+        if self.host_drafts is not None and self.host_drafts.wanted:
+            self.host_drafts.propose(running)
+        if self.planner is not None:
+            self.planner.begin()
+        return budget
 
     def _with_drafts(self, speculation: Speculation, request: Request, budget: int) -> Work:
         """Return work for the next token of a request, and for as many of the drafts after it as save time and fit."""
@@ -370,8 +383,9 @@ class Scheduler(LiveRequests):
         request.account.service += OUTPUT_WEIGHT
         delta = delta_of(request, token, logprobs, self.clock)
         end = request.finish_of(token)
-        delta.stopped = end is not None and end[0] == "stop"
-        if end is None and request.guide is not None:
+        if end is not None:
+            delta.stopped = end[0] == "stop"
+        elif request.guide is not None:
             end, delta.error = follow(request.guide, token)
             delta.stopped = end is not None and delta.error is None and token in self.config.eos_token_ids
         if end is not None:
@@ -382,14 +396,5 @@ class Scheduler(LiveRequests):
     def _end_pooled(self, request: Request, pooled: bytes) -> RequestDelta:
         """End a request of a model that pools."""
         times = (request.started - request.arrived, self.clock() - request.started)
-        cached = request.num_cached or 0
         self._finish(request, "stop")
-        return RequestDelta(request.id, [], "stop", num_cached=cached, times=times, pooled=pooled)
-
-    def _end_guided(self) -> None:
-        """End the requests whose guides have ended or failed."""
-        self.guided.park(self.running, self.waiting, self._free)
-        for request, error in self.guided.ended():
-            reason = "stop" if error is None else "error"
-            self._notices.append(RequestDelta(request.id, [], reason, num_cached=request.num_cached or 0, error=error))
-            self._finish(request, reason)
+        return RequestDelta(request.id, [], "stop", num_cached=request.num_cached or 0, times=times, pooled=pooled)

@@ -12,7 +12,7 @@ from llmc.codegen.backends.cuda.wgmma_text import multiply
 from llmc.codegen.kernel import Map, Schedule
 from llmc.codegen.product import ProductNode
 from llmc.ir.cost import node_cost
-from llmc.ir.dim import D
+from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
 from llmc.passes.analysis import Origin, origin
 from llmc.targets.target import Target
@@ -21,7 +21,13 @@ TILE_K = 64
 HEIGHTS = (128, 64)  # tokens of a tile
 COLUMNS = (256, 224, 192, 160, 128, 96, 64)  # of a tile, in all parts
 SPLITS, SPLIT_COLUMNS = (2, 4, 8), (256, 192, 128, 96, 64)  # blocks that share the depth of a tile, and its columns
-LEAST_BLOCKS = 60  # of a split product of one tile of tokens
+LEAST_BLOCKS = 30  # of a split product of one tile of tokens
+# Tiles of a cluster along tokens, which share tiles of w, and along columns, which share tiles of x; for these heights,
+# columns and splits.
+PAIRS_OF_TILES = (
+    ("along_m", 128, (256, 224, 192, 160, 128, 96), (1, 2, 4)),
+    ("along_n", 128, (128, 96, 64), (1, 2)),
+)
 GROUP = 16  # tiles of tokens that are processed together, to share tiles of the weight in the L2 cache
 MOST_STAGES, MAX_PARTS = 8, 2
 WARPGROUP = 128  # threads
@@ -84,34 +90,44 @@ class GemmWgmma(CudaKernel):
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: whole rounds of tiles on all multiprocessors, or the bytes of the operands."""
         p, s, units = WgmmaProduct.of(node), schedule, target.limits.units
-        blocks = -(-int(p.m.subs(env)) // s["bm"]) * p.columns(s["bn"]) * s["split"]
+        blocks = int(_tiles(p, s).subs(env)) * cluster(s)
         rounds = -(-blocks // units)
         flops = 2.0 * s["bm"] * max(128, s["bn"]) * p.k / s["split"]  # narrow tiles are bound by shared memory
         tile = flops * units / target.peaks["bf16"] / _SHARE * 1e6 + _TILE_US
         busy = min(1.0, blocks / (0.8 * units))  # fewer blocks do not reach the bandwidth
         moved = int(node_cost(node)[1].subs(env)) / target.bandwidth / _READS / busy * 1e6
-        return max(rounds * tile, moved) + _START_US + _CLUSTER_US * (s["split"] > 1) + target.launch_us
+        return max(rounds * tile, moved) + _START_US + _CLUSTER_US * (cluster(s) > 1) + target.launch_us
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
         p, bm, bn, split = WgmmaProduct.of(node), schedule["bm"], schedule["bn"], schedule["split"]
         half = Map(1, (D(p.parts * p.n), D(p.k)), (bn // 2, TILE_K), SWIZZLE)
-        tiles = p.m.ceildiv(bm) * p.columns(bn)
+        along_m, along_n, blocks = schedule.get("along_m", 1), schedule.get("along_n", 1), cluster(schedule)
         return Binding(
-            grid=(tiles * split if split > 1 else target.limits.units,),
+            grid=(_tiles(p, schedule) * blocks if split > 1 else target.limits.units // blocks * blocks,),
             threads=bm // 64 * WARPGROUP + WARPGROUP,
             constants={
                 "N": p.n, "K": p.k, "PARTS": p.parts, "TILE_M": bm, "TILE_N": bn, "STAGES": stages(schedule, target),
-                "GROUP": GROUP * 128 // bm, "SPLIT": split,
+                "GROUP": GROUP * 128 // (bm * along_m), "SPLIT": split, "ALONG_M": along_m, "ALONG_N": along_n,
                 "EARLY": int(origin(node.operands[1]) is not Origin.INPUTS), "OUT": CTYPES[node.result.type.dtype],
             },
             shared=max(stages(schedule, target) * stage_bytes(schedule), sum_bytes(schedule)) + ALIGN,
             sizes=(p.m,),
-            maps=(Map(0, (p.m, D(p.k)), (bm, TILE_K), SWIZZLE), half),
-            cluster=(split, 1, 1) if split > 1 else (),
+            maps=(Map(0, (p.m, D(p.k)), (bm // along_n, TILE_K), SWIZZLE), half),
+            cluster=(blocks, 1, 1) if blocks > 1 else (),
             text="\n\n".join(
                 (multiply(bn), pair_epilogue(node.attrs.get("body", "a0"), p.parts, p.extras, node.result.type))
             ),
         )  # fmt: skip
+
+
+def cluster(s: Schedule) -> int:
+    """Blocks of a cluster."""
+    return int(s["split"] * s.get("along_m", 1) * s.get("along_n", 1))
+
+
+def _tiles(p: WgmmaProduct, s: Schedule) -> Dim:
+    """Return the number of tiles, of all blocks of a cluster together."""
+    return p.m.ceildiv(s["bm"] * s.get("along_m", 1)) * -(-p.columns(s["bn"]) // s.get("along_n", 1))
 
 
 def stage_bytes(s: Schedule) -> int:
@@ -130,13 +146,21 @@ def stages(s: Schedule, target: Target) -> int:
 
 
 def _schedules(p: WgmmaProduct, target: Target) -> Iterator[Schedule]:
-    """Yield whole tiles, and split ones that occupy the multiprocessors if there is one tile of tokens."""
+    """Yield whole tiles, split ones that occupy the multiprocessors if there are few tiles of tokens, and both in pairs
+    that share an operand."""
+
+    def fits(bn: int, split: int) -> bool:
+        few = LEAST_BLOCKS <= p.columns(bn) * split <= target.limits.units
+        return split == 1 or (p.steps % split == 0 and few)
+
     for bm in HEIGHTS:
         yield from ({"bm": bm, "bn": bn, "split": 1} for bn in COLUMNS)
-        for split in SPLITS:
-            for bn in SPLIT_COLUMNS:
-                if p.steps % split == 0 and LEAST_BLOCKS <= p.columns(bn) * split <= target.limits.units:
-                    yield {"bm": bm, "bn": bn, "split": split}
+        yield from ({"bm": bm, "bn": bn, "split": n} for n in SPLITS for bn in SPLIT_COLUMNS if fits(bn, n))
+    for along, bm, columns, splits in PAIRS_OF_TILES:
+        for split in splits:
+            for bn in columns:
+                if fits(bn, split) and (along == "along_m" or p.columns(bn) > 1):
+                    yield {"bm": bm, "bn": bn, "split": split, along: 2}
 
 
 GEMM_WGMMA = GemmWgmma(

@@ -10,9 +10,13 @@
 // steps of the next one while the consumers finish. Otherwise a cluster of SPLIT blocks computes one tile, each a part of
 // its depth, and every block adds up the sums of all for its share of the tokens.
 //
+// ALONG_M = 2: blocks of a cluster compute two tiles of the same columns. Each copies half of the rows of w, into the
+// buffers of both. ALONG_N = 2: two tiles of the same tokens, which share x in the same way. So a block may write to a
+// buffer when the consumers of all blocks that it writes to have read it.
+//
 // Constants: N and K (multiples of 8), PARTS (1 or 2), TILE_M (64 or 128), TILE_N (a multiple of 16, at most 256),
-// STAGES, GROUP (tiles of tokens that are processed together, so that they share tiles of w in the L2 cache), SPLIT (1, 2,
-// 4 or 8; it divides the steps), EARLY (whether w may be read before the previous kernel has completed), OUT (the type of
+// STAGES, GROUP (tiles of tokens of a cluster that are processed together, so that they share tiles of w in the L2 cache),
+// SPLIT (1, 2, 4 or 8; it divides the steps), ALONG_M and ALONG_N (1 or 2; a cluster has at most 8 blocks), EARLY (whether w may be read before the previous kernel has completed), OUT (the type of
 // y). The generated text before this file defines `multiply`, OTHER_PARAMETERS, OTHER_ARGUMENTS, OTHERS, Loaded, and the
 // functions `load_others` and `epilogue`.
 
@@ -23,18 +27,32 @@ constexpr int X_BYTES = TILE_M * TILE_K * 2, W_BYTES = TILE_N * TILE_K * 2, STAG
 constexpr int STEPS = (K + TILE_K - 1) / TILE_K / SPLIT;  // of a block and tile
 constexpr int SUMS = TILE_N / 2;               // of a thread
 constexpr int SUMS_STRIDE = TILE_N + 8;        // floats of a token's sums in shared memory
+constexpr int CLUSTER = SPLIT * ALONG_M * ALONG_N;    // blocks of a cluster
+constexpr int SHARERS = ALONG_M + ALONG_N - 1;        // blocks that write to the buffers of one, itself included
+constexpr int CLUSTER_M = TILE_M * ALONG_M, CLUSTER_N = WIDTH * ALONG_N;  // tokens and columns of a cluster's tiles
 
-// The first token and column of a tile. Tiles cover GROUP times TILE_M tokens, column by column.
+// A block's place in its cluster: its part of the depth, and its tile along tokens and columns.
+__device__ inline int split_of(int rank) { return rank % SPLIT; }
+__device__ inline int m_of(int rank) { return rank / SPLIT % ALONG_M; }
+__device__ inline int n_of(int rank) { return rank / (SPLIT * ALONG_M); }
+__device__ inline int rank_at(int split, int m, int n) { return split + SPLIT * (m + ALONG_M * n); }
+__device__ inline int rank() { return blockIdx.x % CLUSTER; }
+
+// The first token and column of the block's tile, of the cluster's tiles with this number. Tiles cover GROUP times the
+// tokens of a cluster, column by column.
 __device__ inline void find_tile(int tile, int m, int& token, int& column) {
-  constexpr int columns = (N + WIDTH - 1) / WIDTH;
-  const int rows = (m + TILE_M - 1) / TILE_M;
+  constexpr int columns = (N + CLUSTER_N - 1) / CLUSTER_N;
+  const int rows = (m + CLUSTER_M - 1) / CLUSTER_M;
   const int group = tile / (GROUP * columns), inside = tile % (GROUP * columns);
   const int height = min(GROUP, rows - group * GROUP);
-  token = (group * GROUP + inside % height) * TILE_M;
-  column = inside / height * WIDTH;
+  token = (group * GROUP + inside % height) * CLUSTER_M + m_of(rank()) * TILE_M;
+  column = inside / height * CLUSTER_N + n_of(rank()) * WIDTH;
 }
 
-__device__ inline int tiles_of(int m) { return (m + TILE_M - 1) / TILE_M * ((N + WIDTH - 1) / WIDTH); }
+// The number of tiles of clusters.
+__device__ inline int tiles_of(int m) {
+  return (m + CLUSTER_M - 1) / CLUSTER_M * ((N + CLUSTER_N - 1) / CLUSTER_N);
+}
 
 // A position in the ring of buffers.
 struct Ring {
@@ -50,18 +68,37 @@ struct Ring {
   }
 };
 
-// Copies the rows of w of one step, in two boxes: halves of its columns, or its parts.
+// Copies the rows of w of one step, in two boxes: halves of its columns, or its parts. If two tiles of tokens share
+// them, the block copies one box for both.
 __device__ inline void copy_weights(const Ring& ring, const TensorMap& w, int column, int k) {
+  const int split = split_of(rank()), n = n_of(rank());
 #pragma unroll
-  for (int half = 0; half < 2; half++)
-    copy_box(ring.buffer() + X_BYTES + half * (W_BYTES / 2), w, column + half * (PARTS == 2 ? N : TILE_N / 2), k,
-             ring.arrived());
+  for (int half = 0; half < 2; half++) {
+    const unsigned to = ring.buffer() + X_BYTES + half * (W_BYTES / 2);
+    const int row = column + half * (PARTS == 2 ? N : TILE_N / 2);
+    if (ALONG_M == 1) {
+      copy_box(to, w, row, k, ring.arrived());
+    } else if (half == m_of(rank())) {
+      copy_box_to_blocks(to, w, row, k, ring.arrived(), 1 << rank_at(split, 0, n) | 1 << rank_at(split, 1, n));
+    }
+  }
+}
+
+// Copies the rows of x of one step. If two tiles of columns share them, the block copies half of them for both.
+__device__ inline void copy_tokens(const Ring& ring, const TensorMap& x, int token, int k) {
+  if (ALONG_N == 1) {
+    copy_box(ring.buffer(), x, token, k, ring.arrived());
+  } else {
+    const int split = split_of(rank()), m = m_of(rank()), half = n_of(rank());
+    copy_box_to_blocks(ring.buffer() + half * (X_BYTES / 2), x, token + half * (TILE_M / 2), k, ring.arrived(),
+                       1 << rank_at(split, m, 0) | 1 << rank_at(split, m, 1));
+  }
 }
 
 // The producer: one thread issues the copies of all tiles, each when its buffer is free. The weights of the first steps
 // are copied before the previous kernel has completed.
 __device__ inline void produce(Ring ring, int m, const TensorMap& x, const TensorMap& w) {
-  const int count = tiles_of(m), first = blockIdx.x / SPLIT, begin = blockIdx.x % SPLIT * STEPS;
+  const int count = tiles_of(m), first = blockIdx.x / CLUSTER, begin = split_of(rank()) * STEPS;
   int early = 0;  // steps whose weights have been requested
   if (EARLY && first < count) {
     int token, column;
@@ -74,7 +111,7 @@ __device__ inline void produce(Ring ring, int m, const TensorMap& x, const Tenso
   }
   wait_for_previous();
   launch_dependents();
-  for (int tile = first; tile < count; tile += gridDim.x / SPLIT) {
+  for (int tile = first; tile < count; tile += gridDim.x / CLUSTER) {
     int token, column;
     find_tile(tile, m, token, column);
     for (int i = begin; i < begin + STEPS; i++, ring.advance()) {
@@ -85,15 +122,25 @@ __device__ inline void produce(Ring ring, int m, const TensorMap& x, const Tenso
         barrier_expect(ring.arrived(), STAGE_BYTES);
         copy_weights(ring, w, column, i * TILE_K);
       }
-      copy_box(ring.buffer(), x, token, i * TILE_K, ring.arrived());
+      copy_tokens(ring, x, token, i * TILE_K);
     }
+  }
+}
+
+// Tells the producers that write to a buffer that this warp has read it: a lane for each.
+__device__ inline void release(unsigned empty) {
+  const int lane = threadIdx.x % 32, split = split_of(rank()), m = m_of(rank()), n = n_of(rank());
+  if (SHARERS == 1) {
+    if (lane == 0) barrier_arrive(empty);
+  } else if (lane < SHARERS) {
+    const int along_m = ALONG_M == 2 && lane == 1, along_n = lane > 0 && !along_m;
+    barrier_arrive_at(empty, rank_at(split, m ^ along_m, n ^ along_n));
   }
 }
 
 // The products of one tile by a consumer warpgroup. A buffer is released one step late, when the products that read it
 // have completed; the products of the next step already run.
 __device__ inline void consume(float (&sums)[SUMS], int consumer, Ring& ring) {
-  const bool releases = threadIdx.x % 32 == 0;
   unsigned previous = 0;
 #pragma unroll 1
   for (int i = 0; i < STEPS; i++) {
@@ -105,13 +152,13 @@ __device__ inline void consume(float (&sums)[SUMS], int consumer, Ring& ring) {
     end_products();
     if (i > 0) {
       wait_products<1>();
-      if (releases) barrier_arrive(previous);
+      release(previous);
     }
     previous = ring.freed();
     ring.advance();
   }
   wait_products<0>();
-  if (releases) barrier_arrive(previous);
+  release(previous);
 }
 
 // Writes y of a tile from the accumulators of a warpgroup: a thread has two rows, 8 apart, and in each two adjacent
@@ -162,22 +209,21 @@ __device__ inline void share(float* shared, const float (&sums)[SUMS], int consu
 __device__ inline void add_up(float (&out)[2], const float* shared) {
   const unsigned address = shared_address(shared);
 #pragma unroll
-  for (int rank = 0; rank < SPLIT; rank++) {
+  for (int split = 0; split < SPLIT; split++) {
     float v[2];
-    unsigned peer = address;
-    if (SPLIT > 1) asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer) : "r"(address), "r"(rank));
+    const unsigned peer = address_at(address, rank_at(split, m_of(rank()), n_of(rank())));
     asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v[0]), "=f"(v[1]) : "r"(peer) : "memory");
 #pragma unroll
-    for (int i = 0; i < 2; i++) out[i] = rank == 0 ? v[i] : out[i] + v[i];
+    for (int i = 0; i < 2; i++) out[i] = split == 0 ? v[i] : out[i] + v[i];
   }
 }
 
 // Writes y for this block's share of the tokens of a tile, from the sums of all blocks of the cluster.
 __device__ inline void finish_share(const float* shared, int m, int token, int column OTHER_ARGUMENTS, OUT* y) {
   constexpr int SHARE = TILE_M / SPLIT, PAIRS = WIDTH / 2, THREADS = CONSUMERS * WARPGROUP;
-  const int rank = blockIdx.x % SPLIT;
+  const int split = split_of(rank());
   for (int i = threadIdx.x - WARPGROUP; i < SHARE * PAIRS; i += THREADS) {
-    const int row = rank * SHARE + i / PAIRS, c = i % PAIRS * 2;
+    const int row = split * SHARE + i / PAIRS, c = i % PAIRS * 2;
     if (token + row >= m || column + c >= N) continue;
     Loaded loaded;
     load_others(loaded, token + row, column + c OTHERS);
@@ -189,27 +235,19 @@ __device__ inline void finish_share(const float* shared, int m, int token, int c
   }
 }
 
-__device__ inline void wait_for_cluster() {
-  if (SPLIT > 1) {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-  } else {
-    __syncthreads();
-  }
-}
-
 // A consumer warpgroup for all tiles of the block, and for the only one of a cluster.
 __device__ inline void compute(Ring ring, int consumer, int m OTHER_ARGUMENTS, OUT* y, float* shared) {
   float sums[SUMS];
   int token, column;
   if (SPLIT > 1) {
-    find_tile(blockIdx.x / SPLIT, m, token, column);
+    find_tile(blockIdx.x / CLUSTER, m, token, column);
     consume(sums, consumer, ring);
     asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS * WARPGROUP) : "memory");  // no consumer reads the buffers any more
     share(shared, sums, consumer);
-    wait_for_cluster();
+    cluster_publish();
     finish_share(shared, m, token, column OTHERS, y);
   } else {
-    for (int tile = blockIdx.x; tile < tiles_of(m); tile += gridDim.x) {
+    for (int tile = blockIdx.x / CLUSTER; tile < tiles_of(m); tile += gridDim.x / CLUSTER) {
       find_tile(tile, m, token, column);
       consume(sums, consumer, ring);
       finish(sums, m, token + consumer * 64, column OTHERS, y);
@@ -223,7 +261,8 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
   __shared__ unsigned long long barriers[2 * STAGES];
   const unsigned buffers = (shared_address(memory) + 1023) & ~1023u;  // a swizzled box begins at a multiple of 1024
   const unsigned full = shared_address(barriers), empty = full + 8 * STAGES;
-  init_ring(full, empty, STAGES, CONSUMERS * WARPGROUP / 32);
+  init_ring(full, empty, STAGES, SHARERS * CONSUMERS * WARPGROUP / 32);
+  if (SHARERS > 1) cluster_wait();  // the other blocks' barriers are initialized
 
   const Ring ring(buffers, full, empty);
   const int warpgroup = threadIdx.x / WARPGROUP;
@@ -235,11 +274,14 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
       begin_launch();
     }
     __syncwarp();
-    if (SPLIT > 1) wait_for_cluster();
+    if (SPLIT > 1) cluster_publish();
   } else {
     if (CONSUMERS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     begin_launch();
     compute(ring, warpgroup - 1, m OTHERS, y, (float*)(memory + (buffers - shared_address(memory))));
   }
-  if (SPLIT > 1) wait_for_cluster();  // no block of the cluster reads this one's sums any more
+  if (CLUSTER > 1) {  // no block of the cluster accesses this one's memory any more
+    __syncwarp();
+    cluster_wait();
+  }
 }

@@ -9,6 +9,29 @@ __device__ inline void barrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// The address that the block `rank` of the cluster has for this address in shared memory.
+__device__ inline unsigned address_at(unsigned address, int rank) {
+  unsigned there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+
+// Arrives at the barrier of a block of the cluster, to tell it that a buffer has been read. Writes of this thread are not
+// made visible to the other block: `release.cluster` would flush them with a fence of a microsecond.
+__device__ inline void barrier_arrive_at(unsigned barrier, int rank) {
+  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_at(barrier, rank)) : "memory");
+}
+
+// Waits until every thread of the cluster has arrived here. Unlike cluster_publish, it needs no fence of a microsecond.
+__device__ inline void cluster_wait() {
+  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// The same, after which the cluster sees what this thread has written.
+__device__ inline void cluster_publish() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
 // Arrives, and adds `bytes` of bulk copies to what the current phase waits for.
 __device__ inline void barrier_expect(unsigned barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -44,6 +67,16 @@ __device__ inline void copy_box(unsigned to, const TensorMap& map, int row, int 
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
       "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory");
+}
+
+// The same to this address in every block of the cluster that is a bit of `blocks`. The barrier is the one at this
+// address in each of them.
+__device__ inline void copy_box_to_blocks(unsigned to, const TensorMap& map, int row, int column, unsigned barrier,
+                                          int blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"((unsigned short)blocks) : "memory");
 }
 
 // Starts to copy `bytes` contiguous bytes to shared memory; the addresses and the number are multiples of 16.
