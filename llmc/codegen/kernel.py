@@ -117,8 +117,8 @@ class Source:
 
 
 # Keys that code generation adds to a schedule before `emit`, depending on the neighbouring launches:
-SETTLED = "settled"  # the previous launch writes none of the operands that `Kernel.early` returns
-LATE = "late"  # the next kernel has `crowds` set: allow it to begin only when this kernel has issued its last loads
+SETTLED = "settled"  # no launch that may still run writes the operands that `Kernel.early` returns
+LATE = "late"  # a kernel with `crowds` may begin as soon as this one allows it: do so after this kernel's last loads
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,8 @@ class Kernel:
     yields: bool = False
     opt_in: bool = False
     sums: ClassVar[str | None] = None  # the order of sums of all nodes; see `order`
+    # Whether every program waits for the previous launch before it allows the next kernel to begin.
+    waits_first: ClassVar[bool] = False
 
     def claims(self, node: Node) -> bool:
         """Whether this kernel implements the node's op; `reject` then checks the node itself."""
@@ -188,7 +190,8 @@ class Kernel:
     def early(self, node: Node) -> tuple[int, ...]:
         """Return the operands that the kernel can read before it waits for the previous launch.
 
-        If that launch writes none of them, the schedule passed to `emit` has the key SETTLED.
+        If neither that launch nor an earlier one that may still run writes them, the schedule passed to `emit` has the
+        key SETTLED.
         """
         return ()
 

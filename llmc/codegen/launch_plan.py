@@ -43,9 +43,10 @@ def emit_graph(
     sources: list[Source] = []
     for i, (n, kernel) in enumerate(zip(nodes, chosen, strict=True)):
         schedule = schedule_of(n)
-        if i and may_read_early(kernel.early(n), n, nodes[i - 1], sources[-1], storage, bounds):
+        running = may_run(nodes, chosen, sources, bounds)
+        if running is not None and may_read_early(kernel.early(n), n, running, storage):
             schedule = {**schedule, SETTLED: 1}
-        if kernel.yields and i + 1 < len(nodes) and chosen[i + 1].crowds:
+        if kernel.yields and crowded(chosen[i + 1 :]):
             schedule = {**schedule, LATE: 1}
         types = tuple(v.type for v in [*n.operands, *n.results])
         key = (n.op.name, types, repr(n.attrs), kernel.name, repr(schedule))
@@ -70,18 +71,36 @@ def package_of(kernel: Kernel) -> str:
     return "" if package == "llmc" else package
 
 
-def may_read_early(
-    early: Sequence[int], n: Node, before: Node, source: Source, storage: Storage, bounds: Bounds
-) -> bool:
-    """Whether `n` may read these operands before it waits for the launch of `before`, its immediate predecessor.
+def may_run(
+    nodes: Sequence[Node], chosen: Sequence[Kernel], sources: Sequence[Source], bounds: Bounds
+) -> Sequence[Node] | None:
+    """Return the launches that may still run when the one after `sources` starts; None if those of an earlier program
+    may.
 
-    With programmatic dependent launch, a kernel starts once every program of its predecessor has passed its own wait,
-    so all launches before the predecessor are complete by then. This does not hold if the predecessor's grid may be
-    empty, because an empty launch is skipped.
+    With programmatic dependent launch, a kernel starts once every program of its predecessor allows it. If these
+    programs wait first, all launches before the predecessor are complete by then; otherwise the predecessor may have
+    started in the same way. An empty grid is skipped, as if there were no such launch.
     """
-    written = {storage.root[r] for r in before.results}
-    runs = all(d.bounds(bounds)[0] > 0 for d in source.grid)
-    return bool(early) and runs and not any(storage.root[n.operands[i]] in written for i in early)
+    for i in range(len(sources) - 1, -1, -1):
+        if chosen[i].waits_first and all(d.bounds(bounds)[0] > 0 for d in sources[i].grid):
+            return nodes[i : len(sources)]
+    return None
+
+
+def may_read_early(early: Sequence[int], n: Node, running: Sequence[Node], storage: Storage) -> bool:
+    """Whether `n` may read these operands before it waits, while the launches `running` may still run."""
+    written = {storage.root[r] for before in running for r in before.results}
+    return bool(early) and not any(storage.root[n.operands[i]] in written for i in early)
+
+
+def crowded(following: Sequence[Kernel]) -> bool:
+    """Whether a kernel that crowds may begin as soon as the launch before `following` allows it: it comes next, or
+    behind launches that allow their successor to begin before they wait.
+    """
+    for kernel in following:
+        if kernel.crowds or kernel.waits_first:
+            return kernel.crowds
+    return False
 
 
 @dataclass

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
 
 from llmc.codegen.kernel import LATE, SETTLED, Kernel, Schedule, Source
-from llmc.codegen.launch_plan import emit_graph, may_read_early
+from llmc.codegen.launch_plan import crowded, emit_graph, may_read_early, may_run
 from llmc.codegen.memory import Storage
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Builder, Graph, Node
@@ -28,7 +29,19 @@ class Said(Kernel):
         return Source("f", "triton", f"{self.name} {sorted(schedule)}", (), grid=(D("T"),))
 
 
+class Waits(Said):
+    """The same, but its programs wait for the launch before them first."""
+
+    waits_first = True
+
+
+SAID, WAITS = Said("said"), Waits("waits")
 BOUNDS = {"T": (1, 8), "R": (0, 8)}
+
+
+def source(size: Dim) -> Source:
+    """A kernel with as many programs as `size`."""
+    return Source("f", "triton", "", (), grid=(size,))
 
 
 def chain() -> tuple[Graph, Storage]:
@@ -42,21 +55,21 @@ def chain() -> tuple[Graph, Storage]:
 
 
 @pytest.mark.parametrize(
-    ("early", "grid", "expected"),
+    ("early", "size", "first", "expected"),
     [
-        ((1,), D("T"), True),  # written by the launch before the one in front
-        ((0,), D("T"), False),  # a view of what the one in front writes
-        ((0, 1), D("T"), False),
-        ((), D("T"), False),
-        ((1,), D("R"), False),  # the one in front may be left out, and the one that writes `a` is in front then
+        ((1,), "T", True, True),  # written by the launch before the one in front, which is complete
+        ((0,), "T", True, False),  # a view of what the one in front writes
+        ((0, 1), "T", True, False),
+        ((), "T", True, False),
+        ((1,), "R", True, False),  # the one in front may be left out, and the one that writes `a` is in front then
+        ((1,), "T", False, False),  # the one in front may allow the next launch before it waits for the first
     ],
 )
-def test_settled(early: tuple[int, ...], grid: Dim, expected: bool) -> None:
+def test_settled(early: tuple[int, ...], size: str, first: bool, expected: bool) -> None:
     g, storage = chain()
-    _, before, *_, last = g.nodes
-    assert (before.op.name, last.op.name) == ("exp", "add")
-    source = Source("f", "triton", "", (), grid=(grid,))
-    assert may_read_early(early, last, before, source, storage, BOUNDS) == expected
+    *before, last = [n for n in g.nodes if n.op.name != "reshape"]
+    found = may_run(before, [WAITS, WAITS if first else SAID], [source(D("T")), source(D(size))], BOUNDS)
+    assert (found is not None and may_read_early(early, last, found, storage)) == expected
 
 
 def test_a_state_that_the_launch_in_front_writes_is_not_settled() -> None:
@@ -68,15 +81,46 @@ def test_a_state_that_the_launch_in_front_writes_is_not_settled() -> None:
     second = b.kv_append(first, v, k, slots)
     g.outputs = [second]
     before, last = g.nodes
-    source = Source("f", "triton", "", (), grid=(D("T"),))
-    assert not may_read_early((0,), last, before, source, Storage(g), BOUNDS)
-    assert may_read_early((1, 2, 3), last, before, source, Storage(g), BOUNDS)
+    assert not may_read_early((0,), last, [before], Storage(g))
+    assert may_read_early((1, 2, 3), last, [before], Storage(g))
+
+
+@pytest.mark.parametrize("kernels", list(itertools.product((SAID, WAITS), repeat=4)))
+def test_every_launch_that_may_still_run_counts(kernels: tuple[Kernel, ...]) -> None:
+    """A launch may read the result of an earlier one before it waits if one between them waits first."""
+    g = Graph("main")
+    b = Builder(g, OPS)
+    values = [g.input("x", tensor("f32", "T", 8))]
+    for _ in kernels:
+        values.append(b.exp(values[-1]))
+    *before, last = [*g.nodes, b.add(values[-1], values[-1]).node]
+    running = may_run(before, kernels, [source(D("T"))] * len(kernels), BOUNDS)
+    for i in range(len(kernels)):
+        last.operands = (values[-1], values[1 + i])
+        early = running is not None and may_read_early((1,), last, running, Storage(g))
+        assert early == (WAITS in kernels[i + 1 :]), i
+
+
+@pytest.mark.parametrize(
+    ("following", "expected"),
+    [
+        (("crowds",), True),
+        (("said", "said", "crowds"), True),  # it may begin as soon as the first of the others does
+        (("waits", "crowds"), False),
+        (("said", "waits", "crowds"), False),
+        (("said", "said"), False),
+        ((), False),
+    ],
+)
+def test_a_launch_that_crowds_may_follow_others(following: tuple[str, ...], expected: bool) -> None:
+    kernels = {"said": SAID, "waits": WAITS, "crowds": Waits("crowds", crowds=True)}
+    assert crowded([kernels[name] for name in following]) == expected
 
 
 @pytest.mark.parametrize(("yields", "crowds"), [(True, True), (True, False), (False, True)])
 def test_the_schedule_of_a_kernel_that_yields_shows_a_next_launch_that_crowds(yields: bool, crowds: bool) -> None:
     g, _ = chain()
-    kernels = {"a": Said("a", yields=yields), "b": Said("b", crowds=crowds)}
+    kernels = {"a": Waits("a", yields=yields), "b": Waits("b", crowds=crowds)}
     for n in g.nodes:
         n.choice = {"kernel": "b" if n.op.name == "add" else "a"}
     made = emit_graph(g, BOUNDS, kernels, sm_90(), {})

@@ -27,6 +27,7 @@ from draw import SEED
 from kernels.cases import COLLECTIVES, Text
 from kernels.real_sizes import REAL
 from kernels.triton_harness import TARGETS
+from kernels.triton_order import ttir
 
 from llmc.codegen.backends.triton.gemm_tma import has_maps
 from llmc.codegen.backends.triton.kernel_table import KERNELS
@@ -35,7 +36,7 @@ from llmc.codegen.backends.triton.triton_toolchain import Compiled, Job, compile
 from llmc.codegen.code_object import read_kernel
 from llmc.codegen.kernel import Source
 from llmc.extension import resolve
-from llmc.targets.target import Target
+from llmc.targets.target import PDL, Target
 
 TOKENS = {"T": 2048, "R": 16}
 MAPPED = ("gemm_tma", "gemm_tma_splitk", "scaled_gemm_tma")
@@ -111,6 +112,15 @@ def excess(target: Target, entry: str, found: Compiled) -> str:
 
 def test_no_kernel_is_left_out() -> None:
     assert set(REAL) == set(KERNELS)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", [name for name in KERNELS if resolve(KERNELS[name]).waits_first])
+def test_kernels_that_wait_first_do(name: str) -> None:
+    """Otherwise a later launch could read what a launch before this one still writes."""
+    target = next(t for t in TARGETS if t.has(PDL) and t in NEWER.get(name, TARGETS))
+    text = ttir(next(source for _, source in sources(name, target)), target)
+    assert 0 <= text.index("griddepcontrol.wait") < text.index("griddepcontrol.launch_dependents")
 
 
 @pytest.mark.drawn

@@ -153,7 +153,7 @@ def test_weights_are_loaded_before_the_wait() -> None:
     g.inputs[1].weight = True
     (node,) = g.nodes
     text = ROWS.emit(node, ROWS.schedules(node, TARGETS[1])[0], TARGETS[1]).text
-    at = [text.index(s) for s in ("tl.load(x1", "gdc_wait", "gdc_launch_dependents", "tl.load(x0")]
+    at = [text.index(s) for s in ("tl.load(x1", "gdc_launch_dependents", "gdc_wait", "tl.load(x0")]
     assert at == sorted(at)
     assert "gdc" not in ROWS.emit(node, ROWS.schedules(node, TARGETS[0])[0], TARGETS[0]).text
 

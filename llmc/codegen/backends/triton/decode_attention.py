@@ -118,6 +118,8 @@ def reject_attention(node: Node, target: Target) -> str | None:
 class DecodeAttention(TritonKernel):
     """One token and key head per program, over all pages of its row or one split; valid for any mixture of rows."""
 
+    waits_first = True
+
     def reject(self, node: Node, target: Target) -> str | None:
         return (
             "it does not support skipping rows (least > 1)"

@@ -78,11 +78,11 @@ class Unit:
 
     @property
     def wait(self) -> str:
-        """The statements that wait for the previous kernels and allow the next one to begin; "" without this feature.
+        """The statements that allow the next kernel to begin and wait for the previous ones; "" without this feature.
 
         Every program executes them exactly once, before it accesses memory other than weights and before it returns.
         """
-        return f"{WAIT}\n{GO}" if self.pdl else ""
+        return f"{GO}\n{WAIT}" if self.pdl else ""
 
     @property
     def settled(self) -> bool:

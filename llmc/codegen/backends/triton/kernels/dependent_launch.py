@@ -17,6 +17,17 @@ def wait_for_previous(DEPENDENT_LAUNCH: tl.constexpr):
 
 
 @triton.jit
+def launch_and_wait(DEPENDENT_LAUNCH: tl.constexpr):
+    """Like `wait_for_previous`, but allow the next kernel to begin at once.
+
+    It can then read weights while the kernels before this one still run, which is worth it for short kernels.
+    """
+    if DEPENDENT_LAUNCH:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def wait_before_loads(DEPENDENT_LAUNCH: tl.constexpr, LATE_LAUNCH: tl.constexpr):
     """Like `wait_for_previous`, but with LATE_LAUNCH the next kernel may begin only at `launch_after_loads`."""
     if DEPENDENT_LAUNCH:
