@@ -5,7 +5,6 @@ A template imports them one by one and without `as`; their text becomes part of 
 
 from llmc.codegen.backends.triton.kernels.dependent_launch import (
     launch_after_loads,
-    launch_and_wait,
     wait_before_loads,
     wait_for_previous,
 )
@@ -22,7 +21,6 @@ __all__ = [
     "head_mask",
     "key_offsets",
     "launch_after_loads",
-    "launch_and_wait",
     "load_keys_values",
     "load_pages",
     "softmax_add_sink",

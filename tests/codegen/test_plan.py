@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from llmc.codegen.kernel import LATE, SETTLED, Kernel, Schedule, Source
-from llmc.codegen.launch_plan import crowded, emit_graph, may_read_early, may_run
+from llmc.codegen.kernel import EAGER, LATE, SETTLED, Kernel, Schedule, Source
+from llmc.codegen.launch_plan import emit_graph, may_read_early, may_run
 from llmc.codegen.memory import Storage
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Builder, Graph, Node
@@ -22,6 +22,8 @@ from llmc.targets.target import Target
 class Said(Kernel):
     """A kernel whose source consists of the arguments of emit."""
 
+    waits_first = True
+
     def early(self, node: Node) -> tuple[int, ...]:
         return (1,) if node.op.name == "add" else ()
 
@@ -29,13 +31,6 @@ class Said(Kernel):
         return Source("f", "triton", f"{self.name} {sorted(schedule)}", (), grid=(D("T"),))
 
 
-class Waits(Said):
-    """The same, but its programs wait for the launch before them first."""
-
-    waits_first = True
-
-
-SAID, WAITS = Said("said"), Waits("waits")
 BOUNDS = {"T": (1, 8), "R": (0, 8)}
 
 
@@ -68,8 +63,8 @@ def chain() -> tuple[Graph, Storage]:
 def test_settled(early: tuple[int, ...], size: str, first: bool, expected: bool) -> None:
     g, storage = chain()
     *before, last = [n for n in g.nodes if n.op.name != "reshape"]
-    found = may_run(before, [WAITS, WAITS if first else SAID], [source(D("T")), source(D(size))], BOUNDS)
-    assert (found is not None and may_read_early(early, last, found, storage)) == expected
+    count = may_run([True, first], [source(D("T")), source(D(size))], BOUNDS)
+    assert (count is not None and may_read_early(early, last, before[-count:], storage)) == expected
 
 
 def test_a_state_that_the_launch_in_front_writes_is_not_settled() -> None:
@@ -85,44 +80,45 @@ def test_a_state_that_the_launch_in_front_writes_is_not_settled() -> None:
     assert may_read_early((1, 2, 3), last, [before], Storage(g))
 
 
-@pytest.mark.parametrize("kernels", list(itertools.product((SAID, WAITS), repeat=4)))
-def test_every_launch_that_may_still_run_counts(kernels: tuple[Kernel, ...]) -> None:
+@pytest.mark.parametrize("first", list(itertools.product((False, True), repeat=4)))
+def test_every_launch_that_may_still_run_counts(first: tuple[bool, ...]) -> None:
     """A launch may read the result of an earlier one before it waits if one between them waits first."""
     g = Graph("main")
     b = Builder(g, OPS)
     values = [g.input("x", tensor("f32", "T", 8))]
-    for _ in kernels:
+    for _ in first:
         values.append(b.exp(values[-1]))
     *before, last = [*g.nodes, b.add(values[-1], values[-1]).node]
-    running = may_run(before, kernels, [source(D("T"))] * len(kernels), BOUNDS)
-    for i in range(len(kernels)):
+    count = may_run(first, [source(D("T"))] * len(first), BOUNDS)
+    for i in range(len(first)):
         last.operands = (values[-1], values[1 + i])
-        early = running is not None and may_read_early((1,), last, running, Storage(g))
-        assert early == (WAITS in kernels[i + 1 :]), i
-
-
-@pytest.mark.parametrize(
-    ("following", "expected"),
-    [
-        (("crowds",), True),
-        (("said", "said", "crowds"), True),  # it may begin as soon as the first of the others does
-        (("waits", "crowds"), False),
-        (("said", "waits", "crowds"), False),
-        (("said", "said"), False),
-        ((), False),
-    ],
-)
-def test_a_launch_that_crowds_may_follow_others(following: tuple[str, ...], expected: bool) -> None:
-    kernels = {"said": SAID, "waits": WAITS, "crowds": Waits("crowds", crowds=True)}
-    assert crowded([kernels[name] for name in following]) == expected
+        early = count is not None and may_read_early((1,), last, before[-count:], Storage(g))
+        assert early == any(first[i + 1 :]), i
 
 
 @pytest.mark.parametrize(("yields", "crowds"), [(True, True), (True, False), (False, True)])
 def test_the_schedule_of_a_kernel_that_yields_shows_a_next_launch_that_crowds(yields: bool, crowds: bool) -> None:
     g, _ = chain()
-    kernels = {"a": Waits("a", yields=yields), "b": Waits("b", crowds=crowds)}
+    kernels = {"a": Said("a", yields=yields), "b": Said("b", crowds=crowds)}
     for n in g.nodes:
         n.choice = {"kernel": "b" if n.op.name == "add" else "a"}
     made = emit_graph(g, BOUNDS, kernels, sm_90(), {})
     late = [LATE] * (yields and crowds)
     assert [s.text for s in made.sources] == ["a []", f"a {late}", f"b {[SETTLED]}"]
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("preloads", [False, True])
+@pytest.mark.parametrize("crowds", [False, True])
+def test_a_launch_before_one_that_preloads_is_eager(eager: bool, preloads: bool, crowds: bool) -> None:
+    """The launch in front of an eager one yields to the one behind it, which then reads nothing of the first early."""
+    g, _ = chain()
+    kernels = {
+        "a": Said("a", yields=True), "b": Said("b", eager=eager), "c": Said("c", preloads=preloads, crowds=crowds)
+    }  # fmt: skip
+    for n, name in zip([n for n in g.nodes if n.op.name != "reshape"], "abc", strict=True):
+        n.choice = {"kernel": name}
+    made = emit_graph(g, BOUNDS, kernels, sm_90(), {})
+    both = eager and preloads
+    expected = [f"a {[LATE] * (both and crowds)}", f"b {[EAGER] * both}", f"c {[SETTLED] * (not both)}"]
+    assert [s.text for s in made.sources] == expected

@@ -118,8 +118,6 @@ def reject_attention(node: Node, target: Target) -> str | None:
 class DecodeAttention(TritonKernel):
     """One token and key head per program, over all pages of its row or one split; valid for any mixture of rows."""
 
-    waits_first = True
-
     def reject(self, node: Node, target: Target) -> str | None:
         return (
             "it does not support skipping rows (least > 1)"
@@ -217,8 +215,9 @@ class AttentionCombine(TritonKernel):
             HEAD_DIM_PADDED=power(d),
             SPLITS=parts,
             SPLITS_PADDED=power(parts),
+            EAGER_LAUNCH=u.eager,
         )
 
 
 DECODE_ATTENTION = DecodeAttention("triton/decode_attention", ("paged_attention", "paged_attention_split"))
-ATTENTION_COMBINE = AttentionCombine("triton/attention_combine", ("attention_combine",))
+ATTENTION_COMBINE = AttentionCombine("triton/attention_combine", ("attention_combine",), eager=True)

@@ -78,7 +78,6 @@ MATRIX = 16  # rows and columns of AMD's smallest instruction, and columns of NV
 class Gemm(TritonKernel):
     """linear and linear_map by tl.dot, for any number of tokens. swap: the weight is the left factor of tl.dot."""
 
-    waits_first = True
     swap: bool = False
     crowds: bool = True
     yields: bool = True

@@ -75,7 +75,6 @@ def by_tokens(
 class Gemv(TritonKernel):
     """linear and linear_map; fast for 1 to about 4 tokens, correct for any number."""
 
-    waits_first = True
     measured: ClassVar[tuple[Measured, ...]] = MEASURED
 
     def reject(self, node: Node, target: Target) -> str | None:

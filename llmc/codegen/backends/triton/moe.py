@@ -130,7 +130,6 @@ class Experts:
 class Grouped(TritonKernel):
     """The base class of moe_up and moe_down."""
 
-    waits_first = True
     sums = BY_SCHEDULE
 
     def experts(self, node: Node) -> Experts:

@@ -71,7 +71,6 @@ class PrefillAttention(TritonKernel):
     For deterministic targets, it adds the parts of a fixed number of keys in which ATTENTION_PARTS splits decoding.
     """
 
-    waits_first = True
     sums = BY_SCHEDULE
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -120,7 +119,6 @@ class PrefillAttention(TritonKernel):
 class PackedAttention(TritonKernel):
     """Packed prompts without pages. The kernel finds the boundaries of the sequences from the positions."""
 
-    waits_first = True
     sums = BY_SCHEDULE
 
     def reject(self, node: Node, target: Target) -> str | None:

@@ -68,8 +68,6 @@ _READ = 0.8  # share of the bandwidth that these tiles reach
 class QuantizedGemm(QuantizedKernel):
     """quantized_linear by tl.dot of converted codes; the weight is the left factor."""
 
-    waits_first = True
-
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = QuantizedProduct.of(node)
         shapes = dict.fromkeys(_fit(p, s, target) for s in _shapes(p))

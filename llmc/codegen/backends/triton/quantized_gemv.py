@@ -37,8 +37,6 @@ _CONVERSION = 2.4  # operations per code, counted in machine code
 class QuantizedGemv(QuantizedKernel):
     """quantized_linear; fast for 1 to about 4 tokens, correct for any number."""
 
-    waits_first = True
-
     def reject(self, node: Node, target: Target) -> str | None:
         if why := super().reject(node, target):
             return why

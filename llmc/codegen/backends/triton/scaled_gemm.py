@@ -78,7 +78,6 @@ class ScaledProduct(Product):
 class ScaledGemm(TritonKernel):
     """block_scaled_linear by tl.dot. swap: the weight is the left factor. mapped: factors are loaded by TMA."""
 
-    waits_first = True
     sums = BY_SCHEDULE
     swap: bool = False
     mapped: bool = False

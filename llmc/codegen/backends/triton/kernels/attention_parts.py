@@ -7,7 +7,7 @@ same bits: there, one program computes all parts of a row.
 import triton
 import triton.language as tl
 
-from llmc.codegen.backends.triton.kernels.dependent_launch import launch_and_wait, wait_for_previous
+from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
 from llmc.codegen.backends.triton.kernels.online_softmax import (
     softmax_add_part,
     softmax_add_sink,
@@ -83,7 +83,7 @@ def join_parts(
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """The attention of one head of one token: its parts, added from the first to the last."""
-    launch_and_wait(DEPENDENT_LAUNCH)
+    wait_for_previous(DEPENDENT_LAUNCH)
     one = tl.arange(0, 1)
     head = (tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)) * PARTS + one
     column = tl.arange(0, HEAD_DIM_PADDED)[None, :]

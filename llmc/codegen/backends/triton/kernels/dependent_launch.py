@@ -17,14 +17,15 @@ def wait_for_previous(DEPENDENT_LAUNCH: tl.constexpr):
 
 
 @triton.jit
-def launch_and_wait(DEPENDENT_LAUNCH: tl.constexpr):
-    """Like `wait_for_previous`, but allow the next kernel to begin at once.
-
-    It can then read weights while the kernels before this one still run, which is worth it for short kernels.
-    """
+def wait_or_launch(DEPENDENT_LAUNCH: tl.constexpr, EAGER_LAUNCH: tl.constexpr):
+    """Like `wait_for_previous`, but with EAGER_LAUNCH allow the next kernel to begin before the wait."""
     if DEPENDENT_LAUNCH:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        if EAGER_LAUNCH:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+        else:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

@@ -9,7 +9,7 @@ without columns are never stored. All loads are issued before the first result i
 import triton
 import triton.language as tl
 
-from llmc.codegen.backends.triton.kernels.dependent_launch import launch_and_wait
+from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
 from llmc.codegen.backends.triton.kernels.paged_kv import to_pool
 
 
@@ -185,7 +185,7 @@ def rope_append(
 ):
     """Normalize and rotate the query and key heads; store queries in query_out_ptr, keys and values in the pool."""
     if not GAINS_SETTLED:
-        launch_and_wait(DEPENDENT_LAUNCH)
+        wait_for_previous(DEPENDENT_LAUNCH)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, head = row // (HEADS + 2 * KV_HEADS), row % (HEADS + 2 * KV_HEADS)
     exists = token < token_count
@@ -196,7 +196,7 @@ def rope_append(
             HEAD_DIM, PAIRS, PAIRS_PADDED, REST_PADDED, INTERLEAVED,
         )  # fmt: skip
     if GAINS_SETTLED:
-        launch_and_wait(DEPENDENT_LAUNCH)
+        wait_for_previous(DEPENDENT_LAUNCH)
     slot = tl.load(slots_ptr + token, mask=exists, other=-1)
     heads = qkv_ptr + row.to(tl.int64) * HEAD_DIM
     first, second, rest = load_head(heads, exists, HEAD_DIM, PAIRS, PAIRS_PADDED, REST_PADDED, INTERLEAVED)
@@ -237,7 +237,7 @@ def rope(
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """Rotate all heads."""
-    launch_and_wait(DEPENDENT_LAUNCH)
+    wait_for_previous(DEPENDENT_LAUNCH)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = row // HEADS
     exists = token < token_count
@@ -265,7 +265,7 @@ def kv_append(
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """Store keys and values in the pool."""
-    launch_and_wait(DEPENDENT_LAUNCH)
+    wait_for_previous(DEPENDENT_LAUNCH)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, head = row // KV_HEADS, row % KV_HEADS
     exists = token < token_count
@@ -300,7 +300,7 @@ def rope_tables(
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """cos and sin of positions times frequencies, multiplied by SCALING. tl.cos reduces large angles exactly."""
-    launch_and_wait(DEPENDENT_LAUNCH)
+    wait_for_previous(DEPENDENT_LAUNCH)
     element = tl.program_id(0) * TILE + tl.arange(0, TILE)
     mask = element < elements
     position = tl.load(positions_ptr + element // pairs, mask=mask, other=0).to(tl.float32)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from llmc.codegen.backends.triton.kernels.dependent_launch import launch_and_wait
+from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
 from llmc.codegen.backends.triton.kernels.tile_masks import bound
 
 
@@ -21,7 +21,7 @@ def splitk_combine(
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """BLOCK columns of one token."""
-    launch_and_wait(DEPENDENT_LAUNCH)
+    wait_for_previous(DEPENDENT_LAUNCH)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = bound(column, N, N % BLOCK == 0)
