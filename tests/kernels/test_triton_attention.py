@@ -19,7 +19,7 @@ from llmc.codegen.backends.triton.decode_attention import ATTENTION_COMBINE, DEC
 from llmc.codegen.backends.triton.prefill_attention import PACKED_ATTENTION, PREFILL_ATTENTION
 from llmc.codegen.backends.triton.single_token_attention import SINGLE_TOKEN_ATTENTION
 from llmc.codegen.backends.triton.triton_kernel import FLOAT8, TritonKernel, float8
-from llmc.codegen.kernel import EAGER, SETTLED
+from llmc.codegen.kernel import SETTLED
 from llmc.ir.dim import D
 from llmc.ir.graph import Graph
 from llmc.ir.ops import OPS
@@ -323,16 +323,6 @@ def test_combine(kernel: TritonKernel) -> None:
     rng = fresh()
     for case in combines(rng, kernel=kernel):
         run_case(case)
-
-
-@pytest.mark.parametrize("eager", [False, True])
-def test_an_eager_sum_of_parts_reads_behind_its_wait(eager: bool) -> None:
-    target = next(t for t in TARGETS if t.has("pdl"))
-    case = next(iter(combines(fresh(), kernel=ATTENTION_COMBINE)))
-    schedule = {**case.schedule, **({EAGER: 1} if eager else {})}
-    order = memory_order(ATTENTION_COMBINE.emit(case.node, schedule, target), target)
-    first = ["launch_dependents", "wait"] if eager else ["wait", "launch_dependents"]
-    assert order[:2] == first and {"load x0", "load x1", "store y0"} <= set(order[2:])
 
 
 @pytest.mark.parametrize("splits", [0, 4])
