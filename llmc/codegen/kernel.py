@@ -117,8 +117,9 @@ class Source:
 
 
 # Keys that code generation adds to a schedule before `emit`, depending on the neighbouring launches:
-SETTLED = "settled"  # the previous launch writes none of the operands that `Kernel.early` returns
-LATE = "late"  # the next kernel has `crowds` set: allow it to begin only when this kernel has issued its last loads
+SETTLED = "settled"  # no launch that may still run writes the operands that `Kernel.early` returns
+LATE = "late"  # a kernel that `crowds` may begin as soon as this one allows it: do so after this kernel's last loads
+EAGER = "eager"  # the next kernel has `preloads` set: allow it to begin before this kernel waits
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,9 @@ class Kernel:
 
     name: such as "triton/gemv". ops: names of the ops that it implements. language: of the emitted source. crowds: its
     programs need whole multiprocessors, so it should not start while programs of the previous kernel still run. yields:
-    it supports LATE. opt_in: `select` uses it only if it was measured, or if the option `prefer` of `select` names it.
+    it supports LATE. preloads: its programs copy weights to shared memory before they wait for the previous launch.
+    eager: it supports EAGER. opt_in: `select` uses it only if it was measured, or if the option `prefer` of `select`
+    names it.
     """
 
     name: str = ""
@@ -135,8 +138,12 @@ class Kernel:
     language: str = "cpp"
     crowds: bool = False
     yields: bool = False
+    preloads: bool = False
+    eager: bool = False
     opt_in: bool = False
     sums: ClassVar[str | None] = None  # the order of sums of all nodes; see `order`
+    # Whether every program waits for the previous launch before it allows the next kernel to begin, without EAGER.
+    waits_first: ClassVar[bool] = False
 
     def claims(self, node: Node) -> bool:
         """Whether this kernel implements the node's op; `reject` then checks the node itself."""
@@ -188,7 +195,8 @@ class Kernel:
     def early(self, node: Node) -> tuple[int, ...]:
         """Return the operands that the kernel can read before it waits for the previous launch.
 
-        If that launch writes none of them, the schedule passed to `emit` has the key SETTLED.
+        If neither that launch nor an earlier one that may still run writes them, the schedule passed to `emit` has the
+        key SETTLED.
         """
         return ()
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from llmc_runtime.format.group_memory import group_bytes
 from llmc_runtime.format.program import GROUP, RANK, Program
 
-from llmc.codegen.kernel import LATE, SETTLED, Box, Kernel, Schedule, Source
+from llmc.codegen.kernel import EAGER, LATE, SETTLED, Box, Kernel, Schedule, Source
 from llmc.codegen.memory import Storage, launched, read_slots, schedule_of, top_bytes
 from llmc.diagnostics import Diagnostic, extension_code
 from llmc.ir.cost import node_cost
@@ -40,13 +41,17 @@ def emit_graph(
     if missing := next((n for n in nodes if not n.choice.get("kernel")), None):
         raise Diagnostic("E433", "no kernel was selected for the node", "run the pass `select` first", node=missing)
     chosen = [kernels[n.choice["kernel"]] for n in nodes]
+    eager = [a.eager and b.preloads for a, b in pairwise(chosen)] + [False] * bool(nodes)
     sources: list[Source] = []
     for i, (n, kernel) in enumerate(zip(nodes, chosen, strict=True)):
         schedule = schedule_of(n)
-        if i and may_read_early(kernel.early(n), n, nodes[i - 1], sources[-1], storage, bounds):
+        running = may_run([k.waits_first and not e for k, e in zip(chosen[:i], eager, strict=False)], sources, bounds)
+        if running is not None and may_read_early(kernel.early(n), n, nodes[i - running : i], storage):
             schedule = {**schedule, SETTLED: 1}
-        if kernel.yields and i + 1 < len(nodes) and chosen[i + 1].crowds:
+        if kernel.yields and crowded(chosen[i + 1 :], eager[i + 1 :]):
             schedule = {**schedule, LATE: 1}
+        if eager[i]:
+            schedule = {**schedule, EAGER: 1}
         types = tuple(v.type for v in [*n.operands, *n.results])
         key = (n.op.name, types, repr(n.attrs), kernel.name, repr(schedule))
         if key not in emitted:
@@ -70,18 +75,32 @@ def package_of(kernel: Kernel) -> str:
     return "" if package == "llmc" else package
 
 
-def may_read_early(
-    early: Sequence[int], n: Node, before: Node, source: Source, storage: Storage, bounds: Bounds
-) -> bool:
-    """Whether `n` may read these operands before it waits for the launch of `before`, its immediate predecessor.
+def may_run(waits_first: Sequence[bool], sources: Sequence[Source], bounds: Bounds) -> int | None:
+    """Return how many launches before the next one may still run when it starts; None if those of an earlier program
+    may.
 
-    With programmatic dependent launch, a kernel starts once every program of its predecessor has passed its own wait,
-    so all launches before the predecessor are complete by then. This does not hold if the predecessor's grid may be
-    empty, because an empty launch is skipped.
+    With programmatic dependent launch, a kernel starts once every program of its predecessor allows it. If these
+    programs wait first, all launches before the predecessor are complete by then; otherwise the predecessor may have
+    started in the same way. An empty grid is skipped, as if there were no such launch.
     """
-    written = {storage.root[r] for r in before.results}
-    runs = all(d.bounds(bounds)[0] > 0 for d in source.grid)
-    return bool(early) and runs and not any(storage.root[n.operands[i]] in written for i in early)
+    for count, (first, source) in enumerate(zip(reversed(waits_first), reversed(sources), strict=True), 1):
+        if first and all(d.bounds(bounds)[0] > 0 for d in source.grid):
+            return count
+    return None
+
+
+def may_read_early(early: Sequence[int], n: Node, running: Sequence[Node], storage: Storage) -> bool:
+    """Whether `n` may read these operands before it waits, while the launches `running` may still run."""
+    written = {storage.root[r] for before in running for r in before.results}
+    return bool(early) and not any(storage.root[n.operands[i]] in written for i in early)
+
+
+def crowded(following: Sequence[Kernel], eager: Sequence[bool]) -> bool:
+    """Whether a kernel that crowds may begin as soon as the launch before `following` allows it: the next one, or the
+    one behind an eager one.
+    """
+    first = next((k for k, e in zip(following, eager, strict=True) if not e), None)
+    return first is not None and first.crowds
 
 
 @dataclass

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
 
-from llmc.codegen.kernel import LATE, SETTLED, Kernel, Schedule, Source
-from llmc.codegen.launch_plan import emit_graph, may_read_early
+from llmc.codegen.kernel import EAGER, LATE, SETTLED, Kernel, Schedule, Source
+from llmc.codegen.launch_plan import emit_graph, may_read_early, may_run
 from llmc.codegen.memory import Storage
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Builder, Graph, Node
@@ -21,6 +22,8 @@ from llmc.targets.target import Target
 class Said(Kernel):
     """A kernel whose source consists of the arguments of emit."""
 
+    waits_first = True
+
     def early(self, node: Node) -> tuple[int, ...]:
         return (1,) if node.op.name == "add" else ()
 
@@ -29,6 +32,11 @@ class Said(Kernel):
 
 
 BOUNDS = {"T": (1, 8), "R": (0, 8)}
+
+
+def source(size: Dim) -> Source:
+    """A kernel with as many programs as `size`."""
+    return Source("f", "triton", "", (), grid=(size,))
 
 
 def chain() -> tuple[Graph, Storage]:
@@ -42,21 +50,21 @@ def chain() -> tuple[Graph, Storage]:
 
 
 @pytest.mark.parametrize(
-    ("early", "grid", "expected"),
+    ("early", "size", "first", "expected"),
     [
-        ((1,), D("T"), True),  # written by the launch before the one in front
-        ((0,), D("T"), False),  # a view of what the one in front writes
-        ((0, 1), D("T"), False),
-        ((), D("T"), False),
-        ((1,), D("R"), False),  # the one in front may be left out, and the one that writes `a` is in front then
+        ((1,), "T", True, True),  # written by the launch before the one in front, which is complete
+        ((0,), "T", True, False),  # a view of what the one in front writes
+        ((0, 1), "T", True, False),
+        ((), "T", True, False),
+        ((1,), "R", True, False),  # the one in front may be left out, and the one that writes `a` is in front then
+        ((1,), "T", False, False),  # the one in front may allow the next launch before it waits for the first
     ],
 )
-def test_settled(early: tuple[int, ...], grid: Dim, expected: bool) -> None:
+def test_settled(early: tuple[int, ...], size: str, first: bool, expected: bool) -> None:
     g, storage = chain()
-    _, before, *_, last = g.nodes
-    assert (before.op.name, last.op.name) == ("exp", "add")
-    source = Source("f", "triton", "", (), grid=(grid,))
-    assert may_read_early(early, last, before, source, storage, BOUNDS) == expected
+    *before, last = [n for n in g.nodes if n.op.name != "reshape"]
+    count = may_run([True, first], [source(D("T")), source(D(size))], BOUNDS)
+    assert (count is not None and may_read_early(early, last, before[-count:], storage)) == expected
 
 
 def test_a_state_that_the_launch_in_front_writes_is_not_settled() -> None:
@@ -68,9 +76,24 @@ def test_a_state_that_the_launch_in_front_writes_is_not_settled() -> None:
     second = b.kv_append(first, v, k, slots)
     g.outputs = [second]
     before, last = g.nodes
-    source = Source("f", "triton", "", (), grid=(D("T"),))
-    assert not may_read_early((0,), last, before, source, Storage(g), BOUNDS)
-    assert may_read_early((1, 2, 3), last, before, source, Storage(g), BOUNDS)
+    assert not may_read_early((0,), last, [before], Storage(g))
+    assert may_read_early((1, 2, 3), last, [before], Storage(g))
+
+
+@pytest.mark.parametrize("first", list(itertools.product((False, True), repeat=4)))
+def test_every_launch_that_may_still_run_counts(first: tuple[bool, ...]) -> None:
+    """A launch may read the result of an earlier one before it waits if one between them waits first."""
+    g = Graph("main")
+    b = Builder(g, OPS)
+    values = [g.input("x", tensor("f32", "T", 8))]
+    for _ in first:
+        values.append(b.exp(values[-1]))
+    *before, last = [*g.nodes, b.add(values[-1], values[-1]).node]
+    count = may_run(first, [source(D("T"))] * len(first), BOUNDS)
+    for i in range(len(first)):
+        last.operands = (values[-1], values[1 + i])
+        early = count is not None and may_read_early((1,), last, before[-count:], Storage(g))
+        assert early == any(first[i + 1 :]), i
 
 
 @pytest.mark.parametrize(("yields", "crowds"), [(True, True), (True, False), (False, True)])
@@ -82,3 +105,20 @@ def test_the_schedule_of_a_kernel_that_yields_shows_a_next_launch_that_crowds(yi
     made = emit_graph(g, BOUNDS, kernels, sm_90(), {})
     late = [LATE] * (yields and crowds)
     assert [s.text for s in made.sources] == ["a []", f"a {late}", f"b {[SETTLED]}"]
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("preloads", [False, True])
+@pytest.mark.parametrize("crowds", [False, True])
+def test_a_launch_before_one_that_preloads_is_eager(eager: bool, preloads: bool, crowds: bool) -> None:
+    """The launch in front of an eager one yields to the one behind it, which then reads nothing of the first early."""
+    g, _ = chain()
+    kernels = {
+        "a": Said("a", yields=True), "b": Said("b", eager=eager), "c": Said("c", preloads=preloads, crowds=crowds)
+    }  # fmt: skip
+    for n, name in zip([n for n in g.nodes if n.op.name != "reshape"], "abc", strict=True):
+        n.choice = {"kernel": name}
+    made = emit_graph(g, BOUNDS, kernels, sm_90(), {})
+    both = eager and preloads
+    expected = [f"a {[LATE] * (both and crowds)}", f"b {[EAGER] * both}", f"c {[SETTLED] * (not both)}"]
+    assert [s.text for s in made.sources] == expected

@@ -27,7 +27,7 @@ from kernels.harness import Case  # noqa: E402
 from llmc.codegen.backends.triton.gemm_tma import has_maps  # noqa: E402
 from llmc.codegen.backends.triton.kernel_table import KERNELS  # noqa: E402
 from llmc.codegen.backends.triton.triton_toolchain import Compiled, TritonToolchain  # noqa: E402
-from llmc.codegen.kernel import LATE, SETTLED, Kernel, Schedule, Source  # noqa: E402
+from llmc.codegen.kernel import EAGER, LATE, SETTLED, Kernel, Schedule, Source  # noqa: E402
 from llmc.diagnostics import Diagnostic  # noqa: E402
 from llmc.extension import load, resolve  # noqa: E402
 from llmc.targets.target import Target  # noqa: E402
@@ -95,12 +95,14 @@ def jobs_of(case: Case, number: int, toolchain: TritonToolchain, target: Target)
 
 
 def launch_options(case: Case, number: int) -> Iterator[Schedule]:
-    """Yield the options that code generation derives from neighbouring launches; LATE for every fourth case."""
+    """Yield the options that code generation derives from neighbouring launches; some of them for every fourth case."""
     yield {}
     if case.kernel.early(case.node):
         yield {SETTLED: 1}
     if case.kernel.yields and number % 4 == 0:
         yield {LATE: 1}
+    if case.kernel.eager and number % 4 == 0:
+        yield {EAGER: 1}
 
 
 def compile_jobs(jobs: Sequence[Job], target: Target, cache: Path = CACHE) -> dict[str, Compiled | str]:

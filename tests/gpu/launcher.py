@@ -26,6 +26,11 @@ extern "C" __global__ void produce(const unsigned char* from, unsigned char* to,
   do { asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); } while (now - begin < delay);
   for (long long i = threadIdx.x; i < n; i += blockDim.x) to[i] = from[i];
 }
+
+extern "C" __global__ void pass_on() {
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
 """
 
 
@@ -69,7 +74,7 @@ class Card:
         self.staged = 0 if exact else int(self.ok(driver.cuMemAlloc(nbytes)))
         self.allocations: list[int] = []
         self.functions: dict[bytes, Any] = {}
-        self.producer = None if exact or self.major < 9 else self._producer()
+        self.producer, self.passes_on = (None, None) if exact or self.major < 9 else self._producer()
 
     def enter(self) -> None:
         """Make the device's context current, which an engine that is closed does not leave current."""
@@ -166,13 +171,18 @@ class Card:
             raise RuntimeError(f"the driver rejects a tensor map of {list(shape)} in boxes of {list(box)}: {status}")
         return [(made, None), *((n, ctypes.c_int) for n in shape), *((n, ctypes.c_longlong) for n in steps)]
 
-    def produce_delayed(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Launch a kernel that starts its dependents at once and copies the staged (address, bytes) after DELAY_NS."""
+    def produce_delayed(self, spans: Sequence[tuple[int, int]], apart: bool = False) -> None:
+        """Launch a kernel that starts its dependents at once and copies the staged (address, bytes) after DELAY_NS.
+
+        apart: launch another one behind it, which starts its dependents before it waits.
+        """
         types = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_longlong, ctypes.c_longlong)
         low = min(a for a, _ in spans)
         high = max(a + n for a, n in spans)
         args = (self.staged + low - self.live, low, high - low, DELAY_NS)
         self._launch(self.producer, (1, 1, 1), 256, 0, (args, types), False)
+        if apart:
+            self._launch(self.passes_on, (1, 1, 1), 32, 0, ((), ()), True)
 
     def _launch(
         self, fn: Any, grid: Sequence[int], threads: int, shared: int, args: Any, pdl: bool, cluster: Sequence[int] = ()
@@ -200,14 +210,14 @@ class Card:
     def wait(self) -> None:
         self.ok(self.cu.cuStreamSynchronize(self.stream))
 
-    def _producer(self) -> Any:
-        """Compile the delayed producer by NVRTC; None if that is not installed."""
+    def _producer(self) -> tuple[Any, Any]:
+        """Compile the delayed producer, and the kernel that may follow it, by NVRTC; None if that is not installed."""
         try:
             from cuda.bindings import nvrtc
 
             status, program = nvrtc.nvrtcCreateProgram(_PRODUCER.encode(), b"producer.cu", 0, [], [])
         except (ImportError, RuntimeError):
-            return None
+            return None, None
         options = [f"-arch=sm_{self.major}{self.minor}".encode()]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
@@ -215,4 +225,6 @@ class Card:
         _, size = nvrtc.nvrtcGetCUBINSize(program)
         cubin = b" " * size
         nvrtc.nvrtcGetCUBIN(program, cubin)
-        return self.ok(self.cu.cuModuleGetFunction(self.ok(self.cu.cuModuleLoadData(cubin)), b"produce"))
+        module = self.ok(self.cu.cuModuleLoadData(cubin))
+        produce, pass_on = (self.ok(self.cu.cuModuleGetFunction(module, x)) for x in (b"produce", b"pass_on"))
+        return produce, pass_on

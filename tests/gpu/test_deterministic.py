@@ -18,7 +18,7 @@ from draw import SEED, generator
 from gpu.deterministic_models import CASES, LENGTH, MANY, make_all, path_of
 from gpu.kernel_cases import Job, compile_jobs
 from gpu.launcher import Card
-from gpu.test_kernels import launch, prepare
+from gpu.test_kernels import HOW, launch, prepare
 from kernels.harness import Case as KernelCase
 from llmc_runtime.format.manifest import Manifest
 from mixtures import check, draw
@@ -94,7 +94,7 @@ def test_tiles_of_all_sizes_give_the_same_bits(card: Card) -> None:
         for job in found:
             prepared, binary = prepare(job), binaries[job.key]
             assert not isinstance(binary, str), binary
-            launch(card, job, binary, prepared, False)
+            launch(card, job, binary, prepared, HOW[0])
             row = prepared.results[0].body.view(np.uint16)[:COLUMNS].copy()
             first = row if first is None else first
             wrong += [job.case.name] * bool((row != first).any())

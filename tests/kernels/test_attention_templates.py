@@ -76,7 +76,7 @@ def test_decode(interpreter: Any, splits: int) -> None:
     if splits:
         decode.combine_splits[(3, HEADS)](
             partial, lse, None, out, HEADS=HEADS, HEAD_DIM=HEAD_DIM, HEAD_DIM_PADDED=HEAD_DIM, SPLITS=splits,
-            SPLITS_PADDED=4, DEPENDENT_LAUNCH=False,
+            SPLITS_PADDED=4, DEPENDENT_LAUNCH=False, EAGER_LAUNCH=False,
         )  # fmt: skip
     for i, n in enumerate(lengths):
         torch.testing.assert_close(out[i], attention(query[i], kv, table[i].long(), n), rtol=1e-5, atol=1e-5)

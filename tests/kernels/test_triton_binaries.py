@@ -27,15 +27,16 @@ from draw import SEED
 from kernels.cases import COLLECTIVES, Text
 from kernels.real_sizes import REAL
 from kernels.triton_harness import TARGETS
+from kernels.triton_order import memory_order, ttir
 
 from llmc.codegen.backends.triton.gemm_tma import has_maps
 from llmc.codegen.backends.triton.kernel_table import KERNELS
 from llmc.codegen.backends.triton.triton_kernel import float8
 from llmc.codegen.backends.triton.triton_toolchain import Compiled, Job, compile_one
 from llmc.codegen.code_object import read_kernel
-from llmc.codegen.kernel import Source
+from llmc.codegen.kernel import EAGER, Source
 from llmc.extension import resolve
-from llmc.targets.target import Target
+from llmc.targets.target import PDL, Target
 
 TOKENS = {"T": 2048, "R": 16}
 MAPPED = ("gemm_tma", "gemm_tma_splitk", "scaled_gemm_tma")
@@ -111,6 +112,31 @@ def excess(target: Target, entry: str, found: Compiled) -> str:
 
 def test_no_kernel_is_left_out() -> None:
     assert set(REAL) == set(KERNELS)
+
+
+@pytest.mark.drawn
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_that_wait_first_do(name: str) -> None:
+    """Otherwise a later launch could read what a launch before this one still writes."""
+    assert resolve(KERNELS[name]).waits_first
+    target = next(t for t in TARGETS if t.has(PDL) and t in NEWER.get(name, TARGETS))
+    text = ttir(next(source for _, source in sources(name, target)), target)
+    assert 0 <= text.index("griddepcontrol.wait") < text.index("griddepcontrol.launch_dependents")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["triton/rows", "triton/attention_combine"])
+def test_eager_kernels_wait_before_they_touch_operands(name: str) -> None:
+    kernel, target = resolve(KERNELS[name]), next(t for t in TARGETS if t.has(PDL))
+    assert kernel.eager
+    (node,) = REAL[name][0].graph().nodes
+    schedule = {**kernel.schedules(node, target)[0], EAGER: 1}
+    order = memory_order(kernel.emit(node, schedule, target), target)
+    weights = {f"load x{i}" for i, v in enumerate(node.operands) if v.weight}
+    before, behind = order[: order.index("wait")], order[order.index("wait") :]
+    assert "launch_dependents" in before and set(before) <= {"launch_dependents", *weights}
+    assert "load x0" in behind and any(event.startswith("store") for event in behind)
 
 
 @pytest.mark.drawn

@@ -66,6 +66,8 @@ class WgmmaProduct(ProductNode):
 class GemmWgmma(CudaKernel):
     """linear and linear_map of one or two parts in bf16, with a weight whose sizes are multiples of 8, on sm_90."""
 
+    waits_first = True
+
     def reject(self, node: Node, target: Target) -> str | None:
         if target.family != "cuda" or target.arch != "sm_90" or target.has("interpret"):
             return f"{target.name} does not have wgmma, the matrix instructions of sm_90"

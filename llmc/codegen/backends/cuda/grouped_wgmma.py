@@ -45,6 +45,8 @@ _BUSY = 0.45  # exponent of the share of multiprocessors that have a tile
 class GroupedWgmma(CudaKernel):
     """moe_up and moe_down in bf16, with weights whose sizes are multiples of 8, on sm_90."""
 
+    waits_first = True
+
     def reject(self, node: Node, target: Target) -> str | None:
         if target.family != "cuda" or target.arch != "sm_90" or target.has("interpret"):
             return f"{target.name} does not have wgmma, the matrix instructions of sm_90"

@@ -155,6 +155,7 @@ QUANTIZED_WGMMA = QuantizedWgmma(
     (PLAIN, PACKED),
     crowds=True,
     yields=True,
+    preloads=True,
     file="llmc.codegen.backends.cuda.kernels:quantized_wgmma.cu",
     entry="llmc_quantized_linear",
     headers=(HOPPER, WGMMA_REGISTERS, SCALAR_MATH, INT4_TO_BF16),

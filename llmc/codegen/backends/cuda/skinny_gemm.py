@@ -154,6 +154,7 @@ def _schedules(p: FragmentProduct, tiles: Tiles) -> Iterator[Schedule]:
 SKINNY_GEMM = SkinnyGemm(
     "cuda/skinny_gemm",
     (PLAIN, PACKED, NORMED, NORMED_PACKED),
+    preloads=True,
     file="llmc.codegen.backends.cuda.kernels:skinny_gemm.cu",
     entry="llmc_skinny_gemm",
     headers=(HOPPER, SCALAR_MATH, INT4_TO_BF16, STREAMING, STRIP_SUMS),
@@ -163,6 +164,7 @@ SKINNY_GEMM = SkinnyGemm(
 SKINNY_FIXED = SkinnyGemm(
     "cuda/skinny_fixed",
     (PLAIN, PACKED, NORMED, NORMED_PACKED),
+    preloads=True,
     fixed=True,
     file="llmc.codegen.backends.cuda.kernels:skinny_fixed.cu",
     entry="llmc_skinny_fixed",

@@ -70,6 +70,8 @@ class FlashAttention(Kernel):
     The keys and values of the pool must be finite: those of a page after the end of its row are multiplied by 0.
     """
 
+    waits_first = True
+
     def reject(self, node: Node, target: Target) -> str | None:
         if target.arch != "sm_90" or target.has("interpret"):
             return f"{target.name} is not the architecture of the kernel, sm_90"

@@ -91,6 +91,8 @@ class Problem:
 class Xqa(Kernel):
     """Paged attention by XQA. Its probabilities, and the results of a part, are rounded to the dtype of the queries."""
 
+    waits_first = True
+
     def reject(self, node: Node, target: Target) -> str | None:
         if target.arch not in ARCHITECTURES or target.has("interpret"):
             return f"{target.name} is not one of the architectures {', '.join(ARCHITECTURES)}"

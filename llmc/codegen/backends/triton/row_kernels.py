@@ -316,4 +316,4 @@ class Writer:
         return [*before, loop, indent("\n".join(body), 4), *after]
 
 
-ROWS = Rows("triton/rows")
+ROWS = Rows("triton/rows", eager=True)

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.emit import Sizes, describe, indent, unsupported_dtype
-from llmc.codegen.kernel import LATE, SETTLED, Kernel, Map, Schedule, Source
+from llmc.codegen.kernel import EAGER, LATE, SETTLED, Kernel, Map, Schedule, Source
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
 from llmc.ir.types import Type
@@ -80,9 +80,18 @@ class Unit:
     def wait(self) -> str:
         """The statements that wait for the previous kernels and allow the next one to begin; "" without this feature.
 
+        With EAGER in the schedule, the next one may begin before the wait.
+
         Every program executes them exactly once, before it accesses memory other than weights and before it returns.
         """
-        return f"{WAIT}\n{GO}" if self.pdl else ""
+        if not self.pdl:
+            return ""
+        return f"{GO}\n{WAIT}" if self.eager else f"{WAIT}\n{GO}"
+
+    @property
+    def eager(self) -> bool:
+        """Whether to allow the next kernel to begin before the wait, since it loads weights before its own."""
+        return bool(self.schedule.get(EAGER))
 
     @property
     def settled(self) -> bool:
@@ -172,6 +181,7 @@ class TritonKernel(Kernel):
     """Base class of Triton kernels: `code` returns the entry's statements; the rest of the text is common."""
 
     language: str = "triton"
+    waits_first = True
 
     def reject(self, node: Node, target: Target) -> str | None:
         return unsupported(node)

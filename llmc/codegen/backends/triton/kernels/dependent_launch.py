@@ -17,6 +17,18 @@ def wait_for_previous(DEPENDENT_LAUNCH: tl.constexpr):
 
 
 @triton.jit
+def wait_or_launch(DEPENDENT_LAUNCH: tl.constexpr, EAGER_LAUNCH: tl.constexpr):
+    """Like `wait_for_previous`, but with EAGER_LAUNCH allow the next kernel to begin before the wait."""
+    if DEPENDENT_LAUNCH:
+        if EAGER_LAUNCH:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+        else:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def wait_before_loads(DEPENDENT_LAUNCH: tl.constexpr, LATE_LAUNCH: tl.constexpr):
     """Like `wait_for_previous`, but with LATE_LAUNCH the next kernel may begin only at `launch_after_loads`."""
     if DEPENDENT_LAUNCH:
