@@ -38,7 +38,7 @@ def test_latent_attention_agrees_with_the_reference(level: str, s: Shape, tmp_pa
     schedule = LATENT_ATTENTION.schedules(node, target)[0]
     case = Case(s.name, g, LATENT_ATTENTION, schedule, [], atol=2e-2 if low else 2e-5)
     compiled = compile_cases([case], target, tmp_path)[s.name]
-    for step in steps(rng, s.page, 4):
+    for step in steps(rng, s.page, 2):
         for threads in (1, 3):
             run_case(replace(case, inputs=draw(s, step, rng)), *compiled, threads)
 

@@ -1,4 +1,4 @@
-"""Batched products of activations: out[b] = left[b] @ right[b], for any sizes."""
+"""Batched products: out[b] = left[b] @ right[b], for any sizes."""
 
 import triton
 import triton.language as tl
@@ -8,14 +8,15 @@ from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previ
 
 @triton.jit
 def matmul(
-    left_ptr,  # [batches, M, K]
+    left_ptr,  # [batches, M, K]; with HEADS [M, HEADS, K]
     right_ptr,  # [batches, K, N]
-    out_ptr,  # [batches, M, N]
+    out_ptr,  # [batches, M, N]; with HEADS [M, HEADS, N]
     M,
     K,
     N,
     ROW_TILES,  # cdiv(M, BLOCK_M)
     COLUMN_TILES,  # cdiv(N, BLOCK_N)
+    HEADS: tl.constexpr,  # the number of batches if they are the heads of tokens, else 0
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -33,7 +34,9 @@ def matmul(
     column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
     # Rows and columns past the end read the last one again, so that only the store and the depth need masks.
-    left = left_ptr + batch * M * K + tl.minimum(row, M - 1).to(tl.int64)[:, None] * K + depth[None, :]
+    STEP: tl.constexpr = HEADS if HEADS else 1  # rows of left and out from one of a batch to the next
+    first = batch if HEADS else batch * M
+    left = left_ptr + first * K + tl.minimum(row, M - 1).to(tl.int64)[:, None] * STEP * K + depth[None, :]
     right = right_ptr + batch * K * N + depth.to(tl.int64)[:, None] * N + tl.minimum(column, N - 1)[None, :]
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
@@ -42,5 +45,5 @@ def matmul(
         if FLOAT32_FACTORS:
             x, y = x.to(tl.float32), y.to(tl.float32)
         sums = tl.dot(x, y, sums, input_precision="ieee")
-    out = out_ptr + batch * M * N + row.to(tl.int64)[:, None] * N + column[None, :]
+    out = out_ptr + first * N + row.to(tl.int64)[:, None] * STEP * N + column[None, :]
     tl.store(out, sums.to(out_ptr.dtype.element_ty), mask=(row[:, None] < M) & (column[None, :] < N))
