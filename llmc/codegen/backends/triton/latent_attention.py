@@ -24,6 +24,7 @@ TILES = (
     (64, 64, 8, 2), (64, 32, 8, 3), (64, 32, 8, 2), (64, 64, 8, 1), (32, 32, 4, 3), (32, 64, 8, 2), (16, 64, 4, 3),
     (16, 32, 4, 4), (16, 32, 4, 3), (16, 32, 4, 2), (16, 16, 4, 2),
 )  # fmt: skip
+WGMMA_ROWS = 64
 SMALLEST = (16, 16, 4, 1)
 
 
@@ -54,7 +55,8 @@ class Problem:
 
     def shared(self, schedule: Schedule, target: Target) -> int:
         """Bytes of shared memory: queries, and keys in flight (wgmma reads from there: one more stage)."""
-        tiles = schedule["stages"] if target.has(PDL) else max(1, schedule["stages"] - 1)
+        wgmma = target.has(PDL) and schedule["rows"] >= WGMMA_ROWS
+        tiles = schedule["stages"] if wgmma else max(2, schedule["stages"] - 1)
         return (schedule["rows"] + schedule["keys"] * tiles) * sum(self.widths) * max(2, self.item) + 4096
 
     def constants(self) -> dict[str, Argument]:

@@ -52,13 +52,14 @@ def attend_latents(
         keys = tile + tl.arange(0, KEYS_PER_TILE)
         at = pool_ptr + (pages.to(tl.int64) * PAGE + keys % PAGE) * (LATENT + ROTARY)
         pages = load_pages(page_table_ptr, keys + KEYS_PER_TILE, end, PAGE)
-        latent = load_part(at, keys < end, LATENT, LATENT_PADDED).to(DOT_DTYPE)
-        rotary = load_part(at + LATENT, keys < end, ROTARY, ROTARY_PADDED).to(DOT_DTYPE)
+        exists = keys < end
+        latent = load_part(at, exists, LATENT, LATENT_PADDED).to(DOT_DTYPE)
+        rotary = load_part(at + LATENT, exists, ROTARY, ROTARY_PADDED).to(DOT_DTYPE)
         if INTERPRET:  # the interpreter computes with numpy, which has no bfloat16
             latent, rotary = latent.to(tl.float32), rotary.to(tl.float32)
         logits = tl.dot(query, tl.trans(latent), input_precision="ieee")
         logits = tl.dot(query_rotary, tl.trans(rotary), logits, input_precision="ieee")
-        visible = keys[None, :] <= positions[:, None]
+        visible = exists[None, :] & (keys[None, :] <= positions[:, None])
         logits = tl.where(visible, logits * (SCALE * LOG2_E), float("-inf"))
         new_max = tl.maximum(running_max, tl.max(logits, 1))
         weights = tl.exp2(logits - new_max[:, None])
