@@ -1,13 +1,14 @@
 """Time latent attention (MLA) over pages on this GPU, in absorbed form beside the expanded one, and products of heads.
 
-    python -m bench.gpu.latent_attention -o FOLDER [--compile-only] [--cases decode-32x4096,prompt-2048] [--heads 128,16]
+    python -m bench.gpu.latent_attention -o FOLDER [--compile-only] [--cases decode-32x4096,prompt-2048]
+                                         [--heads 128,16]
 
 The heads are those of DeepSeek-V3 (128) and V2-Lite (16), with a latent of 512 elements and a rotary part of 64, in
 bf16. Every schedule is timed with the number of parts that a compile chooses, the best one also with half and twice as
-many. The results are compared with those of the first. FOLDER gets `latent.jsonl`, a row for every way, and the
-binaries, so that a machine without compilers can repeat the run. The floor is the larger of the time to read the
-latents once at the bandwidth, and that of the products at the peak rate, both of a simple kernel or a library on an
-H200. The expanded form is one KV head of 192 elements for each head.
+many. The results of the rows' last tokens are compared with torch's in float32. FOLDER gets `latent.jsonl`, a row for
+every way, and the binaries, so that a machine without compilers can repeat the run. The floor is the larger of the time
+to read the latents once at the bandwidth, and that of the products at the peak rate, both of a simple kernel or a
+library on an H200. The expanded form is one KV head of 192 elements for each head.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ def ways(case: str, heads: int, s: Setting) -> Iterator[Way]:
             yield Way(case, heads, f"{schedule}", (launch_of(LATENT_PREFILL, node, schedule, buffers, s.target),))
     for k, n, read, written in ((OWN, LATENT, "own", "q"), (LATENT, OWN, "y", "out")):
         node = node_of(
-            f"%x: bf16[T, {heads}, {k}], %w: weight bf16[{heads}, {k}, {n}] | head_matmul(%x, %w) | bf16[T, {heads}, {n}]",
+            f"%x: bf16[T, {heads}, {k}], %w: weight bf16[{heads}, {k}, {n}] | head_matmul(%x, %w)"
+            f" | bf16[T, {heads}, {n}]",
             s.registry,
         )
         for schedule in ranked(HEAD_MATMUL, node, s.target, env)[:2]:
@@ -203,6 +205,22 @@ class Bench:
         self.of["kv"].normal_(generator=self.make)
         self.torch.cuda.synchronize()
 
+    def reference(self) -> Any:
+        """The attention of each row's last token in float32: [rows, heads, LATENT]."""
+        found, keys = [], self.of["pool"].float()
+        for i, last in enumerate(self.of["starts"][1:].tolist()):
+            total = int(self.of["positions"][last - 1]) + 1
+            pages = self.of["pages"][i, : -(-total // PAGE)].long()
+            key = keys[pages].reshape(-1, LATENT + ROTARY)[:total]
+            query = self.torch.cat([self.of["q"][last - 1], self.of["rotary"][last - 1]], 1).float()
+            found.append(self.torch.softmax(query @ key.T * SCALE, 1) @ key[:, :LATENT])
+        return self.torch.stack(found)
+
+    def error(self, got: Any, want: Any) -> float:
+        """The relative error of a result at the rows' last tokens."""
+        mine = got[self.of["starts"][1:].long() - 1]
+        return float((mine - want).norm() / want.norm())
+
     def launch(self, x: Launch, binary: Compiled) -> None:
         fn = self.card.function(binary, x.source.entry)
         grid, sizes = ([int(d.subs(self.sizes).const or 0) for d in y] for y in (x.source.grid, x.source.sizes))
@@ -259,13 +277,13 @@ def main() -> None:
     card = Card(nbytes=1 << 20)
     with (args.out / "latent.jsonl").open("w") as out:
         for (case, heads), some in found.items():
-            bench, want = Bench(case, heads, card), None
+            bench = Bench(case, heads, card)
+            want = bench.reference()
             for way in some:
                 binaries = {x.key: read_entry(entry_path(args.out / "binaries", x.key)) for x in way.launches}
                 got, us = bench.run(way, binaries)  # type: ignore[arg-type]
                 latent = not way.name.startswith(("products", "expanded"))
-                want = got if want is None else want
-                error = float((got - want).norm() / want.norm()) if latent else 0.0
+                error = bench.error(got, want) if latent else 0.0
                 row = {"case": case, "heads": heads, "way": way.name, "us": round(us, 1), "error": error}
                 print(json.dumps({**row, "floor": round(floor_us(way), 1)}), file=out, flush=True)
                 text = f"{case:18} {heads:4} {way.name:72} {us:8.1f} us, floor {floor_us(way):7.1f}"

@@ -153,7 +153,7 @@ def test_bfloat16_is_as_exact_as_the_expanded_form(tmp_path: Path) -> None:
     """Beside float32, the products before and after attention round no more than those of keys and values do."""
     import torch
 
-    case = BY_NAME["deepseek_v3"]
+    case = BY_NAME["youtu"]  # it has no experts, of which rounding may select others
     low = save(case, tmp_path, dtype=torch.bfloat16)
     tokens, positions = prompts(case.lengths, 320)
     every = np.arange(len(tokens))

@@ -109,7 +109,7 @@ def _latent(g: Graph, n: Node, own: Value, rotary: Value) -> Latent:
     """The parts of an attention node whose keys are `own` and `rotary`; raises NoMatch."""
     _check_attributes(n)
     key, value = _columns(own), _columns(n.operands[2])
-    joined, swapped = _plain(n.operands[1])
+    _, swapped = _plain(n.operands[1])
     if key is None or value is None or key[0] is not value[0] or (key[3] != swapped) or value[3]:
         raise NoMatch("keys and values are not slices of the heads of one product")
     if key[1] != 0 or key[2] != value[1] or value[2] != key[0].type.shape[2]:
@@ -148,8 +148,8 @@ def _absorbed(b: Any, n: Node, x: Latent) -> Value:
     if rotary.type.rank != 2:
         rotary = b.reshape(rotary, shape=[tokens, rotary.type.shape[-1]])
     key = b.concat(x.latent, rotary, axis=1)
-    turned = _cut(b, n.operands[0], x.plain, int(size))
-    mixed = b.latent_attention(own, turned, key, n.operands[3], layer=n.attrs["layer"], scale=n.attrs["scale"])
+    queries = _cut(b, n.operands[0], x.plain, int(size))
+    mixed = b.latent_attention(own, queries, key, n.operands[3], layer=n.attrs["layer"], scale=n.attrs["scale"])
     out: Value = b.head_matmul(mixed, b.transpose(values, perm=(0, 2, 1)))
     return out
 

@@ -32,8 +32,9 @@ class SplitKv(Pass):
 
     The number of parts is constant, so that one launch list serves any mixture of lengths. splits: number of parts (1:
     do not split, 0: a power of two that gives every multiprocessor about `fill` programs, of narrow heads twice as
-    many; of latents, blocks of 64 heads are programs of their own). fixed: parts of a fixed number of tokens instead (`fixed_part`), as many as the longest row has, in graphs
-    whose rows and key heads are fewer than the multiprocessors.
+    many; of latents, blocks of 64 heads are programs of their own). fixed: parts of a fixed number of tokens instead
+    (`fixed_part`), as many as the longest row has, in graphs whose rows and key heads are fewer than the
+    multiprocessors.
     """
 
     name: ClassVar[str] = "split-kv"

@@ -81,8 +81,8 @@ class PagedAttention(CppKernel):
             f"  static constexpr int NV = {s['nv']}, MR = {s['mr']};\n"
             f"  static constexpr int64_t BR = {s['br']}, KT = {s['kt']}, ALIGN = {align};\n"
             f"  static constexpr float SCALE = {a['scale']!r}f, SOFTCAP = {a.get('softcap', 0.0)!r}f;\n"
-            f"  static constexpr bool SINKS = {'true' if sinks else 'false'}, LATENT = {'true' if self.latent else 'false'};\n"
-            "};\n"
+            f"  static constexpr bool SINKS = {'true' if sinks else 'false'};\n"
+            f"  static constexpr bool LATENT = {'true' if self.latent else 'false'};\n}};\n"
             f'static_assert(attend<Shape>::SCRATCH <= {self.scratch(node, schedule, target)}, "scratch");\n'
         )
 

@@ -189,7 +189,7 @@ def latent_prefill(
     query, rotary = load_queries(
         query_ptr, rotary_ptr, head, exists, LATENT, LATENT_PADDED, ROTARY, ROTARY_PADDED, DOT_DTYPE, INTERPRET
     )
-    running_max, running_sum, acc = attend_latents(
+    _, running_sum, acc = attend_latents(
         query, rotary, pool_ptr, page_table_ptr, position, 0, tl.max(position, 0) + 1, SCALE,
         LATENT, LATENT_PADDED, ROTARY, ROTARY_PADDED, PAGE, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
     )  # fmt: skip
