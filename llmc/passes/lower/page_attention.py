@@ -205,10 +205,12 @@ class _Rows:
         made = {"tokens": self.ids, "positions": before, HIDDEN: b.page_take(pool, slots)}
         (attention,) = (n for n in head.nodes if n.op.name in ATTENTION)
         known = {v: made[v.name] for v in head.inputs if v.name in made}
-        stored = [self._copied(attention.operands[i], known) for i in ((2,) if attention.op.name == LATENT else (1, 2))]
         b = Builder(self.g, self.ops, loc=attention.loc)
-        append = self._append_latent if attention.op.name == LATENT else self._append
-        return [pool, append(b, DRAFT_PREFIX, 0, *stored, slots)]
+        if attention.op.name == LATENT:
+            k = self._copied(attention.operands[2], known)
+            return [pool, self._append_latent(b, DRAFT_PREFIX, 0, k, slots)]
+        k, v = (self._copied(x, known) for x in attention.operands[1:3])
+        return [pool, self._append(b, DRAFT_PREFIX, 0, k, v, slots)]
 
     def _copied(self, v: Value, known: dict[Value, Value]) -> Value:
         """Copy the nodes that a value of another graph is computed by; `known` has the copies, and the inputs'."""
