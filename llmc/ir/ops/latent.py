@@ -7,6 +7,8 @@ pool stores the latent instead of the keys and values. See DeepSeek-AI 2024, arX
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,9 @@ from llmc.ir import contents
 from llmc.ir.opdef import OpDef, op
 from llmc.ir.ops.attention import PAGED, attend, visible
 
-_SIZES = {"t": 7, "h": 4, "l": 8, "c": 4, "p": 6, "page": 4, "rows_max": 3, "m": 3, "r": 3}
+_SIZES: Mapping[str, Any] = MappingProxyType(
+    {"t": 7, "h": 4, "l": 8, "c": 4, "p": 6, "page": 4, "rows_max": 3, "m": 3, "r": 3}
+)
 
 
 @op("(x: f[t, h, k], w: f[h, k, n]) -> x[t, h, n]", flops="2*t*h*k*n", example={"t": 3, "h": 4, "k": 5, "n": 7})
