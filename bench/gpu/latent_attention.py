@@ -129,7 +129,8 @@ def decode_ways(case: str, heads: int, s: Setting, env: dict[str, int]) -> Itera
     class Context:
         target = s.target
 
-    chosen = max(2, made.parts(whole, (low, top), -(-heads // HEADS), whole.operands[3], made.fill, Context()))  # type: ignore[arg-type]
+    fill = 1.0 if heads > HEADS // 2 else made.fill
+    chosen = max(2, made.parts(whole, (low, top), -(-heads // HEADS), whole.operands[3], fill, Context()))  # type: ignore[arg-type]
     for parts in (chosen, max(2, chosen // 2), 2 * chosen):
         if parts == chosen // 2 == chosen:
             continue

@@ -72,7 +72,8 @@ class SplitKv(Pass):
         if self.fixed or not g.name.startswith("decode") or not ctx.allows(n):
             return False
         blocks = -(-int(q.type.shape[1]) // HEADS)
-        parts = self.splits or self.parts(n, rows.type.shape[0].bounds(bounds), blocks, pages, self.fill, ctx)
+        fill = 1.0 if int(q.type.shape[1]) > HEADS // 2 else self.fill  # a program of 64 heads fills a multiprocessor
+        parts = self.splits or self.parts(n, rows.type.shape[0].bounds(bounds), blocks, pages, fill, ctx)
         if parts < 2 or not ctx.spend():
             return False
         b = Builder(g, ctx.opset, before=n, loc=n.loc)

@@ -66,6 +66,8 @@ class Matmul(TritonKernel):
             BLOCK_N=s["bn"],
             BLOCK_K=s["bk"],
             STAGES=s["stages"],
+            WHOLE_COLUMNS=n.divide(s["bn"]) is not None,
+            WHOLE_DEPTH=k.divide(s["bk"]) is not None,
             FLOAT32_FACTORS=u.interpret or left != right,
         )
 
