@@ -13,7 +13,15 @@ from types import MappingProxyType
 from llmc.codegen.backends.triton.decode_attention import CONTEXT
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.tiling import power
-from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, element, unsupported
+from llmc.codegen.backends.triton.triton_kernel import (
+    FLOATS,
+    Code,
+    TritonKernel,
+    Unit,
+    capability,
+    element,
+    unsupported,
+)
 from llmc.codegen.kernel import BY_SCHEDULE, Schedule
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
@@ -75,6 +83,14 @@ class Problem:
         }  # fmt: skip
 
 
+def most_rows_of(target: Target) -> int:
+    """Return the most rows of a tile for which the target has room.
+
+    64 rows of sums spill on AMD GPUs, and the instructions of sm_100 for 64 rows take twice the shared memory.
+    """
+    return WGMMA_ROWS if target.family == "cuda" and capability(target) < 100 else WGMMA_ROWS // 2
+
+
 class LatentAttention(TritonKernel):
     """The base class: dtypes and sizes, and the schedules that fit."""
 
@@ -97,7 +113,8 @@ class LatentAttention(TritonKernel):
         smallest = dict(zip(KEYS, SMALLEST, strict=True))
         if p.dot == "tl.float32":
             return [smallest]  # float32 products use many registers per thread
-        found = [dict(zip(KEYS, t, strict=True)) for t in TILES if t[0] <= self.most_rows(p)]
+        most = min(self.most_rows(p), most_rows_of(target))
+        found = [dict(zip(KEYS, t, strict=True)) for t in TILES if t[0] <= most]
         return [s for s in found if s == smallest or p.shared(s, target) <= target.limits.shared]
 
     def most_rows(self, p: Problem) -> int:
