@@ -17,6 +17,7 @@ PASSES = MappingProxyType(
         "canonicalize": "llmc.passes.canonicalize.canonicalize:Canonicalize",
         "fuse-norm": "llmc.passes.fuse.fuse_norm:FuseNorm",
         "fuse-rope": "llmc.passes.fuse.fuse_rope:FuseRope",
+        "absorb-latent": "llmc.passes.fuse.absorb_latent:AbsorbLatent",
         "page-attention": "llmc.passes.lower.page_attention:PageAttention",
         "shard": "llmc.passes.lower.shard:Shard",
         "fuse-reduce": "llmc.passes.fuse.fuse_reduce:FuseReduce",

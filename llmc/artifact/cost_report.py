@@ -12,7 +12,8 @@ from llmc.ir.ops.comm import COLLECTIVES
 from llmc.targets.target import Target
 
 CONTEXT = 1024
-PAGED = "paged_attention"  # the cost of ops with this prefix assumes that every token reads the whole pool
+# The cost of ops with these prefixes assumes that every token reads the whole pool.
+PAGED = ("paged_attention", "paged_latent_attention")
 
 
 def machine(target: Target) -> dict[str, Any]:
@@ -46,9 +47,9 @@ def typical(p: Program) -> dict[str, int]:
 
 
 def _page_size(p: Program) -> int:
-    """Tokens per KV page, from a pool's shape [P, 2, heads, page, width]; 16 if there is no pool."""
-    pools = (b.shape for b in p.buffers if b.kind == "state" and len(b.shape) == 5)
-    return next((s[3].const or 16 for s in pools), 16)
+    """Tokens per KV page, from a pool's shape [P, ..., page, width]; 16 if there is no pool."""
+    pools = (b.shape for b in p.buffers if b.kind == "state" and "P" in b.shape[0].symbols)
+    return next((s[-2].const or 16 for s in pools), 16)
 
 
 def predict(p: Program, peaks: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.targets.target import Limits, Target
 
 PIPELINE = (
-    "canonicalize, fuse-norm, fuse-rope, page-attention, fuse-linear{siblings=false}, fold, quantize, "
+    "canonicalize, fuse-norm, fuse-rope, absorb-latent, page-attention, fuse-linear{siblings=false}, fold, quantize, "
     "fuse-pointwise, specialize, split-moe{quantized=true}, lower-quantized{act=i8, act_block=64}, select, pack, "
     "lift-weights, cse, dce, memory"
 )

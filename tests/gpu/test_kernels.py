@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from gpu.kernel_cases import Job, all_jobs, compile_jobs, triton_kernels
 from gpu.launcher import Card, Packed
-from kernels.cases import DECODING
+from kernels.cases import DECODING, UNPAGED
 from kernels.harness import POISON, Buffer
 from kernels.triton_harness import compare
 
@@ -31,10 +31,11 @@ from llmc.targets.gpu_targets import sm_90
 
 pytestmark = pytest.mark.gpu
 # Ops without a Triton kernel: those over weights in panels run on CPUs, those over fragments in CUDA C++
-# (test_cuda_kernels.py), `split-moe` replaces moe, and the compiler evaluates ops that pack or decode weights.
+# (test_cuda_kernels.py), `split-moe` replaces moe, `page-attention` replaces latent attention over prompts, and the
+# compiler evaluates ops that pack or decode weights.
 NOT_LAUNCHED = (
     "pack_panel", "packed_linear", "pack_codes", "packed_quantized_linear", "pack_nibbles", "pack_fragments",
-    "packed_fragments_linear", "norm_quantized_linear", "norm_fragments_linear", "moe", *DECODING
+    "packed_fragments_linear", "norm_quantized_linear", "norm_fragments_linear", "moe", *UNPAGED, *DECODING
 )  # fmt: skip
 
 

@@ -65,6 +65,7 @@ def test_op(name: str) -> None:
         "row_block_max",
         "paged_attention_split",
         "paged_attention_parts",
+        "paged_latent_attention_split",
     )  # of masked ids, of padding rows
     assert all(np.isfinite(o).all() or name in minus_infinite for o in out)
 
@@ -83,7 +84,8 @@ def test_every_float_op_has_an_oracle_or_a_reason() -> None:
     """Ops without a torch counterpart are ours: states, rows, rotary embedding, attention, experts, groups."""
     ours = {"constant", "cast", "iota", "fused", "broadcast", "reshape", "slice", "concat", "matmul", "linear_map"}
     ours |= {"rope", "rope_tables", "attention", "paged_attention", "moe", "kv_append", "gelu_tanh", "page_put"}
-    ours |= {"page_take"}
+    ours |= {"page_take", "head_matmul"}
+    ours |= {"latent_attention", "paged_latent_attention", "paged_latent_attention_split"}
     ours |= {"rope_append", "norm_linear", "paged_attention_split", "paged_attention_parts", "attention_combine"}
     ours |= {"paged_attention_single", "unpack_bits", "take_columns", "bitcast", "dequantize"}
     ours |= {
@@ -143,6 +145,29 @@ def test_paged_attention_is_attention_over_pages() -> None:
     got = OPS["paged_attention"].ref(q, kv, pages, rows, starts, np.arange(7), scale=0.3, window=4, softcap=5.0)
     want = OPS["attention"].ref(q, k, v, np.arange(7), layer=0, scale=0.3, window=4, softcap=5.0)
     np.testing.assert_allclose(got, want, rtol=1e-9)
+
+
+def test_latent_attention_is_attention_with_one_key_head() -> None:
+    """Over a prompt, over pages, and in parts; and the parts of a row, combined, are its attention."""
+    rng = generator()
+    q, rotary, k = rng.standard_normal((7, 4, 8)), rng.standard_normal((7, 4, 3)), rng.standard_normal((7, 11))
+    want = OPS["attention"].ref(
+        np.concatenate([q, rotary], 2), k[:, None], k[:, None, :8], np.arange(7), layer=0, scale=0.3
+    )
+    got = OPS["latent_attention"].ref(q, rotary, k, np.arange(7), layer=0, scale=0.3)
+    np.testing.assert_allclose(got, want, rtol=1e-9)
+    pages = np.array([[0, 0, 0], [4, 1, 3]], np.int32)
+    slots = pages[1, np.arange(7) // 3] * 3 + np.arange(7) % 3
+    pool = OPS["page_put"].ref(np.full((5, 3, 11), np.nan), k, slots)
+    rows, starts = np.array([1], np.int32), np.array([0, 7], np.int32)
+    paged = OPS["paged_latent_attention"].ref(q, rotary, pool, pages, rows, starts, np.arange(7), scale=0.3)
+    np.testing.assert_allclose(paged, want, rtol=1e-9)
+    each = np.full(7, 1, np.int32)
+    for splits in (1, 2, 5):
+        parts = OPS["paged_latent_attention_split"].ref(
+            q, rotary, pool, pages, each, np.arange(7), scale=0.3, splits=splits
+        )
+        np.testing.assert_allclose(OPS["attention_combine"].ref(*parts, dtype="f32"), want, rtol=1e-9)
 
 
 def pooled(dtype: str, scaled: bool) -> Graph:

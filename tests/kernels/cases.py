@@ -26,6 +26,7 @@ PACKED_FIRST = (
     "pack_nibbles", "packed_nibbles_linear", "pack_fragments", "packed_fragments_linear", "norm_quantized_linear",
     "norm_fragments_linear",
 )  # fmt: skip
+UNPAGED = ("latent_attention",)  # `page-attention` replaces it
 # Of several ranks (tests/codegen/test_collectives.py).
 COLLECTIVES = ("all_reduce", "all_gather")
 # Only in the graph of the stored tensors, which the compiler evaluates (llmc/ir/weight_eval.py), or lowered before.
@@ -35,14 +36,18 @@ DECODING = tuple(op.name for op in quantize.OPS if op.name != "take_columns")
 ROUGH = (
     "cpu/linear",
     "cpu/attention",
+    "cpu/latent_attention",
     "triton/decode_attention",
     "triton/prefill_attention",
     "triton/attention_parts",
+    "triton/latent_decode",
+    "triton/latent_prefill",
     "triton/packed_attention",
     "triton/rope_append",
 )
 GPU_ONLY = (
     "rope_append", "paged_attention_split", "paged_attention_parts", "paged_attention_single",
+    "paged_latent_attention_split",
     "attention_combine", "norm_linear", "row_begin", "all_reduce_add", "all_reduce_norm",
     "row_block_max",
     "row_sample_blocks", "row_finish", "linear_split", "linear_combine", "block_scaled_linear", "round_groups",
@@ -204,6 +209,8 @@ TEXTS = (
     Text("bf16[R, 640]; i32[R]", "row_logprobs", "f32[R], i32[R], i32[R, 20], f32[R, 20]"),
     Text("f32[2, 7, 21]; f32[2, 21, 41]", "matmul", "f32[2, 7, 41]"),
     Text("bf16[T, 33]; bf16[33, 5]", "matmul", "bf16[T, 5]"),
+    Text("bf16[T, 3, 33]; bf16[3, 33, 41]", "head_matmul", "bf16[T, 3, 41]"),
+    Text("f32[R, 5, 16]; bf16[5, 16, 70]", "head_matmul", "f32[R, 5, 70]"),
     *(
         Text(f"bf16[T, {k}]; i32[2*T]; i32[6]; {stack}", f"{op}_up {{k=2, {rest}}}", f"bf16[2*T, {m // 2}]", scale=0.1)
         for op, k, m, stack, rest in EXPERTS

@@ -1,4 +1,4 @@
-"""One node or more for every Triton kernel, at the sizes of Llama-3.1-8B and Qwen3-30B-A3B: data, nothing is run."""
+"""One node or more for every Triton kernel, at the sizes of Llama-3.1-8B, Qwen3-30B-A3B and DeepSeek-V3: data alone."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ BIASES = "state i32[256, 1024]; state f32[256, 1024]"
 SEEN = f"state i32[256, {V // 32}]; state i32[256, {V}]"
 STATES = f"{PARAMS}; state i32[256, 32]; {SEEN}; {BIASES}; state i32[256, {V // 32}]"
 KV, PAGES, TOKENS = "state bf16[4096, 2, 8, 16, 128]", "state i32[256, 2560]", "state i32[256, 40960]"
+LATENTS = "state bf16[4096, 16, 576]"
 HIDDEN = "state bf16[4096, 16, 4096]"
 BLOCKS = f"f32[R, {B}]; i32[R, {B}]; f32[R, {B}]"
 SILU = "mul(mul(a0, sigmoid(a0)), a1)"
@@ -51,6 +52,18 @@ _ATTENTION = {
         Text(
             f"bf16[T, 32, 128]; {KV}; {PAGES}; i32[R]; i32[R+1]; i32[T]", "paged_attention {scale=0.088}",
             "bf16[T, 32, 128]",
+        ),
+    ),
+    "latent_decode": (
+        Text(
+            f"bf16[R, 128, 512]; bf16[R, 128, 64]; {LATENTS}; {PAGES}; i32[R]; i32[R]",
+            "paged_latent_attention_split {scale=0.072, splits=4}", "f32[R, 128, 4, 512], f32[R, 128, 4]",
+        ),
+    ),
+    "latent_prefill": (
+        Text(
+            f"bf16[T, 128, 512]; bf16[T, 128, 64]; {LATENTS}; {PAGES}; i32[R]; i32[R+1]; i32[T]",
+            "paged_latent_attention {scale=0.072}", "bf16[T, 128, 512]",
         ),
     ),
     "single_token_attention": (
@@ -256,6 +269,10 @@ _ROWS = {
     "topk": (Text("bf16[T, 128]", "topk {k=8}", "bf16[T, 8], i64[T, 8]"),),
     "copy": (Text("bf16[T, 32, 128]", "transpose {perm=[1, 0, 2]}", "bf16[32, T, 128]"),),
     "concat": (Text("bf16[T, 32, 64]; bf16[T, 32, 128]", "concat {axis=2}", "bf16[T, 32, 192]"),),
+    "head_matmul": (
+        Text("bf16[T, 128, 128]; weight bf16[128, 128, 512]", "head_matmul", "bf16[T, 128, 512]"),
+        Text("bf16[T, 128, 512]; weight bf16[128, 512, 128]", "head_matmul", "bf16[T, 128, 128]"),
+    ),
     "page_take": (Text(f"{HIDDEN}; i32[T]", "page_take", "bf16[T, 4096]"),),
     "page_put": (Text(f"{HIDDEN}; bf16[T, 4096]; i32[T]", "page_put", HIDDEN),),
     "take": (

@@ -120,11 +120,17 @@ def test_combine(interpreter: None) -> None:
 
 def test_matmul(interpreter: None) -> None:
     left, right, out = torch.randn(2, 9, 21), torch.randn(2, 21, 18), torch.full((2, 9, 18), float("nan"))
+    tiles = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "STAGES": 2, "DEPENDENT_LAUNCH": False}
     module("matmul").matmul[(2 * 2,)](
-        left, right, out, 9, 21, 18, 1, 2, BLOCK_M=16, BLOCK_N=16, BLOCK_K=16, STAGES=2, FLOAT32_FACTORS=False,
-        DEPENDENT_LAUNCH=False,
+        left, right, out, 9, 21, 18, 1, 2, HEADS=0, WHOLE_COLUMNS=False, WHOLE_DEPTH=False, FLOAT32_FACTORS=False,
+        **tiles,
     )  # fmt: skip
     np.testing.assert_allclose(out.numpy(), (left @ right).numpy(), rtol=1e-4, atol=1e-4)
+    x, w, out = torch.randn(9, 3, 32), torch.randn(3, 32, 48), torch.full((9, 3, 48), float("nan"))
+    module("matmul").matmul[(3 * 3,)](
+        x, w, out, 9, 32, 48, 1, 3, HEADS=3, WHOLE_COLUMNS=True, WHOLE_DEPTH=True, FLOAT32_FACTORS=False, **tiles
+    )
+    np.testing.assert_allclose(out.numpy(), torch.einsum("thk,hkn->thn", x, w).numpy(), rtol=1e-4, atol=1e-4)
 
 
 def test_experts(interpreter: None) -> None:

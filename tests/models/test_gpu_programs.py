@@ -105,6 +105,16 @@ def test_rows_that_decode_beside_prompts_apart(tmp_path: Path, device: Interpret
     assert "paged_attention_single" in {op for op, _ in device.launches}
 
 
+def test_latent_attention(tmp_path: Path, device: InterpretDevice) -> None:
+    """Decoding rows in parts, prompts and chunks as a whole; products of heads before and after it."""
+    case = next(c for c in UNLISTED if c.name == "minicpm3")
+    config = case.config | {"num_hidden_layers": 1}
+    run_case(dataclasses.replace(case, config=config), tmp_path, device, (1, 19), torch.float32)
+    ran = {op for op, _ in device.launches}
+    assert {"head_matmul", "page_put", "paged_latent_attention", "paged_latent_attention_split"} <= ran
+    assert not {"paged_attention", "kv_append"} & ran
+
+
 def test_products_by_tensor_maps(tmp_path: Path, device: InterpretDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of a model's products, as no other kernel is there for them: maps of inputs, results and weights."""
     registry = driver.load()

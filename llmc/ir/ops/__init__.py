@@ -11,6 +11,7 @@ from llmc.ir.ops import (
     block_scaled,
     comm,
     draft,
+    latent,
     linear,
     moe,
     norm,
@@ -43,6 +44,7 @@ def op_set(*groups: Iterable[OpDef]) -> Mapping[str, OpDef]:
 
 GROUPS = (
     pointwise, reduce, shape, linear, packed, quantize, quantized_linear, block_scaled, packed_quantized, packed_codes,
-    packed_fragments, norm, rope, attention, moe, quantized_moe, scaled_moe, state, pooling, sample, draft, comm,
+    packed_fragments, norm, rope, attention, latent, moe, quantized_moe, scaled_moe, state, pooling, sample, draft,
+    comm,
 )  # fmt: skip
 OPS = op_set(*(m.OPS for m in GROUPS))

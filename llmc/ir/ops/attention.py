@@ -72,10 +72,11 @@ def attention(
     return attend(q, k, v, mask, scale, softcap, sinks)
 
 
-_HOLDS: Mapping[str, Content] = MappingProxyType(
+# What the operands of attention over pages hold, by operand name.
+PAGED: Mapping[str, Content] = MappingProxyType(
     {
-        "kv": contents.kv_pool, "pages": contents.page_table, "rows": contents.rows, "starts": contents.starts,
-        "positions": contents.positions, "scales": contents.positive,
+        "kv": contents.kv_pool, "pool": contents.kv_pool, "pages": contents.page_table, "rows": contents.rows,
+        "starts": contents.starts, "positions": contents.positions, "scales": contents.positive,
     }
 )  # fmt: skip
 _SIZES: Mapping[str, Any] = MappingProxyType(
@@ -86,7 +87,7 @@ _SIZES: Mapping[str, Any] = MappingProxyType(
 @op(
     "(q: f[t, h, d], kv: state f[p, 2, g, page, d], pages: state i32[rows_max, m], rows: i32[r], starts: i32[r+1],"
     " positions: i32[t], scales?kv: f32[2*g], sinks?: f[h]) -> q[t, h, d]",
-    flops="4*t*h*d*p*page", bytes="2*p*page*g*d*bytes_kv + 2*t*h*d*bytes_q", holds=_HOLDS,
+    flops="4*t*h*d*p*page", bytes="2*p*page*g*d*bytes_kv + 2*t*h*d*bytes_q", holds=PAGED,
     example={**_SIZES, "scale": 0.35, "window": 6, "softcap": 3.0},
 )  # fmt: skip
 def paged_attention(
@@ -131,7 +132,7 @@ def _over_pages(
 @op(
     "(q: f[t, h, d], kv: state f[p, 2, g, page, d], pages: state i32[rows_max, m], rows: i32[r], starts: i32[r+1],"
     " positions: i32[t], y: q[t, h, d], scales?kv: f32[2*g], sinks?: f[h]) -> q[t, h, d]",
-    flops="4*r*h*d*p*page", bytes="2*p*page*g*d*bytes_kv + 2*r*h*d*bytes_q", holds=_HOLDS,
+    flops="4*r*h*d*p*page", bytes="2*p*page*g*d*bytes_kv + 2*r*h*d*bytes_q", holds=PAGED,
     example={**_SIZES, "scale": 0.35, "window": 6, "softcap": 3.0},
 )  # fmt: skip
 def paged_attention_single(
@@ -150,7 +151,7 @@ def paged_attention_single(
     "(q: f[t, h, d], kv: state f[p, 2, g, page, d], pages: state i32[rows_max, m], rows: i32[t], positions: i32[t],"
     " scales?kv: f32[2*g]) -> (partial: f32[t, h, splits, d], lse: f32[t, h, splits])",
     flops="4*t*h*d*p*page", bytes="2*p*page*g*d*bytes_kv + t*h*d*bytes_q + 4*t*h*splits*d + 4*t*h*splits",
-    holds=_HOLDS, example={**_SIZES, "t": 3, "scale": 0.35, "splits": 2, "window": 7, "softcap": 3.0},
+    holds=PAGED, example={**_SIZES, "t": 3, "scale": 0.35, "splits": 2, "window": 7, "softcap": 3.0},
 )  # fmt: skip
 def paged_attention_split(
     q: Any, kv: Any, pages: Any, rows: Any, positions: Any, scales: Any = None, *, scale: float, splits: int,
@@ -189,7 +190,7 @@ def _part(q: Any, kv: Any, pages: Any, at: Any, scale: float, softcap: float) ->
     "(q: f[t, h, d], kv: state f[p, 2, g, page, d], pages: state i32[rows_max, m], rows: i32[t], positions: i32[t],"
     " scales?kv: f32[2*g]) -> (partial: f32[t, h, splits, d], lse: f32[t, h, splits])",
     flops="4*t*h*d*p*page", bytes="2*p*page*g*d*bytes_kv + t*h*d*bytes_q + 4*t*h*splits*d + 4*t*h*splits",
-    holds=_HOLDS, example={**_SIZES, "t": 3, "scale": 0.35, "splits": 3, "part": 4, "window": 7, "softcap": 3.0},
+    holds=PAGED, example={**_SIZES, "t": 3, "scale": 0.35, "splits": 3, "part": 4, "window": 7, "softcap": 3.0},
 )  # fmt: skip
 def paged_attention_parts(
     q: Any, kv: Any, pages: Any, rows: Any, positions: Any, scales: Any = None, *, scale: float, splits: int,

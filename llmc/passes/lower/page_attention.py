@@ -27,6 +27,8 @@ KV_SCALES = "kv_scales."  # and the layer: the name of the scales of its pool
 RESULTS = ("ids", "logprob", "rank", "top_ids", "top_logprobs")
 HIDDEN = "hidden"  # input of the graph of a head: the hidden state of the position before each token
 HIDDEN_POOL = f"{DRAFT_PREFIX}kv.{HIDDEN}"  # pages of hidden states, one per token
+LATENT = "latent_attention"
+ATTENTION = ("attention", LATENT)
 ENTRIES = 512  # verified tokens beyond this number cost as much as those of a prompt, so that drafts do not pay
 
 
@@ -35,17 +37,18 @@ class PageAttention(Pass):
     """Turn @main(tokens, positions, last) -> logits into a step over device rows.
 
     Ids and positions come from row states, attention appends to a paged KV pool and reads it, and the step returns a
-    sampled id per row. rows: number of device rows. max_len: maximum tokens per sequence. page: tokens per page.
-    tokens: maximum tokens per step (0: the bound of T). kv: dtype of the pools (empty: that of the keys); pools of
-    f8e4m3 have a weight kv_scales.LAYER, the scales of the heads of keys, then of values; those of f8e4m3fnuz, which
-    hold half of what f8e4m3 would, are multiplied by twice these scales. speculate: maximum number of
-    drafted tokens that a step verifies per row (0: none); a step then has up to rows * (1 + speculate) entries, limited
-    to the tokens of a step and to 512. The graph @draft, if there is one, becomes that of a draft model. If it has an
-    input `hidden`, it is a head (EAGLE-3, arXiv 2503.01840): @main returns a hidden state per token after the logits,
-    which the step stores in a pool of pages, with the head's keys and values of the same tokens. draft_logprobs: @draft
-    also returns the natural log-probability of each token that it drafts, f32[R], among those that a row allows. pool:
-    "last", "cls" or "mean" (empty: the step samples): @main is that of a model that pools, and the step returns the
-    output `pooled`, f32[R, width], instead of ids.
+    sampled id per row. The pool of latent_attention has one key per token, part of which is the value. rows: number of
+    device rows. max_len: maximum tokens per sequence. page: tokens per page. tokens: maximum tokens per step (0: the
+    bound of T). kv: dtype of the pools (empty: that of the keys); pools of f8e4m3 have a weight kv_scales.LAYER, the
+    scales of the heads of keys, then of values; those of f8e4m3fnuz, which hold half of what f8e4m3 would, are
+    multiplied by twice these scales. speculate: maximum number of drafted tokens that a step verifies per row (0:
+    none); a step then has up to rows * (1 + speculate) entries, limited to the tokens of a step and to 512. The graph
+    @draft, if there is one, becomes that of a draft model. If it has an input `hidden`, it is a head (EAGLE-3, arXiv
+    2503.01840): @main returns a hidden state per token after the logits, which the step stores in a pool of pages, with
+    the head's keys and values of the same tokens. draft_logprobs: @draft also returns the natural log-probability of
+    each token that it drafts, f32[R], among those that a row allows. pool: "last", "cls" or "mean" (empty: the step
+    samples): @main is that of a model that pools, and the step returns the output `pooled`, f32[R, width], instead of
+    ids.
     """
 
     name: ClassVar[str] = "page-attention"
@@ -81,7 +84,7 @@ class PageAttention(Pass):
         for name, value in rows.replacement.items():
             g.replace(inputs[name], value)
             g.inputs.remove(inputs[name])
-        pools = [rows.attention(n) for n in list(g.nodes) if n.op.name == "attention"]
+        pools = [rows.attention(n) for n in list(g.nodes) if n.op.name in ATTENTION]
         if head is not None:
             pools += [rows.keep_hidden()] if drafts else rows.hand_over(head)
         if drafts:
@@ -115,9 +118,9 @@ def _check(g: Graph, outputs: int, pools: bool) -> None:
     """
     layers: set[int] = set()
     for n in g.nodes:
-        if n.op.name != "attention":
+        if n.op.name not in ATTENTION:
             continue
-        if not (n.attrs["causal"] or pools):
+        if not (n.attrs.get("causal", True) or pools):
             raise Diagnostic("E435", "attention to later tokens cannot be served token by token", _CAUSAL, node=n)
         if n.attrs["layer"] in layers:
             raise Diagnostic(
@@ -170,7 +173,7 @@ class _Rows:
             self.append_at, self.attend_at = slots, before
         else:
             self.append_at, self.attend_at = self.slots, self.positions
-        bidirectional = any(not n.attrs["causal"] for n in g.nodes if n.op.name == "attention")
+        bidirectional = any(n.op.name == "attention" and not n.attrs["causal"] for n in g.nodes)
         self.reaches = b.row_reach(self.starts, self.positions) if bidirectional else self.attend_at
 
     def _before(self, b: Builder) -> tuple[Value, Value]:
@@ -200,10 +203,14 @@ class _Rows:
         pool = b.page_put(self._hidden_pool(hidden.type), hidden, self.slots)
         before, slots = self._before(b)
         made = {"tokens": self.ids, "positions": before, HIDDEN: b.page_take(pool, slots)}
-        (attention,) = (n for n in head.nodes if n.op.name == "attention")
+        (attention,) = (n for n in head.nodes if n.op.name in ATTENTION)
         known = {v: made[v.name] for v in head.inputs if v.name in made}
+        b = Builder(self.g, self.ops, loc=attention.loc)
+        if attention.op.name == LATENT:
+            k = self._copied(attention.operands[2], known)
+            return [pool, self._append_latent(b, DRAFT_PREFIX, 0, k, slots)]
         k, v = (self._copied(x, known) for x in attention.operands[1:3])
-        return [pool, self._append(Builder(self.g, self.ops, loc=attention.loc), DRAFT_PREFIX, 0, k, v, slots)]
+        return [pool, self._append(b, DRAFT_PREFIX, 0, k, v, slots)]
 
     def _copied(self, v: Value, known: dict[Value, Value]) -> Value:
         """Copy the nodes that a value of another graph is computed by; `known` has the copies, and the inputs'."""
@@ -235,6 +242,8 @@ class _Rows:
 
     def attention(self, n: Node) -> Value:
         """Replace one attention node; return the newest version of its layer's pool."""
+        if n.op.name == LATENT:
+            return self._latent(n)
         q, k, v, _, *sinks = n.operands
         wide, narrow = int(k.type.shape[2]), int(v.type.shape[2])
         if narrow > wide:
@@ -252,6 +261,27 @@ class _Rows:
             out = b.slice(out, axis=2, start=0, stop=narrow)
         self.g.replace(n.result, out)
         self.g.erase(n)
+        return newest
+
+    def _latent(self, n: Node) -> Value:
+        """Replace one latent_attention node; return the newest version of its layer's pool."""
+        q, rotary, k, _ = n.operands
+        b = Builder(self.g, self.ops, before=n, loc=n.loc)
+        newest = self._append_latent(b, self.prefix, n.attrs["layer"], k, self.append_at)
+        step = (self.pages, self.rows, self.starts, self.attend_at)
+        out: Value = b.paged_latent_attention(q, rotary, newest, *step, scale=n.attrs["scale"])
+        self.g.replace(n.result, out)
+        self.g.erase(n)
+        return newest
+
+    def _append_latent(self, b: Builder, prefix: str, layer: int, k: Value, slots: Value) -> Value:
+        """Store keys [T, size], whose first part is the value, in the pool of a layer; return its newest version."""
+        dtype = self.options.kv or k.type.dtype
+        if dtype in (F8, FNUZ):
+            cause = "KV pools of latents cannot hold 8-bit floats"
+            raise Diagnostic("E435", cause, "use --kv-cache-dtype bf16, or the pipeline `serve, without absorb-latent`")
+        pool = self.g.input(f"{prefix}kv.{layer}", Type(dtype, (D("P"), D(self.options.page), k.type.shape[1]), True))
+        newest: Value = b.page_put(pool, k if k.type.dtype == dtype else b.cast(k, dtype=dtype), slots)
         return newest
 
     def _append(self, b: Builder, prefix: str, layer: int, k: Value, v: Value, slots: Value) -> Value:

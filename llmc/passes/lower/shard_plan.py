@@ -10,10 +10,10 @@ from llmc.ir import contents
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Node, Value
 from llmc.passes.base import Ctx
-from llmc.passes.lower.shard_rules import Relation, Split, experts_of, heads_of, kv_parts, relate, splits_of
+from llmc.passes.lower.shard_rules import LATENT, Relation, Split, experts_of, heads_of, kv_parts, relate, splits_of
 
 TABLE_ROWS = 256  # of a table that is worth dividing, as the rows that are read are added up over the ranks
-ATTENTION = ("attention", "paged_attention")
+ATTENTION = ("attention", "paged_attention", *LATENT)
 
 
 @dataclass

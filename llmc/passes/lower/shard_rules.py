@@ -141,12 +141,15 @@ def _rope(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
 
 
 # The axis of the heads of each operand and result of attention: those of the query, or those of the keys and values.
-QUERY_HEADS = MappingProxyType({"q": 1, "sinks": 0})
+QUERY_HEADS = MappingProxyType({"q": 1, "rotary": 1, "sinks": 0})
 KV_HEADS = MappingProxyType({"k": 1, "v": 1, "kv": 2})
+LATENT = ("latent_attention", "paged_latent_attention")  # all heads share one key: every rank has the whole pool
 
 
 def kv_parts(n: Node, ranks: int) -> int | None:
     """Return into how many parts the heads of keys and values are split; None if neither number divides the other."""
+    if n.op.name in LATENT:
+        return 1
     k = n.operand("k") if n.op.name == "attention" else n.operand("kv")
     assert k is not None
     heads = int(k.type.shape[KV_HEADS["k" if n.op.name == "attention" else "kv"]])
@@ -169,6 +172,14 @@ def heads_of(n: Node, ranks: int) -> Relation | None:
 def _attention(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
     r = heads_of(n, ranks)
     return r if r and (v, s) in splits_of(n, r) else None
+
+
+def _head_matmul(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
+    """By heads, of which a rank has its own weights."""
+    heads = Split(1, s.parts)
+    if s.axis != (0 if v is n.operands[1] else 1):
+        return None
+    return Relation((heads, Split(0, s.parts)), (heads,))
 
 
 def _kv_append(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
@@ -210,6 +221,8 @@ RULES: MappingProxyType[str, Rule] = MappingProxyType(
         "rope": _rope,
         "attention": _attention,
         "paged_attention": _attention,
+        **dict.fromkeys(LATENT, _attention),
+        "head_matmul": _head_matmul,
         "kv_append": _kv_append,
         "moe": lambda n, v, s, ranks: None,
     }

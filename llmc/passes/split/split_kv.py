@@ -13,6 +13,7 @@ from llmc.passes.rewrite import substitute
 
 MAX_PARTS = 64  # maximum number of parts, all read at once by the combining program
 NARROW = 64  # elements of a head, up to which twice as many programs are needed to read at the full bandwidth
+HEADS = 64  # heads of a program of latent attention
 PART = 512  # tokens of a fixed part, a multiple of every kernel's tile of keys
 
 
@@ -26,12 +27,14 @@ def fixed_part(kv: Value, pages: Value) -> int:
 
 @dataclass(frozen=True)
 class SplitKv(Pass):
-    """Split paged_attention into paged_attention_split and attention_combine in graphs of one token per row.
+    """Split paged_attention into paged_attention_split and attention_combine in graphs of one token per row, and
+    paged_latent_attention likewise.
 
     The number of parts is constant, so that one launch list serves any mixture of lengths. splits: number of parts (1:
     do not split, 0: a power of two that gives every multiprocessor about `fill` programs, of narrow heads twice as
-    many). fixed: parts of a fixed number of tokens instead (`fixed_part`), as many as the longest row has, in graphs
-    whose rows and key heads are fewer than the multiprocessors.
+    many; of latents, blocks of 64 heads are programs of their own). fixed: parts of a fixed number of tokens instead
+    (`fixed_part`), as many as the longest row has, in graphs whose rows and key heads are fewer than the
+    multiprocessors.
     """
 
     name: ClassVar[str] = "split-kv"
@@ -41,7 +44,8 @@ class SplitKv(Pass):
 
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every graph; return the number of changes."""
-        return sum(self.split(g, n, m.bounds(g), ctx) for g, n in m.find("paged_attention"))
+        done = sum(self.split(g, n, m.bounds(g), ctx) for g, n in m.find("paged_attention"))
+        return done + sum(self.split_latent(g, n, m.bounds(g), ctx) for g, n in m.find("paged_latent_attention"))
 
     def split(self, g: Graph, n: Node, bounds: Bounds, ctx: Ctx) -> bool:
         """Rewrite one node if more parts are needed to occupy the GPU; return whether it was rewritten."""
@@ -62,6 +66,22 @@ class SplitKv(Pass):
         substitute(g, n, [b.attention_combine(partial, lse, *sinks, dtype=q.type.dtype)], self.name)
         return True
 
+    def split_latent(self, g: Graph, n: Node, bounds: Bounds, ctx: Ctx) -> bool:
+        """Rewrite one node of latent attention; fixed parts are not supported."""
+        q, rotary, pool, pages, rows, _, positions = n.operands
+        if self.fixed or not g.name.startswith("decode") or not ctx.allows(n):
+            return False
+        blocks = -(-int(q.type.shape[1]) // HEADS)
+        fill = 1.0 if int(q.type.shape[1]) > HEADS // 2 else self.fill  # a program of 64 heads fills a multiprocessor
+        parts = self.splits or self.parts(n, rows.type.shape[0].bounds(bounds), blocks, pages, fill, ctx)
+        if parts < 2 or not ctx.spend():
+            return False
+        b = Builder(g, ctx.opset, before=n, loc=n.loc)
+        operands = (q, rotary, pool, pages, rows, positions)
+        partial, lse = b.paged_latent_attention_split(*operands, scale=n.attrs["scale"], splits=parts)
+        substitute(g, n, [b.attention_combine(partial, lse, dtype=q.type.dtype)], self.name)
+        return True
+
     def count(self, n: Node, bounds: Bounds, ctx: Ctx) -> int:
         """Return the number of fixed parts of the longest row; 1 if there are programs enough without parts."""
         _, kv, pages, rows, *_ = n.operands
@@ -73,18 +93,22 @@ class SplitKv(Pass):
         return -(-longest * int(kv.type.shape[3]) // fixed_part(kv, pages)) if programs < units else 1
 
     def choose(self, n: Node, bounds: Bounds, ctx: Ctx) -> int:
-        """Choose the number of parts.
+        """Choose the number of parts of paged_attention; unsplit, there are rows x key heads programs."""
+        fill = self.fill * (2 if int(n.operands[1].type.shape[4]) <= NARROW else 1)
+        rows, heads = n.operands[3].type.shape[0].bounds(bounds), int(n.operands[1].type.shape[2])
+        return self.parts(n, rows, heads, n.operands[2], fill, ctx)
 
-        Unsplit, there are rows x key heads programs; rows are estimated as the geometric mean of their bounds.
+    def parts(self, n: Node, rows: tuple[int, int], blocks: int, pages: Value, fill: float, ctx: Ctx) -> int:
+        """Choose the number of parts if there are `blocks` programs a row.
+
+        Rows are estimated as the geometric mean of their bounds. `pages` is the page table.
         """
         units = ctx.target.limits.units if ctx.target else 0
         if not units:
             ctx.miss(self.name, n, "the target does not declare its number of multiprocessors")
             return 1
-        low, high = n.operands[3].type.shape[0].bounds(bounds)
-        programs = math.sqrt(max(1, low) * max(1, high)) * int(n.operands[1].type.shape[2])
-        table = n.operands[2].type.shape[1].const or MAX_PARTS
-        fill = self.fill * (2 if int(n.operands[1].type.shape[4]) <= NARROW else 1)
+        programs = math.sqrt(max(1, rows[0]) * max(1, rows[1])) * blocks
+        table = pages.type.shape[1].const or MAX_PARTS
         parts = min(fill * units / programs, MAX_PARTS, table)
         if parts >= 2:
             return 1 << int(math.log2(parts))

@@ -5,11 +5,13 @@ struct Shape {
   typedef bf16 Q;
   typedef bf16 KV;
   typedef float S;
-  static constexpr int64_t H = 14, G = 2, D = 64, PAGE = 16, WINDOW = 128;
+  static constexpr int64_t H = 14, G = 2, D = 64, E = 64, PAGE = 16;
+  static constexpr int64_t WINDOW = 128;
   static constexpr int NV = 2, MR = 12;
   static constexpr int64_t BR = 192, KT = 256, ALIGN = 1;
   static constexpr float SCALE = 0.125f, SOFTCAP = 0.0f;
   static constexpr bool SINKS = true;
+  static constexpr bool LATENT = false;
 };
 static_assert(attend<Shape>::SCRATCH <= 258432, "scratch");
 extern "C" __attribute__((visibility("default")))
@@ -22,6 +24,6 @@ void llmc_paged_attention(const llmc_ctx* ctx, void* const* args, const int64_t*
   const int32_t* x5 = (const int32_t*)args[5];
   const float* x6 = (const float*)args[6];
   bf16* y0 = (bf16*)args[7];
-  const attention_args a = {x0, x1, x2, x3, x4, x5, x6, y0, sizes[0], sizes[1], 64};
+  const attention_args a = {x0, nullptr, x1, x2, x3, x4, x5, x6, y0, sizes[0], sizes[1], 64};
   attention<Shape>(ctx, a);
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from llmc.codegen.backends.cpp.cpp_kernel import CTYPES, FLOATS, CppKernel, pointers
 from llmc.codegen.emit import Sizes
 from llmc.codegen.kernel import Schedule
@@ -12,12 +14,13 @@ from llmc.ir.types import Type
 from llmc.targets.target import Target
 
 MAX_HEAD = 512
+MAX_LATENT = 1024
 
 
 def heads(node: Node) -> tuple[int | None, ...]:
-    """Return (query heads, key heads, tokens per page, head size); None for a size that is not constant."""
+    """Return (query heads, key heads, tokens per page, elements of a key, of a value); None if one is not constant."""
     q, kv = node.operands[0].type, node.operands[1].type
-    return tuple(d.const for d in (q.shape[1], kv.shape[2], kv.shape[3], q.shape[2]))
+    return tuple(d.const for d in (q.shape[1], kv.shape[2], kv.shape[3], q.shape[2], q.shape[2]))
 
 
 class PagedAttention(CppKernel):
@@ -25,6 +28,11 @@ class PagedAttention(CppKernel):
 
     sums = "tiles of keys at multiples of kt"
     headers = ("llmc_attention.h",)
+    latent: ClassVar[bool] = False  # values are parts of keys; the rotary parts of queries are an operand of their own
+
+    def heads(self, node: Node) -> tuple[int | None, ...]:
+        """Return the sizes of `heads`."""
+        return heads(node)
 
     def reject(self, node: Node, target: Target) -> str | None:
         floats = [node.operands[i].type for i in (0, 1, 6) if i < len(node.operands)]
@@ -32,10 +40,10 @@ class PagedAttention(CppKernel):
             return f"{bad} is not one of {', '.join(FLOATS)}"
         if node.attrs["least"] > 1:
             return "it does not support skipping rows (least > 1)"
-        sizes = heads(node)
+        sizes = self.heads(node)
         if None in sizes:
             return "heads, page and head size must be constant"
-        h, g, _, d = (n or 0 for n in sizes)
+        h, g, _, d, _ = (n or 0 for n in sizes)
         if h % g:
             return f"{h} query heads are not a multiple of {g} key heads"
         return f"head size {d} is above {MAX_HEAD}" if d > MAX_HEAD else None
@@ -44,16 +52,16 @@ class PagedAttention(CppKernel):
         """Return the tile sizes to use, derived from the target's registers and caches."""
         lanes = target.vector // 4
         mr = {16: 12, 8: 6}.get(lanes, 4)
-        size = heads(node)[3] or 0  # tiles of queries, keys and values fit L2
+        size = self.heads(node)[3] or 0  # tiles of queries, keys and values fit L2
         br, kt = (192, 256) if size <= 128 else (192, 128) if size <= 256 else (96, 64)
         return [{"nv": 2, "mr": mr, "br": br, "kt": kt}]
 
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
-        s, d = schedule, heads(node)[3] or 1
-        q, kv = node.operands[0].type, node.operands[1].type
+        s, (d, e) = schedule, (n or 1 for n in self.heads(node)[3:])
+        q, kv = node.operands[0].type, node.operands[1 + self.latent].type
         dp = q.dtype == kv.dtype == "bf16" and target.vector == 64 and target.has("avx512_bf16")
         item, r = (2 if dp else 4), s["nv"] * target.vector // 4
-        dk, dr = (d + dp) // (1 + dp) * (1 + dp), -(-d // r) * r
+        dk, dr = (d + dp) // (1 + dp) * (1 + dp), -(-e // r) * r
         parts = (
             s["br"] * dk * item, dr * s["br"] * 4, s["kt"] * s["mr"] * 4, s["kt"] * s["mr"] * item, s["kt"] * dk * item,
             s["kt"] * dr * item, s["kt"] * 8, s["br"] * 4, s["br"] * 4, s["br"] * 4, d * DTYPES[kv.dtype].bits // 8,
@@ -61,18 +69,20 @@ class PagedAttention(CppKernel):
         return D(sum(-(-n // 64) * 64 for n in parts))
 
     def helpers(self, node: Node, schedule: Schedule, target: Target) -> str:
-        h, g, page, d = heads(node)
+        h, g, page, d, e = self.heads(node)
         s, a = schedule, node.attrs
         align = s["kt"] if target.deterministic else 1
-        q, kv, sinks = (_ctype(node, i) for i in (0, 1, 6))
+        q, kv, sinks = _ctype(node, 0), _ctype(node, 1 + self.latent), "" if self.latent else _ctype(node, 6)
         return (
             f"struct Shape {{\n  typedef {q or 'float'} Q;\n  typedef {kv or 'float'} KV;\n"
             f"  typedef {sinks or 'float'} S;\n"
-            f"  static constexpr int64_t H = {h}, G = {g}, D = {d}, PAGE = {page}, WINDOW = {a['window']};\n"
+            f"  static constexpr int64_t H = {h}, G = {g}, D = {d}, E = {e}, PAGE = {page};\n"
+            f"  static constexpr int64_t WINDOW = {a.get('window', 0)};\n"
             f"  static constexpr int NV = {s['nv']}, MR = {s['mr']};\n"
             f"  static constexpr int64_t BR = {s['br']}, KT = {s['kt']}, ALIGN = {align};\n"
-            f"  static constexpr float SCALE = {a['scale']!r}f, SOFTCAP = {a['softcap']!r}f;\n"
-            f"  static constexpr bool SINKS = {'true' if sinks else 'false'};\n}};\n"
+            f"  static constexpr float SCALE = {a['scale']!r}f, SOFTCAP = {a.get('softcap', 0.0)!r}f;\n"
+            f"  static constexpr bool SINKS = {'true' if sinks else 'false'};\n"
+            f"  static constexpr bool LATENT = {'true' if self.latent else 'false'};\n}};\n"
             f'static_assert(attend<Shape>::SCRATCH <= {self.scratch(node, schedule, target)}, "scratch");\n'
         )
 
@@ -82,7 +92,33 @@ class PagedAttention(CppKernel):
         tokens, count, table = sizes(types[0].shape[0]), sizes(types[3].shape[0]), sizes(types[2].shape[1])
         return (
             f"{pointers(node)}\n"
-            f"const attention_args a = {{x0, x1, x2, x3, x4, x5, {sinks}, y0, {tokens}, {count}, {table}}};\n"
+            f"const attention_args a = {{x0, nullptr, x1, x2, x3, x4, x5, {sinks}, y0, {tokens}, {count}, {table}}};\n"
+            "attention<Shape>(ctx, a);"
+        )
+
+
+class PagedLatentAttention(PagedAttention):
+    """Flash attention over pages of latents, processing all heads of a token together: they share its key."""
+
+    latent = True
+
+    def heads(self, node: Node) -> tuple[int | None, ...]:
+        q, pool = node.operands[0].type, node.operands[2].type
+        return q.shape[1].const, 1, *(d.const for d in (*pool.shape[1:], q.shape[2]))
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        if bad := next((v.type for v in node.operands[:3] if v.type.dtype not in FLOATS), None):
+            return f"{bad} is not one of {', '.join(FLOATS)}"
+        if None in (sizes := self.heads(node)):
+            return "heads, page and sizes of keys must be constant"
+        return f"the size of a key, {sizes[3]}, is above {MAX_LATENT}" if (sizes[3] or 0) > MAX_LATENT else None
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        types = [v.type for v in node.operands]
+        tokens, count, table = sizes(types[0].shape[0]), sizes(types[4].shape[0]), sizes(types[3].shape[1])
+        return (
+            f"{pointers(node)}\n"
+            f"const attention_args a = {{x0, x1, x2, x3, x4, x5, x6, nullptr, y0, {tokens}, {count}, {table}}};\n"
             "attention<Shape>(ctx, a);"
         )
 
@@ -92,3 +128,4 @@ def _ctype(node: Node, i: int) -> str:
 
 
 ATTENTION = PagedAttention("cpu/attention", ("paged_attention",))
+LATENT_ATTENTION = PagedLatentAttention("cpu/latent_attention", ("paged_latent_attention",))

@@ -1,4 +1,4 @@
-"""Kernels without packed weights: matmul, attention over a prompt, mixture of experts."""
+"""Kernels without packed weights: matmul, products of heads, attention over a prompt, mixture of experts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,16 @@ class Matmul(CppKernel):
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         a, c = (v.type for v in node.operands)
         dims = [product(a.shape[:-2]), a.shape[-2], a.shape[-1], c.shape[-1]]
-        return f"{pointers(node)}\nmatmul(ctx, y0, x0, x1, {', '.join(sizes(d) for d in dims)});"
+        return f"{pointers(node)}\nmatmul<false>(ctx, y0, x0, x1, {', '.join(sizes(d) for d in dims)});"
+
+
+class HeadMatmul(Matmul):
+    """Products of the heads of tokens, each with its own weight."""
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        x, w = (v.type for v in node.operands)
+        dims = [x.shape[1], x.shape[0], x.shape[2], w.shape[2]]
+        return f"{pointers(node)}\nmatmul<true>(ctx, y0, x0, x1, {', '.join(sizes(d) for d in dims)});"
 
 
 class Attention(CppKernel):
@@ -79,5 +88,6 @@ class Moe(CppKernel):
 
 
 MATMUL = Matmul("cpu/matmul", ("matmul",))
+HEAD_MATMUL = HeadMatmul("cpu/head_matmul", ("head_matmul",))
 ATTENTION = Attention("cpu/packed_attention", ("attention",))
 MOE = Moe("cpu/moe", ("moe",))

@@ -1,4 +1,4 @@
-"""Batched products of activations on tensor cores. Every size may be known only at run time."""
+"""Batched products on tensor cores, of activations and of heads. Every size may be known only at run time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from llmc.targets.target import Target
 TILES = ((64, 64, 64, 4, 3), (128, 128, 32, 8, 3), (16, 64, 64, 4, 3), (32, 32, 32, 4, 2))
 # float32 factors are multiplied without tensor cores.
 FLOAT_TILES = ((32, 32, 16, 4, 2), (64, 64, 16, 4, 2))
+HEADS = "head_matmul"
 _SHARE = 0.6  # share of the peak that a tile of 128 x 128 reaches
 
 
 class Matmul(TritonKernel):
-    """matmul: [*b, m, k] x [*b, k, n]."""
+    """matmul: [*b, m, k] x [*b, k, n]; head_matmul: [m, b, k] x [b, k, n]."""
 
     def reject(self, node: Node, target: Target) -> str | None:
+        if node.op.name == HEADS and node.operands[0].type.shape[1].const is None:
+            return "the number of heads must be constant"
         return unsupported(node, FLOATS)
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
@@ -58,10 +61,13 @@ class Matmul(TritonKernel):
             N=u.sizes(n),
             ROW_TILES=u.sizes(rows),
             COLUMN_TILES=u.sizes(columns),
+            HEADS=int(b) if u.node.op.name == HEADS else 0,
             BLOCK_M=s["bm"],
             BLOCK_N=s["bn"],
             BLOCK_K=s["bk"],
             STAGES=s["stages"],
+            WHOLE_COLUMNS=n.divide(s["bn"]) is not None,
+            WHOLE_DEPTH=k.divide(s["bk"]) is not None,
             FLOAT32_FACTORS=u.interpret or left != right,
         )
 
@@ -69,6 +75,8 @@ class Matmul(TritonKernel):
 def sizes_of(node: Node) -> tuple[Dim, Dim, Dim, Dim]:
     """Return (batches, rows, depth, columns)."""
     a, c = (v.type.shape for v in node.operands)
+    if node.op.name == HEADS:
+        return a[1], a[0], a[2], c[2]
     return product(a[:-2]), a[-2], a[-1], c[-1]
 
 
@@ -79,3 +87,4 @@ def factor(node: Node) -> str:
 
 
 MATMUL = Matmul("triton/matmul", ("matmul",))
+HEAD_MATMUL = Matmul("triton/head_matmul", (HEADS,))

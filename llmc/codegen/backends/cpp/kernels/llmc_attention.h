@@ -1,5 +1,6 @@
 // Causal flash attention of ragged query spans over the pages of a KV pool.
 //
+// A token's value is a row of its own, or the first part of its key (latent attention).
 // A unit of work is a block of query rows (token, head of one group) against the keys visible to it. Keys and values
 // are copied tile by tile (KT tokens) into panels, as weights are in llmc_linear.h, so that both products use the same
 // tile kernel. The softmax is online, in base 2. Units are assigned to threads in order, balanced by rows x keys.
@@ -15,6 +16,7 @@ namespace llmc {
 
 struct attention_args {
   const void* q;
+  const void* rotary;  // of latent attention: the part of each query after its first E elements
   const void* kv;
   const int32_t *pages, *rows, *starts, *positions;
   const void* sinks;
@@ -61,16 +63,18 @@ LLMC_INLINE void transpose16(const void* const* from, int64_t offset, int n, uin
 }
 #endif
 
-// Members of C: Q, KV (storage types), H, G, D, PAGE, NV, MR, BR (rows per block), KT (tokens per tile), WINDOW (0:
-// none), SCALE, SOFTCAP (0: none), S (storage type of the sinks), ALIGN (tiles begin at multiples of it; with KT, they
-// are the same for all rows).
+// Members of C: Q, KV (storage types), H, G, D, E (elements of a value), PAGE, NV, MR, BR (rows per block), KT (tokens
+// per tile), WINDOW (0: none), SCALE, SOFTCAP (0: none), S (storage type of the sinks), ALIGN (tiles begin at multiples
+// of it; with KT, they are the same for all rows), LATENT (a value is the first E elements of its key).
 template <class C> struct attend {
   typedef typename C::Q Q;
   typedef typename C::KV KV;
   static constexpr bool dp = pair_math<Q, KV>::dp && pair_math<KV, KV>::dp;
   typedef typename tile_input<dp>::type A;
-  static constexpr int64_t PAIR = dp ? 2 : 1, R = C::NV * VN, D = C::D, HG = C::H / C::G, BR = C::BR, KT = C::KT;
-  static constexpr int64_t DK = (D + PAIR - 1) / PAIR * PAIR, DP = (D + R - 1) / R;
+  static constexpr int64_t PAIR = dp ? 2 : 1, R = C::NV * VN, D = C::D, E = C::E, HG = C::H / C::G, BR = C::BR, KT = C::KT;
+  static constexpr int64_t DK = (D + PAIR - 1) / PAIR * PAIR, DP = (E + R - 1) / R;
+  static constexpr int64_t VALUES = C::LATENT ? 0 : C::G * C::PAGE * D;  // elements from a key to its value
+  static constexpr int64_t PAGE_SIZE = (C::LATENT ? 1 : 2) * C::G * C::PAGE * D;
   static constexpr float LOG2E = 1.44269504088896341f;
   static_assert(KT % R == 0 && KT % 16 == 0, "a tile is whole panels");
 
@@ -84,7 +88,7 @@ template <class C> struct attend {
   A *q, *p, *kp, *vp;
   float *o, *s, *top, *sum;
   int32_t* pos;
-  const KV** row;  // the keys of a tile; the values are G * PAGE * D elements further
+  const KV** row;  // the keys of a tile; the values are VALUES elements further
   KV* zero;
 
   explicit attend(const attention_args* args, char* m) : a(args) {
@@ -108,12 +112,12 @@ template <class C> struct attend {
     const KV* base = (const KV*)a->kv + g * C::PAGE * D;
     for (int64_t i = 0; i < n;) {
       int64_t at = (k0 + i) % C::PAGE, page = table[(k0 + i) / C::PAGE];
-      const KV* from = base + page * 2 * C::G * C::PAGE * D;
+      const KV* from = base + page * PAGE_SIZE;
       for (; at < C::PAGE && i < n; at++, i++) row[i] = from + at * D;
     }
     for (int64_t i = n; i < padded; i++) row[i] = zero;
   }
-  LLMC_METHOD const KV* value_row(int64_t i, int64_t n) const { return i < n ? row[i] + C::G * C::PAGE * D : zero; }
+  LLMC_METHOD const KV* value_row(int64_t i, int64_t n) const { return i < n ? row[i] + VALUES : zero; }
 
   static __attribute__((noinline)) void pack_keys(const KV* const* row, int64_t padded, A* kp) {
     for (int64_t t = 0; t < padded; t += 16) {
@@ -149,7 +153,7 @@ template <class C> struct attend {
     for (int64_t t = 0; t < padded; t += PAIR)
       for (int64_t d = 0; d < DP * R; d += R) {
         A* to = vp + (d / R * KT + t) * R;  // [DP][KT / PAIR][R][PAIR]
-        int64_t left = D - d < R ? D - d : R;
+        int64_t left = E - d < R ? E - d : R;
         if constexpr (dp) {
 #if defined(LLMC_AVX512)
           interleave(value_row(t, n) + d, value_row(t + 1, n) + d, left, to);
@@ -187,7 +191,8 @@ template <class C> struct attend {
   LLMC_METHOD void load_queries(int64_t i, int64_t g, int64_t f0, int64_t rows) const {
     for (int64_t r = 0; r < rows; r++) {
       int64_t t = a->starts[i] + (f0 + r) / HG, h = g * HG + (f0 + r) % HG;
-      copy_row(q + r * DK, (const Q*)a->q + (t * C::H + h) * D, D, DK);
+      copy_row(q + r * DK, (const Q*)a->q + (t * C::H + h) * E, E, C::LATENT ? E : DK);
+      if constexpr (C::LATENT) copy_row(q + r * DK + E, (const Q*)a->rotary + (t * C::H + h) * (D - E), D - E, DK - E);
       pos[r] = a->positions[t];
       top[r] = C::SINKS ? widen(((const typename C::S*)a->sinks)[h]) * LOG2E : -1e30f;
       sum[r] = C::SINKS ? 1.0f : 0.0f;
@@ -259,12 +264,12 @@ template <class C> struct attend {
   LLMC_METHOD void store(int64_t i, int64_t g, int64_t f0, int64_t rows) const {
     for (int64_t r = 0; r < rows; r++) {
       int64_t t = a->starts[i] + (f0 + r) / HG, h = g * HG + (f0 + r) % HG;
-      Q* to = (Q*)a->out + (t * C::H + h) * D;
+      Q* to = (Q*)a->out + (t * C::H + h) * E;
       float inv = 1.0f / (sum[r] > 1e-30f ? sum[r] : 1e-30f);
-      for (int64_t d = 0; d < D; d += VN) {
+      for (int64_t d = 0; d < E; d += VN) {
         vf x = vload(o + (d / R * BR + r) * R + d % R) * inv;
-        if (D - d >= VN) vstore(to + d, x);
-        else vstore(to + d, x, (int)(D - d));
+        if (E - d >= VN) vstore(to + d, x);
+        else vstore(to + d, x, (int)(E - d));
       }
     }
   }
@@ -309,7 +314,7 @@ template <class C> struct attend {
     }
   }
   LLMC_METHOD void clear(int64_t from, int64_t to) const {  // zero padding tokens
-    if (from < to) memset((char*)a->out + from * C::H * D * sizeof(Q), 0, (size_t)((to - from) * C::H * D * sizeof(Q)));
+    if (from < to) memset((char*)a->out + from * C::H * E * sizeof(Q), 0, (size_t)((to - from) * C::H * E * sizeof(Q)));
   }
   // Runs this thread's units: those whose midpoint in the total cost falls into its share of it. If there are fewer
   // units than threads, blocks are made smaller. Thread 0 also zeroes the padding tokens.

@@ -6,10 +6,12 @@
 #include "llmc_math.h"
 #include "llmc_store.h"
 namespace llmc {
-// y[b] = a[b] @ c[b], in tiles of 4 rows and 2 vectors of columns.
-template <class T, class C>
+// y[b] = a[b] @ c[b], in tiles of 4 rows and 2 vectors of columns. HEADS: the rows of the batches alternate in y and a,
+// whose axes are [m, batch, columns], as heads do in the rows of tokens.
+template <bool HEADS, class T, class C>
 static inline void matmul(const llmc_ctx* ctx, T* y, const T* a, const C* c, int64_t batch, int64_t m, int64_t k,
                           int64_t n) {
+  const int64_t step = HEADS ? batch : 1;  // rows from one of a batch to the next
   const int64_t cols = 2 * VN, tm = (m + 3) / 4, tn = (n + cols - 1) / cols;
   int64_t lo, hi;
   llmc_split(ctx, batch * tm * tn, 1, &lo, &hi);
@@ -19,18 +21,19 @@ static inline void matmul(const llmc_ctx* ctx, T* y, const T* a, const C* c, int
     int n0 = left < VN ? (int)left : VN, n1 = (int)left - n0;
     vf acc[4][2];
     for (auto& r : acc) r[0] = r[1] = splat(0.0f);
-    const T* ai = a + (b * m + i) * k;
+    const int64_t first = HEADS ? i * batch + b : b * m + i;
+    const T* ai = a + first * k;
     const C* cj = c + b * k * n + j;
     for (int64_t q = 0; q < k; q++, cj += n) {
       vf u = vload(cj, n0), v = n1 ? vload(cj + VN, n1) : splat(0.0f);
       for (int64_t r = 0; r < rows; r++) {
-        vf s = splat(scalar(ai[r * k + q]));
+        vf s = splat(scalar(ai[r * step * k + q]));
         acc[r][0] = fma(s, u, acc[r][0]);
         acc[r][1] = fma(s, v, acc[r][1]);
       }
     }
     for (int64_t r = 0; r < rows; r++) {
-      T* to = y + (b * m + i + r) * n + j;
+      T* to = y + (first + r * step) * n + j;
       vstore(to, acc[r][0], n0);
       if (n1) vstore(to + VN, acc[r][1], n1);
     }

@@ -1,0 +1,188 @@
+"""Recognizes latent attention (MLA), and absorbs the up-projection of keys and values into queries and results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from llmc.ir.dim import D
+from llmc.ir.graph import Builder, Graph, Node, Value
+from llmc.ir.ops.quantize import ENCODINGS
+from llmc.passes.analysis import drop_ones, made_by, weight_only
+from llmc.passes.base import Ctx, Pass
+from llmc.passes.rewrite import substitute
+
+SWAP = (1, 0, 2)  # exchanges tokens and heads
+
+
+class NoMatch(Exception):
+    """Attention is not latent attention; the message has the reason."""
+
+
+class Latent(NamedTuple):
+    """The parts of latent attention.
+
+    latent: [T, L], the input of the up-projection `weight` [heads * (plain + value), L]. rotary: [T, R], the part of
+    the key that all heads share. plain, value: columns of a head's own part of the key, and of its value.
+    """
+
+    latent: Value
+    weight: Value
+    rotary: Value
+    heads: int
+    plain: int
+    value: int
+
+
+@dataclass(frozen=True)
+class AbsorbLatent(Pass):
+    """Replace attention whose keys and values are projections of a latent by latent_attention, over the latent itself.
+
+    A head's key is a slice of the product of the latent and a weight, followed by a part that all heads share; its
+    value is another slice of the product. Queries are multiplied by the keys' part of the weight instead, and results
+    by the values' part (DeepSeek-AI 2024, arXiv 2405.04434), so that a KV pool holds a latent and one shared key per
+    token. Applies to causal attention without a window, soft cap and sinks, if the pool becomes smaller. A quantised
+    weight is dequantised at compile time. The pass runs after fuse-rope and before page-attention.
+    """
+
+    name: ClassVar[str] = "absorb-latent"
+
+    def graph(self, g: Graph, ctx: Ctx) -> int:
+        """Rewrite the attention nodes of one graph; return the number of changes."""
+        return sum(self._node(g, n, ctx) for n in list(g.nodes) if n.op.name == "attention")
+
+    def _node(self, g: Graph, n: Node, ctx: Ctx) -> bool:
+        """Rewrite one node; return whether it was rewritten. A near miss is recorded if its keys have a shared part."""
+        if not ctx.allows(n) or (parts := _key_parts(n.operands[1])) is None:
+            return False
+        try:
+            found = _latent(g, n, *parts)
+        except NoMatch as why:
+            ctx.miss(self.name, n, str(why))
+            return False
+        if not ctx.spend():
+            return False
+        ctx.hit(self.name, n)
+        substitute(g, n, [_absorbed(Builder(g, ctx.opset, before=n, loc=n.loc), n, found)], self.name)
+        return True
+
+
+def _plain(v: Value) -> tuple[Value, bool]:
+    """`v` without transposes of tokens and heads, and whether their number is odd."""
+    odd = False
+    while (n := made_by(v, "transpose")) and tuple(n.attrs["perm"]) == SWAP:
+        v, odd = n.operands[0], not odd
+    return v, odd
+
+
+def _columns(v: Value) -> tuple[Value, int, int, bool] | None:
+    """(x, start, stop, swapped) if v is x[:, :, start:stop] of a value of rank 3, whose first axes may be swapped."""
+    v, odd = _plain(v)
+    n = made_by(v, "slice")
+    if n is None or n.attrs["axis"] % v.type.rank != 2 or v.type.rank != 3 or n.attrs["step"] != 1:
+        return None
+    start, stop = n.attrs["start"].const, n.attrs["stop"].const
+    x, swapped = _plain(n.operands[0])
+    return None if start is None or stop is None else (x, start, stop, odd != swapped)
+
+
+def _key_parts(k: Value) -> tuple[Value, Value] | None:
+    """(a head's own part, the part that all heads share) of keys [T, heads, size], the latter as [T, R]; None if there
+    is no such part."""
+    joined, swapped = _plain(k)
+    n = made_by(joined, "concat")
+    if n is None or len(n.operands) != 2 or n.attrs["axis"] % 3 != 2:
+        return None
+    own, shared = n.operands
+    tokens, heads = (joined.type.shape[i] for i in ((1, 0) if swapped else (0, 1)))
+    while m := made_by(shared, "broadcast", "transpose", "reshape"):
+        if drop_ones(shared.type.shape) == (tokens, shared.type.shape[-1]):
+            break
+        shared = m.operands[0]
+    if drop_ones(shared.type.shape) != (tokens, k.type.shape[2] - own.type.shape[2]) or heads.const in (None, 1):
+        return None
+    sizes = (tokens, heads) if not swapped else (heads, tokens)
+    return (own, shared) if own.type.shape[:2] == sizes else None
+
+
+def _latent(g: Graph, n: Node, own: Value, rotary: Value) -> Latent:
+    """The parts of an attention node whose keys are `own` and `rotary`; raises NoMatch."""
+    _check_attributes(n)
+    key, value = _columns(own), _columns(n.operands[2])
+    _, swapped = _plain(n.operands[1])
+    if key is None or value is None or key[0] is not value[0] or (key[3] != swapped) or value[3]:
+        raise NoMatch("keys and values are not slices of the heads of one product")
+    if key[1] != 0 or key[2] != value[1] or value[2] != key[0].type.shape[2]:
+        raise NoMatch(f"columns {key[1]}..{key[2]} of a head are its key, {value[1]}..{value[2]} its value")
+    heads = made_by(key[0], "reshape")
+    product = made_by(heads.operands[0], "linear") if heads else None
+    if product is None or product.result.type.rank != 2 or product.operands[1] not in weight_only(g):
+        raise NoMatch("keys and values are not the heads of a product with a weight")
+    latent, weight = product.operands
+    if any(v.type.dtype != latent.type.dtype for v in (weight, rotary, *n.operands[:3])):
+        raise NoMatch("queries, latent, shared key and weight have different dtypes")
+    if weight.type.format is not None and made_by(weight, "assemble") is None:
+        raise NoMatch(f"the quantised weight {weight.type} is computed from others")
+    found = Latent(latent, weight, rotary, int(n.operands[0].type.shape[1]), key[2], value[2] - value[1])
+    stored, expanded = int(latent.type.shape[1] + rotary.type.shape[-1]), int(n.operands[1].type.shape[2])
+    if key[0].type.shape[1] != found.heads or stored >= 2 * found.heads * expanded:
+        raise NoMatch(f"{stored} numbers per token are not fewer than keys and values of {found.heads} heads")
+    return found
+
+
+def _check_attributes(n: Node) -> None:
+    """Raise NoMatch for attention that latent_attention does not define."""
+    if len(n.operands) > 4 or n.attrs["softcap"] or n.attrs["window"] or not n.attrs["causal"]:
+        raise NoMatch("it has sinks, a soft cap or a window, or attends to later tokens")
+
+
+def _absorbed(b: Any, n: Node, x: Latent) -> Value:
+    """Build latent_attention and the products before and after it."""
+    tokens, size = x.latent.type.shape[0], n.operands[0].type.shape[2]
+    weight = _dequantized(b, x.weight)
+    stack = b.reshape(weight, shape=[x.heads, x.plain + x.value, x.latent.type.shape[1]])
+    keys = b.slice(stack, axis=1, start=D(0), stop=D(x.plain))
+    values = b.slice(stack, axis=1, start=D(x.plain), stop=D(x.plain + x.value))
+    own = b.head_matmul(_cut(b, n.operands[0], 0, x.plain), keys)
+    rotary = x.rotary
+    if rotary.type.rank != 2:
+        rotary = b.reshape(rotary, shape=[tokens, rotary.type.shape[-1]])
+    key = b.concat(x.latent, rotary, axis=1)
+    queries = _cut(b, n.operands[0], x.plain, int(size))
+    mixed = b.latent_attention(own, queries, key, n.operands[3], layer=n.attrs["layer"], scale=n.attrs["scale"])
+    out: Value = b.head_matmul(mixed, b.transpose(values, perm=(0, 2, 1)))
+    return out
+
+
+def _dequantized(b: Any, weight: Value) -> Value:
+    """The numbers of a weight in its logical dtype."""
+    if weight.type.format is None:
+        return weight
+    n = made_by(weight, "assemble")
+    assert n is not None
+    a = n.attrs
+    point = 0 if len(n.operands) > 2 else int(a["zero"] or 0)
+    values = ENCODINGS.get(a["code"], "")
+    out: Value = b.dequantize(*n.operands, block=a["block"], dtype=a["dtype"], zero_point=point, values=values)
+    return out
+
+
+def _cut(b: Any, q: Value, start: int, stop: int) -> Value:
+    """Columns start .. stop of queries [T, heads, size]; the operands of a concatenation if it is divided there."""
+    joined, swapped = _plain(q)
+    n, at = made_by(joined, "concat"), 0
+    if n is not None and n.attrs["axis"] % 3 == 2:
+        parts = []
+        for v in n.operands:
+            width = int(v.type.shape[2])
+            if start <= at and at + width <= stop:
+                parts.append(v)
+            at += width
+        if sum(int(v.type.shape[2]) for v in parts) == stop - start:
+            whole = parts[0] if len(parts) == 1 else b.concat(*parts, axis=2)
+            inner, odd = _plain(whole)
+            if odd != swapped:
+                return b.transpose(inner, perm=SWAP)
+            return inner
+    out: Value = b.slice(q, axis=2, start=D(start), stop=D(stop))
+    return out
