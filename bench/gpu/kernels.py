@@ -36,7 +36,7 @@ from bench.gpu.rows import Row
 from bench.shapes import Shape
 
 LAUNCHES = 400  # of one timed program
-EXPERTS = ("moe_up", "moe_down")  # ends of the names of products of experts
+EXPERTS = ("moe_up", "moe_down", "moe_gather_up", "moe_gather_down")  # ends of the names of products of experts
 ROUNDS = 7
 STEPS = 64
 
