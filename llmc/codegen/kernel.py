@@ -118,6 +118,7 @@ class Source:
 
 # Keys that code generation adds to a schedule before `emit`, depending on the neighbouring launches:
 SETTLED = "settled"  # the previous launch writes none of the operands that `Kernel.early` returns
+EAGER = "eager"  # the next kernel can read weights meanwhile: allow it to begin before the previous ones have completed
 LATE = "late"  # the next kernel has `crowds` set: allow it to begin only when this kernel has issued its last loads
 
 
@@ -127,7 +128,7 @@ class Kernel:
 
     name: such as "triton/gemv". ops: names of the ops that it implements. language: of the emitted source. crowds: its
     programs need whole multiprocessors, so it should not start while programs of the previous kernel still run. yields:
-    it supports LATE. opt_in: `select` uses it only if it was measured, or if the option `prefer` of `select` names it.
+    it supports LATE. hurries: it supports EAGER. opt_in: `select` uses it only if it was measured, or if the option `prefer` of `select` names it.
     """
 
     name: str = ""
@@ -135,6 +136,7 @@ class Kernel:
     language: str = "cpp"
     crowds: bool = False
     yields: bool = False
+    hurries: bool = False
     opt_in: bool = False
     sums: ClassVar[str | None] = None  # the order of sums of all nodes; see `order`
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from llmc_runtime.format.group_memory import group_bytes
 from llmc_runtime.format.program import GROUP, RANK, Program
 
-from llmc.codegen.kernel import LATE, SETTLED, Box, Kernel, Schedule, Source
+from llmc.codegen.kernel import EAGER, LATE, SETTLED, Box, Kernel, Schedule, Source
 from llmc.codegen.memory import Storage, launched, read_slots, schedule_of, top_bytes
 from llmc.diagnostics import Diagnostic, extension_code
 from llmc.ir.cost import node_cost
@@ -47,6 +47,8 @@ def emit_graph(
             schedule = {**schedule, SETTLED: 1}
         if kernel.yields and i + 1 < len(nodes) and chosen[i + 1].crowds:
             schedule = {**schedule, LATE: 1}
+        if kernel.hurries and i + 1 < len(nodes) and may_follow_at_once(chosen[i + 1], nodes[i + 1]):
+            schedule = {**schedule, EAGER: 1}
         types = tuple(v.type for v in [*n.operands, *n.results])
         key = (n.op.name, types, repr(n.attrs), kernel.name, repr(schedule))
         if key not in emitted:
@@ -77,11 +79,18 @@ def may_read_early(
 
     With programmatic dependent launch, a kernel starts once every program of its predecessor has passed its own wait,
     so all launches before the predecessor are complete by then. This does not hold if the predecessor's grid may be
-    empty, because an empty launch is skipped.
+    empty, because an empty launch is skipped, or if it is EAGER, which no kernel with such operands follows.
     """
     written = {storage.root[r] for r in before.results}
     runs = all(d.bounds(bounds)[0] > 0 for d in source.grid)
     return bool(early) and runs and not any(storage.root[n.operands[i]] in written for i in early)
+
+
+def may_follow_at_once(kernel: Kernel, n: Node) -> bool:
+    """Whether a kernel may begin while launches before its predecessor still run: before its wait, it reads weights at
+    most, and its programs do not need whole multiprocessors.
+    """
+    return not kernel.crowds and not kernel.early(n)
 
 
 @dataclass

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from llmc.codegen.kernel import LATE, SETTLED, Kernel, Schedule, Source
+from llmc.codegen.kernel import EAGER, LATE, SETTLED, Kernel, Schedule, Source
 from llmc.codegen.launch_plan import emit_graph, may_read_early
 from llmc.codegen.memory import Storage
 from llmc.ir.dim import D, Dim
@@ -82,3 +82,18 @@ def test_the_schedule_of_a_kernel_that_yields_shows_a_next_launch_that_crowds(yi
     made = emit_graph(g, BOUNDS, kernels, sm_90(), {})
     late = [LATE] * (yields and crowds)
     assert [s.text for s in made.sources] == ["a []", f"a {late}", f"b {[SETTLED]}"]
+
+
+@pytest.mark.parametrize(("crowds", "second"), [(False, "exp"), (True, "exp"), (False, "add")])
+def test_a_kernel_that_hurries_lets_only_readers_of_weights_begin_at_once(crowds: bool, second: str) -> None:
+    """Not one that needs whole multiprocessors, nor one that reads before its wait what an earlier launch writes."""
+    g = Graph("main")
+    b = Builder(g, OPS)
+    x = g.input("x", tensor("f32", "T", 8))
+    a = b.exp(x)
+    g.outputs = [b.exp(a) if second == "exp" else b.add(a, x)]
+    kernels = {"a": Said("a", hurries=True), "b": Said("b", crowds=crowds)}
+    for n, kernel in zip(g.nodes, "ab", strict=True):
+        n.choice = {"kernel": kernel}
+    made = emit_graph(g, BOUNDS, kernels, sm_90(), {})
+    assert made.sources[0].text == f"a {[EAGER] if not crowds and second == 'exp' else []}"

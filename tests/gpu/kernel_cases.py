@@ -27,7 +27,7 @@ from kernels.harness import Case  # noqa: E402
 from llmc.codegen.backends.triton.gemm_tma import has_maps  # noqa: E402
 from llmc.codegen.backends.triton.kernel_table import KERNELS  # noqa: E402
 from llmc.codegen.backends.triton.triton_toolchain import Compiled, TritonToolchain  # noqa: E402
-from llmc.codegen.kernel import LATE, SETTLED, Kernel, Schedule, Source  # noqa: E402
+from llmc.codegen.kernel import EAGER, LATE, SETTLED, Kernel, Schedule, Source  # noqa: E402
 from llmc.diagnostics import Diagnostic  # noqa: E402
 from llmc.extension import load, resolve  # noqa: E402
 from llmc.targets.target import Target  # noqa: E402
@@ -99,6 +99,8 @@ def launch_options(case: Case, number: int) -> Iterator[Schedule]:
     yield {}
     if case.kernel.early(case.node):
         yield {SETTLED: 1}
+    if case.kernel.hurries:
+        yield {EAGER: 1}
     if case.kernel.yields and number % 4 == 0:
         yield {LATE: 1}
 

@@ -215,8 +215,9 @@ class AttentionCombine(TritonKernel):
             HEAD_DIM_PADDED=power(d),
             SPLITS=parts,
             SPLITS_PADDED=power(parts),
+            EAGER=u.eager,
         )
 
 
 DECODE_ATTENTION = DecodeAttention("triton/decode_attention", ("paged_attention", "paged_attention_split"))
-ATTENTION_COMBINE = AttentionCombine("triton/attention_combine", ("attention_combine",))
+ATTENTION_COMBINE = AttentionCombine("triton/attention_combine", ("attention_combine",), hurries=True)

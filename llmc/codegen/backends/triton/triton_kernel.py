@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.emit import Sizes, describe, indent, unsupported_dtype
-from llmc.codegen.kernel import LATE, SETTLED, Kernel, Map, Schedule, Source
+from llmc.codegen.kernel import EAGER, LATE, SETTLED, Kernel, Map, Schedule, Source
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
 from llmc.ir.types import Type
@@ -88,6 +88,11 @@ class Unit:
     def settled(self) -> bool:
         """Whether the operands of `Kernel.early` may be read before the wait."""
         return bool(self.schedule.get(SETTLED))
+
+    @property
+    def eager(self) -> bool:
+        """Whether to allow the next kernel to begin before the wait."""
+        return bool(self.schedule.get(EAGER))
 
     @property
     def late(self) -> bool:

@@ -8,7 +8,7 @@ in flash decoding (Dao et al. 2023).
 import triton
 import triton.language as tl
 
-from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
+from llmc.codegen.backends.triton.kernels.dependent_launch import wait_eagerly, wait_for_previous
 from llmc.codegen.backends.triton.kernels.online_softmax import (
     LOG2_E,
     LOWEST,
@@ -183,10 +183,11 @@ def combine_splits(
     HEAD_DIM_PADDED: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
+    EAGER: tl.constexpr,  # let the next kernel begin before the parts are complete
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """The attention of one head of one token: the mean of its parts, weighted by the sums of their softmaxes."""
-    wait_for_previous(DEPENDENT_LAUNCH)
+    wait_eagerly(DEPENDENT_LAUNCH, EAGER)
     head = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
     split, column = tl.arange(0, SPLITS_PADDED), tl.arange(0, HEAD_DIM_PADDED)
     lse = tl.load(lse_ptr + head * SPLITS + split, mask=split < SPLITS, other=float("-inf")) * LOG2_E

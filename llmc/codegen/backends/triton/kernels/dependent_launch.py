@@ -17,6 +17,20 @@ def wait_for_previous(DEPENDENT_LAUNCH: tl.constexpr):
 
 
 @triton.jit
+def wait_eagerly(DEPENDENT_LAUNCH: tl.constexpr, EAGER: tl.constexpr):
+    """Like `wait_for_previous`, but with EAGER the next kernel may begin before the previous ones have completed.
+
+    It may then only read weights before its own wait.
+    """
+    if DEPENDENT_LAUNCH:
+        if EAGER:
+            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+        if not EAGER:
+            tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def wait_before_loads(DEPENDENT_LAUNCH: tl.constexpr, LATE_LAUNCH: tl.constexpr):
     """Like `wait_for_previous`, but with LATE_LAUNCH the next kernel may begin only at `launch_after_loads`."""
     if DEPENDENT_LAUNCH:
