@@ -208,12 +208,11 @@ def _gather_up_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]
 
 
 _CHOSEN = contents.index("gate_up", distinct=True)
-_GATHERED = {"t": 2, "d": 8, "k": 3, "e": 6, "m": 10}
 
 
 @op(
     "(x: f[t, d], idx: i[t, k], gate_up: f[e, m, d], bias?: f[e, m]) -> x[...]", infer=_gather_up_type,
-    flops="2*t*k*m*d", holds={"idx": _CHOSEN}, example=_GATHERED,
+    flops="2*t*k*m*d", holds={"idx": _CHOSEN}, example={"t": 2, "d": 8, "k": 3, "e": 6, "m": 10},
 )  # fmt: skip
 def moe_gather_up(x: Any, idx: Any, gate_up: Any, bias: Any = None, *, body: str = SWIGLU) -> Any:
     """moe_up for pairs in the order of the tokens: row t*k+j is body(gate(x), up(x)) of token t and its j-th expert."""
@@ -225,7 +224,8 @@ def moe_gather_up(x: Any, idx: Any, gate_up: Any, bias: Any = None, *, body: str
 
 @op(
     "(x: f[t, d], idx: i[t, k], gate_up: f[e, m, d], gain: f[d], bias?: f[e, m]) -> x[...]", infer=_gather_up_type,
-    flops="2*t*k*m*d + 4*t*d", holds={"idx": _CHOSEN}, example=_GATHERED | {"eps": 1e-5},
+    flops="2*t*k*m*d + 4*t*d", holds={"idx": _CHOSEN},
+    example={"t": 2, "d": 8, "k": 3, "e": 6, "m": 10, "eps": 1e-5},
 )  # fmt: skip
 def norm_moe_gather_up(
     x: Any, idx: Any, gate_up: Any, gain: Any, bias: Any = None, *, eps: float, body: str = SWIGLU

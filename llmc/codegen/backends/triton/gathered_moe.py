@@ -22,9 +22,9 @@ from llmc.targets.target import Target
 
 KEYS = ("bn", "bk", "warps", "stages")
 # Columns of a program in all parts, depth of a step, warps, steps that are loaded ahead; best guess first.
-UP = ((4, 2048, 4, 1), (8, 2048, 8, 1), (2, 1024, 4, 2), (4, 1024, 4, 2), (2, 2048, 8, 1), (8, 1024, 8, 2))
-DOWN = ((8, 256, 4, 8), (4, 256, 4, 8), (8, 512, 8, 4), (8, 1024, 8, 2), (4, 1024, 8, 4), (2, 1024, 8, 2))
-WEIGHT = 2  # the operand that is the stack
+UP = ((2, 1024, 4, 2), (2, 2048, 4, 1), (2, 2048, 8, 1), (4, 512, 2, 4), (4, 1024, 4, 2), (8, 2048, 8, 1))
+DOWN = ((8, 1024, 8, 2), (8, 1024, 8, 4), (4, 1024, 4, 4), (4, 256, 4, 8), (2, 1024, 8, 2), (8, 256, 4, 8))
+CHOSEN, WEIGHT = 1, 2  # the operands that are the experts of each token, and the stack
 _READ = 0.92  # share of the bandwidth
 _FURTHER = 0.01  # how much slower each schedule is taken to be than the one before it
 
@@ -38,13 +38,13 @@ class Gathered(TritonKernel):
     shapes: tuple[tuple[int, int, int, int], ...] = DOWN
 
     def reject(self, node: Node, target: Target) -> str | None:
-        others = [v for i, v in enumerate([*node.operands, *node.results]) if i != 1]
+        others = [v for i, v in enumerate([*node.operands, *node.results]) if i != CHOSEN]
         for v in others:
             if v.type.format is not None:
                 return f"operand type {v.type} is quantised"
             if v.type.dtype not in FLOATS:
                 return f"dtype {v.type.dtype} is not among {', '.join(FLOATS)}"
-        constant = [*node.operands[WEIGHT].type.shape, node.operands[1].type.shape[1]]
+        constant = [*node.operands[WEIGHT].type.shape, node.operands[CHOSEN].type.shape[1]]
         if any(d.const is None for d in constant):
             return f"the experts' sizes {node.operands[WEIGHT].type} and their number per token are not constant"
         return unsupported(node)
@@ -71,7 +71,7 @@ class Gathered(TritonKernel):
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         w = node.operands[WEIGHT].type
-        pairs = int(node.operands[1].type.numel.subs(env))
+        pairs = int(node.operands[CHOSEN].type.numel.subs(env))
         moved = pairs * int(w.shape[1]) * int(w.shape[2]) * DTYPES[w.dtype].bits / 8
         slower = 1 + _FURTHER * self.schedules(node, target).index({k: schedule[k] for k in KEYS})
         return moved / target.bandwidth / _READ * 1e6 * slower + target.launch_us
@@ -80,7 +80,7 @@ class Gathered(TritonKernel):
         """Return the arguments that both templates have."""
         w, s = u.node.operands[WEIGHT].type, u.schedule
         return {
-            "CHOICES": int(u.node.operands[1].type.shape[1]),
+            "CHOICES": int(u.node.operands[CHOSEN].type.shape[1]),
             "N": int(w.shape[1]) // self.parts,
             "K": int(w.shape[2]),
             "BLOCK_N": s["bn"],
@@ -102,7 +102,7 @@ class GatherUp(Gathered):
         joint = not u.interpret  # the interpreter would reduce the sums element by element
         return u.launch(
             Template("gathered_moe", "moe_gather_up"),
-            (self.columns(u.node, u.schedule), u.node.operands[1].type.numel),
+            (self.columns(u.node, u.schedule), u.node.operands[CHOSEN].type.numel),
             0,
             1,
             (joint_sum(2) if joint else "", gate_function(u.node.attrs["body"])),
@@ -118,17 +118,21 @@ class GatherUp(Gathered):
 class GatherDown(Gathered):
     """moe_gather_down: a program computes some columns of one token."""
 
+    def early(self, node: Node) -> tuple[int, ...]:
+        return CHOSEN, WEIGHT
+
     def steps(self, node: Node, bk: int) -> int:
-        return int(node.operands[1].type.shape[1]) * super().steps(node, bk)
+        return int(node.operands[CHOSEN].type.shape[1]) * super().steps(node, bk)
 
     def code(self, u: Unit) -> Code:
         return u.launch(
             Template("gathered_moe", "moe_gather_down"),
-            (self.columns(u.node, u.schedule), u.node.operands[1].type.shape[0]),
+            (self.columns(u.node, u.schedule), u.node.operands[CHOSEN].type.shape[0]),
             0,
             1,
             **u.pointers("x_ptr idx_ptr weight_ptr scale_ptr residual_ptr bias_ptr", "out_ptr"),
             **self.common(u),
+            EARLY_WEIGHTS=u.settled,
         )
 
 

@@ -65,23 +65,29 @@ def moe_gather_up(
 
 
 @triton.jit
-def load_step(
+def step_weights(
     weight_ptr, idx_ptr, place, step, column, N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Load the weights [BLOCK_N, BLOCK_K] of a step; steps follow each other by choice, then along K."""
+    """Load the weights [BLOCK_N, BLOCK_K] of a step; steps go through the choices, each along K."""
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     expert = tl.load(idx_ptr + step // STEPS).to(tl.int64)
-    k = step % STEPS * BLOCK_K
-    return load_weights((weight_ptr + expert * (N * K) + place,), k, column, K, BLOCK_K, 1)
+    rows = weight_ptr + expert * (N * K) + place
+    return load_weights((rows,), step % STEPS * BLOCK_K, column, K, BLOCK_K, 1)
 
 
 @triton.jit
-def add_choice(sums, weights, x_ptr, scale_ptr, step, column, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return the sums after a step, whose weights are `weights`."""
+def step_factors(x_ptr, scale_ptr, step, column, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Load (x [BLOCK_K], the routing weight) of a step."""
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     choice, k = step // STEPS, step % STEPS * BLOCK_K
     x = tl.load(x_ptr + choice * K + k + column, mask=bound(column, K - k, K % BLOCK_K == 0), other=0.0)
-    factor = x.to(tl.float32) * tl.load(scale_ptr + choice).to(tl.float32)
+    return (x, tl.load(scale_ptr + choice))
+
+
+@triton.jit
+def add_choice(sums, weights, x, scale):
+    """Return the sums after a step."""
+    factor = x.to(tl.float32) * scale.to(tl.float32)
     return sums + weights.to(tl.float32) * factor[None, :]
 
 
@@ -99,7 +105,8 @@ def moe_gather_down(
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr,  # steps whose weights are loaded ahead
+    AHEAD: tl.constexpr,  # steps whose factors are loaded ahead
+    EARLY_WEIGHTS: tl.constexpr,  # the previous kernel writes neither the weights nor idx
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """The residual and the weighted results of a token's experts, BLOCK_N columns."""
@@ -113,17 +120,23 @@ def moe_gather_down(
     x_ptr += token * (CHOICES * K)
     idx_ptr += token * CHOICES
     scale_ptr += token * CHOICES
-    wait_for_previous(DEPENDENT_LAUNCH)
-    ahead = ()
+    if not EARLY_WEIGHTS:
+        wait_for_previous(DEPENDENT_LAUNCH)
+    weights, factors = (), ()
     for step in tl.static_range(AHEAD):
-        ahead = ahead + load_step(weight_ptr, idx_ptr, place, step, column, N, K, BLOCK_K)
+        weights = weights + step_weights(weight_ptr, idx_ptr, place, step, column, N, K, BLOCK_K)
+    if EARLY_WEIGHTS:
+        wait_for_previous(DEPENDENT_LAUNCH)
+    for step in tl.static_range(AHEAD):
+        factors = factors + step_factors(x_ptr, scale_ptr, step, column, K, BLOCK_K)
     residual = tl.load(residual_ptr + token * N + n, mask=inside, other=0).to(tl.float32)
     sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for step in range(TOTAL - AHEAD):
-        sums = add_choice(sums, ahead[0], x_ptr, scale_ptr, step, column, K, BLOCK_K)
-        ahead = ahead[1:] + load_step(weight_ptr, idx_ptr, place, step + AHEAD, column, N, K, BLOCK_K)
+    for step in range(AHEAD, TOTAL):
+        sums = add_choice(sums, weights[0], factors[0], factors[1])
+        weights = weights[1:] + step_weights(weight_ptr, idx_ptr, place, step, column, N, K, BLOCK_K)
+        factors = factors[2:] + step_factors(x_ptr, scale_ptr, step, column, K, BLOCK_K)
     for step in tl.static_range(AHEAD):
-        sums = add_choice(sums, ahead[step], x_ptr, scale_ptr, TOTAL - AHEAD + step, column, K, BLOCK_K)
+        sums = add_choice(sums, weights[step], factors[2 * step], factors[2 * step + 1])
     out = residual + tl.sum(sums, axis=1)
     if bias_ptr is not None:
         for choice in range(CHOICES):
