@@ -220,6 +220,26 @@ _PRODUCTS = {
             "bf16[1, 8], i32[8], i32[129]",
         ),
     ),
+    "moe_gather_up": (
+        Text(
+            "bf16[1, 2048]; i32[1, 8]; weight bf16[128, 1536, 2048]; weight bf16[2048]",
+            "norm_moe_gather_up {eps=1e-06}", "bf16[8, 768]",
+        ),
+        Text(
+            "bf16[1, 2880]; i32[1, 4]; weight bf16[32, 5760, 2880]; weight bf16[32, 5760]", "moe_gather_up",
+            "bf16[4, 2880]",
+        ),
+    ),
+    "moe_gather_down": (
+        Text(
+            "bf16[8, 768]; i32[1, 8]; weight bf16[128, 2048, 768]; bf16[1, 8]; bf16[1, 2048]", "moe_gather_down",
+            "bf16[1, 2048]",
+        ),
+        Text(
+            "bf16[2, 14336]; i32[1, 2]; weight bf16[8, 4096, 14336]; bf16[1, 2]; bf16[1, 4096]", "moe_gather_down",
+            "bf16[1, 4096]",
+        ),
+    ),
     "moe_combine": (
         Text("bf16[T, 8, 2048]; bf16[T, 2048]", "moe_combine", "bf16[T, 2048]"),
         Text("f32[T, 4, 2880]", 'moe_combine {dtype="bf16"}', "bf16[T, 2880]"),

@@ -23,7 +23,7 @@ from llmc.targets.target import Target
 KEYS = ("bn", "bk", "warps", "stages")
 # Columns of a program in all parts, depth of a step, warps, steps that are loaded ahead; best guess first.
 UP = ((2, 1024, 4, 2), (2, 2048, 4, 1), (2, 2048, 8, 1), (4, 512, 2, 4), (4, 1024, 4, 2), (8, 2048, 8, 1))
-DOWN = ((8, 1024, 8, 2), (8, 1024, 8, 4), (4, 1024, 4, 4), (4, 256, 4, 8), (2, 1024, 8, 2), (8, 256, 4, 8))
+DOWN = ((8, 1024, 8, 4), (8, 1024, 8, 2), (4, 1024, 4, 4), (4, 256, 4, 8), (2, 1024, 8, 2), (8, 256, 4, 8))
 CHOSEN, WEIGHT = 1, 2  # the operands that are the experts of each token, and the stack
 _READ = 0.92  # share of the bandwidth
 _FURTHER = 0.01  # how much slower each schedule is taken to be than the one before it
