@@ -158,7 +158,10 @@ def mixture_prompts(name: str) -> list[list[int]]:
 @pytest.mark.parametrize("pair", MIXTURES, ids=lambda p: p.name)
 @pytest.mark.parametrize("batched", (False, True), ids=("alone", "batched"))
 def test_mixture_matches_cpu(batched: bool, pair: Pair, failures: dict[str, str]) -> None:
-    """With each kernel of the experts' products forced in turn. Prompts run in graphs of padded sizes."""
+    """With each kernel of the experts' products forced in turn. Prompts run in graphs of padded sizes.
+
+    The only mixture of experts of the deepseek_v3 model is in its last layer, whose experts are sorted.
+    """
     assert pair.name not in failures, failures[pair.name]
     plain = replace(pair, forced=()).name
     outputs = {kind: mixture_on_cpu(plain, kind, batched) for kind in ("cpu", "exact")}
@@ -167,7 +170,8 @@ def test_mixture_matches_cpu(batched: bool, pair: Pair, failures: dict[str, str]
     (last,) = (pair.path("gpu") / "ir").glob("*-memory.llir")
     chosen = set(re.findall(r' (moe_\w+)\(.*\bkernel="([^"]+)"', last.read_text()))
     assert not pair.forced or {kernel for op, kernel in chosen if op in ("moe_up", "moe_down")} <= set(pair.forced)
-    assert ("moe_gather_down", "triton/moe_gather_down") in chosen or pair.forced
+    gathers = not pair.forced and pair.case is not None and pair.case.model_type != "deepseek_v3"
+    assert (("moe_gather_down", "triton/moe_gather_down") in chosen) is gathers
 
 
 @pytest.mark.parametrize("pair", TEXTS, ids=lambda p: p.name)

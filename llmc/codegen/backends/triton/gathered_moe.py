@@ -21,9 +21,10 @@ from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
 KEYS = ("bn", "bk", "warps", "stages")
-# Columns of a program in all parts, depth of a step, warps, steps that are loaded ahead; best guess first.
-UP = ((2, 1024, 4, 2), (2, 2048, 4, 1), (2, 2048, 8, 1), (4, 512, 2, 4), (4, 1024, 4, 2), (8, 2048, 8, 1))
-DOWN = ((8, 1024, 8, 4), (8, 1024, 8, 2), (4, 1024, 4, 4), (4, 256, 4, 8), (2, 1024, 8, 2), (8, 256, 4, 8))
+# Columns of a program in all parts, depth of a step, warps, steps that are loaded ahead; fastest first, as measured for
+# Qwen3-30B-A3B on an H100. Within the step of an H200, the first of DOWN is 7 % of the step faster than the last.
+UP = ((2, 1024, 4, 2), (2, 2048, 4, 1), (2, 2048, 8, 1), (4, 512, 2, 4), (8, 2048, 8, 1), (4, 1024, 4, 2))
+DOWN = ((8, 1024, 8, 2), (2, 1024, 4, 8), (4, 1024, 8, 8), (2, 1024, 8, 2), (4, 256, 4, 12), (8, 1024, 8, 4))
 CHOSEN, WEIGHT = 1, 2  # the operands that are the experts of each token, and the stack
 _READ = 0.92  # share of the bandwidth
 _FURTHER = 0.01  # how much slower each schedule is taken to be than the one before it
