@@ -27,4 +27,5 @@ def deterministic(target: Target, speculate: int) -> Target:
         raise Diagnostic("E512", cause, "leave out --speculate and --draft, or use a CPU target")
     without = "".join(f", without {name}" for name in BY_TOKENS if name in target.pipeline)
     pipeline = target.pipeline.replace("split-kv", "split-kv{fixed=true}")
+    pipeline = pipeline.replace("fuse-experts", "fuse-experts{route=false}")  # other ops for a single token
     return replace(target, deterministic=True, pipeline=pipeline + without)
