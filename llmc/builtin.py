@@ -33,6 +33,7 @@ PASSES = MappingProxyType(
         "fuse-rows": "llmc.passes.fuse.fuse_rows:FuseRows",
         "split-sample": "llmc.passes.split.split_sample:SplitSample",
         "split-moe": "llmc.passes.split.split_moe:SplitMoe",
+        "gather-experts": "llmc.passes.split.gather_experts:GatherExperts",
         "fuse-experts": "llmc.passes.fuse.fuse_experts:FuseExperts",
         "fuse-norm-linear": "llmc.passes.fuse.fuse_norm_linear:FuseNormLinear",
         "fuse-norm-quantized": "llmc.passes.fuse.fuse_norm_quantized:FuseNormQuantized",

@@ -199,15 +199,19 @@ def test_a_report_of_products(capsys: pytest.CaptureFixture[str]) -> None:
     ways = [("triton/gemm", 2.0), ("cuda/gemm_wgmma", 4.0), ("cuda/gemm_wgmma", 5.0), ("cublas", 8.0)]
     rows = [products.row(product, 512, kernel, "{}", us) for kernel, us in ways]
     assert rows[0]["tflops"] == round(2e-6 * 512 * 264 * 520 / 2, 1)
-    products.report(rows)
+    products.report(product, 512, rows)
     first, *rest = capsys.readouterr().out.splitlines()
-    assert first == "512 tokens x 264x520: triton 2.0 us, cuda/gemm_wgmma 4.0 us, cublas 8.0 us"
+    assert first == "512 tokens x 264x520: Triton 2.0 us, cuda/gemm_wgmma 4.0 us, cublas 8.0 us"
     assert len(rest) == 4 and "2.0 us" in rest[0] and "triton/gemm" in rest[0]
 
 
 @pytest.mark.parametrize(("tokens", "symbols"), [(1, [""]), (64, ["T", "R"]), (512, ["T"])])
 def test_experts_are_timed_and_recorded_for_rows_and_tokens(tokens: int, symbols: list[str], tmp_path: Path) -> None:
     m, registry, path = experts.MIXTURES["qwen3-30b-a3b"], load(), tmp_path / "tuning.jsonl"
+    assert experts.ops_of(tokens)[2:] == (experts.GATHERED if tokens == 1 else ())
+    for op in experts.ops_of(tokens)[2:]:  # they have no CUDA kernel
+        ways = experts.candidates(m, op, tokens, 3, registry, sm_90())
+        assert [c.kernel.name for c in ways] == [f"triton/{op.removeprefix('norm_')}"] * 3
     for op in ("moe_up", "moe_down"):
         found = experts.candidates(m, op, tokens, 3, registry, sm_90())
         assert [c.kernel.name == experts.OURS for c in found] == [False] * 3 + [True] * 10

@@ -11,24 +11,25 @@ of tokens. tests/gpu/test_cuda_kernels.py checks results.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.gpu import schedules
 from bench.gpu.floors import H200
-from llmc.codegen import select
 from llmc.codegen.scratch_dir import scratch
 from llmc.codegen.tuning_records import Tuning, record, save, schedule_text
-from llmc.extension import Registry, load
+from llmc.extension import Registry
 from llmc.ir.graph import Graph, Node
 from llmc.ir.text import parse
-from llmc.measure.timing import Candidate, Timer
+from llmc.measure.timing import Candidate
 from llmc.targets.target import Target
 
 OURS = "cuda/grouped_wgmma"
+ALL = 99  # schedules
 MOST_TOKENS, MOST_ROWS = 8192, 256
 TOKENS = "1,16,64,128,256,512,2048,8192"
+GATHERED = ("norm_moe_gather_up", "moe_gather_down")  # products of one token, whose pairs are not sorted
 SWIGLU = "mul(mul(a0, sigmoid(a0)), a1)"
 
 
@@ -48,7 +49,7 @@ class Mixture:
 
     def floor_us(self, op: str, tokens: int) -> float:
         """Return the lower bound of a product on an H200: the weights of chosen experts are read once."""
-        weights = (2 if op == "moe_up" else 1) * self.hidden * self.inner
+        weights = (2 if op.endswith("up") else 1) * self.hidden * self.inner
         read = 2 * weights * self.touched(tokens) / H200.read
         return max(read, 2 * weights * tokens * self.chosen / H200.product) * 1e6
 
@@ -57,6 +58,8 @@ class Mixture:
         d, i, e, k = self.hidden, self.inner, self.experts, self.chosen
         pairs = f"{k * int(tokens)}" if tokens.isdigit() else f"{k}*{tokens}"
         routed = f"%o: i32[{pairs}], %s: i32[{e + 1}]"
+        if op in GATHERED:
+            return self._gathered(op, registry)
         if op == "moe_up":
             inputs = f"%x: bf16[{tokens}, {d}], {routed}, %w: weight bf16[{e}, {2 * i}, {d}]"
             call = f'moe_up(%x, %o, %s, %w) {{k={k}, body="{SWIGLU}"}} : bf16[{pairs}, {i}]'
@@ -65,6 +68,20 @@ class Mixture:
             call = f'moe_down(%x, %o, %s, %w, %f) {{dtype="bf16"}} : bf16[{tokens}, {k}, {d}]'
         symbols = "" if tokens.isdigit() else f"sym {tokens} in [1, {MOST_TOKENS}]\n"
         text = f"{symbols}graph @main({inputs}) {{\n  %y = {call}\n  return %y\n}}\n"
+        graph = parse(text, registry.opset()).graphs["main"]
+        return graph, next(iter(graph.nodes))
+
+    def _gathered(self, op: str, registry: Registry) -> tuple[Graph, Node]:
+        """One token's product that needs no sorting."""
+        d, i, e, k = self.hidden, self.inner, self.experts, self.chosen
+        if op.endswith("up"):
+            inputs = f"%x: bf16[1, {d}], %i: i32[1, {k}], %w: weight bf16[{e}, {2 * i}, {d}], %g: weight bf16[{d}]"
+            call = f'norm_moe_gather_up(%x, %i, %w, %g) {{eps=1e-06, body="{SWIGLU}"}} : bf16[{k}, {i}]'
+        else:
+            stack = f"%w: weight bf16[{e}, {d}, {i}]"
+            inputs = f"%x: bf16[{k}, {i}], %i: i32[1, {k}], {stack}, %f: bf16[1, {k}], %r: bf16[1, {d}]"
+            call = f"moe_gather_down(%x, %i, %w, %f, %r) : bf16[1, {d}]"
+        text = f"graph @main({inputs}) {{\n  %y = {call}\n  return %y\n}}\n"
         graph = parse(text, registry.opset()).graphs["main"]
         return graph, next(iter(graph.nodes))
 
@@ -83,24 +100,17 @@ MIXTURES = {
 def candidates(m: Mixture, op: str, tokens: int, ways: int, registry: Registry, target: Target) -> list[Candidate]:
     """Return the best `ways` Triton schedules and every schedule of the CUDA kernel for a size."""
     graph, node = m.node(op, "1" if tokens == 1 else "T", registry)
-    env = {"T": tokens}
-    found = select.candidates(node, registry.kernels, target, env, Tuning(), prefer=(OURS,))
-    ours = [o for o in found if o.kernel.name == OURS]
-    theirs = [o for o in found if o.kernel.name != OURS][:ways]
-    return [Candidate(node, graph, env, o.kernel, o.schedule) for o in (*theirs, *ours)]
+    return schedules.candidates(graph, node, {"T": tokens}, OURS, ways, Tuning(), registry, target)
+
+
+def ops_of(tokens: int) -> tuple[str, ...]:
+    """The products of a step of as many tokens: of one token, also those that need no sorting."""
+    return ("moe_up", "moe_down", *(GATHERED if tokens == 1 else ()))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    ap = argparse.ArgumentParser(description="time the products of experts in CUDA C++ beside Triton's")
-    ap.add_argument("--target", default="cuda:sm_90")
-    ap.add_argument("--tokens", default=TOKENS)
+    ap = schedules.parser("time the products of experts in CUDA C++ beside Triton's", TOKENS, 6)
     ap.add_argument("--models", default="qwen3-30b-a3b", help=f"of {', '.join(MIXTURES)}")
-    ap.add_argument("--ways", type=int, default=6, help="number of Triton schedules")
-    ap.add_argument("--seconds", type=float, default=0.003, help="of a round")
-    ap.add_argument("--cache", type=Path, help="folder of compiled kernels that is kept")
-    ap.add_argument("--compile-only", action="store_true", help="compile into --cache; needs no GPU")
-    ap.add_argument("--json", type=Path, help="file for all rows, one JSON object per line")
-    ap.add_argument("--record", type=Path, help="tuning file for all times")
     args = ap.parse_args(argv)
     with scratch() as folder:
         run(args, args.cache or folder)
@@ -108,27 +118,27 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(args: argparse.Namespace, cache: Path) -> None:
     """Compile or measure what the arguments name."""
-    registry = load()
-    target = registry.target(args.target)
-    timer = Timer(target, registry, cache, jobs=None, context=1024, page=target.page_size, seconds=args.seconds)
-    if not args.compile_only:
-        timer.check_device()
+    timer, registry, target = schedules.timer_of(args, cache)
     bounds = {"T": (1, MOST_TOKENS)}
-    sizes = [int(n) for n in args.tokens.split(",")]
     for m in (MIXTURES[name] for name in args.models.split(",")):
         ways = {
-            (op, n): candidates(m, op, n, args.ways, registry, target) for n in sizes for op in ("moe_up", "moe_down")
+            (op, n): candidates(m, op, n, ALL if op in GATHERED else args.ways, registry, target)
+            for n in map(int, args.tokens.split(","))
+            for op in ops_of(n)
         }
         timer.compile([c for found in ways.values() for c in found], bounds)
         for (op, tokens), found in () if args.compile_only else ways.items():
             times = timer.microseconds(found, bounds)
-            rows = [row(m, op, tokens, c, us) for c, us in zip(found, times, strict=True)]
-            report(sorted(rows, key=lambda r: float(str(r["us"]))))
-            if args.json:
-                with args.json.open("a") as f:
-                    f.writelines(f"{json.dumps(r)}\n" for r in rows)
+            rows = sorted((row(m, op, tokens, c, us) for c, us in zip(found, times, strict=True)), key=_us)
+            title = f"{m.name} {op}, {tokens} tokens, floor {rows[0]['floor_us']} us"
+            schedules.report(title, {OURS: "CUDA C++"}, rows)
+            schedules.save_rows(args, rows)
             if args.record:
                 store(args.record, m, op, tokens, list(zip(found, times, strict=True)), registry, target)
+
+
+def _us(row: schedules.Row) -> float:
+    return float(str(row["us"]))
 
 
 def store(
@@ -149,18 +159,6 @@ def row(m: Mixture, op: str, tokens: int, c: Candidate, us: float) -> dict[str, 
         "model": m.name, "op": op, "tokens": tokens, "kernel": c.kernel.name, "schedule": schedule_text(c.schedule),
         "us": round(us, 2), "floor_us": round(m.floor_us(op, tokens), 2),
     }  # fmt: skip
-
-
-def report(found: Sequence[dict[str, object]]) -> None:
-    """Print the best of Triton and of CUDA C++ for one size, then all rows."""
-    best: dict[str, object] = {}
-    for r in found:
-        best.setdefault("CUDA C++" if r["kernel"] == OURS else "Triton", r["us"])
-    first = found[0]
-    shown = ", ".join(f"{side} {us} us" for side, us in best.items())
-    print(f"{first['model']} {first['op']}, {first['tokens']} tokens: {shown}, floor {first['floor_us']} us")
-    for r in found:
-        print(f"  {r['us']:>9} us  {r['kernel']} {r['schedule']}", flush=True)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,8 @@ from bench.gpu.rows import Row
 from bench.shapes import Shape
 
 LAUNCHES = 400  # of one timed program
-EXPERTS = ("moe_up", "moe_down")  # ends of the names of products of experts
+EXPERTS = ("moe_up", "moe_down", "moe_gather_up", "moe_gather_down")  # ends of the names of products of experts
+ROUTING = ("topk_map", "topk_route", "moe_route")  # without them, products of experts would read any address
 ROUNDS = 7
 STEPS = 64
 
@@ -188,7 +189,8 @@ def kernel_rows(path: Path, shape: Shape, load: Load, roof: Roof) -> Iterator[Ro
     """Return a row per group, one of their sum, and one of the whole step; a launch's floor is its roofline time.
 
     `in_step_us` of a group is what the step's time shrinks by without it: launches overlap, so this may be less than
-    the time of the group alone. It is not measured for the first launch, whose tables the others read.
+    the time of the group alone. It is not measured for the first launch, whose tables the others read, for launches
+    that choose experts, and for products of experts: the next launch may read the choice before its wait.
     """
     bench, suite = Bench(path, load), "mixed" if load.tokens else "kernels"
     try:
@@ -215,7 +217,7 @@ def kernel_rows(path: Path, shape: Shape, load: Load, roof: Roof) -> Iterator[Ro
             seen[case] += 1
             case += f", {seen[case]}" if seen[case] > 1 else ""  # two products at one place are two rows
             extra = {"each_us": each / len(launches) * 1e6, "kernel": kernel, "grid": [d(env) for d in x.grid]}
-            if x is not program.launches[0]:
+            if x is not program.launches[0] and x.op not in ROUTING and not x.op.endswith(EXPERTS):
                 extra["in_step_us"] = (whole - bench.seconds_without(launches)) * 1e6
             yield Row(suite, shape.name, case, "us", each * 1e6, least * 1e6, extra=extra)
         extra = {"launches": len(program.launches)}

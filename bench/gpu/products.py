@@ -12,7 +12,6 @@ without the epilogue. FILE of --record gets the times as a tuning file. tests/gp
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -20,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmc.codegen import select
+from bench.gpu import schedules
 from llmc.codegen.scratch_dir import scratch
 from llmc.codegen.tuning_records import Tuning, record, save, schedule_text
-from llmc.extension import Registry, load
+from llmc.extension import Registry
 from llmc.ir.graph import Graph, Node
 from llmc.ir.text import parse
-from llmc.measure.timing import Candidate, Timer, copies_of
+from llmc.measure.timing import Candidate, copies_of
 from llmc.targets.target import Target
 
 OURS, CUBLAS = "cuda/gemm_wgmma", "cublas"
@@ -83,11 +82,7 @@ graph @main({inputs}) {{
 def candidates(p: Product, tokens: int, ways: int, registry: Registry, target: Target) -> list[Candidate]:
     """Return the best `ways` Triton schedules and every schedule of the CUDA kernel for a size."""
     graph, node = p.node(registry)
-    env = {"T": tokens}
-    found = select.candidates(node, registry.kernels, target, env, Tuning.shipped(target), prefer=(OURS,))
-    ours = [o for o in found if o.kernel.name == OURS]
-    theirs = [o for o in found if o.kernel.name != OURS][:ways]
-    return [Candidate(node, graph, env, o.kernel, o.schedule) for o in (*theirs, *ours)]
+    return schedules.candidates(graph, node, {"T": tokens}, OURS, ways, Tuning.shipped(target), registry, target)
 
 
 def cublas_us(p: Product, tokens: int, copies: int, seconds: float) -> float:
@@ -124,17 +119,9 @@ def cublas_us(p: Product, tokens: int, copies: int, seconds: float) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    ap = argparse.ArgumentParser(description="time products in CUDA C++ beside Triton's and cuBLAS")
-    ap.add_argument("--target", default="cuda:sm_90")
-    ap.add_argument("--tokens", default=TOKENS)
+    ap = schedules.parser("time products in CUDA C++ beside Triton's and cuBLAS", TOKENS, 3)
     ap.add_argument("--weights", default=WEIGHTS, help="columns of results x columns[:residual|:gated]")
-    ap.add_argument("--ways", type=int, default=3, help="number of Triton schedules")
-    ap.add_argument("--seconds", type=float, default=0.003, help="of a round")
     ap.add_argument("--no-cublas", action="store_true", help="torch is not needed then")
-    ap.add_argument("--cache", type=Path, help="folder of compiled kernels that is kept")
-    ap.add_argument("--compile-only", action="store_true", help="compile into --cache; needs no GPU")
-    ap.add_argument("--json", type=Path, help="file for all rows, one JSON object per line")
-    ap.add_argument("--record", type=Path, help="tuning file for all times")
     args = ap.parse_args(argv)
     with scratch() as folder:
         run(args, args.cache or folder)
@@ -142,28 +129,22 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(args: argparse.Namespace, cache: Path) -> None:
     """Compile or measure what the arguments name."""
-    registry = load()
-    target = registry.target(args.target)
-    timer = Timer(target, registry, cache, jobs=None, context=1024, page=target.page_size, seconds=args.seconds)
-    if not args.compile_only:
-        timer.check_device()
-    rows: list[dict[str, object]] = []
+    timer, registry, target = schedules.timer_of(args, cache)
+    bounds = {"T": (1, MOST_TOKENS)}
     for p in map(Product.read, args.weights.split(",")):
         for tokens in map(int, args.tokens.split(",")):
             found = candidates(p, tokens, args.ways, registry, target)
             if args.compile_only:
-                timer.compile(found, {"T": (1, MOST_TOKENS)})
+                timer.compile(found, bounds)
                 continue
-            times = timer.microseconds(found, {"T": (1, MOST_TOKENS)})
+            times = timer.microseconds(found, bounds)
             named = [(c.kernel.name, schedule_text(c.schedule), us) for c, us in zip(found, times, strict=True)]
             if not args.no_cublas:
                 copies = copies_of(found[0].node, found[0].env, target)
                 named.append((CUBLAS, "without epilogue", cublas_us(p, tokens, copies, args.seconds)))
-            some = [row(p, tokens, *x) for x in sorted(named, key=lambda x: x[2])]
-            rows += some
-            report(some)
-            if args.json:
-                args.json.write_text("".join(f"{json.dumps(r)}\n" for r in rows))
+            rows = [row(p, tokens, *x) for x in sorted(named, key=lambda x: x[2])]
+            report(p, tokens, rows)
+            schedules.save_rows(args, rows)
             if args.record:
                 lines = zip(found, times, strict=True)
                 save(args.record, [record(c.node, c.kernel.name, c.schedule, target, us, c.env) for c, us in lines])
@@ -177,16 +158,9 @@ def row(p: Product, tokens: int, kernel: str, schedule: str, us: float) -> dict[
     }  # fmt: skip
 
 
-def report(found: Sequence[dict[str, object]]) -> None:
+def report(p: Product, tokens: int, rows: Sequence[schedules.Row]) -> None:
     """Print the best of Triton, of CUDA C++ and of cuBLAS for one size, then all rows."""
-    best: dict[str, object] = {}
-    for r in found:
-        side = str(r["kernel"]) if r["kernel"] in (OURS, CUBLAS) else "triton"
-        best.setdefault(side, r["us"])
-    shown = ", ".join(f"{side} {us} us" for side, us in best.items())
-    print(f"{found[0]['tokens']} tokens x {found[0]['weight']}: {shown}")
-    for r in found:
-        print(f"  {r['us']:>9} us  {r['tflops']:>6} TFLOP/s  {r['kernel']} {r['schedule']}", flush=True)
+    schedules.report(f"{tokens} tokens x {p.name}", {OURS: OURS, CUBLAS: CUBLAS}, rows, "tflops")
 
 
 if __name__ == "__main__":

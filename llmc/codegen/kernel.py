@@ -128,7 +128,7 @@ class Kernel:
 
     name: such as "triton/gemv". ops: names of the ops that it implements. language: of the emitted source. crowds: its
     programs need whole multiprocessors, so it should not start while programs of the previous kernel still run. yields:
-    it supports LATE. preloads: its programs copy weights to shared memory before they wait for the previous launch.
+    it supports LATE. preloads: its programs load weights on chip before they wait for the previous launch.
     eager: it supports EAGER. opt_in: `select` uses it only if it was measured, or if the option `prefer` of `select`
     names it.
     """

@@ -9,7 +9,7 @@ from llmc.targets.target import Target
 
 GPUS = ("sm_80", "sm_90")  # for whose matrix instructions Triton kernels declare an order of sums
 # Passes that compute a value by other ops in graphs of few tokens than in those of prompts.
-BY_TOKENS = ("fuse-norm-linear", "split-single", "fuse-norm-quantized")
+BY_TOKENS = ("fuse-norm-linear", "split-single", "gather-experts", "fuse-norm-quantized")
 
 
 def deterministic(target: Target, speculate: int) -> Target:
@@ -27,4 +27,5 @@ def deterministic(target: Target, speculate: int) -> Target:
         raise Diagnostic("E512", cause, "leave out --speculate and --draft, or use a CPU target")
     without = "".join(f", without {name}" for name in BY_TOKENS if name in target.pipeline)
     pipeline = target.pipeline.replace("split-kv", "split-kv{fixed=true}")
+    pipeline = pipeline.replace("fuse-experts", "fuse-experts{route=false}")  # other ops for a single token
     return replace(target, deterministic=True, pipeline=pipeline + without)

@@ -7,10 +7,15 @@ import pytest
 from llmc.codegen.fixed_order import Orders, agreed_orders, key_of
 from llmc.codegen.kernel import EXACT
 from llmc.diagnostics import Diagnostic
+from llmc.extension import load
 from llmc.ir.dim import D
 from llmc.ir.graph import Graph, Node
 from llmc.ir.ops import OPS
 from llmc.ir.types import Type, tensor
+from llmc.passes.fuse.fuse_experts import FuseExperts
+from llmc.passes.pipeline import parse_pipeline
+from llmc.targets.deterministic import deterministic
+from llmc.targets.gpu_targets import sm_90
 
 Member = tuple[Graph, Node, Orders]
 
@@ -68,3 +73,8 @@ def test_parts_of_attention_are_the_same_computation() -> None:
     attrs = {"scale": 1.0, "splits": 2, "part": 64}
     parts = g.add(OPS["paged_attention_parts"], [q, *state, rows, rows], attrs, loc="attn")
     assert key_of(Graph("step"), whole) == key_of(g, parts) == ("paged_attention", "attn", ())
+
+
+def test_experts_of_a_single_token_are_chosen_and_sorted_by_the_ops_of_all_graphs() -> None:
+    passes = parse_pipeline(deterministic(sm_90(), 0).pipeline, load().passes)
+    assert FuseExperts(route=False) in passes and "gather-experts" not in [p.name for p in passes]

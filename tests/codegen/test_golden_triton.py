@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from llmc.codegen.backends.triton.gathered_moe import GATHER_DOWN, GATHER_UP
 from llmc.codegen.backends.triton.gemm_small import GEMM, GEMM_SMALL
 from llmc.codegen.backends.triton.gemm_splitk import GEMM_SPLITK, SPLITK_COMBINE
 from llmc.codegen.backends.triton.gemm_tma import GEMM_TMA
@@ -84,6 +85,16 @@ NODES: dict[str, tuple[Kernel, str, str]] = {
     "moe_down": (
         DOWN, f"%x: bf16[8*T, 768], {PAIRS}, %w: weight bf16[128, 2048, 768], %a: f32[T, 8]",
         "moe_down(%x, %p, %s, %w, %a) : f32[T, 8, 2048]",
+    ),
+    "moe_gather_up": (
+        GATHER_UP, "%x: bf16[1, 2048], %i: i32[1, 8], %w: weight bf16[128, 1536, 2048], %g: weight bf16[2048]",
+        "norm_moe_gather_up(%x, %i, %w, %g) {eps=1e-06} : bf16[8, 768]",
+    ),
+    "moe_gather_down": (
+        GATHER_DOWN,
+        "%x: bf16[4, 2880], %i: i32[1, 4], %w: weight bf16[32, 2880, 2880], %a: bf16[1, 4], %r: bf16[1, 2880], "
+        "%b: weight bf16[32, 2880]",
+        "moe_gather_down(%x, %i, %w, %a, %r, %b) : bf16[1, 2880]",
     ),
     "moe_combine": (COMBINE, "%x: bf16[T, 8, 2048], %r: bf16[T, 2048]", "moe_combine(%x, %r) : bf16[T, 2048]"),
     "topk_map": (

@@ -25,7 +25,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def card(request: Any) -> Iterator[Card]:
-    yield Card(exact=request.config.getoption("--exact-buffers", default=False))
+    options = request.config.getoption
+    yield Card(exact=options("--exact-buffers", default=False), sample=options("--sample", default=1))
 
 
 @pytest.fixture(autouse=True)

@@ -55,12 +55,15 @@ class Packed:
 
 
 class Card:
-    """The first device. exact: allocate every buffer separately, with its exact size, for compute-sanitizer."""
+    """The first device.
 
-    def __init__(self, exact: bool = False, nbytes: int = 64 << 20) -> None:
+    exact: allocate every buffer separately, with its exact size, for compute-sanitizer. sample: run every Nth case.
+    """
+
+    def __init__(self, exact: bool = False, nbytes: int = 64 << 20, sample: int = 1) -> None:
         from cuda.bindings import driver
 
-        self.cu, self.exact = driver, exact
+        self.cu, self.exact, self.sample = driver, exact, sample
         self.ok(driver.cuInit(0))
         device = self.ok(driver.cuDeviceGet(0))
         self._context = self.ok(driver.cuDevicePrimaryCtxRetain(device))

@@ -1,6 +1,8 @@
 """The models that the tests run on the GPU and on the CPU, and their artifacts, which are compiled if missing.
 
-    python tests/gpu/model_cases.py [--all] [--only NAME,NAME] [--jobs N]      writes build/gpu/models; needs no GPU
+    python tests/gpu/model_cases.py [--all] [--mixtures] [--only NAME,NAME] [--jobs N]      no GPU is needed
+
+The artifacts are in build/gpu/models.
 
 CPU artifacts are compiled for x86-64-v3, so that they run on most machines. A model that is not in float32 has a third
 artifact, "exact": the same weights in float32 on a CPU, from which the errors of the other two are measured.
@@ -14,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,18 +36,29 @@ ROWS, TOKENS, LENGTH = 20, 64, 96  # more than 16 rows, so that graphs for all r
 class Pair:
     """A model in a dtype ("float32", "bfloat16", "auto"), compiled for the GPU and for a CPU.
 
-    case: the model's configuration; None: the demonstration model.
+    case: the model's configuration; None: the demonstration model. forced: kernels that compute all nodes of a mixture
+    that they support, in the GPU's artifact; those of the CPU do not depend on it.
     """
 
     case: Case | None
     dtype: str
+    forced: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        return f"{self.case.name if self.case else 'demo'}-{self.dtype}"
+        kernel = f"-{self.forced[0].replace('/', '_')}" if self.forced else ""
+        return f"{self.case.name if self.case else 'demo'}-{self.dtype}{kernel}"
 
     def path(self, kind: str) -> Path:
-        return FOLDER / f"{self.name}-{kind}.llmc"
+        plain = self if kind == "gpu" else Pair(self.case, self.dtype)
+        return FOLDER / f"{plain.name}-{kind}.llmc"
+
+    def pipeline(self, kind: str) -> str:
+        """The compile option; with forced kernels, single tokens are sorted by expert, too."""
+        if kind != "gpu" or not self.forced:
+            return ""
+        kernels = ", ".join(f'"{x}"' for x in self.forced)
+        return f"serve, without gather-experts, without select, before pack: select{{prefer=[{kernels}]}}"
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -57,6 +70,22 @@ class Pair:
 
 
 TEXTS = (Pair(None, "auto"), Pair(None, "float32"))  # models with a tokenizer; auto is bfloat16
+
+
+def _mixture(name: str) -> Case:
+    """A mixture of the parity tests with 8 experts, of which a token chooses 3."""
+    case = next(c for c in UNLISTED if c.name == name)
+    experts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8)
+    config = case.config | {key: n for key, n in experts.items() if key in case.config}
+    return replace(case, name=f"{name}-8", config=config | {"num_experts_per_tok": 3})
+
+
+# Products of experts are computed as they are by default (of one token without sorting), and by each kernel in turn.
+MIXTURES = tuple(
+    Pair(_mixture(name), "bfloat16", forced)
+    for name in ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
+    for forced in ((), ("cuda/grouped_wgmma",), ("triton/moe_up", "triton/moe_down"))
+)
 
 
 def pairs(every: bool = False) -> list[Pair]:
@@ -89,6 +118,7 @@ def make(pair: Pair) -> str:
             options = Options(
                 target=TARGETS[kind], dtype=dtype, max_model_len=length, max_num_seqs=ROWS,
                 max_num_batched_tokens=TOKENS, cache=FOLDER.parent / "cache", reuse=False,
+                pipeline=pair.pipeline(kind),
             )  # fmt: skip
             try:
                 compile_model(model, pair.path(kind), options, force=True)
@@ -104,17 +134,21 @@ def make_all(found: Sequence[Pair], jobs: int) -> list[str]:
     if not missing:
         return []
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return [why for why in pool.map(make, missing) if why]
+        shared = {p.path("cpu"): p for p in missing}  # one of those that share artifacts for a CPU is made first
+        first = [*pool.map(make, shared.values())]
+        return [why for why in (*first, *pool.map(make, (p for p in missing if p not in shared.values()))) if why]
 
 
 def main() -> None:
     ap = argparse.ArgumentParser(description="compile the models of the GPU tests, without a GPU")
     ap.add_argument("--all", action="store_true", help="every architecture of the parity table")
+    ap.add_argument("--mixtures", action="store_true", help="the mixtures with each kernel forced in turn, alone")
     ap.add_argument("--only", default="", metavar="NAME,NAME", help="pairs by name, such as llama-bfloat16")
     ap.add_argument("--jobs", type=int, default=1, metavar="N")
     args = ap.parse_args()
     wanted = set(args.only.split(",")) - {""}
-    found = [p for p in pairs(args.all or bool(wanted)) if not wanted or p.name in wanted]
+    known = MIXTURES if args.mixtures else pairs(args.all or bool(wanted))
+    found = [p for p in known if not wanted or p.name in wanted]
     failed = make_all(found, args.jobs)
     print(f"{sum(p.made for p in found)} of {len(found)} pairs in {FOLDER}")
     for why in failed:

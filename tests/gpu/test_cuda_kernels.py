@@ -193,8 +193,8 @@ def mixture(
 
 
 def check(cases: Sequence[Case], card: Card, cache: Path) -> None:
-    """Run every case alone and after a kernel that writes its operands with a delay."""
-    target = sm_90()
+    """Run every case, or a sample, alone and after a kernel that writes its operands with a delay."""
+    target, cases = sm_90(), cases[:: card.sample]
     tool = NvrtcToolchain.find(target)
     sources = [c.kernel.emit(c.node, c.schedule, target) for c in cases]
     settled = [c.kernel.early(c.node) if SETTLED in c.schedule else () for c in cases]

@@ -210,11 +210,11 @@ def failures(card: Card, jobs: Sequence[Job], binaries: Mapping[str, Compiled | 
 
 
 @pytest.mark.parametrize("op", list(OPS))
-def test_kernel(op: str, card: Card, binaries: dict[str, Any], request: Any) -> None:
+def test_kernel(op: str, card: Card, binaries: dict[str, Any]) -> None:
     """All cases of one op."""
     jobs = jobs_by_op().get(op, [])
     assert jobs or op in NOT_LAUNCHED, f"no Triton kernel runs {op}"
-    found = failures(card, jobs[:: request.config.getoption("--sample", default=1)], binaries)
+    found = failures(card, jobs[:: card.sample], binaries)
     assert not found, f"{len(found)} of {len(jobs)} cases:\n" + "\n".join(found[:20])
 
 

@@ -6,14 +6,17 @@ Tokens may differ where two of them were nearly equally likely; the tokens after
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pytest
 from draw import generator
 from gpu.error_ratio import excess
-from gpu.model_cases import LENGTH, TEXTS, Pair, make_all, pairs
+from gpu.model_cases import LENGTH, MIXTURES, TEXTS, Pair, make_all, pairs
 from llmc_runtime import LLM, SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -24,6 +27,7 @@ LOGPROBS = 20  # likeliest ids whose log-probabilities are compared
 TOLERANCE = 1e-3
 PAIRS = {p.name: p for p in pairs()}
 EVERY = {p.name: p for p in pairs(every=True)}
+PLAIN = {p.name: p for p in MIXTURES if not p.forced}
 STORIES = ("When the morning came,", "Once there was a river that", "The old man said")
 OPENINGS = ("Once there was", "In the morning", "The old man saw", "Far away lived", "At night", "She looked for")
 SUBJECTS = (" a river", " a small house", " the king", " two birds", " a boat", " the moon")
@@ -35,7 +39,8 @@ def failures(request: Any) -> dict[str, str]:
     """Compile the models of the selected tests that have no artifacts; return the error of each pair that failed."""
     selected = [value for item in request.session.items for value in _parameters(item)]
     jobs = max(1, (os.cpu_count() or 1) // 4)
-    failed = make_all([p for p in PAIRS.values() if p in selected or p.name in selected], jobs)
+    known = [*PAIRS.values(), *MIXTURES]
+    failed = make_all([p for p in known if p in selected or p.name in selected], jobs)
     return {error.partition(" ")[0]: error for error in failed}
 
 
@@ -100,7 +105,11 @@ def check(pair: Pair, prompts: Sequence[Any], steps: int, batched: bool) -> None
 
     In bfloat16 both round, in different orders of summation: `error_ratio` compares the sizes of the errors.
     """
-    outputs = {kind: generate(pair, kind, prompts, steps, batched) for kind in pair.kinds}
+    check_outputs(pair, {kind: generate(pair, kind, prompts, steps, batched) for kind in pair.kinds})
+
+
+def check_outputs(pair: Pair, outputs: Mapping[str, Sequence[Any]]) -> None:
+    """Compare the completions of each kind of artifact, as `check` says."""
     if pair.dtype == "float32":
         compare(outputs["gpu"], outputs["cpu"], TOLERANCE)
         return
@@ -109,10 +118,10 @@ def check(pair: Pair, prompts: Sequence[Any], steps: int, batched: bool) -> None
     compare(outputs["gpu"], outputs["exact"], 4 * max(x.max() for x in cpu))
 
 
-def random_prompts(longest: int) -> list[list[int]]:
-    """Draw PROMPTS prompts of at most `longest` tokens; the fourth shares a prefix of pages with the third."""
+def random_prompts(longest: int, count: int = PROMPTS) -> list[list[int]]:
+    """Draw `count` prompts of at most `longest` tokens; the fourth shares a prefix of pages with the third."""
     rng = generator()
-    lengths = [*LENGTHS, *rng.integers(1, longest, PROMPTS - len(LENGTHS) - 1)]
+    lengths = [*LENGTHS, *rng.integers(1, longest, count - len(LENGTHS) - 1)]
     drawn = [rng.integers(3, 320, n).tolist() for n in lengths]
     return [*drawn[:3], [*drawn[2][:32], 5, 6, 7], *drawn[3:]]
 
@@ -133,6 +142,36 @@ def test_random_model_matches_cpu(name: str, failures: dict[str, str]) -> None:
 def _max_length(pair: Pair) -> int:
     case = pair.case
     return min(case.trace.get("max_positions", LENGTH), LENGTH) if case else LENGTH
+
+
+@lru_cache(maxsize=4)
+def mixture_on_cpu(name: str, kind: str, batched: bool) -> list[Any]:
+    """The completions of `generate` on the CPU, which mixtures with other kernels forced share."""
+    return generate(PLAIN[name], kind, mixture_prompts(name), STEPS, batched)
+
+
+@lru_cache(maxsize=4)
+def mixture_prompts(name: str) -> list[list[int]]:
+    return random_prompts(_max_length(PLAIN[name]) - STEPS, 30)
+
+
+@pytest.mark.parametrize("pair", MIXTURES, ids=lambda p: p.name)
+@pytest.mark.parametrize("batched", (False, True), ids=("alone", "batched"))
+def test_mixture_matches_cpu(batched: bool, pair: Pair, failures: dict[str, str]) -> None:
+    """With each kernel of the experts' products forced in turn. Prompts run in graphs of padded sizes.
+
+    The only mixture of experts of the deepseek_v3 model is in its last layer, whose experts are sorted.
+    """
+    assert pair.name not in failures, failures[pair.name]
+    plain = replace(pair, forced=()).name
+    outputs = {kind: mixture_on_cpu(plain, kind, batched) for kind in ("cpu", "exact")}
+    outputs["gpu"] = generate(pair, "gpu", mixture_prompts(plain), STEPS, batched)
+    check_outputs(pair, outputs)
+    (last,) = (pair.path("gpu") / "ir").glob("*-memory.llir")
+    chosen = set(re.findall(r' (moe_\w+)\(.*\bkernel="([^"]+)"', last.read_text()))
+    assert not pair.forced or {kernel for op, kernel in chosen if op in ("moe_up", "moe_down")} <= set(pair.forced)
+    gathers = not pair.forced and pair.case is not None and pair.case.model_type != "deepseek_v3"
+    assert (("moe_gather_down", "triton/moe_gather_down") in chosen) is gathers
 
 
 @pytest.mark.parametrize("pair", TEXTS, ids=lambda p: p.name)

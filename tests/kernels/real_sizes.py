@@ -6,18 +6,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from kernels.cases import Text
+from kernels.real_sampling import KV, PAGES, SAMPLING, V
 
-V = 128256
-B = -(-V // 1024)
-ROWS = "i32[R]; i32[R+1]; i32[T]"
-PARAMS = "state f32[256, 8]; state i32[256, 8]"
-BIASES = "state i32[256, 1024]; state f32[256, 1024]"
-SEEN = f"state i32[256, {V // 32}]; state i32[256, {V}]"
-STATES = f"{PARAMS}; state i32[256, 32]; {SEEN}; {BIASES}; state i32[256, {V // 32}]"
-KV, PAGES, TOKENS = "state bf16[4096, 2, 8, 16, 128]", "state i32[256, 2560]", "state i32[256, 40960]"
 LATENTS = "state bf16[4096, 16, 576]"
 HIDDEN = "state bf16[4096, 16, 4096]"
-BLOCKS = f"f32[R, {B}]; i32[R, {B}]; f32[R, {B}]"
 SILU = "mul(mul(a0, sigmoid(a0)), a1)"
 NORM = "mul(mul(a0, rsqrt(add(row_mean(mul(a0, a0)), 1e-06))), a1)"
 ADDED_NORM = "mul(mul(add(a0, a1), rsqrt(add(row_mean(mul(add(a0, a1), add(a0, a1))), 1e-06))), a2)"
@@ -233,6 +225,26 @@ _PRODUCTS = {
             "bf16[1, 8], i32[8], i32[129]",
         ),
     ),
+    "moe_gather_up": (
+        Text(
+            "bf16[1, 2048]; i32[1, 8]; weight bf16[128, 1536, 2048]; weight bf16[2048]",
+            "norm_moe_gather_up {eps=1e-06}", "bf16[8, 768]",
+        ),
+        Text(
+            "bf16[1, 2880]; i32[1, 4]; weight bf16[32, 5760, 2880]; weight bf16[32, 5760]", "moe_gather_up",
+            "bf16[4, 2880]",
+        ),
+    ),
+    "moe_gather_down": (
+        Text(
+            "bf16[8, 768]; i32[1, 8]; weight bf16[128, 2048, 768]; bf16[1, 8]; bf16[1, 2048]", "moe_gather_down",
+            "bf16[1, 2048]",
+        ),
+        Text(
+            "bf16[2, 14336]; i32[1, 2]; weight bf16[8, 4096, 14336]; bf16[1, 2]; bf16[1, 4096]", "moe_gather_down",
+            "bf16[1, 4096]",
+        ),
+    ),
     "moe_combine": (
         Text("bf16[T, 8, 2048]; bf16[T, 2048]", "moe_combine", "bf16[T, 2048]"),
         Text("f32[T, 4, 2880]", 'moe_combine {dtype="bf16"}', "bf16[T, 2880]"),
@@ -287,85 +299,6 @@ _ROWS = {
     "iota": (Text("", 'iota {size=T, dtype="i32"}', "i32[T]"),),
 }  # fmt: skip
 
-_SAMPLING = {
-    "row_penalize": (
-        Text(
-            f"bf16[R, {V}]; i32[R]; {PARAMS}; {SEEN}; {BIASES}", "row_penalize", f"f32[R, {V}]",
-        ),
-        Text(
-            f"bf16[R, {V}]; i32[R]; {PARAMS}; {SEEN}; {BIASES}; i32[R+1]; i32[T]; {TOKENS}", "row_penalize",
-            f"f32[R, {V}]",
-        ),
-    ),
-    "row_mask": (
-        Text(
-            f"f32[R, {V}]; {ROWS}; state i32[256, 8]; state i32[256, 32]; state i32[256, {5 * V // 32}]", "row_mask",
-            f"f32[R, {V}]",
-        ),
-    ),
-    "row_sample": (Text(f"f32[R, {V}]; {ROWS}; {TOKENS}; {PARAMS}", "row_sample", "i32[R]"),),
-    "row_block_max": (
-        Text(f"bf16[R, {V}]; {ROWS}; {STATES}", "row_block_max {block=1024}", f"f32[R, {B}], i32[R, {B}], f32[R, {B}]"),
-    ),
-    "row_sample_blocks": (
-        Text(f"bf16[R, {V}]; {ROWS}; {STATES}; {TOKENS}; {BLOCKS}", "row_sample_blocks {block=1024}", "i32[R]"),
-    ),
-    "row_finish": (
-        Text(
-            f"bf16[R, {V}]; {ROWS}; {STATES}; {TOKENS}; {BLOCKS}; state i32[256]; i32[R]", "row_finish {block=1024}",
-            f"i32[R], f32[R], i32[R], i32[R, 20], f32[R, 20], {TOKENS}, state i32[256], state i32[256, {V}]",
-        ),
-    ),
-    "row_logprobs": (
-        Text(
-            f"bf16[R, {V}]; i32[R]; i32[R]; state i32[256, 8]", "row_logprobs", "f32[R], i32[R], i32[R, 20], f32[R, 20]"
-        ),
-    ),
-    "row_spans": (
-        Text("i32[R]; i32[R]; state i32[256]", "row_spans {tokens=T}", "i32[R+1], i32[T], i32[T]"),
-        Text("i32[1]; i32[1]; state i32[256]", "row_spans {tokens=1}", "i32[2], i32[1], i32[1]"),
-    ),
-    "row_begin": (
-        Text(
-            f"i32[R]; i32[R]; state i32[256]; {TOKENS}; {PAGES}", "row_begin {tokens=R, page=16}",
-            "i32[R+1], i32[R], i32[R], i32[R], i32[R]",
-        ),
-    ),
-    "row_tokens": (
-        Text(f"{TOKENS}; i32[T]; i32[T]", "row_ids", "i32[T]"),
-        Text(f"{PAGES}; i32[T]; i32[T]", "row_slots {page=16}", "i32[T]"),
-    ),
-    "row_last": (Text("i32[R+1]", "row_last", "i32[R]"),),
-    "row_commit": (
-        Text(
-            f"{TOKENS}; state i32[256]; state i32[256, {V}]; {ROWS}; i32[R]; i32[R]", "row_commit",
-            f"{TOKENS}, state i32[256], state i32[256, {V}]",
-        ),
-    ),
-    "row_accept": (
-        Text(
-            f"{TOKENS}; state i32[256]; state i32[256, {V}]; {ROWS}; i32[R]; i32[R]", "row_accept {limit=4}",
-            f"i32[R], {TOKENS}, state i32[256], state i32[256, {V}]",
-        ),
-    ),
-    "row_propose": (
-        Text(
-            f"{TOKENS}; state i32[256, 4]; state i32[256]; i32[R]; i32[R+1]; i32[R]", "row_propose",
-            f"i32[R], {TOKENS}, state i32[256, 4]",
-        ),
-    ),
-    "row_rewind": (Text("state i32[256]; state i32[256]; i32[R]", "row_rewind", "state i32[256]"),),
-    "row_first": (Text("i32[R+1]", "row_first", "i32[R]"),),
-    "row_reach": (Text("i32[R+1]; i32[T]", "row_reach", "i32[T]"),),
-    "row_mean": (Text("bf16[T, 1024]; i32[R+1]", "row_mean", "f32[R, 1024]"),),
-    "row_advance": (Text("state i32[256]; i32[R]; i32[R+1]; i32[T]", "row_advance", "state i32[256]"),),
-    "row_extend": (
-        Text(
-            f"{TOKENS}; state i32[256]; {ROWS}; i32[R]; i32[R]", "row_extend", f"{TOKENS}, state i32[256]"
-        ),
-    ),
-}  # fmt: skip
-
 _COLLECTIVES = {
     "all_reduce": (
         Text("bf16[T, 4096]; bf16[T, 4096]", "all_reduce_add {ranks=2}", "bf16[T, 4096]"),
@@ -388,7 +321,7 @@ _COLLECTIVES = {
 REAL: Mapping[str, tuple[Text, ...]] = MappingProxyType(
     {
         f"triton/{name}": texts
-        for part in (_ATTENTION, _PRODUCTS, _ROWS, _SAMPLING, _COLLECTIVES)
+        for part in (_ATTENTION, _PRODUCTS, _ROWS, SAMPLING, _COLLECTIVES)
         for name, texts in part.items()
     }
 )

@@ -86,17 +86,20 @@ def test_bfloat16(tmp_path: Path, device: InterpretDevice) -> None:
     run_case(SHALLOW, tmp_path, device, (1, 5), torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(("name", "layers"), [("qwen3_moe", 2), ("gpt_oss", 1)])
 def test_mixtures_choose_and_add_up_experts_in_one_launch_each(
-    name: str, tmp_path: Path, device: InterpretDevice
+    name: str, layers: int, tmp_path: Path, device: InterpretDevice
 ) -> None:  # fmt: skip
-    """Of one layer; a single row is also sorted by the launch that chooses its experts."""
+    """The experts of a single row are not sorted; in the last layer, whose sum the final norm takes, they are sorted by
+    the launch that chooses them.
+    """
     case = next(c for c in UNLISTED if c.name == name)
-    config = case.config | {"num_hidden_layers": 1}
-    config |= {"layer_types": config["layer_types"][:1]} if "layer_types" in config else {}
+    config = case.config | {"num_hidden_layers": layers}
+    config |= {"layer_types": config["layer_types"][:layers]} if "layer_types" in config else {}
     run_case(dataclasses.replace(case, config=config), tmp_path, device, (5,), torch.bfloat16)
     ran = {op for op, _ in device.launches}
     assert {"topk_map", "topk_route", "moe_route", "moe_up", "moe_down", "moe_combine"} <= ran
+    assert ({"norm_moe_gather_up", "moe_gather_down"} <= ran) is (layers > 1)
     assert not {"topk", "softmax", "sum"} & ran
 
 

@@ -1,6 +1,7 @@
 """Mixture of experts, as one op (`moe`) or as several (`moe_route`, `moe_up`, `moe_down`, `moe_combine`).
 
-The first three of these work on (token, expert) pairs sorted by expert. Ordinary ops before them select the experts.
+The first three of these work on (token, expert) pairs sorted by expert. `moe_gather_up` and `moe_gather_down` replace
+all four for few tokens, whose pairs need no sorting. Ordinary ops before them select the experts.
 The attribute `body` is the activation between an expert's two products: a scalar expression of the gate value a0 and
 the up value a1. Biases have one row per expert; either both products have one or neither.
 """
@@ -195,6 +196,65 @@ def moe_combine(y: Any, residual: Any = None, *, dtype: str = "") -> Any:
     dtype: of the result; by default that of `residual`, else that of y.
     """
     return y.sum(1) + (0 if residual is None else residual)
+
+
+def _gather_up_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    """The type of moe_gather_up's result: a row for each pair."""
+    gate(attrs["body"])
+    inner = env["m"].divide(2)
+    if inner is None:
+        raise Mismatch(f"gate_up has {env['m']} rows per expert; the number must be even")
+    return [env["x"].with_shape(env["t"] * env["k"], inner)]
+
+
+_CHOSEN = contents.index("gate_up", distinct=True)
+
+
+@op(
+    "(x: f[t, d], idx: i[t, k], gate_up: f[e, m, d], bias?: f[e, m]) -> x[...]", infer=_gather_up_type,
+    flops="2*t*k*m*d", holds={"idx": _CHOSEN}, example={"t": 2, "d": 8, "k": 3, "e": 6, "m": 10},
+)  # fmt: skip
+def moe_gather_up(x: Any, idx: Any, gate_up: Any, bias: Any = None, *, body: str = SWIGLU) -> Any:
+    """moe_up for pairs in the order of the tokens: row t*k+j is body(gate(x), up(x)) of token t and its j-th expert."""
+    out = np.zeros((idx.size, gate_up.shape[1] // 2), x.dtype)
+    for p, expert in enumerate(idx.reshape(-1)):
+        out[p] = _gated(x[p // idx.shape[1]], gate_up, bias, expert, body)
+    return out
+
+
+@op(
+    "(x: f[t, d], idx: i[t, k], gate_up: f[e, m, d], gain: f[d], bias?: f[e, m]) -> x[...]", infer=_gather_up_type,
+    flops="2*t*k*m*d + 4*t*d", holds={"idx": _CHOSEN},
+    example={"t": 2, "d": 8, "k": 3, "e": 6, "m": 10, "eps": 1e-5},
+)  # fmt: skip
+def norm_moe_gather_up(
+    x: Any, idx: Any, gate_up: Any, gain: Any, bias: Any = None, *, eps: float, body: str = SWIGLU
+) -> Any:
+    """moe_gather_up of rms_norm(x, gain), with the norm unrounded."""
+    rms = np.sqrt(np.mean(x * x, -1, keepdims=True) + eps)
+    return moe_gather_up.ref(x * gain / rms, idx, gate_up, *([] if bias is None else [bias]), body=body)
+
+
+def _gather_down_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+    if env["p"] != env["t"] * env["k"]:
+        raise Mismatch(f"{env['p']} pairs for {env['t']} x {env['k']} weights")
+    return [env["residual"]]
+
+
+@op(
+    "(h: f[p, i], idx: i[t, k], down: f[e, d, i], weights: f[t, k], residual: f[t, d], bias?: f[e, d])"
+    " -> residual[t, d]",
+    infer=_gather_down_type, flops="2*p*d*i",
+    holds={"idx": contents.index("down", distinct=True), "weights": contents.probability},
+    example={"p": 6, "i": 5, "e": 6, "d": 8, "t": 2, "k": 3},
+)  # fmt: skip
+def moe_gather_down(h: Any, idx: Any, down: Any, weights: Any, residual: Any, bias: Any = None) -> Any:
+    """residual plus the sum of weight * down(h) over a token's k experts; h is in the order of the tokens."""
+    out = residual.copy()
+    for p, expert in enumerate(idx.reshape(-1)):
+        y = down[expert] @ h[p] + (0 if bias is None else bias[expert])
+        out[p // idx.shape[1]] += weights.reshape(-1)[p] * y
+    return out
 
 
 OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

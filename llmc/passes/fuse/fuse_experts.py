@@ -46,16 +46,18 @@ class FuseExperts(Pass):
     included, and casts of its indices to i32; of one token, topk_route also sorts the pairs. The sum of the experts
     takes a cast and the addition of a residual. Its terms are then rounded to the dtype of the experts' other
     activations, unless weights are quantised, which halves the bytes between the two kernels. The pass runs after
-    `split-moe`.
+    `split-moe`. route: whether to make topk_route.
     """
 
+    route: bool = True
     name: ClassVar[str] = NAME
 
     def graph(self, g: Graph, ctx: Ctx) -> int:
         """Replace the nodes of a graph; return the number of changes."""
         found = [n for n in g.nodes if n.op.name == "topk"]
         done = sum(_fuse_topk(g, n, ctx) for n in found)
-        done += sum(_fuse_route(g, n, ctx) for n in [n for n in g.nodes if n.op.name == "moe_route"])
+        routes = [n for n in g.nodes if n.op.name == "moe_route"] if self.route else []
+        done += sum(_fuse_route(g, n, ctx) for n in routes)
         done += apply(g, (ADD,), ctx) + apply(g, (CAST,), ctx)
         for n in [n for n in g.nodes if n.op.name == "moe_down"]:
             _round(g, n, ctx)

@@ -51,7 +51,12 @@ class FuseNormLinear(Pass):
 
 
 def _fuse(g: Graph, norm: Node, ctx: Ctx) -> None:
-    (n,) = norm.result.uses
+    into_product(g, norm, norm.result.uses[0], ctx)
+    g.erase(norm)
+
+
+def into_product(g: Graph, norm: Node, n: Node, ctx: Ctx) -> None:
+    """Replace a linear or linear_map that reads a norm by norm_linear, which computes the norm; the norm remains."""
     x, gain = norm.operands
     b = Builder(g, ctx.opset, before=n, loc=n.loc)
     attrs = {**n.attrs, "eps": norm.attrs["eps"]}
@@ -59,4 +64,3 @@ def _fuse(g: Graph, norm: Node, ctx: Ctx) -> None:
     out.name = n.result.name
     g.replace(n.result, out)
     g.erase(n)
-    g.erase(norm)

@@ -33,6 +33,7 @@ CTYPES: Mapping[str, str] = MappingProxyType(
 FLOATS = ("f32", "bf16", "f16")
 DEVICE = "llmc.codegen.backends.cuda.kernels:device.cuh"
 HOPPER = "llmc.codegen.backends.cuda.kernels:hopper.cuh"
+WGMMA_RING = "llmc.codegen.backends.cuda.kernels:wgmma_ring.cuh"
 WGMMA_REGISTERS = "llmc.codegen.backends.cuda.kernels:wgmma_registers.cuh"
 INT4_TO_BF16 = "llmc.codegen.backends.cuda.kernels:int4_to_bf16.cuh"
 STREAMING = "llmc.codegen.backends.cuda.kernels:streaming.cuh"

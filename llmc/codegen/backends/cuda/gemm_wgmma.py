@@ -7,7 +7,16 @@ from dataclasses import dataclass
 
 from llmc.codegen.backends.cuda import nvrtc_toolchain
 from llmc.codegen.backends.cuda.cuda_epilogue import pair_epilogue, reject_operands
-from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, HOPPER, PAIRS, SCALAR_MATH, Binding, CudaKernel
+from llmc.codegen.backends.cuda.cuda_kernel import (
+    CTYPES,
+    FLOATS,
+    HOPPER,
+    PAIRS,
+    SCALAR_MATH,
+    WGMMA_RING,
+    Binding,
+    CudaKernel,
+)
 from llmc.codegen.backends.cuda.wgmma_text import multiply
 from llmc.codegen.kernel import Map, Schedule
 from llmc.codegen.product import ProductNode
@@ -173,4 +182,5 @@ GEMM_WGMMA = GemmWgmma(
     file="llmc.codegen.backends.cuda.kernels:gemm_wgmma.cu",
     entry="llmc_linear",
     headers=(HOPPER, SCALAR_MATH, PAIRS),
+    before=(WGMMA_RING,),
 )

@@ -9,7 +9,16 @@ from types import MappingProxyType
 
 from llmc.codegen.backends.cuda import nvrtc_toolchain
 from llmc.codegen.backends.cuda.cuda_epilogue import PAIR
-from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, HOPPER, PAIRS, SCALAR_MATH, Binding, CudaKernel
+from llmc.codegen.backends.cuda.cuda_kernel import (
+    CTYPES,
+    FLOATS,
+    HOPPER,
+    PAIRS,
+    SCALAR_MATH,
+    WGMMA_RING,
+    Binding,
+    CudaKernel,
+)
 from llmc.codegen.backends.cuda.wgmma_text import multiply
 from llmc.codegen.expert_stack import CODE, Stack, chosen_experts, overlapped, row_blocks
 from llmc.codegen.kernel import SETTLED, Map, Schedule
@@ -165,4 +174,5 @@ GROUPED_WGMMA = GroupedWgmma(
     file="llmc.codegen.backends.cuda.kernels:grouped_wgmma.cu",
     entry="llmc_experts",
     headers=(HOPPER, SCALAR_MATH, PAIRS),
+    before=(WGMMA_RING,),
 )

@@ -190,5 +190,5 @@ class NormGemv(Gemv):
     measured: ClassVar[tuple[Measured, ...]] = NORM_MEASURED
 
 
-GEMV = Gemv("triton/gemv", ("linear", "linear_map"))
+GEMV = Gemv("triton/gemv", ("linear", "linear_map"), preloads=True)
 NORM_GEMV = NormGemv("triton/norm_gemv", ("norm_linear",))

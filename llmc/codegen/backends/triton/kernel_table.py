@@ -23,6 +23,8 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "triton/matmul": f"{_HERE}.matmul:MATMUL",
         "triton/head_matmul": f"{_HERE}.matmul:HEAD_MATMUL",
         "triton/moe_route": f"{_HERE}.moe:ROUTE",
+        "triton/moe_gather_up": f"{_HERE}.gathered_moe:GATHER_UP",
+        "triton/moe_gather_down": f"{_HERE}.gathered_moe:GATHER_DOWN",
         "triton/moe_combine": f"{_HERE}.moe:COMBINE",
         "triton/moe_up": f"{_HERE}.moe:UP",
         "triton/moe_down": f"{_HERE}.moe:DOWN",

@@ -228,6 +228,14 @@ class Grouped(TritonKernel):
         return u.launch(template, grid, 0, 0, generated, **arguments)
 
 
+def gate_function(text: str) -> str:
+    """Generate the function gate_up(gate, up) of an activation, and those that it calls."""
+    body = gate(text)
+    lines, value = inline(body, ["gate", "up"])
+    gated = function("gate_up(gate, up)", f"{body}; a0 is gate, a1 is up.", [*lines, f"return {value}"])
+    return "\n\n\n".join(filter(None, (helpers(e.fn for e in walk(body)).strip(), gated)))
+
+
 def bias(p: Experts, operand: int) -> str | None:
     """Return the pointer of the bias, if the node has that operand."""
     return f"x{operand}" if len(p.node.operands) > operand else None
@@ -269,12 +277,9 @@ class Up(FloatGrouped):
         return Experts(node, 2)
 
     def code(self, u: Unit) -> Code:
-        p, body = self.experts(u.node), gate(u.node.attrs["body"])
-        lines, value = inline(body, ["gate", "up"])
-        gated = function("gate_up(gate, up)", f"{body}; a0 is gate, a1 is up.", [*lines, f"return {value}"])
-        called = helpers(e.fn for e in walk(body)).strip()
+        p = self.experts(u.node)
         return self.grouped(
-            u, p, Template("moe", "moe_up"), (called, gated), **self.common(u, p),
+            u, p, Template("moe", "moe_up"), (gate_function(u.node.attrs["body"]),), **self.common(u, p),
             bias_ptr=bias(p, 4), CHOICES=u.node.attrs["k"], GATE="gate_up",
         )  # fmt: skip
 

@@ -16,16 +16,12 @@
 //
 // Constants: N and K (multiples of 8), PARTS (1 or 2), TILE_M (64 or 128), TILE_N (a multiple of 16, at most 256),
 // STAGES, GROUP (tiles of tokens of a cluster that are processed together, so that they share tiles of w in the L2 cache),
-// SPLIT (1, 2, 4 or 8; it divides the steps), ALONG_M and ALONG_N (1 or 2; a cluster has at most 8 blocks), EARLY (whether w may be read before the previous kernel has completed), OUT (the type of
-// y). The generated text before this file defines `multiply`, OTHER_PARAMETERS, OTHER_ARGUMENTS, OTHERS, Loaded, and the
-// functions `load_others` and `epilogue`.
+// SPLIT (1, 2, 4 or 8; it divides the steps), ALONG_M and ALONG_N (1 or 2; a cluster has at most 8 blocks), EARLY
+// (whether w may be read before the previous kernel has completed), OUT (the type of y). The generated text before this
+// file defines `multiply`, OTHER_PARAMETERS, OTHER_ARGUMENTS, OTHERS, Loaded, and the functions `load_others` and
+// `epilogue`; wgmma_ring.cuh has the ring and the loop of a consumer.
 
-constexpr int TILE_K = 64;                     // bf16 of 128 bytes, the width of the swizzle
-constexpr int CONSUMERS = TILE_M / 64, WARPGROUP = 128;  // consumer warpgroups; threads of a warpgroup
-constexpr int WIDTH = TILE_N / PARTS;          // columns of y of a tile
-constexpr int X_BYTES = TILE_M * TILE_K * 2, W_BYTES = TILE_N * TILE_K * 2, STAGE_BYTES = X_BYTES + W_BYTES;
 constexpr int STEPS = (K + TILE_K - 1) / TILE_K / SPLIT;  // of a block and tile
-constexpr int SUMS = TILE_N / 2;               // of a thread
 constexpr int SUMS_STRIDE = TILE_N + 8;        // floats of a token's sums in shared memory
 constexpr int CLUSTER = SPLIT * ALONG_M * ALONG_N;    // blocks of a cluster
 constexpr int SHARERS = ALONG_M + ALONG_N - 1;        // blocks that write to the buffers of one, itself included
@@ -53,20 +49,6 @@ __device__ inline void find_tile(int tile, int m, int& token, int& column) {
 __device__ inline int tiles_of(int m) {
   return (m + CLUSTER_M - 1) / CLUSTER_M * ((N + CLUSTER_N - 1) / CLUSTER_N);
 }
-
-// A position in the ring of buffers.
-struct Ring {
-  unsigned buffers, full, empty;  // addresses in shared memory
-  int stage = 0, parity = 0;
-
-  __device__ Ring(unsigned buffers, unsigned full, unsigned empty) : buffers(buffers), full(full), empty(empty) {}
-  __device__ unsigned buffer() const { return buffers + stage * STAGE_BYTES; }
-  __device__ unsigned arrived() const { return full + 8 * stage; }
-  __device__ unsigned freed() const { return empty + 8 * stage; }
-  __device__ void advance() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
-};
 
 // Copies the rows of w of one step, in two boxes: halves of its columns, or its parts. If two tiles of tokens share
 // them, the block copies one box for both.
@@ -138,29 +120,6 @@ __device__ inline void release(unsigned empty) {
   }
 }
 
-// The products of one tile by a consumer warpgroup. A buffer is released one step late, when the products that read it
-// have completed; the products of the next step already run.
-__device__ inline void consume(float (&sums)[SUMS], int consumer, Ring& ring) {
-  unsigned previous = 0;
-#pragma unroll 1
-  for (int i = 0; i < STEPS; i++) {
-    const unsigned x = ring.buffer() + consumer * 64 * TILE_K * 2, w = ring.buffer() + X_BYTES;
-    barrier_wait(ring.arrived(), ring.parity);
-    begin_products();
-#pragma unroll
-    for (int k = 0; k < TILE_K; k += 16) multiply(sums, matrix(x + 2 * k), matrix(w + 2 * k), i > 0 || k > 0);
-    end_products();
-    if (i > 0) {
-      wait_products<1>();
-      release(previous);
-    }
-    previous = ring.freed();
-    ring.advance();
-  }
-  wait_products<0>();
-  release(previous);
-}
-
 // Writes y of a tile from the accumulators of a warpgroup: a thread has two rows, 8 apart, and in each two adjacent
 // columns of every 8. Other operands of BATCH such pairs are loaded before the first is used.
 __device__ inline void finish(const float (&sums)[SUMS], int m, int token, int column OTHER_ARGUMENTS, OUT* y) {
@@ -220,9 +179,9 @@ __device__ inline void add_up(float (&out)[2], const float* shared) {
 
 // Writes y for this block's share of the tokens of a tile, from the sums of all blocks of the cluster.
 __device__ inline void finish_share(const float* shared, int m, int token, int column OTHER_ARGUMENTS, OUT* y) {
-  constexpr int SHARE = TILE_M / SPLIT, PAIRS = WIDTH / 2, THREADS = CONSUMERS * WARPGROUP;
+  constexpr int SHARE = TILE_M / SPLIT, PAIRS = WIDTH / 2, WRITERS = CONSUMERS * WARPGROUP;
   const int split = split_of(rank());
-  for (int i = threadIdx.x - WARPGROUP; i < SHARE * PAIRS; i += THREADS) {
+  for (int i = threadIdx.x - WARPGROUP; i < SHARE * PAIRS; i += WRITERS) {
     const int row = split * SHARE + i / PAIRS, c = i % PAIRS * 2;
     if (token + row >= m || column + c >= N) continue;
     Loaded loaded;
@@ -241,7 +200,7 @@ __device__ inline void compute(Ring ring, int consumer, int m OTHER_ARGUMENTS, O
   int token, column;
   if (SPLIT > 1) {
     find_tile(blockIdx.x / CLUSTER, m, token, column);
-    consume(sums, consumer, ring);
+    consume<STEPS>(sums, consumer, ring);
     asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS * WARPGROUP) : "memory");  // no consumer reads the buffers any more
     share(shared, sums, consumer);
     cluster_publish();
@@ -249,13 +208,13 @@ __device__ inline void compute(Ring ring, int consumer, int m OTHER_ARGUMENTS, O
   } else {
     for (int tile = blockIdx.x / CLUSTER; tile < tiles_of(m); tile += gridDim.x / CLUSTER) {
       find_tile(tile, m, token, column);
-      consume(sums, consumer, ring);
+      consume<STEPS>(sums, consumer, ring);
       finish(sums, m, token + consumer * 64, column OTHERS, y);
     }
   }
 }
 
-extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     llmc_linear(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, OTHER_PARAMETERS OUT* y, int m) {
   extern __shared__ unsigned char memory[];
   __shared__ unsigned long long barriers[2 * STAGES];

@@ -10,18 +10,13 @@
 // reading it.
 //
 // Constants: EXPERTS, N and K (multiples of 8), PARTS (1 or 2), TILE_M (64 or 128), TILE_N (a multiple of 16, at most 256),
-// STAGES (at least 3), SETTLED (whether the previous kernel wrote neither `starts` nor w), GROUP (tiles of rows that are processed together, so that they share tiles of w in the L2 cache),
-// CHOICES (row r is that of token order[r] / CHOICES; 0 if it is row r of x), SCATTER (whether row r is written to row
-// order[r] of y), OUT (the type of y). The generated text before this file defines `multiply`, OTHER_PARAMETERS,
-// OTHER_ARGUMENTS, OTHERS and the functions `row_factor`, `add_bias` and `epilogue`.
+// STAGES (at least 3), SETTLED (whether the previous kernel wrote neither `starts` nor w), GROUP (tiles of rows that are
+// processed together, so that they share tiles of w in the L2 cache), CHOICES (row r is that of token order[r] / CHOICES; 0
+// if it is row r of x), SCATTER (whether row r is written to row order[r] of y), OUT (the type of y). The generated text
+// before this file defines `multiply`, OTHER_PARAMETERS, OTHER_ARGUMENTS, OTHERS and the functions `row_factor`, `add_bias`
+// and `epilogue`; wgmma_ring.cuh has the ring and the loop of a consumer.
 
-constexpr int TILE_K = 64;                     // bf16 of 128 bytes, the width of the swizzle
-constexpr int CONSUMERS = TILE_M / 64, WARPGROUP = 128, THREADS = (CONSUMERS + 1) * WARPGROUP;
-constexpr int WIDTH = TILE_N / PARTS;          // columns of y of a tile
-constexpr int COLUMN_TILES = (N + WIDTH - 1) / WIDTH;
-constexpr int X_BYTES = TILE_M * TILE_K * 2, W_BYTES = TILE_N * TILE_K * 2, STAGE_BYTES = X_BYTES + W_BYTES;
 constexpr int STEPS = (K + TILE_K - 1) / TILE_K;
-constexpr int SUMS = TILE_N / 2;               // of a thread
 constexpr int LAG = STAGES - 2;                // steps whose rows of x may still be on their way
 constexpr int LINES = WARPGROUP / 8, PASSES = TILE_M / LINES;  // rows that a warpgroup copies at once, 16 bytes a thread
 
@@ -33,20 +28,6 @@ struct Blocks {
 
 struct Tile {
   int expert, row, stop, column;  // its first row, the end of the expert's rows, the first column
-};
-
-// A position in the ring of buffers.
-struct Ring {
-  unsigned buffers, full, empty;  // addresses in shared memory
-  int stage = 0, parity = 0;
-
-  __device__ Ring(unsigned buffers, unsigned full, unsigned empty) : buffers(buffers), full(full), empty(empty) {}
-  __device__ unsigned buffer() const { return buffers + stage * STAGE_BYTES; }
-  __device__ unsigned arrived() const { return full + 8 * stage; }
-  __device__ unsigned freed() const { return empty + 8 * stage; }
-  __device__ void advance() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
 };
 
 // Fills `blocks`; all threads of the block call it.
@@ -101,18 +82,24 @@ __device__ inline Tile find_tile(const Blocks& blocks, int tile) {
           place / height * WIDTH};
 }
 
+// The first row of a tile in w.
+__device__ inline int weight_row(const Tile& tile) { return tile.expert * (PARTS * N) + tile.column; }
+
 // Starts to copy 16 bytes to shared memory, or writes zeros there.
 __device__ inline void copy_or_clear(unsigned to, const void* from, bool copies) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(copies ? 16 : 0) : "memory");
 }
 
-// Copies the rows of w of one step, in two boxes: halves of its columns, or its parts.
-__device__ inline void copy_weights(const Ring& ring, const TensorMap& w, const Tile& tile, int k) {
-  const int row = tile.expert * (PARTS * N) + tile.column;
+// Copies the rows of w of one step from `row` on, in two boxes: halves of its columns, or its parts.
+__device__ inline void copy_weights(const Ring& ring, const TensorMap& w, int row, int k) {
 #pragma unroll
   for (int half = 0; half < 2; half++)
     copy_box(ring.buffer() + X_BYTES + half * (W_BYTES / 2), w, row + half * (PARTS == 2 ? N : TILE_N / 2), k,
              ring.arrived());
+}
+
+__device__ inline void release(unsigned empty) {
+  if (threadIdx.x % 32 == 0) barrier_arrive(empty);
 }
 
 // Waits until at most `left` of this thread's newest groups of copies are on their way, and announces the step before
@@ -132,7 +119,7 @@ __device__ inline int copy_first_weights(Ring ring, const Blocks& blocks, const 
   if (threadIdx.x == 0)
     for (int i = 0; i < COUNT; i++, ring.advance()) {
       barrier_expect(ring.arrived(), W_BYTES);
-      copy_weights(ring, w, tile, i * TILE_K);
+      copy_weights(ring, w, weight_row(tile), i * TILE_K);
     }
   return COUNT;
 }
@@ -161,7 +148,7 @@ __device__ inline void produce(Ring ring, const Blocks& blocks, const bf16* x, c
         barrier_wait(ring.freed(), ring.parity ^ 1);
         if (threadIdx.x == 0) {
           barrier_expect(ring.arrived(), W_BYTES);
-          copy_weights(ring, w, tile, k);
+          copy_weights(ring, w, weight_row(tile), k);
         }
       }
       const bool inside = k + chunk * 8 < K;
@@ -180,35 +167,11 @@ __device__ inline void produce(Ring ring, const Blocks& blocks, const bf16* x, c
   for (; pending > 0; pending--) announce<0>(behind);
 }
 
-// The products of one tile by a consumer warpgroup. A buffer is released one step late, when the products that read it
-// have completed; the products of the next step already run.
-__device__ inline void consume(float (&sums)[SUMS], int consumer, Ring& ring) {
-  const bool releases = threadIdx.x % 32 == 0;
-  unsigned previous = 0;
-#pragma unroll 1
-  for (int i = 0; i < STEPS; i++) {
-    const unsigned x = ring.buffer() + consumer * 64 * TILE_K * 2, w = ring.buffer() + X_BYTES;
-    barrier_wait(ring.arrived(), ring.parity);
-    begin_products();
-#pragma unroll
-    for (int k = 0; k < TILE_K; k += 16) multiply(sums, matrix(x + 2 * k), matrix(w + 2 * k), i > 0 || k > 0);
-    end_products();
-    if (i > 0) {
-      wait_products<1>();
-      if (releases) barrier_arrive(previous);
-    }
-    previous = ring.freed();
-    ring.advance();
-  }
-  wait_products<0>();
-  if (releases) barrier_arrive(previous);
-}
-
 // Releases the buffers of a tile whose rows are all those of other consumers.
 __device__ inline void skip(Ring& ring) {
   for (int i = 0; i < STEPS; i++, ring.advance()) {
     barrier_wait(ring.arrived(), ring.parity);
-    if (threadIdx.x % 32 == 0) barrier_arrive(ring.freed());
+    release(ring.freed());
   }
 }
 
@@ -279,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int i = blockIdx.x; i < count; i += gridDim.x) {
       const Tile tile = find_tile(blocks, i);
       if (tile.row + consumer * 64 < tile.stop) {
-        consume(sums, consumer, ring);
+        consume<STEPS>(sums, consumer, ring);
         finish(sums, tile, consumer, order OTHERS, y);
       } else {
         skip(ring);

@@ -215,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const int chunk = (rank * WARPS + warp) * CHUNKS;
   const unsigned char* own = codes + (long long)chunk * BLOCK_BYTES + lane * 16;
   const Problem p = {x, GAIN, own, scales, ZEROS, m, token, cluster, chunk, lane, shared_address(slots)};
-  float *squares = shared + SQUARES_AT, *block_squares = squares + WARPS * TOKENS;
+  float* squares = shared + SQUARES_AT;
   float2* x_sums = (float2*)(shared + X_SUMS_AT) + warp * (X_ENTRIES * TOKENS);
   const unsigned written = shared_address(shared + BARRIERS_AT);
   launch_dependents();
@@ -227,11 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   Tokens tokens;
   tokens.load(p, gains, (unsigned char*)(shared + warp * (2 * SUMS)), squares + warp * TOKENS, x_sums);
   __syncthreads();  // the sums overwrite the tokens of other warps, which must have been read
-  if (NORMED && threadIdx.x < TOKENS) {
-    float sum = 0.0f;
-    for (int w = 0; w < WARPS; w++) sum += squares[w * TOKENS + threadIdx.x];
-    block_squares[threadIdx.x] = sum;  // read behind the next barrier
-  }
+  add_squares(squares);  // read behind the barriers of the rounds
 
   multiply_units<Sums, UNITS, DEPTH, WARPS, SUMS>(
       shared, totals, written,
@@ -240,17 +236,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
       [&](int u, int slot) { copy_unit(p, u, slot); });
   wait_for_cluster<SPLIT>();
 
-  // Each block computes its share of the cluster's results.
-  for (int i = rank * THREADS + threadIdx.x; i < UNITS / PARTS * SUMS; i += SPLIT * THREADS) {
-    const int unit = i / SUMS * PARTS, r = i % STRIP, t = i % SUMS / STRIP;
-    const int column = (cluster + i / SUMS * CLUSTERS) * STRIP + r;
-    if (token + t >= m || column >= N) continue;
-    const float scale = NORMED ? rsqrtf(add_blocks<SPLIT>(block_squares + t) / K + EPS) : 1.0f;
-    float a[PARTS];
-#pragma unroll
-    for (int part = 0; part < PARTS; part++)
-      a[part] = add_blocks<SPLIT>(totals + (unit + part) * SUMS + t / 4 * (STRIP * 4) + r * 4 + t % 4) * scale;
-    y[(long long)(token + t) * N + column] = from_float<OUT>(epilogue(a, token + t, column OTHERS));
-  }
+  write_results<4>(p, totals, squares, [&](const float (&a)[PARTS], int token, int column) {
+    y[(long long)token * N + column] = from_float<OUT>(epilogue(a, token, column OTHERS));
+  });
   if (SPLIT > 1) wait_for_cluster<SPLIT>();  // no block exits while others read its sums
 }

@@ -1,5 +1,5 @@
-// Weights of 4 bits that are copied to shared memory strip by strip, for skinny_gemm.cu and skinny_fixed.cu. This text
-// follows their constants.
+// What skinny_gemm.cu and skinny_fixed.cu share: weights of 4 bits that are copied to shared memory strip by strip, and the
+// results of a cluster. This text follows their constants.
 
 constexpr int BLOCK = 64, STRIP = 16;  // rows and columns of a block of codes; rows of a product
 constexpr int THREADS = WARPS * 32, COLUMNS = CHUNKS * BLOCK;
@@ -64,3 +64,29 @@ struct Unit {
     return HAS_ZEROS ? slot[CODE_BYTES + SCALE_BYTES + entry * STRIP + half * 8 + lane / 4] : ZERO_POINT;
   }
 };
+
+// Adds the squares of each token over the warps of the block, behind which the totals are: [WARPS + 1][TOKENS].
+__device__ inline void add_squares(float* squares) {
+  if (!NORMED || threadIdx.x >= TOKENS) return;
+  float sum = 0.0f;
+  for (int w = 0; w < WARPS; w++) sum += squares[w * TOKENS + threadIdx.x];
+  squares[WARPS * TOKENS + threadIdx.x] = sum;
+}
+
+// Computes this block's share of the results of its cluster: calls `write(a, token, column)` with the sums of each part.
+// totals: [UNITS], each [TOKENS / TILE][STRIP][TILE]. squares: see add_squares.
+template <int TILE, typename Write>
+__device__ inline void write_results(const Problem& p, const float* totals, const float* squares, Write write) {
+  const int rank = blockIdx.x % SPLIT;
+  for (int i = rank * THREADS + threadIdx.x; i < UNITS / PARTS * SUMS; i += SPLIT * THREADS) {
+    const int unit = i / SUMS * PARTS, r = i % STRIP, t = i % SUMS / STRIP;
+    const int column = (p.cluster + i / SUMS * CLUSTERS) * STRIP + r;
+    if (p.token + t >= p.m || column >= N) continue;
+    const float scale = NORMED ? rsqrtf(add_blocks<SPLIT>(squares + WARPS * TOKENS + t) / K + EPS) : 1.0f;
+    const float* sums = totals + unit * SUMS + t / TILE * (STRIP * TILE) + r * TILE + t % TILE;
+    float a[PARTS];
+#pragma unroll
+    for (int part = 0; part < PARTS; part++) a[part] = add_blocks<SPLIT>(sums + part * SUMS) * scale;
+    write(a, p.token + t, column);
+  }
+}

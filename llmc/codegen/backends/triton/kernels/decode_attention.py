@@ -184,7 +184,7 @@ def combine_splits(
     SPLITS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
-    EAGER_LAUNCH: tl.constexpr,
+    EAGER_LAUNCH: tl.constexpr,  # let the next kernel begin before the parts are complete
 ):
     """The attention of one head of one token: the mean of its parts, weighted by the sums of their softmaxes."""
     wait_or_launch(DEPENDENT_LAUNCH, EAGER_LAUNCH)

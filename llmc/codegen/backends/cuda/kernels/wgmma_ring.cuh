@@ -1,0 +1,50 @@
+// What gemm_wgmma.cu and grouped_wgmma.cu share: the ring of buffers in shared memory between the producer and the consumer
+// warpgroups, and the loop of a consumer. This text follows their constants.
+
+constexpr int TILE_K = 64;                     // bf16 of 128 bytes, the width of the swizzle
+constexpr int CONSUMERS = TILE_M / 64, WARPGROUP = 128;  // consumer warpgroups; threads of a warpgroup
+constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP;
+constexpr int WIDTH = TILE_N / PARTS;          // columns of y of a tile
+constexpr int COLUMN_TILES = (N + WIDTH - 1) / WIDTH;
+constexpr int X_BYTES = TILE_M * TILE_K * 2, W_BYTES = TILE_N * TILE_K * 2, STAGE_BYTES = X_BYTES + W_BYTES;
+constexpr int SUMS = TILE_N / 2;               // of a thread
+
+// A position in the ring of buffers.
+struct Ring {
+  unsigned buffers, full, empty;  // addresses in shared memory
+  int stage = 0, parity = 0;
+
+  __device__ Ring(unsigned buffers, unsigned full, unsigned empty) : buffers(buffers), full(full), empty(empty) {}
+  __device__ unsigned buffer() const { return buffers + stage * STAGE_BYTES; }
+  __device__ unsigned arrived() const { return full + 8 * stage; }
+  __device__ unsigned freed() const { return empty + 8 * stage; }
+  __device__ void advance() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+};
+
+// Tells the producers that write to a buffer that this warp has read it; the kernel defines it.
+__device__ inline void release(unsigned empty);
+
+// The products of one tile by a consumer warpgroup. A buffer is released one step late, when the products that read it
+// have completed; the products of the next step already run.
+template <int steps> __device__ inline void consume(float (&sums)[SUMS], int consumer, Ring& ring) {
+  unsigned previous = 0;
+#pragma unroll 1
+  for (int i = 0; i < steps; i++) {
+    const unsigned x = ring.buffer() + consumer * 64 * TILE_K * 2, w = ring.buffer() + X_BYTES;
+    barrier_wait(ring.arrived(), ring.parity);
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < TILE_K; k += 16) multiply(sums, matrix(x + 2 * k), matrix(w + 2 * k), i > 0 || k > 0);
+    end_products();
+    if (i > 0) {
+      wait_products<1>();
+      release(previous);
+    }
+    previous = ring.freed();
+    ring.advance();
+  }
+  wait_products<0>();
+  release(previous);
+}

@@ -1,0 +1,141 @@
+"""The products of a mixture's experts for few tokens, whose pairs need no sorting: streams of weight rows.
+
+The kernels are in `kernels/gathered_moe.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from llmc.codegen.backends.triton.gemv import joint_sum
+from llmc.codegen.backends.triton.moe import gate_function
+from llmc.codegen.backends.triton.template import Argument, Template
+from llmc.codegen.backends.triton.tiling import power
+from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.kernel import BY_SCHEDULE, Schedule
+from llmc.ir.dim import D, Dim
+from llmc.ir.dtype import DTYPES
+from llmc.ir.graph import Node
+from llmc.targets.target import Target
+
+KEYS = ("bn", "bk", "warps", "stages")
+# Columns of a program in all parts, depth of a step, warps, steps that are loaded ahead; fastest first, as measured for
+# Qwen3-30B-A3B on an H100. Within the step of an H200, the first of DOWN is 7 % of the step faster than the last.
+UP = ((2, 1024, 4, 2), (2, 2048, 4, 1), (2, 2048, 8, 1), (4, 512, 2, 4), (8, 2048, 8, 1), (4, 1024, 4, 2))
+DOWN = ((8, 1024, 8, 2), (2, 1024, 4, 8), (4, 1024, 8, 8), (2, 1024, 8, 2), (4, 256, 4, 12), (8, 1024, 8, 4))
+CHOSEN, WEIGHT = 1, 2  # the operands that are the experts of each token, and the stack
+_READ = 0.92  # share of the bandwidth
+_FURTHER = 0.01  # how much slower each schedule is taken to be than the one before it
+
+
+@dataclass(frozen=True)
+class Gathered(TritonKernel):
+    """The base class: a program streams the weights of the experts of one pair, or of one token."""
+
+    sums: ClassVar[str | None] = BY_SCHEDULE
+    parts: int = 1
+    shapes: tuple[tuple[int, int, int, int], ...] = DOWN
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        others = [v for i, v in enumerate([*node.operands, *node.results]) if i != CHOSEN]
+        for v in others:
+            if v.type.format is not None:
+                return f"operand type {v.type} is quantised"
+            if v.type.dtype not in FLOATS:
+                return f"dtype {v.type.dtype} is not among {', '.join(FLOATS)}"
+        constant = [*node.operands[WEIGHT].type.shape, node.operands[CHOSEN].type.shape[1]]
+        if any(d.const is None for d in constant):
+            return f"the experts' sizes {node.operands[WEIGHT].type} and their number per token are not constant"
+        return unsupported(node)
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        found = [self.fit(node, s, target) for s in self.shapes]
+        return [dict(zip(KEYS, s, strict=True)) for s in dict.fromkeys(found)]
+
+    def fit(self, node: Node, s: tuple[int, int, int, int], target: Target) -> tuple[int, int, int, int]:
+        """Adapt a schedule to the sizes: a thread reads 16 bytes of a row at once, and few columns are past the end."""
+        w = node.operands[WEIGHT].type
+        k, n = int(w.shape[2]), int(w.shape[1]) // self.parts
+        bn, bk, warps, stages = s
+        lanes = target.limits.warp * 128 // DTYPES[w.dtype].bits
+        bk = min(bk, max(lanes, power(k)))
+        bn = min(max(1, bn // self.parts), power(n))
+        while warps > 1 and lanes * warps > bn * bk:
+            warps //= 2
+        return bn, bk, warps, min(stages, self.steps(node, bk))
+
+    def steps(self, node: Node, bk: int) -> int:
+        """Steps of a program."""
+        return -(-int(node.operands[WEIGHT].type.shape[2]) // bk)
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        w = node.operands[WEIGHT].type
+        pairs = int(node.operands[CHOSEN].type.numel.subs(env))
+        moved = pairs * int(w.shape[1]) * int(w.shape[2]) * DTYPES[w.dtype].bits / 8
+        slower = 1 + _FURTHER * self.schedules(node, target).index({k: schedule[k] for k in KEYS})
+        return moved / target.bandwidth / _READ * 1e6 * slower + target.launch_us
+
+    def common(self, u: Unit) -> dict[str, Argument]:
+        """Return the arguments that both templates have."""
+        w, s = u.node.operands[WEIGHT].type, u.schedule
+        return {
+            "CHOICES": int(u.node.operands[CHOSEN].type.shape[1]),
+            "N": int(w.shape[1]) // self.parts,
+            "K": int(w.shape[2]),
+            "BLOCK_N": s["bn"],
+            "BLOCK_K": s["bk"],
+            "AHEAD": s["stages"],
+        }
+
+    def columns(self, node: Node, schedule: Schedule) -> Dim:
+        """Programs along the columns of the result."""
+        return D(-(-(int(node.operands[WEIGHT].type.shape[1]) // self.parts) // schedule["bn"]))
+
+
+@dataclass(frozen=True)
+class GatherUp(Gathered):
+    """moe_gather_up and norm_moe_gather_up: a program computes some columns of one pair."""
+
+    def code(self, u: Unit) -> Code:
+        normed = u.node.op.name.startswith("norm")
+        joint = not u.interpret  # the interpreter would reduce the sums element by element
+        return u.launch(
+            Template("gathered_moe", "moe_gather_up"),
+            (self.columns(u.node, u.schedule), u.node.operands[CHOSEN].type.numel),
+            0,
+            1,
+            (joint_sum(2) if joint else "", gate_function(u.node.attrs["body"])),
+            **{"gain_ptr": None, **u.pointers(f"x_ptr idx_ptr weight_ptr{' gain_ptr' * normed} bias_ptr", "out_ptr")},
+            **self.common(u),
+            EPS=u.node.attrs.get("eps"),
+            JOINT_SUM="joint_sum" if joint else None,
+            GATE="gate_up",
+        )
+
+
+@dataclass(frozen=True)
+class GatherDown(Gathered):
+    """moe_gather_down: a program computes some columns of one token."""
+
+    def early(self, node: Node) -> tuple[int, ...]:
+        return CHOSEN, WEIGHT
+
+    def steps(self, node: Node, bk: int) -> int:
+        return int(node.operands[CHOSEN].type.shape[1]) * super().steps(node, bk)
+
+    def code(self, u: Unit) -> Code:
+        return u.launch(
+            Template("gathered_moe", "moe_gather_down"),
+            (self.columns(u.node, u.schedule), u.node.operands[CHOSEN].type.shape[0]),
+            0,
+            1,
+            **u.pointers("x_ptr idx_ptr weight_ptr scale_ptr residual_ptr bias_ptr", "out_ptr"),
+            **self.common(u),
+            EARLY_WEIGHTS=u.settled,
+        )
+
+
+GATHER_UP = GatherUp("triton/moe_gather_up", ("moe_gather_up", "norm_moe_gather_up"), parts=2, shapes=UP)
+GATHER_DOWN = GatherDown("triton/moe_gather_down", ("moe_gather_down",))

@@ -1,0 +1,88 @@
+"""Splits a mixture of experts for few tokens, whose (token, expert) pairs need no sorting and fill no tile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from llmc.ir.graph import Builder, Graph, Module, Node
+from llmc.passes.base import Ctx, Pass
+from llmc.passes.fuse.fuse_norm_linear import into_product
+from llmc.passes.rewrite import substitute
+
+NAME = "gather-experts"
+
+
+@dataclass(frozen=True)
+class GatherExperts(Pass):
+    """Replace moe and the addition of its result by moe_gather_up and moe_gather_down, for at most `tokens` tokens.
+
+    An RMS norm before moe is fused into all of its readers, if these are the first product of the experts and linear
+    layers, such as the router: a launch costs more than repeating the norm.
+    """
+
+    tokens: int = 1
+    name: ClassVar[str] = NAME
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        """Apply the pass to every graph; return the number of changes."""
+        return sum(self._split(g, m, n, ctx) for g, n in m.find("moe"))
+
+    def _split(self, g: Graph, m: Module, n: Node, ctx: Ctx) -> bool:
+        if not ctx.allows(n):
+            return False
+        if why := self._why_not(g, m, n):
+            ctx.miss(NAME, n, why)
+            return False
+        if not ctx.spend():
+            return False
+        x, idx, weights, gate_up, down, *biases = n.operands
+        (add,) = n.result.uses
+        residual = next(v for v in add.operands if v is not n.result)
+        norm = _norm(g, n)
+        b = Builder(g, ctx.opset, before=n, loc=n.loc)
+        if norm is None:
+            h = b.moe_gather_up(x, idx, gate_up, *biases[:1], body=n.attrs["body"])
+        else:
+            for reader in [r for r in norm.result.uses if r is not n]:
+                into_product(g, norm, reader, ctx)
+            attrs = {"body": n.attrs["body"], "eps": norm.attrs["eps"]}
+            h = b.norm_moe_gather_up(norm.operands[0], idx, gate_up, norm.operands[1], *biases[:1], **attrs)
+        b = Builder(g, ctx.opset, before=add, loc=n.loc)
+        y = b.moe_gather_down(h, idx, down, weights, residual, *biases[1:])
+        substitute(g, add, [y], NAME)
+        return True
+
+    def _why_not(self, g: Graph, m: Module, n: Node) -> str | None:
+        tokens = n.result.type.shape[0].bounds(m.bounds(g))[1]
+        if tokens > self.tokens:
+            return f"the graph has up to {tokens} tokens, more than {self.tokens}"
+        if f := next((v.type.format for v in n.operands[3:] if v.type.format), None):
+            return f"the experts are quantised ({f.name})"
+        fixed = [n.operands[1].type.shape[1], *(d for v in n.operands[3:5] for d in v.type.shape)]
+        if any(d.const is None for d in fixed):
+            return "the experts' sizes and their number per token are not constant"
+        users = n.result.uses
+        if len(users) != 1 or users[0].op.name != "add" or any(v is n.result for v in g.outputs):
+            return f"its result has the users {_names(users)}, not one addition"
+        if any(v.type.shape != n.result.type.shape for v in users[0].operands):
+            return "its result is added to another shape"
+        return None
+
+
+def _names(users: Sequence[Node]) -> str:
+    return ", ".join(u.op.name for u in users) or "none"
+
+
+def _norm(g: Graph, n: Node) -> Node | None:
+    """The norm that `n` reads, if all of its readers can compute it."""
+    x = n.operands[0]
+    norm = x.node
+    if norm is None or norm.op.name != "rms_norm" or any(v is x for v in g.outputs):
+        return None
+    others = [r for r in x.uses if r is not n]
+    products = all(r.op.name in ("linear", "linear_map") and r.operands[0] is x for r in others)
+    alone = all(sum(v is x for v in r.operands) == 1 for r in x.uses)
+    quantized = any(v.type.format for r in others for v in r.operands)
+    return norm if products and alone and not quantized else None
