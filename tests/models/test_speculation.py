@@ -107,7 +107,7 @@ def test_nothing_changes(artifact: Path) -> None:
     assert 0 < accepted < drafts and sum(stats["spec_decode_num_accepted_tokens_per_pos"].values()) == accepted
     roomy.close()
     page = json.loads((artifact / "manifest.json").read_text())["kv"]["bytes_per_page"]
-    tight = LLM(artifact, say=quiet, speculate=NGRAM, kv_cache_memory_bytes=12 * page)
+    tight = LLM(artifact, say=quiet, speculate=NGRAM, kv_cache_memory_bytes=9 * page)
     assert results(tight, prompts[::-1], params[::-1]) == want[::-1], "in another company, with preemption"
     assert tight.stats()["num_preemptions"] > 0 and tight.stats()["spec_decode_num_accepted_tokens"] > 0
     tight.close()
