@@ -158,7 +158,7 @@ def test_it_finds_every_route_that_it_asks_for(tmp_path: Path) -> None:
             assert re.search(rf'^llmc_num_requests_running\{{.*worker_addr="{one.url}"\}} 0$', metrics, re.M)
         until(lambda: all_of_it.counts("/ready")[1] > 1)
         # The router tries HTTP/2 first, for gRPC: the route "*".
-        assert all_of_it.routes() - {"* 404", "/health 200", "/metrics 200"} == {
+        assert all_of_it.routes() - {"* 505", "/health 200", "/metrics 200"} == {
             "/ready 200", "/server_info 200", "/model_info 200", "/get_load 200"
         }  # fmt: skip
         assert not [one.log for one in all_of_it.processes if " ERROR " in one.log.read_text()]
