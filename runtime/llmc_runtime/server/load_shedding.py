@@ -137,9 +137,13 @@ class LoadShedder:
         self.waiting = turns.waiting
 
     def _sheds(self, data: bytes) -> bool:
-        """Return whether `data` begins with the whole head of a request that `answer` may refuse."""
+        """Return whether `data` begins with a whole request that `answer` may refuse.
+
+        A request whose body has not arrived is left out: slow clients would use up the queue of their key.
+        """
         end = data.find(b"\r\n\r\n") + 4
-        return end >= 4 and self._plain(data[:end]) is not None
+        request = self._plain(data[:end]) if end >= 4 else None
+        return request is not None and len(data) - end >= request.length
 
     def _forget(self, key: str) -> None:
         """Record that a request of this key, which was passed on, is refused before it reaches the middleware."""
