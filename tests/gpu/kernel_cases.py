@@ -99,8 +99,6 @@ def launch_options(case: Case, number: int) -> Iterator[Schedule]:
     yield {}
     if case.kernel.early(case.node):
         yield {SETTLED: 1}
-    if case.kernel.hurries:
-        yield {EAGER: 1}
     if case.kernel.yields and number % 4 == 0:
         yield {LATE: 1}
     if case.kernel.eager and number % 4 == 0:
