@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -247,11 +247,10 @@ def parts_of(node: Node, rows: int, target: Target) -> int:
     return made.choose(node, bounds, context)  # type: ignore[arg-type]
 
 
-def compile_all(found: Sequence[Way], s: Setting, folder: Path) -> None:
+def compile_all(launches: Iterable[Launch], s: Setting, folder: Path) -> None:
     """Compile what the folder does not have, on all cores."""
     folder.mkdir(parents=True, exist_ok=True)
-    launches = {x.key: x for way in found for x in way.launches}.values()
-    missing = [x for x in launches if read_entry(entry_path(folder, x.key)) is None]
+    missing = [x for x in {x.key: x for x in launches}.values() if read_entry(entry_path(folder, x.key)) is None]
     tools = Toolset(s.target, s.registry.toolchains)
     made = tools.compile([(x.source, "") for x in missing], folder, os.cpu_count() or 1)
     for x in missing:
@@ -347,7 +346,7 @@ def main() -> None:
     target, heads = registry.target("cuda:sm_90"), Heads(*(int(x) for x in args.heads.split(",")))
     setting = Setting(heads, registry, target, args.pool)
     found = {case: list(ways(case, setting)) for case in args.cases.split(",")}
-    compile_all([way for some in found.values() for way in some], setting, args.out / "binaries")
+    compile_all((x for some in found.values() for way in some for x in way.launches), setting, args.out / "binaries")
     if args.compile_only:
         return
     card = Card(nbytes=1 << 20)

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests")]
 
-from bench.gpu.attention import BANDWIDTH, PAGE, PEAK, WIDTH, Heads, Launch, Setting, ours  # noqa: E402
+from bench.gpu.attention import BANDWIDTH, PAGE, PEAK, WIDTH, Heads, Launch, Setting, compile_all, ours  # noqa: E402
 from bench.gpu.graph_time import graph_microseconds  # noqa: E402
 from gpu.launcher import Card  # noqa: E402
 from llmc.codegen.backends.triton.latent_attention import LATENT_DECODE, LATENT_PREFILL  # noqa: E402
 from llmc.codegen.backends.triton.matmul import HEAD_MATMUL  # noqa: E402
 from llmc.codegen.kernel import Kernel, Schedule  # noqa: E402
-from llmc.codegen.kernel_cache import entry_path, read_entry, write_entry  # noqa: E402
-from llmc.codegen.toolchain import Compiled, Toolset  # noqa: E402
+from llmc.codegen.kernel_cache import entry_path, read_entry  # noqa: E402
+from llmc.codegen.toolchain import Compiled  # noqa: E402
 from llmc.extension import Registry, load  # noqa: E402
 from llmc.ir.graph import Graph, Node  # noqa: E402
 from llmc.ir.text import parse  # noqa: E402
@@ -151,17 +150,6 @@ def ranked(kernel: Kernel, node: Node, target: Target, env: dict[str, int]) -> l
     return sorted(kernel.schedules(node, target), key=lambda s: kernel.cost_us(node, s, target, env))
 
 
-def compile_all(found: Sequence[Way], s: Setting, folder: Path) -> None:
-    """Compile what the folder does not have, on all cores."""
-    folder.mkdir(parents=True, exist_ok=True)
-    launches = {x.key: x for way in found for x in way.launches}.values()
-    missing = [x for x in launches if read_entry(entry_path(folder, x.key)) is None]
-    tools = Toolset(s.target, s.registry.toolchains)
-    made = tools.compile([(x.source, "") for x in missing], folder, os.cpu_count() or 1)
-    for x in missing:
-        write_entry(entry_path(folder, x.key), made[tools.key(x.source)])
-
-
 class Bench:
     """The buffers of a case on the device."""
 
@@ -272,7 +260,7 @@ def main() -> None:
     s = Setting(Heads(), registry, registry.target("cuda:sm_90"))
     pairs = [(case, int(h)) for h in args.heads.split(",") for case in args.cases.split(",")]
     found = {pair: list(ways(*pair, s)) for pair in pairs}
-    compile_all([way for some in found.values() for way in some], s, args.out / "binaries")
+    compile_all((x for some in found.values() for way in some for x in way.launches), s, args.out / "binaries")
     if args.compile_only:
         return
     card = Card(nbytes=1 << 20)
