@@ -42,13 +42,14 @@ def emit_graph(
         raise Diagnostic("E433", "no kernel was selected for the node", "run the pass `select` first", node=missing)
     chosen = [kernels[n.choice["kernel"]] for n in nodes]
     eager = [a.eager and b.preloads for a, b in pairwise(chosen)] + [False] * bool(nodes)
+    waits_first = [k.waits_first and not e for k, e in zip(chosen, eager, strict=True)]
     sources: list[Source] = []
     for i, (n, kernel) in enumerate(zip(nodes, chosen, strict=True)):
         schedule = schedule_of(n)
-        running = may_run([k.waits_first and not e for k, e in zip(chosen[:i], eager, strict=False)], sources, bounds)
+        running = may_run(waits_first, sources, bounds)
         if running is not None and may_read_early(kernel.early(n), n, nodes[i - running : i], storage):
             schedule = {**schedule, SETTLED: 1}
-        if kernel.yields and crowded(chosen[i + 1 :], eager[i + 1 :]):
+        if kernel.yields and crowded(i, chosen, eager):
             schedule = {**schedule, LATE: 1}
         if eager[i]:
             schedule = {**schedule, EAGER: 1}
@@ -76,16 +77,17 @@ def package_of(kernel: Kernel) -> str:
 
 
 def may_run(waits_first: Sequence[bool], sources: Sequence[Source], bounds: Bounds) -> int | None:
-    """Return how many launches before the next one may still run when it starts; None if those of an earlier program
-    may.
+    """Return how many of the launches `sources` may still run when the next one starts; None if those of an earlier
+    program may.
 
+    waits_first: for each launch whether its programs wait before they allow the next one; later launches may follow.
     With programmatic dependent launch, a kernel starts once every program of its predecessor allows it. If these
     programs wait first, all launches before the predecessor are complete by then; otherwise the predecessor may have
     started in the same way. An empty grid is skipped, as if there were no such launch.
     """
-    for count, (first, source) in enumerate(zip(reversed(waits_first), reversed(sources), strict=True), 1):
-        if first and all(d.bounds(bounds)[0] > 0 for d in source.grid):
-            return count
+    for i in range(len(sources) - 1, -1, -1):
+        if waits_first[i] and all(d.bounds(bounds)[0] > 0 for d in sources[i].grid):
+            return len(sources) - i
     return None
 
 
@@ -95,12 +97,12 @@ def may_read_early(early: Sequence[int], n: Node, running: Sequence[Node], stora
     return bool(early) and not any(storage.root[n.operands[i]] in written for i in early)
 
 
-def crowded(following: Sequence[Kernel], eager: Sequence[bool]) -> bool:
-    """Whether a kernel that crowds may begin as soon as the launch before `following` allows it: the next one, or the
-    one behind an eager one.
+def crowded(launch: int, chosen: Sequence[Kernel], eager: Sequence[bool]) -> bool:
+    """Whether a kernel that crowds may begin as soon as the launch with this number allows it: the next one, or the one
+    behind an eager one.
     """
-    first = next((k for k, e in zip(following, eager, strict=True) if not e), None)
-    return first is not None and first.crowds
+    first = next((i for i in range(launch + 1, len(chosen)) if not eager[i]), None)
+    return first is not None and chosen[first].crowds
 
 
 @dataclass

@@ -32,9 +32,9 @@ class Shard(Pass):
     latents are whole on every rank. Products before attention and the first ones of an MLP or of experts are divided by
     columns, those after them by rows, followed by an all_reduce. The head is divided by columns, followed by an
     all_gather, and embeddings by rows, followed by an all_reduce; norms, routers and small tables are whole on every
-    rank. The parts of a weight are slices
-    that begin at a multiple of K; columns and rows of tables that do not divide are padded with zeros. The pass runs
-    after page-attention and before fuse-linear; `--explain` names the products that stay whole. ranks: their number.
+    rank. The parts of a weight are slices that begin at a multiple of K; columns and rows of tables that do not divide
+    are padded with zeros. The pass runs after page-attention and before fuse-linear; `--explain` names the products
+    that stay whole. ranks: their number.
     """
 
     name: ClassVar[str] = "shard"
