@@ -52,6 +52,8 @@ def test_an_open_llm_spares_garbage_collections_what_exists(toy: Path) -> None:
         gc.collect()
         assert len(gc.get_objects()) < gc.get_freeze_count()
         assert llm.generate("abc", GREEDY, use_tqdm=False)[0].finished
+        quiet(toy).close()
+        assert gc.get_freeze_count() > before, "for the one that is still open"
     assert gc.get_freeze_count() == 0
 
 

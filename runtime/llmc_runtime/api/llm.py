@@ -48,6 +48,7 @@ from llmc_runtime.text.chat_template import ChatTemplate, choose_template
 from llmc_runtime.text.tokenizer import Tokenizer
 
 _MAX_TEMPLATES = 32  # compiled chat templates that are kept
+_frozen_by = weakref.WeakSet[Any]()  # open LLMs, for which objects are left out of garbage collections
 
 
 class LLM(PoolingAPI):
@@ -59,8 +60,8 @@ class LLM(PoolingAPI):
     options:  the fields of EngineOptions (see docs/running.md). Limits among them apply to the compilation, or lower
               those of an artifact
 
-    Objects that exist when it is open are left out of garbage collections until `close` (gc.freeze), which would
-    delay a step by tens of milliseconds.
+    Objects that exist when it is open are left out of garbage collections (gc.freeze), which would delay a step by tens
+    of milliseconds, until the last LLM that was opened in this way is closed (gc.unfreeze).
 
     Raises LlmcError E1xx (artifact), E2xx (memory and limits), E64x (compilation).
     """
@@ -92,6 +93,7 @@ class LLM(PoolingAPI):
             self._say(failure)
         gc.collect()
         gc.freeze()
+        _frozen_by.add(self)
 
     @classmethod
     def over(
@@ -266,7 +268,10 @@ class LLM(PoolingAPI):
             self._core.close()
             if self.trace is not None:
                 self.trace.finish()
-        gc.unfreeze()
+        if self in _frozen_by:
+            _frozen_by.discard(self)
+            if not _frozen_by:
+                gc.unfreeze()
 
     def __enter__(self) -> LLM:
         return self
