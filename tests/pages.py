@@ -170,11 +170,17 @@ def main(names: list[str]) -> int:
     pages = [p for p in PAGES if not names or p.stem in names or p.name in names]
     with tempfile.TemporaryDirectory(prefix="pages-") as scratch:
         cache = with_kernels(Path(scratch, "cache"))
+        failed = 0
         for page in pages:
             begin = time.perf_counter()
-            n = run_page(page, Path(scratch, page.stem), cache, slow=True)
-            print(f"  {page.name}: {n} blocks in {time.perf_counter() - begin:.1f} s", flush=True)
-    return 0 if pages else 2
+            try:
+                n = run_page(page, Path(scratch, page.stem), cache, slow=True)
+            except (AssertionError, subprocess.TimeoutExpired) as e:
+                print(f"  {page.name}: failed: {e}", flush=True)
+                failed += 1
+            else:
+                print(f"  {page.name}: {n} blocks in {time.perf_counter() - begin:.1f} s", flush=True)
+    return 1 if failed else 0 if pages else 2
 
 
 if __name__ == "__main__":
