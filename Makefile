@@ -166,8 +166,11 @@ corpus: $(VENV)/.stamp-dev
 # The fuzzer is judged by times, so that no other test runs beside it. 5: ATTACK_ARGS selects none.
 ATTACKS = $(BIN)/python -m pytest --attacks full --attack-seed $(SEED) -q
 attacks: $(VENV)/.stamp-dev
-	$(ATTACKS) -n auto --dist worksteal --ignore tests/attacks/test_fuzz.py tests/attacks $(ATTACK_ARGS) || [ $$? -eq 5 ]
-	$(ATTACKS) -n 0 --fuzz-seconds $(FUZZ_SECONDS) tests/attacks/test_fuzz.py $(ATTACK_ARGS) || [ $$? -eq 5 ]
+	failed=0; \
+	$(ATTACKS) -n auto --dist worksteal --ignore tests/attacks/test_fuzz.py tests/attacks $(ATTACK_ARGS) || \
+	  [ $$? -eq 5 ] || failed=1; \
+	$(ATTACKS) -n 0 --fuzz-seconds $(FUZZ_SECONDS) tests/attacks/test_fuzz.py $(ATTACK_ARGS) || [ $$? -eq 5 ] || failed=1; \
+	exit $$failed
 
 clean:
 	rm -rf build
