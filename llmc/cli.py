@@ -166,7 +166,8 @@ def _ir_arguments(sub: Any) -> None:
     p.add_argument("--print-after", default="", metavar="NAME", help="pass after which to print the IR, or all (none)")
     p.add_argument("--stop-after", default="", metavar="NAME", help="last pass to run (the pipeline's last)")
     p.add_argument("--only", default="", metavar="LOC", help="module path to which local rewrites are restricted (all)")
-    p.add_argument("--explain", action="store_true", help="print near misses: what almost matched, and why not")
+    explain = "print near misses (what almost matched, and why not), and what select chose and rejected"
+    p.add_argument("--explain", action="store_true", help=explain)
     p.add_argument("--fuel", type=int, default=-1, metavar="N", help="maximum number of changes, to bisect (no limit)")
     check = "interpret before and after in float64 on random inputs, and compare"
     p.add_argument("--check", action="store_true", help=check)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from llmc.check.compare_modules import compare
 from llmc.diagnostics import Diagnostic
@@ -41,11 +41,26 @@ def main_opt(args: argparse.Namespace, out: IO[str], registry: Registry | None =
     print(show(m), end="", file=out)
     if args.explain:
         out.writelines(f"// miss: {miss}\n" for miss in ctx.misses)
+        out.writelines(f"// choice: {line}\n" for row in ctx.choices for line in _choice_lines(row))
     if args.time:
         out.writelines(times)
     if check:
         out.writelines(f"// check: {result}\n" for result in compare(before, m, rounded=args.rounded))
     return 0
+
+
+def _choice_lines(row: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a heading and one line per kernel of a row of `Choices`: the chosen one, the next best, the others."""
+    sizes = ", ".join(f"{symbol}={size}" for symbol, size in row["sizes"].items())
+    yield f"@{row['graph']}: {row['count']} x {row['node']} at {row['loc'] or 'no module'}; compared at {sizes}"
+    yield f"  chosen: {_timed(row)}, best of {row['ways']}"
+    yield from (f"  next: {_timed(other)}" for other in row["others"])
+    yield from (f"  not {name}: {why}" for name, why in row["refused"].items())
+
+
+def _timed(choice: Mapping[str, Any]) -> str:
+    schedule = ", ".join(f"{name}={value}" for name, value in choice["schedule"].items())
+    return f"{choice['kernel']} {{{schedule}}}, {choice['us']} us {'measured' if choice['measured'] else 'predicted'}"
 
 
 def _read(name: str) -> str:

@@ -137,11 +137,15 @@ def _scheduled(
         yield Candidate(kernel, schedule, predicted, us is not None, order, leads)
 
 
-def refusals(node: Node, kernels: Mapping[str, Kernel], target: Target) -> dict[str, str]:
-    """Return name -> reason of the kernels of the target that implement the node's op, but are not candidates."""
-    mine = [k for name in kernels for k in [kernels[name]] if k.language in target.languages and k.claims(node)]
-    reasons = {k.name: k.reject(node, target) or k.missing() for k in mine}
-    return {name: why for name, why in reasons.items() if why}
+def refusals(
+    node: Node, kernels: Mapping[str, Kernel], target: Target, found: Collection[Candidate] = ()
+) -> dict[str, str]:  # fmt: skip
+    """Return name -> reason of the kernels of the target that implement the node's op, but are not in `found`."""
+    other = "its order of sums depends on the batch, or is not the one that all programs use"
+    opt_in = "opt-in: neither measured for this node nor in select{prefer=[...]}"
+    rest = (kernels[name] for name in kernels if name not in {o.kernel.name for o in found})
+    ours = (k for k in rest if k.language in target.languages and k.claims(node))
+    return {k.name: k.reject(node, target) or k.missing() or (opt_in if k.opt_in else other) for k in ours}
 
 
 def launched_graphs(m: Module) -> Iterator[Graph]:
@@ -164,7 +168,7 @@ class Choices:
 
     def add(
         self, g: Graph, n: Node, best: Candidate, alternatives: list[Candidate], env: Mapping[str, int],
-        refused: Callable[[Node], Mapping[str, str]],
+        refused: Callable[[Node, list[Candidate]], Mapping[str, str]],
     ) -> None:  # fmt: skip
         """Count a node under its row."""
         key = (g.name, node_text(n), id(best))
@@ -173,7 +177,7 @@ class Choices:
             self.rows[key] = {
                 "graph": g.name, "node": node_text(n), "loc": n.loc, "count": 0, **_choice(best),
                 "ways": len(alternatives), "sizes": dict(env), "others": rest[: self.OTHERS],
-                "refused": dict(refused(n)),
+                "refused": dict(refused(n, alternatives)),
             }  # fmt: skip
         self.rows[key]["count"] += 1
 
@@ -219,7 +223,7 @@ class Select(Pass):
         agreed = common_layouts([(n, found) for _, n, found, _ in ranked], self.prefer, target)
         for g, n, found, env in ranked:
             best = _agreeing(n, found, agreed, target)
-            choices.add(g, n, best, found, env, lambda n: refusals(n, ctx.kernels, target))
+            choices.add(g, n, best, found, env, lambda n, found: refusals(n, ctx.kernels, target, found))
             n.choice = {"kernel": best.kernel.name, **best.schedule}
             measured, open_ = measured + best.measured, open_ + (len(found) > 1)
         if open_:

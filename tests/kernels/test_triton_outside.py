@@ -1,4 +1,4 @@
-"""The GPU kernel that docs/gpu.md prints: chosen by its op, right in the interpreter, and a binary for every target."""
+"""The GPU kernel that docs/gpu-kernels.md prints: chosen by its op, right in the interpreter, and a binary for every target."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmc.ir.opdef import op
 from llmc.ir.ops import OPS
 from llmc.passes.base import Ctx
 
-DOC = Path(__file__).resolve().parents[2] / "docs" / "gpu.md"
+DOC = Path(__file__).resolve().parents[2] / "docs" / "gpu-kernels.md"
 
 
 @op("(x: f[*s]) -> x[*s]")
