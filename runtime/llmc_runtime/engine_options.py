@@ -152,7 +152,7 @@ class EngineOptions(metaclass=KeywordChecks):
         commands=_BOTH, read=None, check=_switch,
     )  # fmt: skip
     chat_template: str | None = option(
-        None, "chat template to use (in Python its text), or the name of one of the model's", commands=_RUN,
+        None, "file with a chat template (in Python its text), or the name of one of the model's", commands=_RUN,
         metavar="FILE|NAME", group="chats and sampling",
     )  # fmt: skip
     generation_config: str = option(
@@ -181,7 +181,7 @@ class EngineOptions(metaclass=KeywordChecks):
         read=Path, metavar="DIR",
     )  # fmt: skip
     verify: bool = option(
-        True, "check the hashes of the weights at startup; --no-verify skips the check", commands=_RUN,
+        True, "check of the weights' hashes at startup (--no-verify: none)", commands=_RUN,
         flags=("--no-verify",), read=None, check=_switch, engine=True,
     )  # fmt: skip
     canary: bool = option(

@@ -56,7 +56,7 @@ class SamplingParams(metaclass=KeywordChecks):
         1, integers(1, MAX_N, unit="outputs"), "number of outputs; 1 if greedy. Output i uses the seed + i"
     )
     temperature: float = parameter(
-        1.0, numbers(0, 100), "0 is greedy (top_p, top_k and min_p are then off); other values are at least 0.01",
+        1.0, numbers(0, 100), "sampling temperature, at least 0.01; 0 is greedy (top_p, top_k and min_p are then off)",
         flag=True, short="-t", of_model="sampling", column=0,
     )  # fmt: skip
     top_p: float = parameter(

@@ -210,7 +210,7 @@ class Options:
         metavar="URL", check=_traces_url,
     )  # fmt: skip
     chat_template: str | None = _chats(
-        None, "chat template to use, or the name of one of the model's (default: the model's)", metavar="FILE|NAME"
+        None, "file with a chat template, or the name of one of the model's (default: the model's)", metavar="FILE|NAME"
     )
     tool_call_parser: str = _chats(
         "auto", "format of the model's tool calls (auto: from its template)", choices=FormatNames()
