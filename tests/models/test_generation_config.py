@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from models.cases import LISTED, SMALL, TINY_VISION
 from models.kit import save
 
+from llmc.frontend.export import load_config
+from llmc.frontend.model_folder import open_source
+from llmc.frontend.trace_model import _ids as ids_of
 from llmc.frontend.trace_model import notes_of, trace
 
 
@@ -24,7 +28,10 @@ def test_ends_of_a_model_with_a_text_half(tmp_path: Path) -> None:
     ):
         (tmp_path / "config.json").write_text(json.dumps(whole | more))
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-        assert trace(tmp_path).facts.eos_token_ids == want
+        source = open_source(tmp_path)
+        text_half = load_config(source).get_text_config()
+        assert ids_of(source, text_half, "eos_token_id") == want
+    assert trace(tmp_path).facts.eos_token_ids == want
 
 
 def test_notes_on_files_beside_the_weights(tmp_path: Path) -> None:
@@ -37,6 +44,6 @@ def test_notes_on_files_beside_the_weights(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     for generation, count in ((neutral, 1), (given, 3)):
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-        notes = [*notes_of(trace(tmp_path))]
+        notes = [*notes_of(replace(traced, source=open_source(tmp_path)))]
         assert len(notes) == count and "adapter" in notes[0]
     assert "top_k 3" in notes[1] and "has num_beams, suppress_tokens: not applied" in notes[2]
