@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from llmc_runtime.bench import common
+from llmc_runtime.bench import engine_arguments
 from llmc_runtime.bench.table import Line
 from llmc_runtime.format.errors import LlmcError
 
@@ -35,8 +35,8 @@ def run(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
     """
     from llmc_runtime.api.llm import resolve
 
-    common.counts(args, "num_iters", "input_len")
-    engine = common.options(args, err)
+    engine_arguments.counts(args, "num_iters", "input_len")
+    engine = engine_arguments.options(args, err)
     say, cache = engine.pop("say"), engine.pop("cache_dir")
     model = resolve(args.model, {"target": args.target or "cpu:native", "dtype": "auto"}, cache, say)
     llm_args = {**engine, "model": str(Path(model).resolve()), "input_len": args.input_len}

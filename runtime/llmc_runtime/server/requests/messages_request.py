@@ -16,7 +16,6 @@ from llmc_runtime.sched.sampling_params import MAX_STOP_STRINGS
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.requests.conversation import Content, Conversation, checked_text, function_tool, plain_text
 from llmc_runtime.server.requests.request_fields import (
-    FUNCTION_NAME,
     MAX_PARTS,
     MAX_TOOLS,
     NOT_OF_ONE_OUTPUT,
@@ -30,8 +29,10 @@ from llmc_runtime.server.requests.request_fields import (
     ResponseFormat,
     Salt,
     TemplateKwargs,
+    function_properties,
     sampling_fields,
     schema_of,
+    tools_of,
 )
 
 _TEXTS: Mapping[str, str] = MappingProxyType({"text": "text"})
@@ -41,24 +42,12 @@ _TOOL_FIELDS: Mapping[str, str] = MappingProxyType(
     {"defer_loading": "leave tools out until they are needed", "input_examples": "show examples in the description"}
 )
 
-ClientTools = Annotated[
-    list[
-        Annotated[
-            dict[str, Any],
-            schema_of(
-                properties={
-                    "type": {"enum": ["custom", None]},
-                    "name": {"type": "string", "pattern": f"^{FUNCTION_NAME}$"},
-                    "description": {"type": ["string", "null"]},
-                    "input_schema": {"type": "object", "properties": {"type": {"const": "object"}}},
-                    "strict": {"type": ["boolean", "null"]},
-                },
-                required=["name", "input_schema"],
-            ),
-        ]
-    ],
-    schema_of(maxItems=MAX_TOOLS),
-]
+ClientTools: Any = tools_of(
+    schema_of(
+        properties={"type": {"enum": ["custom", None]}, **function_properties("input_schema", optional=False)},
+        required=["name", "input_schema"],
+    )
+)
 Blocks = Annotated[list[dict[str, Any]], schema_of(maxItems=MAX_PARTS)]
 StopSequences = Annotated[list[str], schema_of(maxItems=MAX_STOP_STRINGS)]
 

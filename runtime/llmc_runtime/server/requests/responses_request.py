@@ -17,7 +17,6 @@ import msgspec
 from llmc_runtime.server.http.errors import ApiError, not_found
 from llmc_runtime.server.requests.conversation import Conversation, checked_text, function_tool, plain_text
 from llmc_runtime.server.requests.request_fields import (
-    FUNCTION_NAME,
     MAX_MESSAGES,
     MAX_TOOLS,
     ChatRequest,
@@ -31,7 +30,9 @@ from llmc_runtime.server.requests.request_fields import (
     Scores,
     TemplateKwargs,
     ToolChoice,
+    function_properties,
     schema_of,
+    tools_of,
 )
 
 MAX_METADATA = 16  # entries of `metadata`
@@ -47,24 +48,12 @@ _TEXTS: Mapping[str, str] = MappingProxyType(
 )
 
 InputItems = Annotated[list[dict[str, Any]], schema_of(maxItems=MAX_MESSAGES)]
-FunctionTools = Annotated[
-    list[
-        Annotated[
-            dict[str, Any],
-            schema_of(
-                properties={
-                    "type": {"const": "function"},
-                    "name": {"type": "string", "pattern": f"^{FUNCTION_NAME}$"},
-                    "description": {"type": ["string", "null"]},
-                    "parameters": {"type": ["object", "null"], "properties": {"type": {"const": "object"}}},
-                    "strict": {"type": ["boolean", "null"]},
-                },
-                required=["type", "name"],
-            ),
-        ]
-    ],
-    schema_of(maxItems=MAX_TOOLS),
-]
+FunctionTools: Any = tools_of(
+    schema_of(
+        properties={"type": {"const": "function"}, **function_properties("parameters", optional=True)},
+        required=["type", "name"],
+    )
+)
 AllowedTools = Annotated[dict[str, Any], schema_of(properties={"tools": {"maxItems": MAX_TOOLS}})]
 Metadata = Annotated[dict[str, str], schema_of(maxProperties=MAX_METADATA)]
 Include = Annotated[list[Name], schema_of(maxItems=MAX_INCLUDE)]
