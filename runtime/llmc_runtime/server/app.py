@@ -148,7 +148,7 @@ class Endpoints(Endpoint):
                     special = fields.add_special_tokens is not False
                     ids = await prompting.in_thread(prompting.encode, fields.prompt, special)
                 else:
-                    short = serving.dialect.short_ids
+                    short = serving.formats.short_ids
                     ids = (await prompting.in_thread(prompting.chat, fields, tools, short)).ids
             return as_json(token_list(prompting, ids, fields, serving.llm.config.max_model_len))
 
@@ -213,7 +213,7 @@ class Endpoints(Endpoint):
 
     async def server_info(self, request: Request) -> Response:
         """GET /server_info, /get_server_info: the version, the names of the model, and the limits of the engine."""
-        config, calls = self.serving.llm.config, self.serving.dialect.calls
+        config, calls = self.serving.llm.config, self.serving.formats.calls
         return as_json(
             {
                 "version": __version__, "models": self.serving.names, "served_model_name": self.serving.names[0],
@@ -222,7 +222,7 @@ class Endpoints(Endpoint):
                 "block_size": config.page_size, "num_blocks": config.num_pages, "vocab_size": config.vocab_size,
                 "enable_prefix_caching": config.prefix_caching,
                 "tool_call_parser": None if calls is None else calls.name,
-                "separates_reasoning": self.serving.dialect.thoughts is not None,
+                "separates_reasoning": self.serving.formats.reasoning is not None,
                 "stores_responses": self.serving.stored.enabled,
                 "task": GENERATE if self.serving.llm.pooling is None else self.serving.llm.pooling.task,
             }

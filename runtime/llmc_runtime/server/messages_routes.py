@@ -32,7 +32,7 @@ class MessagesRoutes(Endpoint):
 
         async def run(fields: CountRequest) -> Response:
             serving, prompting = self.serving, self.serving.prompting
-            arguments = counted(fields, serving.dialect)
+            arguments = counted(fields, serving.formats)
             async with serving.lanes.slot(request.scope["llmc.key"]):
                 return as_json({"input_tokens": await prompting.in_thread(prompting.count, *arguments)})
 

@@ -144,7 +144,7 @@ async def serve_over(
         config = _config(options, serving, connections, tracer)
         config.ssl = tls
         defaults = described(llm.generation, llm.args.generation_config, llm.args.override_generation_config)
-        for line in filter(None, (defaults, *serving.dialect.lines)):
+        for line in filter(None, (defaults, *serving.formats.lines)):
             say(line)
         loop, tasks = asyncio.get_running_loop(), set[Any]()
 

@@ -148,12 +148,12 @@ def to_chat(request: CountRequest) -> ChatRequest:
 
     A text of the model at the end of the messages is the start of its answer.
     """
-    talk = Conversation()
+    conversation = Conversation()
     if request.system:
-        talk.add("system", plain_text(request.system, "system", _TEXTS, "system"))
+        conversation.add("system", plain_text(request.system, "system", _TEXTS, "system"))
     for i, message in enumerate(request.messages):
-        _add(talk, message, f"messages[{i}]")
-    last = talk.messages[-1] if talk.messages else {}
+        _add(conversation, message, f"messages[{i}]")
+    last = conversation.messages[-1] if conversation.messages else {}
     continues = last.get("role") == "assistant" and bool(last.get("content")) and "tool_calls" not in last
     fields: dict[str, Any] = {}
     if isinstance(request, MessagesRequest):
@@ -164,7 +164,7 @@ def to_chat(request: CountRequest) -> ChatRequest:
     if choice is not None and choice.type == "any" and not request.tools:
         raise ApiError("tool_choice: any needs tools", param="tool_choice")
     return ChatRequest(
-        **fields, **_thinking(request), messages=talk.messages, model=request.model,
+        **fields, **_thinking(request), messages=conversation.messages, model=request.model,
         response_format=_format_of(request), continue_final_message=continues or None,
         tools=[_tool(one, f"tools[{i}]") for i, one in enumerate(request.tools or ())] or None,
         tool_choice=None if choice is None else _choice(choice),
@@ -172,35 +172,35 @@ def to_chat(request: CountRequest) -> ChatRequest:
     )  # fmt: skip
 
 
-def _add(talk: Conversation, message: dict[str, Any], where: str) -> None:
+def _add(conversation: Conversation, message: dict[str, Any], where: str) -> None:
     """Add a message to the conversation."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise ApiError(f"{where}.role: user, assistant or system", param="messages")
     if not isinstance(content, list):
-        talk.add(role, plain_text(content, f"{where}.content", _TEXTS, "messages"))
+        conversation.add(role, plain_text(content, f"{where}.content", _TEXTS, "messages"))
     elif role == "assistant":
-        _add_turn(talk, content, f"{where}.content")
+        _add_turn(conversation, content, f"{where}.content")
     else:
         texts: list[Any] = []
         for i, block in enumerate(content):
             if role == "user" and isinstance(block, dict) and block.get("type") == "tool_result":
-                _add_texts(talk, role, texts, f"{where}.content")
+                _add_texts(conversation, role, texts, f"{where}.content")
                 call_id = checked_text(block.get("tool_use_id"), f"{where}.content[{i}].tool_use_id", "messages")
                 result = plain_text(block.get("content"), f"{where}.content[{i}].content", _TEXTS, "messages")
-                talk.result(call_id, result)
+                conversation.result(call_id, result)
                 texts = []
             else:
                 texts.append(block)
-        _add_texts(talk, role, texts, f"{where}.content")
+        _add_texts(conversation, role, texts, f"{where}.content")
 
 
-def _add_texts(talk: Conversation, role: str, blocks: list[Any], where: str) -> None:
+def _add_texts(conversation: Conversation, role: str, blocks: list[Any], where: str) -> None:
     if blocks:
-        talk.add(role, plain_text(blocks, where, _TEXTS, "messages"))
+        conversation.add(role, plain_text(blocks, where, _TEXTS, "messages"))
 
 
-def _add_turn(talk: Conversation, blocks: list[Any], where: str) -> None:
+def _add_turn(conversation: Conversation, blocks: list[Any], where: str) -> None:
     """Add a turn that a model has generated: its thinking, its texts (joined), and its calls."""
     thoughts, texts, calls = [], [], []
     for i, block in enumerate(blocks):
@@ -215,12 +215,12 @@ def _add_turn(talk: Conversation, blocks: list[Any], where: str) -> None:
             cause = f"{where}[{i}].type: {str(kind)[:64]!r} is not supported, only text, thinking and tool_use"
             raise ApiError(cause, param="messages")
     if thoughts:
-        talk.think("".join(thoughts))
+        conversation.think("".join(thoughts))
     content: Content = "".join(texts)
     if content or not (calls or thoughts):
-        talk.add("assistant", content)
+        conversation.add("assistant", content)
     for call_id, name, arguments, place in calls:
-        talk.call(call_id, name, arguments, place)
+        conversation.call(call_id, name, arguments, place)
 
 
 def _thinking(request: CountRequest) -> dict[str, Any]:

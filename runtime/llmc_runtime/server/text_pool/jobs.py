@@ -42,7 +42,7 @@ from llmc_runtime.server.requests.sampling_fields import check_silent, of_chat, 
 from llmc_runtime.server.text_pool import text_messages as m
 from llmc_runtime.server.tool_calls.definitions import tools_of
 from llmc_runtime.server.tool_calls.history import calls_in
-from llmc_runtime.server.tool_calls.parser_select import Dialect, dialect_of
+from llmc_runtime.server.tool_calls.parser_select import OutputFormats, select_formats
 from llmc_runtime.server.tool_calls.response_plan import plan_of
 from llmc_runtime.text.bounded_encode import longest_token
 from llmc_runtime.text.tokenizer import Tokenizer
@@ -68,7 +68,7 @@ class Texts:
     def __init__(self, spec: m.Spec) -> None:
         self._spec, self.unknown = spec, 0
         self._tokenizer = None if spec.tokenizer is None else _tokenizer(spec, spec.tokenizer)
-        self._dialect = dialect_of(self._tokenizer, spec.template, spec.tool_calls, spec.reasoning)
+        self._formats = select_formats(self._tokenizer, spec.template, spec.tool_calls, spec.reasoning)
         longest = None if self._tokenizer is None else longest_token(self._tokenizer)
         self._prompting = Prompting(self._tokenizer, spec.vocab_size, spec.template, None, spec.max_model_len, longest)
         spec.tokenizer = None
@@ -146,14 +146,14 @@ class Texts:
         """Check a chat. `whole` returns it with all messages, those of earlier responses first, and Done.items."""
         check_model(request.model, self._spec.names)
         of_chat(request, self._spec)
-        plan, done = plan_of(request, self._dialect), m.Done()
+        plan, done = plan_of(request, self._formats), m.Done()
         tools = None if plan.tools is None else plan.tools.shown
 
         def prompts(earlier: bytes | bytearray) -> Iterator[Prompt]:
             chat, done.items = whole(earlier)
-            prompt = self._prompting.chat(chat, tools, self._dialect.short_ids)
+            prompt = self._prompting.chat(chat, tools, self._formats.short_ids)
             after = plan.behind(prompt, chat)
-            done.reasons, done.opened, done.earlier = after.thoughts is not None, after.opened, calls_in(chat.messages)
+            done.reasons, done.opened, done.earlier = after.reasoning is not None, after.opened, calls_in(chat.messages)
             yield prompt
 
         return Job(m.Parsed(fields, references=list(references)), prompts, done)
@@ -176,14 +176,14 @@ class Texts:
         if request.prompt is not None:
             ids = self._prompting.encode(request.prompt, request.add_special_tokens is not False)
         else:
-            ids = self._prompting.chat(request, tools, self._dialect.short_ids).ids
+            ids = self._prompting.chat(request, tools, self._formats.short_ids).ids
         return msgspec.json.encode(token_list(self._prompting, ids, request, self._spec.max_model_len))
 
     def count(self, body: bytearray) -> bytes:
         """Return the JSON response of /v1/messages/count_tokens. Raises ApiError."""
         request = self._parse(body, CountRequest)
         check_model(request.model, self._spec.names)
-        return msgspec.json.encode({"input_tokens": self._prompting.count(*counted(request, self._dialect))})
+        return msgspec.json.encode({"input_tokens": self._prompting.count(*counted(request, self._formats))})
 
     def detokenize(self, body: bytearray) -> bytes:
         """Return the JSON response of /detokenize. Raises ApiError."""
@@ -232,11 +232,11 @@ def check_tokenize(request: TokenizeRequest) -> list[dict[str, Any]] | None:
     return None if tools is None else tools.shown
 
 
-def counted(request: CountRequest, dialect: Dialect) -> tuple[ChatRequest, list[dict[str, Any]] | None, bool]:
+def counted(request: CountRequest, formats: OutputFormats) -> tuple[ChatRequest, list[dict[str, Any]] | None, bool]:
     """Check a request to count tokens and return the arguments of `Prompting.count`. Raises ApiError 400."""
     chat = of_messages(request)
-    tools = plan_of(chat, dialect).tools
-    return chat, None if tools is None else tools.shown, dialect.short_ids
+    tools = plan_of(chat, formats).tools
+    return chat, None if tools is None else tools.shown, formats.short_ids
 
 
 def token_list(prompting: Prompting, ids: list[int], request: TokenizeRequest, length: int) -> dict[str, Any]:

@@ -92,7 +92,7 @@ FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType(
 )
 
 
-class Splitter:
+class ReasoningParser:
     """The parser of one output. With `opened`, it starts inside the reasoning."""
 
     def __init__(self, form: ReasoningFormat, opened: bool) -> None:
