@@ -66,11 +66,11 @@ class AsyncRequestState(RequestState):
             if self._kind == "final_only":
                 self._open.clear()
                 return self.output()
-            if outputs := self._news():
+            if outputs := self._changed_outputs():
                 return self._request_output(outputs)
         return None
 
-    def _news(self) -> list[CompletionOutput]:
+    def _changed_outputs(self) -> list[CompletionOutput]:
         """Return the outputs that have changed, or all of them for "cumulative"; none if nothing has changed."""
         changed = []
         for part in tuple(self._open):

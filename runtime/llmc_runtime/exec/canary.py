@@ -253,9 +253,9 @@ def _next(
     while sum(remaining) > limit:
         row = remaining.index(max(remaining))
         count = min(limit, remaining[row] - 1)
-        executor.run(Step(inits=inits, work=[Work(row, count, False)]))
+        executor.run(Step(inits=inits, work=[Work(row, count, emit=False)]))
         inits, remaining[row] = [], remaining[row] - count
-    out = executor.run(Step(inits=inits, work=[Work(row, n, True) for row, n in enumerate(remaining)]))
+    out = executor.run(Step(inits=inits, work=[Work(row, n, emit=True) for row, n in enumerate(remaining)]))
     return [_prediction(token, logprobs) for token, logprobs in zip(out.tokens, out.logprobs, strict=True)]
 
 

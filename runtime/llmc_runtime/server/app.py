@@ -127,14 +127,15 @@ class Endpoints(Endpoint):
         """POST /v1/completions."""
         async with self._read(request, CompletionRequest, COMPLETION) as (fields, job):
             call = self._call(request, "cmpl-", "prompt")
-            return await self._reply(request, Completion(self.serving, fields, call, job), bool(fields.stream), call)
+            answer = Completion(self.serving, fields, call, job)
+            return await self._reply(request, answer, call, stream=bool(fields.stream))
 
     @catch_errors
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         async with self._read(request, ChatRequest, CHAT) as (fields, job):
             call = self._call(request, "chatcmpl-", "messages")
-            return await self._reply(request, Chat(self.serving, fields, call, job), bool(fields.stream), call)
+            return await self._reply(request, Chat(self.serving, fields, call, job), call, stream=bool(fields.stream))
 
     @catch_errors
     async def tokenize(self, request: Request) -> Response:

@@ -24,7 +24,7 @@ class MessagesRoutes(Endpoint):
             async with self._read(request, MessagesRequest, MESSAGES) as (fields, job):
                 call = self._call(request, "msg_", "messages")
                 answer = Messages(self.serving, fields, call, job)
-                return await self._reply(request, answer, bool(fields.stream), call)
+                return await self._reply(request, answer, call, stream=bool(fields.stream))
 
     @catch_errors
     async def count_tokens(self, request: Request) -> Response:

@@ -46,7 +46,7 @@ class PoolingRoutes(Endpoint):
     async def _pooled(self, request: Request, kind: type[Pooled], name: bytes, prefix: str) -> Response:
         async with self._read(request, kind, name, _repeats) as (fields, job):
             call = self._call(request, prefix, PROMPT_PARAM[kind])
-            return await self._reply(request, PooledResponse(self.serving, fields, call, job), False, call)
+            return await self._reply(request, PooledResponse(self.serving, fields, call, job), call)
 
 
 def _repeats(request: Pooled) -> bool:

@@ -81,13 +81,13 @@ class Chat(GenerationResponse[ChatRequest]):
                 e.param = "tools"
             raise
 
-    def _head(self, chunk: bool) -> dict[str, Any]:
+    def _head(self, *, chunk: bool) -> dict[str, Any]:
         kind = "chat.completion.chunk" if chunk else "chat.completion"
         return self._common_head(kind)
 
     def _body(self, choices: list[list[Choice]], scores: list[Scores]) -> dict[str, Any]:
         built = [self._choice(i, choice) for i, choice in enumerate(choices[0])]  # counts the reasoning tokens
-        body = {**self._head(False), "choices": built, "usage": self._usage.as_json()}
+        body = {**self._head(chunk=False), "choices": built, "usage": self._usage.as_json()}
         if self._request.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs(scores[0])
         if self._request.return_token_ids:
@@ -151,7 +151,7 @@ class Chat(GenerationResponse[ChatRequest]):
         if not self._parsers:
             return {"content": output.text} if output.text else {}, finish
         parser, cut = self._parsers[index], is_cut(finish, output.stop_reason)
-        delta = parser.take(output.text, output.token_ids, finish is not None, cut).fields()
+        delta = parser.take(output.text, output.token_ids, final=finish is not None, cut=cut).fields()
         if self._plan.reasoning is not None:
             self._usage.reasoning = sum(parser.reasoning_tokens for parser in self._parsers)
         return delta, parser.finish_reason(finish)

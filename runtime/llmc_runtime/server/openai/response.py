@@ -162,7 +162,7 @@ class GenerationResponse(ABC, Generic[R]):
 
     @cached_property
     def _chunk_head(self) -> dict[str, Any]:
-        return self._head(True)
+        return self._head(chunk=True)
 
     @abstractmethod
     async def _prepare(self) -> None:
@@ -186,7 +186,7 @@ class GenerationResponse(ABC, Generic[R]):
         return head if self._request.service_tier is None else {**head, "service_tier": "default"}
 
     @abstractmethod
-    def _head(self, chunk: bool) -> dict[str, Any]:
+    def _head(self, *, chunk: bool) -> dict[str, Any]:
         """Return the first fields of the response, or of a chunk."""
 
     @abstractmethod

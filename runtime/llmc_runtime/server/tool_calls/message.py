@@ -45,7 +45,7 @@ class MessageParser:
         self._ids: list[int] = []  # token ids as long as there may be reasoning
         self.reasoning_tokens = self.num_calls = 0
 
-    def take(self, text: str, ids: Sequence[int], final: bool, cut: bool = False) -> Delta:
+    def take(self, text: str, ids: Sequence[int], *, final: bool, cut: bool = False) -> Delta:
         """Append text, generated from `ids`, and return the output that is now certain.
 
         `final` marks the end of the text, and `cut` that the output was cut off. If a tool call is forced, nothing is
@@ -69,7 +69,7 @@ class MessageParser:
 
     def message(self, text: str, ids: Sequence[int], cut: bool = False) -> dict[str, Any]:
         """Return the message of a finished output; `cut` is as in `take`."""
-        delta = self.take(text, ids, True, cut)
+        delta = self.take(text, ids, final=True, cut=cut)
         calls: list[dict[str, Any]] = []
         for piece in delta.calls:
             if "id" in piece:
