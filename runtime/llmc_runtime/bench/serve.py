@@ -197,10 +197,9 @@ def _report(
 ) -> dict[str, Any]:
     late = float(np.percentile(results.late, 99)) * 1e3 if results.late else 0.0  # p99 of delays in sending, ms
     total = figures(results.records, results.start, spec)
-    by_mix = {
-        mix.name: figures([r for r in results.records if r.mix == i], results.start, spec)
-        for i, mix in enumerate(mixes)
-    }
+    by_mix = {}
+    for i, mix in enumerate(mixes):
+        by_mix[mix.name] = figures([r for r in results.records if r.mix == i], results.start, spec)
     only_mix = mixes[0] if len(mixes) == 1 else None
     report = {
         "date": time.strftime("%Y%m%d-%H%M%S"), "backend": args.backend or "openai", "endpoint": args.endpoint,

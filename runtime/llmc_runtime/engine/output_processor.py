@@ -8,7 +8,7 @@ from typing import Any
 
 from llmc_runtime.engine.input_processor import EngineRequest
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.outputs import Collector, RequestState
+from llmc_runtime.outputs import OutputAssembler, RequestState
 from llmc_runtime.sched.request import RequestDelta
 
 
@@ -17,7 +17,7 @@ class OutputProcessor:
 
     def __init__(self, abort: Callable[[list[str]], object]) -> None:
         self._abort = abort
-        self._parts: dict[str, tuple[RequestState, Collector]] = {}  # outputs that run, by the engine's ids
+        self._parts: dict[str, tuple[RequestState, OutputAssembler]] = {}  # outputs that run, by the engine's ids
         self._states: dict[RequestState, None] = {}  # in order of arrival
         self._next = 0
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from llmc_runtime.format.dtypes import DTYPE_BITS
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.expr import Expr
 from llmc_runtime.format.hashing import BLOCK, sha256
@@ -31,7 +32,7 @@ from llmc_runtime.format.json_fields import (
 )
 from llmc_runtime.format.launch_param import a_size
 from llmc_runtime.format.pooling import Pooling
-from llmc_runtime.format.program import DTYPE_BITS, MAX_RANKS
+from llmc_runtime.format.program import MAX_RANKS
 from llmc_runtime.format.record import Record, nullable, stored
 
 MAJOR, MINOR = 2, 4

@@ -6,38 +6,15 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
+from llmc_runtime.format.dtypes import DTYPE_BITS
 from llmc_runtime.format.expr import Expr
 from llmc_runtime.format.json_fields import Fields, a_range, a_text, an_integer, damaged, load_json
 from llmc_runtime.format.launch_param import ZERO, Param, TensorMap, a_size
 from llmc_runtime.format.record import Record, nullable, stored
 from llmc_runtime.format.row_abi import MAX_DRAFTS
 
-# Bits per stored element. Shapes count elements; a buffer's size in bytes is a separate expression.
-DTYPE_BITS: Mapping[str, int] = MappingProxyType(
-    {
-        "f64": 64,
-        "f32": 32,
-        "bf16": 16,
-        "f16": 16,
-        "f8e4m3": 8,
-        "f8e4m3fnuz": 8,
-        "f8e5m2": 8,
-        "f8e8m0": 8,
-        "i64": 64,
-        "i32": 32,
-        "u32": 32,
-        "i16": 16,
-        "u16": 16,
-        "i8": 8,
-        "u8": 8,
-        "bool": 8,
-        "i4": 4,
-        "u4": 4,
-    }
-)
 # Names of the programs of a draft model begin with their role: computing the KV of tokens, drafting a token from the
 # last two tokens of a row, and drafting a token from the draft before it. A head (EAGLE-3) has no FILL, and its FIRST
 # drafts from the last token.

@@ -33,7 +33,7 @@ from llmc_runtime.server.requests.request_fields import Generation
 from llmc_runtime.server.requests.response_size import MAX_ANSWER, SCORE_WEIGHT, check_size, cut, size_of
 from llmc_runtime.server.stored_responses import PendingResponse, ResponseStore
 from llmc_runtime.server.text_pool.pool import TextPool
-from llmc_runtime.server.text_pool.text_messages import Spec
+from llmc_runtime.server.text_pool.text_messages import TextProcessConfig
 from llmc_runtime.server.tool_calls.parser_select import AUTO, select_formats
 from llmc_runtime.server.updates import Updates, merged
 
@@ -146,10 +146,10 @@ class Serving:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.offload.close()
 
-    def _spec(self) -> Spec:
+    def _spec(self) -> TextProcessConfig:
         """Return the configuration of text processes."""
         tokenizer, config = self.llm.tokenizer, self.llm.config
-        return Spec(
+        return TextProcessConfig(
             None if tokenizer is None else tokenizer.backend.to_str(),
             {} if tokenizer is None else dict(tokenizer.named_tokens),
             {} if tokenizer is None else dict(tokenizer.chat_templates),

@@ -208,17 +208,16 @@ class GenerationResponse(ABC, Generic[R]):
 
 def prompt_logprobs(rows: Scores) -> Lazy | None:
     """Return prompt_logprobs in vLLM's format: per position, {id: {logprob, rank, decoded_token}}."""
-    if rows is None:
+    return None if rows is None else Lazy(map(_candidates, rows))
+
+
+def _candidates(row: Row | None) -> dict[str, Any] | None:
+    if row is None:
         return None
-    return Lazy(
-        None
-        if row is None
-        else {
-            str(token): {"logprob": clamped(item), "rank": item.rank, "decoded_token": item.decoded_token}
-            for token, item in row.items()
-        }
-        for row in rows
-    )
+    return {
+        str(token): {"logprob": clamped(item), "rank": item.rank, "decoded_token": item.decoded_token}
+        for token, item in row.items()
+    }
 
 
 def clamped(item: Logprob) -> float:

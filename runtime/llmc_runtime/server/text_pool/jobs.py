@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -48,6 +49,10 @@ from llmc_runtime.text.bounded_encode import longest_token
 from llmc_runtime.text.tokenizer import Tokenizer
 
 T = TypeVar("T", bound=msgspec.Struct)
+# The requests to models that pool, by the kind of their frames.
+POOLED: Mapping[bytes, type[Pooled]] = MappingProxyType(
+    {m.EMBEDDING: EmbeddingRequest, m.CLASSIFY: ClassifyRequest, m.SCORE: ScoreRequest, m.RERANK: RerankRequest}
+)
 
 
 @dataclass
@@ -62,10 +67,10 @@ class Job:
     done: m.Done = field(default_factory=m.Done)
 
 
-class Texts:
+class TextJobs:
     """Runs the jobs for one served model. `unknown` is the number of unknown fields in the last body."""
 
-    def __init__(self, spec: m.Spec) -> None:
+    def __init__(self, spec: m.TextProcessConfig) -> None:
         self._spec, self.unknown = spec, 0
         self._tokenizer = None if spec.tokenizer is None else _tokenizer(spec, spec.tokenizer)
         self._formats = select_formats(self._tokenizer, spec.template, spec.tool_calls, spec.reasoning)
@@ -112,24 +117,9 @@ class Texts:
         rest = msgspec.structs.replace(request, messages=[], system=None, chat_template_kwargs=None)
         return self._chat(chat, _fields(rest), lambda earlier: (chat, []))
 
-    def embedding(self, body: bytearray) -> Job:
-        """Parse and check a request for embeddings, except for its inputs. Raises ApiError; so do those below."""
-        return self._pooled(self._parse(body, EmbeddingRequest))
-
-    def classify(self, body: bytearray) -> Job:
-        """Parse and check a request for classes."""
-        return self._pooled(self._parse(body, ClassifyRequest))
-
-    def score(self, body: bytearray) -> Job:
-        """Parse and check a request for scores."""
-        return self._pooled(self._parse(body, ScoreRequest))
-
-    def rerank(self, body: bytearray) -> Job:
-        """Parse and check a request to rank documents."""
-        return self._pooled(self._parse(body, RerankRequest))
-
-    def _pooled(self, request: Pooled) -> Job:
-        """Check a request to a model that pools."""
+    def pooled(self, kind: type[Pooled], body: bytearray) -> Job:
+        """Parse and check a request to a model that pools, except for its texts. Raises ApiError."""
+        request = self._parse(body, kind)
         check_pooled(request)
         check_model(request.model, self._spec.names)
         pooling = require_pooled(request, self._spec.pooling)
@@ -245,7 +235,7 @@ def token_list(prompting: Prompting, ids: list[int], request: TokenizeRequest, l
     return {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": names}
 
 
-def _tokenizer(spec: m.Spec, text: str) -> Tokenizer:
+def _tokenizer(spec: m.TextProcessConfig, text: str) -> Tokenizer:
     from tokenizers import Tokenizer as Backend
 
     return Tokenizer(Backend.from_str(text), spec.named_tokens, spec.chat_templates)

@@ -33,7 +33,11 @@ class TextPool:
     """
 
     def __init__(
-        self, spec: Callable[[], m.Spec], refusal: Callable[[], Exception], unknown: Callable[[int], None], keys: int
+        self,
+        spec: Callable[[], m.TextProcessConfig],
+        refusal: Callable[[], Exception],
+        unknown: Callable[[int], None],
+        keys: int,
     ) -> None:
         self._spec, self._unknown = spec, unknown
         self._file: BinaryIO | None = None
