@@ -21,7 +21,11 @@ _MAX_INLINE = 200  # prompt tokens whose log-probabilities are converted without
 
 
 class AsyncRequestState(RequestState):
-    """`kind` and `interval` are as in AsyncLLM.generate; the other arguments are those of RequestState."""
+    """The state of a request in the event loop of AsyncLLM.
+
+    `kind` and `interval` are as in AsyncLLM.generate; the other arguments are those of RequestState. The engine client
+    adds deltas and calls `notify`; the coroutine that reads the request awaits `next`.
+    """
 
     def __init__(self, kind: str, interval: float, *request: Any) -> None:
         super().__init__(*request)

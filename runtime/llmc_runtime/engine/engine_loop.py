@@ -1,5 +1,7 @@
 """The engine process's loop without its sockets: Add messages become engine requests, steps become deltas to send.
 
+The main thread of the engine process calls everything here; the heartbeat thread calls `EngineLoop.stats`.
+
 A failure here affects only its own request: parameters are checked, the grammar is compiled in another process, and the
 error is sent only to the request's client.
 """

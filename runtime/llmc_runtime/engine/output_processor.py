@@ -1,4 +1,8 @@
-"""OutputProcessor: turns the engine's deltas into the outputs of open requests, for LLM and AsyncLLM alike."""
+"""OutputProcessor: turns the engine's deltas into the outputs of open requests, for LLM and AsyncLLM alike.
+
+In: the RequestDeltas of a step, by the engine's ids of outputs. Out: the texts, tokens and errors in the RequestStates
+of the callers, and the ids of outputs that the engine shall end.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,10 @@ from llmc_runtime.sched.request import RequestDelta
 
 
 class OutputProcessor:
-    """The open requests. `abort` gets the ids of outputs that the engine shall end."""
+    """The open requests. `abort` gets the ids of outputs that the engine shall end.
+
+    Belongs to the event loop of AsyncLLM, or to the thread that holds the lock of an LLM.
+    """
 
     def __init__(self, abort: Callable[[list[str]], object]) -> None:
         self._abort = abort

@@ -1,4 +1,7 @@
-"""The jobs of a text process: converting a request body to checked fields, and those to prompts."""
+"""The jobs of a text process: converting a request body to checked fields, and those to prompts.
+
+text_worker calls this module in the text process, one job at a time; endpoints use its checks of small requests, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The pool of text processes. Jobs are queued fairly by API key, and each runs in a separate process."""
+"""The pool of text processes. Jobs are queued fairly by API key, and each runs in a separate process.
+
+In: the body of a request that is too large for the event loop (see requests.parse.is_large). Out: its checked fields
+and its prompts as token ids, or the response of /tokenize and the like. Called in the server's event loop.
+"""
 
 from __future__ import annotations
 
