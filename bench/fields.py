@@ -30,7 +30,7 @@ from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.requests.parse import document, parse
 from llmc_runtime.server.requests.request_fields import ChatRequest, CompletionRequest
 from llmc_runtime.server.requests.sampling_fields import of_chat, of_completion
-from llmc_runtime.server.tool_calls.parser_select import dialect_of
+from llmc_runtime.server.tool_calls.parser_select import select_formats
 from llmc_runtime.server.tool_calls.response_plan import plan_of
 from llmc_runtime.text.bad_words import bad_word_ids
 from llmc_runtime.text.tokenizer import Tokenizer
@@ -124,7 +124,11 @@ class Front:
     """The front end's work for one request."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer, self.llm, self.dialect = tokenizer, Defaults(), dialect_of(tokenizer, None, "hermes", "none")
+        self.tokenizer, self.llm, self.formats = (
+            tokenizer,
+            Defaults(),
+            select_formats(tokenizer, None, "hermes", "none"),
+        )
 
     @functools.lru_cache  # noqa: B019  (longer ones are tokenized in a thread, and so left out of the time)
     def words(self, words: tuple[str, ...]) -> list[list[int]]:
@@ -136,7 +140,7 @@ class Front:
         try:
             if chat:
                 request = parse(body, ChatRequest, lambda n: None)
-                params, _ = of_chat(request, self.llm), plan_of(request, self.dialect)
+                params, _ = of_chat(request, self.llm), plan_of(request, self.formats)
             else:
                 wanted = parse(body, CompletionRequest, lambda n: None)
                 params = of_completion(wanted, self.llm)

@@ -330,11 +330,11 @@ from llmc_runtime.server.server_options import serve_parser
 from llmc_runtime.server.tool_calls.call_format import CallPiece
 from llmc_runtime.server.tool_calls.definitions import tools_of
 from llmc_runtime.server.tool_calls.grammar import calls_of
-from llmc_runtime.server.tool_calls.parser_select import dialect_of
+from llmc_runtime.server.tool_calls.parser_select import select_formats
 from llmc_runtime.server.tool_calls.registry import FORMATS
 from llmc.completion import script
 def read(name, text):
-    reader = dialect_of(None, None, name).calls({"f": {}})
+    reader = select_formats(None, None, name).calls({"f": {}})
     pieces = reader.push(text) + reader.finish()
     return [[piece.name, piece.arguments] if isinstance(piece, CallPiece) else piece for piece in pieces]
 tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}}}

@@ -98,17 +98,22 @@ def open_artifact(
     programs = tuple(Program.load(folder.read(p, manifest.files[p].bytes), p, lenient) for p in manifest.programs)
     threads = threads or default_threads()
     try:
-        tensors = _map_weights(folder, manifest.weights.of_rank(rank), verify and not gpu, threads)
+        weights = manifest.weights.of_rank(rank)
+        tensors = _map_weights(folder, weights, threads, verify=verify and not gpu)
         artifact = Artifact(folder, manifest, programs, MappingProxyType(tensors), verify and gpu, rank)
         check_consistent(artifact)
     except LlmcError:
         if verify and gpu:  # a damaged weight file may be why a weight is missing
-            _map_weights(folder, manifest.weights.of_rank(rank), True, threads)
+            _map_weights(folder, manifest.weights.of_rank(rank), threads, verify=True)
         raise
     return artifact
 
 
-def _map_weights(folder: Folder, files: Sequence[WeightFile], verify: bool, threads: int) -> dict[str, Tensor]:
+def _map_weights(folder: Folder, files: Sequence[WeightFile], threads: int, *, verify: bool) -> dict[str, Tensor]:
+    """Return the tensors of weight files by name, as views of the mapped files; with `verify`, check the hashes first.
+
+    Raises LlmcError E106 or E107 for damaged files, and E113 for a tensor in two files.
+    """
     tensors: dict[str, Tensor] = {}
     for file in files:
         where = str(folder.root / file.file)

@@ -320,8 +320,9 @@ class EngineArgs(EngineOptions):
         "runnable but gets no processor", check=_number(0.1),
     )  # fmt: skip
     step_timeout: float | None = option(
-        None, "time limit of a step in seconds (default: 300 on CPU targets, 30 on others)", check=_number(0.1, True)
-    )
+        None, "time limit of a step in seconds (default: 300 on CPU targets, 30 on others)",
+        check=_number(0.1, optional=True),
+    )  # fmt: skip
     start_timeout: float = option(900.0, "time limit of opening the model in seconds", check=_number(0.1))
     max_restarts: int = option(
         3, "number of restarts of the engine process within an hour, after which AsyncLLM gives up", check=_number(0)
@@ -332,7 +333,7 @@ class EngineArgs(EngineOptions):
     max_restart_delay: float | None = option(
         None,
         "maximum interval of restarts in seconds: after max_restarts, AsyncLLM tries again at intervals that double "
-        "from a second (default: it gives up)", check=_number(0.1, True),
+        "from a second (default: it gives up)", check=_number(0.1, optional=True),
     )  # fmt: skip
 
     def message(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from llmc_runtime.prompts import as_prompt
 
 if TYPE_CHECKING:
     from llmc_runtime.api.llm import LLM, Stream
+    from llmc_runtime.logprobs import Row
     from llmc_runtime.outputs import Piece, RequestOutput
     from llmc_runtime.sched.sampling_params import SamplingParams
 
@@ -181,12 +182,13 @@ class Session:
             "seconds": {"total": seconds, "since_start": self.clock.elapsed, **self.clock.stages},
         }
         if completion.logprobs is not None:
-            document["logprobs"] = [
-                [{"id": i, "token": c.decoded_token, "logprob": c.logprob, "rank": c.rank} for i, c in row.items()]
-                for row in completion.logprobs
-                if row is not None
-            ]
+            document["logprobs"] = [_candidates(row) for row in completion.logprobs if row is not None]
         return document
+
+
+def _candidates(row: Row) -> list[dict[str, Any]]:
+    """Return the log-probabilities at a position as JSON values."""
+    return [{"id": i, "token": c.decoded_token, "logprob": c.logprob, "rank": c.rank} for i, c in row.items()]
 
 
 def _unicode() -> bool:

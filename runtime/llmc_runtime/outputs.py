@@ -79,7 +79,7 @@ class Piece:
 
 
 @dataclass
-class Collector:
+class OutputAssembler:
     """Assembles one output of a request from the engine's deltas. Special tokens in `visible` are part of its text
     even if skip_special_tokens is set."""
 
@@ -244,7 +244,7 @@ class RequestState:
         visible: frozenset[int] = frozenset(),
     ) -> None:
         self.request_id, self.prompt, self.prompt_ids = request_id, prompt, prompt_ids
-        self.parts = [Collector(i, prompt_ids, params, tokenizer, visible) for i in range(params.n)]
+        self.parts = [OutputAssembler(i, prompt_ids, params, tokenizer, visible) for i in range(params.n)]
         self.began = time.monotonic()
 
     def notify(self) -> None:

@@ -26,7 +26,7 @@ from llmc_runtime.prompts import Prompt  # noqa: E402
 from llmc_runtime.server.requests.request_fields import ChatRequest  # noqa: E402
 from llmc_runtime.server.tool_calls.call_format import CallFormat  # noqa: E402
 from llmc_runtime.server.tool_calls.message import MessageParser  # noqa: E402
-from llmc_runtime.server.tool_calls.parser_select import dialect_of  # noqa: E402
+from llmc_runtime.server.tool_calls.parser_select import select_formats  # noqa: E402
 from llmc_runtime.server.tool_calls.reasoning import THINK  # noqa: E402
 from llmc_runtime.server.tool_calls.registry import FORMATS  # noqa: E402
 from llmc_runtime.server.tool_calls.response_plan import plan_of  # noqa: E402
@@ -199,13 +199,13 @@ def test_enforced_calls_have_their_schemas(llm: LLM, form: type[CallFormat]) -> 
     """Through a template with a place for tools, behind reasoning that may begin, or has ended: drawn, then read."""
     tokenizer = llm.get_tokenizer()
     template = (DEMO.parent / "tools" / "chat_template.jinja").read_text()
-    dialect = replace(dialect_of(tokenizer, template), calls=form, thoughts=THINK)
+    formats = replace(select_formats(tokenizer, template), calls=form, reasoning=THINK)
     chat = [{"role": "user", "content": "What is a river?"}]
     request = ChatRequest(messages=chat, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
     text = ChatTemplate(template, tokenizer.named_tokens).render(request.messages, tools=TOOLS)
     ended = 0
     for prompt in (text, text + "<think></think>"):
-        plan = plan_of(request, dialect).behind(Prompt([], prompt), request)
+        plan = plan_of(request, formats).behind(Prompt([], prompt), request)
         drawn = SamplingParams(temperature=0.8, seed=SEED, n=4, max_tokens=300)
         params = plan.constrained(drawn, "tools")
         (output,) = llm.generate(prompt, params, use_tqdm=False)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from llmc_runtime.bench import common
+from llmc_runtime.bench import engine_arguments
 from llmc_runtime.cli import bench_parser, main_bench
 
 from tests.runtime.test_cli_run import ROOT
@@ -60,11 +60,11 @@ def test_errors_are_reported_with_their_codes(toy: Path, tmp_path: Path, capsys:
 
 
 def test_prompts_are_of_the_vocabulary_and_differ_but_for_their_prefix() -> None:
-    made = common.prompts(3, [5, 5, 9], 100, 4)
-    assert made == common.prompts(3, [5, 5, 9], 100, 4) != common.prompts(4, [5, 5, 9], 100, 4)
+    made = engine_arguments.prompts(3, [5, 5, 9], 100, 4)
+    assert made == engine_arguments.prompts(3, [5, 5, 9], 100, 4) != engine_arguments.prompts(4, [5, 5, 9], 100, 4)
     assert [len(ids) for ids in made] == [9, 9, 13] and len({tuple(ids[:4]) for ids in made}) == 1
     assert len({tuple(ids[4:]) for ids in made}) == 3 and all(16 <= i < 90 for ids in made for i in ids)
-    assert all(0 <= i < 2 for ids in common.prompts(3, [50], 2) for i in ids)
+    assert all(0 <= i < 2 for ids in engine_arguments.prompts(3, [50], 2) for i in ids)
 
 
 def test_it_runs_as_a_module(toy: Path) -> None:

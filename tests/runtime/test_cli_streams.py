@@ -23,7 +23,9 @@ def test_any_text_reaches_an_output_of_any_encoding(
 ) -> None:
     out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(sys, "stdout", out)
-    monkeypatch.setattr("llmc_runtime.outputs.Collector.piece", lambda self: Piece("\u65e5\xe9", [1], None, "length"))
+    monkeypatch.setattr(
+        "llmc_runtime.outputs.OutputAssembler.piece", lambda self: Piece("\u65e5\xe9", [1], None, "length")
+    )
     args = [str(toy), "-p", "abc\xe9", "-n", "1", "-q"]
     assert run_command([*args, "--json"] if as_json else args) == 0
     shown = out.buffer.getvalue()  # type: ignore[attr-defined]

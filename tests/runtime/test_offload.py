@@ -17,7 +17,7 @@ import psutil
 import pytest
 from llmc_runtime.server.requests.parse import SMALL_BODY, SMALL_TEXT, is_large
 from llmc_runtime.server.text_pool import text_messages as m
-from llmc_runtime.server.text_pool.jobs import Texts, check_size
+from llmc_runtime.server.text_pool.jobs import TextJobs, check_size
 from llmc_runtime.server.text_pool.text_process import TextProcess
 
 from tests.runtime.served import TOK, Served, served
@@ -314,17 +314,17 @@ def test_the_processes_end_with_the_server() -> None:
     until(lambda: not any(psutil.pid_exists(pid) for pid in there))
 
 
-def spec(**more: Any) -> m.Spec:
+def spec(**more: Any) -> m.TextProcessConfig:
     given = {
         "tokenizer": TOK.backend.to_str(), "named_tokens": dict(TOK.named_tokens), "template": None,
         "chat_templates": dict(TOK.chat_templates), "tool_calls": "auto", "reasoning": "auto", "names": ["toy"],
         "vocab_size": 428, "max_model_len": 256, "max_prompt_tokens": 1000, "generation": {},
     }  # fmt: skip
-    return m.Spec(**(given | more))
+    return m.TextProcessConfig(**(given | more))
 
 
 def test_the_prompts_of_a_request_together_are_bounded_too() -> None:
-    texts = Texts(spec(max_prompt_tokens=100))
+    texts = TextJobs(spec(max_prompt_tokens=100))
     job = texts.completion(bytearray(json.dumps({"prompt": [[70] * 40] * 5}).encode()))
     assert job.parsed.prompts == 5 and job.parsed.known == 0
     found = []
@@ -345,7 +345,7 @@ def test_a_process_that_has_grown_ends_after_its_job(monkeypatch: pytest.MonkeyP
     body = json.dumps({"tokens": [70, 71]}).encode()
     for _ in range(2):
         ours.sendall(m.HEAD.pack(m.DETOKENIZE, len(body)) + body)
-    worker = Worker(Link(theirs), Texts(spec()))
+    worker = Worker(Link(theirs), TextJobs(spec()))
     worker.run()  # it returns
     link, kinds = Link(ours), []
     ends = []

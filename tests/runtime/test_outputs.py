@@ -16,7 +16,7 @@ from llmc_runtime.engine.messages import Delta, Rows, delta_of
 from llmc_runtime.engine.output_processor import OutputProcessor
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.logprobs import Logprob, LogprobRows
-from llmc_runtime.outputs import Collector
+from llmc_runtime.outputs import OutputAssembler
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.packed_logprobs import PackedLogprobs
 from llmc_runtime.sched.request import RequestDelta
@@ -29,7 +29,7 @@ def test_the_whole_is_known_without_reading_it_again() -> None:
     tok = Tokenizer(textkit.byte_level(), {}, {})
     ids = [rng.randrange(10, tok.vocab_size) for _ in range(60)]
     values = [-rng.random() for _ in ids]
-    part = Collector(0, [5], SamplingParams(max_tokens=60, logprobs=0), tok)
+    part = OutputAssembler(0, [5], SamplingParams(max_tokens=60, logprobs=0), tok)
     messages = []
     for i, (token, value) in enumerate(zip(ids, values)):
         end = "length" if i == len(ids) - 1 else None

@@ -19,7 +19,7 @@ from llmc_runtime.server.tool_calls.definitions import tools_of
 from llmc_runtime.server.tool_calls.grammar import answer, calls_of
 from llmc_runtime.server.tool_calls.json_shape import Json, JsonShape, Optional, Word
 from llmc_runtime.server.tool_calls.message_shape import MessageShape
-from llmc_runtime.server.tool_calls.parser_select import Dialect, dialect_of
+from llmc_runtime.server.tool_calls.parser_select import OutputFormats, select_formats
 from llmc_runtime.server.tool_calls.registry import FORMATS, GROUP
 
 from tests.runtime.followed import Followed
@@ -89,7 +89,7 @@ def test_a_declared_format_is_read_however_the_text_is_cut() -> None:
 def test_the_grammar_of_a_declared_format_allows_what_is_declared(grammars: Grammars) -> None:
     tools = tools_of(TOOLS, "required", None)
     assert tools is not None
-    text = answer([calls_of(tools, Arrow, Dialect(Arrow, None, (), TOK).marker)], "calls", None, "tools")
+    text = answer([calls_of(tools, Arrow, OutputFormats(Arrow, None, (), TOK).marker)], "calls", None, "tools")
     for output, allowed in (
         ('<calls>call f#0 => {"n": 1};</calls>', True), ("<calls>call g#12 => {};</calls>", True),
         ('<calls>call f#0 => {"n": 1};call g#1 => {};</calls>', True),
@@ -108,7 +108,7 @@ def test_a_declared_format_of_messages_is_read_and_enforced(grammars: Grammars) 
     assert parsed(Letters, ["@touser@bodyHello"], KNOWN) == ("Hello", [])
     tools = tools_of(TOOLS, "required", None)
     assert tools is not None
-    text = answer([calls_of(tools, Letters, Dialect(Letters, None, (), TOK).marker)], "calls", None, "tools")
+    text = answer([calls_of(tools, Letters, OutputFormats(Letters, None, (), TOK).marker)], "calls", None, "tools")
     call = '@tosomeone|tool.f now@body{"n": 1}'
     for output, allowed in (
         (call, True), (f"@startmodel{call}", True), (call.replace(".f", ".g"), True),
@@ -125,12 +125,12 @@ def test_a_package_brings_a_format_by_name(tmp_path: Path, monkeypatch: pytest.M
     entries = f"[{GROUP}]\narrow = {__name__}:Arrow\nno-format = json:dumps\nlost = nowhere_to_be_seen:Arrow\n"
     (info / "entry_points.txt").write_text(entries)
     with pytest.raises(LlmcError, match="is not allowed"):
-        dialect_of(None, None, "arrow")
+        select_formats(None, None, "arrow")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert dialect_of(None, None, "arrow").calls is Arrow
+    assert select_formats(None, None, "arrow").calls is Arrow
     for name in ("no-format", "lost"):
         with pytest.raises(LlmcError, match=f"tool_call_parser = '{name}': .*(CallFormat|loaded)"):
-            dialect_of(None, None, name)
+            select_formats(None, None, name)
     parser = argparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("--tool-call-parser", choices=FormatNames())
     assert parser.parse_args(["--tool-call-parser", "arrow"]).tool_call_parser == "arrow"
@@ -143,7 +143,7 @@ def test_our_names_do_not_read_the_installed_packages(monkeypatch: pytest.Monkey
         raise AssertionError("the entry points were read")
 
     monkeypatch.setattr("importlib.metadata.entry_points", never)
-    assert all(name in FormatNames() and dialect_of(None, None, name) for name in FormatNames())
+    assert all(name in FormatNames() and select_formats(None, None, name) for name in FormatNames())
 
 
 @pytest.mark.parametrize("form", [form for form in FORMATS if issubclass(form, JsonShape)], ids=lambda form: form.name)

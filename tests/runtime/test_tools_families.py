@@ -19,7 +19,7 @@ from llmc_runtime.server.server_options import serve_options
 from llmc_runtime.server.tool_calls import registry
 from llmc_runtime.server.tool_calls.call_format import CallFormat
 from llmc_runtime.server.tool_calls.json_shape import JsonShape
-from llmc_runtime.server.tool_calls.parser_select import dialect_of
+from llmc_runtime.server.tool_calls.parser_select import select_formats
 from llmc_runtime.server.tool_calls.python_literals import python_json
 from llmc_runtime.server.tool_calls.python_shape import PythonShape
 from llmc_runtime.server.tool_calls.reasoning import FORMATS as REASONING
@@ -384,7 +384,7 @@ def test_the_names_of_the_flags_are_those_of_the_formats() -> None:
     names = {"auto", "none", *aliases, *(form.name for form in FORMATS)}
     assert set(flags["--tool-call-parser"] or ()) == names
     for name in names - {"none"}:
-        found = dialect_of(None, None, name).calls
+        found = select_formats(None, None, name).calls
         assert (found is None) == (name == "auto") and (found is None or found.name == aliases.get(name, name))
 
 

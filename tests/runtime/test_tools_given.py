@@ -25,7 +25,7 @@ from llmc_runtime.server.requests.sampling_fields import _of_format
 from llmc_runtime.server.tool_calls.definitions import enforced, tools_of
 from llmc_runtime.server.tool_calls.grammar import form_of
 from llmc_runtime.server.tool_calls.history import for_template
-from llmc_runtime.server.tool_calls.parser_select import dialect_of
+from llmc_runtime.server.tool_calls.parser_select import select_formats
 from llmc_runtime.server.tool_calls.response_plan import plan_of
 from llmc_runtime.text.chat_template import ChatTemplate
 from llmc_runtime.text.template_analysis import Reads
@@ -180,10 +180,13 @@ def test_enforced_schemas_are_closed_and_have_no_notes() -> None:
     ],
 )  # fmt: skip
 def test_the_form_of_calls_is_seen_in_the_template(text: str, calls: str | None, thoughts: str | None) -> None:
-    found = dialect_of(TOK, template(text))
-    assert (found.calls and found.calls.name, found.thoughts and found.thoughts.begin) == (calls, thoughts or "<think>")
+    found = select_formats(TOK, template(text))
+    assert (found.calls and found.calls.name, found.reasoning and found.reasoning.begin) == (
+        calls,
+        thoughts or "<think>",
+    )
     assert all((name is not None) == any(name in line for line in found.lines) for name in (calls,) if name)
-    assert dialect_of(None, None).lines == () and dialect_of(TOK, template(text), "none", "none").calls is None
+    assert select_formats(None, None).lines == () and select_formats(TOK, template(text), "none", "none").calls is None
 
 
 def test_a_template_that_shows_no_call_leaves_it_to_the_vocabulary() -> None:
@@ -193,7 +196,7 @@ def test_a_template_that_shows_no_call_leaves_it_to_the_vocabulary() -> None:
         if kept != "<tool_call>":
             backend = textkit.sentencepiece()
         backend.add_special_tokens([kept] if kept else [])
-        found = dialect_of(Tokenizer(backend, {}, {"default": text}), None)
+        found = select_formats(Tokenizer(backend, {}, {"default": text}), None)
         assert (found.calls and found.calls.name) == form
         assert ("--tool-call-parser" in found.lines[0]) == (form is None)
 
@@ -201,13 +204,13 @@ def test_a_template_that_shows_no_call_leaves_it_to_the_vocabulary() -> None:
 def test_other_families_are_not_taken_for_known_ones() -> None:
     other = "{{ tools }}{% for m in messages %}<TOOLCALL>[{{ m.tool_calls }}]{% endfor %}"
     for text in (other, "<tool_call>{{ name }}", "<TOOLCALL>[{{ arguments }}]", "{{ messages }}"):
-        assert dialect_of(TOK, text).calls is None
+        assert select_formats(TOK, text).calls is None
     for calls, thoughts in (("xlam", "auto"), ("auto", "of_nobody")):
         with pytest.raises(LlmcError, match="is not allowed"):
-            dialect_of(TOK, template("chatml"), calls, thoughts)
+            select_formats(TOK, template("chatml"), calls, thoughts)
     request = ChatRequest(messages=[{"role": "user", "content": "x"}], tools=[TOOL])
     with pytest.raises(ApiError, match="--tool-call-parser"):
-        plan_of(request, dialect_of(TOK, other))
+        plan_of(request, select_formats(TOK, other))
     assert ChatTemplate(other, {}).reads.tools
 
 
@@ -294,7 +297,7 @@ def test_strict_answers_and_strict_calls_have_no_further_properties() -> None:
         assert not takes(grammar, '{"a":  1}') and not takes(grammar, '{\n"a": 1}')
     function = {"name": "f", "parameters": schema, "strict": True}
     request = ChatRequest(messages=[{}], tools=[{"type": "function", "function": function}])
-    plan = plan_of(request, dialect_of(TOK, template("qwen2.5"), "hermes", "none"))
+    plan = plan_of(request, select_formats(TOK, template("qwen2.5"), "hermes", "none"))
     wanted = plan.constrained(SamplingParams(max_tokens=9), "tools").structured_outputs
     assert wanted is not None and wanted.grammar is not None
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1%s}}\n</tool_call>'

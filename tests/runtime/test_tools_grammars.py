@@ -21,7 +21,7 @@ from llmc_runtime.server.tool_calls import registry, tagged_args
 from llmc_runtime.server.tool_calls.call_format import CallFormat
 from llmc_runtime.server.tool_calls.definitions import tools_of
 from llmc_runtime.server.tool_calls.grammar import answer, calls_of
-from llmc_runtime.server.tool_calls.parser_select import Dialect
+from llmc_runtime.server.tool_calls.parser_select import OutputFormats
 from llmc_runtime.server.tool_calls.python_shape import PythonShape
 from llmc_runtime.server.tool_calls.registry import FORMATS, Hermes, OpenAI, Pythonic, Qwen3Coder
 from llmc_runtime.server.tool_calls.xml_shape import XmlShape
@@ -91,7 +91,7 @@ def guide(grammars: Grammars, form: type[CallFormat], *, free: bool) -> Callable
     """Guides for calls of `form`: text with strict ones in it, or enforced ones."""
     tools = tools_of(given(free), "auto" if free else "required", None)
     assert tools is not None
-    text = answer([calls_of(tools, form, Dialect(form, None, (), TOK).marker, free)], "calls", None, "tools")
+    text = answer([calls_of(tools, form, OutputFormats(form, None, (), TOK).marker, free)], "calls", None, "tools")
     return partial(Followed.of, grammars, text)
 
 
@@ -267,7 +267,7 @@ def test_pythonic_grammars_admit_the_constants_of_python_that_a_schema_lists(
     parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"]}
     tools = tools_of([{"type": "function", "function": {"name": "f", "parameters": parameters}}], "required", None)
     assert tools is not None
-    text = answer([calls_of(tools, form, Dialect(form, None, (), TOK).marker, False)], "calls", None, "tools")
+    text = answer([calls_of(tools, form, OutputFormats(form, None, (), TOK).marker, False)], "calls", None, "tools")
     for value in ("None", "null", "True", "true", "False", "false", '"a"', "1", "0"):
         call = f"[f(x={value})]"
         call = form.markers[0] + call + form.markers[1] if form is registry.Lfm2 else call

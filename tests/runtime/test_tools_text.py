@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from llmc_runtime.server.tool_calls.call_format import MAX_SPACE, CallFormat, CallPiece
 from llmc_runtime.server.tool_calls.json_stream import JsonText
 from llmc_runtime.server.tool_calls.reasoning import FORMATS as FORMATS_OF_REASONING
-from llmc_runtime.server.tool_calls.reasoning import THINK, ReasoningFormat, Splitter
+from llmc_runtime.server.tool_calls.reasoning import THINK, ReasoningFormat, ReasoningParser
 from llmc_runtime.server.tool_calls.registry import Hermes, Llama3Json, Mistral, OpenAI
 
 FORMATS = (Hermes, Llama3Json, Mistral)
@@ -187,7 +187,7 @@ def test_deep_and_long_arguments_end_a_call_and_take_no_time() -> None:
 
 
 def split(form: ReasoningFormat, opened: bool, pieces: list[str]) -> tuple[str, str]:
-    splitter = Splitter(form, opened)
+    splitter = ReasoningParser(form, opened)
     result = [splitter.push(piece) for piece in pieces] + [splitter.push("", final=True)]
     return "".join(a for a, _ in result), "".join(b for _, b in result)
 

@@ -21,7 +21,11 @@ _MAX_INLINE = 200  # prompt tokens whose log-probabilities are converted without
 
 
 class AsyncRequestState(RequestState):
-    """`kind` and `interval` are as in AsyncLLM.generate; the other arguments are those of RequestState."""
+    """The state of a request in the event loop of AsyncLLM.
+
+    `kind` and `interval` are as in AsyncLLM.generate; the other arguments are those of RequestState. The engine client
+    adds deltas and calls `notify`; the coroutine that reads the request awaits `next`.
+    """
 
     def __init__(self, kind: str, interval: float, *request: Any) -> None:
         super().__init__(*request)
@@ -66,11 +70,11 @@ class AsyncRequestState(RequestState):
             if self._kind == "final_only":
                 self._open.clear()
                 return self.output()
-            if outputs := self._news():
+            if outputs := self._changed_outputs():
                 return self._request_output(outputs)
         return None
 
-    def _news(self) -> list[CompletionOutput]:
+    def _changed_outputs(self) -> list[CompletionOutput]:
         """Return the outputs that have changed, or all of them for "cumulative"; none if nothing has changed."""
         changed = []
         for part in tuple(self._open):

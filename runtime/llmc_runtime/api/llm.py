@@ -15,7 +15,7 @@ from typing import Any
 from llmc_runtime.api.model_api import fit_prompt, open_tokenizer
 from llmc_runtime.api.output_stream import Stream
 from llmc_runtime.api.pooling_api import PoolingAPI
-from llmc_runtime.api.progress_bar import Bar
+from llmc_runtime.api.progress_bar import ProgressBar
 from llmc_runtime.defaults import generation_of
 from llmc_runtime.engine.core import EngineCore
 from llmc_runtime.engine.engine import Engine
@@ -296,7 +296,7 @@ class LLM(PoolingAPI):
                         states.append(self._submit(prompt, sampling, priority, guides))
                 except LlmcError as e:
                     raise numbered(e, i, len(prompts)) from e
-            with Bar(len(prompts), use_tqdm) as bar:
+            with ProgressBar(len(prompts), use_tqdm) as bar:
                 for state in states:
                     while not state.finished:
                         with self._lock:

@@ -11,7 +11,7 @@ from typing import Any
 from llmc_runtime.outputs import RequestState
 
 
-class Bar:
+class ProgressBar:
     """A context manager for `total` prompts. Without `shown`, or without prompts, it prints nothing."""
 
     def __init__(self, total: int, shown: bool) -> None:
@@ -39,7 +39,7 @@ class Bar:
             self._bar.update(done - self._done)
         self._done = done
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(self, *exc: object) -> None:

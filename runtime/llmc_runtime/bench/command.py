@@ -22,7 +22,7 @@ _WHAT = {
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser for all kinds of measurement."""
-    from llmc_runtime.bench import common, latency, offline, serve, start
+    from llmc_runtime.bench import engine_arguments, latency, offline, serve, start
 
     ap = CommandParser(prog="llmc bench", description="Measure performance. Reports are tables, or JSON with --json.")
     sub = ap.add_subparsers(title="what", metavar="WHAT", dest="what", required=True)
@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
         p = sub.add_parser(name, help=text, description=text)
         modules[name].arguments(p.add_argument)
         if name != "serve":
-            common.arguments(p)
+            engine_arguments.arguments(p)
         if name == "latency":
             p.set_defaults(enable_prefix_caching=False)  # as in vLLM's, so that no batch profits from earlier ones
     return ap

@@ -8,7 +8,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from llmc_runtime.bench import common
+from llmc_runtime.bench import engine_arguments
 from llmc_runtime.bench.table import Line
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
@@ -29,14 +29,14 @@ def run(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
     from llmc_runtime.api.llm import LLM
     from llmc_runtime.sched.sampling_params import SamplingParams
 
-    common.counts(args, "batch_size", "input_len", "output_len", "num_iters")
+    engine_arguments.counts(args, "batch_size", "input_len", "output_len", "num_iters")
     batch_seconds: list[float] = []
     first_seconds: list[float] = []
-    with LLM(args.model, **common.options(args, err)) as llm:
+    with LLM(args.model, **engine_arguments.options(args, err)) as llm:
 
         def seconds(seed: int, tokens: int) -> float:
             """Return the time of a batch of random prompts with so many output tokens."""
-            prompts = common.prompts(seed, [args.input_len] * args.batch_size, llm.config.vocab_size)
+            prompts = engine_arguments.prompts(seed, [args.input_len] * args.batch_size, llm.config.vocab_size)
             params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens)
             start = time.perf_counter()
             llm.generate(prompts, params, use_tqdm=False)

@@ -6,11 +6,15 @@ import argparse
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import IO, Any
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any
 
-from llmc_runtime.bench import common
+from llmc_runtime.bench import engine_arguments
 from llmc_runtime.bench.table import Line
 from llmc_runtime.bench.workload import Mix
+
+if TYPE_CHECKING:
+    from llmc_runtime.outputs import RequestOutput
 
 LINES = (
     Line("seconds", "elapsed_time", ".2f"), Line("requests", "num_requests", "d"),
@@ -21,28 +25,34 @@ LINES = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Round:
+    """A measured round: its seconds, its number of steps, and the outputs of its requests."""
+
+    seconds: float
+    steps: int
+    outputs: Sequence[RequestOutput]
+
+
 def run(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
     """Run the measurement and return the report. Raises LlmcError E670, and the errors of opening a model and of
     requests.
     """
-    common.counts(args, "num_prompts", "input_len", "output_len", "rounds")
+    engine_arguments.counts(args, "num_prompts", "input_len", "output_len", "rounds")
     sizes = Mix("offline", num_prompts=args.num_prompts, input_len=args.input_len, output_len=args.output_len,
                 range_ratio=args.range_ratio, prefix_len=args.prefix_len).sizes(str(args.seed))  # fmt: skip
     drawn = [next(sizes) for _ in range(args.num_prompts)]
-    if args.async_engine:
-        seconds, steps, outputs = asyncio.run(_async(args, drawn, err))
-    else:
-        seconds, steps, outputs = _sync(args, drawn, err)
-    best = min(range(len(seconds)), key=seconds.__getitem__)
-    elapsed = seconds[best]
+    rounds = asyncio.run(_async(args, drawn, err)) if args.async_engine else _sync(args, drawn, err)
+    best = min(rounds, key=lambda one: one.seconds)
+    elapsed, steps, outputs = best.seconds, best.steps, rounds[-1].outputs
     read = sum(len(output.prompt_token_ids) for output in outputs)
     written = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
     return {
         "elapsed_time": elapsed, "num_requests": len(outputs), "total_input_tokens": read,
         "total_output_tokens": written, "total_num_tokens": read + written,
         "requests_per_second": len(outputs) / elapsed, "output_tokens_per_second": written / elapsed,
-        "tokens_per_second": (read + written) / elapsed, "steps": steps[best],
-        "ms_per_step": 1e3 * elapsed / max(steps[best], 1), "all_elapsed_times": seconds,
+        "tokens_per_second": (read + written) / elapsed, "steps": steps,
+        "ms_per_step": 1e3 * elapsed / max(steps, 1), "all_elapsed_times": [one.seconds for one in rounds],
         "engine": "AsyncLLM" if args.async_engine else "LLM",
     }  # fmt: skip
 
@@ -57,35 +67,31 @@ def _params(args: argparse.Namespace, drawn: Sequence[tuple[int, int]]) -> list[
 def _prompts(args: argparse.Namespace, drawn: Sequence[tuple[int, int]], vocab_size: int, number: int) -> list[Any]:
     """Return the prompts of a round. Rounds differ, so that none hits the prefixes of the one before."""
     lengths = [length for length, _ in drawn]
-    return common.prompts(args.seed * 1000 + number, lengths, vocab_size, args.prefix_len)
+    return engine_arguments.prompts(args.seed * 1000 + number, lengths, vocab_size, args.prefix_len)
 
 
-def _sync(
-    args: argparse.Namespace, drawn: Sequence[tuple[int, int]], err: IO[str]
-) -> tuple[list[float], list[int], Any]:
+def _sync(args: argparse.Namespace, drawn: Sequence[tuple[int, int]], err: IO[str]) -> list[Round]:
     from llmc_runtime.api.llm import LLM
 
-    seconds, steps, outputs = [], [], []
+    rounds = []
     params = _params(args, drawn)
-    with LLM(args.model, **common.options(args, err)) as llm:
+    with LLM(args.model, **engine_arguments.options(args, err)) as llm:
         for number in range(-args.warmups, args.rounds):
             prompts = _prompts(args, drawn, llm.config.vocab_size, number + args.warmups)
             before, start = llm.stats()["num_steps"], time.perf_counter()
             outputs = llm.generate(prompts, params, use_tqdm=not args.disable_tqdm)
             if number >= 0:
-                seconds.append(time.perf_counter() - start)
-                steps.append(llm.stats()["num_steps"] - before)
-    return seconds, steps, outputs
+                seconds = time.perf_counter() - start
+                rounds.append(Round(seconds, llm.stats()["num_steps"] - before, outputs))
+    return rounds
 
 
-async def _async(
-    args: argparse.Namespace, drawn: Sequence[tuple[int, int]], err: IO[str]
-) -> tuple[list[float], list[int], Any]:
+async def _async(args: argparse.Namespace, drawn: Sequence[tuple[int, int]], err: IO[str]) -> list[Round]:
     from llmc_runtime.api.async_llm import AsyncLLM
 
-    seconds, steps, outputs = [], [], []
+    rounds = []
     params = _params(args, drawn)
-    async with AsyncLLM(args.model, **common.options(args, err)) as llm:
+    async with AsyncLLM(args.model, **engine_arguments.options(args, err)) as llm:
 
         async def last(number: int, prompt: list[int]) -> Any:
             final = None
@@ -98,9 +104,9 @@ async def _async(
             before, start = await _steps(llm), time.perf_counter()
             outputs = await asyncio.gather(*(last(i, prompt) for i, prompt in enumerate(prompts)))
             if number >= 0:
-                seconds.append(time.perf_counter() - start)
-                steps.append(await _steps(llm) - before)
-    return seconds, steps, outputs
+                seconds = time.perf_counter() - start
+                rounds.append(Round(seconds, await _steps(llm) - before, outputs))
+    return rounds
 
 
 async def _steps(llm: Any) -> int:

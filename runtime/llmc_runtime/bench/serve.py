@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import SplitResult, urlsplit
@@ -16,10 +16,9 @@ from urllib.parse import SplitResult, urlsplit
 import numpy as np
 
 from llmc_runtime import __version__
-from llmc_runtime.bench import workers
-from llmc_runtime.bench.client_worker import CHAT, COMPLETIONS, Recipe, read_items
+from llmc_runtime.bench import load_generator
 from llmc_runtime.bench.figures import METRICS, ReportSpec, figures
-from llmc_runtime.bench.http_client import Pool, Reply, WireError
+from llmc_runtime.bench.request_bodies import CHAT, COMPLETIONS, Plan, Recipe, read_items
 from llmc_runtime.bench.table import Line, table
 from llmc_runtime.bench.workload import Mix, parse_mix
 from llmc_runtime.format.errors import LlmcError
@@ -30,6 +29,7 @@ _MIX = (
 )
 _GOODPUT = "service-level objectives in ms that count toward goodput, such as ttft:500 tpot:25"
 _PROMPTS = 1000  # if neither a number nor a duration is set
+_LIST_SECONDS = 30.0  # time limit of listing the models
 _VOCABULARY = 1000  # if neither the options nor the server state its size
 _BUSY, _LATE_MS = 0.85, 10.0  # acceptable use of a core and delay (99th percentile) of a client process
 
@@ -42,9 +42,9 @@ def run(args: argparse.Namespace, keys: Sequence[str], out: IO[str], err: IO[str
     _check(args)
     args.endpoint = _endpoint(args)
     mixes, spec = mixes_of(args), _report_spec(args)
-    plan = asyncio.run(_plan(args, _base(args), mixes, keys))
+    plan = _plan(args, _base(args), mixes, keys)
     progress = _Progress(err, [mix.name for mix in mixes], not args.disable_tqdm)
-    results = asyncio.run(workers.run(plan, args.client_processes, progress.show))
+    results = asyncio.run(load_generator.run(plan, args.client_processes, progress.show))
     progress.end()
     report = _report(args, plan, mixes, results, spec)
     for warning in report["warnings"]:
@@ -134,17 +134,15 @@ def _report_spec(args: argparse.Namespace) -> ReportSpec:
     return ReportSpec(metrics, percentiles, goals or None)
 
 
-async def _plan(
-    args: argparse.Namespace, base: SplitResult, mixes: Sequence[Mix], keys: Sequence[str]
-) -> dict[str, Any]:
-    """Return the plan for the client processes, with information requested from the server."""
+def _plan(args: argparse.Namespace, base: SplitResult, mixes: Sequence[Mix], keys: Sequence[str]) -> Plan:
+    """Return the plan for the client processes, with information requested from the server. Raises LlmcError E671."""
     tls, host = base.scheme == "https", base.hostname or ""
     port = base.port or (443 if tls else 80)
-    name = f"[{host}]" if ":" in host else host
-    shared = f"Host: {name}:{port}\r\n" + (f"Authorization: Bearer {keys[0]}\r\n" if keys else "")
+    key = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
     model, vocabulary = args.model, args.random_vocab_size
     if model is None or (vocabulary is None and args.dataset_name == "random"):
-        card = await _model(host, port, tls, f"GET {base.path}/v1/models HTTP/1.1\r\n{shared}\r\n", model)
+        connection = (HTTPSConnection if tls else HTTPConnection)(host, port, timeout=_LIST_SECONDS)
+        card = _model(connection, f"{base.path}/v1/models", key, model)
         model, vocabulary = card["id"], vocabulary or card.get("vocab_size")
     items = []
     if args.dataset_name != "random":
@@ -154,11 +152,10 @@ async def _plan(
     recipe = Recipe(
         args.endpoint, model, vocabulary or _VOCABULARY, args.seed, args.ignore_eos, items, _extra(args.extra_body)
     )
-    head = f"POST {base.path}{args.endpoint} HTTP/1.1\r\n{shared}Content-Type: application/json\r\n"
-    return {
-        "host": host, "port": port, "tls": tls, "head": head, "recipe": asdict(recipe), "timeout": args.request_timeout,
-        "mixes": [mix.to_json() for mix in mixes], "num_warmups": args.num_warmups,
-    }  # fmt: skip
+    headers = {"Host": f"[{host}]:{port}" if ":" in host else f"{host}:{port}", **key}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in (headers | {"Content-Type": "application/json"}).items())
+    head = f"POST {base.path}{args.endpoint} HTTP/1.1\r\n{lines}"
+    return Plan(host, port, tls, head, recipe, mixes, args.num_warmups, args.request_timeout)
 
 
 def _extra(text: str | None) -> dict[str, Any]:
@@ -173,52 +170,40 @@ def _extra(text: str | None) -> dict[str, Any]:
     return extra
 
 
-async def _model(host: str, port: int, tls: bool, request: str, model: str | None) -> dict[str, Any]:
-    """Return the entry of `model` in /v1/models, or the first entry if it is None. Raises LlmcError E671."""
-    import ssl
-
-    body = bytearray()
-    pool = Pool(host, port, ssl.create_default_context() if tls else None)
+def _model(connection: HTTPConnection, path: str, headers: Mapping[str, str], model: str | None) -> dict[str, Any]:
+    """Return the entry of `model` in the list at `path`, or the first entry if it is None. Raises LlmcError E671."""
     try:
-        connection = await pool.acquire()
-        reply = await asyncio.wait_for(connection.send(request.encode("latin-1"), _append_to(body)), 30)
-        pool.release(connection, reply)
+        connection.request("GET", path, headers=dict(headers))
+        reply = connection.getresponse()
+        body = reply.read()
         if reply.status != 200:
-            raise WireError(f"HTTP {reply.status}: {bytes(body[:200]).decode(errors='replace')}")
+            raise HTTPException(f"HTTP {reply.status}: {body[:200].decode(errors='replace')}")
         cards = json.loads(body)["data"]
         entry: dict[str, Any] = next((card for card in cards if card["id"] == model), cards[0] if not model else {})
-    except (OSError, WireError, TimeoutError, ValueError, KeyError, IndexError, TypeError) as e:
-        cause = f"the models of {host}:{port} cannot be listed: {type(e).__name__}: {e}"
+    except (OSError, HTTPException, ValueError, KeyError, IndexError, TypeError) as e:
+        cause = f"the models of {connection.host}:{connection.port} cannot be listed: {type(e).__name__}: {e}"
         raise LlmcError("E671", cause[:300], "check that it runs, or pass --model and --random-vocab-size") from None
     finally:
-        pool.close()
+        connection.close()
     return {"id": model, **entry}
-
-
-def _append_to(body: bytearray) -> Any:
-    def on_data(reply: Reply, part: bytes) -> None:
-        body.extend(part)
-
-    return on_data
 
 
 def _report(
     args: argparse.Namespace,
-    plan: Mapping[str, Any],
+    plan: Plan,
     mixes: Sequence[Mix],
-    results: workers.ClientResults,
+    results: load_generator.ClientResults,
     spec: ReportSpec,
 ) -> dict[str, Any]:
     late = float(np.percentile(results.late, 99)) * 1e3 if results.late else 0.0  # p99 of delays in sending, ms
     total = figures(results.records, results.start, spec)
-    by_mix = {
-        mix.name: figures([r for r in results.records if r.mix == i], results.start, spec)
-        for i, mix in enumerate(mixes)
-    }
+    by_mix = {}
+    for i, mix in enumerate(mixes):
+        by_mix[mix.name] = figures([r for r in results.records if r.mix == i], results.start, spec)
     only_mix = mixes[0] if len(mixes) == 1 else None
     report = {
         "date": time.strftime("%Y%m%d-%H%M%S"), "backend": args.backend or "openai", "endpoint": args.endpoint,
-        "model_id": plan["recipe"]["model"], "version": __version__, "seed": args.seed,
+        "model_id": plan.recipe.model, "version": __version__, "seed": args.seed,
         "num_prompts": len(results.records), "client_processes": args.client_processes,
         "request_rate": only_mix.to_json()["rate"] if only_mix else None,
         "burstiness": only_mix.burstiness if only_mix else None,
@@ -234,7 +219,7 @@ def _report(
     return report | {"warnings": _warnings(results.busy, late, mixes, by_mix)}
 
 
-def _detailed(results: workers.ClientResults) -> dict[str, list[Any]]:
+def _detailed(results: load_generator.ClientResults) -> dict[str, list[Any]]:
     """Return lists with one value per request; times are in seconds, as in vLLM."""
     return {
         "input_lens": [r.prompt_tokens for r in results.records],

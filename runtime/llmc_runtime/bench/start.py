@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from llmc_runtime.bench import common
+from llmc_runtime.bench import engine_arguments
 from llmc_runtime.bench.table import Line
 from llmc_runtime.format.errors import LlmcError
 
@@ -35,29 +35,32 @@ def run(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
     """
     from llmc_runtime.api.llm import resolve
 
-    common.counts(args, "num_iters", "input_len")
-    engine = common.options(args, err)
+    engine_arguments.counts(args, "num_iters", "input_len")
+    engine = engine_arguments.options(args, err)
     say, cache = engine.pop("say"), engine.pop("cache_dir")
     model = resolve(args.model, {"target": args.target or "cpu:native", "dtype": "auto"}, cache, say)
     llm_args = {**engine, "model": str(Path(model).resolve()), "input_len": args.input_len}
     say(f"starting {args.num_iters + 1} processes, one after another, with {model}")
     runs = []
     for number in range(args.num_iters + 1):
-        seconds, stages = once(llm_args)
-        runs.append((seconds, stages))
+        runs.append(once(llm_args))
         if not args.disable_tqdm:
             run_name = "first run" if not number else f"{number} of {args.num_iters}"
-            print(f"llmc: {run_name}: {seconds:.3f} s", file=err, flush=True)
-    totals = [seconds for seconds, _ in runs[1:]]
+            print(f"llmc: {run_name}: {runs[-1]['seconds']:.3f} s", file=err, flush=True)
+    first, *measured = runs
+    totals = [run["seconds"] for run in measured]
+
+    def median(stage: str) -> float:
+        return float(np.median([run[stage] for run in measured]))
+
     return {
-        **{stage: float(np.median([stages[stage] for _, stages in runs[1:]])) for stage in STAGES},
-        "median": float(np.median(totals)), "min": min(totals), "max": max(totals), "first": runs[0][0],
-        "all": [{"seconds": seconds, **stages} for seconds, stages in runs],
+        **{stage: median(stage) for stage in STAGES},
+        "median": median("seconds"), "min": min(totals), "max": max(totals), "first": first["seconds"], "all": runs,
     }  # fmt: skip
 
 
-def once(llm_args: dict[str, Any]) -> tuple[float, dict[str, float]]:
-    """Return the seconds from starting a process to its first token, in total and by stage.
+def once(llm_args: dict[str, Any]) -> dict[str, float]:
+    """Return the "seconds" from starting a process to its first token, and those of each stage.
 
     Raises LlmcError E672 if the process exits before.
     """
@@ -77,7 +80,7 @@ def once(llm_args: dict[str, Any]) -> tuple[float, dict[str, float]]:
     if "seconds" not in result:
         raise LlmcError("E672", f"the process ended with code {process.returncode}", "see its messages on stderr")
     stages: dict[str, float] = result["seconds"]
-    return seconds, {"interpreter": seconds - sum(stages.values()), **stages}
+    return {"seconds": seconds, "interpreter": seconds - sum(stages.values()), **stages}
 
 
 def arguments(add: Any) -> None:

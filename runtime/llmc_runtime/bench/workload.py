@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -119,11 +119,6 @@ class Mix:
     def to_json(self) -> dict[str, Any]:
         """Return the mix as JSON values."""
         return asdict(self) | {"rate": "inf" if self.closed else self.rate}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Mix:
-        """Return the mix from the result of `to_json`."""
-        return cls(**{**values, "rate": float(values["rate"])})
 
 
 def parse_mix(text: str, default: Mix) -> Mix:

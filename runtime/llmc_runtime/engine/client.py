@@ -59,7 +59,7 @@ def default_command() -> list[str]:
 
 
 class EngineClient:
-    """An engine process and the sockets to it, for one event loop.
+    """An engine process and the sockets to it. Belongs to the event loop in which it is made.
 
     heartbeat:  seconds between two heartbeats of the process
     on_deltas:  called with the deltas of requests

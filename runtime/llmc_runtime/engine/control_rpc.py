@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine.messages import ControlReply, ControlRequest
@@ -17,7 +18,7 @@ MAX_SECONDS = 60.0  # of a recording
 
 
 class ControlClient:
-    """The front's side: sends requests and awaits their replies."""
+    """The front's side: sends requests and awaits their replies. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._pending: dict[int, asyncio.Future[ControlReply]] = {}
@@ -55,12 +56,21 @@ class ControlClient:
                 future.set_exception(error)
 
 
+class _Recording(NamedTuple):
+    """A recording of the engine's loop until `end` (time.monotonic), for the request with this number."""
+
+    request_number: int
+    end: float
+    recorder: Recorder
+    stop: Callable[[], None]
+
+
 class ControlServer:
-    """The engine's side. Called between two steps."""
+    """The engine's side. Called by the engine's thread between two steps."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._recording: tuple[ControlRequest, float, Recorder, Callable[[], None]] | None = None
+        self._recording: _Recording | None = None
 
     def handle(self, request: ControlRequest) -> ControlReply | None:
         """Return the reply; None for a recording that starts, whose reply `finished_recording` returns.
@@ -68,21 +78,22 @@ class ControlServer:
         There is one recording at a time.
         """
         if request.method == RECORD and self._recording is None:
-            seconds = min(max(request.seconds, 0.0), MAX_SECONDS)
-            self._recording = (request, time.monotonic() + seconds, *attach_recorder(self._engine, MAX_ROWS))
+            end = time.monotonic() + min(max(request.seconds, 0.0), MAX_SECONDS)
+            self._recording = _Recording(request.number, end, *attach_recorder(self._engine, MAX_ROWS))
             return None
         done = request.method == RESET and self._engine.scheduler.reset_prefix_cache()
         return ControlReply(request.number, done, [])
 
     def finished_recording(self) -> ControlReply | None:
         """Return the reply of a recording whose time is over, else None."""
-        if self._recording is None or time.monotonic() < self._recording[1]:
+        recording = self._recording
+        if recording is None or time.monotonic() < recording.end:
             return None
-        (request, _, recorder, stop), self._recording = self._recording, None
-        stop()
-        return ControlReply(request.number, True, recorder.rows())
+        self._recording = None
+        recording.stop()
+        return ControlReply(recording.request_number, done=True, rows=recording.recorder.rows())
 
     @property
     def wait_ms(self) -> int | None:
         """Milliseconds until `finished_recording` returns a reply; None if nothing is being recorded."""
-        return None if self._recording is None else max(1, int((self._recording[1] - time.monotonic()) * 1000) + 1)
+        return None if self._recording is None else max(1, int((self._recording.end - time.monotonic()) * 1000) + 1)

@@ -1,4 +1,5 @@
-"""EngineCore: submits requests with their grammars to an engine, aborts them, steps. LLM and the engine process use it.
+"""EngineCore: submits requests with their grammars to an engine, aborts them, steps. LLM and the engine process use it,
+each in the thread that owns the engine (see engine.Engine).
 
 It handles token ids only: it takes EngineRequests and returns RequestDeltas (engine.output_processor makes text).
 """

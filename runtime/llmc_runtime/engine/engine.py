@@ -44,7 +44,9 @@ class Executor(Protocol):
 
 
 class Engine:
-    """A scheduler and an executor. Not thread-safe.
+    """A scheduler and an executor. Not thread-safe: it belongs to the main thread of an engine process, or to the
+    thread that holds the lock of an LLM.
+
 
     note:   called at the end of each part of a step (see trace.Recorder.note)
     pump:   processes answers of the guides' processes, waiting up to the given seconds for the first one

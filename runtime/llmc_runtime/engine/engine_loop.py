@@ -1,5 +1,7 @@
 """The engine process's loop without its sockets: Add messages become engine requests, steps become deltas to send.
 
+The main thread of the engine process calls everything here; the heartbeat thread calls `EngineLoop.stats`.
+
 A failure here affects only its own request: parameters are checked, the grammar is compiled in another process, and the
 error is sent only to the request's client.
 """
@@ -14,10 +16,11 @@ from typing import NamedTuple
 from llmc_runtime.engine.core import EngineCore
 from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine.input_processor import EngineRequest
-from llmc_runtime.engine.messages import Add, Delta, delta_message, error_message, request_of
+from llmc_runtime.engine.messages import Add, Delta, delta_message, request_of
 from llmc_runtime.format.errors import LlmcError, as_llmc_error
 from llmc_runtime.grammar import GrammarGuide, Grammars, Opening
 from llmc_runtime.metrics import COMPILE_SECONDS, Histogram, Stat
+from llmc_runtime.sched.request import RequestDelta
 from llmc_runtime.sched.sampling_params import MAX_N
 
 _MAX_EARLY_ABORTS = 1 << 16
@@ -132,5 +135,4 @@ class EngineLoop:
 
     def _refuse(self, numbers: range, error: Exception) -> None:
         self._aborted.difference_update(numbers)
-        fault = error_message(as_llmc_error(error))
-        self._refusals.append(Delta(numbers[0], [], "error", None, None, 0, fault, None, False))
+        self._refusals.append(delta_message(RequestDelta(str(numbers[0]), [], "error", error=as_llmc_error(error))))

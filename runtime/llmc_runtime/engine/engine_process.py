@@ -142,6 +142,26 @@ class StepAge:
         return self._age if began else 0.0
 
 
+class _IdleTime:
+    """The time without work. The engine's thread begins and ends it; the heartbeat thread reads it at any moment."""
+
+    def __init__(self) -> None:
+        self._state = (0.0, 0.0)  # seconds of earlier periods, start of the current one (0: none); replaced as a whole
+
+    def begin(self) -> None:
+        """Begin a period."""
+        self._state = (self._state[0], time.monotonic())
+
+    def end(self) -> None:
+        """End the period."""
+        self._state = (self.seconds(), 0.0)
+
+    def seconds(self) -> float:
+        """Return the sum of all periods."""
+        total, began = self._state
+        return total + (time.monotonic() - began if began else 0.0)
+
+
 class _HeartbeatThread(threading.Thread):
     """Sends heartbeats from a separate thread and socket, so that a long step does not delay them."""
 
@@ -163,7 +183,11 @@ class _HeartbeatThread(threading.Thread):
 
 
 class EngineProcess:
-    """One engine and its sockets. `interval`: seconds between two heartbeats."""
+    """One engine and its sockets. `interval`: seconds between two heartbeats.
+
+    The main thread owns everything but `heartbeat`, which the heartbeat thread calls: it only reads attributes that the
+    main thread replaces as a whole.
+    """
 
     def __init__(self, parent: int, folder: Path, interval: float, opener: Opener) -> None:
         self.parent, self.folder, self.interval, self._opener = parent, folder, interval, opener
@@ -172,7 +196,7 @@ class EngineProcess:
         self._loop: EngineLoop | None = None
         self._invalid_messages = 0
         self._age = StepAge(2 * interval)
-        self._idle = (0.0, 0.0)  # seconds without work so far, and start of the current idle period; 0: none
+        self._idle = _IdleTime()
         self._encode = msgspec.msgpack.Encoder().encode
         self._add_decoder, self._control_decoder = msgspec.msgpack.Decoder(Add), msgspec.msgpack.Decoder(Control)
 
@@ -190,9 +214,7 @@ class EngineProcess:
         loop = self._loop
         stats: dict[str, Stat] = {}
         if loop is not None:
-            total, since = self._idle
-            idle = total + (time.monotonic() - since if since else 0.0)
-            stats = {**loop.stats(), "scheduler_idle_seconds": idle}
+            stats = {**loop.stats(), "scheduler_idle_seconds": self._idle.seconds()}
         invalid = self._invalid_messages + (0 if loop is None else loop.invalid_messages)
         return Heartbeat(self._age.of(self._began), invalid, stats)
 
@@ -296,10 +318,9 @@ class EngineProcess:
 
     def _wait(self, poller: Any, timeout_ms: float | None) -> set[Any]:
         """Wait for messages, at most `timeout_ms`. Return what can be read."""
-        began, total = time.monotonic(), self._idle[0]
-        self._idle = (total, began)
+        self._idle.begin()
         ready = poller.poll(timeout_ms)
-        self._idle = (total + time.monotonic() - began, 0.0)
+        self._idle.end()
         return {source for source, _ in ready}
 
     def _take_control(self, loop: EngineLoop, control: ControlServer) -> bool:

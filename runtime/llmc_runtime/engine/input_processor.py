@@ -1,4 +1,8 @@
-"""Checks a request and prepares it for an engine: in the same process (LLM) or in the engine process (AsyncLLM)."""
+"""Checks a request and prepares it for an engine. LLM and AsyncLLM call it in the process of the caller.
+
+In: a tokenized prompt, sampling parameters and the token ids of bad words. Out: an EngineRequest, which goes to an
+engine in the same process (LLM), or as a message to the engine process (AsyncLLM).
+"""
 
 from __future__ import annotations
 

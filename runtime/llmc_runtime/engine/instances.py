@@ -75,7 +75,7 @@ class AllOutputs:
 
 
 class Instances:
-    """Runs `args.data_parallel_size` engine processes. The arguments and attributes are those of Supervisor.
+    """Runs `args.data_parallel_size` engine processes. The arguments, attributes and owner are those of Supervisor.
 
     Requests are accepted while at least one engine is ready. If one ends, its requests fail, and it is restarted.
     """

@@ -1,4 +1,8 @@
-"""OutputProcessor: turns the engine's deltas into the outputs of open requests, for LLM and AsyncLLM alike."""
+"""OutputProcessor: turns the engine's deltas into the outputs of open requests, for LLM and AsyncLLM alike.
+
+In: the RequestDeltas of a step, by the engine's ids of outputs. Out: the texts, tokens and errors in the RequestStates
+of the callers, and the ids of outputs that the engine shall end.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,19 @@ from typing import Any
 
 from llmc_runtime.engine.input_processor import EngineRequest
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.outputs import Collector, RequestState
+from llmc_runtime.outputs import OutputAssembler, RequestState
 from llmc_runtime.sched.request import RequestDelta
 
 
 class OutputProcessor:
-    """The open requests. `abort` gets the ids of outputs that the engine shall end."""
+    """The open requests. `abort` gets the ids of outputs that the engine shall end.
+
+    Belongs to the event loop of AsyncLLM, or to the thread that holds the lock of an LLM.
+    """
 
     def __init__(self, abort: Callable[[list[str]], object]) -> None:
         self._abort = abort
-        self._parts: dict[str, tuple[RequestState, Collector]] = {}  # outputs that run, by the engine's ids
+        self._parts: dict[str, tuple[RequestState, OutputAssembler]] = {}  # outputs that run, by the engine's ids
         self._states: dict[RequestState, None] = {}  # in order of arrival
         self._next = 0
 

@@ -23,7 +23,10 @@ _CALL_TIMEOUT = 30.0  # seconds for a control RPC, including the steps before it
 
 
 class Supervisor:
-    """Runs one engine process at a time, in one event loop. If it ends, every open request fails with the error.
+    """Runs one engine process at a time. If it ends, every open request fails with the error.
+
+    Belongs to one event loop, in which the task `_supervise` checks the process ten times a second.
+
 
     outputs:       the open requests
     error:         the last failure

@@ -12,12 +12,14 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from llmc_runtime.exec.executor import Executor
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.json_fields import Fields, an_integer, damaged, load_json
+from llmc_runtime.format.json_fields import Fields, an_integer, anything, damaged, load_json
 from llmc_runtime.format.pooling import require_generation
+from llmc_runtime.format.record import Record, stored
 from llmc_runtime.sched.step import RowInit, RowParams, Step, TokenLogprobs, Work
 
 NAME = "canary.json"
@@ -31,66 +33,65 @@ _PARAMS = RowParams(want_logprobs=True)
 Prediction = tuple[int, TokenLogprobs]  # a greedy token and its log-probabilities
 
 
+def _list(value: Any, where: str, item: Any) -> tuple[Any, ...]:
+    if not isinstance(value, list) or len(value) > 64:
+        raise damaged(where, "must be a short list")
+    return tuple(item(v, where) for v in value)
+
+
+def _number(value: Any, where: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise damaged(where, "must be a number")
+    return float(value)
+
+
 @dataclass(frozen=True)
-class Run:
+class Run(Record):
     """A prompt, the tokens generated after it with their log-probabilities, and the most likely ids at each position
     with their log-probabilities.
     """
 
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    top_ids: tuple[tuple[int, ...], ...]
-    top_logprobs: tuple[tuple[float, ...], ...]
+    prompt: tuple[int, ...] = stored(Fields.list, item=an_integer, cap=4096)
+    tokens: tuple[int, ...] = stored(Fields.list, item=an_integer, cap=4096)
+    logprobs: tuple[float, ...] = stored(Fields.list, item=_number, cap=4096)
+    top_ids: tuple[tuple[int, ...], ...] = stored(Fields.list, item=partial(_list, item=an_integer), cap=4096)
+    top_logprobs: tuple[tuple[float, ...], ...] = stored(Fields.list, item=partial(_list, item=_number), cap=4096)
 
     def margin(self, i: int) -> float:
         """Return the difference between the two largest log-probabilities at position `i`, in nats."""
         tops = self.top_logprobs[i]
         return tops[0] - tops[1] if len(tops) > 1 else math.inf
 
-    @staticmethod
-    def read(value: Any, where: str) -> Run:
-        """Read a run from parsed JSON; raise LlmcError E103 if it is malformed."""
-        f = Fields(value, where)
-        run = Run(
-            f.list("prompt", an_integer, cap=4096),
-            f.list("tokens", an_integer, cap=4096),
-            f.list("logprobs", _number, cap=4096),
-            f.list("top_ids", lambda v, w: _list(v, w, an_integer), cap=4096),
-            f.list("top_logprobs", lambda v, w: _list(v, w, _number), cap=4096),
-        )
-        f.close()
-        lengths = {len(run.tokens), len(run.logprobs), len(run.top_ids), len(run.top_logprobs)}
-        if not run.prompt or len(lengths) > 1 or [*map(len, run.top_ids)] != [*map(len, run.top_logprobs)]:
+    def validate(self, where: str) -> None:
+        """See Record: the lists have an entry for each token."""
+        lengths = {len(self.tokens), len(self.logprobs), len(self.top_ids), len(self.top_logprobs)}
+        if not self.prompt or len(lengths) > 1 or [*map(len, self.top_ids)] != [*map(len, self.top_logprobs)]:
             raise damaged(where, "its lists differ in length")
-        return run
 
 
 @dataclass(frozen=True)
-class Canary:
+class Canary(Record):
     """The recorded runs, the tolerance of log-probabilities in nats, and a description of the recording device."""
 
-    runs: tuple[Run, ...]
-    tolerance: float
-    device: Mapping[str, Any]
+    json_order = ("tolerance", "device", "runs")
+
+    runs: tuple[Run, ...] = stored(Fields.list, item=Run, cap=16)
+    tolerance: float = stored(Fields.item, item=_number)
+    device: Mapping[str, Any] = stored(Fields.table, item=anything)
 
     def dump(self) -> bytes:
         """Serialize to JSON."""
-        runs = [dict(vars(r)) for r in self.runs]
-        doc = {"tolerance": self.tolerance, "device": dict(self.device), "runs": runs}
-        return json.dumps(doc, indent=1, allow_nan=False).encode() + b"\n"
+        return json.dumps(self.json(), indent=1, allow_nan=False).encode() + b"\n"
 
     @staticmethod
     def load(data: bytes, where: str = NAME) -> Canary:
         """Parse a canary file; raise LlmcError E103 if it is malformed."""
-        f = Fields(load_json(data, where), where)
-        runs = f.list("runs", Run.read, cap=16)
-        tolerance = _number(f.get("tolerance"), f"{where}.tolerance")
-        canary = Canary(runs, tolerance, f.table("device", lambda v, w: v))
-        f.close()
-        if not runs or len({len(r.tokens) for r in runs}) > 1 or not 0 < tolerance <= 1:
+        return Canary.read(load_json(data, where), where)
+
+    def validate(self, where: str) -> None:
+        """See Record."""
+        if not self.runs or len({len(r.tokens) for r in self.runs}) > 1 or not 0 < self.tolerance <= 1:
             raise damaged(where, "it has no runs, runs of different lengths, or a tolerance outside (0, 1]")
-        return canary
 
 
 @dataclass(frozen=True)
@@ -252,9 +253,9 @@ def _next(
     while sum(remaining) > limit:
         row = remaining.index(max(remaining))
         count = min(limit, remaining[row] - 1)
-        executor.run(Step(inits=inits, work=[Work(row, count, False)]))
+        executor.run(Step(inits=inits, work=[Work(row, count, emit=False)]))
         inits, remaining[row] = [], remaining[row] - count
-    out = executor.run(Step(inits=inits, work=[Work(row, n, True) for row, n in enumerate(remaining)]))
+    out = executor.run(Step(inits=inits, work=[Work(row, n, emit=True) for row, n in enumerate(remaining)]))
     return [_prediction(token, logprobs) for token, logprobs in zip(out.tokens, out.logprobs, strict=True)]
 
 
@@ -265,15 +266,3 @@ def _pages(executor: Executor, tokens: int) -> int:
 def _prediction(token: int | None, logprobs: TokenLogprobs | None) -> Prediction:
     assert token is not None and logprobs is not None
     return token, logprobs
-
-
-def _list(value: Any, where: str, item: Any) -> tuple[Any, ...]:
-    if not isinstance(value, list) or len(value) > 64:
-        raise damaged(where, "must be a short list")
-    return tuple(item(v, where) for v in value)
-
-
-def _number(value: Any, where: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise damaged(where, "must be a number")
-    return float(value)

@@ -280,7 +280,7 @@ def _entries(work: Work) -> list[Work]:
     """Return the entries of a work item: one, or one per token if the prompt is scored or if it has drafts."""
     last = work.num_tokens - 1
     if work.drafts:
-        return [Work(work.row, 1, True)] * (last + 1)
+        return [Work(work.row, 1, emit=True)] * (last + 1)
     if not work.score:
         return [work]
     return [Work(work.row, 1, work.emit and i == last, not (work.emit and i == last)) for i in range(last + 1)]

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from llmc_runtime.format.program import DTYPE_BITS
+from llmc_runtime.format.dtypes import DTYPE_BITS
 
 _TILE = (1 << 20) - 3  # a prime, so that no two rows of a matrix are equal and every token can be the most likely one
 STD = 0.02

@@ -50,11 +50,11 @@ def score_tokens(
         raise LlmcError("E202", cause, "use a smaller context")
     inits = [RowInit(0, list(tokens), 0, len(tokens), _PARAMS, list(range(pages)))]
     if first > 1:
-        executor.run(Step(inits=inits, work=[Work(0, first - 1, False)]))
+        executor.run(Step(inits=inits, work=[Work(0, first - 1, emit=False)]))
         inits = []
     for begin in range(first - 1, len(tokens) - 1, per_step):
         count = min(per_step, len(tokens) - 1 - begin)
-        rows = executor.run(Step(inits=inits, work=[Work(0, count, False, score=True)])).scores[0]
+        rows = executor.run(Step(inits=inits, work=[Work(0, count, emit=False, score=True)])).scores[0]
         inits = []
         logprobs = np.array([row.logprob for row in rows], np.float64)
         top_ids = np.array([row.top_ids[0] for row in rows], np.int64)

@@ -48,8 +48,11 @@ def extension_hashes(uses: Uses = every_extension) -> dict[str, str]:
     """Return module -> hash of its files for the installed packages that extend the compiler, without importing
     them. Only those that `uses` accepts count.
     """
-    points = [p for p in entry_points(group="llmc.extensions") if p.module.partition(".")[0] != "llmc" and uses(p)]
-    return {name: package_hash(name) for name in sorted({name for p in points for name in _modules(p)})}
+    names: set[str] = set()
+    for point in entry_points(group="llmc.extensions"):
+        if point.module.partition(".")[0] != "llmc" and uses(point):
+            names |= _modules(point)
+    return {name: package_hash(name) for name in sorted(names)}
 
 
 def _modules(point: EntryPoint) -> set[str]:

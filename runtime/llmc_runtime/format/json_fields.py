@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
 
-T = TypeVar("T")
+Item = Any  # a function of a value and the place that errors name, or a class with such a method `read`
 
 MAX_JSON = 16 << 20
 MAX_VALUES = 250_000  # values in one document; parsed they take about 70 MB
@@ -85,7 +87,8 @@ def is_safe_name(name: str) -> bool:
 class Fields:
     """Reads one JSON object. Getters raise LlmcError E103, naming the field; `close` rejects keys that were not read.
 
-    A field without a default is required. With `lenient`, unknown keys are ignored.
+    With `lenient`, unknown keys are ignored. `item` arguments read a part by (value, where), or are classes whose
+    method `read` does (see record.Record).
     """
 
     def __init__(self, value: Any, where: str, lenient: bool = False) -> None:
@@ -96,51 +99,55 @@ class Fields:
         self._lenient = lenient
         self.where = where
 
-    def get(self, key: str, default: Any = ...) -> Any:
+    def get(self, key: str) -> Any:
         """Return the raw value of a field."""
         if key not in self._value:
-            if default is ...:
-                raise damaged(self.where, f"{key!r} is missing")
-            return default
+            raise damaged(self.where, f"{key!r} is missing")
         self._unread.discard(key)
         return self._value[key]
 
-    def text(self, key: str, default: Any = ...) -> str:
+    def text(self, key: str) -> str:
         """Return a string."""
-        value = self.get(key, default)
+        value = self.get(key)
         if not isinstance(value, str):
             raise damaged(self.where, f"{key!r} must be text")
         return value
 
-    def flag(self, key: str, default: Any = ...) -> bool:
+    def flag(self, key: str) -> bool:
         """Return a boolean."""
-        value = self.get(key, default)
+        value = self.get(key)
         if not isinstance(value, bool):
             raise damaged(self.where, f"{key} is not true or false")
         return value
 
-    def integer(self, key: str, default: Any = ..., low: int = 0, high: int = 1 << 62) -> int:
+    def integer(self, key: str, low: int = 0, high: int = 1 << 62) -> int:
         """Return an integer in [low, high]."""
-        return self._integer(self.get(key, default), key, low, high)
-
-    def _integer(self, value: Any, key: str, low: int, high: int) -> int:
+        value = self.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             raise damaged(self.where, f"{key!r} must be an integer in [{low}, {high}]")
         return value
 
-    def list(self, key: str, item: Callable[[Any, str], T], default: Any = ..., cap: int = 1 << 20) -> tuple[T, ...]:
+    def bit(self, key: str) -> bool:
+        """Return 0 or 1 as a boolean."""
+        return bool(self.integer(key, high=1))
+
+    def item(self, key: str, item: Item) -> Any:
+        """Return what `item(value, where)` reads."""
+        return self._read(item)(self.get(key), f"{self.where}.{key}")
+
+    def list(self, key: str, item: Item, cap: int = 1 << 20) -> tuple[Any, ...]:
         """Return a list of at most `cap` elements, each read by `item(value, where)`."""
-        value = self.get(key, default)
+        value, read = self.get(key), self._read(item)
         if not isinstance(value, list) or len(value) > cap:
             raise damaged(self.where, f"{key!r} must be a list of at most {cap}")
-        return tuple(item(v, f"{self.where}.{key}[{i}]") for i, v in enumerate(value))
+        return tuple(read(v, f"{self.where}.{key}[{i}]") for i, v in enumerate(value))
 
-    def table(self, key: str, item: Callable[[Any, str], T], default: Any = ..., cap: int = 1 << 20) -> dict[str, T]:
+    def table(self, key: str, item: Item, cap: int = 1 << 20) -> Mapping[str, Any]:
         """Return an object of at most `cap` entries, whose values are read by `item(value, where)`."""
-        value = self.get(key, default)
+        value, read = self.get(key), self._read(item)
         if not isinstance(value, dict) or len(value) > cap:
             raise damaged(self.where, f"{key!r} must be an object of at most {cap} entries")
-        return {k: item(v, f"{self.where}.{key}[{k[:80]!r}]") for k, v in value.items()}
+        return MappingProxyType({k: read(v, f"{self.where}.{key}[{k[:80]!r}]") for k, v in value.items()})
 
     def hash(self, key: str) -> str:
         """Return a SHA-256 in lower-case hex."""
@@ -150,9 +157,9 @@ class Fields:
         """Return a kernel's content hash; see `a_key`."""
         return a_key(self.get(key), f"{self.where}.{key}")
 
-    def name(self, key: str, default: Any = ...) -> str:
+    def name(self, key: str) -> str:
         """Return a safe file name (see `check_name`) or ""."""
-        value = self.text(key, default)
+        value = self.text(key)
         return check_name(value, f"{self.where}.{key}") if value else value
 
     def sub(self, key: str) -> Fields:
@@ -163,6 +170,15 @@ class Fields:
         """Raise LlmcError E103 if the object has keys that were not read, unless the reader is lenient."""
         if self._unread and not self._lenient:
             raise damaged(self.where, f"unknown key {sorted(self._unread)[0][:80]!r}")
+
+    def _read(self, item: Item) -> Callable[[Any, str], Any]:
+        read = getattr(item, "read", None)
+        return item if read is None else partial(read, lenient=self._lenient)
+
+
+def anything(value: Any, where: str) -> Any:
+    """Accept any value."""
+    return value
 
 
 def a_text(value: Any, where: str) -> str:

@@ -7,11 +7,12 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 from llmc_runtime.format import expr
 from llmc_runtime.format.expr import Expr
 from llmc_runtime.format.json_fields import Fields, an_integer, damaged
+from llmc_runtime.format.record import Record, stored
 
 ZERO = expr.of(0)
 # Types of numbers, as `struct` names them.
@@ -32,7 +33,7 @@ def a_size(value: Any, where: str) -> Expr:
 
 
 @dataclass(frozen=True)
-class Param:
+class Param(Record):
     """One parameter of a launch, by `kind`:
 
     - "arg": the address of the launch's argument number `index` plus `offset` bytes (a size expression, evaluated at
@@ -55,29 +56,29 @@ class Param:
         """The bytes of a "value" as a little-endian unsigned integer."""
         return int.from_bytes(struct.pack(TYPES[self.type], self.value), "little")
 
-    @staticmethod
-    def read(value: Any, where: str, lenient: bool = False) -> Param:
+    @classmethod
+    def read(cls, value: Any, where: str, lenient: bool = False) -> Self:
         """Read a parameter from parsed JSON; raise LlmcError E103 if its kind is unknown or its value does not fit."""
         f = Fields(value, where, lenient)
         kind = next((k for k in ("arg", "tensor", "map", "size", "value") if k in value), "")
-        if kind == "arg":
-            param = Param(kind, f.integer(kind, high=4096), offset=a_size(f.get("offset", 0), f"{where}.offset"))
-        elif kind == "tensor":
-            offset = a_size(f.get("offset", 0), f"{where}.offset")
-            param = Param(kind, f.integer(kind, high=4096), a_size(f.get("size"), where), offset=offset)
-        elif kind == "map":
-            param = Param(kind, f.integer(kind, high=4096))
-        elif kind == "size":
-            param = Param(kind, size=a_size(f.get(kind), where), type=f.text("type"))
-        elif kind == "value":
-            param = Param(kind, value=f.get(kind), type=f.text("type"))
+        more: dict[str, Any] = {}
+        if kind in ("arg", "tensor", "map"):
+            more["index"] = f.integer(kind, high=4096)
+        elif kind in ("size", "value"):
+            more[kind] = a_size(f.get(kind), where) if kind == "size" else f.get(kind)
+            more["type"] = f.text("type")
         else:
             raise damaged(where, "a parameter is an arg, a tensor, a map, a size or a value")
+        if kind in ("arg", "tensor") and "offset" in value:
+            more["offset"] = f.item("offset", a_size)
+        if kind == "tensor":
+            more["size"] = a_size(f.get("size"), where)
         f.close()
-        param.check(where)
+        param = cls(kind, **more)
+        param.validate(where)
         return param
 
-    def check(self, where: str) -> None:
+    def validate(self, where: str) -> None:
         """Raise LlmcError E103 if the type is unknown or the number does not fit it."""
         if self.kind in ("arg", "tensor", "map"):
             return
@@ -99,7 +100,7 @@ class Param:
 
 
 @dataclass(frozen=True)
-class TensorMap:
+class TensorMap(Record):
     """An argument of a launch that is passed as a tensor map (CUtensorMap) instead of a pointer.
 
     `arg` is an index into `Launch.args`. The tensor has 2 to 5 axes of the sizes `shape` and starts `offset` bytes
@@ -109,12 +110,12 @@ class TensorMap:
     pieces of shape `box`. `swizzle` is a CUtensorMapSwizzle, 0 to 3.
     """
 
-    arg: int
-    shape: tuple[Expr, ...]
-    box: tuple[int, ...]
-    swizzle: int
-    strides: tuple[Expr, ...] = ()
-    offset: Expr = ZERO
+    arg: int = stored(Fields.integer, high=4096)
+    shape: tuple[Expr, ...] = stored(Fields.list, item=a_size, cap=5)
+    box: tuple[int, ...] = stored(Fields.list, item=an_integer, cap=5)
+    swizzle: int = stored(Fields.integer, high=3)
+    strides: tuple[Expr, ...] = stored(Fields.list, (), omitted=True, item=a_size, cap=4)
+    offset: Expr = stored(Fields.item, ZERO, omitted=True, item=a_size)
 
     def layout(self, env: Mapping[str, int]) -> tuple[list[int], list[int]]:
         """Return the sizes and the strides, in elements, of all axes, with the symbols' values from `env`."""
@@ -122,34 +123,12 @@ class TensorMap:
         strides = [s(env) for s in self.strides] or [math.prod(shape[i:]) for i in range(1, len(shape))]
         return shape, [*strides, 1]
 
-    @staticmethod
-    def read(value: Any, where: str, lenient: bool = False) -> TensorMap:
-        """Read a tensor map from parsed JSON; raise LlmcError E103 or E108 if it is invalid."""
-        f = Fields(value, where, lenient)
-        m = TensorMap(
-            arg=f.integer("arg", high=4096),
-            shape=f.list("shape", a_size, cap=5),
-            box=f.list("box", an_integer, cap=5),
-            swizzle=f.integer("swizzle", high=3),
-            strides=f.list("strides", a_size, [], cap=4),
-            offset=a_size(f.get("offset", 0), f"{where}.offset"),
-        )
-        f.close()
-        if not 2 <= len(m.shape) == len(m.box) or not all(0 < b <= MAX_BOX for b in m.box):
+    def validate(self, where: str) -> None:
+        """See Record."""
+        if not 2 <= len(self.shape) == len(self.box) or not all(0 < b <= MAX_BOX for b in self.box):
             raise damaged(where, f"a box needs one size per axis of its tensor, at least two, each 1 to {MAX_BOX}")
-        if len(m.strides) not in (0, len(m.shape) - 1):
+        if len(self.strides) not in (0, len(self.shape) - 1):
             raise damaged(where, "a tensor map needs one stride per axis except the last, or none at all")
-        return m
-
-    def json(self) -> dict[str, Any]:
-        """Return the tensor map as JSON values."""
-        shape = [str(d) for d in self.shape]
-        out: dict[str, Any] = {"arg": self.arg, "shape": shape, "box": list(self.box), "swizzle": self.swizzle}
-        if self.strides:
-            out["strides"] = [str(s) for s in self.strides]
-        if self.offset != ZERO:
-            out["offset"] = str(self.offset)
-        return out
 
     def check(self, dtype: str, begin: int, nbytes: int, top: Mapping[str, int], path: str) -> None:
         """Check that the driver will accept the map, and that its tensor lies inside its buffer at every step.

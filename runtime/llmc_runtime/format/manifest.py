@@ -10,18 +10,30 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from llmc_runtime.format.dtypes import DTYPE_BITS
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.expr import Expr
 from llmc_runtime.format.hashing import BLOCK, sha256
-from llmc_runtime.format.json_fields import Fields, a_hash, a_name, a_text, an_integer, check_name, damaged, load_json
+from llmc_runtime.format.json_fields import (
+    Fields,
+    a_hash,
+    a_name,
+    a_text,
+    an_integer,
+    anything,
+    check_name,
+    damaged,
+    load_json,
+)
 from llmc_runtime.format.launch_param import a_size
 from llmc_runtime.format.pooling import Pooling
-from llmc_runtime.format.program import DTYPE_BITS, MAX_RANKS
+from llmc_runtime.format.program import MAX_RANKS
+from llmc_runtime.format.record import Record, nullable, stored
 
 MAJOR, MINOR = 2, 4
 NAME = "manifest.json"
@@ -30,39 +42,47 @@ MODES = ("packed", "random", "none")
 _HEAD = b'{\n  "digest": "'
 _PREFIX = re.compile(re.escape(_HEAD) + rb"([0-9a-f]{64})\"")
 _ZERO = b"0" * 64
+_MAX_SIZE = 1 << 48
 
 
 @dataclass(frozen=True)
-class FileInfo:
+class FileInfo(Record):
     """A small file: its SHA-256 and its size."""
 
-    sha256: str
-    bytes: int
+    sha256: str = stored(Fields.hash)
+    bytes: int = stored(Fields.integer)
 
 
 @dataclass(frozen=True)
-class WeightFile:
+class WeightFile(Record):
     """A weight file, with one SHA-256 for every `block` bytes. Only `rank` reads it; None: all ranks."""
 
-    file: str
-    bytes: int
-    blocks: tuple[str, ...]
-    block: int = BLOCK
-    rank: int | None = None
+    file: str = stored(Fields.name)
+    bytes: int = stored(Fields.integer)
+    blocks: tuple[str, ...] = stored(Fields.list, item=a_hash)
+    block: int = stored(Fields.integer, BLOCK, absent=MISSING, low=1 << 12, high=1 << 32)
+    rank: int | None = stored(nullable(Fields.integer), None, omitted=True, high=MAX_RANKS - 1)
 
-    def json(self) -> dict[str, Any]:
-        """Return the file as JSON values; `rank` only if one rank reads it."""
-        out = {"file": self.file, "bytes": self.bytes, "blocks": list(self.blocks), "block": self.block}
-        return out if self.rank is None else {**out, "rank": self.rank}
+    def validate(self, where: str) -> None:
+        """See Record."""
+        if len(self.blocks) != -(-self.bytes // self.block):
+            raise damaged(where, "has the wrong number of block hashes")
 
 
 @dataclass(frozen=True)
-class Weights:
+class Weights(Record):
     """The weights. `mode` is "packed" (in files), "random" (generated from `seed`) or "none" (to be packed later)."""
 
-    mode: str
-    files: tuple[WeightFile, ...] = ()
-    seed: int = 0
+    json_order = ("mode", "seed", "files")
+
+    mode: str = stored(Fields.text)
+    files: tuple[WeightFile, ...] = stored(Fields.list, (), item=WeightFile)
+    seed: int = stored(Fields.integer, 0)
+
+    def validate(self, where: str) -> None:
+        """See Record."""
+        if self.mode not in MODES:
+            raise damaged(where, f"unknown mode {self.mode!r}")
 
     def of_rank(self, rank: int) -> tuple[WeightFile, ...]:
         """Return the files that a rank reads."""
@@ -70,33 +90,41 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class KernelFile:
+class KernelFile(Record):
     """A kernel binary and its source text. `abi` names its calling convention.
 
     `threads` is the size of a thread block, and `shared` its dynamic shared memory in bytes; both are for GPUs.
     `license` is the file with the licence of a kernel from another project; empty for llmc's own.
     """
 
-    hash: str
-    file: str
-    source: str
-    entry: str
-    threads: int = 0
-    shared: int = 0
-    abi: str = "cpu-1"
-    license: str = ""
+    hash: str = stored(Fields.key)
+    file: str = stored(Fields.name)
+    source: str = stored(Fields.name, absent="")
+    entry: str = stored(Fields.text)
+    threads: int = stored(Fields.integer, 0)
+    shared: int = stored(Fields.integer, 0)
+    abi: str = stored(Fields.text, "cpu-1", absent=MISSING)
+    license: str = stored(Fields.name, "")
 
 
 @dataclass(frozen=True)
-class State:
+class State(Record):
     """A persistent buffer. `role` is "kv", or the content of its rows: tokens, length, pages, fparams, iparams, stops,
     seen, counts, bias_ids, biases, allowed, drafts or reach.
     """
 
-    name: str
-    dtype: str
-    shape: tuple[Expr, ...]
-    role: str
+    name: str = stored(Fields.text)
+    dtype: str = stored(Fields.text)
+    shape: tuple[Expr, ...] = stored(Fields.list, item=a_size, cap=16)
+    role: str = stored(Fields.text)
+
+    def validate(self, where: str) -> None:
+        """See Record."""
+        if self.dtype not in DTYPE_BITS:
+            raise damaged(where, f"unknown dtype {self.dtype[:40]!r}")
+        if not self.shape or any(d.const is not None and d.const < 1 for d in self.shape):
+            shape = ", ".join(str(d)[:40] for d in self.shape[:4])
+            raise damaged(where, f"{self.name[:40]!r} has the shape [{shape}]")
 
     def nbytes(self, env: Mapping[str, int]) -> int:
         """Return the size in bytes, with the symbols' values from `env`."""
@@ -107,18 +135,18 @@ class State:
 
 
 @dataclass(frozen=True)
-class Source:
+class Source(Record):
     """The compiled model: its kind ("hf"), name, revision, and the SHA-256 of its files.
 
     A partial build has the first `layers` of `of_layers` layers; both are 0 for the whole model.
     """
 
-    kind: str
-    name: str
-    revision: str = ""
-    files: Mapping[str, str] = field(default_factory=dict)
-    layers: int = 0
-    of_layers: int = 0
+    kind: str = stored(Fields.text)
+    name: str = stored(Fields.text)
+    revision: str = stored(Fields.text, "")
+    files: Mapping[str, str] = stored(Fields.table, factory=dict, absent=MappingProxyType({}), item=a_hash)
+    layers: int = stored(Fields.integer, 0)
+    of_layers: int = stored(Fields.integer, 0)
 
     @property
     def part(self) -> str:
@@ -127,35 +155,55 @@ class Source:
 
 
 @dataclass(frozen=True)
-class TargetInfo:
+class TargetInfo(Record):
     """The compilation target. `features` uses the names in /proc/cpuinfo."""
 
-    name: str
-    arch: str
-    features: tuple[str, ...]
+    name: str = stored(Fields.text)
+    arch: str = stored(Fields.text)
+    features: tuple[str, ...] = stored(Fields.list, item=a_text, cap=1024)
 
 
 @dataclass(frozen=True)
-class Limits:
+class Limits(Record):
     """The maximum sequence length in tokens, number of sequences, and tokens per step."""
 
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
+    max_model_len: int = stored(Fields.integer, high=_MAX_SIZE)
+    max_num_seqs: int = stored(Fields.integer, high=_MAX_SIZE)
+    max_num_batched_tokens: int = stored(Fields.integer, high=_MAX_SIZE)
 
 
 @dataclass(frozen=True)
-class Kv:
+class Kv(Record):
     """KV geometry: tokens per page, number of layers with KV, and bytes per page over all layers."""
 
-    page_size: int
-    layers: int
-    bytes_per_page: int
-    dtype: str
+    page_size: int = stored(Fields.integer, high=_MAX_SIZE)
+    layers: int = stored(Fields.integer, high=_MAX_SIZE)
+    bytes_per_page: int = stored(Fields.integer, high=_MAX_SIZE)
+    dtype: str = stored(Fields.text)
+
+
+def _read_tokenizer(reader: Fields, key: str) -> tuple[str, ...]:
+    tokenizer = reader.sub(key)
+    names = tokenizer.list("files", a_name, cap=1024)
+    tokenizer.close()
+    return names
+
+
+def _write_tokenizer(names: tuple[str, ...]) -> dict[str, list[str]]:
+    return {"files": list(names)}
+
+
+def _read_version(reader: Fields, key: str) -> tuple[int, int]:
+    version = reader.get(key)  # `check_version` has checked it
+    return version["major"], version["minor"]
+
+
+def _write_version(version: tuple[int, int]) -> dict[str, int]:
+    return {"major": version[0], "minor": version[1]}
 
 
 @dataclass(frozen=True)
-class Manifest:
+class Manifest(Record):
     """Everything that the runtime needs before it opens other files.
 
     deterministic: whether the results of a request have the same bits in every batch (compiled with --deterministic).
@@ -164,52 +212,51 @@ class Manifest:
         together; states, the KV geometry and programs are those of one.
     """
 
-    compiler: str
-    source: Source
-    target: TargetInfo
-    limits: Limits
-    kv: Kv
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    generation: Mapping[str, Any]
-    kernels: tuple[KernelFile, ...]
-    states: tuple[State, ...]
-    programs: tuple[str, ...]
-    weights: Weights
-    tokenizer: tuple[str, ...]
-    files: Mapping[str, FileInfo]
-    format: tuple[int, int] = (MAJOR, MINOR)
-    digest: str = ""
-    deterministic: bool = False
-    pooling: Pooling | None = None
-    ranks: int = 1
+    json_order = (
+        "format", "compiler", "ranks", "source", "target", "limits", "kv", "vocab_size", "eos_token_ids", "generation",
+        "deterministic", "pooling", "kernels", "states", "programs", "weights", "tokenizer", "files",
+    )  # fmt: skip
 
-    def json(self) -> dict[str, Any]:
-        """Return the manifest as JSON values, without the digest."""
-        return {
-            "format": {"major": self.format[0], "minor": self.format[1]},
-            "compiler": self.compiler,
-            **({"ranks": self.ranks} if self.ranks > 1 else {}),
-            "source": {**vars(self.source), "files": dict(self.source.files)},
-            "target": {**vars(self.target), "features": list(self.target.features)},
-            "limits": dict(vars(self.limits)),
-            "kv": dict(vars(self.kv)),
-            "vocab_size": self.vocab_size,
-            "eos_token_ids": list(self.eos_token_ids),
-            "generation": dict(self.generation),
-            "deterministic": self.deterministic,
-            "pooling": None if self.pooling is None else self.pooling.json(),
-            "kernels": [dict(vars(k)) for k in self.kernels],
-            "states": [{**vars(s), "shape": [str(d) for d in s.shape]} for s in self.states],
-            "programs": list(self.programs),
-            "weights": {
-                "mode": self.weights.mode,
-                "seed": self.weights.seed,
-                "files": [w.json() for w in self.weights.files],
-            },
-            "tokenizer": {"files": list(self.tokenizer)},
-            "files": {n: dict(vars(i)) for n, i in self.files.items()},
-        }
+    compiler: str = stored(Fields.text)
+    source: Source = stored(Fields.item, item=Source)
+    target: TargetInfo = stored(Fields.item, item=TargetInfo)
+    limits: Limits = stored(Fields.item, item=Limits)
+    kv: Kv = stored(Fields.item, item=Kv)
+    vocab_size: int = stored(Fields.integer, low=1, high=1 << 31)
+    eos_token_ids: tuple[int, ...] = stored(Fields.list, item=an_integer, cap=4096)
+    generation: Mapping[str, Any] = stored(Fields.table, absent=MappingProxyType({}), item=anything)
+    kernels: tuple[KernelFile, ...] = stored(Fields.list, item=KernelFile)
+    states: tuple[State, ...] = stored(Fields.list, item=State)
+    programs: tuple[str, ...] = stored(Fields.list, item=a_name, cap=1024)
+    weights: Weights = stored(Fields.item, item=Weights)
+    tokenizer: tuple[str, ...] = stored(_read_tokenizer, write=_write_tokenizer)
+    files: Mapping[str, FileInfo] = stored(Fields.table, item=FileInfo)
+    format: tuple[int, int] = stored(_read_version, (MAJOR, MINOR), absent=MISSING, write=_write_version)
+    digest: str = stored(Fields.text, "", absent=MISSING)
+    deterministic: bool = stored(Fields.flag, False)
+    pooling: Pooling | None = stored(nullable(Fields.item), None, item=Pooling)
+    ranks: int = stored(Fields.integer, 1, omitted=True, low=1, high=MAX_RANKS)
+
+    def validate(self, where: str) -> None:
+        """See Record: every referenced file is listed exactly once, with its hash."""
+        for name in self.files:
+            check_name(name, where)
+        kernels = self.kernels
+        referenced = [*self.programs, *self.tokenizer, *(k.file for k in kernels)]
+        referenced += [name for k in kernels for name in (k.source, k.license) if name]
+        missing = [n for n in referenced if n not in self.files]
+        if missing:
+            raise damaged(where, f"{missing[0]} has no hash")
+        big = [w.file for w in self.weights.files]
+        if len(set(big)) != len(big) or set(big) & set(self.files) or NAME in self.files:
+            raise damaged(where, "a file is listed twice")
+        if any(w.rank is not None and w.rank >= self.ranks for w in self.weights.files):
+            raise damaged(where, f"a weight file is of a rank that a group of {self.ranks} lacks")
+        if (self.weights.mode == "packed") != bool(big):
+            raise damaged(where, f"weights of mode {self.weights.mode!r} cannot have {len(big)} files")
+        for what, names in (("kernels", [k.hash for k in kernels]), ("states", [s.name for s in self.states])):
+            if len(set(names)) != len(names):
+                raise damaged(where, f"two {what} have the same name")
 
     def dump(self) -> bytes:
         """Serialize to the file's bytes, including the digest. `load(dump())` returns this manifest with `digest`
@@ -226,7 +273,7 @@ class Manifest:
 
         Raises LlmcError E102 for another format version, and E103 if the digest does not match or a field is invalid.
         """
-        digest, intact = check_digest(data)
+        _, intact = check_digest(data)
         try:
             doc = load_json(data, where)
         except LlmcError:
@@ -234,7 +281,7 @@ class Manifest:
         lenient = check_version(doc, where)
         if not intact:
             raise damaged(where, "is damaged: its bytes do not match its digest")
-        return _read(doc, where, lenient, digest)
+        return Manifest.read(doc, where, lenient)
 
 
 def check_digest(data: bytes) -> tuple[str, bool]:
@@ -269,129 +316,3 @@ def _recompile(doc: dict[str, Any], where: str) -> str:
     chosen = f" --target {target}" if target else ""
     output = shlex.quote(str(Path(where).parent))
     return f"recompile it with this version of llmc: llmc compile {model or 'MODEL'}{chosen} -o {output} --force"
-
-
-def _read(doc: Any, where: str, lenient: bool, digest: str) -> Manifest:
-    """Read a manifest's JSON (`lenient`: with unknown fields). Raises LlmcError E103 or E104 if it is invalid."""
-    f = Fields(doc, where, lenient)
-    f.text("digest")
-    version = f.get("format")
-    tokenizer = f.sub("tokenizer")
-    m = Manifest(
-        digest=digest,
-        format=(version["major"], version["minor"]),
-        compiler=f.text("compiler"),
-        ranks=f.integer("ranks", 1, low=1, high=MAX_RANKS),
-        source=_source(f.sub("source")),
-        target=_target(f.sub("target")),
-        limits=Limits(**_counts(f.sub("limits"), "max_model_len", "max_num_seqs", "max_num_batched_tokens")),
-        kv=_kv(f.sub("kv")),
-        vocab_size=f.integer("vocab_size", low=1, high=1 << 31),
-        eos_token_ids=f.list("eos_token_ids", an_integer, cap=4096),
-        generation=MappingProxyType(f.table("generation", lambda v, w: v, {})),
-        deterministic=f.flag("deterministic", False),
-        kernels=f.list("kernels", lambda v, w: _kernel(Fields(v, w, lenient))),
-        states=f.list("states", lambda v, w: _state(Fields(v, w, lenient))),
-        programs=f.list("programs", a_name, cap=1024),
-        weights=_weights(f.sub("weights"), lenient),
-        tokenizer=tokenizer.list("files", a_name, cap=1024),
-        files=MappingProxyType(f.table("files", lambda v, w: _file(Fields(v, w, lenient)))),
-        pooling=_pooling(f.get("pooling", None), f"{where}.pooling", lenient),
-    )
-    tokenizer.close()
-    f.close()
-    _check(m, where)
-    return m
-
-
-def _source(f: Fields) -> Source:
-    cut = f.integer("layers", 0), f.integer("of_layers", 0)
-    s = Source(f.text("kind"), f.text("name"), f.text("revision", ""), f.table("files", a_hash, {}), *cut)
-    f.close()
-    return s
-
-
-def _target(f: Fields) -> TargetInfo:
-    t = TargetInfo(f.text("name"), f.text("arch"), f.list("features", a_text, cap=1024))
-    f.close()
-    return t
-
-
-def _kv(f: Fields) -> Kv:
-    dtype = f.text("dtype")
-    return Kv(**_counts(f, "page_size", "layers", "bytes_per_page"), dtype=dtype)
-
-
-def _counts(f: Fields, *names: str) -> dict[str, int]:
-    out = {n: f.integer(n, low=0, high=1 << 48) for n in names}
-    f.close()
-    return out
-
-
-def _kernel(f: Fields) -> KernelFile:
-    k = KernelFile(
-        hash=f.key("hash"), file=f.name("file"), source=f.name("source", ""), entry=f.text("entry"),
-        threads=f.integer("threads", 0), shared=f.integer("shared", 0), abi=f.text("abi"),
-        license=f.name("license", ""),
-    )  # fmt: skip
-    f.close()
-    return k
-
-
-def _state(f: Fields) -> State:
-    s = State(f.text("name"), f.text("dtype"), f.list("shape", a_size, cap=16), f.text("role"))
-    f.close()
-    if s.dtype not in DTYPE_BITS:
-        raise damaged(f.where, f"unknown dtype {s.dtype[:40]!r}")
-    if not s.shape or any(d.const is not None and d.const < 1 for d in s.shape):
-        raise damaged(f.where, f"{s.name[:40]!r} has the shape [{', '.join(str(d)[:40] for d in s.shape[:4])}]")
-    return s
-
-
-def _weights(f: Fields, lenient: bool) -> Weights:
-    def weight_file(value: Any, where: str) -> WeightFile:
-        g = Fields(value, where, lenient)
-        block = g.integer("block", low=1 << 12, high=1 << 32)
-        rank = None if g.get("rank", None) is None else g.integer("rank", high=MAX_RANKS - 1)
-        w = WeightFile(g.name("file"), g.integer("bytes"), g.list("blocks", a_hash), block, rank)
-        g.close()
-        if len(w.blocks) != -(-w.bytes // w.block):
-            raise damaged(where, "has the wrong number of block hashes")
-        return w
-
-    w = Weights(f.text("mode"), f.list("files", weight_file, []), f.integer("seed", 0))
-    f.close()
-    if w.mode not in MODES:
-        raise damaged(f.where, f"unknown mode {w.mode!r}")
-    return w
-
-
-def _pooling(value: Any, where: str, lenient: bool) -> Pooling | None:
-    return None if value is None else Pooling.read(value, where, lenient)
-
-
-def _file(f: Fields) -> FileInfo:
-    i = FileInfo(f.hash("sha256"), f.integer("bytes"))
-    f.close()
-    return i
-
-
-def _check(m: Manifest, where: str) -> None:
-    """Check constraints between fields: every referenced file is listed exactly once, with its hash."""
-    for name in m.files:
-        check_name(name, where)
-    referenced = [*m.programs, *m.tokenizer, *(k.file for k in m.kernels), *(k.source for k in m.kernels if k.source)]
-    referenced += [k.license for k in m.kernels if k.license]
-    missing = [n for n in referenced if n not in m.files]
-    if missing:
-        raise damaged(where, f"{missing[0]} has no hash")
-    big = [w.file for w in m.weights.files]
-    if len(set(big)) != len(big) or set(big) & set(m.files) or NAME in m.files:
-        raise damaged(where, "a file is listed twice")
-    if any(w.rank is not None and w.rank >= m.ranks for w in m.weights.files):
-        raise damaged(where, f"a weight file is of a rank that a group of {m.ranks} lacks")
-    if (m.weights.mode == "packed") != bool(big):
-        raise damaged(where, f"weights of mode {m.weights.mode!r} cannot have {len(big)} files")
-    for what, names in (("kernels", [k.hash for k in m.kernels]), ("states", [s.name for s in m.states])):
-        if len(set(names)) != len(names):
-            raise damaged(where, f"two {what} have the same name")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import MISSING, dataclass
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.json_fields import Fields, a_text, damaged
+from llmc_runtime.format.record import Record, stored
 
 GENERATE, EMBED, CLASSIFY = "generate", "embed", "classify"
 TASKS = (EMBED, CLASSIFY)
@@ -18,7 +18,7 @@ POOLED = "pooled"  # the output of programs
 
 
 @dataclass(frozen=True)
-class Pooling:
+class Pooling(Record):
     """The results of a model that pools, as its programs return them: the output POOLED, f32[R, width].
 
     task:        "embed" (a vector of hidden states) or "classify" (a logit per label)
@@ -31,38 +31,20 @@ class Pooling:
     labels:      the names of the logits
     """
 
-    task: str
-    kind: str
-    width: int
-    normalize: bool = False
-    activation: str = "none"
-    whole: bool = False
-    segments: int = 1
-    labels: tuple[str, ...] = ()
+    task: str = stored(Fields.text)
+    kind: str = stored(Fields.text)
+    width: int = stored(Fields.integer, low=1, high=MAX_WIDTH)
+    normalize: bool = stored(Fields.flag, False, absent=MISSING)
+    activation: str = stored(Fields.text, "none", absent=MISSING)
+    whole: bool = stored(Fields.flag, False, absent=MISSING)
+    segments: int = stored(Fields.integer, 1, absent=MISSING, low=1, high=16)
+    labels: tuple[str, ...] = stored(Fields.list, (), absent=MISSING, item=a_text, cap=MAX_WIDTH)
 
-    def json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
-        return {**asdict(self), "labels": list(self.labels)}
-
-    @staticmethod
-    def read(value: Any, where: str, lenient: bool = False) -> Pooling:
-        """Read it from parsed JSON; raise LlmcError E103 if it is invalid."""
-        f = Fields(value, where, lenient)
-        pooling = Pooling(
-            task=f.text("task"),
-            kind=f.text("kind"),
-            width=f.integer("width", low=1, high=MAX_WIDTH),
-            normalize=f.flag("normalize"),
-            activation=f.text("activation"),
-            whole=f.flag("whole"),
-            segments=f.integer("segments", low=1, high=16),
-            labels=f.list("labels", a_text, cap=MAX_WIDTH),
-        )
-        f.close()
+    def validate(self, where: str) -> None:
+        """See Record."""
         for name, known in (("task", TASKS), ("kind", KINDS), ("activation", ACTIVATIONS)):
-            if getattr(pooling, name) not in known:
-                raise damaged(where, f"unknown {name} {getattr(pooling, name)[:40]!r} (known: {', '.join(known)})")
-        return pooling
+            if getattr(self, name) not in known:
+                raise damaged(where, f"unknown {name} {getattr(self, name)[:40]!r} (known: {', '.join(known)})")
 
 
 def require_generation(pooling: Pooling | None, request: str) -> None:

@@ -6,37 +6,15 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
+from llmc_runtime.format.dtypes import DTYPE_BITS
 from llmc_runtime.format.expr import Expr
 from llmc_runtime.format.json_fields import Fields, a_range, a_text, an_integer, damaged, load_json
 from llmc_runtime.format.launch_param import ZERO, Param, TensorMap, a_size
+from llmc_runtime.format.record import Record, nullable, stored
 from llmc_runtime.format.row_abi import MAX_DRAFTS
 
-# Bits per stored element. Shapes count elements; a buffer's size in bytes is a separate expression.
-DTYPE_BITS: Mapping[str, int] = MappingProxyType(
-    {
-        "f64": 64,
-        "f32": 32,
-        "bf16": 16,
-        "f16": 16,
-        "f8e4m3": 8,
-        "f8e4m3fnuz": 8,
-        "f8e5m2": 8,
-        "f8e8m0": 8,
-        "i64": 64,
-        "i32": 32,
-        "u32": 32,
-        "i16": 16,
-        "u16": 16,
-        "i8": 8,
-        "u8": 8,
-        "bool": 8,
-        "i4": 4,
-        "u4": 4,
-    }
-)
 # Names of the programs of a draft model begin with their role: computing the KV of tokens, drafting a token from the
 # last two tokens of a row, and drafting a token from the draft before it. A head (EAGLE-3) has no FILL, and its FIRST
 # drafts from the last token.
@@ -53,20 +31,22 @@ Symbols = Mapping[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Buffer:
+class Buffer(Record):
     """A buffer, which launches refer to by index.
 
     `offset` is in bytes from the start of the arena or of the state. `alias` names the buffer whose memory this one
     uses: the new version of a state aliases the old one.
     """
 
-    name: str
-    kind: str
-    dtype: str
-    shape: tuple[Expr, ...]
-    bytes: Expr
-    offset: int = 0
-    alias: str | None = None
+    json_order = ("name", "kind", "dtype", "shape", "offset", "bytes", "alias")
+
+    name: str = stored(Fields.text)
+    kind: str = stored(Fields.text)
+    dtype: str = stored(Fields.text)
+    shape: tuple[Expr, ...] = stored(Fields.list, item=a_size, cap=16)
+    bytes: Expr = stored(Fields.item, item=a_size)
+    offset: int = stored(Fields.integer, 0)
+    alias: str | None = stored(nullable(Fields.item), None, item=a_text)
 
     def numel(self, env: Mapping[str, int]) -> int:
         """Return the number of elements, with the symbols' values from `env`."""
@@ -75,37 +55,16 @@ class Buffer:
             total *= d(env)
         return total
 
-    @staticmethod
-    def read(value: Any, where: str, lenient: bool = False) -> Buffer:
-        """Read a buffer from parsed JSON; raise LlmcError E103 or E108 if it is invalid."""
-        f = Fields(value, where, lenient)
-        alias = f.get("alias", None)
-        b = Buffer(
-            name=f.text("name"),
-            kind=f.text("kind"),
-            dtype=f.text("dtype"),
-            shape=f.list("shape", a_size, cap=16),
-            bytes=a_size(f.get("bytes"), f"{where}.bytes"),
-            offset=f.integer("offset", 0),
-            alias=None if alias is None else a_text(alias, f"{where}.alias"),
-        )
-        f.close()
-        if b.kind not in KINDS:
-            raise damaged(where, f"unknown kind {b.kind!r} (known: {', '.join(KINDS)})")
-        if b.dtype not in DTYPE_BITS:
-            raise damaged(where, f"unknown dtype {b.dtype!r}")
-        return b
-
-    def json(self) -> dict[str, Any]:
-        """Return the buffer as JSON values."""
-        return {
-            "name": self.name, "kind": self.kind, "dtype": self.dtype, "shape": [str(d) for d in self.shape],
-            "offset": self.offset, "bytes": str(self.bytes), "alias": self.alias,
-        }  # fmt: skip
+    def validate(self, where: str) -> None:
+        """See Record."""
+        if self.kind not in KINDS:
+            raise damaged(where, f"unknown kind {self.kind!r} (known: {', '.join(KINDS)})")
+        if self.dtype not in DTYPE_BITS:
+            raise damaged(where, f"unknown dtype {self.dtype!r}")
 
 
 @dataclass(frozen=True)
-class Launch:
+class Launch(Record):
     """One kernel launch.
 
     `args` are indices of the program's buffers; those listed in `maps` are passed as tensor maps. `sizes` are passed as
@@ -116,70 +75,41 @@ class Launch:
     may start before the preceding one has ended. `flops` and `bytes` are the estimated cost, for reports only.
     """
 
-    kernel: str
-    entry: str
-    args: tuple[int, ...]
-    sizes: tuple[Expr, ...]
-    grid: tuple[Expr, ...] = ()
-    threads: int = 0
-    shared: int = 0
-    loc: str = ""
-    op: str = ""
-    flops: Expr | None = None
-    bytes: Expr | None = None
-    pdl: bool = False
-    maps: tuple[TensorMap, ...] = ()
-    params: tuple[Param, ...] = ()
-    cluster: tuple[int, ...] = ()
+    json_order = (
+        "kernel", "entry", "grid", "threads", "shared", "args", "sizes", "loc", "op", "pdl", "maps", "params",
+        "cluster", "flops", "bytes",
+    )  # fmt: skip
 
-    @staticmethod
-    def read(value: Any, where: str, lenient: bool = False) -> Launch:
-        """Read a launch from parsed JSON; raise LlmcError E103 or E108 if it is invalid."""
-        f = Fields(value, where, lenient)
-        cost = {k: v if v is None else a_size(v, f"{where}.{k}") for k in ("flops", "bytes") for v in [f.get(k, None)]}
-        launch = Launch(
-            kernel=f.key("kernel"),
-            entry=f.text("entry"),
-            args=f.list("args", an_integer, cap=4096),
-            sizes=f.list("sizes", a_size, cap=256),
-            grid=f.list("grid", a_size, [], cap=3),
-            threads=f.integer("threads", 0),
-            shared=f.integer("shared", 0),
-            loc=f.text("loc", ""),
-            op=f.text("op", ""),
-            pdl=bool(f.integer("pdl", 0, high=1)),
-            maps=f.list("maps", lambda v, w: TensorMap.read(v, w, lenient), [], cap=16),
-            params=f.list("params", lambda v, w: Param.read(v, w, lenient), [], cap=4096),
-            cluster=f.list("cluster", an_integer, [], cap=3),
-            **cost,
-        )
-        f.close()
-        return launch
+    kernel: str = stored(Fields.key)
+    entry: str = stored(Fields.text)
+    args: tuple[int, ...] = stored(Fields.list, item=an_integer, cap=4096)
+    sizes: tuple[Expr, ...] = stored(Fields.list, item=a_size, cap=256)
+    grid: tuple[Expr, ...] = stored(Fields.list, (), item=a_size, cap=3)
+    threads: int = stored(Fields.integer, 0)
+    shared: int = stored(Fields.integer, 0)
+    loc: str = stored(Fields.text, "")
+    op: str = stored(Fields.text, "")
+    flops: Expr | None = stored(nullable(Fields.item), None, omitted=True, item=a_size)
+    bytes: Expr | None = stored(nullable(Fields.item), None, omitted=True, item=a_size)
+    pdl: bool = stored(Fields.bit, False, omitted=True, write=int)
+    maps: tuple[TensorMap, ...] = stored(Fields.list, (), omitted=True, item=TensorMap, cap=16)
+    params: tuple[Param, ...] = stored(Fields.list, (), omitted=True, item=Param, cap=4096)
+    cluster: tuple[int, ...] = stored(Fields.list, (), omitted=True, item=an_integer, cap=3)
 
-    def json(self) -> dict[str, Any]:
-        """Return the launch as JSON values."""
-        out: dict[str, Any] = {
-            "kernel": self.kernel, "entry": self.entry, "grid": [str(d) for d in self.grid], "threads": self.threads,
-            "shared": self.shared, "args": list(self.args), "sizes": [str(d) for d in self.sizes], "loc": self.loc,
-            "op": self.op,
-        }  # fmt: skip
-        if self.pdl:
-            out["pdl"] = 1
-        if self.maps:
-            out["maps"] = [m.json() for m in self.maps]
-        if self.params:
-            out["params"] = [x.json() for x in self.params]
-        if self.cluster:
-            out["cluster"] = list(self.cluster)
-        if self.flops is not None:
-            out["flops"] = str(self.flops)
-        if self.bytes is not None:
-            out["bytes"] = str(self.bytes)
-        return out
+
+def _read_step(reader: Fields, key: str) -> tuple[str, str]:
+    function = reader.sub(key)
+    step = function.key("kernel"), function.text("entry")
+    function.close()
+    return step
+
+
+def _write_step(step: tuple[str, str]) -> dict[str, str]:
+    return {"kernel": step[0], "entry": step[1]}
 
 
 @dataclass(frozen=True)
-class Program:
+class Program(Record):
     """One entry point for a range of sizes.
 
     `symbols` maps every symbol to its bounds, in the order in which a step function takes their values. `serves`
@@ -189,16 +119,20 @@ class Program:
     the number of processes that run the program together; the value of the symbol RANK tells them apart.
     """
 
-    name: str
-    symbols: Symbols
-    serves: Symbols
-    buffers: tuple[Buffer, ...]
-    launches: tuple[Launch, ...]
-    arena_bytes: int
-    uniform: bool = False
-    step: tuple[str, str] | None = None
-    ranks: int = 1
-    drafts: int = 0
+    json_order = (
+        "name", "symbols", "serves", "uniform", "buffers", "arena_bytes", "launches", "step", "drafts", "ranks",
+    )  # fmt: skip
+
+    name: str = stored(Fields.text)
+    symbols: Symbols = stored(Fields.table, item=a_range, cap=16)
+    serves: Symbols = stored(Fields.table, item=a_range, cap=16)
+    buffers: tuple[Buffer, ...] = stored(Fields.list, item=Buffer)
+    launches: tuple[Launch, ...] = stored(Fields.list, item=Launch)
+    arena_bytes: int = stored(Fields.integer, high=1 << 44)
+    uniform: bool = stored(Fields.bit, False, write=int)
+    step: tuple[str, str] | None = stored(nullable(_read_step), None, omitted=True, write=_write_step)
+    ranks: int = stored(Fields.integer, 1, low=1, high=MAX_RANKS)
+    drafts: int = stored(Fields.integer, 0, omitted=True, high=MAX_DRAFTS)
 
     @property
     def role(self) -> str:
@@ -234,23 +168,6 @@ class Program:
         """(kernel hash, entry) of every launch in order: the function table of the step function."""
         return tuple((x.kernel, x.entry) for x in self.launches)
 
-    def json(self) -> dict[str, Any]:
-        """Return the program as JSON values."""
-        out: dict[str, Any] = {
-            "name": self.name,
-            "symbols": {s: list(r) for s, r in self.symbols.items()},
-            "serves": {s: list(r) for s, r in self.serves.items()},
-            "uniform": int(self.uniform),
-            "buffers": [b.json() for b in self.buffers],
-            "arena_bytes": self.arena_bytes,
-            "launches": [x.json() for x in self.launches],
-        }
-        if self.step is not None:
-            out["step"] = {"kernel": self.step[0], "entry": self.step[1]}
-        if self.drafts:
-            out["drafts"] = self.drafts
-        return {**out, "ranks": self.ranks}
-
     def dump(self) -> bytes:
         """Serialize to the file's bytes, with one line per buffer and launch, so that programs can be compared as
         text.
@@ -266,50 +183,24 @@ class Program:
         """Parse a program file; raise LlmcError E103 or E108, naming `where` and the field, if it is invalid."""
         return Program.read(load_json(data, where), where, lenient)
 
-    @staticmethod
-    def read(value: Any, where: str, lenient: bool = False) -> Program:
-        """Read a program from parsed JSON; raise LlmcError E103 or E108 if it is invalid."""
-        f = Fields(value, where, lenient)
-        step = None
-        if f.get("step", None) is not None:
-            s = f.sub("step")
-            step = (s.key("kernel"), s.text("entry"))
-            s.close()
-        program = Program(
-            name=f.text("name"),
-            symbols=MappingProxyType(f.table("symbols", a_range, cap=16)),
-            serves=MappingProxyType(f.table("serves", a_range, cap=16)),
-            buffers=f.list("buffers", lambda v, w: Buffer.read(v, w, lenient)),
-            launches=f.list("launches", lambda v, w: Launch.read(v, w, lenient)),
-            arena_bytes=f.integer("arena_bytes", high=1 << 44),
-            uniform=bool(f.integer("uniform", 0, high=1)),
-            step=step,
-            ranks=f.integer("ranks", 1, low=1, high=MAX_RANKS),
-            drafts=f.integer("drafts", 0, high=MAX_DRAFTS),
-        )
-        f.close()
-        _check(program, where)
-        return program
+    def validate(self, where: str) -> None:
+        """See Record: indices are in range, symbols declared, and arena offsets inside the arena."""
+        by_name = {b.name: b for b in self.buffers}
+        if len(by_name) != len(self.buffers):
+            raise damaged(where, "two buffers have the same name")
+        if not set(self.serves) <= frozenset(self.symbols):
+            raise damaged(where, "'serves' uses an undeclared symbol")
+        top = self.top()
+        for i, buffer in enumerate(self.buffers):
+            _check_buffer(buffer, self, top, by_name, f"{where}.buffers[{i}]")
+        for i, launch in enumerate(self.launches):
+            _check_launch(launch, self, top, by_name, f"{where}.launches[{i}]")
 
 
 def _rows(values: list[Any]) -> str:
     if not values:
         return "[]"
     return "[\n" + ",\n".join(f"    {json.dumps(v)}" for v in values) + "\n  ]"
-
-
-def _check(p: Program, where: str) -> None:
-    """Check constraints between fields: indices in range, symbols declared, arena offsets inside the arena."""
-    by_name = {b.name: b for b in p.buffers}
-    if len(by_name) != len(p.buffers):
-        raise damaged(where, "two buffers have the same name")
-    if not set(p.serves) <= frozenset(p.symbols):
-        raise damaged(where, "'serves' uses an undeclared symbol")
-    top = p.top()
-    for i, buffer in enumerate(p.buffers):
-        _check_buffer(buffer, p, top, by_name, f"{where}.buffers[{i}]")
-    for i, launch in enumerate(p.launches):
-        _check_launch(launch, p, top, by_name, f"{where}.launches[{i}]")
 
 
 def _check_buffer(buffer: Buffer, p: Program, top: Mapping[str, int], by_name: Mapping[str, Buffer], path: str) -> None:

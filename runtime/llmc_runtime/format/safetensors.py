@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from llmc_runtime.format.dtypes import SAFETENSORS_BITS, SAFETENSORS_NAMES
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.json_fields import load_json
 
@@ -21,50 +22,8 @@ MAX_BYTES = 1 << 50
 PAD = "__pad__."
 _MIN_ALIGN, _PAGE, _BIG = 64, 4096, 1 << 16
 
-# Our dtypes -> theirs. Sub-byte types are stored as plain bytes.
-NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "f64": "F64",
-        "f32": "F32",
-        "bf16": "BF16",
-        "f16": "F16",
-        "f8e4m3": "F8_E4M3",
-        "f8e4m3fnuz": "F8_E4M3FNUZ",
-        "f8e5m2": "F8_E5M2",
-        "f8e8m0": "F8_E8M0",
-        "i64": "I64",
-        "i32": "I32",
-        "u32": "U32",
-        "i16": "I16",
-        "u16": "U16",
-        "i8": "I8",
-        "u8": "U8",
-        "bool": "BOOL",
-    }
-)
+NAMES = SAFETENSORS_NAMES  # our dtypes -> theirs
 _OURS: Mapping[str, str] = MappingProxyType({v: k for k, v in NAMES.items()})
-_BITS: Mapping[str, int] = MappingProxyType(
-    {
-        "F64": 64,
-        "I64": 64,
-        "U64": 64,
-        "F32": 32,
-        "I32": 32,
-        "U32": 32,
-        "BF16": 16,
-        "F16": 16,
-        "I16": 16,
-        "U16": 16,
-        "F8_E4M3": 8,
-        "F8_E4M3FNUZ": 8,
-        "F8_E5M2": 8,
-        "F8_E8M0": 8,
-        "I8": 8,
-        "U8": 8,
-        "BOOL": 8,
-        "C64": 64,
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -131,13 +90,13 @@ def _tensor(name: str, value: Any, base: int, where: str) -> TensorInfo:
     if len(name) > 4096 or not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise bad("is malformed")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _BITS:
+    if not isinstance(dtype, str) or dtype not in SAFETENSORS_BITS:
         raise bad(f"has the unknown dtype {str(dtype)[:20]!r}")
     if not isinstance(shape, list) or len(shape) > MAX_RANK or not all(_natural(d) for d in shape):
         raise bad("has a malformed shape")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_natural(d) for d in offsets):
         raise bad("has malformed offsets")
-    nbytes = _BITS[dtype] // 8
+    nbytes = SAFETENSORS_BITS[dtype] // 8
     for d in shape:
         nbytes *= d
     if nbytes > MAX_BYTES or offsets[1] - offsets[0] != nbytes:

@@ -10,7 +10,8 @@ from llmc_runtime.grammar import wire
 
 
 class GrammarGuide:
-    """The Guide (see sched.guide) of one output, whose masks a worker process computes.
+    """The Guide (see sched.token_guide) of one output, whose masks a worker process computes. Belongs to the engine's
+    thread.
 
     `send` makes the worker do an operation (see wire) with tokens; its last argument is the operation's number. `leave`
     makes it forget the output. `end_ids` are the tokens that end the text where the mask allows them.

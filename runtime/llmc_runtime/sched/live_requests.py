@@ -22,7 +22,7 @@ from llmc_runtime.sched.waiting_queue import WaitingQueue
 
 
 class LiveRequests:
-    """The base of Scheduler: everything that does not depend on how steps are planned.
+    """The base of Scheduler: everything that does not depend on how steps are planned. Belongs to the engine's thread.
 
     Invariant: a running request has a row and pages, any other has none.
     """

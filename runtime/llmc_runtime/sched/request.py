@@ -69,7 +69,7 @@ class Request:
     pages: list[int] = field(default_factory=list, init=False)
     chain: list[bytes] = field(default_factory=list, init=False)  # prefix digests of its tokens so far
     row: int = field(default=-1, init=False)
-    decode: Work = field(default_factory=lambda: Work(-1, 1, True), init=False)  # computes one token of its row
+    decode: Work = field(default_factory=lambda: Work(-1, 1, emit=True), init=False)  # computes one token of its row
     row_params: RowParams = field(default_factory=RowParams, init=False)
     bans: Bans | None = field(default=None, init=False)
     account: Account = field(default_factory=Account, init=False)  # of its tenant
@@ -134,7 +134,7 @@ class Request:
         self.num_total, self.num_planned, self.num_computed = len(self.tokens), cached, cached
         self.num_drafts = self.lookahead = self.reach = 0
         self.take_drafts(())
-        self.decode, self.status = Work(row, 1, True), Status.RUNNING
+        self.decode, self.status = Work(row, 1, emit=True), Status.RUNNING
 
     def row_init(self) -> RowInit:
         """Return the data that builds the row of this running request."""

@@ -80,7 +80,7 @@ def prompt_service(request: Request, cached: int) -> int:
 
 
 class WaitingQueue:
-    """The waiting requests of all tenants.
+    """The waiting requests of all tenants (a tenant is an API key; without keys there is one).
 
     `enter` and `leave` are called once for each request, when it arrives and ends; in between it may be added and
     removed several times.

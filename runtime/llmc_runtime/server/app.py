@@ -110,9 +110,7 @@ class Endpoints(Endpoint):
             ("GET", "/tokenizer_info", self.tokenizer_info), ("GET", "/v1/models", self.models),
             ("POST", "/v1/completions", self.completions), ("POST", "/v1/chat/completions", self.chat),
             ("POST", "/tokenize", self.tokenize), ("POST", "/detokenize", self.detokenize),
-            ("POST", "/v1/embeddings", pooling.embeddings), ("POST", "/classify", pooling.classify),
-            *(("POST", path, pooling.score) for path in ("/v1/score", "/score")),
-            *(("POST", path, pooling.rerank) for path in ("/v1/rerank", "/rerank", "/v2/rerank")),
+            *pooling.endpoints(),
             ("POST", "/v1/responses", responses.create),
             ("GET DELETE", stored, responses.stored), ("GET", f"{stored}/input_items", responses.input_items),
             ("POST", "/v1/messages", messages.create), ("POST", "/v1/messages/count_tokens", messages.count_tokens),
@@ -127,14 +125,15 @@ class Endpoints(Endpoint):
         """POST /v1/completions."""
         async with self._read(request, CompletionRequest, COMPLETION) as (fields, job):
             call = self._call(request, "cmpl-", "prompt")
-            return await self._reply(request, Completion(self.serving, fields, call, job), bool(fields.stream), call)
+            answer = Completion(self.serving, fields, call, job)
+            return await self._reply(request, answer, call, stream=bool(fields.stream))
 
     @catch_errors
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         async with self._read(request, ChatRequest, CHAT) as (fields, job):
             call = self._call(request, "chatcmpl-", "messages")
-            return await self._reply(request, Chat(self.serving, fields, call, job), bool(fields.stream), call)
+            return await self._reply(request, Chat(self.serving, fields, call, job), call, stream=bool(fields.stream))
 
     @catch_errors
     async def tokenize(self, request: Request) -> Response:
@@ -148,7 +147,7 @@ class Endpoints(Endpoint):
                     special = fields.add_special_tokens is not False
                     ids = await prompting.in_thread(prompting.encode, fields.prompt, special)
                 else:
-                    short = serving.dialect.short_ids
+                    short = serving.formats.short_ids
                     ids = (await prompting.in_thread(prompting.chat, fields, tools, short)).ids
             return as_json(token_list(prompting, ids, fields, serving.llm.config.max_model_len))
 
@@ -213,7 +212,7 @@ class Endpoints(Endpoint):
 
     async def server_info(self, request: Request) -> Response:
         """GET /server_info, /get_server_info: the version, the names of the model, and the limits of the engine."""
-        config, calls = self.serving.llm.config, self.serving.dialect.calls
+        config, calls = self.serving.llm.config, self.serving.formats.calls
         return as_json(
             {
                 "version": __version__, "models": self.serving.names, "served_model_name": self.serving.names[0],
@@ -222,7 +221,7 @@ class Endpoints(Endpoint):
                 "block_size": config.page_size, "num_blocks": config.num_pages, "vocab_size": config.vocab_size,
                 "enable_prefix_caching": config.prefix_caching,
                 "tool_call_parser": None if calls is None else calls.name,
-                "separates_reasoning": self.serving.dialect.thoughts is not None,
+                "separates_reasoning": self.serving.formats.reasoning is not None,
                 "stores_responses": self.serving.stored.enabled,
                 "task": GENERATE if self.serving.llm.pooling is None else self.serving.llm.pooling.task,
             }

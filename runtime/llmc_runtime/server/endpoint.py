@@ -105,7 +105,7 @@ class Endpoint:
         )
 
     async def _reply(
-        self, request: Request, answer: GenerationResponse[Any] | PooledResponse, stream: bool, call: Call
+        self, request: Request, answer: GenerationResponse[Any] | PooledResponse, call: Call, *, stream: bool = False
     ) -> Response:
         """Return the response, which ends early if the client disconnects.
 

@@ -24,7 +24,7 @@ class MessagesRoutes(Endpoint):
             async with self._read(request, MessagesRequest, MESSAGES) as (fields, job):
                 call = self._call(request, "msg_", "messages")
                 answer = Messages(self.serving, fields, call, job)
-                return await self._reply(request, answer, bool(fields.stream), call)
+                return await self._reply(request, answer, call, stream=bool(fields.stream))
 
     @catch_errors
     async def count_tokens(self, request: Request) -> Response:
@@ -32,7 +32,7 @@ class MessagesRoutes(Endpoint):
 
         async def run(fields: CountRequest) -> Response:
             serving, prompting = self.serving, self.serving.prompting
-            arguments = counted(fields, serving.dialect)
+            arguments = counted(fields, serving.formats)
             async with serving.lanes.slot(request.scope["llmc.key"]):
                 return as_json({"input_tokens": await prompting.in_thread(prompting.count, *arguments)})
 

@@ -69,7 +69,7 @@ class PooledPrompts:
         keep = self.prompting.length if keep == -1 else keep
         if isinstance(request, EmbeddingRequest | ClassifyRequest):
             for item in listed(request.input, param, MAX_INPUTS):
-                yield self._single(item, request.add_special_tokens is not False, keep)
+                yield self._single(item, keep, add_special_tokens=request.add_special_tokens is not False)
             return
         pairs = _pairs(request)
         if self.pooling.task == CLASSIFY:
@@ -81,12 +81,12 @@ class PooledPrompts:
         if len(set(firsts)) == 1:  # embedded once for all pairs
             firsts = firsts[:1]
         for text in (*firsts, *seconds):
-            yield self._single(text, True, keep)
+            yield self._single(text, keep)
 
-    def _single(self, text_or_ids: Any, special: bool, keep: int | None) -> Prompt:
+    def _single(self, text_or_ids: Any, keep: int | None, *, add_special_tokens: bool = True) -> Prompt:
         if isinstance(text_or_ids, str):
             self.prompting.check_length(text_or_ids, keep)
-            ids = self.prompting.tokenizer.encode_kept(text_or_ids, keep, add_special_tokens=special)
+            ids = self.prompting.tokenizer.encode_kept(text_or_ids, keep, add_special_tokens=add_special_tokens)
             return Prompt(self._fitting(ids), text_or_ids)
         check_ids(text_or_ids, self.prompting.vocab_size, "input")
         return Prompt(self._fitting(text_or_ids[:keep]))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,34 +23,33 @@ from llmc_runtime.server.requests.pooling_request import (
 )
 from llmc_runtime.server.text_pool.text_messages import CLASSIFY, EMBEDDING, RERANK, SCORE
 
+_ROUTES: tuple[tuple[tuple[str, ...], type[Pooled], bytes, str], ...] = (
+    (("/v1/embeddings",), EmbeddingRequest, EMBEDDING, "embd-"),
+    (("/classify",), ClassifyRequest, CLASSIFY, "classify-"),
+    (("/v1/score", "/score"), ScoreRequest, SCORE, "score-"),
+    (("/v1/rerank", "/rerank", "/v2/rerank"), RerankRequest, RERANK, "rerank-"),
+)
+
 
 class PoolingRoutes(Endpoint):
     """Routes of one served model. Those that do not fit the model reply 400."""
 
-    @catch_errors
-    async def embeddings(self, request: Request) -> Response:
-        """POST /v1/embeddings."""
-        return await self._pooled(request, EmbeddingRequest, EMBEDDING, "embd-")
+    def handler(self, kind: type[Pooled], job_kind: bytes, prefix: str) -> Callable[[Request], Awaitable[Response]]:
+        """Return the handler of a route: `kind` is the type of its requests, `prefix` that of the ids of responses."""
 
-    @catch_errors
-    async def classify(self, request: Request) -> Response:
-        """POST /classify."""
-        return await self._pooled(request, ClassifyRequest, CLASSIFY, "classify-")
+        @catch_errors
+        async def handle(self: PoolingRoutes, request: Request) -> Response:
+            async with self._read(request, kind, job_kind, _repeats) as (fields, job):
+                call = self._call(request, prefix, PROMPT_PARAM[kind])
+                return await self._reply(request, PooledResponse(self.serving, fields, call, job), call)
 
-    @catch_errors
-    async def score(self, request: Request) -> Response:
-        """POST /v1/score and /score."""
-        return await self._pooled(request, ScoreRequest, SCORE, "score-")
+        return partial(handle, self)
 
-    @catch_errors
-    async def rerank(self, request: Request) -> Response:
-        """POST /v1/rerank, /v2/rerank and /rerank."""
-        return await self._pooled(request, RerankRequest, RERANK, "rerank-")
-
-    async def _pooled(self, request: Request, kind: type[Pooled], name: bytes, prefix: str) -> Response:
-        async with self._read(request, kind, name, _repeats) as (fields, job):
-            call = self._call(request, prefix, PROMPT_PARAM[kind])
-            return await self._reply(request, PooledResponse(self.serving, fields, call, job), False, call)
+    def endpoints(self) -> Iterator[tuple[str, str, Any]]:
+        """Yield the method, the path and the handler of each route."""
+        for paths, kind, job_kind, prefix in _ROUTES:
+            handler = self.handler(kind, job_kind, prefix)
+            yield from (("POST", path, handler) for path in paths)
 
 
 def _repeats(request: Pooled) -> bool:

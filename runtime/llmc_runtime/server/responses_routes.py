@@ -42,7 +42,7 @@ class ResponsesRoutes(Endpoint):
             async with self._read(request, ResponsesRequest, RESPONSES, is_long) as (fields, job):
                 call = self._call(request, "resp_", "input")
                 answer = Responses(self.serving, fields, call, job)
-                return await self._reply(request, answer, bool(fields.stream), call)
+                return await self._reply(request, answer, call, stream=bool(fields.stream))
 
     @catch_errors
     async def stored(self, request: Request) -> Response:

@@ -144,37 +144,50 @@ async def serve_over(
         config = _config(options, serving, connections, tracer)
         config.ssl = tls
         defaults = described(llm.generation, llm.args.generation_config, llm.args.override_generation_config)
-        for line in filter(None, (defaults, *serving.dialect.lines)):
+        for line in filter(None, (defaults, *serving.formats.lines)):
             say(line)
-        loop, tasks = asyncio.get_running_loop(), set[Any]()
-
-        def drain(server: DrainingServer) -> None:
-            serving.admission.draining = True
-            notify(options.notify_socket, STOPPING)
-            work = partial(_drain, llm, serving, server, options.shutdown_timeout)
-            loop.call_soon_threadsafe(lambda: tasks.add(loop.create_task(work())))
-
-        dump_on_quit(loop, serving)
-        ready = partial(_announce, options, serving, name_of(bound, tls is not None), say)
-        server = DrainingServer(config, ready, drain)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # in effect once the server has ended and cleans up
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup
-            signal.signal(signal.SIGHUP, server.handle_exit)
-        if isinstance(tls, ReloadingContext):
-            tasks.add(loop.create_task(tls.follow()))
-        protocol: Any = config.http_protocol_class
-        if isinstance(loop, ServerLoop):
-            loop.light = light_connections(loop, protocol, server.server_state, options.keep_alive)
-            loop.handshakes_allowed = protocol.limit.handshakes
-        failed = loop.create_task(_end_with_engine(llm, server, say))
-        try:
-            await server.serve([bound])
-        finally:
-            failed.cancel()
-            if isinstance(loop, ServerLoop) and loop.light is not None:
-                loop.light.close()
-            serving.close()
+        await _run(config, options, serving, bound, say)
     return ENGINE_FAILED if llm.gave_up else 0
+
+
+async def _run(
+    config: uvicorn.Config, options: Options, serving: Serving, bound: socket.socket, say: Callable[[str], None]
+) -> None:
+    """Accept connections on the bound socket until the server ends: after a signal, or with its engine."""
+    llm, tls, loop = serving.llm, config.ssl, asyncio.get_running_loop()
+    tasks = set[Any]()  # keeps references to what runs in the background
+
+    def drain(server: DrainingServer) -> None:
+        serving.admission.draining = True
+        notify(options.notify_socket, STOPPING)
+        work = partial(_drain, llm, serving, server, options.shutdown_timeout)
+        loop.call_soon_threadsafe(lambda: tasks.add(loop.create_task(work())))
+
+    ready = partial(_announce, options, serving, name_of(bound, tls is not None), say)
+    server = DrainingServer(config, ready, drain)
+    _handle_signals(server, serving)
+    if isinstance(tls, ReloadingContext):
+        tasks.add(loop.create_task(tls.follow()))
+    protocol: Any = config.http_protocol_class
+    if isinstance(loop, ServerLoop):
+        loop.light = light_connections(loop, protocol, server.server_state, options.keep_alive)
+        loop.handshakes_allowed = protocol.limit.handshakes
+    failed = loop.create_task(_end_with_engine(llm, server, say))
+    try:
+        await server.serve([bound])
+    finally:
+        failed.cancel()
+        if isinstance(loop, ServerLoop) and loop.light is not None:
+            loop.light.close()
+        serving.close()
+
+
+def _handle_signals(server: DrainingServer, serving: Serving) -> None:
+    """Install the handlers of SIGQUIT (diagnostics) and SIGHUP (drain); uvicorn installs the others."""
+    dump_on_quit(asyncio.get_running_loop(), serving)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # in effect once the server has ended and cleans up
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup
+        signal.signal(signal.SIGHUP, server.handle_exit)
 
 
 def _announce(options: Options, serving: Serving, address: str, say: Callable[[str], None]) -> None:

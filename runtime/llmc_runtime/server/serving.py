@@ -33,8 +33,8 @@ from llmc_runtime.server.requests.request_fields import Generation
 from llmc_runtime.server.requests.response_size import MAX_ANSWER, SCORE_WEIGHT, check_size, cut, size_of
 from llmc_runtime.server.stored_responses import PendingResponse, ResponseStore
 from llmc_runtime.server.text_pool.pool import TextPool
-from llmc_runtime.server.text_pool.text_messages import Spec
-from llmc_runtime.server.tool_calls.parser_select import AUTO, dialect_of
+from llmc_runtime.server.text_pool.text_messages import TextProcessConfig
+from llmc_runtime.server.tool_calls.parser_select import AUTO, select_formats
 from llmc_runtime.server.updates import Updates, merged
 
 MAX_CHOICES = 256  # of one request, over all prompts
@@ -104,7 +104,7 @@ class Call:
 class Serving:
     """Serves a started AsyncLLM under `names`; responses carry the first one.
 
-    `template` is a chat template to use instead of the model's. `calls` and `thoughts` name the formats of tool calls
+    `template` is a chat template to use instead of the model's. `calls` and `reasoning` name the formats of tool calls
     and reasoning (see parser_select). `timeout` is the maximum time of a request in seconds, `max_answer` the maximum
     size of a response in bytes, and `store_bytes` that of all stored responses. Raises LlmcError E601 for unknown
     formats.
@@ -118,7 +118,7 @@ class Serving:
         meters: ServerMetrics,
         template: str | None = None,
         calls: str = AUTO,
-        thoughts: str = AUTO,
+        reasoning: str = AUTO,
         timeout: float | None = None,
         max_answer: int = MAX_ANSWER,
         store_bytes: int = 0,
@@ -131,14 +131,14 @@ class Serving:
         self.encoding = Encoding()
         self._texts: Counter[str] = Counter()  # concurrent /tokenize and /detokenize requests by key
         self._pool = ThreadPoolExecutor(_THREADS, "llmc-text")
-        self.dialect = dialect_of(llm.tokenizer, template, calls, thoughts)
+        self.formats = select_formats(llm.tokenizer, template, calls, reasoning)
         self.prompting = Prompting(llm.tokenizer, llm.config.vocab_size, template, self._pool, llm.config.max_model_len)
         self.bodies = BodyBudget(self._too_many_bodies)
         self.lanes = FairSlots(_THREADS, self._too_many_texts, reserved=1 if admission.keys > 1 else 0)
         llm.text_turn = self.lanes.slot
         self.parsing = FairSlots(1, self._too_many_texts)  # of bodies, in the event loop
         self.stored = ResponseStore(store_bytes, admission.keys, self._no_room)
-        self._options = template, calls, thoughts
+        self._options = template, calls, reasoning
         self.offload = TextPool(self._spec, self._too_many_texts, meters.unknown, admission.keys)
 
     def close(self) -> None:
@@ -146,10 +146,10 @@ class Serving:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.offload.close()
 
-    def _spec(self) -> Spec:
+    def _spec(self) -> TextProcessConfig:
         """Return the configuration of text processes."""
         tokenizer, config = self.llm.tokenizer, self.llm.config
-        return Spec(
+        return TextProcessConfig(
             None if tokenizer is None else tokenizer.backend.to_str(),
             {} if tokenizer is None else dict(tokenizer.named_tokens),
             {} if tokenizer is None else dict(tokenizer.chat_templates),

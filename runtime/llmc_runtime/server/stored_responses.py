@@ -74,8 +74,10 @@ def separated(items: Iterable[bytes]) -> Iterator[bytes]:
 
 
 class ResponseStore:
-    """Stores at most `maximum` bytes; 0: nothing. `keys` is the number of API keys; if there are several, none of them
-    may use more than half. `refusal` creates the exception for a response that finds no room for now.
+    """Stores at most `maximum` bytes; 0: nothing. Belongs to the server's event loop.
+
+    `keys` is the number of API keys; if there are several, none of them may use more than half. `refusal` creates the
+    exception for a response that finds no room for now.
     """
 
     def __init__(self, maximum: int, keys: int, refusal: Callable[[], ApiError]) -> None:

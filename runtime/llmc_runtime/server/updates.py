@@ -1,4 +1,7 @@
-"""Streams of updates of a request's outputs: merging those of several prompts, and waiting for the first one."""
+"""Streams of updates of a request's outputs: merging those of several prompts, and waiting for the first one.
+
+`serving` merges the outputs of AsyncLLM.generate here; the endpoints read the result.
+"""
 
 from __future__ import annotations
 

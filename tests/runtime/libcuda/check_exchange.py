@@ -16,8 +16,8 @@ from llmc_runtime.device import dlpack
 from llmc_runtime.device.cuda.cuda_device import CudaDevice
 from llmc_runtime.device.cuda.device_array import CudaMemory
 from llmc_runtime.device.gpu.device_memory import Pinned
+from llmc_runtime.format.dtypes import DTYPE_BITS
 from llmc_runtime.format.manifest import TargetInfo
-from llmc_runtime.format.program import DTYPE_BITS
 
 from tests.runtime.libcuda.conftest import Driver
 

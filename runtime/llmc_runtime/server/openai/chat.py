@@ -27,21 +27,21 @@ from llmc_runtime.server.openai.response import (
 from llmc_runtime.server.requests.request_fields import ChatRequest
 from llmc_runtime.server.requests.sampling_fields import of_chat
 from llmc_runtime.server.tool_calls.message import MessageParser, is_cut
-from llmc_runtime.server.tool_calls.response_plan import Plan, plan_of
+from llmc_runtime.server.tool_calls.response_plan import ResponsePlan, plan_of
 from llmc_runtime.server.updates import Updates
 
 
 class Chat(GenerationResponse[ChatRequest]):
     """One request to the endpoint. Its only prompt is the conversation."""
 
-    _plan: Plan
+    _plan: ResponsePlan
     _parsers: list[MessageParser]  # of the outputs of a stream
 
     async def _prepare(self) -> None:
         request, serving = self._request, self._serving
         serving.check_model(request.model)
         serving.check_ready()
-        params, plan = self._sampling(), plan_of(request, serving.dialect)
+        params, plan = self._sampling(), plan_of(request, serving.formats)
         serving.reserve(self._call, params)
         prompt, plan = await self._prompt(plan)
         form = "response_format" if request.structured_outputs is None else "structured_outputs"
@@ -56,16 +56,16 @@ class Chat(GenerationResponse[ChatRequest]):
         """Return the JSON of the items of earlier responses, which a text process puts before the messages."""
         return b""
 
-    async def _prompt(self, plan: Plan) -> tuple[Prompt, Plan]:
+    async def _prompt(self, plan: ResponsePlan) -> tuple[Prompt, ResponsePlan]:
         """Return the prompt, and the plan for the output after it."""
         request, serving, job = self._request, self._serving, self._job
         if job is not None:
             (prompt,) = await job.prompts(self._call.logged_characters, self._earlier())
-            thoughts = plan.thoughts if job.done.reasons else None
-            return prompt, replace(plan, thoughts=thoughts, opened=job.done.opened, earlier=job.done.earlier)
+            reasoning = plan.reasoning if job.done.reasons else None
+            return prompt, replace(plan, reasoning=reasoning, opened=job.done.opened, earlier=job.done.earlier)
         tools, prompting = None if plan.tools is None else plan.tools.shown, serving.prompting
         async with serving.lanes.slot(self._call.key):
-            prompt = await prompting.in_thread(prompting.chat, request, tools, serving.dialect.short_ids)
+            prompt = await prompting.in_thread(prompting.chat, request, tools, serving.formats.short_ids)
         return prompt, plan.behind(prompt, request)
 
     async def _updates(self) -> Updates:
@@ -81,13 +81,13 @@ class Chat(GenerationResponse[ChatRequest]):
                 e.param = "tools"
             raise
 
-    def _head(self, chunk: bool) -> dict[str, Any]:
+    def _head(self, *, chunk: bool) -> dict[str, Any]:
         kind = "chat.completion.chunk" if chunk else "chat.completion"
         return self._common_head(kind)
 
     def _body(self, choices: list[list[Choice]], scores: list[Scores]) -> dict[str, Any]:
         built = [self._choice(i, choice) for i, choice in enumerate(choices[0])]  # counts the reasoning tokens
-        body = {**self._head(False), "choices": built, "usage": self._usage.as_json()}
+        body = {**self._head(chunk=False), "choices": built, "usage": self._usage.as_json()}
         if self._request.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs(scores[0])
         if self._request.return_token_ids:
@@ -101,7 +101,7 @@ class Chat(GenerationResponse[ChatRequest]):
         """Return the JSON of a finished output, and count its reasoning tokens."""
         parser, text = self._parser(), "".join(choice.text)
         message = parser.message(text, choice.token_ids, is_cut(choice.finish_reason, choice.stop_reason))
-        if self._plan.thoughts is not None:
+        if self._plan.reasoning is not None:
             self._usage.reasoning = (self._usage.reasoning or 0) + parser.reasoning_tokens
         return {
             "index": index,
@@ -151,8 +151,8 @@ class Chat(GenerationResponse[ChatRequest]):
         if not self._parsers:
             return {"content": output.text} if output.text else {}, finish
         parser, cut = self._parsers[index], is_cut(finish, output.stop_reason)
-        delta = parser.take(output.text, output.token_ids, finish is not None, cut).fields()
-        if self._plan.thoughts is not None:
+        delta = parser.take(output.text, output.token_ids, final=finish is not None, cut=cut).fields()
+        if self._plan.reasoning is not None:
             self._usage.reasoning = sum(parser.reasoning_tokens for parser in self._parsers)
         return delta, parser.finish_reason(finish)
 

@@ -55,14 +55,14 @@ class Completion(GenerationResponse[CompletionRequest]):
             listed(request.prompt)  # reject malformed prompts before they occupy a thread
             self._prompts = await serving.prompting.in_thread(list, serving.prompting.completion(request))
 
-    def _head(self, chunk: bool) -> dict[str, Any]:
+    def _head(self, *, chunk: bool) -> dict[str, Any]:
         return self._common_head("text_completion")
 
     def _body(self, choices: list[list[Choice]], scores: list[Scores]) -> dict[str, Any]:
         if self._silent:
             self._usage.generated = 0
         built = Lazy(self._choices(choices, scores), small=False)
-        return {**self._head(False), "choices": built, "usage": self._usage.as_json()}
+        return {**self._head(chunk=False), "choices": built, "usage": self._usage.as_json()}
 
     def _choices(self, choices: list[list[Choice]], scores: list[Scores]) -> Iterator[dict[str, Any]]:
         index = 0

@@ -50,7 +50,7 @@ class NamedEvents(Chat):
     def _body(self, choices: list[list[Choice]], scores: list[Scores]) -> dict[str, Any]:
         choice, parser = choices[0][0], self._parser()
         cut = is_cut(choice.finish_reason, choice.stop_reason)
-        delta = parser.take("".join(choice.text), choice.token_ids, True, cut)
+        delta = parser.take("".join(choice.text), choice.token_ids, final=True, cut=cut)
         self._usage.reasoning = parser.reasoning_tokens
         for _ in self._take(delta, ()):
             pass
@@ -100,11 +100,11 @@ class NamedEvents(Chat):
         """Yield what the parser makes of an update, with log-probabilities piece by piece with the content's tokens."""
         final, cut = output.finish_reason is not None, is_cut(output.finish_reason, output.stop_reason)
         if not self._request.logprobs:
-            yield parser.take(output.text, output.token_ids, final, cut), []
+            yield parser.take(output.text, output.token_ids, final=final, cut=cut), []
             return
         for piece in texts.push(output):
-            delta = parser.take(piece.text, [token.id for token in piece.tokens], False)
+            delta = parser.take(piece.text, [token.id for token in piece.tokens], final=False)
             yield delta, message.take(piece, delta)
         if final:
-            delta = parser.take("", (), True, cut)
+            delta = parser.take("", (), final=True, cut=cut)
             yield delta, message.take(Piece(""), delta)

@@ -162,7 +162,7 @@ class GenerationResponse(ABC, Generic[R]):
 
     @cached_property
     def _chunk_head(self) -> dict[str, Any]:
-        return self._head(True)
+        return self._head(chunk=True)
 
     @abstractmethod
     async def _prepare(self) -> None:
@@ -186,7 +186,7 @@ class GenerationResponse(ABC, Generic[R]):
         return head if self._request.service_tier is None else {**head, "service_tier": "default"}
 
     @abstractmethod
-    def _head(self, chunk: bool) -> dict[str, Any]:
+    def _head(self, *, chunk: bool) -> dict[str, Any]:
         """Return the first fields of the response, or of a chunk."""
 
     @abstractmethod
@@ -208,17 +208,16 @@ class GenerationResponse(ABC, Generic[R]):
 
 def prompt_logprobs(rows: Scores) -> Lazy | None:
     """Return prompt_logprobs in vLLM's format: per position, {id: {logprob, rank, decoded_token}}."""
-    if rows is None:
+    return None if rows is None else Lazy(map(_candidates, rows))
+
+
+def _candidates(row: Row | None) -> dict[str, Any] | None:
+    if row is None:
         return None
-    return Lazy(
-        None
-        if row is None
-        else {
-            str(token): {"logprob": clamped(item), "rank": item.rank, "decoded_token": item.decoded_token}
-            for token, item in row.items()
-        }
-        for row in rows
-    )
+    return {
+        str(token): {"logprob": clamped(item), "rank": item.rank, "decoded_token": item.decoded_token}
+        for token, item in row.items()
+    }
 
 
 def clamped(item: Logprob) -> float:

@@ -58,7 +58,7 @@ class OutputItems:
             part = _part(item["type"], text)
             done = {}
             if item["type"] == "message":
-                part["logprobs"], done["logprobs"] = self._logprobs(True), self._logprobs(False)
+                part["logprobs"], done["logprobs"] = self._logprobs(with_bytes=True), self._logprobs(with_bytes=False)
             item["content"] = [part]
             place["content_index"] = 0
             yield self._event(f"response.{part['type']}.done", **place, text=text, **done)
@@ -74,7 +74,7 @@ class OutputItems:
             yield from self._extend("message", "")
             yield from self.close(status)
 
-    def _logprobs(self, with_bytes: bool) -> Lazy | list[Event]:
+    def _logprobs(self, *, with_bytes: bool) -> Lazy | list[Event]:
         """Return the log-probabilities of the last item, which can be encoded repeatedly."""
         return Lazy(_Entries(self._tokens, self._entry, with_bytes)) if self._tokens else []
 

@@ -23,7 +23,7 @@ _NEW = 0.1  # weight of the newest output in the mean length
 
 @dataclass
 class Admission:
-    """The admission state of a server.
+    """The admission state of a server. Belongs to its event loop.
 
     `sequences` and `tokens` limit what is open, running or waiting; tokens include prompts and the maximum outputs. At
     most `rows` of the sequences run at a time, or fewer if `backlog` reports that the engine has some waiting.

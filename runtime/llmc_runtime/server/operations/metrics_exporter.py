@@ -76,7 +76,7 @@ _ENDS = ("stop", "length", "abort", "error")
 
 
 class ServerMetrics:
-    """The metrics of one served model.
+    """The metrics of one served model. Belong to the server's event loop.
 
     `stats` returns the engine's figures by name (see metrics), or a list of those of several engines, and `engine_info`
     metric families that are constant while the engine runs. The metrics of several engines have the label `engine`.

@@ -16,7 +16,6 @@ from llmc_runtime.sched.sampling_params import MAX_STOP_STRINGS
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.requests.conversation import Content, Conversation, checked_text, function_tool, plain_text
 from llmc_runtime.server.requests.request_fields import (
-    FUNCTION_NAME,
     MAX_PARTS,
     MAX_TOOLS,
     NOT_OF_ONE_OUTPUT,
@@ -30,8 +29,10 @@ from llmc_runtime.server.requests.request_fields import (
     ResponseFormat,
     Salt,
     TemplateKwargs,
+    function_properties,
     sampling_fields,
     schema_of,
+    tools_of,
 )
 
 _TEXTS: Mapping[str, str] = MappingProxyType({"text": "text"})
@@ -41,24 +42,12 @@ _TOOL_FIELDS: Mapping[str, str] = MappingProxyType(
     {"defer_loading": "leave tools out until they are needed", "input_examples": "show examples in the description"}
 )
 
-ClientTools = Annotated[
-    list[
-        Annotated[
-            dict[str, Any],
-            schema_of(
-                properties={
-                    "type": {"enum": ["custom", None]},
-                    "name": {"type": "string", "pattern": f"^{FUNCTION_NAME}$"},
-                    "description": {"type": ["string", "null"]},
-                    "input_schema": {"type": "object", "properties": {"type": {"const": "object"}}},
-                    "strict": {"type": ["boolean", "null"]},
-                },
-                required=["name", "input_schema"],
-            ),
-        ]
-    ],
-    schema_of(maxItems=MAX_TOOLS),
-]
+ClientTools: Any = tools_of(
+    schema_of(
+        properties={"type": {"enum": ["custom", None]}, **function_properties("input_schema", optional=False)},
+        required=["name", "input_schema"],
+    )
+)
 Blocks = Annotated[list[dict[str, Any]], schema_of(maxItems=MAX_PARTS)]
 StopSequences = Annotated[list[str], schema_of(maxItems=MAX_STOP_STRINGS)]
 
@@ -159,12 +148,12 @@ def to_chat(request: CountRequest) -> ChatRequest:
 
     A text of the model at the end of the messages is the start of its answer.
     """
-    talk = Conversation()
+    conversation = Conversation()
     if request.system:
-        talk.add("system", plain_text(request.system, "system", _TEXTS, "system"))
+        conversation.add("system", plain_text(request.system, "system", _TEXTS, "system"))
     for i, message in enumerate(request.messages):
-        _add(talk, message, f"messages[{i}]")
-    last = talk.messages[-1] if talk.messages else {}
+        _add(conversation, message, f"messages[{i}]")
+    last = conversation.messages[-1] if conversation.messages else {}
     continues = last.get("role") == "assistant" and bool(last.get("content")) and "tool_calls" not in last
     fields: dict[str, Any] = {}
     if isinstance(request, MessagesRequest):
@@ -175,7 +164,7 @@ def to_chat(request: CountRequest) -> ChatRequest:
     if choice is not None and choice.type == "any" and not request.tools:
         raise ApiError("tool_choice: any needs tools", param="tool_choice")
     return ChatRequest(
-        **fields, **_thinking(request), messages=talk.messages, model=request.model,
+        **fields, **_thinking(request), messages=conversation.messages, model=request.model,
         response_format=_format_of(request), continue_final_message=continues or None,
         tools=[_tool(one, f"tools[{i}]") for i, one in enumerate(request.tools or ())] or None,
         tool_choice=None if choice is None else _choice(choice),
@@ -183,35 +172,35 @@ def to_chat(request: CountRequest) -> ChatRequest:
     )  # fmt: skip
 
 
-def _add(talk: Conversation, message: dict[str, Any], where: str) -> None:
+def _add(conversation: Conversation, message: dict[str, Any], where: str) -> None:
     """Add a message to the conversation."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise ApiError(f"{where}.role: user, assistant or system", param="messages")
     if not isinstance(content, list):
-        talk.add(role, plain_text(content, f"{where}.content", _TEXTS, "messages"))
+        conversation.add(role, plain_text(content, f"{where}.content", _TEXTS, "messages"))
     elif role == "assistant":
-        _add_turn(talk, content, f"{where}.content")
+        _add_turn(conversation, content, f"{where}.content")
     else:
         texts: list[Any] = []
         for i, block in enumerate(content):
             if role == "user" and isinstance(block, dict) and block.get("type") == "tool_result":
-                _add_texts(talk, role, texts, f"{where}.content")
+                _add_texts(conversation, role, texts, f"{where}.content")
                 call_id = checked_text(block.get("tool_use_id"), f"{where}.content[{i}].tool_use_id", "messages")
                 result = plain_text(block.get("content"), f"{where}.content[{i}].content", _TEXTS, "messages")
-                talk.result(call_id, result)
+                conversation.result(call_id, result)
                 texts = []
             else:
                 texts.append(block)
-        _add_texts(talk, role, texts, f"{where}.content")
+        _add_texts(conversation, role, texts, f"{where}.content")
 
 
-def _add_texts(talk: Conversation, role: str, blocks: list[Any], where: str) -> None:
+def _add_texts(conversation: Conversation, role: str, blocks: list[Any], where: str) -> None:
     if blocks:
-        talk.add(role, plain_text(blocks, where, _TEXTS, "messages"))
+        conversation.add(role, plain_text(blocks, where, _TEXTS, "messages"))
 
 
-def _add_turn(talk: Conversation, blocks: list[Any], where: str) -> None:
+def _add_turn(conversation: Conversation, blocks: list[Any], where: str) -> None:
     """Add a turn that a model has generated: its thinking, its texts (joined), and its calls."""
     thoughts, texts, calls = [], [], []
     for i, block in enumerate(blocks):
@@ -226,12 +215,12 @@ def _add_turn(talk: Conversation, blocks: list[Any], where: str) -> None:
             cause = f"{where}[{i}].type: {str(kind)[:64]!r} is not supported, only text, thinking and tool_use"
             raise ApiError(cause, param="messages")
     if thoughts:
-        talk.think("".join(thoughts))
+        conversation.think("".join(thoughts))
     content: Content = "".join(texts)
     if content or not (calls or thoughts):
-        talk.add("assistant", content)
+        conversation.add("assistant", content)
     for call_id, name, arguments, place in calls:
-        talk.call(call_id, name, arguments, place)
+        conversation.call(call_id, name, arguments, place)
 
 
 def _thinking(request: CountRequest) -> dict[str, Any]:

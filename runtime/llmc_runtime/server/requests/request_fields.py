@@ -37,14 +37,27 @@ def schema_of(**schema: Any) -> Meta:
     return Meta(extra_json_schema=schema)
 
 
-def _tool() -> Meta:
-    function = {
+def function_properties(parameters: str, optional: bool) -> dict[str, Any]:
+    """Return the JSON schemas of a function's fields; `parameters` is the name of the field for its arguments' schema,
+    which may be null if it is `optional`.
+    """
+    return {
         "name": {"type": "string", "pattern": f"^{FUNCTION_NAME}$"},
         "description": {"type": ["string", "null"]},
-        "parameters": {"type": ["object", "null"], "properties": {"type": {"const": "object"}}},
+        parameters: {
+            "type": ["object", "null"] if optional else "object", "properties": {"type": {"const": "object"}},
+        },
         "strict": {"type": ["boolean", "null"]},
-    }
-    inner = {"type": "object", "properties": function, "required": ["name"]}
+    }  # fmt: skip
+
+
+def tools_of(tool: Meta) -> Any:
+    """Return the type of a list of tools, each described by `tool`."""
+    return Annotated[list[Annotated[dict[str, Any], tool]], schema_of(maxItems=MAX_TOOLS)]
+
+
+def _tool() -> Meta:
+    inner = {"type": "object", "properties": function_properties("parameters", optional=True), "required": ["name"]}
     return schema_of(properties={"type": {"const": "function"}, "function": inner}, required=["type", "function"])
 
 
@@ -59,7 +72,7 @@ Ids = list[Annotated[int, schema_of(minimum=0)]]
 Prompts = Annotated[list[Any], prompts_schema(MAX_PROMPTS)]
 Messages = Annotated[list[dict[str, Any]], schema_of(minItems=1, maxItems=MAX_MESSAGES)]
 Documents = Annotated[list[dict[str, Any]], schema_of(maxItems=MAX_DOCUMENTS)]
-Tools = Annotated[list[Annotated[dict[str, Any], _tool()]], schema_of(maxItems=MAX_TOOLS)]
+Tools: Any = tools_of(_tool())
 ToolChoice = Annotated[str, schema_of(enum=["none", "auto", "required"], maxLength=MAX_NAME)]
 ToolChoiceObject = Annotated[
     dict[str, Any], schema_of(properties={"allowed_tools": {"properties": {"tools": {"maxItems": MAX_TOOLS}}}})

@@ -17,7 +17,6 @@ import msgspec
 from llmc_runtime.server.http.errors import ApiError, not_found
 from llmc_runtime.server.requests.conversation import Conversation, checked_text, function_tool, plain_text
 from llmc_runtime.server.requests.request_fields import (
-    FUNCTION_NAME,
     MAX_MESSAGES,
     MAX_TOOLS,
     ChatRequest,
@@ -31,7 +30,9 @@ from llmc_runtime.server.requests.request_fields import (
     Scores,
     TemplateKwargs,
     ToolChoice,
+    function_properties,
     schema_of,
+    tools_of,
 )
 
 MAX_METADATA = 16  # entries of `metadata`
@@ -47,24 +48,12 @@ _TEXTS: Mapping[str, str] = MappingProxyType(
 )
 
 InputItems = Annotated[list[dict[str, Any]], schema_of(maxItems=MAX_MESSAGES)]
-FunctionTools = Annotated[
-    list[
-        Annotated[
-            dict[str, Any],
-            schema_of(
-                properties={
-                    "type": {"const": "function"},
-                    "name": {"type": "string", "pattern": f"^{FUNCTION_NAME}$"},
-                    "description": {"type": ["string", "null"]},
-                    "parameters": {"type": ["object", "null"], "properties": {"type": {"const": "object"}}},
-                    "strict": {"type": ["boolean", "null"]},
-                },
-                required=["type", "name"],
-            ),
-        ]
-    ],
-    schema_of(maxItems=MAX_TOOLS),
-]
+FunctionTools: Any = tools_of(
+    schema_of(
+        properties={"type": {"const": "function"}, **function_properties("parameters", optional=True)},
+        required=["type", "name"],
+    )
+)
 AllowedTools = Annotated[dict[str, Any], schema_of(properties={"tools": {"maxItems": MAX_TOOLS}})]
 Metadata = Annotated[dict[str, str], schema_of(maxProperties=MAX_METADATA)]
 Include = Annotated[list[Name], schema_of(maxItems=MAX_INCLUDE)]
@@ -230,15 +219,15 @@ def to_chat(
     if len(previous) + len(own) > MAX_MESSAGES:
         cause = f"input: up to {MAX_MESSAGES} items with those of earlier responses"
         raise ApiError(f"{cause}, not {len(previous) + len(own)}", param="input")
-    talk = Conversation()
+    conversation = Conversation()
     if request.instructions:
-        talk.add("system", request.instructions)
+        conversation.add("system", request.instructions)
     for name, items in (("the input of an earlier response", previous), ("input", own)):
         for i, item in enumerate(items):
-            _add(talk, item, f"{name}[{i}]")
+            _add(conversation, item, f"{name}[{i}]")
     fields = {name: getattr(request, name) for name in OneOutputFields.__struct_fields__}
     return ChatRequest(
-        **fields, messages=talk.messages, model=request.model, max_completion_tokens=request.max_output_tokens,
+        **fields, messages=conversation.messages, model=request.model, max_completion_tokens=request.max_output_tokens,
         stream=request.stream, priority=request.priority, cache_salt=request.cache_salt,
         chat_template_kwargs=request.chat_template_kwargs, response_format=_format_of(request.text),
         reasoning_effort=request.reasoning.effort if request.reasoning else None,
@@ -248,22 +237,24 @@ def to_chat(
     )  # fmt: skip
 
 
-def _add(talk: Conversation, item: dict[str, Any], where: str) -> None:
+def _add(conversation: Conversation, item: dict[str, Any], where: str) -> None:
     """Add an item to the conversation."""
     kind = item.get("type", "message")
     if kind == "message":
         role = item.get("role")
         if role not in _ROLES:
             raise ApiError(f"{where}.role: one of {', '.join(_ROLES)}", param="input")
-        talk.add(role, plain_text(item.get("content"), f"{where}.content", _TEXTS, "input"))
+        conversation.add(role, plain_text(item.get("content"), f"{where}.content", _TEXTS, "input"))
     elif kind == "function_call":
         call_id = item.get("call_id")
-        talk.call(call_id if call_id is not None else item.get("id"), item.get("name"), item.get("arguments"), where)
+        conversation.call(
+            call_id if call_id is not None else item.get("id"), item.get("name"), item.get("arguments"), where
+        )
     elif kind == "function_call_output":
         call_id = checked_text(item.get("call_id"), f"{where}.call_id", "input")
-        talk.result(call_id, plain_text(item.get("output"), f"{where}.output", _TEXTS, "input"))
+        conversation.result(call_id, plain_text(item.get("output"), f"{where}.output", _TEXTS, "input"))
     elif kind == "reasoning":
-        talk.think(_reasoning(item, where))
+        conversation.think(_reasoning(item, where))
     else:
         cause = f"{where}.type: {str(kind)[:64]!r} is not supported"
         raise ApiError(f"{cause}; use message, function_call, function_call_output or reasoning", param="input")

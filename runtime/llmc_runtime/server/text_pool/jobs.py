@@ -1,10 +1,14 @@
-"""The jobs of a text process: converting a request body to checked fields, and those to prompts."""
+"""The jobs of a text process: converting a request body to checked fields, and those to prompts.
+
+text_worker calls this module in the text process, one job at a time; endpoints use its checks of small requests, too.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -42,12 +46,16 @@ from llmc_runtime.server.requests.sampling_fields import check_silent, of_chat, 
 from llmc_runtime.server.text_pool import text_messages as m
 from llmc_runtime.server.tool_calls.definitions import tools_of
 from llmc_runtime.server.tool_calls.history import calls_in
-from llmc_runtime.server.tool_calls.parser_select import Dialect, dialect_of
+from llmc_runtime.server.tool_calls.parser_select import OutputFormats, select_formats
 from llmc_runtime.server.tool_calls.response_plan import plan_of
 from llmc_runtime.text.bounded_encode import longest_token
 from llmc_runtime.text.tokenizer import Tokenizer
 
 T = TypeVar("T", bound=msgspec.Struct)
+# The requests to models that pool, by the kind of their frames.
+POOLED: Mapping[bytes, type[Pooled]] = MappingProxyType(
+    {m.EMBEDDING: EmbeddingRequest, m.CLASSIFY: ClassifyRequest, m.SCORE: ScoreRequest, m.RERANK: RerankRequest}
+)
 
 
 @dataclass
@@ -62,13 +70,13 @@ class Job:
     done: m.Done = field(default_factory=m.Done)
 
 
-class Texts:
+class TextJobs:
     """Runs the jobs for one served model. `unknown` is the number of unknown fields in the last body."""
 
-    def __init__(self, spec: m.Spec) -> None:
+    def __init__(self, spec: m.TextProcessConfig) -> None:
         self._spec, self.unknown = spec, 0
         self._tokenizer = None if spec.tokenizer is None else _tokenizer(spec, spec.tokenizer)
-        self._dialect = dialect_of(self._tokenizer, spec.template, spec.tool_calls, spec.reasoning)
+        self._formats = select_formats(self._tokenizer, spec.template, spec.tool_calls, spec.reasoning)
         longest = None if self._tokenizer is None else longest_token(self._tokenizer)
         self._prompting = Prompting(self._tokenizer, spec.vocab_size, spec.template, None, spec.max_model_len, longest)
         spec.tokenizer = None
@@ -112,24 +120,9 @@ class Texts:
         rest = msgspec.structs.replace(request, messages=[], system=None, chat_template_kwargs=None)
         return self._chat(chat, _fields(rest), lambda earlier: (chat, []))
 
-    def embedding(self, body: bytearray) -> Job:
-        """Parse and check a request for embeddings, except for its inputs. Raises ApiError; so do those below."""
-        return self._pooled(self._parse(body, EmbeddingRequest))
-
-    def classify(self, body: bytearray) -> Job:
-        """Parse and check a request for classes."""
-        return self._pooled(self._parse(body, ClassifyRequest))
-
-    def score(self, body: bytearray) -> Job:
-        """Parse and check a request for scores."""
-        return self._pooled(self._parse(body, ScoreRequest))
-
-    def rerank(self, body: bytearray) -> Job:
-        """Parse and check a request to rank documents."""
-        return self._pooled(self._parse(body, RerankRequest))
-
-    def _pooled(self, request: Pooled) -> Job:
-        """Check a request to a model that pools."""
+    def pooled(self, kind: type[Pooled], body: bytearray) -> Job:
+        """Parse and check a request to a model that pools, except for its texts. Raises ApiError."""
+        request = self._parse(body, kind)
         check_pooled(request)
         check_model(request.model, self._spec.names)
         pooling = require_pooled(request, self._spec.pooling)
@@ -146,14 +139,14 @@ class Texts:
         """Check a chat. `whole` returns it with all messages, those of earlier responses first, and Done.items."""
         check_model(request.model, self._spec.names)
         of_chat(request, self._spec)
-        plan, done = plan_of(request, self._dialect), m.Done()
+        plan, done = plan_of(request, self._formats), m.Done()
         tools = None if plan.tools is None else plan.tools.shown
 
         def prompts(earlier: bytes | bytearray) -> Iterator[Prompt]:
             chat, done.items = whole(earlier)
-            prompt = self._prompting.chat(chat, tools, self._dialect.short_ids)
+            prompt = self._prompting.chat(chat, tools, self._formats.short_ids)
             after = plan.behind(prompt, chat)
-            done.reasons, done.opened, done.earlier = after.thoughts is not None, after.opened, calls_in(chat.messages)
+            done.reasons, done.opened, done.earlier = after.reasoning is not None, after.opened, calls_in(chat.messages)
             yield prompt
 
         return Job(m.Parsed(fields, references=list(references)), prompts, done)
@@ -176,14 +169,14 @@ class Texts:
         if request.prompt is not None:
             ids = self._prompting.encode(request.prompt, request.add_special_tokens is not False)
         else:
-            ids = self._prompting.chat(request, tools, self._dialect.short_ids).ids
+            ids = self._prompting.chat(request, tools, self._formats.short_ids).ids
         return msgspec.json.encode(token_list(self._prompting, ids, request, self._spec.max_model_len))
 
     def count(self, body: bytearray) -> bytes:
         """Return the JSON response of /v1/messages/count_tokens. Raises ApiError."""
         request = self._parse(body, CountRequest)
         check_model(request.model, self._spec.names)
-        return msgspec.json.encode({"input_tokens": self._prompting.count(*counted(request, self._dialect))})
+        return msgspec.json.encode({"input_tokens": self._prompting.count(*counted(request, self._formats))})
 
     def detokenize(self, body: bytearray) -> bytes:
         """Return the JSON response of /detokenize. Raises ApiError."""
@@ -232,11 +225,11 @@ def check_tokenize(request: TokenizeRequest) -> list[dict[str, Any]] | None:
     return None if tools is None else tools.shown
 
 
-def counted(request: CountRequest, dialect: Dialect) -> tuple[ChatRequest, list[dict[str, Any]] | None, bool]:
+def counted(request: CountRequest, formats: OutputFormats) -> tuple[ChatRequest, list[dict[str, Any]] | None, bool]:
     """Check a request to count tokens and return the arguments of `Prompting.count`. Raises ApiError 400."""
     chat = of_messages(request)
-    tools = plan_of(chat, dialect).tools
-    return chat, None if tools is None else tools.shown, dialect.short_ids
+    tools = plan_of(chat, formats).tools
+    return chat, None if tools is None else tools.shown, formats.short_ids
 
 
 def token_list(prompting: Prompting, ids: list[int], request: TokenizeRequest, length: int) -> dict[str, Any]:
@@ -245,7 +238,7 @@ def token_list(prompting: Prompting, ids: list[int], request: TokenizeRequest, l
     return {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": names}
 
 
-def _tokenizer(spec: m.Spec, text: str) -> Tokenizer:
+def _tokenizer(spec: m.TextProcessConfig, text: str) -> Tokenizer:
     from tokenizers import Tokenizer as Backend
 
     return Tokenizer(Backend.from_str(text), spec.named_tokens, spec.chat_templates)

@@ -1,4 +1,8 @@
-"""The pool of text processes. Jobs are queued fairly by API key, and each runs in a separate process."""
+"""The pool of text processes. Jobs are queued fairly by API key, and each runs in a separate process.
+
+In: the body of a request that is too large for the event loop (see requests.parse.is_large). Out: its checked fields
+and its prompts as token ids, or the response of /tokenize and the like. Called in the server's event loop.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,11 @@ class TextPool:
     """
 
     def __init__(
-        self, spec: Callable[[], m.Spec], refusal: Callable[[], Exception], unknown: Callable[[int], None], keys: int
+        self,
+        spec: Callable[[], m.TextProcessConfig],
+        refusal: Callable[[], Exception],
+        unknown: Callable[[int], None],
+        keys: int,
     ) -> None:
         self._spec, self._unknown = spec, unknown
         self._file: BinaryIO | None = None
@@ -102,7 +110,7 @@ class TextPool:
             self.warm()
             return process
 
-    def release(self, process: TextProcess, reusable: bool) -> None:
+    def release(self, process: TextProcess, *, reusable: bool) -> None:
         """Return a process to the pool. If it is no longer usable, it is ended and replaced."""
         self._busy.discard(process)
         self._changed.set()
@@ -131,7 +139,7 @@ class TextPool:
     async def _start_idle(self) -> None:
         self._starting -= 1  # `_start` counts it from here on
         try:
-            self.release(await self._start(), True)
+            self.release(await self._start(), reusable=True)
         except ApiError as e:
             log.warning("%s", e.message)
 
@@ -206,7 +214,7 @@ class OffloadedJob:
             with contextlib.suppress(ApiError):
                 await self._within(self._drop())
         if self._process is not None:
-            self._pool.release(self._process, self._reusable)
+            self._pool.release(self._process, reusable=self._reusable)
         self._pool.lanes.release(self._key)
 
     async def _run(self, work: Any) -> Any:
@@ -230,7 +238,7 @@ class OffloadedJob:
         process = self._process = await self._pool.acquire()
         while not await process.is_ready():
             self._process = None
-            self._pool.release(process, False)
+            self._pool.release(process, reusable=False)
             process = self._process = await self._pool.acquire()
         await process.send(kind, body.data)
         body.drop()

@@ -39,7 +39,7 @@ OUT_OF_MEMORY = 41  # exit status of a process that ran out of memory
 NICE = 10  # the engine and the server take precedence
 
 
-class Spec(msgspec.Struct):
+class TextProcessConfig(msgspec.Struct):
     """The configuration of a text process.
 
     `tokenizer` is the text of a tokenizer.json (None if there is none). `template`, `tool_calls` and `reasoning` are

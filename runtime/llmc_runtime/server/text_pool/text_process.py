@@ -22,7 +22,7 @@ class Ended(Exception):
 
 
 class TextProcess(LinkedProcess):
-    """A text process for the Spec in the file `spec`. Raises OSError if it cannot be created."""
+    """A text process for the TextProcessConfig in the file `spec`. Raises OSError if it cannot be created."""
 
     def __init__(self, spec: BinaryIO) -> None:
         self._link, theirs = socket.socketpair()

@@ -1,5 +1,5 @@
 """The entry point of a text process, with the arguments LINK and SPEC: the descriptors of the server's socket and of a
-file with the Spec. The process runs one job after the other, and exits when the server closes the socket.
+file with the TextProcessConfig. The process runs one job after the other, and exits when the server closes the socket.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Link:
 class Worker:
     """Runs jobs within their limits on CPU time and memory."""
 
-    def __init__(self, link: Link, texts: jobs.Texts) -> None:
+    def __init__(self, link: Link, texts: jobs.TextJobs) -> None:
         self._link, self._texts = link, texts
         self._max_resident = malloc.resident_bytes() + m.KEPT_BYTES
 
@@ -98,11 +98,11 @@ class Worker:
         if kind in answers:
             self._link.send(m.ANSWER, answers[kind](body))
             return m.Done()
-        kinds = {
-            m.COMPLETION: texts.completion, m.CHAT: texts.chat, m.RESPONSES: texts.response, m.MESSAGES: texts.message,
-            m.EMBEDDING: texts.embedding, m.CLASSIFY: texts.classify, m.SCORE: texts.score, m.RERANK: texts.rerank,
-        }  # fmt: skip
-        job = kinds[kind](body)
+        if kind in jobs.POOLED:
+            job = texts.pooled(jobs.POOLED[kind], body)
+        else:
+            chats = {m.CHAT: texts.chat, m.RESPONSES: texts.response, m.MESSAGES: texts.message}
+            job = chats.get(kind, texts.completion)(body)
         self._link.send(m.PARSED, _encode(job.parsed))
         order, payload = self._link.receive()
         if order == m.DROP:
@@ -131,9 +131,9 @@ def main(argv: Sequence[str]) -> int:
     os.nice(m.NICE)
     link = Link(socket.socket(fileno=int(argv[0])))
     spec_file = int(argv[1])  # shared with other processes, including the file position
-    spec = msgspec.msgpack.decode(os.pread(spec_file, os.fstat(spec_file).st_size, 0), type=m.Spec)
+    spec = msgspec.msgpack.decode(os.pread(spec_file, os.fstat(spec_file).st_size, 0), type=m.TextProcessConfig)
     try:
-        worker = Worker(link, jobs.Texts(spec))
+        worker = Worker(link, jobs.TextJobs(spec))
         del spec
         gc.collect()
         gc.freeze()

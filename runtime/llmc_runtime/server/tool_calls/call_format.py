@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from llmc_runtime.grammar.lark_text import Marker, after_text, json_rule, lark, repeated, text_without
 from llmc_runtime.server.tool_calls.definitions import NAME, enforced
 from llmc_runtime.server.tool_calls.json_stream import JsonText
+from llmc_runtime.server.tool_calls.marks import begun_mark, first_mark
 
 MAX_SPACE = 64
 _SPACE = " \t\r\n"
@@ -249,7 +250,7 @@ class CallFormat(ABC):
         """
         while True:
             rest = self._text[self._at :]
-            found = min(((rest.index(one), one) for one in openers if one in rest), default=None)
+            found = first_mark(rest, openers)
             length = len(rest) - self._partial(rest, openers) if found is None else found[0]
             self._emit_content(rest[:length])
             self._at += length
@@ -263,9 +264,7 @@ class CallFormat(ABC):
     def _partial(self, text: str, openers: Sequence[str]) -> int:
         """Return the length of the longest prefix of one of `openers` with which `text` ends."""
         another = self._cut and self._count > 0  # a partial mark after a call is dropped as another call's
-        longest = 0 if self._ended and not another else max(map(len, openers)) - 1
-        ends = range(min(longest, len(text)), 0, -1)
-        return next((n for n in ends if any(one.startswith(text[-n:]) for one in openers)), 0)
+        return 0 if self._ended and not another else begun_mark(text, openers)
 
     def _attempt(self, reader: Steps[None]) -> Steps[bool]:
         """Try to parse calls. If the text is malformed, what follows the last mark becomes content. Returns whether

@@ -132,11 +132,11 @@ class JsonShape(CallFormat):
         """Return the parts of the notation that follows."""
         if not self.other_calls:
             return self.call
-        notations = {
-            next(part for part in parts if isinstance(part, Json)): parts for parts in (self.call, *self.other_calls)
-        }
-        wanted = {"[": Json.LIST, "{": Json.OBJECT}.get((yield from self._next()), Json.NAME)
-        return notations.get(wanted, self.call)
+        first = {"[": Json.LIST, "{": Json.OBJECT}.get((yield from self._next()), Json.NAME)
+        for parts in (self.call, *self.other_calls):
+            if next(part for part in parts if isinstance(part, Json)) is first:
+                return parts
+        return self.call
 
     def _parts(self, parts: Sequence[Part]) -> Steps[None]:
         """Parse one call."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmc_runtime.server.tool_calls.call_format import CallPiece
-from llmc_runtime.server.tool_calls.reasoning import Splitter, reasoning_tokens
-from llmc_runtime.server.tool_calls.response_plan import Plan
+from llmc_runtime.server.tool_calls.reasoning import ReasoningParser, reasoning_tokens
+from llmc_runtime.server.tool_calls.response_plan import ResponsePlan
 
 
 @dataclass
@@ -35,9 +35,9 @@ def is_cut(finish_reason: str | None, stop_reason: int | str | None) -> bool:
 class MessageParser:
     """The state of one output of a plan. With `quiet`, its reasoning is separated but not returned."""
 
-    def __init__(self, plan: Plan, quiet: bool = False) -> None:
+    def __init__(self, plan: ResponsePlan, quiet: bool = False) -> None:
         self._plan, self._quiet = plan, quiet
-        self._splitter = None if plan.thoughts is None else Splitter(plan.thoughts, plan.opened)
+        self._reasoning = None if plan.reasoning is None else ReasoningParser(plan.reasoning, plan.opened)
         known = {} if plan.tools is None else plan.tools.known
         self._form, self._calls = plan.form, None if plan.form is None else plan.form(known)
         self._several = plan.tools is not None and plan.tools.several
@@ -45,15 +45,15 @@ class MessageParser:
         self._ids: list[int] = []  # token ids as long as there may be reasoning
         self.reasoning_tokens = self.num_calls = 0
 
-    def take(self, text: str, ids: Sequence[int], final: bool, cut: bool = False) -> Delta:
+    def take(self, text: str, ids: Sequence[int], *, final: bool, cut: bool = False) -> Delta:
         """Append text, generated from `ids`, and return the output that is now certain.
 
         `final` marks the end of the text, and `cut` that the output was cut off. If a tool call is forced, nothing is
         content: everything else is markup of calls.
         """
         delta = Delta(content=text)
-        if self._splitter is not None:
-            delta.reasoning, delta.content = self._split(self._splitter, text, ids, final)
+        if self._reasoning is not None:
+            delta.reasoning, delta.content = self._split(self._reasoning, text, ids, final)
         if self._calls is None:
             return delta
         pieces = self._calls.push(delta.content) + (self._calls.finish(cut=cut) if final else [])
@@ -69,7 +69,7 @@ class MessageParser:
 
     def message(self, text: str, ids: Sequence[int], cut: bool = False) -> dict[str, Any]:
         """Return the message of a finished output; `cut` is as in `take`."""
-        delta = self.take(text, ids, True, cut)
+        delta = self.take(text, ids, final=True, cut=cut)
         calls: list[dict[str, Any]] = []
         for piece in delta.calls:
             if "id" in piece:
@@ -82,14 +82,14 @@ class MessageParser:
             fields |= {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
         return fields | ({"tool_calls": calls} if calls else {})
 
-    def _split(self, splitter: Splitter, text: str, ids: Sequence[int], final: bool) -> tuple[str, str]:
-        plan, inside = self._plan, splitter.inside
-        reasoning, content = splitter.push(text, final=final)
+    def _split(self, parser: ReasoningParser, text: str, ids: Sequence[int], final: bool) -> tuple[str, str]:
+        plan, inside = self._plan, parser.inside
+        reasoning, content = parser.push(text, final=final)
         if inside:
             self._ids += ids
-            if splitter.thinking and plan.thoughts is not None and plan.dialect.tokenizer is not None:
-                ended = not splitter.inside
-                self.reasoning_tokens = reasoning_tokens(plan.thoughts, plan.dialect.tokenizer, self._ids, ended)
+            if parser.thinking and plan.reasoning is not None and plan.formats.tokenizer is not None:
+                ended = not parser.inside
+                self.reasoning_tokens = reasoning_tokens(plan.reasoning, plan.formats.tokenizer, self._ids, ended)
         return "" if self._quiet else reasoning, content
 
     def _add(self, calls: list[dict[str, Any]], piece: CallPiece) -> None:

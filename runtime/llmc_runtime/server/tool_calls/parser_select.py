@@ -8,31 +8,40 @@ from typing import TypeVar
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.grammar.lark_text import lark, with_special
-from llmc_runtime.server.tool_calls import reasoning
 from llmc_runtime.server.tool_calls.call_format import CallFormat
-from llmc_runtime.server.tool_calls.reasoning import ReasoningFormat
-from llmc_runtime.server.tool_calls.registry import FORMATS, call_format
+from llmc_runtime.server.tool_calls.reasoning import (
+    ANALYSIS,
+    ANSWER,
+    BRACKETS,
+    GRANITE,
+    SEED,
+    THINK,
+    ReasoningFormat,
+)
+from llmc_runtime.server.tool_calls.reasoning import FORMATS as REASONING_FORMATS
+from llmc_runtime.server.tool_calls.registry import FORMATS
+from llmc_runtime.server.tool_calls.registry import call_format as registered
 from llmc_runtime.text.chat_template import choose_template
 from llmc_runtime.text.tokenizer import Tokenizer
 
 AUTO, NONE = "auto", "none"
 # Reasoning formats, and the texts in a template that indicate them; the first match is used.
 _SHOWN = (
-    (reasoning.ANALYSIS, reasoning.ANALYSIS.begins), (reasoning.GRANITE, ("my thought process:",)),
-    (reasoning.GRANITE, ("</think>", "<response></response>")), (reasoning.ANSWER, ("</think>", "<answer>")),
-    (reasoning.SEED, ("</seed:think>",)), (reasoning.FORMATS["kimi_k2"], ("</think>", "<|tool_calls_section_begin|>")),
-    (reasoning.THINK, ("</think>",)), (reasoning.BRACKETS, ("[/THINK]",)),
+    (ANALYSIS, ANALYSIS.begins), (GRANITE, ("my thought process:",)),
+    (GRANITE, ("</think>", "<response></response>")), (ANSWER, ("</think>", "<answer>")),
+    (SEED, ("</seed:think>",)), (REASONING_FORMATS["kimi_k2"], ("</think>", "<|tool_calls_section_begin|>")),
+    (THINK, ("</think>",)), (BRACKETS, ("[/THINK]",)),
 )  # fmt: skip
-_MARKS = (reasoning.THINK, reasoning.BRACKETS, reasoning.SEED)
+_MARKS = (THINK, BRACKETS, SEED)
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Dialect:
+class OutputFormats:
     """The formats of calls and reasoning, each None if there is none; `lines` explain the choice in the log."""
 
     calls: type[CallFormat] | None
-    thoughts: ReasoningFormat | None
+    reasoning: ReasoningFormat | None
     lines: tuple[str, ...]
     tokenizer: Tokenizer | None
 
@@ -60,21 +69,23 @@ class Dialect:
         return self.tokenizer.special_ids & ids
 
 
-def dialect_of(tokenizer: Tokenizer | None, template: str | None, calls: str = AUTO, thoughts: str = AUTO) -> Dialect:
+def select_formats(
+    tokenizer: Tokenizer | None, template: str | None, calls: str = AUTO, reasoning: str = AUTO
+) -> OutputFormats:
     """Select the formats of a model.
 
-    `template` is a chat template's text or name, to use instead of the default. `calls` and `thoughts` are names of
+    `template` is a chat template's text or name, to use instead of the default. `calls` and `reasoning` are names of
     formats, "auto" or "none". Raises LlmcError E601 for unknown names.
     """
     text = _text(tokenizer, template)
-    named = _call_format(tokenizer, text, calls)
-    marked = [form for form, words in _SHOWN if all(word in text for word in words)]
-    marked += [one for one in _MARKS if _has(tokenizer, one.end)]
-    thought = _named("reasoning_parser", thoughts, reasoning.FORMATS, next(iter(marked), None))
-    lines = list(_lines(named, thought, calls, thoughts))
-    if named is None and calls == AUTO and "tools" in text:
+    call_format = _call_format(tokenizer, text, calls)
+    fitting = [form for form, shown in _SHOWN if all(words in text for words in shown)]
+    fitting += [form for form in _MARKS if _has(tokenizer, form.end)]
+    reasoning_format = _named("reasoning_parser", reasoning, REASONING_FORMATS, next(iter(fitting), None))
+    lines = list(_lines(call_format, reasoning_format, calls, reasoning))
+    if call_format is None and calls == AUTO and "tools" in text:
         lines.append("tool calls: unknown format; set it with --tool-call-parser NAME")
-    return Dialect(named, thought, tuple(lines), tokenizer)
+    return OutputFormats(call_format, reasoning_format, tuple(lines), tokenizer)
 
 
 def _call_format(tokenizer: Tokenizer | None, text: str, calls: str) -> type[CallFormat] | None:
@@ -86,7 +97,7 @@ def _call_format(tokenizer: Tokenizer | None, text: str, calls: str) -> type[Cal
     if fitting is not None or calls == NONE:
         return fitting
     if calls != AUTO:
-        return call_format(calls) or _named("tool_call_parser", calls, {one.name: one for one in FORMATS}, None)
+        return registered(calls) or _named("tool_call_parser", calls, {one.name: one for one in FORMATS}, None)
     if "tools" in text and "tool_calls" not in text:  # the template shows no calls
         return next((one for one in FORMATS if one.token and _has(tokenizer, one.token)), None)
     return None
@@ -116,11 +127,11 @@ def _has(tokenizer: Tokenizer | None, text: str) -> bool:
 
 
 def _lines(
-    calls: type[CallFormat] | None, thought: ReasoningFormat | None, calls_option: str, thoughts_option: str
+    calls: type[CallFormat] | None, reasoning: ReasoningFormat | None, calls_option: str, reasoning_option: str
 ) -> Iterable[str]:
     seen = "seen in the chat template or vocabulary"
     if calls is not None:
         yield f"tool calls: {calls.name} ({seen if calls_option == AUTO else '--tool-call-parser'})"
-    if thought is not None:
-        how = seen if thoughts_option == AUTO else "--reasoning-parser"
-        yield f"reasoning: from {thought.begin} to {thought.end} ({how})"
+    if reasoning is not None:
+        how = seen if reasoning_option == AUTO else "--reasoning-parser"
+        yield f"reasoning: from {reasoning.begin} to {reasoning.end} ({how})"

@@ -145,8 +145,9 @@ def _constants(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[str]:
     listed = [schema["enum"]] if isinstance(schema.get("enum"), list) else []
     listed += [[schema["const"]]] if "const" in schema else []
     types = types_of({key: part for key, part in schema.items() if key not in ("enum", "const", "nullable")}, root)
-    return [
-        lark(repr(constant))
-        for constant, kind in _CONSTANTS  # compared by identity, as True == 1
-        if (not types or kind in types) and all(any(value is constant for value in values) for values in listed)
-    ]
+    ids = [set(map(id, values)) for values in listed]  # True == 1, but they are different objects
+
+    def admits(constant: object, kind: str) -> bool:
+        return (not types or kind in types) and all(id(constant) in one for one in ids)
+
+    return [lark(repr(constant)) for constant, kind in _CONSTANTS if admits(constant, kind)]

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from llmc_runtime.grammar.lark_text import ANY, Marker, regex
 from llmc_runtime.server.tool_calls.call_format import MAX_SPACE
+from llmc_runtime.server.tool_calls.marks import begun_mark, first_mark
 from llmc_runtime.text.detokenizer import detokenizer
 from llmc_runtime.text.tokenizer import Tokenizer
 
@@ -91,7 +92,7 @@ FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType(
 )
 
 
-class Splitter:
+class ReasoningParser:
     """The parser of one output. With `opened`, it starts inside the reasoning."""
 
     def __init__(self, form: ReasoningFormat, opened: bool) -> None:
@@ -153,12 +154,12 @@ class Splitter:
     def _reasoning(self, final: bool) -> str:
         """Return the text that is certainly reasoning, without trailing white space."""
         text, form = self._text, self._form
-        found = min(((at, mark) for mark in (*form.ends, *form.until) if (at := text.find(mark)) >= 0), default=None)
+        found = first_mark(text, (*form.ends, *form.until))
         if found is not None:
             at, mark = found
             self._text, self._state = text[at + (len(mark) if mark in form.ends else 0) :], _BEHIND
             return _trimmed(text[:at])
-        sure = _trimmed(text if final else text[: len(text) - _begun(text, (*form.ends, *form.until))])
+        sure = _trimmed(text if final else text[: len(text) - begun_mark(text, (*form.ends, *form.until))])
         self._text = "" if final else text[len(sure) :]
         return sure
 
@@ -178,16 +179,10 @@ class Splitter:
         if at >= 0:
             self._text, self._state = "", _AFTER
             return _trimmed(text[:at]) + text[at + len(mark) :]
-        bare = text[: len(text) - (0 if final else _begun(text, (mark,)))]
+        bare = text[: len(text) - (0 if final else begun_mark(text, (mark,)))]
         sure = text if final else _trimmed(bare)
         self._text = text[len(sure) :]
         return sure
-
-
-def _begun(text: str, marks: Sequence[str]) -> int:
-    """Return the length of the longest prefix of one of `marks` with which the text ends."""
-    longest = min(max(map(len, marks)) - 1, len(text))
-    return next((n for n in range(longest, 0, -1) if any(one.startswith(text[-n:]) for one in marks)), 0)
 
 
 def _trimmed(text: str) -> str:

@@ -13,31 +13,31 @@ from llmc_runtime.server.tool_calls.call_format import CallFormat
 from llmc_runtime.server.tool_calls.definitions import Tools, tools_of
 from llmc_runtime.server.tool_calls.grammar import answer, calls_of, form_of
 from llmc_runtime.server.tool_calls.history import calls_in
-from llmc_runtime.server.tool_calls.parser_select import Dialect
+from llmc_runtime.server.tool_calls.parser_select import OutputFormats
 from llmc_runtime.server.tool_calls.reasoning import ReasoningFormat, lark_of
 from llmc_runtime.server.tool_calls.registry import FORMATS, Llama3Json
 
 
 @dataclass(frozen=True)
-class Plan:
+class ResponsePlan:
     """The structure of a response; fields are None if the part does not exist.
 
     - `tools`, `form`: the tools that may be called, and the format of calls (or of all answers).
-    - `thoughts`: the format of reasoning; `opened`: the output starts inside of it.
+    - `reasoning`: the format of reasoning; `opened`: the output starts inside of it.
     - `earlier`: the number of tool calls in the messages.
     """
 
-    dialect: Dialect
+    formats: OutputFormats
     tools: Tools | None = None
     form: type[CallFormat] | None = None
-    thoughts: ReasoningFormat | None = None
+    reasoning: ReasoningFormat | None = None
     opened: bool = False
     earlier: int = 0
 
     @property
     def plain(self) -> bool:
         """Whether the output is content only."""
-        return self.form is None and self.thoughts is None
+        return self.form is None and self.reasoning is None
 
     @property
     def strict(self) -> bool:
@@ -48,19 +48,19 @@ class Plan:
     def visible(self) -> frozenset[int]:
         """The special tokens that have to appear in an output's text."""
         marks = () if self.form is None else tuple(self.form.markers)
-        return self.dialect.special(marks if self.thoughts is None else (*marks, *self.thoughts.marks))
+        return self.formats.special(marks if self.reasoning is None else (*marks, *self.reasoning.marks))
 
-    def behind(self, prompt: Prompt, request: ChatRequest) -> Plan:
+    def behind(self, prompt: Prompt, request: ChatRequest) -> ResponsePlan:
         """Return the plan for an output after this prompt, which may have closed or opened the reasoning."""
-        thoughts, text = self.thoughts, prompt.text or ""
-        if thoughts is None:
+        reasoning, text = self.reasoning, prompt.text or ""
+        if reasoning is None:
             return self
         content = request.messages[-1].get("content") if request.continue_final_message else None
         if request.continue_final_message and isinstance(content, str):
-            return replace(self, opened=thoughts.opened(text, content))
-        if thoughts.closed(text):
-            return replace(self, thoughts=None)
-        return replace(self, opened=thoughts.opened(text, None))
+            return replace(self, opened=reasoning.opened(text, content))
+        if reasoning.closed(text):
+            return replace(self, reasoning=None)
+        return replace(self, opened=reasoning.opened(text, None))
 
     def constrained(self, params: SamplingParams, param: str) -> SamplingParams:
         """Return the parameters with the response's grammar, if one is needed.
@@ -72,8 +72,8 @@ class Plan:
         strict = wanted is None and not forced and self.strict
         if self.plain or (wanted is None and not forced and not strict):
             return params
-        marker = self.dialect.marker
-        thought = None if self.thoughts is None else lark_of(self.thoughts, self.opened, marker)
+        marker = self.formats.marker
+        thought = None if self.reasoning is None else lark_of(self.reasoning, self.opened, marker)
         parts, body = [], []
         if tools is not None and self.form is not None:
             parts.append(calls_of(tools, self.form, marker, strict))
@@ -88,13 +88,13 @@ class Plan:
             raise to_api_error(e, "messages") from None
 
 
-def plan_of(request: ChatRequest, dialect: Dialect) -> Plan:
+def plan_of(request: ChatRequest, formats: OutputFormats) -> ResponsePlan:
     """Return the plan for a request. Raises ApiError 400."""
     tools = tools_of(request.tools, request.tool_choice, request.parallel_tool_calls)
     if tools is None:
-        channels = dialect.calls is not None and dialect.calls.channels
-        return Plan(dialect, None, dialect.calls if channels else None, dialect.thoughts)
-    form = dialect.calls
+        channels = formats.calls is not None and formats.calls.channels
+        return ResponsePlan(formats, None, formats.calls if channels else None, formats.reasoning)
+    form = formats.calls
     if form is None and not tools.forced:
         names = ", ".join(dict.fromkeys(one.name for one in FORMATS))
         cause = "tools: the format of this model's calls is unknown"
@@ -103,4 +103,4 @@ def plan_of(request: ChatRequest, dialect: Dialect) -> Plan:
         cause = "tool_choice requires calls, which excludes structured_outputs"
         raise ApiError(f"{cause}: use one of them", param="structured_outputs")
     earlier = calls_in(request.messages)
-    return Plan(dialect, tools, form or Llama3Json, dialect.thoughts, earlier=earlier)
+    return ResponsePlan(formats, tools, form or Llama3Json, formats.reasoning, earlier=earlier)

@@ -16,6 +16,7 @@ from llmc_runtime.grammar.lark_text import ANY, Marker, lark, repeated, text_unt
 from llmc_runtime.server.tool_calls.call_format import Malformed, Steps
 from llmc_runtime.server.tool_calls.definitions import NAME
 from llmc_runtime.server.tool_calls.json_shape import Optional, expression
+from llmc_runtime.server.tool_calls.marks import first_mark
 from llmc_runtime.server.tool_calls.tagged_args import MOST_FIELDS, ArguedFormat, Field
 from llmc_runtime.server.tool_calls.text_values import STRING, json_of, property_of, types_of
 
@@ -144,7 +145,7 @@ class XmlShape(ArguedFormat):
         begun, held = False, ""
         while True:
             rest = self._text[self._at :]
-            found = _first(rest, ends, 0)
+            found = first_mark(rest, ends)
             text = held + rest[: len(rest) - self._partial(rest, ends) if found is None else found[0]]
             self._at += len(text) - len(held)
             held = "\n" if self._framed() and text.endswith("\n") else ""
@@ -167,7 +168,7 @@ class XmlShape(ArguedFormat):
         """Return the text before the first of `ends`. `ends[0]` is consumed, the others are not."""
         looked, longest = self._at, max(map(len, ends))
         while True:
-            found = _first(self._text, ends, looked)
+            found = first_mark(self._text, ends, looked)
             if found is not None:
                 at, end = found
                 text, self._at = self._text[self._at : at], at + (len(end) if end == ends[0] else 0)
@@ -261,7 +262,7 @@ class XmlShape(ArguedFormat):
         texts = []
         for value in values:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            has_end = _first(text, cls._ends(), 0) is not None
+            has_end = first_mark(text, cls._ends()) is not None
             if not has_end and _read(text, types) == (type(value), value):
                 texts.append(text)
         if not texts:
@@ -273,11 +274,6 @@ def _tags(parts: Sequence[Part], after: Xml, until: Xml | None = None) -> list[s
     """Return the texts after one part, up to another one, that are not white space."""
     between = parts[parts.index(after) + 1 : None if until is None else parts.index(until)]
     return [part for part in between if isinstance(part, str) and part.strip()]
-
-
-def _first(text: str, marks: Sequence[str], start: int) -> tuple[int, str] | None:
-    """Return the position and text of the first of the marks from `start` on, or None."""
-    return min(((at, mark) for mark in marks if (at := text.find(mark, start)) >= 0), default=None)
 
 
 def _read(text: str, types: frozenset[str]) -> tuple[type, object]:

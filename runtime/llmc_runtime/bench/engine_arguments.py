@@ -9,6 +9,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from llmc_runtime.bench.request_bodies import usual_ids
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.option_type import options_of
@@ -17,7 +18,6 @@ _ENGINE = (
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "threads", "seed",
     "enable_prefix_caching", "target", "cache_dir",
 )  # fmt: skip
-_LOWEST = 16  # lower ids are special tokens in most vocabularies
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,12 +45,7 @@ def counts(args: argparse.Namespace, *names: str) -> None:
 
 
 def prompts(seed: int, lengths: Sequence[int], vocab_size: int, prefix_len: int = 0) -> list[list[int]]:
-    """Return prompts of random ids below 90 % of the vocabulary, where special ids are rare.
-
-    The first `prefix_len` ids are shared.
-    """
-    rng = np.random.default_rng(seed)
-    high = max(vocab_size * 9 // 10, 2)
-    low = min(_LOWEST, high - 1)
-    shared = rng.integers(low, high, prefix_len).tolist()
-    return [shared + rng.integers(low, high, length).tolist() for length in lengths]
+    """Return prompts of random ids (see `usual_ids`), each a list; the first `prefix_len` ids are shared."""
+    rng, ids = np.random.default_rng(seed), usual_ids(vocab_size)
+    shared = rng.integers(ids.start, ids.stop, prefix_len).tolist()
+    return [shared + rng.integers(ids.start, ids.stop, length).tolist() for length in lengths]

@@ -1,8 +1,8 @@
 """A client process of the load generator: sends its share of every mix on schedule and records each request.
 
-`run` reads one line of JSON from standard input, the plan, and writes {"ready": true}. It then reads a line with the
-start time (monotonic clock), writes progress lines, and finally {"done": {...}, "bytes": N}, followed by N bytes with
-the gaps between chunks.
+Its standard input has the plan (a pickled Plan after a line with its length) and, once the process has written
+{"ready": true}, a line with the start time (monotonic clock). Its standard output has lines of JSON with the progress
+and finally {"done": N}, followed by N bytes: a pickled ClientResult.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ import asyncio
 import gc
 import json
 import math
+import pickle
 import resource
 import ssl
 import sys
 import time
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from itertools import chain, islice
 from typing import Any
 
-from llmc_runtime.bench.client_worker import Item, Recipe
 from llmc_runtime.bench.http_client import Connection, Pool, Reply, WireError
-from llmc_runtime.bench.record import CUT, FAILED, OK, Record, Stream
+from llmc_runtime.bench.record import CUT, FAILED, OK, ClientResult, Record, Stream
+from llmc_runtime.bench.request_bodies import Plan
 from llmc_runtime.bench.workload import Mix
 
 _STOCK = 256  # request bodies per mix that are prepared before the start
@@ -33,18 +34,13 @@ _REPORT = 0.5  # seconds between progress lines
 
 
 class Load:
-    """The share of one process.
+    """The share of one process in a plan."""
 
-    `plan` contains the target's host, port, path, tls and head, and recipe, mixes, seed and timeout.
-    """
-
-    def __init__(self, plan: Mapping[str, Any], process: int, processes: int) -> None:
+    def __init__(self, plan: Plan, process: int, processes: int) -> None:
         self._process, self._processes = process, processes
-        self._mixes = [Mix.from_json(mix) for mix in plan["mixes"]]
-        recipe = plan["recipe"]
-        self._recipe = Recipe(**{**recipe, "items": [Item(**item) for item in recipe["items"]]})
-        self._head, self._timeout = plan["head"].encode("latin-1"), plan["timeout"]
-        self._pool = Pool(plan["host"], plan["port"], ssl.create_default_context() if plan["tls"] else None)
+        self._mixes, self._recipe = plan.mixes, plan.recipe
+        self._head, self._timeout = plan.head.encode("latin-1"), plan.timeout
+        self._pool = Pool(plan.host, plan.port, ssl.create_default_context() if plan.tls else None)
         self._bodies = [self._bodies_of(mix) for mix in self._mixes]
         self.records: list[Record] = []
         self._open: set[int] = set()  # indices into records
@@ -54,15 +50,7 @@ class Load:
     def _bodies_of(self, mix: Mix) -> Iterator[tuple[bytes, int]]:
         """Return the request bodies of a mix. The first ones are created now, so that the start is not delayed."""
         source = self._recipe.bodies(mix, self._process, self._processes)
-        count = min(_STOCK, mix.num_prompts or _STOCK)
-        stock = deque(next(source) for _ in range(count))
-
-        def drawn() -> Iterator[tuple[bytes, int]]:
-            while stock:
-                yield stock.popleft()
-            yield from source
-
-        return drawn()
+        return chain(list(islice(source, min(_STOCK, mix.num_prompts or _STOCK))), source)
 
     async def warm_up(self, count: int) -> None:
         """Send requests that are not counted, one after the other. Raises WireError, OSError or ValueError if one
@@ -74,8 +62,8 @@ class Load:
             if record.status != OK:
                 raise WireError(f"a warm-up request failed: {record.error}")
 
-    async def run(self, start: float) -> float:
-        """Run the load from `start` on. Returns the fraction of a core that this process used."""
+    async def run(self, start: float) -> ClientResult:
+        """Run the load from `start` on."""
         watch = asyncio.create_task(self._watch())
         await asyncio.sleep(max(start - time.monotonic(), 0))
         cpu, started = time.process_time(), time.monotonic()
@@ -83,7 +71,7 @@ class Load:
         busy = (time.process_time() - cpu) / max(time.monotonic() - started, 1e-9)
         watch.cancel()
         self._pool.close()
-        return busy
+        return ClientResult(self.records, busy, self.late)
 
     async def _watch(self) -> None:
         while True:
@@ -178,9 +166,9 @@ class Load:
 
     def progress(self) -> dict[str, Any]:
         """Return the counts so far, each by mix."""
-        every = range(len(self._mixes))
-        counts = {name: [count[i] for i in every] for name, count in self._counts.items()}
-        counts["open"] = [0] * len(every)
+        numbers = range(len(self._mixes))
+        counts = {name: list(map(count.__getitem__, numbers)) for name, count in self._counts.items()}
+        counts["open"] = [0] * len(numbers)
         for record in (self.records[index] for index in self._open):
             counts["open"][record.mix] += 1
             counts["tokens"][record.mix] += record.chunks
@@ -209,15 +197,12 @@ def _send_message(message: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
-async def _serve(plan: Mapping[str, Any], process: int, processes: int) -> None:
-    """Send this process's part of the requests of a plan, when the parent sends the time to start.
-
-    Messages to the parent: ready or failed, the progress, and the records, followed by their times between chunks.
-    """
+async def _serve(plan: Plan, process: int, processes: int) -> None:
+    """Send this process's part of the requests of a plan, from the time on that the parent sends."""
     load = Load(plan, process, processes)
     try:
         if process == 0:
-            await load.warm_up(plan["num_warmups"])
+            await load.warm_up(plan.num_warmups)
     except (OSError, WireError, ValueError) as e:
         _send_message({"failed": str(e) or type(e).__name__})
         return
@@ -232,19 +217,17 @@ async def _serve(plan: Mapping[str, Any], process: int, processes: int) -> None:
             _send_message({"progress": load.progress()})
 
     reporting = asyncio.create_task(report())
-    busy = await load.run(float(line))
+    result = await load.run(float(line))
     reporting.cancel()
-    gaps = b"".join(record.gaps.tobytes() for record in load.records)
-    names = [field.name for field in fields(Record) if field.name != "gaps"]
-    rows = [{name: getattr(record, name) for name in names} | {"gaps": len(record.gaps)} for record in load.records]
-    _send_message({"done": {"records": rows, "busy": busy, "late": load.late.tolist()}, "bytes": len(gaps)})
-    sys.stdout.buffer.write(gaps)
+    pickled = pickle.dumps(result)
+    _send_message({"done": len(pickled)})
+    sys.stdout.buffer.write(pickled)
     sys.stdout.buffer.flush()
 
 
 def main(process: int, processes: int) -> int:
     """Run a client process. Returns the exit status."""
-    plan = json.loads(sys.stdin.readline())
+    plan = pickle.loads(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))
     gc.disable()  # its pauses would be attributed to the server
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # a connection needs a descriptor

@@ -1,4 +1,6 @@
-"""Creates the request bodies of a mix, with prompts of random token ids, random words, or from a file."""
+"""The requests of a load: a plan for the client processes, and bodies with random token ids, random words or texts of a
+file.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from llmc_runtime.bench.workload import Mix
 from llmc_runtime.format.errors import LlmcError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-_LOWEST = 16  # lower ids are special tokens in most vocabularies
+_LOWEST = 16
 _SYLLABLES = ("ka", "lo", "mi", "ne", "ru", "sa", "to", "vi")
 
 
@@ -82,9 +84,32 @@ class Recipe:
         drawn = np.concatenate([shared, own])
         if self.endpoint.endswith("/chat/completions"):
             return " ".join(_word(int(value)) for value in drawn), 0
-        high = max(self.vocab_size * 9 // 10, 2)
-        low = min(_LOWEST, high - 1)
-        return (low + drawn % (high - low)).tolist(), len(drawn)
+        ids = usual_ids(self.vocab_size)
+        return (ids.start + drawn % len(ids)).tolist(), len(drawn)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A load for the client processes.
+
+    head:     the head of each request, up to its Content-Length
+    timeout:  time limit of a request in seconds
+    """
+
+    host: str
+    port: int
+    tls: bool
+    head: str
+    recipe: Recipe
+    mixes: Sequence[Mix]
+    num_warmups: int
+    timeout: float
+
+
+def usual_ids(vocab_size: int) -> range:
+    """Return token ids that are not special tokens in most vocabularies: above the lowest, below 90 % of the size."""
+    high = max(vocab_size * 9 // 10, 2)
+    return range(min(_LOWEST, high - 1), high)
 
 
 def _word(value: int) -> str:

@@ -1,24 +1,24 @@
-"""The parent's side of the client processes: starts them together, follows their progress, and collects their
-records.
-"""
+"""Starts the client processes of a load together, follows their progress, and collects their results."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import sys
 import time
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-from llmc_runtime.bench.record import Record
+from llmc_runtime.bench.record import ClientResult, Record
+from llmc_runtime.bench.request_bodies import Plan
 from llmc_runtime.format.errors import LlmcError
 
 _BOOT = (
     "import sys; sys.path[:] = sys.argv.pop(1).split(':'); "
-    "from llmc_runtime.bench.client import main; sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))"
+    "from llmc_runtime.bench.client_process import main; sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))"
 )
 _AHEAD = 0.2  # seconds between the start signal and the start
 _LINE = 1 << 30  # maximum bytes per line
@@ -26,10 +26,9 @@ _LINE = 1 << 30  # maximum bytes per line
 
 @dataclass(frozen=True)
 class ClientResults:
-    """The results of all client processes.
+    """The results of all client processes (see ClientResult); `busy` is the largest of theirs.
 
-    `start` is the start time, `busy` the largest fraction of a core that a process used, and `late` the delays of the
-    processes' event loops in seconds, one per measurement.
+    `start` is the start time (monotonic clock).
     """
 
     records: list[Record]
@@ -38,19 +37,18 @@ class ClientResults:
     late: list[float]
 
 
-async def run(
-    plan: Mapping[str, Any], processes: int, show: Callable[[float, dict[str, list[int]]], None]
-) -> ClientResults:
+async def run(plan: Plan, processes: int, show: Callable[[float, dict[str, list[int]]], None]) -> ClientResults:
     """Run the plan in `processes` processes. Raises LlmcError E671.
 
     `show` is called with the elapsed seconds and the counts by mix, summed over the processes.
     """
     clients = [await _start(i, processes) for i in range(processes)]
     try:
-        _write(clients, json.dumps(plan))
+        pickled = pickle.dumps(plan)
+        _write(clients, b"%d\n" % len(pickled) + pickled)
         await asyncio.gather(*map(_line, clients))  # every process reports that it is ready
         start = time.monotonic() + _AHEAD
-        _write(clients, repr(start))
+        _write(clients, f"{start!r}\n".encode())
         counts_by_process: dict[int, dict[str, list[int]]] = {}
 
         def on_progress(process: int, counts: dict[str, list[int]]) -> None:
@@ -64,23 +62,23 @@ async def run(
                 client.kill()
             await client.wait()
     return ClientResults(
-        records=[record for records, _, _ in results for record in records],
+        records=list(chain.from_iterable(result.records for result in results)),
         start=start,
-        busy=max(busy for _, busy, _ in results),
-        late=[seconds for _, _, late in results for seconds in late],
+        busy=max(result.busy for result in results),
+        late=list(chain.from_iterable(result.late for result in results)),
     )
 
 
-def _write(clients: Sequence[asyncio.subprocess.Process], line: str) -> None:
-    """Write a line to the standard input of every process."""
+def _write(clients: Sequence[asyncio.subprocess.Process], data: bytes) -> None:
+    """Write to the standard input of every process."""
     for client in clients:
         assert client.stdin is not None
-        client.stdin.write(f"{line}\n".encode())
+        client.stdin.write(data)
 
 
 def _summed(parts: Sequence[Mapping[str, list[int]]]) -> dict[str, list[int]]:
     """Add up the counts of processes by mix; all processes have the same mixes."""
-    return {mix: [sum(column) for column in zip(*(part[mix] for part in parts))] for mix in parts[0]}
+    return {name: list(map(sum, zip(*(part[name] for part in parts)))) for name in parts[0]}
 
 
 async def _start(process: int, processes: int) -> asyncio.subprocess.Process:
@@ -104,15 +102,10 @@ async def _line(client: asyncio.subprocess.Process) -> dict[str, Any]:
 
 async def _listen(
     process: int, client: asyncio.subprocess.Process, on_progress: Callable[[int, dict[str, list[int]]], None]
-) -> tuple[list[Record], float, list[float]]:
-    """Read a process's messages until it has sent its results."""
+) -> ClientResult:
+    """Read a process's messages until it has sent its result."""
     while "done" not in (message := await _line(client)):
         on_progress(process, message["progress"])
     assert client.stdout is not None
-    gaps = array("f", await client.stdout.readexactly(message["bytes"]))
-    records, at = [], 0
-    for row in message["done"]["records"]:
-        count = row["gaps"]
-        records.append(Record(**{**row, "gaps": gaps[at : at + count]}))
-        at += count
-    return records, message["done"]["busy"], message["done"]["late"]
+    result: ClientResult = pickle.loads(await client.stdout.readexactly(message["done"]))
+    return result
