@@ -99,6 +99,16 @@ def reduce(name: str) -> Row:
     return row
 
 
+def vector_norm(
+    c: Call, x: Value, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Value:
+    """Lower a norm of order 1 or 2: the sum of magnitudes, or the root of the sum of squares."""
+    if ord not in (1, 2):
+        raise Unsupported(f"a vector norm of order {ord}")
+    total = reduce("sum")(c, c.b.abs(x) if ord == 1 else c.b.square(x), dim, keepdim)
+    return total if ord == 1 else c.b.sqrt(total)
+
+
 def along(name: str) -> Row:
     """Return the lowering of an op along one axis that, like torch, first casts to the result's dtype."""
     return lambda c, x, dim, dtype=None: getattr(c.b, name)(c.cast(x, c.type.dtype), axis=axis_of(x, dim) - x.type.rank)
@@ -207,6 +217,7 @@ ROWS: Mapping[str, Row] = MappingProxyType(
         },
         "aten.sum.dim_IntList": reduce("sum"),
         "aten.mean.dim": reduce("mean"),
+        "aten.linalg_vector_norm.default": vector_norm,
         **{f"aten.{n}.default": reduce(n) for n in ("amax", "amin", "argmax")},
         "aten.softmax.int": along("softmax"),
         "aten.topk.default": topk,

@@ -169,10 +169,15 @@ def scatter_value(c: Call, x: Value, dim: int, at: Value, value: Any) -> Value:
 
 
 def arange(c: Call, *args: Any, **_: Any) -> Value:
-    """Lower arange with step 1."""
+    """Lower arange with step 1.
+
+    A traced model counts the tokens of one sequence from its start, so the numbers of all tokens are their positions.
+    """
     start, stop, step = (0, args[0], 1) if len(args) == 1 else (*args, 1)[:3]
     if step != 1:
         raise Unsupported(f"arange with step {step}")
+    if start == 0 and Dim.of(stop) == c.positions.type.shape[0]:
+        return c.cast(c.positions, c.type.dtype)
     counted = c.b.iota(size=Dim.of(stop) - Dim.of(start), dtype=c.type.dtype)
     return counted if start == 0 else c.b.add(counted, c.value(start, counted))
 

@@ -13,6 +13,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend import expert_activation
+from llmc.frontend.config_limits import chunk_size
 
 GATE = "llmc_gate"  # attribute of an experts module that stores its Gate
 ENCODER = "llmc_encoder"  # attribute of a module whose attention may be bidirectional
@@ -100,7 +101,9 @@ def _mask_hook(*_: Any, **kw: Any) -> MaskTag:
     if kw.get("use_vmap"):
         raise Diagnostic("E305", "the model uses its own attention mask", _OTHER)
     if kw.get("local_size") and getattr(kw.get("config"), "attention_chunk_size", None) == kw["local_size"]:
-        raise Diagnostic("E305", f"the model attends in chunks of {kw['local_size']} tokens", _OTHER)
+        if chunk_size(kw["config"]) != kw["local_size"]:
+            raise Diagnostic("E305", f"the model attends in chunks of {kw['local_size']} tokens", _OTHER)
+        return MaskTag()  # a sequence is at most one chunk
     return MaskTag(kw.get("local_size"))  # checked where a layer uses it: qwen2_moe makes a mask of width 0 for none
 
 

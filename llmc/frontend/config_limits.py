@@ -31,6 +31,16 @@ def check_sizes(config: Any) -> None:
         raise _wrong("hidden_size", config.hidden_size, f"its {heads} heads would be wider than {MAX_SIZE}")
 
 
+def chunk_size(config: Any) -> int | None:
+    """Return the width of a text config's attention chunks in tokens; None if no layer attends in chunks.
+
+    A token attends to the earlier tokens of its own chunk. Within the first chunk that is ordinary causal attention, so
+    such a model is compiled for sequences of at most one chunk.
+    """
+    kinds, size = getattr(config, "layer_types", None), getattr(config, "attention_chunk_size", None)
+    return int(size) if size and (kinds is None or "chunked_attention" in kinds) else None
+
+
 def check_layers(folder: Path, layers: int) -> None:
     """Raise Diagnostic E323 if the checkpoint has far fewer layers than the config, before a long trace.
 

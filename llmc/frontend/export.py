@@ -19,35 +19,21 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from llmc_runtime.format.nearest import did_you_mean
 from torch.export.graph_signature import InputKind
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
-)
 
 from llmc.diagnostics import Diagnostic
-from llmc.frontend import attention_interface, legacy_attention, pooled_model, rope_interface, unsupported
+from llmc.frontend import (
+    attention_interface,
+    legacy_attention,
+    legacy_experts,
+    model_class,
+    pooled_model,
+    rope_interface,
+    unsupported,
+)
 from llmc.frontend.lowering import TORCH_DTYPE
 from llmc.frontend.model_folder import KNOWN_TO_WORK, Source
-from llmc.frontend.pooling_files import ENCODERS, PooledModel
-
-# Why a model type has no causal language model, by transformers' own tables.
-OTHERS = (
-    (
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        "it sees images, and has no separate language model",
-    ),
-    (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "it is an encoder and a decoder"),
-    (MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, "it recognizes speech"),
-    (MODEL_FOR_MASKED_LM_MAPPING_NAMES, "it is an encoder"),
-    (MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, "it is a vision model"),
-)
+from llmc.frontend.pooling_files import PooledModel
 
 TOKENS, ROWS = 24, 3  # sizes of the traced example
 
@@ -85,28 +71,13 @@ def quiet() -> Iterator[None]:
         log.set_verbosity(level)
 
 
-def _check_model_type(source: Source, pools: bool) -> None:
-    """Raise Diagnostic E303, E304 or E313 for a model type that transformers does not have or that is not supported."""
-    name = source.model_type
-    in_transformers = name in CONFIG_MAPPING_NAMES
-    if in_transformers and (name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (pools and name in ENCODERS)):
-        return
-    if source.config.get("auto_map"):
-        raise unsupported.refuse_code(f"model_type {name!r} is only in auto_map")
-    if pools and in_transformers:
-        raise Diagnostic("E313", f"encoders of model_type {name!r} are not supported", pooled_model.SUPPORTED)
-    near = "" if in_transformers else did_you_mean(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "")
-    cause = f"model_type {name!r} {_what(name)} ({transformers.__version__})"
-    raise Diagnostic("E303", cause, f"{near} {KNOWN_TO_WORK}".lstrip())
-
-
 def load_config(source: Source, pools: bool = False) -> Any:
     """Load the transformers config of a folder, offline and without remote code; raises Diagnostic E302-E306, E313.
 
     `pools`: the model may be an encoder of a supported type.
     """
     name = source.model_type
-    _check_model_type(source, pools)
+    model_class.check_model_type(source, pools)
     if (why := unsupported.outside(source.config)) is not None:
         raise Diagnostic("E305", f"model_type {name!r} is not supported: {why}", KNOWN_TO_WORK)
     rope_interface.check_config(dict(source.config))
@@ -123,14 +94,6 @@ def load_config(source: Source, pools: bool = False) -> Any:
             cause = f"model_type {name!r} is not supported: its config has no {key}, as a decoder's does"
             raise Diagnostic("E305", cause, KNOWN_TO_WORK)
     return config
-
-
-def _what(name: str) -> str:
-    """Explain why transformers has no causal language model for a type, as far as its tables show."""
-    if name not in CONFIG_MAPPING_NAMES:
-        return "is not part of the installed transformers"
-    reason = next((what for table, what in OTHERS if name in table), "")
-    return f"has no causal language model: {reason}" if reason else "has no causal language model"
 
 
 def accept(model: Any) -> None:
@@ -160,6 +123,7 @@ def export_model(
         model = _build(config, dtype, pooled)
         _untie(model, untied)
         check(model)
+        legacy_experts.patch(model)
         attention_interface.read_gates(model)
         computed = rope_interface.patch(model, max_positions)
         _return_hidden_states(model, aux_layers)
@@ -214,7 +178,7 @@ def _build(config: Any, dtype: str, pooled: PooledModel | None) -> Any:
     try:
         with torch.device("meta"):
             if pooled is None:
-                model = transformers.AutoModelForCausalLM.from_config(config, **options)
+                model = model_class.auto_class(config.model_type).from_config(config, **options)
             else:
                 model = pooled_model.build(config, pooled.pooling, **options)
     except Diagnostic:
@@ -224,7 +188,8 @@ def _build(config: Any, dtype: str, pooled: PooledModel | None) -> Any:
         raise Diagnostic(found.code, found.cause, f"correct config.json; {KNOWN_TO_WORK}") from e
     keep_wide(model, TORCH_DTYPE[dtype])
     model.eval()
-    model.config.use_cache = False
+    for part in (model.config, model.config.get_text_config()):
+        part.use_cache = False
     if pooled is None:
         _check_positions(model)
     missing = {"position_ids", "logits_to_keep"} - set(inspect.signature(model.forward).parameters)

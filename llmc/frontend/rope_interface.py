@@ -20,6 +20,7 @@ LAYOUTS: types.MappingProxyType[str, Callable[[Tensor], Tensor]] = types.Mapping
     {"half": lambda a: a, "twice": lambda a: torch.cat((a, a), -1), "pairs": lambda a: a.repeat_interleave(2, -1)}
 )
 PROBED = 4  # positions at which a module's own tables are evaluated
+AXES = 3  # of positions of models that read images, unless the module has sections for more
 COMPLEX = "complex"  # one complex table cos + i sin of half width
 
 
@@ -59,27 +60,53 @@ def patch(model: torch.nn.Module, max_positions: int) -> dict[str, Tensor]:
     for path, module in rope_modules(model):
         kinds = module.rope_type if isinstance(module.rope_type, dict) else {None: module.rope_type}
         plans = {}
-        for layer_type, kind in kinds.items():
-            prefix = f"{layer_type}_" if layer_type else ""
-            freq = _frequencies(module, prefix, layer_type, str(kind), max_positions)
-            computed[f"{path}.{prefix}inv_freq"] = freq
-            scaling = _scaling(module, prefix, max_positions)
-            near = _frequencies(module, prefix, layer_type, str(kind), PROBED)
-            layout, dtype = _layout(module, prefix, layer_type, near, path)
-            plans[layer_type] = (f"{prefix}inv_freq", scaling, layout, dtype)
-        module.forward = _forward(module, plans)
+        try:
+            for layer_type, kind in kinds.items():
+                prefix = f"{layer_type}_" if layer_type else ""
+                freq = _frequencies(module, prefix, layer_type, str(kind), max_positions)
+                scaling = _scaling(module, prefix, max_positions)
+                near = _frequencies(module, prefix, layer_type, str(kind), PROBED)
+                layout, dtype = _layout(module, prefix, layer_type, near, path)
+                computed[f"{path}.{prefix}inv_freq"] = freq
+                plans[layer_type] = (f"{prefix}inv_freq", scaling, layout, dtype)
+            module.forward = _forward(module, plans)
+        except Diagnostic as e:
+            module.forward = _refusal(e)
     return computed
+
+
+def _refusal(error: Diagnostic) -> Callable[..., Any]:
+    """A forward that raises: a module that does not run for text, such as one of a vision tower, does not matter."""
+
+    def forward(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return forward
 
 
 def _forward(module: torch.nn.Module, plans: dict[str | None, Plan]) -> Callable[..., Any]:
     def forward(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         name, scaling, layout, dtype = plans[layer_type]
+        position_ids = _one_axis(position_ids, type(module).__name__)
         if layout == COMPLEX:
             freq = getattr(module, name)
             return torch.complex(*torch.ops.llmc.rope_tables(freq, position_ids, scaling, "half", torch.float32))
         return torch.ops.llmc.rope_tables(getattr(module, name), position_ids, scaling, layout, dtype or x.dtype)
 
     return forward
+
+
+def _one_axis(positions: Tensor, name: str) -> Tensor:
+    """Return positions [1, T] of positions [axes, 1, T], which are the same on all axes for text.
+
+    They are if the axes are one row in memory; otherwise raises Diagnostic E305.
+    """
+    if positions.dim() == 2:
+        return positions
+    if positions.dim() != 3 or positions.stride(0) != 0:
+        cause = f"{name} rotates by positions [{', '.join(map(str, positions.shape))}], which may differ by axis"
+        raise Diagnostic("E305", cause, "only positions that all axes share, as those of text, are supported")
+    return positions[0]
 
 
 def _frequencies(module: Any, prefix: str, layer_type: str | None, kind: str, max_positions: int) -> Tensor:
@@ -120,7 +147,7 @@ def _layout(
     """
     try:
         tables, low = _probe(module, prefix, layer_type, freq)
-    except (TypeError, ValueError, IndexError, RuntimeError):  # it needs more than positions of one axis
+    except (TypeError, ValueError, IndexError, RuntimeError):  # it needs more than positions
         tables = low = None
     angles = torch.arange(PROBED)[None, :, None].float() * freq
     scaling = _scaling(module, prefix, PROBED)
@@ -148,6 +175,14 @@ def _probe(module: torch.nn.Module, prefix: str, layer_type: str | None, freq: T
             probe._buffers[name] = freq
     positions = torch.arange(PROBED)[None]
     args = (layer_type,) if layer_type else ()
+
+    def tables(positions: Tensor, dtype: torch.dtype) -> Any:
+        return type(module).forward(probe, torch.zeros(1, dtype=dtype), positions, *args)
+
     with torch.no_grad(), torch.device("cpu"):
-        low = type(module).forward(probe, torch.zeros(1, dtype=torch.bfloat16), positions, *args)
-        return type(module).forward(probe, torch.zeros(1), positions, *args), low
+        try:
+            low = tables(positions, torch.bfloat16)
+        except IndexError:  # positions of several axes: time, height and width, for example
+            positions = positions.expand(len(getattr(module, "mrope_section", ())) or AXES, 1, PROBED)
+            low = tables(positions, torch.bfloat16)
+        return tables(positions, torch.float32), low

@@ -83,6 +83,15 @@ TINY_VISION = {
     },
 }
 
+# Of some, rotary tables have axes of time, height and width, and the vision tower counts its layers as its depth.
+SEEN = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 64, "patch_size": 14}
+
+
+def axes(*sections: int, **kw: Any) -> dict[str, Any]:
+    """Rotary parameters of which each axis has some of the frequencies."""
+    return rope("default", mrope_section=list(sections), **kw)
+
+
 # The architectures that must agree.
 LISTED = (
     Case("llama", "llama", SMALL | LLAMA3, (77, 20)),
@@ -197,6 +206,17 @@ FALCON = {
 }
 ROUTED = EXPERTS | {"num_local_experts": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
 WINDOWED = SMALL | {"head_dim": 16, "sliding_window": 8}
+# Layers that rotate and attend in chunks, and layers that do neither and scale queries by their positions.
+LLAMA4 = SMALL | {
+    "head_dim": 24,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 4,
+    "interleave_moe_layer_step": 2,
+    "no_rope_layers": [1, 0],
+    "attention_chunk_size": 64,
+    "floor_scale": 8,
+}
 FURTHER = (
     *(
         Case(name, name, WINDOWED)
@@ -276,6 +296,41 @@ FURTHER = (
     ),
     Case("gpt_oss-yarn", "gpt_oss", WINDOWED | {"num_local_experts": 4} | YARN, (77,)),
     Case("fuyu", "fuyu", {"text_config": SMALL | {"model_type": "persimmon"}}),
+    Case(
+        "mistral3",
+        "mistral3",
+        {"text_config": SMALL | {"model_type": "mistral", "head_dim": 24, "sliding_window": None}, **TINY_VISION},
+    ),
+    Case("internvl", "internvl", {"text_config": SMALL | {"model_type": "qwen3", "head_dim": 24}, **TINY_VISION}),
+    Case("llava", "llava", {"text_config": SMALL | {"model_type": "llama"} | LLAMA3, **TINY_VISION}),
+    Case("qwen2_vl", "qwen2_vl", {"text_config": SMALL | axes(4, 2, 2), "vision_config": SEEN | {"embed_dim": 16}}),
+    Case("qwen2_5_vl", "qwen2_5_vl", {"text_config": SMALL | axes(4, 2, 2), "vision_config": SEEN}),
+    Case("qwen3_vl", "qwen3_vl", {"text_config": SMALL | {"head_dim": 24} | axes(4, 4, 4), "vision_config": SEEN}),
+    Case(
+        "qwen3_vl_moe",
+        "qwen3_vl_moe",
+        {"text_config": SMALL | EXPERTS | {"head_dim": 16} | axes(4, 2, 2), "vision_config": SEEN},
+    ),
+    Case(
+        "glm4v",
+        "glm4v",
+        {"text_config": SMALL | axes(2, 1, 1, partial_rotary_factor=0.5), "vision_config": SEEN},
+    ),
+    Case("llama4_text", "llama4_text", LLAMA4),
+    Case("llama4", "llama4", {"text_config": LLAMA4 | {"num_experts_per_tok": 2}, **TINY_VISION}),
+    Case(
+        "dbrx",
+        "dbrx",
+        {
+            "vocab_size": 320,
+            "d_model": 64,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": 256,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.3, "rope_theta": 10000.0},
+            "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
+        },
+    ),
 )
 
 # Rope types, on llama. longrope's two sets of frequencies: short while max_positions fits the original length.

@@ -15,6 +15,7 @@ from models.cases import Case
 from llmc.diagnostics import Diagnostic
 from llmc.frontend.checkpoint import Checkpoint
 from llmc.frontend.export import quiet
+from llmc.frontend.model_class import auto_class
 from llmc.frontend.trace_model import Traced
 from llmc.ir.graph import Module
 from llmc.ir.interp import run
@@ -25,7 +26,9 @@ def build(case: Case, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(seed)
     with quiet():
         config = transformers.AutoConfig.for_model(case.model_type, **case.config)
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        model = auto_class(case.model_type).from_config(
+            config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+        )
     for name, p in model.named_parameters():
         centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
         p.data.normal_(centre, 0.15)

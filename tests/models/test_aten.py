@@ -45,6 +45,7 @@ CASES: dict[str, Fn] = {
     "softplus": lambda x, p: torch.nn.functional.softplus(x * 30) + torch.nn.functional.softplus(x),
     "gelus": lambda x, p: torch.nn.functional.gelu(x) + torch.nn.functional.gelu(x, approximate="tanh"),
     "reduce": lambda x, p: x - x.mean(-1, True) + x.sum((-1,), True) + x.amax(-1, True) + x.max(-1)[0][..., None],
+    "vector_norms": lambda x, p: x / x.norm(p=1, dim=-1, keepdim=True) + torch.norm(x, p=2.0, dim=-1, keepdim=True),
     "top": lambda x, p: x.scatter(-1, x.topk(3)[1], 2.0) + x.gather(-1, x.topk(12)[1]),
     "argmax": lambda x, p: x + x.argmax(-1, keepdim=True),
     "cumsum": lambda x, p: x.cumsum(-1),

@@ -98,7 +98,6 @@ def test_architecture(tmp_path: Path) -> None:
     (tmp_path / "configuration_x.py").write_text("raise SystemExit('this must not run')")
     fails("E304", "'x'", "auto_map", do=lambda: trace(config(tmp_path, model_type="x", auto_map=custom)))
     fails("E303", "'t5'", "an encoder and a decoder", do=lambda: trace(config(tmp_path, model_type="t5")))
-    fails("E303", "'qwen2_vl'", "sees images", do=lambda: trace(config(tmp_path, model_type="qwen2_vl")))
     fails("E303", "an encoder", do=lambda: trace(config(tmp_path, architectures=["BertForMaskedLM"])))
     classifier = config(tmp_path, architectures=["LlamaForSequenceClassification"])
     fails("E303", "a classifier", "--task classify", do=lambda: trace(classifier, task="generate"))
@@ -173,13 +172,17 @@ def test_positions(tmp_path: Path) -> None:
     (tmp_path / "gpt2" / "config.json").write_text(json.dumps(gpt2))
     fails("E305", "256", "300", do=lambda: trace(tmp_path / "gpt2", max_positions=300))
     fails("E305", "1 token", "at least 2", do=lambda: trace(tmp_path / "gpt2", max_positions=1))
+    (tmp_path / "llama4").mkdir()
+    llama4 = {"model_type": "llama4_text", **SMALL, "head_dim": 16, "num_local_experts": 2, "attention_chunk_size": 64}
+    (tmp_path / "llama4" / "config.json").write_text(json.dumps(llama4))
+    fails("E305", "chunk", "64", "65", do=lambda: trace(tmp_path / "llama4", max_positions=65))
+    assert trace(tmp_path / "llama4").facts.max_positions == 64
 
 
 VOCAB = {"vocab_size": 320}
 ODD = {
     "bloom": ({**VOCAB, "hidden_size": 64, "n_layer": 1, "n_head": 4}, "ALiBi"),
     "falcon": (SMALL | {"alibi": True}, "ALiBi"),
-    "llama4_text": (SMALL | {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 96}, "is chunked"),
     "xglm": (VOCAB, "does not use transformers. AttentionInterface"),
     "zaya": (SMALL | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 1}, "every number of tokens"),
     "axk2": (SMALL, "bypasses"),

@@ -11,12 +11,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
-import transformers
 from torch import Tensor
 from torch.nn import Module
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend.export import load_config, quiet
+from llmc.frontend.model_class import auto_class
 from llmc.frontend.model_folder import Source
 from llmc.frontend.safetensors_reader import TensorFiles
 from llmc.frontend.weight_mapping import resolve
@@ -67,7 +67,7 @@ class ModelSource:
         self.source = source
         self.config = load_config(source)
         with quiet(), torch.device("meta"):
-            self.model: Any = transformers.AutoModelForCausalLM.from_config(
+            self.model: Any = auto_class(self.config.model_type).from_config(
                 self.config, attn_implementation="sdpa", experts_implementation="eager", dtype=torch.float32
             )
         self.model.eval()

@@ -1,0 +1,71 @@
+"""Experts of model families that do not use transformers' ExpertsInterface, as the op `moe`: one table entry each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmc.frontend.attention_interface import GATE
+
+
+@dataclass(frozen=True)
+class Experts:
+    """How a class computes its experts.
+
+    gate(module, gate_up [t, 2i]) -> [t, i] is their activation. forward(module, ...) replaces the class's own forward
+    and calls the op `moe`, with gate rows before up rows.
+    """
+
+    gate: Callable[[Any, Tensor], Tensor]
+    forward: Callable[..., Any]
+
+
+def patch(model: torch.nn.Module) -> None:
+    """Replace the forward of the modules whose class is in the table; to be called before gates are read."""
+    for module in model.modules():
+        if (rule := TABLE.get(type(module).__name__)) is not None:
+            module._apply_gate = partial(rule.gate, module)
+            module.forward = partial(rule.forward, module)
+
+
+def _gated(activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return activation(gate) * up
+
+
+def _llama4(moe: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """A score multiplies what its expert reads, not what it returns."""
+    x = hidden.reshape(-1, moe.hidden_dim)
+    logits = torch.nn.functional.linear(x, moe.router.weight)
+    top, index = torch.topk(logits, moe.top_k, dim=1)
+    scores = torch.sigmoid(top.float()).to(x.dtype)
+    gate_up, down = (w.transpose(1, 2) for w in (moe.experts.gate_up_proj, moe.experts.down_proj))
+    out = moe.shared_expert(x)
+    for k in range(moe.top_k):
+        score, chosen = scores[:, k : k + 1], index[:, k : k + 1]
+        one = torch.ones_like(score)
+        out = out + torch.ops.llmc.moe(x * score, chosen, one, gate_up, down, getattr(moe, GATE).body)
+    return out, logits
+
+
+def _dbrx(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    shape = (experts.num_experts, experts.ffn_hidden_size, experts.hidden_size)
+    gate, up, down = (w.view(shape) for w in (experts.mlp.w1, experts.mlp.v1, experts.mlp.w2))
+    x = hidden.reshape(-1, experts.hidden_size)
+    gate_up = torch.cat((gate, up), 1)
+    out = torch.ops.llmc.moe(x, index, weights, gate_up, down.transpose(1, 2), getattr(experts, GATE).body)
+    return out.view(hidden.shape)
+
+
+TABLE: Mapping[str, Experts] = MappingProxyType(
+    {
+        "DbrxExperts": Experts(lambda m, x: _gated(m.mlp.activation_fn, x), _dbrx),
+        "Llama4TextMoe": Experts(lambda m, x: _gated(m.experts.act_fn, x), _llama4),
+    }
+)

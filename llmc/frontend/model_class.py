@@ -1,0 +1,71 @@
+"""Decides by a model type whether transformers has a causal language model for it, and which class builds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import transformers
+from llmc_runtime.format.nearest import did_you_mean
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+)
+
+from llmc.diagnostics import Diagnostic
+from llmc.frontend import pooled_model, unsupported
+from llmc.frontend.model_folder import KNOWN_TO_WORK, Source
+from llmc.frontend.pooling_files import ENCODERS
+
+# Why a model type has no causal language model, by transformers' own tables.
+OTHERS: tuple[tuple[Mapping[str, Any], str], ...] = (
+    (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "it is an encoder and a decoder"),
+    (MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, "it recognizes speech"),
+    (MODEL_FOR_MASKED_LM_MAPPING_NAMES, "it is an encoder"),
+    (MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, "it is a vision model"),
+)
+
+
+def sees(name: str) -> bool:
+    """Whether a model type reads images and text, with one decoder for both.
+
+    Without images, such a model is a causal language model.
+    """
+    return (
+        name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and name not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    )
+
+
+def auto_class(name: str) -> Any:
+    """Return the class of transformers whose `from_config` builds the language model of a type."""
+    return transformers.AutoModelForImageTextToText if sees(name) else transformers.AutoModelForCausalLM
+
+
+def check_model_type(source: Source, pools: bool) -> None:
+    """Raise Diagnostic E303, E304 or E313 for a model type that transformers does not have or that is not supported."""
+    name = source.model_type
+    in_transformers = name in CONFIG_MAPPING_NAMES
+    generates = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or sees(name)
+    if in_transformers and (generates or (pools and name in ENCODERS)):
+        return
+    if source.config.get("auto_map"):
+        raise unsupported.refuse_code(f"model_type {name!r} is only in auto_map")
+    if pools and in_transformers:
+        raise Diagnostic("E313", f"encoders of model_type {name!r} are not supported", pooled_model.SUPPORTED)
+    known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    near = "" if in_transformers else did_you_mean(name, sorted(known), "")
+    cause = f"model_type {name!r} {_what(name)} ({transformers.__version__})"
+    raise Diagnostic("E303", cause, f"{near} {KNOWN_TO_WORK}".lstrip())
+
+
+def _what(name: str) -> str:
+    """Explain why transformers has no causal language model for a type, as far as its tables show."""
+    if name not in CONFIG_MAPPING_NAMES:
+        return "is not part of the installed transformers"
+    reason = next((what for table, what in OTHERS if name in table), "")
+    return f"has no causal language model: {reason}" if reason else "has no causal language model"
