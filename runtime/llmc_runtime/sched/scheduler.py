@@ -122,7 +122,7 @@ class Scheduler(LiveRequests):
         if self.guided:
             self.guided.fill(step, planned, self._proposals, self._anything)
         if planned:
-            step.plain = self.speculation is None or self.speculation.plain(step.work)
+            step.plain = self.planner is None or self.planner.speculation.plain(step.work)
             self._in_flight.append((step, planned))
             self.timer.planned(began)
         return step
@@ -203,7 +203,7 @@ class Scheduler(LiveRequests):
         running, pool, config, budget = self.running, self.pool, self.config, self._begin_step()
         max_chunk = config.long_prefill_threshold or budget
         size, preempted, index, work = config.page_size, False, 0, step.work
-        plain = self.speculation is None and self.planner is None and self.host_drafts is None
+        wants = self.speculation is not None and self.speculation.wants
         while budget and index < len(running):
             request = running[index]
             index += 1
@@ -211,8 +211,8 @@ class Scheduler(LiveRequests):
             if total == request.limit:
                 continue  # its last token is in flight
             missing = total - start
-            if plain and missing == 1 and request.guide is None and not request.needs_init:
-                if start < len(request.pages) * size:  # it has the page: no test of other cases is needed
+            if missing == 1 and request.guide is None and not (request.needs_init or wants):
+                if start < len(request.pages) * size and (self.planner is None or not request.num_drafts):
                     request.num_planned, request.num_total = total, total + 1
                     work.append(request.decode)
                     planned.append(request)

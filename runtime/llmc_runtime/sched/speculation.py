@@ -30,6 +30,7 @@ _RARE = 0.01  # lowest rate of acceptance for which a limit is computed
 _REFRESH = 16  # plans after which the number of drafts is chosen anew
 _AGAIN = 4096  # plans after which costs are measured again
 _SELDOM = 4  # one plan in so many is measured if it has no drafts and its cost is known
+_IDLE = 16  # the same if prompt lookup finds no drafts
 _PRIOR = 2.0  # weight of the acceptance of all rows in the estimate of one row, in verifications
 
 
@@ -81,6 +82,7 @@ class Speculation:
         self._choice = Choice(0)
         self._probes = 0  # rows of which this plan verifies a draft to measure acceptance
         self._looks_up = config.looks_up
+        self._idle = False  # prompt lookup has found nothing for any row of this plan
         self._model, self._memory = config.max_rows > 0, _MEMORY
         if config.stops:
             self._memory = _BRIEF_MEMORY
@@ -106,8 +108,14 @@ class Speculation:
         self._probes = self._wake = 0
         if self.plans % _REFRESH == 0 or rows != self._rows:
             self._slope, self._verification = 0.0, []
-        if self._looks_up and not any(request.num_drafts for request in running):
-            return
+        if self._looks_up:
+            self._idle = True
+            for request in running:
+                if request.num_drafts:
+                    self._idle = False
+                    break
+            else:
+                return
         if rows == 1 and self._model:
             self._choose_single(running[0], room)
             return
@@ -177,7 +185,7 @@ class Speculation:
     @property
     def wants(self) -> bool:
         """Whether drafts of some rows pay, or are to be tried, in this plan."""
-        return self._choice.most > 0 or self._probes > 0
+        return not self._idle and (self._choice.most > 0 or self._probes > 0)
 
     @property
     def verifies(self) -> bool:
@@ -275,7 +283,8 @@ class Speculation:
         """Take the duration of the oldest step in flight and its drafts, before it is committed."""
         for index, likely in output.likely.items():
             requests[index].likely, requests[index].num_drafts = likely, len(likely)
-        if output.accepted or output.likely or self._choice.measures or self.plans % _SELDOM == 1:
+        wait = _IDLE if self._idle else 1 if self._choice.measures else _SELDOM
+        if output.accepted or output.likely or self.plans % wait == 0:
             self._measure(work, output, seconds)
         if output.accepted:
             for index, more in output.accepted.items():
