@@ -37,10 +37,7 @@ def pack_product(
     for i in tables(node):
         operands[i] = g.add(ops["transpose"], [operands[i]], {"perm": (1, 0)}, before=node, loc=node.loc).result
     kept = {k: v for k, v in node.attrs.items() if k not in _OF_CODES}
-    new = g.add(product, operands, {**kept, **attrs}, before=node, loc=node.loc, names=(node.result.name,))
-    new.choice = dict(node.choice)
-    g.replace(node.result, new.result)
-    g.erase(node)
+    g.replace_op(node, product, operands, {**kept, **attrs})
 
 
 def not_packed(node: Node) -> Diagnostic:

@@ -86,6 +86,23 @@ class Pass:
         raise NotImplementedError
 
 
+class NodePass(Pass):
+    """Base class of passes that visit the nodes of some ops, in all graphs. A subclass has `ops` and `node`.
+
+    Nodes outside of the module path `Ctx.only` are skipped, and so are nodes that the pass itself adds.
+    """
+
+    ops: ClassVar[tuple[str, ...]]
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        """Visit the nodes; return the number of changes."""
+        return sum(self.node(m, g, n, ctx) for g, n in m.find(*self.ops) if ctx.allows(n))
+
+    def node(self, m: Module, g: Graph, n: Node, ctx: Ctx) -> int:
+        """Rewrite a node of graph `g`, or record why not; return the number of changes."""
+        raise NotImplementedError
+
+
 def rejections(n: Node, ctx: Ctx) -> list[str] | None:
     """Return why each kernel of the target rejects the node; None if one supports it, or if there is no target."""
     if ctx.target is None:

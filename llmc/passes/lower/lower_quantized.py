@@ -112,9 +112,7 @@ class LowerQuantized(Pass):
                 g.erase(new.node)
                 rounded.drop(codes)
                 return why
-        new.name = n.result.name
-        g.replace(n.result, new)
-        g.erase(n)
+        g.replace_node(n, new)
         return None
 
     def _product(self, g: Graph, n: Node, parts: _Parts, ctx: Ctx) -> str | None:
@@ -134,9 +132,7 @@ class LowerQuantized(Pass):
         if self.fallback and (why := rejected(new.node, ctx)):
             g.erase(new.node)
             return why
-        new.name = n.result.name
-        g.replace(n.result, new)
-        g.erase(n)
+        g.replace_node(n, new)
         return None
 
     def _experts(self, g: Graph, n: Node, parts: _Parts, ctx: Ctx) -> str | None:
@@ -165,9 +161,7 @@ class LowerQuantized(Pass):
                 continue
             dtype = n.result.type.dtype
             value = new.result if new.result.type.dtype == dtype else b.cast(new.result, dtype=dtype)
-            value.name = n.result.name
-            g.replace(n.result, value)
-            g.erase(n)
+            g.replace_node(n, value)
             return None
         return refused
 

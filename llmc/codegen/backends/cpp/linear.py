@@ -219,11 +219,7 @@ def pack_node(g: Graph, node: Node, schedule: Schedule, ops: Mapping[str, OpDef]
     packed: Value = g.add(ops["pack_panel"], [node.operands[1]], layout, before=node, loc=node.loc).result
     attrs = {"n": p.n, "parts": p.parts, "body": p.body, "dtype": node.attrs.get("dtype", "")}
     operands = [node.operands[0], packed, *node.operands[2:]]
-    new = g.add(ops["packed_linear"], operands, attrs, before=node, loc=node.loc, names=(node.result.name,))
-    new.choice = dict(node.choice)
-    g.replace(node.result, new.result)
-    g.erase(node)
-    return new
+    return g.replace_op(node, ops["packed_linear"], operands, attrs)
 
 
 LINEAR = Linear("cpu/linear", ("linear", "linear_map", "packed_linear"))

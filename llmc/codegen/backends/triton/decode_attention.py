@@ -11,16 +11,7 @@ from dataclasses import dataclass
 
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.tiling import power
-from llmc.codegen.backends.triton.triton_kernel import (
-    FLOAT8,
-    FLOATS,
-    Code,
-    TritonKernel,
-    Unit,
-    element,
-    unsupported,
-    unsupported_codes,
-)
+from llmc.codegen.backends.triton.triton_kernel import FLOAT8, FLOATS, Code, TritonKernel, Unit, element, unsupported
 from llmc.codegen.kernel import Schedule, roofline_us
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
@@ -99,7 +90,7 @@ class Problem:
 
 def reject_attention(node: Node, target: Target) -> str | None:
     """Return why no attention kernel supports the node, or None."""
-    if why := unsupported(node) or unsupported_codes(node, target):
+    if why := unsupported(node, target=target):
         return why
     types = {name: v.type for name in ("q", "kv", "k", "v", "y", "sinks") if (v := node.operand(name))}
     for name, t in types.items():

@@ -14,6 +14,7 @@ from llmc.codegen.backends.triton.moe import gate_function
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.tiling import power
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.emit import unsupported_dtype
 from llmc.codegen.kernel import BY_SCHEDULE, Schedule
 from llmc.ir.dim import D, Dim
 from llmc.ir.dtype import DTYPES
@@ -39,12 +40,8 @@ class Gathered(TritonKernel):
     shapes: tuple[tuple[int, int, int, int], ...] = DOWN
 
     def reject(self, node: Node, target: Target) -> str | None:
-        others = [v for i, v in enumerate([*node.operands, *node.results]) if i != CHOSEN]
-        for v in others:
-            if v.type.format is not None:
-                return f"operand type {v.type} is quantised"
-            if v.type.dtype not in FLOATS:
-                return f"dtype {v.type.dtype} is not among {', '.join(FLOATS)}"
+        if why := unsupported_dtype(node, FLOATS, besides=(CHOSEN,)):
+            return why
         constant = [*node.operands[WEIGHT].type.shape, node.operands[CHOSEN].type.shape[1]]
         if any(d.const is None for d in constant):
             return f"the experts' sizes {node.operands[WEIGHT].type} and their number per token are not constant"

@@ -13,6 +13,7 @@ from llmc.codegen.backends.triton.template import Argument, Template, function
 from llmc.codegen.backends.triton.tiling import power
 from llmc.codegen.backends.triton.triton_expr import helpers, inline
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, INTS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.emit import unsupported_dtype
 from llmc.codegen.expert_stack import chosen_experts, overlapped, row_blocks
 from llmc.codegen.kernel import BY_SCHEDULE, EXACT, Schedule
 from llmc.ir.cost import node_cost
@@ -137,13 +138,7 @@ class Grouped(TritonKernel):
         raise NotImplementedError
 
     def reject(self, node: Node, target: Target) -> str | None:
-        values = [v for i, v in enumerate([*node.operands, *node.results]) if i not in (1, 2)]
-        for v in values:
-            if v.type.format is not None:
-                return f"operand type {v.type} is quantised"
-            if v.type.dtype not in FLOATS:
-                return f"dtype {v.type.dtype} is not among {', '.join(FLOATS)}"
-        return self.reject_sizes(node)
+        return unsupported_dtype(node, FLOATS, besides=(1, 2)) or self.reject_sizes(node)
 
     @staticmethod
     def reject_sizes(node: Node) -> str | None:

@@ -9,17 +9,7 @@ from llmc.codegen.backends.triton.moe import NARROW, ROWS, Experts, Grouped
 from llmc.codegen.backends.triton.quantized_problem import halves, scales_factors
 from llmc.codegen.backends.triton.template import Template, function
 from llmc.codegen.backends.triton.triton_expr import helpers, inline
-from llmc.codegen.backends.triton.triton_kernel import (
-    CODES,
-    FLOAT8,
-    FLOATS,
-    INTS,
-    Code,
-    Unit,
-    element,
-    unsupported,
-    unsupported_codes,
-)
+from llmc.codegen.backends.triton.triton_kernel import CODES, FLOAT8, FLOATS, INTS, Code, Unit, element, unsupported
 from llmc.codegen.expert_stack import Stack, pack_stack
 from llmc.codegen.kernel import Schedule, Source
 from llmc.codegen.packed_product import not_packed
@@ -99,7 +89,7 @@ class QuantizedGrouped(Grouped):
     def reject(self, node: Node, target: Target) -> str | None:
         if node.attrs["act"]:
             return f"activations rounded to {node.attrs['act']}"
-        if why := unsupported(node, (*FLOATS, *INTS, *FLOAT8)) or unsupported_codes(node, target):
+        if why := unsupported(node, (*FLOATS, *INTS, *FLOAT8), target):
             return why
         return self.reject_sizes(node) or _reject_codes(self.experts(node)) or _reject_others(Stack(node))
 

@@ -10,16 +10,7 @@ from dataclasses import dataclass
 
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.tiling import power
-from llmc.codegen.backends.triton.triton_kernel import (
-    ELEMENTS,
-    FLOAT8,
-    FLOATS,
-    Code,
-    TritonKernel,
-    Unit,
-    unsupported,
-    unsupported_codes,
-)
+from llmc.codegen.backends.triton.triton_kernel import ELEMENTS, FLOAT8, FLOATS, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import BY_SCHEDULE, EXACT, Schedule, roofline_us
 from llmc.ir.dim import Dim
 from llmc.ir.graph import Node
@@ -62,7 +53,7 @@ class HeadKernel(TritonKernel):
         return [t for v in values if (t := v.type).dtype not in ("i32", "i64") and not (t.state and t.dtype in FLOAT8)]
 
     def reject(self, node: Node, target: Target) -> str | None:
-        if why := unsupported(node) or unsupported_codes(node, target):
+        if why := unsupported(node, target=target):
             return why
         if len({v.type.dtype for v in (node.operand("qw"), node.operand("kw")) if v}) > 1:
             return "the gains of queries and keys have different dtypes"

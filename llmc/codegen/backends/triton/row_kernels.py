@@ -32,16 +32,7 @@ from llmc.codegen.backends.triton.triton_expr import (
     statement,
     stored,
 )
-from llmc.codegen.backends.triton.triton_kernel import (
-    FLOAT8,
-    FLOATS,
-    INTS,
-    Code,
-    TritonKernel,
-    Unit,
-    unsupported,
-    unsupported_codes,
-)
+from llmc.codegen.backends.triton.triton_kernel import FLOAT8, FLOATS, INTS, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.emit import indent
 from llmc.codegen.kernel import Schedule, schedule_text
 from llmc.codegen.row_program import RowProgram, expressions, same_layout
@@ -71,7 +62,7 @@ class Rows(TritonKernel):
     def reject(self, node: Node, target: Target) -> str | None:
         if any(v.type.dtype in FLOAT8 for v in node.operands):
             return "an operand of 8-bit floats"
-        return unsupported(node, (*FLOATS, *INTS, "bool", *FLOAT8)) or unsupported_codes(node, target)
+        return unsupported(node, (*FLOATS, *INTS, "bool", *FLOAT8), target)
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
         return same_layout(node)

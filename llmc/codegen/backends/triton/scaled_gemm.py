@@ -15,16 +15,7 @@ from llmc.codegen.backends.triton.gemm_tma import gain, has_maps
 from llmc.codegen.backends.triton.linear_problem import MAX_PARTS, Product, epilogue, extra_operands
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.tiling import power
-from llmc.codegen.backends.triton.triton_kernel import (
-    CODES,
-    FLOAT8,
-    FLOATS,
-    Code,
-    TritonKernel,
-    Unit,
-    unsupported,
-    unsupported_codes,
-)
+from llmc.codegen.backends.triton.triton_kernel import CODES, FLOAT8, FLOATS, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import BY_SCHEDULE, Map, Schedule
 from llmc.ir.dim import D
 from llmc.ir.graph import Node
@@ -85,7 +76,7 @@ class ScaledGemm(TritonKernel):
     yields: bool = True
 
     def reject(self, node: Node, target: Target) -> str | None:
-        if why := unsupported(node, (*FLOATS, *CODES)) or unsupported_codes(node, target):
+        if why := unsupported(node, (*FLOATS, *CODES), target):
             return why
         if self.mapped and not has_maps(target):
             return f"{target.name} does not support TMA"

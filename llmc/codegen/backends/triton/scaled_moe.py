@@ -9,7 +9,7 @@ from llmc.codegen.backends.triton.moe import ROWS, Experts, Grouped
 from llmc.codegen.backends.triton.quantized_moe import epilogue
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import power
-from llmc.codegen.backends.triton.triton_kernel import CODES, FLOATS, INTS, Code, Unit, unsupported, unsupported_codes
+from llmc.codegen.backends.triton.triton_kernel import CODES, FLOATS, INTS, Code, Unit, unsupported
 from llmc.codegen.expert_stack import Stack
 from llmc.codegen.kernel import Schedule
 from llmc.ir.dtype import DTYPES
@@ -54,7 +54,7 @@ class ScaledGrouped(Grouped):
         return ScaledExperts.of(node)
 
     def reject(self, node: Node, target: Target) -> str | None:
-        if why := unsupported(node, (*FLOATS, *CODES, *INTS)) or unsupported_codes(node, target):
+        if why := unsupported(node, (*FLOATS, *CODES, *INTS), target):
             return why
         if why := self.reject_sizes(node):
             return why
