@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from llmc.codegen.backends.triton.decode_attention import CONTEXT, AttentionCombine, Problem
+from llmc.codegen.backends.triton.decode_attention import CONTEXT, AttentionCombine, AttentionProblem
 from llmc.codegen.backends.triton.prefill_attention import FAR, PREFILL_ATTENTION, PrefillAttention, blocks_us
 from llmc.codegen.backends.triton.template import Template
-from llmc.codegen.backends.triton.tiling import power
+from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import Code, Unit
 from llmc.codegen.kernel import EXACT, Schedule
 from llmc.ir.graph import Node
@@ -27,16 +27,16 @@ class AttentionParts(PrefillAttention):
         return PREFILL_ATTENTION.order(node, schedule, target)
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        p, part = Problem.of(node), node.attrs["part"]
+        p, part = AttentionProblem.of(node), node.attrs["part"]
         tokens, seen = node.operands[0].type.shape[0].subs(env).const or 1, min(CONTEXT, p.window or FAR)
-        blocks = tokens * p.g * math.ceil(seen / part)
+        blocks = tokens * p.kv_heads * math.ceil(seen / part)
         return blocks_us(node, schedule, target, blocks, min(part, seen)) + target.launch_us
 
     def code(self, u: Unit) -> Code:
-        n, p = u.node, Problem.of(u.node)
+        n, p = u.node, AttentionProblem.of(u.node)
         return u.launch(
             Template("attention_parts", "attention_parts"),
-            (n.operands[0].type.shape[0], p.g, n.attrs["splits"]),
+            (n.operands[0].type.shape[0], p.kv_heads, n.attrs["splits"]),
             **u.pointers("query_ptr kv_ptr page_table_ptr rows_ptr positions_ptr scales_ptr", "partial_ptr lse_ptr"),
             table_width=u.sizes(n.operands[2].type.shape[1]),
             **p.constants(),
@@ -69,7 +69,7 @@ class JoinParts(AttentionCombine):
             **u.pointers("partial_ptr lse_ptr sinks_ptr", "out_ptr"),
             HEADS=h,
             HEAD_DIM=d,
-            HEAD_DIM_PADDED=power(d),
+            HEAD_DIM_PADDED=next_power_of_2(d),
             PARTS=parts,
         )
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 from llmc.codegen.backends.triton.gemv import joint_sum
 from llmc.codegen.backends.triton.moe import gate_function
 from llmc.codegen.backends.triton.template import Argument, Template
-from llmc.codegen.backends.triton.tiling import power
+from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.emit import unsupported_dtype
 from llmc.codegen.kernel import BY_SCHEDULE, Schedule
@@ -57,8 +57,8 @@ class Gathered(TritonKernel):
         k, n = int(w.shape[2]), int(w.shape[1]) // self.parts
         bn, bk, warps, stages = s
         lanes = target.limits.warp * 128 // DTYPES[w.dtype].bits
-        bk = min(bk, max(lanes, power(k)))
-        bn = min(max(1, bn // self.parts), power(n))
+        bk = min(bk, max(lanes, next_power_of_2(k)))
+        bn = min(max(1, bn // self.parts), next_power_of_2(n))
         while warps > 1 and lanes * warps > bn * bk:
             warps //= 2
         return bn, bk, warps, min(stages, self.steps(node, bk))

@@ -12,7 +12,7 @@ from typing import ClassVar, TypeVar
 
 from llmc.codegen.backends.triton.linear_problem import Product, epilogue, extra_operands, reject_product
 from llmc.codegen.backends.triton.template import Template, function
-from llmc.codegen.backends.triton.tiling import power
+from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit
 from llmc.codegen.kernel import Schedule
 from llmc.ir.dim import D
@@ -163,10 +163,10 @@ def _fit(p: Product, s: Shape) -> Shape:
     """
     bn, bk, warps, stages = s
     lanes = 32 * 128 // DTYPES[p.w.dtype].bits
-    while warps > 1 and lanes * warps > power(p.k):
+    while warps > 1 and lanes * warps > next_power_of_2(p.k):
         warps //= 2
-    bk = min(max(bk, lanes * warps), max(lanes * warps, power(p.k)))
-    return min(max(1, bn // power(p.parts)), power(p.n)), bk, warps, stages if bk < p.k else 1
+    bk = min(max(bk, lanes * warps), max(lanes * warps, next_power_of_2(p.k)))
+    return min(max(1, bn // next_power_of_2(p.parts)), next_power_of_2(p.n)), bk, warps, stages if bk < p.k else 1
 
 
 def _distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:

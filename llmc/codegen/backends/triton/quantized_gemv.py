@@ -14,7 +14,7 @@ from llmc.codegen.backends.triton.quantized_problem import (
     shared_arguments,
 )
 from llmc.codegen.backends.triton.template import Template
-from llmc.codegen.backends.triton.tiling import power
+from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import Code, Unit
 from llmc.codegen.kernel import Schedule
 from llmc.ir.dim import D
@@ -45,10 +45,10 @@ class QuantizedGemv(QuantizedKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = QuantizedProduct.of(node)
-        row_bytes = power(p.k // (2 if p.half else 1))
+        row_bytes = next_power_of_2(p.k // (2 if p.half else 1))
         shapes: dict[tuple[int, int, int], None] = {}  # without duplicates, in order
         for rows_of_parts, nbytes, warps in _TILES:
-            bn = min(max(1, rows_of_parts // power(p.parts)), power(p.n))
+            bn = min(max(1, rows_of_parts // next_power_of_2(p.parts)), next_power_of_2(p.n))
             shapes[bn, max(_CHUNK, min(nbytes, row_bytes)), warps] = None
         return by_tokens(p.m.const, _KEYS, shapes, lambda shape, rows: self._fits(p, shape, rows, target))
 

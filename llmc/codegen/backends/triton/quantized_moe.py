@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from llmc.codegen.backends.triton.moe import NARROW, ROWS, Experts, Grouped
+from llmc.codegen.backends.triton.moe import NARROW, ROWS, Experts, ExpertTile, Grouped
 from llmc.codegen.backends.triton.quantized_problem import halves, scales_factors
 from llmc.codegen.backends.triton.template import Template, function
 from llmc.codegen.backends.triton.triton_expr import helpers, inline
@@ -105,17 +105,17 @@ class QuantizedGrouped(Grouped):
             raise not_packed(node)
         return super().emit(node, schedule, target)
 
-    def shapes(self, p: Experts) -> Iterator[tuple[int, int, int, int, int]]:
+    def tiles(self, p: Experts) -> Iterator[ExpertTile]:
         assert isinstance(p, QuantizedExperts)
         floats = p.dot == "f32"
         steps = (p.half,) if p.half else tuple(s for s in STEPS if p.late or p.group % s == 0)
         for bm in ROWS[:2] if floats else ROWS:
             for bn, _, warps, stages in (NARROW[-1],) if floats else NARROW:
-                yield from ((bm, bn, bk, warps, stages) for bk in steps[-1:] if floats or bk)
+                yield from (ExpertTile(bm, bn, bk, warps, stages) for bk in steps[-1:] if floats or bk)
 
-    def fits(self, p: Experts, s: tuple[int, int, int, int, int], target: Target) -> bool:
+    def fits(self, p: Experts, t: ExpertTile, target: Target) -> bool:
         assert isinstance(p, QuantizedExperts)
-        bm, bn, bk, warps, stages = s
+        bm, bn, bk, warps, stages = t
         if target.family == "hip" and stages > 2:  # Triton fails to compile deeper pipelines of converted codes
             return False
         buffers = stages if target.family == "cuda" else stages - 1

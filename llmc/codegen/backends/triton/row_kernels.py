@@ -16,7 +16,7 @@ from llmc.codegen.backends.triton.tiling import (
     decompose,
     factored,
     max_block_warps,
-    power,
+    next_power_of_2,
     tiles,
     times,
     wide,
@@ -107,7 +107,7 @@ def reducing_tiles(p: RowProgram, target: Target) -> list[tuple[int, int, int]]:
             if n is None
             else [(1, WIDEST, max_warps), (1, 4096, min(16, max_warps))]
         )
-    cols = power(n)
+    cols = next_power_of_2(n)
     warps = max(1, min(max_warps, cols // (warp * 8)))
     counts = [w for w in (warps, warps // 2, warps * 2, warps // 4) if 0 < w <= max_warps and cols <= 32 * warp * w]
     single_row = [(1, cols, w) for w in counts if w == 1 or cols >= warp * w]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from llmc.codegen.backends.triton.template import Template
-from llmc.codegen.backends.triton.tiling import power
+from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import EXACT, Schedule
 from llmc.ir.dim import Dim
@@ -57,7 +57,8 @@ class RowKernel(TritonKernel):
         sizes = {name: Dim.of(size).subs(known) for name, size in self.arguments.items()}
         if self.searches:
             entries = sizes["entry_count"].const
-            sizes["ENTRIES_PER_STEP"] = Dim.of(ENTRIES if entries is None else min(ENTRIES, max(16, power(entries))))
+            step = ENTRIES if entries is None else min(ENTRIES, max(16, next_power_of_2(entries)))
+            sizes["ENTRIES_PER_STEP"] = Dim.of(step)
         return u.launch(
             Template(self.module, u.node.op.name),
             (Dim.of(self.items).subs(known).ceildiv(self.per_program),),
