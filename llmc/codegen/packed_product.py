@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from llmc.codegen.kernel import Kernel, Schedule, Source
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
+from llmc.targets.target import Target
 
 _OF_CODES = ("act", "act_block", "bits")  # attributes of quantized_linear that ops over packed codes do not have
 
@@ -40,7 +42,12 @@ def pack_product(
     g.replace_op(node, product, operands, {**kept, **attrs})
 
 
-def not_packed(node: Node) -> Diagnostic:
-    """Return the error of a node that is emitted before the pass `pack` has run."""
-    cause = f"{node.op.name} reached code generation with weights that are not packed"
-    return Diagnostic("E430", cause, "run the pass `pack` after `select`", loc=node.loc)
+class PackedKernel(Kernel):
+    """Base class, before that of the language, of kernels that run nodes only after `pack` has packed their weights."""
+
+    def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
+        """Return the source of a packed node; raises Diagnostic E430 for one that is not."""
+        if self.layouts(node, schedule, target):
+            cause = f"{node.op.name} reached code generation with weights that are not packed"
+            raise Diagnostic("E430", cause, "run the pass `pack` after `select`", loc=node.loc)
+        return super().emit(node, schedule, target)
