@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from llmc.codegen import select
+from llmc.codegen.candidates import candidates as node_candidates
 from llmc.codegen.scratch_dir import scratch
 from llmc.codegen.tuning_records import Tuning, schedule_text
 from llmc.extension import Registry, load
@@ -68,7 +68,7 @@ def candidates(
     fixed = weight_only(graph)
     for node in graph.nodes:
         if node.results[0] not in fixed:
-            found = select.candidates(node, registry.kernels, target, env, Tuning.shipped(target))
+            found = node_candidates(node, registry.kernels, target, env, Tuning.shipped(target))
             for o in found[: ways if node.op.name == "block_scaled_linear" else OTHERS]:
                 yield Candidate(node, graph, env, o.kernel, o.schedule)
 

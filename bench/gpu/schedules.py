@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from llmc.codegen import select
+from llmc.codegen.candidates import candidates as node_candidates
 from llmc.codegen.tuning_records import Tuning
 from llmc.extension import Registry, load
 from llmc.ir.graph import Graph, Node
@@ -46,7 +46,7 @@ def candidates(
     target: Target,
 ) -> list[Candidate]:  # fmt: skip
     """Return the best `ways` Triton schedules of a node, and every schedule of the kernel `ours`."""
-    found = select.candidates(node, registry.kernels, target, env, tuning, prefer=(ours,))
+    found = node_candidates(node, registry.kernels, target, env, tuning, prefer=(ours,))
     mine = [o for o in found if o.kernel.name == ours]
     theirs = [o for o in found if o.kernel.name != ours][:ways]
     return [Candidate(node, graph, env, o.kernel, o.schedule) for o in (*theirs, *mine)]

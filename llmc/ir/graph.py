@@ -226,6 +226,9 @@ class Graph:
         return out
 
 
+WEIGHTS = "weights"  # the graph that is evaluated when weights are packed, and never launched
+
+
 @dataclass(eq=False)
 class Module:
     """Graphs that share symbols (name to inclusive bounds)."""
@@ -238,6 +241,11 @@ class Module:
         """The quantised formats of the graphs' values by name, in order of appearance."""
         values = (v for g in self.graphs.values() for v in [*g.inputs, *(r for n in g.nodes for r in n.results)])
         return {v.type.format.name: v.type.format for v in values if v.type.format}
+
+    @property
+    def launched(self) -> list[Graph]:
+        """The graphs that become programs: all but @weights."""
+        return [g for name, g in self.graphs.items() if name != WEIGHTS]
 
     def bounds(self, g: Graph) -> dict[str, tuple[int, int]]:
         """Return the symbols' inclusive bounds within graph `g`."""

@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 
 from llmc_runtime.format.folder import Folder
 
+from llmc.codegen.candidates import typical
 from llmc.codegen.kernel import schedule_text
 from llmc.codegen.scratch_dir import scratch
-from llmc.codegen.select import launched_graphs, typical
 from llmc.codegen.tuning_records import Sizes, node_text, sizes_of
 from llmc.diagnostics import Diagnostic
 from llmc.extension import Registry, load
@@ -161,7 +161,7 @@ def _side(path: Path, registry: Registry) -> _Side:
     if stage is None:
         raise Diagnostic("E433", f"{path} has no text of the pass `select`", "compile it again")
     m = parse(stage.read_text(), registry.opset())
-    return _Side(path, m, {g.name: _launches(g, m, registry) for g in launched_graphs(m)})
+    return _Side(path, m, {g.name: _launches(g, m, registry) for g in m.launched})
 
 
 def _launches(g: Graph, m: Module, registry: Registry) -> dict[Key, Launch]:

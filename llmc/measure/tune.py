@@ -16,11 +16,11 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.nearest import did_you_mean
 
+from llmc.codegen.candidates import Candidate as KernelCandidate
+from llmc.codegen.candidates import candidates as kernel_candidates
+from llmc.codegen.candidates import typical
 from llmc.codegen.kernel import roofline_us
 from llmc.codegen.scratch_dir import scratch
-from llmc.codegen.select import Candidate as KernelCandidate
-from llmc.codegen.select import candidates as kernel_candidates
-from llmc.codegen.select import launched_graphs, typical
 from llmc.codegen.tuning_records import Record, Sizes, Tuning, machine, node_text, read, record, save, sizes_of
 from llmc.diagnostics import Diagnostic
 from llmc.extension import Registry, load
@@ -175,7 +175,7 @@ def tuning_work(
 
 def _launched_nodes(m: Module) -> Iterator[tuple[Graph, Node]]:
     """Yield the nodes that a step launches, not those that depend only on weights."""
-    for g in launched_graphs(m):
+    for g in m.launched:
         weights = weight_only(g)
         yield from ((g, n) for n in g.nodes if not all(r in weights for r in n.results))
 

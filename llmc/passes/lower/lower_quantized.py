@@ -48,7 +48,7 @@ class LowerQuantized(Pass):
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every graph; return the number of changes."""
         refused: Counter[tuple[str, str]] = Counter()
-        done = sum(self._graph(g, ctx, refused) for name, g in m.graphs.items() if name != "weights")
+        done = sum(self._graph(g, ctx, refused) for g in m.launched)
         for (name, why), count in refused.items():
             ctx.notes[f"{count} products with weights in {name} use dequantised weights: {why}"] = None
         return done

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from llmc.ir.graph import Builder, Graph, Module, Node
-from llmc.passes.base import Ctx, NodePass
+from llmc.passes.base import Ctx, NodePass, claiming
 from llmc.passes.rewrite import substitute
 
 
@@ -46,6 +46,5 @@ def _led(m: Module, g: Graph, n: Node, ctx: Ctx) -> bool:
     target, env = ctx.target, {s: high for s, (_, high) in m.bounds(g).items()}
     if target is None:
         return False
-    found = (ctx.kernels[name] for name in ctx.kernels)
-    mine = (k for k in found if k.language in target.languages and k.claims(n) and not k.reject(n, target))
+    mine = (k for k in claiming(n, ctx.kernels, target) if not k.reject(n, target))
     return any(not k.missing() and k.leads(n, target, env) for k in mine)

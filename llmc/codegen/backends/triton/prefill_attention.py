@@ -79,7 +79,7 @@ class PrefillAttention(TritonKernel):
     def order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
         """Tiles of keys begin at multiples of their size; a row is summed by one warp if warps divide only the rows."""
         rows, keys, warps = schedule["rows"], schedule["keys"], schedule["warps"]
-        product = dot_order(target, AttentionProblem.of(node).dot, rows, keys, warps)
+        product = dot_order(target, AttentionProblem.of(node).dot_dtype, rows, keys, warps)
         if product.startswith("wgmma") and rows == WARP_ROWS * warps:
             return f"{self.name} {keys} keys, {product}, one warp for a row"
         return super().order(node, schedule, target)
