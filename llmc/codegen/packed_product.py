@@ -9,9 +9,8 @@ from llmc.codegen.kernel import Kernel, Schedule, Source
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
+from llmc.ir.ops.packed_codes import OF_CODES
 from llmc.targets.target import Target
-
-_OF_CODES = ("act", "act_block", "bits")  # attributes of quantized_linear that ops over packed codes do not have
 
 
 def tables(node: Node) -> list[int]:
@@ -38,7 +37,7 @@ def pack_product(
     operands[1] = g.add(layout, [operands[1]], dict(attrs), before=node, loc=node.loc).result
     for i in tables(node):
         operands[i] = g.add(ops["transpose"], [operands[i]], {"perm": (1, 0)}, before=node, loc=node.loc).result
-    kept = {k: v for k, v in node.attrs.items() if k not in _OF_CODES}
+    kept = {k: v for k, v in node.attrs.items() if k not in OF_CODES}
     g.replace_op(node, product, operands, {**kept, **attrs})
 
 

@@ -201,9 +201,12 @@ def op(signature: str, **fields: Any) -> Callable[[Callable[..., Any]], OpDef]:
     torch function to test against. infer: the type rule, if a signature cannot express it. holds: operand name -> its
     content (see `llmc.ir.contents`), needed for integers that are not arbitrary; names that the op lacks are ignored,
     so that ops can share a table. example: attributes and sizes of an example for tests: sizes of the signature, the
-    axes of `*b`, dtypes of operands, or the shapes of a variadic one; {"k": 5, "*b": (3,), "xs": [(3, 2)]}.
+    axes of `*b`, dtypes of operands, or the shapes of a variadic one; {"k": 5, "*b": (3,), "xs": [(3, 2)]}. attrs_of:
+    an op whose attributes follow the function's own, except those named in `without`; the function takes them as
+    `**attrs`.
     """
     operands, results = parse_signature(signature)
+    shared, without = fields.pop("attrs_of", None), fields.pop("without", ())
 
     def wrap(fn: Callable[..., Any]) -> OpDef:
         params = inspect.signature(fn, eval_str=True).parameters.values()
@@ -212,6 +215,7 @@ def op(signature: str, **fields: Any) -> Callable[[Callable[..., Any]], OpDef]:
             k: Attr(a.type, a.default if a.default is REQUIRED else _normal(a.type, a.default))
             for k, a in attrs.items()
         }
+        attrs |= {k: a for k, a in shared.attrs.items() if k not in without} if shared else {}
         name = fields.pop("name", fn.__name__.rstrip("_"))
         holds = {s.name: fields["holds"][s.name] for s in operands if s.name in fields.get("holds", {})}
         fields["holds"] = MappingProxyType(holds)
