@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llmc.codegen.kernel import Kernel, Schedule, Source
+from llmc.codegen.kernel import Kernel, Schedule
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
@@ -41,12 +41,8 @@ def pack_product(
     g.replace_op(node, product, operands, {**kept, **attrs})
 
 
-class PackedKernel(Kernel):
-    """Base class, before that of the language, of kernels that run nodes only after `pack` has packed their weights."""
-
-    def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
-        """Return the source of a packed node; raises Diagnostic E430 for one that is not."""
-        if self.layouts(node, schedule, target):
-            cause = f"{node.op.name} reached code generation with weights that are not packed"
-            raise Diagnostic("E430", cause, "run the pass `pack` after `select`", loc=node.loc)
-        return super().emit(node, schedule, target)
+def check_packed(kernel: Kernel, node: Node, schedule: Schedule, target: Target) -> None:
+    """Raise Diagnostic E430 for a node that is emitted although the pass `pack` has not packed its weights."""
+    if kernel.layouts(node, schedule, target):
+        cause = f"{node.op.name} reached code generation with weights that are not packed"
+        raise Diagnostic("E430", cause, "run the pass `pack` after `select`", loc=node.loc)

@@ -10,8 +10,8 @@ from typing import Self
 from llmc.codegen.backends.cuda.cuda_epilogue import epilogue, reject_operands
 from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, CudaKernel
 from llmc.codegen.backends.cuda.wgmma import lacks_wgmma
-from llmc.codegen.kernel import Schedule
-from llmc.codegen.packed_product import PackedKernel, pack_product, product_layouts, tables
+from llmc.codegen.kernel import Schedule, Source
+from llmc.codegen.packed_product import check_packed, pack_product, product_layouts, tables
 from llmc.codegen.product import ProductNode
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
@@ -81,7 +81,7 @@ class FragmentProduct(ProductNode):
 
 
 @dataclass(frozen=True)
-class FragmentKernel(PackedKernel, CudaKernel):
+class FragmentKernel(CudaKernel):
     """A kernel of quantized_linear over codes of 4 bits, which it packs into fragments at compile time, on sm_90."""
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -94,6 +94,10 @@ class FragmentKernel(PackedKernel, CudaKernel):
 
     def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:
         pack_product(g, node, ops["pack_fragments"], {}, ops[_PACKED_OF[node.op.name]], ops)
+
+    def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
+        check_packed(self, node, schedule, target)
+        return super().emit(node, schedule, target)
 
 
 def _reject_types(node: Node) -> str | None:

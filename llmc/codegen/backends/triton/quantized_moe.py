@@ -11,8 +11,8 @@ from llmc.codegen.backends.triton.template import Template, function
 from llmc.codegen.backends.triton.triton_expr import helpers, inline
 from llmc.codegen.backends.triton.triton_kernel import CODES, FLOAT8, FLOATS, INTS, Code, Unit, element, unsupported
 from llmc.codegen.expert_stack import Stack, pack_stack
-from llmc.codegen.kernel import Schedule
-from llmc.codegen.packed_product import PackedKernel
+from llmc.codegen.kernel import Schedule, Source
+from llmc.codegen.packed_product import check_packed
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
@@ -80,7 +80,7 @@ class QuantizedExperts(Experts):
         return CONVERSION
 
 
-class QuantizedGrouped(PackedKernel, Grouped):
+class QuantizedGrouped(Grouped):
     """quantized_moe_up and quantized_moe_down; codes of 4 bits are packed at compile time."""
 
     def experts(self, node: Node) -> QuantizedExperts:
@@ -99,6 +99,10 @@ class QuantizedGrouped(PackedKernel, Grouped):
 
     def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:
         pack_stack(g, node, self.experts(node).half, list(self.layouts(node, schedule, target)), ops)
+
+    def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
+        check_packed(self, node, schedule, target)
+        return super().emit(node, schedule, target)
 
     def tiles(self, p: Experts) -> Iterator[ExpertTile]:
         assert isinstance(p, QuantizedExperts)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from llmc.codegen.backends.triton.linear_problem import MAX_PARTS, Product, extra_operands
 from llmc.codegen.backends.triton.template import Argument
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, TritonKernel, Unit, unsupported
-from llmc.codegen.kernel import BY_SCHEDULE, Schedule
-from llmc.codegen.packed_product import PackedKernel, pack_product, product_layouts
+from llmc.codegen.kernel import BY_SCHEDULE, Schedule, Source
+from llmc.codegen.packed_product import check_packed, pack_product, product_layouts
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
@@ -82,7 +82,7 @@ def scales_factors(half: int, tokens: int, scale: str, x: str) -> bool:
     return half > 0 and tokens > FEW_TOKENS and scale == x
 
 
-class QuantizedKernel(PackedKernel, TritonKernel):
+class QuantizedKernel(TritonKernel):
     """Base class of the kernels of quantized_linear; codes of 4 bits are packed at compile time."""
 
     sums = BY_SCHEDULE
@@ -106,6 +106,10 @@ class QuantizedKernel(PackedKernel, TritonKernel):
     def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:
         half = QuantizedProduct.of(node).half
         pack_product(g, node, ops["pack_nibbles"], {"half": half}, ops[PACKED], ops)
+
+    def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
+        check_packed(self, node, schedule, target)
+        return super().emit(node, schedule, target)
 
 
 def _reject_sizes(node: Node) -> str | None:
