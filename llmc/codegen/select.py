@@ -20,7 +20,7 @@ from llmc.codegen.weight_layouts import agreeing, common_layouts
 from llmc.diagnostics import Diagnostic
 from llmc.ir.digest import node_digest
 from llmc.ir.graph import Graph, Module, Node
-from llmc.passes.analysis import weight_only
+from llmc.passes.analysis import launched_nodes
 from llmc.passes.base import Ctx, Pass, target_of
 from llmc.targets.target import Target
 
@@ -119,9 +119,8 @@ class Select(Pass):
         """Yield each node to choose for. Nodes with equal keys have one list of candidates per graph."""
         for g in m.launched:
             cache: dict[str, list[Candidate]] = {}
-            weights = weight_only(g)
-            for n in g.nodes:
-                if n.choice or all(r in weights for r in n.results):
+            for n in launched_nodes(g):
+                if n.choice:
                     continue
                 key, sizes = _key(n), typical(m, g, n)
                 if key not in cache:
