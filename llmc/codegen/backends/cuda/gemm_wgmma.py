@@ -173,7 +173,7 @@ def _schedules(p: WgmmaProduct, target: Target) -> Iterator[Schedule]:
 GEMM_WGMMA = GemmWgmma(
     "cuda/gemm_wgmma",
     ("linear", "linear_map"),
-    crowds=True,
+    fills_multiprocessors=True,
     opt_in=True,
     file="llmc.codegen.backends.cuda.kernels:gemm_wgmma.cu",
     entry="llmc_linear",

@@ -164,7 +164,7 @@ def stages(s: Schedule, experts: int, target: Target) -> int:
 GROUPED_WGMMA = GroupedWgmma(
     "cuda/grouped_wgmma",
     ("moe_up", "moe_down"),
-    crowds=True,
+    fills_multiprocessors=True,
     file="llmc.codegen.backends.cuda.kernels:grouped_wgmma.cu",
     entry="llmc_experts",
     headers=(HOPPER, SCALAR_MATH, PAIRS),

@@ -152,8 +152,8 @@ def _rings(p: TiledProduct, tokens: int, rows: int, split: int, target: Target) 
 QUANTIZED_WGMMA = QuantizedWgmma(
     "cuda/quantized_wgmma",
     (PLAIN, PACKED),
-    crowds=True,
-    yields=True,
+    fills_multiprocessors=True,
+    can_trigger_late=True,
     preloads=True,
     file="llmc.codegen.backends.cuda.kernels:quantized_wgmma.cu",
     entry="llmc_quantized_linear",

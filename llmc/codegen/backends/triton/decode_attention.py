@@ -214,4 +214,4 @@ class AttentionCombine(TritonKernel):
 
 
 DECODE_ATTENTION = DecodeAttention("triton/decode_attention", ("paged_attention", "paged_attention_split"))
-ATTENTION_COMBINE = AttentionCombine("triton/attention_combine", ("attention_combine",), eager=True)
+ATTENTION_COMBINE = AttentionCombine("triton/attention_combine", ("attention_combine",), can_trigger_early=True)

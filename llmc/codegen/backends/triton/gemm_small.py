@@ -76,8 +76,8 @@ class Gemm(TritonKernel):
     """linear and linear_map by tl.dot, for any number of tokens. swap: the weight is the left factor of tl.dot."""
 
     swap: bool = False
-    crowds: bool = True
-    yields: bool = True
+    fills_multiprocessors: bool = True
+    can_trigger_late: bool = True
 
     def reject(self, node: Node, target: Target) -> str | None:
         return reject_product(node, target)

@@ -164,5 +164,8 @@ def _fits(p: QuantizedProduct, t: GemmTile, target: Target) -> bool:
 
 
 QUANTIZED_GEMM = QuantizedGemm(
-    "triton/quantized_gemm", ("quantized_linear", "packed_nibbles_linear"), crowds=True, yields=True
+    "triton/quantized_gemm",
+    ("quantized_linear", "packed_nibbles_linear"),
+    fills_multiprocessors=True,
+    can_trigger_late=True,
 )

@@ -307,4 +307,4 @@ class Writer:
         return [*before, loop, indent("\n".join(body), 4), *after]
 
 
-ROWS = Rows("triton/rows", eager=True)
+ROWS = Rows("triton/rows", can_trigger_early=True)

@@ -71,8 +71,8 @@ class ScaledGemm(TritonKernel):
     sums = BY_SCHEDULE
     swap: bool = False
     mapped: bool = False
-    crowds: bool = True
-    yields: bool = True
+    fills_multiprocessors: bool = True
+    can_trigger_late: bool = True
 
     def reject(self, node: Node, target: Target) -> str | None:
         if why := unsupported(node, (*FLOATS, *CODES), target):
