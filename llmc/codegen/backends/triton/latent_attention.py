@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from llmc.codegen.backends.triton.decode_attention import CONTEXT
 from llmc.codegen.backends.triton.template import Argument, Template
@@ -28,19 +29,29 @@ from llmc.ir.graph import Node
 from llmc.targets.target import PDL, Target
 
 MAX_LATENT, MAX_ROTARY = 512, 128
-KEYS = ("rows", "keys", "warps", "stages")  # of a schedule
-# Rows of queries, keys, warps, stages -> time of a row and a key relative to the first, whose tiles are for wgmma. The
-# times are those of 128 heads of DeepSeek-V3 on an H100, of 32 rows with 4,096 tokens. Schedules that fit are used.
+
+
+class Tile(NamedTuple):
+    """The tile of a program; the fields are the entries of its schedule. rows: of queries. keys: of a step."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# Tile -> time of a row and a key relative to the first, whose tiles are for wgmma. The times are those of 128 heads of
+# DeepSeek-V3 on an H100, of 32 rows with 4,096 tokens. Tiles that fit are used.
 TILES = MappingProxyType(
     {
-        (64, 64, 8, 2): 1.0, (64, 32, 8, 3): 1.1, (64, 64, 8, 1): 1.15, (64, 32, 8, 2): 1.3, (32, 32, 4, 3): 1.35,
-        (32, 64, 8, 2): 1.6, (16, 32, 4, 3): 1.7, (16, 32, 4, 2): 1.8, (16, 64, 4, 3): 2.0, (16, 32, 4, 4): 2.3,
-        (16, 16, 4, 2): 2.6, (16, 16, 4, 1): 3.5,
+        Tile(64, 64, 8, 2): 1.0, Tile(64, 32, 8, 3): 1.1, Tile(64, 64, 8, 1): 1.15, Tile(64, 32, 8, 2): 1.3,
+        Tile(32, 32, 4, 3): 1.35, Tile(32, 64, 8, 2): 1.6, Tile(16, 32, 4, 3): 1.7, Tile(16, 32, 4, 2): 1.8,
+        Tile(16, 64, 4, 3): 2.0, Tile(16, 32, 4, 4): 2.3, Tile(16, 16, 4, 2): 2.6, Tile(16, 16, 4, 1): 3.5,
     }
 )  # fmt: skip
 ROW_KEY_US = 1.3e-3  # a row and a key of the first of TILES on one multiprocessor of an H100
 WGMMA_ROWS = 64
-SMALLEST = (16, 16, 4, 1)
+SMALLEST = Tile(16, 16, 4, 1)
 
 
 @dataclass(frozen=True)
@@ -110,12 +121,12 @@ class LatentAttention(TritonKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = LatentProblem.of(node)
-        smallest = dict(zip(KEYS, SMALLEST, strict=True))
         if p.dot_dtype == "tl.float32":
-            return [smallest]  # float32 products use many registers per thread
-        most = min(self.max_rows(p), max_rows_of(target))
-        found = [dict(zip(KEYS, t, strict=True)) for t in TILES if t[0] <= most]
-        return [s for s in found if s == smallest or p.shared(s, target) <= target.limits.shared]
+            return [SMALLEST._asdict()]  # float32 products use many registers per thread
+        max_rows = min(self.max_rows(p), max_rows_of(target))
+        tiles = [t for t in TILES if t.rows <= max_rows]
+        fitting = [t for t in tiles if t == SMALLEST or p.shared(t._asdict(), target) <= target.limits.shared]
+        return [t._asdict() for t in fitting]
 
     def max_rows(self, p: LatentProblem) -> int:
         """Return the maximum rows of queries that a tile can use."""
@@ -123,9 +134,9 @@ class LatentAttention(TritonKernel):
 
     def blocks_us(self, node: Node, schedule: Schedule, target: Target, blocks: int, seen: int) -> float:
         """Predict the microseconds of waves of blocks that attend to `seen` keys."""
-        p, width = LatentProblem.of(node), LatentProblem.of(node).widths
+        p = LatentProblem.of(node)
         resident = max(1, min(target.limits.shared // p.shared(schedule, target), 16 // schedule["warps"]))
-        factor = TILES[tuple(schedule[key] for key in KEYS)] * (2 * width[0] + width[1]) / 1088
+        factor = TILES[Tile(*(schedule[field] for field in Tile._fields))] * (2 * p.widths[0] + p.widths[1]) / 1088
         block_us = 2 + schedule["rows"] * max(seen, schedule["keys"]) * ROW_KEY_US * factor
         share = min(resident, max(1.0, blocks / target.limits.units))  # blocks that share a multiprocessor
         return math.ceil(blocks / (target.limits.units * resident)) * block_us * share

@@ -1,4 +1,4 @@
-"""Helpers of generated, memory-bound Triton kernels: sizes as text, tile shapes, and the cost model."""
+"""The tiles of Triton's products, and helpers of generated, memory-bound kernels: sizes as text, tiles, costs."""
 
 from __future__ import annotations
 
