@@ -10,8 +10,7 @@ from collections.abc import Mapping
 
 from llmc.codegen.backends.triton.decode_attention import CONTEXT, AttentionCombine, AttentionProblem
 from llmc.codegen.backends.triton.prefill_attention import FAR, PREFILL_ATTENTION, PrefillAttention, blocks_us
-from llmc.codegen.backends.triton.template import Template
-from llmc.codegen.backends.triton.tiling import next_power_of_2
+from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.triton_kernel import Code, Unit
 from llmc.codegen.kernel import EXACT, Schedule
 from llmc.ir.graph import Node
@@ -52,6 +51,7 @@ class JoinParts(AttentionCombine):
     """Adds the parts of a token and head one after another, in the order in which PREFILL_ATTENTION adds them."""
 
     sums = EXACT
+    template = Template("attention_parts", "join_parts")
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         return [{"warps": 1}]
@@ -60,18 +60,8 @@ class JoinParts(AttentionCombine):
         """Predict microseconds: those of adding all parts at once, and a step for each part."""
         return super().cost_us(node, schedule, target, env) + STEP_US * int(node.operands[0].type.shape[2])
 
-    def code(self, u: Unit) -> Code:
-        shape = u.node.operands[0].type.shape
-        h, parts, d = (int(s) for s in shape[1:])
-        return u.launch(
-            Template("attention_parts", "join_parts"),
-            (shape[0], h),
-            **u.pointers("partial_ptr lse_ptr sinks_ptr", "out_ptr"),
-            HEADS=h,
-            HEAD_DIM=d,
-            HEAD_DIM_PADDED=next_power_of_2(d),
-            PARTS=parts,
-        )
+    def part_arguments(self, u: Unit, parts: int) -> dict[str, Argument]:
+        return {"PARTS": parts}
 
 
 ATTENTION_PARTS = AttentionParts("triton/attention_parts", ("paged_attention_parts",))

@@ -179,6 +179,8 @@ class DecodeAttention(TritonKernel):
 class AttentionCombine(TritonKernel):
     """The weighted mean of the splits, one head of one token per program."""
 
+    template = Template("decode_attention", "combine_splits")
+
     def reject(self, node: Node, target: Target) -> str | None:
         if why := unsupported(node, FLOATS):
             return why
@@ -201,16 +203,18 @@ class AttentionCombine(TritonKernel):
         shape = u.node.operands[0].type.shape
         h, parts, d = (int(s) for s in shape[1:])
         return u.launch(
-            Template("decode_attention", "combine_splits"),
+            self.template,
             (shape[0], h),
             **u.pointers("partial_ptr lse_ptr sinks_ptr", "out_ptr"),
             HEADS=h,
             HEAD_DIM=d,
             HEAD_DIM_PADDED=next_power_of_2(d),
-            SPLITS=parts,
-            SPLITS_PADDED=next_power_of_2(parts),
-            EAGER_LAUNCH=u.eager,
+            **self.part_arguments(u, parts),
         )
+
+    def part_arguments(self, u: Unit, parts: int) -> dict[str, Argument]:
+        """Return the template arguments that depend on the number of parts."""
+        return {"SPLITS": parts, "SPLITS_PADDED": next_power_of_2(parts), "EAGER_LAUNCH": u.eager}
 
 
 DECODE_ATTENTION = DecodeAttention("triton/decode_attention", ("paged_attention", "paged_attention_split"))
