@@ -9,7 +9,7 @@ from llmc.codegen.backends.cpp.cpp_kernel import CTYPES, FLOATS, CppKernel, poin
 from llmc.codegen.emit import Sizes, indent
 from llmc.codegen.kernel import Schedule, Source
 from llmc.codegen.packed_product import check_packed
-from llmc.codegen.print_expr import Dag, convert, statements
+from llmc.codegen.print_expr import Dag, Names, convert, statements
 from llmc.codegen.product import ProductNode
 from llmc.ir.dim import D, Dim
 from llmc.ir.dtype import DTYPES
@@ -180,7 +180,7 @@ class Linear(PackedProduct):
 def epilogue(p: Problem, stride: int) -> str:
     """Return the C++ struct whose `put` computes outputs from accumulators, `stride` floats apart, and extras."""
     dag, lines = Dag(), []
-    names: dict[int, tuple[str, str]] = {}
+    names: Names = {}
     root = dag.add(parse_expr(p.body))
     order = dag.below([root])
     for i in order:
