@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from llmc.codegen.candidates import candidates
 from llmc.codegen.kernel import schedule_text
-from llmc.codegen.select import candidates
 from llmc.codegen.tuning_records import Record, Tuning, machine, read
 from llmc.extension import load
 from llmc.ir.graph import Graph, Node

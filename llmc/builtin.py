@@ -41,7 +41,7 @@ PASSES = MappingProxyType(
         "to-fnuz": "llmc.passes.lower.to_fnuz:ToFnuz",
         "specialize": "llmc.passes.lower.specialize:Specialize",
         "select": "llmc.codegen.select:Select",
-        "pack": "llmc.codegen.select:Pack",
+        "pack": "llmc.codegen.pack:Pack",
         "lift-weights": "llmc.passes.weights.lift_weights:LiftWeights",
         "cse": "llmc.passes.canonicalize.cse:Cse",
         "dce": "llmc.passes.canonicalize.dce:Dce",

@@ -17,10 +17,11 @@ from llmc_runtime.format.size_text import size_text
 from llmc.artifact.cost_report import memory, roofline, weight_bytes
 from llmc.artifact.write import kv_of, states_of
 from llmc.codegen.dry_build import DryBuild, dry_build
+from llmc.compilation import Compilation
 from llmc.console import Console
 from llmc.diagnostics import Diagnostic
 from llmc.draft_model import add_draft, with_draft
-from llmc.driver import Compilation, start
+from llmc.driver import start
 from llmc.frontend.safetensors_reader import TensorFiles
 from llmc.frontend.unsupported import INDEX, SINGLE
 from llmc.options import Options

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from llmc.codegen.select import candidates
+from llmc.codegen.candidates import candidates
 from llmc.codegen.tuning_records import Tuning
 from llmc.diagnostics import Diagnostic
 from llmc.extension import Registry

@@ -28,9 +28,9 @@ sys.path[:0] = [str(ROOT / "tests")]
 from bench.gpu.graph_time import graph_microseconds  # noqa: E402
 from gpu.launcher import Card  # noqa: E402
 from gpu.test_kernels import passed  # noqa: E402
-from llmc.codegen import select  # noqa: E402
 from llmc.codegen.backends.cute.flash_attention import FLASH_ATTENTION  # noqa: E402
 from llmc.codegen.backends.flashinfer.xqa import XQA  # noqa: E402
+from llmc.codegen.candidates import candidates as node_candidates  # noqa: E402
 from llmc.codegen.kernel import Source  # noqa: E402
 from llmc.codegen.kernel_cache import entry_path, read_entry, write_entry  # noqa: E402
 from llmc.codegen.toolchain import Compiled, Toolset  # noqa: E402
@@ -165,7 +165,7 @@ graph @main({inputs}) {{
 def ours(op: str, tokens: str, attrs: str, env: dict[str, int], s: Setting) -> Launch:
     """Return the launch of the kernel that `select` chooses among those of llmc."""
     node = node_of(op, tokens, attrs, s)
-    found = select.candidates(node, s.registry.kernels, s.target, env, Tuning.shipped(s.target))
+    found = node_candidates(node, s.registry.kernels, s.target, env, Tuning.shipped(s.target))
     best = next(o for o in found if o.kernel.language == "triton")
     results = {"paged_attention_split": ("partial", "lse"), "paged_attention_single": ("y",)}.get(op, ("y",))
     source = best.kernel.emit(node, best.schedule, s.target)

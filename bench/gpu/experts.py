@@ -22,7 +22,7 @@ from llmc.codegen.tuning_records import Tuning, record, save, schedule_text
 from llmc.extension import Registry
 from llmc.ir.graph import Graph, Node
 from llmc.ir.text import parse
-from llmc.measure.timing import Candidate
+from llmc.measure.timing import Trial
 from llmc.targets.target import Target
 
 OURS = "cuda/grouped_wgmma"
@@ -97,7 +97,7 @@ MIXTURES = {
 }
 
 
-def candidates(m: Mixture, op: str, tokens: int, ways: int, registry: Registry, target: Target) -> list[Candidate]:
+def candidates(m: Mixture, op: str, tokens: int, ways: int, registry: Registry, target: Target) -> list[Trial]:
     """Return the best `ways` Triton schedules and every schedule of the CUDA kernel for a size."""
     graph, node = m.node(op, "1" if tokens == 1 else "T", registry)
     return schedules.candidates(graph, node, {"T": tokens}, OURS, ways, Tuning(), registry, target)
@@ -142,7 +142,7 @@ def _us(row: schedules.Row) -> float:
 
 
 def store(
-    path: Path, m: Mixture, op: str, tokens: int, timed: Sequence[tuple[Candidate, float]], registry: Registry,
+    path: Path, m: Mixture, op: str, tokens: int, timed: Sequence[tuple[Trial, float]], registry: Registry,
     target: Target,
 ) -> None:  # fmt: skip
     """Add the times to a tuning file, for a step of as many tokens and for one of as many rows."""
@@ -153,7 +153,7 @@ def store(
         save(path, [record(node, c.kernel.name, c.schedule, target, us, env) for c, us in timed])
 
 
-def row(m: Mixture, op: str, tokens: int, c: Candidate, us: float) -> dict[str, object]:
+def row(m: Mixture, op: str, tokens: int, c: Trial, us: float) -> dict[str, object]:
     """Return the row of one way: microseconds of one launch, and its lower bound on an H200."""
     return {
         "model": m.name, "op": op, "tokens": tokens, "kernel": c.kernel.name, "schedule": schedule_text(c.schedule),

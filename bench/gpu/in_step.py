@@ -27,7 +27,7 @@ from bench.gpu.kernels import Bench, Load
 from bench.gpu.make import with_weights
 from bench.gpu.plan import Plan, parser, plan_of
 from bench.shapes import Shape
-from llmc.codegen.select import typical
+from llmc.codegen.candidates import typical
 from llmc.codegen.tuning_records import Record, Sizes, node_text, read, save, sizes_of
 from llmc.extension import load
 from llmc.ir.graph import Graph, Module, Node

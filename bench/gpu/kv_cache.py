@@ -15,7 +15,7 @@ from llmc.codegen.scratch_dir import scratch
 from llmc.extension import Registry, load
 from llmc.ir.graph import Graph
 from llmc.ir.text import parse
-from llmc.measure.timing import Candidate, Timer
+from llmc.measure.timing import Timer, Trial
 from llmc.targets.target import Target
 
 HEADS, KV_HEADS, HEAD = 32, 8, 128
@@ -52,7 +52,7 @@ def times(g: Graph, rows: int, kernel: Kernel, timer: Timer) -> list[tuple[float
     """Return the microseconds of each schedule, fastest first."""
     (node,) = g.nodes
     found = kernel.schedules(node, timer.target)
-    candidates = [Candidate(node, g, {"R": rows}, kernel, schedule) for schedule in found]
+    candidates = [Trial(node, g, {"R": rows}, kernel, schedule) for schedule in found]
     return sorted(zip(timer.microseconds(candidates, SYMBOLS), map(str, found), strict=True))
 
 

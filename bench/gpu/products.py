@@ -25,7 +25,7 @@ from llmc.codegen.tuning_records import Tuning, record, save, schedule_text
 from llmc.extension import Registry
 from llmc.ir.graph import Graph, Node
 from llmc.ir.text import parse
-from llmc.measure.timing import Candidate, copies_of
+from llmc.measure.timing import Trial, copies_of
 from llmc.targets.target import Target
 
 OURS, CUBLAS = "cuda/gemm_wgmma", "cublas"
@@ -79,7 +79,7 @@ graph @main({inputs}) {{
         return graph, next(iter(graph.nodes))
 
 
-def candidates(p: Product, tokens: int, ways: int, registry: Registry, target: Target) -> list[Candidate]:
+def candidates(p: Product, tokens: int, ways: int, registry: Registry, target: Target) -> list[Trial]:
     """Return the best `ways` Triton schedules and every schedule of the CUDA kernel for a size."""
     graph, node = p.node(registry)
     return schedules.candidates(graph, node, {"T": tokens}, OURS, ways, Tuning.shipped(target), registry, target)

@@ -26,7 +26,6 @@ sys.path[:0] = [str(ROOT / "tests")]
 
 from bench.gpu.graph_time import graph_microseconds  # noqa: E402
 from gpu.launcher import Card  # noqa: E402
-from llmc.codegen import select  # noqa: E402
 from llmc.codegen.backends.cuda.nvrtc_toolchain import NvrtcToolchain  # noqa: E402
 from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA  # noqa: E402
 from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_FIXED, SKINNY_GEMM  # noqa: E402
@@ -34,6 +33,7 @@ from llmc.codegen.backends.triton.quantized_gemm import QUANTIZED_GEMM  # noqa: 
 from llmc.codegen.backends.triton.quantized_gemv import QUANTIZED_GEMV  # noqa: E402
 from llmc.codegen.backends.triton.quantized_problem import halves  # noqa: E402
 from llmc.codegen.backends.triton.triton_toolchain import Compiled, Job, compile_one  # noqa: E402
+from llmc.codegen.candidates import candidates as node_candidates  # noqa: E402
 from llmc.codegen.kernel import Schedule, Source  # noqa: E402
 from llmc.codegen.scratch_dir import scratch  # noqa: E402
 from llmc.codegen.tuning_records import Tuning  # noqa: E402
@@ -131,7 +131,7 @@ def ways(
     for shape in shapes:
         for m in tokens:
             node = node_of(shape, "bf16", m, registry)
-            found = select.candidates(node, registry.kernels, target, {}, Tuning.shipped(target))
+            found = node_candidates(node, registry.kernels, target, {}, Tuning.shipped(target))
             for o in [o for o in found if o.kernel.language == "triton"][:2]:
                 yield Way(shape, "bf16", m, o.kernel.name, o.schedule, o.kernel.emit(node, o.schedule, target))
             for form in forms:

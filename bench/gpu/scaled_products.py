@@ -13,12 +13,12 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from llmc.codegen import select
+from llmc.codegen.candidates import candidates as node_candidates
 from llmc.codegen.scratch_dir import scratch
 from llmc.codegen.tuning_records import Tuning, schedule_text
 from llmc.extension import Registry, load
 from llmc.ir.text import parse
-from llmc.measure.timing import Candidate, Timer
+from llmc.measure.timing import Timer, Trial
 from llmc.passes.analysis import weight_only
 from llmc.passes.base import Ctx
 from llmc.passes.pipeline import parse_pipeline, run_pipeline
@@ -54,9 +54,7 @@ graph @main(%x: bf16[T, {k}], %c: weight f8e4m3[{m}, {k}], %s: weight f32[{scale
 """
 
 
-def candidates(
-    form: str, shape: str, tokens: int, ways: int, registry: Registry, target: Target
-) -> Iterator[Candidate]:
+def candidates(form: str, shape: str, tokens: int, ways: int, registry: Registry, target: Target) -> Iterator[Trial]:
     """Return the best schedules of a product's launches: `ways` if scales belong to tiles, otherwise a few."""
     module = parse(module_text(form, shape), registry.opset())
     run_pipeline(
@@ -68,9 +66,9 @@ def candidates(
     fixed = weight_only(graph)
     for node in graph.nodes:
         if node.results[0] not in fixed:
-            found = select.candidates(node, registry.kernels, target, env, Tuning.shipped(target))
+            found = node_candidates(node, registry.kernels, target, env, Tuning.shipped(target))
             for o in found[: ways if node.op.name == "block_scaled_linear" else OTHERS]:
-                yield Candidate(node, graph, env, o.kernel, o.schedule)
+                yield Trial(node, graph, env, o.kernel, o.schedule)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -105,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def report(
-    size: tuple[str, int], found: Sequence[tuple[str, Candidate]], times: Sequence[float]
+    size: tuple[str, int], found: Sequence[tuple[str, Trial]], times: Sequence[float]
 ) -> list[dict[str, object]]:
     """Print and return a row per schedule, the fastest of each form and op first."""
     rows: list[dict[str, object]] = [

@@ -7,11 +7,11 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from llmc.codegen import select
+from llmc.codegen.candidates import candidates as node_candidates
 from llmc.codegen.tuning_records import Tuning
 from llmc.extension import Registry, load
 from llmc.ir.graph import Graph, Node
-from llmc.measure.timing import Candidate, Timer
+from llmc.measure.timing import Timer, Trial
 from llmc.targets.target import Target
 
 Row = dict[str, object]
@@ -44,12 +44,12 @@ def timer_of(args: argparse.Namespace, cache: Path) -> tuple[Timer, Registry, Ta
 def candidates(
     graph: Graph, node: Node, env: Mapping[str, int], ours: str, ways: int, tuning: Tuning, registry: Registry,
     target: Target,
-) -> list[Candidate]:  # fmt: skip
+) -> list[Trial]:  # fmt: skip
     """Return the best `ways` Triton schedules of a node, and every schedule of the kernel `ours`."""
-    found = select.candidates(node, registry.kernels, target, env, tuning, prefer=(ours,))
+    found = node_candidates(node, registry.kernels, target, env, tuning, prefer=(ours,))
     mine = [o for o in found if o.kernel.name == ours]
     theirs = [o for o in found if o.kernel.name != ours][:ways]
-    return [Candidate(node, graph, env, o.kernel, o.schedule) for o in (*theirs, *mine)]
+    return [Trial(node, graph, env, o.kernel, o.schedule) for o in (*theirs, *mine)]
 
 
 def save_rows(args: argparse.Namespace, rows: Sequence[Row]) -> None:

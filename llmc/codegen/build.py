@@ -84,8 +84,7 @@ def _launch_info(b: Binary) -> launch_plan.LaunchInfo:
 def place_graphs(m: Module, target: Target, kernels: Mapping[str, Kernel]) -> list[launch_plan.Placed]:
     """Emit every launched graph and lay out its buffers; narrowest graphs first."""
     done: dict[Any, Source] = {}
-    graphs = [g for name, g in m.graphs.items() if name != memory.WEIGHTS]
-    emitted = [launch_plan.emit_graph(g, m.bounds(g), kernels, target, done) for g in graphs]
+    emitted = [launch_plan.emit_graph(g, m.bounds(g), kernels, target, done) for g in m.launched]
     return sorted((launch_plan.place(e, m) for e in emitted), key=lambda p: _width(p, m))
 
 

@@ -56,9 +56,12 @@ def indent(text: str, by: int = 2) -> str:
     return "\n".join(" " * by + s if s and not s.startswith("#") else s for s in text.split("\n"))
 
 
-def unsupported_dtype(node: Node, dtypes: Sequence[str]) -> str | None:
-    """Return why a kernel of these dtypes does not support the node's values, or None."""
-    for v in [*node.operands, *node.results]:
+def unsupported_dtype(node: Node, dtypes: Sequence[str], besides: Sequence[int] = ()) -> str | None:
+    """Return why a kernel of these dtypes does not support the node's values, or None.
+
+    besides: the operands that may have other dtypes.
+    """
+    for v in [*(v for i, v in enumerate(node.operands) if i not in besides), *node.results]:
         if v.type.format is not None:
             return f"operand type {v.type} is quantised"
         if v.type.dtype not in dtypes:

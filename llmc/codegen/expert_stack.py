@@ -110,7 +110,4 @@ def pack_stack(g: Graph, node: Node, half: int, operands: Sequence[int], ops: Ma
         op, attrs = ("pack_nibbles", {"half": half}) if i == CODE else ("transpose", {"perm": (0, 2, 1)})
         new[i] = g.add(ops[op], [new[i]], attrs, before=node, loc=node.loc).result
     attrs = {**node.attrs, "half": half, "bits": 4}
-    packed = g.add(node.op, new, attrs, before=node, loc=node.loc, names=(node.result.name,))
-    packed.choice = dict(node.choice)
-    g.replace(node.result, packed.result)
-    g.erase(node)
+    g.replace_op(node, node.op, new, attrs)

@@ -116,30 +116,31 @@ class Source:
     license: str = ""
 
 
-# Keys that code generation adds to a schedule before `emit`, depending on the neighbouring launches:
+# Keys that code generation adds to a schedule before `emit`, depending on the neighbouring launches. In CUDA's terms of
+# programmatic dependent launch, a kernel waits for the grids before it, and triggers the launch of the next kernel.
 SETTLED = "settled"  # no launch that may still run writes the operands that `Kernel.early` returns
-LATE = "late"  # a kernel that `crowds` may begin as soon as this one allows it: do so after this kernel's last loads
-EAGER = "eager"  # the next kernel has `preloads` set: allow it to begin before this kernel waits
+LATE = "late"  # the next kernel `fills_multiprocessors`: trigger it after this kernel's last loads
+EAGER = "eager"  # the next kernel `preloads` weights: trigger it before this kernel waits
 
 
 @dataclass(frozen=True)
 class Kernel:
     """Base class of kernels: one way to run some ops on one kind of machine. Instances are immutable.
 
-    name: such as "triton/gemv". ops: names of the ops that it implements. language: of the emitted source. crowds: its
-    programs need whole multiprocessors, so it should not start while programs of the previous kernel still run. yields:
-    it supports LATE. preloads: its programs load weights on chip before they wait for the previous launch.
-    eager: it supports EAGER. opt_in: `select` uses it only if it was measured, or if the option `prefer` of `select`
-    names it.
+    name: such as "triton/gemv". ops: names of the ops that it implements. language: of the emitted source.
+    fills_multiprocessors: its programs need whole multiprocessors, so it should not start while programs of the
+    previous kernel still run. preloads: its programs load weights on chip before they wait for the previous launch.
+    can_trigger_late, can_trigger_early: it supports the keys LATE and EAGER of a schedule. opt_in: `select` uses it
+    only if it was measured, or if the option `prefer` of `select` names it.
     """
 
     name: str = ""
     ops: tuple[str, ...] = ()
     language: str = "cpp"
-    crowds: bool = False
-    yields: bool = False
+    fills_multiprocessors: bool = False
+    can_trigger_late: bool = False
     preloads: bool = False
-    eager: bool = False
+    can_trigger_early: bool = False
     opt_in: bool = False
     sums: ClassVar[str | None] = None  # the order of sums of all nodes; see `order`
     # Whether every program waits for the previous launch before it allows the next kernel to begin, without EAGER.

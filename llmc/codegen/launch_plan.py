@@ -41,17 +41,17 @@ def emit_graph(
     if missing := next((n for n in nodes if not n.choice.get("kernel")), None):
         raise Diagnostic("E433", "no kernel was selected for the node", "run the pass `select` first", node=missing)
     chosen = [kernels[n.choice["kernel"]] for n in nodes]
-    eager = [a.eager and b.preloads for a, b in pairwise(chosen)] + [False] * bool(nodes)
-    waits_first = [k.waits_first and not e for k, e in zip(chosen, eager, strict=True)]
+    triggers_early = [a.can_trigger_early and b.preloads for a, b in pairwise(chosen)] + [False] * bool(nodes)
+    waits_first = [k.waits_first and not early for k, early in zip(chosen, triggers_early, strict=True)]
     sources: list[Source] = []
     for i, (n, kernel) in enumerate(zip(nodes, chosen, strict=True)):
         schedule = schedule_of(n)
         running = may_run(waits_first, sources, bounds)
         if running is not None and may_read_early(kernel.early(n), n, nodes[i - running : i], storage):
             schedule = {**schedule, SETTLED: 1}
-        if kernel.yields and crowded(i, chosen, eager):
+        if kernel.can_trigger_late and triggers_filling_kernel(i, chosen, triggers_early):
             schedule = {**schedule, LATE: 1}
-        if eager[i]:
+        if triggers_early[i]:
             schedule = {**schedule, EAGER: 1}
         types = tuple(v.type for v in [*n.operands, *n.results])
         key = (n.op.name, types, repr(n.attrs), kernel.name, repr(schedule))
@@ -97,12 +97,13 @@ def may_read_early(early: Sequence[int], n: Node, running: Sequence[Node], stora
     return bool(early) and not any(storage.root[n.operands[i]] in written for i in early)
 
 
-def crowded(launch: int, chosen: Sequence[Kernel], eager: Sequence[bool]) -> bool:
-    """Whether a kernel that crowds may begin as soon as the launch with this number allows it: the next one, or the one
-    behind an eager one.
+def triggers_filling_kernel(launch: int, chosen: Sequence[Kernel], triggers_early: Sequence[bool]) -> bool:
+    """Whether a kernel that fills multiprocessors may begin as soon as the launch with this number triggers the next.
+
+    That kernel is the next one, or the first one behind launches that trigger before they wait.
     """
-    first = next((i for i in range(launch + 1, len(chosen)) if not eager[i]), None)
-    return first is not None and chosen[first].crowds
+    first = next((i for i in range(launch + 1, len(chosen)) if not triggers_early[i]), None)
+    return first is not None and chosen[first].fills_multiprocessors
 
 
 @dataclass

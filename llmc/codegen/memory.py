@@ -15,7 +15,6 @@ from llmc.ir.graph import Graph, Module, Node, Value
 from llmc.passes.base import Ctx, Pass
 
 ALIGN = 256
-WEIGHTS = "weights"  # the graph that is evaluated at compile time and never launched
 InPlace = Callable[[Node], tuple[tuple[int, int], ...]]
 
 
@@ -182,13 +181,11 @@ def _reused(
 def report(m: Module) -> dict[str, Any]:
     """Return the plan of every launched graph as data: arena bytes, and slots by decreasing size."""
     out = {}
-    for name, g in m.graphs.items():
-        if name == WEIGHTS:
-            continue
+    for g in m.launched:
         slots = read_slots(g, m.bounds(g))
         total = max((s.offset + s.nbytes for s in slots), default=0)
         ranked = sorted(slots, key=lambda s: (-s.nbytes, s.offset, s.first))
-        out[name] = {"arena_bytes": total, "values": len(slots), "slots": [s.data() for s in ranked]}
+        out[g.name] = {"arena_bytes": total, "values": len(slots), "slots": [s.data() for s in ranked]}
     return out
 
 
@@ -215,11 +212,7 @@ class Memory(Pass):
 
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every launched graph; return the number of changed nodes."""
-        changes = 0
-        for g in m.graphs.values():
-            if g.name != WEIGHTS:
-                changes += self._graph(g, m.bounds(g), ctx)
-        return changes
+        return sum(self._graph(g, m.bounds(g), ctx) for g in m.launched)
 
     def _graph(self, g: Graph, symbols: Mapping[str, tuple[int, int]], ctx: Ctx) -> int:
         """Record the offsets of a graph's results on its nodes; return the number of nodes that changed.

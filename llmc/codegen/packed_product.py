@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from llmc.codegen.kernel import Kernel, Schedule
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
-
-_OF_CODES = ("act", "act_block", "bits")  # attributes of quantized_linear that ops over packed codes do not have
+from llmc.ir.ops.packed_codes import OF_CODES
+from llmc.targets.target import Target
 
 
 def tables(node: Node) -> list[int]:
@@ -36,14 +37,12 @@ def pack_product(
     operands[1] = g.add(layout, [operands[1]], dict(attrs), before=node, loc=node.loc).result
     for i in tables(node):
         operands[i] = g.add(ops["transpose"], [operands[i]], {"perm": (1, 0)}, before=node, loc=node.loc).result
-    kept = {k: v for k, v in node.attrs.items() if k not in _OF_CODES}
-    new = g.add(product, operands, {**kept, **attrs}, before=node, loc=node.loc, names=(node.result.name,))
-    new.choice = dict(node.choice)
-    g.replace(node.result, new.result)
-    g.erase(node)
+    kept = {k: v for k, v in node.attrs.items() if k not in OF_CODES}
+    g.replace_op(node, product, operands, {**kept, **attrs})
 
 
-def not_packed(node: Node) -> Diagnostic:
-    """Return the error of a node that is emitted before the pass `pack` has run."""
-    cause = f"{node.op.name} reached code generation with weights that are not packed"
-    return Diagnostic("E430", cause, "run the pass `pack` after `select`", loc=node.loc)
+def check_packed(kernel: Kernel, node: Node, schedule: Schedule, target: Target) -> None:
+    """Raise Diagnostic E430 for a node that is emitted although the pass `pack` has not packed its weights."""
+    if kernel.layouts(node, schedule, target):
+        cause = f"{node.op.name} reached code generation with weights that are not packed"
+        raise Diagnostic("E430", cause, "run the pass `pack` after `select`", loc=node.loc)

@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import TypeAlias
 
 from llmc.ir.scalar import E, expr
 
-# Kinds of values: f is a vector of floats, m a vector mask, s a single element of any C++ type. A primitive maps to its
-# format string, the kinds of its operands, and the kind of its value.
-VECTOR: Mapping[str, tuple[str, str, str]] = MappingProxyType(
+# Kinds of values: f is a vector of floats, m a vector mask, s a single element of any C++ type.
+Primitives: TypeAlias = Mapping[str, tuple[str, str, str]]  # name -> format, kinds of the operands, kind of the value
+Names: TypeAlias = dict[int, tuple[str, str]]  # node of a Dag -> text and kind of its value
+VECTOR: Primitives = MappingProxyType(
     {
         **{k: (f"({{0}} {c} {{1}})", "ff", "f") for k, c in (("add", "+"), ("sub", "-"), ("mul", "*"), ("div", "/"))},
         **{k: (f"m_{k}({{0}})", "f", "f") for k in ("abs", "floor", "exp", "exp2", "log", "sqrt", "rsqrt", "sin")},
@@ -29,7 +31,7 @@ VECTOR: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     }
 )
 # Single elements: C++'s implicit conversions handle mixtures of int64_t, float and bool.
-ELEMENT: Mapping[str, tuple[str, str, str]] = MappingProxyType(
+ELEMENT: Primitives = MappingProxyType(
     {
         **{k: (t, "s" * len(kinds), "s") for k, (t, kinds, _) in VECTOR.items() if not t.startswith(("m_", "select"))},
         **{k: (f"m_{k}((float){{0}})", "s", "s") for k, (t, kinds, _) in VECTOR.items() if t.startswith("m_")},
@@ -112,9 +114,7 @@ def convert(text: str, of: str, to: str) -> str:
     return f"as_mask({text})" if to == "m" else f"as_float({text})"
 
 
-def statements(
-    dag: Dag, ids: Sequence[int], names: dict[int, tuple[str, str]], table: Mapping[str, tuple[str, str, str]] = VECTOR
-) -> list[str]:
+def statements(dag: Dag, ids: Sequence[int], names: Names, table: Primitives = VECTOR) -> list[str]:
     """Return one C++ statement for each of `ids` without a name. `names` maps nodes to (text, kind) and is extended."""
     scalar = table is ELEMENT
     out = []
@@ -133,7 +133,7 @@ def statements(
     return out
 
 
-def inline(e: E, args: Sequence[str], table: Mapping[str, tuple[str, str, str]] = VECTOR) -> str:
+def inline(e: E, args: Sequence[str], table: Primitives = VECTOR) -> str:
     """Print an expression as a single C++ expression over vectors named `args`, for short epilogues."""
     kind = "s" if table is ELEMENT else "f"
 

@@ -162,6 +162,29 @@ class Graph:
         old.uses = []
         self.outputs = [new if v is old else v for v in self.outputs]
 
+    def replace_node(self, node: Node, *values: Value) -> None:
+        """Make all readers of a node's results read `values`, which take their names, and erase the node."""
+        for old, new in zip(node.results, values, strict=True):
+            new.name = old.name
+            self.replace(old, new)
+        self.erase(node)
+
+    def replace_op(self, node: Node, op: OpDef, operands: Sequence[Value], attrs: Mapping[str, Any]) -> Node:
+        """Replace a node by one of another op; place, names, module path and kernel choice are kept.
+
+        Raises Mismatch if the operand types do not fit the op.
+        """
+        new = self.add(op, operands, attrs, node, node.loc)
+        new.choice = dict(node.choice)
+        self.replace_node(node, *new.results)
+        return new
+
+    def erase_unused(self) -> None:
+        """Erase all nodes whose results have no uses."""
+        for n in reversed(self.nodes):
+            if not self.is_used(n):
+                self.erase(n)
+
     @staticmethod
     def set_operands(node: Node, operands: Sequence[Value]) -> None:
         """Make `node` read other values, of types that leave its result types as they are."""
@@ -203,6 +226,9 @@ class Graph:
         return out
 
 
+WEIGHTS = "weights"  # the graph that is evaluated when weights are packed, and never launched
+
+
 @dataclass(eq=False)
 class Module:
     """Graphs that share symbols (name to inclusive bounds)."""
@@ -215,6 +241,11 @@ class Module:
         """The quantised formats of the graphs' values by name, in order of appearance."""
         values = (v for g in self.graphs.values() for v in [*g.inputs, *(r for n in g.nodes for r in n.results)])
         return {v.type.format.name: v.type.format for v in values if v.type.format}
+
+    @property
+    def launched(self) -> list[Graph]:
+        """The graphs that become programs: all but @weights."""
+        return [g for name, g in self.graphs.items() if name != WEIGHTS]
 
     def bounds(self, g: Graph) -> dict[str, tuple[int, int]]:
         """Return the symbols' inclusive bounds within graph `g`."""

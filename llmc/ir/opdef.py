@@ -142,6 +142,10 @@ class OpDef:
         """Match operand types against the signature; see `signature.bind`."""
         return bind(self.name, self.operands, types)
 
+    def sizes(self, types: Sequence[Type], attrs: Mapping[str, Any]) -> dict[str, Dim]:
+        """Return the sizes that the signature names (`*b` as the product b) and the attributes that are integers."""
+        return numbers_of(self.bind(types)) | _dims(attrs)
+
     def infer_types(self, types: Sequence[Type], attrs: Mapping[str, Any]) -> list[Type]:
         """Return the result types for operand types and normalized attributes; raises Mismatch if they do not fit."""
         env = self.bind(types)
@@ -150,7 +154,7 @@ class OpDef:
                 return self.infer(env, attrs)
             except Mismatch as e:
                 raise Mismatch(f"{self.name}: {e}") from None
-        env |= {k: Dim.of(v) for k, v in attrs.items() if isinstance(v, Dim | int) and not isinstance(v, bool)}
+        env |= _dims(attrs)
         return [self._result(r, env, attrs) for r in self.results]
 
     def _result(self, slot: Slot, env: dict[str, Any], attrs: Mapping[str, Any]) -> Type:
@@ -167,8 +171,7 @@ class OpDef:
     def cost(self, types: Sequence[Type], results: Sequence[Type], attrs: Mapping[str, Any]) -> tuple[Dim, Dim]:
         """Return flops and minimum bytes moved, as Dims."""
         env = self.bind(types)
-        sizes = numbers_of(env)
-        sizes |= {k: Dim.of(v) for k, v in attrs.items() if isinstance(v, Dim | int) and not isinstance(v, bool)}
+        sizes = numbers_of(env) | _dims(attrs)
         sizes["out"] = results[0].numel
         for slot, ty in env.items():
             if isinstance(ty, Type):
@@ -178,6 +181,11 @@ class OpDef:
         else:
             moved = Dim.of(self.bytes).subs(sizes)
         return Dim.of(self.flops).subs(sizes), moved
+
+
+def _dims(attrs: Mapping[str, Any]) -> dict[str, Dim]:
+    """Return the attributes that are integers or sizes, as sizes."""
+    return {k: Dim.of(v) for k, v in attrs.items() if isinstance(v, Dim | int) and not isinstance(v, bool)}
 
 
 def op(signature: str, **fields: Any) -> Callable[[Callable[..., Any]], OpDef]:
@@ -193,9 +201,12 @@ def op(signature: str, **fields: Any) -> Callable[[Callable[..., Any]], OpDef]:
     torch function to test against. infer: the type rule, if a signature cannot express it. holds: operand name -> its
     content (see `llmc.ir.contents`), needed for integers that are not arbitrary; names that the op lacks are ignored,
     so that ops can share a table. example: attributes and sizes of an example for tests: sizes of the signature, the
-    axes of `*b`, dtypes of operands, or the shapes of a variadic one; {"k": 5, "*b": (3,), "xs": [(3, 2)]}.
+    axes of `*b`, dtypes of operands, or the shapes of a variadic one; {"k": 5, "*b": (3,), "xs": [(3, 2)]}. attrs_of:
+    an op whose attributes follow the function's own, except those named in `without`; the function takes them as
+    `**attrs`.
     """
     operands, results = parse_signature(signature)
+    shared, without = fields.pop("attrs_of", None), fields.pop("without", ())
 
     def wrap(fn: Callable[..., Any]) -> OpDef:
         params = inspect.signature(fn, eval_str=True).parameters.values()
@@ -204,6 +215,7 @@ def op(signature: str, **fields: Any) -> Callable[[Callable[..., Any]], OpDef]:
             k: Attr(a.type, a.default if a.default is REQUIRED else _normal(a.type, a.default))
             for k, a in attrs.items()
         }
+        attrs |= {k: a for k, a in shared.attrs.items() if k not in without} if shared else {}
         name = fields.pop("name", fn.__name__.rstrip("_"))
         holds = {s.name: fields["holds"][s.name] for s in operands if s.name in fields.get("holds", {})}
         fields["holds"] = MappingProxyType(holds)

@@ -14,15 +14,15 @@ from typing import Any, TypeAlias
 
 from llmc_runtime.format.folder import Folder
 
+from llmc.codegen.candidates import typical
 from llmc.codegen.kernel import schedule_text
 from llmc.codegen.scratch_dir import scratch
-from llmc.codegen.select import launched_graphs, typical
 from llmc.codegen.tuning_records import Sizes, node_text, sizes_of
 from llmc.diagnostics import Diagnostic
 from llmc.extension import Registry, load
 from llmc.ir.graph import Graph, Module, Node
 from llmc.ir.text import parse
-from llmc.measure.timing import Candidate, Timer, unknown_operand
+from llmc.measure.timing import Timer, Trial, unknown_operand
 from llmc.measure.tune import (
     Settings,
     Tuned,
@@ -34,7 +34,7 @@ from llmc.measure.tune import (
     times_of,
     tuning_work,
 )
-from llmc.passes.analysis import weight_only
+from llmc.passes.analysis import launched_nodes
 
 # What identifies a launch: its node, sizes, kernel and schedule.
 Key: TypeAlias = tuple[str, Sizes, str, str]
@@ -45,7 +45,7 @@ class Launch:
     """A node of a graph with the kernel that runs it, and how many launches of the graph are equal."""
 
     key: Key
-    candidate: Candidate
+    candidate: Trial
     count: int
 
     def row(self, us: float | None) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def compare_kernels(source: Path, kernels: Sequence[str], settings: Settings, op
 
 def _timed(batch: Sequence[Work], timer: Timer, m: Module, tuned: Tuned) -> Iterator[tuple[Work, list[float | None]]]:
     """Yield each node with the times of its candidates."""
-    candidates = [Candidate(w.node, w.graph, w.env, c.kernel, c.schedule) for w in batch for c in w.candidates]
+    candidates = [Trial(w.node, w.graph, w.env, c.kernel, c.schedule) for w in batch for c in w.candidates]
     times = iter(times_of(timer, candidates, m, tuned))
     for w in batch:
         yield w, [next(times) for _ in w.candidates]
@@ -93,7 +93,7 @@ def _node_row(w: Work, times: Sequence[float | None], kernels: Sequence[str]) ->
     for o, us in zip(w.candidates, times, strict=True):
         if us is not None:
             key = (node_text(w.node), sizes_of(w.node, w.env), o.kernel.name, schedule_text(o.schedule))
-            candidate = Candidate(w.node, w.graph, w.env, o.kernel, o.schedule)
+            candidate = Trial(w.node, w.graph, w.env, o.kernel, o.schedule)
             sides[o.kernel.name in kernels].append((us, Launch(key, candidate, w.launches)))
     best = {mine: min(found, key=lambda f: f[0]) for mine, found in sides.items() if found}
     rows = {mine: [launch.row(us)] for mine, (us, launch) in best.items()}
@@ -161,21 +161,20 @@ def _side(path: Path, registry: Registry) -> _Side:
     if stage is None:
         raise Diagnostic("E433", f"{path} has no text of the pass `select`", "compile it again")
     m = parse(stage.read_text(), registry.opset())
-    return _Side(path, m, {g.name: _launches(g, m, registry) for g in launched_graphs(m)})
+    return _Side(path, m, {g.name: _launches(g, m, registry) for g in m.launched})
 
 
 def _launches(g: Graph, m: Module, registry: Registry) -> dict[Key, Launch]:
     """Return the launches of a graph; equal ones are counted."""
-    weights, counts = weight_only(g), Counter[Key]()
-    first: dict[Key, Candidate] = {}
-    for n in g.nodes:
-        if all(r in weights for r in n.results) or not n.choice:
+    counts, first = Counter[Key](), dict[Key, Trial]()
+    for n in launched_nodes(g):
+        if not n.choice:
             continue
         env = typical(m, g, n)
         kernel, schedule = _choice(n, registry)
         key = (node_text(n), sizes_of(n, env), kernel.name, schedule_text(schedule))
         counts[key] += 1
-        first.setdefault(key, Candidate(n, g, env, kernel, schedule))
+        first.setdefault(key, Trial(n, g, env, kernel, schedule))
     return {key: Launch(key, first[key], count) for key, count in counts.items()}
 
 

@@ -49,8 +49,8 @@ _TILE = 1 << 24
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One kernel and schedule for `node` of `graph`, at the sizes `env`."""
+class Trial:
+    """A kernel and schedule to time for `node` of `graph`, at the sizes `env`."""
 
     node: Node
     graph: Graph
@@ -64,7 +64,7 @@ class Placed:
     """A candidate's program, its sizes, the offset of each buffer, and the total bytes."""
 
     program: Program
-    candidate: Candidate
+    candidate: Trial
     env: Mapping[str, int]
     places: Mapping[str, int]
     nbytes: int
@@ -99,7 +99,7 @@ def copies_of(n: Node, env: Mapping[str, int], target: Target) -> int:
     return max(2, min(MAX_COPIES, -(-spread // each), MAX_BYTES // each))
 
 
-def module_of(candidates: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]], target: Target) -> Module:
+def module_of(candidates: Sequence[Trial], symbols: Mapping[str, tuple[int, int]], target: Target) -> Module:
     """Return a module with one graph per candidate, @c0, @c1, ..., whose kernel choice is set.
 
     Of a model that is divided over ranks, these are the nodes of rank 0.
@@ -115,7 +115,7 @@ def module_of(candidates: Sequence[Candidate], symbols: Mapping[str, tuple[int, 
     return m
 
 
-def _copy(g: Graph, c: Candidate, weights: set[Value], shared: dict[Value, Value]) -> None:
+def _copy(g: Graph, c: Trial, weights: set[Value], shared: dict[Value, Value]) -> None:
     """Add a copy of the node.
 
     `shared` has the integer tables that copies share; a new version of one goes to the next copy. Weights of bytes are
@@ -167,7 +167,7 @@ class Timer:
         with scratch() as folder:
             open_device(self._artifact(Built((), {}), folder / "tune.llmc"), None).close()
 
-    def microseconds(self, candidates: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]]) -> list[float]:
+    def microseconds(self, candidates: Sequence[Trial], symbols: Mapping[str, tuple[int, int]]) -> list[float]:
         """Return the time of one launch of each candidate.
 
         Raises Diagnostic E5xx if one does not compile, and LlmcError for errors of the device.
@@ -185,11 +185,11 @@ class Timer:
             finally:
                 device.close()
 
-    def compile(self, candidates: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]]) -> None:
+    def compile(self, candidates: Sequence[Trial], symbols: Mapping[str, tuple[int, int]]) -> None:
         """Compile the candidates into the cache. It needs no device; raises Diagnostic E5xx if one does not compile."""
         self._build(candidates, symbols)
 
-    def _build(self, candidates: Sequence[Candidate], symbols: Mapping[str, tuple[int, int]]) -> Built:
+    def _build(self, candidates: Sequence[Trial], symbols: Mapping[str, tuple[int, int]]) -> Built:
         m = module_of(candidates, symbols, self.target)
         ctx = Ctx(self.registry.opset(), self.target, self.registry.kernels)
         run_pipeline(m, parse_pipeline(PASSES, self.registry.passes), ctx)
@@ -207,7 +207,7 @@ class Timer:
         folder = Folder(path)
         return Artifact(folder, folder.manifest(), built.programs, {})
 
-    def _placed(self, program: Program, c: Candidate) -> Placed:
+    def _placed(self, program: Program, c: Trial) -> Placed:
         """Lay out the buffers of a candidate's program, and set the sizes that it runs with."""
         low, high = program.symbols.get("P", (1, 1))
         need = c.env.get("R", 1) * (-(-self.context // self.page) + 1)
@@ -253,7 +253,7 @@ class Timer:
                     device.write(memory, p.places[b.name], data.view(np.uint8) if data.dtype == bool else data)
 
 
-def _pairs(c: Candidate) -> list[tuple[int, int]]:
+def _pairs(c: Trial) -> list[tuple[int, int]]:
     """(operand, result) argument pairs that may share memory if the kernel works in place, as they do in a model."""
     count = len(c.node.operands)
     return [(i, count + r) for i, r in c.kernel.inplace(c.node, c.schedule)]

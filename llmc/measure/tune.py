@@ -16,19 +16,18 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.nearest import did_you_mean
 
+from llmc.codegen.candidates import Candidate, typical
+from llmc.codegen.candidates import candidates as node_candidates
 from llmc.codegen.kernel import roofline_us
 from llmc.codegen.scratch_dir import scratch
-from llmc.codegen.select import Candidate as KernelCandidate
-from llmc.codegen.select import candidates as kernel_candidates
-from llmc.codegen.select import launched_graphs, typical
 from llmc.codegen.tuning_records import Record, Sizes, Tuning, machine, node_text, read, record, save, sizes_of
 from llmc.diagnostics import Diagnostic
 from llmc.extension import Registry, load
 from llmc.ir.graph import Graph, Module, Node
 from llmc.ir.ops.comm import COLLECTIVES
 from llmc.ir.text import parse as parse_text
-from llmc.measure.timing import Candidate, Timer, unknown_operand
-from llmc.passes.analysis import weight_only
+from llmc.measure.timing import Timer, Trial, unknown_operand
+from llmc.passes.analysis import launched_nodes
 from llmc.targets.target import Target
 
 BATCH = 96  # candidates compiled together
@@ -46,7 +45,7 @@ class Work:
     env: Mapping[str, int]
     launches: int
     floor_us: float
-    candidates: tuple[KernelCandidate, ...]
+    candidates: tuple[Candidate, ...]
 
 
 @dataclass
@@ -157,13 +156,13 @@ def tuning_work(
     """
     measurements = (measured or Tuning()).records
     distinct: dict[tuple[str, Sizes], Work] = {}
-    for g, n in _launched_nodes(m):
+    for g, n in [(graph, node) for graph in m.launched for node in launched_nodes(graph)]:
         env = typical(m, g, n)
         text, sizes = key = (node_text(n), sizes_of(n, env))
         if key in distinct:
             distinct[key] = replace(distinct[key], launches=distinct[key].launches + 1)
             continue
-        offered = kernel_candidates(n, registry.kernels, target, env, Tuning(), kernels)
+        offered = node_candidates(n, registry.kernels, target, env, Tuning(), kernels)
         candidates = offered if every or len(offered) > 1 else []
         if kernels:
             known = measurements.get((machine(target), text), {}).get(sizes, {})  # by kernel and schedule
@@ -171,13 +170,6 @@ def tuning_work(
         distinct[key] = Work(n, g, env, 1, roofline_us(n, target, env), tuple(candidates[:SCHEDULES]))
     measurable = _measurable([w for w in distinct.values() if w.candidates], tuned)
     return sorted(measurable, key=lambda w: -w.launches * w.floor_us)
-
-
-def _launched_nodes(m: Module) -> Iterator[tuple[Graph, Node]]:
-    """Yield the nodes that a step launches, not those that depend only on weights."""
-    for g in launched_graphs(m):
-        weights = weight_only(g)
-        yield from ((g, n) for n in g.nodes if not all(r in weights for r in n.results))
 
 
 def _measurable(work: Sequence[Work], tuned: Tuned) -> list[Work]:
@@ -201,7 +193,7 @@ def _why_not(n: Node) -> str | None:
     return f"`holds` does not declare the operand {name!r}" if name else None
 
 
-def _named(offered: Sequence[KernelCandidate], kernels: Sequence[str], measured: set[str]) -> list[KernelCandidate]:
+def _named(offered: Sequence[Candidate], kernels: Sequence[str], measured: set[str]) -> list[Candidate]:
     """The schedules of the named kernels, with a few of other kernels if none of those is measured yet.
 
     Without a measured alternative, a named kernel would be selected however slow it is.
@@ -232,7 +224,7 @@ def _measure(work: Sequence[Work], m: Module, timer: Timer, output: Path, settin
         if time.monotonic() - begin >= settings.limit:
             tuned.left += len(batch)
             continue
-        candidates = [Candidate(w.node, w.graph, w.env, o.kernel, o.schedule) for w in batch for o in w.candidates]
+        candidates = [Trial(w.node, w.graph, w.env, o.kernel, o.schedule) for w in batch for o in w.candidates]
         times = times_of(timer, candidates, m, tuned)
         records = [
             record(c.node, c.kernel.name, c.schedule, timer.target, us, c.env)
@@ -247,7 +239,7 @@ def _measure(work: Sequence[Work], m: Module, timer: Timer, output: Path, settin
         )
 
 
-def times_of(timer: Timer, candidates: Sequence[Candidate], m: Module, tuned: Tuned) -> list[float | None]:
+def times_of(timer: Timer, candidates: Sequence[Trial], m: Module, tuned: Tuned) -> list[float | None]:
     """Return the microseconds of each candidate. A failing batch is halved until the failing candidates are isolated.
 
     Raises LlmcError if the machine is the cause, since all other candidates would fail, too.

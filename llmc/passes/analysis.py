@@ -123,6 +123,12 @@ def weight_only(g: Graph) -> set[Value]:
     return {v for v in values if origin(v, known) is Origin.WEIGHTS}
 
 
+def launched_nodes(g: Graph) -> list[Node]:
+    """Return the nodes that a step launches: all but those that depend only on weights."""
+    weights = weight_only(g)
+    return [n for n in g.nodes if not all(r in weights for r in n.results)]
+
+
 def same_type(a: Type, b: Type) -> bool:
     """Whether two types are equal in dtype, shape, state and format."""
     return a.dtype == b.dtype and a.shape == b.shape and a.state == b.state and a.format == b.format

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
-from llmc.diagnostics import extension_code
+from llmc.diagnostics import Diagnostic, extension_code
 from llmc.ir.graph import Graph, Module, Node
 from llmc.ir.opdef import OpDef
 
@@ -86,19 +86,49 @@ class Pass:
         raise NotImplementedError
 
 
+class NodePass(Pass):
+    """Base class of passes that visit the nodes of some ops, in all graphs. A subclass has `ops` and `node`.
+
+    Nodes outside of the module path `Ctx.only` are skipped, and so are nodes that the pass itself adds.
+    """
+
+    ops: ClassVar[tuple[str, ...]]
+
+    def run(self, m: Module, ctx: Ctx) -> int:
+        """Visit the nodes; return the number of changes."""
+        return sum(self.node(m, g, n, ctx) for g, n in m.find(*self.ops) if ctx.allows(n))
+
+    def node(self, m: Module, g: Graph, n: Node, ctx: Ctx) -> int:
+        """Rewrite a node of graph `g`, or record why not; return the number of changes."""
+        raise NotImplementedError
+
+
+def target_of(ctx: Ctx) -> Any:
+    """Return the Target to compile for; raises Diagnostic E431 if there is none."""
+    if ctx.target is None:
+        raise Diagnostic("E431", "this pass needs a target", "pass --target, for example --target cpu:native")
+    return ctx.target
+
+
+def claiming(n: Node, kernels: Mapping[str, Any], target: Any) -> Iterator[Any]:
+    """Yield the kernels in the languages of the target that implement the node's op."""
+    for name in kernels:
+        kernel = kernels[name]  # imports the kernel's module
+        if kernel.language in target.languages and kernel.claims(n):
+            yield kernel
+
+
 def rejections(n: Node, ctx: Ctx) -> list[str] | None:
     """Return why each kernel of the target rejects the node; None if one supports it, or if there is no target."""
     if ctx.target is None:
         return None
     reasons = []
-    for name in ctx.kernels:
-        kernel = ctx.kernels[name]
-        if kernel.language in ctx.target.languages and kernel.claims(n):
-            with extension_code(f"kernel {name!r}", type(kernel), n):
-                why = kernel.reject(n, ctx.target)
-            if why is None:
-                return None
-            reasons.append(f"{name}: {why}")
+    for kernel in claiming(n, ctx.kernels, ctx.target):
+        with extension_code(f"kernel {kernel.name!r}", type(kernel), n):
+            why = kernel.reject(n, ctx.target)
+        if why is None:
+            return None
+        reasons.append(f"{kernel.name}: {why}")
     return reasons
 
 

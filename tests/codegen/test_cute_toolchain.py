@@ -23,9 +23,10 @@ from llmc.codegen.backends.cute import flash_attention
 from llmc.codegen.backends.cute.cute_toolchain import CuteToolchain, missing
 from llmc.codegen.backends.cute.flash_attention import FLASH_ATTENTION
 from llmc.codegen.backends.triton.prefill_attention import PREFILL_ATTENTION
+from llmc.codegen.candidates import candidates, refusals
 from llmc.codegen.kernel import Param, Source
 from llmc.codegen.launch_check import passed
-from llmc.codegen.select import Select, candidates, refusals
+from llmc.codegen.select import Select
 from llmc.codegen.tuning_records import Tuning, _indexed, record
 from llmc.diagnostics import Diagnostic
 from llmc.extension import load

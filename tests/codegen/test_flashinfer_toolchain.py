@@ -19,9 +19,10 @@ from llmc.codegen.backends.flashinfer import flashinfer_toolchain as module
 from llmc.codegen.backends.flashinfer import xqa, xqa_source
 from llmc.codegen.backends.flashinfer.flashinfer_toolchain import FlashinferToolchain, missing
 from llmc.codegen.backends.flashinfer.xqa import XQA, Problem
+from llmc.codegen.candidates import candidates, refusals
 from llmc.codegen.kernel import SETTLED
 from llmc.codegen.launch_check import passed
-from llmc.codegen.select import Select, candidates, refusals
+from llmc.codegen.select import Select
 from llmc.codegen.tuning_records import Tuning, _indexed, record
 from llmc.diagnostics import Diagnostic
 from llmc.extension import load

@@ -13,7 +13,8 @@ from codegen.c_kernels import EXTENSION
 from llmc.codegen.backends.cpp.cpp_toolchain import CppToolchain
 from llmc.codegen.build import build
 from llmc.codegen.memory import Memory
-from llmc.codegen.select import Pack, Select
+from llmc.codegen.pack import Pack
+from llmc.codegen.select import Select
 from llmc.codegen.toolchain import Toolset, installed
 from llmc.diagnostics import Diagnostic
 from llmc.extension import load

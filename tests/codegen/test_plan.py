@@ -96,15 +96,15 @@ def test_every_launch_that_may_still_run_counts(first: tuple[bool, ...]) -> None
         assert early == any(first[i + 1 :]), i
 
 
-@pytest.mark.parametrize(("yields", "crowds"), [(True, True), (True, False), (False, True)])
-def test_the_schedule_of_a_kernel_that_yields_shows_a_next_launch_that_crowds(yields: bool, crowds: bool) -> None:
+@pytest.mark.parametrize(("late", "fills"), [(True, True), (True, False), (False, True)])
+def test_a_kernel_triggers_late_if_the_next_one_fills_multiprocessors(late: bool, fills: bool) -> None:
     g, _ = chain()
-    kernels = {"a": Said("a", yields=yields), "b": Said("b", crowds=crowds)}
+    kernels = {"a": Said("a", can_trigger_late=late), "b": Said("b", fills_multiprocessors=fills)}
     for n in g.nodes:
         n.choice = {"kernel": "b" if n.op.name == "add" else "a"}
     made = emit_graph(g, BOUNDS, kernels, sm_90(), {})
-    late = [LATE] * (yields and crowds)
-    assert [s.text for s in made.sources] == ["a []", f"a {late}", f"b {[SETTLED]}"]
+    key = [LATE] * (late and fills)
+    assert [s.text for s in made.sources] == ["a []", f"a {key}", f"b {[SETTLED]}"]
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -114,7 +114,8 @@ def test_a_launch_before_one_that_preloads_is_eager(eager: bool, preloads: bool,
     """The launch in front of an eager one yields to the one behind it, which then reads nothing of the first early."""
     g, _ = chain()
     kernels = {
-        "a": Said("a", yields=True), "b": Said("b", eager=eager), "c": Said("c", preloads=preloads, crowds=crowds)
+        "a": Said("a", can_trigger_late=True), "b": Said("b", can_trigger_early=eager),
+        "c": Said("c", preloads=preloads, fills_multiprocessors=crowds),
     }  # fmt: skip
     for n, name in zip([n for n in g.nodes if n.op.name != "reshape"], "abc", strict=True):
         n.choice = {"kernel": name}

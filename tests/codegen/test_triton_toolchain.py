@@ -19,9 +19,9 @@ from llmc.codegen.backends.triton import triton_toolchain as module
 from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain, reason_of
 from llmc.codegen.kernel import Source
 from llmc.codegen.kernel_cache import write_entry
+from llmc.compilation import Compilation
 from llmc.console import Quiet
 from llmc.diagnostics import Diagnostic
-from llmc.driver import Compilation
 from llmc.ir.graph import Module
 from llmc.options import Options
 from llmc.targets.gpu_targets import gfx90a, gfx942, gfx950, sm_80, sm_90, sm_100

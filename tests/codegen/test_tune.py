@@ -22,7 +22,7 @@ from llmc.extension import load
 from llmc.ir.ops import OPS
 from llmc.ir.text import parse
 from llmc.measure import tune as tuning
-from llmc.measure.timing import Candidate, Timer, _places
+from llmc.measure.timing import Timer, Trial, _places
 from llmc.options import Options
 from llmc.passes.base import Ctx
 from llmc.targets.cpu_targets import native
@@ -52,7 +52,7 @@ def test_the_fastest_way_is_measured_and_then_chosen(tmp_path: Path) -> None:
         (added,) = tuning.tuning_work(m, registry, target, tuned, kernels=("cpu/elements",), measured=known)
         assert {o.kernel.name for o in added.candidates} == kernels
     timer = Timer(target, registry, tmp_path / "cache", jobs=2, context=64, page=16)
-    found = [Candidate(work.node, work.graph, work.env, o.kernel, o.schedule) for o in work.candidates]
+    found = [Trial(work.node, work.graph, work.env, o.kernel, o.schedule) for o in work.candidates]
     times = timer.microseconds(found, m.symbols)
     assert all(0 < us < 1e5 for us in times)
     path = tmp_path / "t.jsonl"
@@ -80,7 +80,7 @@ def test_nodes_of_a_rank_are_measured_without_the_others(tmp_path: Path) -> None
     assert work.node.op.name == "take_part"
     assert tuned.skipped == ["all_reduce: it needs all ranks, and a single process measures"]
     timer = Timer(target, registry, tmp_path / "cache", jobs=1, context=64, page=16)
-    found = [Candidate(work.node, work.graph, work.env, o.kernel, o.schedule) for o in work.candidates]
+    found = [Trial(work.node, work.graph, work.env, o.kernel, o.schedule) for o in work.candidates]
     assert all(us > 0 for us in timer.microseconds(found, m.symbols))
 
 
@@ -131,7 +131,7 @@ def test_a_batch_with_a_way_that_fails_is_halved() -> None:
     """The others of its batch are still measured, and the reason is reported."""
 
     class Broken:
-        def microseconds(self, found: list[Candidate], symbols: object) -> list[float]:
+        def microseconds(self, found: list[Trial], symbols: object) -> list[float]:
             if any(c.schedule for c in found):
                 raise Diagnostic("E502", "it does not compile", "none")
             return [1.0] * len(found)
@@ -139,12 +139,12 @@ def test_a_batch_with_a_way_that_fails_is_halved() -> None:
     m = parse(TEXT, OPS)
     tuned = tuning.Tuned("")
     (work,) = tuning.tuning_work(m, load(), native(), tuned)
-    good, bad = (Candidate(work.node, work.graph, work.env, work.candidates[0].kernel, s) for s in ({}, {"broken": 1}))
+    good, bad = (Trial(work.node, work.graph, work.env, work.candidates[0].kernel, s) for s in ({}, {"broken": 1}))
     assert tuning.times_of(Broken(), [good, good, bad, good], m, tuned) == [1.0, 1.0, None, 1.0]  # type: ignore[arg-type]
     assert len(tuned.failed) == 1 and "does not compile" in tuned.failed[0]
 
     class Away:
-        def microseconds(self, found: list[Candidate], symbols: object) -> list[float]:
+        def microseconds(self, found: list[Trial], symbols: object) -> list[float]:
             raise Diagnostic("E115", "no driver", "none")
 
     with pytest.raises(Diagnostic, match="E115"):  # of the machine: no kernel would fare better

@@ -12,7 +12,7 @@ import pytest
 from bench import cost_rule
 from llmc.codegen.backends.cuda.kernel_table import KERNELS as CUDA_KERNELS
 from llmc.codegen.backends.triton.kernel_table import KERNELS as TRITON_KERNELS
-from llmc.codegen.select import candidates
+from llmc.codegen.candidates import candidates
 from llmc.codegen.tuning_records import Tuning, machine, node_text, read, record, save, sizes_of
 from llmc.diagnostics import Diagnostic
 from llmc.extension import load

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmc.codegen.select import typical
+from llmc.codegen.candidates import typical
 from llmc.ir.ops import OPS
 from llmc.ir.text import parse
 

@@ -99,9 +99,9 @@ def launch_options(case: Case, number: int) -> Iterator[Schedule]:
     yield {}
     if case.kernel.early(case.node):
         yield {SETTLED: 1}
-    if case.kernel.yields and number % 4 == 0:
+    if case.kernel.can_trigger_late and number % 4 == 0:
         yield {LATE: 1}
-    if case.kernel.eager and number % 4 == 0:
+    if case.kernel.can_trigger_early and number % 4 == 0:
         yield {EAGER: 1}
 
 

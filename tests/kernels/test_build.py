@@ -12,7 +12,8 @@ from llmc_runtime.format.program import Program
 
 from llmc.codegen.build import build
 from llmc.codegen.memory import Memory
-from llmc.codegen.select import Pack, Select
+from llmc.codegen.pack import Pack
+from llmc.codegen.select import Select
 from llmc.diagnostics import Diagnostic
 from llmc.extension import load
 from llmc.ir.dtype import DTYPES

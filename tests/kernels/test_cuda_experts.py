@@ -15,9 +15,10 @@ from draw import generator
 from kernels.cases import CLAMPED
 from kernels.test_triton_moe import down, up
 
-from llmc.codegen import select
 from llmc.codegen.backends.cuda import nvrtc_toolchain
 from llmc.codegen.backends.cuda.grouped_wgmma import GROUPED_WGMMA
+from llmc.codegen.candidates import Candidate
+from llmc.codegen.candidates import candidates as node_candidates
 from llmc.codegen.cubin import read_entry
 from llmc.codegen.expert_stack import chosen_experts, row_blocks
 from llmc.codegen.kernel import SETTLED
@@ -78,8 +79,8 @@ def test_it_is_for_hopper_alone() -> None:
     assert "does not have wgmma" in str(GROUPED_WGMMA.reject(node, replace(sm_90(), features=frozenset({"interpret"}))))
 
 
-def first(g: Graph, tokens: int, **options: Any) -> select.Candidate:
-    return select.candidates(node_of(g), load().kernels, sm_90(), {"T": tokens}, Tuning(), **options)[0]
+def first(g: Graph, tokens: int, **options: Any) -> Candidate:
+    return node_candidates(node_of(g), load().kernels, sm_90(), {"T": tokens}, Tuning(), **options)[0]
 
 
 @pytest.mark.parametrize("g", [up("T", 8, 128, 768, 2048), down("T", 2, 8, 14336, 4096)], ids=["qwen3", "mixtral"])
@@ -96,7 +97,7 @@ def test_prompts_take_it_without_measurements(g: Graph, monkeypatch: pytest.Monk
 
 def test_deterministic_targets_do_without_it() -> None:
     target = replace(sm_90(), deterministic=True)
-    found = select.candidates(node_of(up("T", 8, 128, 768, 2048)), load().kernels, target, {"T": 2048}, Tuning())
+    found = node_candidates(node_of(up("T", 8, 128, 768, 2048)), load().kernels, target, {"T": 2048}, Tuning())
     assert {o.kernel.name for o in found} == {"triton/moe_up"}
 
 

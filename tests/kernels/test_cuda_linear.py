@@ -17,7 +17,8 @@ from llmc.codegen.backends.cuda.gemm_wgmma import GEMM_WGMMA
 from llmc.codegen.build import build
 from llmc.codegen.cubin import read_entry
 from llmc.codegen.memory import Memory
-from llmc.codegen.select import Pack, Select
+from llmc.codegen.pack import Pack
+from llmc.codegen.select import Select
 from llmc.codegen.tuning_records import record
 from llmc.extension import load
 from llmc.ir.graph import Module

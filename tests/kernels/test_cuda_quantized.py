@@ -18,7 +18,8 @@ from llmc.codegen.backends.cuda.cuda_kernel import SCALAR_MATH, _text
 from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA
 from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_FIXED, SKINNY_GEMM, SkinnyGemm
 from llmc.codegen.cubin import read_entry
-from llmc.codegen.select import Pack, Select
+from llmc.codegen.pack import Pack
+from llmc.codegen.select import Select
 from llmc.diagnostics import Diagnostic
 from llmc.extension import load
 from llmc.ir.graph import Graph, Module, Node

@@ -13,7 +13,8 @@ from kernels.harness import Case
 from kernels.test_triton_state import drawn_rows
 
 from llmc.codegen.backends.cpp.pooling import POOLING
-from llmc.codegen.backends.triton.pooling import ADVANCE, FIRST, MEAN, REACH
+from llmc.codegen.backends.triton.pooling import MEAN
+from llmc.codegen.backends.triton.row_state import ADVANCE, FIRST, REACH
 from llmc.extension import load
 from llmc.ir.example import example_graph
 from llmc.ir.ops import OPS

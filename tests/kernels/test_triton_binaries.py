@@ -129,7 +129,7 @@ def test_kernels_that_wait_first_do(name: str) -> None:
 @pytest.mark.parametrize("name", ["triton/rows", "triton/attention_combine"])
 def test_eager_kernels_wait_before_they_touch_operands(name: str) -> None:
     kernel, target = resolve(KERNELS[name]), next(t for t in TARGETS if t.has(PDL))
-    assert kernel.eager
+    assert kernel.can_trigger_early
     (node,) = REAL[name][0].graph().nodes
     schedule = {**kernel.schedules(node, target)[0], EAGER: 1}
     order = memory_order(kernel.emit(node, schedule, target), target)

@@ -10,13 +10,22 @@ from draw import generator
 from kernels.harness import Case
 from kernels.triton_harness import run_case
 
-from llmc.codegen.backends.triton.row_draft import ACCEPT, EXTEND, PROPOSE, REWIND
-from llmc.codegen.backends.triton.row_state import BEGIN, COMMIT, LAST, OF_TOKEN, SPANS
+from llmc.codegen.backends.triton.row_state import (
+    ACCEPT,
+    BEGIN,
+    COMMIT,
+    EXTEND,
+    LAST,
+    OF_TOKENS,
+    PROPOSE,
+    REWIND,
+    SPANS,
+)
 from llmc.ir.example import example_graph, op_example
 from llmc.ir.ops import OPS
 
 KERNELS = {
-    "row_spans": SPANS, "row_begin": BEGIN, "row_ids": OF_TOKEN, "row_slots": OF_TOKEN, "row_last": LAST,
+    "row_spans": SPANS, "row_begin": BEGIN, "row_ids": OF_TOKENS, "row_slots": OF_TOKENS, "row_last": LAST,
     "row_commit": COMMIT, "row_accept": ACCEPT, "row_propose": PROPOSE, "row_rewind": REWIND,
     "row_extend": EXTEND,
 }  # fmt: skip

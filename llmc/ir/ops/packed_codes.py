@@ -6,18 +6,20 @@ yields two tiles of codes: one from the low and one from the high four bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from llmc.ir.contents import integers, positive
 from llmc.ir.dim import Dim
-from llmc.ir.opdef import Ints, op
+from llmc.ir.opdef import op
 from llmc.ir.ops.linear import rows_per_part
 from llmc.ir.ops.quantized_linear import draw_extras, quantized_linear, result_type
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
+
+OF_CODES = ("act", "act_block", "bits")  # attributes of quantized_linear that ops over packed codes do not have
 
 
 def nibble_bytes(k: Dim, half: int) -> Dim:
@@ -72,27 +74,28 @@ def _type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     return packed_type(env, attrs, nibble_bytes(env["k"], attrs["half"]))
 
 
+def product_of_codes(x: Any, code: Any, scale: Any, extras: Sequence[Any], attrs: Mapping[str, Any]) -> Any:
+    """quantized_linear over unpacked codes, with transposed scales and zero points."""
+    zeros = int(attrs.get("zeros", False))
+    entries = [np.transpose(e) for e in (scale, *extras[:zeros])]
+    return quantized_linear.ref(x, code, *entries, *extras[zeros:], **attrs)
+
+
 @op(
     "(x: f[*b, k], packed: u8[m, h], scale: f[c, r], extras*: t[...]) -> x[...]", infer=_type, flops="2*b*m*k",
     holds={"packed": integers(0, 256), "scale": positive, "extras": draw_extras},
+    attrs_of=quantized_linear, without=OF_CODES,
     example={
         "*b": (3,), "k": 64, "m": 14, "h": 32, "r": 14, "c": 2, "extras": [(2, 14), (7,)], "half": 16,
         "block": [1, 32], "zeros": True, "parts": 2, "body": "add(mul(mul(a0, sigmoid(a0)), a1), a2)",
     },
 )  # fmt: skip
-def packed_nibbles_linear(
-    x: Any, packed: Any, scale: Any, *extras: Any, half: int, block: Ints, zero_point: int = 0, zeros: bool = False,
-    parts: int = 1, body: str = "a0", dtype: str = "",
-) -> Any:  # fmt: skip
+def packed_nibbles_linear(x: Any, packed: Any, scale: Any, *extras: Any, half: int, **attrs: Any) -> Any:
     """quantized_linear over codes that pack_nibbles has packed with the same `half`.
 
     The scales and the zero points are transposed, so that those of neighbouring rows are neighbours.
     """
-    entries = [np.transpose(e) for e in (scale, *extras[: int(zeros)])]
-    return quantized_linear.ref(
-        x, unpack_nibbles(packed, half), *entries, *extras[int(zeros) :], block=block, zero_point=zero_point,
-        zeros=zeros, parts=parts, body=body, dtype=dtype,
-    )  # fmt: skip
+    return product_of_codes(x, unpack_nibbles(packed, half), scale, extras, attrs)
 
 
 OPS = (pack_nibbles, packed_nibbles_linear)

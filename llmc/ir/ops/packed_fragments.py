@@ -14,8 +14,8 @@ import numpy as np
 
 from llmc.ir.contents import integers, positive
 from llmc.ir.dim import Dim
-from llmc.ir.opdef import Ints, op
-from llmc.ir.ops.packed_codes import packed_type
+from llmc.ir.opdef import op
+from llmc.ir.ops.packed_codes import OF_CODES, packed_type, product_of_codes
 from llmc.ir.ops.quantized_linear import draw_extras, normed, quantized_linear
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
@@ -76,43 +76,32 @@ def _type(env: dict[str, Any], attrs: Any) -> list[Type]:
 @op(
     "(x: f[*b, k], packed: u8[m, h], scale: f[c, r], extras*: t[...]) -> x[...]", infer=_type, flops="2*b*m*k",
     holds={"packed": integers(0, 256), "scale": positive, "extras": draw_extras},
+    attrs_of=quantized_linear, without=OF_CODES,
     example={
         "*b": (3,), "k": 64, "m": 128, "h": 32, "r": 128, "c": 2, "extras": [(2, 128), (64,)], "block": [1, 32],
         "zeros": True, "parts": 2, "body": "add(mul(mul(a0, sigmoid(a0)), a1), a2)",
     },
 )  # fmt: skip
-def packed_fragments_linear(
-    x: Any, packed: Any, scale: Any, *extras: Any, block: Ints, zero_point: int = 0, zeros: bool = False,
-    parts: int = 1, body: str = "a0", dtype: str = "",
-) -> Any:  # fmt: skip
+def packed_fragments_linear(x: Any, packed: Any, scale: Any, *extras: Any, **attrs: Any) -> Any:
     """quantized_linear over codes that pack_fragments has packed.
 
     The scales and the zero points are transposed, so that those of neighbouring rows are neighbours.
     """
-    entries = [np.transpose(e) for e in (scale, *extras[: int(zeros)])]
-    return quantized_linear.ref(
-        x, unpack_fragments(packed), *entries, *extras[int(zeros) :], block=block, zero_point=zero_point, zeros=zeros,
-        parts=parts, body=body, dtype=dtype,
-    )  # fmt: skip
+    return product_of_codes(x, unpack_fragments(packed), scale, extras, attrs)
 
 
 @op(
     "(x: f[*b, k], packed: u8[m, h], scale: f[c, r], gain: f[k], extras*: t[...]) -> x[...]", infer=_type,
     flops="2*b*m*k + 4*b*k", holds={"packed": integers(0, 256), "scale": positive, "extras": draw_extras},
+    attrs_of=packed_fragments_linear,
     example={
         "*b": (3,), "k": 64, "m": 128, "h": 32, "r": 128, "c": 2, "extras": [(2, 128), (64,)], "block": [1, 32],
         "zeros": True, "parts": 2, "body": "add(mul(mul(a0, sigmoid(a0)), a1), a2)", "eps": 1e-5,
     },
 )  # fmt: skip
-def norm_fragments_linear(
-    x: Any, packed: Any, scale: Any, gain: Any, *extras: Any, eps: float, block: Ints, zero_point: int = 0,
-    zeros: bool = False, parts: int = 1, body: str = "a0", dtype: str = "",
-) -> Any:  # fmt: skip
+def norm_fragments_linear(x: Any, packed: Any, scale: Any, gain: Any, *extras: Any, eps: float, **attrs: Any) -> Any:
     """packed_fragments_linear of rms_norm(x, gain), with the norm unrounded."""
-    return packed_fragments_linear.ref(
-        normed(x, gain, eps), packed, scale, *extras, block=block, zero_point=zero_point, zeros=zeros, parts=parts,
-        body=body, dtype=dtype,
-    )  # fmt: skip
+    return packed_fragments_linear.ref(normed(x, gain, eps), packed, scale, *extras, **attrs)
 
 
 OPS = (pack_fragments, packed_fragments_linear, norm_fragments_linear)

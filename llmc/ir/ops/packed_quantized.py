@@ -99,6 +99,7 @@ def _packed_extras(d: Drawing, shape: Shape) -> Any:
     "(x: f[*b, k], wp: i[panels, depth, rows, quad], sp: f[panels, c, rows, one], extras*: t[...]) -> x[...]",
     infer=_type, flops="2*b*k*n*parts",
     holds={"wp": _packed_codes, "sp": positive, "extras": _packed_extras},
+    attrs_of=quantized_linear, without=("block", "bits"),
     example={
         "*b": (3,), "k": 41, "panels": 2, "depth": 8, "rows": 8, "quad": 4, "c": 2, "one": 1, "wp": "u8",
         "extras": [(2, 2, 8, 1), (7,)], "n": 7, "bits": 4, "block": 32, "zeros": True, "parts": 2,
@@ -106,8 +107,7 @@ def _packed_extras(d: Drawing, shape: Shape) -> Any:
     },
 )  # fmt: skip
 def packed_quantized_linear(
-    x: Any, wp: Any, sp: Any, *extras: Any, n: Dim, bits: int, block: int, zero_point: int = 0, zeros: bool = False,
-    act: str = "", act_block: int = 0, parts: int = 1, body: str = "a0", dtype: str = "",
+    x: Any, wp: Any, sp: Any, *extras: Any, n: Dim, bits: int, block: int, **attrs: Any
 ) -> Any:  # fmt: skip
     """quantized_linear over a packed weight of parts of n rows; `block` columns of a row (0: all) share a scale.
 
@@ -115,15 +115,12 @@ def packed_quantized_linear(
     scales. zeros: the same of the zero points is the first of the extras. The other attributes are as in
     quantized_linear.
     """
-    k = x.shape[-1]
+    k, zeros, parts = x.shape[-1], int(attrs["zeros"]), attrs["parts"]
     width = -(-k // RUN) * (RUN * bits // 8)
     code = unpack_codes(unpack_panel(np.asarray(wp), n, width, parts), bits, k)
     blocks = -(-k // block) if block else 1
-    entries = [unpack_panel(np.asarray(e), n, blocks, parts) for e in (sp, *extras[: int(zeros)])]
-    return quantized_linear.ref(
-        x, code, *entries, *extras[int(zeros) :], block=(1, block), zero_point=zero_point, zeros=zeros, act=act,
-        act_block=act_block, parts=parts, body=body, dtype=dtype,
-    )  # fmt: skip
+    entries = [unpack_panel(np.asarray(e), n, blocks, parts) for e in (sp, *extras[:zeros])]
+    return quantized_linear.ref(x, code, *entries, *extras[zeros:], block=(1, block), **attrs)
 
 
 OPS = (pack_codes, packed_quantized_linear)

@@ -126,20 +126,15 @@ def normed(x: Any, gain: Any, eps: float) -> Any:
 @op(
     "(x: f[*b, k], code: t[m, k], scale: f[r, c], gain: f[k], extras*: t[...]) -> x[...]", infer=_type,
     flops="2*b*m*k + 4*b*k", holds={"code": integers(0, 16), "scale": positive, "extras": draw_extras},
+    attrs_of=quantized_linear, without=("act", "act_block"),
     example={
         "*b": (3,), "k": 10, "m": 14, "r": 14, "c": 3, "code": "u8", "extras": [(14, 3), (7,)], "block": [1, 4],
         "zeros": True, "parts": 2, "body": "add(mul(mul(a0, sigmoid(a0)), a1), a2)", "eps": 1e-5,
     },
 )  # fmt: skip
-def norm_quantized_linear(
-    x: Any, code: Any, scale: Any, gain: Any, *extras: Any, eps: float, block: Ints, zero_point: int = 0,
-    zeros: bool = False, parts: int = 1, body: str = "a0", dtype: str = "", bits: int = 8,
-) -> Any:  # fmt: skip
+def norm_quantized_linear(x: Any, code: Any, scale: Any, gain: Any, *extras: Any, eps: float, **attrs: Any) -> Any:
     """quantized_linear of rms_norm(x, gain), with the norm unrounded and activations that are not rounded to codes."""
-    return quantized_linear.ref(
-        normed(x, gain, eps), code, scale, *extras, block=block, zero_point=zero_point, zeros=zeros, parts=parts,
-        body=body, dtype=dtype, bits=bits,
-    )  # fmt: skip
+    return quantized_linear.ref(normed(x, gain, eps), code, scale, *extras, **attrs)
 
 
 OPS = (quantized_linear, norm_quantized_linear)

@@ -102,15 +102,15 @@ def quantized_moe_up(
     `pack_nibbles`), and scales and zero points are [experts, blocks, rows]. This op is separate from moe_up because few
     kernels read codes; `lower-quantized` chooses between the two.
     """
-    w, bias = _stack(code, scale, extras, {"block": block, "zero_point": zero_point, "zeros": zeros, "values": values,
-                                           "half": half})  # fmt: skip
+    options = {"block": block, "zero_point": zero_point, "zeros": zeros, "values": values, "half": half}
+    w, bias = _stack(code, scale, extras, options)
     return moe_up.ref(rounded(x, act, act_block) if act else x, order, starts, w, bias, k=k, body=body)
 
 
 @op(
     "(h: f[p, i], order: i[p], starts: i[s], code: t[e, d, c], scale: f[e, r, g], weights: f[t, k], extras*: t[...])"
     " -> h[...]",
-    infer=_down_type, flops="2*p*d*i",
+    infer=_down_type, flops="2*p*d*i", attrs_of=quantized_moe_up, without=("k", "body"),
     holds={
         "order": drawn_order, "starts": drawn_starts, "code": _codes, "scale": positive, "weights": probability,
         "extras": _extras,
@@ -121,14 +121,12 @@ def quantized_moe_up(
     },
 )  # fmt: skip
 def quantized_moe_down(
-    h: Any, order: Any, starts: Any, code: Any, scale: Any, weights: Any, *extras: Any, block: Ints,
-    zero_point: int = 0, zeros: bool = False, values: str = "", bits: int = 8, half: int = 0, act: str = "",
-    act_block: int = 0,
+    h: Any, order: Any, starts: Any, code: Any, scale: Any, weights: Any, *extras: Any, **attrs: Any
 ) -> Any:  # fmt: skip
     """moe_down over the stack dequantize(code, scale, zero); operands and attributes are as in quantized_moe_up."""
-    w, bias = _stack(code, scale, extras, {"block": block, "zero_point": zero_point, "zeros": zeros, "values": values,
-                                           "half": half})  # fmt: skip
-    return moe_down.ref(rounded(h, act, act_block) if act else h, order, starts, w, weights, bias)
+    w, bias = _stack(code, scale, extras, attrs)
+    h = rounded(h, attrs["act"], attrs["act_block"]) if attrs["act"] else h
+    return moe_down.ref(h, order, starts, w, weights, bias)
 
 
 OPS = tuple(v for v in globals().values() if isinstance(v, OpDef) and v.name.startswith("quantized_moe"))

@@ -151,9 +151,7 @@ def _emit(g: Graph, n: Node, group: Sequence[Value], ctx: Ctx) -> None:
     x, result = products[0].operands[0], n.results[0]
     dtype = "" if result.type.dtype == x.type.dtype else result.type.dtype
     out = b.linear_map(x, weight, *extras, parts=parts, body=str(body), dtype=dtype)
-    out.name = result.name
-    g.replace(result, out)
-    g.erase(n)
+    g.replace_node(n, out)
     for product in products:
         g.erase(product)
 

@@ -7,36 +7,30 @@ from typing import ClassVar
 
 from llmc.ir.dim import product
 from llmc.ir.graph import Builder, Graph, Module, Node
-from llmc.passes.base import Ctx, Pass
-
-NAME = "fuse-norm-linear"
+from llmc.passes.base import Ctx, NodePass
 
 
 @dataclass(frozen=True)
-class FuseNormLinear(Pass):
+class FuseNormLinear(NodePass):
     """Fuse rms_norm into a linear or linear_map that is its only reader, in graphs of at most `rows` tokens.
 
     Every program of the product then computes the norm's sum itself.
     """
 
     rows: int = 4
-    name: ClassVar[str] = NAME
+    name: ClassVar[str] = "fuse-norm-linear"
+    ops: ClassVar[tuple[str, ...]] = ("rms_norm",)
 
-    def run(self, m: Module, ctx: Ctx) -> int:
-        """Apply the pass to every graph; return the number of changes."""
-        return sum(self._graph(g, m, ctx) for g in m.graphs.values())
-
-    def _graph(self, g: Graph, m: Module, ctx: Ctx) -> int:
-        done = 0
-        for n in list(g.nodes):
-            if n.op.name != "rms_norm" or not ctx.allows(n):
-                continue
-            if why := self._why_not(g, m, n):
-                ctx.miss(NAME, n, why)
-            elif ctx.spend():
-                _fuse(g, n, ctx)
-                done += 1
-        return done
+    def node(self, m: Module, g: Graph, norm: Node, ctx: Ctx) -> int:
+        """Fuse one norm, or record why not; return whether it was fused."""
+        if why := self._why_not(g, m, norm):
+            ctx.miss(self.name, norm, why)
+            return False
+        if not ctx.spend():
+            return False
+        into_product(g, norm, norm.result.uses[0], ctx)
+        g.erase(norm)
+        return True
 
     def _why_not(self, g: Graph, m: Module, n: Node) -> str | None:
         readers = n.result.uses
@@ -50,17 +44,10 @@ class FuseNormLinear(Pass):
         return f"the graph has up to {tokens} tokens, more than {self.rows}" if tokens > self.rows else None
 
 
-def _fuse(g: Graph, norm: Node, ctx: Ctx) -> None:
-    into_product(g, norm, norm.result.uses[0], ctx)
-    g.erase(norm)
-
-
 def into_product(g: Graph, norm: Node, n: Node, ctx: Ctx) -> None:
     """Replace a linear or linear_map that reads a norm by norm_linear, which computes the norm; the norm remains."""
     x, gain = norm.operands
     b = Builder(g, ctx.opset, before=n, loc=n.loc)
     attrs = {**n.attrs, "eps": norm.attrs["eps"]}
     out = b.emit(ctx.opset["norm_linear"], [x, n.operands[1], gain, *n.operands[2:]], attrs)
-    out.name = n.result.name
-    g.replace(n.result, out)
-    g.erase(n)
+    g.replace_node(n, out)

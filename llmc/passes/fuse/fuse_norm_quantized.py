@@ -7,13 +7,13 @@ from typing import ClassVar
 
 from llmc.ir.dim import product
 from llmc.ir.graph import Builder, Graph, Module, Node
-from llmc.passes.base import Ctx, Pass, rejected
+from llmc.passes.base import Ctx, NodePass, rejected
 
 NAME = "fuse-norm-quantized"
 
 
 @dataclass(frozen=True)
-class FuseNormQuantized(Pass):
+class FuseNormQuantized(NodePass):
     """Fuse rms_norm into a quantized_linear that is its only reader, in graphs of at most `rows` tokens.
 
     Runs after `lower-quantized`. A norm remains a separate launch if no kernel of the target supports the product.
@@ -21,14 +21,12 @@ class FuseNormQuantized(Pass):
 
     rows: int = 16
     name: ClassVar[str] = NAME
+    ops: ClassVar[tuple[str, ...]] = ("rms_norm",)
 
-    def run(self, m: Module, ctx: Ctx) -> int:
-        """Apply the pass to every graph; return the number of changes."""
-        return sum(self._fuse(m, g, n, ctx) for g, n in m.find("rms_norm"))
-
-    def _fuse(self, m: Module, g: Graph, norm: Node, ctx: Ctx) -> bool:
+    def node(self, m: Module, g: Graph, norm: Node, ctx: Ctx) -> int:
+        """Fuse one norm; return whether it was fused."""
         readers = norm.result.uses
-        if len(readers) != 1 or any(v is norm.result for v in g.outputs) or not ctx.allows(norm):
+        if len(readers) != 1 or any(v is norm.result for v in g.outputs):
             return False
         n = readers[0]
         if n.op.name != "quantized_linear" or n.operands[0] is not norm.result or n.attrs["act"]:
@@ -49,8 +47,6 @@ def _replace(g: Graph, norm: Node, n: Node, ctx: Ctx) -> bool:
         g.erase(out.node)
         ctx.miss(NAME, norm, why)
         return False
-    out.name = n.result.name
-    g.replace(n.result, out)
-    g.erase(n)
+    g.replace_node(n, out)
     g.erase(norm)
     return True

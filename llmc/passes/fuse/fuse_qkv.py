@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from llmc.ir.graph import Builder, Graph, Module, Node, Value
 from llmc.passes.analysis import made_by
-from llmc.passes.base import Ctx, Pass
+from llmc.passes.base import Ctx, NodePass
 from llmc.passes.rewrite import in_graph, sweep
 
 RULE = "rope-append"
@@ -39,7 +39,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class FuseQkv(Pass):
+class FuseQkv(NodePass):
     """Fuse head norms, rotation and the append to the KV pool into rope_append.
 
     Applies if queries, keys and values are slices of one product. Runs after fuse-linear and fuse-norm; layers that do
@@ -47,15 +47,10 @@ class FuseQkv(Pass):
     """
 
     name: ClassVar[str] = "fuse-qkv"
+    ops: ClassVar[tuple[str, ...]] = ("kv_append",)
 
-    def run(self, m: Module, ctx: Ctx) -> int:
-        """Apply the pass to every graph; return the number of changes."""
-        return sum(self.append(g, n, ctx) for g, n in m.find("kv_append"))
-
-    def append(self, g: Graph, n: Node, ctx: Ctx) -> bool:
+    def node(self, m: Module, g: Graph, n: Node, ctx: Ctx) -> int:
         """Rewrite one kv_append, or record why the pattern does not match."""
-        if not ctx.allows(n):
-            return False
         try:
             q, k, v = _parts(g, n)
             operands, attrs = _operands(n, q, k)

@@ -67,11 +67,8 @@ def _fuse(g: Graph, n: Node, norm: Node, ctx: Ctx) -> bool:
         ctx.miss(NAME, n, why)
         return False
     _move_before(g, norm.operands[1], total.node)
-    total.name, out.name = n.result.name, norm.result.name
-    g.replace(n.result, total)
-    g.replace(norm.result, out)
-    g.erase(norm)
-    g.erase(n)
+    g.replace_node(n, total)
+    g.replace_node(norm, out)
     return True
 
 

@@ -6,41 +6,34 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from llmc.ir.graph import Builder, Graph, Module, Node
-from llmc.passes.base import Ctx, Pass
+from llmc.passes.base import Ctx, NodePass
 from llmc.passes.rewrite import in_graph, substitute
 
 
 @dataclass(frozen=True)
-class FuseRows(Pass):
+class FuseRows(NodePass):
     """Fuse row_spans with the row_ids and row_slots of its tokens into row_begin, if their states are inputs."""
 
     name: ClassVar[str] = "fuse-rows"
+    ops: ClassVar[tuple[str, ...]] = ("row_spans",)
 
-    def run(self, m: Module, ctx: Ctx) -> int:
-        """Apply the pass to every graph; return the number of changes."""
-        return sum(_fuse(g, n, ctx) for g, n in m.find("row_spans"))
-
-
-def _fuse(g: Graph, spans: Node, ctx: Ctx) -> int:
-    """Fuse one row_spans with its row_ids and row_slots; return 1, or 0 after recording a near miss."""
-    ids, slots = (_reader(spans, op) for op in ("row_ids", "row_slots"))
-    if ids is None or slots is None:
-        ctx.miss(
-            "fuse-rows",
-            spans,
-            f"its results are not read by a {'row_ids' if ids is None else 'row_slots'} of a graph input",
-        )
-        return 0
-    if not ctx.allows(spans) or not ctx.spend():
-        return 0
-    b = Builder(g, ctx.opset, before=spans, loc=spans.loc)
-    states = (ids.operands[0], slots.operands[0])
-    new = b.row_begin(*spans.operands, *states, tokens=spans.attrs["tokens"], page=slots.attrs["page"])
-    substitute(g, ids, new[3:4], "fuse-rows")
-    substitute(g, slots, new[4:], "fuse-rows")
-    if in_graph(g, spans):
-        substitute(g, spans, new[:3], "fuse-rows")
-    return 1
+    def node(self, m: Module, g: Graph, spans: Node, ctx: Ctx) -> int:
+        """Fuse one row_spans with its row_ids and row_slots; return 1, or 0 after recording a near miss."""
+        ids, slots = (_reader(spans, op) for op in ("row_ids", "row_slots"))
+        if ids is None or slots is None:
+            missing = "row_ids" if ids is None else "row_slots"
+            ctx.miss(self.name, spans, f"its results are not read by a {missing} of a graph input")
+            return 0
+        if not ctx.spend():
+            return 0
+        b = Builder(g, ctx.opset, before=spans, loc=spans.loc)
+        states = (ids.operands[0], slots.operands[0])
+        new = b.row_begin(*spans.operands, *states, tokens=spans.attrs["tokens"], page=slots.attrs["page"])
+        substitute(g, ids, new[3:4], self.name)
+        substitute(g, slots, new[4:], self.name)
+        if in_graph(g, spans):
+            substitute(g, spans, new[:3], self.name)
+        return 1
 
 
 def _reader(spans: Node, op: str) -> Node | None:

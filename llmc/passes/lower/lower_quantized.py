@@ -48,7 +48,7 @@ class LowerQuantized(Pass):
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every graph; return the number of changes."""
         refused: Counter[tuple[str, str]] = Counter()
-        done = sum(self._graph(g, ctx, refused) for name, g in m.graphs.items() if name != "weights")
+        done = sum(self._graph(g, ctx, refused) for g in m.launched)
         for (name, why), count in refused.items():
             ctx.notes[f"{count} products with weights in {name} use dequantised weights: {why}"] = None
         return done
@@ -112,9 +112,7 @@ class LowerQuantized(Pass):
                 g.erase(new.node)
                 rounded.drop(codes)
                 return why
-        new.name = n.result.name
-        g.replace(n.result, new)
-        g.erase(n)
+        g.replace_node(n, new)
         return None
 
     def _product(self, g: Graph, n: Node, parts: _Parts, ctx: Ctx) -> str | None:
@@ -134,9 +132,7 @@ class LowerQuantized(Pass):
         if self.fallback and (why := rejected(new.node, ctx)):
             g.erase(new.node)
             return why
-        new.name = n.result.name
-        g.replace(n.result, new)
-        g.erase(n)
+        g.replace_node(n, new)
         return None
 
     def _experts(self, g: Graph, n: Node, parts: _Parts, ctx: Ctx) -> str | None:
@@ -165,9 +161,7 @@ class LowerQuantized(Pass):
                 continue
             dtype = n.result.type.dtype
             value = new.result if new.result.type.dtype == dtype else b.cast(new.result, dtype=dtype)
-            value.name = n.result.name
-            g.replace(n.result, value)
-            g.erase(n)
+            g.replace_node(n, value)
             return None
         return refused
 

@@ -49,7 +49,7 @@ class Shard(Pass):
         if RANK in m.symbols:
             raise Diagnostic("E437", f"the module has a symbol {RANK}, as a sharded one", "shard a module only once")
         m.symbols[RANK] = (0, self.ranks - 1)
-        graphs = [g for name, g in m.graphs.items() if name != "weights"]
+        graphs = m.launched
         done = sum(separate(g, ctx) for g in graphs)
         for g, plan in make_plans(graphs, self.ranks, ctx):
             done += _Sharding(g, plan, self.ranks, ctx).apply()

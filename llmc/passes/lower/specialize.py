@@ -117,9 +117,7 @@ def _name_inputs(g: Graph, role: str) -> None:
 def _only_pools(g: Graph) -> None:
     """Reduce a graph to the KV that it writes."""
     g.outputs = [v for v in g.outputs if not made_by(v, "row_extend", "row_logprobs")]
-    for n in reversed(g.nodes):
-        if not g.is_used(n):
-            g.erase(n)
+    g.erase_unused()
 
 
 def _rewind(g: Graph, ctx: Ctx) -> None:
@@ -170,9 +168,7 @@ def _drop_head(g: Graph, ctx: Ctx) -> None:
         last = 3 if n.op.name == "kv_append" else 2
         zeros = [b.broadcast(b.constant(0.0, v.type.dtype), shape=v.type.shape) for v in n.operands[1:last]]
         g.set_operands(n, [n.operands[0], *zeros, *n.operands[last:]])
-    for n in reversed(g.nodes):
-        if not g.is_used(n):
-            g.erase(n)
+    g.erase_unused()
     g.inputs = [v for v in g.inputs if v.uses]
 
 

@@ -28,7 +28,7 @@ class ToFnuz(Pass):
 
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every graph; return the number of changes."""
-        return sum(_graph(g, ctx) for name, g in m.graphs.items() if name != "weights")
+        return sum(_graph(g, ctx) for g in m.launched)
 
 
 def _graph(g: Graph, ctx: Ctx) -> int:

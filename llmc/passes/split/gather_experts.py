@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from llmc.ir.graph import Builder, Graph, Module, Node
-from llmc.passes.base import Ctx, Pass
+from llmc.passes.base import Ctx, NodePass
 from llmc.passes.fuse.fuse_norm_linear import into_product
 from llmc.passes.rewrite import substitute
 
@@ -15,7 +15,7 @@ NAME = "gather-experts"
 
 
 @dataclass(frozen=True)
-class GatherExperts(Pass):
+class GatherExperts(NodePass):
     """Replace moe and the addition of its result by moe_gather_up and moe_gather_down, for at most `tokens` tokens.
 
     An RMS norm before moe is fused into all of its readers, if these are the first product of the experts and linear
@@ -24,14 +24,10 @@ class GatherExperts(Pass):
 
     tokens: int = 1
     name: ClassVar[str] = NAME
+    ops: ClassVar[tuple[str, ...]] = ("moe",)
 
-    def run(self, m: Module, ctx: Ctx) -> int:
-        """Apply the pass to every graph; return the number of changes."""
-        return sum(self._split(g, m, n, ctx) for g, n in m.find("moe"))
-
-    def _split(self, g: Graph, m: Module, n: Node, ctx: Ctx) -> bool:
-        if not ctx.allows(n):
-            return False
+    def node(self, m: Module, g: Graph, n: Node, ctx: Ctx) -> int:
+        """Split one mixture, or record why not; return whether it was split."""
         if why := self._why_not(g, m, n):
             ctx.miss(NAME, n, why)
             return False

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from llmc.ir.graph import Builder, Graph, Module, Node
-from llmc.passes.base import Ctx, Pass
+from llmc.passes.base import Ctx, NodePass
 from llmc.passes.rewrite import substitute
 
 TILE = 128  # tokens, and weight rows, of a large tile
@@ -22,7 +22,7 @@ def max_tokens(m: Module, g: Graph, n: Node) -> int:
 
 
 @dataclass(frozen=True)
-class SplitK(Pass):
+class SplitK(NodePass):
     """Split linear, and linear_map with one part, along the depth into linear_split and linear_combine.
 
     Applies in graphs of more than `above` tokens if the product's tiles would leave multiprocessors idle. With fewer
@@ -31,19 +31,17 @@ class SplitK(Pass):
     """
 
     name: ClassVar[str] = "split-k"
+    ops: ClassVar[tuple[str, ...]] = ("linear", "linear_map")
     splits: int = 0
     above: int = 128
 
-    def run(self, m: Module, ctx: Ctx) -> int:
-        """Apply the pass to every graph; return the number of changes."""
-        products = [(g, n) for g, n in m.find("linear", "linear_map") if n.attrs.get("parts", 1) == 1]
-        return sum(self.split(g, n, max_tokens(m, g, n), ctx) for g, n in products)
-
-    def split(self, g: Graph, n: Node, tokens: int, ctx: Ctx) -> bool:
+    def node(self, m: Module, g: Graph, n: Node, ctx: Ctx) -> int:
         """Rewrite one node if more parts are needed to occupy the GPU; return whether it was rewritten."""
+        if n.attrs.get("parts", 1) != 1:
+            return False
         x, w, *extras = n.operands
-        rows, depth = (d.const for d in w.type.shape)
-        if tokens <= self.above or not rows or not depth or w.type.format or not ctx.allows(n):
+        tokens, (rows, depth) = max_tokens(m, g, n), (d.const for d in w.type.shape)
+        if tokens <= self.above or not rows or not depth or w.type.format:
             return False
         parts = self.splits or self.choose(n, tokens, rows, depth, ctx)
         if parts < 2 or depth % parts or not x.type.dtype == w.type.dtype in DTYPES or not ctx.spend():

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from llmc.ir.dim import Bounds
 from llmc.ir.graph import Builder, Graph, Module, Node, Value
-from llmc.passes.base import Ctx, Pass
+from llmc.passes.base import Ctx, NodePass
 from llmc.passes.rewrite import substitute
 
 MAX_PARTS = 64  # maximum number of parts, all read at once by the combining program
@@ -26,7 +26,7 @@ def fixed_part(kv: Value, pages: Value) -> int:
 
 
 @dataclass(frozen=True)
-class SplitKv(Pass):
+class SplitKv(NodePass):
     """Split paged_attention into paged_attention_split and attention_combine in graphs of one token per row, and
     paged_latent_attention likewise.
 
@@ -38,19 +38,20 @@ class SplitKv(Pass):
     """
 
     name: ClassVar[str] = "split-kv"
+    ops: ClassVar[tuple[str, ...]] = ("paged_attention", "paged_latent_attention")
     splits: int = 0
     fill: float = 1.5
     fixed: bool = False
 
-    def run(self, m: Module, ctx: Ctx) -> int:
-        """Apply the pass to every graph; return the number of changes."""
-        done = sum(self.split(g, n, m.bounds(g), ctx) for g, n in m.find("paged_attention"))
-        return done + sum(self.split_latent(g, n, m.bounds(g), ctx) for g, n in m.find("paged_latent_attention"))
+    def node(self, m: Module, g: Graph, n: Node, ctx: Ctx) -> int:
+        """Rewrite one node if more parts are needed to occupy the GPU; return whether it was rewritten."""
+        split = self.split if n.op.name == "paged_attention" else self.split_latent
+        return g.name.startswith("decode") and split(g, n, m.bounds(g), ctx)
 
     def split(self, g: Graph, n: Node, bounds: Bounds, ctx: Ctx) -> bool:
-        """Rewrite one node if more parts are needed to occupy the GPU; return whether it was rewritten."""
+        """Split a paged_attention; return whether it was split."""
         q, kv, pages, rows, _, positions, *_ = n.operands
-        if not g.name.startswith("decode") or q.type.shape[0] != rows.type.shape[0] or not ctx.allows(n):
+        if q.type.shape[0] != rows.type.shape[0]:
             return False
         parts = self.splits or (self.count(n, bounds, ctx) if self.fixed else self.choose(n, bounds, ctx))
         if parts < 2 or not ctx.spend():
@@ -67,9 +68,9 @@ class SplitKv(Pass):
         return True
 
     def split_latent(self, g: Graph, n: Node, bounds: Bounds, ctx: Ctx) -> bool:
-        """Rewrite one node of latent attention; fixed parts are not supported."""
+        """Split a paged_latent_attention, which has no fixed parts; return whether it was split."""
         q, rotary, pool, pages, rows, _, positions = n.operands
-        if self.fixed or not g.name.startswith("decode") or not ctx.allows(n):
+        if self.fixed:
             return False
         blocks = -(-int(q.type.shape[1]) // HEADS)
         fill = 1.0 if int(q.type.shape[1]) > HEADS // 2 else self.fill  # a program of 64 heads fills a multiprocessor

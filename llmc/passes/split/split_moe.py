@@ -6,29 +6,26 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from llmc.ir.graph import Builder, Graph, Module, Node
-from llmc.passes.base import Ctx, Pass
+from llmc.passes.base import Ctx, NodePass
 from llmc.passes.rewrite import substitute
 
 
 @dataclass(frozen=True)
-class SplitMoe(Pass):
+class SplitMoe(NodePass):
     """Replace moe by moe_route, moe_up, moe_down and the sum over a token's experts.
 
     quantized: only those whose experts are quantised.
     """
 
     name: ClassVar[str] = "split-moe"
+    ops: ClassVar[tuple[str, ...]] = ("moe",)
     quantized: bool = False
 
-    def run(self, m: Module, ctx: Ctx) -> int:
-        """Apply the pass to every graph; return the number of changes."""
-        return sum(self.split(g, n, ctx) for g, n in m.find("moe"))
-
-    def split(self, g: Graph, n: Node, ctx: Ctx) -> bool:
+    def node(self, m: Module, g: Graph, n: Node, ctx: Ctx) -> int:
         """Rewrite one node, or record why it cannot be split; return whether it was."""
         x, idx, weights, gate_up, down, *biases = n.operands
         k, experts = idx.type.shape[1].const, down.type.shape[0].const
-        if not ctx.allows(n) or (self.quantized and not (gate_up.type.format or down.type.format)):
+        if self.quantized and not (gate_up.type.format or down.type.format):
             return False
         if k is None or experts is None:
             ctx.miss(self.name, n, "the number of experts is not constant")

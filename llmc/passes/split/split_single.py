@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from llmc.ir.graph import Builder, Graph, Module, Node
-from llmc.passes.base import Ctx, Pass
+from llmc.passes.base import Ctx, NodePass, claiming
 from llmc.passes.rewrite import substitute
 
 
 @dataclass(frozen=True)
-class SplitSingle(Pass):
+class SplitSingle(NodePass):
     """Compute single-token rows of mixed batches with paged_attention_single.
 
     Applies to graphs with any number of tokens per row; paged_attention then skips those rows. A node is left whole if
@@ -19,16 +19,14 @@ class SplitSingle(Pass):
     """
 
     name: ClassVar[str] = "split-single"
+    ops: ClassVar[tuple[str, ...]] = ("paged_attention",)
 
-    def run(self, m: Module, ctx: Ctx) -> int:
-        """Apply the pass to every graph; return the number of changes."""
-        found = [(g, n) for g, n in m.find("paged_attention") if _several(m, g, n) and not _led(m, g, n, ctx)]
-        return sum(self.split(g, n, ctx) for g, n in found)
-
-    def split(self, g: Graph, n: Node, ctx: Ctx) -> bool:
+    def node(self, m: Module, g: Graph, n: Node, ctx: Ctx) -> int:
         """Rewrite one node, unless it is split already or every row has one token; return whether it was rewritten."""
         q, kv, pages, rows, starts, positions, *rest = n.operands
-        if q.type.shape[0] == rows.type.shape[0] or n.attrs["least"] > 1 or not ctx.allows(n) or not ctx.spend():
+        if not _several(m, g, n) or q.type.shape[0] == rows.type.shape[0] or n.attrs["least"] > 1:
+            return False
+        if _led(m, g, n, ctx) or not ctx.spend():
             return False
         b = Builder(g, ctx.opset, before=n, loc=n.loc)
         many = b.paged_attention(q, kv, pages, rows, starts, positions, *rest, **{**n.attrs, "least": 2})
@@ -48,6 +46,5 @@ def _led(m: Module, g: Graph, n: Node, ctx: Ctx) -> bool:
     target, env = ctx.target, {s: high for s, (_, high) in m.bounds(g).items()}
     if target is None:
         return False
-    found = (ctx.kernels[name] for name in ctx.kernels)
-    mine = (k for k in found if k.language in target.languages and k.claims(n) and not k.reject(n, target))
+    mine = (k for k in claiming(n, ctx.kernels, target) if not k.reject(n, target))
     return any(not k.missing() and k.leads(n, target, env) for k in mine)

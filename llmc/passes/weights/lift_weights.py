@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from llmc.ir.graph import Graph, Module, Node, Value
+from llmc.ir.graph import WEIGHTS, Graph, Module, Node, Value
 from llmc.passes.analysis import Origin, origin, weight_only
 from llmc.passes.base import Ctx, Pass
 
@@ -22,12 +22,12 @@ class LiftWeights(Pass):
 
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every graph; return the number of changes."""
-        entries = [g for g in m.graphs.values() if g.name != "weights"]
-        if not any(v.weight for g in entries for v in g.inputs) or "weights" in m.graphs or not ctx.spend():
+        entries = m.launched
+        if not any(v.weight for g in entries for v in g.inputs) or WEIGHTS in m.graphs or not ctx.spend():
             return 0
-        lifted = _Lifted(Graph("weights"))
+        lifted = _Lifted(Graph(WEIGHTS))
         done = sum(_lift(g, lifted) for g in entries)
-        m.graphs["weights"] = lifted.graph
+        m.graphs[WEIGHTS] = lifted.graph
         return done + 1
 
 

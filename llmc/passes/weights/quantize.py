@@ -38,7 +38,7 @@ class Quantize(Pass):
         if self.weights == self.head == NONE:
             return 0
         body, head = _recipe(self.weights, self.group), _recipe(self.head, 0)
-        return sum(self._graph(g, body, head, ctx) for name, g in m.graphs.items() if name != "weights")
+        return sum(self._graph(g, body, head, ctx) for g in m.launched)
 
     def _graph(self, g: Graph, body: Recipe | None, head: Recipe | None, ctx: Ctx) -> int:
         """Quantise the weights of a graph's products: that of the last one by `head`, the others by `body`.

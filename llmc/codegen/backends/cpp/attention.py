@@ -10,7 +10,6 @@ from llmc.codegen.kernel import Schedule
 from llmc.ir.dim import D, Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
-from llmc.ir.types import Type
 from llmc.targets.target import Target
 
 MAX_HEAD = 512
@@ -87,12 +86,14 @@ class PagedAttention(CppKernel):
         )
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        types: list[Type] = [v.type for v in node.operands]
-        sinks = "x6" if len(types) > 6 else "nullptr"
-        tokens, count, table = sizes(types[0].shape[0]), sizes(types[3].shape[0]), sizes(types[2].shape[1])
+        types, pool = [v.type for v in node.operands], 1 + self.latent  # the index of the pool
+        tokens, count = sizes(types[0].shape[0]), sizes(types[pool + 2].shape[0])
+        table = sizes(types[pool + 1].shape[1])
+        rotary, sinks = ("x1", "nullptr") if self.latent else ("nullptr", "x6" if len(types) > 6 else "nullptr")
+        operands = ", ".join(["x0", rotary, *(f"x{pool + i}" for i in range(5)), sinks])
         return (
             f"{pointers(node)}\n"
-            f"const attention_args a = {{x0, nullptr, x1, x2, x3, x4, x5, {sinks}, y0, {tokens}, {count}, {table}}};\n"
+            f"const attention_args a = {{{operands}, y0, {tokens}, {count}, {table}}};\n"
             "attention<Shape>(ctx, a);"
         )
 
@@ -112,15 +113,6 @@ class PagedLatentAttention(PagedAttention):
         if None in (sizes := self.heads(node)):
             return "heads, page and sizes of keys must be constant"
         return f"the size of a key, {sizes[3]}, is above {MAX_LATENT}" if (sizes[3] or 0) > MAX_LATENT else None
-
-    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        types = [v.type for v in node.operands]
-        tokens, count, table = sizes(types[0].shape[0]), sizes(types[4].shape[0]), sizes(types[3].shape[1])
-        return (
-            f"{pointers(node)}\n"
-            f"const attention_args a = {{x0, x1, x2, x3, x4, x5, x6, nullptr, y0, {tokens}, {count}, {table}}};\n"
-            "attention<Shape>(ctx, a);"
-        )
 
 
 def _ctype(node: Node, i: int) -> str:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from llmc.codegen.backends.cpp.cpp_kernel import CTYPES, FLOATS, CppKernel, pointers, product_text, unsupported
 from llmc.codegen.emit import Sizes, indent
 from llmc.codegen.kernel import Schedule, Source
-from llmc.codegen.packed_product import not_packed
-from llmc.codegen.print_expr import Dag, convert, statements
+from llmc.codegen.packed_product import check_packed
+from llmc.codegen.print_expr import Dag, Names, convert, statements
 from llmc.codegen.product import ProductNode
 from llmc.ir.dim import D, Dim
 from llmc.ir.dtype import DTYPES
@@ -102,8 +102,7 @@ class PackedProduct(CppKernel):
         return tuple((i + p.first_extra, 0) for i, fits in enumerate(same) if fits)
 
     def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
-        if node.op.name != self.ops[-1]:
-            raise not_packed(node)
+        check_packed(self, node, schedule, target)
         return super().emit(node, schedule, target)
 
     def call(self, node: Node, sizes: Sizes, function: str, weight: str) -> str:
@@ -181,7 +180,7 @@ class Linear(PackedProduct):
 def epilogue(p: Problem, stride: int) -> str:
     """Return the C++ struct whose `put` computes outputs from accumulators, `stride` floats apart, and extras."""
     dag, lines = Dag(), []
-    names: dict[int, tuple[str, str]] = {}
+    names: Names = {}
     root = dag.add(parse_expr(p.body))
     order = dag.below([root])
     for i in order:
@@ -219,11 +218,7 @@ def pack_node(g: Graph, node: Node, schedule: Schedule, ops: Mapping[str, OpDef]
     packed: Value = g.add(ops["pack_panel"], [node.operands[1]], layout, before=node, loc=node.loc).result
     attrs = {"n": p.n, "parts": p.parts, "body": p.body, "dtype": node.attrs.get("dtype", "")}
     operands = [node.operands[0], packed, *node.operands[2:]]
-    new = g.add(ops["packed_linear"], operands, attrs, before=node, loc=node.loc, names=(node.result.name,))
-    new.choice = dict(node.choice)
-    g.replace(node.result, new.result)
-    g.erase(node)
-    return new
+    return g.replace_op(node, ops["packed_linear"], operands, attrs)
 
 
 LINEAR = Linear("cpu/linear", ("linear", "linear_map", "packed_linear"))

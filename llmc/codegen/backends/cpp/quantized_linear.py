@@ -204,12 +204,7 @@ def pack_quantized(g: Graph, node: Node, schedule: Schedule, ops: Mapping[str, O
         "act_block": p.act_block, "parts": p.parts, "body": p.body, "dtype": node.attrs["dtype"],
     }  # fmt: skip
     operands = [node.operands[0], *packed, *node.operands[p.first_extra :]]
-    op = ops["packed_quantized_linear"]
-    new = g.add(op, operands, attrs, before=node, loc=node.loc, names=(node.result.name,))
-    new.choice = dict(node.choice)
-    g.replace(node.result, new.result)
-    g.erase(node)
-    return new
+    return g.replace_op(node, ops["packed_quantized_linear"], operands, attrs)
 
 
 QUANTIZED_LINEAR = QuantizedLinear("cpu/quantized_linear", ("quantized_linear", "packed_quantized_linear"))

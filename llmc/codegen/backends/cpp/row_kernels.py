@@ -8,7 +8,7 @@ from __future__ import annotations
 from llmc.codegen.backends.cpp.cpp_kernel import FLOATS, INTS, CppKernel, pointers, unsupported
 from llmc.codegen.emit import Sizes, indent
 from llmc.codegen.kernel import Schedule
-from llmc.codegen.print_expr import ELEMENT, VECTOR, convert, statements
+from llmc.codegen.print_expr import ELEMENT, VECTOR, Names, convert, statements
 from llmc.codegen.row_program import RowProgram, Space, expressions, same_layout
 from llmc.ir.dim import Dim, product
 from llmc.ir.graph import Node
@@ -67,7 +67,7 @@ class Elements(CppKernel):
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         p = RowProgram(node, expressions(node) or [])
         flat = not p.space.outer and all(h[-1] for h in p.space.varies[p.count :])
-        names: dict[int, tuple[str, str]] = {}
+        names: Names = {}
         lines = []
         for i in p.dag.below(p.roots):
             fn, args = p.dag.nodes[i]
@@ -122,7 +122,7 @@ def _indices(sp: Space, sizes: Sizes) -> list[str]:
 
 def _row_text(p: RowProgram, flat: bool) -> str:
     """The passes over one row, and the stores of results that are constant along the row."""
-    names: dict[int, tuple[str, str]] = {}
+    names: Names = {}
     lines: list[str] = []
     for slot, i in enumerate(p.cached):
         lines.append(f"float* const c{i} = (float*)ctx->scratch + {slot} * (n + 16);")
@@ -140,7 +140,7 @@ def _row_text(p: RowProgram, flat: bool) -> str:
     return "\n".join(lines)
 
 
-def _uniform(p: RowProgram, names: dict[int, tuple[str, str]], level: int) -> list[str]:
+def _uniform(p: RowProgram, names: Names, level: int) -> list[str]:
     """Statements for the values that are constant along the row and known before pass `level`."""
     lines = []
     for i in p.dag.below(p.roots):
@@ -157,7 +157,7 @@ def _uniform(p: RowProgram, names: dict[int, tuple[str, str]], level: int) -> li
     return lines
 
 
-def _pass(p: RowProgram, targets: list[int], names: dict[int, tuple[str, str]], k: int, flat: bool) -> list[str]:
+def _pass(p: RowProgram, targets: list[int], names: Names, k: int, flat: bool) -> list[str]:
     """One pass over the row: accumulate the reductions of this level, or store results.
 
     names: the C++ variables that hold nodes, with their kinds. Nodes that the pass computes have variables that are
@@ -185,7 +185,7 @@ def _pass(p: RowProgram, targets: list[int], names: dict[int, tuple[str, str]], 
     return [*text, *after]
 
 
-def _pass_values(p: RowProgram, targets: list[int], local: dict[int, tuple[str, str]], k: int) -> list[str]:
+def _pass_values(p: RowProgram, targets: list[int], local: Names, k: int) -> list[str]:
     """Statements that load or compute the nodes that pass `k` needs for `targets`, and add them to `local`.
 
     Values that an earlier pass has stored in the scratch memory are read from there.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from llmc.codegen.backends.cpp.cpp_kernel import FLOATS, INTS, CppKernel, pointers, unsupported
 from llmc.codegen.emit import Sizes
 from llmc.codegen.kernel import EXACT, Schedule
@@ -63,6 +66,22 @@ class KvAppend(CppKernel):
         return f"{pointers(node)}\nkv_append(ctx, y0, x1, x2, x3, {t}, {g}, {page}, {d});"
 
 
+# The numbers that the C++ function of an op takes after its pointers: sizes of the op's signature, and attributes.
+NUMBERS: Mapping[str, str] = MappingProxyType(
+    {
+        "row_spans": "r tokens", "row_ids": "t l", "row_slots": "t l page", "row_last": "r-1", "row_commit": "r l v",
+        "row_accept": "r l v limit", "row_propose": "r l", "row_rewind": "r", "row_extend": "r l",
+        "row_penalize": "r v w b", "row_mask": "r v s a", "row_sample": "r v l", "row_logprobs": "r v k",
+    }
+)  # fmt: skip
+
+
+def numbers(node: Node, sizes: Sizes) -> list[str]:
+    """Return the NUMBERS of a node's op as C++ expressions."""
+    known = node.op.sizes([v.type for v in node.operands], node.attrs)
+    return [sizes(Dim.of(size).subs(known)) for size in NUMBERS[node.op.name].split()]
+
+
 class States(CppKernel):
     """The small row_* ops, computed by a single thread."""
 
@@ -73,37 +92,14 @@ class States(CppKernel):
         return unsupported(node, (*FLOATS, "i32"))
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        numbers = self._numbers(node, sizes)
+        for v in node.operands:
+            sizes.text(v.type)  # operand sizes have the first places in the kernel's size array
         ctypes = ["float" if v.type.dtype == "f32" else "int32_t" for v in node.operands]
         operands = [f"({ctype}*)args[{i}]" for i, ctype in enumerate(ctypes)]
         results = [  # the next version of a state has the memory of its operand
             f"(int32_t*)args[{len(operands) + i}]" for i, r in enumerate(node.results) if not r.type.state
         ]
-        return f"{node.op.name}(ctx, {', '.join([*results, *operands, *numbers])});"
-
-    @staticmethod
-    def _numbers(node: Node, sizes: Sizes) -> list[str]:
-        """The sizes and attributes that the op's C++ function takes after its pointers."""
-        shape = [[sizes(d) for d in v.type.shape] for v in node.operands]
-        match node.op.name:
-            case "row_spans":
-                return [shape[0][0], sizes(node.results[1].type.shape[0])]
-            case "row_ids":
-                return [shape[1][0], shape[0][1]]
-            case "row_slots":
-                return [shape[1][0], shape[0][1], str(node.attrs["page"])]
-            case "row_last":
-                return [sizes(node.result.type.shape[0])]
-            case "row_propose":
-                return [shape[3][0], shape[0][1]]
-            case "row_rewind":
-                return [shape[2][0]]
-            case "row_extend":
-                return [shape[2][0], shape[0][1]]
-            case "row_accept":
-                return [shape[3][0], shape[0][1], shape[2][1], str(node.attrs["limit"])]
-            case _:  # row_commit
-                return [shape[3][0], shape[0][1], shape[2][1]]
+        return f"{node.op.name}(ctx, {', '.join([*results, *operands, *numbers(node, sizes)])});"
 
 
 class Drafts(States):
@@ -132,27 +128,22 @@ class Sampling(CppKernel):
         return v * 12 + (2048 * 16 + 256) if node.op.name == "row_sample" else D(0)
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-
-        def width(operand: int) -> str:
-            return sizes(node.operands[operand].type.shape[1])
-
-        numbers = [sizes(size) for size in node.operands[0].type.shape]  # rows, vocabulary
-        operands = [f"x{i}" for i in range(len(node.operands))]
-        match node.op.name:
-            case "row_penalize":
-                numbers += [width(4), width(6)]
-                drafted = [*operands[8:], width(10)] if len(operands) > 8 else []
-                operands = [*operands[:8], f"Drafted{{{', '.join(drafted)}}}"]
-            case "row_mask":
-                numbers += [width(5), width(6)]
-            case "row_sample":
-                numbers.append(width(4))
-            case "row_logprobs":
-                numbers.append(str(node.attrs["k"]))
-                if len(operands) == 2:  # without the ids whose log-probabilities are requested
-                    operands += ["nullptr", "nullptr"]
         results = [f"y{i}" for i in range(len(node.results))]
-        return f"{pointers(node)}\n{node.op.name}(ctx, {', '.join([*results, *operands, *numbers])});"
+        values = [*results, *self._operands(node, sizes), *numbers(node, sizes)]
+        return f"{pointers(node)}\n{node.op.name}(ctx, {', '.join(values)});"
+
+    @staticmethod
+    def _operands(node: Node, sizes: Sizes) -> list[str]:
+        """The arguments of the C++ function for the operands, including those that the node lacks."""
+        operands = [f"x{i}" for i in range(len(node.operands))]
+        if node.op.name == "row_logprobs" and len(operands) == 2:  # without the rows that request log-probabilities
+            return [*operands, "nullptr", "nullptr"]
+        if node.op.name != "row_penalize":
+            return operands
+        drafted = operands[8:]
+        if drafted:
+            drafted.append(sizes(node.operands[10].type.shape[1]))
+        return [*operands[:8], f"Drafted{{{', '.join(drafted)}}}"]
 
 
 ROPE = Rope("cpu/rope", ("rope",))

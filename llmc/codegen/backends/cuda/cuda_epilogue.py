@@ -5,16 +5,16 @@ A kernel's parameters include OTHER_PARAMETERS, and it calls `epilogue(sums, tok
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType
 
 from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS
-from llmc.codegen.print_expr import VECTOR, inline
+from llmc.codegen.print_expr import VECTOR, Primitives, inline
 from llmc.ir.scalar import parse_expr
 from llmc.ir.types import Type
 
 # Scalar expressions over single floats; kernels/scalar_math.cuh has the functions.
-FLOAT: Mapping[str, tuple[str, str, str]] = MappingProxyType(
+FLOAT: Primitives = MappingProxyType(
     {
         **VECTOR,
         "and": ("({0} && {1})", "mm", "m"),
@@ -23,7 +23,7 @@ FLOAT: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     }
 )
 # The same over two neighbours, in files that include pairs.cuh.
-PAIR: Mapping[str, tuple[str, str, str]] = MappingProxyType({**FLOAT, "sigmoid": ("fast_sigmoid({0})", "f", "f")})
+PAIR: Primitives = MappingProxyType({**FLOAT, "sigmoid": ("fast_sigmoid({0})", "f", "f")})
 
 
 def offset_of(operand: Type, result: Type) -> str | None:

@@ -9,8 +9,9 @@ from typing import Self
 
 from llmc.codegen.backends.cuda.cuda_epilogue import epilogue, reject_operands
 from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, CudaKernel
+from llmc.codegen.backends.cuda.wgmma import lacks_wgmma
 from llmc.codegen.kernel import Schedule, Source
-from llmc.codegen.packed_product import not_packed, pack_product, product_layouts, tables
+from llmc.codegen.packed_product import check_packed, pack_product, product_layouts, tables
 from llmc.codegen.product import ProductNode
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
@@ -84,9 +85,7 @@ class FragmentKernel(CudaKernel):
     """A kernel of quantized_linear over codes of 4 bits, which it packs into fragments at compile time, on sm_90."""
 
     def reject(self, node: Node, target: Target) -> str | None:
-        if target.family != "cuda" or target.arch != "sm_90" or target.has("interpret"):
-            return f"{target.name} does not have wgmma, the matrix instructions of sm_90"
-        return _reject_types(node) or _reject_sizes(node) or _reject_weights(node)
+        return lacks_wgmma(target) or _reject_types(node) or _reject_sizes(node) or _reject_weights(node)
 
     def layouts(self, node: Node, schedule: Schedule, target: Target) -> dict[int, str]:
         if node.op.name not in _PACKED_OF:
@@ -97,8 +96,7 @@ class FragmentKernel(CudaKernel):
         pack_product(g, node, ops["pack_fragments"], {}, ops[_PACKED_OF[node.op.name]], ops)
 
     def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
-        if self.layouts(node, schedule, target):
-            raise not_packed(node)
+        check_packed(self, node, schedule, target)
         return super().emit(node, schedule, target)
 
 

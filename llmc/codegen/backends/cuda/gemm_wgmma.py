@@ -17,7 +17,7 @@ from llmc.codegen.backends.cuda.cuda_kernel import (
     Binding,
     CudaKernel,
 )
-from llmc.codegen.backends.cuda.wgmma_text import multiply
+from llmc.codegen.backends.cuda.wgmma import ALIGN, RESERVED, SWIZZLE, WARPGROUP, lacks_wgmma, multiply
 from llmc.codegen.kernel import Map, Schedule
 from llmc.codegen.product import ProductNode
 from llmc.ir.cost import node_cost
@@ -39,10 +39,6 @@ PAIRS_OF_TILES = (
 )
 GROUP = 16  # tiles of tokens that are processed together, to share tiles of the weight in the L2 cache
 MOST_STAGES, MAX_PARTS = 8, 2
-WARPGROUP = 128  # threads
-SWIZZLE = 3  # 128 bytes
-ALIGN = 1024  # alignment of the buffers in shared memory, in bytes
-RESERVED = 1024  # bytes of shared memory for barriers
 PADDING = 8  # floats after a token's sums in shared memory
 _SHARE, _READS = 0.86, 0.8  # share of the peak that the instructions of a tile reach, and of the bandwidth
 _TILE_US, _START_US, _CLUSTER_US = 1.6, 3.5, 1.5  # of a tile: its epilogue; of a launch; of sums over a cluster
@@ -78,8 +74,8 @@ class GemmWgmma(CudaKernel):
     waits_first = True
 
     def reject(self, node: Node, target: Target) -> str | None:
-        if target.family != "cuda" or target.arch != "sm_90" or target.has("interpret"):
-            return f"{target.name} does not have wgmma, the matrix instructions of sm_90"
+        if why := lacks_wgmma(target):
+            return why
         for v in node.operands[:2]:
             if v.type.format is not None or v.type.dtype != "bf16":
                 return f"operand type {v.type} is not bf16"
@@ -177,7 +173,7 @@ def _schedules(p: WgmmaProduct, target: Target) -> Iterator[Schedule]:
 GEMM_WGMMA = GemmWgmma(
     "cuda/gemm_wgmma",
     ("linear", "linear_map"),
-    crowds=True,
+    fills_multiprocessors=True,
     opt_in=True,
     file="llmc.codegen.backends.cuda.kernels:gemm_wgmma.cu",
     entry="llmc_linear",

@@ -19,7 +19,7 @@ from llmc.codegen.backends.cuda.cuda_kernel import (
     Binding,
     CudaKernel,
 )
-from llmc.codegen.backends.cuda.wgmma_text import multiply
+from llmc.codegen.backends.cuda.wgmma import ALIGN, RESERVED, SWIZZLE, WARPGROUP, lacks_wgmma, multiply
 from llmc.codegen.expert_stack import CODE, Stack, chosen_experts, overlapped, row_blocks
 from llmc.codegen.kernel import SETTLED, Map, Schedule
 from llmc.codegen.print_expr import inline
@@ -35,17 +35,11 @@ STARTS = 2  # the operand that has the first row of each expert
 GROUP = 16  # tiles of rows that are processed together, to share tiles of the weights in the L2 cache
 MOST_STAGES, LEAST_STAGES = 8, 3
 MAX_EXPERTS = 512  # whose rows are counted in shared memory
-WARPGROUP = 128  # threads
-SWIZZLE = 3  # 128 bytes
-ALIGN = 1024  # alignment of the buffers in shared memory, in bytes
-RESERVED = 1024  # bytes of shared memory for barriers and counts
 _SHARE, _READS = 0.94, 0.96  # share of the peak that the instructions of a tile reach, and of the bandwidth
 _COLUMN_US: Mapping[int, float] = MappingProxyType({64: 0.0042, 128: 0.0068})  # at least, of a tile and column of depth
 _TILE_US, _ELEMENT_US = 1.8, 0.6 / 8192  # of a tile, and of each of its sums
-_START_US, _UP_US = (
-    2.0,
-    6.0,
-)  # of a launch; of the first product: its neighbours in a step overlap less
+_START_US = 2.0  # of a launch
+_UP_US = 6.0  # of the first product, whose neighbours in a step overlap less
 _L2_BYTES_US = 1e5  # that a multiprocessor reads in a microsecond
 _BUSY = 0.45  # exponent of the share of multiprocessors that have a tile
 
@@ -57,8 +51,8 @@ class GroupedWgmma(CudaKernel):
     waits_first = True
 
     def reject(self, node: Node, target: Target) -> str | None:
-        if target.family != "cuda" or target.arch != "sm_90" or target.has("interpret"):
-            return f"{target.name} does not have wgmma, the matrix instructions of sm_90"
+        if why := lacks_wgmma(target):
+            return why
         for i in (0, CODE):
             t = node.operands[i].type
             if t.format is not None or t.dtype != "bf16":
@@ -170,7 +164,7 @@ def stages(s: Schedule, experts: int, target: Target) -> int:
 GROUPED_WGMMA = GroupedWgmma(
     "cuda/grouped_wgmma",
     ("moe_up", "moe_down"),
-    crowds=True,
+    fills_multiprocessors=True,
     file="llmc.codegen.backends.cuda.kernels:grouped_wgmma.cu",
     entry="llmc_experts",
     headers=(HOPPER, SCALAR_MATH, PAIRS),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, HOPPER, INT4_TO_BF16, SCALAR_MATH, WGMMA_REGISTERS, Binding
 from llmc.codegen.backends.cuda.fragment_product import PACKED, PLAIN, FragmentKernel, FragmentProduct
+from llmc.codegen.backends.cuda.wgmma import ALIGN, SWIZZLE, WARPGROUP
 from llmc.codegen.kernel import Map, Schedule
 from llmc.ir.dim import D
 from llmc.ir.graph import Node
@@ -14,9 +15,7 @@ from llmc.ir.ops.packed_fragments import BLOCK
 from llmc.targets.target import Target
 
 TOKENS = (8, 16, 32, 64, 128, 256)  # of a tile
-WARPGROUP, PRODUCER = 128, 32  # threads
-SWIZZLE = 3  # 128 bytes
-ALIGN = 1024  # of buffers in shared memory, in bytes
+PRODUCER = 32  # threads
 STAGES = (12, 8, 6, 4, 3, 2)
 RESIDENT = (2, 3, 4, 1, 6, 8)  # blocks per multiprocessor that a schedule leaves room for, best guess first
 MOST_THREADS, MOST_REGISTERS = 2048, 65536  # of a multiprocessor
@@ -153,8 +152,8 @@ def _rings(p: TiledProduct, tokens: int, rows: int, split: int, target: Target) 
 QUANTIZED_WGMMA = QuantizedWgmma(
     "cuda/quantized_wgmma",
     (PLAIN, PACKED),
-    crowds=True,
-    yields=True,
+    fills_multiprocessors=True,
+    can_trigger_late=True,
     preloads=True,
     file="llmc.codegen.backends.cuda.kernels:quantized_wgmma.cu",
     entry="llmc_quantized_linear",

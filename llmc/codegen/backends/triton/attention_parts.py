@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from llmc.codegen.backends.triton.decode_attention import CONTEXT, AttentionCombine, Problem
+from llmc.codegen.backends.triton.decode_attention import CONTEXT, AttentionCombine, AttentionProblem
 from llmc.codegen.backends.triton.prefill_attention import FAR, PREFILL_ATTENTION, PrefillAttention, blocks_us
-from llmc.codegen.backends.triton.template import Template
-from llmc.codegen.backends.triton.tiling import power
+from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.triton_kernel import Code, Unit
 from llmc.codegen.kernel import EXACT, Schedule
 from llmc.ir.graph import Node
@@ -27,16 +26,16 @@ class AttentionParts(PrefillAttention):
         return PREFILL_ATTENTION.order(node, schedule, target)
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        p, part = Problem.of(node), node.attrs["part"]
+        p, part = AttentionProblem.of(node), node.attrs["part"]
         tokens, seen = node.operands[0].type.shape[0].subs(env).const or 1, min(CONTEXT, p.window or FAR)
-        blocks = tokens * p.g * math.ceil(seen / part)
+        blocks = tokens * p.kv_heads * math.ceil(seen / part)
         return blocks_us(node, schedule, target, blocks, min(part, seen)) + target.launch_us
 
     def code(self, u: Unit) -> Code:
-        n, p = u.node, Problem.of(u.node)
+        n, p = u.node, AttentionProblem.of(u.node)
         return u.launch(
             Template("attention_parts", "attention_parts"),
-            (n.operands[0].type.shape[0], p.g, n.attrs["splits"]),
+            (n.operands[0].type.shape[0], p.kv_heads, n.attrs["splits"]),
             **u.pointers("query_ptr kv_ptr page_table_ptr rows_ptr positions_ptr scales_ptr", "partial_ptr lse_ptr"),
             table_width=u.sizes(n.operands[2].type.shape[1]),
             **p.constants(),
@@ -52,6 +51,7 @@ class JoinParts(AttentionCombine):
     """Adds the parts of a token and head one after another, in the order in which PREFILL_ATTENTION adds them."""
 
     sums = EXACT
+    template = Template("attention_parts", "join_parts")
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         return [{"warps": 1}]
@@ -60,18 +60,8 @@ class JoinParts(AttentionCombine):
         """Predict microseconds: those of adding all parts at once, and a step for each part."""
         return super().cost_us(node, schedule, target, env) + STEP_US * int(node.operands[0].type.shape[2])
 
-    def code(self, u: Unit) -> Code:
-        shape = u.node.operands[0].type.shape
-        h, parts, d = (int(s) for s in shape[1:])
-        return u.launch(
-            Template("attention_parts", "join_parts"),
-            (shape[0], h),
-            **u.pointers("partial_ptr lse_ptr sinks_ptr", "out_ptr"),
-            HEADS=h,
-            HEAD_DIM=d,
-            HEAD_DIM_PADDED=power(d),
-            PARTS=parts,
-        )
+    def part_arguments(self, u: Unit, parts: int) -> dict[str, Argument]:
+        return {"PARTS": parts}
 
 
 ATTENTION_PARTS = AttentionParts("triton/attention_parts", ("paged_attention_parts",))

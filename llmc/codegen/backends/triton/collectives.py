@@ -8,7 +8,7 @@ from dataclasses import replace
 from llmc_runtime.format.group_memory import CHUNK, MAX_PEERS, PROGRAMS
 
 from llmc.codegen.backends.triton.template import Template
-from llmc.codegen.backends.triton.tiling import power
+from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, element, unsupported
 from llmc.codegen.kernel import BY_SCHEDULE, EXACT, Schedule
 from llmc.ir.dim import Dim, product
@@ -149,7 +149,7 @@ class AllReduceNorm(Collective):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         lanes, _ = row_lanes(node)
-        some = [warps for warps in NORM_WARPS if 32 * warps <= max(32, power(lanes))]
+        some = [warps for warps in NORM_WARPS if 32 * warps <= max(32, next_power_of_2(lanes))]
         return [{"warps": warps} for warps in some[:3]]
 
     def chunks(self, node: Node, schedule: Schedule, env: Mapping[str, int], nbytes: int) -> int:
@@ -174,7 +174,7 @@ class AllReduceNorm(Collective):
             EPS=u.node.attrs["eps"],
             ELEMENTS=int(x.shape[-1]),
             RANKS=u.node.attrs["ranks"],
-            LANES=max(32 * u.schedule["warps"], power(lanes)),
+            LANES=max(32 * u.schedule["warps"], next_power_of_2(lanes)),
             PER_LANE=per_lane,
             DTYPE=element(x),
             BITS=DTYPES[x.dtype].bits,

@@ -10,17 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llmc.codegen.backends.triton.template import Argument, Template
-from llmc.codegen.backends.triton.tiling import power
-from llmc.codegen.backends.triton.triton_kernel import (
-    FLOAT8,
-    FLOATS,
-    Code,
-    TritonKernel,
-    Unit,
-    element,
-    unsupported,
-    unsupported_codes,
-)
+from llmc.codegen.backends.triton.tiling import next_power_of_2
+from llmc.codegen.backends.triton.triton_kernel import FLOAT8, FLOATS, Code, TritonKernel, Unit, element, unsupported
 from llmc.codegen.kernel import Schedule, roofline_us
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
@@ -39,67 +30,70 @@ TILES = (
 
 
 @dataclass(frozen=True)
-class Problem:
+class AttentionProblem:
     """The sizes and constants of paged attention.
 
-    h: query heads. g: key heads. page: tokens per page. d: head size. item: bytes of an element of the pool.
+    heads, kv_heads: of queries, and of keys and values. page: tokens per page. item_bytes: of an element of the pool.
     """
 
-    h: int
-    g: int
+    heads: int
+    kv_heads: int
     page: int
-    d: int
-    item: int
+    head_dim: int
+    item_bytes: int
     scale: float
     window: int
     softcap: float
-    dot: str  # Triton dtype of the factors of tl.dot
+    dot_dtype: str  # Triton dtype of the factors of tl.dot
 
     @staticmethod
-    def of(node: Node) -> Problem:
+    def of(node: Node) -> AttentionProblem:
         """Read the problem from a paged attention node."""
         q, kv, a = node.operands[0].type, node.operands[1].type, node.attrs
-        g, page, d = (int(s) for s in kv.shape[2:])
+        kv_heads, page, head_dim = (int(s) for s in kv.shape[2:])
         dot = element(kv) if q.dtype == kv.dtype else "tl.float32"
         if kv.dtype in FLOAT8 and q.dtype != "f32":
             dot = "tl.float16"  # an instruction converts two 8-bit floats to float16; bfloat16 would take five
-        item = DTYPES[kv.dtype].bits // 8
-        return Problem(int(q.shape[1]), g, page, d, item, a["scale"], a["window"], a["softcap"], dot)
+        return AttentionProblem(
+            int(q.shape[1]), kv_heads, page, head_dim, DTYPES[kv.dtype].bits // 8, a["scale"], a["window"],
+            a["softcap"], dot,
+        )  # fmt: skip
 
     @property
-    def group(self) -> int:
+    def group_size(self) -> int:
         """Query heads that share a key head."""
-        return self.h // self.g
+        return self.heads // self.kv_heads
 
     @property
-    def width(self) -> int:
+    def padded_dim(self) -> int:
         """Columns of a head, padded for tl.dot."""
-        return max(16, power(self.d))
+        return max(16, next_power_of_2(self.head_dim))
 
     @property
-    def least_keys(self) -> int:
+    def min_keys(self) -> int:
         """The smallest number of keys of a tile: tl.dot needs 16.
 
         On an H200, Triton 3.6 counts the 16 rows of a factor twice that was converted from 8-bit floats.
         """
-        return 32 if self.item == 1 else 16
+        return 32 if self.item_bytes == 1 else 16
 
     @property
-    def token(self) -> int:
+    def token_bytes(self) -> int:
         """Bytes of one token's keys and values, over all key heads."""
-        return 2 * self.g * self.d * self.item
+        return 2 * self.kv_heads * self.head_dim * self.item_bytes
 
     def constants(self) -> dict[str, Argument]:
         """Return the template parameters that describe the problem."""
         return {
-            "HEADS": self.h, "KV_HEADS": self.g, "HEAD_DIM": self.d, "HEAD_DIM_PADDED": self.width, "PAGE": self.page,
-            "SCALE": self.scale, "WINDOW": self.window, "SOFTCAP": self.softcap, "DOT_DTYPE": self.dot,
+            "HEADS": self.heads, "KV_HEADS": self.kv_heads, "HEAD_DIM": self.head_dim,
+            "HEAD_DIM_PADDED": self.padded_dim, "PAGE": self.page, "SCALE": self.scale, "WINDOW": self.window,
+            "SOFTCAP": self.softcap, "DOT_DTYPE": self.dot_dtype,
         }  # fmt: skip
 
 
 def reject_attention(node: Node, target: Target) -> str | None:
     """Return why no attention kernel supports the node, or None."""
-    if why := unsupported(node) or unsupported_codes(node, target):
+    if why := unsupported(node, target=target):
         return why
     types = {name: v.type for name in ("q", "kv", "k", "v", "y", "sinks") if (v := node.operand(name))}
     for name, t in types.items():
@@ -129,45 +123,45 @@ class DecodeAttention(TritonKernel):
         """Return the tables, so that key addresses are known before the previous kernel has written the queries."""
         return (2, 3, 4) if node.op.name == "paged_attention_split" else (2, 3, 4, 5)
 
-    def rows(self, p: Problem) -> int:
+    def rows(self, p: AttentionProblem) -> int:
         """Rows of the products: query heads per key head, padded for tl.dot."""
-        return max(16, power(p.group))
+        return max(16, next_power_of_2(p.group_size))
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        p = Problem.of(node)
-        smallest = {"keys": p.least_keys, "warps": 4, "stages": 1}
-        if p.dot == "tl.float32":
+        p = AttentionProblem.of(node)
+        smallest = {"keys": p.min_keys, "warps": 4, "stages": 1}
+        if p.dot_dtype == "tl.float32":
             return [smallest]  # float32 products use many registers per thread
         schedules: list[Schedule] = []
         for keys, warps, stages in TILES:
-            if keys < p.least_keys:
+            if keys < p.min_keys:
                 continue
-            shared = (2 * keys * (stages - 1) * p.item + self.rows(p) * 2) * p.width
-            if shared <= target.limits.shared * 7 // 8 and keys * p.width <= 1 << 14:
+            shared = (2 * keys * (stages - 1) * p.item_bytes + self.rows(p) * 2) * p.padded_dim
+            if shared <= target.limits.shared * 7 // 8 and keys * p.padded_dim <= 1 << 14:
                 schedules.append({"keys": keys, "warps": warps, "stages": stages})
         return [*schedules, smallest]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: waves of blocks, whose tiles cost a latency and their bytes at one SM's bandwidth."""
-        p, splits = Problem.of(node), node.attrs.get("splits", 1)
+        p, splits = AttentionProblem.of(node), node.attrs.get("splits", 1)
         tokens = node.operands[0].type.shape[0].subs(env).const or 1
         seen = min(CONTEXT, p.window or CONTEXT)
-        tile = 2 * schedule["keys"] * p.width * p.item
+        tile = 2 * schedule["keys"] * p.padded_dim * p.item_bytes
         shared = max(1, schedule["stages"] - 1) * tile
         resident = max(1, min(target.limits.shared // shared, 32 // schedule["warps"]))
-        rounds = math.ceil(tokens * p.g * splits / (target.limits.units * resident))
+        rounds = math.ceil(tokens * p.kv_heads * splits / (target.limits.units * resident))
         tiles = math.ceil(seen / splits / schedule["keys"])
         hidden = max(1.0, min(schedule["stages"] - 1, tiles))
         block_us = 1.5 + tiles * (0.04 * schedule["warps"] + 0.6 / hidden + tile / 1e5)
-        read = tokens * seen * p.token / target.bandwidth * 1e6
+        read = tokens * seen * p.token_bytes / target.bandwidth * 1e6
         return max(read, rounds * block_us) + target.launch_us
 
     def code(self, u: Unit) -> Code:
-        n, p, splits = u.node, Problem.of(u.node), u.node.attrs.get("splits", 0)
+        n, p, splits = u.node, AttentionProblem.of(u.node), u.node.attrs.get("splits", 0)
         tokens, count = n.operands[0].type.shape[0], n.operands[3].type.shape[0]
         return u.launch(
             Template("decode_attention", "paged_decode"),
-            (tokens, p.g, max(1, splits)),
+            (tokens, p.kv_heads, max(1, splits)),
             **u.pointers(SPLIT_OPERANDS if splits else OPERANDS, "out_ptr"),
             **({"starts_ptr": None, "sinks_ptr": None} if splits else {}),
             lse_ptr="y1" if splits else None,
@@ -185,6 +179,8 @@ class DecodeAttention(TritonKernel):
 class AttentionCombine(TritonKernel):
     """The weighted mean of the splits, one head of one token per program."""
 
+    template = Template("decode_attention", "combine_splits")
+
     def reject(self, node: Node, target: Target) -> str | None:
         if why := unsupported(node, FLOATS):
             return why
@@ -193,13 +189,13 @@ class AttentionCombine(TritonKernel):
         return None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        parts, d = (power(int(s)) for s in node.operands[0].type.shape[2:])
+        parts, d = (next_power_of_2(int(s)) for s in node.operands[0].type.shape[2:])
         best = max(1, min(4, parts * d // 1024))
         return [{"warps": best}, *({"warps": w} for w in (1, 2, 4) if w != best)]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: memory traffic, the serial loads of a thread, and the synchronization of the warps."""
-        parts, d = (power(int(s)) for s in node.operands[0].type.shape[2:])
+        parts, d = (next_power_of_2(int(s)) for s in node.operands[0].type.shape[2:])
         loads = parts * d / (128 * schedule["warps"])
         return roofline_us(node, target, env) + 0.02 * loads + 0.05 * schedule["warps"]
 
@@ -207,17 +203,19 @@ class AttentionCombine(TritonKernel):
         shape = u.node.operands[0].type.shape
         h, parts, d = (int(s) for s in shape[1:])
         return u.launch(
-            Template("decode_attention", "combine_splits"),
+            self.template,
             (shape[0], h),
             **u.pointers("partial_ptr lse_ptr sinks_ptr", "out_ptr"),
             HEADS=h,
             HEAD_DIM=d,
-            HEAD_DIM_PADDED=power(d),
-            SPLITS=parts,
-            SPLITS_PADDED=power(parts),
-            EAGER_LAUNCH=u.eager,
+            HEAD_DIM_PADDED=next_power_of_2(d),
+            **self.part_arguments(u, parts),
         )
+
+    def part_arguments(self, u: Unit, parts: int) -> dict[str, Argument]:
+        """Return the template arguments that depend on the number of parts."""
+        return {"SPLITS": parts, "SPLITS_PADDED": next_power_of_2(parts), "EAGER_LAUNCH": u.eager}
 
 
 DECODE_ATTENTION = DecodeAttention("triton/decode_attention", ("paged_attention", "paged_attention_split"))
-ATTENTION_COMBINE = AttentionCombine("triton/attention_combine", ("attention_combine",), eager=True)
+ATTENTION_COMBINE = AttentionCombine("triton/attention_combine", ("attention_combine",), can_trigger_early=True)

@@ -9,22 +9,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from llmc.codegen.backends.triton.gemv import joint_sum
+from llmc.codegen.backends.triton.gemv import StreamTile, joint_sum
 from llmc.codegen.backends.triton.moe import gate_function
 from llmc.codegen.backends.triton.template import Argument, Template
-from llmc.codegen.backends.triton.tiling import power
+from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.emit import unsupported_dtype
 from llmc.codegen.kernel import BY_SCHEDULE, Schedule
 from llmc.ir.dim import D, Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
-KEYS = ("bn", "bk", "warps", "stages")
 # Columns of a program in all parts, depth of a step, warps, steps that are loaded ahead; fastest first, as measured for
 # Qwen3-30B-A3B on an H100. Within the step of an H200, the first of DOWN is 7 % of the step faster than the last.
-UP = ((2, 1024, 4, 2), (2, 2048, 4, 1), (2, 2048, 8, 1), (4, 512, 2, 4), (8, 2048, 8, 1), (4, 1024, 4, 2))
-DOWN = ((8, 1024, 8, 2), (2, 1024, 4, 8), (4, 1024, 8, 8), (2, 1024, 8, 2), (4, 256, 4, 12), (8, 1024, 8, 4))
+UP = tuple(
+    StreamTile(*tile)
+    for tile in ((2, 1024, 4, 2), (2, 2048, 4, 1), (2, 2048, 8, 1), (4, 512, 2, 4), (8, 2048, 8, 1), (4, 1024, 4, 2))
+)
+DOWN = tuple(
+    StreamTile(*tile)
+    for tile in ((8, 1024, 8, 2), (2, 1024, 4, 8), (4, 1024, 8, 8), (2, 1024, 8, 2), (4, 256, 4, 12), (8, 1024, 8, 4))
+)
 CHOSEN, WEIGHT = 1, 2  # the operands that are the experts of each token, and the stack
 _READ = 0.92  # share of the bandwidth
 _FURTHER = 0.01  # how much slower each schedule is taken to be than the one before it
@@ -36,35 +42,31 @@ class Gathered(TritonKernel):
 
     sums: ClassVar[str | None] = BY_SCHEDULE
     parts: int = 1
-    shapes: tuple[tuple[int, int, int, int], ...] = DOWN
+    tiles: tuple[StreamTile, ...] = DOWN
 
     def reject(self, node: Node, target: Target) -> str | None:
-        others = [v for i, v in enumerate([*node.operands, *node.results]) if i != CHOSEN]
-        for v in others:
-            if v.type.format is not None:
-                return f"operand type {v.type} is quantised"
-            if v.type.dtype not in FLOATS:
-                return f"dtype {v.type.dtype} is not among {', '.join(FLOATS)}"
+        if why := unsupported_dtype(node, FLOATS, besides=(CHOSEN,)):
+            return why
         constant = [*node.operands[WEIGHT].type.shape, node.operands[CHOSEN].type.shape[1]]
         if any(d.const is None for d in constant):
             return f"the experts' sizes {node.operands[WEIGHT].type} and their number per token are not constant"
         return unsupported(node)
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        found = [self.fit(node, s, target) for s in self.shapes]
-        return [dict(zip(KEYS, s, strict=True)) for s in dict.fromkeys(found)]
+        found = [self.fit(node, tile, target) for tile in self.tiles]
+        return [tile._asdict() for tile in dict.fromkeys(found)]
 
-    def fit(self, node: Node, s: tuple[int, int, int, int], target: Target) -> tuple[int, int, int, int]:
-        """Adapt a schedule to the sizes: a thread reads 16 bytes of a row at once, and few columns are past the end."""
+    def fit(self, node: Node, tile: StreamTile, target: Target) -> StreamTile:
+        """Adapt a tile to the sizes: a thread reads 16 bytes of a row at once, and few columns are past the end."""
         w = node.operands[WEIGHT].type
         k, n = int(w.shape[2]), int(w.shape[1]) // self.parts
-        bn, bk, warps, stages = s
+        bn, bk, warps, stages = tile
         lanes = target.limits.warp * 128 // DTYPES[w.dtype].bits
-        bk = min(bk, max(lanes, power(k)))
-        bn = min(max(1, bn // self.parts), power(n))
+        bk = min(bk, max(lanes, next_power_of_2(k)))
+        bn = min(max(1, bn // self.parts), next_power_of_2(n))
         while warps > 1 and lanes * warps > bn * bk:
             warps //= 2
-        return bn, bk, warps, min(stages, self.steps(node, bk))
+        return StreamTile(bn, bk, warps, min(stages, self.steps(node, bk)))
 
     def steps(self, node: Node, bk: int) -> int:
         """Steps of a program."""
@@ -74,7 +76,7 @@ class Gathered(TritonKernel):
         w = node.operands[WEIGHT].type
         pairs = int(node.operands[CHOSEN].type.numel.subs(env))
         moved = pairs * int(w.shape[1]) * int(w.shape[2]) * DTYPES[w.dtype].bits / 8
-        slower = 1 + _FURTHER * self.schedules(node, target).index({k: schedule[k] for k in KEYS})
+        slower = 1 + _FURTHER * self.schedules(node, target).index({k: schedule[k] for k in StreamTile._fields})
         return moved / target.bandwidth / _READ * 1e6 * slower + target.launch_us
 
     def common(self, u: Unit) -> dict[str, Argument]:
@@ -137,5 +139,5 @@ class GatherDown(Gathered):
         )
 
 
-GATHER_UP = GatherUp("triton/moe_gather_up", ("moe_gather_up", "norm_moe_gather_up"), parts=2, shapes=UP)
+GATHER_UP = GatherUp("triton/moe_gather_up", ("moe_gather_up", "norm_moe_gather_up"), parts=2, tiles=UP)
 GATHER_DOWN = GatherDown("triton/moe_gather_down", ("moe_gather_down",))

@@ -6,13 +6,13 @@ many rows but may have few columns. GEMM uses tokens as rows, and orders its til
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from llmc.codegen.backends.triton.dot_order import dot_order
 from llmc.codegen.backends.triton.linear_problem import Product, epilogue, extra_operands, peak, reject_product
 from llmc.codegen.backends.triton.template import Argument, Template
-from llmc.codegen.backends.triton.tiling import power
+from llmc.codegen.backends.triton.tiling import GemmTile, next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import FLOAT8, Code, TritonKernel, Unit
 from llmc.codegen.kernel import Schedule
 from llmc.ir.dim import D
@@ -20,9 +20,6 @@ from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
-Shape = tuple[int, int, int, int, int, int]  # bm, bn, bk, warps, stages, split
-Tile = tuple[int, int, int, int, int]  # bm, bn, bk, warps, stages
-KEYS = ("bm", "bn", "bk", "warps", "stages", "split")
 LINE = 128  # bytes of one prefetch into the L2 cache
 GROUP = 8  # rows of tiles per group
 EARLY = 32  # maximum tokens per tile for which the epilogue operands are loaded before the product
@@ -68,7 +65,7 @@ LARGE_AMD = (
     (128, 128, 32, 4, 2), (64, 128, 64, 4, 2), (64, 256, 64, 4, 2),
 )  # fmt: skip
 LARGE_FLOAT = ((64, 64, 16, 4, 2), (32, 64, 16, 4, 2))
-SMALL = (16, 16, 32, 4, 2, 1)  # fits every target
+SMALL = GemmTile(16, 16, 32, 4, 2)  # fits every target
 _SUMS = 128  # maximum float32 sums per thread
 WARPGROUP = 64  # rows of a warpgroup's instruction
 MATRIX = 16  # rows and columns of AMD's smallest instruction, and columns of NVIDIA's of 8-bit floats
@@ -79,8 +76,8 @@ class Gemm(TritonKernel):
     """linear and linear_map by tl.dot, for any number of tokens. swap: the weight is the left factor of tl.dot."""
 
     swap: bool = False
-    crowds: bool = True
-    yields: bool = True
+    fills_multiprocessors: bool = True
+    can_trigger_late: bool = True
 
     def reject(self, node: Node, target: Target) -> str | None:
         return reject_product(node, target)
@@ -91,24 +88,25 @@ class Gemm(TritonKernel):
         # deterministic kernels multiply any number of tokens.
         least = MATRIX if p.dot in FLOAT8 or target.deterministic else 0
         amd = target.family == "hip"
-        shapes_to_try = self._narrow(p, least) if self.swap else self._large(p, LARGE_AMD if amd else LARGE)
+        tiles = self._narrow(p, least) if self.swap else self._large(p, LARGE_AMD if amd else LARGE)
         if amd:  # prefetches one tile in registers; the smallest instruction has 16 rows and columns
-            shapes_to_try = ((max(MATRIX, s[0]), max(MATRIX, s[1]), *s[2:4], 2, 1) for s in shapes_to_try)
-        shapes = [s for s in dict.fromkeys(shapes_to_try) if fits(p, s, target)]
-        return [dict(zip(KEYS, s, strict=True)) for s in shapes or [SMALL]]
+            tiles = (t._replace(bm=max(MATRIX, t.bm), bn=max(MATRIX, t.bn), stages=2, split=1) for t in tiles)
+        fitting = [t for t in dict.fromkeys(tiles) if fits(p, t, target)]
+        return [t._asdict() for t in fitting or [SMALL]]
 
-    def _narrow(self, p: Product, least: int) -> Iterator[Shape]:
+    def _narrow(self, p: Product, least: int) -> Iterator[GemmTile]:
         m = p.m.const
         if p.dot == "f32":
-            yield from ((*s, 1) for s in FLOAT)
+            yield from (GemmTile(*t) for t in FLOAT)
             return
         counts = [t for t in TOKENS if t >= least]
         for bm in counts if m is None else (next((t for t in counts if t >= m), counts[-1]),):
-            yield from ((bm, bn, bk * 2 // p.factor_bytes, w, s, split) for bn, bk, w, s, split in NARROW)
+            yield from (GemmTile(bm, bn, bk * 2 // p.factor_bytes, *rest) for bn, bk, *rest in NARROW)
 
-    def _large(self, p: Product, tiles: tuple[Tile, ...]) -> Iterator[Shape]:
+    def _large(self, p: Product, tiles: Sequence[Sequence[int]]) -> Iterator[GemmTile]:
         for bm, bn, bk, warps, stages in LARGE_FLOAT if p.dot == "f32" else tiles:
-            yield bm, bn // power(p.parts), bk if p.dot == "f32" else bk * 2 // p.factor_bytes, warps, stages, 1
+            depth = bk if p.dot == "f32" else bk * 2 // p.factor_bytes
+            yield GemmTile(bm, bn // next_power_of_2(p.parts), depth, warps, stages)
 
     def order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
         p, s = Product.of(node), schedule
@@ -195,11 +193,11 @@ def gemm_small_template(u: Unit, p: Product) -> tuple[Template, dict[str, Argume
     }
 
 
-def fits(p: Product, s: Shape, target: Target, sums: int = _SUMS) -> bool:
+def fits(p: Product, t: GemmTile, target: Target, sums: int = _SUMS) -> bool:
     """Whether a block's tiles fit shared memory, and a thread has at most `sums` float32 sums."""
-    bm, bn, _, warps, _, split = s
-    shared = tiles_bytes(p, dict(zip(KEYS, s, strict=True)), target)
-    return shared <= target.limits.shared and bm * bn * p.parts * split <= sums * warps * target.limits.warp
+    if tiles_bytes(p, t._asdict(), target) > target.limits.shared:
+        return False
+    return t.bm * t.bn * p.parts * t.split <= sums * t.warps * target.limits.warp
 
 
 def tiles_bytes(p: Product, s: Schedule, target: Target) -> int:

@@ -6,13 +6,14 @@ gated product form one tile of twice the rows, so that one instruction multiplie
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from llmc.codegen.backends.triton.gemm_small import GROUP, WARPGROUP, Gemm, Shape, Tile, common, product_us
+from llmc.codegen.backends.triton.gemm_small import GROUP, WARPGROUP, Gemm, common, product_us
 from llmc.codegen.backends.triton.gemm_splitk import splitk_us
 from llmc.codegen.backends.triton.linear_problem import Product
 from llmc.codegen.backends.triton.template import Argument, Template
+from llmc.codegen.backends.triton.tiling import GemmTile
 from llmc.codegen.backends.triton.triton_kernel import Code, Unit, capability
 from llmc.codegen.kernel import Map, Schedule
 from llmc.ir.dim import D
@@ -64,9 +65,9 @@ class GemmTma(Gemm):
         schedules = super().schedules(node, target)
         return schedules + [{**s, "group": g} for g in GROUPS for s in schedules[:GROUPED]]
 
-    def _large(self, p: Product, tiles: tuple[Tile, ...]) -> Iterator[Shape]:
+    def _large(self, p: Product, tiles: Sequence[Sequence[int]]) -> Iterator[GemmTile]:
         for bm, bn, warps, stages in TILES:
-            yield bm, bn // p.parts, STEP // p.factor_bytes, warps, stages, 1
+            yield GemmTile(bm, bn // p.parts, STEP // p.factor_bytes, warps, stages)
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         p = Product.of(node)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import ClassVar, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 from llmc.codegen.backends.triton.linear_problem import Product, epilogue, extra_operands, reject_product
 from llmc.codegen.backends.triton.template import Template, function
-from llmc.codegen.backends.triton.tiling import power
+from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit
 from llmc.codegen.kernel import Schedule
 from llmc.ir.dim import D
@@ -20,45 +20,61 @@ from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
-Shape = tuple[int, int, int, int]  # bn, bk, warps, stages
-Block = TypeVar("Block", bound=tuple[int, ...])
-Measured = tuple[int, int, Shape]
+
+class StreamTile(NamedTuple):
+    """The tile of a program that streams weight rows; the fields are entries of its schedule.
+
+    bn: rows, in `Measured` those of all parts. bk: columns of a step. stages: steps in flight.
+    """
+
+    bn: int
+    bk: int
+    warps: int
+    stages: int
+
+
+class Measured(NamedTuple):
+    """The fastest tile of a weight with these rows of all parts and columns."""
+
+    rows: int
+    columns: int
+    tile: StreamTile
+
+
+Tile = TypeVar("Tile", bound=NamedTuple)
 MAX_ROWS = 8  # maximum tokens per program
 MAX_TOKENS = 16  # with more, every weight would be read too often
-# Rows of all parts x columns -> the fastest (bn of all parts, bk, warps, stages) of bf16 streams measured on an H200.
-MEASURED: tuple[Measured, ...] = (
-    (6144, 4096, (2, 2048, 8, 2)),
-    (4096, 4096, (2, 2048, 8, 2)),
-    (28672, 4096, (2, 2048, 4, 1)),
-    (4096, 14336, (2, 2048, 8, 2)),
-    (3072, 2048, (2, 1024, 4, 2)),
-    (2048, 2048, (4, 2048, 2, 2)),
-    (16384, 2048, (2, 1024, 4, 2)),
-    (2048, 8192, (2, 2048, 8, 2)),
-    (4096, 1024, (8, 1024, 2, 2)),
-    (1024, 2048, (4, 2048, 2, 1)),
-    (6144, 1024, (4, 512, 4, 1)),
-    (1024, 3072, (2, 1024, 4, 1)),
+# Of bf16 streams, measured on an H200.
+MEASURED = (
+    Measured(6144, 4096, StreamTile(2, 2048, 8, 2)),
+    Measured(4096, 4096, StreamTile(2, 2048, 8, 2)),
+    Measured(28672, 4096, StreamTile(2, 2048, 4, 1)),
+    Measured(4096, 14336, StreamTile(2, 2048, 8, 2)),
+    Measured(3072, 2048, StreamTile(2, 1024, 4, 2)),
+    Measured(2048, 2048, StreamTile(4, 2048, 2, 2)),
+    Measured(16384, 2048, StreamTile(2, 1024, 4, 2)),
+    Measured(2048, 8192, StreamTile(2, 2048, 8, 2)),
+    Measured(4096, 1024, StreamTile(8, 1024, 2, 2)),
+    Measured(1024, 2048, StreamTile(4, 2048, 2, 1)),
+    Measured(6144, 1024, StreamTile(4, 512, 4, 1)),
+    Measured(1024, 3072, StreamTile(2, 1024, 4, 1)),
 )
 # The same of norm_linear.
-NORM_MEASURED: tuple[Measured, ...] = (
-    (28672, 4096, (4, 2048, 8, 2)),
-    (6144, 4096, (2, 1024, 4, 1)),
-    (16384, 2048, (2, 1024, 4, 2)),
-    (6144, 1024, (8, 1024, 2, 1)),
+NORM_MEASURED = (
+    Measured(28672, 4096, StreamTile(4, 2048, 8, 2)),
+    Measured(6144, 4096, StreamTile(2, 1024, 4, 1)),
+    Measured(16384, 2048, StreamTile(2, 1024, 4, 2)),
+    Measured(6144, 1024, StreamTile(8, 1024, 2, 1)),
 )
-_KEYS = ("bn", "bk", "warps", "stages")
 _PASS = 0.025  # slowdown for each pass over the weights after the first, measured on an H200
 _READ = 0.96  # share of the bandwidth that the best of these schedules reach
 _I8 = 8  # operations that converting an i8 to float32 costs, fitted to an H200
 
 
-def by_tokens(
-    tokens: int | None, keys: Sequence[str], shapes: Iterable[Block], fits: Callable[[Block, int], bool]
-) -> list[Schedule]:
-    """Return the schedules of `shapes`, whose numbers are named by `keys`, with tokens per program (`rows`) that fit.
+def by_tokens(tokens: int | None, tiles: Iterable[Tile], fits: Callable[[Tile, int], bool]) -> list[Schedule]:
+    """Return the schedules of `tiles` with tokens per program (`rows`) that fit.
 
-    If the number of tokens is known, these are as many tokens per program as fit with any shape; else, all that fit.
+    If the number of tokens is known, these are as many tokens per program as fit with any tile; else, all that fit.
     """
     if tokens is None:
         counts: tuple[int, ...] = (2, 4, MAX_ROWS)
@@ -66,7 +82,7 @@ def by_tokens(
         counts = (min(tokens, MAX_ROWS), 4, 2, 1)
     schedules: list[Schedule] = []
     for rows in counts:
-        schedules += [dict(zip(keys, shape, strict=True)) | {"rows": rows} for shape in shapes if fits(shape, rows)]
+        schedules += [t._asdict() | {"rows": rows} for t in tiles if fits(t, rows)]
         if schedules and tokens is not None:
             break
     return schedules
@@ -86,9 +102,9 @@ class Gemv(TritonKernel):
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = Product.of(node)
         best = nearest(p, self.measured)
-        near = sorted((r[2] for r in self.measured), key=lambda s: _distance(s, best))
-        shapes = list(dict.fromkeys(_fit(p, s) for s in near))
-        return by_tokens(p.m.const, _KEYS, shapes, lambda shape, rows: _fits_registers(p, shape, rows))
+        near = sorted((m.tile for m in self.measured), key=lambda t: _distance(t, best))
+        tiles = list(dict.fromkeys(_fit(p, t) for t in near))
+        return by_tokens(p.m.const, tiles, lambda tile, rows: _fits_registers(p, tile, rows))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         p, s = Product.of(node), schedule
@@ -99,7 +115,8 @@ class Gemv(TritonKernel):
         conversion = _I8 if p.w.dtype == "i8" else 1
         steps = conversion + s["rows"] * (1 + 1.2 / (s["bn"] * p.parts))
         arithmetic = passes * p.parts * p.n * p.k * steps * 2 / target.peaks["f32"] / 0.85
-        far = _distance(tuple(s[k] for k in _KEYS), _fit(p, nearest(p, self.measured)))
+        tile = StreamTile(*(s[key] for key in StreamTile._fields))
+        far = _distance(tile, _fit(p, nearest(p, self.measured)))
         slower = (1 + 0.02 * far) * (1 + _PASS * (passes - 1))
         return math.hypot(moved, arithmetic) * 1e6 * slower + target.launch_us
 
@@ -149,34 +166,39 @@ def joint_sum(count: int, axis: int = 1) -> str:
     return f"{plus}\n\n\n{total}"
 
 
-def nearest(p: Product, measured: Sequence[Measured]) -> Shape:
-    """Return the measured schedule of the shape that is nearest in both sizes, on a logarithmic scale."""
+def nearest(p: Product, measured: Sequence[Measured]) -> StreamTile:
+    """Return the measured tile of the weight that is nearest in both sizes, on a logarithmic scale."""
     n, k = math.log2(p.n * p.parts), math.log2(p.k)
-    return min(measured, key=lambda r: (abs(math.log2(r[0]) - n) + abs(math.log2(r[1]) - k), r[0]))[2]
+
+    def distance(m: Measured) -> tuple[float, int]:
+        return abs(math.log2(m.rows) - n) + abs(math.log2(m.columns) - k), m.rows
+
+    return min(measured, key=distance).tile
 
 
-def _fit(p: Product, s: Shape) -> Shape:
-    """Adapt a measured schedule to the number of parts, the element size and the depth.
+def _fit(p: Product, tile: StreamTile) -> StreamTile:
+    """Adapt a measured tile to the number of parts, the element size and the depth.
 
     A thread reads 16 bytes of each row at once, and no two warps read the same columns, so that x is read once per
     program.
     """
-    bn, bk, warps, stages = s
+    bn, bk, warps, stages = tile
     lanes = 32 * 128 // DTYPES[p.w.dtype].bits
-    while warps > 1 and lanes * warps > power(p.k):
+    while warps > 1 and lanes * warps > next_power_of_2(p.k):
         warps //= 2
-    bk = min(max(bk, lanes * warps), max(lanes * warps, power(p.k)))
-    return min(max(1, bn // power(p.parts)), power(p.n)), bk, warps, stages if bk < p.k else 1
+    bk = min(max(bk, lanes * warps), max(lanes * warps, next_power_of_2(p.k)))
+    bn = min(max(1, bn // next_power_of_2(p.parts)), next_power_of_2(p.n))
+    return StreamTile(bn, bk, warps, stages if bk < p.k else 1)
 
 
-def _distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:
-    """The distance of two schedules: the sum of the factors of two between their values."""
+def _distance(a: StreamTile, b: StreamTile) -> float:
+    """The distance of two tiles: the sum of the factors of two between their values."""
     return sum(abs(math.log2(x / y)) for x, y in zip(a, b, strict=True))
 
 
-def _fits_registers(p: Product, s: Shape, rows: int) -> bool:
+def _fits_registers(p: Product, tile: StreamTile, rows: int) -> bool:
     """Whether a thread's float32 sums and the weights that it has loaded ahead fit its registers."""
-    bn, bk, warps, stages = s
+    bn, bk, warps, stages = tile
     each = bn * bk * p.parts // (warps * 32)
     return each * rows <= 128 and each * rows + stages * each * DTYPES[p.w.dtype].bits // 32 <= 256
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from llmc.codegen.backends.triton.template import function, literal
 from llmc.codegen.backends.triton.triton_expr import helpers, inline
-from llmc.codegen.backends.triton.triton_kernel import CODES, FLOATS, Unit, unsupported, unsupported_codes
+from llmc.codegen.backends.triton.triton_kernel import CODES, FLOATS, Unit, unsupported
 from llmc.codegen.product import ProductNode
 from llmc.ir.dim import D
 from llmc.ir.dtype import DTYPES
@@ -75,7 +75,7 @@ class Product(ProductNode):
 
 def reject_product(node: Node, target: Target) -> str | None:
     """Return why no Triton product kernel supports the node on the target, or None."""
-    if why := unsupported(node, (*FLOATS, *CODES)) or unsupported_codes(node, target):
+    if why := unsupported(node, (*FLOATS, *CODES), target):
         return why
     w = node.operands[1].type
     if w.shape[0].const is None or w.shape[1].const is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from llmc.codegen.backends.triton.template import Template
-from llmc.codegen.backends.triton.tiling import power
+from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import BY_SCHEDULE, Schedule
 from llmc.ir.graph import Node
@@ -17,7 +17,8 @@ from llmc.targets.target import Target
 
 def likeliest_arguments(v: int, k: int, tile: int) -> dict[str, int]:
     """Return the template arguments of the k likeliest of v ids, `tile` at a time."""
-    return {"COUNT": k, "COUNT_PADDED": power(k), "TILE": tile, "TILES_PADDED": power(-(-v // tile))}
+    tiles = -(-v // tile)
+    return {"COUNT": k, "COUNT_PADDED": next_power_of_2(k), "TILE": tile, "TILES_PADDED": next_power_of_2(tiles)}
 
 
 def too_few(node: Node) -> str | None:
@@ -46,7 +47,7 @@ class Logprobs(TritonKernel):
     def code(self, u: Unit) -> Code:
         rows, columns = u.node.operands[0].type.shape
         v, k = int(columns), int(u.node.attrs["k"])
-        tile = min(int(u.schedule.get("tile", 8192)), power(v))
+        tile = min(int(u.schedule.get("tile", 8192)), next_power_of_2(v))
         return u.launch(
             Template("logprobs", "row_logprobs"),
             (rows,),

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from llmc.codegen.backends.triton.dot_order import dot_order
 from llmc.codegen.backends.triton.template import Argument, Template, function
-from llmc.codegen.backends.triton.tiling import power
+from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_expr import helpers, inline
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, INTS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.emit import unsupported_dtype
 from llmc.codegen.expert_stack import chosen_experts, overlapped, row_blocks
 from llmc.codegen.kernel import BY_SCHEDULE, EXACT, Schedule
 from llmc.ir.cost import node_cost
@@ -28,13 +30,28 @@ CHUNKS = ((1024, 4), (8192, 8))  # pairs that a routing program reads at once, a
 COMBINED = ((512, 4), (256, 2))  # columns of a program that adds up choices, and its warps
 MAX_CHOICES = 64  # of a token, whose loads are unrolled
 MAX_EXPERTS = 4096  # experts whose pairs a program can count at once
-KEYS = ("bm", "bn", "bk", "warps", "stages")
+# bn, bk, warps, stages
 NARROW = ((32, 128, 4, 4), (64, 128, 4, 4), (64, 64, 4, 3), (32, 64, 4, 2), (16, 32, 4, 2))
 ROWS = (16, 32, 64, 128)
 # Of bf16 products: the share of the bandwidth, and of the peak in blocks of _BLOCK elements; the exponent of the share
 # of multiprocessors with a program; the time of a program and of its steps.
 _READS, _BLOCK_SHARE, _BLOCK, _BUSY, _PROGRAM_US, _STEP_US = 0.94, 0.57, 128 * 128, 0.45, 3.0, 0.8
-FLOAT = ((16, 32, 32, 4, 2), (32, 32, 16, 4, 2))  # float32 is multiplied without tensor cores
+
+
+class ExpertTile(NamedTuple):
+    """The tile of a program of a grouped product; the fields are the entries of its schedule.
+
+    bm: rows, of one expert. bn: weight rows of each part. bk: columns of a step. stages: steps in flight.
+    """
+
+    bm: int
+    bn: int
+    bk: int
+    warps: int
+    stages: int
+
+
+FLOAT = (ExpertTile(16, 32, 32, 4, 2), ExpertTile(32, 32, 16, 4, 2))  # without tensor cores
 
 
 class Route(TritonKernel):
@@ -48,7 +65,7 @@ class Route(TritonKernel):
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         pairs = node.operands[0].type.numel.const
         if pairs is not None and pairs <= CHUNKS[0][0]:
-            return [{"chunk": power(max(16, pairs)), "warps": CHUNKS[0][1]}]
+            return [{"chunk": next_power_of_2(max(16, pairs)), "warps": CHUNKS[0][1]}]
         return [{"chunk": chunk, "warps": warps} for chunk, warps in CHUNKS]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
@@ -137,13 +154,7 @@ class Grouped(TritonKernel):
         raise NotImplementedError
 
     def reject(self, node: Node, target: Target) -> str | None:
-        values = [v for i, v in enumerate([*node.operands, *node.results]) if i not in (1, 2)]
-        for v in values:
-            if v.type.format is not None:
-                return f"operand type {v.type} is quantised"
-            if v.type.dtype not in FLOATS:
-                return f"dtype {v.type.dtype} is not among {', '.join(FLOATS)}"
-        return self.reject_sizes(node)
+        return unsupported_dtype(node, FLOATS, besides=(1, 2)) or self.reject_sizes(node)
 
     @staticmethod
     def reject_sizes(node: Node) -> str | None:
@@ -156,22 +167,19 @@ class Grouped(TritonKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = self.experts(node)
-        return [dict(zip(KEYS, s, strict=True)) for s in self.shapes(p) if self.fits(p, s, target)]
+        return [t._asdict() for t in self.tiles(p) if self.fits(p, t, target)]
 
-    def shapes(self, p: Experts) -> Iterator[tuple[int, int, int, int, int]]:
-        """The shapes to try, as the values of KEYS."""
+    def tiles(self, p: Experts) -> Iterator[ExpertTile]:
+        """Yield the tiles to try."""
         if p.dot == "f32":
             yield from FLOAT
-            return
-        for bm in ROWS:
-            for bn, bk, warps, stages in NARROW:
-                yield bm, bn, bk, warps, stages
+        else:
+            yield from (ExpertTile(bm, *t) for bm in ROWS for t in NARROW)
 
-    def fits(self, p: Experts, s: tuple[int, int, int, int, int], target: Target) -> bool:
-        """Whether a shape fits shared memory and registers."""
-        bm, bn, _, warps, _ = s
-        shared = self.shared_bytes(p, dict(zip(KEYS, s, strict=True)), target)
-        return shared <= target.limits.shared and bm * bn * p.parts <= 128 * 32 * warps
+    def fits(self, p: Experts, t: ExpertTile, target: Target) -> bool:
+        """Return whether a tile fits shared memory and registers."""
+        shared = self.shared_bytes(p, t._asdict(), target)
+        return shared <= target.limits.shared and t.bm * t.bn * p.parts <= 128 * 32 * t.warps
 
     @staticmethod
     def shared_bytes(p: Experts, s: Schedule, target: Target) -> int:
@@ -210,7 +218,7 @@ class Grouped(TritonKernel):
             "weight_ptr": "x3",
             "out_ptr": "y0",
             "EXPERTS": p.count,
-            "EXPERTS_PADDED": power(p.count),
+            "EXPERTS_PADDED": next_power_of_2(p.count),
             "N": p.n,
             "K": p.k,
             "BLOCK_M": s["bm"],
@@ -310,7 +318,7 @@ class Combine(TritonKernel):
         return unsupported(node, FLOATS)
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        columns = power(int(node.result.type.shape[-1]))
+        columns = next_power_of_2(int(node.result.type.shape[-1]))
         found = [{"cols": min(columns, cols), "warps": warps} for cols, warps in COMBINED]
         return [s for i, s in enumerate(found) if s not in found[:i]]
 

@@ -1,43 +1,19 @@
-"""Pooling of prompts in Triton. The kernels are in `kernels/pooling.py`."""
+"""The mean of prompts in Triton. The kernel is in `kernels/pooling.py`; the other ops of pooling are in `row_state`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llmc.codegen.backends.triton.row_state import ENTRIES, LANES, TOKENS, Integers, Last
 from llmc.codegen.backends.triton.template import Template
-from llmc.codegen.backends.triton.tiling import cost_us, power
+from llmc.codegen.backends.triton.tiling import cost_us
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import Schedule
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
-TILE = 16  # tokens that a program of row_mean adds at once
-COLUMNS = 128  # columns of such a program
+TILE = 16  # tokens that a program adds at once
+COLUMNS = 128  # columns of a program
 WARPS = 4
-
-
-class First(Last):
-    """row_first, one thread per entry."""
-
-    text = ("pooling", "row_first")
-
-
-class Reach(Integers):
-    """row_reach: every program compares its tokens with all entries."""
-
-    def code(self, u: Unit) -> Code:
-        starts, positions = (v.type.shape[0] for v in u.node.operands)
-        entries = starts - 1
-        return u.launch(
-            Template("pooling", "row_reach"),
-            (positions.ceildiv(TOKENS),),
-            **u.pointers("starts_ptr positions_ptr", "out_ptr"),
-            entry_count=u.sizes(entries),
-            token_count=u.sizes(positions),
-            TOKENS_PER_PROGRAM=TOKENS,
-            ENTRIES_PER_STEP=ENTRIES if entries.const is None else min(ENTRIES, max(16, power(entries.const))),
-        )
 
 
 class Mean(TritonKernel):
@@ -62,21 +38,4 @@ class Mean(TritonKernel):
         )
 
 
-class Advance(Integers):
-    """row_advance, one thread per entry."""
-
-    def code(self, u: Unit) -> Code:
-        entries = u.node.operands[1].type.shape[0]
-        return u.launch(
-            Template("pooling", "row_advance"),
-            (entries.ceildiv(LANES),),
-            **u.pointers("- rows_ptr starts_ptr positions_ptr", "length_ptr"),
-            entry_count=u.sizes(entries),
-            LANES=LANES,
-        )
-
-
-FIRST = First("triton/row_first", ("row_first",), "triton")
-REACH = Reach("triton/row_reach", ("row_reach",), "triton")
 MEAN = Mean("triton/row_mean", ("row_mean",), "triton")
-ADVANCE = Advance("triton/row_advance", ("row_advance",), "triton")

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from llmc.codegen.backends.triton.decode_attention import CONTEXT, OPERANDS, Problem, reject_attention
+from llmc.codegen.backends.triton.decode_attention import CONTEXT, OPERANDS, AttentionProblem, reject_attention
 from llmc.codegen.backends.triton.dot_order import dot_order
 from llmc.codegen.backends.triton.template import Template
-from llmc.codegen.backends.triton.tiling import power
+from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, element
 from llmc.codegen.kernel import BY_SCHEDULE, Schedule
 from llmc.ir.dtype import DTYPES
@@ -55,13 +55,13 @@ def blocks_us(node: Node, schedule: Schedule, target: Target, blocks: int, seen:
 
     A step of a block costs its products at half of the peak plus a latency.
     """
-    p, rows, keys = Problem.of(node), schedule["rows"], schedule["keys"]
-    block_bytes = shared(rows, keys, schedule["stages"], p.width, max(2, p.item), target)
+    p, rows, keys = AttentionProblem.of(node), schedule["rows"], schedule["keys"]
+    block_bytes = shared(rows, keys, schedule["stages"], p.padded_dim, max(2, p.item_bytes), target)
     resident = max(1, min(target.limits.shared // block_bytes, 16 // schedule["warps"]))
     peak = target.peaks.get(node.operands[0].type.dtype, target.peaks["f32"]) / target.limits.units / 2e6
     share = min(resident, blocks / target.limits.units + 1)  # blocks that share a multiprocessor
     wait = 0.3 if schedule["stages"] > 2 else 1.0
-    block_us = math.ceil(seen / keys) * (wait + 4 * rows * keys * p.width / peak * share)
+    block_us = math.ceil(seen / keys) * (wait + 4 * rows * keys * p.padded_dim / peak * share)
     return math.ceil(blocks / (target.limits.units * resident)) * (2 + block_us)
 
 
@@ -79,27 +79,28 @@ class PrefillAttention(TritonKernel):
     def order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
         """Tiles of keys begin at multiples of their size; a row is summed by one warp if warps divide only the rows."""
         rows, keys, warps = schedule["rows"], schedule["keys"], schedule["warps"]
-        product = dot_order(target, Problem.of(node).dot, rows, keys, warps)
+        product = dot_order(target, AttentionProblem.of(node).dot_dtype, rows, keys, warps)
         if product.startswith("wgmma") and rows == WARP_ROWS * warps:
             return f"{self.name} {keys} keys, {product}, one warp for a row"
         return super().order(node, schedule, target)
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        p = Problem.of(node)
-        found = tiles(p.width, max(2, p.item), p.dot == "tl.float32", power(p.group), target)
-        return [{**s, "keys": max(s["keys"], p.least_keys)} for s in found]
+        p = AttentionProblem.of(node)
+        wide, least = p.dot_dtype == "tl.float32", next_power_of_2(p.group_size)
+        found = tiles(p.padded_dim, max(2, p.item_bytes), wide, least, target)
+        return [{**s, "keys": max(s["keys"], p.min_keys)} for s in found]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        p, rows = Problem.of(node), schedule["rows"]
+        p, rows = AttentionProblem.of(node), schedule["rows"]
         tokens, count = (node.operands[i].type.shape[0].subs(env).const or 1 for i in (0, 3))
-        blocks = (tokens // (rows // p.group) + count) * p.g
+        blocks = (tokens // (rows // p.group_size) + count) * p.kv_heads
         seen = min(max(CONTEXT, tokens // count // 2), p.window or FAR)
         return blocks_us(node, schedule, target, blocks, seen) + target.launch_us
 
     def code(self, u: Unit) -> Code:
-        n, p, s = u.node, Problem.of(u.node), u.schedule
+        n, p, s = u.node, AttentionProblem.of(u.node), u.schedule
         tokens, count = n.operands[0].type.shape[0], n.operands[3].type.shape[0]
-        grid = (tokens.ceildiv(s["rows"] // p.group) + count + 1, p.g)
+        grid = (tokens.ceildiv(s["rows"] // p.group_size) + count + 1, p.kv_heads)
         return u.launch(
             Template("prefill_attention", "paged_prefill"),
             grid,
@@ -126,7 +127,7 @@ class PackedAttention(TritonKernel):
 
     def widths(self, node: Node) -> tuple[int, int]:
         """Padded columns of keys and of values."""
-        d, e = (max(16, power(int(v.type.shape[2]))) for v in node.operands[1:3])
+        d, e = (max(16, next_power_of_2(int(v.type.shape[2]))) for v in node.operands[1:3])
         return d, e
 
     def dot(self, node: Node) -> str:

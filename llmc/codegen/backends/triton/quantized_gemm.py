@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from llmc.codegen.backends.triton.gemm_small import GROUP, MATRIX, TOKENS, WARPGROUP
+from llmc.codegen.backends.triton.gemm_small import GROUP, MATRIX, SMALL, TOKENS, WARPGROUP
 from llmc.codegen.backends.triton.linear_problem import epilogue, peak
 from llmc.codegen.backends.triton.quantized_problem import (
     FEW_TOKENS,
@@ -16,17 +16,15 @@ from llmc.codegen.backends.triton.quantized_problem import (
     shared_arguments,
 )
 from llmc.codegen.backends.triton.template import Template
-from llmc.codegen.backends.triton.tiling import power
+from llmc.codegen.backends.triton.tiling import GemmTile, next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import Code, Unit, element
 from llmc.codegen.kernel import Schedule
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
-Tile = tuple[int, int, int, int, int]  # bn of all parts, bytes of a row in a step, warps, stages, slices
-Shape = tuple[int, int, int, int, int, int]
-KEYS = ("bm", "bn", "bk", "warps", "stages", "split")
-# Tiles of up to 32 tokens. A step of several slices has one for each warp.
-FEW: tuple[Tile, ...] = (
+# bn of all parts, bytes of a row in a step, warps, stages, slices of tiles of up to 32 tokens. A step of several slices
+# has one for each warp.
+FEW = (
     (16, 256, 4, 4, 4),
     (32, 256, 4, 4, 4),
     (32, 256, 4, 6, 4),
@@ -41,8 +39,8 @@ FEW: tuple[Tile, ...] = (
     (128, 64, 4, 4, 1),
     (128, 64, 4, 8, 1),
 )
-# Tiles of 64 tokens and more.
-MANY: tuple[Tile, ...] = (
+# The same of tiles of 64 tokens and more.
+MANY = (
     (64, 64, 4, 4, 1),
     (64, 64, 4, 6, 1),
     (128, 64, 8, 4, 1),
@@ -54,9 +52,8 @@ MANY: tuple[Tile, ...] = (
     (64, 128, 4, 3, 2),
     (32, 256, 4, 3, 4),
 )
-# float32 factors are multiplied without tensor cores: bm, bn, bk, warps, stages, slices.
-FLOAT: tuple[Shape, ...] = ((16, 32, 32, 4, 2, 1), (32, 32, 32, 4, 2, 1), (32, 64, 32, 4, 2, 1))
-SMALLEST = (16, 16, 32, 4, 2, 1)  # fits every target
+# float32 factors are multiplied without tensor cores.
+FLOAT = (GemmTile(16, 32, 32, 4, 2), GemmTile(32, 32, 32, 4, 2), GemmTile(32, 64, 32, 4, 2))
 LINE = 128  # bytes of a prefetch
 _SUMS = 128  # maximum float32 sums per thread of up to 8 warps, which have 255 registers; more warps share those of 8
 # Operations per code, counted in machine code: of warps that multiply by themselves, and of warpgroups, whose codes are
@@ -70,9 +67,9 @@ class QuantizedGemm(QuantizedKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = QuantizedProduct.of(node)
-        shapes = dict.fromkeys(_fit(p, s, target) for s in _shapes(p))
-        fitting = [s for s in shapes if _fits(p, s, target)]
-        return [dict(zip(KEYS, s, strict=True)) for s in fitting or [_fit(p, SMALLEST, target)]]
+        tiles = dict.fromkeys(_fit(p, t, target) for t in _tiles(p))
+        fitting = [t for t in tiles if _fits(p, t, target)]
+        return [t._asdict() for t in fitting or [_fit(p, SMALL, target)]]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict the larger of reading and computing, in whole waves of tiles, plus half of the smaller."""
@@ -121,29 +118,30 @@ class QuantizedGemm(QuantizedKernel):
         )
 
 
-def _shapes(p: QuantizedProduct) -> Iterator[Shape]:
-    """The shapes to try for a product, before they are fitted to it."""
+def _tiles(p: QuantizedProduct) -> Iterator[GemmTile]:
+    """The tiles to try for a product, before they are fitted to it."""
     if p.dot == "f32":
         yield from FLOAT
         return
     m, most = p.m.const, TOKENS[-1]
     nearest = next((t for t in TOKENS if t >= (m or most)), most)
     for bm in TOKENS if m is None else sorted({nearest, min(nearest, most // 2)}):
-        yield from ((bm, *t) for t in (FEW if bm <= FEW_TOKENS else MANY))
+        yield from (GemmTile(bm, *t) for t in (FEW if bm <= FEW_TOKENS else MANY))
 
 
-def _fit(p: QuantizedProduct, shape: Shape, target: Target) -> Shape:
-    """Adapt a shape to the parts and the layout of the codes: with nibbles, a slice has `half` bytes of a row."""
-    bm, bn, bk, warps, stages, split = shape
+def _fit(p: QuantizedProduct, tile: GemmTile, target: Target) -> GemmTile:
+    """Adapt a tile to the parts and the layout of the codes: with nibbles, a slice has `half` bytes of a row."""
+    bm, bn, bk, warps, stages, split = tile
     if p.half:
         spans = p.k // (2 * p.half)
         while spans % split:
             split //= 2
         bk = p.half * split
     else:
-        bk = max(MATRIX * split, min(bk, power(p.k)))
-    bm = max(bm, MATRIX) if target.family == "hip" else bm
-    return bm, max(MATRIX, bn // power(p.parts)), bk, warps, 2 if target.family == "hip" else stages, split
+        bk = max(MATRIX * split, min(bk, next_power_of_2(p.k)))
+    if target.family == "hip":
+        bm, stages = max(bm, MATRIX), 2
+    return GemmTile(bm, max(MATRIX, bn // next_power_of_2(p.parts)), bk, warps, stages, split)
 
 
 def _conversion(p: QuantizedProduct, s: Schedule) -> float:
@@ -158,14 +156,16 @@ def _shared(p: QuantizedProduct, s: Schedule) -> int:
     return int(s["stages"] * (s["bn"] * p.parts * s["bk"] + s["bm"] * columns * element_bytes(p)))
 
 
-def _fits(p: QuantizedProduct, shape: Shape, target: Target) -> bool:
+def _fits(p: QuantizedProduct, t: GemmTile, target: Target) -> bool:
     """Whether a tile fits shared memory and its sums fit registers."""
-    s = dict(zip(KEYS, shape, strict=True))
-    sums = s["bm"] * s["bn"] * p.parts * s["split"]
-    most = _SUMS * min(s["warps"], 8) * target.limits.warp
-    return _shared(p, s) <= target.limits.shared and sums <= most
+    if _shared(p, t._asdict()) > target.limits.shared:
+        return False
+    return t.bm * t.bn * p.parts * t.split <= _SUMS * min(t.warps, 8) * target.limits.warp
 
 
 QUANTIZED_GEMM = QuantizedGemm(
-    "triton/quantized_gemm", ("quantized_linear", "packed_nibbles_linear"), crowds=True, yields=True
+    "triton/quantized_gemm",
+    ("quantized_linear", "packed_nibbles_linear"),
+    fills_multiprocessors=True,
+    can_trigger_late=True,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from llmc.codegen.backends.triton.gemv import MAX_TOKENS, by_tokens, joint_sum
 from llmc.codegen.backends.triton.linear_problem import epilogue
@@ -14,7 +15,7 @@ from llmc.codegen.backends.triton.quantized_problem import (
     shared_arguments,
 )
 from llmc.codegen.backends.triton.template import Template
-from llmc.codegen.backends.triton.tiling import power
+from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import Code, Unit
 from llmc.codegen.kernel import Schedule
 from llmc.ir.dim import D
@@ -27,11 +28,18 @@ _TILES = (
     (8, 2048, 8), (1, 2048, 4), (2, 4096, 8), (4, 8192, 16),
 )  # fmt: skip
 _CHUNK = 8  # bytes that a thread loads at once; x's elements of as many columns have 16
-_KEYS = ("bn", "bytes", "warps")
 _TILE = 128  # maximum float32 factors per thread
 _STEP = 512  # maximum products per thread in a step
 _READ = 0.85  # share of the bandwidth that these streams reach
 _CONVERSION = 2.4  # operations per code, counted in machine code
+
+
+class CodeTile(NamedTuple):
+    """The tile of a program; the fields are entries of its schedule. bn: weight rows of each part. bytes: of a row."""
+
+    bn: int
+    bytes: int
+    warps: int
 
 
 class QuantizedGemv(QuantizedKernel):
@@ -45,17 +53,17 @@ class QuantizedGemv(QuantizedKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = QuantizedProduct.of(node)
-        row_bytes = power(p.k // (2 if p.half else 1))
-        shapes: dict[tuple[int, int, int], None] = {}  # without duplicates, in order
+        row_bytes = next_power_of_2(p.k // (2 if p.half else 1))
+        tiles: dict[CodeTile, None] = {}  # without duplicates, in order
         for rows_of_parts, nbytes, warps in _TILES:
-            bn = min(max(1, rows_of_parts // power(p.parts)), power(p.n))
-            shapes[bn, max(_CHUNK, min(nbytes, row_bytes)), warps] = None
-        return by_tokens(p.m.const, _KEYS, shapes, lambda shape, rows: self._fits(p, shape, rows, target))
+            bn = min(max(1, rows_of_parts // next_power_of_2(p.parts)), next_power_of_2(p.n))
+            tiles[CodeTile(bn, max(_CHUNK, min(nbytes, row_bytes)), warps)] = None
+        return by_tokens(p.m.const, tiles, lambda tile, rows: self._fits(p, tile, rows, target))
 
     @staticmethod
-    def _fits(p: QuantizedProduct, shape: tuple[int, int, int], rows: int, target: Target) -> bool:
+    def _fits(p: QuantizedProduct, tile: CodeTile, rows: int, target: Target) -> bool:
         """Whether a thread's factors fit its registers; tiles of one token always do."""
-        bn, nbytes, warps = shape
+        bn, nbytes, warps = tile
         factors = bn * nbytes * p.parts * (2 if p.half else 1) // (warps * target.limits.warp)  # per thread
         return rows == 1 or (factors <= _TILE and rows * factors <= _STEP)
 

@@ -5,24 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from llmc.codegen.backends.triton.moe import NARROW, ROWS, Experts, Grouped
+from llmc.codegen.backends.triton.moe import NARROW, ROWS, Experts, ExpertTile, Grouped
 from llmc.codegen.backends.triton.quantized_problem import halves, scales_factors
 from llmc.codegen.backends.triton.template import Template, function
 from llmc.codegen.backends.triton.triton_expr import helpers, inline
-from llmc.codegen.backends.triton.triton_kernel import (
-    CODES,
-    FLOAT8,
-    FLOATS,
-    INTS,
-    Code,
-    Unit,
-    element,
-    unsupported,
-    unsupported_codes,
-)
+from llmc.codegen.backends.triton.triton_kernel import CODES, FLOAT8, FLOATS, INTS, Code, Unit, element, unsupported
 from llmc.codegen.expert_stack import Stack, pack_stack
 from llmc.codegen.kernel import Schedule, Source
-from llmc.codegen.packed_product import not_packed
+from llmc.codegen.packed_product import check_packed
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
@@ -99,7 +89,7 @@ class QuantizedGrouped(Grouped):
     def reject(self, node: Node, target: Target) -> str | None:
         if node.attrs["act"]:
             return f"activations rounded to {node.attrs['act']}"
-        if why := unsupported(node, (*FLOATS, *INTS, *FLOAT8)) or unsupported_codes(node, target):
+        if why := unsupported(node, (*FLOATS, *INTS, *FLOAT8), target):
             return why
         return self.reject_sizes(node) or _reject_codes(self.experts(node)) or _reject_others(Stack(node))
 
@@ -111,21 +101,20 @@ class QuantizedGrouped(Grouped):
         pack_stack(g, node, self.experts(node).half, list(self.layouts(node, schedule, target)), ops)
 
     def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
-        if self.layouts(node, schedule, target):
-            raise not_packed(node)
+        check_packed(self, node, schedule, target)
         return super().emit(node, schedule, target)
 
-    def shapes(self, p: Experts) -> Iterator[tuple[int, int, int, int, int]]:
+    def tiles(self, p: Experts) -> Iterator[ExpertTile]:
         assert isinstance(p, QuantizedExperts)
         floats = p.dot == "f32"
         steps = (p.half,) if p.half else tuple(s for s in STEPS if p.late or p.group % s == 0)
         for bm in ROWS[:2] if floats else ROWS:
             for bn, _, warps, stages in (NARROW[-1],) if floats else NARROW:
-                yield from ((bm, bn, bk, warps, stages) for bk in steps[-1:] if floats or bk)
+                yield from (ExpertTile(bm, bn, bk, warps, stages) for bk in steps[-1:] if floats or bk)
 
-    def fits(self, p: Experts, s: tuple[int, int, int, int, int], target: Target) -> bool:
+    def fits(self, p: Experts, t: ExpertTile, target: Target) -> bool:
         assert isinstance(p, QuantizedExperts)
-        bm, bn, bk, warps, stages = s
+        bm, bn, bk, warps, stages = t
         if target.family == "hip" and stages > 2:  # Triton fails to compile deeper pipelines of converted codes
             return False
         buffers = stages if target.family == "cuda" else stages - 1

@@ -9,7 +9,7 @@ from llmc.codegen.backends.triton.linear_problem import MAX_PARTS, Product, extr
 from llmc.codegen.backends.triton.template import Argument
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import BY_SCHEDULE, Schedule, Source
-from llmc.codegen.packed_product import not_packed, pack_product, product_layouts
+from llmc.codegen.packed_product import check_packed, pack_product, product_layouts
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
@@ -108,8 +108,7 @@ class QuantizedKernel(TritonKernel):
         pack_product(g, node, ops["pack_nibbles"], {"half": half}, ops[PACKED], ops)
 
     def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
-        if self.layouts(node, schedule, target):
-            raise not_packed(node)
+        check_packed(self, node, schedule, target)
         return super().emit(node, schedule, target)
 
 

@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llmc.codegen.backends.triton.tiling import WIDEST, cost_us, factored, masked, max_block_warps, power, times
+from llmc.codegen.backends.triton.tiling import (
+    WIDEST,
+    cost_us,
+    factored,
+    masked,
+    max_block_warps,
+    next_power_of_2,
+    times,
+)
 from llmc.codegen.backends.triton.triton_expr import helpers, loaded
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, INTS, Code, TritonKernel, Unit, element, unsupported
 from llmc.codegen.emit import indent
@@ -124,12 +132,12 @@ class Lines(TritonKernel):
         outer, n, inner = split(node)
         warp = target.limits.warp
         if inner.const == 1:
-            block = 1024 if n.const is None else min(4096, power(n.const))
-            rows = max(1, min(256 // block, power(outer.const or 256)))
+            block = 1024 if n.const is None else min(4096, next_power_of_2(n.const))
+            rows = max(1, min(256 // block, next_power_of_2(outer.const or 256)))
             warps = max(1, min(max_block_warps(target), rows * block // (warp * 8)))
             return [{"rows": rows, "cols": block, "warps": warps}]
-        lines = 32 if inner.const is None else min(64, power(inner.const))
-        block = max(1, 1024 // lines) if n.const is None else min(power(n.const), max(1, 1024 // lines))
+        lines = 32 if inner.const is None else min(64, next_power_of_2(inner.const))
+        block = max(1, 1024 // lines) if n.const is None else min(next_power_of_2(n.const), max(1, 1024 // lines))
         return [{"rows": lines, "cols": block, "warps": 4}, {"rows": lines, "cols": max(1, block // 4), "warps": 1}]
 
     def programs(self, node: Node, schedule: Schedule) -> Dim:
@@ -263,7 +271,7 @@ class Topk(Lines):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         n, warp = node.operands[0].type.shape[-1].const, target.limits.warp
-        block = WIDEST if n is None else min(WIDEST, power(n))
+        block = WIDEST if n is None else min(WIDEST, next_power_of_2(n))
         return [{"rows": 1, "cols": block, "warps": max(1, min(max_block_warps(target), block // (warp * 8)))}]
 
     def programs(self, node: Node, schedule: Schedule) -> Dim:

@@ -9,17 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llmc.codegen.backends.triton.template import Argument, Template
-from llmc.codegen.backends.triton.tiling import power
-from llmc.codegen.backends.triton.triton_kernel import (
-    ELEMENTS,
-    FLOAT8,
-    FLOATS,
-    Code,
-    TritonKernel,
-    Unit,
-    unsupported,
-    unsupported_codes,
-)
+from llmc.codegen.backends.triton.tiling import next_power_of_2
+from llmc.codegen.backends.triton.triton_kernel import ELEMENTS, FLOAT8, FLOATS, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import BY_SCHEDULE, EXACT, Schedule, roofline_us
 from llmc.ir.dim import Dim
 from llmc.ir.graph import Node
@@ -42,8 +33,8 @@ class Head:
         """Return the template parameters that describe the head."""
         rest = self.d - 2 * self.r
         return {
-            "HEAD_DIM": self.d, "PAIRS": self.r, "PAIRS_PADDED": power(self.r), "REST_PADDED": power(rest),
-            "INTERLEAVED": self.interleaved,
+            "HEAD_DIM": self.d, "PAIRS": self.r, "PAIRS_PADDED": next_power_of_2(self.r),
+            "REST_PADDED": next_power_of_2(rest), "INTERLEAVED": self.interleaved,
         }  # fmt: skip
 
 
@@ -62,7 +53,7 @@ class HeadKernel(TritonKernel):
         return [t for v in values if (t := v.type).dtype not in ("i32", "i64") and not (t.state and t.dtype in FLOAT8)]
 
     def reject(self, node: Node, target: Target) -> str | None:
-        if why := unsupported(node) or unsupported_codes(node, target):
+        if why := unsupported(node, target=target):
             return why
         if len({v.type.dtype for v in (node.operand("qw"), node.operand("kw")) if v}) > 1:
             return "the gains of queries and keys have different dtypes"
@@ -76,7 +67,7 @@ class HeadKernel(TritonKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         head = self.head(node)
-        rows = max(1, WARP // power(max(head.r, head.d - 2 * head.r)))
+        rows = max(1, WARP // next_power_of_2(max(head.r, head.d - 2 * head.r)))
         return [{"rows": rows * warps, "warps": warps} for warps in (1, 4)]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
@@ -170,7 +161,7 @@ class KvAppend(HeadKernel):
             KV_HEADS=heads,
             PAGE=page,
             HEAD_DIM=d,
-            HEAD_DIM_PADDED=power(d),
+            HEAD_DIM_PADDED=next_power_of_2(d),
             ROWS=u.schedule["rows"],
         )
 

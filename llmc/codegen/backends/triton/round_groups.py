@@ -9,15 +9,7 @@ from llmc.codegen.backends.triton.row_kernels import Writer, programs, reduces, 
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import cost_us, tiles
 from llmc.codegen.backends.triton.triton_expr import fold, helpers, stored
-from llmc.codegen.backends.triton.triton_kernel import (
-    CODES,
-    FLOATS,
-    Code,
-    TritonKernel,
-    Unit,
-    unsupported,
-    unsupported_codes,
-)
+from llmc.codegen.backends.triton.triton_kernel import CODES, FLOATS, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import BY_SCHEDULE, Schedule
 from llmc.codegen.row_program import RowProgram
 from llmc.ir.dim import product
@@ -41,7 +33,7 @@ class RoundGroups(TritonKernel):
     sums = BY_SCHEDULE
 
     def reject(self, node: Node, target: Target) -> str | None:
-        if why := unsupported(node, (*FLOATS, *CODES)) or unsupported_codes(node, target):
+        if why := unsupported(node, (*FLOATS, *CODES), target):
             return why
         group = node.attrs["group"]
         if any(v.type.dtype not in FLOATS for v in node.operands):

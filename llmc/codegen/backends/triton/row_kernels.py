@@ -16,7 +16,7 @@ from llmc.codegen.backends.triton.tiling import (
     decompose,
     factored,
     max_block_warps,
-    power,
+    next_power_of_2,
     tiles,
     times,
     wide,
@@ -32,16 +32,7 @@ from llmc.codegen.backends.triton.triton_expr import (
     statement,
     stored,
 )
-from llmc.codegen.backends.triton.triton_kernel import (
-    FLOAT8,
-    FLOATS,
-    INTS,
-    Code,
-    TritonKernel,
-    Unit,
-    unsupported,
-    unsupported_codes,
-)
+from llmc.codegen.backends.triton.triton_kernel import FLOAT8, FLOATS, INTS, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.emit import indent
 from llmc.codegen.kernel import Schedule, schedule_text
 from llmc.codegen.row_program import RowProgram, expressions, same_layout
@@ -71,7 +62,7 @@ class Rows(TritonKernel):
     def reject(self, node: Node, target: Target) -> str | None:
         if any(v.type.dtype in FLOAT8 for v in node.operands):
             return "an operand of 8-bit floats"
-        return unsupported(node, (*FLOATS, *INTS, "bool", *FLOAT8)) or unsupported_codes(node, target)
+        return unsupported(node, (*FLOATS, *INTS, "bool", *FLOAT8), target)
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
         return same_layout(node)
@@ -116,7 +107,7 @@ def reducing_tiles(p: RowProgram, target: Target) -> list[tuple[int, int, int]]:
             if n is None
             else [(1, WIDEST, max_warps), (1, 4096, min(16, max_warps))]
         )
-    cols = power(n)
+    cols = next_power_of_2(n)
     warps = max(1, min(max_warps, cols // (warp * 8)))
     counts = [w for w in (warps, warps // 2, warps * 2, warps // 4) if 0 < w <= max_warps and cols <= 32 * warp * w]
     single_row = [(1, cols, w) for w in counts if w == 1 or cols >= warp * w]
@@ -316,4 +307,4 @@ class Writer:
         return [*before, loop, indent("\n".join(body), 4), *after]
 
 
-ROWS = Rows("triton/rows", eager=True)
+ROWS = Rows("triton/rows", can_trigger_early=True)

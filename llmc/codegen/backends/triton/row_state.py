@@ -1,30 +1,50 @@
-"""Kernels over device rows in Triton: flat tokens, ids, slots and the commit.
+"""Kernels over device rows in Triton: a step's flat tokens, ids and slots, the commit, drafts, and pooled prompts.
 
-The kernels are in `kernels/row_state.py`.
+They bind the templates in `kernels/row_state.py`, `kernels/row_draft.py` and `kernels/pooling.py` to the ops of the
+same names. A row is the state of one sequence; an entry of a step has a row, or -1 for padding, and some tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
 
-from llmc.codegen.backends.triton.template import Argument, Template
-from llmc.codegen.backends.triton.tiling import power
+from llmc.codegen.backends.triton.template import Template
+from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import EXACT, Schedule
+from llmc.ir.dim import Dim
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
-LANES = 128
-TOKENS = 32  # tokens per program of row_spans and row_begin
+LANES = 128  # threads of a program, each of which has one entry or token
+TOKENS = 32  # tokens of a program that searches all entries for them
 ENTRIES = 256  # entries that such a program reads at once
+BLOCK = 1024  # tokens of a history that are searched at once
+DRAFT_LANES = 32  # drafts that are written at once
 LATENCY_US = 0.6  # microseconds of a load whose address depends on another load
 
 
-class Integers(TritonKernel):
-    """Base class: kernels over 32-bit integers, whose time hardly depends on the sizes of a step."""
+@dataclass(frozen=True)
+class RowKernel(TritonKernel):
+    """A kernel over 32-bit integers, whose time hardly depends on the sizes of a step.
 
-    sums = EXACT
-    chain = 2  # number of loads that depend on each other
+    module: of the template; its function has the op's name. operands, results: the template's pointers (see
+    `Unit.pointers`). items: how many items the programs divide, as a size in terms of the op's signature, such as "r".
+    per_program: items of a program. arguments: other template parameters, as numbers or sizes of the signature. chain:
+    number of loads that depend on each other. searches: whether a program reads all entries, ENTRIES_PER_STEP at once.
+    """
+
+    sums: ClassVar[str | None] = EXACT
+    module: str = "row_state"
+    operands: str = ""
+    results: str = "out_ptr"
+    items: str = "r"
+    per_program: int = LANES
+    arguments: Mapping[str, str | int] = field(default_factory=dict)
+    chain: int = 2
+    searches: bool = False
 
     def reject(self, node: Node, target: Target) -> str | None:
         return unsupported(node, ("i32",))
@@ -32,100 +52,93 @@ class Integers(TritonKernel):
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         return target.launch_us + self.chain * LATENCY_US
 
-
-class Spans(Integers):
-    """row_spans: the flat token axis. Every program sums the counts of all entries, so that one launch suffices."""
-
-    function = "row_spans"
-
     def code(self, u: Unit) -> Code:
-        entries, tokens = u.node.operands[0].type.shape[0], u.node.results[1].type.shape[0]
-        count = entries.const
+        known = u.node.op.sizes([v.type for v in u.node.operands], u.node.attrs)
+        sizes = {name: Dim.of(size).subs(known) for name, size in self.arguments.items()}
+        if self.searches:
+            entries = sizes["entry_count"].const
+            step = ENTRIES if entries is None else min(ENTRIES, max(16, next_power_of_2(entries)))
+            sizes["ENTRIES_PER_STEP"] = Dim.of(step)
         return u.launch(
-            Template("row_state", self.function),
-            (tokens.ceildiv(TOKENS),),
-            **u.pointers("rows_ptr counts_ptr length_ptr", "starts_ptr token_row_ptr positions_ptr"),
-            entry_count=u.sizes(entries),
-            token_count=u.sizes(tokens),
-            **self.lookups(u),
-            TOKENS_PER_PROGRAM=TOKENS,
-            ENTRIES_PER_STEP=ENTRIES if count is None else min(ENTRIES, max(16, power(count))),
+            Template(self.module, u.node.op.name),
+            (Dim.of(self.items).subs(known).ceildiv(self.per_program),),
+            **u.pointers(self.operands, self.results),
+            **{name: u.sizes(size) for name, size in sizes.items()},
         )
 
-    def lookups(self, u: Unit) -> dict[str, Argument]:
-        """Return the arguments of further lookups (see `Begin`)."""
-        return {}
+
+SPANS = RowKernel(
+    "triton/row_spans", ("row_spans",), operands="rows_ptr counts_ptr length_ptr",
+    results="starts_ptr token_row_ptr positions_ptr", items="tokens", per_program=TOKENS, searches=True,
+    arguments={"entry_count": "r", "token_count": "tokens", "TOKENS_PER_PROGRAM": TOKENS},
+)  # fmt: skip
+BEGIN = RowKernel(
+    "triton/row_begin", ("row_begin",), operands="rows_ptr counts_ptr length_ptr token_ids_ptr page_table_ptr",
+    results="starts_ptr token_row_ptr positions_ptr ids_ptr slots_ptr", items="tokens", per_program=TOKENS,
+    searches=True, chain=3,
+    arguments={
+        "entry_count": "r", "token_count": "tokens", "max_length": "l", "table_width": "p", "PAGE": "page",
+        "TOKENS_PER_PROGRAM": TOKENS,
+    },
+)  # fmt: skip
+LAST = RowKernel(
+    "triton/row_last", ("row_last",), operands="starts_ptr", items="r-1", chain=1,
+    arguments={"entry_count": "r-1", "LANES": LANES},
+)  # fmt: skip
+COMMIT = RowKernel(
+    "triton/row_commit", ("row_commit",),
+    operands="- - - rows_ptr starts_ptr positions_ptr emit_ptr sampled_ptr",
+    results="token_ids_ptr length_ptr counts_ptr",
+    arguments={"entry_count": "r", "max_length": "l", "vocab": "v", "LANES": LANES},
+)  # fmt: skip
+ACCEPT = RowKernel(
+    "triton/row_accept", ("row_accept",), module="row_draft", chain=4,
+    operands="- - - rows_ptr starts_ptr positions_ptr emit_ptr sampled_ptr",
+    results="taken_ptr token_ids_ptr length_ptr counts_ptr",
+    arguments={"entry_count": "r", "max_length": "l", "vocab": "v", "LIMIT": "limit", "LANES": LANES},
+)  # fmt: skip
+PROPOSE = RowKernel(
+    "triton/row_propose", ("row_propose",), module="row_draft", chain=4, per_program=1,
+    operands="- - length_ptr rows_ptr starts_ptr emit_ptr", results="proposed_ptr token_ids_ptr drafts_ptr",
+    arguments={"entry_count": "r", "max_length": "l", "BLOCK": BLOCK, "LANES": DRAFT_LANES},
+)  # fmt: skip
+REWIND = RowKernel(
+    "triton/row_rewind", ("row_rewind",), module="row_draft", operands="- length_ptr rows_ptr", results="reach_ptr",
+    arguments={"entry_count": "r", "LANES": LANES},
+)  # fmt: skip
+EXTEND = RowKernel(
+    "triton/row_extend", ("row_extend",), module="row_draft",
+    operands="- - rows_ptr starts_ptr positions_ptr emit_ptr sampled_ptr", results="token_ids_ptr reach_ptr",
+    arguments={"entry_count": "r", "max_length": "l", "LANES": LANES},
+)  # fmt: skip
+FIRST = RowKernel(
+    "triton/row_first", ("row_first",), module="pooling", operands="starts_ptr", items="r-1", chain=1,
+    arguments={"entry_count": "r-1", "LANES": LANES},
+)  # fmt: skip
+REACH = RowKernel(
+    "triton/row_reach", ("row_reach",), module="pooling", operands="starts_ptr positions_ptr", items="t",
+    per_program=TOKENS, searches=True,
+    arguments={"entry_count": "r-1", "token_count": "t", "TOKENS_PER_PROGRAM": TOKENS},
+)  # fmt: skip
+ADVANCE = RowKernel(
+    "triton/row_advance", ("row_advance",), module="pooling", operands="- rows_ptr starts_ptr positions_ptr",
+    results="length_ptr", arguments={"entry_count": "r", "LANES": LANES},
+)  # fmt: skip
+IDS = RowKernel(
+    operands="token_ids_ptr token_row_ptr positions_ptr", items="t",
+    arguments={"max_length": "l", "token_count": "t", "LANES": LANES},
+)  # fmt: skip
+SLOTS = RowKernel(
+    operands="page_table_ptr token_row_ptr positions_ptr", items="t",
+    arguments={"table_width": "l", "token_count": "t", "PAGE": "page", "LANES": LANES},
+)  # fmt: skip
 
 
-class Begin(Spans):
-    """row_begin: the flat token axis, and each token's id and slot."""
-
-    chain = 3
-    function = "row_begin"
-
-    def lookups(self, u: Unit) -> dict[str, Argument]:
-        history, table = (u.node.operands[i].type.shape[1] for i in (3, 4))
-        return {
-            "token_ids_ptr": "x3", "page_table_ptr": "x4", "ids_ptr": "y3", "slots_ptr": "y4",
-            "max_length": u.sizes(history), "table_width": u.sizes(table), "PAGE": u.node.attrs["page"],
-        }  # fmt: skip
-
-
-class OfToken(Integers):
+class OfTokens(RowKernel):
     """row_ids and row_slots, one thread per token."""
 
     def code(self, u: Unit) -> Code:
-        tokens, width = u.node.result.type.shape[0], u.sizes(u.node.operands[0].type.shape[1])
-        table: dict[str, Argument] = {"token_ids_ptr": "x0", "max_length": width}
-        if u.node.op.name == "row_slots":
-            table = {"page_table_ptr": "x0", "table_width": width, "PAGE": u.node.attrs["page"]}
-        return u.launch(
-            Template("row_state", u.node.op.name),
-            (tokens.ceildiv(LANES),),
-            **u.pointers("- token_row_ptr positions_ptr", "out_ptr"),
-            token_count=u.sizes(tokens),
-            **table,
-            LANES=LANES,
-        )
+        return (IDS if u.node.op.name == "row_ids" else SLOTS).code(u)
 
 
-class Last(Integers):
-    """row_last, one thread per entry."""
-
-    chain = 1
-    text: tuple[str, str] = ("row_state", "row_last")
-
-    def code(self, u: Unit) -> Code:
-        entries = u.node.result.type.shape[0]
-        return u.launch(
-            Template(*self.text),
-            (entries.ceildiv(LANES),),
-            **u.pointers("starts_ptr", "out_ptr"),
-            entry_count=u.sizes(entries),
-            LANES=LANES,
-        )
-
-
-class Commit(Integers):
-    """row_commit, one thread per entry; only the last entry of a row writes."""
-
-    def code(self, u: Unit) -> Code:
-        history, _, counts, rows = (v.type.shape for v in u.node.operands[:4])
-        return u.launch(
-            Template("row_state", "row_commit"),
-            (rows[0].ceildiv(LANES),),
-            **u.pointers(
-                "- - - rows_ptr starts_ptr positions_ptr emit_ptr sampled_ptr", "token_ids_ptr length_ptr counts_ptr"
-            ),
-            entry_count=u.sizes(rows[0]),
-            max_length=u.sizes(history[1]),
-            vocab=u.sizes(counts[1]),
-            LANES=LANES,
-        )
-
-
-SPANS = Spans("triton/row_spans", ("row_spans",), "triton")
-BEGIN = Begin("triton/row_begin", ("row_begin",), "triton")
-OF_TOKEN = OfToken("triton/row_tokens", ("row_ids", "row_slots"), "triton")
-LAST = Last("triton/row_last", ("row_last",), "triton")
-COMMIT = Commit("triton/row_commit", ("row_commit",), "triton")
+OF_TOKENS = OfTokens("triton/row_tokens", ("row_ids", "row_slots"))

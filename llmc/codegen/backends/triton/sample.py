@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from llmc.codegen.backends.triton.logprobs import likeliest_arguments, too_few
 from llmc.codegen.backends.triton.template import Argument, Template
-from llmc.codegen.backends.triton.tiling import power
+from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import BY_SCHEDULE, Schedule
 from llmc.ir.graph import Node
@@ -116,7 +116,7 @@ class Mask(Sampling):
             WORDS=words,
             MASKS=width(n, 6) // words,
             STOPS=stops,
-            STOPS_PADDED=power(stops),
+            STOPS_PADDED=next_power_of_2(stops),
             TILE=4096,
         )
 
@@ -132,7 +132,9 @@ class BlockMax(Sampling):
 
     def reject(self, node: Node, target: Target) -> str | None:
         block = node.attrs["block"]
-        return f"block={block} is not a power of two" if block != power(block) else super().reject(node, target)
+        if block != next_power_of_2(block):
+            return f"block={block} is not a power of two"
+        return super().reject(node, target)
 
     def code(self, u: Unit) -> Code:
         n, per = u.node, u.schedule.get("per", 1)
@@ -168,8 +170,8 @@ class Draws(Sampling):
     def tiles(self, u: Unit) -> dict[str, Argument]:
         """Return the template arguments of a draw."""
         v = vocabulary(u.node)
-        tile = min(int(u.schedule.get("tile", 4096)), max(16, power(v)))
-        return {"LOG_VOCAB": math.log(v), "TILE": tile, "TILES_PADDED": max(2, power(-(-v // tile)))}
+        tile = min(int(u.schedule.get("tile", 4096)), max(16, next_power_of_2(v)))
+        return {"LOG_VOCAB": math.log(v), "TILE": tile, "TILES_PADDED": max(2, next_power_of_2(-(-v // tile)))}
 
 
 class SampleBlocks(Draws):
@@ -186,7 +188,7 @@ class SampleBlocks(Draws):
         blocks, length = width(u.node, 13), u.node.operands[12].type.shape[1]
         return {
             **row_arguments(u.node), "best_ptr": "x13", "drawn_ptr": "x14", "scores_ptr": "x15", "out_ptr": "y0",
-            "max_length": u.sizes(length), "BLOCKS": blocks, "BLOCKS_PADDED": power(blocks), **self.tiles(u),
+            "max_length": u.sizes(length), "BLOCKS": blocks, "BLOCKS_PADDED": next_power_of_2(blocks), **self.tiles(u),
         }  # fmt: skip
 
 
@@ -199,7 +201,7 @@ class Finish(SampleBlocks):
         return too_few(node) or super().reject(node, target)
 
     def code(self, u: Unit) -> Code:
-        n, tile = u.node, min(8192, power(vocabulary(u.node)))
+        n, tile = u.node, min(8192, next_power_of_2(vocabulary(u.node)))
         results = "- logprob_ptr rank_ptr top_ids_ptr top_logprobs_ptr token_ids_ptr length_ptr counts_ptr"
         likeliest = likeliest_arguments(vocabulary(n), n.attrs["k"], tile)
         return u.launch(

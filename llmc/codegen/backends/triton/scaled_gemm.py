@@ -10,39 +10,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from llmc.codegen.backends.triton.gemm_small import GROUP, KEYS, Shape, fits, joins, penalty, product_us
+from llmc.codegen.backends.triton.gemm_small import GROUP, fits, joins, penalty, product_us
 from llmc.codegen.backends.triton.gemm_tma import gain, has_maps
 from llmc.codegen.backends.triton.linear_problem import MAX_PARTS, Product, epilogue, extra_operands
 from llmc.codegen.backends.triton.template import Argument, Template
-from llmc.codegen.backends.triton.tiling import power
-from llmc.codegen.backends.triton.triton_kernel import (
-    CODES,
-    FLOAT8,
-    FLOATS,
-    Code,
-    TritonKernel,
-    Unit,
-    unsupported,
-    unsupported_codes,
-)
+from llmc.codegen.backends.triton.tiling import GemmTile, next_power_of_2
+from llmc.codegen.backends.triton.triton_kernel import CODES, FLOAT8, FLOATS, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import BY_SCHEDULE, Map, Schedule
 from llmc.ir.dim import D
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
-Tile = tuple[int, int, int, int]
 STEP = 128  # maximum columns of a slice: the width of the largest swizzle in bytes
 DEPTH = 32  # columns of an instruction; groups are multiples of it
 LINE = 128  # bytes of a prefetch
 GROUPS = (16, 32)  # larger groups of row tiles, tried with the first schedule
 TOKENS = (16, 32, 64)
 # bn of all parts, warps, stages, slices of a step.
-FEW: tuple[Tile, ...] = (
+FEW = (
     (64, 4, 6, 1), (32, 4, 4, 4), (16, 4, 4, 4), (64, 4, 4, 1), (64, 4, 10, 1), (128, 4, 4, 1), (128, 8, 4, 1),
     (32, 4, 6, 1), (32, 4, 6, 4), (16, 4, 6, 4), (128, 4, 6, 1),
 )  # fmt: skip
 # bm, bn of all parts, warps, stages.
-MANY: tuple[Tile, ...] = (
+MANY = (
     (128, 128, 8, 4), (64, 128, 4, 4), (128, 64, 4, 4), (64, 64, 4, 6), (64, 256, 8, 4), (128, 128, 8, 3),
     (64, 128, 4, 6), (64, 64, 4, 4), (128, 128, 8, 6),
 )  # fmt: skip
@@ -81,11 +71,11 @@ class ScaledGemm(TritonKernel):
     sums = BY_SCHEDULE
     swap: bool = False
     mapped: bool = False
-    crowds: bool = True
-    yields: bool = True
+    fills_multiprocessors: bool = True
+    can_trigger_late: bool = True
 
     def reject(self, node: Node, target: Target) -> str | None:
-        if why := unsupported(node, (*FLOATS, *CODES)) or unsupported_codes(node, target):
+        if why := unsupported(node, (*FLOATS, *CODES), target):
             return why
         if self.mapped and not has_maps(target):
             return f"{target.name} does not support TMA"
@@ -103,8 +93,9 @@ class ScaledGemm(TritonKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = ScaledProduct.of(node)
-        shapes = [s for s in dict.fromkeys(_narrow(p) if self.swap else _large(p)) if fits(p, s, target, _SUMS)]
-        schedules: list[Schedule] = [dict(zip(KEYS, s, strict=True)) for s in shapes or [(16, 16, p.step, 4, 2, 1)]]
+        tiles = dict.fromkeys(_narrow(p) if self.swap else _large(p))
+        fitting = [t for t in tiles if fits(p, t, target, _SUMS)] or [GemmTile(16, 16, p.step, 4, 2)]
+        schedules: list[Schedule] = [t._asdict() for t in fitting]
         return schedules + [{**s, "group": g} for g in GROUPS for s in schedules[:1] if self.mapped]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
@@ -161,19 +152,20 @@ class ScaledGemm(TritonKernel):
         }
 
 
-def _narrow(p: ScaledProduct) -> Iterator[Shape]:
-    """Shapes for few tokens."""
+def _narrow(p: ScaledProduct) -> Iterator[GemmTile]:
+    """Tiles for few tokens."""
     m, steps = p.m.const, p.k // p.step
     for bm in TOKENS if m is None else (next((t for t in TOKENS if t >= m), TOKENS[-1]),):
         for bn, warps, stages, slices in FEW:
             if steps % slices == 0:
-                yield bm, max(16, bn // power(p.parts)), p.step * slices, warps, stages, slices
+                columns = max(16, bn // next_power_of_2(p.parts))
+                yield GemmTile(bm, columns, p.step * slices, warps, stages, slices)
 
 
-def _large(p: ScaledProduct) -> Iterator[Shape]:
-    """Shapes for many tokens."""
+def _large(p: ScaledProduct) -> Iterator[GemmTile]:
+    """Tiles for many tokens."""
     for bm, bn, warps, stages in MANY:
-        yield bm, max(16, bn // power(p.parts)), p.step, warps, stages, 1
+        yield GemmTile(bm, max(16, bn // next_power_of_2(p.parts)), p.step, warps, stages)
 
 
 SCALED_GEMM_SMALL = ScaledGemm("triton/scaled_gemm_small", ("block_scaled_linear",), swap=True)

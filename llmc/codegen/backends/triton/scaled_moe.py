@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from llmc.codegen.backends.triton.moe import ROWS, Experts, Grouped
+from llmc.codegen.backends.triton.moe import ROWS, Experts, ExpertTile, Grouped
 from llmc.codegen.backends.triton.quantized_moe import epilogue
 from llmc.codegen.backends.triton.template import Template
-from llmc.codegen.backends.triton.tiling import power
-from llmc.codegen.backends.triton.triton_kernel import CODES, FLOATS, INTS, Code, Unit, unsupported, unsupported_codes
+from llmc.codegen.backends.triton.tiling import next_power_of_2
+from llmc.codegen.backends.triton.triton_kernel import CODES, FLOATS, INTS, Code, Unit, unsupported
 from llmc.codegen.expert_stack import Stack
 from llmc.codegen.kernel import Schedule
 from llmc.ir.dtype import DTYPES
@@ -54,7 +54,7 @@ class ScaledGrouped(Grouped):
         return ScaledExperts.of(node)
 
     def reject(self, node: Node, target: Target) -> str | None:
-        if why := unsupported(node, (*FLOATS, *CODES, *INTS)) or unsupported_codes(node, target):
+        if why := unsupported(node, (*FLOATS, *CODES, *INTS), target):
             return why
         if why := self.reject_sizes(node):
             return why
@@ -67,18 +67,17 @@ class ScaledGrouped(Grouped):
                 return f"{name} of dtype {t.dtype}"
         return None if p.late or p.group % STEPS[-1] == 0 else f"groups of {p.group} columns are not a multiple of 32"
 
-    def shapes(self, p: Experts) -> Iterator[tuple[int, int, int, int, int]]:
+    def tiles(self, p: Experts) -> Iterator[ExpertTile]:
         assert isinstance(p, ScaledExperts)
-        widest = max(STEPS[-1], power(p.k))
+        widest = max(STEPS[-1], next_power_of_2(p.k))
         steps = [s for s in STEPS if s <= widest and (p.late or p.group % s == 0)]
         for bm in ROWS:
             for bn, warps, stages in TILES:
-                yield from ((bm, bn, bk, warps, stages) for bk in steps[:2])
+                yield from (ExpertTile(bm, bn, bk, warps, stages) for bk in steps[:2])
 
-    def fits(self, p: Experts, s: tuple[int, int, int, int, int], target: Target) -> bool:
+    def fits(self, p: Experts, t: ExpertTile, target: Target) -> bool:
         assert isinstance(p, ScaledExperts)
-        bm, bn, _, warps, _ = s
-        return super().fits(p, s, target) and (p.late or bm * bn * p.parts <= SUMS * 32 * warps)
+        return super().fits(p, t, target) and (p.late or t.bm * t.bn * p.parts <= SUMS * 32 * t.warps)
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         p, s = self.experts(node), schedule

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llmc.codegen.backends.triton.decode_attention import DecodeAttention, Problem, reject_attention
+from llmc.codegen.backends.triton.decode_attention import AttentionProblem, DecodeAttention, reject_attention
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.triton_kernel import Code, Unit
 from llmc.codegen.kernel import Schedule
@@ -39,11 +39,11 @@ class SingleTokenAttention(DecodeAttention):
         return super().cost_us(node, schedule, target, {**env, **({str(tokens): rows} if tokens.const is None else {})})
 
     def code(self, u: Unit) -> Code:
-        n, p = u.node, Problem.of(u.node)
+        n, p = u.node, AttentionProblem.of(u.node)
         count = n.operands[3].type.shape[0]
         return u.launch(
             Template("single_token_attention", "single_token_attention"),
-            (count, p.g),
+            (count, p.kv_heads),
             **u.pointers(
                 "query_ptr kv_ptr page_table_ptr rows_ptr starts_ptr positions_ptr longer_ptr scales_ptr sinks_ptr",
                 "out_ptr",

@@ -1,10 +1,11 @@
-"""Helpers of generated, memory-bound Triton kernels: sizes as text, tile shapes, and the cost model."""
+"""The tiles of Triton's products, and helpers of generated, memory-bound kernels: sizes as text, tiles, costs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from math import gcd
+from typing import NamedTuple
 
 from llmc.codegen.emit import Sizes
 from llmc.ir.cost import node_cost
@@ -21,7 +22,22 @@ _UNIT_BYTES_US = 60e3  # bytes per microsecond of one multiprocessor
 _THREAD_BYTES_US = 90.0  # bytes per microsecond of one thread
 
 
-def power(n: int) -> int:
+class GemmTile(NamedTuple):
+    """The tile of a program of a product by tl.dot; the fields are the entries of its schedule.
+
+    bm: tokens. bn: weight rows of each part. bk: columns of a step. stages: steps in flight. split: slices of a step,
+    each multiplied by warps of its own.
+    """
+
+    bm: int
+    bn: int
+    bk: int
+    warps: int
+    stages: int
+    split: int = 1
+
+
+def next_power_of_2(n: int) -> int:
     """Return the smallest power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
 
@@ -85,8 +101,8 @@ def tiles(rows: Dim, cols: Dim, target: Target, per_thread: int = 8) -> list[tup
     shapes = []
     for warps in (4, 1, 8):
         tile = warps * warp * per_thread
-        wide_ = tile if n is None else min(tile, power(n))
-        tall = tile // wide_ if outer is None else min(tile // wide_, power(outer))
+        wide_ = tile if n is None else min(tile, next_power_of_2(n))
+        tall = tile // wide_ if outer is None else min(tile // wide_, next_power_of_2(outer))
         shapes.append((tall, wide_, max(1, min(warps, tall * wide_ // warp))))
     return list(dict.fromkeys(shapes))
 

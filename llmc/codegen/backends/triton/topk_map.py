@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from llmc.codegen.backends.triton.reduce import key_function
 from llmc.codegen.backends.triton.row_kernels import START
-from llmc.codegen.backends.triton.tiling import cost_us, max_block_warps, power
+from llmc.codegen.backends.triton.tiling import cost_us, max_block_warps, next_power_of_2
 from llmc.codegen.backends.triton.triton_expr import convert, dtypes, fold, helpers, loaded, number, statement
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, element, unsupported
 from llmc.codegen.emit import indent
@@ -43,7 +43,7 @@ class TopkMap(TritonKernel):
         return unsupported(node, (*FLOATS, "i32"))
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        n, warp = power(int(node.operands[0].type.shape[-1])), target.limits.warp
+        n, warp = next_power_of_2(int(node.operands[0].type.shape[-1])), target.limits.warp
         warps = max(1, min(max_block_warps(target), n // (warp * 8)))
         return [{"warps": w} for w in dict.fromkeys((warps, max(1, warps // 2)))]
 
@@ -68,7 +68,7 @@ class TopkMap(TritonKernel):
         made, value = row_statements(after, "best", "some", k, "c")
         loop = [
             "last = tl.max(keys, 0)",
-            f"at = tl.min(tl.where(keys == last, col, {power(n)}), 0)",
+            f"at = tl.min(tl.where(keys == last, col, {next_power_of_2(n)}), 0)",
             f"keys = tl.where(col == at, {LEAST}, keys)",
             "best = tl.where(slot == j, value_of(last), best)",
             "which = tl.where(slot == j, at, which)",
@@ -76,16 +76,16 @@ class TopkMap(TritonKernel):
         ]
         lines = [
             "row = tl.program_id(0).to(tl.int64)",
-            f"col = tl.arange(0, {power(n)})",
+            f"col = tl.arange(0, {next_power_of_2(n)})",
             f"inside = col < {n}",
             u.wait,
             f"x = {loaded(f'tl.load(x0 + row * {n} + col, mask=inside, other=0)', x.dtype)}",
             *read,
             f"keys = tl.where(inside, key({keyed}), {LEAST})",
-            f"slot = tl.arange(0, {power(k)})",
+            f"slot = tl.arange(0, {next_power_of_2(k)})",
             f"some = slot < {k}",
-            f"best = tl.zeros(({power(k)},), tl.float32)",
-            f"which = tl.zeros(({power(k)},), tl.int32)",
+            f"best = tl.zeros(({next_power_of_2(k)},), tl.float32)",
+            f"which = tl.zeros(({next_power_of_2(k)},), tl.int32)",
             *(counted or ())[:1],
             f"for j in range({k}):\n{indent(chr(10).join(loop), 4)}",
             *made,

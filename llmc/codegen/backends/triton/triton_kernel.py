@@ -132,7 +132,7 @@ class Unit:
         return Code(call, grid, "\n\n\n".join([template.text(), *filter(None, generated)]), warps, stages)
 
 
-def unsupported_codes(node: Node, target: Target) -> str | None:
+def _unsupported_codes(node: Node, target: Target) -> str | None:
     """Return why the target does not support the node's values of 8-bit floats, or None."""
     found, own = {v.type.dtype for v in [*node.operands, *node.results]} & {*FLOAT8}, float8(target)
     if not found - {own}:
@@ -157,9 +157,12 @@ def element(t: Type) -> str:
     return ELEMENTS[t.dtype][0]
 
 
-def unsupported(node: Node, dtypes: Sequence[str] = tuple(ELEMENTS)) -> str | None:
-    """Return which operand or result of the node has none of these dtypes, as a reason; None if all have one."""
-    return unsupported_dtype(node, dtypes)
+def unsupported(node: Node, dtypes: Sequence[str] = tuple(ELEMENTS), target: Target | None = None) -> str | None:
+    """Return which operand or result of the node has none of these dtypes, as a reason; None if all have one.
+
+    With a `target`, also return why it does not support the node's values of 8-bit floats.
+    """
+    return unsupported_dtype(node, dtypes) or (_unsupported_codes(node, target) if target else None)
 
 
 def _params(u: Unit, code: Code) -> dict[str, str]:

@@ -1,8 +1,24 @@
-"""Generated CUDA C++ of a product of warpgroups for any number of columns."""
+"""What the kernels that use wgmma share: sizes, the check of the target, and the generated instruction.
+
+wgmma are the matrix instructions of warpgroups on Hopper, which read their factors from shared memory.
+"""
 
 from __future__ import annotations
 
-MOST = 256  # columns of an instruction
+from llmc.targets.target import Target
+
+WARPGROUP = 128  # threads
+SWIZZLE = 3  # of tensor maps: 128 bytes
+ALIGN = 1024  # alignment of the buffers in shared memory, in bytes
+RESERVED = 1024  # bytes of shared memory for barriers and counts
+MAX_COLUMNS = 256  # of an instruction
+
+
+def lacks_wgmma(target: Target) -> str | None:
+    """Return why kernels that use wgmma cannot run on the target, or None."""
+    if target.family == "cuda" and target.arch == "sm_90" and not target.has("interpret"):
+        return None
+    return f"{target.name} does not have wgmma, the matrix instructions of sm_90"
 
 
 def multiply(columns: int) -> str:
@@ -10,8 +26,8 @@ def multiply(columns: int) -> str:
 
     One warpgroup executes it asynchronously. a, b: descriptors of matrices in shared memory. columns: a multiple of 8.
     """
-    if columns % 8 or not 8 <= columns <= MOST:
-        raise ValueError(f"{columns} columns; an instruction has a multiple of 8, at most {MOST}")
+    if columns % 8 or not 8 <= columns <= MAX_COLUMNS:
+        raise ValueError(f"{columns} columns; an instruction has a multiple of 8, at most {MAX_COLUMNS}")
     count = columns // 2
     sums = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
