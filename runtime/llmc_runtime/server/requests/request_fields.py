@@ -29,6 +29,7 @@ MAX_TOOLS = 128
 FUNCTION_NAME = r"[A-Za-z0-9_-]{1,64}"  # a regular expression
 MAX_DOCUMENTS = 1024
 MAX_TEMPLATE_KWARGS = 64
+LEFT, RIGHT = "left", "right"  # the side of a prompt whose tokens are dropped
 MAX_NAME = 256  # characters of names: of a model, a reasoning effort
 
 
@@ -73,6 +74,7 @@ Scores = Annotated[int, schema_of(minimum=0, maximum=TOP_LOGPROBS)]
 Priority = Annotated[int, schema_of(minimum=-(2**31), maximum=2**31 - 1)]
 Salt = Annotated[str, schema_of(maxLength=MAX_SALT)]
 TruncateTo = Annotated[int, schema_of(anyOf=[{"const": -1}, {"minimum": 1}], maximum=MAX_INT)]  # -1: what fits
+TruncationSide = Annotated[str, schema_of(enum=[LEFT, RIGHT], maxLength=16)]
 MaxTokens = Annotated[int, schema_of(minimum=0, maximum=MAX_INT)]  # 0 with echo
 MaxCompletionTokens = Annotated[int, schema_of(minimum=1, maximum=MAX_INT)]
 
@@ -156,6 +158,7 @@ class Generation(SamplingFields, msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: TruncateTo | None = None
+    truncation_side: TruncationSide | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
     service_tier: Name | None = None
