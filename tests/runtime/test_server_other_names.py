@@ -15,6 +15,10 @@ from tests.runtime.served import Served, served
 from tests.vllm_names import served_routes
 
 PROMPT = {"prompt": "The kernel", "temperature": 0, "max_tokens": 4}
+CHAT = [{"role": "user", "content": "x"}]
+GUIDED = {
+    "guided_json": {"type": "object"}, "guided_regex": "a", "guided_choice": ["a"], "guided_grammar": "start: /a/",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +41,21 @@ def test_fields_that_would_change_the_answer_are_refused(server: Served, name: s
     assert (reply.status_code, error["param"], error["code"]) == (400, name, "unsupported_parameter")
     plain = httpx.post(f"{server.url}/v1/completions", json={**PROMPT, name: None})
     assert plain.status_code == 200
+
+
+OF_ROUTES = {
+    "/v1/completions": (PROMPT, {"messages": [{}], "max_completion_tokens": 3, "top_logprobs": 2}),
+    "/v1/chat/completions": ({"messages": CHAT}, {"prompt": "x"}),
+    "/v1/responses": ({"input": "x"}, {**GUIDED, "return_token_ids": True, "continue_final_message": True}),
+    "/v1/messages": ({"messages": CHAT, "max_tokens": 3}, {**GUIDED, "prompt": "x", "return_token_ids": True}),
+}
+
+
+@pytest.mark.parametrize(("path", "name"), [(path, name) for path, (_, fields) in OF_ROUTES.items() for name in fields])
+def test_fields_of_other_routes_are_refused(server: Served, path: str, name: str) -> None:
+    body, fields = OF_ROUTES[path]
+    reply = httpx.post(f"{server.url}{path}", json={**body, name: fields[name]})
+    assert reply.status_code == 400 and f"{name} is not supported: use " in reply.json()["error"]["message"]
 
 
 def unknown_fields(server: Served) -> float:

@@ -8,8 +8,9 @@ absent field.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Annotated, Any
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -30,6 +31,8 @@ FUNCTION_NAME = r"[A-Za-z0-9_-]{1,64}"  # a regular expression
 MAX_DOCUMENTS = 1024
 MAX_TEMPLATE_KWARGS = 64
 LEFT, RIGHT = "left", "right"  # the side of a prompt whose tokens are dropped
+# The earlier names of the fields of structured_outputs in vLLM.
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern")
 MAX_NAME = 256  # characters of names: of a model, a reasoning effort
 
 
@@ -168,6 +171,13 @@ class Generation(SamplingFields, msgspec.Struct, kw_only=True):
 class CompletionRequest(Generation, kw_only=True):
     """POST /v1/completions. `prompt`: a text, texts, token ids, or lists of token ids."""
 
+    refused: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "messages": "use /v1/chat/completions", "max_completion_tokens": "use max_tokens",
+            "top_logprobs": "use logprobs", "continue_final_message": "use /v1/chat/completions",
+        }
+    )  # fmt: skip
+
     prompt: str | Prompts
     echo: bool | None = None
     logprobs: Scores | None = None
@@ -175,6 +185,8 @@ class CompletionRequest(Generation, kw_only=True):
 
 class ChatRequest(Generation, kw_only=True):
     """POST /v1/chat/completions."""
+
+    refused: ClassVar[Mapping[str, str]] = MappingProxyType({"prompt": "use messages, or /v1/completions"})
 
     messages: Messages
     max_completion_tokens: MaxCompletionTokens | None = None
