@@ -320,7 +320,7 @@ FIELDS: tuple[Row, ...] = (
     Row(("stream", "stream_options", "stream_options.include_usage", "stream_options.continuous_usage_stats"),
         "at most one event for each token and output; slow readers get fewer, larger ones", "one state an output",
         "about 200 bytes an event besides the text", NONE, ("server.http.replies", "engine.output_processor")),
-    Row(("truncate_prompt_tokens",),
+    Row(("truncate_prompt_tokens", "truncation_side"),
         "the whole prompt is tokenized, at most {listed} tokens, or as many as the context has", "the body's limit",
         NONE, "the kept tokens are counted", ("server.requests.sampling_fields", "server.prompting")),
     Row(("priority", "cache_salt", "service_tier"), "a comparison; a hash a page; none", "{salt}", NONE,

@@ -5,6 +5,7 @@ The lists name what vLLM 0.25 has. Whether it is here is looked up in the code.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from unittest.mock import Mock
 
@@ -25,18 +26,15 @@ CLASSES: Mapping[str, str] = {
     "EmbeddingRequestOutput": "", "ClassificationRequestOutput": "", "ScoringRequestOutput": "",
     "BeamSearchParams": "use `n` with sampling", "ModelRegistry": "models are traced from transformers",
 }  # fmt: skip
-ENDPOINTS: Mapping[str, str] = {
-    "/v1/chat/completions": "", "/v1/completions": "", "/v1/models": "", "/tokenize": "", "/detokenize": "",
-    "/tokenizer_info": "", "/health": "", "/ping": "", "/load": "", "/version": "", "/metrics": "",
-    "/openapi.json": "", "/v1/responses": "", "/v1/messages": "",
-    "/v1/embeddings": "", "/pooling": "hidden states of single tokens are not returned", "/classify": "",
-    "/score": "", "/v1/score": "", "/rerank": "", "/v1/rerank": "", "/v2/rerank": "",
-    "/v1/audio/transcriptions": "prompts are text",
-    "/v1/audio/translations": "prompts are text", "/docs": "`/openapi.json` describes the API",
-    "/invocations": "use the route of the task", "/reset_prefix_cache": "`/admin/reset_prefix_cache` with an admin key",
-    "/server_info": "`llmc-serve --print-config`, `/admin/state`", "/sleep": "stop the server; a start takes seconds",
-    "/v1/load_lora_adapter": "adapters are not supported: merge them into the weights, and compile",
-}  # fmt: skip
+ENDPOINTS = (
+    "/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/tokenizer_info", "/health",
+    "/ping", "/load", "/version", "/metrics", "/openapi.json", "/v1/responses", "/v1/messages", "/v1/embeddings",
+    "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
+    "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/completions/render", "/v1/chat/completions/render",
+    "/inference/v1/generate", "/docs", "/invocations", "/reset_prefix_cache", "/server_info", "/sleep", "/wake_up",
+    "/is_sleeping", "/start_profile", "/stop_profile", "/collective_rpc",
+    "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+)  # fmt: skip
 METRICS: Mapping[str, str] = {
     "num_requests_running": "", "num_requests_waiting": "", "kv_cache_usage_perc": "", "cache_config_info": "",
     "prompt_tokens": "", "prompt_tokens_cached": "", "generation_tokens": "", "request_success": "",
@@ -78,9 +76,12 @@ def python_api() -> Iterator[str]:
 
 def endpoints() -> Iterator[str]:
     """The table of routes."""
+    from llmc_runtime.server.other_routes import OTHER_ROUTES
+
     yield "| route of vLLM | here |"
     yield "|---|---|"
-    yield from rows(ENDPOINTS, served_routes())
+    remarks = {path: re.sub(r"/\w[\w./]*", r"`\g<0>`", OTHER_ROUTES.get(path, "")) for path in ENDPOINTS}
+    yield from rows(remarks, served_routes())
 
 
 def served_routes() -> set[str]:

@@ -67,12 +67,14 @@ def test_one_that_is_killed_is_told_to_its_requests_only() -> None:
         state = httpx.get(f"{server.url}/admin/state", headers=ADMIN).json()
         assert [one["requests"] for one in state["engines"]] == [2, 2]
         assert sorted(one["engine"] for one in state["requests"]) == [0, 0, 1, 1]
+        server.llm.engines[1].startup = {"total": 30.0}
         os.kill(state["engines"][1]["pid"], signal.SIGKILL)
         until(lambda: server.llm.engines[1].state == "starting")
         assert httpx.get(f"{server.url}/health").status_code == httpx.get(f"{server.url}/ready").status_code == 200
         assert complete(server).status_code == 200
-        heads = sorted(link.recv(65536)[:12] for link in links)
-        assert heads == [b"HTTP/1.1 200"] * 2 + [b"HTTP/1.1 503"] * 2
+        answers = sorted(link.recv(65536) for link in links)
+        assert [answer[:12] for answer in answers] == [b"HTTP/1.1 200"] * 2 + [b"HTTP/1.1 503"] * 2
+        assert all(b"retry-after: 1\r\n" in answer.lower() for answer in answers[2:])  # the other engine is ready
         until(lambda: server.llm.engines[1].state == "ready")
         found = scrape(server)
         assert found["restarts_total", "engine=0"] == 0 and found["restarts_total", "engine=1"] == 1

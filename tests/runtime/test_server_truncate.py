@@ -1,4 +1,4 @@
-"""`truncate_prompt_tokens`: which tokens are kept, also of large bodies, and what is refused."""
+"""`truncate_prompt_tokens` and `truncation_side`: which tokens are kept, also of large bodies, and what is refused."""
 
 from __future__ import annotations
 
@@ -60,6 +60,31 @@ def test_minus_one_keeps_what_fits(server: Served, words: int) -> None:
         assert len(kept) == length - 3
 
 
+@pytest.mark.parametrize("words", (40, 20_000))  # parsed in the server, and in a text process
+def test_the_side_of_the_tokens_that_are_dropped(server: Served, words: int) -> None:
+    text = " ".join(f"w{i}" for i in range(words))
+    whole = TOK.encode(text)
+    cut = {"truncate_prompt_tokens": 5, "prompt": text}
+    kept, answer = tokens(server, "/v1/completions", **cut, truncation_side="right", echo=True)
+    assert kept == whole[:5]
+    assert answer["choices"][0]["text"].startswith(TOK.decode(whole[:5], skip_special_tokens=False))
+    for side in ("left", None):
+        assert tokens(server, "/v1/completions", **cut, truncation_side=side)[0] == whole[-5:]
+    chat = {"messages": [{"role": "user", "content": text}], "truncate_prompt_tokens": 7}
+    start, end = (tokens(server, "/v1/chat/completions", **chat, truncation_side=side)[0] for side in ("right", "left"))
+    assert len(start) == len(end) == 7 and start != end
+    assert tokens(server, "/v1/completions", prompt=list(range(9)), truncate_prompt_tokens=3, truncation_side="right")[
+        0
+    ] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("side", ("middle", "", 5, ["left"]))
+def test_other_sides_are_refused(server: Served, side: Any) -> None:
+    body = {"prompt": "x", "truncate_prompt_tokens": 5, "truncation_side": side}
+    reply = httpx.post(f"{server.url}/v1/completions", json=body)
+    assert reply.status_code == 400 and reply.json()["error"]["param"].startswith("truncation_side")
+
+
 def test_token_ids_over_the_context_are_truncated(server: Served) -> None:
     kept, _ = tokens(server, "/v1/completions", prompt=[7] * 4000, truncate_prompt_tokens=4)
     assert kept == [7] * 4
@@ -73,9 +98,12 @@ def test_other_numbers_are_refused(server: Served) -> None:
 
 def test_the_room_of_minus_one() -> None:
     assert kept_tokens(CompletionRequest(prompt="x"), 100) is None
-    assert kept_tokens(CompletionRequest(prompt="x", truncate_prompt_tokens=-1), 100) == 84
-    assert kept_tokens(CompletionRequest(prompt="x", truncate_prompt_tokens=-1, max_tokens=0, echo=True), 100) == 99
+    assert kept_tokens(CompletionRequest(prompt="x", truncate_prompt_tokens=-1), 100) == slice(-84, None)
+    right = CompletionRequest(prompt="x", truncate_prompt_tokens=-1, truncation_side="right")
+    assert kept_tokens(right, 100) == slice(84)
+    echo = CompletionRequest(prompt="x", truncate_prompt_tokens=-1, max_tokens=0, echo=True)
+    assert kept_tokens(echo, 100) == slice(-99, None)
     chat = ChatRequest(messages=[{}], truncate_prompt_tokens=-1)
-    assert kept_tokens(chat, 100) == 99
+    assert kept_tokens(chat, 100) == slice(-99, None)
     chat.max_completion_tokens = 200
-    assert kept_tokens(chat, 100) == 1
+    assert kept_tokens(chat, 100) == slice(-1, None)

@@ -303,3 +303,34 @@ def test_the_budget_is_of_one_rendering() -> None:
         template.render([{"role": "user", "content": "long"}])
     time.sleep(0.25)
     assert template.render(HI) == "ok"
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "chat_template": TEMPLATES["qwen3"]}
+    return Tokenizer.open(textkit.write_folder(folder, textkit.byte_level(), config))
+
+
+@pytest.mark.parametrize("prompt", (True, False))
+@pytest.mark.parametrize("several", (True, False))
+def test_the_method_of_a_tokenizer_is_that_of_transformers(
+    ours: Tokenizer, theirs: Any, several: bool, prompt: bool
+) -> None:
+    chat: Any = [[USER], [USER, ASSISTANT, USER]] if several else [USER, ASSISTANT, USER]
+    kwargs: Any = {"add_generation_prompt": prompt, "enable_thinking": False}
+    text = theirs.apply_chat_template(chat, tokenize=False, chat_template=TEMPLATES["qwen3"], **kwargs)
+    ids = theirs.apply_chat_template(chat, chat_template=TEMPLATES["qwen3"], return_dict=True, **kwargs)["input_ids"]
+    assert ours.apply_chat_template(chat, tokenize=False, **kwargs) == text
+    assert ours.apply_chat_template(chat, **kwargs) == ids
+    assert ours.apply_chat_template(chat, return_tensors=None, padding=False, tools=None, **kwargs) == ids
+    other = ours.apply_chat_template(chat, tokenize=False, chat_template=TEMPLATES["llama3"], **kwargs)
+    assert other == theirs.apply_chat_template(chat, tokenize=False, chat_template=TEMPLATES["llama3"], **kwargs)
+
+
+@pytest.mark.parametrize("kwargs", ({"return_tensors": "pt"}, {"return_dict": True}, {"max_length": 8}))
+def test_other_arguments_of_the_method_are_refused(ours: Tokenizer, kwargs: Any) -> None:
+    with pytest.raises(LlmcError, match=f"E648.*{next(iter(kwargs))}"):
+        ours.apply_chat_template(HI, **kwargs)
+    with pytest.raises(LlmcError, match="E63"):
+        ours.apply_chat_template([])

@@ -75,7 +75,14 @@ def test_ids_and_texts_are_those_of_transformers(pair: tuple[Tokenizer, Any]) ->
 
 def test_names_and_sizes_are_those_of_transformers(pair: tuple[Tokenizer, Any]) -> None:
     ours, theirs = pair
-    assert ours.vocab_size == len(theirs)
+    assert ours.vocab_size == len(ours) == len(theirs)
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert (ours.eos_token, ours.bos_token) == (theirs.eos_token, theirs.bos_token)
+    some = [random.randrange(len(theirs)) for _ in range(9)]
+    assert ours.convert_ids_to_tokens(some) == theirs.convert_ids_to_tokens(some)
+    assert ours.convert_ids_to_tokens(some[0]) == theirs.convert_ids_to_tokens(some[0])
+    assert ours.convert_tokens_to_ids(ours.convert_ids_to_tokens(some)) == some
+    assert ours.convert_tokens_to_ids("no such entry") == theirs.convert_tokens_to_ids("no such entry")
     assert dict(ours.named_tokens) == theirs.special_tokens_map
     assert ours.eos_token_id == theirs.eos_token_id
     assert ours.bos_token_id == theirs.bos_token_id

@@ -44,10 +44,8 @@ from llmc_runtime.prompts import (
 )
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
-from llmc_runtime.text.chat_template import ChatTemplate, choose_template
 from llmc_runtime.text.tokenizer import Tokenizer
 
-_MAX_TEMPLATES = 32  # compiled chat templates that are kept
 _frozen_by = weakref.WeakSet[Any]()  # open LLMs, for which objects are left out of garbage collections
 
 
@@ -117,7 +115,6 @@ class LLM(PoolingAPI):
         self.engine = engine
         self.pooling = engine.scheduler.config.pooling
         self._chat_template = template
-        self._templates: dict[str, ChatTemplate] = {}
         config = engine.scheduler.config
 
         def grammars() -> Grammars | None:
@@ -218,17 +215,8 @@ class LLM(PoolingAPI):
 
     def chat_prompt(self, messages: Any, *, chat_template: str | None = None, **template: Any) -> Prompt:
         """Render `messages` with the chat template and tokenize them. Raises LlmcError E620, E630 to E634, E648."""
-        template = template_variables(template)
         tokenizer = self.get_tokenizer()
-        text = choose_template(tokenizer.chat_templates, chat_template or self._chat_template, template.get("tools"))
-        if text not in self._templates:
-            if len(self._templates) >= _MAX_TEMPLATES:
-                self._templates.clear()
-            self._templates[text] = ChatTemplate(text, tokenizer.named_tokens)
-        if (name := self._templates[text].unshown(template)) is not None:
-            cause = f"{name}: the chat template does not show {name}"
-            raise LlmcError("E630", cause, "pass another template (chat_template=TEXT)")
-        rendered = self._templates[text].render(messages, **template)
+        rendered = tokenizer.render_chat(messages, chat_template or self._chat_template, **template_variables(template))
         return Prompt(tokenizer.encode(rendered, add_special_tokens=False), rendered)
 
     def stats(self) -> dict[str, Any]:

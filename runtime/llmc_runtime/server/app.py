@@ -30,6 +30,7 @@ from llmc_runtime.server.openai.chat import Chat
 from llmc_runtime.server.openai.completions import Completion
 from llmc_runtime.server.openapi import description
 from llmc_runtime.server.operations.metrics_exporter import CONTENT_TYPE
+from llmc_runtime.server.other_routes import not_a_route
 from llmc_runtime.server.page import page_route
 from llmc_runtime.server.pooling_routes import PoolingRoutes
 from llmc_runtime.server.requests.request_fields import (
@@ -80,7 +81,8 @@ def application(
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return as_error(not_found("there is no such route"), request.scope["path"])
+        served = frozenset(route.path for route in request.app.routes if isinstance(route, Route))
+        return as_error(not_found(not_a_route(request.scope["path"], served)), request.scope["path"])
     headers = dict(error.headers or {})
     cause = f"this route supports {headers.get('Allow')} only" if error.status_code == 405 else "the request is refused"
     refused = ApiError(cause, status=error.status_code, code="method_not_allowed", headers=headers)

@@ -136,7 +136,9 @@ class Prompting:
         with _errors("messages"):
             text = self._chat_text(request, tools, short_ids)
             if isinstance(request, ChatRequest):
-                return Prompt(self._kept_ids(text, False, kept_tokens(request, self._length), "messages"), text)
+                keep = kept_tokens(request, self._length)
+                ids = self._all_ids(text, False, keep, "messages")
+                return Prompt(ids if keep is None else ids[keep], text)
             return Prompt(self._listed_ids(text, False, "messages"), text)
 
     def count(self, request: ChatRequest, tools: list[dict[str, Any]] | None, short_ids: bool) -> int:
@@ -187,23 +189,21 @@ class Prompting:
             raise ApiError(cause, param=param, code="context_length_exceeded")
         return ids
 
-    def _kept_ids(self, text: str, special: bool, keep: int | None, param: str) -> list[int]:
-        """Tokenize a text, and return its last `keep` tokens; None keeps all, which must fit the context."""
-        return (
-            self._ids(text, special, self._length) if keep is None else self._listed_ids(text, special, param)[-keep:]
-        )
+    def _all_ids(self, text: str, special: bool, keep: slice | None, param: str) -> list[int]:
+        """Tokenize a text, which must fit the context unless it is cut to `keep`."""
+        return self._ids(text, special, self._length) if keep is None else self._listed_ids(text, special, param)
 
-    def _prompt(self, text_or_ids: Any, special: bool, echo: bool, keep: int | None) -> Prompt:
-        if isinstance(text_or_ids, str):
-            ids = self._kept_ids(text_or_ids, special, keep, "prompt")
-            if keep is None or len(ids) < keep:
-                return Prompt(ids, text_or_ids)
-        else:
+    def _prompt(self, text_or_ids: Any, special: bool, echo: bool, keep: slice | None) -> Prompt:
+        text = text_or_ids if isinstance(text_or_ids, str) else None
+        if text is None:
             check_ids(text_or_ids, self._vocab_size, "prompt")
-            ids = text_or_ids if keep is None else text_or_ids[-keep:]
+        ids = text_or_ids if text is None else self._all_ids(text, special, keep, "prompt")
+        kept = ids if keep is None else ids[keep]
+        if text is not None and len(kept) == len(ids):
+            return Prompt(ids, text)
         if not echo or self._tokenizer is None:
-            return Prompt(ids)
-        return Prompt(ids, self._tokenizer.decode(ids, skip_special_tokens=False))
+            return Prompt(kept)
+        return Prompt(kept, self._tokenizer.decode(kept, skip_special_tokens=False))
 
     def _template(self, tools: bool) -> ChatTemplate:
         template = self._templates.get(tools)

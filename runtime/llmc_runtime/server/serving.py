@@ -209,8 +209,11 @@ class Serving:
     def _absence(self) -> tuple[str, float]:
         """Return why the engine is not running, and the seconds after which to retry.
 
-        A restart is expected to take as long as the last start, but at most a minute.
+        A restart is expected to take as long as the last start, but at most a minute. If other engines are running,
+        they take the request when it is sent again.
         """
+        if self.llm.is_running:
+            return "the engine ended while it computed the request", SOONEST
         start, ended = min(self.llm.startup.get("total", SOONEST), LATEST), self.llm.failures
         if self.llm.gave_up:
             return f"the engine ended {ended} times within an hour; the server is ending", start

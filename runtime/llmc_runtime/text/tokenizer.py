@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.format import tokenizer_files as files
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.text.chat_template import read_templates
+from llmc_runtime.text.chat_template import ChatTemplate, Message, choose_template, read_templates
 from llmc_runtime.text.json_file import corrupt, read_json, reason_of
 
 if TYPE_CHECKING:
@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILE = "tokenizer.json"
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_MAX_TEMPLATES = 32  # compiled chat templates that are kept
+# Keywords of transformers' apply_chat_template that are not variables of a template, and what to use instead.
+_ELSEWHERE: Mapping[str, str] = MappingProxyType({
+    "return_tensors": "ids are a list", "return_dict": "ids are a list", "padding": "ids are a list",
+    "truncation": "shorten the list of ids", "max_length": "shorten the list of ids",
+    "return_assistant_tokens_mask": "ids are a list", "tokenizer_kwargs": "render a text, and encode it",
+})  # fmt: skip
 _BATCH = 256  # texts that are encoded together; their encodings are in memory at a time
 _OTHER_FORMATS = ("tokenizer.model", "spiece.model", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt")
 
@@ -34,6 +41,7 @@ class Tokenizer:
         self.named_tokens: Mapping[str, str] = MappingProxyType(dict(names))
         self.chat_templates: Mapping[str, str] = MappingProxyType(dict(templates))
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self._templates: dict[str, ChatTemplate] = {}  # by text
         self.decoder_kinds: tuple[str, ...] | None = None  # the types of the decoder's steps, see detokenizer
         self._token_texts: dict[int, str] = {}
         self._entries: dict[int, str | None] = {}  # vocabulary entries by id, those that were needed so far
@@ -153,14 +161,82 @@ class Tokenizer:
         return None if token is None else self.token_id(token)
 
     @property
+    def eos_token(self) -> str | None:
+        """The token that the files call `eos_token`, or None."""
+        return self.named_tokens.get("eos_token")
+
+    @property
     def eos_token_id(self) -> int | None:
-        """The id of the token that the files call `eos_token`, or None."""
+        """The id of `eos_token`, or None."""
         return self.named_id("eos_token")
 
     @property
+    def bos_token(self) -> str | None:
+        """The token that the files call `bos_token`, or None."""
+        return self.named_tokens.get("bos_token")
+
+    @property
     def bos_token_id(self) -> int | None:
-        """The id of the token that the files call `bos_token`, or None."""
+        """The id of `bos_token`, or None."""
         return self.named_id("bos_token")
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    def render_chat(self, messages: Sequence[Message], template: str | None = None, **variables: Any) -> str:
+        """Return a conversation as the text of a prompt. `template` is a template or the name of one of the model's
+        (None: the default). `variables` are those of `ChatTemplate.render`, and of the template.
+
+        Raises LlmcError E630 to E634.
+        """
+        text = choose_template(self.chat_templates, template, variables.get("tools"))
+        if text not in self._templates:
+            if len(self._templates) >= _MAX_TEMPLATES:
+                self._templates.clear()
+            self._templates[text] = ChatTemplate(text, self.named_tokens)
+        if (name := self._templates[text].unshown(variables)) is not None:
+            cause = f"{name}: the chat template does not show {name}"
+            raise LlmcError("E630", cause, "pass another template (chat_template=TEXT)")
+        return self._templates[text].render(messages, **variables)
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Message] | Sequence[Sequence[Message]],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        **variables: Any,
+    ) -> str | list[int] | list[str] | list[list[int]]:
+        """Return one or several conversations as text, or as ids, with the arguments of transformers' method.
+
+        Raises LlmcError E630 to E634, and E648 for arguments that are not supported.
+        """
+        for name in variables.keys() & _ELSEWHERE.keys():
+            if variables.pop(name):
+                raise LlmcError("E648", f"apply_chat_template: {name} is not supported", _ELSEWHERE[name])
+        several = bool(conversation) and not isinstance(conversation[0], Mapping)
+        chats: Sequence[Any] = conversation if several else [conversation]
+        variables["add_generation_prompt"] = add_generation_prompt
+        texts = [self.render_chat(chat, chat_template, **variables) for chat in chats]
+        found = list(self.encode_all(texts, add_special_tokens=False)) if tokenize else texts
+        return found if several else found[0]
+
+    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | list[str | None] | None:
+        """Return the vocabulary entries of an id or of several, as transformers' method does."""
+        return self.token(ids) if isinstance(ids, int) else self.tokens(ids)
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int | None] | None:
+        """Return the ids of a vocabulary entry or of several; for others that of `unk_token`, or None."""
+        unknown = self.named_id("unk_token")
+        ids = [
+            unknown if (i := self.token_id(t)) is None else i for t in ([tokens] if isinstance(tokens, str) else tokens)
+        ]
+        return ids[0] if isinstance(tokens, str) else ids
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the ids by vocabulary entry."""
+        return self.backend.get_vocab(with_added_tokens=True)
 
 
 def _kept(found: Any, sequence: int, keep: int | None) -> Iterable[int]:

@@ -45,7 +45,7 @@ class Completion(GenerationResponse[CompletionRequest]):
         params = self._params = of_completion(request, serving.llm)
         count, known = prompts_in(request.prompt) if job is None else (job.parsed.prompts, job.parsed.known)
         keep = kept_tokens(request, serving.llm.config.max_model_len)
-        known = known if keep is None else min(known, keep)
+        known = known if keep is None else len(range(known)[keep])
         if count <= MAX_PROMPTS:  # larger counts are rejected below
             serving.reserve(self._call, params, count, known)
         if job is not None:

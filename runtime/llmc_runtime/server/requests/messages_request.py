@@ -16,6 +16,7 @@ from llmc_runtime.sched.sampling_params import MAX_STOP_STRINGS
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.requests.conversation import Content, Conversation, checked_text, function_tool, plain_text
 from llmc_runtime.server.requests.request_fields import (
+    GUIDED,
     MAX_PARTS,
     MAX_TOOLS,
     NOT_OF_ONE_OUTPUT,
@@ -99,7 +100,9 @@ class CountRequest(msgspec.Struct, kw_only=True):
         {
             "container": "code is not executed", "mcp_servers": "the server calls no tools",
             "n": "send several requests",
-            "response_format": "use output_config.format", "structured_outputs": "use output_config.format",
+            **dict.fromkeys(("response_format", "structured_outputs", *GUIDED), "use output_config.format"),
+            **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), "use /v1/chat/completions"),
+            "prompt": "use messages", "max_completion_tokens": "use max_tokens",
             "stop": "use stop_sequences", "reasoning_effort": "use output_config.effort",
             "logprobs": "use /v1/chat/completions", "prompt_logprobs": "use /v1/completions", "best_of": "use n",
         }

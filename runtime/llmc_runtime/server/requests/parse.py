@@ -24,7 +24,8 @@ _MAX_INTEGER = 2.0**63  # floats beyond it are not converted to integers
 _IGNORED = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity",
-        "request_id", "spaces_between_special_tokens",
+        "request_id", "session_id", "spaces_between_special_tokens", "stream_interval", "length_penalty",
+        "prediction", "mm_processor_kwargs", "media_io_kwargs",
     }
 )  # fmt: skip
 # Known fields that are rejected if they are set: ignoring them would change the response.
@@ -33,10 +34,14 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
         "tools": "use /v1/chat/completions", "functions": "use tools", "function_call": "use tool_choice",
         "suffix": "text is only appended to a prompt", "audio": "only text is generated",
         "web_search_options": "the server has no access to the web", "prompt_embeds": "send text or token ids",
-        "vllm_xargs": "the server has no such extensions", "kv_transfer_params": "KV pages are not exchanged",
+        "vllm_xargs": "the server has no such extensions", "watermarking": "the server marks no text",
+        **dict.fromkeys(("kv_transfer_params", "ec_transfer_params"), "KV pages are not exchanged"),
+        "return_prompt_text": "use /tokenize with return_token_strs, or return_token_ids",
         "thinking_token_budget": "use max_tokens", "guided_decoding_backend": "grammars are compiled by llguidance",
         "use_beam_search": "use n", "logits_processors": "use logit_bias or allowed_token_ids",
-        "truncate_prompt_tokens": "shorten the prompt", "chat_template": "the server's own template is used",
+        "truncate_prompt_tokens": "shorten the prompt",
+        "truncation_side": "tokens are dropped at the end of an input, if at all",
+        "chat_template": "the server's own template is used",
         **dict.fromkeys(("echo", "prompt_logprobs"), "use /v1/completions"), "documents": "use /v1/chat/completions",
         "moderation": "text is not classified", "repetition_detection": "use repetition_penalty",
         "structural_tag": "use structured_outputs", "logprob_token_ids": "use logprobs",
@@ -62,7 +67,7 @@ _NO_EFFECT = (
     ("function_call", "none"), ("function_call", "auto"), ("n", 1), ("best_of", 1), ("top_logprobs", 0),
     ("do_sample", True), ("num_beams", 1), ("beam_width", 1), ("typical_p", 1), ("tfs_z", 1), ("repeat_penalty", 1),
     *((name, 0) for name in ("top_a", "mirostat", "dry_multiplier", "xtc_probability", "no_repeat_ngram_size")),
-    *(("guided_decoding_backend", name) for name in ("auto", "guidance", "xgrammar")),
+    ("truncation_side", "right"), *(("guided_decoding_backend", name) for name in ("auto", "guidance", "xgrammar")),
 )  # fmt: skip
 _BOM = b"\xef\xbb\xbf"  # some editors and shells write it at the start
 

@@ -8,8 +8,9 @@ absent field.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Annotated, Any
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -29,6 +30,9 @@ MAX_TOOLS = 128
 FUNCTION_NAME = r"[A-Za-z0-9_-]{1,64}"  # a regular expression
 MAX_DOCUMENTS = 1024
 MAX_TEMPLATE_KWARGS = 64
+LEFT, RIGHT = "left", "right"  # the side of a prompt whose tokens are dropped
+# The earlier names of the fields of structured_outputs in vLLM.
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern")
 MAX_NAME = 256  # characters of names: of a model, a reasoning effort
 
 
@@ -86,6 +90,7 @@ Scores = Annotated[int, schema_of(minimum=0, maximum=TOP_LOGPROBS)]
 Priority = Annotated[int, schema_of(minimum=-(2**31), maximum=2**31 - 1)]
 Salt = Annotated[str, schema_of(maxLength=MAX_SALT)]
 TruncateTo = Annotated[int, schema_of(anyOf=[{"const": -1}, {"minimum": 1}], maximum=MAX_INT)]  # -1: what fits
+TruncationSide = Annotated[str, schema_of(enum=[LEFT, RIGHT], maxLength=16)]
 MaxTokens = Annotated[int, schema_of(minimum=0, maximum=MAX_INT)]  # 0 with echo
 MaxCompletionTokens = Annotated[int, schema_of(minimum=1, maximum=MAX_INT)]
 
@@ -169,6 +174,7 @@ class Generation(SamplingFields, msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: TruncateTo | None = None
+    truncation_side: TruncationSide | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
     service_tier: Name | None = None
@@ -178,6 +184,13 @@ class Generation(SamplingFields, msgspec.Struct, kw_only=True):
 class CompletionRequest(Generation, kw_only=True):
     """POST /v1/completions. `prompt`: a text, texts, token ids, or lists of token ids."""
 
+    refused: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "messages": "use /v1/chat/completions", "max_completion_tokens": "use max_tokens",
+            "top_logprobs": "use logprobs", "continue_final_message": "use /v1/chat/completions",
+        }
+    )  # fmt: skip
+
     prompt: str | Prompts
     echo: bool | None = None
     logprobs: Scores | None = None
@@ -185,6 +198,8 @@ class CompletionRequest(Generation, kw_only=True):
 
 class ChatRequest(Generation, kw_only=True):
     """POST /v1/chat/completions."""
+
+    refused: ClassVar[Mapping[str, str]] = MappingProxyType({"prompt": "use messages, or /v1/completions"})
 
     messages: Messages
     max_completion_tokens: MaxCompletionTokens | None = None

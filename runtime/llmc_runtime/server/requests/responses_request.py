@@ -17,6 +17,7 @@ import msgspec
 from llmc_runtime.server.http.errors import ApiError, not_found
 from llmc_runtime.server.requests.conversation import Conversation, checked_text, function_tool, plain_text
 from llmc_runtime.server.requests.request_fields import (
+    GUIDED,
     MAX_MESSAGES,
     MAX_TOOLS,
     ChatRequest,
@@ -100,7 +101,10 @@ class ResponsesRequest(OneOutputFields, msgspec.Struct, kw_only=True):
             "messages": "use input", "max_tokens": "use max_output_tokens",
             "max_completion_tokens": "use max_output_tokens", "response_format": "use text.format",
             "reasoning_effort": "use reasoning.effort", "stop": "use /v1/chat/completions",
-            "structured_outputs": "use text.format, or /v1/chat/completions",
+            **dict.fromkeys(("structured_outputs", *GUIDED), "use text.format, or /v1/chat/completions"),
+            **dict.fromkeys(
+                ("return_token_ids", "return_tokens_as_token_ids", "continue_final_message"), "use /v1/chat/completions"
+            ),
             "logprobs": "use include and top_logprobs", "best_of": "use n", "moderation": "text is not classified",
             "prompt_logprobs": "use /v1/completions",
             "prompt": "send the text of the prompt in instructions and input",

@@ -18,7 +18,14 @@ from llmc_runtime.sched.parameter_type import MAX_INT
 from llmc_runtime.sched.sampling_params import PARAMETERS, SamplingParams
 from llmc_runtime.sched.structured_outputs import StructuredOutputsParams
 from llmc_runtime.server.http.errors import ApiError, to_api_error
-from llmc_runtime.server.requests.request_fields import ChatRequest, CompletionRequest, Generation, ResponseFormat
+from llmc_runtime.server.requests.request_fields import (
+    LEFT,
+    RIGHT,
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    ResponseFormat,
+)
 
 _COPIED = tuple(name for name, parameter in PARAMETERS.items() if parameter.request and name != "max_tokens")
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions
@@ -47,15 +54,18 @@ class Defaults(Protocol):
         """Return the default parameters."""
 
 
-def kept_tokens(request: Generation, length: int) -> int | None:
-    """Return how many of a prompt's last tokens `truncate_prompt_tokens` keeps with a context of `length`; None for
-    all of them.
+def kept_tokens(request: Generation, length: int) -> slice | None:
+    """Return which of a prompt's tokens `truncate_prompt_tokens` keeps with a context of `length`: the last ones, or
+    the first ones if `truncation_side` is right; None for all of them.
     """
-    if request.truncate_prompt_tokens != -1:
-        return request.truncate_prompt_tokens
-    default = COMPLETION_TOKENS if isinstance(request, CompletionRequest) else 1
-    limits = (getattr(request, "max_completion_tokens", None), request.max_tokens, default)
-    return max(1, length - max(1, next(limit for limit in limits if limit is not None)))
+    keep = request.truncate_prompt_tokens
+    if keep is None:
+        return None
+    if keep == -1:
+        default = COMPLETION_TOKENS if isinstance(request, CompletionRequest) else 1
+        limits = (getattr(request, "max_completion_tokens", None), request.max_tokens, default)
+        keep = max(1, length - max(1, next(limit for limit in limits if limit is not None)))
+    return slice(keep) if request.truncation_side == RIGHT else slice(-keep, None)
 
 
 def check_silent(request: CompletionRequest) -> None:
@@ -111,8 +121,11 @@ def _params(request: Generation, llm: Defaults, default: SamplingParams, own: di
         raise ApiError("best_of: the same as n", param="best_of", code="unsupported_parameter")
     keep = request.truncate_prompt_tokens
     if keep is not None and keep != -1 and not 1 <= keep <= MAX_INT:
-        cause = "truncate_prompt_tokens: how many of the last tokens of the prompt to keep, at least 1"
+        cause = "truncate_prompt_tokens: how many tokens of the prompt to keep, at least 1"
         raise ApiError(f"{cause}; -1 for as many as fit beside max_tokens", param="truncate_prompt_tokens")
+    if request.truncation_side not in (None, LEFT, RIGHT):
+        cause = f"truncation_side: {LEFT} (keeps the last tokens) or {RIGHT} (keeps the first)"
+        raise ApiError(cause, param="truncation_side")
     if request.stream and request.prompt_logprobs is not None:
         raise ApiError("prompt_logprobs are not streamed: set stream to false", param="prompt_logprobs")
     if request.stream_options is not None and not request.stream:
