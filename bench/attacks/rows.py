@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from bench.attacks.corner_rows import connections, grammars, sampling, stores, texts
 from bench.attacks.further_rows import refused_work, valid_work
 from bench.attacks.link import Answer, Door, together
 from bench.attacks.many import burst, flood, head_without_body, pipeline
@@ -314,5 +315,7 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(10, "24 x /tokenize", floods(24, "/tokenize", {"prompt": "hello world"})),
     *(Attack(11, name, repeated(make)) for name, make in valid_work().items()),
     *(Attack(12, name, repeated(make)) for name, make in refused_work().items()),
+    *(Attack(13, name, repeated(make)) for made in (grammars, texts, sampling) for name, make in made().items()),
+    *(Attack(14, name, repeated(make)) for made in (stores, connections) for name, make in made().items()),
     Attack(6, "four ends of the engine", kills, ends=True),
 )  # fmt: skip

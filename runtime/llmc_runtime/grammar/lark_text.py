@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
 
@@ -15,11 +17,40 @@ Marker = Callable[[str], str]  # returns the Lark expression of a text that may 
 AS_TEMPLATES_DO = MappingProxyType({"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "})
 ANY = "(?s:.*)"
 _LINE = "((?s:.*)\\n)?[ \\t\\r]*"  # everything up to the first nonspace character of a line
+_remaining: ContextVar[int | None] = ContextVar("_remaining", default=None)  # characters, see `limited`
+
+
+class TooLong(ValueError):
+    """A grammar has more characters than `limited` allows."""
+
+
+@contextmanager
+def limited(characters: int) -> Iterator[None]:
+    """Limit the characters of all expressions that the functions of this module return in the block.
+
+    A small schema may have a long grammar, as references repeat its definitions. Beyond the limit, the functions raise
+    TooLong before they have made much more.
+    """
+    token = _remaining.set(characters)
+    try:
+        yield
+    finally:
+        _remaining.reset(token)
+
+
+def charged(text: str) -> str:
+    """Return an expression after counting it against the limit of `limited`. Raises TooLong beyond it."""
+    remaining = _remaining.get()
+    if remaining is not None:
+        _remaining.set(remaining - len(text))
+        if len(text) > remaining:
+            raise TooLong("its grammar is too long; use fewer or smaller schemas, or fewer texts")
+    return text
 
 
 def lark(text: str) -> str:
     """Return a Lark string literal."""
-    return json.dumps(text, ensure_ascii=False)
+    return charged(json.dumps(text, ensure_ascii=False))
 
 
 def with_special(ids: Sequence[int], is_special: Callable[[int], bool], decode: Callable[[list[int]], str]) -> str:
@@ -49,7 +80,7 @@ def json_rule(schema: Mapping[str, Any], options: Mapping[str, Any] = AS_TEMPLAT
     it is not mistaken for GBNF. Raises ValueError for a schema that `supported` refuses.
     """
     text = json.dumps({**supported(schema), "x-guidance": dict(options)}, ensure_ascii=False)
-    return f"%json {text.replace('::=', ':' + chr(92) + 'u003a=')}"
+    return charged(f"%json {text.replace('::=', ':' + chr(92) + 'u003a=')}")
 
 
 def repeated(one: str, between: str, most: int) -> str:
@@ -60,7 +91,7 @@ def repeated(one: str, between: str, most: int) -> str:
 
 def text_without(texts: Sequence[str]) -> str:
     """Return an expression for any text that contains none of `texts`."""
-    return " & ".join([f"/{ANY}/", *(f"~/{ANY}{regex(one)}{ANY}/" for one in texts)])
+    return charged(" & ".join([f"/{ANY}/", *(f"~/{ANY}{regex(one)}{ANY}/" for one in texts)]))
 
 
 def text_until(

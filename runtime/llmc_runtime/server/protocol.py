@@ -73,7 +73,7 @@ class HttpConnection(H11Protocol):
         """
         if self.flow.write_paused:
             await self.flow.drain()
-        if not self.cycle.disconnected:
+        if not (self.cycle.disconnected or self.transport.is_closing()):  # asyncio logs a line for each such write
             self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

@@ -42,6 +42,7 @@ def configure_logging(level: str, form: str) -> None:
         logger = logging.getLogger(name)
         logger.handlers[:], logger.propagate = [handler], False
         logger.setLevel(level.upper() if name == "llmc" else "WARNING")
+    logging.getLogger("opentelemetry.trace").setLevel("ERROR")  # its warnings quote the headers of requests
 
 
 def startup_printer(form: str) -> Callable[[str], None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
@@ -45,8 +44,9 @@ class Chat(GenerationResponse[ChatRequest]):
         serving.reserve(self._call, params)
         prompt, plan = await self._prompt(plan)
         form = "response_format" if request.structured_outputs is None else "structured_outputs"
-        if plan.tools is not None or params.structured_outputs is not None:  # compiling schemas to a grammar takes time
-            params = await asyncio.to_thread(plan.constrained, params, form)
+        if plan.tools is not None or params.structured_outputs is not None:  # making a grammar takes time
+            async with serving.lanes.slot(self._call.key):
+                params = await serving.prompting.in_thread(plan.constrained, params, form)
         self._prompts, self._params, self._plan = [prompt], params, plan
 
     def _sampling(self) -> SamplingParams:

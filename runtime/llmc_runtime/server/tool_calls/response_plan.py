@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.grammar.lark_text import TooLong, limited
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.sampling_params import SamplingParams
+from llmc_runtime.sched.structured_outputs import MAX_BYTES, StructuredOutputsParams
 from llmc_runtime.server.http.errors import ApiError, to_api_error
 from llmc_runtime.server.requests.request_fields import ChatRequest
 from llmc_runtime.server.tool_calls.call_format import CallFormat
@@ -16,6 +18,8 @@ from llmc_runtime.server.tool_calls.history import calls_in
 from llmc_runtime.server.tool_calls.parser_select import OutputFormats
 from llmc_runtime.server.tool_calls.reasoning import ReasoningFormat, lark_of
 from llmc_runtime.server.tool_calls.registry import FORMATS, Llama3Json
+
+_MOST_CHARACTERS = 3 * MAX_BYTES  # of the parts of a grammar, most of which are counted twice
 
 
 @dataclass(frozen=True)
@@ -72,20 +76,28 @@ class ResponsePlan:
         strict = wanted is None and not forced and self.strict
         if self.plain or (wanted is None and not forced and not strict):
             return params
-        marker = self.formats.marker
+        try:
+            with limited(_MOST_CHARACTERS):
+                whole = self._grammar(wanted if not forced else None, strict, param)
+        except TooLong as e:
+            raise ApiError(f"{'tools' if tools else param}: {e}", param="tools" if tools else param) from None
+        try:
+            return replace(params, structured_outputs=whole)
+        except LlmcError as e:  # parameters that a grammar excludes
+            raise to_api_error(e, "messages") from None
+
+    def _grammar(self, wanted: StructuredOutputsParams | None, strict: bool, param: str) -> StructuredOutputsParams:
+        """Return the grammar of the response, with the output format `wanted`. Raises ApiError 400, and TooLong."""
+        tools, marker = self.tools, self.formats.marker
         thought = None if self.reasoning is None else lark_of(self.reasoning, self.opened, marker)
         parts, body = [], []
         if tools is not None and self.form is not None:
             parts.append(calls_of(tools, self.form, marker, strict))
             body.append("calls")
-        if wanted is not None and not forced:
+        if wanted is not None:
             parts.append(form_of(wanted, param, marker))
             body.append("form" if self.form is None else f"{self.form.before_answer(marker)} form")
-        whole = answer(parts, " | ".join(body), thought, "tools" if tools else param)
-        try:
-            return replace(params, structured_outputs=whole)
-        except LlmcError as e:  # parameters that a grammar excludes
-            raise to_api_error(e, "messages") from None
+        return answer(parts, " | ".join(body), thought, "tools" if tools else param)
 
 
 def plan_of(request: ChatRequest, formats: OutputFormats) -> ResponsePlan:

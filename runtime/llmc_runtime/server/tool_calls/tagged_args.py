@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmc_runtime.grammar.lark_text import ANY, Marker, json_rule, slashed
+from llmc_runtime.grammar.lark_text import ANY, Marker, charged, json_rule, slashed
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.tool_calls.call_format import CallFormat
 from llmc_runtime.server.tool_calls.definitions import enforced
@@ -81,7 +81,7 @@ class ArguedFormat(CallFormat):
         fields = [
             Field(f"{rule}_{i}", key, one, schema, key in required) for i, (key, one) in enumerate(properties.items())
         ]
-        lines = [line for field in fields for line in cls._field(field, marker)]
+        lines = [charged(line) for field in fields for line in cls._field(field, marker)]
         return "\n".join([*cls._joined(rule, fields), *lines])
 
     @classmethod

@@ -14,24 +14,38 @@ STRING = frozenset({"string"})
 _MAX_PARTS = 256
 _SPACE = " \t\r\n"
 _MOST_REFS = 16
+_LONGEST_REF = 1024  # characters
 # Includes Python's names for JSON types, which some clients' tools use.
 _TYPES = MappingProxyType(
     {one: one for one in ("string", "integer", "number", "boolean", "null", "array", "object")}
     | {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "list": "array", "dict": "object"}
 )
+_NAMES: Mapping[type, str] = MappingProxyType(
+    {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null", list: "array", dict: "object"}
+)
 _FIRST = MappingProxyType({"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"})
 
 
 class PartBudget:
-    """The number of parts of a schema that may still be read: references can make a small schema infinite."""
+    """The number of parts of a schema that may still be read: references can make a small schema infinite.
+
+    The types of a list of values are determined once, however often it is referred to.
+    """
 
     def __init__(self) -> None:
         self._remaining = _MAX_PARTS
+        self._listed = dict[int, frozenset[str]]()  # by the identity of the list
 
     def spend(self) -> bool:
         """Count one part. Return whether the budget covers it."""
         self._remaining -= 1
         return self._remaining >= 0
+
+    def types_of_values(self, values: list[Any]) -> frozenset[str]:
+        """Return the JSON types of these values, a list of the schema."""
+        if (found := self._listed.get(id(values))) is None:
+            found = self._listed[id(values)] = frozenset(_NAMES[kind] for kind in set(map(type, values)))
+        return found
 
 
 def property_of(schema: Mapping[str, Any], name: str) -> Any:
@@ -53,9 +67,10 @@ def types_of(schema: Any, root: Mapping[str, Any], budget: PartBudget | None = N
     schema = resolved(schema, root)
     if not budget.spend() or schema is None:
         return frozenset()
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list):
-        return frozenset(_type_of(json.dumps(value)) for value in values)
+    if "const" in schema:
+        return frozenset({_NAMES[type(schema["const"])]})
+    if isinstance(schema.get("enum"), list):
+        return budget.types_of_values(schema["enum"])
     types = _declared_types(schema) or _combined_types(schema, root, budget)
     if not types:
         types = {kind for key, kind in (("properties", "object"), ("items", "array")) if key in schema}
@@ -94,7 +109,7 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any] | None:
         path = schema.get("$ref")
         if path is None:
             return schema
-        if not isinstance(path, str) or not path.startswith("#/"):
+        if not isinstance(path, str) or not path.startswith("#/") or len(path) > _LONGEST_REF:
             return None
         schema = root
         for step in path[2:].split("/"):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, ClassVar
 
-from llmc_runtime.grammar.lark_text import ANY, Marker, lark, repeated, text_until
+from llmc_runtime.grammar.lark_text import ANY, Marker, charged, lark, repeated, text_until
 from llmc_runtime.server.tool_calls.call_format import Malformed, Steps
 from llmc_runtime.server.tool_calls.definitions import NAME
 from llmc_runtime.server.tool_calls.json_shape import Optional, expression
@@ -262,7 +262,7 @@ class XmlShape(ArguedFormat):
         texts = []
         for value in values:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            has_end = first_mark(text, cls._ends()) is not None
+            has_end = first_mark(charged(text), cls._ends()) is not None
             if not has_end and _read(text, types) == (type(value), value):
                 texts.append(text)
         if not texts:
