@@ -24,7 +24,7 @@ RUN = re.compile(r"^// RUN: (.*)$", re.M)
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
-SHARE = 1 / 20
+SHARE = 0.04
 SLOW = 6  # tests marked `slow` are drawn this many times as often
 
 

@@ -15,7 +15,7 @@ from draw import of_test
 from kernel_cache import CACHE
 from llmc_runtime import LLM, SamplingParams
 from models.cases import LISTED, UNLISTED, Case
-from models.kit import eager_logits, fails, ir_logits, loaded, prompts, relative_error, save
+from models.kit import eager_logits, fails, ir_logits, loaded, prompts, relative_error, save, trace_of
 from safetensors.numpy import load_file, save_file
 
 from llmc.console import Quiet
@@ -39,7 +39,7 @@ def rewrite(folder: Path, change: Any) -> None:
 
 
 def agrees(case: Case, model: Any, folder: Path) -> None:
-    traced = trace(folder)
+    traced = trace_of(folder)
     tokens, positions = prompts((9,), 320)
     with Checkpoint(traced) as checkpoint:
         got = ir_logits(traced.module, traced, checkpoint, tokens, positions, np.arange(9))
@@ -73,7 +73,7 @@ def test_old_checkpoints_store_masks_and_frequencies(tmp_path: Path) -> None:
 def test_tied_head_stored_under_either_name(tmp_path: Path) -> None:
     case = BY_NAME["llama-tied"]
     model = save(case, tmp_path)
-    assert trace(tmp_path).tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert trace_of(tmp_path).tied == {"lm_head.weight": "model.embed_tokens.weight"}
     rewrite(tmp_path, lambda n, x: {"lm_head.weight" if "embed" in n else n: x})
     agrees(case, model, tmp_path)
 
@@ -85,7 +85,7 @@ def test_one_tensor_an_expert(tmp_path: Path) -> None:
         model = save(BY_NAME[name], folder)
         stored = load_file(folder / FILE)
         assert any(f"experts.3.{gate}.weight" in n for n in stored)
-        traced = trace(folder)
+        traced = trace_of(folder)
         experts = model.model.layers[1].mlp.experts
         with Checkpoint(traced) as checkpoint:
             path = "model.layers.1.mlp.experts"
@@ -100,7 +100,7 @@ def test_one_tensor_an_expert(tmp_path: Path) -> None:
 def low(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Traced]:
     folder = tmp_path_factory.mktemp("bf16")
     model = save(BY_NAME["gemma2"], folder, dtype=torch.bfloat16)
-    return model, trace(folder)
+    return model, trace_of(folder)
 
 
 def test_rows_come_in_the_graphs_dtype(low: tuple[Any, Traced]) -> None:
@@ -114,7 +114,7 @@ def test_rows_come_in_the_graphs_dtype(low: tuple[Any, Traced]) -> None:
             np.testing.assert_array_equal(got.astype(np.float32), want[rows or slice(None)])
         with pytest.raises(ValueError, match="step 2"):
             checkpoint.read(name, slice(0, 8, 2))
-    with Checkpoint(trace(traced.source.folder, dtype="f32")) as checkpoint:
+    with Checkpoint(trace_of(traced.source.folder, dtype="f32")) as checkpoint:
         got = checkpoint.read(name)
         assert got.dtype == np.float32
         np.testing.assert_array_equal(got, want)
@@ -127,7 +127,7 @@ def test_weights_have_the_dtypes_that_transformers_gives_them(dtype: torch.dtype
     save(case, tmp_path, dtype=dtype)
     want = {k: str(v.dtype) for k, v in loaded(tmp_path, dtype).state_dict().items()}
     names = {"f32": "torch.float32", "bf16": "torch.bfloat16", "f16": "torch.float16"}
-    got = {k: names[w.type.dtype] for k, w in trace(tmp_path).weights.items() if k in want}
+    got = {k: names[w.type.dtype] for k, w in trace_of(tmp_path).weights.items() if k in want}
     assert got == {k: want[k] for k in got} and len(set(got.values())) == 2
 
 
@@ -164,7 +164,7 @@ def test_a_weight_that_is_stored_twice(second: str, tmp_path: Path) -> None:
     tensors = load_file(tmp_path / FILE)
     more = np.ones(64 if "norm" in second else (4, 64, 24), np.float32)
     save_file({**tensors, second: more}, tmp_path / FILE)
-    fails("E324", "is stored twice", second, do=lambda: Checkpoint(trace(tmp_path)))
+    fails("E324", "is stored twice", second, do=lambda: Checkpoint(trace_of(tmp_path)))
 
 
 def test_biases_of_zeros(tmp_path: Path) -> None:
@@ -178,17 +178,17 @@ def test_biases_of_zeros(tmp_path: Path) -> None:
     bias = np.zeros(64, np.float16)
     bias[63] = 1e-7
     save_file({**tensors, name: bias}, tmp_path / FILE)
-    fails("E324", name, do=lambda: Checkpoint(trace(tmp_path)))
+    fails("E324", name, do=lambda: Checkpoint(trace_of(tmp_path)))
     unknown = {"model.layers.1.nothing.bias": np.zeros(64, np.float32)}
     save_file({**tensors, **unknown}, tmp_path / FILE)
-    fails("E324", "model.layers.1.nothing.bias", do=lambda: Checkpoint(trace(tmp_path)))
+    fails("E324", "model.layers.1.nothing.bias", do=lambda: Checkpoint(trace_of(tmp_path)))
 
 
 def test_names_of_another_prefix(tmp_path: Path) -> None:
     save(BY_NAME["llama"], tmp_path)
     rewrite(tmp_path, lambda n, x: {f"module.{n}": x})
     words = "lacks tensors", "one named module.", "begin with 'module.'", "save the model inside of the wrapper"
-    fails("E323", *words, do=lambda: Checkpoint(trace(tmp_path)))
+    fails("E323", *words, do=lambda: Checkpoint(trace_of(tmp_path)))
 
 
 @pytest.mark.parametrize("dtype", sorted(BITS))
@@ -226,7 +226,7 @@ def test_a_note_names_weights_that_are_not_finite(tmp_path: Path) -> None:
 
     rewrite(tmp_path, change)
     for dtype, count, words in (("f32", 2, name), ("f16", 3, f"{name}, model.norm.weight")):
-        with Checkpoint(trace(tmp_path, dtype=dtype)) as checkpoint:
+        with Checkpoint(trace_of(tmp_path, dtype=dtype)) as checkpoint:
             assert not checkpoint.not_finite.note
             for one in sorted(checkpoint.names):
                 checkpoint.read(one)
@@ -243,7 +243,7 @@ def test_reading_rows_of_a_big_tensor_takes_little_memory(tmp_path: Path) -> Non
     big = np.zeros((1 << 20, 64), np.float32)
     rewrite(folder, lambda n, x, big=big: {n: big if "embed" in n else x})
     del big
-    traced = trace(folder)
+    traced = trace_of(folder)
     with Checkpoint(traced) as checkpoint:
         before = anonymous()
         held = [checkpoint.read("model.embed_tokens.weight", slice(i, i + 4096)) for i in (0, 1 << 19)]
@@ -278,11 +278,11 @@ def test_a_stored_head_beside_a_tied_embedding_is_used(token: int, tmp_path: Pat
     case = BY_NAME["llama"]
     case = dataclasses.replace(case, config=case.config | {"tie_word_embeddings": True})
     save(case, tmp_path)
-    with Checkpoint(trace(tmp_path)) as checkpoint:
+    with Checkpoint(trace_of(tmp_path)) as checkpoint:
         assert "lm_head.weight" not in checkpoint.names
     with_a_head_of_its_own(tmp_path, token)
     with pytest.raises(TiedWeightsDiffer, match="E327") as e:
-        Checkpoint(trace(tmp_path))
+        Checkpoint(trace_of(tmp_path))
     assert e.value.names == ("lm_head.weight",)
     traced = trace(tmp_path, untied=e.value.names)
     tokens, positions = prompts((9,), 320)
@@ -302,7 +302,7 @@ def test_equal_heads_of_another_dtype_stay_tied(tmp_path: Path) -> None:
         return {name: x, "lm_head.weight": x.astype(np.float32)} if "embed_tokens" in name else {name: x}
 
     rewrite(tmp_path, change)
-    with Checkpoint(trace(tmp_path)) as checkpoint:
+    with Checkpoint(trace_of(tmp_path)) as checkpoint:
         assert "lm_head.weight" not in checkpoint.names
 
 
