@@ -158,3 +158,11 @@ def test_the_page_lists_them() -> None:
     text = DOCS.read_text()
     listed = set(re.findall(r"--?[A-Za-z][\w-]*", text))
     assert not {flag for row in (*IGNORED, *REFUSED) for flag in row.flags if flag not in listed}
+
+
+@pytest.mark.parametrize("name", ("", "x" * 257))
+def test_names_that_no_request_can_have_are_refused(name: str, tmp_path: Path) -> None:
+    words = ["m", "--config", config(tmp_path, f"port: 0\nserved-model-name: [a, '{name}']\n")]
+    with pytest.raises(LlmcError, match=r"E201.*served-model-name") as error:
+        options_of(read(words).args, {}, None)
+    assert "1 to 256 characters" in error.value.remedy

@@ -23,6 +23,7 @@ from llmc_runtime.option_type import Option, of_command, options_of, parse_bytes
 from llmc_runtime.server.call_format_names import FormatNames
 from llmc_runtime.server.http.tls import Tls
 from llmc_runtime.server.ignored_flags import add_ignored
+from llmc_runtime.server.requests.request_fields import MAX_NAME
 
 _GROUPS = ("configuration", "server", "keys and TLS", "load", "logs", "chats and sampling", "engine")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
@@ -61,6 +62,14 @@ def _origins(name: str, values: Sequence[str]) -> tuple[str, ...]:
             cause = f"{name}: {str(origin)[:80]!r} is not an origin"
             raise LlmcError("E648", cause, "use a scheme and a host, such as https://example.com, or * for all")
     return tuple(origins)
+
+
+def _model_names(name: str, values: Sequence[str]) -> Sequence[str]:
+    """Return the names of the model. Raises LlmcError E201 for one that is empty or longer than in a request."""
+    if bad := [value for value in values if not 0 < len(value) <= MAX_NAME]:
+        cause = f"{name}: {bad[0][:40]!r} is not allowed"
+        raise LlmcError("E201", cause, f"use names of 1 to {MAX_NAME} characters, or leave it out")
+    return values
 
 
 def _traces_url(name: str, value: str | None) -> str | None:
@@ -137,7 +146,7 @@ class Options:
     root_path: str = _server("", "path prefix in front of all routes, if a proxy adds one", metavar="PATH")
     names: Sequence[str] = _server(
         (), "names of the model in requests; the first one is in responses (default: the folder's)",
-        flags=("--served-model-name",), metavar="NAME", many="+",
+        flags=("--served-model-name",), metavar="NAME", many="+", check=_model_names,
     )  # fmt: skip
     hosts: Sequence[str] = _server(
         (), "further allowed values of the Host header", flags=("--allowed-hosts",), metavar="NAME", many="+"
