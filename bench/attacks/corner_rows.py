@@ -102,6 +102,17 @@ def strict_tools(draw: Draw) -> dict[str, Any]:
     return chat("x", tools=made)
 
 
+def definitions(draw: Draw) -> dict[str, Any]:
+    """Return a chat with a function whose grammar repeats 200 KB of definitions for each of 800 arguments, where a
+    format writes them one by one (`--options "--tool-call-parser qwen3_coder"`).
+    """
+    properties = {f"{letters(draw, 4)}{i}": {"type": "array", "minItems": 1} for i in range(800)}
+    kept = {f"d{i}": {"type": "string", "pattern": "x" * 50} for i in range(2400)}
+    form = {"type": "object", "properties": properties, "$defs": kept}
+    function = {"type": "function", "function": {"name": "f", "parameters": form}}
+    return chat("x", tools=[function], tool_choice="required")
+
+
 def called(count: int, arguments: str) -> dict[str, Any]:
     """Return a chat with `count` earlier calls of a tool."""
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
@@ -245,6 +256,7 @@ def grammars() -> Attacks:
         "1,500 rules that begin with others": drawn(COMPLETIONS, rules),
         "250 structural tags of free text": drawn(CHAT, tagged),
         "100 strict functions": drawn(CHAT, strict_tools),
+        "800 arguments beside 200 KB of definitions": drawn(CHAT, definitions),
         "a new schema each time": fresh,
         "white space patterns": space,
         "n=16 with an expression": many,

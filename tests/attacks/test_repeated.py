@@ -1,4 +1,4 @@
-"""Repeated requests of `bench.attacks`, rows 11 and 12: each is answered or refused, and nothing remains of them."""
+"""Repeated requests of `bench.attacks`, rows 11 to 14: each is answered or refused, and nothing remains of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 import pytest
 
 from bench.attacks import further
+from bench.attacks.corner_rows import connections, grammars, sampling, stores, texts
 from bench.attacks.further_rows import refused_work, valid_work
 from bench.attacks.link import Door
 from tests.attacks.conftest import KEYS
@@ -29,4 +30,22 @@ def test_24_repeated(steady: Target, name: str, full: bool, monkeypatch: pytest.
     else:
         assert statuses and statuses <= ANSWERED
         assert 200 in statuses or name in refused_work() or statuses <= {400, 429, 503}
+    assert steady.memory() - before < GROWTH
+
+
+CORNERS = {name: make for made in (grammars, texts, sampling, stores, connections) for name, make in made().items()}
+UNANSWERED = ("nobody reads", "unread", "trickle", "reset", "half-closed")
+
+
+@pytest.mark.parametrize("name", CORNERS)
+def test_24_corners(steady: Target, name: str, full_only: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second each: none ends the server, has another status, or leaves memory behind."""
+    monkeypatch.setattr(further, "SECONDS", 0.5)
+    before = steady.memory()
+    door = Door(steady.host, steady.port, KEYS[1], time.monotonic() + LIMIT)
+    statuses = {answer.status for answer in CORNERS[name](door)}
+    if any(word in name for word in UNANSWERED):
+        assert statuses <= {0, 200, 400, 408, 429, 503}
+    else:
+        assert statuses and statuses <= ANSWERED | {408, 504}
     assert steady.memory() - before < GROWTH

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import socket
 import struct
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,6 +55,17 @@ def test_a_connection_that_the_client_has_reset_does_not_linger() -> None:
         listener.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_nothing_is_written_to_a_connection_that_is_closing(gone: bool) -> None:
+    """Asyncio logs a line for each part that is written after a reset, until it reports the end of the connection."""
+    written = list[bytes]()
+    connection = HttpConnection.__new__(HttpConnection)
+    connection.flow, connection.cycle = SimpleNamespace(write_paused=False), SimpleNamespace(disconnected=False)
+    connection.transport = SimpleNamespace(is_closing=lambda: gone, write=written.append)
+    asyncio.run(connection._part(b"text"))
+    assert written == ([] if gone else [b"4\r\ntext\r\n"])
 
 
 def _connected(one: socket.socket) -> bool:

@@ -8,8 +8,11 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
+
+pytest.importorskip("starlette")
 from draw import of_test
 from llmc_runtime.server.fair_slots import FairSlots
+from llmc_runtime.server.serving import threads_of_key
 
 
 class Full(Exception):
@@ -158,3 +161,8 @@ def test_random_arrivals_and_departures_lose_no_slot() -> None:
         await asyncio.gather(*(asyncio.wait_for(lanes.acquire(key), 1) for key in "aab"))
 
     run(main())
+
+
+def test_a_key_has_the_threads_of_half_of_the_cpus() -> None:
+    """Others always find a free one."""
+    assert [threads_of_key(cpus) for cpus in (1, 2, 3, 4, 6, 8, 64)] == [1, 1, 1, 2, 3, 3, 3]

@@ -119,3 +119,21 @@ def test_an_error_does_not_wait_for_the_interval() -> None:
             await reader.next()
 
     asyncio.run(read())
+
+
+def test_a_step_notifies_each_request_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a request has ended is then not asked for each of its outputs, which would take quadratic time."""
+    calls = list[str]()
+    monkeypatch.setattr(AsyncRequestState, "notify", lambda self: calls.append(self.request_id))
+    outputs, count = OutputProcessor(lambda ids: None), 16
+    params = SamplingParams(n=count, max_tokens=4)
+    states = []
+    for name in ("a", "b"):
+        state = AsyncRequestState("delta", 0.0, name, None, [5], params, None)
+        outputs.add(prepare(Prompt([5]), params, [], 100), state)
+        states.append(state)
+    every = [RequestDelta(one, [7], None) for state in states for one in state.ids]
+    outputs.process(every)
+    outputs.process([RequestDelta(one, [7], "length") for one in states[1].ids])
+    assert calls == ["a", "b", "b"] and states[1].finished and not states[0].finished
+    assert [part.token_ids for part in states[1].parts] == [[7, 7]] * count

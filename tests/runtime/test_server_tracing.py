@@ -107,8 +107,11 @@ def test_a_span_per_request_below_the_callers(collector: Collector) -> None:
 def test_a_collector_that_is_gone_delays_nothing() -> None:
     command = Command(PROGRAM, "0.002", "5", "--otlp-traces-endpoint", "http://127.0.0.1:9")
     assert httpx.post(f"{command.url}/v1/completions", json={**LONG, "max_tokens": 5}).status_code == 200
+    headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": f"a={'quoted' * 1000}"}  # not a valid state
+    assert httpx.get(f"{command.url}/v1/models", headers=headers).status_code == 200
     command.process.terminate()
-    assert command.end()[0] == 0
+    code, log = command.end()
+    assert code == 0 and "quoted" not in log
 
 
 def test_endpoints() -> None:

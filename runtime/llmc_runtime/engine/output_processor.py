@@ -53,9 +53,10 @@ class OutputProcessor:
         self._states[state] = None
 
     def process(self, deltas: Iterable[RequestDelta]) -> None:
-        """Add the deltas of a step to their requests. Outputs that ended by a stop string, or that belong to no open
-        request, are aborted."""
+        """Add the deltas of a step to their requests, each of which is notified once. Outputs that ended by a stop
+        string, or that belong to no open request, are aborted."""
         unwanted: list[str] = []
+        changed: dict[RequestState, None] = {}
         for delta in deltas:
             entry = self._parts.get(delta.id)
             if entry is None:
@@ -69,6 +70,8 @@ class OutputProcessor:
                 del self._parts[delta.id]
                 if part.error is not None:
                     unwanted += self._end(state, part.error)
+            changed[state] = None
+        for state in changed:
             state.notify()
         if unwanted:
             self._abort(unwanted)

@@ -15,6 +15,7 @@ from functools import partial
 from llmc_runtime.api.async_llm import AsyncLLM
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.pooling import GENERATE
+from llmc_runtime.host_info import usable_cpus
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.pooling_params import require_task
 from llmc_runtime.prompts import Prompt, fitted
@@ -101,6 +102,14 @@ class Call:
         return 0 if self.record is None else self.record.prompt_characters
 
 
+def threads_of_key(cpus: int) -> int:
+    """Return how many of the threads one of several keys may use at a time: those of half of the CPUs.
+
+    Tokenizing runs outside the interpreter's lock, so that a key with more of them would take the CPUs from the model.
+    """
+    return max(1, min(_THREADS - 1, cpus // 2))
+
+
 class Serving:
     """Serves a started AsyncLLM under `names`; responses carry the first one.
 
@@ -134,7 +143,8 @@ class Serving:
         self.formats = select_formats(llm.tokenizer, template, calls, reasoning)
         self.prompting = Prompting(llm.tokenizer, llm.config.vocab_size, template, self._pool, llm.config.max_model_len)
         self.bodies = BodyBudget(self._too_many_bodies)
-        self.lanes = FairSlots(_THREADS, self._too_many_texts, reserved=1 if admission.keys > 1 else 0)
+        reserved = _THREADS - threads_of_key(usable_cpus()) if admission.keys > 1 else 0
+        self.lanes = FairSlots(_THREADS, self._too_many_texts, reserved=reserved)
         llm.text_turn = self.lanes.slot
         self.parsing = FairSlots(1, self._too_many_texts)  # of bodies, in the event loop
         self.stored = ResponseStore(store_bytes, admission.keys, self._no_room)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, ClassVar
 
-from llmc_runtime.grammar.lark_text import ANY, Marker, charged, lark, repeated, text_until
+from llmc_runtime.grammar.lark_text import ANY, Marker, lark, repeated, text_until
 from llmc_runtime.server.tool_calls.call_format import Malformed, Steps
 from llmc_runtime.server.tool_calls.definitions import NAME
 from llmc_runtime.server.tool_calls.json_shape import Optional, expression
@@ -21,6 +21,7 @@ from llmc_runtime.server.tool_calls.tagged_args import MOST_FIELDS, ArguedFormat
 from llmc_runtime.server.tool_calls.text_values import STRING, json_of, property_of, types_of
 
 _LONGEST_KEY = 256
+_MOST_VALUES = 4096  # of an enum; a grammar is too short for more, with their end tags
 
 
 LINE = Optional(("\n",), enforced=False)  # a newline that a grammar permits
@@ -249,10 +250,13 @@ class XmlShape(ArguedFormat):
 
     @classmethod
     def _listed(cls, field: Field, schema: Mapping[str, Any]) -> Sequence[object]:
-        """Return the values of a schema with an enum or a const. Raises ApiError 400 if the enum is not a list."""
+        """Return the values of a schema with an enum or a const. Raises ApiError 400 if the enum is not a list,
+        or a longer one than a grammar holds."""
         values = [schema["const"]] if "const" in schema else schema["enum"]
         if not isinstance(values, list):
             raise cls._inexpressible(f"an enum that is not a list for the property {field.key[:60]!r}")
+        if len(values) > _MOST_VALUES:
+            raise cls._inexpressible(f"an enum of {len(values)} values for the property {field.key[:60]!r}")
         return values
 
     @classmethod
@@ -262,7 +266,7 @@ class XmlShape(ArguedFormat):
         texts = []
         for value in values:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            has_end = first_mark(charged(text), cls._ends()) is not None
+            has_end = first_mark(text, cls._ends()) is not None
             if not has_end and _read(text, types) == (type(value), value):
                 texts.append(text)
         if not texts:
