@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from chat import BOS, EOS, SPECIAL_TOKENS, SYSTEM, USER
 from model import Attention, Llama, rotate
@@ -9,10 +11,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 BOS_ID, EOS_ID, SYSTEM_ID, USER_ID = (SPECIAL_TOKENS.index(token) for token in (BOS, EOS, SYSTEM, USER))
-PROSE, ENDLESS = 0.75, 0.5  # shares of sequences that begin with prose, and of those that are one document
+ENDLESS = 0.5  # share of the sequences beginning with prose that are one document
 VARIED, HOT = 2, 2.0  # first tokens of prose, and their temperature, so that documents of every kind begin
-GREEDY, COOL = 0.4, 0.3  # shares of greedy sequences, and of those at temperature 0.7; the others are at 1
 OPENING = 12  # first tokens of a greedy sequence, which are sampled at temperature 0.7
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The shares of sequences that begin with prose, are greedy, and are at temperature 0.7; the others are at 1."""
+
+    prose: float = 0.75
+    greedy: float = 0.4
+    cool: float = 0.3
 
 
 class Cache:
@@ -36,12 +46,15 @@ class Cache:
 
 
 @torch.no_grad()
-def generated(model: Llama, count: int, length: int, generator: torch.Generator) -> Tensor:
-    """Sequences that the model generates, i64[count, length], each beginning with <|bos|>."""
+def generated(
+    model: Llama, count: int, length: int, generator: torch.Generator, shares: Shares
+) -> tuple[Tensor, Tensor]:
+    """Sequences that the model generates, i64[count, length], each beginning with <|bos|>, and which are greedy."""
     device = model.model.embed_tokens.weight.device
     draw = torch.rand(2, count, 1, generator=generator, device=device)
-    prose, endless, kind = draw[0] < PROSE, draw[0] < PROSE * ENDLESS, draw[1]
-    temperature = torch.where(kind < GREEDY, 0.0, torch.where(kind < GREEDY + COOL, 0.7, 1.0))
+    prose, endless, kind = draw[0] < shares.prose, draw[0] < shares.prose * ENDLESS, draw[1]
+    greedy = kind < shares.greedy
+    temperature = torch.where(greedy, 0.0, torch.where(kind < shares.greedy + shares.cool, 0.7, 1.0))
     ids = torch.full((count, length), BOS_ID, device=device)
     caches = [Cache(count, length, layer.self_attn, device) for layer in model.model.layers]
     every = torch.arange(model.config.vocab_size, device=device)
@@ -55,7 +68,7 @@ def generated(model: Llama, count: int, length: int, generator: torch.Generator)
         warm = torch.where(prose, HOT, warm) if at < VARIED else warm
         gumbel = -torch.log(torch.empty_like(logits).exponential_(generator=generator))
         ids[:, at + 1] = (logits + warm * gumbel).argmax(-1)
-    return ids
+    return ids, greedy[:, 0]
 
 
 def _next(model: Llama, caches: list[Cache], ids: Tensor, at: int) -> Tensor:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from model import MLP, Llama, RMSNorm, hugging_face_config, rotate
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -126,6 +126,15 @@ class Head(nn.Module):
             layer.post_attention_layernorm.load_state_dict(last.post_attention_layernorm.state_dict())
             self.norm.load_state_dict(model.model.norm.state_dict())
             self.lm_head.weight.copy_(model.model.embed_tokens.weight[kept])
+
+    @classmethod
+    def read(cls, path: Path, model: Llama) -> Head:
+        """Read a head that `export` wrote."""
+        tensors = load_file(path / "model.safetensors", device=str(model.cos.device))
+        head = cls(model, tensors.pop("t2d").nonzero()[:, 0])
+        del tensors["d2t"]
+        head.load_state_dict(tensors)
+        return head
 
     def export(self, out: Path) -> None:
         """Write config.json and model.safetensors (bf16, and the maps d2t and t2d)."""

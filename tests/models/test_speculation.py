@@ -12,9 +12,11 @@ import pytest
 from draw import SEED
 from kernel_cache import CACHE
 from llmc_runtime import LLM, LlmcError, SamplingParams
+from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.draft_costs import Choice, DraftCount
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.speculation import PROBE, Speculation, SpeculationConfig
+from llmc_runtime.sched.step import StepOutput, Work
 from models.cases import FURTHER, LISTED
 from models.kit import save
 
@@ -250,6 +252,26 @@ def test_the_cost_model_stops_drafts_that_do_not_pay() -> None:
         policy.begin([request], 100)
         tried.append(policy.drafts(request, 9))
     assert sum(tried[PROBE:]) == 2
+
+
+def test_prompt_lookup_that_finds_nothing() -> None:
+    """No plan wants drafts, though their cost is yet to be measured, and few steps are measured; then drafts come."""
+    policy, request, counters = Speculation(SpeculationConfig(4, 3, 5)), Request("r", [1]), Counters()
+    counters.drafted_at_most(4)
+    request.num_drafts, work, measured = 4, [Work(0, 1, True)], []
+    for _ in range(5):
+        policy.count.costs.add(1, 0, 0.01)
+    policy.count.costs.add = lambda *step: measured.append(step)  # type: ignore[method-assign]
+    policy.begin([request], 100)
+    assert policy.wants
+    for _ in range(160):
+        policy.learn(work, [request], StepOutput([2], [None], proposed=[0]), 0.01, counters)
+        policy.begin([request], 100)
+        assert not policy.wants and policy.drafts(request, 9) == 0
+    assert 8 <= len(measured) <= 12
+    policy.learn(work, [request], StepOutput([2], [None], proposed=[3]), 0.01, counters)
+    policy.begin([request], 100)
+    assert policy.wants and policy.drafts(request, 9) >= 1
 
 
 def test_the_number_of_drafts() -> None:
