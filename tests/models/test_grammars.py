@@ -211,7 +211,7 @@ def test_enforced_calls_have_their_schemas(llm: LLM, form: type[CallFormat]) -> 
         (output,) = llm.generate(prompt, params, use_tqdm=False)
         for one in output.outputs:
             parser = MessageParser(plan)
-            message = parser.message(one.text, one.token_ids)
+            message = parser.message(parser.take(one.text, one.token_ids, final=True))
             if one.finish_reason == "length":  # it thinks for as long as it likes
                 continue
             ended += 1

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 from typing import Any
 
 import pytest
 
 pytest.importorskip("starlette")
+from draw import of_test
 from llmc_runtime.grammar import lark_text
 from llmc_runtime.grammar.lark_text import TooLong, charged, lark, limited
+from llmc_runtime.outputs import CompletionOutput
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.structured_outputs import MAX_BYTES, StructuredOutputsParams
 from llmc_runtime.server.http.errors import ApiError
+from llmc_runtime.server.openai.chat import ParsedChoice
 from llmc_runtime.server.tool_calls import response_plan, text_values
 from llmc_runtime.server.tool_calls.definitions import tools_of
+from llmc_runtime.server.tool_calls.message import MessageParser, joined
 from llmc_runtime.server.tool_calls.parser_select import Dialect
 from llmc_runtime.server.tool_calls.reasoning import THINK
-from llmc_runtime.server.tool_calls.registry import FORMATS
+from llmc_runtime.server.tool_calls.registry import FORMATS, Hermes
 from llmc_runtime.server.tool_calls.response_plan import Plan
 from llmc_runtime.server.tool_calls.tagged_args import ArguedFormat
 from llmc_runtime.server.tool_calls.text_values import types_of
@@ -151,3 +156,38 @@ def test_a_limit_is_that_of_its_block_and_thread() -> None:
         with pytest.raises(TooLong):
             charged("x" * 2)
     assert charged("x" * 100)
+
+
+CALLS = """<think>
+So.</think>Here it is:
+<tool_call>
+{"name": "f", "arguments": {"a": [1, "two", {"b": null}]}}
+</tool_call>
+<tool_call>
+{"name": "f", "arguments": {"a": "\\u00e9"}}
+</tool_call>"""
+
+
+@pytest.mark.parametrize(("text", "finish"), [(CALLS, "stop"), (CALLS[:90], "length"), ("Only text. ", "stop")])
+def test_an_output_that_is_not_streamed_is_parsed_as_it_arrives(text: str, finish: str) -> None:
+    """The message is that of the whole text, and the last update is all that is left to parse at the end."""
+    rng = random.Random(of_test())
+    tools = tools_of([function({})], "auto", None)
+    one = Plan(Dialect(Hermes, THINK, (), TOK), tools, Hermes, THINK)
+    whole = MessageParser(one)
+    expected = whole.message(joined([whole.take(text, [1] * 10, True, finish != "stop")]))
+    for _ in range(20):
+        cuts = sorted(rng.choices(range(len(text)), k=rng.randrange(1, 9)))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        parser = MessageParser(one)
+        choice, parsed, take = ParsedChoice(parser), list[str](), parser.take
+        parser.take = lambda new, *more, taken=parsed, take=take: (taken.append(new), take(new, *more))[1]  # type: ignore[method-assign]
+        for i, piece in enumerate(pieces):
+            end = finish if i == len(pieces) - 1 else None
+            choice.take(CompletionOutput(0, piece, [1], finish_reason=end))
+        found = parser.message(choice.delta())
+        assert parsed == pieces
+        for message in (expected, found):
+            for call in message.get("tool_calls", ()):
+                call.pop("id", None)
+        assert found == expected and parser.num_calls == whole.num_calls

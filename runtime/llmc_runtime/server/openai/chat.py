@@ -25,9 +25,27 @@ from llmc_runtime.server.openai.response import (
 )
 from llmc_runtime.server.requests.request_fields import ChatRequest
 from llmc_runtime.server.requests.sampling_fields import of_chat
-from llmc_runtime.server.tool_calls.message import MessageParser, is_cut
+from llmc_runtime.server.tool_calls.message import Delta, MessageParser, is_cut, joined
 from llmc_runtime.server.tool_calls.response_plan import ResponsePlan, plan_of
 from llmc_runtime.server.updates import Updates
+
+
+class ParsedChoice(Choice):
+    """An output that is parsed as it arrives: parsing a long one at its end would hold the event loop for long."""
+
+    def __init__(self, parser: MessageParser) -> None:
+        super().__init__()
+        self.parser, self._deltas = parser, list[Delta]()
+
+    def take(self, update: CompletionOutput) -> None:
+        """Append an update."""
+        super().take(update)
+        final, cut = update.finish_reason is not None, is_cut(update.finish_reason, update.stop_reason)
+        self._deltas.append(self.parser.take(update.text, update.token_ids, final=final, cut=cut))
+
+    def delta(self) -> Delta:
+        """Return what the parser has made of the output."""
+        return joined(self._deltas)
 
 
 class Chat(GenerationResponse[ChatRequest]):
@@ -94,13 +112,17 @@ class Chat(GenerationResponse[ChatRequest]):
             body["prompt_token_ids"] = self._prompts[0].ids
         return body
 
+    def _new_choice(self) -> Choice:
+        return ParsedChoice(self._parser())
+
     def _parser(self) -> MessageParser:
         return MessageParser(self._plan, self._request.include_reasoning is False)
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         """Return the JSON of a finished output, and count its reasoning tokens."""
-        parser, text = self._parser(), "".join(choice.text)
-        message = parser.message(text, choice.token_ids, is_cut(choice.finish_reason, choice.stop_reason))
+        assert isinstance(choice, ParsedChoice)
+        parser = choice.parser
+        message = parser.message(choice.delta())
         if self._plan.reasoning is not None:
             self._usage.reasoning = (self._usage.reasoning or 0) + parser.reasoning_tokens
         return {

@@ -11,7 +11,7 @@ from typing import Any
 from llmc_runtime.outputs import CompletionOutput
 from llmc_runtime.server.http.lazy_json import is_lazy
 from llmc_runtime.server.http.replies import Final, named_event
-from llmc_runtime.server.openai.chat import Chat
+from llmc_runtime.server.openai.chat import Chat, ParsedChoice
 from llmc_runtime.server.openai.message_tokens import MessageTokens, Piece, ScoredToken, TokenTexts
 from llmc_runtime.server.openai.response import WHOLE_INTERVAL, Choice, Scores
 from llmc_runtime.server.tool_calls.message import Delta, MessageParser, is_cut
@@ -48,13 +48,12 @@ class NamedEvents(Chat):
         return self._whole
 
     def _body(self, choices: list[list[Choice]], scores: list[Scores]) -> dict[str, Any]:
-        choice, parser = choices[0][0], self._parser()
-        cut = is_cut(choice.finish_reason, choice.stop_reason)
-        delta = parser.take("".join(choice.text), choice.token_ids, final=True, cut=cut)
-        self._usage.reasoning = parser.reasoning_tokens
-        for _ in self._take(delta, ()):
+        choice = choices[0][0]
+        assert isinstance(choice, ParsedChoice)
+        self._usage.reasoning = choice.parser.reasoning_tokens
+        for _ in self._take(choice.delta(), ()):
             pass
-        finish = parser.finish_reason(choice.finish_reason) or "stop"
+        finish = choice.parser.finish_reason(choice.finish_reason) or "stop"
         return self._closing(finish, choice.stop_reason)[1]
 
     async def _chunks(self, updates: Updates) -> AsyncIterator[dict[str, Any] | bytes]:

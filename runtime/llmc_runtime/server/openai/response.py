@@ -103,7 +103,7 @@ class GenerationResponse(ABC, Generic[R]):
         """Return the JSON of the complete response."""
         self._call = replace(self._call, interval=WHOLE_INTERVAL)
         updates = await self._started()
-        choices = [[Choice() for _ in range(self._params.n)] for _ in self._prompts]
+        choices = [[self._new_choice() for _ in range(self._params.n)] for _ in self._prompts]
         scores: list[Scores] = [None] * len(self._prompts)
         async with aclosing(updates) as items:  # type: ignore[type-var]
             async for index, update in items:
@@ -167,6 +167,10 @@ class GenerationResponse(ABC, Generic[R]):
     @abstractmethod
     async def _prepare(self) -> None:
         """Check the request, reserve its resources and tokenize its prompts. Raises ApiError."""
+
+    def _new_choice(self) -> Choice:
+        """Return an output of a complete response, without text so far."""
+        return Choice()
 
     def _updates(self) -> Updates:
         """Start generation."""

@@ -27,6 +27,21 @@ class Delta:
         return fields | ({"tool_calls": self.calls} if self.calls else {})
 
 
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """Return all deltas of an output as one, with one piece for each call."""
+    calls, arguments = list[dict[str, Any]](), list[list[str]]()
+    for piece in (piece for delta in deltas for piece in delta.calls):
+        if "id" in piece:
+            calls.append(piece)
+            arguments.append([])
+        arguments[-1].append(piece["function"]["arguments"])
+    whole = [
+        {**call, "function": {**call["function"], "arguments": "".join(parts)}}
+        for call, parts in zip(calls, arguments, strict=True)
+    ]
+    return Delta("".join(delta.reasoning for delta in deltas), "".join(delta.content for delta in deltas), whole)
+
+
 def is_cut(finish_reason: str | None, stop_reason: int | str | None) -> bool:
     """Return whether an output was cut off before the model ended it: by max_tokens, a stop string or an abort."""
     return finish_reason != "stop" or isinstance(stop_reason, str)
@@ -67,15 +82,9 @@ class MessageParser:
         """Return the message's finish reason: "tool_calls" if it stopped after calls."""
         return "tool_calls" if reason == "stop" and self.num_calls else reason
 
-    def message(self, text: str, ids: Sequence[int], cut: bool = False) -> dict[str, Any]:
-        """Return the message of a finished output; `cut` is as in `take`."""
-        delta = self.take(text, ids, final=True, cut=cut)
-        calls: list[dict[str, Any]] = []
-        for piece in delta.calls:
-            if "id" in piece:
-                calls.append({"id": piece["id"], "type": "function", "function": dict(piece["function"])})
-            else:
-                calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
+    def message(self, delta: Delta) -> dict[str, Any]:
+        """Return the message of a finished output; `delta` is all of it, see `joined`."""
+        calls = [{"id": one["id"], "type": "function", "function": one["function"]} for one in delta.calls]
         content = None if not delta.content and (calls or self.reasoning_tokens or self._forced) else delta.content
         fields: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if delta.reasoning:
