@@ -89,6 +89,7 @@ EXTENSION = Extension(
             "torchao": "llmc.quant.torchao:torchao",
             "hqq": "llmc.quant.hqq:hqq",
             "bitnet": "llmc.quant.bitnet:bitnet",
+            "quark": "llmc.quant.quark:quark",
             **dict.fromkeys(("modelopt", "modelopt_fp4", "modelopt_mixed"), "llmc.quant.modelopt:modelopt"),
         }
     ),

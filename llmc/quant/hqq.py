@@ -102,7 +102,8 @@ def _unpacked(stored: Stored, packing: str, rows: int, columns: int) -> Value:
     single = b.reshape(words, shape=(count, columns, 1))
     found = b.transpose(b.unpack_bits(single, bits=bits, axis=2, size=fields, order=order), perm=(2, 0, 1))
     if not order:
-        found = b.concat(*(b.slice(found, axis=0, start=i, stop=i + 1, step=1) for i in reversed(range(fields))), axis=0)
+        planes = [b.slice(found, axis=0, start=i, stop=i + 1, step=1) for i in reversed(range(fields))]
+        found = b.concat(*planes, axis=0)
     code = b.reshape(found, shape=(fields * count, columns))
     return code if fields * count == rows else b.slice(code, axis=0, start=0, stop=rows, step=1)
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -122,7 +122,7 @@ def _plain(label: str, code: str) -> Callable[[Stored, Facts], Codes]:
                 points = b.reshape(points, shape=counts)
             stored.expect(points, *counts)
             zero = points if stored.load(stored.parts["zero_point"].name).any() else 0
-        return Codes(qdata, scale, (rows if rows else 0, columns), label, zero)
+        return Codes(qdata, scale, (rows, columns), label, zero)
 
     return decode
 

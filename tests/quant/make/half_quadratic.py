@@ -16,7 +16,7 @@ from common import base, keep, oracle, packages, run
 from hqq.core.quantize import BaseQuantizeConfig, HQQLinear, Quantizer
 from safetensors.torch import save_file
 
-# Name -> settings, dtype of scales.
+# Name -> settings, dtype of scales. Two are made to be tried, and are not kept: hqq-4bit, hqq-8bit.
 FIXTURES: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "hqq-2bit-axis0": ({"nbits": 2, "group_size": 16, "axis": 0}, torch.bfloat16),
     "hqq-3bit": ({"nbits": 3, "group_size": 32, "axis": 1}, torch.bfloat16),
@@ -39,9 +39,7 @@ def make(name: str) -> None:
     tensors, weights = {}, {}
     for key, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and key != "lm_head":
-            layer = HQQLinear(
-                module, BaseQuantizeConfig(**settings), compute_dtype=dtype, device="cpu", del_orig=False
-            )
+            layer = HQQLinear(module, BaseQuantizeConfig(**settings), compute_dtype=dtype, device="cpu", del_orig=False)
             tensors |= {f"{key}.{k}": v.detach() for k, v in layer.state_dict().items() if v is not None}
             weights[key] = dequantised(layer).contiguous()
     tensors |= {k: p.data for k, p in model.named_parameters() if k.removesuffix(".weight") not in weights}
@@ -49,7 +47,8 @@ def make(name: str) -> None:
     with tempfile.TemporaryDirectory() as at:
         model.config.quantization_config = facts
         transformers.PreTrainedConfig.save_pretrained(model.config, at)
-        save_file({k: v.clone().contiguous() for k, v in tensors.items()}, Path(at) / "model.safetensors", {"format": "pt"})
+        copies = {k: v.clone().contiguous() for k, v in tensors.items()}
+        save_file(copies, Path(at) / "model.safetensors", {"format": "pt"})
         folder = keep(Path(at), name)
     oracle(folder, weights, "hqq's Quantizer.unpack, scales in float32", packages("hqq"))
 

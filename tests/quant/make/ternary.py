@@ -26,7 +26,8 @@ def make(name: str) -> None:
     with tempfile.TemporaryDirectory() as at:
         model.config.quantization_config = {"quant_method": "bitnet", "modules_to_not_convert": ["lm_head"]}
         model.config.save_pretrained(at)
-        save_file({k: v.clone().contiguous() for k, v in tensors.items()}, Path(at) / "model.safetensors", {"format": "pt"})
+        copies = {k: v.clone().contiguous() for k, v in tensors.items()}
+        save_file(copies, Path(at) / "model.safetensors", {"format": "pt"})
         folder = keep(Path(at), name)
     oracle(folder, weights, "transformers' unpack_weights over the scale", packages())
 

@@ -34,6 +34,7 @@ from torchao.quantization.quant_primitives import (
 from transformers import TorchAoConfig
 
 FP8 = Float8WeightOnlyConfig()
+# Three are made to be tried, and are not kept: ao-8da4w, ao-int8-dynamic, ao-mxfp8.
 FIXTURES: dict[str, Any] = {
     "ao-8da4w": Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32)),
     "ao-fp8": FP8,
@@ -115,7 +116,8 @@ def write(config: Any, folder: Path) -> dict[str, torch.Tensor]:
     """Quantise, save and read back."""
     load = transformers.AutoModelForCausalLM.from_pretrained
     chosen = TorchAoConfig(config)
-    load(save_base("llama_short"), dtype=torch.bfloat16, quantization_config=chosen, device_map="cpu").save_pretrained(folder)
+    model = load(save_base("llama_short"), dtype=torch.bfloat16, quantization_config=chosen, device_map="cpu")
+    model.save_pretrained(folder)
     with safe_open(folder / "model.safetensors", "pt") as f:
         found = {k: f.get_tensor(k) for k in f.keys()}
         metadata = {k: v for k, v in f.metadata().items() if k != "format"}
