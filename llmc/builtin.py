@@ -86,6 +86,10 @@ EXTENSION = Extension(
             "fbgemm_fp8": "llmc.quant.fp8:fbgemm_fp8",
             "mxfp4": "llmc.quant.mxfp4:mxfp4",
             "bitsandbytes": "llmc.quant.bitsandbytes:bitsandbytes",
+            "torchao": "llmc.quant.torchao:torchao",
+            "hqq": "llmc.quant.hqq:hqq",
+            "bitnet": "llmc.quant.bitnet:bitnet",
+            "quark": "llmc.quant.quark:quark",
             **dict.fromkeys(("modelopt", "modelopt_fp4", "modelopt_mixed"), "llmc.quant.modelopt:modelopt"),
         }
     ),

@@ -45,11 +45,13 @@ class WeightDecoder(Protocol):
         build: Builder,
         read: Callable[[str], np.ndarray],
         classes: Callable[[str], tuple[str, ...]],
+        metadata: Callable[[], Mapping[str, str]],
     ) -> Mapping[str, Value]:
         """Return the float weights by the names that an unquantised checkpoint gives them.
 
         `tensors` are the stored tensors, `build` adds nodes to their graph, `read` returns a stored tensor. `classes`
         returns the names of the classes of the module that has a weight, by the weight's name in the checkpoint.
+        `metadata` returns the texts beside the tensors in the files' headers.
         """
 
     def kv_scales(
@@ -111,7 +113,7 @@ class Checkpoint:
 
         values: Mapping[str, Value] = {name: graph.input(name, _type(t), weight=True) for name, t in stored.items()}
         if decoder:
-            values = decoder.decode(values, build, read, classes_of(traced.model))
+            values = decoder.decode(values, build, read, classes_of(traced.model), self._tensors.metadata)
         known = resolve(traced.model, values, build)
         self.kv_scales = decoder.kv_scales(stored, read) if decoder else {}
         self._blocks = Blocks(graph, self._tensors)

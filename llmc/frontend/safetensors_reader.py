@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import numpy as np
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.json_fields import is_safe_name, too_much
+from llmc_runtime.format.json_fields import is_safe_name, load_json, too_much
 from llmc_runtime.format.safetensors import MAX_HEADER, TensorInfo, header_length, parse_header
 
 from llmc.diagnostics import Diagnostic
@@ -107,6 +107,15 @@ class TensorFiles:
         page = begin // PAGESIZE * PAGESIZE
         data.madvise(MADV_DONTNEED, page, begin + found.nbytes - page)
         return found
+
+    def metadata(self) -> Mapping[str, str]:
+        """Return the texts that the headers of all files have beside the tensors (`__metadata__`), by name."""
+        found: dict[str, str] = {}
+        for data in self._data.values():
+            header = load_json(data[8 : 8 + header_length(data[:8], len(data), "")], "")
+            texts = header.get("__metadata__") or {}
+            found |= {k: v for k, v in texts.items() if isinstance(v, str)} if isinstance(texts, dict) else {}
+        return MappingProxyType(found)
 
     def close(self) -> None:
         """Close all files."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from llmc.diagnostics import Diagnostic
 from llmc.ir.dim import Dim
+from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Builder, Node, QuantisedWeight, Value
 from llmc.ir.qformat import ENCODINGS, QFormat
 from llmc.ir.signature import Mismatch
@@ -20,6 +22,7 @@ from llmc.quant.scheme import AGAIN, LINEAR, Codes, Scheme, SchemeOf, Stored
 # Dtypes of codes in a tensor named `weight`, stored one per element or packed.
 FLOAT_CODES = ("f8e4m3", "f8e5m2")
 CODES = ("i8", "u8", "i32", *FLOAT_CODES)
+MOVES = ("reshape", "transpose", "slice", "concat")  # ops that leave codes what they are
 TRANSPOSED = "Conv1D"  # transformers' class of modules that hold the transpose, [k, n]
 
 
@@ -39,6 +42,7 @@ class Decoder:
         build: Builder,
         read: Callable[[str], np.ndarray],
         classes: Callable[[str], tuple[str, ...]] = lambda weight: LINEAR,
+        metadata: Callable[[], Mapping[str, str]] = dict,
     ) -> Mapping[str, Value]:
         """See `WeightDecoder.decode`. Decoded weights are float32; others keep their stored dtype.
 
@@ -46,6 +50,7 @@ class Decoder:
         """
         out: dict[str, Value] = {}
         found: dict[str, dict[str, Value]] = {}
+        metadata = cache(metadata)
         for name, value in tensors.items():
             if name.rpartition(".")[2] in KV_SCALES:
                 continue
@@ -58,7 +63,7 @@ class Decoder:
             if set(parts) <= {"weight"} and not _bare_codes(parts["weight"]):
                 out[name] = parts["weight"]
             else:
-                out[name] = self._weight(Stored(name, parts, build, read, classes(name)))
+                out[name] = self._weight(Stored(name, parts, build, read, classes(name), metadata))
         return out
 
     def kv_scales(self, names: Iterable[str], read: Callable[[str], np.ndarray]) -> Mapping[int, Scales]:
@@ -148,11 +153,18 @@ def parts_of(codes: Codes, order: Value | None, b: Builder) -> QuantisedWeight |
 
 
 def code_dtype(codes: Codes) -> str | None:
-    """The dtype of the codes as a format names it: u4 for unsigned codes of at most 4 bits; None if no dtype fits."""
+    """The dtype of the codes as a format names it: u4 for unsigned codes of at most 4 bits; None if no dtype fits.
+
+    Zero points that are not integers have no format.
+    """
     dtype = codes.code.type.dtype
     if codes.values:
         return next((code for code, values in ENCODINGS.items() if values == codes.values), None)
+    if isinstance(codes.zero, Value) and DTYPES[codes.zero.type.dtype].kind == "f":
+        return None
     node = codes.code.node
+    while node is not None and node.op.name in MOVES:
+        node = node.operands[0].node
     if dtype == "u8" and node is not None and node.op.name == "unpack_bits" and node.attrs["bits"] <= 4:
         return "u4"
     return dtype if dtype in ("u8", "i8", "f8e4m3", "f8e5m2") else None

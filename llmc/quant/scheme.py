@@ -59,7 +59,7 @@ class Stored:
 
     name: of the weight, as an unquantised checkpoint has it. parts: tensors by the names of a scheme's parts. build
     adds nodes to the tensors' graph. load returns a stored tensor by its name. classes: names of the class of the
-    module that has the weight, and of its bases.
+    module that has the weight, and of its bases. metadata returns the texts in the headers of the files, by name.
     """
 
     name: str
@@ -67,6 +67,7 @@ class Stored:
     build: Builder
     load: Callable[[str], np.ndarray]
     classes: tuple[str, ...] = LINEAR
+    metadata: Callable[[], Mapping[str, str]] = dict
 
     @property
     def module(self) -> str:

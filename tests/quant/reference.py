@@ -171,6 +171,55 @@ def packed(t: Tensors, config: Mapping[str, Any], name: str) -> torch.Tensor:
     return nvfp4(t) if "weight_global_scale" in t else scaled(e2m1(t["weight_packed"]), t["weight_scale"])
 
 
+def natural(scale: torch.Tensor, n: int, k: int) -> torch.Tensor:
+    """Scales [n, k] out of tiles of 128 x 4, each of which is stored as 32 x 16."""
+    rows, columns = torch.arange(n)[:, None], torch.arange(k)[None]
+    at = ((rows // 128) * -(-k // 4) + columns // 4) * 512 + rows % 32 * 16 + rows % 128 // 32 * 4 + columns % 4
+    return scale.flatten()[at]
+
+
+def tensor_core_tiles(t: Tensors, facts: Mapping[str, Any]) -> torch.Tensor:
+    """torchao's Int4TilePackedTo4dTensor: the place of each element in the words [n / 8, k / 128, 32, 4]."""
+    (n, k), size = facts["shape"], facts["block_size"][1]
+    r, c = torch.arange(n)[:, None], torch.arange(k)[None]
+    lane, word = r % 8 * 4 + c % 8 // 2, c % 128 // 32
+    shift = 4 * (c % 2 * 4 + c % 32 // 16 * 2 + c % 16 // 8)
+    code = (t["_weight_qdata"][r // 8, c // 128, lane, word].to(torch.int64) >> shift) & 15
+    scale, zero = t["_weight_scale_and_zero"].float().transpose(0, 1)[:n, groups(k, size)].unbind(-1)
+    return (code - 8) * scale + zero
+
+
+def torchao(t: Tensors, config: Mapping[str, Any], name: str) -> torch.Tensor:
+    if "_weight_scale_and_zero" in t:
+        return tensor_core_tiles(t, json.loads(config["described"][f"{name}.weight"])["_data"])
+    code, scale = t["_weight_qdata"], t["_weight_scale"]
+    n, k = code.shape
+    if code.dtype == torch.uint8:  # 4-bit floats
+        scale = natural(scale.float(), n, k // 8) * t["_weight_per_tensor_scale"]
+        return e2m1(code) * scale.repeat_interleave(16, 1)
+    if scale.dtype == torch.float8_e8m0fnu:
+        return code.float() * e8m0(natural(scale.view(torch.uint8), n, k // 32)).repeat_interleave(32, 1)
+    rows, columns = n // scale.shape[0], k // scale.shape[1]
+    zero = t.get("_weight_zero_point", torch.zeros(scale.shape)).float()
+    scale, zero = (x.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1) for x in (scale, zero))
+    return (code.float() - zero) * scale
+
+
+def hqq(t: Tensors) -> torch.Tensor:
+    bits = {"8bit_u8": 8, "4bit_u8": 4, "3bit_32": 3, "2bit_u8": 2, "1bit_u8": 1}[bytes(t["packing"].tolist()).decode()]
+    fields = 10 if bits == 3 else 8 // bits
+    parts = [(t["W_q"] >> bits * i) & ((1 << bits) - 1) for i in reversed(range(fields))]
+    n, k = t["shape"].tolist()
+    axis, scale, zero = int(t["axis"]), t["scale"].float(), t["zero"].float()
+    rows = scale.shape[0] if axis == 1 else n * k // scale.shape[1]
+    return ((torch.cat(parts)[:rows].float() - zero) * scale).reshape(n, k)
+
+
+def ternary(t: Tensors) -> torch.Tensor:
+    """BitNet's class bitlinear, whose scale is a divisor."""
+    return (torch.cat([(t["weight"] >> 2 * i) & 3 for i in range(4)]).float() - 1) / t["weight_scale"].float()
+
+
 Decoder = Callable[[Tensors, Mapping[str, Any], str], torch.Tensor]
 
 
@@ -180,6 +229,12 @@ def decoder(t: Tensors) -> Decoder | None:
         return words
     if "weight_packed" in t:
         return packed
+    if "_weight_qdata" in t:
+        return torchao
+    if "W_q" in t:
+        return lambda t, *_: hqq(t)
+    if "weight_scale" in t and t["weight"].dtype == torch.uint8 and t["weight_scale"].numel() == 1:
+        return lambda t, *_: ternary(t)
     if "weight_scale" in t or "weight_scale_inv" in t:
         return fp8
     if "SCB" in t:
@@ -211,6 +266,9 @@ def modules(stored: Tensors) -> dict[str, dict[str, torch.Tensor]]:
 def decode(folder: Path) -> dict[str, torch.Tensor]:
     """The float32 weight of every quantised module, [N, K]; of gpt-oss's experts [E, N, K]."""
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    if config["quant_method"] == "torchao":
+        with safe_open(folder / "model.safetensors", "pt") as f:
+            config["described"] = f.metadata()
     out = {}
     for name, t in modules(checkpoint(folder)).items():
         for key in [k for k in t if k.endswith("_blocks")]:

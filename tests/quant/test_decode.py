@@ -34,8 +34,8 @@ READ = sorted(p.parent.name for p in FIXTURES.glob("*/oracle.json"))
 FILE = "model.safetensors"
 # Fixtures without a weight that a QFormat describes.
 UNTYPED = {
-    "ar-mxfp4", "ar-nvfp4", "ar-to-ct-nvfp4", "bnb-fp4", "bnb-int8", "bnb-nf4", "bnb-nf4-double", "ct-kv-only",
-    "ct-mxfp4", "ct-nvfp4", "ct-nvfp4a16", "mo-nvfp4",
+    "ao-int4-tiles", "ao-nvfp4", "ar-mxfp4", "ar-nvfp4", "ar-to-ct-nvfp4", "bnb-fp4", "bnb-int8", "bnb-nf4",
+    "bnb-nf4-double", "ct-kv-only", "ct-mxfp4", "ct-nvfp4", "ct-nvfp4a16", "hqq-2bit-axis0", "hqq-3bit", "mo-nvfp4",
 }  # fmt: skip
 
 
@@ -140,7 +140,7 @@ def test_quantised_types_compute_the_same_logits(name: str) -> None:
 
 # Fixtures whose checkpoints name 8-bit activations, and the dtype of these. Others leave activations as they are.
 ACTIVATIONS = {
-    **dict.fromkeys(("ct-w8a8", "ct-w8a8-static", "ct-w8a8-static-asym"), "i8"),
+    **dict.fromkeys(("ct-w8a8", "ct-w8a8-static", "ct-w8a8-static-asym", "bitnet"), "i8"),
     **dict.fromkeys(
         (
             "ar-fp8-block", "ar-fp8-static", "ct-fp8", "ct-fp8-block", "ct-fp8-block-ragged", "ct-fp8-dynamic",

@@ -1,0 +1,70 @@
+"""BitNet checkpoints of transformers (`quant_method: bitnet`): weights of -1, 0 and 1, and one scale.
+
+Tensors of a weight [n, k]: weight uint8 [n / 4, k], codes of 2 bits plus 1, and weight_scale, one number. Bits 2 * i of
+row r are row i * n / 4 + r. Weights of the class "bitlinear" are divided by the scale, those of "autobitlinear"
+multiplied by it; the latter may also be stored as floats [n, k]. Products round activations to int8 (`Codes.act`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmc.diagnostics import Diagnostic
+from llmc.ir.graph import Value
+from llmc.quant.scheme import AGAIN, Codes, Stored, check_not_left_out, last_part, refuse, shape_of
+
+METHOD = "bitnet"
+FLOATS = ("bf16", "f16", "f32")
+PARTS = ("weight", "weight_scale")
+CLASSES = ("bitlinear", "autobitlinear")
+PLAIN = ("modules_to_not_convert",)
+FIELDS = 4  # codes in a byte
+
+
+@dataclass(frozen=True)
+class BitNet:
+    """The scheme of one checkpoint. divides: whether scales are divisors. plain: modules that are not quantised."""
+
+    divides: bool
+    plain: Mapping[str, Any]
+
+    def split(self, name: str) -> tuple[str, str] | None:
+        """See `Scheme.split`."""
+        return last_part(name, PARTS)
+
+    def decode(self, stored: Stored) -> Codes:
+        """See `Scheme.decode`."""
+        check_not_left_out(stored, self.plain, METHOD)
+        b = stored.build
+        weight, scale = stored.part("weight", ("u8", *FLOATS), 2), stored.number("weight_scale", FLOATS)
+        stored.check_scales(stored.parts["weight_scale"])
+        scale = b.cast(scale, dtype="f32")
+        if self.divides:
+            scale = b.div(b.constant(1.0, "f32"), scale)
+        if weight.type.dtype != "u8":
+            return Codes(weight, scale, (0, 0), METHOD, act="i8")
+        _check_codes(stored, weight)
+        rows, k = shape_of(weight)
+        fields = b.unpack_bits(b.reshape(weight, shape=(rows, k, 1)), bits=2, axis=2, size=FIELDS)
+        code = b.reshape(b.transpose(fields, perm=(2, 0, 1)), shape=(FIELDS * rows, k))
+        return Codes(code, scale, (0, 0), METHOD, zero=1, act="i8")
+
+
+def bitnet(config: Mapping[str, Any]) -> BitNet:
+    """The scheme of a quantization_config; raises Diagnostic E307."""
+    if (kind := config.get("linear_class") or CLASSES[0]) not in CLASSES:
+        raise refuse(METHOD, "linear_class", kind, CLASSES)
+    if (mode := config.get("quantization_mode") or "offline") != "offline":
+        raise refuse(METHOD, "quantization_mode", mode, ("offline",))  # weights that every product rounds anew
+    if config.get("use_rms_norm"):
+        raise refuse(METHOD, "use_rms_norm", True, (False,))
+    return BitNet(kind == CLASSES[0], {key: config.get(key) for key in PLAIN})
+
+
+def _check_codes(stored: Stored, weight: Value) -> None:
+    """Raise Diagnostic E342 for a code of 3, which stands for no number."""
+    packed = stored.load(weight.name)
+    if (packed & packed >> 1 & 0x55).any():
+        raise Diagnostic("E342", f"{weight.name} has codes of 3; those of weights of -1, 0 and 1 are 0, 1 and 2", AGAIN)

@@ -1,0 +1,259 @@
+"""torchao checkpoints in safetensors (`quant_method: torchao`): the tensors of a tensor subclass, and its name.
+
+The headers of the files describe each weight X.weight: a JSON text under that name has the subclass (`_type`) and its
+attributes (`_data`). Its tensors are X._weight_PART; a stack of experts X.NAME has X._NAME_PART.
+
+_type                      parts of a weight [n, k]
+Int8Tensor                 qdata int8 [n, k]; scale and zero_point (int8, optional) of the tensor, rows or groups
+IntxUnpackedToInt8Tensor   the same; the codes have fewer bits (`target_dtype`)
+Float8Tensor               qdata float8_e4m3 [n, k]; scale of the tensor, rows or tiles
+Int4Tensor                 qdata int8 [n, k / 2], signed, the low four bits first; scale and zero_point [groups, n]
+Int4TilePackedTo4dTensor   qdata int32 [n / 8, k / 128, 32, 4], as the m16n8k16 tensor core instruction of NVIDIA reads
+                           it; scale_and_zero [groups, n, 2]; n and k may be larger than the weight's (`shape`)
+MXTensor                   qdata float8_e4m3 [n, k] or uint8 [n, k / 2] (4-bit floats, the low four bits first); scale
+                           float8_e8m0 [n, k / 32]
+NVFP4Tensor                qdata uint8 [n, k / 2]; scale float8_e4m3 [n, k / 16], times per_tensor_scale float32
+
+Both kinds of 4-bit integers compute `(code - 8) * scale + zero_point`, with unsigned codes. `is_swizzled_scales` means
+scales in tiles of 128 x 4, padded, in the order of the block-scaled instructions of NVIDIA. Products may round
+activations to the dtype that a weight names (`act_quant_kwargs`); stored scales of activations are not used.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from llmc.diagnostics import Diagnostic
+from llmc.ir.graph import Value
+from llmc.quant.scheme import AGAIN, Codes, Stored, refuse, shape_of
+
+METHOD = "torchao"
+FLOATS = ("f32", "bf16", "f16")
+INTEGERS = ("i8", "i16", "i32", "i64")
+# Parts, longer names before those that they end in.
+PART = re.compile(
+    r"(.+)\._(.+)_(qdata|scale_and_zero|act_per_tensor_scale|per_tensor_scale|act_pre_scale|act_quant_scale"
+    r"|act_quant_zero_point|scale|zero_point)$"
+)
+Facts = Mapping[str, Any]  # the attributes of a tensor subclass
+
+
+class TorchAo:
+    """The scheme of a checkpoint."""
+
+    def split(self, name: str) -> tuple[str, str] | None:
+        """See `Scheme.split`."""
+        found = PART.match(name)
+        return (f"{found[1]}.{found[2]}", found[3]) if found else None
+
+    def decode(self, stored: Stored) -> Codes:
+        """See `Scheme.decode`."""
+        kind, facts = _facts(stored)
+        if kind not in KINDS:
+            raise refuse(METHOD, f"type of {stored.name}", kind, tuple(KINDS))
+        if "act_pre_scale" in stored.parts:
+            raise refuse(METHOD, "tensor", stored.parts["act_pre_scale"].name, ("weights whose inputs are not scaled",))
+        codes = KINDS[kind](stored, facts)
+        return replace(codes, label=f"{METHOD} {codes.label}", act=_act(facts, codes.label))
+
+
+def torchao(config: Mapping[str, Any]) -> TorchAo:
+    """The scheme of a quantization_config, whose `quant_type` is what produced the weights; it is not needed."""
+    return TorchAo()
+
+
+def _facts(stored: Stored) -> tuple[str, Facts]:
+    """The subclass of a weight and its attributes; raises Diagnostic E340."""
+    text = stored.metadata().get(stored.name)
+    if text is None:
+        have = ", ".join(sorted(stored.parts))
+        cause = f"{stored.name} has {have}, and the header of its file does not describe it"
+        raise Diagnostic("E340", cause, "save the model again with transformers and torchao, as safetensors")
+    try:
+        found = json.loads(text)
+        kind, facts = found["_type"], found["_data"]
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
+        raise Diagnostic("E340", f"the description of {stored.name} cannot be read: {str(e)[:200]}", AGAIN) from None
+    if not isinstance(kind, str) or not isinstance(facts, dict):
+        raise Diagnostic("E340", f"the description of {stored.name} is not that of a tensor", AGAIN)
+    return kind, facts
+
+
+def _act(facts: Facts, label: str) -> str:
+    """The dtype of the activations that a weight names, if products can round to it."""
+    named = facts.get("act_quant_kwargs") or facts.get("activation_quantization")
+    return {"int8": "i8", "fp8": "f8e4m3", "mxfp8": "f8e4m3"}.get(label, "") if named else ""
+
+
+def _numbers(stored: Stored, facts: Facts, key: str, count: int) -> tuple[int, ...]:
+    """An attribute that is a list of positive numbers; raises Diagnostic E340."""
+    found = facts.get(key)
+    if not isinstance(found, list) or len(found) != count or not all(type(x) is int and x > 0 for x in found):
+        raise Diagnostic("E340", f"the description of {stored.name} has {key} = {str(found)[:80]!r}", AGAIN)
+    return tuple(found)
+
+
+def _plain(label: str, code: str) -> Callable[[Stored, Facts], Codes]:
+    """Return the decoder of codes that are stored one per element; experts may be in front."""
+
+    def decode(stored: Stored, facts: Facts) -> Codes:
+        b = stored.build
+        qdata, scale = stored.part("qdata", (code,)), stored.part("scale", FLOATS)
+        stored.check_scales(scale)
+        rank = qdata.type.rank
+        size = _numbers(stored, facts, "block_size", rank)
+        shape = shape_of(qdata)
+        if rank < 2 or any(x != 1 for x in size[:-2]):
+            raise refuse(METHOD, f"block_size of {stored.name}", list(size), ("scales of rows, groups or tiles",))
+        counts = (*shape[:-2], *(-(-length // part) for length, part in zip(shape[-2:], size[-2:], strict=True)))
+        if shape_of(scale) in ((), (1,)) and counts[-2:] == (1, 1):
+            scale = b.reshape(scale, shape=counts)
+        stored.expect(scale, *counts)
+        rows, columns = (0 if n == 1 else s for n, s in zip(counts[-2:], size[-2:], strict=True))
+        zero: Value | int = 0
+        if "zero_point" in stored.parts:
+            points = stored.part("zero_point", (*INTEGERS, *FLOATS))
+            if shape_of(points) in ((), (1,)):
+                points = b.reshape(points, shape=counts)
+            stored.expect(points, *counts)
+            zero = points if stored.load(stored.parts["zero_point"].name).any() else 0
+        return Codes(qdata, scale, (rows, columns), label, zero)
+
+    return decode
+
+
+def _shifted(stored: Stored, code: Value, scale: Value, zero: Value, size: int) -> Codes:
+    """The codes of `(code - 8) * scale + zero`, with scales and zeros of groups of `size` columns."""
+    b, whole = stored.build, size if size < shape_of(code)[1] else 0
+    scaled = b.dequantize(code, scale, block=(1, whole), dtype="f32", zero_point=8)
+    ones = b.broadcast(b.constant(1.0, "f32"), shape=shape_of(scale))
+    return Codes(scaled, ones, (1, whole), "int4", b.neg(b.cast(zero, dtype="f32")))
+
+
+def _int4(stored: Stored, facts: Facts) -> Codes:
+    b = stored.build
+    qdata = stored.part("qdata", ("i8", "u8"), 2)
+    scale, zero = stored.part("scale", FLOATS, 2), stored.part("zero_point", FLOATS, 2)
+    stored.check_scales(scale)
+    n, k = shape_of(qdata)[0], shape_of(qdata)[1] * 2
+    size = _numbers(stored, facts, "block_size", 2)[1]
+    for part in (scale, zero):
+        stored.expect(part, -(-k // size), n)
+    code = b.unpack_bits(qdata, bits=4, axis=1, size=k, add=8)  # of signed codes
+    return _shifted(stored, code, b.transpose(scale, perm=(1, 0)), b.transpose(zero, perm=(1, 0)), size)
+
+
+def _tiles(stored: Stored, facts: Facts) -> Codes:
+    """Of tensor core tiles: a lane has 2 columns of each half of two tiles of 16, of 8 rows by 4 lanes."""
+    b = stored.build
+    qdata, pairs = stored.part("qdata", ("i32",), 4), stored.part("scale_and_zero", FLOATS, 3)
+    n, k = _numbers(stored, facts, "shape", 2)
+    size = _numbers(stored, facts, "block_size", 2)[1]
+    row_tiles, runs, _, words = shape_of(qdata)
+    stored.expect(qdata, row_tiles, runs, 32, words)
+    rows, columns = row_tiles * 8, runs * words * 32
+    if not (rows - 8 < n <= rows and k <= columns) or columns % size:
+        raise Diagnostic("E341", f"{qdata.name} is {qdata.type}; it should hold {n} rows and {k} columns", AGAIN)
+    stored.expect(pairs, columns // size, rows, 2)
+    nibbles = b.unpack_bits(qdata, bits=4, axis=3, size=words * 8)
+    # rows, runs, row in the tile, lane, word, odd column, tile, half of the tile
+    parts = b.reshape(nibbles, shape=(row_tiles, runs, 8, 4, words, 2, 2, 2))
+    code = b.reshape(b.transpose(parts, perm=(0, 2, 1, 4, 6, 7, 3, 5)), shape=(rows, columns))
+    groups = -(-k // size)
+    scale, zero = (
+        b.transpose(b.reshape(b.slice(pairs, axis=2, start=i, stop=i + 1, step=1), shape=(columns // size, rows)),
+                    perm=(1, 0))
+        for i in (0, 1)
+    )  # fmt: skip
+    scale, zero = (_cut(stored, x, n, groups) for x in (scale, zero))
+    _check_pairs(stored, pairs, n, groups)
+    return _shifted(stored, _cut(stored, code, n, k), scale, zero, size)
+
+
+def _cut(stored: Stored, value: Value, n: int, k: int) -> Value:
+    """The first rows and columns of a padded matrix."""
+    for axis, size in enumerate((n, k)):
+        if shape_of(value)[axis] != size:
+            value = stored.build.slice(value, axis=axis, start=0, stop=size, step=1)
+    return value
+
+
+def _check_pairs(stored: Stored, pairs: Value, n: int, groups: int) -> None:
+    """Raise Diagnostic E342 for scales of a weight that are NaN, infinite or zero; those of the padding may be."""
+    scales = stored.load(pairs.name)[:groups, :n].astype("float32")
+    for i, what in ((0, "scale"), (1, "zero point")):
+        bad = ~(abs(scales[..., i]) < float("inf")) | ((scales[..., i] == 0) & (i == 0))
+        if bad.any():
+            at = tuple(int(x[0]) for x in bad.nonzero())
+            raise Diagnostic("E342", f"{pairs.name} has the {what} {scales[..., i][at]} at {[*at, i]}", AGAIN)
+
+
+def _natural(stored: Stored, facts: Facts, scale: Value, n: int, groups: int) -> Value:
+    """The scales [n, groups] in the order of the weight."""
+    b = stored.build
+    if not facts.get("is_swizzled_scales"):
+        stored.expect(scale, n, groups)
+        return scale
+    row_tiles, runs = -(-n // 128), -(-groups // 4)
+    stored.expect(scale, row_tiles * 32, runs * 16)
+    parts = b.reshape(scale, shape=(row_tiles, runs, 32, 4, 4))
+    whole = b.reshape(b.transpose(parts, perm=(0, 3, 2, 1, 4)), shape=(row_tiles * 128, runs * 4))
+    return _cut(stored, whole, n, groups)
+
+
+def _check_float_scales(stored: Stored, scale: Value, facts: Facts) -> None:
+    """As `Stored.check_scales`, but for the padding of swizzled scales, which has any content."""
+    if not facts.get("is_swizzled_scales"):
+        stored.check_scales(scale)
+
+
+def _four_bit_floats(stored: Stored) -> tuple[Value, int, int]:
+    """The codes of 4-bit floats, and their rows and columns."""
+    packed = stored.part("qdata", ("u8",), 2)
+    n, k = shape_of(packed)[0], shape_of(packed)[1] * 2
+    return stored.build.unpack_bits(packed, bits=4, axis=1, size=k), n, k
+
+
+def _mx(stored: Stored, facts: Facts) -> Codes:
+    b, scale = stored.build, stored.part("scale", ("f8e8m0", "u8"), 2)
+    if facts.get("block_size") != 32:
+        raise refuse(METHOD, f"block_size of {stored.name}", facts.get("block_size"), (32,))
+    _check_float_scales(stored, scale, facts)
+    powers = b.bitcast(scale, dtype="f8e8m0") if scale.type.dtype == "u8" else scale
+    if stored.part("qdata", ("u8", "f8e4m3"), 2).type.dtype == "u8":
+        code, n, k = _four_bit_floats(stored)
+        return Codes(code, _natural(stored, facts, powers, n, -(-k // 32)), (1, 32), "mxfp4", values="e2m1")
+    code = stored.parts["qdata"]
+    n, k = shape_of(code)
+    return Codes(code, _natural(stored, facts, powers, n, -(-k // 32)), (1, 32), "mxfp8")
+
+
+def _nvfp4(stored: Stored, facts: Facts) -> Codes:
+    b, scale = stored.build, stored.part("scale", ("f8e4m3",), 2)
+    if facts.get("block_size") != 16:
+        raise refuse(METHOD, f"block_size of {stored.name}", facts.get("block_size"), (16,))
+    code, n, k = _four_bit_floats(stored)
+    _check_float_scales(stored, scale, facts)
+    factor = b.cast(_natural(stored, facts, scale, n, -(-k // 16)), dtype="f32")
+    if "per_tensor_scale" in stored.parts:
+        stored.check_scales(stored.parts["per_tensor_scale"])
+        factor = b.mul(factor, stored.number("per_tensor_scale", ("f32",)))
+    return Codes(code, factor, (1, 16), "nvfp4", values="e2m1")
+
+
+KINDS: Mapping[str, Callable[[Stored, Facts], Codes]] = MappingProxyType(
+    {
+        "Int8Tensor": _plain("int8", "i8"),
+        "IntxUnpackedToInt8Tensor": _plain("int8", "i8"),
+        "Float8Tensor": _plain("fp8", "f8e4m3"),
+        "Int4Tensor": _int4,
+        "Int4TilePackedTo4dTensor": _tiles,
+        "MXTensor": _mx,
+        "NVFP4Tensor": _nvfp4,
+    }
+)
