@@ -34,6 +34,7 @@ from llmc.frontend import (
 from llmc.frontend.lowering import TORCH_DTYPE
 from llmc.frontend.model_folder import KNOWN_TO_WORK, Source
 from llmc.frontend.pooling_files import PooledModel
+from llmc.frontend.truncate import layer_lists
 
 TOKENS, ROWS = 24, 3  # sizes of the traced example
 
@@ -151,8 +152,8 @@ def _return_hidden_states(model: Any, numbers: Sequence[int]) -> None:
     if not numbers:
         return
     count = int(model.config.get_text_config().num_hidden_layers)
-    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
-    if not lists:
+    layers = next((m for _, m in layer_lists(model, count)), None)
+    if layers is None:
         cause = f"{type(model).__name__} has no list of its {count} decoder layers, as a head that drafts needs"
         raise Diagnostic("E305", cause, "compile without the head")
     found: dict[int, torch.Tensor] = {}
@@ -167,7 +168,7 @@ def _return_hidden_states(model: Any, numbers: Sequence[int]) -> None:
         if n == count:
             model.get_decoder().register_forward_hook(lambda _, args, out: keep_last(out))
         else:
-            lists[0][n].register_forward_pre_hook(lambda _, args, kwargs, n=n: keep(n, args, kwargs), with_kwargs=True)
+            layers[n].register_forward_pre_hook(lambda _, args, kwargs, n=n: keep(n, args, kwargs), with_kwargs=True)
     model.register_forward_hook(lambda _, args, out: (out.logits, *(found[n] for n in numbers)))
 
 

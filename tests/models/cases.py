@@ -316,8 +316,13 @@ FURTHER = (
         "glm4v",
         {"text_config": SMALL | axes(2, 1, 1, partial_rotary_factor=0.5), "vision_config": SEEN},
     ),
-    Case("llama4_text", "llama4_text", LLAMA4),
-    Case("llama4", "llama4", {"text_config": LLAMA4 | {"num_experts_per_tok": 2}, **TINY_VISION}),
+    Case("llama4_text", "llama4_text", LLAMA4, trace={"max_positions": 64}),
+    Case(
+        "llama4",
+        "llama4",
+        {"text_config": LLAMA4 | {"num_experts_per_tok": 2}, **TINY_VISION},
+        trace={"max_positions": 64},
+    ),
     Case(
         "dbrx",
         "dbrx",
