@@ -26,6 +26,7 @@ from llmc.frontend import (
     attention_interface,
     legacy_attention,
     legacy_experts,
+    legacy_methods,
     model_class,
     pooled_model,
     rope_interface,
@@ -125,6 +126,7 @@ def export_model(
         _untie(model, untied)
         check(model)
         legacy_experts.patch(model)
+        legacy_methods.patch(model)
         attention_interface.read_gates(model)
         computed = rope_interface.patch(model, max_positions)
         _return_hidden_states(model, aux_layers)
@@ -307,6 +309,15 @@ def _computed_names(model: Any, program: torch.export.ExportedProgram) -> list[s
     return out
 
 
+def _owner(model: Any, path: str) -> Any:
+    """The innermost model of transformers that contains the module at `path`: each initializes its own modules."""
+    found = model
+    for part in filter(None, path.split(".")):
+        model = getattr(model, part)
+        found = model if isinstance(model, transformers.PreTrainedModel) else found
+    return found
+
+
 def recompute(model: Any, name: str) -> torch.Tensor:
     """Compute a non-persistent buffer with the model's own initialization, on the CPU; parameters stay on meta."""
     path, _, leaf = name.rpartition(".")
@@ -318,7 +329,7 @@ def recompute(model: Any, name: str) -> torch.Tensor:
         if b is not None
     }
     with torch.no_grad():
-        model._init_weights(twin)
+        _owner(model, path)._init_weights(twin)
     value = twin._buffers[leaf]
     if value.isnan().any():
         raise Diagnostic(

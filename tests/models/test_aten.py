@@ -60,6 +60,7 @@ CASES: dict[str, Fn] = {
     "norms": lambda x, p: torch.nn.functional.layer_norm(x, (12,)) + torch.nn.functional.rms_norm(x, (12,), eps=1e-5),
     "constants": lambda x, p: x + torch.ones_like(x) - torch.zeros_like(x) * 3 + torch.full_like(x, 2.5),
     "ranges": lambda x, p: x + torch.arange(12, device=x.device) + torch.arange(2, 14, device=x.device, dtype=x.dtype),
+    "counted": lambda x, p: x + torch.arange(x.shape[1], device=x.device)[:, None] / 8,
     "in_place": lambda x, p: (x * 2).mul_(3).add_(x),
     "slices_written": lambda x, p: halves_written(x),
     "masked_write": lambda x, p: torch.clone(x).index_put_((x > 0,), x.amax()),
