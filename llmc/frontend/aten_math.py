@@ -181,6 +181,8 @@ ROWS: Mapping[str, Row] = MappingProxyType(
     {
         **{f"aten.{n}.default": unary(n) for n in _UNARY},
         **{f"aten.{n}.{kind}": binary(n) for n in ("add", "sub", "mul") for kind in ("Tensor", "Scalar")},
+        **{f"aten.{n}.Tensor": binary(op) for n, op in (("multiply", "mul"), ("subtract", "sub"))},
+        **{f"aten.{n}.Tensor": div for n in ("divide", "true_divide")},
         **{f"aten.{n}.{kind}": binary(n) for n in _COMPARE for kind in ("Tensor", "Scalar")},
         **{f"aten.{n}.default": binary(n) for n in ("maximum", "minimum", "logical_and", "logical_or")},
         **{f"aten.div.{n}": div for n in ("Tensor", "Scalar", "Tensor_mode")},

@@ -181,8 +181,9 @@ class _Lowering:
     def _write(self, call: Call, n: Any, value: Value, name: str) -> None:
         """Make later readers of the target of the in-place op `n` see `value`.
 
-        The target is a tensor, or a slice of a tensor that is not itself a view. A view that was made before the write
-        and is read after it would change, too, which a functional graph cannot express: that raises Diagnostic E311.
+        The target is a tensor, or a slice of a tensor. A view that was made before the write and is read after it would
+        change, too, as would the tensor of which the target is a view: a functional graph cannot express that, and it
+        raises Diagnostic E311.
         """
         target = n.args[0]
         whole = target.args[0] if str(target.target) == "aten.slice.Tensor" else target
@@ -193,9 +194,19 @@ class _Lowering:
         if whole is not target:
             at = list(target.args[1:]) + [0, 0, END, 1][len(target.args) - 1 :]
             new = joined(call, self.env[whole], value, *map(self._value, at))
-        if new is None or late or _is_view(whole):
+        if new is None or late or self._seen_through(whole, n):
             raise Diagnostic("E311", f"{name}: it writes to a view", _REPORT, loc=call.b.loc)
         self.env[target], self.env[whole] = value, new
+
+    def _seen_through(self, view: Any, n: Any) -> bool:
+        """Whether a tensor of which `view` is a view is an input, or is read after `n` other than through `view`."""
+        while _is_view(view):
+            base = view.args[0]
+            others = [u for u in base.users if u is not view]
+            if base.op == "placeholder" or any(_is_view(u) or self.order[u] > self.order[n] for u in others):
+                return True
+            view = base
+        return False
 
 
 def _number_layers(g: Graph) -> None:

@@ -26,6 +26,7 @@ from llmc.frontend import (
     attention_interface,
     legacy_attention,
     legacy_experts,
+    legacy_methods,
     model_class,
     pooled_model,
     rope_interface,
@@ -34,6 +35,7 @@ from llmc.frontend import (
 from llmc.frontend.lowering import TORCH_DTYPE
 from llmc.frontend.model_folder import KNOWN_TO_WORK, Source
 from llmc.frontend.pooling_files import PooledModel
+from llmc.frontend.truncate import layer_lists
 
 TOKENS, ROWS = 24, 3  # sizes of the traced example
 
@@ -124,6 +126,7 @@ def export_model(
         _untie(model, untied)
         check(model)
         legacy_experts.patch(model)
+        legacy_methods.patch(model)
         attention_interface.read_gates(model)
         computed = rope_interface.patch(model, max_positions)
         _return_hidden_states(model, aux_layers)
@@ -151,8 +154,8 @@ def _return_hidden_states(model: Any, numbers: Sequence[int]) -> None:
     if not numbers:
         return
     count = int(model.config.get_text_config().num_hidden_layers)
-    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
-    if not lists:
+    layers = next((m for _, m in layer_lists(model, count)), None)
+    if layers is None:
         cause = f"{type(model).__name__} has no list of its {count} decoder layers, as a head that drafts needs"
         raise Diagnostic("E305", cause, "compile without the head")
     found: dict[int, torch.Tensor] = {}
@@ -167,7 +170,7 @@ def _return_hidden_states(model: Any, numbers: Sequence[int]) -> None:
         if n == count:
             model.get_decoder().register_forward_hook(lambda _, args, out: keep_last(out))
         else:
-            lists[0][n].register_forward_pre_hook(lambda _, args, kwargs, n=n: keep(n, args, kwargs), with_kwargs=True)
+            layers[n].register_forward_pre_hook(lambda _, args, kwargs, n=n: keep(n, args, kwargs), with_kwargs=True)
     model.register_forward_hook(lambda _, args, out: (out.logits, *(found[n] for n in numbers)))
 
 
@@ -306,6 +309,15 @@ def _computed_names(model: Any, program: torch.export.ExportedProgram) -> list[s
     return out
 
 
+def _owner(model: Any, path: str) -> Any:
+    """The innermost model of transformers that contains the module at `path`: each initializes its own modules."""
+    found = model
+    for part in filter(None, path.split(".")):
+        model = getattr(model, part)
+        found = model if isinstance(model, transformers.PreTrainedModel) else found
+    return found
+
+
 def recompute(model: Any, name: str) -> torch.Tensor:
     """Compute a non-persistent buffer with the model's own initialization, on the CPU; parameters stay on meta."""
     path, _, leaf = name.rpartition(".")
@@ -317,7 +329,7 @@ def recompute(model: Any, name: str) -> torch.Tensor:
         if b is not None
     }
     with torch.no_grad():
-        model._init_weights(twin)
+        _owner(model, path)._init_weights(twin)
     value = twin._buffers[leaf]
     if value.isnan().any():
         raise Diagnostic(

@@ -50,7 +50,7 @@ def check_model_type(source: Source, pools: bool) -> None:
     """Raise Diagnostic E303, E304 or E313 for a model type that transformers does not have or that is not supported."""
     name = source.model_type
     in_transformers = name in CONFIG_MAPPING_NAMES
-    generates = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or sees(name)
+    generates = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (sees(name) and not pools)
     if in_transformers and (generates or (pools and name in ENCODERS)):
         return
     if source.config.get("auto_map"):

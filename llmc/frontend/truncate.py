@@ -45,10 +45,17 @@ def _is_of(value: Any, text: Any) -> bool:
     return isinstance(value, dict) and value.get("model_type") == text.model_type
 
 
+def layer_lists(model: Any, count: int) -> list[tuple[str, Any]]:
+    """Return (path, list) of a model's module lists of this length, those of its decoder before a vision tower's."""
+    get_decoder = getattr(model, "get_decoder", None)
+    inside = {id(m) for m in get_decoder().modules()} if get_decoder else set()
+    lists = [(path, m) for path, m in model.named_modules() if type(m).__name__ == "ModuleList" and len(m) == count]
+    return sorted(lists, key=lambda found: (id(found[1]) not in inside, found[0].count(".")))
+
+
 def outside_layers(model: Any, count: int) -> Callable[[str], bool]:
     """Return a predicate on names of stored tensors: whether one belongs to a layer after the first `count`."""
-    lists = [path for path, m in model.named_modules() if type(m).__name__ == "ModuleList" and len(m) == count]
-    path = min(lists, key=lambda p: p.count("."), default="layers")
+    path = next((path for path, _ in layer_lists(model, count)), "layers")
     layer = re.compile(rf"(?:^|\.){re.escape(path.rpartition('.')[2])}\.(\d+)\.")
 
     def is_outside(name: str) -> bool:

@@ -185,6 +185,23 @@ UNLISTED = (
         | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
         | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 320},
     ),
+    Case(
+        "gemma3n_text",
+        "gemma3n_text",
+        SMALL
+        | {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "activation_sparsity_pattern": [0.6, 0.6, 0.0, 0.0],
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 320,
+            "laurel_rank": 8,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
     Case("gpt_oss", "gpt_oss", SMALL | {"head_dim": 16, "num_local_experts": 4, "sliding_window": 8}),
     Case(
         "qwen3_moe",
@@ -316,8 +333,13 @@ FURTHER = (
         "glm4v",
         {"text_config": SMALL | axes(2, 1, 1, partial_rotary_factor=0.5), "vision_config": SEEN},
     ),
-    Case("llama4_text", "llama4_text", LLAMA4),
-    Case("llama4", "llama4", {"text_config": LLAMA4 | {"num_experts_per_tok": 2}, **TINY_VISION}),
+    Case("llama4_text", "llama4_text", LLAMA4, trace={"max_positions": 64}),
+    Case(
+        "llama4",
+        "llama4",
+        {"text_config": LLAMA4 | {"num_experts_per_tok": 2}, **TINY_VISION},
+        trace={"max_positions": 64},
+    ),
     Case(
         "dbrx",
         "dbrx",

@@ -36,6 +36,7 @@ CASES: dict[str, Fn] = {
     "complex": rotated,
     "broadcast_to": lambda x, p: x + p[..., None].broadcast_to(x.shape),
     "arith": lambda x, p: (1.5 - x) * 2 / (x * x + 1) + torch.add(x, x, alpha=3) - torch.rsub(x, 2),
+    "synonyms": lambda x, p: torch.multiply(x, x).subtract(x).divide(x + 9) + torch.true_divide(x, 3.0),
     "divide_ints": lambda x, p: x + (p / 7)[..., None] + torch.div(p, 3, rounding_mode="floor")[..., None],
     "powers": lambda x, p: x**2 + (x * x + 1) ** 0.5 + (x * x + 1) ** -0.5 + x.abs() ** 1.7 + (x + 9) ** -1,
     "compare": lambda x, p: torch.where(x > 0.3, x, 0.0) + torch.where((p[..., None] <= 2) & (x != 0), 1.0, x),
@@ -60,8 +61,10 @@ CASES: dict[str, Fn] = {
     "norms": lambda x, p: torch.nn.functional.layer_norm(x, (12,)) + torch.nn.functional.rms_norm(x, (12,), eps=1e-5),
     "constants": lambda x, p: x + torch.ones_like(x) - torch.zeros_like(x) * 3 + torch.full_like(x, 2.5),
     "ranges": lambda x, p: x + torch.arange(12, device=x.device) + torch.arange(2, 14, device=x.device, dtype=x.dtype),
+    "counted": lambda x, p: x + torch.arange(x.shape[1], device=x.device)[:, None] / 8,
     "in_place": lambda x, p: (x * 2).mul_(3).add_(x),
     "slices_written": lambda x, p: halves_written(x),
+    "copies_written": lambda x, p: copies_written(x),
     "masked_write": lambda x, p: torch.clone(x).index_put_((x > 0,), x.amax()),
     "clipped": lambda x, p: x.clip(-0.5, 0.7) + torch.nn.functional.relu6(x * 9) + torch.nn.functional.hardtanh(x),
     "leaky": lambda x, p: torch.nn.functional.leaky_relu(x) + torch.nn.functional.leaky_relu(x, 0.2),
@@ -78,6 +81,14 @@ def halves_written(x: torch.Tensor) -> torch.Tensor:
     y[..., 12:].copy_(x[..., 3:4])
     y[..., 2:-5].mul_(3)
     return y[..., :12] + y[..., 2:]
+
+
+def copies_written(x: torch.Tensor) -> torch.Tensor:
+    """A slice of what may be a copy is changed in place, as are the streams of Gemma 3n; one is read before."""
+    y = (x * 2).contiguous().type_as(x)
+    first = y[..., :1].clone()
+    y[..., 1:] += first
+    return y + first
 
 
 class Small(torch.nn.Module):

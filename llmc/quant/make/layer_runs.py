@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.func import functional_call
-from torch.nn import Linear, Module, ModuleList, Parameter
+from torch.nn import Linear, Module, Parameter
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend.export import quiet, recompute
+from llmc.frontend.truncate import layer_lists
 from llmc.quant.make.kv_ranges import KvRanges
 from llmc.quant.make.model_source import ExpertWeight, ModelSource
 
@@ -235,8 +236,7 @@ class LayerRuns:
 def _layers(model: Any) -> list[Any]:
     """The decoder layers of a model; raises Diagnostic E354 if it has no list of them."""
     count = model.config.get_text_config().num_hidden_layers
-    for module in model.base_model.modules():
-        if isinstance(module, ModuleList) and len(module) == count:
-            return list(module)
+    for _, layers in layer_lists(model.base_model, count):
+        return list(layers)
     cause = f"{type(model).__name__} has no list of {count} decoder layers"
     raise Diagnostic("E354", cause, "use int8, fp8 or int4, which need no texts")

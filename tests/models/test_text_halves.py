@@ -1,0 +1,115 @@
+"""Models that read images: their language models are compiled from checkpoints as they are published."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from models.cases import FURTHER, SMALL, UNLISTED
+from models.kit import build, fails
+from safetensors.torch import load_file, save_file
+
+from llmc.frontend.checkpoint import Checkpoint
+from llmc.frontend.trace_model import notes_of, trace
+from llmc.ir.text import show
+
+BY_NAME = {c.name: c for c in (*UNLISTED, *FURTHER)}
+
+# Of each published layout, the prefixes of transformers 5 and what the files have in their place.
+OLD = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head.", "model.": ""}
+LAYOUTS = {
+    "gemma3": OLD,
+    "mistral3": OLD,
+    "llava": OLD,
+    "internvl": OLD,
+    "llama4": {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+    "qwen2_vl": {"model.language_model.": "model.", "model.visual.": "visual."},
+    "qwen2_5_vl": {"model.language_model.": "model.", "model.visual.": "visual."},
+    "glm4v": {},
+    "qwen3_vl": {},
+}
+
+
+def renamed(name: str, prefixes: dict[str, str]) -> str:
+    for prefix, published in prefixes.items():
+        if name.startswith(prefix):
+            return published + name.removeprefix(prefix)
+    return name
+
+
+def write(name: str, folder: Path, prefixes: dict[str, str], seen: bool = True) -> Any:
+    """A checkpoint under published names, with or without the weights of the vision tower; answers the model."""
+    model = build(BY_NAME[name])
+    model.config.save_pretrained(folder)
+    known = {n: x.contiguous() for n, x in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        known.pop("lm_head.weight", None)
+    text = re.compile(r"language_model|lm_head")
+    stored = {renamed(n, prefixes): x.clone() for n, x in known.items() if seen or text.search(n)}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+def check(model: Any, folder: Path) -> None:
+    """Every weight of the graph is the model's, and none is of the vision tower."""
+    traced = trace(folder)
+    assert [n for n in notes_of(traced) if "reads images" in n]
+    own = model.state_dict()
+    with Checkpoint(traced) as checkpoint:
+        names = [n for n in checkpoint.names if n not in traced.buffers]
+        assert len(names) > 10 and not [n for n in names if re.search("vis|image|multi_modal", n)]
+        for name in names:
+            np.testing.assert_array_equal(checkpoint.read(name), own[name].numpy(), err_msg=name)
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_published_names(name: str, tmp_path: Path) -> None:
+    check(write(name, tmp_path, LAYOUTS[name]), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mistral3", "qwen3_vl"])
+def test_without_the_vision_tower(name: str, tmp_path: Path) -> None:
+    check(write(name, tmp_path, LAYOUTS[name], seen=False), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_config_without_a_text_config(name: str, tmp_path: Path) -> None:
+    """As it was published: the language model's entries beside the vision tower's, and older names."""
+    model = write(name, tmp_path, LAYOUTS[name])
+    path = tmp_path / "config.json"
+    own = json.loads(path.read_text())
+    text = own["text_config"]
+    rope = text["rope_parameters"]
+    flat = {k: x for k, x in text.items() if k in SMALL}
+    flat |= {"model_type": name, "vision_config": own["vision_config"], "torch_dtype": "float32", "hidden_act": "silu"}
+    flat |= {"rope_theta": rope["rope_theta"], "tie_word_embeddings": False}
+    flat |= {"rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
+    want = show(trace(tmp_path).module)
+    path.write_text(json.dumps(flat))
+    assert show(trace(tmp_path).module) == want
+    check(model, tmp_path)
+
+
+def test_first_layers_are_the_decoders(tmp_path: Path) -> None:
+    """`--layers` leaves out the decoder's later layers, although a vision tower has as many layers as are left."""
+    case = BY_NAME["mistral3"]
+    assert case.config["vision_config"]["num_hidden_layers"] == 1
+    model = write("mistral3", tmp_path, OLD)
+    with Checkpoint(traced := trace(tmp_path, layers=1)) as checkpoint:
+        names = [n for n in checkpoint.names if n not in traced.buffers]
+        assert {n.split(".")[3] for n in names if ".layers." in n} == {"0"}
+        for name in names:
+            np.testing.assert_array_equal(checkpoint.read(name), model.state_dict()[name].numpy(), err_msg=name)
+
+
+def test_a_lost_weight_is_reported(tmp_path: Path) -> None:
+    write("mistral3", tmp_path, OLD)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["language_model.model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    fails("E323", "layers.1.mlp.up_proj", do=lambda: Checkpoint(trace(tmp_path)))
