@@ -114,39 +114,35 @@ def initial_stats() -> dict[str, Stat]:
 
 def add_stats(past: Mapping[str, Stat], now: Mapping[str, Stat]) -> dict[str, Stat]:
     """Return the statistics of several engine processes: counters are summed, gauges are those of `now`."""
-    out: dict[str, Stat] = {}
-    for name in {**past, **now}:
-        one, other = past.get(name, 0), now.get(name, 0)
-        if isinstance(one, dict) or isinstance(other, dict):
-            out[name] = _by_reason(one, other, 0 if name in GAUGES else 1)
-        elif isinstance(one, list) or isinstance(other, list):
-            lists = [each for each in (one, other) if isinstance(each, list)]
-            out[name] = [sum(values) for values in zip(*lists, strict=True)]
-        else:
-            out[name] = other if name in GAUGES else one + other
-    return out
+    return _sum([{name: _zero(value) if name in GAUGES else value for name, value in past.items()}, now])
 
 
 def total_stats(each: Sequence[Mapping[str, Stat]]) -> dict[str, Stat]:
     """Return the sums over several engines; kv_cache_usage_perc is the mean."""
-    out: dict[str, Stat] = {}
-    for stats in each:
-        for name, value in stats.items():
-            before = out.get(name)
-            if before is None:
-                out[name] = value
-            elif isinstance(value, dict):
-                out[name] = _by_reason(before, value, 1)
-            elif isinstance(value, list) and isinstance(before, list):
-                out[name] = [sum(values) for values in zip(before, value, strict=True)]
-            elif isinstance(value, int | float) and isinstance(before, int | float):
-                out[name] = before + value
+    out = _sum(each)
     usage = out.get("kv_cache_usage_perc")
     if isinstance(usage, int | float):
         out["kv_cache_usage_perc"] = usage / len(each)
     return out
 
 
-def _by_reason(past: Stat, now: Stat, weight: int) -> dict[str, int]:
-    one, other = (each if isinstance(each, dict) else {} for each in (past, now))
-    return {reason: weight * one.get(reason, 0) + other.get(reason, 0) for reason in {**one, **other}}
+def _sum(each: Sequence[Mapping[str, Stat]]) -> dict[str, Stat]:
+    out: dict[str, Stat] = {}
+    for stats in each:
+        for name, value in stats.items():
+            out[name] = _added(out[name], value) if name in out else value
+    return out
+
+
+def _added(one: Stat, other: Stat) -> Stat:
+    """Return the sum of two values of one statistic; histograms and values by reason are added element by element."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return {reason: one.get(reason, 0) + other.get(reason, 0) for reason in {**one, **other}}
+    if isinstance(one, list) and isinstance(other, list):
+        return [sum(values) for values in zip(one, other, strict=True)]
+    assert isinstance(one, int | float) and isinstance(other, int | float)
+    return one + other
+
+
+def _zero(value: Stat) -> Stat:
+    return dict.fromkeys(value, 0) if isinstance(value, dict) else 0

@@ -1,8 +1,7 @@
 """A client process of the load generator: sends its share of every mix on schedule and records each request.
 
-Its standard input has the plan (a pickled Plan after a line with its length) and, once the process has written
-{"ready": true}, a line with the start time (monotonic clock). Its standard output has lines of JSON with the progress
-and finally {"done": N}, followed by N bytes: a pickled ClientResult.
+Its standard input has a line with the Plan and, once the process has written {"ready": true}, a line with the start
+time (monotonic clock). Its standard output has lines with the progress and finally one with {"done": ClientResult}.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import asyncio
 import gc
 import json
 import math
-import pickle
 import resource
 import ssl
 import sys
@@ -23,8 +21,8 @@ from itertools import chain, islice
 from typing import Any
 
 from llmc_runtime.bench.http_client import Connection, Pool, Reply, WireError
-from llmc_runtime.bench.record import CUT, FAILED, OK, ClientResult, Record, Stream
-from llmc_runtime.bench.request_bodies import Plan
+from llmc_runtime.bench.messages import ClientResult, Plan, encode
+from llmc_runtime.bench.record import CUT, FAILED, OK, Record, Stream
 from llmc_runtime.bench.workload import Mix
 
 _STOCK = 256  # request bodies per mix that are prepared before the start
@@ -193,7 +191,7 @@ def _refusal(status: int, body: bytes) -> str:
 
 def _send_message(message: Mapping[str, Any]) -> None:
     """Write one line of JSON to the parent process."""
-    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.write(encode(message))
     sys.stdout.flush()
 
 
@@ -219,15 +217,12 @@ async def _serve(plan: Plan, process: int, processes: int) -> None:
     reporting = asyncio.create_task(report())
     result = await load.run(float(line))
     reporting.cancel()
-    pickled = pickle.dumps(result)
-    _send_message({"done": len(pickled)})
-    sys.stdout.buffer.write(pickled)
-    sys.stdout.buffer.flush()
+    _send_message({"done": result})
 
 
 def main(process: int, processes: int) -> int:
     """Run a client process. Returns the exit status."""
-    plan = pickle.loads(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))
+    plan = Plan.from_json(json.loads(sys.stdin.readline()))
     gc.disable()  # its pauses would be attributed to the server
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # a connection needs a descriptor

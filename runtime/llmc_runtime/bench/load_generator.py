@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +11,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from llmc_runtime.bench.record import ClientResult, Record
-from llmc_runtime.bench.request_bodies import Plan
+from llmc_runtime.bench.messages import ClientResult, Plan, encode
+from llmc_runtime.bench.record import Record
 from llmc_runtime.format.errors import LlmcError
 
 _BOOT = (
@@ -44,11 +43,10 @@ async def run(plan: Plan, processes: int, show: Callable[[float, dict[str, list[
     """
     clients = [await _start(i, processes) for i in range(processes)]
     try:
-        pickled = pickle.dumps(plan)
-        _write(clients, b"%d\n" % len(pickled) + pickled)
+        _write(clients, encode(plan))
         await asyncio.gather(*map(_line, clients))  # every process reports that it is ready
         start = time.monotonic() + _AHEAD
-        _write(clients, f"{start!r}\n".encode())
+        _write(clients, encode(start))
         counts_by_process: dict[int, dict[str, list[int]]] = {}
 
         def on_progress(process: int, counts: dict[str, list[int]]) -> None:
@@ -69,11 +67,11 @@ async def run(plan: Plan, processes: int, show: Callable[[float, dict[str, list[
     )
 
 
-def _write(clients: Sequence[asyncio.subprocess.Process], data: bytes) -> None:
-    """Write to the standard input of every process."""
+def _write(clients: Sequence[asyncio.subprocess.Process], line: str) -> None:
+    """Write a line to the standard input of every process."""
     for client in clients:
         assert client.stdin is not None
-        client.stdin.write(data)
+        client.stdin.write(line.encode())
 
 
 def _summed(parts: Sequence[Mapping[str, list[int]]]) -> dict[str, list[int]]:
@@ -106,6 +104,4 @@ async def _listen(
     """Read a process's messages until it has sent its result."""
     while "done" not in (message := await _line(client)):
         on_progress(process, message["progress"])
-    assert client.stdout is not None
-    result: ClientResult = pickle.loads(await client.stdout.readexactly(message["done"]))
-    return result
+    return ClientResult.from_json(message["done"])

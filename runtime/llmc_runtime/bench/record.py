@@ -35,19 +35,6 @@ class Record:
     gaps: array[float] = field(default_factory=lambda: array("f"))
 
 
-@dataclass
-class ClientResult:
-    """The result of a client process.
-
-    `busy` is the fraction of a core that it used, and `late` the delays of its event loop in seconds, one per
-    measurement.
-    """
-
-    records: list[Record]
-    busy: float
-    late: array[float]
-
-
 class Stream:
     """Parses the server-sent events of one completion into its record."""
 

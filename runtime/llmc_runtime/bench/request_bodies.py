@@ -88,24 +88,6 @@ class Recipe:
         return (ids.start + drawn % len(ids)).tolist(), len(drawn)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A load for the client processes.
-
-    head:     the head of each request, up to its Content-Length
-    timeout:  time limit of a request in seconds
-    """
-
-    host: str
-    port: int
-    tls: bool
-    head: str
-    recipe: Recipe
-    mixes: Sequence[Mix]
-    num_warmups: int
-    timeout: float
-
-
 def usual_ids(vocab_size: int) -> range:
     """Return token ids that are not special tokens in most vocabularies: above the lowest, below 90 % of the size."""
     high = max(vocab_size * 9 // 10, 2)

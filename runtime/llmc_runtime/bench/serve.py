@@ -18,7 +18,8 @@ import numpy as np
 from llmc_runtime import __version__
 from llmc_runtime.bench import load_generator
 from llmc_runtime.bench.figures import METRICS, ReportSpec, figures
-from llmc_runtime.bench.request_bodies import CHAT, COMPLETIONS, Plan, Recipe, read_items
+from llmc_runtime.bench.messages import Plan
+from llmc_runtime.bench.request_bodies import CHAT, COMPLETIONS, Recipe, read_items
 from llmc_runtime.bench.table import Line, table
 from llmc_runtime.bench.workload import Mix, parse_mix
 from llmc_runtime.format.errors import LlmcError

@@ -100,7 +100,9 @@ class Executor:
         self._proposed = self._layout.output("proposed") if self.max_drafts else None
         self._outputs = () if self._width else tuple(self._layout.output(name) for name, _ in _LOGPROBS)
         self._open: deque[Ticket] = deque()
-        self._entries = _Entries([], [], ([], [], []), False, [])  # of the last step
+        self._entries = _Entries(
+            work=[], entries=[], columns=([], [], []), verifies=False, needed=[]
+        )  # of the last step
         self._last: tuple[Program, int] | None = None  # the program of the last step, and its entries
 
     def run(self, step: Step) -> StepOutput:

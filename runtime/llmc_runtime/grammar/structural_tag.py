@@ -163,7 +163,7 @@ class _Rules:
         for i, tag in enumerate(tags):
             place = f"{where}.tags[{i}]"
             trigger, rest = self._split(_field(tag, "begin", str, place), triggers, place)
-            by_trigger.setdefault(trigger, []).append(f"{rest} {self._behind(tag, place, depth, False)}")
+            by_trigger.setdefault(trigger, []).append(f"{rest} {self._behind(tag, place, depth, last=False)}")
         behind = {trigger: self._rule(" | ".join(rests)) for trigger, rests in by_trigger.items()}
         tag = self._rule(" | ".join(f"{self._literal(trigger)} {rule}" for trigger, rule in behind.items()))
         led = self._rule(" | ".join(self._led(one, rule, [*triggers, *excludes]) for one, rule in behind.items()))
@@ -191,7 +191,9 @@ class _Rules:
 
     def _separated(self, form: Any, where: str, depth: int, last: bool) -> str:
         tags, separator = _some(form, "tags", where), self._literal(_field(form, "separator", str, where))
-        one = self._rule(" | ".join(self._tag(tag, f"{where}.tags[{i}]", depth, False) for i, tag in enumerate(tags)))
+        one = self._rule(
+            " | ".join(self._tag(tag, f"{where}.tags[{i}]", depth, last=False) for i, tag in enumerate(tags))
+        )
         some = one if form.get("stop_after_first") else self._rule(f"{one} ({separator} {one})*")
         return some if form.get("at_least_one") else f"{some}?"
 
