@@ -145,7 +145,7 @@ class EngineOptions(metaclass=KeywordChecks):
         "JSON, such as "
         '{"method": "ngram", "num_speculative_tokens": 4}. The model is compiled with --speculate K',
         commands=_BOTH, flags=("--speculate", "--speculative-config"), read=parse_speculate,
-        metavar="METHOD[:K]", check=check_speculate, engine=True,
+        metavar="METHOD[:K] or JSON", check=check_speculate, engine=True,
     )  # fmt: skip
     deterministic: bool = option(
         False, "require an artifact whose results have the same bits in every batch (llmc compile --deterministic)",

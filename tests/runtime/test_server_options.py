@@ -166,3 +166,14 @@ def test_names_that_no_request_can_have_are_refused(name: str, tmp_path: Path) -
     with pytest.raises(LlmcError, match=r"E201.*served-model-name") as error:
         options_of(read(words).args, {}, None)
     assert "1 to 256 characters" in error.value.remedy
+
+
+def test_options_in_json_may_be_mappings_of_the_file(tmp_path: Path) -> None:
+    drafts, sampling = {"method": "ngram", "num_speculative_tokens": 3}, {"temperature": 0.5}
+    nested = "speculative-config:\n  method: ngram\n  num_speculative_tokens: 3\n"
+    text = nested + "override-generation-config: {temperature: 0.5}\n"
+    file = read(["m", "--config", config(tmp_path, text)]).args
+    flags = ["--speculative-config", json.dumps(drafts), "--override-generation-config", json.dumps(sampling)]
+    given = read(["m", *flags]).args
+    assert file.speculate == given.speculate == drafts
+    assert file.override_generation_config == given.override_generation_config == sampling

@@ -197,7 +197,7 @@ def _option_value(path: Path, key: object, option: Option, value: Any, parser: a
 
 
 def _as_flags(path: Path, key: str, option: Option, value: Any) -> list[str]:
-    if isinstance(value, dict) and option.metavar == "JSON":
+    if isinstance(value, dict) and (option.metavar or "").endswith("JSON"):
         value = json.dumps(value)
     flag, texts = option.spellings[0], _texts(path, key, value, many=bool(option.many))
     return [flag, *texts] if option.many == "+" and texts else [f"{flag}={text}" for text in texts]

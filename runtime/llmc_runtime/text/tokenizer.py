@@ -219,7 +219,9 @@ class Tokenizer:
         chats: Sequence[Any] = conversation if several else [conversation]
         variables["add_generation_prompt"] = add_generation_prompt
         texts = [self.render_chat(chat, chat_template, **variables) for chat in chats]
-        found = list(self.encode_all(texts, add_special_tokens=False)) if tokenize else texts
+        found: list[str] | list[list[int]] = texts
+        if tokenize:
+            found = list(self.encode_all(texts, add_special_tokens=False))
         return found if several else found[0]
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | list[str | None] | None:
