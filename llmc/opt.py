@@ -60,7 +60,8 @@ def _choice_lines(row: Mapping[str, Any]) -> Iterator[str]:
 
 def _timed(choice: Mapping[str, Any]) -> str:
     schedule = ", ".join(f"{name}={value}" for name, value in choice["schedule"].items())
-    return f"{choice['kernel']} {{{schedule}}}, {choice['us']} us {'measured' if choice['measured'] else 'predicted'}"
+    kernel = f"{choice['kernel']} {{{schedule}}}" if schedule else choice["kernel"]
+    return f"{kernel}, {choice['us']} us {'measured' if choice['measured'] else 'predicted'}"
 
 
 def _read(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The GPU kernel in docs/gpu-kernels.md: chosen by its op, right in the interpreter, a binary for every target."""
+"""The kernel in docs/gpu-kernels.md: chosen by its op, right in the interpreter, a binary for every target."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.frontend.checkpoint import Checkpoint
 from llmc.frontend.export import quiet
 from llmc.frontend.model_class import auto_class
-from llmc.frontend.model_folder import open_source
-from llmc.frontend.trace_model import Traced, trace
+from llmc.frontend.trace_model import Traced
 from llmc.ir.graph import Module
 from llmc.ir.interp import run
 
@@ -50,17 +48,6 @@ def loaded(folder: Path, dtype: torch.dtype) -> Any:
     with quiet():
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     return model.eval()
-
-
-_TRACES: dict[tuple[str, str | None], Traced] = {}
-
-
-def trace_of(folder: Path, dtype: str | None = None) -> Traced:
-    """Trace a model, once for all folders with the same config.json: for tests of how weights are read."""
-    key = (folder / "config.json").read_text(), dtype
-    if key not in _TRACES:
-        _TRACES[key] = trace(folder, dtype)
-    return replace(_TRACES[key], source=open_source(folder))
 
 
 def prompts(lengths: tuple[int, ...], vocab: int, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:

@@ -15,13 +15,14 @@ from draw import of_test
 from kernel_cache import CACHE
 from llmc_runtime import LLM, SamplingParams
 from models.cases import LISTED, UNLISTED, Case
-from models.kit import eager_logits, fails, ir_logits, loaded, prompts, relative_error, save, trace_of
+from models.kit import eager_logits, fails, ir_logits, loaded, prompts, relative_error, save
 from safetensors.numpy import load_file, save_file
 
 from llmc.console import Quiet
 from llmc.driver import compile_model
 from llmc.dry_run import dry_run
 from llmc.frontend.checkpoint import Checkpoint, TiedWeightsDiffer
+from llmc.frontend.model_folder import open_source
 from llmc.frontend.not_finite import BITS, NotFinite
 from llmc.frontend.safetensors_reader import TensorFiles
 from llmc.frontend.trace_model import Traced, trace
@@ -30,6 +31,17 @@ from llmc.options import Options
 
 BY_NAME = {c.name: c for c in (*LISTED, *UNLISTED)}
 FILE = "model.safetensors"
+
+
+_TRACES: dict[tuple[str, str | None], Traced] = {}
+
+
+def trace_of(folder: Path, dtype: str | None = None) -> Traced:
+    """Trace a model, once for all folders with the same config.json: these tests are of how weights are read."""
+    key = (folder / "config.json").read_text(), dtype
+    if key not in _TRACES:
+        _TRACES[key] = trace(folder, dtype)
+    return dataclasses.replace(_TRACES[key], source=open_source(folder))
 
 
 def rewrite(folder: Path, change: Any) -> None:

@@ -20,11 +20,11 @@ from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.openai.chat import ParsedChoice
 from llmc_runtime.server.tool_calls import response_plan, text_values
 from llmc_runtime.server.tool_calls.definitions import tools_of
-from llmc_runtime.server.tool_calls.message import MessageParser, joined
-from llmc_runtime.server.tool_calls.parser_select import Dialect
+from llmc_runtime.server.tool_calls.message import Delta, MessageParser, joined
+from llmc_runtime.server.tool_calls.parser_select import OutputFormats
 from llmc_runtime.server.tool_calls.reasoning import THINK
 from llmc_runtime.server.tool_calls.registry import FORMATS, Hermes
-from llmc_runtime.server.tool_calls.response_plan import Plan
+from llmc_runtime.server.tool_calls.response_plan import ResponsePlan
 from llmc_runtime.server.tool_calls.tagged_args import ArguedFormat
 from llmc_runtime.server.tool_calls.text_values import types_of
 from llmc_runtime.server.tool_calls.xml_shape import XmlShape
@@ -53,8 +53,8 @@ REPEATED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def plan(form: Any, *tools: dict[str, Any]) -> Plan:
-    return Plan(Dialect(form, None, (), TOK), tools_of(list(tools), "required", None), form)
+def plan(form: Any, *tools: dict[str, Any]) -> ResponsePlan:
+    return ResponsePlan(OutputFormats(form, None, (), TOK), tools_of(list(tools), "required", None), form)
 
 
 class Counted:
@@ -120,7 +120,7 @@ def test_an_output_format_behind_reasoning_is_limited_too() -> None:
     tag = {"format": {"type": "triggered_tags", "triggers": triggers, "tags": tags}}
     form = StructuredOutputsParams(structural_tag=tag)
     with pytest.raises(ApiError, match="too long") as caught:
-        Plan(Dialect(None, THINK, (), TOK), thoughts=THINK).constrained(
+        ResponsePlan(OutputFormats(None, THINK, (), TOK), reasoning=THINK).constrained(
             SamplingParams(max_tokens=4, structured_outputs=form), "response_format"
         )
     assert caught.value.param == "response_format"
@@ -173,15 +173,20 @@ def test_an_output_that_is_not_streamed_is_parsed_as_it_arrives(text: str, finis
     """The message is that of the whole text, and the last update is all that is left to parse at the end."""
     rng = random.Random(of_test())
     tools = tools_of([function({})], "auto", None)
-    one = Plan(Dialect(Hermes, THINK, (), TOK), tools, Hermes, THINK)
+    one = ResponsePlan(OutputFormats(Hermes, THINK, (), TOK), tools, Hermes, THINK)
     whole = MessageParser(one)
-    expected = whole.message(joined([whole.take(text, [1] * 10, True, finish != "stop")]))
+    expected = whole.message(joined([whole.take(text, [1] * 10, final=True, cut=finish != "stop")]))
     for _ in range(20):
         cuts = sorted(rng.choices(range(len(text)), k=rng.randrange(1, 9)))
         pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        parser = MessageParser(one)
-        choice, parsed, take = ParsedChoice(parser), list[str](), parser.take
-        parser.take = lambda new, *more, taken=parsed, take=take: (taken.append(new), take(new, *more))[1]  # type: ignore[method-assign]
+        parser, parsed = MessageParser(one), list[str]()
+        choice = ParsedChoice(parser)
+
+        def take(text: str, *rest: Any, _taken=parsed, _take=parser.take, **flags: bool) -> Delta:
+            _taken.append(text)
+            return _take(text, *rest, **flags)
+
+        parser.take = take  # type: ignore[method-assign]
         for i, piece in enumerate(pieces):
             end = finish if i == len(pieces) - 1 else None
             choice.take(CompletionOutput(0, piece, [1], finish_reason=end))
