@@ -35,9 +35,9 @@ from llmc.quant.scheme import AGAIN, Codes, Stored, refuse, shape_of
 METHOD = "torchao"
 FLOATS = ("f32", "bf16", "f16")
 INTEGERS = ("i8", "i16", "i32", "i64")
-# Parts, longer names before those that they end in.
+# The name of a weight is as short as possible: "_weight_per_tensor_scale" is not that of "weight_per_tensor".
 PART = re.compile(
-    r"(.+)\._(.+)_(qdata|scale_and_zero|act_per_tensor_scale|per_tensor_scale|act_pre_scale|act_quant_scale"
+    r"(.+)\._(.+?)_(qdata|scale_and_zero|act_per_tensor_scale|per_tensor_scale|act_pre_scale|act_quant_scale"
     r"|act_quant_zero_point|scale|zero_point)$"
 )
 Facts = Mapping[str, Any]  # the attributes of a tensor subclass
