@@ -185,23 +185,6 @@ UNLISTED = (
         | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
         | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 320},
     ),
-    Case(
-        "gemma3n_text",
-        "gemma3n_text",
-        SMALL
-        | {
-            "num_hidden_layers": 4,
-            "head_dim": 16,
-            "sliding_window": 8,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "num_kv_shared_layers": 2,
-            "activation_sparsity_pattern": [0.6, 0.6, 0.0, 0.0],
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": 320,
-            "laurel_rank": 8,
-            "final_logit_softcapping": 30.0,
-        },
-    ),
     Case("gpt_oss", "gpt_oss", SMALL | {"head_dim": 16, "num_local_experts": 4, "sliding_window": 8}),
     Case(
         "qwen3_moe",
@@ -313,6 +296,23 @@ FURTHER = (
     ),
     Case("gpt_oss-yarn", "gpt_oss", WINDOWED | {"num_local_experts": 4} | YARN, (77,)),
     Case("fuyu", "fuyu", {"text_config": SMALL | {"model_type": "persimmon"}}),
+    Case(
+        "gemma3n_text",
+        "gemma3n_text",
+        SMALL
+        | {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "activation_sparsity_pattern": [0.6, 0.6, 0.0, 0.0],
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 320,
+            "laurel_rank": 8,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
     Case(
         "mistral3",
         "mistral3",
