@@ -113,7 +113,7 @@ def test_scales_that_are_zero_or_not_finite(
          "E307", ("sparse-24-bitmask", "int-quantized")),
         ("ct-w8a8", lambda t: None, {"sparsity_config": {"format": "sparse-bitmask"}}, "E307", ("sparsity_config",)),
         ("hf-fp8-block", lambda t: None, {"expert_dtype": "fp4"}, "E307", ("expert_dtype", "fp4")),
-        ("hf-fp8-block", lambda t: None, {"quant_method": "quark"}, "E307", ("quark", "compressed-tensors")),
+        ("hf-fp8-block", lambda t: None, {"quant_method": "aqlm"}, "E307", ("aqlm", "compressed-tensors")),
         ("hf-fp8-block", lambda t: None, {"quant_method": None}, "E307", ("without a name",)),
     ],
 )  # fmt: skip
