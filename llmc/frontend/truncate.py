@@ -21,7 +21,7 @@ def first_layers(config: Any, count: int) -> tuple[Any, int]:
         remedy = f"give 1 to {total - 1}, or leave it out for the whole model" if total > 1 else "leave it out"
         raise Diagnostic("E312", f"--layers {count}: the model has {total}", remedy)
     data = config.to_dict()
-    inner = data if text is config else next(v for v in data.values() if _is_of(v, text))
+    inner = data if text is config else _part(config, data, text)
     inner.update({name: _shortened(value, total, count) for name, value in inner.items()})
     inner[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = count
     try:
@@ -41,8 +41,14 @@ def _shortened(value: Any, total: int, count: int) -> Any:
     return value
 
 
-def _is_of(value: Any, text: Any) -> bool:
-    return isinstance(value, dict) and value.get("model_type") == text.model_type
+def _part(config: Any, data: dict[str, Any], text: Any) -> dict[str, Any]:
+    """Return the entries of the text config in those of the whole config; raises Diagnostic E312 if it has none."""
+    for name, value in data.items():
+        own = getattr(config, name, None) is text
+        if isinstance(value, dict) and (own or value.get("model_type") == text.model_type):
+            return value
+    cause = f"--layers: the config of {config.model_type} does not contain its text config"
+    raise Diagnostic("E312", cause, "leave it out for the whole model")
 
 
 def layer_lists(model: Any, count: int) -> list[tuple[str, Any]]:
