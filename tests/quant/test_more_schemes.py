@@ -251,7 +251,7 @@ def test_damaged_checkpoints(
         (quark(spec("int4", "per_group", -1, group_size=48)), "E307", ("group_size", "48")),
         (quark(spec("int4", "per_group", -1)), "E340", ("group_size",)),
         (quark(spec("int4", "per_group", -1, group_size=64)), "E341", (f"{Q}.weight_scale",)),
-        (quark({"weight": None}), "E340", (Q, "weight = None")),
+        (quark({"weight": None}), "E340", (Q, "weight = 'None'")),
         (quark({"weight": [{}, {}]}), "E307", (Q, "scales of scales")),
         (quark(GROUPS, export={"pack_method": "tiles"}), "E307", ("pack_method", "tiles")),
         ({"quant_method": "quark"}, "E340", (Q, "no settings")),
