@@ -110,6 +110,9 @@ def test_the_same_tokens(artifacts: dict[str, Path], plain: dict[str, list[Any]]
         assert text.startswith("{")
 
 
+ROUNDS = 6  # on a busy machine, masks come too late for the drafts of a round
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_drafts_are_accepted(artifacts: dict[str, Path], method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of requests with grammars alone takes fewer steps than tokens, and the texts fit the grammar. As many
@@ -118,11 +121,13 @@ def test_drafts_are_accepted(artifacts: dict[str, Path], method: str, monkeypatc
     monkeypatch.setattr(Speculation, "wants", True)
     cases = (CASES[0], SamplingParams(temperature=0, max_tokens=60, structured_outputs=JSON))
     with LLM(path_of(artifacts, method), say=lambda text: None, speculate=method) as llm:
-        out = run(llm, cases)
-        stats = llm.stats()
-    assert re.fullmatch("( one two three\\.){6,9}", out[0][0])
-    assert re.match(r'\{\s*"name"', out[1][0])
-    assert stats["spec_decode_num_accepted_tokens"] > 0, stats  # fewer on a busy machine, whose masks come late
+        for _ in range(ROUNDS):
+            out = run(llm, cases)
+            assert re.fullmatch("( one two three\\.){6,9}", out[0][0])
+            assert re.match(r'\{\s*"name"', out[1][0])
+            if (stats := llm.stats())["spec_decode_num_accepted_tokens"]:
+                break
+    assert stats["spec_decode_num_accepted_tokens"] > 0, stats
 
 
 def test_a_stream_has_the_same_text(artifacts: dict[str, Path], plain: dict[str, list[Any]]) -> None:
