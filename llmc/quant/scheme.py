@@ -97,9 +97,12 @@ class Stored:
             raise Diagnostic("E341", f"{value.name} is {value.type}; one number is expected", AGAIN)
         return self.build.reshape(value, shape=(1, 1))
 
-    def check_scales(self, value: Value) -> None:
-        """Raise Diagnostic E342 if a scale is NaN, infinite or zero (scales of eight bits may be zero)."""
-        scales = self.load(value.name)
+    def check_scales(self, value: Value, used: Callable[[np.ndarray], np.ndarray] = np.asarray) -> None:
+        """Raise Diagnostic E342 if a scale is NaN, infinite or zero (scales of eight bits may be zero).
+
+        `used` returns the scales without padding, which may have any content.
+        """
+        scales = used(self.load(value.name))
         if scales.dtype == np.uint8:
             scales = scales.view(DTYPES["f8e8m0"].np)
         wide = scales.astype(np.float32)

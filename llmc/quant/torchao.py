@@ -28,6 +28,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Value
 from llmc.quant.scheme import AGAIN, Codes, Stored, refuse, shape_of
@@ -171,7 +173,8 @@ def _tiles(stored: Stored, facts: Facts) -> Codes:
         for i in (0, 1)
     )  # fmt: skip
     scale, zero = (_cut(stored, x, n, groups) for x in (scale, zero))
-    _check_pairs(stored, pairs, n, groups)
+    stored.check_scales(pairs, lambda x: x[:groups, :n, 0])
+    _check_zeros(stored, pairs, n, groups)
     return _shifted(stored, _cut(stored, code, n, k), scale, zero, size)
 
 
@@ -183,62 +186,53 @@ def _cut(stored: Stored, value: Value, n: int, k: int) -> Value:
     return value
 
 
-def _check_pairs(stored: Stored, pairs: Value, n: int, groups: int) -> None:
-    """Raise Diagnostic E342 for scales of a weight that are NaN, infinite or zero; those of the padding may be."""
-    scales = stored.load(pairs.name)[:groups, :n].astype("float32")
-    for i, what in ((0, "scale"), (1, "zero point")):
-        bad = ~(abs(scales[..., i]) < float("inf")) | ((scales[..., i] == 0) & (i == 0))
-        if bad.any():
-            at = tuple(int(x[0]) for x in bad.nonzero())
-            raise Diagnostic("E342", f"{pairs.name} has the {what} {scales[..., i][at]} at {[*at, i]}", AGAIN)
+def _check_zeros(stored: Stored, pairs: Value, n: int, groups: int) -> None:
+    """Raise Diagnostic E342 for zero points of a weight that are NaN or infinite; those of the padding may be."""
+    if not np.isfinite(stored.load(pairs.name)[:groups, :n, 1].astype(np.float32)).all():
+        raise Diagnostic("E342", f"{pairs.name} has zero points that are not finite", AGAIN)
 
 
 def _natural(stored: Stored, facts: Facts, scale: Value, n: int, groups: int) -> Value:
-    """The scales [n, groups] in the order of the weight."""
+    """The scales [n, groups] in the order of the weight; raises Diagnostic E342 if one is NaN or infinite."""
     b = stored.build
     if not facts.get("is_swizzled_scales"):
         stored.expect(scale, n, groups)
+        stored.check_scales(scale)
         return scale
     row_tiles, runs = -(-n // 128), -(-groups // 4)
     stored.expect(scale, row_tiles * 32, runs * 16)
-    parts = b.reshape(scale, shape=(row_tiles, runs, 32, 4, 4))
-    whole = b.reshape(b.transpose(parts, perm=(0, 3, 2, 1, 4)), shape=(row_tiles * 128, runs * 4))
-    return _cut(stored, whole, n, groups)
+    tiles, whole, perm = (row_tiles, runs, 32, 4, 4), (row_tiles * 128, runs * 4), (0, 3, 2, 1, 4)
+    stored.check_scales(scale, lambda x: x.reshape(tiles).transpose(perm).reshape(whole)[:n, :groups])
+    parts = b.reshape(scale, shape=tiles)
+    return _cut(stored, b.reshape(b.transpose(parts, perm=perm), shape=whole), n, groups)
 
 
-def _check_float_scales(stored: Stored, scale: Value, facts: Facts) -> None:
-    """As `Stored.check_scales`, but for the padding of swizzled scales, which has any content."""
-    if not facts.get("is_swizzled_scales"):
-        stored.check_scales(scale)
-
-
-def _four_bit_floats(stored: Stored) -> tuple[Value, int, int]:
-    """The codes of 4-bit floats, and their rows and columns."""
+def _four_bit_floats(stored: Stored) -> Value:
+    """The codes [n, k] of 4-bit floats."""
     packed = stored.part("qdata", ("u8",), 2)
-    n, k = shape_of(packed)[0], shape_of(packed)[1] * 2
-    return stored.build.unpack_bits(packed, bits=4, axis=1, size=k), n, k
+    return stored.build.unpack_bits(packed, bits=4, axis=1, size=shape_of(packed)[1] * 2)
 
 
 def _mx(stored: Stored, facts: Facts) -> Codes:
     b, scale = stored.build, stored.part("scale", ("f8e8m0", "u8"), 2)
     if facts.get("block_size") != 32:
         raise refuse(METHOD, f"block_size of {stored.name}", facts.get("block_size"), (32,))
-    _check_float_scales(stored, scale, facts)
-    powers = b.bitcast(scale, dtype="f8e8m0") if scale.type.dtype == "u8" else scale
-    if stored.part("qdata", ("u8", "f8e4m3"), 2).type.dtype == "u8":
-        code, n, k = _four_bit_floats(stored)
-        return Codes(code, _natural(stored, facts, powers, n, -(-k // 32)), (1, 32), "mxfp4", values="e2m1")
-    code = stored.parts["qdata"]
+    code = stored.part("qdata", ("u8", "f8e4m3"), 2)
+    if packed := code.type.dtype == "u8":
+        code = _four_bit_floats(stored)
     n, k = shape_of(code)
-    return Codes(code, _natural(stored, facts, powers, n, -(-k // 32)), (1, 32), "mxfp8")
+    powers = _natural(stored, facts, scale, n, -(-k // 32))
+    if scale.type.dtype == "u8":
+        powers = b.bitcast(powers, dtype="f8e8m0")
+    return Codes(code, powers, (1, 32), "mxfp4" if packed else "mxfp8", values="e2m1" if packed else "")
 
 
 def _nvfp4(stored: Stored, facts: Facts) -> Codes:
     b, scale = stored.build, stored.part("scale", ("f8e4m3",), 2)
     if facts.get("block_size") != 16:
         raise refuse(METHOD, f"block_size of {stored.name}", facts.get("block_size"), (16,))
-    code, n, k = _four_bit_floats(stored)
-    _check_float_scales(stored, scale, facts)
+    code = _four_bit_floats(stored)
+    n, k = shape_of(code)
     factor = b.cast(_natural(stored, facts, scale, n, -(-k // 16)), dtype="f32")
     if "per_tensor_scale" in stored.parts:
         stored.check_scales(stored.parts["per_tensor_scale"])

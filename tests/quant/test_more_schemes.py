@@ -127,6 +127,16 @@ def test_weights_are_read_exactly(name: str, tmp_path: Path) -> None:
         assert len(checkpoint.formats) == {"quark-mxfp4": 14, "bitnet-numbers": 0}.get(name, 14)
 
 
+def refused(folder: Path, code: str, *words: str) -> None:
+    """The checkpoint cannot be opened: its error has this code and these words."""
+
+    def do() -> None:
+        with opened(folder):
+            pass
+
+    fails(code, *words, do=do)
+
+
 def described(folder: Path, source: str, parts: Mapping[str, Any], kind: str, facts: Mapping[str, Any]) -> None:
     """Copy a fixture of torchao, and give the weight of Q other parts and another description."""
     changed(source, folder, lambda tensors: None)
@@ -163,6 +173,35 @@ def test_mxfp4_of_torchao(swizzled: bool, tmp_path: Path) -> None:
     with opened(tmp_path) as checkpoint:
         got = checkpoint.read(f"{Q}.weight")
     np.testing.assert_array_equal(got, (E2M1[code] * torch.exp2(power - 7.0).repeat_interleave(32, 1)).numpy())
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("swizzled", [False, True])
+def test_scales_of_mxfp4_of_torchao_that_are_nan(swizzled: bool, tmp_path: Path) -> None:
+    """The padding of scales in tiles may be NaN, those of the weight may not."""
+    scale = torch.full((64, 4), 120, dtype=torch.uint8)
+    scale[33, 2] = 255
+    parts = {"qdata": torch.zeros(64, 64, dtype=torch.uint8), "scale": tiles128(scale) if swizzled else scale}
+    facts = {"block_size": 32, "is_swizzled_scales": swizzled, "act_quant_kwargs": None}
+    described(tmp_path, "ao-fp8", parts, "MXTensor", facts)
+    refused(tmp_path, "E342", f"{Q}._weight_scale", "nan", "[33, 2]")
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(
+    ("at", "value", "words"), [((1, 3, 0), 0.0, ("scale 0.0", "[1, 3]")), ((1, 3, 1), float("inf"), ("zero points",))]
+)
+def test_numbers_of_tensor_core_tiles(
+    at: tuple[int, ...], value: float, words: tuple[str, ...], tmp_path: Path
+) -> None:  # fmt: skip
+    folder, key = FIXTURES / "ao-int4-tiles", f"{Q}._weight_scale_and_zero"
+    changed(folder.name, tmp_path, lambda tensors: None)
+    with safe_open(folder / FILE, "pt") as f:
+        texts = dict(f.metadata())
+    tensors = load_file(tmp_path / FILE)
+    tensors[key][at] = value
+    save_file(tensors, tmp_path / FILE, texts)
+    refused(tmp_path, "E342", key, *words)
 
 
 @pytest.mark.drawn
@@ -203,12 +242,7 @@ def test_descriptions_of_torchao(
     parts: Mapping[str, Any], kind: Any, facts: Mapping[str, Any], code: str, words: tuple[str, ...], tmp_path: Path
 ) -> None:
     described(tmp_path, "ao-fp8", parts, kind, facts)
-
-    def do() -> None:
-        with opened(tmp_path):
-            pass
-
-    fails(code, *words, do=do)
+    refused(tmp_path, code, *words)
 
 
 @pytest.mark.drawn
@@ -260,9 +294,4 @@ def test_damaged_checkpoints(
 )  # fmt: skip
 def test_configurations_of_quark(config: Mapping[str, Any], code: str, words: tuple[str, ...], tmp_path: Path) -> None:
     write(tmp_path, lambda module: quark_int4(32) if module == Q else None, config)
-
-    def do() -> None:
-        with opened(tmp_path):
-            pass
-
-    fails(code, *words, do=do)
+    refused(tmp_path, code, *words)
