@@ -101,8 +101,11 @@ class Worker:
         if kind in jobs.POOLED:
             job = texts.pooled(jobs.POOLED[kind], body)
         else:
-            chats = {m.CHAT: texts.chat, m.RESPONSES: texts.response, m.MESSAGES: texts.message}
-            job = chats.get(kind, texts.completion)(body)
+            kinds = {
+                m.COMPLETION: texts.completion, m.CHAT: texts.chat,
+                m.RESPONSES: texts.response, m.MESSAGES: texts.message,
+            }  # fmt: skip
+            job = kinds[kind](body)
         self._link.send(m.PARSED, _encode(job.parsed))
         order, payload = self._link.receive()
         if order == m.DROP:
