@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from artifact import tiny
 from llmc_runtime.artifact import open_artifact
 from llmc_runtime.device.cpu_device import CpuDevice
 from llmc_runtime.exec.executor import Executor
+from llmc_runtime.format import expr
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.step import RowInit, RowPages, RowParams, Step, Work
 
@@ -111,3 +113,15 @@ def test_an_artifact_without_weights_says_so(tmp_path: Path) -> None:
     write_artifact(tmp_path / "toy.llmc", tiny.parts(tmp_path, weights=None))
     with pytest.raises(LlmcError, match="E111"):
         Executor(open_artifact(tmp_path / "toy.llmc"), CpuDevice(1))
+
+
+@pytest.mark.parametrize("shape", [(), ("R",), ("R", "R", "R"), ("R", 1 << 40)])
+def test_likely_ids_that_are_no_matrix_of_their_size(shape: tuple[object, ...], tmp_path: Path) -> None:
+    parts, dims = tiny.parts(tmp_path), tuple(expr.of(str(d)) for d in shape)
+    programs = [
+        replace(p, buffers=tuple(replace(b, shape=dims) if b.name == "top_ids" else b for b in p.buffers))
+        for p in parts.programs
+    ]
+    write_artifact(tmp_path / "toy.llmc", replace(parts, programs=programs))
+    with pytest.raises(LlmcError, match=r"E113.*top_ids has the shape"):
+        Executor(open_artifact(tmp_path / "toy.llmc"), CpuDevice(1), kv_bytes=64 * 16)

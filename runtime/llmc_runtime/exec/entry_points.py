@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -132,7 +133,20 @@ class EntryPoints:
             raise LlmcError("E202", cause, f"set a KV cache size between {low} and {high} pages")
         symbols = np.array([self._env.get(n, 1) for n in names], np.int64)
         run = self._device.bind(program, self._layout.addresses(program), symbols)
-        top = next((b for b in program.buffers if b.name == "top_ids"), None)
-        width = top.shape[-1](self._env) if top is not None else 0
         slots = tuple((n, i) for i, n in enumerate(names) if n not in self._env)
-        return Bound(program, symbols, slots, run, width)
+        return Bound(program, symbols, slots, run, self._top_width(program))
+
+    def _top_width(self, program: Program) -> int:
+        """Return the number of most likely ids that a program returns for each row.
+
+        Raises LlmcError E113 if their buffer is not a matrix of 32-bit numbers that fits its bytes.
+        """
+        top = next((b for b in program.buffers if b.name == "top_ids"), None)
+        if top is None:
+            return 0
+        sizes = {**program.top(), **self._env}
+        shape = [size(sizes) for size in top.shape]
+        if len(shape) != 2 or min(shape) < 0 or math.prod(shape) * 4 > top.bytes(sizes):
+            cause = f"program {program.name}: the buffer top_ids has the shape {shape} and {top.bytes(sizes)} bytes"
+            raise LlmcError("E113", cause, REMEDY)
+        return shape[1]
