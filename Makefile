@@ -56,7 +56,7 @@ test: $(VENV)/.stamp-dev
 
 # On a machine with an NVIDIA GPU: about five minutes; SAMPLE=N takes every Nth case under compute-sanitizer.
 test-gpu: $(VENV)/.stamp-dev
-	$(BIN)/python -m pytest tests/gpu --confcutdir tests/gpu -q $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/gpu --confcutdir tests/gpu -n 8 -q $(PYTEST_ARGS)
 	PYTHON=$(BIN)/python tests/gpu/sanitize.sh $(or $(SAMPLE),20)
 
 # Environments of their own, and node's packages: a minute or two, once. openai-python is tried in two versions; clients
