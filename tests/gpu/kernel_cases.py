@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,19 +106,13 @@ def launch_options(case: Case, number: int) -> Iterator[Schedule]:
 
 
 def compile_jobs(jobs: Sequence[Job], target: Target, cache: Path = CACHE) -> dict[str, Compiled | str]:
-    """Return key -> binary or error message; sources in the cache are not compiled again.
-
-    The compiling processes are kept for further calls. Workers of pytest-xdist share the processors.
-    """
+    """Return key -> binary or error message; sources in the cache are not compiled again."""
     distinct = {j.key: (j.source, target.name, cache) for j in jobs}
-    workers = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
-    found = _compilers(workers).map(_one, distinct.values(), chunksize=max(1, len(distinct) // (workers * 8)))
-    return dict(zip(distinct, found, strict=True))
-
-
-@lru_cache(maxsize=1)
-def _compilers(workers: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    workers = os.cpu_count() or 1
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        found = pool.map(_one, distinct.values(), chunksize=max(1, len(distinct) // (workers * 8)))
+        return dict(zip(distinct, found, strict=True))
 
 
 def _one(work: tuple[Source, str, Path]) -> Compiled | str:

@@ -19,8 +19,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from filelock import FileLock
-
 ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "runtime"), str(ROOT / "tests")]
@@ -127,13 +125,6 @@ def make(pair: Pair) -> str:
             except Diagnostic as e:
                 return f"{pair.name} for {TARGETS[kind]}: {e}"
     return ""
-
-
-def make_shared(pair: Pair) -> str:
-    """`make` in a process of its own, once although several processes ask for it; return "" or the error."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    with FileLock(FOLDER / f"{pair.path('cpu').name}.lock"):
-        return next(iter(make_all([pair], 1)), "")
 
 
 def make_all(found: Sequence[Pair], jobs: int) -> list[str]:

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from gpu.model_cases import TEXTS, make_shared
+from gpu.model_cases import TEXTS, make_all
 from gpu.test_models import LOGPROBS, TOLERANCE, compare
 from llmc_runtime import LLM, SamplingParams, StructuredOutputsParams
 
@@ -20,7 +20,7 @@ PROMPTS = ["When the morning came,", "Once there was a river that", "The old man
 def outputs() -> dict[str, list[Any]]:
     """The outputs of the GPU and of the CPU for the same batch, in which three of five requests are constrained."""
     pytest.importorskip("llguidance")
-    failed = make_shared(PAIR)
+    failed = make_all([PAIR], 1)
     assert not failed, failed
     free = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=LOGPROBS)
     kinds = [

@@ -47,6 +47,13 @@ def jobs_by_op() -> Mapping[str, list[Job]]:
     return found
 
 
+@pytest.fixture(scope="session")
+def binaries(request: Any) -> dict[str, Compiled | str]:
+    """Compile the kernels of the ops whose tests were selected; key -> binary or error message."""
+    selected = {item.callspec.params.get("op") for item in request.session.items if hasattr(item, "callspec")}
+    return compile_jobs([j for op, jobs in jobs_by_op().items() if op in selected for j in jobs], sm_90())
+
+
 @dataclass
 class Prepared:
     """The host buffers of a case, in the order of its operands and results, and the expected results."""
@@ -203,12 +210,11 @@ def failures(card: Card, jobs: Sequence[Job], binaries: Mapping[str, Compiled | 
 
 
 @pytest.mark.parametrize("op", list(OPS))
-def test_kernel(op: str, card: Card) -> None:
-    """All cases of one op, or a sample."""
+def test_kernel(op: str, card: Card, binaries: dict[str, Any]) -> None:
+    """All cases of one op."""
     jobs = jobs_by_op().get(op, [])
     assert jobs or op in NOT_LAUNCHED, f"no Triton kernel runs {op}"
-    jobs = jobs[:: card.sample]
-    found = failures(card, jobs, compile_jobs(jobs, sm_90()))
+    found = failures(card, jobs[:: card.sample], binaries)
     assert not found, f"{len(found)} of {len(jobs)} cases:\n" + "\n".join(found[:20])
 
 

@@ -5,6 +5,7 @@ Tokens may differ where two of them were nearly equally likely; the tokens after
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from draw import generator
 from gpu.error_ratio import excess
-from gpu.model_cases import LENGTH, MIXTURES, TEXTS, Pair, make_shared, pairs
+from gpu.model_cases import LENGTH, MIXTURES, TEXTS, Pair, make_all, pairs
 from llmc_runtime import LLM, SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -33,10 +34,18 @@ SUBJECTS = (" a river", " a small house", " the king", " two birds", " a boat", 
 BEGINNINGS = [a + b for a in OPENINGS for b in SUBJECTS]
 
 
-def need(pair: Pair) -> None:
-    """Compile the artifacts of a pair that are missing, or fail the test."""
-    failed = make_shared(pair)
-    assert not failed, failed
+@pytest.fixture(scope="session")
+def failures(request: Any) -> dict[str, str]:
+    """Compile the models of the selected tests that have no artifacts; return the error of each pair that failed."""
+    selected = [value for item in request.session.items for value in _parameters(item)]
+    jobs = max(1, (os.cpu_count() or 1) // 4)
+    known = [*PAIRS.values(), *MIXTURES]
+    failed = make_all([p for p in known if p in selected or p.name in selected], jobs)
+    return {error.partition(" ")[0]: error for error in failed}
+
+
+def _parameters(item: Any) -> list[Any]:
+    return list(item.callspec.params.values()) if hasattr(item, "callspec") else []
 
 
 def generate(pair: Pair, kind: str, prompts: Sequence[Any], steps: int, batched: bool) -> list[Any]:
@@ -118,12 +127,13 @@ def random_prompts(longest: int, count: int = PROMPTS) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", [p.name for p in EVERY.values() if p.case])
-def test_random_model_matches_cpu(name: str) -> None:
+def test_random_model_matches_cpu(name: str, failures: dict[str, str]) -> None:
     """One request at a time, then full batches, so that kernels for every range of rows run."""
+    if name in failures:
+        pytest.fail(failures[name])
     pair = EVERY[name]
-    if name not in PAIRS and not pair.made:
+    if not pair.made:
         pytest.skip("not compiled: python tests/gpu/model_cases.py --all")
-    need(pair)
     prompts = random_prompts(_max_length(pair) - STEPS)
     check(pair, prompts, STEPS, batched=False)
     check(pair, prompts, STEPS, batched=True)
@@ -147,12 +157,12 @@ def mixture_prompts(name: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("pair", MIXTURES, ids=lambda p: p.name)
 @pytest.mark.parametrize("batched", (False, True), ids=("alone", "batched"))
-def test_mixture_matches_cpu(batched: bool, pair: Pair) -> None:
+def test_mixture_matches_cpu(batched: bool, pair: Pair, failures: dict[str, str]) -> None:
     """With each kernel of the experts' products forced in turn. Prompts run in graphs of padded sizes.
 
     The only mixture of experts of the deepseek_v3 model is in its last layer, whose experts are sorted.
     """
-    need(pair)
+    assert pair.name not in failures, failures[pair.name]
     plain = replace(pair, forced=()).name
     outputs = {kind: mixture_on_cpu(plain, kind, batched) for kind in ("cpu", "exact")}
     outputs["gpu"] = generate(pair, "gpu", mixture_prompts(plain), STEPS, batched)
@@ -165,9 +175,9 @@ def test_mixture_matches_cpu(batched: bool, pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("pair", TEXTS, ids=lambda p: p.name)
-def test_demo_model_matches_cpu(pair: Pair) -> None:
+def test_demo_model_matches_cpu(pair: Pair, failures: dict[str, str]) -> None:
     """In float32, texts are equal. In bfloat16, near ties may be decided otherwise, after which texts differ."""
-    need(pair)
+    assert pair.name not in failures, failures[pair.name]
     check(pair, BEGINNINGS, 60, batched=False)
     if pair.dtype == "float32":
         gpu, cpu = ([o.text for o in generate(pair, kind, STORIES, 60, False)] for kind in ("gpu", "cpu"))
