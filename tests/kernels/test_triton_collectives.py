@@ -80,7 +80,7 @@ def check(launch: Launch, got: list[np.ndarray], every: list[list[np.ndarray]], 
         )
 
 
-@pytest.mark.parametrize("ranks", (2, 3, 4))
+@pytest.mark.parametrize("ranks", (2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))))
 def test_ranks_have_equal_bits_over_many_launches(ranks: int) -> None:
     """Ranks are late by turns; slots are used again and again, within a launch and by the next ones."""
     seed = of_test()

@@ -1,6 +1,6 @@
 """Code objects of whole models for AMD GPUs, without a GPU: the kernels that a compile of each family emits, with their
 registers, spilled registers and shared memory. By this file as a program those of all families, each for one target
-(a step of CI); in the tests a sample of families, all drawn.
+(a step of CI); in the tests a sample of families, and a third of their kernels, all drawn.
 
     python tests/models/test_amd_binaries.py [--every]      with --every each family for every target
 """
@@ -70,8 +70,9 @@ def test_code_objects_of_a_family(case: Case, tmp_path: Path) -> None:
     print(f"SEED={SEED}")
     work = dict(jobs_of(case, (own_arch(case),), tmp_path / "model"))
     assert len(work) > 5
-    failed = list(failures(list(work.values())))
-    assert not failed, f"{len(failed)} of {len(work)}:\n" + "\n".join(failed)
+    some = Random(f"{SEED} {case.name}").sample(list(work.values()), len(work) // 3)
+    failed = list(failures(some))
+    assert not failed, f"{len(failed)} of {len(some)}:\n" + "\n".join(failed)
 
 
 def main() -> int:
