@@ -91,7 +91,7 @@ def _lift(g: Graph, lifted: _Lifted) -> int:
     lifted_values = weight_only(g)
     lifted_nodes = [n for n in g.nodes if n.results[0] in lifted_values]
     outputs = set(g.outputs)
-    boundary = [v for v in _in_order(g) if v in lifted_values and (v in outputs or _readers(v, lifted_values))]
+    boundary = [v for v in g.values if v in lifted_values and (v in outputs or _readers(v, lifted_values))]
     copies: dict[Value, Value] = {}
     new_inputs: dict[str, Value] = {}
     other_inputs = [v for v in g.inputs if not v.weight]
@@ -108,11 +108,6 @@ def _lift(g: Graph, lifted: _Lifted) -> int:
     for n in reversed(lifted_nodes):
         g.erase(n)
     return len(lifted_nodes)
-
-
-def _in_order(g: Graph) -> list[Value]:
-    """The graph's inputs and results, in order of definition."""
-    return [*g.inputs, *(r for n in g.nodes for r in n.results)]
 
 
 def _readers(v: Value, lifted_values: Collection[Value]) -> list[Node]:
