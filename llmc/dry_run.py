@@ -107,15 +107,15 @@ def _model(job: Compilation, traced: Any) -> dict[str, Any]:
     """The facts about the model that do not depend on the target's kernels."""
     facts = traced.facts
     sizes = [w.type.numel.const or 0 for name, w in traced.weights.items() if name not in traced.buffers]
-    found = [f"{count} in {label}" for label, count in job.formats.items()]
-    found += [planned_recipe(job.options).describe()] if job.options.quant != NONE else []
+    recipes = [f"{count} in {label}" for label, count in job.formats.items()]
+    recipes += [planned_recipe(job.options).describe()] if job.options.quant != NONE else []
     head = job.options.quant_head
-    found += [f"output projection: {RECIPES[head].describe()}"] if head != NONE else []
+    recipes += [f"output projection: {RECIPES[head].describe()}"] if head != NONE else []
     return {
         "name": str(job.origin.name or job.model.resolve().name),
         "architecture": facts.architecture,
         "parameters": sum(sizes),
-        "quantised": found,
+        "quantised": recipes,
         "dtype": facts.dtype,
         "layers": len(facts.heads),
         "target": job.target.name,

@@ -189,8 +189,8 @@ def combine(extensions: Iterable[Extension]) -> Registry:
     Raises Diagnostic E422 if two provide the same name of a kind, and E423 if a kind does not map names to texts.
     """
     members = tuple(extensions)
-    for one in members:
-        _check_texts(one)
+    for extension in members:
+        _check_texts(extension)
     contributions = {
         kind: Contributions(_singular(kind), _merged(members, kind), literal=kind == "pipelines") for kind in KINDS
     }

@@ -80,8 +80,8 @@ def foreign_files(out: Path) -> list[str]:
         cause = f"{out} has a manifest that cannot be read ({error.code})"
         raise Diagnostic("E122", cause, f"remove it yourself: rm -r {out}") from None
     known = {NAME, PART, CANARY, *manifest.files, *(w.file for w in manifest.weights.files)}
-    found = (p.relative_to(out).as_posix() for p in sorted(out.rglob("*")) if not p.is_dir() or p.is_symlink())
-    return [n for n in found if n not in known]
+    paths = (p.relative_to(out).as_posix() for p in sorted(out.rglob("*")) if not p.is_dir() or p.is_symlink())
+    return [n for n in paths if n not in known]
 
 
 def _is_remains(path: Path) -> bool:

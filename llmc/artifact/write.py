@@ -161,8 +161,8 @@ class _Writer:
         if isinstance(parts.weights, int):
             return Weights("random", seed=parts.weights)
         graph, source = parts.weights.graph, parts.weights.source
-        found = write_rank_weights(graph, source, self.files, parts.ranks, progress)
-        return Weights("packed", found)
+        written = write_rank_weights(graph, source, self.files, parts.ranks, progress)
+        return Weights("packed", written)
 
 
 def predictions(parts: Parts) -> dict[str, Any]:

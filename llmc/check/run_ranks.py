@@ -54,6 +54,6 @@ def _run_node(
 def _collective(n: Node, xs: Sequence[np.ndarray], sizes: Mapping[str, int], exact: bool) -> list[np.ndarray]:
     """The results of a collective, which are the same on all ranks."""
     attrs = {k: concrete(v, sizes) for k, v in n.attrs.items()}
-    found = n.op.ref(*xs, **attrs)
-    results = found if isinstance(found, tuple) else (found,)
+    result = n.op.ref(*xs, **attrs)
+    results = result if isinstance(result, tuple) else (result,)
     return [round_to_type(x, r.type, exact) for x, r in zip(results, n.results, strict=True)]

@@ -134,12 +134,12 @@ def _scheduled(
 
 
 def refusals(
-    node: Node, kernels: Mapping[str, Kernel], target: Target, found: Collection[Candidate] = ()
+    node: Node, kernels: Mapping[str, Kernel], target: Target, selected: Collection[Candidate] = ()
 ) -> dict[str, str]:  # fmt: skip
-    """Return name -> reason of the kernels of the target that implement the node's op, but are not in `found`."""
+    """Return name -> reason of the kernels of the target that implement the node's op, but are not in `selected`."""
     other = "its order of sums depends on the batch, or is not the one that all programs use"
     opt_in = "opt-in: neither measured for this node nor in select{prefer=[...]}"
-    names = {o.kernel.name for o in found}
+    names = {o.kernel.name for o in selected}
     rest = (k for k in claiming(node, kernels, target) if k.name not in names)
     return {k.name: k.reject(node, target) or k.missing() or (opt_in if k.opt_in else other) for k in rest}
 

@@ -77,11 +77,11 @@ def lacking(packages: Mapping[str, str]) -> str:
     """Return which package is not installed or has another version, or "". "13." is any version that begins so."""
     for name, supported in packages.items():
         try:
-            found = version(name)
+            installed = version(name)
         except PackageNotFoundError:
             return f"{name} is not installed"
-        if found != supported and not (supported.endswith(".") and found.startswith(supported)):
-            return f"{name} {found} is installed, and only {supported.rstrip('.')} is supported"
+        if installed != supported and not (supported.endswith(".") and installed.startswith(supported)):
+            return f"{name} {installed} is installed, and only {supported.rstrip('.')} is supported"
     return ""
 
 

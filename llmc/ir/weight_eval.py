@@ -95,11 +95,11 @@ class Blocks:
         with self._guard:
             lock = self._locks.setdefault(v, threading.Lock())
         with lock:
-            found = self._whole.get(v)
-            if found is None:
-                found = self._compute(v)
-                self._keep(v, found)
-            return found
+            array = self._whole.get(v)
+            if array is None:
+                array = self._compute(v)
+                self._keep(v, array)
+            return array
 
     def _keep(self, v: Value, x: np.ndarray) -> None:
         """Cache a whole value, and drop the oldest ones while the total exceeds KEEP. The newest is always kept."""

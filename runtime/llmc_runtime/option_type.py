@@ -114,16 +114,16 @@ def serve_option(group: str, default: Any, text: str, **more: Any) -> Any:
 def options_of(owner: type) -> Mapping[str, Option]:
     """Return the options that a dataclass declares, by name."""
     options = {}
-    for one in fields(owner):
-        if "option" in one.metadata:
-            text, more = one.metadata["option"]
-            options[one.name] = Option(one.name, one.default, text, **more)
+    for declared in fields(owner):
+        if "option" in declared.metadata:
+            text, more = declared.metadata["option"]
+            options[declared.name] = Option(declared.name, declared.default, text, **more)
     return MappingProxyType(options)
 
 
 def of_command(declared: Iterable[Option], command: str) -> list[Option]:
     """Return the options that are flags of a command."""
-    return [one for one in declared if command in one.commands]
+    return [option for option in declared if command in option.commands]
 
 
 def parse_bytes(text: str) -> int:

@@ -79,8 +79,8 @@ def pooled_values(pooled: bytes, pooling: Pooling, params: PoolingParams) -> np.
 
 def similarity(a: bytes, b: bytes, dimensions: int | None = None) -> float:
     """Return the cosine similarity of two embeddings that the engine returned, or of their first `dimensions`."""
-    one, other = (_normalized(np.frombuffer(x, np.float32)[:dimensions].astype(np.float64)) for x in (a, b))
-    return float(one @ other)
+    left, right = (_normalized(np.frombuffer(x, np.float32)[:dimensions].astype(np.float64)) for x in (a, b))
+    return float(left @ right)
 
 
 def _normalized(values: np.ndarray) -> np.ndarray:

@@ -102,8 +102,8 @@ def _absorb(g: Graph, n: Node, limit: int, ctx: Ctx) -> bool:
 
 
 def _only_reader(g: Graph, v: Value, n: Node) -> bool:
-    made = v.node is not None and v.node.op.name in PRODUCTS
-    return made and all(u is n for u in v.uses) and not any(v is o for o in g.outputs)
+    is_product = v.node is not None and v.node.op.name in PRODUCTS
+    return is_product and all(u is n for u in v.uses) and not any(v is o for o in g.outputs)
 
 
 def _together(products: Sequence[Value], limit: int) -> list[Value]:
@@ -209,16 +209,16 @@ def _joinable(n: Node, known: set[Value]) -> bool:
 
 def _hoist(g: Graph, values: Sequence[Value], before: Node) -> None:
     """Move the nodes that compute these weight-only values in front of `before`, if they come after it."""
-    made: dict[Node, None] = {}
+    hoisted: dict[Node, None] = {}
     work = [v.node for v in values if v.node is not None]
     while work:
         n = work.pop()
-        made[n] = None
-        work += [v.node for v in n.operands if v.node is not None and v.node not in made]
+        hoisted[n] = None
+        work += [v.node for v in n.operands if v.node is not None and v.node not in hoisted]
     behind = False
     for n in g.nodes:
         behind = behind or n is before
-        if behind and n in made:
+        if behind and n in hoisted:
             g.move_before(n, before)
 
 

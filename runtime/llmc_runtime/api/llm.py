@@ -192,9 +192,9 @@ class LLM(PoolingAPI):
         several = isinstance(messages, list | tuple) and bool(messages) and isinstance(messages[0], list | tuple)
         chats = list(messages) if several else [messages]
         ready = []
-        for i, one in enumerate(chats):
+        for i, conversation in enumerate(chats):
             try:
-                ready.append(self.chat_prompt(one, **template))
+                ready.append(self.chat_prompt(conversation, **template))
             except LlmcError as e:
                 raise numbered(e, i, len(chats)) from e
         params = self._params(sampling_params, ready, None)

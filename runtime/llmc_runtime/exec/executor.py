@@ -166,7 +166,7 @@ class Executor:
         else:
             out = _merge(ticket.work, tokens, logprobs, proposed)
         out.likely = ticket.likely
-        out.looked = {row: found.view(np.int32).tolist() for row, found in ticket.looked.items()}
+        out.looked = {row: values.view(np.int32).tolist() for row, values in ticket.looked.items()}
         return out
 
     def _pool(self, ticket: Ticket) -> StepOutput:

@@ -29,14 +29,14 @@ def precompiled(command: Sequence[str], version: str, cache: Path, kernels: int)
     if kernels < PAYS:
         return None
     with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as tmp:
-        made = Path(tmp, "made")
-        made.mkdir()
-        (made / header.name).write_text(_TEXT)
+        folder = Path(tmp, "made")
+        folder.mkdir()
+        (folder / header.name).write_text(_TEXT)
         argv = [*command, "-c", "-x", "c++-header", header.name, "-o", f"{header.name}.gch"]
-        if subprocess.run(argv, cwd=made, capture_output=True).returncode:
+        if subprocess.run(argv, cwd=folder, capture_output=True).returncode:
             return None
         try:
-            os.rename(made, header.parent)
+            os.rename(folder, header.parent)
         except OSError:  # another process has made it meanwhile
             pass
     return header if header.is_file() else None

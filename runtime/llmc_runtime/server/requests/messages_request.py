@@ -169,7 +169,7 @@ def to_chat(request: CountRequest) -> ChatRequest:
     return ChatRequest(
         **fields, **_thinking(request), messages=conversation.messages, model=request.model,
         response_format=_format_of(request), continue_final_message=continues or None,
-        tools=[_tool(one, f"tools[{i}]") for i, one in enumerate(request.tools or ())] or None,
+        tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or ())] or None,
         tool_choice=None if choice is None else _choice(choice),
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
     )  # fmt: skip

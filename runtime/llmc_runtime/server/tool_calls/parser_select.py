@@ -93,13 +93,13 @@ def _call_format(tokenizer: Tokenizer | None, text: str, calls: str) -> type[Cal
 
     Several formats may have a name; the one that fits the template takes precedence. Raises LlmcError E601.
     """
-    fitting = next((one for one in FORMATS if one.fits(text) and calls in (AUTO, one.name, *one.aliases)), None)
+    fitting = next((form for form in FORMATS if form.fits(text) and calls in (AUTO, form.name, *form.aliases)), None)
     if fitting is not None or calls == NONE:
         return fitting
     if calls != AUTO:
-        return registered(calls) or _named("tool_call_parser", calls, {one.name: one for one in FORMATS}, None)
+        return registered(calls) or _named("tool_call_parser", calls, {form.name: form for form in FORMATS}, None)
     if "tools" in text and "tool_calls" not in text:  # the template shows no calls
-        return next((one for one in FORMATS if one.token and _has(tokenizer, one.token)), None)
+        return next((form for form in FORMATS if form.token and _has(tokenizer, form.token)), None)
     return None
 
 
