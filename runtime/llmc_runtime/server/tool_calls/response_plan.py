@@ -89,7 +89,7 @@ class ResponsePlan:
     def _grammar(
         self, output_format: StructuredOutputsParams | None, strict: bool, param: str
     ) -> StructuredOutputsParams:
-        """Return the grammar of the response, in which content has `output_format`. Raises ApiError 400, and TooLong."""
+        """Return the grammar of the response; `output_format` is that of its content. Raises ApiError 400, TooLong."""
         tools, marker = self.tools, self.formats.marker
         thought = None if self.reasoning is None else lark_of(self.reasoning, self.opened, marker)
         parts, body = [], []
