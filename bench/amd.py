@@ -121,7 +121,7 @@ class Bench:
         return path
 
     def kernels(self) -> dict[str, Any]:
-        """Run the code objects of every kernel beside the references of their ops."""
+        """Run the code objects of every kernel compared with the references of their ops."""
         arguments = ("--target", self.target, "--sample", self.plan.sample)
         found = last_json(program("tests/gpu/hip_kernels.py", *arguments, codes=(0, 1)))
         if found["failed"]:

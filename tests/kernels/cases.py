@@ -1,4 +1,4 @@
-"""What kernels are tested on: the ops' own examples, and odd shapes, broadcasts, dtypes written as one-node texts."""
+"""Test cases of kernels: the examples of ops, and nodes written as text with odd shapes, broadcasts and dtypes."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def of_ops(kernels: list[Kernel], target: Target) -> Iterator[Case]:
 
 
 def of_texts(kernels: list[Kernel], target: Target) -> Iterator[Case]:
-    """The texts above, drawn anew with a seed each."""
+    """Yield the texts above, each with operands drawn from its own seed."""
     for i, t in enumerate(TEXTS):
         g = t.graph()
         inputs = t.inputs(g, np.random.default_rng(i))

@@ -1,4 +1,5 @@
-"""KV caches of 8-bit floats: GPU programs in the interpreter beside transformers with a cache that rounds alike."""
+"""KV caches of 8-bit floats: GPU programs in the interpreter compared with transformers with a cache that rounds
+alike."""
 
 from __future__ import annotations
 
