@@ -75,7 +75,7 @@ def scored(path: Path, ids: np.ndarray, device: InterpretDevice) -> np.ndarray: 
 
 @pytest.mark.drawn
 def test_served_tokens(tmp_path: Path, device: InterpretDevice) -> None:  # noqa: F811
-    """Chunked prompts, single tokens beside them, and a page from the prefix cache."""
+    """Chunked prompts batched with single tokens, and a page from the prefix cache."""
     print(f"seed {SEED}")
     model = save(SHALLOW, tmp_path / "model", SEED).float()
     options = Options(target=INTERPRETED.name, kv_cache_dtype="fp8", **LIMITS)
