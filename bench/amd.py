@@ -46,7 +46,7 @@ TINY = shapes.Shape(
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compared and measured.
+    """The models and sizes that are compared and measured.
 
     model: for comparisons; None is a random checkpoint of the first of `models`. prompts: texts, or token ids. tokens:
     that each generates. sample: of the cases of kernels, every so many-th runs. models: shapes with

@@ -92,7 +92,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all cases share."""
+    """The settings of all cases."""
 
     heads: Heads
     registry: Registry
@@ -248,7 +248,7 @@ def parts_of(node: Node, rows: int, target: Target) -> int:
 
 
 def compile_all(launches: Iterable[Launch], s: Setting, folder: Path) -> None:
-    """Compile what the folder does not have, on all cores."""
+    """Compile the binaries that the folder lacks, on all cores."""
     folder.mkdir(parents=True, exist_ok=True)
     missing = [x for x in {x.key: x for x in launches}.values() if read_entry(entry_path(folder, x.key)) is None]
     tools = Toolset(s.target, s.registry.toolchains)
