@@ -1,5 +1,4 @@
-"""Speed-up by speculative decoding at fixed acceptance rates, compared with the maximum for the step times and the
-rate.
+"""Speed-up by speculative decoding at fixed acceptance rates, compared with the maximum for step times and rate.
 
     python -m bench.gpu.speculation --artifacts DIR --out DIR --limit SECONDS [--batches 1,8,32,256]
                                     [--methods ngram,suffix,draft,eagle] [--nothing [too]] [--rounds N]
