@@ -198,8 +198,8 @@ class EngineOptions(metaclass=KeywordChecks):
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        for declared in options_of(type(self)).values():
-            object.__setattr__(self, declared.name, declared.checked(getattr(self, declared.name)))
+        for one in options_of(type(self)).values():
+            object.__setattr__(self, one.name, one.checked(getattr(self, one.name)))
         if self.data_parallel_size > 1 and self.trace is not None:
             cause = f"trace is one file, and data_parallel_size = {self.data_parallel_size}"
             raise LlmcError("E201", cause, "trace one engine, or use /admin/trace of llmc-serve")

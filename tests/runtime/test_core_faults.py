@@ -75,7 +75,7 @@ def test_an_ended_or_stopped_process_is_noticed_within_a_second_and_replaced(num
 
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_a_process_that_waits_for_a_processor_has_longer(goes_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stopped process that looks starved is allowed five times the limit."""
+    """A stopped one that seems to be starved: five times the limit, and no longer."""
     monkeypatch.setattr("llmc_runtime.engine.client.is_runnable", lambda pid: True)
 
     async def strike() -> None:
@@ -97,7 +97,7 @@ def test_a_process_that_waits_for_a_processor_has_longer(goes_on: bool, monkeypa
 
 
 def test_one_look_finds_a_starved_process_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its threads wait for each other at most checks. It is starved if it was runnable at one of them."""
+    """Its threads wait for each other at most checks: that it was runnable at one of them is enough."""
     looks = iter([False, True])
     monkeypatch.setattr("llmc_runtime.engine.client.is_runnable", lambda pid: next(looks, False))
 

@@ -301,16 +301,13 @@ def is_runnable(pid: int) -> bool:
 
     False if /proc has no answer.
     """
+    threads = Path(f"/proc/{pid}/task")
     with contextlib.suppress(OSError):
-        return any(_thread_state(thread) in ("R", "D") for thread in Path(f"/proc/{pid}/task").iterdir())
+        for thread in os.listdir(threads):
+            with contextlib.suppress(OSError):
+                if (threads / thread / "stat").read_text().rpartition(")")[2].split()[:1] in (["R"], ["D"]):
+                    return True
     return False
-
-
-def _thread_state(folder: Path) -> str:
-    """Return the letter of a thread's state from its folder in /proc; "" if the thread has ended."""
-    with contextlib.suppress(OSError):
-        return (folder / "stat").read_text().rpartition(")")[2].lstrip()[:1]
-    return ""
 
 
 def _signal_name(number: int) -> str:
