@@ -218,11 +218,15 @@ def _fish(roots: list[Node]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _fish_flag(flag: str) -> str:
+    """Return the option of `complete` for a flag: -l for --long, -s for a single letter, -o for -long."""
+    if flag.startswith("--"):
+        return f" -l {flag[2:]}"
+    return f" -s {flag[1:]}" if len(flag) == 2 else f" -o {flag[1:]}"
+
+
 def _fish_option(option: Option) -> str:
-    flags = "".join(
-        f" -l {flag[2:]}" if flag.startswith("--") else f" -s {flag[1:]}" if len(flag) == 2 else f" -o {flag[1:]}"
-        for flag in option.flags
-    )
+    flags = "".join(map(_fish_flag, option.flags))
     after = ""
     if isinstance(option.value, tuple):
         after = f" -x -a {shlex.quote(' '.join(option.value))}"

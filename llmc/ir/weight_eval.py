@@ -218,7 +218,9 @@ def _concat(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
         if a < b:
             pieces.append(blocks.rows(x, a, b))
         at += n
-    return np.concatenate(pieces) if len(pieces) > 1 else pieces[0] if pieces else _none(v)
+    if not pieces:
+        return _none(v)
+    return np.concatenate(pieces) if len(pieces) > 1 else pieces[0]
 
 
 def _reshape(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:

@@ -74,7 +74,9 @@ class Option:
     @property
     def unset(self) -> Any:
         """The value in argparse's namespace if the flag is absent."""
-        return False if self.inverted else list(self.default) if self.many else self.default
+        if self.inverted:
+            return False
+        return list(self.default) if self.many else self.default
 
     def value(self, args: argparse.Namespace) -> Any:
         """Return the keyword's value from the parsed flags."""
@@ -97,7 +99,8 @@ class Option:
             more["action"] = argparse.BooleanOptionalAction if self.negated else "store_true"
         else:
             more |= {"type": self.read, "metavar": self.metavar, "choices": self.choices}
-            more |= {"nargs": "+"} if self.many == "+" else {"action": "append"} if self.many else {}
+            if self.many:
+                more |= {"nargs": "+"} if self.many == "+" else {"action": "append"}
         group.add_argument(*self.spellings, dest=self.dest, **more)
 
 

@@ -68,7 +68,8 @@ def pooled_values(pooled: bytes, pooling: Pooling, params: PoolingParams) -> np.
     active = params.use_activation
     if pooling.task == EMBED:
         values = values[: params.dimensions]
-        return _normalized(values) if (pooling.normalize if active is None else active) else values
+        normalizes = pooling.normalize if active is None else active
+        return _normalized(values) if normalizes else values
     if active is False or pooling.activation == "none":
         return values
     if pooling.activation == "sigmoid":

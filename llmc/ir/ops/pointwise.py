@@ -145,7 +145,9 @@ def constant(*, value: float, dtype: str) -> Any:
 def cast(x: Any, *, dtype: str) -> Any:
     """Convert x to another dtype: floats round to nearest even, float to integer truncates."""
     kind = DTYPES[dtype].kind
-    return np.trunc(x) if kind == "i" and x.dtype.kind == "f" else (x != 0) if kind == "b" else x
+    if kind == "b":
+        return x != 0
+    return np.trunc(x) if kind == "i" and x.dtype.kind == "f" else x
 
 
 @op("() -> dtype[size]", example={"size": 7, "dtype": "i64"})

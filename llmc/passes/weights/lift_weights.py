@@ -64,7 +64,9 @@ class _Lifted:
     def output(self, v: Value, inner: Value) -> str:
         """Return the name of output `inner`; a weight that passes through keeps its checkpoint name."""
         if inner not in self.names:
-            base = inner.name if inner.node is None else f"{_origin(v)}.{v.node.op.name}" if v.node else inner.name
+            base = inner.name
+            if inner.node is not None and v.node is not None:
+                base = f"{_origin(v)}.{v.node.op.name}"
             name, n = base, 1
             while name in self.taken or (inner.node is not None and name in self.inputs):
                 n += 1

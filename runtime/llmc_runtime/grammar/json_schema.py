@@ -99,7 +99,9 @@ def _name_properties(schema: dict[str, Any]) -> None:
 def _bound_integers(schema: dict[str, Any]) -> None:
     """Replace the format of an integer by bounds."""
     kind, form = schema.get("type"), schema.get("format")
-    kinds = kind if isinstance(kind, list) else [] if kind is None else [kind]
+    if not isinstance(kind, list):
+        kind = [] if kind is None else [kind]
+    kinds: list[Any] = kind
     if not isinstance(form, str) or "string" in kinds:
         return
     if form not in _FORMATS:

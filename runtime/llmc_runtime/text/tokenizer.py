@@ -231,10 +231,9 @@ class Tokenizer:
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int | None] | None:
         """Return the ids of a vocabulary entry or of several; for others that of `unk_token`, or None."""
         unknown = self.named_id("unk_token")
-        ids = [
-            unknown if (i := self.token_id(t)) is None else i for t in ([tokens] if isinstance(tokens, str) else tokens)
-        ]
-        return ids[0] if isinstance(tokens, str) else ids
+        ids = [self.token_id(token) for token in ([tokens] if isinstance(tokens, str) else tokens)]
+        known_ids = [unknown if i is None else i for i in ids]
+        return known_ids[0] if isinstance(tokens, str) else known_ids
 
     def get_vocab(self) -> dict[str, int]:
         """Return the ids by vocabulary entry."""

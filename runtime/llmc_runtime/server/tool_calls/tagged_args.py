@@ -180,11 +180,10 @@ def patterns_of(schema: Mapping[str, Any]) -> list[str]:
     min_length, max_length, pattern = schema.get("minLength", 0), schema.get("maxLength"), schema.get("pattern", "")
     if type(min_length) is not int or type(max_length) not in (int, type(None)) or not isinstance(pattern, str):
         raise Inexpressible("minLength, maxLength or pattern of the wrong type")
-    patterns = (
-        [f"(?s:.{{{min_length},{'' if max_length is None else max_length}}})"]
-        if min_length or max_length is not None
-        else []
-    )
+    patterns: list[str] = []
+    if min_length or max_length is not None:
+        maximum = "" if max_length is None else max_length
+        patterns.append(f"(?s:.{{{min_length},{maximum}}})")
     if pattern:
         body = pattern.removeprefix("^")
         begin = ANY if body == pattern else ""
