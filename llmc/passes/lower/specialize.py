@@ -36,7 +36,7 @@ class Specialize(Pass):
     name: ClassVar[str] = "specialize"
 
     def run(self, m: Module, ctx: Ctx) -> int:
-        """Apply the pass to every graph; return the number of changes."""
+        """Replace @main and @draft by their entry points; return the number of graphs and of changes in them."""
         main = m.graphs.get("main")
         if main is None or "rows" not in {v.name for v in main.inputs} or not ctx.spend():
             return 0

@@ -21,7 +21,7 @@ class LiftWeights(Pass):
     name: ClassVar[str] = "lift-weights"
 
     def run(self, m: Module, ctx: Ctx) -> int:
-        """Apply the pass to every graph; return the number of changes."""
+        """Move nodes of every launched graph to @weights; return the number of changes."""
         entries = m.launched
         if not any(v.weight for g in entries for v in g.inputs) or WEIGHTS in m.graphs or not ctx.spend():
             return 0
