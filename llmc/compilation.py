@@ -59,11 +59,11 @@ class Compilation:
         self.ir: list[tuple[str, str]] = []
         self.reports: dict[str, Any] = {}
         self.formats: dict[str, int] = {}  # of quantised weights of the checkpoint -> how many weights
-        self.extensions: dict[str, list[str]] = {}  # extension -> what the compile used of it
+        self.extensions: dict[str, list[str]] = {}  # extension -> its parts that the compile used
         self.shapes_known = False  # whether stored tensors have the shapes that the whole model's weights have
         self.head = head_of(options)  # the head that drafts, if there is one
         self.kv_dtype = ""  # of the KV cache; empty: that of the activations
-        self.pool = ""  # what a model that pools returns of a prompt (see PageAttention); empty: it generates
+        self.pool = ""  # how the model pools (see PageAttention); empty: it generates
 
     def done(self, stage: str, detail: str) -> None:
         """Record the seconds since the previous stage ended, and print the stage's line."""

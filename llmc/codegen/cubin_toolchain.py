@@ -86,7 +86,7 @@ def lacking(packages: Mapping[str, str]) -> str:
 
 
 def launch_facts(source: Source) -> list[Any]:
-    """Return what a key needs of a source's launches, apart from the grid."""
+    """Return the parts of a source's launches that a key depends on, without the grid."""
     maps = [(m.param, len(m.shape), m.box, m.swizzle) for m in source.maps]
     passes = [(p.kind, p.index, p.nbytes) for p in source.passes]
     return [source.entry, passes, source.threads, source.shared, maps]

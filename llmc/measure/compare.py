@@ -55,7 +55,7 @@ class Launch:
 
 
 def compare_kernels(source: Path, kernels: Sequence[str], settings: Settings, options: Any = None) -> list[Any]:
-    """Measure every node that `kernels` can run beside the most promising schedules of the other kernels.
+    """Measure every node that `kernels` can run, with them and with the most promising schedules of the other kernels.
 
     Return the comparisons as data (see `render`), the slowest first. Raises the errors of `tune`.
     """

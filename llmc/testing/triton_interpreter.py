@@ -1,4 +1,4 @@
-"""Runs Triton kernels in Triton's interpreter on the CPU beside the reference, and compiles them; needs no GPU."""
+"""Compiles Triton kernels, and compares their results in Triton's interpreter with the reference. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def run_case(case: Case, on: Target = INTERPRETED) -> None:
 
 
 def descriptor(flat: torch.Tensor, shape: Sequence[int], box: Sequence[int]) -> Any:
-    """Return what a kernel in the interpreter takes as a tensor map of a buffer's first elements."""
+    """Return the object that a kernel in the interpreter takes as a tensor map of a buffer's first elements."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor.from_tensor(flat[: math.prod(shape)].view(*shape), list(box))

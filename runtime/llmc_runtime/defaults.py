@@ -1,4 +1,4 @@
-"""Sampling defaults: the model's generation_config.json, or what the options replace it with."""
+"""Sampling defaults: the model's generation_config.json, or the values that options replace it with."""
 
 from __future__ import annotations
 

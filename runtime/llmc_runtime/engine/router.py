@@ -1,4 +1,5 @@
-"""Router: which of several engines gets a request. It does no IO; its only input is what the front has sent.
+"""Router: which of several engines gets a request. It does no IO; its only input are the requests that the front has
+sent.
 
 A request goes to the engine with the least cost: the prompt tokens that it would have to compute, those that are queued
 there, and RUNNING tokens for each open sequence. Engines with more than their share of the open sequences are left out.
@@ -69,7 +70,7 @@ class Router:
         return chosen, uncached[chosen]
 
     def forget(self, engine: int) -> None:
-        """Forget what the engine has cached."""
+        """Forget the engine's cached prefixes."""
         self._held[engine].clear()
 
     def _chain(self, tokens: Sequence[int], salt: str) -> list[bytes]:

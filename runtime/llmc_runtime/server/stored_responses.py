@@ -142,7 +142,7 @@ class ResponseStore:
         return True
 
     def cancel(self, key: str, reserved: int) -> None:
-        """Release what was reserved for a response."""
+        """Release the space reserved for a response."""
         self._count(key, -reserved, -1)
 
     def _found(

@@ -16,7 +16,7 @@ _TEXT = "".join(f"#include <{name}>\n" for name in HEADERS)
 
 
 def precompiled(command: Sequence[str], version: str, cache: Path, kernels: int) -> Path | None:
-    """Return the header that kernels include first (-include), in `cache`; GCC finds its precompiled form beside it.
+    """Return the header that kernels include first (-include), in `cache`; GCC finds its precompiled form next to it.
 
     command: the compiler and its flags. version: the compiler's. kernels: how many kernels are to be compiled. None if
     there is no precompiled form and too few kernels to make one, or if it cannot be made; kernels compile without it,

@@ -111,7 +111,7 @@ class MessageTokens:
         self._pending = deque[Piece]()  # neither reasoning, a message nor a call yet
 
     def take(self, piece: Piece, delta: Delta) -> list[ScoredToken]:
-        """Return the tokens of `delta.content`. `delta` is what the parser made of the piece."""
+        """Return the tokens of `delta.content`. `delta` is the parser's result for the piece."""
         if piece.text:
             self._pending.append(piece)
         self._cut(delta.reasoning)

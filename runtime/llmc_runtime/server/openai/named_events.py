@@ -96,7 +96,7 @@ class NamedEvents(Chat):
     def _parsed(
         self, output: CompletionOutput, parser: MessageParser, texts: TokenTexts, message: MessageTokens
     ) -> Iterator[tuple[Delta, list[ScoredToken]]]:
-        """Yield what the parser makes of an update, with log-probabilities piece by piece with the content's tokens."""
+        """Yield the parser's results for an update, with log-probabilities piece by piece with the content's tokens."""
         final, cut = output.finish_reason is not None, is_cut(output.finish_reason, output.stop_reason)
         if not self._request.logprobs:
             yield parser.take(output.text, output.token_ids, final=final, cut=cut), []

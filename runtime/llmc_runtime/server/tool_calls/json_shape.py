@@ -26,7 +26,7 @@ class Json(Enum):
 
 
 class Word(Enum):
-    """Parts of letters and digits, by the regular expression of what a grammar allows."""
+    """Parts of letters and digits, with the regular expressions that grammars allow."""
 
     ID = "[A-Za-z0-9]{9}"
     INDEX = "[0-9]{1,3}"
@@ -235,7 +235,7 @@ def expression(parts: Iterable[object], marker: Marker, marks: Collection[str]) 
 
 
 def _enforced(parts: Iterable[object]) -> Iterator[object]:
-    """Replace the optional parts that a grammar requires by what they contain."""
+    """Replace the optional parts that a grammar requires by their contents."""
     for part in parts:
         yield from part.parts if isinstance(part, Optional) and part.enforced else (part,)
 

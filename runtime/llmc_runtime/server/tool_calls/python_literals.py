@@ -61,7 +61,7 @@ class PythonText:
         return bool(self._new)
 
     def take(self) -> str:
-        """Return the JSON of what was read since the last call."""
+        """Return the JSON of the text that was read since the last call."""
         new, self._new = "".join(self._new), []
         return new
 

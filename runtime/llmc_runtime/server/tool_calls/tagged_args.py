@@ -154,7 +154,7 @@ def alternatives(schema: Any, root: Mapping[str, Any], budget: PartBudget | None
     """
     budget = budget or PartBudget()
     target = {} if schema is True else resolved(schema, root)
-    has_siblings = target is not schema and isinstance(schema, dict) and len(schema) > 1  # keywords beside a $ref
+    has_siblings = target is not schema and isinstance(schema, dict) and len(schema) > 1  # keywords next to a $ref
     if not budget.spend() or target is None or has_siblings:
         raise Inexpressible("a $ref that cannot be resolved or has other keywords beside it")
     if list(target) == ["allOf"] and isinstance(target["allOf"], list) and len(target["allOf"]) == 1:
@@ -168,7 +168,7 @@ def alternatives(schema: Any, root: Mapping[str, Any], budget: PartBudget | None
 
 
 def whole(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a part of the schema `root` together with its definitions, so that it can be used alone."""
+    """Return a part of the schema `root` together with its definitions, so that it can be used by itself."""
     return {**{key: root[key] for key in ("$defs", "definitions") if key in root}, **schema}
 
 

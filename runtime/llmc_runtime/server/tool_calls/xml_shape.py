@@ -28,7 +28,7 @@ LINE = Optional(("\n",), enforced=False)  # a newline that a grammar permits
 
 
 class Xml(Enum):
-    """Parts of a call, beside texts and LINE."""
+    """Parts of a call, besides texts and LINE."""
 
     NAME = "the name of the tool"
     FIELDS = "its arguments, as `field` describes them"
