@@ -14,10 +14,7 @@ from llmc.ir.ops.comm import COLLECTIVES
 
 
 def run_ranks(
-    g: Graph,
-    inputs: Sequence[Sequence[Any]],
-    symbols: Mapping[str, int] | None = None,
-    exact: bool = False,
+    g: Graph, inputs: Sequence[Sequence[Any]], symbols: Mapping[str, int] | None = None, exact: bool = False
 ) -> list[list[np.ndarray]]:
     """Evaluate a graph on all ranks and return the outputs of each.
 

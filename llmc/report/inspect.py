@@ -51,11 +51,7 @@ def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) 
         "ranks": m.ranks,
         "memory": memory(a.programs, m.states, read),
         "kv": kv_capacity(m, kv_bytes),
-        "kernels": {
-            "count": len(m.kernels),
-            "largest": _largest(m, predicted, kernels),
-            "licenses": _licenses(m),
-        },
+        "kernels": {"count": len(m.kernels), "largest": _largest(m, predicted, kernels), "licenses": _licenses(m)},
         "predicted_us": {n: prediction_facts(p) for n, p in predicted.items()},
     }
 

@@ -9,15 +9,7 @@ from typing import TypeVar
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.grammar.lark_text import lark, with_special
 from llmc_runtime.server.tool_calls.call_format import CallFormat
-from llmc_runtime.server.tool_calls.reasoning import (
-    ANALYSIS,
-    ANSWER,
-    BRACKETS,
-    GRANITE,
-    SEED,
-    THINK,
-    ReasoningFormat,
-)
+from llmc_runtime.server.tool_calls.reasoning import ANALYSIS, ANSWER, BRACKETS, GRANITE, SEED, THINK, ReasoningFormat
 from llmc_runtime.server.tool_calls.reasoning import FORMATS as REASONING_FORMATS
 from llmc_runtime.server.tool_calls.registry import FORMATS
 from llmc_runtime.server.tool_calls.registry import call_format as registered
