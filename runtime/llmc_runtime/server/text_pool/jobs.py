@@ -108,8 +108,8 @@ class TextJobs:
             check_size(encoded)
             earlier = msgspec.json.decode(encoded or b"{}", type=Earlier)
             own = own_items(request, earlier)
-            is_stored = self._spec.stores and request.store is not False
-            return to_chat(request, earlier.previous, own), list(map(msgspec.json.encode, own)) if is_stored else []
+            kept = self._spec.stores and request.store is not False
+            return to_chat(request, earlier.previous, own), list(map(msgspec.json.encode, own)) if kept else []
 
         return self._chat(to_chat(rest, [], []), _fields(rest), whole, references_of(request))
 
