@@ -1,5 +1,4 @@
-"""Router: which of several engines gets a request. It does no IO; its only input are the requests that the front has
-sent.
+"""Router: which of several engines gets a request. It does no IO; its only input is what the front has sent.
 
 A request goes to the engine with the least cost: the prompt tokens that it would have to compute, those that are queued
 there, and RUNNING tokens for each open sequence. Engines with more than their share of the open sequences are left out.
