@@ -53,9 +53,9 @@ class Router:
         `loads` are the engines that can take it, at least one. Without `reuses`, the request ignores cached prefixes.
         """
         chain = self._chain(tokens, salt)
-        max_reused = (len(tokens) - 1) // self._page_size  # the last token is always computed
+        most = (len(tokens) - 1) // self._page_size  # the last token is always computed
         uncached = {
-            engine: len(tokens) - self._page_size * (min(max_reused, self._matched(engine, chain)) if reuses else 0)
+            engine: len(tokens) - self._page_size * (min(most, self._matched(engine, chain)) if reuses else 0)
             for engine in below_share(loads)
         }
 
@@ -69,7 +69,7 @@ class Router:
         return chosen, uncached[chosen]
 
     def forget(self, engine: int) -> None:
-        """Forget the engine's cached prefixes."""
+        """Forget what the engine has cached."""
         self._held[engine].clear()
 
     def _chain(self, tokens: Sequence[int], salt: str) -> list[bytes]:
@@ -81,14 +81,14 @@ class Router:
         return chain[1:]
 
     def _matched(self, engine: int, chain: Sequence[bytes]) -> int:
-        digests = self._held[engine]
-        return next((index for index, digest in enumerate(chain) if digest not in digests), len(chain))
+        held = self._held[engine]
+        return next((index for index, digest in enumerate(chain) if digest not in held), len(chain))
 
     def _remember(self, engine: int, chain: Sequence[bytes]) -> None:
         """Remember pages as the latest. First pages are the last to be forgotten, since the others follow them."""
-        digests = self._held[engine]
+        held = self._held[engine]
         for digest in reversed(chain):
-            digests[digest] = None
-            digests.move_to_end(digest)
-        while len(digests) > self._bound:
-            digests.popitem(last=False)
+            held[digest] = None
+            held.move_to_end(digest)
+        while len(held) > self._bound:
+            held.popitem(last=False)
