@@ -31,7 +31,6 @@ UNPAGED = ("latent_attention",)  # `page-attention` replaces it
 COLLECTIVES = ("all_reduce", "all_gather")
 # Only in the graph of the stored tensors, which the compiler evaluates (llmc/ir/weight_eval.py), or lowered before.
 DECODING = tuple(op.name for op in quantize.OPS if op.name != "take_columns")
-# Made by passes of the GPU pipelines alone: no CPU kernel runs them (test_triton_*.py).
 # The matrix units multiply bf16 pairs and keep probabilities as bf16; a normed head is rounded before it is rotated.
 ROUGH = (
     "cpu/linear",
@@ -46,6 +45,7 @@ ROUGH = (
     "triton/rope_append",
 )
 GPU_ONLY = (
+    # Ops that only passes of the GPU pipelines make (test_triton_*.py); there are no CPU kernels for them.
     "rope_append", "paged_attention_split", "paged_attention_parts", "paged_attention_single",
     "paged_latent_attention_split",
     "attention_combine", "norm_linear", "row_begin", "all_reduce_add", "all_reduce_norm",
