@@ -46,7 +46,7 @@ TINY = shapes.Shape(
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compared and measured.
+    """The models and sizes that are compared and measured.
 
     model: for comparisons; None is a random checkpoint of the first of `models`. prompts: texts, or token ids. tokens:
     that each generates. sample: of the cases of kernels, every so many-th runs. models: shapes with
@@ -121,7 +121,7 @@ class Bench:
         return path
 
     def kernels(self) -> dict[str, Any]:
-        """Run the code objects of every kernel beside the references of their ops."""
+        """Run the code objects of every kernel compared with the references of their ops."""
         arguments = ("--target", self.target, "--sample", self.plan.sample)
         found = last_json(program("tests/gpu/hip_kernels.py", *arguments, codes=(0, 1)))
         if found["failed"]:

@@ -1,4 +1,4 @@
-"""Time an artifact compiled with --deterministic beside the ordinary one of the same model, on the CPU.
+"""Compare the times of an artifact compiled with --deterministic and of the ordinary one of the same model, on the CPU.
 
     python -m bench.deterministic ORDINARY DETERMINISTIC [--rounds N]
 

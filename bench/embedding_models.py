@@ -70,7 +70,7 @@ LOADS = {
 
 
 def tokenizer(encoder: bool) -> Any:
-    """The demonstration model's tokenizer with the special tokens of an encoder, or with an end token behind."""
+    """The demonstration model's tokenizer with the special tokens of an encoder, or with a final end token."""
     from tokenizers import Tokenizer, processors
 
     one = Tokenizer.from_file(str(DEMO / "tokenizer.json"))

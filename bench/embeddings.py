@@ -1,4 +1,4 @@
-"""Embeddings and scores of pairs beside sentence-transformers, from texts to numbers, with random weights.
+"""Compare embeddings and scores of pairs with sentence-transformers, from texts to numbers, with random weights.
 
     python -m bench.embeddings [--models A,B] [--device cpu|cuda] [--loads A,B] [--rounds N] [--scale N]
         [--threads N] [--artifacts DIR] [--compile-only] [--served] [--json FILE] [--peer PYTHON] [--peer-kind KIND]
@@ -93,7 +93,7 @@ def sentence_transformers(path: str, task: str, batch: int, device: str) -> tupl
 
 
 def transformers(path: str, task: str, batch: int, device: str) -> tuple[Run, str]:
-    """The same with transformers alone: batches of texts in order of length, and the pooling by hand."""
+    """The same with only transformers: batches of texts in order of length, pooled here."""
     import numpy as np
     import torch
     import transformers as hf

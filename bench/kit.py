@@ -178,7 +178,7 @@ def run(command: Sequence[str], env: dict[str, str] | None = None, sample: float
 
 @dataclass
 class Table:
-    """A titled table; conftest prints all of a session's at its end and keeps them beside the JSON."""
+    """A titled table; conftest prints all tables at the end of a session and stores them with the JSON."""
 
     title: str
     columns: tuple[str, ...]

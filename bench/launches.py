@@ -2,8 +2,8 @@
 
     python -m bench.launches ARTIFACT [--tokens 1] [--context 64] [--rows 1] [--repeat 20] [--top 30] [--each]
 
-Times are thread 0's, with a barrier after every launch (which the ordinary step leaves out where it can). The minimum
-over the repeats is printed beside the median, since a busy machine only ever adds.
+Times are those of thread 0, with a barrier after every launch (an ordinary step omits some barriers). Both the minimum
+and the median of the repeats are printed, since other load only increases times.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CPU kernels beside this machine's ceilings, which are measured in between on the same threads.
+"""CPU kernels compared with this machine's ceilings, which are measured in between on the same threads.
 
 The products and the attention of the Qwen2.5-0.5B shape in bf16 and f32, and products over codes of 8 and 4 bits:
 decode as a share of the read bandwidth, a 512-token prompt as a share of the multiply-add rate of floats. Shares are
@@ -172,7 +172,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 @pytest.mark.parametrize("name", [p[0] for p in PRODUCTS])
 @pytest.mark.parametrize("rows", (1, 8))
 def test_decode(benchmark: Any, bench: Bench, name: str, dtype: str, rows: int) -> None:
-    """Few rows: weight bytes per second, beside the read bandwidth."""
+    """Few rows: weight bytes per second, compared with the read bandwidth."""
     node = product(name, dtype)
     call = bench.kernel(LINEAR, node, {"T": rows}, {})
     report(benchmark, call, bench.bandwidth, _bytes(node.operands[1].type, {}), "GB/s")
@@ -182,7 +182,7 @@ def test_decode(benchmark: Any, bench: Bench, name: str, dtype: str, rows: int) 
 @pytest.mark.parametrize("name", [p[0] for p in PRODUCTS[:4]])
 @pytest.mark.parametrize("rows", (64, 512))
 def test_prefill(benchmark: Any, bench: Bench, name: str, dtype: str, rows: int) -> None:
-    """Many rows: flops per second, beside the rate of the same loop in the first-level cache."""
+    """Many rows: flops per second, compared with the rate of the same loop in the first-level cache."""
     node = product(name, dtype)
     flops = 2.0 * rows * next(n * k * parts for what, n, k, parts, _, _ in PRODUCTS if what == name)
     report(benchmark, bench.kernel(LINEAR, node, {"T": rows}, {}), lambda: bench.peak(dtype), flops, "GFLOP/s")
@@ -192,7 +192,7 @@ def test_prefill(benchmark: Any, bench: Bench, name: str, dtype: str, rows: int)
 @pytest.mark.parametrize("name", [p[0] for p in PRODUCTS])
 @pytest.mark.parametrize("rows", (1, 8))
 def test_quantized_decode(benchmark: Any, bench: Bench, name: str, rows: int, bits: int, group: int) -> None:
-    """Few rows: bytes of codes and scales per second, beside the read bandwidth."""
+    """Few rows: bytes of codes and scales per second, compared with the read bandwidth."""
     node = quantized(name, bits, group)
     weights = sum(_bytes(v.type, {}) for v in node.operands[1:3])
     report(benchmark, bench.kernel(QUANTIZED_LINEAR, node, {"T": rows}, {}), bench.bandwidth, weights, "GB/s")
@@ -202,7 +202,8 @@ def test_quantized_decode(benchmark: Any, bench: Bench, name: str, rows: int, bi
 @pytest.mark.parametrize("name", [p[0] for p in PRODUCTS[:4]])
 @pytest.mark.parametrize("rows", (64, 512))
 def test_quantized_prefill(benchmark: Any, bench: Bench, name: str, rows: int, bits: int, group: int) -> None:
-    """Many rows: integer operations per second, beside the rate of the float product in the first-level cache."""
+    """Many rows: integer operations per second, compared with the rate of the float product in the first-level
+    cache."""
     node = quantized(name, bits, group)
     flops = 2.0 * rows * next(n * k * parts for what, n, k, parts, _, _ in PRODUCTS if what == name)
     call = bench.kernel(QUANTIZED_LINEAR, node, {"T": rows}, {})

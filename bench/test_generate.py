@@ -1,7 +1,7 @@
 """Decode and prefill of the Qwen2.5-0.5B shape: batch 1, greedy, random weights, contenders interleaved in one run.
 
-Ours through LLM.generate in bf16 runs beside transformers (eager; static cache and torch.compile) and llama.cpp f16;
-ours in int8 and int4, the head included, beside llama.cpp's q8_0 and q4_0.
+llmc (LLM.generate) in bf16 is compared with transformers (eager; static cache and torch.compile) and llama.cpp
+f16; llmc in int8 and int4, including the head, with llama.cpp's q8_0 and q4_0.
 
 decode = (seconds of a prompt and N + 1 tokens - seconds of the prompt and 1) / N; prefill = seconds of a prompt and 1.
 llama.cpp takes part where build/bench/llamacpp holds llama-cpp-python and gguf (make bench-peers).

@@ -307,9 +307,9 @@ def _quantize(args: argparse.Namespace, out: IO[str]) -> int:
     from llmc.quant.make.plan import Settings
     from llmc.quant.make.quantize_model import quantize_model
 
-    given = {name: getattr(args, name) for name in Settings.__dataclass_fields__} | {"ignore": tuple(args.ignore)}
-    made = quantize_model(args.model, args.output, Settings(**given), console, read_hub(args))
-    _print(made.as_json(), args.json, lambda _: made.text(), out)
+    settings = {name: getattr(args, name) for name in Settings.__dataclass_fields__} | {"ignore": tuple(args.ignore)}
+    written = quantize_model(args.model, args.output, Settings(**settings), console, read_hub(args))
+    _print(written.as_json(), args.json, lambda _: written.text(), out)
     return 0
 
 

@@ -59,11 +59,11 @@ class Compilation:
         self.ir: list[tuple[str, str]] = []
         self.reports: dict[str, Any] = {}
         self.formats: dict[str, int] = {}  # of quantised weights of the checkpoint -> how many weights
-        self.extensions: dict[str, list[str]] = {}  # extension -> what the compile used of it
+        self.extensions: dict[str, list[str]] = {}  # extension -> its parts that the compile used
         self.shapes_known = False  # whether stored tensors have the shapes that the whole model's weights have
         self.head = head_of(options)  # the head that drafts, if there is one
         self.kv_dtype = ""  # of the KV cache; empty: that of the activations
-        self.pool = ""  # what a model that pools returns of a prompt (see PageAttention); empty: it generates
+        self.pool = ""  # how the model pools (see PageAttention); empty: it generates
 
     def done(self, stage: str, detail: str) -> None:
         """Record the seconds since the previous stage ended, and print the stage's line."""
@@ -136,16 +136,16 @@ class Compilation:
         from llmc.quant.typed_weights import use_codes
 
         decoder = decoder_of(traced.source.config, self.registry.schemes)
-        found = Checkpoint(traced, decoder=decoder)
+        checkpoint = Checkpoint(traced, decoder=decoder)
         if decoder and decoder.labels:
-            kept = use_codes(traced.module, found, self.registry.opset())
+            num_codes = use_codes(traced.module, checkpoint, self.registry.opset())
             self.ir.append(("quantised-weights", show(traced.module)))
             self.formats |= decoder.labels.most_common()
             formats = ", ".join(f"{count} in {label}" for label, count in self.formats.items())
             total = sum(decoder.labels.values())
-            rest = f"; {total - kept} of them are converted to {traced.facts.dtype}" if kept < total else ""
+            rest = f"; {total - num_codes} of them are converted to {traced.facts.dtype}" if num_codes < total else ""
             self.note(f"the checkpoint has quantised weights: {formats}{rest}")
-        return found
+        return checkpoint
 
     def trace(self, untied: Collection[str] = ()) -> Any:
         """Trace the model into IR, with limits and dtype applied; `untied` as in `trace_model.trace`.

@@ -55,16 +55,24 @@ def _node(
     arguments: tuple[str, ...] | str = ""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
-            for key, inner in action.choices.items():
-                node = _node(key, others.get(" ".join((*path, key)), inner), others, (*path, key))
-                subcommands.append(replace(node, name=key, help=_summary(helps.get(key, ""))))
+            subcommands += _subcommands(action, others, path)
         elif action.option_strings and action.help != argparse.SUPPRESS:
             option = Option(tuple(action.option_strings), _summary(action.help or ""), _value_kind(action))
             options[option.flags[0]] = option
         elif not action.option_strings:
             arguments = arguments or _value_kind(action) or _FILES
     return Node(name, _summary(parser.description or ""), tuple(options.values()), tuple(subcommands), arguments, path)
+
+
+def _subcommands(
+    action: argparse._SubParsersAction, others: Mapping[str, argparse.ArgumentParser], path: tuple[str, ...]
+) -> Iterator[Node]:
+    """Convert the subparsers of a command, with the help that `action` declares for each."""
+    helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
+    for name, parser in action.choices.items():
+        inner_path = (*path, name)
+        node = _node(name, others.get(" ".join(inner_path), parser), others, inner_path)
+        yield replace(node, help=_summary(helps.get(name, "")))
 
 
 def _value_kind(action: argparse.Action) -> tuple[str, ...] | str | None:
@@ -210,11 +218,15 @@ def _fish(roots: list[Node]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _fish_flag(flag: str) -> str:
+    """Return the option of `complete` for a flag: -l for --long, -s for a single letter, -o for -long."""
+    if flag.startswith("--"):
+        return f" -l {flag[2:]}"
+    return f" -s {flag[1:]}" if len(flag) == 2 else f" -o {flag[1:]}"
+
+
 def _fish_option(option: Option) -> str:
-    flags = "".join(
-        f" -l {flag[2:]}" if flag.startswith("--") else f" -s {flag[1:]}" if len(flag) == 2 else f" -o {flag[1:]}"
-        for flag in option.flags
-    )
+    flags = "".join(map(_fish_flag, option.flags))
     after = ""
     if isinstance(option.value, tuple):
         after = f" -x -a {shlex.quote(' '.join(option.value))}"

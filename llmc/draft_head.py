@@ -77,11 +77,11 @@ def _embedding(traced: Any, graph: Graph, name: str) -> str:
     """
     module = traced.model.get_input_embeddings()
     path = next((path for path, m in traced.model.named_modules() if m is module), "")
-    found = traced.tied.get(f"{path}.weight", f"{path}.weight")
-    theirs = next((v.type for v in traced.module.graphs["main"].inputs if v.name == found), None)
-    (mine,) = (v for v in graph.inputs if v.name == name)
-    if theirs != mine.type:
-        cause = f"the head has no embedding of its own, and {traced.facts.architecture} has none of {mine.type}"
+    model_name = traced.tied.get(f"{path}.weight", f"{path}.weight")
+    model_type = next((v.type for v in traced.module.graphs["main"].inputs if v.name == model_name), None)
+    (embedding,) = (v for v in graph.inputs if v.name == name)
+    if model_type != embedding.type:
+        cause = f"the head has no embedding of its own, and {traced.facts.architecture} has none of {embedding.type}"
         raise Diagnostic("E360", cause, "use a head with an embedding of its own")
-    mine.name = found
-    return found
+    embedding.name = model_name
+    return model_name

@@ -21,7 +21,7 @@ class MtpLayer:
     """A head that reads the last hidden state of the model that verifies."""
 
     def aux_layers(self, total: int) -> tuple[int, ...]:
-        """Return what the traced model hands over (see trace_model.trace): its last hidden state."""
+        """Return the values that the traced model hands over (see trace_model.trace): its last hidden state."""
         return (total,)
 
 

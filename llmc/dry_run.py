@@ -107,15 +107,15 @@ def _model(job: Compilation, traced: Any) -> dict[str, Any]:
     """The facts about the model that do not depend on the target's kernels."""
     facts = traced.facts
     sizes = [w.type.numel.const or 0 for name, w in traced.weights.items() if name not in traced.buffers]
-    found = [f"{count} in {label}" for label, count in job.formats.items()]
-    found += [planned_recipe(job.options).describe()] if job.options.quant != NONE else []
+    recipes = [f"{count} in {label}" for label, count in job.formats.items()]
+    recipes += [planned_recipe(job.options).describe()] if job.options.quant != NONE else []
     head = job.options.quant_head
-    found += [f"output projection: {RECIPES[head].describe()}"] if head != NONE else []
+    recipes += [f"output projection: {RECIPES[head].describe()}"] if head != NONE else []
     return {
         "name": str(job.origin.name or job.model.resolve().name),
         "architecture": facts.architecture,
         "parameters": sum(sizes),
-        "quantised": found,
+        "quantised": recipes,
         "dtype": facts.dtype,
         "layers": len(facts.heads),
         "target": job.target.name,
@@ -151,7 +151,9 @@ def _kind(p: Program) -> str:
         return "draft"
     if not p.uniform:
         return "prefill"
-    return "verify" if p.drafts else "plain" if p.is_plain else "decode"
+    if p.drafts:
+        return "verify"
+    return "plain" if p.is_plain else "decode"
 
 
 def _compile(built: DryBuild, job: Compilation, weights: int, kind: str) -> dict[str, Any]:
@@ -273,10 +275,11 @@ def _time_lines(rows: Any) -> list[str]:
     decode = [r for r in rows if r["kind"] == "decode"]
     prefill = [r for r in rows if r["kind"] == "prefill"]
     some = [r for r in prefill if r["tokens"] <= 512][-1:] or prefill[:1]
-    return [
-        f"  {r['kind']:8}  predicted {us_text(r['us'])} per step of {r['tokens']} token{'s' if r['tokens'] > 1 else ''}"
-        f", {r['rows']} row{'s' if r['rows'] > 1 else ''} ({r['tokens_per_second']:,.0f} tokens/s; "
-        f"roofline {us_text(r['roofline_us'])}"
-        f"{'; collectives ' + us_text(r['collectives_us']) if r['collectives_us'] else ''})"
-        for r in [*decode, *some]
-    ]
+    lines = []
+    for r in [*decode, *some]:
+        sizes = f"{r['tokens']} token{'s' if r['tokens'] > 1 else ''}, {r['rows']} row{'s' if r['rows'] > 1 else ''}"
+        figures = f"{r['tokens_per_second']:,.0f} tokens/s; roofline {us_text(r['roofline_us'])}"
+        if r["collectives_us"]:
+            figures += f"; collectives {us_text(r['collectives_us'])}"
+        lines.append(f"  {r['kind']:8}  predicted {us_text(r['us'])} per step of {sizes} ({figures})")
+    return lines

@@ -189,19 +189,24 @@ def combine(extensions: Iterable[Extension]) -> Registry:
     Raises Diagnostic E422 if two provide the same name of a kind, and E423 if a kind does not map names to texts.
     """
     members = tuple(extensions)
-    for one in members:
-        _check_texts(one)
-    contributions = {}
-    for kind in KINDS:
-        texts: dict[str, str] = {}
-        owner: dict[str, str] = {}
-        for e in members:
-            for name, text in getattr(e, kind).items():
-                if name in texts:
-                    raise _clash(_singular(kind), name, owner[name], e.name)
-                texts[name], owner[name] = text, e.name
-        contributions[kind] = Contributions(_singular(kind), MappingProxyType(texts), literal=kind == "pipelines")
+    for extension in members:
+        _check_texts(extension)
+    contributions = {
+        kind: Contributions(_singular(kind), _merged(members, kind), literal=kind == "pipelines") for kind in KINDS
+    }
     return Registry(**contributions, extensions=members)
+
+
+def _merged(extensions: Iterable[Extension], kind: str) -> Mapping[str, str]:
+    """Merge the texts of one kind by name; raises Diagnostic E422 if two extensions provide the same name."""
+    texts: dict[str, str] = {}
+    owner: dict[str, str] = {}
+    for extension in extensions:
+        for name, text in getattr(extension, kind).items():
+            if name in texts:
+                raise _clash(_singular(kind), name, owner[name], extension.name)
+            texts[name], owner[name] = text, extension.name
+    return MappingProxyType(texts)
 
 
 def load(more: Iterable[Extension] = ()) -> Registry:

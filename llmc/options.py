@@ -26,7 +26,7 @@ BOTH = ("compile", "tune")
 MAX_LIMITS: Mapping[str, int] = MappingProxyType(
     {"max_num_seqs": 1 << 16, "max_num_batched_tokens": 1 << 20}
 )  # of any target
-FILES = "files and caches"  # heading of the options that do not change what an artifact contains
+FILES = "files and caches"  # heading of the options that do not change the contents of an artifact
 
 
 def _artifact(default: Any, text: str, read: Any = positive, metavar: str | None = "N", **more: Any) -> Any:

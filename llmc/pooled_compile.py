@@ -1,4 +1,4 @@
-"""Compiling a model that pools: checks of options, and notes about what the model returns."""
+"""Compiling a model that pools: checks of options, and notes about the model's results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_pooled(o: Options, pooling: Pooling, max_positions: int, tokens: int) 
 
 
 def pooling_notes(pooling: Pooling, source: Source) -> Iterator[str]:
-    """Yield notes: what the artifact returns for a prompt, and what sentence-transformers does otherwise."""
+    """Yield notes about the results of the artifact, and about what sentence-transformers does otherwise."""
     yield _describe(pooling)
     if pooling.task == EMBED:
         yield from embedding_notes(source)

@@ -22,7 +22,7 @@ from llmc.targets.target import Target
 def used_extensions(
     registry: Registry, target: str, passes: Iterable[Pass], module: Module, config: Mapping[str, Any]
 ) -> dict[str, list[str]]:
-    """Return extension -> what the compile has used of it, such as "kernel a/b"; llmc's own extension is left out.
+    """Return extension -> its parts that the compile has used, such as "kernel a/b"; llmc's own extension is left out.
 
     target: the requested name. passes: those that ran. module: after all passes. config: of the model.
     """
@@ -105,7 +105,7 @@ def _version(registry: Registry, extension: str) -> str:
 def versions(toolchains: Mapping[str, str], registry: Registry, used: Mapping[str, Iterable[str]]) -> dict[str, str]:
     """Return the versions that an artifact depends on: llmc, torch, transformers, the compilers, the used extensions.
 
-    Those of extensions also name what was used of them.
+    Those of extensions also name the used parts.
     """
     extensions = {f"extension {e}": f"{_version(registry, e)} ({', '.join(p)})".lstrip() for e, p in used.items()}
     from importlib.metadata import version

@@ -59,7 +59,7 @@ def _rounds(o: Options) -> bool:
 
 @contextmanager
 def quantised_first(model: str | Path, output: Path, o: Options, console: Console) -> Iterator[str | Path]:
-    """Yield the folder to compile: `model`, or a quantised copy of it beside `output` while the context lasts.
+    """Yield the folder to compile: `model`, or a quantised copy of it next to `output` while the context lasts.
 
     Only recipes that use texts make a copy; the pass `quantize` applies the others. Raises Diagnostic E351 if recipe
     and texts do not fit together, and the errors of `quantize_model`.

@@ -1,5 +1,5 @@
-"""Every tests/**/*.llir file is a test: its RUN lines run in this process, its CHECK lines are held against what they
-print, and what a pass made of the file is interpreted beside the file itself."""
+"""Every tests/**/*.llir file is a test: its RUN lines run in this process, its CHECK lines are compared with their
+output, and the output of passes is interpreted and compared with the file."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def slow(item: pytest.Item) -> str:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say that tests were left out, also with -q: a file that is run alone is otherwise taken for checked."""
+    """Report skipped shares of tests, also with -q; otherwise a sampled file would look completely tested."""
     count = len(terminalreporter.stats.get("deselected", ()))
     if count and not (config.getoption("keyword") or config.getoption("markexpr")):
         marks = "marked `drawn` or `slow`"
@@ -119,7 +119,7 @@ class LlirItem(pytest.Item):
             raise AssertionError(f"filecheck ({prefix}) failed; the output was:\n{text}")
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None) -> str:
-        """The message alone: the traceback of a text test says nothing about it."""
+        """Return only the message, since the traceback of a text test is not useful."""
         plain = isinstance(excinfo.value, AssertionError)
         return str(excinfo.value) if plain else str(super().repr_failure(excinfo))
 
@@ -128,7 +128,7 @@ class LlirItem(pytest.Item):
 
 
 def outcome(argv: list[str], fails: bool) -> str:
-    """What the command prints; an error that was expected is its text."""
+    """Return the command's output, or the text of an expected error."""
     from llmc.cli import _parser
     from llmc.diagnostics import LlmcError
 

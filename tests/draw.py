@@ -1,8 +1,7 @@
-"""The seed of a run of the tests, random numbers for each test, and which of the tests that are one of many of a kind a
-run draws; no test is here.
+"""The seed of a test run, random numbers for each test, and the sample of the tests marked `drawn` or `slow` that run.
 
 `SEED=n make test` repeats a run, and `SEED=n pytest FILE::TEST` a test: conftest.py seeds `random` and torch from the
-run's seed and the test's name, and prints the seed where a test fails. Random numbers of numpy come from `generator`.
+run's seed and the test's name, and prints the seed if a test fails. Random numbers of numpy come from `generator`.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def seed_test() -> None:
 
 
 def left_out(names: Sequence[str], share: float, seed: int = SEED) -> set[str]:
-    """What a run leaves out of these: all but `share` of them; a part of one is kept as often as its share says."""
+    """Return the items that a run skips: all but `share` of them. A fractional number of items is rounded at random."""
     rng = Random(seed)
     kept = rng.sample(sorted(names), int(share * len(names) + rng.random()))
     return set(names) - set(kept)

@@ -1,9 +1,9 @@
-"""Builds the image of examples/deploy/Dockerfile and runs it as compose.yaml says; no test.
+"""Builds the image of examples/deploy/Dockerfile and runs it as compose.yaml does. A program, not a test.
 
     python tests/image.py ARTIFACT
 
-The builder is podman or docker; a machine with neither builds nothing, and the script says so. Where no registry of
-images can be reached, the base image is made from Debian's packages (mmdebstrap), with Debian's Python.
+The builder is podman or docker; without either, the program reports that and ends. If no registry of images can be
+reached, the base image is made from Debian's packages (mmdebstrap), with Debian's Python.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ except OSError as error:
 
 
 def engine() -> list[str]:
-    """The command of the machine's builder, with its own storage in build/image for podman; [] where there is none."""
+    """The command of the machine's builder, with its own storage in build/image for podman; [] if there is none."""
     if shutil.which("podman"):
         runtime = ["--runtime", "runc"] if shutil.which("runc") else []
         storage = ["--root", str(ROOM / "storage"), "--runroot", str(ROOM / "run")]

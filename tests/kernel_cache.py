@@ -14,7 +14,7 @@ CACHE = Path(__file__).resolve().parent.parent / "build" / "test-cache"
 
 
 def with_kernels(cache: Path) -> Path:
-    """Make an empty cache whose kernels are those of CACHE: an artifact is compiled anew, its kernels are not."""
+    """Make a cache without artifacts that has the kernels of CACHE, so that compiles reuse only kernels."""
     kernels = CACHE / "kernels"
     kernels.mkdir(parents=True, exist_ok=True)
     cache.mkdir()

@@ -77,7 +77,7 @@ class Result:
 
 @dataclass
 class Report:
-    """What was compared, and the differences, as texts."""
+    """The number of comparisons, and the differences as texts."""
 
     compared: int = 0
     preemptions: int = 0
@@ -96,7 +96,7 @@ class Report:
 
 
 def draw(rng: np.random.Generator, count: int, manifest: Manifest, longest: int) -> list[Request]:
-    """Draw requests of at most `longest` tokens, outputs included; half of them begin as others do."""
+    """Draw requests of at most `longest` tokens, including output; half of them share a prefix with another."""
     vocab = manifest.vocab_size
     stems = [rng.integers(3, vocab, int(n)).tolist() for n in rng.integers(1, longest // 2, STEMS)]
     requests = []
@@ -194,7 +194,7 @@ def opened(path: Path, options: dict[str, Any], depth: int = 0) -> LLM:
 
 
 def check(path: Path, requests: Sequence[Request], seed: int, say: Any = quiet, share: float = 1) -> Report:
-    """Compute the requests alone and in mixtures, and return what was compared and what differs.
+    """Compute the requests alone and in mixtures, and return a report of the differences.
 
     Every engine computes a random `share` of the requests.
     """

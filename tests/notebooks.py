@@ -1,4 +1,4 @@
-"""Runs the notebooks in examples/notebooks as they stand: `make notebooks`; no test.
+"""Runs the notebooks in examples/notebooks unchanged (`make notebooks`). A program, not a test.
 
 This program runs in an environment of its own, which has nbclient. It sees the packages of the environment whose path
 is the first argument, and installs nothing there. Further arguments name notebooks.

@@ -1,11 +1,11 @@
-"""Runs what the documentation tells its readers to type, in a scratch folder that looks like a checkout; no test.
+"""Runs the commands and programs of the documentation in a scratch folder that looks like a checkout.
 
-A fenced block is run where its first line says so:
+A fenced block runs if its first line is one of these:
 
-    ```console run              every "$ " line is a command; the other lines must be among what it prints, in order,
-                                "..." standing for anything
+    ```console run              every "$ " line is a command; the other lines must be in its output, in this order;
+                                "..." matches anything
     ```console run exit=1       the last command ends with this exit code
-    ```console run slow         left out where time is short
+    ```console run slow         left out of samples
     ```console serves           a server: it is interrupted as soon as it is ready, and has a free port
     ```python run               a program
     ```python of=PATH           the text is a part of that file of the repository
@@ -56,7 +56,7 @@ class Block:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
     def word(self, name: str) -> str:
-        """The value of a word such as exit=1; "" where it is not there."""
+        """Return the value of a word such as exit=1; "" if the block does not have it."""
         return next((w.partition("=")[2] for w in self.words if w.startswith(name + "=")), "")
 
     def commands(self) -> Iterator[tuple[str, list[str]]]:
@@ -74,7 +74,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def missing(wanted: list[str], printed: str) -> str | None:
-    """The first line of `wanted` that is not among the printed ones behind the line before it; None where all are."""
+    """Return the first line of `wanted` that is not printed after the line before it; None if all are."""
     lines = iter(line.rstrip() for line in printed.splitlines())
     for want in wanted:
         pattern = re.compile(".*".join(map(re.escape, want.rstrip().split("..."))))
@@ -84,7 +84,7 @@ def missing(wanted: list[str], printed: str) -> str | None:
 
 
 class Checkout:
-    """A scratch folder with what the pages use of a checkout; nothing in it is the repository's own but by links."""
+    """A scratch folder with links to the parts of a checkout that the pages use."""
 
     def __init__(self, folder: Path, cache: Path) -> None:
         self.folder, site = folder, folder / ".site"
@@ -109,7 +109,7 @@ class Checkout:
         (folder / ".home").mkdir()
 
     def run(self, block: Block) -> None:
-        """Run one block; AssertionError with what was printed where it does not do as the page says."""
+        """Run one block; raises AssertionError with the output if that differs from the page."""
         if block.language == "python":
             script = self.folder / f"block{block.line}.py"
             script.write_text(block.text)

@@ -70,7 +70,7 @@ def rows(package: str, folder: Path) -> list[Row]:
 
 
 def joined(rows: list[Row], row: Row) -> list[Row]:
-    """Neighbouring layers of modules alone are drawn as one row."""
+    """Adjacent layers that consist of modules only are drawn as one row."""
     if rows and not row.packages and not rows[-1].packages:
         return [*rows[:-1], Row([], rows[-1].modules + row.modules)]
     return [*rows, row] if row.packages or row.modules else rows

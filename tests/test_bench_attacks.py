@@ -117,7 +117,7 @@ def test_attacks_are_chosen_by_row_and_by_a_regular_expression() -> None:
 
 
 def test_a_window_without_an_attack_is_shared_by_two_attacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The one after an attack is the one before the next, on the same server alone."""
+    """The window after an attack is also the one before the next attack on the same server."""
     order: list[str] = []
     bench = run.Bench(tmp_path, tmp_path, [], rest=0.0, least=0.0)
 

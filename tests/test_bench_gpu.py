@@ -225,7 +225,7 @@ def test_experts_are_timed_and_recorded_for_rows_and_tokens(tokens: int, symbols
 
 @pytest.mark.slow
 def test_the_bench_of_speculation_runs_dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU with a small model: every method and fixed number of drafts, at about the rates that are asked for."""
+    """On the CPU with a small model: every method and fixed number of drafts, at about the requested rates."""
     monkeypatch.setattr(speculation, "FIXED", (1, 3))
     monkeypatch.setattr(speculation, "WARM", 8)
     plan = ["--model", "small", "--target", "cpu:native", "--batches", "4", "--threads", "1"]

@@ -1,4 +1,4 @@
-"""The budget of docs/security.md covers all that a request can say; `python tests/test_budget.py` writes its tables."""
+"""The budget of docs/security.md covers every part of a request; `python tests/test_budget.py` writes its tables."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def table(head: str, rows: Sequence[Row], code: bool) -> Iterator[str]:
 
 
 def tables() -> str:
-    """What stands between BEGIN and END."""
+    """Return the text between BEGIN and END."""
     lines = [BEGIN, "", *table("every request", COMMON, False), *table("route", ROUTES, True)]
     return "\n".join([*lines, *table("parameter or field", FIELDS, True), END])
 
@@ -114,7 +114,7 @@ def fields(document: Mapping[str, Any]) -> set[str]:
 
 
 def missing(document: Mapping[str, Any]) -> set[str]:
-    """What has no row."""
+    """Return the fields without a row."""
     rows = {one for row in (*ROUTES, *FIELDS) for one in row.of}
     return (routes(document) | fields(document)) - rows
 

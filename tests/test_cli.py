@@ -1,4 +1,4 @@
-"""The compiler's command line as a user meets it: what it prints, where, and what each bad input answers."""
+"""The compiler's command line: its output, the streams that it uses, and the errors for invalid input."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def compiled(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cache(compiled: Path, tmp_path: Path) -> Path:
-    """A copy of the cache behind that compile."""
+    """A copy of the cache that this compile filled."""
     return Path(shutil.copytree(compiled / "cache", tmp_path / "cache"))
 
 
@@ -186,7 +186,7 @@ def test_serve_is_the_pipeline_of_the_target_that_is_named(tmp_path: Path) -> No
 
 
 def test_a_compile_tells_what_comes_next(tmp_path: Path) -> None:
-    """Nothing that would fail: weights first where there are none."""
+    """The suggested commands work; without weights, the first one adds them."""
     model, out = tmp_path, Path("m.llmc")
     (tmp_path / "tokenizer.json").write_text("{}")
     for target, weights, words in (

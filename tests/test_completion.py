@@ -1,4 +1,4 @@
-"""Completion as the shells do it: the scripts are read and asked by bash, and by fish and zsh where they are."""
+"""Shell completion: the scripts are run by bash, and by fish and zsh if they are installed."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ TABLES = {
 
 
 def split(page: str, name: str) -> tuple[str, str, str]:
-    """The page before a table, the table with its marks, and the page behind it."""
+    """Return the page before a table, the table with its marks, and the page after it."""
     begin, end = (mark.format(name) for mark in MARKS)
     assert page.count(begin) == page.count(end) == 1, name
     before, _, rest = page.partition(begin)
@@ -170,7 +170,7 @@ def before(text: str, added: str) -> tuple[str, str]:
 
 
 def answers(folder: Path, program: str, *arguments: str) -> Any:
-    """What a program prints, as JSON, with the packages in `folder`."""
+    """Return the parsed JSON output of a program that can import the packages in `folder`."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT, RUNTIME.parent, ROOT / "tests"))),

@@ -1,5 +1,5 @@
-"""What a run draws from the tests that are one of many of a kind: another half under another seed, all when asked; and
-that the random numbers of tests come from the run's seed."""
+"""The sampling of tests marked `drawn`: each seed selects another share, and `--every` selects all. The random numbers
+of tests depend on the run's seed."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def install(folder: Path, project: Path) -> None:
-    """What an installer leaves of a package whose modules lie in `folder`: its name and its entry points."""
+    """Write the metadata that an installer writes for a package in `folder`: its name and its entry points."""
     data = tomllib.loads(project.read_text())["project"]
     info = folder / f"{data['name'].replace('-', '_')}-{data['version']}.dist-info"
     info.mkdir()
@@ -85,7 +85,7 @@ def test_an_op_its_pass_and_its_kernels(target: str, choice: str, tmp_path: Path
 
 
 def test_a_kernel_in_cuda_from_outside(tmp_path: Path) -> None:
-    """It is offered by name alone, and its tests compile it for every NVIDIA target."""
+    """The kernel is a candidate only if it is named, and its tests compile it for every NVIDIA target."""
     copied("cuda-kernel", tmp_path)
     file = str(EXAMPLES / "cuda-kernel" / "rms_norm.llir")
     for prefer, choice in (
@@ -120,7 +120,7 @@ def test_two_packages_with_one_name_are_an_error(tmp_path: Path) -> None:
 
 
 def test_the_cache_sees_what_an_extension_changes(tmp_path: Path) -> None:
-    """A whole artifact is reused while the packages that extend the compiler stay as they are, and no longer."""
+    """A cached artifact is reused until a package that extends the compiler changes."""
     script = tmp_path / "key.py"
     script.write_text("from llmc_runtime.format.cache_key import extension_hashes\nprint(extension_hashes())\n")
 

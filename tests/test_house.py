@@ -1,4 +1,4 @@
-"""The house rules of the project, as a test: sizes, where the environment is read, what is never imported."""
+"""The project's rules as tests: sizes of files and functions, access to the environment, forbidden imports."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def tracked() -> tuple[str, ...]:
 
 
 def is_file(name: str) -> bool:
-    """Whether a file of the repository has this path, or a path that ends so; `*` stands for part of a name."""
+    """Whether a file of the repository has this path, or a path with this end; `*` matches part of a name."""
     pattern = re.compile(rf"(.*/)?{re.escape(name)}".replace(r"\*", "[^/]*"))
     return any(pattern.fullmatch(path) for path in tracked())
 

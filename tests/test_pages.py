@@ -1,6 +1,6 @@
-"""The documentation does as it says: commands run, excerpts are of the files that they name, links lead somewhere.
+"""The documentation is correct: commands work, excerpts equal the files that they name, and links have targets.
 
-`python tests/pages.py` runs everything; here one page, which the run's seed draws, runs without its slow blocks.
+`python tests/pages.py` runs all pages; here one random page runs without its slow blocks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The runtime in an interpreter that has what the plain install brings: no torch, no Triton, no transformers."""
+"""The runtime with only the packages of a plain install: without torch, Triton and transformers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""vLLM's names beside those of this project, as tables of docs/vllm.md; `python tests/test_declared.py` writes them.
+"""vLLM's names and those of this project, as tables of docs/vllm.md; `python tests/test_declared.py` writes them.
 
-The lists name what vLLM 0.25 has. Whether it is here is looked up in the code.
+The lists name what vLLM 0.25 has. Whether llmc has them is determined from the code.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m bench.attacks ARTIFACT [--rows 1,2,3] [--only REGEX] [--neighbours N] [--limit S] [--json FILE] ...
 
-Each attack meets a server of its own (`--keep`: one for all while its processes live). First the neighbour's streams,
-/health and small requests of the neighbour's key are measured in quiet; then beside the attack, at most
-for the limit, after which the attacker hangs up; then the server rests, and memory is read again.
+Each attack gets a new server (`--keep`: one for all while its processes live). The neighbour's streams, /health and
+small requests of the neighbour's key are measured first without and then during the attack, at most until the limit,
+when the attacker disconnects. Then the server rests, and memory is read again.
 """
 
 from __future__ import annotations

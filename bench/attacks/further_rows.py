@@ -1,4 +1,4 @@
-"""The attacks of rows 11 and 12, by name: what the clients of `further` send."""
+"""The attacks of rows 11 and 12, by name. The clients of `further` send them."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def repeated(path: str, body: Any, count: int) -> Callable[[Door], bytes]:
 
 
 def valid_work() -> Attacks:
-    """Row 11: valid requests that cause work in the engine or in threads beside it."""
+    """Row 11: valid requests that cause work in the engine or in threads of the front."""
     marks = "a" + "\u0300\u0316\u0323" * 1000
     bias = {str(i): 0.5 for i in range(3, 1027)}
     return {

@@ -92,7 +92,7 @@ def patterns(letters: Callable[[int], tuple[str, str]]) -> dict[str, Any]:
 
 
 def grammar(text: str | None, n: int) -> Run:
-    """Request n sequences with a grammar, or without one, to find the cost of the sequences alone."""
+    """Request n sequences with a grammar, or without one, to find the cost of the sequences themselves."""
     form = {} if text is None else {"structured_outputs": {"grammar": text}}
 
     def run(ground: Field) -> list[Answer]:

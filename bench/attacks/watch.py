@@ -4,7 +4,7 @@
 
 It runs until stdin closes. A line `{"begin": T0, "end": T1}` (time.monotonic) is answered by a line of JSON with the
 figures of that window; events before its begin are then dropped, so windows must be requested in order.
-What is still open at the end of a window counts with the time that it has taken so far.
+A request that is open at the end of a window counts with its time so far.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Send damaged bodies to every endpoint, beside clients whose responses are checked."""
+"""Send damaged bodies to every endpoint while other clients check their responses."""
 
 from __future__ import annotations
 

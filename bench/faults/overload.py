@@ -1,4 +1,4 @@
-"""Offer ten times the peak load for a minute: measure what is answered, refused, and the cost."""
+"""Offer ten times the peak load for a minute: measure responses, refusals and the cost."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all cases share."""
+    """The settings of all cases."""
 
     heads: Heads
     registry: Registry
@@ -162,7 +162,7 @@ graph @main({inputs}) {{
     return node
 
 
-def ours(op: str, tokens: str, attrs: str, env: dict[str, int], s: Setting) -> Launch:
+def ours(op: str, tokens: str, attrs: str, env: Mapping[str, int], s: Setting) -> Launch:
     """Return the launch of the kernel that `select` chooses among those of llmc."""
     node = node_of(op, tokens, attrs, s)
     found = node_candidates(node, s.registry.kernels, s.target, env, Tuning.shipped(s.target))
@@ -198,37 +198,45 @@ def ways(case: str, s: Setting) -> Iterator[Way]:
     spans = CASES[case]
     decode = all(new == 1 for new, _ in spans)
     env = {"T": sum(new for new, _ in spans), "R": len(spans), "P": 256}
-    tokens = "R" if decode else "T"
     scale = f"scale={s.heads.size**-0.5!r}"
     if decode:
-        chosen = parts_of(node_of("paged_attention", "R", f"{{{scale}}}", s), len(spans), s.target)
-        for parts in dict.fromkeys((chosen, 2 * chosen, 4 * chosen, *((UNEVEN,) if mixed(case) else ()))):
-            if parts > 1:
-                split = ours("paged_attention_split", "R", f"{{{scale}, splits={parts}}}", env, s)
-                combine = ours("attention_combine", "R", f"{{splits={parts}}}", env, s)
-                yield Way(case, f"llmc, {parts} parts", (split, combine))
-            else:
-                yield Way(case, "llmc", (ours("paged_attention", "R", f"{{{scale}}}", env, s),))
-    elif len(spans) > 1:
-        many = ours("paged_attention", "T", f"{{{scale}, least=2}}", env, s)
-        single = ours("paged_attention_single", "T", f"{{{scale}}}", env, s)
-        yield Way(case, "llmc", (many, single))
-    else:
-        yield Way(case, "llmc", (ours("paged_attention", "T", f"{{{scale}}}", env, s),))
-    if decode:
+        yield from _decode_ways(case, env, scale, s)
         yield from xqa(case, s)
-    if s.pool == F8:
+        if s.pool != F8:
+            yield from _flash_ways(case, "R", scale, s)
         return
-    for least in (1, 2) if len(spans) > 1 and not decode else (1,):
+    several = len(spans) > 1
+    single = (ours("paged_attention_single", "T", f"{{{scale}}}", env, s),) if several else ()
+    rows = ours("paged_attention", "T", f"{{{scale}{', least=2' if several else ''}}}", env, s)
+    yield Way(case, "llmc", (rows, *single))
+    if s.pool != F8:
+        yield from _flash_ways(case, "T", scale, s, single)
+
+
+def _decode_ways(case: str, env: Mapping[str, int], scale: str, s: Setting) -> Iterator[Way]:
+    """Yield llmc's kernels for decoding: with the number of parts that a compile chooses, and with others."""
+    chosen = parts_of(node_of("paged_attention", "R", f"{{{scale}}}", s), len(CASES[case]), s.target)
+    for parts in dict.fromkeys((chosen, 2 * chosen, 4 * chosen, *((UNEVEN,) if mixed(case) else ()))):
+        if parts > 1:
+            split = ours("paged_attention_split", "R", f"{{{scale}, splits={parts}}}", env, s)
+            combine = ours("attention_combine", "R", f"{{splits={parts}}}", env, s)
+            yield Way(case, f"llmc, {parts} parts", (split, combine))
+        else:
+            yield Way(case, "llmc", (ours("paged_attention", "R", f"{{{scale}}}", env, s),))
+
+
+def _flash_ways(case: str, tokens: str, scale: str, s: Setting, single: Sequence[Launch] = ()) -> Iterator[Way]:
+    """Yield FlashAttention's kernels for all rows, and with `single`, for the others than those of a single token."""
+    for least in (1, 2) if single else (1,):
         node = node_of("paged_attention", tokens, f"{{{scale}, least={least}}}", s)
-        for schedule in FLASH_ATTENTION.schedules(node, s.target)[: 1 if decode else 2]:
+        for schedule in FLASH_ATTENTION.schedules(node, s.target)[: 2 if tokens == "T" else 1]:
             source = FLASH_ATTENTION.emit(node, schedule, s.target)
             flash = Launch(node, source, (*s.operands("paged_attention"), "y"))
             name = f"flash_attention {schedule['rows']}{' packed' if schedule['packed'] else ''}"
             if least == 1:
                 yield Way(case, name, (flash,))
             else:
-                yield Way(case, f"{name}, single rows by llmc", (flash, single))
+                yield Way(case, f"{name}, single rows by llmc", (flash, *single))
 
 
 def parts_of(node: Node, rows: int, target: Target) -> int:
@@ -248,7 +256,7 @@ def parts_of(node: Node, rows: int, target: Target) -> int:
 
 
 def compile_all(launches: Iterable[Launch], s: Setting, folder: Path) -> None:
-    """Compile what the folder does not have, on all cores."""
+    """Compile the binaries that the folder lacks, on all cores."""
     folder.mkdir(parents=True, exist_ok=True)
     missing = [x for x in {x.key: x for x in launches}.values() if read_entry(entry_path(folder, x.key)) is None]
     tools = Toolset(s.target, s.registry.toolchains)

@@ -1,5 +1,5 @@
-"""Time a model compiled with --deterministic beside the ordinary one: decode at several batch sizes, prompts, and many
-requests at once.
+"""Compare the times of a model compiled with --deterministic and of the ordinary one: decode at several batch sizes,
+prompts, and many requests at once.
 
     python -m bench.gpu.deterministic [--model NAME] [--suites A,B] [--artifacts DIR] [--compile-only]      on a GPU
 

@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(args: argparse.Namespace, cache: Path) -> None:
-    """Compile or measure what the arguments name."""
+    """Compile or measure the cases of the arguments."""
     timer, registry, target = schedules.timer_of(args, cache)
     bounds = {"T": (1, MOST_TOKENS)}
     for m in (MIXTURES[name] for name in args.models.split(",")):

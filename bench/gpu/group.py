@@ -86,14 +86,12 @@ class Rank:
                 self._memory = self.device.group_memory(b.bytes(top))
                 self.device.connect(self.exchange(self.device.group_handle))
                 self.exchange(None)  # no rank sends before all memories are ready
-            of_group = self._memory.address if self._memory is not None else 0
-            addresses.append(
-                of_group
-                if b.kind == GROUP
-                else arena.address + b.offset
-                if b.kind == "arena"
-                else memories[b.name].address
-            )
+            if b.kind == GROUP:
+                addresses.append(self._memory.address if self._memory is not None else 0)
+            elif b.kind == "arena":
+                addresses.append(arena.address + b.offset)
+            else:
+                addresses.append(memories[b.name].address)
         symbols = np.array([1] * len(program.symbols), np.int64)
         return self.device.bind(program, addresses, symbols), symbols, memories
 

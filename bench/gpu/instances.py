@@ -1,4 +1,4 @@
-"""Throughput of several engines behind one front, beside one engine, each on a GPU of its own.
+"""Compare the throughput of several engines of one front with that of one engine, each on its own GPU.
 
     python -m bench.gpu.instances ARTIFACT [--engines 1,2] [--requests N] [--input N] [--output N] [--rounds N]
 

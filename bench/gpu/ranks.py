@@ -1,4 +1,4 @@
-"""Ranks on GPUs: microseconds of collectives beside NCCL, and a model on one GPU beside the same one on several.
+"""Ranks on GPUs: collectives compared with NCCL in microseconds, and a model on one GPU compared with several.
 
     python -m bench.gpu.ranks [--ranks 2] [--parts collectives,nccl,model,offline,start,account] [--model NAME]
                               [--batches 1,32] [--artifacts DIR] [--alone] [--compile-only] [--limit SECONDS]
@@ -146,7 +146,7 @@ def collectives(plan: Plan, ranks: int) -> dict[str, float]:
 
 
 def nccl(rank: int, ranks: int, exchange: Callable[[Any], list[Any]], store: str) -> dict[str, float]:
-    """The same of NCCL through torch, alone and with torch's addition and norm behind it, captured in graphs."""
+    """The same with NCCL through torch, with and without torch's addition and norm after it, captured in graphs."""
     import torch
     import torch.distributed as dist
 
@@ -266,7 +266,7 @@ def options() -> argparse.ArgumentParser:
 
 
 class Report:
-    """What was measured, written to a file after each part if there is a folder."""
+    """The measurements, written to a file after each part if there is a folder."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path

@@ -144,7 +144,12 @@ def number(x: float | None) -> str:
     """Format a number with three to four significant digits."""
     if x is None or not math.isfinite(x):
         return ""
-    return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}" if abs(x) < 0.1 else f"{x:.3f}" if abs(x) < 10 else f"{x:.1f}"
+    size = abs(x)
+    if size >= 1000:
+        return f"{x:,.0f}"
+    if size >= 10:
+        return f"{x:.1f}"
+    return f"{x:.3f}" if size >= 0.1 else f"{x:.3g}"
 
 
 def percent(x: float | None) -> str:

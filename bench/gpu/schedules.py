@@ -1,4 +1,4 @@
-"""What the benches of single ops share: their options, the timer, and the table of every kernel's schedules."""
+"""Shared by the benches of single ops: their options, the timer, and the table of every kernel's schedules."""
 
 from __future__ import annotations
 

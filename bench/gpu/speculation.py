@@ -1,4 +1,4 @@
-"""Speed-up by speculative decoding at fixed acceptance rates, beside what step times and rate allow.
+"""Speed-up by speculative decoding at fixed acceptance rates, compared with the maximum for step times and rate.
 
     python -m bench.gpu.speculation --artifacts DIR --out DIR --limit SECONDS [--batches 1,8,32,256]
                                     [--methods ngram,suffix,draft,eagle] [--nothing [too]] [--rounds N]
@@ -93,7 +93,7 @@ class FixedDrafts(Speculation):
 class Measured:
     """Seconds per token of a row, seconds of a step, tokens of a row in a step, and the share of accepted drafts.
 
-    The share is that of first drafts, since drafts behind a rejected one are never compared.
+    The share is that of first drafts, since drafts after a rejected one are never compared.
     """
 
     seconds_per_token: float
@@ -144,7 +144,8 @@ def measure(opened: Opened, batch: int, shape: Shape, method: Method, most: int)
 
 
 def one_round(opened: Opened, batch: Sequence[Request], totals: Totals) -> None:
-    """Decode from where each row has WARM tokens to where one has WARM + MEASURED; add to the totals."""
+    """Decode from the step at which each row has WARM tokens to that at which one has WARM + MEASURED; add to the
+    totals."""
     engine, tokens = opened.engine, Counter({request.id: 0 for request in batch})
     for request in batch:
         engine.add(request)

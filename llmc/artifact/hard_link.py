@@ -65,7 +65,7 @@ def pack_weights(artifact: Path, graph: Graph, source: WeightSource, progress: P
 
 @contextmanager
 def _linked(source: Path, out: Path, skip: tuple[str, ...] = ()) -> Iterator[Files]:
-    """A temporary folder beside `out` with links to the files of `source`, except its manifest and those that `skip`
+    """A temporary folder next to `out` with links to the files of `source`, except its manifest and those that `skip`
     names, or whose top folder it names.
     """
     with temporary(out) as files:

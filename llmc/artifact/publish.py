@@ -80,8 +80,8 @@ def foreign_files(out: Path) -> list[str]:
         cause = f"{out} has a manifest that cannot be read ({error.code})"
         raise Diagnostic("E122", cause, f"remove it yourself: rm -r {out}") from None
     known = {NAME, PART, CANARY, *manifest.files, *(w.file for w in manifest.weights.files)}
-    found = (p.relative_to(out).as_posix() for p in sorted(out.rglob("*")) if not p.is_dir() or p.is_symlink())
-    return [n for n in found if n not in known]
+    paths = (p.relative_to(out).as_posix() for p in sorted(out.rglob("*")) if not p.is_dir() or p.is_symlink())
+    return [n for n in paths if n not in known]
 
 
 def _is_remains(path: Path) -> bool:
@@ -92,7 +92,7 @@ def _is_remains(path: Path) -> bool:
 
 
 def sweep(out: Path) -> None:
-    """Remove temporary folders that killed writers of `out` left beside it. The caller holds the lock."""
+    """Remove temporary folders that killed writers of `out` left next to it. The caller holds the lock."""
     for path in out.parent.glob(f".{out.name}.tmp-*"):
         if _is_remains(path) or (path / NAME).is_file():
             shutil.rmtree(path)
@@ -100,7 +100,7 @@ def sweep(out: Path) -> None:
 
 @contextmanager
 def temporary(out: Path, hook: Hook = no_hook) -> Iterator[Files]:
-    """A temporary folder beside `out`, removed if the block fails."""
+    """A temporary folder next to `out`, removed if the block fails."""
     files = Files(out.parent / f".{out.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}", hook)
     files.folder()
     try:

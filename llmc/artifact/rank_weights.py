@@ -51,11 +51,11 @@ def value_at(value: Any, rank: int) -> Any:
 def _with_outputs(graph: Graph, ranked: bool) -> Graph:
     """Return a copy of the graph with the outputs that depend on the rank, or with the others."""
     out = graph.copy()
-    found: set[Value] = set()
+    rank_values: set[Value] = set()
     for n in out.nodes:
-        if any(v in found for v in n.operands) or any(RANK in d.symbols for d in _dims(n.attrs.values())):
-            found.update(n.results)
-    out.outputs = [v for v in out.outputs if (v in found) == ranked]
+        if any(v in rank_values for v in n.operands) or any(RANK in d.symbols for d in _dims(n.attrs.values())):
+            rank_values.update(n.results)
+    out.outputs = [v for v in out.outputs if (v in rank_values) == ranked]
     return out
 
 

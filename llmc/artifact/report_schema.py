@@ -72,16 +72,16 @@ def read_reports(folder: Folder, manifest: Manifest) -> dict[str, Any]:
 
 
 def _read(folder: Folder, manifest: Manifest, name: str) -> Any:
-    found = load_json(folder.read(name, manifest.files[name].bytes), name)
+    report = load_json(folder.read(name, manifest.files[name].bytes), name)
     kind = Path(name).stem
-    _check(found, _FORMS.get(kind, object), name)
+    _check(report, _FORMS.get(kind, object), name)
     if kind == "memory":
-        for key, plan in found.items():
+        for key, plan in report.items():
             if isinstance(plan, dict) and "slots" in plan:
                 _check(plan, _PLAN, f"{name}.{key[:40]}")
-    if kind == "eval" and found["against"] is not None:
-        _check(found["against"], _AGAINST, f"{name}.against")
-    return found
+    if kind == "eval" and report["against"] is not None:
+        _check(report["against"], _AGAINST, f"{name}.against")
+    return report
 
 
 def _check(value: Any, form: Any, where: str) -> None:

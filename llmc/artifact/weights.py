@@ -92,15 +92,15 @@ def _pieces(
             ahead.append(pool.submit(memoryview, bytes(place.nbytes)))
             continue
         v = values[place.name]
-        alone = blocks.caches_large_value(v)
-        if alone:
+        is_kept_whole = blocks.caches_large_value(v)
+        if is_kept_whole:
             yield from (f.result() for f in _drain(ahead))
             blocks.forget()
         for lo, hi in _ranges(v):
             ahead.append(pool.submit(_block, blocks, v, lo, hi))
             while len(ahead) > THREADS:
                 yield ahead.popleft().result()
-        if alone:
+        if is_kept_whole:
             yield from (f.result() for f in _drain(ahead))
             blocks.forget()
     yield from (f.result() for f in _drain(ahead))

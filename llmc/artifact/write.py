@@ -81,7 +81,7 @@ def write_artifact(
     """Write `parts` to the folder `out`, which appears complete or not at all.
 
     Raises Diagnostic E120 (exists, no `force`), E121 (being written by another process), E122 (not an artifact), E123
-    (write error), E124 (weights), and what the weights' source raises; nothing is left behind in these cases.
+    (write error), E124 (weights), and the errors of the weights' source; no files are left in these cases.
     """
     path = Path(os.path.abspath(out))
     with locked(path):
@@ -161,8 +161,8 @@ class _Writer:
         if isinstance(parts.weights, int):
             return Weights("random", seed=parts.weights)
         graph, source = parts.weights.graph, parts.weights.source
-        found = write_rank_weights(graph, source, self.files, parts.ranks, progress)
-        return Weights("packed", found)
+        written = write_rank_weights(graph, source, self.files, parts.ranks, progress)
+        return Weights("packed", written)
 
 
 def predictions(parts: Parts) -> dict[str, Any]:

@@ -66,8 +66,8 @@ def evaluate(m: Module, g: Graph, inputs: Inputs, exact: bool = True) -> list[Ar
     arrays = dict(inputs.arrays)
     weights = m.graphs.get("weights")
     if weights is not None and weights is not g:
-        made = run(weights, [arrays[v.name] for v in weights.inputs], exact=exact)
-        arrays |= dict(zip((v.name for v in weights.outputs), made, strict=True))
+        packed = run(weights, [arrays[v.name] for v in weights.inputs], exact=exact)
+        arrays |= dict(zip((v.name for v in weights.outputs), packed, strict=True))
     return run(g, [arrays[v.name] for v in g.inputs], inputs.sizes, exact=exact)
 
 
@@ -80,8 +80,8 @@ def _first_rank(m: Module, g: Graph, inputs: Inputs, exact: bool) -> list[Array]
     for rank in range(m.symbols[RANK][1] + 1):
         own = dict(inputs.arrays)
         if weights is not None:
-            made = run(weights, [own[v.name] for v in weights.inputs], {RANK: rank}, exact=exact)
-            own |= dict(zip((v.name for v in weights.outputs), made, strict=True))
+            packed = run(weights, [own[v.name] for v in weights.inputs], {RANK: rank}, exact=exact)
+            own |= dict(zip((v.name for v in weights.outputs), packed, strict=True))
         arrays.append([own[v.name] for v in g.inputs])
     return run_ranks(g, arrays, inputs.sizes, exact)[0]
 

@@ -66,14 +66,14 @@ class _Rows:
 
 def _written(g: Graph) -> list[str]:
     """Return, for each output, the name of the state whose next version it is; "" for other outputs."""
-    found = []
+    names = []
     for v in g.outputs:
         while v.type.state and (n := v.node) is not None:
             slots = [i for i, s in enumerate(n.op.operands) if s.name in n.op.writes]
             states = [r for r in n.results if r.type.state]
             v = n.operands[slots[states.index(v)]]
-        found.append(v.name if v.type.state else "")
-    return found
+        names.append(v.name if v.type.state else "")
+    return names
 
 
 def serving_results(before: Module, main: Graph, after: Module, g: Graph, inputs: Inputs) -> Evaluated:

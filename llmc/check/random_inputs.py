@@ -90,8 +90,8 @@ def _step(g: Graph, sizes: dict[str, int], rng: np.random.Generator) -> Step:
         device_rows = [_shape(v, sizes)[0] for _, v in _holding(g, contents.length)]
         limit = max(MAX_TOKENS, -(-tokens // entries)) + MAX_BEFORE
         return Step.random(rng, entries=entries, tokens=tokens, rows=max(device_rows), limit=limit, **more)
-    found = [*_holding(g, contents.positions), *_holding(g, contents.token_row)]
-    tokens = _shape(found[0][1], sizes)[0] if found else 2
+    token_inputs = [*_holding(g, contents.positions), *_holding(g, contents.token_row)]
+    tokens = _shape(token_inputs[0][1], sizes)[0] if token_inputs else 2
     entries = min(2, tokens)
     limit = -(-tokens // entries)
     return Step.random(rng, entries=entries, tokens=tokens, rows=entries, limit=limit, **more)
@@ -108,16 +108,16 @@ def _reader(v: Value) -> tuple[str, Node | None]:
     """Return the operand name and the reader that declare a value's content, skipping ops that only pass integers on.
     These ops accept any dtype, so they cannot interpret the integers.
     """
-    found: list[tuple[str, Node]] = []
+    readers: list[tuple[str, Node]] = []
     for n in dict.fromkeys(v.uses):
         for slot, (name, operand) in zip(_slots(n), named_operands(n), strict=True):
             if operand is not v:
                 continue
-            found.append((name, n))
+            readers.append((name, n))
             if slot == "t" and DTYPES[v.type.dtype].kind == "i" and DTYPES[n.results[0].type.dtype].kind == "i":
                 inner, reader = _reader(n.results[0])
-                found += [(inner, reader)] if reader else []
-    known = [(name, n) for name, n in found if name in n.op.holds] or found
+                readers += [(inner, reader)] if reader else []
+    known = [(name, n) for name, n in readers if name in n.op.holds] or readers
     return known[0] if known else ("", None)
 
 

@@ -71,19 +71,13 @@ def candidates(
     out: list[Candidate] = []
     reasons: list[str] = []
     for kernel in claiming(node, kernels, target):
+        measured_only = kernel.opt_in and kernel.name not in prefer
         with extension_code(f"kernel {kernel.name!r}", type(kernel), node):
-            why = kernel.reject(node, target)
-            if not isinstance(why, str | None):
-                raise TypeError(f"reject returned {why!r}, not None (supported) or the reason")
-            scheduled: list[Candidate] = []
-            if not (why := why or kernel.missing()):
-                measured_only = kernel.opt_in and kernel.name not in prefer
-                scheduled = list(_scheduled(kernel, node, target, env, tuning, measured_only))
-                if target.deterministic and not scheduled:
-                    why = "its results may depend on the batch"
-        out += scheduled
-        if why:
-            reasons.append(f"{kernel.name}: {why}")
+            scheduled = _scheduled_or_reason(kernel, node, target, env, tuning, measured_only)
+        if isinstance(scheduled, str):
+            reasons.append(f"{kernel.name}: {scheduled}")
+        else:
+            out += scheduled
     if not out:
         raise _no_kernel(node, target, reasons)
     limit = COVERED * tuning.fastest(node, target, env) if target.deterministic else math.inf
@@ -101,6 +95,21 @@ def _no_kernel(node: Node, target: Target, reasons: Sequence[str]) -> Diagnostic
     if target.deterministic:
         remedy = "compile without --deterministic, or leave out of --pipeline the pass that makes the op"
     return Diagnostic("E430", f"no kernel can run the node: {why}", remedy, node=node)
+
+
+def _scheduled_or_reason(
+    kernel: Kernel, node: Node, target: Target, env: Mapping[str, int], tuning: Tuning, measured_only: bool
+) -> list[Candidate] | str:
+    """Return the kernel's candidates for a node, or the reason why it cannot run the node."""
+    why = kernel.reject(node, target)
+    if not isinstance(why, str | None):
+        raise TypeError(f"reject returned {why!r}, not None (supported) or the reason")
+    if why := why or kernel.missing():
+        return why
+    scheduled = list(_scheduled(kernel, node, target, env, tuning, measured_only))
+    if target.deterministic and not scheduled:
+        return "its results may depend on the batch"
+    return scheduled
 
 
 def _scheduled(
@@ -125,12 +134,12 @@ def _scheduled(
 
 
 def refusals(
-    node: Node, kernels: Mapping[str, Kernel], target: Target, found: Collection[Candidate] = ()
+    node: Node, kernels: Mapping[str, Kernel], target: Target, selected: Collection[Candidate] = ()
 ) -> dict[str, str]:  # fmt: skip
-    """Return name -> reason of the kernels of the target that implement the node's op, but are not in `found`."""
+    """Return name -> reason of the kernels of the target that implement the node's op, but are not in `selected`."""
     other = "its order of sums depends on the batch, or is not the one that all programs use"
     opt_in = "opt-in: neither measured for this node nor in select{prefer=[...]}"
-    names = {o.kernel.name for o in found}
+    names = {o.kernel.name for o in selected}
     rest = (k for k in claiming(node, kernels, target) if k.name not in names)
     return {k.name: k.reject(node, target) or k.missing() or (opt_in if k.opt_in else other) for k in rest}
 

@@ -77,16 +77,16 @@ def lacking(packages: Mapping[str, str]) -> str:
     """Return which package is not installed or has another version, or "". "13." is any version that begins so."""
     for name, supported in packages.items():
         try:
-            found = version(name)
+            installed = version(name)
         except PackageNotFoundError:
             return f"{name} is not installed"
-        if found != supported and not (supported.endswith(".") and found.startswith(supported)):
-            return f"{name} {found} is installed, and only {supported.rstrip('.')} is supported"
+        if installed != supported and not (supported.endswith(".") and installed.startswith(supported)):
+            return f"{name} {installed} is installed, and only {supported.rstrip('.')} is supported"
     return ""
 
 
 def launch_facts(source: Source) -> list[Any]:
-    """Return what a key needs of a source's launches, apart from the grid."""
+    """Return the parts of a source's launches that a key depends on, without the grid."""
     maps = [(m.param, len(m.shape), m.box, m.swizzle) for m in source.maps]
     passes = [(p.kind, p.index, p.nbytes) for p in source.passes]
     return [source.entry, passes, source.threads, source.shared, maps]

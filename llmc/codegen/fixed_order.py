@@ -23,10 +23,10 @@ FAMILIES = ("step", "decode", "verify")  # with which the names of the model's o
 def order_of(kernel: Kernel, node: Node, schedule: Schedule, target: Target) -> str | None:
     """Return `Kernel.order`; raises Diagnostic E427 for an error in the code of an extension."""
     with extension_code(f"kernel {kernel.name!r}", type(kernel), node):
-        found = kernel.order(node, schedule, target)
-        if not isinstance(found, str | None):
-            raise TypeError(f"order returned {found!r}, not a text or None")
-        return found
+        order = kernel.order(node, schedule, target)
+        if not isinstance(order, str | None):
+            raise TypeError(f"order returned {order!r}, not a text or None")
+        return order
 
 
 def agreed_orders(members: Sequence[tuple[Graph, Node, Orders]]) -> dict[Key, str]:
@@ -34,15 +34,15 @@ def agreed_orders(members: Sequence[tuple[Graph, Node, Orders]]) -> dict[Key, st
 
     Raises Diagnostic E442 if there is none, and E443 if an entry point lacks a computation that another one has.
     """
-    users: dict[Key, list[Member]] = {}
+    by_key: dict[Key, list[Member]] = {}
     for g, n, orders in members:
-        users.setdefault(key_of(g, n), []).append((g.name, n, orders))
+        by_key.setdefault(key_of(g, n), []).append((g.name, n, orders))
     kinds = {g.name for g, _, _ in members if _kind(g.name)}
     agreed = {}
-    for key, found in users.items():
-        agreed[key] = _fastest(found)
-        if agreed[key] != EXACT and _kind(found[0][0]):
-            _check_everywhere(found, kinds)
+    for key, equal in by_key.items():
+        agreed[key] = _fastest(equal)
+        if agreed[key] != EXACT and _kind(equal[0][0]):
+            _check_everywhere(equal, kinds)
     return agreed
 
 
@@ -59,21 +59,23 @@ def _kind(graph: str) -> bool:
     return graph.startswith(FAMILIES)
 
 
-def _fastest(found: Sequence[Member]) -> str:
+def _fastest(members: Sequence[Member]) -> str:
     """Return the order with the smallest sum of relative times; raises Diagnostic E442 if none is common to all."""
-    total = {o: sum(m[2][o] for m in found) for o in found[0][2] if all(o in m[2] for m in found)}
+    total = {o: sum(m[2][o] for m in members) for o in members[0][2] if all(o in m[2] for m in members)}
     if total:
         return min(total, key=lambda o: total[o])
-    graph, node, orders = next(m for m in found if not set(m[2]) & set(found[0][2]))
-    cause = f"kernels of @{found[0][0]} add in the orders {_list(found[0][2])}, those of @{graph} in {_list(orders)}"
+    graph, node, orders = next(m for m in members if not set(m[2]) & set(members[0][2]))
+    cause = (
+        f"kernels of @{members[0][0]} add in the orders {_list(members[0][2])}, those of @{graph} in {_list(orders)}"
+    )
     raise Diagnostic("E442", f"--deterministic: {cause}", "compile without --deterministic", node=node)
 
 
-def _check_everywhere(found: Sequence[Member], graphs: Iterable[str]) -> None:
+def _check_everywhere(members: Sequence[Member], graphs: Iterable[str]) -> None:
     """Raise Diagnostic E443 if a graph has no node of the computation."""
-    have = {name for name, _, _ in found}
+    have = {name for name, _, _ in members}
     if missing := sorted(set(graphs) - have):
-        graph, node, _ = found[0]
+        graph, node, _ = members[0]
         cause = f"--deterministic: @{graph} computes a {node.op.name} that @{missing[0]} computes by other ops"
         remedy = "leave passes out of --pipeline that depend on the number of tokens, such as split-kv"
         raise Diagnostic("E443", cause, remedy, node=node)

@@ -129,7 +129,7 @@ class Buffers:
         slots = iter(read_slots(self.graph, self.symbols))
         for n in self.graph.nodes:
             for r in n.results:
-                if self.storage.root[r] is r and self.storage.kind[r] == "arena":
+                if self.storage.in_arena(r):
                     s = next(slots)
                     self._add(r, r, "arena", s.offset)
                     arena = max(arena, s.offset + s.nbytes)
@@ -280,10 +280,7 @@ def _launch(n: Node, s: Source, args: Sequence[int], kernel: LaunchInfo) -> dict
 
 def serves_of(g: Graph, m: Module) -> dict[str, Any]:
     """Return the symbol ranges that a graph serves; a graph that does not use T runs one token per row ("uniform")."""
-    used: set[str] = set()
-    for v in [*g.inputs, *(r for n in g.nodes for r in n.results)]:
-        for d in v.type.shape:
-            used |= d.symbols
+    used = {symbol for v in g.values for size in v.type.shape for symbol in size.symbols}
     out: dict[str, Any] = {s: list(r) for s, r in m.bounds(g).items() if s in ("T", "R")}
     if "R" in out and "T" in out and "T" not in used and (used & {"R"} or out["R"][0] == out["R"][1]):
         out["T"], out["uniform"] = list(out["R"]), 1

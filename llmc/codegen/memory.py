@@ -57,6 +57,10 @@ class Storage:
                 cause = f"@{g.name} returns its input %{v.name} unchanged"
                 raise Diagnostic("E440", cause, "return a value that the graph computes")
 
+    def in_arena(self, v: Value) -> bool:
+        """Whether a value has memory of its own in the arena, which other values may share."""
+        return self.root[v] is v and self.kind[v] == "arena"
+
     def _add_results(self, n: Node, outputs: set[Value]) -> None:
         """Set the roots of a node's results: a state's next version has the memory of the state that it replaces."""
         slots = [s.name for s in n.op.operands]
@@ -137,7 +141,7 @@ def plan_graph(g: Graph, symbols: Mapping[str, tuple[int, int]], inplace: InPlac
     slots: list[Slot] = []
     for i, n in enumerate(nodes):
         reused = _reused(n, i, storage, last, offsets, symbols, inplace(n) if n.choice else ())
-        own = [r for r in n.results if storage.root[r] is r and storage.kind[r] == "arena"]
+        own = [r for r in n.results if storage.in_arena(r)]
         for r in own:
             size = top_bytes(r, symbols)
             offsets[r] = offsets[reused[r]] if r in reused else arena.allocate(size)
@@ -171,7 +175,7 @@ def _reused(
     out: dict[Value, Value] = {}
     for operand, result in pairs:
         v, r = roots[operand], n.results[result]
-        owns = storage.root[r] is r and storage.kind[r] == "arena" and r not in out
+        owns = storage.in_arena(r) and r not in out
         free = v in at and last[v] == i and roots.count(v) == 1 and v not in out.values()
         if owns and free and top_bytes(v, symbols) == top_bytes(r, symbols):
             out[r] = v
@@ -196,12 +200,14 @@ def read_slots(g: Graph, symbols: Mapping[str, tuple[int, int]]) -> list[Slot]:
     last = _last_uses(nodes, storage)
     out = []
     for i, n in enumerate(nodes):
-        places = n.choice.get("arena", ())
+        offsets = n.choice.get("arena", ())
         for k, r in enumerate(n.results):
-            if storage.root[r] is r and storage.kind[r] == "arena":
-                if k >= len(places) or places[k] < 0:
-                    raise Diagnostic("E441", f"%{r.name} has no memory offset", "run the pass `memory` last", node=n)
-                out.append(Slot(r.name, str(r.type), places[k], top_bytes(r, symbols), i, last.get(r, i), n.loc))
+            if not storage.in_arena(r):
+                continue
+            offset = offsets[k] if k < len(offsets) else -1
+            if offset < 0:
+                raise Diagnostic("E441", f"%{r.name} has no memory offset", "run the pass `memory` last", node=n)
+            out.append(Slot(r.name, str(r.type), offset, top_bytes(r, symbols), i, last.get(r, i), n.loc))
     return out
 
 
@@ -229,7 +235,7 @@ class Memory(Pass):
         slots = iter(plan_graph(g, symbols, inplace))
         changes = 0
         for n in g.nodes:
-            owned = [storage.root[r] is r and storage.kind[r] == "arena" for r in n.results]
+            owned = [storage.in_arena(r) for r in n.results]
             if any(owned) and "kernel" not in n.choice:
                 remedy = "run the passes `select` and `lift-weights` before `memory`"
                 raise Diagnostic("E433", "the node has no kernel and cannot be part of a program", remedy, node=n)

@@ -11,6 +11,7 @@ from llmc.diagnostics import extension_code
 from llmc.ir.graph import Graph, Module, Node, Value
 from llmc.passes.analysis import weight_only
 from llmc.passes.base import Ctx, Pass, target_of
+from llmc.targets.target import Target
 
 
 @dataclass(frozen=True)
@@ -23,18 +24,23 @@ class Pack(Pass):
         """Apply the pass to every launched graph; return the number of changes."""
         target, count = target_of(ctx), 0
         for g in m.launched:
-            for n in list(g.nodes):
-                kernel = ctx.kernels.get(n.choice.get("kernel", ""))
-                if kernel is None:
-                    continue
-                schedule = schedule_of(n)
-                with extension_code(f"kernel {kernel.name!r}", type(kernel), n):
-                    if kernel.layouts(n, schedule, target):
-                        kernel.pack(g, n, schedule, target, ctx.opset)
-                        count += 1
+            count += sum(_pack(g, n, ctx, target) for n in list(g.nodes))
             weights = weight_only(g)
             count += sum(_share(g, n, weights, ctx) for n in list(g.nodes) if n.op.name in ("take", "take_part"))
         return count
+
+
+def _pack(g: Graph, n: Node, ctx: Ctx, target: Target) -> bool:
+    """Let the kernel of a node replace it by one that reads weights in the kernel's layouts; False if it has none."""
+    kernel = ctx.kernels.get(n.choice.get("kernel", ""))
+    if kernel is None:
+        return False
+    schedule = schedule_of(n)
+    with extension_code(f"kernel {kernel.name!r}", type(kernel), n):
+        if not kernel.layouts(n, schedule, target):
+            return False
+        kernel.pack(g, n, schedule, target, ctx.opset)
+    return True
 
 
 def _share(g: Graph, n: Node, weights: Collection[Value], ctx: Ctx) -> bool:

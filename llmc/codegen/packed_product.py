@@ -37,8 +37,8 @@ def pack_product(
     operands[1] = g.add(layout, [operands[1]], dict(attrs), before=node, loc=node.loc).result
     for i in tables(node):
         operands[i] = g.add(ops["transpose"], [operands[i]], {"perm": (1, 0)}, before=node, loc=node.loc).result
-    kept = {k: v for k, v in node.attrs.items() if k not in OF_CODES}
-    g.replace_op(node, product, operands, {**kept, **attrs})
+    other_attrs = {k: v for k, v in node.attrs.items() if k not in OF_CODES}
+    g.replace_op(node, product, operands, {**other_attrs, **attrs})
 
 
 def check_packed(kernel: Kernel, node: Node, schedule: Schedule, target: Target) -> None:

@@ -103,7 +103,8 @@ def number(x: float, kind: str = "f") -> str:
     """Print a constant as a vector (kind f) or a single element (kind s; integers become integer literals)."""
     if kind == "s" and math.isfinite(x) and x == int(x) and abs(x) < 2**53:
         return f"INT64_C({int(x)})"
-    text = "NAN" if math.isnan(x) else ("-" if x < 0 else "") + "INFINITY" if math.isinf(x) else f"{x!r}f"
+    special = {math.inf: "INFINITY", -math.inf: "-INFINITY"}
+    text = "NAN" if math.isnan(x) else special.get(x, f"{x!r}f")
     return f"splat({text})" if kind == "f" else text
 
 

@@ -1,4 +1,4 @@
-"""Quantisation schemes of checkpoints: what a scheme reads and returns."""
+"""The interface of quantisation schemes of checkpoints."""
 
 from llmc.quant.scheme import Codes, Groups, Scheme, Stored, integer, last_part, refuse, shape_of
 

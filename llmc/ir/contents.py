@@ -148,7 +148,7 @@ class Drawing:
         """Draw values of the operand `name` with another shape and dtype than the node's own."""
         content = self.holds.get(name)
         values = content(self, shape) if content else arbitrary(self.rng, shape, DTYPES[dtype].kind, self.scale)
-        wide = np.float32 if DTYPES[dtype].kind == "f" else DTYPES[dtype].np if dtype != "bool" else np.bool_
+        wide = {"f": np.float32, "b": np.bool_}.get(DTYPES[dtype].kind, DTYPES[dtype].np)
         return np.ascontiguousarray(values, wide).reshape(shape)
 
     @property

@@ -199,7 +199,8 @@ def _term_text(atoms: tuple[Atom, ...], c: int) -> str:
     body = "*".join(map(str, atoms))
     if not body:
         return str(c)
-    return body if c == 1 else f"-{body}" if c == -1 else f"{c}*{body}"
+    prefix = {1: "", -1: "-"}.get(c, f"{c}*")
+    return prefix + body
 
 
 def _atom_bounds(a: Atom, symbols: Bounds) -> tuple[int, int]:

@@ -127,6 +127,13 @@ class Graph:
     outputs: list[Value] = field(default_factory=list)
     ranges: dict[str, tuple[int, int]] = field(default_factory=dict)
 
+    @property
+    def values(self) -> Iterator[Value]:
+        """The inputs, and the results of all nodes, in order of definition."""
+        yield from self.inputs
+        for n in self.nodes:
+            yield from n.results
+
     def input(self, name: str, type: Type, weight: bool = False) -> Value:
         """Append an input and return its value."""
         v = Value(type, name, weight=weight)
@@ -239,8 +246,8 @@ class Module:
     @property
     def formats(self) -> Mapping[str, QFormat]:
         """The quantised formats of the graphs' values by name, in order of appearance."""
-        values = (v for g in self.graphs.values() for v in [*g.inputs, *(r for n in g.nodes for r in n.results)])
-        return {v.type.format.name: v.type.format for v in values if v.type.format}
+        formats = (v.type.format for g in self.graphs.values() for v in g.values)
+        return {format.name: format for format in formats if format}
 
     @property
     def launched(self) -> list[Graph]:

@@ -220,9 +220,9 @@ def op(signature: str, **fields: Any) -> Callable[[Callable[..., Any]], OpDef]:
         holds = {s.name: fields["holds"][s.name] for s in operands if s.name in fields.get("holds", {})}
         fields["holds"] = MappingProxyType(holds)
         doc = fields.pop("doc", None) or inspect.getdoc(fn) or ""
-        made = OpDef(name, operands, results, MappingProxyType(attrs), fn, doc=doc, signature=signature, **fields)
-        _check_costs(made)
-        return made
+        declared = OpDef(name, operands, results, MappingProxyType(attrs), fn, doc=doc, signature=signature, **fields)
+        _check_costs(declared)
+        return declared
 
     return wrap
 

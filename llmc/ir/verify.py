@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Module, Node, Value
 from llmc.ir.signature import Mismatch
@@ -30,13 +32,7 @@ def verify_graph(g: Graph, m: Module) -> None:
             if slot.name in n.op.writes:
                 overwritten_by[v] = n
         seen |= set(n.results)
-    for v in g.outputs:
-        if v not in seen:
-            raise Diagnostic("E402", f"@{g.name}: output {_described(v)} is never computed", REMEDY)
-        if v in overwritten_by:
-            raise Diagnostic(
-                "E402", f"@{g.name}: output {_described(v)} was overwritten by {overwritten_by[v].op.name}", REMEDY
-            )
+    _check_outputs(g, seen, overwritten_by)
     _check_uses(g)
 
 
@@ -58,7 +54,7 @@ def _check_symbols(g: Graph, m: Module) -> None:
         if not minimum <= low <= high <= maximum:
             cause = f"@{g.name}: {symbol} in [{low}, {high}] is not inside the symbol's bounds"
             raise Diagnostic("E402", cause, f"sym {symbol} in [{low}, {high}]")
-    for v in [*g.inputs, *(r for n in g.nodes for r in n.results)]:
+    for v in g.values:
         used = {symbol for size in v.type.shape for symbol in size.symbols}
         if undeclared := sorted(used - m.symbols.keys()):
             cause = f"@{g.name}: {_described(v)} has the undeclared symbol {undeclared[0]}"
@@ -82,13 +78,22 @@ def _check_types(g: Graph, n: Node) -> None:
         raise _broken(g, n, f"the type rule gives {rule}, the results are {', '.join(str(r.type) for r in n.results)}")
 
 
+def _check_outputs(g: Graph, defined: Collection[Value], overwritten_by: Mapping[Value, Node]) -> None:
+    """Raise Diagnostic E402 for an output that is not defined, or a state of which a node makes the next version."""
+    for v in g.outputs:
+        if v not in defined:
+            raise Diagnostic("E402", f"@{g.name}: output {_described(v)} is never computed", REMEDY)
+        if (writer := overwritten_by.get(v)) is not None:
+            raise Diagnostic("E402", f"@{g.name}: output {_described(v)} was overwritten by {writer.op.name}", REMEDY)
+
+
 def _check_uses(g: Graph) -> None:
     """Check that every use list has exactly one entry per operand position that reads the value."""
     readers: dict[Value, list[Node]] = {}
     for n in g.nodes:
         for v in n.operands:
             readers.setdefault(v, []).append(n)
-    for v in [*g.inputs, *(r for n in g.nodes for r in n.results)]:
+    for v in g.values:
         if sorted(map(id, v.uses)) != sorted(map(id, readers.get(v, []))):
             raise Diagnostic("E402", f"@{g.name}: the use list of {_described(v)} does not match its readers", REMEDY)
         if v.node is not None and not any(v is r for r in v.node.results):

@@ -95,11 +95,11 @@ class Blocks:
         with self._guard:
             lock = self._locks.setdefault(v, threading.Lock())
         with lock:
-            found = self._whole.get(v)
-            if found is None:
-                found = self._compute(v)
-                self._keep(v, found)
-            return found
+            array = self._whole.get(v)
+            if array is None:
+                array = self._compute(v)
+                self._keep(v, array)
+            return array
 
     def _keep(self, v: Value, x: np.ndarray) -> None:
         """Cache a whole value, and drop the oldest ones while the total exceeds KEEP. The newest is always kept."""
@@ -218,7 +218,9 @@ def _concat(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
         if a < b:
             pieces.append(blocks.rows(x, a, b))
         at += n
-    return np.concatenate(pieces) if len(pieces) > 1 else pieces[0] if pieces else _none(v)
+    if not pieces:
+        return _none(v)
+    return np.concatenate(pieces) if len(pieces) > 1 else pieces[0]
 
 
 def _reshape(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:

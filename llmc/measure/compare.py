@@ -55,7 +55,7 @@ class Launch:
 
 
 def compare_kernels(source: Path, kernels: Sequence[str], settings: Settings, options: Any = None) -> list[Any]:
-    """Measure every node that `kernels` can run beside the most promising schedules of the other kernels.
+    """Measure every node that `kernels` can run, with them and with the most promising schedules of the other kernels.
 
     Return the comparisons as data (see `render`), the slowest first. Raises the errors of `tune`.
     """
@@ -95,7 +95,7 @@ def _node_row(w: Work, times: Sequence[float | None], kernels: Sequence[str]) ->
             key = (node_text(w.node), sizes_of(w.node, w.env), o.kernel.name, schedule_text(o.schedule))
             candidate = Trial(w.node, w.graph, w.env, o.kernel, o.schedule)
             sides[o.kernel.name in kernels].append((us, Launch(key, candidate, w.launches)))
-    best = {mine: min(found, key=lambda f: f[0]) for mine, found in sides.items() if found}
+    best = {mine: min(measured, key=lambda f: f[0]) for mine, measured in sides.items() if measured}
     rows = {mine: [launch.row(us)] for mine, (us, launch) in best.items()}
     return _comparison(w.graph.name, dict(sizes_of(w.node, w.env)), rows.get(True, []), rows.get(False, []))
 

@@ -104,10 +104,10 @@ class _Measures:
             raise LlmcError("E125", cause, "check the checkpoint's weights, and the target's kernels")
         self.losses.add(-scores.logprobs)
 
-    def result(self, found: Survey) -> dict[str, float]:
+    def result(self, text: Survey) -> dict[str, float]:
         loss = self.losses.mean
         perplexity = math.exp(min(loss, 700.0))
-        bits = loss / math.log(2) * found.tokens / found.text_bytes
+        bits = loss / math.log(2) * text.tokens / text.text_bytes
         stderr = perplexity * self.losses.stderr
         return {"perplexity": perplexity, "perplexity_stderr": stderr, "nll": loss, "bits_per_byte": bits}
 
@@ -222,12 +222,12 @@ def _context(ours: _Model, theirs: _Model | None, settings: Settings) -> int:
 def _plan(ours: _Model, theirs: _Model | None, text: Path, settings: Settings) -> _Work:
     """Check the text and the settings, and count the windows."""
     context, limit = _context(ours, theirs, settings), settings.limit
-    found = survey(text, _checked(ours, theirs), limit)
+    surveyed = survey(text, _checked(ours, theirs), limit)
     size = context - len(ours.prefix)
-    if found.tokens < size:
-        raise too_short(text, found.tokens, size)
-    count = found.tokens // size if limit is None else min(found.tokens // size, limit // context)
-    return _Work(text, found, context, count, ours.first)
+    if surveyed.tokens < size:
+        raise too_short(text, surveyed.tokens, size)
+    count = surveyed.tokens // size if limit is None else min(surveyed.tokens // size, limit // context)
+    return _Work(text, surveyed, context, count, ours.first)
 
 
 @contextmanager

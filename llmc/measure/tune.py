@@ -99,10 +99,10 @@ def tune(
     known = registry or load()
     check_names(settings.kernels, known)
     with scratch() as folder:
-        kept = settings.cache or folder
+        cache = settings.cache or folder
         path = compiled_artifact(source, folder, options, settings, known)
         m, target, page = before_select(path, known, settings.target)
-        timer = Timer(target, known, kept / "kernels", jobs=settings.jobs, context=settings.context, page=page)
+        timer = Timer(target, known, cache / "kernels", jobs=settings.jobs, context=settings.context, page=page)
         timer.check_device()
         tuned = Tuned(str(output))
         measured = Tuning.load(output) if output.exists() else Tuning()

@@ -119,8 +119,7 @@ def origin(v: Value, known: dict[Value, Origin] | None = None) -> Origin:
 def weight_only(g: Graph) -> set[Value]:
     """Return the values of a graph that depend on at least one weight and otherwise only on constants."""
     known: dict[Value, Origin] = {}
-    values = [*g.inputs, *(r for n in g.nodes for r in n.results)]
-    return {v for v in values if origin(v, known) is Origin.WEIGHTS}
+    return {v for v in g.values if origin(v, known) is Origin.WEIGHTS}
 
 
 def launched_nodes(g: Graph) -> list[Node]:

@@ -59,10 +59,10 @@ class Record:
 
     def summary(self) -> str:
         """Summarize in one line: the passes with changes, and the number of near misses."""
-        made = [f"{r['pass'].partition('{')[0]} {r['changes']}" for r in self.data if r["changes"]]
+        changes = [f"{r['pass'].partition('{')[0]} {r['changes']}" for r in self.data if r["changes"]]
         missed = sum(x["count"] for r in self.data for x in r["missed"])
         near = f"; {missed} near misses (reasons: llmc report)" if missed else ""
-        return f"{len(self.data)} run: {', '.join(made)}{near}"
+        return f"{len(self.data)} run: {', '.join(changes)}{near}"
 
 
 def _rows(counts: Census) -> list[dict[str, Any]]:

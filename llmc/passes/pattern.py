@@ -127,7 +127,7 @@ class Match:
         return self.bound[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return what a name is bound to, or `default`."""
+        """Return the value that a name is bound to, or `default`."""
         return self.bound.get(name, default)
 
 

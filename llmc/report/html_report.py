@@ -43,9 +43,7 @@ def report(a: Opened) -> str:
     part = a.manifest.source.part
     sections: dict[str, Mapping[str, Any] | None] = {  # None: the artifact does not contain the data
         "modules": _modules(a, predictions) if a.stages else None,
-        "time": {"machine": predictions["machine"], "costs": program_costs(a.programs, predictions)}
-        if predictions
-        else None,
+        "time": _time(a, predictions) if predictions else None,
         "memory": memory_report(a),
         "accuracy": _accuracy(a.reports.get("eval")),
         "passes": {"passes": a.reports["passes"]} if "passes" in a.reports else None,
@@ -109,6 +107,11 @@ def _facts(a: Opened) -> list[tuple[str, str]]:
 def _accuracy(recorded: Mapping[str, Any] | None) -> dict[str, Any]:
     """The measures that `llmc eval` recorded; the rows are empty if it did not."""
     return {"scored": scored_text(recorded), "measures": accuracy_rows(recorded)} if recorded else {"measures": ()}
+
+
+def _time(a: Opened, predictions: Mapping[str, Any]) -> dict[str, Any]:
+    """The predicted costs of the programs, and the machine that they are predicted for."""
+    return {"machine": predictions["machine"], "costs": program_costs(a.programs, predictions)}
 
 
 def _modules(a: Opened, predictions: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,11 +51,7 @@ def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) 
         "ranks": m.ranks,
         "memory": memory(a.programs, m.states, read),
         "kv": kv_capacity(m, kv_bytes),
-        "kernels": {
-            "count": len(m.kernels),
-            "largest": _largest(m, predicted, kernels),
-            "licenses": _licenses(m),
-        },
+        "kernels": {"count": len(m.kernels), "largest": _largest(m, predicted, kernels), "licenses": _licenses(m)},
         "predicted_us": {n: prediction_facts(p) for n, p in predicted.items()},
     }
 
@@ -113,9 +109,12 @@ def speculation_of(programs: Sequence[Program], draft: str = "") -> dict[str, An
     """
     drafts = max((p.drafts for p in programs), default=0)
     roles = {p.role for p in programs}
-    head = MTP if draft == MTP else "eagle"
-    model = ["draft"] if FILL in roles else [head] if FIRST in roles else []
-    return {"drafts": drafts, "methods": ["ngram", "suffix", *model] if drafts else []}
+    methods = ["ngram", "suffix"] if drafts else []
+    if drafts and FILL in roles:
+        methods.append("draft")
+    elif drafts and FIRST in roles:
+        methods.append(MTP if draft == MTP else "eagle")
+    return {"drafts": drafts, "methods": methods}
 
 
 def program_facts(p: Program) -> dict[str, Any]:
@@ -143,8 +142,10 @@ def _largest(m: Manifest, predicted: Mapping[str, Any], count: int) -> list[dict
             row["us"] = round(row["us"] + x["us"], 3)
     sources = {k.hash: k.source for k in m.kernels}
     ranked = sorted(rows.values(), key=lambda r: (-r["us"], r["program"], r["kernel"]))
-    first = (r for name in predicted for r in [x for x in ranked if x["program"] == name][:count])
-    return [{**r, "source": sources.get(r["kernel"], "")} for r in first]
+    largest = []
+    for program in predicted:
+        largest += [row for row in ranked if row["program"] == program][:count]
+    return [{**row, "source": sources.get(row["kernel"], "")} for row in largest]
 
 
 def _licenses(m: Manifest) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from llmc_runtime.format.json_fields import damaged
@@ -66,17 +66,17 @@ def _graphs(text: str, where: str) -> Iterator[GraphText]:
         if opening is None:
             raise damaged(where, f"graph @{head[1]} has no end")
         signature, body = lines[: opening + 1], lines[opening + 1 :]
-        inputs = [f"{name}: {kind.strip()}" for line in signature for name, kind in _INPUT.findall(line)]
-        if ranges := signature[-1].removesuffix("{").partition(") where ")[2].strip():
-            inputs.append(f"where: {ranges}")
-        nodes: list[Line] = []
-        outputs: tuple[str, ...] = ()
-        for line in body:
-            if line.startswith("  return"):
-                outputs = tuple(x.strip() for x in line[8:].split(","))
-            elif line.startswith("  %"):
-                nodes.append(_line(line, where))
-        yield GraphText(head[1], tuple(inputs), tuple(nodes), outputs)
+        nodes = tuple(_line(line, where) for line in body if line.startswith("  %"))
+        returned = next((line.removeprefix("  return") for line in body if line.startswith("  return")), None)
+        outputs = () if returned is None else tuple(name.strip() for name in returned.split(","))
+        yield GraphText(head[1], _inputs(signature), nodes, outputs)
+
+
+def _inputs(signature: Sequence[str]) -> tuple[str, ...]:
+    """Return the inputs of a graph as "name: type", followed by the ranges that it is specialized for."""
+    inputs = [f"{name}: {kind.strip()}" for line in signature for name, kind in _INPUT.findall(line)]
+    ranges = signature[-1].removesuffix("{").partition(") where ")[2].strip()
+    return (*inputs, f"where: {ranges}") if ranges else tuple(inputs)
 
 
 def _line(line: str, where: str) -> Line:

@@ -24,8 +24,8 @@ def kernels(a: Opened, predictions: Mapping[str, Any]) -> list[dict[str, Any]]:
     for name, prediction in predictions.get("programs", {}).items():
         for x in prediction["launches"]:
             times[name, x["kernel"]] += x["us"]
-    found = [_kernel(a, k, times) for k in a.manifest.kernels]
-    return sorted(found, key=lambda k: (not k["uses"], -(k["us"] or 0.0), k["hash"]))
+    rows = [_kernel(a, k, times) for k in a.manifest.kernels]
+    return sorted(rows, key=lambda k: (not k["uses"], -(k["us"] or 0.0), k["hash"]))
 
 
 def kernel_names(a: Opened) -> dict[str, str]:

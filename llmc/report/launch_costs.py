@@ -55,7 +55,10 @@ def _bounded(launches: Launches, machine: Mapping[str, Any]) -> list[dict[str, A
     for x in launches:
         floor = max(0.0, x["us"] - machine["launch_us"])
         memory = x["bytes"] / machine["bandwidth"] * 1e6
-        bound = "launch" if floor < machine["launch_us"] else "memory" if memory >= floor - 0.01 else "compute"
+        if floor < machine["launch_us"]:
+            bound = "launch"
+        else:
+            bound = "memory" if memory >= floor - 0.01 else "compute"
         out.append({**x, "floor": floor, "bound": bound})
     return out
 

@@ -125,11 +125,11 @@ class Bound:
         slots = [slot.name for slot in node.op.operands]
         written = iter(node.op.writes)
         self.results = []
-        for result, wanted in zip(node.results, self.wanted, strict=True):
+        for result, expected in zip(node.results, self.wanted, strict=True):
             if result.type.state:
                 self.results.append(self.operands[slots.index(next(written))])
             else:
-                self.results.append(Buffer(wanted.size * DTYPES[result.type.dtype].bits // 8))
+                self.results.append(Buffer(expected.size * DTYPES[result.type.dtype].bits // 8))
 
     def value(self, size: Dim) -> int:
         """Return the value of a symbolic size."""
@@ -145,9 +145,9 @@ class Bound:
         for array, v in zip(self.inputs, case.graph.inputs, strict=True):
             if self.of[v] not in self.results:
                 np.testing.assert_array_equal(self.of[v].body, Buffer.holding(array, v.type).body, "an operand changed")
-        for result, wanted, buffer in zip(case.node.results, self.wanted, self.results, strict=True):
+        for result, expected, buffer in zip(case.node.results, self.wanted, self.results, strict=True):
             t = result.type
-            compare(case, t.dtype, round_to_type(buffer.get(t, wanted.shape), t), wanted)
+            compare(case, t.dtype, round_to_type(buffer.get(t, expected.shape), t), expected)
 
 
 def compare(case: Case, dtype: str, got: np.ndarray, want: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""Compiles C++ kernels, and runs them on this CPU beside the reference."""
+"""Compiles C++ kernels, runs them on this CPU, and compares them with the reference."""
 
 from __future__ import annotations
 

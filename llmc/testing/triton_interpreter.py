@@ -1,4 +1,4 @@
-"""Runs Triton kernels in Triton's interpreter on the CPU beside the reference, and compiles them; needs no GPU."""
+"""Compiles Triton kernels, and compares their results in Triton's interpreter with the reference. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def interpreting() -> Any:
     splat = builder.create_splat
     convert = interpreter._convert_float
 
-    def converted(x: Any, source: Any, wanted: Any, mode: Any) -> Any:
-        if _FLOAT8.keys() & {source.name, wanted.name}:
-            return _converted(x, source.name, wanted.name)
-        return convert(x, source, wanted, mode)
+    def converted(x: Any, source: Any, target: Any, mode: Any) -> Any:
+        if _FLOAT8.keys() & {source.name, target.name}:
+            return _converted(x, source.name, target.name)
+        return convert(x, source, target, mode)
 
     def patched(tensor: Any, scope: Any) -> None:
         original(tensor, scope)
@@ -82,13 +82,13 @@ def interpreting() -> Any:
             interpreter._convert_float = convert
 
 
-def _converted(x: np.ndarray, source: str, wanted: str) -> np.ndarray:
+def _converted(x: np.ndarray, source: str, target: str) -> np.ndarray:
     """Convert the bits of floats from or to 8-bit floats as a GPU does: to the nearest, infinities to the largest."""
     types = {dtype: DTYPES[name].np for name, (_, dtype) in ELEMENTS.items() if DTYPES[name].kind == "f"}
     wide = x.view(types[source]).astype(np.float32)
-    if wanted in _FLOAT8:
-        wide = np.clip(wide, -_FLOAT8[wanted], _FLOAT8[wanted])
-    return wide.astype(types[wanted]).view(f"u{types[wanted].itemsize}")
+    if target in _FLOAT8:
+        wide = np.clip(wide, -_FLOAT8[target], _FLOAT8[target])
+    return wide.astype(types[target]).view(f"u{types[target].itemsize}")
 
 
 @contextmanager
@@ -100,11 +100,11 @@ def _language_restored() -> Any:
     import triton.language as tl
 
     places = (tl, tl.core, tl.math, tl.core.tensor, tl.core.tensor_descriptor_base)
-    kept = [(p, dict(vars(p))) for p in places]
+    originals = [(p, dict(vars(p))) for p in places]
     try:
         yield
     finally:
-        for p, before in kept:
+        for p, before in originals:
             for name in vars(p).keys() - before.keys():
                 delattr(p, name)
             for name, value in before.items():
@@ -146,15 +146,15 @@ def _standard_interpreted() -> Any:
     from triton.runtime.jit import JITFunction
 
     places = (tl, tl.standard, tl.random, tl.tensor)
-    found = {f for p in places for f in vars(p).values() if isinstance(f, JITFunction)}
-    swap = {f: InterpretedFunction(f.fn) for f in found}
-    kept = [(p, k, f) for p in places for k, f in list(vars(p).items()) if isinstance(f, JITFunction)]
+    functions = {f for p in places for f in vars(p).values() if isinstance(f, JITFunction)}
+    interpreted = {f: InterpretedFunction(f.fn) for f in functions}
+    originals = [(p, k, f) for p in places for k, f in list(vars(p).items()) if isinstance(f, JITFunction)]
     try:
-        for p, k, f in kept:
-            setattr(p, k, swap[f])
+        for p, k, f in originals:
+            setattr(p, k, interpreted[f])
         yield
     finally:
-        for p, k, f in kept:
+        for p, k, f in originals:
             setattr(p, k, f)
 
 
@@ -194,7 +194,7 @@ def run_case(case: Case, on: Target = INTERPRETED) -> None:
 
 
 def descriptor(flat: torch.Tensor, shape: Sequence[int], box: Sequence[int]) -> Any:
-    """Return what a kernel in the interpreter takes as a tensor map of a buffer's first elements."""
+    """Return the object that a kernel in the interpreter takes as a tensor map of a buffer's first elements."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor.from_tensor(flat[: math.prod(shape)].view(*shape), list(box))

@@ -50,12 +50,7 @@ _MODULES = MappingProxyType(
         "LlmcError": "llmc_runtime.format.errors",
         "PoolingParams": "llmc_runtime.pooling_params",
         **dict.fromkeys(
-            (
-                "ClassificationRequestOutput",
-                "EmbeddingRequestOutput",
-                "PoolingRequestOutput",
-                "ScoringRequestOutput",
-            ),
+            ("ClassificationRequestOutput", "EmbeddingRequestOutput", "PoolingRequestOutput", "ScoringRequestOutput"),
             "llmc_runtime.pooled_outputs",
         ),
     }

@@ -137,5 +137,5 @@ def _text_of(value: Any) -> str:
     if isinstance(value, list):
         return "; ".join(map(_text_of, value))
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_text_of(one)}" for name, one in value.items())
+        return ", ".join(f"{name} {_text_of(entry)}" for name, entry in value.items())
     return str(value)

@@ -44,11 +44,11 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the message, with a suggestion if a flag or a choice is misspelt, and exit with status 2."""
         known: list[str] = []
-        if found := _CHOICES.search(message):
-            known = re.findall(r"[^\s',()]+", found["known"])
-        elif found := _UNKNOWN.search(message):
+        if match := _CHOICES.search(message):
+            known = re.findall(r"[^\s',()]+", match["known"])
+        elif match := _UNKNOWN.search(message):
             known = self.flags()
-        close = nearest(found["name"], known) if found else []
+        close = nearest(match["name"], known) if match else []
         message = f"{message}; did you mean {' or '.join(close)}?" if close else message
         self.exit(2, f"{self.prog}: error: {message}\n  Try: {self.prog} --help\n")
 

@@ -126,7 +126,7 @@ def _say_command(model: str | Path, options: Mapping[str, str], say: Say) -> Non
 
 
 def _build(source: Path, options: Mapping[str, str], root: Path, entry: Path, say: Say) -> None:
-    """Compile beside the entry, then rename. The caller holds the lock.
+    """Compile into a folder next to the entry, then rename it. The caller holds the lock.
 
     A build that is interrupted leaves no files; one that is killed leaves no artifact that opens.
     """

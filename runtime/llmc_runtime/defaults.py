@@ -1,4 +1,4 @@
-"""Sampling defaults: the model's generation_config.json, or what the options replace it with."""
+"""Sampling defaults: the model's generation_config.json, or the values that options replace it with."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def generation_of(
 
     Raises LlmcError E612 if a file cannot be read, a key of `override` is unknown, or a value is not allowed.
     """
-    values = dict(model) if config in (None, AUTO) else {} if config == NEUTRAL else _of_folder(Path(str(config)))
+    if config in (None, AUTO):
+        values = dict(model)
+    else:
+        values = {} if config == NEUTRAL else _of_folder(Path(str(config)))
     if override:
         unknown = sorted(set(override) - set(KEYS))
         if unknown:

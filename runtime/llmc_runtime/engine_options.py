@@ -238,8 +238,8 @@ class EngineOptions(metaclass=KeywordChecks):
         if self.deterministic and not manifest.deterministic:
             cause = f"{self.model} was compiled without --deterministic: results depend on the batch"
             raise LlmcError("E204", cause, "leave deterministic out, or compile the model with --deterministic")
-        wanted = _DTYPES.get(self.dtype, dtype)
-        if dtype in _DTYPES.values() and wanted != dtype:
+        required = _DTYPES.get(self.dtype, dtype)
+        if dtype in _DTYPES.values() and required != dtype:
             cause = f"{self.model} computes in {dtype}, not in dtype={self.dtype!r}"
             raise LlmcError("E204", cause, "leave dtype out, or compile the model with that dtype")
         task = manifest.pooling.task if manifest.pooling else GENERATE
@@ -247,8 +247,8 @@ class EngineOptions(metaclass=KeywordChecks):
             cause = f"the task of {self.model} is {task}, not task={self.task!r}"
             raise LlmcError("E204", cause, f"leave task out, or compile the model with --task {self.task}")
         if self.tensor_parallel_size not in (None, manifest.ranks):
-            wanted = f"tensor_parallel_size = {self.tensor_parallel_size}"
-            cause = f"{self.model} was compiled for {manifest.ranks} rank(s), and {wanted}"
+            required = f"tensor_parallel_size = {self.tensor_parallel_size}"
+            cause = f"{self.model} was compiled for {manifest.ranks} rank(s), and {required}"
             remedy = f"leave it out, or compile with --tensor-parallel-size {self.tensor_parallel_size}"
             raise LlmcError("E207", cause, remedy)
         if self.distributed_executor_backend == RAY and (manifest.ranks == 1 or not target.startswith("cpu:")):
@@ -284,10 +284,10 @@ class EngineOptions(metaclass=KeywordChecks):
     def message(self) -> dict[str, Any]:
         """Return the options that the engine process needs and that are not the default. Paths are percent-encoded."""
         values = {}
-        for one in options_of(EngineOptions).values():
-            value = getattr(self, one.name)
-            if one.engine and value != one.default:
-                values[one.name] = quoted(value) if one.read is Path else value
+        for declared in options_of(EngineOptions).values():
+            value = getattr(self, declared.name)
+            if declared.engine and value != declared.default:
+                values[declared.name] = quoted(value) if declared.read is Path else value
         return values
 
     @classmethod

@@ -140,10 +140,10 @@ def by_flag() -> dict[str, IgnoredFlags]:
     return {flag: row for row in (*IGNORED, *REFUSED) for flag in row.flags}
 
 
-def check_ignored(found: Sequence[tuple[str, list[str]]]) -> list[str]:
+def check_ignored(flags: Sequence[tuple[str, list[str]]]) -> list[str]:
     """Return a message for each of these flags with their values. Raises LlmcError E648 if one is refused."""
     rows, messages = by_flag(), []
-    for flag, values in found:
+    for flag, values in flags:
         row = rows[flag]
         text = " ".join([flag, *values]) if flag != "--api-key" else flag
         if row.harmless is not None and (not row.harmless or not set(values) <= set(row.harmless)):

@@ -25,6 +25,8 @@ _HELP = (
     "Ctrl-C stops an answer or clears the line, Ctrl-D or /exit ends, /clear starts a new conversation, /help prints "
     "this line"
 )
+_CHAT = "chat with the model"
+_NO_CHAT = "the model has no chat template: each line is continued on its own"
 _COMMAND = re.compile(r"/[a-z?]+")
 
 
@@ -86,35 +88,20 @@ class Session:
         """Read and answer prompts until the input ends. Return the exit code."""
         chat = self.llm.has_chat_template
         if not self.quiet:
-            kind = (
-                "chat with the model" if chat else "the model has no chat template: each line is continued on its own"
-            )
-            print(f"llmc: {kind}; {_HELP}", file=sys.stderr)
+            _say(f"{_CHAT if chat else _NO_CHAT}; {_HELP}")
         _line_editing()
-        messages, cleared = self._opening(), False
-        while True:
-            try:
-                line = _read_line()
-            except EOFError:
-                print(file=sys.stderr)
-                return 0
-            except KeyboardInterrupt:
-                if cleared:  # twice in a row
-                    raise
-                cleared = True
-                print("\nllmc: Ctrl-C again, or Ctrl-D, ends the session", file=sys.stderr)
-                continue
-            cleared = False
+        messages = self._opening()
+        while (line := _read_input()) is not None:
             command = line.strip()
             if command in ("/exit", "/quit", "/bye"):
                 return 0
             if command == "/clear":
                 messages = self._opening()
             elif _COMMAND.fullmatch(command):
-                is_help = command in ("/help", "/?")
-                print(f"llmc: {'' if is_help else f'unknown command {command}; '}{_HELP}", file=sys.stderr)
+                _say(_HELP if command in ("/help", "/?") else f"unknown command {command}; {_HELP}")
             elif command:
                 self._answer(messages, line, chat=chat)
+        return 0
 
     def _answer(self, messages: list[dict[str, str]], prompt: str, *, chat: bool) -> None:
         """Answer `prompt`. It is added to `messages` if it was answered completely or in part."""
@@ -131,7 +118,7 @@ class Session:
         except LlmcError as e:
             print(e, file=sys.stderr)
             if e.code in ("E602", "E604"):
-                print("llmc: the conversation is too long; /clear starts a new one", file=sys.stderr)
+                _say("the conversation is too long; /clear starts a new one")
             return
         messages[:] = [*conversation, {"role": "assistant", "content": answer.outputs[0].text}]
         self._report(answer, time.perf_counter() - began)
@@ -206,6 +193,26 @@ def _write_stdout(text: str) -> None:
         raise
     except OSError as e:
         raise LlmcError("E644", f"standard output cannot be written: {e.strerror}", "free space there") from e
+
+
+def _say(text: str) -> None:
+    print(f"llmc: {text}", file=sys.stderr)
+
+
+def _read_input() -> str | None:
+    """Read a line, or return None at the end of the input. Ctrl-C clears the line; twice in a row, it is raised."""
+    cleared = False
+    while True:
+        try:
+            return _read_line()
+        except EOFError:
+            print(file=sys.stderr)
+            return None
+        except KeyboardInterrupt:
+            if cleared:
+                raise
+            cleared = True
+            print("\nllmc: Ctrl-C again, or Ctrl-D, ends the session", file=sys.stderr)
 
 
 def _read_line() -> str:

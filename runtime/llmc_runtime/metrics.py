@@ -134,14 +134,14 @@ def _sum(each: Sequence[Mapping[str, Stat]]) -> dict[str, Stat]:
     return out
 
 
-def _added(one: Stat, other: Stat) -> Stat:
+def _added(value: Stat, addend: Stat) -> Stat:
     """Return the sum of two values of one statistic; histograms and values by reason are added element by element."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return {reason: one.get(reason, 0) + other.get(reason, 0) for reason in {**one, **other}}
-    if isinstance(one, list) and isinstance(other, list):
-        return [sum(values) for values in zip(one, other, strict=True)]
-    assert isinstance(one, int | float) and isinstance(other, int | float)
-    return one + other
+    if isinstance(value, dict) and isinstance(addend, dict):
+        return {reason: value.get(reason, 0) + addend.get(reason, 0) for reason in {**value, **addend}}
+    if isinstance(value, list) and isinstance(addend, list):
+        return [sum(values) for values in zip(value, addend, strict=True)]
+    assert isinstance(value, int | float) and isinstance(addend, int | float)
+    return value + addend
 
 
 def _zero(value: Stat) -> Stat:

@@ -74,7 +74,9 @@ class Option:
     @property
     def unset(self) -> Any:
         """The value in argparse's namespace if the flag is absent."""
-        return False if self.inverted else list(self.default) if self.many else self.default
+        if self.inverted:
+            return False
+        return list(self.default) if self.many else self.default
 
     def value(self, args: argparse.Namespace) -> Any:
         """Return the keyword's value from the parsed flags."""
@@ -97,7 +99,8 @@ class Option:
             more["action"] = argparse.BooleanOptionalAction if self.negated else "store_true"
         else:
             more |= {"type": self.read, "metavar": self.metavar, "choices": self.choices}
-            more |= {"nargs": "+"} if self.many == "+" else {"action": "append"} if self.many else {}
+            if self.many:
+                more |= {"nargs": "+"} if self.many == "+" else {"action": "append"}
         group.add_argument(*self.spellings, dest=self.dest, **more)
 
 
@@ -114,16 +117,16 @@ def serve_option(group: str, default: Any, text: str, **more: Any) -> Any:
 def options_of(owner: type) -> Mapping[str, Option]:
     """Return the options that a dataclass declares, by name."""
     options = {}
-    for one in fields(owner):
-        if "option" in one.metadata:
-            text, more = one.metadata["option"]
-            options[one.name] = Option(one.name, one.default, text, **more)
+    for declared in fields(owner):
+        if "option" in declared.metadata:
+            text, more = declared.metadata["option"]
+            options[declared.name] = Option(declared.name, declared.default, text, **more)
     return MappingProxyType(options)
 
 
 def of_command(declared: Iterable[Option], command: str) -> list[Option]:
     """Return the options that are flags of a command."""
-    return [one for one in declared if command in one.commands]
+    return [option for option in declared if command in option.commands]
 
 
 def parse_bytes(text: str) -> int:

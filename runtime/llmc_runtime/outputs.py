@@ -150,12 +150,11 @@ class OutputAssembler:
         """Add a delta. Return True if a stop string ended the output, which must then be aborted in the engine."""
         if self.finish_reason is not None:
             return False
-        rows, last = delta.logprobs, len(delta.new_token_ids) - 1
         self.num_cached = delta.num_cached
         if delta.times is not None:
             self.times = delta.times
-        elif last == 0 and rows is None and delta.finish_reason is None:  # the usual case, without the others' tests
-            token = delta.new_token_ids[0]
+        elif len(delta.new_token_ids) == 1 and delta.logprobs is None and delta.finish_reason is None:
+            token = delta.new_token_ids[0]  # the usual case, without the tests of the others
             self.token_ids.append(token)
             if (stop := self._text.push(token)) is None:
                 return False
@@ -164,6 +163,11 @@ class OutputAssembler:
         if delta.prompt_logprobs is not None:
             self._scores = PackedLogprobs(self.params.prompt_logprobs or 0)
             self._scores.extend(delta.prompt_logprobs)
+        return self._add_tokens(delta)
+
+    def _add_tokens(self, delta: RequestDelta) -> bool:
+        """Add the tokens of a delta, then its end if it has one; the result is that of `add`."""
+        rows, last = delta.logprobs, len(delta.new_token_ids) - 1
         self.num_accepted += max(0, last)  # a step yields the drafts that it accepts, and one token
         for i, token in enumerate(delta.new_token_ids):
             self.token_ids.append(token)

@@ -17,12 +17,12 @@ def require_scores(pooling: Pooling | None) -> Pooling:
 
     These are embedding models, by the cosine similarity of two embeddings, and classifiers with one label.
     """
-    found = require_task(pooling, EMBED, CLASSIFY)
-    assert found is not None
-    if found.task == CLASSIFY and found.width != 1:
-        cause = f"the model has {found.width} labels; a score needs a classifier with one"
+    model_pooling = require_task(pooling, EMBED, CLASSIFY)
+    assert model_pooling is not None
+    if model_pooling.task == CLASSIFY and model_pooling.width != 1:
+        cause = f"the model has {model_pooling.width} labels; a score needs a classifier with one"
         raise LlmcError("E616", cause, "use classify, or /classify")
-    return found
+    return model_pooling
 
 
 def paired(first: Any, second: Any) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""`llmc-run --embed` and `--classify`: prints what a model that pools returns for a prompt, as one line of JSON."""
+"""`llmc-run --embed` and `--classify`: prints the embedding or the classification of a prompt as one line of JSON."""
 
 from __future__ import annotations
 

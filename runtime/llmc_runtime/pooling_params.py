@@ -68,7 +68,8 @@ def pooled_values(pooled: bytes, pooling: Pooling, params: PoolingParams) -> np.
     active = params.use_activation
     if pooling.task == EMBED:
         values = values[: params.dimensions]
-        return _normalized(values) if (pooling.normalize if active is None else active) else values
+        normalizes = pooling.normalize if active is None else active
+        return _normalized(values) if normalizes else values
     if active is False or pooling.activation == "none":
         return values
     if pooling.activation == "sigmoid":
@@ -79,8 +80,8 @@ def pooled_values(pooled: bytes, pooling: Pooling, params: PoolingParams) -> np.
 
 def similarity(a: bytes, b: bytes, dimensions: int | None = None) -> float:
     """Return the cosine similarity of two embeddings that the engine returned, or of their first `dimensions`."""
-    one, other = (_normalized(np.frombuffer(x, np.float32)[:dimensions].astype(np.float64)) for x in (a, b))
-    return float(one @ other)
+    left, right = (_normalized(np.frombuffer(x, np.float32)[:dimensions].astype(np.float64)) for x in (a, b))
+    return float(left @ right)
 
 
 def _normalized(values: np.ndarray) -> np.ndarray:

@@ -46,10 +46,10 @@ def check_speculate(name: str, value: Any) -> dict[str, Any] | None:
     """
     if value is None or value == OFF:
         return None
-    given = _of_text(name, value) if isinstance(value, str) else value
-    if not isinstance(given, Mapping):
+    mapping = _of_text(name, value) if isinstance(value, str) else value
+    if not isinstance(mapping, Mapping):
         raise LlmcError("E201", f"{name} = {value!r:.60} is not allowed", _REMEDY)
-    method = given.get("method", NGRAM if not given.get("model") else DRAFT_MODEL)
+    method = mapping.get("method", NGRAM if not mapping.get("model") else DRAFT_MODEL)
     if isinstance(method, str) and method.endswith(f"_{MTP}") and not drafts_on_host(method):
         method = MTP  # vLLM's deepseek_mtp, glm4_moe_mtp and others
     if not isinstance(method, str) or (method not in KEYS and not drafts_on_host(method)):
@@ -61,13 +61,13 @@ def check_speculate(name: str, value: Any) -> dict[str, Any] | None:
         )
         raise LlmcError("E206", cause, remedy)
     keys = KEYS.get(method, ("method", TOKENS))
-    if unknown := sorted(map(str, given.keys() - set(keys))):
+    if unknown := sorted(map(str, mapping.keys() - set(keys))):
         raise LlmcError("E201", f"{name} has the unknown key {unknown[0]!r:.40}", f"use {', '.join(keys)}")
-    out: dict[str, Any] = {"method": method, TOKENS: _count(name, given, TOKENS, None, MAX_DRAFTS)}
+    out: dict[str, Any] = {"method": method, TOKENS: _count(name, mapping, TOKENS, None, MAX_DRAFTS)}
     if method != NGRAM:
         return out  # the draft model or head is the one in the artifact, regardless of `model`
-    out[HIGH] = _count(name, given, HIGH, given.get(LOW) or DEFAULTS[HIGH], _MAX_NGRAM)
-    out[LOW] = _count(name, given, LOW, min(out[HIGH], DEFAULTS[LOW]), out[HIGH])
+    out[HIGH] = _count(name, mapping, HIGH, mapping.get(LOW) or DEFAULTS[HIGH], _MAX_NGRAM)
+    out[LOW] = _count(name, mapping, LOW, min(out[HIGH], DEFAULTS[LOW]), out[HIGH])
     return out
 
 
@@ -83,8 +83,8 @@ def _of_text(name: str, text: str) -> dict[str, Any]:
     return {"method": SHORT.get(method, method), **({TOKENS: int(number)} if colon else {})}
 
 
-def _count(name: str, given: Mapping[str, Any], key: str, default: int | None, high: int) -> int | None:
-    value = given.get(key)
+def _count(name: str, mapping: Mapping[str, Any], key: str, default: int | None, high: int) -> int | None:
+    value = mapping.get(key)
     if value is None:
         return default
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:

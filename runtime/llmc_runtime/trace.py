@@ -69,7 +69,7 @@ class Recorder:
         self._ended = -1  # when the last step ended, as the host sees it
 
     def clear(self) -> None:
-        """Remove what was recorded."""
+        """Remove the recorded events."""
         self._spans.clear()
         self._exposed.clear()
 
@@ -158,7 +158,7 @@ class Recorder:
         )
 
     def rows(self) -> list[Row]:
-        """Return what was recorded, for `document`."""
+        """Return the recorded events, for `document`."""
         return [(s.track, s.name, s.begin - self._began, s.end - self._began, *s.what) for s in self._spans]
 
 

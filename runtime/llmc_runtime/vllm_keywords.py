@@ -58,6 +58,9 @@ def known_keywords(cls: type, values: Mapping[str, Any], elsewhere: Elsewhere) -
             near = did_you_mean(name, [*fields, *elsewhere], "")
             raise TypeError(f"{cls.__name__} has no parameter {name!r}" + (f"; {near}" if near else ""))
         value, (remedy, harmless) = values[name], elsewhere[name]
-        if not any(type(value) is type(one) and value == one for one in (None, False, *harmless)):
+        if not any(
+            type(value) is type(harmless_value) and value == harmless_value
+            for harmless_value in (None, False, *harmless)
+        ):
             raise LlmcError("E648", f"{cls.__name__}: {name}={value!r:.60} is not supported", remedy)
     return {name: value for name, value in values.items() if name in fields}

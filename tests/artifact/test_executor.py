@@ -62,7 +62,7 @@ def test_logprobs_go_to_rows_that_want_them(executor: Executor) -> None:
 
 
 def test_a_row_is_rebuilt_whole(executor: Executor) -> None:
-    """Resume: what was output before counts as output again, and nothing of the row's last user stays."""
+    """A resumed row counts its earlier output as output, and keeps no state of the request that used it before."""
     executor.run(Step([init(2, [1] * 5, 5, [3, 5])], [], [Work(2, 5, True)]))
     tables = executor.rows._tables
     assert tables["counts"].view[2].sum() == 1

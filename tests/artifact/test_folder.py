@@ -1,4 +1,4 @@
-"""An artifact that is not what was written: changed, cut, moved together from parts, or for another machine."""
+"""Artifacts that are refused: changed, truncated, combined from parts of others, or made for another machine."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def files(root: Path) -> list[Path]:
 
 
 def redigest(path: Path, change: str, to: str) -> None:
-    """A manifest that says something else and has a right digest."""
+    """Change fields of the manifest, and update its digest."""
     text = (path / "manifest.json").read_bytes()
     assert change.encode() in text
     text = text.replace(change.encode(), to.encode())

@@ -1,4 +1,4 @@
-"""What artifacts say, read strictly: size expressions, programs, manifests, safetensors headers."""
+"""Strict parsing of an artifact's files: size expressions, programs, manifests, safetensors headers."""
 
 from __future__ import annotations
 

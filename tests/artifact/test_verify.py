@@ -1,4 +1,4 @@
-"""Looking into artifacts: what `inspect` says, what `verify` finds, and the canary."""
+"""`llmc inspect` and `llmc verify`: the reported facts, the damage that is detected, and the canary."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_times_of_programs_are_predicted_at_sizes_that_they_serve(toy: Path) -> 
 
 
 def test_a_machine_without_the_device_checks_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What was compiled for a GPU is verified where there is none; to run it there is refused with exit code 3."""
+    """A GPU artifact is verified on a machine without a GPU; running it there fails with exit code 3."""
     there = replace(tiny.parts(tmp_path), target=TargetInfo("hip:gfx942", "gfx942", ()))
     path = tmp_path / "toy.llmc"
     write_artifact(path, there)

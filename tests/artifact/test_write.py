@@ -1,4 +1,4 @@
-"""The writer, interrupted before each of its operations; and what it may replace."""
+"""The writer of artifacts: interrupted before each of its operations, and the paths that it may replace."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Attacks from outside on a running server, one named test for each class of published advisory; no server code."""
+"""Attacks on a running server from outside, with one test for each class of published advisories."""

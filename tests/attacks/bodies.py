@@ -1,5 +1,5 @@
-"""Requests to attack with: every field of every endpoint as the server describes them, values at the edges, and valid
-bodies that are damaged; it sends nothing."""
+"""Bodies of attacks: every field of every endpoint in the server's OpenAPI description, boundary values, and damaged
+bodies. Other modules send them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def edge(draw: Random) -> Any:
 
 
 def prompt(draw: Random, most: int = 20) -> list[int]:
-    """Token ids that nobody else has, most likely."""
+    """Return random token ids, which most likely no other request has."""
     return [draw.randrange(3, VOCAB - 1) for _ in range(draw.randrange(1, most))]
 
 

@@ -33,7 +33,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out corners at random, as --corner-share says."""
+    """Skip a random part of the corner cases; --corner-share sets its size."""
     corners = [item.nodeid for item in items if item.nodeid.partition("[")[0].endswith("::test_24_corners")]
     out = left_out(corners, option(config, "--corner-share", 1.0))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in out])
@@ -90,7 +90,7 @@ def server() -> Iterator[Target]:
 
 @pytest.fixture
 def steady(server: Target, request: pytest.FixtureRequest) -> Iterator[Target]:
-    """The server; after the test it is as before, and nothing is left open."""
+    """The server; after the test, its state is checked (`Target.steady`), and all connections are closed."""
     server.steady(f"before {request.node.name}")
     yield server
     server.steady(request.node.name)

@@ -67,7 +67,7 @@ class Paced:
         return self.inner.launch(step)
 
     def wait(self, ticket: Any) -> Any:
-        """Its output; some tokens are wrong where that is wanted."""
+        """Return the step's output, with wrong tokens if the settings request them."""
         output = self.inner.wait(ticket)
         if self.settings.wrong:
             for i, token in enumerate(output.tokens):
@@ -112,7 +112,7 @@ def config_of(wanted: Open) -> SchedulerConfig:
 
 
 def opener(settings: Settings) -> Callable[[Open, Callable[[str], None]], Session]:
-    """What the engine process is given."""
+    """Return the function that opens the engine of the process."""
 
     def open_fake(wanted: Open, say: Callable[[str], None]) -> Session:
         config = config_of(wanted)

@@ -2,7 +2,7 @@
 
 SETTINGS is JSON: `engine`, see fake_engine.Settings, `front`, other options of AsyncLLM, and `block`, seconds for
 which every request to /v1/chat/completions stops the event loop. It prints the routes of
-the application to stderr, so that whoever attacks it misses none.
+the application to stderr, so that tests can cover them all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROUTES = "attack routes: "
 
 
 def over(settings: dict[str, Any]) -> Any:
-    """What stands in for the class AsyncLLM."""
+    """Return the replacement of the class AsyncLLM."""
     original = async_llm.AsyncLLM
 
     def opened(model: str, *, say: Any = None, **options: Any) -> Any:
@@ -38,7 +38,7 @@ def over(settings: dict[str, Any]) -> Any:
 
 
 def tell_routes() -> None:
-    """Print what the application is made of."""
+    """Print the application's routes."""
     begin = starlette.applications.Starlette.__init__
 
     def init(self: Any, *args: Any, **more: Any) -> None:

@@ -10,7 +10,7 @@ PRIMES = (7, 97, 10007, 524287, 99999989, 99999971, 2**31 - 1)
 
 
 def size(draw: Random, most: int) -> int:
-    """From 1 to `most`, every order of magnitude as often as another."""
+    """Return a number from 1 to `most`; all orders of magnitude are equally likely."""
     return max(1, min(most, round(most ** draw.random())))
 
 

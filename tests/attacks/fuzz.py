@@ -1,10 +1,10 @@
-"""A fuzz run: workers send what shots.py draws, a neighbour streams beside; at the end, the verdict.
+"""A fuzz run: workers send the requests of shots.py while a neighbour streams; at the end, the faults are listed.
 
 How noise of the machine is treated (two cores serve, attack and measure):
 
 - ITL: the neighbour's 99th percentile of each window of 20 s may be three times its quiet value, or FLOOR_ITL where
   that is more. One window of a run may be over: only a second one is a fault. The longest gap may take WORST_ITL.
-- /health: asked every 20 ms. The second-worst probe of a window may take 100 ms, the worst WORST_HEALTH.
+- /health: probed every 20 ms. The second-worst probe of a window may take 100 ms, the worst WORST_HEALTH.
 - memory: resident bytes of each process, before and after a rest. A process that was not there before counts from 0.
 
 A sample, which shares its processors with other tests, multiplies the limits of time by SAMPLE.
@@ -65,7 +65,7 @@ class Figures:
     last: deque[str] = field(default_factory=lambda: deque(maxlen=LAST))
 
     def faults(self, lenient: float = 1.0) -> list[str]:
-        """What is wrong, in words; `lenient` multiplies the limits of time."""
+        """Return the faults of a run as texts; `lenient` multiplies the limits of time."""
         most = lenient * max(FLOOR_ITL, TIMES_ITL * self.quiet["itl"]["p99_ms"])
         over = [one["itl"]["p99_ms"] for one in self.windows if one["itl"]["p99_ms"] > most]
         found = [f"ITL p99 {over} ms, at most {most:.0f}"] if len(over) > 1 or (over and len(self.windows) == 1) else []
@@ -91,7 +91,7 @@ class Figures:
 
 
 def odd(made: Shot, got: Answer) -> str:
-    """What is wrong with an answer; "" where nothing is."""
+    """Return what is wrong with a response; "" if nothing is."""
     retryable = got.status in (503, 504) and bool(got.retry_after)
     if got.status < 500 or retryable or (made.manner == RAW and got.status in (501, 505)):
         return ""
@@ -184,7 +184,7 @@ class Fuzz:
         return [f"process {pid} ended; it said {self.server.words()}" for pid in gone]
 
     def _lasting(self, pid: int) -> bool:
-        """Whether it is the front or the engine: what they start may come and go."""
+        """Whether it is the front or the engine; the processes that they start may come and go."""
         return pid in (self.server.process.pid, self._engine)
 
     @property

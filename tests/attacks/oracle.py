@@ -1,4 +1,4 @@
-"""What the simulated device must answer, from the true prefix alone, as the text that a client gets; it asks nobody."""
+"""The expected output of the simulated device as a client's text, computed from the prefix."""
 
 from __future__ import annotations
 

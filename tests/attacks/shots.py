@@ -1,4 +1,4 @@
-"""Requests of a fuzzer, each from its own seed: what is sent, how it is read, as whom; it sends nothing."""
+"""Random requests of the fuzzer, each drawn from its own seed: the bytes, the way to read the response, and the key."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Shot:
 
 @dataclass
 class Described:
-    """What the server says of itself: (endpoint, path of a field), and the paths that are read by GET."""
+    """The server's OpenAPI description: (endpoint, path of a field), and the paths of GET."""
 
     fields: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
     gets: list[str] = field(default_factory=list)
@@ -143,7 +143,7 @@ def work(draw: Random, known: Described) -> Shot:
 
 
 def read(draw: Random, known: Described) -> Shot:
-    """What is asked for by GET."""
+    """Draw a request with the method GET."""
     path = (
         draw.choice(known.gets)
         .replace("{response_id}", "{name}")

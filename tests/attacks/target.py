@@ -1,6 +1,6 @@
-"""A server under attack: a process that is started, asked, watched and ended; what it answers is searched for leaks.
+"""A server under attack: a process that is started, requested, watched and ended. Responses are searched for leaks.
 
-`steady` is what every attack is held against: the same processes, health, and the same bytes for the golden prompt.
+`steady` is checked after every attack: the same processes, /health, and the same output for the golden prompt.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ LEAKS = re.compile(
 
 
 def python_path() -> str:
-    """Where a child finds the tests and the packages."""
+    """Return the PYTHONPATH with which a child process finds the tests and the packages."""
     return os.pathsep.join(map(str, (ROOT, ROOT / "runtime", ROOT / "tests")))
 
 
 def leaks(text: str, secrets: Sequence[str] = ()) -> list[str]:
-    """What an answer says that it should not: places in code, addresses in memory, paths, given secrets."""
+    """Return what a response must not contain: places in code, addresses in memory, paths, the given secrets."""
     return [m[0] for m in LEAKS.finditer(text)] + [word for word in secrets if word in text]
 
 
@@ -104,7 +104,7 @@ class Target:
 
     @property
     def url(self) -> str:
-        """Where it listens; "" before it does."""
+        """The address that it listens on; "" before it does."""
         found = (re.search(r"https?://[^\s]+", line) for line in list(self.lines) if " at http" in line)
         return next((m[0] for m in found if m), "")
 
@@ -170,7 +170,7 @@ class Target:
         return reply
 
     def steady(self, after: Any = "") -> None:
-        """It is as before: the same processes, healthy, and the golden prompt has the same bytes, the oracle's."""
+        """Check that the processes are the same and healthy, and that the golden prompt has the oracle's output."""
         for pid, began in self.pids.items():
             there = psutil.pid_exists(pid) and psutil.Process(pid).create_time() == began
             assert there, f"{pid} ended: {after!r:.500}; it said {self.words()}"
@@ -184,7 +184,7 @@ class Target:
         assert reply.json["choices"][0]["text"] == answer(GOLDEN["prompt"], GOLDEN["max_tokens"])
 
     def words(self) -> list[str]:
-        """The last that it said besides its requests."""
+        """Return the end of its log, without lines of requests."""
         return [line for line in list(self.lines) if "llmc.request" not in line][-5:]
 
     def figure(self, name: str) -> float:
@@ -202,7 +202,7 @@ class Target:
         until(lambda: not any(self.figure(name) for name in names), seconds)
 
     def end(self) -> str:
-        """End it; what it said."""
+        """End it; return its log."""
         if self.process.poll() is None:
             self.process.terminate()
             try:

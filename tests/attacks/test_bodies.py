@@ -1,4 +1,4 @@
-"""Bodies at the limit of their size, whole and unfinished: /health answers beside them, and memory is given back."""
+"""Bodies of the maximum size, complete and incomplete: /health responds meanwhile, and their memory is released."""
 
 from __future__ import annotations
 

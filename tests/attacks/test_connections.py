@@ -1,4 +1,4 @@
-"""Clients that hold connections: silent, slow, with a key or without one, or unwilling to read. Others are served."""
+"""Clients that hold connections: silent, slow, or not reading, with a key or without one. Others are served."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_25_connections_with_a_key(small: Target) -> None:
 
 
 def test_25_clients_that_do_not_read(small: Target) -> None:
-    """Pipelines of responses that nobody reads: memory is limited, and others are served."""
+    """Pipelined responses that the client does not read: memory is limited, and others are served."""
     before = small.memory()
     sent = head(small, "/openapi.json", "GET", Authorization=f"Bearer {KEYS[1]}") * 40
     links = []

@@ -1,4 +1,4 @@
-"""Who gets in, and what is open at all: sockets, routes, keys, hosts, addresses that a request names. No bodies."""
+"""Access to the server: sockets, routes, keys, hosts, and addresses in requests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def listening(pids: Sequence[int]) -> tuple[set[tuple[str, int]], list[str]]:
 
 
 def test_02_ports(server: Target) -> None:
-    """The HTTP port on 127.0.0.1 alone; sockets between processes are files that nobody else may enter."""
+    """Only the HTTP port on 127.0.0.1 is open; sockets between processes are files that other users cannot access."""
     there, paths = listening(list(server.pids))
     assert there == {("127.0.0.1", server.port)}
     for path in paths:
@@ -145,7 +145,7 @@ def test_03_keys_are_needed(steady: Target, draw: Random, full: bool) -> None:
 
 
 def test_03_a_key_opens_its_own_routes_alone(steady: Target, draw: Random, full: bool) -> None:
-    """Ordinary keys open nothing under /admin/, admin keys nothing else, and a browser's password the page alone."""
+    """Ordinary keys open no route under /admin/, admin keys no others, and a browser's password only the page."""
     admins = [path for path, _ in steady.routes if path.startswith("/admin/")]
     assert len(admins) > 3 and steady.ask("/admin/state", key=ADMIN).status == 200
     most = 3000 if full else 60
@@ -287,7 +287,7 @@ def canary() -> Iterator[tuple[str, list[Any]]]:
 
 
 def test_15_nothing_is_fetched(steady: Target, canary: tuple[str, list[Any]]) -> None:
-    """URLs of images, files, tools and schemas: whatever the answer, nobody came to the address."""
+    """URLs of images, files, tools and schemas: the server does not connect to the address, whatever it responds."""
     address, came = canary
     for url in (f"http://{address}/x", f"//{address}/x", f"ftp://{address}/x", f"http://localhost:{address[-5:]}/x"):
         schema = {"$ref": url, "$schema": url, "$id": url, "type": "object", "properties": {"a": {"$ref": f"{url}#/a"}}}

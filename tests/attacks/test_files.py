@@ -1,6 +1,6 @@
-"""What models, artifacts and caches may do to whoever opens them: no code, no pickle, no foreign paths, no other bytes.
+"""Malicious models, artifacts and caches cannot execute code, load pickles, access other paths or change data.
 
-`llmc` and `llmc-run` are run as processes, watched by an audit hook. Damage of every kind in numbers: tests/corpus.
+`llmc` and `llmc-run` are run as processes, watched by an audit hook. tests/corpus has damaged inputs of all kinds.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def audit(tmp_path: Path) -> tuple[dict[str, str], Callable[[], tuple[int, list[str]]]]:
-    """An environment under which processes are watched; and how many were, with what they did."""
+    """Return an environment that watches processes, and a function that returns their number and their forbidden
+    acts."""
     (tmp_path / "hook").mkdir()
     (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
     file = tmp_path / "audit"
@@ -69,7 +70,7 @@ def audit(tmp_path: Path) -> tuple[dict[str, str], Callable[[], tuple[int, list[
 
 
 def command(*words: str, env: dict[str, str] | None = None, seconds: float = 300) -> tuple[int, str]:
-    """A Python process: its exit code, and what it said."""
+    """Run a Python process; return its exit code and output."""
     env = env or {**os.environ, "PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "0"}  # fixtures' modules set it
     done = subprocess.run(
         [sys.executable, *words], env=env, capture_output=True, text=True, timeout=seconds, check=False
@@ -146,8 +147,8 @@ TEMPLATES = (
 
 
 def test_13_hostile_templates_are_inert(tmp_path: Path, draw: Random, full: bool) -> None:
-    """Templates that reach for the interpreter, files, or all of the time: that request fails, or nothing starts; no
-    trace, and completions as before."""
+    """Templates that access the interpreter or files, or run without end: the request fails, or the server does not
+    start; nothing is executed, and completions are unaffected."""
     trace = tmp_path / "trace"
     for template in TEMPLATES if full else draw.sample(TEMPLATES, 1):
         file = tmp_path / "template.jinja"
@@ -164,7 +165,7 @@ def test_13_hostile_templates_are_inert(tmp_path: Path, draw: Random, full: bool
 
 
 def test_13_a_model_s_own_code_is_never_run(tmp_path: Path, full_only: None) -> None:
-    """A folder whose config, tokenizer and files ask for their own code: compiled without it, or refused; no trace."""
+    """A folder whose config, tokenizer and files name their own code is compiled without it, or refused."""
     trace = tmp_path / "trace"
     model = Path(shutil.copytree(MODEL, tmp_path / "model"))
     code = f"import os\nos.mkdir({str(trace)!r})\nclass M: pass\nclass C: pass\n"
@@ -193,8 +194,8 @@ NAME = "someone/model"
 
 @pytest.fixture
 def moving(tmp_path: Path) -> Iterator[tuple[str, Path, list[str]]]:
-    """A hub whose `main` moves on as soon as somebody has asked where it is: its address, what the first commit holds,
-    and what was asked for."""
+    """A hub whose `main` moves as soon as its commit was requested: its address, the contents of the first commit, and
+    the requests."""
     folders = {
         FIRST: Path(shutil.copytree(MODEL, tmp_path / "first")),
         SECOND: Path(shutil.copytree(MODEL, tmp_path / "second")),
@@ -230,7 +231,7 @@ def moving(tmp_path: Path) -> Iterator[tuple[str, Path, list[str]]]:
 
 
 def test_14_a_revision_is_one_commit(moving: tuple[str, Path, list[str]], tmp_path: Path, full: bool) -> None:
-    """A hub whose `main` moves during the download: every byte is the first commit's, and so the record says."""
+    """A hub whose `main` moves during the download: every byte is that of the first commit, which is recorded."""
     url, first, requests = moving
     fetch = (
         "import sys; from pathlib import Path; from llmc.frontend.hub import Hub, locate; "

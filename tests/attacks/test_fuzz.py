@@ -1,4 +1,4 @@
-"""The fuzzer: drawn requests of every endpoint by the thousand, while a neighbour streams; fuzz.py has its limits."""
+"""The fuzzer: thousands of random requests to every endpoint while a neighbour streams. fuzz.py has the limits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_24_requests_of_every_kind_beside_a_neighbour(
     seed: int, seconds: float, full: bool, only: list[tuple[int, int]]
 ) -> None:
     """No stream, no probe of /health, no small request and no process suffers. A failure names the requests before it:
-    --attack-seed repeats them, and --fuzz-only some of them alone."""
+    --attack-seed repeats them, and --fuzz-only only some of them."""
     with fuzz.server(DEMO.is_dir()) as server:
         found = Fuzz(server, seed, seconds, only).run()
         faults = found.faults(1.0 if full else SAMPLE)
@@ -89,7 +89,7 @@ def window(**more: Any) -> dict[str, Any]:
     ],
 )
 def test_24_each_fault_is_seen(figures: Figures, words: str) -> None:
-    """And what is allowed is none."""
+    """Values within the limits are no faults."""
     faults = figures.faults()
     assert bool(faults) == bool(words) and all(words in one for one in faults), faults
 

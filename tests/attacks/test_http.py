@@ -1,4 +1,4 @@
-"""What a connection may do: huge, slow and broken HTTP, odd JSON, metrics as a sink, long texts, clients that leave."""
+"""Malicious connections: huge, slow and invalid HTTP, unusual JSON, growth of metrics, long texts, disconnects."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ def test_06_bombs_are_not_opened(steady: Target) -> None:
 
 
 def test_06_messages_that_two_readers_read_in_two_ways(steady: Target) -> None:
-    """Two lengths, a length beside chunks, odd chunks, line ends alone: refused, and nothing smuggled is answered."""
+    """Two lengths, a length and chunks, invalid chunks, bare line ends: refused, and no smuggled request is
+    answered."""
     inner = head(steady, "/v1/models", "GET")
     for sent in (
         head(steady, Content_Length=4, Transfer_Encoding="chunked") + b"0\r\n\r\n" + inner,
@@ -143,7 +144,8 @@ def test_06_messages_that_two_readers_read_in_two_ways(steady: Target) -> None:
 
 
 def test_06_slow_clients_hold_nobody(steady: Target, times: Callable[[int, int], int]) -> None:
-    """Connections that say nothing, half a head or a byte now and then: others are served, and all are let go."""
+    """Connections that send nothing, half a head or a byte now and then: others are served, and all of these are
+    closed."""
     links = []
     for i in range(times(150, 2000)):
         links.append(link := Link(steady))
@@ -199,7 +201,7 @@ def test_06_one_byte_at_a_time(steady: Target, times: Callable[[int, int], int])
 
 
 def test_06_pipelined_requests(steady: Target, times: Callable[[int, int], int]) -> None:
-    """Many requests at once on a link: each is answered, in order; those that nobody waits for end."""
+    """Many requests at once on a connection: each is answered, in order; if the client disconnects, they end."""
     one = head(steady, Content_Length=len(BODY)) + BODY
     health = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with Link(steady) as link:
@@ -214,7 +216,7 @@ def test_06_pipelined_requests(steady: Target, times: Callable[[int, int], int])
 
 
 def test_06_resets_at_random_points(steady: Target, draw: Random, times: Callable[[int, int], int]) -> None:
-    """A connection that breaks anywhere in a request or an answer leaves nothing behind."""
+    """A connection that is reset anywhere in a request or a response releases all resources."""
     for i in range(times(40, 2000)):
         body = json.dumps({**GOLDEN, "prompt": prompt(draw), "max_tokens": 60, "stream": bool(i % 2)}).encode()
         sent = head(steady, draw.choice(POSTS), Content_Length=len(body)) + body
@@ -263,8 +265,8 @@ def test_07_json_that_is_none(steady: Target, draw: Random) -> None:
 def test_20_metrics_and_logs_do_not_grow_with_words(
     steady: Target, draw: Random, times: Callable[[int, int], int]
 ) -> None:  # fmt: skip
-    """Methods, paths, models, fields, keys and ids that nobody had before add no line to the metrics; of what a client
-    wrote the log has method, path and id, cut short and printable, and nothing of bodies, queries and other headers."""
+    """New methods, paths, models, fields, keys and ids add no line to the metrics. The log has a request's method, path
+    and id, truncated and printable, and nothing of its body, query and other headers."""
 
     def names() -> list[str]:
         return sorted({line.split(" ")[0] for line in steady.ask("/metrics").body.decode().splitlines()})
@@ -327,8 +329,8 @@ def test_21_long_texts_do_not_stop_the_loop(steady: Target, draw: Random, full: 
 
 
 def test_23_clients_that_leave(draw: Random, times: Callable[[int, int], int]) -> None:
-    """Streaming and plain requests whose client goes at a random point: all end, their pages are free, and the server
-    is as before."""
+    """Streaming and plain requests whose client disconnects at a random point: all end, their pages are freed, and the
+    server is unaffected."""
     with target("--max-num-seqs", "8", engine={"pace": 0.002}) as server:
         server.steady()
         for i in range(times(16, 1000)):

@@ -1,7 +1,7 @@
-"""What a stranger with one key sends that no client library would: messages that two readers read in two ways, upgrades
-and other protocols, numbers and characters that are none, grammars that never end, ids of others.
+"""Requests that no client library sends: ambiguous HTTP messages, upgrades and other protocols, invalid numbers and
+characters, grammars without an end, ids of other clients.
 
-Each gets the status that it should have, with a cause, soon; nothing hidden in it is answered.
+Each gets the correct status and a cause without delay, and no hidden request is answered.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_27_smuggled_requests(steady: Target, chunk: int) -> None:
 
 
 def test_27_what_can_be_read_in_one_way_is_served(steady: Target) -> None:
-    """And so is the request behind it."""
+    """The request that follows it is served, too."""
     inner = head(steady, "/v1/models", "GET")
     for lines, body in (
         (LENGTH, BODY), (CHUNKED, CHUNKS), (b"transfer-encoding:\tCHUNKED\r\n", CHUNKS), (LENGTH * 2, BODY),
@@ -85,7 +85,7 @@ def test_27_what_can_be_read_in_one_way_is_served(steady: Target) -> None:
 
 
 def test_27_upgrades_and_other_protocols(steady: Target) -> None:
-    """An upgrade is ignored, as HTTP says; other versions and protocols are refused; Expect does not wait for ever."""
+    """An upgrade is ignored, as HTTP specifies; other versions and protocols are refused; Expect has a time limit."""
     upgrades: list[dict[str, Any]] = [
         {"Upgrade": "websocket", "Connection": "Upgrade", "Sec_WebSocket_Version": 13, "Sec_WebSocket_Key": "eHh4eA=="},
         {"Upgrade": "h2c", "Connection": "Upgrade, HTTP2-Settings", "HTTP2_Settings": "AAMAAABkAAQAAP__"},
@@ -157,7 +157,7 @@ def test_27_numbers_that_no_type_holds(steady: Target, name: str) -> None:
 
 
 def test_27_numbers_at_the_edge(steady: Target) -> None:
-    """Numbers that are zero, and integers with a point, are what they are; others are out of range."""
+    """Zeros and integers with a decimal point are accepted; others are out of range."""
     for field, number, status in (
         ("temperature", "1E-99999", 200), ("temperature", "-0", 200), ("temperature", "1e308", 400),
         ("seed", "1.0", 200), ("seed", "1.5", 400), ("seed", str(2**64), 400), ("top_k", str(2**63), 400),

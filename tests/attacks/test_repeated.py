@@ -1,4 +1,5 @@
-"""Repeated requests of `bench.attacks`, rows 11 to 14: each is answered or refused, and nothing remains of them."""
+"""Repeated requests of `bench.attacks`, rows 11 to 14: each is answered or refused, and all of their resources are
+released."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ UNANSWERED = ("nobody reads", "unread", "trickle", "reset", "half-closed")
 
 @pytest.mark.parametrize("name", CORNERS)
 def test_24_corners(steady: Target, name: str, full_only: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a second each: none ends the server, has another status, or leaves memory behind."""
+    """Half a second each: none ends the server, has an unexpected status, or leaks memory."""
     monkeypatch.setattr(further, "SECONDS", 0.5)
     before = steady.memory()
     door = Door(steady.host, steady.port, KEYS[1], time.monotonic() + LIMIT)

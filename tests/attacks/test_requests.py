@@ -1,4 +1,4 @@
-"""What a request may say: parameters, schemas, damaged bodies beside others' streams, prefixes, media. No raw HTTP."""
+"""Malicious requests: parameters, schemas, damaged bodies during streams of others, prefixes, media."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS = (200, 400)
 
 def test_05_parameters_at_their_edges(steady: Target, draw: Random, full: bool) -> None:
     """Every field of every endpoint, as the server describes them, takes values at and beyond every edge: answered or
-    refused in words, in little memory, while a neighbour is served as before."""
+    refused with a cause, in little memory, while a neighbour is served normally."""
     found = fields(steady.ask("/openapi.json").json)
     assert len(found) > 100
     cases = [(path, names, value) for path, names in found for value in EDGES]
@@ -41,7 +41,7 @@ def test_05_parameters_at_their_edges(steady: Target, draw: Random, full: bool) 
 
 
 def test_05_a_neighbour_is_as_quick_as_before(steady: Target, draw: Random) -> None:
-    """The slowest tenth of a neighbour's requests beside refusals, and without them."""
+    """The slowest tenth of a neighbour's requests, with and without concurrent refusals."""
     found = fields(steady.ask("/openapi.json").json)
 
     def slow() -> float:
@@ -128,7 +128,7 @@ def with_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_08_schemas_and_expressions(steady: Target, draw: Random, full: bool) -> None:
-    """Each is answered or refused within seconds; whoever asks beside it notices nothing."""
+    """Each is answered or refused within seconds, and concurrent requests are unaffected."""
     pytest.importorskip("llguidance")
     made, beside = schemas(full), [with_schema(one) for one in ({"type": "object"}, {"$ref": "#"}, {"enum": []}, {})]
     for form in made if full else draw.sample(made, 15):
@@ -148,7 +148,7 @@ def test_08_schemas_and_expressions(steady: Target, draw: Random, full: bool) ->
 
 
 def test_08_many_schemas_leave_nothing_behind(steady: Target, times: Callable[[int, int], int]) -> None:
-    """Compiled forms are forgotten: memory stays where it was, and no file is written."""
+    """Compiled grammars are evicted: memory does not grow, and no file is written."""
     pytest.importorskip("llguidance")
 
     def ask(first: int, count: int) -> None:
@@ -164,7 +164,7 @@ def test_08_many_schemas_leave_nothing_behind(steady: Target, times: Callable[[i
 
 
 def test_09_no_request_ends_the_engine(steady: Target, draw: Random, times: Callable[[int, int], int]) -> None:
-    """Damaged bodies of every endpoint: never a 5xx, and after each one everything is as before."""
+    """Damaged bodies for every endpoint: never a 5xx, and the server is unaffected after each one."""
     for _ in range(times(60, 3000)):
         path, body = damaged(draw)
         reply = steady.ask(path, body)
@@ -188,7 +188,7 @@ def test_09_what_breaks_the_engine_would_be_seen(draw: Random) -> None:
 
 
 def test_10_nobody_gets_what_is_another_s(steady: Target, draw: Random, times: Callable[[int, int], int]) -> None:
-    """Greedy streams keep their bytes beside damaged bodies of others, and under ids that clients made equal."""
+    """Greedy streams keep their output during damaged bodies of others, and if clients choose equal ids."""
     over, came = threading.Event(), [0]
 
     def noise(own: Random) -> None:
@@ -280,7 +280,8 @@ def test_10_a_stored_response_belongs_to_its_key(steady: Target) -> None:
 
 
 def test_12_the_cache_tells_other_keys_nothing(steady: Target, draw: Random) -> None:
-    """What one key asked is new to another, and to another salt of the same key; the same key finds it again."""
+    """A prompt of one key is a miss for another key, and for another salt of the same key; it is a hit for the same
+    key."""
     ids = [draw.randrange(3, 400) for _ in range(80)]
     first, second = "first-secret-key", "second-secret-key"
     assert cached(steady, ids, first) == 0 and cached(steady, ids, second) == 0
@@ -293,7 +294,7 @@ def test_12_the_cache_tells_other_keys_nothing(steady: Target, draw: Random) -> 
 
 
 def test_12_nor_does_the_time(draw: Random, full_only: None) -> None:
-    """Where a prompt takes 50 microseconds a token: the area under the curve of one key's times on another's prompts
+    """If a prompt takes 50 microseconds a token: the area under the curve of one key's times on another's prompts
     against new ones is near a half; on its own prompts it is not.
 
     Of 250 pairs drawn from one distribution, the area deviates from a half by 0.05 in one of twenty runs, so pairs are
@@ -355,7 +356,7 @@ KEYS_OF_LOG = ("first-secret-key", "second-secret-key")
 
 
 def test_18_leaks_would_be_seen() -> None:
-    """What the search is for."""
+    """The search for leaks detects them."""
     for text in (
         "Traceback (most recent call last)", "<object at 0x7f3a2b1c9d40>", 'File "x", line 3, in f', "in engine.py",
         "/usr/lib/x",
@@ -367,7 +368,7 @@ def test_18_leaks_would_be_seen() -> None:
 
 
 def test_22_media_is_refused(steady: Target) -> None:
-    """Any part but text is refused before anybody looks inside; no bomb is opened."""
+    """Any part but text is refused before it is decoded; no decompression bomb is opened."""
     bomb = "data:image/png;base64," + "A" * 2_000_000
     for part in (
         {"type": "image_url", "image_url": {"url": bomb}}, {"type": "image_url", "image_url": bomb}, {"type": "image",

@@ -1,4 +1,5 @@
-"""Through the server: prefix caching, chunks, preemption, kills and stops change no token; figures: bench.faults."""
+"""Through the server: prefix caching, chunks, preemption, kills and stops change no token. bench.faults measures
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes on a socket, as they are: for requests that no HTTP library would send; it judges nothing."""
+"""Raw bytes on a socket, for requests that no HTTP library would send."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Link(socket.socket):
         self._file = self.makefile("rb")
 
     def answer(self, method: str = "GET") -> Reply:
-        """The next answer; CLOSED where there is none. It has a length, or is a stream that ends the link."""
+        """Return the next response; CLOSED if there is none. It has a length, or is a stream that ends the
+        connection."""
         try:
             line = self._file.readline(1 << 16)
             if not line:

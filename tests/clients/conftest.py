@@ -1,4 +1,4 @@
-"""The servers that the clients ask, and what the model answers without one."""
+"""The servers that the clients use, and the model's outputs in process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(keys: Path) -> Iterator[Server]:
-    """With a key, and another one for what is under /admin/."""
+    """A server with a key, and another key for the routes under /admin/."""
     admin = keys.with_name("admin.txt")
     admin.write_text(secrets.token_hex(24) + "\n")
     with serving(keys, "--admin-key-file", admin) as one:
@@ -53,7 +53,7 @@ def slow_server() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def truth() -> Iterator[Callable[..., dict[str, Any]]]:
-    """What the model answers in process, see truth.py."""
+    """The model in process, see truth.py."""
     command = [PROJECT / "python", ROOT / "tests" / "clients" / "truth.py", DEMO]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         stdin, stdout = process.stdin, process.stdout

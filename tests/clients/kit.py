@@ -1,4 +1,4 @@
-"""A server of the demonstration model, as a user starts one; what the tests of clients share."""
+"""A server of the demonstration model, started as a user does. Shared by the tests of clients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ os.environ |= {
 
 @dataclass(frozen=True)
 class Server:
-    """One that listens; `key` is "" where it needs none."""
+    """A running server; `key` is "" if it needs none."""
 
     url: str
     key: str
@@ -85,7 +85,7 @@ def serving(keys: Path | None = None, *options: str | Path) -> AbstractContextMa
 
 
 def slow(seconds: float) -> AbstractContextManager[Server]:
-    """The same server over a simulated device that takes so long for each token; what it says means nothing."""
+    """The same server over a simulated device with this time per token, whose outputs are meaningless."""
     paths = os.pathsep.join(str(ROOT / name) for name in (".", "runtime", "tests"))
     command = [PROJECT / "python", ROOT / "tests" / "runtime" / "serve_fake.py", str(seconds), "5"]
     return started(command, Server("", "", "toy"), PYTHONPATH=paths)

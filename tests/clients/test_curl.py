@@ -1,4 +1,4 @@
-"""curl, with the commands of docs/serving.md as they stand there, but for the port."""
+"""curl, with the commands of docs/serving.md, in which only the port is replaced."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def commands() -> list[str]:
 
 
 def run(command: str, server: Server, folder: Path) -> str:
-    """What a command prints, run where the files with keys are."""
+    """Return a command's output; it runs in the folder of the files with keys."""
     assert HERE in command, command
     there = command.replace(HERE, server.url).replace("curl ", "curl -sS --fail-with-body --max-time 60 ", 1)
     environment = {**os.environ, "KEY": server.key}

@@ -46,7 +46,7 @@ def program(name: str) -> Path:
 
 
 def promtool(*words: str | Path) -> str:
-    """What promtool prints; it must find no fault."""
+    """Return promtool's output, which must report no error."""
     command = [program("promtool"), *words]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Meal(BaseModel):
-    """What the model is made to fill in, and nothing more."""
+    """The structured output."""
 
     model_config = ConfigDict(extra="forbid")
     dish: Literal["bread", "fish", "soup"]

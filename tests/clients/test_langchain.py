@@ -15,7 +15,7 @@ Truth = Callable[..., dict[str, Any]]
 
 
 class River(BaseModel):
-    """What the model is made to fill in."""
+    """The structured output."""
 
     size: Literal["small", "large"]
     flows_to: Literal["a lake", "the sea"]

@@ -1,4 +1,4 @@
-"""litellm: whole, streamed, asynchronous, structured outputs, errors as its own kinds."""
+"""litellm: whole, streamed, asynchronous, structured outputs, errors as litellm's exceptions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Truth = Callable[..., dict[str, Any]]
 
 
 class Season(BaseModel):
-    """What the model is made to fill in."""
+    """The structured output."""
 
     name: Literal["spring", "summer", "autumn", "winter"]
     warm: bool
@@ -23,7 +23,7 @@ class Season(BaseModel):
 
 @pytest.fixture
 def asked(server: Server) -> dict[str, Any]:
-    """What every call has."""
+    """Arguments of every call."""
     return {"api_base": server.v1, "api_key": server.key, "temperature": 0, "num_retries": 0, "timeout": 120}
 
 

@@ -14,7 +14,7 @@ FOLDER = ROOT / "build" / "clients" / "node"
 
 
 def client(server: Server, *words: str, program: str = "client.mjs") -> Any:
-    """What the program prints."""
+    """Return the program's output."""
     node = shutil.which("node")
     assert node is not None, "node is needed, and was not found (Debian: apt-get install nodejs npm)"
     command = [node, program, server.v1, server.key, *words]

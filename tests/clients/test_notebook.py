@@ -1,4 +1,4 @@
-"""examples/serving.ipynb, run as it stands against a server with a key."""
+"""examples/serving.ipynb, run unchanged against a server with a key."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_many_at_once(server: Server, truth: Truth) -> None:
 
 
 class Animal(BaseModel):
-    """What the model is made to fill in."""
+    """The structured output."""
 
     kind: Literal["cat", "dog", "horse"]
     legs: int = Field(ge=0, le=9)

@@ -38,7 +38,7 @@ def test_openai_whole_and_streamed(client: openai.OpenAI, call: dict[str, Any]) 
 
 
 def test_openai_all_the_way(client: openai.OpenAI) -> None:
-    """A call, its result, an answer; calls are not made where they are not wanted."""
+    """A call, its result, a final answer; no calls if they are not allowed."""
     options = enforced("demo")
     message = client.chat.completions.create(**options).choices[0].message
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "clear, 21 degrees"}

@@ -1,4 +1,5 @@
-"""The page at / in Chromium: a chat, its stop button, figures, keys, hostile texts, both themes; no other request."""
+"""The page at / in Chromium: a chat, its stop button, figures, keys, hostile texts, both themes; the page makes no
+other requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""schemathesis: requests drawn from the server's own description, and beside it; every answer has to be described."""
+"""schemathesis: valid and invalid requests generated from the server's OpenAPI description, which must describe every
+response."""
 
 from __future__ import annotations
 

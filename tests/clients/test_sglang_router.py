@@ -1,4 +1,4 @@
-"""SGLang's router before two servers: what it asks for, its policies, a server that is killed, one that drains."""
+"""SGLang's router in front of two servers: its requests and policies, a killed server, a draining server."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Fleet:
         return [len(re.findall(rf"route={re.escape(route)} ", one.log.read_text())) for one in self.processes]
 
     def routes(self) -> set[str]:
-        """The routes that both servers were asked for, with their status."""
+        """Return the routes that both servers were requested, with their status."""
         found = [set(re.findall(r"route=(\S+) status=(\d+)", one.log.read_text())) for one in self.processes]
         return {f"{route} {status}" for route, status in set.intersection(*found)}
 

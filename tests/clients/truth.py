@@ -1,7 +1,7 @@
-"""What the model answers in process: a line of JSON in, a line of JSON out, through LLM alone; no server, no client.
+"""Runs the model in process with LLM: reads a request as a line of JSON, and prints the output as a line of JSON.
 
 `truth.py ARTIFACT`, run in the project's environment. A line: {"messages"} or {"prompt"} (a text or token ids), fields
-of SamplingParams, and "schema" for a JSON schema, its white space as in response_format. Greedy, unless it says more.
+of SamplingParams, and "schema" for a JSON schema, its white space as in response_format. Greedy by default.
 """
 
 from __future__ import annotations

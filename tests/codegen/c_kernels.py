@@ -1,4 +1,4 @@
-"""A language from outside, second file of two: a kernel in C, and the extension that names it and its toolchain."""
+"""A language of another package, second of two files: a kernel in C, and the extension that declares it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A language from outside, first file of two: the toolchain of C, which is the C++ toolchain's compiler reading C."""
+"""A language of another package, first of two files: a toolchain for C, which uses the C++ toolchain's compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metadata of AMD GPUs' code objects: what is read, what differs from the launches, and bytes that are none."""
+"""Metadata of AMD code objects: reading it, comparing it with launches, and rejecting invalid bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`llmc tune --compare`: nodes of named kernels beside the others, and the launches that two artifacts do not share."""
+"""`llmc tune --compare`: named kernels compared with all others, and the launches that two artifacts do not share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The NVRTC toolchain without a GPU: cubins, its cache, what it refuses, and parameters checked against the binary."""
+"""The NVRTC toolchain without a GPU: cubins, the cache, compile errors, and the check of parameters against the
+binary."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def node(**changes: Any) -> Node:
 
 
 def offsets(source: Source) -> list[int]:
-    """Where the parameters of a launch are, each at a multiple of its own alignment."""
+    """Return the offsets of a launch's parameters, each a multiple of its alignment."""
     out, at = [], 0
     for x in source.passes:
         align = {"map": 64, "tensor": 8}.get(x.kind, x.nbytes)
@@ -181,7 +181,7 @@ def test_a_preferred_kernel_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_rule_for_prompts(
     changes: dict[str, Any], tokens: int, leads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It precedes llmc's kernels, even though they were measured, but not where it was measured itself."""
+    """FlashAttention precedes llmc's measured kernels, unless it was measured for the node, too."""
     lacking(monkeypatch, "")
     env, kernels = {**ENV, "T": tokens}, load().kernels
     best, *_ = candidates(node(**changes), kernels, sm_90(), env, shipped())

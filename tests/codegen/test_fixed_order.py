@@ -1,4 +1,4 @@
-"""All entry points use one order of sums for what they all compute."""
+"""All entry points compute their common nodes with one order of sums."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Sources of a few kernels and of a step unit, kept as files: a change of generated code is a change that is seen.
+"""Golden files of a few kernels and of a step unit, so that changes of generated code show up as diffs.
 
-After a change that is meant: LLMC_GOLDEN=write python -m pytest tests/codegen/test_golden.py
+After an intended change: LLMC_GOLDEN=write python -m pytest tests/codegen/test_golden.py
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Texts of template kernels at the sizes of real models, kept as files: attention, rotary embedding, rows, sampling,
-products with scales of tiles. A change of a template or of the arguments that it is given shows up as a diff.
+products with scales of tiles. A change of a template or of its arguments shows up as a diff.
 
 After an intended change: LLMC_GOLDEN=write python -m pytest tests/codegen/test_golden_templates.py
 """

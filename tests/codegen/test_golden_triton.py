@@ -1,6 +1,6 @@
-"""Triton texts of a few kernels, kept as files: a change of generated code is a change that is seen.
+"""Golden files of a few generated Triton kernels, so that changes show up as diffs.
 
-After a change that is meant: LLMC_GOLDEN=write python -m pytest tests/codegen/test_golden_triton.py
+After an intended change: LLMC_GOLDEN=write python -m pytest tests/codegen/test_golden_triton.py
 """
 
 from __future__ import annotations

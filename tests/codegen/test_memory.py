@@ -66,7 +66,7 @@ def random_module(seed: int) -> Module:
 
 
 def reads_what_was_written(g: Graph, slots: list[Slot]) -> None:
-    """Run the plan with names for bytes: whoever reads a value finds the bytes that its node wrote."""
+    """Simulate the plan: every reader of a value finds the bytes that the value's node wrote."""
     storage, place = Storage(g), iter(slots)
     where: dict[Value, Slot] = {}
     writer: dict[int, Value] = {}  # unit of ALIGN bytes -> the value that wrote it last

@@ -1,4 +1,4 @@
-"""A kernel of an outside package: an op, a kernel for it as docs/kernels.md prints it, and its way through a build."""
+"""A kernel of another package: an op, the kernel that docs/kernels.md prints, and a build that uses it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_select_finds_it_by_its_op() -> None:
 
 
 def test_measurements_decide(tmp_path: Path) -> None:
-    """The predicted time of cpu/elements is above that of cpu/rows; a record that says otherwise wins."""
+    """cpu/elements is predicted to be slower than cpu/rows; a measurement to the contrary takes precedence."""
     g = Graph("main")
     m = Module({"main": g})
     x = example_graph(OPS["exp"], [np.zeros((3, 5), np.float32)], {})

@@ -1,4 +1,4 @@
-"""What emitters know of the launches around a node: operands already written, a next launch that needs the units."""
+"""Facts about neighbouring launches that emitters use: operands that are complete, a next launch that fills the GPU."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_kernel_triggers_late_if_the_next_one_fills_multiprocessors(late: bool
 @pytest.mark.parametrize("preloads", [False, True])
 @pytest.mark.parametrize("crowds", [False, True])
 def test_a_launch_before_one_that_preloads_is_eager(eager: bool, preloads: bool, crowds: bool) -> None:
-    """The launch in front of an eager one yields to the one behind it, which then reads nothing of the first early."""
+    """The launch before an eager one triggers its successor, which then reads no results of the first one early."""
     g, _ = chain()
     kernels = {
         "a": Said("a", can_trigger_late=True), "b": Said("b", can_trigger_early=eager),

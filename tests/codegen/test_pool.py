@@ -1,4 +1,5 @@
-"""The thread pool under stress: every step sees all of the one before, however many threads share the cores."""
+"""The thread pool under stress: every step sees all results of the previous one, with any number of threads per
+core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Work folders go with the work, or with killed owners, or are kept on request; caches that cannot be used say so."""
+"""Scratch folders are removed after use or after their owner was killed, or kept on request; unusable caches are
+errors."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_detection_without_cpuinfo_is_portable() -> None:
 
 @pytest.mark.parametrize("name", ["cpu:x86-64-v3", "cpu:x86-64-v4", "cpu:x86-64-v4+avx512_bf16", "cpu:portable"])
 def test_flags_allow_the_recorded_features_and_no_more(name: str) -> None:
-    """What the compiler may emit is what the artifact says that it needs."""
+    """The flags allow exactly the instructions of the features that the artifact requires."""
     t = load().target(name)
     argv = [CppToolchain.find(t).compiler, *t.flags, "-dM", "-E", "-x", "c++", "/dev/null"]
     defined = subprocess.run(argv, capture_output=True, text=True, check=True).stdout

@@ -1,4 +1,4 @@
-"""How template kernels are rendered: what a text contains, and what is refused."""
+"""Rendering of template kernels: the contents of a text, and invalid templates."""
 
 from __future__ import annotations
 

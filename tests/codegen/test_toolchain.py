@@ -1,4 +1,4 @@
-"""The toolchain: its cache, what it does without a compiler, and how it shows a compiler's error."""
+"""The C++ toolchain: its cache, a missing compiler, and the messages for compile errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def toolchain() -> CppToolchain:
 
 
 def counting(toolchain: CppToolchain, folder: Path) -> tuple[CppToolchain, Path]:
-    """The same compiler, behind a script that writes a line a call."""
+    """A script that runs the same compiler and appends a line to a file per call."""
     script, log = folder / Path(toolchain.compiler).name, folder / "calls"
     script.write_text(f'#!/bin/sh\necho call >> "{log}"\nexec "{toolchain.compiler}" "$@"\n')
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
@@ -130,6 +130,6 @@ def test_binaries_do_not_depend_on_where_they_were_made(toolchain: CppToolchain,
 
 
 def test_binaries_need_the_c_library_alone(toolchain: CppToolchain, tmp_path: Path) -> None:
-    """An artifact runs where no C++ runtime is installed."""
+    """An artifact runs on machines without the C++ standard library."""
     binary = toolchain.compile([(GOOD, "")], tmp_path)[toolchain.key(GOOD)].binary
     assert b"libstdc++" not in binary and b"libgcc_s" not in binary

@@ -1,4 +1,4 @@
-"""The Triton toolchain without a GPU: binaries for every target, its cache, and how it shows what Triton refuses."""
+"""The Triton toolchain without a GPU: binaries for every target, the cache, and the messages for compile errors."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_what_triton_refuses_names_the_kernel_and_its_place(tmp_path: Path) -> N
 
 
 def test_the_end_of_tritons_message_is_shown_and_all_of_it_kept(tmp_path: Path) -> None:
-    """A long kernel is quoted up to the error; the reason stands behind it. The kernel's package is named."""
+    """A long kernel is quoted up to the error, followed by the reason. The kernel's package is named."""
     line = next(line for line in BAD.text.splitlines() if "undeclared" in line)
     long = BAD.text.replace(line, "\n".join([*["    one = 1"] * 200, line]))
     bad = replace(BAD, text=long, package="take_norm")

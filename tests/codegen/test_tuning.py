@@ -1,4 +1,4 @@
-"""Files of measurements: what is kept, how a node finds its own, and how the choices read as text."""
+"""Tuning files: the recorded fields, the lookup of a node's records, and the choices as text."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_what_decided_is_reported() -> None:
 
 
 def test_the_cost_rule_chooses_products_nearly_as_well_as_measurements() -> None:
-    """Of an H200: a rule that ranks badly costs every model that nobody has measured."""
+    """Measured on an H200. A bad ranking would slow down every model without measurements."""
     ratios = [ratio for ratio, _ in cost_rule.rows(cost_rule.measured(read(cost_rule.SHIPPED)))]
     assert len(ratios) > 50 and sum(ratios) / len(ratios) < 1.12 and max(ratios) < 2.0
 

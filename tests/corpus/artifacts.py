@@ -1,5 +1,5 @@
-"""Damaged artifacts: flipped bytes, every truncation, links, names that lead outside, and documents that say nonsense
-under right hashes; what a model's own files may be damaged by is not here."""
+"""Damaged artifacts: flipped bytes, every truncation, links, names that lead outside, and invalid documents with
+correct hashes. models.py has the damaged models."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def run(path: Path, *more: str) -> int:
 
 
 def opened(path: Path) -> int:
-    """Everything but the step itself: kernels with wrong arguments are machine code, and nobody's to judge."""
+    """Open and load the artifact without running a step, since wrong arguments of kernels cannot be detected."""
     from llmc_runtime.api.llm import LLM
     from llmc_runtime.format.errors import LlmcError
 
@@ -71,7 +71,7 @@ def opened(path: Path) -> int:
 
 
 def diff(path: Path, other: Path) -> int:
-    """0 where it ended as it should, whatever it found."""
+    """Return 0 if the command ended as it should, with or without differences."""
     from llmc_runtime.format.errors import LlmcError
 
     from llmc.report.diff import diff, render
@@ -85,7 +85,7 @@ def diff(path: Path, other: Path) -> int:
 
 
 def packed(path: Path) -> int:
-    """What `llmc pack` reads of an artifact before it looks at a checkpoint."""
+    """Read what `llmc pack` reads of an artifact before it opens the checkpoint."""
     try:
         last_stage(path)
     except Exception as e:
@@ -189,7 +189,7 @@ def resigned(path: Path, name: str, data: bytes) -> None:
 
 
 def nonsense(source: Path, rng: Random, count: int) -> Iterator[Case]:
-    """Documents with one field changed under right hashes: what a faulty or malicious writer could have made."""
+    """Documents with one changed field and correct hashes, as a faulty or malicious writer could make them."""
     documents = {n: json.loads((source / n).read_text()) for n in files_of(source) if n.endswith(".json")}
     chosen = [n for n in documents if n == NAME or n.startswith(("programs/", "report/"))]
     for i in range(count):

@@ -1,4 +1,4 @@
-"""Ways to damage bytes and documents, drawn from a seed; what a reader must say of them is not its business."""
+"""Random damage of bytes and documents, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NASTY: tuple[Any, ...] = (
 
 
 def flipped(data: bytes, rng: Random, at: int | None = None) -> tuple[bytes, str]:
-    """One byte changed: one bit of it, or all of it; and what was done, in words."""
+    """Change one bit of a byte, or the whole byte; return the bytes and a description."""
     at = rng.randrange(len(data)) if at is None else at
     to = data[at] ^ (1 << rng.randrange(8) if rng.random() < 0.7 else rng.randrange(1, 256))
     return data[:at] + bytes([to]) + data[at + 1 :], f"byte {at}: {data[at]:#04x} to {to:#04x}"
@@ -59,7 +59,7 @@ def at(doc: Any, path: tuple[Any, ...]) -> Any:
 
 
 def changed(doc: Any, rng: Random, path: tuple[Any, ...] | None = None) -> tuple[Any, str]:
-    """A copy of a document with one value replaced, removed, moved from elsewhere or added; and what was done."""
+    """Return a copy of a document with one value replaced, removed, moved or added, and a description."""
     doc = copy.deepcopy(doc)
     found = list(places(doc))
     path = path or rng.choice(found)

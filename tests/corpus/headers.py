@@ -1,4 +1,4 @@
-"""Damaged safetensors files and indexes: in a checkpoint, and in an artifact under right hashes."""
+"""Damaged safetensors files and indexes: in a checkpoint, and in an artifact with correct hashes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DTYPES = ("F32", "f32", "F33", "F4", "F6_E2M3", "U4", "BOOL", "C64", "", "F32 ",
 
 
 def exit_code_of(do: Callable[[], Any]) -> int:
-    """What the command line prints and answers for an error of `do`."""
+    """Print the error of `do` as the command line does, and return the exit code."""
     try:
         do()
     except Exception as e:
@@ -144,7 +144,7 @@ def headers(artifact: Path, folder: Path, rng: Random, count: int) -> Iterator[C
 
 
 def large(artifact: Path, folder: Path) -> Iterator[Case]:
-    """Headers of a size that alone would fill the memory; they are made beforehand."""
+    """Headers whose size would fill the memory; they are written beforehand."""
     for i, (name, size) in enumerate(MANY):
         path = folder / f"{i}.safetensors"
         path.write_bytes(many(name, size))
@@ -161,7 +161,7 @@ def _as_checkpoint(bad: bytes | Path, folder: Path) -> int:
 
 
 def _as_weights(artifact: Path, bad: bytes | Path, folder: Path) -> int:
-    """`--no-verify` stands for right hashes, which a large file would take long to get."""
+    """`--no-verify` replaces correct hashes, whose computation takes long for a large file."""
     from llmc_runtime.artifact import open_artifact
 
     path = Path(shutil.copytree(artifact, folder / "bad.llmc"))
@@ -181,7 +181,7 @@ def _as_weights(artifact: Path, bad: bytes | Path, folder: Path) -> int:
 
 
 def indexes(rng: Random, count: int) -> Iterator[Case]:
-    """Indexes that name what is not there, or lies outside."""
+    """Indexes that name files that do not exist or are outside of the folder."""
     header, data = whole()
     good = file_of(header, data)
     names = [n for n in header if n != "__metadata__"]

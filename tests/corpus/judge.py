@@ -1,7 +1,8 @@
-"""Runs damaged inputs in child processes and judges what was said: never a crash, never silence, soon and small.
+"""Runs damaged inputs in child processes and checks the outcome: an error message without a crash, within limits of
+time and memory.
 
-A case is run in a forked child, whose time and peak memory are measured against what it had before the case. A child
-that dies, or says nothing for too long, is the case's failure; another one goes on with the next case.
+A case is run in a forked child, whose time and peak memory are measured against what it had before the case. A case
+fails if its child dies or does not respond in time; another child continues with the next case.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CODE = re.compile(r"LLMC-(E\d{3})")
 
 @dataclass(frozen=True)
 class Case:
-    """One damaged input. `act` gets an empty folder of its own and answers an exit code; what it prints is judged.
+    """One damaged input. `act` gets an empty folder and returns an exit code; its output is checked.
 
     `harmless`: why the case may also pass ("": it must be refused). `names`: what a refusal must name.
     """
@@ -60,7 +61,7 @@ class Outcome:
 
 
 def wrong(case: Case, outcome: Outcome) -> str:
-    """Why the outcome breaks a promise; "" where it keeps them all."""
+    """Return which requirement the outcome violates; "" if none."""
     text = outcome.text
     if outcome.code < 0 or "Traceback" in text or "LLMC-E000" in text:
         return "a crash: " + text.strip()[-600:]
@@ -136,7 +137,7 @@ class Child:
 
     @property
     def silent(self) -> float:
-        """Seconds since it said anything."""
+        """Seconds since its last message."""
         return time.monotonic() - self._heard
 
     def read(self) -> list[tuple[int, Outcome]]:

@@ -90,7 +90,8 @@ def _sized(path: Path, size: int) -> None:
 
 
 def configs(folder: Path, rng: Random, count: int) -> Iterator[Case]:
-    """One field changed, bytes changed, sizes that no machine has; traced, and held against the checkpoint."""
+    """One changed field, changed bytes, sizes that no machine has. The model is traced and compared with the
+    checkpoint."""
     from models.cases import Case as Model
     from models.kit import save
 

@@ -1,4 +1,5 @@
-"""The corpus as a program: every family, a table, and each broken promise; `--seed N --only FAMILY` repeats a run."""
+"""The corpus as a program: runs every family, and prints a table and each violation; `--seed N --only FAMILY` repeats a
+run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/errors.md and the sources name the same codes, and every error says what to do."""
+"""docs/errors.md and the sources name the same codes, and every error has a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sample of the corpus (`make corpus` runs all): every promise is kept, and the judge would see a broken one."""
+"""A sample of the corpus (`make corpus` runs all): no requirement is violated, and the judge detects violations."""
 
 from __future__ import annotations
 

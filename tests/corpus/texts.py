@@ -31,7 +31,7 @@ NAMES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "
 
 
 def use(folder: Path) -> None:
-    """Open a tokenizer, and do with it what a request does."""
+    """Open a tokenizer, and use it as a request does."""
     tokenizer = Tokenizer.open(folder)
     ids = tokenizer.encode(TEXT)
     tokenizer.decode(ids[:1000])
@@ -43,7 +43,7 @@ def use(folder: Path) -> None:
 
 
 def carried(folder: Path) -> None:
-    """What a compile takes into an artifact must open there."""
+    """Files that a compile copies into an artifact can be opened there."""
     check_tokenizer(folder)
     try:
         use(folder)
@@ -255,7 +255,7 @@ HOSTILE: dict[str, str] = {
 
 
 def templates(folder: Path, rng: Random, count: int) -> Iterator[Case]:
-    """What a template could do on purpose, and real ones with bytes changed."""
+    """Malicious templates, and real ones with changed bytes."""
     for name, text in HOSTILE.items():
         yield Case("templates", name, partial(_rendered, text), "it ends in time, within its memory")
     real = [p.read_text() for p in sorted((Path(__file__).parents[1] / "runtime/chat_templates").glob("*.jinja"))]

@@ -67,7 +67,7 @@ def jobs(target: Target, sample: int) -> Iterator[Job]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compile the cases, run them, and print what was found."""
+    """Compile the cases, run them, and print the results."""
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--target", default="hip:gfx942", help="target of the GPU (hip:gfx942)")
     ap.add_argument("--sample", type=int, default=1, metavar="N", help="run every N-th case (1: all)")

@@ -1,4 +1,4 @@
-"""What the processes of test_ranks.py run: collectives on random data, compared with sums of the same numbers."""
+"""Code of the processes of test_ranks.py: collectives on random data, compared with sums of the same numbers."""
 
 from __future__ import annotations
 

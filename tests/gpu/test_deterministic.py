@@ -1,4 +1,5 @@
-"""Deterministic artifacts on the GPU: requests alone and in random mixtures, and products of all tile sizes, by bits.
+"""Deterministic artifacts on the GPU: requests by themselves and in random batches, and products of all tile sizes, are
+bitwise equal.
 
 pytest tests/gpu/test_deterministic.py --confcutdir tests/gpu      about a minute; less if the artifacts are there
 

@@ -1,4 +1,4 @@
-"""FlashAttention's kernel on a GPU against the reference of its op, and in a small model beside llmc's kernels.
+"""FlashAttention's kernel on a GPU against the reference of its op, and in a small model compared with llmc's kernels.
 
     python tests/gpu/test_flash_attention.py      compiles the kernels and models into build/gpu, without a GPU
 

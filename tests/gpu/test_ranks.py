@@ -1,4 +1,4 @@
-"""Ranks on two or more GPUs: collectives on random data, small models beside one rank, ranks that fail.
+"""Ranks on two or more GPUs: collectives on random data, small models compared with one rank, ranks that fail.
 
 python tests/gpu/test_ranks.py [MODEL...]                        compile the models (on any machine): build/gpu/ranks
 pytest tests/gpu/test_ranks.py --confcutdir tests/gpu            about a minute for each number of ranks

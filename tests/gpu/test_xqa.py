@@ -1,4 +1,4 @@
-"""FlashInfer's XQA on a GPU against the reference of its ops, and in a small model beside llmc's kernels.
+"""FlashInfer's XQA on a GPU against the reference of its ops, and in a small model compared with llmc's kernels.
 
     python tests/gpu/test_xqa.py      compiles the kernels and models into build/gpu, without a GPU
 

@@ -1,4 +1,5 @@
-"""Dims, expressions and modules parse back to what was printed; broken text and broken graphs are refused by name."""
+"""Dims, expressions and modules parse back to what was printed; invalid text and invalid graphs are errors that name
+the place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kernels are tested on: the ops' own examples, and odd shapes, broadcasts, dtypes written as one-node texts."""
+"""Test cases of kernels: the examples of ops, and nodes written as text with odd shapes, broadcasts and dtypes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ UNPAGED = ("latent_attention",)  # `page-attention` replaces it
 COLLECTIVES = ("all_reduce", "all_gather")
 # Only in the graph of the stored tensors, which the compiler evaluates (llmc/ir/weight_eval.py), or lowered before.
 DECODING = tuple(op.name for op in quantize.OPS if op.name != "take_columns")
-# Made by passes of the GPU pipelines alone: no CPU kernel runs them (test_triton_*.py).
 # The matrix units multiply bf16 pairs and keep probabilities as bf16; a normed head is rounded before it is rotated.
 ROUGH = (
     "cpu/linear",
@@ -46,6 +45,7 @@ ROUGH = (
     "triton/rope_append",
 )
 GPU_ONLY = (
+    # Ops that only passes of the GPU pipelines make (test_triton_*.py); there are no CPU kernels for them.
     "rope_append", "paged_attention_split", "paged_attention_parts", "paged_attention_single",
     "paged_latent_attention_split",
     "attention_combine", "norm_linear", "row_begin", "all_reduce_add", "all_reduce_norm",
@@ -265,7 +265,7 @@ def of_ops(kernels: list[Kernel], target: Target) -> Iterator[Case]:
 
 
 def of_texts(kernels: list[Kernel], target: Target) -> Iterator[Case]:
-    """The texts above, drawn anew with a seed each."""
+    """Yield the texts above, each with operands drawn from its own seed."""
     for i, t in enumerate(TEXTS):
         g = t.graph()
         inputs = t.inputs(g, np.random.default_rng(i))

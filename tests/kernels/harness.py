@@ -1,4 +1,4 @@
-"""Runs compiled C++ kernels on drawn inputs beside the reference: `llmc.testing`, as the kernel tests name it."""
+"""Runs compiled C++ kernels on random inputs and compares them with the reference, by `llmc.testing`."""
 
 from llmc.testing.case import POISON, Bound, Buffer, Case
 from llmc.testing.cpu import Ctx, batch, compile_cases, run_case

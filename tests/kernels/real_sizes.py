@@ -1,4 +1,4 @@
-"""One node or more for every Triton kernel, at the sizes of Llama-3.1-8B, Qwen3-30B-A3B and DeepSeek-V3: data alone."""
+"""One node or more for every Triton kernel, at the sizes of Llama-3.1-8B, Qwen3-30B-A3B and DeepSeek-V3. Data only."""
 
 from __future__ import annotations
 

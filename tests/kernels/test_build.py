@@ -112,7 +112,7 @@ class Loaded:
 
 
 def operands(written: Graph, m: Module, sizes: dict[str, int], seed: int) -> tuple[dict[str, np.ndarray], list[Any]]:
-    """(values of the program's buffers, what the outputs must be)."""
+    """Return (values of the program's buffers, expected outputs)."""
     rng = np.random.default_rng(seed)
     shapes = [[d.subs(sizes).const or 0 for d in v.type.shape] for v in written.inputs]
     drawn = [round_to_type(rng.standard_normal(s), v.type) for s, v in zip(shapes, written.inputs)]

@@ -1,4 +1,4 @@
-"""Paged attention on all four CPU levels beside the reference: ragged spans, shuffled pages, grouped heads."""
+"""Paged attention on all four CPU levels compared with the reference: ragged spans, shuffled pages, grouped heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The products of experts on all CPU levels beside the reference in float64, and their packing."""
+"""The products of experts on all CPU levels compared with the reference in float64, and their packing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Latent attention over pages on all CPU levels beside the reference: random spans, shuffled pages, odd sizes."""
+"""Latent attention over pages on all CPU levels compared with the reference: random spans, shuffled pages, odd
+sizes."""
 
 from __future__ import annotations
 

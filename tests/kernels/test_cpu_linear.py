@@ -1,4 +1,4 @@
-"""Products on all four CPU levels beside the reference: odd shapes, every storage dtype, one row to many."""
+"""Products on all four CPU levels compared with the reference: odd shapes, every storage dtype, one row to many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CUDA C++ products of experts: binaries, what they refuse, which schedules come first, and when they are chosen.
+"""The CUDA C++ products of experts: binaries, rejected nodes, the order of schedules, and when they are chosen.
 
 tests/gpu/test_cuda_kernels.py runs them.
 """
@@ -103,7 +103,7 @@ def test_deterministic_targets_do_without_it() -> None:
 
 @pytest.mark.parametrize(("pairs", "experts"), [(1, 1), (8, 128), (300, 7), (16384, 128), (9000, 3)])
 def test_mean_numbers_of_experts_and_blocks(pairs: int, experts: int) -> None:
-    """Beside the mean of 400 draws; its standard error is at most a fortieth of the deviation of one."""
+    """Compared with the mean of 400 draws, whose standard error is at most a fortieth of a draw's deviation."""
     rng = generator()
     draws = [np.bincount(rng.integers(0, experts, pairs), minlength=experts) for _ in range(400)]
     chosen = [np.count_nonzero(d) for d in draws]

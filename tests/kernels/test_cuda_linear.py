@@ -1,4 +1,5 @@
-"""The CUDA C++ product: binaries of all its ways, what it refuses, and one program that mixes it with Triton kernels.
+"""The CUDA C++ product: binaries of all its variants, rejected nodes, and one program that mixes it with Triton
+kernels.
 
 tests/gpu/test_cuda_kernels.py runs it.
 """

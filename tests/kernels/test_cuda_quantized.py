@@ -1,4 +1,5 @@
-"""The CUDA C++ product over codes of 4 bits: the order of its codes, its binaries, what it refuses, where it is chosen.
+"""The CUDA C++ product over codes of 4 bits: the order of its codes, its binaries, rejected nodes, and when it is
+chosen.
 
 tests/gpu/test_cuda_kernels.py runs it.
 """

@@ -1,4 +1,5 @@
-"""The kernels of speculative decoding beside their references: acceptance, drafts, penalties that count drafts."""
+"""The kernels of speculative decoding compared with their references: acceptance, drafts, penalties that count
+drafts."""
 
 from __future__ import annotations
 

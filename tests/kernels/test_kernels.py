@@ -1,4 +1,4 @@
-"""One body over every kernel: the op's reference beside the compiled kernel, on poisoned and guarded buffers."""
+"""Every kernel compared with its op's reference, on poisoned and guarded buffers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cases(level: str) -> dict[str, Case]:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """level -> {case: (source, function)} without the slow ones, compiled when first asked for."""
+    """level -> {case: (source, function)} without the slow ones, compiled on first use."""
     done: dict[str, Any] = {}
 
     def get(level: str) -> Any:

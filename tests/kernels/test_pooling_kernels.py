@@ -1,4 +1,4 @@
-"""The kernels of models that pool beside their references: first tokens, last positions, means, new lengths."""
+"""The kernels of models that pool compared with their references: first tokens, last positions, means, new lengths."""
 
 from __future__ import annotations
 

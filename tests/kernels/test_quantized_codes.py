@@ -1,4 +1,5 @@
-"""The PTX that converts codes of quantised weights, which the interpreter does not run: its instructions in Python."""
+"""The PTX that converts codes of quantised weights. The interpreter cannot run it, so Python executes its
+instructions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling beside its reference over many rows: ties, extreme parameters, and the statistics of the draw."""
+"""Sampling compared with its reference over many rows: ties, extreme parameters, and the statistics of draws."""
 
 from __future__ import annotations
 

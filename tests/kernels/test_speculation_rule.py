@@ -1,4 +1,4 @@
-"""The rule that accepts drafts leaves the distribution of continuations as it is, and the test sees errors in it.
+"""The rule that accepts drafts preserves the distribution of continuations, and the test detects errors in it.
 
 python tests/kernels/test_speculation_rule.py 100000      the same with so many continuations of each setting
 """
@@ -49,7 +49,7 @@ class Device:
         self.stops, self.rng = np.full((m, 1), -1, np.int32), rng
 
     def logits(self, rows: np.ndarray, starts: np.ndarray, positions: np.ndarray, counting: bool) -> np.ndarray:
-        """What the entries sample from, with penalties that count drafts unless `counting` is False."""
+        """Return the logits that entries sample from, with penalties that count drafts unless `counting` is False."""
         x = TABLE[self.tokens[rows, positions]]
         drafted = (starts, positions, self.tokens) if counting else ()
         states = (self.f, self.i, self.seen, self.counts, self.bias_ids, self.biases)
@@ -57,7 +57,7 @@ class Device:
         return np.asarray(OPS["row_mask"].ref(x, rows, starts, positions, self.i, self.stops, self.allowed))
 
     def guide(self, rows: np.ndarray, drafts: int) -> None:
-        """Give guided rows a bitmap for the next token and one behind each draft."""
+        """Give guided rows a bitmap for the next token and one for the token after each draft."""
         for at in (self.length[rows] + j for j in range(drafts + 1)):
             if self.i[0, 7] > 1:
                 self.allowed[rows, (at + 1) % (1 + DRAFTS)] = GUIDE[self.tokens[rows, at]]

@@ -1,4 +1,4 @@
-"""Template kernels run in Triton's interpreter as they stand: imported as modules, and launched like any Triton kernel.
+"""Template kernels run unchanged in Triton's interpreter: imported as modules, and launched like any Triton kernel.
 
 This is how to step through one: put `breakpoint()` into the template and run its test here with `pytest -s`.
 """

@@ -1,5 +1,5 @@
-"""Triton kernels with the schedules of AMD's GPUs, in the interpreter beside the reference: products and attention,
-which have schedules of their own there; and 8-bit floats, of which CDNA 3 and CDNA 4 have different ones.
+"""Triton kernels with the schedules of AMD GPUs, in the interpreter, compared with the reference: products and
+attention, which have other schedules there, and 8-bit floats, whose formats differ between CDNA 3 and CDNA 4.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Attention in Triton beside the reference: rows of any lengths, windows, caps, sinks, groups, head sizes, parts."""
+"""Attention in Triton compared with the reference: rows of any lengths, windows, caps, sinks, groups, head sizes,
+parts."""
 
 from __future__ import annotations
 
@@ -211,7 +212,7 @@ def test_both_directions(kernel: TritonKernel) -> None:
 
 @pytest.mark.parametrize("i", range(len(MIXED)))
 def test_rows_of_one_token_apart(i: int) -> None:
-    """The others' attention leaves zeros; that of single tokens keeps what is not its own."""
+    """The kernel of the other rows writes zeros for single tokens; that of single tokens writes only its rows."""
     rng = fresh()
     run_case(MIXED[i].case(PREFILL_ATTENTION, rng, i, least=2))
     for schedule in range(2):
@@ -352,7 +353,7 @@ def test_single_tokens_are_written_behind_the_wait(settled: bool) -> None:
 
 
 def gpu_cases(target: Target) -> Iterator[Case]:
-    """What a GPU runs: the cases above, and more of those that are drawn."""
+    """Yield the cases that run on a GPU: those above, and more of the random ones."""
     rng = generator()
     for i, p in enumerate(PINNED):
         for splits in (0, 1, 3, 8):

@@ -73,7 +73,8 @@ def sources(name: str, target: Target, another: Random | None = None) -> Iterato
 
 
 def work(every: bool) -> Iterator[tuple[Target, Job]]:
-    """What costs prefer for each target, or half of it for drawn ones; for a drawn one another schedule, too."""
+    """Yield the best schedules of each target, or half of them for sampled targets, which get a random schedule,
+    too."""
     rng = Random(SEED)
     for name in REAL if every else rng.sample(list(REAL), len(REAL) // 2):
         able = (NEWER | NVIDIA).get(name, TARGETS)
@@ -98,7 +99,7 @@ def failures(work: Sequence[tuple[Target, Job]]) -> Iterator[str]:
 
 
 def excess(target: Target, entry: str, found: Compiled) -> str:
-    """What the binary takes more of than the target has, or than it should; "" if nothing."""
+    """Return which resource of the target or which limit the binary exceeds; "" if none."""
     shared = found.shared
     if target.family == "hip":
         kernel = read_kernel(found.binary, entry)
@@ -118,7 +119,7 @@ def test_no_kernel_is_left_out() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_that_wait_first_do(name: str) -> None:
-    """Otherwise a later launch could read what a launch before this one still writes."""
+    """Otherwise a later launch could read data that a launch before this one still writes."""
     assert resolve(KERNELS[name]).waits_first
     target = next(t for t in TARGETS if t.has(PDL) and t in NEWER.get(name, TARGETS))
     text = ttir(next(source for _, source in sources(name, target)), target)

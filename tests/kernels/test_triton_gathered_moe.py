@@ -1,4 +1,4 @@
-"""The experts' products for few tokens in Triton's interpreter beside their references, and as binaries."""
+"""The experts' products for few tokens in Triton's interpreter compared with their references, and as binaries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latent attention in Triton beside the reference: random steps, odd sizes, parts; and products of heads."""
+"""Latent attention in Triton compared with the reference: random steps, odd sizes, parts; and products of heads."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def cases(s: Shape, rng: np.random.Generator, target: Target, splits: int, count
 
 
 def gpu_cases(target: Target) -> Iterator[Case]:
-    """What a GPU runs."""
+    """Yield the cases that run on a GPU."""
     rng = generator()
     for s in (*SHAPES, *WIDEST):
         for splits in (0, 1, 3, 8):

@@ -1,5 +1,5 @@
-"""The Triton products in the interpreter beside the reference: odd shapes, every epilogue, one token to many; what is
-offered first for real models; other dtypes and extras as binaries."""
+"""The Triton products in the interpreter compared with the reference: odd shapes, every epilogue, one token to many;
+the first schedules for real models; other dtypes and extras as binaries."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def mappable(s: Shape) -> Shape:
 
 
 def check(kernel: Kernel, s: Shape, rows: int, schedule: Schedule | None = None) -> None:
-    """With whole rows of 16 bytes, of 16-bit factors, where the kernel takes tensor maps."""
+    """Check a case; kernels with tensor maps need 16-bit factors and rows of a multiple of 16 bytes."""
     if kernel is GEMM_TMA:
         s = mappable(s)
     g = s.graph()
@@ -146,7 +146,7 @@ def check(kernel: Kernel, s: Shape, rows: int, schedule: Schedule | None = None)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("kernel", ALL, ids=lambda k: k.name)
 def test_products_agree_with_the_reference(kernel: Kernel, rows: int) -> None:
-    """The schedule is the first one, for streams of many tokens the last, which takes most of them at once."""
+    """The schedule is the first one, but the last one for streams of many tokens, since it has the most per program."""
     for s in SHAPES:
         (node,) = (mappable(s) if kernel is GEMM_TMA else s).graph().nodes
         first = kernel.schedules(node, sm_90())[0 if rows < 5 else -1]
@@ -204,7 +204,7 @@ def ranked(node: Node, rows: int) -> list[tuple[float, str, Schedule]]:
 
 @pytest.mark.parametrize(("n", "k", "parts"), REAL)
 def test_what_is_offered_first(n: int, k: int, parts: int) -> None:
-    """The cost rule alone: streams for one token, tiles for some, large tiles for prompts."""
+    """By predicted cost only: streams for one token, tiles for some, large tiles for prompts."""
     expected = {1: {"gemv"}, 2: {"gemv", "gemm_small"}, 8: {"gemv", "gemm_small"}, 16: {"gemv", "gemm_small"}}
     expected |= {m: {"gemm_small"} for m in (17, 32, 64)} | {
         m: {"gemm_small", "gemm_tma"} for m in (100, 128, 200, 256)
@@ -239,7 +239,7 @@ def sampled(rng: random.Random, target: Target, count: int) -> Iterator[Source]:
 
 @pytest.mark.parametrize("target", ONE_TARGET, ids=lambda t: t.name)
 def test_real_shapes_compile(target: Target, tmp_path: Path) -> None:
-    """Another choice in every run. What is offered first is always among them."""
+    """A random choice of schedules, always with the first one."""
     sources = list(sampled(random.Random(of_test()), target, 6))
     for kernel in ALL if has_maps(target) else KERNELS:
         node = node_of(*REAL[2])

@@ -1,4 +1,4 @@
-"""Batched products of activations in Triton's interpreter beside the reference, and as binaries."""
+"""Batched products of activations in Triton's interpreter compared with the reference, and as binaries."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_binaries(target: Target, tmp_path: Path) -> None:
 
 
 def test_what_is_offered_first() -> None:
-    """Large tiles where there is work for all multiprocessors, small ones for few rows."""
+    """Large tiles if there is work for all multiprocessors, small ones for few rows."""
     for types, m in (("bf16[64, 4096, 128]; bf16[64, 128, 4096]", 128), ("bf16[8, 3, 128]; bf16[8, 128, 64]", 16)):
         a, c = ([int(x) for x in part.strip()[5:-1].split(",")] for part in types.split(";"))
         (node,) = Text(types, "matmul", f"bf16[{a[0]}, {a[1]}, {c[2]}]").graph().nodes

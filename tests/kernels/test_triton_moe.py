@@ -1,4 +1,4 @@
-"""The experts' kernels in Triton's interpreter beside their references, and other dtypes as binaries."""
+"""The experts' kernels in Triton's interpreter compared with their references, and other dtypes as binaries."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def down(t: Any, k: int, experts: int, n: int, d: int, x: str = "bf16", w: str =
 
 
 def chosen(t: int, k: int, experts: int) -> np.ndarray:
-    """Distinct experts for each token; the last one is chosen by nobody, where that is possible."""
+    """Draw distinct experts for each token, if possible without the last expert."""
     rng = generator()
     free = max(k, experts - 1)
     return np.stack([rng.permutation(free)[:k] for _ in range(t)]).astype(np.int32)

@@ -1,4 +1,4 @@
-"""norm_linear in the interpreter beside the reference: odd shapes, epilogues, one token to several."""
+"""norm_linear in the interpreter compared with the reference: odd shapes, epilogues, one token to several."""
 
 from __future__ import annotations
 

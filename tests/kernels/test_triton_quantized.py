@@ -1,4 +1,5 @@
-"""Triton products over quantised weights in the interpreter beside the reference: odd shapes, every layout of codes."""
+"""Triton products over quantised weights in the interpreter compared with the reference: odd shapes, every layout of
+codes."""
 
 from __future__ import annotations
 

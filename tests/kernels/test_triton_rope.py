@@ -1,4 +1,5 @@
-"""Rotary kernels in Triton beside the reference: partial and paired rotations, norms, gains, slots, large positions."""
+"""Rotary kernels in Triton compared with the reference: partial and paired rotations, norms, gains, slots, large
+positions."""
 
 from __future__ import annotations
 
@@ -170,7 +171,7 @@ def test_known_gains_are_read_before_the_wait(known: bool) -> None:
 
 
 def gpu_cases(target: Target) -> Iterator[Case]:
-    """What a GPU runs."""
+    """Yield the cases that run on a GPU."""
     rng = generator()
     for i in range(len(APPENDS)):
         for dtype in DTYPES:

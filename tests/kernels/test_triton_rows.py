@@ -85,7 +85,7 @@ def test_rows_of_unknown_width() -> None:
 
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_integers_are_exact(dtype: str) -> None:
-    """Whole range, wrapping where it overflows."""
+    """Over the whole range; overflows wrap around."""
     rng, np_type = generator(), DTYPES[dtype].np
     info = np.iinfo(np_type)
     xs = [rng.integers(info.min, info.max, 33, np_type, endpoint=True) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Sampling in Triton's interpreter beside its reference: random mixtures of parameters, ties, the draw's statistics."""
+"""Sampling in Triton's interpreter compared with its reference: mixed parameters, ties, the statistics of draws."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def case(op: str, arrays: list[Any], attrs: dict[str, Any], schedule: dict[str, 
 
 
 def results(c: Case) -> list[np.ndarray]:
-    """What the kernel writes; f32 logits."""
+    """Return the kernel's results for f32 logits."""
     source = c.kernel.emit(c.node, c.schedule, INTERPRETED)
     kinds = {"f32": F32, "i32": I32}
     out = [np.full([int(d) for d in v.type.shape], -77, kinds[v.type.dtype]) for v in c.node.results]

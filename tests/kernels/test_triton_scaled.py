@@ -1,5 +1,5 @@
-"""Triton products of 8-bit floats with scales of tiles in the interpreter beside the reference, and the rounding of
-activations: odd shapes, tiles that end within a block, every schedule."""
+"""Triton products of 8-bit floats with scales of tiles in the interpreter compared with the reference, and the rounding
+of activations: odd shapes, tiles that end within a block, every schedule."""
 
 from __future__ import annotations
 

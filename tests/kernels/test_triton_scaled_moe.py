@@ -1,4 +1,4 @@
-"""The products of experts of codes by codes in Triton's interpreter beside their references, and as binaries."""
+"""The products of experts of codes by codes in Triton's interpreter compared with their references, and as binaries."""
 
 from __future__ import annotations
 

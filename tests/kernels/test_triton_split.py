@@ -1,4 +1,5 @@
-"""Products in parts of their depth, and the sum with its epilogue, in the interpreter beside their references."""
+"""Products in parts of their depth, and the sum with its epilogue, in the interpreter compared with their
+references."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The row kernels in Triton's interpreter beside their references."""
+"""The row kernels in Triton's interpreter compared with their references."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_examples(op: str) -> None:
 )
 @pytest.mark.parametrize("op", ["row_spans", "row_begin"])
 def test_spans(op: str, r: int, most: int, padding: int, spare: int) -> None:
-    """More entries than one look takes, entries without tokens, padding, tokens behind the last entry, and a row whose
-    entries begin in one look and end in the next."""
+    """More entries than one block, entries without tokens, padding, tokens after the last entry, and a row whose
+    entries begin in one block and end in the next."""
     rng = generator()
     rows, qlens, length = drawn_rows(rng, r, most, padding)
     qlens[0] = max(qlens[0], 1)

@@ -1,4 +1,4 @@
-"""What the tests of Triton kernels share besides `llmc.testing`: targets, samples, and Triton's own representation."""
+"""Shared by the tests of Triton kernels, besides `llmc.testing`: targets, samples, and Triton's IR."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ T = TypeVar("T")
 
 
 def some(items: Sequence[T], share: float = 0.5) -> Sequence[T]:
-    """A part of the items in the interpreter, which the run's seed draws; on a GPU they are all run."""
+    """Return a random share of the items, drawn from the run's seed; the GPU tests replace this function to run all."""
     return Random(SEED).sample(items, max(1, round(share * len(items))))
 
 
 def ttir(source: Source) -> str:
-    """The text of a kernel in Triton's first representation, for sm_90, in which all calls are inlined."""
+    """Return a kernel in Triton IR (TTIR) for sm_90, in which all calls are inlined."""
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend

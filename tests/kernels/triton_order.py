@@ -13,7 +13,7 @@ _NAMES = re.compile(r"%\w+")
 
 
 def memory_order(source: Source, target: Target) -> list[str]:
-    """What the program does, in the order of its text: "load x0", "store y0", "wait", "launch_dependents".
+    """Return the program's memory operations in order: "load x0", "store y0", "wait", "launch_dependents".
 
     Compiles the text to Triton's own intermediate representation, in which device functions are inlined, and follows
     each pointer back to the parameter that it is computed from. A pointer that is selected from several parameters

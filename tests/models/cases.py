@@ -367,10 +367,10 @@ ROPES = (
 
 
 def further(count: int) -> Sequence[Case]:
-    """Some of the further families; which, the run's seed says."""
+    """Return some of the further families, drawn from the run's seed."""
     return Random(SEED).sample(FURTHER, count)
 
 
 def sample(count: int, without: str = "") -> Sequence[Case]:
-    """Some of the cases beyond the listed ones, except one; which, the run's seed says."""
+    """Return some of the cases that are not listed, drawn from the run's seed, without one of them."""
     return Random(SEED).sample([c for c in UNLISTED + ROPES if c.name != without], count)

@@ -1,4 +1,4 @@
-"""A stand-in for a model hub: an HTTP server over folders, as huggingface_hub asks for them; it is no test."""
+"""A stand-in for a model hub: an HTTP server over folders with the routes that huggingface_hub uses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class HubStandIn:
-    """repos: name -> folder. gated: names that need a token. asked: what was requested, in order. sha: the commit that
+    """repos: name -> folder. gated: names that need a token. asked: the requests, in order. sha: the commit that
     every revision means."""
 
     repos: dict[str, Path]
@@ -87,7 +87,7 @@ def fail(to: BaseHTTPRequestHandler, status: int, code: str) -> None:
 
 
 def describe(to: BaseHTTPRequestHandler, hub: HubStandIn, folder: Path, body: bool) -> None:
-    """What the hub says of a repository: its commit and all of its files."""
+    """Return the hub's description of a repository: its commit and all of its files."""
     names = sorted(p for p in folder.rglob("*") if p.is_file())
     files = [{"rfilename": str(p.relative_to(folder)), "size": p.stat().st_size} for p in names]
     data = json.dumps({"id": "x", "modelId": "x", "sha": hub.sha, "siblings": files, "tags": []}).encode()

@@ -1,4 +1,5 @@
-"""What the model tests share: random checkpoints, transformers' own logits, and the IR's."""
+"""Shared by the tests of models: random checkpoints, and logits computed by transformers and by the IR's
+interpreter."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def save(case: Case, folder: Path, seed: int = 0, dtype: torch.dtype = torch.flo
 
 
 def loaded(folder: Path, dtype: torch.dtype) -> Any:
-    """What transformers loads from a checkpoint: weights in `dtype`, rotary frequencies in float32."""
+    """Return the model that transformers loads from a checkpoint: weights in `dtype`, rotary frequencies in float32."""
     with quiet():
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     return model.eval()
@@ -58,7 +59,7 @@ def prompts(lengths: tuple[int, ...], vocab: int, seed: int = 1) -> tuple[np.nda
 
 
 def eager_logits(model: Any, tokens: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
-    """transformers' logits of every token, each sequence run alone."""
+    """Return transformers' logits of every token, each sequence computed separately."""
     out, at = [], 0
     for n in lengths:
         ids = torch.from_numpy(tokens[at : at + n].astype(np.int64))[None]
@@ -84,7 +85,7 @@ def relative_error(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def fails(code: str, *words: str, do: Callable[[], Any]) -> None:
-    """`do` ends with this error, in at most three lines that have the words and a remedy."""
+    """Check that `do` raises this error, in at most three lines that contain the words and a remedy."""
     with pytest.raises(Diagnostic) as e:
         do()
     message = str(e.value)

@@ -1,4 +1,4 @@
-"""Random multi-token-prediction layers as checkpoints store them, and transformers' own layer, which drafts alone."""
+"""Random multi-token-prediction layers as checkpoints store them, and transformers' layer, run by itself."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _as_stored(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def drafted(model: Any, head: Any, tokens: list[int], count: int, bias: Mapping[int, float]) -> list[int]:
-    """The greedy drafts behind `tokens`, of which the model has computed all but the last."""
+    """Return the greedy drafts after `tokens`, all but the last of which the model has computed."""
     hidden = model.get_decoder()(torch.tensor([tokens[:-1]]), use_cache=False).last_hidden_state
     known, out = list(tokens), list[int]()
     for _ in range(count):

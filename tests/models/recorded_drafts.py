@@ -1,4 +1,4 @@
-"""Records what a head or draft model drafts while an LLM runs."""
+"""Records the drafts of a head or draft model while an LLM runs."""
 
 from __future__ import annotations
 

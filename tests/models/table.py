@@ -1,4 +1,4 @@
-"""Writes the parity table of docs/models.md: `python tests/models/table.py` runs every case; it is no test itself."""
+"""Writes the parity table of docs/models.md: `python tests/models/table.py` runs every case."""
 
 from __future__ import annotations
 

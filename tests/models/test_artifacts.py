@@ -115,7 +115,7 @@ def test_small_limits(tokens: int, rows: int, tmp_path: Path) -> None:
 
 
 def test_a_model_by_id(tmp_path: Path) -> None:
-    """Its artifact says which commit it is of, also where an equal one was found, and what it samples with."""
+    """Its artifact records the commit, also if it was reused from the cache, and the default sampling parameters."""
     save(LISTED[0], tmp_path / "model", SEED)
     (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.5, "do_sample": true}')
     limits = {"max_model_len": 96, "max_num_batched_tokens": 32, "max_num_seqs": 4}

@@ -156,7 +156,7 @@ def test_an_op_without_a_row_names_itself_its_module_and_the_file_to_change() ->
 
 
 def test_a_row_is_one_line() -> None:
-    """What the error above asks for works: the line that docs/models.md prints lowers the op, and right."""
+    """The remedy of the error above works: the line that docs/models.md prints lowers the op correctly."""
     module, traced = exported(lambda x, p: torch.nn.functional.mish(x))
     with pytest.raises(Diagnostic, match=r"aten\.mish\.default"):
         convert(traced)

@@ -1,4 +1,5 @@
-"""A request's tokens do not depend on its company: batched, chunked, preempted or from the cache, they are the same."""
+"""A request's tokens do not depend on other requests: batched, chunked, preempted or from the cache, they are the
+same."""
 
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ def test_threads_change_nothing(artifact: Path) -> None:
 
 
 def test_a_canary_is_required_on_request(artifact: Path, tmp_path: Path) -> None:
-    """What `verify --record` recorded is compared at load; another model's recording, or none, is refused."""
+    """The canary of `verify --record` is compared at load; that of another model, or a missing one, is an error."""
     folder = tmp_path / "copy.llmc"
     shutil.copytree(artifact, folder)
     with pytest.raises(LlmcError, match="has no canary"):

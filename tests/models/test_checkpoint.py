@@ -134,7 +134,7 @@ def test_rows_come_in_the_graphs_dtype(low: tuple[Any, Traced]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_have_the_dtypes_that_transformers_gives_them(dtype: torch.dtype, tmp_path: Path) -> None:
-    """A router's corrections stay in float32; in float16 alone gpt_oss's norms do, too."""
+    """A router's corrections stay in float32, and in float16 models also the norms of gpt_oss."""
     case = BY_NAME["deepseek_v3" if dtype is torch.bfloat16 else "gpt_oss"]
     save(case, tmp_path, dtype=dtype)
     want = {k: str(v.dtype) for k, v in loaded(tmp_path, dtype).state_dict().items()}
@@ -171,7 +171,7 @@ def test_a_tensor_in_two_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("second", ["norm.weight", "model.layers.1.mlp.experts.down_proj"])
 def test_a_weight_that_is_stored_twice(second: str, tmp_path: Path) -> None:
-    """Under the base model's name and its own, or as a stack beside the experts one by one: neither is chosen."""
+    """A weight under two names, or experts both stacked and separate, is an error; no version takes precedence."""
     save(BY_NAME["qwen3_moe"], tmp_path)
     tensors = load_file(tmp_path / FILE)
     more = np.ones(64 if "norm" in second else (4, 64, 24), np.float32)

@@ -1,4 +1,5 @@
-"""Biases, masks and bad words on a compiled model: what is forbidden never comes, what is left comes as before."""
+"""Biases, masks and bad words on a compiled model: forbidden tokens never occur, and others are sampled as without
+them."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ def test_banned_sequences_follow_what_comes(llm: LLM) -> None:
 
 
 def reference(llm: LLM, ids: list[int]) -> np.ndarray:
-    """Log-probabilities behind each of the ids, [len(ids), vocabulary], by transformers in float32."""
+    """Return the log-probabilities after each of the ids, [len(ids), vocabulary], by transformers in float32."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -86,7 +87,8 @@ def reference(llm: LLM, ids: list[int]) -> np.ndarray:
 
 
 def test_prompts_are_scored_as_transformers_does(llm: LLM) -> None:
-    """Longer than the step's tokens and its rows, beside requests that generate; again from a warm prefix cache."""
+    """Prompts with more tokens than a step, batched with requests that generate; then again from a warm prefix
+    cache."""
     rng = np.random.default_rng(SEED)
     requests = [{"prompt_token_ids": rng.integers(3, 320, n).tolist()} for n in (70, 1, 2, 33, 9, 47, 16)]
     params = [greedy(prompt_logprobs=k, temperature=t) for k, t in zip((3, 0, 1, None, 20, None, 5), (0.0, 1.0) * 4)]

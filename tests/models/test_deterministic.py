@@ -1,4 +1,4 @@
-"""Deterministic artifacts: the bits of a request's log-probabilities are those of the request alone."""
+"""Deterministic artifacts: a request's log-probabilities are bitwise equal in any batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The number of drafts that `Speculation` chooses, beside what the costs of steps and the acceptance rate allow.
+"""The number of drafts that `Speculation` chooses, compared with the optimum for the steps' costs and acceptance rate.
 
 Steps are simulated: their costs are given, and drafts are accepted at random.
 """
@@ -35,7 +35,7 @@ COSTS: Mapping[tuple[str, int], Mapping[int, float]] = {
 
 @dataclass
 class Simulation:
-    """Rows whose drafts are accepted with probability `rate` each, in steps that cost what `costs` says."""
+    """Rows whose drafts are accepted with probability `rate` each, in steps with the costs `costs`."""
 
     method: str
     rows: int

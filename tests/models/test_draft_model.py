@@ -1,4 +1,4 @@
-"""A draft model changes how many tokens a step gives, and nothing else."""
+"""A draft model changes only the number of tokens per step."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_nothing_changes(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("eager")
 def test_equal_weights(tmp_path: Path) -> None:
-    """A draft model with the model's own weights samples what the model samples, so that every draft is accepted."""
+    """A draft model with the model's weights samples the same tokens, so that every draft is accepted."""
     save(find("qwen3"), tmp_path / "model", SEED)
     compile_model(tmp_path / "model", tmp_path / "twice.llmc", Options(**LIMITS, draft=str(tmp_path / "model")))
     prompts, params = requests()

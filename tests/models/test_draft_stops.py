@@ -1,4 +1,4 @@
-"""Drafting stops after unlikely drafts: what is counted, what is verified, and that outputs stay as they are."""
+"""Drafting stops after unlikely drafts: the counters, the verified drafts, and unchanged outputs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DRAFT = 0.2  # duration of a draft
 
 
 def test_what_is_counted() -> None:
-    """The estimates begin between the draft's probability and the row's rate, and follow what was accepted."""
+    """The estimates begin between the draft's probability and the row's rate, and follow the accepted drafts."""
     chances = Chances()
     assert all(0 < low < high < 1 for low, high in zip(chances.of(0.3), chances.of(0.3)[1:], strict=False))
     assert chances.of(0.1)[2] < chances.of(0.9)[2]
@@ -53,7 +53,7 @@ def test_what_is_counted() -> None:
     ],
 )
 def test_what_is_verified(chances: list[float], costs: list[float], count: int) -> None:
-    """The number with the largest gain: also if the first one alone would not pay."""
+    """The number with the largest gain is verified, even if a single draft would not pay."""
     stop = Stop((0.05, 0.2, 0.4, 0.55, 0.9, 0.99), 0.0)
     given = {0.1: 0.05, 0.2: 0.2, 0.4: 0.4, 0.9: 0.8, 0.99: 0.95}
     tokens = [stop.chance(given[p]) for p in chances]

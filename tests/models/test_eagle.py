@@ -1,4 +1,4 @@
-"""An EAGLE-3 head drafts what the published algorithm drafts, and changes nothing else."""
+"""An EAGLE-3 head makes the drafts of the published algorithm, and does not change outputs."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_a_models_dtype_outranks_its_text_halfs(tmp_path: Path) -> None:
 
 
 def test_code_of_a_known_architecture_is_left_alone(tmp_path: Path) -> None:
-    """auto_map beside a model that transformers has: ours is transformers' own."""
+    """If transformers has the model, its code is used, not that of auto_map."""
     custom = {"AutoModelForCausalLM": "modeling_x.X"}
     (tmp_path / "modeling_x.py").write_text("raise SystemExit('this must not run')")
     assert trace(config(tmp_path, auto_map=custom, num_hidden_layers=1)).facts.architecture == "LlamaForCausalLM"

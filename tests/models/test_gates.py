@@ -1,4 +1,4 @@
-"""Experts' gates read from their own code equal that code; what is no gate says why."""
+"""Gates of experts, derived from the module's code, equal that code; other code is an error with the reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Fn = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Experts:
-    """What `read` asks of a module."""
+    """The parts of a module that `read` uses."""
 
     def __init__(self, fn: Fn):
         self._apply_gate = fn

@@ -1,4 +1,4 @@
-"""What generation_config.json and an adapter beside the weights say: ends of texts, defaults and notes."""
+"""generation_config.json and adapters in a model folder: end-of-sequence tokens, defaults and notes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Programs for GPUs without one: small models compiled by the GPU pipeline, their Triton texts run by the interpreter,
-tokens and log-probabilities held against transformers. No binary is made here; the GPU tests run those."""
+tokens and log-probabilities compared with transformers. The GPU tests run binaries."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_products_by_tensor_maps(tmp_path: Path, device: InterpretDevice, monkey
 
 
 class Upwards:
-    """A guide: each token is one of the three behind the one before."""
+    """A guide: each token is one of the three ids that follow the previous one."""
 
     def __init__(self, last: int) -> None:
         self.last = last
@@ -156,11 +156,11 @@ class Upwards:
         return False
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """There is nothing to release."""
 
 
 def guided(path: Path, ids: list[int]) -> tuple[list[int], bool]:
-    """The tokens of a guided request beside a free one, and whether a program was cut."""
+    """Return the tokens of a guided and of a free request, and whether a program was split."""
     with LLM(path, say=lambda text: None) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
         requests = [Request("guided", ids, params, guide=Upwards(ids[-1])), Request("free", ids[:1], params)]
@@ -174,8 +174,8 @@ def guided(path: Path, ids: list[int]) -> tuple[list[int], bool]:
 
 
 def test_scored_prompts_and_masks(tmp_path: Path, device: InterpretDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt whose tokens are entries of one row, beside a row with a mask and a bias; masks that follow the tokens,
-    of steps planned one by one, and of programs cut in front of their sampling."""
+    """A scored prompt batched with a row with a mask and a bias; masks that depend on the tokens, in steps that are
+    planned one by one, and in programs that are split before sampling."""
     model = save(SHALLOW, tmp_path / "model", SEED).float()
     options = Options(target=INTERPRETED.name, max_model_len=64, max_num_batched_tokens=16, max_num_seqs=3)
     compile_model(tmp_path / "model", tmp_path / "model.llmc", options)

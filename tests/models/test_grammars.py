@@ -1,4 +1,4 @@
-"""Structured outputs on a compiled model: every text has the form that was asked for, and the others are as before."""
+"""Structured outputs on a compiled model: every text matches its grammar, and other requests do not change."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ FORMS: list[tuple[dict[str, Any], Any]] = [
 
 
 def test_every_text_has_its_form_beside_others_that_have_none(llm: LLM) -> None:
-    """Greedy and drawn, several outputs, in steps with plain requests, whose tokens are those that they have alone."""
+    """Greedy and sampled, several outputs, batched with plain requests, whose tokens do not change."""
     print(f"seed {SEED}")
     rng = random.Random(SEED)
     jobs: list[tuple[str, SamplingParams, Any]] = []
@@ -150,7 +150,7 @@ def test_the_masks_are_llguidances_own(llm: LLM, monkeypatch: pytest.MonkeyPatch
     ],
 )  # fmt: skip
 def test_a_bad_grammar_is_its_requests_alone(llm: LLM, fields: dict[str, Any], code: str | None) -> None:
-    """Refused by name in bounded time, or served as far as its limits go; a stream beside it goes on."""
+    """Refused with an error in bounded time, or served up to its limits; a concurrent stream continues."""
     plain = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     want = llm.generate("A river", plain, use_tqdm=False)[0].outputs[0].token_ids
     stream = llm.stream("A river", plain)
@@ -196,7 +196,7 @@ TOOLS = [
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_enforced_calls_have_their_schemas(llm: LLM, form: type[CallFormat]) -> None:
-    """Through a template with a place for tools, behind reasoning that may begin, or has ended: drawn, then read."""
+    """Through a template with tools, after reasoning that is possible or has ended: calls are sampled, then parsed."""
     tokenizer = llm.get_tokenizer()
     template = (DEMO.parent / "tools" / "chat_template.jinja").read_text()
     formats = replace(select_formats(tokenizer, template), calls=form, reasoning=THINK)

@@ -115,8 +115,8 @@ ROUNDS = 6  # on a busy machine, masks come too late for the drafts of a round
 
 @pytest.mark.parametrize("method", METHODS)
 def test_drafts_are_accepted(artifacts: dict[str, Path], method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch of requests with grammars alone takes fewer steps than tokens, and the texts fit the grammar. As many
-    tokens are drafted as may be, however long steps take here."""
+    """A batch in which all requests have grammars takes fewer steps than tokens, and the texts match the grammar. The
+    maximum number of tokens is drafted, independently of the duration of steps."""
     monkeypatch.setattr(Speculation, "choose", lambda self, request, room: room)
     monkeypatch.setattr(Speculation, "wants", True)
     cases = (CASES[0], SamplingParams(temperature=0, max_tokens=60, structured_outputs=JSON))

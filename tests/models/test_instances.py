@@ -1,4 +1,5 @@
-"""Two engines of the demonstration model on this CPU: conversations keep their prefix, one that is killed returns."""
+"""Two engines of the demonstration model on the CPU: conversations keep their prefix, and a killed engine is
+restarted."""
 
 from __future__ import annotations
 

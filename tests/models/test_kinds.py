@@ -1,4 +1,4 @@
-"""Inputs that cannot be compiled are refused before tracing, each with its own error of one line and a remedy."""
+"""Inputs that cannot be compiled are refused before tracing, each with a specific error and a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""KV caches of 8-bit floats: GPU programs in the interpreter beside transformers with a cache that rounds alike."""
+"""KV caches of 8-bit floats: GPU programs in the interpreter compared with transformers with a cache that rounds
+alike."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def scored(path: Path, ids: np.ndarray, device: InterpretDevice) -> np.ndarray: 
 
 @pytest.mark.drawn
 def test_served_tokens(tmp_path: Path, device: InterpretDevice) -> None:  # noqa: F811
-    """Chunked prompts, single tokens beside them, and a page from the prefix cache."""
+    """Chunked prompts batched with single tokens, and a page from the prefix cache."""
     print(f"seed {SEED}")
     model = save(SHALLOW, tmp_path / "model", SEED).float()
     options = Options(target=INTERPRETED.name, kv_cache_dtype="fp8", **LIMITS)

@@ -1,4 +1,4 @@
-"""A multi-token-prediction layer drafts what transformers' layer drafts, and changes nothing else."""
+"""A multi-token-prediction layer makes the drafts of transformers' layer, and does not change outputs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAMES = ("deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.drawn))
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("name", NAMES)
 def test_drafts_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After prompts in chunks, accepted and rejected drafts; the tokens are those of the model alone."""
+    """After prompts in chunks, accepted and rejected drafts; the tokens are those without drafts."""
     model, head = save_with_layer(case_of(name), tmp_path / "model", SEED)
     compile_model(tmp_path / "model", tmp_path / "plain.llmc", Options(**LIMITS))
     compile_model(tmp_path / "model", tmp_path / "model.llmc", Options(**LIMITS, draft="mtp"))

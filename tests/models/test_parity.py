@@ -53,7 +53,7 @@ def test_packing_matters(case: Case, tmp_path: Path) -> None:
 
 
 def test_values_wider_than_keys(tmp_path: Path) -> None:
-    """Pages hold values of at most a key's width, so keys and queries are filled."""
+    """Pages have values of at most the width of keys, so that keys and queries are padded."""
     case = next(c for c in UNLISTED if c.name == "minicpm3")
     model = save(dataclasses.replace(case, config=case.config | {"v_head_dim": 40, "num_hidden_layers": 1}), tmp_path)
     traced = trace(tmp_path)

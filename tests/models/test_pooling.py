@@ -1,5 +1,5 @@
 """Models that pool, compiled for the CPU: parity with transformers and with the pooling of sentence-transformers, mixed
-batches, chunked prompts, and what is refused."""
+batches, chunked prompts, and unsupported configurations."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_scores(opened: Callable[..., tuple[Any, LLM]]) -> None:
 
 
 def test_segments_are_those_that_the_tokenizer_returns(tmp_path: Path) -> None:
-    """transformers passes no token types where the tokenizer's class, or its list of inputs, has none."""
+    """transformers passes no token types if the tokenizer's class, or its list of inputs, has none."""
     save(CROSS, tmp_path)
     settings = tmp_path / "tokenizer_config.json"
     names = {"model_input_names": ["input_ids", "attention_mask"]}
@@ -255,7 +255,7 @@ def test_refused(opened: Callable[..., tuple[Any, LLM]]) -> None:
 
 
 def test_refused_folders(tmp_path: Path) -> None:
-    """What a folder says about pooling, and is not supported, is named."""
+    """Errors name the unsupported pooling of a folder."""
     save(BERT, tmp_path)
     pooling, modules = tmp_path / "1_Pooling" / "config.json", tmp_path / "modules.json"
     for flags in (

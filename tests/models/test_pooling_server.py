@@ -89,7 +89,7 @@ def vectors(llm: LLM, texts: list[Any], params: PoolingParams | None = None) -> 
 
 
 def test_embeddings(embedder: Served) -> None:
-    """Every form of the input and of the answer, beside the same model in this process."""
+    """Every form of the input and of the response, compared with the same model in this process."""
     texts = ["w5 w6", "w7", "w8 w9 w10 w11"]
     want = vectors(embedder.llm, texts)
     answer = embedder.post("/v1/embeddings", model="m", input=texts, user="me")
@@ -141,7 +141,7 @@ def test_many_inputs_and_large_bodies(embedder: Served) -> None:
 
 
 def test_truncation(embedder: Served, ranker: Served) -> None:
-    """What is too long is refused, or loses its last tokens; special tokens stay."""
+    """Inputs that are too long are refused, or lose their last tokens; special tokens are kept."""
     long = "w6 " * (LENGTH + 5)
     assert "context length" in embedder.refuses("/v1/embeddings", "context_length_exceeded", "input", input=long)
     cut = embedder.post("/v1/embeddings", input=long, truncate_prompt_tokens=-1)

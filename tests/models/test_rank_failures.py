@@ -1,4 +1,5 @@
-"""Ranks that are killed, stopped or wrong: every request ends, the group restarts as a whole, nothing is left."""
+"""Ranks that are killed, stopped or send wrong data: every request ends, the whole group restarts, and no processes or
+files remain."""
 
 from __future__ import annotations
 

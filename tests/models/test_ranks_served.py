@@ -53,7 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What the model without ranks and drafts writes."""
+    """The outputs of the model without ranks and drafts."""
     with LLM(compiled(tmp_path_factory.mktemp("whole")), say=lambda line: None) as llm:
         params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
         return [out.outputs[0].text for out in llm.generate(TEXTS, params, use_tqdm=False)]

@@ -1,4 +1,4 @@
-"""Speculative decoding changes how many tokens a step gives, and nothing else."""
+"""Speculative decoding changes only the number of tokens per step."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("eager")
 def test_nothing_changes(artifact: Path) -> None:
-    """Batched, with preemption and the prefix cache: what is drafted depends on the company, the tokens do not."""
+    """Batched, with preemption and the prefix cache: drafts depend on other requests, tokens do not."""
     prompts, params = requests()
     plain = LLM(artifact, say=quiet)
     want = results(plain, prompts, params)
@@ -119,7 +119,7 @@ def test_nothing_changes(artifact: Path) -> None:
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("method", ["suffix:4", "suffix:1"])
 def test_drafts_of_the_host_change_nothing(demo: Path, method: str) -> None:
-    """Prompts that repeat themselves and each other, greedy and sampled, alone and in company."""
+    """Prompts that repeat themselves and each other, greedy and sampled, one by one and batched."""
     prompts, params = requests(12)
     plain = LLM(demo, say=quiet)
     want = results(plain, prompts, params)
@@ -275,7 +275,8 @@ def test_prompt_lookup_that_finds_nothing() -> None:
 
 
 def test_the_number_of_drafts() -> None:
-    """The number with the most tokens per second; few rows that are likely accepted, if the others' drafts fail."""
+    """The number with the most tokens per second: only rows whose drafts are likely accepted, if those of others
+    fail."""
     count = DraftCount(7, together=False)
     assert count.choose([0.7], 100) == Choice(0, measures=True)
     for rows, slope in ((1, 0.02), (8, 0.9)):

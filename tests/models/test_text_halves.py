@@ -79,7 +79,7 @@ def test_without_the_vision_tower(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
 def test_a_config_without_a_text_config(name: str, tmp_path: Path) -> None:
-    """As it was published: the language model's entries beside the vision tower's, and older names."""
+    """As published: entries of the language model next to those of the vision tower, and older names."""
     model = write(name, tmp_path, LAYOUTS[name])
     path = tmp_path / "config.json"
     own = json.loads(path.read_text())

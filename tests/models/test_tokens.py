@@ -1,4 +1,4 @@
-"""Tokens meet in attention alone: graphs that keep them apart pass, graphs that join them are refused by name."""
+"""Only attention mixes tokens: graphs in which another op does are refused with an error that names it."""
 
 from __future__ import annotations
 

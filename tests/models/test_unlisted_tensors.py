@@ -1,4 +1,5 @@
-"""What transformers reads although a checkpoint's index lacks it, and windows of attention with which it fails."""
+"""Tensors that transformers reads although the checkpoint's index lacks them, and attention windows that it cannot
+run."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def not_an_op() -> None:
 
 @op("(x: f[n]) -> x[n]")
 def wrong_shape(x: Any) -> Any:
-    """A reference with a result of another shape than the type rule says."""
+    """A reference whose result has another shape than the type rule infers."""
     return x[:-1]
 
 

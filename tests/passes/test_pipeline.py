@@ -1,4 +1,4 @@
-"""Pipelines as text, options, extensions, fuel: what a person writing a pass of their own leans on."""
+"""The interfaces that authors of passes use: pipelines as text, options, extensions, fuel."""
 
 from __future__ import annotations
 

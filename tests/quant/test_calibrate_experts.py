@@ -165,5 +165,5 @@ def test_a_fold_keeps_the_output_of_the_layer(layer: Layer) -> None:
 
 
 def test_what_few_tokens_are() -> None:
-    """Fewer than columns: the sums x xT then say nothing of some directions."""
+    """Fewer tokens than columns: the sums x xT are then singular."""
     assert too_few_tokens(127, torch.zeros(4, 128)) and not too_few_tokens(128, torch.zeros(4, 128))

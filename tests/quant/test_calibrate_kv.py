@@ -56,7 +56,7 @@ def made(model: Path, out: Path, scheme: str, **more: Any) -> Path:
 
 
 def cached(folder: Path, tokens: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What transformers stores of keys and values by layer, [samples, KV heads, T, size]."""
+    """Return the keys and values that transformers caches by layer, [samples, KV heads, T, size]."""
     import transformers
 
     plain: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -128,7 +128,7 @@ def test_scales_do_not_change_weights_that_are_rounded(scheme: str, model: Path,
 
 
 def rounded(x: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
-    """Keys or values as a cache of 8-bit floats returns them: what is too large saturates."""
+    """Return keys or values as a cache of 8-bit floats stores them; large values saturate."""
     return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
 
 

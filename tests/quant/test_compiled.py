@@ -1,4 +1,4 @@
-"""Quantised weights in compiled artifacts for the CPU: log-probabilities beside the reference interpreter's."""
+"""Quantised weights in compiled artifacts for the CPU: log-probabilities compared with the reference interpreter's."""
 
 from __future__ import annotations
 

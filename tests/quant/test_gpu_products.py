@@ -1,4 +1,4 @@
-"""Which products the GPU pipeline makes of checkpoints with scales of tiles, and what it says of the others."""
+"""The ops that the GPU pipeline uses for checkpoints with scales of tiles, and its notes about unsupported ones."""
 
 from __future__ import annotations
 

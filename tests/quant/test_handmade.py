@@ -1,4 +1,5 @@
-"""Unusual quantised checkpoints, made by hand: each computes with its dequantised weights, or is refused by name."""
+"""Unusual quantised checkpoints, made by hand: each computes with its dequantised weights, or is refused with an error
+that names the cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What checkpoints say about their KV cache: schemes, names of scales, and damaged ones."""
+"""KV cache entries of checkpoints: schemes, names of scales, and damaged ones."""
 
 from __future__ import annotations
 

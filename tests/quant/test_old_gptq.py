@@ -1,4 +1,4 @@
-"""What old versions of AutoGPTQ and others store beside the codes: a g_idx of zeros, and biases of zeros."""
+"""Tensors that old versions of AutoGPTQ and other tools store with the codes: a g_idx of zeros, and biases of zeros."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def same_as_compiled(folder: Path, tmp_path: Path, options: dict[str, Any]) -> N
 
 
 def test_a_plan_says_how_weights_are_quantised(tmp_path: Path) -> None:
-    """And has fewer bytes, of as many parameters, than a plan of the same model in bf16."""
+    """The plan has the same number of parameters, and fewer bytes, than that of the model in bf16."""
     case = CASES["gptq-dynamic"]
     plain = planned(write(tmp_path / "plain", lambda module: None, {}).folder)
     plan = planned(made(case, tmp_path / "model").folder)
@@ -109,7 +109,8 @@ def test_a_plan_has_the_kv_cache_of_the_checkpoint(option: str) -> None:
 
 
 def test_a_plan_without_weights(tmp_path: Path) -> None:
-    """Of the checkpoint and of what a recipe makes of it; the latter takes as much as rounding to nearest."""
+    """For a quantised checkpoint, and for one that a recipe quantises, which takes the memory of rounding to
+    nearest."""
     folder = model(tmp_path / "model")
     rounded = planned(folder, quant="int4")
     (folder / "model.safetensors").unlink()

@@ -1,4 +1,4 @@
-"""Checkpoints of old tools say how they are quantised in a file beside config.json."""
+"""Checkpoints of old tools, whose quantisation is described by a file next to config.json."""
 
 from __future__ import annotations
 

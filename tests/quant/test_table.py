@@ -1,6 +1,6 @@
 """The table of formats in docs/howto-quantization.md: how each target computes with the checkpoints of each producer.
 
-`PYTHONPATH=.:runtime:tests python tests/quant/test_table.py` writes it anew.
+`PYTHONPATH=.:runtime:tests python tests/quant/test_table.py` rewrites it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def ways(module: Module, dequantised: bool) -> str:
 
 
 def cell(name: str, target: str, want: np.ndarray, tokens: np.ndarray, positions: np.ndarray) -> tuple[str, str]:
-    """The formats of a checkpoint, and what a target makes of it with the error of its logits."""
+    """Return the formats of a checkpoint, and the products of a target with the error of the logits."""
     registry, (dtype, lowering) = load(), TARGETS[target]
     found = decoder(FIXTURES / name)
     with Checkpoint(trace(FIXTURES / name, dtype=dtype), decoder=found) as checkpoint:

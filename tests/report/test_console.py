@@ -1,4 +1,4 @@
-"""What a compile tells while it runs: on a terminal one line that is rewritten, elsewhere one line a stage."""
+"""Progress of a compile: one line that is rewritten on a terminal, else one line per stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`llmc compile --dry-run`: the plan is that of the artifact that a compile makes, and nothing is left behind."""
+"""`llmc compile --dry-run`: the plan equals the artifact of a real compile, and no files remain."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def test_a_missing_compiler_is_reported_before_the_trace(
 
 
 def test_whether_it_fits_and_what_would(made: Made) -> None:
-    """With a byte less than one sequence needs it does not fit; what the remedy names does, and uses what is there."""
+    """The model does not fit with one byte less than a sequence needs; it does with the limits that the remedy
+    names."""
     plan = planned(made)
     assert plan["fits"] and not plan["memory"]["given"] and plan["kv"]["sequences"] == 4  # all rows: no more is used
     assert plan["compile"]["cached"] == plan["compile"]["kernels"]

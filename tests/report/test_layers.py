@@ -1,4 +1,4 @@
-"""`--layers N`: exactly the first layers of the model, and marked so that nobody takes it for the model."""
+"""`--layers N`: exactly the first layers of the model, in an artifact that is marked as partial."""
 
 from __future__ import annotations
 

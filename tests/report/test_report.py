@@ -1,4 +1,4 @@
-"""The build report: one page that stands alone, says everything, and shows no text of the artifact as HTML."""
+"""The build report: one self-contained, complete page that escapes all texts of the artifact."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_the_reports_of_a_compile_say_what_passes_did(made: Made) -> None:
 
 
 def test_what_nearly_matched_is_reported_with_its_reason(made: Made, tmp_path: Path) -> None:
-    """A model whose norm has a second reader: the pass leaves it, and the report says why."""
+    """A norm with a second reader is not fused, and the report has the reason."""
     from llmc.extension import load
     from llmc.ir.text import parse
     from llmc.passes.base import Ctx
@@ -176,7 +176,7 @@ def test_no_text_of_the_artifact_is_html(tmp_path: Path) -> None:
 
 
 def test_an_artifact_without_records_has_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What an older compiler or none of ours wrote: the page says what is missing."""
+    """For artifacts of older or other compilers, the page lists the missing parts."""
     write_artifact(tmp_path / "toy.llmc", replace(tiny.parts(tmp_path), reports={}, ir=()))
     assert "KiB" in write_report(tmp_path / "toy.llmc", tmp_path / "x.html")
     page = Page((tmp_path / "x.html").read_text())

@@ -140,7 +140,7 @@ def audit_device(scheduler: Scheduler, device: FakeExecutor, expected: dict[str,
 
 
 def idle(engine: Engine) -> bool:
-    """Whether an engine's gauges say that it has no request and no page in use."""
+    """Whether an engine's gauges show no request and no page in use."""
     return not any(value for name, value in engine.stats().items() if name != "step_token_budget")
 
 

@@ -6,7 +6,7 @@ the chain at one earlier position, and on the row's parameters. A page, row, chu
 mixed up anywhere therefore yields a wrong token, and errors that are visible at once (lengths, positions, page tables,
 `emit` flags) raise Mismatch. At depth 2 and more, execution is deferred: a launched step takes effect at a random
 moment before it is waited for, in launch order, and an open step not before it is guided. Drafted tokens are accepted
-at random; what a rejected one leaves in its KV slot is garbage.
+at random; the KV slot of a rejected one then contains garbage.
 """
 
 from __future__ import annotations

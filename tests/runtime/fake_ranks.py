@@ -1,6 +1,6 @@
 """A group of ranks without processes: fake devices that get every step in the messages of the real protocol.
 
-Rank 0 is the device that the scheduler sees. The others decode what is sent to them and run it on devices of their own,
+Rank 0 is the device that the scheduler sees. The others decode their messages and run the steps on their own devices,
 which draw the same random numbers, so that all ranks sample the same tokens. A fault ends the group with E119, as
 RankGroup does.
 """
@@ -58,7 +58,7 @@ class _Rank:
 
 
 class _Wire:
-    """The receiving side of a socket, which holds what was sent."""
+    """The receiving side of a socket, with the messages that were sent."""
 
     def __init__(self) -> None:
         self.data = bytearray()

@@ -29,7 +29,7 @@ class Followed:
         return mask
 
     def look(self, drafts: list[int]) -> list[bytes]:
-        """Return the masks behind drafts."""
+        """Return the masks for the tokens after drafts."""
         self.guide.look(drafts)
         while self.guide.looking():
             self._grammars.pump(0.05)

@@ -1,4 +1,4 @@
-"""What the tests of failures on the two GPU runtimes without a GPU share: libcuda/ and libamdhip64/."""
+"""Shared by the tests of failures on both simulated GPU drivers, libcuda/ and libamdhip64/."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def opened(artifact: Artifact, code: str, words: str) -> None:
 
 
 def too_little_memory_for_a_text(artifact: Artifact, driver: Any) -> None:
-    """Check what is said if a text of the maximum length does not fit."""
+    """Check the error if a sequence of the maximum length does not fit."""
     big = replace(artifact.manifest, kv=replace(artifact.manifest.kv, bytes_per_page=1 << 30))
     driver.gpu(nbytes=1 << 28)
     with pytest.raises(LlmcError, match=r"E205.*256.0 MiB free; 8.0 GiB are needed.*\n.*--max-model-len"):
@@ -45,7 +45,7 @@ def too_little_memory_for_a_text(artifact: Artifact, driver: Any) -> None:
 
 
 def kv_cache_larger_than_what_is_left(artifact: Artifact, driver: Any) -> None:
-    """Check what is said of a KV cache of a size that the GPU does not have."""
+    """Check the error for a KV cache that exceeds the GPU's memory."""
     driver.gpu(nbytes=64 << 20)
     big = replace(artifact.manifest, kv=replace(artifact.manifest.kv, bytes_per_page=2 << 20))
     with pytest.raises(LlmcError, match=r"E205.*needs 60.0 MiB; .* are left beside .*\n.*enough for \d+ tokens"):

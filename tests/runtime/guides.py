@@ -52,11 +52,11 @@ class Wandering:
         self.drafts, self.shown, self.late = list(drafts), 0, self._delay()
 
     def ahead(self) -> list[bytes]:
-        """Return the masks behind the first drafts."""
+        """Return the masks for the tokens after the first drafts."""
         return self._all()[: self.shown]
 
     def looking(self) -> bool:
-        """Show another mask behind drafts now and then."""
+        """Sometimes return another mask for the tokens after drafts."""
         if self.left or self.shown >= len(self._all()):
             return False
         self.late -= 1
@@ -65,7 +65,7 @@ class Wandering:
         return self.shown < len(self._all())
 
     def _all(self) -> list[bytes]:
-        """The masks behind all drafts that are allowed."""
+        """Return the masks for the tokens after all allowed drafts."""
         state, found = self.state, []
         for token in self.drafts:
             if (token + state) % 3 == 0:

@@ -205,7 +205,7 @@ class Episode:
         return 2 * self.world.tenants * (WEIGHT * self.backlogs[tenant] + self.shares.bound)
 
     def abort(self) -> None:
-        """Abort a random live request and check that it is gone."""
+        """Abort a random live request and check that the engine has no trace of it."""
         live = [name for name in self.expected if name in self.engine.scheduler.requests]
         if live:
             name = self.world.rng.choice(live)

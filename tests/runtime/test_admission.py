@@ -1,4 +1,4 @@
-"""AdmissionSlots, waits and shares: what is counted, what is estimated, who is refused; a clock that the test turns."""
+"""AdmissionSlots: counts, estimated waits, shares of keys and refusals, under a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def status(refusal: pytest.ExceptionInfo[ApiError]) -> tuple[int, str | None]:
 
 
 class Engine:
-    """Rows that take so many seconds for a request; whoever came first begins first."""
+    """A FIFO engine with some rows, each of which takes a fixed number of seconds per request."""
 
     def __init__(self, clock: Clock, where: Admission, seconds: float) -> None:
         self.clock, self.where, self.seconds = clock, where, seconds

@@ -1,4 +1,4 @@
-"""Large answers: JSON in pieces, packed log-probabilities, the limit on an answer's size and its accounting."""
+"""Large responses: JSON in pieces, packed log-probabilities, the limit on a response's size and its accounting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions to a running engine: its loop recorded, its prefix cache forgotten; tokens stay what they are."""
+"""Control RPCs to a running engine, which record its loop or empty its prefix cache, do not change tokens."""
 
 from __future__ import annotations
 

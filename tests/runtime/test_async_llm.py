@@ -280,7 +280,7 @@ def test_structured_outputs_are_compiled_by_the_engine_process() -> None:
 
 
 def test_an_idle_engine_takes_no_processor_whatever_grammar_processes_say() -> None:
-    """They end, and a compilation nobody waits for any more comes to its end."""
+    """The messages end, and a compilation that no request waits for is completed."""
     pytest.importorskip("llguidance")
 
     async def seconds(pid: int) -> float:

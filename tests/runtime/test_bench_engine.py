@@ -1,4 +1,5 @@
-"""`llmc bench offline | latency | start` on a small artifact: the work is done as asked for, and counted right."""
+"""`llmc bench offline | latency | start` on a small artifact: the requested work is done, and the figures are
+correct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The budget of request bodies: what is counted, who gives way, the least rate, and the same over real connections."""
+"""The budget of request bodies: accounting, evictions and the minimum rate, also over real connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache of compiled models: what makes an entry, what does not, what a failed or killed build leaves (nothing)."""
+"""The cache of compiled models: the inputs that an entry depends on, and the clean-up after failed or killed builds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals while a model is compiled on first use: the compiler and all that it started end, and nothing is left."""
+"""Signals while a model is compiled on first use: the compiler and its child processes end, and no files remain."""
 
 from __future__ import annotations
 

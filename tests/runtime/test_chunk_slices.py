@@ -1,4 +1,4 @@
-"""Data with many lines is parsed in slices, one per iteration of the event loop, and loses nothing."""
+"""Data with many lines is parsed in slices, one per iteration of the event loop, without loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""llmc-run as a person meets it: streams, JSON, pipes, talks, exit codes; on a toy artifact that has a tokenizer."""
+"""llmc-run on a toy artifact with a tokenizer: streams, JSON, pipes, dialogs, exit codes."""
 
 from __future__ import annotations
 

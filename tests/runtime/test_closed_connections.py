@@ -1,4 +1,4 @@
-"""Closed connections leave nothing behind."""
+"""Closed connections release all of their resources."""
 
 from __future__ import annotations
 

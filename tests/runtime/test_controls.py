@@ -1,4 +1,4 @@
-"""What a request forbids or prefers: masks and guides by themselves, and as the scheduler sends them."""
+"""Masks, biases and guides of requests, by themselves and in the scheduler's steps."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_banned_sequence_needs_its_beginning() -> None:
 
 
 def test_bans_behind_drafts() -> None:
-    """They are those behind the same tokens when they are accepted, up to the first banned draft."""
+    """The bans after drafts equal those after the same accepted tokens, up to the first banned draft."""
     whole, rng = mask_of(None, 8), random.Random(of_test())
     for _ in range(300):
         words = [rng.choices(range(8), k=rng.randint(1, 3)) for _ in range(5)]
@@ -230,7 +230,8 @@ def test_words_need_a_tokenizer() -> None:
 
 
 def stopped_at(texts: list[str], stops: list[str], low: int, include: bool) -> tuple[str, str | None, int]:
-    """(text, stop string, tokens) of an output whose text after each token is given: character by character."""
+    """Return the expected (text, stop string, tokens) of an output, found character by character from its text after
+    each token."""
     whole, gate = texts[-1], len(texts[low - 1]) if low else 0
     for end in range(gate + 1, len(whole) + 1):
         found = [s for s in stops if whole[:end].endswith(s)]

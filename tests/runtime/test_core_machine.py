@@ -1,4 +1,4 @@
-"""What the machine refuses the front of an engine: places, names, listeners; who is stopped is no failure."""
+"""Failures of the machine in the front of an engine: folders, names, sockets. A stopped process is not a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Default sampling parameters: the model's, none, another file's, overridden; where they are shown; what is refused."""
+"""Default sampling parameters: those of the model, neutral ones, those of a file, overrides, and invalid ones."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests.runtime.rig import Rig
 
 
 class Broken:
-    """The rig's executor, but what it answers to a step and later ones is wrong."""
+    """The rig's executor with wrong outputs from a given step on."""
 
     def __init__(self, rig: Rig, at: int, wrong: Callable[[Step, StepOutput], StepOutput]) -> None:
         self.rig, self.left, self.wrong = rig, at, wrong

@@ -145,7 +145,7 @@ def test_the_tenant_that_has_received_most_gives_pages_first() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_tenant_that_waits_gets_rows_of_one_that_has_all(depth: int) -> None:
-    """Until both have as many; no tokens change, and requests that lost a row continue."""
+    """Until both have equal numbers of rows. Tokens do not change, and requests that lost a row continue."""
     now, rig = [0.0], Rig(depth, max_num_seqs=4, num_pages=128)
     rig.scheduler.clock = lambda: now[0]
     for i in range(8):

@@ -1,4 +1,4 @@
-"""The grammar processes: compiled once, bounded, ended alone, replaced; one tenant's grammars cost others nothing."""
+"""Grammar processes: shared compilations, limits, failures of one process, and isolation of tenants."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_vocabulary_is_built_once(grammars: Grammars) -> None:
 
 
 def test_masks_behind_drafts(grammars: Grammars) -> None:
-    """They are those behind the same tokens when they are accepted; a copy of the state follows the drafts."""
+    """The masks after drafts equal those after the same accepted tokens; a copy of the state follows the drafts."""
     rng = random.Random(of_test())
     for _ in range(20):
         one, plain = Followed.of(grammars, regex()), Followed.of(grammars, regex())
@@ -106,7 +106,7 @@ def test_masks_behind_drafts(grammars: Grammars) -> None:
 
 
 def test_masks_behind_drafts_have_a_budget(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond it there are none, and the output goes on."""
+    """Beyond the budget there are no masks for drafts, and the output continues."""
     monkeypatch.setattr(grammar_worker, "LOOK_CPU_SECONDS", 0.0)
     monkeypatch.setattr(grammar_worker, "LOOK_TOKEN_CPU_SECONDS", 0.0)
     follower = grammar_worker._Follower(None)
@@ -196,7 +196,7 @@ def test_wrong_grammars_are_refused_in_words(grammars: Grammars) -> None:
 
 
 def test_one_tenant_has_its_lane_and_no_more(grammars: Grammars) -> None:
-    """Its expensive grammars occupy one process; requests that wait too long behind them get 503."""
+    """Its expensive grammars occupy one process; requests that wait too long for it get 503."""
     bombs = [grammars.open(StructuredOutputsParams(json={"multipleOf": 524287 + 2 * i}), "a") for i in range(5)]
     for _ in range(3):
         grammars.wait(grammars.open(regex(f"x{{{_ + 1}}}"), "b"))
@@ -372,7 +372,8 @@ def test_others_run_while_a_grammar_is_compiled(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_an_ambiguous_grammar_ends_its_own_request(depth: int) -> None:
-    """Its masks come too late for the steps of others, whose tokens are those that they have alone; at last it ends."""
+    """Its masks are too late for the steps of other requests, whose tokens do not change; finally it ends with an
+    error."""
     want = make().generate("The kernel", params(60), use_tqdm=False)[0].outputs[0]
     llm = make(device(depth))
     kinds = [structured(_ambiguous(), allowed_token_ids=_letters(), temperature=1.0), params(60)]

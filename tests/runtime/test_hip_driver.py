@@ -1,6 +1,5 @@
-"""The HIP device on a runtime without a GPU: libamdhip64/check_*.py, in a process of their own, as the library stays.
-Its declarations beside ROCm's headers, and what a machine without a GPU answers.
-"""
+"""The HIP device on a simulated runtime: runs libamdhip64/check_*.py in another process, since the library stays
+loaded. Also compares its declarations with ROCm's headers, and tests the errors on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ def test_on_a_runtime_without_a_gpu() -> None:
 
 
 def test_declarations_are_those_of_rocm() -> None:
-    """Functions that differ from ROCm's declarations do not compile beside them."""
+    """Functions that differ from ROCm's declarations do not compile together with them."""
     if not (HEADERS / "hip" / "hip_runtime_api.h").is_file():
         pytest.skip("ROCm's headers (Debian: libamdhip64-dev) are not installed")
     source = FOLDER / "libamdhip64.cpp"

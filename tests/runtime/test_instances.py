@@ -1,4 +1,5 @@
-"""Several engines behind one front: prefixes stay together, one that dies is replaced, metrics are per engine."""
+"""Several engines of one front: requests with a common prefix share an engine, killed engines are replaced, and metrics
+are per engine."""
 
 from __future__ import annotations
 

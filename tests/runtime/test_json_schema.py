@@ -1,4 +1,4 @@
-"""Rewritten JSON schemas: what their grammars accept is what the schema means."""
+"""Rewritten JSON schemas: their grammars accept exactly the values that are valid under the original schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages and prefixes against a naive model: what is shared, what is evicted, and in which order."""
+"""Pages and the prefix cache compared with a naive model: sharing, evictions, and their order."""
 
 from __future__ import annotations
 
@@ -136,7 +136,8 @@ def test_disabled_hits_nothing() -> None:
 
 
 class Sharing(RuleBasedStateMachine):
-    """Random tables over a small pool; `memory` is what each page truly holds, `public` what may be hit."""
+    """Random tables over a small pool; `memory` has the true contents of each page, `public` the pages that may be
+    hits."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Requests whose masks come late: they hold up nobody, and nobody waits for their rows."""
+"""Requests whose masks are late delay no others, and free their rows for them."""
 
 from __future__ import annotations
 

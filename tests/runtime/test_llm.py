@@ -22,7 +22,7 @@ PAGE, PAGES, ROWS, LENGTH, TOKENS = 4, 64, 4, 96, 16
 
 
 class Recorder:
-    """The simulated device, counting what it was asked."""
+    """The simulated device, with counters of its calls."""
 
     def __init__(self, inner: FakeExecutor) -> None:
         self.inner, self.steps, self.most = inner, 0, 0

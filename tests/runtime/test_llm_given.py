@@ -1,4 +1,4 @@
-"""What people hand to an LLM, and what they leave out: arrays for lists, defaults for parameters."""
+"""Types of arguments that LLM accepts, such as arrays for lists, and its defaults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLM on an artifact that is really opened, loaded and run: limits, capacity, what is refused and what is said."""
+"""LLM on an artifact that is opened, loaded and run: limits, capacity, errors and log lines."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def post(server: Served, path: str, body: Any) -> httpx.Response:
 
 
 def comparable(reply: httpx.Response) -> tuple[int, Any]:
-    """What may not differ; ids and times are another matter."""
+    """Return the parts of a response that must be equal: all but ids and times."""
     texts = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: {")]
     found = [json.loads(text) for text in texts or [reply.text]]
     for one in found:

@@ -122,7 +122,7 @@ def test_an_error_does_not_wait_for_the_interval() -> None:
 
 
 def test_a_step_notifies_each_request_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a request has ended is then not asked for each of its outputs, which would take quadratic time."""
+    """Checking for each of its outputs whether the request has ended would take quadratic time."""
     calls = list[str]()
     monkeypatch.setattr(AsyncRequestState, "notify", lambda self: calls.append(self.request_id))
     outputs, count = OutputProcessor(lambda ids: None), 16

@@ -1,4 +1,4 @@
-"""Steps that are planned while others run: what is sent ahead, what is dropped, and that no answer depends on it."""
+"""Steps that are planned while others run: early launches and dropped work, which do not change outputs."""
 
 from __future__ import annotations
 

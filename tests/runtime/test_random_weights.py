@@ -18,7 +18,7 @@ def test_no_two_rows_of_a_vocabulary_are_equal(width: int) -> None:
 
 
 def test_codes_are_near_the_numbers_that_they_stand_for() -> None:
-    """Of 8 bits, float or integer, from the tile of the same seed in float32; no NaN."""
+    """Codes of 8 bits, floats or integers, are compared with the float32 tile of the same seed; none is NaN."""
     exact = RandomWeights(1).tile("w", "f32", 2, 1)[0].view(np.float32)
     floats = RandomWeights(1).tile("w", "f8e4m3", 2, 1)[0].view(ml_dtypes.float8_e4m3fn)
     np.testing.assert_array_equal(floats.astype(np.float32), exact.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))

@@ -117,7 +117,7 @@ def test_work_that_ends_gives_what_it_has() -> None:
 
 
 def test_who_leaves_just_after_the_work_does_not_take_what_it_has_made() -> None:
-    """Otherwise nobody would close it: a text process stayed reserved."""
+    """Otherwise the response is never closed, and a text process stays reserved."""
 
     async def main() -> int:
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""The routes under /admin/: who gets there, and what they do to a server at work."""
+"""The routes under /admin/: authorization, and their effects on a busy server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of web pages from other origins: who is allowed, preflights, what pages may read."""
+"""Requests of web pages from other origins: allowed origins, preflights, readable headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients of other servers send: whole numbers as floats, contents that are null, parts by other names."""
+"""Requests in the forms that clients of other servers send: integers as floats, null contents, other names of parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server under keys, odd paths, hosts and bodies: a clear refusal each time, and the next request as before."""
+"""Invalid keys, paths, hosts and bodies: a clear error each time, and no effect on the next request."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def client(server: Served) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def golden(client: httpx.Client) -> Iterator[None]:
-    """Whatever a test does, the next request has the same answer, and nobody's engine was replaced."""
+    """After each test, the next request has the same answer, and no engine was replaced."""
 
     def ask() -> Any:
         body = {"prompt": "The kernel", "temperature": 0, "max_tokens": 12, "seed": 7}

@@ -269,7 +269,7 @@ def test_the_longest_lane_is_known_and_a_head_that_was_received_before_is_classi
 
 
 def test_longer_bodies_are_parsed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most one of an iteration, and those of a key with many of them do not delay another key's."""
+    """At most one is parsed per iteration, and a key with many bodies does not delay another key's."""
     pytest.importorskip("starlette")
     from llmc_runtime.server.endpoint import _SHORT, Endpoint
     from llmc_runtime.server.fair_slots import FairSlots

@@ -1,4 +1,4 @@
-"""Lengths of fields: what is too long is refused by its length, at every limit, before its contents matter."""
+"""Limits on lengths of fields: longer values are refused before their contents are checked."""
 
 from __future__ import annotations
 

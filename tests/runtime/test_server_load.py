@@ -179,7 +179,7 @@ class Command:
         return found[1] if found else ""
 
     def end(self) -> tuple[int, str]:
-        """The exit code, and what it said."""
+        """Return the exit code and the output."""
         code = self.process.wait(30)
         self._reader.join(5)
         return code, "".join(self.lines)
@@ -218,7 +218,7 @@ def test_the_command_serves_an_artifact_drains_and_ends_with_0(command: Command)
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_what_does_not_end_in_time_is_reported(signals: int) -> None:
-    """One signal and a shutdown timeout of a second; or two, the second of which waits for nobody."""
+    """One signal and a shutdown timeout of one second, or two signals, the second of which ends the server at once."""
     command = Command(str(Path(__file__).with_name("serve_fake.py")), "0.05", "1" if signals == 1 else "60")
     began = time.monotonic()
     with httpx.stream("POST", f"{command.url}/v1/completions", json={**LONG, "stream": True}, timeout=30) as reply:

@@ -1,4 +1,4 @@
-"""What the server says on stderr: a line for each request, in both forms, without texts, keys or broken lines."""
+"""The server's log on stderr: a line per request, in both formats, without texts, keys or line breaks of clients."""
 
 from __future__ import annotations
 

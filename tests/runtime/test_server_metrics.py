@@ -1,4 +1,4 @@
-"""What /metrics tells: every name, figures that add up and never go down, an alias, no text of clients."""
+"""/metrics: all names, consistent and monotonic counters, an alias, and no text of clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The description of the API beside what the server does: headers of requests and of answers."""
+"""The OpenAPI description compared with the server's behaviour: headers of requests and responses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEY = "first-secret-key"
 
 
 def resolved(document: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
-    """A part, or what it refers to."""
+    """Return a part of the description, with a reference resolved."""
     for name in one.get("$ref", "#").split("/")[1:]:
         document = document[name]
     return document if "$ref" in one else one

@@ -1,4 +1,4 @@
-"""What programs made for vLLM and OpenAI send and the server lacks: refused with the remedy, or without an effect."""
+"""Fields of vLLM and OpenAI that the server does not have: refused with a remedy, or without an effect."""
 
 from __future__ import annotations
 

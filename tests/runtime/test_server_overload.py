@@ -1,5 +1,5 @@
-"""The server when there is too much: who is refused and how soon, deadlines, connections, readers that stall, shares of
-keys, requests that end within two steps of their client."""
+"""An overloaded server: refusals and their latency, deadlines, connections, stalled readers, shares of keys, and the
+abort of requests within two steps after their client has disconnected."""
 
 from __future__ import annotations
 

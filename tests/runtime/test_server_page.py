@@ -1,4 +1,4 @@
-"""The page at /: a policy that names what stands in it, a key by HTTP Basic; the ranges that the description tells."""
+"""The page at /: its content security policy, a key by HTTP Basic, and the ranges of the OpenAPI description."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def server() -> Iterator[Served]:
 
 
 def raw(server: Served, text: str) -> bytes:
-    """What comes back for these bytes until the connection ends."""
+    """Return the response to these bytes until the connection ends."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as link:
         link.sendall(text.encode())

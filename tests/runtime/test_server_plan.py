@@ -1,4 +1,4 @@
-"""llmc-serve --dry-run and llmc collect-env: what they tell, and what they leave alone."""
+"""llmc-serve --dry-run and llmc collect-env: their output, and that they change nothing."""
 
 from __future__ import annotations
 

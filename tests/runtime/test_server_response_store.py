@@ -1,4 +1,4 @@
-"""What /v1/responses stores: bounded in memory, counted while it is sent, and never needed for an answer."""
+"""The store of /v1/responses: bounded memory, accounting while a response is sent, and responses without storing."""
 
 from __future__ import annotations
 

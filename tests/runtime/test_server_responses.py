@@ -1,4 +1,4 @@
-"""/v1/responses: items and events of each family's outputs, inputs of clients, stored responses, what is refused."""
+"""/v1/responses: items and events of each family's outputs, inputs of clients, stored responses, errors."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_items_of_each_family_whole_and_streamed(servers: Servers, name: str) ->
 
 
 def check_order(found: list[dict[str, Any]], last: str) -> dict[str, Any]:
-    """Check the order of events and that deltas make what is reported as done; return the final response."""
+    """Check the order of events and that deltas add up to the final items; return the final response."""
     assert [one["sequence_number"] for one in found] == list(range(len(found)))
     assert [one["type"] for one in found[:2]] == ["response.created", "response.in_progress"]
     assert found[-1]["type"] == last and not any("response" in one for one in found[2:-1])

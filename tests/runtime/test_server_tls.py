@@ -1,4 +1,4 @@
-"""TLS and Unix sockets: certificates made here, clients of several kinds, files that are not what they should be."""
+"""TLS and Unix sockets: generated certificates, clients of several kinds, and invalid files."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_who_does_not_end_the_handshake_is_cut_off(pem: Path) -> None:
 
 
 def certificate_of(url: str, trusted: Path) -> bytes | None:
-    """What the server shows a client that trusts `trusted` alone, in DER; None where the client refuses it."""
+    """Return the server's certificate (DER) as a client that trusts only `trusted` sees it; None if that refuses it."""
     host, port = url.removeprefix("https://").split(":")
     context = ssl.create_default_context(cafile=trusted)
     try:

@@ -1,4 +1,4 @@
-"""Calls and reasoning over HTTP: what a model says in each family's form is what clients get, whole and streamed."""
+"""Tool calls and reasoning over HTTP in each family's format, streamed and not."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def servers() -> Iterator[Servers]:
 
 @pytest.fixture(scope="module")
 def ask(servers: Servers) -> Ask:
-    """The parrot `name` says `text`: the answer."""
+    """Return the response of the server `name` whose model outputs `text`."""
 
     def asked(name: str, text: str, **more: Any) -> Any:
         given = {"model": "parrot", "messages": [say(text)], "temperature": 0, "seed": 1, "max_tokens": 400} | more
@@ -195,7 +195,7 @@ def test_a_strict_call_follows_its_schema_and_text_is_free(ask: Ask, name: str) 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_the_template_writes_is_what_the_grammar_allows(servers: Servers, ask: Ask, name: str) -> None:
-    """An earlier call, as the model's own template writes it, is said again under the grammar, letter by letter."""
+    """The model repeats an earlier call, as its template writes it, under the grammar."""
     if name == "opens":  # its template has no form of calls
         return
     serving, arguments = servers[1][name], {"city": "Köln", "days": [1, {"a": None}]}
@@ -270,7 +270,7 @@ def test_templates_switch_reasoning_by_what_the_prompt_opens(ask: Ask) -> None:
 
 
 class Meal(BaseModel):
-    """What is eaten."""
+    """A meal, as arguments of a call."""
 
     name: Literal["soup", "rice"]
     hot: bool

@@ -25,7 +25,7 @@ def servers() -> Iterator[Servers]:
 
 @pytest.fixture(scope="module")
 def ask(servers: Servers) -> Ask:
-    """The parrot `name` says `text`: the answer."""
+    """Return the response of the server `name` whose model outputs `text`."""
 
     def asked(name: str, text: str, **more: Any) -> Any:
         given = {"model": "parrot", "messages": [say(text)], "temperature": 0, "seed": 1, "max_tokens": 400} | more

@@ -1,4 +1,4 @@
-"""Spans that the server exports to an OpenTelemetry collector, and what it answers without one."""
+"""Spans that the server exports to an OpenTelemetry collector, and its responses without one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
 class Collector:
-    """A collector of traces over HTTP: `spans` has what it was sent."""
+    """A collector of traces over HTTP: `spans` has the received spans."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []

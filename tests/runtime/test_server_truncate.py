@@ -1,4 +1,5 @@
-"""`truncate_prompt_tokens` and `truncation_side`: which tokens are kept, also of large bodies, and what is refused."""
+"""`truncate_prompt_tokens` and `truncation_side`: the tokens that are kept, also of large bodies, and invalid
+values."""
 
 from __future__ import annotations
 

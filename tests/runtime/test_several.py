@@ -91,7 +91,7 @@ def test_what_all_outputs_share_is_checked_and_made_once(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("prompt", [3, 4, 5, 41, 90])
 def test_the_prompt_is_computed_once(depth: int, prompt: int) -> None:
-    """Beside the leader, each output computes what is behind the last full page alone."""
+    """Every output except the leader computes only the tokens after the last full page."""
     rig = Rig(depth)
     ids = [(7 * i) % 1000 for i in range(prompt)]
     requests: list[Request] = []

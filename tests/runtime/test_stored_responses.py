@@ -1,4 +1,4 @@
-"""The store of responses: limits on bytes and entries, shares of keys, what is dropped first, chains."""
+"""The store of responses: limits on bytes and entries, shares of keys, the order of evictions, chains."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_long_texts_are_indexed_part_by_part(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random outputs of random scopes: what is kept is what is counted, and no index outlives its outputs."""
+    """Random outputs of random scopes: the counted memory equals that in use, and indexes end with their outputs."""
     print(f"seed {SEED}")
     rng = random.Random(SEED)
     monkeypatch.setattr(suffix_draft, "KEPT", 300)

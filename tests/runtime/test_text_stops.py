@@ -1,4 +1,4 @@
-"""Stop strings: which wins, what is kept, what may be shown before the end."""
+"""Stop strings: which one matches first, the text that remains, and the text that may be streamed before the end."""
 
 from __future__ import annotations
 

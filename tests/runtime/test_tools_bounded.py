@@ -107,7 +107,7 @@ def test_the_limit_refuses_no_grammar_that_is_short_enough(form: Any, monkeypatc
 
 
 def test_an_enumeration_is_refused_by_its_length() -> None:
-    """Even if most of its values have no place in the grammar, as their texts would be read as others."""
+    """Even if the grammar has no rule for most of its values, since their texts would be read as other values."""
     form = next(form for form in FORMATS if issubclass(form, XmlShape))
     with pytest.raises(ApiError, match="an enum of 10001 values"):
         values = [1, *(str(i) for i in range(10_000))]

@@ -1,4 +1,4 @@
-"""Calls in the forms of many families: what is written comes out by the types of its schema, however it is cut."""
+"""Calls in the formats of many families: arguments have the types of their schema, for any division into pieces."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def plain(value: Any, draw: random.Random) -> str:
 
 
 def named(kind: str, key: str, *, line: str) -> Callable[[str, Any, random.Random], str]:
-    """One call between tags that have the name of what they mark."""
+    """One call, with tags that are the names of its parts."""
 
     def one(name: str, arguments: Any, draw: random.Random) -> str:
         fields = [f"{key.format(k)}{line}{plain(v, draw)}{line}</parameter>\n" for k, v in arguments.items()]
@@ -360,7 +360,7 @@ def test_strings_are_emitted_as_they_come_and_other_values_when_complete(form: t
     st.text(max_size=2), st.integers(0, 1000),
 )  # fmt: skip
 def test_python_is_read_as_python_reads_it(value: Any, damage: str, at: int) -> None:
-    """And what is damaged is refused, or reads the same."""
+    """Damaged literals are refused, or have the same value."""
     for text in (repr(value), json.dumps(value)):
         found = python_json(text)
         assert found is not None and json.loads(found) == value

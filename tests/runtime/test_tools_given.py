@@ -1,4 +1,4 @@
-"""What clients give: tools, choices and earlier calls are taken or refused by name, whatever they are."""
+"""Tools, choices and earlier calls of requests: accepted, or refused with an error that names the field."""
 
 from __future__ import annotations
 

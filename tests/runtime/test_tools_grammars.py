@@ -1,4 +1,5 @@
-"""Grammars of calls in every form: what a template writes is allowed, what a schema forbids is not, text stays free."""
+"""Grammars of calls in every format: they accept the calls that templates write, reject arguments that schemas forbid,
+and leave other text free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What models write becomes content, calls and reasoning: the same however it is cut, nothing lost, nothing raised."""
+"""Parsing of outputs into content, calls and reasoning: independent of the division into pieces, lossless, and without
+exceptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trace of the engine's loop: a file that Perfetto reads, and figures that say how long the device had nothing."""
+"""The trace of the engine's loop: a file that Perfetto reads, and figures of the device's idle time."""
 
 from __future__ import annotations
 

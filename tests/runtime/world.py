@@ -1,4 +1,4 @@
-"""What the simulator draws: sizes of a world, and requests to put into it. One random source."""
+"""Random worlds for the simulator: their sizes and requests, from one random source."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class World:
         return Request(f"r{number}", prompt, self._params(most), rng.randrange(3), salt, *bans, tenant=tenant)
 
     def family(self, number: int) -> list[Request]:
-        """A request, now and then with others of its prompt behind it."""
+        """Yield a request, sometimes followed by others with the same prompt."""
         first = self.request(number)
         if self.rng.random() > 0.03:
             return [first]
@@ -75,7 +75,7 @@ class World:
         return words, Wandering(vocab, self._delay) if rng.random() < self.guides else None
 
     def _delay(self) -> int:
-        """How often a mask is asked for before it is there."""
+        """Return how many times a mask is requested before it is ready."""
         return self.rng.choice((0, 0, 0, 1, 2, 3, 5, 40)) if self.late_masks else 0
 
     def _prompt(self, room: int) -> list[int]:

@@ -29,10 +29,10 @@ _COLUMNS = np.arange(BLOCK).reshape(4, 2, 4, 2).transpose(2, 0, 3, 1).reshape(-1
 
 
 def _blocks(size: Dim, what: str) -> Dim:
-    found = size.divide(BLOCK)
-    if found is None:
+    blocks = size.divide(BLOCK)
+    if blocks is None:
         raise Mismatch(f"{size} {what} are not a multiple of {BLOCK}")
-    return found
+    return blocks
 
 
 def _pack_type(env: dict[str, Any], attrs: Any) -> list[Type]:

@@ -76,13 +76,13 @@ def unpack_codes(packed: np.ndarray, bits: int, k: int) -> np.ndarray:
 def _type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     k, n, parts = env["k"], attrs["n"], attrs["parts"]
     rows, block = env["rows"].const or 0, attrs["block"]
-    expected = panel_shape(n * parts, code_bytes(k, attrs["bits"]), rows, QUAD, parts)
-    if expected != env["wp"].shape:
+    codes = panel_shape(n * parts, code_bytes(k, attrs["bits"]), rows, QUAD, parts)
+    if env["wp"].shape != codes:
         raise Mismatch(f"{env['wp']} does not contain {parts} x {n} rows of {k} codes of {attrs['bits']} bits")
     scales = panel_shape(n * parts, k.ceildiv(block) if block else Dim.of(1), rows, 1, parts)
     if env["sp"].shape != scales:
-        wanted = ", ".join(map(str, scales))
-        raise Mismatch(f"{env['sp']} does not contain the scales of {parts} x {n} rows: expected [{wanted}]")
+        expected = ", ".join(map(str, scales))
+        raise Mismatch(f"{env['sp']} does not contain the scales of {parts} x {n} rows: expected [{expected}]")
     return result_type({**env, "scale": env["sp"]}, attrs, list(env["extras"]), n)
 
 

@@ -136,16 +136,13 @@ def constant(*, value: float, dtype: str) -> Any:
     return np.asarray(value)
 
 
-@op(
-    "(x: t[*s]) -> dtype[*s]",
-    infer=_cast_type,
-    elementwise=True,
-    example={"*s": (3, 5), "dtype": "i32"},
-)
+@op("(x: t[*s]) -> dtype[*s]", infer=_cast_type, elementwise=True, example={"*s": (3, 5), "dtype": "i32"})
 def cast(x: Any, *, dtype: str) -> Any:
     """Convert x to another dtype: floats round to nearest even, float to integer truncates."""
     kind = DTYPES[dtype].kind
-    return np.trunc(x) if kind == "i" and x.dtype.kind == "f" else (x != 0) if kind == "b" else x
+    if kind == "b":
+        return x != 0
+    return np.trunc(x) if kind == "i" and x.dtype.kind == "f" else x
 
 
 @op("() -> dtype[size]", example={"size": 7, "dtype": "i64"})

@@ -63,8 +63,9 @@ def _codes(d: Drawing, shape: Shape) -> Any:
     """Codes of `bits` bits, bytes with two codes, or small floats."""
     if DTYPES[d.dtypes["code"]].kind == "f":
         return d.rng.standard_normal(shape)
-    low, high = (-127, 128) if d.dtypes["code"] == "i8" else (0, 256 if d.attrs["half"] else 1 << d.attrs["bits"])
-    return d.rng.integers(low, high, shape)
+    if d.dtypes["code"] == "i8":
+        return d.rng.integers(-127, 128, shape)
+    return d.rng.integers(0, 256 if d.attrs["half"] else 1 << d.attrs["bits"], shape)
 
 
 def _extras(d: Drawing, shape: Shape) -> Any:

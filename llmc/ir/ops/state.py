@@ -93,7 +93,7 @@ def kv_append(kv: Any, k: Any, v: Any, slots: Any, scales: Any = None, largest: 
     """Write keys and values to flat slots of the KV pool; slots of -1 are skipped.
 
     A pool of 8-bit floats holds them times the reciprocals of `scales`, those of the heads of keys and then of values;
-    what is larger than the pool's largest number saturates.
+    numbers above the pool's largest one saturate.
     """
     kv = kv.copy()
     if scales is not None:

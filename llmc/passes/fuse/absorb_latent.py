@@ -56,14 +56,14 @@ class AbsorbLatent(Pass):
         if not ctx.allows(n) or (parts := _key_parts(n.operands[1])) is None:
             return False
         try:
-            found = _latent(g, n, *parts)
+            problem = _latent(g, n, *parts)
         except NoMatch as why:
             ctx.miss(self.name, n, str(why))
             return False
         if not ctx.spend():
             return False
         ctx.hit(self.name, n)
-        substitute(g, n, [_absorbed(Builder(g, ctx.opset, before=n, loc=n.loc), n, found)], self.name)
+        substitute(g, n, [_absorbed(Builder(g, ctx.opset, before=n, loc=n.loc), n, problem)], self.name)
         return True
 
 
@@ -123,11 +123,11 @@ def _latent(g: Graph, n: Node, own: Value, rotary: Value) -> Latent:
         raise NoMatch("queries, latent, shared key and weight have different dtypes")
     if weight.type.format is not None and made_by(weight, "assemble") is None:
         raise NoMatch(f"the quantised weight {weight.type} is computed from others")
-    found = Latent(latent, weight, rotary, int(n.operands[0].type.shape[1]), key[2], value[2] - value[1])
+    problem = Latent(latent, weight, rotary, int(n.operands[0].type.shape[1]), key[2], value[2] - value[1])
     stored, expanded = int(latent.type.shape[1] + rotary.type.shape[-1]), int(n.operands[1].type.shape[2])
-    if key[0].type.shape[1] != found.heads or stored >= 2 * found.heads * expanded:
-        raise NoMatch(f"{stored} numbers per token are not fewer than keys and values of {found.heads} heads")
-    return found
+    if key[0].type.shape[1] != problem.heads or stored >= 2 * problem.heads * expanded:
+        raise NoMatch(f"{stored} numbers per token are not fewer than keys and values of {problem.heads} heads")
+    return problem
 
 
 def _check_attributes(n: Node) -> None:

@@ -21,8 +21,8 @@ TOTAL = p.sum(p.y, axis=1, keepdim=False)
 
 def _of_experts(m: Match) -> str | None:
     y: Value = m["y"]
-    made = y.node.op.name if y.node else "an input"
-    return None if made.endswith("moe_down") else f"the sum is over the results of {made}, not of experts"
+    producer = y.node.op.name if y.node else "an input"
+    return None if producer.endswith("moe_down") else f"the sum is over the results of {producer}, not of experts"
 
 
 def _added(m: Match) -> str | None:
@@ -54,8 +54,8 @@ class FuseExperts(Pass):
 
     def graph(self, g: Graph, ctx: Ctx) -> int:
         """Replace the nodes of a graph; return the number of changes."""
-        found = [n for n in g.nodes if n.op.name == "topk"]
-        done = sum(_fuse_topk(g, n, ctx) for n in found)
+        topk_nodes = [n for n in g.nodes if n.op.name == "topk"]
+        done = sum(_fuse_topk(g, n, ctx) for n in topk_nodes)
         routes = [n for n in g.nodes if n.op.name == "moe_route"] if self.route else []
         done += sum(_fuse_route(g, n, ctx) for n in routes)
         done += apply(g, (ADD,), ctx) + apply(g, (CAST,), ctx)
@@ -101,19 +101,20 @@ def _fuse_topk(g: Graph, n: Node, ctx: Ctx) -> bool:
 def _fuse_route(g: Graph, n: Node, ctx: Ctx) -> bool:
     """Replace the topk_map of one token and its moe_route by topk_route; return whether they were replaced."""
     indices = n.operands[0]
-    made = indices.node
-    if made is None or made.op.name != "topk_map" or not ctx.allows(n):
+    topk = indices.node
+    if topk is None or topk.op.name != "topk_map" or not ctx.allows(n):
         return False
-    x = made.operands[0].type
-    alone = len(indices.uses) == 1 and not any(v is indices for v in g.outputs)
-    if not alone or x.rank != 2 or x.shape[0].const != 1 or x.shape[1].const != n.attrs["experts"] or not ctx.spend():
+    x = topk.operands[0].type
+    is_only_reader = len(indices.uses) == 1 and not any(v is indices for v in g.outputs)
+    chooses_from_all = [d.const for d in x.shape] == [1, n.attrs["experts"]]
+    if not is_only_reader or not chooses_from_all or not ctx.spend():
         return False
-    b = Builder(g, ctx.opset, before=made, loc=made.loc)
-    values, order, starts = b.topk_route(*made.operands, **made.attrs)
-    for old, new in ((n.results[0], order), (n.results[1], starts), (made.results[0], values)):
+    b = Builder(g, ctx.opset, before=topk, loc=topk.loc)
+    values, order, starts = b.topk_route(*topk.operands, **topk.attrs)
+    for old, new in ((n.results[0], order), (n.results[1], starts), (topk.results[0], values)):
         g.replace(old, new)
     g.erase(n)
-    g.erase(made)
+    g.erase(topk)
     return True
 
 
@@ -130,14 +131,14 @@ def _why_not(g: Graph, n: Node, casts: Sequence[Node]) -> str | None:
 def _before(g: Graph, n: Node) -> tuple[Value, E, list[Node]]:
     """The operand of the replacement, the expression of its rows that topk reads, and the nodes that this replaces."""
     x = n.operands[0]
-    made = x.node
-    if made is None or len(set(x.uses)) > 1 or any(v is x for v in g.outputs):
+    producer = x.node
+    if producer is None or len(set(x.uses)) > 1 or any(v is x for v in g.outputs):
         return x, arg(0), []
-    e = _row_expression(made, [v for v in made.operands if const_value(v) is None][:1])
-    source = next((v for v in made.operands if const_value(v) is None), x)
+    e = _row_expression(producer, [v for v in producer.operands if const_value(v) is None][:1])
+    source = next((v for v in producer.operands if const_value(v) is None), x)
     if e is None or source.type.shape != x.type.shape:
         return x, arg(0), []
-    return source, e, [made]
+    return source, e, [producer]
 
 
 def _after(g: Graph, n: Node) -> tuple[Value, E, list[Node]]:
@@ -146,11 +147,11 @@ def _after(g: Graph, n: Node) -> tuple[Value, E, list[Node]]:
     users = list(dict.fromkeys(values.uses))
     sums = [u for u in users if _is_row_sum(u)]
     others = list(dict.fromkeys([*(u for u in users if u not in sums), *(r for s in sums for r in s.result.uses)]))
-    kept = [values, *(s.result for s in sums)]
-    if len(others) != 1 or any(v is o for v in kept for o in g.outputs):
+    selected = [values, *(s.result for s in sums)]
+    if len(others) != 1 or any(v is o for v in selected for o in g.outputs):
         return values, arg(0), []
     (last,) = others
-    e = _row_expression(last, kept)
+    e = _row_expression(last, selected)
     if e is None or last.result.type.shape != values.type.shape:
         return values, arg(0), []
     return last.result, e, [last, *sums]

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
-from llmc.ir.graph import Builder, Graph, Module, Node, Value
+from llmc.ir.graph import Builder, Graph, Node, Value
 from llmc.ir.scalar import E, arg, parse_expr, substitute
 from llmc.passes.analysis import const_value, is_pointwise, rounds_little, weight_only
 from llmc.passes.base import Ctx, Pass
@@ -30,15 +30,12 @@ class FuseLinear(Pass):
     parts: int = 2
     siblings: bool = True
 
-    def run(self, m: Module, ctx: Ctx) -> int:
-        """Apply the pass to every graph; return the number of changes."""
-        done = 0
-        for g in m.graphs.values():
-            known = weight_only(g)
-            done += sum(_split(g, n, known, ctx) for n in list(g.nodes) if n.op.name == "linear")
-            done += sum(_absorb(g, n, self.parts, ctx) for n in list(g.nodes) if is_pointwise(n) or n.op.name == "cast")
-            done += _join_siblings(g, ctx) if self.siblings else 0
-        return done
+    def graph(self, g: Graph, ctx: Ctx) -> int:
+        """Fuse the products of a graph; return the number of changes."""
+        weights = weight_only(g)
+        done = sum(_split(g, n, weights, ctx) for n in list(g.nodes) if n.op.name == "linear")
+        done += sum(_absorb(g, n, self.parts, ctx) for n in list(g.nodes) if is_pointwise(n) or n.op.name == "cast")
+        return done + (_join_siblings(g, ctx) if self.siblings else 0)
 
 
 def _split(g: Graph, n: Node, known: set[Value], ctx: Ctx) -> bool:
@@ -102,8 +99,8 @@ def _absorb(g: Graph, n: Node, limit: int, ctx: Ctx) -> bool:
 
 
 def _only_reader(g: Graph, v: Value, n: Node) -> bool:
-    made = v.node is not None and v.node.op.name in PRODUCTS
-    return made and all(u is n for u in v.uses) and not any(v is o for o in g.outputs)
+    is_product = v.node is not None and v.node.op.name in PRODUCTS
+    return is_product and all(u is n for u in v.uses) and not any(v is o for o in g.outputs)
 
 
 def _together(products: Sequence[Value], limit: int) -> list[Value]:
@@ -209,16 +206,16 @@ def _joinable(n: Node, known: set[Value]) -> bool:
 
 def _hoist(g: Graph, values: Sequence[Value], before: Node) -> None:
     """Move the nodes that compute these weight-only values in front of `before`, if they come after it."""
-    made: dict[Node, None] = {}
+    hoisted: dict[Node, None] = {}
     work = [v.node for v in values if v.node is not None]
     while work:
         n = work.pop()
-        made[n] = None
-        work += [v.node for v in n.operands if v.node is not None and v.node not in made]
+        hoisted[n] = None
+        work += [v.node for v in n.operands if v.node is not None and v.node not in hoisted]
     behind = False
     for n in g.nodes:
         behind = behind or n is before
-        if behind and n in made:
+        if behind and n in hoisted:
             g.move_before(n, before)
 
 

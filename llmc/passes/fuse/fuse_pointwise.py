@@ -83,16 +83,16 @@ class _Groups:
         y = n.results[0]
         group = _Group(e, [], [n], 0)
         inner: list[E] = []
-        taken: dict[Value, E] = {}
+        inlined: dict[Value, E] = {}
         for v in n.operands:
-            if v in taken:
-                inner.append(taken[v])
+            if v in inlined:
+                inner.append(inlined[v])
                 continue
-            made = self.made.get(v)
-            if made and self._joins(n, v, made):
-                taken[v] = substitute(made.expr, [_operand(group, o) for o in made.operands])
-                group.nodes += made.nodes
-                inner.append(taken[v])
+            producer = self.made.get(v)
+            if producer and self._joins(n, v, producer):
+                inlined[v] = substitute(producer.expr, [_operand(group, o) for o in producer.operands])
+                group.nodes += producer.nodes
+                inner.append(inlined[v])
             else:
                 value = const_value(v)
                 inner.append(E("const", (value,)) if value is not None else _operand(group, v))
@@ -100,14 +100,14 @@ class _Groups:
         group.size = _size(group.expr)
         if group.size > self.limit:
             return
-        for v in taken:
+        for v in inlined:
             del self.made[v]
         self.made[y] = group
 
-    def _joins(self, n: Node, v: Value, made: _Group) -> bool:
+    def _joins(self, n: Node, v: Value, producer: _Group) -> bool:
         y = n.results[0]
         if any(u is not n for u in v.uses) or any(v is o for o in self.g.outputs):
-            self.ctx.miss(FusePointwise.name, n, f"{made.nodes[0].op.name} has {len(v.uses)} users")
+            self.ctx.miss(FusePointwise.name, n, f"{producer.nodes[0].op.name} has {len(v.uses)} users")
             return False
         return v.type.shape == y.type.shape
 

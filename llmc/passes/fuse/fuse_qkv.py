@@ -163,13 +163,13 @@ def _only_here(g: Graph, n: Node, nodes: list[Node]) -> None:
 
 def _place(g: Graph, n: Node, q: Part, operands: Sequence[Value]) -> Node:
     """The first of the append and the queries' readers; raises NoMatch if an operand is computed only later."""
-    ends, made = {n, *q.last.uses}, {o.node for o in operands if o.node is not None}
+    ends, producers = {n, *q.last.uses}, {o.node for o in operands if o.node is not None}
     for other in g.nodes:
         if other in ends:
             break
-        made.discard(other)
-    if made:
-        raise NoMatch(f"queries are read before {made.pop().op.name} is computed")
+        producers.discard(other)
+    if producers:
+        raise NoMatch(f"queries are read before {producers.pop().op.name} is computed")
     return other
 
 

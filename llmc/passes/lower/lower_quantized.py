@@ -46,7 +46,7 @@ class LowerQuantized(Pass):
     fallback: bool = True
 
     def run(self, m: Module, ctx: Ctx) -> int:
-        """Apply the pass to every graph; return the number of changes."""
+        """Apply the pass to every launched graph; return the number of changes."""
         refused: Counter[tuple[str, str]] = Counter()
         done = sum(self._graph(g, ctx, refused) for g in m.launched)
         for (name, why), count in refused.items():

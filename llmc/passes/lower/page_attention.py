@@ -312,7 +312,7 @@ class _Rows:
         self.g.outputs = [*results, *states, *pools]
 
     def pool(self, pools: list[Value]) -> None:
-        """Replace the output by what is pooled of each row, then the new versions of the states."""
+        """Replace the output by the pooled values of each row, then the new versions of the states."""
         b = Builder(self.g, self.ops, loc="pool")
         (out,) = self.g.outputs
         if self.options.pool == MEAN:

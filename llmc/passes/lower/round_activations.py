@@ -58,7 +58,7 @@ class Rounded:
     def drop(self, codes: Value) -> None:
         """Remove codes and their scales if no product reads them."""
         if codes.node is not None and not self.g.is_used(codes.node):
-            self.known = {key: made for key, made in self.known.items() if made[0] is not codes}
+            self.known = {key: rounded for key, rounded in self.known.items() if rounded[0] is not codes}
             self.g.erase(codes.node)
 
     def _source(self, x: Value) -> tuple[E, list[Value]]:

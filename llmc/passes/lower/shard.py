@@ -41,7 +41,7 @@ class Shard(Pass):
     ranks: int = 1
 
     def run(self, m: Module, ctx: Ctx) -> int:
-        """Apply the pass to every graph; return the number of changes."""
+        """Divide every launched graph; return the number of changes."""
         if self.ranks < 1:
             raise Diagnostic("E421", f"pass shard: ranks={self.ranks} is not a number of ranks", "use 1 or more")
         if self.ranks == 1 or not ctx.spend():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llmc.diagnostics import Diagnostic
@@ -37,100 +37,126 @@ def make_plans(graphs: Sequence[Graph], ranks: int, ctx: Ctx) -> list[tuple[Grap
     states = {v.name: s for plan in plans for v, s in plan.splits.items() if v.type.state and v.node is None}
     done = []
     for g, plan in zip(graphs, plans, strict=True):
-        whole = [v for v in g.inputs if v.name in states and v not in plan.splits]
-        done.append((g, make_plan(g, ranks, ctx, {v: states[v.name] for v in whole}) if whole else plan))
+        split_elsewhere = {v: states[v.name] for v in g.inputs if v.name in states and v not in plan.splits}
+        done.append((g, make_plan(g, ranks, ctx, split_elsewhere) if split_elsewhere else plan))
     return done
 
 
 def make_plan(g: Graph, ranks: int, ctx: Ctx, states: Mapping[Value, Split]) -> Plan:
     """Split attention by heads, `states` as another graph does that reads them, and products by columns where the split
     ends in products by rows or in the output."""
-    plan, weights = Plan(), _weights(g)
-    for n in g.nodes:
-        if n.op.name in ATTENTION and ctx.allows(n):
-            _attention(g, n, ranks, plan, weights, ctx)
-    for v, split in states.items():
-        for n in v.uses:
-            if n not in plan.relations:
-                _writer(g, n, v, split, ranks, plan, weights)
-    for n in g.nodes:
-        if n.op.name == "take" and ctx.allows(n):
-            _table(n, ranks, plan, weights)
-    for n in g.nodes:
-        if n.op.name == "linear" and n not in plan.relations and ctx.allows(n):
-            _product(g, n, ranks, plan, weights, ctx)
-        elif n.op.name == "moe" and ctx.allows(n):
-            _experts(n, ranks, plan)
-    return plan
+    planner = _Planner(g, ranks, ctx)
+    planner.split_attention()
+    planner.split_writers(states)
+    planner.split_tables()
+    planner.split_products_and_experts()
+    return planner.plan
 
 
-def _attention(g: Graph, n: Node, ranks: int, plan: Plan, weights: set[Value], ctx: Ctx) -> None:
-    if n.operand("scales") is not None:
-        raise Diagnostic("E437", "KV pools of 8-bit floats cannot be sharded", "use kv=bf16 in page-attention", node=n)
-    heads = int(n.operands[0].type.shape[1])
-    relation = heads_of(n, ranks)
-    if relation is None:
-        possible = [w for w in _divisors(heads) if kv_parts(n, w) is not None]
-        raise _error(n, f"{heads} query heads, with their KV heads, do not divide over {ranks} ranks", possible)
-    region = grow(g, n, relation, ranks, plan, weights, True)
-    if isinstance(region, str):
-        ctx.miss("shard", n, region)
-    else:
-        _accept(plan, region)
+class _Planner:
+    """Makes the plan of one graph, op by op: each method adds its nodes and the regions that their splits reach."""
 
+    def __init__(self, g: Graph, ranks: int, ctx: Ctx) -> None:
+        self.g, self.ranks, self.ctx = g, ranks, ctx
+        self.plan = Plan()
+        self.weights = _weights(g)
 
-def _writer(g: Graph, n: Node, v: Value, split: Split, ranks: int, plan: Plan, weights: set[Value]) -> None:
-    """Split a node that writes a state, such as the keys and values of another graph's attention."""
-    relation = relate(n, v, split, ranks)
-    region = "its op cannot" if relation is None else grow(g, n, relation, ranks, plan, weights, True)
-    if isinstance(region, str):
-        cause = f"{n.op.name} cannot write a part of {v.name}, which another graph divides over ranks: {region}"
-        raise Diagnostic("E437", cause, "compile without --draft, or without --tensor-parallel-size", node=n)
-    _accept(plan, region)
+    def split_attention(self) -> None:
+        """Split attention by heads. Raises Diagnostic E437 if they do not divide."""
+        for n in self._nodes(*ATTENTION):
+            if n.operand("scales") is not None:
+                cause = "KV pools of 8-bit floats cannot be sharded"
+                raise Diagnostic("E437", cause, "use kv=bf16 in page-attention", node=n)
+            relation = heads_of(n, self.ranks)
+            if relation is None:
+                heads = int(n.operands[0].type.shape[1])
+                possible = [ranks for ranks in _divisors(heads) if kv_parts(n, ranks) is not None]
+                cause = f"{heads} query heads, with their KV heads, do not divide over {self.ranks} ranks"
+                raise _error(n, cause, possible)
+            region = self._region(n, relation, gather=True)
+            if isinstance(region, str):
+                self.ctx.miss("shard", n, region)
+            else:
+                self._accept(region)
 
+    def split_writers(self, states: Mapping[Value, Split]) -> None:
+        """Split the nodes that write `states`, such as the keys and values of another graph's attention."""
+        for v, split in states.items():
+            for n in v.uses:
+                if n not in self.plan.relations:
+                    self._split_writer(n, v, split)
 
-def _table(n: Node, ranks: int, plan: Plan, weights: set[Value]) -> None:
-    """Split a large table of floats, such as an embedding, by rows."""
-    table, large = n.operands[0], n.operands[0].type.shape[0].const or 0
-    if table in weights and n.result not in weights and table.type.rank == 2 and large >= TABLE_ROWS:
-        if table.type.format is None and DTYPES[table.type.dtype].kind == "f":
-            plan.relations[n] = Relation((Split(0, ranks), None), (None,), partial=True)
+    def _split_writer(self, n: Node, v: Value, split: Split) -> None:
+        relation = relate(n, v, split, self.ranks)
+        region = "its op cannot" if relation is None else self._region(n, relation, gather=True)
+        if isinstance(region, str):
+            cause = f"{n.op.name} cannot write a part of {v.name}, which another graph divides over ranks: {region}"
+            raise Diagnostic("E437", cause, "compile without --draft, or without --tensor-parallel-size", node=n)
+        self._accept(region)
 
+    def split_tables(self) -> None:
+        """Split large tables of floats, such as embeddings, by rows."""
+        for n in self._nodes("take"):
+            table = n.operands[0]
+            if table not in self.weights or n.result in self.weights or table.type.rank != 2:
+                continue
+            is_large = (table.type.shape[0].const or 0) >= TABLE_ROWS
+            if is_large and table.type.format is None and DTYPES[table.type.dtype].kind == "f":
+                self.plan.relations[n] = Relation((Split(0, self.ranks), None), (None,), partial=True)
 
-def _product(g: Graph, n: Node, ranks: int, plan: Plan, weights: set[Value], ctx: Ctx) -> None:
-    """Divide the columns of a product, if the region that follows ends in a sum over ranks or is gathered.
+    def split_products_and_experts(self) -> None:
+        """Split products that no region has reached yet, and stacks of experts."""
+        for n in self._nodes("linear", "moe"):
+            if n.op.name == "moe":
+                self._split_experts(n)
+            elif n not in self.plan.relations:
+                self._split_product(n)
 
-    Otherwise every rank computes all columns; a near miss has the reason. Raises Diagnostic E437 if the region ends in
-    a sum, and its quantised columns do not divide.
-    """
-    last = n.result.type.rank - 1
-    size = n.result.type.shape[last].const
-    split = Split(last, ranks)
-    relation = relate(n, n.result, split, ranks)
-    if size is None or size == 1 or relation is None or n.result in weights:
-        return
-    region = grow(g, n, relation, ranks, plan, weights, False)
-    if isinstance(region, str):
-        ctx.miss("shard", n, region)
-        return
-    reduced = any(r.partial for r in region.relations.values())
-    if size % ranks and n.operands[1].type.format is not None:
-        cause = f"{size} quantised columns do not divide over {ranks} ranks"
-        if reduced:
+    def _split_product(self, n: Node) -> None:
+        """Divide the columns of a product, if the region that follows ends in a sum over ranks or is gathered.
+
+        Otherwise every rank computes all columns; a near miss has the reason. Raises Diagnostic E437 if the region ends
+        in a sum, and its quantised columns do not divide.
+        """
+        last = n.result.type.rank - 1
+        size = n.result.type.shape[last].const
+        relation = relate(n, n.result, Split(last, self.ranks), self.ranks)
+        if size is None or size == 1 or relation is None or n.result in self.weights:
+            return
+        region = self._region(n, relation, gather=False)
+        if isinstance(region, str):
+            self.ctx.miss("shard", n, region)
+            return
+        reduced = any(r.partial for r in region.relations.values())
+        if size % self.ranks and n.operands[1].type.format is not None:
+            cause = f"{size} quantised columns do not divide over {self.ranks} ranks"
+            if reduced:
+                raise _error(n, cause, _divisors(size))
+            self.ctx.miss("shard", n, f"{cause}; every rank computes all of them")
+        elif reduced or region.gathered:
+            self._accept(region)
+
+    def _split_experts(self, n: Node) -> None:
+        """Divide the columns inside every expert. Raises Diagnostic E437 if quantised ones do not divide."""
+        relation = experts_of(n, self.ranks)
+        if relation is None:
+            down = n.operand("down")
+            assert down is not None
+            size = int(down.type.shape[2])
+            cause = f"{size} quantised columns of an expert do not divide over {self.ranks} ranks"
             raise _error(n, cause, _divisors(size))
-        ctx.miss("shard", n, f"{cause}; every rank computes all of them")
-    elif reduced or region.gathered:
-        _accept(plan, region)
+        self.plan.relations[n] = relation
 
+    def _nodes(self, *ops: str) -> Iterator[Node]:
+        return (n for n in self.g.nodes if n.op.name in ops and self.ctx.allows(n))
 
-def _experts(n: Node, ranks: int, plan: Plan) -> None:
-    relation = experts_of(n, ranks)
-    if relation is None:
-        down = n.operand("down")
-        assert down is not None
-        size = int(down.type.shape[2])
-        raise _error(n, f"{size} quantised columns of an expert do not divide over {ranks} ranks", _divisors(size))
-    plan.relations[n] = relation
+    def _region(self, n: Node, relation: Relation, gather: bool) -> Plan | str:
+        return grow(self.g, n, relation, self.ranks, self.plan, self.weights, gather)
+
+    def _accept(self, region: Plan) -> None:
+        self.plan.splits |= region.splits
+        self.plan.relations |= region.relations
+        self.plan.gathered |= region.gathered
 
 
 def _error(n: Node, cause: str, possible: list[int]) -> Diagnostic:
@@ -139,12 +165,6 @@ def _error(n: Node, cause: str, possible: list[int]) -> Diagnostic:
 
 def _divisors(size: int) -> list[int]:
     return [w for w in range(1, size + 1) if size % w == 0]
-
-
-def _accept(plan: Plan, region: Plan) -> None:
-    plan.splits |= region.splits
-    plan.relations |= region.relations
-    plan.gathered |= region.gathered
 
 
 def _weights(g: Graph) -> set[Value]:
@@ -226,34 +246,39 @@ class _Region:
         """Add the nodes that make or read split values until there are no more."""
         while self.work:
             v = self.work.pop()
-            if stuck := self._neighbours(v, self.found.splits[v]):
+            if stuck := self._add_neighbours(v, self.found.splits[v]):
                 return stuck
         return None
 
-    def _neighbours(self, v: Value, s: Split) -> Stuck:
+    def _add_neighbours(self, v: Value, s: Split) -> Stuck:
         """Add the node that makes a split value and those that read it; a reader that cannot gathers the value."""
-        if v.node is not None and v.node not in self.found.relations:
-            relation = relate(v.node, v, s, self.ranks)
-            if relation is None:
-                return v, f"{v.node.op.name} cannot make a part of it"
-            if stuck := self.add(v.node, relation):
-                return stuck
+        if stuck := self._add_producer(v, s):
+            return stuck
         for reader in dict.fromkeys(v.uses):
-            if reader in self.found.relations:
-                if (v, s) not in splits_of(reader, self.found.relations[reader]):
-                    return v, f"{reader.op.name} needs it otherwise"
-                continue
-            relation = None if reader in self.plan.relations else relate(reader, v, s, self.ranks)
-            if relation is None:
-                if not self._may_gather(v, s, reader):
-                    return v, f"{reader.op.name} cannot read a part of it"
-                self.found.gathered.add(v)
-            elif stuck := self.add(reader, relation):
+            if stuck := self._add_reader(v, s, reader):
                 return stuck
         if v in self.outputs and not v.type.state:
             if s.parts != self.ranks:
                 return v, "ranks share its parts"
             self.found.gathered.add(v)
+        return None
+
+    def _add_producer(self, v: Value, s: Split) -> Stuck:
+        if v.node is None or v.node in self.found.relations:
+            return None
+        relation = relate(v.node, v, s, self.ranks)
+        return self.add(v.node, relation) if relation else (v, f"{v.node.op.name} cannot make a part of it")
+
+    def _add_reader(self, v: Value, s: Split, reader: Node) -> Stuck:
+        if reader in self.found.relations:
+            reads_part = (v, s) in splits_of(reader, self.found.relations[reader])
+            return None if reads_part else (v, f"{reader.op.name} needs it otherwise")
+        relation = None if reader in self.plan.relations else relate(reader, v, s, self.ranks)
+        if relation is not None:
+            return self.add(reader, relation)
+        if not self._may_gather(v, s, reader):
+            return v, f"{reader.op.name} cannot read a part of it"
+        self.found.gathered.add(v)
         return None
 
     def _may_gather(self, v: Value, s: Split, reader: Node) -> bool:

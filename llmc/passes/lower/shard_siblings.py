@@ -13,10 +13,10 @@ def separate(g: Graph, ctx: Ctx) -> int:
     """
     done = 0
     for node in list(g.nodes):
-        found = _product_of(node) if node.op.name == "slice" and ctx.allows(node) else None
-        if found is None:
+        product_and_bias = _product_of(node) if node.op.name == "slice" and ctx.allows(node) else None
+        if product_and_bias is None:
             continue
-        product, bias = found
+        product, bias = product_and_bias
         b = Builder(g, ctx.opset, before=node, loc=product.loc)
         x, weight = product.operands
         cut = {name: node.attrs[name] for name in ("start", "stop", "step")}

@@ -36,7 +36,7 @@ class Specialize(Pass):
     name: ClassVar[str] = "specialize"
 
     def run(self, m: Module, ctx: Ctx) -> int:
-        """Apply the pass to every graph; return the number of changes."""
+        """Replace @main and @draft by their entry points; return the number of graphs and of changes in them."""
         main = m.graphs.get("main")
         if main is None or "rows" not in {v.name for v in main.inputs} or not ctx.spend():
             return 0
@@ -67,31 +67,29 @@ class Specialize(Pass):
 
     def _draft(self, m: Module, ctx: Ctx) -> int:
         """Make the entry points of a draft model; return the number of graphs."""
-        draft, entries = m.graphs.pop(DRAFT), m.symbols["R"]
-        head = any(v.name == HIDDEN_POOL for v in draft.inputs)
-        one_per_row = (_device_rows(draft, entries), self.decode)
-        plans = [(NEXT, *one_per_row)]
-        if head:
-            plans.insert(0, (FIRST, *one_per_row))
-        else:
-            plans[:0] = [(FILL, m.symbols["T"], self.step), (FIRST, entries, self.verify)]
+        draft = m.graphs.pop(DRAFT)
+        is_head = any(v.name == HIDDEN_POOL for v in draft.inputs)
         count = 0
-        for role, limits, ends in plans:
+        for role, limits, ends in self._draft_kinds(m, draft, is_head):
             for name, bounds in ranges(role, limits, ends):
-                if role == FILL:
-                    entry = _entry(m, draft, name, "T", bounds, {})
-                    _only_pools(entry)
-                else:
-                    entry = _one_token_entry(m, draft, name, bounds)
-                    _drop_row_last(entry)
-                _name_inputs(entry, role)
-                if role == FIRST and head:
+                entry = _draft_entry(m, draft, role, name, bounds)
+                if role == FIRST and is_head:
                     _begin_last(entry)
                 elif role == FIRST:
                     _rewind(entry, ctx)
                 entry.inputs = [v for v in entry.inputs if v.uses]
                 count += 1
         return count
+
+    def _draft_kinds(
+        self, m: Module, draft: Graph, is_head: bool
+    ) -> list[tuple[str, tuple[int, int], tuple[int, ...]]]:
+        """Return (role, bounds of the symbol, upper bounds of ranges) of a draft model's entry points."""
+        tokens, entries = m.symbols["T"], m.symbols["R"]
+        one_per_row = (_device_rows(draft, entries), self.decode)
+        if is_head:
+            return [(FIRST, *one_per_row), (NEXT, *one_per_row)]
+        return [(FILL, tokens, self.step), (FIRST, entries, self.verify), (NEXT, *one_per_row)]
 
 
 def _entry(m: Module, g: Graph, name: str, symbol: str, bounds: tuple[int, int], sizes: Mapping[str, Dim]) -> Graph:
@@ -105,6 +103,18 @@ def _one_token_entry(m: Module, g: Graph, name: str, bounds: tuple[int, int]) ->
     """Add a copy of `g` for calls with one token per entry: T is R, and a number if `bounds` has a single one."""
     rows = Dim.of(bounds[0] if bounds[0] == bounds[1] else "R")
     return _entry(m, g, name, "R", bounds, {"T": rows, "R": rows})
+
+
+def _draft_entry(m: Module, draft: Graph, role: str, name: str, bounds: tuple[int, int]) -> Graph:
+    """Add a copy of a draft model's graph for the calls of one role."""
+    if role == FILL:
+        entry = _entry(m, draft, name, "T", bounds, {})
+        _only_pools(entry)
+    else:
+        entry = _one_token_entry(m, draft, name, bounds)
+        _drop_row_last(entry)
+    _name_inputs(entry, role)
+    return entry
 
 
 def _name_inputs(g: Graph, role: str) -> None:

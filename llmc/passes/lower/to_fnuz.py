@@ -27,7 +27,7 @@ class ToFnuz(Pass):
     name: ClassVar[str] = "to-fnuz"
 
     def run(self, m: Module, ctx: Ctx) -> int:
-        """Apply the pass to every graph; return the number of changes."""
+        """Apply the pass to every launched graph; return the number of changes."""
         return sum(_graph(g, ctx) for g in m.launched)
 
 

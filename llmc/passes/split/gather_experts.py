@@ -79,6 +79,6 @@ def _norm(g: Graph, n: Node) -> Node | None:
         return None
     others = [r for r in x.uses if r is not n]
     products = all(r.op.name in ("linear", "linear_map") and r.operands[0] is x for r in others)
-    alone = all(sum(v is x for v in r.operands) == 1 for r in x.uses)
+    is_read_once = all(sum(v is x for v in r.operands) == 1 for r in x.uses)
     quantized = any(v.type.format for r in others for v in r.operands)
-    return norm if products and alone and not quantized else None
+    return norm if products and is_read_once and not quantized else None

@@ -31,8 +31,8 @@ class SplitSingle(NodePass):
         b = Builder(g, ctx.opset, before=n, loc=n.loc)
         many = b.paged_attention(q, kv, pages, rows, starts, positions, *rest, **{**n.attrs, "least": 2})
         attrs = {key: n.attrs[key] for key in ("scale", "window", "softcap")}
-        one = b.paged_attention_single(q, kv, pages, rows, starts, positions, many, *rest, **attrs)
-        substitute(g, n, [one], self.name)
+        single = b.paged_attention_single(q, kv, pages, rows, starts, positions, many, *rest, **attrs)
+        substitute(g, n, [single], self.name)
         return True
 
 

@@ -86,10 +86,10 @@ def _attention(n: Node) -> Build | None:
 
 def _scaled_side(n: Node, index: int) -> Build | None:
     """Build the attention on the unscaled operand, repeating the moves in between."""
-    found = _scale_of(n.operands[index])
-    if found is None:
+    scaling = _scale_of(n.operands[index])
+    if scaling is None:
         return None
-    factor, moves, mul = found
+    factor, moves, mul = scaling
     source = mul.operands[0] if const_value(mul.operands[1]) is not None else mul.operands[1]
 
     def build(b: Any) -> Value:

@@ -21,7 +21,7 @@ class LiftWeights(Pass):
     name: ClassVar[str] = "lift-weights"
 
     def run(self, m: Module, ctx: Ctx) -> int:
-        """Apply the pass to every graph; return the number of changes."""
+        """Move nodes of every launched graph to @weights; return the number of changes."""
         entries = m.launched
         if not any(v.weight for g in entries for v in g.inputs) or WEIGHTS in m.graphs or not ctx.spend():
             return 0
@@ -64,7 +64,9 @@ class _Lifted:
     def output(self, v: Value, inner: Value) -> str:
         """Return the name of output `inner`; a weight that passes through keeps its checkpoint name."""
         if inner not in self.names:
-            base = inner.name if inner.node is None else f"{_origin(v)}.{v.node.op.name}" if v.node else inner.name
+            base = inner.name
+            if inner.node is not None and v.node is not None:
+                base = f"{_origin(v)}.{v.node.op.name}"
             name, n = base, 1
             while name in self.taken or (inner.node is not None and name in self.inputs):
                 n += 1
@@ -91,7 +93,7 @@ def _lift(g: Graph, lifted: _Lifted) -> int:
     lifted_values = weight_only(g)
     lifted_nodes = [n for n in g.nodes if n.results[0] in lifted_values]
     outputs = set(g.outputs)
-    boundary = [v for v in _in_order(g) if v in lifted_values and (v in outputs or _readers(v, lifted_values))]
+    boundary = [v for v in g.values if v in lifted_values and (v in outputs or _readers(v, lifted_values))]
     copies: dict[Value, Value] = {}
     new_inputs: dict[str, Value] = {}
     other_inputs = [v for v in g.inputs if not v.weight]
@@ -108,11 +110,6 @@ def _lift(g: Graph, lifted: _Lifted) -> int:
     for n in reversed(lifted_nodes):
         g.erase(n)
     return len(lifted_nodes)
-
-
-def _in_order(g: Graph) -> list[Value]:
-    """The graph's inputs and results, in order of definition."""
-    return [*g.inputs, *(r for n in g.nodes for r in n.results)]
 
 
 def _readers(v: Value, lifted_values: Collection[Value]) -> list[Node]:

@@ -34,7 +34,7 @@ class Quantize(Pass):
     head: str = NONE
 
     def run(self, m: Module, ctx: Ctx) -> int:
-        """Apply the pass to every graph; return the number of changes."""
+        """Apply the pass to every launched graph; return the number of changes."""
         if self.weights == self.head == NONE:
             return 0
         body, head = _recipe(self.weights, self.group), _recipe(self.head, 0)

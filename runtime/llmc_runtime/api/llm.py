@@ -192,9 +192,9 @@ class LLM(PoolingAPI):
         several = isinstance(messages, list | tuple) and bool(messages) and isinstance(messages[0], list | tuple)
         chats = list(messages) if several else [messages]
         ready = []
-        for i, one in enumerate(chats):
+        for i, conversation in enumerate(chats):
             try:
-                ready.append(self.chat_prompt(one, **template))
+                ready.append(self.chat_prompt(conversation, **template))
             except LlmcError as e:
                 raise numbered(e, i, len(chats)) from e
         params = self._params(sampling_params, ready, None)
@@ -275,22 +275,9 @@ class LLM(PoolingAPI):
         Raises the LlmcError of the first prompt that is refused, before any of them runs, or that fails.
         """
         states: list[RequestState] = []
-        openings = [self._open_grammar(sampling) for sampling in params]
         try:
-            for i, (prompt, sampling, priority) in enumerate(zip(prompts, params, priorities)):
-                try:
-                    guides = self._guides(openings[i])
-                    with self._lock:
-                        states.append(self._submit(prompt, sampling, priority, guides))
-                except LlmcError as e:
-                    raise numbered(e, i, len(prompts)) from e
-            with ProgressBar(len(prompts), use_tqdm) as bar:
-                for state in states:
-                    while not state.finished:
-                        with self._lock:
-                            self._outputs.process(self._core.step())
-                        bar.show(states)
-                bar.show(states, last=True)
+            self._submit_all(states, prompts, params, priorities)
+            self._finish(states, use_tqdm)
         finally:
             with self._lock:
                 for state in states:
@@ -299,6 +286,32 @@ class LLM(PoolingAPI):
             if state.error is not None:
                 raise state.error
         return [state.output() for state in states]
+
+    def _submit_all(
+        self, states: list[RequestState], prompts: list[Prompt], params: list[SamplingParams], priorities: list[int]
+    ) -> None:
+        """Submit prompts, and append the state of each to `states`. Grammars are compiled concurrently.
+
+        Raises the LlmcError of the first prompt that is refused; it names the prompt's number.
+        """
+        openings = [self._open_grammar(sampling) for sampling in params]
+        for i, (prompt, sampling, priority) in enumerate(zip(prompts, params, priorities)):
+            try:
+                guides = self._guides(openings[i])
+                with self._lock:
+                    states.append(self._submit(prompt, sampling, priority, guides))
+            except LlmcError as e:
+                raise numbered(e, i, len(prompts)) from e
+
+    def _finish(self, states: list[RequestState], use_tqdm: bool) -> None:
+        """Run steps until each request is finished."""
+        with ProgressBar(len(states), use_tqdm) as bar:
+            for state in states:
+                while not state.finished:
+                    with self._lock:
+                        self._outputs.process(self._core.step())
+                    bar.show(states)
+            bar.show(states, last=True)
 
     def _stream(self, prompt: Prompt, sampling_params: SamplingParams | None, max_tokens: int | None) -> Stream:
         (params,) = self._params(sampling_params, [prompt], max_tokens)

@@ -83,7 +83,8 @@ class ModelAPI:
 
 
 def fit_prompt(params: SamplingParams, prompt: Prompt, limits: Limits) -> SamplingParams:
-    """Return `params` with its default max_tokens reduced to what the context and the KV cache hold after `prompt`."""
+    """Return `params` with its default max_tokens reduced to the tokens that fit into the context and the KV cache
+    after `prompt`."""
     room = min(limits.max_model_len, limits.num_pages * limits.page_size + 1) - len(prompt.ids)
     return fitted(params, room)
 

@@ -32,19 +32,25 @@ class Stream:
         try:
             while self._open:
                 with self._lock:
-                    if not any(part.finished or part.has_new_tokens for part in self._open):
-                        self._outputs.process(self._core.step())
-                    if self._state.error is not None:
-                        raise self._state.error
-                    part = next((part for part in self._open if part.finished or part.has_new_tokens), None)
-                    if part is not None:
-                        if part.finished:
-                            self._open.remove(part)
-                        return part.piece()
+                    if (piece := self._next_piece()) is not None:
+                        return piece
         except BaseException:
             self.close()
             raise
         raise StopIteration
+
+    def _next_piece(self) -> Piece | None:
+        """Return the next piece, which may need a step of the engine; None if that step yields none."""
+        if not any(part.finished or part.has_new_tokens for part in self._open):
+            self._outputs.process(self._core.step())
+        if self._state.error is not None:
+            raise self._state.error
+        part = next((part for part in self._open if part.finished or part.has_new_tokens), None)
+        if part is None:
+            return None
+        if part.finished:
+            self._open.remove(part)
+        return part.piece()
 
     @property
     def output(self) -> RequestOutput:

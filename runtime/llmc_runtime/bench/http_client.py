@@ -143,7 +143,8 @@ class Connection(asyncio.Protocol):
         reply = self._reply
         if reply is not None:
             complete = reply.status and reply._remaining is None and exc is None
-            self._finish(None if complete else WireError(f"the connection was closed{f': {exc}' if exc else ''}"))
+            reason = f": {exc}" if exc else ""
+            self._finish(None if complete else WireError(f"the connection was closed{reason}"))
 
     def send(self, request: bytes, on_data: Callable[[Reply, bytes], None]) -> asyncio.Future[Reply]:
         """Send a request. `on_data` is called with each part of the body; the future completes at its end."""

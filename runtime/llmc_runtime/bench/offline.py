@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
                 range_ratio=args.range_ratio, prefix_len=args.prefix_len).sizes(str(args.seed))  # fmt: skip
     drawn = [next(sizes) for _ in range(args.num_prompts)]
     rounds = asyncio.run(_async(args, drawn, err)) if args.async_engine else _sync(args, drawn, err)
-    best = min(rounds, key=lambda one: one.seconds)
+    best = min(rounds, key=lambda timed: timed.seconds)
     elapsed, steps, outputs = best.seconds, best.steps, rounds[-1].outputs
     read = sum(len(output.prompt_token_ids) for output in outputs)
     written = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
         "total_output_tokens": written, "total_num_tokens": read + written,
         "requests_per_second": len(outputs) / elapsed, "output_tokens_per_second": written / elapsed,
         "tokens_per_second": (read + written) / elapsed, "steps": steps,
-        "ms_per_step": 1e3 * elapsed / max(steps, 1), "all_elapsed_times": [one.seconds for one in rounds],
+        "ms_per_step": 1e3 * elapsed / max(steps, 1), "all_elapsed_times": [timed.seconds for timed in rounds],
         "engine": "AsyncLLM" if args.async_engine else "LLM",
     }  # fmt: skip
 

@@ -190,11 +190,7 @@ def _model(connection: HTTPConnection, path: str, headers: Mapping[str, str], mo
 
 
 def _report(
-    args: argparse.Namespace,
-    plan: Plan,
-    mixes: Sequence[Mix],
-    results: load_generator.ClientResults,
-    spec: ReportSpec,
+    args: argparse.Namespace, plan: Plan, mixes: Sequence[Mix], results: load_generator.ClientResults, spec: ReportSpec
 ) -> dict[str, Any]:
     late = float(np.percentile(results.late, 99)) * 1e3 if results.late else 0.0  # p99 of delays in sending, ms
     total = figures(results.records, results.start, spec)

@@ -76,12 +76,12 @@ def capsule(
     memory.owner = owner  # the array keeps the memory alive, and the capsule keeps the array alive
     array: Any = np.ndarray(shape, f"u{size}", memory)
     versioned = max_version is not None and max_version[0] >= 1 and np.lib.NumpyVersion(np.__version__) >= "2.1.0"
-    made = array.__dlpack__(max_version=(1, 0)) if versioned else array.__dlpack__()
-    tensor = tensor_of(made)
+    exported = array.__dlpack__(max_version=(1, 0)) if versioned else array.__dlpack__()
+    tensor = tensor_of(exported)
     tensor.data = address if count else None
     tensor.device_type, tensor.device_id = device
     tensor.code = code
-    return made
+    return exported
 
 
 def tensor_of(capsule: Any) -> Tensor:

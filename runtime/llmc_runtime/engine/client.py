@@ -233,19 +233,19 @@ class EngineClient:
             cause = f"the engine process sent an invalid message: {str(e)[:100]}"
             self._error = self._error or LlmcError("E661", cause, "send the request again, and report it")
             return
-        if isinstance(message, Outputs):
-            deltas = message.deltas
-            self._chunks.extend(deltas[i : i + _CHUNK] for i in range(0, len(deltas), _CHUNK))
-        elif isinstance(message, Heartbeat):
-            self.heartbeat = message
-        elif isinstance(message, Failed):
-            self._error = error_of(message.error)
-        elif isinstance(message, Ready):
-            self.ready = message
-        elif isinstance(message, Progress):
-            self._say(message.line)
-        elif isinstance(message, ControlReply):
-            self._on_reply(message)
+        match message:
+            case Outputs(deltas=deltas):
+                self._chunks.extend(deltas[i : i + _CHUNK] for i in range(0, len(deltas), _CHUNK))
+            case Heartbeat():
+                self.heartbeat = message
+            case Failed(error=error):
+                self._error = error_of(error)
+            case Ready():
+                self.ready = message
+            case Progress(line=line):
+                self._say(line)
+            case ControlReply():
+                self._on_reply(message)
 
     async def stop(self, timeout: float) -> None:
         """Ask the process to exit, and kill it after `timeout` seconds."""

@@ -74,7 +74,7 @@ class EngineCore:
 
     def abort(self, ids: Iterable[str]) -> list[str]:
         """End these outputs now; no deltas follow. Return the ids that are not live."""
-        return [one for one in ids if not self.engine.abort(one)]
+        return [request_id for request_id in ids if not self.engine.abort(request_id)]
 
     def step(self) -> list[RequestDelta]:
         """Run one step of the engine."""

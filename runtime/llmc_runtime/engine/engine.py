@@ -149,8 +149,8 @@ class Engine:
         self.pump(0.0)
         if not guided.awaited():
             return
-        alone = all(request.guide is not None for request in scheduler.running)
-        grace = 5 * self._grace if alone else min(max(self._grace, self._last / 4), 4 * self._grace)
+        all_guided = all(request.guide is not None for request in scheduler.running)
+        grace = 5 * self._grace if all_guided else min(max(self._grace, self._last / 4), 4 * self._grace)
         end = time.monotonic() + grace
         while guided.awaited() and (left := end - time.monotonic()) > 0:
             self.pump(left)

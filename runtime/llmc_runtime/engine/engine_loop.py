@@ -80,7 +80,7 @@ class EngineLoop:
     def abort(self, ids: list[int]) -> None:
         """End these outputs. Those that have not arrived, or whose grammar is being compiled, will not start."""
         for number in map(int, self._core.abort(map(str, ids))):
-            early = number > self._last or any(number in one.request.numbers for one in self._compiling)
+            early = number > self._last or any(number in waiting.request.numbers for waiting in self._compiling)
             if early and number >= 0 and len(self._aborted) < _MAX_EARLY_ABORTS:
                 self._aborted.add(number)
 
@@ -118,15 +118,15 @@ class EngineLoop:
     def _take_compiled(self) -> None:
         self._core.grammars().pump()
         now, later = time.monotonic(), deque[_Compiling]()
-        for one in self._compiling:
-            if not one.opening.done:
-                later.append(one)
+        for waiting in self._compiling:
+            if not waiting.opening.done:
+                later.append(waiting)
                 continue
-            self._compile_seconds.add(now - one.opening.began)
+            self._compile_seconds.add(now - waiting.opening.began)
             try:
-                self._submit(one.request, one.opening.guides())
+                self._submit(waiting.request, waiting.opening.guides())
             except Exception as e:
-                self._refuse(one.request.numbers, e)
+                self._refuse(waiting.request.numbers, e)
         self._compiling = later
 
     def _submit(self, request: EngineRequest, guides: Sequence[GrammarGuide]) -> None:

@@ -119,11 +119,13 @@ def leave_time_for_front(compute_threads: int, processes: Sequence[int] = ()) ->
     The front end then answers within milliseconds while the engine is busy: threads of equal priority that wake from a
     wait for each other would run before it.
     """
-    if compute_threads >= usable_cpus():
-        for process in (os.getpid(), *processes):
-            with suppress(ProcessLookupError, FileNotFoundError):  # it has ended
-                for thread in map(int, os.listdir(f"/proc/{process}/task")):
-                    os.setpriority(os.PRIO_PROCESS, thread, max(NICE, os.getpriority(os.PRIO_PROCESS, thread)))
+    if compute_threads < usable_cpus():
+        return
+    for process in (os.getpid(), *processes):
+        with suppress(ProcessLookupError, FileNotFoundError):  # it has ended
+            for thread in map(int, os.listdir(f"/proc/{process}/task")):
+                niceness = max(NICE, os.getpriority(os.PRIO_PROCESS, thread))
+                os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
 
 class StepAge:

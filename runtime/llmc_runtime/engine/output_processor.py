@@ -49,7 +49,7 @@ class OutputProcessor:
         """Open a request: number its outputs. It is submitted to the engine by the caller."""
         request.first, self._next = self._next, self._next + request.params.n
         state.ids = tuple(map(str, request.numbers))
-        self._parts |= {one: (state, part) for one, part in zip(state.ids, state.parts, strict=True)}
+        self._parts |= {request_id: (state, part) for request_id, part in zip(state.ids, state.parts, strict=True)}
         self._states[state] = None
 
     def process(self, deltas: Iterable[RequestDelta]) -> None:
@@ -114,7 +114,7 @@ class OutputProcessor:
     def _end(self, state: RequestState, error: LlmcError | None) -> list[str]:
         """End the outputs of a request; return the ids of those that still ran."""
         state.error = state.error or error
-        running = [one for one in state.ids if self._parts.pop(one, None) is not None]
+        running = [request_id for request_id in state.ids if self._parts.pop(request_id, None) is not None]
         for part in state.parts:
             part.abort()
         return running

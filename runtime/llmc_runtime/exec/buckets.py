@@ -22,7 +22,7 @@ def token_bucket(tokens: int, top: int) -> int:
 
     Kernels compute tiles of tokens, so that most of the padding costs nothing.
     """
-    size = next((size for least, size in _TILES if tokens > least), 0)
+    size = next((size for minimum, size in _TILES if tokens > minimum), 0)
     return min(-(-tokens // size) * size, top) if size else bucket(tokens, top)
 
 

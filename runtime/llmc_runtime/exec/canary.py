@@ -144,10 +144,15 @@ def _run(prompt: tuple[int, ...], tokens: list[int], outputs: list[TokenLogprobs
     if not all(math.isfinite(t.logprob) for t in outputs):
         cause = "the model computes log-probabilities that are not finite"
         raise LlmcError("E125", cause, "check the checkpoint's weights, and the target's kernels")
-    tops = [[(int(i), float(x)) for i, x in _tops(t) if math.isfinite(x)][:TOP] for t in outputs]
+    tops = [_finite_tops(t)[:TOP] for t in outputs]
     top_ids = tuple(tuple(token for token, _ in top) for top in tops)
     top_logprobs = tuple(tuple(logprob for _, logprob in top) for top in tops)
     return Run(prompt, tuple(tokens), tuple(t.logprob for t in outputs), top_ids, top_logprobs)
+
+
+def _finite_tops(logprobs: TokenLogprobs) -> list[tuple[int, float]]:
+    """Return the (token, log-probability) of the most likely tokens whose log-probability is finite."""
+    return [(int(token), float(logprob)) for token, logprob in _tops(logprobs) if math.isfinite(logprob)]
 
 
 def _tops(logprobs: TokenLogprobs) -> Iterator[tuple[int, float]]:

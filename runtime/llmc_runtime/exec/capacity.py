@@ -58,9 +58,9 @@ def plan_kv(
 ) -> KvCapacity:
     """Compute the size of the KV cache.
 
-    `kv_bytes` is the budget. The default is what all rows of maximum length can use, limited to the fraction `share` of
-    the remaining memory. `free` is the free memory in bytes before anything is allocated, from which `need` is
-    subtracted first. Raises LlmcError E202 if not even one page fits, and E205 if the device has too little memory.
+    `kv_bytes` is the budget. The default is the size that all rows of maximum length can use, limited to the fraction
+    `share` of the remaining memory. `free` is the free memory in bytes before anything is allocated, from which `need`
+    is subtracted first. Raises LlmcError E202 if not even one page fits, and E205 if the device has too little memory.
     """
     kv, limits = manifest.kv, manifest.limits
     useful = limits.max_num_seqs * -(-limits.max_model_len // kv.page_size)

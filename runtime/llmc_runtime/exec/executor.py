@@ -31,11 +31,11 @@ _LOGPROBS = (("logprob", np.float32), ("rank", np.int32), ("top_ids", np.int32),
 class Ticket:
     """A step in flight: its work, the event at its end, and the u8 output buffers, which are valid after the event.
 
-    `ids` are the sampled ids, or what is pooled. `entries` are the rows of logits: one per item of `work`, or one per
-    token if the item has drafts or its prompt is scored. `needs_logprobs` flags the entries that
-    need log-probabilities; it is empty if none does. `proposed` are the numbers of tokens drafted per entry; None if
-    none are. `rest` runs the second half of an open step; its event is recorded after that. `looks` are requests for
-    tokens of rows, and `looked` has these tokens, by row. `plain`: the draft model does nothing after it. `likely`: see
+    `ids` are the sampled ids, or the pooled values. `entries` are the rows of logits: one per item of `work`, or one
+    per token if the item has drafts or its prompt is scored. `needs_logprobs` flags the entries that need
+    log-probabilities; it is empty if none does. `proposed` are the numbers of tokens drafted per entry; None if none
+    are. `rest` runs the second half of an open step; its event is recorded after that. `looks` are requests for tokens
+    of rows, and `looked` has these tokens, by row. `plain`: the draft model does nothing after it. `likely`: see
     StepOutput.
     """
 
@@ -91,7 +91,7 @@ class Executor:
         self._masks = by_role["allowed"][0].name if "allowed" in by_role else ""
         self.rows = Rows(device, by_role, self._env, manifest.vocab_size)
         pooling = manifest.pooling
-        self._width = 0 if pooling is None else pooling.width * 4  # bytes of what is pooled of a prompt; 0: none
+        self._width = 0 if pooling is None else pooling.width * 4  # bytes of a prompt's pooled values; 0: none
         self._pooled = self._layout.output(POOLED) if self._width else None
         self._ids = None if self._width else self._layout.output("ids")
         self.draft_model = DraftSteps(artifact, device, self._layout, self._env, self.rows)
@@ -166,7 +166,7 @@ class Executor:
         else:
             out = _merge(ticket.work, tokens, logprobs, proposed)
         out.likely = ticket.likely
-        out.looked = {row: found.view(np.int32).tolist() for row, found in ticket.looked.items()}
+        out.looked = {row: values.view(np.int32).tolist() for row, values in ticket.looked.items()}
         return out
 
     def _pool(self, ticket: Ticket) -> StepOutput:

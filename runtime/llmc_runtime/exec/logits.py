@@ -22,10 +22,12 @@ def find_logits(program: Program, vocab_size: int) -> int:
     top = program.top()
     for at, launch in enumerate(program.launches):
         if any(program.buffers[i].name == "logprob" for i in launch.args):
-            found = next((i for i in launch.args if _is_logits(program.buffers[i], vocab_size, top)), None)
-            later = {i for x in program.launches[at + 1 :] for i in x.args} - {found}
-            if found is not None and not any(_overlap(program.buffers[found], program.buffers[i], top) for i in later):
-                return found
+            logits = next((i for i in launch.args if _is_logits(program.buffers[i], vocab_size, top)), None)
+            later = {i for x in program.launches[at + 1 :] for i in x.args} - {logits}
+            if logits is not None and not any(
+                _overlap(program.buffers[logits], program.buffers[i], top) for i in later
+            ):
+                return logits
     cause = f"program {program.name} keeps no logits until the end of a step"
     raise LlmcError("E113", cause, "compile the model with this version of llmc")
 

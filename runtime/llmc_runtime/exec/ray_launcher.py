@@ -49,8 +49,8 @@ def reserve(here: str, place: Place) -> Any:
     local = [count for count, node in zip(cpus, nodes, strict=True) if node["NodeManagerAddress"] == here]
     need = f"{place.ranks} ranks of {place.threads} threads need {place.ranks * place.threads} CPUs"
     if _places(local, place) < place.ranks:
-        held = ", ".join(map(str, sorted(local, reverse=True)))
-        cause = f"{need}, those of a rank on one Ray node of this machine, whose nodes have {held}"
+        available = ", ".join(map(str, sorted(local, reverse=True)))
+        cause = f"{need}, those of a rank on one Ray node of this machine, whose nodes have {available}"
         if _places(cpus, place) >= place.ranks:
             cause += f"; ranks share memory and cannot run on other machines (the cluster has {sum(cpus)} CPUs in all)"
         remedy = f"use fewer --threads, or start a node with more: ray start --num-cpus {place.ranks * place.threads}"

@@ -24,11 +24,11 @@ def offered_class(group: str, name: str, base: type[_T]) -> tuple[type[_T] | Non
     if len(points) != 1:
         return None, "more than one package offers it" if points else "no installed package offers it"
     try:
-        found = points[0].load()
+        loaded = points[0].load()
     except Exception as error:
         return None, f"{points[0].value} cannot be loaded: {type(error).__name__}: {error}"
-    if isinstance(found, type) and issubclass(found, base):
-        return found, ""
+    if isinstance(loaded, type) and issubclass(loaded, base):
+        return loaded, ""
     return None, f"{points[0].value} is not a {base.__name__}"
 
 

@@ -11,10 +11,12 @@ The grammar, which the compiler's dims print:
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 
 from llmc_runtime.format.errors import LlmcError
 
@@ -22,6 +24,9 @@ MAX_TEXT = 4096
 MAX_DEPTH = 64
 MAX_DIGITS = 18
 
+_OPERATORS: Mapping[str, Callable[[int, int], int]] = MappingProxyType(
+    {"+": operator.add, "-": operator.sub, "*": operator.mul}
+)
 _TOKEN = re.compile(r"[ \t]*(?:([0-9]+)|([A-Za-z_][A-Za-z0-9_]*)|([-+*(),]))")
 
 
@@ -61,7 +66,7 @@ class Expr:
             else:
                 right = stack.pop()
                 left = stack.pop()
-                stack.append(left + right if item[0] == "+" else left - right if item[0] == "-" else left * right)
+                stack.append(_OPERATORS[item[0]](left, right))
         return stack[0]
 
     def __str__(self) -> str:

@@ -19,9 +19,9 @@ def install_command(*extras: str) -> str:
     container, it is for a clone.
     """
     names, origin = ",".join(extras), _origin()
-    gone = _removed(origin)
-    where = f" in a clone (llmc was installed from {gone}, which is gone)" if gone else ""
-    return f"{_pip()} install {shlex.quote(f'.[{names}]') if gone else requirement(names, origin)}{where}"
+    removed = _removed(origin)
+    where = f" in a clone (llmc was installed from {removed}, which is gone)" if removed else ""
+    return f"{_pip()} install {shlex.quote(f'.[{names}]') if removed else requirement(names, origin)}{where}"
 
 
 def requirement(extras: str, origin: str) -> str:
@@ -61,6 +61,6 @@ def _origin() -> str:
 
 def _pip() -> str:
     """Return `pip` if the shell finds that of this environment, else the way to run it by its interpreter."""
-    found = shutil.which("pip")
-    here = found is not None and Path(found).parent == Path(sys.executable).parent
+    pip = shutil.which("pip")
+    here = pip is not None and Path(pip).parent == Path(sys.executable).parent
     return "pip" if here else f"{shlex.quote(sys.executable)} -m pip"

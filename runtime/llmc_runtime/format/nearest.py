@@ -18,8 +18,8 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     if close := get_close_matches(name, names, 1, 0.7):
         return close
     scored = [(max(SequenceMatcher(None, name, part).ratio() for part in _parts(n)), n) for n in names]
-    found = sorted((-score, len(n), n) for score, n in scored if score >= _PART)
-    return [n for _, _, n in found[:3]] or get_close_matches(name, names, 1)
+    ranked = sorted((-score, len(n), n) for score, n in scored if score >= _PART)
+    return [n for _, _, n in ranked[:3]] or get_close_matches(name, names, 1)
 
 
 def _parts(name: str) -> list[str]:

@@ -68,11 +68,12 @@ class Launch(Record):
     """One kernel launch.
 
     `args` are indices of the program's buffers; those listed in `maps` are passed as tensor maps. `sizes` are passed as
-    int64 (as int32 on GPUs). `params`, on GPUs, lists what is passed; if it is empty, that is every argument, every
-    size and two null pointers. `grid` is the number of blocks along x, y and z, `threads` the threads per block, and
-    `shared` the bytes of dynamic shared memory. `cluster` is the number of blocks of a cluster along each axis of the
-    grid; if it is empty, blocks are launched without clusters. `pdl` enables programmatic dependent launch: the kernel
-    may start before the preceding one has ended. `flops` and `bytes` are the estimated cost, for reports only.
+    int64 (as int32 on GPUs). `params`, on GPUs, lists the kernel's parameters; if it is empty, these are every
+    argument, every size and two null pointers. `grid` is the number of blocks along x, y and z, `threads` the threads
+    per block, and `shared` the bytes of dynamic shared memory. `cluster` is the number of blocks of a cluster along
+    each axis of the grid; if it is empty, blocks are launched without clusters. `pdl` enables programmatic dependent
+    launch: the kernel may start before the preceding one has ended. `flops` and `bytes` are the estimated cost, for
+    reports only.
     """
 
     json_order = (

@@ -93,7 +93,7 @@ class Record:
 @cache
 def _stored_fields(cls: Any) -> dict[str, tuple[_Stored, Any]]:
     """Return how each field of a record is stored, and its default, by name."""
-    return {one.name: (one.metadata["stored"], one.default) for one in fields(cls)}
+    return {declared.name: (declared.metadata["stored"], declared.default) for declared in fields(cls)}
 
 
 def plain(value: Any) -> Any:

@@ -58,13 +58,13 @@ def templates(value: Any) -> dict[str, str]:
     if not isinstance(value, dict | list):
         raise ValueError(f"its chat_template is a {type(value).__name__}, not a text")
     rows = value if isinstance(value, list) else [{"name": name, "template": text} for name, text in value.items()]
-    found: dict[str, str] = {}
+    by_name: dict[str, str] = {}
     for row in rows:
         name, text = (row.get("name"), row.get("template")) if isinstance(row, dict) else (row, None)
         if not isinstance(name, str) or not isinstance(text, str):
             raise ValueError(f"its chat_template has an entry {str(name)[:60]!r} that is not a text with a name")
-        found[name] = text
-    return found
+        by_name[name] = text
+    return by_name
 
 
 def check_charsmaps(data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Fair scheduling of compilations: tenants take turns, and each has a limit on what it runs concurrently."""
+"""Fair scheduling of compilations: tenants take turns, and each has a limit on its concurrent compilations."""
 
 from __future__ import annotations
 

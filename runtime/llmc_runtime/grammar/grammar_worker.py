@@ -93,7 +93,7 @@ class Worker:
         self._send(number, kind, serial, payload)
 
     def _look(self, number: int, serial: int, drafts: Sequence[int]) -> None:
-        """Send the masks after drafts. The matcher stays where it is: a copy of it follows them."""
+        """Send the masks after drafts. The matcher does not advance; a copy of it follows the drafts."""
         follower = self._followers.get(number)
         matcher = None if follower is None else follower.matcher.deep_copy()
         for draft in drafts:

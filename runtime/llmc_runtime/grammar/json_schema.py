@@ -56,7 +56,7 @@ def supported(schema: Any) -> Any:
 
 
 def _allows_all(key: str, value: Any) -> bool:
-    return any(type(value) is type(one) and value == one for one in _ALLOW_ALL.get(key, ()))
+    return any(type(value) is type(permissive) and value == permissive for permissive in _ALLOW_ALL.get(key, ()))
 
 
 def _discriminate(schema: dict[str, Any]) -> None:
@@ -87,7 +87,7 @@ def _name_properties(schema: dict[str, Any]) -> None:
         schema["patternProperties"] = {kind["pattern"]: value}
     elif kind.keys() in ({"enum"}, {"const"}):
         listed = kind["enum"] if "enum" in kind else [kind["const"]]
-        if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
+        if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
             return
         schema["properties"] = dict.fromkeys(listed, value)
     else:
@@ -99,7 +99,9 @@ def _name_properties(schema: dict[str, Any]) -> None:
 def _bound_integers(schema: dict[str, Any]) -> None:
     """Replace the format of an integer by bounds."""
     kind, form = schema.get("type"), schema.get("format")
-    kinds = kind if isinstance(kind, list) else [] if kind is None else [kind]
+    if not isinstance(kind, list):
+        kind = [] if kind is None else [kind]
+    kinds: list[Any] = kind
     if not isinstance(form, str) or "string" in kinds:
         return
     if form not in _FORMATS:
@@ -110,7 +112,7 @@ def _bound_integers(schema: dict[str, Any]) -> None:
         return
     del schema["format"]
     if kind is not None:
-        listed = ["integer" if one == "number" else one for one in kinds]
+        listed = ["integer" if name == "number" else name for name in kinds]
         schema["type"] = listed if isinstance(kind, list) else listed[0]
     low, high = _FORMATS[form]
     _bound(schema, "minimum", "exclusiveMinimum", low, 1)

@@ -83,15 +83,15 @@ def json_rule(schema: Mapping[str, Any], options: Mapping[str, Any] = AS_TEMPLAT
     return charged(f"%json {text.replace('::=', ':' + chr(92) + 'u003a=')}")
 
 
-def repeated(one: str, between: str, most: int) -> str:
-    """Return an expression for 1 to `most` repetitions of the rule `one`, separated by `between`."""
-    joined = f"{between} {one}" if between != '""' else one
-    return one if most == 1 else f"{one} ({joined}){{0,{most - 1}}}"
+def repeated(rule: str, between: str, maximum: int) -> str:
+    """Return an expression for 1 to `maximum` repetitions of the rule `rule`, separated by `between`."""
+    joined = f"{between} {rule}" if between != '""' else rule
+    return rule if maximum == 1 else f"{rule} ({joined}){{0,{maximum - 1}}}"
 
 
 def text_without(texts: Sequence[str]) -> str:
     """Return an expression for any text that contains none of `texts`."""
-    return charged(" & ".join([f"/{ANY}/", *(f"~/{ANY}{regex(one)}{ANY}/" for one in texts)]))
+    return charged(" & ".join([f"/{ANY}/", *(f"~/{ANY}{regex(text)}{ANY}/" for text in texts)]))
 
 
 def text_until(
@@ -102,12 +102,12 @@ def text_until(
     The text matches all `patterns` and contains none of `never`.
     """
     mark, name = marker(end), rule.upper()
-    others = [one for one in never if one != end]
+    others = [pattern for pattern in never if pattern != end]
     if mark.startswith('"'):
-        parts = [f"/{one}{regex(before + end)}/" for one in patterns]
+        parts = [f"/{pattern}{regex(before + end)}/" for pattern in patterns]
         parts.append(f"~/{ANY}{regex(end)}(?s:.+)/")
         return f"{rule}[lazy]: {name}\n{name}: {' & '.join(parts)} & {text_without(others)}"
-    parts = [f"/{one}{regex(before)}/" for one in patterns]
+    parts = [f"/{pattern}{regex(before)}/" for pattern in patterns]
     return f"{rule}: {name}{'' if before else '?'} {mark}\n{name}: {' & '.join(parts)} & {text_without([end, *others])}"
 
 

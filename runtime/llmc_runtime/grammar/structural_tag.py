@@ -46,11 +46,14 @@ def _format_of(document: Any) -> Mapping[str, Any]:
         tags = [
             {
                 "type": "tag",
-                "begin": _field(one, "begin", str, f"structures[{i}]"),
-                "content": {"type": "json_schema", "json_schema": _field(one, "schema", Mapping, f"structures[{i}]")},
-                "end": _field(one, "end", str, f"structures[{i}]"),
+                "begin": _field(structure, "begin", str, f"structures[{i}]"),
+                "content": {
+                    "type": "json_schema",
+                    "json_schema": _field(structure, "schema", Mapping, f"structures[{i}]"),
+                },
+                "end": _field(structure, "end", str, f"structures[{i}]"),
             }
-            for i, one in enumerate(_field(document, "structures", list, "structural_tag"))
+            for i, structure in enumerate(_field(document, "structures", list, "structural_tag"))
         ]
         triggers = _field(document, "triggers", list, "structural_tag")
         return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
@@ -166,7 +169,7 @@ class _Rules:
             by_trigger.setdefault(trigger, []).append(f"{rest} {self._behind(tag, place, depth, last=False)}")
         behind = {trigger: self._rule(" | ".join(rests)) for trigger, rests in by_trigger.items()}
         tag = self._rule(" | ".join(f"{self._literal(trigger)} {rule}" for trigger, rule in behind.items()))
-        led = self._rule(" | ".join(self._led(one, rule, [*triggers, *excludes]) for one, rule in behind.items()))
+        led = self._rule(" | ".join(self._led(begin, rule, [*triggers, *excludes]) for begin, rule in behind.items()))
         free = self._free([*triggers, *excludes])
         first, only = bool(form.get("at_least_one")), bool(form.get("stop_after_first"))
         if only:
@@ -181,21 +184,23 @@ class _Rules:
 
     def _split(self, begin: str, triggers: list[str], where: str) -> tuple[str, str]:
         """Return the trigger with which a tag begins, and the expression of the rest."""
-        found = [trigger for trigger in triggers if begin.startswith(trigger)]
-        if len(found) != 1:
-            raise ValueError(f"{where}.begin: {begin[:40]!r} starts with {len(found)} of the triggers instead of one")
-        rest = begin[len(found[0]) :]
-        if self._marker(begin).startswith("<[") != self._marker(found[0]).startswith("<["):
-            raise ValueError(f"{where}.begin: the trigger {found[0][:40]!r} ends within a special token")
-        return found[0], self._literal(rest)
+        matching = [trigger for trigger in triggers if begin.startswith(trigger)]
+        if len(matching) != 1:
+            raise ValueError(
+                f"{where}.begin: {begin[:40]!r} starts with {len(matching)} of the triggers instead of one"
+            )
+        rest = begin[len(matching[0]) :]
+        if self._marker(begin).startswith("<[") != self._marker(matching[0]).startswith("<["):
+            raise ValueError(f"{where}.begin: the trigger {matching[0][:40]!r} ends within a special token")
+        return matching[0], self._literal(rest)
 
     def _separated(self, form: Any, where: str, depth: int, last: bool) -> str:
         tags, separator = _some(form, "tags", where), self._literal(_field(form, "separator", str, where))
-        one = self._rule(
+        tagged = self._rule(
             " | ".join(self._tag(tag, f"{where}.tags[{i}]", depth, last=False) for i, tag in enumerate(tags))
         )
-        some = one if form.get("stop_after_first") else self._rule(f"{one} ({separator} {one})*")
-        return some if form.get("at_least_one") else f"{some}?"
+        repeated_tags = tagged if form.get("stop_after_first") else self._rule(f"{tagged} ({separator} {tagged})*")
+        return repeated_tags if form.get("at_least_one") else f"{repeated_tags}?"
 
     TYPES: Mapping[str, Callable[..., str]] = MappingProxyType({
         "const_string": _const, "json_schema": _json, "regex": _regex, "grammar": _grammar, "any_text": _any_text,
@@ -205,23 +210,23 @@ class _Rules:
 
 def _field(value: Any, name: str, kind: Any, where: str) -> Any:
     """Return a field of an object. Raises ValueError if it is missing, or of another type."""
-    found = value.get(name) if isinstance(value, Mapping) else None
-    if not isinstance(found, kind):
+    entry = value.get(name) if isinstance(value, Mapping) else None
+    if not isinstance(entry, kind):
         types = {str: "a text", list: "a list", Mapping: "an object"}
         raise ValueError(f"{where}.{name}: {types[kind]} is required")
-    return found
+    return entry
 
 
 def _some(value: Any, name: str, where: str) -> list[Any]:
-    found: list[Any] = _field(value, name, list, where)
-    if not found:
+    entries: list[Any] = _field(value, name, list, where)
+    if not entries:
         raise ValueError(f"{where}.{name}: at least one is required")
-    return found
+    return entries
 
 
 def _texts(value: Any, name: str, where: str) -> list[str]:
     """Return a list of texts, empty if there is none."""
-    found = value.get(name) or [] if isinstance(value, Mapping) else None
-    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+    texts = value.get(name) or [] if isinstance(value, Mapping) else None
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{where}.{name}: a list of texts is required")
-    return found
+    return texts

@@ -283,24 +283,28 @@ class WorkerPool:
     def _take(self, worker: Worker, result: tuple[int, int, int], payload: bytes) -> None:
         """Apply a worker's message, (number of the guide, kind, serial), to its grammar or to one of its guides."""
         number, kind, serial = result
-        grammar = worker.grammar
-        if kind == wire.COMPILED and self._too_large(worker, int(payload)):
-            cause = f"the grammars of this tenant use {TENANT_BYTES >> 20} MiB of memory already"
-            self._refuse(worker, _unavailable(cause, "send the request again when others have ended"))
-            self._unlink(worker)  # this ends the worker
-        elif kind == wire.COMPILED:
-            worker.compiled, worker.private = True, int(payload)
-            self._queue.end(grammar.tenant)
-            self._changed(grammar, None)
-            if not worker.guides and worker.link is not None:
-                self._rest(worker)
+        if kind == wire.COMPILED:
+            self._compiled(worker, int(payload))
         elif kind == wire.REFUSED:
-            self._refuse(worker, grammar.refusal(payload.decode()))
+            self._refuse(worker, worker.grammar.refusal(payload.decode()))
         elif (guide := worker.guides.get(number)) is not None:
             if kind == wire.BROKEN:
                 guide.fail(_failed(f"the grammar cannot continue: {payload.decode()}"))
             else:
                 guide.receive(kind, serial, payload)
+
+    def _compiled(self, worker: Worker, private_bytes: int) -> None:
+        """Mark a worker's grammar as compiled, or refuse it if its tenant's grammars use too much memory."""
+        if self._too_large(worker, private_bytes):
+            cause = f"the grammars of this tenant use {TENANT_BYTES >> 20} MiB of memory already"
+            self._refuse(worker, _unavailable(cause, "send the request again when others have ended"))
+            self._unlink(worker)  # this ends the worker
+            return
+        worker.compiled, worker.private = True, private_bytes
+        self._queue.end(worker.grammar.tenant)
+        self._changed(worker.grammar, None)
+        if not worker.guides and worker.link is not None:
+            self._rest(worker)
 
     def _too_large(self, worker: Worker, private: int) -> bool:
         """Return whether a newly compiled worker exceeds its tenant's memory limit."""

@@ -1,4 +1,4 @@
-"""Builds the RequestDelta of a token, and checks what the executor returned for it."""
+"""Builds the RequestDelta of a token, and checks the executor's output for it."""
 
 from __future__ import annotations
 

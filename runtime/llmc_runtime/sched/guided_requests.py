@@ -85,15 +85,10 @@ class GuidedRequests:
             if request.status is Status.PARKED and known_mask(request) is not None:
                 request.status = Status.PREEMPTED
                 waiting.add(request)
-            elif (
-                request.idle_plans >= _MAX_IDLE_PLANS
-                and request.status is Status.RUNNING
-                and waiting.has_other(request.tenant)
-            ):
-                if request.num_total == len(request.tokens) and known_mask(request) is None:
-                    running.remove(request)
-                    free(request)
-                    request.status, request.idle_plans = Status.PARKED, 0
+            elif _is_idle(request) and waiting.has_other(request.tenant) and known_mask(request) is None:
+                running.remove(request)
+                free(request)
+                request.status, request.idle_plans = Status.PARKED, 0
             self.left_out |= request.status is Status.PARKED
 
     def look(self, speculation: Speculation, host: HostDrafts | None) -> None:
@@ -245,3 +240,9 @@ def may_sample(request: Request) -> bool:
     if request.num_total > len(request.tokens):
         return not is_slow(request)
     return known_mask(request) is not None
+
+
+def _is_idle(request: Request) -> bool:
+    """Whether plans have left out a running request for long, and all of its tokens are committed."""
+    is_left_out = request.status is Status.RUNNING and request.idle_plans >= _MAX_IDLE_PLANS
+    return is_left_out and request.num_total == len(request.tokens)

@@ -238,7 +238,7 @@ def parameters_of(owner: type) -> Mapping[str, Parameter]:
 
 
 def refused(name: str, value: object, allowed: str) -> LlmcError:
-    """Return LlmcError E601: parameter `name` may not be `value`; `allowed` describes what it may be."""
+    """Return LlmcError E601: parameter `name` may not be `value`; `allowed` describes the allowed values."""
     try:
         shown = repr(value[:80] if isinstance(value, str | list | tuple) else value)
     except Exception as error:  # an integer of thousands of digits, a hostile __repr__

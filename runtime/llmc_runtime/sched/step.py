@@ -1,4 +1,4 @@
-"""Step and StepOutput: what the scheduler sends to an executor for one step, and what the executor returns.
+"""Step and StepOutput: the scheduler's message to an executor for one step, and the executor's result.
 
 A device row holds the state of one request: its page table, tokens, length (tokens whose KV is written), sampling
 parameters and counts. The host sends only changes. An executor applies a Step in this order: `inits` (rebuild a row

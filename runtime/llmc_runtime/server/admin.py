@@ -185,8 +185,14 @@ def _engines_of(serving: Serving) -> dict[str, Any]:
     if len(each) == 1:
         return {}
     states = [
-        {"engine": i, "state": one.state, "pid": one.pid, "restarts": one.restarts, "requests": len(one.outputs)}
-        for i, one in enumerate(each)
+        {
+            "engine": i,
+            "state": engine.state,
+            "pid": engine.pid,
+            "restarts": engine.restarts,
+            "requests": len(engine.outputs),
+        }
+        for i, engine in enumerate(each)
     ]
     return {"engines": states}
 

@@ -113,17 +113,17 @@ def read_keys(files: Sequence[Path], variables: Sequence[str], environment: Mapp
     lines and lines that start with # are skipped. Raises LlmcError E647 if a source has no keys, or one that is too
     short to be a secret.
     """
-    found: list[tuple[str, str]] = []
+    named_keys: list[tuple[str, str]] = []
     for path in files:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, ValueError) as e:
             raise LlmcError("E647", f"{path} cannot be read: {e}", "name a text file with one key per line") from e
-        found += _checked([line for line in lines if not line.lstrip().startswith("#")], str(path))
+        named_keys += _checked([line for line in lines if not line.lstrip().startswith("#")], str(path))
     for name in variables:
-        found += _checked(environment.get(name, "").split(","), f"${name}")
+        named_keys += _checked(environment.get(name, "").split(","), f"${name}")
     keys: dict[str, str] = {}
-    for key, name in found:
+    for key, name in named_keys:
         keys.setdefault(key, name or f"key-{len(keys) + 1}")
     return keys
 
@@ -131,7 +131,7 @@ def read_keys(files: Sequence[Path], variables: Sequence[str], environment: Mapp
 def _checked(texts: list[str], source: str) -> list[tuple[str, str]]:
     """Return keys and their names, "" if they have none."""
     named = [_NAMED_KEY.fullmatch(text) or ("", "", text) for text in map(str.strip, texts) if text]
-    keys = [(one[2], one[1] or "") for one in named]
+    keys = [(match[2], match[1] or "") for match in named]
     if not keys:
         raise LlmcError("E647", f"{source} contains no API key", "put keys there, or omit the option")
     if any(len(key) < _MIN_KEY or not (key.isascii() and key.isprintable()) for key, _ in keys):
@@ -231,9 +231,9 @@ def _load(path: Path) -> dict[Any, Any]:
     if not isinstance(mapping, dict):
         raise _unusable(path, "it is not a mapping of options to values")
     keys = [str(key.value) for key, _ in document.value]
-    twice = next((key for key in keys if keys.count(key) > 1), None)
-    if twice is not None:
-        raise _unusable(path, f"{twice[:60]!r} occurs twice")
+    repeated = next((key for key in keys if keys.count(key) > 1), None)
+    if repeated is not None:
+        raise _unusable(path, f"{repeated[:60]!r} occurs twice")
     return mapping
 
 

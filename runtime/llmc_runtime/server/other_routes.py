@@ -41,6 +41,6 @@ def not_a_route(path: str, served: frozenset[str]) -> str:
         return f"{cause}: {OTHER_ROUTES[path]}"
     if _PREFIX + path in served:
         return f"{cause}: use {_PREFIX}{path}; the base URL of OpenAI's clients ends in {_PREFIX}"
-    if path.startswith(_PREFIX * 2) and (once := path.removeprefix(_PREFIX)) in served:
-        return f"{cause}: use {once}; the base URL has {_PREFIX} twice"
+    if path.startswith(_PREFIX * 2) and (route := path.removeprefix(_PREFIX)) in served:
+        return f"{cause}: use {route}; the base URL has {_PREFIX} twice"
     return cause

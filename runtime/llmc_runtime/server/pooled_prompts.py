@@ -34,9 +34,9 @@ def require_pooled(request: Pooled, pooling: Pooling | None) -> Pooling:
     """Return the pooling of a model that serves this type of request. Raises LlmcError E616 for others."""
     if isinstance(request, ScoreRequest | RerankRequest):
         return require_scores(pooling)
-    found = require_task(pooling, EMBED if isinstance(request, EmbeddingRequest) else CLASSIFY)
-    assert found is not None
-    return found
+    model_pooling = require_task(pooling, EMBED if isinstance(request, EmbeddingRequest) else CLASSIFY)
+    assert model_pooling is not None
+    return model_pooling
 
 
 @dataclass(frozen=True)

@@ -198,12 +198,12 @@ class Prompting:
         if text is None:
             check_ids(text_or_ids, self._vocab_size, "prompt")
         ids = text_or_ids if text is None else self._all_ids(text, special, keep, "prompt")
-        kept = ids if keep is None else ids[keep]
-        if text is not None and len(kept) == len(ids):
+        truncated = ids if keep is None else ids[keep]
+        if text is not None and len(truncated) == len(ids):
             return Prompt(ids, text)
         if not echo or self._tokenizer is None:
-            return Prompt(kept)
-        return Prompt(kept, self._tokenizer.decode(kept, skip_special_tokens=False))
+            return Prompt(truncated)
+        return Prompt(truncated, self._tokenizer.decode(truncated, skip_special_tokens=False))
 
     def _template(self, tools: bool) -> ChatTemplate:
         template = self._templates.get(tools)
@@ -245,8 +245,8 @@ def prompts_in(prompt: str | list[Any]) -> tuple[int, int]:
     return (1, len(prompt)) if isinstance(prompt[0], int) else (len(prompt), 0)
 
 
-def listed(prompt: str | list[Any], param: str = "prompt", most: int = MAX_PROMPTS) -> list[Any]:
-    """Return the prompts of the field `param` as a list of texts and lists of ids, at most `most`.
+def listed(prompt: str | list[Any], param: str = "prompt", maximum: int = MAX_PROMPTS) -> list[Any]:
+    """Return the prompts of the field `param` as a list of texts and lists of ids, at most `maximum`.
 
     Raises ApiError 400.
     """
@@ -254,8 +254,8 @@ def listed(prompt: str | list[Any], param: str = "prompt", most: int = MAX_PROMP
         return [prompt]
     if not prompt or not all(isinstance(item, str) or (item and _is_ids(item)) for item in prompt):
         raise ApiError(f"{param}: {_FORMS}", param=param)
-    if len(prompt) > most:
-        raise ApiError(f"{param}: {len(prompt)} prompts, at most {most} a request", param=param)
+    if len(prompt) > maximum:
+        raise ApiError(f"{param}: {len(prompt)} prompts, at most {maximum} a request", param=param)
     return prompt
 
 

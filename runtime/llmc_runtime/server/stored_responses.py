@@ -89,10 +89,10 @@ class ResponseStore:
 
     def get(self, key: str, name: str) -> StoredResponse:
         """Return a response of this key. Raises ApiError 404."""
-        found = self._keys[key].entries.get(name) if key in self._keys else None
-        if found is None:
+        entry = self._keys[key].entries.get(name) if key in self._keys else None
+        if entry is None:
             raise self._missing(name)
-        return found
+        return entry
 
     def delete(self, key: str, name: str) -> None:
         """Drop a response of this key. Raises ApiError 404."""
@@ -142,7 +142,7 @@ class ResponseStore:
         return True
 
     def cancel(self, key: str, reserved: int) -> None:
-        """Release what was reserved for a response."""
+        """Release the space reserved for a response."""
         self._count(key, -reserved, -1)
 
     def _found(
@@ -153,9 +153,9 @@ class ResponseStore:
         total = sum(entry.length for entry in chain)
         referenced = dict[str, bytes]()
         for item in references:
-            if (found := self._item(key, item)) is not None:
-                referenced[item] = found
-                self._check_length(total := total + len(found))
+            if (document := self._item(key, item)) is not None:
+                referenced[item] = document
+                self._check_length(total := total + len(document))
         previous = [item for entry in reversed(chain) for item in (*entry.items, *entry.output.values())]
         return previous, referenced, total
 
@@ -221,10 +221,10 @@ class ResponseStore:
                 return False
             self._drop(key, next(iter(own.entries)))
         while self.used + size > self._limits[0] or self.count >= self._limits[1]:
-            others = [one for one, of_key in self._keys.items() if of_key.entries]
+            others = [owner for owner, of_key in self._keys.items() if of_key.entries]
             if not others:
                 return False
-            heaviest = max(others, key=lambda one: self._keys[one].used)
+            heaviest = max(others, key=lambda owner: self._keys[owner].used)
             self._drop(heaviest, next(iter(self._keys[heaviest].entries)))
         return True
 
@@ -254,7 +254,7 @@ class PendingResponse:
         if not self._open:
             return False
         self._entry.output = {item["id"]: msgspec.json.encode(item) for item in response["output"]}
-        self._entry.body = msgspec.json.encode({name: one for name, one in response.items() if name != "output"})
+        self._entry.body = msgspec.json.encode({name: value for name, value in response.items() if name != "output"})
         self._open = False
         return self._store.finish(self._key, self._entry, self._reserved)
 

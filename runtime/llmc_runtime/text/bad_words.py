@@ -14,8 +14,8 @@ def bad_word_ids(tokenizer: Tokenizer, words: Iterable[str]) -> list[list[int]]:
     """
     out: list[list[int]] = []
     texts = [lead + word.lstrip() for word in words for lead in ("", " ")]
-    found = tokenizer.encode_all(texts, add_special_tokens=False)  # one call: each of many would take the GIL
-    for bare, spaced in zip(found, found):
+    encoded = tokenizer.encode_all(texts, add_special_tokens=False)  # one call: each of many would take the GIL
+    for bare, spaced in zip(encoded, encoded):
         out.append(bare)
         if len(spaced) == len(bare) and spaced[:1] != bare[:1]:
             out.append(spaced)

@@ -51,9 +51,9 @@ def detokenizer(
 
 def _byte_alphabet() -> Mapping[str, int]:
     """Return the character of each byte in a byte-level vocabulary (GPT-2, Radford et al. 2019)."""
-    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = [b for b in range(256) if b not in kept]
-    return MappingProxyType({chr(b): b for b in kept} | {chr(256 + i): b for i, b in enumerate(rest)})
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    other = [b for b in range(256) if b not in printable]
+    return MappingProxyType({chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(other)})
 
 
 _ALPHABET = _byte_alphabet()

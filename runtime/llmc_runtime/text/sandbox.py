@@ -319,13 +319,14 @@ def _binop_size(operator: str, left: Any, right: Any) -> int:
     if operator == "+":
         return _length(left) + _length(right)
     if operator == "%":
-        return _widths(left, right if isinstance(right, tuple) else (right,)) if isinstance(left, str) else 0
+        values = right if isinstance(right, tuple) else (right,)
+        return _widths(left, values) if isinstance(left, str) else 0
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * (abs(right) if operator == "**" else 1) + right.bit_length()
         if bits > _MAX_BITS or (operator == "**" and abs(right) > _MAX_POWER):
             raise OverBudget("it computes a number of more than 65536 bits")
     elif operator == "*":
-        times = left if isinstance(left, int) else right if isinstance(right, int) else 0
+        times = next((factor for factor in (left, right) if isinstance(factor, int)), 0)
         return max(0, times) * max(_length(left), _length(right))
     return 0
 

@@ -71,25 +71,25 @@ class Tokenizer:
 
     def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> Iterator[list[int]]:
         """Yield the ids of each text as `encode` does; the library encodes a batch of texts on all CPUs."""
-        for found in self._all(texts, add_special_tokens):
-            yield list(found.ids)
+        for encoding in self._all(texts, add_special_tokens):
+            yield list(encoding.ids)
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]], segment: int = 0) -> Iterator[list[int]]:
         """Yield the ids of each pair as `encode_pair` does, a batch at a time."""
-        for found in self._all(pairs):
-            yield [i + segment * kind for i, kind in zip(found.ids, found.type_ids)]
+        for encoding in self._all(pairs):
+            yield [i + segment * kind for i, kind in zip(encoding.ids, encoding.type_ids)]
 
     def _all(self, texts: Sequence[str] | Sequence[tuple[str, str]], special: bool = True) -> Iterator[Any]:
         for start in range(0, len(texts), _BATCH):
             part: list[Any] = list(texts[start : start + _BATCH])
-            found: Iterable[Any]
+            encodings: Iterable[Any]
             try:
-                found = self.backend.encode_batch_fast(part, add_special_tokens=special)
+                encodings = self.backend.encode_batch_fast(part, add_special_tokens=special)
             except BaseException as e:
                 if not isinstance(e, Exception) and not files.is_panic(e):
                     raise
-                found = (self._encoded(text, special) for text in part)  # reports the error at the text that has it
-            yield from found
+                encodings = (self._encoded(text, special) for text in part)  # reports the error at the text that has it
+            yield from encodings
 
     def _encoded(self, text: str | tuple[str, str], add_special_tokens: bool) -> Any:
         """Encode a text or a pair of texts; see `encode`."""
@@ -111,8 +111,8 @@ class Tokenizer:
 
         Special tokens around the text are kept.
         """
-        found = self._encoded(text, add_special_tokens)
-        return [found.ids[i] for i in _kept(found, 0, keep)]
+        encoding = self._encoded(text, add_special_tokens)
+        return [encoding.ids[i] for i in _kept(encoding, 0, keep)]
 
     def encode_pair(self, text: str, other: str, segment: int = 0, keep: int | None = None) -> list[int]:
         """Return the ids of two texts, joined as the post-processor joins a pair. `segment` is added to the ids of the
@@ -120,9 +120,9 @@ class Tokenizer:
 
         Raises LlmcError E621 as `encode` does.
         """
-        found = self._encoded((text, other), True)
-        ids, kinds = found.ids, found.type_ids
-        return [ids[i] + segment * kinds[i] for i in _kept(found, 1, keep)]
+        encoding = self._encoded((text, other), True)
+        ids, kinds = encoding.ids, encoding.type_ids
+        return [ids[i] + segment * kinds[i] for i in _kept(encoding, 1, keep)]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`. Ids beyond the vocabulary (padding rows of an embedding) have no text."""
@@ -219,10 +219,10 @@ class Tokenizer:
         chats: Sequence[Any] = conversation if several else [conversation]
         variables["add_generation_prompt"] = add_generation_prompt
         texts = [self.render_chat(chat, chat_template, **variables) for chat in chats]
-        found: list[str] | list[list[int]] = texts
+        prompts: list[str] | list[list[int]] = texts
         if tokenize:
-            found = list(self.encode_all(texts, add_special_tokens=False))
-        return found if several else found[0]
+            prompts = list(self.encode_all(texts, add_special_tokens=False))
+        return prompts if several else prompts[0]
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | list[str | None] | None:
         """Return the vocabulary entries of an id or of several, as transformers' method does."""
@@ -231,24 +231,23 @@ class Tokenizer:
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int | None] | None:
         """Return the ids of a vocabulary entry or of several; for others that of `unk_token`, or None."""
         unknown = self.named_id("unk_token")
-        ids = [
-            unknown if (i := self.token_id(t)) is None else i for t in ([tokens] if isinstance(tokens, str) else tokens)
-        ]
-        return ids[0] if isinstance(tokens, str) else ids
+        ids = [self.token_id(token) for token in ([tokens] if isinstance(tokens, str) else tokens)]
+        known_ids = [unknown if i is None else i for i in ids]
+        return known_ids[0] if isinstance(tokens, str) else known_ids
 
     def get_vocab(self) -> dict[str, int]:
         """Return the ids by vocabulary entry."""
         return self.backend.get_vocab(with_added_tokens=True)
 
 
-def _kept(found: Any, sequence: int, keep: int | None) -> Iterable[int]:
+def _kept(encoding: Any, sequence: int, keep: int | None) -> Iterable[int]:
     """Return the indices of the tokens that remain if the last ones of a sequence are dropped, until `keep` remain."""
-    excess = 0 if keep is None else len(found.ids) - keep
+    excess = 0 if keep is None else len(encoding.ids) - keep
     if excess <= 0:
-        return range(len(found.ids))
-    own = [i for i, of in enumerate(found.sequence_ids) if of == sequence]
+        return range(len(encoding.ids))
+    own = [i for i, of in enumerate(encoding.sequence_ids) if of == sequence]
     dropped = set(own[-excess:])
-    return [i for i in range(len(found.ids)) if i not in dropped]
+    return [i for i in range(len(encoding.ids)) if i not in dropped]
 
 
 def _backend(folder: Path) -> tokenizers.Tokenizer:

@@ -1,4 +1,4 @@
-"""What the scripts share that write the quantised fixtures: the base models, the oracle, the clean-up of JSON files."""
+"""Shared by the scripts that write the quantised fixtures: base models, the oracle, the clean-up of JSON files."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def oracle(
 
     weights: module -> the producer's dequantised weight in float32, [N, K]. how: what dequantised them.
     model: the float32 model with these weights, where `plain` cannot build it.
-    producer_logits: of the producer's own loader, with quantised activations where the format has them.
+    producer_logits: of the producer's own loader, with quantised activations if the format has them.
     """
     for k, w in weights.items():
         if w.dtype != torch.float32 or not w.isfinite().all():

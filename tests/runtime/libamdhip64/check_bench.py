@@ -1,6 +1,5 @@
-"""bench.amd, the program for someone with an AMD GPU, as a whole on HIP's runtime without one: all its steps, with
---quick. Its commands run in this process, where the library calls Triton's interpreter.
-"""
+"""All steps of bench.amd with --quick, on the simulated HIP runtime. Its commands run in this process, where the
+library calls Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Models compiled for an AMD GPU, on HIP's runtime without one: their code objects are loaded and launched through
-graphs, their texts run in Triton's interpreter, and tokens and log-probabilities are held against transformers.
+"""Models compiled for an AMD GPU, on the simulated HIP runtime: code objects are loaded and launched through graphs,
+the kernels run in Triton's interpreter, and tokens and log-probabilities are compared with transformers.
 
     pytest --every tests/runtime/libamdhip64/check_model.py        all families for all GPUs; test_hip_driver.py draws
 """
@@ -84,7 +84,7 @@ def test_tokens_of_a_family(
 
 
 def test_code_objects_for_another_gpu(driver: Driver, tmp_path: Path) -> None:
-    """They name their architecture, whatever the manifest says."""
+    """They are rejected by the architecture that they name, not by that of the manifest."""
     arch, other = Random(SEED).sample(ARCHES, 2)
     compiled(dataclasses.replace(LISTED[0], config=LISTED[0].config | {"num_hidden_layers": 1}), arch, tmp_path)
     driver.gpu(arch=other)

@@ -1,4 +1,4 @@
-"""Parameters as data: what a kernel gets of a launch that lists them, and what is refused when a program is read."""
+"""Launches that list their parameters: the values that a kernel gets, and invalid lists."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ PART = TensorMap(0, (expr.of(4), expr.of(3), expr.of(40)), (1, 3, 64), 3, (expr.
 
 
 def program(*params: Param, maps: tuple[TensorMap, ...] = (WHOLE,), **changes: Any) -> Program:
-    """x[24, 64] as a pointer and as maps, y for what the kernel gets."""
+    """x[24, 64] as a pointer and as maps; the kernel writes its parameters to y."""
     x = Buffer("x", "weight", "bf16", (expr.of(24), expr.of(64)), expr.of(24 * 64 * 2))
     y = Buffer("y", "output", "u8", (expr.of(sum(BYTES)),), expr.of(sum(BYTES)))
     launch = Launch(

@@ -135,7 +135,7 @@ class Linear(PackedProduct):
         """Return the tile sizes to use, derived from the target's registers and caches."""
         p = Problem.of(node)
         rows = self.panel_rows(p, target)
-        registers = 24 if target.vector == 64 else 12 if target.vector == 32 else 8
+        registers = {64: 24, 32: 12}.get(target.vector, 8)  # accumulators, by the bytes of a vector
         mr = max(1, registers // (rows // (target.vector // 4)))
         size = DTYPES[p.w.dtype].bits // 8
         kc = max(512, _PANEL_BYTES // (rows * size)) // 2 * 2
@@ -207,8 +207,10 @@ def _argument(p: Problem, j: int, stride: int) -> str:
     if j < p.parts:
         return f"vload(c + {j * stride})" if j else "vload(c)"
     rows, columns = extra_strides(p.extras[j - p.parts], p.out) or (0, 0)
-    at = f"e{j - p.parts}" + (f" + m * {p.n if columns else 1}" if rows else "")
-    return f"get({at} + n, mask)" if columns else f"splat(widen(*({at})))"
+    pointer = f"e{j - p.parts}"
+    if rows:
+        pointer += f" + m * {p.n if columns else 1}"
+    return f"get({pointer} + n, mask)" if columns else f"splat(widen(*({pointer})))"
 
 
 def pack_node(g: Graph, node: Node, schedule: Schedule, ops: Mapping[str, OpDef]) -> Node:

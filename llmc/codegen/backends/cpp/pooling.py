@@ -18,15 +18,18 @@ class Pooling(CppKernel):
         return unsupported(node, (*FLOATS, "i32"))
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        shape = [[sizes(d) for d in v.type.shape] for v in node.operands]
+        shapes = [[sizes(d) for d in v.type.shape] for v in node.operands]
         entries = sizes(node.result.type.shape[0])
-        call = {
-            "row_first": lambda: f"y0, x0, {entries}",
-            "row_reach": lambda: f"y0, x0, x1, {shape[0][0]} - 1, {shape[1][0]}",
-            "row_mean": lambda: f"y0, x0, x1, {entries}, {shape[0][1]}",
-            "row_advance": lambda: f"y0, x1, x2, x3, {shape[1][0]}",
-        }[node.op.name]()
-        return f"{pointers(node)}\n{node.op.name}(ctx, {call});"
+        match node.op.name:
+            case "row_first":
+                arguments = f"y0, x0, {entries}"
+            case "row_reach":
+                arguments = f"y0, x0, x1, {shapes[0][0]} - 1, {shapes[1][0]}"
+            case "row_mean":
+                arguments = f"y0, x0, x1, {entries}, {shapes[0][1]}"
+            case _:
+                arguments = f"y0, x1, x2, x3, {shapes[1][0]}"
+        return f"{pointers(node)}\n{node.op.name}(ctx, {arguments});"
 
 
 POOLING = Pooling("cpu/pooling", ("row_first", "row_reach", "row_mean", "row_advance"))

@@ -16,7 +16,7 @@ _TEXT = "".join(f"#include <{name}>\n" for name in HEADERS)
 
 
 def precompiled(command: Sequence[str], version: str, cache: Path, kernels: int) -> Path | None:
-    """Return the header that kernels include first (-include), in `cache`; GCC finds its precompiled form beside it.
+    """Return the header that kernels include first (-include), in `cache`; GCC finds its precompiled form next to it.
 
     command: the compiler and its flags. version: the compiler's. kernels: how many kernels are to be compiled. None if
     there is no precompiled form and too few kernels to make one, or if it cannot be made; kernels compile without it,
@@ -29,14 +29,14 @@ def precompiled(command: Sequence[str], version: str, cache: Path, kernels: int)
     if kernels < PAYS:
         return None
     with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as tmp:
-        made = Path(tmp, "made")
-        made.mkdir()
-        (made / header.name).write_text(_TEXT)
+        folder = Path(tmp, "made")
+        folder.mkdir()
+        (folder / header.name).write_text(_TEXT)
         argv = [*command, "-c", "-x", "c++-header", header.name, "-o", f"{header.name}.gch"]
-        if subprocess.run(argv, cwd=made, capture_output=True).returncode:
+        if subprocess.run(argv, cwd=folder, capture_output=True).returncode:
             return None
         try:
-            os.rename(made, header.parent)
+            os.rename(folder, header.parent)
         except OSError:  # another process has made it meanwhile
             pass
     return header if header.is_file() else None

@@ -170,8 +170,8 @@ def _pass(p: RowProgram, targets: list[int], names: Names, k: int, flat: bool) -
         fn, value = p.dag.nodes[target][0], local[p.dag.operands(target)[0]]
         start, fold, finish = _fold(fn)
         before.append(f"vf s{target} = splat({start});")
-        kept = f"keep({convert(*value, 'f')}, {start}, m)"  # `start` beyond the end of the row
-        body.append(f"s{target} = {fold.format(target, kept)};")
+        masked = f"keep({convert(*value, 'f')}, {start}, m)"  # `start` beyond the end of the row
+        body.append(f"s{target} = {fold.format(target, masked)};")
         mean = " / (float)n" if fn == "row_mean" else ""
         after.append(f"const vf t{target} = splat({finish}(s{target}){mean});")
         names[target] = (f"t{target}", "f")

@@ -138,7 +138,7 @@ def _bound(target: ast.expr, value: Value) -> dict[str, Value]:
         case ast.Name(id=name), _:
             return {name: value}
         case ast.Tuple(elts=parts), tuple() if len(parts) == len(value):
-            return {part.id: one for part, one in zip(parts, value, strict=True) if isinstance(part, ast.Name)}
+            return {part.id: element for part, element in zip(parts, value, strict=True) if isinstance(part, ast.Name)}
     raise _unknown(target)
 
 

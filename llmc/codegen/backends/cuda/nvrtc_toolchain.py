@@ -93,7 +93,7 @@ def compile_text(
 ) -> tuple[bytes, str]:
     """Return (cubin, ""), or (b"", the compiler's messages) if the text does not compile.
 
-    headers: name -> text of what it may include.
+    headers: name -> text of the files that it may include.
     """
     from cuda.bindings import nvrtc
 

@@ -76,9 +76,9 @@ def headers() -> dict[str, str]:
     """Return name -> text of the headers, with the changes; raises ValueError if the package's text is another."""
     folder = Path(str(distribution(DISTRIBUTION).locate_file(FOLDER)))
     found = {name: (folder / name).read_text() for name in FILES}
-    kept, cut, _ = found["mha.cu"].partition(END)
-    found["mha.cu"] = f"{kept}#endif\n"
-    if not cut:
+    kernel, launcher, _ = found["mha.cu"].partition(END)
+    found["mha.cu"] = f"{kernel}#endif\n"
+    if not launcher:
         raise ValueError("mha.cu does not end as expected")
     for name, changes in CHANGES.items():
         for change in changes:

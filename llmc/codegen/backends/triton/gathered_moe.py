@@ -53,8 +53,8 @@ class Gathered(TritonKernel):
         return unsupported(node)
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        found = [self.fit(node, tile, target) for tile in self.tiles]
-        return [tile._asdict() for tile in dict.fromkeys(found)]
+        fitting_tiles = [self.fit(node, tile, target) for tile in self.tiles]
+        return [tile._asdict() for tile in dict.fromkeys(fitting_tiles)]
 
     def fit(self, node: Node, tile: StreamTile, target: Target) -> StreamTile:
         """Adapt a tile to the sizes: a thread reads 16 bytes of a row at once, and few columns are past the end."""

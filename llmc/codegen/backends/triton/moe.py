@@ -319,8 +319,8 @@ class Combine(TritonKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         columns = next_power_of_2(int(node.result.type.shape[-1]))
-        found = [{"cols": min(columns, cols), "warps": warps} for cols, warps in COMBINED]
-        return [s for i, s in enumerate(found) if s not in found[:i]]
+        offered = [{"cols": min(columns, cols), "warps": warps} for cols, warps in COMBINED]
+        return [s for i, s in enumerate(offered) if s not in offered[:i]]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         tokens, columns = (int(d.subs(env)) for d in node.result.type.shape)

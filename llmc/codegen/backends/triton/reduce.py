@@ -52,7 +52,9 @@ def computed(dtype: str) -> str:
 
     Sums of narrow integers wrap modulo 2^32, which is correct modulo their own width; comparing u32 needs 64 bits.
     """
-    return "tl.float32" if dtype in FLOATS else "tl.int64" if dtype in ("i64", "u32") else "tl.int32"
+    if dtype in FLOATS:
+        return "tl.float32"
+    return "tl.int64" if dtype in ("i64", "u32") else "tl.int32"
 
 
 @dataclass
@@ -155,7 +157,8 @@ class Lines(TritonKernel):
 
 def smallest_value(dtype: str) -> str:
     """Return the smallest value of the dtype in which `dtype` is computed."""
-    return 'float("-inf")' if dtype in FLOATS else str(-(2**63) if computed(dtype) == "tl.int64" else -(2**31))
+    smallest = {"tl.float32": 'float("-inf")', "tl.int64": str(-(2**63)), "tl.int32": str(-(2**31))}
+    return smallest[computed(dtype)]
 
 
 class Reduce(Lines):

@@ -225,9 +225,9 @@ class Take(Indexed):
         rows, cols = self.space(u.node)
         head, inside = self.tile(u, rows, cols)
         known = "" if rows.divisible(u.schedule["rows"]) else f"row < {u.sizes(rows)}"
-        one = rows.const == 1
-        at = "x1" if one else "x1 + row"
-        to = "" if one else f" + {times('row', cols, u.node.result.type.numel, u.sizes)}"
+        is_single_row = rows.const == 1
+        at = "x1" if is_single_row else "x1 + row"
+        to = "" if is_single_row else f" + {times('row', cols, u.node.result.type.numel, u.sizes)}"
         exists, start = "(index >= 0)", ""
         if "start" in u.node.attrs:
             start = f" - {u.sizes(u.node.attrs['start'])}"
@@ -271,12 +271,12 @@ class PagePut(Moving):
         rows, cols = self.space(u.node)
         head, inside = self.tile(u, rows, cols)
         known = "" if rows.divisible(u.schedule["rows"]) else f"row < {u.sizes(rows)}"
-        one = rows.const == 1
-        source = "" if one else f"{times('row', cols, u.node.operands[1].type.numel, u.sizes)} + "
+        is_single_row = rows.const == 1
+        source = "" if is_single_row else f"{times('row', cols, u.node.operands[1].type.numel, u.sizes)} + "
         lines = [
             *head,
             u.wait,
-            f"slot = tl.load({'x2' if one else 'x2 + row'}{masked(known, other='-1')}).to(tl.int64)",
+            f"slot = tl.load({'x2' if is_single_row else 'x2 + row'}{masked(known, other='-1')}).to(tl.int64)",
             f"v = tl.load(x1 + {source}col{masked(inside, other='0')})",
             f"tl.store(y0 + slot * {factored(cols, u.sizes)} + col, v{masked(inside, '(slot >= 0)')})",
         ]
@@ -328,9 +328,9 @@ class TakeColumns(Indexed):
         x, y = u.node.operands[0].type, u.node.result.type
         head, inside = self.tile(u, rows, cols)
         known = "" if cols.divisible(u.schedule["cols"]) else f"col < {u.sizes(cols)}"
-        one = rows.const == 1
-        source = "" if one else f"{times('row', x.shape[-1], x.numel, u.sizes)} + "
-        target = "" if one else f"{times('row', cols, y.numel, u.sizes)} + "
+        is_single_row = rows.const == 1
+        source = "" if is_single_row else f"{times('row', x.shape[-1], x.numel, u.sizes)} + "
+        target = "" if is_single_row else f"{times('row', cols, y.numel, u.sizes)} + "
         lines = [
             *head,
             u.wait,

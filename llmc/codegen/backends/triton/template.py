@@ -68,13 +68,13 @@ class Template:
 
         Raises ValueError if two modules define the same name.
         """
-        wanted = set(_closure(self.module, self.function))
-        names = sorted(name for _, name in wanted)
-        if twice := [a for a, b in pairwise(names) if a == b]:
-            raise ValueError(f"template {self.module}: two modules define {twice[0]}")
+        needed = set(_closure(self.module, self.function))
+        names = sorted(name for _, name in needed)
+        if duplicates := [a for a, b in pairwise(names) if a == b]:
+            raise ValueError(f"template {self.module}: two modules define {duplicates[0]}")
         parts = []
         for module in _ordered(self.module):
-            texts = [d.text for name, d in module.definitions.items() if (module.name, name) in wanted]
+            texts = [d.text for name, d in module.definitions.items() if (module.name, name) in needed]
             if texts:
                 parts.append("\n\n\n".join([_heading(module), *texts]))
         return "\n\n\n".join(parts)

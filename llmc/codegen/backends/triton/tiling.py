@@ -120,4 +120,7 @@ def decompose(index: str, axes: Sequence[Dim], sizes: Sizes, name: str = "i") ->
 def masked(*conditions: str, other: str = "") -> str:
     """Print the mask argument of a load or store from its non-empty conditions; "" if there are none."""
     present = [c for c in conditions if c]
-    return (f", mask={' & '.join(present)}" + (f", other={other}" if other else "")) if present else ""
+    if not present:
+        return ""
+    mask = f", mask={' & '.join(present)}"
+    return f"{mask}, other={other}" if other else mask

@@ -65,7 +65,7 @@ class TopkMap(TritonKernel):
         n = int(x.shape[-1])
         before, after = (fold(row_expr(u.node.attrs[name])) for name in ("before", "after"))
         read, keyed = row_statements(before, "x", "inside", n, "b")
-        made, value = row_statements(after, "best", "some", k, "c")
+        statements, value = row_statements(after, "best", "some", k, "c")
         loop = [
             "last = tl.max(keys, 0)",
             f"at = tl.min(tl.where(keys == last, col, {next_power_of_2(n)}), 0)",
@@ -88,7 +88,7 @@ class TopkMap(TritonKernel):
             f"which = tl.zeros(({next_power_of_2(k)},), tl.int32)",
             *(counted or ())[:1],
             f"for j in range({k}):\n{indent(chr(10).join(loop), 4)}",
-            *made,
+            *statements,
             f"tl.store(y0 + row * {k} + slot, {value}.to({element(u.node.results[0].type)}), mask=some)",
             *stores,
         ]

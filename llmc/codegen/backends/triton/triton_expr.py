@@ -149,19 +149,24 @@ def dtypes(dag: Dag, args: Sequence[str]) -> list[str]:
     """Return the computed dtype of every node; `args` are the stored dtypes of the arguments."""
     out: list[str] = []
     for i, (fn, operands) in enumerate(dag.nodes):
-        below = [out[o] for o in dag.operands(i)]
         if fn == "arg":
-            dtype = args[int(operands[0])]
-            out.append("f32" if dtype in FLOATS else dtype)
-        elif fn in COMPARE or fn in LOGIC:
-            out.append("bool")
-        elif fn == "const" or fn in FLOAT or fn.startswith("row_"):
-            out.append("f32")
-        elif fn == "select":
-            out.append(below[1] if below[1] == below[2] else common_dtype(below[1:]))
+            stored_dtype = args[int(operands[0])]
+            out.append("f32" if stored_dtype in FLOATS else stored_dtype)
         else:
-            out.append(common_dtype(below))
+            out.append(_result_dtype(fn, [out[o] for o in dag.operands(i)]))
     return out
+
+
+def _result_dtype(fn: str, operands: Sequence[str]) -> str:
+    """Return the dtype in which a function of operands of these dtypes is computed."""
+    if fn in COMPARE or fn in LOGIC:
+        return "bool"
+    if fn == "const" or fn in FLOAT or fn.startswith("row_"):
+        return "f32"
+    if fn != "select":
+        return common_dtype(operands)
+    _, chosen, other = operands
+    return chosen if chosen == other else common_dtype([chosen, other])
 
 
 def statement(dag: Dag, i: int, names: Mapping[int, str], kinds: Sequence[str]) -> str:

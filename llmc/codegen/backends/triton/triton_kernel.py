@@ -134,10 +134,10 @@ class Unit:
 
 def _unsupported_codes(node: Node, target: Target) -> str | None:
     """Return why the target does not support the node's values of 8-bit floats, or None."""
-    found, own = {v.type.dtype for v in [*node.operands, *node.results]} & {*FLOAT8}, float8(target)
-    if not found - {own}:
+    used, supported = {v.type.dtype for v in [*node.operands, *node.results]} & {*FLOAT8}, float8(target)
+    if not used - {supported}:
         return None
-    return f"{target.name} has no instructions for {min(found)}{f', only for {own}' if own else ''}"
+    return f"{target.name} has no instructions for {min(used)}{f', only for {supported}' if supported else ''}"
 
 
 def float8(target: Target) -> str:

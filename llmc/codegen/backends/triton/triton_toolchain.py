@@ -71,11 +71,7 @@ class TritonToolchain:
         return entry_path(cache, key).is_file()
 
     def compile(
-        self,
-        sources: Sequence[tuple[Source, str]],
-        cache: Path,
-        jobs: int = 2,
-        progress: Progress | None = None,
+        self, sources: Sequence[tuple[Source, str]], cache: Path, jobs: int = 2, progress: Progress | None = None
     ) -> dict[str, Compiled]:
         """Compile pairs (source, location) in up to `jobs` processes; return key -> binary.
 

@@ -84,9 +84,9 @@ def check_arch(target: TargetInfo, arch: str, gpu: str) -> None:
     From sm_90 on, kernels use instructions of exactly one architecture. Before that, binaries also run on later
     architectures of the same major version.
     """
-    wanted, actual = (re.fullmatch(r"sm_(\d+)(\d)[af]?", x) for x in (target.arch, arch))
-    if wanted and actual and wanted[1] == actual[1]:
-        if wanted[2] == actual[2] or (int(wanted[1]) < 9 and int(wanted[2]) < int(actual[2])):
+    required, actual = (re.fullmatch(r"sm_(\d+)(\d)[af]?", x) for x in (target.arch, arch))
+    if required and actual and required[1] == actual[1]:
+        if required[2] == actual[2] or (int(required[1]) < 9 and int(required[2]) < int(actual[2])):
             return
     suitable = "sm_80" if actual and actual[1] == "8" else arch
     cause = f"the artifact is for {target.name} ({target.arch}); this GPU is {arch} ({gpu})"

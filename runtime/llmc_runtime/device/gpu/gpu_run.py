@@ -90,27 +90,25 @@ class GpuRun:
         storage = np.zeros(MAP_BYTES * (len(maps) + 1), np.uint8)
         self._maps = storage[-storage.ctypes.data % MAP_BYTES :]  # never moved either; maps are aligned to their size
         self._table = self._cells.ctypes.data + 8 * np.arange(max(1, count), dtype=np.uint64)
+        self._cell_sizes: list[tuple[int, int]] = []  # (cell, index of the size that it holds)
         self._ready: list[_Ready] = []
         enter()  # encoding a tensor map needs it, whichever thread binds
-        cells, index = self._fill(functions, addresses)
-        self._size_cells, self._size_index = np.array(cells, np.intp), np.array(index, np.intp)
+        self._fill(functions, addresses)
+        self._size_cells = np.array([cell for cell, _ in self._cell_sizes], np.intp)
+        self._size_index = np.array([size for _, size in self._cell_sizes], np.intp)
         self._last: bytes | None = None  # the symbol values that the cells and grids are set for
         self._graphs: dict[bytes, Any] = {}  # by symbol values, the one that was used last at the end
         self._used: dict[bytes, int] = {}  # the number of the run that used a graph last
         self._seen: dict[bytes, None] = {}  # symbol values that ran without a graph, in order of their first run
         self._runs = 0
 
-    def _fill(self, functions: Sequence[Any], addresses: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Write the pointers and prepare the launches. Returns the cells that hold sizes, and the size index of
-        each.
-        """
-        size_cells: list[int] = []
-        size_index: list[int] = []
+    def _fill(self, functions: Sequence[Any], addresses: Sequence[int]) -> None:
+        """Write the pointers, prepare the launches, and list the cells that hold sizes."""
         at = num_maps = 0
         for launch, function in zip(self._program.launches, functions):
             params = int(self._table.ctypes.data) + 8 * at
             if launch.params:
-                self._write_params(launch, addresses, at, num_maps, size_cells, size_index)
+                self._write_params(launch, addresses, at, num_maps)
                 at, num_maps = at + _cells_of(launch), num_maps + len(launch.maps)
                 self._add(launch, function, params)
                 continue
@@ -122,12 +120,10 @@ class GpuRun:
                     at = self._write_map(maps[i], self._program.buffers[arg].dtype, at, num_maps)
                     num_maps += 1
             for size in launch.sizes:
-                size_cells.append(at)
-                size_index.append(self._index(size))
+                self._cell_sizes.append((at, self._index(size)))
                 at += 1
             at += _SCRATCH
             self._add(launch, function, params)
-        return size_cells, size_index
 
     def _add(self, launch: Launch, function: Any, params: int) -> None:
         """Make a launch ready whose list of cells is at the address `params`."""
@@ -136,15 +132,7 @@ class GpuRun:
         shares = any(self._program.buffers[a].kind == GROUP for a in launch.args)
         self._ready.append(_Ready(launch, function, config, params, (x, y, z), PROGRAMS if shares else _INT32_MAX))
 
-    def _write_params(
-        self,
-        launch: Launch,
-        addresses: Sequence[int],
-        at: int,
-        num_maps: int,
-        size_cells: list[int],
-        size_index: list[int],
-    ) -> None:
+    def _write_params(self, launch: Launch, addresses: Sequence[int], at: int, num_maps: int) -> None:
         """Set the cells from `at` on by `launch.params`, and make its tensor maps, numbered from `num_maps`."""
         for i, m in enumerate(launch.maps):
             arg = launch.args[m.arg]
@@ -156,15 +144,13 @@ class GpuRun:
                 self._cells[at + i] = addresses[launch.args[param.index]] + param.offset(top)
             elif param.kind == "tensor":
                 self._cells[descriptor] = addresses[launch.args[param.index]] + param.offset(top)
-                size_cells.append(descriptor + 1)
-                size_index.append(self._index(param.size))
+                self._cell_sizes.append((descriptor + 1, self._index(param.size)))
                 self._table[at + i] = self._cells.ctypes.data + 8 * descriptor
                 descriptor += 2
             elif param.kind == "map":
                 self._table[at + i] = self._maps.ctypes.data + MAP_BYTES * (num_maps + param.index)
             elif param.kind == "size":
-                size_cells.append(at + i)
-                size_index.append(self._index(param.size))
+                self._cell_sizes.append((at + i, self._index(param.size)))
             else:
                 self._cells[at + i] = param.bits
 

@@ -94,21 +94,21 @@ class Hip(GpuDriver):
     def check_driver(self, arch: str) -> str:
         """Return ROCm's version as text. Raises LlmcError E116 if binaries for `arch` need a newer one."""
         version = int(self.ok(self.hip.hipRuntimeGetVersion()))  # 10,000,000 * major + 100,000 * minor + patch
-        found = 1000 * (version // 10_000_000) + 10 * (version % 10_000_000 // 100_000)
+        installed = 1000 * (version // 10_000_000) + 10 * (version % 10_000_000 // 100_000)
         minimum = max(_MIN_ROCM, _MIN_ROCM_BY_ARCH.get(arch, 0))
-        if found < minimum:
-            cause = f"this machine has ROCm {dotted(found)}; kernels for {arch} need {dotted(minimum)}"
+        if installed < minimum:
+            cause = f"this machine has ROCm {dotted(installed)}; kernels for {arch} need {dotted(minimum)}"
             raise LlmcError("E116", cause, "upgrade ROCm and the amdgpu driver")
-        return dotted(found)
+        return dotted(installed)
 
     def properties(self, index: int) -> GpuProperties:
         """Return the properties of a GPU."""
         if self.hip.__name__.startswith("rocm."):  # hip-python 10
-            found = self.ok(self.hip.hipGetDeviceProperties(index))
-            return GpuProperties(found.name, found.gcnArchName, found.sharedMemPerBlock)
-        found = self.hip.hipDeviceProp_t()
-        self.ok(self.hip.hipGetDeviceProperties(found, index))
-        return GpuProperties(found.name.decode(), found.gcnArchName.decode(), found.sharedMemPerBlock)
+            device = self.ok(self.hip.hipGetDeviceProperties(index))
+            return GpuProperties(device.name, device.gcnArchName, device.sharedMemPerBlock)
+        device = self.hip.hipDeviceProp_t()
+        self.ok(self.hip.hipGetDeviceProperties(device, index))
+        return GpuProperties(device.name.decode(), device.gcnArchName.decode(), device.sharedMemPerBlock)
 
     def set_device(self, index: int) -> None:
         """Make a GPU current in the calling thread."""

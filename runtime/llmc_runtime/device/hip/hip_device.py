@@ -33,12 +33,12 @@ class HipDevice(GpuDevice):
     ) -> None:
         self._hip = hip = Hip()
         super().__init__(hip, threads, careful, index)
-        found = hip.properties(index)
-        self.name = found.name
-        self.arch = found.arch.partition(":")[0]
+        device = hip.properties(index)
+        self.name = device.name
+        self.arch = device.arch.partition(":")[0]
         check_arch(target, self.arch, self.name)
         self.driver = hip.check_driver(target.arch)
-        self._shared = found.shared
+        self._shared = device.shared
         self._start()
 
     def _make_current(self) -> None:

@@ -15,14 +15,7 @@ from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.http.lazy_json import Lazy
 from llmc_runtime.server.http.replies import Plain
-from llmc_runtime.server.openai.response import (
-    Choice,
-    GenerationResponse,
-    Scores,
-    clamped,
-    prompt_logprobs,
-    token_text,
-)
+from llmc_runtime.server.openai.response import Choice, GenerationResponse, Scores, clamped, prompt_logprobs, token_text
 from llmc_runtime.server.requests.request_fields import ChatRequest
 from llmc_runtime.server.requests.sampling_fields import of_chat
 from llmc_runtime.server.tool_calls.message import Delta, MessageParser, is_cut, joined
@@ -44,7 +37,7 @@ class ParsedChoice(Choice):
         self._deltas.append(self.parser.take(update.text, update.token_ids, final=final, cut=cut))
 
     def delta(self) -> Delta:
-        """Return what the parser has made of the output."""
+        """Return the parser's result for the output."""
         return joined(self._deltas)
 
 
@@ -168,7 +161,7 @@ class Chat(GenerationResponse[ChatRequest]):
         return choices
 
     def _message_delta(self, index: int, output: CompletionOutput) -> tuple[dict[str, Any], str | None]:
-        """Return (what an output adds to its message, its finish reason, which may be that of tool calls)."""
+        """Return (the addition of an output to its message, its finish reason, which may be that of tool calls)."""
         finish = output.finish_reason
         if not self._parsers:
             return {"content": output.text} if output.text else {}, finish

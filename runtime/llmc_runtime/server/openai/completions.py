@@ -12,14 +12,7 @@ from llmc_runtime.outputs import CompletionOutput
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.server.http.lazy_json import Lazy
 from llmc_runtime.server.http.replies import Plain
-from llmc_runtime.server.openai.response import (
-    Choice,
-    GenerationResponse,
-    Scores,
-    clamped,
-    prompt_logprobs,
-    token_text,
-)
+from llmc_runtime.server.openai.response import Choice, GenerationResponse, Scores, clamped, prompt_logprobs, token_text
 from llmc_runtime.server.prompting import listed, prompts_in
 from llmc_runtime.server.requests.request_fields import MAX_PROMPTS, CompletionRequest
 from llmc_runtime.server.requests.sampling_fields import check_silent, kept_tokens, of_completion
@@ -164,6 +157,6 @@ class Completion(GenerationResponse[CompletionRequest]):
     def _top(self, token: int, row: dict[int, Logprob]) -> dict[str, float]:
         """Return the most likely candidates and the token itself, by text; the more likely of two with equal text."""
         count, as_id = self._request.logprobs or 0, self._request.return_tokens_as_token_ids
-        kept = [(t, item) for t, item in row.items() if t == token or item.rank <= count]
-        kept.sort(key=lambda pair: pair[1].logprob)  # the more likely one overwrites the other
-        return {token_text(t, item, as_id): clamped(item) for t, item in kept}
+        reported = [(t, item) for t, item in row.items() if t == token or item.rank <= count]
+        reported.sort(key=lambda pair: pair[1].logprob)  # the more likely one overwrites the other
+        return {token_text(t, item, as_id): clamped(item) for t, item in reported}

@@ -111,29 +111,29 @@ class MessageTokens:
         self._pending = deque[Piece]()  # neither reasoning, a message nor a call yet
 
     def take(self, piece: Piece, delta: Delta) -> list[ScoredToken]:
-        """Return the tokens of `delta.content`. `delta` is what the parser made of the piece."""
+        """Return the tokens of `delta.content`. `delta` is the parser's result for the piece."""
         if piece.text:
             self._pending.append(piece)
         self._cut(delta.reasoning)
-        found = self._cut(delta.content)
+        tokens = self._cut(delta.content)
         if delta.calls:
             self._pending.clear()
-        return found
+        return tokens
 
     def _cut(self, text: str) -> list[ScoredToken]:
         """Drop the pending pieces up to the end of `text`, and return the tokens that overlap it."""
         if not text or not self._pending:
             return []
         begin = self._begin(text)
-        end, at, found = begin + len(text), 0, list[ScoredToken]()
+        end, at, tokens = begin + len(text), 0, list[ScoredToken]()
         while self._pending and at < end:
             piece = self._pending.popleft()
             if at + len(piece.text) > begin:
-                found += piece.tokens
+                tokens += piece.tokens
             if at + len(piece.text) > end:
                 self._pending.appendleft(Piece(piece.text[end - at :]))
             at += len(piece.text)
-        return found
+        return tokens
 
     def _begin(self, text: str) -> int:
         """Return where `text` begins in the pending pieces. Before it are markup and spaces, behind it the beginning of

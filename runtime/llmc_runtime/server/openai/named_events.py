@@ -59,17 +59,17 @@ class NamedEvents(Chat):
     async def _chunks(self, updates: Updates) -> AsyncIterator[dict[str, Any] | bytes]:
         """Yield the events. The opening follows the first update, which reports the cached tokens."""
         async with aclosing(self._events(updates)) as events:
-            async for one in events:
-                yield one if is_lazy(one) else named_event(one)
+            async for event in events:
+                yield event if is_lazy(event) else named_event(event)
         last = b""
-        for one in self._last:
-            if is_lazy(one):
+        for event in self._last:
+            if is_lazy(event):
                 if last:
                     yield last
-                yield one
+                yield event
                 last = b""
             else:
-                last += named_event(one)
+                last += named_event(event)
         yield Final(last)
 
     async def _events(self, updates: Updates) -> AsyncGenerator[dict[str, Any], None]:
@@ -81,14 +81,14 @@ class NamedEvents(Chat):
                 self._usage.take(index, update)
                 if not opened:
                     opened = True
-                    for one in self._opening():
-                        yield one
+                    for event in self._opening():
+                        yield event
                 (output,) = update.outputs
                 finish = output.finish_reason
                 for delta, tokens in self._parsed(output, parser, *pieces):
                     self._usage.reasoning = parser.reasoning_tokens
-                    for one in self._take(delta, tokens):
-                        yield one
+                    for event in self._take(delta, tokens):
+                        yield event
                 if finish is not None:
                     events, self._whole = self._closing(parser.finish_reason(finish) or "stop", output.stop_reason)
                     self._last = list(events)
@@ -96,7 +96,7 @@ class NamedEvents(Chat):
     def _parsed(
         self, output: CompletionOutput, parser: MessageParser, texts: TokenTexts, message: MessageTokens
     ) -> Iterator[tuple[Delta, list[ScoredToken]]]:
-        """Yield what the parser makes of an update, with log-probabilities piece by piece with the content's tokens."""
+        """Yield the parser's results for an update, with log-probabilities piece by piece with the content's tokens."""
         final, cut = output.finish_reason is not None, is_cut(output.finish_reason, output.stop_reason)
         if not self._request.logprobs:
             yield parser.take(output.text, output.token_ids, final=final, cut=cut), []

@@ -146,7 +146,7 @@ def _scores(request: Pooled, pooling: Pooling, params: PoolingParams, outputs: S
     """Return the scores of the pairs: of one prompt each, or of the first texts and then the second ones."""
     pooled = [output.pooled or b"" for output in outputs]
     if pooling.task != EMBED:
-        return [float(pooled_values(one, pooling, params)[0]) for one in pooled]
+        return [float(pooled_values(prompt, pooling, params)[0]) for prompt in pooled]
     assert isinstance(request, ScoreRequest | RerankRequest)
     texts = request.documents if isinstance(request, RerankRequest) else request.text_2
     seconds = 1 if isinstance(texts, str) else len(texts)

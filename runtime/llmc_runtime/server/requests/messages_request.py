@@ -169,7 +169,7 @@ def to_chat(request: CountRequest) -> ChatRequest:
     return ChatRequest(
         **fields, **_thinking(request), messages=conversation.messages, model=request.model,
         response_format=_format_of(request), continue_final_message=continues or None,
-        tools=[_tool(one, f"tools[{i}]") for i, one in enumerate(request.tools or ())] or None,
+        tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or ())] or None,
         tool_choice=None if choice is None else _choice(choice),
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
     )  # fmt: skip
@@ -184,18 +184,25 @@ def _add(conversation: Conversation, message: dict[str, Any], where: str) -> Non
         conversation.add(role, plain_text(content, f"{where}.content", _TEXTS, "messages"))
     elif role == "assistant":
         _add_turn(conversation, content, f"{where}.content")
+    elif role == "user":
+        _add_user_blocks(conversation, content, f"{where}.content")
     else:
-        texts: list[Any] = []
-        for i, block in enumerate(content):
-            if role == "user" and isinstance(block, dict) and block.get("type") == "tool_result":
-                _add_texts(conversation, role, texts, f"{where}.content")
-                call_id = checked_text(block.get("tool_use_id"), f"{where}.content[{i}].tool_use_id", "messages")
-                result = plain_text(block.get("content"), f"{where}.content[{i}].content", _TEXTS, "messages")
-                conversation.result(call_id, result)
-                texts = []
-            else:
-                texts.append(block)
-        _add_texts(conversation, role, texts, f"{where}.content")
+        _add_texts(conversation, role, content, f"{where}.content")
+
+
+def _add_user_blocks(conversation: Conversation, blocks: list[Any], where: str) -> None:
+    """Add texts and results of calls in their order; adjacent texts are one message."""
+    texts: list[Any] = []
+    for i, block in enumerate(blocks):
+        if not isinstance(block, dict) or block.get("type") != "tool_result":
+            texts.append(block)
+            continue
+        _add_texts(conversation, "user", texts, where)
+        texts = []
+        call_id = checked_text(block.get("tool_use_id"), f"{where}[{i}].tool_use_id", "messages")
+        result = plain_text(block.get("content"), f"{where}[{i}].content", _TEXTS, "messages")
+        conversation.result(call_id, result)
+    _add_texts(conversation, "user", texts, where)
 
 
 def _add_texts(conversation: Conversation, role: str, blocks: list[Any], where: str) -> None:

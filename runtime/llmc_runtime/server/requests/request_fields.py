@@ -65,11 +65,11 @@ def _tool() -> Meta:
     return schema_of(properties={"type": {"const": "function"}, "function": inner}, required=["type", "function"])
 
 
-def prompts_schema(most: int) -> Meta:
-    """Describe a list of up to `most` texts or lists of token ids, or a list of token ids."""
+def prompts_schema(maximum: int) -> Meta:
+    """Describe a list of up to `maximum` texts or lists of token ids, or a list of token ids."""
     token = {"type": "integer", "minimum": 0}
-    many = {"items": {"type": "array", "items": token, "minItems": 1}, "maxItems": most}
-    return schema_of(minItems=1, anyOf=[{"items": {"type": "string"}, "maxItems": most}, {"items": token}, many])
+    many = {"items": {"type": "array", "items": token, "minItems": 1}, "maxItems": maximum}
+    return schema_of(minItems=1, anyOf=[{"items": {"type": "string"}, "maxItems": maximum}, {"items": token}, many])
 
 
 Ids = list[Annotated[int, schema_of(minimum=0)]]

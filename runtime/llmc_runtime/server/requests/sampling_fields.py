@@ -144,8 +144,8 @@ def _structured_outputs(request: Generation) -> StructuredOutputsParams | None:
     form = None if request.response_format is None else _of_format(request.response_format)
     outputs = request.structured_outputs
     guided = {name: value for name in _GUIDED if (value := getattr(request, _GUIDED[name])) is not None}
-    given = {"response_format": form, "structured_outputs": outputs, "guided_...": guided or None}
-    used = [name for name, value in given.items() if value is not None]
+    values = {"response_format": form, "structured_outputs": outputs, "guided_...": guided or None}
+    used = [name for name, value in values.items() if value is not None]
     if len(used) > 1:
         raise ApiError(f"{used[0]} and {used[1]} exclude each other", param="structured_outputs")
     if outputs is not None:

@@ -124,10 +124,10 @@ class CallFormat(ABC):
 
     @classmethod
     @abstractmethod
-    def behind(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+    def behind(cls, tools: Mapping[str, str], marker: Marker, max_calls: int) -> str:
         """Return Lark rules in which `behind` matches what follows the first mark.
 
-        That is one call, or up to `most` calls if `between` is None. `tools` maps names to the rules of their
+        That is one call, or up to `max_calls` calls if `between` is None. `tools` maps names to the rules of their
         arguments.
         """
 
@@ -141,24 +141,24 @@ class CallFormat(ABC):
         return f"{rule}: {whole}"
 
     @classmethod
-    def rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
-        """Return Lark rules in which `calls` matches 1 to `most` calls."""
-        times = 1 if cls.between is None else most
+    def rules(cls, tools: Mapping[str, str], marker: Marker, max_calls: int) -> str:
+        """Return Lark rules in which `calls` matches 1 to `max_calls` calls."""
+        times = 1 if cls.between is None else max_calls
         whole = repeated("one", lark(cls.between or ""), times)
-        return f"calls: {whole}\none: {marker(cls.markers[0])} behind\n{cls.behind(tools, marker, most)}"
+        return f"calls: {whole}\none: {marker(cls.markers[0])} behind\n{cls.behind(tools, marker, max_calls)}"
 
     @classmethod
-    def free_rules(cls, tools: Mapping[str, str], marker: Marker, most: int, known: Collection[str]) -> str:
-        """Return Lark rules in which `calls` matches a text with up to `most` calls, each complete once its mark has
-        been written.
+    def free_rules(cls, tools: Mapping[str, str], marker: Marker, max_calls: int, known: Collection[str]) -> str:
+        """Return Lark rules in which `calls` matches a text with up to `max_calls` calls, each complete once its mark
+        has been written.
 
         `known` are the names of all tools, of which `tools` may be called.
         """
         begin, openers = cls.markers[0], cls.openers()
-        times = most if cls.between is not None else 1
+        times = max_calls if cls.between is not None else 1
         lead, rules = after_text(begin, marker, openers)
         parts = [f"calls: one{{0,{times}}} FREE?", f"one: {lead} behind", f"FREE: {text_without(openers)}", *rules]
-        return "\n".join([*parts, cls.behind(tools, marker, most)])
+        return "\n".join([*parts, cls.behind(tools, marker, max_calls)])
 
     @classmethod
     def before_answer(cls, marker: Marker) -> str:
@@ -213,7 +213,7 @@ class CallFormat(ABC):
         """Return whether the current text is part of a call, or of another call after the first."""
         if self._mark is None:
             return False
-        marks = tuple(one for one in self.openers() if one not in _BRACKETS)
+        marks = tuple(opener for opener in self.openers() if opener not in _BRACKETS)
         return self._is_call or self._count > 0 or self._text.startswith(marks, self._mark)
 
     def _take_output(self) -> list[str | CallPiece]:
@@ -250,13 +250,13 @@ class CallFormat(ABC):
         """
         while True:
             rest = self._text[self._at :]
-            found = first_mark(rest, openers)
-            length = len(rest) - self._partial(rest, openers) if found is None else found[0]
+            mark = first_mark(rest, openers)
+            length = len(rest) - self._partial(rest, openers) if mark is None else mark[0]
             self._emit_content(rest[:length])
             self._at += length
-            if found is not None:
-                self._mark, self._at = self._at, self._at + len(found[1])
-                return found[1]
+            if mark is not None:
+                self._mark, self._at = self._at, self._at + len(mark[1])
+                return mark[1]
             if self._ended:
                 return None
             yield
@@ -285,11 +285,11 @@ class CallFormat(ABC):
             rest = self._text[self._at :]
             bare = rest.lstrip(_SPACE)
             space = len(rest) - len(bare)
-            found = next((one for one in markers if bare.startswith(one)), None)
-            if found is not None and space <= MAX_SPACE:
-                self._at += space + len(found) if consume else 0
-                return found
-            begun = space <= MAX_SPACE and any(one.startswith(bare) for one in markers)
+            marker = next((marker for marker in markers if bare.startswith(marker)), None)
+            if marker is not None and space <= MAX_SPACE:
+                self._at += space + len(marker) if consume else 0
+                return marker
+            begun = space <= MAX_SPACE and any(marker.startswith(bare) for marker in markers)
             if self._ended and self._cut and begun:
                 self._at = len(self._text)  # the rest of the mark was cut off
             if self._ended or not begun:

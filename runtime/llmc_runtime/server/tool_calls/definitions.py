@@ -47,13 +47,13 @@ def tools_of(tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | N
     """
     tools = tools or []
     definitions = _definitions(tools)
-    known = {one["function"]["name"]: one["function"].get("parameters") or {} for one in definitions}
-    wanted, forced = _choice(choice, list(known))
-    if not wanted:
+    known = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in definitions}
+    allowed, forced = _choice(choice, list(known))
+    if not allowed:
         return None
-    schemas = {name: schema for name, schema in known.items() if name in wanted}
-    strict = frozenset(one["function"]["name"] for one in tools if one["function"].get("strict"))
-    shown = definitions if forced else [one for one in definitions if one["function"]["name"] in schemas]
+    schemas = {name: schema for name, schema in known.items() if name in allowed}
+    strict = frozenset(tool["function"]["name"] for tool in tools if tool["function"].get("strict"))
+    shown = definitions if forced else [tool for tool in definitions if tool["function"]["name"] in schemas]
     named = isinstance(choice, dict) and choice.get("type") == "function"  # it is called once
     return Tools(shown, known, schemas, forced, parallel is not False and not named, strict & schemas.keys())
 
@@ -62,13 +62,13 @@ def _definitions(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Check the definitions of tools and their number, size and names. Raises ApiError 400."""
     if len(tools) > MAX_TOOLS:
         raise ApiError(f"tools: up to {MAX_TOOLS}, not {len(tools)}", param="tools")
-    definitions = [_definition(one, f"tools[{i}]") for i, one in enumerate(tools)]
+    definitions = [_definition(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
     if is_over(definitions, MAX_BYTES) or len(msgspec.json.encode(definitions)) > MAX_BYTES:
         raise ApiError(f"tools: their definitions have more than {MAX_BYTES} bytes", param="tools")
-    names = [one["function"]["name"] for one in definitions]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ApiError(f"tools: {twice!r} is defined twice", param="tools")
+    names = [tool["function"]["name"] for tool in definitions]
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise ApiError(f"tools: {repeated!r} is defined twice", param="tools")
     return definitions
 
 
@@ -110,7 +110,7 @@ def _choice(choice: Any, names: list[str]) -> tuple[list[str], bool]:
         if not isinstance(listed, list) or not listed or mode not in ("auto", "required"):
             cause = 'allowed_tools: {"mode": "auto" or "required", "tools": [{"type": "function", ...}, ...]}'
             raise ApiError(f"tool_choice.{cause}", param="tool_choice.allowed_tools")
-        return [_named(one, names) for one in listed], mode == "required"
+        return [_named(tool, names) for tool in listed], mode == "required"
     return [_named(choice, names)], True
 
 
@@ -138,14 +138,14 @@ def enforced(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _plain(schema: Any, closed: bool) -> Any:
     if isinstance(schema, list):
-        return [_plain(one, closed) for one in schema]
+        return [_plain(inner_schema, closed) for inner_schema in schema]
     if not isinstance(schema, dict):
         return schema
     out: dict[str, Any] = {}
     for key, value in schema.items():
         inner = closed and key in _CLOSED
         if key in _OF_SCHEMAS and isinstance(value, dict):
-            out[key] = {name: _plain(one, inner) for name, one in value.items()}
+            out[key] = {name: _plain(inner_schema, inner) for name, inner_schema in value.items()}
         elif key in ("enum", "const", "required"):
             out[key] = value
         elif key not in _NOTES:

@@ -24,8 +24,8 @@ def calls_of(tools: Tools, form: type[CallFormat], marker: Marker, free: bool = 
     ApiError 400 if the format cannot express a schema.
     """
     rules = {name: f"a{i}" for i, name in enumerate(tools.schemas)}
-    most = MAX_CALLS if tools.several and form.several else 1
-    texts = [form.free_rules(rules, marker, most, tools.known) if free else form.rules(rules, marker, most)]
+    max_calls = MAX_CALLS if tools.several and form.several else 1
+    texts = [form.free_rules(rules, marker, max_calls, tools.known) if free else form.rules(rules, marker, max_calls)]
     for name, schema in tools.schemas.items():
         try:
             texts.append(form.arguments(rules[name], schema, marker, not free or name in tools.strict))
@@ -34,33 +34,33 @@ def calls_of(tools: Tools, form: type[CallFormat], marker: Marker, free: bool = 
     return "\n".join(texts)
 
 
-def form_of(wanted: StructuredOutputsParams, param: str, marker: Marker) -> str:
+def form_of(form: StructuredOutputsParams, param: str, marker: Marker) -> str:
     """Return rules in which `form` matches the requested output format. Raises ApiError 400 if that is impossible."""
-    if wanted.kind in ("json", "json_object"):
+    if form.kind in ("json", "json_object"):
         try:
-            return f"form: {_of_schema(wanted, param)}"
+            return f"form: {_of_schema(form, param)}"
         except (ValueError, RecursionError) as e:  # a schema given as text has not been parsed before
             raise ApiError(f"{param}: the JSON schema cannot be read: {str(e)[:100]}", param=param) from None
-    if wanted.kind == "structural_tag":
+    if form.kind == "structural_tag":
         try:
-            return structural_rules(json.loads(wanted.text), marker, "form", Definition.of(wanted).json_options)
+            return structural_rules(json.loads(form.text), marker, "form", Definition.of(form).json_options)
         except (ValueError, RecursionError) as e:
             raise ApiError(f"{param}: the structural tag cannot be used: {str(e)[:200]}", param=param) from None
-    if wanted.kind == "choice":
-        return "form: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(wanted.text))
-    if wanted.kind == "regex":
-        return f"form: /{slashed(wanted.text)}/"
-    if "::=" in wanted.text:
+    if form.kind == "choice":
+        return "form: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(form.text))
+    if form.kind == "regex":
+        return f"form: /{slashed(form.text)}/"
+    if "::=" in form.text:
         cause = "a grammar in GBNF cannot be combined with reasoning or tools: write it in Lark's syntax"
         raise ApiError(f"{param}: {cause}", param=param)
-    return f"form: %lark {{\n{wanted.text}\n}}"
+    return f"form: %lark {{\n{form.text}\n}}"
 
 
-def _of_schema(wanted: StructuredOutputsParams, param: str) -> str:
-    schema = {"type": "object"} if wanted.json_object else _schema(wanted.text, param)
-    if wanted.disable_additional_properties:
+def _of_schema(form: StructuredOutputsParams, param: str) -> str:
+    schema = {"type": "object"} if form.json_object else _schema(form.text, param)
+    if form.disable_additional_properties:
         close_objects(schema)
-    return json_rule(schema, Definition.of(wanted).json_options)
+    return json_rule(schema, Definition.of(form).json_options)
 
 
 def answer(parts: list[str], body: str, thought: str | None, param: str) -> StructuredOutputsParams:

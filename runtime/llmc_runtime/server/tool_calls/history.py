@@ -29,12 +29,12 @@ def for_template(messages: list[dict[str, Any]], reads: Reads, short_ids: bool) 
     """
     if (count := calls_in(messages)) > MAX_ALL_CALLS:
         raise ApiError(f"messages: up to {MAX_ALL_CALLS} tool calls together, not {count}", param="messages")
-    return [_message(one, f"messages[{i}]", reads, short_ids) for i, one in enumerate(messages)]
+    return [_message(message, f"messages[{i}]", reads, short_ids) for i, message in enumerate(messages)]
 
 
 def calls_in(messages: list[dict[str, Any]]) -> int:
     """Return the number of tool calls in the messages."""
-    return sum(len(calls) for one in messages if isinstance(calls := one.get("tool_calls"), list))
+    return sum(len(calls) for message in messages if isinstance(calls := message.get("tool_calls"), list))
 
 
 def _message(message: dict[str, Any], where: str, reads: Reads, short_ids: bool) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class Json(Enum):
 
 
 class Word(Enum):
-    """Parts of letters and digits, by the regular expression of what a grammar allows."""
+    """Parts of letters and digits, with the regular expressions that grammars allow."""
 
     ID = "[A-Za-z0-9]{9}"
     INDEX = "[0-9]{1,3}"
@@ -75,7 +75,7 @@ class JsonShape(CallFormat):
     # --- grammar
 
     @classmethod
-    def behind(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+    def behind(cls, tools: Mapping[str, str], marker: Marker, max_calls: int) -> str:
         """See CallFormat."""
         uses = [i for i, part in enumerate(cls.call) if isinstance(part, Json)]
         before, after = cls.call[: uses[0]], cls.call[uses[-1] + 1 :]
@@ -84,12 +84,12 @@ class JsonShape(CallFormat):
         middle = "(call)"
         if listed:
             bracket = "" if cls.markers[0].endswith("[") else '"[" '
-            middle = f'{bracket}{repeated("call", lark(", "), most)} "]"'
-        one = " ".join(filter(None, [cls._lark(before, marker), middle, cls._lark(after, marker)]))
-        times = 1 if listed or cls.between is not None else most
+            middle = f'{bracket}{repeated("call", lark(", "), max_calls)} "]"'
+        call = " ".join(filter(None, [cls._lark(before, marker), middle, cls._lark(after, marker)]))
+        times = 1 if listed or cls.between is not None else max_calls
         ends = cls._lark([cls.end] if cls.end else [], marker)
         whole = f"behind: {repeated('one_call', lark(cls.line), times)} {ends}".rstrip()
-        return "\n".join([whole, f"one_call: {one}", f"call: {' | '.join(calls)}"])
+        return "\n".join([whole, f"one_call: {call}", f"call: {' | '.join(calls)}"])
 
     @classmethod
     def _named(cls, parts: Sequence[Part], name: str, rule: str) -> Iterator[Part | tuple[str]]:
@@ -235,7 +235,7 @@ def expression(parts: Iterable[object], marker: Marker, marks: Collection[str]) 
 
 
 def _enforced(parts: Iterable[object]) -> Iterator[object]:
-    """Replace the optional parts that a grammar requires by what they contain."""
+    """Replace the optional parts that a grammar requires by their contents."""
     for part in parts:
         yield from part.parts if isinstance(part, Optional) and part.enforced else (part,)
 
@@ -252,7 +252,7 @@ class UnmarkedJson(Unmarked, JsonShape):
         return rf'\{{[ \n]*("type" ?: ?"function", ?)?"name" ?: ?"{name}" ?,[ \n]*"{cls.arguments_key}" ?:'
 
     @classmethod
-    def _closing(cls, rule: str, most: int) -> str:
+    def _closing(cls, rule: str, max_calls: int) -> str:
         return f'" "? {rule} "}}"'
 
     @classmethod

@@ -47,11 +47,11 @@ class JsonText:
                 self._new.append(plain[0])
                 at = plain.end()
                 continue
-            kept = self._step(text[at])
-            if kept is None:
+            emitted = self._step(text[at])
+            if emitted is None:
                 self.failed = not self.done
                 break
-            self._new.append(kept)
+            self._new.append(emitted)
             at += 1
         return at
 

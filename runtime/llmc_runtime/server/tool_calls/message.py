@@ -84,7 +84,7 @@ class MessageParser:
 
     def message(self, delta: Delta) -> dict[str, Any]:
         """Return the message of a finished output; `delta` is all of it, see `joined`."""
-        calls = [{"id": one["id"], "type": "function", "function": one["function"]} for one in delta.calls]
+        calls = [{"id": call["id"], "type": "function", "function": call["function"]} for call in delta.calls]
         content = None if not delta.content and (calls or self.reasoning_tokens or self._forced) else delta.content
         fields: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if delta.reasoning:

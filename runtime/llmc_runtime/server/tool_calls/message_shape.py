@@ -52,24 +52,24 @@ class MessageShape(CallFormat):
         return cls._lark(marker, Optional(cls.start, enforced=False), cls.channel, *parts)
 
     @classmethod
-    def behind(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+    def behind(cls, tools: Mapping[str, str], marker: Marker, max_calls: int) -> str:
         """See CallFormat; this follows `channel`."""
         headers = {name: [name if part is Json.NAME else part for part in cls.call] for name in tools}
         calls = (cls._lark(marker, *headers[name], cls.message, (rule,)) for name, rule in tools.items())
         return f"behind: {' | '.join(calls)}"
 
     @classmethod
-    def rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+    def rules(cls, tools: Mapping[str, str], marker: Marker, max_calls: int) -> str:
         """See CallFormat."""
-        return f"calls: {cls._head(marker)} behind\n{cls.behind(tools, marker, most)}"
+        return f"calls: {cls._head(marker)} behind\n{cls.behind(tools, marker, max_calls)}"
 
     @classmethod
-    def free_rules(cls, tools: Mapping[str, str], marker: Marker, most: int, known: Collection[str]) -> str:
+    def free_rules(cls, tools: Mapping[str, str], marker: Marker, max_calls: int, known: Collection[str]) -> str:
         """See CallFormat."""
         content = cls.message, ("FREE?",)
         comment = f"comment: {cls._head(marker)} {cls._lark(marker, cls.comment, *content, cls.end)}\nFREE: /{ANY}/"
         last = f"last: {cls._head(marker)} ({cls._lark(marker, cls.answer, *content)} | behind)"
-        return f"calls: comment{{0,{_COMMENTS}}} last\n{comment}\n{last}\n{cls.behind(tools, marker, most)}"
+        return f"calls: comment{{0,{_COMMENTS}}} last\n{comment}\n{last}\n{cls.behind(tools, marker, max_calls)}"
 
     @classmethod
     def before_answer(cls, marker: Marker) -> str:

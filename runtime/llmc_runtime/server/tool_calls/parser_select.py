@@ -9,15 +9,7 @@ from typing import TypeVar
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.grammar.lark_text import lark, with_special
 from llmc_runtime.server.tool_calls.call_format import CallFormat
-from llmc_runtime.server.tool_calls.reasoning import (
-    ANALYSIS,
-    ANSWER,
-    BRACKETS,
-    GRANITE,
-    SEED,
-    THINK,
-    ReasoningFormat,
-)
+from llmc_runtime.server.tool_calls.reasoning import ANALYSIS, ANSWER, BRACKETS, GRANITE, SEED, THINK, ReasoningFormat
 from llmc_runtime.server.tool_calls.reasoning import FORMATS as REASONING_FORMATS
 from llmc_runtime.server.tool_calls.registry import FORMATS
 from llmc_runtime.server.tool_calls.registry import call_format as registered
@@ -93,13 +85,13 @@ def _call_format(tokenizer: Tokenizer | None, text: str, calls: str) -> type[Cal
 
     Several formats may have a name; the one that fits the template takes precedence. Raises LlmcError E601.
     """
-    fitting = next((one for one in FORMATS if one.fits(text) and calls in (AUTO, one.name, *one.aliases)), None)
+    fitting = next((form for form in FORMATS if form.fits(text) and calls in (AUTO, form.name, *form.aliases)), None)
     if fitting is not None or calls == NONE:
         return fitting
     if calls != AUTO:
-        return registered(calls) or _named("tool_call_parser", calls, {one.name: one for one in FORMATS}, None)
+        return registered(calls) or _named("tool_call_parser", calls, {form.name: form for form in FORMATS}, None)
     if "tools" in text and "tool_calls" not in text:  # the template shows no calls
-        return next((one for one in FORMATS if one.token and _has(tokenizer, one.token)), None)
+        return next((form for form in FORMATS if form.token and _has(tokenizer, form.token)), None)
     return None
 
 

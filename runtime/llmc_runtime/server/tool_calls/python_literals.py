@@ -61,7 +61,7 @@ class PythonText:
         return bool(self._new)
 
     def take(self) -> str:
-        """Return the JSON of what was read since the last call."""
+        """Return the JSON of the text that was read since the last call."""
         new, self._new = "".join(self._new), []
         return new
 
@@ -168,10 +168,10 @@ class PythonText:
         if char.isascii() and (char.isalnum() or char in "+-._"):
             self._held += char
             return 1 if len(self._held) <= MAX_LITERAL else None
-        found = _json_of(self._held)
-        if found is None:
+        value = _json_of(self._held)
+        if value is None:
             return None
-        self._end_value(found)
+        self._end_value(value)
         return 0
 
     # --- between values
@@ -231,16 +231,16 @@ def _json_of(literal: str) -> str | None:
     """Return the JSON of a number or word; None if the literal is neither."""
     if literal in _WORDS:
         return _WORDS[literal]
-    if found := _INTEGER.fullmatch(literal):
-        return _signed(found[1], found[2].replace("_", "").lstrip("0") or "0")
-    if found := _BASED.fullmatch(literal):
-        return _signed(found[1], str(int(found[2], 0)))
-    found = _FLOAT.fullmatch(literal)
-    if found is None or not (found[2] or found[3]) or (found[3] is None and not found[4]):
+    if match := _INTEGER.fullmatch(literal):
+        return _signed(match[1], match[2].replace("_", "").lstrip("0") or "0")
+    if match := _BASED.fullmatch(literal):
+        return _signed(match[1], str(int(match[2], 0)))
+    match = _FLOAT.fullmatch(literal)
+    if match is None or not (match[2] or match[3]) or (match[3] is None and not match[4]):
         return None
-    whole, part = ((found[i] or "").replace("_", "") for i in (2, 3))
-    return _signed(found[1], f"{whole.lstrip('0') or '0'}{'.' + (part or '0') if found[3] is not None else ''}") + (
-        found[4] or ""
+    whole, part = ((match[i] or "").replace("_", "") for i in (2, 3))
+    return _signed(match[1], f"{whole.lstrip('0') or '0'}{'.' + (part or '0') if match[3] is not None else ''}") + (
+        match[4] or ""
     )
 
 

@@ -75,11 +75,11 @@ class PythonShape(Unmarked, ArguedFormat):
     # --- grammar
 
     @classmethod
-    def behind(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+    def behind(cls, tools: Mapping[str, str], marker: Marker, max_calls: int) -> str:
         """See CallFormat."""
         end = lark(cls._CALL_END)
         calls = " | ".join(f"{lark(name + cls._ARGUMENTS)} {rule} {end}" for name, rule in tools.items())
-        whole = f"behind: {lark(cls.bracket)} {repeated('call', lark(cls._BETWEEN), most)} {lark(cls._END)}"
+        whole = f"behind: {lark(cls.bracket)} {repeated('call', lark(cls._BETWEEN), max_calls)} {lark(cls._END)}"
         return "\n".join([whole, f"call: {calls}", *cls._shared(marker)])
 
     @classmethod
@@ -87,8 +87,8 @@ class PythonShape(Unmarked, ArguedFormat):
         return f"{regex(cls.bracket)} ?{name}{regex(cls._ARGUMENTS)}"
 
     @classmethod
-    def _closing(cls, rule: str, most: int) -> str:
-        more = "" if most == 1 else f"({lark(cls._BETWEEN)} call){{0,{most - 1}}}"
+    def _closing(cls, rule: str, max_calls: int) -> str:
+        more = "" if max_calls == 1 else f"({lark(cls._BETWEEN)} call){{0,{max_calls - 1}}}"
         return f"{rule} {lark(cls._CALL_END)} {more} {lark(cls._END)}"
 
     @classmethod
@@ -98,9 +98,9 @@ class PythonShape(Unmarked, ArguedFormat):
     @classmethod
     def _any(cls, rule: str, marker: Marker) -> str:
         values = " | ".join([*_constants({}, {}), f"{rule}_json"])
-        one = f"{rule}_one: /[A-Za-z_][A-Za-z0-9_]{{0,63}}/ {lark(cls._IS)} ({values})"
+        pair = f"{rule}_one: /[A-Za-z_][A-Za-z0-9_]{{0,63}}/ {lark(cls._IS)} ({values})"
         ones = repeated(f"{rule}_one", lark(cls._NEXT), MOST_FIELDS)
-        return f"{rule}: ({ones})?\n{one}\n{rule}_json: {json_rule({})}"
+        return f"{rule}: ({ones})?\n{pair}\n{rule}_json: {json_rule({})}"
 
     @classmethod
     def _joined(cls, rule: str, fields: Sequence[Field]) -> Sequence[str]:
@@ -120,8 +120,8 @@ class PythonShape(Unmarked, ArguedFormat):
         if not NAME.fullmatch(field.key):
             raise cls._inexpressible(f"the property {field.key[:60]!r}")
         lines, values = [], []
-        for i, one in enumerate(cls._alternatives(field)):
-            literals, rules = cls._literals(f"{field.rule}_{i}", one, field.root)
+        for i, schema in enumerate(cls._alternatives(field)):
+            literals, rules = cls._literals(f"{field.rule}_{i}", schema, field.root)
             values += literals
             lines += rules
         return [f"{field.rule}: {lark(field.key + cls._IS)} ({' | '.join(values)})", *lines]
@@ -148,6 +148,6 @@ def _constants(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[str]:
     ids = [set(map(id, values)) for values in listed]  # True == 1, but they are different objects
 
     def admits(constant: object, kind: str) -> bool:
-        return (not types or kind in types) and all(id(constant) in one for one in ids)
+        return (not types or kind in types) and all(id(constant) in allowed for allowed in ids)
 
     return [lark(repr(constant)) for constant, kind in _CONSTANTS if admits(constant, kind)]

@@ -135,7 +135,7 @@ class ReasoningParser:
         bare, begins = self._text.lstrip(), self._form.begins
         near = len(self._text) - len(bare) <= MAX_SPACE
         self._thought = near and bare.startswith(begins)
-        if not final and near and not self._thought and any(one.startswith(bare) for one in begins):
+        if not final and near and not self._thought and any(begin.startswith(bare) for begin in begins):
             return False
         self._state = _OPENING if self._thought else _AFTER
         return True
@@ -143,9 +143,9 @@ class ReasoningParser:
     def _open(self, final: bool) -> bool:
         """Skip the optional begin mark and white space. Returns False if more text is needed."""
         bare, begins = self._text.lstrip(), self._form.begins
-        mark = next((one for one in begins if bare.startswith(one)), "")
+        mark = next((begin for begin in begins if bare.startswith(begin)), "")
         rest = bare.removeprefix(mark).lstrip()
-        if not final and (not rest or (not mark and any(one.startswith(bare) for one in begins))):
+        if not final and (not rest or (not mark and any(begin.startswith(bare) for begin in begins))):
             self._text = mark or bare
             return False
         self._text, self._state = rest, _INSIDE
@@ -154,9 +154,9 @@ class ReasoningParser:
     def _reasoning(self, final: bool) -> str:
         """Return the text that is certainly reasoning, without trailing white space."""
         text, form = self._text, self._form
-        found = first_mark(text, (*form.ends, *form.until))
-        if found is not None:
-            at, mark = found
+        end = first_mark(text, (*form.ends, *form.until))
+        if end is not None:
+            at, mark = end
             self._text, self._state = text[at + (len(mark) if mark in form.ends else 0) :], _BEHIND
             return _trimmed(text[:at])
         sure = _trimmed(text if final else text[: len(text) - begun_mark(text, (*form.ends, *form.until))])
@@ -197,12 +197,12 @@ def reasoning_tokens(form: ReasoningFormat, tokenizer: Tokenizer, ids: Sequence[
     if not whole:
         return len(ids)
     marks = {tokenizer.token_id(mark): int(mark in form.ends) for mark in (*form.ends, *form.until)}
-    found = next(((i, marks[token]) for i, token in enumerate(ids) if token in marks), None)
+    end = next(((i, marks[token]) for i, token in enumerate(ids) if token in marks), None)
     stream, text = detokenizer(tokenizer, skip_special_tokens=False), ""
     longest = max(map(len, (*form.ends, *form.until)))
     for count, token in enumerate(ids, 1):
-        if found is not None and count == found[0] + 1:
-            return found[0] + found[1]
+        if end is not None and count == end[0] + 1:
+            return end[0] + end[1]
         text = text[-longest:] + stream.push(token)
         if any(mark in text for mark in form.ends):
             return count
@@ -212,8 +212,8 @@ def reasoning_tokens(form: ReasoningFormat, tokenizer: Tokenizer, ids: Sequence[
 def lark_of(form: ReasoningFormat, opened: bool, marker: Marker) -> str:
     """Return Lark rules in which `thought` matches reasoning with its marks; `marker` converts marks to Lark."""
     begin = f"({' | '.join(map(marker, form.begins))})"
-    plain = [one for one in form.ends if marker(one).startswith('"')]
-    tokens = [marker(one) for one in form.ends if one not in plain]
+    plain = [end for end in form.ends if marker(end).startswith('"')]
+    tokens = [marker(end) for end in form.ends if end not in plain]
     ways, rules = [], []
     if plain:
         ways.append("closed WS?")

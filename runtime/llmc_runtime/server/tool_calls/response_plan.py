@@ -71,14 +71,14 @@ class ResponsePlan:
 
         `param` is the field that requested the output format. Raises ApiError 400 if there is no such grammar.
         """
-        wanted, tools = params.structured_outputs, self.tools
+        output_format, tools = params.structured_outputs, self.tools
         forced = tools is not None and tools.forced
-        strict = wanted is None and not forced and self.strict
-        if self.plain or (wanted is None and not forced and not strict):
+        strict = output_format is None and not forced and self.strict
+        if self.plain or (output_format is None and not forced and not strict):
             return params
         try:
             with limited(_MOST_CHARACTERS):
-                whole = self._grammar(wanted if not forced else None, strict, param)
+                whole = self._grammar(output_format if not forced else None, strict, param)
         except TooLong as e:
             raise ApiError(f"{'tools' if tools else param}: {e}", param="tools" if tools else param) from None
         try:
@@ -86,16 +86,18 @@ class ResponsePlan:
         except LlmcError as e:  # parameters that a grammar excludes
             raise to_api_error(e, "messages") from None
 
-    def _grammar(self, wanted: StructuredOutputsParams | None, strict: bool, param: str) -> StructuredOutputsParams:
-        """Return the grammar of the response, with the output format `wanted`. Raises ApiError 400, and TooLong."""
+    def _grammar(
+        self, output_format: StructuredOutputsParams | None, strict: bool, param: str
+    ) -> StructuredOutputsParams:
+        """Return the grammar of the response; `output_format` is that of its content. Raises ApiError 400, TooLong."""
         tools, marker = self.tools, self.formats.marker
         thought = None if self.reasoning is None else lark_of(self.reasoning, self.opened, marker)
         parts, body = [], []
         if tools is not None and self.form is not None:
             parts.append(calls_of(tools, self.form, marker, strict))
             body.append("calls")
-        if wanted is not None:
-            parts.append(form_of(wanted, param, marker))
+        if output_format is not None:
+            parts.append(form_of(output_format, param, marker))
             body.append("form" if self.form is None else f"{self.form.before_answer(marker)} form")
         return answer(parts, " | ".join(body), thought, "tools" if tools else param)
 
@@ -108,7 +110,7 @@ def plan_of(request: ChatRequest, formats: OutputFormats) -> ResponsePlan:
         return ResponsePlan(formats, None, formats.calls if channels else None, formats.reasoning)
     form = formats.calls
     if form is None and not tools.forced:
-        names = ", ".join(dict.fromkeys(one.name for one in FORMATS))
+        names = ", ".join(dict.fromkeys(call_format.name for call_format in FORMATS))
         cause = "tools: the format of this model's calls is unknown"
         raise ApiError(f"{cause}. Try: serve it with --tool-call-parser (one of {names})", param="tools")
     if tools.forced and request.structured_outputs is not None:

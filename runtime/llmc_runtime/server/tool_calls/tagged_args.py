@@ -79,7 +79,8 @@ class ArguedFormat(CallFormat):
         if lost := [name for name in required if name not in list(properties)]:
             raise cls._inexpressible(f"required: {str(lost[0])[:60]!r}, which is not one of its properties")
         fields = [
-            Field(f"{rule}_{i}", key, one, schema, key in required) for i, (key, one) in enumerate(properties.items())
+            Field(f"{rule}_{i}", key, value, schema, key in required)
+            for i, (key, value) in enumerate(properties.items())
         ]
         lines = [charged(line) for field in fields for line in cls._field(field, marker)]
         return "\n".join([*cls._joined(rule, fields), *lines])
@@ -153,7 +154,7 @@ def alternatives(schema: Any, root: Mapping[str, Any], budget: PartBudget | None
     """
     budget = budget or PartBudget()
     target = {} if schema is True else resolved(schema, root)
-    has_siblings = target is not schema and isinstance(schema, dict) and len(schema) > 1  # keywords beside a $ref
+    has_siblings = target is not schema and isinstance(schema, dict) and len(schema) > 1  # keywords next to a $ref
     if not budget.spend() or target is None or has_siblings:
         raise Inexpressible("a $ref that cannot be resolved or has other keywords beside it")
     if list(target) == ["allOf"] and isinstance(target["allOf"], list) and len(target["allOf"]) == 1:
@@ -167,7 +168,7 @@ def alternatives(schema: Any, root: Mapping[str, Any], budget: PartBudget | None
 
 
 def whole(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a part of the schema `root` together with its definitions, so that it can be used alone."""
+    """Return a part of the schema `root` together with its definitions, so that it can be used by itself."""
     return {**{key: root[key] for key in ("$defs", "definitions") if key in root}, **schema}
 
 
@@ -176,13 +177,16 @@ def patterns_of(schema: Mapping[str, Any]) -> list[str]:
 
     Raises Inexpressible if the schema is invalid.
     """
-    least, most, pattern = schema.get("minLength", 0), schema.get("maxLength"), schema.get("pattern", "")
-    if type(least) is not int or type(most) not in (int, type(None)) or not isinstance(pattern, str):
+    min_length, max_length, pattern = schema.get("minLength", 0), schema.get("maxLength"), schema.get("pattern", "")
+    if type(min_length) is not int or type(max_length) not in (int, type(None)) or not isinstance(pattern, str):
         raise Inexpressible("minLength, maxLength or pattern of the wrong type")
-    found = [f"(?s:.{{{least},{'' if most is None else most}}})"] if least or most is not None else []
+    patterns: list[str] = []
+    if min_length or max_length is not None:
+        maximum = "" if max_length is None else max_length
+        patterns.append(f"(?s:.{{{min_length},{maximum}}})")
     if pattern:
         body = pattern.removeprefix("^")
         begin = ANY if body == pattern else ""
         end = "" if body.endswith("$") and not body.endswith("\\$") else ANY
-        found.append(slashed(f"{begin}({body if end else body[:-1]}){end}"))
-    return found or [ANY]
+        patterns.append(slashed(f"{begin}({body if end else body[:-1]}){end}"))
+    return patterns or [ANY]

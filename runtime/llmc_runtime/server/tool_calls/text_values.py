@@ -43,9 +43,9 @@ class PartBudget:
 
     def types_of_values(self, values: list[Any]) -> frozenset[str]:
         """Return the JSON types of these values, a list of the schema."""
-        if (found := self._listed.get(id(values))) is None:
-            found = self._listed[id(values)] = frozenset(_NAMES[kind] for kind in set(map(type, values)))
-        return found
+        if (names := self._listed.get(id(values))) is None:
+            names = self._listed[id(values)] = frozenset(_NAMES[kind] for kind in set(map(type, values)))
+        return names
 
 
 def property_of(schema: Mapping[str, Any], name: str) -> Any:
@@ -124,9 +124,9 @@ def json_of(text: str, types: frozenset[str]) -> str:
     A value that can only be read as another type has that type; text that cannot be read otherwise is a string.
     """
     if types != STRING:
-        for found in (plain_json(text), python_json(text)):
-            if found is not None and _kept(_type_of(found), types):
-                return found
+        for value in (plain_json(text), python_json(text)):
+            if value is not None and _kept(_type_of(value), types):
+                return value
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -144,8 +144,8 @@ def plain_json(text: str) -> str | None:
     return scan.take().rstrip("\n") if scan.done and at >= len(text) - 1 else None
 
 
-def _type_of(found: str) -> str:
+def _type_of(value: str) -> str:
     """Return the JSON type of a JSON text."""
-    if found[0] in _FIRST:
-        return _FIRST[found[0]]
-    return "integer" if found.lstrip("-").isdigit() else "number"
+    if value[0] in _FIRST:
+        return _FIRST[value[0]]
+    return "integer" if value.lstrip("-").isdigit() else "number"

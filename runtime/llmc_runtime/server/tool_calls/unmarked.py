@@ -41,19 +41,19 @@ class Unmarked(CallFormat):
     # --- grammar
 
     @classmethod
-    def rules(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+    def rules(cls, tools: Mapping[str, str], marker: Marker, max_calls: int) -> str:
         """See CallFormat."""
         begin, end = cls._marks(marker) if cls.marks_enforced else ("", "")
-        return f"calls: {begin} behind {end}\n{cls.behind(tools, marker, most)}"
+        return f"calls: {begin} behind {end}\n{cls.behind(tools, marker, max_calls)}"
 
     @classmethod
-    def free_rules(cls, tools: Mapping[str, str], marker: Marker, most: int, known: Collection[str]) -> str:
+    def free_rules(cls, tools: Mapping[str, str], marker: Marker, max_calls: int, known: Collection[str]) -> str:
         """See CallFormat."""
         _, end = cls._marks(marker)
-        calls = [(cls._opening(regex(name)), cls._closing(rule, most)) for name, rule in tools.items()]
+        calls = [(cls._opening(regex(name)), cls._closing(rule, max_calls)) for name, rule in tools.items()]
         never = cls._openings("|".join(map(regex, known)))
         unmarked = calls_without_marks(calls, never, cls.markers[0], marker, end and f"{end}?")
-        return f"{unmarked}\n{cls.behind(tools, marker, most)}"
+        return f"{unmarked}\n{cls.behind(tools, marker, max_calls)}"
 
     @classmethod
     def _marks(cls, marker: Marker) -> tuple[str, str]:
@@ -68,9 +68,9 @@ class Unmarked(CallFormat):
 
     @classmethod
     @abstractmethod
-    def _closing(cls, rule: str, most: int) -> str:
+    def _closing(cls, rule: str, max_calls: int) -> str:
         """Return a Lark expression of the arguments, matched by `rule`, the end of the call, and further calls up to
-        `most` altogether.
+        `max_calls` altogether.
         """
 
     @classmethod

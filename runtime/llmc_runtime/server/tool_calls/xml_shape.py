@@ -28,7 +28,7 @@ LINE = Optional(("\n",), enforced=False)  # a newline that a grammar permits
 
 
 class Xml(Enum):
-    """Parts of a call, beside texts and LINE."""
+    """Parts of a call, besides texts and LINE."""
 
     NAME = "the name of the tool"
     FIELDS = "its arguments, as `field` describes them"
@@ -135,7 +135,7 @@ class XmlShape(ArguedFormat):
         if types == STRING:
             yield from self._text_value(key, ends)
             return
-        text = yield from self._raw(*ends, most=None)
+        text = yield from self._raw(*ends, max_length=None)
         value = json_of(text.removesuffix("\n") if self._framed() else text, types)
         self._key(key)
         self._emit_arguments(value)
@@ -143,21 +143,21 @@ class XmlShape(ArguedFormat):
 
     def _text_value(self, key: str, ends: Sequence[str]) -> Steps[None]:
         """Parse a string, and emit it as it arrives."""
-        begun, held = False, ""
+        begun, newline = False, ""
         while True:
             rest = self._text[self._at :]
-            found = first_mark(rest, ends)
-            text = held + rest[: len(rest) - self._partial(rest, ends) if found is None else found[0]]
-            self._at += len(text) - len(held)
-            held = "\n" if self._framed() and text.endswith("\n") else ""
+            mark = first_mark(rest, ends)
+            text = newline + rest[: len(rest) - self._partial(rest, ends) if mark is None else mark[0]]
+            self._at += len(text) - len(newline)
+            newline = "\n" if self._framed() and text.endswith("\n") else ""
             if not begun:
                 self._key(key)
                 self._emit_arguments('"')
                 begun = True
-            self._emit_arguments(json.dumps(text[: len(text) - len(held)], ensure_ascii=False)[1:-1])
-            self._mark = self._at - len(held)
-            if found is not None:
-                self._at += len(ends[0]) if found[1] == ends[0] else 0
+            self._emit_arguments(json.dumps(text[: len(text) - len(newline)], ensure_ascii=False)[1:-1])
+            self._mark = self._at - len(newline)
+            if mark is not None:
+                self._at += len(ends[0]) if mark[1] == ends[0] else 0
                 self._emit_arguments('"')
                 self._mark = self._at
                 return
@@ -165,16 +165,16 @@ class XmlShape(ArguedFormat):
                 raise Malformed
             yield
 
-    def _raw(self, *ends: str, most: int | None = _LONGEST_KEY) -> Steps[str]:
+    def _raw(self, *ends: str, max_length: int | None = _LONGEST_KEY) -> Steps[str]:
         """Return the text before the first of `ends`. `ends[0]` is consumed, the others are not."""
         looked, longest = self._at, max(map(len, ends))
         while True:
-            found = first_mark(self._text, ends, looked)
-            if found is not None:
-                at, end = found
+            mark = first_mark(self._text, ends, looked)
+            if mark is not None:
+                at, end = mark
                 text, self._at = self._text[self._at : at], at + (len(end) if end == ends[0] else 0)
                 return text
-            if self._ended or (most is not None and len(self._text) - self._at > most):
+            if self._ended or (max_length is not None and len(self._text) - self._at > max_length):
                 self._at = len(self._text) if self._ended else self._at
                 raise Malformed
             before = max(len(self._text) - longest + 1, self._at) - self._at
@@ -189,11 +189,11 @@ class XmlShape(ArguedFormat):
         at = cls.call.index(Xml.FIELDS)
         heads = {name: [name if part is Xml.NAME else part for part in cls.call[:at]] for name in tools}
         calls = " | ".join(f"{cls._lark(heads[name], marker)} {rule}" for name, rule in tools.items())
-        one = f"(call) {cls._lark(cls.call[at + 1 :], marker)}"
-        lines = [f"behind: {one}"]
+        call = f"(call) {cls._lark(cls.call[at + 1 :], marker)}"
+        lines = [f"behind: {call}"]
         if cls._call_end() != cls.markers[1]:
-            ones = repeated("one_call", lark("\n"), 1 if cls.between is not None else most)
-            lines = [f'behind: "\\n" {ones} "\\n" {marker(cls.markers[1])}', f"one_call: {one}"]
+            repeated_calls = repeated("one_call", lark("\n"), 1 if cls.between is not None else most)
+            lines = [f'behind: "\\n" {repeated_calls} "\\n" {marker(cls.markers[1])}', f"one_call: {call}"]
         return "\n".join([*lines, f"call: {calls}", *cls._shared(marker)])
 
     @classmethod
