@@ -45,6 +45,9 @@ class Model(NamedTuple):
     Activations in float8 have a scale for each token and rank, so that other ranks round them to other numbers: errors
     are those of float8, 2**-4, not of bfloat16, 2**-8. The same products in torch, of 4 sets of prompts on two and four
     ranks, differ by 0.30 to 0.35, at most 2.1, where those in bfloat16 differ by 0.04, at most 0.32.
+
+    In a mixture, rounding sends a token whose experts are nearly tied to another expert. On two ranks of a CPU, 8 sets
+    of prompts differ by 0.04 to 0.05, at most 1.4.
     """
 
     case: Case
@@ -58,7 +61,7 @@ MODELS = {
     "llama-float32": Model(LISTED[0], "float32", 2e-4, 1e-4),
     "tied-float32": Model(LISTED[1], "float32", 2e-4, 1e-4),
     "wide-bfloat16": Model(Case("wide", "llama", WIDE), "bfloat16", 0.6, 0.06),
-    "mixture-bfloat16": Model(Case("mixture", "qwen3_moe", MOE), "bfloat16", 0.6, 0.06),
+    "mixture-bfloat16": Model(Case("mixture", "qwen3_moe", MOE), "bfloat16", 3.0, 0.1),
     "wide-int4": Model(Case("wide", "llama", WIDE), "bfloat16", 0.6, 0.1, "int4"),
     "wide-fp8": Model(Case("wide", "llama", WIDE), "bfloat16", 3.0, 0.5, "fp8"),
 }
