@@ -19,6 +19,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Manifest
 from llmc_runtime.format.pooling import GENERATE, TASKS
 from llmc_runtime.format.program import MAX_RANKS
+from llmc_runtime.heartbeat import HEARTBEAT_TIMEOUT
 from llmc_runtime.host_info import default_threads, usable_cpus
 from llmc_runtime.ignored_options import check_keywords
 from llmc_runtime.option_type import count, option, options_of, parse_bytes, positive
@@ -75,6 +76,18 @@ def to_stderr(line: str) -> None:
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             print(f"llmc: {line}", file=sys.stderr, flush=True)
+
+
+def _number(minimum: float, optional: bool = False) -> Any:
+    def check(name: str, value: Any) -> Any:
+        if value is None and optional:
+            return None
+        if not isinstance(value, int | float) or isinstance(value, bool) or not minimum <= value <= 1e6:
+            cause = f"{name} = {value!r:.60} is not allowed"
+            raise LlmcError("E201", cause, f"set {name} to a number from {minimum} to 1000000")
+        return value
+
+    return check
 
 
 @dataclass(frozen=True)
@@ -196,6 +209,10 @@ class EngineOptions(metaclass=KeywordChecks):
         None, "file for a trace of the engine's steps, for ui.perfetto.dev", commands=_RUN, read=Path, metavar="FILE",
         engine=True,
     )  # fmt: skip
+    heartbeat_timeout: float = option(
+        HEARTBEAT_TIMEOUT, "seconds without a heartbeat after which the process of an engine or of a rank counts as "
+        "hung; five times as long while it is runnable but gets no processor", check=_number(0.1), engine=True,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         for one in options_of(type(self)).values():
@@ -298,27 +315,10 @@ class EngineOptions(metaclass=KeywordChecks):
         return cls(unquoted(model), **read)
 
 
-def _number(minimum: float, optional: bool = False) -> Any:
-    def check(name: str, value: Any) -> Any:
-        if value is None and optional:
-            return None
-        if not isinstance(value, int | float) or isinstance(value, bool) or not minimum <= value <= 1e6:
-            cause = f"{name} = {value!r:.60} is not allowed"
-            raise LlmcError("E201", cause, f"set {name} to a number from {minimum} to 1000000")
-        return value
-
-    return check
-
-
 @dataclass(frozen=True)
 class EngineArgs(EngineOptions):
     """The options of AsyncLLM: those of an engine, and those of its process. Raises LlmcError as EngineOptions does."""
 
-    heartbeat_timeout: float = option(
-        0.8,
-        "seconds without a heartbeat after which the engine process counts as hung; five times as long while it is "
-        "runnable but gets no processor", check=_number(0.1),
-    )  # fmt: skip
     step_timeout: float | None = option(
         None, "time limit of a step in seconds (default: 300 on CPU targets, 30 on others)",
         check=_number(0.1, optional=True),

@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -151,22 +152,41 @@ def test_kills_under_load(artifact: Path, tokens: list[list[int]], request: pyte
     assert ended(pids) and not [name for name in os.listdir("/dev/shm") if "llmc" in name]
 
 
-def test_a_rank_that_stops_is_noticed_by_the_limit_of_a_step(artifact: Path) -> None:
-    async def main() -> tuple[list[int], Ended]:
-        options = {"step_timeout": 1.0, "restart_delay": 0.0, "threads": 1}
-        async with AsyncLLM(artifact, say=lambda line: None, **options) as llm:
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_rank_that_stops_is_noticed_by_its_heartbeats(artifact: Path, idle: bool) -> None:
+    async def main() -> tuple[list[int], list[Ended]]:
+        lines: list[str] = []
+        async with AsyncLLM(artifact, say=lines.append, restart_delay=0.0, threads=1, heartbeat_timeout=1.0) as llm:
             pids = ranks_of(llm.engines[0].pid or 0)
-            os.kill(pids[-1], signal.SIGSTOP)
-            try:
-                failed = await answer(llm, PROMPTS[0])
-            finally:
-                os.kill(pids[-1], signal.SIGCONT)
-            await until(lambda: llm.engines[0].state == "ready")
+            running = [asyncio.create_task(answer(llm, p)) for p in PROMPTS if not idle]
+            os.kill(random.choice(pids), signal.SIGSTOP)
+            failed = await asyncio.gather(*running)
+            await until(lambda: llm.restarts == 1 and llm.engines[0].state == "ready")
+            assert any("sent no heartbeat for" in line for line in lines)
             assert isinstance(await answer(llm, PROMPTS[0]), RequestOutput)
             return pids, failed
 
     pids, failed = asyncio.run(main())
-    assert isinstance(failed, LlmcError) and failed.code == "E662" and ended(pids)
+    assert all(isinstance(one, LlmcError) and one.code == "E119" for one in failed) and ended(pids)
+
+
+def test_a_rank_that_stops_for_a_moment_goes_on(artifact: Path, tokens: list[list[int]]) -> None:
+    with LLM(artifact, say=lambda line: None, threads=1, heartbeat_timeout=20.0) as llm:
+        pid = random.choice(ranks_of(os.getpid()))
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(1.0, os.kill, (pid, signal.SIGCONT)).start()
+        outs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], PARAMS, use_tqdm=False)
+        assert [list(out.outputs[0].token_ids) for out in outs] == tokens
+
+
+def test_llm_names_the_rank_that_was_stopped(artifact: Path) -> None:
+    with LLM(artifact, say=lambda line: None, threads=1, heartbeat_timeout=0.3) as llm:
+        pids = ranks_of(os.getpid())
+        os.kill(pids[0], signal.SIGSTOP)
+        with pytest.raises(LlmcError) as failed:
+            llm.generate([{"prompt_token_ids": PROMPTS[0]}], PARAMS, use_tqdm=False)
+        assert failed.value.code == "E119" and "rank 1 sent no heartbeat for 0.3 s" in failed.value.cause
+    assert ended(pids)
 
 
 def test_an_idle_group_returns(artifact: Path) -> None:

@@ -18,8 +18,8 @@ import psutil
 import pytest
 from draw import of_test
 from llmc_runtime import AsyncLLM, LlmcError, SamplingParams, StructuredOutputsParams
-from llmc_runtime.engine.client import is_runnable
 from llmc_runtime.engine.messages import Abort, Add, Control, Report, params_message, params_of
+from llmc_runtime.heartbeat import is_runnable
 from llmc_runtime.sched.sampling_params import PARAMETERS
 
 from tests.runtime.async_kit import LONG, fake, last, prompt_of, run, settled
@@ -76,7 +76,7 @@ def test_an_ended_or_stopped_process_is_noticed_within_a_second_and_replaced(num
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_a_process_that_waits_for_a_processor_has_longer(goes_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped one that seems to be starved: five times the limit, and no longer."""
-    monkeypatch.setattr("llmc_runtime.engine.client.is_runnable", lambda pid: True)
+    monkeypatch.setattr("llmc_runtime.heartbeat.is_runnable", lambda pid: True)
 
     async def strike() -> None:
         async with fake(0.004, heartbeat_timeout=0.4) as llm:
@@ -99,7 +99,7 @@ def test_a_process_that_waits_for_a_processor_has_longer(goes_on: bool, monkeypa
 def test_one_look_finds_a_starved_process_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its threads wait for each other at most checks: that it was runnable at one of them is enough."""
     looks = iter([False, True])
-    monkeypatch.setattr("llmc_runtime.engine.client.is_runnable", lambda pid: next(looks, False))
+    monkeypatch.setattr("llmc_runtime.heartbeat.is_runnable", lambda pid: next(looks, False))
 
     async def strike() -> None:
         async with fake(0.004, heartbeat_timeout=0.8) as llm:

@@ -66,6 +66,30 @@ def test_a_busy_engine_loses_its_prefix_when_waiting_costs_more() -> None:
     assert 4 * RUNNING < 390 and router.choose(tokens, "", loads)[0] == 1 - home
 
 
+def test_an_engine_without_free_rows_is_left_out_while_another_has_some() -> None:
+    router, tokens = Router(2, PAGE, 1000, rows=4), list(range(400))
+    home, _ = router.choose(tokens, "", idle(2))
+    loads = {home: Load(0, 4), 1 - home: Load(300, 3)}  # it has the prefix and no queue, but a request waits there
+    assert router.choose(tokens, "", loads)[0] == 1 - home
+    loads[1 - home].sequences = 4
+    loads[home].sequences = 5
+    home = router.choose(tokens, "", loads)[0]
+    assert router.choose(tokens, "", loads)[0] == home  # all are full: the rule of cost
+
+
+def test_a_burst_fills_the_rows_of_all_engines() -> None:
+    """First tokens of one engine arrive before those of the other, which makes it cheaper for a while."""
+    rng, rows = random.Random(of_test()), 64
+    router, loads = Router(2, PAGE, 0, rows=rows), idle(2)
+    for _ in range(2 * rows):
+        engine, uncached = router.choose(list(range(40)), "", loads)
+        loads[engine].queued_tokens += uncached
+        loads[engine].sequences += 1
+        if rng.random() < 0.2:
+            loads[rng.randrange(2)].queued_tokens = 0
+    assert [load.sequences for load in loads.values()] == [rows, rows]
+
+
 def test_what_a_dead_engine_had_is_forgotten() -> None:
     router, tokens = Router(2, PAGE, 1000), list(range(40))
     home, _ = router.choose(tokens, "", idle(2))

@@ -11,6 +11,7 @@ import numpy as np
 
 from llmc_runtime.device.device import Member, group_ended
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.heartbeat import SHARED_BYTES
 
 
 class CpuGroup:
@@ -22,19 +23,20 @@ class CpuGroup:
     def __init__(self, unit: ctypes.CDLL, pool: ctypes.c_void_p, threads: int, member: Member) -> None:
         self._member = member
         try:
-            nbytes, size, join = unit.llmc_group_bytes, unit.llmc_group_size, unit.llmc_group_join
+            nbytes, group_size, join = unit.llmc_group_bytes, unit.llmc_group_size, unit.llmc_group_join
             self._error, self._fail = unit.llmc_group_error, unit.llmc_group_fail
         except AttributeError:
             raise LlmcError("E112", "the kernels cannot run as several ranks", "recompile the artifact") from None
-        nbytes.restype = size.restype = ctypes.c_int64
+        nbytes.restype = group_size.restype = ctypes.c_int64
         try:
-            os.ftruncate(member.memory, nbytes(member.ranks, threads))  # the same size in all ranks
-            self._area = mmap.mmap(member.memory, nbytes(member.ranks, threads))
+            size = nbytes(member.ranks, threads)  # the same in all ranks
+            os.ftruncate(member.memory, SHARED_BYTES + size)
+            self._area = mmap.mmap(member.memory, size, offset=SHARED_BYTES)
         except OSError as error:
             cause = f"the memory of {member.ranks} ranks cannot be allocated: {error.strerror}"
             raise LlmcError("E203", cause, "stop other programs") from None
         self._address = ctypes.c_void_p(np.frombuffer(self._area, np.uint8).ctypes.data)
-        self._group = ctypes.create_string_buffer(size())
+        self._group = ctypes.create_string_buffer(group_size())
         join.restype = None
         join.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int] * 2 + [ctypes.c_int64]
         join(pool, self._group, self._address, member.rank, member.ranks, int(member.limit * 1e9))

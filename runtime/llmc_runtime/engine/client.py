@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import os
 import shutil
@@ -38,10 +37,9 @@ from llmc_runtime.engine.messages import (
     error_of,
 )
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.heartbeat import Silence
 from llmc_runtime.python_command import module_command, socket_folder
 
-TICK = 0.1  # seconds between two health checks
-_STARVED_FACTOR = 5.0  # heartbeat timeout multiplier while the process is runnable but gets no processor
 _CHUNK = 128  # messages and deltas that are handled in one turn of the event loop
 _REASONS: Mapping[int, str] = MappingProxyType(
     {
@@ -80,8 +78,7 @@ class EngineClient:
         self._on_deltas, self._on_reply, self._say = on_deltas, on_reply, say
         self._decoder, self._encode = msgspec.msgpack.Decoder(Report), msgspec.msgpack.Encoder().encode
         self._error: LlmcError | None = None
-        self._silence = 0.0  # seconds since the last message, as `check` counts them
-        self._starved = False  # whether the process was runnable at a check during the silence
+        self._silence = Silence()  # since the last message
         self.heartbeat: Heartbeat | None = None  # the last one
         self.ready: Ready | None = None
         self._chunks: deque[list[Delta]] = deque()  # received and not handled yet
@@ -129,7 +126,7 @@ class EngineClient:
         while self.ready is None or self.heartbeat is None:
             await self._pause(deadline, timeout)
         self._remove_folder()  # every socket is connected
-        self._silence = 0.0
+        self._silence.end()
         return self.ready
 
     async def _pause(self, deadline: float, timeout: float) -> None:
@@ -172,24 +169,16 @@ class EngineClient:
     def check(self, seconds: float, heartbeat_timeout: float, step_timeout: float) -> LlmcError | None:
         """Return the error of an engine that has ended or hangs, else None. `seconds` have passed since the last call.
 
-        A pause of this event loop counts as two ticks at most. A process that is runnable at one of the checks, and
-        so waits for a processor, has _STARVED_FACTOR times the heartbeat timeout.
+        A pause of this event loop counts as two ticks at most.
         """
         error = self._exit_error()
         if error is not None or self.heartbeat is None:
             return error
-        self._silence += min(seconds, 2 * TICK)
         remedy = "send the request again; if it happens again, report it"
-        # One look is too few: the threads of a starved process sleep briefly while they wait for each other.
-        if self._silence <= heartbeat_timeout / 2:
-            self._starved = False
-        elif not self._starved:
-            self._starved = is_runnable(self.process.pid)
-        timeout = heartbeat_timeout * (_STARVED_FACTOR if self._starved else 1.0)
-        if self._silence > timeout:
-            cause = f"the engine process sent no heartbeat for {timeout:g} s"
-            return LlmcError("E662", cause, remedy)
-        if self.heartbeat.age + self._silence > step_timeout and self.heartbeat.age:
+        timeout = self._silence.exceeded(seconds, self.process.pid, heartbeat_timeout)
+        if timeout is not None:
+            return LlmcError("E662", f"the engine process sent no heartbeat for {timeout:g} s", remedy)
+        if self.heartbeat.age + self._silence.seconds > step_timeout and self.heartbeat.age:
             return LlmcError("E662", f"a step of the engine took longer than {step_timeout:g} s", remedy)
         return None
 
@@ -220,7 +209,7 @@ class EngineClient:
                 frames = self._reports.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return False
-            self._silence = 0.0
+            self._silence.end()
             self._handle(b"".join(frames))
             budget -= 1
         return True
@@ -294,20 +283,6 @@ def _os_error(error: Exception) -> LlmcError:
     cause = f"the engine process cannot be started: {str(error)[:200]}"
     remedy = "check TMPDIR (short, writable) and the limits of files (ulimit -n), processes (-u) and memory (-v)"
     return LlmcError("E100", cause, remedy)
-
-
-def is_runnable(pid: int) -> bool:
-    """Whether a thread of the process runs, or waits for a processor or in uninterruptible sleep (states R and D).
-
-    False if /proc has no answer.
-    """
-    threads = Path(f"/proc/{pid}/task")
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(threads):
-            with contextlib.suppress(OSError):
-                if (threads / thread / "stat").read_text().rpartition(")")[2].split()[:1] in (["R"], ["D"]):
-                    return True
-    return False
 
 
 def _signal_name(number: int) -> str:

@@ -156,7 +156,7 @@ class Instances:
         self._watch = asyncio.create_task(self._wait_given_up())
         small = min(readies, key=lambda ready: ready.num_pages)
         pages = small.num_pages if small.prefix_caching else 0
-        self._router = Router(len(self.engines), small.page_size, pages, self._digest)
+        self._router = Router(len(self.engines), small.page_size, pages, self._digest, small.max_num_seqs)
         tokens, threads = sum(r.num_pages * r.page_size for r in readies), sum(r.threads for r in readies)
         parts = [f"KV caches of {tokens} tokens in all"]
         if threads:

@@ -86,7 +86,7 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
     manifest, marks = artifact.manifest, [("", time.monotonic())]
     threads = options.rank_threads(manifest.ranks)
     ray = options.distributed_executor_backend == RAY
-    group = start_ranks(artifact, threads, options.verify, ray, number)
+    group = start_ranks(artifact, threads, options.verify, ray, number, options.heartbeat_timeout)
     device: Device | None = None
     try:
         device = open_device(artifact, threads, index=number, member=group.member if group else None)

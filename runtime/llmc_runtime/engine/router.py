@@ -1,12 +1,14 @@
 """Router: which of several engines gets a request. It does no IO; its only input is what the front has sent.
 
 A request goes to the engine with the least cost: the prompt tokens that it would have to compute, those that are queued
-there, and RUNNING tokens for each open sequence. Engines with more than their share of the open sequences are left out.
+there, and RUNNING tokens for each open sequence. Engines with more than their share of the open sequences are left out,
+and so are engines whose rows are all in use while another has a free one.
 What an engine has cached is estimated: the pages of the prompts that it got last.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,11 +39,11 @@ class Router:
     """Chooses among engines whose pages have `page_size` tokens.
 
     `context` is that of the engines' prefix caches, and `pages` the number of pages in each. With 0 pages, prefixes are
-    not compared.
+    not compared. `rows` is the number of sequences that an engine runs at a time.
     """
 
-    def __init__(self, engines: int, page_size: int, pages: int, context: str = "") -> None:
-        self._page_size, self._context = page_size, context
+    def __init__(self, engines: int, page_size: int, pages: int, context: str = "", rows: int = sys.maxsize) -> None:
+        self._page_size, self._context, self._rows = page_size, context, rows
         self._bound = min(pages, MAX_DIGESTS // engines)
         self._held: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(engines)]  # latest last
 
@@ -56,7 +58,7 @@ class Router:
         most = (len(tokens) - 1) // self._page_size  # the last token is always computed
         uncached = {
             engine: len(tokens) - self._page_size * (min(most, self._matched(engine, chain)) if reuses else 0)
-            for engine in below_share(loads)
+            for engine in self._candidates(loads)
         }
 
         def cost(engine: int) -> tuple[int, int, int, int]:
@@ -67,6 +69,12 @@ class Router:
         chosen = min(uncached, key=cost)
         self._remember(chosen, chain)
         return chosen, uncached[chosen]
+
+    def _candidates(self, loads: Mapping[int, Load]) -> list[int]:
+        """Return the engines below their share, of these only those with free rows if there are any: elsewhere, the
+        request would wait until another one ends."""
+        below = below_share(loads)
+        return [engine for engine in below if loads[engine].sequences < self._rows] or below
 
     def forget(self, engine: int) -> None:
         """Forget what the engine has cached."""

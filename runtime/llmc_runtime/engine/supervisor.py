@@ -6,13 +6,14 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from llmc_runtime.engine.client import TICK, EngineClient
+from llmc_runtime.engine.client import EngineClient
 from llmc_runtime.engine.control_rpc import ControlClient
 from llmc_runtime.engine.input_processor import EngineRequest
 from llmc_runtime.engine.messages import ControlReply, Delta, Heartbeat, Open, Ready, add_message, delta_of
 from llmc_runtime.engine.output_processor import OutputProcessor
 from llmc_runtime.engine_options import EngineArgs
 from llmc_runtime.format.errors import LlmcError, as_llmc_error
+from llmc_runtime.heartbeat import TICK
 from llmc_runtime.metrics import Stat, add_stats, initial_stats
 
 STARTING, READY, DRAINING, DEAD = "starting", "ready", "draining", "dead"

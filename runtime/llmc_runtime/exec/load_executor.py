@@ -12,6 +12,7 @@ from llmc_runtime.artifact import Artifact, open_artifact
 from llmc_runtime.device.device import Device
 from llmc_runtime.device.open_device import open_device
 from llmc_runtime.exec.executor import Executor
+from llmc_runtime.heartbeat import HEARTBEAT_TIMEOUT
 
 if TYPE_CHECKING:
     from llmc_runtime.exec.rank_group import RankGroup
@@ -39,10 +40,15 @@ def load_executor(
 
 
 def start_ranks(
-    artifact: Artifact, threads: int | None, verify: bool = True, ray: bool = False, engine: int = 0
+    artifact: Artifact,
+    threads: int | None,
+    verify: bool = True,
+    ray: bool = False,
+    engine: int = 0,
+    heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
 ) -> RankGroup | None:
     """Start the processes of the other ranks, with `threads` threads each; None if the artifact has one rank. `engine`
-    is the number of the engine.
+    is the number of the engine. A rank hangs once it has sent no heartbeat for `heartbeat_timeout` seconds.
 
     With `ray`, they are actors of a Ray cluster. Raises the LlmcErrors of RankGroup.
     """
@@ -50,7 +56,7 @@ def start_ranks(
         return None
     from llmc_runtime.exec.rank_group import RankGroup
 
-    return RankGroup(artifact, threads, verify, ray=ray, engine=engine)
+    return RankGroup(artifact, threads, verify, ray=ray, engine=engine, heartbeat_timeout=heartbeat_timeout)
 
 
 def make_executor(artifact: Artifact, device: Device, group: RankGroup | None, kv_bytes: int | None) -> Executor:

@@ -36,6 +36,10 @@ class Rank(ABC):
         """Return the error of a process that has ended, None while it runs."""
 
     @abstractmethod
+    def kill(self) -> None:
+        """Kill the process, which may be stopped."""
+
+    @abstractmethod
     def close(self) -> None:
         """Close the link, and end the process."""
 

@@ -18,6 +18,7 @@ from llmc_runtime.device.device import Member, group_ended
 from llmc_runtime.exec.rank import REPORT, Rank
 from llmc_runtime.exec.rank_messages import Call, Done, Join, Joined, Settle, Settled
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.heartbeat import HEARTBEAT_TIMEOUT, SHARED_BYTES, TICK, Silence, shared_counters
 from llmc_runtime.host_info import default_threads
 from llmc_runtime.python_command import LinkedProcess, memory_file, module_command
 
@@ -62,6 +63,10 @@ class RankProcess(Rank):
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return group_ended(f"the process of rank {self.rank} {how}")
 
+    def kill(self) -> None:
+        """Kill the process, which may be stopped."""
+        self._child.process.kill()
+
     def close(self) -> None:
         """Close the link and kill the process."""
         self._child.close()
@@ -71,9 +76,9 @@ class RankGroup:
     """The ranks above 0 of an artifact's group.
 
     They are processes that this one starts or, with `ray`, actors of a Ray cluster on this machine. `member` is the
-    place of rank 0. `alarm` is a file descriptor that is readable once a process has ended while it is watched.
-    `engine` is the number of the engine. Raises LlmcError E100 if a process cannot be created, and E140 to E142 if Ray
-    cannot place the ranks.
+    place of rank 0. `alarm` is a file descriptor that is readable once a process has ended, or has sent no heartbeat
+    for `heartbeat_timeout` seconds, while it is watched. `engine` is the number of the engine. Raises LlmcError E100 if
+    a process cannot be created, and E140 to E142 if Ray cannot place the ranks.
     """
 
     def __init__(
@@ -84,16 +89,19 @@ class RankGroup:
         limit: float = LIMIT,
         ray: bool = False,
         engine: int = 0,
+        heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
     ) -> None:
         ranks = artifact.manifest.ranks
         self._artifact, self._verify, self._engine = artifact, verify, engine
         self.threads = threads or max(1, default_threads() // ranks)
-        self._memory = memory_file("llmc-ranks", b"")
+        self._memory = memory_file("llmc-ranks", bytes(SHARED_BYTES))
         self.member = Member(0, ranks, self._memory.fileno(), limit)
         self._processes: list[Rank] = []
         self._placement: RayPlacement | None = None
         self.alarm, self._end = os.eventfd(0), os.eventfd(0)
         self._watcher: threading.Thread | None = None
+        self._heartbeat_timeout = heartbeat_timeout
+        self._hung: LlmcError | None = None  # of the first process whose heartbeats were missing
         try:
             if ray:
                 from llmc_runtime.exec.ray_ranks import RayPlacement
@@ -127,7 +135,7 @@ class RankGroup:
         return [p.receive(Joined).handle for p in self._processes]
 
     def watch(self, cancel: Callable[[], None]) -> None:
-        """Watch the processes from now on: when one ends, call `cancel` in another thread."""
+        """Watch the processes from now on: when one ends or hangs, call `cancel` in another thread."""
         self._watcher = threading.Thread(target=self._watch, args=(cancel,), name="llmc-ranks", daemon=True)
         self._watcher.start()
 
@@ -163,6 +171,8 @@ class RankGroup:
 
     def cause(self, error: LlmcError) -> LlmcError:
         """Return the error that ended the group, as far as the processes report it; otherwise `error`."""
+        if self._hung is not None:
+            return self._hung
         until = time.monotonic() + (0.0 if any(p.killed for p in self._processes) else REPORT)
         reports = [p.report(until) for p in self._processes]
         causes = [e for e in reports if e is not None and e.code != error.code]
@@ -197,6 +207,22 @@ class RankGroup:
         poller.register(self._end, select.POLLIN)
         for p in self._processes:
             poller.register(p.link.socket, 0)  # its end is always reported
-        if not any(fd == self._end for fd, _ in poller.poll()):
+        counters, silences = shared_counters(self._memory.fileno()), [Silence() for _ in self._processes]
+        sent, last = counters.copy(), time.monotonic()
+        while not (ready := poller.poll(1000 * TICK)) and self._hung is None:
+            now = time.monotonic()
+            for p, silence in zip(self._processes, silences, strict=True):
+                if counters[p.rank] != sent[p.rank]:
+                    silence.end()
+                self._check(p, silence.exceeded(now - last, p.pid, self._heartbeat_timeout))
+            sent, last = counters.copy(), now
+        if not any(fd == self._end for fd, _ in ready):
             cancel()
             os.eventfd_write(self.alarm, 1)
+
+    def _check(self, p: Rank, exceeded: float | None) -> None:
+        """End a process whose heartbeats have been missing for `exceeded` seconds, unless that is None."""
+        if exceeded is None or self._hung is not None:
+            return
+        self._hung = group_ended(f"the process of rank {p.rank} sent no heartbeat for {exceeded:g} s")
+        p.kill()  # rank 0 may wait for its answer

@@ -35,6 +35,7 @@ from llmc_runtime.exec.rank_messages import (
     Settled,
 )
 from llmc_runtime.format.errors import LlmcError, as_llmc_error
+from llmc_runtime.heartbeat import RankHeartbeats
 
 _POLL = 0.1  # seconds between two looks at the parent
 _LOOK = 5e-5  # seconds between two looks at a step in flight and at the link
@@ -101,6 +102,7 @@ def run(link: Link, memory: int) -> int:
         join = link.receive()
         if not isinstance(join, Join):
             return 0
+        RankHeartbeats(memory, join.rank).start()
         executor = open_rank(join, memory)
         cancel = executor.device.cancel
         link.send(link.encode(Joined(executor.device.group_handle)))

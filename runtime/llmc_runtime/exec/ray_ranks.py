@@ -6,10 +6,12 @@ steps do not go through Ray. The actors, and what is reserved for them, end with
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import select
 import shutil
+import signal
 import socket
 import struct
 import time
@@ -56,6 +58,11 @@ class RayRank(Rank):
         if not self._exited(REPORT):
             return None
         return group_ended(f"the actor of rank {self.rank}, process {self._pid}, has ended")
+
+    def kill(self) -> None:
+        """Kill the process, which may be stopped."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._fd, signal.SIGKILL)
 
     def close(self) -> None:
         """Close the link, whereupon the process ends."""

@@ -113,7 +113,7 @@ class Endpoints(Endpoint):
             ("POST", "/v1/completions", self.completions), ("POST", "/v1/chat/completions", self.chat),
             ("POST", "/tokenize", self.tokenize), ("POST", "/detokenize", self.detokenize),
             *pooling.endpoints(),
-            ("POST", "/v1/responses", responses.create),
+            ("POST", "/v1/responses", responses.create), ("POST", "/v1/responses/input_tokens", responses.input_tokens),
             ("GET DELETE", stored, responses.stored), ("GET", f"{stored}/input_items", responses.input_items),
             ("POST", "/v1/messages", messages.create), ("POST", "/v1/messages/count_tokens", messages.count_tokens),
         )  # fmt: skip

@@ -9,7 +9,7 @@ from llmc_runtime.server.endpoint import Endpoint
 from llmc_runtime.server.http.errors import renamed
 from llmc_runtime.server.http.replies import as_json, catch_errors
 from llmc_runtime.server.messages.messages import Messages
-from llmc_runtime.server.requests.messages_request import NAMES, CountRequest, MessagesRequest
+from llmc_runtime.server.requests.messages_request import NAMES, CountRequest, MessagesRequest, to_chat
 from llmc_runtime.server.text_pool.jobs import counted
 from llmc_runtime.server.text_pool.text_messages import COUNT, MESSAGES
 
@@ -32,7 +32,7 @@ class MessagesRoutes(Endpoint):
 
         async def run(fields: CountRequest) -> Response:
             serving, prompting = self.serving, self.serving.prompting
-            arguments = counted(fields, serving.formats)
+            arguments = counted(to_chat(fields), serving.formats)
             async with serving.lanes.slot(request.scope["llmc.key"]):
                 return as_json({"input_tokens": await prompting.in_thread(prompting.count, *arguments)})
 

@@ -25,7 +25,7 @@ from llmc_runtime.server.requests.request_fields import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from llmc_runtime.server.requests.responses_request import ResponsesRequest
+from llmc_runtime.server.requests.responses_request import InputTokensRequest, ResponsesRequest
 from llmc_runtime.server.responses_routes import LISTED, MAX_LISTED
 from llmc_runtime.server.serving import MAX_SECONDS
 
@@ -33,6 +33,7 @@ _POSTS: tuple[tuple[str, type[msgspec.Struct], str, bool], ...] = (
     ("/v1/completions", CompletionRequest, "Continue prompts", True),
     ("/v1/chat/completions", ChatRequest, "Answer a conversation", True),
     ("/v1/responses", ResponsesRequest, "Create a response", True),
+    ("/v1/responses/input_tokens", InputTokensRequest, "The number of tokens of a response's input", False),
     ("/v1/messages", MessagesRequest, "Create a message, as in Anthropic's Messages API", True),
     ("/v1/messages/count_tokens", CountRequest, "The number of tokens of a message's prompt", False),
     ("/v1/embeddings", EmbeddingRequest, "Embeddings of texts, from a model that embeds", False),

@@ -143,8 +143,13 @@ class Prompting:
 
     def count(self, request: ChatRequest, tools: list[dict[str, Any]] | None, short_ids: bool) -> int:
         """Return the number of tokens of a conversation, up to `list_tokens`. The arguments are those of `chat`."""
+        return len(self.whole_ids(request, tools, short_ids))
+
+    def whole_ids(self, request: ChatRequest, tools: list[dict[str, Any]] | None, short_ids: bool) -> list[int]:
+        """Return the tokens of a conversation, up to `list_tokens`, which may be more than the model takes. The
+        arguments are those of `chat`."""
         with _errors("messages"):
-            return len(self._listed_ids(self._chat_text(request, tools, short_ids), False, "messages"))
+            return self._listed_ids(self._chat_text(request, tools, short_ids), False, "messages")
 
     def _chat_text(
         self, request: ChatRequest | TokenizeRequest, tools: list[dict[str, Any]] | None, short_ids: bool

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,9 +13,20 @@ from llmc_runtime.server.http.errors import ApiError, not_found, renamed
 from llmc_runtime.server.http.replies import JsonSlices, as_json, catch_errors
 from llmc_runtime.server.openai.responses import Responses
 from llmc_runtime.server.requests.parse import SMALL_BODY
-from llmc_runtime.server.requests.responses_request import NAMES, ResponsesRequest, references_of
+from llmc_runtime.server.requests.responses_request import (
+    NAMES,
+    Earlier,
+    InputTokensRequest,
+    ResponsesRequest,
+    as_response,
+    own_items,
+    references_of,
+    to_chat,
+)
 from llmc_runtime.server.stored_responses import StoredResponse, separated
-from llmc_runtime.server.text_pool.text_messages import RESPONSES
+from llmc_runtime.server.text_pool.jobs import counted
+from llmc_runtime.server.text_pool.pool import OffloadedJob
+from llmc_runtime.server.text_pool.text_messages import INPUT_TOKENS, RESPONSES
 
 MAX_LISTED = 100  # items of one page of input items
 LISTED = 20  # the default
@@ -33,16 +46,42 @@ class ResponsesRoutes(Endpoint):
     @catch_errors
     async def create(self, request: Request) -> Response:
         """POST /v1/responses."""
-        key, store = request.scope["llmc.key"], self.serving.stored
-
-        def is_long(fields: ResponsesRequest) -> bool:
-            return store.length(key, fields.previous_response_id, references_of(fields)) > SMALL_BODY
-
         with renamed(NAMES):
-            async with self._read(request, ResponsesRequest, RESPONSES, is_long) as (fields, job):
+            async with self._read(request, ResponsesRequest, RESPONSES, self._is_long(request)) as (fields, job):
                 call = self._call(request, "resp_", "input")
                 answer = Responses(self.serving, fields, call, job)
                 return await self._reply(request, answer, call, stream=bool(fields.stream))
+
+    @catch_errors
+    async def input_tokens(self, request: Request) -> Response:
+        """POST /v1/responses/input_tokens: the number of tokens of the prompt of a response."""
+        key = request.scope["llmc.key"]
+        with renamed(NAMES), self.serving.texts(key):
+            async with self._read(request, InputTokensRequest, INPUT_TOKENS, self._is_long(request)) as (fields, job):
+                count = await (self._count(key, fields) if job is None else self._count_job(key, fields, job))
+        return as_json({"object": "response.input_tokens", "input_tokens": count})
+
+    async def _count(self, key: str, fields: InputTokensRequest) -> int:
+        """Return the number of tokens of a small input."""
+        serving, prompting, asked = self.serving, self.serving.prompting, as_response(fields)
+        serving.check_model(fields.model)
+        found = serving.stored.earlier(key, asked.previous_response_id, references_of(asked))
+        earlier = msgspec.json.decode(found, type=Earlier)
+        chat = to_chat(asked, earlier.previous, own_items(asked, earlier))
+        arguments = counted(chat, serving.formats)
+        async with serving.lanes.slot(key):
+            return await prompting.in_thread(prompting.count, *arguments)
+
+    async def _count_job(self, key: str, fields: InputTokensRequest, job: OffloadedJob) -> int:
+        """Return the number of tokens of an input that a text process has read."""
+        earlier = self.serving.stored.earlier(key, fields.previous_response_id, job.parsed.references)
+        (prompt,) = await job.prompts(0, earlier)
+        return len(prompt.ids)
+
+    def _is_long(self, request: Request) -> Callable[[InputTokensRequest], bool]:
+        """Return whether a request is long with the stored items to which it refers, as a function of its fields."""
+        key, store = request.scope["llmc.key"], self.serving.stored
+        return lambda fields: store.length(key, fields.previous_response_id, references_of(fields)) > SMALL_BODY
 
     @catch_errors
     async def stored(self, request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses as a msgspec type, and its conversion to the chat request that it stands for.
+"""The bodies of POST /v1/responses and /v1/responses/input_tokens as msgspec types, and the chats that they stand for.
 
 Unsupported fields and values that would change the response are refused with an error that names them.
 """
@@ -20,6 +20,7 @@ from llmc_runtime.server.requests.request_fields import (
     GUIDED,
     MAX_MESSAGES,
     MAX_TOOLS,
+    NOT_OF_ONE_OUTPUT,
     ChatRequest,
     JsonSchema,
     MaxCompletionTokens,
@@ -32,6 +33,7 @@ from llmc_runtime.server.requests.request_fields import (
     TemplateKwargs,
     ToolChoice,
     function_properties,
+    sampling_fields,
     schema_of,
     tools_of,
 )
@@ -91,8 +93,8 @@ class ResponsesStreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(OneOutputFields, msgspec.Struct, kw_only=True):
-    """POST /v1/responses. `input`: a text, or items."""
+class InputTokensRequest(msgspec.Struct, kw_only=True):
+    """POST /v1/responses/input_tokens. `input`: a text, or items."""
 
     refused: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
@@ -120,22 +122,30 @@ class ResponsesRequest(OneOutputFields, msgspec.Struct, kw_only=True):
     input: str | InputItems | None = None
     instructions: str | None = None
     previous_response_id: Name | None = None
-    store: bool | None = None
-    include: Include | None = None
-    top_logprobs: Scores | None = None
-    metadata: Metadata | None = None
     tools: FunctionTools | None = None
     tool_choice: ToolChoice | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    max_output_tokens: MaxCompletionTokens | None = None
     truncation: Name | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+
+
+_Sampled: Any = sampling_fields("_Sampled", NOT_OF_ONE_OUTPUT, InputTokensRequest)
+
+
+class ResponsesRequest(_Sampled, msgspec.Struct, kw_only=True):
+    """POST /v1/responses."""
+
+    store: bool | None = None
+    include: Include | None = None
+    top_logprobs: Scores | None = None
+    metadata: Metadata | None = None
+    max_output_tokens: MaxCompletionTokens | None = None
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
-    chat_template_kwargs: TemplateKwargs | None = None
 
 
 class Earlier(msgspec.Struct):
@@ -143,6 +153,11 @@ class Earlier(msgspec.Struct):
 
     previous: list[dict[str, Any]] = []
     referenced: dict[str, dict[str, Any]] = {}
+
+
+def as_response(request: InputTokensRequest) -> ResponsesRequest:
+    """Return the request for a response with the same input, which is not stored."""
+    return ResponsesRequest(store=False, **{name: getattr(request, name) for name in request.__struct_fields__})
 
 
 def _check_include(request: ResponsesRequest) -> None:
@@ -181,14 +196,14 @@ def _refused(where: str, cause: str, param: str) -> ApiError:
     return ApiError(f"{where}: {cause}", param=param, code="unsupported_parameter")
 
 
-def items_of(request: ResponsesRequest) -> list[dict[str, Any]]:
+def items_of(request: InputTokensRequest) -> list[dict[str, Any]]:
     """Return the request's own input as a list of items."""
     if not isinstance(request.input, str):
         return request.input or []
     return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": request.input}]}]
 
 
-def references_of(request: ResponsesRequest) -> list[str]:
+def references_of(request: InputTokensRequest) -> list[str]:
     """Return the ids of the items that the request's input refers to."""
     ids = (item.get("id") for item in items_of(request) if item.get("type") == "item_reference")
     return [one for one in ids if isinstance(one, str)]

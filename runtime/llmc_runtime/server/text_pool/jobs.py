@@ -37,7 +37,9 @@ from llmc_runtime.server.requests.request_fields import (
 )
 from llmc_runtime.server.requests.responses_request import (
     Earlier,
+    InputTokensRequest,
     ResponsesRequest,
+    as_response,
     own_items,
     references_of,
     to_chat,
@@ -104,14 +106,25 @@ class TextJobs:
         request = self._parse(body, ResponsesRequest)
         rest = msgspec.structs.replace(request, input=[], chat_template_kwargs=None)
 
-        def whole(encoded: bytes | bytearray) -> tuple[ChatRequest, list[bytes]]:
-            check_size(encoded)
-            earlier = msgspec.json.decode(encoded or b"{}", type=Earlier)
-            own = own_items(request, earlier)
+        def whole(earlier: bytes | bytearray) -> tuple[ChatRequest, list[bytes]]:
+            chat, own = _continued(request, earlier)
             kept = self._spec.stores and request.store is not False
-            return to_chat(request, earlier.previous, own), list(map(msgspec.json.encode, own)) if kept else []
+            return chat, list(map(msgspec.json.encode, own)) if kept else []
 
         return self._chat(to_chat(rest, [], []), _fields(rest), whole, references_of(request))
+
+    def input_tokens(self, body: bytearray) -> Job:
+        """Parse and check a request to count the tokens of an input, except for the input. Raises ApiError."""
+        request = as_response(self._parse(body, InputTokensRequest))
+        rest = msgspec.structs.replace(request, input=[], chat_template_kwargs=None)
+        check_model(request.model, self._spec.names)
+        counted(to_chat(rest, [], []), self._formats)
+
+        def prompts(earlier: bytes | bytearray) -> Iterator[Prompt]:
+            chat, _ = _continued(request, earlier)
+            yield Prompt(self._prompting.whole_ids(*counted(chat, self._formats)), None)
+
+        return Job(m.Parsed(_fields(rest), references=references_of(request)), prompts)
 
     def message(self, body: bytearray) -> Job:
         """Parse and check a request for a message, except for its messages. Raises ApiError."""
@@ -176,7 +189,8 @@ class TextJobs:
         """Return the JSON response of /v1/messages/count_tokens. Raises ApiError."""
         request = self._parse(body, CountRequest)
         check_model(request.model, self._spec.names)
-        return msgspec.json.encode({"input_tokens": self._prompting.count(*counted(request, self._formats))})
+        arguments = counted(of_messages(request), self._formats)
+        return msgspec.json.encode({"input_tokens": self._prompting.count(*arguments)})
 
     def detokenize(self, body: bytearray) -> bytes:
         """Return the JSON response of /detokenize. Raises ApiError."""
@@ -225,11 +239,21 @@ def check_tokenize(request: TokenizeRequest) -> list[dict[str, Any]] | None:
     return None if tools is None else tools.shown
 
 
-def counted(request: CountRequest, formats: OutputFormats) -> tuple[ChatRequest, list[dict[str, Any]] | None, bool]:
-    """Check a request to count tokens and return the arguments of `Prompting.count`. Raises ApiError 400."""
-    chat = of_messages(request)
+def counted(chat: ChatRequest, formats: OutputFormats) -> tuple[ChatRequest, list[dict[str, Any]] | None, bool]:
+    """Check a chat whose tokens are counted and return the arguments of `Prompting.count`. Raises ApiError 400."""
     tools = plan_of(chat, formats).tools
     return chat, None if tools is None else tools.shown, formats.short_ids
+
+
+def _continued(request: ResponsesRequest, encoded: bytes | bytearray) -> tuple[ChatRequest, list[dict[str, Any]]]:
+    """Return the chat after the earlier items, whose JSON is `encoded` (see Earlier), and the request's own items.
+
+    Raises ApiError 400, and 404 for an item that is not stored.
+    """
+    check_size(encoded)
+    earlier = msgspec.json.decode(encoded or b"{}", type=Earlier)
+    own = own_items(request, earlier)
+    return to_chat(request, earlier.previous, own), own
 
 
 def token_list(prompting: Prompting, ids: list[int], request: TokenizeRequest, length: int) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class Worker:
         else:
             kinds = {
                 m.COMPLETION: texts.completion, m.CHAT: texts.chat,
-                m.RESPONSES: texts.response, m.MESSAGES: texts.message,
+                m.RESPONSES: texts.response, m.MESSAGES: texts.message, m.INPUT_TOKENS: texts.input_tokens,
             }  # fmt: skip
             job = kinds[kind](body)
         self._link.send(m.PARSED, _encode(job.parsed))
