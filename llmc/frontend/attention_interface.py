@@ -34,6 +34,10 @@ class MaskTag:
 
     window: int | None = None
 
+    def to(self, *_: Any) -> "MaskTag":
+        """Return the tag: models convert masks to other dtypes."""
+        return self
+
 
 @torch.library.custom_op("llmc::attention", mutates_args=())
 def attention(
@@ -53,6 +57,17 @@ def attention(
 
 @attention.register_fake
 def _(q, k, v, layer, scale, window, softcap, sinks=None, causal=True):  # type: ignore[no-untyped-def]
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
+
+
+@torch.library.custom_op("llmc::alibi_attention", mutates_args=())
+def alibi_attention(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, layer: int, scale: float) -> Tensor:
+    """q [1,H,T,D], k [1,G,T,D], v [1,G,T,E], slopes [H] -> [1,T,H,E]."""
+    raise NotImplementedError("llmc::alibi_attention is traced, never run")
+
+
+@alibi_attention.register_fake
+def _(q, k, v, slopes, layer, scale):  # type: ignore[no-untyped-def]
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
 
 

@@ -21,6 +21,9 @@ from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type, tensor
 
 
+ATTENTION = ("attention", "alibi_attention")  # the attention ops of a trace
+
+
 @dataclass(frozen=True)
 class Converted:
     """The module with its graph @main, the weights' names in order of use, and tied names mapped to the name in use."""
@@ -211,7 +214,7 @@ class _Lowering:
 
 def _number_layers(g: Graph) -> None:
     """Renumber attention layers if numbers repeat: each attention needs its own KV cache."""
-    found = [n for n in g.nodes if n.op.name == "attention"]
+    found = [n for n in g.nodes if n.op.name in ATTENTION]
     if len({n.attrs["layer"] for n in found}) < len(found):
         for i, n in enumerate(found):
             n.attrs["layer"] = i

@@ -202,7 +202,9 @@ def _limit(config: Any) -> int:
     `dynamic` scaling is excluded: its frequencies would change while a sequence grows, see `rope.patch`. Attention in
     chunks limits it to one chunk, see `chunk_size`.
     """
-    limit = getattr(config, "max_position_embeddings", None)
+    from llmc.frontend import alibi
+
+    limit = alibi.limit(config) or getattr(config, "max_position_embeddings", None)
     if not limit:
         raise Diagnostic("E302", "config.json has no max_position_embeddings", "add its longest sequence")
     rope = _rope(config)
@@ -235,7 +237,9 @@ def _pooling(source: Source, pooled: PooledModel | None, module: Module, text: A
 
 def _heads(module: Module) -> Iterator[tuple[int, int, int, int]]:
     """(query heads, key heads, key width, value width) of each attention node, by layer."""
-    nodes = (n for n in module.graphs["main"].nodes if n.op.name == "attention")
+    from llmc.frontend.convert import ATTENTION
+
+    nodes = (n for n in module.graphs["main"].nodes if n.op.name in ATTENTION)
     for n in sorted(nodes, key=lambda n: n.attrs["layer"]):
         q, k, v = (x.type.shape for x in n.operands[:3])
         yield int(q[1].const or 0), int(k[1].const or 0), int(k[2].const or 0), int(v[2].const or 0)

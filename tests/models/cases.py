@@ -25,13 +25,17 @@ SMALL = {
 
 @dataclass(frozen=True)
 class Case:
-    """An architecture with a config. lengths: of the sequences that are packed into one flat batch."""
+    """An architecture with a config. lengths: of the sequences that are packed into one flat batch.
+
+    attention: transformers' implementation to compare with. Falcon's eager one adds ALiBi twice.
+    """
 
     name: str
     model_type: str
     config: dict[str, Any] = field(default_factory=dict)
     lengths: tuple[int, ...] = (21, 16)
     trace: dict[str, Any] = field(default_factory=dict)
+    attention: str = "eager"
 
 
 def rope(kind: str, **kw: Any) -> dict[str, Any]:
@@ -204,6 +208,7 @@ FALCON = {
     "num_attention_heads": 4,
     "max_position_embeddings": 256,
 }
+MPT = {"vocab_size": 320, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 256}
 ROUTED = EXPERTS | {"num_local_experts": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
 WINDOWED = SMALL | {"head_dim": 16, "sliding_window": 8}
 # Layers that rotate and attend in chunks, and layers that do neither and scale queries by their positions.
@@ -339,6 +344,16 @@ FURTHER = (
         "llama4",
         {"text_config": LLAMA4 | {"num_experts_per_tok": 2}, **TINY_VISION},
         trace={"max_positions": 64},
+    ),
+    Case("bloom", "bloom", {"vocab_size": 320, "hidden_size": 60, "n_layer": 2, "n_head": 6}),
+    Case("mpt", "mpt", MPT),
+    Case("mpt-clipped", "mpt", MPT | {"n_heads": 6, "d_model": 48, "attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.2}}),
+    Case("falcon-alibi", "falcon", FALCON | {"alibi": True, "multi_query": False}, attention="sdpa"),
+    Case(
+        "falcon-alibi-one-key",
+        "falcon",
+        FALCON | {"alibi": True, "multi_query": True, "parallel_attn": False},
+        attention="sdpa",
     ),
     Case(
         "dbrx",

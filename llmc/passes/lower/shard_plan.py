@@ -10,10 +10,19 @@ from llmc.ir import contents
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Node, Value
 from llmc.passes.base import Ctx
-from llmc.passes.lower.shard_rules import LATENT, Relation, Split, experts_of, heads_of, kv_parts, relate, splits_of
+from llmc.passes.lower.shard_rules import (
+    EXPANDED,
+    LATENT,
+    Relation,
+    Split,
+    experts_of,
+    heads_of,
+    kv_parts,
+    relate,
+    splits_of,
+)
 
 TABLE_ROWS = 256  # of a table that is worth dividing, as the rows that are read are added up over the ranks
-ATTENTION = ("attention", "paged_attention", *LATENT)
 
 
 @dataclass
@@ -47,7 +56,7 @@ def make_plan(g: Graph, ranks: int, ctx: Ctx, states: Mapping[Value, Split]) -> 
     ends in products by rows or in the output."""
     plan, weights = Plan(), _weights(g)
     for n in g.nodes:
-        if n.op.name in ATTENTION and ctx.allows(n):
+        if n.op.name in (*EXPANDED, *LATENT) and ctx.allows(n):
             _attention(g, n, ranks, plan, weights, ctx)
     for v, split in states.items():
         for n in v.uses:
