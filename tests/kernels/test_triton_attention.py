@@ -398,6 +398,9 @@ def gpu_cases(target: Target) -> Iterator[Case]:
         yield p.case(PREFILL_ATTENTION, rng, 1, on=target, least=2)
         for schedule in range(3):
             yield p.case(SINGLE_TOKEN_ATTENTION, rng, schedule, on=target)
+    for p in ALIBI:
+        for schedule in range(6):
+            yield p.case(ALIBI_ATTENTION, rng, schedule, on=target)
     for i in range(24):
         yield drawn(rng, False).case(SINGLE_TOKEN_ATTENTION, rng, i, on=target)
         yield drawn(rng, True).case(DECODE_ATTENTION, rng, i, i % 9, target)
@@ -417,7 +420,8 @@ def test_compiles(target: Target, tmp_path: Path) -> None:
         drawn(rng, False, codes).case(PREFILL_ATTENTION, rng, int(rng.integers(6)), on=target),
         drawn(rng, True, codes).case(DECODE_ATTENTION, rng, int(rng.integers(6)), on=target),
         drawn(rng, False, codes).case(SINGLE_TOKEN_ATTENTION, rng, int(rng.integers(6)), on=target),
-        list(prompts(rng, target))[int(rng.integers(5))],
+        list(prompts(rng, target))[int(rng.integers(7))],
+        ALIBI[0].case(ALIBI_ATTENTION, rng, int(rng.integers(6)), on=target),
         list(combines(rng, target))[int(rng.integers(4))],
     ]
     own = replace(PINNED[-2], pool=float8(target) or F8)
