@@ -30,12 +30,19 @@ HARMLESS = frozenset(
 
 @dataclass(frozen=True)
 class MaskTag:
-    """Returned instead of an attention mask, to pass the requested window to the attention hook."""
+    """Returned instead of an attention mask, to pass the requested window to the attention hook.
+
+    Sparse attention has one instead of the keys that it selects, too: all of them.
+    """
 
     window: int | None = None
 
     def to(self, *_: Any) -> "MaskTag":
         """Return the tag: models convert masks to other dtypes."""
+        return self
+
+    def __getitem__(self, _: Any) -> "MaskTag":
+        """Return the tag: models pass parts of masks on."""
         return self
 
 
@@ -141,7 +148,8 @@ def _attention_hook(
 ) -> tuple[Tensor, None]:
     """The attention function that transformers' models call. Some pass arguments by name, so these names are fixed."""
     name, mask = type(module).__name__, attention_mask
-    if unknown := sorted(k for k, x in extra.items() if x is not None and k not in HARMLESS):
+    passed = {k for k, x in extra.items() if x is not None and not (k == "indices" and isinstance(x, MaskTag))}
+    if unknown := sorted(passed - HARMLESS):
         raise Diagnostic("E305", f"{name} passes {', '.join(unknown)} to its attention, which is not supported", _OTHER)
     causal = is_causal is not False and getattr(module, "is_causal", True) is not False
     check_causal(name, causal or hasattr(module, ENCODER), mask)

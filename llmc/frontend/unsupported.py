@@ -56,13 +56,13 @@ HEADS: Mapping[str, str] = MappingProxyType(
         "RewardModel": "a reward model",
     }
 )
-WRITTEN = "its attention does not use transformers' AttentionInterface"
+WEIGHED = "its attention adds a weight of each key, computed from its value"
 RECURRENT = "it is recurrent: it keeps a state per sequence instead of keys and values"
 HYBRID = "most of its layers are recurrent or linear attention, which keep a state per sequence"
 # Families of transformers that are known not to be supported, and why.
 OUTSIDE: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("doge", "xglm"), WRITTEN),
+        "doge": WEIGHED,
         **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm"), RECURRENT),
         **dict.fromkeys(("bamba", "falcon_h1", "jamba", "kimi_linear", "minimax", "nemotron_h", "olmo_hybrid"), HYBRID),
         **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba", "zamba2"), HYBRID),

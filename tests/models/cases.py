@@ -208,6 +208,11 @@ FALCON = {
     "num_attention_heads": 4,
     "max_position_embeddings": 256,
 }
+SPARSE = {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 16, "mlp_layer_types": ["dense", "sparse"]}
+XGLM = {
+    "vocab_size": 320, "d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4,
+    "max_position_embeddings": 256,
+}  # fmt: skip
 MPT = {"vocab_size": 320, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 256}
 ROUTED = EXPERTS | {"num_local_experts": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
 WINDOWED = SMALL | {"head_dim": 16, "sliding_window": 8}
@@ -344,6 +349,13 @@ FURTHER = (
         "llama4",
         {"text_config": LLAMA4 | {"num_experts_per_tok": 2}, **TINY_VISION},
         trace={"max_positions": 64},
+    ),
+    Case("xglm", "xglm", XGLM),
+    Case("aria_text", "aria_text", SMALL | {"head_dim": 16, "moe_num_experts": 4, "moe_topk": 2}),
+    Case("aria", "aria", {"text_config": SMALL | {"moe_num_experts": 4, "moe_topk": 2}, **TINY_VISION}),
+    *(
+        Case(name, name, MLA | EXPERTS | MLA_EXPERTS | SPARSE)
+        for name in ("deepseek_v32", "glm_moe_dsa", "axk2")
     ),
     Case("bloom", "bloom", {"vocab_size": 320, "hidden_size": 60, "n_layer": 2, "n_head": 6}),
     Case("mpt", "mpt", MPT),

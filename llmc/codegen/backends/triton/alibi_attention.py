@@ -9,10 +9,21 @@ from llmc.codegen.backends.triton.decode_attention import AttentionProblem
 from llmc.codegen.backends.triton.prefill_attention import PackedAttention, PrefillAttention
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.triton_kernel import Code, Unit
+from llmc.codegen.kernel import Schedule
+from llmc.ir.graph import Node
+from llmc.targets.target import Target
+
+
+def few_warps(schedules: list[Schedule], target: Target) -> list[Schedule]:
+    """Return the schedules without those that spill registers: on AMD GPUs, with biases, tiles of 8 warps do."""
+    return [s for s in schedules if target.family != "hip" or s["warps"] < 8]
 
 
 class AlibiAttention(PrefillAttention):
     """Paged attention of any mixture of rows and tokens; a tile belongs to one row."""
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        return few_warps(super().schedules(node, target), target)
 
     def code(self, u: Unit) -> Code:
         n, p, s = u.node, AttentionProblem.of(u.node), u.schedule
@@ -36,6 +47,9 @@ class AlibiAttention(PrefillAttention):
 
 class PackedAlibiAttention(PackedAttention):
     """Packed prompts without pages. The kernel finds the boundaries of the sequences from the positions."""
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        return few_warps(super().schedules(node, target), target)
 
     def code(self, u: Unit) -> Code:
         n, s, (key_width, value_width) = u.node, u.schedule, self.widths(u.node)
