@@ -181,7 +181,7 @@ def _build(config: Any, dtype: str, pooled: PooledModel | None) -> Any:
     name = attention_interface.NAME
     options = {"attn_implementation": name, "experts_implementation": name, "dtype": TORCH_DTYPE[dtype]}
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), model_class.towers_optional():
             if pooled is None:
                 model = model_class.auto_class(config.model_type).from_config(config, **options)
             else:
