@@ -13,7 +13,7 @@ from llmc.targets.target import Target
 
 CONTEXT = 1024
 # The cost of ops with these prefixes assumes that every token reads the whole pool.
-PAGED = ("paged_attention", "paged_latent_attention")
+PAGED = ("paged_attention", "paged_alibi_attention", "paged_latent_attention")
 
 
 def machine(target: Target) -> dict[str, Any]:

@@ -195,9 +195,8 @@ _SAME = (
     "alias.default", "detach.default", "detach_.default", "contiguous.default", "clone.default",
     "lift_fresh_copy.default",
 )  # fmt: skip
-_CONVERT = (
-    "to.dtype", "to.dtype_layout", "to.device", "to.other", "_to_copy.default", "type_as.default",
-)  # fmt: skip
+_TO = ("dtype", "dtype_layout", "device", "other")
+_CONVERT = (*(f"to.{n}" for n in _TO), "_to_copy.default", "type_as.default")
 
 _EXPAND = ("expand.default", "expand_as.default", "broadcast_to.default")
 _PIECES = ("chunk.default", "split.Tensor", "split_with_sizes.default")
@@ -205,9 +204,11 @@ _PIECES = ("chunk.default", "split.Tensor", "split_with_sizes.default")
 # Overloads whose result may share memory with their operand: writing to the result would change the operand, too.
 ALIASES = frozenset(
     f"aten.{n}"
-    for n in (*_VIEWS, *_SAME[:3], *_PIECES, "transpose.int", "t.default", "permute.default", "expand.default",
-              "slice.Tensor", "select.int", "unbind.int")
+    for n in (*_VIEWS, *_SAME[:3], *_PIECES, *_EXPAND, "transpose.int", "t.default", "numpy_T.default", "mT.default",
+              "permute.default", "slice.Tensor", "select.int", "unbind.int")
 )  # fmt: skip
+# Overloads that return their operand if nothing has to be copied.
+UNLESS_COPIED = frozenset({"aten.contiguous.default", "aten.type_as.default", *(f"aten.to.{n}" for n in _TO)})
 
 ROWS: Mapping[str, Row] = MappingProxyType(
     {

@@ -23,9 +23,6 @@ def attention(
     the width of a key.
     """
 
-    def tokens_first(x: Value) -> Value:
-        y = c.transpose(x, (0, 2, 1, 3))
-        return c.reshape(y, y.type.shape[1:])
 
     def filled(x: Value) -> Value:
         if lack <= 0:
@@ -36,9 +33,9 @@ def attention(
     extra = () if sinks is None else (sinks,)
     lack = (v.type.shape[-1] - k.type.shape[-1]).const or 0
     out = c.b.attention(
-        filled(tokens_first(q)),
-        filled(tokens_first(k)),
-        tokens_first(v),
+        filled(_tokens_first(c, q)),
+        filled(_tokens_first(c, k)),
+        _tokens_first(c, v),
         c.positions,
         *extra,
         layer=layer,
@@ -48,6 +45,18 @@ def attention(
         softcap=softcap,
     )
     return c.reshape(out, c.shape)
+
+
+def alibi_attention(c: Call, q: Value, k: Value, v: Value, slopes: Value, layer: int, scale: float) -> Value:
+    """Lower attention with a bias by distance, of [1, H, T, D], to the op's [T, H, D]."""
+    q, k, v = (_tokens_first(c, x) for x in (q, k, v))
+    return c.reshape(c.b.alibi_attention(q, k, v, c.positions, slopes, layer=layer, scale=scale), c.shape)
+
+
+def _tokens_first(c: Call, x: Value) -> Value:
+    """[1, H, T, D] -> [T, H, D]."""
+    y = c.transpose(x, (0, 2, 1, 3))
+    return c.reshape(y, y.type.shape[1:])
 
 
 def moe(
@@ -105,6 +114,7 @@ TABLE: Mapping[str, Row] = MappingProxyType(
         **aten_math.ROWS,
         **aten_shape.ROWS,
         "aten.view_as_real.default": aten_shape.same,
+        "llmc.alibi_attention.default": alibi_attention,
         "llmc.attention.default": attention,
         "llmc.moe.default": moe,
         "llmc.rope_tables.default": rope_tables,

@@ -30,9 +30,20 @@ HARMLESS = frozenset(
 
 @dataclass(frozen=True)
 class MaskTag:
-    """Returned instead of an attention mask, to pass the requested window to the attention hook."""
+    """Returned instead of an attention mask, to pass the requested window to the attention hook.
+
+    Sparse attention has one instead of the keys that it selects, too: all of them.
+    """
 
     window: int | None = None
+
+    def to(self, *_: Any) -> "MaskTag":
+        """Return the tag: models convert masks to other dtypes."""
+        return self
+
+    def __getitem__(self, _: Any) -> "MaskTag":
+        """Return the tag: models pass parts of masks on."""
+        return self
 
 
 @torch.library.custom_op("llmc::attention", mutates_args=())
@@ -53,6 +64,17 @@ def attention(
 
 @attention.register_fake
 def _(q, k, v, layer, scale, window, softcap, sinks=None, causal=True):  # type: ignore[no-untyped-def]
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
+
+
+@torch.library.custom_op("llmc::alibi_attention", mutates_args=())
+def alibi_attention(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, layer: int, scale: float) -> Tensor:
+    """q [1,H,T,D], k [1,G,T,D], v [1,G,T,E], slopes [H] -> [1,T,H,E]."""
+    raise NotImplementedError("llmc::alibi_attention is traced, never run")
+
+
+@alibi_attention.register_fake
+def _(q, k, v, slopes, layer, scale):  # type: ignore[no-untyped-def]
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
 
 
@@ -126,7 +148,8 @@ def _attention_hook(
 ) -> tuple[Tensor, None]:
     """The attention function that transformers' models call. Some pass arguments by name, so these names are fixed."""
     name, mask = type(module).__name__, attention_mask
-    if unknown := sorted(k for k, x in extra.items() if x is not None and k not in HARMLESS):
+    passed = {k for k, x in extra.items() if x is not None and not (k == "indices" and isinstance(x, MaskTag))}
+    if unknown := sorted(passed - HARMLESS):
         raise Diagnostic("E305", f"{name} passes {', '.join(unknown)} to its attention, which is not supported", _OTHER)
     causal = is_causal is not False and getattr(module, "is_causal", True) is not False
     check_causal(name, causal or hasattr(module, ENCODER), mask)

@@ -257,12 +257,15 @@ class Checkpoint:
         Zeros as the bias of a product without one are harmless; old GPTQ checkpoints have them. `stored` are the names
         of the stored tensors, and of the weights that were decoded from them. Tensors that the index lacks are ignored.
         """
+        from llmc.frontend.model_class import tower_weights
+
         model = self.traced.model
         ignored = [
             HARMLESS,
             *([HEADS] if self.traced.facts.pooling else []),
             *map(re.compile, model._keys_to_ignore_on_load_unexpected or ()),
             *filter(None, [tensors_of(model.config)]),
+            *tower_weights(model),
         ]
         known = set(model.state_dict()) | set(self.traced.tied)
         extra = sorted(

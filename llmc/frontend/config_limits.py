@@ -11,6 +11,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.frontend.safetensors_reader import TensorFiles
 
 MAX_LAYERS, MAX_SIZE = 1000, 65536
+SPARSE = ("axk2", "deepseek_v32", "glm_moe_dsa")
 _COUNTED = re.compile(r"^(?!vocab).*(layer|head|experts)")  # vocabularies may be counted per layer
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks)\.(\d+)\.")
 
@@ -39,6 +40,20 @@ def chunk_size(config: Any) -> int | None:
     """
     kinds, size = getattr(config, "layer_types", None), getattr(config, "attention_chunk_size", None)
     return int(size) if size and (kinds is None or "chunked_attention" in kinds) else None
+
+
+def dense_limit(config: Any) -> tuple[int, str] | None:
+    """Return the number of tokens up to which a text config's attention is ordinary causal attention, and what limits
+    it; None if it always is.
+
+    Beside chunks, sparse attention: each token attends to the index_topk earlier tokens that an indexer selects, which
+    are all of them in sequences of at most so many tokens.
+    """
+    if chunk := chunk_size(config):
+        return chunk, f"the chunk that its layers attend to ({chunk} tokens)"
+    if getattr(config, "model_type", "") in SPARSE:
+        return int(config.index_topk), f"as its layers attend to index_topk = {config.index_topk} tokens"
+    return None
 
 
 def check_layers(folder: Path, layers: int) -> None:

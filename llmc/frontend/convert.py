@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend.aten_math import Row
-from llmc.frontend.aten_shape import ALIASES, END, joined
+from llmc.frontend.aten_shape import ALIASES, END, UNLESS_COPIED, joined
 from llmc.frontend.aten_table import COMPLEX, TABLE
 from llmc.frontend.export import Exported
 from llmc.frontend.lowering import PARTS, Call, Sizes, Unsupported
@@ -19,6 +20,9 @@ from llmc.ir.graph import Builder, Graph, Module, Value
 from llmc.ir.ops import OPS
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type, tensor
+
+
+ATTENTION = ("attention", "alibi_attention")  # the attention ops of a trace
 
 
 @dataclass(frozen=True)
@@ -181,28 +185,38 @@ class _Lowering:
     def _write(self, call: Call, n: Any, value: Value, name: str) -> None:
         """Make later readers of the target of the in-place op `n` see `value`.
 
-        The target is a tensor, or a slice of a tensor. A view that was made before the write and is read after it would
-        change, too, as would the tensor of which the target is a view: a functional graph cannot express that, and it
-        raises Diagnostic E311.
+        The target is a tensor, a slice of a tensor, or a piece of a split one. A view that was made before the write and
+        is read after it would change, too, as would the tensor of which the target is a view: a functional graph cannot
+        express that, and it raises Diagnostic E311.
         """
         target = n.args[0]
         whole = target.args[0] if str(target.target) == "aten.slice.Tensor" else target
         users = {u for u in (*whole.users, *target.users) if u is not target}
-        views = [u for u in users if _is_view(u) and self.order[u] < self.order[n]]
-        late = [r for v in views for r in v.users if _is_view(r) or self.order[r] > self.order[n]]
+        late = any(self._read_after(u, n) for u in users if _is_view(u) and self.order[u] < self.order[n])
         new: Value | None = value
         if whole is not target:
             at = list(target.args[1:]) + [0, 0, END, 1][len(target.args) - 1 :]
             new = joined(call, self.env[whole], value, *map(self._value, at))
         if new is None or late or self._seen_through(whole, n):
-            raise Diagnostic("E311", f"{name}: it writes to a view", _REPORT, loc=call.b.loc)
+            cause = f"{name}: it writes to a view, and what shares its memory is read as well"
+            raise Diagnostic("E311", cause, _REPORT, loc=call.b.loc)
         self.env[target], self.env[whole] = value, new
 
+    def _read_after(self, view: Any, n: Any) -> bool:
+        """Whether a view that was made before `n`, or a view of it, is read after `n`."""
+        at = self.order[n]
+        return any(
+            self._read_after(u, n) if _is_view(u) and self.order[u] < at else self.order[u] > at for u in view.users
+        )
+
     def _seen_through(self, view: Any, n: Any) -> bool:
-        """Whether a tensor of which `view` is a view is an input, or is read after `n` other than through `view`."""
+        """Whether a tensor of which `view` is a view is an input, or is read after `n` other than through `view`.
+
+        The pieces of a split tensor are views that do not overlap.
+        """
         while _is_view(view):
             base = view.args[0]
-            others = [u for u in base.users if u is not view]
+            others = [u for u in base.users if u is not view and (not _is_piece(view) or u.args[1] == view.args[1])]
             if base.op == "placeholder" or any(_is_view(u) or self.order[u] > self.order[n] for u in others):
                 return True
             view = base
@@ -211,14 +225,25 @@ class _Lowering:
 
 def _number_layers(g: Graph) -> None:
     """Renumber attention layers if numbers repeat: each attention needs its own KV cache."""
-    found = [n for n in g.nodes if n.op.name == "attention"]
+    found = [n for n in g.nodes if n.op.name in ATTENTION]
     if len({n.attrs["layer"] for n in found}) < len(found):
         for i, n in enumerate(found):
             n.attrs["layer"] = i
 
 
 def _is_view(n: Any) -> bool:
-    return str(n.target) in ALIASES
+    """Whether a node's result may share memory with its first operand."""
+    if _is_piece(n):
+        return _is_view(n.args[0])
+    name = str(n.target)
+    if name not in UNLESS_COPIED:
+        return name in ALIASES
+    x, y = n.args[0].meta["val"], n.meta["val"]
+    return x.dtype == y.dtype and (name != "aten.contiguous.default" or x.is_contiguous())
+
+
+def _is_piece(n: Any) -> bool:
+    return n.target is operator.getitem
 
 
 def _fit(call: Call, v: Value, want: Type) -> Value:

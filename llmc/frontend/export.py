@@ -23,6 +23,7 @@ from torch.export.graph_signature import InputKind
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend import (
+    alibi,
     attention_interface,
     legacy_attention,
     legacy_experts,
@@ -91,6 +92,7 @@ def load_config(source: Source, pools: bool = False) -> Any:
     except Exception as e:  # transformers raises many types; each means that it rejects this config.json
         cause = f"transformers refuses {source.folder / 'config.json'}: {' '.join(str(e).split())[:200]}"
         raise Diagnostic("E302", cause, "correct config.json") from e
+    alibi.check_config(text)
     for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
         if not isinstance(getattr(text, key, None), int):
             cause = f"model_type {name!r} is not supported: its config has no {key}, as a decoder's does"
@@ -128,7 +130,7 @@ def export_model(
         legacy_experts.patch(model)
         legacy_methods.patch(model)
         attention_interface.read_gates(model)
-        computed = rope_interface.patch(model, max_positions)
+        computed = {**rope_interface.patch(model, max_positions), **alibi.patch(model)}
         _return_hidden_states(model, aux_layers)
         program = export(model, max_tokens, max_rows)
         return exported(model, program, computed, max_tokens, max_rows, len(aux_layers))
@@ -179,7 +181,7 @@ def _build(config: Any, dtype: str, pooled: PooledModel | None) -> Any:
     name = attention_interface.NAME
     options = {"attn_implementation": name, "experts_implementation": name, "dtype": TORCH_DTYPE[dtype]}
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), model_class.towers_optional():
             if pooled is None:
                 model = model_class.auto_class(config.model_type).from_config(config, **options)
             else:
@@ -195,7 +197,8 @@ def _build(config: Any, dtype: str, pooled: PooledModel | None) -> Any:
         part.use_cache = False
     if pooled is None:
         _check_positions(model)
-    missing = {"position_ids", "logits_to_keep"} - set(inspect.signature(model.forward).parameters)
+    taken = {"position_ids"} if alibi.applies(config) else set()  # the bias is in the attention alone
+    missing = {"position_ids", "logits_to_keep"} - taken - set(inspect.signature(model.forward).parameters)
     if missing:
         raise Diagnostic(
             "E305",
@@ -249,7 +252,10 @@ def export(
     dynamic: dict[str, Any] = {"input_ids": {1: tokens}, "position_ids": {1: tokens}, "logits_to_keep": {0: rows}}
     inputs |= more
     dynamic |= {name: {1: tokens} for name in more}
-    if "use_cache" in inspect.signature(model.forward).parameters:
+    accepted = inspect.signature(model.forward).parameters
+    if "position_ids" not in accepted:  # only attention depends on positions, and it has those of the graph
+        del inputs["position_ids"], dynamic["position_ids"]
+    if "use_cache" in accepted:
         inputs["use_cache"], dynamic["use_cache"] = False, None
     try:
         with torch.no_grad():

@@ -63,8 +63,15 @@ def _dbrx(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tenso
     return out.view(hidden.shape)
 
 
+def _aria(experts: Any, hidden: Tensor, logits: Tensor) -> Tensor:
+    index, weights = experts.route_tokens_to_experts(logits)
+    gate_up, down = (w.weight.transpose(1, 2) for w in (experts.fc1, experts.fc2))
+    return torch.ops.llmc.moe(hidden, index, weights, gate_up, down, getattr(experts, GATE).body)
+
+
 TABLE: Mapping[str, Experts] = MappingProxyType(
     {
+        "AriaExperts": Experts(lambda m, x: _gated(torch.nn.functional.silu, x), _aria),
         "DbrxExperts": Experts(lambda m, x: _gated(m.mlp.activation_fn, x), _dbrx),
         "Llama4TextMoe": Experts(lambda m, x: _gated(m.experts.act_fn, x), _llama4),
     }

@@ -1,6 +1,7 @@
-"""Methods that make tensors of Python numbers while they run, which have no values on the meta device.
+"""Methods of transformers' modules that cannot be traced, and methods that compute the same.
 
-They are replaced by methods that compute the same with the numbers themselves.
+They make tensors of Python numbers while they run, which have no values on the meta device; depend on the number of
+tokens; or write attention out in products.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from llmc.frontend.attention_interface import MaskTag
 
 
 def patch(model: torch.nn.Module) -> None:
@@ -39,6 +42,33 @@ def _above(quantile: float, x: Tensor) -> Tensor:
     return torch.relu(x - (mean + variance.sqrt().to(x.dtype) * quantile))
 
 
+def _every_key(indexer: Any) -> Callable[..., MaskTag]:
+    """Sparse attention selects index_topk keys: all of them, as sequences are at most so long (`config_limits`)."""
+    return lambda *_, **__: MaskTag()
+
+
+def _xglm_positions(module: Any) -> Callable[..., Tensor]:
+    """The table is as long as the longest sequence."""
+    return lambda position_ids, *_: module.weights[position_ids + module.offset]
+
+
+def _xglm_attention(module: Any) -> Callable[..., tuple[Tensor, None]]:
+    """Queries are scaled before the product."""
+
+    def forward(hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        projected = (p(hidden_states) for p in (module.q_proj, module.k_proj, module.v_proj))
+        q, k, v = (x.unflatten(-1, (module.num_heads, module.head_dim)).transpose(1, 2) for x in projected)
+        out = torch.ops.llmc.attention(q * module.scaling, k, v, module.layer_idx, 1.0, 0, 0.0, None)
+        return module.out_proj(out.flatten(2)), None
+
+    return forward
+
+
 METHODS: Mapping[str, Mapping[str, Callable[[Any], Callable[..., Any]]]] = MappingProxyType(
-    {"Gemma3nTextMLP": {"_gaussian_topk": _sparse}}
+    {
+        **dict.fromkeys(("AXK2Indexer", "DeepseekV32Indexer", "GlmMoeDsaIndexer"), {"forward": _every_key}),
+        "Gemma3nTextMLP": {"_gaussian_topk": _sparse},
+        "XGLMAttention": {"forward": _xglm_attention},
+        "XGLMSinusoidalPositionalEmbedding": {"forward": _xglm_positions},
+    }
 )

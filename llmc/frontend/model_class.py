@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
+import torch
 import transformers
 from llmc_runtime.format.nearest import did_you_mean
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -44,6 +48,35 @@ def sees(name: str) -> bool:
 def auto_class(name: str) -> Any:
     """Return the class of transformers whose `from_config` builds the language model of a type."""
     return transformers.AutoModelForImageTextToText if sees(name) else transformers.AutoModelForCausalLM
+
+
+class Unbuilt(torch.nn.Module):
+    """Stands for a tower of a model that sees or hears if a package that it needs is not installed.
+
+    A language model is compiled without its towers, whose weights are not read.
+    """
+
+
+@contextmanager
+def towers_optional() -> Iterator[None]:
+    """Within this context, a tower that needs a missing package, such as timm, is built as `Unbuilt`."""
+    build = transformers.AutoModel.from_config
+
+    def from_config(*args: Any, **options: Any) -> Any:
+        try:
+            return build(*args, **options)
+        except ImportError:
+            return Unbuilt()
+
+    with patch.object(transformers.AutoModel, "from_config", from_config):
+        yield
+
+
+def tower_weights(model: torch.nn.Module) -> Iterator[re.Pattern[str]]:
+    """Yield patterns of the names of weights of towers that were not built."""
+    for path, module in model.named_modules():
+        if isinstance(module, Unbuilt):
+            yield re.compile(rf"^{re.escape(path)}\.")
 
 
 def check_model_type(source: Source, pools: bool) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from llmc_runtime.format.pooling import Pooling
 
 from llmc.diagnostics import Diagnostic
-from llmc.frontend.config_limits import check_layers, check_sizes, chunk_size
+from llmc.frontend.config_limits import check_layers, check_sizes, dense_limit
 from llmc.frontend.generation_config import generation_notes, sampling_defaults
 from llmc.frontend.model_folder import Source, adapter_note, open_source
 from llmc.frontend.pooling_files import PooledModel, position_offset, read_pooled, returns_segments, segments_of
@@ -185,9 +185,9 @@ def _longest(source: Source, text: Any, requested: int | None, pooled: PooledMod
     limit = _limit(text)
     if pooled is not None:
         limit = min(limit - position_offset(text), pooled.max_length or limit)
-    chunk = chunk_size(text)
-    if requested is not None and requested > limit and (chunk or _rope(text).get("rope_type") != "dynamic"):
-        why = f", the chunk that its layers attend to ({chunk} tokens)" if chunk == limit else ""
+    dense, reason = dense_limit(text) or (0, "")
+    if requested is not None and requested > limit and (dense or _rope(text).get("rope_type") != "dynamic"):
+        why = f", {reason}" if dense == limit else ""
         cause = f"{requested} positions were requested; {source.model_type}'s config allows {limit}{why}"
         raise Diagnostic("E305", cause, f"use at most {limit}")
     longest = requested or limit
@@ -200,15 +200,18 @@ def _limit(config: Any) -> int:
     """The longest sequence that the config supports, including the stretch of a scaled rotary embedding.
 
     `dynamic` scaling is excluded: its frequencies would change while a sequence grows, see `rope.patch`. Attention in
-    chunks limits it to one chunk, see `chunk_size`.
+    chunks and sparse attention limit it, see `dense_limit`.
     """
-    limit = getattr(config, "max_position_embeddings", None)
+    from llmc.frontend import alibi
+
+    limit = alibi.limit(config) or getattr(config, "max_position_embeddings", None)
     if not limit:
         raise Diagnostic("E302", "config.json has no max_position_embeddings", "add its longest sequence")
     rope = _rope(config)
     stretch = rope.get("factor") or 1.0 if rope.get("rope_type") in ("linear", "yarn") else 1.0
     longest = max(int(limit), int((rope.get("original_max_position_embeddings") or limit) * stretch))
-    return min(longest, chunk_size(config) or longest)
+    dense, _ = dense_limit(config) or (longest, "")
+    return min(longest, dense)
 
 
 def limits_of(path: str | Path) -> tuple[int, int]:
@@ -235,7 +238,9 @@ def _pooling(source: Source, pooled: PooledModel | None, module: Module, text: A
 
 def _heads(module: Module) -> Iterator[tuple[int, int, int, int]]:
     """(query heads, key heads, key width, value width) of each attention node, by layer."""
-    nodes = (n for n in module.graphs["main"].nodes if n.op.name == "attention")
+    from llmc.frontend.convert import ATTENTION
+
+    nodes = (n for n in module.graphs["main"].nodes if n.op.name in ATTENTION)
     for n in sorted(nodes, key=lambda n: n.attrs["layer"]):
         q, k, v = (x.type.shape for x in n.operands[:3])
         yield int(q[1].const or 0), int(k[1].const or 0), int(k[2].const or 0), int(v[2].const or 0)

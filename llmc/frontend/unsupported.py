@@ -56,15 +56,13 @@ HEADS: Mapping[str, str] = MappingProxyType(
         "RewardModel": "a reward model",
     }
 )
-ALIBI = "its attention adds a bias by distance (ALiBi)"
-WRITTEN = "its attention does not use transformers' AttentionInterface"
+WEIGHED = "its attention adds a weight of each key, computed from its value"
 RECURRENT = "it is recurrent: it keeps a state per sequence instead of keys and values"
 HYBRID = "most of its layers are recurrent or linear attention, which keep a state per sequence"
 # Families of transformers that are known not to be supported, and why.
 OUTSIDE: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("bloom", "mpt"), ALIBI),
-        **dict.fromkeys(("doge", "xglm"), WRITTEN),
+        "doge": WEIGHED,
         **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm"), RECURRENT),
         **dict.fromkeys(("bamba", "falcon_h1", "jamba", "kimi_linear", "minimax", "nemotron_h", "olmo_hybrid"), HYBRID),
         **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba", "zamba2"), HYBRID),
@@ -77,11 +75,7 @@ def outside(config: Mapping[str, Any]) -> str | None:
     """Return why a model family is not supported, or None if it may be."""
     inner = config.get("text_config")
     named = (config.get("model_type"), inner.get("model_type") if isinstance(inner, dict) else None)
-    return (
-        ALIBI
-        if config.get("alibi") is True
-        else next((OUTSIDE[n] for n in named if isinstance(n, str) and n in OUTSIDE), None)
-    )
+    return next((OUTSIDE[n] for n in named if isinstance(n, str) and n in OUTSIDE), None)
 
 
 def refuse_file(path: Path) -> Diagnostic:

@@ -35,6 +35,7 @@ DECODING = tuple(op.name for op in quantize.OPS if op.name != "take_columns")
 ROUGH = (
     "cpu/linear",
     "cpu/attention",
+    "cpu/alibi_attention",
     "cpu/latent_attention",
     "triton/decode_attention",
     "triton/prefill_attention",
@@ -42,6 +43,8 @@ ROUGH = (
     "triton/latent_decode",
     "triton/latent_prefill",
     "triton/packed_attention",
+    "triton/alibi_attention",
+    "triton/packed_alibi_attention",
     "triton/rope_append",
 )
 GPU_ONLY = (

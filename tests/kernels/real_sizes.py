@@ -46,6 +46,18 @@ _ATTENTION = {
             "bf16[T, 32, 128]",
         ),
     ),
+    "alibi_attention": (
+        Text(
+            f"bf16[T, 32, 128]; {KV}; {PAGES}; i32[R]; i32[R+1]; i32[T]; f32[32]",
+            "paged_alibi_attention {scale=0.088}", "bf16[T, 32, 128]",
+        ),
+    ),
+    "packed_alibi_attention": (
+        Text(
+            "bf16[T, 32, 128]; bf16[T, 8, 128]; bf16[T, 8, 128]; i32[T]; f32[32]",
+            "alibi_attention {layer=0, scale=0.088}", "bf16[T, 32, 128]",
+        ),
+    ),
     "latent_decode": (
         Text(
             f"bf16[R, 128, 512]; bf16[R, 128, 64]; {LATENTS}; {PAGES}; i32[R]; i32[R]",

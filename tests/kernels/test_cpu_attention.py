@@ -11,7 +11,8 @@ import pytest
 from kernels.harness import Case, compile_cases, run_case
 from kernels.test_cpu_linear import LEVELS, target_here
 
-from llmc.codegen.backends.cpp.attention import ATTENTION
+from llmc.codegen.backends.cpp.attention import ALIBI_ATTENTION, ATTENTION
+from llmc.codegen.backends.cpp.cpp_kernel import CppKernel
 from llmc.extension import load
 from llmc.ir.graph import Graph
 from llmc.ir.ops import OPS
@@ -36,6 +37,7 @@ class Shape:
     softcap: float = 0.0
     sinks: bool = False
     change: tuple[tuple[str, int], ...] = ()
+    alibi: bool = False
 
 
 SHAPES = (
@@ -48,6 +50,8 @@ SHAPES = (
     Shape("wide", "bf16", "f32", 2, 1, 130, 16),
     Shape("sinks", "bf16", "bf16", 8, 2, 128, 16, 33, 2.0, True),
     Shape("widest", "bf16", "bf16", 4, 1, 512),
+    Shape("alibi", "bf16", "bf16", 6, 6, 80, alibi=True),
+    Shape("alibi-groups", "f32", "f32", 6, 2, 33, 5, 0, 0.0, False, (("br", 24), ("kt", 32)), True),
 )
 # (row, tokens already there, tokens of the step) of each entry; -1 is a padding row. Drafts are verified by adjacent
 # entries of one row
@@ -71,11 +75,16 @@ def build(s: Shape) -> Graph:
         g.input("starts", tensor("i32", "R+1")),
         g.input("positions", tensor("i32", "T")),
     ]
-    if s.sinks:
-        operands.append(g.input("sinks", tensor("f32", s.h)))
-    attrs = {"scale": s.d**-0.5 * 1.5, "window": s.window, "softcap": s.softcap}
-    g.outputs = [g.add(OPS["paged_attention"], operands, attrs).result]
+    if s.sinks or s.alibi:
+        operands.append(g.input("slopes" if s.alibi else "sinks", tensor("f32", s.h)))
+    scale = {"scale": s.d**-0.5 * 1.5}
+    attrs = scale if s.alibi else scale | {"window": s.window, "softcap": s.softcap}
+    g.outputs = [g.add(OPS[kernel_of(s).ops[0]], operands, attrs).result]
     return g
+
+
+def kernel_of(s: Shape) -> CppKernel:
+    return ALIBI_ATTENTION if s.alibi else ATTENTION
 
 
 def draw(s: Shape, step: Sequence[tuple[int, int, int]], pad: int, rng: np.random.Generator) -> list[np.ndarray]:
@@ -98,19 +107,21 @@ def draw(s: Shape, step: Sequence[tuple[int, int, int]], pad: int, rng: np.rando
             kv[pages[row, t // s.page], :, :, t % s.page] = rng.standard_normal((2, s.g, s.d))
     out = [rng.standard_normal((total, s.h, s.d)).astype(np.float32), kv, pages]
     out += [np.array([row for row, _, _ in step], np.int32), starts, positions]
+    if s.alibi:
+        return [*out, 2.0 ** rng.uniform(-8, 0, s.h).astype(np.float32)]
     return out + ([rng.standard_normal(s.h).astype(np.float32) * 2] if s.sinks else [])
 
 
 @pytest.mark.parametrize("s", SHAPES, ids=lambda s: s.name)
 @pytest.mark.parametrize("level", LEVELS)
 def test_attention_agrees_with_the_reference(level: str, s: Shape, tmp_path: Path) -> None:
-    target = target_here(level)
+    target, kernel = target_here(level), kernel_of(s)
     g = build(s)
     (node,) = g.nodes
-    assert ATTENTION.reject(node, target) is None
-    schedule = ATTENTION.schedules(node, target)[0] | dict(s.change)
+    assert kernel.reject(node, target) is None
+    schedule = kernel.schedules(node, target)[0] | dict(s.change)
     low = "bf16" in (s.q, s.kv)  # weights of the sum are rounded to bf16 as well
-    case = Case(s.name, g, ATTENTION, schedule, [], atol=2e-2 if low else 2e-5)
+    case = Case(s.name, g, kernel, schedule, [], atol=2e-2 if low else 2e-5)
     compiled = compile_cases([case], target, tmp_path)[s.name]
     for i, step in enumerate(STEPS):
         fits = [(r, min(held, s.page * 9 - n), n) for r, held, n in step if n <= s.page * 9]

@@ -15,6 +15,7 @@ from kernels.harness import Case
 from kernels.triton_harness import INTERPRETED, ONE_TARGET, TARGETS, compile_for, run_case
 from kernels.triton_order import memory_order
 
+from llmc.codegen.backends.triton.alibi_attention import ALIBI_ATTENTION, PACKED_ALIBI_ATTENTION
 from llmc.codegen.backends.triton.attention_parts import ATTENTION_PARTS, JOIN_PARTS
 from llmc.codegen.backends.triton.decode_attention import ATTENTION_COMBINE, DECODE_ATTENTION
 from llmc.codegen.backends.triton.prefill_attention import PACKED_ATTENTION, PREFILL_ATTENTION
@@ -58,6 +59,7 @@ class Paged:
     attrs: dict[str, Any] = field(default_factory=dict)
     behind: int = 0  # tokens behind the last row
     dynamic: bool = True
+    alibi: bool = False  # without sinks and attributes
 
     def inputs(self, rng: np.random.Generator) -> list[np.ndarray]:
         """Slots that no row has filled are NaN, and pages that no row needs are -1."""
@@ -82,6 +84,8 @@ class Paged:
         q = rng.standard_normal((len(positions), h, d)).astype(np.float32)
         scales = [rng.uniform(0.5, 2, 2 * g).astype(np.float32)] if self.pool in FLOAT8 else []
         extra = [2 * rng.standard_normal(h).astype(np.float32)] if self.sinks else []
+        if self.alibi:
+            extra = [2.0 ** rng.uniform(-8, 0, h).astype(np.float32)]
         return [q, kv, table, rows, starts, positions, *scales, *extra]
 
     def case(
@@ -109,7 +113,7 @@ class Paged:
         kind = "_single" if kernel is SINGLE_TOKEN_ATTENTION else ""
         if splits:
             kind = "_parts" if kernel is ATTENTION_PARTS else "_split"
-        op = OPS[f"paged_attention{kind}"]
+        op = OPS["paged_alibi_attention" if self.alibi else f"paged_attention{kind}"]
         g = Graph("main")
         t, r = (D("T"), D("R")) if self.dynamic else (D(len(arrays[0])), D(len(self.spans)))
         first = {"q": t, "y": t, "rows": t if splits else r, "starts": r + 1, "positions": t}
@@ -147,6 +151,15 @@ def drawn(rng: np.random.Generator, one: bool, codes: bool = True) -> Paged:
     page = int(rng.choice([16, 16, 4, 32, 64]))
     behind = 0 if one and rng.random() < 0.7 else int(rng.integers(0, 4))
     return Paged(shape, spans, page, dtype, pool, bool(rng.random() < 0.4), attrs, behind, bool(rng.random() < 0.7))
+
+
+ALIBI = (
+    Paged((8, 8, 80), [(1, 40), (35, 35), (1, 1), (20, 70), None, (1, 129)], dtype="bf16", behind=3, alibi=True),
+    Paged((6, 2, 40), [None, (33, 33), (17, 80)], page=4, alibi=True),
+    Paged((71, 1, 64), [(3, 20), (1, 5)], dtype="f16", alibi=True),
+    Paged((8, 2, 128), [(1, 40), (20, 70), None], dtype="bf16", pool=F8, behind=2, alibi=True),
+    Paged((4, 4, 64), [(1, 200), (1, 3)], dtype="bf16", alibi=True, dynamic=False),
+)
 
 
 def fresh() -> np.random.Generator:
@@ -194,6 +207,20 @@ def test_mixtures_in_fixed_parts(i: int, monkeypatch: pytest.MonkeyPatch) -> Non
     run_case(case, DETERMINISTIC)
 
 
+@pytest.mark.parametrize("i", range(len(ALIBI)))
+def test_bias_by_distance(i: int) -> None:
+    rng = fresh()
+    for schedule in range(3):
+        run_case(ALIBI[i].case(ALIBI_ATTENTION, rng, schedule))
+
+
+@pytest.mark.parametrize("_", range(3))
+def test_bias_by_distance_of_drawn_steps(_: int) -> None:
+    rng = fresh()
+    step = replace(drawn(rng, bool(rng.integers(2))), sinks=False, attrs={}, alibi=True)
+    run_case(step.case(ALIBI_ATTENTION, rng, int(rng.integers(8))))
+
+
 @pytest.mark.parametrize("kernel", [DECODE_ATTENTION, PREFILL_ATTENTION], ids=lambda k: k.name)
 @pytest.mark.parametrize("i", range(len(MIXED)))
 def test_mixtures(i: int, kernel: TritonKernel) -> None:
@@ -238,30 +265,35 @@ def prompt(
     sinks: bool,
     at: int,
     on: Target = INTERPRETED,
+    kernel: TritonKernel = PACKED_ATTENTION,
     **attrs: Any,
 ) -> Case:
-    """Packed prompts of the lengths, some of which begin at a position other than 0. heads: h, g, d, e."""
+    """Packed prompts of the lengths, some of which begin at a position other than 0. heads: h, g, d, e.
+
+    sinks: one number per head is the last operand; for PACKED_ALIBI_ATTENTION, it is the slope.
+    """
     h, g, d, e = heads
     pos = np.concatenate([np.arange(n) + rng.integers(0, 3) * 7 for n in lengths])
     t = len(pos)
     arrays = [rng.standard_normal(s).astype(np.float32) for s in ((t, h, d), (t, g, d), (t, g, e))]
     arrays = [*arrays, pos, *([rng.standard_normal(h).astype(np.float32)] if sinks else [])]
+    slopes = kernel is PACKED_ALIBI_ATTENTION
     graph = Graph("main")
     for x in arrays:
         graph.input(
             f"x{len(graph.inputs)}",
             Type(
-                "i64" if x is pos else dtype,
+                "i64" if x is pos else "f32" if slopes and x.ndim == 1 else dtype,
                 (D("T") if x.ndim > 1 or x is pos else D(len(x)), *map(D, x.shape[1:])),
             ),
         )
-    graph.outputs = list(graph.add(OPS["attention"], graph.inputs, {"layer": 0, "scale": d**-0.5, **attrs}).results)
-    plan = PACKED_ATTENTION.schedules(graph.nodes.head, on)  # type: ignore[arg-type]
+    graph.outputs = list(graph.add(OPS[kernel.ops[0]], graph.inputs, {"layer": 0, "scale": d**-0.5, **attrs}).results)
+    plan = kernel.schedules(graph.nodes.head, on)  # type: ignore[arg-type]
     plan = plan[at % len(plan)]
     return Case(
         f"prompt-{lengths}-{heads}-{dtype}-{attrs}-{plan}",
         graph,
-        PACKED_ATTENTION,
+        kernel,
         plan,
         arrays,
         rtol=2e-5,
@@ -275,9 +307,11 @@ def prompts(rng: np.random.Generator, on: Target = INTERPRETED) -> Iterator[Case
     yield prompt(rng, [30, 31, 9], (3, 3, 72, 128), "f16", False, 2, on, causal=False)
     yield prompt(rng, [3, 140], (4, 1, 16, 16), "bf16", True, 1, on, window=10)
     yield prompt(rng, [20, 40], (2, 2, 16, 16), "f32", False, 1, on, window=10, causal=False)
+    yield prompt(rng, [3, 140], (4, 1, 16, 24), "bf16", True, 1, on, PACKED_ALIBI_ATTENTION)
+    yield prompt(rng, [70, 2, 30], (3, 3, 40, 40), "f32", True, 0, on, PACKED_ALIBI_ATTENTION)
 
 
-@pytest.mark.parametrize("i", range(5))
+@pytest.mark.parametrize("i", range(7))
 def test_prompts(i: int) -> None:
     rng = fresh()
     run_case(list(prompts(rng))[i])
@@ -365,6 +399,9 @@ def gpu_cases(target: Target) -> Iterator[Case]:
         yield p.case(PREFILL_ATTENTION, rng, 1, on=target, least=2)
         for schedule in range(3):
             yield p.case(SINGLE_TOKEN_ATTENTION, rng, schedule, on=target)
+    for p in ALIBI:
+        for schedule in range(6):
+            yield p.case(ALIBI_ATTENTION, rng, schedule, on=target)
     for i in range(24):
         yield drawn(rng, False).case(SINGLE_TOKEN_ATTENTION, rng, i, on=target)
         yield drawn(rng, True).case(DECODE_ATTENTION, rng, i, i % 9, target)
@@ -384,7 +421,8 @@ def test_compiles(target: Target, tmp_path: Path) -> None:
         drawn(rng, False, codes).case(PREFILL_ATTENTION, rng, int(rng.integers(6)), on=target),
         drawn(rng, True, codes).case(DECODE_ATTENTION, rng, int(rng.integers(6)), on=target),
         drawn(rng, False, codes).case(SINGLE_TOKEN_ATTENTION, rng, int(rng.integers(6)), on=target),
-        list(prompts(rng, target))[int(rng.integers(5))],
+        list(prompts(rng, target))[int(rng.integers(7))],
+        ALIBI[0].case(ALIBI_ATTENTION, rng, int(rng.integers(6)), on=target),
         list(combines(rng, target))[int(rng.integers(4))],
     ]
     own = replace(PINNED[-2], pool=float8(target) or F8)

@@ -25,13 +25,17 @@ SMALL = {
 
 @dataclass(frozen=True)
 class Case:
-    """An architecture with a config. lengths: of the sequences that are packed into one flat batch."""
+    """An architecture with a config. lengths: of the sequences that are packed into one flat batch.
+
+    attention: transformers' implementation to compare with. Falcon's eager one adds ALiBi twice.
+    """
 
     name: str
     model_type: str
     config: dict[str, Any] = field(default_factory=dict)
     lengths: tuple[int, ...] = (21, 16)
     trace: dict[str, Any] = field(default_factory=dict)
+    attention: str = "eager"
 
 
 def rope(kind: str, **kw: Any) -> dict[str, Any]:
@@ -204,6 +208,12 @@ FALCON = {
     "num_attention_heads": 4,
     "max_position_embeddings": 256,
 }
+SPARSE = {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 16, "mlp_layer_types": ["dense", "sparse"]}
+XGLM = {
+    "vocab_size": 320, "d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4,
+    "max_position_embeddings": 256,
+}  # fmt: skip
+MPT = {"vocab_size": 320, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 256}
 ROUTED = EXPERTS | {"num_local_experts": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
 WINDOWED = SMALL | {"head_dim": 16, "sliding_window": 8}
 # Layers that rotate and attend in chunks, and layers that do neither and scale queries by their positions.
@@ -216,6 +226,19 @@ LLAMA4 = SMALL | {
     "no_rope_layers": [1, 0],
     "attention_chunk_size": 64,
     "floor_scale": 8,
+}
+HEARS = {"hidden_size": 16, "conf_num_hidden_layers": 1, "conf_num_attention_heads": 2, "vocab_size": 8}
+GEMMA3N = SMALL | {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "activation_sparsity_pattern": [0.6, 0.6, 0.0, 0.0],
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 320,
+    "laurel_rank": 8,
+    "final_logit_softcapping": 30.0,
 }
 FURTHER = (
     *(
@@ -296,23 +319,8 @@ FURTHER = (
     ),
     Case("gpt_oss-yarn", "gpt_oss", WINDOWED | {"num_local_experts": 4} | YARN, (77,)),
     Case("fuyu", "fuyu", {"text_config": SMALL | {"model_type": "persimmon"}}),
-    Case(
-        "gemma3n_text",
-        "gemma3n_text",
-        SMALL
-        | {
-            "num_hidden_layers": 4,
-            "head_dim": 16,
-            "sliding_window": 8,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "num_kv_shared_layers": 2,
-            "activation_sparsity_pattern": [0.6, 0.6, 0.0, 0.0],
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": 320,
-            "laurel_rank": 8,
-            "final_logit_softcapping": 30.0,
-        },
-    ),
+    Case("gemma3n_text", "gemma3n_text", GEMMA3N),
+    Case("gemma3n", "gemma3n", {"text_config": GEMMA3N, "vision_config": {"hidden_size": 16}, "audio_config": HEARS}),
     Case(
         "mistral3",
         "mistral3",
@@ -339,6 +347,31 @@ FURTHER = (
         "llama4",
         {"text_config": LLAMA4 | {"num_experts_per_tok": 2}, **TINY_VISION},
         trace={"max_positions": 64},
+    ),
+    Case("xglm", "xglm", XGLM),
+    Case("aria_text", "aria_text", SMALL | {"head_dim": 16, "moe_num_experts": 4, "moe_topk": 2}),
+    Case(
+        "aria",
+        "aria",
+        {
+            "text_config": SMALL | {"model_type": "aria_text", "moe_num_experts": 4, "moe_topk": 2},
+            "vision_config": TINY_VISION["vision_config"] | {"model_type": "idefics3_vision"},
+        },
+    ),
+    *(Case(name, name, MLA | EXPERTS | MLA_EXPERTS | SPARSE) for name in ("deepseek_v32", "glm_moe_dsa", "axk2")),
+    Case("bloom", "bloom", {"vocab_size": 320, "hidden_size": 60, "n_layer": 2, "n_head": 6}),
+    Case("mpt", "mpt", MPT),
+    Case(
+        "mpt-clipped",
+        "mpt",
+        MPT | {"n_heads": 6, "d_model": 48, "attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.2}},
+    ),
+    Case("falcon-alibi", "falcon", FALCON | {"alibi": True, "multi_query": False}, attention="sdpa"),
+    Case(
+        "falcon-alibi-one-key",
+        "falcon",
+        FALCON | {"alibi": True, "multi_query": True, "parallel_attn": False},
+        attention="sdpa",
     ),
     Case(
         "dbrx",

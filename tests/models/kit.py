@@ -16,19 +16,19 @@ from models.cases import Case
 from llmc.diagnostics import Diagnostic
 from llmc.frontend.checkpoint import Checkpoint
 from llmc.frontend.export import quiet
-from llmc.frontend.model_class import auto_class
+from llmc.frontend.model_class import auto_class, towers_optional
 from llmc.frontend.trace_model import Traced
 from llmc.ir.graph import Module
 from llmc.ir.interp import run
 
 
 def build(case: Case, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    """The transformers model with weights drawn so that no part is degenerate; eager attention."""
+    """The transformers model with weights drawn so that no part is degenerate."""
     torch.manual_seed(seed)
-    with quiet():
+    with quiet(), towers_optional():
         config = transformers.AutoConfig.for_model(case.model_type, **case.config)
         model = auto_class(case.model_type).from_config(
-            config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+            config, attn_implementation=case.attention, experts_implementation="eager", dtype=torch.float32
         )
     for name, p in model.named_parameters():
         centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0

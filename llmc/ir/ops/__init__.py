@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from llmc.ir.opdef import OpDef
 from llmc.ir.ops import (
+    alibi,
     attention,
     block_scaled,
     comm,
@@ -44,7 +45,7 @@ def op_set(*groups: Iterable[OpDef]) -> Mapping[str, OpDef]:
 
 GROUPS = (
     pointwise, reduce, shape, linear, packed, quantize, quantized_linear, block_scaled, packed_quantized, packed_codes,
-    packed_fragments, norm, rope, attention, latent, moe, quantized_moe, scaled_moe, state, pooling, sample, draft,
-    comm,
+    packed_fragments, norm, rope, attention, alibi, latent, moe, quantized_moe, scaled_moe, state, pooling, sample,
+    draft, comm,
 )  # fmt: skip
 OPS = op_set(*(m.OPS for m in GROUPS))

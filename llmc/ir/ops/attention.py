@@ -6,7 +6,7 @@ rows with a single token can be computed by a separate op (`paged_attention_sing
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -17,12 +17,13 @@ from llmc.ir.contents import Content
 from llmc.ir.opdef import OpDef, op
 
 
-def attend(q: Any, k: Any, v: Any, mask: Any, scale: float, softcap: float, sinks: Any) -> Any:
+def attend(q: Any, k: Any, v: Any, mask: Any, scale: float, softcap: float, sinks: Any, bias: Any = 0) -> Any:
     """Softmax attention: q [t, h, d], k [n, g, d], v [n, g, e], mask [t, n] (True: visible) -> [t, h, e].
 
-    `sinks` [h] adds one logit per head to the softmax's denominator; it contributes no value.
+    `sinks` [h] adds one logit per head to the softmax's denominator; it contributes no value. `bias` [h, t, n] is added
+    to the logits.
     """
-    s = _scores(q, k, scale, softcap)
+    s = _scores(q, k, scale, softcap) + bias
     v = np.repeat(v, q.shape[1] // v.shape[1], 1)
     s = np.where(mask[None], s, -np.inf)
     top = np.max(s, -1, keepdims=True, initial=-1e30)
@@ -101,11 +102,11 @@ def paged_attention(
     fewer than `least` tokens. Scale, softcap and sinks are those of `attention`. A pool of 8-bit floats is multiplied
     by `scales` (see `kv_append`). The cost assumes that every page of the pool is in use.
     """
-    selected, kv = np.diff(starts) >= least, _unscaled(kv, scales)
+    selected, kv = np.diff(starts) >= least, unscaled(kv, scales)
     return _over_pages(np.zeros_like(q), selected, q, kv, pages, rows, starts, positions, sinks, scale, window, softcap)
 
 
-def _unscaled(kv: Any, scales: Any) -> Any:
+def unscaled(kv: Any, scales: Any) -> Any:
     """The keys and values of a pool: its numbers times the scale of their head, if it has scales."""
     return kv if scales is None else kv * scales.reshape(2, -1, 1, 1)
 
@@ -115,18 +116,27 @@ def _over_pages(
     scale: float, window: int, softcap: float,
 ) -> Any:  # fmt: skip
     """Write the attention of the rows selected by `selected` into `out`, and return it."""
+    for span, pos, k, v in row_spans(kv, pages, np.where(selected, rows, -1), starts, positions):
+        out[span] = attend(q[span], k, v, visible(pos, np.arange(len(k)), True, window), scale, softcap, sinks)
+        out[span][pos < 0] = 0
+    return out
+
+
+def row_spans(kv: Any, pages: Any, rows: Any, starts: Any, positions: Any) -> Iterator[tuple[slice, Any, Any, Any]]:
+    """Yield (tokens, their positions, keys [n, g, d], values [n, g, d]) of each entry whose row is not -1.
+
+    The keys and values are those of positions 0 to the largest of the entry, from the pages of its row.
+    """
     page = kv.shape[3]
     for i, row in enumerate(rows):
         span = np.s_[starts[i] : starts[i + 1]]
         pos = positions[span]
-        if row < 0 or not selected[i] or not len(pos):
+        if row < 0 or not len(pos):
             continue
         n = int(pos.max()) + 1
         cached = kv[pages[row, : -(-n // page)]]  # [pages, 2, g, page, d]
         k, v = (cached[:, j].transpose(0, 2, 1, 3).reshape(-1, kv.shape[2], kv.shape[4])[:n] for j in (0, 1))
-        out[span] = attend(q[span], k, v, visible(pos, np.arange(n), True, window), scale, softcap, sinks)
-        out[span][pos < 0] = 0
-    return out
+        yield span, pos, k, v
 
 
 @op(
@@ -143,7 +153,7 @@ def paged_attention_single(
 
     This completes paged_attention with least=2: decoding rows in a batch with prompts need no tiles of many queries.
     """
-    selected, kv = np.diff(starts) == 1, _unscaled(kv, scales)
+    selected, kv = np.diff(starts) == 1, unscaled(kv, scales)
     return _over_pages(y.copy(), selected, q, kv, pages, rows, starts, positions, sinks, scale, window, softcap)
 
 
@@ -163,7 +173,7 @@ def paged_attention_split(
     logarithm of its sum of exponentials. Parts without pages, and all parts of padding rows, are zero with an lse of
     -inf.
     """
-    (t, h, d), page, kv = q.shape, kv.shape[3], _unscaled(kv, scales)
+    (t, h, d), page, kv = q.shape, kv.shape[3], unscaled(kv, scales)
     partial, lse = np.zeros((t, h, splits, d), q.dtype), np.full((t, h, splits), -np.inf, q.dtype)
     for i, (row, pos) in enumerate(zip(rows, positions, strict=True)):
         if row < 0 or pos < 0:
@@ -200,7 +210,7 @@ def paged_attention_parts(
 
     A token at a position of splits * part or more is not supported.
     """
-    (t, h, d), kv = q.shape, _unscaled(kv, scales)
+    (t, h, d), kv = q.shape, unscaled(kv, scales)
     partial, lse = np.zeros((t, h, splits, d), q.dtype), np.full((t, h, splits), -np.inf, q.dtype)
     for i, (row, pos) in enumerate(zip(rows, positions, strict=True)):
         low = max(0, pos + 1 - window) if window else 0

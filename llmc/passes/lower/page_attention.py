@@ -27,8 +27,8 @@ KV_SCALES = "kv_scales."  # and the layer: the name of the scales of its pool
 RESULTS = ("ids", "logprob", "rank", "top_ids", "top_logprobs")
 HIDDEN = "hidden"  # input of the graph of a head: the hidden state of the position before each token
 HIDDEN_POOL = f"{DRAFT_PREFIX}kv.{HIDDEN}"  # pages of hidden states, one per token
-LATENT = "latent_attention"
-ATTENTION = ("attention", LATENT)
+LATENT, ALIBI = "latent_attention", "alibi_attention"
+ATTENTION = ("attention", ALIBI, LATENT)
 ENTRIES = 512  # verified tokens beyond this number cost as much as those of a prompt, so that drafts do not pay
 
 
@@ -244,7 +244,7 @@ class _Rows:
         """Replace one attention node; return the newest version of its layer's pool."""
         if n.op.name == LATENT:
             return self._latent(n)
-        q, k, v, _, *sinks = n.operands
+        q, k, v, _, *last = n.operands  # sinks or slopes
         wide, narrow = int(k.type.shape[2]), int(v.type.shape[2])
         if narrow > wide:
             raise Diagnostic(
@@ -252,11 +252,12 @@ class _Rows:
             )
         b = Builder(self.g, self.ops, before=n, loc=n.loc)
         newest = self._append(b, self.prefix, n.attrs["layer"], k, v, self.append_at)
-        attrs = {key: n.attrs[key] for key in ("scale", "window", "softcap")}
-        reaches = self.attend_at if n.attrs["causal"] else self.reaches
+        attrs = {key: n.attrs[key] for key in ("scale", "window", "softcap") if key in n.attrs}
+        reaches = self.attend_at if n.attrs.get("causal", True) else self.reaches
         step = (self.pages, self.rows, self.starts, reaches)
         assert newest.node is not None
-        out = b.paged_attention(q, newest, *step, *newest.node.operands[4:], *sinks, **attrs)
+        paged = b.paged_alibi_attention if n.op.name == ALIBI else b.paged_attention
+        out = paged(q, newest, *step, *newest.node.operands[4:], *last, **attrs)
         if narrow < wide:
             out = b.slice(out, axis=2, start=0, stop=narrow)
         self.g.replace(n.result, out)

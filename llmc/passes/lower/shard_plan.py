@@ -10,10 +10,19 @@ from llmc.ir import contents
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Node, Value
 from llmc.passes.base import Ctx
-from llmc.passes.lower.shard_rules import LATENT, Relation, Split, experts_of, heads_of, kv_parts, relate, splits_of
+from llmc.passes.lower.shard_rules import (
+    EXPANDED,
+    LATENT,
+    Relation,
+    Split,
+    experts_of,
+    heads_of,
+    kv_parts,
+    relate,
+    splits_of,
+)
 
 TABLE_ROWS = 256  # of a table that is worth dividing, as the rows that are read are added up over the ranks
-ATTENTION = ("attention", "paged_attention", *LATENT)
 
 
 @dataclass
@@ -63,7 +72,7 @@ class _Planner:
 
     def split_attention(self) -> None:
         """Split attention by heads. Raises Diagnostic E437 if they do not divide."""
-        for n in self._nodes(*ATTENTION):
+        for n in self._nodes(*EXPANDED, *LATENT):
             if n.operand("scales") is not None:
                 cause = "KV pools of 8-bit floats cannot be sharded"
                 raise Diagnostic("E437", cause, "use kv=bf16 in page-attention", node=n)

@@ -141,8 +141,9 @@ def _rope(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
 
 
 # The axis of the heads of each operand and result of attention: those of the query, or those of the keys and values.
-QUERY_HEADS = MappingProxyType({"q": 1, "rotary": 1, "sinks": 0})
+QUERY_HEADS = MappingProxyType({"q": 1, "rotary": 1, "sinks": 0, "slopes": 0})
 KV_HEADS = MappingProxyType({"k": 1, "v": 1, "kv": 2})
+EXPANDED = ("attention", "paged_attention", "alibi_attention", "paged_alibi_attention")  # keys of each head or group
 LATENT = ("latent_attention", "paged_latent_attention")  # all heads share one key: every rank has the whole pool
 
 
@@ -150,9 +151,8 @@ def kv_parts(n: Node, ranks: int) -> int | None:
     """Return into how many parts the heads of keys and values are split; None if neither number divides the other."""
     if n.op.name in LATENT:
         return 1
-    k = n.operand("k") if n.op.name == "attention" else n.operand("kv")
-    assert k is not None
-    heads = int(k.type.shape[KV_HEADS["k" if n.op.name == "attention" else "kv"]])
+    name, k = next((name, v) for name in ("k", "kv") if (v := n.operand(name)) is not None)
+    heads = int(k.type.shape[KV_HEADS[name]])
     if heads % ranks == 0:
         return ranks
     return heads if ranks % heads == 0 else None
@@ -219,9 +219,7 @@ RULES: MappingProxyType[str, Rule] = MappingProxyType(
         "transpose": _transpose,
         "broadcast": _broadcast,
         "rope": _rope,
-        "attention": _attention,
-        "paged_attention": _attention,
-        **dict.fromkeys(LATENT, _attention),
+        **dict.fromkeys((*EXPANDED, *LATENT), _attention),
         "head_matmul": _head_matmul,
         "kv_append": _kv_append,
         "moe": lambda n, v, s, ranks: None,

@@ -80,7 +80,7 @@ def _scale_of(v: Value) -> tuple[float, list[Node], Node] | None:
 
 def _attention(n: Node) -> Build | None:
     """attention(c*q, k) -> attention(q, k) with c in its scale, also if q is moved or rotated in between."""
-    sides = (0, 1) if n.op.name == "attention" else (0,)
+    sides = (0, 1) if n.op.name in ("attention", "alibi_attention") else (0,)
     return next((build for i in sides if (build := _scaled_side(n, i))), None)
 
 
@@ -103,7 +103,9 @@ def _scaled_side(n: Node, index: int) -> Build | None:
     return build
 
 
-ATTENTION = Simplify("scale-attention", ("attention", "paged_attention"), _attention)
+ATTENTION = Simplify(
+    "scale-attention", ("attention", "paged_attention", "alibi_attention", "paged_alibi_attention"), _attention
+)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ struct Shape {
   static constexpr float SCALE = 0.125f, SOFTCAP = 0.0f;
   static constexpr bool SINKS = true;
   static constexpr bool LATENT = false;
+  static constexpr bool ALIBI = false;
 };
 static_assert(attend<Shape>::SCRATCH <= 258432, "scratch");
 extern "C" __attribute__((visibility("default")))
@@ -24,6 +25,6 @@ void llmc_paged_attention(const llmc_ctx* ctx, void* const* args, const int64_t*
   const int32_t* x5 = (const int32_t*)args[5];
   const float* x6 = (const float*)args[6];
   bf16* y0 = (bf16*)args[7];
-  const attention_args a = {x0, nullptr, x1, x2, x3, x4, x5, x6, y0, sizes[0], sizes[1], 64};
+  const attention_args a = {x0, nullptr, x1, x2, x3, x4, x5, x6, nullptr, y0, sizes[0], sizes[1], 64};
   attention<Shape>(ctx, a);
 }

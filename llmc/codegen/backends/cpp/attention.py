@@ -28,6 +28,7 @@ class PagedAttention(CppKernel):
     sums = "tiles of keys at multiples of kt"
     headers = ("llmc_attention.h",)
     latent: ClassVar[bool] = False  # values are parts of keys; the rotary parts of queries are an operand of their own
+    alibi: ClassVar[bool] = False  # the last operand is the slopes of a bias by distance, not sinks
 
     def heads(self, node: Node) -> tuple[int | None, ...]:
         """Return the sizes of `heads`."""
@@ -37,7 +38,7 @@ class PagedAttention(CppKernel):
         floats = [node.operands[i].type for i in (0, 1, 6) if i < len(node.operands)]
         if bad := next((t for t in floats if t.dtype not in FLOATS), None):
             return f"{bad} is not one of {', '.join(FLOATS)}"
-        if node.attrs["least"] > 1:
+        if node.attrs.get("least", 1) > 1:
             return "it does not support skipping rows (least > 1)"
         sizes = self.heads(node)
         if None in sizes:
@@ -63,7 +64,7 @@ class PagedAttention(CppKernel):
         dk, dr = (d + dp) // (1 + dp) * (1 + dp), -(-e // r) * r
         parts = (
             s["br"] * dk * item, dr * s["br"] * 4, s["kt"] * s["mr"] * 4, s["kt"] * s["mr"] * item, s["kt"] * dk * item,
-            s["kt"] * dr * item, s["kt"] * 8, s["br"] * 4, s["br"] * 4, s["br"] * 4, d * DTYPES[kv.dtype].bits // 8,
+            s["kt"] * dr * item, s["kt"] * 8, *(3 + self.alibi) * (s["br"] * 4,), d * DTYPES[kv.dtype].bits // 8,
         )  # fmt: skip
         return D(sum(-(-n // 64) * 64 for n in parts))
 
@@ -71,7 +72,7 @@ class PagedAttention(CppKernel):
         h, g, page, d, e = self.heads(node)
         s, a = schedule, node.attrs
         align = s["kt"] if target.deterministic else 1
-        q, kv, sinks = _ctype(node, 0), _ctype(node, 1 + self.latent), "" if self.latent else _ctype(node, 6)
+        q, kv, sinks = _ctype(node, 0), _ctype(node, 1 + self.latent), "" if self.latent or self.alibi else _ctype(node, 6)
         return (
             f"struct Shape {{\n  typedef {q or 'float'} Q;\n  typedef {kv or 'float'} KV;\n"
             f"  typedef {sinks or 'float'} S;\n"
@@ -81,7 +82,8 @@ class PagedAttention(CppKernel):
             f"  static constexpr int64_t BR = {s['br']}, KT = {s['kt']}, ALIGN = {align};\n"
             f"  static constexpr float SCALE = {a['scale']!r}f, SOFTCAP = {a.get('softcap', 0.0)!r}f;\n"
             f"  static constexpr bool SINKS = {'true' if sinks else 'false'};\n"
-            f"  static constexpr bool LATENT = {'true' if self.latent else 'false'};\n}};\n"
+            f"  static constexpr bool LATENT = {'true' if self.latent else 'false'};\n"
+            f"  static constexpr bool ALIBI = {'true' if self.alibi else 'false'};\n}};\n"
             f'static_assert(attend<Shape>::SCRATCH <= {self.scratch(node, schedule, target)}, "scratch");\n'
         )
 
@@ -89,8 +91,9 @@ class PagedAttention(CppKernel):
         types, pool = [v.type for v in node.operands], 1 + self.latent  # the index of the pool
         tokens, count = sizes(types[0].shape[0]), sizes(types[pool + 2].shape[0])
         table = sizes(types[pool + 1].shape[1])
-        rotary, sinks = ("x1", "nullptr") if self.latent else ("nullptr", "x6" if len(types) > 6 else "nullptr")
-        operands = ", ".join(["x0", rotary, *(f"x{pool + i}" for i in range(5)), sinks])
+        last = "x6" if not self.latent and len(types) > 6 else "nullptr"
+        sinks, slopes = ("nullptr", last) if self.alibi else (last, "nullptr")
+        operands = ", ".join(["x0", "x1" if self.latent else "nullptr", *(f"x{pool + i}" for i in range(5)), sinks, slopes])
         return (
             f"{pointers(node)}\n"
             f"const attention_args a = {{{operands}, y0, {tokens}, {count}, {table}}};\n"
@@ -115,9 +118,16 @@ class PagedLatentAttention(PagedAttention):
         return f"the size of a key, {sizes[3]}, is above {MAX_LATENT}" if (sizes[3] or 0) > MAX_LATENT else None
 
 
+class PagedAlibiAttention(PagedAttention):
+    """Flash attention with a bias by distance."""
+
+    alibi = True
+
+
 def _ctype(node: Node, i: int) -> str:
     return CTYPES[node.operands[i].type.dtype] if i < len(node.operands) else ""
 
 
 ATTENTION = PagedAttention("cpu/attention", ("paged_attention",))
+ALIBI_ATTENTION = PagedAlibiAttention("cpu/alibi_attention", ("paged_alibi_attention",))
 LATENT_ATTENTION = PagedLatentAttention("cpu/latent_attention", ("paged_latent_attention",))

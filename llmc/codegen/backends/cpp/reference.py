@@ -37,7 +37,7 @@ class HeadMatmul(Matmul):
 
 
 class Attention(CppKernel):
-    """Attention over packed prompts, one token and head at a time."""
+    """Attention over packed prompts, with or without a bias by distance, one token and head at a time."""
 
     sums = "one key after another"
     headers = ("llmc_abi.h", "llmc_reference.h")
@@ -54,9 +54,10 @@ class Attention(CppKernel):
         q, k, v = (o.type for o in node.operands[:3])
         at = node.attrs
         dims = ", ".join(sizes(d) for d in (*q.shape[:2], k.shape[1], q.shape[2], v.shape[2]))
-        sinks = "x4" if len(node.operands) > 4 else "(const float*)nullptr"
-        options = f"{at['scale']!r}f, {at['softcap']!r}f, {at['window']}, {'true' if at['causal'] else 'false'}"
-        call = f"attention(ctx, y0, x0, x1, x2, x3, {sinks}, Attention{{{dims}, {options}}});"
+        sinks, slopes = ("x4" if node.operand(name) else "(const float*)nullptr" for name in ("sinks", "slopes"))
+        causal = "true" if at.get("causal", True) else "false"
+        options = f"{at['scale']!r}f, {at.get('softcap', 0.0)!r}f, {at.get('window', 0)}, {causal}"
+        call = f"attention(ctx, y0, x0, x1, x2, x3, {sinks}, {slopes}, Attention{{{dims}, {options}}});"
         return f"{pointers(node)}\n{call}"
 
 
@@ -90,4 +91,5 @@ class Moe(CppKernel):
 MATMUL = Matmul("cpu/matmul", ("matmul",))
 HEAD_MATMUL = HeadMatmul("cpu/head_matmul", ("head_matmul",))
 ATTENTION = Attention("cpu/packed_attention", ("attention",))
+ALIBI_ATTENTION = Attention("cpu/packed_alibi_attention", ("alibi_attention",))
 MOE = Moe("cpu/moe", ("moe",))

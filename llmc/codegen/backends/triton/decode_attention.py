@@ -55,8 +55,8 @@ class AttentionProblem:
         if kv.dtype in FLOAT8 and q.dtype != "f32":
             dot = "tl.float16"  # an instruction converts two 8-bit floats to float16; bfloat16 would take five
         return AttentionProblem(
-            int(q.shape[1]), kv_heads, page, head_dim, DTYPES[kv.dtype].bits // 8, a["scale"], a["window"],
-            a["softcap"], dot,
+            int(q.shape[1]), kv_heads, page, head_dim, DTYPES[kv.dtype].bits // 8, a["scale"],
+            a.get("window", 0), a.get("softcap", 0.0), dot,
         )  # fmt: skip
 
     @property

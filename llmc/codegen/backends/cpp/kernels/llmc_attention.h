@@ -20,6 +20,7 @@ struct attention_args {
   const void* kv;
   const int32_t *pages, *rows, *starts, *positions;
   const void* sinks;
+  const float* slopes;  // of the bias by distance, if C::ALIBI
   void* out;
   int64_t tokens, count, row_pages;  // tokens T, rows R, length of a row's page table
 };
@@ -65,7 +66,8 @@ LLMC_INLINE void transpose16(const void* const* from, int64_t offset, int n, uin
 
 // Members of C: Q, KV (storage types), H, G, D, E (elements of a value), PAGE, NV, MR, BR (rows per block), KT (tokens
 // per tile), WINDOW (0: none), SCALE, SOFTCAP (0: none), S (storage type of the sinks), ALIGN (tiles begin at multiples
-// of it; with KT, they are the same for all rows), LATENT (a value is the first E elements of its key).
+// of it; with KT, they are the same for all rows), LATENT (a value is the first E elements of its key), ALIBI (logits
+// have a bias: the slope of the head times the position of the key minus that of the query).
 template <class C> struct attend {
   typedef typename C::Q Q;
   typedef typename C::KV KV;
@@ -82,11 +84,11 @@ template <class C> struct attend {
   static constexpr int64_t SQ = up(BR * DK * sizeof(A)), SO = up(DP * BR * R * 4), SS = up(KT * C::MR * 4),
                            SP = up(KT * C::MR * sizeof(A)), SK = up(KT * DK * sizeof(A)),
                            SV = up(KT * DP * R * sizeof(A)), SR = up(KT * 8), SB = up(BR * 4), SZ = up(D * sizeof(KV));
-  static constexpr int64_t SCRATCH = SQ + SO + SS + SP + SK + SV + SR + 3 * SB + SZ;
+  static constexpr int64_t SCRATCH = SQ + SO + SS + SP + SK + SV + SR + (C::ALIBI ? 4 : 3) * SB + SZ;
 
   const attention_args* a;
   A *q, *p, *kp, *vp;
-  float *o, *s, *top, *sum;
+  float *o, *s, *top, *sum, *slope;
   int32_t* pos;
   const KV** row;  // the keys of a tile; the values are VALUES elements further
   KV* zero;
@@ -102,6 +104,7 @@ template <class C> struct attend {
     top = (float*)m, m += SB;
     sum = (float*)m, m += SB;
     pos = (int32_t*)m, m += SB;
+    slope = (float*)m, m += C::ALIBI ? SB : 0;
     zero = (KV*)m;
     memset((void*)zero, 0, D * sizeof(KV));
   }
@@ -194,6 +197,7 @@ template <class C> struct attend {
       copy_row(q + r * DK, (const Q*)a->q + (t * C::H + h) * E, E, C::LATENT ? E : DK);
       if constexpr (C::LATENT) copy_row(q + r * DK + E, (const Q*)a->rotary + (t * C::H + h) * (D - E), D - E, DK - E);
       pos[r] = a->positions[t];
+      if constexpr (C::ALIBI) slope[r] = a->slopes[h] * LOG2E;
       top[r] = C::SINKS ? widen(((const typename C::S*)a->sinks)[h]) * LOG2E : -1e30f;
       sum[r] = C::SINKS ? 1.0f : 0.0f;
     }
@@ -213,8 +217,9 @@ template <class C> struct attend {
     for (int64_t j = 0; j < cols; j += VN) {
       float* at = s + j / R * C::MR * R + i * R + j % R;
       vf x = logits(vload(at));
+      vi col = lanes() + (int32_t)j;
+      if constexpr (C::ALIBI) x += to_float(col - last) * slope[r];
       if (MASK) {
-        vi col = lanes() + (int32_t)j;
         x = select((col <= last) & (col >= first), x, splat(-INFINITY));
       }
       vstore(at, x);

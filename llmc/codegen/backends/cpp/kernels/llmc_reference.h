@@ -54,10 +54,10 @@ struct Attention {
   int64_t window;
   bool causal;
 };
-// A sequence starts wherever a position is not its predecessor plus one.
+// A sequence starts wherever a position is not its predecessor plus one. `sinks` and `slopes` may be null.
 template <class T, class I, class S>
 static inline void attention(const llmc_ctx* ctx, T* y, const T* q, const T* k, const T* v, const I* pos, const S* sinks,
-                             const Attention& at) {
+                             const float* slopes, const Attention& at) {
   int64_t lo, hi, start = 0, end = 0;
   llmc_split(ctx, at.t, 1, &lo, &hi);
   float* s = (float*)ctx->scratch;
@@ -73,6 +73,7 @@ static inline void attention(const llmc_ctx* ctx, T* y, const T* q, const T* k, 
       for (int64_t j = from; j < to; j++) {
         float x = dot(q + (i * at.h + head) * at.d, k + (j * at.g + group) * at.d, at.d) * at.scale;
         if (at.softcap != 0.0f) x = m_tanh(x / at.softcap) * at.softcap;
+        if (slopes) x += slopes[head] * (float)(j - i);
         s[j - from] = x;
         top = x > top ? x : top;
       }
