@@ -90,6 +90,11 @@ EXTENSION = Extension(
             "hqq": "llmc.quant.hqq:hqq",
             "bitnet": "llmc.quant.bitnet:bitnet",
             "quark": "llmc.quant.quark:quark",
+            "quanto": "llmc.quant.quanto:quanto",
+            "eetq": "llmc.quant.eetq:eetq",
+            "gemma": "llmc.quant.gemma:gemma",
+            "mlx": "llmc.quant.mlx:mlx",
+            "metal": "llmc.quant.mlx:metal",
             **dict.fromkeys(("modelopt", "modelopt_fp4", "modelopt_mixed"), "llmc.quant.modelopt:modelopt"),
         }
     ),

@@ -17,7 +17,8 @@ from llmc.frontend.quantization_files import FILES, MARKS
 from llmc.frontend.safetensors_reader import Stored, TensorFiles, shortened
 from llmc.frontend.trace_model import Traced, WeightInfo
 from llmc.frontend.truncate import outside_layers
-from llmc.frontend.weight_mapping import classes_of, resolve
+from llmc.frontend.weight_mapping import places_of, resolve
+from llmc.frontend.weight_place import Place
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Builder, Graph, QuantisedWeight, Value
 from llmc.ir.ops import OPS
@@ -44,13 +45,13 @@ class WeightDecoder(Protocol):
         tensors: Mapping[str, Value],
         build: Builder,
         read: Callable[[str], np.ndarray],
-        classes: Callable[[str], tuple[str, ...]],
+        place: Callable[[str], Place],
         metadata: Callable[[], Mapping[str, str]],
     ) -> Mapping[str, Value]:
         """Return the float weights by the names that an unquantised checkpoint gives them.
 
-        `tensors` are the stored tensors, `build` adds nodes to their graph, `read` returns a stored tensor. `classes`
-        returns the names of the classes of the module that has a weight, by the weight's name in the checkpoint.
+        `tensors` are the stored tensors, `build` adds nodes to their graph, `read` returns a stored tensor. `place`
+        returns where the model has a weight, by the weight's name in the checkpoint.
         `metadata` returns the texts beside the tensors in the files' headers.
         """
 
@@ -113,7 +114,7 @@ class Checkpoint:
 
         values: Mapping[str, Value] = {name: graph.input(name, _type(t), weight=True) for name, t in stored.items()}
         if decoder:
-            values = decoder.decode(values, build, read, classes_of(traced.model), self._tensors.metadata)
+            values = decoder.decode(values, build, read, places_of(traced.model), self._tensors.metadata)
         known = resolve(traced.model, values, build)
         self.kv_scales = decoder.kv_scales(stored, read) if decoder else {}
         self._blocks = Blocks(graph, self._tensors)

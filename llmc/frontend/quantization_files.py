@@ -8,22 +8,27 @@ from typing import Any
 
 from llmc.diagnostics import Diagnostic
 
-# File -> the method of configurations that do not name one: AutoGPTQ's, AutoAWQ's, AutoRound's, ModelOpt's.
+# File -> the method of configurations that do not name one: AutoGPTQ's, AutoAWQ's, AutoRound's, ModelOpt's, quanto's.
 FILES: Mapping[str, str] = MappingProxyType(
     {
         "quantize_config.json": "gptq",
         "quant_config.json": "awq",
         "quantization_config.json": "",
         "hf_quant_config.json": "modelopt",
+        "quanto_qmap.json": "quanto",
     }
 )
 KEY = "quantization_config"
 # Older name of KEY in config.json, and the method of configurations there that do not name one.
 OLD_KEY, OLD_METHOD = "compression_config", "compressed-tensors"
+MLX_KEY, MLX = "quantization", "mlx"  # in config.json; MLX repeats it as KEY, without a method
 # The last parts of names that only tensors of quantised weights have.
 MARKS = frozenset(
-    ("qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "SCB", "absmax")
-)
+    (
+        "qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "SCB", "absmax",
+        "weight_scales", "embedding_quantized", "biases", "qbiases",
+    )
+)  # fmt: skip
 # The keys that change how weights are read, with their synonyms.
 DECISIVE = (
     ("quant_method",),
@@ -36,15 +41,16 @@ DECISIVE = (
     ("dynamic",),
     ("extra_config",),
     ("config_groups",),
+    ("mode",),
 )
 
 
 def with_quantization(config: Mapping[str, Any], beside: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return a config.json whose `quantization_config` has the keys of all places that describe the quantisation.
 
-    These are `quantization_config` and `compression_config` of config.json and of its `text_config`, and the files
-    beside it, by name. If several places have a key, the first one is used. Raises Diagnostic E340 for places, or
-    synonyms in one place, that contradict one another.
+    These are `quantization_config` and `compression_config` of config.json and of its `text_config`, `quantization` of
+    MLX, and the files beside it, by name. If several places have a key, the first one is used. Raises Diagnostic E340
+    for places, or synonyms in one place, that contradict one another.
     """
     known, source = config.get(KEY), "config.json"
     if known is not None and not isinstance(known, Mapping):
@@ -65,8 +71,10 @@ def _places(
     config: Mapping[str, Any], beside: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, Mapping[str, Any], str]]:
     """Yield (name, content, default method) of the places beside `quantization_config` of config.json."""
-    inner = config.get("text_config")
+    inner, mlx = config.get("text_config"), config.get(MLX_KEY)
     places = [(OLD_KEY, config.get(OLD_KEY), OLD_METHOD)]
+    if isinstance(mlx, Mapping) and {"bits", "group_size"} <= mlx.keys():
+        places.append((MLX_KEY, mlx, MLX))
     if isinstance(inner, Mapping):
         places += [(f"text_config.{key}", inner.get(key), method) for key, method in ((KEY, ""), (OLD_KEY, OLD_METHOD))]
     for name, content, method in (*places, *((name, content, FILES[name]) for name, content in beside.items())):

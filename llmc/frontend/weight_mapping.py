@@ -16,6 +16,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend.safetensors_reader import shortened
+from llmc.frontend.weight_place import Place
 from llmc.ir.dtype import promote
 from llmc.ir.graph import Builder, Value
 
@@ -53,8 +54,8 @@ def resolve(model: Any, tensors: Mapping[str, Value], build: Builder) -> dict[st
     return out
 
 
-def classes_of(model: Any) -> Callable[[str], tuple[str, ...]]:
-    """Return a function from a weight's name in the checkpoint to the classes of its module, the most derived first.
+def places_of(model: Any) -> Callable[[str], Place]:
+    """Return a function from a weight's name in the checkpoint to its place in the model.
 
     A weight that is one part of a larger one, such as an expert of a stack, counts as a Linear's.
     """
@@ -62,12 +63,15 @@ def classes_of(model: Any) -> Callable[[str], tuple[str, ...]]:
     renamings, converters = _transforms(model, (), known)
     modules = dict(model.named_modules())
 
-    def classes(weight: str) -> tuple[str, ...]:
+    def place(weight: str) -> Place:
         target, pattern = _rename(model, weight, renamings, converters, known)
         module = modules.get(target.removesuffix(".weight")) if pattern is None else None
-        return tuple(c.__name__ for c in type(module).__mro__) if module is not None else ("Linear",)
+        if module is None:
+            return Place()
+        shape = tuple(known[target].shape) if target in known else ()
+        return Place(tuple(c.__name__ for c in type(module).__mro__), shape)
 
-    return classes
+    return place
 
 
 def _transforms(model: Any, tensors: Iterable[str], known: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from llmc.diagnostics import Diagnostic
+from llmc.frontend.weight_place import Place
 from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Builder, Node, QuantisedWeight, Value
 from llmc.ir.qformat import ENCODINGS, QFormat
 from llmc.ir.signature import Mismatch
 from llmc.quant.kv_scales import KV_SCALES, Scales, kv_scales_of
-from llmc.quant.scheme import AGAIN, LINEAR, Codes, Scheme, SchemeOf, Stored
+from llmc.quant.scheme import AGAIN, Codes, Scheme, SchemeOf, Stored
 
 # Dtypes of codes in a tensor named `weight`, stored one per element or packed.
 FLOAT_CODES = ("f8e4m3", "f8e5m2")
@@ -41,7 +42,7 @@ class Decoder:
         tensors: Mapping[str, Value],
         build: Builder,
         read: Callable[[str], np.ndarray],
-        classes: Callable[[str], tuple[str, ...]] = lambda weight: LINEAR,
+        place: Callable[[str], Place] = lambda weight: Place(),
         metadata: Callable[[], Mapping[str, str]] = dict,
     ) -> Mapping[str, Value]:
         """See `WeightDecoder.decode`. Decoded weights are float32; others keep their stored dtype.
@@ -63,7 +64,8 @@ class Decoder:
             if set(parts) <= {"weight"} and not _bare_codes(parts["weight"]):
                 out[name] = parts["weight"]
             else:
-                out[name] = self._weight(Stored(name, parts, build, read, classes(name), metadata))
+                at = place(name)
+                out[name] = self._weight(Stored(name, parts, build, read, at.classes, at.shape, metadata))
         return out
 
     def kv_scales(self, names: Iterable[str], read: Callable[[str], np.ndarray]) -> Mapping[int, Scales]:

@@ -59,7 +59,8 @@ class Stored:
 
     name: of the weight, as an unquantised checkpoint has it. parts: tensors by the names of a scheme's parts. build
     adds nodes to the tensors' graph. load returns a stored tensor by its name. classes: names of the class of the
-    module that has the weight, and of its bases. metadata returns the texts in the headers of the files, by name.
+    module that has the weight, and of its bases. shape: of the weight in the model, () if the model holds it as a part
+    of another one. metadata returns the texts in the headers of the files, by name.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Stored:
     build: Builder
     load: Callable[[str], np.ndarray]
     classes: tuple[str, ...] = LINEAR
+    shape: tuple[int, ...] = ()
     metadata: Callable[[], Mapping[str, str]] = dict
 
     @property
@@ -96,6 +98,14 @@ class Stored:
         if int(np.prod(shape_of(value))) != 1:
             raise Diagnostic("E341", f"{value.name} is {value.type}; one number is expected", AGAIN)
         return self.build.reshape(value, shape=(1, 1))
+
+    def check_finite(self, value: Value) -> None:
+        """Raise Diagnostic E342 if a zero point, or another number that is added to a weight, is NaN or infinite."""
+        numbers = self.load(value.name).astype(np.float32)
+        if not np.isfinite(numbers).all():
+            where = tuple(int(i) for i in np.argwhere(~np.isfinite(numbers))[0])
+            cause = f"{value.name} has {numbers[where]} at {list(where)}; a finite number is expected"
+            raise Diagnostic("E342", cause, AGAIN)
 
     def check_scales(self, value: Value, used: Callable[[np.ndarray], np.ndarray] = np.asarray) -> None:
         """Raise Diagnostic E342 if a scale is NaN, infinite or zero (scales of eight bits may be zero).
@@ -202,6 +212,14 @@ def integer(config: Mapping[str, Any], key: str, method: str, default: int | Non
     if not isinstance(value, int) or isinstance(value, bool):
         raise Diagnostic("E340", f"quantization_config ({method}) has {key} = {str(value)[:80]!r}, not a number", AGAIN)
     return value
+
+
+def with_offsets(b: Builder, code: Value, scale: Value, offset: Value, size: int, label: str, zero: int = 0) -> Codes:
+    """The codes of `(code - zero) * scale + offset`, with scales and offsets of groups of `size` columns (0: all)."""
+    block = (1, size)
+    scaled = b.dequantize(code, scale, block=block, dtype="f32", zero_point=zero)
+    ones = b.broadcast(b.constant(1.0, "f32"), shape=shape_of(scale))
+    return Codes(scaled, ones, block, label, b.neg(b.cast(offset, dtype="f32")))
 
 
 def block_of(stored: Stored, scale: Value, n: int, k: int, size: tuple[int, int]) -> tuple[Value, tuple[int, int]]:

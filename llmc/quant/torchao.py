@@ -32,7 +32,7 @@ import numpy as np
 
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Value
-from llmc.quant.scheme import AGAIN, Codes, Stored, refuse, shape_of
+from llmc.quant.scheme import AGAIN, Codes, Stored, refuse, shape_of, with_offsets
 
 METHOD = "torchao"
 FLOATS = ("f32", "bf16", "f16")
@@ -129,14 +129,6 @@ def _plain(label: str, code: str) -> Callable[[Stored, Facts], Codes]:
     return decode
 
 
-def _shifted(stored: Stored, code: Value, scale: Value, zero: Value, size: int) -> Codes:
-    """The codes of `(code - 8) * scale + zero`, with scales and zeros of groups of `size` columns."""
-    b, whole = stored.build, size if size < shape_of(code)[1] else 0
-    scaled = b.dequantize(code, scale, block=(1, whole), dtype="f32", zero_point=8)
-    ones = b.broadcast(b.constant(1.0, "f32"), shape=shape_of(scale))
-    return Codes(scaled, ones, (1, whole), "int4", b.neg(b.cast(zero, dtype="f32")))
-
-
 def _int4(stored: Stored, facts: Facts) -> Codes:
     b = stored.build
     qdata = stored.part("qdata", ("i8", "u8"), 2)
@@ -147,7 +139,8 @@ def _int4(stored: Stored, facts: Facts) -> Codes:
     for part in (scale, zero):
         stored.expect(part, -(-k // size), n)
     code = b.unpack_bits(qdata, bits=4, axis=1, size=k, add=8)  # of signed codes
-    return _shifted(stored, code, b.transpose(scale, perm=(1, 0)), b.transpose(zero, perm=(1, 0)), size)
+    scale, zero = (b.transpose(x, perm=(1, 0)) for x in (scale, zero))
+    return with_offsets(b, code, scale, zero, size if size < k else 0, "int4", zero=8)
 
 
 def _tiles(stored: Stored, facts: Facts) -> Codes:
@@ -175,7 +168,7 @@ def _tiles(stored: Stored, facts: Facts) -> Codes:
     scale, zero = (_cut(stored, x, n, groups) for x in (scale, zero))
     stored.check_scales(pairs, lambda x: x[:groups, :n, 0])
     _check_zeros(stored, pairs, n, groups)
-    return _shifted(stored, _cut(stored, code, n, k), scale, zero, size)
+    return with_offsets(b, _cut(stored, code, n, k), scale, zero, size if size < k else 0, "int4", zero=8)
 
 
 def _cut(stored: Stored, value: Value, n: int, k: int) -> Value:

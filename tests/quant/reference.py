@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import safe_open
 
 Tensors = Mapping[str, torch.Tensor]
@@ -220,6 +221,41 @@ def ternary(t: Tensors) -> torch.Tensor:
     return (torch.cat([(t["weight"] >> 2 * i) & 3 for i in range(4)]).float() - 1) / t["weight_scale"].float()
 
 
+def quanto(t: Tensors, config: Mapping[str, Any], name: str) -> torch.Tensor:
+    scale = t["weight._scale"].float()
+    if "weight._data" in t:
+        return t["weight._data"].float() * scale
+    packed, bits = t["weight._data._data"], int(config["types"][name]["weights"].removeprefix("qint"))
+    planes = [(packed >> bits * i) & ((1 << bits) - 1) for i in range(8 // bits)]
+    code = torch.cat(planes)[: len(scale)].float()
+    return (code * scale - t["weight._shift"].float()).reshape(config["shapes"][f"{name}.weight"])
+
+
+def mlx(t: Tensors, config: Mapping[str, Any], name: str) -> torch.Tensor:
+    own = config.get(name, config)
+    bits, size, scale = own["bits"], own["group_size"], t["scales"]
+    code = stream(t["weight"].view(torch.int32), bits, 1, t["weight"].shape[1] * 32 // bits)
+    offset = t.get("biases", t.get("qbiases"))
+    if offset is not None:
+        return code.float() * scale.float().repeat_interleave(size, 1) + offset.float().repeat_interleave(size, 1)
+    factor = scale.view(torch.float8_e4m3fn).float() if own["mode"] == "nvfp4" else e8m0(scale)
+    value = E2M1[code] if bits == 4 else code.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    return value * factor.repeat_interleave(size, 1)
+
+
+def gemma(t: Tensors, config: Mapping[str, Any], name: str) -> torch.Tensor:
+    code, scale = (t["embedding_quantized"], t["embedding_scale"]) if "embedding_scale" in t else (
+        t["weight"], t["weight_scale"]
+    )  # fmt: skip
+    rules = config["module_quant_configs"].items()
+    bits = next((rule["num_bits"] for pattern, rule in rules if re.search(pattern, name)), config["num_bits"])
+    if bits < 8:
+        fields = [(code >> bits * i) & ((1 << bits) - 1) for i in range(8 // bits)]
+        code = torch.stack(fields, -1).flatten(-2).float() - (1 << (bits - 1))
+        code = code[:, : config["shapes"][f"{name}.weight"][1]]
+    return code.float() * scale.repeat_interleave(code.shape[1] // scale.shape[1], 1)
+
+
 Decoder = Callable[[Tensors, Mapping[str, Any], str], torch.Tensor]
 
 
@@ -233,10 +269,16 @@ def decoder(t: Tensors) -> Decoder | None:
         return torchao
     if "W_q" in t:
         return lambda t, *_: hqq(t)
+    if "embedding_scale" in t or "output_activation_scale" in t:
+        return gemma
     if "weight_scale" in t and t["weight"].dtype == torch.uint8 and t["weight_scale"].numel() == 1:
         return lambda t, *_: ternary(t)
     if "weight_scale" in t or "weight_scale_inv" in t:
         return fp8
+    if "weight._scale" in t:
+        return quanto
+    if "scales" in t:
+        return mlx
     if "SCB" in t:
         return lambda t, *_: t["weight"].float() * t["SCB"][:, None] * (1 / 127)  # in this order
     if "weight.absmax" in t:
@@ -263,10 +305,25 @@ def modules(stored: Tensors) -> dict[str, dict[str, torch.Tensor]]:
     return found
 
 
+def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the weights of a checkpoint's model, by name."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
 def decode(folder: Path) -> dict[str, torch.Tensor]:
     """The float32 weight of every quantised module, [N, K]; of gpt-oss's experts [E, N, K]."""
-    config = json.loads((folder / "config.json").read_text())["quantization_config"]
-    if config["quant_method"] == "torchao":
+    config = json.loads((folder / "config.json").read_text()).get("quantization_config", {})
+    method = config.get("quant_method", "")
+    if (listed := folder / "quanto_qmap.json").exists():
+        config["types"] = json.loads(listed.read_text())
+    if listed.exists() or method == "gemma":
+        config["shapes"] = shapes(folder)
+    if method == "torchao":
         with safe_open(folder / "model.safetensors", "pt") as f:
             config["described"] = f.metadata()
     out = {}

@@ -12,7 +12,7 @@ from quant.reference import decode
 from safetensors.torch import load_file
 
 FIXTURES = sorted(p.parent for p in (Path(__file__).parent / "fixtures").glob("*/oracle.json"))
-SIZE = 9 << 20  # bytes of all fixtures; git packs them to three quarters
+SIZE = 10 << 20  # bytes of all fixtures; git packs them to three quarters
 
 
 def digest(w: torch.Tensor) -> str:

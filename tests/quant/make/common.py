@@ -136,6 +136,7 @@ def clean(value: Any) -> Any:
 
 KEPT = (
     "config.json", "quantize_config.json", "quantization_config.json", "quant_config.json", "hf_quant_config.json",
+    "quanto_qmap.json",
 )  # fmt: skip
 
 

@@ -1,0 +1,53 @@
+"""EETQ checkpoints (`quant_method: eetq`): 8-bit integers with a scale for each row, in the order of GPU kernels.
+
+Tensors of a weight [n, k]: weight int8 [k, n] and weight_scales float16 [n]. The shape of `weight` is not that of its
+content, which is in the order that the mixed products of FasterTransformer read on NVIDIA GPUs from Turing on: pairs
+of rows alternate in runs of 64 columns; each run of 16 columns has its even ones first, as pairs of neighbours whose
+halves are exchanged; and codes are stored plus 128. With columns of a run of 16 as `half * 8 + place`, byte
+`place * 2 + half` is that column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmc.quant.scheme import Codes, Stored, check_not_left_out, last_part, refuse, shape_of
+
+METHOD = "eetq"
+PARTS = ("weight", "weight_scales")
+PLAIN = ("modules_to_not_convert",)
+RUN = 64  # columns of a row that are stored together
+
+
+@dataclass(frozen=True)
+class Eetq:
+    """The scheme of one checkpoint. plain: modules that are not quantised."""
+
+    plain: Mapping[str, Any]
+
+    def split(self, name: str) -> tuple[str, str] | None:
+        """See `Scheme.split`."""
+        return last_part(name, PARTS)
+
+    def decode(self, stored: Stored) -> Codes:
+        """See `Scheme.decode`."""
+        check_not_left_out(stored, self.plain, METHOD)
+        b, weight, scale = stored.build, stored.part("weight", ("i8",), 2), stored.part("weight_scales", ("f16",), 1)
+        k, n = shape_of(weight)
+        if n % 2 or k % RUN:
+            raise refuse(METHOD, f"shape of {stored.name}", [n, k], (f"even rows, columns of a multiple of {RUN}",))
+        stored.expect(scale, n)
+        stored.check_scales(scale)
+        # pairs of rows, runs of columns, row in the pair, 16 columns, place, half
+        parts = b.reshape(b.bitcast(weight, dtype="u8"), shape=(n // 2, k // RUN, 2, RUN // 16, 8, 2))
+        code = b.reshape(b.transpose(parts, perm=(0, 2, 1, 3, 5, 4)), shape=(n, k))
+        return Codes(code, b.reshape(scale, shape=(n, 1)), (1, 0), METHOD, zero=128)
+
+
+def eetq(config: Mapping[str, Any]) -> Eetq:
+    """The scheme of a quantization_config; raises Diagnostic E307."""
+    if (weights := config.get("weights") or "int8") != "int8":
+        raise refuse(METHOD, "weights", weights, ("int8",))
+    return Eetq({key: config.get(key) for key in PLAIN})

@@ -1,0 +1,93 @@
+"""Quantised Gemma checkpoints of transformers (`quant_method: gemma`): 2, 4 or 8 bits, a scale for each row.
+
+Tensors of a weight [n, k]: weight, int8 [n, k] for 8 bits, else uint8 [n, ceil(k / f)], whose f fields are codes plus
+2 ** (bits - 1), the lowest bits first; and weight_scale float32 [n, 1]. Of an embedding: embedding_quantized and
+embedding_scale, which may have one entry for each of several blocks of columns. The bits are `num_bits`, or those of
+the first pattern in `module_quant_configs` that is found in the module's name. input_activation_scale and
+output_activation_scale are scales of activations (0: none), which are not used; the former asks for 8-bit activations.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmc.diagnostics import Diagnostic
+from llmc.quant.scheme import AGAIN, Codes, Stored, check_not_left_out, integer, last_part, refuse, shape_of
+
+METHOD = "gemma"
+TABLE, TABLE_SCALE = "embedding_quantized", "embedding_scale"
+INPUT = "input_activation_scale"
+PARTS = ("weight", "weight_scale", TABLE, TABLE_SCALE, INPUT, "output_activation_scale")
+PLAIN = ("modules_to_not_convert",)
+BITS = (2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Gemma:
+    """The scheme of one checkpoint. bits: of modules that no pattern matches. rules: patterns and their bits."""
+
+    bits: int
+    rules: tuple[tuple[re.Pattern[str], int], ...]
+    plain: Mapping[str, Any]
+
+    def split(self, name: str) -> tuple[str, str] | None:
+        """See `Scheme.split`."""
+        return last_part(name, PARTS)
+
+    def decode(self, stored: Stored) -> Codes:
+        """See `Scheme.decode`."""
+        check_not_left_out(stored, self.plain, METHOD)
+        b, bits = stored.build, self._bits(stored.module)
+        name, scale_name = (TABLE, TABLE_SCALE) if TABLE in stored.parts else ("weight", "weight_scale")
+        code = stored.part(name, ("i8" if bits == 8 else "u8",), 2)
+        scale = stored.part(scale_name, ("f32", "bf16", "f16"), 2)
+        stored.check_scales(scale)
+        n, k = self._shape(stored, shape_of(code), bits)
+        if bits != 8:
+            stored.expect(code, n, -(-k * bits // 8))
+            code = b.unpack_bits(code, bits=bits, axis=1, size=k)
+        blocks = shape_of(scale)[1]
+        if name == "weight" or not blocks or k % blocks:
+            blocks = 1
+        stored.expect(scale, n, blocks)
+        zero, size = 0 if bits == 8 else 1 << bits - 1, k // blocks if blocks > 1 else 0
+        act = "i8" if INPUT in stored.parts and self._rounds(stored) else ""
+        return Codes(code, scale, (1, size), f"{METHOD} {bits} bit", zero=zero, act=act)
+
+    def _bits(self, module: str) -> int:
+        return next((bits for pattern, bits in self.rules if pattern.search(module)), self.bits)
+
+    def _shape(self, stored: Stored, packed: tuple[int, ...], bits: int) -> tuple[int, int]:
+        """The weight's rows and columns; the last byte of a row may have fields of no column."""
+        n, fields = packed[0], 8 // bits
+        columns = stored.shape[1] if len(stored.shape) == 2 else packed[1] * fields
+        return n, columns
+
+    def _rounds(self, stored: Stored) -> bool:
+        """Whether the inputs of a product are rounded to 8 bits."""
+        value = stored.parts[INPUT]
+        stored.number(INPUT, ("f32", "bf16", "f16"))
+        stored.check_finite(value)
+        return bool(stored.load(value.name).any())
+
+
+def gemma(config: Mapping[str, Any]) -> Gemma:
+    """The scheme of a quantization_config; raises Diagnostic E307 or E340."""
+    rules, bits = [], integer(config, "num_bits", METHOD, 4)
+    named = config.get("module_quant_configs") or {}
+    if not isinstance(named, Mapping) or not all(isinstance(rule, Mapping) for rule in named.values()):
+        raise Diagnostic("E340", f"quantization_config ({METHOD}) has module_quant_configs that are no rules", AGAIN)
+    for pattern, rule in named.items():
+        if unknown := rule.keys() - {"num_bits"}:
+            raise refuse(METHOD, f"module_quant_configs of {pattern}", sorted(unknown)[0], ("num_bits",))
+        try:
+            rules.append((re.compile(pattern), integer(rule, "num_bits", METHOD, bits)))
+        except re.error as e:
+            raise Diagnostic("E340", f"module_quant_configs has the pattern {pattern!r}: {e}", AGAIN) from None
+    for found in (bits, *(width for _, width in rules)):
+        if found not in BITS:
+            raise refuse(METHOD, "num_bits", found, BITS)
+    return Gemma(bits, tuple(rules), {key: config.get(key) for key in PLAIN})
